@@ -1,0 +1,69 @@
+"""Checks at the public boundary: each names the argument, what was expected and what came."""
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+
+def check_range(
+    name: str, value: float, *, low: float | None = None, high: float | None = None
+) -> None:
+    """Raise unless ``low <= value <= high`` (a missing end is open)."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    if (low is not None and not value >= low) or (high is not None and not value <= high):
+        raise ValueError(f"{name} must be {_interval(low, high)}, got {value}")
+
+
+def check_count(name: str, value: int, *, low: int = 1, high: int | None = None) -> None:
+    """Raise unless ``value`` is an integer in ``[low, high]``."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    check_range(name, value, low=low, high=high)
+
+
+def check_choice(name: str, value: str, choices: Collection[str]) -> None:
+    """Raise unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+
+
+def check_finite(name: str, tensor: Tensor) -> None:
+    """Raise if ``tensor`` holds NaN or Inf, saying how many and where the first is."""
+    if bool(torch.isfinite(tensor).all()):
+        return
+    bad = ~torch.isfinite(tensor)
+    first = tuple(bad.nonzero()[0].tolist())
+    raise ValueError(
+        f"{name} must be finite, got {int(bad.sum())} NaN or Inf of {tensor.numel()} entries, "
+        f"the first at index {first}"
+    )
+
+
+def check_tensor(
+    name: str, tensor: Tensor, *, dtype: torch.dtype, device: torch.device, rows: int
+) -> None:
+    """Raise unless ``tensor`` is a vector ``(rows,)`` or block ``(rows, k)`` of that kind."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.ndim not in (1, 2) or tensor.shape[0] != rows:
+        raise ValueError(f"{name} must be ({rows},) or ({rows}, k), got {tuple(tensor.shape)}")
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name} must be {dtype}, as the operator is, got {tensor.dtype}")
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on {device}, as the operator is, got {tensor.device}")
+
+
+def check_real_floating(name: str, dtype: torch.dtype) -> None:
+    """Raise unless ``dtype`` is a real floating-point type."""
+    if not dtype.is_floating_point:
+        raise TypeError(f"{name} must be of a real floating-point dtype, got {dtype}")
+
+
+def _interval(low: float | None, high: float | None) -> str:
+    if high is None:
+        return f"at least {low}"
+    if low is None:
+        return f"at most {high}"
+    return f"between {low} and {high}"

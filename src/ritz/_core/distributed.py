@@ -1,0 +1,78 @@
+"""Sums over processes, by torch.distributed; one process where it is not initialised."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Group = dist.ProcessGroup
+
+
+def world_size(group: Group | None = None) -> int:
+    """Number of processes of the group: one where torch.distributed is not in use."""
+    return dist.get_world_size(group) if _active() else 1
+
+
+def rank(group: Group | None = None) -> int:
+    """This process's number in the group."""
+    return dist.get_rank(group) if _active() else 0
+
+
+def shard(n: int, group: Group | None = None) -> slice:
+    """This process's part of ``range(n)``; parts differ by at most one in length."""
+    size, index = world_size(group), rank(group)
+    return slice(n * index // size, n * (index + 1) // size)
+
+
+def all_sum(tensor: Tensor, group: Group | None = None) -> Tensor:
+    """Sum ``tensor`` over the processes, in place, and return it."""
+    if world_size(group) > 1:
+        _guard(lambda: dist.all_reduce(tensor, group=group))
+    return tensor
+
+
+def all_max(value: int, group: Group | None = None) -> int:
+    """The largest of the processes' values."""
+    if world_size(group) == 1:
+        return value
+    tensor = torch.tensor(value, device=_device(group))
+    _guard(lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group))
+    return int(tensor)
+
+
+def all_min(value: int, group: Group | None = None) -> int:
+    """The smallest of the processes' values."""
+    return -all_max(-value, group)
+
+
+def all_gather_rows(part: Tensor, n: int, group: Group | None = None) -> Tensor:
+    """Put together the vector ``(n,)`` of which every process holds its :func:`shard`."""
+    size = world_size(group)
+    if size == 1:
+        return part
+    longest = -(-n // size)
+    padded = part.new_zeros(longest)
+    padded[: len(part)] = part
+    gathered = [torch.empty_like(padded) for _ in range(size)]
+    _guard(lambda: dist.all_gather(gathered, padded, group=group))
+    lengths = [n * (i + 1) // size - n * i // size for i in range(size)]
+    return torch.cat([piece[:length] for piece, length in zip(gathered, lengths, strict=True)])
+
+
+def _active() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _device(group: Group | None) -> str:
+    return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+
+
+def _guard(call: Callable[[], object]) -> None:
+    try:
+        call()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"process {rank()} could not exchange data with the others; one of them has probably "
+            f"ended with an error of its own: {error}"
+        ) from error

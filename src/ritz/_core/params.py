@@ -1,0 +1,44 @@
+"""Named tensors as one flat vector, and back."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+
+class ParamSpace:
+    """The layout of a dictionary of tensors in one flat vector, in the dictionary's order.
+
+    Args:
+        like: Tensors whose names, shapes, dtype and device define the space.
+    """
+
+    def __init__(self, like: Mapping[str, Tensor]) -> None:
+        if not like:
+            raise ValueError("like must hold at least one tensor, got none")
+        kinds = {(tensor.dtype, tensor.device) for tensor in like.values()}
+        if len(kinds) > 1:
+            raise ValueError(f"like must be of one dtype and device, got {sorted(map(str, kinds))}")
+        self.shapes = {name: tensor.shape for name, tensor in like.items()}
+        self.dtype, self.device = next(iter(kinds))
+        self.size = sum(shape.numel() for shape in self.shapes.values())
+
+    def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the flat vector ``(size,)`` of named tensors."""
+        for name, shape in self.shapes.items():
+            if name not in tensors or tensors[name].shape != shape:
+                got = tuple(tensors[name].shape) if name in tensors else "nothing"
+                raise ValueError(f"{name} must be of shape {tuple(shape)}, got {got}")
+        if extra := sorted(set(tensors) - set(self.shapes)):
+            raise ValueError(f"tensors must have the names of the space, got also {extra}")
+        return torch.cat([tensors[name].reshape(-1) for name in self.shapes])
+
+    def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
+        """Return the named tensors of a flat vector ``(size,)``, as views of it."""
+        if vector.shape != (self.size,):
+            raise ValueError(f"vector must be ({self.size},), got {tuple(vector.shape)}")
+        pieces = vector.split([shape.numel() for shape in self.shapes.values()])
+        return {
+            name: piece.view(shape)
+            for (name, shape), piece in zip(self.shapes.items(), pieces, strict=True)
+        }

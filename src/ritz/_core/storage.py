@@ -1,0 +1,197 @@
+"""Files: safetensors with a JSON header and a checksum, written beside their name and renamed."""
+
+import dataclasses
+import hashlib
+import importlib
+import json
+import math
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ritz.version import __version__
+
+T = TypeVar("T")
+
+FORMAT = 1
+_KEY = "ritz"  # the one metadata entry of a file: JSON with format, versions, header, sha256
+_STORABLE: dict[str, type] = {}
+_MALFORMED = (SafetensorError, ValueError, TypeError, AttributeError, OSError, RecursionError)
+
+
+class CorruptFileError(ValueError):
+    """A file is not what it should be: truncated, altered, or not written by ritz."""
+
+
+def storable(cls: type[T]) -> type[T]:
+    """Class decorator: let :func:`save` write, and :func:`load` read, this dataclass."""
+    key = _class_key(cls)
+    if key in _STORABLE:
+        raise ValueError(f"{key} is registered for storage already")
+    # dataclass(slots=True) makes a second class, so the key, not the object, identifies it.
+    _STORABLE[key] = cls
+    return cls
+
+
+@contextmanager
+def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Give a temporary name beside ``path``; on success flush it and rename it to ``path``."""
+    target = Path(path)
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"cannot write {target}: {target.parent} is not a folder")
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
+        yield temporary
+        _flush(temporary)
+        os.replace(temporary, target)
+        _flush(target.parent)  # the rename itself
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write ``text`` to ``path``; a crash leaves the old file or the new one, never half."""
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], header: Any) -> None:
+    """Write named tensors and a JSON-able header, with a checksum over both, atomically."""
+    plain = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
+    body = {"format": FORMAT, "ritz": __version__, "torch": torch.__version__, "header": header}
+    body["sha256"] = _digest(plain, body)
+    with atomic_path(path) as temporary:
+        save_file(plain, temporary, metadata={_KEY: json.dumps(body, sort_keys=True)})
+
+
+def read_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], Any]:
+    """Read what :func:`write_tensors` wrote; raise :class:`CorruptFileError` on any change."""
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"no such file: {path}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            body = json.loads((file.metadata() or {})[_KEY])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        digest = body.pop("sha256")
+    except KeyError as error:
+        raise CorruptFileError(f"{path} is a safetensors file, but not one of ritz") from error
+    except _MALFORMED as error:
+        raise CorruptFileError(f"{path} is truncated or not a safetensors file: {error}") from error
+    if body.get("format") != FORMAT:
+        raise CorruptFileError(f"{path} has format {body.get('format')}, this ritz reads {FORMAT}")
+    if _digest(tensors, body) != digest:
+        raise CorruptFileError(f"{path} is corrupted: its checksum does not match its contents")
+    return tensors, body.get("header")
+
+
+def save(result: Any, path: str | os.PathLike[str]) -> None:
+    """Save a result (``Spectrum``, ``Estimate``, ``Density``, ...) as one safetensors file.
+
+    The file holds the tensors as they are and everything else as JSON; nothing is pickled.
+    """
+    if not dataclasses.is_dataclass(result) or _class_key(type(result)) not in _STORABLE:
+        raise TypeError(f"result must be a result of ritz, got {type(result).__name__}")
+    tensors: dict[str, Tensor] = {}
+    header = _encode(result, "", tensors)
+    write_tensors(path, tensors, header)
+
+
+def load(path: str | os.PathLike[str]) -> Any:
+    """Load what :func:`save` wrote, checksum verified; nothing in the file is ever executed."""
+    tensors, header = read_tensors(path)
+    try:
+        result = _decode(header, tensors)
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptFileError(f"{path} does not describe a result of ritz: {error!r}") from error
+    if not dataclasses.is_dataclass(result):
+        raise CorruptFileError(f"{path} holds {type(result).__name__}, not a result of ritz")
+    return result
+
+
+def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        while name in tensors:  # as {"a.b": x, "a": {"b": y}} would have it
+            name += "'"
+        # Two fields may share memory, which safetensors refuses: every field gets its own copy.
+        tensors[name] = value.detach().clone(memory_format=torch.contiguous_format)
+        return {"tensor": name}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": repr(value)}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, tuple | list):
+        items = [_encode(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]
+        return {"tuple" if isinstance(value, tuple) else "list": items}
+    if isinstance(value, dict) and all(isinstance(k, str) for k in value):
+        return {"dict": {k: _encode(v, f"{name}.{k}", tensors) for k, v in value.items()}}
+    if dataclasses.is_dataclass(value) and _class_key(type(value)) in _STORABLE:
+        fields = {
+            field.name: _encode(
+                getattr(value, field.name), f"{name}.{field.name}".lstrip("."), tensors
+            )
+            for field in dataclasses.fields(value)
+        }
+        return {"class": _class_key(type(value)), "fields": fields}
+    raise TypeError(f"cannot save {name or 'result'}: {type(value).__name__} is not storable")
+
+
+def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    match value:
+        case {"tensor": name}:
+            return tensors[name]
+        case {"float": text}:
+            return float(text)
+        case {"tuple": items}:
+            return tuple(_decode(item, tensors) for item in items)
+        case {"list": items}:
+            return [_decode(item, tensors) for item in items]
+        case {"dict": items}:
+            return {k: _decode(v, tensors) for k, v in items.items()}
+        case {"class": key, "fields": fields}:
+            return _find_class(key)(**{k: _decode(v, tensors) for k, v in fields.items()})
+    return value
+
+
+def _class_key(cls: type) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _find_class(key: str) -> type:
+    module = key.partition(":")[0]
+    parts = module.split(".")
+    # Only a module of this package may be imported on a file's word, and none that is a program.
+    inside = parts[0] == "ritz" and all(part.isidentifier() for part in parts)
+    if key not in _STORABLE and inside and not {"cli", "__main__"} & set(parts):
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise TypeError(f"{key} cannot be imported: {error}") from error
+    if key not in _STORABLE:
+        raise TypeError(f"{key} is not a known class of results")
+    return _STORABLE[key]
+
+
+def _digest(tensors: Mapping[str, Tensor], body: Any) -> str:
+    sha = hashlib.sha256(json.dumps(body, sort_keys=True).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        sha.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
+        if tensor.numel():  # the strides of an empty tensor allow no view as bytes
+            sha.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return sha.hexdigest()
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,91 @@
+import pytest
+import torch
+
+from ritz._core.checks import (
+    check_choice,
+    check_count,
+    check_finite,
+    check_range,
+    check_real_floating,
+    check_tensor,
+)
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("value", "low", "high", "match"),
+    [
+        (0, 1, None, "size must be at least 1, got 0"),
+        (3, None, 2, "size must be at most 2, got 3"),
+        (3, 1, 2, "size must be between 1 and 2, got 3"),
+        (float("nan"), 0, None, "size must be at least 0, got nan"),
+    ],
+)
+def test_range_says_what_was_expected_and_what_came(value, low, high, match):
+    with pytest.raises(ValueError, match=match):
+        check_range("size", value, low=low, high=high)
+
+
+def test_range_includes_its_ends():
+    check_range("size", 1, low=1, high=1)
+    check_range("size", -1e300)
+
+
+@pytest.mark.parametrize("value", ["1", True, None])
+def test_range_takes_numbers_only(value):
+    with pytest.raises(TypeError, match="size must be a number"):
+        check_range("size", value, low=0)
+
+
+@pytest.mark.parametrize("value", [1.0, "1", True])
+def test_count_takes_integers_only(value):
+    with pytest.raises(TypeError, match="num_steps must be an integer"):
+        check_count("num_steps", value)
+
+
+def test_count_starts_at_one():
+    check_count("num_steps", 1)
+    with pytest.raises(ValueError, match="num_steps must be at least 1, got 0"):
+        check_count("num_steps", 0)
+
+
+def test_choice_lists_the_choices():
+    check_choice("method", "kpm", ("kpm", "lanczos"))
+    with pytest.raises(ValueError, match="method must be one of kpm, lanczos; got 'kmp'"):
+        check_choice("method", "kmp", ("kpm", "lanczos"))
+
+
+def test_finite_counts_the_bad_and_finds_the_first():
+    check_finite("block", torch.zeros(3, 2))
+    bad = torch.zeros(3, 2)
+    bad[1, 1], bad[2, 0] = float("nan"), float("inf")
+    with pytest.raises(ValueError, match=r"2 NaN or Inf of 6 entries, the first at index \(1, 1\)"):
+        check_finite("block", bad)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "error", "match"),
+    [
+        ([1.0], TypeError, "block must be a torch.Tensor, got list"),
+        (torch.zeros(2), ValueError, r"block must be \(3,\) or \(3, k\), got \(2,\)"),
+        (torch.zeros(3, 1, 1), ValueError, r"got \(3, 1, 1\)"),
+        (torch.zeros(3, dtype=torch.float64), TypeError, "block must be torch.float32"),
+        (torch.zeros(3, device="meta"), ValueError, "block must be on cpu"),
+    ],
+)
+def test_tensor_names_what_differs(tensor, error, match):
+    with pytest.raises(error, match=match):
+        check_tensor("block", tensor, dtype=torch.float32, device=CPU, rows=3)
+
+
+def test_tensor_may_be_vector_or_block():
+    for shape in ((3,), (3, 5), (3, 0)):
+        check_tensor("block", torch.zeros(shape), dtype=torch.float32, device=CPU, rows=3)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.bool])
+def test_only_real_floating_types_pass(dtype):
+    check_real_floating("an operator", torch.bfloat16)
+    with pytest.raises(TypeError, match="real floating-point"):
+        check_real_floating("an operator", dtype)

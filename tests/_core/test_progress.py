@@ -1,0 +1,109 @@
+import io
+import shutil
+
+import pytest
+
+from ritz._core.progress import Bar, Progress, tracking
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+class Recorder:
+    def __init__(self):
+        self.calls = []
+
+    def start(self, label, total):
+        self.calls.append(("start", label, total))
+
+    def update(self, done, note=""):
+        self.calls.append(("update", done, note))
+
+    def finish(self):
+        self.calls.append("finish")
+
+
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch):
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda: shutil.os.terminal_size((60, 20)))
+
+
+def test_a_log_gets_one_line():
+    stream = io.StringIO()
+    with tracking(Bar(stream), "steps", 4) as bar:
+        for done in range(1, 5):
+            bar.update(done, f"residual 1e-{done}")
+    assert stream.getvalue().startswith(
+        "steps [########################] 4/4  0.0 s  residual 1e-4"
+    )
+    assert stream.getvalue().count("\n") == 1
+
+
+def test_a_terminal_line_is_overwritten_and_ends_where_the_next_begins():
+    stream = Terminal()
+    with tracking(Bar(stream), "steps", 2) as bar:
+        bar.update(2)
+    *lines, last = stream.getvalue().split("\r")
+    assert last.endswith("\n")
+    assert all(len(line.rstrip("\n")) in (0, 59) for line in [*lines, last])
+
+
+def test_a_line_longer_than_the_terminal_is_cut_and_still_ended():
+    stream = Terminal()
+    with tracking(Bar(stream), "a label of many words that goes on and on", 2) as bar:
+        bar.update(2, "and a note as well")
+    assert stream.getvalue().endswith("\n")
+    assert max(map(len, stream.getvalue().replace("\n", "").split("\r"))) == 59
+
+
+def test_time_left_is_told_while_it_lasts():
+    stream = io.StringIO()
+    with tracking(Bar(stream), "steps", 4) as bar:
+        bar.update(1)
+    assert "1/4" in stream.getvalue()
+    assert "s left" in stream.getvalue()
+
+
+def test_an_unknown_total_counts():
+    stream = io.StringIO()
+    with tracking(Bar(stream), "epochs", None) as bar:
+        bar.update(7)
+    assert stream.getvalue().startswith("epochs 7")
+
+
+def test_no_progress_is_silent(capsys):
+    with tracking(False, "steps", 3) as silent:
+        silent.update(3)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_true_is_a_bar_on_the_error_stream(capsys):
+    with tracking(True, "steps", 3) as bar:
+        bar.update(3)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "3/3" in err
+
+
+def test_an_object_of_the_users_is_told_everything_even_after_an_error():
+    recorder = Recorder()
+    assert isinstance(recorder, Progress)
+
+    def fail():
+        with tracking(recorder, "steps", 3) as told:
+            told.update(1)
+            raise RuntimeError("stopped")
+
+    with pytest.raises(RuntimeError, match="stopped"):
+        fail()
+    assert recorder.calls == [("start", "steps", 3), ("update", 1, ""), "finish"]
+
+
+def test_anything_else_is_refused():
+    with (
+        pytest.raises(TypeError, match="progress must be a bool or have start"),
+        tracking(3, "", 1),
+    ):
+        pass

@@ -1,0 +1,59 @@
+import pytest
+import torch
+
+from ritz._core.results import Estimate, NotConvergedError, Status, format_uncertain
+
+DONE = Status(outcome="completed", message="8 probes")
+
+
+def estimate(mean, stderr, **more):
+    return Estimate(
+        mean=torch.tensor(mean),
+        stderr=torch.tensor(stderr),
+        num_products=8,
+        method="hutchinson",
+        status=more.pop("status", DONE),
+        **more,
+    )
+
+
+@pytest.mark.parametrize("outcome", ["completed", "converged", "breakdown"])
+def test_these_outcomes_are_fine(outcome):
+    status = Status(outcome=outcome, message="so it was")
+    status.raise_if_failed()
+    assert status.ok
+
+
+def test_a_spent_budget_raises_with_its_advice():
+    status = Status(outcome="max_steps", message="residual 1e-2", advice="raise num_steps")
+    assert not status.ok
+    with pytest.raises(NotConvergedError, match=r"residual 1e-2 \(raise num_steps\)"):
+        estimate(1.0, 0.5, status=status).raise_if_failed()
+
+
+def test_an_estimate_is_a_number():
+    assert float(estimate(2.5, 0.1)) == 2.5
+
+
+def test_an_estimate_reads_well():
+    assert str(estimate(2.5, 0.125)) == "2.50 ± 0.12  [hutchinson, 8 products; completed: 8 probes]"
+    bracketed = estimate(2.5, 0.125, truncation=torch.tensor(0.01))
+    assert "truncation 0.01" in str(bracketed)
+    assert "shape (2,), largest stderr 0.3" in str(estimate([1.0, 2.0], [0.1, 0.3]))
+
+
+@pytest.mark.parametrize(
+    ("mean", "stderr", "text"),
+    [
+        (123.456, 0.78, "123.46 ± 0.78"),
+        (123456.0, 250.0, "123456 ± 250"),
+        (-0.001234, 0.000056, "-0.001234 ± 0.000056"),
+        (1.5, 0.0, "1.5"),
+        (3e12, 2e10, "3e+12 ± 2e+10"),
+        (1e-20, 3e-22, "1e-20 ± 3e-22"),
+        (1.0, float("inf"), "1 ± inf"),
+        (float("nan"), 0.0, "nan"),
+    ],
+)
+def test_the_error_sets_the_digits(mean, stderr, text):
+    assert format_uncertain(mean, stderr) == text

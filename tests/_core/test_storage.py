@@ -1,0 +1,230 @@
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from ritz._core import storage
+from ritz._core.results import Estimate, Status
+from ritz._core.storage import CorruptFileError, load, save, storable
+
+
+@storable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    content: Any
+
+
+@dataclass(frozen=True)
+class Unstorable:
+    content: int
+
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
+RESULT = Estimate(
+    mean=torch.tensor(1.5, dtype=torch.float64),
+    stderr=torch.tensor(0.25, dtype=torch.float64),
+    samples=torch.arange(6.0).view(3, 2).T,
+    num_products=3,
+    method="hutchinson",
+    status=Status(outcome="completed", message="3 probes: ± fine"),
+)
+
+
+@st.composite
+def tensors(draw):
+    shape = draw(st.lists(st.integers(0, 3), max_size=3))
+    dtype = draw(st.sampled_from(DTYPES))
+    return torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | tensors()
+values = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.sampled_from(["a", "b", "a.b", "tensor", "class", "é"]), inner)
+        | inner.map(lambda content: Box(content=content))
+    ),
+    max_leaves=6,
+)
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    if isinstance(a, Box):
+        return isinstance(b, Box) and same(a.content, b.content)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return type(a) is type(b) and (a == b or a != a)
+
+
+@given(content=values)
+def test_what_is_saved_is_loaded(tmp_path_factory, content):
+    path = tmp_path_factory.getbasetemp() / "any.safetensors"
+    save(Box(content=content), path)
+    assert same(load(path), Box(content=content))
+
+
+def test_a_result_comes_back_whole(tmp_path):
+    save(RESULT, tmp_path / "r.safetensors")
+    found = load(tmp_path / "r.safetensors")
+    assert isinstance(found, Estimate)
+    assert found.status == RESULT.status
+    torch.testing.assert_close(found.samples, RESULT.samples, rtol=0, atol=0)
+
+
+def test_two_fields_may_share_memory(tmp_path):
+    shared = torch.arange(4.0)
+    save(Box(content=[shared, shared[:2], shared]), tmp_path / "b")
+    assert [len(part) for part in load(tmp_path / "b").content] == [4, 2, 4]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [{1: "a"}, {1, 2}, object(), Unstorable(3), 1j],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_would_not_come_back_is_refused(tmp_path, content):
+    with pytest.raises(TypeError, match=r"cannot save content: .* is not storable"):
+        save(Box(content=content), tmp_path / "b")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("thing", [3, torch.zeros(2), Unstorable(3), Box])
+def test_only_results_are_saved(tmp_path, thing):
+    with pytest.raises(TypeError, match="result must be a result of ritz"):
+        save(thing, tmp_path / "x")
+
+
+def test_a_class_is_storable_once():
+    with pytest.raises(ValueError, match="test_storage:Box is registered"):
+        storable(Box)
+
+
+# Every byte of a small file, changed in turn: the old contents or a refusal, never others.
+def test_no_changed_byte_goes_unseen(tmp_path, rng):
+    path = tmp_path / "r.safetensors"
+    save(RESULT, path)
+    whole = path.read_bytes()
+    refused = 0
+    for position in range(len(whole)):
+        flip = int(torch.randint(1, 256, (), generator=rng))
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ flip]) + whole[position + 1 :])
+        try:
+            found = load(path)
+        except CorruptFileError:
+            refused += 1
+        else:
+            assert same(Box(content=found.samples), Box(content=RESULT.samples))
+            assert dataclasses.replace(found.status) == RESULT.status
+    assert refused > 0.9 * len(whole)
+
+
+def test_a_truncated_file_is_refused(tmp_path):
+    path = tmp_path / "r.safetensors"
+    save(RESULT, path)
+    whole = path.read_bytes()
+    for length in range(0, len(whole), 7):
+        path.write_bytes(whole[:length])
+        with pytest.raises(CorruptFileError, match="truncated or not a safetensors file"):
+            load(path)
+
+
+def test_a_safetensors_file_of_others_is_refused(tmp_path):
+    save_file({"weight": torch.zeros(2)}, tmp_path / "w.safetensors")
+    with pytest.raises(CorruptFileError, match="but not one of ritz"):
+        load(tmp_path / "w.safetensors")
+
+
+@pytest.mark.parametrize("body", ["[1]", "3", "null", '"text"', "{", '{"sha256": 1}'])
+def test_a_malformed_header_is_refused(tmp_path, body):
+    save_file({"weight": torch.zeros(2)}, tmp_path / "w", metadata={"ritz": body})
+    with pytest.raises(CorruptFileError):
+        load(tmp_path / "w")
+
+
+@pytest.mark.parametrize(
+    ("key", "match"),
+    [
+        ("os:system", "os:system is not a known class of results"),
+        ("ritz._core.storage:atomic_path", "is not a known class"),
+        ("ritz.no_such_module:Thing", "cannot be imported"),
+        ("ritz.cli.demo:command", "is not a known class"),
+        ("ritz..x:y", "is not a known class"),
+    ],
+)
+def test_a_file_can_name_no_other_class(tmp_path, key, match):
+    header = {"class": key, "fields": {"command": "true"}}
+    storage.write_tensors(tmp_path / "x", {}, header)
+    with pytest.raises(CorruptFileError, match=match):
+        load(tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"class": "ritz._core.results:Status", "fields": {"colour": "red"}},
+        {"class": "ritz._core.results:Status", "fields": 3},
+        {"class": "ritz._core.results:Status", "fields": {"outcome": {"tensor": "nowhere"}}},
+        {"list": [1, 2]},
+        None,
+    ],
+)
+def test_a_header_that_is_no_result_is_refused(tmp_path, header):
+    storage.write_tensors(tmp_path / "x", {}, header)
+    with pytest.raises(CorruptFileError, match="result of ritz"):
+        load(tmp_path / "x")
+
+
+def test_a_file_of_a_later_format_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "FORMAT", 2)
+    save(RESULT, tmp_path / "r")
+    monkeypatch.undo()
+    with pytest.raises(CorruptFileError, match="has format 2, this ritz reads 1"):
+        load(tmp_path / "r")
+
+
+def test_versions_are_in_the_header(tmp_path):
+    save(RESULT, tmp_path / "r")
+    with storage.safe_open(tmp_path / "r", framework="pt") as file:
+        body = json.loads(file.metadata()["ritz"])
+    assert body["torch"] == torch.__version__
+    assert body["ritz"] == storage.__version__
+
+
+def test_missing_files_and_folders_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no such file: .*nothing"):
+        load(tmp_path / "nothing")
+    with pytest.raises(FileNotFoundError, match="is not a folder"):
+        save(RESULT, tmp_path / "nowhere" / "r")
+
+
+def test_a_failure_while_writing_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
+    path = tmp_path / "r"
+    save(RESULT, path)
+    before = path.read_bytes()
+
+    def fail(*arguments):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        save(Box(content=1), path)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["r"]
+
+
+def test_text_is_written_whole(tmp_path):
+    storage.write_text(tmp_path / "t", "ψ and ± stay")
+    assert (tmp_path / "t").read_text(encoding="utf-8") == "ψ and ± stay"
