@@ -1,0 +1,128 @@
+"""What an operator knows about itself without a product: diagonal, trace, bounds.
+
+Each function dispatches on the class and answers ``None`` where nothing is known. A new operator
+that knows better registers here: ``exact_diagonal.register(MyOperator)(function)``.
+"""
+
+from functools import singledispatch
+
+import torch
+from torch import Tensor
+
+from ritz.operators.algebra import RestrictedOperator, ScaledOperator, ShiftedOperator, SumOperator
+from ritz.operators.base import LinearOperator
+from ritz.operators.dense import DenseOperator
+from ritz.operators.diagonal import DiagonalOperator, LowRankOperator
+from ritz.operators.kernel import KernelOperator
+from ritz.operators.kronecker import KroneckerOperator
+from ritz.operators.sparse import SparseOperator
+
+
+@singledispatch
+def exact_diagonal(op: LinearOperator) -> Tensor | None:
+    """Return the diagonal ``(n,)`` where the structure of ``op`` gives it, else ``None``."""
+    return None
+
+
+@singledispatch
+def exact_trace(op: LinearOperator) -> float | None:
+    """Return the trace where the structure of ``op`` gives it, else ``None``."""
+    diagonal = exact_diagonal(op)
+    return None if diagonal is None else float(diagonal.double().sum())
+
+
+@singledispatch
+def gershgorin(op: LinearOperator) -> tuple[float, float] | None:
+    r"""Return :math:`\min_i (a_{ii} - r_i), \max_i (a_{ii} + r_i)`, or ``None`` if not explicit.
+
+    :math:`r_i = \sum_{j \ne i} |a_{ij}|`: every eigenvalue lies between the two.
+    """
+    return None
+
+
+@exact_diagonal.register
+def _(op: DenseOperator) -> Tensor | None:
+    return op.matrix.diagonal().clone()
+
+
+@exact_diagonal.register
+def _(op: SparseOperator) -> Tensor | None:
+    rows = _row_numbers(op)
+    on_diagonal = rows == op.matrix.col_indices()
+    diagonal = torch.zeros(op.shape[0], dtype=op.dtype, device=op.device)
+    return diagonal.index_add_(0, rows[on_diagonal], op.matrix.values()[on_diagonal])
+
+
+@exact_diagonal.register
+def _(op: DiagonalOperator) -> Tensor | None:
+    return op.entries.clone()
+
+
+@exact_diagonal.register
+def _(op: LowRankOperator) -> Tensor | None:
+    return torch.einsum("nr,r,nr->n", op.factors, op.scales, op.factors) + op.entries
+
+
+@exact_diagonal.register
+def _(op: KernelOperator) -> Tensor | None:
+    return torch.full((op.shape[0],), op.outputscale + op.noise, dtype=op.dtype, device=op.device)
+
+
+@exact_diagonal.register
+def _(op: KroneckerOperator) -> Tensor | None:
+    left, right = exact_diagonal(op.left), exact_diagonal(op.right)
+    return None if left is None or right is None else torch.kron(left, right)
+
+
+@exact_diagonal.register
+def _(op: ScaledOperator) -> Tensor | None:
+    inner = exact_diagonal(op.op)
+    return None if inner is None else op.factor * inner
+
+
+@exact_diagonal.register
+def _(op: ShiftedOperator) -> Tensor | None:
+    inner = exact_diagonal(op.op)
+    return None if inner is None else inner + op.shift
+
+
+@exact_diagonal.register
+def _(op: RestrictedOperator) -> Tensor | None:
+    inner = exact_diagonal(op.op)
+    return None if inner is None else inner[op.indices]
+
+
+@exact_diagonal.register
+def _(op: SumOperator) -> Tensor | None:
+    parts = [part for part in map(exact_diagonal, op.terms) if part is not None]
+    return torch.stack(parts).sum(0) if len(parts) == len(op.terms) else None
+
+
+@gershgorin.register
+def _(op: DenseOperator) -> tuple[float, float] | None:
+    return _discs(op.matrix.diagonal(), op.matrix.abs().sum(1, dtype=torch.float64))
+
+
+@gershgorin.register
+def _(op: SparseOperator) -> tuple[float, float] | None:
+    sums = torch.zeros(op.shape[0], dtype=torch.float64, device=op.device)
+    sums.index_add_(0, _row_numbers(op), op.matrix.values().abs().double())
+    diagonal = exact_diagonal(op)
+    return None if diagonal is None else _discs(diagonal, sums)
+
+
+@gershgorin.register
+def _(op: DiagonalOperator) -> tuple[float, float] | None:
+    return float(op.entries.min()), float(op.entries.max())
+
+
+def _discs(diagonal: Tensor, absolute_row_sums: Tensor) -> tuple[float, float]:
+    diagonal = diagonal.double()  # a radius may be far below the entry it is subtracted from
+    radius = absolute_row_sums - diagonal.abs()
+    return float((diagonal - radius).min()), float((diagonal + radius).max())
+
+
+def _row_numbers(op: SparseOperator) -> Tensor:
+    pointers = op.matrix.crow_indices()
+    rows = torch.arange(op.shape[0], device=op.device, dtype=pointers.dtype)
+    return rows.repeat_interleave(pointers.diff().long())
