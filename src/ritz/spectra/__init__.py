@@ -1,0 +1,36 @@
+"""Spectra from products alone: Lanczos, traces, moments, densities, systems."""
+
+from ritz.spectra.conjugate import NotPositiveDefiniteError, Solution, solve
+from ritz.spectra.densities import density
+from ritz.spectra.diagonals import diagonal
+from ritz.spectra.discrete import DiscreteDensity, SmoothedDensity
+from ritz.spectra.extremes import Bounds, bounds, spectral_norm
+from ritz.spectra.jackson import PolynomialDensity
+from ritz.spectra.krylov import lanczos
+from ritz.spectra.polynomials import Moments, moments
+from ritz.spectra.protocol import Density
+from ritz.spectra.quadrature import trace_function
+from ritz.spectra.spectrum import Spectrum
+from ritz.spectra.traces import frobenius_norm, trace
+
+__all__ = [
+    "Bounds",
+    "Density",
+    "DiscreteDensity",
+    "Moments",
+    "NotPositiveDefiniteError",
+    "PolynomialDensity",
+    "SmoothedDensity",
+    "Solution",
+    "Spectrum",
+    "bounds",
+    "density",
+    "diagonal",
+    "frobenius_norm",
+    "lanczos",
+    "moments",
+    "solve",
+    "spectral_norm",
+    "trace",
+    "trace_function",
+]

@@ -1,0 +1,91 @@
+"""An orthonormal basis that grows by one vector a step and lives where it was asked to."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ritz._core.distributed import Group, all_gather_rows, all_sum, shard
+
+Placement = Literal["device", "host", "spread"]
+PLACEMENTS = ("device", "host", "spread")
+CHUNK = 2**20  # entries a vector is cut into where a float64 copy of it is made
+
+
+class Basis:
+    r"""Rows :math:`v_1, \dots, v_j` of length ``n``, orthonormal to roundoff.
+
+    ``device`` keeps the rows beside the operator, ``host`` in the host's memory, and ``spread``
+    gives every process the coordinates of its :func:`shard`, so that its share of the memory
+    falls with the number of processes. Vectors that go in and out are whole and on the device.
+
+    Args:
+        capacity: Most rows there will be; memory is ``capacity`` vectors, taken at once.
+        like: A vector ``(n,)`` whose length, dtype and device are those of the rows.
+        placement: Where the rows live.
+        group: The processes, for ``spread``.
+    """
+
+    def __init__(
+        self, capacity: int, like: Tensor, *, placement: Placement, group: Group | None = None
+    ) -> None:
+        self.n, self.device, self.group = len(like), like.device, group
+        self.spread = placement == "spread"
+        self.part = shard(self.n, group) if self.spread else slice(0, self.n)
+        home = torch.device("cpu") if placement == "host" else like.device
+        width = self.part.stop - self.part.start
+        self.rows = torch.empty(capacity, width, dtype=like.dtype, device=home)
+        self.size = 0
+
+    def append(self, vector: Tensor) -> None:
+        """Add a row, given in :meth:`local` form."""
+        self.rows[self.size] = vector
+        self.size += 1
+
+    def local(self, vector: Tensor) -> Tensor:
+        """The part of a whole vector ``(n,)`` that the rows have, on the rows' device."""
+        return vector[self.part].to(self.rows.device)
+
+    def whole(self, vector: Tensor) -> Tensor:
+        """The inverse of :meth:`local`: the vector ``(n,)`` on the operator's device."""
+        if self.spread:
+            vector = all_gather_rows(vector, self.n, self.group)
+        return vector.to(self.device)
+
+    def last(self) -> Tensor:
+        """The newest row as a whole vector ``(n,)``."""
+        return self.whole(self.rows[self.size - 1])
+
+    def project(self, vector: Tensor) -> Tensor:
+        r"""Return :math:`h = V v` of shape ``(j,)`` for a local vector; one read of the basis."""
+        return self._sum(torch.mv(self.rows[: self.size], vector))
+
+    def subtract(self, vector: Tensor, coefficients: Tensor) -> None:
+        r"""Do :math:`v \leftarrow v - V^\top h` in place; one read of the basis."""
+        vector.addmv_(self.rows[: self.size].T, coefficients, alpha=-1)
+
+    def dot(self, index: int, vector: Tensor) -> float:
+        """Inner product of one row with a local vector."""
+        return float(self._sum(torch.dot(self.rows[index], vector)))
+
+    def norm(self, vector: Tensor) -> float:
+        """Norm of a local vector, summed in float64: no overflow, no loss over many entries."""
+        parts = [torch.linalg.vector_norm(c, dtype=torch.float64) for c in vector.split(CHUNK)]
+        return float(self._sum(torch.stack(parts).square().sum()).sqrt())
+
+    def combine(self, coefficients: Tensor) -> Tensor:
+        r"""Overwrite the first ``r`` rows by :math:`C^\top V`, ``C`` of shape ``(j, r)``.
+
+        Done in place, some columns at a time: no second basis is needed. Returns the rows.
+        """
+        size, count = coefficients.shape
+        mix = coefficients.T.to(self.rows.dtype).to(self.rows.device)
+        step = max(1, CHUNK // size)
+        for start in range(0, self.rows.shape[1], step):
+            piece = self.rows[:size, start : start + step]
+            self.rows[:count, start : start + step] = mix @ piece
+        self.size = count
+        return self.rows[:count]
+
+    def _sum(self, partial: Tensor) -> Tensor:
+        return all_sum(partial, self.group) if self.spread else partial

@@ -1,0 +1,42 @@
+"""What a spectral density can do, whatever it is made of."""
+
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from ritz.spectra.sampling import stderr
+
+Band = tuple[Tensor, Tensor]
+
+
+@runtime_checkable
+class Density(Protocol):
+    """A probability density of eigenvalues. Points are float64 tensors of any shape."""
+
+    @property
+    def support(self) -> tuple[float, float]:
+        """An interval outside which the density is zero or negligible."""
+
+    def pdf(self, x: Tensor) -> Tensor:
+        """Density at the points."""
+
+    def cdf(self, x: Tensor) -> Tensor:
+        """Share of the eigenvalues at or below the points."""
+
+    def mass(self, low: float, high: float) -> float:
+        """Share of the eigenvalues in ``(low, high]``."""
+
+    def moment(self, degree: int) -> float:
+        """Mean of that power of an eigenvalue."""
+
+
+def as_points(x: Tensor) -> Tensor:
+    """Points as a float64 tensor on the CPU, where densities live."""
+    return torch.as_tensor(x, dtype=torch.float64, device="cpu")
+
+
+def band(samples: Tensor, sigmas: float) -> Band:
+    """Mean over the first axis, that many standard errors less and more."""
+    mean, error = samples.mean(0), stderr(samples)
+    return mean - sigmas * error, mean + sigmas * error

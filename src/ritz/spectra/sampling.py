@@ -1,0 +1,97 @@
+"""Averages over random probes: a fixed number of them, or until the error is small enough."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ritz._core.checks import check_count, check_range
+from ritz._core.progress import Progress, tracking
+from ritz._core.random import Probe, probes
+from ritz._core.results import Status
+from ritz.operators.base import LinearOperator
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How many probes to take, and how.
+
+    Attributes:
+        num_probes: Probes to take; with ``rtol``, the least number.
+        rtol: Go on until the standard error is below this share of the mean.
+        max_probes: Most probes to take in doing so.
+        block_size: Probes multiplied at once.
+        probe: Distribution of the entries.
+    """
+
+    num_probes: int
+    rtol: float | None = None
+    max_probes: int = 1000
+    block_size: int = 8
+    probe: Probe = "rademacher"
+
+    def __post_init__(self) -> None:
+        check_count("num_probes", self.num_probes, low=2)
+        check_count("block_size", self.block_size)
+        if self.rtol is not None:
+            check_range("rtol", self.rtol, low=0.0, high=1.0)
+            check_count("max_probes", self.max_probes, low=self.num_probes)
+
+    def run(
+        self,
+        op: LinearOperator,
+        measure: Callable[[Tensor], Tensor],
+        *,
+        generator: torch.Generator,
+        progress: bool | Progress,
+        label: str,
+    ) -> tuple[Tensor, Status]:
+        """Return samples ``(d, *s)`` of ``measure``, from probes ``(n, k)`` to ``(k, *s)``."""
+        limit = self.num_probes if self.rtol is None else self.max_probes
+        samples: list[Tensor] = []
+        taken = 0
+        with tracking(progress, label, limit) as bar:
+            while taken < limit and not (samples and self._settled(torch.cat(samples))):
+                goal = self.num_probes if taken < self.num_probes else limit
+                shape = (op.shape[0], min(self.block_size, goal - taken))
+                block = probes(
+                    shape, kind=self.probe, generator=generator, dtype=op.dtype, device=op.device
+                )
+                samples.append(measure(block).double().cpu())
+                taken += shape[1]
+                bar.update(taken)
+        found = torch.cat(samples)
+        return found, self.status(found)
+
+    def status(self, samples: Tensor) -> Status:
+        """Whether the samples ``(d, *s)`` are as accurate as asked for."""
+        if self.rtol is None:
+            return Status(outcome="completed", message=f"{len(samples)} probes")
+        return accuracy(float(samples.mean(0).abs().max()), float(stderr(samples).max()), self.rtol)
+
+    def _settled(self, samples: Tensor) -> bool:
+        enough = len(samples) >= self.num_probes
+        return enough and self.rtol is not None and self.status(samples).ok
+
+
+def stderr(samples: Tensor) -> Tensor:
+    """Standard error of the mean over the first axis, NaN for a single sample."""
+    if len(samples) < 2:
+        return torch.full_like(samples[0], torch.nan)
+    deviation: Tensor = samples.std(0)
+    return deviation / math.sqrt(len(samples))
+
+
+def accuracy(mean: float, error: float, rtol: float) -> Status:
+    """Whether an error is below ``rtol`` of the mean, and what to do if not."""
+    if error <= rtol * abs(mean):
+        return Status(outcome="converged", message=f"relative error below {rtol:.2g}")
+    reached = error / abs(mean) if mean else float("inf")
+    factor = (reached / rtol) ** 2 if rtol else float("inf")
+    return Status(
+        outcome="max_steps",
+        message=f"relative error {reached:.2g} where {rtol:.2g} was asked for",
+        advice=f"about {factor:.2g} times as many probes would do",
+    )

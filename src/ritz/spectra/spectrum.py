@@ -1,0 +1,96 @@
+"""The result of a Lanczos run."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ritz._core.results import Status
+from ritz._core.storage import storable
+
+
+@storable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spectrum:
+    r"""Ritz values with their Gauss weights and residuals: a picture of the whole spectrum.
+
+    The weighted values are a discrete density that matches the moments
+    :math:`z^\top A^j z`, :math:`j \le 2m - 1`, of the unit start vector :math:`z`.
+    They are *not* the ``m`` largest eigenvalues; the residuals say which are eigenvalues at all.
+
+    Attributes:
+        values: Ritz values :math:`\theta_k`, ascending, ``(m,)``, float64.
+        weights: Gauss weights :math:`\tau_k`, ``(m,)``, summing to 1; ``None`` after a restart,
+            which forgets the start vector.
+        residuals: :math:`\|A u_k - \theta_k u_k\|` with the part that roundoff adds, ``(m,)``:
+            an eigenvalue lies within this distance of each value.
+        vectors: Ritz vectors :math:`u_k` as columns, ``(n, m)``, ascending like the values;
+            ``None`` unless asked for. With a spread basis: this process's rows.
+        diagonal: The diagonal of the tridiagonal matrix, ``(steps,)``; ``None`` after a restart.
+        off_diagonal: Beside it, ``(steps - 1,)``; ``None`` after a restart.
+        dimension: The order ``n`` of the operator.
+        num_products: Products spent.
+        operator: What the operator said it was.
+        settings: How the run was made.
+        seed: Seed of the start vector, ``None`` if the start vector was given.
+        status: How the run ended.
+    """
+
+    values: Tensor
+    weights: Tensor | None
+    residuals: Tensor
+    vectors: Tensor | None
+    diagonal: Tensor | None
+    off_diagonal: Tensor | None
+    dimension: int
+    num_products: int
+    operator: str
+    settings: dict[str, str | int | float | bool | None]
+    seed: int | None
+    status: Status
+
+    def raise_if_failed(self) -> None:
+        """Raise :class:`ritz.NotConvergedError` unless the wanted pairs have converged."""
+        self.status.raise_if_failed()
+
+    def __str__(self) -> str:
+        return describe(self)
+
+
+def describe(spectrum: Spectrum, *, num_rows: int = 5) -> str:
+    """Return what a person wants to know first: extremes, trace, norms, mass at zero, status."""
+    values, residuals = spectrum.values, spectrum.residuals
+    lines = [
+        f"Spectrum of {spectrum.operator}",
+        f"  {len(values)} Ritz values from {spectrum.num_products} products; {spectrum.status}",
+        f"  {'value':>14}  {'residual':>9}  {'weight':>9}",
+    ]
+    shown = _ends(len(values), num_rows)
+    for position, i in enumerate(shown):
+        if position and i != shown[position - 1] - 1:
+            lines.append(f"  {'...':>14}")
+        weight = "" if spectrum.weights is None else f"{float(spectrum.weights[i]):9.2g}"
+        lines.append(
+            f"  {float(values[i]):14.8g}  {float(residuals[i]):9.1g}  {weight:>9}".rstrip()
+        )
+    return "\n".join(lines + _totals(spectrum))
+
+
+def _ends(count: int, num_rows: int) -> list[int]:
+    """Indices of the largest values, then the smallest, descending."""
+    top = list(range(count - 1, max(count - 1 - num_rows, -1), -1))
+    return top + list(range(min(num_rows, count - len(top)) - 1, -1, -1))
+
+
+def _totals(spectrum: Spectrum) -> list[str]:
+    """What one probe says of the whole matrix; nothing, where not all Ritz values are there."""
+    weights, values, n = spectrum.weights, spectrum.values, spectrum.dimension
+    if weights is None or spectrum.diagonal is None or len(values) < len(spectrum.diagonal):
+        return []
+    trace, square = float(weights @ values), float(weights @ values.square())
+    nearest = int(values.abs().argmin())
+    return [
+        f"  trace ~ {n * trace:.5g}, Frobenius norm ~ {(n * square) ** 0.5:.5g}, "
+        f"spectral norm >= {float(values.abs().max()):.6g}",
+        f"  mass nearest zero {float(weights[nearest]):.3g} at {float(values[nearest]):.2g}, "
+        f"negative mass {float(weights[values < 0].sum()):.3g} (one probe: no error bars)",
+    ]

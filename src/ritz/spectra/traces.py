@@ -1,0 +1,235 @@
+"""Traces, diagonals and norms by random probes."""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ritz._core.checks import check_choice
+from ritz._core.progress import Progress
+from ritz._core.random import Probe, probes, resolve_generator
+from ritz._core.results import Estimate, Status
+from ritz.operators.base import LinearOperator
+from ritz.operators.interop import as_operator
+from ritz.operators.structure import exact_trace
+from ritz.spectra.columns import column_dots
+from ritz.spectra.sampling import Sampling, accuracy, stderr
+
+TraceMethod = Literal["auto", "exact", "hutchinson", "hutch++", "xtrace"]
+METHODS = ("auto", "exact", "hutchinson", "hutch++", "xtrace")
+
+
+def trace(
+    op: Any,
+    *,
+    method: TraceMethod = "auto",
+    num_probes: int = 32,
+    rtol: float | None = None,
+    max_probes: int = 1000,
+    probe: Probe = "rademacher",
+    generator: torch.Generator | None = None,
+    progress: bool | Progress = False,
+) -> Estimate:
+    r"""Return the trace :math:`\operatorname{tr} A = \mathbb{E}[z^\top A z]` with its error.
+
+    ``exact`` asks the structure of the operator (no product). ``hutchinson`` averages
+    :math:`z^\top A z`: one product a probe, memory of a block, and for Rademacher probes a variance
+    of :math:`2 (\|A\|_F^2 - \sum_i A_{ii}^2)`. ``hutch++`` takes the trace on the range of a sketch
+    exactly and averages on the complement (three products a probe, ``2 num_probes`` vectors).
+    ``xtrace`` does so with every probe left out in turn (two products a probe,
+    ``5 num_probes`` vectors): far more accurate where eigenvalues decay. ``auto`` is ``exact``
+    where the structure knows, else ``xtrace``.
+
+    Args:
+        op: Symmetric :math:`A`, ``(n, n)``.
+        method: See above.
+        num_probes: Probes; with ``rtol``, the least number.
+        rtol: Go on until the standard error is below this share of the trace.
+        max_probes: Most probes for that; the status says if they were not enough.
+        probe: ``rademacher`` or ``gaussian``, for ``hutchinson`` and ``hutch++``.
+        generator: Source of the probes.
+        progress: Whether to show a bar, or what to tell.
+
+    Reference: Hutchinson (1990); Meyer, Musco, Musco and Woodruff (2021); Epperly, Tropp and
+    Webber (2024).
+
+    Example:
+        >>> import torch, ritz
+        >>> ritz.trace(torch.eye(5, dtype=torch.float64)).mean
+        tensor(5., dtype=torch.float64)
+    """
+    op = as_operator(op)
+    check_choice("method", method, METHODS)
+    known = exact_trace(op) if method in ("auto", "exact") else None
+    if known is not None:
+        return _exact(known)
+    if method == "exact":
+        raise ValueError(f"method='exact' needs a structure that knows its trace, got {op!r}")
+    generator = resolve_generator(generator)
+    plan = Sampling(num_probes, rtol, max_probes, probe=probe)
+    if method == "hutchinson":
+        return _hutchinson(op, plan, generator, progress)
+    if method == "hutch++":
+        return _hutch_plus_plus(op, plan, generator, progress)
+    return _xtrace(op, plan, generator)
+
+
+def frobenius_norm(
+    op: Any,
+    *,
+    num_probes: int = 32,
+    rtol: float | None = None,
+    max_probes: int = 1000,
+    probe: Probe = "rademacher",
+    generator: torch.Generator | None = None,
+    progress: bool | Progress = False,
+) -> Estimate:
+    r"""Return the Frobenius norm, from :math:`\|A\|_F^2 = \mathbb{E} \|A z\|^2`.
+
+    One product a probe. The samples are those of the *squared* norm; the standard error is carried
+    through the root.
+
+    Args:
+        op: Symmetric :math:`A`, ``(n, n)``.
+        num_probes: Probes; with ``rtol``, the least number.
+        rtol: Go on until the standard error is below this share of the norm.
+        max_probes: Most probes for that.
+        probe: ``rademacher`` or ``gaussian``.
+        generator: Source of the probes.
+        progress: Whether to show a bar, or what to tell.
+    """
+    op = as_operator(op)
+    generator = resolve_generator(generator)
+    # The root halves a relative error.
+    plan = Sampling(
+        num_probes, None if rtol is None else min(1.0, 2 * rtol), max_probes, probe=probe
+    )
+
+    def measure(block: Tensor) -> Tensor:
+        product = op.matmat(block)
+        return column_dots(product, product)
+
+    samples, _ = plan.run(op, measure, generator=generator, progress=progress, label="norm")
+    mean = samples.mean().sqrt()
+    error = stderr(samples) / (2 * mean) if mean > 0 else torch.zeros_like(mean)
+    return Estimate(
+        mean=mean,
+        stderr=error,
+        samples=samples,
+        num_products=len(samples),
+        method="root of the mean of |A z|^2",
+        status=plan.status(samples) if rtol is None else accuracy(float(mean), float(error), rtol),
+        seed=generator.initial_seed(),
+    )
+
+
+def _exact(value: float) -> Estimate:
+    return Estimate(
+        mean=torch.tensor(value, dtype=torch.float64),
+        stderr=torch.zeros((), dtype=torch.float64),
+        num_products=0,
+        method="exact, by structure",
+        status=Status(outcome="completed", message="no sampling"),
+    )
+
+
+def _hutchinson(
+    op: LinearOperator, plan: Sampling, generator: torch.Generator, progress: bool | Progress
+) -> Estimate:
+    def measure(block: Tensor) -> Tensor:
+        return column_dots(block, op.matmat(block))
+
+    samples, status = plan.run(op, measure, generator=generator, progress=progress, label="trace")
+    return Estimate(
+        mean=samples.mean(),
+        stderr=stderr(samples),
+        samples=samples,
+        num_products=len(samples),
+        method="Hutchinson",
+        status=status,
+        seed=generator.initial_seed(),
+    )
+
+
+def _hutch_plus_plus(
+    op: LinearOperator, plan: Sampling, generator: torch.Generator, progress: bool | Progress
+) -> Estimate:
+    n = op.shape[0]
+    rank = min(plan.num_probes, n)
+    sketch = probes(
+        (n, rank), kind=plan.probe, generator=generator, dtype=op.dtype, device=op.device
+    )
+    basis = torch.linalg.qr(op.matmat(sketch)).Q
+    known = column_dots(basis, op.matmat(basis)).sum()
+
+    def measure(block: Tensor) -> Tensor:
+        rest = block - basis @ (basis.T @ block)
+        return known + column_dots(rest, op.matmat(rest)).cpu()
+
+    samples, status = plan.run(op, measure, generator=generator, progress=progress, label="trace")
+    return Estimate(
+        mean=samples.mean(),
+        stderr=stderr(samples),
+        samples=samples,
+        num_products=len(samples) + 2 * rank,
+        method=f"Hutch++, sketch of rank {rank}",
+        status=status,
+        seed=generator.initial_seed(),
+    )
+
+
+def _xtrace(op: LinearOperator, plan: Sampling, generator: torch.Generator) -> Estimate:
+    n = op.shape[0]
+    limit = min(plan.num_probes if plan.rtol is None else plan.max_probes, n)
+    omega = torch.empty(n, 0, dtype=op.dtype, device=op.device)
+    image = omega
+    count, spent = min(plan.num_probes, n), 0
+    while True:
+        shape = (n, count - omega.shape[1])
+        fresh = probes(
+            shape, kind="gaussian", generator=generator, dtype=op.dtype, device=op.device
+        )
+        omega, image = torch.cat([omega, fresh], 1), torch.cat([image, op.matmat(fresh)], 1)
+        samples = _leave_one_out(op, omega, image)
+        spent += shape[1] + count
+        status = plan.status(samples)
+        if plan.rtol is None or status.ok or count == limit:
+            break
+        count = min(2 * count, limit)
+    return Estimate(
+        mean=samples.mean(),
+        stderr=stderr(samples),
+        samples=samples,
+        num_products=spent,
+        method="XTrace",
+        status=status,
+        seed=generator.initial_seed(),
+    )
+
+
+def _leave_one_out(op: LinearOperator, omega: Tensor, image: Tensor) -> Tensor:
+    r"""One estimate a probe: exact on the range of the others, sampled by it on the rest.
+
+    Leaving column ``i`` out of :math:`Y = A \Omega = Q R` removes from the range of ``Q`` the
+    direction :math:`Q s_i`, :math:`s_i \propto R^{-\top} e_i`.
+    """
+    n, count = omega.shape
+    basis: Tensor
+    factor: Tensor
+    basis, factor = torch.linalg.qr(image)
+    # A range of lower dimension leaves zeros on the diagonal: any direction of the kernel serves.
+    floor = torch.finfo(op.dtype).eps * factor.abs().max().clamp_min(torch.finfo(op.dtype).tiny)
+    tiny = factor.diagonal().abs() <= floor
+    factor = factor + torch.diag(torch.where(tiny, floor, 0).to(op.dtype))
+    identity = torch.eye(count, dtype=op.dtype, device=op.device)
+    left_out = torch.linalg.solve_triangular(factor.T, identity, upper=False)
+    left_out = left_out / left_out.norm(dim=0)
+    product = op.matmat(basis)
+    inner = basis.T @ product
+    overlap = basis.T @ omega
+    overlap = overlap - left_out * (left_out * overlap).sum(0)
+    rest, rest_image = omega - basis @ overlap, image - product @ overlap
+    squared = column_dots(rest, rest)
+    sampled = column_dots(rest, rest_image) * (n - count + 1) / squared
+    kept = inner.double().trace() - column_dots(left_out, inner @ left_out)
+    return (kept + torch.where(squared > 0, sampled, 0)).cpu()

@@ -1,0 +1,235 @@
+"""Lanczos against dense answers."""
+
+import pytest
+import torch
+
+import ritz
+from ritz.operators import DenseOperator, DiagonalOperator, FunctionOperator, ShiftedOperator
+from ritz.spectra import lanczos
+from ritz.testing import wigner, with_spectrum
+
+DTYPES = [torch.float32, torch.float64]
+MODES = ["full", "partial", "none"]
+
+
+def outliers(dtype, generator, n=1000):
+    """A bulk on [0, 1] and five well separated eigenvalues."""
+    values = torch.linspace(0, 1, n, dtype=torch.float64)
+    values[-5:] = torch.tensor([5.0, 7.0, 10.0, 13.0, 20.0])
+    return with_spectrum(values.to(dtype), generator=generator), values
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_full_krylov_space_equals_eigh(rng, dtype):
+    op = wigner(40, dtype=dtype, generator=rng)
+    found = lanczos(op, num_steps=40, vectors=True, generator=rng)
+    values, vectors = torch.linalg.eigh(op.matrix.double())
+    tolerance = 200 * torch.finfo(dtype).eps
+    torch.testing.assert_close(found.values, values, rtol=0, atol=tolerance)
+    overlaps = (found.vectors.double() * vectors).sum(0).abs()
+    torch.testing.assert_close(overlaps, torch.ones_like(overlaps), rtol=0, atol=100 * tolerance)
+    assert found.vectors.dtype == dtype
+
+
+def test_gauss_weights_match_the_moments_of_the_start_vector(rng):
+    op = wigner(200, generator=rng)
+    start = torch.randn(200, generator=rng, dtype=torch.float64)
+    found = lanczos(op, num_steps=6, start=start)
+    power = start / start.norm()
+    for degree in range(12):  # 2 m - 1 = 11
+        exact = float(start @ power / start.norm())
+        assert float(found.weights @ found.values**degree) == pytest.approx(exact, abs=1e-12)
+        power = op @ power
+    assert found.seed is None
+
+
+def test_values_are_the_eigenvalues_of_the_tridiagonal_matrix(rng):
+    found = lanczos(wigner(100, generator=rng), num_steps=20)
+    beside = torch.diag(found.off_diagonal, 1)
+    matrix = torch.diag(found.diagonal) + beside + beside.T
+    torch.testing.assert_close(torch.linalg.eigvalsh(matrix), found.values)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_shift_and_negation_only_shift_and_negate_the_ritz_values(rng, dtype, mode):
+    op = wigner(300, dtype=dtype, generator=rng)
+    start = torch.randn(300, generator=rng, dtype=dtype)
+    plain = lanczos(op, num_steps=15, start=start, reorthogonalize=mode)
+    moved = lanczos(ShiftedOperator(-op, 7.0), num_steps=15, start=start, reorthogonalize=mode)
+    tolerance = 500 * torch.finfo(dtype).eps
+    torch.testing.assert_close(moved.values, 7.0 - plain.values.flip(0), rtol=0, atol=tolerance)
+    torch.testing.assert_close(moved.weights, plain.weights.flip(0), rtol=0, atol=tolerance)
+
+
+def test_m_ritz_values_are_not_the_m_largest_eigenvalues(rng):
+    op = wigner(500, generator=rng)
+    found = lanczos(op, num_steps=30)
+    exact = torch.linalg.eigvalsh(op.matrix)
+    assert float(found.values[0]) < float(exact[10])  # both ends are met, not one
+    assert float((found.values - exact[-30:]).abs().max()) > 1.0
+    assert int((found.residuals < 0.05).sum()) < 10  # and most are not eigenvalues at all
+
+
+@pytest.mark.parametrize("mode", ["full", "partial"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_outliers_come_back_once_each(rng, dtype, mode):
+    op, exact = outliers(dtype, rng)
+    found = lanczos(op, num_steps=300, reorthogonalize=mode)
+    top = found.values[found.values > 2]
+    torch.testing.assert_close(top, exact[-5:], rtol=20 * torch.finfo(dtype).eps, atol=0)
+
+
+def test_without_reorthogonalisation_outliers_return_as_ghosts_that_share_their_weight(rng):
+    op, _ = outliers(torch.float32, rng)
+    full = lanczos(op, num_steps=300)
+    ghosts = lanczos(op, num_steps=300, reorthogonalize="none")
+    assert int((ghosts.values > 15).sum()) > 1
+    shared = float(ghosts.weights[ghosts.values > 15].sum())
+    assert shared == pytest.approx(float(full.weights[full.values > 15].sum()), rel=1e-3)
+
+
+@pytest.mark.parametrize("mode", ["full", "partial"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_residuals_are_honest(rng, dtype, mode):
+    op, exact = outliers(dtype, rng)
+    found = lanczos(op, num_steps=300, vectors=True, reorthogonalize=mode)
+    vectors = found.vectors.double()
+    true = (op.matrix.double() @ vectors - vectors * found.values).norm(dim=0)
+    assert bool((true <= 2 * found.residuals).all())
+    first_term_dominates = found.residuals > 1e3 * torch.finfo(dtype).eps * float(exact.max())
+    assert int(first_term_dominates.sum()) > 100
+    assert bool((true >= 0.5 * found.residuals)[first_term_dominates].all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_eigenvalue_lies_within_each_residual(rng, dtype):
+    op, exact = outliers(dtype, rng, n=300)
+    found = lanczos(op, num_steps=60)
+    distance = (found.values[:, None] - exact).abs().min(1).values
+    assert bool((distance <= found.residuals).all())
+
+
+@pytest.mark.parametrize("max_vectors", [None, 12, 25, 300])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_wanted_pairs_converge_with_and_without_restarts(rng, dtype, max_vectors):
+    op, exact = outliers(dtype, rng, n=300)
+    found = lanczos(op, largest=5, smallest=2, max_vectors=max_vectors, vectors=True)
+    assert found.status.outcome == "converged"
+    wanted = torch.cat([exact[:2], exact[-5:]])
+    eps = torch.finfo(dtype).eps
+    assert bool(((found.values - wanted).abs() <= found.residuals).all())
+    vectors = found.vectors.double()
+    true = (op.matrix.double() @ vectors - vectors * found.values).norm(dim=0)
+    assert bool((true <= 2 * found.residuals).all())
+    assert bool((found.residuals <= 4 * eps**0.5 * 20).all())
+    assert found.vectors.shape == (300, 7)
+
+
+def test_a_restart_forgets_weights_and_tridiagonal_but_not_what_it_found(rng):
+    op, _ = outliers(torch.float64, rng, n=300)
+    found = lanczos(op, largest=3, max_vectors=8, rtol=1e-12)
+    assert found.weights is None
+    assert found.diagonal is None
+    assert found.status.ok
+    assert "weight" not in str(found).splitlines()[-1]
+
+
+def test_a_large_kernel_does_not_keep_a_wanted_run_busy():
+    entries = torch.zeros(100_000)
+    entries[:3] = torch.tensor([3.0, 2.0, -1.0])
+    found = lanczos(DiagonalOperator(entries), largest=2, smallest=1, max_vectors=8)
+    assert found.values.tolist() == pytest.approx([-1.0, 2.0, 3.0], abs=1e-5)
+    assert found.status.outcome == "converged"
+    assert found.num_products < 30
+
+
+def test_a_budget_too_small_is_reported_with_advice(rng):
+    op = wigner(300, generator=rng)
+    found = lanczos(op, largest=4, num_steps=10)
+    assert found.status.outcome == "max_steps"
+    assert "num_steps" in found.status.advice
+    with pytest.raises(ritz.NotConvergedError, match="of 4 pairs"):
+        found.raise_if_failed()
+
+
+def test_stopping_early_spends_fewer_products(rng):
+    op, _ = outliers(torch.float64, rng)
+    calls = []
+    counted = FunctionOperator(lambda x: calls.append(x.shape[1]) or op @ x, n=1000, dtype=torch.float64)
+    found = lanczos(counted, largest=2, num_steps=500)
+    assert sum(calls) == found.num_products < 40
+
+
+def test_seed_and_start_vector_make_it_repeatable(rng):
+    op = wigner(100, generator=rng)
+    first = lanczos(op, num_steps=10)
+    again = lanczos(op, num_steps=10, generator=torch.Generator().manual_seed(0))
+    other = lanczos(op, num_steps=10, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(first.values, again.values)
+    assert not torch.equal(first.values, other.values)
+    assert (first.seed, other.seed) == (0, 1)
+
+
+def test_the_host_basis_gives_the_same_numbers(rng):
+    op = wigner(100, generator=rng)
+    device, host = (lanczos(op, num_steps=20, basis=place) for place in ("device", "host"))
+    assert torch.equal(device.values, host.values)
+
+
+def test_printing_says_what_matters(rng):
+    op, _ = outliers(torch.float64, rng)
+    text = str(lanczos(op, num_steps=50))
+    for word in ("DenseOperator", "20", "residual", "trace", "Frobenius", "negative mass", "completed"):
+        assert word in text
+
+
+def test_save_and_load_keep_every_bit(rng, tmp_path):
+    found = lanczos(wigner(50, generator=rng), num_steps=10, vectors=True)
+    ritz.save(found, tmp_path / "spectrum.safetensors")
+    back = ritz.load(tmp_path / "spectrum.safetensors")
+    for name in ("values", "weights", "residuals", "vectors", "diagonal", "off_diagonal"):
+        assert torch.equal(getattr(found, name), getattr(back, name))
+    assert (found.settings, found.status, found.seed) == (back.settings, back.status, back.seed)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"num_steps": 0}, "num_steps must be between 1 and 30"),
+        ({"num_steps": 31}, "num_steps must be between 1 and 30"),
+        ({"num_steps": 2.5}, "num_steps must be an integer"),
+        ({}, "num_steps must be given"),
+        ({"largest": 31}, "largest"),
+        ({"largest": 20, "smallest": 20}, "smallest"),
+        ({"largest": 2, "rtol": 1e-20}, "rtol"),
+        ({"largest": 4, "max_vectors": 4}, "max_vectors"),
+        ({"num_steps": 20, "max_vectors": 10}, "largest or smallest"),
+        ({"num_steps": 5, "reorthogonalize": "twice"}, "reorthogonalize must be one of"),
+        ({"num_steps": 5, "basis": "disk"}, "basis must be one of"),
+        ({"num_steps": 5, "reorthogonalize": "none", "vectors": True}, "vectors need a basis"),
+        ({"num_steps": 40, "largest": 2, "max_vectors": 9, "reorthogonalize": "partial"}, "restart"),
+        ({"num_steps": 5, "start": torch.ones(30)}, "start must be torch.float64"),
+        ({"num_steps": 5, "start": torch.ones(29, dtype=torch.float64)}, "start must be"),
+        ({"num_steps": 5, "start": torch.zeros(30, dtype=torch.float64)}, "start must not be zero"),
+        ({"num_steps": 5, "start": torch.full((30,), torch.nan).double()}, "start must be finite"),
+        ({"num_steps": 5, "generator": 3}, "generator must be"),
+        ({"num_steps": 5, "progress": "yes"}, "progress must be"),
+    ],
+)
+def test_wrong_arguments_are_named(rng, bad, message):
+    op = wigner(30, generator=rng)
+    with pytest.raises((ValueError, TypeError), match=message):
+        lanczos(op, **bad)
+
+
+def test_something_that_is_no_matrix_is_refused():
+    with pytest.raises(TypeError, match="op must be a ritz operator"):
+        lanczos([[1.0]], num_steps=1)
+
+
+def test_dense_and_diagonal_operators_agree(rng):
+    entries = torch.randn(60, generator=rng, dtype=torch.float64)
+    dense = lanczos(DenseOperator(torch.diag(entries)), num_steps=30)
+    diagonal = lanczos(DiagonalOperator(entries), num_steps=30)
+    torch.testing.assert_close(dense.values, diagonal.values)
