@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -70,6 +70,8 @@ def same(a, b):
 
 
 @given(content=values)
+@example(content=(float("nan"), float("inf"), -float("inf"), -0.0))
+@example(content={"a.b": torch.zeros(1), "a": {"b": torch.ones(2)}})  # one name, two tensors
 def test_what_is_saved_is_loaded(tmp_path_factory, content):
     path = tmp_path_factory.getbasetemp() / "any.safetensors"
     save(Box(content=content), path)
@@ -223,6 +225,12 @@ def test_a_failure_while_writing_leaves_the_old_file_and_no_other(tmp_path, monk
         save(Box(content=1), path)
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["r"]
+
+
+def test_a_file_is_as_private_as_any_other(tmp_path):
+    (tmp_path / "plain").touch()
+    save(RESULT, tmp_path / "r")
+    assert (tmp_path / "r").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
 def test_text_is_written_whole(tmp_path):

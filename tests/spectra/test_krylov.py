@@ -5,7 +5,7 @@ import torch
 
 import ritz
 from ritz.operators import DenseOperator, DiagonalOperator, FunctionOperator, ShiftedOperator
-from ritz.spectra import lanczos
+from ritz.spectra import lanczos, lanczos_block
 from ritz.testing import wigner, with_spectrum
 
 DTYPES = [torch.float32, torch.float64]
@@ -156,7 +156,9 @@ def test_a_budget_too_small_is_reported_with_advice(rng):
 def test_stopping_early_spends_fewer_products(rng):
     op, _ = outliers(torch.float64, rng)
     calls = []
-    counted = FunctionOperator(lambda x: calls.append(x.shape[1]) or op @ x, n=1000, dtype=torch.float64)
+    counted = FunctionOperator(
+        lambda x: calls.append(x.shape[1]) or op @ x, n=1000, dtype=torch.float64
+    )
     found = lanczos(counted, largest=2, num_steps=500)
     assert sum(calls) == found.num_products < 40
 
@@ -180,7 +182,15 @@ def test_the_host_basis_gives_the_same_numbers(rng):
 def test_printing_says_what_matters(rng):
     op, _ = outliers(torch.float64, rng)
     text = str(lanczos(op, num_steps=50))
-    for word in ("DenseOperator", "20", "residual", "trace", "Frobenius", "negative mass", "completed"):
+    for word in (
+        "DenseOperator",
+        "20",
+        "residual",
+        "trace",
+        "Frobenius",
+        "negative mass",
+        "completed",
+    ):
         assert word in text
 
 
@@ -208,7 +218,10 @@ def test_save_and_load_keep_every_bit(rng, tmp_path):
         ({"num_steps": 5, "reorthogonalize": "twice"}, "reorthogonalize must be one of"),
         ({"num_steps": 5, "basis": "disk"}, "basis must be one of"),
         ({"num_steps": 5, "reorthogonalize": "none", "vectors": True}, "vectors need a basis"),
-        ({"num_steps": 40, "largest": 2, "max_vectors": 9, "reorthogonalize": "partial"}, "restart"),
+        (
+            {"num_steps": 40, "largest": 2, "max_vectors": 9, "reorthogonalize": "partial"},
+            "restart",
+        ),
         ({"num_steps": 5, "start": torch.ones(30)}, "start must be torch.float64"),
         ({"num_steps": 5, "start": torch.ones(29, dtype=torch.float64)}, "start must be"),
         ({"num_steps": 5, "start": torch.zeros(30, dtype=torch.float64)}, "start must not be zero"),
@@ -233,3 +246,38 @@ def test_dense_and_diagonal_operators_agree(rng):
     dense = lanczos(DenseOperator(torch.diag(entries)), num_steps=30)
     diagonal = lanczos(DiagonalOperator(entries), num_steps=30)
     torch.testing.assert_close(dense.values, diagonal.values)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_runs_side_by_side_have_the_numbers_they_would_have_alone(rng, dtype, mode):
+    op = wigner(120, dtype=dtype, generator=rng)
+    starts = torch.randn(120, 3, generator=rng, dtype=dtype)
+    together = lanczos_block(op, num_steps=15, start=starts, reorthogonalize=mode)
+    for found, start in zip(together, starts.T, strict=True):
+        alone = lanczos(op, num_steps=15, start=start.contiguous(), reorthogonalize=mode)
+        tolerance = 200 * torch.finfo(dtype).eps
+        torch.testing.assert_close(found.values, alone.values, rtol=0, atol=tolerance)
+        torch.testing.assert_close(found.weights, alone.weights, rtol=0, atol=tolerance)
+        assert found.settings == alone.settings
+
+
+def test_a_run_that_ends_early_does_not_stop_those_beside_it():
+    op = DiagonalOperator(torch.arange(1.0, 21.0))
+    starts = torch.ones(20, 2)
+    starts[3:, 0] = 0
+    short, long = lanczos_block(op, num_steps=8, start=starts, vectors=True)
+    assert short.values.tolist() == pytest.approx([1.0, 2.0, 3.0], rel=1e-5)
+    assert short.status.outcome == "breakdown"
+    assert long.status.outcome == "completed"
+    assert (short.num_products, long.num_products) == (3, 8)
+    assert short.vectors.shape == (20, 3)
+
+
+def test_a_block_run_spends_one_block_product_a_step(rng):
+    widths = []
+    op = FunctionOperator(lambda x: widths.append(x.shape[1]) or 2 * x + x.flip(0), n=30)
+    lanczos_block(op, num_steps=2, num_probes=5, generator=rng)
+    assert widths == [5, 5]
+    with pytest.raises(ValueError, match=r"start must be \(30, k\)"):
+        lanczos_block(op, num_steps=2, start=torch.ones(30))

@@ -15,7 +15,9 @@ pytestmark = pytest.mark.parametrize("mode", MODES)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_zero_matrix(dtype, mode):
-    found = lanczos(DenseOperator(torch.zeros(9, 9, dtype=dtype)), num_steps=5, reorthogonalize=mode)
+    found = lanczos(
+        DenseOperator(torch.zeros(9, 9, dtype=dtype)), num_steps=5, reorthogonalize=mode
+    )
     assert found.values.tolist() == [0.0]
     assert found.residuals.tolist() == [0.0]
     assert found.weights.tolist() == [1.0]
@@ -33,7 +35,9 @@ def test_identity(dtype, mode):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_by_one(dtype, mode):
-    found = lanczos(DenseOperator(torch.tensor([[-3.0]], dtype=dtype)), num_steps=1, reorthogonalize=mode)
+    found = lanczos(
+        DenseOperator(torch.tensor([[-3.0]], dtype=dtype)), num_steps=1, reorthogonalize=mode
+    )
     assert found.values.tolist() == [-3.0]
     assert found.weights.tolist() == [1.0]
 
@@ -148,5 +152,5 @@ def test_more_steps_than_rows_are_refused(mode):
 
 def test_a_block_of_another_dtype_from_the_operator_is_refused(mode):
     op = FunctionOperator(lambda x: x.double(), n=4)
-    with pytest.raises(TypeError, match="of torch.float32, got"):
+    with pytest.raises(TypeError, match=r"of torch\.float32, got"):
         lanczos(op, num_steps=2, reorthogonalize=mode)

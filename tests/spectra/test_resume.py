@@ -23,7 +23,7 @@ RUNS = {
 }
 
 
-class Interrupted(Exception):
+class InterruptedRunError(Exception):
     pass
 
 
@@ -34,14 +34,14 @@ def failing(op, *, after):
     def product(block):
         calls.append(1)
         if len(calls) > after:
-            raise Interrupted
+            raise InterruptedRunError
         return op @ block
 
     return FunctionOperator(product, n=op.shape[0], dtype=op.dtype)
 
 
 def interrupted(op, state, *, after, **settings):
-    with pytest.raises(Interrupted):
+    with pytest.raises(InterruptedRunError):
         lanczos(failing(op, after=after), state=state, save_interval=0.0, **settings)
 
 
@@ -85,7 +85,9 @@ def test_a_damaged_state_is_refused_and_the_previous_one_used(rng, tmp_path, dam
     data = bytearray(state.read_bytes())
     data[-5] ^= 1
     state.write_bytes(data[:-40] if damage == "truncate" else data)
-    with pytest.warns(RuntimeWarning, match=r"state refused, looking for the previous one: .*state"):
+    with pytest.warns(
+        RuntimeWarning, match=r"state refused, looking for the previous one: .*state"
+    ):
         found = lanczos(op, state=state, **RUNS["full"])
     assert_same_bits(found, expected)
 
@@ -148,7 +150,10 @@ def test_restarts_do_not_leave_old_parts_behind(rng, tmp_path):
 def test_a_missing_folder_is_an_error_that_names_it(rng, tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere"):
         lanczos(
-            wigner(20, generator=rng), num_steps=5, state=tmp_path / "nowhere" / "s", save_interval=0.0
+            wigner(20, generator=rng),
+            num_steps=5,
+            state=tmp_path / "nowhere" / "s",
+            save_interval=0.0,
         )
 
 
@@ -176,7 +181,12 @@ def test_ten_kills_at_random_moments_change_no_bit_of_the_result(tmp_path):
     script.write_text(textwrap.dedent(WORKER))
 
     def start(name):
-        arguments = [sys.executable, str(script), str(tmp_path / name), str(tmp_path / f"{name}.out")]
+        arguments = [
+            sys.executable,
+            str(script),
+            str(tmp_path / name),
+            str(tmp_path / f"{name}.out"),
+        ]
         return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
 
     undisturbed = start("calm")

@@ -49,7 +49,10 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         raise FileNotFoundError(f"cannot write {target}: {target.parent} is not a folder")
     temporary = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
+        temporary.touch()
+        mode = temporary.stat().st_mode
         yield temporary
+        temporary.chmod(mode)  # safetensors makes its files private
         _flush(temporary)
         os.replace(temporary, target)
         _flush(target.parent)  # the rename itself

@@ -81,7 +81,7 @@ class DeflatedOperator(LinearOperator):
     def __init__(self, op: LinearOperator, basis: Tensor) -> None:
         check_tensor("basis", basis, dtype=op.dtype, device=op.device, rows=op.shape[0])
         super().__init__(op.shape[0], dtype=op.dtype, device=op.device)
-        self.op, self.basis = op, basis if basis.ndim == 2 else basis[:, None]
+        self.op, self.basis = op, (basis if basis.ndim == 2 else basis[:, None]).detach()
         gram = self.basis.double().T @ self.basis.double()
         error = float(
             (gram - torch.eye(len(gram), dtype=gram.dtype, device=gram.device)).abs().max()

@@ -154,8 +154,9 @@ def check_symmetric(
     rtol = torch.finfo(op.dtype).eps ** 0.5 if rtol is None else rtol
     # The two numbers are each about scale / sqrt(n) for a random matrix: hence the root.
     gap = abs(float(cross[0, 1] - cross[1, 0]))
-    if not gap <= rtol * scale / n**0.5:
+    allowed = rtol * scale / n**0.5 + n * torch.finfo(op.dtype).tiny / (peak or 1.0)  # underflow
+    if not gap <= allowed:
         raise ValueError(
             f"{op!r} must be symmetric: u'Av and v'Au differ by {peak * gap:.2g} "
-            f"where roundoff would leave {peak * rtol * scale / n**0.5:.1g}"
+            f"where roundoff would leave {peak * allowed:.1g}"
         )

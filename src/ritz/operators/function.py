@@ -63,6 +63,7 @@ class FunctionOperator(LinearOperator):
         if not isinstance(product, Tensor) or product.shape != block.shape:
             got = tuple(product.shape) if isinstance(product, Tensor) else type(product).__name__
             raise ValueError(f"{self.name} must return {tuple(block.shape)}, got {got}")
+        product = product.detach()  # a Hessian's product by autograd may still carry its graph
         # Callers write into products; a function may return its own argument.
         return product.clone() if _share_memory(product, block) else product
 

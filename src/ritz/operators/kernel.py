@@ -51,7 +51,7 @@ class KernelOperator(LinearOperator):
         check_finite("points", points)
         check_range("outputscale", outputscale, low=0)
         check_range("noise", noise, low=0)
-        scale = torch.as_tensor(lengthscale, dtype=points.dtype, device=points.device)
+        scale = torch.as_tensor(lengthscale, dtype=points.dtype, device=points.device).detach()
         if scale.shape not in ((), (points.shape[1],)) or not bool((scale > 0).all()):
             raise ValueError(
                 f"lengthscale must be positive, one or one a dimension, got {lengthscale}"

@@ -36,7 +36,9 @@ class SparseOperator(LinearOperator):
         check_finite("matrix", values)
         index = torch.int32 if max(len(values), shape[0]) < 2**31 else torch.int64
         with warnings.catch_warnings():
+            # Neither tells a user of ours anything: the invariants are checked right here.
             warnings.filterwarnings("ignore", message=".*Sparse CSR tensor support is in beta.*")
+            warnings.filterwarnings("ignore", message=".*Sparse invariant checks are implicitly.*")
             self.matrix = torch.sparse_csr_tensor(
                 rows.to(index), columns.to(index), values, size=tuple(shape), check_invariants=True
             )

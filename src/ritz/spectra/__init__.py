@@ -6,7 +6,7 @@ from ritz.spectra.diagonals import diagonal
 from ritz.spectra.discrete import DiscreteDensity, SmoothedDensity
 from ritz.spectra.extremes import Bounds, bounds, spectral_norm
 from ritz.spectra.jackson import PolynomialDensity
-from ritz.spectra.krylov import lanczos
+from ritz.spectra.krylov import lanczos, lanczos_block
 from ritz.spectra.polynomials import Moments, moments
 from ritz.spectra.protocol import Density
 from ritz.spectra.quadrature import trace_function
@@ -28,6 +28,7 @@ __all__ = [
     "diagonal",
     "frobenius_norm",
     "lanczos",
+    "lanczos_block",
     "moments",
     "solve",
     "spectral_norm",

@@ -37,9 +37,9 @@ class Basis:
         self.rows = torch.empty(capacity, width, dtype=like.dtype, device=home)
         self.size = 0
 
-    def append(self, vector: Tensor) -> None:
-        """Add a row, given in :meth:`local` form."""
-        self.rows[self.size] = vector
+    def append(self, vector: Tensor, norm: float = 1.0) -> None:
+        """Add a row, a vector in :meth:`local` form over its norm."""
+        torch.div(vector, norm, out=self.rows[self.size])
         self.size += 1
 
     def local(self, vector: Tensor) -> Tensor:
@@ -51,10 +51,6 @@ class Basis:
         if self.spread:
             vector = all_gather_rows(vector, self.n, self.group)
         return vector.to(self.device)
-
-    def last(self) -> Tensor:
-        """The newest row as a whole vector ``(n,)``."""
-        return self.whole(self.rows[self.size - 1])
 
     def project(self, vector: Tensor) -> Tensor:
         r"""Return :math:`h = V v` of shape ``(j,)`` for a local vector; one read of the basis."""
@@ -70,7 +66,8 @@ class Basis:
 
     def norm(self, vector: Tensor) -> float:
         """Norm of a local vector, summed in float64: no overflow, no loss over many entries."""
-        parts = [torch.linalg.vector_norm(c, dtype=torch.float64) for c in vector.split(CHUNK)]
+        size = CHUNK if vector.device.type == "cpu" else max(1, len(vector))
+        parts = [torch.linalg.vector_norm(c, dtype=torch.float64) for c in vector.split(size)]
         return float(self._sum(torch.stack(parts).square().sum()).sqrt())
 
     def combine(self, coefficients: Tensor) -> Tensor:

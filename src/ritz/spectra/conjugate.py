@@ -12,6 +12,7 @@ from ritz._core.progress import Progress, tracking
 from ritz._core.results import Status
 from ritz._core.storage import storable
 from ritz.operators.base import LinearOperator
+from ritz.operators.function import FunctionOperator
 from ritz.operators.interop import as_operator
 from ritz.spectra.columns import column_dots
 
@@ -97,7 +98,11 @@ def solve(
     rhs = b if b.ndim == 2 else b[:, None]
     x, residual, spent = _begin(op, rhs, initial, b.shape)
     goal = (rtol * column_dots(rhs, rhs).sqrt()).clamp_min(atol)
-    apply = preconditioner.matmat if isinstance(preconditioner, LinearOperator) else preconditioner
+    if callable(preconditioner):
+        preconditioner = FunctionOperator(
+            preconditioner, n=n, dtype=op.dtype, device=op.device, name="preconditioner"
+        )
+    apply = None if preconditioner is None else as_operator(preconditioner).matmat
     with tracking(progress, "conjugate gradients", num_steps) as bar:
         # The recurrence drifts from the truth by roundoff: a little more than asked for is safe.
         history, products = _iterate(op, x, residual, 0.9 * goal, num_steps, apply, bar)
@@ -120,6 +125,8 @@ def _begin(
         raise ValueError(
             f"initial must be of shape {tuple(shape)}, as b is, got {tuple(initial.shape)}"
         )
+    check_tensor("initial", initial, dtype=op.dtype, device=op.device, rows=op.shape[0])
+    check_finite("initial", initial)
     x = initial.reshape(rhs.shape).clone()
     return x, rhs - op.matmat(x), rhs.shape[1]
 
@@ -140,14 +147,14 @@ def _iterate(
     r = residual[:, active]
     direction = z = r if apply is None else apply(r)
     rho = column_dots(r, z)
-    first: Tensor | None = None
+    first: tuple[Tensor, Tensor] | None = None
     for done in range(num_steps):
         if not len(active):
             break
         product = op.matmat(direction)
         products += len(active)
         if first is not None:
-            _check_conjugate(first, direction, product)
+            _check_conjugate(*first, direction, product)
         step = _step_lengths(rho, column_dots(direction, product), direction, done)
         x[:, active] += direction * step
         r = r - product * step
@@ -158,7 +165,8 @@ def _iterate(
         keep = (norms[active] > goal[active]).nonzero()[:, 0]
         if len(keep) < len(active):
             active, r, direction, rho = active[keep], r[:, keep], direction[:, keep], rho[keep]
-        first = direction if done == 0 else None
+            product = product[:, keep]
+        first = (direction, product) if done == 0 else None
         z = r if apply is None else apply(r)
         before, rho = rho, column_dots(r, z)
         direction = z + direction * (rho / before).to(r.dtype)
@@ -166,6 +174,11 @@ def _iterate(
 
 
 def _step_lengths(rho: Tensor, curvature: Tensor, direction: Tensor, done: int) -> Tensor:
+    if not bool(torch.isfinite(direction).all()):
+        raise ValueError(
+            f"at step {done + 1} the recurrence left the range of {direction.dtype}: "
+            "scale the system, precondition, or use float64"
+        )
     if not bool(torch.isfinite(curvature).all()):
         raise ValueError(f"op must give finite products; at step {done + 1} it gave NaN or Inf")
     if bool((curvature <= 0).any()):
@@ -182,11 +195,14 @@ def _step_lengths(rho: Tensor, curvature: Tensor, direction: Tensor, done: int) 
     return (rho / curvature).to(direction.dtype)
 
 
-def _check_conjugate(first: Tensor, direction: Tensor, product: Tensor) -> None:
-    # The second direction is made conjugate to the first by A p_1; by symmetry A p_2 must show it.
-    gap = column_dots(first, product).abs()
-    size = (column_dots(first, first) * column_dots(product, product)).sqrt()
-    if bool((gap > torch.finfo(product.dtype).eps ** 0.5 * size).any()):
+def _check_conjugate(p: Tensor, image: Tensor, q: Tensor, image_of_q: Tensor) -> None:
+    # The second direction q is made conjugate to the first by A p; by symmetry A q must show it,
+    # to roundoff in the larger of the two: A q alone may be tiny, where A is ill-conditioned.
+    gap = column_dots(p, image_of_q).abs()
+    sizes = [column_dots(p, p) * column_dots(image_of_q, image_of_q)]
+    sizes += [column_dots(q, q) * column_dots(image, image)]
+    size = torch.stack(sizes).amax(0).sqrt()
+    if bool((gap > torch.finfo(q.dtype).eps ** 0.5 * size).any()):
         raise ValueError(
             "op must be symmetric and the same in every call: the first two directions are "
             f"conjugate by one product, but {float((gap / size).max()):.2g} off by the other"

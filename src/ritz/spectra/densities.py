@@ -13,7 +13,7 @@ from ritz.spectra.discrete import DiscreteDensity, SmoothedDensity
 from ritz.spectra.jackson import PolynomialDensity
 from ritz.spectra.polynomials import moments
 from ritz.spectra.quadrature import ritz_rules
-from ritz.spectra.recurrence import REORTHOGONALIZATIONS, Reorthogonalization
+from ritz.spectra.recurrence import REORTHOGONALIZATIONS, ROUNDOFF, Reorthogonalization
 
 DensityMethod = Literal["lanczos", "kpm"]
 
@@ -22,7 +22,7 @@ def density(
     op: Any,
     *,
     num_probes: int = 8,
-    num_steps: int = 80,
+    num_steps: int | None = None,
     width: float | None = None,
     method: DensityMethod = "lanczos",
     reorthogonalize: Reorthogonalization = "full",
@@ -41,7 +41,7 @@ def density(
     Args:
         op: Symmetric :math:`A`, ``(n, n)``.
         num_probes: Probes ``d``; their spread is the band of ``pdf_band`` and ``cdf_band``.
-        num_steps: Steps ``m`` a probe, at most ``n``.
+        num_steps: Steps ``m`` a probe, at most ``n``; by default 80, or ``n`` if that is less.
         width: Standard deviation of the Gaussian; ``None`` for a discrete density.
         method: ``lanczos`` or ``kpm``.
         reorthogonalize: ``full``, ``partial`` or ``none``; see :func:`ritz.lanczos`.
@@ -63,6 +63,7 @@ def density(
     check_count("num_probes", num_probes, low=2 if method == "kpm" else 1)
     check_count("block_size", block_size)
     generator = resolve_generator(generator)
+    num_steps = min(80, op.shape[0]) if num_steps is None else num_steps
     if method == "kpm":
         if width is not None:
             raise ValueError(
@@ -97,19 +98,22 @@ def _discrete(
     generator: torch.Generator,
     progress: bool | Progress,
 ) -> DiscreteDensity:
-    nodes, weights = [], []
+    nodes, weights, spent = [], [], 0
     with tracking(progress, "density", num_probes) as bar:
         for start in range(0, num_probes, block_size):
             shape = (op.shape[0], min(block_size, num_probes - start))
             block = probes(shape, kind=probe, generator=generator, dtype=op.dtype, device=op.device)
-            rule, _ = ritz_rules(op, block, num_steps=num_steps, reorthogonalize=reorthogonalize)
-            nodes.append(rule[0].T)
-            weights.append(rule[1].T)
+            rules = ritz_rules(op, block, num_steps=num_steps, reorthogonalize=reorthogonalize)
+            nodes.append(rules.last[0].T)
+            weights.append(rules.last[1].T)
+            spent += rules.num_products
             bar.update(start + shape[1])
+    found = torch.cat(nodes)
     return DiscreteDensity(
-        nodes=torch.cat(nodes),
+        nodes=found,
+        roundoff=ROUNDOFF * torch.finfo(op.dtype).eps * float(found.abs().max()),
         weights=torch.cat(weights),
         dimension=op.shape[0],
-        num_products=num_probes * num_steps,
+        num_products=spent,
         seed=generator.initial_seed(),
     )

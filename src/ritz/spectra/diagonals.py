@@ -11,7 +11,7 @@ from ritz._core.random import Probe, probes, resolve_generator
 from ritz._core.results import Estimate, Status
 from ritz.operators.interop import as_operator
 from ritz.operators.structure import exact_diagonal
-from ritz.spectra.sampling import Sampling, accuracy
+from ritz.spectra.sampling import Sampling, accuracy, check_samples
 
 DiagonalMethod = Literal["auto", "exact", "probes"]
 
@@ -32,7 +32,8 @@ def diagonal(
 
     ``exact`` asks the structure of the operator (no product), ``probes`` samples: one product a
     probe, variance :math:`\sum_{j \ne i} A_{ij}^2` for Rademacher probes. ``auto`` is ``exact``
-    where the structure knows. Memory: 2 blocks and 3 vectors; samples are not kept.
+    where the structure knows. Memory: 4 blocks and 3 vectors, half of it in float64; samples are
+    not kept.
 
     Args:
         op: Symmetric :math:`A`, ``(n, n)``.
@@ -63,7 +64,7 @@ def diagonal(
         raise ValueError(f"method='exact' needs a structure that knows its diagonal, got {op!r}")
     generator = resolve_generator(generator)
     plan = Sampling(num_probes, rtol, max_probes, block_size, probe)
-    running = _Running(torch.zeros(op.shape[0], dtype=op.dtype, device=op.device))
+    running = _Running(torch.zeros(op.shape[0], dtype=torch.float64, device=op.device))
     limit = num_probes if rtol is None else max_probes
     with tracking(progress, "diagonal", limit) as bar:
         while running.count < num_probes or (running.count < limit and not running.status(rtol).ok):
@@ -72,11 +73,13 @@ def diagonal(
             block = probes(
                 shape, kind=plan.probe, generator=generator, dtype=op.dtype, device=op.device
             )
-            running.add(block * op.matmat(block))
+            samples = block * op.matmat(block)
+            check_samples(samples.T, running.count)
+            running.add(samples.double())
             bar.update(running.count)
     return Estimate(
-        mean=running.mean,
-        stderr=running.stderr(),
+        mean=running.mean.to(op.dtype),
+        stderr=running.stderr().to(op.dtype),
         num_products=running.count,
         method="mean of z * (A z)",
         status=running.status(rtol),
@@ -85,7 +88,10 @@ def diagonal(
 
 
 class _Running:
-    """Mean and squared deviations of columns, merged block by block (Chan, Golub, LeVeque)."""
+    """Mean and squared deviations of columns, merged block by block (Chan, Golub, LeVeque).
+
+    In float64: the square of a float32 number may be out of its range.
+    """
 
     def __init__(self, zeros: Tensor) -> None:
         self.mean, self.deviations, self.count = zeros, zeros.clone(), 0

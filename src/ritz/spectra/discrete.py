@@ -24,6 +24,7 @@ class DiscreteDensity:
     Attributes:
         nodes: Ritz values, one row a probe, ``(num_probes, m)``, float64.
         weights: Gauss weights likewise; each row sums to 1.
+        roundoff: Nodes this close to zero may be zero.
         dimension: Order ``n`` of the operator.
         num_products: Products spent.
         seed: Seed of the probes.
@@ -31,6 +32,7 @@ class DiscreteDensity:
 
     nodes: Tensor
     weights: Tensor
+    roundoff: float
     dimension: int
     num_products: int
     seed: int
@@ -79,11 +81,12 @@ class DiscreteDensity:
     def __str__(self) -> str:
         low, high = self.support
         count, steps = self.nodes.shape
+        negative = (self.weights * (self.nodes < -self.roundoff)).sum(1).mean()
         return (
             f"DiscreteDensity of order {self.dimension:,} on [{low:.4g}, {high:.4g}] "
             f"from {count} probes x {steps} steps; mean {self.moment(1):.4g}, "
             f"mean square {self.moment(2):.4g}, "
-            f"negative mass {float((self.weights * (self.nodes < 0)).sum(1).mean()):.3g}"
+            f"negative mass {float(negative):.3g}"
         )
 
     def _samples(self, x: Tensor) -> Tensor:

@@ -3,33 +3,23 @@
 import hashlib
 import math
 import os
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ritz._core.checks import check_choice, check_count, check_finite, check_range, check_tensor
+from ritz._core.checks import check_choice, check_count, check_finite, check_tensor
 from ritz._core.distributed import Group
 from ritz._core.progress import Progress, tracking
-from ritz._core.random import probes, resolve_generator
+from ritz._core.random import resolve_generator
 from ritz._core.results import Status
 from ritz.operators.base import LinearOperator
 from ritz.operators.interop import as_operator
 from ritz.spectra.basis import PLACEMENTS, Placement
-from ritz.spectra.recurrence import (
-    REORTHOGONALIZATIONS,
-    Recurrence,
-    Reorthogonalization,
-    step,
-)
+from ritz.spectra.driver import Driver, Plan, closing, random_start
+from ritz.spectra.recurrence import ROUNDOFF, Recurrence, Reorthogonalization, advance
 from ritz.spectra.resume import Journal
 from ritz.spectra.spectrum import Spectrum
-
-# Roundoff in the residual of a Ritz pair, in units of eps ||A||: products, assembly, norm.
-ROUNDOFF = 8.0
-# Steps in a fresh direction before a found invariant subspace is believed to hold what is wanted.
-FRESH_STEPS = 10
 
 
 def lanczos(
@@ -104,11 +94,11 @@ def lanczos(
         (torch.Size([30]), 1.0)
     """
     op = as_operator(op)
-    plan = _Plan.make(op, num_steps, largest, smallest, rtol, max_vectors, vectors, reorthogonalize)
+    plan = Plan.make(op, num_steps, largest, smallest, rtol, max_vectors, vectors, reorthogonalize)
     check_choice("basis", basis, PLACEMENTS)
     generator = resolve_generator(generator)
     seed = generator.initial_seed() if start is None else None
-    first = _start_vector(op, start, generator)
+    first = random_start(op, generator) if start is None else _checked(op, start)
     run = Recurrence(
         first, capacity=plan.capacity, mode=reorthogonalize, placement=basis, group=group
     )
@@ -119,200 +109,87 @@ def lanczos(
         journal = Journal.open(state, settings, save_interval, group)
     del first
     with tracking(progress, "Lanczos", plan.num_steps) as bar:
-        driver = _Driver(op, plan, run, journal, generator.initial_seed())
+        driver = Driver(op, plan, run, journal, generator.initial_seed())
         status = driver.advance(bar)
-    return _spectrum(driver, status, seed=seed, placement=basis)
+    return _spectrum(op, run, plan, seed=seed, placement=basis, driver=driver, status=status)
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    num_steps: int
-    largest: int
-    smallest: int
-    rtol: float
-    max_vectors: int
-    vectors: bool
-    mode: Reorthogonalization
-    restarts: bool
+def lanczos_block(
+    op: Any,
+    *,
+    num_steps: int,
+    num_probes: int = 8,
+    start: Tensor | None = None,
+    vectors: bool = False,
+    reorthogonalize: Reorthogonalization = "full",
+    generator: torch.Generator | None = None,
+    progress: bool | Progress = False,
+) -> tuple[Spectrum, ...]:
+    r"""Return one spectrum a probe, of runs that advance side by side.
 
-    @classmethod
-    def make(
-        cls,
-        op: LinearOperator,
-        num_steps: int | None,
-        largest: int,
-        smallest: int,
-        rtol: float | None,
-        max_vectors: int | None,
-        vectors: bool,
-        mode: Reorthogonalization,
-    ) -> "_Plan":
-        n, eps = op.shape[0], torch.finfo(op.dtype).eps
-        check_choice("reorthogonalize", mode, REORTHOGONALIZATIONS)
-        check_count("largest", largest, low=0, high=n)
-        check_count("smallest", smallest, low=0, high=n - largest)
-        wanted = largest + smallest
-        if num_steps is None:
-            if not wanted:
-                raise TypeError("num_steps must be given unless largest or smallest is")
-            num_steps = max(1000, 100 * wanted)
-        check_count("num_steps", num_steps, high=None if wanted else n)
-        rtol = eps**0.5 if rtol is None else rtol
-        check_range("rtol", rtol, low=eps, high=1.0)
-        if max_vectors is None:
-            max_vectors = 2 * wanted + 20 if wanted and mode == "full" else num_steps
-        else:
-            check_count("max_vectors", max_vectors, low=wanted + 2)
-        max_vectors = min(max_vectors, num_steps, n)
-        restarts = bool(wanted) and max_vectors < min(num_steps, n)
-        if not wanted and max_vectors < num_steps:
-            raise ValueError(
-                f"max_vectors={max_vectors} is below num_steps={num_steps}, and a restart keeps "
-                "wanted pairs only: ask for some with largest or smallest"
-            )
-        if restarts and mode != "full":
-            raise ValueError(f"a restart needs reorthogonalize='full', got {mode!r}")
-        if wanted and mode == "none":
-            raise ValueError("wanted pairs would repeat with reorthogonalize='none': use another")
-        if vectors and mode == "none":
-            raise ValueError("vectors need a basis, which reorthogonalize='none' does not keep")
-        return cls(num_steps, largest, smallest, rtol, max_vectors, vectors, mode, restarts)
+    A step is one product with a block of all their vectors, which is where blocks save: each run
+    has the numbers it would have alone, to roundoff. Memory: ``num_steps + 4`` vectors a probe.
 
-    @property
-    def wanted(self) -> int:
-        return self.largest + self.smallest
-
-    @property
-    def capacity(self) -> int:
-        return self.max_vectors + self.restarts
-
-    def settings(self) -> dict[str, Any]:
-        return {
-            "num_steps": self.num_steps,
-            "largest": self.largest,
-            "smallest": self.smallest,
-            "rtol": self.rtol,
-            "max_vectors": self.max_vectors,
-            "reorthogonalize": self.mode,
-        }
-
-    def extremes(self, size: int, count_low: int, count_high: int) -> Tensor:
-        """Indices of that many values at either end of ``size`` ascending ones."""
-        low, high = min(count_low, size), min(count_high, size)
-        if low + high >= size:
-            return torch.arange(size)
-        return torch.cat([torch.arange(low), torch.arange(size - high, size)])
+    Args:
+        op: Symmetric :math:`A`, ``(n, n)``.
+        num_steps: Steps to make, at most ``n``.
+        num_probes: Number of runs, unless ``start`` says it.
+        start: Start vectors ``(n, k)``; random by default.
+        vectors: Whether to return Ritz vectors.
+        reorthogonalize: ``full``, ``partial`` or ``none``; see :func:`lanczos`.
+        generator: Source of the start vectors.
+        progress: Whether to show a bar, or what to tell.
+    """
+    op = as_operator(op)
+    plan = Plan.make(op, num_steps, 0, 0, None, None, vectors, reorthogonalize)
+    check_count("num_probes", num_probes)
+    generator = resolve_generator(generator)
+    seed = generator.initial_seed() if start is None else None
+    if start is None:
+        columns = [random_start(op, generator) for _ in range(num_probes)]
+    elif start.ndim == 2 and start.shape[1]:
+        columns = [_checked(op, column.contiguous()) for column in start.T]
+    else:
+        raise ValueError(f"start must be ({op.shape[0]}, k), got {tuple(start.shape)}")
+    runs = [Recurrence(column, capacity=num_steps, mode=reorthogonalize) for column in columns]
+    with tracking(progress, "Lanczos", num_steps) as bar:
+        advance(op, runs, num_steps, bar)
+    return tuple(_spectrum(op, run, plan, seed=seed) for run in runs)
 
 
-class _Driver:
-    def __init__(
-        self, op: LinearOperator, plan: _Plan, run: Recurrence, journal: Journal | None, seed: int
-    ) -> None:
-        self.op, self.plan, self.run, self.journal, self.seed = op, plan, run, journal, seed
-        self.progress = {"spent": 0, "restarts": 0, "closed": 0, "next_check": plan.wanted}
-
-    def advance(self, bar: Progress) -> Status:
-        if self.journal is not None:
-            self.progress = self.journal.load(self.run) or self.progress
-        status = None
-        while status is None:
-            self._step()
-            bar.update(self.progress["spent"])
-            status = self._judge()
-            if status is None:
-                self._make_ready()
-        return status
-
-    def ritz(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Ritz values, eigenvectors of the projected matrix, and residuals without roundoff."""
-        values, coefficients = torch.linalg.eigh(self.run.projected())
-        return values, coefficients, self.run.residuals(coefficients)
-
-    def _step(self) -> None:
-        last = self.run.size + 1 == self.plan.max_vectors and not self.plan.restarts
-        step(self.op, [self.run], last=last)
-        self.progress["spent"] += 1
-
-    def _make_ready(self) -> None:
-        """Make room for the next step, find it a vector, and save, where these are due."""
-        run, closed = self.run, self.run.exhausted
-        if run.size == self.plan.max_vectors:
-            self._restart()
-        if closed:  # wanted pairs may hide in the complement of the space found so far
-            fresh = torch.Generator().manual_seed((self.seed + self.progress["spent"]) % 2**63)
-            run.begin(_random_start(self.op, fresh))
-            self.progress["closed"] = self.progress["closed"] or self.progress["spent"]
-        if self.journal is not None and self.journal.due():
-            self.journal.save(run, self.progress)
-
-    def _judge(self) -> Status | None:
-        """The status if the run is over, ``None`` if it goes on."""
-        run, plan, spent = self.run, self.plan, self.progress["spent"]
-        if not plan.wanted:
-            if run.exhausted:
-                return Status(outcome="breakdown", message=_invariant(run.size, self.op.shape[0]))
-            done = Status(outcome="completed", message=f"{spent} steps")
-            return done if spent == plan.num_steps else None
-        if run.size == self.op.shape[0]:
-            return Status(outcome="breakdown", message=_invariant(run.size, run.size))
-        full = spent == plan.num_steps or run.size == plan.max_vectors
-        if not (full or run.size >= self.progress["next_check"]):
-            return None
-        self.progress["next_check"] = run.size + max(5, run.size // 10)
-        return self._convergence(final=spent == plan.num_steps)
-
-    def _convergence(self, *, final: bool) -> Status | None:
-        plan, run, spent = self.plan, self.run, self.progress["spent"]
-        _, _, residuals = self.ritz()
-        chosen = residuals[plan.extremes(len(residuals), plan.smallest, plan.largest)]
-        goal = plan.rtol * run.scale
-        met = int((chosen <= goal).sum())
-        closed = self.progress["closed"] or (spent if run.exhausted else 0)
-        settled = not closed or spent >= closed + FRESH_STEPS
-        if met == plan.wanted and settled:
-            return Status(
-                outcome="converged",
-                message=f"{met} pairs to rtol {plan.rtol:.1g} in {spent} products",
-            )
-        if not final:
-            return None
-        return Status(
-            outcome="max_steps",
-            message=f"{met} of {plan.wanted} pairs reached rtol {plan.rtol:.1g} in {spent} "
-            f"products; the largest residual is {float(chosen.max()):.1g}, the goal {goal:.1g}",
-            advice="raise num_steps, max_vectors or rtol",
-        )
-
-    def _restart(self) -> None:
-        """Keep the wanted pairs and half of what room is left, nearest to them."""
-        plan, run = self.plan, self.run
-        values, coefficients, _ = self.ritz()
-        extra = (plan.max_vectors - plan.wanted) // 2
-        low = round(extra * plan.smallest / plan.wanted)
-        keep = plan.extremes(len(values), plan.smallest + low, plan.largest + extra - low)
-        run.restart(values[keep], coefficients[:, keep])
-        self.progress["restarts"] += 1
-        self.progress["next_check"] = plan.max_vectors
-
-
-def _spectrum(driver: _Driver, status: Status, *, seed: int | None, placement: str) -> Spectrum:
-    plan, run, op = driver.plan, driver.run, driver.op
-    values, coefficients, residuals = driver.ritz()
+def _spectrum(
+    op: LinearOperator,
+    run: Recurrence,
+    plan: Plan,
+    *,
+    seed: int | None,
+    placement: Placement = "device",
+    driver: Driver | None = None,
+    status: Status | None = None,
+) -> Spectrum:
+    """What a run has found; a driver, where it had one, knows of products and restarts."""
+    values, coefficients = torch.linalg.eigh(run.projected())
     chosen = torch.arange(len(values))
     if plan.wanted:
         chosen = plan.extremes(len(values), plan.smallest, plan.largest)
     columns = coefficients[:, chosen]
-    restarted = driver.progress["restarts"] > 0
-    roundoff = ROUNDOFF * run.eps * run.scale * math.sqrt(1 + driver.progress["restarts"])
+    restarts = 0 if driver is None else driver.progress["restarts"]
+    if status is None:
+        done = Status(outcome="completed", message=f"{run.size} steps")
+        status = closing(run.size, op.shape[0]) if run.exhausted else done
+    # Every restart mixes the basis anew; without re-orthogonalisation every step adds its own.
+    growth = 1 + restarts + (run.size if run.mode == "none" else 0)
+    roundoff = ROUNDOFF * run.eps * run.scale * math.sqrt(growth)
     return Spectrum(
         values=values[chosen],
-        weights=None if restarted else columns[0].square(),
-        residuals=residuals[chosen] + roundoff,
+        weights=None if restarts else columns[0].square(),
+        residuals=run.residuals(columns) + roundoff,
+        roundoff=roundoff,
         vectors=run.basis.combine(columns).T if plan.vectors else None,
-        diagonal=None if restarted else torch.tensor(run.alphas, dtype=torch.float64),
-        off_diagonal=None if restarted else torch.tensor(run.betas[:-1], dtype=torch.float64),
+        diagonal=None if restarts else torch.tensor(run.alphas, dtype=torch.float64),
+        off_diagonal=None if restarts else torch.tensor(run.betas[:-1], dtype=torch.float64),
         dimension=op.shape[0],
-        num_products=driver.progress["spent"],
+        num_products=run.size if driver is None else driver.progress["spent"],
         operator=repr(op),
         settings=plan.settings() | {"basis": placement},
         seed=seed,
@@ -320,9 +197,7 @@ def _spectrum(driver: _Driver, status: Status, *, seed: int | None, placement: s
     )
 
 
-def _start_vector(op: LinearOperator, start: Tensor | None, generator: torch.Generator) -> Tensor:
-    if start is None:
-        return _random_start(op, generator)
+def _checked(op: LinearOperator, start: Tensor) -> Tensor:
     check_tensor("start", start, dtype=op.dtype, device=op.device, rows=op.shape[0])
     if start.ndim != 1:
         raise ValueError(f"start must be a vector ({op.shape[0]},), got {tuple(start.shape)}")
@@ -332,19 +207,6 @@ def _start_vector(op: LinearOperator, start: Tensor | None, generator: torch.Gen
     return start
 
 
-def _random_start(op: LinearOperator, generator: torch.Generator) -> Tensor:
-    shape = (op.shape[0], 1)
-    return probes(shape, kind="gaussian", generator=generator, dtype=op.dtype, device=op.device)[
-        :, 0
-    ]
-
-
 def _digest(vector: Tensor) -> str:
     data = vector.contiguous().cpu().view(torch.uint8).numpy().tobytes()
     return hashlib.sha256(data).hexdigest()[:16]
-
-
-def _invariant(size: int, n: int) -> str:
-    if size == n:
-        return f"the whole space of dimension {n} is spanned: the values are exact to roundoff"
-    return f"an invariant subspace of dimension {size} was found: its values are exact to roundoff"

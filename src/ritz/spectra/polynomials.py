@@ -1,5 +1,6 @@
 """Moments of a spectral density in Chebyshev, Legendre or power basis."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from ritz._core.storage import storable
 from ritz.operators.base import LinearOperator
 from ritz.operators.interop import as_operator
 from ritz.spectra.columns import column_dots
-from ritz.spectra.extremes import bounds
+from ritz.spectra.extremes import Bounds, bounds
 from ritz.spectra.sampling import Sampling, stderr
 
 MomentBasis = Literal["chebyshev", "legendre", "power"]
@@ -114,11 +115,11 @@ def moments(
     spent = 0
     if interval is None and basis != "power":
         found = bounds(op, generator=generator)
-        interval, spent = _widened(found.low, found.high), found.num_products
+        interval, spent = _widened(found, torch.finfo(op.dtype).eps), found.num_products
     interval = (-1.0, 1.0) if interval is None else interval
     low, high = interval
-    if not low < high:
-        raise ValueError(f"interval must have its lower end first, got {interval}")
+    if not (low < high and math.isfinite(high - low)):
+        raise ValueError(f"interval must be finite with its lower end first, got {interval}")
     plan = Sampling(num_probes, rtol, max_probes, block_size, probe)
     rows = _power_rows if basis == "power" else _chebyshev_rows
 
@@ -146,6 +147,7 @@ def _chebyshev_rows(
 ) -> Iterator[Tensor]:
     before, current = block, _mapped(op, block, interval)
     zeroth, first = column_dots(block, block), column_dots(block, current)
+    _check_inside(first, zeroth, 1, interval)
     yield zeroth
     yield first
     for degree in range(2, num_moments + 1):
@@ -173,7 +175,10 @@ def _power_rows(
         else:
             found = column_dots(current, current)
         if not bool(torch.isfinite(found).all()):
-            raise ValueError(f"the power moment of degree {degree} is not finite: give an interval")
+            raise ValueError(
+                f"op must give finite products; the power moment of degree {degree} is NaN or Inf: "
+                "where it overflows, give an interval"
+            )
         yield found
 
 
@@ -199,16 +204,21 @@ def _check_inside(
     found: Tensor, zeroth: Tensor, degree: int, interval: tuple[float, float]
 ) -> None:
     worst = float((found.abs() / zeroth).max())
-    if not worst <= 1.001:
+    if math.isnan(worst):
+        raise ValueError(f"op must give finite products; the moment of degree {degree} is NaN")
+    if worst > 1.001:
         raise ValueError(
             f"interval {interval} must hold the spectrum: the Chebyshev moment of degree {degree} "
             f"is {worst:.4g}, beyond 1"
         )
 
 
-def _widened(low: float, high: float) -> tuple[float, float]:
-    # A spectrum of one point has no interval of its own.
-    return (low, high) if low < high else (low - max(abs(low), 1.0), high + max(abs(high), 1.0))
+def _widened(found: Bounds, eps: float) -> tuple[float, float]:
+    # A spectrum of one point has no interval of its own, but roundoff that must not be magnified.
+    size = max(abs(found.low), abs(found.high))
+    if found.high - found.low > eps**0.5 * size:
+        return found.low, found.high
+    return found.low - (size or 1.0), found.high + (size or 1.0)
 
 
 def _chebyshev_from_legendre(degree: int) -> Tensor:

@@ -1,6 +1,7 @@
 """Gauss rules of many probes at once, and the traces of functions they give."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ritz.spectra.recurrence import (
     REORTHOGONALIZATIONS,
     Recurrence,
     Reorthogonalization,
-    step,
+    advance,
 )
 from ritz.spectra.sampling import Sampling, stderr
 
@@ -62,7 +63,8 @@ def trace_function(
         progress: Whether to show a bar, or what to tell.
 
     The ``truncation`` of the result is how much the last step changed the mean: an estimate, not
-    a bound, of what more steps would change.
+    a bound, of what more steps would change. It is zero where the Krylov spaces are invariant, and
+    NaN, unknown, for a single step.
 
     Reference: Golub and Meurant (1994); Ubaru, Chen and Saad (2017).
     """
@@ -72,35 +74,55 @@ def trace_function(
     generator = resolve_generator(generator)
     plan = Sampling(num_probes, rtol, max_probes, block_size, probe)
 
+    spent, exact = 0, True
+
     def measure(block: Tensor) -> Tensor:
+        nonlocal spent, exact
         rules = ritz_rules(op, block, num_steps=num_steps, reorthogonalize=reorthogonalize)
-        norms = column_dots(block, block)
-        last, before = (norms * _apply(function, rule) for rule in rules)
-        return torch.stack([last, before], dim=1)
+        spent, exact = spent + rules.num_products, exact and bool(rules.exact.all())
+        norms = column_dots(block, block).cpu()
+        last, before = norms * _apply(function, rules.last), norms * _apply(function, rules.before)
+        return torch.stack([last, torch.where(rules.exact, last, before)], dim=1)
 
     label = "trace of a function"
     samples, _ = plan.run(op, measure, generator=generator, progress=progress, label=label)
-    values = samples[:, 0]
+    values, change = samples[:, 0], (samples[:, 0] - samples[:, 1]).mean().abs()
     return Estimate(
         mean=values.mean(),
         stderr=stderr(values),
-        truncation=(values - samples[:, 1]).mean().abs(),
+        truncation=change if exact or num_steps > 1 else torch.full_like(change, torch.nan),
         samples=values,
-        num_products=len(values) * num_steps,
+        num_products=spent,
         method=f"Lanczos quadrature, {num_steps} steps",
         status=plan.status(values),
         seed=generator.initial_seed(),
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Gauss rules of ``k`` start vectors.
+
+    Attributes:
+        last: Nodes and weights of the ``m``-point rules, each ``(m, k)``, float64 on the CPU.
+        before: Those of one step less (the same, where there is no step less).
+        exact: Whether a run's space is invariant, and so its rule exact, ``(k,)``.
+        num_products: Products spent.
+    """
+
+    last: Rule
+    before: Rule
+    exact: Tensor
+    num_products: int
+
+
 def ritz_rules(
     op: LinearOperator, block: Tensor, *, num_steps: int, reorthogonalize: Reorthogonalization
-) -> tuple[Rule, Rule]:
-    r"""Return the ``m``-point Gauss rules of the columns of a block, and the ``m - 1``-point ones.
+) -> Rules:
+    r"""Return the Gauss rules of the columns of a block.
 
-    The runs advance side by side: one product with a block a step. A rule is a pair of nodes and
-    weights, each ``(m, k)`` in float64 on the CPU. Where a run ends early, because its space is
-    invariant, its rule is exact and padded with nodes of weight zero.
+    Where a run ends early, because its space is invariant, its rule is exact and padded with
+    nodes of weight zero.
 
     Args:
         op: Symmetric :math:`A`.
@@ -110,13 +132,15 @@ def ritz_rules(
     """
     starts = block.T.contiguous()
     runs = [Recurrence(start, capacity=num_steps, mode=reorthogonalize) for start in starts]
-    for done in range(num_steps):
-        active = [run for run in runs if not run.exhausted]
-        if not active:
-            break
-        step(op, active, last=done == num_steps - 1)
+    advance(op, runs, num_steps)
     projected = torch.stack([_padded(run.projected(), num_steps) for run in runs])
-    return _rule(projected), _rule(projected[:, : max(1, num_steps - 1), : max(1, num_steps - 1)])
+    less = max(1, num_steps - 1)
+    return Rules(
+        last=_rule(projected),
+        before=_rule(projected[:, :less, :less]),
+        exact=torch.tensor([run.exhausted for run in runs]),
+        num_products=sum(run.size for run in runs),
+    )
 
 
 def _apply(function: Callable[[Tensor], Tensor], rule: tuple[Tensor, Tensor]) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ritz._core.distributed import Group
+from ritz._core.progress import Progress
 from ritz.operators.base import LinearOperator
 from ritz.spectra.basis import Basis, Placement
 
@@ -17,9 +18,11 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 # A remainder below this many units of roundoff in the norm of the matrix is nothing but roundoff.
 BREAKDOWN = 10.0
+# Roundoff in the residual of a Ritz pair, in units of eps ||A||: products, assembly, norm.
+ROUNDOFF = 8.0
 
 
-_REMEMBERED = ("kept", "couplings", "alphas", "betas", "removed", "scale", "again")
+_REMEMBERED = ("kept", "couplings", "alphas", "betas", "removed", "scale", "again", "newest")
 
 
 class AsymmetryError(ValueError):
@@ -57,6 +60,7 @@ class Recurrence:
         )
         self.kept = np.empty(0)
         self.couplings = np.empty(0)
+        self.newest = 0  # index of the row to be multiplied
         self.alphas: list[float] = []
         self.betas: list[float] = []
         self.scale = 0.0  # the norm of the matrix, as far as seen
@@ -84,14 +88,14 @@ class Recurrence:
             vector /= self.basis.norm(vector)
             if self.basis.size:
                 self.basis.subtract(vector, self.basis.project(vector))
-        self._push(vector.div_(self.basis.norm(vector)))
+        self._push(vector, self.basis.norm(vector))
         bounds = np.full(self.basis.size, self.eps)
         bounds[-1] = 1.0
         self.omega = (bounds[1:], bounds)
 
     def vector(self) -> Tensor:
         """The newest vector ``(n,)``, to be multiplied."""
-        return self.basis.last()
+        return self.basis.whole(self.basis.rows[self.newest])
 
     def absorb(self, product: Tensor, *, last: bool = False) -> None:
         """Take in the product ``(n,)`` with the newest vector, overwriting it.
@@ -114,7 +118,7 @@ class Recurrence:
             return
         self.betas.append(beta)
         if not last:
-            self._push(vector.div_(beta))
+            self._push(vector, beta)
 
     def projected(self) -> Tensor:
         r"""The projected matrix :math:`T = V A V^\top`, ``(size, size)``, float64 on the CPU."""
@@ -137,14 +141,14 @@ class Recurrence:
         return (self.betas[-1] * coefficients[-1]).abs() + beside
 
     def restart(self, values: Tensor, coefficients: Tensor) -> None:
-        r"""Keep the Ritz pairs ``values (r,)``, ``coefficients (size, r)``, and go on from there."""
+        """Keep the Ritz pairs ``values (r,)``, ``coefficients (size, r)`` and go on from them."""
         beta, residual = self.betas[-1], self.basis.rows[self.basis.size - 1]
         self.couplings = beta * coefficients[-1].numpy()
         self.kept = values.numpy().copy()
         self.basis.combine(coefficients)
         self.alphas, self.betas = [], []
         if beta:
-            self.basis.append(residual)  # from a row beyond those that were just overwritten
+            self._push(residual)  # from a row beyond those that were just overwritten
 
     def memory(self) -> dict[str, Tensor]:
         """All that the run knows beside the rows of its basis, for :meth:`recall`."""
@@ -164,14 +168,17 @@ class Recurrence:
         self.removed = arrays["removed"].tolist()
         self.scale, self.again = float(arrays["scale"][0]), bool(arrays["again"][0])
         self.omega = (arrays["older"], arrays["newer"])
+        self.newest = int(arrays["newest"][0])
         self.basis.size = len(rows)
         self.basis.rows[: len(rows)] = rows
 
-    def _push(self, vector: Tensor) -> None:
+    def _push(self, vector: Tensor, norm: float = 1.0) -> None:
         if self.mode == "none" and self.basis.size == 2:
-            self.basis.rows[0] = self.basis.rows[1]
-            self.basis.size = 1
-        self.basis.append(vector)
+            self.newest = 1 - self.newest  # the two rows take turns
+            torch.div(vector, norm, out=self.basis.rows[self.newest])
+        else:
+            self.basis.append(vector, norm)
+            self.newest = self.basis.size - 1
 
     def _orthogonalize_full(self, vector: Tensor) -> float:
         first = self.basis.project(vector)
@@ -182,19 +189,18 @@ class Recurrence:
         return float(first[-1]) + float(second[-1])
 
     def _three_terms(self, vector: Tensor) -> float:
-        rows, newest = self.basis.rows, self.basis.size - 1
-        alpha = self.basis.dot(newest, vector)
-        if newest:
-            before = self.betas[-1]
-            found = np.array([self.basis.dot(newest - 1, vector), alpha])
-            # Two neighbours are orthogonal to eps ||A|| / beta only, where beta is small.
-            slack = BREAKDOWN * self.eps * self.scale / before if before else 0.0
-            self._check(vector, found, np.array([before]), slack)
-            vector.sub_(rows[newest - 1], alpha=before)
-            alpha = self.basis.dot(newest, vector)
-        else:
-            self._check(vector, np.array([alpha]), np.empty(0))
-        vector.sub_(rows[newest], alpha=alpha)
+        if self.basis.size > 1:
+            older = 1 - self.newest if self.mode == "none" else self.newest - 1
+            before, found = self.betas[-1], self.basis.dot(older, vector)
+            # Near rows are orthogonal to eps (||A|| / beta)^2 only, which small betas make large.
+            least = min(beta for beta in self.betas[-3:] if beta) if before else self.scale
+            slack = BREAKDOWN * self.eps * (self.scale / least) ** 2
+            self._check(vector, np.array([found]), np.array([before]), slack)
+            vector.sub_(self.basis.rows[older], alpha=before)
+        # After the subtraction, not before: the stable order of Paige (1972).
+        alpha = self.basis.dot(self.newest, vector)
+        self._check(vector, np.array([alpha]), np.empty(0))
+        vector.sub_(self.basis.rows[self.newest], alpha=alpha)
         return alpha
 
     def _expected(self) -> Array:
@@ -236,12 +242,12 @@ class Recurrence:
     def _check(self, vector: Tensor, found: Array, expected: Array, slack: float = 0.0) -> None:
         """Judge a product, still untouched, by what it has in common with rows of the basis.
 
-        ``found`` ends with the newest row, of which nothing is known; ``expected`` has the rest.
-        ``slack`` is how far from orthogonal those rows may be.
+        ``found`` may have more entries than are ``expected``; ``slack`` is how far from orthogonal
+        the rows may be.
         """
         if not np.isfinite(found).all():
             self._raise_nonfinite(vector)
-        gap = float(np.linalg.norm(found[:-1] - expected))
+        gap = float(np.linalg.norm(found[: len(expected)] - expected))
         size = max(self.scale, float(np.abs(found).max()))
         if gap > (self.eps**0.5 + slack) * size:
             raise AsymmetryError(
@@ -268,6 +274,19 @@ def step(op: LinearOperator, runs: Sequence[Recurrence], *, last: bool = False) 
             run.absorb(product, last=last)
         except AsymmetryError as error:
             raise ValueError(_diagnosis(op, vector, error)) from error
+
+
+def advance(
+    op: LinearOperator, runs: Sequence[Recurrence], num_steps: int, bar: Progress | None = None
+) -> None:
+    """Advance runs side by side until each has made ``num_steps`` steps or its space is closed."""
+    for done in range(num_steps):
+        active = [run for run in runs if not run.exhausted]
+        if not active:
+            break
+        step(op, active, last=done == num_steps - 1)
+        if bar is not None:
+            bar.update(done + 1)
 
 
 def _diagnosis(op: LinearOperator, vector: Tensor, error: AsymmetryError) -> str:

@@ -53,13 +53,14 @@ class Sampling:
         samples: list[Tensor] = []
         taken = 0
         with tracking(progress, label, limit) as bar:
-            while taken < limit and not (samples and self._settled(torch.cat(samples))):
+            while taken < limit and not self._settled(samples, taken):
                 goal = self.num_probes if taken < self.num_probes else limit
                 shape = (op.shape[0], min(self.block_size, goal - taken))
                 block = probes(
                     shape, kind=self.probe, generator=generator, dtype=op.dtype, device=op.device
                 )
                 samples.append(measure(block).double().cpu())
+                check_samples(samples[-1], taken)
                 taken += shape[1]
                 bar.update(taken)
         found = torch.cat(samples)
@@ -67,13 +68,28 @@ class Sampling:
 
     def status(self, samples: Tensor) -> Status:
         """Whether the samples ``(d, *s)`` are as accurate as asked for."""
-        if self.rtol is None:
-            return Status(outcome="completed", message=f"{len(samples)} probes")
-        return accuracy(float(samples.mean(0).abs().max()), float(stderr(samples).max()), self.rtol)
+        return self.judge(samples.mean(0), stderr(samples), len(samples))
 
-    def _settled(self, samples: Tensor) -> bool:
-        enough = len(samples) >= self.num_probes
-        return enough and self.rtol is not None and self.status(samples).ok
+    def judge(self, mean: Tensor, error: Tensor, count: int) -> Status:
+        """Whether a mean over that many probes is as accurate as asked for."""
+        if self.rtol is None:
+            return Status(outcome="completed", message=f"{count} probes")
+        return accuracy(float(mean.abs().max()), float(error.max()), self.rtol)
+
+    def _settled(self, samples: list[Tensor], taken: int) -> bool:
+        if self.rtol is None or taken < self.num_probes:
+            return False
+        return self.status(torch.cat(samples)).ok
+
+
+def check_samples(samples: Tensor, taken: int) -> None:
+    """Raise if a sample ``(k, *s)`` is not finite, naming its probe; ``taken`` came before."""
+    bad = (~torch.isfinite(samples)).reshape(len(samples), -1).any(1)
+    if bool(bad.any()):
+        raise ValueError(
+            "op must give finite products; "
+            f"that with probe {taken + int(bad.nonzero()[0]) + 1} holds NaN or Inf, or overflows"
+        )
 
 
 def stderr(samples: Tensor) -> Tensor:

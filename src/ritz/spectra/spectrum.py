@@ -23,6 +23,8 @@ class Spectrum:
             which forgets the start vector.
         residuals: :math:`\|A u_k - \theta_k u_k\|` with the part that roundoff adds, ``(m,)``:
             an eigenvalue lies within this distance of each value.
+        roundoff: The part of every residual that is roundoff: values this close to zero may be
+            zero.
         vectors: Ritz vectors :math:`u_k` as columns, ``(n, m)``, ascending like the values;
             ``None`` unless asked for. With a spread basis: this process's rows.
         diagonal: The diagonal of the tridiagonal matrix, ``(steps,)``; ``None`` after a restart.
@@ -38,6 +40,7 @@ class Spectrum:
     values: Tensor
     weights: Tensor | None
     residuals: Tensor
+    roundoff: float
     vectors: Tensor | None
     diagonal: Tensor | None
     off_diagonal: Tensor | None
@@ -88,9 +91,10 @@ def _totals(spectrum: Spectrum) -> list[str]:
         return []
     trace, square = float(weights @ values), float(weights @ values.square())
     nearest = int(values.abs().argmin())
+    negative = values < -spectrum.roundoff
     return [
         f"  trace ~ {n * trace:.5g}, Frobenius norm ~ {(n * square) ** 0.5:.5g}, "
         f"spectral norm >= {float(values.abs().max()):.6g}",
         f"  mass nearest zero {float(weights[nearest]):.3g} at {float(values[nearest]):.2g}, "
-        f"negative mass {float(weights[values < 0].sum()):.3g} (one probe: no error bars)",
+        f"negative mass {float(weights[negative].sum()):.3g} (one probe: no error bars)",
     ]

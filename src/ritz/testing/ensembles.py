@@ -18,7 +18,7 @@ def with_spectrum(
     r"""Return :math:`Q \operatorname{diag}(\lambda) Q^\top` with a random orthogonal :math:`Q`.
 
     Args:
-        eigenvalues: :math:`\lambda`, ``(n,)``, in any order; their dtype is the operator's.
+        eigenvalues: :math:`\lambda`, ``(n,)``, in any order; dtype and device are the operator's.
         dense: With ``True``, ``Q`` is uniform (Haar) and the matrix is written down: ``n`` vectors.
             With ``False``, ``Q`` is a product of three reflections and nothing is written down: a
             product costs 12 vector operations and memory is 4 vectors, for millions of rows.
@@ -28,11 +28,11 @@ def with_spectrum(
         raise ValueError(f"eigenvalues must be a vector, got {tuple(eigenvalues.shape)}")
     check_finite("eigenvalues", eigenvalues)
     generator = resolve_generator(generator)
-    n, dtype = len(eigenvalues), eigenvalues.dtype
+    n, dtype, device = len(eigenvalues), eigenvalues.dtype, eigenvalues.device
     if not dense:
-        product = _reflected(eigenvalues, _gaussian(3, n, generator, dtype))
-        return FunctionOperator(product, n=n, dtype=dtype, name="chosen spectrum")
-    q, r = torch.linalg.qr(_gaussian(n, n, generator, torch.float64))
+        product = _reflected(eigenvalues, _gaussian(3, n, generator, dtype).to(device))
+        return FunctionOperator(product, n=n, dtype=dtype, device=device, name="chosen spectrum")
+    q, r = torch.linalg.qr(_gaussian(n, n, generator, torch.float64).to(device))
     q *= r.diagonal().sign()  # without it Q is not uniform
     matrix = (q * eigenvalues.double()) @ q.T
     return DenseOperator(((matrix + matrix.T) / 2).to(dtype))
@@ -116,11 +116,15 @@ def network_like(
         (20 * n // 1000, 0.0, 60.0),
         (10 * n // 1000, -10.0, 0.0),
     ]
-    drawn = [low + (high - low) * torch.rand(k, generator=generator) for k, low, high in counts]
+    drawn = [low + (high - low) * _uniform(k, generator) for k, low, high in counts]
     values = torch.zeros(n, dtype=dtype)
     values[: sum(k for k, _, _ in counts)] = torch.cat(drawn).to(dtype)
     values = values.sort().values
     return with_spectrum(values, generator=generator), values
+
+
+def _uniform(count: int, generator: torch.Generator) -> Tensor:
+    return torch.rand(count, generator=generator, dtype=torch.float32, device=generator.device)
 
 
 def _gaussian(rows: int, columns: int, generator: torch.Generator, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,116 @@
+import pytest
+import scipy.sparse
+import torch
+
+from ritz.operators import (
+    DeflatedOperator,
+    DenseOperator,
+    DiagonalOperator,
+    FunctionOperator,
+    KernelOperator,
+    KroneckerOperator,
+    LowRankOperator,
+    RestrictedOperator,
+    ShiftedOperator,
+    SparseOperator,
+    exact_diagonal,
+    exact_trace,
+    gershgorin,
+)
+
+ENTRIES = torch.tensor([3.0, -1.0, 0.5, 2.0], dtype=torch.float64)
+
+
+def symmetric(n, seed=0):
+    noise = torch.randn(n, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return noise + noise.T
+
+
+def sparse(n):
+    matrix = symmetric(n) * (symmetric(n, 1) > 1)
+    return SparseOperator(scipy.sparse.csr_array(matrix.numpy()))
+
+
+def known():
+    matrix = DenseOperator(symmetric(4))
+    factors = symmetric(4)[:, :2]
+    return [
+        matrix,
+        sparse(20),
+        DiagonalOperator(ENTRIES),
+        LowRankOperator(factors, scales=torch.tensor([1.0, -3.0]).double(), entries=ENTRIES),
+        KernelOperator(symmetric(5)[:, :2], outputscale=2.0, noise=0.5),
+        KroneckerOperator(matrix, sparse(6)),
+        2.5 * matrix,
+        ShiftedOperator(matrix, -1.5),
+        RestrictedOperator(matrix, torch.tensor([3, 1])),
+        matrix + DiagonalOperator(ENTRIES) - LowRankOperator(factors),
+    ]
+
+
+@pytest.mark.parametrize("op", known(), ids=repr)
+def test_what_the_structure_knows_is_the_diagonal_of_the_matrix(op):
+    dense = op.dense()
+    torch.testing.assert_close(exact_diagonal(op), dense.diagonal())
+    assert exact_trace(op) == pytest.approx(float(dense.trace()), abs=1e-12)
+
+
+def unknown():
+    function = FunctionOperator(lambda block: block, n=4, dtype=torch.float64)
+    direction = torch.eye(4, dtype=torch.float64)[:, 0]
+    return [
+        function,
+        2.0 * function,
+        ShiftedOperator(function, 1.0),
+        DiagonalOperator(ENTRIES) + function,
+        KroneckerOperator(DiagonalOperator(ENTRIES), function),
+        RestrictedOperator(function, torch.tensor([0])),
+        DeflatedOperator(DiagonalOperator(ENTRIES), direction),
+    ]
+
+
+@pytest.mark.parametrize("op", unknown(), ids=repr)
+def test_what_is_not_written_down_is_not_guessed(op):
+    assert exact_diagonal(op) is None
+    assert exact_trace(op) is None
+    assert gershgorin(op) is None
+
+
+def test_the_diagonal_is_the_callers_own_copy():
+    op = DiagonalOperator(ENTRIES.clone())
+    exact_diagonal(op).zero_()
+    assert torch.equal(op.entries, ENTRIES)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_gershgorin_holds_the_spectrum_and_is_that_of_dense(seed):
+    matrix = symmetric(12, seed)
+    low, high = gershgorin(DenseOperator(matrix))
+    radius = matrix.abs().sum(1) - matrix.diagonal().abs()
+    assert low == pytest.approx(float((matrix.diagonal() - radius).min()))
+    assert high == pytest.approx(float((matrix.diagonal() + radius).max()))
+    eigenvalues = torch.linalg.eigvalsh(matrix)
+    assert low <= eigenvalues[0]
+    assert high >= eigenvalues[-1]
+    sparse_ends = gershgorin(SparseOperator(matrix.to_sparse_csr()))
+    assert sparse_ends == pytest.approx((low, high))
+
+
+def test_gershgorin_of_a_diagonal_matrix_is_exact():
+    assert gershgorin(DiagonalOperator(ENTRIES)) == (-1.0, 3.0)
+    assert gershgorin(DenseOperator(torch.diag(ENTRIES))) == (-1.0, 3.0)
+
+
+def test_gershgorin_keeps_a_radius_far_below_the_diagonal():
+    matrix = torch.tensor([[1e8, 3.0], [3.0, 1e8]])  # in float32 the sum of a row is 1e8
+    for op in (DenseOperator(matrix), SparseOperator(matrix.to_sparse_csr())):
+        assert gershgorin(op) == (1e8 - 3, 1e8 + 3)
+
+
+def test_a_new_operator_can_say_what_it_knows():
+    class Ones(DiagonalOperator.__base__):
+        def _matmat(self, block):
+            return block.clone()
+
+    exact_diagonal.register(Ones)(lambda op: torch.ones(op.shape[0], dtype=op.dtype))
+    assert exact_trace(Ones(7, dtype=torch.float64, device="cpu")) == 7.0

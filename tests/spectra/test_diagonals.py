@@ -1,0 +1,112 @@
+import pytest
+import torch
+
+from ritz import diagonal
+from ritz.operators import DiagonalOperator, FunctionOperator
+from ritz.testing import assert_within_stderr, wigner
+
+PRECISIONS = [torch.float32, torch.float64]
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def hidden(matrix):
+    return FunctionOperator(lambda block: matrix @ block, n=len(matrix), dtype=matrix.dtype)
+
+
+@pytest.fixture
+def matrix():
+    return wigner(40).matrix
+
+
+@pytest.mark.parametrize("probe", ["rademacher", "gaussian"])
+@pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
+def test_every_entry_is_within_four_standard_errors_of_dense(matrix, dtype, probe):
+    found = diagonal(hidden(matrix.to(dtype)), num_probes=200, probe=probe)
+    assert found.mean.dtype == found.stderr.dtype == dtype
+    assert_within_stderr(found, matrix.diagonal())
+    assert found.samples is None
+    assert found.num_products == 200
+
+
+def test_auto_asks_the_structure_and_spends_nothing():
+    found = diagonal(DiagonalOperator(torch.tensor([1.0, -2.0])))
+    assert found.mean.tolist() == [1.0, -2.0]
+    assert (found.num_products, found.method) == (0, "exact, by structure")
+
+
+def test_a_diagonal_matrix_needs_one_rademacher_probe_only():
+    entries = torch.linspace(-1, 1, 9, dtype=torch.float64)
+    found = diagonal(hidden(torch.diag(entries)), num_probes=2)
+    torch.testing.assert_close(found.mean, entries)
+    assert found.stderr.max() < 1e-15
+
+
+def test_the_variance_is_that_of_the_other_entries_of_the_row(matrix):
+    found = diagonal(hidden(matrix), num_probes=4000, block_size=500)
+    expected = (matrix.square().sum(1) - matrix.diagonal().square()) / 4000
+    torch.testing.assert_close(found.stderr.square(), expected, rtol=0.25, atol=0)
+
+
+def test_the_standard_errors_are_honest(matrix):
+    scores = []
+    for seed in range(200):
+        found = diagonal(hidden(matrix), num_probes=16, block_size=16, generator=seeded(seed))
+        scores.append((found.mean - matrix.diagonal()) / found.stderr)
+    assert 0.8 < float(torch.cat(scores).std()) < 1.25
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
+def test_the_block_size_does_not_matter(matrix, dtype):
+    runs = [diagonal(hidden(matrix.to(dtype)), num_probes=21, block_size=k) for k in (1, 4, 21, 99)]
+    for run in runs[1:]:
+        torch.testing.assert_close(run.mean, runs[0].mean)
+        torch.testing.assert_close(run.stderr, runs[0].stderr)
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_the_scale_does_not_matter(matrix, dtype, scale):
+    whole = diagonal(hidden(matrix.to(dtype)), num_probes=20)
+    found = diagonal(hidden((matrix * scale).to(dtype)), num_probes=20)
+    torch.testing.assert_close(found.mean / scale, whole.mean, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.stderr / scale, whole.stderr, rtol=1e-4, atol=1e-5)
+
+
+def test_the_accuracy_asked_for_is_reached_or_said_not_to_be(matrix):
+    op = hidden(matrix + 3 * torch.eye(40, dtype=torch.float64))
+    found = diagonal(op, num_probes=4, rtol=0.05)
+    assert found.status.outcome == "converged"
+    assert found.stderr.norm() <= 0.05 * found.mean.norm()
+    assert 4 < found.num_products < 1000
+    short = diagonal(op, num_probes=4, rtol=1e-4, max_probes=10)
+    assert (short.status.outcome, short.num_products) == ("max_steps", 10)
+    with pytest.raises(RuntimeError, match="times as many probes"):
+        short.raise_if_failed()
+
+
+def test_a_product_that_is_not_finite_names_its_probe():
+    def broken(block):
+        product = block.clone()
+        product[0, 2] = float("nan")
+        return product
+
+    with pytest.raises(ValueError, match="finite products; that with probe 3 holds NaN or Inf"):
+        diagonal(FunctionOperator(broken, n=10))
+
+
+@pytest.mark.parametrize(
+    ("bad", "match"),
+    [
+        ({"method": "exact"}, "needs a structure that knows its diagonal"),
+        ({"method": "guess"}, "method must be one of"),
+        ({"num_probes": 1}, "num_probes must be at least 2"),
+        ({"block_size": 0}, "block_size must be at least 1"),
+        ({"rtol": 2.0}, "rtol must be between"),
+    ],
+)
+def test_misuse_names_the_argument(matrix, bad, match):
+    with pytest.raises(ValueError, match=match):
+        diagonal(hidden(matrix), **bad)
