@@ -1,0 +1,68 @@
+"""Spectra of matrices too large to write down, from products alone, with error bars."""
+
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from ritz import operators, spectra
+from ritz._core.results import Estimate, NotConvergedError, Status
+from ritz._core.storage import load, save
+from ritz.operators import LinearOperator, as_operator
+from ritz.spectra import (
+    Density,
+    Spectrum,
+    bounds,
+    density,
+    diagonal,
+    frobenius_norm,
+    lanczos,
+    moments,
+    solve,
+    spectral_norm,
+    trace,
+    trace_function,
+)
+from ritz.version import __version__
+
+if TYPE_CHECKING:
+    from ritz import plots, studies, testing
+
+_ON_FIRST_USE = ("plots", "studies", "testing")
+
+__all__ = [
+    "Density",
+    "Estimate",
+    "LinearOperator",
+    "NotConvergedError",
+    "Spectrum",
+    "Status",
+    "__version__",
+    "as_operator",
+    "bounds",
+    "density",
+    "diagonal",
+    "frobenius_norm",
+    "lanczos",
+    "load",
+    "moments",
+    "operators",
+    "plots",
+    "save",
+    "solve",
+    "spectra",
+    "spectral_norm",
+    "studies",
+    "testing",
+    "trace",
+    "trace_function",
+]
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in _ON_FIRST_USE:
+        return importlib.import_module(f"ritz.{name}")
+    raise AttributeError(f"module 'ritz' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

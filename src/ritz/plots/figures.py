@@ -1,0 +1,159 @@
+"""Pictures of spectra and densities, drawn on the axes they are given."""
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from ritz._core.checks import check_count
+from ritz.plots.series import Stems, density_curve, spectrum_stems
+from ritz.spectra import Density, Spectrum
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, told apart by every kind of colour vision.
+BLUE, ORANGE, VERMILION, GREY = "#0072B2", "#E69F00", "#D55E00", "#999999"
+STYLE = {"axes.spines.top": False, "axes.spines.right": False}
+LEGEND: dict[str, Any] = {"frameon": False, "fontsize": "small"}
+
+
+def panels(
+    rows: int = 1, columns: int = 1, *, width: float = 6.0, height: float = 3.4
+) -> tuple["Figure", list["Axes"]]:
+    """Return a figure and its axes, row by row, each ``width`` by ``height`` inches.
+
+    The figure belongs to pyplot only where the caller has imported pyplot, so that its ``show``
+    and notebooks find it; elsewhere no display is ever asked for.
+    """
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('drawing needs matplotlib: pip install "ritz[plots]"') from error
+    shape = {"figsize": (width * columns, height * rows), "layout": "constrained"}
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    with mpl.rc_context(STYLE):  # type: ignore[arg-type]
+        figure = pyplot.figure(**shape) if pyplot else Figure(**shape)  # type: ignore[arg-type]
+        axes = figure.subplots(rows, columns, squeeze=False)
+    return figure, list(axes.flat)
+
+
+def share_legend(figure: "Figure") -> None:
+    """Put one legend above all panels in place of one in each."""
+    entries: dict[str, Any] = {}
+    for ax in figure.axes:
+        handles, labels = ax.get_legend_handles_labels()
+        entries |= dict(zip(labels, handles, strict=True))
+        ax.legend().remove()
+    style = LEGEND | {"loc": "outside upper center", "ncols": len(entries)}
+    figure.legend([entries[label] for label in sorted(entries)], sorted(entries), **style)
+
+
+def spectrum(spectrum: Spectrum, *, ax: "Axes | None" = None, rtol: float = 1e-3) -> "Axes":
+    """Draw Ritz values as stems of their weights, on a logarithmic scale, and return the axes.
+
+    Negative values have a colour of their own; a full marker is an eigenvalue, an empty one
+    stands for a whole stretch of the spectrum.
+
+    Args:
+        spectrum: A run without restarts, so that it has weights.
+        ax: Where to draw; a new figure if not given.
+        rtol: Largest residual, relative to the largest absolute value, of a full marker.
+    """
+    ax = ax or panels()[1][0]
+    stems = spectrum_stems(spectrum, rtol=rtol)
+    floor = max(0.5 * float(stems.weights.min()), 1e-18)
+    _draw_stems(ax, stems, floor)
+    ax.set_yscale("log")
+    ax.set(xlabel=r"Ritz value $\theta$", ylabel=r"weight $\tau$", ylim=(floor, 2.0))
+    ax.legend(loc="upper right", **LEGEND)
+    return ax
+
+
+def density(
+    density: Density,
+    *,
+    ax: "Axes | None" = None,
+    cumulative: bool = False,
+    sigmas: float = 2.0,
+    log: bool = False,
+    label: str | None = None,
+) -> "Axes":
+    """Draw a density, or its cumulative form, with its error band, and return the axes.
+
+    Args:
+        density: A discrete one can be drawn cumulatively; ``.smoothed()`` it otherwise.
+        ax: Where to draw; a new figure if not given.
+        cumulative: The distribution function in place of the density.
+        sigmas: Half width of the band in standard errors.
+        log: Logarithmic vertical axis.
+        label: In the legend; says what the band is if not given.
+    """
+    ax = ax or panels()[1][0]
+    curve = density_curve(density, cumulative=cumulative, sigmas=sigmas)
+    ax.fill_between(curve.x, curve.low, curve.high, color=BLUE, alpha=0.25, linewidth=0)
+    ax.plot(curve.x, curve.y, color=BLUE, linewidth=1.2, label=label or f"mean ± {sigmas:g} stderr")
+    ax.set_ylim(bottom=0)
+    if log:
+        ax.set_yscale("log")
+        ax.set_ylim(bottom=max(float(curve.y.max()) * 1e-5, float(curve.y.min()) or 1e-18))
+    ax.set(xlabel=r"eigenvalue $\lambda$", ylabel="mass below" if cumulative else "density")
+    ax.legend(loc="best", **LEGEND)
+    return ax
+
+
+def against_exact(
+    spectrum: Spectrum,
+    exact: Tensor,
+    *,
+    diagonal: Tensor | None = None,
+    ax: "Axes | None" = None,
+    num_bins: int = 60,
+) -> "Axes":
+    r"""Draw a spectrum over the histogram of the exact eigenvalues, and return the axes.
+
+    Bars and stems are both shares of the whole that sum to 1, on a logarithmic scale.
+
+    Args:
+        spectrum: A run without restarts, so that it has weights.
+        exact: All eigenvalues, ``(n,)``.
+        diagonal: The diagonal of the matrix, ``(n,)``, as the approximation it often is.
+        ax: Where to draw; a new figure if not given.
+        num_bins: Bins of the histograms over the range of the eigenvalues.
+    """
+    check_count("num_bins", num_bins)
+    ax = ax or panels()[1][0]
+    stems = spectrum_stems(spectrum)
+    # Below a thousandth of an eigenvalue a stem is noise of the start vector.
+    floor = min(0.3, max(1e-3, 0.5 * float(stems.weights.min()) * len(exact))) / len(exact)
+    edges = np.histogram_bin_edges(exact.cpu().numpy(), bins=num_bins)
+    if diagonal is not None:
+        _draw_bars(ax, diagonal, edges, color=ORANGE, alpha=0.7, label="diagonal")
+    _draw_bars(ax, exact, edges, color=GREY, alpha=0.6, label="exact")
+    _draw_stems(ax, stems, floor)
+    ax.set_yscale("log")
+    ax.set(xlabel=r"eigenvalue $\lambda$", ylabel="share", ylim=(floor, 3.0))
+    ax.legend(loc="upper right", **LEGEND)
+    return ax
+
+
+def _draw_bars(ax: "Axes", values: Tensor, edges: Any, **style: Any) -> None:
+    values_array = values.cpu().numpy()
+    ax.hist(values_array, bins=edges, weights=np.full(len(values), 1 / len(values)), **style)
+
+
+# Full markers converged, empty ones not; only kinds that occur reach the legend.
+def _draw_stems(ax: "Axes", stems: Stems, floor: float) -> None:
+    for negative, colour in ((False, BLUE), (True, VERMILION)):
+        for converged in (True, False):
+            keep = (stems.negative == negative) & (stems.converged == converged)
+            if not keep.any():
+                continue
+            x, y = stems.values[keep], stems.weights[keep]
+            label = f"Ritz value {'<' if negative else '≥'} 0{'' if converged else ', unconverged'}"
+            face = colour if converged else "white"
+            ax.vlines(x, floor, y, color=colour, linewidth=0.9)
+            ax.plot(x, y, "o", markersize=4.5, color=colour, markerfacecolor=face, label=label)

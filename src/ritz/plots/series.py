@@ -1,0 +1,90 @@
+"""Results as the arrays a picture needs; nothing new is computed here."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ritz._core.checks import check_count, check_range
+from ritz.spectra import Density, Spectrum
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stems:
+    """Stems of a spectrum, all arrays ``(m,)`` and ascending in ``values``.
+
+    Attributes:
+        values: Where they stand.
+        weights: How high they are; the weights of a spectrum sum to 1.
+        converged: Which of them are eigenvalues, by their residuals.
+        negative: Which are below zero; one that has converged and is within its residual of
+            zero is not.
+    """
+
+    values: Array
+    weights: Array
+    converged: NDArray[np.bool_]
+    negative: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """A curve ``y(x)`` between ``low`` and ``high``, all arrays ``(num_points,)``."""
+
+    x: Array
+    y: Array
+    low: Array
+    high: Array
+
+
+def spectrum_stems(spectrum: Spectrum, *, rtol: float = 1e-3) -> Stems:
+    """Return the stems of a spectrum.
+
+    Args:
+        spectrum: With weights: a run that restarted has none.
+        rtol: A value has converged when its residual is at most this share of the largest
+            absolute value.
+    """
+    check_range("rtol", rtol, low=0)
+    if spectrum.weights is None:
+        raise ValueError("spectrum must have weights, which a run with restarts does not keep")
+    values, residuals = spectrum.values, spectrum.residuals
+    converged = residuals <= rtol * values.abs().max()
+    return Stems(
+        values=_array(values),
+        weights=_array(spectrum.weights),
+        converged=converged.cpu().numpy(),
+        negative=((values < 0) & ~(converged & (values.abs() <= residuals))).cpu().numpy(),
+    )
+
+
+def density_curve(
+    density: Density, *, cumulative: bool = False, sigmas: float = 2.0, num_points: int = 2000
+) -> Curve:
+    """Return the curve of a density over its support, with its error band if it has one.
+
+    Args:
+        density: A discrete one has a cumulative curve only.
+        cumulative: The distribution function in place of the density.
+        sigmas: Half width of the band in standard errors.
+        num_points: Evenly spaced; more where the density states a width that needs them.
+    """
+    check_count("num_points", num_points, low=2)
+    low, high = density.support
+    width = getattr(density, "width", None)
+    if width:
+        num_points = min(max(num_points, int(4 * (high - low) / width)), 100_000)
+    x = torch.linspace(low, high, num_points, dtype=torch.float64)
+    kind = "cdf" if cumulative else "pdf"
+    y = getattr(density, kind)(x)
+    band = getattr(density, f"{kind}_band", None)
+    below, above = (y, y) if band is None else band(x, sigmas=sigmas)
+    return Curve(x=_array(x), y=_array(y), low=_array(below), high=_array(above))
+
+
+def _array(values: Any) -> Array:
+    return np.asarray(torch.as_tensor(values).detach().cpu(), dtype=np.float64)

@@ -1,0 +1,165 @@
+"""All that ritz says of a network-like matrix: Spectral Machine Learning, section 4.5.2."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ritz._core.checks import check_count, check_range
+from ritz._core.progress import Progress
+from ritz._core.results import Estimate, format_uncertain
+from ritz._core.storage import storable
+from ritz.operators.base import LinearOperator
+from ritz.spectra import (
+    Density,
+    Spectrum,
+    density,
+    frobenius_norm,
+    lanczos,
+    spectral_norm,
+    trace,
+    trace_function,
+)
+from ritz.studies.protocol import versions
+from ritz.testing import network_like
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+LISTED = 6  # largest values shown
+ZERO = 0.1  # what counts as zero, on a scale where the bulk ends at 15
+
+
+@storable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """How the matrix is drawn and looked at.
+
+    Attributes:
+        size: Its order; half of its eigenvalues are zero.
+        num_steps: Lanczos steps from one probe, for the spectrum.
+        num_probes: Probes for the density, the trace and the norm.
+        width: Width of the smoothed density.
+        seed: Of the matrix and of every probe.
+    """
+
+    size: int = 1000
+    num_steps: int = 80
+    num_probes: int = 16
+    width: float = 0.5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_count("size", self.size, low=100)
+        check_count("num_steps", self.num_steps, low=LISTED, high=self.size)
+        check_count("num_probes", self.num_probes, low=2)
+        check_range("width", self.width, low=1e-3)
+
+
+@storable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantity:
+    """A number that is known exactly, and its estimate."""
+
+    name: str
+    exact: float
+    estimate: Estimate
+
+
+@storable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What products alone say, beside the exact answers.
+
+    Attributes:
+        config: What was asked for.
+        versions: What computed it.
+        exact: All eigenvalues, ascending, ``(n,)``.
+        spectrum: Ritz values, weights and residuals from one probe.
+        density: Smoothed, with the error of its probes.
+        quantities: Trace, norms and the number of eigenvalues at zero.
+    """
+
+    config: Config
+    versions: dict[str, str]
+    exact: Tensor
+    spectrum: Spectrum
+    density: Density
+    quantities: tuple[Quantity, ...]
+
+    def __str__(self) -> str:
+        n, steps = self.config.size, len(self.spectrum.values)
+        lines = [f"A network-like matrix of order {n}, from {steps} products\n"]
+        lines.append(f"{'':12}{'exact':>14}{'Ritz value':>14}{'residual':>12}")
+        ends = [(f"largest {k + 1}", -1 - k) for k in range(LISTED)] + [("smallest", 0)]
+        for label, k in ends:
+            exact, value = float(self.exact[k]), float(self.spectrum.values[k])
+            residual = float(self.spectrum.residuals[k])
+            lines.append(f"{label:12}{exact:>14.6f}{value:>14.6f}{residual:>12.1e}")
+        lines.append(f"\n{'':18}{'exact':>12}  {'estimate':22}{'products':>8}")
+        for item in self.quantities:
+            estimate = format_uncertain(float(item.estimate), float(item.estimate.stderr))
+            products = item.estimate.num_products
+            lines.append(f"{item.name:18}{item.exact:>12.5g}  {estimate:22}{products:>8}")
+        return "\n".join(lines)
+
+
+def run(config: Config, *, progress: bool | Progress = False) -> Result:
+    """Return the spectrum, density, trace and norms of the matrix, beside the exact ones."""
+    generator = torch.Generator().manual_seed(config.seed)
+    op, exact = network_like(config.size, generator=generator, dtype=torch.float64)
+    spectrum = lanczos(op, num_steps=config.num_steps, generator=generator, progress=progress)
+    smooth = density(
+        op,
+        num_probes=config.num_probes,
+        num_steps=config.num_steps,
+        width=config.width,
+        generator=generator,
+        progress=progress,
+    )
+    return Result(
+        config=config,
+        versions=versions(),
+        exact=exact,
+        spectrum=spectrum,
+        density=smooth,
+        quantities=_quantities(op, exact, config, generator),
+    )
+
+
+def figure(result: Result) -> "Figure":
+    """Draw the stems of one probe, and the density of several over the exact histogram."""
+    from ritz import plots
+    from ritz.plots.figures import GREY
+
+    drawing, (top, bottom) = plots.panels(2, 1, width=8.0, height=3.0)
+    plots.against_exact(result.spectrum, result.exact, ax=top)
+    top.set_title(f"One probe, {len(result.spectrum.values)} products", loc="left")
+    exact = result.exact.numpy()
+    bottom.hist(exact, bins=140, density=True, color=GREY, alpha=0.6, label="exact")
+    plots.density(result.density, ax=bottom, log=True)
+    title = f"{result.config.num_probes} probes, smoothed to a width of {result.config.width:g}"
+    bottom.set_title(title, loc="left")
+    bottom.sharex(top)
+    return drawing
+
+
+def _quantities(
+    op: LinearOperator, exact: Tensor, config: Config, generator: torch.Generator
+) -> tuple[Quantity, ...]:
+    drawn: dict[str, Any] = {"num_probes": config.num_probes, "generator": generator}
+    at_zero = trace_function(
+        op, lambda x: (x.abs() < ZERO).double(), num_steps=config.num_steps, **drawn
+    )
+    found = {
+        # The trace is on the diagonal of this matrix: sampled all the same, as if it were not.
+        "trace": (exact.sum(), trace(op, method="xtrace", **drawn)),
+        "Frobenius norm": (exact.norm(), frobenius_norm(op, **drawn)),
+        "spectral norm": (exact.abs().max(), spectral_norm(op, generator=generator)),
+        f"count |λ| < {ZERO:g}": ((exact.abs() < ZERO).sum(), at_zero),
+    }
+    return tuple(
+        Quantity(name=name, exact=float(known), estimate=estimate)
+        for name, (known, estimate) in found.items()
+    )

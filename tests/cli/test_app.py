@@ -1,0 +1,154 @@
+import json
+import subprocess
+import sys
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import ritz
+from ritz.__main__ import main
+from ritz.cli import _app, study
+
+SETTINGS = ("size=60", "network_size=100", "num_steps=8", "network_steps=4")
+SMALL = [f"--set={setting}" for setting in SETTINGS]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def ritz_command(*arguments):
+    command = [sys.executable, "-m", "ritz", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_module_runs_and_says_its_version():
+    done = ritz_command("--version")
+    assert (done.returncode, done.stdout) == (0, f"ritz {ritz.__version__}\n")
+
+
+def test_the_entry_point_exits_with_the_code(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["ritz", "--version"])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"ritz {ritz.__version__}\n"
+
+
+def test_without_typer_it_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "ritz.cli._app")
+    monkeypatch.setitem(sys.modules, "typer", None)
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == 'the command line needs typer: pip install "ritz[cli]"\n'
+
+
+def test_a_mistake_in_a_real_process_is_one_line_and_code_two():
+    done = ritz_command("study", "run", "synthetic_spektra")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == (
+        "ritz: no study is named 'synthetic_spektra'; did you mean synthetic_spectra?\n"
+    )
+
+
+def test_every_module_is_a_command():
+    found = CliRunner().invoke(_app.build(), ["--help"])
+    assert found.exit_code == 0
+    assert "demo" in found.output
+    assert "study" in found.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["paint"], "No such command 'paint'"),
+        (["demo", "--colour"], "No such option"),
+        (["demo", "--seed", "x"], "Invalid value for '--seed'"),
+        (["study", "run"], "Missing argument 'NAME'"),
+        (
+            ["study", "run", "synthetic_spectra", "--set", "size"],
+            "--set takes KEY=VALUE, got 'size'",
+        ),
+        (["study", "run", "synthetic_spectra", "--set", "sise=3"], "did you mean size?"),
+        (["study", "run", "synthetic_spectra", "--set", "size=x"], "size must be of type int"),
+        (["study", "run", "synthetic_spectra", "--set", "size=2"], "size must be at least 4"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_two(capsys, arguments, line):
+    assert _app.run(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("ritz: ")
+    assert err.count("\n") == 1
+    assert line in err
+
+
+def test_debug_shows_the_error_itself_wherever_it_stands():
+    for arguments in (["--debug", "study", "run", "x"], ["study", "run", "x", "--debug"]):
+        with pytest.raises(KeyError, match="no study is named 'x'"):
+            _app.run(arguments)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (RuntimeError("it\nbroke"), 1, "ritz: RuntimeError: it broke\n"),
+        (ritz.NotConvergedError("not yet"), 1, "ritz: NotConvergedError: not yet\n"),
+        (FileNotFoundError("no such file: x"), 2, "ritz: no such file: x\n"),
+        (typer.Abort(), 1, "ritz: interrupted\n"),
+    ],
+)
+def test_a_failure_of_the_work_is_code_one(monkeypatch, capsys, error, code, line):
+    def fail(name):
+        raise error
+
+    monkeypatch.setattr(study, "find", fail)
+    assert _app.run(["study", "run", "x"]) == code
+    assert capsys.readouterr().err.lstrip() == line
+
+
+def test_studies_are_listed(capsys):
+    assert _app.run(["study", "list"]) == 0
+    assert "synthetic_spectra" in capsys.readouterr().out
+    assert _app.run(["study", "list", "--json"]) == 0
+    assert "synthetic_spectra" in json.loads(capsys.readouterr().out)
+
+
+def test_a_study_is_run_for_people(here, capsys):
+    assert _app.run(["study", "run", "synthetic-spectra", *SMALL, "--out", "deep/down"]) == 0
+    out, err = capsys.readouterr()
+    assert "Marchenko-Pastur" in out
+    assert "deep/down/figure.png" in out
+    assert "4/4" in err
+    assert ritz.load(here / "deep/down/result.safetensors").config.size == 60
+
+
+def test_a_study_is_run_for_machines(here, capsys):
+    assert _app.run(["study", "run", "synthetic_spectra", *SMALL, "--seed", "5", "--json"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert err == ""
+    assert found["result"]["config"]["seed"] == 5
+    assert len(found["result"]["cases"][0]["spectrum"]["values"]) == 8
+    assert all((here / file).exists() for file in found["files"])
+
+
+def test_without_matplotlib_the_numbers_are_written_all_the_same(here, monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert _app.run(["study", "run", "synthetic_spectra", *SMALL]) == 0
+    assert [path.name for path in (here / "out").rglob("*.*")] == ["result.safetensors"]
+
+
+def test_the_demo_shows_a_table_and_names_its_files(here, capsys):
+    assert _app.run(["demo", "--seed", "3"]) == 0
+    out, err = capsys.readouterr()
+    assert "largest 1" in out
+    assert "trace" in out
+    assert "out/demo/figure.png" in out
+    assert "Lanczos" in err
+    assert (here / "out/demo/figure.png").exists()

@@ -1,0 +1,89 @@
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from ritz import lanczos
+from ritz.plots.series import density_curve, spectrum_stems
+
+
+@pytest.fixture
+def spectrum():
+    return lanczos(torch.diag(torch.linspace(-1, 9, 40).double()), num_steps=12)
+
+
+def normal(width=None):
+    return SimpleNamespace(
+        support=(-3.0, 5.0),
+        width=width,
+        pdf=lambda x: torch.exp(-(x**2)),
+        cdf=lambda x: torch.sigmoid(x),
+        pdf_band=lambda x, *, sigmas: (x - sigmas, x + sigmas),
+        cdf_band=lambda x, *, sigmas: (0 * x, 0 * x + 1),
+    )
+
+
+def test_stems_are_the_spectrum_itself(spectrum):
+    stems = spectrum_stems(spectrum)
+    np.testing.assert_array_equal(stems.values, spectrum.values.numpy())
+    np.testing.assert_array_equal(stems.weights, spectrum.weights.numpy())
+
+
+@pytest.mark.parametrize("rtol", [0.0, 1e-3, 0.1, 10.0])
+def test_converged_stems_have_small_residuals(spectrum, rtol):
+    limit = rtol * float(spectrum.values.abs().max())
+    expected = [float(residual) <= limit for residual in spectrum.residuals]
+    assert spectrum_stems(spectrum, rtol=rtol).converged.tolist() == expected
+
+
+def test_zero_to_roundoff_is_not_negative(rng):
+    basis = torch.linalg.qr(torch.randn(60, 60, generator=rng)).Q
+    values = torch.cat([torch.tensor([-2.0]), torch.zeros(40), torch.linspace(1, 2, 19)])
+    matrix = (basis * values) @ basis.T
+    stems = spectrum_stems(lanczos((matrix + matrix.T) / 2, num_steps=15))
+    assert abs(stems.values[1]) < 1e-5
+    assert stems.negative.tolist() == [True] + 14 * [False]
+
+
+def test_a_run_with_restarts_has_no_stems():
+    op = torch.diag(torch.arange(300.0).double())
+    pairs = lanczos(op, largest=2, max_vectors=8)
+    assert pairs.weights is None
+    with pytest.raises(ValueError, match="restarts does not keep"):
+        spectrum_stems(pairs)
+
+
+def test_a_curve_is_the_density_over_its_support():
+    curve = density_curve(normal(), sigmas=3.0, num_points=5)
+    np.testing.assert_allclose(curve.x, [-3, -1, 1, 3, 5])
+    np.testing.assert_allclose(curve.y, np.exp(-(curve.x**2)))
+    np.testing.assert_allclose(curve.high - curve.low, 6.0)
+
+
+def test_a_cumulative_curve_is_the_distribution_function():
+    curve = density_curve(normal(), cumulative=True, num_points=3)
+    np.testing.assert_allclose(curve.y, 1 / (1 + np.exp(-curve.x)))
+    assert (curve.low == 0).all()
+    assert (curve.high == 1).all()
+
+
+def test_a_density_without_a_band_is_a_line():
+    bare = normal()
+    del bare.pdf_band
+    curve = density_curve(bare, num_points=4)
+    np.testing.assert_array_equal(curve.low, curve.y)
+    np.testing.assert_array_equal(curve.high, curve.y)
+
+
+def test_a_narrow_density_gets_points_enough():
+    curve = density_curve(normal(width=0.001))
+    assert curve.x[1] - curve.x[0] <= 0.001 / 4 * 1.001
+    assert len(density_curve(normal(width=1e-9)).x) == 100_000
+
+
+def test_arguments_are_checked(spectrum):
+    with pytest.raises(ValueError, match="rtol must be at least 0"):
+        spectrum_stems(spectrum, rtol=-1.0)
+    with pytest.raises(ValueError, match="num_points must be at least 2"):
+        density_curve(normal(), num_points=1)

@@ -1,0 +1,96 @@
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+import torch
+
+import ritz
+from ritz import studies
+from ritz._core.registry import UnknownNameError
+from ritz.studies.protocol import versions
+
+
+@dataclass(frozen=True)
+class Config:
+    size: int = 10
+    rate: float = 0.5
+    fast: bool = False
+    name: str = "x"
+    kind: Literal["wigner", "wishart"] = "wigner"
+    steps: tuple[int, ...] = (1,)
+    limit: int | None = 3
+    seed: int = 0
+
+
+@pytest.mark.parametrize("name", studies.available())
+def test_every_module_is_a_study(name):
+    study = studies.find(name)
+    assert study.__doc__
+    fields = {field.name for field in dataclasses.fields(study.Config)}
+    assert "seed" in fields
+    assert study.Config.__dataclass_params__.frozen
+    result = {field.name for field in dataclasses.fields(study.Result)}
+    assert {"config", "versions"} <= result
+
+
+def test_both_spellings_find_a_study():
+    assert studies.find("synthetic-spectra") is studies.find("synthetic_spectra")
+
+
+def test_a_wrong_name_suggests_the_right_one():
+    with pytest.raises(UnknownNameError, match="did you mean synthetic_spectra"):
+        studies.find("sintetic_spectra")
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("size", "2_000", 2000),
+        ("rate", "1e-3", 1e-3),
+        ("fast", "True", True),
+        ("fast", "false", False),
+        ("name", "a b", "a b"),
+        ("kind", "wishart", "wishart"),
+        ("steps", "5,15,30", (5, 15, 30)),
+        ("limit", "none", None),
+        ("limit", "7", 7),
+    ],
+)
+def test_text_is_read_by_the_type_of_the_field(key, text, value):
+    assert studies.configure(Config, {key: text}) == dataclasses.replace(Config(), **{key: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "match"),
+    [
+        ("size", "many", "size must be of type int, got 'many'"),
+        ("rate", "", "rate must be of type float"),
+        ("fast", "perhaps", "fast must be one of false, true; got 'perhaps'"),
+        ("kind", "wigher", "kind must be one of wigner, wishart"),
+        ("steps", "5,x", "steps must be of type int, got 'x'"),
+        ("limit", "nothing", "limit must be of type int"),
+    ],
+)
+def test_text_that_does_not_fit_is_named(key, text, match):
+    with pytest.raises(ValueError, match=match):
+        studies.configure(Config, {key: text})
+
+
+def test_an_unknown_key_raises():
+    with pytest.raises(UnknownNameError, match=r"no field .* 'sise'; did you mean size"):
+        studies.configure(Config, {"sise": "3"})
+
+
+def test_versions_name_what_numbers_depend_on():
+    assert versions()["torch"] == torch.__version__
+    assert versions()["ritz"] == ritz.__version__
+
+
+def test_a_description_fits_json():
+    estimate = ritz.trace(torch.eye(3), method="hutchinson", num_probes=4)
+    found = json.loads(json.dumps(studies.describe({"t": (estimate, torch.zeros(999))})))
+    assert found["t"][0]["mean"] == 3.0
+    assert found["t"][0]["status"]["outcome"] == "completed"
+    assert found["t"][1] == {"shape": [999]}

@@ -1,0 +1,43 @@
+"""What a user of the library sees first: its names, and what importing it costs."""
+
+import subprocess
+import sys
+
+import pytest
+
+import ritz
+
+EXTRAS = ["matplotlib", "typer", "rich", "networkx", "sklearn", "plotly", "pandas"]
+
+
+def test_at_most_forty_names():
+    public = [name for name in dir(ritz) if not name.startswith("_")]
+    assert len(public) <= 40
+    assert set(public) | {"__version__"} == set(ritz.__all__)
+
+
+@pytest.mark.parametrize("name", ritz.__all__)
+def test_every_name_is_there_and_described(name):
+    thing = getattr(ritz, name)
+    assert name == "__version__" or thing.__doc__
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'ritz' has no attribute 'eigs'"):
+        _ = ritz.eigs
+
+
+def test_importing_costs_no_extra():
+    code = (
+        "import sys, ritz, ritz.operators, ritz.spectra, ritz.testing\n"
+        f"print([name for name in {EXTRAS} if name in sys.modules])\n"
+        "print('ritz.plots' in sys.modules, 'ritz.studies' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\nFalse False\n"
+
+
+def test_sub_packages_come_on_first_use():
+    code = "import ritz; print(ritz.plots.__name__, ritz.studies.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "ritz.plots ritz.studies\n"
