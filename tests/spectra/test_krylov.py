@@ -6,6 +6,8 @@ import torch
 import ritz
 from ritz.operators import DenseOperator, DiagonalOperator, FunctionOperator, ShiftedOperator
 from ritz.spectra import lanczos, lanczos_block
+from ritz.spectra.basis import Basis
+from ritz.spectra.recurrence import Recurrence, advance
 from ritz.testing import wigner, with_spectrum
 
 DTYPES = [torch.float32, torch.float64]
@@ -281,3 +283,45 @@ def test_a_block_run_spends_one_block_product_a_step(rng):
     assert widths == [5, 5]
     with pytest.raises(ValueError, match=r"start must be \(30, k\)"):
         lanczos_block(op, num_steps=2, start=torch.ones(30))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_million_rows_in_single_precision_are_still_symmetric(mode):
+    entries = torch.linspace(0, 1, 1_000_000)
+    entries[-5:] = torch.tensor([3.0, 4.0, 5.0, 6.0, 8.0])
+    found = lanczos(DiagonalOperator(entries), num_steps=25, reorthogonalize=mode)
+    distance = (found.values[:, None] - entries[-5:].double()).abs().min(0).values
+    assert float(distance.max()) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_basis_is_orthogonal_to_the_precision_promised(rng, dtype):
+    eps = torch.finfo(dtype).eps
+    op, _ = outliers(dtype, rng)
+    for mode, allowed in (("full", 20 * eps), ("partial", 10 * eps**0.5)):
+        run = Recurrence(torch.randn(1000, generator=rng, dtype=dtype), capacity=200, mode=mode)
+        advance(op, [run], 200)
+        rows = run.basis.rows[: run.size].double()
+        assert float((rows @ rows.T - torch.eye(run.size)).abs().max()) < allowed
+
+
+def test_partial_reorthogonalisation_reads_far_less_of_the_basis(rng, monkeypatch):
+    reads = []
+    project = Basis.project
+
+    def counted(self, vector, *, first=0, last=None):
+        reads.append((self.size if last is None else last) - first)
+        return project(self, vector, first=first, last=last)
+
+    monkeypatch.setattr(Basis, "project", counted)
+    cost = {}
+    for dtype in DTYPES:
+        op, _ = outliers(dtype, rng)
+        for mode in ("full", "partial"):
+            reads.clear()
+            lanczos(op, num_steps=300, reorthogonalize=mode)
+            cost[mode, dtype] = sum(reads)
+    # Subtracting the basis twice in every step, the textbook's way, costs 2 * 45,150 projections.
+    assert cost["full", torch.float32] == pytest.approx(45_150, rel=0.05)
+    assert cost["partial", torch.float32] < 2 * 45_150 / 2.9
+    assert cost["partial", torch.float64] < cost["full", torch.float64] / 8

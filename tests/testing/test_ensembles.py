@@ -121,8 +121,8 @@ BUILDERS = {
 @pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS.keys())
 def test_the_generator_decides_and_the_global_one_is_not_touched(build):
     before = torch.get_rng_state()
-    assert torch.equal(build(None), build(seeded(0)))
-    assert not torch.equal(build(None), build(seeded(1)))
+    assert torch.equal(build(None), build(seeded(1)))
+    assert not torch.equal(build(None), build(seeded(0)))
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -23,7 +23,8 @@ class SumOperator(LinearOperator):
                 raise ValueError(
                     f"terms must agree in shape, dtype and device: {first!r}, {term!r}"
                 )
-        super().__init__(first.shape[0], dtype=first.dtype, device=first.device)
+        width = min(term.block_size for term in terms)
+        super().__init__(first.shape[0], dtype=first.dtype, device=first.device, block_size=width)
         self.terms = terms
 
     def _matmat(self, block: Tensor) -> Tensor:
@@ -43,7 +44,7 @@ class ScaledOperator(LinearOperator):
 
     def __init__(self, op: LinearOperator, factor: float) -> None:
         _check_number("factor", factor)
-        super().__init__(op.shape[0], dtype=op.dtype, device=op.device)
+        super().__init__(op.shape[0], dtype=op.dtype, device=op.device, block_size=op.block_size)
         self.op, self.factor = op, float(factor)
 
     def _matmat(self, block: Tensor) -> Tensor:
@@ -59,7 +60,7 @@ class ShiftedOperator(LinearOperator):
 
     def __init__(self, op: LinearOperator, shift: float) -> None:
         _check_number("shift", shift)
-        super().__init__(op.shape[0], dtype=op.dtype, device=op.device)
+        super().__init__(op.shape[0], dtype=op.dtype, device=op.device, block_size=op.block_size)
         self.op, self.shift = op, float(shift)
 
     def _matmat(self, block: Tensor) -> Tensor:
@@ -80,7 +81,7 @@ class DeflatedOperator(LinearOperator):
 
     def __init__(self, op: LinearOperator, basis: Tensor) -> None:
         check_tensor("basis", basis, dtype=op.dtype, device=op.device, rows=op.shape[0])
-        super().__init__(op.shape[0], dtype=op.dtype, device=op.device)
+        super().__init__(op.shape[0], dtype=op.dtype, device=op.device, block_size=op.block_size)
         self.op, self.basis = op, (basis if basis.ndim == 2 else basis[:, None]).detach()
         gram = self.basis.double().T @ self.basis.double()
         error = float(
@@ -119,7 +120,7 @@ class RestrictedOperator(LinearOperator):
             check_range("indices", int(indices.max()), low=0, high=op.shape[0] - 1)
         if len(indices.unique()) != len(indices):
             raise ValueError("indices must be distinct, got repeated ones")
-        super().__init__(len(indices), dtype=op.dtype, device=op.device)
+        super().__init__(len(indices), dtype=op.dtype, device=op.device, block_size=op.block_size)
         self.op, self.indices = op, indices
 
     def _matmat(self, block: Tensor) -> Tensor:

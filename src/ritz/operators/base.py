@@ -28,9 +28,12 @@ class LinearOperator(ABC):
         shape: ``(n, n)``.
         dtype: Of the operator, and so of every block it takes and returns.
         device: Likewise.
+        block_size: Number of columns at which a product is cheapest a column.
     """
 
-    def __init__(self, n: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self, n: int, *, dtype: torch.dtype, device: torch.device | str, block_size: int = 8
+    ) -> None:
         if n < 1:
             raise ValueError(f"an operator must have at least one row, got {n}")
         if not isinstance(dtype, torch.dtype):
@@ -41,6 +44,7 @@ class LinearOperator(ABC):
         self.shape = (n, n)
         self.dtype = dtype
         self.device = torch.device(device)
+        self.block_size = block_size
 
     @abstractmethod
     def _matmat(self, block: Tensor) -> Tensor:

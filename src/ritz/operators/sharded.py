@@ -22,7 +22,7 @@ class ShardedOperator(LinearOperator):
     """
 
     def __init__(self, op: LinearOperator, *, group: Group | None = None) -> None:
-        super().__init__(op.shape[0], dtype=op.dtype, device=op.device)
+        super().__init__(op.shape[0], dtype=op.dtype, device=op.device, block_size=op.block_size)
         self.op, self.group = op, group
 
     def _matmat(self, block: Tensor) -> Tensor:

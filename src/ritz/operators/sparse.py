@@ -11,9 +11,9 @@ from torch import Tensor
 from ritz._core.checks import check_finite
 from ritz.operators.base import LinearOperator, check_symmetric
 
-# A row of the block that fills half a cache line is the width at which a product is cheapest a
-# column on the CPU: each gathered row is then one line, and the accumulators stay in registers.
-BLOCK_BYTES = 32
+# Columns at which a product is cheapest a column on the CPU, in either precision: gathered rows of
+# the block are then short enough to be found in the cache, and long enough to share its lines.
+BLOCK_COLUMNS = 4
 
 
 @final
@@ -32,7 +32,8 @@ class SparseOperator(LinearOperator):
         rows, columns, values, shape = _compressed_rows(matrix)
         if len(shape) != 2 or shape[0] != shape[1]:
             raise ValueError(f"matrix must be square, got {tuple(shape)}")
-        super().__init__(shape[0], dtype=values.dtype, device=values.device)
+        width = BLOCK_COLUMNS if values.device.type == "cpu" else 32
+        super().__init__(shape[0], dtype=values.dtype, device=values.device, block_size=width)
         check_finite("matrix", values)
         index = torch.int32 if max(len(values), shape[0]) < 2**31 else torch.int64
         with warnings.catch_warnings():
@@ -47,7 +48,7 @@ class SparseOperator(LinearOperator):
     def _matmat(self, block: Tensor) -> Tensor:
         if block.shape[1] == 1:
             return torch.mv(self.matrix, block[:, 0])[:, None]
-        width = BLOCK_BYTES // self.dtype.itemsize if self.device.type == "cpu" else block.shape[1]
+        width = self.block_size if self.device.type == "cpu" else block.shape[1]
         if block.shape[1] <= width:
             return torch.mm(self.matrix, block)
         out = torch.empty_like(block)

@@ -9,7 +9,8 @@ from ritz._core.distributed import Group, all_gather_rows, all_sum, shard
 
 Placement = Literal["device", "host", "spread"]
 PLACEMENTS = ("device", "host", "spread")
-CHUNK = 2**20  # entries a vector is cut into where a float64 copy of it is made
+CHUNK = 2**20  # entries that are mixed at a time
+PIECE = 2**16  # entries of a vector that are summed in its own precision
 
 
 class Basis:
@@ -35,6 +36,9 @@ class Basis:
         home = torch.device("cpu") if placement == "host" else like.device
         width = self.part.stop - self.part.start
         self.rows = torch.empty(capacity, width, dtype=like.dtype, device=home)
+        # Float64 has digits to spare, and devices sum in trees: neither needs pieces.
+        pieces = home.type == "cpu" and like.dtype != torch.float64
+        self.width = PIECE if pieces else max(1, width)
         self.size = 0
 
     def append(self, vector: Tensor, norm: float = 1.0) -> None:
@@ -52,23 +56,36 @@ class Basis:
             vector = all_gather_rows(vector, self.n, self.group)
         return vector.to(self.device)
 
-    def project(self, vector: Tensor) -> Tensor:
-        r"""Return :math:`h = V v` of shape ``(j,)`` for a local vector; one read of the basis."""
-        return self._sum(torch.mv(self.rows[: self.size], vector))
+    def project(self, vector: Tensor, *, first: int = 0, last: int | None = None) -> Tensor:
+        r"""Return :math:`h = V v` in float64, for a local vector and all rows or a stretch of them.
 
-    def subtract(self, vector: Tensor, coefficients: Tensor) -> None:
-        r"""Do :math:`v \leftarrow v - V^\top h` in place; one read of the basis."""
-        vector.addmv_(self.rows[: self.size].T, coefficients, alpha=-1)
+        One read of the rows.
+        """
+        rows = self._stretch(first, last)
+        pieces = zip(rows.split(self.width, 1), vector.split(self.width), strict=True)
+        # In pieces: a float32 sum over millions of entries has lost half its digits.
+        return self._sum(_total([torch.mv(*piece).double() for piece in pieces]))
+
+    def subtract(
+        self, vector: Tensor, coefficients: Tensor, *, first: int = 0, last: int | None = None
+    ) -> None:
+        r"""Do :math:`v \leftarrow v - V^\top h` in place, with all rows or a stretch of them.
+
+        One read of the rows.
+        """
+        rows = self._stretch(first, last)
+        vector.addmv_(rows.T, coefficients.to(rows.dtype), alpha=-1)
 
     def dot(self, index: int, vector: Tensor) -> float:
-        """Inner product of one row with a local vector."""
-        return float(self._sum(torch.dot(self.rows[index], vector)))
+        """Inner product of one row with a local vector, in float64."""
+        pieces = zip(self.rows[index].split(self.width), vector.split(self.width), strict=True)
+        return float(self._sum(_total([torch.dot(*piece).double() for piece in pieces])))
 
     def norm(self, vector: Tensor) -> float:
         """Norm of a local vector, summed in float64: no overflow, no loss over many entries."""
-        size = CHUNK if vector.device.type == "cpu" else max(1, len(vector))
-        parts = [torch.linalg.vector_norm(c, dtype=torch.float64) for c in vector.split(size)]
-        return float(self._sum(torch.stack(parts).square().sum()).sqrt())
+        pieces = vector.split(self.width)
+        parts = [torch.linalg.vector_norm(c, dtype=torch.float64).square() for c in pieces]
+        return float(self._sum(_total(parts)).sqrt())
 
     def combine(self, coefficients: Tensor) -> Tensor:
         r"""Overwrite the first ``r`` rows by :math:`C^\top V`, ``C`` of shape ``(j, r)``.
@@ -84,5 +101,12 @@ class Basis:
         self.size = count
         return self.rows[:count]
 
+    def _stretch(self, first: int, last: int | None) -> Tensor:
+        return self.rows[first : self.size if last is None else last]
+
     def _sum(self, partial: Tensor) -> Tensor:
         return all_sum(partial, self.group) if self.spread else partial
+
+
+def _total(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)

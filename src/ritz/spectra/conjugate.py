@@ -144,9 +144,9 @@ def _iterate(
     norms = column_dots(residual, residual).sqrt()
     history, products = [norms], 0
     active = (norms > goal).nonzero()[:, 0]
-    r = residual[:, active]
-    direction = z = r if apply is None else apply(r)
-    rho = column_dots(r, z)
+    r = residual if len(active) == len(goal) else residual[:, active]
+    z = r if apply is None else apply(r)
+    direction, rho = z.clone(), column_dots(r, z)
     first: tuple[Tensor, Tensor] | None = None
     for done in range(num_steps):
         if not len(active):
@@ -154,10 +154,13 @@ def _iterate(
         product = op.matmat(direction)
         products += len(active)
         if first is not None:
-            _check_conjugate(*first, direction, product)
+            _check_conjugate(*first, direction[:, :1], product[:, :1])
         step = _step_lengths(rho, column_dots(direction, product), direction, done)
-        x[:, active] += direction * step
-        r = r - product * step
+        if len(active) == len(goal):
+            x.addcmul_(direction, step)
+        else:
+            x[:, active] = torch.addcmul(x[:, active], direction, step)
+        r.addcmul_(product, step, value=-1)
         norms = norms.clone()
         norms[active] = column_dots(r, r).sqrt()
         history.append(norms)
@@ -166,20 +169,21 @@ def _iterate(
         if len(keep) < len(active):
             active, r, direction, rho = active[keep], r[:, keep], direction[:, keep], rho[keep]
             product = product[:, keep]
-        first = (direction, product) if done == 0 else None
+        # One column tells a matrix that is not symmetric as well as all of them.
+        first = (direction[:, :1].clone(), product[:, :1].clone()) if done == 0 else None
         z = r if apply is None else apply(r)
         before, rho = rho, column_dots(r, z)
-        direction = z + direction * (rho / before).to(r.dtype)
+        torch.addcmul(z, direction, (rho / before).to(r.dtype), out=direction)
     return history, products
 
 
 def _step_lengths(rho: Tensor, curvature: Tensor, direction: Tensor, done: int) -> Tensor:
-    if not bool(torch.isfinite(direction).all()):
-        raise ValueError(
-            f"at step {done + 1} the recurrence left the range of {direction.dtype}: "
-            "scale the system, precondition, or use float64"
-        )
     if not bool(torch.isfinite(curvature).all()):
+        if not bool(torch.isfinite(direction).all()):
+            raise ValueError(
+                f"at step {done + 1} the recurrence left the range of {direction.dtype}: "
+                "scale the system, precondition, or use float64"
+            )
         raise ValueError(f"op must give finite products; at step {done + 1} it gave NaN or Inf")
     if bool((curvature <= 0).any()):
         worst = int(curvature.argmin())

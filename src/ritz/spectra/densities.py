@@ -26,7 +26,7 @@ def density(
     width: float | None = None,
     method: DensityMethod = "lanczos",
     reorthogonalize: Reorthogonalization = "full",
-    block_size: int = 8,
+    block_size: int | None = None,
     probe: Probe = "rademacher",
     generator: torch.Generator | None = None,
     progress: bool | Progress = False,
@@ -45,7 +45,7 @@ def density(
         width: Standard deviation of the Gaussian; ``None`` for a discrete density.
         method: ``lanczos`` or ``kpm``.
         reorthogonalize: ``full``, ``partial`` or ``none``; see :func:`ritz.lanczos`.
-        block_size: Probes multiplied at once.
+        block_size: Probes multiplied at once; what suits the operator by default.
         probe: ``rademacher`` or ``gaussian``.
         generator: Source of the probes.
         progress: Whether to show a bar, or what to tell.
@@ -61,7 +61,8 @@ def density(
     op = as_operator(op)
     check_choice("method", method, ("lanczos", "kpm"))
     check_count("num_probes", num_probes, low=2 if method == "kpm" else 1)
-    check_count("block_size", block_size)
+    if block_size is not None:
+        check_count("block_size", block_size)
     generator = resolve_generator(generator)
     num_steps = min(80, op.shape[0]) if num_steps is None else num_steps
     if method == "kpm":
@@ -83,7 +84,14 @@ def density(
     check_count("num_steps", num_steps, high=op.shape[0])
     check_choice("reorthogonalize", reorthogonalize, REORTHOGONALIZATIONS)
     discrete = _discrete(
-        op, num_probes, num_steps, block_size, reorthogonalize, probe, generator, progress
+        op,
+        num_probes,
+        num_steps,
+        block_size or op.block_size,
+        reorthogonalize,
+        probe,
+        generator,
+        progress,
     )
     return discrete if width is None else discrete.smoothed(width)
 

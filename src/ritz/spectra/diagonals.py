@@ -23,7 +23,7 @@ def diagonal(
     num_probes: int = 32,
     rtol: float | None = None,
     max_probes: int = 1000,
-    block_size: int = 8,
+    block_size: int | None = None,
     probe: Probe = "rademacher",
     generator: torch.Generator | None = None,
     progress: bool | Progress = False,
@@ -41,7 +41,7 @@ def diagonal(
         num_probes: Probes; with ``rtol``, the least number.
         rtol: Go on until the norm of the standard errors is below this share of the norm.
         max_probes: Most probes for that; the status says if they were not enough.
-        block_size: Probes multiplied at once.
+        block_size: Probes multiplied at once; what suits the operator by default.
         probe: ``rademacher`` or ``gaussian``.
         generator: Source of the probes.
         progress: Whether to show a bar, or what to tell.
@@ -69,7 +69,7 @@ def diagonal(
     with tracking(progress, "diagonal", limit) as bar:
         while running.count < num_probes or (running.count < limit and not running.status(rtol).ok):
             goal = num_probes if running.count < num_probes else limit
-            shape = (op.shape[0], min(block_size, goal - running.count))
+            shape = (op.shape[0], min(plan.width(op), goal - running.count))
             block = probes(
                 shape, kind=plan.probe, generator=generator, dtype=op.dtype, device=op.device
             )

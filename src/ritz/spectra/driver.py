@@ -61,7 +61,7 @@ class Plan:
         rtol = eps**0.5 if rtol is None else rtol
         check_range("rtol", rtol, low=eps, high=1.0)
         if max_vectors is None:
-            max_vectors = 2 * wanted + 20 if wanted and mode == "full" else num_steps
+            max_vectors = max(2 * wanted + 4, 20) if wanted and mode == "full" else num_steps
         else:
             check_count("max_vectors", max_vectors, low=wanted + 2)
         max_vectors = min(max_vectors, num_steps, n)

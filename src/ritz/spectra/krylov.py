@@ -50,7 +50,7 @@ def lanczos(
     and stops once they have converged; a repeated eigenvalue then counts once, unless the space
     closes and the run goes on in a fresh direction.
 
-    Cost: one product a step, and ``4 j`` vector reads of re-orthogonalisation in step ``j``.
+    Cost: one product a step, and ``2 j`` vector reads of re-orthogonalisation in step ``j``.
     Memory beyond the operator: ``num_steps + 4`` vectors, or ``max_vectors + 5``, or 6 for
     ``reorthogonalize="none"``.
 
@@ -65,11 +65,11 @@ def lanczos(
             of :math:`A`; the eigenvalue error is of the order of its square. Default: root of
             machine precision.
         max_vectors: Most basis vectors to keep: beyond it the run restarts from the best Ritz
-            vectors (thick restart). Default: ``2 k + 20`` for ``k`` wanted pairs.
+            vectors (thick restart). Default: ``2 k + 4`` for ``k`` wanted pairs, at least 20.
         vectors: Whether to return Ritz vectors; they overwrite the basis, so they need no more
             memory than it did.
-        reorthogonalize: ``full`` (twice, every step), ``partial`` (when needed; several times
-            cheaper, orthogonal to the root of machine precision) or ``none`` (two vectors of
+        reorthogonalize: ``full`` (every step, to machine precision), ``partial`` (where needed,
+            to its root; several times cheaper) or ``none`` (two vectors of
             memory; converged values repeat).
         basis: Where the basis lives: ``device``, ``host``, or ``spread`` over the processes.
         group: Processes for ``spread``.

@@ -72,7 +72,7 @@ def moments(
     num_probes: int = 16,
     rtol: float | None = None,
     max_probes: int = 1000,
-    block_size: int = 8,
+    block_size: int | None = None,
     probe: Probe = "rademacher",
     generator: torch.Generator | None = None,
     progress: bool | Progress = False,
@@ -97,7 +97,7 @@ def moments(
         num_probes: Probes; with ``rtol``, the least number.
         rtol: Go on until the largest standard error is below this share of the largest moment.
         max_probes: Most probes for that; the status says if they were not enough.
-        block_size: Probes multiplied at once.
+        block_size: Probes multiplied at once; what suits the operator by default.
         probe: ``rademacher`` or ``gaussian``.
         generator: Source of the probes.
         progress: Whether to show a bar, or what to tell.

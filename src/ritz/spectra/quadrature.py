@@ -33,7 +33,7 @@ def trace_function(
     num_probes: int = 32,
     rtol: float | None = None,
     max_probes: int = 1000,
-    block_size: int = 8,
+    block_size: int | None = None,
     reorthogonalize: Reorthogonalization = "none",
     probe: Probe = "rademacher",
     generator: torch.Generator | None = None,
@@ -56,7 +56,7 @@ def trace_function(
         num_probes: Probes; with ``rtol``, the least number.
         rtol: Go on until the standard error is below this share of the mean.
         max_probes: Most probes for that; the status says if they were not enough.
-        block_size: Probes multiplied at once.
+        block_size: Probes multiplied at once; what suits the operator by default.
         reorthogonalize: ``none``, ``partial`` or ``full``.
         probe: ``rademacher`` or ``gaussian``.
         generator: Source of the probes.
@@ -130,8 +130,10 @@ def ritz_rules(
         num_steps: ``m``.
         reorthogonalize: How; see :func:`ritz.lanczos`.
     """
-    starts = block.T.contiguous()
-    runs = [Recurrence(start, capacity=num_steps, mode=reorthogonalize) for start in starts]
+    runs = [
+        Recurrence(start.contiguous(), capacity=num_steps, mode=reorthogonalize)
+        for start in block.T
+    ]
     advance(op, runs, num_steps)
     projected = torch.stack([_padded(run.projected(), num_steps) for run in runs])
     less = max(1, num_steps - 1)

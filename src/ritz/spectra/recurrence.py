@@ -18,11 +18,17 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 # A remainder below this many units of roundoff in the norm of the matrix is nothing but roundoff.
 BREAKDOWN = 10.0
+# Roots of roundoff by which products may differ from those of a symmetric matrix: single precision
+# sums over millions of entries, and matrix units that round their factors, need some room.
+ASYMMETRY = 10.0
+CHECKED = 8  # steps in which a run without a basis looks for such products
 # Roundoff in the residual of a Ritz pair, in units of eps ||A||: products, assembly, norm.
 ROUNDOFF = 8.0
+# Most units of roundoff that a freshly orthogonalised vector is taken to be from orthogonal.
+LOUDEST = 100.0
 
 
-_REMEMBERED = ("kept", "couplings", "alphas", "betas", "removed", "scale", "again", "newest")
+_REMEMBERED = ("kept", "couplings", "alphas", "betas", "removed", "scale", "noise", "newest")
 
 
 class AsymmetryError(ValueError):
@@ -34,10 +40,11 @@ class Recurrence:
 
     .. math:: \beta_j v_{j+1} = A v_j - \alpha_j v_j - \beta_{j-1} v_{j-1}
 
-    ``full`` subtracts the whole basis twice, as matrix products: four reads of it a step.
-    ``partial`` (Simon 1984) follows a bound :math:`\omega` of the lost orthogonality and subtracts
-    the basis once, in two consecutive steps, when it passes the root of machine precision, which
-    keeps the tridiagonal matrix exact to roundoff. ``none`` keeps two vectors only; converged
+    ``full`` subtracts the whole basis from what the recurrence leaves, as matrix products: with the
+    recurrence itself that is orthogonalising twice, for two reads of the basis a step, not four.
+    ``partial`` (Simon 1984) follows a bound :math:`\omega` of the lost orthogonality and, where it
+    passes the root of machine precision, subtracts the rows concerned in two consecutive steps,
+    which keeps the tridiagonal matrix exact to roundoff. ``none`` keeps two vectors only; converged
     values then return as ghosts, though quadrature stays accurate (Greenbaum 1989).
 
     After a thick restart (Wu and Simon 2000) the first rows of the basis are Ritz vectors with
@@ -65,7 +72,8 @@ class Recurrence:
         self.betas: list[float] = []
         self.scale = 0.0  # the norm of the matrix, as far as seen
         self.omega = (np.empty(0), np.empty(0))  # bounds for the last two rows ("partial")
-        self.again = False  # whether the next step must be reorthogonalised too ("partial")
+        self.again: list[tuple[int, int]] = []  # rows that the next step must subtract ("partial")
+        self.noise = 1.0  # what orthogonality starts from, in units of roundoff ("partial")
         self.removed: list[
             float
         ] = []  # what re-orthogonalising took that T does not know ("partial")
@@ -105,10 +113,14 @@ class Recurrence:
             last: Do not store the next vector, which nobody will multiply.
         """
         vector = self.basis.local(product)
-        alpha = (
-            self._orthogonalize_full(vector) if self.mode == "full" else self._three_terms(vector)
-        )
-        beta = self.basis.norm(vector)
+        # The first step after a restart has as many terms as rows were kept.
+        restarted = len(self.kept) > 0 and not self.alphas
+        alpha = 0.0 if restarted else self._three_terms(vector)
+        if self.mode == "full":
+            missing, beta = self._orthogonalize_full(vector, self.couplings if restarted else None)
+            alpha += missing
+        else:
+            beta = self.basis.norm(vector)
         self.scale = max(self.scale, abs(alpha) + (self.betas[-1] if self.betas else 0.0) + beta)
         self.alphas.append(alpha)
         if self.mode == "partial":
@@ -152,13 +164,11 @@ class Recurrence:
 
     def memory(self) -> dict[str, Tensor]:
         """All that the run knows beside the rows of its basis, for :meth:`recall`."""
+        partial = {"older": self.omega[0], "newer": self.omega[1], "again": np.ravel(self.again)}
         numbers = {
             name: np.atleast_1d(np.array(getattr(self, name), float)) for name in _REMEMBERED
         }
-        return {
-            name: torch.from_numpy(value.copy())
-            for name, value in (numbers | {"older": self.omega[0], "newer": self.omega[1]}).items()
-        }
+        return {name: torch.from_numpy(value.copy()) for name, value in (numbers | partial).items()}
 
     def recall(self, memory: dict[str, Tensor], rows: Tensor) -> None:
         """Go back to where :meth:`memory` was taken, with the rows the basis had."""
@@ -166,7 +176,8 @@ class Recurrence:
         self.kept, self.couplings = arrays["kept"], arrays["couplings"]
         self.alphas, self.betas = arrays["alphas"].tolist(), arrays["betas"].tolist()
         self.removed = arrays["removed"].tolist()
-        self.scale, self.again = float(arrays["scale"][0]), bool(arrays["again"][0])
+        self.scale, self.noise = float(arrays["scale"][0]), float(arrays["noise"][0])
+        self.again = [(int(a), int(b)) for a, b in arrays["again"].reshape(-1, 2)]
         self.omega = (arrays["older"], arrays["newer"])
         self.newest = int(arrays["newest"][0])
         self.basis.size = len(rows)
@@ -180,22 +191,30 @@ class Recurrence:
             self.basis.append(vector, norm)
             self.newest = self.basis.size - 1
 
-    def _orthogonalize_full(self, vector: Tensor) -> float:
-        first = self.basis.project(vector)
-        self._check(vector, first.double().cpu().numpy(), self._expected())
-        self.basis.subtract(vector, first)
-        second = self.basis.project(vector)
-        self.basis.subtract(vector, second)
-        return float(first[-1]) + float(second[-1])
+    def _orthogonalize_full(self, vector: Tensor, couplings: Array | None) -> tuple[float, float]:
+        """Subtract the basis; return what ``alpha`` lacked, and the norm of what is left.
+
+        The recurrence has done the first subtraction, of all but roundoff, so one of the whole
+        basis is the second. Only where that takes away more than it leaves is there need for
+        another: after a restart, or where next to nothing is left.
+        """
+        nothing = np.zeros(self.basis.size - 1)
+        missing, expected = 0.0, nothing if couplings is None else couplings
+        for _ in range(2):
+            overlap = self.basis.project(vector)
+            self._check(vector, overlap.cpu().numpy(), expected)
+            self.basis.subtract(vector, overlap)
+            missing += float(overlap[-1])
+            norm, expected = self.basis.norm(vector), nothing
+            if float(overlap.norm()) <= norm:
+                break
+        return missing, norm
 
     def _three_terms(self, vector: Tensor) -> float:
         if self.basis.size > 1:
             older = 1 - self.newest if self.mode == "none" else self.newest - 1
-            before, found = self.betas[-1], self.basis.dot(older, vector)
-            # Near rows are orthogonal to eps (||A|| / beta)^2 only, which small betas make large.
-            least = min(beta for beta in self.betas[-3:] if beta) if before else self.scale
-            slack = BREAKDOWN * self.eps * (self.scale / least) ** 2
-            self._check(vector, np.array([found]), np.array([before]), slack)
+            before = self.betas[-1]
+            self._check_neighbour(vector, older, before)
             vector.sub_(self.basis.rows[older], alpha=before)
         # After the subtraction, not before: the stable order of Paige (1972).
         alpha = self.basis.dot(self.newest, vector)
@@ -203,40 +222,59 @@ class Recurrence:
         vector.sub_(self.basis.rows[self.newest], alpha=alpha)
         return alpha
 
-    def _expected(self) -> Array:
-        # Symmetry says what the products with the earlier rows are: zero but for the last of them,
-        # or, in the first step after a restart, the couplings.
-        if not self.alphas:
-            return self.couplings
-        expected = np.zeros(self.size)
-        expected[-1] = self.betas[-1]
-        return expected
+    def _check_neighbour(self, vector: Tensor, older: int, before: float) -> None:
+        # "full" has all its rows to judge by; without any, the first steps must do: the pass over
+        # two vectors is a tenth of what a sparse product costs.
+        if self.mode == "partial" or (self.mode == "none" and self.size < CHECKED):
+            found = self.basis.dot(older, vector)
+            # Near rows are orthogonal to eps (||A|| / beta)^2 only, which small betas make large.
+            least = min((beta for beta in self.betas[-3:] if beta), default=self.scale)
+            slack = BREAKDOWN * self.eps * (self.scale / least) ** 2 if least else 0.0
+            self._check(vector, np.array([found]), np.array([before]), slack)
 
     def _orthogonalize_partial(self, vector: Tensor, beta: float) -> float:
         self.omega = (self.omega[1], self._next_omega(beta))
-        if self.again or np.abs(self.omega[1][:-1]).max(initial=0.0) > self.eps**0.5:
-            self.again = not self.again
-            overlap = self.basis.project(vector)
-            self.basis.subtract(vector, overlap)
-            self.removed.append(float(overlap.norm()))
-            self.omega[1][:-1] = self.eps
-            return self.basis.norm(vector)
-        self.removed.append(0.0)
+        # In single precision roundoff and its root leave no room between: all rows, or none.
+        low = self.eps**0.75 if self.eps < 1e-10 else 0.0
+        lost = _stretches(np.abs(self.omega[1][:-1]), self.eps**0.5, low)
+        # In two steps running: subtracted from one row alone, it would come back from the other.
+        stretches, self.again = [*self.again, *lost], lost
+        total = 0.0
+        for _ in range(2 if stretches else 0):
+            removed = float(
+                np.linalg.norm([self._subtract(vector, beta, *rows) for rows in stretches])
+            )
+            total, beta = total + removed, self.basis.norm(vector)
+            if removed <= 0.01 * beta:  # less than this even a half-orthogonal basis takes away
+                break
+        self.removed.append(total)
         return beta
+
+    def _subtract(self, vector: Tensor, norm: float, first: int, last: int) -> float:
+        overlap = self.basis.project(vector, first=first, last=last)
+        self.basis.subtract(vector, overlap, first=first, last=last)
+        removed, bounds = float(overlap.norm()), self.omega[1][first:last]
+        # Where the bound was too low, what it starts from next time is raised by as much.
+        guess = float(np.linalg.norm(bounds)) * norm
+        if removed > guess > 0:
+            self.noise = min(self.noise * removed / guess, LOUDEST)
+        bounds[:] = self.eps * self.noise
+        return removed
 
     def _next_omega(self, beta: float) -> Array:
         r"""Bound :math:`\omega_{j+1,k}` of :math:`|v_{j+1}^\top v_k|` by Simon's recurrence."""
         older, newer = self.omega
         alpha, betas = np.array(self.alphas), np.array(self.betas)
         j = len(newer) - 1
+        roundoff = self.eps * self.scale
+        least = max(beta, roundoff) or 1.0
         following = np.empty(j + 2)
-        following[j], following[j + 1] = self.eps, 1.0
+        following[j], following[j + 1] = roundoff / least, 1.0
         if j:
             grown = betas[:j] * newer[1:] + (alpha[:j] - alpha[j]) * newer[:j]
             grown[1:] += betas[: j - 1] * newer[: j - 1]
             grown -= betas[j - 1] * older
-            roundoff = self.eps * self.scale
-            following[:j] = (grown + np.copysign(roundoff, grown)) / max(beta, roundoff)
+            following[:j] = (grown + np.copysign(roundoff, grown)) / least
         return following
 
     def _check(self, vector: Tensor, found: Array, expected: Array, slack: float = 0.0) -> None:
@@ -249,7 +287,7 @@ class Recurrence:
             self._raise_nonfinite(vector)
         gap = float(np.linalg.norm(found[: len(expected)] - expected))
         size = max(self.scale, float(np.abs(found).max()))
-        if gap > (self.eps**0.5 + slack) * size:
+        if gap > (ASYMMETRY * self.eps**0.5 + slack) * size:
             raise AsymmetryError(
                 f"at step {self.size + 1} products differ by {gap:.2g} (norm {size:.2g}) from "
                 "those of any symmetric matrix"
@@ -267,11 +305,15 @@ class Recurrence:
 def step(op: LinearOperator, runs: Sequence[Recurrence], *, last: bool = False) -> None:
     """Advance runs side by side by one step: one product with a block of their vectors."""
     vectors = [run.vector() for run in runs]
-    block = vectors[0][:, None] if len(runs) == 1 else torch.stack(vectors, dim=1)
-    products = op.matmat(block).T.contiguous()
-    for run, vector, product in zip(runs, vectors, products, strict=True):
+    block = vectors[0][:, None]
+    if len(runs) > 1:
+        block = torch.empty(len(vectors[0]), len(runs), dtype=op.dtype, device=op.device)
+        for column, vector in zip(block.T, vectors, strict=True):
+            column.copy_(vector)  # one by one: three times as fast as torch.stack
+    products = op.matmat(block)
+    for run, vector, product in zip(runs, vectors, products.T, strict=True):
         try:
-            run.absorb(product, last=last)
+            run.absorb(product.contiguous(), last=last)
         except AsymmetryError as error:
             raise ValueError(_diagnosis(op, vector, error)) from error
 
@@ -295,3 +337,14 @@ def _diagnosis(op: LinearOperator, vector: Tensor, error: AsymmetryError) -> str
         gap = float((first - second).norm())
         return f"op must not change between calls: two products of one vector differ by {gap:.2g}"
     return f"op must be symmetric: {error}"
+
+
+def _stretches(bounds: Array, high: float, low: float) -> list[tuple[int, int]]:
+    """Stretches ``[first, last)`` of entries above ``low`` that reach above ``high`` somewhere.
+
+    A converged Ritz vector lives in the first rows, and it is there that orthogonality is lost.
+    """
+    above = np.concatenate([[False], bounds > low, [False]])
+    first, last = np.flatnonzero(above[1:] & ~above[:-1]), np.flatnonzero(~above[1:] & above[:-1])
+    pairs = zip(first.tolist(), last.tolist(), strict=True)
+    return [(a, b) for a, b in pairs if bounds[a:b].max() > high]

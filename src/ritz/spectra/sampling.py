@@ -22,19 +22,20 @@ class Sampling:
         num_probes: Probes to take; with ``rtol``, the least number.
         rtol: Go on until the standard error is below this share of the mean.
         max_probes: Most probes to take in doing so.
-        block_size: Probes multiplied at once.
+        block_size: Probes multiplied at once; the operator's own choice by default.
         probe: Distribution of the entries.
     """
 
     num_probes: int
     rtol: float | None = None
     max_probes: int = 1000
-    block_size: int = 8
+    block_size: int | None = None
     probe: Probe = "rademacher"
 
     def __post_init__(self) -> None:
         check_count("num_probes", self.num_probes, low=2)
-        check_count("block_size", self.block_size)
+        if self.block_size is not None:
+            check_count("block_size", self.block_size)
         if self.rtol is not None:
             check_range("rtol", self.rtol, low=0.0, high=1.0)
             check_count("max_probes", self.max_probes, low=self.num_probes)
@@ -55,7 +56,7 @@ class Sampling:
         with tracking(progress, label, limit) as bar:
             while taken < limit and not self._settled(samples, taken):
                 goal = self.num_probes if taken < self.num_probes else limit
-                shape = (op.shape[0], min(self.block_size, goal - taken))
+                shape = (op.shape[0], min(self.width(op), goal - taken))
                 block = probes(
                     shape, kind=self.probe, generator=generator, dtype=op.dtype, device=op.device
                 )
@@ -65,6 +66,10 @@ class Sampling:
                 bar.update(taken)
         found = torch.cat(samples)
         return found, self.status(found)
+
+    def width(self, op: LinearOperator) -> int:
+        """Probes to multiply at once."""
+        return op.block_size if self.block_size is None else self.block_size
 
     def status(self, samples: Tensor) -> Status:
         """Whether the samples ``(d, *s)`` are as accurate as asked for."""

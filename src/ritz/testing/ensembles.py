@@ -11,6 +11,8 @@ from ritz.operators.base import LinearOperator
 from ritz.operators.dense import DenseOperator
 from ritz.operators.function import FunctionOperator
 
+DEFAULT_SEED = 1
+
 
 def with_spectrum(
     eigenvalues: Tensor, *, dense: bool = True, generator: torch.Generator | None = None
@@ -27,7 +29,7 @@ def with_spectrum(
     if eigenvalues.ndim != 1:
         raise ValueError(f"eigenvalues must be a vector, got {tuple(eigenvalues.shape)}")
     check_finite("eigenvalues", eigenvalues)
-    generator = resolve_generator(generator)
+    generator = _source(generator)
     n, dtype, device = len(eigenvalues), eigenvalues.dtype, eigenvalues.device
     if not dense:
         product = _reflected(eigenvalues, _gaussian(3, n, generator, dtype).to(device))
@@ -57,7 +59,7 @@ def spiked_wigner(
     A spike :math:`|s| > 1` leaves the semicircle, at :math:`s + 1/s` for large ``n``.
     """
     check_count("n", n, low=max(1, len(spikes)))
-    generator = resolve_generator(generator)
+    generator = _source(generator)
     noise = _gaussian(n, n, generator, dtype)
     matrix = noise.add_(noise.T.clone()).div_((2 * n) ** 0.5)
     return DenseOperator(_with_spikes(matrix, spikes, generator))
@@ -91,7 +93,7 @@ def spiked_wishart(
     check_count("num_samples", num_samples)
     if any(spike <= 0 for spike in spikes):
         raise ValueError(f"spikes must be positive variances, got {spikes}")
-    samples = _gaussian(n, num_samples, resolve_generator(generator), dtype)
+    samples = _gaussian(n, num_samples, _source(generator), dtype)
     samples[: len(spikes)] *= torch.tensor(spikes, dtype=dtype).sqrt()[:, None]
     return DenseOperator(samples @ samples.T / num_samples)
 
@@ -110,7 +112,7 @@ def network_like(
     Reference: Section 4.5.2 of *Spectral Machine Learning*.
     """
     check_count("n", n, low=100)
-    generator = resolve_generator(generator)
+    generator = _source(generator)
     counts = [
         (470 * n // 1000, 0.0, 15.0),
         (20 * n // 1000, 0.0, 60.0),
@@ -121,6 +123,11 @@ def network_like(
     values[: sum(k for k, _, _ in counts)] = torch.cat(drawn).to(dtype)
     values = values.sort().values
     return with_spectrum(values, generator=generator), values
+
+
+def _source(generator: torch.Generator | None) -> torch.Generator:
+    # A seed of its own: a matrix drawn by default must not know the probes drawn by default.
+    return resolve_generator(generator or torch.Generator().manual_seed(DEFAULT_SEED))
 
 
 def _uniform(count: int, generator: torch.Generator) -> Tensor:
@@ -145,7 +152,9 @@ def _reflected(eigenvalues: Tensor, normals: Tensor) -> Callable[[Tensor], Tenso
 
     def reflect(block: Tensor, order: range) -> Tensor:
         for i in order:
-            block = torch.addmm(block, normals[i, :, None], normals[i, None] @ block, alpha=-2)
+            # The inner products in float64: in float32 a reflection of many rows is none.
+            inner = (normals[i].double() @ block.double()).to(block.dtype)
+            block = torch.addmm(block, normals[i, :, None], inner[None], alpha=-2)
         return block
 
     def product(block: Tensor) -> Tensor:
