@@ -79,7 +79,9 @@ class Basis:
     def dot(self, index: int, vector: Tensor) -> float:
         """Inner product of one row with a local vector, in float64."""
         pieces = zip(self.rows[index].split(self.width), vector.split(self.width), strict=True)
-        return float(self._sum(_total([torch.dot(*piece).double() for piece in pieces])))
+        # Converted before they are multiplied: what is lost here the recurrence magnifies.
+        products = [torch.dot(x.double(), y.double()) for x, y in pieces]
+        return float(self._sum(_total(products)))
 
     def norm(self, vector: Tensor) -> float:
         """Norm of a local vector, summed in float64: no overflow, no loss over many entries."""

@@ -68,7 +68,7 @@ def solve(
 
     Conjugate gradients for positive definite :math:`A`, all columns side by side, each with its
     own step lengths; a column that has converged is multiplied no more. Cost: one product a step
-    and active column, and one at the end. Memory: 5 blocks like ``b``, 6 with a preconditioner.
+    and active column, and one at the end. Memory: 6 blocks like ``b``, 7 with a preconditioner.
 
     Args:
         op: Symmetric positive definite :math:`A`, ``(n, n)``.

@@ -43,7 +43,7 @@ def trace_function(
 
     .. math:: z^\top f(A) z \approx \|z\|^2 \sum_{k=1}^m \tau_k f(\theta_k)
 
-    Cost: ``num_steps`` products a probe. Memory: 5 vectors a probe of the block, or
+    Cost: ``num_steps`` products a probe. Memory: 6 vectors a probe of the block, or
     ``num_steps + 5`` with re-orthogonalisation. Without it, the default here, lost orthogonality
     repeats values and shares their weight among the copies, which delays convergence but leaves
     the quadrature accurate (Greenbaum 1989); ``"full"`` converges in fewer steps where eigenvalues

@@ -1,0 +1,46 @@
+"""Sparse matrices to measure on, as SciPy CSR arrays."""
+
+import numpy as np
+import scipy.sparse as sp
+
+
+def random_graph(n, num_edges, *, dtype=np.float64, seed=0):
+    """Adjacency of ``num_edges`` uniform random edges, symmetric, without loops."""
+    rng = np.random.default_rng(seed)
+    i, j = rng.integers(0, n, (2, num_edges))
+    upper = sp.coo_array((np.ones(num_edges, dtype), (i, j)), shape=(n, n)).tocsr()
+    matrix = (upper + upper.T).tocsr()
+    matrix.setdiag(0)
+    matrix.eliminate_zeros()
+    matrix.data[:] = 1
+    return matrix
+
+
+def power_law_graph(n, num_edges, *, exponent=0.35, dtype=np.float64, seed=0):
+    """Adjacency of random edges whose ends are drawn with weights ``rank ** -exponent``."""
+    rng = np.random.default_rng(seed)
+    weights = np.arange(1, n + 1) ** -exponent
+    ends = np.searchsorted(np.cumsum(weights) / weights.sum(), rng.random((2, num_edges)))
+    i, j = rng.permutation(n)[ends]
+    upper = sp.coo_array((np.ones(num_edges, dtype), (i, j)), shape=(n, n)).tocsr()
+    matrix = (upper + upper.T).tocsr()
+    matrix.setdiag(0)
+    matrix.eliminate_zeros()
+    matrix.data[:] = 1
+    return matrix
+
+
+def laplacian(adjacency):
+    """Degrees less adjacency."""
+    return (sp.diags_array(np.asarray(adjacency.sum(1)).ravel()) - adjacency).tocsr()
+
+
+def grid(side, *, potential=4.0, dtype=np.float64, seed=0):
+    """Laplacian of a square grid, a uniform random potential and 30 deep wells: a dirty crystal."""
+    ones = np.ones(side - 1)
+    line = sp.diags_array([np.full(side, 2.0), -ones, -ones], offsets=[0, 1, -1])
+    plain = sp.kron(line, sp.eye_array(side)) + sp.kron(sp.eye_array(side), line)
+    rng = np.random.default_rng(seed)
+    values = rng.uniform(0, potential, side * side)
+    values[rng.choice(side * side, 30, replace=False)] = rng.uniform(-8, -2, 30)
+    return (plain + sp.diags_array(values)).tocsr().astype(dtype)

@@ -1,0 +1,106 @@
+"""Peak memory beyond the operator, in gigabytes and in vectors, against what docstrings state.
+
+Each case runs in a process of its own: the high-water mark of resident memory is reset after the
+operator is made (``/proc/self/clear_refs``), and what it rises by until the end is the peak.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from timing import write
+
+import ritz
+from ritz.operators import DiagonalOperator
+
+LARGE, SMALL = 10_000_000, 1_000_000
+# name: (order, what the docstring states in vectors, target in GB)
+CASES = {
+    "lanczos, 100 steps, basis on host": (LARGE, 104, 5.0),
+    "lanczos, largest=5, max_vectors=20": (LARGE, 25, 1.5),
+    "lanczos, 100 steps, vectors": (SMALL, 104, None),
+    "lanczos, 100 steps, partial": (SMALL, 104, None),
+    "lanczos, 100 steps, none": (SMALL, 6, None),
+    "trace_function, block of 8": (SMALL, 6 * 8, None),
+    "trace_function, block of 8, full": (SMALL, 35 * 8, None),
+    "density, 1 probe, 30 steps": (SMALL, 35, None),
+    "solve, 8 systems": (SMALL, 6 * 8, None),
+}
+
+
+def job(name, n):
+    """The function to measure, with its operator and arguments made beforehand."""
+    spread = torch.rand(n, generator=torch.Generator().manual_seed(1)) + 1
+    # With a restart, outliers so near the bulk that the basis fills several times.
+    spread[:5] = torch.arange(1, 6) * (0.1 if "max_vectors" in name else 1.0) + 2
+    op = DiagonalOperator(spread)
+    right = torch.ones(n, 8) if name.startswith("solve") else None
+    return {
+        "lanczos, 100 steps, basis on host": lambda: ritz.lanczos(op, num_steps=100, basis="host"),
+        "lanczos, largest=5, max_vectors=20": lambda: ritz.lanczos(op, largest=5, max_vectors=20),
+        "lanczos, 100 steps, vectors": lambda: ritz.lanczos(op, num_steps=100, vectors=True),
+        "lanczos, 100 steps, partial": lambda: ritz.lanczos(
+            op, num_steps=100, reorthogonalize="partial"
+        ),
+        "lanczos, 100 steps, none": lambda: ritz.lanczos(op, num_steps=100, reorthogonalize="none"),
+        "trace_function, block of 8": lambda: ritz.trace_function(
+            op, torch.log, num_steps=30, num_probes=8, block_size=8
+        ),
+        "trace_function, block of 8, full": lambda: ritz.trace_function(
+            op, torch.log, num_steps=30, num_probes=8, block_size=8, reorthogonalize="full"
+        ),
+        "density, 1 probe, 30 steps": lambda: ritz.density(op, num_probes=1, num_steps=30),
+        "solve, 8 systems": lambda: ritz.solve(op, right),
+    }[name]
+
+
+def kilobytes(field):
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1])
+    raise OSError(f"no {field} in /proc/self/status")
+
+
+def measure(name):
+    """In the child: print the rise of the high-water mark in bytes."""
+    ritz.lanczos(torch.diag(torch.arange(1.0, 50.0)), num_steps=10)  # libraries load what they need
+    run = job(name, CASES[name][0])
+    Path("/proc/self/clear_refs").write_text("5")
+    before = kilobytes("VmRSS")
+    result = run()
+    print(json.dumps(1024 * (kilobytes("VmHWM") - before)))
+    del result
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--case", help="measure this one in this process")
+    options = parser.parse_args()
+    if options.case:
+        measure(options.case)
+        return
+    found = []
+    for name, (n, stated, target) in CASES.items():
+        command = [sys.executable, __file__, "--case", name]
+        done = subprocess.run(command, capture_output=True, text=True)
+        peak = json.loads(done.stdout) if done.returncode == 0 else None
+        if done.returncode:
+            print(name, done.stderr.strip().splitlines()[-1], flush=True)
+        found.append(
+            {
+                "case": name,
+                "n": n,
+                "GB": "failed" if peak is None else peak / 1e9,
+                "vectors": "" if peak is None else peak / (4 * n),
+                "stated": stated,
+                "target": f"<= {target} GB" if target else "",
+            }
+        )
+    write("memory", found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""What the benchmarks share: interleaved medians, the machine they ran on, tables and JSON."""
+
+import datetime
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+LIBRARIES = ("torch", "numpy", "scipy", "imate", "scikit-primate", "curvlinops-for-pytorch")
+
+
+def interleaved(
+    jobs: Mapping[str, Callable[[], object]], *, rounds: int = 5, warm_up: bool = True
+) -> dict[str, list[float]]:
+    """Seconds of each job in each round: all jobs run once a round, so noise falls on all alike."""
+    if warm_up:
+        for job in jobs.values():
+            job()
+    seconds: dict[str, list[float]] = {name: [] for name in jobs}
+    for _ in range(rounds):
+        for name, job in jobs.items():
+            begin = time.perf_counter()
+            job()
+            seconds[name].append(time.perf_counter() - begin)
+    return seconds
+
+
+def median(seconds: Sequence[float]) -> float:
+    """The middle value."""
+    return statistics.median(seconds)
+
+
+def ratio(above: Sequence[float], below: Sequence[float]) -> float:
+    """Median over rounds of the ratio of two jobs of the same round."""
+    return statistics.median(a / b for a, b in zip(above, below, strict=True))
+
+
+def machine() -> dict[str, Any]:
+    """Date, processor, and versions of what was measured."""
+    lines = (
+        Path("/proc/cpuinfo").read_text().splitlines() if os.path.exists("/proc/cpuinfo") else []
+    )
+    models = {line.split(":")[1].strip() for line in lines if line.startswith("model name")}
+    return {
+        "date": datetime.date.today().isoformat(),
+        "cpu": ", ".join(sorted(models)) or platform.processor(),
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "versions": {name: version for name in LIBRARIES if (version := _version(name))},
+    }
+
+
+def write(script: str, results: Sequence[Mapping[str, Any]]) -> None:
+    """Print the rows as a table, and write them with the machine to ``results/<script>.json``."""
+    print(table(results), flush=True)
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{Path(script).stem}.json"
+    path.write_text(json.dumps({"machine": machine(), "results": list(results)}, indent=1) + "\n")
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows of the same keys as aligned text."""
+    heads = list(rows[0])
+    cells = [heads, *([_text(row[head]) for head in heads] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(heads))]
+    lines = (zip(line, widths, strict=True) for line in cells)
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in line) for line in lines)
+
+
+def _text(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    print(json.dumps(machine() | {"threads": torch.get_num_threads()}, indent=1))
