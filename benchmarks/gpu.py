@@ -87,9 +87,15 @@ def block_rows():
         }
 
 
-if __name__ == "__main__":
+def main():
+    if not torch.cuda.is_available():
+        print("no CUDA device here: nothing measured")
+        return
     print(torch.cuda.get_device_name(), torch.__version__)
-    steps = [
-        step_row(*pair) for pair in (("device", "full"), ("device", "partial"), ("host", "full"))
-    ]
-    write(__file__, [dict.fromkeys(KEYS, "") | row for row in [*steps, *block_rows()]])
+    pairs = (("device", "full"), ("device", "partial"), ("host", "full"))
+    rows = [*(step_row(*pair) for pair in pairs), *block_rows()]
+    write(__file__, [dict.fromkeys(KEYS, "") | row for row in rows])
+
+
+if __name__ == "__main__":
+    main()
