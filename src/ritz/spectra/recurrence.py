@@ -27,7 +27,6 @@ ROUNDOFF = 8.0
 # Most units of roundoff that a freshly orthogonalised vector is taken to be from orthogonal.
 LOUDEST = 100.0
 
-
 _REMEMBERED = ("kept", "couplings", "alphas", "betas", "removed", "scale", "noise", "newest")
 
 
@@ -74,9 +73,8 @@ class Recurrence:
         self.omega = (np.empty(0), np.empty(0))  # bounds for the last two rows ("partial")
         self.again: list[tuple[int, int]] = []  # rows that the next step must subtract ("partial")
         self.noise = 1.0  # what orthogonality starts from, in units of roundoff ("partial")
-        self.removed: list[
-            float
-        ] = []  # what re-orthogonalising took that T does not know ("partial")
+        # What re-orthogonalising took away that the projected matrix does not know ("partial").
+        self.removed: list[float] = []
         self.begin(start)
 
     @property
@@ -223,8 +221,8 @@ class Recurrence:
         return alpha
 
     def _check_neighbour(self, vector: Tensor, older: int, before: float) -> None:
-        # "full" has all its rows to judge by; without any, the first steps must do: the pass over
-        # two vectors is a tenth of what a sparse product costs.
+        # "full" has all its rows to judge by. Where there are but two, the first steps must do: a
+        # pass over both is a tenth of what a sparse product costs.
         if self.mode == "partial" or (self.mode == "none" and self.size < CHECKED):
             found = self.basis.dot(older, vector)
             # Near rows are orthogonal to eps (||A|| / beta)^2 only, which small betas make large.
