@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ritz._core.checks import check_range
 from ritz._core.storage import storable
-from ritz.spectra.protocol import Band, as_points, band
+from ritz.spectra.protocol import Band, SampledDensity, as_points, band
 
 
 @final
@@ -103,7 +103,7 @@ class DiscreteDensity:
 @final
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SmoothedDensity:
+class SmoothedDensity(SampledDensity):
     r"""A discrete density convolved with a Gaussian of standard deviation ``width``.
 
     Smoothing biases moments: the mean square grows by ``width`` squared.
@@ -121,27 +121,6 @@ class SmoothedDensity:
         """The nodes and five widths beyond."""
         low, high = self.discrete.support
         return low - 5 * self.width, high + 5 * self.width
-
-    def pdf(self, x: Tensor) -> Tensor:
-        """Density at the points."""
-        return self._pdf_samples(x).mean(0)
-
-    def pdf_band(self, x: Tensor, *, sigmas: float = 2.0) -> Band:
-        """Lower and upper end of the pdf, that many standard errors over probes away."""
-        return band(self._pdf_samples(x), sigmas)
-
-    def cdf(self, x: Tensor) -> Tensor:
-        """Share of the eigenvalues at or below the points."""
-        return self._cdf_samples(x).mean(0)
-
-    def cdf_band(self, x: Tensor, *, sigmas: float = 2.0) -> Band:
-        """Lower and upper end of the cdf, that many standard errors over probes away."""
-        return band(self._cdf_samples(x), sigmas)
-
-    def mass(self, low: float, high: float) -> float:
-        """Share of the eigenvalues in ``(low, high]``."""
-        ends = self.cdf(torch.tensor([low, high], dtype=torch.float64))
-        return float(ends[1] - ends[0])
 
     def moment(self, degree: int) -> float:
         r"""Mean of that power, :math:`\sum_j \binom{m}{2j} \sigma^{2j} (2j-1)!! \mu_{m-2j}`."""

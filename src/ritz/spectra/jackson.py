@@ -9,13 +9,13 @@ from torch import Tensor
 
 from ritz._core.storage import storable
 from ritz.spectra.polynomials import Moments
-from ritz.spectra.protocol import Band, as_points, band
+from ritz.spectra.protocol import SampledDensity, as_points
 
 
 @final
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PolynomialDensity:
+class PolynomialDensity(SampledDensity):
     r"""The kernel polynomial density: Chebyshev moments damped by Jackson's kernel.
 
     .. math:: p(t) = \frac{1}{\pi \sqrt{1 - t^2}} \Big[\mu_0 + 2 \sum_{j=1}^m g_j \mu_j T_j(t)\Big]
@@ -38,27 +38,6 @@ class PolynomialDensity:
         """Standard deviation of Jackson's kernel in the middle of the interval."""
         low, high = self.support
         return math.pi / len(self.moments.mean) * (high - low) / 2
-
-    def pdf(self, x: Tensor) -> Tensor:
-        """Density at the points; zero outside the interval."""
-        return self._pdf_samples(x).mean(0)
-
-    def pdf_band(self, x: Tensor, *, sigmas: float = 2.0) -> Band:
-        """Lower and upper end of the pdf, that many standard errors over probes away."""
-        return band(self._pdf_samples(x), sigmas)
-
-    def cdf(self, x: Tensor) -> Tensor:
-        """Share of the eigenvalues at or below the points."""
-        return self._cdf_samples(x).mean(0)
-
-    def cdf_band(self, x: Tensor, *, sigmas: float = 2.0) -> Band:
-        """Lower and upper end of the cdf, that many standard errors over probes away."""
-        return band(self._cdf_samples(x), sigmas)
-
-    def mass(self, low: float, high: float) -> float:
-        """Share of the eigenvalues in ``(low, high]``."""
-        ends = self.cdf(torch.tensor([low, high], dtype=torch.float64))
-        return float(ends[1] - ends[0])
 
     def moment(self, degree: int) -> float:
         """Mean of that power, by a Gauss-Chebyshev rule that is exact for it."""
