@@ -1,0 +1,165 @@
+r"""What is known of a loss as a function of the network's outputs.
+
+For a mean loss :math:`\ell(f) = \frac{1}{n} \sum_i \ell_i(f_i)` over the terms of a batch: its
+Hessian :math:`\nabla^2 \ell`, a root :math:`S S^\top` of it, and labels drawn from the model
+whose negative log likelihood it is.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import grad, jvp, vmap
+from torch.nn import functional
+
+from ritz._core.checks import check_choice
+
+LossFunction = Callable[[Any, Any], Tensor]
+Kind = Literal["cross_entropy", "binary_cross_entropy", "squared_error"]
+
+_MODULES: dict[type[nn.Module], Kind] = {
+    nn.CrossEntropyLoss: "cross_entropy",
+    nn.BCEWithLogitsLoss: "binary_cross_entropy",
+    nn.MSELoss: "squared_error",
+}
+_FUNCTIONS: dict[Any, Kind] = {
+    functional.cross_entropy: "cross_entropy",
+    functional.binary_cross_entropy_with_logits: "binary_cross_entropy",
+    functional.mse_loss: "squared_error",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownLoss:
+    """A loss of torch with its Hessian in closed form.
+
+    Attributes:
+        kind: Which of the three.
+        ignore_index: Target whose term is left out, for ``cross_entropy``.
+        sampled: Whether labels can be drawn: not for a loss weighted or smoothed, which is no
+            likelihood.
+    """
+
+    kind: Kind
+    ignore_index: int = -100
+    sampled: bool = True
+
+    def hessian(self, outputs: Tensor, target: Tensor, tangent: Tensor) -> Tensor:
+        """The Hessian at ``outputs`` times ``tangent``, of the same shape."""
+        if self.kind == "squared_error":
+            return tangent * (2 / outputs.numel())
+        if self.kind == "binary_cross_entropy":
+            chance = outputs.sigmoid()
+            return tangent * (chance * (1 - chance) / outputs.numel())
+        chances = outputs.softmax(1)
+        mixed = chances * tangent
+        product = mixed - chances * mixed.sum(1, keepdim=True)
+        return product * self._weights(target, outputs).unsqueeze(1)
+
+    def root(self, outputs: Tensor, target: Tensor) -> Tensor:
+        r"""Columns of a root: ``(c, *outputs.shape)`` with :math:`\nabla^2 \ell = \sum_c s s^\top`
+        for every term; ``c`` is the number of outputs a term."""  # noqa: D205, D209
+        classes = outputs.shape[1] if outputs.ndim > 1 else 1
+        units = torch.eye(classes, dtype=outputs.dtype, device=outputs.device)
+        units = units.view(classes, 1, classes, *(1,) * (outputs.ndim - 2))
+        if outputs.ndim == 1:
+            units = units.view(1, 1)
+        if self.kind == "squared_error":
+            return units.expand(classes, *outputs.shape) * math.sqrt(2 / outputs.numel())
+        if self.kind == "binary_cross_entropy":
+            chance = outputs.sigmoid()
+            return units * (chance * (1 - chance) / outputs.numel()).sqrt()
+        chances = outputs.softmax(1)
+        # sqrt(p_c) (e_c - p): the outer products sum to diag(p) - p p'.
+        roots = chances.transpose(0, 1).unsqueeze(2).sqrt() * (units - chances)
+        return roots * self._weights(target, outputs).sqrt().unsqueeze(1)
+
+    def draw(self, outputs: Tensor, target: Tensor, generator: torch.Generator) -> Tensor:
+        """Labels drawn from the model of which this is the negative log likelihood."""
+        outputs = outputs.detach()
+        if self.kind == "squared_error":
+            # The mean of d squares is the negative log likelihood of variance d / 2.
+            noise = torch.randn(outputs.shape, generator=generator, dtype=torch.float64)
+            spread = math.sqrt(outputs.shape[1:].numel() / 2)
+            return outputs + noise.to(outputs) * spread
+        uniform_like = outputs if self.kind == "binary_cross_entropy" else target
+        uniform = torch.rand(uniform_like.shape, generator=generator, dtype=torch.float64)
+        uniform = uniform.to(outputs.device)
+        if self.kind == "binary_cross_entropy":
+            return (uniform < outputs.sigmoid()).to(outputs.dtype)
+        below = outputs.double().softmax(1).cumsum(1) < uniform.unsqueeze(1)
+        drawn = below.sum(1).clamp_max(outputs.shape[1] - 1)  # the last sum may fall short of one
+        return torch.where(target == self.ignore_index, target, drawn)
+
+    def _weights(self, target: Tensor, outputs: Tensor) -> Tensor:
+        """The weight of every term in the mean, of the shape of class indices."""
+        if target.is_floating_point():
+            shape = (outputs.shape[0], *outputs.shape[2:])
+            return outputs.new_full(shape, outputs.shape[1] / outputs.numel())
+        kept = (target != self.ignore_index).to(outputs.dtype)
+        return kept / kept.sum()
+
+
+def recognised(loss_fn: Any) -> KnownLoss | None:
+    """What is known of ``loss_fn``: a loss of torch, as module, function or partial of one."""
+    options: dict[str, Any] = {}
+    if isinstance(loss_fn, nn.Module):
+        kind = _MODULES.get(type(loss_fn))
+        names = ("reduction", "weight", "pos_weight", "ignore_index", "label_smoothing")
+        options = {name: getattr(loss_fn, name) for name in names if hasattr(loss_fn, name)}
+    else:
+        while isinstance(loss_fn, partial):
+            if loss_fn.args:
+                return None
+            options = loss_fn.keywords | options
+            loss_fn = loss_fn.func
+        kind = _FUNCTIONS.get(loss_fn) if callable(loss_fn) and loss_fn.__hash__ else None
+    weighted = options.get("weight") is not None or options.get("pos_weight") is not None
+    if kind is None or weighted or options.get("reduction", "mean") != "mean":
+        return None
+    return KnownLoss(
+        kind=kind,
+        ignore_index=options.get("ignore_index", -100),
+        sampled=not options.get("label_smoothing", 0.0),
+    )
+
+
+def output_hessian(loss_fn: Any, outputs: Any, target: Any, tangent: Any) -> Any:
+    """The Hessian of a loss in the outputs times a tangent: in closed form where it is known."""
+    known = recognised(loss_fn)
+    if known is not None:
+        return known.hessian(outputs, target, tangent)
+    gradient = grad(lambda point: loss_fn(point, target))
+    return jvp(gradient, (outputs,), (tangent,))[1]
+
+
+def sample_losses(loss_fn: LossFunction, outputs: Tensor, target: Any) -> Tensor:
+    """The loss of every sample, ``(batch,)``, from a loss that returns the mean of a batch."""
+
+    def one(output: Tensor, label: Any) -> Tensor:
+        return loss_fn(output.unsqueeze(0), label.unsqueeze(0))
+
+    return vmap(one)(outputs, target)
+
+
+def check_labels(loss_fn: Any, outputs: Any, target: Any, where: str) -> None:
+    """Raise unless class labels are among the outputs: on a GPU torch would end the process."""
+    known = recognised(loss_fn)
+    if known is None and not isinstance(loss_fn, nn.CrossEntropyLoss):
+        return
+    kind: str = "cross_entropy" if known is None else known.kind
+    check_choice("kind", kind, set(_MODULES.values()))
+    if kind != "cross_entropy" or not isinstance(target, Tensor) or target.is_floating_point():
+        return
+    ignored = loss_fn.ignore_index if known is None else known.ignore_index
+    labels = target[target != ignored]
+    if not len(labels):
+        raise ValueError(f"labels of {where} must not all be ignored")
+    low, high, classes = int(labels.min()), int(labels.max()), outputs.shape[1]
+    if low < 0 or high >= classes:
+        raise ValueError(f"labels of {where} must be between 0 and {classes - 1}, as the outputs "
+                         f"have {classes} classes; got {low if low < 0 else high}")  # fmt: skip

@@ -1,0 +1,383 @@
+"""A model, a loss and data at one point in weight space."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value
+
+from ritz._core.batchnorm import (
+    BATCH_NORM_MODES,
+    BatchNormMode,
+    batch_norms,
+    dropout_shapes,
+    evaluating,
+    masked_dropout,
+    recomputed_statistics,
+)
+from ritz._core.checks import check_choice, check_range, check_tensor
+from ritz._core.distributed import Group, all_sum
+from ritz._core.params import ParamSpace
+from ritz.curvature.adapters import Adapter, Forward
+from ritz.curvature.batches import Batch, Batches, joined, rows
+from ritz.curvature.losses import LossFunction, check_labels
+from ritz.curvature.points import Context, Params, Precision, Selection, copied, selected
+from ritz.curvature.settings import product_modes
+
+Sharing = Literal["split", "own", "none"]
+PREFIX = "model."
+
+
+@final
+class Risk:
+    r"""The mean loss :math:`L(\theta) = \frac{1}{N} \sum_i \ell_i(\theta) + \frac{\mu}{2}
+    \|\theta\|^2` of a model on fixed data, at the point where the model is now.
+
+    Parameters and buffers are copied, the model is never changed: neither its weights nor its
+    running statistics nor its mode, whatever is computed. Memory: one vector, the constants, and
+    the data up to 4 GiB (more is loaded again in every pass, and compared with the first).
+
+    Args:
+        model: Any module.
+        loss_fn: Takes outputs and target of a batch, returns the *mean* loss over its samples; any
+            callable, such as ``torch.nn.functional.cross_entropy``. ``None`` where the model
+            returns its own loss (as Hugging Face models do).
+        data: A ``DataLoader`` or list of batches, each ``(*inputs, target)`` or a dictionary of
+            keyword arguments (with ``labels`` as target); or all samples as a tuple or dictionary
+            of tensors. The order must be the same in every pass: a loader that shuffles or
+            augments is refused unless ``freeze``.
+        batch_norm: ``eval`` (running statistics), ``train`` (those of each batch) or
+            ``recomputed`` (running statistics recomputed over these data at this point).
+        params: Which parameters: a regular expression that the name must begin with (``layer3``,
+            ``.*bias``), a list of names, or a function of the name. All that require a gradient by
+            default; frozen ones never.
+        forward: Takes the model and a batch, returns ``(outputs, target)``; for other batches.
+        l2: The coefficient :math:`\mu`; it enters loss, gradient, Hessian and Gauss-Newton matrix.
+        dropout: ``off``, or ``fixed``: dropout layers use one mask for each batch.
+        batch_size: Samples a batch where all came at once: 512 by default, but a part of the
+            definition and so to be given where ``batch_norm="train"``.
+        freeze: Hold the batches of the first pass, so that shuffling or augmentation is taken as
+            it came.
+        count: Number of samples in a batch; the length of its first tensor by default.
+        precision: Of the arithmetic: ``float32``, ``tf32`` or ``float64``. By default that of the
+            parameters, and ``float32`` for half-precision ones, whose values it holds exactly.
+        sharing: With several processes: ``split`` (each was given all data and takes every k-th
+            batch), ``own`` (each was given its own part) or ``none`` (each for itself).
+        group: The processes; all by default.
+        seed: Of the dropout masks.
+
+    Attributes:
+        theta: The chosen parameters as one vector ``(P,)``, in the order of
+            ``named_parameters()``.
+        space: Their names and shapes.
+        num_samples: :math:`N`, over all processes.
+    """  # noqa: D205
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction | None,
+        data: Any,
+        *,
+        batch_norm: BatchNormMode = "eval",
+        params: Selection | None = None,
+        forward: Forward | None = None,
+        l2: float = 0.0,
+        dropout: Literal["off", "fixed"] = "off",
+        batch_size: int | None = None,
+        freeze: bool = False,
+        count: Callable[[Batch], int] | None = None,
+        precision: Precision | None = None,
+        sharing: Sharing = "split",
+        group: Group | None = None,
+        seed: int = 0,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        if loss_fn is not None and not callable(loss_fn):
+            raise TypeError(f"loss_fn must be callable or None, got {type(loss_fn).__name__}")
+        check_choice("batch_norm", batch_norm, BATCH_NORM_MODES)
+        check_choice("dropout", dropout, ("off", "fixed"))
+        check_choice("sharing", sharing, ("split", "own", "none"))
+        check_range("l2", l2, low=0.0)
+        if batch_norm == "train" and isinstance(data, tuple) and batch_size is None:
+            raise ValueError("batch_size must be given where batch_norm='train', got None: it is "
+                             "part of what the loss is")  # fmt: skip
+        self.model, self.loss_fn = model, loss_fn
+        self.batch_norm, self.dropout, self.l2, self.seed = batch_norm, dropout, float(l2), seed
+        self.sharing, self.group, self.precision = sharing, group, precision
+        self._adapter = Adapter(model, loss_fn, forward)
+        self.space, self.theta, self._constants, cast = copied(model, params, precision)
+        self._batches = Batches(
+            data,
+            batch_size=batch_size,
+            freeze=freeze,
+            count=count,
+            device=self.space.device,
+            dtype=cast,
+            group=group,
+            shared=sharing == "split",
+        )
+        self.num_samples = self._total(sum(self._batches.sizes))
+        self._shapes: dict[Any, list[tuple[tuple[int, ...], float]]] = {}
+        self._statistics: Params | None = None
+        self._check_first_batch()
+
+    # What is computed
+
+    def loss(self) -> float:
+        """The risk, with its L2 term: one forward pass."""
+        with torch.no_grad(), self.settings():
+            total = sum(
+                weight * self.batch_loss(self.params, context).double()
+                for _, context, weight in self.contexts()
+            )
+        total = self._reduced(torch.as_tensor(total, device=self.theta.device).double())
+        return float(total) + 0.5 * self.l2 * float(self.theta.double().square().sum())
+
+    def gradient(self) -> Tensor:
+        """The gradient ``(P,)``, with that of the L2 term: one forward and backward pass."""
+        total = torch.zeros_like(self.theta)
+        with self.settings():
+            for _, context, weight in self.contexts():
+                total.add_(self.batch_gradient(context)[0], alpha=weight)
+        return self._reduced(total).add_(self.theta, alpha=self.l2)
+
+    def batch_gradient(self, context: Context) -> tuple[Tensor, Tensor]:
+        """Gradient ``(P,)`` and loss of one batch, without the L2 term; inside ``settings``."""
+        by_params = grad_and_value(lambda params: self.batch_loss(params, context))
+        gradient, value = by_params(self.params)
+        return self.space.flatten(gradient).detach(), value.detach()
+
+    def evaluate(self, params: Params, context: Context) -> tuple[Any, Any]:
+        """Outputs and target of a batch at other values of the chosen parameters."""
+        state = {PREFIX + name: value for name, value in (params | context.constants).items()}
+        with masked_dropout(self.model, context.masks):
+            found: tuple[Any, Any] = functional_call(self._adapter, state, (context.batch,))
+        return found
+
+    def batch_loss(self, params: Params, context: Context) -> Tensor:
+        """The mean loss of a batch, without the L2 term; inside ``settings``."""
+        found: Tensor = self._adapter.loss(*self.evaluate(params, context))
+        return found
+
+    # Other risks
+
+    def at(self, theta: Tensor) -> "Risk":
+        """The same at another point ``(P,)``; statistics that were recomputed are so again."""
+        check_tensor(
+            "theta", theta, dtype=self.theta.dtype, device=self.theta.device, rows=len(self.theta)
+        )
+        return self._changed(theta=theta.detach().clone())
+
+    def with_batch_norm(self, mode: BatchNormMode) -> "Risk":
+        """The same with batch norm in another mode."""
+        check_choice("batch_norm", mode, BATCH_NORM_MODES)
+        return self._changed(batch_norm=mode)
+
+    def on(self, params: Selection) -> "Risk":
+        """The same as a function of some of its parameters, the others constant."""
+        other = self._changed()
+        names = selected(list(self.space.shapes), params)
+        values = self.params
+        other._constants = self._constants | {
+            name: values[name] for name in values if name not in names
+        }
+        other.space = ParamSpace({name: values[name] for name in names})
+        other.theta = other.space.flatten({name: values[name] for name in names})
+        return other
+
+    def batch(self, index: int) -> "Risk":
+        """The risk of one batch of this process's alone, as this process alone sees it."""
+        for number, batch in self._batches:
+            if number == index:
+                return self._on_batches([batch], [self._batches.sizes[number]])
+        raise IndexError(f"index must be that of one of {self.num_batches} batches, got {index}")
+
+    def samples(self, indices: Tensor, *, batch_size: int = 512) -> "Risk":
+        """The risk of some samples alone, by their position in the order of the data.
+
+        Needs data that are held in memory; not for batch statistics, which belong to batches.
+        """
+        self.require_separable("samples()")
+        batch, size = self.joined()
+        chosen = [rows(batch, part, size) for part in indices.split(batch_size)]
+        return self._on_batches(chosen, [len(part) for part in indices.split(batch_size)])
+
+    # What operators need
+
+    @property
+    def params(self) -> Params:
+        """The chosen parameters by name, as views of ``theta``."""
+        return self.space.unflatten(self.theta)
+
+    @property
+    def num_batches(self) -> int:
+        """Batches that this process was given."""
+        return len(self._batches)
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        """Samples in each of them."""
+        return list(self._batches.sizes)
+
+    @property
+    def separable(self) -> bool:
+        """Whether the loss of a sample does not depend on the others of its batch."""
+        return self.batch_norm != "train" or not batch_norms(self.model)
+
+    def require_separable(self, what: str) -> None:
+        """Raise where samples are not independent of each other."""
+        if not self.separable:
+            raise ValueError(f"{what} needs samples that do not depend on each other, got "
+                             "batch_norm='train': use 'eval' or 'recomputed'")  # fmt: skip
+
+    def joined(self) -> tuple[Batch, int]:
+        """All samples of this process as one batch, with their number."""
+        if not self._batches.held:
+            raise ValueError("data must be held in memory for this: pass freeze=True")
+        pairs = [(batch, self._batches.sizes[index]) for index, batch in self._batches]
+        if not pairs:
+            raise ValueError("data must hold at least one batch for each process, got none for one")
+        batches, sizes = zip(*pairs, strict=True)
+        return joined(batches, sizes), sum(sizes)
+
+    def contexts(self) -> Iterator[tuple[int, Context, float]]:
+        """Number, context and weight of each of this process's batches, in their fixed order.
+
+        Weights sum to one over all processes.
+        """
+        constants = self.constants()
+        for index, batch in self._batches:
+            weight = self._batches.sizes[index] / self.num_samples
+            yield index, Context(constants, batch, self._masks(index, batch)), weight
+
+    def constants(self) -> Params:
+        """What the model needs beside the chosen parameters."""
+        if self.batch_norm != "recomputed":
+            return self._constants
+        if self._statistics is None:
+            self._statistics = self._recomputed()
+        return self._constants | self._statistics
+
+    def settings(self) -> AbstractContextManager[None]:
+        """The modes in which products are taken, for a block, and then back as they were."""
+        return product_modes(
+            self._adapter,
+            batch_statistics=self.batch_norm == "train",
+            precision=self.precision,
+            device=self.theta.device,
+        )
+
+    def __repr__(self) -> str:
+        parts = [f"{self.space.size:,} parameters", f"{self.num_samples:,} samples"]
+        if batch_norms(self.model):
+            parts.append(f"batch norm {self.batch_norm}")
+        if self.l2:
+            parts.append(f"l2 {self.l2:g}")
+        if self.dropout == "fixed":
+            parts.append("dropout fixed")
+        if self.precision is not None:
+            parts.append(self.precision)
+        return f"Risk({type(self.model).__name__}, {', '.join(parts)})"
+
+    # Inside
+
+    def _masks(self, index: int, batch: Batch) -> list[Tensor] | None:
+        if self.dropout == "off":
+            return None
+        if index not in self._shapes:
+            context = Context(self._constants, batch, None)
+            with (
+                torch.no_grad(),
+                evaluating(self._adapter, batch_statistics=self.batch_norm == "train"),
+            ):
+                self._shapes[index] = dropout_shapes(
+                    self.model, lambda: self.evaluate(self.params, context)
+                )
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
+        masks = []
+        for shape, chance in self._shapes[index]:
+            kept = torch.rand(shape, generator=generator) >= chance
+            masks.append(kept.to(self.theta) / max(1 - chance, torch.finfo(torch.float32).tiny))
+        return masks
+
+    def _recomputed(self) -> Params:
+        weighted = [
+            (Context(self._constants, batch, self._masks(index, batch)),
+             self._batches.sizes[index] / self.num_samples)
+            for index, batch in self._batches
+        ]  # fmt: skip
+        with evaluating(self._adapter, batch_statistics=True):
+            return recomputed_statistics(
+                self.model,
+                lambda context: self.evaluate(self.params, context),  # type: ignore[arg-type]
+                weighted,
+                reduce=self._reduced,
+            )
+
+    def _check_first_batch(self) -> None:
+        """One batch, twice: the loss is a number, and the same number."""
+        for index, context, _ in self.contexts():
+            with torch.no_grad(), self.settings():
+                outputs, target = self.evaluate(self.params, context)
+                check_labels(self.loss_fn, outputs, target, f"batch {index}")
+                first = self._adapter.loss(outputs, target)
+                again = self.batch_loss(self.params, context)
+            _check_loss(first, index)
+            gap = abs(float(first) - float(again))
+            if not gap <= 100 * torch.finfo(self.theta.dtype).eps * abs(float(first)):
+                raise ValueError(
+                    f"model must give the same loss in two calls, got {float(first):.9g} and "
+                    f"{float(again):.9g}: has it dropout or noise that eval mode does not turn off?"
+                )
+            break
+
+    def diagnose(self) -> None:
+        """Raise an error that names the first batch whose labels, loss or gradient are bad."""
+        with self.settings():
+            for index, context, _ in self.contexts():
+                with torch.no_grad():
+                    outputs, target = self.evaluate(self.params, context)
+                check_labels(self.loss_fn, outputs, target, f"batch {index}")
+                gradient, loss = self.batch_gradient(context)
+                _check_loss(loss, index)
+                if not bool(torch.isfinite(gradient).all()):
+                    raise ValueError(f"the gradient of batch {index} must be finite, got NaN or "
+                                     f"Inf at a loss of {float(loss):.6g}")  # fmt: skip
+
+    def _on_batches(self, batches: list[Batch], sizes: list[int]) -> "Risk":
+        other = self._changed(sharing="none")
+        other._batches = Batches.fixed(batches, sizes)
+        other.num_samples = sum(sizes)
+        if self.batch_norm == "recomputed":
+            # Statistics belong to the whole, of which these are samples.
+            other.batch_norm, other._constants = "eval", self.constants()
+        return other
+
+    def _changed(self, **changes: Any) -> "Risk":
+        other = copy.copy(self)
+        other._statistics = None
+        for name, value in changes.items():
+            setattr(other, name, value)
+        return other
+
+    def _reduced(self, tensor: Tensor) -> Tensor:
+        return tensor if self.sharing == "none" else all_sum(tensor, self.group)
+
+    def _total(self, own: int) -> int:
+        if self.sharing != "own":
+            return own
+        return int(all_sum(torch.tensor(own, device=self.space.device), self.group))
+
+
+def _check_loss(loss: Any, index: int) -> None:
+    if not isinstance(loss, Tensor) or loss.ndim:
+        got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(f"loss_fn must return one number, the mean over the batch, got {got} in "
+                         f"batch {index}: use reduction='mean'")  # fmt: skip
+    if not bool(torch.isfinite(loss)):
+        raise ValueError(f"the loss of batch {index} must be finite, got {float(loss)}")

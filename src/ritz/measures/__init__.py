@@ -1,0 +1,1 @@
+"""Measures of networks: sharpness, landscapes, noise."""
