@@ -4,9 +4,10 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from ritz import operators, spectra
+from ritz import curvature, operators, spectra
 from ritz._core.results import Estimate, NotConvergedError, Status
 from ritz._core.storage import load, save
+from ritz.curvature import Risk, fisher, ggn, gradient_covariance, hessian
 from ritz.operators import LinearOperator, as_operator
 from ritz.spectra import (
     Density,
@@ -34,14 +35,20 @@ __all__ = [
     "Estimate",
     "LinearOperator",
     "NotConvergedError",
+    "Risk",
     "Spectrum",
     "Status",
     "__version__",
     "as_operator",
     "bounds",
+    "curvature",
     "density",
     "diagonal",
+    "fisher",
     "frobenius_norm",
+    "ggn",
+    "gradient_covariance",
+    "hessian",
     "lanczos",
     "load",
     "moments",

@@ -3,39 +3,22 @@
 from collections.abc import Callable
 from typing import Any, final
 
-from torch import Tensor
 from torch.func import jvp, vjp
 from torch.utils._pytree import tree_map
 
 from ritz.curvature.losses import output_hessian
 from ritz.curvature.points import Context, Params
-from ritz.curvature.products import Engine, Products
+from ritz.curvature.products import CurvatureOperator, Engine, Products
 from ritz.curvature.risk import Risk
-from ritz.operators.base import LinearOperator
 
+Evaluate = Callable[[Params], tuple[Any, Any]]  # outputs and target
 # Takes outputs, target and a tangent of the outputs; returns a cotangent.
 Middle = Callable[[Any, Any, Any], Any]
 
 
 @final
-class GGNOperator(LinearOperator):
+class GGNOperator(CurvatureOperator):
     r"""The matrix :math:`G = \frac{1}{N} \sum_i J_i^\top \nabla^2_f \ell_i J_i`, never formed."""
-
-    def __init__(self, products: Products) -> None:
-        risk = products.risk
-        super().__init__(
-            risk.space.size,
-            dtype=risk.theta.dtype,
-            device=risk.theta.device,
-            block_size=products.block_size,
-        )
-        self.risk, self.products = risk, products
-
-    def _matmat(self, block: Tensor) -> Tensor:
-        return self.products.matmat(block)
-
-    def _detail(self) -> str:
-        return repr(self.risk)
 
 
 def ggn(
@@ -72,6 +55,7 @@ def ggn(
             compiled=compile,
             memory=memory,
             block_size=block_size,
+            shift=risk.l2,
         )
     )
 
@@ -83,15 +67,13 @@ def require_outputs(risk: Risk, what: str) -> None:
                          "loss_fn=None: pass loss_fn, and forward if need be")  # fmt: skip
 
 
-def pushed_and_pulled(
-    risk: Risk, params: Params, context: Context, vector: Params, middle: Middle
-) -> Params:
-    r"""The product :math:`J^\top M J v`; ``middle`` takes outputs, target and :math:`J v`."""
+def pushed_and_pulled(evaluate: Evaluate, params: Params, vector: Params, middle: Middle) -> Params:
+    r"""The product :math:`J^\top M J v` with the Jacobian of the outputs of ``evaluate``."""
     target = None
 
     def outputs(point: Params) -> Any:
         nonlocal target
-        found, target = risk.evaluate(point, context)
+        found, target = evaluate(point)
         return found
 
     found, tangent = jvp(outputs, (params,), (vector,))[:2]
@@ -100,15 +82,13 @@ def pushed_and_pulled(
     return product
 
 
-def pulled_twice(
-    risk: Risk, params: Params, context: Context, vector: Params, middle: Middle
-) -> Params:
+def pulled_twice(evaluate: Evaluate, params: Params, vector: Params, middle: Middle) -> Params:
     r"""The same by reverse rules alone: :math:`J v` transposes :math:`u \mapsto J^\top u`."""
     target = None
 
     def outputs(point: Params) -> Any:
         nonlocal target
-        found, target = risk.evaluate(point, context)
+        found, target = evaluate(point)
         return found
 
     found, pull = vjp(outputs, params)[:2]
@@ -119,11 +99,15 @@ def pulled_twice(
 
 
 def _forward(risk: Risk, params: Params, context: Context, vector: Params) -> Params:
-    return pushed_and_pulled(risk, params, context, vector, _middle(risk))
+    return pushed_and_pulled(_evaluation(risk, context), params, vector, _middle(risk))
 
 
 def _reverse(risk: Risk, params: Params, context: Context, vector: Params) -> Params:
-    return pulled_twice(risk, params, context, vector, _middle(risk))
+    return pulled_twice(_evaluation(risk, context), params, vector, _middle(risk))
+
+
+def _evaluation(risk: Risk, context: Context) -> Evaluate:
+    return lambda point: risk.evaluate(point, context)
 
 
 def _middle(risk: Risk) -> Middle:

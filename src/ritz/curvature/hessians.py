@@ -2,34 +2,16 @@
 
 from typing import final
 
-from torch import Tensor
 from torch.func import grad, jvp, vjp
 
 from ritz.curvature.points import Context, Params
-from ritz.curvature.products import Engine, Products
+from ritz.curvature.products import CurvatureOperator, Engine, Products
 from ritz.curvature.risk import Risk
-from ritz.operators.base import LinearOperator
 
 
 @final
-class HessianOperator(LinearOperator):
+class HessianOperator(CurvatureOperator):
     r"""The Hessian :math:`H = \nabla^2 L(\theta)`, never formed; made by :func:`hessian`."""
-
-    def __init__(self, products: Products) -> None:
-        risk = products.risk
-        super().__init__(
-            risk.space.size,
-            dtype=risk.theta.dtype,
-            device=risk.theta.device,
-            block_size=products.block_size,
-        )
-        self.risk, self.products = risk, products
-
-    def _matmat(self, block: Tensor) -> Tensor:
-        return self.products.matmat(block)
-
-    def _detail(self) -> str:
-        return repr(self.risk)
 
 
 def hessian(
@@ -62,6 +44,7 @@ def hessian(
             compiled=compile,
             memory=memory,
             block_size=block_size,
+            shift=risk.l2,
         )
     )
 

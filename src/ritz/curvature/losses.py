@@ -78,6 +78,25 @@ class KnownLoss:
         roots = chances.transpose(0, 1).unsqueeze(2).sqrt() * (units - chances)
         return roots * self._weights(target, outputs).sqrt().unsqueeze(1)
 
+    def sampled_hessian(
+        self, outputs: Tensor, target: Tensor, drawn: Tensor, tangent: Tensor
+    ) -> Tensor:
+        r"""The mean over terms of :math:`s s^\top`, ``s`` the gradient at drawn labels.
+
+        Its expectation is the Hessian.
+        """
+        if self.kind == "squared_error":
+            slope = (outputs - drawn) * (2 / outputs[0].numel())
+            along = (slope * tangent).flatten(1).sum(1) / len(outputs)
+            return slope * along.view(-1, *(1,) * (outputs.ndim - 1))
+        if self.kind == "binary_cross_entropy":
+            return tangent * ((outputs.sigmoid() - drawn).square() / outputs.numel())
+        ignored = drawn == self.ignore_index
+        hot = functional.one_hot(torch.where(ignored, 0, drawn), outputs.shape[1])
+        slope = outputs.softmax(1) - hot.movedim(-1, 1).to(outputs.dtype)
+        along = (slope * tangent).sum(1) * self._weights(target, outputs)
+        return slope * along.unsqueeze(1)
+
     def draw(self, outputs: Tensor, target: Tensor, generator: torch.Generator) -> Tensor:
         """Labels drawn from the model of which this is the negative log likelihood."""
         outputs = outputs.detach()
@@ -137,13 +156,15 @@ def output_hessian(loss_fn: Any, outputs: Any, target: Any, tangent: Any) -> Any
     return jvp(gradient, (outputs,), (tangent,))[1]
 
 
-def sample_losses(loss_fn: LossFunction, outputs: Tensor, target: Any) -> Tensor:
+def sample_losses(loss_fn: Any, outputs: Tensor, target: Any) -> Tensor:
     """The loss of every sample, ``(batch,)``, from a loss that returns the mean of a batch."""
 
     def one(output: Tensor, label: Any) -> Tensor:
-        return loss_fn(output.unsqueeze(0), label.unsqueeze(0))
+        loss: Tensor = loss_fn(output.unsqueeze(0), label.unsqueeze(0))
+        return loss
 
-    return vmap(one)(outputs, target)
+    losses: Tensor = vmap(one)(outputs, target)
+    return losses
 
 
 def check_labels(loss_fn: Any, outputs: Any, target: Any, where: str) -> None:

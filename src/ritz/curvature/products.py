@@ -1,6 +1,6 @@
 """Products with matrices that are means over batches, by the fastest way that works."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, final
 
@@ -13,6 +13,7 @@ from ritz._core.checks import check_choice, check_count
 from ritz.curvature.linearize import Linearization, nbytes
 from ritz.curvature.points import Context, Params
 from ritz.curvature.risk import Risk
+from ritz.operators.base import LinearOperator
 
 Column = Callable[[Risk, Params, Context, Params], Params]
 Engine = Literal["auto", "linearized", "eager"]
@@ -39,6 +40,7 @@ class Products:
         memory: Bytes for what is kept. Default: 2 GiB, or half of what a GPU has free.
         block_size: Columns multiplied at once: 8 by default, and one by one on the CPU for a model
             with convolutions, where a block of them is dearer than its columns.
+        shift: Multiple of the identity to add to the sum, such as that of an L2 term.
         extra: What the products need of a batch beside it, by its number.
     """
 
@@ -51,6 +53,7 @@ class Products:
         compiled: bool = False,
         memory: int | None = None,
         block_size: int | None = None,
+        shift: float = 0.0,
         extra: Callable[[int], Any] = lambda index: None,
     ) -> None:
         check_choice("engine", engine, ENGINES)
@@ -58,7 +61,7 @@ class Products:
             raise ValueError("compile=True needs engine='linearized', got 'eager'")
         if block_size is not None:
             check_count("block_size", block_size)
-        self.risk, self.extra = risk, extra
+        self.risk, self.shift, self.extra = risk, shift, extra
         self.block_size = _width(risk) if block_size is None else block_size
         self._columns, self._engine, self._compiled = columns, engine, compiled
         self._room = memory
@@ -69,36 +72,40 @@ class Products:
 
     def matmat(self, block: Tensor) -> Tensor:
         """The sum over the batches of all processes: ``(n, k)``."""
-        risk = self.risk
-        vectors = block.T.contiguous()
-        total = torch.zeros_like(vectors)
-        with risk.settings():
-            for index, context, weight in risk.contexts():
-                if (extra := self.extra(index)) is not None:
-                    context = replace(context, extra=extra)
-                self._add(total, vectors, index, context, weight)
-        risk._reduced(total)
-        if risk.l2:
-            total.add_(vectors, alpha=risk.l2)
+        total = torch.zeros(block.shape[1], len(block), dtype=block.dtype, device=block.device)
+        for weight, product in self.each(block):
+            total.add_(product.T, alpha=weight)
+        self.risk.reduced(total)
+        if self.shift:
+            total.add_(block.T, alpha=self.shift)
         if not bool(torch.isfinite(total.sum())):
-            risk.diagnose()
+            self.risk.diagnose()
         return total.T
 
-    def _add(
-        self, total: Tensor, vectors: Tensor, index: int, context: Context, weight: float
-    ) -> None:
+    def each(self, block: Tensor) -> Iterator[tuple[float, Tensor]]:
+        """Weight and product ``(n, k)`` of each of this process's batches in turn, unshifted."""
+        vectors = block.T.contiguous()
+        for index, context, weight in self.risk.contexts():
+            if (extra := self.extra(index)) is not None:
+                context = replace(context, extra=extra)
+            with self.risk.settings():
+                product = self._batch(vectors, index, context)
+            yield weight, product.T
+
+    def _batch(self, vectors: Tensor, index: int, context: Context) -> Tensor:
         if self._chosen is None:
             self._choose(context, vectors[:1])
         trace = self._trace(context) if self._engine == "linearized" else None
         kept = None if trace is None else self._primal(trace, index, context)
+        products = []
         for rows in _chunks(len(vectors), self.block_size):
             tangent = _tensors(self.risk, vectors[rows])
             if trace is None or kept is None:
                 product = self._eager(context, tangent)
             else:
                 product = trace.tangent(kept, tangent)
-            flat = torch.cat([leaf.reshape(len(leaf), -1) for leaf in product], 1)
-            total[rows].add_(flat, alpha=weight)
+            products.append(torch.cat([leaf.reshape(len(leaf), -1) for leaf in product], 1))
+        return products[0] if len(products) == 1 else torch.cat(products)
 
     def _eager(self, context: Context, tangent: Sequence[Tensor]) -> list[Tensor]:
         one = self._one
@@ -200,6 +207,26 @@ class Products:
             return f"its product differs by {(gap / size) ** 0.5:.1g}"
         self._traces[_shape(context)] = trace
         return ""
+
+
+class CurvatureOperator(LinearOperator):
+    """A matrix of a risk that is a mean over batches; ``products`` knows how it is multiplied."""
+
+    def __init__(self, products: Products) -> None:
+        risk = products.risk
+        super().__init__(
+            risk.space.size,
+            dtype=risk.theta.dtype,
+            device=risk.theta.device,
+            block_size=products.block_size,
+        )
+        self.risk, self.products = risk, products
+
+    def _matmat(self, block: Tensor) -> Tensor:
+        return self.products.matmat(block)
+
+    def _detail(self) -> str:
+        return repr(self.risk)
 
 
 def _width(risk: Risk) -> int:

@@ -135,7 +135,7 @@ class Risk:
                 weight * self.batch_loss(self.params, context).double()
                 for _, context, weight in self.contexts()
             )
-        total = self._reduced(torch.as_tensor(total, device=self.theta.device).double())
+        total = self.reduced(torch.as_tensor(total, device=self.theta.device).double())
         return float(total) + 0.5 * self.l2 * float(self.theta.double().square().sum())
 
     def gradient(self) -> Tensor:
@@ -144,7 +144,7 @@ class Risk:
         with self.settings():
             for _, context, weight in self.contexts():
                 total.add_(self.batch_gradient(context)[0], alpha=weight)
-        return self._reduced(total).add_(self.theta, alpha=self.l2)
+        return self.reduced(total).add_(self.theta, alpha=self.l2)
 
     def batch_gradient(self, context: Context) -> tuple[Tensor, Tensor]:
         """Gradient ``(P,)`` and loss of one batch, without the L2 term; inside ``settings``."""
@@ -255,6 +255,10 @@ class Risk:
             weight = self._batches.sizes[index] / self.num_samples
             yield index, Context(constants, batch, self._masks(index, batch)), weight
 
+    def reduced(self, tensor: Tensor) -> Tensor:
+        """The sum of a tensor over the processes that share the data, in place."""
+        return tensor if self.sharing == "none" else all_sum(tensor, self.group)
+
     def constants(self) -> Params:
         """What the model needs beside the chosen parameters."""
         if self.batch_norm != "recomputed":
@@ -316,7 +320,7 @@ class Risk:
                 self.model,
                 lambda context: self.evaluate(self.params, context),  # type: ignore[arg-type]
                 weighted,
-                reduce=self._reduced,
+                reduce=self.reduced,
             )
 
     def _check_first_batch(self) -> None:
@@ -364,9 +368,6 @@ class Risk:
         for name, value in changes.items():
             setattr(other, name, value)
         return other
-
-    def _reduced(self, tensor: Tensor) -> Tensor:
-        return tensor if self.sharing == "none" else all_sum(tensor, self.group)
 
     def _total(self, own: int) -> int:
         if self.sharing != "own":
