@@ -1,0 +1,162 @@
+"""Batch norm folded into the layers before it: the same function of fewer parameters."""
+
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.utils.parametrize import is_parametrized
+
+from ritz._core.batchnorm import batch_norms, evaluating
+
+Layer = _ConvNd | nn.Linear
+
+
+def fold_batch_norm(model: nn.Module, *, strict: bool = True) -> nn.Module:
+    r"""Return a copy of a model with eval-mode batch norm folded into the layers before it.
+
+    .. math:: \gamma \frac{W x + b - m}{\sqrt{v + \epsilon}} + \beta = (S W) x + S (b - m) + \beta,
+        \qquad S = \operatorname{diag}\frac{\gamma}{\sqrt{v + \epsilon}}
+
+    The copy has the outputs that the model has in eval mode, to roundoff, in either mode: batch
+    norm is an identity there. Its curvature does not change when a layer is scaled and batch norm
+    undoes it; compare largest eigenvalues of networks after folding.
+
+    A layer and a batch norm are a pair where the batch norm is called once, on the output of a
+    convolution, transposed convolution or linear layer, itself called once, that nothing else uses.
+    Calls are followed by ``torch.fx``; where it cannot follow a module, its submodules are taken
+    one by one, and neighbours in an ``nn.Sequential`` for pairs. A linear layer is taken to act on
+    ``(n, features)``.
+
+    Args:
+        model: Any; it is not changed.
+        strict: Whether a batch norm that cannot be folded is an error, or left as it is.
+
+    Reference: Wen et al., *Interplay between optimization and generalization of stochastic gradient
+    descent with covariance noise*, section 5.3.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    folded = copy.deepcopy(model)
+    with evaluating(folded, batch_statistics=False):
+        before = dict(_pairs(folded, ""))
+    modules = dict(folded.named_modules())
+    pairs: list[tuple[Layer, _BatchNorm]] = []
+    reasons: dict[str, str] = {}
+    for name, norm in batch_norms(folded).items():
+        layer = modules.get(before[name]) if name in before else None
+        if not isinstance(layer, Layer):
+            reasons[name] = "no convolution or linear layer of its own is found before it"
+        elif reason := _obstacle(folded, layer, norm):
+            reasons[name] = reason
+        else:
+            pairs.append((layer, norm))
+    if reasons and strict:
+        listed = "; ".join(f"{name or 'itself'}: {reason}" for name, reason in reasons.items())
+        raise ValueError(f"model must have batch norm that can be folded, but not {listed}; pass "
+                         "strict=False to leave it as it is")  # fmt: skip
+    for layer, norm in pairs:
+        _fold(layer, norm)
+        _replace(folded, norm)
+    return folded
+
+
+def _pairs(module: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
+    """Names of batch norms with those of the layers before them."""
+    if not batch_norms(module):
+        return
+    try:
+        graph = fx.Tracer().trace(module)
+    except Exception:  # a user's forward may fail on what fx gives it in any way
+        yield from _neighbours(module, prefix)
+        for name, child in module.named_children():
+            yield from _pairs(child, f"{prefix}{name}.")
+        return
+    sources: dict[str, list[fx.Node | None]] = {}
+    for node in graph.nodes:
+        if node.op == "call_module" and isinstance(module.get_submodule(node.target), _BatchNorm):
+            source = node.args[0] if node.args else None
+            known = source if isinstance(source, fx.Node) else None
+            sources.setdefault(node.target, []).append(known)
+    uses = _uses(graph)
+    for name, calls in sources.items():
+        first = calls[0]
+        if first is None or first.op != "call_module":
+            continue
+        together = all(
+            call is not None and call.target == first.target and len(call.users) == 1
+            for call in calls
+        )
+        if together and len(calls) == uses[str(first.target)] == uses[name]:
+            yield prefix + name, f"{prefix}{first.target}"
+
+
+def _uses(graph: fx.Graph) -> Counter[str]:
+    """How often each module is called or a tensor of it read."""
+    uses: Counter[str] = Counter()
+    for node in graph.nodes:
+        if node.op == "call_module":
+            uses[node.target] += 1
+        elif node.op == "get_attr":
+            uses[node.target.rpartition(".")[0]] += 1
+    return uses
+
+
+def _neighbours(module: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
+    if isinstance(module, nn.Sequential):
+        for (before, _), (name, layer) in pairwise(module.named_children()):
+            if isinstance(layer, _BatchNorm):
+                yield prefix + name, prefix + before
+
+
+def _obstacle(model: nn.Module, layer: Layer, norm: _BatchNorm) -> str:
+    """Why a batch norm cannot be folded into a layer; empty where it can."""
+    kind = type(layer).__name__
+    if norm.running_mean is None:
+        return "it has no running statistics"
+    if is_parametrized(layer) or "weight" not in layer._parameters:
+        return f"the {kind} before it has parametrised weights"
+    if layer._forward_hooks or norm._forward_hooks or norm._forward_pre_hooks:
+        return f"it or the {kind} before it has hooks"
+    features = layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
+    if features != norm.num_features:
+        return f"the {kind} before it has {features} outputs, not {norm.num_features}"
+    own = {id(tensor) for tensor in layer.parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    if sum(id(tensor) in own for _, tensor in every) > len(own):
+        return f"the {kind} before it, or its weights, stand in several places"
+    return ""
+
+
+@torch.no_grad()
+def _fold(layer: Layer, norm: _BatchNorm) -> None:
+    mean, variance = (norm.get_buffer(name).double() for name in ("running_mean", "running_var"))
+    scale = (variance + norm.eps).rsqrt()
+    if norm.weight is not None:
+        scale = scale * norm.weight.double()
+    weight = layer.weight
+    bias = -mean if layer.bias is None else layer.bias.double() - mean
+    bias = bias * scale if norm.bias is None else bias * scale + norm.bias.double()
+    weight.copy_(_scaled(layer, weight.double(), scale))
+    layer.bias = nn.Parameter(bias.to(weight.dtype), requires_grad=weight.requires_grad)
+
+
+def _scaled(layer: Layer, weight: Tensor, scale: Tensor) -> Tensor:
+    """Weights with each output multiplied by its scale."""
+    if not isinstance(layer, _ConvTransposeNd):
+        return weight * scale.view(-1, *(1,) * (weight.ndim - 1))
+    # (inputs, outputs a group, ...): the group of an output is that of its inputs.
+    groups = weight.view(layer.groups, -1, *weight.shape[1:])
+    factors = scale.view(layer.groups, 1, -1, *(1,) * (weight.ndim - 2))
+    return (groups * factors).view_as(weight)
+
+
+def _replace(model: nn.Module, norm: nn.Module) -> None:
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if child is norm:
+                setattr(parent, name, nn.Identity())

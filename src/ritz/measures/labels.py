@@ -1,0 +1,27 @@
+"""Outputs beside the classes they should have named."""
+
+from typing import Any
+
+from torch import Tensor
+
+from ritz.curvature.losses import recognised
+
+
+def labelled(loss_fn: Any, outputs: Any, target: Any) -> tuple[Tensor, Tensor] | None:
+    """Outputs ``(n, classes)`` and labels ``(n,)`` of the terms of a batch that are not ignored.
+
+    ``None`` where targets are not class labels: integers, one for each vector of outputs along
+    axis 1, as cross-entropy has them.
+    """
+    if not isinstance(outputs, Tensor) or not isinstance(target, Tensor):
+        return None
+    if target.is_floating_point() or outputs.ndim != target.ndim + 1:
+        return None
+    if outputs.shape[:1] + outputs.shape[2:] != target.shape:
+        return None
+    known = recognised(loss_fn)
+    ignored = getattr(loss_fn, "ignore_index", -100) if known is None else known.ignore_index
+    rows = outputs.movedim(1, -1).reshape(-1, outputs.shape[1])
+    labels = target.reshape(-1)
+    kept = labels != ignored
+    return rows[kept], labels[kept]

@@ -1,0 +1,284 @@
+"""Loss and accuracy along directions in weight space, and on planes of two of them."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ritz._core.batchnorm import BATCH_NORM_MODES, BatchNormMode, batch_norms
+from ritz._core.checks import check_choice, check_count, check_range
+from ritz._core.progress import Progress, tracking
+from ritz._core.storage import storable
+from ritz.curvature.risk import Risk
+from ritz.measures.directions import Directions, check_direction, named_directions
+from ritz.measures.labels import labelled
+
+Values = tuple[float, float]  # loss and accuracy, NaN where there is none
+KEYS = ("running_mean", "running_var")
+
+
+@storable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Landscape:
+    r"""Loss and accuracy at :math:`\theta + t u_k`, for each of ``k`` directions.
+
+    Attributes:
+        names: Of the directions.
+        t: Steps along each, ascending, ``(n,)``.
+        norms: Lengths of the directions, ``(k,)``: a step :math:`t` goes :math:`t \|u_k\|` far.
+        loss: On the data of the risk, with its L2 term, ``(k, n)``, float64.
+        accuracy: Share of samples whose largest output is their class, ``(k, n)``; ``None`` where
+            targets are not class labels.
+        test_loss: On the test data, ``(k, n)``, or ``None``.
+        test_accuracy: Likewise.
+        batch_norm: Mode of batch norm.
+        risk: What the risk said it was.
+    """
+
+    names: tuple[str, ...]
+    t: Tensor
+    norms: Tensor
+    loss: Tensor
+    accuracy: Tensor | None
+    test_loss: Tensor | None
+    test_accuracy: Tensor | None
+    batch_norm: str
+    risk: str
+
+    def __str__(self) -> str:
+        width = max(map(len, self.names)) + 2
+        ends = f"t = {float(self.t[0]):g}", f"t = {float(self.t[-1]):g}"
+        lines = [f"Landscape of {self.risk}, batch norm {self.batch_norm}, {len(self.t)} points"]
+        lines.append(
+            f"  {'':{width}}{'loss at ' + ends[0]:>18}{ends[1]:>12}{'least':>12}{'at':>10}"
+        )
+        for k, name in enumerate(self.names):
+            low = int(self.loss[k].argmin())
+            values = [float(self.loss[k, i]) for i in (0, -1, low)]
+            lines.append(
+                f"  {name:{width}}{values[0]:>18.5g}{values[1]:>12.5g}{values[2]:>12.5g}"
+                f"{float(self.t[low]):>10.3g}"
+            )
+        return "\n".join(lines)
+
+
+@storable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Landscape2d:
+    r"""Loss and accuracy at :math:`\theta + s u + t v`.
+
+    Attributes:
+        names: Of the two directions.
+        s: Steps along the first, ascending, ``(n,)``.
+        t: Steps along the second, ascending, ``(n,)``.
+        norms: Lengths of the directions, ``(2,)``.
+        loss: On the data of the risk, with its L2 term, ``(n, n)``, float64; a row for each
+            :math:`s`.
+        accuracy: ``(n, n)``, or ``None`` where targets are not class labels.
+        test_loss: On the test data, ``(n, n)``, or ``None``.
+        test_accuracy: Likewise.
+        batch_norm: Mode of batch norm.
+        risk: What the risk said it was.
+    """
+
+    names: tuple[str, str]
+    s: Tensor
+    t: Tensor
+    norms: Tensor
+    loss: Tensor
+    accuracy: Tensor | None
+    test_loss: Tensor | None
+    test_accuracy: Tensor | None
+    batch_norm: str
+    risk: str
+
+    def __str__(self) -> str:
+        i, j = divmod(int(self.loss.argmin()), len(self.t))
+        return (
+            f"Landscape of {self.risk}, batch norm {self.batch_norm}, "
+            f"{len(self.s)} x {len(self.t)} points\n"
+            f"  loss from {float(self.loss.min()):.5g} at ({float(self.s[i]):.3g}, "
+            f"{float(self.t[j]):.3g}) to {float(self.loss.max()):.5g}"
+        )
+
+
+def landscape(
+    risk: Risk,
+    directions: Directions,
+    *,
+    distance: float = 1.0,
+    num_points: int = 21,
+    test: Risk | None = None,
+    batch_norm: BatchNormMode | None = None,
+    progress: bool | Progress = False,
+) -> Landscape:
+    r"""Return loss and accuracy at :math:`\theta + t u_k`, :math:`|t| \le` ``distance``.
+
+    One forward pass over the data a point and direction, two where batch norm is recomputed.
+
+    Args:
+        risk: The loss at the centre :math:`\theta`; the model is not changed.
+        directions: A spectrum with vectors (those of the largest, the smallest and the
+            smallest-magnitude Ritz value are taken), one direction ``(P,)``, several as columns
+            ``(P, k)``, or named ones; see :func:`random_direction` and :func:`filter_normalized`.
+        distance: Largest :math:`|t|`, in lengths of each direction: Ritz vectors and random
+            directions have unit length, so it is a distance in weight space; for filter-normalised
+            ones it is the share of each filter's norm.
+        num_points: Evenly spaced; an odd number has the centre among them.
+        test: A risk of the same parameters on other data, evaluated at the same points.
+        batch_norm: Mode for both risks in place of their own. ``recomputed`` estimates the
+            running statistics again at each point, from the data of ``risk``, and uses
+            them for both.
+        progress: Whether to show a bar, or what to tell.
+
+    Reference: section 4.4 of *Spectral Machine Learning*; Li et al. (2018).
+    """
+    check_count("num_points", num_points, low=2)
+    probe = _Probe(risk, test, batch_norm)
+    chosen = named_directions(directions, risk)
+    steps = _steps("distance", distance, num_points)
+    shape = (len(chosen), num_points)
+    points = (risk.theta + t * u for u in chosen.values() for t in steps)
+    own, other = probe.along(points, math.prod(shape), progress)
+    return Landscape(
+        names=tuple(chosen),
+        t=torch.tensor(steps, dtype=torch.float64),
+        norms=torch.stack([u.double().norm().cpu() for u in chosen.values()]),
+        batch_norm=probe.mode,
+        risk=repr(risk),
+        loss=_array(own, 0, shape),
+        accuracy=_accuracy(own, shape),
+        test_loss=_array(other, 0, shape) if test is not None else None,
+        test_accuracy=_accuracy(other, shape),
+    )
+
+
+def landscape2d(
+    risk: Risk,
+    first: Tensor,
+    second: Tensor,
+    *,
+    distance: float | tuple[float, float] = 1.0,
+    num_points: int = 21,
+    names: tuple[str, str] = ("first", "second"),
+    test: Risk | None = None,
+    batch_norm: BatchNormMode | None = None,
+    progress: bool | Progress = False,
+) -> Landscape2d:
+    r"""Return loss and accuracy at :math:`\theta + s u + t v` on a grid of :math:`s` and :math:`t`.
+
+    One forward pass over the data for each of ``num_points**2`` points, two where batch norm is
+    recomputed.
+
+    Args:
+        risk: The loss at the centre :math:`\theta`; the model is not changed.
+        first: The direction :math:`u`, ``(P,)``.
+        second: The direction :math:`v`, ``(P,)``, not parallel to it.
+        distance: Largest :math:`|s|` and :math:`|t|`, or one for each, in lengths of the direction.
+        num_points: Along each; an odd number has the centre among them.
+        names: Of the directions.
+        test: A risk of the same parameters on other data, evaluated at the same points.
+        batch_norm: Mode for both risks in place of their own; see :func:`landscape`.
+        progress: Whether to show a bar, or what to tell.
+    """
+    check_count("num_points", num_points, low=2)
+    check_direction("first", first, risk)
+    check_direction("second", second, risk)
+    norms = torch.stack([first.double().norm(), second.double().norm()]).cpu()
+    cosine = float(first.double() @ second.double()) / float(norms.prod())
+    if 1 - abs(cosine) < 1e-6:
+        raise ValueError(f"second must not be parallel to first, got a cosine of {cosine:.9g}")
+    probe = _Probe(risk, test, batch_norm)
+    reach = distance if isinstance(distance, tuple) else (distance, distance)
+    s, t = (_steps("distance", one, num_points) for one in reach)
+    points = (risk.theta + a * first + b * second for a in s for b in t)
+    shape = (num_points, num_points)
+    own, other = probe.along(points, math.prod(shape), progress)
+    return Landscape2d(
+        names=names,
+        s=torch.tensor(s, dtype=torch.float64),
+        t=torch.tensor(t, dtype=torch.float64),
+        norms=norms,
+        batch_norm=probe.mode,
+        risk=repr(risk),
+        loss=_array(own, 0, shape),
+        accuracy=_accuracy(own, shape),
+        test_loss=_array(other, 0, shape) if test is not None else None,
+        test_accuracy=_accuracy(other, shape),
+    )
+
+
+class _Probe:
+    """Evaluates a risk, and another on test data, at points in weight space."""
+
+    def __init__(self, risk: Risk, test: Risk | None, mode: BatchNormMode | None) -> None:
+        if mode is not None:
+            check_choice("batch_norm", mode, BATCH_NORM_MODES)
+        if test is not None and test.space.shapes != risk.space.shapes:
+            raise ValueError(f"test must be a risk of the same parameters, got {test} beside "
+                             f"{risk}")  # fmt: skip
+        self.mode: BatchNormMode = mode or risk.batch_norm
+        self._risk = risk.with_batch_norm(self.mode)
+        if test is not None and (mode is not None or self.mode == "recomputed"):
+            # What was estimated on the training data holds for the test data.
+            test = test.with_batch_norm("eval" if self.mode == "recomputed" else self.mode)
+        self._test = test
+
+    def along(
+        self, thetas: Iterator[Tensor], total: int, progress: bool | Progress
+    ) -> tuple[list[Values], list[Values]]:
+        """Loss and accuracy at each of ``total`` points, on the data and on the test data."""
+        own: list[Values] = []
+        other: list[Values] = []
+        with tracking(progress, "landscape", total) as bar:
+            for theta in thetas:
+                risk = self._risk.at(theta)
+                own.append(_values(risk))
+                if self._test is not None:
+                    other.append(_values(self._test.at(theta), self._statistics(risk)))
+                bar.update(len(own), f"loss {own[-1][0]:.4g}")
+        return own, other
+
+    def _statistics(self, risk: Risk) -> dict[str, Tensor]:
+        if self.mode != "recomputed":
+            return {}
+        constants = risk.constants()
+        keys = (f"{layer}.{key}".lstrip(".") for layer in batch_norms(risk.model) for key in KEYS)
+        return {key: constants[key] for key in keys if key in constants}
+
+
+def _values(risk: Risk, statistics: dict[str, Tensor] | None = None) -> Values:
+    """Loss and accuracy by one forward pass, with other statistics of batch norm if given."""
+    sums = torch.zeros(3, dtype=torch.float64, device=risk.theta.device)
+    with torch.no_grad(), risk.settings():
+        for _, context, weight in risk.contexts():
+            if statistics:
+                context = replace(context, constants=context.constants | statistics)
+            outputs, target = risk.evaluate(risk.params, context)
+            sums[0] += weight * risk._adapter.loss(outputs, target).double()
+            pairs = labelled(risk.loss_fn, outputs, target)
+            if pairs is not None:
+                sums[1] += (pairs[0].argmax(1) == pairs[1]).sum()
+                sums[2] += len(pairs[1])
+    loss, correct, counted = risk.reduced(sums).tolist()
+    penalty = 0.5 * risk.l2 * float(risk.theta.double().square().sum())
+    return loss + penalty, correct / counted if counted else math.nan
+
+
+def _steps(name: str, distance: float, num_points: int) -> list[float]:
+    """Evenly spaced from ``-distance`` to ``distance``, the middle of an odd number exactly 0."""
+    check_range(name, distance, low=0.0)
+    if not 0 < distance < math.inf:
+        raise ValueError(f"{name} must be positive and finite, got {distance}")
+    return [distance * (2 * k / (num_points - 1) - 1) for k in range(num_points)]
+
+
+def _array(values: list[Values], which: int, shape: tuple[int, int]) -> Tensor:
+    return torch.tensor([pair[which] for pair in values], dtype=torch.float64).reshape(shape)
+
+
+def _accuracy(values: list[Values], shape: tuple[int, int]) -> Tensor | None:
+    missing = not values or math.isnan(values[0][1])
+    return None if missing else _array(values, 1, shape)

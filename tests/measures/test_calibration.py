@@ -1,0 +1,206 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+import ritz
+from ritz.curvature import Risk
+from ritz.measures.calibration import scaled, temperature
+
+
+def identity(classes):
+    model = nn.Linear(classes, classes, bias=False).double()
+    with torch.no_grad():
+        model.weight.copy_(torch.eye(classes))
+    return model
+
+
+def risk_of(logits, labels, **options):
+    """A risk whose outputs are these."""
+    return Risk(identity(logits.shape[1]), cross_entropy, (logits, labels), **options)
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    """Labels drawn from the probabilities that the logits say: calibrated, but for chance."""
+    generator = torch.Generator().manual_seed(1)
+    logits = 2 * torch.randn(400, 5, generator=generator, dtype=torch.float64)
+    labels = torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
+    return logits, labels
+
+
+@pytest.mark.parametrize("factor", [1e-3, 0.3, 1.0, 4.0, 1e4])
+def test_a_factor_of_the_logits_is_found(drawn, factor):
+    logits, labels = drawn
+    own = temperature(risk_of(logits, labels))
+    found = temperature(risk_of(factor * logits, labels))
+    found.raise_if_failed()
+    assert found.temperature == pytest.approx(factor * own.temperature, rel=1e-8)
+    assert found.loss_scaled == pytest.approx(own.loss_scaled)
+    assert found.after.error == pytest.approx(own.after.error, abs=1e-8)
+    assert own.temperature == pytest.approx(1, abs=0.15)
+
+
+def test_no_temperature_of_a_fine_grid_is_better(drawn):
+    logits, labels = drawn
+    found = temperature(risk_of(3 * logits, labels))
+    grid = torch.logspace(-2, 2, 4001, dtype=torch.float64)
+    losses = torch.stack([cross_entropy(3 * logits / t, labels) for t in grid])
+    best = int(losses.argmin())
+    assert grid[best - 1] < found.temperature < grid[best + 1]
+    assert found.loss_scaled <= float(losses[best])
+    assert found.loss == pytest.approx(float(cross_entropy(3 * logits, labels)))
+
+
+def test_the_gradient_is_zero_at_the_optimum(drawn):
+    logits, labels = drawn
+    found = temperature(risk_of(3 * logits, labels))
+    log = torch.tensor(math.log(found.temperature), dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(cross_entropy(3 * logits / log.exp(), labels), log)
+    assert abs(float(slope)) < 1e-10
+    assert float(slope) == pytest.approx(found.slope, abs=1e-14)
+    assert found.status.outcome == "converged"
+
+
+def test_calibration_error_by_hand():
+    # Confidences 0.9, 0.9, 0.6, 0.6; right, wrong, right, right.
+    chances = torch.tensor([[0.9, 0.1], [0.1, 0.9], [0.6, 0.4], [0.4, 0.6]], dtype=torch.float64)
+    found = temperature(risk_of(chances.log(), torch.tensor([0, 0, 0, 1])), num_bins=4)
+    assert found.before.error == pytest.approx(0.5 * 0.4 + 0.5 * 0.4)
+    assert found.before.counts.tolist() == [0, 0, 2, 2]
+    torch.testing.assert_close(found.before.confidence[2:], torch.tensor([0.6, 0.9]).double())
+    assert found.before.accuracy[2:].tolist() == [1.0, 0.5]
+    assert found.before.accuracy[:2].isnan().all()
+    assert found.before.edges.tolist() == [0.0, 0.25, 0.5, 0.75, 1.0]
+
+
+def test_an_upper_edge_is_in_its_bin():
+    logits = torch.zeros(3, 2, dtype=torch.float64)
+    logits[2, 0] = 800.0  # a confidence of exactly one
+    logits[1, 0] = 0.1
+    found = temperature(risk_of(logits, torch.tensor([0, 1, 0])), num_bins=2)
+    assert found.before.counts.tolist() == [1, 2]
+
+
+def test_calibration_lowers_the_error_of_a_network_too_sure_of_itself(drawn):
+    logits, labels = drawn
+    found = temperature(risk_of(5 * logits, labels))
+    assert found.temperature > 3
+    assert found.after.error < 0.4 * found.before.error  # chance alone leaves 0.07
+    assert "temperature" in str(found)
+    assert "calibration error" in str(found)
+    assert found.num_samples == 400
+
+
+def test_batches_do_not_matter(drawn):
+    whole, cut = (temperature(risk_of(*drawn, batch_size=size)) for size in (400, 37))
+    assert whole.temperature == pytest.approx(cut.temperature, rel=1e-12)
+    assert whole.before.error == pytest.approx(cut.before.error, rel=1e-12)
+
+
+def test_ignored_labels_are_left_out(drawn):
+    logits, labels = drawn
+    some = labels.clone()
+    some[100:] = -100
+    found = temperature(risk_of(logits, some))
+    assert found.num_samples == 100
+    assert float(found) == pytest.approx(float(temperature(risk_of(logits[:100], labels[:100]))))
+
+
+def test_positions_count_as_samples(drawn):
+    logits, labels = drawn
+    model = nn.Conv1d(5, 5, 1, bias=False).double()
+    with torch.no_grad():
+        model.weight.copy_(torch.eye(5)[:, :, None])
+    rows = logits.reshape(40, 10, 5).transpose(1, 2)
+    found = temperature(Risk(model, cross_entropy, (rows, labels.reshape(40, 10))))
+    assert float(found) == pytest.approx(float(temperature(risk_of(logits, labels))), rel=1e-9)
+
+
+def test_a_scaled_model_divides_its_outputs_and_shares_its_weights(drawn):
+    logits, labels = drawn
+    model = identity(5)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found = temperature(Risk(model, cross_entropy, (4 * logits, labels)))
+    calibrated = scaled(model, found)
+    torch.testing.assert_close(calibrated(logits), model(logits) / found.temperature)
+    assert Risk(calibrated, cross_entropy, (4 * logits, labels)).loss() == pytest.approx(
+        found.loss_scaled
+    )
+    assert calibrated.model.weight is model.weight
+    assert torch.equal(model.weight, before["weight"])
+    again = temperature(Risk(calibrated, cross_entropy, (4 * logits, labels)))
+    assert float(again) == pytest.approx(1, rel=1e-8)
+    assert "temperature=" in repr(calibrated)
+
+
+def test_a_result_is_saved_and_read(drawn, tmp_path):
+    found = temperature(risk_of(*drawn))
+    ritz.save(found, tmp_path / "found.safetensors")
+    assert str(ritz.load(tmp_path / "found.safetensors")) == str(found)
+
+
+def test_too_few_steps_are_reported(drawn):
+    found = temperature(risk_of(1e6 * drawn[0], drawn[1]), max_steps=2)
+    assert found.status.outcome == "max_steps"
+    with pytest.raises(ritz.NotConvergedError, match="raise max_steps"):
+        found.raise_if_failed()
+
+
+def test_perfect_outputs_have_no_best_temperature(drawn):
+    logits, _ = drawn
+    with pytest.raises(ValueError, match="all 400 samples are classified correctly"):
+        temperature(risk_of(logits, logits.argmax(1)))
+
+
+def test_outputs_worse_than_chance_have_none_either(drawn):
+    logits, _ = drawn
+    with pytest.raises(ValueError, match="say no more of the classes than chance"):
+        temperature(risk_of(logits, logits.argmin(1)))
+
+
+def test_outputs_must_be_finite(drawn):
+    class Masked(nn.Linear):
+        def forward(self, x):
+            outputs = super().forward(x)
+            return outputs.masked_fill(torch.arange(5) == 4, -math.inf)
+
+    logits, labels = drawn
+    with pytest.raises(ValueError, match="outputs must be finite"):
+        temperature(Risk(Masked(5, 5).double(), cross_entropy, (logits, labels % 4)))
+
+
+def test_targets_must_be_labels(drawn):
+    logits, _ = drawn
+    with pytest.raises(TypeError, match=r"risk must have class labels.*batch 0"):
+        temperature(Risk(identity(5), mse_loss, (logits, logits)))
+
+
+@pytest.mark.parametrize(
+    ("bad", "match"),
+    [
+        ({"num_bins": 0}, "num_bins must be at least 1"),
+        ({"atol": -1.0}, "atol must be at least 0"),
+        ({"max_steps": 1}, "max_steps must be at least 2"),
+    ],
+)
+def test_arguments_are_checked(drawn, bad, match):
+    with pytest.raises(ValueError, match=match):
+        temperature(risk_of(*drawn), **bad)
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.inf, math.nan])
+def test_a_temperature_is_positive(bad):
+    with pytest.raises(ValueError, match="temperature must be positive and finite"):
+        scaled(nn.Linear(2, 2), bad)
+
+
+def test_only_tensors_are_divided():
+    class Pair(nn.Module):
+        def forward(self, x):
+            return x, x
+
+    with pytest.raises(TypeError, match="model must return a tensor, got tuple"):
+        scaled(Pair(), 2.0)(torch.ones(1))
