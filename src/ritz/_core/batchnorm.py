@@ -63,6 +63,9 @@ def dropout_shapes(
     found: list[tuple[tuple[int, ...], float]] = []
 
     def hook(layer: _DropoutNd, args: tuple[Tensor, ...], output: Tensor) -> None:
+        if "Alpha" in type(layer).__name__:
+            raise ValueError(f"dropout='fixed' needs layers whose masks are zeros and ones, got "
+                             f"{layer}")  # fmt: skip
         # Dropout1d, 2d, 3d drop whole channels.
         whole = len(output.shape) if type(layer).__name__ == "Dropout" else 2
         shape = tuple(output.shape[:whole]) + (1,) * (output.ndim - whole)
@@ -83,7 +86,8 @@ def recomputed_statistics(
     """Return running means and variances by buffer name: averages over batches by weight.
 
     The convention of torch: at every layer the mean and the unbiased variance of each batch, as
-    normalised by its own statistics below, averaged. Neither model nor buffers change.
+    normalised by its own statistics below, averaged over all calls; nothing for a layer that is
+    never called. Neither model nor buffers change.
 
     Args:
         model: Its batch-norm layers are looked at.
@@ -93,7 +97,7 @@ def recomputed_statistics(
     """
     layers = batch_norms(model)
     names = {layer: name for name, layer in layers.items()}
-    sums = {name: torch.zeros(2, layer.num_features, dtype=torch.float64)
+    sums = {name: torch.zeros(3, layer.num_features, dtype=torch.float64)
             for name, layer in layers.items()}  # fmt: skip
     weight = 0.0
 
@@ -104,20 +108,23 @@ def recomputed_statistics(
                 f"batch norm {names[layer]} must see more than one value a channel in a batch"
             )
         means, variances = rows.mean(1), rows.var(1)
-        sums[names[layer]] += weight * torch.stack([means, variances]).double().cpu()
+        found = torch.stack([means, variances, torch.ones_like(means)])
+        sums[names[layer]] += weight * found.double().cpu()
 
     with _hooked(model, _BatchNorm, hook, before=True), torch.no_grad():
         for batch, share in batches:
             weight = share
             call(batch)
     found = {}
-    for name, (mean, variance) in sums.items():
-        if layers[name].running_mean is None:
+    for name, own in sums.items():
+        like = layers[name].running_mean
+        if like is None:
+            continue
+        mean, variance, called = reduce(own.to(like.device))
+        if bool(called[0] == 0):
             continue
         for key, value in (("running_mean", mean), ("running_var", variance)):
-            like = getattr(layers[name], key)
-            total = reduce(value.clone().to(like.device))
-            found[f"{name}.{key}" if name else key] = total.to(like.dtype)
+            found[f"{name}.{key}" if name else key] = (value / called).to(like.dtype)
     return found
 
 

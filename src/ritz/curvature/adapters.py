@@ -63,11 +63,20 @@ class Adapter(nn.Module):
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         return _logits(self.model(**inputs)), batch["labels"]
 
+    def target(self, batch: Any) -> Any:
+        """The target of a batch where it can be seen without calling the model, else ``None``."""
+        if self.adapter is not None or self.loss_fn.call is None:
+            return None
+        return batch.get("labels") if isinstance(batch, Mapping) else batch[-1]
+
     def loss(self, outputs: Any, target: Any) -> Any:
         """The mean loss of a batch."""
         if self.loss_fn.call is None:
             return outputs  # the loss itself
         if self.squared:
+            if outputs.shape != target.shape:
+                raise ValueError(f"target must be of the shape of the outputs, "
+                                 f"{tuple(outputs.shape)}, got {tuple(target.shape)}")  # fmt: skip
             # torch's own has no forward rule over its backward.
             return (outputs - target).square().mean()
         return self.loss_fn.call(outputs, target)

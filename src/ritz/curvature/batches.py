@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -67,29 +68,32 @@ class Batches:
         self.sizes: list[int] = []
         self._marks: list[int] = []
         held: list[Batch] | None = []
+        self.defaulted = whole is not None and batch_size is None
         room = float("inf") if freeze or not loads else HELD
-        for index, batch in enumerate(source):
-            self.sizes.append(_size(batch, index, count))
-            if not self._is_mine(index):
-                continue
+        with _undrawn(source):
+            for index, batch in enumerate(map(_plain, source)):
+                self.sizes.append(_size(batch, index, count))
+                if not self._is_mine(index):
+                    continue
+                if loads and not freeze:
+                    self._marks.append(_fingerprint(batch))
+                room -= _bytes(batch)
+                if held is not None and room >= 0:
+                    held.append(self._placed(batch))
+                else:
+                    held = None
+            if not self.sizes:
+                raise ValueError("data must hold at least one batch, got none")
+            self._held = held
             if loads and not freeze:
-                self._marks.append(_fingerprint(batch))
-            room -= _bytes(batch)
-            if held is not None and room >= 0:
-                held.append(self._placed(batch))
-            else:
-                held = None
-        if not self.sizes:
-            raise ValueError("data must hold at least one batch, got none")
-        self._held = held
-        if loads and not freeze:
-            self._compare_first()
+                self._compare_first()
 
     @classmethod
     def fixed(cls, batches: Sequence[Batch], sizes: Sequence[int]) -> "Batches":
         """Batches already in place, all of them this process's."""
         self = cls.__new__(cls)
         self._held, self.sizes, self._mine = list(batches), list(sizes), (0, 1)
+        self.defaulted = False
         return self
 
     def __len__(self) -> int:
@@ -107,7 +111,9 @@ class Batches:
             yield from zip(mine, self._held, strict=True)
             return
         done = 0
-        for index, batch in enumerate(self._source):
+        with _undrawn(self._source):
+            iterator = iter(self._source)
+        for index, batch in enumerate(map(_plain, iterator)):
             if not self._is_mine(index):
                 continue
             if done >= len(self._marks) or _fingerprint(batch) != self._marks[done]:
@@ -128,7 +134,7 @@ class Batches:
         return tree_map(lambda leaf: placed(leaf, self._device, self._dtype), batch)
 
     def _compare_first(self) -> None:
-        for index, batch in enumerate(self._source):
+        for index, batch in enumerate(map(_plain, self._source)):
             if self._is_mine(index):
                 if _fingerprint(batch) != self._marks[0]:
                     raise ValueError(
@@ -174,7 +180,7 @@ def _all_at_once(data: Any) -> Batch | None:
     if isinstance(data, tuple) and data and all(isinstance(leaf, Tensor) for leaf in data):
         return data
     if isinstance(data, Mapping):
-        return data
+        return _plain(data)
     if isinstance(data, Tensor):
         return (data,)
     return None
@@ -211,6 +217,26 @@ def _refuse_shuffling(source: Any) -> None:
                         "DataLoader, or freeze=True")  # fmt: skip
     if isinstance(source, DataLoader) and isinstance(source.sampler, RandomSampler):
         raise ValueError(f"data must come in a fixed order, got a loader that shuffles; {FREEZE}")
+
+
+def _plain(batch: Batch) -> Batch:
+    """Mappings of other kinds, such as what tokenizers return, as dictionaries."""
+    return dict(batch) if isinstance(batch, Mapping) and type(batch) is not dict else batch
+
+
+@contextmanager
+def _undrawn(source: Any) -> Iterator[None]:
+    """Put the generators that a loader draws from back: a pass over it must leave no trace."""
+    loader = source if isinstance(source, DataLoader) else None
+    own = [getattr(loader, "generator", None), getattr(getattr(loader, "sampler", None),
+                                                       "generator", None)]  # fmt: skip
+    generators = [torch.default_generator, *(g for g in own if isinstance(g, torch.Generator))]
+    states = [generator.get_state() for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 def _fingerprint(batch: Batch) -> int:

@@ -40,13 +40,17 @@ class KnownLoss:
     Attributes:
         kind: Which of the three.
         ignore_index: Target whose term is left out, for ``cross_entropy``.
-        sampled: Whether labels can be drawn: not for a loss weighted or smoothed, which is no
-            likelihood.
+        smoothing: Share of the labels that is spread over all classes, likewise.
     """
 
     kind: Kind
     ignore_index: int = -100
-    sampled: bool = True
+    smoothing: float = 0.0
+
+    @property
+    def sampled(self) -> bool:
+        """Whether labels can be drawn: not for a loss that is smoothed, which is no likelihood."""
+        return not self.smoothing
 
     def hessian(self, outputs: Tensor, target: Tensor, tangent: Tensor) -> Tensor:
         """The Hessian at ``outputs`` times ``tangent``, of the same shape."""
@@ -105,26 +109,48 @@ class KnownLoss:
             noise = torch.randn(outputs.shape, generator=generator, dtype=torch.float64)
             spread = math.sqrt(outputs.shape[1:].numel() / 2)
             return outputs + noise.to(outputs) * spread
-        uniform_like = outputs if self.kind == "binary_cross_entropy" else target
-        uniform = torch.rand(uniform_like.shape, generator=generator, dtype=torch.float64)
-        uniform = uniform.to(outputs.device)
+        terms = (len(outputs), *outputs.shape[2:])  # one class each
+        shape = outputs.shape if self.kind == "binary_cross_entropy" else terms
+        uniform = torch.rand(shape, generator=generator, dtype=torch.float64).to(outputs.device)
         if self.kind == "binary_cross_entropy":
             return (uniform < outputs.sigmoid()).to(outputs.dtype)
         below = outputs.double().softmax(1).cumsum(1) < uniform.unsqueeze(1)
         drawn = below.sum(1).clamp_max(outputs.shape[1] - 1)  # the last sum may fall short of one
+        if target.is_floating_point():
+            return drawn
         return torch.where(target == self.ignore_index, target, drawn)
 
     def _weights(self, target: Tensor, outputs: Tensor) -> Tensor:
         """The weight of every term in the mean, of the shape of class indices."""
         if target.is_floating_point():
-            shape = (outputs.shape[0], *outputs.shape[2:])
-            return outputs.new_full(shape, outputs.shape[1] / outputs.numel())
+            # Chances of all classes, which torch does not ask to sum to one.
+            mass = (1 - self.smoothing) * target.sum(1) + self.smoothing
+            return mass.to(outputs.dtype) * (outputs.shape[1] / outputs.numel())
         kept = (target != self.ignore_index).to(outputs.dtype)
         return kept / kept.sum()
 
 
 def recognised(loss_fn: Any) -> KnownLoss | None:
     """What is known of ``loss_fn``: a loss of torch, as module, function or partial of one."""
+    kind, options = _described(loss_fn)
+    weighted = options.get("weight") is not None or options.get("pos_weight") is not None
+    if kind is None or weighted or options.get("reduction", "mean") != "mean":
+        return None
+    return KnownLoss(
+        kind=kind,
+        ignore_index=options.get("ignore_index", -100),
+        smoothing=options.get("label_smoothing", 0.0),
+    )
+
+
+def check_reduction(loss_fn: Any) -> None:
+    """Raise for a loss that is a sum: it would be taken for the mean of a batch."""
+    if _described(loss_fn)[1].get("reduction") == "sum":
+        raise ValueError("loss_fn must return the mean over a batch, got one with reduction='sum'")
+
+
+def _described(loss_fn: Any) -> tuple[Kind | None, dict[str, Any]]:
+    """Which loss of torch it is, if one, and its options."""
     options: dict[str, Any] = {}
     if isinstance(loss_fn, nn.Module):
         kind = _MODULES.get(type(loss_fn))
@@ -133,18 +159,11 @@ def recognised(loss_fn: Any) -> KnownLoss | None:
     else:
         while isinstance(loss_fn, partial):
             if loss_fn.args:
-                return None
+                return None, options
             options = loss_fn.keywords | options
             loss_fn = loss_fn.func
         kind = _FUNCTIONS.get(loss_fn) if callable(loss_fn) and loss_fn.__hash__ else None
-    weighted = options.get("weight") is not None or options.get("pos_weight") is not None
-    if kind is None or weighted or options.get("reduction", "mean") != "mean":
-        return None
-    return KnownLoss(
-        kind=kind,
-        ignore_index=options.get("ignore_index", -100),
-        sampled=not options.get("label_smoothing", 0.0),
-    )
+    return kind, options
 
 
 def output_hessian(loss_fn: Any, outputs: Any, target: Any, tangent: Any) -> Any:

@@ -50,7 +50,7 @@ def copied(
     if not free:
         raise ValueError("model must have parameters that require a gradient, got none")
     chosen = free if selection is None else selected(free, selection)
-    dtype, cast = _arithmetic(every[chosen[0]].dtype, precision)
+    dtype, cast = _arithmetic({every[name].dtype for name in chosen}, precision)
 
     def copy(tensor: Tensor) -> Tensor:
         wanted = dtype if cast is not None and tensor.is_floating_point() else tensor.dtype
@@ -83,12 +83,17 @@ def selected(names: list[str], selection: Selection) -> list[str]:
 
 
 def _arithmetic(
-    own: torch.dtype, precision: Precision | None
+    own: set[torch.dtype], precision: Precision | None
 ) -> tuple[torch.dtype, torch.dtype | None]:
     """The dtype to compute in, and the same again if the model is of another."""
-    if precision is None:
-        half = own in (torch.float16, torch.bfloat16)
-        return (torch.float32, torch.float32) if half else (own, None)
-    check_choice("precision", precision, tuple(_DTYPES))
-    dtype = _DTYPES[precision]
-    return dtype, dtype if dtype != own else None
+    if precision is not None:
+        check_choice("precision", precision, tuple(_DTYPES))
+        dtype = _DTYPES[precision]
+        return dtype, dtype if own != {dtype} else None
+    wide = own - {torch.float16, torch.bfloat16}
+    if wide != own and wide <= {torch.float32}:
+        return torch.float32, torch.float32
+    if len(own) > 1:
+        raise ValueError(f"parameters must be of one dtype, got {sorted(map(str, own))}: pass "
+                         "precision= to say which")  # fmt: skip
+    return next(iter(own)), None

@@ -23,7 +23,8 @@ from ritz._core.distributed import Group, all_sum
 from ritz._core.params import ParamSpace
 from ritz.curvature.adapters import Adapter, Forward
 from ritz.curvature.batches import Batch, Batches, joined, rows
-from ritz.curvature.losses import LossFunction, check_labels
+from ritz.curvature.inspection import diagnose, inspect_first_batch, require_finite
+from ritz.curvature.losses import LossFunction, check_labels, check_reduction
 from ritz.curvature.points import Context, Params, Precision, Selection, copied, selected
 from ritz.curvature.settings import product_modes
 
@@ -103,9 +104,7 @@ class Risk:
         check_choice("dropout", dropout, ("off", "fixed"))
         check_choice("sharing", sharing, ("split", "own", "none"))
         check_range("l2", l2, low=0.0)
-        if batch_norm == "train" and isinstance(data, tuple) and batch_size is None:
-            raise ValueError("batch_size must be given where batch_norm='train', got None: it is "
-                             "part of what the loss is")  # fmt: skip
+        check_reduction(loss_fn)
         self.model, self.loss_fn = model, loss_fn
         self.batch_norm, self.dropout, self.l2, self.seed = batch_norm, dropout, float(l2), seed
         self.sharing, self.group, self.precision = sharing, group, precision
@@ -122,9 +121,15 @@ class Risk:
             shared=sharing == "split",
         )
         self.num_samples = self._total(sum(self._batches.sizes))
+        self._check_batch_norm(batch_norm)
         self._shapes: dict[Any, list[tuple[tuple[int, ...], float]]] = {}
+        self._first = 0  # number of the first batch, by which masks are drawn
         self._statistics: Params | None = None
-        self._check_first_batch()
+        self._outputs: Any = None
+        self._outputs = inspect_first_batch(self)
+        if self._batches.held:
+            for index, batch in self._batches:
+                self._check_labels(index, batch)
 
     # What is computed
 
@@ -136,6 +141,7 @@ class Risk:
                 for _, context, weight in self.contexts()
             )
         total = self.reduced(torch.as_tensor(total, device=self.theta.device).double())
+        require_finite(self, total)
         return float(total) + 0.5 * self.l2 * float(self.theta.double().square().sum())
 
     def gradient(self) -> Tensor:
@@ -144,7 +150,8 @@ class Risk:
         with self.settings():
             for _, context, weight in self.contexts():
                 total.add_(self.batch_gradient(context)[0], alpha=weight)
-        return self.reduced(total).add_(self.theta, alpha=self.l2)
+        require_finite(self, self.reduced(total))
+        return total.add_(self.theta, alpha=self.l2)
 
     def batch_gradient(self, context: Context) -> tuple[Tensor, Tensor]:
         """Gradient ``(P,)`` and loss of one batch, without the L2 term; inside ``settings``."""
@@ -171,11 +178,14 @@ class Risk:
         check_tensor(
             "theta", theta, dtype=self.theta.dtype, device=self.theta.device, rows=len(self.theta)
         )
+        if theta.ndim != 1:
+            raise ValueError(f"theta must be one vector, got {tuple(theta.shape)}")
         return self._changed(theta=theta.detach().clone())
 
     def with_batch_norm(self, mode: BatchNormMode) -> "Risk":
         """The same with batch norm in another mode."""
         check_choice("batch_norm", mode, BATCH_NORM_MODES)
+        self._check_batch_norm(mode)
         return self._changed(batch_norm=mode)
 
     def on(self, params: Selection) -> "Risk":
@@ -194,15 +204,22 @@ class Risk:
         """The risk of one batch of this process's alone, as this process alone sees it."""
         for number, batch in self._batches:
             if number == index:
-                return self._on_batches([batch], [self._batches.sizes[number]])
+                other = self._on_batches([batch], [self._batches.sizes[number]])
+                other._first = self._first + number
+                return other
         raise IndexError(f"index must be that of one of {self.num_batches} batches, got {index}")
 
     def samples(self, indices: Tensor, *, batch_size: int = 512) -> "Risk":
         """The risk of some samples alone, by their position in the order of the data.
 
-        Needs data that are held in memory; not for batch statistics, which belong to batches.
+        Needs data that are held in memory; not for batch statistics or dropout masks, which
+        belong to batches.
         """
         self.require_separable("samples()")
+        if self.dropout == "fixed":
+            raise ValueError("samples() needs dropout='off', got 'fixed': masks belong to batches")
+        if not len(indices):
+            raise ValueError("indices must name at least one sample, got none")
         batch, size = self.joined()
         chosen = [rows(batch, part, size) for part in indices.split(batch_size)]
         return self._on_batches(chosen, [len(part) for part in indices.split(batch_size)])
@@ -227,7 +244,9 @@ class Risk:
     @property
     def separable(self) -> bool:
         """Whether the loss of a sample does not depend on the others of its batch."""
-        return self.batch_norm != "train" or not batch_norms(self.model)
+        layers = batch_norms(self.model).values()
+        # Without running statistics a layer uses those of the batch in every mode.
+        return all(self.batch_norm != "train" and n.running_mean is not None for n in layers)
 
     def require_separable(self, what: str) -> None:
         """Raise where samples are not independent of each other."""
@@ -253,6 +272,8 @@ class Risk:
         constants = self.constants()
         for index, batch in self._batches:
             weight = self._batches.sizes[index] / self.num_samples
+            if not self._batches.held:
+                self._check_labels(index, batch)
             yield index, Context(constants, batch, self._masks(index, batch)), weight
 
     def reduced(self, tensor: Tensor) -> Tensor:
@@ -288,11 +309,16 @@ class Risk:
             parts.append(self.precision)
         return f"Risk({type(self.model).__name__}, {', '.join(parts)})"
 
+    def diagnose(self) -> None:
+        """Raise an error that names the first batch whose labels, loss or gradient are bad."""
+        diagnose(self)
+
     # Inside
 
     def _masks(self, index: int, batch: Batch) -> list[Tensor] | None:
         if self.dropout == "off":
             return None
+        index += self._first
         if index not in self._shapes:
             context = Context(self._constants, batch, None)
             with (
@@ -323,35 +349,16 @@ class Risk:
                 reduce=self.reduced,
             )
 
-    def _check_first_batch(self) -> None:
-        """One batch, twice: the loss is a number, and the same number."""
-        for index, context, _ in self.contexts():
-            with torch.no_grad(), self.settings():
-                outputs, target = self.evaluate(self.params, context)
-                check_labels(self.loss_fn, outputs, target, f"batch {index}")
-                first = self._adapter.loss(outputs, target)
-                again = self.batch_loss(self.params, context)
-            _check_loss(first, index)
-            gap = abs(float(first) - float(again))
-            if not gap <= 100 * torch.finfo(self.theta.dtype).eps * abs(float(first)):
-                raise ValueError(
-                    f"model must give the same loss in two calls, got {float(first):.9g} and "
-                    f"{float(again):.9g}: has it dropout or noise that eval mode does not turn off?"
-                )
-            break
+    def _check_labels(self, index: int, batch: Batch) -> None:
+        """On a GPU a label out of range would end the process."""
+        if self._outputs is not None:
+            target = self._adapter.target(batch)
+            check_labels(self.loss_fn, self._outputs, target, f"batch {index}")
 
-    def diagnose(self) -> None:
-        """Raise an error that names the first batch whose labels, loss or gradient are bad."""
-        with self.settings():
-            for index, context, _ in self.contexts():
-                with torch.no_grad():
-                    outputs, target = self.evaluate(self.params, context)
-                check_labels(self.loss_fn, outputs, target, f"batch {index}")
-                gradient, loss = self.batch_gradient(context)
-                _check_loss(loss, index)
-                if not bool(torch.isfinite(gradient).all()):
-                    raise ValueError(f"the gradient of batch {index} must be finite, got NaN or "
-                                     f"Inf at a loss of {float(loss):.6g}")  # fmt: skip
+    def _check_batch_norm(self, mode: BatchNormMode) -> None:
+        if mode == "train" and self._batches.defaulted and batch_norms(self.model):
+            raise ValueError("batch_size must be given where batch_norm='train', got None: it is "
+                             "part of what the loss is")  # fmt: skip
 
     def _on_batches(self, batches: list[Batch], sizes: list[int]) -> "Risk":
         other = self._changed(sharing="none")
@@ -373,12 +380,3 @@ class Risk:
         if self.sharing != "own":
             return own
         return int(all_sum(torch.tensor(own, device=self.space.device), self.group))
-
-
-def _check_loss(loss: Any, index: int) -> None:
-    if not isinstance(loss, Tensor) or loss.ndim:
-        got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(f"loss_fn must return one number, the mean over the batch, got {got} in "
-                         f"batch {index}: use reduction='mean'")  # fmt: skip
-    if not bool(torch.isfinite(loss)):
-        raise ValueError(f"the loss of batch {index} must be finite, got {float(loss)}")

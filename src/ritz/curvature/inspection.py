@@ -1,0 +1,64 @@
+"""What must hold of a model, a loss and data before, and after, they are differentiated."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ritz.curvature.losses import check_labels
+
+if TYPE_CHECKING:
+    from ritz.curvature.risk import Risk
+
+
+def inspect_first_batch(risk: "Risk") -> Any:
+    """Evaluate one batch twice, and raise unless its loss is a number, and the same number.
+
+    Returns:
+        The outputs of one sample, where outputs are a tensor.
+    """
+    for index, context, _ in risk.contexts():
+        with torch.no_grad(), risk.settings():
+            outputs, target = risk.evaluate(risk.params, context)
+            check_labels(risk.loss_fn, outputs, target, f"batch {index}")
+            first, again = (risk.batch_loss(risk.params, context) for _ in range(2))
+        _check_loss(first, index)
+        gap = abs(float(first) - float(again))
+        if not gap <= 100 * torch.finfo(risk.theta.dtype).eps * abs(float(first)):
+            raise ValueError(
+                f"model must give the same loss in two calls, got {float(first):.9g} and "
+                f"{float(again):.9g}: has it dropout or noise that eval mode does not turn off?"
+            )
+        return outputs[:1] if isinstance(outputs, Tensor) and outputs.ndim > 1 else None
+    return None
+
+
+def diagnose(risk: "Risk") -> None:
+    """Raise an error that names the first batch whose labels, loss or gradient are bad."""
+    with risk.settings():
+        for index, context, _ in risk.contexts():
+            with torch.no_grad():
+                outputs, target = risk.evaluate(risk.params, context)
+            check_labels(risk.loss_fn, outputs, target, f"batch {index}")
+            gradient, loss = risk.batch_gradient(context)
+            _check_loss(loss, index)
+            if not bool(torch.isfinite(gradient).all()):
+                raise ValueError(f"the gradient of batch {index} must be finite, got NaN or "
+                                 f"Inf at a loss of {float(loss):.6g}")  # fmt: skip
+
+
+def require_finite(risk: "Risk", total: Tensor) -> None:
+    """Raise where a loss or gradient of all batches is not finite, naming the batch if it can."""
+    if not bool(torch.isfinite(total.sum())):
+        diagnose(risk)
+        raise ValueError(f"loss and gradient must be finite in all processes, got {total.sum()} in "
+                         "sum, and no fault in the batches of this one")  # fmt: skip
+
+
+def _check_loss(loss: Any, index: int) -> None:
+    if not isinstance(loss, Tensor) or loss.ndim:
+        got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(f"loss_fn must return one number, the mean over the batch, got {got} in "
+                         f"batch {index}: use reduction='mean'")  # fmt: skip
+    if not bool(torch.isfinite(loss)):
+        raise ValueError(f"the loss of batch {index} must be finite, got {float(loss)}")
