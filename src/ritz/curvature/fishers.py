@@ -8,6 +8,7 @@ from torch.func import vmap
 
 from ritz._core.checks import check_choice, check_count
 from ritz._core.random import resolve_generator
+from ritz.curvature.engines import Column, EngineName
 from ritz.curvature.ggns import (
     Evaluate,
     Middle,
@@ -17,7 +18,7 @@ from ritz.curvature.ggns import (
 )
 from ritz.curvature.losses import KnownLoss, recognised, sample_losses
 from ritz.curvature.points import Context, Params
-from ritz.curvature.products import Column, CurvatureOperator, Engine, Products
+from ritz.curvature.products import CurvatureOperator, Products
 from ritz.curvature.risk import Risk
 from ritz.operators.algebra import SumOperator
 from ritz.operators.diagonal import LowRankOperator
@@ -36,7 +37,7 @@ def fisher(
     kind: FisherKind = "monte_carlo",
     num_draws: int = 1,
     generator: torch.Generator | None = None,
-    engine: Engine = "auto",
+    engine: EngineName = "auto",
     compile: bool = False,
     memory: int | None = None,
     block_size: int | None = None,
@@ -85,7 +86,7 @@ def fisher(
 def gradient_covariance(
     risk: Risk,
     *,
-    engine: Engine = "auto",
+    engine: EngineName = "auto",
     compile: bool = False,
     memory: int | None = None,
     block_size: int | None = None,
@@ -128,7 +129,7 @@ def _likelihood(risk: Risk) -> KnownLoss:
 def _drawn(
     risk: Risk, known: KnownLoss, num_draws: int, generator: torch.Generator
 ) -> dict[int, Any]:
-    """Labels by batch, drawn in the order of all batches whichever process sees them."""
+    """Labels ``(batch, num_draws, ...)`` by batch, the same whichever process draws them."""
     labels = {}
     seeds = torch.randint(0, 2**62, (risk.num_batches,), generator=generator).tolist()
     with torch.no_grad(), risk.settings():
@@ -136,7 +137,7 @@ def _drawn(
             outputs, target = risk.evaluate(risk.params, context)
             own = torch.Generator().manual_seed(seeds[index])
             draws = [known.draw(outputs, target, own) for _ in range(num_draws)]
-            labels[index] = torch.stack(draws)
+            labels[index] = torch.stack(draws, 1)
     return labels
 
 
@@ -144,7 +145,7 @@ def _sampled(product: Any, known: KnownLoss) -> Column:
     def column(risk: Risk, params: Params, context: Context, vector: Params) -> Params:
         def middle(outputs: Tensor, target: Tensor, tangent: Tensor) -> Tensor:
             terms: Tensor = vmap(
-                lambda draw: known.sampled_hessian(outputs, target, draw, tangent)
+                lambda draw: known.sampled_hessian(outputs, target, draw, tangent), in_dims=1
             )(context.extra)
             return terms.mean(0)
 

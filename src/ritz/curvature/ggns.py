@@ -6,9 +6,10 @@ from typing import Any, final
 from torch.func import jvp, vjp
 from torch.utils._pytree import tree_map
 
+from ritz.curvature.engines import EngineName
 from ritz.curvature.losses import output_hessian
 from ritz.curvature.points import Context, Params
-from ritz.curvature.products import CurvatureOperator, Engine, Products
+from ritz.curvature.products import CurvatureOperator, Products
 from ritz.curvature.risk import Risk
 
 Evaluate = Callable[[Params], tuple[Any, Any]]  # outputs and target
@@ -24,7 +25,7 @@ class GGNOperator(CurvatureOperator):
 def ggn(
     risk: Risk,
     *,
-    engine: Engine = "auto",
+    engine: EngineName = "auto",
     compile: bool = False,
     memory: int | None = None,
     block_size: int | None = None,

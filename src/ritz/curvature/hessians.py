@@ -4,8 +4,9 @@ from typing import final
 
 from torch.func import grad, jvp, vjp
 
+from ritz.curvature.engines import EngineName
 from ritz.curvature.points import Context, Params
-from ritz.curvature.products import CurvatureOperator, Engine, Products
+from ritz.curvature.products import CurvatureOperator, Products
 from ritz.curvature.risk import Risk
 
 
@@ -17,7 +18,7 @@ class HessianOperator(CurvatureOperator):
 def hessian(
     risk: Risk,
     *,
-    engine: Engine = "auto",
+    engine: EngineName = "auto",
     compile: bool = False,
     memory: int | None = None,
     block_size: int | None = None,

@@ -1,36 +1,33 @@
-"""Products with matrices that are means over batches, by the fastest way that works."""
+"""Products with matrices that are means over batches, in the memory that there is."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.func import vmap
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_leaves
 
-from ritz._core.checks import check_choice, check_count
-from ritz.curvature.linearize import Linearization, nbytes
-from ritz.curvature.points import Context, Params
+from ritz._core.checks import check_count
+from ritz.curvature.batches import rows
+from ritz.curvature.engines import Column, Engine, EngineName
+from ritz.curvature.linearize import nbytes
+from ritz.curvature.points import Context
 from ritz.curvature.risk import Risk
 from ritz.operators.base import LinearOperator
-
-Column = Callable[[Risk, Params, Context, Params], Params]
-Engine = Literal["auto", "linearized", "eager"]
-ENGINES = ("auto", "linearized", "eager")
-MAX_TRACES = 8  # shapes of batches that are worth a trace each
 
 
 @final
 class Products:
-    r"""Sums over batches of weighted products with blocks: the engine of the curvature operators.
+    r"""Sums over batches of weighted products with blocks: what multiplies a curvature operator.
 
     ``linearized`` traces a product once for every shape of batch and cuts the trace in two: what
     depends on the vector is all that a further product computes, the rest is kept while it fits
     ``memory`` (and computed anew in every product where it does not). ``eager`` differentiates
     anew in every product. ``auto`` is ``linearized`` where the model can be traced and gives the
     same product, else ``eager``. Either way forward over reverse where every operation has a
-    forward rule, else reverse over reverse; ``plan`` says what was chosen.
+    forward rule, else reverse over reverse. Where a GPU runs out of memory, blocks are cut into
+    fewer columns, and batches into fewer samples. ``plan`` says what was chosen.
 
     Args:
         risk: What to differentiate.
@@ -49,29 +46,32 @@ class Products:
         risk: Risk,
         columns: Sequence[tuple[str, Column]],
         *,
-        engine: Engine = "auto",
+        engine: EngineName = "auto",
         compiled: bool = False,
         memory: int | None = None,
         block_size: int | None = None,
         shift: float = 0.0,
         extra: Callable[[int], Any] = lambda index: None,
     ) -> None:
-        check_choice("engine", engine, ENGINES)
-        if compiled and engine == "eager":
-            raise ValueError("compile=True needs engine='linearized', got 'eager'")
         if block_size is not None:
             check_count("block_size", block_size)
+        if memory is not None:
+            check_count("memory", memory, low=0)
         self.risk, self.shift, self.extra = risk, shift, extra
         self.block_size = _width(risk) if block_size is None else block_size
-        self._columns, self._engine, self._compiled = columns, engine, compiled
+        self._engine = Engine(risk, columns, name=engine, compiled=compiled)
         self._room = memory
-        self._kept: dict[int, list[Tensor]] = {}
-        self._traces: dict[Any, Linearization] = {}
-        self._chosen: tuple[str, Column] | None = None
-        self.plan = "not yet used"
+        self._kept: dict[tuple[int, int], list[Tensor]] = {}
+        self._chunk: int | None = None  # samples of a batch at once
+
+    @property
+    def plan(self) -> str:
+        """How products are computed, and why; known after the first."""
+        cut = "" if self._chunk is None else f", {self._chunk} samples at a time to fit memory"
+        return self._engine.plan + cut
 
     def matmat(self, block: Tensor) -> Tensor:
-        """The sum over the batches of all processes: ``(n, k)``."""
+        """The sum over the batches of all processes, shifted: ``(n, k)``."""
         total = torch.zeros(block.shape[1], len(block), dtype=block.dtype, device=block.device)
         for weight, product in self.each(block):
             total.add_(product.T, alpha=weight)
@@ -88,125 +88,82 @@ class Products:
         for index, context, weight in self.risk.contexts():
             if (extra := self.extra(index)) is not None:
                 context = replace(context, extra=extra)
-            with self.risk.settings():
-                product = self._batch(vectors, index, context)
+            size = self.risk.batch_sizes[index]
+            while True:
+                try:
+                    product = self._batch(vectors, index, context, size)
+                    break
+                except torch.OutOfMemoryError as error:
+                    self._cut(len(vectors), context, size, error)
             yield weight, product.T
 
-    def _batch(self, vectors: Tensor, index: int, context: Context) -> Tensor:
-        if self._chosen is None:
-            self._choose(context, vectors[:1])
-        trace = self._trace(context) if self._engine == "linearized" else None
-        kept = None if trace is None else self._primal(trace, index, context)
-        products = []
-        for rows in _chunks(len(vectors), self.block_size):
-            tangent = _tensors(self.risk, vectors[rows])
-            if trace is None or kept is None:
-                product = self._eager(context, tangent)
-            else:
-                product = trace.tangent(kept, tangent)
-            products.append(torch.cat([leaf.reshape(len(leaf), -1) for leaf in product], 1))
+    def _batch(self, vectors: Tensor, index: int, context: Context, size: int) -> Tensor:
+        if self._chunk is None or size <= self._chunk:
+            return self._part(vectors, (index, 0), context)
+        total = torch.zeros_like(vectors)
+        for start in range(0, size, self._chunk):
+            stop = min(start + self._chunk, size)
+            part = _samples(context, slice(start, stop), size)
+            product = self._part(vectors, (index, start), part)
+            total.add_(product, alpha=(stop - start) / size)
+        return total
+
+    def _part(self, vectors: Tensor, key: tuple[int, int], context: Context) -> Tensor:
+        trace = self._engine.linearization(context)
+        with self.risk.arithmetic():
+            kept = None if trace is None else self._primal(trace, key, context)
+            products = []
+            for columns in _chunks(len(vectors), self.block_size):
+                tangent = _tensors(self.risk, vectors[columns])
+                if trace is None or kept is None:
+                    found = self._engine.eager(context, tangent)
+                else:
+                    found = trace.tangent(kept, tangent)
+                products.append(torch.cat([leaf.reshape(len(leaf), -1) for leaf in found], 1))
         return products[0] if len(products) == 1 else torch.cat(products)
 
-    def _eager(self, context: Context, tangent: Sequence[Tensor]) -> list[Tensor]:
-        one = self._one
-        if len(tangent[0]) == 1:
-            return [leaf.unsqueeze(0) for leaf in one([t[0] for t in tangent], context)]
-        return list(vmap(lambda *columns: tuple(one(list(columns), context)))(*tangent))
-
-    def _one(self, tangent: Sequence[Tensor], context: Context) -> list[Tensor]:
-        """The product of one batch with one vector, in the way that was chosen."""
-        if self._chosen is None:
-            raise RuntimeError("no way to form products has been chosen yet")
-        return self._by(self._chosen[1], tangent, context, self.risk.params)
-
-    def _by(
-        self, column: Column, tangent: Sequence[Tensor], context: Context, params: Params
-    ) -> list[Tensor]:
-        names = list(self.risk.space.shapes)
-        found = column(self.risk, params, context, dict(zip(names, tangent, strict=True)))
-        return [found[name] for name in names]
-
-    def _trace(self, context: Context) -> Linearization:
-        key = _shape(context)
-        if key not in self._traces:
-            if len(self._traces) == MAX_TRACES:
-                self._traces.clear()
-            self._traces[key] = self._linearized(self._chosen_column(), context)
-        return self._traces[key]
-
-    def _chosen_column(self) -> Column:
-        if self._chosen is None:
-            raise RuntimeError("no way to form products has been chosen yet")
-        return self._chosen[1]
-
-    def _linearized(self, column: Column, context: Context) -> Linearization:
-        def product(tangent: list[Tensor], point: tuple[Params, Context]) -> list[Tensor]:
-            return self._by(column, tangent, point[1], point[0])
-
-        like = list(self.risk.params.values())
-        return Linearization(product, like, (self.risk.params, context), compiled=self._compiled)
-
-    def _primal(self, trace: Linearization, index: int, context: Context) -> list[Tensor]:
-        if index in self._kept:
-            return self._kept[index]
-        found = trace.primal((self.risk.params, context))
+    def _primal(self, trace: Any, key: tuple[int, int], context: Context) -> list[Tensor]:
+        """What the tangent part needs of a batch: kept, or computed and then kept if it fits."""
+        if key in self._kept:
+            return self._kept[key]
+        found: list[Tensor] = trace.primal((self.risk.params, context))
         if self._room is None:
             self._room = _room(self.risk.theta.device)
-        owned = [leaf for leaf in tree_flatten((self.risk.theta, context))[0]
-                 if isinstance(leaf, Tensor)]  # fmt: skip
-        size = nbytes(found, beside=owned)
+        owned = [leaf for leaf in tree_leaves(context) if isinstance(leaf, Tensor)]
+        size = nbytes(found, beside=[self.risk.theta, *owned])
         if size <= self._room:
             self._room -= size
-            self._kept[index] = found
+            self._kept[key] = found
         return found
 
-    def _choose(self, context: Context, vector: Tensor) -> None:
-        """Find the first way that works, and check it against what it must equal."""
-        tangent = [leaf[0] for leaf in _tensors(self.risk, vector)]
-        problems = []
-        for name, column in self._columns:
-            try:
-                expected = self._by(column, tangent, context, self.risk.params)
-            except (NotImplementedError, RuntimeError) as error:
-                if isinstance(error, torch.OutOfMemoryError):
-                    raise
-                problems.append(f"{name}: {_first_line(error)}")
-                continue
-            self._chosen = (name, column)
-            break
+    def _cut(self, width: int, context: Context, size: int, error: Exception) -> None:
+        """Make blocks narrower, then batches shorter; raise where neither is possible."""
+        self._kept.clear()
+        self._room = 0
+        if min(width, self.block_size) > 1:
+            self.block_size = min(width, self.block_size) // 2
         else:
-            self.risk.diagnose()
-            raise RuntimeError("the loss cannot be differentiated twice: " + "; ".join(problems))
-        if self._engine != "eager":
-            problem = self._trace_problem(column, context, tangent, expected)
-            if problem and self._engine == "linearized":
-                raise RuntimeError(
-                    f"engine='linearized' needs a model that can be traced: {problem}"
-                )
-            self._engine = "eager" if problem else "linearized"
-            problems += [f"not linearized: {problem}"] if problem else []
-        kind = "compiled" if self._compiled else self._engine
-        self.plan = f"{name}, {kind}" + "".join(f" ({problem})" for problem in problems)
+            at_once = size if self._chunk is None else min(size, self._chunk)
+            if at_once == 1 or not self._divisible(context, size):
+                raise error
+            self._chunk = -(-at_once // 2)
+            self._engine.forget()
+        torch.cuda.empty_cache()
 
-    def _trace_problem(
-        self, column: Column, context: Context, tangent: list[Tensor], expected: list[Tensor]
-    ) -> str:
-        try:
-            trace = self._linearized(column, context)
-            kept = trace.primal((self.risk.params, context))
-            found = trace.tangent(kept, [leaf.unsqueeze(0) for leaf in tangent])
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # a trace can fail in as many ways as there are models
-            return _first_line(error)
-        gap = sum(
-            float((a[0] - b).double().square().sum()) for a, b in zip(found, expected, strict=True)
-        )
-        size = sum(float(b.double().square().sum()) for b in expected)
-        if gap**0.5 > 10 * torch.finfo(tangent[0].dtype).eps ** 0.5 * size**0.5:
-            return f"its product differs by {(gap / size) ** 0.5:.1g}"
-        self._traces[_shape(context)] = trace
-        return ""
+    def _divisible(self, context: Context, size: int) -> bool:
+        """Whether the loss of a batch is the mean of those of its parts, as some are not."""
+        if not self.risk.separable:
+            return False
+        half = size // 2
+        parts = [(half, slice(0, half)), (size - half, slice(half, size))]
+        with torch.no_grad(), self.risk.settings():
+            whole = float(self.risk.batch_loss(self.risk.params, context))
+            halves = 0.0
+            for count, which in parts:
+                part = _samples(context, which, size)
+                halves += count / size * float(self.risk.batch_loss(self.risk.params, part))
+        rtol: float = torch.finfo(self.risk.theta.dtype).eps ** 0.5
+        return abs(halves - whole) <= rtol * abs(whole)
 
 
 class CurvatureOperator(LinearOperator):
@@ -240,6 +197,11 @@ def _room(device: torch.device) -> int:
     return 2 * 2**30
 
 
+def _samples(context: Context, which: slice, size: int) -> Context:
+    varying = rows((context.batch, context.masks, context.extra), which, size)
+    return Context(context.constants, *varying)
+
+
 def _tensors(risk: Risk, vectors: Tensor) -> list[Tensor]:
     """Vectors ``(k, n)`` as tensors ``(k, *shape)``, in the order of the parameters."""
     shapes = list(risk.space.shapes.values())
@@ -254,16 +216,3 @@ def _chunks(count: int, width: int) -> list[slice]:
     full = count // width * width
     blocks = [slice(start, start + width) for start in range(0, full, width)]
     return blocks + [slice(i, i + 1) for i in range(full, count)]
-
-
-def _shape(context: Context) -> Any:
-    leaves, spec = tree_flatten(context)
-    described = [
-        (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves
-    ]
-    return spec, tuple(described)
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:200]

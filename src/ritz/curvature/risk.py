@@ -26,7 +26,7 @@ from ritz.curvature.batches import Batch, Batches, joined, rows
 from ritz.curvature.inspection import diagnose, inspect_first_batch, require_finite
 from ritz.curvature.losses import LossFunction, check_labels, check_reduction
 from ritz.curvature.points import Context, Params, Precision, Selection, copied, selected
-from ritz.curvature.settings import product_modes
+from ritz.curvature.settings import arithmetic, product_modes
 
 Sharing = Literal["split", "own", "none"]
 PREFIX = "model."
@@ -296,6 +296,10 @@ class Risk:
             precision=self.precision,
             device=self.theta.device,
         )
+
+    def arithmetic(self) -> AbstractContextManager[None]:
+        """The precision of products alone, for a block."""
+        return arithmetic(self.precision)
 
     def __repr__(self) -> str:
         parts = [f"{self.space.size:,} parameters", f"{self.num_samples:,} samples"]

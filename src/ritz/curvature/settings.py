@@ -23,18 +23,21 @@ def product_modes(
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.callback(torch.backends.mha.set_fastpath_enabled, fast_path)
         torch.backends.mha.set_fastpath_enabled(False)
-        if precision is not None:
-            stack.enter_context(_multiplying(tf32=precision == "tf32"))
+        stack.enter_context(arithmetic(precision))
         if device.type == "cuda" and any(isinstance(m, nn.RNNBase) for m in model.modules()):
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))  # likewise
         yield
 
 
 @contextmanager
-def _multiplying(*, tf32: bool) -> Iterator[None]:
+def arithmetic(precision: Precision | None) -> Iterator[None]:
+    """Whether a GPU may round float32 products to TF32, for the block; ``None``: as it is."""
+    if precision is None:
+        yield
+        return
     matmul, convolution = torch.backends.cuda.matmul, torch.backends.cudnn
     before = matmul.allow_tf32, convolution.allow_tf32
-    matmul.allow_tf32 = convolution.allow_tf32 = tf32
+    matmul.allow_tf32 = convolution.allow_tf32 = precision == "tf32"
     try:
         yield
     finally:
