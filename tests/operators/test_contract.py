@@ -9,6 +9,7 @@ from scipy.sparse.linalg import aslinearoperator, eigsh
 
 from ritz._core.params import ParamSpace
 from ritz.operators import (
+    BlockDiagonalOperator,
     DeflatedOperator,
     DenseOperator,
     DiagonalOperator,
@@ -179,6 +180,14 @@ def kronecker_of_three(dtype):
     a, b, c = (symmetric(n, dtype, n) for n in (2, 3, 4))
     inner = KroneckerOperator(DenseOperator(b), DenseOperator(c))
     return KroneckerOperator(DenseOperator(a), inner), torch.kron(a, torch.kron(b, c))
+
+
+@case
+def block_diagonal_of_three(dtype):
+    a, b = symmetric(3, dtype, 1), symmetric(2, dtype, 2)
+    one = torch.full((1,), -2.0, dtype=dtype)
+    op = BlockDiagonalOperator([DenseOperator(a), DiagonalOperator(one), DenseOperator(b)])
+    return op, torch.block_diag(a, one[:, None], b)
 
 
 @case

@@ -8,6 +8,7 @@ from ritz.operators.algebra import (
     SumOperator,
 )
 from ritz.operators.base import LinearOperator, check_symmetric
+from ritz.operators.blocks import BlockDiagonalOperator
 from ritz.operators.dense import DenseOperator
 from ritz.operators.diagonal import DiagonalOperator, LowRankOperator
 from ritz.operators.function import FunctionOperator
@@ -16,9 +17,16 @@ from ritz.operators.kernel import KernelOperator
 from ritz.operators.kronecker import KroneckerOperator
 from ritz.operators.sharded import ShardedOperator
 from ritz.operators.sparse import SparseOperator
-from ritz.operators.structure import exact_diagonal, exact_trace, gershgorin
+from ritz.operators.structure import (
+    exact_diagonal,
+    exact_trace,
+    gershgorin,
+    structure_gap,
+    structure_note,
+)
 
 __all__ = [
+    "BlockDiagonalOperator",
     "DeflatedOperator",
     "DenseOperator",
     "DiagonalOperator",
@@ -38,4 +46,6 @@ __all__ = [
     "exact_diagonal",
     "exact_trace",
     "gershgorin",
+    "structure_gap",
+    "structure_note",
 ]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ritz.operators.algebra import RestrictedOperator, ScaledOperator, ShiftedOperator, SumOperator
 from ritz.operators.base import LinearOperator
+from ritz.operators.blocks import BlockDiagonalOperator
 from ritz.operators.dense import DenseOperator
 from ritz.operators.diagonal import DiagonalOperator, LowRankOperator
 from ritz.operators.kernel import KernelOperator
@@ -29,6 +30,18 @@ def exact_trace(op: LinearOperator) -> float | None:
     """Return the trace where the structure of ``op`` gives it, else ``None``."""
     diagonal = exact_diagonal(op)
     return None if diagonal is None else float(diagonal.double().sum())
+
+
+@singledispatch
+def structure_note(op: LinearOperator) -> str:
+    """Return by what the diagonal and the trace are known, where they are."""
+    return "structure"
+
+
+@singledispatch
+def structure_gap(op: LinearOperator) -> str:
+    """Return why they are not known, where there is more to say than that they are not."""
+    return ""
 
 
 @singledispatch
@@ -96,6 +109,29 @@ def _(op: RestrictedOperator) -> Tensor | None:
 def _(op: SumOperator) -> Tensor | None:
     parts = [part for part in map(exact_diagonal, op.terms) if part is not None]
     return torch.stack(parts).sum(0) if len(parts) == len(op.terms) else None
+
+
+@exact_diagonal.register
+def _(op: BlockDiagonalOperator) -> Tensor | None:
+    parts = [part for part in map(exact_diagonal, op.ops) if part is not None]
+    return torch.cat(parts) if len(parts) == len(op.ops) else None
+
+
+@exact_trace.register
+def _(op: BlockDiagonalOperator) -> float | None:
+    # The trace of a block may be known at a lower price than its diagonal.
+    parts = [part for part in map(exact_trace, op.ops) if part is not None]
+    return sum(parts) if len(parts) == len(op.ops) else None
+
+
+@structure_note.register
+def _(op: BlockDiagonalOperator) -> str:
+    return "; ".join(dict.fromkeys(map(structure_note, op.ops)))
+
+
+@structure_gap.register
+def _(op: BlockDiagonalOperator) -> str:
+    return "; ".join(gap for gap in dict.fromkeys(map(structure_gap, op.ops)) if gap)
 
 
 @gershgorin.register

@@ -10,7 +10,7 @@ from ritz._core.progress import Progress, tracking
 from ritz._core.random import Probe, probes, resolve_generator
 from ritz._core.results import Estimate, Status
 from ritz.operators.interop import as_operator
-from ritz.operators.structure import exact_diagonal
+from ritz.operators.structure import exact_diagonal, structure_gap, structure_note
 from ritz.spectra.sampling import Sampling, accuracy, check_samples
 
 DiagonalMethod = Literal["auto", "exact", "probes"]
@@ -57,11 +57,13 @@ def diagonal(
             mean=known,
             stderr=torch.zeros_like(known),
             num_products=0,
-            method="exact, by structure",
+            method=f"exact, by {structure_note(op)}",
             status=status,
         )
+    gap = structure_gap(op) if method != "probes" else ""
     if method == "exact":
-        raise ValueError(f"method='exact' needs a structure that knows its diagonal, got {op!r}")
+        raise ValueError(f"method='exact' needs a structure that knows its diagonal, got {op!r}"
+                         + (f": {gap}" if gap else ""))  # fmt: skip
     generator = resolve_generator(generator)
     plan = Sampling(num_probes, rtol, max_probes, block_size, probe)
     running = _Running(torch.zeros(op.shape[0], dtype=torch.float64, device=op.device))
@@ -81,7 +83,7 @@ def diagonal(
         mean=running.mean.to(op.dtype),
         stderr=running.stderr().to(op.dtype),
         num_products=running.count,
-        method="mean of z * (A z)",
+        method="mean of z * (A z)" + (f"; the structure does not know: {gap}" if gap else ""),
         status=running.status(rtol),
         seed=generator.initial_seed(),
     )

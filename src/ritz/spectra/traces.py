@@ -1,5 +1,6 @@
 """Traces, diagonals and norms by random probes."""
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -11,7 +12,7 @@ from ritz._core.random import Probe, probes, resolve_generator
 from ritz._core.results import Estimate, Status
 from ritz.operators.base import LinearOperator
 from ritz.operators.interop import as_operator
-from ritz.operators.structure import exact_trace
+from ritz.operators.structure import exact_trace, structure_gap, structure_note
 from ritz.spectra.columns import column_dots
 from ritz.spectra.sampling import Sampling, accuracy, check_samples, stderr
 
@@ -64,9 +65,11 @@ def trace(
     check_choice("method", method, METHODS)
     known = exact_trace(op) if method in ("auto", "exact") else None
     if known is not None:
-        return _exact(known)
+        return _exact(known, how=structure_note(op))
+    gap = structure_gap(op) if method in ("auto", "exact") else ""
     if method == "exact":
-        raise ValueError(f"method='exact' needs a structure that knows its trace, got {op!r}")
+        raise ValueError(f"method='exact' needs a structure that knows its trace, got {op!r}"
+                         + (f": {gap}" if gap else ""))  # fmt: skip
     generator = resolve_generator(generator)
     plan = Sampling(num_probes, rtol, max_probes, probe=probe)
     if method == "hutchinson":
@@ -75,7 +78,12 @@ def trace(
         return _hutch_plus_plus(op, plan, generator, progress)
     if num_probes >= op.shape[0]:
         return _by_unit_vectors(op)
-    return _xtrace(op, plan, generator, progress)
+    found = _xtrace(op, plan, generator, progress)
+    return (
+        replace(found, method=f"{found.method}; the structure does not know: {gap}")
+        if gap
+        else found
+    )
 
 
 def frobenius_norm(

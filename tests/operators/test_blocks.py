@@ -1,0 +1,46 @@
+import pytest
+import torch
+
+from ritz import diagonal, trace
+from ritz.operators import (
+    BlockDiagonalOperator,
+    DenseOperator,
+    DiagonalOperator,
+    FunctionOperator,
+    exact_diagonal,
+    exact_trace,
+    structure_gap,
+)
+
+
+def entries(*values, dtype=torch.float64):
+    return DiagonalOperator(torch.tensor(values, dtype=dtype))
+
+
+def test_the_diagonal_and_the_trace_are_those_of_the_blocks():
+    op = BlockDiagonalOperator([entries(1.0, -2.0), DenseOperator(torch.eye(3).double())])
+    assert diagonal(op).mean.tolist() == [1.0, -2.0, 1.0, 1.0, 1.0]
+    assert (float(trace(op)), trace(op).method) == (2.0, "exact, by structure")
+    assert repr(op) == "BlockDiagonalOperator(5 x 5, float64, cpu, 2 blocks)"
+
+
+def test_nothing_is_known_where_one_block_knows_nothing():
+    hidden = FunctionOperator(lambda block: 2 * block, n=2, dtype=torch.float64)
+    op = BlockDiagonalOperator([entries(1.0), hidden])
+    assert exact_diagonal(op) is None
+    assert exact_trace(op) is None
+    assert structure_gap(op) == ""
+    assert float(trace(op)) == 5.0
+
+
+def test_a_block_is_as_wide_as_the_narrowest_likes():
+    narrow = FunctionOperator(lambda block: block.clone(), n=2, dtype=torch.float64)
+    narrow.block_size = 2
+    assert BlockDiagonalOperator([entries(1.0), narrow]).block_size == 2
+
+
+def test_blocks_must_be_some_and_agree():
+    with pytest.raises(ValueError, match="ops must hold at least one operator"):
+        BlockDiagonalOperator([])
+    with pytest.raises(ValueError, match="ops must agree in dtype and device"):
+        BlockDiagonalOperator([entries(1.0), entries(1.0, dtype=torch.float32)])
