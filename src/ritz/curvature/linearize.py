@@ -168,14 +168,27 @@ def _nothing_done(node: fx.Node) -> fx.Node | None:
     if node.target in (aten._to_copy.default, aten.expand.default, aten.view.default):
         return source if source is not None and _like(source) == _like(node) else None
     if node.target is aten.copy.default:
-        # A copy into something, made functional: what is copied, if it need not be converted.
-        written = _input(node, 1)
-        return written if written is not None and _like(written) == _like(node) else None
+        return _written(node)
     if node.target is aten.add.Tensor and not node.kwargs and len(node.args) == 2:
         for here, other in ((0, 1), (1, 0)):
             zero, rest = _input(node, here), _input(node, other)
             if zero is not None and zero.target is aten.zeros_like.default:
                 return rest if rest is not None and _like(rest) == _like(node) else None
+    return None
+
+
+def _written(node: fx.Node) -> fx.Node | None:
+    """What a copy into another tensor, made functional, returns: the source, or one of its layout.
+
+    vmap has a rule for a clone and none for such a copy.
+    """
+    source = _input(node, 1)
+    if source is None or _like(source) == _like(node):
+        return source
+    before, after = source.meta["val"], node.meta["val"]
+    if (before.shape, before.dtype) == (after.shape, after.dtype) and after.is_contiguous():
+        node.target, node.args = aten.clone.default, (source,)
+        node.kwargs = {"memory_format": torch.contiguous_format}
     return None
 
 
