@@ -1,0 +1,179 @@
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import ritz
+from ritz.curvature import Risk, ggn
+from ritz.measures.degeneracy import rank_bound, rank_degeneracy
+from ritz.operators import DiagonalOperator
+from ritz.spectra import lanczos, lanczos_block
+from ritz.testing import assert_within_stderr
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def network(*sizes):
+    before = torch.get_rng_state()
+    torch.manual_seed(2)
+    layers = [
+        layer for pair in itertools.pairwise(sizes) for layer in (nn.Tanh(), nn.Linear(*pair))
+    ]
+    model = nn.Sequential(*layers[1:]).double()
+    torch.set_rng_state(before)
+    return model
+
+
+def data(n, inputs, classes):
+    x = torch.randn(n, inputs, generator=seeded(0), dtype=torch.float64)
+    return x, torch.randint(classes, (n,), generator=seeded(1))
+
+
+def with_kernel(zeros=30, rest=(-1.0, 2.0, 5.0, 9.0)):
+    return DiagonalOperator(torch.cat([torch.zeros(zeros), torch.tensor(rest)]).double())
+
+
+def test_the_mass_of_a_kernel_is_its_share():
+    spectra = lanczos_block(with_kernel(), num_steps=10, num_probes=200, generator=seeded(3))
+    found = rank_degeneracy(spectra, kind="ggn")
+    assert_within_stderr(found.mass, 30 / 34)
+    assert abs(float(found.value.mean)) < 1e-12
+    assert found.mass.num_products == sum(spectrum.num_products for spectrum in spectra)
+    assert len(found.mass.samples) == 200
+    assert "of the eigenvalues at" in str(found)
+
+
+def test_the_hessian_adds_the_two_nearest():
+    op = DiagonalOperator(torch.tensor([-0.1, 0.3, 4.0, 9.0], dtype=torch.float64))
+    start = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
+    spectrum = lanczos(op, num_steps=4, start=start)
+    nearest = rank_degeneracy(spectrum, kind="ggn")
+    assert float(nearest.mass) == pytest.approx(1 / 30)
+    assert float(nearest.value) == pytest.approx(-0.1)
+    both = rank_degeneracy([spectrum], kind="hessian")
+    assert float(both.mass) == pytest.approx(5 / 30)
+    assert float(both.value) == pytest.approx((-0.1 + 4 * 0.3) / 5)
+    assert torch.isnan(both.mass.stderr)  # one probe has no error bars
+
+
+def test_spectra_must_be_whole():
+    some = lanczos(with_kernel(), largest=2)
+    with pytest.raises(ValueError, match="spectra must hold all Ritz values"):
+        rank_degeneracy(some, kind="ggn")
+    with pytest.raises(ValueError, match="spectra must hold at least one spectrum"):
+        rank_degeneracy([], kind="ggn")
+    whole = lanczos(with_kernel(), num_steps=3)
+    with pytest.raises(ValueError, match="kind must be one of hessian, ggn; got 'fisher'"):
+        rank_degeneracy(whole, kind="fisher")
+
+
+def rank(risk):
+    return int(torch.linalg.matrix_rank(ggn(risk, engine="eager").dense(), hermitian=True))
+
+
+@pytest.mark.parametrize("n", [1, 4, 11])
+def test_cross_entropy_ranks_respect_the_bound_and_reach_it(n):
+    risk = Risk(network(4, 6, 3), functional.cross_entropy, data(n, 4, 3), batch_size=3)
+    found = rank_bound(risk)
+    assert found.bound == min(51, 2 * n)
+    assert (found.num_terms, found.num_outputs, found.num_parameters) == (n, 3 * n, 51)
+    assert rank(risk) == found.bound
+    assert found.comparison == 4 * 3 * (6 + 4)
+
+
+def test_other_losses_have_a_term_more_a_sample():
+    x, _ = data(5, 4, 3)
+    target = torch.zeros(5, 3, dtype=torch.float64)
+    risk = Risk(network(4, 6, 3), functional.mse_loss, (x, target))
+    assert rank(risk) == rank_bound(risk).bound == 15
+
+
+def test_ignored_labels_add_no_rank():
+    x, y = data(6, 4, 3)
+    y[:2] = -100
+    risk = Risk(network(4, 6, 3), functional.cross_entropy, (x, y))
+    assert rank(risk) == rank_bound(risk).bound == 8
+
+
+def test_positions_are_terms():
+    x = torch.randn(2, 3, 5, generator=seeded(0), dtype=torch.float64)
+    y = torch.randint(4, (2, 5), generator=seeded(1))
+    model = nn.Sequential(nn.Conv1d(3, 2, 1), nn.Tanh(), nn.Conv1d(2, 4, 1)).double()
+    found = rank_bound(Risk(model, functional.cross_entropy, (x, y)))
+    assert (found.num_terms, found.num_outputs) == (10, 40)
+    assert (found.bound, found.hidden_units, found.num_inputs) == (20, 2, 15)
+
+
+def test_probabilities_as_targets_are_softmax_too():
+    x, y = data(4, 4, 3)
+    target = functional.one_hot(y, 3).double()
+    assert rank_bound(Risk(network(4, 6, 3), functional.cross_entropy, (x, target))).bound == 8
+
+
+def test_the_argument_about_single_samples_is_no_bound():
+    """A small version of the tanh network of 640 whose matrix has rank 1260."""
+    risk = Risk(network(16, 16, 2), functional.cross_entropy, data(400, 16, 2))
+    found, measured = rank_bound(risk), rank(risk)
+    # Shifts of the logits take a row of the last layer from the rank.
+    assert measured == found.num_parameters - 17 == 289
+    assert found.comparison == 4 * 2 * (16 + 16) == 256
+    assert found.comparison < measured <= found.bound == 306
+
+
+def test_the_report_says_what_is_no_bound():
+    risk = Risk(network(4, 6, 3), functional.cross_entropy, data(4, 4, 3), l2=0.5)
+    text = str(rank_bound(risk))
+    assert "<= 8 = min(51 parameters, 12 outputs - 4 terms): mass 0.8431 at least at 0.5" in text
+    assert "for comparison only, no bound: 4 d_y (sum N_l + d_x) = 120" in text
+
+
+class Bare(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.scale * x
+
+
+def test_a_model_without_layers_has_no_comparison():
+    found = rank_bound(Risk(Bare(), functional.cross_entropy, data(2, 3, 3)))
+    assert found.hidden_units is found.comparison is None
+    assert "comparison" not in str(found)
+
+
+def test_the_bound_needs_outputs():
+    model = nn.Linear(3, 1).double()
+    risk = Risk(model, None, data(2, 3, 3), forward=lambda m, batch: m(batch[0]).square().mean())
+    with pytest.raises(ValueError, match=r"rank_bound\(\) needs the outputs apart from the loss"):
+        rank_bound(risk)
+
+
+def test_several_outputs_are_counted_together():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(3, 2).double()
+
+        def forward(self, x):
+            found = self.inner(x)
+            return {"logits": (found[:, :1], found[:, 1:])}
+
+    def loss(outputs, target):
+        return (outputs[0] * outputs[1]).mean()
+
+    assert rank_bound(Risk(Two(), loss, data(3, 3, 2))).bound == 6
+
+
+def test_results_are_saved_and_loaded(tmp_path):
+    spectra = lanczos_block(with_kernel(), num_steps=5, num_probes=2)
+    for found in (
+        rank_degeneracy(spectra, kind="hessian"),
+        rank_bound(Risk(network(4, 6, 3), functional.cross_entropy, data(4, 4, 3))),
+    ):
+        ritz.save(found, tmp_path / "found.safetensors")
+        assert str(ritz.load(tmp_path / "found.safetensors")) == str(found)
