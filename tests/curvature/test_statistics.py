@@ -3,6 +3,7 @@ import math
 
 import pytest
 import torch
+from processes import run_processes
 from torch import nn
 from torch.func import functional_call, grad
 from torch.nn import functional
@@ -91,7 +92,8 @@ def test_there_is_no_accuracy_without_class_labels(loss, target):
 
 
 def test_a_summary_names_the_mode_of_batch_norm():
-    risk = Risk(network(nn.BatchNorm1d(5)), functional.cross_entropy, (inputs(), labels()))
+    model = network(nn.BatchNorm1d(5))
+    risk = Risk(model, functional.cross_entropy, (inputs(), labels()), batch_size=13)
     found = [summary(risk.with_batch_norm(mode)) for mode in ("eval", "train")]
     assert [one.batch_norm for one in found] == ["eval", "train"]
     assert found[0].loss != found[1].loss
@@ -300,3 +302,29 @@ def test_the_model_is_left_as_it_was():
     gradient_statistics(risk, by="batch")
     assert model.training
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+SHARED = """
+from torch import nn
+from torch.nn import functional
+from ritz.curvature import Risk
+from ritz.curvature.statistics import gradient_statistics, summary
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+data = torch.randn(17, 4).double(), torch.randint(3, (17,))
+for size in (6, 17):  # three batches, or one and a process without any
+    risks = [Risk(model, functional.cross_entropy, data, batch_size=size, l2=0.1, sharing=sharing)
+             for sharing in ("split", "none")]
+    for by in ("sample", "batch"):
+        shared, alone = (gradient_statistics(risk, by=by) for risk in risks)
+        torch.testing.assert_close(shared.mean, alone.mean)
+        torch.testing.assert_close(shared.variance, alone.variance)
+        assert shared.num_gradients == alone.num_gradients
+    assert str(summary(risks[0])) == str(summary(risks[1]))
+"""
+
+
+@pytest.mark.distributed
+def test_two_processes_find_what_one_does(tmp_path):
+    assert run_processes(SHARED, 2, tmp_path) == [(0, ""), (0, "")]
