@@ -1,0 +1,336 @@
+"""Sharpness: norms, trace, negative mass and rank of the curvature, in every batch-norm mode."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ritz._core.batchnorm import BATCH_NORM_MODES, BatchNormMode, batch_norms
+from ritz._core.checks import check_choice, check_count
+from ritz._core.progress import Progress
+from ritz._core.random import probes, resolve_generator
+from ritz._core.results import Estimate, Status, format_uncertain
+from ritz._core.storage import storable
+from ritz.curvature.engines import EngineName
+from ritz.curvature.products import CurvatureOperator
+from ritz.curvature.risk import Risk
+from ritz.curvature.samples import KINDS, Kind, curvature_operator
+from ritz.curvature.statistics import Summary, summary
+from ritz.measures.degeneracy import Degeneracy, rank_degeneracy
+from ritz.operators.structure import exact_trace, structure_note
+from ritz.spectra.krylov import lanczos_block
+from ritz.spectra.sampling import stderr
+from ritz.spectra.spectrum import Spectrum
+
+
+@storable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharpnessRow:
+    r"""How sharp one matrix is.
+
+    Attributes:
+        kind: ``hessian`` or ``ggn``.
+        batch_norm: The mode of batch norm; ``None`` for a model without.
+        spectral_norm: The largest :math:`|\theta_k|` of all probes; its truncation is the residual.
+        largest: The largest Ritz value.
+        smallest: The smallest Ritz value.
+        trace: :math:`\operatorname{tr} H`.
+        mean_eigenvalue: :math:`\operatorname{tr} H / P`.
+        frobenius_norm: :math:`\|H\|_F`; its samples are those of the square.
+        negative_mass: Share of the eigenvalues below zero by more than roundoff.
+        degeneracy: Mass at the origin, and where it lies.
+        num_products: Products spent.
+        status: How the Lanczos runs ended.
+    """
+
+    kind: str
+    batch_norm: str | None
+    spectral_norm: Estimate
+    largest: float
+    smallest: float
+    trace: Estimate
+    mean_eigenvalue: Estimate
+    frobenius_norm: Estimate
+    negative_mass: Estimate
+    degeneracy: Degeneracy
+    num_products: int
+    status: Status
+
+
+@storable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharpness:
+    """The curvature of a risk, one row for each matrix and batch-norm mode.
+
+    Attributes:
+        rows: What was measured.
+        summaries: Loss, accuracy and norms in each batch-norm mode, by its name (``""`` for a
+            model without).
+        model: Name of the model's class.
+        num_steps: Lanczos steps a probe.
+        num_probes: Probes a row.
+        batch_sizes: Smallest and largest batch: part of what ``train`` mode measures.
+        l2: Coefficient of the L2 term, which is in every eigenvalue.
+        seed: Of the probes, the same in all rows.
+    """
+
+    rows: tuple[SharpnessRow, ...]
+    summaries: dict[str, Summary]
+    model: str
+    num_steps: int
+    num_probes: int
+    batch_sizes: tuple[int, int]
+    l2: float
+    seed: int
+
+    def __str__(self) -> str:
+        return describe(self)
+
+
+def sharpness(
+    risk: Risk,
+    *,
+    num_steps: int | None = None,
+    num_probes: int = 4,
+    kinds: Sequence[Kind] = ("hessian", "ggn"),
+    batch_norm: BatchNormMode | Sequence[BatchNormMode] | None = None,
+    block_size: int | None = None,
+    engine: EngineName = "auto",
+    generator: torch.Generator | None = None,
+    progress: bool | Progress = False,
+) -> Sharpness:
+    r"""Return spectral and Frobenius norm, trace, negative mass and rank degeneracy.
+
+    For the Hessian and the Gauss-Newton matrix, and for a model with batch norm in both modes: the
+    two differ by orders of magnitude. All numbers of a row come from the same Lanczos runs, of
+    Ritz values :math:`\theta_k` and weights :math:`\tau_k`: :math:`\operatorname{tr} H = P\,
+    \mathbb{E} \sum_k \tau_k \theta_k`, :math:`\|H\|_F^2 = P\, \mathbb{E} \sum_k \tau_k \theta_k^2`
+    (but a trace that the structure of the operator knows is taken from there). All rows have the
+    same start vectors, so what differs between them is not their luck.
+
+    Cost: ``num_steps * num_probes`` products a row, a gradient and a forward pass a mode, and what
+    the exact trace costs, where there is one (a backward pass for each output). Memory:
+    ``num_steps + 4`` vectors for each probe of a block, and ``num_probes`` more.
+
+    Args:
+        risk: The loss at a point.
+        num_steps: Lanczos steps ``m`` a probe; by default 100, or ``P`` if that is less.
+        num_probes: Random start vectors; with one there are no error bars.
+        kinds: Which of ``hessian`` and ``ggn``.
+        batch_norm: Mode or modes; by default both ``eval`` (or ``recomputed``, if the risk is so)
+            and ``train`` with the batches of the risk, whose size must then have been given. A
+            model without batch norm has one row.
+        block_size: Probes that advance side by side; what suits the operator by default.
+        engine: ``auto``, ``linearized`` or ``eager``: see :class:`ritz.curvature.Products`.
+        generator: Source of the start vectors.
+        progress: Whether to show bars, or what to tell.
+
+    Reference: *Flatness is a False Friend*.
+    """
+    size = risk.space.size
+    num_steps = min(100, size) if num_steps is None else num_steps
+    check_count("num_steps", num_steps, high=size)
+    check_count("num_probes", num_probes)
+    if isinstance(kinds, str) or not kinds:
+        raise ValueError(f"kinds must be a sequence of {', '.join(KINDS)}; got {kinds!r}")
+    for kind in kinds:
+        check_choice("kinds", kind, KINDS)
+    generator = resolve_generator(generator)
+    start = probes(
+        (size, num_probes),
+        kind="gaussian",
+        generator=generator,
+        dtype=risk.theta.dtype,
+        device=risk.theta.device,
+    )
+    rows, summaries = [], {}
+    for mode, part in _modes(risk, batch_norm):
+        summaries[mode or ""] = summary(part)
+        for kind in kinds:
+            op = curvature_operator(part, kind, engine=engine, block_size=block_size)
+            runs = _runs(op, start, num_steps, progress)
+            rows.append(_row(op, runs, kind, mode, generator.initial_seed()))
+    return Sharpness(
+        rows=tuple(rows),
+        summaries=summaries,
+        model=type(risk.model).__name__,
+        num_steps=num_steps,
+        num_probes=num_probes,
+        batch_sizes=(min(risk.batch_sizes), max(risk.batch_sizes)),
+        l2=risk.l2,
+        seed=generator.initial_seed(),
+    )
+
+
+def describe(report: Sharpness) -> str:
+    """Return the report as a table, a line for each number and a column for each matrix."""
+    first = next(iter(report.summaries.values()))
+    low, high = report.batch_sizes
+    lines = [
+        f"Sharpness of {report.model}: {first.num_parameters:,} parameters, "
+        f"{first.num_samples:,} samples in batches of {low if low == high else f'{low} to {high}'}"
+        + (f", l2 {report.l2:g}" if report.l2 else ""),
+        f"  {report.num_steps} Lanczos steps, {report.num_probes} probes, seed {report.seed}",
+    ]
+    columns = [_column(row, report.summaries[row.batch_norm or ""]) for row in report.rows]
+    width = max(len(cell) for column in columns for cell in column.values())
+    for name in columns[0]:
+        cells = "  ".join(f"{column[name]:>{width}}" for column in columns)
+        lines.append(f"  {name:<18}  {cells}")
+    return "\n".join(lines)
+
+
+def _modes(
+    risk: Risk, chosen: BatchNormMode | Sequence[BatchNormMode] | None
+) -> list[tuple[str | None, Risk]]:
+    """Batch-norm modes with the risk in each."""
+    modes: Sequence[BatchNormMode]
+    if chosen is None:
+        modes = ("recomputed" if risk.batch_norm == "recomputed" else "eval", "train")
+    else:
+        modes = (chosen,) if isinstance(chosen, str) else tuple(chosen)
+    if not modes:
+        raise ValueError("batch_norm must hold at least one mode, got none")
+    for mode in modes:
+        check_choice("batch_norm", mode, BATCH_NORM_MODES)
+    if not batch_norms(risk.model):
+        return [(None, risk)]
+    return [(mode, risk.with_batch_norm(mode)) for mode in modes]
+
+
+def _runs(
+    op: CurvatureOperator, start: Tensor, num_steps: int, progress: bool | Progress
+) -> list[Spectrum]:
+    blocks = start.split(op.block_size, 1)
+    return [
+        run
+        for block in blocks
+        for run in lanczos_block(op, num_steps=num_steps, start=block, progress=progress)
+    ]
+
+
+def _row(
+    op: CurvatureOperator, runs: list[Spectrum], kind: Kind, mode: str | None, seed: int
+) -> SharpnessRow:
+    size, spent = op.shape[0], sum(run.num_products for run in runs)
+    first, second, negative = (
+        _estimate(samples, spent, len(runs), seed) for samples in _quadratures(runs)
+    )
+    known = exact_trace(op)
+    whole = _scaled(first, size) if known is None else _exact(known, structure_note(op))
+    extreme, residual = _extreme(runs)
+    return SharpnessRow(
+        kind=kind,
+        batch_norm=mode,
+        spectral_norm=_estimate(extreme.abs()[None], spent, len(runs), seed, residual),
+        largest=max(float(run.values[-1]) for run in runs),
+        smallest=min(float(run.values[0]) for run in runs),
+        trace=whole,
+        mean_eigenvalue=_scaled(whole, 1 / size),
+        frobenius_norm=_root(_scaled(second, size)),
+        negative_mass=negative,
+        degeneracy=rank_degeneracy(runs, kind=kind),
+        num_products=spent,
+        status=min((run.status for run in runs), key=lambda status: status.outcome == "breakdown"),
+    )
+
+
+def _quadratures(runs: list[Spectrum]) -> Tensor:
+    """First and second moment and mass below zero of every run, ``(3, d)``."""
+    found = []
+    for run in runs:
+        if run.weights is None:
+            raise RuntimeError("a Lanczos run without restarts has weights")
+        below = run.weights[run.values < -run.roundoff].sum()
+        first, second = run.weights @ run.values, run.weights @ run.values.square()
+        found.append(torch.stack([first, second, below]))
+    return torch.stack(found, 1)
+
+
+def _extreme(runs: list[Spectrum]) -> tuple[Tensor, Tensor]:
+    """The Ritz value largest in magnitude, and its residual."""
+    values, residuals = (
+        torch.cat([getattr(run, name) for run in runs]) for name in ("values", "residuals")
+    )
+    place = values.abs().argmax()
+    return values[place], residuals[place]
+
+
+def _estimate(
+    samples: Tensor, spent: int, count: int, seed: int, truncation: Tensor | None = None
+) -> Estimate:
+    """A mean over probes; with a truncation, one value that is not sampled."""
+    return Estimate(
+        mean=samples.mean(),
+        stderr=stderr(samples) if truncation is None else torch.zeros_like(samples[0]),
+        truncation=truncation,
+        samples=samples if truncation is None else None,
+        num_products=spent,
+        method="Lanczos quadrature" if truncation is None else "Lanczos",
+        status=Status(outcome="completed", message=f"{count} probes"),
+        seed=seed,
+    )
+
+
+def _exact(value: float, how: str) -> Estimate:
+    return Estimate(
+        mean=torch.tensor(value, dtype=torch.float64),
+        stderr=torch.zeros((), dtype=torch.float64),
+        num_products=0,
+        method=f"exact, by {how}",
+        status=Status(outcome="completed", message="no sampling"),
+    )
+
+
+def _scaled(estimate: Estimate, factor: float) -> Estimate:
+    return Estimate(
+        mean=estimate.mean * factor,
+        stderr=estimate.stderr * factor,
+        samples=None if estimate.samples is None else estimate.samples * factor,
+        num_products=estimate.num_products,
+        method=estimate.method,
+        status=estimate.status,
+        seed=estimate.seed,
+    )
+
+
+def _root(square: Estimate) -> Estimate:
+    mean = square.mean.sqrt()
+    error = square.stderr / (2 * mean) if mean > 0 else torch.zeros_like(mean)
+    return Estimate(
+        mean=mean,
+        stderr=error,
+        samples=square.samples,
+        num_products=square.num_products,
+        method=square.method + ", root of the mean square",
+        status=square.status,
+        seed=square.seed,
+    )
+
+
+def _column(row: SharpnessRow, at: Summary) -> dict[str, str]:
+    mass, value = row.degeneracy.mass, row.degeneracy.value
+    column = {"": row.kind, "batch norm": row.batch_norm or "none"}
+    if at.accuracy is not None:
+        column["accuracy"] = f"{at.accuracy:.2%}"
+    residual = row.spectral_norm.truncation
+    return column | {
+        "loss": f"{at.loss:.6g}",
+        "|gradient|": f"{at.gradient_norm:.4g}",
+        "spectral norm": f"{float(row.spectral_norm):.6g}",
+        "  residual": "" if residual is None else f"{float(residual):.1g}",
+        "largest": f"{row.largest:.6g}",
+        "smallest": f"{row.smallest:.4g}",
+        "trace": _plain(row.trace),
+        "mean eigenvalue": _plain(row.mean_eigenvalue),
+        "Frobenius norm": _plain(row.frobenius_norm),
+        "negative mass": _plain(row.negative_mass),
+        "mass at the origin": _plain(mass),
+        "  which is at": f"{float(value.mean):.2g} ± {float(value.stderr):.1g}",
+        "products": f"{row.num_products:,}",
+    }
+
+
+def _plain(estimate: Estimate) -> str:
+    return format_uncertain(float(estimate.mean), float(estimate.stderr))

@@ -1,0 +1,190 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import ritz
+from ritz.curvature import Risk
+from ritz.curvature.samples import curvature_operator
+from ritz.measures.flatness import sharpness
+from ritz.testing import assert_within_stderr
+
+N, INPUTS, CLASSES = 24, 3, 3
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def network(*middle):
+    before = torch.get_rng_state()
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(INPUTS, 4), *middle, nn.Tanh(), nn.Linear(4, CLASSES))
+    torch.set_rng_state(before)
+    return model.double()
+
+
+def risk_of(model, **options):
+    x = torch.randn(N, INPUTS, generator=seeded(0), dtype=torch.float64)
+    y = torch.randint(CLASSES, (N,), generator=seeded(1))
+    return Risk(model, functional.cross_entropy, (x, y), batch_size=8, **options)
+
+
+def normed(**options):
+    return risk_of(network(nn.BatchNorm1d(4)), **options)
+
+
+def check_row(row, matrix, num_probes):
+    """Every number of a row against the eigenvalues of the dense matrix."""
+    values = torch.linalg.eigvalsh(matrix)
+    # Scales before a batch norm matter through its epsilon alone: 1e-14 is no zero.
+    roundoff = 1e-15
+    assert float(row.spectral_norm) == pytest.approx(float(values.abs().max()), rel=1e-10)
+    assert float(row.spectral_norm.truncation) < 1e-10
+    assert row.largest == pytest.approx(float(values[-1]), rel=1e-10)
+    assert row.smallest == pytest.approx(float(values[0]), rel=1e-8, abs=1e-14)
+    assert_within_stderr(row.trace, float(values.sum()))
+    assert_within_stderr(row.mean_eigenvalue, float(values.mean()))
+    assert_within_stderr(row.frobenius_norm, float(values.norm()))
+    assert_within_stderr(row.negative_mass, float((values < -roundoff).double().mean()))
+    assert len(row.negative_mass.samples) == num_probes
+    kernel = float((values.abs() < roundoff).double().mean())
+    assert kernel > 0
+    if row.kind == "ggn":
+        assert_within_stderr(row.degeneracy.mass, kernel)
+        assert abs(float(row.degeneracy.value.mean)) < roundoff
+    else:  # with the nearest eigenvalue beside it
+        nearest = values.abs()[values.abs() > roundoff].min()
+        share = float((values.abs() <= nearest).double().mean())
+        assert_within_stderr(row.degeneracy.mass, share)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    risk = risk_of(network())
+    return risk, sharpness(
+        risk, num_steps=risk.space.size, num_probes=12, engine="eager", generator=seeded(5)
+    )
+
+
+def test_every_number_of_a_full_krylov_run_agrees_with_dense(plain):
+    risk, report = plain
+    assert [(row.kind, row.batch_norm) for row in report.rows] == [("hessian", None), ("ggn", None)]
+    for row in report.rows:
+        matrix = curvature_operator(risk, row.kind, engine="eager").dense()
+        check_row(row, matrix, 12)
+
+
+def test_both_modes_of_batch_norm_agree_with_dense():
+    risk = normed()
+    size = risk.space.size
+    report = sharpness(risk, num_steps=size, num_probes=8, engine="eager", generator=seeded(6))
+    found = [(row.batch_norm, row.kind) for row in report.rows]
+    assert found == [(m, k) for m in ("eval", "train") for k in ("hessian", "ggn")]
+    for row in report.rows:
+        part = risk.with_batch_norm(row.batch_norm)
+        check_row(row, curvature_operator(part, row.kind, engine="eager").dense(), 8)
+        assert report.summaries[row.batch_norm].loss == pytest.approx(part.loss(), rel=1e-12)
+
+
+def test_the_products_reported_are_those_spent():
+    risk = risk_of(network())
+    report = sharpness(risk, num_steps=5, num_probes=3, kinds=("ggn",), engine="eager")
+    (row,) = report.rows
+    assert (row.num_products, report.num_steps, report.num_probes) == (15, 5, 3)
+    assert row.frobenius_norm.num_products == 15
+    assert row.status.outcome == "completed"
+
+
+def test_a_trace_is_exact_where_the_structure_knows_it(monkeypatch):
+    risk = risk_of(network())
+    options = {"num_steps": 3, "num_probes": 2, "kinds": ("ggn",), "engine": "eager"}
+    for known, method in ((7.0, "exact, by structure"), (None, "Lanczos quadrature")):
+        monkeypatch.setattr("ritz.measures.flatness.exact_trace", lambda op, known=known: known)
+        monkeypatch.setattr("ritz.measures.flatness.structure_note", lambda op: "structure")
+        (row,) = sharpness(risk, **options).rows
+        assert row.trace.method == method
+        assert (row.trace.samples is None) == (float(row.trace.stderr) == 0) == (known is not None)
+        assert float(row.mean_eigenvalue) == pytest.approx(float(row.trace) / risk.space.size)
+
+
+def test_rows_have_the_same_probes_and_blocks_change_nothing():
+    risk = risk_of(network())
+    options = {"num_steps": 4, "num_probes": 3, "kinds": ("ggn", "ggn"), "engine": "eager"}
+    one = sharpness(risk, **options)
+    assert torch.equal(one.rows[0].frobenius_norm.samples, one.rows[1].frobenius_norm.samples)
+    two = sharpness(risk, block_size=1, **options)
+    for row, same in zip(one.rows, two.rows, strict=True):
+        torch.testing.assert_close(row.frobenius_norm.samples, same.frobenius_norm.samples)
+    assert one.seed == two.seed == 0
+
+
+def test_the_default_of_a_recomputed_risk_is_recomputed():
+    options = {"num_steps": 2, "num_probes": 2, "kinds": ("ggn",), "engine": "eager"}
+    report = sharpness(normed(batch_norm="recomputed"), **options)
+    assert [row.batch_norm for row in report.rows] == ["recomputed", "train"]
+    chosen = sharpness(normed(), batch_norm="train", **options)
+    assert [row.batch_norm for row in chosen.rows] == ["train"]
+    without = sharpness(risk_of(network()), batch_norm=("eval", "train"), **options)
+    assert [row.batch_norm for row in without.rows] == [None]
+
+
+def test_the_report_is_a_table(plain):
+    risk, report = plain
+    text = str(report)
+    lines = text.splitlines()
+    assert lines[0] == (
+        f"Sharpness of Sequential: {risk.space.size} parameters, 24 samples in batches of 8"
+    )
+    assert lines[2].split() == ["hessian", "ggn"]
+    for name in ("accuracy", "loss", "spectral norm", "negative mass", "mass at the origin"):
+        assert sum(line.strip().startswith(name) for line in lines) == 1
+    assert len({len(line) for line in lines[2:]}) == 1
+
+
+def test_the_report_names_l2_and_uneven_batches():
+    x = torch.randn(5, INPUTS, generator=seeded(0), dtype=torch.float64)
+    target = torch.zeros(5, CLASSES, dtype=torch.float64)
+    risk = Risk(network(), functional.mse_loss, (x, target), batch_size=3, l2=0.5)
+    report = sharpness(risk, num_steps=3, num_probes=1, engine="eager")
+    assert "in batches of 2 to 3, l2 0.5" in str(report)
+    assert "accuracy" not in str(report)
+    assert report.rows[1].smallest >= 0.5 - 1e-12
+
+
+def test_a_report_is_saved_and_loaded(plain, tmp_path):
+    _, report = plain
+    ritz.save(report, tmp_path / "report.safetensors")
+    loaded = ritz.load(tmp_path / "report.safetensors")
+    assert str(loaded) == str(report)
+    assert torch.equal(loaded.rows[0].trace.samples, report.rows[0].trace.samples)
+    assert type(loaded.rows[0].degeneracy) is type(report.rows[0].degeneracy)
+
+
+def test_the_model_is_left_as_it_was():
+    risk = normed()
+    before, mode = copy.deepcopy(risk.model.state_dict()), risk.model.training
+    sharpness(risk, num_steps=2, num_probes=2, engine="eager")
+    assert risk.model.training == mode
+    after = risk.model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"num_steps": 0}, "num_steps must be between 1 and 31, got 0"),
+        ({"num_steps": 32}, "num_steps must be between 1 and 31, got 32"),
+        ({"num_probes": 0}, "num_probes must be at least 1, got 0"),
+        ({"kinds": ()}, r"kinds must be a sequence of hessian, ggn; got \(\)"),
+        ({"kinds": "ggn"}, "kinds must be a sequence of hessian, ggn; got 'ggn'"),
+        ({"kinds": ("fisher",)}, "kinds must be one of hessian, ggn; got 'fisher'"),
+        ({"batch_norm": "both"}, "batch_norm must be one of train, eval, recomputed; got 'both'"),
+        ({"batch_norm": ()}, "batch_norm must hold at least one mode, got none"),
+    ],
+)
+def test_bad_options_are_named(bad, message):
+    with pytest.raises(ValueError, match=message):
+        sharpness(risk_of(network()), **bad)
