@@ -124,7 +124,7 @@ class Engine:
             except torch.OutOfMemoryError:
                 raise
             except (NotImplementedError, RuntimeError) as error:
-                problems.append(f"no {name}: {_first_line(error)}")
+                problems.append(f"no {name}: {first_line(error)}")
         self.risk.diagnose()
         raise RuntimeError("the loss cannot be differentiated as it must: " + "; ".join(problems))
 
@@ -138,7 +138,7 @@ class Engine:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a trace can fail in as many ways as there are models
-            return _first_line(error)
+            return first_line(error)
         pairs = [(a[0].double(), b.double()) for a, b in zip(found, expected, strict=True)]
         gap = sum(float((a - b).square().sum()) for a, b in pairs) ** 0.5
         size = sum(float(b.square().sum()) for _, b in pairs) ** 0.5
@@ -156,6 +156,7 @@ def _shape(context: Context) -> Any:
     return spec, tuple(described)
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What an error says, in short."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0][:200]

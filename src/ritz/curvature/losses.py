@@ -95,7 +95,7 @@ class KnownLoss:
             return slope * along.view(-1, *(1,) * (outputs.ndim - 1))
         if self.kind == "binary_cross_entropy":
             return tangent * ((outputs.sigmoid() - drawn).square() / outputs.numel())
-        ignored = drawn == self.ignore_index
+        ignored = drawn < 0 if target.is_floating_point() else target == self.ignore_index
         hot = functional.one_hot(torch.where(ignored, 0, drawn), outputs.shape[1])
         slope = outputs.softmax(1) - hot.movedim(-1, 1).to(outputs.dtype)
         along = (slope * tangent).sum(1) * self._weights(target, outputs)

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from ritz._core.checks import check_count
 from ritz.curvature.batches import rows
-from ritz.curvature.engines import Column, Engine, EngineName
+from ritz.curvature.engines import Column, Engine, EngineName, first_line
 from ritz.curvature.linearize import nbytes
 from ritz.curvature.points import Context
 from ritz.curvature.risk import Risk
@@ -63,12 +63,13 @@ class Products:
         self._room = memory
         self._kept: dict[tuple[int, int], list[Tensor]] = {}
         self._chunk: int | None = None  # samples of a batch at once
+        self._narrowed = ""  # why columns are multiplied one by one
 
     @property
     def plan(self) -> str:
         """How products are computed, and why; known after the first."""
         cut = "" if self._chunk is None else f", {self._chunk} samples at a time to fit memory"
-        return self._engine.plan + cut
+        return self._engine.plan + self._narrowed + cut
 
     def matmat(self, block: Tensor) -> Tensor:
         """The sum over the batches of all processes, shifted: ``(n, k)``."""
@@ -95,6 +96,12 @@ class Products:
                     break
                 except torch.OutOfMemoryError as error:
                     self._cut(len(vectors), context, size, error)
+                except (NotImplementedError, RuntimeError) as error:
+                    if min(len(vectors), self.block_size) == 1:
+                        raise
+                    # vmap has not a rule for everything; what it is not to blame for comes again.
+                    self.block_size = 1
+                    self._narrowed = f" (one column at a time: {first_line(error)})"
             yield weight, product.T
 
     def _batch(self, vectors: Tensor, index: int, context: Context, size: int) -> Tensor:
