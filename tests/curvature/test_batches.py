@@ -1,0 +1,179 @@
+"""Data as a fixed list of batches."""
+
+from functools import partial
+
+import pytest
+import torch
+from curvature.networks import labels, mlp, noise, seeded, vectors
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
+
+from ritz.curvature import Risk, batches, hessian
+
+CE = functional.cross_entropy
+X, Y = noise(10, 3), labels(3, 10)
+PAIRS = TensorDataset(X, Y)
+
+
+class Augmented(Dataset):
+    """Samples with noise that is new in every pass."""
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return X[index] + 0.1 * torch.randn(3, dtype=torch.float64), Y[index]
+
+
+class Counted:
+    """Batches that can be gone through again, of which the second may change in some pass."""
+
+    def __init__(self, change=None, drop=None):
+        self.passes, self.change, self.drop = 0, change, drop
+
+    def __iter__(self):
+        self.passes += 1
+        yield X[:4], Y[:4]
+        if self.drop is not None and self.passes > self.drop:
+            return
+        moved = self.change is not None and self.passes > self.change
+        yield X[4:] + moved, Y[4:]
+
+
+@pytest.fixture
+def model():
+    return mlp().double()
+
+
+@pytest.fixture
+def streamed(monkeypatch):
+    monkeypatch.setattr(batches, "HELD", 0)
+
+
+def shuffling(**options):
+    return DataLoader(PAIRS, batch_size=4, sampler=RandomSampler(PAIRS), **options)
+
+
+SOURCES = {
+    "loader": lambda: DataLoader(PAIRS, batch_size=4),
+    "list": lambda: [(X[:4], Y[:4]), (X[4:8], Y[4:8]), (X[8:], Y[8:])],
+    "lists": lambda: [[X[:4], Y[:4]], [X[4:], Y[4:]]],
+    "iterable": Counted,
+    "tensors": lambda: (X, Y),
+    "dataset": lambda: PAIRS,
+}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("freeze", [False, True])
+def test_the_same_samples_give_the_same_risk_however_they_come(model, kind, freeze):
+    expected = Risk(model, CE, (X, Y), batch_size=10)
+    found = Risk(model, CE, SOURCES[kind](), freeze=freeze)
+    assert found.num_samples == 10
+    assert found.loss() == pytest.approx(expected.loss(), rel=1e-14)
+    torch.testing.assert_close(found.gradient(), expected.gradient())
+
+
+@pytest.mark.usefixtures("streamed")
+def test_streamed_batches_are_those_held(model):
+    risk = Risk(model, CE, DataLoader(PAIRS, batch_size=4))
+    held = Risk(model, CE, SOURCES["list"]())
+    assert not risk._batches.held
+    assert held._batches.held
+    vector = noise(len(risk.theta))
+    assert torch.equal(hessian(risk) @ vector, hessian(held) @ vector)
+    assert risk.loss() == held.loss()
+    assert risk.batch(2).loss() == held.batch(2).loss()
+    with pytest.raises(ValueError, match="held in memory for this: pass freeze=True"):
+        risk.samples(torch.tensor([0]))
+    assert Risk(model, CE, DataLoader(PAIRS, batch_size=4), freeze=True)._batches.held
+
+
+@pytest.mark.usefixtures("streamed")
+@pytest.mark.parametrize(
+    ("source", "match"),
+    [
+        (partial(Counted, change=3), "batch 1 has changed"),
+        (partial(Counted, drop=3), "2 batches, then 1"),
+    ],
+)
+def test_data_that_change_in_a_later_pass_are_noticed(model, source, match):
+    risk = Risk(model, CE, source())
+    with pytest.raises(ValueError, match=match):
+        [risk.loss() for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "match"),
+    [
+        (lambda: DataLoader(PAIRS, shuffle=True), ValueError, "shuffles; pass freeze"),
+        (shuffling, ValueError, "a loader that shuffles"),
+        (lambda: DataLoader(Augmented(), batch_size=4), ValueError, "batch 0 came differently"),
+        (
+            lambda: DataLoader(PAIRS, batch_sampler=torch.utils.data.BatchSampler(
+                torch.utils.data.SubsetRandomSampler(range(10)), 5, False)),
+            ValueError,
+            "batch 0 came differently",
+        ),
+        (lambda: iter(SOURCES["list"]()), TypeError, "got an iterator: pass a list"),
+        (lambda: (pair for pair in SOURCES["list"]()), TypeError, "got an iterator"),
+    ],
+)  # fmt: skip
+def test_what_differs_from_pass_to_pass_is_refused_unless_frozen(model, source, error, match):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        with pytest.raises(error, match=match):
+            Risk(model, CE, source())
+        risk = Risk(model, CE, source(), freeze=True)
+    assert risk.num_samples == 10
+    assert risk.loss() == risk.loss()
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+@pytest.mark.parametrize("held", [batches.HELD, 0])
+def test_a_pass_over_a_loader_leaves_every_generator_as_it_was(model, freeze, held, monkeypatch):
+    monkeypatch.setattr(batches, "HELD", held)
+    own = seeded(3)
+    loaders = [
+        DataLoader(PAIRS, batch_size=4),
+        DataLoader(PAIRS, batch_size=4, generator=own),
+    ]
+    if freeze:
+        loaders += [shuffling(), DataLoader(PAIRS, shuffle=True, generator=own)]
+        loaders += [DataLoader(Augmented(), batch_size=4)]
+    for loader in loaders:
+        before, mine = torch.get_rng_state(), own.get_state()
+        risk = Risk(model, CE, loader, freeze=freeze)
+        risk.loss()
+        assert torch.equal(torch.get_rng_state(), before)
+        assert torch.equal(own.get_state(), mine)
+
+
+def test_batches_counted_otherwise_weigh_otherwise(model):
+    data = vectors(4, 2)
+    risk = Risk(model, CE, data, count=lambda batch: 1)
+    assert risk.num_samples == 2
+    with torch.no_grad():
+        expected = sum(float(CE(model(x), y)) for x, y in data) / 2
+    assert risk.loss() == pytest.approx(expected, rel=1e-14)
+
+
+def test_batches_of_more_shapes_than_are_traced(model):
+    sizes = range(1, 12)
+    risk = Risk(model, CE, vectors(*sizes), params="2")
+    vector = noise(len(risk.theta))
+    op = hessian(risk, engine="linearized")
+    first = op @ vector
+    torch.testing.assert_close(first, hessian(risk, engine="eager") @ vector)
+    assert torch.equal(op @ vector, first)
+
+
+def test_constants_beside_the_samples_are_not_cut(model):
+    data = [(x, torch.tensor(2.0, dtype=torch.float64), y) for x, y in vectors(4, 3)]
+
+    def forward(model, batch):
+        return model(batch[0]) * batch[1], batch[2]
+
+    risk = Risk(model, CE, data, forward=forward)
+    assert risk.batch_sizes == [4, 3]
+    assert risk.samples(torch.arange(7)).loss() == pytest.approx(risk.loss(), rel=1e-14)

@@ -1,0 +1,172 @@
+"""Traces cut in two, and what happens where there can be none."""
+
+import pytest
+import torch
+from curvature.networks import Case, case, dense_ggn, dense_hessian, noise, vectors
+from torch import nn
+
+from ritz.curvature import ggn, hessian
+from ritz.curvature.linearize import Linearization, nbytes
+
+
+class Sine(torch.autograd.Function):
+    """An operation without a forward rule, as those of other libraries are."""
+
+    @staticmethod
+    def forward(x):
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[0])
+
+    @staticmethod
+    def backward(ctx, slope):
+        return slope * ctx.saved_tensors[0].cos()
+
+
+class Middle(nn.Module):
+    def __init__(self, between):
+        super().__init__()
+        self.first, self.last, self.between = nn.Linear(3, 4), nn.Linear(4, 3), between
+
+    def forward(self, x):
+        return self.last(self.between(self.first(x)))
+
+
+def branching(h):
+    return torch.tanh(h * 2 if h.sum() > 0 else h)
+
+
+def scaled(h):
+    return torch.tanh(h / float(h.detach().abs().max()))
+
+
+def in_place(h):
+    h = h.clone()
+    h[:, 0].mul_(2)
+    h += 1
+    return h.sigmoid_()
+
+
+def made(between, oracle=None):
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        found = Case(model=Middle(between), data=vectors(5, 3))
+    if oracle is not None:
+        found.prepared.between = oracle
+    return found
+
+
+@pytest.mark.parametrize(("operator", "dense"), [(hessian, dense_hessian), (ggn, dense_ggn)])
+def test_operations_without_a_forward_rule_go_by_reverse_rules(operator, dense):
+    one = made(Sine.apply, oracle=torch.sin)
+    op = operator(one.risk())
+    torch.testing.assert_close(op @ noise(31), dense(one) @ noise(31))
+    assert op.products.plan.startswith("reverse")
+    assert "must implement the jvp function" in op.products.plan
+    # Nor has it a rule for blocks.
+    torch.testing.assert_close(op.dense(), dense(one))
+    assert "one column at a time: You tried to vmap over Sine" in op.products.plan
+
+
+@pytest.mark.parametrize("between", [branching, scaled])
+@pytest.mark.parametrize(("operator", "dense"), [(hessian, dense_hessian), (ggn, dense_ggn)])
+def test_a_model_that_looks_at_its_values_is_not_traced_and_says_so(between, operator, dense):
+    one = made(between)
+    op = operator(one.risk())
+    torch.testing.assert_close(op.dense(), dense(one))
+    assert "eager (not linearized: " in op.products.plan
+    with pytest.raises(RuntimeError, match="engine='linearized' needs a traceable model"):
+        operator(one.risk(), engine="linearized") @ noise(31)
+
+
+@pytest.mark.parametrize("engine", ["eager", "linearized"])
+def test_models_that_write_in_place_are_right(engine):
+    one = made(in_place)
+    op = hessian(one.risk(), engine=engine)
+    torch.testing.assert_close(op.dense(), dense_hessian(one))
+
+
+def test_a_trace_that_gives_another_product_is_not_used(monkeypatch):
+    monkeypatch.setattr(Linearization, "tangent", lambda self, kept, tangent: tangent)
+    risk, dense = case("mlp").risk(), dense_hessian(case("mlp"))
+    op = hessian(risk)
+    torch.testing.assert_close(op @ noise(31), dense @ noise(31))
+    assert "eager (not linearized: its product differs by" in op.products.plan
+
+
+def test_a_linear_function_is_cut_where_the_vector_enters():
+    calls = []
+
+    def product(tangent, point):
+        calls.append(1)
+        weights, constant = point
+        kept = torch.sin(weights["a"]).square() + constant
+        return [kept * tangent[0] * 3, tangent[1] @ weights["b"]]
+
+    weights = {"a": noise(4), "b": noise(3, 2)}
+    point = (weights, 0.5)
+    tangent = [noise(4, seed=1), noise(3, seed=2)]
+    trace = Linearization(product, tangent, point)
+    kept = trace.primal(point)
+    expected = product(tangent, point)
+    found = trace.tangent(kept, [t.unsqueeze(0) for t in tangent])
+    for left, right in zip(found, expected, strict=True):
+        assert torch.equal(left[0], right)
+    wide = [torch.stack([t, 2 * t, 0 * t]) for t in tangent]
+    for left, right in zip(trace.tangent(kept, wide), expected, strict=True):
+        torch.testing.assert_close(left, torch.stack([right, 2 * right, 0 * right]))
+    assert len(calls) == 2
+    operations = [str(node.target) for node in trace._tangent.graph.nodes]
+    assert not any("sin" in name for name in operations)
+
+
+def test_a_trace_holds_for_other_points_of_the_same_shapes():
+    def product(tangent, point):
+        return [point[0].exp() * tangent[0]]
+
+    trace = Linearization(product, [noise(3)], (noise(3),))
+    other, vector = noise(3, seed=5), noise(3, seed=6)
+    found = trace.tangent(trace.primal((other,)), [vector[None]])[0][0]
+    torch.testing.assert_close(found, other.exp() * vector)
+
+
+def test_results_that_are_inputs_or_constants_are_returned_as_copies():
+    def product(tangent, point):
+        return [tangent[0], torch.zeros_like(point[0])]
+
+    trace = Linearization(product, [noise(3)], (noise(3),))
+    vector = noise(1, 3)
+    same, zero = trace.tangent(trace.primal((noise(3),)), [vector])
+    assert torch.equal(same, vector)
+    assert same.data_ptr() != vector.data_ptr()
+    assert not bool(zero.any())
+
+
+def test_equal_numbers_of_other_types_are_not_merged():
+    def product(tangent, point):
+        x = point[0]
+        return [tangent[0] * (x.sum(0, keepdim=True) + x.sum(0, keepdim=False)) + x.pow(1) * 0]
+
+    trace = Linearization(product, [noise(3)], (noise(3),))
+    x, vector = noise(3), noise(3, seed=1)
+    kept = trace.primal((x,))
+    torch.testing.assert_close(trace.tangent(kept, [vector[None]])[0][0], vector * 2 * x.sum())
+
+
+def test_memory_is_counted_once():
+    base = torch.zeros(8, dtype=torch.float64)
+    assert nbytes([base, base[2:], base.view(2, 4)]) == 64
+    assert nbytes([base[:2], torch.zeros(4)], beside=[base]) == 16
+
+
+def test_what_is_kept_stays_within_the_memory_allowed():
+    risk = case("mlp").risk()
+    op = hessian(risk, engine="linearized")
+    vector = noise(31)
+    product = op @ vector
+    sizes = [nbytes(kept) for kept in op.products._kept.values()]
+    some = hessian(risk, engine="linearized", memory=max(sizes))
+    assert torch.equal(some @ vector, product)
+    assert 0 < len(some.products._kept) < risk.num_batches

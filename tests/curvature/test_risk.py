@@ -1,0 +1,249 @@
+"""A risk: its points, parts and modes."""
+
+import copy
+from collections import UserDict
+
+import pytest
+import torch
+from curvature.networks import (
+    Case,
+    Encoder,
+    Named,
+    case,
+    cnn,
+    dense_hessian,
+    dictionaries,
+    images,
+    labels,
+    mlp,
+    moved,
+    noise,
+    sequences,
+    vectors,
+)
+from torch import nn
+from torch.nn import functional
+
+from ritz.curvature import Risk, ggn, hessian
+
+CE = functional.cross_entropy
+
+
+def dropping(layer=None):
+    layers = [nn.Linear(3, 4), nn.Dropout(0.5) if layer is None else layer, nn.Linear(4, 3)]
+    return nn.Sequential(*layers).double()
+
+
+def test_a_ragged_last_batch_weighs_as_much_as_its_samples():
+    x, y = noise(11, 3), labels(3, 11)
+    model = mlp().double()
+    whole = Risk(model, CE, (x, y))
+    block = noise(len(whole.theta), 2)
+    expected = dense_hessian(Case(model=model, data=[(x, y)])) @ block
+    for size in (1, 4, 11):
+        parts = Risk(model, CE, (x, y), batch_size=size)
+        assert parts.loss() == pytest.approx(whole.loss(), rel=1e-14)
+        torch.testing.assert_close(parts.gradient(), whole.gradient(), rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(hessian(parts, engine="eager") @ block, expected)
+
+
+def test_the_risk_stays_where_the_model_was():
+    model = moved(cnn())
+    risk = Risk(model, CE, images(4, 2))
+    op = hessian(risk, engine="eager")
+    loss, vector = risk.loss(), noise(op.shape[0])
+    product = op @ vector
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.zero_()
+    assert risk.loss() == loss
+    assert torch.equal(op @ vector, product)
+
+
+def test_at_moves_the_point_and_nothing_else():
+    risk = case("cnn recomputed").risk()
+    point = risk.theta + 0.1 * noise(len(risk.theta))
+    there = risk.at(point)
+    model = copy.deepcopy(risk.model)
+    nn.utils.vector_to_parameters(point, model.parameters())
+    fresh = Risk(model, CE, case("cnn recomputed").data, batch_norm="recomputed")
+    assert there.loss() == fresh.loss()
+    assert there.loss() != risk.loss()
+    assert torch.equal(
+        hessian(there, engine="eager") @ point, hessian(fresh, engine="eager") @ point
+    )
+    point.zero_()
+    assert there.loss() == fresh.loss()
+
+
+def test_batch_norm_modes_differ_and_can_be_exchanged():
+    losses = {mode: case(f"cnn {mode}").risk().loss() for mode in ("eval", "train", "recomputed")}
+    assert len({round(loss, 9) for loss in losses.values()}) == 3
+    risk = case("cnn eval").risk()
+    for mode, loss in losses.items():
+        assert risk.with_batch_norm(mode).loss() == pytest.approx(loss, rel=1e-12)
+        assert mode in repr(risk.with_batch_norm(mode))
+    assert risk.loss() == pytest.approx(losses["eval"], rel=1e-14)
+
+
+@pytest.mark.parametrize("mode", ["eval", "train", "recomputed"])
+def test_parts_of_the_parameters_are_blocks_of_the_matrix(mode):
+    whole = case(f"cnn {mode}")
+    risk = whole.risk()
+    names = [name for name in risk.space.shapes if name.startswith("4")]
+    chosen = torch.cat(
+        [torch.full((shape.numel(),), name in names) for name, shape in risk.space.shapes.items()]
+    )
+    expected = dense_hessian(whole)[chosen][:, chosen]
+    for part in (risk.on("4"), whole.risk(params="4"), risk.on(names)):
+        found = hessian(part, engine="eager").dense()
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+        assert part.loss() == pytest.approx(risk.loss(), rel=1e-14)
+
+
+def test_samples_are_those_of_the_data_in_their_order():
+    risk = case("mlp").risk()
+    x = torch.cat([batch[0] for batch in case("mlp").data])
+    y = torch.cat([batch[1] for batch in case("mlp").data])
+    chosen = torch.tensor([11, 0, 6, 6])
+    some = risk.samples(chosen, batch_size=3)
+    assert some.num_samples == 4
+    assert some.batch_sizes == [3, 1]
+    expected = Risk(risk.model, CE, (x[chosen], y[chosen]))
+    assert some.loss() == pytest.approx(expected.loss(), rel=1e-14)
+    assert risk.loss() == pytest.approx(
+        sum(risk.samples(torch.tensor([i])).loss() for i in range(12)) / 12, rel=1e-13
+    )
+
+
+def test_recomputed_statistics_of_the_whole_serve_its_parts():
+    risk = case("cnn recomputed").risk()
+    mean = sum(risk.batch(i).loss() for i in range(2)) / 2
+    assert mean == pytest.approx(risk.loss(), rel=1e-13)
+
+
+def test_fixed_dropout_is_one_mask_a_batch_by_seed():
+    data = vectors(5, 3)
+    model = dropping()
+    off = Risk(model, CE, data)
+    first, same = (Risk(model, CE, data, dropout="fixed") for _ in range(2))
+    other = Risk(model, CE, data, dropout="fixed", seed=1)
+    assert first.loss() == same.loss() == first.loss()
+    assert len({off.loss(), first.loss(), other.loss()}) == 3
+    masks = [context.masks for _, context, _ in first.contexts()]
+    assert [mask[0].shape for mask in masks] == [(5, 4), (3, 4)]
+    assert all(bool(((mask[0] == 0) | (mask[0] == 2)).all()) for mask in masks)
+
+    def evaluate(call, batch):
+        (mask,) = masks[len(batch[0]) == 3]
+        hidden = functional.linear(batch[0], *call("first")) * mask
+        return functional.linear(hidden, *call("last")), batch[1]
+
+    class Split(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = model
+
+        def forward(self, which):
+            layer = self.net[0] if which == "first" else self.net[2]
+            return layer.weight, layer.bias
+
+    expected = Case(model=Split(), data=data, evaluate=evaluate)
+    assert first.loss() == pytest.approx(float(expected.loss(expected.theta)), rel=1e-14)
+    for engine in ("eager", "linearized"):
+        torch.testing.assert_close(hessian(first, engine=engine).dense(), dense_hessian(expected))
+
+
+def test_a_batch_keeps_its_masks_when_alone():
+    risk = Risk(dropping(), CE, vectors(5, 3), dropout="fixed")
+    parts = [risk.batch(index) for index in range(2)]
+    total = sum(w * part.gradient() for w, part in zip([5 / 8, 3 / 8], parts, strict=True))
+    torch.testing.assert_close(total, risk.gradient(), rtol=1e-12, atol=1e-14)
+    assert parts[1].batch(0).loss() == parts[1].loss()
+
+
+def test_dropout_of_channels_drops_whole_ones():
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Dropout2d(0.5), nn.Flatten(), nn.Linear(64, 3))
+    risk = Risk(model.double(), CE, images(4), dropout="fixed")
+    ((_, context, _),) = risk.contexts()
+    assert context.masks[0].shape == (4, 4, 1, 1)
+
+
+def test_dropout_everywhere_gives_zeros():
+    assert Risk(dropping(nn.Dropout(1.0)), CE, vectors(4), dropout="fixed").loss() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_models_are_those_with_the_same_weights_in_single(dtype):
+    model = cnn().to(dtype)
+    data = [(x.to(dtype), y) for x, y in images(4, 2)]
+    raised = [(x.to(dtype).float(), y) for x, y in images(4, 2)]
+    half, single = Risk(model, CE, data), Risk(copy.deepcopy(model).float(), CE, raised)
+    for operator in (hessian, ggn):
+        op = operator(half, engine="eager")
+        assert op.dtype == torch.float32
+        vector = noise(op.shape[0]).float()
+        assert torch.equal(op @ vector, operator(single, engine="eager") @ vector)
+    assert {p.dtype for p in model.parameters()} == {dtype}
+
+
+def test_half_and_single_precision_in_one_model_are_taken_in_single():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 3).bfloat16()
+
+        def forward(self, x):
+            return self.b(self.a(x).to(self.b.weight.dtype))
+
+    model, data = Mixed(), [(x.float(), y) for x, y in vectors(4)]
+    risk = Risk(model, CE, data)
+    single = Risk(copy.deepcopy(model).float(), CE, data)
+    assert torch.equal(
+        hessian(risk, engine="eager").dense(), hessian(single, engine="eager").dense()
+    )
+
+
+def test_precision_raises_that_of_model_and_data():
+    model, data = cnn(), [(x.float(), y) for x, y in images(4, 2)]
+    double = Risk(copy.deepcopy(model).double(), CE, [(x.double(), y) for x, y in data])
+    risk = Risk(model, CE, data, precision="float64")
+    block = noise(len(risk.theta), 2)
+    expected = hessian(double, engine="eager") @ block
+    assert torch.equal(hessian(risk, engine="eager") @ block, expected)
+    found = hessian(Risk(model, CE, data), engine="eager") @ block.float()
+    torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_tokenizers_mappings_are_dictionaries():
+    model = Named().double()
+    plain = Risk(model, CE, dictionaries(4, 3))
+    assert Risk(model, CE, [UserDict(d) for d in dictionaries(4, 3)]).loss() == plain.loss()
+    whole = dictionaries(6)[0]
+    assert Risk(model, None, UserDict(whole), batch_size=4).num_batches == 2
+    losses = [Risk(model, None, whole, batch_size=size).loss() for size in (2, 6)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-14)
+
+
+def test_transformers_work_in_train_mode_with_default_attention_and_the_fast_path():
+    model = Encoder().double().train()
+    before = torch.backends.mha.get_fastpath_enabled()
+    risk = Risk(model, CE, sequences(3, width=4))
+    assert bool(torch.isfinite(hessian(risk, engine="eager") @ noise(151)).all())
+    assert model.training
+    assert torch.backends.mha.get_fastpath_enabled() == before
+
+
+def test_batch_norm_without_running_statistics_ties_samples_together():
+    layers = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, track_running_stats=False))
+    risk = Risk(layers.double(), CE, vectors(4))
+    assert not risk.separable
+    assert not case("cnn train").risk().separable
+    assert case("cnn recomputed").risk().separable
+
+
+def test_a_risk_says_what_it_is():
+    risk = Risk(dropping(), CE, vectors(4), dropout="fixed", l2=0.1, precision="float64")
+    assert (
+        repr(risk) == "Risk(Sequential, 31 parameters, 4 samples, l2 0.1, dropout fixed, float64)"
+    )
