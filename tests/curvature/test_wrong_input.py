@@ -1,0 +1,338 @@
+"""Misuse: each a clear error."""
+
+import pytest
+import torch
+from curvature.networks import Named, case, cnn, dictionaries, images, labels, mlp, noise, vectors
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from ritz.curvature import (
+    Risk,
+    batch_products,
+    batches,
+    curvature_operator,
+    fisher,
+    ggn,
+    gradient_covariance,
+    hessian,
+)
+
+CE = functional.cross_entropy
+NAN = float("nan")
+
+
+@pytest.fixture
+def model():
+    return mlp().double()
+
+
+def changed(index, inputs=None, target=None):
+    """Three batches, of which one is changed."""
+    data = vectors(4, 3, 2)
+    x, y = data[index]
+    data[index] = (x if inputs is None else inputs(x), y if target is None else target(y))
+    return data
+
+
+class Noisy(nn.Module):
+    def __init__(self, noise):
+        super().__init__()
+        self.net, self.noise = mlp(), noise
+
+    def forward(self, x):
+        return self.net(self.noise(x))
+
+
+NOISES = {
+    "dropout left on": lambda x: functional.dropout(x, 0.5),
+    "noise": lambda x: x + 0.01 * torch.randn_like(x),
+}
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_a_model_whose_two_calls_differ(noise):
+    with torch.random.fork_rng(), pytest.raises(ValueError, match="same loss in two calls, got"):
+        Risk(Noisy(NOISES[noise]).double(), CE, vectors(4))
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "match"),
+    [
+        ([], ValueError, "data must hold at least one batch, got none"),
+        ((), ValueError, "data must hold at least one batch, got none"),
+        (None, TypeError, "data must be a loader, a list of batches, or tensors, got NoneType"),
+        (changed(1, lambda x: x[:0], lambda y: y[:0]), ValueError, "got an empty batch 1"),
+        ((noise(0, 3), labels(3, 0)), ValueError, "empty batch 0"),
+        ((noise(4, 3), labels(3, 5)), ValueError, r"as many rows, got 4 and \(5,\)"),
+        (noise(4, 3), TypeError, r"a batch must be \(inputs, target\) or a dictionary, got a tuple"),
+        ([(noise(4, 3),)], TypeError, "pass forward= to use it"),
+        ([noise(4, 3)], TypeError, "got a Tensor: pass forward="),
+        ([("a", 3)], ValueError, "batches of tensors, got tuple in batch 0: pass count="),
+        ([(torch.tensor(1.0), torch.tensor(0))], ValueError, "pass count="),
+    ],
+)  # fmt: skip
+def test_data_that_are_none(model, data, error, match):
+    with pytest.raises(error, match=match):
+        Risk(model, CE, data)
+
+
+@pytest.mark.parametrize("held", [batches.HELD, 0])
+@pytest.mark.parametrize("index", [0, 2])
+@pytest.mark.parametrize(("label", "classes"), [(3, "got 3"), (-1, "got -1")])
+def test_labels_out_of_range_name_the_batch(model, index, label, classes, held, monkeypatch):
+    monkeypatch.setattr(batches, "HELD", held)
+    data = changed(index, target=lambda y: torch.full_like(y, label))
+
+    class Again:
+        def __iter__(self):
+            return iter(data)
+
+    match = f"labels of batch {index} must be between 0 and 2, as the outputs have 3.*{classes}"
+    with pytest.raises(ValueError, match=match):
+        Risk(model, CE, Again()).loss()
+    with pytest.raises(ValueError, match=match):
+        Risk(model, nn.CrossEntropyLoss(weight=torch.ones(3).double()), Again()).gradient()
+
+
+def test_labels_that_are_all_ignored(model):
+    data = changed(1, target=lambda y: torch.full_like(y, -100))
+    with pytest.raises(ValueError, match="labels of batch 1 must not all be ignored"):
+        Risk(model, CE, data)
+
+
+@pytest.mark.parametrize("index", [0, 2])
+@pytest.mark.parametrize("bad", [NAN, float("inf")])
+def test_a_loss_that_is_not_finite_names_the_batch(model, index, bad):
+    data = changed(index, lambda x: torch.full_like(x, bad))
+
+    def loss_fn(outputs, target):
+        return CE(outputs, target) + 0 * outputs.sum()
+
+    calls = [
+        lambda risk: risk.loss(),
+        lambda risk: risk.gradient(),
+        lambda risk: hessian(risk) @ risk.theta,
+        lambda risk: ggn(risk, engine="eager") @ risk.theta,
+        lambda risk: gradient_covariance(risk),
+    ]
+    model = nn.Linear(3, 3).double()
+    for call in calls:
+        with pytest.raises(ValueError, match=f"the loss of batch {index} must be finite, got nan"):
+            call(Risk(model, loss_fn, data))
+
+
+def test_a_gradient_that_is_not_finite_at_a_finite_loss(model):
+    def loss_fn(outputs, target):
+        return (outputs * 0).sum().sqrt() + CE(outputs, target)
+
+    risk = Risk(model, loss_fn, vectors(4, 3))
+    assert risk.loss() > 0
+    for call in (risk.gradient, lambda: hessian(risk) @ risk.theta):
+        with pytest.raises(
+            ValueError, match="the gradient of batch 0 must be finite, got NaN or In"
+        ):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "error", "match"),
+    [
+        (
+            nn.CrossEntropyLoss(reduction="none"),
+            ValueError,
+            r"one number, .* got \(4,\) in batch 0",
+        ),
+        (lambda outputs, target: 3.0, ValueError, "one number, .* got float in batch 0"),
+        (nn.CrossEntropyLoss(reduction="sum"), ValueError, "the mean over a batch, .*'sum'"),
+        (nn.HuberLoss(reduction="sum"), ValueError, "the mean over a batch, .*'sum'"),
+        ("cross_entropy", TypeError, "loss_fn must be callable or None, got str"),
+        (None, TypeError, r"loss_fn must be given for batches of \(inputs, target\), got None"),
+        (functional.mse_loss, ValueError, r"the shape of the outputs, \(4, 3\), got \(4,\)"),
+    ],
+)
+def test_losses_that_are_none(model, loss_fn, error, match):
+    with pytest.raises(error, match=match):
+        Risk(model, loss_fn, vectors(4))
+
+
+@pytest.mark.parametrize(
+    ("params", "match"),
+    [
+        ("9", "params must choose at least one parameter, got '9'; there are"),
+        ([], "choose at least one parameter"),
+        (lambda name: False, "choose at least one parameter"),
+        (
+            ["0.weight", "0.scale"],
+            r"names of parameters that require a gradient, got \['0.scale'\]",
+        ),
+        (["0.bias"], r"got \['0.bias'\]; there are \['0.weight'"),
+    ],
+)
+def test_parameters_that_are_none(model, params, match):
+    model[0].bias.requires_grad_(False)
+    with pytest.raises(ValueError, match=match):
+        Risk(model, CE, vectors(4), params=params)
+    with pytest.raises(ValueError, match=match):
+        Risk(model, CE, vectors(4)).on(params)
+
+
+def test_no_parameters_that_require_a_gradient(model):
+    with pytest.raises(ValueError, match="parameters that require a gradient, got none"):
+        Risk(model.requires_grad_(False), CE, vectors(4))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"batch_norm": "frozen"}, ValueError, "batch_norm must be one of train, eval, recomputed"),
+        ({"dropout": "on"}, ValueError, "dropout must be one of off, fixed; got 'on'"),
+        ({"sharing": "all"}, ValueError, "sharing must be one of"),
+        ({"precision": "bfloat16"}, ValueError, "precision must be one of float32, tf32, float64"),
+        ({"l2": -0.1}, ValueError, "l2 must be at least 0"),
+        ({"l2": NAN}, ValueError, "l2 must be at least 0.0, got nan"),
+        (
+            {"batch_size": 4},
+            ValueError,
+            "batch_size must not be given for data that come in batches",
+        ),
+        ({"count": lambda batch: 0}, ValueError, "count of batch 0 must be at least 1, got 0"),
+        (
+            {"forward": lambda model, batch: 1},
+            TypeError,
+            r"forward must return \(outputs, target\)",
+        ),
+    ],
+)
+def test_options_that_are_none(model, options, error, match):
+    with pytest.raises(error, match=match):
+        Risk(model, CE, vectors(4), **options)
+
+
+def test_a_model_must_be_one():
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got function"):
+        Risk(mlp, CE, vectors(4))
+
+
+def test_dtypes_that_do_not_meet(model):
+    model[2].float()
+    with pytest.raises(ValueError, match="of one dtype, got .* pass precision= to say which"):
+        Risk(model, CE, vectors(4))
+    single = [(x.float(), y) for x, y in vectors(4)]
+    assert Risk(model, CE, single, precision="float64").theta.dtype == torch.float64
+    with pytest.raises(RuntimeError, match="same dtype"):
+        Risk(mlp(), CE, vectors(4))
+
+
+@pytest.mark.parametrize("data", [images(4)[0], TensorDataset(*images(4)[0])])
+def test_batch_statistics_need_to_know_their_batches(data):
+    model = cnn().double()
+    with pytest.raises(ValueError, match="batch_size must be given where batch_norm='train'"):
+        Risk(model, CE, data, batch_norm="train")
+    with pytest.raises(ValueError, match="batch_size must be given where batch_norm='train'"):
+        Risk(model, CE, data).with_batch_norm("train")
+    assert Risk(model, CE, data, batch_norm="train", batch_size=4).num_batches == 1
+
+
+def test_batch_statistics_of_one_value(model):
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
+    for mode in ("train", "recomputed"):
+        with pytest.raises(ValueError, match="more than "):
+            Risk(model, CE, vectors(4, 1), batch_norm=mode).loss()
+
+
+@pytest.mark.parametrize(
+    ("theta", "error", "match"),
+    [
+        (torch.zeros(30).double(), ValueError, r"theta must be \(31,\)"),
+        (torch.zeros(31), TypeError, "theta must be torch.float64"),
+        (torch.zeros(31, 2).double(), ValueError, r"theta must be one vector, got \(31, 2\)"),
+        ([0.0], TypeError, "theta must be a torch.Tensor, got list"),
+    ],
+)
+def test_points_that_are_none(theta, error, match):
+    with pytest.raises(error, match=match):
+        case("mlp").risk().at(theta)
+
+
+def test_parts_that_are_none():
+    risk = case("mlp").risk()
+    for index in (3, -1):
+        with pytest.raises(IndexError, match=f"one of 3 batches, got {index}"):
+            risk.batch(index)
+    with pytest.raises(ValueError, match="at least one sample, got none"):
+        risk.samples(torch.tensor([], dtype=torch.long))
+    with pytest.raises(ValueError, match=r"samples\(\) needs samples that do not depend on each"):
+        case("cnn train").risk().samples(torch.tensor([0]))
+    with pytest.raises(ValueError, match="batch_norm must be one of"):
+        risk.with_batch_norm("best")
+
+
+def test_dropout_that_cannot_be_fixed(model):
+    layers = nn.Sequential(nn.Linear(3, 3), nn.AlphaDropout(0.5)).double()
+    with pytest.raises(ValueError, match=r"masks are zeros and ones, got AlphaDropout"):
+        Risk(layers, CE, vectors(4), dropout="fixed")
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)).double()
+    with pytest.raises(ValueError, match="needs dropout='off', got 'fixed': masks belong"):
+        Risk(layers, CE, vectors(4), dropout="fixed").samples(torch.tensor([0]))
+
+
+@pytest.mark.parametrize("call", [ggn, fisher, gradient_covariance])
+def test_operators_of_outputs_need_a_loss_outside_the_model(call):
+    risk = case("loss inside").risk()
+    with pytest.raises((TypeError, ValueError), match="loss_fn"):
+        call(risk)
+
+
+def test_dictionaries_without_what_is_needed():
+    model = Named().double()
+    unlabelled = [{name: d[name] for name in ("inputs", "scale")} for d in dictionaries(4)]
+    with pytest.raises(KeyError, match="must have 'labels' for loss_fn, got"):
+        Risk(model, CE, unlabelled)
+    with pytest.raises(ValueError, match="the model must return its 'loss', got dict"):
+        Risk(model, None, unlabelled)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"engine": "fast"}, "engine must be one of auto, linearized, eager"),
+        ({"engine": "eager", "compile": True}, "compile=True needs engine='linearized'"),
+        ({"block_size": 0}, "block_size must be at least 1"),
+        ({"memory": -1}, "memory must be at least 0"),
+    ],
+)
+def test_products_that_are_none(options, match):
+    with pytest.raises(ValueError, match=match):
+        hessian(case("mlp").risk(), **options)
+
+
+def test_kinds_and_blocks_that_are_none():
+    risk = case("mlp").risk()
+    with pytest.raises(ValueError, match="kind must be one of hessian, ggn"):
+        curvature_operator(risk, "fisher")
+    with pytest.raises(ValueError, match="kind must be one of"):
+        fisher(risk, kind="exact")
+    with pytest.raises(ValueError, match="num_draws must be at least 1"):
+        fisher(risk, num_draws=0)
+    with pytest.raises(ValueError, match=r"block must be \(31,\) or \(31, k\)"):
+        next(batch_products(risk, noise(30)))
+
+
+def test_a_loss_that_cannot_be_differentiated_twice(model):
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(x):
+            return x.sum()
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, slope):
+            raise RuntimeError("no derivative")
+
+    risk = Risk(model, lambda outputs, target: Once.apply(outputs), vectors(4))
+    with pytest.raises(RuntimeError, match="no derivative"):
+        hessian(risk) @ risk.theta
