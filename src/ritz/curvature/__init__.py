@@ -3,10 +3,14 @@
 from ritz.curvature.fishers import FisherOperator, fisher, gradient_covariance
 from ritz.curvature.ggns import GGNOperator, ggn
 from ritz.curvature.hessians import HessianOperator, hessian
+from ritz.curvature.kronecker import KroneckerFactors, LayerOperator, kfac
+from ritz.curvature.layers import block_diagonal
+from ritz.curvature.piecewise import piecewise_gap
 from ritz.curvature.points import Context
 from ritz.curvature.products import CurvatureOperator, Products
 from ritz.curvature.risk import Risk
 from ritz.curvature.samples import batch_products, curvature_operator, fluctuation
+from ritz.curvature.structured import ggn_diagonal, ggn_trace
 
 __all__ = [
     "Context",
@@ -14,13 +18,20 @@ __all__ = [
     "FisherOperator",
     "GGNOperator",
     "HessianOperator",
+    "KroneckerFactors",
+    "LayerOperator",
     "Products",
     "Risk",
     "batch_products",
+    "block_diagonal",
     "curvature_operator",
     "fisher",
     "fluctuation",
     "ggn",
+    "ggn_diagonal",
+    "ggn_trace",
     "gradient_covariance",
     "hessian",
+    "kfac",
+    "piecewise_gap",
 ]

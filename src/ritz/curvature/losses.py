@@ -65,22 +65,22 @@ class KnownLoss:
         return product * self._weights(target, outputs).unsqueeze(1)
 
     def root(self, outputs: Tensor, target: Tensor) -> Tensor:
-        r"""Columns of a root: ``(c, *outputs.shape)`` with :math:`\nabla^2 \ell = \sum_c s s^\top`
-        for every term; ``c`` is the number of outputs a term."""  # noqa: D205, D209
-        classes = outputs.shape[1] if outputs.ndim > 1 else 1
-        units = torch.eye(classes, dtype=outputs.dtype, device=outputs.device)
-        units = units.view(classes, 1, classes, *(1,) * (outputs.ndim - 2))
-        if outputs.ndim == 1:
-            units = units.view(1, 1)
+        r"""Columns of a root, ``(c, *outputs.shape)``: :math:`\nabla^2 \ell = \sum_c s_c s_c^\top`
+        on each sample by itself; ``c`` is the number of its outputs, all positions together.
+        """  # noqa: D205
+        size = outputs[0].numel()
+        units = torch.eye(size, dtype=outputs.dtype, device=outputs.device)
+        units = units.view(size, 1, *outputs.shape[1:])
         if self.kind == "squared_error":
-            return units.expand(classes, *outputs.shape) * math.sqrt(2 / outputs.numel())
+            return units.expand(size, *outputs.shape) * math.sqrt(2 / outputs.numel())
         if self.kind == "binary_cross_entropy":
             chance = outputs.sigmoid()
             return units * (chance * (1 - chance) / outputs.numel()).sqrt()
+        # sqrt(p_c) (e_c - p) at the position of c: the outer products sum to diag(p) - p p'.
         chances = outputs.softmax(1)
-        # sqrt(p_c) (e_c - p): the outer products sum to diag(p) - p p'.
-        roots = chances.transpose(0, 1).unsqueeze(2).sqrt() * (units - chances)
-        return roots * self._weights(target, outputs).sqrt().unsqueeze(1)
+        own = (units * chances).sum(2, keepdim=True).sqrt()  # zero at all other positions
+        weights = self._weights(target, outputs).sqrt().unsqueeze(1)
+        return own * (units - chances) * weights
 
     def sampled_hessian(
         self, outputs: Tensor, target: Tensor, drawn: Tensor, tangent: Tensor
