@@ -322,6 +322,8 @@ for size in (6, 17):  # three batches, or one and a process without any
         torch.testing.assert_close(shared.variance, alone.variance)
         assert shared.num_gradients == alone.num_gradients
     assert str(summary(risks[0])) == str(summary(risks[1]))
+dist.barrier()
+dist.destroy_process_group()
 """
 
 

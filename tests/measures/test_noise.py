@@ -272,6 +272,8 @@ except ValueError as error:
 else:
     raise AssertionError("samples of other processes must not be left out")
 assert float(curvature_variance(alone, num_probes=2)) > 0
+dist.barrier()
+dist.destroy_process_group()
 """
 
 

@@ -92,7 +92,7 @@ def sharpness(
     risk: Risk,
     *,
     num_steps: int | None = None,
-    num_probes: int = 4,
+    num_probes: int = 8,
     kinds: Sequence[Kind] = ("hessian", "ggn"),
     batch_norm: BatchNormMode | Sequence[BatchNormMode] | None = None,
     block_size: int | None = None,
@@ -116,7 +116,7 @@ def sharpness(
     Args:
         risk: The loss at a point.
         num_steps: Lanczos steps ``m`` a probe; by default 100, or ``P`` if that is less.
-        num_probes: Random start vectors; with one there are no error bars.
+        num_probes: Random start vectors; error bars of a few are uncertain, one has none.
         kinds: Which of ``hessian`` and ``ggn``.
         batch_norm: Mode or modes; by default both ``eval`` (or ``recomputed``, if the risk is so)
             and ``train`` with the batches of the risk, whose size must then have been given. A
