@@ -65,7 +65,7 @@ def test_a_model_whose_two_calls_differ(noise):
         (changed(1, lambda x: x[:0], lambda y: y[:0]), ValueError, "got an empty batch 1"),
         ((noise(0, 3), labels(3, 0)), ValueError, "empty batch 0"),
         ((noise(4, 3), labels(3, 5)), ValueError, r"as many rows, got 4 and \(5,\)"),
-        (noise(4, 3), TypeError, r"a batch must be \(inputs, target\) or a dictionary, got a tuple"),
+        (noise(4, 3), TypeError, r"must be \(inputs, target\) or a dictionary, got a tuple"),
         ([(noise(4, 3),)], TypeError, "pass forward= to use it"),
         ([noise(4, 3)], TypeError, "got a Tensor: pass forward="),
         ([("a", 3)], ValueError, "batches of tensors, got tuple in batch 0: pass count="),
@@ -216,7 +216,7 @@ def test_a_model_must_be_one():
 
 def test_dtypes_that_do_not_meet(model):
     model[2].float()
-    with pytest.raises(ValueError, match="of one dtype, got .* pass precision= to say which"):
+    with pytest.raises(ValueError, match=r"of one dtype, got .* pass precision= to say which"):
         Risk(model, CE, vectors(4))
     single = [(x.float(), y) for x, y in vectors(4)]
     assert Risk(model, CE, single, precision="float64").theta.dtype == torch.float64

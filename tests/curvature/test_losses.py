@@ -1,0 +1,173 @@
+"""What is known of losses, against derivatives and enumerations."""
+
+from functools import partial
+
+import pytest
+import torch
+from curvature.networks import labels, mlp, noise, seeded, vectors
+from torch import nn
+from torch.func import grad, jacfwd
+from torch.nn import functional
+
+from ritz.curvature import Risk, fisher, ggn
+from ritz.curvature.losses import output_hessian, recognised, sample_losses
+
+CE, BCE, MSE = (
+    functional.cross_entropy,
+    functional.binary_cross_entropy_with_logits,
+    functional.mse_loss,
+)
+IGNORED = torch.tensor([0, -100, 2, 1])
+POSITIONS = torch.tensor([[0, 2], [-100, 1], [1, -100], [2, 2]])
+CHANCES = noise(4, 3, seed=8).abs()  # which do not sum to one
+
+# The loss, the shape of its outputs, and a target.
+KNOWN = {
+    "cross-entropy": (CE, (4, 3), labels(3, 4)),
+    "module": (nn.CrossEntropyLoss(), (4, 3), labels(3, 4)),
+    "ignored": (CE, (4, 3), IGNORED),
+    "other index ignored": (partial(CE, ignore_index=1), (4, 3), labels(3, 4)),
+    "positions": (CE, (4, 3, 2), POSITIONS),
+    "smoothed": (nn.CrossEntropyLoss(label_smoothing=0.2), (4, 3), IGNORED),
+    "chances": (CE, (4, 3), CHANCES),
+    "chances smoothed": (partial(CE, label_smoothing=0.3), (4, 3), CHANCES),
+    "chances of positions": (CE, (4, 3, 2), noise(4, 3, 2, seed=9).abs()),
+    "binary": (BCE, (4, 3), (noise(4, 3) > 0).double()),
+    "binary chances": (nn.BCEWithLogitsLoss(), (4,), noise(4).sigmoid()),
+    "squares": (MSE, (4, 3), noise(4, 3, seed=3)),
+    "squares of images": (nn.MSELoss(), (4, 2, 3), noise(4, 2, 3, seed=3)),
+}
+
+
+def plain(loss_fn):
+    """The loss in a form that torch can differentiate forward over reverse."""
+    if loss_fn is MSE or isinstance(loss_fn, nn.MSELoss):
+        return lambda outputs, target: (outputs - target).square().mean()
+    return loss_fn
+
+
+def dense(loss_fn, outputs, target):
+    flat = outputs.reshape(-1)
+    return jacfwd(grad(lambda v: plain(loss_fn)(v.view(outputs.shape), target)))(flat)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_closed_forms_are_the_hessian_in_the_outputs(name):
+    loss_fn, shape, target = KNOWN[name]
+    assert recognised(loss_fn) is not None
+    outputs = noise(*shape, seed=2)
+    size = outputs.numel()
+    units = torch.eye(size, dtype=torch.float64).view(size, *shape)
+    found = torch.stack([output_hessian(loss_fn, outputs, target, u).reshape(-1) for u in units])
+    torch.testing.assert_close(found, dense(loss_fn, outputs, target), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_roots_multiply_to_the_hessian_of_each_sample(name):
+    loss_fn, shape, target = KNOWN[name]
+    outputs = noise(*shape, seed=2)
+    roots = recognised(loss_fn).root(outputs, target)
+    assert roots.shape[1:] == outputs.shape
+    flat = roots.flatten(2) if len(shape) > 1 else roots.unsqueeze(2)
+    blocks = torch.einsum("cni,cnj->nij", flat, flat)
+    whole = dense(loss_fn, outputs, target).view(4, -1, 4, blocks.shape[1])
+    for i in range(4):
+        torch.testing.assert_close(blocks[i], whole[i, :, i], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", [n for n in KNOWN if "smooth" not in n])
+def test_gradients_at_drawn_labels_have_the_hessian_as_second_moment(name):
+    loss_fn, shape, target = KNOWN[name]
+    known, outputs, tangent = recognised(loss_fn), noise(*shape, seed=2), noise(*shape, seed=4)
+    rng = seeded(1)
+    found = torch.stack(
+        [
+            (known.sampled_hessian(outputs, target, known.draw(outputs, target, rng), tangent)
+             * tangent).sum()
+            for _ in range(2000)
+        ]
+    )  # fmt: skip
+    exact = float((known.hessian(outputs, target, tangent) * tangent).sum())
+    assert abs(float(found.mean()) - exact) < 4 * float(found.std()) / 2000**0.5
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "shape", "target"), [KNOWN["cross-entropy"], KNOWN["binary"], KNOWN["squares"]]
+)
+def test_a_sampled_gradient_is_that_of_the_negative_log_likelihood(loss_fn, shape, target):
+    """For one sample the mean loss is its log likelihood, for squares at the variance of draws."""
+    known, tangent = recognised(loss_fn), noise(1, *shape[1:], seed=4)
+    outputs = noise(1, *shape[1:], seed=2)
+    drawn = known.draw(outputs, target[:1], seeded(0))
+    slope = grad(lambda o: plain(loss_fn)(o, drawn))(outputs)
+    found = known.sampled_hessian(outputs, target[:1], drawn, tangent)
+    if known.kind == "binary_cross_entropy":  # every output is a variable of its own
+        expected = slope.square() * outputs.numel() * tangent
+    else:
+        expected = slope * (slope * tangent).sum()
+    torch.testing.assert_close(found, expected)
+
+
+def test_drawn_labels_follow_the_model_and_leave_ignored_ones():
+    outputs = torch.tensor([[0.0, 1.0, 2.0]], dtype=torch.float64).expand(4000, 3)
+    target = torch.zeros(4000, dtype=torch.long)
+    target[0] = -100
+    drawn = recognised(CE).draw(outputs, target, seeded(0))
+    assert drawn[0] == -100
+    shares = torch.bincount(drawn[1:], minlength=3) / 3999
+    chances = outputs[0].softmax(0)
+    assert bool(((shares - chances).abs() < 4 * (chances * (1 - chances) / 3999).sqrt()).all())
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        nn.CrossEntropyLoss(weight=torch.ones(3)),
+        nn.BCEWithLogitsLoss(pos_weight=torch.ones(3)),
+        partial(CE, reduction="none"),
+        partial(CE, torch.ones(2, 3)),
+        lambda outputs, target: CE(outputs, target),
+        nn.HuberLoss(),
+        None,
+    ],
+)
+def test_other_losses_are_not_taken_for_known_ones(loss_fn):
+    assert recognised(loss_fn) is None
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)),
+        nn.CrossEntropyLoss(label_smoothing=0.1),
+        partial(CE, ignore_index=1),
+        lambda outputs, target: CE(2 * outputs, target),
+    ],
+)
+def test_gauss_newton_of_torch_losses_with_options_is_by_their_hessian(loss_fn):
+    model = nn.Linear(3, 3).double()
+    ((x, y),) = vectors(5)
+    found = ggn(Risk(model, loss_fn, [(x, y)]), engine="eager").dense()
+    jacobian = torch.cat(
+        [torch.kron(torch.eye(3).double(), x.unsqueeze(1)).view(5 * 3, -1),
+         torch.eye(3).double().repeat(5, 1)], 1
+    )  # fmt: skip
+    middle = dense(loss_fn, model(x).detach(), y)
+    rows = torch.cat([torch.kron(torch.eye(3).double(), row[None]) for row in x])
+    jacobian[:, :9] = rows
+    torch.testing.assert_close(found, jacobian.T @ middle @ jacobian)
+
+
+def test_losses_of_samples_are_those_of_batches_of_one():
+    outputs, target = noise(4, 3, 2), labels(3, 4, 2)
+    found = sample_losses(CE, outputs, target)
+    expected = torch.stack([CE(outputs[i : i + 1], target[i : i + 1]) for i in range(4)])
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("loss_fn", [nn.CrossEntropyLoss(label_smoothing=0.1), nn.HuberLoss()])
+def test_labels_are_not_drawn_from_what_is_no_likelihood(loss_fn):
+    target = labels(3, 5) if isinstance(loss_fn, nn.CrossEntropyLoss) else noise(5, 3)
+    risk = Risk(mlp().double(), loss_fn, [(noise(5, 3), target)])
+    with pytest.raises(ValueError, match="a likelihood to draw labels from"):
+        fisher(risk)
