@@ -132,7 +132,7 @@ def test_positions_of_a_linear_layer_are_samples_of_their_own():
 class Mixed(nn.Module):
     def __init__(self):
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(2))
+        self.scale = nn.Parameter(torch.tensor(1.0))
         self.table, self.norm = nn.Embedding(5, 2), nn.LayerNorm(2)
         self.conv = nn.Conv1d(2, 2, 1, groups=2)
         self.twice, self.last = nn.Linear(2, 2), nn.Linear(2, 2)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.func import functional_call, jacrev
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from ritz import diagonal, trace
 from ritz.curvature import (
@@ -261,6 +262,45 @@ def test_tied_parameters_and_attention_are_right_too():
     risk = Risk(randomised(model), CROSS_ENTROPY, (noise(5, 3, 2), labels(2, 5)))
     assert structure_plan(risk).modules == {"d": ("weight", "bias")}
     torch.testing.assert_close(ggn_diagonal(risk), exact_matrix(risk).diagonal())
+
+
+def row_by_row(self, x):
+    return self.b(torch.cat([self.a(row[None]) for row in x]).tanh())
+
+
+def rows_of_positions(self, x):
+    return self.b(self.a(x.view(-1, 1).expand(-1, 3)).view(len(x), 3, 3).tanh().sum(1))
+
+
+def checkpointed(self, x):
+    return self.b(checkpoint(self.a, x, use_reentrant=False).tanh())
+
+
+@pytest.mark.parametrize("function", [row_by_row, rows_of_positions])
+@pytest.mark.parametrize("params", ["a", None])
+def test_other_ways_to_call_a_layer(function, params):
+    model = randomised(Function(function, a=nn.Linear(3, 3), b=nn.Linear(3, 2)))
+    risk = Risk(model, CROSS_ENTROPY, (noise(5, 3), labels(2, 5)), params=params)
+    assert structure_plan(risk).whole == ("a.weight", "a.bias")
+    torch.testing.assert_close(ggn_diagonal(risk), exact_matrix(risk).diagonal())
+
+
+def test_a_layer_whose_activations_are_recomputed_is_right_too():
+    found = []
+    for function in (checkpointed, lambda self, x: self.b(self.a(x).tanh())):
+        model = randomised(Function(function, a=nn.Linear(3, 3), b=nn.Linear(3, 2)))
+        risk = Risk(model, CROSS_ENTROPY, (noise(5, 3), labels(2, 5)))
+        found.append(ggn_diagonal(risk))
+    torch.testing.assert_close(*found)
+
+
+def test_a_recurrent_network_is_left_to_probes():
+    model = Function(lambda self, x: self.b(self.a(x)[0][:, -1]),
+                     a=nn.LSTM(2, 2, batch_first=True), b=nn.Linear(2, 2))  # fmt: skip
+    risk = Risk(randomised(model), CROSS_ENTROPY, (noise(5, 3, 2), labels(2, 5)))
+    reason = "torch cannot map the gradient in a.weight_ih_l0 over samples"
+    with pytest.raises(ValueError, match=reason):
+        ggn_trace(risk)
 
 
 def test_a_subclass_or_a_hook_that_changes_what_a_layer_does_is_found_out():

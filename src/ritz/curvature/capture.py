@@ -56,6 +56,8 @@ class Captured:
             columns: Cotangents of the outputs, ``(c, *outputs.shape)``: a backward pass for each.
         """
         points = [call.output for call in self.calls.values()]
+        if not points:
+            return {}
         if not self.outputs.requires_grad:  # nor does it depend on any module
             return {
                 name: call.output.new_zeros(len(columns), *call.output.shape)

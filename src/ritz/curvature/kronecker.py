@@ -186,9 +186,7 @@ class _Block:
                 self.add_gradients({self.names[key]: found[key] for key in self.own}, weight)
 
     def add_gradients(self, gradients: dict[str, Tensor], weight: float) -> None:
-        rows = torch.cat([gradients[name].flatten(2) for name in self.names.values()], 2).flatten(
-            0, 1
-        )
+        rows = torch.cat([_rows(gradients[name]) for name in self.names.values()], 1)
         if self.total.ndim == 1:
             self.total.add_(rows.square().sum(0), alpha=weight)
         else:
@@ -226,6 +224,11 @@ class _Block:
             return DiagonalOperator(total + risk.l2)
         total.diagonal().add_(risk.l2)
         return DenseOperator(total)
+
+
+def _rows(gradients: Tensor) -> Tensor:
+    """Gradients ``(c, batch, *shape)``, each as a row."""
+    return gradients.reshape(gradients.shape[:2].numel(), -1)
 
 
 def _factors(module: nn.Module) -> bool:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import vjp
 
 from ritz.curvature import norms as norms  # its rules
 from ritz.curvature.batches import rows
@@ -120,10 +119,9 @@ def _checked(
     along = torch.randn(outputs.shape, generator=generator, dtype=torch.float64).to(outputs)
     weights = torch.rand(size, generator=generator, dtype=torch.float64).to(outputs) + 0.5
     weighted = along * weights.view(-1, *(1,) * (along.ndim - 1))
-    pull = vjp(lambda point: risk.evaluate(point, few)[0], risk.params)[1]
-    same = _Comparison(weights, pull(weighted)[0])
+    same = _Comparison(weights, _gradient(risk, few, weighted))
     good, layers = {}, dict(risk.model.named_modules())
-    for name, deltas in seen.pull(along[None]).items():
+    for name, deltas in (_tried(lambda: seen.pull(along[None])) or {}).items():
         found = _tried(partial(sample_gradients, layers[name], seen.calls[name], deltas))
         if found and all(same(full_name(name, own), found[own]) for own in modules[name]):
             good[name] = modules[name]
@@ -132,6 +130,16 @@ def _checked(
     gap = _whole_gap(risk, few, whole, along, same)
     by_sample = {name: seen.calls[name].by_sample() for name in good}
     return Plan(modules=good, by_sample=by_sample, whole=whole, columns=columns, gap=gap)
+
+
+def _gradient(risk: Risk, few: Context, cotangent: Tensor) -> Params:
+    params = {name: value.detach().requires_grad_() for name, value in risk.params.items()}
+    with torch.enable_grad():
+        outputs = risk.evaluate(params, few)[0]
+    if not outputs.requires_grad:
+        return {name: torch.zeros_like(value) for name, value in params.items()}
+    found = torch.autograd.grad(outputs, list(params.values()), cotangent, materialize_grads=True)
+    return dict(zip(params, found, strict=True))
 
 
 def _whole_gap(
@@ -145,7 +153,7 @@ def _whole_gap(
         return ""
     found = _tried(lambda: list(whole_gradients(risk, few, whole, along[None])))
     if found is None:
-        return f"{whole[0]} has no gradient by single samples"
+        return f"torch cannot map the gradient in {whole[0]} over samples"
     apart = all(same(name, torch.cat([part[name] for part in found], 1)) for name in whole)
     return "" if apart else "the samples of a batch depend on each other"
 
