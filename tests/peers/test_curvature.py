@@ -1,0 +1,112 @@
+"""Operators of networks against curvlinops, which computes them by other ways."""
+
+from functools import partial
+
+import curvlinops
+import pytest
+import torch
+from torch import nn
+
+from ritz.curvature import Risk, fisher, ggn, hessian
+from ritz.testing import check_operator
+
+
+def noise(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)), (3,)
+
+
+def cnn():
+    layers = [nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(18, 3)]
+    return nn.Sequential(*layers), (1, 5, 5)
+
+
+def normalised():
+    layers = [nn.Linear(3, 6), nn.LayerNorm(6), nn.GELU(), nn.Linear(6, 3)]
+    return nn.Sequential(*layers), (3,)
+
+
+NETWORKS = {"mlp": mlp, "cnn": cnn, "layer norm": normalised}
+
+
+def classes(count, seed):
+    return torch.randint(0, 3, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def numbers(count, seed):
+    return noise(count, 3, seed=seed)
+
+
+def bits(count, seed):
+    return (noise(count, 3, seed=seed) > 0).double()
+
+
+LOSSES = {
+    "cross-entropy": (nn.CrossEntropyLoss(), classes),
+    "squared error": (nn.MSELoss(), numbers),
+    "binary": (nn.BCEWithLogitsLoss(), bits),
+}
+OPERATORS = {
+    "hessian": (hessian, curvlinops.HessianLinearOperator),
+    "ggn": (ggn, curvlinops.GGNLinearOperator),
+    "empirical": (partial(fisher, kind="empirical"), curvlinops.EFLinearOperator),
+}
+CASES = [
+    (network, loss, kind)
+    for network in NETWORKS
+    for loss in LOSSES
+    for kind in OPERATORS
+    # Where a sample has several terms, their empirical matrix is of the terms.
+    if (kind != "empirical" or loss == "cross-entropy")
+    and (network, kind) != ("layer norm", "hessian")
+]
+
+
+def problem(network, loss, sizes):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model, shape = NETWORKS[network]()
+    model = model.double().eval()
+    loss_fn, target = LOSSES[loss]
+    data = [(noise(n, *shape, seed=i), target(n, seed=i + 10)) for i, n in enumerate(sizes)]
+    return model, loss_fn, data
+
+
+def dense(model, loss_fn, data, kind):
+    op = OPERATORS[kind][1](model, loss_fn, list(model.parameters()), data)
+    return op @ torch.eye(op.shape[0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("network", "loss", "kind"), CASES)
+def test_matrices_are_those_of_curvlinops(network, loss, kind):
+    model, loss_fn, data = problem(network, loss, (4, 4))
+    found = OPERATORS[kind][0](Risk(model, loss_fn, data), engine="eager")
+    check_operator(found, dense=dense(model, loss_fn, data, kind), rtol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["hessian", "ggn"])
+def test_a_ragged_batch_weighs_what_it_does_there(kind):
+    model, loss_fn, data = problem("mlp", "cross-entropy", (5, 2))
+    found = OPERATORS[kind][0](Risk(model, loss_fn, data))
+    check_operator(found, dense=dense(model, loss_fn, data, kind), rtol=1e-9)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_through_layer_norm_finite_differences_side_with_us(loss):
+    """Theirs is torch's forward over its jacrev, which is wrong there."""
+    model, loss_fn, data = problem("layer norm", loss, (4, 4))
+    risk = Risk(model, loss_fn, data)
+    vector, step = noise(len(risk.theta)), 1e-4
+    near, far = (
+        risk.at(risk.theta + k * step * vector).gradient()
+        - risk.at(risk.theta - k * step * vector).gradient()
+        for k in (1, 2)
+    )
+    judge = (8 * near - far) / (12 * step)
+    size = float(judge.abs().max())
+    ours, theirs = hessian(risk) @ vector, dense(model, loss_fn, data, "hessian") @ vector
+    assert float((ours - judge).abs().max()) < 1e-8 * size
+    assert float((theirs - judge).abs().max()) > 1e-3 * size
