@@ -308,9 +308,14 @@ def test_a_subclass_or_a_hook_that_changes_what_a_layer_does_is_found_out():
         def forward(self, x):
             return 2 * super().forward(x)
 
-    model = randomised(nn.Sequential(Doubled(3, 3), nn.Tanh(), nn.Linear(3, 2)))
-    model[2].register_forward_hook(lambda module, args, output: 3 * output)
-    risk = Risk(model, CROSS_ENTROPY, (noise(5, 3), labels(2, 5)))
+    class Scaled(nn.Embedding):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    layers = Scaled(4, 3), nn.Flatten(), Doubled(6, 3), nn.Tanh(), nn.Linear(3, 2)
+    model = randomised(nn.Sequential(*layers))
+    model[4].register_forward_hook(lambda module, args, output: 3 * output)
+    risk = Risk(model, CROSS_ENTROPY, (labels(4, 5, 2), labels(2, 5)))
     assert structure_plan(risk).modules == {}
     torch.testing.assert_close(ggn_diagonal(risk), exact_matrix(risk).diagonal())
 

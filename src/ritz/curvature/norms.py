@@ -6,14 +6,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ritz.curvature.capture import Call
 from ritz.curvature.points import Params
-from ritz.curvature.rules import differentiated, sample_gradients
+from ritz.curvature.rules import sample_gradients
 
 
 @sample_gradients.register
 def _(module: _BatchNorm, call: Call, deltas: Tensor) -> Params:
     mean, variance = call.state.get("running_mean"), call.state.get("running_var")
-    if mean is None:
-        return differentiated(module, call, deltas)
     bare = functional.batch_norm(call.args[0], mean, variance, eps=module.eps)
     return _scale_and_shift(call, deltas, bare)
 

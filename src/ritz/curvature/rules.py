@@ -41,7 +41,7 @@ def sample_gradients(module: nn.Module, call: Call, deltas: Tensor) -> Params:
     """Return the gradients ``(c, batch, *shape)`` of the chosen parameters, by name."""
     parts = unrolled(module, call, deltas)
     if parts is None:
-        return differentiated(module, call, deltas)
+        return _differentiated(module, call, deltas)
     a, delta = parts
     found = {"weight": _products(a, delta).movedim(2, 0), "bias": delta.sum(-1)}
     lead = deltas.shape[:2]
@@ -99,13 +99,22 @@ def _(module: Any, call: Call, deltas: Tensor) -> tuple[Tensor, Tensor] | None:
     )
 
 
+@sample_gradients.register
+def _(module: nn.Embedding, call: Call, deltas: Tensor) -> Params:
+    (count, batch), (vocabulary, width) = deltas.shape[:2], module.weight.shape
+    found = deltas.new_zeros(count, batch * vocabulary, width)
+    found.index_add_(1, _used_rows(module, call).flatten(), deltas.reshape(count, -1, width))
+    found = found.view(count, batch, vocabulary, width)
+    if module.padding_idx is not None:
+        found[:, :, module.padding_idx] = 0
+    return {"weight": found}
+
+
 @squared_gradients.register
 def _(module: nn.Embedding, call: Call, deltas: Tensor) -> Params:
     # Nearly all entries of a sample's gradient are zero: rows that it uses are summed alone.
-    ids = call.args[0].flatten(1)
-    batch, vocabulary, width = len(ids), *module.weight.shape
-    owner = torch.arange(batch, device=ids.device)[:, None] * vocabulary
-    pairs, inverse = torch.unique(owner + ids, return_inverse=True)
+    vocabulary, width = module.weight.shape
+    pairs, inverse = torch.unique(_used_rows(module, call), return_inverse=True)
     total = deltas.new_zeros(vocabulary, width)
     for delta in deltas:
         sums = deltas.new_zeros(len(pairs), width)
@@ -125,6 +134,13 @@ def chunks(deltas: Tensor, entries: int) -> Iterator[tuple[slice, slice]]:
     for start in range(0, count, columns):
         for first in range(0, batch, size):
             yield slice(start, start + columns), slice(first, first + size)
+
+
+def _used_rows(module: nn.Embedding, call: Call) -> Tensor:
+    """The rows ``(batch, T)`` that samples use, were there a table for each sample."""
+    ids: Tensor = call.args[0].flatten(1)
+    first = torch.arange(len(ids), device=ids.device)[:, None] * module.num_embeddings
+    return first + ids
 
 
 def _patches(module: Any, x: Tensor) -> Tensor:
@@ -203,7 +219,7 @@ def some_rows(call: Call, part: slice) -> Call:
     return replace(call, args=args, kwargs=kwargs, output=call.output[part])
 
 
-def differentiated(module: nn.Module, call: Call, deltas: Tensor) -> Params:
+def _differentiated(module: nn.Module, call: Call, deltas: Tensor) -> Params:
     """By a module that is called on each sample alone."""
 
     def forward(params: Params, sample: Any) -> Tensor:

@@ -79,11 +79,8 @@ def trace(
     if num_probes >= op.shape[0]:
         return _by_unit_vectors(op)
     found = _xtrace(op, plan, generator, progress)
-    return (
-        replace(found, method=f"{found.method}; the structure does not know: {gap}")
-        if gap
-        else found
-    )
+    why = f"; the structure does not know: {gap}" if gap else ""
+    return replace(found, method=found.method + why)
 
 
 def frobenius_norm(
