@@ -14,8 +14,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.ready ## show the spectrum of a matrix with outliers and a bulk, with a picture
-	@$(BIN)/python -m ritz demo --out out/demo
+demo: $(VENV)/.ready ## train a small network on digits; its spectra, sharpness and landscape
+	@$(BIN)/python examples/digits.py --out out/demo
 
 test: $(VENV)/.ready ## run the fast tests, the doctests and the examples; report coverage
 	$(BIN)/python -m pytest -q --doctest-modules src tests -m "$(FAST)" --cov --cov-report=term

@@ -46,7 +46,7 @@ def normed():
     model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 4)).double()
     filled(model, 4)
     train = Risk(model, cross_entropy, (draw(24, 3, seed=5), labels(24, 4, 6)), batch_size=12)
-    test = Risk(model, cross_entropy, (draw(10, 3, seed=7), labels(10, 4, 8)))
+    test = Risk(model, cross_entropy, (draw(10, 3, seed=7), labels(10, 4, 8)), batch_size=10)
     return train, test
 
 

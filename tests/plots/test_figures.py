@@ -7,6 +7,7 @@ from matplotlib import pyplot
 
 import ritz
 from ritz import plots
+from ritz.measures.landscapes import Landscape, Landscape2d
 
 
 @pytest.fixture
@@ -69,6 +70,111 @@ def test_panels_share_one_legend(matrix):
     assert [ax.get_legend() for ax in axes] == [None, None]
     assert [len(legend.get_texts()) for legend in figure.legends] == [3]
     pyplot.close(figure)
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("count", [1, 3])
+def test_spectra_stand_side_by_side_on_common_scales(matrix, count, log, tmp_path):
+    found = {f"matrix {k}": ritz.lanczos(10.0**-k * matrix, num_steps=20) for k in range(count)}
+    axes = plots.spectra(found, log=log)
+    assert [ax.get_title("left") for ax in axes] == list(found)
+    assert len({ax.get_xlim() for ax in axes}) == len({ax.get_ylim() for ax in axes}) == 1
+    assert axes[0].get_xscale() == ("symlog" if log else "linear")
+    assert axes[0].get_xlim()[0] < -4
+    assert axes[0].get_xlim()[1] > 12
+    assert axes[0].figure.axes == axes
+    assert len(axes[0].figure.legends) == 1
+    assert [bool(ax.get_xlabel()) for ax in axes] == [True] if count == 1 else [False, True, True]
+    save(axes[0], tmp_path)
+    pyplot.close(axes[0].figure)
+
+
+def test_spectra_go_where_they_are_told(matrix):
+    figure, axes = plots.panels(1, 2)
+    one = ritz.lanczos(matrix, num_steps=5)
+    assert plots.spectra({"a": one, "b": one}, axes=axes) == axes
+    assert not figure.legends
+    with pytest.raises(ValueError, match="axes must be one for each of 1 spectra, got 2"):
+        plots.spectra({"a": one}, axes=axes)
+    with pytest.raises(ValueError, match="spectra must hold at least one"):
+        plots.spectra({})
+    pyplot.close(figure)
+
+
+def valley(**changes):
+    t = torch.linspace(-1, 1, 9, dtype=torch.float64)
+    loss = torch.stack([0.1 + t**2, 0.1 + 0.01 * t**2])
+    fields = {
+        "names": ("largest", "smallest"),
+        "t": t,
+        "norms": torch.ones(2),
+        "loss": loss,
+        "accuracy": 1 - loss / 2,
+        "test_loss": loss + 0.1,
+        "test_accuracy": 0.9 - loss / 2,
+        "batch_norm": "eval",
+        "risk": "Risk(...)",
+    }
+    return Landscape(**(fields | changes))
+
+
+def test_a_landscape_has_loss_and_accuracy_on_scales_of_their_own(ax, tmp_path):
+    assert plots.landscape(valley(), direction="smallest", ax=ax) is ax
+    left, right = ax.figure.axes
+    assert (left.get_ylabel(), right.get_ylabel()) == ("loss", "accuracy")
+    assert [line.get_linestyle() for line in left.get_lines()] == ["-", "--"]
+    assert legend(ax) == ["loss, train", "loss, test", "accuracy, train", "accuracy, test"]
+    assert {line.get_color() for line in left.get_lines()}.isdisjoint(
+        line.get_color() for line in right.get_lines()
+    )
+    save(ax, tmp_path)
+
+
+def test_a_landscape_of_loss_alone_is_one_line(ax):
+    bare = valley(accuracy=None, test_loss=None, test_accuracy=None)
+    plots.landscape(bare, ax=ax, log=True)
+    assert len(ax.figure.axes) == len(ax.get_lines()) == 1
+    assert ax.get_legend() is None
+    assert ax.get_yscale() == "log"
+
+
+def test_accuracy_is_left_out_on_request(ax):
+    plots.landscape(valley(), ax=ax, accuracy=False)
+    assert legend(ax) == ["loss, train", "loss, test"]
+
+
+def test_landscapes_share_one_legend():
+    figure, axes = plots.panels(1, 2)
+    for ax, name in zip(axes, ("largest", "smallest"), strict=True):
+        plots.landscape(valley(), direction=name, ax=ax)
+    plots.share_legend(figure)
+    assert [len(legend.get_texts()) for legend in figure.legends] == [4]
+    assert all(ax.get_legend() is None for ax in figure.axes)
+    pyplot.close(figure)
+
+
+@pytest.mark.parametrize("shift", [0.1, -0.1])
+@pytest.mark.parametrize("test", [False, True])
+def test_a_plane_is_drawn_as_contours(ax, tmp_path, shift, test):
+    t = torch.linspace(-1, 1, 7, dtype=torch.float64)
+    loss = shift + t[:, None] ** 2 + 5 * t**2
+    found = Landscape2d(
+        names=("first", "second"),
+        s=t,
+        t=t,
+        norms=torch.ones(2),
+        loss=loss,
+        accuracy=None,
+        test_loss=2 * loss,
+        test_accuracy=None,
+        batch_norm="eval",
+        risk="Risk(...)",
+    )
+    assert plots.landscape2d(found, ax=ax, test=test) is ax
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("first", "second")
+    (strip,) = ax.child_axes
+    assert strip.get_ylabel() == ("test loss" if test else "loss")
+    save(ax, tmp_path)
 
 
 def test_without_axes_a_new_figure_is_made(matrix):

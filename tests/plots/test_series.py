@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from ritz import lanczos
-from ritz.plots.series import density_curve, spectrum_stems
+from ritz.measures.landscapes import Landscape, Landscape2d
+from ritz.plots.series import density_curve, landscape_slice, landscape_surface, spectrum_stems
 
 
 @pytest.fixture
@@ -87,3 +88,84 @@ def test_arguments_are_checked(spectrum):
         spectrum_stems(spectrum, rtol=-1.0)
     with pytest.raises(ValueError, match="num_points must be at least 2"):
         density_curve(normal(), num_points=1)
+
+
+def along(**changes):
+    loss = torch.tensor([[3.0, 1.0, 2.0], [5.0, 4.0, 6.0]]).double()
+    fields = {
+        "names": ("largest", "smallest"),
+        "t": torch.tensor([-1.0, 0.0, 1.0]).double(),
+        "norms": torch.ones(2),
+        "loss": loss,
+        "accuracy": loss / 10,
+        "test_loss": 2 * loss,
+        "test_accuracy": loss / 20,
+        "batch_norm": "eval",
+        "risk": "Risk(...)",
+    }
+    return Landscape(**(fields | changes))
+
+
+def plane(loss, **changes):
+    steps = {"s": torch.tensor([-2.0, 0.0, 2.0]).double(), "t": torch.tensor([-1.0, 1.0]).double()}
+    fields = {"accuracy": None, "test_loss": None, "test_accuracy": None, "batch_norm": "eval"}
+    rest = {"names": ("u", "v"), "norms": torch.ones(2), "loss": loss, "risk": "Risk(...)"}
+    return Landscape2d(**(steps | fields | rest | changes))
+
+
+PLANE = torch.tensor([[1.0, 2.0], [4.0, 8.0], [16.0, 100.0]]).double()
+
+
+@pytest.mark.parametrize("direction", [1, "smallest"])
+def test_a_slice_is_one_direction_of_a_landscape(direction):
+    found = landscape_slice(along(), direction)
+    np.testing.assert_array_equal(found.t, [-1, 0, 1])
+    np.testing.assert_array_equal(found.loss, [5, 4, 6])
+    np.testing.assert_allclose(found.accuracy, [0.5, 0.4, 0.6])
+    np.testing.assert_array_equal(found.test_loss, [10, 8, 12])
+    np.testing.assert_allclose(found.test_accuracy, [0.25, 0.2, 0.3])
+
+
+def test_a_slice_has_what_the_landscape_has():
+    found = landscape_slice(along(accuracy=None, test_loss=None, test_accuracy=None))
+    assert found.accuracy is found.test_loss is found.test_accuracy is None
+
+
+@pytest.mark.parametrize("direction", [2, -1, "second"])
+def test_a_direction_is_one_of_those_there(direction):
+    with pytest.raises(ValueError, match="direction must be one of largest, smallest, or a number"):
+        landscape_slice(along(), direction)
+
+
+def test_a_surface_has_its_first_direction_to_the_right():
+    found = landscape_surface(plane(PLANE), num_levels=3)
+    np.testing.assert_array_equal(found.x, [-2, 0, 2])
+    np.testing.assert_array_equal(found.y, [-1, 1])
+    np.testing.assert_array_equal(found.z, PLANE.numpy().T)
+    np.testing.assert_allclose(found.levels, [1, 10, 100])
+    assert found.logarithmic
+
+
+def test_levels_are_even_where_a_loss_is_not_positive():
+    found = landscape_surface(plane(PLANE - 1), num_levels=3)
+    np.testing.assert_allclose(found.levels, [0, 49.5, 99])
+    assert not found.logarithmic
+
+
+def test_a_surface_has_holes_where_the_loss_is_not_finite():
+    loss = PLANE.clone()
+    loss[2, 1] = float("inf")
+    found = landscape_surface(plane(loss))
+    assert np.isnan(found.z[1, 2])
+    assert found.levels[-1] == 16
+
+
+def test_a_surface_of_the_test_data_needs_them():
+    found = landscape_surface(plane(PLANE, test_loss=3 * PLANE), test=True)
+    np.testing.assert_array_equal(found.z, 3 * PLANE.numpy().T)
+    with pytest.raises(ValueError, match="must have a loss on test data"):
+        landscape_surface(plane(PLANE), test=True)
+    with pytest.raises(ValueError, match="two finite values that differ"):
+        landscape_surface(plane(torch.ones(3, 2)))
+    with pytest.raises(ValueError, match="num_levels must be at least 2"):
+        landscape_surface(plane(PLANE), num_levels=1)

@@ -50,7 +50,7 @@ class Landscape:
     def __str__(self) -> str:
         width = max(map(len, self.names)) + 2
         ends = f"t = {float(self.t[0]):g}", f"t = {float(self.t[-1]):g}"
-        lines = [f"Landscape of {self.risk}, batch norm {self.batch_norm}, {len(self.t)} points"]
+        lines = [f"Landscape of {self.risk}, {len(self.t)} points"]
         lines.append(
             f"  {'':{width}}{'loss at ' + ends[0]:>18}{ends[1]:>12}{'least':>12}{'at':>10}"
         )
@@ -97,8 +97,7 @@ class Landscape2d:
     def __str__(self) -> str:
         i, j = divmod(int(self.loss.argmin()), len(self.t))
         return (
-            f"Landscape of {self.risk}, batch norm {self.batch_norm}, "
-            f"{len(self.s)} x {len(self.t)} points\n"
+            f"Landscape of {self.risk}, {len(self.s)} x {len(self.t)} points\n"
             f"  loss from {float(self.loss.min()):.5g} at ({float(self.s[i]):.3g}, "
             f"{float(self.t[j]):.3g}) to {float(self.loss.max()):.5g}"
         )
@@ -147,7 +146,7 @@ def landscape(
         t=torch.tensor(steps, dtype=torch.float64),
         norms=torch.stack([u.double().norm().cpu() for u in chosen.values()]),
         batch_norm=probe.mode,
-        risk=repr(risk),
+        risk=repr(probe.risk),
         loss=_array(own, 0, shape),
         accuracy=_accuracy(own, shape),
         test_loss=_array(other, 0, shape) if test is not None else None,
@@ -202,7 +201,7 @@ def landscape2d(
         t=torch.tensor(t, dtype=torch.float64),
         norms=norms,
         batch_norm=probe.mode,
-        risk=repr(risk),
+        risk=repr(probe.risk),
         loss=_array(own, 0, shape),
         accuracy=_accuracy(own, shape),
         test_loss=_array(other, 0, shape) if test is not None else None,
@@ -220,7 +219,7 @@ class _Probe:
             raise ValueError(f"test must be a risk of the same parameters, got {test} beside "
                              f"{risk}")  # fmt: skip
         self.mode: BatchNormMode = mode or risk.batch_norm
-        self._risk = risk.with_batch_norm(self.mode)
+        self.risk = risk.with_batch_norm(self.mode)
         if test is not None and (mode is not None or self.mode == "recomputed"):
             # What was estimated on the training data holds for the test data.
             test = test.with_batch_norm("eval" if self.mode == "recomputed" else self.mode)
@@ -234,7 +233,7 @@ class _Probe:
         other: list[Values] = []
         with tracking(progress, "landscape", total) as bar:
             for theta in thetas:
-                risk = self._risk.at(theta)
+                risk = self.risk.at(theta)
                 own.append(_values(risk))
                 if self._test is not None:
                     other.append(_values(self._test.at(theta), self._statistics(risk)))

@@ -1,6 +1,8 @@
 """Pictures of spectra and densities, drawn on the axes they are given."""
 
+import math
 import sys
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,7 +49,8 @@ def share_legend(figure: "Figure") -> None:
     for ax in figure.axes:
         handles, labels = ax.get_legend_handles_labels()
         entries |= dict(zip(labels, handles, strict=True))
-        ax.legend().remove()
+        if (own := ax.get_legend()) is not None:
+            own.remove()
     style = LEGEND | {"loc": "outside upper center", "ncols": len(entries)}
     figure.legend([entries[label] for label in sorted(entries)], sorted(entries), **style)
 
@@ -71,6 +74,46 @@ def spectrum(spectrum: Spectrum, *, ax: "Axes | None" = None, rtol: float = 1e-3
     ax.set(xlabel=r"Ritz value $\theta$", ylabel=r"weight $\tau$", ylim=(floor, 2.0))
     ax.legend(loc="upper right", **LEGEND)
     return ax
+
+
+def spectra(
+    spectra: Mapping[str, Spectrum],
+    *,
+    axes: "Sequence[Axes] | None" = None,
+    columns: int = 2,
+    rtol: float = 1e-3,
+    log: bool = False,
+) -> list["Axes"]:
+    """Draw several spectra in panels of their own on common scales, and return the axes.
+
+    Args:
+        spectra: By the titles of their panels; each as for :func:`spectrum`.
+        axes: Where to draw, one for each; a new figure with one legend if not given.
+        columns: Panels beside each other in a new figure.
+        rtol: Largest residual, relative to the largest absolute value, of a full marker.
+        log: Logarithmic horizontal axis on both sides of zero, linear below a hundredth to a
+            thousandth of the largest absolute value; where spectra differ by orders of magnitude.
+    """
+    check_count("columns", columns)
+    if not spectra:
+        raise ValueError("spectra must hold at least one spectrum, got none")
+    if axes is not None and len(axes) != len(spectra):
+        raise ValueError(f"axes must be one for each of {len(spectra)} spectra, got {len(axes)}")
+    stems = [spectrum_stems(found, rtol=rtol) for found in spectra.values()]
+    drawn = _grid(len(stems), columns) if axes is None else list(axes)
+    floor = max(0.5 * min(float(one.weights.min()) for one in stems), 1e-18)
+    for ax, title, one in zip(drawn, spectra, stems, strict=True):
+        _draw_stems(ax, one, floor)
+        ax.set_yscale("log")
+        ax.set_title(title, loc="left", fontsize="medium")
+        ax.set(xlabel=r"Ritz value $\theta$", ylabel=r"weight $\tau$", ylim=(floor, 2.0))
+    values = np.concatenate([one.values for one in stems])
+    for ax in drawn:
+        _scale(ax, float(values.min()), float(values.max()), log)
+    if axes is None:
+        _label_outer(drawn, columns)
+        share_legend(drawn[0].figure)  # type: ignore[arg-type]
+    return drawn
 
 
 def density(
@@ -138,6 +181,42 @@ def against_exact(
     ax.set(xlabel=r"eigenvalue $\lambda$", ylabel="share", ylim=(floor, 3.0))
     ax.legend(loc="upper right", **LEGEND)
     return ax
+
+
+def _grid(count: int, columns: int) -> list["Axes"]:
+    """That many axes in a new figure, row by row."""
+    columns = min(columns, count)
+    found = panels(-(-count // columns), columns, width=4.5, height=2.6)[1]
+    for spare in found[count:]:
+        spare.remove()
+    return found[:count]
+
+
+def _label_outer(axes: "Sequence[Axes]", columns: int) -> None:
+    """Labels only where no panel stands below, or to the left."""
+    for index, ax in enumerate(axes):
+        if index + columns < len(axes):
+            ax.set_xlabel("")
+            ax.tick_params(labelbottom=False)
+        if index % columns:
+            ax.set_ylabel("")
+            ax.tick_params(labelleft=False)
+
+
+def _scale(ax: "Axes", low: float, high: float, log: bool) -> None:
+    """A horizontal scale from ``low`` to ``high`` with a margin, logarithmic about zero or not."""
+    from matplotlib.ticker import NullLocator
+
+    if log:
+        least = math.floor(math.log10(max(-low, high) or 1.0)) - 2
+        powers = [10.0**k for k in range(least, least + 4)]
+        ax.set_xscale("symlog", linthresh=10.0**least, linscale=0.5)
+        ax.set_xticks([-p for p in powers if -p >= low] + [0] + [p for p in powers if p <= high])
+        ax.xaxis.set_minor_locator(NullLocator())
+        ax.set_xlim(min(1.5 * low, -(10.0**least)), max(1.5 * high, 10.0**least))
+    else:
+        margin = 0.04 * (high - low) or 1.0
+        ax.set_xlim(low - margin, high + margin)
 
 
 def _draw_bars(ax: "Axes", values: Tensor, edges: Any, **style: Any) -> None:

@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from ritz._core.checks import check_count, check_range
+from ritz.measures.landscapes import Landscape, Landscape2d
 from ritz.spectra import Density, Spectrum
 
 Array = NDArray[np.float64]
@@ -39,6 +40,37 @@ class Curve:
     y: Array
     low: Array
     high: Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """Loss and accuracy along one direction, all arrays ``(n,)``; ``None`` where there is none."""
+
+    t: Array
+    loss: Array
+    accuracy: Array | None
+    test_loss: Array | None
+    test_accuracy: Array | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surface:
+    """A function on a grid: ``z[j, i]`` at ``x[i]``, ``y[j]``, and levels between its extremes.
+
+    Attributes:
+        x: ``(n,)``.
+        y: ``(m,)``.
+        z: ``(m, n)``; NaN where it is not finite.
+        levels: Ascending, the first at the least value and the last at the largest, in equal
+            ratios where all values are positive and in equal steps otherwise.
+        logarithmic: Which of the two.
+    """
+
+    x: Array
+    y: Array
+    z: Array
+    levels: Array
+    logarithmic: bool
 
 
 def spectrum_stems(spectrum: Spectrum, *, rtol: float = 1e-3) -> Stems:
@@ -84,6 +116,59 @@ def density_curve(
     band = getattr(density, f"{kind}_band", None)
     below, above = (y, y) if band is None else band(x, sigmas=sigmas)
     return Curve(x=_array(x), y=_array(y), low=_array(below), high=_array(above))
+
+
+def landscape_slice(landscape: Landscape, direction: str | int = 0) -> Slice:
+    """Return loss and accuracy along one direction.
+
+    Args:
+        landscape: Along several.
+        direction: Its name or number.
+    """
+    names = landscape.names
+    known = direction in names if isinstance(direction, str) else 0 <= direction < len(names)
+    if not known:
+        raise ValueError(f"direction must be one of {', '.join(names)}, or a number below "
+                         f"{len(names)}; got {direction!r}")  # fmt: skip
+    k = names.index(direction) if isinstance(direction, str) else direction
+    accuracy, loss, test = landscape.accuracy, landscape.test_loss, landscape.test_accuracy
+    return Slice(
+        t=_array(landscape.t),
+        loss=_array(landscape.loss[k]),
+        accuracy=None if accuracy is None else _array(accuracy[k]),
+        test_loss=None if loss is None else _array(loss[k]),
+        test_accuracy=None if test is None else _array(test[k]),
+    )
+
+
+def landscape_surface(
+    landscape: Landscape2d, *, test: bool = False, num_levels: int = 12
+) -> Surface:
+    """Return the loss on a plane with the levels of its contours.
+
+    Args:
+        landscape: On a grid.
+        test: The loss on the test data in place of the other.
+        num_levels: Levels between the least and the largest finite value.
+    """
+    check_count("num_levels", num_levels, low=2)
+    loss = landscape.test_loss if test else landscape.loss
+    if loss is None:
+        raise ValueError("landscape must have a loss on test data, got none: pass test= to it")
+    z = _array(loss).T
+    finite = z[np.isfinite(z)]
+    if not finite.size or finite.min() == finite.max():
+        raise ValueError("landscape must have two finite values that differ, got none")
+    low, high = float(finite.min()), float(finite.max())
+    logarithmic = low > 0
+    spaced = np.geomspace if logarithmic else np.linspace
+    return Surface(
+        x=_array(landscape.s),
+        y=_array(landscape.t),
+        z=np.where(np.isfinite(z), z, np.nan),
+        levels=spaced(low, high, num_levels),
+        logarithmic=logarithmic,
+    )
 
 
 def _array(values: Any) -> Array:
