@@ -51,9 +51,17 @@ class Branching(nn.Module):
         return self.net(x) if x.sum() > 0 else self.net(-x)
 
 
-class Unclear(nn.Sequential):
+class Unclear(nn.Module):
     def forward(self, x):
-        return super().forward(x) if x.sum() > 0 else super().forward(-x)
+        return x if x.sum() > 0 else -x
+
+
+class Backwards(nn.Sequential):
+    """Neighbours here do not follow each other."""
+
+    def forward(self, x):
+        y = self[0](self[1](x))
+        return y if y.sum() > 0 else -y
 
 
 class Twice(nn.Module):
@@ -115,7 +123,7 @@ FOLDED = {
     "not affine": (nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5, affine=False)), (4, 3)),
     "residual": (nn.Sequential(Residual(), Residual()), (2, 2, 4, 4)),
     "called twice": (Twice(), (4, 3)),
-    "input decides": (Unclear(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.ReLU()), (4, 3)),
+    "input decides": (nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), Unclear()), (4, 3)),
     "nested": (nn.Sequential(nn.Sequential(nn.Linear(3, 4)), nn.BatchNorm1d(4)), (4, 3)),
 }
 
@@ -204,6 +212,7 @@ UNFOLDED = {
     "forked": (Forked(), "norm: no convolution or linear layer of its own"),
     "weights used": (Peeking(), "norm: no convolution or linear layer of its own"),
     "two layers": (TwoInputs(), "norm: no convolution or linear layer of its own"),
+    "backwards": (Backwards(nn.Linear(3, 3), nn.BatchNorm1d(3)), "1: no convolution"),
     "alone": (nn.BatchNorm1d(3), "itself: no convolution"),
     "after a pool": (
         nn.Sequential(nn.Conv2d(1, 2, 3), nn.AvgPool2d(2), nn.BatchNorm2d(2)),

@@ -107,7 +107,7 @@ def test_accuracy_is_the_share_of_largest_outputs(normed):
 
 def test_squared_error_has_no_accuracy(regression):
     found = landscape(regression[0], torch.eye(4, dtype=torch.float64), num_points=2)
-    assert found.accuracy is found.test_accuracy is found.test_loss is None
+    assert found.accuracy is found.test_accuracy is found.test_loss is found.batch_norm is None
     assert found.names == ("direction 1", "direction 2", "direction 3", "direction 4")
     assert found.loss.shape == (4, 2)
 

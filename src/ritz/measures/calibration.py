@@ -100,7 +100,9 @@ def temperature(
         ValueError: There is no such temperature: every sample is classified correctly, so that a
             lower one is always better, or the outputs say no more of the classes than chance.
 
-    Reference: Guo, Pleiss, Sun and Weinberger (2017), section 4.2.
+    Reference: Guo, Pleiss, Sun and Weinberger (2017), section 4.2; before largest eigenvalues of
+    networks are compared: Wen et al., *Interplay between optimization and generalization of
+    stochastic gradient descent with covariance noise*, section 5.3.
     """
     check_count("num_bins", num_bins)
     check_range("atol", atol, low=0.0)

@@ -22,15 +22,15 @@ def fold_batch_norm(model: nn.Module, *, strict: bool = True) -> nn.Module:
     .. math:: \gamma \frac{W x + b - m}{\sqrt{v + \epsilon}} + \beta = (S W) x + S (b - m) + \beta,
         \qquad S = \operatorname{diag}\frac{\gamma}{\sqrt{v + \epsilon}}
 
-    The copy has the outputs that the model has in eval mode, to roundoff, in either mode: batch
-    norm is an identity there. Its curvature does not change when a layer is scaled and batch norm
-    undoes it; compare largest eigenvalues of networks after folding.
+    The copy has the outputs that the model has in eval mode, to roundoff, and an identity where
+    batch norm was. Its curvature does not change when a layer is scaled and batch norm undoes it:
+    compare largest eigenvalues of networks after folding.
 
-    A layer and a batch norm are a pair where the batch norm is called once, on the output of a
-    convolution, transposed convolution or linear layer, itself called once, that nothing else uses.
-    Calls are followed by ``torch.fx``; where it cannot follow a module, its submodules are taken
-    one by one, and neighbours in an ``nn.Sequential`` for pairs. A linear layer is taken to act on
-    ``(n, features)``.
+    A layer and a batch norm are a pair where the batch norm is called on the output of one
+    convolution, transposed convolution or linear layer alone, and nothing else uses that layer.
+    Calls are followed by ``torch.fx``. Where it cannot follow a module, the parts of that module
+    are taken one by one, each as called as a whole, and the neighbours in an ``nn.Sequential``.
+    A linear layer is taken to act on ``(n, features)``.
 
     Args:
         model: Any; it is not changed.
@@ -107,7 +107,7 @@ def _uses(graph: fx.Graph) -> Counter[str]:
 
 
 def _neighbours(module: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
-    if isinstance(module, nn.Sequential):
+    if type(module).forward is nn.Sequential.forward:
         for (before, _), (name, layer) in pairwise(module.named_children()):
             if isinstance(layer, _BatchNorm):
                 yield prefix + name, prefix + before

@@ -33,7 +33,7 @@ class Landscape:
             targets are not class labels.
         test_loss: On the test data, ``(k, n)``, or ``None``.
         test_accuracy: Likewise.
-        batch_norm: Mode of batch norm.
+        batch_norm: Mode of batch norm; ``None`` for a model without.
         risk: What the risk said it was.
     """
 
@@ -44,7 +44,7 @@ class Landscape:
     accuracy: Tensor | None
     test_loss: Tensor | None
     test_accuracy: Tensor | None
-    batch_norm: str
+    batch_norm: str | None
     risk: str
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ class Landscape2d:
         accuracy: ``(n, n)``, or ``None`` where targets are not class labels.
         test_loss: On the test data, ``(n, n)``, or ``None``.
         test_accuracy: Likewise.
-        batch_norm: Mode of batch norm.
+        batch_norm: Mode of batch norm; ``None`` for a model without.
         risk: What the risk said it was.
     """
 
@@ -91,7 +91,7 @@ class Landscape2d:
     accuracy: Tensor | None
     test_loss: Tensor | None
     test_accuracy: Tensor | None
-    batch_norm: str
+    batch_norm: str | None
     risk: str
 
     def __str__(self) -> str:
@@ -132,7 +132,7 @@ def landscape(
             them for both.
         progress: Whether to show a bar, or what to tell.
 
-    Reference: section 4.4 of *Spectral Machine Learning*; Li et al. (2018).
+    Reference: section 4.2 and Table 4.3 of *Spectral Machine Learning*; Li et al. (2018).
     """
     check_count("num_points", num_points, low=2)
     probe = _Probe(risk, test, batch_norm)
@@ -145,7 +145,7 @@ def landscape(
         names=tuple(chosen),
         t=torch.tensor(steps, dtype=torch.float64),
         norms=torch.stack([u.double().norm().cpu() for u in chosen.values()]),
-        batch_norm=probe.mode,
+        batch_norm=probe.mode if batch_norms(risk.model) else None,
         risk=repr(probe.risk),
         loss=_array(own, 0, shape),
         accuracy=_accuracy(own, shape),
@@ -200,7 +200,7 @@ def landscape2d(
         s=torch.tensor(s, dtype=torch.float64),
         t=torch.tensor(t, dtype=torch.float64),
         norms=norms,
-        batch_norm=probe.mode,
+        batch_norm=probe.mode if batch_norms(risk.model) else None,
         risk=repr(probe.risk),
         loss=_array(own, 0, shape),
         accuracy=_accuracy(own, shape),
