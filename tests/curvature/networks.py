@@ -120,6 +120,18 @@ class Decoder(nn.Module):
         return self.head(x).transpose(1, 2)
 
 
+class Padded(nn.Module):
+    """Tokens of which the first is padding, whose row of the embedding is a constant."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(4, 3, padding_idx=0), nn.Linear(3, 3)
+        nn.init.normal_(self.embed.weight)
+
+    def forward(self, tokens):
+        return self.head(torch.tanh(self.embed(tokens)).mean(1))
+
+
 class Named(nn.Module):
     """Takes keywords and returns several things by name, with the loss if there are labels."""
 
@@ -353,7 +365,7 @@ def stacked_batches(*sizes):
 MODES = ("eval", "train", "recomputed")
 regressed = [(noise(n, 3, seed=n), noise(n, 2, seed=n + 1)) for n in (5, 3)]
 chances = [(x, (y > 0).double()) for x, y in regressed]
-tokens = [(labels(6, n, 5, seed=n), labels(6, n, 5, seed=n + 1)) for n in (3, 2)]
+tokens = [(labels(6, 3, 4, seed=s), labels(6, 3, 4, seed=s + 2)) for s in (0, 1)]
 
 CASES: dict[str, Callable[[], Case]] = {
     "mlp": lambda: Case(model=mlp(), data=vectors(5, 5, 2)),
@@ -377,8 +389,8 @@ CASES: dict[str, Callable[[], Case]] = {
         )
         for mode in MODES
     },
-    "layer norm": lambda: Case(model=normed(nn.LayerNorm(6)), data=vectors(5, 2)),
-    "group norm": lambda: Case(model=normed(nn.GroupNorm(2, 6)), data=vectors(5, 2)),
+    "layer norm": lambda: Case(model=normed(nn.LayerNorm(6)), data=vectors(5)),
+    "group norm": lambda: Case(model=normed(nn.GroupNorm(2, 6)), data=vectors(5)),
     "tied": lambda: Case(
         model=Tied(),
         data=[(x, x) for x, _ in vectors(5, 2, width=4)],

@@ -1,11 +1,23 @@
 """Traces cut in two, and what happens where there can be none."""
 
+import warnings
+
 import pytest
 import torch
-from curvature.networks import Case, case, dense_ggn, dense_hessian, noise, vectors
+from curvature.networks import (
+    Case,
+    Padded,
+    case,
+    dense_ggn,
+    dense_hessian,
+    difference_hessian,
+    mlp,
+    noise,
+    vectors,
+)
 from torch import nn
 
-from ritz.curvature import ggn, hessian
+from ritz.curvature import Risk, ggn, hessian
 from ritz.curvature.linearize import Linearization, nbytes
 
 
@@ -79,6 +91,74 @@ def test_a_model_that_looks_at_its_values_is_not_traced_and_says_so(between, ope
     assert "eager (not linearized: " in op.products.plan
     with pytest.raises(RuntimeError, match="engine='linearized' needs a traceable model"):
         operator(one.risk(), engine="linearized") @ noise(31)
+
+
+def weight_normed(normed):
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of the older of the two
+        torch.manual_seed(3)
+        return nn.Sequential(normed(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 3)).double()
+
+
+def test_weight_norm_is_right_where_that_of_torch_is_not():
+    one = Case(model=weight_normed(nn.utils.parametrizations.weight_norm), data=vectors(5))
+    judge = difference_hessian(one, step=1e-3)
+    op = hessian(one.risk())
+    torch.testing.assert_close(op.dense(), judge, rtol=0, atol=1e-8)
+    assert op.products.plan == "forward over reverse, linearized"
+    older = Risk(weight_normed(nn.utils.weight_norm), nn.CrossEntropyLoss(), one.data)
+    assert torch.equal(older.theta, one.theta)
+    torch.testing.assert_close(hessian(older) @ noise(35), op @ noise(35))
+    theirs = torch.autograd.functional.hessian(one.loss, one.theta)
+    assert float((theirs - theirs.T).abs().max()) > 1e-3  # the day this fails, torch has changed
+
+
+@pytest.mark.parametrize(("operator", "dense"), [(hessian, dense_hessian), (ggn, dense_ggn)])
+def test_the_row_of_an_embedding_for_padding_is_a_constant(operator, dense):
+    tokens = torch.tensor([[0, 1, 2], [3, 0, 0], [2, 2, 1]])
+    one = Case(model=Padded(), data=[(tokens, torch.tensor([0, 2, 1]))])
+    one.prepared.embed.padding_idx = None
+    expected = dense(one).clone()
+    assert float(expected[:3].abs().max()) > 0
+    expected[:3] = expected[:, :3] = 0
+    for engine in ("eager", "linearized"):
+        op = operator(one.risk(), engine=engine)
+        torch.testing.assert_close(op.dense(), expected)
+        assert op.products.plan.startswith("forward")
+
+
+def test_derivatives_that_are_those_of_no_function_are_found_out():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(4, 3, scale_grad_by_freq=True)
+
+        def forward(self, tokens):
+            return self.embed(tokens).sin().mean(1).tanh()
+
+    data = [(torch.tensor([[1, 1, 1], [1, 2, 3]]), torch.tensor([0, 2]))]
+    one = Case(model=Scaled(), data=data)
+    with pytest.raises(RuntimeError, match="no forward over reverse: it is not symmetric, by"):
+        hessian(one.risk()) @ one.theta
+
+
+@pytest.mark.parametrize("engine", ["eager", "linearized"])
+def test_surroundings_of_a_call_do_not_enter(engine):
+    model = mlp()
+    data = [(x.float(), y) for x, y in vectors(5)]
+    risk = Risk(model, nn.CrossEntropyLoss(), data)
+    vector = noise(31).float()
+    expected, loss = hessian(risk, engine=engine) @ vector, risk.loss()
+    for around in (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        torch.no_grad(),
+        torch.inference_mode(),
+    ):
+        with around:
+            again = Risk(model, nn.CrossEntropyLoss(), data)
+            assert torch.equal(hessian(again, engine=engine) @ vector, expected)
+            assert risk.loss() == loss
+            assert torch.equal(hessian(risk, engine=engine) @ vector, expected)
 
 
 @pytest.mark.parametrize("engine", ["eager", "linearized"])

@@ -154,6 +154,15 @@ def test_fixed_dropout_is_one_mask_a_batch_by_seed():
         torch.testing.assert_close(hessian(first, engine=engine).dense(), dense_hessian(expected))
 
 
+def test_the_default_dtype_does_not_choose_the_masks():
+    model, data = dropping(), vectors(5)
+    losses = []
+    for dtype in (torch.float64, torch.float32):
+        torch.set_default_dtype(dtype)
+        losses.append(Risk(model, CE, data, dropout="fixed").loss())
+    assert losses[0] == losses[1]
+
+
 def test_a_batch_keeps_its_masks_when_alone():
     risk = Risk(dropping(), CE, vectors(5, 3), dropout="fixed")
     parts = [risk.batch(index) for index in range(2)]

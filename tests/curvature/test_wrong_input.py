@@ -214,6 +214,12 @@ def test_a_model_must_be_one():
         Risk(mlp, CE, vectors(4))
 
 
+def test_parameters_that_are_complex():
+    model = nn.Linear(3, 3, dtype=torch.complex128)
+    with pytest.raises(TypeError, match="parameters must be of a real floating-point dtype"):
+        Risk(model, lambda outputs, target: outputs.abs().mean(), vectors(4))
+
+
 def test_dtypes_that_do_not_meet(model):
     model[2].float()
     with pytest.raises(ValueError, match=r"of one dtype, got .* pass precision= to say which"):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from ritz._core.checks import check_choice
+from ritz._core.checks import check_choice, check_real_floating
 from ritz._core.params import ParamSpace
 from ritz.curvature.batches import Batch
 
@@ -86,6 +86,8 @@ def _arithmetic(
     own: set[torch.dtype], precision: Precision | None
 ) -> tuple[torch.dtype, torch.dtype | None]:
     """The dtype to compute in, and the same again if the model is of another."""
+    for dtype in own:
+        check_real_floating("parameters", dtype)
     if precision is not None:
         check_choice("precision", precision, tuple(_DTYPES))
         dtype = _DTYPES[precision]

@@ -335,7 +335,8 @@ class Risk:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
         masks = []
         for shape, chance in self._shapes[index]:
-            kept = torch.rand(shape, generator=generator) >= chance
+            # Of a dtype that is said, lest the default one choose the mask.
+            kept = torch.rand(shape, generator=generator, dtype=torch.float32) >= chance
             masks.append(kept.to(self.theta) / max(1 - chance, torch.finfo(torch.float32).tiny))
         return masks
 

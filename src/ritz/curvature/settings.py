@@ -2,10 +2,15 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils.parametrizations import _WeightNorm
+from torch.nn.utils.weight_norm import WeightNorm
+from torch.overrides import TorchFunctionMode
 
 from ritz._core.batchnorm import evaluating
 from ritz.curvature.points import Precision
@@ -26,19 +31,69 @@ def product_modes(
         stack.enter_context(arithmetic(precision))
         if device.type == "cuda" and any(isinstance(m, nn.RNNBase) for m in model.modules()):
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))  # likewise
+        if _needs_formulas(model):
+            stack.enter_context(_Formulas())
         yield
 
 
 @contextmanager
 def arithmetic(precision: Precision | None) -> Iterator[None]:
-    """Whether a GPU may round float32 products to TF32, for the block; ``None``: as it is."""
-    if precision is None:
-        yield
-        return
+    """Whether a GPU may round float32 products to TF32, for the block; ``None``: as it is.
+
+    Never in the half precision of an autocast around the call, which is meant for training.
+    """
     matmul, convolution = torch.backends.cuda.matmul, torch.backends.cudnn
     before = matmul.allow_tf32, convolution.allow_tf32
-    matmul.allow_tf32 = convolution.allow_tf32 = precision == "tf32"
-    try:
-        yield
-    finally:
-        matmul.allow_tf32, convolution.allow_tf32 = before
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        if precision is None:
+            yield
+            return
+        matmul.allow_tf32 = convolution.allow_tf32 = precision == "tf32"
+        try:
+            yield
+        finally:
+            matmul.allow_tf32, convolution.allow_tf32 = before
+
+
+class _Formulas(TorchFunctionMode):
+    """Operations written out, where torch's own have derivatives that are not those of a function.
+
+    Weight norm has no forward rule, and reverse over reverse takes the norm for a constant. The
+    row of an embedding for padding has no gradient, but a tangent: here it is a constant.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch._weight_norm:
+            return _weight_norm(*args, **kwargs)
+        if func is functional.embedding:
+            return _embedding(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    return v * (g / torch.norm_except_dim(v, 2, dim))
+
+
+def _embedding(
+    input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any
+) -> Tensor:
+    found = functional.embedding(input, weight, None, *args, **kwargs)
+    if padding_idx is None:
+        return found
+    padding = (input == padding_idx % len(weight)).unsqueeze(-1)
+    return torch.where(padding, found.detach(), found)
+
+
+def _needs_formulas(model: nn.Module) -> bool:
+    return any(
+        isinstance(module, _WeightNorm)
+        or (isinstance(module, nn.Embedding) and module.padding_idx is not None)
+        or any(isinstance(hook, WeightNorm) for hook in module._forward_pre_hooks.values())
+        for module in model.modules()
+    )
