@@ -4,12 +4,12 @@ from functools import partial
 
 import pytest
 import torch
-from curvature.networks import labels, mlp, noise, seeded, vectors
+from curvature.networks import Decoder, labels, mlp, noise, seeded, vectors
 from torch import nn
 from torch.func import grad, jacfwd
 from torch.nn import functional
 
-from ritz.curvature import Risk, fisher, ggn
+from ritz.curvature import Risk, fisher, ggn, gradient_covariance
 from ritz.curvature.losses import output_hessian, recognised, sample_losses
 
 CE, BCE, MSE = (
@@ -163,6 +163,40 @@ def test_losses_of_samples_are_those_of_batches_of_one():
     found = sample_losses(CE, outputs, target)
     expected = torch.stack([CE(outputs[i : i + 1], target[i : i + 1]) for i in range(4)])
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_losses_of_samples_have_the_loss_of_the_batch_as_mean(name):
+    loss_fn, shape, target = KNOWN[name]
+    outputs = noise(*shape, seed=2)
+    found = sample_losses(loss_fn, outputs, target)
+    assert found.shape == (4,)
+    torch.testing.assert_close(found.mean(), loss_fn(outputs, target))
+
+
+def test_a_covariance_over_sequences_of_unlike_lengths_is_one():
+    y = labels(6, 3, 4, seed=5)
+    y[0, 1:] = y[1, :2] = -100
+    risk = Risk(Decoder().double(), CE, [(labels(6, 3, 4), y)])
+    matrix = gradient_covariance(risk, engine="eager").dense()
+    values = torch.linalg.eigvalsh(matrix)
+    assert float(values[0]) > -1e-13 * float(values[-1])
+    gradients = [3 * (y[i] >= 0).sum() / (y >= 0).sum() * risk.samples(torch.tensor([i])).gradient()
+                 for i in range(3)]  # fmt: skip
+    mean = risk.gradient()
+    torch.testing.assert_close(sum(gradients) / 3, mean)
+    centred = torch.stack([g - mean for g in gradients])
+    torch.testing.assert_close(matrix, centred.T @ centred / 3)
+
+
+@pytest.mark.parametrize("call", [partial(fisher, kind="empirical"), gradient_covariance])
+def test_samples_that_have_no_loss_of_their_own_are_found_out(call):
+    def contrast(outputs, target):
+        return (outputs - outputs.mean(0)).square().mean()
+
+    risk = Risk(mlp().double(), contrast, vectors(4))
+    with pytest.raises(ValueError, match="must be the mean of those of its samples"):
+        call(risk)
 
 
 @pytest.mark.parametrize("loss_fn", [nn.CrossEntropyLoss(label_smoothing=0.1), nn.HuberLoss()])

@@ -1,5 +1,6 @@
 """Fisher matrices and the covariance of gradients."""
 
+import math
 from typing import Any, Literal, final
 
 import torch
@@ -64,6 +65,7 @@ def fisher(
     check_choice("kind", kind, ("monte_carlo", "empirical"))
     require_outputs(risk, "fisher()")
     if kind == "empirical":
+        _check_samples(risk)
         forward, reverse, labels = _empirical(pushed_and_pulled), _empirical(pulled_twice), {}
     else:
         check_count("num_draws", num_draws)
@@ -113,6 +115,19 @@ def gradient_covariance(
     )
     mean = risk.gradient().sub_(risk.theta, alpha=risk.l2)[:, None]
     return second_moment + LowRankOperator(mean, scales=-torch.ones_like(mean[0]))
+
+
+def _check_samples(risk: Risk) -> None:
+    """Raise unless the loss of a batch is the mean of those of its samples; by the first batch."""
+    for index, context, _ in risk.contexts():
+        with torch.no_grad(), risk.settings():
+            outputs, target = risk.evaluate(risk.params, context)
+            whole = float(risk.batch_loss(risk.params, context))
+            mean = float(sample_losses(risk.loss_fn, outputs, target).mean())
+        if abs(whole - mean) > 10 * math.sqrt(torch.finfo(risk.theta.dtype).eps) * abs(whole):
+            raise ValueError(f"the loss of a batch must be the mean of those of its samples, got "
+                             f"{whole:.6g} and {mean:.6g} in batch {index}")  # fmt: skip
+        return
 
 
 def _likelihood(risk: Risk) -> KnownLoss:

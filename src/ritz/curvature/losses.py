@@ -101,6 +101,18 @@ class KnownLoss:
         along = (slope * tangent).sum(1) * self._weights(target, outputs)
         return slope * along.unsqueeze(1)
 
+    def sample_losses(self, outputs: Tensor, target: Tensor) -> Tensor:
+        """Of ``cross_entropy``: as many times as there are samples, their shares in the mean."""
+        terms = functional.cross_entropy(
+            outputs,
+            target,
+            reduction="none",
+            ignore_index=self.ignore_index,
+            label_smoothing=self.smoothing,
+        )
+        shares = terms * self._weights(target, outputs)
+        return shares.flatten(1).sum(1) * len(outputs) if shares.ndim > 1 else shares * len(outputs)
+
     def draw(self, outputs: Tensor, target: Tensor, generator: torch.Generator) -> Tensor:
         """Labels drawn from the model of which this is the negative log likelihood."""
         outputs = outputs.detach()
@@ -176,7 +188,13 @@ def output_hessian(loss_fn: Any, outputs: Any, target: Any, tangent: Any) -> Any
 
 
 def sample_losses(loss_fn: Any, outputs: Tensor, target: Any) -> Tensor:
-    """The loss of every sample, ``(batch,)``, from a loss that returns the mean of a batch."""
+    """The loss of every sample, ``(batch,)``, from a loss that returns the mean of a batch.
+
+    Their mean is the loss of the batch, also where terms are left out of it.
+    """
+    known = recognised(loss_fn)
+    if known is not None and known.kind == "cross_entropy" and not target.is_floating_point():
+        return known.sample_losses(outputs, target)
 
     def one(output: Tensor, label: Any) -> Tensor:
         loss: Tensor = loss_fn(output.unsqueeze(0), label.unsqueeze(0))
