@@ -4,10 +4,11 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from ritz import curvature, operators, spectra
+from ritz import curvature, measures, operators, spectra
 from ritz._core.results import Estimate, NotConvergedError, Status
 from ritz._core.storage import load, save
 from ritz.curvature import Risk, fisher, ggn, gradient_covariance, hessian
+from ritz.measures import landscape, sharpness
 from ritz.operators import LinearOperator, as_operator
 from ritz.spectra import (
     Density,
@@ -50,11 +51,14 @@ __all__ = [
     "gradient_covariance",
     "hessian",
     "lanczos",
+    "landscape",
     "load",
+    "measures",
     "moments",
     "operators",
     "plots",
     "save",
+    "sharpness",
     "solve",
     "spectra",
     "spectral_norm",

@@ -10,28 +10,42 @@ from ritz.curvature.points import Context
 from ritz.curvature.products import CurvatureOperator, Products
 from ritz.curvature.risk import Risk
 from ritz.curvature.samples import batch_products, curvature_operator, fluctuation
+from ritz.curvature.statistics import (
+    Distance,
+    GradientStatistics,
+    Summary,
+    distance,
+    gradient_statistics,
+    summary,
+)
 from ritz.curvature.structured import ggn_diagonal, ggn_trace
 
 __all__ = [
     "Context",
     "CurvatureOperator",
+    "Distance",
     "FisherOperator",
     "GGNOperator",
+    "GradientStatistics",
     "HessianOperator",
     "KroneckerFactors",
     "LayerOperator",
     "Products",
     "Risk",
+    "Summary",
     "batch_products",
     "block_diagonal",
     "curvature_operator",
+    "distance",
     "fisher",
     "fluctuation",
     "ggn",
     "ggn_diagonal",
     "ggn_trace",
     "gradient_covariance",
+    "gradient_statistics",
     "hessian",
     "kfac",
     "piecewise_gap",
+    "summary",
 ]

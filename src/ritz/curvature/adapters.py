@@ -30,14 +30,14 @@ class Adapter(nn.Module):
     ) -> None:
         super().__init__()
         # The model's own mode is not to follow that of this module.
-        self.model, self.loss_fn, self.adapter = model, _Callable(loss_fn), forward
+        self.model, self.loss_fn, self.custom = model, _Callable(loss_fn), forward
         known = recognised(loss_fn)
         self.squared = known is not None and known.kind == "squared_error"
 
     def forward(self, batch: Any) -> tuple[Any, Any]:
         """Outputs and target of a batch; loss and ``None`` where the model returns the loss."""
-        if self.adapter is not None:
-            found = self.adapter(self.model, batch)
+        if self.custom is not None:
+            found = self.custom(self.model, batch)
             if self.loss_fn.call is None:
                 return found, None
             if not isinstance(found, tuple) or len(found) != 2:
@@ -65,7 +65,7 @@ class Adapter(nn.Module):
 
     def target(self, batch: Any) -> Any:
         """The target of a batch where it can be seen without calling the model, else ``None``."""
-        if self.adapter is not None or self.loss_fn.call is None:
+        if self.custom is not None or self.loss_fn.call is None:
             return None
         return batch.get("labels") if isinstance(batch, Mapping) else batch[-1]
 

@@ -263,7 +263,7 @@ def _empirical(risk: Risk) -> Columns:
     def columns(index: int, seen: Captured) -> Tensor:
         outputs = seen.outputs.detach().requires_grad_()
         with torch.enable_grad():
-            loss = risk._adapter.loss(outputs, seen.target)
+            loss = risk.adapter.loss(outputs, seen.target)
         # The mean of the batch has the gradients of its samples by their number.
         gradient = torch.autograd.grad(loss, outputs)[0] * math.sqrt(len(outputs))
         return gradient.unsqueeze(0)
@@ -282,7 +282,7 @@ def _drawn_column(known: KnownLoss, outputs: Tensor, target: Any, drawn: Tensor)
         return column
     labels = torch.where(drawn == known.ignore_index, 0, drawn)
     hot = functional.one_hot(labels, outputs.shape[1]).movedim(-1, 1)
-    weights = known._weights(target, outputs).sqrt().unsqueeze(1)
+    weights = known.weights(target, outputs).sqrt().unsqueeze(1)
     column = (outputs.softmax(1) - hot.to(outputs.dtype)) * weights
     return column
 

@@ -62,7 +62,7 @@ class KnownLoss:
         chances = outputs.softmax(1)
         mixed = chances * tangent
         product = mixed - chances * mixed.sum(1, keepdim=True)
-        return product * self._weights(target, outputs).unsqueeze(1)
+        return product * self.weights(target, outputs).unsqueeze(1)
 
     def root(self, outputs: Tensor, target: Tensor) -> Tensor:
         r"""Columns of a root, ``(c, *outputs.shape)``: :math:`\nabla^2 \ell = \sum_c s_c s_c^\top`
@@ -79,7 +79,7 @@ class KnownLoss:
         # sqrt(p_c) (e_c - p) at the position of c: the outer products sum to diag(p) - p p'.
         chances = outputs.softmax(1)
         own = (units * chances).sum(2, keepdim=True).sqrt()  # zero at all other positions
-        weights = self._weights(target, outputs).sqrt().unsqueeze(1)
+        weights = self.weights(target, outputs).sqrt().unsqueeze(1)
         return own * (units - chances) * weights
 
     def sampled_hessian(
@@ -98,7 +98,7 @@ class KnownLoss:
         ignored = drawn < 0 if target.is_floating_point() else target == self.ignore_index
         hot = functional.one_hot(torch.where(ignored, 0, drawn), outputs.shape[1])
         slope = outputs.softmax(1) - hot.movedim(-1, 1).to(outputs.dtype)
-        along = (slope * tangent).sum(1) * self._weights(target, outputs)
+        along = (slope * tangent).sum(1) * self.weights(target, outputs)
         return slope * along.unsqueeze(1)
 
     def sample_losses(self, outputs: Tensor, target: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class KnownLoss:
             ignore_index=self.ignore_index,
             label_smoothing=self.smoothing,
         )
-        shares = terms * self._weights(target, outputs)
+        shares = terms * self.weights(target, outputs)
         return shares.flatten(1).sum(1) * len(outputs) if shares.ndim > 1 else shares * len(outputs)
 
     def draw(self, outputs: Tensor, target: Tensor, generator: torch.Generator) -> Tensor:
@@ -132,7 +132,7 @@ class KnownLoss:
             return drawn
         return torch.where(target == self.ignore_index, target, drawn)
 
-    def _weights(self, target: Tensor, outputs: Tensor) -> Tensor:
+    def weights(self, target: Tensor, outputs: Tensor) -> Tensor:
         """The weight of every term in the mean, of the shape of class indices."""
         if target.is_floating_point():
             # Chances of all classes, which torch does not ask to sum to one.

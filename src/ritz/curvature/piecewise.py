@@ -26,7 +26,7 @@ LEAVES = {
 
 def piecewise_gap(risk: Risk) -> str:
     """Return why the outputs may not be piecewise linear in single parameters, or nothing."""
-    if risk._adapter.adapter is not None:
+    if risk.adapter.custom is not None:
         return "what forward= does with the outputs is not known"
     for name, module in risk.model.named_modules():
         kind = type(module)

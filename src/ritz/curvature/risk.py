@@ -108,7 +108,7 @@ class Risk:
         self.model, self.loss_fn = model, loss_fn
         self.batch_norm, self.dropout, self.l2, self.seed = batch_norm, dropout, float(l2), seed
         self.sharing, self.group, self.precision = sharing, group, precision
-        self._adapter = Adapter(model, loss_fn, forward)
+        self.adapter = Adapter(model, loss_fn, forward)
         self.space, self.theta, self._constants, cast = copied(model, params, precision)
         self._batches = Batches(
             data,
@@ -163,12 +163,12 @@ class Risk:
         """Outputs and target of a batch at other values of the chosen parameters."""
         state = {PREFIX + name: value for name, value in (params | context.constants).items()}
         with masked_dropout(self.model, context.masks):
-            found: tuple[Any, Any] = functional_call(self._adapter, state, (context.batch,))
+            found: tuple[Any, Any] = functional_call(self.adapter, state, (context.batch,))
         return found
 
     def batch_loss(self, params: Params, context: Context) -> Tensor:
         """The mean loss of a batch, without the L2 term; inside ``settings``."""
-        found: Tensor = self._adapter.loss(*self.evaluate(params, context))
+        found: Tensor = self.adapter.loss(*self.evaluate(params, context))
         return found
 
     # Other risks
@@ -291,7 +291,7 @@ class Risk:
     def settings(self) -> AbstractContextManager[None]:
         """The modes in which products are taken, for a block, and then back as they were."""
         return product_modes(
-            self._adapter,
+            self.adapter,
             batch_statistics=self.batch_norm == "train",
             precision=self.precision,
             device=self.theta.device,
@@ -327,7 +327,7 @@ class Risk:
             context = Context(self._constants, batch, None)
             with (
                 torch.no_grad(),
-                evaluating(self._adapter, batch_statistics=self.batch_norm == "train"),
+                evaluating(self.adapter, batch_statistics=self.batch_norm == "train"),
             ):
                 self._shapes[index] = dropout_shapes(
                     self.model, lambda: self.evaluate(self.params, context)
@@ -346,7 +346,7 @@ class Risk:
              self._batches.sizes[index] / self.num_samples)
             for index, batch in self._batches
         ]  # fmt: skip
-        with evaluating(self._adapter, batch_statistics=True):
+        with evaluating(self.adapter, batch_statistics=True):
             return recomputed_statistics(
                 self.model,
                 lambda context: self.evaluate(self.params, context),  # type: ignore[arg-type]
@@ -357,7 +357,7 @@ class Risk:
     def _check_labels(self, index: int, batch: Batch) -> None:
         """On a GPU a label out of range would end the process."""
         if self._outputs is not None:
-            target = self._adapter.target(batch)
+            target = self.adapter.target(batch)
             check_labels(self.loss_fn, self._outputs, target, f"batch {index}")
 
     def _check_batch_norm(self, mode: BatchNormMode) -> None:

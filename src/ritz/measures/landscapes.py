@@ -256,7 +256,7 @@ def _values(risk: Risk, statistics: dict[str, Tensor] | None = None) -> Values:
             if statistics:
                 context = replace(context, constants=context.constants | statistics)
             outputs, target = risk.evaluate(risk.params, context)
-            sums[0] += weight * risk._adapter.loss(outputs, target).double()
+            sums[0] += weight * risk.adapter.loss(outputs, target).double()
             pairs = labelled(risk.loss_fn, outputs, target)
             if pairs is not None:
                 sums[1] += (pairs[0].argmax(1) == pairs[1]).sum()
