@@ -97,10 +97,11 @@ def vgg16(args):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
     train(model, x, y, optimizer, steps=args.training, batch=256)
     batches = list(zip(x.split(args.batch), y.split(args.batch), strict=True))
-    for precision, steps in (("tf32", args.steps), ("float32", 5), ("float64", 5)):
+    for precision in args.precisions:
+        steps = args.steps if precision == "tf32" else 5
         risk = ritz.Risk(model, cross_entropy, batches, precision=precision)
         print(f"{risk!r}: loss {risk.loss():.4f}", flush=True)
-        for kind in ("hessian", "ggn"):
+        for kind in args.matrices:
             if time.monotonic() > args.deadline:
                 print(f"no time left for {precision} {kind}", flush=True)
                 continue
@@ -120,7 +121,7 @@ def gpt(args):
     batches = list(zip(x[:pieces].split(args.batch), y[:pieces].split(args.batch), strict=True))
     risk = ritz.Risk(model, cross_entropy, batches, precision="tf32")
     print(f"{risk!r}: loss {risk.loss():.4f}", flush=True)
-    for kind in ("hessian", "ggn"):
+    for kind in args.matrices:
         yield measured("gpt", risk, kind, steps=args.steps, precision="tf32", out=args.out,
                        compile=args.compile)  # fmt: skip
 
@@ -133,6 +134,9 @@ def main():
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--training", type=int, default=3000, help="steps of training")
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--precisions", nargs="+", default=["tf32", "float32", "float64"])
+    parser.add_argument("--matrices", nargs="+", default=["hessian", "ggn"])
+    parser.add_argument("--name", help="of the file of figures")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--seconds", type=float, default=1e9, help="start nothing after this")
     parser.add_argument("--out", type=Path, help="folder for the spectra")
@@ -141,8 +145,10 @@ def main():
     args.deadline = time.monotonic() + args.seconds
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
-    rows = list({"vgg16": vgg16, "gpt": gpt}[args.network](args))
-    write(f"spectra_{args.network}.py", rows)
+    rows = []
+    for row in {"vgg16": vgg16, "gpt": gpt}[args.network](args):
+        rows.append(row)
+        write(args.name or f"spectra_{args.network}", rows)
 
 
 if __name__ == "__main__":
