@@ -4,17 +4,8 @@ import warnings
 
 import pytest
 import torch
-from curvature.networks import (
-    Case,
-    Padded,
-    case,
-    dense_ggn,
-    dense_hessian,
-    difference_hessian,
-    mlp,
-    noise,
-    vectors,
-)
+from curvature.networks import Case, Padded, case, mlp, noise, vectors
+from curvature.oracles import dense_ggn, dense_hessian, difference_hessian
 from torch import nn
 
 from ritz.curvature import Risk, ggn, hessian

@@ -11,7 +11,6 @@ from curvature.networks import (
     Named,
     case,
     cnn,
-    dense_hessian,
     dictionaries,
     images,
     labels,
@@ -21,6 +20,7 @@ from curvature.networks import (
     sequences,
     vectors,
 )
+from curvature.oracles import dense_hessian
 from torch import nn
 from torch.nn import functional
 
