@@ -14,7 +14,17 @@ from typing import Any
 import torch
 
 RESULTS = Path(__file__).parent / "results"
-LIBRARIES = ("torch", "numpy", "scipy", "imate", "scikit-primate", "curvlinops-for-pytorch")
+LIBRARIES = (
+    "torch",
+    "numpy",
+    "scipy",
+    "imate",
+    "scikit-primate",
+    "curvlinops-for-pytorch",
+    "backpack-for-pytorch",
+    "hessian-eigenthings",
+    "pyhessian",
+)
 
 
 def interleaved(

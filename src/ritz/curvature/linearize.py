@@ -7,7 +7,6 @@ again where keeping it would cost too much memory; a product is then the tangent
 is near the least arithmetic a product can do.
 """
 
-import operator
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, final
@@ -18,8 +17,9 @@ from torch.func import functionalize, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ritz.curvature.simplify import simplified
+
 Graph = Callable[..., Any]
-aten = torch.ops.aten
 
 
 @final
@@ -49,9 +49,7 @@ class Linearization:
             given = list(fixed)
             for position, leaf in zip(positions, args[len(tangent) :], strict=True):
                 given[position] = leaf
-            found = product(list(args[: len(tangent)]), tree_unflatten(given, self._spec))
-            # A result that is an input would leave a graph without a node to return.
-            return [item.clone() for item in found]
+            return list(product(list(args[: len(tangent)]), tree_unflatten(given, self._spec)))
 
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         with warnings.catch_warnings():
@@ -59,7 +57,7 @@ class Linearization:
             traced = make_fx(functionalize(flat))(*tangent, *inputs)
         self._compiled = compiled
         self._num_tangents = len(tangent)
-        self._primal, self._tangent = _cut(_simplified(traced), len(tangent))
+        self._primal, self._tangent = _cut(simplified(traced), len(tangent))
         self._run_primal: Graph = _ready(self._primal, compiled)
         self._run_tangent: dict[int, Graph] = {1: _ready(self._tangent, compiled)}
 
@@ -70,7 +68,10 @@ class Linearization:
             return list(self._run_primal(*leaves))
 
     def tangent(self, kept: Sequence[Tensor], tangent: Sequence[Tensor]) -> list[Tensor]:
-        """The product, ``(k, *shape)`` each, with ``k`` vectors of tensors ``(k, *shape)``."""
+        """The product, ``(k, *shape)`` each, with ``k`` vectors of tensors ``(k, *shape)``.
+
+        What it returns is to be read only: it may be what it was given.
+        """
         width = len(tangent[0])
         with torch.no_grad():
             if width == 1:
@@ -84,7 +85,7 @@ class Linearization:
         """The tangent part for blocks, traced through vmap so that vmap itself costs nothing."""
         axes = (None,) * len(kept) + (0,) * self._num_tangents
         traced = make_fx(vmap(self._tangent, in_dims=axes))(*kept, *tangent)
-        return _ready(_simplified(traced), self._compiled)
+        return _ready(simplified(traced), self._compiled)
 
 
 def nbytes(tensors: Sequence[Tensor], *, beside: Sequence[Tensor] = ()) -> int:
@@ -140,90 +141,3 @@ def _part(
     graph.output(tuple(copies[node] for node in outputs))
     graph.eliminate_dead_code()
     return fx.GraphModule(module, graph)
-
-
-def _simplified(module: fx.GraphModule) -> fx.GraphModule:
-    """The same graph without copies of nothing, sums with zeros, and things done twice."""
-    seen: dict[Any, fx.Node] = {}
-    for node in list(module.graph.nodes):
-        if node.op != "call_function":
-            continue
-        same = _nothing_done(node)
-        if same is None:
-            key = _key(node)
-            same = None if key is None else seen.setdefault(key, node)
-        if same is not None and same is not node:
-            node.replace_all_uses_with(same)
-            module.graph.erase_node(node)
-    module.graph.eliminate_dead_code()
-    module.recompile()
-    return module
-
-
-def _nothing_done(node: fx.Node) -> fx.Node | None:
-    """The input that a node returns unchanged."""
-    if node.target in (aten.alias.default, aten.detach.default, aten.lift_fresh.default):
-        return _input(node, 0)
-    source = _input(node, 0)
-    if node.target in (aten._to_copy.default, aten.expand.default, aten.view.default):
-        return source if source is not None and _like(source) == _like(node) else None
-    if node.target is aten.copy.default:
-        return _written(node)
-    if node.target is aten.add.Tensor and not node.kwargs and len(node.args) == 2:
-        for here, other in ((0, 1), (1, 0)):
-            zero, rest = _input(node, here), _input(node, other)
-            if zero is not None and zero.target is aten.zeros_like.default:
-                return rest if rest is not None and _like(rest) == _like(node) else None
-    return None
-
-
-def _written(node: fx.Node) -> fx.Node | None:
-    """What a copy into another tensor, made functional, returns: the source, or one of its layout.
-
-    vmap has a rule for a clone and none for such a copy.
-    """
-    source = _input(node, 1)
-    if source is None or _like(source) == _like(node):
-        return source
-    before, after = source.meta["val"], node.meta["val"]
-    if (before.shape, before.dtype) == (after.shape, after.dtype) and after.is_contiguous():
-        node.target, node.args = aten.clone.default, (source,)
-        node.kwargs = {"memory_format": torch.contiguous_format}
-    return None
-
-
-def _input(node: fx.Node, position: int) -> fx.Node | None:
-    found = node.args[position] if len(node.args) > position else None
-    return found if isinstance(found, fx.Node) else None
-
-
-def _like(node: fx.Node) -> Any:
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor):
-        return node  # like nothing else
-    return value.shape, value.dtype, value.stride(), value.device
-
-
-def _key(node: fx.Node) -> Any:
-    """What two nodes that compute the same have in common; ``None`` if a node may not be merged."""
-    target = node.target
-    if target is not operator.getitem:
-        if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
-            return None
-        if torch.Tag.nondeterministic_seeded in target.tags:
-            return None
-    try:
-        key = (target, _frozen(node.args), _frozen(node.kwargs))
-        hash(key)
-    except TypeError:
-        return None
-    return key
-
-
-def _frozen(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return tuple(_frozen(item) for item in value)
-    if isinstance(value, dict):
-        return tuple((key, _frozen(item)) for key, item in value.items())
-    # 1, 1.0 and True are equal as keys and not as arguments.
-    return (type(value), value) if isinstance(value, bool | int | float) else value

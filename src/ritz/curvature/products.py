@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -15,6 +16,9 @@ from ritz.curvature.linearize import nbytes
 from ritz.curvature.points import Context
 from ritz.curvature.risk import Risk
 from ritz.operators.base import LinearOperator
+
+# The product of a batch with vectors, as tensors ``(k, *shape)``.
+Linear = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
 @final
@@ -61,7 +65,7 @@ class Products:
         self.block_size = _width(risk) if block_size is None else block_size
         self._engine = Engine(risk, columns, name=engine, compiled=compiled)
         self._room = memory
-        self._kept: dict[tuple[int, int], list[Tensor]] = {}
+        self._kept: dict[tuple[int, int], Linear] = {}
         self._chunk: int | None = None  # samples of a batch at once
         self._narrowed = ""  # why columns are multiplied one by one
 
@@ -116,32 +120,32 @@ class Products:
         return total
 
     def _part(self, vectors: Tensor, key: tuple[int, int], context: Context) -> Tensor:
-        trace = self._engine.linearization(context)
         with self.risk.arithmetic():
-            kept = None if trace is None else self._primal(trace, key, context)
+            multiplied = self._linear(key, context) or partial(self._engine.eager, context)
             products = []
             for columns in _chunks(len(vectors), self.block_size):
                 tangent = _tensors(self.risk, vectors[columns])
-                if trace is None or kept is None:
-                    found = self._engine.eager(context, tangent)
-                else:
-                    found = trace.tangent(kept, tangent)
+                found = multiplied(tangent)
                 products.append(torch.cat([leaf.reshape(len(leaf), -1) for leaf in found], 1))
         return products[0] if len(products) == 1 else torch.cat(products)
 
-    def _primal(self, trace: Any, key: tuple[int, int], context: Context) -> list[Tensor]:
-        """What the tangent part needs of a batch: kept, or computed and then kept if it fits."""
+    def _linear(self, key: tuple[int, int], context: Context) -> Linear | None:
+        """The tangent part on a batch with all it needs: kept, or made and then kept if it fits."""
         if key in self._kept:
             return self._kept[key]
-        found: list[Tensor] = trace.primal((self.risk.params, context))
+        trace = self._engine.linearization(context)
+        if trace is None:
+            return None
+        found = trace.primal((self.risk.params, context))
+        linear = partial(trace.tangent, found)
         if self._room is None:
             self._room = _room(self.risk.theta.device)
         owned = [leaf for leaf in tree_leaves(context) if isinstance(leaf, Tensor)]
         size = nbytes(found, beside=[self.risk.theta, *owned])
         if size <= self._room:
             self._room -= size
-            self._kept[key] = found
-        return found
+            self._kept[key] = linear
+        return linear
 
     def _cut(self, width: int, context: Context, size: int, error: Exception) -> None:
         """Make blocks narrower, then batches shorter; raise where neither is possible."""

@@ -1,0 +1,59 @@
+"""A whole Lanczos step, and an exact trace, over one gradient of the same samples.
+
+``step`` is a run of 200 steps on the Hessian of the MLP with full re-orthogonalisation, divided by
+200, beside hessian-eigenthings; ``trace`` is that of the Gauss-Newton matrix by structure.
+"""
+
+import argparse
+import warnings
+
+import torch
+from networks import BATCH
+from products import Setting
+from timing import interleaved, median, ratio, write
+
+import ritz
+
+STEPS = 200
+
+
+def step_jobs(s):
+    import hessian_eigenthings as he
+    from torch.nn.functional import cross_entropy
+
+    op = ritz.hessian(s.risk)
+    theirs = he.HessianOperator(s.model, s.batches, he.supervised_loss(cross_entropy))
+    return {
+        "step, ritz": lambda: ritz.lanczos(op, num_steps=STEPS, start=s.vector),
+        "step, hessian-eigenthings": lambda: he.lanczos_tridiagonal(theirs, s.vector, STEPS),
+    }
+
+
+def rows(name, rounds):
+    s = Setting(name, "cpu", BATCH)
+    jobs = {"gradient": s.summed(s.gradient)}
+    jobs["trace of the GGN, exact"] = lambda: ritz.trace(ritz.ggn(s.risk), method="exact")
+    if name == "mlp":
+        jobs |= step_jobs(s)
+    seconds = interleaved(jobs, rounds=rounds)
+    for label in jobs:
+        each = [t / (STEPS if label.startswith("step") else 1) for t in seconds[label]]
+        yield {
+            "network": name,
+            "what": label,
+            "ms": 1e3 * median(each),
+            "over gradient": ratio(each, seconds["gradient"]),
+        }
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    write(__file__, [row for name in ("mlp", "cnn") for row in rows(name, args.rounds)])
+
+
+if __name__ == "__main__":
+    main()
