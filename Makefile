@@ -18,7 +18,8 @@ demo: $(VENV)/.ready ## train a small network on digits; its spectra, sharpness 
 	@$(BIN)/python examples/digits.py --out out/demo
 
 test: $(VENV)/.ready ## run the fast tests, the doctests and the examples; report coverage
-	$(BIN)/python -m pytest -q --doctest-modules src tests -m "$(FAST)" --cov --cov-report=term
+	$(BIN)/python -m pytest -q --doctest-modules src tests -m "$(FAST)" --cov --cov-report=term \
+		-n 2 --dist loadfile
 
 check: format lint types test ## all that must pass before a change goes in
 

@@ -27,9 +27,28 @@ def test_an_example_runs(script, tmp_path):
     assert list(tmp_path.glob("found/*.safetensors"))
 
 
-def test_the_readme_runs_at_a_hundredth_of_its_size(tmp_path):
+NETWORK = """
+import matplotlib, torch
+matplotlib.use("Agg")
+model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 3))
+data = torch.utils.data.TensorDataset(torch.randn(40, 4), torch.randint(0, 3, (40,)))
+loader = torch.utils.data.DataLoader(data, batch_size=20)
+"""
+
+
+def blocks():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+
+
+def test_the_readme_runs_on_a_small_network(tmp_path):
+    code = blocks()[0].replace("num_steps=100", "num_steps=10")
+    code = code.replace("ritz.sharpness(risk)", "ritz.sharpness(risk, num_steps=10)")
+    run("-c", NETWORK + code, cwd=tmp_path)
+
+
+def test_the_readme_runs_at_a_hundredth_of_its_size(tmp_path):
+    (_, code) = blocks()
     small = code.replace("300", "30").replace("90_000", "900")
     run("-c", small, cwd=tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"spectrum.png", "spectrum.safetensors"}

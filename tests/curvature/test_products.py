@@ -1,0 +1,68 @@
+"""Sums over batches in the memory that there is."""
+
+import pytest
+import torch
+from curvature.networks import case
+from torch import nn
+from torch.nn import functional
+
+from ritz.curvature import Risk, fisher, hessian
+
+
+def limited(monkeypatch, op, *, samples, columns=1):
+    """Let a product with more samples or columns than these run out of memory."""
+    whole = op.products._part
+
+    def part(vectors, key, context):
+        if len(context.batch[0]) > samples or op.products.block_size > columns:
+            raise torch.OutOfMemoryError("no more")
+        return whole(vectors, key, context)
+
+    monkeypatch.setattr(op.products, "_part", part)
+    return op
+
+
+@pytest.mark.parametrize("engine", ["linearized", "eager"])
+def test_blocks_and_batches_are_cut_to_fit(monkeypatch, engine):
+    expected = hessian(case("mlp").risk(), engine="eager").dense()
+    op = limited(monkeypatch, hessian(case("mlp").risk(), engine=engine), samples=2)
+    torch.testing.assert_close(op.dense(), expected)
+    assert op.products.plan.endswith("2 samples at a time to fit memory")
+    assert op.products.block_size == 1
+
+
+def test_blocks_are_cut_before_batches(monkeypatch):
+    op = limited(monkeypatch, hessian(case("mlp").risk(), engine="eager"), samples=9, columns=3)
+    op @ torch.ones(op.shape[0], 6, dtype=torch.float64)
+    assert op.products.block_size == 3
+    assert "samples at a time" not in op.products.plan
+
+
+def test_drawn_labels_are_cut_with_their_batch(monkeypatch):
+    expected = fisher(case("mlp").risk(), num_draws=3, engine="eager").dense()
+    op = fisher(case("mlp").risk(), num_draws=3, engine="eager")
+    torch.testing.assert_close(limited(monkeypatch, op, samples=2).dense(), expected)
+
+
+def test_a_batch_that_is_one_is_not_cut(monkeypatch):
+    vector = torch.ones(case("cnn train").risk().space.size, dtype=torch.float64)
+    op = limited(monkeypatch, hessian(case("cnn train").risk(), engine="eager"), samples=2)
+    with pytest.raises(torch.OutOfMemoryError, match="no more"):
+        op @ vector
+
+
+def test_a_mean_that_is_not_over_samples_is_not_cut(monkeypatch):
+    target = torch.tensor([0, 1, -100, -100, -100, -100])
+    model = nn.Linear(3, 2).double()
+    data = [(torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator()), target)]
+    op = hessian(Risk(model, functional.cross_entropy, data), engine="eager")
+    with pytest.raises(torch.OutOfMemoryError, match="no more"):
+        limited(monkeypatch, op, samples=4) @ torch.ones(8, dtype=torch.float64)
+
+
+def test_what_is_kept_has_a_budget():
+    risk = case("mlp").risk()
+    with pytest.raises(ValueError, match="memory must be at least 0"):
+        hessian(risk, memory=-1)
+    with pytest.raises(ValueError, match="block_size must be at least 1"):
+        hessian(risk, block_size=0)
