@@ -7,7 +7,7 @@ from scipy.special import eval_chebyt, eval_legendre
 
 from ritz import moments
 from ritz.operators import DenseOperator, FunctionOperator
-from ritz.spectra.polynomials import _chebyshev_from_legendre
+from ritz.spectra.polynomials import chebyshev_from_legendre
 from ritz.testing import wigner, with_spectrum
 
 PRECISIONS = [torch.float32, torch.float64]
@@ -95,7 +95,7 @@ def test_power_moments_without_an_interval_are_those_of_the_matrix_itself():
 
 
 def test_legendre_polynomials_are_convex_combinations_of_chebyshev_ones():
-    table = _chebyshev_from_legendre(100)
+    table = chebyshev_from_legendre(100)
     assert table.min() > -1e-14
     torch.testing.assert_close(table.sum(1), torch.ones(101, dtype=torch.float64))
 

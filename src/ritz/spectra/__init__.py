@@ -4,6 +4,8 @@ from ritz.spectra.conjugate import NotPositiveDefiniteError, Solution, solve
 from ritz.spectra.densities import density
 from ritz.spectra.diagonals import diagonal
 from ritz.spectra.discrete import DiscreteDensity, SmoothedDensity
+from ritz.spectra.entropic import EntropicDensity
+from ritz.spectra.entropy import maxent
 from ritz.spectra.extremes import Bounds, bounds, spectral_norm
 from ritz.spectra.jackson import PolynomialDensity
 from ritz.spectra.krylov import lanczos, lanczos_block
@@ -17,6 +19,7 @@ __all__ = [
     "Bounds",
     "Density",
     "DiscreteDensity",
+    "EntropicDensity",
     "Moments",
     "NotPositiveDefiniteError",
     "PolynomialDensity",
@@ -29,6 +32,7 @@ __all__ = [
     "frobenius_norm",
     "lanczos",
     "lanczos_block",
+    "maxent",
     "moments",
     "solve",
     "spectral_norm",

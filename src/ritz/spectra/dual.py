@@ -32,22 +32,19 @@ class Grid:
 
     @classmethod
     def make(cls, size: int, degree: int) -> "Grid":
-        """Nodes :math:`-\\cos((g + 1/2) \\pi / G)`, denser towards the ends."""
+        r"""Nodes :math:`-\cos((g + 1/2) \pi / G)`, denser towards the ends."""
         angles = (torch.arange(size, dtype=torch.float64) + 0.5) * (math.pi / size)
-        orders = torch.arange(1, (size + 1) // 2, dtype=torch.float64)
-        waves = torch.cos(2 * orders * angles[:, None]) / (4 * orders**2 - 1)
-        weights = 2 / size * (1 - 2 * waves.sum(1))
         nodes = -torch.cos(angles)
-        return cls(nodes, weights, chebyshev(nodes, degree))
+        return cls(nodes, _fejer(size), chebyshev(nodes, degree))
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """What minimises the dual, for ``N`` moment vectors.
+    r"""What minimises the dual, for ``N`` moment vectors.
 
     Attributes:
         alphas: ``(N, m)``.
-        log_partition: :math:`\\log Z`, ``(N,)``.
+        log_partition: :math:`\log Z`, ``(N,)``.
         fitted: Moments of the density, ``(N, m)``.
         gradient: Largest entry of the gradient, ``(N,)``.
         iterations: Steps tried, ``(N,)``.
@@ -69,12 +66,12 @@ def chebyshev(x: Tensor, degree: int) -> Tensor:
 def minimise(
     targets: Tensor, ridge: Tensor, log_prior: Tensor, grid: Grid, *, tol: float, max_steps: int
 ) -> Solution:
-    """Levenberg-Marquardt from the prior, each vector with its own damping.
+    r"""Levenberg-Marquardt from the prior, each vector with its own damping.
 
     Args:
         targets: Chebyshev moments of degree 1 to ``m``, ``(N, m)``.
         ridge: :math:`r`, ``(N, m)``.
-        log_prior: :math:`\\log q_0` at the nodes, ``(G,)``.
+        log_prior: :math:`\log q_0` at the nodes, ``(G,)``.
         grid: With polynomials up to degree ``2 m``.
         tol: Largest entry of the gradient to stop at.
         max_steps: Most steps to try.
@@ -96,7 +93,7 @@ def minimise(
     every = torch.arange(count)
     alphas = torch.zeros_like(targets)
     value, gradient, moments, log_partition = evaluate(alphas, every)
-    damping = torch.full((count,), 1e-3, dtype=torch.float64)
+    damping = torch.full((count,), 0.1, dtype=torch.float64)
     steps = torch.zeros(count, dtype=torch.int64)
     for _ in range(max_steps):
         active = every[(gradient.abs().amax(1) > tol) & (damping < 1e15)]
@@ -106,8 +103,7 @@ def minimise(
         first = c[:, 1 : m + 1]
         hessian = 0.5 * (c[:, sums] + c[:, gaps]) - first[:, :, None] * first[:, None, :]
         diagonal = hessian.diagonal(dim1=1, dim2=2)
-        diagonal += ridge[active]
-        diagonal += damping[active, None] * diagonal.abs() + 1e-300
+        diagonal += ridge[active] + damping[active, None]
         factor, failed = torch.linalg.cholesky_ex(hessian)
         step = torch.cholesky_solve(gradient[active, :, None], factor)[:, :, 0]
         trial = alphas[active] - step
@@ -117,9 +113,18 @@ def minimise(
         alphas[taken] = trial[better]
         for old, new in zip((value, gradient, moments, log_partition), found, strict=True):
             old[taken] = new[better]
-        damping[active] = torch.where(better, damping[active] / 8, damping[active] * 6)
+        damping[active] = torch.where(better, damping[active] / 10, damping[active] * 10)
         steps[active] += 1
     return Solution(alphas, log_partition, moments[:, 1 : m + 1], gradient.abs().amax(1), steps)
+
+
+def _fejer(size: int) -> Tensor:
+    r"""Weights :math:`\frac{2}{G} (1 - 2 \sum_k \cos(2 k \theta_g) / (4 k^2 - 1))`, by one FFT."""
+    orders = torch.arange(size, dtype=torch.float64)
+    waves = torch.where(orders % 2 == 0, 2 / (1 - orders**2), 0.0)
+    waves[0] = 1.0
+    phases = torch.polar(waves, -orders * (math.pi / (2 * size)))
+    return 2 / size * torch.fft.fft(phases, n=2 * size)[:size].real
 
 
 def _better(found: tuple[Tensor, ...], value: Tensor, gradient: Tensor) -> Tensor:
@@ -128,4 +133,5 @@ def _better(found: tuple[Tensor, ...], value: Tensor, gradient: Tensor) -> Tenso
     level = 1e-13 * (1 + value.abs())
     fell = new_value < value - level
     flat = (new_value <= value + level) & (new_gradient.norm(dim=1) < gradient.norm(dim=1))
-    return torch.isfinite(new_value) & (fell | flat)
+    found_better: Tensor = torch.isfinite(new_value) & (fell | flat)
+    return found_better

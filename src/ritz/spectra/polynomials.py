@@ -129,7 +129,7 @@ def moments(
 
     samples, status = plan.run(op, measure, generator=generator, progress=progress, label="moments")
     if basis == "legendre":
-        samples = samples @ _chebyshev_from_legendre(num_moments).T
+        samples = samples @ chebyshev_from_legendre(num_moments).T
     return Moments(
         mean=samples.mean(0),
         stderr=stderr(samples),
@@ -221,7 +221,7 @@ def _widened(found: Bounds, eps: float) -> tuple[float, float]:
     return found.low - (size or 1.0), found.high + (size or 1.0)
 
 
-def _chebyshev_from_legendre(degree: int) -> Tensor:
+def chebyshev_from_legendre(degree: int) -> Tensor:
     """Rows are Legendre polynomials, columns their coefficients in Chebyshev polynomials."""
     nodes, _ = legendre.leggauss(degree + 1)
     chebyshev_values = chebyshev.chebvander(nodes, degree)
