@@ -177,3 +177,35 @@ def test_constants_beside_the_samples_are_not_cut(model):
     risk = Risk(model, CE, data, forward=forward)
     assert risk.batch_sizes == [4, 3]
     assert risk.samples(torch.arange(7)).loss() == pytest.approx(risk.loss(), rel=1e-14)
+
+
+class Overwriting:
+    """Batches that are all written into the same memory."""
+
+    def __init__(self, data):
+        self.data, self.memory = data, torch.empty_like(data[0][0])
+
+    def __iter__(self):
+        for x, y in self.data:
+            yield self.memory.copy_(x), y
+
+
+def test_batches_in_memory_that_is_used_again_are_copied(model):
+    data = vectors(4, 4)
+    assert Risk(model, CE, Overwriting(data)).loss() == Risk(model, CE, data).loss()
+
+
+def test_samples_that_cannot_be_told_apart_are_not_joined(model):
+    risk = Risk(model, CE, vectors(4, 3), count=lambda batch: 2 * len(batch[0]))
+    with pytest.raises(ValueError, match=r"as many rows as samples .*, got none of 8 rows"):
+        risk.samples(torch.arange(3))
+    scaled = [(x, torch.tensor(float(k)), y) for k, (x, y) in enumerate(vectors(4, 3))]
+    risk = Risk(model, CE, scaled, forward=lambda model, b: (model(b[0]) * b[1], b[2]))
+    with pytest.raises(ValueError, match="or the same in all of them, to be joined"):
+        risk.samples(torch.arange(3))
+    padded = [
+        (noise(4, length, 3), y) for length, (_, y) in zip((2, 5), vectors(4, 4), strict=True)
+    ]
+    risk = Risk(model, CE, padded, forward=lambda model, b: (model(b[0]).mean(1), b[1]))
+    with pytest.raises(ValueError, match="must be rows of one shape"):
+        risk.samples(torch.arange(3))

@@ -7,6 +7,7 @@ import torch
 from curvature.networks import Case, Padded, case, mlp, noise, vectors
 from curvature.oracles import dense_ggn, dense_hessian, difference_hessian
 from torch import nn
+from torch.nn import functional
 
 from ritz.curvature import Risk, ggn, hessian
 from ritz.curvature.linearize import Linearization, nbytes
@@ -82,6 +83,28 @@ def test_a_model_that_looks_at_its_values_is_not_traced_and_says_so(between, ope
     assert "eager (not linearized: " in op.products.plan
     with pytest.raises(RuntimeError, match="engine='linearized' needs a traceable model"):
         operator(one.risk(), engine="linearized") @ noise(31)
+
+
+def masked(outputs, target):
+    return (outputs - target.unsqueeze(1)).square().mean(1)[target >= 0].mean()
+
+
+def gathered(outputs, target):
+    return functional.cross_entropy(outputs[(target >= 0).nonzero()[:, 0]], target[target >= 0])
+
+
+@pytest.mark.parametrize("loss_fn", [masked, gathered])
+@pytest.mark.parametrize("counts", [(1, 3), (3, 1)])
+def test_a_loss_of_as_many_terms_as_there_are_labels_is_not_traced(loss_fn, counts):
+    # Batches of one shape: the trace of the first would divide by its number of terms.
+    data = []
+    for (x, y), count in zip(vectors(4, 4), counts, strict=True):
+        data.append((x, torch.where(torch.arange(4) < count, y, -1)))
+    risk = Risk(mlp().double(), loss_fn, data)
+    op = hessian(risk)
+    parts = [hessian(risk.batch(index), engine="eager").dense() for index in range(2)]
+    torch.testing.assert_close(op.dense(), (parts[0] + parts[1]) / 2)
+    assert "not linearized: shapes depend on the values of tensors" in op.products.plan
 
 
 def weight_normed(normed):

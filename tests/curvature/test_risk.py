@@ -24,7 +24,7 @@ from curvature.oracles import dense_hessian
 from torch import nn
 from torch.nn import functional
 
-from ritz.curvature import Risk, ggn, hessian
+from ritz.curvature import Risk, ggn, ggn_trace, gradient_statistics, hessian, kfac
 
 CE = functional.cross_entropy
 
@@ -256,3 +256,56 @@ def test_a_risk_says_what_it_is():
     assert (
         repr(risk) == "Risk(Sequential, 31 parameters, 4 samples, l2 0.1, dropout fixed, float64)"
     )
+
+
+def test_inference_mode_changes_nothing_inside_or_after():
+    plain = case("cnn recomputed").risk()
+    vector = noise(len(plain.theta))
+
+    def measured(risk):
+        return (
+            ggn_trace(risk),
+            kfac(risk, kind="empirical") @ vector,
+            hessian(risk, engine="eager") @ vector,
+            gradient_statistics(risk).variance,
+        )
+
+    expected = measured(plain)
+    with torch.inference_mode():
+        data = [tuple(leaf.clone() for leaf in batch) for batch in case("cnn recomputed").data]
+        made = Risk(plain.model, CE, data, batch_norm="recomputed")
+        moved = plain.at(plain.theta * 1)
+        inside = measured(plain)
+    for found in (inside, measured(made), measured(moved)):
+        torch.testing.assert_close(found, expected)
+
+
+def test_autocast_does_not_round_recomputed_statistics():
+    risk = case("cnn recomputed").risk()
+    data = [(x.float(), y) for x, y in case("cnn recomputed").data]
+    single = Risk(risk.model.float(), CE, data, batch_norm="recomputed")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = Risk(single.model, CE, data, batch_norm="recomputed")
+    assert inside.loss() == single.loss()
+
+
+def test_masks_of_a_transformer_with_padding():
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.5, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 1)
+
+    def forward(model, batch):
+        return model(batch[0], src_key_padding_mask=batch[1]).mean(1), batch[2]
+
+    x, target = noise(3, 5, 4), torch.tensor([0, 1, 2])
+    padding = torch.arange(5) >= torch.tensor([[5], [3], [4]])
+    risk = Risk(encoder.double(), CE, [(x, padding, target)], forward=forward, dropout="fixed")
+    assert bool(torch.isfinite(hessian(risk) @ noise(len(risk.theta))).all())
+
+
+def test_parameters_without_entries_are_left_out():
+    model = nn.Module()
+    model.linear, model.nothing = nn.Linear(3, 3), nn.Parameter(torch.empty(0))
+    data = [(x.float(), y) for x, y in vectors(4)]
+    risk = Risk(model, CE, data, forward=lambda model, batch: (model.linear(batch[0]), batch[1]))
+    assert list(risk.space.shapes) == ["linear.weight", "linear.bias"]
+    assert float(ggn_trace(risk)) == pytest.approx(float(ggn(risk).dense().trace()), rel=1e-5)

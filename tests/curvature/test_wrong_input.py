@@ -166,6 +166,7 @@ def test_losses_that_are_none(model, loss_fn, error, match):
             ["0.weight", "0.scale"],
             r"names of parameters that require a gradient, got \['0.scale'\]",
         ),
+        ("(", r"params must be a regular expression, got '\('"),
         (["0.bias"], r"got \['0.bias'\]; there are \['0.weight'"),
     ],
 )
@@ -268,6 +269,10 @@ def test_parts_that_are_none():
             risk.batch(index)
     with pytest.raises(ValueError, match="at least one sample, got none"):
         risk.samples(torch.tensor([], dtype=torch.long))
+    with pytest.raises(TypeError, match=r"indices must be one vector of int64, got torch\.bool"):
+        risk.samples(torch.ones(12, dtype=torch.bool))
+    with pytest.raises(ValueError, match="indices must be between 0 and 11, got -1 to 2"):
+        risk.samples(torch.tensor([2, -1]))
     with pytest.raises(ValueError, match=r"samples\(\) needs samples that do not depend on each"):
         case("cnn train").risk().samples(torch.tensor([0]))
     with pytest.raises(ValueError, match="batch_norm must be one of"):
@@ -342,3 +347,37 @@ def test_a_loss_that_cannot_be_differentiated_twice(model):
     risk = Risk(model, lambda outputs, target: Once.apply(outputs), vectors(4))
     with pytest.raises(RuntimeError, match="no derivative"):
         hessian(risk) @ risk.theta
+
+
+def test_a_model_without_values(model):
+    with pytest.raises(ValueError, match=r"with their values, on one device, got \['meta'\]"):
+        Risk(model.to("meta"), CE, vectors(4))
+
+
+def test_a_model_that_returns_several_outputs(model):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = model
+
+        def forward(self, x):
+            return self.net(x), self.net(x)
+
+    with pytest.raises(TypeError, match="must return a tensor for this loss_fn, got tuple"):
+        Risk(Twice(), CE, vectors(4))
+    risk = Risk(Twice(), lambda outputs, target: CE(outputs[0], target), vectors(4))
+    with pytest.raises(ValueError, match="a row for each of 4 samples, got tuple in batch 0"):
+        fisher(risk, kind="empirical")
+    flat = Risk(model, CE, [(noise(2, 5, 3), labels(3, 2, 5))],
+                forward=lambda model, b: (model(b[0]).flatten(0, 1), b[1].flatten()))  # fmt: skip
+    with pytest.raises(ValueError, match=r"each of 2 samples, got \(10, 3\) in batch 0"):
+        gradient_covariance(flat)
+
+
+def test_weights_of_classes_that_hardly_change_the_loss(model):
+    # At equal outputs every weighted mean is the same, and derivatives are not.
+    nn.init.zeros_(model[-1].weight)
+    nn.init.zeros_(model[-1].bias)
+    weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.1]).double())
+    with pytest.raises(ValueError, match="derivatives by the outputs that differ by"):
+        fisher(Risk(model, weighted, vectors(8)), kind="empirical")

@@ -280,3 +280,19 @@ dist.destroy_process_group()
 @pytest.mark.distributed
 def test_samples_must_be_in_one_process(tmp_path):
     assert run_processes(SHARED, 2, tmp_path) == [(0, ""), (0, "")]
+
+
+@pytest.mark.parametrize("group_size", [1, 4])
+def test_the_loss_must_be_a_mean_over_samples(group_size):
+    class Centred(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = network()
+
+        def forward(self, x):
+            return self.net(x - x.mean(0))
+
+    weighted = nn.CrossEntropyLoss(weight=torch.linspace(0.1, 3, CLASSES, dtype=torch.float64))
+    for model, loss_fn in ((network(), weighted), (Centred(), functional.cross_entropy)):
+        with pytest.raises(ValueError, match="mean of those of its samples, got gradients that"):
+            curvature_variance(Risk(model, loss_fn, data()), group_size=group_size)

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from ritz._core.checks import check_count
 from ritz._core.distributed import Group, rank, world_size
+from ritz.curvature.inference import differentiable
 
 Batch = Any  # a tensor, or tuples, lists and dictionaries of them
 HELD = 4 * 2**30  # bytes of batches that are kept rather than loaded again for every product
@@ -79,7 +80,9 @@ class Batches:
                     self._marks.append(_fingerprint(batch))
                 room -= _bytes(batch)
                 if held is not None and room >= 0:
-                    held.append(self._placed(batch))
+                    # An iterable of one's own may write every batch into the same memory.
+                    own = loads and not isinstance(source, DataLoader)
+                    held.append(self._placed(tree_map(_copied, batch) if own else batch))
                 else:
                     held = None
             if not self.sizes:
@@ -149,28 +152,41 @@ def placed(leaf: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     wanted = dtype if leaf.is_floating_point() else None
-    return leaf.detach().to(device=device, dtype=wanted)
+    return differentiable(leaf.detach().to(device=device, dtype=wanted))
+
+
+def is_rows(leaf: Any, size: int) -> bool:
+    """Whether a leaf of a batch has a row for each of ``size`` samples."""
+    return isinstance(leaf, Tensor) and bool(leaf.ndim) and len(leaf) == size
 
 
 def rows(batch: Batch, indices: Tensor | slice, size: int) -> Batch:
     """The samples of a batch with these indices: rows of every tensor of ``size`` rows."""
-
-    def pick(leaf: Any) -> Any:
-        whole = isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == size
-        return leaf[indices] if whole else leaf
-
-    return tree_map(pick, batch)
+    return tree_map(lambda leaf: leaf[indices] if is_rows(leaf, size) else leaf, batch)
 
 
 def joined(batches: Sequence[Batch], sizes: Sequence[int]) -> Batch:
     """One batch of the samples of several."""
-    flat, spec = tree_flatten(batches[0])
-    columns = [tree_leaves(batch) for batch in batches]
-    leaves = []
-    for position, leaf in enumerate(flat):
-        whole = isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == sizes[0]
-        leaves.append(torch.cat([column[position] for column in columns]) if whole else leaf)
+    leaves, spec = tree_flatten(batches[0])
+    columns = list(zip(*map(tree_leaves, batches), strict=True))
+    split = [all(map(is_rows, column, sizes)) for column in columns]
+    if not any(split):
+        raise ValueError(f"data must hold tensors of as many rows as samples to tell these apart, "
+                         f"got none of {sizes[0]} rows in a batch")  # fmt: skip
+    for place, column in enumerate(columns):
+        shapes = sorted({tuple(leaf.shape) for leaf in column if isinstance(leaf, Tensor)})
+        if split[place] and len({shape[1:] for shape in shapes}) == 1:
+            leaves[place] = torch.cat(column)
+        elif not all(_same(leaf, column[0]) for leaf in column):
+            raise ValueError(f"batches must be rows of one shape, or the same in all of them, to "
+                             f"be joined, got {shapes or set(column)}")  # fmt: skip
     return tree_unflatten(leaves, spec)
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return torch.equal(left, right)
+    return bool(left == right)
 
 
 def _all_at_once(data: Any) -> Batch | None:
@@ -246,6 +262,10 @@ def _fingerprint(batch: Batch) -> int:
             data = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             mark = zlib.crc32(data.numpy().data, mark)
     return mark
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 def _bytes(batch: Batch) -> int:

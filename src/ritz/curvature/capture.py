@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ritz.curvature.batches import is_rows
+from ritz.curvature.inference import recorded
 from ritz.curvature.points import Context, Params
 from ritz.curvature.risk import Risk
 
@@ -98,17 +100,12 @@ def captured(
     a row for each sample.
     """
     calls: dict[str, list[Call]] = {name: [] for name in modules}
-    with torch.enable_grad(), _hooked(risk, context, modules, calls):
+    with recorded(), _hooked(risk, context, modules, calls):
         outputs, target = risk.evaluate(risk.params, context)
     single = {name: found[0] for name, found in calls.items() if len(found) == 1}
     kept = {name: call for name, call in single.items()
             if is_rows(call.output, size) and call.by_sample()}  # fmt: skip
     return Captured(outputs=outputs, target=target, calls=kept)
-
-
-def is_rows(leaf: Any, size: int) -> bool:
-    """Whether a leaf of a batch has a row for each of ``size`` samples."""
-    return isinstance(leaf, Tensor) and bool(leaf.ndim) and len(leaf) == size
 
 
 @contextmanager

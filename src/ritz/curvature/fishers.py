@@ -5,10 +5,11 @@ from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
-from torch.func import vmap
+from torch.func import grad, vmap
 
 from ritz._core.checks import check_choice, check_count
 from ritz._core.random import resolve_generator
+from ritz.curvature.batches import is_rows
 from ritz.curvature.engines import Column, EngineName
 from ritz.curvature.ggns import (
     Evaluate,
@@ -122,12 +123,29 @@ def _check_samples(risk: Risk) -> None:
     for index, context, _ in risk.contexts():
         with torch.no_grad(), risk.settings():
             outputs, target = risk.evaluate(risk.params, context)
-            whole = float(risk.batch_loss(risk.params, context))
-            mean = float(sample_losses(risk.loss_fn, outputs, target).mean())
-        if abs(whole - mean) > 10 * math.sqrt(torch.finfo(risk.theta.dtype).eps) * abs(whole):
+            if not is_rows(outputs, risk.batch_sizes[index]):
+                tensor = isinstance(outputs, Tensor)
+                raise ValueError(
+                    f"outputs must be one tensor with a row for each of {risk.batch_sizes[index]} "
+                    "samples, got "
+                    f"{tuple(outputs.shape) if tensor else type(outputs).__name__} in batch {index}"
+                )
+            gap, scale = _mean_gap(risk, outputs, target)
+        if gap > 10 * math.sqrt(torch.finfo(risk.theta.dtype).eps) * scale:
             raise ValueError(f"the loss of a batch must be the mean of those of its samples, got "
-                             f"{whole:.6g} and {mean:.6g} in batch {index}")  # fmt: skip
+                             f"derivatives by the outputs that differ by {gap:.2g} of "
+                             f"{scale:.2g} in batch {index}")  # fmt: skip
         return
+
+
+def _mean_gap(risk: Risk, outputs: Tensor, target: Any) -> tuple[float, float]:
+    """How far the derivative of the loss is from that of the mean over samples; its own size.
+
+    Weights of classes may hardly change the loss itself.
+    """
+    whole = grad(lambda point: risk.adapter.loss(point, target))(outputs)
+    mean = grad(lambda point: sample_losses(risk.loss_fn, point, target).mean())(outputs)
+    return float((whole - mean).norm()), float(whole.norm())
 
 
 def _likelihood(risk: Risk) -> KnownLoss:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ritz.curvature.losses import check_labels
+from ritz.curvature.losses import check_labels, recognised
 
 if TYPE_CHECKING:
     from ritz.curvature.risk import Risk
@@ -20,6 +20,7 @@ def inspect_first_batch(risk: "Risk") -> Any:
     for index, context, _ in risk.contexts():
         with torch.no_grad(), risk.settings():
             outputs, target = risk.evaluate(risk.params, context)
+            _check_outputs(risk.loss_fn, outputs)
             check_labels(risk.loss_fn, outputs, target, f"batch {index}")
             first, again = (risk.batch_loss(risk.params, context) for _ in range(2))
         _check_loss(first, index)
@@ -53,6 +54,12 @@ def require_finite(risk: "Risk", total: Tensor) -> None:
         diagnose(risk)
         raise ValueError(f"loss and gradient must be finite in all processes, got {total.sum()} in "
                          "sum, and no fault in the batches of this one")  # fmt: skip
+
+
+def _check_outputs(loss_fn: Any, outputs: Any) -> None:
+    if recognised(loss_fn) is not None and not isinstance(outputs, Tensor):
+        raise TypeError("model must return a tensor for this loss_fn, got "
+                        f"{type(outputs).__name__}: pass forward= to choose from it")  # fmt: skip
 
 
 def _check_loss(loss: Any, index: int) -> None:

@@ -23,6 +23,7 @@ from ritz._core.random import resolve_generator
 from ritz._core.storage import storable
 from ritz.curvature.capture import Call, Captured, full_name, owners
 from ritz.curvature.ggns import require_outputs
+from ritz.curvature.inference import recorded
 from ritz.curvature.losses import KnownLoss, recognised
 from ritz.curvature.plans import structure_plan
 from ritz.curvature.risk import Risk
@@ -261,8 +262,8 @@ def _columns(risk: Risk, kind: KFACKind, generator: torch.Generator) -> Columns:
 
 def _empirical(risk: Risk) -> Columns:
     def columns(index: int, seen: Captured) -> Tensor:
-        outputs = seen.outputs.detach().requires_grad_()
-        with torch.enable_grad():
+        with recorded():
+            outputs = seen.outputs.detach().requires_grad_()
             loss = risk.adapter.loss(outputs, seen.target)
         # The mean of the batch has the gradients of its samples by their number.
         gradient = torch.autograd.grad(loss, outputs)[0] * math.sqrt(len(outputs))

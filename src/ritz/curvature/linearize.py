@@ -55,6 +55,7 @@ class Linearization:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, from jvp
             traced = make_fx(functionalize(flat))(*tangent, *inputs)
+        _require_fixed_shapes(traced)
         self._compiled = compiled
         self._num_tangents = len(tangent)
         self._primal, self._tangent = _cut(simplified(traced), len(tangent))
@@ -98,6 +99,18 @@ def nbytes(tensors: Sequence[Tensor], *, beside: Sequence[Tensor] = ()) -> int:
             known.add(storage.data_ptr())
             total += storage.nbytes()
     return total
+
+
+def _require_fixed_shapes(module: fx.GraphModule) -> None:
+    """Raise where shapes depend on values: the trace holds those of the point it was made at."""
+    for node in module.graph.nodes:
+        if torch.Tag.dynamic_output_shape not in getattr(node.target, "tags", ()):
+            continue
+        if node.target is torch.ops.aten.index.Tensor:
+            indices = [index for index in node.args[1] if index is not None]
+            if all(index.meta["val"].dtype not in (torch.bool, torch.uint8) for index in indices):
+                continue
+        raise RuntimeError(f"shapes depend on the values of tensors, by {node.target}")
 
 
 def _ready(module: fx.GraphModule, compiled: bool) -> Graph:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ritz.curvature import norms as norms  # its rules
-from ritz.curvature.batches import rows
-from ritz.curvature.capture import captured, full_name, is_rows, owners
+from ritz.curvature.batches import is_rows, rows
+from ritz.curvature.capture import captured, full_name, owners
+from ritz.curvature.inference import recorded
 from ritz.curvature.losses import recognised
 from ritz.curvature.points import Context, Params
 from ritz.curvature.risk import Risk
@@ -133,8 +134,8 @@ def _checked(
 
 
 def _gradient(risk: Risk, few: Context, cotangent: Tensor) -> Params:
-    params = {name: value.detach().requires_grad_() for name, value in risk.params.items()}
-    with torch.enable_grad():
+    with recorded():
+        params = {name: value.detach().requires_grad_() for name, value in risk.params.items()}
         outputs = risk.evaluate(params, few)[0]
     if not outputs.requires_grad:
         return {name: torch.zeros_like(value) for name, value in params.items()}

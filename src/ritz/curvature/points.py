@@ -12,6 +12,7 @@ from torch.utils import _pytree
 from ritz._core.checks import check_choice, check_real_floating
 from ritz._core.params import ParamSpace
 from ritz.curvature.batches import Batch
+from ritz.curvature.inference import outside_inference
 
 Params = dict[str, Tensor]
 Selection = str | Sequence[str] | Callable[[str], bool]
@@ -46,27 +47,38 @@ def copied(
     and the dtype that inputs must be given, if it is not their own.
     """  # noqa: D205
     every = dict(model.named_parameters())
-    free = [name for name, tensor in every.items() if tensor.requires_grad]
+    free = [name for name, tensor in every.items() if tensor.requires_grad and tensor.numel()]
     if not free:
         raise ValueError("model must have parameters that require a gradient, got none")
     chosen = free if selection is None else selected(free, selection)
+    devices = {every[name].device.type for name in chosen}
+    if len(devices) > 1 or "meta" in devices:
+        raise ValueError("model must have all its parameters, with their values, on one device, "
+                         f"got {sorted(devices)}")  # fmt: skip
     dtype, cast = _arithmetic({every[name].dtype for name in chosen}, precision)
 
     def copy(tensor: Tensor) -> Tensor:
         wanted = dtype if cast is not None and tensor.is_floating_point() else tensor.dtype
-        return tensor.detach().to(wanted, copy=True)
+        with outside_inference():
+            return tensor.detach().to(wanted, copy=True)
 
     state = every | dict(model.named_buffers())
     constants = {name: copy(state[name]) for name in state if name not in chosen}
     values = {name: copy(every[name]) for name in chosen}
     space = ParamSpace(values)
-    return space, space.flatten(values), constants, cast
+    with outside_inference():
+        return space, space.flatten(values), constants, cast
 
 
 def selected(names: list[str], selection: Selection) -> list[str]:
     """The names that a selection chooses, in their own order."""
     if isinstance(selection, str):
-        pattern = re.compile(selection)
+        try:
+            pattern = re.compile(selection)
+        except re.error as error:
+            raise ValueError(
+                f"params must be a regular expression, got {selection!r}: {error}"
+            ) from error
         chosen = [name for name in names if pattern.match(name)]
     elif callable(selection):
         chosen = [name for name in names if selection(name)]

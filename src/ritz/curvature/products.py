@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from ritz._core.checks import check_count
 from ritz.curvature.batches import rows
 from ritz.curvature.engines import Column, Engine, EngineName, first_line
+from ritz.curvature.inference import differentiable
 from ritz.curvature.linearize import nbytes
 from ritz.curvature.points import Context
 from ritz.curvature.risk import Risk
@@ -89,7 +90,7 @@ class Products:
 
     def each(self, block: Tensor) -> Iterator[tuple[float, Tensor]]:
         """Weight and product ``(n, k)`` of each of this process's batches in turn, unshifted."""
-        vectors = block.T.contiguous()
+        vectors = differentiable(block.T.contiguous())
         for index, context, weight in self.risk.contexts():
             if (extra := self.extra(index)) is not None:
                 context = replace(context, extra=extra)

@@ -18,11 +18,12 @@ from ritz._core.batchnorm import (
     masked_dropout,
     recomputed_statistics,
 )
-from ritz._core.checks import check_choice, check_range, check_tensor
+from ritz._core.checks import check_choice, check_count, check_range, check_tensor
 from ritz._core.distributed import Group, all_sum
 from ritz._core.params import ParamSpace
 from ritz.curvature.adapters import Adapter, Forward
 from ritz.curvature.batches import Batch, Batches, joined, rows
+from ritz.curvature.inference import differentiable, outside_inference
 from ritz.curvature.inspection import diagnose, inspect_first_batch, require_finite
 from ritz.curvature.losses import LossFunction, check_labels, check_reduction
 from ritz.curvature.points import Context, Params, Precision, Selection, copied, selected
@@ -57,12 +58,14 @@ class Risk:
             default; frozen ones never.
         forward: Takes the model and a batch, returns ``(outputs, target)``; for other batches.
         l2: The coefficient :math:`\mu`; it enters loss, gradient, Hessian and Gauss-Newton matrix.
-        dropout: ``off``, or ``fixed``: dropout layers use one mask for each batch.
+        dropout: ``off``, or ``fixed``: dropout layers use one mask for each batch (what attention
+            and recurrent layers drop inside themselves stays off).
         batch_size: Samples a batch where all came at once: 512 by default, but a part of the
             definition and so to be given where ``batch_norm="train"``.
         freeze: Hold the batches of the first pass, so that shuffling or augmentation is taken as
             it came.
-        count: Number of samples in a batch; the length of its first tensor by default.
+        count: Number of samples in a batch, by which it is weighed; the length of its first tensor
+            by default. A mean over tokens that are not ignored is exact with the number of these.
         precision: Of the arithmetic: ``float32``, ``tf32`` or ``float64``. By default that of the
             parameters, and ``float32`` for half-precision ones, whose values it holds exactly.
         sharing: With several processes: ``split`` (each was given all data and takes every k-th
@@ -180,7 +183,8 @@ class Risk:
         )
         if theta.ndim != 1:
             raise ValueError(f"theta must be one vector, got {tuple(theta.shape)}")
-        return self._changed(theta=theta.detach().clone())
+        with outside_inference():
+            return self._changed(theta=theta.detach().clone())
 
     def with_batch_norm(self, mode: BatchNormMode) -> "Risk":
         """The same with batch norm in another mode."""
@@ -197,7 +201,8 @@ class Risk:
             name: values[name] for name in values if name not in names
         }
         other.space = ParamSpace({name: values[name] for name in names})
-        other.theta = other.space.flatten({name: values[name] for name in names})
+        with outside_inference():
+            other.theta = other.space.flatten({name: values[name] for name in names})
         return other
 
     def batch(self, index: int) -> "Risk":
@@ -218,9 +223,16 @@ class Risk:
         self.require_separable("samples()")
         if self.dropout == "fixed":
             raise ValueError("samples() needs dropout='off', got 'fixed': masks belong to batches")
+        check_count("batch_size", batch_size)
+        if not isinstance(indices, Tensor) or indices.ndim != 1 or indices.dtype != torch.int64:
+            got = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
+            raise TypeError(f"indices must be one vector of int64, got {got}")
         if not len(indices):
             raise ValueError("indices must name at least one sample, got none")
         batch, size = self.joined()
+        low, high = int(indices.min()), int(indices.max())
+        if low < 0 or high >= size:
+            raise ValueError(f"indices must be between 0 and {size - 1}, got {low} to {high}")
         chosen = [rows(batch, part, size) for part in indices.split(batch_size)]
         return self._on_batches(chosen, [len(part) for part in indices.split(batch_size)])
 
@@ -325,10 +337,7 @@ class Risk:
         index += self._first
         if index not in self._shapes:
             context = Context(self._constants, batch, None)
-            with (
-                torch.no_grad(),
-                evaluating(self.adapter, batch_statistics=self.batch_norm == "train"),
-            ):
+            with torch.no_grad(), self.settings():
                 self._shapes[index] = dropout_shapes(
                     self.model, lambda: self.evaluate(self.params, context)
                 )
@@ -337,7 +346,8 @@ class Risk:
         for shape, chance in self._shapes[index]:
             # Of a dtype that is said, lest the default one choose the mask.
             kept = torch.rand(shape, generator=generator, dtype=torch.float32) >= chance
-            masks.append(kept.to(self.theta) / max(1 - chance, torch.finfo(torch.float32).tiny))
+            scale = max(1 - chance, torch.finfo(torch.float32).tiny)
+            masks.append(differentiable(kept.to(self.theta) / scale))
         return masks
 
     def _recomputed(self) -> Params:
@@ -346,7 +356,8 @@ class Risk:
              self._batches.sizes[index] / self.num_samples)
             for index, batch in self._batches
         ]  # fmt: skip
-        with evaluating(self.adapter, batch_statistics=True):
+        # Within those of the mode, which has all but the statistics of batches.
+        with outside_inference(), self.settings(), evaluating(self.adapter, batch_statistics=True):
             return recomputed_statistics(
                 self.model,
                 lambda context: self.evaluate(self.params, context),  # type: ignore[arg-type]

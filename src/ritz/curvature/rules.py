@@ -18,8 +18,8 @@ from torch.func import functional_call, vjp, vmap
 from torch.nn import functional
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ritz.curvature.batches import rows
-from ritz.curvature.capture import Call, is_rows
+from ritz.curvature.batches import is_rows, rows
+from ritz.curvature.capture import Call
 from ritz.curvature.points import Params
 
 ENTRIES = 2**22  # of sample gradients at once: what caches hold is faster than what they do not

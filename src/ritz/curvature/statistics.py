@@ -14,6 +14,7 @@ from ritz._core.batchnorm import batch_norms
 from ritz._core.checks import check_choice, check_count
 from ritz._core.progress import Progress, tracking
 from ritz._core.storage import storable
+from ritz.curvature.batches import is_rows
 from ritz.curvature.losses import recognised
 from ritz.curvature.points import Context, Params
 from ritz.curvature.risk import Risk
@@ -290,8 +291,7 @@ class _Gradients:
     def of_samples(self, context: Context, size: int) -> Iterator[Tensor]:
         """Chunks ``(c, P)`` of the gradients of a batch of ``size`` samples."""
         leaves, spec = tree_flatten((context.batch, context.masks))
-        own = [i for i, leaf in enumerate(leaves)
-               if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == size]  # fmt: skip
+        own = [i for i, leaf in enumerate(leaves) if is_rows(leaf, size)]
         if not own:
             raise ValueError(f"data must hold tensors of as many rows as samples to tell these "
                              f"apart, got none of {size} rows in a batch")  # fmt: skip

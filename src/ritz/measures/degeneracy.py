@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from ritz._core.checks import check_choice
 from ritz._core.results import Estimate, Status, format_uncertain
 from ritz._core.storage import storable
+from ritz.curvature.batches import is_rows
 from ritz.curvature.ggns import require_outputs
 from ritz.curvature.losses import KnownLoss, recognised
 from ritz.curvature.risk import Risk
@@ -188,8 +189,8 @@ def _terms(known: KnownLoss | None, outputs: Any, target: Any, size: int) -> lis
 
 def _inputs(batch: Any, size: int) -> int | None:
     for leaf in tree_leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == size:
-            return leaf[0].numel()
+        if is_rows(leaf, size):
+            return int(leaf[0].numel())
     return None
 
 
