@@ -17,10 +17,14 @@ from torch.nn.functional import cross_entropy
 import ritz
 from ritz._core.progress import tracking
 from ritz.curvature import Risk, ggn, hessian
-from ritz.measures.calibration import scaled, temperature
-from ritz.measures.flatness import sharpness
-from ritz.measures.folding import fold_batch_norm
-from ritz.measures.landscapes import landscape, landscape2d
+from ritz.measures import (
+    fold_batch_norm,
+    landscape,
+    landscape2d,
+    scaled,
+    sharpness,
+    temperature,
+)
 
 TRAIN = 1280  # images; the other 517 are held out
 BATCH = 256

@@ -205,3 +205,15 @@ def test_labels_are_not_drawn_from_what_is_no_likelihood(loss_fn):
     risk = Risk(mlp().double(), loss_fn, [(noise(5, 3), target)])
     with pytest.raises(ValueError, match="a likelihood to draw labels from"):
         fisher(risk)
+
+
+def test_a_convex_loss_without_a_forward_rule_has_a_gauss_newton_matrix():
+    model, data = mlp().double(), [(noise(5, 3), noise(5, 3, seed=2))]
+
+    def huber(outputs, target):
+        gap = (outputs - target).abs()
+        return torch.where(gap < 1, 0.5 * gap.square(), gap - 0.5).mean()
+
+    op = ggn(Risk(model, nn.HuberLoss(), data))
+    torch.testing.assert_close(op.dense(), ggn(Risk(model, huber, data)).dense())
+    assert op.products.plan.startswith("reverse twice")

@@ -1,5 +1,7 @@
 """Misuse: each a clear error."""
 
+from functools import partial
+
 import pytest
 import torch
 from curvature.networks import Named, case, cnn, dictionaries, images, labels, mlp, noise, vectors
@@ -145,6 +147,7 @@ def test_a_gradient_that_is_not_finite_at_a_finite_loss(model):
         ),
         (lambda outputs, target: 3.0, ValueError, "one number, .* got float in batch 0"),
         (nn.CrossEntropyLoss(reduction="sum"), ValueError, "the mean over a batch, .*'sum'"),
+        (partial(CE, size_average=False), ValueError, r"reduction='mean' .*'size_average'"),
         (nn.HuberLoss(reduction="sum"), ValueError, "the mean over a batch, .*'sum'"),
         ("cross_entropy", TypeError, "loss_fn must be callable or None, got str"),
         (None, TypeError, r"loss_fn must be given for batches of \(inputs, target\), got None"),
@@ -381,3 +384,47 @@ def test_weights_of_classes_that_hardly_change_the_loss(model):
     weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.1]).double())
     with pytest.raises(ValueError, match="derivatives by the outputs that differ by"):
         fisher(Risk(model, weighted, vectors(8)), kind="empirical")
+
+
+class Looked(nn.Module):
+    """The mean of rows of a table."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.table, self.last = nn.Embedding(5, 4, **options).double(), nn.Linear(4, 3).double()
+
+    def forward(self, ids):
+        return self.last(self.table(ids).mean(1))
+
+
+def test_a_model_that_changes_its_parameters():
+    data = [(labels(5, 4, 2), labels(3, 4))]
+    with torch.random.fork_rng(), pytest.raises(ValueError, match="an embedding with max_norm"):
+        Risk(Looked(max_norm=0.1), CE, data)
+
+
+@pytest.mark.parametrize("option", ["sparse", "scale_grad_by_freq"])
+def test_gradients_of_embeddings_are_gradients(option):
+    data = [(labels(5, 4, 2), labels(3, 4))]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        one, plain = Looked(**{option: True}), Looked()
+    plain.load_state_dict(one.state_dict())
+    found, expected = Risk(one, CE, data), Risk(plain, CE, data)
+    torch.testing.assert_close(found.gradient(), expected.gradient())
+    torch.testing.assert_close(hessian(found).dense(), hessian(expected).dense())
+
+
+def test_a_model_that_torch_cannot_transform_says_why():
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(3, 2, batch_first=True)
+
+        def forward(self, x):
+            pack = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([2, 1]), batch_first=True)
+            return self.lstm(pack)[1][0][-1]
+
+    risk = Risk(Packed().double(), CE, [(noise(2, 2, 3), torch.tensor([0, 1]))])
+    with pytest.raises(RuntimeError, match="cannot be differentiated as it must: no forward over"):
+        hessian(risk) @ risk.theta

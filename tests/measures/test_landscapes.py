@@ -123,6 +123,14 @@ def test_a_model_that_returns_its_loss_has_no_accuracy():
     assert found.loss.shape == (1, 2)
 
 
+def test_one_output_has_no_accuracy():
+    # The largest of one output is always the first.
+    model = filled(nn.Linear(4, 1).double(), 3)
+    data = (draw(6, 4, seed=1), labels(6, 2, seed=2))
+    risk = Risk(model, lambda outputs, y: mse_loss(outputs[:, 0], y.double()), data)
+    assert landscape(risk, risk.theta, num_points=2).accuracy is None
+
+
 def test_labels_that_are_not_along_the_first_axis_give_no_accuracy():
     def loss(outputs, target):
         return cross_entropy(outputs.transpose(1, 2), target)

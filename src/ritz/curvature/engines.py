@@ -1,6 +1,7 @@
 """How the product of one batch with vectors is computed: the fastest way that works."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Literal, final
 
 import torch
@@ -128,7 +129,8 @@ class Engine:
             if not problem:
                 return name, column, found, problems
             problems.append(f"no {name}: {problem}")
-        self.risk.diagnose()
+        with suppress(NotImplementedError, RuntimeError):  # a gradient may be as impossible
+            self.risk.diagnose()
         raise RuntimeError("the loss cannot be differentiated as it must: " + "; ".join(problems))
 
     def _asymmetry(

@@ -104,12 +104,15 @@ def _forward(risk: Risk, params: Params, context: Context, vector: Params) -> Pa
 
 
 def _reverse(risk: Risk, params: Params, context: Context, vector: Params) -> Params:
-    return pulled_twice(_evaluation(risk, context), params, vector, _middle(risk))
+    middle = _middle(risk, reverse=True)
+    return pulled_twice(_evaluation(risk, context), params, vector, middle)
 
 
 def _evaluation(risk: Risk, context: Context) -> Evaluate:
     return lambda point: risk.evaluate(point, context)
 
 
-def _middle(risk: Risk) -> Middle:
-    return lambda outputs, target, tangent: output_hessian(risk.loss_fn, outputs, target, tangent)
+def _middle(risk: Risk, *, reverse: bool = False) -> Middle:
+    return lambda outputs, target, tangent: output_hessian(
+        risk.loss_fn, outputs, target, tangent, reverse=reverse
+    )

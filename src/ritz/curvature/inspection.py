@@ -17,9 +17,15 @@ def inspect_first_batch(risk: "Risk") -> Any:
     Returns:
         The outputs of one sample, where outputs are a tensor.
     """
+    before = risk.theta.clone()
     for index, context, _ in risk.contexts():
         with torch.no_grad(), risk.settings():
             outputs, target = risk.evaluate(risk.params, context)
+            if not torch.equal(risk.theta, before):
+                raise ValueError(
+                    "model must leave its parameters as they are when it is called, got others "
+                    "after it: has it an embedding with max_norm?"
+                )
             _check_outputs(risk.loss_fn, outputs)
             check_labels(risk.loss_fn, outputs, target, f"batch {index}")
             first, again = (risk.batch_loss(risk.params, context) for _ in range(2))

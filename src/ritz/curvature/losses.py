@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.func import grad, jvp, vmap
+from torch.func import grad, jvp, vjp, vmap
 from torch.nn import functional
 
 from ritz._core.checks import check_choice
@@ -157,7 +157,10 @@ def recognised(loss_fn: Any) -> KnownLoss | None:
 
 def check_reduction(loss_fn: Any) -> None:
     """Raise for a loss that is a sum: it would be taken for the mean of a batch."""
-    if _described(loss_fn)[1].get("reduction") == "sum":
+    options = _described(loss_fn)[1]
+    if old := [name for name in ("size_average", "reduce") if options.get(name) is not None]:
+        raise ValueError(f"loss_fn must say by reduction='mean' what it returns, got {old}")
+    if options.get("reduction") == "sum":
         raise ValueError("loss_fn must return the mean over a batch, got one with reduction='sum'")
 
 
@@ -178,12 +181,19 @@ def _described(loss_fn: Any) -> tuple[Kind | None, dict[str, Any]]:
     return kind, options
 
 
-def output_hessian(loss_fn: Any, outputs: Any, target: Any, tangent: Any) -> Any:
-    """The Hessian of a loss in the outputs times a tangent: in closed form where it is known."""
+def output_hessian(
+    loss_fn: Any, outputs: Any, target: Any, tangent: Any, *, reverse: bool = False
+) -> Any:
+    """The Hessian of a loss in the outputs times a tangent: in closed form where it is known.
+
+    With ``reverse`` by reverse rules alone, for losses without a forward rule over their backward.
+    """
     known = recognised(loss_fn)
     if known is not None:
         return known.hessian(outputs, target, tangent)
     gradient = grad(lambda point: loss_fn(point, target))
+    if reverse:
+        return vjp(gradient, outputs)[1](tangent)[0]
     return jvp(gradient, (outputs,), (tangent,))[1]
 
 

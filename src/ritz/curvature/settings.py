@@ -62,7 +62,8 @@ class _Formulas(TorchFunctionMode):
     """Operations written out, where torch's own have derivatives that are not those of a function.
 
     Weight norm has no forward rule, and reverse over reverse takes the norm for a constant. The
-    row of an embedding for padding has no gradient, but a tangent: here it is a constant.
+    row of an embedding for padding has no gradient, but a tangent: here it is a constant. Gradients
+    of embeddings may be sparse, or scaled by how often a row is used: here they are gradients.
     """
 
     def __torch_function__(
@@ -81,19 +82,29 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
 
 
 def _embedding(
-    input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    *gradients: bool,
+    **more: bool,
 ) -> Tensor:
-    found = functional.embedding(input, weight, None, *args, **kwargs)
+    found = functional.embedding(input, weight, None, max_norm, norm_type)
     if padding_idx is None:
         return found
     padding = (input == padding_idx % len(weight)).unsqueeze(-1)
     return torch.where(padding, found.detach(), found)
 
 
+def _unlike_a_gradient(module: nn.Embedding) -> bool:
+    return module.padding_idx is not None or module.sparse or module.scale_grad_by_freq
+
+
 def _needs_formulas(model: nn.Module) -> bool:
     return any(
         isinstance(module, _WeightNorm)
-        or (isinstance(module, nn.Embedding) and module.padding_idx is not None)
+        or (isinstance(module, nn.Embedding) and _unlike_a_gradient(module))
         or any(isinstance(hook, WeightNorm) for hook in module._forward_pre_hooks.values())
         for module in model.modules()
     )

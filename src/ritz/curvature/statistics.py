@@ -15,7 +15,7 @@ from ritz._core.checks import check_choice, check_count
 from ritz._core.progress import Progress, tracking
 from ritz._core.storage import storable
 from ritz.curvature.batches import is_rows
-from ritz.curvature.losses import recognised
+from ritz.curvature.labels import labelled
 from ritz.curvature.points import Context, Params
 from ritz.curvature.risk import Risk
 
@@ -356,16 +356,10 @@ def _gathered(
 
 def _correct(loss_fn: Any, outputs: Any, target: Any) -> tuple[int, int]:
     """Labels met by the largest output, and labels; none where the target does not hold labels."""
-    if not isinstance(outputs, Tensor) or not isinstance(target, Tensor) or outputs.ndim < 2:
+    found = labelled(loss_fn, outputs, target)
+    if found is None:
         return 0, 0
-    labels = not target.is_floating_point() and target.dtype != torch.bool
-    shape = (outputs.shape[0], *outputs.shape[2:])
-    if not labels or outputs.shape[1] < 2 or target.shape != shape:
-        return 0, 0
-    known = recognised(loss_fn)
-    ignored = getattr(loss_fn, "ignore_index", -100) if known is None else known.ignore_index
-    kept = target != ignored
-    return int(((outputs.argmax(1) == target) & kept).sum()), int(kept.sum())
+    return int((found[0].argmax(1) == found[1]).sum()), len(found[1])
 
 
 def _flat(risk: Risk, initial: Tensor | Mapping[str, Tensor] | nn.Module) -> Tensor:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from ritz._core.checks import check_count, check_range
 from ritz._core.results import Status
 from ritz._core.storage import storable
+from ritz.curvature.labels import labelled
 from ritz.curvature.risk import Risk
-from ritz.measures.labels import labelled
 
 Pairs = list[tuple[Tensor, Tensor]]
 

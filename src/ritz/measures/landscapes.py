@@ -11,9 +11,9 @@ from ritz._core.batchnorm import BATCH_NORM_MODES, BatchNormMode, batch_norms
 from ritz._core.checks import check_choice, check_count, check_range
 from ritz._core.progress import Progress, tracking
 from ritz._core.storage import storable
+from ritz.curvature.labels import labelled
 from ritz.curvature.risk import Risk
 from ritz.measures.directions import Directions, check_direction, named_directions
-from ritz.measures.labels import labelled
 
 Values = tuple[float, float]  # loss and accuracy, NaN where there is none
 KEYS = ("running_mean", "running_var")

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ritz.curvature.losses import recognised
@@ -11,13 +12,13 @@ def labelled(loss_fn: Any, outputs: Any, target: Any) -> tuple[Tensor, Tensor] |
     """Outputs ``(n, classes)`` and labels ``(n,)`` of the terms of a batch that are not ignored.
 
     ``None`` where targets are not class labels: integers, one for each vector of outputs along
-    axis 1, as cross-entropy has them.
+    axis 1, as cross-entropy has them; and two classes or more.
     """
     if not isinstance(outputs, Tensor) or not isinstance(target, Tensor):
         return None
-    if target.is_floating_point() or outputs.ndim != target.ndim + 1:
+    if target.is_floating_point() or target.dtype == torch.bool or outputs.ndim < 2:
         return None
-    if outputs.shape[:1] + outputs.shape[2:] != target.shape:
+    if outputs.shape[1] < 2 or outputs.shape[:1] + outputs.shape[2:] != target.shape:
         return None
     known = recognised(loss_fn)
     ignored = getattr(loss_fn, "ignore_index", -100) if known is None else known.ignore_index
