@@ -107,6 +107,21 @@ def test_a_loss_of_as_many_terms_as_there_are_labels_is_not_traced(loss_fn, coun
     assert "not linearized: shapes depend on the values of tensors" in op.products.plan
 
 
+def test_a_shape_of_batches_that_cannot_be_traced_is_eager():
+    def loss_fn(outputs, target):
+        return gathered(outputs, target) if len(target) < 4 else squared(outputs, target)
+
+    def squared(outputs, target):
+        return (outputs - target.unsqueeze(1)).square().mean()
+
+    risk = Risk(mlp().double(), loss_fn, vectors(4, 3))
+    op = hessian(risk)
+    torch.testing.assert_close(op.dense(), hessian(risk, engine="eager").dense())
+    assert "(not linearized for all batches: shapes depend on" in op.products.plan
+    with pytest.raises(RuntimeError, match="shapes depend on the values"):
+        hessian(risk, engine="linearized") @ risk.theta
+
+
 def weight_normed(normed):
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of the older of the two
@@ -145,10 +160,11 @@ def test_derivatives_that_are_those_of_no_function_are_found_out():
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()
-            self.embed = nn.Embedding(4, 3, scale_grad_by_freq=True)
+            self.embed = nn.Embedding(4, 3)
 
         def forward(self, tokens):
-            return self.embed(tokens).sin().mean(1).tanh()
+            rows = torch.embedding(self.embed.weight, tokens, scale_grad_by_freq=True)
+            return rows.sin().mean(1).tanh()
 
     data = [(torch.tensor([[1, 1, 1], [1, 2, 3]]), torch.tensor([0, 2]))]
     one = Case(model=Scaled(), data=data)

@@ -65,9 +65,7 @@ class Batches:
         loads = whole is None and not isinstance(source, Sequence)
         if loads and not freeze:
             _refuse_shuffling(source)
-        self._source = source
-        self.sizes: list[int] = []
-        self._marks: list[int] = []
+        self._source, self.sizes, self._marks = source, list[int](), list[int]()
         held: list[Batch] | None = []
         self.defaulted = whole is not None and batch_size is None
         room = float("inf") if freeze or not loads else HELD
@@ -81,8 +79,8 @@ class Batches:
                 room -= _bytes(batch)
                 if held is not None and room >= 0:
                     # An iterable of one's own may write every batch into the same memory.
-                    own = loads and not isinstance(source, DataLoader)
-                    held.append(self._placed(tree_map(_copied, batch) if own else batch))
+                    fresh = not loads or isinstance(source, DataLoader)
+                    held.append(self._placed(batch if fresh else tree_map(_copied, batch)))
                 else:
                     held = None
             if not self.sizes:

@@ -47,8 +47,9 @@ class Engine:
         if compiled and name == "eager":
             raise ValueError("compile=True needs engine='linearized', got 'eager'")
         self.risk, self._ways, self._name, self._compiled = risk, columns, name, compiled
+        self._strict = compiled or name == "linearized"
         self._column: Column | None = None
-        self._traces: dict[Any, Linearization] = {}
+        self._traces: dict[Any, Linearization | None] = {}
         self.plan = "not yet used"
 
     def linearization(self, context: Context) -> Linearization | None:
@@ -58,7 +59,7 @@ class Engine:
         if self._name == "eager" or (key not in self._traces and len(self._traces) == MAX_TRACES):
             return None
         if key not in self._traces:
-            self._traces[key] = self._linearized(column, context)
+            self._traces[key] = self._further(column, context)
         return self._traces[key]
 
     def eager(self, context: Context, tangent: Sequence[Tensor]) -> list[Tensor]:
@@ -95,6 +96,18 @@ class Engine:
         with self.risk.settings():
             return Linearization(product, like, point, compiled=self._compiled)
 
+    def _further(self, column: Column, context: Context) -> Linearization | None:
+        """A trace for another shape, which may lead through other parts of the model."""
+        try:
+            return self._linearized(column, context)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # as for the first
+            if self._strict:
+                raise
+            self.plan += f" (not linearized for all batches: {first_line(error)})"
+            return None
+
     def _chosen(self, context: Context) -> Column:
         """The way of this engine: found at the first call, and checked against what it must be."""
         if self._column is not None:
@@ -104,7 +117,7 @@ class Engine:
         name, column, expected, problems = self._first_that_works(context, tangent)
         if self._name != "eager":
             problem = self._trace_problem(column, context, tangent, expected)
-            if problem and (self._name == "linearized" or self._compiled):
+            if problem and self._strict:
                 raise RuntimeError(f"engine='linearized' needs a traceable model: {problem}")
             self._name = "eager" if problem else "linearized"
             problems += [f"not linearized: {problem}"] if problem else []
