@@ -96,7 +96,7 @@ def minimise(
     damping = torch.full((count,), 0.1, dtype=torch.float64)
     steps = torch.zeros(count, dtype=torch.int64)
     for _ in range(max_steps):
-        active = every[(gradient.abs().amax(1) > tol) & (damping < 1e15)]
+        active = every[~(gradient.abs().amax(1) <= tol) & (damping < 1e15)]
         if not len(active):
             break
         c = moments[active]
@@ -118,13 +118,27 @@ def minimise(
     return Solution(alphas, log_partition, moments[:, 1 : m + 1], gradient.abs().amax(1), steps)
 
 
+def log_mass(found: Solution, log_prior: Tensor, grid: Grid) -> Tensor:
+    """Logarithm of the integral of the densities by another grid, ``(N,)``: 0 if both resolve it.
+
+    Args:
+        found: What was minimised.
+        log_prior: At the nodes of the other grid.
+        grid: With polynomials up to degree ``m``.
+    """
+    m = found.alphas.shape[1]
+    exponents = log_prior + grid.weights.log() - found.alphas @ grid.polynomials[:, 1 : m + 1].T
+    return exponents.logsumexp(1) - found.log_partition
+
+
 def _fejer(size: int) -> Tensor:
     r"""Weights :math:`\frac{2}{G} (1 - 2 \sum_k \cos(2 k \theta_g) / (4 k^2 - 1))`, by one FFT."""
     orders = torch.arange(size, dtype=torch.float64)
     waves = torch.where(orders % 2 == 0, 2 / (1 - orders**2), 0.0)
     waves[0] = 1.0
     phases = torch.polar(waves, -orders * (math.pi / (2 * size)))
-    return 2 / size * torch.fft.fft(phases, n=2 * size)[:size].real
+    weights: Tensor = 2 / size * torch.fft.fft(phases, n=2 * size)[:size].real
+    return weights
 
 
 def _better(found: tuple[Tensor, ...], value: Tensor, gradient: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from ritz.spectra.priors import log_prior
 from ritz.spectra.protocol import Density, as_points
 
 PANEL = 5  # points of the Gauss rule between neighbouring nodes
+UNDERFLOW = -650.0  # below it, a density times a weight of the quadrature may be zero
 
 
 @final
@@ -102,7 +103,7 @@ class EntropicDensity:
         inside = x.clamp(*self.interval).reshape(-1)
         panel = (torch.searchsorted(edges, inside, right=True) - 1).clamp(0, len(edges) - 2)
         part = self._integral(edges[panel], inside)
-        return ((below[panel] + part) / below[-1]).clamp_max(1.0).reshape(x.shape)
+        return ((below[panel] + part) / below[-1]).clamp(0.0, 1.0).reshape(x.shape)
 
     def quantile(self, share: Tensor) -> Tensor:
         """Points below which these shares of the eigenvalues lie."""
@@ -144,7 +145,13 @@ class EntropicDensity:
         Infinite where the other vanishes and this does not.
         """
         log_other = partial(_log_pdf, other)
-        return self.expectation(lambda x: self.log_pdf(x) - log_other(x))
+
+        def ratio(x: Tensor) -> Tensor:
+            # No mass, no divergence: where the density underflows, zero times infinity is zero.
+            here = self.log_pdf(x)
+            return torch.where(here > UNDERFLOW, here - log_other(x), 0.0)
+
+        return self.expectation(ratio)
 
     def symmetric_kl(self, other: "EntropicDensity") -> float:
         """Half the sum of the divergences to and from another such density."""
@@ -171,7 +178,7 @@ class EntropicDensity:
         """Edges between which the density is smooth, and the integral up to each."""
         low, high = self.interval
         inner = self._unmapped(Grid.make(self.grid_size, 0).nodes)
-        edges = torch.cat([torch.tensor([low]), inner, torch.tensor([high])])
+        edges = torch.cat([inner.new_tensor([low]), inner, inner.new_tensor([high])])
         parts = self._integral(edges[:-1], edges[1:])
         return edges, torch.cat([torch.zeros(1, dtype=torch.float64), parts.cumsum(0)])
 

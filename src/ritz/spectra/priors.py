@@ -26,7 +26,8 @@ def log_prior(prior: Prior, x: Tensor, interval: tuple[float, float]) -> Tensor:
     low, high = interval
     if callable(prior):
         values = prior(x)
-        if values.shape != x.shape or not bool((values > 0).all()):
+        kept = isinstance(values, Tensor) and values.shape == x.shape
+        if not (kept and bool((values > 0).all())):
             raise ValueError("prior must be positive inside the interval, and keep the shape of x")
         return values.double().log()
     check_choice("prior", prior, PRIORS)

@@ -46,6 +46,12 @@ def bmxnt(
     if moments.ndim != 1 or len(moments) < 2 or not bool((moments > 0).all()):
         raise ValueError("moments must be positive power moments on [0, 1], (m + 1,), m >= 1")
     check_finite("moments", moments)
+    if abs(float(moments[0]) - 1) > 1e-6:
+        raise ValueError(
+            f"moments must begin with that of degree 0, which is 1, got {float(moments[0]):.6g}"
+        )
+    if not (interval[0] < interval[1] and math.isfinite(interval[1] - interval[0])):
+        raise ValueError(f"interval must be finite with its lower end first, got {interval}")
     check_range("rtol", rtol, low=0.0)
     check_count("max_sweeps", max_sweeps)
     check_count("grid_size", grid_size, low=2 * len(moments))

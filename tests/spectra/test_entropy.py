@@ -1,0 +1,379 @@
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.polynomial import legendre
+from scipy import stats
+
+from ritz import NotConvergedError, maxent, moments
+from ritz.spectra.entropy import LADDER
+from ritz.testing import with_spectrum
+
+LOW, HIGH = (1 - 0.5**0.5) ** 2, (1 + 0.5**0.5) ** 2
+LAWS = {
+    "semicircle": ((-1.0, 1.0), lambda x: 2 / math.pi * np.sqrt(1 - x**2)),
+    "uniform": ((-1.0, 1.0), lambda x: 0.5 + 0 * x),
+    "beta": ((0.0, 1.0), stats.beta(2, 3).pdf),
+    "normal": ((-3.0, 3.0), stats.truncnorm(-3, 3).pdf),
+    "narrow normal": ((-1.0, 1.0), stats.truncnorm(-10, 10, scale=0.1).pdf),
+    "marchenko-pastur": (
+        (LOW, HIGH),
+        lambda x: np.sqrt(np.maximum((HIGH - x) * (x - LOW), 0)) / (math.pi * x),
+    ),
+}
+ANGLES, WEIGHTS = legendre.leggauss(1000)
+T = -np.cos((ANGLES + 1) * math.pi / 2)  # on [-1, 1]; the cosine takes care of root singularities
+WEIGHTS = WEIGHTS * math.pi / 2 * np.sqrt(1 - T**2)
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def points(interval):
+    low, high = interval
+    return low + (high - low) * (T + 1) / 2, WEIGHTS * (high - low) / 2
+
+
+def chebyshev_moments(name, m):
+    interval, pdf = LAWS[name]
+    x, weights = points(interval)
+    return torch.from_numpy(np.polynomial.chebyshev.chebvander(T, m).T @ (weights * pdf(x)))
+
+
+def atoms(nodes, m):
+    angles = torch.arccos(torch.tensor(nodes, dtype=torch.float64))
+    return torch.cos(torch.arange(m + 1, dtype=torch.float64)[:, None] * angles).mean(1)
+
+
+def divergence(name, density):
+    """From the law to the density."""
+    x, weights = points(LAWS[name][0])
+    p = LAWS[name][1](x)
+    q = density.log_pdf(torch.from_numpy(x)).numpy()
+    return float((weights * p * (np.log(np.maximum(p, 1e-300)) - q)).sum())
+
+
+def integral(density):
+    x, weights = (torch.from_numpy(array) for array in points(density.support))
+    return float(weights @ density.pdf(x))
+
+
+def recovered(name, m, **options):
+    return maxent(chebyshev_moments(name, m), interval=LAWS[name][0], **options)
+
+
+def check_same(one, other, rtol=1e-6):
+    torch.testing.assert_close(one.alphas, other.alphas, rtol=rtol, atol=rtol)
+    assert one.entropy == pytest.approx(other.entropy, abs=rtol)
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_thirty_moments_recover_the_density(name):
+    assert -1e-12 < divergence(name, recovered(name, 30)) <= 1e-4
+
+
+@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("m", [10, 30, 60, 100])
+def test_the_moments_are_matched(name, m):
+    found = recovered(name, m)
+    assert found.status.outcome == "converged"
+    assert "relaxed" not in found.status.message
+    assert found.moment_error < 1e-8
+    assert found.num_steps < 40
+    assert integral(found) == pytest.approx(1.0, abs=1e-11)
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_the_entropy_never_rises_and_stays_above_that_of_the_law(name):
+    densities = [recovered(name, m) for m in (1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, 45, 60)]
+    found = [density.entropy for density in densities]
+    slack = 1e-8 * max(float(density.alphas.abs().max()) for density in densities) + 1e-9
+    assert all(b <= a + slack for a, b in pairwise(found))
+    x, weights = points(LAWS[name][0])
+    p = LAWS[name][1](x)
+    assert found[-1] >= -(weights * p * np.log(np.maximum(p, 1e-300))).sum() - 1e-7
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(st.lists(st.floats(-0.95, 0.95), min_size=30, max_size=60), st.floats(0.05, 0.3))
+def test_the_entropy_never_rises_for_any_smooth_density(centres, width):
+    """Moments of a mixture: of cosines of the angle, each smeared in the angle."""
+    angles = torch.arccos(torch.tensor(centres, dtype=torch.float64))
+    orders = torch.arange(17, dtype=torch.float64)
+    smeared = torch.cos(orders[:, None] * angles).mean(1) * (-0.5 * (width * orders) ** 2).exp()
+    found = [maxent(smeared[: m + 1]) for m in (1, 2, 4, 8, 16)]
+    assert all(density.moment_error < 1e-8 for density in found)
+    entropies = [density.entropy for density in found]
+    assert all(b <= a + 1e-8 for a, b in pairwise(entropies))
+    assert entropies[0] <= math.log(2) + 1e-12
+
+
+@pytest.mark.parametrize("m", [1, 2, 5, 8])
+@pytest.mark.parametrize("name", ["beta", "normal", "marchenko-pastur"])
+def test_the_density_does_not_depend_on_the_basis(name, m):
+    interval, pdf = LAWS[name]
+    x, weights = points(interval)
+    by_legendre = torch.from_numpy(legendre.legvander(T, m).T @ (weights * pdf(x)))
+    powers = torch.from_numpy(np.vander(x, m + 1, increasing=True).T @ (weights * pdf(x)))
+    expected = recovered(name, m)
+    check_same(maxent(by_legendre, basis="legendre", interval=interval), expected)
+    check_same(maxent(powers, basis="power", interval=interval), expected)
+
+
+@pytest.mark.parametrize("m", [30, 60])
+def test_many_legendre_moments_do_as_well_as_chebyshev_moments(m):
+    interval, pdf = LAWS["beta"]
+    x, weights = points(interval)
+    by_legendre = torch.from_numpy(legendre.legvander(T, m).T @ (weights * pdf(x)))
+    found = maxent(by_legendre, basis="legendre", interval=interval)
+    assert found.moment_error < 1e-8
+    assert found.entropy == pytest.approx(recovered("beta", m).entropy, abs=1e-8)
+
+
+@pytest.mark.parametrize("m", [20, 40])
+def test_power_moments_past_their_digits_are_matched_to_their_roundoff_and_it_is_said(m):
+    powers = torch.from_numpy(np.vander(T, m + 1, increasing=True).T @ (0.5 * WEIGHTS))
+    found = maxent(powers, basis="power")
+    assert found.status.outcome == "converged"
+    assert abs(integral(found) - 1) < 1e-3
+    assert ("their roundoff" in found.status.message) == (m == 40)
+
+
+@pytest.mark.parametrize("interval", [(0.0, 1.0), (1000.1, 1001.1), (-3e-9, 1e-9), (-5e7, 1e8)])
+def test_any_interval_shifts_and_scales_the_density(interval):
+    given_moments = chebyshev_moments("beta", 8)
+    unit, moved = maxent(given_moments), maxent(given_moments, interval=interval)
+    low, high = interval
+    half = (high - low) / 2
+    t = torch.linspace(-0.9, 0.9, 9, dtype=torch.float64)
+    x = low + half * (t + 1)
+    torch.testing.assert_close(moved.pdf(x) * half, unit.pdf(t), rtol=1e-8, atol=0)
+    torch.testing.assert_close(moved.cdf(x), unit.cdf(t), rtol=0, atol=1e-9)
+    assert moved.entropy == pytest.approx(unit.entropy + math.log(half))
+    ends = torch.tensor([low, high], dtype=torch.float64)
+    assert moved.cdf(ends).tolist() == [0.0, pytest.approx(1.0, abs=1e-9)]
+    assert bool((moved.cdf(torch.linspace(low, high, 300, dtype=torch.float64)).diff() >= 0).all())
+
+
+def test_many_at_once_are_as_one_by_one():
+    """Easy, smooth, infeasible and with atoms: none must change its neighbours."""
+    many = torch.stack([
+        chebyshev_moments("uniform", 8), chebyshev_moments("semicircle", 8),
+        atoms([0.3], 8), torch.tensor([1.0] + [1.5] * 8).double(), atoms([-1.0, 1.0], 8),
+        chebyshev_moments("beta", 8),
+    ])  # fmt: skip
+    together = maxent(many)
+    assert isinstance(together, tuple)
+    for row, found in zip(many, together, strict=True):
+        alone = maxent(row)
+        check_same(found, alone, rtol=1e-5)
+        assert found.status.message.partition(";")[2] == alone.status.message.partition(";")[2]
+        torch.testing.assert_close(found.ridge, alone.ridge)
+
+
+def test_many_with_errors_are_as_one_by_one_where_some_have_none():
+    many = torch.stack([atoms([-1.0, 1.0], 6), atoms([-0.5, 0.1, 0.8, 0.9], 6)])
+    errors = torch.zeros_like(many)
+    errors[1, 1:] = 0.01
+    together = maxent(many, stderr=errors)
+    for row, error, found in zip(many, errors, together, strict=True):
+        alone = maxent(row, stderr=error)
+        check_same(found, alone, rtol=1e-5)
+        assert found.status.outcome == alone.status.outcome == "converged"
+    assert "relaxed" in together[0].status.message
+    assert "relaxed" not in together[1].status.message
+
+
+def test_none_at_all_give_none():
+    assert maxent(torch.ones(0, 4)) == ()
+
+
+def test_standard_errors_are_the_ridge_and_the_moments_are_within_them():
+    exact = atoms([-0.5, 0.1, 0.3, 0.8, 0.9], 8)
+    errors = torch.tensor([0.0] + [0.02] * 8, dtype=torch.float64)
+    found = maxent(exact, stderr=errors)
+    torch.testing.assert_close(found.ridge, errors[1:].square())
+    torch.testing.assert_close(found.fitted - found.targets, found.ridge * found.alphas)
+    off = ((found.fitted - found.targets) / errors[1:]).square().sum()
+    assert found.chi_squared == pytest.approx(float(off))
+    assert found.entropy > maxent(exact, stderr=errors / 10).entropy
+    assert maxent(exact, relax=4e-4).entropy == pytest.approx(found.entropy)
+
+
+def test_exact_moments_have_no_chi_squared():
+    assert recovered("beta", 10).chi_squared < 1e-12
+
+
+@pytest.mark.parametrize("m", [1, 2, 6, 30])
+def test_atoms_give_a_density_and_how_far_they_were_relaxed_is_said(m):
+    cases = ([0.3], [1.0], [-1.0], [-0.5, 0.5], [-1.0, 1.0], [-0.2, 0.0, 0.5])
+    x = torch.linspace(-1, 1, 501, dtype=torch.float64)
+    every = maxent(torch.stack([atoms(nodes, m) for nodes in cases]))
+    for nodes, found in zip(cases, every, strict=True):
+        assert found.status.outcome == "converged"
+        assert abs(integral(found) - 1) < 5e-3
+        assert float(found.cdf(x).diff().min()) > -1e-12
+        level = float(found.ridge.max())
+        assert any(level == pytest.approx(known) for known in LADDER)
+        relaxed = level > 1e-17
+        assert ("moments relaxed to a variance of" in found.status.message) == relaxed
+        assert found.moment_error < (0.1 if relaxed else 1e-8)
+        mean = pytest.approx(float(np.mean(nodes)), abs=found.moment_error + 1e-3)
+        assert found.moment(1) == mean
+
+
+@pytest.mark.parametrize("m", [1, 2, 6])
+def test_moments_that_no_density_has_are_relaxed_and_it_is_said(m):
+    found = maxent(torch.tensor([1.0] + [1.5] * m))
+    assert "no density was found with them, this one misses them by 0.5" in found.status.message
+    assert found.moment_error == pytest.approx(0.5, abs=1e-2)
+    assert abs(integral(found) - 1) < 5e-3
+    assert found.entropy < -1.0
+
+
+def test_what_cannot_be_resolved_is_not_called_converged():
+    found = maxent(torch.tensor([1.0] + [1.5] * 30))
+    assert found.status.outcome == "max_steps"
+    with pytest.raises(NotConvergedError, match="narrower than the quadrature resolves"):
+        found.raise_if_failed()
+
+
+def test_a_variance_of_ones_own_is_not_changed():
+    found = maxent(atoms([0.3], 12), relax=1e-8)
+    assert float(found.ridge.max()) == 1e-8
+    assert found.status.outcome == "max_steps"
+    assert "larger grid_size" in found.status.advice
+
+
+def test_a_finer_quadrature_resolves_narrower_peaks():
+    coarse, fine = maxent(atoms([0.3], 6)), maxent(atoms([0.3], 6), grid_size=2048)
+    assert "narrower peaks need a larger grid_size" in coarse.status.advice
+    assert float(fine.ridge.max()) < float(coarse.ridge.max())
+    assert fine.moment_error < coarse.moment_error
+    x = torch.linspace(0.2, 0.4, 20_001, dtype=torch.float64)
+    assert float(torch.trapezoid(fine.pdf(x), x)) == pytest.approx(1.0, abs=2e-3)
+
+
+def test_too_few_steps_are_reported():
+    found = recovered("beta", 20, max_steps=1)
+    assert found.status.outcome == "max_steps"
+    assert "steps where 1e-09 was asked for" in found.status.message
+    assert "relax=" in found.status.advice
+    with pytest.raises(NotConvergedError):
+        found.raise_if_failed()
+
+
+@pytest.mark.parametrize("m", [1, 2])
+def test_few_moments_have_closed_forms(m):
+    """One: an exponential; two, of a narrow normal: that normal."""
+    if m == 1:
+        found = maxent(torch.tensor([1.0, 1 / math.tanh(2.0) - 0.5], dtype=torch.float64))
+        torch.testing.assert_close(found.alphas, torch.tensor([-2.0]).double())
+    else:
+        found = recovered("narrow normal", 2)
+        torch.testing.assert_close(found.alphas, torch.tensor([0.0, 25.0]).double())
+
+
+@pytest.mark.parametrize("kind", ["list", "float32", "needs a gradient"])
+def test_moments_may_come_as(kind):
+    base = chebyshev_moments("beta", 6)
+    made = {
+        "list": base.tolist(),
+        "float32": base.float(),
+        "needs a gradient": base.clone().requires_grad_(),
+    }[kind]
+    found = maxent(made)
+    assert found.entropy == pytest.approx(maxent(base).entropy, abs=1e-5)
+    assert found.alphas.dtype == torch.float64
+    assert not found.alphas.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("given_moments", "options", "message"),
+    [
+        ([1.0], {}, r"\(m \+ 1,\) or \(N, m \+ 1\), m >= 1, got \(1,\)"),
+        (1.0, {}, r"m >= 1, got \(\)"),
+        ([[[1.0, 0.0]]], {}, r"m >= 1, got \(1, 1, 2\)"),
+        ([1.0, math.nan], {}, "moments must be finite, got 1 NaN or Inf of 2"),
+        ([1.0, math.inf], {}, "moments must be finite"),
+        ([0.9, 0.0], {}, "begin with that of degree 0, which is 1, got 0.9"),
+        ([[1.0, 0.0], [2.0, 0.0]], {}, "begin with that of degree 0, which is 1"),
+        ([1.0, 0.0], {"interval": (1.0, 1.0)}, "lower end first"),
+        ([1.0, 0.0], {"interval": (0.0, math.inf)}, "interval must be finite"),
+        ([1.0, 0.0], {"interval": (math.nan, 1.0)}, "interval must be finite"),
+        ([1.0, 0.0], {"basis": "hermite"}, "basis must be one of chebyshev"),
+        ([1.0, 0.0], {"prior": "normal"}, "prior must be one of flat"),
+        ([1.0, 0.0], {"prior": None}, "prior must be one of flat"),
+        ([1.0, 0.0], {"prior": "log_uniform"}, "needs an interval of positive numbers"),
+        ([1.0, 0.0], {"prior": "marchenko_pastur"}, "needs an interval of positive numbers"),
+        ([1.0, 0.0], {"prior": lambda x: x}, "prior must be positive inside the interval"),
+        ([1.0, 0.0], {"prior": lambda x: x * math.nan}, "prior must be positive"),
+        ([1.0, 0.0], {"prior": lambda x: torch.ones(2)}, "keep the shape of x"),
+        ([1.0, 0.0], {"prior": lambda x: 1.0}, "keep the shape of x"),
+        ([1.0, 0.0], {"prior": lambda x: x**2 * math.inf}, "prior must be finite"),
+        ([1.0, 0.0], {"stderr": torch.tensor([0.0, -1.0])}, "stderr must be at least 0"),
+        ([1.0, 0.0], {"stderr": torch.tensor([0.0, math.nan])}, "stderr must be finite"),
+        ([1.0, 0.0], {"stderr": torch.zeros(3)}, r"stderr must be \(2,\), as the moments"),
+        ([1.0, 0.0], {"relax": -1.0}, "relax must be"),
+        ([1.0, 0.0], {"relax": math.nan}, "relax must be"),
+        ([1.0, 0.0], {"relax": math.inf}, "relax must be"),
+        ([1.0, 0.0], {"tol": math.nan}, "tol must be at least 0"),
+        ([1.0, 0.0], {"tol": -1.0}, "tol must be at least 0"),
+        ([1.0, 0.0], {"max_steps": 0}, "max_steps must be at least 1"),
+        ([1.0, 0.0], {"grid_size": 2}, "grid_size must be at least 3"),
+    ],
+)
+def test_misuse_is_refused(given_moments, options, message):
+    with pytest.raises(ValueError, match=message):
+        maxent(torch.tensor(given_moments), **options)
+
+
+@pytest.mark.parametrize("basis", ["chebyshev", "legendre", "power"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_moments_of_a_matrix_come_back_within_their_errors(basis, dtype):
+    values = torch.cat([torch.linspace(1, 2, 100), torch.linspace(3, 5, 100)]).to(dtype)
+    op = with_spectrum(values, generator=seeded(0))
+    measured = moments(op, num_moments=10, basis=basis, interval=(0.9, 5.1), num_probes=20)
+    found = maxent(measured)
+    assert found.status.outcome == "converged"
+    assert found.interval == (0.9, 5.1)
+    assert found.chi_squared < 10 * 4**2
+    assert found.moment(1) == pytest.approx(float(values.double().mean()), rel=0.02)
+    if basis == "chebyshev":
+        off = (found.fitted - measured.mean[1:]).abs()
+        assert bool((off <= 4 * measured.stderr[1:] + 1e-9).all())
+
+
+def test_the_log_determinant_of_a_matrix_is_near_the_truth():
+    values = torch.linspace(0.5, 3.0, 300, dtype=torch.float64)
+    op = with_spectrum(values, generator=seeded(0))
+    measured = moments(op, num_moments=20, num_probes=30)
+    series = np.polynomial.Chebyshev.interpolate(np.log, 20, domain=list(measured.interval))
+    samples = measured.samples @ torch.from_numpy(series.coef)  # the same, a probe at a time
+    error = float(samples.std() / 30**0.5)
+    found = maxent(measured).expectation(torch.log)
+    assert found == pytest.approx(float(samples.mean()), abs=1e-3)
+    assert abs(found - float(values.log().mean())) < 4 * error < 0.04
+
+
+@pytest.mark.parametrize("m", [6, 30])
+def test_a_matrix_of_two_repeated_eigenvalues_has_a_density(m):
+    """Some of its standard errors are no more than roundoff, and not to be taken at their word."""
+    values = torch.cat([torch.ones(40), 2 * torch.ones(40)])
+    found = maxent(moments(with_spectrum(values, generator=seeded(0)), num_moments=m))
+    assert found.status.outcome == "converged"
+    assert "relaxed" in found.status.message
+    assert found.mass(0.0, 1.5) == pytest.approx(0.5, abs=0.05)
+    assert abs(integral(found) - 1) < 5e-3
+
+
+def test_the_identity_has_a_density_at_one():
+    found = maxent(moments(torch.eye(30), num_moments=10))
+    assert found.status.outcome == "converged"
+    assert found.moment(1) == pytest.approx(1.0, abs=1e-3)
+    assert found.mass(0.8, 1.2) > 0.99
