@@ -128,8 +128,8 @@ def gpt(args):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("network", choices=("vgg16", "gpt"))
-    parser.add_argument("--data", type=Path, required=True, help="npz of images, or gzipped text")
+    parser.add_argument("network", nargs="?", choices=("vgg16", "gpt"))
+    parser.add_argument("--data", type=Path, help="npz of images, or gzipped text")
     parser.add_argument("--samples", type=int, default=45_000)
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--training", type=int, default=3000, help="steps of training")
@@ -141,6 +141,9 @@ def main():
     parser.add_argument("--seconds", type=float, default=1e9, help="start nothing after this")
     parser.add_argument("--out", type=Path, help="folder for the spectra")
     args = parser.parse_args()
+    if args.network is None or not torch.cuda.is_available():
+        print("nothing measured: it takes a network, data and a CUDA device; see --help")
+        return
     args.device = "cuda"
     args.deadline = time.monotonic() + args.seconds
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True

@@ -2,6 +2,7 @@
 
 from ritz.spectra.conjugate import NotPositiveDefiniteError, Solution, solve
 from ritz.spectra.densities import density
+from ritz.spectra.determinants import logdet
 from ritz.spectra.diagonals import diagonal
 from ritz.spectra.discrete import DiscreteDensity, SmoothedDensity
 from ritz.spectra.entropic import EntropicDensity
@@ -32,6 +33,7 @@ __all__ = [
     "frobenius_norm",
     "lanczos",
     "lanczos_block",
+    "logdet",
     "maxent",
     "moments",
     "solve",

@@ -1,0 +1,238 @@
+import math
+
+import pytest
+import scipy.sparse as sparse
+import torch
+
+import ritz
+from ritz._core.progress import tracking
+from ritz.operators import DenseOperator, FunctionOperator, KernelOperator, SparseOperator
+from ritz.spectra import NotPositiveDefiniteError
+from ritz.spectra.deflation import Deflation
+from ritz.spectra.radau import log_brackets
+from ritz.spectra.recurrence import Recurrence, advance
+from ritz.testing import check_operator, with_spectrum
+
+
+def hidden(matrix):
+    """The matrix known by its products alone."""
+    return FunctionOperator(lambda block: matrix @ block, n=len(matrix), dtype=matrix.dtype)
+
+
+def kernel(n, lengthscale, noise=1e-6, dtype=torch.float64):
+    points = 0.3 * torch.randn(n, 4, generator=torch.Generator().manual_seed(3), dtype=dtype)
+    return KernelOperator(points, lengthscale=lengthscale, noise=noise)
+
+
+def within(found, exact, sigmas=4.0):
+    bar = sigmas * math.hypot(float(found.stderr), float(found.truncation))
+    return abs(float(found) - exact) <= bar + 1e-8 * abs(exact)
+
+
+def test_a_dense_matrix_is_factored(rng):
+    op = with_spectrum(torch.linspace(0.1, 4, 60, dtype=torch.float64), generator=rng)
+    found = ritz.logdet(op)
+    assert float(found) == pytest.approx(float(torch.logdet(op.matrix)), rel=1e-12)
+    assert float(found.stderr) == 0
+    assert "factor of a dense matrix" in found.method
+
+
+def test_a_sparse_matrix_is_factored():
+    line = sparse.diags_array([-1.0, 2.5, -1.0], offsets=[-1, 0, 1], shape=(12, 12))
+    matrix = sparse.kronsum(line, line).tocsr()
+    found = ritz.logdet(matrix)
+    expected = torch.logdet(torch.from_numpy(matrix.toarray()))
+    assert float(found) == pytest.approx(float(expected), rel=1e-12)
+    assert "sparse" in found.method
+
+
+@pytest.mark.parametrize("n", [1, 7, 25, 60, 130])
+def test_as_many_products_as_rows_are_exact(n, rng):
+    op = with_spectrum(torch.logspace(-6, 2, n, dtype=torch.float64), generator=rng)
+    found = ritz.logdet(hidden(op.matrix), method="krylov", num_products=max(n, 2))
+    assert float(found) == pytest.approx(float(torch.logdet(op.matrix)), rel=1e-7, abs=1e-7)
+    assert found.num_products == n
+    assert "the whole space" in found.method
+
+
+@pytest.mark.parametrize("lengthscale", [0.1, 0.4, 1.5])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_truth_lies_within_both_error_bars(lengthscale, seed):
+    op = kernel(400, lengthscale)
+    exact = float(torch.logdet(op.dense()))
+    generator = torch.Generator().manual_seed(seed)
+    found = ritz.logdet(op, num_products=200, num_probes=8, generator=generator)
+    assert within(found, exact)
+    assert found.num_products <= 200
+    assert abs(float(found) - exact) < 0.05 * abs(exact)
+    assert "directions split off" in found.method
+
+
+def test_a_floor_brackets_the_truncation():
+    op = kernel(400, 0.4)
+    exact = float(torch.logdet(op.dense()))
+    blind = ritz.logdet(hidden(op.dense()), num_products=200)
+    told = ritz.logdet(hidden(op.dense()), num_products=200, floor=1e-6)
+    assert abs(float(told) - exact) < abs(float(blind) - exact)
+    assert within(told, exact)
+
+
+def test_gauss_and_radau_are_bounds(rng):
+    values = torch.logspace(-5, 1, 80, dtype=torch.float64)
+    op = with_spectrum(values, generator=rng)
+    starts = torch.randn(80, 5, generator=rng, dtype=torch.float64)
+    starts /= starts.norm(dim=0)
+    lambdas, vectors = torch.linalg.eigh(op.matrix)
+    exact = ((vectors.T @ starts).square() * lambdas.log()[:, None]).sum(0)
+    for steps in (3, 10, 25):
+        runs = [Recurrence(z.contiguous(), capacity=steps, mode="full") for z in starts.T]
+        advance(op, runs, steps)
+        found = log_brackets(runs, 1e-5 * (1 - 1e-9))
+        assert bool((found.lower <= exact + 1e-9).all())
+        assert bool((exact <= found.upper + 1e-9).all())
+        assert bool(((found.lower <= found.mixed) & (found.mixed <= found.upper)).all())
+        gap = (found.mixed - exact).abs().mean()
+        assert float(gap) < float((found.upper - exact).mean())
+
+
+def test_the_determinant_is_that_of_the_space_times_that_of_its_complement(rng):
+    matrix = with_spectrum(torch.logspace(-3, 1, 50, dtype=torch.float64), generator=rng).matrix
+    with tracking(False, "", None) as bar:
+        space = Deflation(DenseOperator(matrix), width=5, dimension=20, generator=rng, bar=bar)
+    basis = space.basis
+    eye = torch.eye(50, dtype=torch.float64)
+    torch.testing.assert_close(basis.T @ basis, eye[:20, :20])
+    outer = torch.linalg.svd(eye - basis @ basis.T).U[:, :30]
+    inner = basis.T @ matrix @ basis
+    schur = (
+        outer.T @ (matrix - matrix @ basis @ torch.linalg.solve(inner, basis.T @ matrix)) @ outer
+    )
+    torch.testing.assert_close(outer.T @ space.complement.dense() @ outer, schur)
+    total = space.logdet + float(torch.logdet(schur))
+    assert total == pytest.approx(float(torch.logdet(matrix)), rel=1e-10)
+    assert float(schur.trace()) == pytest.approx(float(matrix.trace()) - sum(space.traces))
+    check_operator(space.complement)
+
+
+def test_the_trace_is_a_control_variate():
+    op = kernel(400, 0.15)
+    told = ritz.logdet(op, num_products=150)
+    blind = ritz.logdet(hidden(op.dense()), num_products=150, floor=1e-6)
+    assert "controlled by the trace" in told.method
+    assert "controlled" not in blind.method
+    assert float(told.stderr) < float(blind.stderr)
+
+
+@pytest.mark.parametrize("value", [2.0, 1e-9, 1e9])
+def test_one_eigenvalue_repeated(value):
+    matrix = value * torch.eye(90, dtype=torch.float64)
+    found = ritz.logdet(hidden(matrix), num_products=40)
+    assert float(found) == pytest.approx(90 * math.log(value), rel=1e-9)
+
+
+def test_condition_of_ten_to_the_fifteen(rng):
+    op = with_spectrum(torch.logspace(-12, 3, 100, dtype=torch.float64), generator=rng)
+    exact = float(torch.logspace(-12, 3, 100, dtype=torch.float64).log().sum())
+    assert float(ritz.logdet(hidden(op.matrix), num_products=100)) == pytest.approx(exact, rel=0.02)
+
+
+def test_single_precision():
+    op = kernel(300, 0.2, noise=1e-2, dtype=torch.float32)
+    exact = float(torch.logdet(op.dense().double()))
+    assert within(ritz.logdet(op, num_products=150), exact, sigmas=6.0)
+
+
+def test_a_seed_gives_the_same_bits_and_is_recorded():
+    op = kernel(200, 0.3)
+    first, second = (
+        ritz.logdet(op, num_products=80, generator=torch.Generator().manual_seed(5))
+        for _ in range(2)
+    )
+    assert torch.equal(first.samples, second.samples)
+    assert first.seed == 5
+
+
+def test_the_status_says_whether_the_accuracy_was_reached():
+    op = kernel(300, 0.3)
+    assert ritz.logdet(op, num_products=300, rtol=1e-6).status.outcome == "converged"
+    short = ritz.logdet(op, num_products=60, rtol=1e-6)
+    assert short.status.outcome == "max_steps"
+    assert short.status.advice
+    with pytest.raises(ritz.NotConvergedError, match="asked for"):
+        short.raise_if_failed()
+
+
+@pytest.mark.parametrize("n", [40, 200])
+@pytest.mark.parametrize("wrap", [DenseOperator, hidden], ids=["dense", "products"])
+def test_a_negative_eigenvalue_is_named(wrap, n, rng):
+    values = torch.linspace(-0.5, 3, n, dtype=torch.float64)
+    op = wrap(with_spectrum(values, generator=rng).matrix)
+    with pytest.raises(NotPositiveDefiniteError, match=r"positive definite, got .* of -0\.\d"):
+        ritz.logdet(op, num_products=100)
+
+
+def test_a_sparse_matrix_that_is_not_positive_definite_is_named():
+    matrix = sparse.diags_array([1.0, -2.0, 3.0]).tocsr()
+    with pytest.raises(NotPositiveDefiniteError, match="pivot of -2"):
+        ritz.logdet(SparseOperator(matrix))
+    with pytest.raises(NotPositiveDefiniteError, match="zero pivot"):
+        ritz.logdet(SparseOperator(sparse.csr_array([[1.0, 1.0], [1.0, 1.0]])))
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"method": "magic"}, "method must be one of"),
+        ({"num_products": 1}, "num_products must be at least 2"),
+        ({"num_probes": 1}, "num_probes must be at least 2"),
+        ({"floor": 0.0}, "floor must be positive"),
+        ({"rtol": -1.0}, "rtol must be at least 0"),
+        ({"method": "cholesky"}, "needs a dense or sparse matrix"),
+        ({"floor": 0.5, "num_products": 60}, "floor must be below the spectrum"),
+    ],
+)
+def test_wrong_arguments_are_named(options, match):
+    with pytest.raises(ValueError, match=match):
+        ritz.logdet(kernel(200, 0.3), **options)
+
+
+@pytest.mark.parametrize("method", ["lanczos", "chebyshev", "maxent"])
+@pytest.mark.parametrize("seed", range(3))
+def test_simpler_methods_agree_where_the_condition_number_is_small(method, seed, rng):
+    values = torch.linspace(0.5, 3.0, 300, dtype=torch.float64)
+    op = with_spectrum(values, generator=rng)
+    generator = torch.Generator().manual_seed(seed)
+    found = ritz.logdet(
+        hidden(op.matrix), method=method, num_products=400, num_probes=16, generator=generator
+    )
+    assert within(found, float(values.log().sum()))
+    assert found.num_products <= 400
+    assert len(found.samples) == 16
+
+
+def test_every_method_takes_the_floor_that_a_kernel_knows():
+    op = kernel(200, 0.1, noise=1e-2)
+    exact = float(torch.logdet(op.dense()))
+    for method in ("krylov", "lanczos", "chebyshev", "maxent"):
+        found = ritz.logdet(op, method=method, num_products=150, num_probes=10)
+        assert within(found, exact, sigmas=5.0), method
+
+
+@pytest.mark.parametrize("method", ["chebyshev", "maxent"])
+def test_a_spectrum_that_may_reach_zero_needs_a_floor(method, rng):
+    op = with_spectrum(torch.logspace(-6, 0, 80, dtype=torch.float64), generator=rng)
+    with pytest.raises(ValueError, match="floor must be given"):
+        ritz.logdet(hidden(op.matrix), method=method)
+
+
+def test_entropy_gives_a_sample_for_each_probe_with_the_spread_of_the_value(rng):
+    values = torch.linspace(0.2, 2.0, 200, dtype=torch.float64)
+    op = hidden(with_spectrum(values, generator=rng).matrix)
+    found = [
+        ritz.logdet(op, method="maxent", num_products=300, num_probes=20,
+                    generator=torch.Generator().manual_seed(seed))
+        for seed in range(24)
+    ]  # fmt: skip
+    spread = torch.stack([one.mean for one in found]).std()
+    stated = torch.stack([one.stderr for one in found]).mean()
+    assert 0.5 < float(spread / stated) < 2.0
