@@ -10,12 +10,12 @@ import argparse
 from pathlib import Path
 
 import torch
+from rich.progress import track
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import ritz
-from ritz._core.progress import tracking
 from ritz.curvature import Risk, ggn, hessian
 from ritz.measures import (
     fold_batch_norm,
@@ -54,15 +54,13 @@ def train(model: nn.Module, data: Data, num_epochs: int) -> None:
     generator = torch.Generator().manual_seed(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_epochs)
-    with tracking(True, "training", num_epochs) as bar:
-        for epoch in range(num_epochs):
-            for chosen in torch.randperm(len(data[1]), generator=generator).split(BATCH):
-                loss = cross_entropy(model(data[0][chosen]), data[1][chosen])
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-            schedule.step()
-            bar.update(epoch + 1, f"loss {loss.item():.4f}")
+    for _ in track(range(num_epochs), "training"):
+        for chosen in torch.randperm(len(data[1]), generator=generator).split(BATCH):
+            loss = cross_entropy(model(data[0][chosen]), data[1][chosen])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        schedule.step()
 
 
 def spectra(risk: Risk, num_steps: int, engine: str) -> dict[str, ritz.Spectrum]:

@@ -66,3 +66,10 @@ def test_what_is_kept_has_a_budget():
         hessian(risk, memory=-1)
     with pytest.raises(ValueError, match="block_size must be at least 1"):
         hessian(risk, block_size=0)
+
+
+def test_class_weights_are_not_cut(monkeypatch):
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64))
+    op = hessian(Risk(case("mlp").model, loss, case("mlp").data), engine="eager")
+    with pytest.raises(torch.OutOfMemoryError, match="no more"):
+        limited(monkeypatch, op, samples=2) @ torch.ones(op.shape[0], dtype=torch.float64)

@@ -337,7 +337,7 @@ def test_a_loss_that_cannot_be_differentiated_twice(model):
     class Once(torch.autograd.Function):
         @staticmethod
         def forward(x):
-            return x.sum()
+            return x.mean()
 
         @staticmethod
         def setup_context(ctx, inputs, output):
@@ -428,3 +428,11 @@ def test_a_model_that_torch_cannot_transform_says_why():
     risk = Risk(Packed().double(), CE, [(noise(2, 2, 3), torch.tensor([0, 1]))])
     with pytest.raises(RuntimeError, match="cannot be differentiated as it must: no forward over"):
         hessian(risk) @ risk.theta
+
+
+def test_a_loss_that_is_a_sum_is_told_from_a_mean():
+    def summed(outputs, target):
+        return torch.nn.functional.cross_entropy(outputs, target, reduction="sum")
+
+    with pytest.raises(ValueError, match=r"mean over a batch, got what seems to be a sum"):
+        Risk(mlp().double(), summed, vectors(5, 2))

@@ -1,11 +1,14 @@
 """What must hold of a model, a loss and data before, and after, they are differentiated."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ritz.curvature.batches import rows
 from ritz.curvature.losses import check_labels, recognised
+from ritz.curvature.points import Context
 
 if TYPE_CHECKING:
     from ritz.curvature.risk import Risk
@@ -30,6 +33,8 @@ def inspect_first_batch(risk: "Risk") -> Any:
             check_labels(risk.loss_fn, outputs, target, f"batch {index}")
             first, again = (risk.batch_loss(risk.params, context) for _ in range(2))
         _check_loss(first, index)
+        if recognised(risk.loss_fn) is None:
+            _check_mean(risk, context, risk.batch_sizes[index], index)
         gap = abs(float(first) - float(again))
         if not gap <= 100 * torch.finfo(risk.theta.dtype).eps * abs(float(first)):
             raise ValueError(
@@ -66,6 +71,27 @@ def _check_outputs(loss_fn: Any, outputs: Any) -> None:
     if recognised(loss_fn) is not None and not isinstance(outputs, Tensor):
         raise TypeError("model must return a tensor for this loss_fn, got "
                         f"{type(outputs).__name__}: pass forward= to choose from it")  # fmt: skip
+
+
+def _check_mean(risk: "Risk", context: Context, size: int, index: int) -> None:
+    """Raise where some samples, each of them twice, have twice the loss: that is a sum."""
+    if not risk.separable or context.masks is not None:
+        return
+    few = torch.arange(min(4, size), device=risk.theta.device)
+    batches = (rows(context.batch, few.repeat(times), size) for times in (1, 2))
+    try:
+        with torch.no_grad(), risk.settings():
+            once, twice = (
+                float(risk.batch_loss(risk.params, replace(context, batch=batch)))
+                for batch in batches
+            )
+    except (RuntimeError, ValueError, TypeError, IndexError):
+        return  # a model that takes batches of one size alone
+    if once and abs(twice / once - 2) < 0.01:
+        raise ValueError(
+            f"loss_fn must return the mean over a batch, got what seems to be a sum: {once:.6g} "
+            f"for {len(few)} samples of batch {index}, and {twice:.6g} for each of them twice"
+        )
 
 
 def _check_loss(loss: Any, index: int) -> None:

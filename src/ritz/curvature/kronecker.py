@@ -35,7 +35,7 @@ from ritz.operators.dense import DenseOperator
 from ritz.operators.diagonal import DiagonalOperator
 from ritz.operators.structure import exact_diagonal, exact_trace
 
-KFACKind = Literal["ggn", "mc", "empirical"]
+KFACKind = Literal["ggn", "monte_carlo", "empirical"]
 _LAYERS = (("weight",), ("bias",), ("weight", "bias"))
 MAX_DENSE = 2048  # parameters of a module without factors whose block is formed
 
@@ -123,8 +123,9 @@ def kfac(
     Args:
         risk: The loss at a point, of samples that do not depend on each other.
         kind: What :math:`\delta` is the derivative of: ``ggn`` (every column of a root of the
-            Hessian in the outputs: no sampling, a backward pass for each output), ``mc`` (the loss
-            of a label drawn from the model, one pass) or ``empirical`` (the loss itself, one pass).
+            Hessian in the outputs: no sampling, a backward pass for each output), ``monte_carlo``
+            (the loss of a label drawn from the model, one pass) or ``empirical`` (the loss itself,
+            one pass).
         generator: Source of the labels.
         progress: Whether to show a bar of batches, or what to tell.
 
@@ -132,7 +133,7 @@ def kfac(
     Immer, Turner, Schneider and Hennig (2023), expand setting; Bernacchia, Lengyel and
     Hennequin (2018) for linear networks.
     """
-    check_choice("kind", kind, ("ggn", "mc", "empirical"))
+    check_choice("kind", kind, ("ggn", "monte_carlo", "empirical"))
     require_outputs(risk, "kfac()")
     columns = _columns(risk, kind, resolve_generator(generator))
     found = structure_plan(risk, roots=kind == "ggn")

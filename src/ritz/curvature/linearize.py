@@ -17,6 +17,7 @@ from torch.func import functionalize, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ritz.curvature.settings import without_warnings_of_fallbacks
 from ritz.curvature.simplify import simplified
 
 Graph = Callable[..., Any]
@@ -85,7 +86,8 @@ class Linearization:
     def _widened(self, kept: Sequence[Tensor], tangent: Sequence[Tensor]) -> Graph:
         """The tangent part for blocks, traced through vmap so that vmap itself costs nothing."""
         axes = (None,) * len(kept) + (0,) * self._num_tangents
-        traced = make_fx(vmap(self._tangent, in_dims=axes))(*kept, *tangent)
+        with without_warnings_of_fallbacks():
+            traced = make_fx(vmap(self._tangent, in_dims=axes))(*kept, *tangent)
         return _ready(simplified(traced), self._compiled)
 
 

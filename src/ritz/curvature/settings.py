@@ -29,11 +29,23 @@ def product_modes(
         stack.callback(torch.backends.mha.set_fastpath_enabled, fast_path)
         torch.backends.mha.set_fastpath_enabled(False)
         stack.enter_context(arithmetic(precision))
+        stack.enter_context(without_warnings_of_fallbacks())
         if device.type == "cuda" and any(isinstance(m, nn.RNNBase) for m in model.modules()):
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))  # likewise
         if _needs_formulas(model):
             stack.enter_context(_Formulas())
         yield
+
+
+@contextmanager
+def without_warnings_of_fallbacks() -> Iterator[None]:
+    """Let vmap do what it has no rule for column by column, silently: it is right, if slower."""
+    warn: Any = getattr(torch._C._functorch, "_set_vmap_fallback_warning_enabled")  # noqa: B009
+    warn(False)
+    try:
+        yield
+    finally:
+        warn(True)  # as it is by default
 
 
 @contextmanager
