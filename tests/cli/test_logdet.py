@@ -1,0 +1,39 @@
+import json
+import math
+
+import pytest
+import scipy.io
+import scipy.sparse as sparse
+
+from ritz.cli import _app
+
+
+@pytest.fixture
+def matrix(tmp_path):
+    path = tmp_path / "matrix.mtx"
+    scipy.io.mmwrite(path, sparse.diags_array([1.0, 2.0, 4.0]).tocsr())
+    return str(path)
+
+
+def test_value_error_bar_method_products_and_time(matrix, capsys):
+    assert _app.run(["logdet", matrix]) == 0
+    out = capsys.readouterr().out
+    assert f"log det = {math.log(8):.7f}"[:16] in out
+    assert "factor of a sparse matrix of order 3; 0 products" in out
+
+
+def test_json_for_machines(matrix, capsys):
+    assert _app.run(["logdet", matrix, "--method", "krylov", "--json", "--seed", "3"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["logdet"] == pytest.approx(math.log(8))
+    assert (found["rows"], found["products"], found["stderr"]) == (3, 3, 0.0)
+
+
+def test_bad_input_is_one_line_and_code_two(matrix, tmp_path, capsys):
+    assert _app.run(["logdet", str(tmp_path / "none.mtx")]) == 2
+    assert "ritz: no matrix file" in capsys.readouterr().err
+    assert _app.run(["logdet", matrix, "--method", "magic"]) == 2
+    assert "method must be one of" in capsys.readouterr().err
+    scipy.io.mmwrite(tmp_path / "negative.mtx", sparse.diags_array([1.0, -2.0]).tocsr())
+    assert _app.run(["logdet", str(tmp_path / "negative.mtx")]) == 2
+    assert "positive definite, got a pivot of -2" in capsys.readouterr().err

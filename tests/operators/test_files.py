@@ -1,0 +1,53 @@
+import gzip
+
+import numpy as np
+import pytest
+import scipy.io
+import scipy.sparse as sparse
+import torch
+
+from ritz.operators.files import read_matrix
+
+LINE = sparse.diags_array([-1.0, 2.5, -1.0], offsets=[-1, 0, 1], shape=(6, 6)).tocsr()
+
+
+@pytest.mark.parametrize("name", ["a.mtx", "a.mtx.gz", "a.npz"])
+def test_a_matrix_comes_back(name, tmp_path):
+    path = tmp_path / name
+    if name == "a.npz":
+        sparse.save_npz(path, LINE)
+    else:
+        scipy.io.mmwrite(tmp_path / "a.mtx", LINE)
+        if name.endswith(".gz"):
+            path.write_bytes(gzip.compress((tmp_path / "a.mtx").read_bytes()))
+    torch.testing.assert_close(read_matrix(path).dense(), torch.from_numpy(LINE.toarray()))
+
+
+def test_dense_matrix_market(tmp_path):
+    scipy.io.mmwrite(tmp_path / "a.mtx", LINE.toarray())
+    torch.testing.assert_close(
+        read_matrix(tmp_path / "a.mtx").dense(), torch.from_numpy(LINE.toarray())
+    )
+
+
+def test_what_is_no_matrix_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no matrix file .*a\.mtx"):
+        read_matrix(tmp_path / "a.mtx")
+    (tmp_path / "a.txt").write_text("1")
+    with pytest.raises(ValueError, match=r"must end in \.mtx"):
+        read_matrix(tmp_path / "a.txt")
+    (tmp_path / "bad.mtx").write_text("%%MatrixMarket matrix coordinate real general\n2 2 9\n1 1")
+    with pytest.raises(ValueError, match="must hold a symmetric matrix"):
+        read_matrix(tmp_path / "bad.mtx")
+    np.savez(tmp_path / "objects.npz", a=np.array([{"run": "me"}], dtype=object))
+    with pytest.raises(ValueError, match="no objects"):
+        read_matrix(tmp_path / "objects.npz")
+    (tmp_path / "torn.npz").write_bytes(b"PK not a file")
+    with pytest.raises(ValueError, match="saved by scipy"):
+        read_matrix(tmp_path / "torn.npz")
+    sparse.save_npz(tmp_path / "complex.npz", LINE * 1j)
+    with pytest.raises(ValueError, match="real numbers"):
+        read_matrix(tmp_path / "complex.npz")
+    scipy.io.mmwrite(tmp_path / "general.mtx", sparse.csr_array([[1.0, 2.0], [0.0, 1.0]]))
+    with pytest.raises(ValueError, match="symmetric"):
+        read_matrix(tmp_path / "general.mtx")
