@@ -68,34 +68,33 @@ def require_outputs(risk: Risk, what: str) -> None:
                          "loss_fn=None: pass loss_fn, and forward if need be")  # fmt: skip
 
 
-def pushed_and_pulled(evaluate: Evaluate, params: Params, vector: Params, middle: Middle) -> Params:
-    r"""The product :math:`J^\top M J v` with the Jacobian of the outputs of ``evaluate``."""
-    target = None
+class _Outputs:
+    """The outputs as a function of the parameters; the target of the last call beside it."""
 
-    def outputs(point: Params) -> Any:
-        nonlocal target
-        found, target = evaluate(point)
+    def __init__(self, evaluate: Evaluate) -> None:
+        self._evaluate, self.target = evaluate, None
+
+    def __call__(self, params: Params) -> Any:
+        found, self.target = self._evaluate(params)
         return found
 
+
+def pushed_and_pulled(evaluate: Evaluate, params: Params, vector: Params, middle: Middle) -> Params:
+    r"""The product :math:`J^\top M J v` with the Jacobian of the outputs of ``evaluate``."""
+    outputs = _Outputs(evaluate)
     found, tangent = jvp(outputs, (params,), (vector,))[:2]
     pull = vjp(outputs, params)[1]
-    product: Params = pull(middle(found, target, tangent))[0]
+    product: Params = pull(middle(found, outputs.target, tangent))[0]
     return product
 
 
 def pulled_twice(evaluate: Evaluate, params: Params, vector: Params, middle: Middle) -> Params:
     r"""The same by reverse rules alone: :math:`J v` transposes :math:`u \mapsto J^\top u`."""
-    target = None
-
-    def outputs(point: Params) -> Any:
-        nonlocal target
-        found, target = evaluate(point)
-        return found
-
+    outputs = _Outputs(evaluate)
     found, pull = vjp(outputs, params)[:2]
     zero = tree_map(lambda leaf: leaf * 0, found)
     push = vjp(lambda cotangent: pull(cotangent)[0], zero)[1]
-    product: Params = pull(middle(found, target, push(vector)[0]))[0]
+    product: Params = pull(middle(found, outputs.target, push(vector)[0]))[0]
     return product
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -20,9 +20,10 @@ from ritz.operators.interop import as_operator
 from ritz.operators.kernel import KernelOperator
 from ritz.operators.sparse import SparseOperator
 from ritz.operators.structure import exact_trace
+from ritz.spectra.budget import Budget
 from ritz.spectra.conjugate import NotPositiveDefiniteError
 from ritz.spectra.deflation import Deflation
-from ritz.spectra.expansions import by_chebyshev, by_maxent
+from ritz.spectra.expansions import Expansion, by_chebyshev, by_maxent
 from ritz.spectra.radau import Brackets, log_brackets
 from ritz.spectra.recurrence import Recurrence, advance
 from ritz.spectra.sampling import stderr
@@ -100,23 +101,10 @@ def logdet(
         return _by_factor(op)
     if floor is None and isinstance(op, KernelOperator) and op.noise > 0:
         floor = op.noise
-    generator = resolve_generator(generator)
-    if method in ("chebyshev", "maxent"):
-        expand = by_chebyshev if method == "chebyshev" else by_maxent
-        found = expand(
-            op,
-            num_products=num_products,
-            num_probes=num_probes,
-            floor=floor,
-            generator=generator,
-            progress=progress,
-        )
-        return _estimate(
-            found.samples, found.truncation, found.num_products, rtol, generator, found.how
-        )
-    if method == "lanczos":
-        return _by_lanczos(op, num_products, num_probes, floor, rtol, generator, progress)
-    return _by_krylov(op, num_products, num_probes, floor, rtol, generator, progress)
+    budget = Budget(num_products, num_probes, floor, resolve_generator(generator), progress)
+    by = {"lanczos": _by_lanczos, "chebyshev": by_chebyshev, "maxent": by_maxent}
+    found = by.get(method, _by_krylov)(op, budget)
+    return _estimate(found, rtol, budget.generator)
 
 
 def _factored(op: LinearOperator) -> bool:
@@ -171,108 +159,87 @@ def _sparse(op: SparseOperator) -> float:
     return float(pivots.log().sum())
 
 
-def _by_krylov(
-    op: LinearOperator,
-    num_products: int,
-    num_probes: int,
-    floor: float | None,
-    rtol: float | None,
-    generator: torch.Generator,
-    progress: bool | Progress,
-) -> Estimate:
-    n = op.shape[0]
-    dimension = _dimension(n, num_products, op.dtype.itemsize)
-    with tracking(progress, "log determinant", min(n, num_products)) as bar:
+def _by_krylov(op: LinearOperator, budget: Budget) -> Expansion:
+    n, generator = op.shape[0], budget.generator
+    dimension = _dimension(n, budget.num_products, op.dtype.itemsize)
+    label, total = "log determinant", min(n, budget.num_products)
+    with tracking(budget.progress, label, total) as bar:
         space = Deflation(
             op, width=min(WIDTH, n), dimension=dimension, generator=generator, bar=bar
         )
         if space.complement is None:
-            zero = torch.zeros((), dtype=torch.float64)
             whole = torch.tensor([space.logdet], dtype=torch.float64)
-            return _estimate(whole, zero, n, rtol, generator, "block Krylov: the whole space")
-        steps = min(max(1, (num_products - dimension) // num_probes), space.dimension)
+            return Expansion(whole, torch.zeros_like(whole[0]), n, "block Krylov: the whole space")
+        steps = (budget.num_products - dimension) // budget.num_probes
         forms = _forms(
             space.complement,
             lambda count: space.probes(count, generator),
-            num_probes=num_probes,
-            steps=steps,
-            floor=floor,
+            budget,
+            steps=min(max(1, steps), space.dimension),
             bar=bar,
             spent=dimension,
         )
-    whole_trace = exact_trace(op)
-    known = None if whole_trace is None else (whole_trace - sum(space.traces), whole_trace)
-    eps = torch.finfo(op.dtype).eps
-    samples, truncation, how = _quadrature(forms, space.dimension, known, eps)
-    how = f"{dimension} directions split off, {num_probes} probes x {steps} steps{how}"
-    spent = dimension + forms.num_products
-    found = space.logdet + samples
-    return _estimate(found, truncation, spent, rtol, generator, f"block Krylov: {how}")
+    trace = exact_trace(op)
+    known = None if trace is None else (trace - sum(space.traces), trace)
+    found = _quadrature(forms, space.dimension, known, torch.finfo(op.dtype).eps)
+    how = f"block Krylov: {dimension} directions split off, {found.how}"
+    spent = dimension + found.num_products
+    return Expansion(space.logdet + found.samples, found.truncation, spent, how)
 
 
-def _by_lanczos(
-    op: LinearOperator,
-    num_products: int,
-    num_probes: int,
-    floor: float | None,
-    rtol: float | None,
-    generator: torch.Generator,
-    progress: bool | Progress,
-) -> Estimate:
+def _by_lanczos(op: LinearOperator, budget: Budget) -> Expansion:
     n = op.shape[0]
-    steps = min(max(1, num_products // num_probes), n)
+    steps = min(max(1, budget.num_products // budget.num_probes), n)
 
     def drawn(count: int) -> Tensor:
-        signs = probes(
-            (n, count), kind="rademacher", generator=generator, dtype=op.dtype, device=op.device
-        )
+        source = budget.generator
+        signs = probes((n, count), generator=source, dtype=op.dtype, device=op.device)
         return signs / math.sqrt(n)
 
-    with tracking(progress, "log determinant", steps * num_probes) as bar:
-        forms = _forms(op, drawn, num_probes=num_probes, steps=steps, floor=floor, bar=bar, spent=0)
+    with tracking(budget.progress, "log determinant", steps * budget.num_probes) as bar:
+        forms = _forms(op, drawn, budget, steps=steps, bar=bar, spent=0)
     trace = exact_trace(op)
     known = None if trace is None else (trace, trace)
-    samples, truncation, how = _quadrature(forms, n, known, torch.finfo(op.dtype).eps)
-    how = f"Lanczos quadrature: {num_probes} probes x {steps} steps{how}"
-    return _estimate(samples, truncation, forms.num_products, rtol, generator, how)
+    found = _quadrature(forms, n, known, torch.finfo(op.dtype).eps)
+    return replace(found, how=f"Lanczos quadrature: {found.how}")
 
 
 @dataclass(frozen=True, slots=True)
 class _Forms:
-    """Quadratic forms of probes of norm one: bounds of the logarithm, values, products spent."""
+    """Quadratic forms of probes of norm one: bounds of the logarithm, values, and their cost."""
 
     brackets: Brackets
     plain: Tensor
+    steps: int
     num_products: int
 
 
 def _forms(
     op: LinearOperator,
     drawn: Callable[[int], Tensor],
+    budget: Budget,
     *,
-    num_probes: int,
     steps: int,
-    floor: float | None,
     bar: Progress,
     spent: int,
 ) -> _Forms:
     found, plain, products = [], [], 0
-    for start in range(0, num_probes, op.block_size):
-        starts = drawn(min(op.block_size, num_probes - start))
+    for start in range(0, budget.num_probes, op.block_size):
+        starts = drawn(min(op.block_size, budget.num_probes - start))
         runs = [Recurrence(z.contiguous(), capacity=steps, mode="full") for z in starts.T]
         advance(op, runs, steps)
-        found.append(log_brackets(runs, floor))
+        found.append(log_brackets(runs, budget.floor))
         plain += [run.alphas[0] for run in runs]
         products += sum(run.size for run in runs)
         bar.update(spent + products)
     columns = ("upper", "lower", "mixed")
     joined = Brackets(*(torch.cat([getattr(part, name) for part in found]) for name in columns))
-    return _Forms(joined, torch.tensor(plain, dtype=torch.float64), products)
+    return _Forms(joined, torch.tensor(plain, dtype=torch.float64), steps, products)
 
 
 def _quadrature(
     forms: _Forms, dimension: int, known: tuple[float, float] | None, eps: float
-) -> tuple[Tensor, Tensor, str]:
+) -> Expansion:
     r"""Samples of :math:`\operatorname{tr} \log S`, their truncation, and what was done to them.
 
     Args:
@@ -287,7 +254,8 @@ def _quadrature(
     samples, how = dimension * found.mixed, ""
     if known is not None and len(samples) >= 5:
         samples, how = _controlled(samples, dimension * forms.plain, *known, eps)
-    return samples, truncation, how
+    how = f"{len(samples)} probes x {forms.steps} steps{how}"
+    return Expansion(samples, truncation, forms.num_products, how)
 
 
 def _dimension(n: int, num_products: int, itemsize: int) -> int:
@@ -312,25 +280,18 @@ def _controlled(
     return controlled, ", controlled by the trace"
 
 
-def _estimate(
-    samples: Tensor,
-    truncation: Tensor,
-    spent: int,
-    rtol: float | None,
-    generator: torch.Generator,
-    how: str,
-) -> Estimate:
-    sampled = len(samples) > 1
-    mean = samples.mean()
-    error = stderr(samples) if sampled else torch.zeros_like(mean)
+def _estimate(found: Expansion, rtol: float | None, generator: torch.Generator) -> Estimate:
+    sampled = len(found.samples) > 1
+    mean = found.samples.mean()
+    error = stderr(found.samples) if sampled else torch.zeros_like(mean)
     return Estimate(
         mean=mean,
         stderr=error,
-        truncation=truncation,
-        samples=samples if sampled else None,
-        num_products=spent,
-        method=how,
-        status=_status(float(mean), float(error), float(truncation), rtol),
+        truncation=found.truncation,
+        samples=found.samples if sampled else None,
+        num_products=found.num_products,
+        method=found.how,
+        status=_status(float(mean), float(error), float(found.truncation), rtol),
         seed=generator.initial_seed(),
     )
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ritz._core.progress import Progress
 from ritz.operators.base import LinearOperator
+from ritz.spectra.budget import Budget
 from ritz.spectra.dual import Grid
 from ritz.spectra.entropic import EntropicDensity
 from ritz.spectra.entropy import maxent
@@ -26,17 +26,9 @@ class Expansion:
     how: str
 
 
-def by_chebyshev(
-    op: LinearOperator,
-    *,
-    num_products: int,
-    num_probes: int,
-    floor: float | None,
-    generator: torch.Generator,
-    progress: bool | Progress,
-) -> Expansion:
+def by_chebyshev(op: LinearOperator, budget: Budget) -> Expansion:
     r"""Interpolate :math:`\log` between the floor and the norm: :math:`\sum_j c_j \mu_j`."""
-    found = _moments(op, num_products, num_probes, floor, generator, progress)
+    found = _moments(op, budget, budget.num_products)
     low, high = found.interval
     degree = len(found.mean) - 1
 
@@ -48,26 +40,18 @@ def by_chebyshev(
     gap = (fine.polynomials @ series - _mapped(fine.nodes, low, high).log()).abs().max()
     n = op.shape[0]
     samples = n * (found.samples @ series)
-    how = f"Chebyshev series of degree {degree}, {num_probes} probes"
+    how = f"Chebyshev series of degree {degree}, {budget.num_probes} probes"
     return Expansion(samples, n * gap, found.num_products, how)
 
 
-def by_maxent(
-    op: LinearOperator,
-    *,
-    num_products: int,
-    num_probes: int,
-    floor: float | None,
-    generator: torch.Generator,
-    progress: bool | Progress,
-) -> Expansion:
+def by_maxent(op: LinearOperator, budget: Budget) -> Expansion:
     r"""Take :math:`n \int q \log` of the density of maximum entropy.
 
     To first order :math:`\int q \log` changes with the moments by the coefficients of the
     regression of :math:`\log` on the polynomials under :math:`q`: whence a sample for each probe.
     """
-    budget = min(num_products, num_probes * MAXENT_MOMENTS // 2)
-    found = _moments(op, budget, num_probes, floor, generator, progress)
+    most = budget.num_probes * MAXENT_MOMENTS // 2
+    found = _moments(op, budget, min(budget.num_products, most))
     n, degree = op.shape[0], len(found.mean) - 1
     density: EntropicDensity = maxent(found)
     density.raise_if_failed()
@@ -79,20 +63,13 @@ def by_maxent(
     slopes = _regression(density)
     samples = n * (value + (found.samples[:, 1:] - found.mean[1:]) @ slopes)
     truncation = torch.tensor(n * abs(value - coarse.expectation(torch.log)), dtype=torch.float64)
-    how = f"maximum entropy, {degree} moments, {num_probes} probes"
+    how = f"maximum entropy, {degree} moments, {budget.num_probes} probes"
     return Expansion(samples, truncation, found.num_products, how)
 
 
-def _moments(
-    op: LinearOperator,
-    num_products: int,
-    num_probes: int,
-    floor: float | None,
-    generator: torch.Generator,
-    progress: bool | Progress,
-) -> Moments:
-    found = bounds(op, generator=generator)
-    low = found.low if floor is None else floor
+def _moments(op: LinearOperator, budget: Budget, num_products: int) -> Moments:
+    found = bounds(op, generator=budget.generator)
+    low = found.low if budget.floor is None else budget.floor
     if not low > 0:
         raise ValueError(
             f"floor must be given where bounds of the spectrum reach zero, got [{found.low:.3g}, "
@@ -100,11 +77,11 @@ def _moments(
         )
     return moments(
         op,
-        num_moments=max(2, 2 * ((num_products - found.num_products) // num_probes)),
+        num_moments=max(2, 2 * ((num_products - found.num_products) // budget.num_probes)),
         interval=(low, found.high),
-        num_probes=num_probes,
-        generator=generator,
-        progress=progress,
+        num_probes=budget.num_probes,
+        generator=budget.generator,
+        progress=budget.progress,
     )
 
 

@@ -1,0 +1,26 @@
+"""What may be spent on a log determinant."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ritz._core.progress import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Products and probes, what is known of the spectrum, and where chance comes from.
+
+    Attributes:
+        num_products: Products to spend.
+        num_probes: Random vectors.
+        floor: A positive number below the spectrum, if one is known.
+        generator: Source of the vectors.
+        progress: Whether to show a bar, or what to tell.
+    """
+
+    num_products: int
+    num_probes: int
+    floor: float | None
+    generator: torch.Generator
+    progress: bool | Progress
