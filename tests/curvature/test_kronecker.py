@@ -3,6 +3,7 @@
 import processes
 import pytest
 import torch
+from curvature.networks import labels, noise
 from torch import nn
 from torch.func import functional_call, jacrev
 from torch.nn import functional
@@ -13,15 +14,6 @@ from ritz.operators import DenseOperator, DiagonalOperator
 from ritz.testing import check_operator
 
 CROSS_ENTROPY = functional.cross_entropy
-
-
-def noise(*shape, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-
-def labels(high, *shape, seed=1):
-    return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def randomised(model, seed=2):
