@@ -124,12 +124,13 @@ class Products:
     def _part(self, vectors: Tensor, key: tuple[int, int], context: Context) -> Tensor:
         with self.risk.arithmetic():
             multiplied = self._linear(key, context) or partial(self._engine.eager, context)
-            products = []
+            sizes = [shape.numel() for shape in self.risk.space.shapes.values()]
+            product = torch.empty_like(vectors)
             for columns in _chunks(len(vectors), self.block_size):
-                tangent = _tensors(self.risk, vectors[columns])
-                found = multiplied(tangent)
-                products.append(torch.cat([leaf.reshape(len(leaf), -1) for leaf in found], 1))
-        return products[0] if len(products) == 1 else torch.cat(products)
+                found = multiplied(_tensors(self.risk, vectors[columns]))
+                for piece, leaf in zip(product[columns].split(sizes, 1), found, strict=True):
+                    piece.copy_(leaf.reshape(piece.shape))
+        return product
 
     def _linear(self, key: tuple[int, int], context: Context) -> Linear | None:
         """The tangent part on a batch with all it needs: kept, or made and then kept if it fits."""

@@ -153,7 +153,9 @@ def figure(result: Result) -> "Figure":
 
     drawing, (axis,) = plots.panels(1, 1, width=7.0, height=3.6)
     for name in result.names:
-        rms = result.errors[name].square().mean((1, 2)).sqrt().clamp_min(1e-9)
+        rms = (
+            result.errors[name].square().mean((1, 2)).sqrt().clamp_min(1e-16)
+        )  # zero has no logarithm
         axis.plot(LENGTHSCALES, rms.numpy(), marker="o", label=name)
     for name, row in PAPER.items():
         axis.plot(LENGTHSCALES, row, linestyle=":", label=f"published, {name}")
