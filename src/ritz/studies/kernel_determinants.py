@@ -151,18 +151,18 @@ def figure(result: Result) -> "Figure":
     """Draw the errors of every method over the length scale, beside the published ones."""
     from ritz import plots
 
-    drawing, (axis,) = plots.panels(1, 1, width=7.0, height=3.6)
+    drawing, (axis,) = plots.panels(1, 1, width=8.5, height=3.6)
     for name in result.names:
         rms = (
             result.errors[name].square().mean((1, 2)).sqrt().clamp_min(1e-16)
         )  # zero has no logarithm
         axis.plot(LENGTHSCALES, rms.numpy(), marker="o", label=name)
     for name, row in PAPER.items():
-        axis.plot(LENGTHSCALES, row, linestyle=":", label=f"published, {name}")
+        axis.plot(LENGTHSCALES, row, linestyle=":", label=f"published, n = 1000: {name}")
     axis.set_yscale("log")
     axis.set_xlabel("length scale")
     axis.set_ylabel("relative error of log det, rms")
-    axis.legend(fontsize=7, ncols=2)
+    axis.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
     return drawing
 
 
