@@ -19,6 +19,8 @@ from ritz.curvature.points import Context
 from ritz.curvature.risk import Risk
 from ritz.operators.base import LinearOperator
 
+TILE = 2**14  # rows of a block that are turned at once
+
 # The product of a batch with vectors, as tensors ``(k, *shape)``.
 Linear = Callable[[Sequence[Tensor]], list[Tensor]]
 
@@ -79,9 +81,12 @@ class Products:
 
     def matmat(self, block: Tensor) -> Tensor:
         """The sum over the batches of all processes, shifted: ``(n, k)``."""
-        total = torch.zeros(block.shape[1], len(block), dtype=block.dtype, device=block.device)
+        total: Tensor | None = None
         for weight, product in self.each(block):
-            total.add_(product.T, alpha=weight)
+            # What a batch gives is new: the first is the sum so far.
+            total = product.T.mul_(weight) if total is None else total.add_(product.T, alpha=weight)
+        if total is None:
+            total = torch.zeros_like(block.T, memory_format=torch.contiguous_format)
         self.risk.reduced(total)
         if self.shift:
             total.add_(block.T, alpha=self.shift)
@@ -91,7 +96,7 @@ class Products:
 
     def each(self, block: Tensor) -> Iterator[tuple[float, Tensor]]:
         """Weight and product ``(n, k)`` of each of this process's batches in turn, unshifted."""
-        vectors = differentiable(block.T.contiguous())
+        vectors = differentiable(_turned(block))
         for index, context, weight in self.risk.contexts():
             if (extra := self.extra(index)) is not None:
                 context = replace(context, extra=extra)
@@ -217,6 +222,16 @@ def _room(device: torch.device) -> int:
 def _samples(context: Context, which: slice, size: int) -> Context:
     varying = rows((context.batch, context.masks, context.extra), which, size)
     return Context(context.constants, *varying)
+
+
+def _turned(block: Tensor) -> Tensor:
+    """The columns of a block as contiguous rows ``(k, n)``; on the CPU by tiles, for the cache."""
+    if block.is_cuda or block.T.is_contiguous():
+        return block.T.contiguous()
+    rows = torch.empty(block.shape[1], len(block), dtype=block.dtype)
+    for tile, part in zip(rows.split(TILE, 1), block.split(TILE), strict=True):
+        tile.copy_(part.T)
+    return rows
 
 
 def _tensors(risk: Risk, vectors: Tensor) -> list[Tensor]:
