@@ -1,5 +1,6 @@
 """Checks at the public boundary: each names the argument, what was expected and what came."""
 
+import math
 from collections.abc import Collection
 
 import torch
@@ -21,6 +22,13 @@ def check_count(name: str, value: int, *, low: int = 1, high: int | None = None)
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an integer, got {value!r}")
     check_range(name, value, low=low, high=high)
+
+
+def check_interval(name: str, interval: tuple[float, float]) -> None:
+    """Raise unless ``interval`` has two finite ends, the lower one first."""
+    low, high = interval
+    if not (low < high and math.isfinite(high - low)):
+        raise ValueError(f"{name} must be finite with its lower end first, got {interval}")
 
 
 def check_choice(name: str, value: str, choices: Collection[str]) -> None:

@@ -26,3 +26,11 @@ def labelled(loss_fn: Any, outputs: Any, target: Any) -> tuple[Tensor, Tensor] |
     labels = target.reshape(-1)
     kept = labels != ignored
     return rows[kept], labels[kept]
+
+
+def num_correct(loss_fn: Any, outputs: Any, target: Any) -> tuple[int, int]:
+    """Labels met by the largest output, and labels; none where the target does not hold labels."""
+    found = labelled(loss_fn, outputs, target)
+    if found is None:
+        return 0, 0
+    return int((found[0].argmax(1) == found[1]).sum()), len(found[1])

@@ -31,7 +31,6 @@ _LINEAR = {
     aten.sum.default,
     aten.sum.dim_IntList,
     aten.threshold_backward.default,
-    aten.zeros_like.default,
     aten.mul.Scalar,
     aten.div.Tensor,
     aten.div.Scalar,

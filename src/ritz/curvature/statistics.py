@@ -15,7 +15,7 @@ from ritz._core.checks import check_choice, check_count
 from ritz._core.progress import Progress, tracking
 from ritz._core.storage import storable
 from ritz.curvature.batches import is_rows
-from ritz.curvature.labels import labelled
+from ritz.curvature.labels import num_correct
 from ritz.curvature.points import Context, Params
 from ritz.curvature.risk import Risk
 
@@ -150,7 +150,7 @@ def summary(risk: Risk) -> Summary:
             gradient.add_(found, alpha=weight)
             with torch.no_grad():
                 outputs, target = risk.evaluate(risk.params, context)
-            correct, labels = _correct(risk.loss_fn, outputs, target)
+            correct, labels = num_correct(risk.loss_fn, outputs, target)
             sums += sums.new_tensor([weight * float(loss), correct, labels])
     risk.reduced(gradient)
     loss, correct, labels = risk.reduced(sums).tolist()
@@ -352,14 +352,6 @@ def _gathered(
         num_gradients=count,
         method=method,
     )
-
-
-def _correct(loss_fn: Any, outputs: Any, target: Any) -> tuple[int, int]:
-    """Labels met by the largest output, and labels; none where the target does not hold labels."""
-    found = labelled(loss_fn, outputs, target)
-    if found is None:
-        return 0, 0
-    return int((found[0].argmax(1) == found[1]).sum()), len(found[1])
 
 
 def _flat(risk: Risk, initial: Tensor | Mapping[str, Tensor] | nn.Module) -> Tensor:

@@ -11,7 +11,7 @@ from ritz._core.batchnorm import BATCH_NORM_MODES, BatchNormMode, batch_norms
 from ritz._core.checks import check_choice, check_count, check_range
 from ritz._core.progress import Progress, tracking
 from ritz._core.storage import storable
-from ritz.curvature.labels import labelled
+from ritz.curvature.labels import num_correct
 from ritz.curvature.risk import Risk
 from ritz.measures.directions import Directions, check_direction, named_directions
 
@@ -256,11 +256,8 @@ def _values(risk: Risk, statistics: dict[str, Tensor] | None = None) -> Values:
             if statistics:
                 context = replace(context, constants=context.constants | statistics)
             outputs, target = risk.evaluate(risk.params, context)
-            sums[0] += weight * risk.adapter.loss(outputs, target).double()
-            pairs = labelled(risk.loss_fn, outputs, target)
-            if pairs is not None:
-                sums[1] += (pairs[0].argmax(1) == pairs[1]).sum()
-                sums[2] += len(pairs[1])
+            loss = weight * float(risk.adapter.loss(outputs, target))
+            sums += sums.new_tensor([loss, *num_correct(risk.loss_fn, outputs, target)])
     loss, correct, counted = risk.reduced(sums).tolist()
     penalty = 0.5 * risk.l2 * float(risk.theta.double().square().sum())
     return loss + penalty, correct / counted if counted else math.nan

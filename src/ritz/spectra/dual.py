@@ -63,6 +63,12 @@ def chebyshev(x: Tensor, degree: int) -> Tensor:
     return torch.cos(angles[..., None] * torch.arange(degree + 1, dtype=torch.float64))
 
 
+def in_interval(x: Tensor, interval: tuple[float, float]) -> Tensor:
+    """Points of ``[-1, 1]`` where they lie in an interval."""
+    low, high = interval
+    return 0.5 * ((high - low) * x + (low + high))
+
+
 def minimise(
     targets: Tensor, ridge: Tensor, log_prior: Tensor, grid: Grid, *, tol: float, max_steps: int
 ) -> Solution:

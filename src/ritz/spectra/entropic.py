@@ -13,7 +13,7 @@ from ritz._core.checks import check_count
 from ritz._core.random import resolve_generator
 from ritz._core.results import Status
 from ritz._core.storage import storable
-from ritz.spectra.dual import Grid, chebyshev
+from ritz.spectra.dual import Grid, chebyshev, in_interval
 from ritz.spectra.priors import log_prior
 from ritz.spectra.protocol import Density, as_points
 
@@ -77,7 +77,7 @@ class EntropicDensity:
         if isinstance(self.prior, str) and self.prior == "flat":
             return inner + math.log((high - low) / 2)
         grid = Grid.make(self.grid_size, 0)
-        base = log_prior(self.prior, self._unmapped(grid.nodes), self.interval)
+        base = log_prior(self.prior, in_interval(grid.nodes, self.interval), self.interval)
         return inner - float((base + grid.weights.log()).logsumexp(0))
 
     def log_pdf(self, x: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ class EntropicDensity:
     def expectation(self, function: Any) -> float:
         """Mean of an elementwise function of an eigenvalue."""
         grid = Grid.make(self.grid_size, 0)
-        points = self._unmapped(grid.nodes)
+        points = in_interval(grid.nodes, self.interval)
         scale = (self.interval[1] - self.interval[0]) / 2
         return float((grid.weights * scale * self.pdf(points) * function(points)).sum())
 
@@ -170,14 +170,10 @@ class EntropicDensity:
             f"{self.status}"
         )
 
-    def _unmapped(self, x: Tensor) -> Tensor:
-        low, high = self.interval
-        return 0.5 * ((high - low) * x + (low + high))
-
     def _panels(self) -> tuple[Tensor, Tensor]:
         """Edges between which the density is smooth, and the integral up to each."""
         low, high = self.interval
-        inner = self._unmapped(Grid.make(self.grid_size, 0).nodes)
+        inner = in_interval(Grid.make(self.grid_size, 0).nodes, self.interval)
         edges = torch.cat([inner.new_tensor([low]), inner, inner.new_tensor([high])])
         parts = self._integral(edges[:-1], edges[1:])
         return edges, torch.cat([torch.zeros(1, dtype=torch.float64), parts.cumsum(0)])

@@ -2,16 +2,22 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.polynomial import Chebyshev, Polynomial
 from torch import Tensor
 
-from ritz._core.checks import check_choice, check_count, check_finite, check_range
+from ritz._core.checks import (
+    check_choice,
+    check_count,
+    check_finite,
+    check_interval,
+    check_range,
+)
 from ritz._core.results import Status
-from ritz.spectra.dual import Grid, Solution, log_mass, minimise
+from ritz.spectra.dual import Grid, Solution, in_interval, log_mass, minimise
 from ritz.spectra.entropic import EntropicDensity
 from ritz.spectra.polynomials import BASES, MomentBasis, Moments, chebyshev_from_legendre
 from ritz.spectra.priors import Prior, log_prior
@@ -74,7 +80,7 @@ def maxent(
         0.5
     """
     if isinstance(moments, Moments):
-        basis, interval, stderr = _basis(moments.basis), moments.interval, moments.stderr
+        basis, interval, stderr = cast(MomentBasis, moments.basis), moments.interval, moments.stderr
         raw, unit = moments.mean, True
     else:
         raw, unit = torch.as_tensor(moments, dtype=torch.float64, device="cpu").detach(), False
@@ -133,9 +139,8 @@ class _Rule:
 
     @classmethod
     def make(cls, size: int, m: int, prior: Prior, interval: tuple[float, float]) -> "_Rule":
-        grids, (low, high) = (Grid.make(size, 2 * m), Grid.make(2 * size, m)), interval
-        points = (0.5 * ((high - low) * grid.nodes + (low + high)) for grid in grids)
-        bases = [log_prior(prior, x, interval) for x in points]
+        grids = Grid.make(size, 2 * m), Grid.make(2 * size, m)
+        bases = [log_prior(prior, in_interval(grid.nodes, interval), interval) for grid in grids]
         for base in bases:
             check_finite("logarithm of the prior", base)
         return cls(grids[0], bases[0], grids[1], bases[1])
@@ -250,12 +255,4 @@ def _check(
         check_range("stderr", float(stderr.min()), low=0.0)
     if relax is not None:
         check_range("relax", relax, low=0.0, high=1e12)
-    low, high = interval
-    if not (np.isfinite([low, high]).all() and low < high):
-        raise ValueError(f"interval must be finite with its lower end first, got {interval}")
-
-
-def _basis(name: str) -> MomentBasis:
-    check_choice("basis", name, BASES)
-    found: MomentBasis = "legendre" if name == "legendre" else "chebyshev"
-    return "power" if name == "power" else found
+    check_interval("interval", interval)

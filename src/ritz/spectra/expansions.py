@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ritz.operators.base import LinearOperator
 from ritz.spectra.budget import Budget
-from ritz.spectra.dual import Grid
+from ritz.spectra.dual import Grid, in_interval
 from ritz.spectra.entropic import EntropicDensity
 from ritz.spectra.entropy import maxent
 from ritz.spectra.extremes import bounds
@@ -29,15 +29,14 @@ class Expansion:
 def by_chebyshev(op: LinearOperator, budget: Budget) -> Expansion:
     r"""Interpolate :math:`\log` between the floor and the norm: :math:`\sum_j c_j \mu_j`."""
     found = _moments(op, budget, budget.num_products)
-    low, high = found.interval
     degree = len(found.mean) - 1
 
     # Interpolation at the nodes of the grid, where Chebyshev polynomials are orthogonal.
     grid = Grid.make(degree + 1, degree)
-    series = (2 / (degree + 1)) * grid.polynomials.T @ _mapped(grid.nodes, low, high).log()
+    series = (2 / (degree + 1)) * grid.polynomials.T @ in_interval(grid.nodes, found.interval).log()
     series[0] /= 2
     fine = Grid.make(20 * degree + 200, degree)
-    gap = (fine.polynomials @ series - _mapped(fine.nodes, low, high).log()).abs().max()
+    gap = (fine.polynomials @ series - in_interval(fine.nodes, found.interval).log()).abs().max()
     n = op.shape[0]
     samples = n * (found.samples @ series)
     how = f"Chebyshev series of degree {degree}, {budget.num_probes} probes"
@@ -88,7 +87,7 @@ def _moments(op: LinearOperator, budget: Budget, num_products: int) -> Moments:
 def _regression(density: EntropicDensity) -> Tensor:
     """Coefficients of log on the Chebyshev polynomials, under the density, ridge included."""
     grid = Grid.make(density.grid_size, len(density.alphas))
-    points = _mapped(grid.nodes, *density.interval)
+    points = in_interval(grid.nodes, density.interval)
     shares = grid.weights * density.pdf(points)
     shares = shares / shares.sum()
     polynomials, logs = grid.polynomials[:, 1:], points.log()
@@ -96,8 +95,3 @@ def _regression(density: EntropicDensity) -> Tensor:
     covariance = centred.T @ (shares[:, None] * centred) + torch.diag(density.ridge)
     slopes: Tensor = torch.linalg.solve(covariance, centred.T @ (shares * logs))
     return slopes
-
-
-def _mapped(x: Tensor, low: float, high: float) -> Tensor:
-    """Points of ``[-1, 1]`` in an interval."""
-    return 0.5 * ((high - low) * x + low + high)

@@ -10,7 +10,7 @@ import torch
 from numpy.polynomial import chebyshev, legendre
 from torch import Tensor
 
-from ritz._core.checks import check_choice, check_count
+from ritz._core.checks import check_choice, check_count, check_interval
 from ritz._core.progress import Progress
 from ritz._core.random import Probe, resolve_generator
 from ritz._core.results import Status
@@ -117,9 +117,8 @@ def moments(
         found = bounds(op, generator=generator)
         interval, spent = _widened(found, torch.finfo(op.dtype).eps), found.num_products
     interval = (-1.0, 1.0) if interval is None else interval
+    check_interval("interval", interval)
     low, high = interval
-    if not (low < high and math.isfinite(high - low)):
-        raise ValueError(f"interval must be finite with its lower end first, got {interval}")
     plan = Sampling(num_probes, rtol, max_probes, block_size, probe)
     rows = _power_rows if basis == "power" else _chebyshev_rows
 

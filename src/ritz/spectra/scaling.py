@@ -7,7 +7,7 @@ import torch
 from numpy.polynomial import Chebyshev, Polynomial
 from torch import Tensor
 
-from ritz._core.checks import check_count, check_finite, check_range
+from ritz._core.checks import check_count, check_finite, check_interval, check_range
 from ritz._core.results import Status
 from ritz.spectra.dual import Grid, chebyshev
 from ritz.spectra.entropic import EntropicDensity
@@ -50,8 +50,7 @@ def bmxnt(
         raise ValueError(
             f"moments must begin with that of degree 0, which is 1, got {float(moments[0]):.6g}"
         )
-    if not (interval[0] < interval[1] and math.isfinite(interval[1] - interval[0])):
-        raise ValueError(f"interval must be finite with its lower end first, got {interval}")
+    check_interval("interval", interval)
     check_range("rtol", rtol, low=0.0)
     check_count("max_sweeps", max_sweeps)
     check_count("grid_size", grid_size, low=2 * len(moments))
