@@ -145,6 +145,16 @@ class Named(nn.Module):
         return found
 
 
+def small(*middle, inputs=3, hidden=4, classes=3, seed):
+    """Two layers with ``middle`` between them, the same for the same seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = nn.Sequential(
+            nn.Linear(inputs, hidden), *middle, nn.Tanh(), nn.Linear(hidden, classes)
+        )
+    return model.double()
+
+
 def mlp(width=3, out=3):
     return nn.Sequential(nn.Linear(width, 4), nn.Tanh(), nn.Linear(4, out))
 

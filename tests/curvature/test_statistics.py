@@ -1,8 +1,10 @@
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
+from curvature.networks import seeded, small
 from processes import run_processes
 from torch import nn
 from torch.func import functional_call, grad
@@ -15,16 +17,7 @@ from ritz.curvature.statistics import distance, gradient_statistics, summary
 N, INPUTS, CLASSES = 30, 4, 3
 
 
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
-
-
-def network(*middle):
-    torch_state = torch.get_rng_state()
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(INPUTS, 5), *middle, nn.Tanh(), nn.Linear(5, CLASSES))
-    torch.set_rng_state(torch_state)
-    return model.double()
+network = partial(small, inputs=INPUTS, hidden=5, seed=1)
 
 
 def inputs(seed=0, n=N):

@@ -1,7 +1,9 @@
 import copy
+from functools import partial
 
 import pytest
 import torch
+from curvature.networks import seeded, small
 from torch import nn
 from torch.nn import functional
 
@@ -14,16 +16,7 @@ from ritz.testing import assert_within_stderr
 N, INPUTS, CLASSES = 24, 3, 3
 
 
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
-
-
-def network(*middle):
-    before = torch.get_rng_state()
-    torch.manual_seed(4)
-    model = nn.Sequential(nn.Linear(INPUTS, 4), *middle, nn.Tanh(), nn.Linear(4, CLASSES))
-    torch.set_rng_state(before)
-    return model.double()
+network = partial(small, seed=4)
 
 
 def risk_of(model, **options):

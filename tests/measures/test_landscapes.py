@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import ritz
 from ritz.curvature import Risk, hessian
-from ritz.measures.directions import filter_normalized, random_direction, ritz_directions
+from ritz.measures.directions import random_direction, ritz_directions
 from ritz.measures.landscapes import landscape, landscape2d
 
 KINDS = ("none", "split")
@@ -295,54 +295,6 @@ def test_processes_that_share_the_data_find_what_one_finds(count, tmp_path):
         assert split.before.error == pytest.approx(own.before.error)
 
 
-# Directions
-
-
-def test_ritz_directions_are_those_of_the_extreme_values():
-    found = ritz.lanczos(torch.diag(torch.tensor([-3.0, 0.5, 2.0, 7.0])), num_steps=4, vectors=True)
-    chosen = ritz_directions(found)
-    assert list(chosen) == ["largest", "smallest", "smallest magnitude"]
-    for name, row in (("largest", 3), ("smallest", 0), ("smallest magnitude", 1)):
-        torch.testing.assert_close(chosen[name].abs(), torch.eye(4)[row], atol=1e-5, rtol=0)
-
-
-def test_a_random_direction_has_unit_length_and_its_own_seed(normed):
-    risk, _ = normed
-    u = random_direction(risk)
-    assert float(u.norm()) == pytest.approx(1)
-    assert torch.equal(u, random_direction(risk))
-    assert not torch.equal(u, random_direction(risk, generator=torch.Generator().manual_seed(1)))
-
-
-@pytest.mark.parametrize("vectors", ["zero", "scaled"])
-def test_filters_have_the_norm_of_the_weights(normed, vectors):
-    risk, _ = normed
-    u = filter_normalized(risk, random_direction(risk), vectors=vectors)
-    weights, parts = risk.params, risk.space.unflatten(u)
-    for name, part in parts.items():
-        if part.ndim == 2:
-            torch.testing.assert_close(part.norm(dim=1), weights[name].norm(dim=1))
-        elif vectors == "zero":
-            assert not part.any()
-        else:
-            torch.testing.assert_close(part.norm(), weights[name].norm())
-
-
-def test_the_length_of_the_direction_does_not_matter_to_its_filters(normed):
-    risk, _ = normed
-    u = random_direction(risk)
-    torch.testing.assert_close(filter_normalized(risk, 100 * u), filter_normalized(risk, u))
-
-
-def test_a_filter_that_is_zero_stays_zero(normed):
-    risk, _ = normed
-    u = risk.space.unflatten(random_direction(risk))
-    u["0.weight"][2] = 0
-    found = risk.space.unflatten(filter_normalized(risk, risk.space.flatten(u)))
-    assert not found["0.weight"][2].any()
-    assert torch.isfinite(found["0.weight"]).all()
-
-
 # Errors
 
 
@@ -399,8 +351,3 @@ def test_a_plane_needs_two_directions(regression):
     u = torch.ones(4, dtype=torch.float64)
     with pytest.raises(ValueError, match="second must not be parallel to first"):
         landscape2d(regression[0], u, -2 * u)
-
-
-def test_filter_normalisation_has_two_ways_with_vectors(normed):
-    with pytest.raises(ValueError, match="vectors must be one of zero, scaled"):
-        filter_normalized(normed[0], normed[0].theta, vectors="keep")

@@ -1,5 +1,8 @@
+from functools import partial
+
 import pytest
 import torch
+from curvature.networks import seeded, small
 from processes import run_processes
 from torch import nn
 from torch.nn import functional
@@ -14,16 +17,7 @@ N, INPUTS, CLASSES = 36, 3, 3
 KINDS = ["hessian", "ggn"]
 
 
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
-
-
-def network(*middle):
-    before = torch.get_rng_state()
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(INPUTS, 4), *middle, nn.Tanh(), nn.Linear(4, CLASSES))
-    torch.set_rng_state(before)
-    return model.double()
+network = partial(small, seed=3)
 
 
 def data(n=N):

@@ -1,0 +1,127 @@
+"""Models and losses that cannot be differentiated as they must, or are not what they seem."""
+
+import pytest
+import torch
+from curvature.networks import labels, mlp, noise, vectors
+from torch import nn
+from torch.nn import functional
+
+from ritz.curvature import (
+    Risk,
+    fisher,
+    gradient_covariance,
+    hessian,
+)
+
+CE = functional.cross_entropy
+NAN = float("nan")
+
+
+@pytest.fixture
+def model():
+    return mlp().double()
+
+
+def test_a_loss_that_cannot_be_differentiated_twice(model):
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(x):
+            return x.mean()
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, slope):
+            raise RuntimeError("no derivative")
+
+    risk = Risk(model, lambda outputs, target: Once.apply(outputs), vectors(4))
+    with pytest.raises(RuntimeError, match="no derivative"):
+        hessian(risk) @ risk.theta
+
+
+def test_a_model_without_values(model):
+    with pytest.raises(ValueError, match=r"with their values, on one device, got \['meta'\]"):
+        Risk(model.to("meta"), CE, vectors(4))
+
+
+def test_a_model_that_returns_several_outputs(model):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = model
+
+        def forward(self, x):
+            return self.net(x), self.net(x)
+
+    with pytest.raises(TypeError, match="must return a tensor for this loss_fn, got tuple"):
+        Risk(Twice(), CE, vectors(4))
+    risk = Risk(Twice(), lambda outputs, target: CE(outputs[0], target), vectors(4))
+    with pytest.raises(ValueError, match="a row for each of 4 samples, got tuple in batch 0"):
+        fisher(risk, kind="empirical")
+    flat = Risk(model, CE, [(noise(2, 5, 3), labels(3, 2, 5))],
+                forward=lambda model, b: (model(b[0]).flatten(0, 1), b[1].flatten()))  # fmt: skip
+    with pytest.raises(ValueError, match=r"each of 2 samples, got \(10, 3\) in batch 0"):
+        gradient_covariance(flat)
+
+
+def test_weights_of_classes_that_hardly_change_the_loss(model):
+    # At equal outputs every weighted mean is the same, and derivatives are not.
+    nn.init.zeros_(model[-1].weight)
+    nn.init.zeros_(model[-1].bias)
+    weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.1]).double())
+    with pytest.raises(ValueError, match="derivatives by the outputs that differ by"):
+        fisher(Risk(model, weighted, vectors(8)), kind="empirical")
+
+
+class Looked(nn.Module):
+    """The mean of rows of a table."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.table, self.last = nn.Embedding(5, 4, **options).double(), nn.Linear(4, 3).double()
+
+    def forward(self, ids):
+        return self.last(self.table(ids).mean(1))
+
+
+def test_a_model_that_changes_its_parameters():
+    data = [(labels(5, 4, 2), labels(3, 4))]
+    with torch.random.fork_rng(), pytest.raises(ValueError, match="an embedding with max_norm"):
+        Risk(Looked(max_norm=0.1), CE, data)
+
+
+@pytest.mark.parametrize("option", ["sparse", "scale_grad_by_freq"])
+def test_gradients_of_embeddings_are_gradients(option):
+    data = [(labels(5, 4, 2), labels(3, 4))]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        one, plain = Looked(**{option: True}), Looked()
+    plain.load_state_dict(one.state_dict())
+    found, expected = Risk(one, CE, data), Risk(plain, CE, data)
+    torch.testing.assert_close(found.gradient(), expected.gradient())
+    torch.testing.assert_close(hessian(found).dense(), hessian(expected).dense())
+
+
+def test_a_model_that_torch_cannot_transform_says_why():
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(3, 2, batch_first=True)
+
+        def forward(self, x):
+            pack = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([2, 1]), batch_first=True)
+            return self.lstm(pack)[1][0][-1]
+
+    risk = Risk(Packed().double(), CE, [(noise(2, 2, 3), torch.tensor([0, 1]))])
+    with pytest.raises(RuntimeError, match="cannot be differentiated as it must: no forward over"):
+        hessian(risk) @ risk.theta
+
+
+def test_a_loss_that_is_a_sum_is_told_from_a_mean():
+    def summed(outputs, target):
+        return torch.nn.functional.cross_entropy(outputs, target, reduction="sum")
+
+    with pytest.raises(ValueError, match=r"mean over a batch, got what seems to be a sum"):
+        Risk(mlp().double(), summed, vectors(5, 2))
