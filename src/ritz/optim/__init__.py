@@ -1,0 +1,1 @@
+"""Optimisers that generalise, averages of their iterates, and schedules."""

@@ -1,0 +1,153 @@
+"""Statistics of batch norm for the weights that a model has now, by sample."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager
+from itertools import chain, islice
+from math import ceil
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ritz._core.batchnorm import evaluating, recomputed_statistics
+from ritz._core.checks import check_choice, check_range
+from ritz._core.distributed import Group, all_max, all_sum, world_size
+
+Forward = Callable[[nn.Module, Any], Any]
+Sharing = Literal["own", "none"]
+
+
+@contextmanager
+def with_statistics(
+    model: nn.Module,
+    data: Iterable[Any] | None = None,
+    *,
+    fraction: float = 1.0,
+    forward: Forward | None = None,
+    sharing: Sharing = "own",
+    group: Group | None = None,
+    keep: bool = False,
+) -> Iterator[None]:
+    """Let batch norm have the statistics of the present weights on ``data`` for the block.
+
+    The convention of torch, with every batch weighted by its samples: the mean and the unbiased
+    variance of each batch, as normalised by its own statistics in the layers below.
+
+    Args:
+        model: Itself or wrapped (DDP, FSDP2, compiled). Nothing happens without batch norm.
+        data: Batches; ``None`` leaves the statistics alone.
+        fraction: Part of the batches to use, the first ones.
+        forward: Takes the model and a batch, and calls the one on the other.
+        sharing: ``own``: the processes of ``group`` bring batches of their own, any number of
+            them, and all enter the block. ``none``: this process alone.
+        group: The processes.
+        keep: Whether the model keeps the statistics after the block.
+    """
+    if data is None:
+        yield
+        return
+    check_choice("sharing", sharing, ("own", "none"))
+    plain = unwrapped(model)
+    call = forward or _default_forward
+    shared = sharing == "own" and world_size(group) > 1
+    batches = _placed(_part(data, fraction), plain)
+    # A model whose layers exchange data must be called as often by all processes.
+    if shared and any(map(_exchanges, plain.modules())):
+        batches = _in_step(batches, group)
+    weighted = ((batch, float(_size(batch)) if real else 0.0) for batch, real in batches)
+    with evaluating(plain, batch_statistics=True):
+        found = recomputed_statistics(
+            plain,
+            lambda batch: call(plain, batch),
+            weighted,
+            reduce=(lambda total: all_sum(total, group)) if shared else (lambda total: total),
+        )
+    with _replaced(plain, found, keep=keep):
+        yield
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model itself, without what distributes or compiles it."""
+    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        inner = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod
+        if not isinstance(inner, nn.Module):
+            break
+        model = inner
+    return model
+
+
+def reshard(model: nn.Module) -> None:
+    """Have a sharded model drop gathered weights, which would outlive a change of the shards."""
+    for module in model.modules():
+        if _is_sharded(module):
+            module.reshard()  # type: ignore[operator]
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return hasattr(module, "reshard") and hasattr(module, "unshard")
+
+
+def _exchanges(module: nn.Module) -> bool:
+    return _is_sharded(module) or isinstance(module, nn.SyncBatchNorm)
+
+
+def _part(data: Iterable[Any], fraction: float) -> Iterable[Any]:
+    check_range("fraction", fraction, low=0.0, high=1.0)
+    if fraction == 1.0:
+        return data
+    if not isinstance(data, Sized):
+        raise TypeError(f"data must have a length for a fraction of {fraction} to be taken, got "
+                        f"{type(data).__name__}")  # fmt: skip
+    return islice(data, ceil(fraction * len(data)))
+
+
+def _placed(data: Iterable[Any], model: nn.Module) -> Iterator[tuple[Any, bool]]:
+    device = next(chain(model.parameters(), model.buffers())).device
+    for batch in data:
+        yield tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, batch), True
+
+
+def _in_step(
+    batches: Iterator[tuple[Any, bool]], group: Group | None
+) -> Iterator[tuple[Any, bool]]:
+    """Batches, and after the last it again, marked so, until no process has any."""
+    last = None
+    while True:
+        item = next(batches, None)
+        if not all_max(int(item is not None), group):
+            return
+        last = item or last
+        if last is None:
+            raise ValueError("data must hold at least one batch in every process where the model "
+                             "is sharded or its batch norm synchronised, got none")  # fmt: skip
+        yield last[0], item is not None
+
+
+def _size(batch: Any) -> int:
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            return len(leaf)
+    raise TypeError(f"a batch must hold a tensor whose length is the number of samples, got "
+                    f"{type(batch).__name__}")  # fmt: skip
+
+
+def _default_forward(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**{name: value for name, value in batch.items() if name != "labels"})
+    if isinstance(batch, tuple | list):
+        return model(*(batch[:-1] if len(batch) > 1 else batch))
+    return model(batch)
+
+
+@contextmanager
+def _replaced(model: nn.Module, found: dict[str, Tensor], *, keep: bool) -> Iterator[None]:
+    buffers = {name: model.get_buffer(name) for name in found}
+    before = {name: buffer.clone() for name, buffer in buffers.items()}
+    try:
+        for name, buffer in buffers.items():
+            buffer.copy_(found[name])
+        yield
+    finally:
+        for name, buffer in buffers.items() if not keep else ():
+            buffer.copy_(before[name])
