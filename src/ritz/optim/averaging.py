@@ -11,13 +11,12 @@ from torch.optim import Optimizer
 
 from ritz._core.checks import check_choice, check_count, check_range
 from ritz._core.distributed import Group
-from ritz.optim.companions import Companions
+from ritz.optim.companions import NEVER, Companions, check_optimizer, local
 from ritz.optim.statistics import Sharing, reshard, unwrapped, with_statistics
 
 Pairs = list[tuple[Tensor, Tensor]]
 AverageKind = Literal["tail", "ema", "polyak"]
 KINDS = ("tail", "ema", "polyak")
-NEVER = -1  # as a start: not before restart() is called
 
 
 @final
@@ -77,6 +76,7 @@ class IterateAverage:
         decay: float = 0.999,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_optimizer(optimizer)
         check_choice("kind", kind, KINDS)
         if start is not None:
             check_count("start", start, low=0)
@@ -89,13 +89,13 @@ class IterateAverage:
             raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
         _check_alone(optimizer)
         self.optimizer, self.kind, self.interval, self.decay = optimizer, kind, interval, decay
-        self._start = NEVER if start is None else max(start, 1)
+        self.planned = None if start is None else max(start, 1)
         self._applied = False
         self._skipped: Tensor | None = None
         self._companions = Companions(
             optimizer,
             key="average",
-            numbers={"count": 0, "step": 0, "start": self._start},
+            numbers={"count": 0, "step": 0, "start": self.planned or NEVER},
             dtype=dtype,
             closed=lambda numbers: numbers["count"] > 0,
         )
@@ -199,6 +199,21 @@ class IterateAverage:
         found.zero_grad(set_to_none=True)
         return found
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "IterateAverage":
+        optimizer = copy.deepcopy(self.optimizer, memo)
+        found = IterateAverage(
+            optimizer,
+            kind=self.kind,
+            start=self.planned,
+            interval=self.interval,
+            decay=self.decay,
+            dtype=self._companions.dtype,
+        )
+        self._resolve()
+        # Copying loses hooks: take up the average from the state of the copy.
+        found._companions.adopt(optimizer, self._numbers)
+        return found
+
     @property
     def _numbers(self) -> dict[str, int]:
         return self._companions.numbers
@@ -255,7 +270,7 @@ class IterateAverage:
     def _after_load(self, optimizer: Optimizer) -> None:
         self._skipped = None
         if self.count == 0:
-            self._numbers["start"] = self._start
+            self._numbers["start"] = self.planned or NEVER
 
     def _check_not_applied(self, call: str) -> None:
         if self._applied:
@@ -280,21 +295,13 @@ def move(averages: list[Tensor], weights: list[Tensor], share: float) -> None:
 
     In place, in one pass; an average that equals the weights keeps its bits.
     """
-    pairs = [(_plain(a), _plain(w)) for a, w in zip(averages, weights, strict=True)]
+    pairs = [(local(a), local(w)) for a, w in zip(averages, weights, strict=True)]
     same = [(a, w) for a, w in pairs if a.dtype == w.dtype]
     if same:
         torch._foreach_lerp_([a for a, _ in same], [w for _, w in same], share)
     for a, w in pairs:
         if a.dtype != w.dtype:
             a.lerp_(w.to(a.dtype), share)
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """The numbers of a tensor on this process, real."""
-    local = tensor.detach()
-    if hasattr(local, "to_local"):
-        local = local.to_local()
-    return torch.view_as_real(local) if local.is_complex() else local
 
 
 def _write(pairs: Pairs) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 StateDict = dict[str, Any]
+NEVER = -1  # as the number of a step
 
 
 @final
@@ -79,6 +80,12 @@ class Companions:
             for name, value in written if self.key in state else ():
                 state[name].fill_(value)
 
+    def adopt(self, optimizer: Optimizer, numbers: Mapping[str, int]) -> None:
+        """Take up tensors that are in the state already, of an optimiser that was copied."""
+        optimizer.load_state_dict(optimizer.state_dict())
+        self.numbers = dict(numbers)
+        self.write_numbers(optimizer)
+
     def _collect(self, optimizer: Optimizer) -> None:
         if self._num_groups and self.closed(self.numbers):
             raise ValueError(
@@ -139,9 +146,24 @@ class Companions:
         self._collect(optimizer)
 
 
+def check_optimizer(optimizer: Any) -> None:
+    """Raise unless it is one."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
+        )
+
+
 def parameters(optimizer: Optimizer) -> Iterator[Tensor]:
     """The parameters of an optimiser, in its order."""
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The numbers of a tensor on this process, real, in the same memory."""
+    own = tensor.detach()
+    own = own.to_local() if hasattr(own, "to_local") else own
+    return torch.view_as_real(own) if own.is_complex() else own
 
 
 def _pairs(optimizer: Optimizer, state_dict: StateDict) -> Iterator[tuple[Any, tuple[str, Tensor]]]:
