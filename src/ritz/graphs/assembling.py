@@ -1,0 +1,221 @@
+"""From records of edges to a graph, in memory bounded by its compressed rows."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ritz._core.checks import check_choice
+from ritz.graphs import compressing
+from ritz.graphs.compressing import Float, Int, Packed
+from ritz.graphs.structures import NUM_REASONS, Array, Graph, GraphError, Intake
+
+MAX_NODES = 2**31 - 1  # two ends and a direction are packed into one 64-bit key
+SLAB = 2**22  # records kept in one array: 32 MiB
+Kind = Literal["edges", "arcs", "list"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What self-loops, repeated edges and directions mean.
+
+    Attributes:
+        directed: ``drop`` or ``refuse`` a directed source.
+        self_loops: ``drop``, ``keep`` or ``refuse``.
+        multi_edges: ``merge`` (one edge, of the largest weight), ``sum`` or ``refuse``.
+    """
+
+    directed: str = "drop"
+    self_loops: str = "drop"
+    multi_edges: str = "merge"
+
+    def __post_init__(self) -> None:
+        check_choice("directed", self.directed, ("drop", "refuse"))
+        check_choice("self_loops", self.self_loops, ("drop", "keep", "refuse"))
+        check_choice("multi_edges", self.multi_edges, ("merge", "sum", "refuse"))
+
+
+@dataclass(slots=True, kw_only=True)
+class Records:
+    """Records of edges as they are read, 8 bytes each while ids fit in 31 bits (16 if not).
+
+    Attributes:
+        source: Where they come from, for messages.
+        kind: ``edges``: both orders of a pair name one edge; ``arcs``: an order is a direction,
+            and a pair without its reverse is directed; ``list``: edges, unless some pairs come in
+            both orders and others in one, as only a directed graph has it.
+        num_nodes: Vertices are ``0 .. num_nodes - 1``; ``None``: those that occur, renamed.
+        names: What the source calls the vertices; only with ``num_nodes``.
+        directed: The source says that it is directed.
+    """
+
+    source: str
+    kind: Kind = "edges"
+    num_nodes: int | None = None
+    names: Tensor | tuple[str, ...] | None = None
+    directed: bool = False
+    num_accepted: int = 0
+    num_rejected: int = 0
+    reasons: list[str] = field(default_factory=list)
+    ends: list[Array] = field(default_factory=list)
+    weights: list[Float] = field(default_factory=list)
+    _loose: int = 0
+
+    def add(self, u: Int, v: Int, weights: Float | None = None) -> None:
+        """Take records with ends ``u``, ``v`` ``(k,)``, and weights in all calls or in none."""
+        if not len(u):
+            return
+        pair = np.stack([u, v])
+        self.ends.append(pair.astype(np.int32) if pair.max() < MAX_NODES else pair)
+        if weights is not None:
+            self.weights.append(weights)
+        self.num_accepted += len(u)
+        self._loose += 1
+        if sum(pair.shape[1] for pair in self.ends[-self._loose :]) >= SLAB:
+            self._settle()
+
+    def _settle(self) -> None:
+        # Small arrays stay with the allocator when freed; large ones go back to the system.
+        for parts in (self.ends, self.weights):
+            if parts:
+                parts[-self._loose :] = [np.concatenate(parts[-self._loose :], axis=-1)]
+        self._loose = 0
+
+    def reject(self, reason: str) -> None:
+        """Count a record that cannot be read."""
+        self.num_rejected += 1
+        if len(self.reasons) < NUM_REASONS:
+            self.reasons.append(reason)
+
+
+def assemble(records: Records, rules: Rules, *, edgeless: bool = False) -> Graph:
+    """Return the graph of all records, which are used up.
+
+    Args:
+        records: What was read.
+        rules: What to make of loops, repeats and directions.
+        edgeless: Whether a graph without an edge is one.
+
+    Cost: a sort of the records. Memory: two to three times the compressed rows at the most.
+    """
+    n, ids = _vertices(records)
+    packed = compressing.pack(records.ends, records.weights, ids)
+    num_keys = len(packed.keys)
+    num_both, directed = _combine(packed, records, rules)
+    num_edges = len(packed.keys)
+    diagonal = _diagonal(packed, n, records, rules)
+    intake = Intake(
+        source=records.source,
+        num_records=records.num_accepted + records.num_rejected,
+        num_self_loops=len(packed.loops),
+        loops_kept=diagonal is not None,
+        num_zero_weights=packed.num_zero,
+        num_merged=num_keys - num_edges,
+        num_reciprocal=num_both,
+        directed=directed,
+        num_rejected=records.num_rejected,
+        reasons=tuple(records.reasons),
+    )
+    if not (num_edges or edgeless):
+        raise GraphError(f"{records.source} holds no edge between two vertices ({intake})")
+    return _graph(packed, n, diagonal, records.names, intake)
+
+
+def _vertices(records: Records) -> tuple[int, Int | None]:
+    if records.num_nodes is not None:
+        return _countable(records, records.num_nodes), None
+    ids = compressing.distinct(records.ends)
+    n = _countable(records, len(ids))
+    if not n or ids[-1] == n - 1:
+        return n, None
+    records.names = torch.from_numpy(ids)
+    return n, ids
+
+
+def _countable(records: Records, n: int) -> int:
+    if n > MAX_NODES:
+        raise GraphError(f"{records.source} has {n} vertices, {MAX_NODES} are possible")
+    return n
+
+
+def _combine(packed: Packed, records: Records, rules: Rules) -> tuple[int, bool]:
+    """Make one key an edge; return the pairs that had both directions, and whether directed."""
+    compressing.sort(packed)
+    sums, refuse = rules.multi_edges == "sum", rules.multi_edges == "refuse"
+    if refuse and compressing.repeats(packed):
+        raise GraphError(f"{records.source} names an edge twice: {_repeated(packed, records)}")
+    compressing.reduce(packed, sums=sums)
+    both, single, unequal = compressing.one_way(packed)
+    asymmetric = single > 0 or unequal > 0
+    directed = records.directed or (
+        (records.kind == "arcs" and asymmetric)
+        or (records.kind == "list" and both > 0 and asymmetric)
+    )
+    if directed and rules.directed == "refuse":
+        raise GraphError(_directed_message(records, both, single, unequal))
+    if refuse and records.kind == "edges" and both:
+        raise GraphError(f"{records.source} names {both} edges in both orders")
+    # An arc and its reverse are one edge, not two that would add.
+    compressing.reduce(packed, sums=sums and records.kind != "arcs")
+    return both, directed
+
+
+def _directed_message(records: Records, both: int, single: int, unequal: int) -> str:
+    if records.directed:
+        found = "says that it is directed"
+    else:
+        found = f"is directed: {single} edges in one direction only, {both} in both"
+        found += f", {unequal} of these with unequal weights" if unequal else ""
+    return f'{records.source} {found}; pass directed="drop" to ignore directions'
+
+
+def _repeated(packed: Packed, records: Records) -> str:
+    same = int(np.flatnonzero(packed.keys[1:] == packed.keys[:-1])[0])
+    key = int(packed.keys[same])
+    return f"{_name(records, key >> 32)} - {_name(records, (key & (2**32 - 1)) >> 1)}"
+
+
+def _name(records: Records, vertex: int) -> int | str:
+    if isinstance(records.names, Tensor):
+        return int(records.names[vertex])
+    return vertex if records.names is None else records.names[vertex]
+
+
+def _diagonal(packed: Packed, n: int, records: Records, rules: Rules) -> Float | None:
+    """Weights of the self-loops ``(n,)``, or ``None`` where they are dropped."""
+    if rules.self_loops == "refuse" and len(packed.loops):
+        name = _name(records, int(packed.loops[0]))
+        raise GraphError(
+            f"{records.source} has {len(packed.loops)} self-loops, the first at vertex {name}"
+        )
+    if rules.self_loops != "keep" or not len(packed.loops):
+        return None
+    weights = np.ones(len(packed.loops)) if packed.loop_weights is None else packed.loop_weights
+    diagonal = np.zeros(n)
+    combine = np.add if rules.multi_edges == "sum" else np.maximum
+    combine.at(diagonal, packed.loops, weights)
+    return diagonal
+
+
+def _graph(
+    packed: Packed,
+    n: int,
+    diagonal: Float | None,
+    names: Tensor | tuple[str, ...] | None,
+    intake: Intake,
+) -> Graph:
+    ones = packed.weights is None and (diagonal is None or bool((diagonal <= 1).all()))
+    if not ones and packed.weights is None:
+        packed.weights = np.ones(len(packed.keys))
+    crow, col, data = compressing.symmetric_rows(packed, n, diagonal)
+    weighted = not ones and not bool((data == 1).all())
+    return Graph(
+        crow=torch.from_numpy(crow),
+        col=torch.from_numpy(col),
+        weights=torch.from_numpy(data) if weighted else None,
+        names=names,
+        num_loops=0 if diagonal is None else int(np.count_nonzero(diagonal)),
+        intake=intake,
+    )

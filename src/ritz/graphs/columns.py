@@ -1,0 +1,204 @@
+"""Lines of two ids and perhaps a weight, read in blocks; odd lines alone are looked at singly."""
+
+import math
+import re
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ritz.graphs.assembling import Records
+from ritz.graphs.compressing import Float, Int
+from ritz.graphs.structures import GraphError
+from ritz.graphs.tokens import Bool, Tokens, floats, integers, scan
+
+MAX_ID = 2**63 - 1
+_SPACES = re.compile(rb"[\s,;]+")
+_NUMBER = re.compile(rb"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_COMMENT = re.compile(rb"[#%].*", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """What a line of data must look like.
+
+    Attributes:
+        columns: Number of words; ``None`` while no line has told.
+        weights: Whether the third is a weight; ``None``: if it is there.
+        low: The least id.
+        high: The largest id.
+    """
+
+    columns: int | None = None
+    weights: bool | None = None
+    low: int = 0
+    high: int = MAX_ID
+
+    @property
+    def weighted(self) -> bool:
+        """Whether a weight is read."""
+        return self.weights is not False and (self.columns or 0) > 2
+
+    def settled(self, tokens: Tokens) -> "Layout":
+        """Return the layout with the columns of the first good line, if there is one."""
+        for index in range(tokens.num_lines):
+            words = split(tokens.line(index))
+            guess = replace(self, columns=len(words))
+            if words and not isinstance(parse(words, guess), str):
+                return guess
+        return self
+
+
+class LineReader:
+    """Takes blocks of lines and adds what they say to records.
+
+    Args:
+        records: Where edges and rejects go.
+        layout: What a line must look like.
+        strict: Raise at the first line that cannot be read, rather than count it.
+    """
+
+    def __init__(self, records: Records, layout: Layout, *, strict: bool) -> None:
+        self.records, self.layout, self.strict = records, layout, strict
+
+    def feed(self, block: bytes, number: int) -> None:
+        """Read a block of whole lines, the first of them line ``number`` of the file."""
+        tokens = scan(block)
+        if self.layout.columns is None:
+            self.layout = self.layout.settled(tokens)
+        lines, first = _lines_of(tokens, self.layout.columns)
+        good, u, v, weights = self._columns(tokens, first)
+        good &= ~_commented(tokens, lines)
+        self._add(u[good], v[good], weights[good])
+        self._look_at(tokens, _others(tokens, lines[good]), number)
+
+    def _columns(self, tokens: Tokens, first: Int) -> tuple[Bool, Int, Int, Float]:
+        layout = self.layout
+        u, good = integers(tokens, first)
+        v, fine = integers(tokens, first + 1)
+        good &= fine
+        for ids in (u, v):
+            good &= (ids >= layout.low) & (ids <= layout.high)
+        if not layout.weighted:
+            return good, u, v, np.ones(len(u))
+        weights, fine = floats(tokens, first + 2)
+        return good & fine & (weights >= 0) & np.isfinite(weights), u, v, weights
+
+    def _add(self, u: Int, v: Int, weights: Float) -> None:
+        low = self.layout.low
+        self.records.add(u - low, v - low, weights if self.layout.weighted else None)
+
+    def _look_at(self, tokens: Tokens, lines: Int, number: int) -> None:
+        for index in lines.tolist():
+            words = split(tokens.line(index))
+            if not words:
+                continue
+            found = parse(words, self.layout)
+            if not isinstance(found, str):
+                u, v, weight = found
+                self._add(np.array([u]), np.array([v]), np.array([weight]))
+            elif self.strict:
+                raise GraphError(f"{self.records.source}, line {number + index}: {found}")
+            else:
+                self.records.reject(f"line {number + index}: {found}")
+
+
+def split(line: bytes) -> list[bytes]:
+    """Return the words of a line, without a comment at its end."""
+    return [word for word in _SPACES.split(_COMMENT.sub(b"", line)) if word]
+
+
+def parse(words: list[bytes], layout: Layout) -> tuple[int, int, float] | str:
+    """Return both ends and the weight that the words of a line say, or why they say nothing."""
+    wrong = _wrong_count(len(words), layout)
+    if wrong:
+        return wrong
+    for word in words[:2]:
+        wrong = _wrong_id(word, layout)
+        if wrong:
+            return wrong
+    u, v = int(words[0]), int(words[1])
+    if not layout.weighted:
+        return u, v, 1.0
+    weight = _weight(words[2])
+    return weight if isinstance(weight, str) else (u, v, weight)
+
+
+def _wrong_count(count: int, layout: Layout) -> str | None:
+    if layout.columns is not None and count != layout.columns:
+        return f"has {count} columns, expected {layout.columns}"
+    if count < 2 or (layout.weights and count < 3):
+        return f"has {count} columns, expected two vertices{' and a weight' * (count > 1)}"
+    if count > 3 and layout.weights is None:
+        return (
+            f"has {count} columns, expected two vertices and perhaps a weight; say whether the "
+            "third column is a weight by weights=True or weights=False"
+        )
+    return None
+
+
+def _wrong_id(word: bytes, layout: Layout) -> str | None:
+    shown = quoted(word)
+    if not word.isdigit():
+        kind = "is negative" if re.fullmatch(rb"-\d+", word) else "is not a whole number"
+        return f"the vertex id {shown} {kind}"
+    # The length first: converting very long digits is refused by Python itself.
+    if len(word.lstrip(b"0")) > 19 or int(word) > MAX_ID:
+        return f"the vertex id {shown} is beyond 64 bits"
+    if not layout.low <= int(word) <= layout.high:
+        return f"the vertex id {shown} is not between {layout.low} and {layout.high}"
+    return None
+
+
+def _weight(word: bytes) -> float | str:
+    if _NUMBER.fullmatch(word):
+        value = float(word)
+        if math.isinf(value):
+            return f"the weight {quoted(word)} is beyond float64"
+        return f"the weight {quoted(word)} is negative" if value < 0 else abs(value)
+    if word.lower().lstrip(b"+-") in (b"nan", b"inf", b"infinity"):
+        return f"the weight is {quoted(word)}, not a finite number"
+    return f"the weight {quoted(word)} is not a number"
+
+
+def quoted(word: bytes) -> str:
+    """Return a word as a message may show it: short, and in ASCII."""
+    text = word[:40].decode("utf-8", "backslashreplace") + ("..." if len(word) > 40 else "")
+    return ascii(text)
+
+
+def _lines_of(tokens: Tokens, columns: int | None) -> tuple[Int, Int]:
+    """Lines that have so many words, and the first word of each."""
+    if columns is None:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    if _is_regular(tokens, columns):
+        return np.arange(tokens.num_lines), np.arange(0, len(tokens.starts), columns)
+    first = tokens.first_of_lines()
+    lines = np.flatnonzero(np.diff(first) == columns)
+    return lines, first[lines]
+
+
+def _is_regular(tokens: Tokens, columns: int) -> bool:
+    """Whether every line has so many words: the usual case, told without a search."""
+    if len(tokens.starts) != columns * tokens.num_lines:
+        return False
+    begins, ends = tokens.starts[::columns], tokens.ends[columns - 1 :: columns]
+    return bool((begins[1:] > tokens.newlines[:-1]).all() and (ends <= tokens.newlines).all())
+
+
+def _commented(tokens: Tokens, lines: Int) -> Bool:
+    """Which of some lines have a comment in them; it may stand where no number is read."""
+    if b"#" not in tokens.text and b"%" not in tokens.text:
+        return np.zeros(len(lines), bool)
+    marks = np.flatnonzero(np.isin(np.frombuffer(tokens.text, np.uint8), list(b"#%")))
+    return np.isin(lines, np.searchsorted(tokens.newlines, marks))
+
+
+def _others(tokens: Tokens, good: Int) -> Int:
+    """Lines with words that are neither among the good nor wholly a comment."""
+    if len(good) == tokens.num_lines:
+        return np.empty(0, np.int64)
+    first = tokens.first_of_lines()
+    wanted = np.diff(first) > 0
+    wanted[good] = False
+    lines = np.flatnonzero(wanted)
+    return lines[~np.isin(tokens.first_bytes(first[lines]), list(b"#%"))]
