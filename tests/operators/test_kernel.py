@@ -50,3 +50,95 @@ def test_the_diagonal_is_the_outputscale_and_the_noise_exactly(rng):
     for name in kernel.KERNELS:
         found = KernelOperator(points, kernel=name, outputscale=2.0, noise=0.25).dense()
         assert torch.equal(found.diagonal(), torch.full((20,), 2.25))
+
+
+def parameters(dtype=torch.float64, axes=3):
+    given = {
+        "lengthscale": torch.linspace(0.5, 2.0, axes, dtype=dtype) if axes else torch.tensor(0.8),
+        "outputscale": torch.tensor(1.7, dtype=dtype),
+        "noise": torch.tensor(0.3, dtype=dtype),
+    }
+    return {name: value.to(dtype).requires_grad_() for name, value in given.items()}
+
+
+@pytest.mark.parametrize("name", kernel.KERNELS)
+@pytest.mark.parametrize("axes", [3, 0])
+@pytest.mark.parametrize("tile", [7, 100])
+def test_slopes_are_those_of_the_matrix(name, axes, tile, monkeypatch, rng):
+    monkeypatch.setattr(kernel, "TILE", tile)
+    points = torch.randn(30, 3, generator=rng, dtype=torch.float64)
+    points[7] = points[3]  # twins have no distance to differentiate
+    op = KernelOperator(points, kernel=name, **parameters(axes=axes))
+    u, v = torch.randn(2, 30, 2, generator=rng, dtype=torch.float64)
+    for left, right in ((u, v), (u, u)):
+        found = op.slopes(left, right)
+        for column in range(2):
+            form = left[:, column] @ op.matrix() @ right[:, column]
+            expected = torch.autograd.grad(form, tuple(op.parameters.values()))
+            for key, slope in zip(op.parameters, expected, strict=True):
+                torch.testing.assert_close(found[key][column], slope)
+
+
+def test_slopes_of_the_matrix_are_those_of_finite_differences(rng):
+    points = torch.randn(12, 2, generator=rng, dtype=torch.float64)
+    u = torch.randn(12, 1, generator=rng, dtype=torch.float64)
+    for name in kernel.KERNELS:
+        given = parameters(axes=2)
+        found = KernelOperator(points, kernel=name, **given).slopes(u, u)
+        for key, value in given.items():
+            for axis in range(value.numel()):
+                forms = []
+                for shift in (-1e-5, 1e-5):
+                    moved = value.detach().clone()
+                    moved.view(-1)[axis] += shift
+                    op = KernelOperator(points, kernel=name, **(given | {key: moved}))
+                    forms.append(float((u * (op @ u)).sum()))
+                slope = float(found[key].reshape(-1)[axis])
+                # Central differences: the square of the step, and roundoff over the step.
+                assert (forms[1] - forms[0]) / 2e-5 == pytest.approx(slope, rel=1e-6, abs=1e-7)
+
+
+def test_the_matrix_with_a_graph_is_that_of_products(rng):
+    points = torch.randn(40, 3, generator=rng, dtype=torch.float64)
+    for name in kernel.KERNELS:
+        op = KernelOperator(points, kernel=name, **parameters())
+        torch.testing.assert_close(op.matrix().detach(), op.dense())
+        assert op.cross(points[:5]).requires_grad
+        assert not op.dense().requires_grad
+
+
+def test_slopes_make_no_more_than_a_tile_or_a_block(monkeypatch, rng):
+    monkeypatch.setattr(kernel, "TILE", 16)
+    op = KernelOperator(torch.randn(300, 2, generator=rng), **parameters(torch.float32, axes=2))
+    block = torch.randn(300, 4, generator=rng)
+    with LargestTensor() as seen:
+        op.slopes(block, block)
+    assert seen.elements == block.numel()
+
+
+def test_only_what_requires_gradients_is_a_parameter(rng):
+    points, noise = torch.randn(5, 2, generator=rng), torch.tensor(0.1, requires_grad=True)
+    op = KernelOperator(points, lengthscale=torch.ones(2), outputscale=torch.tensor(2.0))
+    assert op.parameters == {}
+    assert op.slopes(points, points) == {}
+    op = KernelOperator(points, noise=noise)
+    assert list(op.parameters) == ["noise"]
+    assert op.noise == pytest.approx(0.1)
+
+
+POINTS = torch.ones(4, 2)
+OP = KernelOperator(POINTS)
+WRONG = {
+    "noise": (lambda: KernelOperator(POINTS, noise=torch.ones(2)), r"noise must be one number"),
+    "scale": (lambda: KernelOperator(POINTS, outputscale=torch.tensor(-1.0)), "outputscale must"),
+    "rows": (lambda: OP.slopes(POINTS[:3], POINTS[:3]), r"left must be \(4,\)"),
+    "shapes": (lambda: OP.slopes(POINTS, POINTS[:, :1]), "blocks of the same shape"),
+    "vectors": (lambda: OP.slopes(POINTS[:, 0], POINTS[:, 0]), "blocks of the same shape"),
+    "cross": (lambda: OP.cross(POINTS[:, :1]), r"points must be \(m, 2\)"),
+}
+
+
+@pytest.mark.parametrize(("make", "match"), WRONG.values(), ids=WRONG.keys())
+def test_misuse_names_the_argument(make, match):
+    with pytest.raises(ValueError, match=match):
+        make()

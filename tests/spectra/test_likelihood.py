@@ -1,0 +1,175 @@
+import math
+
+import pytest
+import torch
+from torch.distributions import MultivariateNormal
+
+from ritz import NotConvergedError
+from ritz.operators import DenseOperator, KernelOperator
+from ritz.spectra.gradients import backward_gradient
+from ritz.spectra.likelihood import inverse_form, log_likelihood
+from ritz.spectra.preconditioning import LowRankPreconditioner
+
+
+def problem(n=300, dtype=torch.float64, noise=0.05):
+    rng = torch.Generator().manual_seed(8)
+    points = torch.randn(n, 2, generator=rng, dtype=dtype)
+    y = torch.sin(2 * points).sum(1) + 0.2 * torch.randn(n, generator=rng, dtype=dtype)
+    given = {
+        "lengthscale": torch.tensor([0.8, 1.2], dtype=dtype, requires_grad=True),
+        "outputscale": torch.tensor(1.3, dtype=dtype, requires_grad=True),
+        "noise": torch.tensor(noise, dtype=dtype, requires_grad=True),
+    }
+    return KernelOperator(points, **given), y
+
+
+def exact(op, y):
+    covariance = op.matrix().double()
+    return MultivariateNormal(torch.zeros_like(covariance[0]), covariance).log_prob(y.double())
+
+
+@pytest.mark.parametrize("noise", [0.05, 1e-4])
+def test_the_form_is_that_of_dense_and_its_error_is_bounded(noise):
+    op, y = problem(noise=noise)
+    found = inverse_form(op, y)
+    truth = float(y @ torch.linalg.solve(op.dense(), y))
+    gap = truth - float(found.mean.detach())
+    assert gap >= -1e-9 * truth  # what is left out is positive
+    assert gap <= float(found.truncation)
+    assert gap < 1e-3 * truth
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_gradient_of_the_form_is_that_of_dense(dtype):
+    op, y = problem(dtype=dtype)
+    y.requires_grad_()
+    wanted = (*op.parameters.values(), y)
+    truth = torch.autograd.grad(y @ torch.linalg.solve(op.matrix(), y), wanted)
+    rtol = 1e-4 if dtype == torch.float32 else 1e-7
+    found = torch.autograd.grad(inverse_form(op, y, rtol=rtol).mean, wanted)
+    for ours, theirs in zip(found, truth, strict=True):
+        size = float(theirs.abs().max())  # the residual is small beside the whole, not each entry
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4 * size)
+
+
+def test_a_form_that_was_not_found_says_so_and_has_no_gradient():
+    op, y = problem(noise=1e-4)
+    found = inverse_form(op, y, num_steps=2, rank=3)
+    assert found.status.outcome == "max_steps"
+    with pytest.raises(NotConvergedError, match="1 systems not solved"):
+        found.mean.backward()
+
+
+def test_any_matrix_has_a_form():
+    y = torch.arange(1.0, 5.0)
+    found = inverse_form(DenseOperator(2 * torch.eye(4)), y)
+    assert float(found) == 15.0
+    assert found.truncation is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_likelihood_of_a_small_matrix_is_exact(dtype):
+    op, y = problem(dtype=dtype)
+    y.requires_grad_()
+    wanted = (*op.parameters.values(), y)
+    found, truth = log_likelihood(op, y), exact(op, y)
+    torch.testing.assert_close(found.mean, truth)
+    gradients = torch.autograd.grad(found.mean, wanted)
+    for ours, theirs in zip(gradients, torch.autograd.grad(truth, wanted), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert not float(found.stderr)
+
+
+@pytest.mark.parametrize("method", ["krylov", "lanczos"])
+def test_sampled_it_lies_within_four_error_bars_and_so_does_its_gradient(method):
+    op, y = problem()
+    found = log_likelihood(op, y, method=method, num_products=160, num_probes=8, rank=30)
+    truth = exact(op, y)
+    bars = 4 * math.hypot(float(found.stderr), float(found.truncation))
+    assert 0 < bars < 0.03 * len(y)  # a small share of each of the two terms
+    assert abs(float((found.mean - truth).detach())) < bars
+    found.mean.backward()
+    slopes = torch.autograd.grad(truth, tuple(op.parameters.values()))
+    for (name, estimate), slope in zip(backward_gradient(found).items(), slopes, strict=True):
+        assert bool(((estimate.mean - slope).abs() < 4 * estimate.stderr).all()), name
+        torch.testing.assert_close(op.parameters[name].grad, estimate.mean)
+        torch.testing.assert_close(estimate.samples.mean(0), estimate.mean)
+
+
+def test_a_right_hand_side_may_be_what_is_differentiated():
+    op, y = problem()
+    op = KernelOperator(op.points, noise=0.1)
+    y.requires_grad_()
+    gradients = [
+        torch.autograd.grad(log_likelihood(op, y, method=method).mean, y)[0]
+        for method in ("cholesky", "krylov")
+    ]
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-2, atol=1e-2)
+
+
+def test_without_parameters_there_is_no_graph():
+    op, y = problem()
+    plain = KernelOperator(op.points, noise=0.1)
+    assert not log_likelihood(plain, y).mean.requires_grad
+    assert not log_likelihood(plain, y, method="krylov").mean.requires_grad
+    assert not inverse_form(plain, y).mean.requires_grad
+    with torch.no_grad():
+        assert not log_likelihood(op, y).mean.requires_grad
+
+
+def test_a_likelihood_is_maximised():
+    op, y = problem()
+    start = [value.detach().log() for value in op.parameters.values()]
+    logs = [value.clone().requires_grad_() for value in start]
+    optimizer = torch.optim.Adam(logs, lr=0.1)
+    values = []
+    for _ in range(25):
+        optimizer.zero_grad()
+        given = dict(zip(op.parameters, (value.exp() for value in logs), strict=True))
+        moved = KernelOperator(op.points, **given)
+        loss = -log_likelihood(moved, y, method="krylov", num_products=100, rank=30).mean
+        loss.backward()
+        values.append(float(exact(moved, y).detach()))
+        optimizer.step()
+    # The function drawn has noise 0.04 and length scales of about 0.8: both scales must be found.
+    assert values[-1] > values[0] + 5
+    assert values[-1] >= max(values) - 1
+
+
+def test_the_preconditioner_is_the_inverse_of_what_it_says():
+    op, _ = problem(n=60)
+    found = LowRankPreconditioner(op, rank=20)
+    eye = torch.eye(60, dtype=torch.float64)
+    matrix = torch.linalg.inv(found.inverse(eye))
+    pivots = found.pivots
+    without = op.dense() - op.noise * eye
+    inner = torch.linalg.solve(without[pivots][:, pivots], without[pivots])
+    low = without[:, pivots] @ inner
+    shift = op.noise + float((without - low).diagonal().mean())
+    torch.testing.assert_close(matrix, low + shift * eye, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found.inverse_root(found.inverse_root(eye)), found.inverse(eye))
+
+
+def test_a_preconditioner_stops_where_the_rank_is_reached():
+    points = torch.arange(4.0, dtype=torch.float64)[:, None].repeat(10, 1)
+    found = LowRankPreconditioner(KernelOperator(points, noise=0.1), rank=20)
+    assert sorted(found.pivots) == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="noise of the kernel operator must be positive"):
+        LowRankPreconditioner(KernelOperator(points), rank=3)
+
+
+Y = torch.ones(5, dtype=torch.float64)
+OP = DenseOperator(torch.eye(5, dtype=torch.float64))
+WRONG = {
+    "rows": ({"y": Y[:4]}, ValueError, r"y must be \(5,\)"),
+    "block": ({"y": Y[:, None]}, ValueError, r"y must be \(5,\)"),
+    "dtype": ({"y": Y.float()}, TypeError, "y must be torch.float64"),
+    "NaN": ({"y": Y * math.nan}, ValueError, "y must be finite"),
+    "method": ({"method": "maxent"}, ValueError, "method must be one of"),
+}
+
+
+@pytest.mark.parametrize(("bad", "kind", "match"), WRONG.values(), ids=WRONG.keys())
+def test_misuse_names_the_argument(bad, kind, match):
+    with pytest.raises(kind, match=match):
+        log_likelihood(OP, **({"y": Y} | bad))
