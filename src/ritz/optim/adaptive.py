@@ -1,0 +1,127 @@
+"""One adaptive step on lists of tensors, in place, by whichever means serve best."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import FunctionType
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+from torch.optim.optimizer import _default_to_fused_or_foreach
+
+from ritz.optim.elementwise import move, move_each
+from ritz.optim.foreach import move_all, move_foreach
+from ritz.optim.rules import Buffers, Number, Rule, Scalars, plain, scalars
+
+Step: TypeAlias = Callable[[Buffers, Rule, Number], None]
+
+
+def update(
+    buffers: Buffers,
+    rule: Rule,
+    *,
+    lr: Number,
+    foreach: bool | None = None,
+    fused: bool = False,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    r"""One step of ``rule`` on every parameter, in place.
+
+    Where epsilon stands outside the root the update is torch's Adam or AdamW, on its kernels.
+    Memory beyond the state: as much as the largest parameter, with ``foreach`` as all of them.
+
+    Args:
+        buffers: Parameters, gradients and state; the gradients are not written to.
+        rule: The update.
+        lr: The rate, a number or a tensor of one element.
+        foreach: Take all parameters through each operation together; None decides by device.
+        fused: Use torch's fused kernel (``form="outside"`` only).
+        grad_scale: Scale of the gradients, divided out by the fused kernel.
+        found_inf: One where a gradient overflowed; the fused kernel then leaves all as it is.
+    """
+    if not buffers.params:
+        return
+    if rule.form == "outside":
+        _torch_adam(buffers, rule, lr, foreach, fused, grad_scale, found_inf)
+        return
+    if foreach is None:
+        foreach = _default_to_fused_or_foreach(buffers.params, rule.differentiable)[1]
+        lr = plain(lr, rule)
+    if foreach:
+        move_foreach(buffers, rule, lr)
+    else:
+        move_each(buffers, rule, plain(lr, rule))
+
+
+def compiled() -> Step:
+    """The same update as one compiled graph; a new rate or step does not compile it again."""
+    # A code object of its own: graphs of other optimisers do not count against its limit.
+    own = FunctionType(_graph.__code__.replace(), _graph.__globals__)
+    graph = torch.compile(own, dynamic=False, fullgraph=True)
+
+    def step(buffers: Buffers, rule: Rule, lr: Number) -> None:
+        torch._foreach_add_(buffers.steps, 1)
+        real = buffers.real()
+        table = [scalars(count.item(), float(lr), rule) for count in real.steps]
+        wide = any(param.dtype == torch.float64 for param in real.params)
+        dtype = torch.float64 if wide else torch.float32
+        numbers = torch.tensor(table, dtype=dtype, device=real.params[0].device)
+        # Numbers of the rule are constants of the graph, so what the table holds is left out.
+        fixed = replace(rule, weight_decay=1.0) if rule.decays else rule
+        graph(*real.lists()[:5], numbers, fixed)
+
+    return step
+
+
+def _graph(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    max_exp_avg_sqs: list[Tensor],
+    table: Tensor,
+    rule: Rule,
+) -> None:
+    buffers = Buffers(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, [])
+    numbers = [Scalars(*row.unbind()) for row in table.unbind()]
+    if params[0].is_cuda:
+        move_all(buffers, numbers, rule)  # the compiler launches these together
+        return
+    for row, scalar in zip(buffers.rows(), numbers, strict=True):
+        move(row, scalar, rule)
+
+
+def _torch_adam(
+    buffers: Buffers,
+    rule: Rule,
+    lr: Number,
+    foreach: bool | None,
+    fused: bool,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    adam(
+        buffers.params,
+        buffers.grads,
+        buffers.exp_avgs,
+        buffers.exp_avg_sqs,
+        buffers.max_exp_avg_sqs,
+        buffers.steps,
+        foreach=False if fused else foreach,
+        fused=fused or None,  # None: torch decides between the other two
+        capturable=rule.capturable,
+        differentiable=rule.differentiable,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+        has_complex=any(param.is_complex() for param in buffers.params),
+        decoupled_weight_decay=rule.decoupled,
+        amsgrad=rule.amsgrad,
+        beta1=rule.beta1,
+        beta2=rule.beta2,
+        lr=lr,
+        weight_decay=rule.weight_decay,
+        eps=rule.eps,
+        maximize=rule.maximize,
+    )
