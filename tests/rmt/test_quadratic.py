@@ -200,6 +200,23 @@ def test_wrong_settings_are_named(change, match):
         quadratic.ema(torch.ones(2), **({"decay": 0.5} | SETTINGS | change))
 
 
+def test_a_simulation_has_settings_of_its_own():
+    ones = torch.ones(2)
+    drawn = quadratic.simulate(ones, num_paths=3, decay=0.5, **SETTINGS)
+    again = quadratic.simulate(
+        ones,
+        num_paths=3,
+        decay=0.5,
+        generator=torch.Generator().manual_seed(drawn.seed),
+        **SETTINGS,
+    )
+    assert torch.equal(drawn.ema, again.ema)
+    with pytest.raises(ValueError, match="num_paths"):
+        quadratic.simulate(ones, num_paths=0, decay=0.5, **SETTINGS)
+    with pytest.raises(ValueError, match="decay"):
+        quadratic.simulate(ones, num_paths=3, decay=-0.5, **SETTINGS)
+
+
 def test_there_is_no_stationary_state_outside_the_stable_range():
     for bad in (0.0, -1.0, 20.0):
         with pytest.raises(ValueError, match="between 0 and 2 / rate"):

@@ -41,12 +41,14 @@ class Paths:
         average: The average of every ``interval``-th iterate, the start left out.
         average_with_start: The same with the start.
         ema: The moving average, begun at the start.
+        seed: Of the generator.
     """
 
     iterate: Tensor
     average: Tensor
     average_with_start: Tensor
     ema: Tensor
+    seed: int
 
 
 def iterate(
@@ -215,6 +217,7 @@ def simulate(
         generator: Source of the noise.
     """
     check_count("num_paths", num_paths)
+    check_range("decay", decay, low=0.0, high=1.0)
     system = _System(eigenvalues, rate, start, noise, num_steps, interval)
     generator = resolve_generator(generator)
     w = system.start.expand(num_paths, -1).clone()
@@ -226,8 +229,13 @@ def simulate(
             total += w
             moving.lerp_(w, 1 - decay)
     count = num_steps // interval
-    with_start = (total + system.start) / (count + 1)
-    return Paths(iterate=w, average=total / count, average_with_start=with_start, ema=moving)
+    return Paths(
+        iterate=w,
+        average=total / count,
+        average_with_start=(total + system.start) / (count + 1),
+        ema=moving,
+        seed=generator.initial_seed(),
+    )
 
 
 @dataclass(frozen=True, slots=True)
