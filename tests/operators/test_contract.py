@@ -10,12 +10,14 @@ from scipy.sparse.linalg import aslinearoperator, eigsh
 from ritz._core.params import ParamSpace
 from ritz.operators import (
     BlockDiagonalOperator,
+    CompressedRows,
     DeflatedOperator,
     DenseOperator,
     DiagonalOperator,
     FunctionOperator,
     KernelOperator,
     KroneckerOperator,
+    LaplacianOperator,
     LowRankOperator,
     RestrictedOperator,
     ScaledOperator,
@@ -26,6 +28,7 @@ from ritz.operators import (
     as_operator,
     kernel,
 )
+from ritz.operators.laplacian import KINDS
 from ritz.testing import check_operator
 
 PRECISIONS = [torch.float32, torch.float64]
@@ -127,6 +130,36 @@ def torch_coo_not_coalesced(dtype):
         check_invariants=True,
     )
     return as_operator(twice), sparse_matrix(dtype)
+
+
+@case
+def compressed_rows_without_values(dtype):
+    pattern = (sparse_matrix(dtype) != 0).to(dtype).to_sparse_csr()
+    rows = CompressedRows(pattern.crow_indices(), pattern.col_indices(), dtype=dtype)
+    return SparseOperator(rows), pattern.to_dense()
+
+
+def graph_case(kind):
+    def build(dtype):
+        weights = sparse_matrix(torch.float64).abs()
+        weights[4] = weights[:, 4] = 0  # an isolated vertex
+        d = weights.sum(1)
+        walk = weights / (d[:, None] * d).sqrt().where(weights > 0, 1)
+        expected = {
+            "adjacency": weights,
+            "laplacian": d.diag() - weights,
+            "normalized_laplacian": (d > 0).double().diag() - walk,
+            "modularity": weights - torch.outer(d, d) / d.sum(),
+        }.get(kind, walk)
+        op = LaplacianOperator(weights.to_sparse_csr(), kind=kind, dtype=dtype)
+        return op, expected.to(dtype)
+
+    build.__name__ = f"graph_{kind}"
+    return build
+
+
+for kind in KINDS:
+    case(graph_case(kind))
 
 
 @case

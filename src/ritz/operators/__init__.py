@@ -9,12 +9,14 @@ from ritz.operators.algebra import (
 )
 from ritz.operators.base import LinearOperator, check_symmetric
 from ritz.operators.blocks import BlockDiagonalOperator
+from ritz.operators.compressed import CompressedRows
 from ritz.operators.dense import DenseOperator
 from ritz.operators.diagonal import DiagonalOperator, LowRankOperator
 from ritz.operators.function import FunctionOperator
 from ritz.operators.interop import as_operator
 from ritz.operators.kernel import KernelOperator
 from ritz.operators.kronecker import KroneckerOperator
+from ritz.operators.laplacian import LaplacianOperator
 from ritz.operators.sharded import ShardedOperator
 from ritz.operators.sparse import SparseOperator
 from ritz.operators.structure import (
@@ -27,12 +29,14 @@ from ritz.operators.structure import (
 
 __all__ = [
     "BlockDiagonalOperator",
+    "CompressedRows",
     "DeflatedOperator",
     "DenseOperator",
     "DiagonalOperator",
     "FunctionOperator",
     "KernelOperator",
     "KroneckerOperator",
+    "LaplacianOperator",
     "LinearOperator",
     "LowRankOperator",
     "RestrictedOperator",

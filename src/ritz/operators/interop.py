@@ -11,6 +11,7 @@ from torch import Tensor
 from ritz.operators.base import LinearOperator
 from ritz.operators.dense import DenseOperator
 from ritz.operators.function import FunctionOperator
+from ritz.operators.laplacian import is_networkx
 from ritz.operators.sparse import SparseOperator
 
 
@@ -31,6 +32,11 @@ def as_operator(x: Any) -> LinearOperator:
         return DenseOperator(torch.from_numpy(np.require(x, requirements=["C", "W"])))
     if isinstance(x, ScipyOperator):
         return _from_scipy(x)
+    if is_networkx(x):
+        raise TypeError(
+            "op must be one matrix, and a graph has several: "
+            "choose one with ritz.operators.LaplacianOperator(graph, kind=...)"
+        )
     raise TypeError(
         "op must be a ritz operator, a symmetric tensor or array, a SciPy sparse matrix or a SciPy "
         f"LinearOperator, got {type(x).__name__}"

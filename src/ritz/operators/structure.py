@@ -16,6 +16,7 @@ from ritz.operators.dense import DenseOperator
 from ritz.operators.diagonal import DiagonalOperator, LowRankOperator
 from ritz.operators.kernel import KernelOperator
 from ritz.operators.kronecker import KroneckerOperator
+from ritz.operators.laplacian import LaplacianOperator
 from ritz.operators.sparse import SparseOperator
 
 
@@ -48,7 +49,8 @@ def structure_gap(op: LinearOperator) -> str:
 def gershgorin(op: LinearOperator) -> tuple[float, float] | None:
     r"""Return :math:`\min_i (a_{ii} - r_i), \max_i (a_{ii} + r_i)`, or ``None`` if not explicit.
 
-    :math:`r_i = \sum_{j \ne i} |a_{ij}|`: every eigenvalue lies between the two.
+    :math:`r_i = \sum_{j \ne i} |a_{ij}|`: every eigenvalue lies between the two. Where as much is
+    known with closer ends, as for the normalised matrices of a graph, it is these.
     """
     return None
 
@@ -60,10 +62,20 @@ def _(op: DenseOperator) -> Tensor | None:
 
 @exact_diagonal.register
 def _(op: SparseOperator) -> Tensor | None:
-    rows = _row_numbers(op)
-    on_diagonal = rows == op.matrix.col_indices()
-    diagonal = torch.zeros(op.shape[0], dtype=op.dtype, device=op.device)
-    return diagonal.index_add_(0, rows[on_diagonal], op.matrix.values()[on_diagonal])
+    return op.rows.diagonal()
+
+
+@exact_diagonal.register
+def _(op: LaplacianOperator) -> Tensor | None:
+    loops, d = op.rows.diagonal().double(), op.degrees
+    walk = torch.where(d > 0, loops / d, 0.0)
+    values = {
+        "adjacency": loops,
+        "laplacian": d - loops,
+        "normalized_laplacian": torch.where(d > 0, 1 - walk, 0.0),
+        "modularity": loops - d.square() / (op.total or 1.0),
+    }
+    return values.get(op.kind, walk).to(op.dtype)
 
 
 @exact_diagonal.register
@@ -141,10 +153,22 @@ def _(op: DenseOperator) -> tuple[float, float] | None:
 
 @gershgorin.register
 def _(op: SparseOperator) -> tuple[float, float] | None:
-    sums = torch.zeros(op.shape[0], dtype=torch.float64, device=op.device)
-    sums.index_add_(0, _row_numbers(op), op.matrix.values().abs().double())
-    diagonal = exact_diagonal(op)
-    return None if diagonal is None else _discs(diagonal, sums)
+    return _discs(op.rows.diagonal(), op.rows.sums())
+
+
+@gershgorin.register
+def _(op: LaplacianOperator) -> tuple[float, float] | None:
+    if op.kind == "normalized_laplacian":
+        return 0.0, 2.0
+    if op.kind in ("normalized_adjacency", "random_walk"):
+        return -1.0, 1.0
+    loops, d = op.rows.diagonal().double(), op.degrees
+    if op.kind == "laplacian":
+        return 0.0, float(2 * (d - loops).max())
+    low, high = float((2 * loops - d).min()), float(d.max())
+    if op.kind == "modularity":  # less a matrix of rank one with this eigenvalue
+        low -= float(d.square().sum()) / (op.total or 1.0)
+    return low, high
 
 
 @gershgorin.register
@@ -156,9 +180,3 @@ def _discs(diagonal: Tensor, absolute_row_sums: Tensor) -> tuple[float, float]:
     diagonal = diagonal.double()  # a radius may be far below the entry it is subtracted from
     radius = absolute_row_sums - diagonal.abs()
     return float((diagonal - radius).min()), float((diagonal + radius).max())
-
-
-def _row_numbers(op: SparseOperator) -> Tensor:
-    pointers = op.matrix.crow_indices()
-    rows = torch.arange(op.shape[0], device=op.device, dtype=pointers.dtype)
-    return rows.repeat_interleave(pointers.diff().long())
