@@ -10,15 +10,24 @@ Products of Chebyshev polynomials are sums of two, so the Hessian is made of :ma
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from scipy.linalg.lapack import dposv
 from torch import Tensor
+
+Array = npt.NDArray[Any]
+NEAR = 1e-4  # error of moments that are matched slowly, but surely
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
     """Fejér's quadrature on ``[-1, 1]``: positive weights, exact below the degree of its size.
+
+    Its logarithmic form has them in another variable, and is for what varies with that.
 
     Attributes:
         nodes: Ascending, ``(G,)``.
@@ -33,9 +42,20 @@ class Grid:
     @classmethod
     def make(cls, size: int, degree: int) -> "Grid":
         r"""Nodes :math:`-\cos((g + 1/2) \pi / G)`, denser towards the ends."""
-        angles = (torch.arange(size, dtype=torch.float64) + 0.5) * (math.pi / size)
-        nodes = -torch.cos(angles)
-        return cls(nodes, _fejer(size), chebyshev(nodes, degree))
+        odd = 2 * torch.arange(size)[:, None] + 1
+        # All values are cosines of multiples of one angle, and T_k(-x) = (-1)^k T_k(x).
+        table = torch.cos(torch.arange(4 * size, dtype=torch.float64) * (math.pi / (2 * size)))
+        turned = (2 * size - odd) * torch.arange(degree + 1)
+        return cls(-table[odd[:, 0]], _fejer(size), table[turned % (4 * size)])
+
+    @classmethod
+    def logarithmic(cls, size: int, degree: int, ratio: float) -> "Grid":
+        r"""The same in the logarithm of :math:`\lambda` in ``[1, ratio]``, which ``x`` maps to."""
+        plain, span = cls.make(size, 0), math.log(ratio)
+        exponents = 0.5 * span * (plain.nodes + 1)
+        nodes = 2 * torch.expm1(exponents) / math.expm1(span) - 1
+        weights = plain.weights * exponents.exp() * (span / math.expm1(span))
+        return cls(nodes, weights, chebyshev(nodes, degree))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +90,19 @@ def in_interval(x: Tensor, interval: tuple[float, float]) -> Tensor:
 
 
 def minimise(
-    targets: Tensor, ridge: Tensor, log_prior: Tensor, grid: Grid, *, tol: float, max_steps: int
+    targets: Tensor,
+    ridge: Tensor,
+    log_prior: Tensor,
+    grid: Grid,
+    *,
+    tol: float,
+    max_steps: int,
+    start: Tensor | None = None,
+    damping: float = 0.1,
+    blurred: float = math.inf,
+    patience: int | None = None,
 ) -> Solution:
-    r"""Levenberg-Marquardt from the prior, each vector with its own damping.
+    r"""Levenberg-Marquardt, each vector with its own damping.
 
     Args:
         targets: Chebyshev moments of degree 1 to ``m``, ``(N, m)``.
@@ -81,47 +111,40 @@ def minimise(
         grid: With polynomials up to degree ``2 m``.
         tol: Largest entry of the gradient to stop at.
         max_steps: Most steps to try.
+        start: Multipliers to begin with, ``(N, m)``; zeros, that is the prior, by default.
+        damping: Of the first step.
+        blurred: Total variation of the shares of the nodes, 2 where every peak has one node to
+            itself, at which to give a vector up: the quadrature does not see its density any more.
+        patience: Steps after which to give up a vector whose gradient is above 1e-4 still.
     """
-    count, m = targets.shape
-    base = log_prior + grid.weights.log()
-    index = torch.arange(1, m + 1)
-    sums, gaps = index[:, None] + index, (index[:, None] - index).abs()
-
-    def evaluate(alphas: Tensor, which: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        exponents = base - alphas @ grid.polynomials[:, 1 : m + 1].T
-        log_partition = exponents.logsumexp(1)
-        moments = (exponents - log_partition[:, None]).exp() @ grid.polynomials
-        pull = ridge[which] * alphas
-        value = log_partition + (alphas * (targets[which] + 0.5 * pull)).sum(1)
-        gradient = targets[which] - moments[:, 1 : m + 1] + pull
-        return value, gradient, moments, log_partition
-
-    every = torch.arange(count)
-    alphas = torch.zeros_like(targets)
-    value, gradient, moments, log_partition = evaluate(alphas, every)
-    damping = torch.full((count,), 0.1, dtype=torch.float64)
-    steps = torch.zeros(count, dtype=torch.int64)
-    for _ in range(max_steps):
-        active = every[~(gradient.abs().amax(1) <= tol) & (damping < 1e15)]
-        if not len(active):
-            break
-        c = moments[active]
-        first = c[:, 1 : m + 1]
-        hessian = 0.5 * (c[:, sums] + c[:, gaps]) - first[:, :, None] * first[:, None, :]
-        diagonal = hessian.diagonal(dim1=1, dim2=2)
-        diagonal += ridge[active] + damping[active, None]
-        factor, failed = torch.linalg.cholesky_ex(hessian)
-        step = torch.cholesky_solve(gradient[active, :, None], factor)[:, :, 0]
-        trial = alphas[active] - step
-        found = evaluate(trial, active)
-        better = _better(found, value[active], gradient[active]) & (failed == 0)
-        taken = active[better]
-        alphas[taken] = trial[better]
-        for old, new in zip((value, gradient, moments, log_partition), found, strict=True):
-            old[taken] = new[better]
-        damping[active] = torch.where(better, damping[active] / 10, damping[active] * 10)
-        steps[active] += 1
-    return Solution(alphas, log_partition, moments[:, 1 : m + 1], gradient.abs().amax(1), steps)
+    dual = _Dual.make(targets.numpy(), ridge.numpy(), log_prior.numpy(), grid)
+    alphas = np.zeros(targets.shape) if start is None else start.numpy().copy()
+    with np.errstate(all="ignore"):  # what overflows is not finite, and hence not better
+        every = here = dual.at(alphas)
+        live, steps = np.arange(len(alphas)), np.zeros(len(alphas), dtype=np.int64)
+        dampings = np.full(len(alphas), damping)
+        for count in range(max_steps):
+            going = (here.error > tol) & (dampings < 1e15) & (here.variation < blurred)
+            if count == patience:
+                going &= here.error < NEAR
+            if not going.all():
+                every.put(live, here)
+                live, dampings = live[going], dampings[going]
+                dual, here = dual.only(going), here.only(going)
+            if not live.size:
+                break
+            trial, sound = dual.step(here, dampings)
+            better = trial.better_than(here) & sound
+            dampings = np.where(better, dampings / 10, dampings * 10)
+            steps[live] += 1
+            if better.all():
+                here = trial
+            elif better.any():
+                here.put(better, trial.only(better))
+        every.put(live, here)
+    fitted = every.moments[:, 1 : alphas.shape[1] + 1]
+    found = (every.alphas, every.log_partition, fitted, every.error, steps)
+    return Solution(*(torch.from_numpy(array) for array in found))
 
 
 def log_mass(found: Solution, log_prior: Tensor, grid: Grid) -> Tensor:
@@ -147,11 +170,110 @@ def _fejer(size: int) -> Tensor:
     return weights
 
 
-def _better(found: tuple[Tensor, ...], value: Tensor, gradient: Tensor) -> Tensor:
-    """Whether the dual fell, or, where that is below roundoff, the gradient did."""
-    new_value, new_gradient = found[0], found[1]
-    level = 1e-13 * (1 + value.abs())
-    fell = new_value < value - level
-    flat = (new_value <= value + level) & (new_gradient.norm(dim=1) < gradient.norm(dim=1))
-    found_better: Tensor = torch.isfinite(new_value) & (fell | flat)
-    return found_better
+@dataclass(slots=True)
+class _Points:
+    """Where the dual was evaluated: arrays with a row, or a number, for each vector."""
+
+    alphas: Array
+    value: Array
+    gradient: Array
+    moments: Array
+    log_partition: Array
+    variation: Array
+    error: Array
+
+    def only(self, which: Array) -> "_Points":
+        return _Points(*(array[which] for array in self._arrays()))
+
+    def put(self, which: Array, other: "_Points") -> None:
+        for mine, new in zip(self._arrays(), other._arrays(), strict=True):
+            mine[which] = new
+
+    def better_than(self, old: "_Points") -> Array:
+        """Whether the dual fell, or, where that is below roundoff, the gradient did."""
+        level = 1e-13 * (1 + np.abs(old.value))
+        fell = self.value < old.value - level
+        shorter = (self.gradient**2).sum(1) < (old.gradient**2).sum(1)
+        flat = (self.value <= old.value + level) & shorter
+        better: Array = np.isfinite(self.value) & (fell | flat)
+        return better
+
+    def _arrays(self) -> tuple[Array, ...]:
+        return (
+            self.alphas,
+            self.value,
+            self.gradient,
+            self.moments,
+            self.log_partition,
+            self.variation,
+            self.error,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Dual:
+    """The dual of some vectors, in NumPy: a step is many small operations, which cost less there.
+
+    Attributes:
+        targets: ``(N, m)``.
+        ridge: ``(N, m)``.
+        base: Logarithm of prior times weights, ``(G,)``.
+        rows: Polynomials of degree 1 to ``m`` at the nodes, ``(m, G)``.
+        columns: Those of degree 0 to ``2 m``, ``(G, 2 m + 1)``.
+        sums: Degrees :math:`i + j` of the Hessian, ``(m, m)``.
+        gaps: Degrees :math:`|i - j|`, likewise.
+    """
+
+    targets: Array
+    ridge: Array
+    base: Array
+    rows: Tensor
+    columns: Tensor
+    sums: Array
+    gaps: Array
+
+    @classmethod
+    def make(cls, targets: Array, ridge: Array, log_prior: Array, grid: Grid) -> "_Dual":
+        m = targets.shape[1]
+        rows = grid.polynomials[:, 1 : m + 1].T.contiguous()
+        index = np.arange(1, m + 1)
+        sums, gaps = index[:, None] + index, np.abs(index[:, None] - index)
+        base = log_prior + grid.weights.log().numpy()
+        return cls(targets, ridge, base, rows, grid.polynomials, sums, gaps)
+
+    def only(self, which: Array) -> "_Dual":
+        return replace(self, targets=self.targets[which], ridge=self.ridge[which])
+
+    def at(self, alphas: Array) -> _Points:
+        exponents = self.base - _product(alphas, self.rows)
+        top = exponents.max(1, keepdims=True)
+        shares = np.exp(exponents - top)
+        total = shares.sum(1, keepdims=True)
+        shares /= total
+        log_partition = (top + np.log(total))[:, 0]
+        moments = _product(shares, self.columns)
+        pull = self.ridge * alphas
+        value = log_partition + (alphas * (self.targets + 0.5 * pull)).sum(1)
+        gradient = self.targets - moments[:, 1 : alphas.shape[1] + 1] + pull
+        variation = np.abs(shares[:, 1:] - shares[:, :-1]).sum(1) + shares[:, 0] + shares[:, -1]
+        error = np.abs(gradient).max(1)
+        return _Points(alphas, value, gradient, moments, log_partition, variation, error)
+
+    def step(self, here: _Points, dampings: Array) -> tuple[_Points, Array]:
+        """Where a damped Newton step leads, and whether the Hessian was positive definite."""
+        moments = here.moments
+        first = moments[:, 1 : here.alphas.shape[1] + 1]
+        hessian = 0.5 * (moments.take(self.sums, axis=1) + moments.take(self.gaps, axis=1))
+        hessian -= first[:, :, None] * first[:, None, :]
+        diagonal = np.einsum("nii->ni", hessian)  # a view
+        diagonal += self.ridge + dampings[:, None]
+        steps, sound = np.empty_like(here.alphas), np.empty(len(hessian), dtype=bool)
+        for i, (matrix, gradient) in enumerate(zip(hessian, here.gradient, strict=True)):
+            _, steps[i], failed = dposv(matrix, gradient)
+            sound[i] = failed == 0
+        return self.at(here.alphas - steps), sound
+
+
+def _product(left: Array, right: Tensor) -> Array:
+    # That of PyTorch, which keeps to the number of threads it was given.
+    return torch.mm(torch.from_numpy(left), right).numpy()

@@ -13,8 +13,8 @@ from ritz._core.checks import check_count
 from ritz._core.random import resolve_generator
 from ritz._core.results import Status
 from ritz._core.storage import storable
-from ritz.spectra.dual import Grid, chebyshev, in_interval
-from ritz.spectra.priors import log_prior
+from ritz.spectra.dual import chebyshev
+from ritz.spectra.priors import Rule, log_prior, quadrature
 from ritz.spectra.protocol import Density, as_points
 
 PANEL = 5  # points of the Gauss rule between neighbouring nodes
@@ -38,9 +38,12 @@ class EntropicDensity:
         targets: Chebyshev moments asked for, degree 1 to ``m``, ``(m,)``.
         fitted: Chebyshev moments it has, ``(m,)``.
         ridge: Variances :math:`r_i` within which moments were matched, ``(m,)``.
+        relaxation: By how much the largest of them exceeds what was asked for; 0 where no moment
+            was relaxed.
         grid_size: Nodes of the quadrature that it was computed with.
         num_steps: Newton steps.
-        status: Whether the dual was solved, and how far moments were relaxed.
+        status: Whether the dual was solved, how far moments were relaxed, and by how much the
+            largest error of a moment exceeds zero then.
     """
 
     alphas: Tensor
@@ -53,6 +56,7 @@ class EntropicDensity:
     grid_size: int
     num_steps: int
     status: Status
+    relaxation: float = 0.0
 
     @property
     def support(self) -> tuple[float, float]:
@@ -76,9 +80,7 @@ class EntropicDensity:
         low, high = self.interval
         if isinstance(self.prior, str) and self.prior == "flat":
             return inner + math.log((high - low) / 2)
-        grid = Grid.make(self.grid_size, 0)
-        base = log_prior(self.prior, in_interval(grid.nodes, self.interval), self.interval)
-        return inner - float((base + grid.weights.log()).logsumexp(0))
+        return inner - float(self._rule().log_mass)
 
     def log_pdf(self, x: Tensor) -> Tensor:
         """Logarithm of the density at the points, minus infinity outside the interval."""
@@ -130,10 +132,10 @@ class EntropicDensity:
 
     def expectation(self, function: Any) -> float:
         """Mean of an elementwise function of an eigenvalue."""
-        grid = Grid.make(self.grid_size, 0)
-        points = in_interval(grid.nodes, self.interval)
+        rule = self._rule()
         scale = (self.interval[1] - self.interval[0]) / 2
-        return float((grid.weights * scale * self.pdf(points) * function(points)).sum())
+        shares = rule.grid.weights * scale * self.pdf(rule.points)
+        return float((shares * function(rule.points)).sum())
 
     def moment(self, degree: int) -> float:
         """Mean of that power of an eigenvalue."""
@@ -170,10 +172,13 @@ class EntropicDensity:
             f"{self.status}"
         )
 
+    def _rule(self) -> Rule:
+        return quadrature(self.prior, self.interval, self.grid_size, 0)
+
     def _panels(self) -> tuple[Tensor, Tensor]:
         """Edges between which the density is smooth, and the integral up to each."""
         low, high = self.interval
-        inner = in_interval(Grid.make(self.grid_size, 0).nodes, self.interval)
+        inner = self._rule().points
         edges = torch.cat([inner.new_tensor([low]), inner, inner.new_tensor([high])])
         parts = self._integral(edges[:-1], edges[1:])
         return edges, torch.cat([torch.zeros(1, dtype=torch.float64), parts.cumsum(0)])
