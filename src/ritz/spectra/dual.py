@@ -42,11 +42,9 @@ class Grid:
     @classmethod
     def make(cls, size: int, degree: int) -> "Grid":
         r"""Nodes :math:`-\cos((g + 1/2) \pi / G)`, denser towards the ends."""
-        odd = 2 * torch.arange(size)[:, None] + 1
-        # All values are cosines of multiples of one angle, and T_k(-x) = (-1)^k T_k(x).
-        table = torch.cos(torch.arange(4 * size, dtype=torch.float64) * (math.pi / (2 * size)))
-        turned = (2 * size - odd) * torch.arange(degree + 1)
-        return cls(-table[odd[:, 0]], _fejer(size), table[turned % (4 * size)])
+        angles = (torch.arange(size, dtype=torch.float64) + 0.5) * (math.pi / size)
+        nodes = -torch.cos(angles)
+        return cls(nodes, _fejer(size), _doubled(nodes, degree))
 
     @classmethod
     def logarithmic(cls, size: int, degree: int, ratio: float) -> "Grid":
@@ -55,7 +53,7 @@ class Grid:
         exponents = 0.5 * span * (plain.nodes + 1)
         nodes = 2 * torch.expm1(exponents) / math.expm1(span) - 1
         weights = plain.weights * exponents.exp() * (span / math.expm1(span))
-        return cls(nodes, weights, chebyshev(nodes, degree))
+        return cls(nodes, weights, _doubled(nodes, degree))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +133,7 @@ def minimise(
                 break
             trial, sound = dual.step(here, dampings)
             better = trial.better_than(here) & sound
-            dampings = np.where(better, dampings / 10, dampings * 10)
+            dampings = dampings * np.where(better, 0.1, 10.0)
             steps[live] += 1
             if better.all():
                 here = trial
@@ -170,6 +168,23 @@ def _fejer(size: int) -> Tensor:
     return weights
 
 
+def _doubled(nodes: Tensor, degree: int) -> Tensor:
+    r"""Chebyshev polynomials by :math:`T_{n+k} = 2 T_n T_k - T_{n-k}`, a block of them at a time.
+
+    A tenth of the time of as many cosines, to an error of ``degree ** 1.6`` roundoffs.
+    """
+    rows = torch.ones(degree + 1, len(nodes), dtype=torch.float64)
+    if degree:
+        rows[1] = nodes
+    n = 1
+    while n < degree:
+        k = min(n, degree - n)
+        torch.mul(rows[1 : k + 1], 2 * rows[n], out=rows[n + 1 : n + k + 1])
+        rows[n + 1 : n + k + 1] -= rows[n - k : n].flip(0)
+        n += k
+    return rows.T
+
+
 @dataclass(slots=True)
 class _Points:
     """Where the dual was evaluated: arrays with a row, or a number, for each vector."""
@@ -181,6 +196,7 @@ class _Points:
     log_partition: Array
     variation: Array
     error: Array
+    length: Array
 
     def only(self, which: Array) -> "_Points":
         return _Points(*(array[which] for array in self._arrays()))
@@ -193,8 +209,7 @@ class _Points:
         """Whether the dual fell, or, where that is below roundoff, the gradient did."""
         level = 1e-13 * (1 + np.abs(old.value))
         fell = self.value < old.value - level
-        shorter = (self.gradient**2).sum(1) < (old.gradient**2).sum(1)
-        flat = (self.value <= old.value + level) & shorter
+        flat = (self.value <= old.value + level) & (self.length < old.length)
         better: Array = np.isfinite(self.value) & (fell | flat)
         return better
 
@@ -207,6 +222,7 @@ class _Points:
             self.log_partition,
             self.variation,
             self.error,
+            self.length,
         )
 
 
@@ -256,8 +272,9 @@ class _Dual:
         value = log_partition + (alphas * (self.targets + 0.5 * pull)).sum(1)
         gradient = self.targets - moments[:, 1 : alphas.shape[1] + 1] + pull
         variation = np.abs(shares[:, 1:] - shares[:, :-1]).sum(1) + shares[:, 0] + shares[:, -1]
-        error = np.abs(gradient).max(1)
-        return _Points(alphas, value, gradient, moments, log_partition, variation, error)
+        sizes = np.abs(gradient)
+        error, length = sizes.max(1), (sizes * sizes).sum(1)
+        return _Points(alphas, value, gradient, moments, log_partition, variation, error, length)
 
     def step(self, here: _Points, dampings: Array) -> tuple[_Points, Array]:
         """Where a damped Newton step leads, and whether the Hessian was positive definite."""
@@ -265,7 +282,7 @@ class _Dual:
         first = moments[:, 1 : here.alphas.shape[1] + 1]
         hessian = 0.5 * (moments.take(self.sums, axis=1) + moments.take(self.gaps, axis=1))
         hessian -= first[:, :, None] * first[:, None, :]
-        diagonal = np.einsum("nii->ni", hessian)  # a view
+        diagonal = hessian.reshape(len(hessian), -1)[:, :: hessian.shape[1] + 1]  # a view
         diagonal += self.ridge + dampings[:, None]
         steps, sound = np.empty_like(here.alphas), np.empty(len(hessian), dtype=bool)
         for i, (matrix, gradient) in enumerate(zip(hessian, here.gradient, strict=True)):
