@@ -59,6 +59,7 @@ def machine() -> dict[str, Any]:
         Path("/proc/cpuinfo").read_text().splitlines() if os.path.exists("/proc/cpuinfo") else []
     )
     models = {line.split(":")[1].strip() for line in lines if line.startswith("model name")}
+    device = {"device": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
     return {
         "date": datetime.date.today().isoformat(),
         "cpu": ", ".join(sorted(models)) or platform.processor(),
@@ -66,7 +67,7 @@ def machine() -> dict[str, Any]:
         "load": os.getloadavg()[0],
         "python": platform.python_version(),
         "versions": {name: version for name in LIBRARIES if (version := _version(name))},
-    }
+    } | device
 
 
 def write(script: str, results: Sequence[Mapping[str, Any]]) -> None:

@@ -17,6 +17,7 @@ from ritz.curvature.inference import differentiable
 from ritz.curvature.linearize import nbytes
 from ritz.curvature.points import Context
 from ritz.curvature.risk import Risk
+from ritz.curvature.settings import searched_convolutions
 from ritz.operators.base import LinearOperator
 
 TILE = 2**14  # rows of a block that are turned at once
@@ -41,7 +42,8 @@ class Products:
         risk: What to differentiate.
         columns: Products of one batch with one vector, the preferred first.
         engine: See above.
-        compiled: Whether to compile the traces (seconds to minutes, at the first product).
+        compiled: Whether to compile the traces, and to search for the fastest convolutions on a GPU
+            (seconds to minutes, at the first product).
         memory: Bytes for what is kept. Default: 2 GiB, or half of what a GPU has free.
         block_size: Columns multiplied at once: 8 by default, and one by one on the CPU for a model
             with convolutions, where a block of them is dearer than its columns.
@@ -68,7 +70,7 @@ class Products:
         self.risk, self.shift, self.extra = risk, shift, extra
         self.block_size = _width(risk) if block_size is None else block_size
         self._engine = Engine(risk, columns, name=engine, compiled=compiled)
-        self._room = memory
+        self._room, self._compiled = memory, compiled
         self._kept: dict[tuple[int, int], Linear] = {}
         self._chunk: int | None = None  # samples of a batch at once
         self._narrowed = ""  # why columns are multiplied one by one
@@ -127,7 +129,7 @@ class Products:
         return total
 
     def _part(self, vectors: Tensor, key: tuple[int, int], context: Context) -> Tensor:
-        with self.risk.arithmetic():
+        with self.risk.arithmetic(), searched_convolutions(self._compiled):
             multiplied = self._linear(key, context) or partial(self._engine.eager, context)
             sizes = [shape.numel() for shape in self.risk.space.shapes.values()]
             product = torch.empty_like(vectors)

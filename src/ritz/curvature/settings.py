@@ -70,6 +70,22 @@ def arithmetic(precision: Precision | None) -> Iterator[None]:
             matmul.allow_tf32, convolution.allow_tf32 = before
 
 
+@contextmanager
+def searched_convolutions(wanted: bool) -> Iterator[None]:
+    """Let cuDNN time its algorithms for every shape, and not guess, for the block.
+
+    Its guess for the gradient of a weight with many columns is a Fourier transform at several times
+    the cost. Not where determinism is asked for: two searches may end with different algorithms.
+    """
+    before = torch.backends.cudnn.benchmark
+    fixed = torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
+    torch.backends.cudnn.benchmark = before or (wanted and not fixed)
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
 class _Formulas(TorchFunctionMode):
     """Operations written out, where torch's own have derivatives that are not those of a function.
 
