@@ -62,8 +62,8 @@ def solution_diversity(logits: Tensor | Iterable[Tensor]) -> Diversity:
         logits: Outputs of the solutions for the same samples, ``(m, n, c)`` or ``m`` of ``(n, c)``
             (further dimensions, as of tokens, count as samples).
 
-    Reference: Granziol et al., *Iterate averaging in the quest for best test error*, section 3 and
-    Fig. 4.
+    Reference: Granziol et al., *Beyond SGD: iterate averaged adaptive gradient methods*, section 3
+    and Fig. 4.
     """
     logs = [functional.log_softmax(one, -1) for one in _checked(list(logits))]
     probabilities = [one.exp() for one in logs]

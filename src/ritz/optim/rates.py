@@ -114,8 +114,8 @@ def effective_rates(
         optimizer: Whose groups have them, with their rates.
         names: Names of weights, as :func:`scale_invariant_weights` finds them.
 
-    Reference: Hoffer et al., *Norm matters*, 2018; Granziol et al., *Iterate averaging in the quest
-    for best test error*, section 3.2.
+    Reference: Hoffer et al., *Norm matters*, 2018; Granziol et al., *Beyond SGD: iterate
+    averaged adaptive gradient methods*, section 3.2.
     """
     weights = dict(model.named_parameters())
     rates = {

@@ -12,8 +12,8 @@ is one of the optimiser or an epoch is a matter of how often the schedule is ste
 
 Any function will do; those of this module can also be pickled.
 
-Reference: Granziol et al., *Iterate averaging in the quest for best test error*, equations 12 and
-13.
+Reference: Granziol et al., *Beyond SGD: iterate averaged adaptive gradient methods*, equations 12
+and 13.
 """
 
 from bisect import bisect_right

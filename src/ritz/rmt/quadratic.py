@@ -7,7 +7,7 @@ and variance :math:`g^2`, is in every eigen-direction on its own
 
 so that whatever is linear in the iterates has a mean and a variance that can be written down.
 
-Reference: Granziol et al., *Iterate averaging in the quest for best test error*, section 4.
+Reference: Granziol et al., *Beyond SGD: iterate averaged adaptive gradient methods*, section 4.
 """
 
 import math
