@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ritz._core.batchnorm import evaluating, recomputed_statistics
+from ritz._core.batchnorm import batch_norms, evaluating, recomputed_statistics
 from ritz._core.checks import check_choice, check_range
 from ritz._core.distributed import Group, all_max, all_sum, world_size
 
@@ -44,25 +44,27 @@ def with_statistics(
         group: The processes.
         keep: Whether the model keeps the statistics after the block.
     """
-    if data is None:
+    plain = unwrapped(model)
+    if data is None or not batch_norms(plain):
         yield
         return
     check_choice("sharing", sharing, ("own", "none"))
-    plain = unwrapped(model)
     call = forward or _default_forward
     shared = sharing == "own" and world_size(group) > 1
     batches = _placed(_part(data, fraction), plain)
     # A model whose layers exchange data must be called as often by all processes.
     if shared and any(map(_exchanges, plain.modules())):
         batches = _in_step(batches, group)
-    weighted = ((batch, float(_size(batch)) if real else 0.0) for batch, real in batches)
+    sizes: list[int] = []
     with evaluating(plain, batch_statistics=True):
         found = recomputed_statistics(
             plain,
             lambda batch: call(plain, batch),
-            weighted,
+            _weighted(batches, sizes),
             reduce=(lambda total: all_sum(total, group)) if shared else (lambda total: total),
         )
+    if not (all_max(sum(sizes), group) if shared else sum(sizes)):
+        raise ValueError("data must hold at least one batch, got none")
     with _replaced(plain, found, keep=keep):
         yield
 
@@ -122,6 +124,13 @@ def _in_step(
             raise ValueError("data must hold at least one batch in every process where the model "
                              "is sharded or its batch norm synchronised, got none")  # fmt: skip
         yield last[0], item is not None
+
+
+def _weighted(batches: Iterable[tuple[Any, bool]], sizes: list[int]) -> Iterator[tuple[Any, float]]:
+    """Batches by their samples, those that only keep step by nothing; notes down the samples."""
+    for batch, real in batches:
+        sizes.append(_size(batch) if real else 0)
+        yield batch, float(sizes[-1])
 
 
 def _size(batch: Any) -> int:

@@ -1,0 +1,160 @@
+"""Averages of models in several processes are those of one, sharded or not."""
+
+import pytest
+import torch
+from optim.walks import averages
+from processes import run_processes
+from torch import nn
+
+from ritz.optim.averaging import IterateAverage
+from ritz.optim.lookahead import Lookahead
+
+pytestmark = pytest.mark.distributed
+
+SETTING = """
+import torch
+from torch import nn
+from ritz.optim.averaging import IterateAverage
+from ritz.optim.lookahead import Lookahead
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(),
+                         nn.Linear(5, 2)).double()
+
+def attached(model, kind):
+    if kind == "sgd":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    if kind == "lookahead":
+        optimizer = Lookahead(optimizer, k=2, until=5)
+    return optimizer, IterateAverage(optimizer, start=4, interval=2)
+
+def data(step):
+    noise = torch.Generator().manual_seed(step)
+    return torch.randn(8, 5, generator=noise, dtype=torch.float64)
+
+def train(model, optimizer, steps, own=slice(None)):
+    for step in steps:
+        part = data(step)[own]
+        optimizer.zero_grad()
+        (model(part[:, :3]) - part[:, 3:]).square().mean().backward()
+        optimizer.step()
+"""
+SCRIPT = (
+    SETTING.replace("\n", "\n    ")
+    + """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions, get_model_state_dict, get_optimizer_state_dict, set_model_state_dict,
+        set_optimizer_state_dict)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    mesh = init_device_mesh("cpu", (size,))
+    mine = slice(rank, None, size)
+    probe = data(99)[:, :3]
+
+    def full(tensor):
+        tensor = tensor.detach()
+        return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
+
+    def distributed(way):
+        model = network()
+        if way == "ddp":
+            return DistributedDataParallel(model)
+        for layer in model:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    def measured(model, optimizer, average):
+        with torch.no_grad():
+            model(probe)  # a sharded model keeps gathered weights after this
+            with average.applied(model):
+                inside = model(probe)
+            after = model(probe)
+        return {
+            "weights": [full(p) for p in model.parameters()],
+            "average": [full(optimizer.state[p]["average"]) for p in model.parameters()],
+            "outputs": [inside, after],
+            "numbers": [torch.tensor([average.count, average.step, average.start])],
+        }
+
+    def template(model, optimizer, flat):
+        options = StateDictOptions(flatten_optimizer_state_dict=flat)
+        return {"model": get_model_state_dict(model),
+                "optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
+
+    def through_a_checkpoint(way, kind, model, optimizer, flat):
+        path = f"{folder}/{way}-{kind}-{flat}"
+        dcp.save(template(model, optimizer, flat), checkpoint_id=path)
+        model = distributed(way)
+        optimizer, average = attached(model, kind)
+        state = template(model, optimizer, flat)
+        assert average.step == 0, average.step
+        dcp.load(state, checkpoint_id=path)
+        options = StateDictOptions(flatten_optimizer_state_dict=flat)
+        set_model_state_dict(model, state["model"])
+        set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+        return model, optimizer, average
+
+    found = {}
+    for way in ("ddp", "fsdp"):
+        for kind in ("sgd", "adamw", "lookahead"):
+            model = distributed(way)
+            optimizer, average = attached(model, kind)
+            train(model, optimizer, range(11), mine)
+            found[way, kind] = measured(model, optimizer, average)
+            for flat, stop in ((False, 7), (True, 2)):
+                model = distributed(way)
+                optimizer, average = attached(model, kind)
+                train(model, optimizer, range(stop), mine)
+                restored = through_a_checkpoint(way, kind, model, optimizer, flat)
+                train(restored[0], restored[1], range(stop, 11), mine)
+                found[way, kind, flat] = measured(*restored)
+    torch.save(found, f"{folder}/found{rank}")
+    dist.destroy_process_group()
+"""
+)
+
+
+def alone(kind):
+    scope = {}
+    exec(SETTING, scope)
+    model = scope["network"]()
+    optimizer, average = scope["attached"](model, kind)
+    scope["train"](model, optimizer, range(11))
+    probe = scope["data"](99)[:, :3]
+    with torch.no_grad(), average.applied(model):
+        inside = model(probe)
+    return {
+        "weights": list(model.parameters()),
+        "average": averages(model, optimizer),
+        "outputs": [inside, model(probe)],
+        "numbers": [torch.tensor([average.count, average.step, average.start])],
+    }
+
+
+def test_two_processes_give_what_one_does_sharded_or_not_and_through_checkpoints(tmp_path):
+    for code, error in run_processes(SCRIPT, 2, tmp_path):
+        assert code == 0, error
+    expected = {kind: alone(kind) for kind in ("sgd", "adamw", "lookahead")}
+    for rank in range(2):
+        found = torch.load(tmp_path / f"found{rank}")
+        for key, parts in found.items():
+            for part, tensors in parts.items():
+                for left, right in zip(tensors, expected[key[1]][part], strict=True):
+                    # Gradients are summed in another order.
+                    torch.testing.assert_close(
+                        left,
+                        right.detach(),
+                        rtol=1e-12,
+                        atol=1e-13,
+                        msg=lambda m, k=key: f"{k}: {m}",
+                    )
+            if len(key) == 3:  # a checkpoint on the way changes no bit
+                for left, right in zip(parts["average"], found[key[:2]]["average"], strict=True):
+                    assert torch.equal(left, right), key

@@ -1,0 +1,263 @@
+"""Lookahead against a reference of ten lines, and as an optimiser among others."""
+
+import copy
+
+import pytest
+import torch
+from optim.walks import (
+    assert_near,
+    assert_same,
+    averages,
+    loss_of,
+    network,
+    tail,
+    take_step,
+    walked,
+    weights,
+)
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import LBFGS, SGD, Adam, AdamW
+from torch.optim.lr_scheduler import StepLR
+
+from ritz.optim.averaging import IterateAverage
+from ritz.optim.lookahead import Lookahead
+
+INNER = {
+    "sgd": lambda p: SGD(p, lr=0.1),
+    "momentum": lambda p: SGD(p, lr=0.05, momentum=0.9),
+    "adam": lambda p: Adam(p, lr=0.02),
+    "adamw fused": lambda p: AdamW(p, lr=0.02, fused=True),
+}
+EXACT = {"rtol": 1e-13, "atol": 1e-13}  # a few roundings a synchronisation
+
+
+def reference(make, num_steps, *, k=5, alpha=0.5, until=10**9, momentum="keep"):
+    """The published algorithm: the slow weights are there from the start."""
+    model = network(torch.float64)
+    optimizer = make(model.parameters())
+    slow, path, cached = weights(model), [weights(model)], {}
+    for t in range(1, num_steps + 1):
+        take_step(model, optimizer, t - 1)
+        if t % k == 0 and t < until:
+            for p, s in zip(model.parameters(), slow, strict=True):
+                s += alpha * (p.detach() - s)
+                p.data.copy_(s)
+                change_momentum(optimizer.state[p], momentum, alpha, cached, p)
+        path.append(weights(model))
+    return path
+
+
+def change_momentum(state, momentum, alpha, cached, p):
+    if momentum == "keep":
+        return
+    name = "momentum_buffer" if "momentum_buffer" in state else "exp_avg"
+    before = cached.get(p, torch.zeros_like(p))
+    state[name] = alpha * state[name] + (1 - alpha) * before
+    cached[p] = state[name].clone()
+    if momentum == "reset":
+        state[name].zero_()
+
+
+def assert_same_path(found, expected):
+    for left, right in zip(found, expected, strict=True):
+        assert_near(left, right, **EXACT)
+
+
+@pytest.mark.parametrize(("k", "alpha"), [(5, 0.5), (1, 0.3), (6, 0.8), (3, 1.0)])
+@pytest.mark.parametrize("name", INNER)
+def test_every_iterate_is_that_of_the_published_algorithm(name, k, alpha):
+    model = network(torch.float64)
+    optimizer = Lookahead(INNER[name](model.parameters()), k=k, alpha=alpha)
+    expected = reference(INNER[name], 17, k=k, alpha=alpha)
+    assert_same_path(walked(model, optimizer, 17), expected)
+
+
+def test_the_first_synchronisation_pulls_towards_the_initial_weights():
+    """Slow weights that begin at the first synchronisation leave it without effect."""
+    model = network(torch.float64)
+    path = walked(model, Lookahead(SGD(model.parameters(), lr=0.1), k=2), 2)
+    plain = network(torch.float64)
+    fast = walked(plain, SGD(plain.parameters(), lr=0.1), 2)
+    middle = [(a + b) / 2 for a, b in zip(fast[0], fast[2], strict=True)]
+    assert_near(path[2], middle, **EXACT)
+    assert_near(path[1], fast[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("momentum", ["reset", "pullback"])
+@pytest.mark.parametrize("name", ["momentum", "adam"])
+def test_momentum_is_reset_or_pulled_back_on_request(name, momentum):
+    model = network(torch.float64)
+    optimizer = Lookahead(INNER[name](model.parameters()), k=3, momentum=momentum)
+    expected = reference(INNER[name], 14, k=3, momentum=momentum)
+    assert_same_path(walked(model, optimizer, 14), expected)
+    kept = reference(INNER[name], 14, k=3)
+    assert any(not torch.equal(a, b) for a, b in zip(expected[-1], kept[-1], strict=True))
+
+
+@pytest.mark.parametrize("momentum", ["reset", "pullback"])
+def test_momentum_that_is_not_there_is_refused(momentum):
+    model = network()
+    optimizer = Lookahead(SGD(model.parameters(), lr=0.1), k=2, momentum=momentum)
+    with pytest.raises(ValueError, match=r"must have momentum for momentum=.* got SGD without"):
+        walked(model, optimizer, 2)
+
+
+@pytest.mark.parametrize("until", [1, 5, 6, 11])
+def test_it_hands_over_to_averaging(until):
+    model = network(torch.float64)
+    optimizer = Lookahead(Adam(model.parameters(), lr=0.02), until=until)
+    IterateAverage(optimizer, start=until)
+    path = walked(model, optimizer, 17)
+    expected = reference(INNER["adam"], 17, until=until)
+    assert_same_path(path, expected)
+    assert_near(averages(model, optimizer), tail(expected, start=until), **EXACT)
+
+
+def test_stop_hands_over_at_once_and_is_remembered():
+    model = network(torch.float64)
+    optimizer = Lookahead(Adam(model.parameters(), lr=0.02))
+    walked(model, optimizer, 7)
+    optimizer.stop()
+    assert optimizer.until == 8
+    again = Lookahead(Adam(network().parameters(), lr=0.02))
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert again.until == 8
+    expected = reference(INNER["adam"], 7)[-1]
+    assert_near(weights(model), expected, **EXACT)
+    plain = copy.deepcopy(model)
+    inner = Adam(plain.parameters(), lr=0.02)
+    inner.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    walked(model, optimizer, 6)
+    walked(plain, inner, 6)
+    assert_same(model.parameters(), plain.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("stop", [1, 4, 5, 7])
+def test_going_on_from_a_state_gives_the_same_bits(stop, dtype):
+    model = network(dtype)
+    optimizer = Lookahead(SGD(model.parameters(), lr=0.1, momentum=0.9))
+    walked(model, optimizer, stop)
+    twin = network(dtype, seed=5)
+    second = Lookahead(SGD(twin.parameters(), lr=0.1, momentum=0.9))
+    second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    twin.load_state_dict(model.state_dict())
+    walked(model, optimizer, 11)
+    walked(twin, second, 11)
+    assert_same(twin.parameters(), model.parameters())
+    slow = [[o.state[p]["slow"] for p in m.parameters()] for m, o in ((model, optimizer),
+                                                                      (twin, second))]  # fmt: skip
+    assert_same(*slow)
+    assert slow[0][0].dtype == torch.promote_types(dtype, torch.float32)
+
+
+def test_an_average_around_it_travels_in_the_same_state():
+    def made(seed=0):
+        model = network(seed=seed)
+        optimizer = Lookahead(Adam(model.parameters(), lr=0.02), until=6)
+        return model, optimizer, IterateAverage(optimizer, start=6)
+
+    model, optimizer, average = made()
+    walked(model, optimizer, 9)
+    twin, second, other = made(seed=3)
+    second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    twin.load_state_dict(model.state_dict())
+    walked(model, optimizer, 4)
+    walked(twin, second, 4)
+    assert_same(averages(twin, second), averages(model, optimizer))
+    assert (other.count, other.step) == (average.count, 13)
+
+
+def test_schedulers_hooks_closures_and_groups_work_as_with_any_optimiser():
+    model = network(torch.float64)
+    inner = SGD(model.parameters(), lr=0.1)
+    optimizer = Lookahead(inner, k=2)
+    scheduler = StepLR(optimizer, step_size=2, gamma=0.1)
+    seen = []
+    optimizer.register_step_post_hook(lambda *_: seen.append("outer"))
+    inner.register_step_post_hook(lambda *_: seen.append("inner"))
+    take_step(model, optimizer, 0, closure=True)
+    scheduler.step()
+    take_step(model, optimizer, 1)
+    scheduler.step()
+    assert seen == ["inner", "outer"] * 2
+    assert [group["lr"] for group in inner.param_groups] == [pytest.approx(0.01)]
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": 0.5})
+    assert len(inner.param_groups) == 2 == len(optimizer.param_groups)
+    assert optimizer.param_groups is inner.param_groups
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert "lr: 0.5" in repr(optimizer)
+
+
+def test_parameters_added_later_have_slow_weights_from_then_on():
+    model, late = network(torch.float64), nn.Parameter(torch.full((2,), 8.0, dtype=torch.float64))
+    optimizer = Lookahead(SGD(model.parameters(), lr=0.5), k=4)
+    walked(model, optimizer, 2)
+    optimizer.add_param_group({"params": [late]})
+    for step in (2, 3):
+        model.zero_grad()
+        loss_of(model, step).backward()
+        late.grad = torch.ones_like(late)
+        optimizer.step()
+    torch.testing.assert_close(late.detach(), torch.full((2,), 7.5, dtype=torch.float64))
+
+
+def test_lbfgs_inside():
+    model = network(torch.float64)
+    optimizer = Lookahead(LBFGS(model.parameters(), lr=0.5, max_iter=2), k=2)
+    path = walked(model, optimizer, 2, closure=True)
+    plain = network(torch.float64)
+    fast = walked(plain, LBFGS(plain.parameters(), lr=0.5, max_iter=2), 2, closure=True)
+    middle = [(a + b) / 2 for a, b in zip(fast[0], fast[2], strict=True)]
+    assert_near(path[2], middle, **EXACT)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("outer", [False, True])
+def test_steps_that_mixed_precision_skips_are_not_counted(fused, outer):
+    make = lambda p: AdamW(p, lr=0.02, fused=fused)  # noqa: E731
+    model = network(torch.float64)
+    inner = make(model.parameters())
+    optimizer = Lookahead(inner, k=2)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    for step in (0, 1, 100, 101, 2):
+        optimizer.zero_grad()
+        loss = loss_of(model, step % 100) * (float("inf") if step >= 100 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer if outer else inner)
+        scaler.update()
+    assert_near(weights(model), reference(make, 3, k=2)[-1], **EXACT)
+
+
+def test_a_deep_copy_goes_on_alone():
+    model = network()
+    optimizer = Lookahead(Adam(model.parameters(), lr=0.02))
+    walked(model, optimizer, 7)
+    twin, second = copy.deepcopy((model, optimizer))
+    before = [p.detach().clone() for p in model.parameters()]
+    walked(twin, second, 6)
+    assert_same(model.parameters(), before)
+    walked(model, optimizer, 6)
+    assert_same(twin.parameters(), model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("bad", "match"),
+    [
+        ({"k": 0}, "k must be at least 1"),
+        ({"alpha": 1.5}, "alpha must be between 0.0 and 1.0"),
+        ({"until": 0}, "until must be at least 1"),
+        ({"momentum": "drop"}, "momentum must be one of keep, reset, pullback"),
+    ],
+)
+def test_settings_out_of_range_are_named(bad, match):
+    with pytest.raises(ValueError, match=match):
+        Lookahead(SGD(network().parameters(), lr=0.1), **bad)
+
+
+def test_only_optimisers_are_taken():
+    with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer, got list"):
+        Lookahead([1])

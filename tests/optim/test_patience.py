@@ -1,0 +1,131 @@
+"""GadamAuto's rule: when averaging begins and when training stops."""
+
+import json
+
+import pytest
+import torch
+from optim.walks import assert_near, assert_same, averages, network, tail, walked
+from torch.optim import SGD, Adam
+
+from ritz.optim.averaging import IterateAverage
+from ritz.optim.patience import AutoAverage
+
+
+def auto(**options):
+    model = network(torch.float64)
+    return AutoAverage(Adam(model.parameters()), **options)
+
+
+def phases(found, metrics):
+    """Where it is after each evaluation."""
+    seen = []
+    for metric in metrics:
+        stop = found.update(metric)
+        assert stop == found.finished
+        seen.append("finished" if stop else "averaging" if found.averaging else "training")
+    return seen
+
+
+def test_averaging_begins_and_training_ends_after_so_many_evaluations_without_a_better_one():
+    found = auto(patience=3)
+    assert phases(found, [5, 4, 4.5, 4.2]) == ["training"] * 4
+    assert phases(found, [3, 3, 3.1, 9]) == ["training"] * 3 + ["averaging"]
+    assert (found.best, found.best_before, found.waited) == (None, 3.0, 0)
+    # The averaged weights have a best of their own, even where that is worse.
+    assert phases(found, [8, 7, 7, 7]) == ["averaging"] * 4
+    assert phases(found, [6, 6, 6, 6]) == ["averaging"] * 3 + ["finished"]
+    assert (found.best, found.best_before) == (6.0, 3.0)
+    assert found.update(0.0)
+    assert found.best == 6.0
+
+
+def test_ten_evaluations_are_the_default():
+    assert phases(auto(), [1.0] * 22) == ["training"] * 10 + ["averaging"] * 11 + ["finished"]
+
+
+def test_larger_may_be_better_and_small_gains_may_count_for_nothing():
+    found = auto(patience=2, mode="max", min_delta=0.5)
+    assert phases(found, [1, 1.6, 2.0, 2.1]) == ["training"] * 3 + ["averaging"]
+    assert found.best_before == 1.6
+    assert phases(auto(patience=1), [2, 1, 1]) == ["training", "training", "averaging"]
+    assert phases(auto(patience=1, mode="max"), [2, 1]) == ["training", "averaging"]
+
+
+def test_the_average_is_that_of_the_iterates_since_it_began():
+    model = network(torch.float64)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    found = AutoAverage(optimizer, patience=2)
+    before = walked(model, optimizer, 4)
+    with found.applied(model):  # the weights themselves, before
+        assert_near(model.parameters(), before[-1], rtol=0, atol=0)
+    assert phases(found, [1, 1, 1])[-1] == "averaging"
+    assert found.average.count == 1
+    expected = tail(walked(model, optimizer, 6))
+    assert_near(averages(model, optimizer), expected)
+    with found.applied(model):
+        assert_near(model.parameters(), expected)
+
+
+def test_an_average_of_ones_own_is_taken():
+    optimizer = SGD(network().parameters(), lr=0.1)
+    average = IterateAverage(optimizer, start=None, kind="ema", interval=3)
+    assert AutoAverage(average).average is average
+    optimizer.average = average
+    assert AutoAverage(optimizer).average is average
+
+
+def test_it_goes_on_from_its_state_to_the_same_bits():
+    runs = []
+    for interrupted in (False, True):
+        model = network()
+        optimizer = Adam(model.parameters(), lr=0.05)
+        found = AutoAverage(optimizer, patience=2)
+        for epoch, metric in enumerate([3, 2, 2, 2, 5, 4, 4, 4]):
+            walked(model, optimizer, 3)
+            if interrupted and epoch in (2, 5):
+                states = optimizer.state_dict(), json.loads(json.dumps(found.state_dict()))
+                twin = network(seed=4)
+                twin.load_state_dict(model.state_dict())
+                model, optimizer = twin, Adam(twin.parameters(), lr=0.05)
+                found = AutoAverage(optimizer, patience=2)
+                optimizer.load_state_dict(states[0])
+                found.load_state_dict(states[1])
+            found.update(metric)
+        assert found.finished
+        runs.append([*averages(model, optimizer), torch.tensor(found.average.count)])
+    assert_same(*runs)
+
+
+@pytest.mark.parametrize("metric", [float("nan"), torch.tensor(float("nan"))])
+def test_a_metric_that_is_not_a_number_is_refused(metric):
+    with pytest.raises(ValueError, match="metric must be a number, got nan"):
+        auto().update(metric)
+
+
+@pytest.mark.parametrize(
+    ("bad", "match"),
+    [
+        ({"patience": 0}, "patience must be at least 1"),
+        ({"mode": "best"}, "mode must be one of min, max"),
+        ({"min_delta": -1.0}, "min_delta must be at least 0"),
+    ],
+)
+def test_settings_out_of_range_are_named(bad, match):
+    with pytest.raises(ValueError, match=match):
+        auto(**bad)
+
+
+def test_an_average_that_begins_by_itself_is_refused():
+    optimizer = SGD(network().parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"must be made with start=None, .* got start=5"):
+        AutoAverage(IterateAverage(optimizer, start=5))
+    with pytest.raises(TypeError, match="average must be an IterateAverage or an optimiser, got S"):
+        AutoAverage(network())
+
+
+def test_states_of_other_things_are_refused():
+    found = auto()
+    with pytest.raises(ValueError, match="state_dict must be one of AutoAverage, got one without"):
+        found.load_state_dict({"best": 1.0})
+    with pytest.raises(ValueError, match="was made with mode='max', this is 'min'"):
+        found.load_state_dict(auto(mode="max").state_dict())
