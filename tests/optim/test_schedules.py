@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import ChainedScheduler, ExponentialLR, LRScheduler, SequentialLR
 
+from ritz.optim.damping import AdamW as DampedAdamW
 from ritz.optim.schedules import (
     GroupSchedule,
     Schedule,
@@ -145,6 +146,20 @@ def test_any_setting_follows_a_shape(key):
     assert values == [begun * shape(t) for t in range(12)]
     assert schedule.get_last_values() == [begun * 0.01] * 2
     assert adam.param_groups[0]["lr"] == 0.1
+
+
+def test_a_scheduled_damping_is_the_one_that_steps_take(rng):
+    gradients = torch.randn(6, 5, generator=rng)
+    ours, theirs = (torch.ones(5, requires_grad=True) for _ in range(2))
+    damped, plain = DampedAdamW([ours], delta=0.5), torch.optim.AdamW([theirs], eps=0.5)
+    schedule = GroupSchedule(damped, linear_decay(5), key="delta")
+    for t, gradient in enumerate(gradients):
+        plain.param_groups[0]["eps"] = 0.5 * linear_decay(5)(t)
+        ours.grad, theirs.grad = gradient.clone(), gradient.clone()
+        damped.step()
+        plain.step()
+        schedule.step()
+    torch.testing.assert_close(ours, theirs)
 
 
 def test_a_setting_and_the_rate_are_chained():
