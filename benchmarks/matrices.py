@@ -44,3 +44,18 @@ def grid(side, *, potential=4.0, dtype=np.float64, seed=0):
     values = rng.uniform(0, potential, side * side)
     values[rng.choice(side * side, 30, replace=False)] = rng.uniform(-8, -2, 30)
     return (plain + sp.diags_array(values)).tocsr().astype(dtype)
+
+
+def regular_graph(n, degree, *, seed=0):
+    """Row pointers and columns of ``degree / 2`` random permutations and their inverses.
+
+    Every vertex has ``degree`` entries, some of which may coincide; the columns are not sorted.
+    """
+    rng = np.random.default_rng(seed)
+    columns = np.empty((n, degree), dtype=np.int32)
+    for pair in range(degree // 2):
+        there = rng.permutation(n)
+        columns[:, 2 * pair] = there
+        columns[there, 2 * pair + 1] = np.arange(n)
+    index = np.int32 if n * degree < 2**31 else np.int64
+    return np.arange(n + 1, dtype=index) * index(degree), columns.ravel()

@@ -234,7 +234,7 @@ def test_a_forked_process_has_threads_of_its_own(threads):
 
 def test_without_a_compiler_torch_multiplies(monkeypatch):
     monkeypatch.setattr(compressed, "SMALL", 0)
-    monkeypatch.setattr(compressed, "product_loop", lambda *_, **__: None)
+    monkeypatch.setattr(compressed, "compilable", lambda dtype: False)
     dense = matrix()
     check_operator(SparseOperator(compressed_rows(dense)), dense=dense)
 
@@ -286,12 +286,22 @@ def test_pieces_share_the_work_and_cover_every_row():
         assert max(cost) <= sum(cost) / number + longest
 
 
-def test_the_diagonal_is_found_in_chunks(monkeypatch):
+@pytest.mark.parametrize("chunk", [1, 7, 100])
+@pytest.mark.parametrize("pattern", [False, True], ids=["values", "pattern"])
+def test_diagonal_and_sums_of_rows_are_found_in_chunks(chunk, pattern, monkeypatch):
+    monkeypatch.setattr(compressed, "CHUNK", chunk)
     dense = matrix(120)
-    whole = compressed_rows(dense).diagonal()
-    monkeypatch.setattr(compressed, "CHUNK", 7)
-    assert torch.equal(compressed_rows(dense).diagonal(), whole)
-    assert torch.equal(whole, dense.diagonal())
+    rows = compressed_rows(dense, pattern=pattern)
+    expected = (dense != 0).double() if pattern else dense
+    assert torch.equal(rows.diagonal(), expected.diagonal())
+    close(rows.sums(), expected.abs().sum(1))
+
+
+def test_rows_without_entries_have_sums_too():
+    nothing = torch.empty(0, dtype=torch.int64)
+    rows = CompressedRows(torch.zeros(4, dtype=torch.int64), nothing, torch.empty(0))
+    assert rows.sums().tolist() == [0.0, 0.0, 0.0]
+    assert rows.diagonal().tolist() == [0.0, 0.0, 0.0]
 
 
 def test_the_widest_block_of_one_line_is_the_size_of_a_block():

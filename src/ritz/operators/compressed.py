@@ -3,6 +3,7 @@
 import os
 import warnings
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property
 from itertools import pairwise
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ritz._core.checks import check_real_floating
-from ritz.operators.native import LINE, Loop, pack_loop, product_loop
+from ritz.operators.native import LINE, Loop, compilable, pack_loop, product_loop
 
 PLAIN_COLUMNS = 4  # of a block, at which torch's own product is cheapest a column on the CPU
 SMALL = 2**15  # entries: below, torch's own product is done before a loop would be compiled
@@ -86,35 +87,39 @@ class CompressedRows:
             diagonal: :math:`b`, ``(n,)``; zeros by default. Given with ``outer`` or not at all.
         """
         watched = block.requires_grad and torch.is_grad_enabled()
-        if self.device.type == "cpu" and self.num_entries >= SMALL and not watched:
-            product = self._compiled(block, inner, outer, diagonal)
-            if product is not None:
-                return product
-        return self._plain(block, inner, outer, diagonal)
+        large = self.device.type == "cpu" and self.num_entries >= SMALL
+        by = self._compiled if large and not watched and compilable(self.dtype) else self._plain
+        return by(block, inner, outer, diagonal)
 
     def sums(self) -> Tensor:
         """Return the sum of the absolute values of each row, ``(n,)``, in float64."""
         counts = self.pointers.diff().long()
         if self.values is None:
             return counts.double()
-        return torch.segment_reduce(self.values.abs().double(), "sum", lengths=counts)
+        parts = [
+            torch.segment_reduce(self.values[part].abs().double(), "sum", lengths=counts[rows])
+            for rows, part in self._chunks()
+        ]
+        return torch.cat(parts)
 
     def diagonal(self) -> Tensor:
         """Return the diagonal, ``(n,)``."""
         found = torch.zeros(self.num_rows, dtype=self.dtype, device=self.device)
-        for start in range(0, self.num_entries, CHUNK):
-            part = slice(start, start + CHUNK)
-            columns = self.columns[part].long()
-            hits = self.rows_of(start + torch.arange(len(columns), device=self.device)) == columns
+        numbers, counts = torch.arange(self.num_rows, device=self.device), self.pointers.diff()
+        for rows, part in self._chunks():
+            columns = self.columns[part]
+            own = numbers[rows].repeat_interleave(counts[rows].long()) == columns
+            place = columns[own].long()
             values = (
-                found.new_ones(int(hits.sum())) if self.values is None else self.values[part][hits]
+                self.values[part][own] if self.values is not None else found.new_ones(len(place))
             )
-            found.index_add_(0, columns[hits], values)
+            found.index_add_(0, place, values)
         return found
 
-    def rows_of(self, entries: Tensor) -> Tensor:
-        """Return the rows ``(m,)`` in which the entries of these numbers ``(m,)`` stand."""
-        return torch.searchsorted(self.pointers, entries.to(self.pointers.dtype), right=True) - 1
+    def row_of(self, entry: int) -> int:
+        """Return the row in which the entry of this number stands."""
+        number = torch.tensor(entry, dtype=self.pointers.dtype, device=self.device)
+        return int(torch.searchsorted(self.pointers, number, right=True)) - 1
 
     @cached_property
     def tensor(self) -> Tensor:
@@ -137,13 +142,11 @@ class CompressedRows:
 
     def _compiled(
         self, block: Tensor, inner: Tensor | None, outer: Tensor | None, diagonal: Tensor | None
-    ) -> Tensor | None:
+    ) -> Tensor:
         block = block if block.stride(1) == 1 else block.contiguous()
         out = _lines(block.numel() * self.dtype.itemsize).view(self.dtype).view(block.shape)
         for x, y in zip(block.split(self.width, 1), out.split(self.width, 1), strict=True):
             loop = self._loop(x.shape[1], outer is not None)
-            if loop is None:
-                return None
             lent = None
             if inner is not None or not x.is_contiguous() or x.data_ptr() % LINE:
                 lent = self._borrow()
@@ -159,8 +162,7 @@ class CompressedRows:
     def _pack(self, x: Tensor, inner: Tensor | None, lines: Tensor) -> Tensor:
         packed = lines.view(self.dtype)[: x.numel()].view(x.shape)
         loop = pack_loop(x.shape[1], self.dtype, scaled=inner is not None)
-        if loop is not None:
-            self._spread(loop, x.shape[1], x.stride(0), *map(_address, (inner, x, packed)))
+        self._spread(loop, x.shape[1], x.stride(0), *map(_address, (inner, x, packed)))
         return packed
 
     def _borrow(self) -> Tensor:
@@ -169,7 +171,7 @@ class CompressedRows:
         except IndexError:  # the first product, or one of several at a time
             return _lines(self.num_rows * LINE)
 
-    def _loop(self, width: int, affine: bool) -> Loop | None:
+    def _loop(self, width: int, affine: bool) -> Loop:
         return product_loop(
             width,
             self.dtype,
@@ -196,10 +198,19 @@ class CompressedRows:
                     return
                 loop(*piece, *arguments)
 
-        others = [_pool(os.getpid(), threads).submit(work) for _ in range(threads - 1)]
+        helpers = min(threads, num_pieces) - 1
+        others = [_pool(os.getpid(), threads).submit(work) for _ in range(helpers)]
         work()
         for other in others:
-            other.result()
+            if not other.cancel():  # on a busy machine it may not have begun: nothing is left
+                other.result()
+
+    def _chunks(self) -> Iterator[tuple[slice, slice]]:
+        # Whole rows and their entries, of which there are few enough to be copied.
+        targets = torch.arange(0, self.num_entries + 1, CHUNK, device=self.device)
+        cuts = torch.searchsorted(self.pointers, targets.to(self.pointers.dtype)).tolist()
+        for first, last in pairwise(dict.fromkeys([*cuts, self.num_rows])):
+            yield slice(first, last), slice(int(self.pointers[first]), int(self.pointers[last]))
 
     def _pieces(self, number: int) -> list[tuple[int, int]]:
         if number not in self._cuts:

@@ -158,8 +158,8 @@ def _check_weights(rows: CompressedRows) -> None:
     if rows.values is not None:
         bad = ~((rows.values >= 0) & torch.isfinite(rows.values))
         if bool(bad.any()):
-            entry = bad.nonzero()[:1, 0]
-            place = (int(rows.rows_of(entry)), int(rows.columns[entry]))
+            entry = int(bad.int().argmax())
+            place = (rows.row_of(entry), int(rows.columns[entry]))
             raise ValueError(
                 "weights must be non-negative and finite, "
                 f"got {float(rows.values[entry])} at {place}, {int(bad.sum())} such in all"

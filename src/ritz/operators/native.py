@@ -131,8 +131,8 @@ def product_loop(
     column: torch.dtype,
     weighted: bool,
     affine: bool,
-) -> Loop | None:
-    """Return the loop over rows of a product, or ``None`` where it cannot be compiled.
+) -> Loop:
+    """Return the loop over the rows of a product; it must be :func:`compilable`.
 
     It takes ``begin, end, last, stride`` and the addresses of pointers, columns, values, outer,
     diagonal, x and y, as the comment above says; no lock is held while it runs.
@@ -145,8 +145,6 @@ def product_loop(
         weighted: Whether there are values; else every entry is one.
         affine: Whether there are ``outer`` and ``diagonal``; else they are one and zero.
     """
-    if compiler() is None or dtype not in _SCALARS:
-        return None
     names = _names(width, dtype) | {
         "ahead": AHEAD,
         "pointer": _INTEGERS[pointer],
@@ -165,8 +163,8 @@ def product_loop(
 
 
 @cache
-def pack_loop(width: int, dtype: torch.dtype, *, scaled: bool) -> Loop | None:
-    """Return the loop that packs a strip of a block, or ``None`` where it cannot be compiled.
+def pack_loop(width: int, dtype: torch.dtype, *, scaled: bool) -> Loop:
+    """Return the loop that packs a strip of a block; it must be :func:`compilable`.
 
     It takes ``begin, end, stride`` and the addresses of inner, x and y.
 
@@ -175,8 +173,6 @@ def pack_loop(width: int, dtype: torch.dtype, *, scaled: bool) -> Loop | None:
         dtype: Of the numbers, float32 or float64.
         scaled: Whether there is ``inner``; else it is one.
     """
-    if compiler() is None or dtype not in _SCALARS:
-        return None
     names = _names(width, dtype)
     scale = _spread("s", "inner", "i") + "  %result = fmul {vector} %s, %x_i\n"
     names |= {
@@ -184,6 +180,11 @@ def pack_loop(width: int, dtype: torch.dtype, *, scaled: bool) -> Loop | None:
         "result": "%result" if scaled else "%x_i",
     }
     return _compiled("pack", _PACK.format(**names), integers=3, addresses=3)
+
+
+def compilable(dtype: torch.dtype) -> bool:
+    """Return whether there are loops for numbers of this type here."""
+    return dtype in _SCALARS and compiler() is not None
 
 
 @cache
