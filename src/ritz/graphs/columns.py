@@ -13,7 +13,7 @@ from ritz.graphs.tokens import Bool, Tokens, floats, integers, scan
 
 MAX_ID = 2**63 - 1
 _SPACES = re.compile(rb"[\s,;]+")
-_NUMBER = re.compile(rb"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_NUMBER = re.compile(rb"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 _COMMENT = re.compile(rb"[#%].*", re.DOTALL)
 
 
@@ -42,9 +42,8 @@ class Layout:
         """Return the layout with the columns of the first good line, if there is one."""
         for index in range(tokens.num_lines):
             words = split(tokens.line(index))
-            guess = replace(self, columns=len(words))
-            if words and not isinstance(parse(words, guess), str):
-                return guess
+            if words and not isinstance(parse(words, self), str):
+                return replace(self, columns=len(words))
         return self
 
 
@@ -112,6 +111,7 @@ def parse(words: list[bytes], layout: Layout) -> tuple[int, int, float] | str:
     wrong = _wrong_count(len(words), layout)
     if wrong:
         return wrong
+    layout = replace(layout, columns=len(words))
     for word in words[:2]:
         wrong = _wrong_id(word, layout)
         if wrong:

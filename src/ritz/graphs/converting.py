@@ -127,7 +127,8 @@ def _from_networkx(x: Any, weight: Any) -> Records:
         names=None if nodes == list(range(len(nodes))) else simplified(tuple(map(str, nodes))),
     )
     # A directed graph whose arcs all have their reverse, of the same weight, loses nothing.
-    records.add(*ends.reshape(-1, 2).T, None if bool((values == 1).all()) else values)
+    ones = bool((values == 1).all())
+    records.add(ends[0::2], ends[1::2], None if ones else values)
     return records
 
 
@@ -149,10 +150,10 @@ def _from_edge_index(x: Any, weights: Any, num_nodes: int | None) -> Records:
     check_count("num_nodes", n, low=0, high=MAX_NODES)
     if largest >= n or ends.min(initial=0) < 0:
         raise GraphError(f"edge_index must lie between 0 and {n - 1}, got {ends.min()}..{largest}")
-    records = Records(source="edge_index", kind="arcs", num_nodes=n)
-    # Listed once, in whichever order, edges are an undirected graph too.
-    records.kind = "list"
-    records.add(*ends.astype(np.int64), _edge_weights(weights, ends.shape[1]))
+    # A list: edges that are there once, in whichever order, are an undirected graph too.
+    records = Records(source="edge_index", kind="list", num_nodes=n)
+    u, v = ends.astype(np.int64)
+    records.add(u, v, _edge_weights(weights, ends.shape[1]))
     return records
 
 
@@ -177,11 +178,15 @@ def _sparse(x: Any) -> Any:
             x = scipy.sparse.coo_array(
                 (coo.values().numpy(), tuple(coo.indices().numpy())), shape=tuple(coo.shape)
             )
-    if not (scipy.sparse.issparse(x) or isinstance(x, np.ndarray)):
+    if not (isinstance(x, np.ndarray) or scipy.sparse.issparse(x)):
         raise TypeError(
             "graph must be a ritz, NetworkX or sparse graph, a weight matrix, an edge_index "
             f"(2, E), or a path, got {type(x).__name__}"
         )
+    return _canonical(x)
+
+
+def _canonical(x: Any) -> Any:
     if len(x.shape) != 2 or x.shape[0] != x.shape[1]:
         raise ValueError(f"the weight matrix of a graph must be square, got {tuple(x.shape)}")
     if x.dtype.kind not in "fiub":

@@ -169,11 +169,8 @@ class Graph:
     def __str__(self) -> str:
         kind = "unweighted" if self.weights is None else f"weighted, {_span(self.weights)}"
         counts = self.crow.diff()
-        degrees = "no vertices"
-        if len(counts):
-            middle, largest = int(counts.median()), int(counts.max())
-            degrees = f"mean {float(counts.double().mean()):.4g}, median {middle:,}, "
-            degrees += f"largest {largest:,}; {self.num_isolated:,} isolated"
+        degrees = f"mean {float(counts.double().mean()):.4g}, median {int(counts.median()):,}, "
+        degrees += f"largest {int(counts.max()):,}; {self.num_isolated:,} isolated"
         loops = f", {self.num_loops:,} of them self-loops" if self.num_loops else ""
         lines = [
             f"Graph of {self.num_nodes:,} vertices and {self.num_edges:,} edges{loops}, {kind}",
@@ -195,13 +192,15 @@ def _sparse(graph: Graph, data: Array) -> Any:
 
 def _indices(nodes: Tensor | Array | list[int], n: int) -> Array:
     index = np.asarray(nodes)
+    if not index.size or (index.dtype == bool and not index.any()):
+        raise ValueError("nodes must name at least one vertex")
     if index.dtype == bool:
         if index.shape != (n,):
             raise ValueError(f"nodes must be a mask of {n} entries, got shape {index.shape}")
         return np.flatnonzero(index)
     if index.ndim != 1 or not np.issubdtype(index.dtype, np.integer):
         raise ValueError(f"nodes must be a mask or a list of indices, got {nodes!r}")
-    if len(index) and (index.min() < 0 or index.max() >= n):
+    if index.min() < 0 or index.max() >= n:
         raise ValueError(f"nodes must lie between 0 and {n - 1}, got {index.min()}..{index.max()}")
     if len(np.unique(index)) != len(index):
         raise ValueError("nodes must name each vertex once")

@@ -1,0 +1,243 @@
+"""Random graphs: Erdős-Rényi, Watts-Strogatz, Barabási-Albert, blocks, given degrees."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ritz._core.checks import check_count, check_range
+from ritz._core.random import resolve_generator
+from ritz.graphs.assembling import Records, Rules, assemble
+from ritz.graphs.structures import Graph
+
+
+def erdos_renyi(n: int, *, p: float, generator: torch.Generator | None = None) -> Graph:
+    """Return a graph on ``n`` vertices, each pair an edge with probability ``p`` by itself.
+
+    Args:
+        n: Number of vertices.
+        p: Probability of an edge.
+        generator: Source of all randomness.
+
+    Cost: linear in the edges, by skipping from one to the next.
+    """
+    check_count("n", n)
+    check_range("p", p, low=0, high=1)
+    pairs = erdos_renyi_edges(n, p, resolve_generator(generator))
+    return graph_of(pairs, n, f"Erdős-Rényi, n = {n}, p = {p:.4g}")
+
+
+def stochastic_block_model(
+    sizes: Sequence[int], *, probabilities: Tensor, generator: torch.Generator | None = None
+) -> Graph:
+    r"""Return a graph of blocks: a pair in blocks ``a``, ``b`` is an edge with :math:`P_{ab}`.
+
+    Args:
+        sizes: Vertices of each of the ``k`` blocks, which follow each other.
+        probabilities: :math:`P`, symmetric ``(k, k)``.
+        generator: Source of all randomness.
+
+    Cost: linear in the edges, and a step each pair of blocks.
+    """
+    k = len(sizes)
+    _check_blocks(sizes, probabilities)
+    generator = resolve_generator(generator)
+    starts = [0, *torch.tensor(list(sizes)).cumsum(0).tolist()]
+    found = []
+    for a in range(k):
+        for b in range(a, k):
+            p = float(probabilities[a, b])
+            if a == b:
+                found.append(erdos_renyi_edges(sizes[a], p, generator) + starts[a])
+            else:
+                index = _skipped(sizes[a] * sizes[b], p, generator)
+                across = torch.stack([index // sizes[b] + starts[a], index % sizes[b] + starts[b]])
+                found.append(across)
+    return graph_of(torch.cat(found, dim=1), starts[-1], f"stochastic block model, {k} blocks")
+
+
+def watts_strogatz(
+    n: int, *, num_neighbors: int, p: float, generator: torch.Generator | None = None
+) -> Graph:
+    """Return a ring lattice whose edges have one end moved elsewhere with probability ``p``.
+
+    Args:
+        n: Number of vertices.
+        num_neighbors: Neighbours of each in the lattice, even, at most half of ``n``.
+        p: Probability that an edge is moved; no edge is doubled and no self-loop made, so that
+            there are ``n * num_neighbors / 2`` edges.
+        generator: Source of all randomness.
+    """
+    check_count("n", n, low=4)
+    check_count("num_neighbors", num_neighbors, low=2, high=n // 2)
+    check_range("p", p, low=0, high=1)
+    if num_neighbors % 2:
+        raise ValueError(f"num_neighbors must be even, got {num_neighbors}")
+    pairs = ring_edges(n, num_neighbors, p, resolve_generator(generator))
+    return graph_of(pairs, n, f"Watts-Strogatz, n = {n}, k = {num_neighbors}, p = {p:.4g}")
+
+
+def barabasi_albert(n: int, *, num_edges: int, generator: torch.Generator | None = None) -> Graph:
+    """Return a graph grown from a star: each new vertex joins others in proportion to degree.
+
+    Args:
+        n: Number of vertices, more than ``num_edges``.
+        num_edges: Edges ``r`` of each new vertex, to different ones: ``r (n - r)`` in all.
+        generator: Source of all randomness.
+    """
+    check_count("num_edges", num_edges)
+    check_count("n", n, low=num_edges + 1)
+    pairs = attached_edges(n, num_edges, resolve_generator(generator))
+    return graph_of(pairs, n, f"Barabási-Albert, n = {n}, r = {num_edges}")
+
+
+def configuration_model(
+    degrees: Tensor | Sequence[int], *, generator: torch.Generator | None = None
+) -> Graph:
+    """Return a graph of given degrees: half-edges are paired at random.
+
+    Args:
+        degrees: Wanted degrees ``(n,)``, of even sum. Self-loops and repeated edges that the
+            pairing makes are erased, so that a few degrees come out smaller;
+            ``graph.intake`` counts them.
+        generator: Source of all randomness.
+    """
+    wanted = torch.as_tensor(degrees, dtype=torch.int64)
+    if wanted.ndim != 1 or not len(wanted) or bool((wanted < 0).any()) or int(wanted.sum()) % 2:
+        raise ValueError("degrees must be a vector of whole numbers with an even sum")
+    n, generator = len(wanted), resolve_generator(generator)
+    stubs = torch.repeat_interleave(torch.arange(n), wanted)
+    order = torch.randperm(len(stubs), generator=generator)
+    return graph_of(stubs[order].reshape(2, -1), n, f"configuration model, n = {n}")
+
+
+def graph_of(pairs: Tensor, n: int, source: str) -> Graph:
+    """Return the graph of pairs ``(2, k)`` of ``n`` vertices; repeats are merged."""
+    records = Records(source=source, num_nodes=n)
+    u, v = pairs.cpu().numpy()
+    records.add(u, v)
+    return assemble(records, Rules(), edgeless=True)
+
+
+def erdos_renyi_edges(n: int, p: float, generator: torch.Generator) -> Tensor:
+    """Return the edges ``(2, k)`` of a graph whose pairs are edges with probability ``p``."""
+    return _triangle(_skipped(n * (n - 1) // 2, p, generator))
+
+
+def _check_blocks(sizes: Sequence[int], probabilities: Tensor) -> None:
+    if not sizes:
+        raise ValueError("sizes must name at least one block")
+    for size in sizes:
+        check_count("sizes", size)
+    k = len(sizes)
+    if probabilities.shape != (k, k) or not torch.equal(probabilities, probabilities.T):
+        raise ValueError(
+            f"probabilities must be symmetric ({k}, {k}), got {tuple(probabilities.shape)}"
+        )
+    if not bool(((probabilities >= 0) & (probabilities <= 1)).all()):
+        raise ValueError("probabilities must lie between 0 and 1")
+
+
+def _skipped(count: int, p: float, generator: torch.Generator) -> Tensor:
+    """Indices below ``count``, each there with probability ``p``: sums of geometric gaps."""
+    if p <= 0 or count <= 0:
+        return torch.empty(0, dtype=torch.int64)
+    if p >= 1:
+        return torch.arange(count)
+    found, last = [], -1
+    while last < count:
+        expected = p * (count - last)
+        size = int(expected + 4 * math.sqrt(expected) + 16)
+        uniform = torch.rand(size, generator=generator, dtype=torch.float64)
+        # 1 - u is never zero; a gap beyond the end need not be exact.
+        gaps = ((1 - uniform).log_() / math.log1p(-p)).clamp_(max=float(count)).long() + 1
+        places = last + gaps.cumsum(0)
+        found.append(places)
+        last = int(places[-1])
+    places = torch.cat(found)
+    return places[places < count]
+
+
+def _triangle(index: Tensor) -> Tensor:
+    """Pairs ``(2, k)`` with ``i > j`` in the order (1,0), (2,0), (2,1), ..."""
+    row = ((1 + (1 + 8 * index.double()).sqrt()) / 2).long()
+    # The root may round to the next whole number.
+    row -= (row * (row - 1) // 2 > index).long()
+    row += (row * (row + 1) // 2 <= index).long()
+    return torch.stack([row, index - row * (row - 1) // 2])
+
+
+def ring_edges(n: int, num_neighbors: int, p: float, generator: torch.Generator) -> Tensor:
+    """Return the edges ``(2, n * num_neighbors / 2)`` of a rewired ring lattice."""
+    start = torch.arange(n).repeat(num_neighbors // 2)
+    hop = torch.arange(1, num_neighbors // 2 + 1).repeat_interleave(n)
+    end = (start + hop) % n
+    moved = torch.rand(len(start), generator=generator, dtype=torch.float64) < p
+    taken = _pair_keys(start[~moved], end[~moved], n)
+    pending = moved.nonzero()[:, 0]
+    while len(pending):
+        # At least half of all vertices are free for each edge on average: this ends soon.
+        ends = torch.randint(0, n, (len(pending),), generator=generator)
+        keys = _pair_keys(start[pending], ends, n)
+        free = (start[pending] != ends) & ~torch.isin(keys, taken) & _first_of_equals(keys)
+        end[pending[free]] = ends[free]
+        taken = torch.cat([taken, keys[free]])
+        pending = pending[~free]
+    return torch.stack([start, end])
+
+
+def _pair_keys(u: Tensor, v: Tensor, n: int) -> Tensor:
+    return torch.minimum(u, v) * n + torch.maximum(u, v)
+
+
+def _first_of_equals(keys: Tensor) -> Tensor:
+    ordered, order = keys.sort(stable=True)
+    first = torch.ones(len(keys), dtype=torch.bool)
+    first[order[1:]] = ordered[1:] != ordered[:-1]
+    return first
+
+
+def attached_edges(n: int, num_edges: int, generator: torch.Generator) -> Tensor:
+    r"""Return the edges ``(2, r (n - r))`` of a preferential attachment graph.
+
+    Ends of edges stand in one list, two places an edge; an end drawn in proportion to degree is
+    the content of a random earlier place. Which place is drawn first, for all at once; contents
+    follow by pointer doubling (Batagelj and Brandes, 2005). Where a vertex meets another twice,
+    the later place is drawn again, until none does.
+    """
+    r = num_edges
+    vertex = torch.arange(r + 1, n).repeat_interleave(r)
+    source = torch.cat([torch.zeros(r, dtype=torch.int64), vertex])
+    known = torch.arange(1, r + 1)  # the star
+    limit = 2 * r * (vertex - r)  # places that exist before a vertex comes
+    places = _below(limit, generator)
+    while True:
+        target = _contents(source, known, places)
+        keys = vertex * n + target[r:]
+        again = ~_first_of_equals(keys)
+        if not bool(again.any()):
+            return torch.stack([source, target])
+        places[again] = _below(limit[again], generator)
+
+
+def _below(limit: Tensor, generator: torch.Generator) -> Tensor:
+    uniform = torch.rand(len(limit), generator=generator, dtype=torch.float64)
+    return torch.minimum((uniform * limit).long(), limit - 1)
+
+
+def _contents(source: Tensor, known: Tensor, places: Tensor) -> Tensor:
+    """Second ends of all edges: even places hold the source, odd ones the second end there."""
+    r = len(known)
+    target = torch.cat([known, torch.full_like(places, -1)])
+    pointer = torch.cat([torch.zeros(r, dtype=torch.int64), places])
+    waiting = torch.arange(r, len(source))
+    while len(waiting):
+        edge, odd = pointer[waiting] // 2, pointer[waiting] % 2 == 1
+        content = torch.where(odd, target[edge], source[edge])
+        target[waiting] = content
+        still = content < 0
+        # Whoever points at an unknown place points where that one points.
+        waiting, edge = waiting[still], edge[still]
+        pointer[waiting] = pointer[edge]
+    return target

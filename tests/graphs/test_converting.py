@@ -1,0 +1,159 @@
+"""Graphs from NetworkX, SciPy, torch and paths."""
+
+import networkx as nx
+import numpy as np
+import pytest
+import scipy.sparse
+import torch
+
+from ritz.graphs import GraphError, as_graph, read, to_undirected
+
+
+def dense(graph):
+    return graph.to_scipy().toarray()
+
+
+@pytest.fixture
+def weighted():
+    graph = nx.gnm_random_graph(12, 30, seed=5)
+    for u, v in graph.edges:
+        graph[u][v]["weight"] = 1 + u + v / 4
+    graph.add_node(12)
+    return graph
+
+
+def test_networkx(weighted):
+    found = as_graph(weighted)
+    np.testing.assert_array_equal(dense(found), nx.to_numpy_array(weighted))
+    assert (found.num_isolated, found.names) == (1, None)
+    assert as_graph(found) is found
+
+
+def test_networkx_names_and_missing_weights():
+    graph = nx.Graph()
+    graph.add_edge("b", "a", cost=3)
+    graph.add_edge("a", "c")
+    found = as_graph(graph, weights="cost")
+    assert found.names == ("b", "a", "c")
+    assert dense(found).tolist() == [[0, 3, 0], [3, 0, 1], [0, 1, 0]]
+    assert as_graph(graph).weights is None
+
+
+def test_networkx_multigraphs_and_digraphs():
+    multi = nx.MultiGraph([(0, 1), (0, 1), (1, 2)])
+    assert as_graph(multi).num_edges == 2
+    assert dense(as_graph(multi, multi_edges="sum"))[0, 1] == 2
+    arcs = nx.DiGraph([(0, 1), (1, 0), (1, 2)])
+    assert as_graph(arcs).intake.directed
+    with pytest.raises(GraphError, match="DiGraph is directed"):
+        as_graph(arcs, directed="refuse")
+    assert not as_graph(nx.path_graph(4).to_directed(), directed="refuse").intake.directed
+
+
+@pytest.mark.parametrize("layout", ["csr", "csc", "coo", "array", "matrix"])
+def test_scipy_and_numpy(weighted, layout):
+    matrix = nx.to_numpy_array(weighted)
+    given = {
+        "csr": scipy.sparse.csr_array,
+        "csc": scipy.sparse.csc_array,
+        "coo": scipy.sparse.coo_array,
+        "matrix": scipy.sparse.csr_matrix,
+        "array": np.array,
+    }[layout](matrix)
+    np.testing.assert_array_equal(dense(as_graph(given)), matrix)
+
+
+@pytest.mark.parametrize("layout", ["to_dense", "to_sparse_coo", "to_sparse_csr", "to_sparse_csc"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
+def test_torch_matrices(layout, dtype):
+    matrix = torch.tensor([[0, 2, 0], [2, 0, 1], [0, 1, 0]], dtype=dtype)
+    given = matrix if layout == "to_dense" else getattr(matrix, layout)()
+    assert dense(as_graph(given)).tolist() == matrix.tolist()
+
+
+def test_repeated_entries_of_a_sparse_matrix_are_summed():
+    given = scipy.sparse.coo_array(([1.0, 2, 3], ([0, 0, 1], [1, 1, 0])), shape=(2, 2))
+    assert dense(as_graph(given, directed="refuse")).tolist() == [[0, 3], [3, 0]]
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_edge_index(weighted, both):
+    pairs = np.array(list(weighted.edges)).T
+    values = np.array([weighted[u][v]["weight"] for u, v in weighted.edges])
+    if both:
+        pairs, values = np.hstack([pairs, pairs[::-1]]), np.concatenate([values, values])
+    found = as_graph(
+        torch.tensor(pairs), weights=torch.tensor(values), num_nodes=13, directed="refuse"
+    )
+    np.testing.assert_array_equal(dense(found), nx.to_numpy_array(weighted))
+
+
+def test_a_path_is_read(tmp_path):
+    path = tmp_path / "edges.txt"
+    path.write_text("0 1 2\n1 2 3\n2 2 1\n")
+    assert dense(as_graph(path)).tolist() == dense(read(path)).tolist()
+    assert as_graph(str(path), self_loops="keep").num_loops == 1
+
+
+def test_input_is_not_changed():
+    matrix = scipy.sparse.csr_array(np.array([[0, 1.0], [1, 0]]))
+    graph = as_graph(matrix)
+    before = matrix.toarray()
+    graph.to_scipy().data[:] = 7
+    np.testing.assert_array_equal(matrix.toarray(), before)
+
+
+@pytest.mark.parametrize(
+    ("combine", "expected"), [("max", [4, 3, 1]), ("sum", [5, 3, 1]), ("mean", [2.5, 1.5, 1])]
+)
+@pytest.mark.parametrize("source", ["scipy", "networkx"])
+def test_directions_combined_by_choice(combine, expected, source):
+    arcs = np.array([[1.0, 4, 0], [1, 0, 3], [0, 0, 0]])
+    given = scipy.sparse.csr_array(arcs) if source == "scipy" else nx.DiGraph(arcs)
+    found = dense(to_undirected(given, combine=combine, self_loops="keep"))
+    np.testing.assert_array_equal(found, found.T)
+    assert [found[0, 1], found[1, 2], found[0, 0]] == expected
+    assert dense(to_undirected(given, combine=combine))[0, 0] == 0
+
+
+def test_directions_of_an_edge_index_combined():
+    arcs = torch.tensor([[0, 1, 1], [1, 0, 2]])
+    assert dense(to_undirected(arcs, combine="sum"))[0].tolist() == [0, 2, 0]
+    graph = as_graph(arcs)
+    np.testing.assert_array_equal(dense(to_undirected(graph)), dense(graph))
+
+
+NAN = np.array([[0, np.nan], [np.nan, 0]])
+
+
+@pytest.mark.parametrize(
+    ("x", "options", "message"),
+    [
+        (np.array([[0, -1.0], [-1, 0]]), {}, "finite and not negative, got -1.0 at entry 0"),
+        (NAN, {}, "finite and not negative, got nan"),
+        (scipy.sparse.csr_array(NAN), {}, "finite and not negative, got nan"),
+        (np.zeros((3, 3)), {}, "no edge between two vertices"),
+        (np.ones((3, 4)), {}, "must be square, got"),
+        (np.ones((3, 3)) * 1j, {}, "must hold real numbers"),
+        (np.array([[0, 1.0], [0, 0]]), {"directed": "refuse"}, "ndarray is directed"),
+        (np.ones((3, 3)), {"num_nodes": 3}, "weights and num_nodes are for an edge_index"),
+        (torch.rand(2, 5), {}, "edge_index must hold integers"),
+        (torch.tensor([[0, 1], [1, 5]]), {"num_nodes": 3}, "between 0 and 2, got 0..5"),
+        (torch.tensor([[0, -1], [1, 1]]), {}, "between 0 and 1, got -1..1"),
+        (torch.tensor([[0], [1]]), {"weights": torch.ones(3)}, r"weights must be \(1,\)"),
+        (torch.tensor([[0], [1]]), {"weights": torch.tensor([-2.0])}, "weights must be finite"),
+        (nx.empty_graph(4), {}, "Graph holds no edge between two vertices"),
+        (nx.Graph([(0, 1, {"weight": -1})]), {}, "attribute 'weight' must be finite and not neg"),
+        ({"a": 1}, {}, "graph must be a ritz, NetworkX or sparse graph.*got dict"),
+    ],
+)
+def test_wrong_objects(x, options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        as_graph(x, **options)
+
+
+def test_wrong_rule_of_directions():
+    with pytest.raises(ValueError, match="combine must be one of max, sum, mean"):
+        to_undirected(np.ones((2, 2)), combine="min")
+    with pytest.raises(GraphError, match="the matrix must be finite and not negative"):
+        to_undirected(-np.ones((2, 2)))

@@ -1,0 +1,210 @@
+"""Edge lists: separators, comments, ids, weights, and what repeats, loops and directions mean."""
+
+import gzip
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from ritz.graphs import GraphError, read, sources
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(text, name="graph.txt"):
+        path = tmp_path / name
+        data = text if isinstance(text, bytes) else text.encode()
+        path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+        return path
+
+    return write
+
+
+def edges(graph):
+    """Edges by the names of the source, with weights."""
+    coo = graph.to_scipy().tocoo()
+    names = range(graph.num_nodes) if graph.names is None else graph.names.tolist()
+    return {
+        (names[i], names[j]): w
+        for i, j, w in zip(coo.row, coo.col, coo.data, strict=True)
+        if i <= j
+    }
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "0 1\n1 2\n",
+        "0\t1\n1\t2",
+        "0,1\r\n1,2\r\n",
+        "  0   1  \n\n\n 1 \t 2",
+        "# a comment\n% another\n0 1 # to the end of the line\n1 2\n#\n",
+        "\ufeff0 1\n1 2\n",
+        "00 01\n1 2\n",
+        "0;1\n1;2\n",
+    ],
+)
+@pytest.mark.parametrize("name", ["graph.txt", "graph.txt.gz", "graph"])
+def test_separators_comments_and_gzip(written, text, name):
+    graph = read(written(text, name))
+    assert edges(graph) == {(0, 1): 1, (1, 2): 1}
+    assert graph.names is None
+    assert graph.intake.num_records == 2
+
+
+def test_any_ids_of_64_bits_are_vertices_in_ascending_order(written):
+    big = 2**63 - 1
+    graph = read(written(f"7 {big}\n{big} 100000000000000000\n7 5\n"))
+    assert graph.names.tolist() == [5, 7, 10**17, big]
+    assert edges(graph) == {(5, 7): 1, (7, big): 1, (10**17, big): 1}
+
+
+@pytest.mark.parametrize("digits", [1, 7, 8, 9, 15, 16, 17, 18, 19])
+def test_ids_of_every_length(written, digits):
+    ids = [10 ** (digits - 1) + k for k in (0, 3, 7)]
+    graph = read(written("".join(f"{a} {b}\n" for a, b in pairwise(ids))))
+    assert graph.names.tolist() == ids
+
+
+def test_num_nodes_says_which_vertices_are_isolated(written):
+    graph = read(written("1 3\n"), num_nodes=6)
+    assert (graph.num_nodes, graph.num_isolated) == (6, 4)
+    assert graph.names is None
+    with pytest.raises(GraphError, match="line 2: the vertex id '6' is not between 0 and 5"):
+        read(written("1 3\n1 6\n"), num_nodes=6)
+
+
+@pytest.mark.parametrize(
+    "weight", ["2", "2.5", ".5", "5.", "1e-3", "+1.5E2", "0.1234567890123456789"]
+)
+def test_weights_are_rounded_as_python_does(written, weight):
+    assert edges(read(written(f"0 1 {weight}\n1 2 3\n"))) == {(0, 1): float(weight), (1, 2): 3}
+
+
+def test_a_weight_of_zero_is_no_edge_but_its_ends_are_vertices(written):
+    graph = read(written("0 1 0\n1 2 3\n"))
+    assert edges(graph) == {(1, 2): 3}
+    assert (graph.num_nodes, graph.num_isolated, graph.intake.num_zero_weights) == (3, 1, 1)
+
+
+def test_weights_that_are_all_one_are_none(written):
+    assert read(written("0 1 1\n1 2 1.0\n")).weights is None
+
+
+def test_the_third_column_may_be_passed_over_or_asked_for(written):
+    path = written("0 1 99 -3\n1 2 98 x\n")
+    assert edges(read(path, weights=False)) == {(0, 1): 1, (1, 2): 1}
+    assert edges(read(path, weights=True)) == {(0, 1): 99, (1, 2): 98}
+    with pytest.raises(GraphError, match=r"line 1: has 4 columns.*weights=True or weights=False"):
+        read(path)
+    with pytest.raises(GraphError, match="line 1: has 2 columns, expected two vertices and a we"):
+        read(written("0 1\n"), weights=True)
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [("merge", {(0, 1): 4, (1, 2): 2}), ("sum", {(0, 1): 8, (1, 2): 2})],
+)
+def test_repeated_edges_of_weighted_lists(written, rule, expected):
+    graph = read(written("0 1 1\n0 1 4\n1 0 3\n1 2 2\n"), multi_edges=rule)
+    assert edges(graph) == expected
+    assert (graph.intake.num_merged, graph.intake.num_reciprocal) == (2, 1)
+
+
+def test_repeated_edges_of_unweighted_lists(written):
+    path = written("0 1\n0 1\n1 0\n1 2\n")
+    assert edges(read(path)) == {(0, 1): 1, (1, 2): 1}
+    assert edges(read(path, multi_edges="sum")) == {(0, 1): 3, (1, 2): 1}
+    with pytest.raises(GraphError, match="names an edge twice: 0 - 1"):
+        read(path, multi_edges="refuse")
+
+
+def test_self_loops(written):
+    path = written("5 5 2\n5 6 1\n5 5 3\n")
+    assert edges(read(path)) == {(5, 6): 1}
+    kept = read(path, self_loops="keep")
+    assert edges(kept) == {(5, 5): 3, (5, 6): 1}
+    assert (kept.num_loops, kept.num_edges) == (1, 2)
+    assert kept.degrees.tolist() == [4, 1]
+    assert edges(read(path, self_loops="keep", multi_edges="sum")) == {(5, 5): 5, (5, 6): 1}
+    with pytest.raises(GraphError, match="2 self-loops, the first at vertex 5"):
+        read(path, self_loops="refuse")
+
+
+def test_unweighted_self_loops_leave_a_graph_unweighted(written):
+    kept = read(written("0 0\n0 1\n"), self_loops="keep")
+    assert kept.weights is None
+    assert edges(kept) == {(0, 0): 1, (0, 1): 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "directed"),
+    [
+        ("0 1\n1 2\n", False),
+        ("0 1\n1 0\n1 2\n2 1\n", False),
+        ("0 1\n1 0\n1 2\n", True),
+        ("0 1 2\n1 0 3\n", True),
+    ],
+)
+def test_a_list_is_directed_if_only_some_edges_have_their_reverse(written, text, directed):
+    path = written(text)
+    assert read(path).intake.directed == directed
+    if directed:
+        with pytest.raises(GraphError, match=r'graph.txt is directed.*pass directed="drop"'):
+            read(path, directed="refuse")
+    else:
+        assert read(path, directed="refuse").num_edges == read(path).num_edges
+
+
+def test_the_largest_component_on_request(written):
+    graph = read(written("0 1\n5 6\n6 7\n"), largest_component=True)
+    assert graph.names.tolist() == [5, 6, 7]
+
+
+def test_rejected_lines_are_counted_and_quoted(written):
+    path = written("0 1 2\n1\n1 2 -1\n\n# no\n2 3 nan\n3 4 1\nx y z\n1 2 3 4\n0 9 9 # yes\n8 8 x")
+    graph = read(path, errors="report")
+    assert edges(graph) == {(0, 1): 2, (3, 4): 1, (0, 9): 9}
+    assert graph.intake.num_records == 9
+    assert graph.intake.num_rejected == 6
+    assert graph.intake.reasons[0] == "line 2: has 1 columns, expected 3"
+    assert graph.intake.reasons[2] == "line 6: the weight is 'nan', not a finite number"
+    assert len(graph.intake.reasons) == 5
+    assert "rejected: line 2" in str(graph)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_chunks_do_not_show(written, monkeypatch, chunk):
+    generator = np.random.default_rng(3)
+    rows = generator.integers(0, 10**12, (400, 2))
+    text = "".join(f"{a} {b} {a % 7 + 0.5}\n" for a, b in rows)
+    path = written("# header\n" + text + "1 2 x\n")
+    whole = read(path, errors="report")
+    monkeypatch.setattr(sources, "CHUNK", chunk)
+    pieces = read(path, errors="report")
+    assert torch.equal(pieces.col, whole.col)
+    assert torch.equal(pieces.weights, whole.weights)
+    assert torch.equal(pieces.names, whole.names)
+    assert pieces.intake == whole.intake
+    assert whole.intake.reasons == ("line 402: the weight 'x' is not a number",)
+
+
+def test_progress_is_told(written):
+    class Watch:
+        done = -1
+
+        def start(self, label, total):
+            self.label, self.total = label, total
+
+        def update(self, done, note=""):
+            self.done = done
+
+        def finish(self):
+            self.finished = True
+
+    watch = Watch()
+    read(written("0 1\n" * 2000), progress=watch)
+    assert watch.label == "reading graph.txt (KiB)"
+    assert watch.done == watch.total == 7
+    assert watch.finished

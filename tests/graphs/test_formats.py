@@ -1,0 +1,178 @@
+"""Matrix Market, GML, GraphML and METIS, against what NetworkX and SciPy read."""
+
+import gzip
+
+import networkx as nx
+import numpy as np
+import pytest
+import scipy.io
+import scipy.sparse
+
+from ritz.graphs import GraphError, read
+
+
+def karate():
+    """A weighted graph with an isolated vertex; the club of NetworkX has weights."""
+    graph = nx.Graph(nx.karate_club_graph())
+    graph.add_node(34)
+    return graph
+
+
+def expected(graph, weight="weight"):
+    return nx.to_numpy_array(graph, weight=weight)
+
+
+def metis_text(graph, *, weighted):
+    fmt = " 001" if weighted else ""
+    lines = [f"{graph.number_of_nodes()} {graph.number_of_edges()}{fmt}"]
+    for node in graph:
+        neighbours = []
+        for other, data in graph[node].items():
+            neighbours += [str(other + 1)] + ([str(data["weight"])] if weighted else [])
+        lines.append(" ".join(neighbours))
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("suffix", ["gml", "graphml", "edges", "mtx", "metis"])
+def test_a_graph_of_networkx_comes_back(tmp_path, suffix, compressed):
+    graph, path = karate(), tmp_path / f"karate.{suffix}"
+    if suffix == "gml":
+        nx.write_gml(graph, path)
+    elif suffix == "graphml":
+        nx.write_graphml(graph, path)
+    elif suffix == "edges":
+        nx.write_weighted_edgelist(graph, path)
+    elif suffix == "metis":
+        path.write_text(metis_text(graph, weighted=True))
+    else:
+        scipy.io.mmwrite(
+            path, scipy.sparse.coo_array(nx.to_numpy_array(graph)), symmetry="symmetric"
+        )
+    if compressed:
+        path.with_name(path.name + ".gz").write_bytes(gzip.compress(path.read_bytes()))
+        path = path.with_name(path.name + ".gz")
+    found = read(path, num_nodes=35 if suffix == "edges" else None, directed="refuse")
+    np.testing.assert_array_equal(found.to_scipy().toarray(), expected(graph))
+    assert found.names is None
+    assert found.num_isolated == 1
+
+
+@pytest.mark.parametrize("symmetry", ["symmetric", "general"])
+@pytest.mark.parametrize("field", ["pattern", "real", "integer"])
+def test_matrix_market_as_scipy_reads_it(tmp_path, field, symmetry):
+    path = tmp_path / "graph.mtx"
+    matrix = scipy.sparse.coo_array(expected(karate()))
+    scipy.io.mmwrite(path, matrix, field=field, symmetry=symmetry, comment="two\nlines")
+    found = read(path, directed="refuse")
+    np.testing.assert_array_equal(found.to_scipy().toarray(), scipy.io.mmread(path).toarray())
+    assert (found.weights is None) == (field == "pattern")
+
+
+def test_a_general_matrix_is_directed_unless_symmetric(tmp_path):
+    path = tmp_path / "graph.mtx"
+    path.write_text("%%MatrixMarket matrix coordinate real general\n3 3 3\n1 2 5\n2 1 4\n3 1 2\n")
+    found = read(path)
+    assert found.intake.directed
+    dense = found.to_scipy().toarray()
+    assert (dense[0, 1], dense[1, 0], dense[0, 2]) == (5, 5, 2)
+    # Neither order is a repeat of the other: the larger counts, whatever is done with repeats.
+    assert read(path, multi_edges="sum").to_scipy()[0, 1] == 5
+    with pytest.raises(GraphError, match="1 edges in one direction only, 1 in both, 1 of these"):
+        read(path, directed="refuse")
+
+
+@pytest.mark.parametrize("kind", ["gml", "graphml"])
+def test_directed_graphs_say_so(tmp_path, kind):
+    path = tmp_path / f"graph.{kind}"
+    graph = nx.DiGraph([(0, 1), (1, 2)])
+    {"gml": nx.write_gml, "graphml": nx.write_graphml}[kind](graph, path)
+    assert read(path).intake.directed
+    with pytest.raises(GraphError, match="says that it is directed"):
+        read(path, directed="refuse")
+
+
+@pytest.mark.parametrize("kind", ["gml", "graphml"])
+def test_names_and_attributes(tmp_path, kind):
+    path = tmp_path / f"graph.{kind}"
+    graph = nx.Graph()
+    graph.add_edge("Ann Lee", "Börje", value=2.5, cost=7.0)
+    graph.add_edge("Börje", "[c] # d", value=1.5, cost=3.0)
+    {"gml": nx.write_gml, "graphml": nx.write_graphml}[kind](graph, path)
+    found = read(path)
+    np.testing.assert_array_equal(found.to_scipy().toarray(), expected(graph, "value"))
+    if kind == "graphml":
+        assert found.names == ("Ann Lee", "Börje", "[c] # d")
+    else:
+        assert found.names[2] == "[c] # d"
+    cost = read(path, weights="cost").to_scipy().toarray()
+    np.testing.assert_array_equal(cost, expected(graph, "cost"))
+    assert read(path, weights=False).weights is None
+    with pytest.raises(GraphError, match=r"line \d+: an edge without 'price'"):
+        read(path, weights="price")
+
+
+@pytest.mark.parametrize("kind", ["gml", "graphml"])
+def test_multigraphs(tmp_path, kind):
+    path = tmp_path / f"graph.{kind}"
+    graph = nx.MultiGraph([(0, 1), (1, 0), (1, 2)])
+    {"gml": nx.write_gml, "graphml": nx.write_graphml}[kind](graph, path)
+    assert read(path).num_edges == 2
+    assert read(path, multi_edges="sum").to_scipy()[0, 1] == 2
+    with pytest.raises(GraphError, match="names"):
+        read(path, multi_edges="refuse")
+
+
+def test_gml_as_newman_writes_it(tmp_path):
+    path = tmp_path / "graph.gml"
+    path.write_text(
+        'Creator "someone"\ngraph\n[\n  # a comment ]\n  node\n  [\n    id 4\n'
+        '    label "over two\nlines"\n    graphics [ x 1 y [ id 9 ] ]\n  ]\n'
+        "  node [ id 2 ] node [ id 7 ]\n"
+        "  edge [ source 4 target 2 value 3 ]\n  edge [ source 2 target 7 ]\n]\n"
+    )
+    found = read(path)
+    assert found.names == ("over two\nlines", "2", "7")
+    assert found.to_scipy().toarray().tolist() == [[0, 3, 0], [3, 0, 1], [0, 1, 0]]
+
+
+def test_graphml_defaults_of_keys(tmp_path):
+    path = tmp_path / "graph.graphml"
+    path.write_text(
+        '<graphml xmlns="http://graphml.graphdrawing.org/xmlns">'
+        '<key id="k" for="edge" attr.name="weight" attr.type="double"><default>2.5</default></key>'
+        '<graph edgedefault="undirected"><node id="a"/><node id="b"/><node id="c"/>'
+        '<edge source="a" target="b"/><edge source="b" target="c"><data key="k">4</data></edge>'
+        "</graph></graphml>"
+    )
+    assert read(path).to_scipy().toarray().tolist() == [[0, 2.5, 0], [2.5, 0, 4], [0, 4, 0]]
+
+
+@pytest.mark.parametrize(("code", "lead"), [("011", "9 "), ("111", "1 9 "), ("11 2", "8 9 ")])
+def test_metis_vertex_weights_are_passed_over(tmp_path, code, lead):
+    path = tmp_path / "graph.metis"
+    path.write_text(f"% first\n3 2 {code}\n{lead}2 5\n% within\n{lead}1 5 3 6\n{lead}2 6\n")
+    assert read(path).to_scipy().toarray().tolist() == [[0, 5, 0], [5, 0, 6], [0, 6, 0]]
+    assert read(path, weights=False).weights is None
+
+
+def test_metis_isolated_vertices_are_empty_lines(tmp_path):
+    path = tmp_path / "graph.graph"
+    path.write_text("4 1\n\n4\n\n2\n\n")
+    found = read(path)
+    assert (found.num_nodes, found.num_edges, found.num_isolated) == (4, 1, 2)
+    assert found.degrees.tolist() == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("name", ["graph.dat", "graph.mtx.gz", "graph"])
+def test_the_content_tells_the_format(tmp_path, name):
+    path = tmp_path / name
+    path.write_text("%%MatrixMarket matrix coordinate pattern symmetric\n3 3 2\n2 1\n3 1\n")
+    assert read(path).num_nodes == 3
+    path.write_text("graph [ node [ id 0 ] node [ id 1 ] edge [ source 0 target 1 ] ]")
+    assert read(path).num_edges == 1
+    path.write_text(
+        '<?xml version="1.0"?><graphml><graph edgedefault="undirected"><node id="a"/>'
+        '<node id="b"/><edge source="a" target="b"/></graph></graphml>'
+    )
+    assert read(path).names == ("a", "b")

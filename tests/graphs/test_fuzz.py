@@ -1,0 +1,165 @@
+"""Edge lists made to confuse: nothing is lost, nothing else is raised, and every edge is right."""
+
+import math
+import random
+import re
+
+import pytest
+
+from ritz.graphs import GraphError, read
+
+SEPARATORS = [" ", "\t", ",", "  ", ", ", ";", " \t ", "\r", "\x0b"]
+WORDS = [
+    "x",
+    "-1",
+    "+3",
+    "nan",
+    "-inf",
+    "1e3",
+    "0.5",
+    ".5",
+    "5.",
+    "1.2.3",
+    "1_0",
+    "0x10",
+    "--2",
+    "1e",
+    "e5",
+    "é",
+    "\ufeff",
+    "#",
+    "%x",
+    "9" * 18,
+    "9" * 19,
+    str(2**63 - 1),
+    str(2**63),
+    "9" * 40,
+    "0" * 30 + "7",
+    "-0.0",
+    "1e-400",
+    "1e400",
+    "\u0663",
+    "12345678",
+    "123456789012345678",
+    "0.12345678901234567890123456789012345",
+    "/",
+    ":",
+    "1:2",
+]
+
+
+def fuzzed(rng):
+    """Lines most of which are good, of two or three columns, some of them damaged."""
+    columns = rng.choice([2, 2, 3])
+    lines = []
+    for _ in range(rng.randrange(1, 12)):
+        words = [str(rng.randrange(10 ** rng.randrange(1, 12))) for _ in range(2)]
+        if columns == 3:
+            words.append(rng.choice([str(rng.randrange(9)), f"{rng.random() * 5:.3f}", "1e2"]))
+        if rng.random() < 0.25:
+            words[rng.randrange(len(words))] = rng.choice(WORDS)
+        if rng.random() < 0.1:
+            words = words[: rng.randrange(len(words) + 1)]
+        if rng.random() < 0.1:
+            words += [rng.choice(WORDS)]
+        line = rng.choice(SEPARATORS).join(words)
+        if rng.random() < 0.1:
+            line = rng.choice(["#", "%", " ", "\t# "]) + line
+        lines.append(line.encode())
+    data = rng.choice([b"\n", b"\n", b"\r\n", b"\n\n"]).join(lines)
+    if rng.random() < 0.2:
+        place = rng.randrange(len(data) + 1)
+        data = data[:place] + bytes([rng.randrange(1, 256)]) + data[place + rng.randrange(2) :]
+    return data + rng.choice([b"", b"\n"])
+
+
+def reference(data):
+    """Edges and the number of rejects by the plainest means, line after line."""
+    columns, edges, rejected = None, [], 0
+    for line in data.removeprefix(b"\xef\xbb\xbf").split(b"\n"):
+        words = re.split(rb"[ \t\r\n\x0b\x0c,;]+", re.split(rb"[#%]", line)[0])
+        words = [word for word in words if word]
+        if not words:
+            continue
+        edge = None
+        if columns in (None, len(words)) and len(words) in (2, 3):
+            edge = plain_edge(words)
+        if edge is None:
+            rejected += 1
+        else:
+            columns = len(words)
+            edges.append(edge)
+    return edges, rejected
+
+
+def plain_edge(words):
+    if not all(re.fullmatch(rb"[0-9]+", word) for word in words[:2]):
+        return None
+    u, v = int(words[0]), int(words[1])
+    if max(u, v) >= 2**63:
+        return None
+    if len(words) == 2:
+        return u, v, 1.0
+    if not re.fullmatch(rb"[0-9.eE+-]+", words[2]):
+        return None
+    try:
+        weight = float(words[2])
+    except ValueError:
+        return None
+    return (u, v, weight) if 0 <= weight < math.inf else None
+
+
+def merged(edges):
+    largest = {}
+    for u, v, weight in edges:
+        if u != v and weight > 0:
+            pair = min(u, v), max(u, v)
+            largest[pair] = max(weight, largest.get(pair, 0.0))
+    return largest
+
+
+def check(path, data):
+    path.write_bytes(data)
+    edges, rejected = reference(data)
+    expected = merged(edges)
+    if rejected:
+        with pytest.raises(GraphError, match=r"line \d+|holds no edge|is empty"):
+            read(path, format="edges")
+    try:
+        graph = read(path, format="edges", errors="report")
+    except GraphError:
+        assert not expected
+        return
+    coo = graph.to_scipy().tocoo()
+    names = range(graph.num_nodes) if graph.names is None else graph.names.tolist()
+    upper = {
+        (names[i], names[j]): w
+        for i, j, w in zip(coo.row.tolist(), coo.col.tolist(), coo.data.tolist(), strict=True)
+        if i < j
+    }
+    assert upper == expected
+    assert set(names) == {end for u, v, _ in edges for end in (u, v)}
+    intake = graph.intake
+    assert intake.num_rejected == rejected
+    assert intake.num_records == len(edges) + rejected
+    lost = intake.num_self_loops + intake.num_zero_weights + intake.num_merged
+    assert graph.num_edges + lost == len(edges)
+
+
+# 10,000 files in all, a tenth of them in every run.
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_fuzzed_edge_lists(tmp_path, seed):
+    rng, count = random.Random(seed), 1_000
+    kinds = {"accepted": 0, "rejected": 0}
+    for _ in range(count):
+        data = fuzzed(rng)
+        edges, rejected = reference(data)
+        kinds["accepted"] += len(edges)
+        kinds["rejected"] += rejected
+        check(tmp_path / "edges.txt", data)
+    # The files are a fair mixture: neither all good nor all bad.
+    assert kinds["accepted"] > count
+    assert kinds["rejected"] > count / 2

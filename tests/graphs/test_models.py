@@ -1,0 +1,176 @@
+"""Random models: what is exact in them, and degree moments beside those of NetworkX."""
+
+import math
+
+import networkx as nx
+import numpy as np
+import pytest
+import torch
+
+from ritz.graphs import (
+    barabasi_albert,
+    configuration_model,
+    erdos_renyi,
+    stochastic_block_model,
+    watts_strogatz,
+)
+
+SAMPLES = 40
+
+
+def statistics(degrees, triangles):
+    """What a sample is compared by: second and third moment of degrees, largest, triangles."""
+    d = np.asarray(degrees, dtype=float)
+    return [(d**2).mean(), (d**3).mean(), d.max(), triangles]
+
+
+def of_graph(graph):
+    matrix = graph.to_scipy()
+    triangles = (matrix @ matrix).multiply(matrix).sum() / 6
+    return statistics(graph.degrees.numpy(), triangles)
+
+
+def of_networkx(graph):
+    return statistics([d for _, d in graph.degree], sum(nx.triangles(graph).values()) / 3)
+
+
+PAIRS = {
+    "erdos_renyi": (
+        lambda g: erdos_renyi(150, p=0.06, generator=g),
+        lambda s: nx.gnp_random_graph(150, 0.06, seed=s),
+    ),
+    "dense erdos_renyi": (
+        lambda g: erdos_renyi(60, p=0.6, generator=g),
+        lambda s: nx.gnp_random_graph(60, 0.6, seed=s),
+    ),
+    "watts_strogatz": (
+        lambda g: watts_strogatz(120, num_neighbors=8, p=0.3, generator=g),
+        lambda s: nx.watts_strogatz_graph(120, 8, 0.3, seed=s),
+    ),
+    "watts_strogatz, all moved": (
+        lambda g: watts_strogatz(40, num_neighbors=20, p=1.0, generator=g),
+        lambda s: nx.watts_strogatz_graph(40, 20, 1.0, seed=s),
+    ),
+    "barabasi_albert": (
+        lambda g: barabasi_albert(200, num_edges=4, generator=g),
+        lambda s: nx.barabasi_albert_graph(200, 4, seed=s),
+    ),
+    "barabasi_albert, one edge": (
+        lambda g: barabasi_albert(200, num_edges=1, generator=g),
+        lambda s: nx.barabasi_albert_graph(200, 1, seed=s),
+    ),
+    "blocks": (
+        lambda g: stochastic_block_model(
+            [40, 60], probabilities=torch.tensor([[0.3, 0.05], [0.05, 0.2]]), generator=g
+        ),
+        lambda s: nx.stochastic_block_model([40, 60], [[0.3, 0.05], [0.05, 0.2]], seed=s),
+    ),
+    "configuration": (
+        lambda g: configuration_model([1, 2, 3, 10] * 25, generator=g),
+        lambda s: simple(nx.configuration_model([1, 2, 3, 10] * 25, seed=s)),
+    ),
+}
+
+
+def simple(multigraph):
+    graph = nx.Graph(multigraph)
+    graph.remove_edges_from(nx.selfloop_edges(graph))
+    return graph
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_moments_are_those_of_networkx(name, rng):
+    ours, theirs = PAIRS[name]
+    left = np.array([of_graph(ours(rng)) for _ in range(SAMPLES)])
+    right = np.array([of_networkx(theirs(seed)) for seed in range(SAMPLES)])
+    error = np.sqrt((left.var(0, ddof=1) + right.var(0, ddof=1)) / SAMPLES)
+    # Four standard errors; a statistic that does not vary (trees have no triangles) is equal.
+    assert (np.abs(left.mean(0) - right.mean(0)) <= 4 * error).all()
+
+
+def test_the_number_of_edges_is_binomial(rng):
+    n, p = 150, 0.6
+    counts = [erdos_renyi(n, p=p, generator=rng).num_edges for _ in range(50)]
+    pairs = n * (n - 1) / 2
+    error = math.sqrt(pairs * p * (1 - p) / len(counts))
+    assert abs(np.mean(counts) - pairs * p) < 4 * error
+    # The standard deviation of fifty counts is known to about a tenth.
+    assert np.std(counts) == pytest.approx(math.sqrt(pairs * p * (1 - p)), rel=0.4)
+
+
+def test_every_pair_is_as_likely(rng):
+    total = sum(erdos_renyi(8, p=0.3, generator=rng).to_scipy().toarray() for _ in range(2000))
+    pairs = total[np.triu_indices(8, 1)] / 2000
+    # 28 pairs: four standard errors and a half, so that the most extreme of them passes too.
+    assert (np.abs(pairs - 0.3) < 4.5 * math.sqrt(0.3 * 0.7 / 2000)).all()
+
+
+@pytest.mark.parametrize(("p", "edges"), [(0, 0), (1, 45)])
+def test_sure_edges(p, edges):
+    assert erdos_renyi(10, p=p).num_edges == edges
+
+
+def test_a_million_vertices(rng):
+    graph = erdos_renyi(1_000_000, p=2e-6, generator=rng)
+    assert abs(graph.num_edges - 999_999) < 4 * 1000
+    assert graph.num_nodes == 1_000_000
+
+
+def test_exact_numbers_of_edges(rng):
+    assert watts_strogatz(1000, num_neighbors=10, p=0.4, generator=rng).num_edges == 5000
+    assert barabasi_albert(1000, num_edges=7, generator=rng).num_edges == 7 * 993
+    assert barabasi_albert(8, num_edges=7, generator=rng).num_edges == 7
+
+
+def test_a_lattice_that_is_not_moved():
+    graph = watts_strogatz(20, num_neighbors=4, p=0)
+    expected = nx.to_numpy_array(nx.watts_strogatz_graph(20, 4, 0))
+    np.testing.assert_array_equal(graph.to_scipy().toarray(), expected)
+
+
+def test_new_vertices_join_different_ones(rng):
+    graph = barabasi_albert(500, num_edges=5, generator=rng)
+    assert graph.intake.num_merged == graph.intake.num_self_loops == 0
+    # All but those of the star have at least their own edges.
+    assert int(graph.degrees[6:].min()) == 5
+
+
+def test_degrees_of_the_configuration_model(rng):
+    wanted = torch.tensor([3, 3, 2, 2] * 500)
+    graph = configuration_model(wanted, generator=rng)
+    erased = graph.intake.num_merged + graph.intake.num_self_loops
+    assert int((wanted - graph.degrees).sum()) == 2 * erased
+    assert bool((graph.degrees <= wanted).all())
+    assert erased < 20
+
+
+def test_the_seed_decides():
+    def draw(seed):
+        return barabasi_albert(50, num_edges=2, generator=torch.Generator().manual_seed(seed))
+
+    assert torch.equal(draw(1).col, draw(1).col)
+    assert not torch.equal(draw(1).col, draw(2).col)
+    state = torch.get_rng_state()
+    erdos_renyi(30, p=0.5)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: erdos_renyi(0, p=0.1), "n must be at least 1"),
+        (lambda: erdos_renyi(5, p=1.5), "p must be between 0 and 1"),
+        (lambda: watts_strogatz(10, num_neighbors=3, p=0), "num_neighbors must be even"),
+        (lambda: watts_strogatz(10, num_neighbors=6, p=0), "num_neighbors must be between 2 and 5"),
+        (lambda: barabasi_albert(3, num_edges=3), "n must be at least 4"),
+        (lambda: barabasi_albert(3, num_edges=0), "num_edges must be at least 1"),
+        (lambda: configuration_model([1, 2]), "degrees must be .* an even sum"),
+        (lambda: configuration_model([-1, 1]), "degrees must be a vector of whole numbers"),
+        (lambda: stochastic_block_model([], probabilities=torch.zeros(0, 0)), "at least one block"),
+        (lambda: stochastic_block_model([2], probabilities=torch.zeros(2, 2)), r"\(1, 1\), got"),
+        (lambda: stochastic_block_model([2], probabilities=torch.tensor([[2.0]])), "0 and 1"),
+    ],
+)
+def test_wrong_parameters_name_the_argument(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,0 +1,180 @@
+"""Wrong files: one clear line each, with the name of the file and the line."""
+
+import gzip
+import time
+import tracemalloc
+
+import pytest
+
+from ritz.graphs import GraphError, as_graph, read
+
+MTX = "%%MatrixMarket matrix coordinate real general\n"
+NODES = "node [ id 0 ] node [ id 1 ]"
+XML = '<graphml><graph edgedefault="undirected"><node id="a"/><node id="b"/>'
+
+WRONG = {
+    "a negative weight": ("e.txt", "0 1 1\n1 2 -0.5\n", "line 2: the weight '-0.5' is negative"),
+    "a NaN weight": ("e.txt", "# c\n0 1 1\n1 2 NaN\n", "line 3: the weight is 'NaN', not a finite"),
+    "an infinite weight": ("e.txt", "0 1 inf\n", "line 1: the weight is 'inf', not a finite"),
+    "a weight beyond float64": ("e.txt", "0 1 1e999\n", "line 1: .* is beyond float64"),
+    "a weight that is none": ("e.txt", "0 1 1\n0 1 1.2.3\n", "line 2: .*'1.2.3' is not a number"),
+    "an empty file": ("e.txt", "", "e.txt is empty"),
+    "blank lines": ("e.txt", "\n \n", "e.txt holds no edge"),
+    "comments alone": ("e.txt", "# a\n# b\n", "e.txt holds no edge"),
+    "an id beyond 64 bits": ("e.txt", f"0 {2**63}\n", f"line 1: .*'{2**63}' is beyond 64 bits"),
+    "an id of 10,000 digits": ("e.txt", f"0 {'9' * 10000}\n", r"9\.\.\.' is beyond 64 bits"),
+    "a negative id": ("e.txt", "0 -1\n", "line 1: the vertex id '-1' is negative"),
+    "a name": ("e.txt", "0 1\nann 2\n", "line 2: the vertex id 'ann' is not a whole number"),
+    "a fraction": ("e.txt", "0 1.5\n", "line 1: the vertex id '1.5' is not a whole number"),
+    "one column": ("e.txt", "0 1\n2\n", "line 2: has 1 columns, expected 2"),
+    "one column at first": ("e.txt", "2\n", "line 1: has 1 columns, expected two vertices"),
+    "too many columns": ("e.txt", "0 1\n2 3 4\n", "line 2: has 3 columns, expected 2"),
+    "one vertex": ("e.txt", "3 3\n", "no edge between two vertices .*1 self-loops dropped"),
+    "bytes that are no text": ("e.txt", b"0 1\n\xff\xfe 2\n", "line 2: the vertex id '.*xff"),
+    "a binary file": ("e.txt", b"\x7fELF\0\0\0\1", "e.txt is a binary file"),
+    "an endless line": ("e.txt", "0 1\n" + "7" * 3_000_000, "line 2: longer than 1048576 bytes"),
+    "bzip2": ("e.txt", b"BZh91AY", "compressed by bzip2"),
+    "mtx banner": ("e.mtx", "%%MatrixMarket matrix array real general\n", "line 1: expected %%Ma"),
+    "mtx complex": ("e.mtx", "%%MatrixMarket matrix coordinate complex general\n", "line 1: expe"),
+    "mtx without a size": ("e.mtx", MTX + "% c\n", "ends before the line with the size"),
+    "mtx size": ("e.mtx", MTX + "2 2\n", "line 2: expected rows, columns and entries"),
+    "mtx not square": ("e.mtx", MTX + "2 3 1\n1 2 1\n", "line 2: .* is square, got 2 x 3"),
+    "mtx index": ("e.mtx", MTX + "2 2 1\n1 3 1\n", "line 3: .*'3' is not between 1 and 2"),
+    "mtx truncated": ("e.mtx", MTX + "2 2 2\n1 2 1\n", "holds 1 entries, its header says 2"),
+    "mtx negative": ("e.mtx", MTX + "2 2 1\n1 2 -3\n", "line 3: the weight '-3' is negative"),
+    "mtx too large": ("e.mtx", MTX + f"{2**40} {2**40} 1\n", "vertices, 2147483647 are possible"),
+    "mtx without edges": ("e.mtx", MTX + "2 2 0\n", "no edge between two vertices"),
+    "gml truncated": ("e.gml", f"graph [ {NODES}", "ends within a list"),
+    "gml bracket": ("e.gml", "graph [ ] ]", "line 1: a closing bracket"),
+    "gml without graph": ("e.gml", 'Creator "x"', "holds no graph"),
+    "gml unknown vertex": ("e.gml", f"graph [ {NODES} edge [ source 0 target 5 ] ]", "'5' has an"),
+    "gml twice": ("e.gml", "graph [ node [ id 0 ]\nnode [ id 0 ] ]", "line 2: .* declared twice"),
+    "gml no source": ("e.gml", f"graph [ {NODES}\nedge [ target 0 ] ]", "2: a edge without source"),
+    "gml id": ("e.gml", "graph [\nnode [ id x ] ]", "line 2: id must be a whole number, got 'x'"),
+    "gml key": ("e.gml", 'graph [ "a" 1 ]', "line 1: expected a key"),
+    "gml quote": ("e.gml", 'graph [\nlabel "a ]', "line 2: a string without its closing quote"),
+    "gml deep": ("e.gml", "graph [ " + "a [ " * 200, "nested more than 100 deep"),
+    "gml two graphs": ("e.gml", "graph [ ]\ngraph [ ]", "line 2: a second graph"),
+    "gml weight": (
+        "e.gml",
+        f"graph [ {NODES}\nedge [ source 0 target 1 weight nan ] ]",
+        "line 2: the weight 'nan' is not a finite number",
+    ),
+    "gml one vertex": ("e.gml", "graph [ node [ id 0 ] ]", "no edge between two vertices"),
+    "xml truncated": ("e.graphml", XML, "line 1: XML: no element found"),
+    "xml without graph": ("e.graphml", "<a/>", "holds no <graph>"),
+    "xml hyperedge": ("e.graphml", XML + "<hyperedge/></graph></graphml>", "a hyperedge"),
+    "xml nested": ("e.graphml", XML + "<graph/></graph></graphml>", "a second graph"),
+    "xml no source": ("e.graphml", XML + '<edge target="a"/></graph></graphml>', "without source"),
+    "xml unknown": (
+        "e.graphml",
+        XML + '<edge source="a" target="q"/></graph></graphml>',
+        "the vertex 'q' has an edge but is not declared",
+    ),
+    "xml entities": (
+        "e.graphml",
+        '<?xml version="1.0"?>\n<!DOCTYPE g [<!ENTITY a "aaaa"><!ENTITY b "&a;&a;">]><graphml/>',
+        "line 2: a document type or an entity is declared",
+    ),
+    "metis header": ("e.metis", "x\n", "line 1: expected vertices, edges"),
+    "metis without": ("e.metis", "% c\n", "ends before its header"),
+    "metis fmt": ("e.metis", "2 1 7\n", "line 1: fmt must be three digits 0 or 1"),
+    "metis truncated": ("e.metis", "3 1\n2\n1\n", "lists 2 vertices, its header says 3"),
+    "metis more": ("e.metis", "2 1\n2\n1\n1\n", "line 4: more lines than the 2 vertices"),
+    "metis count": ("e.metis", "2 5\n2\n1\n", "lists 2 neighbours, its header says 5 edges"),
+    "metis vertex": ("e.metis", "2 1\n2\n9\n", "line 3: '9' is not a vertex between 1 and 2"),
+    "metis pair": ("e.metis", "2 1 1\n2 5\n1\n", "line 3: a neighbour without its weight"),
+    "metis weight": ("e.metis", "2 1 1\n2 5\n1 -5\n", "line 3: '-5' is not a weight"),
+    "metis huge": ("e.metis", f"{2**40} 1\n", "vertices, 2147483647 are possible"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_one_clear_line(tmp_path, name):
+    file, text, message = WRONG[name]
+    path = tmp_path / file
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(GraphError, match=message) as caught:
+        read(path)
+    assert file in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("keep", [5, 30, 200, -4])
+def test_a_truncated_gzip(tmp_path, keep):
+    path = tmp_path / "edges.txt.gz"
+    text = "".join(f"{i} {i * i % 97}\n" for i in range(1000))
+    path.write_bytes(gzip.compress(text.encode())[:keep])
+    with pytest.raises(GraphError, match=r"edges.txt.gz is a (truncated|damaged) gzip file"):
+        read(path)
+
+
+def test_a_damaged_gzip(tmp_path):
+    path = tmp_path / "edges.txt.gz"
+    data = bytearray(gzip.compress(b"0 1\n" * 50))
+    data[-6] ^= 1
+    path.write_bytes(bytes(data))
+    with pytest.raises(GraphError, match="damaged gzip file: CRC"):
+        read(path)
+
+
+def test_no_file(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no graph file .*none.txt"):
+        read(tmp_path / "none.txt")
+    with pytest.raises(GraphError, match="is not a file"):
+        read(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no graph file"):
+        as_graph("nothing.txt")
+
+
+@pytest.mark.parametrize("filler", [b"\n", b" ", b"# comment\n", b"1 1\n"])
+def test_a_gzip_bomb_takes_time_but_no_memory(tmp_path, filler):
+    path = tmp_path / "edges.txt.gz"
+    size = 2**25
+    path.write_bytes(gzip.compress(b"0 1\n" + filler * (size // len(filler))))
+    tracemalloc.start()
+    try:
+        outcome = "read" if read(path).num_edges == 1 else "wrong"
+    except GraphError as error:
+        outcome = str(error)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    # Temporaries of a block of 1 MiB take up to 30; self-loops are records, of 8 bytes each, and
+    # two copies of them with some temporaries may be there at once.
+    allowed = 40 * (size // 4) if filler == b"1 1\n" else size
+    assert peak < allowed
+    assert outcome == (
+        "edges.txt.gz, line 2: longer than 1048576 bytes" if filler == b" " else "read"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"format": "csv"}, "format must be one of edges, mtx, gml, graphml, metis"),
+        ({"directed": "keep"}, "directed must be one of drop, refuse"),
+        ({"self_loops": "x"}, "self_loops must be one of"),
+        ({"multi_edges": "x"}, "multi_edges must be one of"),
+        ({"errors": "ignore"}, "errors must be one of raise, report"),
+        ({"num_nodes": 0}, "num_nodes must be at least 1|num_nodes must be between 1"),
+        ({"weights": "cost"}, "weights may name an attribute in GML and GraphML"),
+        ({"format": "metis", "num_nodes": 3}, "num_nodes is for edge lists"),
+        ({"format": "gml", "errors": "report"}, 'errors must be "raise" for gml'),
+    ],
+)
+def test_wrong_options_name_the_argument(tmp_path, options, message):
+    path = tmp_path / "edges.txt"
+    path.write_text("0 1\n")
+    with pytest.raises(ValueError, match=message):
+        read(path, **options)
+
+
+@pytest.mark.parametrize("text", ["\n" * 60_000, "graph " * 10_000, "0 1 " + "1" * 900_000 + "x\n"])
+def test_no_text_takes_more_than_linear_time(tmp_path, text):
+    path = tmp_path / "edges.txt"
+    path.write_text(text)
+    started = time.perf_counter()
+    with pytest.raises(GraphError):
+        read(path)
+    # Quadratic searches take ten seconds and more.
+    assert time.perf_counter() - started < 3
