@@ -4,10 +4,6 @@ import pytest
 import torch
 from optim.walks import averages
 from processes import run_processes
-from torch import nn
-
-from ritz.optim.averaging import IterateAverage
-from ritz.optim.lookahead import Lookahead
 
 pytestmark = pytest.mark.distributed
 
@@ -158,3 +154,70 @@ def test_two_processes_give_what_one_does_sharded_or_not_and_through_checkpoints
             if len(key) == 3:  # a checkpoint on the way changes no bit
                 for left, right in zip(parts["average"], found[key[:2]]["average"], strict=True):
                     assert torch.equal(left, right), key
+
+
+STATISTICS = (
+    SETTING.replace("\n", "\n    ")
+    + """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    batches = torch.load(f"{folder}/batches")
+
+    def normed():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2)).double()
+
+    def statistics(model):
+        return [b.clone() for name, b in model.named_buffers() if "running" in name]
+
+    found = {}
+    for way in ("plain", "ddp", "fsdp"):
+        model = normed()
+        if way == "ddp":
+            model = DistributedDataParallel(model)
+        if way == "fsdp":
+            fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+        optimizer, average = attached(model, "sgd")
+        train(model, optimizer, range(9))
+        before = statistics(model)
+        # The first process has one batch, the second has three, of other sizes.
+        own = batches[:1] if rank == 0 else batches[1:]
+        with average.applied(model, data=own):
+            found[way] = statistics(model)
+        assert all(map(torch.equal, statistics(model), before))
+        if way != "fsdp":
+            none = batches if rank == 0 else []
+            with average.applied(model, data=none):
+                found[way + " one has all"] = statistics(model)
+            copied = average.to_averaged_model(model, data=batches, sharing="none")
+            found[way + " alone"] = statistics(copied)
+            assert list(copied.state_dict()) == list(normed().state_dict())
+        else:
+            try:
+                average.to_averaged_model(model)
+            except TypeError as error:
+                assert "must not be sharded to be copied" in str(error)
+    torch.save(found, f"{folder}/found{rank}")
+    dist.destroy_process_group()
+"""
+)
+
+
+def test_statistics_over_processes_with_unequal_data_are_those_of_all_samples(tmp_path):
+    noise = torch.Generator().manual_seed(1)
+    sizes = (7, 3, 4, 6)
+    batches = [torch.randn(n, 3, generator=noise, dtype=torch.float64) for n in sizes]
+    torch.save(batches, tmp_path / "batches")
+    for code, error in run_processes(STATISTICS, 2, tmp_path):
+        assert code == 0, error
+    runs = [torch.load(tmp_path / f"found{rank}") for rank in range(2)]
+    expected = runs[0]["plain alone"]  # tests of one process compare it with loops by hand
+    assert len(runs[0]) == 7
+    for run in runs:
+        for key, tensors in run.items():
+            for left, right in zip(tensors, expected, strict=True):
+                torch.testing.assert_close(
+                    left, right, rtol=1e-12, atol=1e-13, msg=lambda m, k=key: f"{k}: {m}"
+                )

@@ -87,7 +87,8 @@ class IterateAverage:
                              f"beginning, got {start}")  # fmt: skip
         if dtype not in (None, torch.float32, torch.float64):
             raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
-        _check_alone(optimizer)
+        if _attached_to(optimizer) is not None:
+            raise ValueError("optimizer must not have an average already, got one that has")
         self.optimizer, self.kind, self.interval, self.decay = optimizer, kind, interval, decay
         self.planned = None if start is None else max(start, 1)
         self._applied = False
@@ -201,6 +202,9 @@ class IterateAverage:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "IterateAverage":
         optimizer = copy.deepcopy(self.optimizer, memo)
+        brought = _attached_to(optimizer)  # an optimiser with an average of its own copies it
+        if brought is not None:
+            return brought
         found = IterateAverage(
             optimizer,
             kind=self.kind,
@@ -310,7 +314,7 @@ def _write(pairs: Pairs) -> None:
             p.copy_(value)
 
 
-def _check_alone(optimizer: Optimizer) -> None:
-    hooks = optimizer._optimizer_load_state_dict_post_hooks.values()
-    if any(isinstance(getattr(hook, "__self__", None), IterateAverage) for hook in hooks):
-        raise ValueError("optimizer must not have an average already, got one that has")
+def _attached_to(optimizer: Optimizer) -> IterateAverage | None:
+    owners = (getattr(hook, "__self__", None)
+              for hook in optimizer._optimizer_load_state_dict_post_hooks.values())  # fmt: skip
+    return next((owner for owner in owners if isinstance(owner, IterateAverage)), None)
