@@ -174,9 +174,9 @@ def _levels(given: _Given, many: Tensor, change: Tensor, relax: float | None) ->
     if relax is not None:
         return [torch.full((1, 1), relax, dtype=torch.float64)]
     errors = torch.zeros_like(many) if given.stderr is None else given.stderr.reshape(many.shape)
-    variances = (errors.square() @ change.square().T)[:, 1:]
     # Squares may overflow, and zero times infinity is not a number.
-    variances = variances.nan_to_num(nan=LARGEST, posinf=LARGEST).clamp_max(LARGEST)
+    squares = errors.clamp_max(LARGEST**0.5).square()
+    variances = (squares @ change.square().T)[:, 1:].clamp_max(LARGEST)
     return [variances.clamp_min(level) for level in LADDER]
 
 

@@ -12,6 +12,8 @@ from ritz._core.results import Status
 from ritz.spectra.dual import Grid, chebyshev
 from ritz.spectra.entropic import EntropicDensity
 
+TINY = 1e-300  # a moment that underflows has a logarithm still
+
 
 def bmxnt(
     moments: Tensor,
@@ -64,19 +66,21 @@ def bmxnt(
 def _iterate(
     powers: Tensor, log_weights: Tensor, targets: Tensor, rtol: float, max_sweeps: int
 ) -> tuple[Tensor, int, float]:
-    gammas = torch.zeros_like(targets)
-    exponent = log_weights.clone()
-    error = math.inf
+    columns = np.ascontiguousarray(powers.numpy().T)  # thousands of small operations: in NumPy
+    wanted, exponent = targets.numpy(), log_weights.numpy().copy()
+    gammas, error = np.zeros(len(wanted)), math.inf
     for sweep in range(1, max_sweeps + 1):
-        found = exponent.softmax(0) @ powers
-        error = float((found / targets - 1).abs().max())
+        shares = np.exp(exponent - exponent.max())
+        error = float(np.abs(columns @ shares / (shares.sum() * wanted) - 1).max())
         if error <= rtol:
-            return gammas, sweep - 1, error
-        for i in range(len(targets)):
-            step = ((exponent.softmax(0) @ powers[:, i]) / targets[i]).log()
+            return torch.from_numpy(gammas), sweep - 1, error
+        for i, column in enumerate(columns):
+            shares = np.exp(exponent - exponent.max())
+            ratio = float(column @ shares) / float(shares.sum() * wanted[i])
+            step = math.log(max(ratio, TINY))
             gammas[i] += step
-            exponent = exponent - step * powers[:, i]
-    return gammas, max_sweeps, error
+            exponent -= step * column
+    return torch.from_numpy(gammas), max_sweeps, error
 
 
 def _density(
