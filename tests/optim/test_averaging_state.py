@@ -206,6 +206,17 @@ def test_names_of_another_model_are_compared_first():
         named(other).load_state_dict(optimizer.state_dict())
 
 
+def test_the_names_that_wrappers_give_are_no_other_model():
+    model = network()
+    optimizer = named(model)
+    walked(model, optimizer, 2)
+    wrapped = nn.ModuleDict({"module": torch.compile(network(), backend="eager")})
+    second = named(wrapped)
+    assert second.param_groups[0]["param_names"][0] == "module._orig_mod.0.weight"
+    second.load_state_dict(optimizer.state_dict())
+    assert_same(averages(wrapped, second), averages(model, optimizer))
+
+
 @pytest.mark.parametrize(
     ("bad", "error", "match"),
     [

@@ -46,7 +46,8 @@ class IterateAverage:
     it begins), ``"average_step"`` (steps taken) and ``"average_start"``; the last two are brought
     up to date by ``state_dict()``. They are saved and loaded with the optimiser, also by
     ``torch.distributed.checkpoint``, bit for bit. Once begun, an average goes on from the start
-    that the checkpoint has; a checkpoint without one begins at step 0.
+    that the checkpoint has; a checkpoint without one begins at step 0. Steps replayed from a CUDA
+    graph run no hooks and are not seen.
 
     Cost: one pass over weights and average on the steps that are averaged, nothing on others.
     Memory: one vector, and one more while :meth:`applied`. Only where a fused optimiser is given a
@@ -224,6 +225,7 @@ class IterateAverage:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._check_not_applied("step")
+        self._companions.before_step(optimizer)
         if self._is_to_begin():
             self._resolve()
             if self._is_to_begin():
@@ -231,6 +233,7 @@ class IterateAverage:
                 self._begin()
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._companions.after_step(optimizer)
         if self._companions.initialising:
             return
         self._numbers["step"] += 1

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 StateDict = dict[str, Any]
 NEVER = -1  # as the number of a step
+WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module")  # DDP, compiled, FSDP
 
 
 @final
@@ -26,7 +27,8 @@ class Companions:
     gradient has not moved, and one that is frozen costs no memory.
 
     Args:
-        optimizer: Any; hooks are registered with it.
+        optimizer: Any; hooks for saving and loading are registered with it. Its owner calls
+            :meth:`before_step` and :meth:`after_step`.
         key: Name of the tensor in the state.
         numbers: The integers with the values they begin with.
         dtype: Of the tensors of real parameters (complex ones get the complex type of that
@@ -51,11 +53,21 @@ class Companions:
         self._unbound: list[Tensor] = []
         self._num_groups = 0
         self._loaded: dict[Tensor, dict[str, Tensor]] = {}
-        optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step))
-        optimizer.register_step_post_hook(torch.compiler.disable(self._after_step))
         optimizer.register_state_dict_pre_hook(self.write_numbers)
         optimizer.register_load_state_dict_pre_hook(self._before_load)
         optimizer.register_load_state_dict_post_hook(self._after_load)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Make what is missing; to be called before every step."""
+        self.initialising = _is_initialising(optimizer)
+        if self._waiting or self._num_groups != len(optimizer.param_groups):
+            self.allocate(optimizer)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Put into the state what is not there yet; to be called after every step."""
+        if self._unbound:
+            ready = [p for p in self._unbound if p.grad is not None or optimizer.state.get(p)]
+            self._bind(optimizer, ready)
 
     def allocate(self, optimizer: Optimizer) -> None:
         """Give every parameter that can move its tensor, a copy of its weights now."""
@@ -94,16 +106,6 @@ class Companions:
             )
         self._waiting |= {p: None for p in parameters(optimizer) if p not in self.tensors}
         self._num_groups = len(optimizer.param_groups)
-
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self.initialising = _is_initialising(optimizer)
-        if self._waiting or self._num_groups != len(optimizer.param_groups):
-            self.allocate(optimizer)
-
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._unbound:
-            ready = [p for p in self._unbound if p.grad is not None or optimizer.state.get(p)]
-            self._bind(optimizer, ready)
 
     def _bind(self, optimizer: Optimizer, ready: list[Tensor]) -> None:
         for p in ready:
@@ -170,12 +172,17 @@ def _pairs(optimizer: Optimizer, state_dict: StateDict) -> Iterator[tuple[Any, t
     """The keys of a state to load, with the names and parameters they belong to."""
     here, there = _listed(optimizer.param_groups), _listed(state_dict["param_groups"])
     for index, ((name, p), (saved, place)) in enumerate(zip(here, there, strict=False)):
-        if None not in (name, saved) and name != saved:
+        if name is not None and saved is not None and _bare(name) != _bare(saved):
             raise ValueError(f"state_dict is of another model: it has {saved} in place of {name}")
         yield place, (name or f"parameter {index}", p)
     if len(here) != len(there):
         raise ValueError(f"state_dict is of another model: it has {len(there)} parameters, the "
                          f"optimiser {len(here)}")  # fmt: skip
+
+
+def _bare(name: str) -> str:
+    """The name of a parameter without what wrappers put into it."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def _listed(groups: list[dict[str, Any]]) -> list[tuple[str | None, Any]]:

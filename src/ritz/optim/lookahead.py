@@ -142,10 +142,12 @@ class Lookahead(Optimizer):
         self.optimizer.register_step_post_hook(torch.compiler.disable(self._after_inner))
 
     def _before_inner(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._slow.before_step(optimizer)
         if self._slow.numbers["step"] == 0:
             self._slow.copy_weights()
 
     def _after_inner(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._slow.after_step(optimizer)
         if self.momentum == "pullback":
             self._remember_momentum()
         found: Tensor | None = getattr(optimizer, "found_inf", None)
