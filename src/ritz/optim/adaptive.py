@@ -70,7 +70,9 @@ def compiled() -> Step:
         numbers = torch.tensor(table, dtype=dtype, device=real.params[0].device)
         # Numbers of the rule are constants of the graph, so what the table holds is left out.
         fixed = replace(rule, weight_decay=1.0) if rule.decays else rule
-        graph(*real.lists()[:5], numbers, fixed)
+        # The compiler takes double precision numbers without dimensions for constants.
+        lists = ([t.view(1) if t.ndim == 0 else t for t in one] for one in real.lists()[:5])
+        graph(*lists, numbers, fixed)
 
     return step
 

@@ -59,8 +59,8 @@ class AdaptiveOptimizer(Optimizer):
     * ``fused``: torch's fused kernel, for power 1/2 with epsilon outside the root. It is the
       default where it serves.
     * ``compile``: one compiled graph for all parameters of a group. It needs what
-      ``torch.compile`` needs, takes some seconds at the first step, and does nothing where the
-      fused kernel serves.
+      ``torch.compile`` needs and takes some seconds, or a minute, at the first step; where torch's
+      own AdamW takes the step there is nothing to compile.
     * ``capturable``: keep the step on the device, for CUDA graphs.
     * ``differentiable``: let gradients through the step.
     """
@@ -113,7 +113,7 @@ class AdaptiveOptimizer(Optimizer):
         buffers = self._buffers(group, rule, fused)
         if not buffers.params:
             return
-        if group["compile"] and not fused and not torch.compiler.is_compiling():
+        if group["compile"] and rule.form != "outside" and not torch.compiler.is_compiling():
             self._graph(index)(buffers, rule, group["lr"])
             return
         update(
@@ -218,6 +218,8 @@ def _check_lr(settings: dict[str, Any]) -> None:
 
 
 def _check_betas(betas: tuple[float, float]) -> None:
+    if len(betas) != 2:
+        raise ValueError(f"betas must be two numbers, got {len(betas)}")
     for index, beta in enumerate(betas):
         check_range(f"betas[{index}]", beta, low=0)
         if beta >= 1:

@@ -33,7 +33,9 @@ def move(row: tuple[Tensor, ...], numbers: Scalars, rule: Rule) -> None:
         grad = grad.add(param, alpha=rule.weight_decay)
     exp_avg.lerp_(grad, 1 - rule.beta1)
     exp_avg_sq.mul_(rule.beta2).addcmul_(grad, grad, value=1 - rule.beta2)
-    direction = exp_avg.clone() if rule.differentiable else exp_avg
+    direction = exp_avg
+    if rule.differentiable:  # the next step writes to both, and the graph needs them as they are
+        direction, exp_avg_sq = exp_avg.clone(), exp_avg_sq.clone()
     moment = _moment(exp_avg_sq, largest, numbers.correction, rule)
     if rule.partial == 0:
         _add(param, direction, numbers.rate)

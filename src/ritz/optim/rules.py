@@ -97,6 +97,8 @@ class Scalars(NamedTuple):
 
 def scalars(step: Number, lr: Number, rule: Rule) -> Scalars:
     """The numbers of a step, counted from one."""
+    if isinstance(step, Tensor):
+        step = step.double()  # in float32 a correction of 1e-3 would have lost four digits
     correction1: Number = 1 - rule.beta1**step
     correction2: Number = 1 - rule.beta2**step
     rate = lr / correction1

@@ -1,0 +1,101 @@
+import functools
+
+import pytest
+import torch
+from optim.optimizer_cases import EVERY, build, parameters, run, seeded
+
+from ritz.optim import GadamX, PadamW
+
+# torch.compile takes a float64 number without dimensions for a constant, in torch's own optimisers
+# too: whoever compiles the step from outside meets that.
+SHAPES = ((4, 3), (5,))
+
+
+@pytest.fixture
+def traced_only(monkeypatch):
+    """Trace steps as the compiler does, and run what it traced without generating code."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+
+
+def assert_near(found, expected, **tolerance):
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, **tolerance)
+
+
+@pytest.mark.parametrize("name", ["Gadam", "GadamX"])
+def test_torch_compile_of_the_step_takes_the_same_steps(traced_only, name):
+    ours, compiled = (parameters(seeded(), shapes=SHAPES) for _ in range(2))
+    expected = run(build(name, ours), ours, seeded(1))
+    optimizer = build(name, compiled)
+    optimizer.step = torch.compile(optimizer.step)
+    assert_near(run(optimizer, compiled, seeded(1)), expected)
+
+
+# The numbers of a step are float64 in the graph where a parameter is.
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, torch.float64) for name in EVERY),
+        *(
+            (name, kind)
+            for name in ("AdamW", "GadamX")
+            for kind in (torch.float32, torch.complex64)
+        ),
+    ],
+)
+def test_compile_keyword_takes_the_same_steps(traced_only, name, dtype):
+    ours, compiled = parameters(seeded(), dtype=dtype), parameters(seeded(), dtype=dtype)
+    expected = run(build(name, ours), ours, seeded(1))
+    assert_near(run(build(name, compiled, compile=True), compiled, seeded(1)), expected)
+
+
+@pytest.mark.parametrize("name", ["GadamX", "PadamW amsgrad", "Padam published"])
+def test_new_rates_and_decays_do_not_compile_again(traced_only, name):
+    params = parameters(seeded())
+    decay = 0.0 if name == "Padam published" else 0.1  # an L2 coefficient is a constant
+    optimizer = build(name, params, compile=True, weight_decay=decay)
+    run(optimizer, params, seeded(1), steps=1)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for rate in (0.3, 0.2, 0.1):
+            optimizer.param_groups[0]["lr"] = rate
+            if decay:
+                optimizer.param_groups[0]["weight_decay"] = rate
+            run(optimizer, params, seeded(2), steps=2)
+    assert optimizer.state[params[0]]["step"] == 7
+
+
+def test_many_optimisers_each_have_a_graph(traced_only):
+    # Graphs of one function are limited to eight; beyond it torch would run unfused.
+    with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
+        for size in range(2, 8):
+            params = parameters(seeded(), shapes=((size,), (size + 1,)))
+            run(PadamW(params, compile=True), params, seeded(1), steps=2)
+
+
+def test_groups_may_be_added_to_a_compiled_optimiser(traced_only):
+    ours, compiled = parameters(seeded()), parameters(seeded())
+    results = []
+    for params, flag in ((ours, False), (compiled, True)):
+        optimizer = GadamX(params[:1], compile=flag)
+        run(optimizer, params[:1], seeded(1), steps=2)
+        optimizer.add_param_group({"params": params[1:], "partial": 0.25})
+        results.append(run(optimizer, params, seeded(2)))
+    assert_near(*results)
+
+
+def test_compile_and_differentiable_exclude_each_other():
+    with pytest.raises(ValueError, match="compile=True does not support differentiable=True"):
+        GadamX(parameters(seeded()), compile=True, differentiable=True)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", ["GadamX", "GadamX L2", "PadamW amsgrad", "Padam published"])
+def test_generated_code_takes_the_same_steps(name):
+    torch._dynamo.reset()
+    ours, compiled = (parameters(seeded(), dtype=torch.float32) for _ in range(2))
+    expected = run(build(name, ours), ours, seeded(1), steps=20)
+    found = run(build(name, compiled, compile=True), compiled, seeded(1), steps=20)
+    # Products are contracted otherwise: some last digits of float32 over twenty steps.
+    assert_near(found, expected, rtol=1e-5, atol=1e-6)
