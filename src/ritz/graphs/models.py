@@ -1,8 +1,9 @@
 """Random graphs: Erdős-Rényi, Watts-Strogatz, Barabási-Albert, blocks, given degrees."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -204,21 +205,42 @@ def attached_edges(n: int, num_edges: int, generator: torch.Generator) -> Tensor
     Ends of edges stand in one list, two places an edge; an end drawn in proportion to degree is
     the content of a random earlier place. Which place is drawn first, for all at once; contents
     follow by pointer doubling (Batagelj and Brandes, 2005). Where a vertex meets another twice,
-    the later place is drawn again, until none does.
+    the later place is drawn again, until none does. The first vertices, which meet each other
+    twice more often than not, are joined one after another.
     """
     r = num_edges
-    vertex = torch.arange(r + 1, n).repeat_interleave(r)
-    source = torch.cat([torch.zeros(r, dtype=torch.int64), vertex])
-    known = torch.arange(1, r + 1)  # the star
+    known = _first_attached(min(n, 8 * r + 64), r, generator)
+    vertex = torch.arange(r + 1 + (len(known) - r) // r, n).repeat_interleave(r)
+    source = torch.cat(
+        [torch.zeros(r, dtype=torch.int64), torch.arange(r + 1, n).repeat_interleave(r)]
+    )
     limit = 2 * r * (vertex - r)  # places that exist before a vertex comes
     places = _below(limit, generator)
     while True:
         target = _contents(source, known, places)
-        keys = vertex * n + target[r:]
-        again = ~_first_of_equals(keys)
+        again = _repeated_in_row(target[len(known) :].reshape(-1, r)).ravel()
         if not bool(again.any()):
             return torch.stack([source, target])
         places[again] = _below(limit[again], generator)
+
+
+def _first_attached(n: int, r: int, generator: torch.Generator) -> Tensor:
+    """Second ends of the edges of the first ``n`` vertices, ``r`` of them of the star."""
+    uniform = _uniforms(generator)
+    target = list(range(1, r + 1))
+    ends = [end for leaf in target for end in (0, leaf)]
+    for vertex in range(r + 1, n):
+        chosen: dict[int, None] = {}  # a set that keeps its order
+        while len(chosen) < r:
+            chosen[ends[int(next(uniform) * len(ends))]] = None
+        target += chosen
+        ends += [end for other in chosen for end in (vertex, other)]
+    return torch.tensor(target)
+
+
+def _uniforms(generator: torch.Generator) -> Iterator[float]:
+    while True:
+        yield from torch.rand(1024, generator=generator, dtype=torch.float64).tolist()
 
 
 def _below(limit: Tensor, generator: torch.Generator) -> Tensor:
@@ -228,10 +250,9 @@ def _below(limit: Tensor, generator: torch.Generator) -> Tensor:
 
 def _contents(source: Tensor, known: Tensor, places: Tensor) -> Tensor:
     """Second ends of all edges: even places hold the source, odd ones the second end there."""
-    r = len(known)
     target = torch.cat([known, torch.full_like(places, -1)])
-    pointer = torch.cat([torch.zeros(r, dtype=torch.int64), places])
-    waiting = torch.arange(r, len(source))
+    pointer = torch.cat([torch.zeros_like(known), places])
+    waiting = torch.arange(len(known), len(source))
     while len(waiting):
         edge, odd = pointer[waiting] // 2, pointer[waiting] % 2 == 1
         content = torch.where(odd, target[edge], source[edge])
@@ -241,3 +262,16 @@ def _contents(source: Tensor, known: Tensor, places: Tensor) -> Tensor:
         waiting, edge = waiting[still], edge[still]
         pointer[waiting] = pointer[edge]
     return target
+
+
+def _repeated_in_row(rows: Tensor) -> Tensor:
+    """Entries that an earlier one of their row equals."""
+    repeated = torch.zeros_like(rows, dtype=torch.bool)
+    # Sorting many short rows is what NumPy does well; few of them need an order as well.
+    ordered = torch.from_numpy(np.sort(rows.numpy(), axis=1))
+    hit = (ordered[:, 1:] == ordered[:, :-1]).any(1).nonzero()[:, 0]
+    values, order = rows[hit].sort(dim=1, stable=True)
+    same = torch.zeros_like(values, dtype=torch.bool)
+    same[:, 1:] = values[:, 1:] == values[:, :-1]
+    repeated[hit] = same.scatter(1, order, same)
+    return repeated
