@@ -45,6 +45,12 @@ def test_close_points_far_from_the_origin_lose_no_digits():
     assert float(off_diagonal) == pytest.approx(math.exp(-0.125), rel=1e-12)
 
 
+def test_distances_on_other_devices_are_those_on_this_one(rng):
+    x, y = (torch.randn(n, 4, generator=rng, dtype=torch.float64) for n in (9, 13))
+    torch.testing.assert_close(kernel._distances_by_axes(x, y), kernel._distances(x, y))
+    assert not kernel._distances_by_axes(x, x).diagonal().any()
+
+
 def test_the_diagonal_is_the_outputscale_and_the_noise_exactly(rng):
     points = torch.randn(20, 5, generator=rng)
     for name in kernel.KERNELS:

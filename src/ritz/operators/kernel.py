@@ -28,7 +28,7 @@ class KernelOperator(LinearOperator):
 
     A product evaluates each pair of points once (half the matrix, by symmetry) from coordinate
     differences, so close points lose no digits. Memory: the points, input and output twice, and
-    three tiles of 256 x 256 (4096 x 4096 on a GPU).
+    four tiles of 256 x 256 (4096 x 4096 on a GPU).
 
     Length scale, output scale and noise may be tensors that require gradients. Products leave no
     graph; :meth:`slopes` and :meth:`cross` are differentiated, and so are log determinants and
@@ -82,13 +82,14 @@ class KernelOperator(LinearOperator):
     def _matmat(self, block: Tensor) -> Tensor:
         # Rows times tiles run at up to twice the speed of tiles times columns.
         rows = block.T.contiguous()
-        out = rows * self.noise
+        out = torch.zeros_like(rows)
         for i, j, tile in self._tiles():
             profile = radial(self.kernel, tile)
-            out[:, i].addmm_(rows[:, j], profile.T, alpha=self.outputscale)
+            # Not added in place: cuBLAS refuses to write into part of a single row.
+            out[:, i] += rows[:, j] @ profile.T
             if i is not j:
-                out[:, j].addmm_(rows[:, i], profile, alpha=self.outputscale)
-        return out.T.contiguous()
+                out[:, j] += rows[:, i] @ profile
+        return out.mul_(self.outputscale).add_(rows, alpha=self.noise).T.contiguous()
 
     def slopes(self, left: Tensor, right: Tensor) -> dict[str, Tensor]:
         r"""Return :math:`\partial(u_l^\top K v_l)/\partial\theta` for each parameter.
@@ -196,8 +197,19 @@ def falloff(kernel: Kernel, r: Tensor) -> Tensor:
 
 
 def _distances(x: Tensor, y: Tensor) -> Tensor:
+    if x.device.type != "cpu" and not (x.requires_grad or y.requires_grad):
+        return _distances_by_axes(x, y)
     distances: Tensor = torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist")
     return distances
+
+
+def _distances_by_axes(x: Tensor, y: Tensor) -> Tensor:
+    # A GPU's own cdist is made for long vectors: it gives each pair of points many threads.
+    squares = torch.zeros(len(x), len(y), dtype=x.dtype, device=x.device)
+    for of_x, of_y in zip(x.T, y.T, strict=True):
+        difference = of_x[:, None] - of_y
+        squares.addcmul_(difference, difference)
+    return squares.sqrt_()
 
 
 def _form(u: Tensor, v: Tensor, i: slice, j: slice, tile: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from ritz.spectra.conjugate import NotPositiveDefiniteError
 from ritz.spectra.recurrence import Recurrence, step
 
 Root = Callable[[Tensor], Tensor]
+GROWTH = 64  # rows by which a basis grows
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,8 @@ def inverse_roots(
         active = [run for run in runs if run.residual > rtol]
         if not active:
             break
+        for run in active:
+            run.make_room()
         step(system, [run.recurrence for run in active])
         for run in active:
             run.follow()
@@ -91,9 +94,16 @@ class _Run:
     """A recurrence, and the residual that conjugate gradients would have."""
 
     def __init__(self, start: Tensor, limit: int) -> None:
-        self.recurrence = Recurrence(start, capacity=limit + 1, mode="full")
+        self.recurrence = Recurrence(start, capacity=min(limit, GROWTH) + 1, mode="full")
         self.residual = 1.0
         self._pivot = 0.0
+
+    def make_room(self) -> None:
+        """Lengthen a basis that is full: nobody knows beforehand how many steps it takes."""
+        basis = self.recurrence.basis
+        if basis.size == len(basis.rows):
+            more = basis.rows.new_empty(GROWTH, basis.rows.shape[1])
+            basis.rows = torch.cat([basis.rows, more])
 
     def follow(self) -> None:
         # T = L D L': each step adds a pivot, and the residual is the product of beta / pivot.
