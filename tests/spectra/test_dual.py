@@ -139,3 +139,66 @@ def test_a_finer_grid_tells_what_a_coarse_one_missed():
     flat = torch.zeros(128, dtype=torch.float64)
     assert float(log_mass(solution(wide), flat, fine)) == pytest.approx(0.0, abs=1e-13)
     assert abs(float(log_mass(solution(narrow), flat, fine))) > 1.0
+
+
+@pytest.mark.parametrize("degree", [0, 1, 2, 3, 30, 200])
+def test_the_polynomials_of_a_grid_are_cosines(degree):
+    """By doubling, to ``degree ** 1.6`` roundoffs: 1e-12 at degree 200."""
+    for grid in (Grid.make(400, degree), Grid.logarithmic(400, degree, 1e6)):
+        assert grid.polynomials.shape == (400, degree + 1)
+        torch.testing.assert_close(
+            grid.polynomials, chebyshev(grid.nodes, degree), rtol=0, atol=2e-12
+        )
+
+
+@pytest.mark.parametrize("ratio", [1.5, 1e3, 1e12])
+def test_a_logarithmic_grid_integrates_what_varies_with_the_logarithm(ratio):
+    """Of 1, 1/x and log(x)/x over [1, ratio]."""
+    grid = Grid.logarithmic(256, 0, ratio)
+    assert bool((grid.nodes.diff() > 0).all())
+    x = 1 + 0.5 * (ratio - 1) * (grid.nodes + 1)
+    weights = grid.weights * (ratio - 1) / 2
+    span = math.log(ratio)
+    assert float(weights.sum()) == pytest.approx(ratio - 1, rel=1e-12)
+    # The smallest nodes have lost four digits of sixteen where they are a part in 1e12.
+    assert float((weights / x).sum()) == pytest.approx(span, rel=1e-5)
+    assert float((weights * x.log() / x).sum()) == pytest.approx(span**2 / 2, rel=1e-5)
+
+
+def solve_one(targets, ridge=1e-12, **options):
+    grid = Grid.make(256, 2 * targets.shape[1])
+    given = {"tol": 1e-10, "max_steps": 200} | options
+    return minimise(
+        targets, torch.full_like(targets, ridge), torch.zeros(256).double(), grid, **given
+    )
+
+
+def test_from_the_solution_it_takes_no_step_and_from_nearby_a_few():
+    targets = moments_of(0.5 * normal(2, 300).clamp(-1.9, 1.9), M)
+    found = solve_one(targets)
+    assert solve_one(targets, start=found.alphas).iterations.tolist() == [0, 0]
+    start = found.alphas + 0.01
+    near = solve_one(targets, start=start, damping=1e-6)
+    assert int(near.iterations.max()) <= 4 < int(found.iterations.min())
+    torch.testing.assert_close(near.alphas, found.alphas, rtol=1e-6, atol=1e-6)
+    assert torch.equal(start, found.alphas + 0.01)
+
+
+def test_a_density_that_the_grid_does_not_see_any_more_is_given_up():
+    targets = torch.cat([
+        moments_of(0.5 * normal(1, 300).clamp(-1.9, 1.9), M),
+        moments_of(torch.full((1, 4), 0.3, dtype=torch.float64), M),
+    ])  # fmt: skip
+    patient, wise = solve_one(targets), solve_one(targets, blurred=1.6)
+    assert int(patient.iterations[1]) > 2 * int(wise.iterations[1])
+    assert float(wise.gradient[1]) > 1e-10
+    torch.testing.assert_close(patient.alphas[0], wise.alphas[0])
+
+
+def test_patience_ends_unless_the_moments_are_nearly_matched():
+    infeasible = torch.full((1, M), 1.5, dtype=torch.float64)
+    slow = moments_of(0.5 * normal(1, 300).clamp(-1.9, 1.9), M)
+    assert int(solve_one(infeasible, patience=7).iterations) == 7
+    nearly = int((solve_one(slow, tol=1e-4)).iterations)
+    assert int(solve_one(slow, patience=nearly).iterations) > nearly
+    assert int(solve_one(slow, patience=1).iterations) == 1

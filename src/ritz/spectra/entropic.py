@@ -38,12 +38,12 @@ class EntropicDensity:
         targets: Chebyshev moments asked for, degree 1 to ``m``, ``(m,)``.
         fitted: Chebyshev moments it has, ``(m,)``.
         ridge: Variances :math:`r_i` within which moments were matched, ``(m,)``.
-        relaxation: By how much the largest of them exceeds what was asked for; 0 where no moment
-            was relaxed.
         grid_size: Nodes of the quadrature that it was computed with.
         num_steps: Newton steps.
-        status: Whether the dual was solved, how far moments were relaxed, and by how much the
-            largest error of a moment exceeds zero then.
+        status: Whether the dual was solved, how far moments were relaxed, and how far off they are
+            then.
+        relaxation: By how much the largest variance exceeds what was asked for; 0 where no moment
+            was relaxed.
     """
 
     alphas: Tensor

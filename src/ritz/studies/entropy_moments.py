@@ -1,11 +1,11 @@
 """Entropy and log determinant by the number of moments: Spectral Machine Learning, Figure 2.1.
 
 Maximum entropy (MEMe) and the iteration of Bandyopadhyay (BMxnt) get the same moments of the same
-matrices on ``[0, bound]``. The entropy of the first falls with every moment, but for the last digits
-where exact moments had to be relaxed; its log determinant gets better until the error of the probes
-is left, or, where eigenvalues crowd at zero (bcsstk16), slowly and not from the first moments on.
-The sweeps of the second stop short of the moments from the third on: its entropy goes up and down,
-and its log determinant stays as far off as it was with two or three.
+matrices on ``[0, bound]``. The entropy of the first falls with every moment, but for small steps
+up where exact moments had to be relaxed further; its log determinant gets better until the error
+of the probes is left or, where eigenvalues crowd at zero (bcsstk16), worse at first and then better
+slowly. The sweeps of the second stop short of the moments, mostly from the third on: its entropy
+goes up and down, and its log determinant stays as far off as it was with two or three.
 """
 
 import math
