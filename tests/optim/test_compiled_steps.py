@@ -84,9 +84,10 @@ def test_groups_may_be_added_to_a_compiled_optimiser(traced_only):
     assert_near(*results)
 
 
-def test_compile_and_differentiable_exclude_each_other():
-    with pytest.raises(ValueError, match="compile=True does not support differentiable=True"):
-        GadamX(parameters(seeded()), compile=True, differentiable=True)
+@pytest.mark.parametrize("flag", ["differentiable", "capturable"])
+def test_compile_excludes_what_needs_tensors_for_numbers(flag):
+    with pytest.raises(ValueError, match=f"compile=True does not support {flag}=True"):
+        GadamX(parameters(seeded()), compile=True, **{flag: True})
 
 
 @pytest.mark.slow

@@ -279,6 +279,18 @@ def test_parameters_may_be_named(name):
     assert optimizer.param_groups[0]["param_names"] == ["weight", "bias"]
 
 
+@pytest.mark.parametrize("name", [name for name in EVERY if name not in FUSED])
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_capturable_steps_are_the_same(name, foreach, dtype):
+    results = []
+    for capturable in (False, True):
+        params = parameters(seeded(), dtype=dtype)
+        optimizer = build(name, params, foreach=foreach, capturable=capturable)
+        results.append(run(optimizer, params, seeded(1)))
+    assert_near(*results)
+
+
 @every
 @pytest.mark.gpu
 def test_capturable_step_is_captured_in_a_graph(name):

@@ -19,6 +19,12 @@ from ritz.optim.adaptive import Step, compiled, update
 from ritz.optim.rules import Buffers, Form, Rule
 
 FORMS = ("inside", "outside", "published")
+# Raises where a step that cannot be captured is; older releases name it after CUDA.
+CAPTURE_CHECK = (
+    "_accelerator_graph_capture_health_check"
+    if hasattr(Optimizer, "_accelerator_graph_capture_health_check")
+    else "_cuda_graph_capture_health_check"
+)
 FLAGS: dict[str, Any] = {
     "amsgrad": None,
     "form": None,
@@ -99,7 +105,7 @@ class AdaptiveOptimizer(Optimizer):
     @_use_grad_for_differentiable
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step, and return the loss of ``closure`` where one is given."""
-        self._accelerator_graph_capture_health_check()
+        getattr(self, CAPTURE_CHECK)()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -240,5 +246,6 @@ def _check_flags(settings: dict[str, Any]) -> None:
         raise RuntimeError("`fused` does not support `differentiable`")
     if settings["fused"] and settings["foreach"]:
         raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
-    if settings["compile"] and settings["differentiable"]:
-        raise ValueError("compile=True does not support differentiable=True")
+    for flag in ("differentiable", "capturable"):
+        if settings["compile"] and settings[flag]:
+            raise ValueError(f"compile=True does not support {flag}=True")

@@ -30,7 +30,8 @@ def move_all(b: Buffers, numbers: list[Scalars], rule: Rule) -> None:
     """Update parameters of one device and dtype, given the numbers of their steps."""
     grads: Any = torch._foreach_neg(b.grads) if rule.maximize else b.grads
     if rule.decays:
-        _scale_by(b.params, [number.decay for number in numbers])
+        decays: Any = [number.decay for number in numbers]
+        torch._foreach_mul_(b.params, decays)
     if rule.penalizes:
         grads = torch._foreach_add(grads, b.params, alpha=rule.weight_decay)
     torch._foreach_lerp_(b.exp_avgs, grads, 1 - rule.beta1)
@@ -45,7 +46,7 @@ def move_all(b: Buffers, numbers: list[Scalars], rule: Rule) -> None:
         return
     scales = _scales(moments, corrections, rule)
     if isinstance(rates[0], Tensor):
-        _scale_by(scales, rates)
+        torch._foreach_mul_(scales, rates)
         torch._foreach_addcmul_(b.params, b.exp_avgs, scales)
     else:
         torch._foreach_addcmul_(b.params, b.exp_avgs, scales, rates)
@@ -86,10 +87,6 @@ def _invert(bases: list[Tensor], power: float) -> None:
         torch._foreach_rsqrt_(bases)
         for _ in range(roots - 1):
             torch._foreach_sqrt_(bases)
-
-
-def _scale_by(tensors: list[Tensor], factors: Any) -> None:
-    torch._foreach_mul_(tensors, factors)
 
 
 def _numbers(steps: list[Tensor], lr: Number, rule: Rule) -> list[Scalars]:

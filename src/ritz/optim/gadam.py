@@ -22,7 +22,7 @@ class AveragedOptimizer(AdaptiveOptimizer):
         interval: int,
     ) -> None:
         super().__init__(params, settings, flags)
-        self._plan = {"start": start, "interval": interval}
+        self._plan: dict[str, Any] = {"start": start, "interval": interval}
         self._average = IterateAverage(self, start=start, interval=interval)
 
     @property
