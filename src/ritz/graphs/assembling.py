@@ -62,6 +62,7 @@ class Records:
     ends: list[Array] = field(default_factory=list)
     weights: list[Float] = field(default_factory=list)
     _loose: int = 0
+    _waiting: int = 0
 
     def add(self, u: Int, v: Int, weights: Float | None = None) -> None:
         """Take records with ends ``u``, ``v`` ``(k,)``, and weights in all calls or in none."""
@@ -73,7 +74,8 @@ class Records:
             self.weights.append(weights)
         self.num_accepted += len(u)
         self._loose += 1
-        if sum(pair.shape[1] for pair in self.ends[-self._loose :]) >= SLAB:
+        self._waiting += len(u)
+        if self._waiting >= SLAB:
             self._settle()
 
     def _settle(self) -> None:
@@ -81,7 +83,7 @@ class Records:
         for parts in (self.ends, self.weights):
             if parts:
                 parts[-self._loose :] = [np.concatenate(parts[-self._loose :], axis=-1)]
-        self._loose = 0
+        self._loose = self._waiting = 0
 
     def reject(self, reason: str) -> None:
         """Count a record that cannot be read."""

@@ -87,18 +87,21 @@ class LineReader:
         self.records.add(u - low, v - low, weights if self.layout.weighted else None)
 
     def _look_at(self, tokens: Tokens, lines: Int, number: int) -> None:
+        edges = []
         for index in lines.tolist():
             words = split(tokens.line(index))
             if not words:
                 continue
             found = parse(words, self.layout)
             if not isinstance(found, str):
-                u, v, weight = found
-                self._add(np.array([u]), np.array([v]), np.array([weight]))
+                edges.append(found)
             elif self.strict:
                 raise GraphError(f"{self.records.source}, line {number + index}: {found}")
             else:
                 self.records.reject(f"line {number + index}: {found}")
+        if edges:
+            u, v, weights = zip(*edges, strict=True)
+            self._add(np.array(u), np.array(v), np.array(weights))
 
 
 def split(line: bytes) -> list[bytes]:

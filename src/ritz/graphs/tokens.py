@@ -9,7 +9,7 @@ from ritz.graphs.compressing import Float, Int
 
 Bool = npt.NDArray[np.bool_]
 
-MAX_DIGITS = 18  # of an id read here; longer ones are looked at line by line
+MAX_DIGITS = 19  # of an integer below 2**63
 _PAD = 24  # bytes before the text, so that the words before any token's end exist
 _WORD = 8
 
@@ -68,7 +68,7 @@ def scan(block: bytes) -> Tokens:
 
 
 def integers(tokens: Tokens, words: Int) -> tuple[Int, Bool]:
-    """Return some words as integers, and which of them are: up to 18 digits and nothing else.
+    """Return some words as integers, and which of them are: digits alone, below 2**63.
 
     Eight digits are read at once as one 64-bit word and folded by three multiplications.
     """
@@ -86,13 +86,14 @@ def _digits(text: bytes, starts: Int, ends: Int) -> tuple[Int, Bool]:
             break
         width = np.minimum(lengths[long] - read, _WORD)
         more, fine = _eight_digits(text, ends[long] - read, width)
-        # Beyond 18 digits the product may wrap, but such words are not good.
-        values[long] += more * 10**read
+        # 19 digits fit into 64 bits without a sign; longer words may wrap, but are not good.
+        values[long] += more * np.uint64(10**read)
         good[long] &= fine
-    return values, good
+    good &= values < 2**63
+    return values.astype(np.int64), good
 
 
-def _eight_digits(text: bytes, ends: Int, lengths: Int) -> tuple[Int, Bool]:
+def _eight_digits(text: bytes, ends: Int, lengths: Int) -> tuple[npt.NDArray[np.uint64], Bool]:
     windows = np.ndarray((len(text) - _WORD + 1,), dtype="<u8", buffer=text, strides=(1,))
     word = windows[ends - _WORD]
     shift = ((_WORD - lengths) * 8).astype(np.uint64)
@@ -105,7 +106,7 @@ def _eight_digits(text: bytes, ends: Int, lengths: Int) -> tuple[Int, Bool]:
     word = ((word & np.uint64(0x0F0F0F0F0F0F0F0F)) * np.uint64(2561)) >> np.uint64(8)
     word = ((word & np.uint64(0x00FF00FF00FF00FF)) * np.uint64(6553601)) >> np.uint64(16)
     word = ((word & np.uint64(0x0000FFFF0000FFFF)) * np.uint64(42949672960001)) >> np.uint64(32)
-    return word.astype(np.int64), good
+    return word, good
 
 
 def floats(tokens: Tokens, words: Int) -> tuple[Float, Bool]:
