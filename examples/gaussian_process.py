@@ -120,7 +120,7 @@ def report(problem: Problem, logs: dict[str, Tensor], history: list[dict[str, fl
     op = problem.operator(logs)
     print(f"\n{problem.name}: {op}")
     print(" step   log likelihood        exact   off by   gradient's bar    noise      s")
-    for row in [*history[:: max(1, len(history) // 6)], history[-1]]:
+    for row in [*history[: -1 : max(1, len(history) // 6)], history[-1]]:
         off = (row["ours"] - row["exact"]) / row["bar"]
         print(
             f"{row['step']:5d} {row['ours']:10.2f} ± {row['bar']:5.2f} {row['exact']:10.2f} "
@@ -141,14 +141,17 @@ def assess(name: str, problem: Problem, op: KernelOperator, seconds: float) -> N
     likelihood = log_likelihood(op, problem.y, method="cholesky").mean
     scales = " ".join(f"{scale:.2f}" for scale in op.lengthscale.tolist())
     print(
-        f"{name:>9}: log likelihood {likelihood:.2f}, test error {squares.mean().sqrt():.4f}, "
+        f"{name:>15}: log likelihood {likelihood:.2f}, test error {squares.mean().sqrt():.4f}, "
         f"test log density {density:+.4f}, {seconds:.1f} s of learning\n"
-        f"{'':11}output scale {op.outputscale:.3f}, noise {op.noise:.4f}, length scales {scales}"
+        f"{'':17}output scale {op.outputscale:.3f}, noise {op.noise:.4f}, length scales {scales}"
     )
 
 
-def peer(problem: Problem, num_steps: int) -> None:
-    """The same model, start, optimiser and number of steps in gpytorch, with its defaults."""
+def peer(problem: Problem, num_steps: int, max_cholesky: int) -> None:
+    """The same model, start, optimiser and number of steps in gpytorch, with its defaults.
+
+    Up to ``max_cholesky`` points it factors the matrix; by default 800.
+    """
     import gpytorch
 
     class Model(gpytorch.models.ExactGP):
@@ -177,7 +180,8 @@ def peer(problem: Problem, num_steps: int) -> None:
     begin = time.perf_counter()
     for _ in range(num_steps):
         optimizer.zero_grad()
-        (-objective(model(problem.points), problem.y)).backward()
+        with gpytorch.settings.max_cholesky_size(max_cholesky):
+            (-objective(model(problem.points), problem.y)).backward()
         optimizer.step()
     seconds = time.perf_counter() - begin
     op = KernelOperator(
@@ -187,7 +191,8 @@ def peer(problem: Problem, num_steps: int) -> None:
         outputscale=model.covar_module.outputscale.item(),
         noise=likelihood.noise.item(),
     )
-    assess("gpytorch", problem, op, seconds)
+    name = "gpytorch" + ("" if max_cholesky < len(problem.y) else ", dense")
+    assess(name, problem, op, seconds)
 
 
 def draw(histories: dict[str, list[dict[str, float]]], out: Path) -> None:
@@ -220,8 +225,8 @@ def main(num_steps: int, problems: list[Callable[[], Problem]], peers: bool, out
         report(problem, logs, histories[problem.name])
         dense, history = learn(problem, num_steps, "cholesky")
         assess("dense", problem, problem.operator(dense), total(history))
-        if peers:
-            peer(problem, num_steps)
+        for max_cholesky in (800, len(problem.y)) if peers else ():
+            peer(problem, num_steps, max_cholesky)
         found = log_likelihood(problem.operator(logs), problem.y, method="krylov")
         ritz.save(replace(found, mean=found.mean.detach()), out / f"{problem.name}.safetensors")
     draw(histories, out)

@@ -30,9 +30,10 @@ class KernelOperator(LinearOperator):
     differences, so close points lose no digits. Memory: the points, input and output twice, and
     four tiles of 256 x 256 (4096 x 4096 on a GPU).
 
-    Length scale, output scale and noise may be tensors that require gradients. Products leave no
-    graph; :meth:`slopes` and :meth:`cross` are differentiated, and so are log determinants and
-    likelihoods. The points are constants.
+    Length scale, output scale and noise may be tensors that require gradients; the points are
+    constants. Products leave no graph: :meth:`slopes` has the derivatives of forms, from which
+    those of log determinants and likelihoods are made, and :meth:`cross` and :meth:`matrix`, which
+    form what they return, have a graph.
 
     Args:
         points: :math:`x`, ``(n, d)``.
