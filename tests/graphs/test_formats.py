@@ -8,7 +8,12 @@ import pytest
 import scipy.io
 import scipy.sparse
 
-from ritz.graphs import GraphError, read
+from ritz.graphs import GraphError, graphml, read, sources
+
+
+def in_pieces(monkeypatch, size):
+    for module in (sources, graphml):
+        monkeypatch.setattr(module, "CHUNK", size)
 
 
 def karate():
@@ -33,10 +38,7 @@ def metis_text(graph, *, weighted):
     return "\n".join(lines) + "\n"
 
 
-@pytest.mark.parametrize("compressed", [False, True])
-@pytest.mark.parametrize("suffix", ["gml", "graphml", "edges", "mtx", "metis"])
-def test_a_graph_of_networkx_comes_back(tmp_path, suffix, compressed):
-    graph, path = karate(), tmp_path / f"karate.{suffix}"
+def write(graph, path, suffix):
     if suffix == "gml":
         nx.write_gml(graph, path)
     elif suffix == "graphml":
@@ -49,6 +51,15 @@ def test_a_graph_of_networkx_comes_back(tmp_path, suffix, compressed):
         scipy.io.mmwrite(
             path, scipy.sparse.coo_array(nx.to_numpy_array(graph)), symmetry="symmetric"
         )
+
+
+@pytest.mark.parametrize("chunk", [5, 200, 2**20])
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("suffix", ["gml", "graphml", "edges", "mtx", "metis"])
+def test_a_graph_of_networkx_comes_back(tmp_path, monkeypatch, suffix, compressed, chunk):
+    graph, path = karate(), tmp_path / f"karate.{suffix}"
+    write(graph, path, suffix)
+    in_pieces(monkeypatch, chunk)
     if compressed:
         path.with_name(path.name + ".gz").write_bytes(gzip.compress(path.read_bytes()))
         path = path.with_name(path.name + ".gz")

@@ -163,3 +163,41 @@ def test_fuzzed_edge_lists(tmp_path, seed):
     # The files are a fair mixture: neither all good nor all bad.
     assert kinds["accepted"] > count
     assert kinds["rejected"] > count / 2
+
+
+SOUND = {
+    "mtx": "%%MatrixMarket matrix coordinate real symmetric\n% c\n5 5 3\n2 1 1.5\n4 2 2\n5 4 1\n",
+    "gml": 'graph [\n directed 0\n node [ id 1 label "a" ]\n node [ id 2 ]\n node [ id 3 ]\n'
+    " edge [ source 1 target 2 value 2.5 ]\n edge [ source 2 target 3 ]\n]\n",
+    "graphml": '<?xml version="1.0"?><graphml><key id="w" for="edge" attr.name="weight"/>'
+    '<graph edgedefault="undirected"><node id="a"/><node id="b"/><node id="c"/>'
+    '<edge source="a" target="b"><data key="w">2</data></edge>'
+    '<edge source="b" target="c"/></graph></graphml>',
+    "metis": "% c\n4 3 001\n2 5 3 1\n1 5\n1 1 4 2\n3 2\n",
+}
+
+
+@pytest.mark.parametrize("kind", SOUND)
+def test_damaged_files_of_other_formats(tmp_path, kind):
+    rng, path = random.Random(7), tmp_path / "graph"
+    sound, outcomes = SOUND[kind].encode(), {"read": 0, "refused": 0}
+    for _ in range(600):
+        data = bytearray(sound)
+        for _ in range(rng.randrange(1, 4)):
+            place = rng.randrange(len(data))
+            piece = rng.choice(
+                [b"", b"7", b"-", b" ", b"\n", b"]", b'"', b"<", b"\xff", b"nan", b"%"]
+            )
+            data[place : place + rng.randrange(3)] = piece
+        path.write_bytes(data)
+        try:
+            graph = read(path, format=kind)
+        except GraphError as error:
+            outcomes["refused"] += str(error).startswith("graph")
+        else:
+            matrix = graph.to_scipy()
+            assert (matrix != matrix.T).nnz == 0
+            assert matrix.data.min() > 0
+            outcomes["read"] += 1
+    assert min(outcomes.values()) > 20
+    assert sum(outcomes.values()) == 600

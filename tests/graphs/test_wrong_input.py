@@ -49,7 +49,11 @@ WRONG = {
     "gml without graph": ("e.gml", 'Creator "x"', "holds no graph"),
     "gml unknown vertex": ("e.gml", f"graph [ {NODES} edge [ source 0 target 5 ] ]", "'5' has an"),
     "gml twice": ("e.gml", "graph [ node [ id 0 ]\nnode [ id 0 ] ]", "line 2: .* declared twice"),
-    "gml no source": ("e.gml", f"graph [ {NODES}\nedge [ target 0 ] ]", "2: a edge without source"),
+    "gml no source": (
+        "e.gml",
+        f"graph [ {NODES}\nedge [ target 0 ] ]",
+        "line 2: edge without source",
+    ),
     "gml id": ("e.gml", "graph [\nnode [ id x ] ]", "line 2: id must be a whole number, got 'x'"),
     "gml key": ("e.gml", 'graph [ "a" 1 ]', "line 1: expected a key"),
     "gml quote": ("e.gml", 'graph [\nlabel "a ]', "line 2: a string without its closing quote"),

@@ -118,7 +118,7 @@ class _Parser:
     def _id(self, key: str) -> str:
         text = self._fields.get(key)
         if text is None:
-            raise GraphError(f"{self._place}: a {self._path[-1]} without {key}")
+            raise GraphError(f"{self._place}: {self._path[-1]} without {key}")
         if not _INTEGER.fullmatch(text):
             raise GraphError(f"{self._place}: {key} must be a whole number, got {text[:40]!r}")
         return str(int(text))

@@ -110,7 +110,7 @@ class _Handler:
 
     def _attribute(self, attributes: dict[str, str], tag: str, name: str) -> str:
         if name not in attributes:
-            raise GraphError(f"{self._place}: a {tag} without {name}")
+            raise GraphError(f"{self._place}: {tag} without {name}")
         return attributes[name]
 
     def _characters(self, text: str) -> None:

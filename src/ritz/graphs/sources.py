@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, cast
 
 from ritz._core.progress import Progress, tracking
-from ritz.graphs.structures import GraphError, describe_source
+from ritz.graphs.structures import GraphError
 
 CHUNK = 2**20  # bytes: enough to hide Python, and temporaries stay in the cache
 MAX_LINE = 2**20  # bytes of one line of an edge list
@@ -65,7 +65,8 @@ class Source:
 @contextmanager
 def open_source(path: str | os.PathLike[str], progress: bool | Progress) -> Iterator[Source]:
     """Open a plain or gzip file, told apart by its first bytes; raise one line where it fails."""
-    file, name = Path(path), describe_source(path)
+    file = Path(path)
+    name = file.name
     if not file.exists():
         raise FileNotFoundError(f"no graph file {str(path)!r}")
     if not file.is_file():

@@ -1,6 +1,5 @@
 """The container of a graph: compressed rows of its weight matrix, and where they came from."""
 
-import os
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -211,8 +210,3 @@ def _span(weights: Tensor) -> str:
     if not len(weights):
         return "none"
     return f"{float(weights.min()):.4g} to {float(weights.max()):.4g}"
-
-
-def describe_source(source: str | os.PathLike[str]) -> str:
-    """Return the last part of a path, or the text itself."""
-    return os.path.basename(os.fspath(source))
