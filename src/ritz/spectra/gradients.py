@@ -107,6 +107,8 @@ def sampled_gradient(
     progress: bool | Progress = False,
 ) -> dict[str, Estimate]:
     """The gradient of :func:`logdet_gradient`, with its arguments in one."""
+    if not isinstance(op, KernelOperator):
+        raise TypeError(f"op must be a KernelOperator, got {type(op).__name__}")
     if not op.parameters:
         raise ValueError(f"no parameter of {op!r} requires a gradient")
     if settings.method == "cholesky" or (settings.method == "auto" and fits(op)):
@@ -137,7 +139,9 @@ def attach_gradient(
     settings = settings or GradientSettings()
     source = copied(resolve_generator(generator))
     mean = differentiable(
-        estimate.mean, op.parameters, lambda: sampled_gradient(op, settings, copied(source))
+        estimate.mean.detach(),
+        op.parameters,
+        lambda: sampled_gradient(op, settings, copied(source)),
     )
     return replace(estimate, mean=mean)
 
