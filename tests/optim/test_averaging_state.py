@@ -17,6 +17,7 @@ from optim.walks import (
 )
 from torch import nn
 from torch.amp import GradScaler
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import SGD, Adam, AdamW
 
 from ritz.optim.averaging import IterateAverage
@@ -115,6 +116,19 @@ def test_a_start_changed_before_the_average_begins_is_the_new_one():
     twin, second, average = resumed(model, optimizer, AdamW, start=5)
     walked(twin, second, 2)
     assert (average.start, average.count) == (13, 3)
+
+
+@pytest.mark.parametrize("make", [SGD, Adam])
+def test_the_empty_step_by_which_checkpoints_learn_the_layout_is_not_counted(make):
+    model = network(torch.float64)
+    optimizer = make(model.parameters(), lr=0.1)
+    average = IterateAverage(optimizer, start=2)
+    state = get_optimizer_state_dict(model, optimizer)["state"]
+    assert all(entry["average"].shape == model.get_parameter(n).shape for n, entry in state.items())
+    assert (average.step, average.count) == (0, 0)
+    path = walked(model, optimizer, 5)
+    assert average.step == 5
+    assert_near(averages(model, optimizer), tail(path, start=2))
 
 
 def infinite_at(bad, scaler, model, optimizer, step):

@@ -192,6 +192,25 @@ def test_schedulers_hooks_closures_and_groups_work_as_with_any_optimiser():
     assert "lr: 0.5" in repr(optimizer)
 
 
+def test_hooks_of_its_own_state_may_change_what_is_saved_and_loaded():
+    model = network()
+    optimizer = Lookahead(SGD(model.parameters(), lr=0.1))
+    optimizer.register_state_dict_post_hook(lambda _, state: state | {"note": 3})
+    walked(model, optimizer, 2)
+    state = optimizer.state_dict()
+    assert state["note"] == 3
+    seen = []
+    optimizer.register_load_state_dict_pre_hook(
+        lambda _, loaded: (
+            loaded | {"param_groups": [g | {"lr": 7.0} for g in state["param_groups"]]}
+        )
+    )
+    optimizer.register_load_state_dict_post_hook(lambda found: seen.append(found))
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == 7.0
+    assert seen == [optimizer]
+
+
 def test_parameters_added_later_have_slow_weights_from_then_on():
     model, late = network(torch.float64), nn.Parameter(torch.full((2,), 8.0, dtype=torch.float64))
     optimizer = Lookahead(SGD(model.parameters(), lr=0.5), k=4)

@@ -197,9 +197,7 @@ class IterateAverage:
             raise TypeError("model must not be sharded to be copied; save its state inside "
                             "applied(model) instead")  # fmt: skip
         with self.applied(model, **statistics):
-            found = copy.deepcopy(unwrapped(model))
-        found.zero_grad(set_to_none=True)
-        return found
+            return copy.deepcopy(unwrapped(model))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "IterateAverage":
         optimizer = copy.deepcopy(self.optimizer, memo)
