@@ -1,7 +1,7 @@
 """Sorting records of edges into compressed rows of a symmetric matrix."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -32,22 +32,34 @@ class Packed:
 def distinct(ends: list[Array]) -> Int:
     """Return the ids that occur in pairs ``(2, k)``, ascending.
 
-    A table of all ids below the largest is used while it is smaller than the pairs themselves.
+    A table of a byte for each id below the largest is used while it is no larger than the pairs.
     """
     size = sum(pair.size for pair in ends)
     top = max((int(pair.max()) for pair in ends), default=-1)
-    if top < size:
+    if top < 4 * size:
         present = np.zeros(top + 1, bool)
         for pair in ends:
             present[pair.ravel()] = True
         return np.flatnonzero(present)
     found, fresh, waiting = np.empty(0, np.int64), [], 0
     for pair in ends:
-        fresh.append(np.unique(pair))
+        fresh.append(_unique(pair.ravel()))
         waiting += len(fresh[-1])
         if waiting > len(found):  # merging at each doubling keeps the cost near one sort
-            found, fresh, waiting = np.unique(np.concatenate([found, *fresh])), [], 0
-    return np.unique(np.concatenate([found, *fresh]))
+            found, fresh, waiting = _merged([found, *fresh]), [], 0
+    return _merged([found, *fresh])
+
+
+def _merged(parts: list[Int]) -> Int:
+    return _unique(np.concatenate(parts), kind="stable")  # which merges what is sorted in parts
+
+
+def _unique(ids: Array, kind: Literal["quicksort", "stable"] = "quicksort") -> Int:
+    # By sorting: numpy.unique hashes, which costs several times more here.
+    ordered = np.sort(ids, kind=kind)
+    first = np.ones(len(ordered), bool)
+    np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
+    return ordered[first].astype(np.int64)
 
 
 def pack(ends: list[Array], weights: list[Float], ids: Int | None) -> Packed:
