@@ -36,7 +36,7 @@ def copied(params):
 def give_gradients(params, generator):
     for p in params:
         noise = torch.randn(p.shape, generator=generator, dtype=p.dtype)
-        p.grad = 0.5 * p.detach() + noise
+        p.grad = 0.5 * p.detach() + noise.to(p.device)
 
 
 def run(optimizer, params, generator, steps=5):

@@ -289,28 +289,3 @@ def test_capturable_steps_are_the_same(name, foreach, dtype):
         optimizer = build(name, params, foreach=foreach, capturable=capturable)
         results.append(run(optimizer, params, seeded(1)))
     assert_near(*results)
-
-
-@every
-@pytest.mark.gpu
-def test_capturable_step_is_captured_in_a_graph(name):
-    results = []
-    for captured in (False, True):
-        params = [p.detach().cuda().requires_grad_() for p in parameters(seeded())]
-        optimizer = build(name, params, capturable=True)
-        give = seeded(1)
-        grads = [torch.randn(p.shape, generator=give, dtype=p.dtype).cuda() for p in params]
-        for p, grad in zip(params, grads, strict=True):
-            p.grad = grad
-        optimizer.step()
-        if captured and not hasattr(optimizer, "average"):
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                optimizer.step()
-            graph.replay()
-            graph.replay()
-        else:
-            optimizer.step()
-            optimizer.step()
-        results.append([p.detach().cpu() for p in params])
-    assert_near(*results)

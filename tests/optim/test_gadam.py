@@ -125,6 +125,7 @@ BAD = [
     ({"partial": 0.5, "form": "inside", "fused": True}, ValueError, "fused=True needs partial=0.5"),
     ({"partial": 0.5, "fused": True, "foreach": True}, RuntimeError, "`fused` and `foreach`"),
     ({"partial": 0.5, "fused": True, "differentiable": True}, RuntimeError, "`fused` does not"),
+    ({"foreach": True, "differentiable": True}, RuntimeError, "`foreach` does not support"),
     ({"momentum": 0.9}, TypeError, "unknown arguments momentum"),
 ]
 
@@ -143,6 +144,15 @@ def test_wrong_settings_of_a_group_are_named(settings, error, match):
     with pytest.raises(error, match=match):
         optimizer.add_param_group({"params": params[1:], **settings})
     assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("cls", [Padam, GadamX])
+def test_tensor_rate_put_in_later_is_refused_by_foreach(cls):
+    params = parameters(seeded())
+    optimizer = cls(params, foreach=True)
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
+    with pytest.raises(RuntimeError, match="lr as a Tensor is not supported"):
+        run(optimizer, params, seeded(1), steps=1)
 
 
 @both

@@ -163,9 +163,12 @@ def test_power_zero_is_momentum_alone(problem):
     torch.testing.assert_close(found, expected)
 
 
-def test_large_parameters_are_worked_on_in_pieces(monkeypatch):
+@pytest.mark.parametrize("transposed", [False, True])
+def test_large_parameters_are_worked_on_in_pieces(monkeypatch, transposed):
     ours = parameters(seeded(), shapes=((40, 30), (7,)))
-    whole = copied(ours)
+    if transposed:  # cannot be cut, and need not be
+        ours = [torch.nn.Parameter(p.detach().t()) for p in ours]
+    whole = [torch.nn.Parameter(p.detach().clone()) for p in ours]
     expected = run(GadamX(whole), whole, seeded(1))
     monkeypatch.setattr("ritz.optim.elementwise.GRAIN", 100)
     found = run(GadamX(ours), ours, seeded(1))

@@ -41,8 +41,6 @@ def update(
         grad_scale: Scale of the gradients, divided out by the fused kernel.
         found_inf: One where a gradient overflowed; the fused kernel then leaves all as it is.
     """
-    if not buffers.params:
-        return
     if rule.form == "outside":
         _torch_adam(buffers, rule, lr, foreach, fused, grad_scale, found_inf)
         return

@@ -191,8 +191,6 @@ class AdaptiveOptimizer(Optimizer):
         # Kernels that never wait for the host want the step beside the parameter.
         if fused or rule.capturable:
             own["step"] = own["step"].to(param.device, _get_scalar_dtype(is_fused=fused))
-        if rule.differentiable and own["step"].requires_grad:
-            raise RuntimeError("`requires_grad` is not supported for `step` in differentiable mode")
         return own
 
     def _check(self, settings: dict[str, Any]) -> None:
@@ -246,6 +244,8 @@ def _check_flags(settings: dict[str, Any]) -> None:
         raise RuntimeError("`fused` does not support `differentiable`")
     if settings["fused"] and settings["foreach"]:
         raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
+    if settings["foreach"] and settings["differentiable"]:
+        raise RuntimeError("`foreach` does not support `differentiable`")
     for flag in ("differentiable", "capturable"):
         if settings["compile"] and settings[flag]:
             raise ValueError(f"compile=True does not support {flag}=True")

@@ -12,8 +12,6 @@ from ritz.optim.rules import Buffers, Number, Rule, Scalars, num_roots, plain, s
 
 def move_foreach(buffers: Buffers, rule: Rule, lr: Number) -> None:
     """Take one step, device by device and dtype by dtype."""
-    if rule.differentiable:
-        raise RuntimeError("foreach does not support differentiable")
     if isinstance(lr, Tensor) and not rule.tensor_numbers:
         raise RuntimeError("lr as a Tensor is not supported for capturable=False and foreach=True")
     lists: Any = buffers.lists()
