@@ -75,6 +75,7 @@ def test_values_out_of_range_are_named(call, match):
         call()
 
 
-def test_epsilon_is_called_delta():
-    with pytest.raises(TypeError, match="unknown arguments eps"):
-        AdamW(parameters(seeded()), eps=1e-8)
+@pytest.mark.parametrize("unknown", ["eps", "form"])
+def test_damping_has_one_name_and_one_place(unknown):
+    with pytest.raises(TypeError, match=f"unknown arguments {unknown}"):
+        AdamW(parameters(seeded()), **{unknown: None})

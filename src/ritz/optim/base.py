@@ -74,10 +74,10 @@ class AdaptiveOptimizer(Optimizer):
     _eps_key: ClassVar[str] = "eps"
 
     def __init__(self, params: ParamsT, settings: dict[str, Any], flags: Flags) -> None:
-        unknown = sorted(set(flags) - set(FLAGS))
+        unknown = sorted(flags.keys() - Flags.__annotations__.keys())
         if unknown:
             raise TypeError(f"{type(self).__name__} got unknown arguments {', '.join(unknown)}")
-        defaults = FLAGS | {"form": None, "decoupled_weight_decay": True} | settings | flags
+        defaults = FLAGS | {"decoupled_weight_decay": True} | settings | flags
         self._check(defaults)
         self._graphs: list[Step] = []
         super().__init__(params, defaults)
