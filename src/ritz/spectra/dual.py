@@ -20,6 +20,7 @@ from scipy.linalg.lapack import dposv
 from torch import Tensor
 
 Array = npt.NDArray[Any]
+ALONE = 250_000  # multiplications in a product of matrices that OpenBLAS gives to one thread
 NEAR = 1e-4  # error of moments that are matched slowly, but surely
 
 
@@ -243,19 +244,20 @@ class _Dual:
     targets: Array
     ridge: Array
     base: Array
-    rows: Tensor
-    columns: Tensor
+    rows: Array
+    columns: Array
     sums: Array
     gaps: Array
 
     @classmethod
     def make(cls, targets: Array, ridge: Array, log_prior: Array, grid: Grid) -> "_Dual":
         m = targets.shape[1]
-        rows = grid.polynomials[:, 1 : m + 1].T.contiguous()
+        columns = grid.polynomials.numpy()
+        rows = columns[:, 1 : m + 1].T  # contiguous, as a grid lays them out
         index = np.arange(1, m + 1)
         sums, gaps = index[:, None] + index, np.abs(index[:, None] - index)
         base = log_prior + grid.weights.log().numpy()
-        return cls(targets, ridge, base, rows, grid.polynomials, sums, gaps)
+        return cls(targets, ridge, base, rows, columns, sums, gaps)
 
     def only(self, which: Array) -> "_Dual":
         return replace(self, targets=self.targets[which], ridge=self.ridge[which])
@@ -291,6 +293,13 @@ class _Dual:
         return self.at(here.alphas - steps), sound
 
 
-def _product(left: Array, right: Tensor) -> Array:
-    # That of PyTorch, which keeps to the number of threads it was given.
-    return torch.mm(torch.from_numpy(left), right).numpy()
+def _product(left: Array, right: Array) -> Array:
+    """Some rows at a time, too few to wake other threads, which cost more than they help here."""
+    count = max(1, ALONE // right.size)
+    if len(left) <= count:
+        found: Array = left @ right
+        return found
+    out = np.empty((len(left), right.shape[1]))
+    for begin in range(0, len(left), count):
+        np.matmul(left[begin : begin + count], right, out=out[begin : begin + count])
+    return out
