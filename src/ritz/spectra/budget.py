@@ -1,4 +1,4 @@
-"""What may be spent on a log determinant."""
+"""What may be spent on the trace of a function."""
 
 from dataclasses import dataclass
 
@@ -13,14 +13,16 @@ class Budget:
 
     Attributes:
         num_products: Products to spend.
-        num_probes: Random vectors.
-        floor: A positive number below the spectrum, if one is known.
+        num_probes: Random vectors; ``None``: as many as pay.
+        floor: A number below the spectrum, if one is known.
+        rtol: Relative error at which to stop, if any.
         generator: Source of the vectors.
         progress: Whether to show a bar, or what to tell.
     """
 
     num_products: int
-    num_probes: int
+    num_probes: int | None
     floor: float | None
+    rtol: float | None
     generator: torch.Generator
     progress: bool | Progress

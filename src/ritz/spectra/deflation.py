@@ -8,6 +8,7 @@ alone, so
 .. math:: S = P A P - V B (T^{-1})_{\text{last}} B^\top V^\top, \quad P = I - Q Q^\top.
 """
 
+from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -18,88 +19,120 @@ from ritz._core.random import probes
 from ritz.operators.base import LinearOperator
 from ritz.spectra.conjugate import NotPositiveDefiniteError
 
+WIDTH = 25  # vectors a block
+BASIS = 2**32  # bytes of a basis
 
-@final
-class Deflation:
-    """A block Krylov space of an operator, and the Schur complement on what is left.
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    r"""A block Krylov space: :math:`A Q = Q T + V B E^\top`.
+
+    Attributes:
+        basis: :math:`Q`, ``(n, k)``.
+        projected: :math:`T`, ``(k, k)``, float64 on the CPU.
+        block: :math:`V`, the next block; the last one where the space is everything.
+        coupling: :math:`B`, float64 on the CPU.
+        width: Vectors of the last block of the basis.
+    """
+
+    basis: Tensor
+    projected: Tensor
+    block: Tensor
+    coupling: Tensor
+    width: int
+
+    def probes(self, count: int, generator: torch.Generator, *, first: int | None = None) -> Tensor:
+        """Random vectors ``(n, count)`` of norm one, isotropic beyond the ``first`` directions."""
+        basis = self.basis if first is None else self.basis[:, :first]
+        drawn = probes(
+            (len(basis), count),
+            kind="gaussian",
+            generator=generator,
+            dtype=basis.dtype,
+            device=basis.device,
+        )
+        for _ in range(2):
+            drawn -= basis @ (basis.T @ drawn)
+        unit: Tensor = drawn / drawn.norm(dim=0)
+        return unit
+
+
+def krylov_dimension(n: int, num_products: int, itemsize: int) -> int:
+    """The dimension of a space that takes six tenths of the products: whole blocks, or ``n``."""
+    if num_products >= n and n * n * itemsize <= BASIS:
+        return n
+    wanted = min(int(0.6 * num_products), BASIS // (n * itemsize), n - 1)
+    return max(1, wanted // WIDTH) * min(WIDTH, max(1, wanted))
+
+
+def block_krylov(
+    op: LinearOperator, *, dimension: int, generator: torch.Generator, bar: Progress
+) -> Space:
+    """Return the block Krylov space of a random block.
 
     Args:
-        op: Positive definite, ``(n, n)``.
-        width: Vectors a block.
-        dimension: Of the space, a multiple of the width or ``n``: as many products, and vectors of
+        op: ``(n, n)``.
+        dimension: A multiple of the width of a block, or ``n``: as many products, and vectors of
             memory.
         generator: Source of the first block.
         bar: Told of products.
+    """
+    n, width = op.shape[0], min(WIDTH, op.shape[0])
+    basis = torch.empty(n, dimension, dtype=op.dtype, device=op.device)
+    projected = torch.zeros(dimension, dimension, dtype=torch.float64)
+    block = _start(op, min(width, dimension), generator)
+    filled, coupling = 0, torch.zeros(0, 0, dtype=torch.float64)
+    while True:
+        size = block.shape[1]
+        basis[:, filled : filled + size] = block
+        space = basis[:, : filled + size]
+        product = op.matmat(block)
+        overlap = space.T @ product
+        product = product - space @ overlap
+        again = space.T @ product
+        product -= space @ again
+        projected[: filled + size, filled : filled + size] = (overlap + again).double().cpu()
+        filled += size
+        bar.update(filled)
+        left = min(width, (n if filled == dimension else dimension) - filled)
+        if left > 0:
+            block, coupling = _orthonormal(product, space, left)
+        if filled == dimension:
+            upper = projected.triu()
+            return Space(basis, upper + upper.triu(1).T, block, coupling, size)
+
+
+@final
+class Deflation:
+    """The Schur complement on what a block Krylov space leaves of a positive definite operator.
+
+    Args:
+        op: Positive definite, ``(n, n)``.
+        space: Of it.
 
     Attributes:
         logdet: Of :math:`T`.
         dimension: Of the complement.
         complement: The operator :math:`S`, on vectors ``(n,)`` that are orthogonal to the space;
             ``None`` where there are none.
-        traces: Traces of :math:`T` and of the correction: that of :math:`S` is that of :math:`A`
-            less both.
+        trace: Of :math:`T` and of the correction: that of :math:`S` is that of :math:`A` less it.
     """
 
-    def __init__(
-        self,
-        op: LinearOperator,
-        *,
-        width: int,
-        dimension: int,
-        generator: torch.Generator,
-        bar: Progress,
-    ) -> None:
-        n = op.shape[0]
-        basis = torch.empty(n, dimension, dtype=op.dtype, device=op.device)
-        projected = torch.zeros(dimension, dimension, dtype=torch.float64)
-        block = _start(op, min(width, dimension), generator)
-        filled, coupling = 0, torch.zeros(0, 0, dtype=torch.float64)
-        while True:
-            size = block.shape[1]
-            basis[:, filled : filled + size] = block
-            space = basis[:, : filled + size]
-            product = op.matmat(block)
-            overlap = space.T @ product
-            product = product - space @ overlap
-            again = space.T @ product
-            product -= space @ again
-            rows = slice(filled, filled + size)
-            projected[: filled + size, rows] = (overlap + again).double().cpu()
-            filled += size
-            bar.update(filled)
-            left = min(width, (n if filled == dimension else dimension) - filled)
-            if left <= 0:
-                break
-            block, coupling = _orthonormal(product, space, left)
-            if filled == dimension:
-                break
-        upper = projected.triu()
-        self.basis = basis
-        self.dimension = n - dimension
-        factor = _cholesky(upper + upper.triu(1).T)
+    def __init__(self, op: LinearOperator, space: Space) -> None:
+        self.dimension = op.shape[0] - space.basis.shape[1]
+        factor = _cholesky(space.projected)
         self.logdet = float(2 * factor.diagonal().log().sum())
         self.complement: SchurOperator | None = None
-        self.traces = float(upper.diagonal().sum()), 0.0
+        self.trace = float(space.projected.trace())
         if self.dimension:
-            inverse = torch.cholesky_inverse(factor)[-size:, -size:]
-            correction = coupling @ inverse @ coupling.T
-            self.traces = self.traces[0], float(correction.trace())
-            filling = float(upper.diagonal()[-size:].mean())
-            self.complement = SchurOperator(op, basis, block, correction.to(basis), filling)
-
-    def probes(self, count: int, generator: torch.Generator) -> Tensor:
-        """Random vectors ``(n, count)`` of the complement, isotropic there, of norm one."""
-        drawn = probes(
-            (len(self.basis), count),
-            kind="gaussian",
-            generator=generator,
-            dtype=self.basis.dtype,
-            device=self.basis.device,
-        )
-        for _ in range(2):
-            drawn -= self.basis @ (self.basis.T @ drawn)
-        unit: Tensor = drawn / drawn.norm(dim=0)
-        return unit
+            last = space.width
+            inverse = torch.cholesky_inverse(factor)[-last:, -last:]
+            correction = space.coupling @ inverse @ space.coupling.T
+            self.trace += float(correction.trace())
+            filling = float(space.projected.diagonal()[-last:].mean())
+            self.complement = SchurOperator(
+                op, space.basis, space.block, correction.to(space.basis), filling
+            )
 
 
 @final

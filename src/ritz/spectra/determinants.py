@@ -2,12 +2,10 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from scipy.sparse import csc_array
-from scipy.sparse.linalg import splu
 from torch import Tensor
 
 from ritz._core.checks import check_choice, check_count, check_range
@@ -15,25 +13,27 @@ from ritz._core.progress import Progress, tracking
 from ritz._core.random import probes, resolve_generator
 from ritz._core.results import Estimate, Status
 from ritz.operators.base import LinearOperator
-from ritz.operators.dense import DenseOperator
 from ritz.operators.interop import as_operator
 from ritz.operators.kernel import KernelOperator
-from ritz.operators.sparse import SparseOperator
 from ritz.operators.structure import exact_trace
 from ritz.spectra.budget import Budget
 from ritz.spectra.conjugate import NotPositiveDefiniteError
-from ritz.spectra.deflation import Deflation
-from ritz.spectra.expansions import Expansion, by_chebyshev, by_maxent
-from ritz.spectra.radau import Brackets, log_brackets
-from ritz.spectra.recurrence import Recurrence, advance
-from ritz.spectra.sampling import stderr
+from ritz.spectra.deflation import Deflation, block_krylov, krylov_dimension
+from ritz.spectra.expansions import (
+    Expansion,
+    by_chebyshev,
+    by_maxent,
+    by_quadrature,
+    estimated,
+    of_forms,
+)
+from ritz.spectra.factors import factored_cheaply, logdet_by_factor
+from ritz.spectra.forms import Known, Sampler
+from ritz.spectra.gradients import attach_gradient
 
 LogdetMethod = Literal["auto", "cholesky", "krylov", "lanczos", "maxent", "chebyshev"]
 METHODS = ("auto", "cholesky", "krylov", "lanczos", "maxent", "chebyshev")
-WIDTH = 25  # vectors a block of the Krylov space
-DENSE = 2**32  # bytes of a dense factor that is not thought twice about
-SPARSE = 20_000  # rows of a sparse matrix that is factored rather than sampled
-BASIS = 2**32  # bytes of Krylov basis
+RTOL = 1e-3  # what auto asks for where nothing is asked for
 
 
 def logdet(
@@ -41,7 +41,7 @@ def logdet(
     *,
     method: LogdetMethod = "auto",
     num_products: int = 1500,
-    num_probes: int = 15,
+    num_probes: int | None = None,
     floor: float | None = None,
     rtol: float | None = None,
     generator: torch.Generator | None = None,
@@ -49,32 +49,41 @@ def logdet(
 ) -> Estimate:
     r"""Return :math:`\log \det A` of a positive definite matrix.
 
-    ``cholesky`` factors a dense or sparse matrix: exact. ``krylov`` needs products alone: a block
-    Krylov space takes six tenths of them and is split off exactly, :math:`\det A = \det T \det S`;
-    quadrature with ``num_probes`` random vectors takes the rest for the Schur complement
-    :math:`S`. Each quadratic form lies between a Gauss and, with a ``floor``, a Gauss-Radau rule;
-    the mix of them that was stationary over the last steps is the estimate, and the larger distance
-    to either the ``truncation``. A trace that the structure of the operator knows is a control
-    variate. As many products as rows give the determinant itself. ``lanczos`` is the same with no
-    space split off. ``chebyshev`` interpolates the logarithm between ``floor`` and the norm, and
-    ``maxent`` takes its mean under the density of maximum entropy with up to 60 moments, both two
-    moments a product: simpler, and far less accurate where the condition number is large. ``auto``
-    is ``cholesky`` where the factor fits easily, else ``krylov``; ``method`` of the result says
-    which.
+    ``cholesky`` factors a dense or sparse matrix: exact. ``lanczos`` needs products alone: Each
+    quadratic form of a random vector lies between a Gauss and, with a ``floor``, a Gauss-Radau
+    rule; the mix of them that was stationary over the last steps is the estimate, and the larger
+    distance to either the ``truncation``. The products are split between vectors and steps by the
+    two error bars: steps until truncation is no longer what counts, then vectors. A trace that the
+    structure of the operator knows is a control variate. ``krylov`` gives six tenths of the
+    products to a block Krylov space, which is split off exactly,
+    :math:`\det A = \det T \det S`, and the rest to quadrature of the Schur complement
+    :math:`S`; as many products as rows give the determinant itself. ``chebyshev`` interpolates the
+    logarithm between ``floor`` and the norm, and ``maxent`` takes its mean under the density of
+    maximum entropy with up to 60 moments, both two moments a product: simpler, and far less
+    accurate where the condition number is large. ``auto`` is ``cholesky`` where a factor is cheap,
+    else ``lanczos`` where a few vectors show that it will do, else ``krylov`` with what is left;
+    ``method`` of the result says which, and why.
 
     Memory of ``krylov``: 0.6 ``num_products`` vectors, or 4 GiB of them, and as many again as steps
-    for each probe of a block; of ``lanczos`` the latter alone, of the others a few vectors a probe.
-    The truncation of ``maxent`` is what half the moments would change: an estimate.
+    for each probe of a block; of ``lanczos`` the latter alone, or 3 a probe where that would be
+    more than 4 GiB (there without re-orthogonalisation, which takes more steps); of the others a
+    few vectors a probe. The truncation of ``maxent`` is what half the moments would change: an
+    estimate.
+
+    The mean is differentiable in the parameters of a kernel operator that require gradients: the
+    gradient is sampled in the backward pass (:func:`ritz.spectra.logdet_gradient`).
 
     Args:
         op: Positive definite :math:`A`, ``(n, n)``.
         method: See above.
-        num_products: Products to spend.
-        num_probes: Random vectors for what the space leaves; the steps follow.
+        num_products: Products to spend, at most.
+        num_probes: Random vectors. By default split by the error bars, and 32 for ``chebyshev`` and
+            ``maxent``.
         floor: A positive number below the spectrum, such as the noise of a Gaussian process, which
             a kernel operator knows by itself.
-        rtol: Error, both bars together, that is asked for, relative to the value; the status says
-            whether it was reached.
+        rtol: Error, both bars together, that is asked for, relative to the value: no more products
+            are spent than it takes, and the status says whether it was reached. For ``auto`` 1e-3
+            by default.
         generator: Source of the vectors.
         progress: Whether to show a bar, or what to tell.
 
@@ -91,220 +100,128 @@ def logdet(
     """
     op = as_operator(op)
     check_choice("method", method, METHODS)
-    check_count("num_products", num_products, low=2)
-    check_count("num_probes", num_probes, low=2)
+    check_count("num_products", num_products, low=10)
+    if num_probes is not None:
+        check_count("num_probes", num_probes, low=2, high=num_products)
     if rtol is not None:
         check_range("rtol", rtol, low=0.0)
     if floor is not None and not (math.isfinite(floor) and floor > 0):
         raise ValueError(f"floor must be positive, got {floor}")
-    if method == "cholesky" or (method == "auto" and _factored(op)):
-        return _by_factor(op)
-    if floor is None and isinstance(op, KernelOperator) and op.noise > 0:
-        floor = op.noise
-    budget = Budget(num_products, num_probes, floor, resolve_generator(generator), progress)
-    by = {"lanczos": _by_lanczos, "chebyshev": by_chebyshev, "maxent": by_maxent}
-    found = by.get(method, _by_krylov)(op, budget)
-    return _estimate(found, rtol, budget.generator)
-
-
-def _factored(op: LinearOperator) -> bool:
-    if isinstance(op, DenseOperator):
-        return op.shape[0] ** 2 * 8 <= DENSE
-    return isinstance(op, SparseOperator) and op.shape[0] <= SPARSE
-
-
-def _by_factor(op: LinearOperator) -> Estimate:
-    if isinstance(op, DenseOperator):
-        value, kind = _dense(op.matrix), "dense"
-    elif isinstance(op, SparseOperator):
-        value, kind = _sparse(op), "sparse"
+    generator = resolve_generator(generator)
+    if method == "cholesky" or (method == "auto" and factored_cheaply(op)):
+        found = _exact(op)
     else:
-        raise ValueError(f"method='cholesky' needs a dense or sparse matrix, got {op!r}")
+        if floor is None and isinstance(op, KernelOperator) and op.noise > 0:
+            floor = float(op.noise)
+        rtol = RTOL if rtol is None and method == "auto" else rtol
+        budget = Budget(num_products, num_probes, floor, rtol, generator, progress)
+        found = estimated(_METHODS[method](op, budget), budget)
+    return attach_gradient(found, op, generator=generator)
+
+
+def _exact(op: LinearOperator) -> Estimate:
+    value, how = logdet_by_factor(op)
     return Estimate(
         mean=torch.tensor(value, dtype=torch.float64),
         stderr=torch.zeros((), dtype=torch.float64),
         num_products=0,
-        method=f"exact, by the factor of a {kind} matrix of order {op.shape[0]:,}",
+        method=how,
         status=Status(outcome="completed", message="no sampling"),
     )
 
 
-def _dense(matrix: Tensor) -> float:
-    factor, failed = torch.linalg.cholesky_ex(matrix.double())
-    if int(failed):
-        smallest = float(torch.linalg.eigvalsh(matrix.double())[0])
-        raise NotPositiveDefiniteError(
-            f"op must be positive definite, got an eigenvalue of {smallest:.6g}"
-        )
-    return float(2 * factor.diagonal().log().sum())
-
-
-def _sparse(op: SparseOperator) -> float:
-    rows, columns, values = (
-        part.cpu().numpy()
-        for part in (op.matrix.crow_indices(), op.matrix.col_indices(), op.matrix.values().double())
-    )
-    # Symmetric, so rows are as good as columns.
-    matrix = csc_array((values, columns, rows), shape=op.shape)
-    options = {"SymmetricMode": True}
-    try:
-        factor = splu(matrix, permc_spec="MMD_AT_PLUS_A", diag_pivot_thresh=0.0, options=options)
-    except RuntimeError as error:
-        raise NotPositiveDefiniteError("op must be positive definite, got a zero pivot") from error
-    pivots = torch.from_numpy(factor.U.diagonal())
-    if not bool((pivots > 0).all()):
-        raise NotPositiveDefiniteError(
-            f"op must be positive definite, got a pivot of {float(pivots.min()):.6g}"
-        )
-    return float(pivots.log().sum())
+def _by_auto(op: LinearOperator, budget: Budget) -> Expansion:
+    """Lanczos quadrature where a few vectors show that it will do, else a Krylov space first."""
+    if budget.num_probes is not None or op.shape[0] <= budget.num_products:
+        return _by_krylov(op, budget)
+    with tracking(budget.progress, "log determinant", budget.num_products) as bar:
+        sampler = _whole(op, budget, bar)
+        pilot = sampler.pilot(budget.num_products // 6, budget.num_products)
+        samples, _ = pilot.samples(sampler.known)
+        wanted = sampler.target(float(samples.mean()))
+        error, truncation = float(samples.std()), float(pilot.brackets.truncation)
+        left = (budget.num_products - pilot.num_products) // pilot.num_steps
+        probes = (error / (0.8 * wanted)) ** 2 if wanted else math.inf
+        if truncation <= 0.6 * wanted and probes <= left + len(samples):
+            found = of_forms(sampler, sampler.more(pilot, left))
+            why = f"as the first {len(samples)} probes foretold"
+            return replace(found, how=f"Lanczos quadrature, {why}: {found.how}")
+    rest = replace(budget, num_products=budget.num_products - pilot.num_products)
+    found = _by_krylov(op, rest)
+    why = f"Lanczos quadrature would not do after {pilot.num_steps} steps"
+    spent = found.num_products + pilot.num_products
+    return replace(found, how=f"{found.how} ({why})", num_products=spent)
 
 
 def _by_krylov(op: LinearOperator, budget: Budget) -> Expansion:
     n, generator = op.shape[0], budget.generator
-    dimension = _dimension(n, budget.num_products, op.dtype.itemsize)
-    label, total = "log determinant", min(n, budget.num_products)
-    with tracking(budget.progress, label, total) as bar:
-        space = Deflation(
-            op, width=min(WIDTH, n), dimension=dimension, generator=generator, bar=bar
-        )
-        if space.complement is None:
-            whole = torch.tensor([space.logdet], dtype=torch.float64)
+    size = krylov_dimension(n, budget.num_products, op.dtype.itemsize)
+    with tracking(budget.progress, "log determinant", min(n, budget.num_products)) as bar:
+        space = block_krylov(op, dimension=size, generator=generator, bar=bar)
+        split = Deflation(op, space)
+        if split.complement is None:
+            whole = torch.tensor([split.logdet], dtype=torch.float64)
             return Expansion(whole, torch.zeros_like(whole[0]), n, "block Krylov: the whole space")
-        steps = (budget.num_products - dimension) // budget.num_probes
-        forms = _forms(
-            space.complement,
+        sampler = Sampler(
+            split.complement,
             lambda count: space.probes(count, generator),
-            budget,
-            steps=min(max(1, steps), space.dimension),
-            bar=bar,
-            spent=dimension,
+            _log,
+            budget.floor,
+            split.dimension,
+            _known(op, split.trace, split.dimension),
+            lambda mean: (budget.rtol or 0.0) * abs(split.logdet / split.dimension + mean),
+            bar,
+            spent=size,
         )
-    trace = exact_trace(op)
-    known = None if trace is None else (trace - sum(space.traces), trace)
-    found = _quadrature(forms, space.dimension, known, torch.finfo(op.dtype).eps)
-    how = f"block Krylov: {dimension} directions split off, {found.how}"
-    spent = dimension + found.num_products
-    return Expansion(space.logdet + found.samples, found.truncation, spent, how)
+        left = budget.num_products - size
+        found = by_quadrature(sampler, num_products=left, num_probes=budget.num_probes)
+    how = f"block Krylov: {size} directions split off, {found.how}"
+    spent = size + found.num_products
+    return Expansion(split.logdet + found.samples, found.truncation, spent, how)
 
 
 def _by_lanczos(op: LinearOperator, budget: Budget) -> Expansion:
+    with tracking(budget.progress, "log determinant", budget.num_products) as bar:
+        sampler = _whole(op, budget, bar)
+        found = by_quadrature(
+            sampler, num_products=budget.num_products, num_probes=budget.num_probes
+        )
+    return replace(found, how=f"Lanczos quadrature: {found.how}")
+
+
+def _whole(op: LinearOperator, budget: Budget, bar: Progress) -> Sampler:
     n = op.shape[0]
-    steps = min(max(1, budget.num_products // budget.num_probes), n)
 
     def drawn(count: int) -> Tensor:
         source = budget.generator
         signs = probes((n, count), generator=source, dtype=op.dtype, device=op.device)
         return signs / math.sqrt(n)
 
-    with tracking(budget.progress, "log determinant", steps * budget.num_probes) as bar:
-        forms = _forms(op, drawn, budget, steps=steps, bar=bar, spent=0)
-    trace = exact_trace(op)
-    known = None if trace is None else (trace, trace)
-    found = _quadrature(forms, n, known, torch.finfo(op.dtype).eps)
-    return replace(found, how=f"Lanczos quadrature: {found.how}")
+    known = _known(op, 0.0, n)
+    target = lambda mean: (budget.rtol or 0.0) * abs(mean)  # noqa: E731
+    return Sampler(op, drawn, _log, budget.floor, n, known, target, bar)
 
 
-@dataclass(frozen=True, slots=True)
-class _Forms:
-    """Quadratic forms of probes of norm one: bounds of the logarithm, values, and their cost."""
-
-    brackets: Brackets
-    plain: Tensor
-    steps: int
-    num_products: int
+def _known(op: LinearOperator, less: float, dimension: int) -> Known | None:
+    if (trace := exact_trace(op)) is None:
+        return None
+    noise = 100 * torch.finfo(op.dtype).eps * abs(trace)
+    return Known((trace - less) / dimension, noise / dimension)
 
 
-def _forms(
-    op: LinearOperator,
-    drawn: Callable[[int], Tensor],
-    budget: Budget,
-    *,
-    steps: int,
-    bar: Progress,
-    spent: int,
-) -> _Forms:
-    found, plain, products = [], [], 0
-    for start in range(0, budget.num_probes, op.block_size):
-        starts = drawn(min(op.block_size, budget.num_probes - start))
-        runs = [Recurrence(z.contiguous(), capacity=steps, mode="full") for z in starts.T]
-        advance(op, runs, steps)
-        found.append(log_brackets(runs, budget.floor))
-        plain += [run.alphas[0] for run in runs]
-        products += sum(run.size for run in runs)
-        bar.update(spent + products)
-    columns = ("upper", "lower", "mixed")
-    joined = Brackets(*(torch.cat([getattr(part, name) for part in found]) for name in columns))
-    return _Forms(joined, torch.tensor(plain, dtype=torch.float64), steps, products)
+def _log(values: Tensor) -> Tensor:
+    smallest = float(values.min())
+    if not smallest > 0:
+        raise NotPositiveDefiniteError(
+            f"op must be positive definite, got a Ritz value of {smallest:.6g}"
+        )
+    return values.log()
 
 
-def _quadrature(
-    forms: _Forms, dimension: int, known: tuple[float, float] | None, eps: float
-) -> Expansion:
-    r"""Samples of :math:`\operatorname{tr} \log S`, their truncation, and what was done to them.
-
-    Args:
-        forms: Of probes.
-        dimension: Of the space they are in.
-        known: The trace of :math:`S`, and the larger one it was subtracted from.
-        eps: Roundoff.
-    """
-    found = forms.brackets
-    above, below = found.upper - found.mixed, found.mixed - found.lower
-    truncation = dimension * torch.maximum(above.mean(), below.mean()).clamp_min(0.0)
-    samples, how = dimension * found.mixed, ""
-    if known is not None and len(samples) >= 5:
-        samples, how = _controlled(samples, dimension * forms.plain, *known, eps)
-    how = f"{len(samples)} probes x {forms.steps} steps{how}"
-    return Expansion(samples, truncation, forms.num_products, how)
-
-
-def _dimension(n: int, num_products: int, itemsize: int) -> int:
-    if num_products >= n and n * n * itemsize <= BASIS:
-        return n
-    wanted = min(int(0.6 * num_products), BASIS // (n * itemsize), n - 1)
-    return max(1, wanted // WIDTH) * min(WIDTH, max(1, wanted))
-
-
-def _controlled(
-    samples: Tensor, traces: Tensor, known: float, whole: float, eps: float
-) -> tuple[Tensor, str]:
-    r"""Samples less what those of the trace, known exactly, explain of them."""
-    spread = traces - traces.mean()
-    # What is left of the trace may be less than the roundoff of what was subtracted.
-    if not 100 * eps * abs(whole) < 0.01 * float(stderr(traces)):
-        return samples, ""
-    slope = float((spread * (samples - samples.mean())).sum() / spread.square().sum())
-    controlled = samples - slope * (traces - known)
-    if float(controlled.std()) > 0.9 * float(samples.std()):
-        return samples, ""
-    return controlled, ", controlled by the trace"
-
-
-def _estimate(found: Expansion, rtol: float | None, generator: torch.Generator) -> Estimate:
-    sampled = len(found.samples) > 1
-    mean = found.samples.mean()
-    error = stderr(found.samples) if sampled else torch.zeros_like(mean)
-    return Estimate(
-        mean=mean,
-        stderr=error,
-        truncation=found.truncation,
-        samples=found.samples if sampled else None,
-        num_products=found.num_products,
-        method=found.how,
-        status=_status(float(mean), float(error), float(found.truncation), rtol),
-        seed=generator.initial_seed(),
-    )
-
-
-def _status(mean: float, error: float, truncation: float, rtol: float | None) -> Status:
-    both = math.hypot(error, truncation)
-    if rtol is None:
-        return Status(outcome="completed", message=f"error bars {error:.2g} and {truncation:.2g}")
-    if both <= rtol * abs(mean):
-        return Status(outcome="converged", message=f"relative error below {rtol:.2g}")
-    advice = "more probes" if error > truncation else "more products, or a floor of the spectrum"
-    return Status(
-        outcome="max_steps",
-        message=f"relative error {both / abs(mean):.2g} where {rtol:.2g} was asked for",
-        advice=f"{advice} would lower the larger error bar",
-    )
+_METHODS: dict[str, Callable[[LinearOperator, Budget], Expansion]] = {
+    "auto": _by_auto,
+    "krylov": _by_krylov,
+    "lanczos": _by_lanczos,
+    "chebyshev": lambda op, budget: by_chebyshev(op, budget, _log),
+    "maxent": lambda op, budget: by_maxent(op, budget, _log),
+}

@@ -1,24 +1,30 @@
-"""Log determinants from moments: by a Chebyshev series, and by maximum entropy."""
+"""Samples of traces of functions, from quadratic forms or from moments, and their estimate."""
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ritz._core.results import Estimate, Status
 from ritz.operators.base import LinearOperator
 from ritz.spectra.budget import Budget
 from ritz.spectra.dual import Grid, in_interval
 from ritz.spectra.entropic import EntropicDensity
 from ritz.spectra.entropy import maxent
 from ritz.spectra.extremes import bounds
+from ritz.spectra.forms import Forms, Sampler
 from ritz.spectra.polynomials import Moments, moments
+from ritz.spectra.radau import Function
+from ritz.spectra.sampling import stderr
 
+PROBES = 32
 MAXENT_MOMENTS = 60  # beyond which the noise of the moments is all that is fitted
 
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """Samples ``(d,)`` of a log determinant, what more of them would not cure, and what it took."""
+    """Samples ``(d,)`` of a trace, what more of them would not cure, and what it took."""
 
     samples: Tensor
     truncation: Tensor
@@ -26,72 +32,126 @@ class Expansion:
     how: str
 
 
-def by_chebyshev(op: LinearOperator, budget: Budget) -> Expansion:
-    r"""Interpolate :math:`\log` between the floor and the norm: :math:`\sum_j c_j \mu_j`."""
-    found = _moments(op, budget, budget.num_products)
+def estimated(found: Expansion, budget: Budget) -> Estimate:
+    """The mean of the samples, with both error bars, and whether they are as small as asked."""
+    sampled = len(found.samples) > 1
+    mean = found.samples.mean()
+    error = stderr(found.samples) if sampled else torch.zeros_like(mean)
+    return Estimate(
+        mean=mean,
+        stderr=error,
+        truncation=found.truncation,
+        samples=found.samples if sampled else None,
+        num_products=found.num_products,
+        method=found.how,
+        status=_status(float(mean), float(error), float(found.truncation), budget.rtol),
+        seed=budget.generator.initial_seed(),
+    )
+
+
+def by_quadrature(sampler: Sampler, *, num_products: int, num_probes: int | None) -> Expansion:
+    """Sample quadratic forms, as many probes as given or as pay, and scale them to the trace."""
+    if num_probes is None:
+        forms = sampler.split(num_products)
+    else:
+        forms = sampler.fixed(num_probes, max(1, num_products // num_probes))
+    return of_forms(sampler, forms)
+
+
+def of_forms(sampler: Sampler, forms: Forms) -> Expansion:
+    """Quadratic forms scaled to the trace, their truncation, and how they were found."""
+    samples, how = forms.samples(sampler.known)
+    how = f"{len(samples)} probes x {forms.num_steps} steps{how}"
+    n = sampler.dimension
+    return Expansion(n * samples, n * forms.brackets.truncation, forms.num_products, how)
+
+
+def by_chebyshev(op: LinearOperator, budget: Budget, function: Function) -> Expansion:
+    r"""Interpolate :math:`f` between the floor and the norm: :math:`\sum_j c_j \mu_j`."""
+    found = _moments(op, budget, budget.num_products, function)
     degree = len(found.mean) - 1
 
     # Interpolation at the nodes of the grid, where Chebyshev polynomials are orthogonal.
     grid = Grid.make(degree + 1, degree)
-    series = (2 / (degree + 1)) * grid.polynomials.T @ in_interval(grid.nodes, found.interval).log()
+    series = (
+        (2 / (degree + 1)) * grid.polynomials.T @ function(in_interval(grid.nodes, found.interval))
+    )
     series[0] /= 2
     fine = Grid.make(20 * degree + 200, degree)
-    gap = (fine.polynomials @ series - in_interval(fine.nodes, found.interval).log()).abs().max()
+    exact = function(in_interval(fine.nodes, found.interval))
+    gap = (fine.polynomials @ series - exact).abs().max()
     n = op.shape[0]
     samples = n * (found.samples @ series)
-    how = f"Chebyshev series of degree {degree}, {budget.num_probes} probes"
+    how = f"Chebyshev series of degree {degree}, {len(samples)} probes"
     return Expansion(samples, n * gap, found.num_products, how)
 
 
-def by_maxent(op: LinearOperator, budget: Budget) -> Expansion:
-    r"""Take :math:`n \int q \log` of the density of maximum entropy.
+def by_maxent(op: LinearOperator, budget: Budget, function: Function) -> Expansion:
+    r"""Take :math:`n \int q f` of the density of maximum entropy.
 
-    To first order :math:`\int q \log` changes with the moments by the coefficients of the
-    regression of :math:`\log` on the polynomials under :math:`q`: whence a sample for each probe.
+    To first order :math:`\int q f` changes with the moments by the coefficients of the
+    regression of :math:`f` on the polynomials under :math:`q`: whence a sample for each probe.
     """
-    most = budget.num_probes * MAXENT_MOMENTS // 2
-    found = _moments(op, budget, min(budget.num_products, most))
+    most = (budget.num_probes or PROBES) * MAXENT_MOMENTS // 2
+    found = _moments(op, budget, min(budget.num_products, most), function)
     n, degree = op.shape[0], len(found.mean) - 1
     density: EntropicDensity = maxent(found)
     density.raise_if_failed()
-    value = density.expectation(torch.log)
+    value = density.expectation(function)
     half = max(1, degree // 2)
     coarse: EntropicDensity = maxent(
         found.mean[: half + 1], interval=found.interval, stderr=found.stderr[: half + 1]
     )
-    slopes = _regression(density)
+    slopes = _regression(density, function)
     samples = n * (value + (found.samples[:, 1:] - found.mean[1:]) @ slopes)
-    truncation = torch.tensor(n * abs(value - coarse.expectation(torch.log)), dtype=torch.float64)
-    how = f"maximum entropy, {degree} moments, {budget.num_probes} probes"
+    truncation = torch.tensor(n * abs(value - coarse.expectation(function)), dtype=torch.float64)
+    how = f"maximum entropy, {degree} moments, {len(samples)} probes"
     return Expansion(samples, truncation, found.num_products, how)
 
 
-def _moments(op: LinearOperator, budget: Budget, num_products: int) -> Moments:
+def _moments(op: LinearOperator, budget: Budget, num_products: int, function: Function) -> Moments:
     found = bounds(op, generator=budget.generator)
     low = found.low if budget.floor is None else budget.floor
-    if not low > 0:
+    try:
+        function(torch.tensor([low], dtype=torch.float64))
+    except ValueError as error:
         raise ValueError(
-            f"floor must be given where bounds of the spectrum reach zero, got [{found.low:.3g}, "
-            f"{found.high:.3g}] and no floor"
-        )
+            f"floor must be given where bounds of the spectrum reach beyond the domain of the "
+            f"function, got [{found.low:.3g}, {found.high:.3g}] and no floor"
+        ) from error
+    num_probes = budget.num_probes or PROBES
     return moments(
         op,
-        num_moments=max(2, 2 * ((num_products - found.num_products) // budget.num_probes)),
+        num_moments=max(2, 2 * ((num_products - found.num_products) // num_probes)),
         interval=(low, found.high),
-        num_probes=budget.num_probes,
+        num_probes=num_probes,
         generator=budget.generator,
         progress=budget.progress,
     )
 
 
-def _regression(density: EntropicDensity) -> Tensor:
-    """Coefficients of log on the Chebyshev polynomials, under the density, ridge included."""
+def _regression(density: EntropicDensity, function: Function) -> Tensor:
+    """Coefficients of the function on the polynomials, under the density, ridge included."""
     grid = Grid.make(density.grid_size, len(density.alphas))
     points = in_interval(grid.nodes, density.interval)
     shares = grid.weights * density.pdf(points)
     shares = shares / shares.sum()
-    polynomials, logs = grid.polynomials[:, 1:], points.log()
+    polynomials, values = grid.polynomials[:, 1:], function(points)
     centred = polynomials - shares @ polynomials
     covariance = centred.T @ (shares[:, None] * centred) + torch.diag(density.ridge)
-    slopes: Tensor = torch.linalg.solve(covariance, centred.T @ (shares * logs))
+    slopes: Tensor = torch.linalg.solve(covariance, centred.T @ (shares * values))
     return slopes
+
+
+def _status(mean: float, error: float, truncation: float, rtol: float | None) -> Status:
+    both = math.hypot(error, truncation)
+    if rtol is None:
+        return Status(outcome="completed", message=f"error bars {error:.2g} and {truncation:.2g}")
+    if both <= rtol * abs(mean):
+        return Status(outcome="converged", message=f"relative error below {rtol:.2g}")
+    advice = "more probes" if error > truncation else "more products, or a floor of the spectrum"
+    return Status(
+        outcome="max_steps",
+        message=f"relative error {both / abs(mean):.2g} where {rtol:.2g} was asked for",
+        advice=f"{advice} would lower the larger error bar",
+    )

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +13,10 @@ from ritz._core.random import Probe, resolve_generator
 from ritz._core.results import Estimate
 from ritz.operators.base import LinearOperator
 from ritz.operators.interop import as_operator
+from ritz.spectra.budget import Budget
 from ritz.spectra.columns import column_dots
+from ritz.spectra.expansions import Expansion, by_chebyshev, by_maxent, estimated
+from ritz.spectra.radau import Function, checked
 from ritz.spectra.recurrence import (
     REORTHOGONALIZATIONS,
     Recurrence,
@@ -21,8 +24,17 @@ from ritz.spectra.recurrence import (
     advance,
 )
 from ritz.spectra.sampling import Sampling, stderr
+from ritz.spectra.splitting import by_eigenvalues, by_krylov
 
 Rule = tuple[Tensor, Tensor]
+TraceFunctionMethod = Literal["lanczos", "krylov", "chebyshev", "maxent", "eigenvalues"]
+TRACE_FUNCTION_METHODS = ("lanczos", "krylov", "chebyshev", "maxent", "eigenvalues")
+_METHODS: dict[str, Callable[[LinearOperator, Budget, Function], Expansion]] = {
+    "krylov": by_krylov,
+    "chebyshev": by_chebyshev,
+    "maxent": by_maxent,
+    "eigenvalues": by_eigenvalues,
+}
 
 
 def trace_function(
@@ -31,6 +43,8 @@ def trace_function(
     *,
     num_steps: int,
     num_probes: int = 32,
+    method: TraceFunctionMethod = "lanczos",
+    floor: float | None = None,
     rtol: float | None = None,
     max_probes: int = 1000,
     block_size: int | None = None,
@@ -39,40 +53,59 @@ def trace_function(
     generator: torch.Generator | None = None,
     progress: bool | Progress = False,
 ) -> Estimate:
-    r"""Return :math:`\operatorname{tr} f(A) = \mathbb{E}[z^\top f(A) z]` by Lanczos quadrature.
+    r"""Return :math:`\operatorname{tr} f(A) = \mathbb{E}[z^\top f(A) z]`.
+
+    ``lanczos`` is quadrature,
 
     .. math:: z^\top f(A) z \approx \|z\|^2 \sum_{k=1}^m \tau_k f(\theta_k)
 
-    Cost: ``num_steps`` products a probe. Memory: 6 vectors a probe of the block, or
+    at ``num_steps`` products a probe. Memory: 6 vectors a probe of the block, or
     ``num_steps + 5`` with re-orthogonalisation. Without it, the default here, lost orthogonality
     repeats values and shares their weight among the copies, which delays convergence but leaves
     the quadrature accurate (Greenbaum 1989); ``"full"`` converges in fewer steps where eigenvalues
-    are far apart.
+    are far apart. The ``truncation`` of the result is how much the last step changed the mean: an
+    estimate, not a bound, of what more steps would change; zero where the Krylov spaces are
+    invariant, and NaN, unknown, for a single step.
+
+    The others spend as many products in all, ``num_steps * num_probes``. ``krylov`` gives six
+    tenths of them, and as many vectors of memory, to a block Krylov space, whose share of the trace
+    it takes from the projected matrix, and the rest to quadrature with probes orthogonal to it,
+    split between probes and steps by their errors: for spectra in which few eigenvalues count most.
+    ``chebyshev`` interpolates the function between ``floor`` and the norm; ``maxent`` takes its
+    mean under the density of maximum entropy with up to 60 moments. ``eigenvalues`` diagonalises
+    the matrix, formed by ``n`` products: exact. With a ``floor`` Gauss-Radau rules bracket the
+    quadrature of ``krylov``, as they do in :func:`ritz.logdet`.
 
     Args:
         op: Symmetric :math:`A`, ``(n, n)``; it may be indefinite.
-        function: Elementwise :math:`f` on a float64 tensor of Ritz values.
+        function: Elementwise :math:`f` on a float64 tensor of Ritz values, such as
+            ``torch.reciprocal``, ``torch.exp``, ``torch.special.entr`` (:math:`-x \log x`) or
+            ``lambda x: x**p``.
         num_steps: Krylov dimension ``m``; exact for polynomials of degree ``2 m - 1``.
         num_probes: Probes; with ``rtol``, the least number.
-        rtol: Go on until the standard error is below this share of the mean.
-        max_probes: Most probes for that; the status says if they were not enough.
+        method: See above.
+        floor: A number below the spectrum, for ``krylov``, ``chebyshev`` and ``maxent``.
+        rtol: Go on until the standard error is below this share of the mean (``lanczos``,
+            ``krylov``); the status says whether it is.
+        max_probes: Most probes for that.
         block_size: Probes multiplied at once; what suits the operator by default.
         reorthogonalize: ``none``, ``partial`` or ``full``.
         probe: ``rademacher`` or ``gaussian``.
         generator: Source of the probes.
         progress: Whether to show a bar, or what to tell.
 
-    The ``truncation`` of the result is how much the last step changed the mean: an estimate, not
-    a bound, of what more steps would change. It is zero where the Krylov spaces are invariant, and
-    NaN, unknown, for a single step.
-
-    Reference: Golub and Meurant (1994); Ubaru, Chen and Saad (2017).
+    Reference: Golub and Meurant (1994); Ubaru, Chen and Saad (2017); Chen and Hallman (2023) for
+    ``krylov``.
     """
     op = as_operator(op)
+    check_choice("method", method, TRACE_FUNCTION_METHODS)
     check_count("num_steps", num_steps, high=op.shape[0])
     check_choice("reorthogonalize", reorthogonalize, REORTHOGONALIZATIONS)
     generator = resolve_generator(generator)
     plan = Sampling(num_probes, rtol, max_probes, block_size, probe)
+    if method != "lanczos":
+        budget = Budget(num_steps * num_probes, num_probes, floor, rtol, generator, progress)
+        return estimated(_METHODS[method](op, budget, checked(function)), budget)
 
     spent, exact = 0, True
 
@@ -147,16 +180,10 @@ def ritz_rules(
 
 def _apply(function: Callable[[Tensor], Tensor], rule: tuple[Tensor, Tensor]) -> Tensor:
     nodes, weights = rule
-    values = function(nodes)
-    if values.shape != nodes.shape:
-        raise ValueError(
-            f"function must keep the shape {tuple(nodes.shape)}, got {tuple(values.shape)}"
-        )
     used = weights > 0
-    if not bool(torch.isfinite(values[used]).all()):
-        bad = nodes[used][~torch.isfinite(values[used])][0]
-        raise ValueError(f"function must be finite on the spectrum, but is not at {float(bad):.6g}")
-    return torch.where(used, weights * values, 0).sum(0)
+    # A node of weight zero only fills the block: it may lie where there is no function.
+    values = checked(function)(torch.where(used, nodes, nodes[used][0]))
+    return (weights * values).sum(0)
 
 
 def _padded(matrix: Tensor, size: int) -> Tensor:

@@ -1,0 +1,64 @@
+import numpy as np
+import pytest
+import scipy.sparse as sparse
+import torch
+
+import ritz
+from ritz.operators import FunctionOperator, SparseOperator
+from ritz.spectra import NotPositiveDefiniteError
+from ritz.spectra.factors import factored_cheaply, logdet_by_factor
+
+
+def band(n, width):
+    offsets = list(range(-width, width + 1))
+    values = [-1.0 if offset else 2.0 * width + 1 for offset in offsets]
+    return sparse.diags_array(values, offsets=offsets, shape=(n, n)).tocsr()
+
+
+def expander(n, degree, seed=0):
+    rng = np.random.default_rng(seed)
+    rows = np.repeat(np.arange(n), degree)
+    edges = sparse.coo_array((np.ones(n * degree), (rows, rng.permutation(rows))), shape=(n, n))
+    weights = (edges + edges.T).tocsr()
+    return sparse.diags_array(weights.sum(1) + 1.0).tocsr() - weights
+
+
+def test_a_long_matrix_of_a_narrow_graph_is_factored():
+    op = SparseOperator(band(30_000, 2))
+    assert factored_cheaply(op)
+    found = ritz.logdet(op)
+    sampled = ritz.logdet(op, method="lanczos", num_products=400)
+    assert "by the factor of a sparse matrix" in found.method or "CHOLMOD" in found.method
+    assert abs(float(found) - float(sampled)) < 4 * float(sampled.stderr) + float(
+        sampled.truncation
+    )
+
+
+def test_a_matrix_whose_factor_would_fill_is_sampled():
+    op = SparseOperator(expander(21_000, 6))
+    assert not factored_cheaply(op)
+    assert "Lanczos quadrature" in ritz.logdet(op).method
+
+
+def test_rows_without_entries_do_no_harm():
+    matrix = sparse.coo_array(([1.0], ([0], [0])), shape=(30_000, 30_000)).tocsr()
+    assert factored_cheaply(SparseOperator(matrix))
+    with pytest.raises(NotPositiveDefiniteError, match="positive definite"):
+        ritz.logdet(matrix)
+
+
+def test_products_alone_are_never_factored():
+    op = FunctionOperator(lambda block: 2 * block, n=5, dtype=torch.float64)
+    assert not factored_cheaply(op)
+    with pytest.raises(ValueError, match="needs a dense or sparse matrix"):
+        logdet_by_factor(op)
+
+
+def test_cholmod_factors_where_it_is_there():
+    pytest.importorskip("sksparse.cholmod")
+    matrix = band(500, 3)
+    value, how = logdet_by_factor(SparseOperator(matrix))
+    assert "CHOLMOD" in how
+    assert value == pytest.approx(np.linalg.slogdet(matrix.toarray())[1], rel=1e-12)
+    with pytest.raises(NotPositiveDefiniteError, match="positive definite"):
+        logdet_by_factor(SparseOperator(-matrix))

@@ -1,0 +1,144 @@
+import math
+
+import pytest
+import torch
+
+import ritz
+from ritz.operators import FunctionOperator, KernelOperator
+from ritz.testing import with_spectrum
+
+FUNCTIONS = {
+    "inverse": torch.reciprocal,
+    "inverse root": lambda x: x**-0.5,
+    "exponential": torch.exp,
+    "entropy": torch.special.entr,
+}
+METHODS = ("lanczos", "krylov", "chebyshev", "maxent")
+
+
+def within(found, exact):
+    bars = math.hypot(float(found.stderr), float(found.truncation))
+    return abs(float(found) - exact) <= 4 * bars + 1e-9 * abs(exact)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_truth_lies_within_both_error_bars(name, method, rng):
+    values = torch.logspace(-1, 1, 300, dtype=torch.float64)
+    op = with_spectrum(values, generator=rng)
+    exact = float(FUNCTIONS[name](values).sum())
+    found = ritz.trace_function(
+        op, FUNCTIONS[name], method=method, num_steps=14, num_probes=16, floor=0.1 * (1 - 1e-9)
+    )
+    assert within(found, exact)
+    assert abs(float(found) - exact) < 0.2 * abs(exact)
+    assert found.num_products <= 14 * 16
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_eigenvalues_are_exact(name, rng):
+    values = torch.logspace(-1, 1, 40, dtype=torch.float64)
+    op = with_spectrum(values, generator=rng)
+    found = ritz.trace_function(op, FUNCTIONS[name], method="eigenvalues", num_steps=1)
+    assert float(found) == pytest.approx(float(FUNCTIONS[name](values).sum()), rel=1e-12)
+    assert float(found.stderr) == float(found.truncation) == 0
+
+
+def test_a_krylov_space_that_is_everything_is_exact(rng):
+    values = torch.linspace(-2, 2, 60, dtype=torch.float64)
+    op = with_spectrum(values, generator=rng)
+    found = ritz.trace_function(op, torch.exp, method="krylov", num_steps=10, num_probes=6)
+    assert float(found) == pytest.approx(float(values.exp().sum()), rel=1e-10)
+    assert "the whole space" in found.method
+
+
+def test_a_krylov_space_takes_what_few_eigenvalues_hold(rng):
+    values = torch.cat([torch.linspace(0, 1, 480), torch.linspace(50, 90, 20)]).double()
+    op = with_spectrum(values, generator=rng)
+    options = {"num_steps": 20, "num_probes": 10}
+    found = ritz.trace_function(op, torch.square, method="krylov", **options)
+    plain = ritz.trace_function(op, torch.square, **options)
+    assert within(found, float(values.square().sum()))
+    assert float(found.stderr) < 1e-3 * float(plain.stderr)
+
+
+@pytest.mark.parametrize("method", ["krylov", "chebyshev"])
+def test_a_function_that_is_not_finite_on_the_spectrum_is_named(method, rng):
+    op = with_spectrum(torch.linspace(-1, 1, 100, dtype=torch.float64), generator=rng)
+    with pytest.raises(ValueError, match=r"finite on the spectrum|domain of the function"):
+        ritz.trace_function(op, torch.log, method=method, num_steps=5, num_probes=10)
+
+
+def test_a_method_nobody_knows_is_named(rng):
+    op = with_spectrum(torch.ones(10, dtype=torch.float64), generator=rng)
+    with pytest.raises(ValueError, match="method must be one of lanczos, krylov"):
+        ritz.trace_function(op, torch.exp, method="magic", num_steps=5)
+
+
+def chain(n, shift):
+    """A second difference and a shift, known by products alone, and its log determinant."""
+
+    def product(block):
+        out = (2 + shift) * block
+        out[1:] -= block[:-1]
+        out[:-1] -= block[1:]
+        return out
+
+    angles = torch.arange(1, n + 1, dtype=torch.float64) * math.pi / (n + 1)
+    exact = float((2 + shift - 2 * angles.cos()).log().sum())
+    return FunctionOperator(product, n=n, dtype=torch.float64), exact
+
+
+def test_auto_stops_where_the_accuracy_asked_for_is_reached():
+    op, exact = chain(20_000, 1.0)
+    found = ritz.logdet(op, rtol=0.01)
+    assert found.status.outcome == "converged"
+    assert found.num_products < 100
+    assert "Lanczos quadrature, as the first 5 probes foretold" in found.method
+    assert abs(float(found) - exact) < 0.04 * exact
+
+
+def test_auto_asks_for_a_thousandth_and_says_whether_it_got_there():
+    op, exact = chain(20_000, 1.0)
+    found = ritz.logdet(op)
+    assert found.status.outcome == "converged"
+    assert math.hypot(float(found.stderr), float(found.truncation)) < 1e-3 * float(found)
+    assert within(found, exact)
+    short = ritz.logdet(op, num_products=30, rtol=1e-5)
+    assert short.status.outcome == "max_steps"
+    assert within(short, exact)
+
+
+def test_auto_takes_a_krylov_space_where_quadrature_would_not_do():
+    op, exact = chain(2000, 1e-5)
+    found = ritz.logdet(op, num_products=400, floor=1e-5, rtol=1e-3)
+    assert "directions split off" in found.method
+    assert "Lanczos quadrature would not do" in found.method
+    assert found.num_products <= 400
+    assert within(found, exact)
+
+
+def test_steps_are_few_where_truncation_does_not_count_and_many_where_it_does():
+    easy = ritz.logdet(chain(5000, 5.0)[0], method="lanczos", num_products=200)
+    hard = ritz.logdet(chain(5000, 1e-6)[0], method="lanczos", num_products=200)
+    assert len(easy.samples) >= 25
+    assert len(hard.samples) <= 20
+
+
+@pytest.mark.parametrize("kernel", ["squared_exponential", "matern32"])
+def test_the_mean_is_differentiable_in_the_parameters_of_a_kernel(kernel, rng):
+    points = torch.randn(150, 3, generator=rng, dtype=torch.float64)
+    lengthscale = torch.tensor(0.8, dtype=torch.float64, requires_grad=True)
+    noise = torch.tensor(0.1, dtype=torch.float64, requires_grad=True)
+    op = KernelOperator(points, kernel=kernel, lengthscale=lengthscale, noise=noise)
+    ritz.logdet(op).mean.backward()
+    step = 1e-5
+
+    def exact(shift, extra):
+        moved = KernelOperator(points, kernel=kernel, lengthscale=0.8 + shift, noise=0.1 + extra)
+        return float(torch.logdet(moved.dense()))
+
+    slope = (exact(step, 0) - exact(-step, 0)) / (2 * step)
+    assert float(lengthscale.grad) == pytest.approx(slope, rel=1e-5)
+    slope = (exact(0, step) - exact(0, -step)) / (2 * step)
+    assert float(noise.grad) == pytest.approx(slope, rel=1e-5)
