@@ -94,7 +94,7 @@ def test_auto_stops_where_the_accuracy_asked_for_is_reached():
     found = ritz.logdet(op, rtol=0.01)
     assert found.status.outcome == "converged"
     assert found.num_products < 100
-    assert "Lanczos quadrature, as the first 5 probes foretold" in found.method
+    assert "Lanczos quadrature, as the first 4 probes foretold" in found.method
     assert abs(float(found) - exact) < 0.04 * exact
 
 
@@ -104,9 +104,17 @@ def test_auto_asks_for_a_thousandth_and_says_whether_it_got_there():
     assert found.status.outcome == "converged"
     assert math.hypot(float(found.stderr), float(found.truncation)) < 1e-3 * float(found)
     assert within(found, exact)
-    short = ritz.logdet(op, num_products=30, rtol=1e-5)
+    short = ritz.logdet(op, num_products=100, rtol=1e-5)
     assert short.status.outcome == "max_steps"
     assert within(short, exact)
+
+
+def test_truncation_is_unknown_after_a_single_step():
+    op, _ = chain(20_000, 1.0)
+    found = ritz.logdet(op, num_products=30, rtol=1e-5)
+    assert "x 1 steps" in found.method
+    assert math.isnan(float(found.truncation))
+    assert found.status.outcome == "max_steps"
 
 
 def test_auto_takes_a_krylov_space_where_quadrature_would_not_do():

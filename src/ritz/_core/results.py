@@ -75,7 +75,7 @@ class Estimate:
     seed: int | None = None
 
     def __float__(self) -> float:
-        return float(self.mean)
+        return float(self.mean.detach())
 
     def raise_if_failed(self) -> None:
         """Raise :class:`NotConvergedError` unless the accuracy asked for was reached."""
@@ -86,7 +86,7 @@ class Estimate:
             shape, error = tuple(self.mean.shape), float(self.stderr.max())
             value = f"Estimate of shape {shape}, largest stderr {error:.2g}"
         else:
-            value = format_uncertain(float(self.mean), float(self.stderr))
+            value = format_uncertain(float(self), float(self.stderr))
         if self.truncation is not None:
             value += f", truncation {float(self.truncation.max()):.2g}"
         return f"{value}  [{self.method}, {self.num_products} products; {self.status}]"

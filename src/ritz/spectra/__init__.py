@@ -8,8 +8,10 @@ from ritz.spectra.discrete import DiscreteDensity, SmoothedDensity
 from ritz.spectra.entropic import EntropicDensity
 from ritz.spectra.entropy import maxent
 from ritz.spectra.extremes import Bounds, bounds, spectral_norm
+from ritz.spectra.gradients import backward_gradient, logdet_gradient
 from ritz.spectra.jackson import PolynomialDensity
 from ritz.spectra.krylov import lanczos, lanczos_block
+from ritz.spectra.likelihood import inverse_form, log_likelihood
 from ritz.spectra.polynomials import Moments, moments
 from ritz.spectra.protocol import Density
 from ritz.spectra.quadrature import trace_function
@@ -27,13 +29,17 @@ __all__ = [
     "SmoothedDensity",
     "Solution",
     "Spectrum",
+    "backward_gradient",
     "bounds",
     "density",
     "diagonal",
     "frobenius_norm",
+    "inverse_form",
     "lanczos",
     "lanczos_block",
+    "log_likelihood",
     "logdet",
+    "logdet_gradient",
     "maxent",
     "moments",
     "solve",

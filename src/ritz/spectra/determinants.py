@@ -11,7 +11,7 @@ from torch import Tensor
 from ritz._core.checks import check_choice, check_count, check_range
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import probes, resolve_generator
-from ritz._core.results import Estimate, Status
+from ritz._core.results import Estimate
 from ritz.operators.base import LinearOperator
 from ritz.operators.interop import as_operator
 from ritz.operators.kernel import KernelOperator
@@ -27,7 +27,7 @@ from ritz.spectra.expansions import (
     estimated,
     of_forms,
 )
-from ritz.spectra.factors import factored_cheaply, logdet_by_factor
+from ritz.spectra.factors import is_narrow, is_small, logdet_by_factor
 from ritz.spectra.forms import Known, Sampler
 from ritz.spectra.gradients import attach_gradient
 
@@ -60,13 +60,14 @@ def logdet(
     :math:`S`; as many products as rows give the determinant itself. ``chebyshev`` interpolates the
     logarithm between ``floor`` and the norm, and ``maxent`` takes its mean under the density of
     maximum entropy with up to 60 moments, both two moments a product: simpler, and far less
-    accurate where the condition number is large. ``auto`` is ``cholesky`` where a factor is cheap,
-    else ``lanczos`` where a few vectors show that it will do, else ``krylov`` with what is left;
-    ``method`` of the result says which, and why.
+    accurate where the condition number is large. ``auto`` is ``cholesky`` for a dense matrix that
+    fits and a sparse one of up to 20,000 rows, else ``lanczos`` where a few vectors show that it
+    will do, else ``cholesky`` for a sparse matrix of a narrow graph, else ``krylov`` with what is
+    left; ``method`` of the result says which, and why.
 
     Memory of ``krylov``: 0.6 ``num_products`` vectors, or 4 GiB of them, and as many again as steps
-    for each probe of a block; of ``lanczos`` the latter alone, or 3 a probe where that would be
-    more than 4 GiB (there without re-orthogonalisation, which takes more steps); of the others a
+    for each probe of a block; of ``lanczos`` the latter alone, or 6 a probe where that would be
+    more than 256 MiB (there without re-orthogonalisation, which takes more steps); of the others a
     few vectors a probe. The truncation of ``maxent`` is what half the moments would change: an
     estimate.
 
@@ -108,30 +109,18 @@ def logdet(
     if floor is not None and not (math.isfinite(floor) and floor > 0):
         raise ValueError(f"floor must be positive, got {floor}")
     generator = resolve_generator(generator)
-    if method == "cholesky" or (method == "auto" and factored_cheaply(op)):
-        found = _exact(op)
-    else:
-        if floor is None and isinstance(op, KernelOperator) and op.noise > 0:
-            floor = float(op.noise)
-        rtol = RTOL if rtol is None and method == "auto" else rtol
-        budget = Budget(num_products, num_probes, floor, rtol, generator, progress)
-        found = estimated(_METHODS[method](op, budget), budget)
+    if floor is None and isinstance(op, KernelOperator) and op.noise > 0:
+        floor = float(op.noise)
+    if method == "auto":
+        rtol = RTOL if rtol is None else rtol
+        method = "cholesky" if is_small(op) else "auto"
+    budget = Budget(num_products, num_probes, floor, rtol, generator, progress)
+    found = estimated(_METHODS[method](op, budget), budget)
     return attach_gradient(found, op, generator=generator)
 
 
-def _exact(op: LinearOperator) -> Estimate:
-    value, how = logdet_by_factor(op)
-    return Estimate(
-        mean=torch.tensor(value, dtype=torch.float64),
-        stderr=torch.zeros((), dtype=torch.float64),
-        num_products=0,
-        method=how,
-        status=Status(outcome="completed", message="no sampling"),
-    )
-
-
 def _by_auto(op: LinearOperator, budget: Budget) -> Expansion:
-    """Lanczos quadrature where a few vectors show that it will do, else a Krylov space first."""
+    """Lanczos quadrature where a few vectors show that it will do; a factor; a Krylov space."""
     if budget.num_probes is not None or op.shape[0] <= budget.num_products:
         return _by_krylov(op, budget)
     with tracking(budget.progress, "log determinant", budget.num_products) as bar:
@@ -147,10 +136,16 @@ def _by_auto(op: LinearOperator, budget: Budget) -> Expansion:
             why = f"as the first {len(samples)} probes foretold"
             return replace(found, how=f"Lanczos quadrature, {why}: {found.how}")
     rest = replace(budget, num_products=budget.num_products - pilot.num_products)
-    found = _by_krylov(op, rest)
+    found = _by_factor(op) if is_narrow(op) else _by_krylov(op, rest)
     why = f"Lanczos quadrature would not do after {pilot.num_steps} steps"
     spent = found.num_products + pilot.num_products
     return replace(found, how=f"{found.how} ({why})", num_products=spent)
+
+
+def _by_factor(op: LinearOperator) -> Expansion:
+    value, how = logdet_by_factor(op)
+    whole = torch.tensor([value], dtype=torch.float64)
+    return Expansion(whole, torch.zeros_like(whole[0]), 0, how)
 
 
 def _by_krylov(op: LinearOperator, budget: Budget) -> Expansion:
@@ -168,7 +163,7 @@ def _by_krylov(op: LinearOperator, budget: Budget) -> Expansion:
             _log,
             budget.floor,
             split.dimension,
-            _known(op, split.trace, split.dimension),
+            lambda: _known(op, split.trace, split.dimension),
             lambda mean: (budget.rtol or 0.0) * abs(split.logdet / split.dimension + mean),
             bar,
             spent=size,
@@ -197,9 +192,16 @@ def _whole(op: LinearOperator, budget: Budget, bar: Progress) -> Sampler:
         signs = probes((n, count), generator=source, dtype=op.dtype, device=op.device)
         return signs / math.sqrt(n)
 
-    known = _known(op, 0.0, n)
-    target = lambda mean: (budget.rtol or 0.0) * abs(mean)  # noqa: E731
-    return Sampler(op, drawn, _log, budget.floor, n, known, target, bar)
+    return Sampler(
+        op,
+        drawn,
+        _log,
+        budget.floor,
+        n,
+        lambda: _known(op, 0.0, n),
+        lambda mean: (budget.rtol or 0.0) * abs(mean),
+        bar,
+    )
 
 
 def _known(op: LinearOperator, less: float, dimension: int) -> Known | None:
@@ -220,6 +222,7 @@ def _log(values: Tensor) -> Tensor:
 
 _METHODS: dict[str, Callable[[LinearOperator, Budget], Expansion]] = {
     "auto": _by_auto,
+    "cholesky": lambda op, budget: _by_factor(op),
     "krylov": _by_krylov,
     "lanczos": _by_lanczos,
     "chebyshev": lambda op, budget: by_chebyshev(op, budget, _log),

@@ -21,13 +21,16 @@ ROWS = 20_000  # of a sparse matrix that is factored whatever its graph
 ENVELOPE = 2e11  # operations, some ten seconds, of an elimination within the envelope
 
 
-def factored_cheaply(op: LinearOperator) -> bool:
-    """Whether a factor is quicker than sampling: dense that fits, sparse of a narrow graph."""
+def is_small(op: LinearOperator) -> bool:
+    """Whether a factor is sure to be quick: dense that fits, or sparse with few rows."""
     if isinstance(op, DenseOperator):
         return op.shape[0] ** 2 * 8 <= DENSE
-    if not isinstance(op, SparseOperator):
-        return False
-    return op.shape[0] <= ROWS or _envelope(_columns(op)) <= ENVELOPE
+    return isinstance(op, SparseOperator) and op.shape[0] <= ROWS
+
+
+def is_narrow(op: LinearOperator) -> bool:
+    """Whether a sparse matrix fills little when it is factored: the graph is like a chain."""
+    return isinstance(op, SparseOperator) and _envelope(_columns(op)) <= ENVELOPE
 
 
 def logdet_by_factor(op: LinearOperator) -> tuple[float, str]:

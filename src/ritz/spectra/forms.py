@@ -13,8 +13,9 @@ from ritz.spectra.radau import Brackets, Function, brackets
 from ritz.spectra.recurrence import Recurrence, Reorthogonalization, step
 from ritz.spectra.sampling import stderr
 
-PILOT = 5  # vectors whose runs grow until more length pays no longer
-BASIS = 2**32  # bytes of Krylov bases
+PILOT = 4  # vectors whose runs grow until more length pays no longer
+FEWEST = 5  # vectors that every other number of steps must leave products for, twice
+BASIS = 2**28  # bytes of bases beyond which reading them costs more than steps without them
 CONTROLLED = 8  # fewest samples that a slope is fitted to
 
 
@@ -47,21 +48,20 @@ class Forms:
     num_steps: int
     num_products: int
 
-    def samples(self, known: Known | None) -> tuple[Tensor, str]:
+    def samples(self, known: Callable[[], Known | None]) -> tuple[Tensor, str]:
         """The mixed rules ``(d,)``, less what known means explain of them, and whether they did."""
         found, count = self.brackets.mixed, len(self.plain)
-        if known is None or count < CONTROLLED:
+        exact = known() if count >= CONTROLLED else None
+        # What is known may be the small difference of large numbers.
+        if exact is None or not exact.noise < 0.01 * float(stderr(self.plain)):
             return found, ""
         spread = self.plain - self.plain.mean()
-        # What is known may be the small difference of large numbers.
-        if not known.noise < 0.01 * float(stderr(self.plain)):
-            return found, ""
         slope = (spread * found).sum() / spread.square().sum()
         left = found - found.mean() - slope * spread
         left = left * math.sqrt((count - 1) / (count - 2))  # the slope took a degree of freedom
         if float(left.std()) > 0.9 * float(found.std()):
             return found, ""
-        return found.mean() - slope * (self.plain.mean() - known.mean) + left, (
+        return found.mean() - slope * (self.plain.mean() - exact.mean) + left, (
             ", controlled by the trace"
         )
 
@@ -79,7 +79,7 @@ class Sampler:
         function: :math:`f`.
         floor: A number below the spectrum, if one is known.
         dimension: Of the space of the vectors: no run is longer.
-        known: The mean of :math:`z^\top A z`, if it is known.
+        known: Finds the mean of :math:`z^\top A z`, where it is known.
         target: The error at which to stop, by the mean.
         bar: Told of products.
         spent: Products that it was told of before.
@@ -90,7 +90,7 @@ class Sampler:
     function: Function
     floor: float | None
     dimension: int
-    known: Known | None
+    known: Callable[[], Known | None]
     target: Target
     bar: Progress
     spent: int = 0
@@ -113,17 +113,15 @@ class Sampler:
         That is below half of what sampling will leave with ``later`` products, or of the target.
         """
         count = max(2, min(PILOT, num_products // 2))
-        most = max(1, min(num_products // count, self.dimension))
-        runs, size = self._runs(count, most), 0
+        most = max(1, min(num_products // max(count, FEWEST), self.dimension))
+        runs, size = self._runs(count, most), 3
         while True:
-            found = self._grown(runs, min(most, max(size + 4, size * 5 // 4)))
-            size = found.num_steps
-            probes = max(count, later // size)
+            size = min(most, max(size + 1, size * 5 // 4))
+            found = self._grown(runs, size)
+            probes = max(count, later // found.num_steps)
             sampling = float(found.brackets.mixed.std()) / math.sqrt(probes)
             small = 0.5 * max(sampling, self.target(float(found.brackets.mixed.mean())))
-            if float(found.brackets.truncation) <= small or found.num_steps == most:
-                return found
-            if all(run.exhausted for run in runs):
+            if float(found.brackets.truncation) <= small or size == most:
                 return found
 
     def more(self, found: Forms, num_probes: int) -> Forms:
@@ -145,7 +143,7 @@ class Sampler:
         starts = self.drawn(count)
         mode: Reorthogonalization = "full"
         if starts.numel() * (num_steps + 1) * starts.element_size() > BASIS:
-            mode = "none"  # quadrature stays accurate without, and takes more steps
+            mode = "none"  # quadrature stays accurate, and takes some more steps
         return [Recurrence(z.contiguous(), capacity=num_steps + 1, mode=mode) for z in starts.T]
 
     def _grown(self, runs: list[Recurrence], num_steps: int, before: int = 0) -> Forms:

@@ -39,7 +39,7 @@ class Brackets:
     Attributes:
         gauss: Gauss rules.
         radau: Gauss-Radau rules with a node at the floor; without a floor the Gauss rules and what
-            their last steps changed, which is an estimate.
+            their last steps changed, which is an estimate, and NaN after a single step.
         mixed: The mix of the two that was stationary over the last steps.
     """
 
@@ -78,7 +78,8 @@ def _bracket(
     older = projected[:less, :less]
     before = _gauss(older, function)
     if floor is None:
-        return gauss, 2 * gauss - before, gauss
+        # One step changes nothing, and so says nothing.
+        return gauss, 2 * gauss - before if size > 1 else torch.full_like(gauss, torch.nan), gauss
     coupling = float(projected[less - 1, less]) if less < size else last
     radau = _radau(projected, last, floor, function)
     # They move towards each other: where they would meet, weighed by how fast each moves.

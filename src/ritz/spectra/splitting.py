@@ -37,7 +37,7 @@ def by_krylov(op: LinearOperator, budget: Budget, function: Function) -> Expansi
             function,
             budget.floor,
             n - first,
-            None,
+            lambda: None,
             lambda mean: (budget.rtol or 0.0) * abs(inside / (n - first) + mean),
             bar,
             spent=size,
