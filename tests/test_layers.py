@@ -30,7 +30,7 @@ RANKS = {
     "cli": 6,
 }
 EXEMPT = {"ritz", "ritz.__main__", "ritz.version"}
-CORE = {"_core", "operators", "spectra", "testing", "curvature", "measures"}
+CORE = {"_core", "operators", "rmt", "spectra", "testing", "curvature", "measures", "optim"}
 CORE_IMPORTS = {"torch", "numpy", "scipy", "safetensors", "ritz", *sys.stdlib_module_names}
 
 FILES = sorted(SOURCE.rglob("*.py"))

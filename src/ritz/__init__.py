@@ -29,9 +29,9 @@ from ritz.spectra import (
 from ritz.version import __version__
 
 if TYPE_CHECKING:
-    from ritz import plots, studies, testing
+    from ritz import graphs, optim, plots, rmt, studies, testing
 
-_ON_FIRST_USE = ("plots", "studies", "testing")
+_ON_FIRST_USE = ("graphs", "optim", "plots", "rmt", "studies", "testing")
 
 __all__ = [
     "Density",
@@ -51,6 +51,7 @@ __all__ = [
     "frobenius_norm",
     "ggn",
     "gradient_covariance",
+    "graphs",
     "hessian",
     "lanczos",
     "landscape",
@@ -60,7 +61,9 @@ __all__ = [
     "measures",
     "moments",
     "operators",
+    "optim",
     "plots",
+    "rmt",
     "save",
     "sharpness",
     "solve",
