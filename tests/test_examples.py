@@ -48,10 +48,27 @@ def test_the_readme_runs_on_a_small_network(tmp_path):
 
 
 def test_the_readme_runs_at_a_hundredth_of_its_size(tmp_path):
-    (_, code) = blocks()
+    code = blocks()[1]
     small = code.replace("300", "30").replace("90_000", "900")
     run("-c", small, cwd=tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"spectrum.png", "spectrum.safetensors"}
+
+
+TRAINING = """
+for epoch in range(3):
+    for x, y in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    schedule.step()
+evaluate = lambda model: print([model(x) for x, _ in loader])
+any_torch_optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+
+
+def test_the_readme_trains_a_small_network(tmp_path):
+    code = blocks()[2].replace("160", "1").replace("...  ", TRAINING + "#")
+    run("-c", NETWORK + "import ritz\n" + code, cwd=tmp_path)
 
 
 def test_there_are_examples():
