@@ -1,0 +1,65 @@
+"""Data sets by name."""
+
+import inspect
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ritz._core.registry import Registry
+from ritz.data.images import ImageData
+from ritz.data.texts import TextData
+
+DATASETS = Registry[Callable[..., ImageData | TextData]]("data set")
+
+
+def load(
+    name: str,
+    *,
+    data_dir: str | os.PathLike[str] | None = None,
+    device: torch.device | str = "cpu",
+    **options: Any,
+) -> ImageData | TextData:
+    """Return a data set by name, held on a device; nothing is downloaded.
+
+    Args:
+        name: One of :func:`available`; a wrong one is answered with the nearest.
+        data_dir: Folder of data sets, or of the files of this one; ``RITZ_DATA`` of the
+            environment by default. ``digits`` needs none.
+        device: Where images are held, as bytes, and tokens.
+        options: Of the data set. All images: ``validation``, the number of training images held
+            out by a fixed choice (5,000 of the 50,000 of CIFAR). ``cifar100``: ``labels``, "fine"
+            or "coarse". ``folder``: ``size``, ``channels`` and ``test_fraction``. ``text``:
+            ``file``.
+    """
+    loader = DATASETS[name]
+    known = list(inspect.signature(loader).parameters)[1:]
+    for option in options:
+        if option not in known:
+            known_ones = ", ".join(known) or "none"
+            raise TypeError(f"the data set {name!r} has no option {option!r}, but {known_ones}")
+    target = _device(device)
+    folder = data_dir if data_dir is not None else os.environ.get("RITZ_DATA") or None
+    return loader(None if folder is None else Path(folder).expanduser(), **options).to(target)
+
+
+def available() -> tuple[str, ...]:
+    """Return the names of all data sets."""
+    return tuple(DATASETS)
+
+
+def describe(name: str) -> str:
+    """Return one line about a data set."""
+    return (inspect.getdoc(DATASETS[name]) or "").partition("\n")[0]
+
+
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        target = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device must name a device of torch, got {device!r}") from error
+    if target.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device must be there, got {str(target)!r} where torch finds no CUDA")
+    return target

@@ -1,0 +1,69 @@
+"""Penn Treebank and WikiText-2 as words, from their standard text files, packed by gzip or not."""
+
+from pathlib import Path
+
+import torch
+
+from ritz.data.catalogue import DATASETS
+from ritz.data.sources import DataError, locate, read_whole
+from ritz.data.texts import TextData, TextSplit
+
+LIMIT = 2**31  # bytes of one text
+EOS, UNKNOWN = "<eos>", "<unk>"
+
+
+@DATASETS.register("ptb")
+def ptb(root: Path | None) -> TextData:
+    """Penn Treebank: 929,589 / 73,760 / 82,430 words, 10,000 different ones."""
+    files = [f"ptb.{part}.txt" for part in ("train", "valid", "test")]
+    folders = ("ptb", "penn", "simple-examples/data", ".")
+    hint = "take data/ptb.*.txt of https://www.fit.vutbr.cz/~imikolov/rnnlm/simple-examples.tgz"
+    return _load("ptb", locate("ptb", files, root=root, folders=folders, hint=hint))
+
+
+@DATASETS.register("wikitext-2")
+def wikitext_2(root: Path | None) -> TextData:
+    """WikiText-2: 2,088,628 / 217,646 / 245,569 words, 33,278 different ones."""
+    files = [f"wiki.{part}.tokens" for part in ("train", "valid", "test")]
+    hint = "take the word-level wikitext-2-v1.zip that WikiText is published as, and unpack it"
+    paths = locate("wikitext-2", files, root=root, folders=("wikitext-2", "."), hint=hint)
+    return _load("wikitext-2", paths)
+
+
+def read_text(path: Path) -> str:
+    """Return a file of UTF-8 text, plain or packed by gzip."""
+    try:
+        text = read_whole(path, limit=LIMIT).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not a text in UTF-8: {error}") from error
+    if not text:
+        raise DataError(f"{path} is empty")
+    return text
+
+
+def _load(name: str, paths: list[Path]) -> TextData:
+    texts = [_words(path) for path in paths]
+    numbers = {word: number for number, word in enumerate(dict.fromkeys(texts[0]))}
+    parts = [_split(path, words, numbers) for path, words in zip(paths, texts, strict=True)]
+    train, validation, test = parts
+    return TextData(
+        name=name, train=train, validation=validation, test=test, vocabulary=tuple(numbers)
+    )
+
+
+def _words(path: Path) -> list[str]:
+    text = read_text(path)
+    # A line ends in the word <eos>, an empty one too, and so does the last.
+    text = text if text.endswith("\n") else f"{text}\n"
+    return text.replace("\n", f" {EOS} ").split()
+
+
+def _split(path: Path, words: list[str], numbers: dict[str, int]) -> TextSplit:
+    # What training never showed is the unknown word, where the text has one.
+    tokens = [numbers.get(word, numbers.get(UNKNOWN, -1)) for word in words]
+    if -1 in tokens:
+        word = words[tokens.index(-1)]
+        raise DataError(
+            f"{path} has the word {word[:40]!r}, which the training text has not, nor {UNKNOWN}"
+        )
+    return TextSplit(tokens=torch.tensor(tokens, dtype=torch.int64))
