@@ -1,7 +1,12 @@
 """Graphs: reading, random models, and what their spectra say."""
 
 from ritz.graphs.clustered import cluster_graph, cluster_sizes
+from ritz.graphs.comparing import Similarity, similarity
 from ritz.graphs.converting import as_graph, to_undirected
+from ritz.graphs.entropic import density, entropy, moments, spectrum
+from ritz.graphs.fitting import Fit, fit
+from ritz.graphs.heat import heat_trace
+from ritz.graphs.matrices import eigenvalues, laplacian
 from ritz.graphs.models import (
     barabasi_albert,
     configuration_model,
@@ -10,19 +15,32 @@ from ritz.graphs.models import (
     watts_strogatz,
 )
 from ritz.graphs.reading import read
+from ritz.graphs.searching import ModelFit
 from ritz.graphs.structures import Graph, GraphError, Intake
 
 __all__ = [
+    "Fit",
     "Graph",
     "GraphError",
     "Intake",
+    "ModelFit",
+    "Similarity",
     "as_graph",
     "barabasi_albert",
     "cluster_graph",
     "cluster_sizes",
     "configuration_model",
+    "density",
+    "eigenvalues",
+    "entropy",
     "erdos_renyi",
+    "fit",
+    "heat_trace",
+    "laplacian",
+    "moments",
     "read",
+    "similarity",
+    "spectrum",
     "stochastic_block_model",
     "to_undirected",
     "watts_strogatz",

@@ -1,0 +1,173 @@
+"""Which random graphs a graph is like, and with which parameters."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ritz._core.checks import check_choice, check_count
+from ritz._core.progress import Progress, tracking
+from ritz._core.random import resolve_generator
+from ritz._core.storage import storable
+from ritz.graphs.families import Model, Outline, families
+from ritz.graphs.matrices import with_edges
+from ritz.graphs.searching import ModelFit, Search, Target, least
+from ritz.graphs.structures import Graph
+from ritz.spectra import EntropicDensity
+
+MODELS: tuple[Model, ...] = (
+    "erdos_renyi",
+    "watts_strogatz",
+    "barabasi_albert",
+    "stochastic_block_model",
+    "configuration_model",
+)
+NUM_PARAMETERS: dict[str, float] = {
+    "erdos_renyi": 1,
+    "barabasi_albert": 1,
+    "watts_strogatz": 2,
+    "stochastic_block_model": 3,
+    "configuration_model": math.inf,
+}
+MOST_NODES = 1000
+
+
+@storable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """Models of a graph, the nearest first.
+
+    Attributes:
+        fits: One a model, by their divergences; but if the graph is as near to some as graphs
+            drawn from them are, the one with the fewest parameters of these comes first.
+        num_nodes: Vertices of the graphs that were drawn.
+        density: The spectrum of the graph, as the models were compared with it.
+        seed: Seed of the generator.
+    """
+
+    fits: tuple[ModelFit, ...]
+    num_nodes: int
+    density: EntropicDensity
+    seed: int
+
+    @property
+    def model(self) -> str:
+        """Name of the nearest model."""
+        return self.fits[0].model
+
+    @property
+    def parameters(self) -> dict[str, float]:
+        """Parameters of the nearest model."""
+        return self.fits[0].parameters
+
+    def __str__(self) -> str:
+        lines = [
+            f"Nearest model: {self.model}; divergence from graphs of {self.num_nodes} vertices"
+        ]
+        return "\n".join([*lines, *(f"  {one}" for one in self.fits)])
+
+
+def fit(
+    graph: Any,
+    *,
+    models: Sequence[Model] = MODELS,
+    num_moments: int = 20,
+    num_probes: int = 64,
+    num_nodes: int | None = None,
+    num_draws: int = 4,
+    num_repeats: int = 24,
+    generator: torch.Generator | None = None,
+    progress: bool | Progress = False,
+) -> Fit:
+    r"""Return which random graphs have the spectrum nearest to that of a graph.
+
+    .. math:: \hat\theta = \arg\min_\theta D\big(p_G, p_\theta\big), \qquad p_\theta:\
+        \mu_i(\theta) = \mathbb{E}_{G' \sim \theta}\, \mu_i(G')
+
+    with the symmetric Kullback-Leibler divergence between entropic spectra. The moments of a model
+    are means over draws, the same random numbers at every value of its parameter. Values over the
+    whole range are tried first, then those around the best, and a parabola through the nearest has
+    the minimum. Searched are ``p`` of Erdős-Rényi, ``p`` of Watts-Strogatz (its neighbours are the
+    mean degree, made even), ``num_edges`` of Barabási-Albert, ``num_blocks`` and ``mixing`` (share
+    of edges between blocks) of equal blocks with the mean degree of the graph. The configuration
+    model has the degrees of the graph, and nothing to search. The models have no weights.
+
+    Cost: for a parameter, 29 values of ``num_draws`` graphs and ``num_repeats`` more for the
+    interval, each with its moments; the blocks take six times as much. About ten seconds for a
+    graph of 1,000 vertices and 5,000 edges. Memory: one drawn graph.
+
+    Args:
+        graph: Whatever :func:`ritz.graphs.as_graph` takes, with an edge at least.
+        models: Those to compare.
+        num_moments: Moments; more see finer structure, and more of what is chance in one graph.
+        num_probes: Probes of graphs beyond 256 vertices; smaller ones are exact.
+        num_nodes: Vertices of drawn graphs; as many as the graph has by default, 1,000 at the
+            most. Then degrees and sizes of blocks carry over: ``p`` of Erdős-Rényi and
+            ``num_blocks`` are given for as many vertices as the graph has, intervals are as wide as
+            for graphs of ``num_nodes``.
+        num_draws: Graphs drawn at each value.
+        num_repeats: Graphs drawn to find how well the parameter is known.
+        generator: Source of all randomness.
+        progress: Whether to show a bar, or what to tell.
+
+    Reference: Sections 3.6.1 and 3.6.2 of *Spectral Machine Learning*.
+    """
+    graph = with_edges(graph)
+    check_count("num_draws", num_draws, low=2)
+    check_count("num_repeats", num_repeats, low=2)
+    for model in models:
+        check_choice("models", model, MODELS)
+    size = min(graph.num_nodes, MOST_NODES) if num_nodes is None else num_nodes
+    check_count("num_nodes", size, low=8)
+    generator = resolve_generator(generator)
+    outline = Outline(degrees=_neighbours(graph), num_nodes=size)
+    target = Target.make(graph, num_moments, num_probes, size, generator)
+    search = Search(target, num_draws, num_repeats, generator)
+    found = []
+    with tracking(progress, "models", len(models)) as bar:
+        for model in models:
+            best = min((search.over_range(one) for one in families(model, outline)), key=least)
+            fitted = search.finished(search.around_best(best))
+            found.append(_for_size(fitted, size, graph.num_nodes))
+            bar.update(len(found))
+    return Fit(
+        fits=_ordered(found),
+        num_nodes=size,
+        density=target.density,
+        seed=generator.initial_seed(),
+    )
+
+
+def _ordered(found: Sequence[ModelFit]) -> tuple[ModelFit, ...]:
+    """Nearest first, but of those that the graph may be drawn from, the simplest before all."""
+    ranked = sorted(found, key=lambda one: one.divergence)
+    possible = [one for one in ranked if one.divergence <= one.typical]
+    first = min(possible or ranked[:1], key=lambda one: NUM_PARAMETERS[one.model])
+    return (first, *(one for one in ranked if one is not first))
+
+
+def _for_size(found: ModelFit, size: int, num_nodes: int) -> ModelFit:
+    """The same with parameters for that many vertices: mean degrees and blocks carry over."""
+    if size == num_nodes:
+        return found
+    factor = {"p": (size - 1) / (num_nodes - 1)} if found.model == "erdos_renyi" else {}
+    factor |= {"num_blocks": num_nodes / size}
+    return replace(
+        found,
+        parameters={k: v * factor.get(k, 1.0) for k, v in found.parameters.items()},
+        interval={
+            k: (low * factor.get(k, 1.0), high * factor.get(k, 1.0))
+            for k, (low, high) in found.interval.items()
+        },
+        values=found.values * factor.get("p", 1.0),
+    )
+
+
+def _neighbours(graph: Graph) -> Tensor:
+    counts = graph.crow.diff().long()
+    if graph.num_loops:
+        counts = counts - torch.from_numpy(graph.to_scipy().diagonal() != 0).long()
+    return counts
