@@ -51,3 +51,27 @@ def test_what_is_no_matrix_is_refused(tmp_path):
     scipy.io.mmwrite(tmp_path / "general.mtx", sparse.csr_array([[1.0, 2.0], [0.0, 1.0]]))
     with pytest.raises(ValueError, match="symmetric"):
         read_matrix(tmp_path / "general.mtx")
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "plain"])
+def test_a_damaged_compressed_file_is_named(damage, tmp_path):
+    scipy.io.mmwrite(tmp_path / "a.mtx", LINE)
+    whole = bytearray(gzip.compress((tmp_path / "a.mtx").read_bytes()))
+    whole[40] ^= 0xFF if damage == "flipped" else 0
+    torn = {"cut": whole[:60], "plain": b"no gzip"}.get(damage, whole)
+    (tmp_path / "a.mtx.gz").write_bytes(torn)
+    with pytest.raises(ValueError, match=r"a\.mtx\.gz' must hold"):
+        read_matrix(tmp_path / "a.mtx.gz")
+    sparse.save_npz(tmp_path / "a.npz", LINE)
+    archive = bytearray((tmp_path / "a.npz").read_bytes())
+    archive[120:122] = b"\xff\xff"
+    (tmp_path / "a.npz").write_bytes(archive)
+    with pytest.raises(ValueError, match=r"a\.npz' must be"):
+        read_matrix(tmp_path / "a.npz")
+
+
+def test_a_header_that_promises_more_than_memory_is_refused(tmp_path):
+    header = "%%MatrixMarket matrix coordinate real symmetric\n99999999999999 99999999999999 1\n"
+    (tmp_path / "a.mtx").write_text(header + "1 1 2.0\n")
+    with pytest.raises(ValueError, match="must hold a symmetric matrix"):
+        read_matrix(tmp_path / "a.mtx")

@@ -66,3 +66,12 @@ def test_cholmod_factors_where_it_is_there():
     assert value == pytest.approx(np.linalg.slogdet(matrix.toarray())[1], rel=1e-12)
     with pytest.raises(NotPositiveDefiniteError, match="positive definite"):
         logdet_by_factor(SparseOperator(-matrix))
+
+
+@pytest.mark.parametrize("size", [2, 3, 40])
+def test_a_pivot_off_the_diagonal_is_no_factor_of_a_positive_definite_matrix(size):
+    # Elimination with rows exchanged gives positive pivots, and a determinant of -1.
+    matrix = sparse.eye_array(size).tolil()
+    matrix[:2, :2] = [[0.0, 1.0], [1.0, 0.0]]
+    with pytest.raises(NotPositiveDefiniteError, match="zero pivot"):
+        ritz.logdet(matrix.tocsr(), method="cholesky")

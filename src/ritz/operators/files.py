@@ -1,7 +1,9 @@
 """Symmetric matrices from files."""
 
+import gzip
 import os
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,9 @@ import scipy.sparse
 
 from ritz.operators.base import LinearOperator
 from ritz.operators.interop import as_operator
+
+# What decompressing raises; a file cut short is no end of input, which stops a command in silence.
+_DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error)
 
 
 def read_matrix(path: str | os.PathLike[str]) -> LinearOperator:
@@ -28,7 +33,7 @@ def read_matrix(path: str | os.PathLike[str]) -> LinearOperator:
     if file.name.endswith((".mtx", ".mtx.gz")):
         try:
             return as_operator(_real(scipy.io.mmread(file), file))
-        except (ValueError, TypeError, OverflowError) as error:
+        except (ValueError, TypeError, OverflowError, MemoryError, *_DAMAGED) as error:
             raise ValueError(f"{str(file)!r} must hold a symmetric matrix: {error}") from error
     raise ValueError(f"a matrix file must end in .mtx, .mtx.gz or .npz, got {str(file)!r}")
 
@@ -36,7 +41,7 @@ def read_matrix(path: str | os.PathLike[str]) -> LinearOperator:
 def _sparse(file: Path) -> Any:
     try:
         return _real(scipy.sparse.load_npz(file), file)
-    except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
+    except (ValueError, KeyError, OSError, zipfile.BadZipFile, *_DAMAGED) as error:
         raise ValueError(
             f"{str(file)!r} must be a sparse matrix saved by scipy.sparse.save_npz, with no "
             f"objects in it: {error}"

@@ -83,7 +83,10 @@ def _cholmod(matrix: Any) -> float:
             return float(cholmod.cho_factor(matrix).logdet())
         return float(cholmod.cholesky(matrix, mode="supernodal").logdet())
     except cholmod.CholmodNotPositiveDefiniteError as error:
-        raise NotPositiveDefiniteError(f"op must be positive definite, got: {error}") from error
+        _superlu(matrix)  # which has the pivot, that CHOLMOD keeps to itself
+        raise NotPositiveDefiniteError(
+            "op must be positive definite, got a pivot that is roundoff"
+        ) from error
 
 
 def _superlu(matrix: Any) -> float:
@@ -92,6 +95,8 @@ def _superlu(matrix: Any) -> float:
         factor = splu(matrix, permc_spec="MMD_AT_PLUS_A", diag_pivot_thresh=0.0, options=options)
     except RuntimeError as error:
         raise NotPositiveDefiniteError("op must be positive definite, got a zero pivot") from error
+    if not np.array_equal(factor.perm_r, factor.perm_c):
+        raise NotPositiveDefiniteError("op must be positive definite, got a zero pivot")
     pivots = torch.from_numpy(factor.U.diagonal())
     if not bool((pivots > 0).all()):
         raise NotPositiveDefiniteError(
