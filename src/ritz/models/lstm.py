@@ -1,0 +1,180 @@
+"""A recurrent language model with the regularisers of AWD-LSTM."""
+
+from itertools import pairwise
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ritz._core.checks import check_count, check_range
+from ritz.models.catalogue import register
+from ritz.models.initialising import draw_layer, fill, uniform
+
+State = tuple[tuple[Tensor, Tensor], ...]
+
+RECURRENT = "weight_hh_l0"  # torch's name for the matrix from one step to the next
+
+
+@final
+class LSTMLanguageModel(nn.Module):
+    """Tokens through LSTM layers to the logits of the next token; see :func:`lstm`.
+
+    Dropout is done by dropout layers alone, so that ``Risk(..., dropout="fixed")`` holds a mask
+    for each batch in all four places: whole words (``embedding_drop``), the recurrent matrices
+    (``weight_drops``), and features, with one mask for all positions (``drops``). A forward hook
+    on ``drops[-1]`` sees the last activations before and after dropout (as ``(batch, features,
+    length)``), of which activation penalties are made.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        *,
+        width: int,
+        hidden: int,
+        depth: int,
+        tied: bool,
+        dropouts: tuple[float, float, float],
+        embedding_dropout: float,
+        weight_drop: float,
+    ) -> None:
+        super().__init__()
+        self.sizes = (hidden,) * (depth - 1) + (width if tied else hidden,)
+        self.embedding = nn.Embedding(vocabulary, width)
+        pairs = pairwise((width, *self.sizes))
+        self.layers = nn.ModuleList(nn.LSTM(*pair, batch_first=True) for pair in pairs)
+        self.head = Head(vocabulary, None if tied else hidden)
+        inputs, between, outputs = dropouts
+        chances = (inputs,) + (between,) * (depth - 1) + (outputs,)
+        self.drops = nn.ModuleList(_dropout(nn.Dropout1d, chance) for chance in chances)
+        self.embedding_drop = _dropout(nn.Dropout1d, embedding_dropout)
+        self.weight_drops = nn.ModuleList(_dropout(nn.Dropout, weight_drop) for _ in range(depth))
+
+    def forward(self, tokens: Tensor, state: State | None = None) -> Any:
+        """Logits ``(batch, vocabulary, length)`` of the next token.
+
+        Args:
+            tokens: ``(batch, length)``.
+            state: What an earlier call or :meth:`initial_state` returned. Without it sequences
+                begin with zeros and the logits are returned alone; with it, ``(logits, state)``.
+        """
+        before = self.initial_state(len(tokens)) if state is None else state
+        x, after = self._locked(0, self._embed(tokens)), []
+        for index in range(len(self.layers)):
+            x, last = self._recur(index, x, before[index])
+            x = self._locked(index + 1, x)
+            after.append(last)
+        logits = self.head(x, self.embedding.weight).transpose(1, 2)
+        return logits if state is None else (logits, tuple(after))
+
+    def initial_state(self, batch: int) -> State:
+        """Zeros for ``batch`` sequences."""
+        like = self.embedding.weight
+        return tuple(
+            (like.new_zeros(1, batch, size), like.new_zeros(1, batch, size)) for size in self.sizes
+        )
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.embedding(tokens)
+        if isinstance(self.embedding_drop, nn.Identity):
+            return x
+        # A word is dropped wherever it stands: words are the channels of one sample here.
+        kept = self.embedding_drop(x.new_ones(1, self.embedding.num_embeddings, 1))
+        embedded: Tensor = x * kept[0][tokens]
+        return embedded
+
+    def _locked(self, index: int, x: Tensor) -> Tensor:
+        # Features as channels are dropped at all positions or at none.
+        dropped: Tensor = self.drops[index](x.transpose(1, 2))
+        return dropped.transpose(1, 2)
+
+    def _recur(
+        self, index: int, x: Tensor, state: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        layer, drop = self.layers[index], self.weight_drops[index]
+        dropped = (
+            {} if isinstance(drop, nn.Identity) else {RECURRENT: drop(getattr(layer, RECURRENT))}
+        )
+        found: tuple[Tensor, tuple[Tensor, Tensor]] = functional_call(layer, dropped, (x, state))
+        return found
+
+
+@final
+class Head(nn.Module):
+    """A linear map to the vocabulary: by a matrix of its own, or one that it is lent."""
+
+    def __init__(self, vocabulary: int, features: int | None) -> None:
+        super().__init__()
+        own = None if features is None else nn.Parameter(torch.empty(vocabulary, features))
+        self.weight: nn.Parameter | None
+        self.register_parameter("weight", own)
+        self.bias = nn.Parameter(torch.empty(vocabulary))
+
+    def forward(self, x: Tensor, lent: Tensor) -> Tensor:
+        """``(..., features)`` to ``(..., vocabulary)``."""
+        return nn.functional.linear(x, lent if self.weight is None else self.weight, self.bias)
+
+
+@draw_layer.register
+def _(module: Head, generator: torch.Generator) -> None:
+    if module.weight is not None:
+        uniform(module.weight, 0.1, generator)
+    fill(module.bias, 0.0)
+
+
+@register("lstm")
+def lstm(
+    *,
+    num_classes: int = 10_000,
+    input_shape: tuple[int, ...] | None = None,
+    width: int = 400,
+    hidden: int = 1150,
+    depth: int = 3,
+    tied: bool = True,
+    dropout: float = 0.4,
+    input_dropout: float = 0.4,
+    hidden_dropout: float = 0.25,
+    embedding_dropout: float = 0.1,
+    weight_drop: float = 0.5,
+) -> LSTMLanguageModel:
+    """AWD-LSTM: three layers, 24,221,600 parameters on Penn Treebank.
+
+    The language model of Granziol et al. (2021), B.3, with the dropout its code prescribes for
+    Penn Treebank. Embeddings are drawn from +-0.1, recurrent layers from +- one over the root of
+    their size, the biases of the head are zero.
+
+    Args:
+        num_classes: Words in the vocabulary.
+        input_shape: Ignored: sequences may have any length.
+        width: Of the embedding.
+        hidden: Of all layers but the last, which has ``width`` where the head is tied.
+        depth: Number of layers.
+        tied: Whether the embedding is the matrix of the head too (Inan et al., 2017).
+        dropout: Of the features before the head, one mask for all positions (Gal and
+            Ghahramani, 2016).
+        input_dropout: Likewise, of the embedded words.
+        hidden_dropout: Likewise, between layers.
+        embedding_dropout: Of whole words, wherever they stand.
+        weight_drop: Of the entries of the recurrent matrices, once for a sequence.
+
+    Reference: Merity et al. (2018), *Regularizing and optimizing LSTM language models*.
+    """
+    counts = {"num_classes": num_classes, "width": width, "hidden": hidden, "depth": depth}
+    for name, count in counts.items():
+        check_count(name, count)
+    chances = {
+        "dropout": dropout, "input_dropout": input_dropout, "hidden_dropout": hidden_dropout,
+        "embedding_dropout": embedding_dropout, "weight_drop": weight_drop,
+    }  # fmt: skip
+    for name, chance in chances.items():
+        check_range(name, chance, low=0.0, high=1.0)
+    return LSTMLanguageModel(
+        num_classes, width=width, hidden=hidden, depth=depth, tied=tied,
+        dropouts=(input_dropout, hidden_dropout, dropout),
+        embedding_dropout=embedding_dropout, weight_drop=weight_drop,
+    )  # fmt: skip
+
+
+def _dropout(kind: type[nn.Dropout] | type[nn.Dropout1d], chance: float) -> nn.Module:
+    return kind(chance) if chance else nn.Identity()
