@@ -1,0 +1,224 @@
+"""The number of clusters of a graph, counted in two ways that check each other."""
+
+import math
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+
+from ritz._core.checks import check_choice, check_count
+from ritz._core.progress import Progress, tracking
+from ritz._core.random import resolve_generator
+from ritz._core.results import Status, format_uncertain
+from ritz.graphs.counting import ClusterCount, Sampled, sample_entropic, sample_lanczos
+from ritz.graphs.filtering import Found, NullSpace, count_below
+from ritz.graphs.gaps import Gap
+from ritz.graphs.matrices import laplacian, with_edges
+from ritz.graphs.structures import Graph
+
+CountMethod = Literal["auto", "krylov", "entropic", "lanczos"]
+METHODS: tuple[CountMethod, ...] = ("auto", "krylov", "entropic", "lanczos")
+MEMORY = 2**32  # bytes of a block, unless told otherwise
+LARGE = 2**30  # bytes of a block of float64: beyond, float32
+LOCATING = 10  # probes that find the gap where they need not count
+MISSED = 0.25  # eigenvalues: a missed one leaves one, none leaves next to nothing
+AGREEMENT = 4.0  # standard errors
+
+
+def count_clusters(
+    graph: Any,
+    *,
+    method: CountMethod = "auto",
+    num_moments: int = 80,
+    num_probes: int = 100,
+    max_vectors: int | None = None,
+    generator: torch.Generator | None = None,
+    progress: bool | Progress = False,
+) -> ClusterCount:
+    r"""Return the number of clusters: eigenvalues of the normalised Laplacian left of its gap.
+
+    .. math:: N_c = \#\{i : \lambda_i < \lambda_*\} \approx n \int_0^{\lambda_*} p(\lambda)\,
+        d\lambda
+
+    with :math:`\lambda_*` in the widest low stretch of the density left of the bulk. Each connected
+    component, and so each isolated vertex, has an eigenvalue 0 and counts. Where there is no such
+    stretch, or nothing left of it but the eigenvalue 0 of one component, ``count`` is ``None`` and
+    ``reason`` says why.
+
+    ``entropic``: the mass of the entropic spectrum (Algorithm 5), with standard deviation
+    :math:`\sqrt{2 N_c / d}` at most. ``lanczos``: that of Lanczos quadrature, smoothed by a
+    Gaussian. ``krylov``: eigenvalues found one by one in a block that Chebyshev polynomials have
+    filtered, a lower bound, and fresh probes that say what it missed. ``auto``: ``entropic`` and
+    ``krylov``; where they differ by more than four standard errors, or something was missed,
+    ``status`` says so: nothing is averaged.
+
+    Cost: ``num_probes * num_moments / 2`` products for ``entropic``, twice that for ``lanczos``,
+    about 10 products an eigenvalue for ``krylov``, more where the gap is narrow. Memory beyond the
+    graph: five vectors a probe of a block, and for ``krylov`` 1.1 vectors an eigenvalue.
+
+    Args:
+        graph: Whatever :func:`ritz.graphs.as_graph` takes, with an edge at least.
+        method: ``auto``, ``krylov``, ``entropic`` or ``lanczos``.
+        num_moments: Moments ``m``, or Lanczos steps: a gap narrower than :math:`\pi / m` in
+            :math:`\arccos(1 - \lambda)` is not seen.
+        num_probes: Probes ``d``.
+        max_vectors: Most vectors for ``krylov``; as many as 4 GiB hold by default. Where these are
+            too few ``auto`` is as ``entropic``, and says so.
+        generator: Source of all randomness.
+        progress: Whether to show a bar, or what to tell.
+
+    Reference: Section 3.7 of *Spectral Machine Learning*.
+
+    Example:
+        >>> from ritz import graphs
+        >>> blocks = graphs.cluster_graph([30] * 9, degree=12, num_links=18)
+        >>> graphs.count_clusters(blocks).count
+        9
+    """
+    graph = with_edges(graph)
+    check_choice("method", method, METHODS)
+    check_count("num_moments", num_moments, low=4)
+    check_count("num_probes", num_probes, low=2)
+    if max_vectors is not None:
+        check_count("max_vectors", max_vectors)
+    generator = resolve_generator(generator)
+    null = NullSpace.of(graph, torch.float64)
+    num_probes = min(num_probes, LOCATING) if method == "krylov" else num_probes
+    zeros = null.dimension / graph.num_nodes
+    sampled = (sample_lanczos if method == "lanczos" else sample_entropic)(
+        graph,
+        num_moments=num_moments,
+        num_probes=num_probes,
+        bulk=zeros + (1 - zeros) / 2,
+        generator=generator,
+        progress=progress,
+    )
+    facts: dict[str, Any] = {
+        "num_nodes": graph.num_nodes,
+        "num_components": null.dimension,
+        "num_products": sampled.num_products,
+        "method": f"{method}, {num_moments} moments x {num_probes} probes",
+        "seed": generator.initial_seed(),
+    }
+    if not isinstance(sampled.gap, Gap):
+        return _without(f"no gap: {sampled.gap.reason}", facts)
+    if method in ("entropic", "lanczos"):
+        return _sampled_count(sampled, sampled.gap, facts)
+    width = _width(sampled, sampled.gap, null)
+    most = MEMORY // (4 * graph.num_nodes) if max_vectors is None else max_vectors
+    if width > most and method == "auto":
+        short = f"not certified: block Krylov would need {width:,} vectors, max_vectors is {most:,}"
+        return _sampled_count(sampled, sampled.gap, facts, short)
+    found = _found(graph, null, sampled.gap, width, max(1, most), generator, progress)
+    facts["num_products"] += found.num_products
+    return reconciled(found, sampled, facts, trusted=method == "auto")
+
+
+def reconciled(
+    found: Found, sampled: Sampled, facts: dict[str, Any], *, trusted: bool
+) -> ClusterCount:
+    """Return the count that two ways agree on, or what each of them says.
+
+    Args:
+        found: Of block Krylov.
+        sampled: Of the density.
+        facts: Other fields of the result.
+        trusted: Whether the density has probes enough to be counted by.
+    """
+    threshold = found.gap.threshold
+    mean, stderr = sampled.below(threshold)
+    facts = facts | {
+        "threshold": threshold,
+        "gap": (found.gap.low, found.gap.high),
+        "mass": mean / sampled.num_nodes,
+        "estimate": mean,
+        "estimate_stderr": stderr,
+        "found": found.count,
+        "missed": found.missed,
+    }
+    both = f"{found.count:,} found, {format_uncertain(mean, stderr)} sampled"
+    if found.full or found.missed > MISSED:
+        why = f"block Krylov was under-run, {found.missed:.3g} missed: {both}"
+        status = _doubtful(why, "raise max_vectors or num_moments")
+        if not trusted:
+            return _without(f"at least {found.count:,}: {why}", facts, status)
+        return ClusterCount(count=round(mean), stderr=stderr, status=status, **facts)
+    if found.count == 1:
+        return _without(_alone(), facts)
+    if trusted and abs(found.count - mean) > AGREEMENT * stderr + 0.5:
+        why = f"the two ways disagree: {both}"
+        status = _doubtful(why, "raise num_moments: the gap is barely resolved")
+        return ClusterCount(count=found.count, stderr=0.0, status=status, **facts)
+    status = Status(outcome="converged", message=f"{both}, none missed")
+    return ClusterCount(count=found.count, stderr=0.0, certified=trusted, status=status, **facts)
+
+
+def _sampled_count(
+    sampled: Sampled, gap: Gap, facts: dict[str, Any], short: str = ""
+) -> ClusterCount:
+    mean, stderr = sampled.below(gap.threshold)
+    # Mass that lies in the stretch may belong to either side.
+    unsure = sampled.below(gap.high)[0] - sampled.below(gap.low)[0]
+    facts = facts | {
+        "threshold": gap.threshold,
+        "gap": (gap.low, gap.high),
+        "mass": mean / sampled.num_nodes,
+        "estimate": mean,
+        "estimate_stderr": math.hypot(stderr, unsure),
+    }
+    count = max(round(mean), facts["num_components"])
+    if count <= 1:
+        return _without(_alone(), facts)
+    status = Status(
+        outcome="completed",
+        message=short or f"sampled, {unsure:.2g} eigenvalues in the gap itself",
+        advice="raise max_vectors" if short else "",
+    )
+    return ClusterCount(count=count, stderr=facts["estimate_stderr"], status=status, **facts)
+
+
+def _found(
+    graph: Graph,
+    null: NullSpace,
+    gap: Gap,
+    width: int,
+    most: int,
+    generator: torch.Generator,
+    progress: bool | Progress,
+) -> Found:
+    """What block Krylov finds, with twice the vectors as long as these are too few."""
+    spent, width = 0, min(width, most)
+    while True:
+        large = graph.num_nodes * width * 8 > LARGE
+        op = laplacian(graph, dtype=torch.float32 if large else torch.float64)
+        own = NullSpace(null.labels, null.entries.to(op.dtype), null.dimension)
+        with tracking(progress, "eigenvalues", width) as bar:
+            found = count_below(op, own, gap, width=width, generator=generator, bar=bar)
+        spent += found.num_products
+        enough = not found.full and found.missed <= MISSED
+        if enough or width >= min(most, graph.num_nodes - null.dimension):
+            return replace(found, num_products=spent)
+        width = min(2 * width, most, graph.num_nodes - null.dimension)
+
+
+def _width(sampled: Sampled, gap: Gap, null: NullSpace) -> int:
+    """Vectors that hold all eigenvalues below the end of a gap, most likely."""
+    mean, stderr = sampled.below(gap.high)
+    wanted = max(0.0, mean + AGREEMENT * stderr - null.dimension)
+    return min(math.ceil(1.1 * wanted) + 10, sampled.num_nodes - null.dimension)
+
+
+def _doubtful(message: str, advice: str) -> Status:
+    return Status(outcome="max_steps", message=message, advice=advice)
+
+
+def _alone() -> str:
+    return (
+        "no gap between clusters: left of the bulk is nothing but the eigenvalue 0 that a graph "
+        "of one component has"
+    )
+
+
+def _without(reason: str, facts: dict[str, Any], status: Status | None = None) -> ClusterCount:
+    done = Status(outcome="completed", message="there is no gap")
+    return ClusterCount(count=None, reason=reason, status=status or done, **facts)

@@ -1,0 +1,199 @@
+r"""Eigenvalues of a graph below a gap, counted in a block that a polynomial has filtered.
+
+A random block of more vectors than there are eigenvalues to find is multiplied by a polynomial of
+the normalised Laplacian :math:`L` that is small above the gap; by Rayleigh and Ritz it holds all
+eigenvectors below. Each Ritz value below a threshold stands for an eigenvalue below it: what is
+found is a lower bound, whatever was done. What was missed is sampled: fresh probes, projected off
+what was found, must have nothing left below the gap.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ritz._core.progress import Progress
+from ritz._core.random import probes
+from ritz.graphs.gaps import Gap, widest_between
+from ritz.graphs.structures import Graph
+from ritz.operators.base import LinearOperator
+
+TOP = 2.0  # largest possible eigenvalue
+STRENGTH = 100.0  # of what is below a gap to all that is above, in a filtered vector
+NUM_CHECKS = 16  # probes for what was missed
+COLUMNS = 128  # multiplied at once for the projected matrices
+ROWS = 8192  # summed in the operator's precision
+
+
+@dataclass(frozen=True, slots=True)
+class NullSpace:
+    r"""The eigenvalue 0: :math:`D^{1/2} 1_C` for each component :math:`C`, unit vectors.
+
+    Attributes:
+        labels: Component of each vertex, ``(n,)``.
+        entries: Of the vector of its component, for each vertex, ``(n,)``.
+        dimension: Number of components, isolated vertices among them.
+    """
+
+    labels: Tensor
+    entries: Tensor
+    dimension: int
+
+    @classmethod
+    def of(cls, graph: Graph, dtype: torch.dtype) -> "NullSpace":
+        count, labels = graph.components()
+        labels, degrees = labels.long(), graph.degrees
+        degrees = torch.where(degrees > 0, degrees, 1.0)
+        volumes = torch.zeros(count, dtype=torch.float64).index_add_(0, labels, degrees)
+        return cls(labels, (degrees / volumes[labels]).sqrt().to(dtype), count)
+
+    def project_off(self, block: Tensor) -> Tensor:
+        """Take the space out of a block ``(n, k)``, in place."""
+        entries = self.entries[:, None]
+        shares = block.new_zeros(self.dimension, block.shape[1])
+        shares.index_add_(0, self.labels, entries * block)
+        return block.sub_(entries * shares[self.labels])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a filtered block holds.
+
+    Attributes:
+        count: Eigenvalues below the gap, those of the null space among them: a lower bound.
+        gap: Between Ritz values.
+        missed: Eigenvalues below the gap that it has not, as sampled; about zero if there are none.
+        full: Whether all vectors were needed, so that more would find more.
+        num_products: Products spent.
+    """
+
+    count: int
+    gap: Gap
+    missed: float
+    full: bool
+    num_products: int
+
+
+def count_below(
+    op: LinearOperator,
+    null: NullSpace,
+    gap: Gap,
+    *,
+    width: int,
+    generator: torch.Generator,
+    bar: Progress,
+) -> Found:
+    r"""Return the number of eigenvalues left of a gap, and what was missed.
+
+    Args:
+        op: The normalised Laplacian, ``(n, n)``.
+        null: Its null space.
+        gap: A stretch that holds few eigenvalues; the widest gap between those in it counts.
+        width: Vectors of the block. Memory: as many vectors, and ``COLUMNS`` more.
+        generator: Source of the block.
+        bar: Told of columns.
+    """
+    degree = filter_degree(gap, op.shape[0])
+    block = _filtered(op, null, gap, degree, width, generator, bar)
+    values, coefficients = _rayleigh_ritz(op, block)
+    near = widest_between(values, gap)
+    below = values < near.threshold
+    coefficients = coefficients[:, below].to(block)
+    again = filter_degree(near, op.shape[0])
+    fresh = null.project_off(_gaussian(op, NUM_CHECKS, generator))
+    for _ in range(2):
+        fresh -= block @ (coefficients @ (coefficients.T @ (block.T @ fresh)))
+    left = polynomial(op, fresh, near, again).double().square().sum(0)
+    return Found(
+        count=null.dimension + int(below.sum()),
+        gap=near,
+        missed=float(left.mean()),
+        full=int((values < gap.high).sum()) >= width < op.shape[0] - null.dimension,
+        num_products=width * (degree + 1) + NUM_CHECKS * again,
+    )
+
+
+def filter_degree(gap: Gap, n: int) -> int:
+    """Return the degree at which a filtered random vector is all but free of what is above."""
+    return math.ceil(math.acosh(STRENGTH * math.sqrt(n)) / _growth(gap))
+
+
+def polynomial(op: LinearOperator, block: Tensor, gap: Gap, degree: int) -> Tensor:
+    r"""Return :math:`T_k(\tilde L) x / |T_k(\tilde\lambda)|`, a Chebyshev polynomial.
+
+    It is bounded above the gap, where :math:`\tilde L` has its spectrum in ``[-1, 1]``, and at
+    least one in size below; :math:`\lambda` is the lower end of the gap.
+    """
+    high = gap.high
+    before, current = block, _mapped(op, block, high)
+    for _ in range(degree - 1):
+        before, current = current, _mapped(op, current, high).mul_(2).sub_(before)
+    return current / math.cosh(degree * _growth(gap))
+
+
+def _growth(gap: Gap) -> float:
+    """Rate a degree at which what lies at the lower end of a gap outgrows what lies above."""
+    return math.acosh(1 + 2 * (gap.high - gap.low) / (TOP - gap.high))
+
+
+def _mapped(op: LinearOperator, block: Tensor, low: float) -> Tensor:
+    scale = 2 / (TOP - low)
+    return op.matmat(block).mul_(scale).sub_(block, alpha=scale * (TOP + low) / 2)
+
+
+def _gaussian(op: LinearOperator, count: int, generator: torch.Generator) -> Tensor:
+    shape = (op.shape[0], count)
+    return probes(shape, kind="gaussian", generator=generator, dtype=op.dtype, device=op.device)
+
+
+def _filtered(
+    op: LinearOperator,
+    null: NullSpace,
+    gap: Gap,
+    degree: int,
+    width: int,
+    generator: torch.Generator,
+    bar: Progress,
+) -> Tensor:
+    block = torch.empty(op.shape[0], width, dtype=op.dtype, device=op.device)
+    for columns in torch.arange(width).split(op.block_size):
+        part = null.project_off(_gaussian(op, len(columns), generator))
+        part = null.project_off(polynomial(op, part, gap, degree))
+        block[:, columns[0] : columns[-1] + 1] = part
+        bar.update(int(columns[-1]) + 1)
+    return block
+
+
+def _rayleigh_ritz(op: LinearOperator, block: Tensor) -> tuple[Tensor, Tensor]:
+    """Ritz values, ascending, ``(r,)``, and coefficients ``(k, r)`` of orthonormal Ritz vectors."""
+    k = block.shape[1]
+    gram = torch.zeros(k, k, dtype=torch.float64)
+    projected = torch.zeros(k, k, dtype=torch.float64)
+    for first in range(0, k, COLUMNS):
+        part = slice(first, min(k, first + COLUMNS))
+        product = op.matmat(block[:, part])
+        # Only the half that stands on and below the diagonal.
+        gram[first:, part] = _inner(block[:, first:], block[:, part])
+        projected[first:, part] = _inner(block[:, first:], product)
+    scale = gram.diagonal().clamp_min(torch.finfo(torch.float64).tiny).rsqrt()
+    gram = _symmetric(gram) * scale[:, None] * scale
+    sizes, directions = torch.linalg.eigh(gram)
+    # What is below the roundoff of the block has no direction of its own.
+    kept = sizes > 10 * math.sqrt(k) * torch.finfo(block.dtype).eps * float(sizes[-1])
+    basis = scale[:, None] * directions[:, kept] * sizes[kept].rsqrt()
+    values, rotation = torch.linalg.eigh(basis.T @ _symmetric(projected) @ basis)
+    return values, basis @ rotation
+
+
+def _inner(left: Tensor, right: Tensor) -> Tensor:
+    # Long sums of single precision lose digits that the eigenvalues need.
+    total = torch.zeros(left.shape[1], right.shape[1], dtype=torch.float64)
+    for a, b in zip(left.split(ROWS), right.split(ROWS), strict=True):
+        total += (a.T @ b).double().cpu()
+    return total
+
+
+def _symmetric(lower: Tensor) -> Tensor:
+    half = lower.tril()
+    return half + half.tril(-1).T

@@ -1,0 +1,266 @@
+import dataclasses
+import math
+
+import networkx
+import pytest
+import torch
+
+import ritz
+from ritz import graphs
+from ritz.graphs.clusters import reconciled
+from ritz.graphs.counting import Sampled, sample_entropic
+from ritz.graphs.filtering import Found, NullSpace, count_below, polynomial
+from ritz.graphs.gaps import Gap, NoGap, find_gap, widest_between
+from ritz.spectra import maxent
+
+
+def planted(count, *, size=30, seed=0, **options):
+    generator = torch.Generator().manual_seed(seed)
+    settings = {"degree": 12, "num_links": 2 * count} | options
+    return graphs.cluster_graph([size] * count, generator=generator, **settings)
+
+
+def ring(n):
+    return graphs.watts_strogatz(n, num_neighbors=2, p=0.0)
+
+
+def path(n):
+    return graphs.as_graph(torch.stack([torch.arange(n - 1), torch.arange(1, n)]))
+
+
+class Quiet:
+    def start(self, label, total): ...
+
+    def update(self, done, note=""): ...
+
+    def finish(self): ...
+
+
+@pytest.mark.parametrize("count", [2, 9, 30, 90])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_default_is_exact_on_planted_clusters(count, seed):
+    found = graphs.count_clusters(
+        planted(count, seed=seed), generator=torch.Generator().manual_seed(seed)
+    )
+    assert (found.count, found.found, found.stderr, found.certified) == (count, count, 0.0, True)
+    assert found.gap[0] < found.threshold < found.gap[1]
+    assert found.missed < 0.01
+    assert abs(found.estimate - count) < 4 * found.estimate_stderr
+    found.raise_if_failed()
+
+
+@pytest.mark.parametrize("kind", ["watts_strogatz", "barabasi_albert", "mixed"])
+def test_clusters_of_other_models(kind):
+    graph = planted(20, size=40, kind=kind, degree=10)
+    assert graphs.count_clusters(graph).count == 20
+
+
+@pytest.mark.parametrize("method", ["entropic", "lanczos"])
+def test_sampled_counts_are_within_four_of_their_errors(method):
+    found = graphs.count_clusters(planted(60), method=method)
+    assert abs(found.estimate - 60) < 4 * found.stderr
+    assert found.count == round(found.estimate)
+    # Independent probes alone: sqrt(2 N_c / d), or less by the diagonal.
+    assert 0.3 * math.sqrt(120 / 100) < found.stderr < 1.5 * math.sqrt(120 / 100)
+    assert found.mass == pytest.approx(found.estimate / 1800)
+    assert (found.found, found.certified) == (None, False)
+
+
+def test_block_krylov_needs_a_tenth_of_the_products_of_sampling():
+    krylov = graphs.count_clusters(planted(9), method="krylov")
+    entropic = graphs.count_clusters(planted(9), method="entropic")
+    assert krylov.count == 9
+    assert krylov.num_products < 0.25 * entropic.num_products
+
+
+@pytest.mark.parametrize("method", ["auto", "krylov", "entropic", "lanczos"])
+def test_a_path_and_a_random_graph_have_no_gap(method):
+    for graph in (path(1000), ring(1000)):
+        found = graphs.count_clusters(graph, method=method, num_probes=30)
+        assert found.count is None
+        assert found.reason.startswith("no gap: ")
+        assert "no count: no gap" in str(found)
+    random = graphs.erdos_renyi(500, p=0.04, generator=torch.Generator().manual_seed(0))
+    found = graphs.count_clusters(random, method=method, num_probes=30)
+    assert found.count is None
+    assert "nothing but the eigenvalue 0" in found.reason
+
+
+@pytest.mark.parametrize("method", ["auto", "krylov", "entropic"])
+def test_components_and_isolated_vertices_count(method):
+    parts = [networkx.complete_graph(12) for _ in range(7)]
+    graph = networkx.disjoint_union_all(parts)
+    graph.add_nodes_from(range(1000, 1005))
+    found = graphs.count_clusters(graph, method=method)
+    assert found.num_components == 12
+    assert found.count == 12
+    assert found.estimate == pytest.approx(12, abs=4 * found.estimate_stderr)
+
+
+def test_weights_make_clusters():
+    # One complete graph, whose edges are a thousand times as heavy within three parts.
+    weights = torch.full((60, 60), 0.001, dtype=torch.float64).fill_diagonal_(0)
+    for part in range(3):
+        rows = slice(20 * part, 20 * part + 20)
+        weights[rows, rows] = 1 - torch.eye(20, dtype=torch.float64)
+    heavy = graphs.as_graph(weights)
+    assert graphs.count_clusters(heavy).count == 3
+    assert graphs.count_clusters(graphs.as_graph((weights > 0).double())).count is None
+    assert graphs.spectral_clusters(heavy, 3).tolist() == [0] * 20 + [1] * 20 + [2] * 20
+
+
+def test_too_few_vectors_are_reported_and_not_trusted():
+    graph = planted(30)
+    alone = graphs.count_clusters(graph, method="krylov", max_vectors=10)
+    assert alone.count is None
+    assert alone.found == 11  # ten, and the one of the component
+    assert alone.missed > 5
+    assert not alone.status.ok
+    assert alone.reason.startswith("at least 11: block Krylov was under-run")
+    with pytest.raises(ritz.NotConvergedError, match="under-run"):
+        alone.raise_if_failed()
+    both = graphs.count_clusters(graph, max_vectors=10)
+    assert both.status.message.startswith("not certified: block Krylov would need")
+    assert both.stderr > 0
+    assert not both.certified
+    assert both.count == pytest.approx(30, abs=4 * both.stderr)
+
+
+def test_blocks_grow_until_they_hold_everything(monkeypatch):
+    monkeypatch.setattr("ritz.graphs.clusters._width", lambda *_: 4)
+    found = graphs.count_clusters(planted(30))
+    assert (found.count, found.certified) == (30, True)
+
+
+@pytest.fixture(scope="module")
+def sampled():
+    return sample_entropic(
+        planted(30),
+        num_moments=80,
+        num_probes=50,
+        bulk=0.5,
+        generator=torch.Generator().manual_seed(1),
+        progress=False,
+    )
+
+
+FACTS = {"num_nodes": 900, "num_components": 1, "num_products": 0, "method": "auto", "seed": 0}
+GAP = Gap(low=0.03, high=0.5, threshold=0.2)
+
+
+def found(count, missed=0.0, full=False):
+    return Found(count=count, gap=GAP, missed=missed, full=full, num_products=0)
+
+
+def test_what_two_ways_say_is_reported_and_never_averaged(sampled):
+    agreed = reconciled(found(30), sampled, FACTS, trusted=True)
+    assert (agreed.count, agreed.certified, agreed.status.ok) == (30, True, True)
+    fewer = reconciled(found(15), sampled, FACTS, trusted=True)
+    assert (fewer.count, fewer.found, fewer.certified) == (15, 15, False)
+    assert fewer.status.message.startswith("the two ways disagree: 15 found, ")
+    assert not fewer.status.ok
+    for doubtful in (found(29, missed=1.1), found(29, full=True)):
+        missed = reconciled(doubtful, sampled, FACTS, trusted=True)
+        assert missed.found == 29
+        assert missed.count == round(missed.estimate)
+        assert missed.stderr == missed.estimate_stderr
+        assert "under-run" in missed.status.message
+
+
+def test_a_count_is_stored_and_read(tmp_path, sampled):
+    before = reconciled(found(30), sampled, FACTS, trusted=True)
+    ritz.save(before, tmp_path / "count.safetensors")
+    assert ritz.load(tmp_path / "count.safetensors") == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_filtered_block_counts_what_eigenvalues_say(rng, dtype):
+    graph = planted(12)
+    exact = graphs.eigenvalues(graph)
+    op = graphs.laplacian(graph, dtype=dtype)
+    null = NullSpace.of(graph, dtype)
+    counted = count_below(op, null, GAP, width=20, generator=rng, bar=Quiet())
+    assert counted.count == int((exact < 0.2).sum()) == 12
+    # A Ritz value is that close to its eigenvalue once the filter has done its work.
+    assert counted.gap.low == pytest.approx(float(exact[11]), abs=1e-4)
+    assert counted.missed < 0.01
+
+
+def test_probes_see_what_a_narrow_block_missed(rng):
+    graph = planted(12)
+    null = NullSpace.of(graph, torch.float64)
+    counted = count_below(graphs.laplacian(graph), null, GAP, width=8, generator=rng, bar=Quiet())
+    assert (counted.count, counted.full) == (9, True)
+    # Three are missing: sixteen probes have 3 ± 3 sqrt(2 / 48) of them, or more if amplified.
+    assert counted.missed > 3 - 4 * 3 * math.sqrt(2 / 48)
+
+
+def test_the_null_space_is_that_of_the_laplacian(rng):
+    graph = graphs.erdos_renyi(200, p=0.01, generator=rng)
+    null = NullSpace.of(graph, torch.float64)
+    assert null.dimension == int((graphs.eigenvalues(graph) < 1e-9).sum()) > 20
+    block = torch.randn(200, 3, generator=rng, dtype=torch.float64)
+    inside = block - null.project_off(block.clone())
+    product = graphs.laplacian(graph).matmat(inside)
+    torch.testing.assert_close(product, torch.zeros_like(product))
+    outside = null.project_off(block.clone())
+    torch.testing.assert_close(null.project_off(outside.clone()), outside)
+
+
+def test_the_polynomial_is_one_at_the_lower_end_and_small_above():
+    values = torch.tensor([0.03, 0.5, 1.0, 2.0], dtype=torch.float64)
+    op = ritz.as_operator(torch.diag(values))
+    out = polynomial(op, torch.ones(4, 1, dtype=torch.float64), GAP, 10)[:, 0].abs()
+    assert float(out[0]) == pytest.approx(1.0)
+    assert float(out[1:].max()) == pytest.approx(1 / math.cosh(10 * math.acosh(1 + 0.94 / 1.5)))
+
+
+def test_the_gap_is_the_widest_low_stretch_and_not_the_first_minimum():
+    # Atoms at 0 and 0.1 make a band; the bulk is from 0.8 on.
+    values = torch.cat([torch.zeros(10), torch.full((10,), 0.1), torch.linspace(0.8, 1.2, 180)])
+    angles = (values.double() - 1).acos()
+    moments = torch.stack([(j * angles).cos().mean() for j in range(81)])
+    density = maxent(moments, interval=(0.0, 2.0), grid_size=12800)
+    gap = find_gap(density, num_moments=80, bulk=0.5)
+    assert 0.1 < gap.low < 0.2
+    assert 0.7 < gap.high < 0.8
+    assert 200 * density.mass(0, gap.threshold) == pytest.approx(20, abs=0.5)
+
+
+def test_the_widest_gap_between_eigenvalues_is_by_angles():
+    values = torch.tensor([0.0, 0.001, 0.1, 0.15, 0.2], dtype=torch.float64)
+    gap = widest_between(values, Gap(low=0.0005, high=0.25, threshold=0.1))
+    assert (gap.low, gap.high) == (0.001, 0.1)
+    none = widest_between(values[:0], Gap(low=0.01, high=0.2, threshold=0.1))
+    assert (none.low, none.high) == (0.0, 0.2)
+
+
+def test_a_density_without_a_bulk_has_no_gap(sampled):
+    assert isinstance(sampled, Sampled)
+    assert "no bulk" in find_gap(sampled.density, num_moments=80, bulk=0.0).reason
+    uniform = maxent(torch.tensor([1.0, 0.0, -1 / 3], dtype=torch.float64), interval=(0.0, 2.0))
+    assert isinstance(find_gap(uniform, num_moments=80, bulk=0.5), NoGap)
+
+
+def test_the_same_seed_gives_the_same_numbers():
+    graph = planted(9)
+    first, second = (
+        graphs.count_clusters(graph, generator=torch.Generator().manual_seed(5)) for _ in range(2)
+    )
+    assert dataclasses.asdict(first) == dataclasses.asdict(second)
+    assert first.seed == 5
+
+
+@pytest.mark.parametrize("bad", [{"num_moments": 3}, {"num_probes": 1}, {"max_vectors": 0}])
+def test_settings_out_of_range_name_the_argument(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        graphs.count_clusters(planted(2), **bad)
+
+
+def test_wrong_graphs_and_methods():
+    with pytest.raises(ValueError, match="method must be one of auto, krylov"):
+        graphs.count_clusters(planted(2), method="magic")
+    lonely = graphs.erdos_renyi(1, p=0.0)
+    for function in (graphs.count_clusters, lambda g: graphs.spectral_clusters(g, 1)):
+        with pytest.raises(graphs.GraphError, match="must have an edge, got one vertex"):
+            function(lonely)

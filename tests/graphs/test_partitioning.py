@@ -1,0 +1,52 @@
+import networkx
+import pytest
+import scipy.sparse
+import torch
+
+import ritz
+from ritz import graphs
+
+
+def planted(count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return graphs.cluster_graph([30] * count, degree=12, num_links=2 * count, generator=generator)
+
+
+@pytest.mark.parametrize("count", [2, 9, 30])
+def test_planted_clusters_are_found_vertex_by_vertex(count):
+    labels = graphs.spectral_clusters(planted(count), count)
+    assert torch.equal(labels, torch.arange(count).repeat_interleave(30))
+
+
+def test_components_need_no_eigenvectors():
+    graph = networkx.disjoint_union(networkx.path_graph(4), networkx.complete_graph(3))
+    assert graphs.spectral_clusters(graph, 2).tolist() == [0, 0, 0, 0, 1, 1, 1]
+
+
+def test_equal_components_isolated_vertices_and_repeated_eigenvalues():
+    # Three equal components of two clusters each: the eigenvalue between them is threefold.
+    pair = graphs.cluster_graph([20, 20], degree=10, num_links=3).to_scipy()
+    whole = scipy.sparse.block_diag([pair, pair, pair, scipy.sparse.csr_array((2, 2))])
+    labels = graphs.spectral_clusters(whole.tocsr(), 8)
+    expected = torch.cat([torch.arange(6).repeat_interleave(20), torch.tensor([6, 7])])
+    assert torch.equal(labels, expected)
+
+
+def test_the_start_vectors_do_not_change_what_is_found():
+    graph = planted(9)
+    seeds = (torch.Generator().manual_seed(seed) for seed in (1, 2))
+    first, second = (graphs.spectral_clusters(graph, 9, generator=seed) for seed in seeds)
+    assert torch.equal(first, second)
+
+
+def test_wrong_numbers_of_clusters():
+    graph = networkx.disjoint_union(networkx.path_graph(4), networkx.complete_graph(3))
+    with pytest.raises(ValueError, match=r"num_clusters must be at least .* components, 2, got 1"):
+        graphs.spectral_clusters(graph, 1)
+    with pytest.raises(ValueError, match="num_clusters must be between 1 and 7, got 8"):
+        graphs.spectral_clusters(graph, 8)
+
+
+def test_too_few_steps_are_reported():
+    with pytest.raises(ritz.NotConvergedError, match="pairs reached rtol"):
+        graphs.spectral_clusters(planted(9), 9, num_steps=9)
