@@ -23,7 +23,6 @@ class Plan:
         corners: Of the crop in each place, of shape ``(n, 2)``; ``None``: no augmentation.
         flips: Whether the image in each place is mirrored, of shape ``(n,)``.
         padding: Of the images before they are cut.
-        part: ``(rank, world_size)``: the process takes every so many-th place of a batch.
     """
 
     bounds: tuple[tuple[int, int], ...]
@@ -31,7 +30,6 @@ class Plan:
     corners: Tensor | None
     flips: Tensor | None
     padding: int
-    part: tuple[int, int]
 
 
 @final
@@ -67,8 +65,7 @@ class Batches(Sequence[Batch]):
 
     def _made(self, start: int, stop: int) -> Batch:
         plan = self.plan
-        rank, world_size = plan.part
-        places = slice(start + rank, stop, world_size)
+        places = slice(start, stop)
         chosen = places if plan.order is None else plan.order[places]
         images, targets = self.inputs[chosen], self.targets[chosen]
         if plan.corners is not None and plan.flips is not None:
@@ -84,7 +81,6 @@ def epoch_plan(
     generator: torch.Generator | None,
     augment: Augmentation | None,
     drop_last: bool,
-    part: tuple[int, int],
     device: torch.device,
 ) -> Plan:
     """Return the plan of one epoch over ``count`` samples; see :meth:`ritz.data.Split.batches`.
@@ -92,16 +88,11 @@ def epoch_plan(
     All is drawn on the generator's device and then moved, so that a generator on the CPU gives
     the same epoch on every device.
     """
-    _check(count, batch_size, generator=generator, augment=augment, part=part)
+    _check(count, batch_size, generator=generator, augment=augment)
     stops = range(batch_size, count + (1 if drop_last else batch_size), batch_size)
     bounds = tuple((stop - batch_size, min(stop, count)) for stop in stops)
     if not bounds:
         raise ValueError(f"batch_size must be at most {count} with drop_last, got {batch_size}")
-    if bounds[-1][1] - bounds[-1][0] < part[1]:
-        raise ValueError(
-            f"batch_size must leave every process a sample, got a batch of "
-            f"{bounds[-1][1] - bounds[-1][0]} for {part[1]} processes; see drop_last"
-        )
     order = corners = flips = None
     if generator is not None:
         order = torch.randperm(count, generator=generator, device=generator.device).to(device)
@@ -109,9 +100,7 @@ def epoch_plan(
             drawn = draw(augment, count, generator=generator)
             corners, flips = (tensor.to(device) for tensor in drawn)
     padding = 0 if augment is None else augment.padding
-    return Plan(
-        bounds=bounds, order=order, corners=corners, flips=flips, padding=padding, part=part
-    )
+    return Plan(bounds=bounds, order=order, corners=corners, flips=flips, padding=padding)
 
 
 def _check(
@@ -120,12 +109,8 @@ def _check(
     *,
     generator: torch.Generator | None,
     augment: Augmentation | None,
-    part: tuple[int, int],
 ) -> None:
     check_count("batch_size", batch_size)
-    rank, world_size = part
-    check_count("world_size of part", world_size)
-    check_count("rank of part", rank, low=0, high=world_size - 1)
     if not count:
         raise ValueError("the split must hold samples to be cut into batches, got none")
     if generator is not None and not isinstance(generator, torch.Generator):

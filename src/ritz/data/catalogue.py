@@ -31,15 +31,12 @@ def load(
         device: Where images are held, as bytes, and tokens.
         options: Of the data set. All images: ``validation``, the number of training images held
             out by a fixed choice (5,000 of the 50,000 of CIFAR). ``cifar100``: ``labels``, "fine"
-            or "coarse". ``folder``: ``size``, ``channels`` and ``test_fraction``. ``text``:
-            ``file``.
+            or "coarse". ``folder``: ``size``, to which images are cut and resampled, ``channels``
+            (1 or 3), and ``test_fraction``, held out where there is no folder to test on.
+            Texts: ``length`` of a segment; ``text``: ``file``.
     """
     loader = DATASETS[name]
-    known = list(inspect.signature(loader).parameters)[1:]
-    for option in options:
-        if option not in known:
-            known_ones = ", ".join(known) or "none"
-            raise TypeError(f"the data set {name!r} has no option {option!r}, but {known_ones}")
+    _check_options(name, loader, options)
     target = _device(device)
     folder = data_dir if data_dir is not None else os.environ.get("RITZ_DATA") or None
     return loader(None if folder is None else Path(folder).expanduser(), **options).to(target)
@@ -55,11 +52,26 @@ def describe(name: str) -> str:
     return (inspect.getdoc(DATASETS[name]) or "").partition("\n")[0]
 
 
+def _check_options(name: str, loader: Callable[..., Any], options: dict[str, Any]) -> None:
+    _, *known = inspect.signature(loader).parameters.values()
+    names = [option.name for option in known]
+    for option in options:
+        if option not in names:
+            raise TypeError(f"the data set {name!r} has no option {option!r}, but has: "
+                            f"{', '.join(names)}")  # fmt: skip
+    for needed in known:
+        if needed.default is needed.empty and needed.name not in options:
+            raise TypeError(f"the data set {name!r} needs the option {needed.name!r}")
+
+
 def _device(device: torch.device | str) -> torch.device:
     try:
         target = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"device must name a device of torch, got {device!r}") from error
-    if target.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device must be there, got {str(target)!r} where torch finds no CUDA")
+    if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"device must be there, got {str(target)!r} where torch finds "
+            f"{torch.cuda.device_count()} CUDA devices"
+        )
     return target

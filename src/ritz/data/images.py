@@ -68,7 +68,6 @@ class Split:
         generator: torch.Generator | None = None,
         augment: Augmentation | None = None,
         drop_last: bool = False,
-        part: tuple[int, int] = (0, 1),
         dtype: torch.dtype = torch.float32,
     ) -> Batches:
         """Return one epoch as a sequence of batches ``(inputs, targets)``, made when asked for.
@@ -83,13 +82,16 @@ class Split:
                 always the same, as ``ritz.Risk`` needs it.
             augment: What is done to the images; needs a generator.
             drop_last: Whether a last batch of fewer samples is left out.
-            part: ``(rank, world_size)`` of a process that is to see its share of every batch.
             dtype: Of the inputs.
         """
         plan = epoch_plan(
-            len(self), batch_size, generator=generator, augment=augment, drop_last=drop_last,
-            part=part, device=self.device,
-        )  # fmt: skip
+            len(self),
+            batch_size,
+            generator=generator,
+            augment=augment,
+            drop_last=drop_last,
+            device=self.device,
+        )
         scale, shift = self._affine(dtype)
         return Batches(
             inputs=self.inputs, targets=self.targets, plan=plan, scale=scale, shift=shift

@@ -42,8 +42,9 @@ def locate(
             return [path for path in paths if path]
     fullest = max(found, key=lambda paths: sum(map(bool, paths)))
     missing = [file for file, path in zip(files, fullest, strict=True) if not path]
+    more = f", nor {len(missing) - 1} other files" if len(missing) > 1 else ""
     raise FileNotFoundError(
-        f"no {' nor '.join(missing)} (or .gz) for {name!r}, looked for in "
+        f"no {missing[0]} (or .gz){more} for {name!r}, looked for in "
         f"{', '.join(map(str, places))}; {hint}"
     )
 

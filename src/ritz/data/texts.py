@@ -10,6 +10,7 @@ from torch import Tensor
 from ritz._core.checks import check_count
 
 Segment = tuple[Tensor, Tensor]
+LENGTH = 70  # tokens a segment, as in AWD-LSTM
 _LEAST, _SPREAD, _HALVED = 5, 5.0, 0.05  # of segments of random length, as in AWD-LSTM
 
 
@@ -47,12 +48,14 @@ class TextSplit:
 
     Attributes:
         tokens: Numbers in the vocabulary, of shape ``(n,)``, int64.
+        length: Tokens a segment, unless :meth:`batches` is told otherwise.
     """
 
     tokens: Tensor
+    length: int = LENGTH
 
-    def __len__(self) -> int:
-        return len(self.tokens)
+    def __post_init__(self) -> None:
+        check_count("length", self.length)
 
     @property
     def device(self) -> torch.device:
@@ -61,10 +64,15 @@ class TextSplit:
 
     def to(self, device: torch.device | str) -> "TextSplit":
         """Return the text held on a device."""
-        return TextSplit(tokens=self.tokens.to(device))
+        return TextSplit(tokens=self.tokens.to(device), length=self.length)
 
     def batches(
-        self, batch_size: int, *, length: int, generator: torch.Generator | None = None
+        self,
+        batch_size: int,
+        *,
+        length: int | None = None,
+        variable: bool = False,
+        generator: torch.Generator | None = None,
     ) -> Segments:
         r"""Return one epoch as a sequence of ``(inputs, targets)``, both ``(batch_size, length)``.
 
@@ -75,23 +83,28 @@ class TextSplit:
 
         Args:
             batch_size: :math:`b`, the number of streams.
-            length: Tokens a segment.
-            generator: If given, draws lengths as AWD-LSTM does: normal with standard deviation 5
+            length: Tokens a segment; that of the split by default.
+            variable: Whether lengths are drawn as AWD-LSTM does: normal with standard deviation 5
                 about ``length``, or about half of it once in twenty times, and never below 5.
+            generator: Draws them. Nothing else about a text is random: it is never shuffled.
 
         References:
             Merity, Keskar and Socher, Regularizing and Optimizing LSTM Language Models, 2017,
             section 5.
         """
         check_count("batch_size", batch_size)
+        length = self.length if length is None else length
         check_count("length", length)
-        size = len(self) // batch_size
+        size = len(self.tokens) // batch_size
         if size < 2:
             raise ValueError(
-                f"batch_size must leave every stream two of {len(self)} tokens, got {batch_size}"
+                f"batch_size must leave every stream two of {len(self.tokens)} tokens, "
+                f"got {batch_size}"
             )
+        if variable and generator is None:
+            raise ValueError("variable needs a generator to draw lengths from, got None")
         streams = self.tokens[: size * batch_size].view(batch_size, size)
-        lengths = None if generator is None else _lengths(size - 1, length, generator)
+        lengths = _lengths(size - 1, length, generator) if variable and generator else None
         return Segments(streams=streams, bounds=_bounds(size - 1, length, lengths))
 
 

@@ -3,31 +3,32 @@
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ritz.data.catalogue import DATASETS
 from ritz.data.sources import DataError, locate, read_whole
-from ritz.data.texts import TextData, TextSplit
+from ritz.data.texts import LENGTH, TextData, TextSplit
 
 LIMIT = 2**31  # bytes of one text
 EOS, UNKNOWN = "<eos>", "<unk>"
 
 
 @DATASETS.register("ptb")
-def ptb(root: Path | None) -> TextData:
+def ptb(root: Path | None, *, length: int = LENGTH) -> TextData:
     """Penn Treebank: 929,589 / 73,760 / 82,430 words, 10,000 different ones."""
     files = [f"ptb.{part}.txt" for part in ("train", "valid", "test")]
     folders = ("ptb", "penn", "simple-examples/data", ".")
     hint = "take data/ptb.*.txt of https://www.fit.vutbr.cz/~imikolov/rnnlm/simple-examples.tgz"
-    return _load("ptb", locate("ptb", files, root=root, folders=folders, hint=hint))
+    return _load("ptb", locate("ptb", files, root=root, folders=folders, hint=hint), length)
 
 
 @DATASETS.register("wikitext-2")
-def wikitext_2(root: Path | None) -> TextData:
+def wikitext_2(root: Path | None, *, length: int = LENGTH) -> TextData:
     """WikiText-2: 2,088,628 / 217,646 / 245,569 words, 33,278 different ones."""
     files = [f"wiki.{part}.tokens" for part in ("train", "valid", "test")]
     hint = "take the word-level wikitext-2-v1.zip that WikiText is published as, and unpack it"
     paths = locate("wikitext-2", files, root=root, folders=("wikitext-2", "."), hint=hint)
-    return _load("wikitext-2", paths)
+    return _load("wikitext-2", paths, length)
 
 
 def read_text(path: Path) -> str:
@@ -41,11 +42,13 @@ def read_text(path: Path) -> str:
     return text
 
 
-def _load(name: str, paths: list[Path]) -> TextData:
+def _load(name: str, paths: list[Path], length: int) -> TextData:
     texts = [_words(path) for path in paths]
     numbers = {word: number for number, word in enumerate(dict.fromkeys(texts[0]))}
-    parts = [_split(path, words, numbers) for path, words in zip(paths, texts, strict=True)]
-    train, validation, test = parts
+    train, validation, test = (
+        TextSplit(tokens=_tokens(path, words, numbers), length=length)
+        for path, words in zip(paths, texts, strict=True)
+    )
     return TextData(
         name=name, train=train, validation=validation, test=test, vocabulary=tuple(numbers)
     )
@@ -58,7 +61,7 @@ def _words(path: Path) -> list[str]:
     return text.replace("\n", f" {EOS} ").split()
 
 
-def _split(path: Path, words: list[str], numbers: dict[str, int]) -> TextSplit:
+def _tokens(path: Path, words: list[str], numbers: dict[str, int]) -> Tensor:
     # What training never showed is the unknown word, where the text has one.
     tokens = [numbers.get(word, numbers.get(UNKNOWN, -1)) for word in words]
     if -1 in tokens:
@@ -66,4 +69,4 @@ def _split(path: Path, words: list[str], numbers: dict[str, int]) -> TextSplit:
         raise DataError(
             f"{path} has the word {word[:40]!r}, which the training text has not, nor {UNKNOWN}"
         )
-    return TextSplit(tokens=torch.tensor(tokens, dtype=torch.int64))
+    return torch.tensor(tokens, dtype=torch.int64)

@@ -1,0 +1,138 @@
+import gzip
+
+import pytest
+import torch
+
+from ritz import data
+from ritz.data import TextSplit, epoch_generator
+
+TRAIN = " the cat <unk> \n the dog sat\n\n"
+VALID = "the bird sat"
+TEST = "a dog\n"
+
+
+@pytest.fixture
+def ptb_folder(tmp_path):
+    (tmp_path / "ptb").mkdir()
+    (tmp_path / "ptb" / "ptb.train.txt").write_text(TRAIN)
+    (tmp_path / "ptb" / "ptb.valid.txt.gz").write_bytes(gzip.compress(VALID.encode()))
+    (tmp_path / "ptb" / "ptb.test.txt").write_text(TEST)
+    return tmp_path
+
+
+def words(found, split):
+    return " ".join(found.vocabulary[token] for token in split.tokens)
+
+
+def test_words_in_the_order_of_their_first_use(ptb_folder):
+    found = data.load("ptb", data_dir=ptb_folder)
+    assert found.vocabulary == ("the", "cat", "<unk>", "<eos>", "dog", "sat")
+    assert words(found, found.train) == "the cat <unk> <eos> the dog sat <eos> <eos>"
+    assert words(found, found.validation) == "the <unk> sat <eos>"
+    assert words(found, found.test) == "<unk> dog <eos>"
+    assert found.train.tokens.dtype == torch.int64
+    assert found.num_classes == 6
+
+
+def test_wikitext_has_names_of_its_own(ptb_folder):
+    folder = ptb_folder / "wikitext-2"
+    folder.mkdir()
+    for part in ("train", "valid", "test"):
+        (folder / f"wiki.{part}.tokens").write_text(" = Title = \n")
+    found = data.load("wikitext-2", data_dir=ptb_folder, length=2)
+    assert words(found, found.test) == "= Title = <eos>"
+    assert found.test.length == 2
+
+
+def test_a_word_that_training_never_showed(ptb_folder):
+    (ptb_folder / "ptb" / "ptb.train.txt").write_text("the dog sat")
+    with pytest.raises(data.DataError, match=r"ptb.valid.txt.gz has the word 'bird'"):
+        data.load("ptb", data_dir=ptb_folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"", "is empty"), (b"caf\xe9\n", "is not a text in UTF-8")]
+)
+def test_files_that_are_no_text(ptb_folder, content, message):
+    (ptb_folder / "ptb" / "ptb.test.txt").write_bytes(content)
+    with pytest.raises(data.DataError, match=rf"ptb.test.txt {message}"):
+        data.load("ptb", data_dir=ptb_folder)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_characters_of_any_file(tmp_path, packed):
+    text = "żółw, " * 20
+    content = text.encode()
+    path = tmp_path / f"story.txt{'.gz' * packed}"
+    path.write_bytes(gzip.compress(content) if packed else content)
+    found = data.load("text", data_dir=tmp_path, file="story.txt")
+    assert found.vocabulary == tuple(sorted(set(text)))
+    joined = torch.cat([found.train.tokens, found.validation.tokens, found.test.tokens])
+    assert "".join(found.vocabulary[token] for token in joined) == text
+    sizes = [len(part.tokens) for part in (found.train, found.validation, found.test)]
+    assert sizes == [108, 6, 6]
+    assert data.load("text", file=str(path)).vocabulary == found.vocabulary
+
+
+def test_a_text_too_short_to_be_cut(tmp_path):
+    (tmp_path / "short").write_text("abc")
+    with pytest.raises(data.DataError, match="too short to be cut into three: 3 characters"):
+        data.load("text", data_dir=tmp_path, file="short")
+
+
+def test_segments_go_on_where_the_last_ones_stopped():
+    split = TextSplit(tokens=torch.arange(26))
+    batches = split.batches(2, length=5)
+    assert [inputs.tolist() for inputs, _ in batches] == [
+        [[0, 1, 2, 3, 4], [13, 14, 15, 16, 17]],
+        [[5, 6, 7, 8, 9], [18, 19, 20, 21, 22]],
+        [[10, 11], [23, 24]],
+    ]
+    for inputs, targets in batches:
+        assert torch.equal(targets, inputs + 1)
+    assert len(batches[1:]) == 2
+    assert torch.equal(batches[1:][0][0], batches[1][0])
+
+
+def test_one_stream_predicts_every_token_but_the_first():
+    targets = [y for _, y in TextSplit(tokens=torch.arange(100), length=7).batches(1)]
+    assert torch.cat(targets, 1).tolist() == [list(range(1, 100))]
+
+
+def test_random_lengths_cover_the_text_and_can_be_gone_back_to():
+    split = TextSplit(tokens=torch.arange(40_000))
+    settings = {"length": 30, "variable": True}
+    epoch = split.batches(4, generator=epoch_generator(0, 0), **settings)
+    again = split.batches(4, generator=epoch_generator(0, 0), **settings)
+    other = split.batches(4, generator=epoch_generator(0, 1), **settings)
+    assert epoch.bounds == again.bounds != other.bounds
+    assert torch.cat([x for x, _ in epoch], 1).tolist() == split.tokens.view(4, -1)[:, :-1].tolist()
+    lengths = torch.tensor([x.shape[1] for x, _ in epoch][:-1]).double()
+    assert lengths.min() >= 5
+    # About half of the length once in twenty times; what is cut off after the point costs 0.5.
+    mean = 0.95 * 30 + 0.05 * 15 - 0.5
+    assert abs(lengths.mean() - mean) < 4 * lengths.std() / len(lengths) ** 0.5
+
+
+def test_a_generator_alone_changes_nothing():
+    split = TextSplit(tokens=torch.arange(100))
+    assert split.batches(2, generator=epoch_generator(0, 0)).bounds == split.batches(2).bounds
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"batch_size": 51}, "batch_size must leave every stream two of 100 tokens, got 51"),
+        ({"length": 0}, "length must be at least 1, got 0"),
+        ({"variable": True}, "variable needs a generator"),
+    ],
+)
+def test_wrong_settings(settings, message):
+    with pytest.raises(ValueError, match=message):
+        TextSplit(tokens=torch.arange(100)).batches(**{"batch_size": 2} | settings)
+
+
+def test_wrong_length_of_a_split(ptb_folder):
+    with pytest.raises(ValueError, match="length must be at least 1, got 0"):
+        data.load("ptb", data_dir=ptb_folder, length=0)
