@@ -1,8 +1,11 @@
 import functools
+from contextlib import nullcontext
 
 import pytest
 import torch
 from optim.optimizer_cases import EVERY, build, parameters, run, seeded
+from torch._dynamo.testing import CompileCounter
+from torch.optim.lr_scheduler import OneCycleLR
 
 from ritz.optim import GadamX, PadamW
 
@@ -30,6 +33,17 @@ def test_torch_compile_of_the_step_takes_the_same_steps(traced_only, name):
     optimizer = build(name, compiled)
     optimizer.step = torch.compile(optimizer.step)
     assert_near(run(optimizer, compiled, seeded(1)), expected)
+
+
+@pytest.mark.parametrize("name", ["Gadam inside", "GadamX", "PadamW amsgrad"])
+def test_torch_compile_takes_the_whole_step_as_one_graph(name):
+    torch._dynamo.reset()
+    params = parameters(seeded(), shapes=((4, 3), (5,)) * 6)
+    optimizer, counter = build(name, params), CompileCounter()
+    optimizer.step = torch.compile(optimizer.step, backend=counter)
+    run(optimizer, params, seeded(1), steps=6)
+    # The state of a parameter has new keys after the first step.
+    assert 1 <= counter.frame_count <= 2
 
 
 # The numbers of a step are float64 in the graph where a parameter is.
@@ -82,6 +96,38 @@ def test_groups_may_be_added_to_a_compiled_optimiser(traced_only):
         optimizer.add_param_group({"params": params[1:], "partial": 0.25})
         results.append(run(optimizer, params, seeded(2)))
     assert_near(*results)
+
+
+def test_betas_on_a_schedule_give_compiling_up(traced_only):
+    ours, compiled = parameters(seeded()), parameters(seeded())
+    results = []
+    for params, flag in ((ours, False), (compiled, True)):
+        optimizer = GadamX(params, compile=flag)
+        schedule = OneCycleLR(optimizer, 0.1, total_steps=20)
+        noise = seeded(1)
+        with (
+            pytest.warns(UserWarning, match="compile=True: more than 8") if flag else nullcontext()
+        ):
+            for _ in range(12):
+                found = run(optimizer, params, noise, steps=1)
+                schedule.step()
+        results.append(found)
+    assert_near(*results)
+
+
+def test_a_step_that_cannot_be_compiled_is_not_counted(monkeypatch):
+    def broken(function, **options):
+        def fail(*args):
+            raise RuntimeError("no compiler")
+
+        return fail
+
+    monkeypatch.setattr(torch, "compile", broken)
+    params = parameters(seeded())
+    optimizer = GadamX(params, compile=True)
+    with pytest.raises(RuntimeError, match="no compiler"):
+        run(optimizer, params, seeded(1), steps=1)
+    assert optimizer.state[params[0]]["step"] == 0
 
 
 @pytest.mark.parametrize("flag", ["differentiable", "capturable"])

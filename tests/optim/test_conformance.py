@@ -243,6 +243,21 @@ def test_steps_can_be_differentiated(name):
     torch.autograd.gradcheck(after, inputs)
 
 
+def test_the_rate_can_be_differentiated():
+    start = torch.randn(3, generator=seeded(), dtype=torch.float64)
+    rate = torch.tensor(0.1, dtype=torch.float64, requires_grad=True)
+
+    def after(rate):
+        weights = start.clone()
+        optimizer = build("GadamX", [weights], lr=rate, differentiable=True)
+        for _ in range(2):
+            weights.grad = start + 1
+            optimizer.step()
+        return weights
+
+    torch.autograd.gradcheck(after, rate)
+
+
 @every
 def test_gradient_scaler_skips_overflow_and_unscales(name):
     plain, scaled = parameters(seeded()), parameters(seeded())

@@ -112,6 +112,8 @@ BAD = [
     ({"partial": -0.1}, ValueError, "partial must be between 0 and 0.5, got -0.1"),
     ({"partial": "1/8"}, TypeError, "partial must be a number, got str"),
     ({"lr": -1.0}, ValueError, "lr must be at least 0, got -1.0"),
+    ({"lr": "fast"}, TypeError, "lr must be a number, got str"),
+    ({"betas": 0.9}, ValueError, "betas must be two numbers, got 0.9"),
     ({"lr": torch.ones(2)}, ValueError, "Tensor lr must be 1-element"),
     ({"lr": torch.tensor(0.1), "foreach": True}, ValueError, "lr as a Tensor is not supported"),
     ({"betas": (1.0, 0.9)}, ValueError, r"betas\[0\] must be less than 1, got 1.0"),

@@ -134,6 +134,7 @@ def test_coupled_decay_at_one_half_is_adam(fused):
         (Gadam, {"foreach": True}, "_fused_adamw_", 0),
         (Gadam, {"foreach": False}, "_fused_adamw_", 0),
         (Gadam, {"fused": False}, "_fused_adamw_", 0),
+        (Gadam, {"fused": True, "foreach": False}, "_fused_adamw_", 3),
         (GadamX, {}, "_fused_adamw_", 0),
     ],
 )

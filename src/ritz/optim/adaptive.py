@@ -1,9 +1,9 @@
 """One adaptive step on lists of tensors, in place, by whichever means serve best."""
 
-from collections.abc import Callable
+import warnings
 from dataclasses import replace
 from types import FunctionType
-from typing import TypeAlias
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from ritz.optim.elementwise import move, move_each
 from ritz.optim.foreach import move_all, move_foreach
 from ritz.optim.rules import Buffers, Number, Rule, Scalars, plain, scalars
 
-Step: TypeAlias = Callable[[Buffers, Rule, Number], None]
+MAX_GRAPHS = 8  # of one optimiser and group: torch compiles no function more often
 
 
 def update(
@@ -53,26 +53,54 @@ def update(
         move_each(buffers, rule, plain(lr, rule))
 
 
-def compiled() -> Step:
-    """The same update as one compiled graph; a new rate or step does not compile it again."""
-    # A code object of its own: graphs of other optimisers do not count against its limit.
-    own = FunctionType(_graph.__code__.replace(), _graph.__globals__)
-    graph = torch.compile(own, dynamic=False, fullgraph=True)
+@final
+class CompiledStep:
+    """The same update as one compiled graph; a new rate or step does not compile it again.
 
-    def step(buffers: Buffers, rule: Rule, lr: Number) -> None:
-        torch._foreach_add_(buffers.steps, 1)
-        real = buffers.real()
-        table = [scalars(count.item(), float(lr), rule) for count in real.steps]
-        wide = any(param.dtype == torch.float64 for param in real.params)
-        dtype = torch.float64 if wide else torch.float32
-        numbers = torch.tensor(table, dtype=dtype, device=real.params[0].device)
+    What comes with more than ``MAX_GRAPHS`` sets of other settings or of parameters, as betas that
+    are scheduled do, is updated without a graph from then on.
+    """
+
+    def __init__(self) -> None:
+        # A code object of its own: graphs of other optimisers do not count against its limit.
+        own = FunctionType(_graph.__code__.replace(), _graph.__globals__)
+        self._graph = torch.compile(own, dynamic=False, fullgraph=True)
+        self._kinds: set[tuple[Any, ...]] = set()
+        self._warned = False
+
+    def __call__(self, buffers: Buffers, rule: Rule, lr: Number) -> None:
         # Numbers of the rule are constants of the graph, so what the table holds is left out.
         fixed = replace(rule, weight_decay=1.0) if rule.decays else rule
+        if not self._has_graph((fixed, *map(id, buffers.params))):
+            update(buffers, rule, lr=lr)
+            return
+        real = buffers.real()
         # The compiler takes double precision numbers without dimensions for constants.
         lists = ([t.view(1) if t.ndim == 0 else t for t in one] for one in real.lists()[:5])
-        graph(*lists, numbers, fixed)
+        self._graph(*lists, _table(real, rule, float(lr)), fixed)
+        torch._foreach_add_(buffers.steps, 1)
 
-    return step
+    def _has_graph(self, kind: tuple[Any, ...]) -> bool:
+        if len(self._kinds) < MAX_GRAPHS:
+            self._kinds.add(kind)
+        if kind in self._kinds:
+            return True
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"compile=True: more than {MAX_GRAPHS} sets of settings, or of parameters with "
+                "gradients; steps with further ones are not compiled",
+                stacklevel=2,
+            )
+        return False
+
+
+def _table(buffers: Buffers, rule: Rule, lr: float) -> Tensor:
+    """The numbers of the step that comes, a row for each parameter."""
+    rows = [scalars(count.item() + 1, lr, rule) for count in buffers.steps]
+    wide = any(param.dtype == torch.float64 for param in buffers.params)
+    dtype = torch.float64 if wide else torch.float32
+    return torch.tensor(rows, dtype=dtype, device=buffers.params[0].device)
 
 
 def _graph(

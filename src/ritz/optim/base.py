@@ -15,7 +15,7 @@ from torch.optim.optimizer import (
 )
 
 from ritz._core.checks import check_choice, check_range
-from ritz.optim.adaptive import Step, compiled, update
+from ritz.optim.adaptive import CompiledStep, update
 from ritz.optim.rules import Buffers, Form, Rule
 
 FORMS = ("inside", "outside", "published")
@@ -66,7 +66,9 @@ class AdaptiveOptimizer(Optimizer):
       default where it serves.
     * ``compile``: one compiled graph for all parameters of a group. It needs what
       ``torch.compile`` needs and takes some seconds, or a minute, at the first step; where torch's
-      own AdamW takes the step there is nothing to compile.
+      own AdamW takes the step there is nothing to compile. Rates, decoupled decays and steps
+      are free to change; other settings, and which parameters have gradients, are built in: where
+      they change at every step, as betas do by ``OneCycleLR``, it gives up with a warning.
     * ``capturable``: keep the step on the device, for CUDA graphs.
     * ``differentiable``: let gradients through the step.
     """
@@ -79,7 +81,7 @@ class AdaptiveOptimizer(Optimizer):
             raise TypeError(f"{type(self).__name__} got unknown arguments {', '.join(unknown)}")
         defaults = FLAGS | {"decoupled_weight_decay": True} | settings | flags
         self._check(defaults)
-        self._graphs: list[Step] = []
+        self._graphs: list[CompiledStep] = []
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -132,9 +134,9 @@ class AdaptiveOptimizer(Optimizer):
             found_inf=getattr(self, "found_inf", None),
         )
 
-    def _graph(self, index: int) -> Step:
+    def _graph(self, index: int) -> CompiledStep:
         while len(self._graphs) <= index:
-            self._graphs.append(compiled())
+            self._graphs.append(CompiledStep())
         return self._graphs[index]
 
     def _rule(self, group: dict[str, Any]) -> Rule:
@@ -155,10 +157,12 @@ class AdaptiveOptimizer(Optimizer):
         )
 
     def _runs_fused(self, group: dict[str, Any]) -> bool:
-        if _form(group) != "outside" or group["foreach"] is not None:
+        if _form(group) != "outside":
             return False
         if group["fused"] is not None:
             return bool(group["fused"])
+        if group["foreach"] is not None:
+            return False
         return _default_to_fused_or_foreach(group["params"], group["differentiable"], True)[0]
 
     def _buffers(self, group: dict[str, Any], rule: Rule, fused: bool) -> Buffers:
@@ -218,12 +222,13 @@ def _check_lr(settings: dict[str, Any]) -> None:
             )
         if lr.numel() != 1:
             raise ValueError(f"Tensor lr must be 1-element, got shape {tuple(lr.shape)}")
-    check_range("lr", float(lr), low=0)
+        lr = lr.item()
+    check_range("lr", lr, low=0)
 
 
 def _check_betas(betas: tuple[float, float]) -> None:
-    if len(betas) != 2:
-        raise ValueError(f"betas must be two numbers, got {len(betas)}")
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise ValueError(f"betas must be two numbers, got {betas}")
     for index, beta in enumerate(betas):
         check_range(f"betas[{index}]", beta, low=0)
         if beta >= 1:

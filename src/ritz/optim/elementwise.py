@@ -87,9 +87,13 @@ def _inverse_power(base: Tensor, power: float, rule: Rule) -> Tensor:
 
 def _pieces(row: tuple[Tensor, ...], rule: Rule) -> Iterable[tuple[Tensor, ...]]:
     """A row cut so that its operations find their operands in the cache."""
-    size = GRAIN * torch.get_num_threads()
-    if rule.tensor_numbers or not row[0].is_cpu or row[0].numel() <= size:
+    if rule.tensor_numbers or not row[0].is_cpu:
         return [row]
-    if not all(type(t) in (Tensor, Parameter) and t.is_contiguous() for t in row):
+    size = GRAIN * torch.get_num_threads()  # asking breaks a graph that is being traced
+    if row[0].numel() <= size or not all(map(_is_flat, row)):
         return [row]
     return zip(*(t.detach().view(-1).split(size) for t in row), strict=True)
+
+
+def _is_flat(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, Parameter) and tensor.is_contiguous()
