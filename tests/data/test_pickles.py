@@ -146,6 +146,8 @@ DEEP = b"\x80\x02}" + b")" + b"\x85" * 100_000  # a tuple whose hash would exhau
         (b"\x80\x02}K\x01b.", "a state for dict"),
         (b"\x80\x02}N)R.", "a call of something else"),
         (b"\x80\x02cnumpy\nndarray\n)R.", "a call of ndarray"),
+        (b"\x80\x02cnumpy\ndtype\nU\x02u1\x85RK\x03\x85b.", "unusual description"),
+        (b"\x80\x02cnumpy\ndtype\nU\x02O8\x85R.", "an array of type 'O8' rather than bytes"),
         (b"\x80\x02c" + b"n" * 300 + b"\nx\n.", "not a pickle"),
     ],
 )

@@ -133,6 +133,13 @@ def test_wrong_settings(settings, message):
         TextSplit(tokens=torch.arange(100)).batches(**{"batch_size": 2} | settings)
 
 
+def test_device_placement(ptb_folder):
+    found = data.load("ptb", data_dir=ptb_folder, device="meta", length=2)
+    assert found.train.device == found.test.device == torch.device("meta")
+    assert found.train.batches(2)[0][0].device.type == "meta"
+    assert found.train.length == 2
+
+
 def test_wrong_length_of_a_split(ptb_folder):
     with pytest.raises(ValueError, match="length must be at least 1, got 0"):
         data.load("ptb", data_dir=ptb_folder, length=0)

@@ -30,7 +30,7 @@ def imagenet32(root: Path | None, *, validation: int = 0) -> ImageData:
         "get the npz files of 32 x 32 pixels of https://image-net.org/download-images.php "
         "(an account is needed), training and validation into one folder"
     )
-    paths = locate("imagenet32", files, root=root, folders=folders, hint=hint)
+    paths = locate("imagenet32", files, root=root, folders=folders, hint=hint, endings=("",))
     return image_data(
         "imagenet32",
         train=_samples(paths[:-1]),

@@ -48,17 +48,15 @@ def folder(
     parts = {name: root / name for name in ("test", *_VALIDATION) if (root / name).is_dir()}
     if not parts:
         raise FileNotFoundError(f"{root} has a folder train, but no test or val beside it")
-    read = {name: _samples(path, classes, size, channels) for name, path in parts.items()}
     train = _samples(root / "train", classes, size, channels)
-    held = next((read[name] for name in _VALIDATION if name in read), None)
-    # A validation folder alone is what tests are made on, as for ImageNet.
-    test, held = (read["test"], held) if "test" in read else (held, None)
-    for name, found in (("test", test), ("validation", held)):
-        if found is not None and found[0].shape[1:] != train[0].shape[1:]:
-            raise DataError(f"{root}: {name} images are {_size(found)}, training ones "
+    read = {name: _samples(path, classes, size, channels) for name, path in parts.items()}
+    for name, part in read.items():
+        if part[0].shape[1:] != train[0].shape[1:]:
+            raise DataError(f"{root}: {name} images are {_size(part)}, training ones "
                             f"{_size(train)}; give size=")  # fmt: skip
-    if test is None:
-        raise FileNotFoundError(f"{root} has no images to test on")
+    # A validation folder alone is what tests are made on, as for ImageNet.
+    test, *more = read.values()
+    held = more[0] if more else None
     return image_data(
         "folder", train=train, test=test, held=held, classes=classes, validation=validation
     )

@@ -9,6 +9,7 @@ from typing import IO, cast
 
 CHUNK = 2**24  # bytes asked for at a time: a short file that declares much costs only this
 INFLATION = 1032  # bytes that one byte of a deflate stream can stand for, at most
+ENDINGS = ("", ".gz")
 _GZIP = b"\x1f\x8b"
 
 
@@ -17,16 +18,23 @@ class DataError(ValueError):
 
 
 def locate(
-    name: str, files: Sequence[str], *, root: Path | None, folders: Sequence[str], hint: str
+    name: str,
+    files: Sequence[str],
+    *,
+    root: Path | None,
+    folders: Sequence[str],
+    hint: str,
+    endings: Sequence[str] = ENDINGS,
 ) -> list[Path]:
     """Return the paths of all ``files``, from the first folder that has every one of them.
 
     Args:
         name: The data set, for messages.
-        files: Standard file names; each may also be there with ``.gz`` behind it.
+        files: Standard file names.
         root: Folder of the user; ``None`` if there is none.
         folders: Looked into in this order, below ``root``; ``"."`` is ``root`` itself.
         hint: How to get the files.
+        endings: Any of which may stand behind a file name.
     """
     if root is None:
         raise FileNotFoundError(
@@ -36,22 +44,23 @@ def locate(
     if not root.is_dir():
         raise FileNotFoundError(f"data_dir must be a folder, got {str(root)!r}; {hint}")
     places = [root / folder for folder in folders]
-    found = [[existing(place, file) for file in files] for place in places]
+    found = [[existing(place, file, endings) for file in files] for place in places]
     for paths in found:
         if all(paths):
             return [path for path in paths if path]
     fullest = max(found, key=lambda paths: sum(map(bool, paths)))
     missing = [file for file, path in zip(files, fullest, strict=True) if not path]
+    other = "".join(f" (or {ending})" for ending in endings if ending)
     more = f", nor {len(missing) - 1} other files" if len(missing) > 1 else ""
     raise FileNotFoundError(
-        f"no {missing[0]} (or .gz){more} for {name!r}, looked for in "
+        f"no {missing[0]}{other}{more} for {name!r}, looked for in "
         f"{', '.join(map(str, places))}; {hint}"
     )
 
 
-def existing(place: Path, file: str) -> Path | None:
-    """Return the path of ``file`` in a folder, plain or with ``.gz``, or None."""
-    paths = (place / file, place / f"{file}.gz")
+def existing(place: Path, file: str, endings: Sequence[str] = ENDINGS) -> Path | None:
+    """Return the path of ``file`` in a folder, with the first ending that is there, or None."""
+    paths = (place / f"{file}{ending}" for ending in endings)
     return next((path for path in paths if path.is_file()), None)
 
 
