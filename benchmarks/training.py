@@ -1,0 +1,171 @@
+"""The training loop over the bare forward-backward-step on the same batches.
+
+Both train their own copy of a network on batches that lie on the device. ``bare`` is the loop that
+one would write without log, schedule, totals or checkpoints: zero, forward, backward, step, or the
+replay of a CUDA graph of these. Rounds of ``--epochs`` epochs take turns; ratios are medians over
+rounds. On the CPU a small convolutional network; on CUDA a VGG-16 with batch norm on shapes of
+CIFAR-100 at batch 128, eager and captured.
+"""
+
+import argparse
+import copy
+import gc
+import tempfile
+from pathlib import Path
+
+import torch
+from timing import interleaved, median, ratio, write
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from ritz import training
+
+PLAN = (64, 64, "M", 128, 128, "M", 256, 256, 256, "M", 512, 512, 512, "M", 512, 512, 512, "M")
+
+
+def vgg16(classes):
+    layers, before = [], 3
+    for width in PLAN:
+        if width == "M":
+            layers.append(nn.MaxPool2d(2))
+            continue
+        layers += [nn.Conv2d(before, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()]
+        before = width
+    head = [nn.Flatten(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU()]
+    return nn.Sequential(*layers, *head, nn.Linear(512, classes))
+
+
+def small(classes):
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(), nn.Linear(32, classes),
+    )  # fmt: skip
+
+
+def batches(args):
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(args.batch_size, 3, 32, 32, generator=generator).to(args.device)
+    labels = torch.randint(100, (args.batch_size,), generator=generator).to(args.device)
+    return [(images + 0.01 * i, labels) for i in range(args.batches)]
+
+
+def rate(args):
+    return torch.tensor(0.01, device=args.device) if args.device == "cuda" else 0.01
+
+
+def sgd(args, model):
+    fused = {"fused": True} if args.device == "cuda" else {}
+    return torch.optim.SGD(model.parameters(), lr=rate(args), momentum=0.9, **fused)
+
+
+def bare(args, model, data):
+    optimizer = sgd(args, model)
+
+    def run():
+        for _ in range(args.epochs):
+            for inputs, targets in data:
+                optimizer.zero_grad(set_to_none=True)
+                cross_entropy(model(inputs), targets).backward()
+                optimizer.step()
+        wait(args)
+
+    return run
+
+
+def bare_captured(args, model, data):
+    optimizer, held = sgd(args, model), [part.clone() for part in data[0]]
+
+    def step():
+        optimizer.zero_grad(set_to_none=True)
+        cross_entropy(model(held[0]), held[1]).backward()
+        optimizer.step()
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+
+    def run():
+        for _ in range(args.epochs):
+            for inputs, targets in data:
+                held[0].copy_(inputs)
+                held[1].copy_(targets)
+                graph.replay()
+        wait(args)
+
+    return run
+
+
+def loop(args, model, data, *, capture, precision="float32"):
+    folder = Path(tempfile.mkdtemp())
+
+    def run():
+        training.fit(
+            model, data, num_epochs=args.epochs, optimizer="sgd", optimizer_settings={"lr": 0.01},
+            log=folder / "log.jsonl", capture=capture, precision=precision,
+        )  # fmt: skip
+        wait(args)
+
+    return run
+
+
+def wait(args):
+    if args.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def jobs(args, data):
+    model = (vgg16 if args.device == "cuda" else small)(100).to(args.device)
+
+    def fresh():
+        return copy.deepcopy(model).train()
+
+    yield "bare", bare(args, fresh(), data)
+    yield "fit", loop(args, fresh(), data, capture=False)
+    if args.device == "cuda":
+        yield "bare, captured", bare_captured(args, fresh(), data)
+        yield "fit, captured", loop(args, fresh(), data, capture=True)
+
+
+def rows(args):
+    torch.manual_seed(0)
+    data = batches(args)
+    made = dict(jobs(args, data))
+    gc.disable()  # a collection would fall on whichever job runs then
+    seconds = interleaved(made, rounds=args.rounds)
+    steps = args.epochs * args.batches
+    for name in made:
+        below = "bare, captured" if name.endswith("captured") else "bare"
+        yield {
+            "device": args.device,
+            "batch": args.batch_size,
+            "what": name,
+            "ms a step": 1e3 * median(seconds[name]) / steps,
+            "over bare": ratio(seconds[name], seconds[below]),
+        }
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--batch-size", type=int, default=None)
+    parser.add_argument("--batches", type=int, default=None, help="in an epoch")
+    parser.add_argument("--epochs", type=int, default=2, help="in a round")
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    args.batch_size = args.batch_size or (128 if args.device == "cuda" else 32)
+    args.batches = args.batches or (352 if args.device == "cuda" else 20)
+    torch.set_num_threads(1)
+    torch.backends.cudnn.benchmark = args.device == "cuda"
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    write(__file__ if args.device == "cpu" else f"training_{args.device}", list(rows(args)))
+
+
+if __name__ == "__main__":
+    main()

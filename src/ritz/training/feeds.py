@@ -1,0 +1,160 @@
+"""Data as epochs of batches, whatever they came as; every process sees its rows of each batch."""
+
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from itertools import islice
+from math import ceil
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ritz._core.distributed import rank, shard, world_size
+from ritz.data.splitting import epoch_generator
+
+Batch = Any  # a tensor, or tuples, lists and dictionaries of them
+
+
+@final
+class Feed:
+    """Epochs of batches on a device.
+
+    Args:
+        source: All samples as a tuple of tensors; or an object whose ``batches(batch_size,
+            generator=...)`` yields batches; or a loader or list of batches; or a function of the
+            number of the epoch that returns one.
+        batch_size: Samples a batch, for the first two.
+        device: Where batches are moved.
+        shuffled: Whether tensors are shuffled and an object is given ``generator``: in training,
+            not in evaluation.
+        augment: Given to the object too, unless ``None``.
+        name: What errors call the source.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        *,
+        batch_size: int | None,
+        device: torch.device,
+        shuffled: bool,
+        augment: Any = None,
+        name: str = "data",
+    ) -> None:
+        self._source, self._batch_size, self._device = source, batch_size, device
+        self._shuffled, self._augment = shuffled, augment
+        self._cuts = _is_tensors(source) or hasattr(source, "batches")
+        if self._cuts and batch_size is None:
+            raise ValueError(f"batch_size must be given for {name} that do not come in batches")
+        if not (self._cuts or callable(source) or isinstance(source, Iterable)):
+            raise TypeError(f"{name} must be tensors, have batches(), be a loader or a function of "
+                            f"the epoch, got {type(source).__name__}")  # fmt: skip
+
+    @property
+    def num_batches(self) -> int | None:
+        """Batches in an epoch, where that can be known without going through one."""
+        source = self._source
+        if self._cuts and self._batch_size is not None:
+            count = source[0] if _is_tensors(source) else source
+            return ceil(len(count) / self._batch_size) if isinstance(count, Sized) else None
+        return len(source) if isinstance(source, Sized) else None
+
+    def epoch(self, number: int, seed: int, *, skip: int = 0) -> Iterator[Batch]:
+        """The whole batches of an epoch, on the device; the same for the same seed and number.
+
+        ``skip`` leaves out the first ones, before this returns, and without making them where the
+        source is a sequence.
+        """
+        found = self._batches(number, epoch_generator(seed, number))
+        if skip and isinstance(found, Sequence):
+            found, skip = found[skip:], 0
+        rest = iter(found)
+        for _ in islice(rest, skip):
+            pass
+        return (tree_map(self._placed, batch) for batch in rest)
+
+    def part(self, fraction: float) -> Iterator[Batch]:
+        """This process's rows of the first batches of an epoch of their own, that share of them."""
+        count = self.num_batches
+        if fraction < 1 and count is None:
+            count = sum(1 for _ in self.epoch(0, 0))
+        stop = None if fraction == 1 or count is None else max(1, ceil(fraction * count))
+        for batch in islice(self.epoch(0, 0), stop):
+            own, _, real = own_rows(batch)
+            if real:
+                yield own
+
+    def _batches(self, number: int, generator: torch.Generator) -> Iterable[Batch]:
+        source: Any = self._source
+        if _is_tensors(source):
+            return self._cut(generator)
+        if hasattr(source, "batches"):
+            chosen = {"generator": generator} if self._shuffled else {}
+            if self._augment is not None:
+                chosen["augment"] = self._augment
+            return source.batches(self._batch_size, **chosen)  # type: ignore[no-any-return]
+        if not isinstance(source, Iterable):
+            found: Iterable[Batch] = source(number)
+            return found
+        sampler: Any = getattr(source, "sampler", None)
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(number)
+        return source
+
+    def _cut(self, generator: torch.Generator) -> Iterator[Batch]:
+        size = len(self._source[0])
+        order = torch.randperm(size, generator=generator) if self._shuffled else torch.arange(size)
+        for rows in order.split(self._batch_size or size):
+            yield tuple(tensor[rows.to(tensor.device)] for tensor in self._source)
+
+    def _placed(self, leaf: Any) -> Any:
+        return leaf.to(self._device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
+
+
+def own_rows(batch: Batch) -> tuple[Batch, int, bool]:
+    """This process's rows of a batch, the number of rows of the whole, and whether it has any.
+
+    Where a batch has fewer rows than there are processes, one without gets a row all the same, to
+    keep step with the others; it is to count for nothing.
+    """
+    count = num_rows(batch)
+    if world_size() == 1:
+        return batch, count, True
+    mine = shard(count)
+    real = mine.stop > mine.start
+    if not real:
+        mine = slice(0, 1)
+    return tree_map(lambda leaf: _rows(leaf, mine, count), batch), count, real
+
+
+def num_rows(batch: Batch) -> int:
+    """Length of the first tensor of a batch."""
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            return len(leaf)
+    raise TypeError(f"a batch must hold a tensor whose length is the number of samples, got "
+                    f"{type(batch).__name__}")  # fmt: skip
+
+
+def is_writer() -> bool:
+    """Whether this is the process that writes files."""
+    return rank() == 0
+
+
+def _rows(leaf: Any, mine: slice, count: int) -> Any:
+    return leaf[mine] if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == count else leaf
+
+
+def _is_tensors(source: Any) -> bool:
+    return (isinstance(source, tuple) and len(source) > 0
+            and all(isinstance(part, Tensor) for part in source))  # fmt: skip
+
+
+def splits(data: Any, validation: Any, test: Any) -> tuple[Any, dict[str, Any]]:
+    """Training data, and what to evaluate on by name, of data that may have splits of their own."""
+    held = {"validation": validation, "test": test}
+    if hasattr(data, "train") and hasattr(data, "test"):
+        held = {name: getattr(data, name, None) if part is None else part
+                for name, part in held.items()}  # fmt: skip
+        data = data.train
+    return data, {name: part for name, part in held.items() if part is not None}

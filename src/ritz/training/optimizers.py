@@ -1,0 +1,127 @@
+"""Optimisers by name, with the average that belongs to them."""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer
+
+from ritz import optim
+from ritz._core.registry import Registry
+from ritz.optim.companions import parameters
+
+OptimizerFactory = Callable[..., Optimizer]
+_OPTIMIZERS: Registry[OptimizerFactory] = Registry("optimizer")
+
+
+def register_optimizer(name: str) -> Callable[[OptimizerFactory], OptimizerFactory]:
+    """Decorator that files a factory under a name.
+
+    The factory takes parameters and keywords and returns an optimiser; one that keeps an average
+    of its own takes ``start`` and ``interval``, in steps, and has it as ``.average``.
+
+    Args:
+        name: New.
+    """
+    return _OPTIMIZERS.register(name)
+
+
+def optimizer_names() -> tuple[str, ...]:
+    """The names of all optimisers; those of published settings are in ``optim.preset_names()``."""
+    return tuple(_OPTIMIZERS)
+
+
+def create_optimizer(
+    name: str,
+    params: Iterable[nn.Parameter],
+    *,
+    plan: Mapping[str, int] | None = None,
+    capturable: bool = False,
+    **settings: Any,
+) -> Optimizer:
+    """Return an optimiser by name.
+
+    Args:
+        name: One of :func:`optimizer_names` or of ``ritz.optim.preset_names()``.
+        params: What it moves.
+        plan: ``start`` and ``interval`` of its average, in steps; given to those that keep one.
+        capturable: Whether its steps are to be captured in CUDA graphs.
+        **settings: Its keywords: ``lr``, ``weight_decay`` and so on.
+    """
+    if name in optim.preset_names():
+        found = optim.preset(name)
+        make: OptimizerFactory = found.optimizer
+        settings = dict(found.settings) | settings
+    else:
+        make = _OPTIMIZERS[name]
+    if plan and "start" in inspect.signature(make).parameters:
+        settings = dict(plan) | settings
+    params = list(params)
+    if capturable:
+        settings |= _capturable(make, params, settings)
+    return make(params, **settings)
+
+
+def average_of(optimizer: Optimizer) -> optim.IterateAverage | None:
+    """The average that an optimiser brings, if it does."""
+    found = getattr(optimizer, "average", None)
+    return found if isinstance(found, optim.IterateAverage) else None
+
+
+def innermost(optimizer: Optimizer) -> Optimizer:
+    """The optimiser that takes the step, inside those that wrap it."""
+    while isinstance(optimizer, optim.Lookahead):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def is_capturable(optimizer: Optimizer) -> bool:
+    """Whether steps may be captured: all that changes between them is on the device."""
+    inner = innermost(optimizer)
+    fixed = all(isinstance(group["lr"], Tensor) and group["lr"].is_cuda
+                and (group.get("capturable") or (isinstance(inner, SGD) and group["fused"]))
+                for group in inner.param_groups)  # fmt: skip
+    return fixed and all(p.is_cuda for p in parameters(inner))
+
+
+def _capturable(
+    make: OptimizerFactory, params: list[nn.Parameter], settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The keywords that keep a step on the device; the rate as a tensor that a schedule fills."""
+    known = inspect.signature(make).parameters
+    rate = settings.get("lr", known["lr"].default if "lr" in known else None)
+    if rate is None or not params:
+        return {}
+    found: dict[str, Any] = {"lr": torch.tensor(float(rate), device=params[0].device)}
+    if make is SGD or getattr(make, "inner", None) is SGD:
+        return found | {"fused": True}
+    return found | {"capturable": True}
+
+
+def _lookahead(inner: OptimizerFactory, rate: float, **fixed: Any) -> OptimizerFactory:
+    def make(
+        params: Any, lr: Any = rate, *, k: int = 5, alpha: float = 0.5, **settings: Any
+    ) -> Optimizer:
+        return optim.Lookahead(inner(params, lr=lr, **(fixed | settings)), k=k, alpha=alpha)
+
+    make.inner = inner  # type: ignore[attr-defined]
+    return make
+
+
+@register_optimizer("sgd")
+def _sgd(params: Any, lr: Any = 0.1, *, momentum: float = 0.9, **settings: Any) -> Optimizer:
+    return SGD(params, lr=lr, momentum=momentum, **settings)
+
+
+_sgd.inner = SGD  # type: ignore[attr-defined]
+_OPTIMIZERS.register("adam")(Adam)
+_OPTIMIZERS.register("adamw")(torch.optim.AdamW)
+_OPTIMIZERS.register("damped_adamw")(optim.AdamW)
+_OPTIMIZERS.register("padam")(optim.Padam)
+_OPTIMIZERS.register("padamw")(optim.PadamW)
+_OPTIMIZERS.register("gadam")(optim.Gadam)
+_OPTIMIZERS.register("gadamx")(optim.GadamX)
+_OPTIMIZERS.register("lookahead_sgd")(_lookahead(SGD, 0.1, momentum=0.9))
+_OPTIMIZERS.register("lookahead_adamw")(_lookahead(torch.optim.AdamW, 1e-3))

@@ -1,0 +1,300 @@
+"""A run of training: where it is, an epoch of it, and how it is saved and resumed."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from ritz._core.distributed import all_max, rank, world_size
+from ritz._core.progress import Progress, tracking
+from ritz.training.assembling import Parts
+from ritz.training.checkpoints import Checkpoint, Folder, load_optimizer_state, optimizer_state
+from ritz.training.feeds import is_writer, num_rows, own_rows
+from ritz.training.interrupts import Interrupts
+from ritz.training.judging import Judge
+from ritz.training.logs import Log, Record, times_path
+from ritz.training.processes import gathered, generator_states, set_generator_states
+from ritz.training.settings import Settings, TrainingStatus, check_same
+from ritz.training.steps import Piece, batch_weight
+from ritz.training.weights import check_matches, save_weights, tensor_state
+
+AGREEMENT = 50  # steps after which several processes agree whether to save or to stop
+Monitor = Callable[[int, nn.Module, Any], Record | None]
+
+
+@final
+class Run:
+    """A run of training, from the start or from where its checkpoint is.
+
+    Args:
+        parts: Model, data, optimiser and the rest, ready for use.
+        settings: What is asked for.
+        judge: Evaluates.
+        monitors: Called after every step, or after every epoch where their ``unit`` is so.
+        interrupts: Says whether to stop.
+        log: Path of the log, if any.
+        folder: Where checkpoints are, if anywhere.
+        resume: Whether to go on from a checkpoint that is there.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        settings: Settings,
+        *,
+        judge: Judge,
+        monitors: Sequence[Monitor],
+        interrupts: Interrupts,
+        log: Any,
+        folder: Folder | None,
+        resume: bool,
+    ) -> None:
+        self._parts, self._settings, self._judge = parts, settings, judge
+        self._monitors, self._interrupts, self._folder = monitors, interrupts, folder
+        self.epoch, self.batch, self.step, self.finished = 0, 0, 0, False
+        self.records: list[Record] = []
+        self._beginning = generator_states(parts.device)
+        self._saved = time.monotonic()
+        self._work = 0, 0, time.perf_counter()  # steps and samples of the epoch, and its beginning
+        found = folder.read() if folder is not None and resume else None
+        if found is not None:
+            self._load(found, folder.file)  # type: ignore[union-attr]
+        all_max(0)  # nobody writes before everybody has read
+        self._first = self.step
+        kept = 0 if found is None else found.log_bytes
+        self._log = Log(log, size=kept) if log is not None and is_writer() else None
+        self._times = None if self._log is None else _times(log, anew=found is None)
+        if found is None:
+            self._save()
+
+    def train(self, progress: bool | Progress) -> TrainingStatus:
+        """Go through the epochs that are left; return how that ended."""
+        settings, length = self._settings, self._parts.steps_per_epoch
+        left = None if length is None else settings.num_epochs * length - self.step
+        status = None
+        try:
+            with tracking(progress if is_writer() else False, "training", left) as bar:
+                while status is None and not self.finished and self.epoch < settings.num_epochs:
+                    status = self._epoch(bar) or self._close_epoch()
+            if status is None or status.ok:
+                self._finish()
+                self._judge.put_in_average()
+        finally:
+            for file in (self._log, self._times):
+                if file is not None:
+                    file.close()
+        return status or TrainingStatus(
+            outcome="completed", message=f"{self.epoch} epochs, {self.step} steps"
+        )
+
+    def _epoch(self, bar: Progress) -> TrainingStatus | None:
+        """The steps that are left of an epoch; how the run ends, if it does."""
+        number, first, seen = self.epoch + 1, self.step, 0
+        begun, note = time.perf_counter(), self._note(number)
+        self._parts.model.train()
+        for group in self._groups(number):
+            pieces = self._pieces(group)
+            self._parts.take(pieces)
+            self.step += 1
+            self.batch += len(group)
+            if self._settings.schedule_unit == "step":
+                self._parts.schedule.step()
+            self._watch("step", self.step)
+            seen += sum(num_rows(batch) for batch in group)
+            bar.update(self.step - self._first, note(seen / (time.perf_counter() - begun)))
+            status = self._poll()
+            if status is not None:
+                return status
+        self._work = self.step - first, seen, begun
+        return None
+
+    def _groups(self, number: int) -> Iterator[list[Any]]:
+        """The batches that are left of an epoch, by step."""
+        feed, device, seed = self._parts.feed, self._parts.device, self._settings.seed
+        now = generator_states(device)
+        if self.batch:
+            # A loader draws its order from the global generators when it begins: let it again.
+            set_generator_states(self._beginning, device)
+            batches = feed.epoch(number, seed, skip=self.batch)
+            set_generator_states(now, device)
+        else:
+            self._beginning = now
+            batches = feed.epoch(number, seed)
+        while group := list(islice(batches, self._settings.accumulate)):
+            yield group
+        if not self.batch:
+            raise ValueError("data must hold at least one batch an epoch, got none")
+
+    def _pieces(self, group: list[Any]) -> list[Piece]:
+        """This process's rows of the batches of a step, with their share of its gradient."""
+        adapter = self._parts.step.adapter
+        whole = sum(batch_weight(adapter, batch) for batch in group)
+        pieces = []
+        for batch in group:
+            own, _, real = own_rows(batch)
+            weight = batch_weight(adapter, own) if real else 0
+            pieces.append(Piece(own, weight * world_size() / max(whole, 1), weight))
+        return pieces
+
+    def _close_epoch(self) -> TrainingStatus | None:
+        """What follows the last step of an epoch."""
+        parts, settings, number = self._parts, self._settings, self.epoch + 1
+        means = parts.step.totals.means()  # waits for the device
+        done, samples, begun = self._work
+        spent = time.perf_counter() - begun
+        if not math.isfinite(means["loss"]):
+            return _diverged(number)
+        record: Record = {"kind": "epoch", "epoch": number, "step": self.step}
+        record |= {"rate": float(parts.optimizer.param_groups[0]["lr"])}
+        record |= {f"train_{name}": value for name, value in means.items()}
+        if settings.schedule_unit == "epoch":
+            parts.schedule.step()
+        last = number == settings.num_epochs
+        stop = False
+        if last or number % settings.evaluate_every == 0:
+            record |= self._judge.measure(last=last)
+            stop = self._judge.wants_to_stop(record)
+        parts.step.totals.reset()
+        self.epoch, self.batch = number, 0
+        self.records.append(record)
+        self._write(record)
+        self._watch("epoch", number)
+        self._write_times(number, done, samples, spent)
+        if self._folder is not None and number in settings.keep and is_writer():
+            save_weights(parts.model, self._folder.path / f"epoch-{number:04d}.safetensors",
+                         epoch=number)  # fmt: skip
+        if stop:
+            return TrainingStatus(outcome="stopped", message=f"patience ran out in epoch {number}")
+        return self._poll(agreed=True)
+
+    def _finish(self) -> None:
+        if self.finished:
+            return
+        record = self._judge.close()
+        if record:
+            self.records.append({"kind": "final", "epoch": self.epoch, "step": self.step, **record})
+            self._write(self.records[-1])
+        if self._folder is not None:
+            self._judge.write_weights(self._folder.path)
+        self.finished = True
+        self._save()
+
+    def _watch(self, unit: str, count: int) -> None:
+        for monitor in self._monitors if is_writer() else ():
+            if getattr(monitor, "unit", "step") != unit:
+                continue
+            record = monitor(count, self._parts.model, self._parts.optimizer)
+            if record is not None:
+                self._write({**record, "epoch": self.epoch, "step": self.step})
+
+    def _poll(self, *, agreed: bool = False) -> TrainingStatus | None:
+        """Save where it is time, or where a signal came; how the run ends, if it does."""
+        due = time.monotonic() - self._saved >= self._settings.save_interval
+        code = 2 if self._interrupts.received else int(due and self._folder is not None)
+        if world_size() > 1:
+            if not agreed and self.step % AGREEMENT:
+                return None
+            code = all_max(code)
+        if code and not self._save():
+            return _diverged(self.epoch + 1)
+        return self._interrupted() if code == 2 else None
+
+    def _interrupted(self) -> TrainingStatus:
+        kept = "" if self._folder is None else f", saved in {self._folder.path}"
+        advice = "run the same again to go on" if kept else "give a checkpoint folder to go on from"
+        return TrainingStatus(
+            outcome="interrupted",
+            message=f"{self._interrupts.received or 'a signal'} after {self.step} steps{kept}",
+            advice=advice,
+        )
+
+    def _save(self) -> bool:
+        """Write a checkpoint; False, and nothing written, where the loss is not finite."""
+        parts = self._parts
+        if self._folder is None:
+            return True
+        if not bool(torch.isfinite(parts.step.totals.sums).all()):
+            return False
+        states = generator_states(parts.device)
+        totals = gathered(parts.step.totals.sums)
+        counts = gathered(torch.tensor([parts.step.totals.count], device=parts.device))
+        if is_writer():
+            self._folder.write(Checkpoint(
+                model=tensor_state(parts.model),
+                optimizer=optimizer_state(parts.optimizer),
+                schedule=dict(parts.schedule.state_dict()),
+                scaler=parts.step.scaler.state_dict(),
+                patience=self._judge.state(),
+                generators=states,
+                beginning=self._beginning,
+                epoch=self.epoch,
+                batch=self.batch,
+                step=self.step,
+                totals=totals,
+                counts=tuple(counts.flatten().tolist()),
+                answered=parts.step.totals.answered,
+                records=self.records,
+                log_bytes=0 if self._log is None else self._log.flush(),
+                settings=self._settings.description(),
+                finished=self.finished,
+            ))  # fmt: skip
+        self._saved = time.monotonic()
+        return True
+
+    def _load(self, found: Checkpoint, path: Path) -> None:
+        """Go on from a checkpoint."""
+        parts = self._parts
+        check_same(found.settings, self._settings.description(), path)
+        check_matches(tensor_state(parts.model), found.model, path)
+        with torch.no_grad():
+            for name, held in tensor_state(parts.model).items():
+                held.copy_(found.model[name])
+        load_optimizer_state(parts.optimizer, found.optimizer, parts.device)
+        parts.schedule.load_state_dict(found.schedule)
+        parts.step.scaler.load_state_dict(found.scaler)
+        self._judge.load_state(found.patience)
+        set_generator_states(found.generators, parts.device)
+        totals = parts.step.totals
+        totals.sums.copy_(found.totals[rank()])
+        totals.count, totals.answered = found.counts[rank()], found.answered
+        self.epoch, self.batch, self.step = found.epoch, found.batch, found.step
+        self.records, self._beginning = list(found.records), found.beginning
+        over = found.epoch >= self._settings.num_epochs or self._judge.stopped
+        self.finished = found.finished and over
+        if self.step:  # lest the schedule warn that it is stepped before the optimiser
+            parts.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def _write(self, record: Record) -> None:
+        if self._log is not None:
+            self._log.write(record)
+
+    def _write_times(self, number: int, steps: int, samples: int, seconds: float) -> None:
+        if self._times is not None:
+            speed = {"steps": steps, "seconds": seconds, "samples_per_second": samples / seconds}
+            rest = time.perf_counter() - self._work[2] - seconds
+            self._times.write({"epoch": number, **speed, "evaluation_seconds": rest})
+
+    def _note(self, number: int) -> Callable[[float], str]:
+        """What the bar says beside the steps, given the samples a second."""
+        loss = self.records[-1].get("train_loss") if self.records else None
+        head = f"epoch {number}/{self._settings.num_epochs}, "
+        tail = " samples/s" if loss is None else f" samples/s, loss {loss:.4g}"
+        return lambda rate: f"{head}{rate:,.0f}{tail}"
+
+
+def _times(log: Any, *, anew: bool) -> Log:
+    path = times_path(log)
+    return Log(path, size=0 if anew or not path.exists() else path.stat().st_size)
+
+
+def _diverged(number: int) -> TrainingStatus:
+    return TrainingStatus(
+        outcome="diverged",
+        message=f"the loss of epoch {number} is not finite",
+        advice="lower the rate, warm it up, or clip the gradient",
+    )
