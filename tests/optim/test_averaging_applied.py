@@ -133,6 +133,15 @@ def test_a_model_of_other_parameters_is_refused():
         pass
 
 
+def test_what_is_no_model_is_refused():
+    model, _, average, _ = trained()
+    with (
+        pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got list"),
+        average.applied(list(model.parameters())),
+    ):
+        pass
+
+
 def test_an_average_that_has_not_begun_is_refused():
     model, _, average, _ = trained(start=20)
     with (

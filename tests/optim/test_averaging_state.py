@@ -249,9 +249,18 @@ def test_settings_out_of_range_are_named(bad, error, match):
         IterateAverage(SGD(network().parameters(), lr=0.1), **bad)
 
 
+def test_an_average_says_where_it_is():
+    _, _, average, _ = trained(start=3, interval=2)
+    assert repr(average) == (
+        "IterateAverage(AdamW, kind='tail', start=3, interval=2: 6 iterates after 12 steps)"
+    )
+    _, _, average, _ = trained(kind="ema", start=None, decay=0.5)
+    assert "start=None, interval=1, decay=0.5: 0 iterates" in repr(average)
+
+
 def test_only_optimisers_without_an_average_are_taken():
     with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer, got Seq"):
         IterateAverage(network())
     _, optimizer, _, _ = trained()
-    with pytest.raises(ValueError, match="optimizer must not have an average already"):
+    with pytest.raises(ValueError, match="optimizer must not keep average weights already"):
         IterateAverage(optimizer)

@@ -1,5 +1,8 @@
 """Statistics of batch norm for averaged weights: by sample, of any data, only when asked for."""
 
+from collections import UserDict
+from types import SimpleNamespace
+
 import pytest
 import torch
 from optim.walks import assert_near, assert_same, copies, inputs, trained
@@ -60,7 +63,7 @@ def test_samples_count_and_not_batches_on_a_fraction_of_the_data(fraction, used)
     torch.testing.assert_close(found[1].running_var, variance)
 
 
-@pytest.mark.parametrize("kind", ["tensor", "pair", "single", "dict", "own"])
+@pytest.mark.parametrize("kind", ["tensor", "pair", "single", "dict", "mapping", "own"])
 def test_batches_of_any_kind(kind):
     model, _, average, _ = trained(normed())
     data = batches(5, 4)
@@ -70,10 +73,21 @@ def test_batches_of_any_kind(kind):
         "pair": [(x, torch.zeros(len(x))) for x in data],
         "single": [[x] for x in data],
         "dict": [{"input": x, "labels": torch.zeros(len(x))} for x in data],
+        "mapping": [UserDict(input=x, labels=torch.zeros(len(x))) for x in data],
         "own": iter([{"deep": {"x": x}} for x in data]),
     }[kind]
     forward = (lambda net, batch: net(batch["deep"]["x"])) if kind == "own" else None
     average.copy_to(model, data=shaped, forward=forward)
+    torch.testing.assert_close(model[1].running_mean, expected[0])
+    torch.testing.assert_close(model[1].running_var, expected[1])
+
+
+def test_batches_that_are_no_collections_are_counted_by_the_caller():
+    model, _, average, _ = trained(normed())
+    data = batches(5, 2)
+    expected = by_hand(average.to_averaged_model(model), data)
+    shaped = [SimpleNamespace(x=x) for x in data]
+    average.copy_to(model, data=shaped, forward=lambda f, b: f(b.x), count=lambda b: len(b.x))
     torch.testing.assert_close(model[1].running_mean, expected[0])
     torch.testing.assert_close(model[1].running_var, expected[1])
 

@@ -21,7 +21,9 @@ from torch.optim import LBFGS, SGD, Adam, AdamW
 from torch.optim.lr_scheduler import StepLR
 
 from ritz.optim.averaging import IterateAverage
+from ritz.optim.gadam import Gadam
 from ritz.optim.lookahead import Lookahead
+from ritz.optim.patience import AutoAverage
 
 INNER = {
     "sgd": lambda p: SGD(p, lr=0.1),
@@ -275,6 +277,16 @@ def test_a_deep_copy_goes_on_alone():
 def test_settings_out_of_range_are_named(bad, match):
     with pytest.raises(ValueError, match=match):
         Lookahead(SGD(network().parameters(), lr=0.1), **bad)
+
+
+def test_one_average_and_one_lookahead_at_a_time():
+    params = list(network().parameters())
+    optimizer = Lookahead(Gadam(params))
+    assert AutoAverage(optimizer).average is optimizer.optimizer.average
+    with pytest.raises(ValueError, match="optimizer must not keep average weights already"):
+        IterateAverage(optimizer)
+    with pytest.raises(ValueError, match="optimizer must not keep slow weights already"):
+        Lookahead(optimizer)
 
 
 def test_only_optimisers_are_taken():

@@ -70,8 +70,16 @@ def test_an_average_of_ones_own_is_taken():
     optimizer = SGD(network().parameters(), lr=0.1)
     average = IterateAverage(optimizer, start=None, kind="ema", interval=3)
     assert AutoAverage(average).average is average
-    optimizer.average = average
     assert AutoAverage(optimizer).average is average
+
+
+def test_it_says_where_it_is():
+    found = auto(patience=2)
+    assert "AutoAverage(patience=2, mode='min': waiting, best None, 0 evalu" in repr(found)
+    phases(found, [1, 1, 1, 3])
+    assert "averaging, best 3.0, 0 evaluations" in repr(found)
+    phases(found, [3, 3])
+    assert "finished" in repr(found)
 
 
 def test_it_goes_on_from_its_state_to_the_same_bits():

@@ -210,6 +210,7 @@ def test_what_is_no_number_cannot_be_scheduled(key):
     [
         (lambda: linear_decay(0), "num_steps"),
         (lambda: linear_decay(10, final=-0.1), "final"),
+        (lambda: linear_decay(10, hold=1.5), "hold must be between 0.0 and 1.0, got 1.5"),
         (lambda: linear_decay(10, hold=0.8, until=0.7), "until must be between 0.8"),
         (lambda: averaging_decay(0), "start"),
         (lambda: step_decay([3, 3]), "milestones must ascend"),

@@ -1,7 +1,7 @@
 """Averages of the iterates of any optimiser: tail, exponential and Polyak."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, final
 
@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from ritz._core.checks import check_choice, check_count, check_range
 from ritz._core.distributed import Group
-from ritz.optim.companions import NEVER, Companions, check_optimizer, local
-from ritz.optim.statistics import Sharing, reshard, unwrapped, with_statistics
+from ritz.optim.companions import NEVER, Companions, check_optimizer, local, owners
+from ritz.optim.statistics import Count, Forward, Sharing, reshard, unwrapped, with_statistics
 
 Pairs = list[tuple[Tensor, Tensor]]
 AverageKind = Literal["tail", "ema", "polyak"]
@@ -88,8 +88,6 @@ class IterateAverage:
                              f"beginning, got {start}")  # fmt: skip
         if dtype not in (None, torch.float32, torch.float64):
             raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
-        if _attached_to(optimizer) is not None:
-            raise ValueError("optimizer must not have an average already, got one that has")
         self.optimizer, self.kind, self.interval, self.decay = optimizer, kind, interval, decay
         self.planned = None if start is None else max(start, 1)
         self._applied = False
@@ -138,7 +136,8 @@ class IterateAverage:
         *,
         data: Iterable[Any] | None = None,
         fraction: float = 1.0,
-        forward: Callable[[nn.Module, Any], Any] | None = None,
+        forward: Forward | None = None,
+        count: Count | None = None,
         sharing: Sharing = "own",
         group: Group | None = None,
     ) -> Iterator[nn.Module]:
@@ -152,6 +151,8 @@ class IterateAverage:
             fraction: Part of the batches of ``data`` to use, the first ones.
             forward: Takes the model and a batch, and calls the one on the other; by default the
                 last item of a tuple or list is left out, and so is ``"labels"`` of a dictionary.
+            count: Takes a batch and returns its number of samples; by default the length of the
+                first tensor in it.
             sharing: Where there are several processes: ``own`` (each brings its own batches, any
                 number of them, and all make this call) or ``none`` (this process alone).
             group: The processes.
@@ -163,7 +164,13 @@ class IterateAverage:
         try:
             _write(pairs)
             with with_statistics(
-                model, data, fraction=fraction, forward=forward, sharing=sharing, group=group
+                model,
+                data,
+                fraction=fraction,
+                forward=forward,
+                count=count,
+                sharing=sharing,
+                group=group,
             ):
                 yield model
         finally:
@@ -176,7 +183,8 @@ class IterateAverage:
 
         Args:
             model: As in :meth:`applied`.
-            **statistics: ``data``, ``fraction``, ``forward``, ``sharing`` and ``group``, as there.
+            **statistics: ``data``, ``fraction``, ``forward``, ``count``, ``sharing`` and
+                ``group``, as there.
         """
         self._check_not_applied("copy_to")
         _write(self._matched(model))
@@ -191,7 +199,8 @@ class IterateAverage:
 
         Args:
             model: As in :meth:`applied`.
-            **statistics: ``data``, ``fraction``, ``forward``, ``sharing`` and ``group``, as there.
+            **statistics: ``data``, ``fraction``, ``forward``, ``count``, ``sharing`` and
+                ``group``, as there.
         """
         if any(hasattr(p, "to_local") for p in model.parameters()):
             raise TypeError("model must not be sharded to be copied; save its state inside "
@@ -199,9 +208,17 @@ class IterateAverage:
         with self.applied(model, **statistics):
             return copy.deepcopy(unwrapped(model))
 
+    def __repr__(self) -> str:
+        decay = f", decay={self.decay}" if self.kind == "ema" else ""
+        return (
+            f"IterateAverage({type(self.optimizer).__name__}, kind={self.kind!r}, "
+            f"start={self.start}, interval={self.interval}{decay}: {self.count} iterates after "
+            f"{self.step} steps)"
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "IterateAverage":
         optimizer = copy.deepcopy(self.optimizer, memo)
-        brought = _attached_to(optimizer)  # an optimiser with an average of its own copies it
+        brought = attached_to(optimizer)  # an optimiser with an average of its own copies it
         if brought is not None:
             return brought
         found = IterateAverage(
@@ -283,6 +300,8 @@ class IterateAverage:
 
     def _matched(self, model: nn.Module) -> Pairs:
         """The parameters of a model that have an average, with it."""
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if not self.count:
             when = "waits for restart()" if self.start is None else f"starts at step {self.start}"
             raise RuntimeError(f"the average has not begun: it {when}, and the optimiser has taken "
@@ -315,7 +334,6 @@ def _write(pairs: Pairs) -> None:
             p.copy_(value)
 
 
-def _attached_to(optimizer: Optimizer) -> IterateAverage | None:
-    owners = (getattr(hook, "__self__", None)
-              for hook in optimizer._optimizer_load_state_dict_post_hooks.values())  # fmt: skip
-    return next((owner for owner in owners if isinstance(owner, IterateAverage)), None)
+def attached_to(optimizer: Optimizer) -> IterateAverage | None:
+    """The average of an optimiser, or of one that it wraps."""
+    return next((one for one in owners(optimizer) if isinstance(one, IterateAverage)), None)

@@ -45,7 +45,10 @@ class Companions:
         dtype: torch.dtype | None = None,
         closed: Callable[[Mapping[str, int]], bool] = lambda numbers: False,
     ) -> None:
-        self.key, self.dtype, self.closed = key, dtype, closed
+        self.key: str = key
+        self.dtype, self.closed = dtype, closed
+        if any(isinstance(owner, Companions) and owner.key == key for owner in owners(optimizer)):
+            raise ValueError(f"optimizer must not keep {key} weights already, got one that does")
         self.numbers, self._first_numbers = dict(numbers), dict(numbers)
         self.tensors: dict[Tensor, Tensor] = {}
         self.initialising = False
@@ -154,6 +157,17 @@ def check_optimizer(optimizer: Any) -> None:
         raise TypeError(
             f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
         )
+
+
+def owners(optimizer: Optimizer) -> Iterator[object]:
+    """Whatever has hooks on the loading of an optimiser, or of the ones that it wraps."""
+    inner: Any = optimizer
+    while isinstance(inner, Optimizer):
+        hooks = (inner._optimizer_load_state_dict_pre_hooks,
+                 inner._optimizer_load_state_dict_post_hooks)  # fmt: skip
+        for hook in chain.from_iterable(table.values() for table in hooks):
+            yield getattr(hook, "__self__", None)
+        inner = getattr(inner, "optimizer", None)
 
 
 def parameters(optimizer: Optimizer) -> Iterator[Tensor]:

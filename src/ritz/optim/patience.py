@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ritz._core.checks import check_choice, check_count, check_range
-from ritz.optim.averaging import IterateAverage
+from ritz.optim.averaging import IterateAverage, attached_to
 
 
 @final
@@ -32,8 +32,8 @@ class AutoAverage:
     Reference: Granziol et al., Iterate averaging in the quest for best test error, A.2.
 
     Args:
-        average: An average made with ``start=None``, or an optimiser: its own average (of Gadam
-            with ``start=None``), or else a tail average of every iterate, attached to it.
+        average: An average made with ``start=None``, or an optimiser: the average that it has (as
+            Gadam with ``start=None``), or else a tail average of every iterate, attached to it.
         patience: Evaluations without improvement that end each of the two parts.
         mode: Whether the metric is better when smaller (``min``) or larger (``max``).
         min_delta: How much better than the best counts as an improvement: more than this.
@@ -57,12 +57,20 @@ class AutoAverage:
         self.best_before: float | None = None  # of the weights, once averaging
         self.waited = 0  # evaluations since the best one
 
+    def __repr__(self) -> str:
+        part = "finished" if self.finished else "averaging" if self.averaging else "waiting"
+        return (
+            f"AutoAverage(patience={self.patience}, mode={self.mode!r}: {part}, best {self.best}, "
+            f"{self.waited} evaluations without improvement)"
+        )
+
     def applied(self, model: nn.Module, **statistics: Any) -> AbstractContextManager[nn.Module]:
         """Put the weights to be judged into a model for the block: averaged ones, once there are.
 
         Args:
             model: As in :meth:`IterateAverage.applied`.
-            **statistics: ``data``, ``fraction``, ``forward``, ``sharing`` and ``group``, as there.
+            **statistics: ``data``, ``fraction``, ``forward``, ``count``, ``sharing`` and
+                ``group``, as there.
         """
         if self.averaging:
             return self.average.applied(model, **statistics)
@@ -117,7 +125,7 @@ class AutoAverage:
 def _average_of(average: IterateAverage | Optimizer) -> IterateAverage:
     found = average
     if isinstance(found, Optimizer):
-        found = getattr(found, "average", None) or IterateAverage(found, start=None)
+        found = attached_to(found) or IterateAverage(found, start=None)
     if not isinstance(found, IterateAverage):
         raise TypeError(f"average must be an IterateAverage or an optimiser, got "
                         f"{type(average).__name__}")  # fmt: skip

@@ -46,7 +46,7 @@ def linear_decay(
     """
     check_count("num_steps", num_steps)
     check_range("final", final, low=0.0)
-    check_range("hold", hold, low=0.0)
+    check_range("hold", hold, low=0.0, high=1.0)
     check_range("until", until, low=hold, high=1.0)
     return _Linear(num_steps, final, hold, until)
 

@@ -15,6 +15,7 @@ from ritz._core.checks import check_choice, check_range
 from ritz._core.distributed import Group, all_max, all_sum, world_size
 
 Forward = Callable[[nn.Module, Any], Any]
+Count = Callable[[Any], int]
 Sharing = Literal["own", "none"]
 
 
@@ -25,6 +26,7 @@ def with_statistics(
     *,
     fraction: float = 1.0,
     forward: Forward | None = None,
+    count: Count | None = None,
     sharing: Sharing = "own",
     group: Group | None = None,
     keep: bool = False,
@@ -39,6 +41,7 @@ def with_statistics(
         data: Batches; ``None`` leaves the statistics alone.
         fraction: Part of the batches to use, the first ones.
         forward: Takes the model and a batch, and calls the one on the other.
+        count: Takes a batch and returns its number of samples.
         sharing: ``own``: the processes of ``group`` bring batches of their own, any number of
             them, and all enter the block. ``none``: this process alone.
         group: The processes.
@@ -60,7 +63,7 @@ def with_statistics(
         found = recomputed_statistics(
             plain,
             lambda batch: call(plain, batch),
-            _weighted(batches, sizes),
+            _weighted(batches, sizes, count or _size),
             reduce=(lambda total: all_sum(total, group)) if shared else (lambda total: total),
         )
     if not (all_max(sum(sizes), group) if shared else sum(sizes)):
@@ -107,7 +110,9 @@ def _part(data: Iterable[Any], fraction: float) -> Iterable[Any]:
 def _placed(data: Iterable[Any], model: nn.Module) -> Iterator[tuple[Any, bool]]:
     device = next(chain(model.parameters(), model.buffers())).device
     for batch in data:
-        yield tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, batch), True
+        # Mappings of other kinds, such as what tokenizers return, as dictionaries.
+        plain = dict(batch) if isinstance(batch, Mapping) else batch
+        yield tree_map(lambda x: x.to(device) if hasattr(x, "to") else x, plain), True
 
 
 def _in_step(
@@ -126,10 +131,12 @@ def _in_step(
         yield last[0], item is not None
 
 
-def _weighted(batches: Iterable[tuple[Any, bool]], sizes: list[int]) -> Iterator[tuple[Any, float]]:
+def _weighted(
+    batches: Iterable[tuple[Any, bool]], sizes: list[int], count: Count
+) -> Iterator[tuple[Any, float]]:
     """Batches by their samples, those that only keep step by nothing; notes down the samples."""
     for batch, real in batches:
-        sizes.append(_size(batch) if real else 0)
+        sizes.append(count(batch) if real else 0)
         yield batch, float(sizes[-1])
 
 
@@ -138,7 +145,7 @@ def _size(batch: Any) -> int:
         if isinstance(leaf, Tensor) and leaf.ndim:
             return len(leaf)
     raise TypeError(f"a batch must hold a tensor whose length is the number of samples, got "
-                    f"{type(batch).__name__}")  # fmt: skip
+                    f"{type(batch).__name__}: pass count= to say how many it holds")  # fmt: skip
 
 
 def _default_forward(model: nn.Module, batch: Any) -> Any:
