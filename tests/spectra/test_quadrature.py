@@ -67,7 +67,7 @@ def test_the_truncation_says_how_much_more_steps_would_change():
     short = trace_function(op, torch.log, num_steps=8, generator=seeded(1))
     full = trace_function(op, torch.log, num_steps=60, reorthogonalize="full", generator=seeded(1))
     assert short.truncation > 10 * full.truncation
-    assert short.truncation < abs(short.mean - full.mean) < 20 * short.truncation
+    assert 0.25 * short.truncation < abs(short.mean - full.mean) < 4 * short.truncation
     assert full.truncation < 0.01
 
 

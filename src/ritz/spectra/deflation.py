@@ -18,6 +18,7 @@ from ritz._core.progress import Progress
 from ritz._core.random import probes
 from ritz.operators.base import LinearOperator
 from ritz.spectra.conjugate import NotPositiveDefiniteError
+from ritz.spectra.radau import SHIFT
 
 WIDTH = 25  # vectors a block
 BASIS = 2**32  # bytes of a basis
@@ -112,6 +113,8 @@ class Deflation:
 
     Attributes:
         logdet: Of :math:`T`.
+        magnitude: The largest diagonal entry of :math:`T`: the norm of the operator, or nearly.
+        roundoff: What roundoff in the products may change in ``logdet``.
         dimension: Of the complement.
         complement: The operator :math:`S`, on vectors ``(n,)`` that are orthogonal to the space;
             ``None`` where there are none.
@@ -124,10 +127,13 @@ class Deflation:
         self.logdet = float(2 * factor.diagonal().log().sum())
         self.complement: SchurOperator | None = None
         self.trace = float(space.projected.trace())
+        self.magnitude = float(space.projected.diagonal().max())
+        inverse = torch.cholesky_inverse(factor)
+        unit = SHIFT * torch.finfo(op.dtype).eps * self.magnitude
+        self.roundoff = unit * float(inverse.diagonal().sum())
         if self.dimension:
             last = space.width
-            inverse = torch.cholesky_inverse(factor)[-last:, -last:]
-            correction = space.coupling @ inverse @ space.coupling.T
+            correction = space.coupling @ inverse[-last:, -last:] @ space.coupling.T
             self.trace += float(correction.trace())
             filling = float(space.projected.diagonal()[-last:].mean())
             self.complement = SchurOperator(

@@ -83,6 +83,7 @@ class Sampler:
         target: The error at which to stop, by the mean.
         bar: Told of products.
         spent: Products that it was told of before.
+        magnitude: Norm to which roundoff in the products is relative, where that of ``op`` is less.
     """
 
     op: LinearOperator
@@ -94,6 +95,7 @@ class Sampler:
     target: Target
     bar: Progress
     spent: int = 0
+    magnitude: float = 0.0
 
     def fixed(self, num_probes: int, num_steps: int) -> Forms:
         """Forms of so many vectors by so many steps each."""
@@ -121,7 +123,7 @@ class Sampler:
             probes = max(count, later // found.num_steps)
             sampling = float(found.brackets.mixed.std()) / math.sqrt(probes)
             small = 0.5 * max(sampling, self.target(float(found.brackets.mixed.mean())))
-            if float(found.brackets.truncation) <= small or size == most:
+            if float(found.brackets.gap) <= small or size == most:
                 return found
 
     def more(self, found: Forms, num_probes: int) -> Forms:
@@ -144,7 +146,10 @@ class Sampler:
         mode: Reorthogonalization = "full"
         if starts.numel() * (num_steps + 1) * starts.element_size() > BASIS:
             mode = "none"  # quadrature stays accurate, and takes some more steps
-        return [Recurrence(z.contiguous(), capacity=num_steps + 1, mode=mode) for z in starts.T]
+        return [
+            Recurrence(z.contiguous(), capacity=num_steps + 1, mode=mode, magnitude=self.magnitude)
+            for z in starts.T
+        ]
 
     def _grown(self, runs: list[Recurrence], num_steps: int, before: int = 0) -> Forms:
         while True:
@@ -162,7 +167,7 @@ class Sampler:
 
 
 def _joined(first: Forms, second: Forms) -> Forms:
-    columns = ("gauss", "radau", "mixed")
+    columns = ("gauss", "radau", "mixed", "roundoff")
     pairs = ((getattr(first.brackets, name), getattr(second.brackets, name)) for name in columns)
     return Forms(
         Brackets(*(torch.cat(pair) for pair in pairs)),

@@ -16,7 +16,7 @@ from ritz.operators.interop import as_operator
 from ritz.spectra.budget import Budget
 from ritz.spectra.columns import column_dots
 from ritz.spectra.expansions import Expansion, by_chebyshev, by_maxent, estimated
-from ritz.spectra.radau import Function, checked
+from ritz.spectra.radau import Function, checked, remainder, shorter
 from ritz.spectra.recurrence import (
     REORTHOGONALIZATIONS,
     Recurrence,
@@ -63,8 +63,8 @@ def trace_function(
     ``num_steps + 5`` with re-orthogonalisation. Without it, the default here, lost orthogonality
     repeats values and shares their weight among the copies, which delays convergence but leaves
     the quadrature accurate (Greenbaum 1989); ``"full"`` converges in fewer steps where eigenvalues
-    are far apart. The ``truncation`` of the result is how much the last step changed the mean: an
-    estimate, not a bound, of what more steps would change; zero where the Krylov spaces are
+    are far apart. The ``truncation`` of the result is an estimate, not a bound, of what more steps
+    would change in the mean, from what the last ones did; zero where the Krylov spaces are
     invariant, and NaN, unknown, for a single step.
 
     The others spend as many products in all, ``num_steps * num_probes``. ``krylov`` gives six
@@ -114,12 +114,14 @@ def trace_function(
         rules = ritz_rules(op, block, num_steps=num_steps, reorthogonalize=reorthogonalize)
         spent, exact = spent + rules.num_products, exact and bool(rules.exact.all())
         norms = column_dots(block, block).cpu()
-        last, before = norms * _apply(function, rules.last), norms * _apply(function, rules.before)
-        return torch.stack([last, torch.where(rules.exact, last, before)], dim=1)
+        last = norms * _apply(function, rules.last)
+        before = (_rule(rules.projected[:, :less, :less]) for less in shorter(num_steps))
+        fewer = (norms * _apply(function, rule) for rule in before)
+        return torch.stack([last, *(torch.where(rules.exact, last, form) for form in fewer)], dim=1)
 
     label = "trace of a function"
     samples, _ = plan.run(op, measure, generator=generator, progress=progress, label=label)
-    values, change = samples[:, 0], (samples[:, 0] - samples[:, 1]).mean().abs()
+    values, change = samples[:, 0], remainder(*samples.mean(0)).abs()
     return Estimate(
         mean=values.mean(),
         stderr=stderr(values),
@@ -138,13 +140,13 @@ class Rules:
 
     Attributes:
         last: Nodes and weights of the ``m``-point rules, each ``(m, k)``, float64 on the CPU.
-        before: Those of one step less (the same, where there is no step less).
+        projected: Projected matrices, ``(k, m, m)``, of which leading parts have shorter rules.
         exact: Whether a run's space is invariant, and so its rule exact, ``(k,)``.
         num_products: Products spent.
     """
 
     last: Rule
-    before: Rule
+    projected: Tensor
     exact: Tensor
     num_products: int
 
@@ -169,10 +171,9 @@ def ritz_rules(
     ]
     advance(op, runs, num_steps)
     projected = torch.stack([_padded(run.projected(), num_steps) for run in runs])
-    less = max(1, num_steps - 1)
     return Rules(
         last=_rule(projected),
-        before=_rule(projected[:, :less, :less]),
+        projected=projected,
         exact=torch.tensor([run.exhausted for run in runs]),
         num_products=sum(run.size for run in runs),
     )

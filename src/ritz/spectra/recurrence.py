@@ -58,8 +58,10 @@ class Recurrence:
         mode: Reorthogonalization,
         placement: Placement = "device",
         group: Group | None = None,
+        magnitude: float = 0.0,
     ) -> None:
         self.mode = mode
+        self.magnitude = magnitude  # of numbers whose differences products are, if larger
         self.eps = torch.finfo(start.dtype).eps
         self.basis = Basis(
             capacity if mode != "none" else 2, start, placement=placement, group=group
@@ -284,7 +286,7 @@ class Recurrence:
         if not np.isfinite(found).all():
             self._raise_nonfinite(vector)
         gap = float(np.linalg.norm(found[: len(expected)] - expected))
-        size = max(self.scale, float(np.abs(found).max()))
+        size = max(self.scale, self.magnitude, float(np.abs(found).max()))
         if gap > (ASYMMETRY * self.eps**0.5 + slack) * size:
             raise AsymmetryError(
                 f"at step {self.size + 1} products differ by {gap:.2g} (norm {size:.2g}) from "

@@ -1,5 +1,7 @@
 """Traces of functions with a block Krylov space taken first, or with all the eigenvalues."""
 
+import math
+
 import torch
 
 from ritz._core.progress import tracking
@@ -26,7 +28,8 @@ def by_krylov(op: LinearOperator, budget: Budget, function: Function) -> Expansi
     size = krylov_dimension(n, budget.num_products, op.dtype.itemsize)
     with tracking(budget.progress, "trace of a function", min(n, budget.num_products)) as bar:
         space = block_krylov(op, dimension=size, generator=generator, bar=bar)
-        first = n if size == n else max(1, int(KEPT * size))
+        shorter = size - space.width
+        first = n if size == n else max(1, min(int(KEPT * size), shorter or size))
         inside = _share(space, size, first, function)
         if size == n:
             whole = torch.tensor([inside], dtype=torch.float64)
@@ -43,8 +46,8 @@ def by_krylov(op: LinearOperator, budget: Budget, function: Function) -> Expansi
             spent=size,
         )
         found = by_quadrature(sampler, num_products=budget.num_products - size, num_probes=None)
-    shorter = size - space.width
-    change = abs(inside - _share(space, shorter, first, function)) if shorter >= first else 0.0
+    # A single block has nothing to compare with: how far from exact its share is nobody knows.
+    change = abs(inside - _share(space, shorter, first, function)) if shorter else math.nan
     how = f"block Krylov: {first} directions of {size}, {found.how}"
     truncation = found.truncation + change
     return Expansion(inside + found.samples, truncation, size + found.num_products, how)
