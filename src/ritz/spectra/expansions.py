@@ -69,18 +69,8 @@ def of_forms(sampler: Sampler, forms: Forms) -> Expansion:
 def by_chebyshev(op: LinearOperator, budget: Budget, function: Function) -> Expansion:
     r"""Interpolate :math:`f` between the floor and the norm: :math:`\sum_j c_j \mu_j`."""
     found = _moments(op, budget, budget.num_products, function)
-    degree = len(found.mean) - 1
-
-    # Interpolation at the nodes of the grid, where Chebyshev polynomials are orthogonal.
-    grid = Grid.make(degree + 1, degree)
-    series = (
-        (2 / (degree + 1)) * grid.polynomials.T @ function(in_interval(grid.nodes, found.interval))
-    )
-    series[0] /= 2
-    fine = Grid.make(20 * degree + 200, degree)
-    exact = function(in_interval(fine.nodes, found.interval))
-    gap = (fine.polynomials @ series - exact).abs().max()
-    n = op.shape[0]
+    n, degree = op.shape[0], len(found.mean) - 1
+    series, gap = _interpolated(function, found.interval, degree)
     samples = n * (found.samples @ series)
     how = f"Chebyshev series of degree {degree}, {len(samples)} probes"
     return Expansion(samples, n * gap, found.num_products, how)
@@ -98,15 +88,26 @@ def by_maxent(op: LinearOperator, budget: Budget, function: Function) -> Expansi
     density: EntropicDensity = maxent(found)
     density.raise_if_failed()
     value = density.expectation(function)
-    half = max(1, degree // 2)
-    coarse: EntropicDensity = maxent(
-        found.mean[: half + 1], interval=found.interval, stderr=found.stderr[: half + 1]
-    )
     slopes = _regression(density, function)
     samples = n * (value + (found.samples[:, 1:] - found.mean[1:]) @ slopes)
-    truncation = torch.tensor(n * abs(value - coarse.expectation(function)), dtype=torch.float64)
+    # Two densities with the same moments agree on a polynomial, and differ on what is left of f.
+    truncation = 2 * n * _interpolated(function, found.interval, degree)[1]
     how = f"maximum entropy, {degree} moments, {len(samples)} probes"
     return Expansion(samples, truncation, found.num_products, how)
+
+
+def _interpolated(
+    function: Function, interval: tuple[float, float], degree: int
+) -> tuple[Tensor, Tensor]:
+    """The Chebyshev series that interpolates a function, and how far it is from it at most."""
+    # At the nodes of the grid Chebyshev polynomials are orthogonal.
+    grid = Grid.make(degree + 1, degree)
+    values = function(in_interval(grid.nodes, interval))
+    series = (2 / (degree + 1)) * grid.polynomials.T @ values
+    series[0] /= 2
+    fine = Grid.make(20 * degree + 200, degree)
+    gap = fine.polynomials @ series - function(in_interval(fine.nodes, interval))
+    return series, gap.abs().max()
 
 
 def _moments(op: LinearOperator, budget: Budget, num_products: int, function: Function) -> Moments:
