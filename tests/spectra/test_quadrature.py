@@ -68,7 +68,7 @@ def test_the_truncation_says_how_much_more_steps_would_change():
     full = trace_function(op, torch.log, num_steps=60, reorthogonalize="full", generator=seeded(1))
     assert short.truncation > 10 * full.truncation
     assert 0.25 * short.truncation < abs(short.mean - full.mean) < 4 * short.truncation
-    assert full.truncation < 0.01
+    assert full.truncation < 0.005 * abs(full.mean)  # which error bars of sampling exceed
 
 
 def test_a_single_step_does_not_know_its_truncation():
