@@ -81,7 +81,8 @@ def create(
         **options: Those of the family; :func:`options` lists them.
 
     Example:
-        >>> model = create("vgg16", num_classes=100)
+        >>> from ritz import models
+        >>> model = models.create("vgg16", num_classes=100, device="meta")
         >>> sum(p.numel() for p in model.parameters())
         15291300
     """
