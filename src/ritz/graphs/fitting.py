@@ -118,6 +118,8 @@ def fit(
     graph = with_edges(graph)
     check_count("num_draws", num_draws, low=2)
     check_count("num_repeats", num_repeats, low=2)
+    if not models:
+        raise ValueError("models must name one at least, got none")
     for model in models:
         check_choice("models", model, MODELS)
     size = min(graph.num_nodes, MOST_NODES) if num_nodes is None else num_nodes

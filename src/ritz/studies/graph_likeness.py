@@ -1,0 +1,239 @@
+"""How alike real graphs are, by their spectra: Spectral Machine Learning, Figure 3.4.
+
+Divergences between collaboration (published as citation), road and social networks. Collaborations
+and roads are each nearer to their own kind than the two are to one another. Social networks are
+not one kind: friendships within circles look like collaborations, trust between strangers does not.
+Then every graph is cut into two random halves, which are to find each other among all others.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ritz import graphs
+from ritz._core.checks import check_count, check_range
+from ritz._core.progress import Progress, tracking
+from ritz._core.storage import storable
+from ritz.spectra import Moments
+from ritz.studies.protocol import versions
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MEASURES = ("symmetric_kl", "jensen_shannon", "wasserstein", "heat")
+
+
+@storable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """What is compared, and where it lies.
+
+    Attributes:
+        citation: Files of collaboration networks in the folder.
+        road: Files of road networks.
+        social: Files of social networks.
+        num_moments: Moments of each.
+        num_probes: Probes of each.
+        data: The folder; ``RITZ_DATA`` of the environment by default.
+        seed: Of probes and halves.
+    """
+
+    citation: tuple[str, ...] = (
+        "graphs/ca-AstroPh.txt.gz",
+        "graphs/ca-CondMat.txt.gz",
+        "graphs/ca-GrQc.txt.gz",
+        "graphs/ca-HepPh.txt.gz",
+        "graphs/ca-HepTh.txt.gz",
+    )
+    road: tuple[str, ...] = ("graphs/road-luxembourg-osm.mtx.gz", "graphs/road-minnesota.mtx")
+    social: tuple[str, ...] = (
+        "graphs/facebook_combined.txt.gz",
+        "graphs/soc-Epinions1.txt.gz",
+        "graphs/wiki-Vote.txt.gz",
+    )
+    num_moments: int = 100
+    num_probes: int = 64
+    data: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_count("num_moments", self.num_moments)
+        check_count("num_probes", self.num_probes, low=2)
+        check_range("seed", self.seed, low=0)
+        if len(self.citation) + len(self.road) + len(self.social) < 2:
+            raise ValueError("citation, road and social must name two graphs at least")
+
+    @property
+    def kinds(self) -> dict[str, tuple[str, ...]]:
+        """The files by kind."""
+        return {"citation": self.citation, "road": self.road, "social": self.social}
+
+
+@storable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """Divergences between graphs and between their halves.
+
+    Attributes:
+        config: What was asked for.
+        versions: What computed it.
+        sizes: Vertices and edges of each graph.
+        kinds: What kind each is of.
+        likeness: Of the graphs, by measure.
+        halves: Of both halves of every graph, ``2 N`` of them, halves of one beside each other.
+        apart: Divergence of the two halves of each graph, ``(N,)``.
+        others: Least divergence of either half from another graph or its halves, ``(N,)``.
+    """
+
+    config: Config
+    versions: dict[str, str]
+    sizes: tuple[tuple[int, int], ...]
+    kinds: tuple[str, ...]
+    likeness: dict[str, graphs.Similarity]
+    halves: graphs.Similarity
+    apart: Tensor
+    others: Tensor
+
+    def __str__(self) -> str:
+        found = self.likeness["symmetric_kl"]
+        lines = [str(found), "Within a kind and between it and the others:"]
+        for measure, one in self.likeness.items():
+            for kind in dict.fromkeys(self.kinds):
+                lines.append(f"  {measure:15}{kind:10}{_told(one.matrix, self.kinds, kind)}")
+        lines.append("Two halves of a graph, and the nearest half or whole of another:")
+        for name, own, other in zip(
+            found.names, self.apart.tolist(), self.others.tolist(), strict=True
+        ):
+            lines.append(f"  {name:22}{own:>9.2g}{other:>9.2g}{'' if own < other else '  NOT'}")
+        return "\n".join(lines)
+
+
+def run(config: Config, *, progress: bool | Progress = False) -> Result:
+    """Return how alike the graphs are, and their halves."""
+    paths = {kind: [_find(config, name) for name in names] for kind, names in config.kinds.items()}
+    generator = torch.Generator().manual_seed(config.seed)
+    wholes: dict[str, Moments] = {}
+    halves: dict[str, Moments] = {}
+    sizes, kinds = [], []
+    count = sum(len(found) for found in paths.values())
+    with tracking(progress, "graphs", count) as bar:
+        for kind, found in paths.items():
+            for path in found:
+                graph, name = graphs.read(path), path.name.partition(".")[0]
+                sizes.append((graph.num_nodes, graph.num_edges))
+                kinds.append(kind)
+                wholes[name] = _moments(graph, config, generator)
+                for place, half in enumerate(_halves(graph, generator)):
+                    halves[f"{name} {'ab'[place]}"] = _moments(half, config, generator)
+                bar.update(len(kinds))
+    both = graphs.similarity(halves | wholes)
+    apart, others = _halves_apart(both.matrix, len(kinds))
+    return Result(
+        config=config,
+        versions=versions(),
+        sizes=tuple(sizes),
+        kinds=tuple(kinds),
+        likeness={one: graphs.similarity(wholes, measure=one) for one in MEASURES},  # type: ignore[arg-type]
+        halves=graphs.similarity(halves),
+        apart=apart,
+        others=others,
+    )
+
+
+def figure(result: Result) -> "Figure":
+    """Draw the heat map of the graphs, and halves against others."""
+    from ritz import plots
+
+    found = result.likeness["symmetric_kl"]
+    side = 2.0 + 0.45 * len(found.names)
+    drawing, axes = plots.panels(1, 2, width=side, height=side - 1)
+    groups = tuple(len(names) for names in result.config.kinds.values())
+    plots.similarity(found, ax=axes[0], groups=groups)
+    axes[0].set_title("symmetric KL divergence", loc="left", fontsize="small")
+    places = range(len(found.names))
+    axes[1].plot(result.apart.numpy(), places, "o", color="#0072B2", label="its own other half")
+    axes[1].plot(result.others.numpy(), places, "x", color="#D55E00", label="nearest other graph")
+    axes[1].set_yticks(places, found.names, fontsize="small")
+    axes[1].invert_yaxis()
+    axes[1].set(xscale="log", xlabel="divergence of a random half")
+    axes[1].legend(fontsize="small", frameon=False)
+    return drawing
+
+
+def separation(matrix: Tensor, kinds: tuple[str, ...], kind: str) -> dict[str, float]:
+    """Return distances within a kind and between it and others: means, extremes, and order.
+
+    Args:
+        matrix: Distances ``(N, N)``.
+        kinds: Of every graph.
+        kind: Which.
+
+    Returns:
+        ``within``, ``largest_within``, ``between``, ``least_between``, and ``ordered``: of all
+        pairs of a distance within and one between, the share in which the first is less.
+    """
+    mine = torch.tensor([one == kind for one in kinds])
+    upper = torch.ones_like(matrix).triu(1).bool()
+    within = matrix[mine[:, None] & mine[None] & upper]
+    between = matrix[(mine[:, None] ^ mine[None]) & upper]
+    if not len(within) or not len(between):
+        raise ValueError(f"kind must be of two graphs at least, and others be there, got {kind!r}")
+    return {
+        "within": float(within.mean()),
+        "largest_within": float(within.max()),
+        "between": float(between.mean()),
+        "least_between": float(between.min()),
+        "ordered": float((within[:, None] < between).double().mean()),
+    }
+
+
+def _told(matrix: Tensor, kinds: tuple[str, ...], kind: str) -> str:
+    if kinds.count(kind) < 2 or kinds.count(kind) == len(kinds):
+        return "one graph, or no other kind"
+    found = separation(matrix, kinds, kind)
+    return (
+        f"mean {found['within']:.3g}, largest {found['largest_within']:.3g}; between mean "
+        f"{found['between']:.3g}, least {found['least_between']:.3g}; "
+        f"ordered {found['ordered']:.0%}"
+    )
+
+
+def _halves_apart(matrix: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Of ``2 count`` halves and ``count`` wholes: halves of one, and the nearest other."""
+    owner = torch.cat([torch.arange(count).repeat_interleave(2), torch.arange(count)])
+    apart = matrix[torch.arange(0, 2 * count, 2), torch.arange(1, 2 * count, 2)]
+    foreign = matrix[: 2 * count].masked_fill(owner[: 2 * count, None] == owner, torch.inf)
+    return apart, foreign.amin(1).reshape(count, 2).amin(1)
+
+
+def _halves(graph: graphs.Graph, generator: torch.Generator) -> tuple[graphs.Graph, graphs.Graph]:
+    order = torch.randperm(graph.num_nodes, generator=generator)
+    middle = graph.num_nodes // 2
+    return graph.subgraph(order[:middle]), graph.subgraph(order[middle:])
+
+
+def _moments(graph: graphs.Graph, config: Config, generator: torch.Generator) -> Moments:
+    options: Mapping[str, Any] = {
+        "num_moments": config.num_moments,
+        "num_probes": config.num_probes,
+        "generator": generator,
+    }
+    return graphs.moments(graph, exact=False, **options)
+
+
+def _find(config: Config, name: str) -> Path:
+    folder = config.data or os.environ.get("RITZ_DATA")
+    if folder is None:
+        raise FileNotFoundError(f"no folder for {name!r}: give data=, or set RITZ_DATA")
+    path = Path(folder) / name
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"no file {name!r} in {folder!r}: give data= or set RITZ_DATA, or choose citation=, "
+            "road= and social="
+        )
+    return path

@@ -1,0 +1,185 @@
+"""Distances between spectra: formulas against quadrature, errors against scatter, order."""
+
+import math
+
+import networkx as nx
+import pytest
+import torch
+
+import ritz
+from ritz import graphs
+from ritz.graphs import GraphError
+
+MEASURES = ("symmetric_kl", "jensen_shannon", "wasserstein", "heat")
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture(scope="module")
+def several():
+    return {
+        "ring": graphs.watts_strogatz(600, num_neighbors=8, p=0.05, generator=seeded(0)),
+        "ring again": graphs.watts_strogatz(500, num_neighbors=8, p=0.05, generator=seeded(1)),
+        "random": graphs.erdos_renyi(600, p=8 / 600, generator=seeded(2)),
+        "attached": graphs.barabasi_albert(600, num_edges=2, generator=seeded(3)),
+    }
+
+
+@pytest.fixture(scope="module")
+def moments(several):
+    return {
+        name: graphs.moments(graph, num_moments=30, num_probes=32, generator=seeded(i))
+        for i, (name, graph) in enumerate(several.items())
+    }
+
+
+def by_quadrature(p, q, measure):
+    # Crowded towards both ends, where densities of roots and peaks are steep.
+    x = 1 - torch.cos(torch.linspace(0, math.pi, 3_001, dtype=torch.float64)[1:-1])
+    a, b = p.pdf(x), q.pdf(x)
+    if measure == "symmetric_kl":
+        return float(torch.trapezoid(0.5 * (a - b) * (a.log() - b.log()), x))
+    if measure == "jensen_shannon":
+        middle = (0.5 * (a + b)).log()
+        return float(torch.trapezoid(0.5 * (a * (a.log() - middle) + b * (b.log() - middle)), x))
+    return float(torch.trapezoid((p.cdf(x) - q.cdf(x)).abs(), x))
+
+
+@pytest.mark.parametrize("measure", ["symmetric_kl", "jensen_shannon", "wasserstein"])
+def test_distances_are_those_of_the_densities_by_quadrature(moments, measure):
+    found = graphs.similarity(moments, measure=measure)
+    for i, j in ((0, 1), (0, 2), (2, 3)):
+        expected = by_quadrature(found.densities[i], found.densities[j], measure)
+        # The trapezoids of 3,000 points are good to a thousandth.
+        assert float(found.matrix[i, j]) == pytest.approx(expected, rel=1e-3)
+
+
+def test_symmetric_kl_is_what_densities_say_of_each_other(moments):
+    found = graphs.similarity(moments)
+    one, other = found.densities[0], found.densities[2]
+    assert float(found.matrix[0, 2]) == pytest.approx(one.symmetric_kl(other), rel=1e-6)
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_a_matrix_of_distances_and_graphs_of_a_kind_are_nearest(moments, measure):
+    found = graphs.similarity(moments, measure=measure)
+    assert torch.equal(found.matrix, found.matrix.T)
+    assert torch.equal(found.stderr, found.stderr.T)
+    assert float(found.matrix.diagonal().abs().max()) == 0
+    off = ~torch.eye(4, dtype=torch.bool)
+    assert float(found.matrix[off].min()) > 0
+    assert float(found.stderr[off].min()) > 0
+    assert float(found.matrix[0, 1]) < float(found.matrix[0, 2:].min())
+    if measure != "heat":  # of short times, and so of little but the noise of the probes
+        rings = float(found.matrix[0, 1] + 4 * found.stderr[0, 1])
+        assert rings < float(found.matrix[0, 2:].min())
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_errors_are_those_of_independent_probes(several, measure):
+    pair = [several["ring"], several["random"]]
+    options = {"measure": measure, "num_moments": 10, "num_probes": 20}
+    runs = [graphs.similarity(pair, **options, generator=seeded(100 + s)) for s in range(12)]
+    scatter = torch.stack([run.matrix[0, 1] for run in runs]).std()
+    stated = torch.stack([run.stderr[0, 1] for run in runs]).mean()
+    # Twelve runs know their scatter to a fifth: a factor of two is four errors.
+    assert float(scatter) / 2 < float(stated) < 2 * float(scatter)
+
+
+def test_jensen_shannon_is_at_most_log_two():
+    apart = [graphs.erdos_renyi(100, p=1.0), graphs.watts_strogatz(100, num_neighbors=2, p=0.0)]
+    found = graphs.similarity(apart, measure="jensen_shannon", num_moments=20)
+    assert 0.3 < float(found.matrix[0, 1]) <= math.log(2)
+
+
+def test_small_graphs_have_no_errors_and_names_are_kept():
+    found = graphs.similarity(
+        {"karate": nx.karate_club_graph(), "misérables": nx.les_miserables_graph()}, num_moments=12
+    )
+    assert float(found.stderr.max()) == 0
+    assert found.names == ("karate", "misérables")
+    assert "karate" in str(found)
+
+
+def test_weights_matter():
+    graph = nx.les_miserables_graph()
+    plain = nx.Graph(graph.edges())
+    found = graphs.similarity([graph, plain, graph], num_moments=12)
+    assert float(found.matrix[0, 1]) > 1e-3
+    assert float(found.matrix[0, 2]) == 0
+
+
+def test_all_densities_are_matched_within_the_same_errors(moments):
+    found = graphs.similarity(moments)
+    for one in found.densities[1:]:
+        torch.testing.assert_close(one.ridge, found.densities[0].ridge)
+
+
+def test_single_precision_is_near_double(several):
+    pair = [several["ring"], several["random"]]
+    one, two = (
+        graphs.similarity(pair, num_moments=20, dtype=dtype, generator=seeded(7)).matrix[0, 1]
+        for dtype in (torch.float32, torch.float64)
+    )
+    assert float(one) == pytest.approx(float(two), rel=1e-3)
+
+
+def test_heat_trace_is_that_of_the_eigenvalues(several):
+    graph = several["attached"]
+    times = torch.tensor([0.0, 0.1, 1.0, 5.0, 20.0], dtype=torch.float64)
+    values = graphs.eigenvalues(graph)
+    exact = torch.exp(-times[:, None] * values).mean(1)
+    found = graphs.heat_trace(graph, times=times, num_moments=60, generator=seeded(0))
+    bars = 4 * found.stderr + found.truncation
+    assert bool(((found.mean - exact).abs() <= bars).all())
+    assert float(found.truncation.max()) < 1e-9
+    assert float(found.mean[0]) == pytest.approx(1.0)
+
+
+def test_heat_trace_of_a_small_graph_is_exact_up_to_the_truncation_it_states():
+    graph = nx.karate_club_graph()
+    values = graphs.eigenvalues(graph)
+    times = torch.tensor([1.0, 30.0, 300.0], dtype=torch.float64)
+    exact = torch.exp(-times[:, None] * values).mean(1)
+    found = graphs.heat_trace(graph, times=times, num_moments=10)
+    off = (found.mean - exact).abs()
+    assert bool((off <= found.truncation + 1e-12).all())
+    assert float(found.truncation[2]) > 0.1
+    assert found.samples is None
+
+
+def test_it_is_written_and_read(moments, tmp_path):
+    found = graphs.similarity(moments)
+    ritz.save(found, tmp_path / "likeness.safetensors")
+    again = ritz.load(tmp_path / "likeness.safetensors")
+    assert torch.equal(again.matrix, found.matrix)
+    assert str(again) == str(found)
+
+
+def test_wrong_graphs_are_named(several, moments):
+    with pytest.raises(ValueError, match="graphs must be two at least, got 1"):
+        graphs.similarity([several["ring"]])
+    with pytest.raises(TypeError, match="graphs must be several, in a row or by name, got Graph"):
+        graphs.similarity(several["ring"])
+    with pytest.raises(GraphError, match="must have an edge"):
+        graphs.similarity([several["ring"], graphs.erdos_renyi(5, p=0.0)])
+    with pytest.raises(ValueError, match="measure must be one of symmetric_kl"):
+        graphs.similarity(moments, measure="euclid")
+    with pytest.raises(ValueError, match="as many moments each, got 30 and 100"):
+        graphs.similarity([moments["ring"], several["random"]])
+
+
+def test_moments_of_something_else_are_refused(moments):
+    other = ritz.moments(torch.eye(4), num_moments=30, interval=(0.0, 3.0))
+    with pytest.raises(ValueError, match="graphs must be moments of a normalised Laplacian"):
+        graphs.similarity([moments["ring"], other])
+    with pytest.raises(ValueError, match="graph must be moments of a normalised Laplacian"):
+        graphs.heat_trace(other)
+
+
+@pytest.mark.parametrize("times", [[-1.0], [[1.0]], [], [math.nan]])
+def test_wrong_times_are_refused(moments, times):
+    with pytest.raises(ValueError, match="times must be a vector of finite numbers"):
+        graphs.heat_trace(moments["ring"], times=torch.tensor(times))

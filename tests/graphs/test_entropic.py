@@ -1,0 +1,219 @@
+"""Entropic spectra of graphs: against exact eigenvalues, and what no smoothing can do."""
+
+import math
+
+import networkx as nx
+import pytest
+import torch
+from networkx.linalg.spectrum import normalized_laplacian_spectrum
+
+from ritz import graphs
+from ritz.graphs import GraphError
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture(scope="module")
+def ring():
+    return graphs.watts_strogatz(400, num_neighbors=6, p=0.2, generator=seeded(3))
+
+
+@pytest.fixture(scope="module")
+def ring_values(ring):
+    return torch.from_numpy(
+        normalized_laplacian_spectrum(nx.from_scipy_sparse_array(ring.to_scipy())).real
+    )
+
+
+def exact_moments(values, count):
+    angles = torch.arccos((values - 1).clamp(-1, 1))
+    return torch.stack([torch.cos(k * angles).mean() for k in range(count + 1)])
+
+
+def test_eigenvalues_are_those_of_networkx(ring, ring_values):
+    torch.testing.assert_close(
+        graphs.eigenvalues(ring), ring_values.sort().values, atol=1e-10, rtol=0
+    )
+
+
+def test_eigenvalues_of_a_weighted_graph_are_those_of_networkx():
+    graph = nx.les_miserables_graph()
+    found = graphs.eigenvalues(graph)
+    expected = torch.from_numpy(normalized_laplacian_spectrum(graph).real).sort().values
+    torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
+    plain = graphs.eigenvalues(graph, kind="laplacian")
+    torch.testing.assert_close(
+        plain, torch.from_numpy(nx.laplacian_spectrum(graph).real).sort().values, atol=1e-9, rtol=0
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sampled_moments_lie_within_four_standard_errors(ring, ring_values, dtype):
+    found = graphs.moments(ring, num_moments=40, num_probes=64, dtype=dtype, generator=seeded(0))
+    off = (found.mean - exact_moments(ring_values, 40)).abs()
+    assert bool((off <= 4 * found.stderr + 1e-6).all())
+    assert float(found.stderr[1:].min()) > 0
+
+
+def test_moments_of_a_weighted_graph_lie_within_four_standard_errors():
+    graph = nx.les_miserables_graph()
+    values = torch.from_numpy(normalized_laplacian_spectrum(graph).real)
+    found = graphs.moments(graph, num_moments=30, num_probes=200, exact=False, generator=seeded(1))
+    assert bool(((found.mean - exact_moments(values, 30)).abs() <= 4 * found.stderr + 1e-12).all())
+
+
+def test_small_graphs_have_exact_moments_without_an_error():
+    graph = nx.karate_club_graph()
+    found = graphs.moments(graph, num_moments=12)
+    values = torch.from_numpy(normalized_laplacian_spectrum(graph).real)
+    torch.testing.assert_close(found.mean, exact_moments(values, 12), atol=1e-10, rtol=0)
+    assert float(found.stderr.max()) == 0
+    assert "exact" in str(found)
+
+
+def test_the_spectrum_has_the_moments_of_the_graph_and_not_its_noise(ring, ring_values):
+    found = graphs.spectrum(ring, num_moments=30, num_probes=64, generator=seeded(0))
+    errors = graphs.moments(ring, num_moments=30, num_probes=64, generator=seeded(0)).stderr[1:]
+    off = (found.fitted - exact_moments(ring_values, 30)[1:]).abs()
+    assert bool((off <= 4 * errors).all())
+    assert found.interval == (0.0, 2.0)
+    assert found.status.ok
+
+
+def test_the_same_seed_gives_the_same_spectrum_and_another_does_not(ring):
+    first, again, other = (
+        graphs.spectrum(ring, num_moments=10, num_probes=4, generator=seeded(seed)).alphas
+        for seed in (5, 5, 6)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_distribution_follows_the_exact_one(ring, ring_values):
+    found = graphs.spectrum(ring, num_moments=60, num_probes=64, generator=seeded(0))
+    x = torch.linspace(0.05, 1.95, 39, dtype=torch.float64)
+    exact = (ring_values[:, None] <= x).double().mean(0)
+    # Sixty moments resolve 2 pi / 60 of the interval, a twentieth: no step of the exact
+    # distribution is higher than what lies in that.
+    assert float((found.cdf(x) - exact).abs().max()) < 0.03
+
+
+def bias_of_smoothing(nodes, weights, width, degree):
+    """Theorem 2, with binomials of the degree itself for odd ones too."""
+    total = 0.0
+    for j in range(1, degree // 2 + 1):
+        kernel = width ** (2 * j) * math.prod(range(1, 2 * j, 2))
+        inner = float((weights * nodes ** (degree - 2 * j)).sum(1).mean())
+        total += math.comb(degree, 2 * j) * kernel * inner
+    return total
+
+
+@pytest.mark.parametrize("degree", [2, 3, 4, 5, 7, 8])
+def test_smoothing_biases_moments_by_theorem_2(ring, degree):
+    smooth = graphs.density(ring, num_steps=20, num_probes=4, width=0.15, generator=seeded(2))
+    discrete = smooth.discrete
+    # The moment of the smoothed density by quadrature of its pdf, not by a formula.
+    x = torch.linspace(*smooth.support, 20_001, dtype=torch.float64)
+    measured = float(torch.trapezoid(smooth.pdf(x) * x**degree, x))
+    bias = measured - discrete.moment(degree)
+    expected = bias_of_smoothing(discrete.nodes, discrete.weights, 0.15, degree)
+    # The support leaves out what lies five widths beyond: 6e-7 of the mass, times 2.75^8 = 3e3.
+    assert bias == pytest.approx(expected, rel=1e-3)
+    assert bias > 0
+
+
+@pytest.mark.parametrize("degree", [2, 3, 4, 5, 7, 8])
+def test_the_entropic_density_has_no_such_bias(degree):
+    graph = graphs.barabasi_albert(200, num_edges=4, generator=seeded(4))
+    values = graphs.eigenvalues(graph)
+    exact = float((values**degree).mean())
+    found = graphs.spectrum(graph, num_moments=10)
+    smooth = graphs.density(graph, num_steps=20, num_probes=64, width=0.15)
+    # Moments are exact here, so that only the solver's tolerance is left.
+    assert found.moment(degree) == pytest.approx(exact, rel=1e-6)
+    assert abs(smooth.moment(degree) - exact) > 0.005
+
+
+def test_entropy_is_that_of_the_spectrum_with_an_error_of_its_scatter(ring):
+    options = {"num_moments": 20, "num_probes": 20}
+    found = graphs.entropy(ring, **options, generator=seeded(0))
+    spectrum = graphs.spectrum(ring, **options, generator=seeded(0))
+    assert float(found) == pytest.approx(spectrum.entropy)
+    runs = torch.tensor(
+        [float(graphs.entropy(ring, **options, generator=seeded(s))) for s in range(12)]
+    )
+    # Twelve runs know their scatter to a fifth, ten groups to a quarter: a factor of 2.5 is four.
+    assert runs.std() / 2.5 < float(found.stderr) < 2.5 * runs.std()
+    assert float(found) < math.log(2)
+
+
+def test_entropy_of_a_small_graph_has_no_error():
+    found = graphs.entropy(nx.karate_club_graph(), num_moments=8)
+    assert float(found.stderr) == 0
+    assert found.samples is None
+
+
+def test_isolated_vertices_are_eigenvalues_zero():
+    edge_index = torch.tensor([[0, 1, 2], [1, 2, 0]])
+    graph = graphs.as_graph(edge_index, num_nodes=10)
+    values = graphs.eigenvalues(graph)
+    expected = torch.tensor([0.0] * 8 + [1.5, 1.5], dtype=torch.float64)
+    torch.testing.assert_close(values, expected, atol=1e-12, rtol=0)
+    found = graphs.spectrum(graph, num_moments=10)
+    assert found.moment(1) == pytest.approx(0.3, abs=0.02)
+    assert "relaxed" in found.status.message
+
+
+def test_a_graph_without_edges_has_exact_eigenvalues_and_no_density():
+    graph = graphs.erdos_renyi(7, p=0.0)
+    assert float(graphs.eigenvalues(graph).abs().max()) == 0
+    found = graphs.moments(graph, num_moments=3)
+    torch.testing.assert_close(
+        found.mean, torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
+    )
+    for function in (graphs.spectrum, graphs.entropy):
+        with pytest.raises(GraphError, match="graph must have an edge, got 7 vertices and none"):
+            function(graph)
+
+
+def test_one_vertex_is_said_to_have_no_density():
+    with pytest.raises(GraphError, match="one vertex and none"):
+        graphs.spectrum(graphs.erdos_renyi(1, p=0.5))
+
+
+def test_two_vertices_with_an_edge_have_their_two_eigenvalues():
+    graph = graphs.erdos_renyi(2, p=1.0)
+    assert graphs.eigenvalues(graph).tolist() == pytest.approx([0.0, 2.0], abs=1e-12)
+    assert graphs.spectrum(graph, num_moments=4).moment(1) == pytest.approx(1.0, abs=1e-6)
+    # A vector of signs is one eigenvector or the other: rules of a single node.
+    found = graphs.density(graph, num_probes=8).discrete
+    assert {round(float(x), 9) for x in found.nodes[found.weights > 0]} == {0.0, 2.0}
+
+
+def test_lanczos_has_the_moments_of_the_graph(ring, ring_values):
+    found = graphs.density(ring, num_steps=20, num_probes=32, generator=seeded(0)).discrete
+    samples = (found.weights * found.nodes**4).sum(1)
+    exact = float((ring_values**4).mean())
+    assert abs(float(samples.mean()) - exact) <= 4 * float(samples.std()) / 32**0.5
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"num_moments": 0}, "num_moments must be at least 1, got 0"),
+        ({"num_probes": 1}, "num_probes must be at least 2, got 1"),
+        ({"generator": 3}, "generator must be a torch.Generator"),
+        ({"dtype": torch.int64, "exact": False}, "dtype must be of a real floating-point"),
+    ],
+)
+def test_wrong_arguments_are_named(ring, options, match):
+    with pytest.raises((ValueError, TypeError), match=match):
+        graphs.spectrum(ring, **options)
+
+
+def test_too_many_vertices_for_all_eigenvalues_are_refused():
+    edge_index = torch.tensor([[0], [1]])
+    with pytest.raises(GraphError, match="at most 20,000 vertices"):
+        graphs.eigenvalues(graphs.as_graph(edge_index, num_nodes=20_001))

@@ -1,0 +1,136 @@
+"""The nearest random graphs: parameters found again, intervals that hold, models told apart."""
+
+import networkx as nx
+import pytest
+import torch
+
+import ritz
+from ritz import graphs
+from ritz.graphs import GraphError
+from ritz.graphs.families import Outline, families
+
+FAST = {"num_draws": 2, "num_repeats": 8}
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+DRAWN = {
+    "erdos_renyi": (lambda g: graphs.erdos_renyi(100, p=0.6, generator=g), "p", 0.6),
+    "watts_strogatz": (
+        lambda g: graphs.watts_strogatz(100, num_neighbors=10, p=0.4, generator=g),
+        "p",
+        0.4,
+    ),
+    "barabasi_albert": (
+        lambda g: graphs.barabasi_albert(100, num_edges=40, generator=g),
+        "num_edges",
+        40.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("model", DRAWN)
+def test_the_parameter_of_a_drawn_graph_is_found_within_its_interval(model):
+    draw, name, truth = DRAWN[model]
+    found = graphs.fit(draw(seeded(0)), models=[model], **FAST, generator=seeded(1)).fits[0]
+    low, high = found.interval[name]
+    off = found.parameters[name] - truth
+    # The interval is two standard deviations either way, here taken twice.
+    assert abs(off) <= max(high - low, 1.0 if name == "num_edges" else 0.0)
+    assert low <= found.parameters[name] <= high
+    assert (high - low) < 0.5 * truth
+    # A graph of the model is as near to it as others of it, or nearly so.
+    assert found.divergence <= 2 * found.typical
+
+
+@pytest.mark.parametrize("model", DRAWN)
+def test_the_model_of_a_drawn_graph_is_recognised(model):
+    graph = DRAWN[model][0](seeded(5))
+    found = graphs.fit(graph, models=tuple(DRAWN), **FAST, generator=seeded(6))
+    assert found.model == model
+    assert found.parameters == found.fits[0].parameters
+    assert [one.model for one in found.fits[:1]] == [model]
+    assert found.fits[1].divergence > 5 * found.fits[0].divergence
+
+
+def test_blocks_are_told_from_graphs_without_and_counted():
+    inside = torch.full((4, 4), 0.01, dtype=torch.float64).fill_diagonal_(0.4)
+    graph = graphs.stochastic_block_model([40] * 4, probabilities=inside, generator=seeded(2))
+    models = ("erdos_renyi", "configuration_model", "stochastic_block_model")
+    found = graphs.fit(graph, models=models, **FAST, generator=seeded(3))
+    assert found.model == "stochastic_block_model"
+    assert found.parameters["num_blocks"] == 4
+    # Of 0.4 * 39 + 0.01 * 120 neighbours, the last are in other blocks: 0.0714.
+    low, high = found.fits[0].interval["mixing"]
+    assert abs(found.parameters["mixing"] - 1.2 / 16.8) <= high - low
+
+
+def test_the_simplest_of_models_that_a_graph_may_be_of_comes_first():
+    # A configuration model of its degrees is as near to a random graph as it is itself.
+    graph = graphs.erdos_renyi(120, p=0.1, generator=seeded(4))
+    models = ("configuration_model", "erdos_renyi")
+    found = graphs.fit(graph, models=models, **FAST, generator=seeded(8))
+    assert found.model == "erdos_renyi"
+    assert found.fits[1].divergence <= found.fits[1].typical
+
+
+def test_degrees_are_kept_by_the_configuration_model_of_a_dense_graph():
+    graph = graphs.erdos_renyi(60, p=0.5, generator=seeded(0))
+    degrees = graph.crow.diff().long()
+    (family,) = families("configuration_model", Outline(degrees=degrees, num_nodes=60))
+    drawn = family.draw(0.0, seeded(1))
+    # Erasing repeats in place of exchanging ends would lose a quarter of the edges.
+    assert torch.equal(drawn.crow.diff().long(), degrees)
+    assert not torch.equal(drawn.col, graph.col)
+
+
+def test_smaller_graphs_carry_mean_degrees_over():
+    graph = graphs.erdos_renyi(900, p=0.01, generator=seeded(0))
+    found = graphs.fit(
+        graph, models=["erdos_renyi"], num_nodes=200, num_moments=10, **FAST, generator=seeded(1)
+    ).fits[0]
+    low, high = found.interval["p"]
+    assert abs(found.parameters["p"] - 0.01) <= high - low
+    assert bool(((found.values > 0.002) & (found.values < 0.05)).all())
+
+
+def test_models_of_every_kind_take_a_small_real_graph():
+    found = graphs.fit(nx.karate_club_graph(), num_moments=8, **FAST, generator=seeded(0))
+    assert len(found.fits) == 5
+    assert "Nearest model" in str(found)
+    assert "num_blocks" in str(found)
+    assert all(one.divergence > 0 for one in found.fits)
+
+
+def test_the_same_seed_finds_the_same_and_it_is_written_and_read(tmp_path):
+    graph = graphs.barabasi_albert(60, num_edges=3, generator=seeded(0))
+    one, again = (
+        graphs.fit(graph, models=["barabasi_albert"], **FAST, generator=seeded(1)) for _ in range(2)
+    )
+    assert str(one) == str(again)
+    ritz.save(one, tmp_path / "fit.safetensors")
+    assert str(ritz.load(tmp_path / "fit.safetensors")) == str(one)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"models": ["small_world"]}, "models must be one of erdos_renyi"),
+        ({"models": []}, "models must name one at least"),
+        ({"num_draws": 1}, "num_draws must be at least 2"),
+        ({"num_repeats": 1}, "num_repeats must be at least 2"),
+        ({"num_nodes": 4}, "num_nodes must be at least 8"),
+    ],
+)
+def test_wrong_arguments_are_named(options, match):
+    with pytest.raises(ValueError, match=match):
+        graphs.fit(nx.karate_club_graph(), **options)
+
+
+def test_graphs_without_edges_or_too_small_are_refused():
+    with pytest.raises(GraphError, match="must have an edge"):
+        graphs.fit(graphs.erdos_renyi(10, p=0.0))
+    with pytest.raises(ValueError, match="num_nodes must be at least 8, got 3"):
+        graphs.fit(nx.path_graph(3))
