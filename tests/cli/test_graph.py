@@ -1,0 +1,162 @@
+import json
+
+import pytest
+import torch
+
+from ritz import graphs
+from ritz.cli import _app
+
+QUICK = ["--moments", "60", "--probes", "20"]
+
+
+def edge_list(path, graph, offset=0):
+    rows = torch.repeat_interleave(torch.arange(graph.num_nodes), graph.crow.diff().long())
+    keep = rows < graph.col
+    pairs = torch.stack([rows[keep], graph.col[keep].long()], dim=1) + offset
+    path.write_text("# a comment\n" + "\n".join(f"{u}\t{v}" for u, v in pairs.tolist()) + "\n")
+    return str(path)
+
+
+@pytest.fixture
+def blocks(tmp_path):
+    graph = graphs.cluster_graph([30] * 9, degree=12, num_links=18)
+    return edge_list(tmp_path / "blocks.txt", graph, offset=100)
+
+
+@pytest.fixture
+def random(tmp_path):
+    generator = torch.Generator().manual_seed(1)
+    graph = graphs.erdos_renyi(300, p=0.05, generator=generator)
+    return edge_list(tmp_path / "random.txt", graph)
+
+
+def test_clusters_with_their_gap_and_a_bar(blocks, capsys):
+    assert _app.run(["graph", "clusters", blocks, *QUICK]) == 0
+    out, err = capsys.readouterr()
+    assert "Graph of 270 vertices" in out
+    assert "\n9 clusters\n" in out
+    assert "none missed" in out
+    assert "moments [####" in err
+
+
+def test_clusters_as_json_with_labels_and_a_picture(blocks, tmp_path, capsys):
+    labels, picture = tmp_path / "labels.txt", tmp_path / "blocks.png"
+    command = ["graph", "clusters", blocks, *QUICK, "--json", "--seed", "3"]
+    assert _app.run([*command, "--labels", str(labels), "--out", str(picture)]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert (found["count"], found["certified"], found["seed"]) == (9, True, 3)
+    assert found["gap"][0] < found["threshold"] < found["gap"][1]
+    assert found["files_written"] == [str(labels), str(picture)]
+    assert err == ""
+    lines = [line.split() for line in labels.read_text().splitlines()]
+    assert [int(name) for name, _ in lines] == list(range(100, 370))
+    assert [int(group) for _, group in lines] == [i // 30 for i in range(270)]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_gap_is_an_answer_and_json_has_no_nan(random, tmp_path, capsys):
+    labels = tmp_path / "labels.txt"
+    assert _app.run(["graph", "clusters", random, *QUICK, "--json", "--labels", str(labels)]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found["count"] is None
+    assert found["stderr"] is None
+    assert found["reason"].startswith("no gap")
+    assert not labels.exists()
+    assert _app.run(["graph", "clusters", random, *QUICK, "--out", str(tmp_path / "a.svg")]) == 0
+    assert "no count: no gap" in capsys.readouterr().out
+
+
+def test_spectrum_with_a_picture(random, tmp_path, capsys):
+    picture = tmp_path / "spectrum.pdf"
+    command = ["graph", "spectrum", random, *QUICK]
+    assert _app.run([*command, "--out", str(picture)]) == 0
+    out = capsys.readouterr().out
+    assert "60 moments" in out
+    assert f"written: {picture}" in out
+    assert picture.read_bytes().startswith(b"%PDF")
+    assert _app.run([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    # The trace of a normalised Laplacian is its order where no vertex is isolated.
+    assert found["mean"] == pytest.approx(1.0, abs=0.01)
+    assert len(found["alphas"]) == 60
+
+
+def test_compare_several_files(blocks, random, tmp_path, capsys):
+    picture = tmp_path / "likeness.png"
+    command = ["graph", "compare", blocks, random, *QUICK]
+    assert _app.run([*command, "--json", "--out", str(picture)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["names"] == ["blocks.txt", "random.txt"]
+    assert found["matrix"][0][0] == 0.0
+    assert found["matrix"][0][1] > 4 * found["stderr"][0][1] > 0
+    assert picture.is_file()
+    assert _app.run([*command, "--measure", "jensen_shannon"]) == 0
+    assert "jensen shannon between 2 graphs" in capsys.readouterr().out
+
+
+def test_model_of_a_random_graph(tmp_path, capsys):
+    generator = torch.Generator().manual_seed(1)
+    graph = graphs.erdos_renyi(60, p=0.3, generator=generator)
+    file, picture = edge_list(tmp_path / "er.txt", graph), tmp_path / "model.png"
+    assert _app.run(["graph", "model", file, "--json", "--out", str(picture)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"] == found["fits"][0]["model"]
+    assert {fit["model"] for fit in found["fits"]} >= {"erdos_renyi", "barabasi_albert"}
+    assert picture.is_file()
+
+
+def test_the_same_seed_prints_the_same(blocks, capsys):
+    texts = []
+    for _ in range(2):
+        assert _app.run(["graph", "clusters", blocks, *QUICK, "--json", "--seed", "8"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("command", ["spectrum", "clusters", "model"])
+def test_bad_files_are_one_line_and_code_two(command, tmp_path, capsys):
+    contents = {
+        "empty.txt": (b"", "empty"),
+        "binary.txt": (bytes(range(256)) * 20, "binary.txt"),
+        "negative.txt": (b"0 1 -2.5\n", "line 1"),
+        "nan.txt": (b"0 1 1.0\n1 2 nan\n", "line 2"),
+        "truncated.txt.gz": (b"\x1f\x8b\x08\x00\x00\x00\x00\x00", "truncated.txt.gz"),
+        "huge.txt": (b"0 99999999999999999999999\n", "64 bits"),
+        "loop.txt": (b"0 0\n", "edge"),
+    }
+    for name, (data, words) in contents.items():
+        (tmp_path / name).write_bytes(data)
+        assert _app.run(["graph", command, str(tmp_path / name), "--json"]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.count("\n") == 1
+        assert words in err
+
+
+def test_wrong_options_are_one_line_and_code_two(blocks, tmp_path, capsys):
+    wrong = {
+        "no graph file": ["clusters", str(tmp_path / "none.txt")],
+        "method must be one of": ["clusters", blocks, "--method", "magic"],
+        "num_probes must be at least 2": ["clusters", blocks, "--probes", "1"],
+        "--out must end in .png": ["clusters", blocks, "--out", str(tmp_path / "x.doc")],
+        "--out must be in a folder": ["spectrum", blocks, "--out", str(tmp_path / "no" / "x.png")],
+        "--labels must be in a folder": ["clusters", blocks, "--labels", "no/such/labels"],
+        "graphs must be two at least": ["compare", blocks],
+        "measure must be one of": ["compare", blocks, blocks + "", "--measure", "cosine"],
+        "directed must be one of": ["model", blocks, "--directed", "maybe"],
+    }
+    for words, command in wrong.items():
+        assert _app.run(["graph", *command]) == 2
+        err = capsys.readouterr().err
+        assert words in err.splitlines()[-1]
+        assert "Traceback" not in err
+
+
+def test_a_directed_graph_is_refused_on_request(tmp_path, capsys):
+    file = tmp_path / "arcs.txt"
+    file.write_text("0 1\n1 0\n1 2\n2 3\n3 0\n")
+    assert _app.run(["graph", "clusters", str(file), "--directed", "refuse"]) == 2
+    assert "directed" in capsys.readouterr().err
+    assert _app.run(["graph", "clusters", str(file), *QUICK]) == 0
+    assert "directions dropped" in capsys.readouterr().out
