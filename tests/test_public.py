@@ -7,7 +7,7 @@ import pytest
 
 import ritz
 
-EXTRAS = ["matplotlib", "typer", "rich", "networkx", "sklearn", "plotly", "pandas"]
+EXTRAS = ["matplotlib", "typer", "rich", "networkx", "sklearn", "PIL", "llvmlite"]
 
 
 def test_at_most_forty_names():

@@ -5,7 +5,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from ritz import curvature, measures, operators, spectra
-from ritz._core.results import Estimate, NotConvergedError, Status
+from ritz._core.results import Estimate, NotConvergedError
 from ritz._core.storage import load, save
 from ritz.curvature import Risk, fisher, ggn, gradient_covariance, hessian
 from ritz.measures import landscape, sharpness
@@ -29,9 +29,19 @@ from ritz.spectra import (
 from ritz.version import __version__
 
 if TYPE_CHECKING:
-    from ritz import graphs, optim, plots, rmt, studies, testing
+    from ritz import data, graphs, models, optim, plots, rmt, studies, testing, training
 
-_ON_FIRST_USE = ("graphs", "optim", "plots", "rmt", "studies", "testing")
+_ON_FIRST_USE = (
+    "data",
+    "graphs",
+    "models",
+    "optim",
+    "plots",
+    "rmt",
+    "studies",
+    "testing",
+    "training",
+)
 
 __all__ = [
     "Density",
@@ -40,11 +50,11 @@ __all__ = [
     "NotConvergedError",
     "Risk",
     "Spectrum",
-    "Status",
     "__version__",
     "as_operator",
     "bounds",
     "curvature",
+    "data",
     "density",
     "diagonal",
     "fisher",
@@ -59,6 +69,7 @@ __all__ = [
     "logdet",
     "maxent",
     "measures",
+    "models",
     "moments",
     "operators",
     "optim",
@@ -73,6 +84,7 @@ __all__ = [
     "testing",
     "trace",
     "trace_function",
+    "training",
 ]
 
 
