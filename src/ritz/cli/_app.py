@@ -18,7 +18,7 @@ BAD_INPUT = (ValueError, TypeError, UnknownNameError, OSError)
 
 def build() -> typer.Typer:
     """Return the application with every command that is there."""
-    app = typer.Typer(name="ritz", no_args_is_help=True, add_completion=False)
+    app = typer.Typer(name="ritz", no_args_is_help=True)
     app.callback()(_options)
     for found in pkgutil.iter_modules(cli.__path__):
         if found.name.startswith("_"):
@@ -27,7 +27,7 @@ def build() -> typer.Typer:
         if hasattr(module, "app"):
             app.add_typer(module.app, name=found.name)
         else:
-            app.command(name=found.name)(module.command)
+            app.command(name=found.name, epilog=getattr(module, "EPILOG", None))(module.command)
     return app
 
 

@@ -1,6 +1,6 @@
 """Data of any kind as parts to train on and to measure on."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, final
@@ -52,9 +52,9 @@ class IndexedData:
         chosen: Numbers of the samples that count; all by default.
     """
 
-    def __init__(self, dataset: Dataset[Any], chosen: Sequence[int] | None = None) -> None:
-        self._dataset: Any = dataset
-        self._chosen = range(len(self._dataset)) if chosen is None else chosen
+    def __init__(self, dataset: Any, chosen: Sequence[int] | None = None) -> None:
+        self._dataset = dataset
+        self._chosen = range(len(dataset)) if chosen is None else chosen
 
     def __len__(self) -> int:
         return len(self._chosen)
@@ -138,6 +138,16 @@ def measurable(source: Any, batch_size: int) -> tuple[Any, dict[str, Any]]:
     if isinstance(source, TextSplit):  # segments differ in length
         return source.batches(batch_size), {"count": _tokens}
     return (source.batches(batch_size) if hasattr(source, "batches") else source), {}
+
+
+def sample(source: Any, count: int, *, batch_size: int, seed: int) -> tuple[Any, dict[str, Any]]:
+    """At most so many samples in memory, as ``ritz.Risk`` takes them, and its keywords."""
+    whole = source.tokens if isinstance(source, TextSplit) else source
+    whole = whole[0] if _is_tensors(whole) else whole
+    if isinstance(whole, Sized) and not isinstance(whole, DataLoader | list):
+        count = min(count, len(whole))
+    data, options = measurable(limited(source, count, seed=seed), batch_size)
+    return (data if _is_tensors(data) else list(data)), options
 
 
 def _named(found: Mapping[str, Any]) -> dict[str, Any]:

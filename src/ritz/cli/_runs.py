@@ -1,0 +1,231 @@
+"""What ``spectrum``, ``sharpness`` and ``landscape`` share: a trained model, opened by name."""
+
+import importlib.util
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import typer
+from torch import nn
+
+from ritz import plots
+from ritz._core.batchnorm import batch_norms
+from ritz._core.checks import check_count
+from ritz.cli._targets import loss_function, make_data, make_model, parse_settings
+from ritz.curvature import Risk
+from ritz.studies.protocol import describe
+from ritz.training import load_weights
+from ritz.training.settings import resolve_device
+from ritz.training.sources import DataParts
+from ritz.training.workflows import RunConfig, measured_risk, read_run, run_weights
+
+Split = Literal["train", "validation", "test"]
+Precision = Literal["float32", "tf32", "float64"]
+
+Source = Annotated[
+    Path, typer.Argument(metavar="RUN", help="Folder of a run, or a file of weights.")
+]
+Average = Annotated[bool, typer.Option("--average", help="Take the averaged weights of the run.")]
+Model = Annotated[
+    str | None, typer.Option("--model", help="NAME or module:factory; that of the run by default.")
+]
+Data = Annotated[
+    str | None, typer.Option("--data", help="NAME or module:factory; those of the run by default.")
+]
+SetModel = Annotated[
+    list[str] | None, typer.Option("--set-model", metavar="KEY=VALUE", help="Option of the model.")
+]
+SetData = Annotated[
+    list[str] | None, typer.Option("--set-data", metavar="KEY=VALUE", help="Option of the data.")
+]
+Loss = Annotated[
+    str | None,
+    typer.Option("--loss", help="cross_entropy, mse, model (returns its own), module:function."),
+]
+DataDir = Annotated[
+    Path | None, typer.Option("--data-dir", help="Folder of data sets (default: $RITZ_DATA).")
+]
+SplitOption = Annotated[Split, typer.Option("--split", help="Which part of the data.")]
+Samples = Annotated[
+    int | None, typer.Option("--samples", help="Samples, drawn by the seed (default: all).")
+]
+BatchSize = Annotated[
+    int | None, typer.Option("--batch-size", help="Samples a batch (default: that of the run).")
+]
+Device = Annotated[
+    str | None,
+    typer.Option("--device", help="cpu, cuda, cuda:1 ... (default: cuda where there is one)."),
+]
+PrecisionOption = Annotated[
+    Precision, typer.Option("--precision", "--dtype", help="Of the arithmetic.")
+]
+Out = Annotated[
+    Path | None, typer.Option("--out", help="Folder for results and pictures (default: the run).")
+]
+Picture = Annotated[
+    Literal["png", "svg", "pdf"], typer.Option("--picture", help="Kind of picture.")
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What to open, as it was asked for."""
+
+    source: Path
+    average: bool = False
+    model: str | None = None
+    data: str | None = None
+    set_model: list[str] | None = None
+    set_data: list[str] | None = None
+    loss: str | None = None
+    data_dir: Path | None = None
+    samples: int | None = None
+    batch_size: int | None = None
+    device: str | None = None
+    precision: Precision = "float32"
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A model with its weights, its data and its loss.
+
+    Attributes:
+        choice: What was asked for.
+        folder: Of the run, or of the file of weights.
+        weights: That file.
+        model: On the device.
+        parts: The data.
+        loss_fn: The loss.
+        batch_size: Samples a batch.
+    """
+
+    choice: Choice
+    folder: Path
+    weights: Path
+    model: nn.Module
+    parts: DataParts
+    loss_fn: Callable[..., Any] | None
+    batch_size: int
+
+    def risk(self, split: Split = "train") -> Risk:
+        """The risk on a part of the data."""
+        limit = self.choice.samples if split != "test" else None
+        return measured_risk(
+            self.model,
+            self.loss_fn,
+            self.parts,
+            split=split,
+            num_samples=limit,
+            batch_size=self.batch_size,
+            precision=self.choice.precision,
+            seed=self.choice.seed,
+        )
+
+    @property
+    def has_batch_norm(self) -> bool:
+        """Whether modes of batch norm make a difference."""
+        return bool(batch_norms(self.model))
+
+
+def default_device(device: str | None) -> torch.device:
+    """The device asked for, which must be there, or the best one."""
+    chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return resolve_device(chosen, nn.Module())
+
+
+def open_run(choice: Choice) -> Opened:
+    """Build the model and the data of a run, and put the weights in.
+
+    What the run's ``run.json`` says holds where nothing else is asked for.
+    """
+    if choice.batch_size is not None:
+        check_count("--batch-size", choice.batch_size)
+    device = default_device(choice.device)
+    folder, weights = _located(choice.source, choice.average)
+    config = _config(choice, folder)
+    data_dir = choice.data_dir or (None if config.data_dir is None else Path(config.data_dir))
+    parts = make_data(
+        config.data,
+        data_dir=data_dir,
+        options=config.data_options,
+        written=choice.data is None,
+    )
+    model = make_model(
+        config.model, parts=parts, options=config.model_options, written=choice.model is None
+    )
+    load_weights(model, weights)
+    return Opened(
+        choice=choice,
+        folder=folder,
+        weights=weights,
+        model=model.to(device),
+        parts=parts,
+        loss_fn=loss_function(config.loss, written=choice.loss is None),
+        batch_size=choice.batch_size or config.batch_size,
+    )
+
+
+def output_folder(opened: Opened, out: Path | None) -> Path:
+    """Where results go, made where it is missing."""
+    folder = opened.folder if out is None else out
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _located(source: Path, average: bool) -> tuple[Path, Path]:
+    if source.is_dir():
+        return source, run_weights(source, average=average)
+    if not source.exists():
+        raise FileNotFoundError(f"no such folder or file: {source}")
+    if average:
+        raise ValueError(f"--average needs the folder of a run, got the file {source}")
+    return source.parent, source
+
+
+def _config(choice: Choice, folder: Path) -> RunConfig:
+    given = {"model": choice.model, "data": choice.data, "loss": choice.loss}
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if choice.model is not None or choice.set_model:
+        changes["model_options"] = parse_settings("--set-model", choice.set_model)
+    if choice.data is not None or choice.set_data:
+        changes["data_options"] = parse_settings("--set-data", choice.set_data)
+    if (folder / "run.json").is_file():
+        return RunConfig(**(read_run(folder).plain() | changes))
+    missing = [f"--{name}" for name in ("model", "data") if given[name] is None]
+    if missing:
+        raise ValueError(f"{folder} has no run.json, which says what {choice.source.name} was made "
+                         f"from: give {' and '.join(missing)}")  # fmt: skip
+    return RunConfig(**changes)
+
+
+def draw(result: Any, path: Path) -> list[Path]:
+    """Draw a result where matplotlib is there; return the picture, or nothing."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return []
+    return [plots.save_figure(plots.picture(result), path)]
+
+
+def print_results(found: Mapping[str, Any], files: Iterable[Path], *, as_json: bool) -> None:
+    """Print several results by name and the names of their files."""
+    names = [str(file) for file in files]
+    if as_json:
+        facts = {"result": _finite(describe(found)), "files": names}
+        typer.echo(json.dumps(facts, indent=2, allow_nan=False))
+        return
+    for name, result in found.items():
+        typer.echo(f"{name}\n{result}\n" if len(found) > 1 else f"{result}\n")
+    typer.echo("written: " + ", ".join(names))
+
+
+def _finite(value: Any) -> Any:
+    """The same with null for what JSON has no number for."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    return [_finite(part) for part in value] if isinstance(value, list) else value

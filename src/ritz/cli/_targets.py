@@ -1,0 +1,182 @@
+"""What users name: registered models, data and losses, or their own as ``module:factory``."""
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+from ritz import data, models
+from ritz._core.registry import Registry
+from ritz.training.sources import DataParts, as_parts
+
+LOSSES: Registry[Callable[..., Any] | None] = Registry("loss")
+for _name, _loss in (("cross_entropy", cross_entropy), ("mse", mse_loss), ("model", None)):
+    LOSSES.register(_name)(_loss)  # "model": it returns its own
+
+
+def make_model(
+    target: str,
+    *,
+    parts: DataParts,
+    options: Mapping[str, Any],
+    seed: int = 0,
+    written: bool = False,
+) -> nn.Module:
+    """Return a new model for some data, on the CPU.
+
+    Args:
+        target: A registered name, or ``module:factory``; the factory may take ``num_classes`` and
+            ``input_shape``, and the options.
+        parts: The data, which know these two.
+        options: Keywords.
+        seed: Of the first weights.
+        written: Whether the name comes out of a file.
+    """
+    known = {"num_classes": parts.num_classes, "input_shape": parts.shape}
+    known = {name: value for name, value in known.items() if value is not None}
+    if ":" not in target:
+        accepted = models.options(target)
+        given = {name: value for name, value in known.items() if name in accepted} | dict(options)
+        return models.create(target, generator=torch.Generator().manual_seed(seed), **given)
+    factory = own(target, written=written)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        model = _called(target, factory, known, options)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{target} must return a torch.nn.Module, got {type(model).__name__}")
+    return model
+
+
+def make_data(
+    target: str,
+    *,
+    data_dir: Path | None,
+    options: Mapping[str, Any],
+    written: bool = False,
+) -> DataParts:
+    """Return data, on the CPU.
+
+    Args:
+        target: A registered name, or ``module:factory``; the factory may take ``data_dir``, and
+            the options. See :func:`ritz.training.sources.as_parts` for what it may return.
+        data_dir: Folder of data sets.
+        options: Keywords.
+        written: Whether the name comes out of a file.
+    """
+    if ":" not in target:
+        return as_parts(data.load(target, data_dir=data_dir, **options))
+    known = {} if data_dir is None else {"data_dir": data_dir}
+    return as_parts(_called(target, own(target, written=written), known, options))
+
+
+def loss_function(target: str, *, written: bool = False) -> Callable[..., Any] | None:
+    """Return a loss by name, or as ``module:function``."""
+    return own(target, written=written) if ":" in target else LOSSES[target]
+
+
+def own(target: str, *, written: bool = False) -> Callable[..., Any]:
+    """Return what ``module:factory`` names; modules of the current folder come first.
+
+    A run folder is data and may come from anybody: a name ``written`` in one is followed into
+    modules of the current folder alone.
+    """
+    name, _, attribute = target.partition(":")
+    if not (name and attribute and all(part.isidentifier() for part in name.split("."))):
+        raise ValueError(f"{target!r} must be of the form module:factory")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    if written:
+        _check_local(name, target)
+    module = _imported(name, target)
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        public = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
+        raise ValueError(
+            f"{target!r}: {name} has no function {attribute!r}{_near(attribute, public)}"
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def parse_settings(option: str, settings: Iterable[str] | None) -> dict[str, Any]:
+    """Return ``KEY=VALUE`` pairs, values as JSON where they are, else as text."""
+    found = {}
+    for setting in settings or ():
+        key, equals, value = setting.partition("=")
+        if not equals or not key.strip():
+            raise ValueError(f"{option} takes KEY=VALUE, got {setting!r}")
+        try:
+            found[key.strip()] = json.loads(value.replace("True", "true").replace("False", "false"))
+        except json.JSONDecodeError:
+            found[key.strip()] = value.strip()
+    return found
+
+
+def _imported(name: str, target: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or name.split(".")[0] != error.name.split(".")[0]:
+            raise ValueError(
+                f"{target!r}: {name} needs a module that is not there: {error}"
+            ) from error
+        files = [path.stem for path in Path.cwd().glob("*.py")]
+        raise ValueError(f"{target!r}: no module {name!r} in {Path.cwd()} or on the Python path"
+                         f"{_near(name, files)}") from error  # fmt: skip
+    except Exception as error:
+        raise ValueError(f"{target!r}: importing {name} raised {_summary(error)}") from error
+
+
+def _check_local(name: str, target: str) -> None:
+    top = name.split(".")[0]
+    spec = None if top in sys.builtin_module_names else importlib.util.find_spec(top)
+    places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
+    here = Path.cwd().resolve()
+    found = [Path(place).resolve() for place in places if place]
+    # An environment may lie in the current folder; what is installed there is not the user's.
+    inside = [p.is_relative_to(here) and "site-packages" not in p.parts for p in found]
+    if spec is not None and not (inside and all(inside)):
+        raise ValueError(f"the run names {target!r}, which is not in {here}: where you trust it, "
+                         "name it yourself (--model, --data, --loss)")  # fmt: skip
+
+
+def _called(
+    target: str, factory: Callable[..., Any], known: Mapping[str, Any], options: Mapping[str, Any]
+) -> Any:
+    """What a factory returns, given of what is known what it has a name for, and all options."""
+    try:
+        parameters = inspect.signature(factory).parameters
+    except ValueError:
+        parameters = {}  # type: ignore[assignment]
+    given = {name: value for name, value in known.items() if name in parameters} | dict(options)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    for name in options:
+        if name not in parameters and not takes_any:
+            raise ValueError(f"{target!r} takes no option {name!r}{_near(name, parameters)}")
+    for name, parameter in parameters.items():
+        needed = parameter.default is parameter.empty and parameter.kind in (
+            parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)  # fmt: skip
+        if needed and name not in given:
+            raise ValueError(f"{target!r} needs {name!r}, which is not known: give --set-model or "
+                             f"--set-data {name}=VALUE")  # fmt: skip
+    try:
+        return factory(**given)
+    except Exception as error:
+        raise ValueError(f"{target!r} raised {_summary(error)}") from error
+
+
+def _near(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(names), n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def _summary(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,142 @@
+"""``ritz landscape``: loss and accuracy around a trained network, along lines and on a plane."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import typer
+from torch import Tensor
+
+from ritz import measures
+from ritz._core.checks import check_count, check_range
+from ritz._core.storage import save
+from ritz.cli._options import Json, Seed
+from ritz.cli._runs import (
+    Average,
+    BatchSize,
+    Choice,
+    Data,
+    DataDir,
+    Device,
+    Loss,
+    Model,
+    Out,
+    Picture,
+    PrecisionOption,
+    Samples,
+    SetData,
+    SetModel,
+    Source,
+    draw,
+    open_run,
+    output_folder,
+    print_results,
+)
+from ritz.curvature import Risk, hessian
+from ritz.spectra import lanczos
+
+EPILOG = """
+Examples:
+
+ritz landscape runs/digits
+
+ritz landscape runs/vgg --plane --batch-norm recomputed --distance 2 --points 31 --samples 5000
+
+ritz landscape runs/digits --directions filter --picture pdf
+
+Solid lines are the training data, dashes the test data where there are any.
+"""
+
+Kind = Literal["ritz", "random", "filter"]
+Directions = Annotated[
+    Kind,
+    typer.Option(
+        "--directions",
+        help="ritz: of the largest, smallest and flattest Ritz value; random; filter-normalised.",
+    ),
+]
+Plane = Annotated[bool, typer.Option("--plane", help="Also the plane of two directions.")]
+Distance = Annotated[float, typer.Option("--distance", help="Largest step to either side.")]
+Points = Annotated[int, typer.Option("--points", help="Points a line, and a side of the plane.")]
+Steps = Annotated[int, typer.Option("--steps", help="Lanczos steps for the Ritz vectors.")]
+BatchNorm = Annotated[
+    Literal["eval", "train", "recomputed"], typer.Option("--batch-norm", help="Mode of batch norm.")
+]
+
+
+def command(
+    source: Source,
+    directions: Directions = "ritz",
+    plane: Plane = False,
+    distance: Distance = 1.0,
+    points: Points = 21,
+    steps: Steps = 30,
+    batch_norm: BatchNorm = "eval",
+    average: Average = False,
+    samples: Samples = None,
+    batch_size: BatchSize = None,
+    model: Model = None,
+    data: Data = None,
+    loss: Loss = None,
+    set_model: SetModel = None,
+    set_data: SetData = None,
+    data_dir: DataDir = None,
+    precision: PrecisionOption = "float32",
+    device: Device = None,
+    out: Out = None,
+    picture: Picture = "png",
+    seed: Seed = 0,
+    json: Json = False,
+) -> None:
+    """Compute loss and accuracy along directions from trained weights, and draw them."""
+    check_count("--points", points, low=2)
+    check_count("--steps", steps, low=2)
+    check_range("--distance", distance, low=0.0)
+    opened = open_run(Choice(
+        source=source, average=average, model=model, data=data, set_model=set_model,
+        set_data=set_data, loss=loss, data_dir=data_dir, samples=samples, batch_size=batch_size,
+        device=device, precision=precision, seed=seed,
+    ))  # fmt: skip
+    folder = output_folder(opened, out)
+    risk = opened.risk().with_batch_norm(batch_norm if opened.has_batch_norm else "eval")
+    test = None if opened.parts.test is None else opened.risk("test")
+    chosen = _directions(risk, directions, steps, seed, progress=not json)
+    common: Any = {
+        "distance": distance,
+        "num_points": points,
+        "test": test,
+        "batch_norm": risk.batch_norm,
+        "progress": not json,
+    }
+    found: dict[str, Any] = {"landscape": measures.landscape(risk, chosen, **common)}
+    if plane:
+        found["plane"] = _plane(risk, chosen, common)
+    files: list[Path] = []
+    for name, result in found.items():
+        save(result, folder / f"{name}.safetensors")
+        drawn = draw(result, folder / f"{name}.{picture}")
+        files += [folder / f"{name}.safetensors", *drawn]
+    print_results(found, files, as_json=json)
+
+
+def _directions(
+    risk: Risk, kind: Kind, steps: int, seed: int, *, progress: bool
+) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "ritz":
+        steps = min(steps, risk.space.size)
+        run = lanczos(
+            hessian(risk), num_steps=steps, vectors=True, generator=generator, progress=progress
+        )
+        return measures.ritz_directions(run)
+    drawn = [measures.random_direction(risk, generator=generator) for _ in range(2)]
+    if kind == "filter":
+        drawn = [measures.filter_normalized(risk, direction) for direction in drawn]
+    return {f"{kind} direction {k}": direction for k, direction in enumerate(drawn, start=1)}
+
+
+def _plane(risk: Risk, chosen: dict[str, Tensor], common: Any) -> Any:
+    if len(chosen) < 2:
+        raise ValueError(f"--plane needs two directions, got {len(chosen)}: give more --steps")
+    (first, u), (second, v), *_ = chosen.items()
+    return measures.landscape2d(risk, u, v, names=(first, second), **common)

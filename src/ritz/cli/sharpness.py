@@ -1,0 +1,92 @@
+"""``ritz sharpness``: norms, trace, negative mass and rank degeneracy of a trained network."""
+
+from typing import Annotated, Any, Literal
+
+import torch
+import typer
+
+from ritz import measures
+from ritz._core.checks import check_count
+from ritz._core.storage import save
+from ritz.cli._options import Json, Seed
+from ritz.cli._runs import (
+    Average,
+    BatchSize,
+    Choice,
+    Data,
+    DataDir,
+    Device,
+    Loss,
+    Model,
+    Out,
+    PrecisionOption,
+    Samples,
+    SetData,
+    SetModel,
+    Source,
+    SplitOption,
+    open_run,
+    output_folder,
+    print_results,
+)
+
+EPILOG = """
+Examples:
+
+ritz sharpness runs/digits
+
+ritz sharpness runs/vgg --average --matrix ggn --samples 5000 --probes 4 --steps 50
+"""
+
+Matrix = Annotated[Literal["hessian", "ggn", "both"], typer.Option("--matrix", help="Which.")]
+BatchNorm = Annotated[
+    Literal["eval", "train", "recomputed", "both"],
+    typer.Option("--batch-norm", help="Mode of batch norm; both: eval and train."),
+]
+Steps = Annotated[int | None, typer.Option("--steps", help="Lanczos steps a probe (default: 100).")]
+Probes = Annotated[int, typer.Option("--probes", help="Random probes, for the error bars.")]
+
+
+def command(
+    source: Source,
+    matrix: Matrix = "both",
+    batch_norm: BatchNorm = "both",
+    steps: Steps = None,
+    probes: Probes = 8,
+    average: Average = False,
+    split: SplitOption = "train",
+    samples: Samples = None,
+    batch_size: BatchSize = None,
+    model: Model = None,
+    data: Data = None,
+    loss: Loss = None,
+    set_model: SetModel = None,
+    set_data: SetData = None,
+    data_dir: DataDir = None,
+    precision: PrecisionOption = "float32",
+    device: Device = None,
+    out: Out = None,
+    seed: Seed = 0,
+    json: Json = False,
+) -> None:
+    """Measure how sharp the loss is at trained weights, with error bars."""
+    check_count("--probes", probes)
+    opened = open_run(Choice(
+        source=source, average=average, model=model, data=data, set_model=set_model,
+        set_data=set_data, loss=loss, data_dir=data_dir, samples=samples, batch_size=batch_size,
+        device=device, precision=precision, seed=seed,
+    ))  # fmt: skip
+    kinds: Any = ("hessian", "ggn") if matrix == "both" else (matrix,)
+    modes: Any = None if batch_norm == "both" or not opened.has_batch_norm else batch_norm
+    found = measures.sharpness(
+        opened.risk(split),
+        num_steps=steps,
+        num_probes=probes,
+        kinds=kinds,
+        batch_norm=modes,
+        generator=torch.Generator().manual_seed(seed),
+        progress=not json,
+    )
+    path = output_folder(opened, out) / "sharpness.safetensors"
+    save(found, path)
+    print_results({"sharpness": found}, [path], as_json=json)

@@ -1,0 +1,130 @@
+"""``ritz spectrum``: the spectrum of the Hessian or Gauss-Newton matrix of a trained network."""
+
+import hashlib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import typer
+
+from ritz._core.checks import check_count
+from ritz._core.storage import save
+from ritz.cli._options import Json, Seed
+from ritz.cli._runs import (
+    Average,
+    BatchSize,
+    Choice,
+    Data,
+    DataDir,
+    Device,
+    Loss,
+    Model,
+    Opened,
+    Out,
+    Picture,
+    PrecisionOption,
+    Samples,
+    SetData,
+    SetModel,
+    Source,
+    SplitOption,
+    draw,
+    open_run,
+    output_folder,
+    print_results,
+)
+from ritz.curvature.samples import curvature_operator
+from ritz.spectra import Spectrum, lanczos
+
+EPILOG = """
+Examples:
+
+ritz spectrum runs/digits
+
+ritz spectrum runs/vgg --matrix both --batch-norm both --samples 5000 --steps 100 --out spectra
+
+ritz spectrum weights.pt --model model:net --data data:load
+
+A computation that was stopped goes on when the same command is given again.
+"""
+
+TITLES = {"hessian": "Hessian", "ggn": "Gauss-Newton"}
+Matrix = Annotated[Literal["hessian", "ggn", "both"], typer.Option("--matrix", help="Which.")]
+BatchNorm = Annotated[
+    Literal["eval", "train", "recomputed", "both"],
+    typer.Option("--batch-norm", help="Mode of batch norm; both: eval and train."),
+]
+Steps = Annotated[int, typer.Option("--steps", help="Lanczos steps, a product each.")]
+Vectors = Annotated[bool, typer.Option("--vectors", help="Keep the Ritz vectors in the file.")]
+
+
+def command(
+    source: Source,
+    matrix: Matrix = "hessian",
+    batch_norm: BatchNorm = "eval",
+    steps: Steps = 100,
+    vectors: Vectors = False,
+    average: Average = False,
+    split: SplitOption = "train",
+    samples: Samples = None,
+    batch_size: BatchSize = None,
+    model: Model = None,
+    data: Data = None,
+    loss: Loss = None,
+    set_model: SetModel = None,
+    set_data: SetData = None,
+    data_dir: DataDir = None,
+    precision: PrecisionOption = "float32",
+    device: Device = None,
+    out: Out = None,
+    picture: Picture = "png",
+    seed: Seed = 0,
+    json: Json = False,
+) -> None:
+    """Compute the spectrum of the curvature at trained weights, by Lanczos, and draw it."""
+    check_count("--steps", steps)
+    opened = open_run(Choice(
+        source=source, average=average, model=model, data=data, set_model=set_model,
+        set_data=set_data, loss=loss, data_dir=data_dir, samples=samples, batch_size=batch_size,
+        device=device, precision=precision, seed=seed,
+    ))  # fmt: skip
+    folder = output_folder(opened, out)
+    risk = opened.risk(split)
+    found: dict[str, Spectrum] = {}
+    files: list[Path] = []
+    for kind in ("hessian", "ggn") if matrix == "both" else (matrix,):
+        for mode in _modes(opened, batch_norm):
+            part = risk.with_batch_norm(mode)
+            title = TITLES[kind] + (f", batch norm {mode}" if opened.has_batch_norm else "")
+            name = f"spectrum-{kind}" + (f"-{mode}" if opened.has_batch_norm else "")
+            found[title] = _resumable(
+                part, kind, folder / f"{name}.safetensors",
+                num_steps=min(steps, part.space.size), vectors=vectors, seed=seed,
+                progress=not json,
+            )  # fmt: skip
+            files.append(folder / f"{name}.safetensors")
+    files += draw(found, folder / f"spectrum.{picture}")
+    print_results(found, files, as_json=json)
+
+
+def _modes(opened: Opened, asked: str) -> tuple[Any, ...]:
+    if not opened.has_batch_norm:
+        return ("eval",)
+    return ("eval", "train") if asked == "both" else (asked,)
+
+
+def _resumable(
+    risk: Any, kind: Any, path: Path, *, num_steps: int, vectors: bool, seed: int, progress: bool
+) -> Spectrum:
+    """Compute and save a spectrum, from where an earlier try of the same stopped."""
+    op = curvature_operator(risk, kind)
+    # Of these weights, data and settings alone may a state be continued.
+    key = hashlib.sha256(risk.theta.cpu().numpy().tobytes())
+    key.update(f"{risk!r} {num_steps} {vectors} {seed}".encode())
+    state = path.with_name(f".{path.stem}-{key.hexdigest()[:16]}.state")
+    found = lanczos(op, num_steps=num_steps, vectors=vectors, state=state,
+                    generator=torch.Generator().manual_seed(seed), progress=progress)  # fmt: skip
+    save(found, path)
+    for spent in path.parent.glob(f"{state.name}*"):
+        spent.unlink(missing_ok=True)
+    return found

@@ -1,0 +1,27 @@
+import json
+
+import pytest
+from cli.own import ritz
+
+
+@pytest.mark.parametrize(
+    ("what", "name", "words"),
+    [
+        ("models", "vgg16_bn", "num_classes"),
+        ("datasets", "cifar100", "32 x 32"),
+        ("optimizers", "gadamx/vgg16/cifar", "averaging from epoch 161"),
+        ("studies", "synthetic_spectra", "Random matrices"),
+    ],
+)
+def test_names_are_listed_with_a_few_words(capsys, what, name, words):
+    assert ritz("list", what) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.split()[0] == name)
+    assert words in line
+    assert ritz("list", what, "--json") == 0
+    assert words in json.loads(capsys.readouterr().out)[name]
+
+
+def test_a_wrong_kind_is_one_line(refused):
+    assert "is not one of 'models', 'datasets', 'optimizers', 'studies'" in refused(
+        "list", "colours"
+    )

@@ -1,0 +1,64 @@
+import json
+
+import pytest
+import torch
+from cli.own import ritz
+
+import ritz as library
+
+STARTS = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
+
+
+@pytest.fixture
+def spectra(tmp_path):
+    for seed in (0, 1):
+        generator = torch.Generator().manual_seed(seed)
+        found = library.lanczos(
+            torch.diag(torch.arange(1.0, 21.0)), num_steps=6, generator=generator
+        )
+        library.save(found, tmp_path / f"spectrum{seed}.safetensors")
+    return [tmp_path / f"spectrum{seed}.safetensors" for seed in (0, 1)]
+
+
+@pytest.mark.parametrize("kind", STARTS)
+def test_a_log_becomes_a_picture_by_ending(finished, tmp_path, capsys, kind):
+    picture = tmp_path / f"curves.{kind}"
+    assert ritz("plot", finished, "--out", picture) == 0
+    assert picture.read_bytes().startswith(STARTS[kind])
+    assert capsys.readouterr().out == f"written: {picture}\n"
+
+
+def test_results_alone_and_together(spectra, tmp_path, capsys):
+    assert ritz("plot", spectra[0], "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {"files": [str(tmp_path / "spectrum0.png")]}
+    assert ritz("plot", *spectra, "--out", tmp_path / "both.png") == 0
+    assert (tmp_path / "both.png").read_bytes() != (tmp_path / "spectrum0.png").read_bytes()
+
+
+@pytest.mark.parametrize("what", ["curvature", "degeneracy"])
+def test_what_a_monitor_saw(finished, tmp_path, what):
+    assert ritz("plot", finished, "--what", what, "--out", tmp_path / "seen.png") == 0
+    assert (tmp_path / "seen.png").exists()
+
+
+def test_two_runs_in_one_picture(finished, tmp_path):
+    (tmp_path / "log.jsonl").write_bytes((finished / "log.jsonl").read_bytes())
+    assert ritz("plot", finished, tmp_path, "--out", tmp_path / "two.png") == 0
+
+
+def test_bad_input_is_one_line(finished, spectra, tmp_path, refused):
+    log = finished / "log.jsonl"
+    assert "no such file: nowhere" in refused("plot", "nowhere")
+    assert "a picture must end in .png, .svg, .pdf" in refused("plot", log, "--out", "x.gif")
+    assert "is not a folder" in refused("plot", log, "--out", tmp_path / "no" / "x.png")
+    assert "logs and results make no one picture" in refused("plot", log, spectra[0])
+    assert "takes one log, got 2" in refused("plot", log, finished / "log.times.jsonl", "--what",
+                                             "curvature", "--out", tmp_path / "x.png")  # fmt: skip
+    (tmp_path / "x.safetensors").write_bytes(b"")
+    assert "truncated or not a safetensors file" in refused("plot", tmp_path / "x.safetensors")
+    library.save(library.trace(torch.eye(3)), tmp_path / "trace.safetensors")
+    assert "Estimate, which has no picture" in refused("plot", tmp_path / "trace.safetensors")
+    both = [spectra[0], tmp_path / "trace.safetensors"]
+    assert "must all be spectra" in refused("plot", *both, "--out", tmp_path / "x.png")
+    (tmp_path / "empty.jsonl").write_text("")
+    assert "at least one epoch, got none" in refused("plot", tmp_path / "empty.jsonl")

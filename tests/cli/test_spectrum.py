@@ -1,0 +1,149 @@
+import json
+import shutil
+
+import pytest
+import torch
+from cli.own import ritz
+
+import ritz as library
+from ritz.training import read_weights
+
+FEW = ["--steps", "6"]
+
+
+def test_a_run_folder_is_all_that_is_needed(here, finished, capsys, tmp_path):
+    assert ritz("spectrum", "run", *FEW, "--matrix", "both", "--batch-norm", "both",
+                "--out", tmp_path) == 0  # fmt: skip
+    out, err = capsys.readouterr()
+    for title in ("Hessian, batch norm eval", "Gauss-Newton, batch norm train"):
+        assert title in out
+    assert "Lanczos" in err
+    files = {f"spectrum-{kind}-{mode}.safetensors" for kind in ("hessian", "ggn")
+             for mode in ("eval", "train")}  # fmt: skip
+    # Nothing is left behind of what a resumption would have needed.
+    assert {path.name for path in tmp_path.iterdir()} == files | {"spectrum.png"}
+
+
+def test_it_is_the_spectrum_of_the_risk_at_these_weights(here, finished, tmp_path, capsys):
+    from ritz.cli._targets import make_data, make_model
+
+    options = ["--matrix", "ggn", "--precision", "float64", "--average", "--steps", "30"]
+    assert ritz("spectrum", "run", *options, "--json", "--out", tmp_path) == 0
+    found = library.load(tmp_path / "spectrum-ggn-eval.safetensors")
+    parts = make_data("own_data:load", data_dir=None, options={})
+    model = make_model("own_model:net", parts=parts, options={})
+    model.load_state_dict(read_weights(finished / "average.safetensors"))
+    risk = library.Risk(model, torch.nn.functional.cross_entropy, parts.train, precision="float64")
+    exact = torch.linalg.eigvalsh(library.ggn(risk).dense())
+    # 30 steps of 51 parameters find the largest to roundoff.
+    torch.testing.assert_close(found.values[-1], exact[-1], rtol=1e-9, atol=0.0)
+
+
+def test_json_tells_values_and_files(here, finished, tmp_path, capsys):
+    assert ritz("spectrum", "run", *FEW, "--samples", "20", "--json", "--out", tmp_path) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert err == ""
+    (spectrum,) = found["result"].values()
+    assert len(spectrum["values"]) == 6
+    assert "20 samples" in spectrum["operator"]
+
+
+def test_a_stopped_computation_goes_on_to_the_same_bits(here, finished, tmp_path, monkeypatch):
+    from ritz.cli import spectrum
+
+    whole, torn = tmp_path / "whole", tmp_path / "torn"
+    assert ritz("spectrum", "run", "--json", "--steps", "12", "--out", whole) == 0
+    real = spectrum.lanczos
+
+    def stopping(op, *, num_steps, state, **rest):
+        class Stop:
+            def start(self, label, total): ...
+
+            def update(self, done, note=""):
+                if done == 7:
+                    raise RuntimeError("killed")
+
+            def finish(self): ...
+
+        return real(op, num_steps=num_steps, state=state, save_interval=0.0,
+                    **(rest | {"progress": Stop()}))  # fmt: skip
+
+    monkeypatch.setattr(spectrum, "lanczos", stopping)
+    assert ritz("spectrum", "run", "--json", "--steps", "12", "--out", torn) == 1
+    assert list(torn.glob(".*.state*"))
+    monkeypatch.setattr(spectrum, "lanczos", real)
+    assert ritz("spectrum", "run", "--json", "--steps", "12", "--out", torn) == 0
+    name = "spectrum-hessian-eval.safetensors"
+    assert (torn / name).read_bytes() == (whole / name).read_bytes()
+    assert not list(torn.glob(".*.state*"))
+
+
+def test_weights_of_torch_with_model_and_data_named(here, finished, tmp_path, capsys):
+    torch.save(read_weights(finished / "weights.safetensors"), tmp_path / "weights.pt")
+    arguments = ["--model", "own_model:net", "--data", "own_data:load", "--batch-size", "16"]
+    assert ritz("spectrum", tmp_path / "weights.pt", *arguments, *FEW, "--json") == 0
+    assert ritz("spectrum", "run", *FEW, "--json", "--out", tmp_path / "again") == 0
+    name = "spectrum-hessian-eval.safetensors"
+    first, again = (library.load(folder / name) for folder in (tmp_path, tmp_path / "again"))
+    torch.testing.assert_close(first.values, again.values, rtol=0.0, atol=0.0)
+
+
+def test_wrong_places_are_one_line(here, finished, tmp_path, refused):
+    assert "no such folder or file: nowhere" in refused("spectrum", "nowhere")
+    assert "no weights in" in refused("spectrum", tmp_path)
+    shutil.copy(finished / "weights.safetensors", tmp_path)
+    assert "give --model and --data" in refused("spectrum", tmp_path)
+    assert "--average needs the folder" in refused("spectrum", tmp_path / "weights.safetensors",
+                                                   "--average")  # fmt: skip
+    assert "no weights" in refused("spectrum", tmp_path, "--average")
+    (tmp_path / "run.json").write_text("{}")
+    assert "does not describe a run of ritz" in refused("spectrum", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--model", "own_model:smooth"], "is of another architecture: it has no 0.weight"),
+        (["--set-model", "width=5"], "1.weight has shape (4, 6) there, (5, 6) in the model"),
+        (["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
+        (["--steps", "0"], "--steps must be at least 1, got 0"),
+        (["--samples", "0"], "num_samples must be between 1 and 48, got 0"),
+        (["--split", "validation"], "split must be one that the data have, got 'validation'"),
+        (["--matrix", "fisher"], "Invalid value for '--matrix'"),
+        (["--model", "vgg61"], "no model is named 'vgg61'; did you mean"),
+    ],
+)
+def test_bad_input_is_one_line(here, finished, refused, arguments, line):
+    assert line in refused("spectrum", "run", *arguments)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_where_there_is_none(here, finished, refused):
+    assert "torch finds no CUDA device" in refused("spectrum", "run", "--device", "cuda:0")
+
+
+def test_a_run_folder_may_name_code_of_the_current_folder_alone(
+    here, finished, tmp_path, monkeypatch, refused
+):
+    shutil.copytree(finished, tmp_path / "run")
+    config = json.loads((tmp_path / "run" / "run.json").read_text())
+    config |= {"data": "subprocess:check_call", "data_options": {"args": ["touch", "ran"]}}
+    (tmp_path / "run" / "run.json").write_text(json.dumps(config))
+    line = refused("spectrum", tmp_path / "run")
+    assert "the run names 'subprocess:check_call', which is not in" in line
+    assert not (here / "ran").exists()
+
+
+def test_weights_with_code_in_them_are_refused(here, tmp_path, refused):
+    import pickle
+
+    class Malicious:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "ran"), "w"))
+
+    (tmp_path / "weights.pt").write_bytes(pickle.dumps(Malicious(), protocol=2))
+    arguments = ["--model", "own_model:net", "--data", "own_data:load"]
+    line = refused("spectrum", tmp_path / "weights.pt", *arguments)
+    assert "is refused: it holds more than tensors" in line
+    assert not (tmp_path / "ran").exists()

@@ -1,0 +1,169 @@
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from cli.own import SMALL, ritz
+
+from ritz.training import read_log, read_weights
+from ritz.training.workflows import read_run
+
+OWN = ["--model", "own_model:net", "--data", "own_data:load"]
+
+
+def test_a_run_folder_holds_all_that_it_takes(finished):
+    names = {path.name for path in finished.glob("*.*")}
+    assert {"run.json", "log.jsonl", "checkpoint.safetensors", "weights.safetensors",
+            "average.safetensors"} <= names  # fmt: skip
+    config = read_run(finished)
+    assert (config.model, config.data, config.batch_size) == ("own_model:net", "own_data:load", 16)
+    assert config.training["average_from"] == 2
+    kinds = [record["kind"] for record in read_log(finished / "log.jsonl")]
+    assert kinds == ["epoch", "curvature", "epoch", "curvature"]
+
+
+def test_a_registered_model_takes_shape_and_classes_from_the_data(tmp_path, capsys):
+    arguments = ["--model", "mlp", "--data", "digits", "--set-model", "hidden=[3]", "--epochs", "1"]
+    assert ritz("train", *arguments, "--batch-size", "512", "--out", tmp_path / "run") == 0
+    out, err = capsys.readouterr()
+    assert "1 epochs, 3 steps" in out
+    assert "training" in err
+    shapes = {
+        name: tuple(x.shape)
+        for name, x in read_weights(tmp_path / "run/weights.safetensors").items()
+    }
+    assert shapes == {"1.weight": (3, 64), "1.bias": (3,), "3.weight": (10, 3), "3.bias": (10,)}
+
+
+def test_json_for_machines_is_silent_otherwise(here, tmp_path, capsys):
+    assert ritz("train", *OWN, *SMALL, "--out", tmp_path / "run", "--seed", "3") == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert err == ""
+    assert found["result"]["num_steps"] == 6
+    assert found["result"]["seed"] == 3
+    assert str(tmp_path / "run/weights.safetensors") in found["files"]
+
+
+def test_the_seed_decides_and_a_run_that_is_over_is_left_as_it_is(here, tmp_path, capsys):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        assert ritz("train", *OWN, *SMALL, "--out", tmp_path / name, "--seed", seed) == 0
+    files = {name: (tmp_path / name / "weights.safetensors").read_bytes() for name in "abc"}
+    assert files["a"] == files["b"] != files["c"]
+    assert ritz("train", *OWN, *SMALL, "--out", tmp_path / "a", "--seed", 1) == 0
+    assert (tmp_path / "a" / "weights.safetensors").read_bytes() == files["a"]
+
+
+def test_another_model_in_the_folder_of_a_run_is_refused_unless_it_begins_anew(
+    here, tmp_path, refused
+):
+    shutil.copytree(here / "run", tmp_path / "run")
+    other = ["--model", "own_model:smooth", "--data", "own_data:load", *SMALL]
+    line = refused("train", *other, "--out", tmp_path / "run")
+    assert "was made with model='own_model:net', this run has 'own_model:smooth'" in line
+    assert read_run(tmp_path / "run").model == "own_model:net"
+    assert ritz("train", *other, "--out", tmp_path / "run", "--restart") == 0
+    assert read_run(tmp_path / "run").model == "own_model:smooth"
+
+
+def test_loaders_of_torch_are_data_too(here, tmp_path, capsys):
+    arguments = ["--model", "own_model:smooth", "--data", "own_data:loaders", "--epochs", "1"]
+    assert ritz("train", *arguments, "--out", tmp_path / "run", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["result"]["num_steps"] == 3
+
+
+def test_a_rate_that_diverges_is_code_one(here, tmp_path, capsys):
+    model = ["--model", "own_model:smooth", "--data", "own_data:load", "--loss", "own_model:worse"]
+    (here / "own_model.py").write_text(
+        (here / "own_model.py").read_text()
+        + "\n\ndef worse(outputs, target):\n    return outputs.exp().exp().exp().mean()\n"
+    )
+    sys.modules.pop("own_model", None)
+    assert ritz("train", *model, *SMALL, "--lr", "1e6", "--out", tmp_path / "run") == 1
+    assert "diverged: the loss of epoch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
+        (["--epochs", "0"], "--epochs must be at least 1, got 0"),
+        (["--watch", "0"], "--watch must be at least 1, got 0"),
+        (["--average-from", "9"], "average_from must be between 1 and 2, got 9"),
+        (["--optimizer", "gadan"], "no optimizer is named 'gadan'; did you mean gadam"),
+        (["--schedule", "cosine"], "Invalid value for '--schedule'"),
+        (["--set", "momentum"], "--set takes KEY=VALUE, got 'momentum'"),
+        (["--device", "tpu"], "device must be cpu, cuda or cuda:<number>, got 'tpu'"),
+        (["--loss", "cross_entropi"], "did you mean cross_entropy?"),
+        (["--set-model", "depth=3"], "'own_model:net' takes no option 'depth'"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line(here, tmp_path, refused, arguments, line):
+    # The later of two options counts.
+    assert line in refused("train", *OWN, *SMALL, "--out", tmp_path / "run", *arguments)
+    assert not (tmp_path / "run" / "weights.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "line"),
+    [
+        ("vgg61", "digits", "no model is named 'vgg61'; did you mean vgg6"),
+        ("mlp", "digit", "no data set is named 'digit'; did you mean digits?"),
+        ("own_modal:net", "own_data:load", "no module 'own_modal' in"),
+        ("own_modal:net", "own_data:load", "did you mean own_model"),
+        ("own_model:nett", "own_data:load", "own_model has no function 'nett'; did you mean net?"),
+        ("own_model:number", "own_data:load", "must return a torch.nn.Module, got int"),
+        ("own_model:broken", "own_data:load", "raised RuntimeError: no such layer"),
+        ("own model:net", "own_data:load", "must be of the form module:factory"),
+        ("own_model:net", "own_data:net", "own_data has no function 'net'"),
+        ("mlp", "cifar10", "no folder for 'cifar10'"),
+    ],
+)  # fmt: skip
+def test_a_wrong_name_is_answered_with_the_nearest(
+    here, tmp_path, monkeypatch, refused, model, data, line
+):
+    monkeypatch.delenv("RITZ_DATA", raising=False)
+    assert line in refused("train", "--model", model, "--data", data, "--out", tmp_path / "run")
+
+
+def test_a_folder_of_data_that_is_not_there(tmp_path, refused):
+    arguments = ["--model", "mlp", "--data", "mnist", "--out", tmp_path / "run"]
+    line = refused("train", *arguments, "--data-dir", tmp_path / "nowhere")
+    assert "data_dir must be a folder, got" in line
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_where_there_is_none(here, tmp_path, refused):
+    line = refused("train", *OWN, *SMALL, "--out", tmp_path / "run", "--device", "cuda")
+    assert "device must be one of this machine, got 'cuda': torch finds no CUDA device" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("ritz tr", {"train"}), ("ritz train --schedule l", {"linear"}), ("ritz list m", {"models"})],
+)
+def test_the_shell_completes(monkeypatch, capsys, words, expected):
+    monkeypatch.setenv("_RITZ_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+    with pytest.raises(SystemExit):
+        ritz()
+    assert set(capsys.readouterr().out.split()) == expected
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(here, tmp_path):
+    command = [sys.executable, "-m", "ritz", "train", *OWN, "--epochs", "400", "--batch-size", "4",
+               "--json", "--out", str(tmp_path / "run")]  # fmt: skip
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=here)
+    log = tmp_path / "run" / "log.jsonl"
+    while process.poll() is None and not (log.exists() and log.stat().st_size):
+        pass
+    process.send_signal(2)
+    err = process.communicate(timeout=60)[1]
+    assert process.returncode == 1
+    assert "interrupted: SIGINT after" in err
+    assert "run the same again to go on" in err
+    done = len(read_log(log))
+    assert 0 < done < 400
