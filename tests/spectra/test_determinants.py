@@ -190,7 +190,7 @@ def test_a_sparse_matrix_that_is_not_positive_definite_is_named():
     [
         ({"method": "magic"}, "method must be one of"),
         ({"num_products": 9}, "num_products must be at least 10"),
-        ({"num_probes": 1}, "num_probes must be between 2 and 1500"),
+        ({"num_probes": 1}, "num_probes must be between 2 and 750"),
         ({"floor": 0.0}, "floor must be positive"),
         ({"rtol": -1.0}, "rtol must be at least 0"),
         ({"method": "cholesky"}, "needs a dense or sparse matrix"),
@@ -242,3 +242,37 @@ def test_entropy_gives_a_sample_for_each_probe_with_the_spread_of_the_value(rng)
     spread = torch.stack([one.mean for one in found]).std()
     stated = torch.stack([one.stderr for one in found]).mean()
     assert 0.5 < float(spread / stated) < 2.0
+
+
+@pytest.mark.parametrize("method", ["krylov", "lanczos", "chebyshev", "maxent"])
+def test_every_method_names_a_negative_ritz_value_and_a_floor_that_is_too_high(method, rng):
+    bad = with_spectrum(torch.linspace(-0.5, 3, 60, dtype=torch.float64), generator=rng)
+    for floor in (None, 0.1):
+        with pytest.raises(NotPositiveDefiniteError, match=r"got a Ritz value of -0\.\d"):
+            ritz.logdet(hidden(bad.matrix), method=method, num_products=300, floor=floor)
+    good = with_spectrum(torch.linspace(1, 3, 200, dtype=torch.float64), generator=rng)
+    with pytest.raises(ValueError, match="floor must be below the spectrum, got 2 where"):
+        ritz.logdet(hidden(good.matrix), method=method, num_products=150, floor=2.0)
+
+
+@pytest.mark.parametrize("method", ["auto", "krylov", "lanczos", "chebyshev", "maxent"])
+@pytest.mark.parametrize("options", [{"num_products": 12}, {"num_products": 60, "num_probes": 30}])
+def test_no_more_is_spent_than_given(method, options, rng):
+    values = torch.linspace(1, 3, 200, dtype=torch.float64)
+    matrix, calls = with_spectrum(values, generator=rng).matrix, []
+
+    def product(block):
+        calls.append(block.shape[1])
+        return matrix @ block
+
+    op = FunctionOperator(product, n=200, dtype=torch.float64)
+    before = sum(calls)  # what looking whether products are those of a symmetric matrix takes
+    found = ritz.logdet(op, method=method, floor=0.9, **options)
+    assert sum(calls) - before == found.num_products <= options["num_products"]
+    assert within(found, float(values.log().sum()))
+
+
+@pytest.mark.parametrize("method", ["auto", "krylov", "lanczos", "chebyshev", "maxent"])
+def test_one_row(method):
+    found = ritz.logdet(hidden(torch.tensor([[3.0]], dtype=torch.float64)), method=method)
+    assert float(found) == pytest.approx(math.log(3), rel=1e-6)

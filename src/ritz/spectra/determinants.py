@@ -79,8 +79,8 @@ def logdet(
         op: Positive definite :math:`A`, ``(n, n)``.
         method: See above.
         num_products: Products to spend, at most.
-        num_probes: Random vectors. By default split by the error bars, and 32 for ``chebyshev`` and
-            ``maxent``.
+        num_probes: Random vectors, half as many as products at most. By default split by the error
+            bars, and 32 for ``chebyshev`` and ``maxent``.
         floor: A positive number below the spectrum, such as the noise of a Gaussian process, which
             a kernel operator knows by itself.
         rtol: Error, both bars together, that is asked for, relative to the value: no more products
@@ -104,7 +104,7 @@ def logdet(
     check_choice("method", method, METHODS)
     check_count("num_products", num_products, low=10)
     if num_probes is not None:
-        check_count("num_probes", num_probes, low=2, high=num_products)
+        check_count("num_probes", num_probes, low=2, high=num_products // 2)
     if rtol is not None:
         check_range("rtol", rtol, low=0.0)
     if floor is not None and not (math.isfinite(floor) and floor > 0):
@@ -152,6 +152,8 @@ def _by_factor(op: LinearOperator) -> Expansion:
 def _by_krylov(op: LinearOperator, budget: Budget) -> Expansion:
     n, generator = op.shape[0], budget.generator
     size = krylov_dimension(n, budget.num_products, op.dtype.itemsize)
+    if budget.num_probes is not None and size < n:  # which get a product each, at least
+        size = min(size, budget.num_products - budget.num_probes)
     with tracking(budget.progress, "log determinant", min(n, budget.num_products)) as bar:
         space = block_krylov(op, dimension=size, generator=generator, bar=bar)
         split = Deflation(op, space)

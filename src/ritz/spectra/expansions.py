@@ -1,7 +1,7 @@
 """Samples of traces of functions, from quadratic forms or from moments, and their estimate."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,13 +12,14 @@ from ritz.spectra.budget import Budget
 from ritz.spectra.dual import Grid, in_interval
 from ritz.spectra.entropic import EntropicDensity
 from ritz.spectra.entropy import maxent
-from ritz.spectra.extremes import bounds
+from ritz.spectra.extremes import Bounds, bounds
 from ritz.spectra.forms import Forms, Sampler
 from ritz.spectra.polynomials import Moments, moments
 from ritz.spectra.radau import Function
 from ritz.spectra.sampling import stderr
 
 PROBES = 32
+MOST_STEPS = 200  # for bounds of the spectrum
 MAXENT_MOMENTS = 60  # beyond which the noise of the moments is all that is fitted
 
 
@@ -111,8 +112,36 @@ def _interpolated(
 
 
 def _moments(op: LinearOperator, budget: Budget, num_products: int, function: Function) -> Moments:
-    found = bounds(op, generator=budget.generator)
-    low = found.low if budget.floor is None else budget.floor
+    steps = min(MOST_STEPS, max(2, num_products // 3))
+    found = bounds(op, num_steps=steps, generator=budget.generator)
+    left = num_products - found.num_products
+    num_probes = budget.num_probes or max(2, min(PROBES, left))
+    measured = moments(
+        op,
+        num_moments=max(2, 2 * (left // num_probes)),
+        interval=_interval(found, budget.floor, function, torch.finfo(op.dtype).eps),
+        num_probes=num_probes,
+        generator=budget.generator,
+        progress=budget.progress,
+    )
+    return replace(measured, num_products=measured.num_products + found.num_products)
+
+
+def _interval(
+    found: Bounds, floor: float | None, function: Function, eps: float
+) -> tuple[float, float]:
+    """Where to expand the function: from the floor, or from a bound where it has a value."""
+    smallest, largest = found.ritz or tuple(found)
+    function(torch.tensor([smallest, largest], dtype=torch.float64))  # which may refuse a value
+    size = max(abs(smallest), abs(largest))
+    if floor is not None and smallest < floor - 100 * eps * size:
+        raise ValueError(
+            f"floor must be below the spectrum, got {floor:.6g} where a Ritz value is "
+            f"{smallest:.6g}"
+        )
+    # A spectrum of one point has no interval of its own.
+    margin = 0.01 * (size or 1.0) if found.high - found.low <= eps**0.5 * size else 0.0
+    low = found.low - margin if floor is None else floor
     try:
         function(torch.tensor([low], dtype=torch.float64))
     except ValueError as error:
@@ -120,15 +149,7 @@ def _moments(op: LinearOperator, budget: Budget, num_products: int, function: Fu
             f"floor must be given where bounds of the spectrum reach beyond the domain of the "
             f"function, got [{found.low:.3g}, {found.high:.3g}] and no floor"
         ) from error
-    num_probes = budget.num_probes or PROBES
-    return moments(
-        op,
-        num_moments=max(2, 2 * ((num_products - found.num_products) // num_probes)),
-        interval=(low, found.high),
-        num_probes=num_probes,
-        generator=budget.generator,
-        progress=budget.progress,
-    )
+    return low, found.high + margin
 
 
 def _regression(density: EntropicDensity, function: Function) -> Tensor:

@@ -31,6 +31,8 @@ class Bounds:
         num_products: Products spent.
         method: How the ends were found.
         status: Whether the ends are as close as asked for.
+        ritz: Smallest and largest Ritz value, between which the spectrum reaches at least; ``None``
+            where no product was spent.
     """
 
     low: float
@@ -39,6 +41,7 @@ class Bounds:
     num_products: int
     method: str
     status: Status
+    ritz: tuple[float, float] | None = None
 
     def __iter__(self) -> Iterator[float]:
         return iter((self.low, self.high))
@@ -101,6 +104,7 @@ def bounds(
         num_products=found.num_products,
         method="Lanczos" if discs is None else "Lanczos within Gershgorin",
         status=found.status,
+        ritz=(float(values[0]), float(values[-1])),
     )
 
 
