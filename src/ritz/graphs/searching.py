@@ -50,7 +50,9 @@ class ModelFit:
 
     def __str__(self) -> str:
         parts = []
-        for name, value in self.parameters.items():
+        # What was searched comes first; files do not keep an order.
+        for name in sorted(self.parameters, key=lambda one: (one not in self.interval, one)):
+            value = self.parameters[name]
             low, high = self.interval.get(name, (math.nan, math.nan))
             spread = f" ({low:.4g} to {high:.4g})" if name in self.interval else ""
             parts.append(f"{name} {value:.4g}{spread}")

@@ -102,9 +102,10 @@ class Result:
     def __str__(self) -> str:
         found = self.likeness["symmetric_kl"]
         lines = [str(found), "Within a kind and between it and the others:"]
-        for measure, one in self.likeness.items():
+        for measure in MEASURES:
+            matrix = self.likeness[measure].matrix
             for kind in dict.fromkeys(self.kinds):
-                lines.append(f"  {measure:15}{kind:10}{_told(one.matrix, self.kinds, kind)}")
+                lines.append(f"  {measure:15}{kind:10}{_told(matrix, self.kinds, kind)}")
         lines.append("Two halves of a graph, and the nearest half or whole of another:")
         for name, own, other in zip(
             found.names, self.apart.tolist(), self.others.tolist(), strict=True

@@ -108,8 +108,10 @@ class Result:
             "moments off, in errors": self.moment_errors,
         }
         for title, table in tables.items():
-            for name, row in table.items():
-                cells = "".join(f"{value:>9.2g}" for value in row.tolist())
+            for name in ("semicircle", *self.names):
+                if name not in table:
+                    continue
+                cells = "".join(f"{value:>9.2g}" for value in table[name].tolist())
                 lines.append(f"{name + ': ' + title:34}{cells}")
         return "\n".join(lines)
 
@@ -166,8 +168,9 @@ def figure(result: Result) -> "Figure":
             plots.over_histogram(one, result.eigenvalues[name], ax=ax, num_bins=200, label=label)
             ax.set_title(name, loc="left", fontsize="small")
     last = axes[columns - 1]
-    for name, row in result.divergences.items():
-        last.plot(result.config.counts, row.clamp_min(1e-7).numpy(), marker=".", label=name)
+    for name in ("semicircle", *result.names):
+        heights = result.divergences[name].clamp_min(1e-7).numpy()
+        last.plot(result.config.counts, heights, marker=".", label=name)
     last.set(yscale="log", xlabel="moments", ylabel="divergence from exact")
     last.legend(fontsize="small", frameon=False)
     for ax in axes:

@@ -1,0 +1,43 @@
+import pytest
+
+import ritz
+from ritz.studies import graph_models, write
+from ritz.studies.graph_models import MODELS, Config, run
+
+SMALL = Config(
+    sizes=(50,), num_seeds=2, num_draws=2, large=400, small=150, large_edges=(2,), large_seeds=1
+)
+
+
+@pytest.fixture(scope="module")
+def result():
+    return run(SMALL)
+
+
+def test_parameters_are_found_again(result):
+    # Four standard deviations of one graph of 50 vertices: 0.014, 0.05 and 0.3 are measured.
+    for model, off in zip(MODELS, (0.06, 0.2, 1.5), strict=True):
+        apart = result.estimates[model] - result.truths[model][:, None]
+        assert float(apart.abs().max()) < off
+
+
+def test_a_larger_graph_is_recognised_among_smaller_ones(result):
+    assert MODELS[int(result.divergences[0, 0].argmin())] == "barabasi_albert"
+    assert float(result.large_estimates[0, 0]) == 2
+
+
+def test_it_prints_the_published_figures_beside(result):
+    text = str(result)
+    for word in ("as published", "0.468, 0.068", "18.94, 1.1", "recognised 1 of 1"):
+        assert word in text
+
+
+def test_the_result_is_written_and_read_with_its_picture(result, tmp_path):
+    files = write(graph_models, result, tmp_path)
+    assert [file.suffix for file in files] == [".safetensors", ".png"]
+    assert str(ritz.load(files[0])) == str(result)
+
+
+def test_wrong_fields_are_named():
+    with pytest.raises(ValueError, match="num_seeds must be at least 2"):
+        Config(num_seeds=1)
