@@ -53,10 +53,11 @@ class Feed:
     @property
     def num_batches(self) -> int | None:
         """Batches in an epoch, where that can be known without going through one."""
-        source = self._source
-        if self._cuts and self._batch_size is not None:
-            count = source[0] if _is_tensors(source) else source
-            return ceil(len(count) / self._batch_size) if isinstance(count, Sized) else None
+        source: Any = self._source
+        if _is_tensors(source):
+            return ceil(len(source[0]) / (self._batch_size or 1))
+        if self._cuts:
+            source = source.batches(self._batch_size)
         return len(source) if isinstance(source, Sized) else None
 
     def epoch(self, number: int, seed: int, *, skip: int = 0) -> Iterator[Batch]:

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -125,7 +125,8 @@ def fit(
         accumulate: Batches a step: the gradient is that of their union.
         clip_norm: Largest norm of the gradient.
         evaluate_every: Epochs between evaluations; the last is always evaluated.
-        evaluation_batch_size: Samples a batch there; ``batch_size`` or 512 if that is more.
+        evaluation_batch_size: Samples a batch there; ``batch_size`` or 512 if that is more, and
+            for a text ``batch_size``.
         steps_per_epoch: Needed for averages and schedules where data have no length.
         monitors: Called as ``monitor(count, model, optimizer)`` after every step, or after every
             epoch where ``monitor.unit == "epoch"``; a dictionary that one returns is logged.
@@ -229,8 +230,14 @@ def _feeds(
             raise ValueError(f"augment must be auto, None or an Augmentation, got {augment!r}")
         augment = getattr(data, "augmentation", None)
     feed = Feed(train, batch_size=size, device=device, shuffled=True, augment=augment)
-    larger = settings.evaluation_batch_size or max(size or 1, EVALUATED)
+    sizes = {name: settings.evaluation_batch_size or _evaluated(part, size)
+             for name, part in held.items()}  # fmt: skip
     return feed, {
-        name: Feed(part, batch_size=larger, device=device, shuffled=False, name=name)
+        name: Feed(part, batch_size=sizes[name], device=device, shuffled=False, name=name)
         for name, part in held.items()
     }
+
+
+def _evaluated(part: Any, size: int | None) -> int | None:
+    """Samples a batch of evaluation: many, but for texts, which are cut into streams."""
+    return max(size or 1, EVALUATED) if isinstance(part, Sized) else size

@@ -243,6 +243,7 @@ class Run:
                 settings=self._settings.description(),
                 finished=self.finished,
             ))  # fmt: skip
+        all_max(0)  # nobody goes on, and perhaps reads it, before it is there
         self._saved = time.monotonic()
         return True
 

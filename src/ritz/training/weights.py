@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,9 @@ def _is_pickle(path: str | os.PathLike[str]) -> bool:
 
 def _read_pickle(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():  # of a protocol that it may not know: then it raises
+            warnings.simplefilter("ignore", UserWarning)
+            found = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CorruptFileError(f"{path} is refused: it holds more than tensors and plain values, "
                                "and reading that could run anything") from error  # fmt: skip

@@ -1,0 +1,99 @@
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from training.examples import assert_same_bits, network, samples, state
+
+import ritz
+from ritz.training import CurvatureMonitor, fit, read_log
+
+EVERYTHING = ("lambda_max", "trace", "variance", "spectrum")
+
+
+def exact(model, data, kind="hessian"):
+    risk = ritz.Risk(model, cross_entropy, data)
+    return torch.linalg.eigvalsh(ritz.curvature.curvature_operator(risk, kind).dense().double())
+
+
+@pytest.mark.parametrize("kind", ["hessian", "ggn"])
+def test_numbers_are_those_of_the_dense_matrix(kind):
+    data, model = samples(12), network(width=3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    monitor = CurvatureMonitor(data, kind=kind, quantities=EVERYTHING, num_probes=8, num_steps=8)
+    found = monitor.measure(model, optimizer)
+    values = exact(model, data, kind)
+    # The value errs by the square of its residual, 1e-2 of the norm.
+    assert found["lambda_max"] == pytest.approx(float(values[-1]), rel=1e-3)
+    assert found["threshold"] == 8.0
+    assert found["sharpness_ratio"] == pytest.approx(found["lambda_max"] / 8)
+    error = found["trace_stderr"] or 1e-5 * abs(float(values.sum()))
+    assert abs(found["trace"] - float(values.sum())) < 4 * error
+    matrices = torch.stack([_dense(model, data, i, kind) for i in range(12)])
+    spread = (matrices - matrices.mean(0)).square().sum((1, 2)).mean() / len(values)
+    assert abs(found["variance"] - float(spread)) < 4 * found["variance_stderr"]
+    weights = torch.tensor(found["ritz_weights"])
+    assert len(found["ritz_values"]) == 8
+    assert float(weights.sum()) == pytest.approx(1)
+
+
+def _dense(model, data, index, kind):
+    one = tuple(part[index : index + 1] for part in data)
+    risk = ritz.Risk(model, cross_entropy, one)
+    return ritz.curvature.curvature_operator(risk, kind).dense().double()
+
+
+def test_the_log_of_training_has_its_lines(tmp_path):
+    data = samples()
+    by_step = CurvatureMonitor(data, quantities=["lambda_max"], every=3, unit="step")
+    by_epoch = CurvatureMonitor(data, quantities=["spectrum"], every=2, num_steps=3)
+    fit(network(), data, num_epochs=2, batch_size=12, monitors=[by_step, by_epoch],
+        log=tmp_path / "log.jsonl")  # fmt: skip
+    lines = [line for line in read_log(tmp_path / "log.jsonl") if line["kind"] == "curvature"]
+    assert [(line["step"], line["epoch"]) for line in lines] == [(3, 0), (6, 1), (8, 2)]
+    assert "lambda_max" in lines[0]
+    assert len(lines[2]["ritz_values"]) == 3
+
+
+class Writer:
+    def __init__(self):
+        self.told = []
+
+    def add_scalar(self, tag, scalar_value, global_step):
+        self.told.append((tag, global_step))
+
+
+def test_a_loop_of_ones_own_is_watched_and_unchanged(tmp_path):
+    data, models = samples(), [network(norm=True, dropout=0.3) for _ in range(2)]
+    writer = Writer()
+    monitor = CurvatureMonitor(
+        data, quantities=["lambda_max", "trace"], every=2, unit="step", writer=writer,
+        log=tmp_path / "own.jsonl", num_probes=2,
+    )  # fmt: skip
+    for model, watch in zip(models, (False, True), strict=True):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        torch.manual_seed(0)
+        for step in range(1, 5):
+            optimizer.zero_grad()
+            cross_entropy(model(data[0]), data[1]).backward()
+            before = [p.grad.clone() for p in model.parameters()]
+            if watch:
+                monitor(step, model, optimizer)
+            assert model.training
+            for p, grad in zip(model.parameters(), before, strict=True):
+                assert torch.equal(p.grad, grad)
+            optimizer.step()
+    assert_same_bits(state(models[1]), state(models[0]))
+    assert [line["step"] for line in read_log(tmp_path / "own.jsonl")] == [2, 4]
+    assert ("curvature/lambda_max", 4) in writer.told
+    assert ("curvature/trace_stderr", 2) in writer.told
+    assert ("curvature/sharpness_ratio", 2) in writer.told
+
+
+def test_a_risk_of_ones_own_is_measured():
+    data, model = samples(), network()
+    monitor = CurvatureMonitor(
+        lambda model: ritz.Risk(model, cross_entropy, data, l2=10.0), quantities=["lambda_max"]
+    )
+    found = monitor(1, model)
+    assert "threshold" not in found
+    expected = float(exact(model, data)[-1]) + 10
+    assert found["lambda_max"] == pytest.approx(expected, rel=1e-3)

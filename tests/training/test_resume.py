@@ -1,0 +1,187 @@
+"""Runs that are killed, interrupted or resumed end with the files of one that was not."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from training.examples import assert_same_bits, network, samples, state
+from training.killed_run import run
+
+from ritz.training import CurvatureMonitor, fit, read_log, read_weights
+
+FILES = ("log.jsonl", "checkpoint.safetensors", "weights.safetensors", "average.safetensors",
+         "epoch-0002.safetensors")  # fmt: skip
+
+
+def started(folder):
+    paths = [str(Path(__file__).parents[1]), os.environ["PYTHONPATH"]]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "training.killed_run", str(folder), "0.15"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout.readline() == b"ready\n"
+    return process
+
+
+def contents(folder):
+    return {name: (folder / name).read_bytes() for name in FILES}
+
+
+def kill_often(tmp_path, count):
+    """Kill a run so many times at random moments; compare its files with an undisturbed one's."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole.mkdir()
+    broken.mkdir()
+    run(whole)
+    clock, kills = random.Random(8), 0
+    while kills < count:
+        process = started(broken)
+        time.sleep(clock.uniform(0.0, 1.2))
+        process.kill()
+        process.communicate()
+        if process.returncode == 0:
+            break  # it ended between two kills
+        kills += 1
+    run(broken)
+    assert contents(broken) == contents(whole)
+    return kills
+
+
+def test_killed_runs_end_with_the_same_files(tmp_path):
+    assert kill_often(tmp_path, 2) >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1700)
+def test_twenty_kills_leave_the_same_files(tmp_path):
+    assert kill_often(tmp_path, 20) >= 5
+
+
+class Interrupt:
+    """Sends this process a signal after so many steps."""
+
+    unit = "step"
+
+    def __init__(self, step, number=signal.SIGINT):
+        self.step, self.number = step, number
+
+    def __call__(self, count, model, optimizer):
+        if count == self.step:
+            os.kill(os.getpid(), self.number)
+
+
+COMMON = {"num_epochs": 4, "optimizer_settings": {"lr": 0.1}, "average_from": 2}
+KINDS = {
+    "tensors": (lambda data: data, {"batch_size": 10}),
+    "loader": (lambda data: DataLoader(TensorDataset(*data), batch_size=10, shuffle=True), {}),
+    "function": (lambda data: lambda epoch: iter([(x, y) for x, y in zip(
+        data[0].roll(epoch).split(10), data[1].roll(epoch).split(10), strict=True)]),
+        {"steps_per_epoch": 5}),
+}  # fmt: skip
+OPTIMIZERS = ("sgd", "adamw", "padam", "lookahead_sgd", "gadam")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("step", [1, 7, 10])
+def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path, kind, step):
+    make, more = KINDS[kind]
+    models = [network(dropout=0.4) for _ in range(3)]
+    logs = [tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"]
+    fit(models[0], make(samples()), log=logs[0], **COMMON, **more)
+    parts = {"log": logs[1], "checkpoint": tmp_path / "run", **COMMON, **more}
+    first = fit(models[1], make(samples()), monitors=[Interrupt(step)], **parts)
+    assert first.status.outcome == "interrupted"
+    assert f"SIGINT after {step} steps" in first.status.message
+    second = fit(models[2], make(samples()), **parts)
+    assert second.status.outcome == "completed"
+    assert_same_bits(state(models[2]), state(models[0]))
+    assert logs[1].read_bytes() == logs[0].read_bytes()
+    assert second.history["train_loss"].shape == (4,)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_kind_of_state_is_saved(tmp_path, optimizer):
+    # A tenth of the usual rate for adaptive steps; what matters is that nothing is forgotten.
+    rate = {"lr": 0.1 if "sgd" in optimizer else 0.01}
+    common = {"num_epochs": 3, "batch_size": 10, "optimizer": optimizer, "schedule": "linear",
+              "optimizer_settings": rate, "average_from": 2}  # fmt: skip
+    whole, parts = network(norm=True), network(norm=True)
+    fit(whole, samples(), **common)
+    fit(parts, samples(), checkpoint=tmp_path, monitors=[Interrupt(8)], **common)
+    # The weights of a resumed run come from its checkpoint, whatever the model has.
+    parts = network(norm=True, seed=1)
+    fit(parts, samples(), checkpoint=tmp_path, **common)
+    assert_same_bits(state(parts), state(whole))
+
+
+def test_the_signal_to_terminate_saves_too(tmp_path):
+    result = fit(network(), samples(), num_epochs=4, batch_size=12, checkpoint=tmp_path,
+                 monitors=[Interrupt(3, signal.SIGTERM)])  # fmt: skip
+    assert "SIGTERM after 3 steps" in result.status.message
+    assert str(tmp_path) in result.status.message
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_an_interrupt_without_a_folder_says_what_was_missing():
+    result = fit(network(), samples(), num_epochs=4, batch_size=12, monitors=[Interrupt(3)])
+    assert not result.status.ok
+    assert "give a checkpoint folder" in str(result.status)
+
+
+def test_a_second_interrupt_is_not_held_back():
+    class Twice(Interrupt):
+        def __call__(self, count, model, optimizer):
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(network(), samples(), num_epochs=1, batch_size=12, monitors=[Twice(1)])
+
+
+def test_a_finished_run_is_not_trained_again_and_may_be_extended(tmp_path):
+    common = {"batch_size": 12, "checkpoint": tmp_path, "log": tmp_path / "log.jsonl"}
+    fit(network(), samples(), num_epochs=2, **common)
+    before = (tmp_path / "checkpoint.safetensors").read_bytes()
+    again = fit(network(seed=1), samples(), num_epochs=2, **common)
+    assert again.num_epochs == 2
+    assert (tmp_path / "checkpoint.safetensors").read_bytes() == before
+    longer = fit(network(seed=1), samples(), num_epochs=3, **common)
+    whole = network()
+    fit(whole, samples(), num_epochs=3, batch_size=12)
+    assert longer.num_epochs == 3
+    assert_same_bits(read_weights(tmp_path / "weights.safetensors"), state(whole))
+    anew = fit(network(), samples(), num_epochs=1, resume=False, **common)
+    assert anew.num_epochs == 1
+    assert len(read_log(tmp_path / "log.jsonl")) == 1
+
+
+def test_patience_is_resumed(tmp_path):
+    data = samples()
+    common = {"num_epochs": 20, "batch_size": 12, "validation": data, "patience": 2,
+              "optimizer_settings": {"lr": 0.0}}  # fmt: skip
+    whole = fit(network(), data, **common)
+    fit(network(), data, checkpoint=tmp_path, monitors=[Interrupt(15)], **common)
+    parts = fit(network(), data, checkpoint=tmp_path, **common)
+    assert parts.num_epochs == whole.num_epochs == 6
+    assert fit(network(), data, checkpoint=tmp_path, **common).num_epochs == 6
+
+
+def test_a_monitor_changes_nothing():
+    data = samples()
+    common = {"num_epochs": 2, "batch_size": 12, "optimizer_settings": {"lr": 0.1}}
+    plain, watched = network(norm=True, dropout=0.3), network(norm=True, dropout=0.3)
+    fit(plain, data, **common)
+    everything = ("lambda_max", "trace", "variance", "spectrum")
+    monitor = CurvatureMonitor((data[0][:9], data[1][:9]), quantities=everything, every=3,
+                               unit="step", num_steps=4, num_probes=2)  # fmt: skip
+    fit(watched, data, monitors=[monitor], **common)
+    assert_same_bits(state(watched), state(plain))
+    assert torch.is_grad_enabled()

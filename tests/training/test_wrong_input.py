@@ -1,0 +1,129 @@
+import pytest
+import torch
+from torch import nn
+from training.examples import network, samples
+
+from ritz._core.registry import UnknownNameError
+from ritz.optim import Gadam, IterateAverage
+from ritz.training import CurvatureMonitor, evaluate, fit, register_optimizer
+
+GOOD = {"num_epochs": 2, "batch_size": 12}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"batch_size": None}, "batch_size must be given for data that do not come in batches"),
+        ({"num_epochs": 0}, "num_epochs must be at least 1, got 0"),
+        ({"accumulate": 0}, "accumulate must be at least 1, got 0"),
+        ({"evaluate_every": 0}, "evaluate_every must be at least 1"),
+        ({"precision": "float64"}, "precision must be one of float32, tf32, bfloat16, float16"),
+        ({"average_from": 3}, "average_from must be between 1 and 2, got 3"),
+        ({"average_from": 1, "patience": 3}, "average_from must not be given with patience"),
+        ({"patience": 3}, "validation must be given with patience"),
+        ({"schedule": "cosine"}, "schedule must be one of constant, linear, step; got 'cosine'"),
+        ({"schedule_unit": "hour"}, "schedule_unit must be one of step, epoch"),
+        ({"clip_norm": -1.0}, "clip_norm must be at least 0"),
+        ({"keep": [3]}, "keep must be between 1 and 2"),
+        ({"final": "best"}, "final must be one of last, average"),
+        ({"capture": True}, "capture=True needs a CUDA device, got cpu"),
+        ({"device": "gpu"}, "device must be cpu, cuda or cuda:<number>, got 'gpu'"),
+        ({"augment": "flip"}, "augment must be auto, None or an Augmentation"),
+        ({"loss_fn": nn.CrossEntropyLoss(reduction="sum")}, "reduction"),
+    ],
+)
+def test_wrong_values_are_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        fit(network(), samples(), **(GOOD | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batch_size": 1.5}, "batch_size must be an integer, got 1.5"),
+        ({"schedule": 3}, "schedule must be one of constant, linear, step, a function"),
+        ({"optimizer": 3}, "optimizer must be a name, a torch optimiser or a function"),
+        ({"optimizer": lambda params: list(params)}, "optimizer must be a name"),
+    ],
+)
+def test_wrong_kinds_are_named(change, message):
+    with pytest.raises(TypeError, match=message):
+        fit(network(), samples(), **(GOOD | change))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match="got 'cuda': torch finds no CUDA device"):
+        fit(network(), samples(), device="cuda", **GOOD)
+
+
+def test_a_wrong_optimiser_is_answered_with_the_nearest():
+    with pytest.raises(UnknownNameError, match=r"'gadamy'; did you mean .*gadamx"):
+        fit(network(), samples(), optimizer="gadamy", **GOOD)
+
+
+def test_a_name_is_registered_once():
+    with pytest.raises(ValueError, match="'sgd' is registered already"):
+        register_optimizer("sgd")(torch.optim.SGD)
+
+
+@pytest.mark.parametrize("change", [{"average_from": 2}, {"patience": 2}])
+def test_an_average_of_ones_own_stands_alone(change):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    average = IterateAverage(optimizer)
+    with pytest.raises(ValueError, match="average must not be given with"):
+        fit(model, samples(), optimizer=optimizer, average=average, **change, **GOOD)
+
+
+def test_an_optimiser_that_brings_its_average_is_not_given_another():
+    model = network()
+    optimizer = Gadam(model.parameters(), start=1)
+    with pytest.raises(ValueError, match="average_from must be left out"):
+        fit(model, samples(), optimizer=optimizer, average_from=2, **GOOD)
+
+
+@pytest.mark.parametrize(
+    "change", [{"average_from": 2}, {"schedule": "linear", "schedule_unit": "step"}]
+)
+def test_data_of_no_length_need_the_steps_of_an_epoch(change):
+    with pytest.raises(ValueError, match="steps_per_epoch must be given"):
+        fit(network(), lambda epoch: iter([samples()]), num_epochs=2, **change)
+
+
+def test_data_that_are_none_are_refused():
+    with pytest.raises(TypeError, match="data must be tensors, have batches"):
+        fit(network(), 3, num_epochs=1)
+    with pytest.raises(ValueError, match="at least one batch an epoch, got none"):
+        fit(network(), [], num_epochs=1)
+    with pytest.raises(ValueError, match="batches must hold at least one batch"):
+        evaluate(network(), [])
+    with pytest.raises(TypeError, match="a batch must hold a tensor"):
+        fit(network(), ["a"], num_epochs=1)
+
+
+def test_a_run_is_resumed_with_the_same_settings(tmp_path):
+    fit(network(), samples(), checkpoint=tmp_path, **GOOD)
+    with pytest.raises(ValueError, match="was made with batch_size=12, this run has 6"):
+        fit(network(), samples(), checkpoint=tmp_path, num_epochs=2, batch_size=6)
+    with pytest.raises(ValueError, match="was made with optimizer='sgd', this run has 'adamw'"):
+        fit(network(), samples(), checkpoint=tmp_path, optimizer="adamw", **GOOD)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"quantities": "trace"}, "quantities must be some of lambda_max"),
+        ({"quantities": []}, "quantities must be some of"),
+        ({"quantities": ["norm"]}, "quantities must be one of"),
+        ({"every": 0}, "every must be at least 1"),
+        ({"unit": "hour"}, "unit must be one of step, epoch"),
+        ({"kind": "fisher"}, "kind must be one of"),
+        ({"num_probes": 1}, "num_probes must be at least 2"),
+        ({"num_steps": 0}, "num_steps must be at least 1"),
+    ],
+)
+def test_a_monitor_names_what_is_wrong(change, message):
+    with pytest.raises(ValueError, match=message):
+        CurvatureMonitor(samples(), **change)
