@@ -18,7 +18,7 @@ from ritz.training.workflows import RunConfig, train_run
 EPILOG = """
 Examples:
 
-ritz train --model lenet --data digits --epochs 20 --out runs/digits
+ritz train --model mlp --data digits --epochs 20 --out runs/digits
 
 ritz train --model vgg16_bn --data cifar100 --optimizer gadamx --lr 0.1 --epochs 300
 --average-from 161 --schedule linear --data-dir ~/data --out runs/gadamx

@@ -1,0 +1,178 @@
+import numpy as np
+import pytest
+import torch
+
+import ritz
+from ritz import plots
+from ritz._core.results import Estimate, Status
+from ritz.measures import rank_degeneracy
+from ritz.plots.records import curvature_points, points, training_series
+
+AVERAGED = {"average_test_loss": 0.4, "average_test_accuracy": 0.9}
+
+
+def epoch(number, **more):
+    return {"kind": "epoch", "epoch": number, "step": 10 * number, "rate": 0.1,
+            "train_loss": 1 / number, "train_accuracy": 0.8, "test_loss": 0.5,
+            "test_accuracy": 0.75, **more}  # fmt: skip
+
+
+def curvature(number, **more):
+    return {"kind": "curvature", "epoch": number, "step": 10 * number, "matrix": "hessian",
+            "lambda_max": 5.0 + number, "lambda_max_residual": 0.1, "threshold": 20.0,
+            "ritz_values": [-0.1, 0.01, 3.0], "ritz_weights": [0.2, 0.7, 0.1], **more}  # fmt: skip
+
+
+@pytest.fixture
+def log():
+    return [epoch(1), curvature(1), epoch(2), curvature(2), epoch(3, **AVERAGED), curvature(3)]
+
+
+def legend(ax):
+    return [text.get_text() for text in ax.get_legend().get_texts()]
+
+
+def estimate(mean, stderr):
+    return Estimate(
+        mean=torch.tensor(mean), stderr=torch.tensor(stderr), num_products=1, method="drawn",
+        status=Status(outcome="completed", message=""),
+    )  # fmt: skip
+
+
+def test_series_of_a_log_in_per_cent_with_gaps_where_nothing_was_measured(log):
+    found = training_series(log)
+    np.testing.assert_array_equal(found.epoch, [1, 2, 3])
+    assert list(found.loss) == ["train", "test", "average test"]
+    np.testing.assert_allclose(found.loss["train"], [1, 1 / 2, 1 / 3])
+    np.testing.assert_array_equal(found.loss["average test"], [np.nan, np.nan, 0.4])
+    np.testing.assert_allclose(found.accuracy["test"], [75.0] * 3)
+    assert found.average_from == 3
+
+
+def test_null_in_a_log_is_a_gap():
+    found = training_series([epoch(1, test_loss=None), epoch(2)])
+    np.testing.assert_array_equal(found.loss["test"], [np.nan, 0.5])
+    assert found.average_from is None
+
+
+def test_a_log_without_an_epoch_is_refused(log):
+    with pytest.raises(ValueError, match="at least one epoch, got none"):
+        training_series([record for record in log if record["kind"] == "curvature"])
+
+
+def test_points_of_a_monitor_by_epoch_or_step(log):
+    found = curvature_points(log, "lambda_max")
+    np.testing.assert_array_equal(found.x, [1, 2, 3])
+    np.testing.assert_array_equal(found.y, [6, 7, 8])
+    np.testing.assert_array_equal(found.stderr, [0.1] * 3)
+    within = [curvature(1, step=3), curvature(1, step=6)]
+    np.testing.assert_array_equal(curvature_points(within, "lambda_max").x, [3, 6])
+    with pytest.raises(ValueError, match="must hold 'trace' of a monitor"):
+        curvature_points(log, "trace")
+
+
+def test_the_mass_at_the_origin_is_that_of_two_values_or_of_one(log):
+    np.testing.assert_allclose(curvature_points(log, "degeneracy").y, [0.9] * 3)
+    ggn = [curvature(1, matrix="ggn")]
+    np.testing.assert_allclose(curvature_points(ggn, "degeneracy").y, [0.7])
+
+
+def test_points_are_sorted_and_carry_errors():
+    found = points([8, 2], [estimate(3.0, 0.5), 4.0])
+    np.testing.assert_array_equal(found.x, [2, 8])
+    np.testing.assert_array_equal(found.y, [4, 3])
+    np.testing.assert_array_equal(found.stderr, [0, 0.5])
+    with pytest.raises(ValueError, match="one for each of 2 places, got 1"):
+        points([1, 2], [3.0])
+
+
+def test_curves_of_one_run_have_a_colour_each_and_a_mark_where_averaging_begins(log):
+    loss, accuracy = plots.training_curves({"run": log})
+    assert legend(loss) == legend(accuracy) == ["train", "test", "average test"]
+    assert (loss.get_yscale(), accuracy.get_yscale()) == ("log", "linear")
+    assert (loss.get_ylabel(), accuracy.get_ylabel()) == ("loss", "accuracy (%)")
+    lines = loss.get_lines()
+    assert len({line.get_color() for line in lines[:3]}) == 3
+    assert lines[3].get_xdata()[0] == 3
+    width, height = loss.figure.get_size_inches()
+    assert (width, height) == pytest.approx((8.8, 3.1))
+
+
+def test_curves_of_several_runs_have_a_colour_a_run(log):
+    loss, _ = plots.training_curves({"sgd": log[:4], "gadam": log})
+    assert legend(loss) == ["sgd, train", "sgd, test", "gadam, train", "gadam, test",
+                            "gadam, average test"]  # fmt: skip
+    assert len({line.get_color() for line in loss.get_lines()}) == 2
+
+
+def test_a_log_without_accuracy_has_one_panel():
+    bare = {"kind": "epoch", "epoch": 1, "train_loss": -2.0}
+    (loss,) = plots.training_curves({"run": [bare]})
+    assert loss.get_yscale() == "linear"
+    with pytest.raises(ValueError, match="axes must be 1 for these runs, got 2"):
+        plots.training_curves({"run": [bare]}, axes=[loss, loss])
+    with pytest.raises(ValueError, match="at least one run, got none"):
+        plots.training_curves({})
+
+
+def test_the_largest_eigenvalue_against_the_stable_rate(log):
+    ax = plots.curvature_over_time(log)
+    assert sorted(legend(ax)) == ["$2/\\alpha$", r"largest eigenvalue $\lambda_1$"]
+    assert (ax.get_xlabel(), ax.get_yscale()) == ("epoch", "log")
+    without = [{k: v for k, v in record.items() if k != "threshold"} for record in log]
+    assert legend(plots.curvature_over_time(without)) == [r"largest eigenvalue $\lambda_1$"]
+
+
+def test_rank_degeneracy_over_time_of_results_and_of_a_log(log):
+    spectrum = ritz.lanczos(torch.diag(torch.linspace(0, 1, 20)), num_steps=5)
+    found = rank_degeneracy(spectrum, kind="ggn")
+    ax = plots.degeneracy({"Gauss-Newton": {5.0: found, 1.0: found}})
+    assert legend(ax) == ["Gauss-Newton"]
+    np.testing.assert_array_equal(ax.get_lines()[0].get_xdata(), [1, 5])
+    np.testing.assert_allclose(ax.get_lines()[0].get_ydata(), [float(found.mass)] * 2)
+    assert plots.degeneracy(log).get_legend() is None
+    with pytest.raises(ValueError, match="at least one epoch, got none"):
+        plots.degeneracy({"Gauss-Newton": {}})
+
+
+def test_batch_sizes_on_logarithmic_scales_with_predictions_of_the_same_colour():
+    measured = {"Hessian": [estimate(8.0, 0.5), estimate(4.0, 0.2)]}
+    ax = plots.batch_scaling([16, 64], measured, predicted={"Hessian": [8.0, 4.1]})
+    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["16", "64"]
+    assert sorted(legend(ax)) == ["Hessian", "Hessian, predicted"]
+    assert len({line.get_color() for line in ax.get_lines()}) == 1
+    assert ax.get_xlabel() == "batch size $B$ (samples)"
+    with pytest.raises(ValueError, match="at least one quantity, got none"):
+        plots.batch_scaling([1], {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")]
+)
+def test_the_same_picture_is_the_same_bytes(log, tmp_path, kind, start):
+    paths = [tmp_path / f"{name}.{kind}" for name in "ab"]
+    for path in paths:
+        figure = plots.training_curves({"run": log})[0].figure
+        assert plots.save_figure(figure, path) == path
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    assert paths[0].read_bytes().startswith(start)
+
+
+def test_pictures_that_cannot_be_written_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"must end in .png, .svg, .pdf; got 'x.gif'"):
+        plots.check_picture(tmp_path / "x.gif")
+    with pytest.raises(FileNotFoundError, match="is not a folder"):
+        plots.check_picture(tmp_path / "no" / "x.png")
+
+
+def test_every_kind_of_result_has_its_picture():
+    matrix = torch.diag(torch.linspace(-1, 5, 30).double())
+    spectrum = ritz.lanczos(matrix, num_steps=8)
+    assert len(plots.picture(spectrum).axes) == 1
+    assert len(plots.picture({"one": spectrum}).axes) == 1
+    assert len(plots.picture({"one": spectrum, "two": spectrum}).axes) == 2
+    smooth = ritz.density(matrix, num_probes=2, num_steps=8, width=0.2)
+    assert len(plots.picture(smooth).axes) == 1
+    with pytest.raises(TypeError, match="got int, which has no picture"):
+        plots.picture(3)
