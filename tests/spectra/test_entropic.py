@@ -293,3 +293,15 @@ def test_it_says_what_it_is(found):
     assert text.startswith("EntropicDensity on [0.5, 3.5], 7 moments (")
     assert "converged" in text
     assert ("own prior" in text) == callable(found.prior)
+
+
+def test_quantiles_of_narrow_peaks_invert_the_cdf_too():
+    angles = torch.arccos(torch.tensor([-0.5, 0.7], dtype=torch.float64))
+    waves = torch.cos(angles[:, None] * torch.arange(31, dtype=torch.float64))
+    peaked = maxent(torch.tensor([0.4, 0.6], dtype=torch.float64) @ waves)
+    shares = torch.cat(
+        [torch.tensor([0.0, 1e-12, 0.4, 1 - 1e-9, 1.0]), torch.rand(2000, generator=seeded(4))]
+    ).double()
+    points = peaked.quantile(shares)
+    torch.testing.assert_close(peaked.cdf(points), shares, rtol=0, atol=1e-12)
+    assert bool((points.diff()[shares.diff() > 1e-9] > 0).all())

@@ -112,12 +112,12 @@ class EntropicDensity:
         share = as_points(share)
         if not bool(((share >= 0) & (share <= 1)).all()):
             raise ValueError("share must be between 0 and 1")
-        low, high = (torch.full_like(share, end) for end in self.interval)
-        for _ in range(60):  # bisection: the cdf may be as steep as the density is peaked
-            middle = 0.5 * (low + high)
-            above = self.cdf(middle) >= share
-            low, high = torch.where(above, low, middle), torch.where(above, middle, high)
-        return 0.5 * (low + high)
+        edges, below = self._panels()
+        wanted = below[-1] * share.reshape(-1)
+        panel = (torch.searchsorted(below, wanted) - 1).clamp(0, len(edges) - 2)
+        return self._inverse(edges[panel], edges[panel + 1], wanted - below[panel]).reshape(
+            share.shape
+        )
 
     def sample(self, count: int, *, generator: torch.Generator | None = None) -> Tensor:
         """Independent draws, ``(count,)``."""
@@ -182,6 +182,22 @@ class EntropicDensity:
         edges = torch.cat([inner.new_tensor([low]), inner, inner.new_tensor([high])])
         parts = self._integral(edges[:-1], edges[1:])
         return edges, torch.cat([torch.zeros(1, dtype=torch.float64), parts.cumsum(0)])
+
+    def _inverse(self, low: Tensor, high: Tensor, mass: Tensor) -> Tensor:
+        """Where the integrals from ``low`` reach a mass, before ``high``."""
+        begin, found, live = low, 0.5 * (low + high), torch.arange(len(mass))
+        for _ in range(60):  # Newton's steps, or bisection where they lead out of what is left
+            x = found[live]
+            gap = self._integral(begin[live], x) - mass[live]
+            low, high = torch.where(gap < 0, x, low), torch.where(gap < 0, high, x)
+            following = x - gap / self.pdf(x)
+            inside = (following >= low) & (following <= high)
+            found[live] = torch.where(inside, following, 0.5 * (low + high))
+            going = (gap.abs() > 1e-15) & (high - low > 1e-15 * x.abs())
+            if not bool(going.any()):
+                break
+            live, low, high = live[going], low[going], high[going]
+        return found
 
     def _integral(self, low: Tensor, high: Tensor) -> Tensor:
         nodes, weights = (torch.from_numpy(array) for array in leggauss(PANEL))
