@@ -77,7 +77,7 @@ def set_generator_states(states: dict[str, Tensor], device: torch.device) -> Non
         if len(rows) != world_size():
             raise ValueError(f"a run must be resumed by as many processes as it was begun with, "
                              f"{len(rows)}, got {world_size()}")  # fmt: skip
-        own = rows[rank()].cpu()
+        own = rows[rank()].cpu().clone()  # torch reads a state from where its storage begins
         if name == "cpu":
             torch.set_rng_state(own)
         elif device.type == "cuda":

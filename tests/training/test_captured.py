@@ -1,0 +1,141 @@
+"""Captured steps: on a CUDA device, and their bookkeeping with a graph that is played here."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from training.examples import assert_same_bits, network, samples, state
+
+from ritz.optim import IterateAverage, Lookahead
+from ritz.training import captured, fit
+from ritz.training.steps import Piece, Step
+
+
+class Stream:
+    def wait_stream(self, other):
+        pass
+
+
+class Played:
+    """A graph whose replay computes what was recorded."""
+
+    def replay(self):
+        with captured._without_hooks(self.step.optimizer):
+            self.step.run(self.pieces)
+
+
+class Recording(Step):
+    """A step that remembers what it was to compute while a graph was recorded."""
+
+    graph = None
+
+    def run(self, pieces):
+        if self.graph is None:
+            super().run(pieces)
+        else:
+            self.graph.step, self.graph.pieces = self, pieces
+
+
+@pytest.fixture
+def played(monkeypatch):
+    """CUDA graphs without CUDA."""
+
+    @contextmanager
+    def recording(graph, pool, stream):
+        Recording.graph = graph
+        yield
+        Recording.graph = None
+
+    for name, value in {
+        "Stream": Stream,
+        "current_stream": Stream,
+        "graph_pool_handle": lambda: None,
+        "CUDAGraph": Played,
+        "graph": recording,
+        "stream": lambda stream: contextmanager(lambda: iter([None]))(),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+
+
+def walk(kind, take_of):
+    from torch.nn.functional import cross_entropy
+
+    from ritz.curvature.adapters import Adapter
+
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if kind == "lookahead":
+        optimizer = Lookahead(optimizer, k=2)
+    average = IterateAverage(optimizer, start=3, interval=2)
+    step = Recording(Adapter(model, cross_entropy, None), optimizer, precision="float32",
+                     clip_norm=None, device=torch.device("cpu"))  # fmt: skip
+    take = take_of(step)
+    x, y = samples(48)
+    for i in range(12):
+        rows = slice(0, 20) if i % 4 == 3 else slice(4 * (i % 4), 4 * (i % 4) + 10)
+        take([Piece((x[rows], y[rows]), 1.0, rows.stop - rows.start)])
+    with average.applied(model):
+        averaged = state(model)
+    return state(model), averaged, step.totals, take
+
+
+@pytest.mark.parametrize("kind", ["plain", "lookahead"])
+def test_replays_run_hooks_and_count_as_steps_do(played, kind):
+    weights, averaged, totals, _ = walk(kind, lambda step: step)
+    found, found_average, found_totals, take = walk(
+        kind, lambda step: captured.CapturedStep(step, required=True)
+    )
+    assert len(take._graphs) == 1  # nine steps of ten rows; three of twenty only warm up
+    assert_same_bits(found, weights)
+    assert_same_bits(found_average, averaged)
+    assert found_totals.count == totals.count
+    assert torch.equal(found_totals.sums, totals.sums)
+
+
+def test_a_step_that_cannot_be_recorded_is_taken_as_it_is(played, monkeypatch):
+    @contextmanager
+    def refusing(graph, pool, stream):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        yield
+
+    monkeypatch.setattr(torch.cuda, "graph", refusing)
+    weights = walk("plain", lambda step: step)[0]
+    with pytest.warns(UserWarning, match="not captured in a CUDA graph: operation not permitted"):
+        found = walk("plain", lambda step: captured.CapturedStep(step, required=False))[0]
+    assert_same_bits(found, weights)
+    with pytest.raises(ValueError, match="capture=True needs a step without waits"):
+        walk("plain", lambda step: captured.CapturedStep(step, required=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", ["sgd", "gadam", "gadamx", "adamw", "lookahead_sgd"])
+def test_captured_runs_are_those_of_ordinary_steps(optimizer):
+    rate = 0.1 if "sgd" in optimizer else 0.01
+    found = []
+    for capture in (False, True):
+        model = network(norm=True)
+        fit(model, samples(100), num_epochs=6, batch_size=12, optimizer=optimizer, device="cuda",
+            optimizer_settings={"lr": rate}, schedule="linear", average_from=3, capture=capture,
+            final="average")  # fmt: skip
+        found.append(state(model))
+    # A rate in a tensor and a fused kernel round otherwise than the ordinary ones.
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_a_captured_run_is_resumed_bit_for_bit(tmp_path):
+    common = {"batch_size": 12, "device": "cuda", "deterministic": True, "capture": True,
+              "optimizer_settings": {"lr": 0.1}}  # fmt: skip
+    whole, parts = network(dropout=0.3), network(dropout=0.3)
+    fit(whole, samples(), num_epochs=6, **common)
+    fit(parts, samples(), num_epochs=3, checkpoint=tmp_path, **common)
+    fit(parts, samples(), num_epochs=6, checkpoint=tmp_path, **common)
+    assert_same_bits(state(parts), state(whole))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_mixed_precision_learns_on_cuda(precision):
+    result = fit(network(), samples(), num_epochs=10, batch_size=12, precision=precision,
+                 device="cuda", optimizer_settings={"lr": 0.1})  # fmt: skip
+    assert result.history["train_loss"][-1] < 0.7 * result.history["train_loss"][0]
