@@ -37,3 +37,12 @@ def test_bad_input_is_one_line_and_code_two(matrix, tmp_path, capsys):
     scipy.io.mmwrite(tmp_path / "negative.mtx", sparse.diags_array([1.0, -2.0]).tocsr())
     assert _app.run(["logdet", str(tmp_path / "negative.mtx")]) == 2
     assert "positive definite, got a pivot of -2" in capsys.readouterr().err
+
+
+def test_an_unknown_truncation_is_null_in_json(tmp_path, capsys):
+    line = sparse.diags_array([-1.0, 3.0, -1.0], offsets=[-1, 0, 1], shape=(50, 50))
+    scipy.io.mmwrite(tmp_path / "line.mtx", line.tocsr())
+    options = ["--method", "lanczos", "--products", "10", "--json"]
+    assert _app.run(["logdet", str(tmp_path / "line.mtx"), *options]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found["truncation"] is None

@@ -1,6 +1,7 @@
 """``ritz logdet``: the log determinant of a matrix in a file."""
 
 import json as json_format
+import math
 import time
 from pathlib import Path
 from typing import Annotated
@@ -47,7 +48,7 @@ def command(
         "rows": op.shape[0],
         "logdet": float(found),
         "stderr": float(found.stderr),
-        "truncation": truncation,
+        "truncation": None if math.isnan(truncation) else truncation,  # which JSON has no NaN for
         "method": found.method,
         "products": found.num_products,
         "seconds": round(time.monotonic() - begin, 3),
