@@ -10,12 +10,11 @@ import argparse
 from pathlib import Path
 
 import torch
-from rich.progress import track
-from sklearn.datasets import load_digits
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 import ritz
+from ritz import data, training
 from ritz.curvature import Risk, ggn, hessian
 from ritz.measures import (
     fold_batch_norm,
@@ -26,18 +25,7 @@ from ritz.measures import (
     temperature,
 )
 
-TRAIN = 1280  # images; the other 517 are held out
 BATCH = 256
-Data = tuple[Tensor, Tensor]
-
-
-def digits(num_train: int) -> tuple[Data, Data]:
-    found = load_digits()
-    images = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1) / 8 - 1
-    labels = torch.tensor(found.target)
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    first, rest = order[:num_train], order[TRAIN:]
-    return (images[first], labels[first]), (images[rest], labels[rest])
 
 
 def network() -> nn.Module:
@@ -50,17 +38,20 @@ def network() -> nn.Module:
     )
 
 
-def train(model: nn.Module, data: Data, num_epochs: int) -> None:
-    generator = torch.Generator().manual_seed(1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_epochs)
-    for _ in track(range(num_epochs), "training"):
-        for chosen in torch.randperm(len(data[1]), generator=generator).split(BATCH):
-            loss = cross_entropy(model(data[0][chosen]), data[1][chosen])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        schedule.step()
+def train(model: nn.Module, images: data.Split, test: data.Split, num_epochs: int, log: Path):
+    return training.fit(
+        model,
+        images,
+        test=test,
+        num_epochs=num_epochs,
+        batch_size=BATCH,
+        optimizer="sgd",
+        optimizer_settings={"lr": 0.05, "weight_decay": 5e-4},
+        schedule="linear",
+        average_from=num_epochs * 2 // 3 + 1,
+        log=log,
+        progress=True,
+    )
 
 
 def spectra(risk: Risk, num_steps: int, engine: str) -> dict[str, ritz.Spectrum]:
@@ -77,9 +68,12 @@ def spectra(risk: Risk, num_steps: int, engine: str) -> dict[str, ritz.Spectrum]
 def main(quick: bool, out: Path) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)  # all is small: threads would wait for each other more than they work
-    train_data, test_data = digits(BATCH if quick else TRAIN)
+    out.mkdir(parents=True, exist_ok=True)
+    digits = data.load("digits")  # 1280 images, and 517 to test on
+    images = digits.train.take(BATCH) if quick else digits.train
     model = network()
-    train(model, train_data, num_epochs=2 if quick else 30)
+    trained = train(model, images, digits.test, 2 if quick else 30, out / "log.jsonl")
+    train_data, test_data = images.tensors(), digits.test.tensors()
     risk = Risk(model, cross_entropy, train_data, batch_size=BATCH)
     test = Risk(model, cross_entropy, test_data)
 
@@ -99,11 +93,11 @@ def main(quick: bool, out: Path) -> None:
     folded = Risk(fold_batch_norm(scaled(model, calibration)), cross_entropy, train_data)
     largest = ritz.lanczos(hessian(folded, engine=engine), largest=1, rtol=1e-2)
 
-    out.mkdir(parents=True, exist_ok=True)
     results = {"hessian": top, "landscape": lines, "plane": plane, "sharpness": report}
     for name, result in results.items():
         ritz.save(result, out / f"{name}.safetensors")
     draw(found, lines, plane, out)
+    print(trained)
     print(report)
     print(lines)
     print(f"test loss {test.loss():.4f}; {calibration}")
@@ -112,6 +106,8 @@ def main(quick: bool, out: Path) -> None:
 
 
 def draw(found, lines, plane, out: Path) -> None:
+    curves = ritz.plots.training_curves({"digits": training.read_log(out / "log.jsonl")})
+    ritz.plots.save_figure(curves[0].figure, out / "training.png", dpi=120)
     axes = ritz.plots.spectra(found, log=True)
     axes[0].figure.savefig(out / "spectra.png", dpi=120)
     figure, axes = ritz.plots.panels(2, 2, width=4.8, height=3.0)

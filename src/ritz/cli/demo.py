@@ -8,6 +8,14 @@ import typer
 from ritz.cli._options import Json, Seed, print_result
 from ritz.studies import network_spectrum, write
 
+EPILOG = """
+Examples:
+
+ritz demo
+
+ritz demo --out somewhere --seed 3
+"""
+
 Out = Annotated[Path, typer.Option("--out", help="Folder for the result and the picture.")]
 
 

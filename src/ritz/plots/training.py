@@ -189,4 +189,4 @@ def _unit(records: Iterable[Record]) -> str:
 def _whole_epochs(ax: "Axes") -> None:
     from matplotlib.ticker import MaxNLocator
 
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
