@@ -94,6 +94,15 @@ def test_weights_loaded_after_attaching_are_where_an_average_from_zero_begins():
     assert_near(averages(model, optimizer), tail(path))
 
 
+def test_gradients_that_are_gone_after_the_step():
+    model = network(torch.float64)
+    optimizer = Adam(model.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda one, *_: one.zero_grad())
+    IterateAverage(optimizer)
+    path = walked(model, optimizer, 3)
+    assert_near(averages(model, optimizer), tail(path), **NEAR[torch.float64])
+
+
 def test_closures_and_lbfgs():
     model = network(torch.float64)
     optimizer = LBFGS(model.parameters(), lr=0.5, max_iter=3)

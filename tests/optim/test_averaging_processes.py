@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from ritz.optim.averaging import IterateAverage
 from ritz.optim.lookahead import Lookahead
+from ritz.optim.padam import PadamW
 
 def network():
     torch.manual_seed(0)
@@ -24,7 +25,7 @@ def attached(model, kind):
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     if kind == "lookahead":
-        optimizer = Lookahead(optimizer, k=2, until=5)
+        optimizer = Lookahead(PadamW(model.parameters(), lr=0.05), k=2, until=5)
     return optimizer, IterateAverage(optimizer, start=4, interval=2)
 
 def data(step):
@@ -221,3 +222,34 @@ def test_statistics_over_processes_with_unequal_data_are_those_of_all_samples(tm
                 torch.testing.assert_close(
                     left, right, rtol=1e-12, atol=1e-13, msg=lambda m, k=key: f"{k}: {m}"
                 )
+
+
+COMPILED = (
+    SETTING.replace("\n", "\n    ")
+    + """
+    import functools
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    # Trace as the compiler does, without generating code.
+    torch.compile = functools.partial(torch.compile, backend="eager")
+    found = []
+    for sharded in (False, True):
+        model = network()
+        if sharded:
+            fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+        optimizer = PadamW(model.parameters(), lr=0.05, compile=sharded)
+        train(model, optimizer, range(4))
+        found.append([getattr(p, "full_tensor", lambda p=p: p)().detach()
+                      for p in model.parameters()])
+    for alone, together in zip(*found):
+        torch.testing.assert_close(together, alone, rtol=1e-12, atol=1e-13)
+    dist.destroy_process_group()
+"""
+)
+
+
+@pytest.mark.slow
+def test_compiled_steps_of_sharded_weights_are_those_of_whole_ones(tmp_path):
+    for code, error in run_processes(COMPILED, 2, tmp_path):
+        assert code == 0, error

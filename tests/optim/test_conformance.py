@@ -97,6 +97,22 @@ def test_parameters_without_gradient_stay(name, foreach):
 
 
 @every
+def test_parameters_that_join_late_have_steps_of_their_own(name):
+    results = []
+    for foreach in (False, True):
+        params = parameters(seeded())
+        optimizer, noise = build(name, params, foreach=foreach), seeded(1)
+        for late in (True, True, False, False):
+            give_gradients(params, noise)
+            if late:
+                params[1].grad = None
+            optimizer.step()
+        assert [int(optimizer.state[p]["step"]) for p in params] == [4, 2, 4]
+        results.append(params)
+    assert_near(*results)
+
+
+@every
 @pytest.mark.parametrize("how", [{}, {"foreach": True}, {"foreach": False}])
 def test_zero_gradients_without_decay_change_nothing(name, how):
     params = parameters(seeded(), dtype=torch.float32)
@@ -185,6 +201,7 @@ def test_saved_and_restored_it_goes_on_bit_for_bit(name, how):
     assert_same(run(second, again, seeded(2)), run(optimizer, params, seeded(2)))
     if hasattr(optimizer, "average"):
         assert second.average.count == optimizer.average.count
+        assert second.average.step == optimizer.average.step == 11
         for p, q in zip(params, again, strict=True):
             assert torch.equal(optimizer.state[p]["average"], second.state[q]["average"])
 

@@ -244,7 +244,7 @@ def test_steps_that_mixed_precision_skips_are_not_counted(fused, outer):
     inner = make(model.parameters())
     optimizer = Lookahead(inner, k=2)
     scaler = GradScaler("cpu", init_scale=4.0)
-    for step in (0, 1, 100, 101, 2):
+    for step in (0, 100, 1, 101, 2):  # one more that counted would synchronise too early
         optimizer.zero_grad()
         loss = loss_of(model, step % 100) * (float("inf") if step >= 100 else 1.0)
         scaler.scale(loss).backward()

@@ -217,6 +217,19 @@ def test_a_simulation_has_settings_of_its_own():
         quadratic.simulate(ones, num_paths=3, decay=-0.5, **SETTINGS)
 
 
+@pytest.mark.parametrize("x", PRODUCTS)
+def test_the_stationary_state_keeps_its_digits_where_phi_and_rho_are_close_to_one(x):
+    rho, exact = 1 - 2.0**-40, Decimal(x)
+    phi = 1 - exact
+    with localcontext(prec=60):
+        slower = (1 - Decimal(rho)) / (1 + Decimal(rho))
+        slower *= (1 + phi * Decimal(rho)) / (1 - phi * Decimal(rho))
+        expected = float(slower / (exact * (2 - exact)))
+    eigenvalues = torch.tensor([x], dtype=torch.float64)
+    found = quadratic.stationary(eigenvalues, rate=1.0, decay=rho)
+    assert float(found.variance) == pytest.approx(expected, rel=1e-13)
+
+
 def test_there_is_no_stationary_state_outside_the_stable_range():
     for bad in (0.0, -1.0, 20.0):
         with pytest.raises(ValueError, match="between 0 and 2 / rate"):

@@ -74,7 +74,7 @@ class CompiledStep:
         if not self._has_graph((fixed, *map(id, buffers.params))):
             update(buffers, rule, lr=lr)
             return
-        real = buffers.real()
+        real = buffers.own().real()
         # The compiler takes double precision numbers without dimensions for constants.
         lists = ([t.view(1) if t.ndim == 0 else t for t in one] for one in real.lists()[:5])
         self._graph(*lists, _table(real, rule, float(lr)), fixed)

@@ -7,6 +7,8 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from ritz.optim.companions import local
+
 Form: TypeAlias = Literal["inside", "outside", "published"]
 Number: TypeAlias = float | Tensor
 
@@ -84,6 +86,13 @@ class Buffers:
         if not any(param.is_complex() for param in self.params):
             return self
         lists = [[_as_real(t) for t in tensors] for tensors in self.lists()]
+        return Buffers(*lists)
+
+    def own(self) -> "Buffers":
+        """The same tensors, of sharded ones the part that is here: the update is elementwise."""
+        if not any(hasattr(param, "to_local") for param in self.params):
+            return self
+        lists = [[local(t) for t in tensors] for tensors in self.lists()]
         return Buffers(*lists)
 
 
