@@ -195,12 +195,12 @@ def figure(result: Result) -> "Figure":
 
     drawing, axes = plots.panels(1, 2 if result.real else 1, width=5.5, height=3.8)
     clusters = result.config.clusters
-    for name in ("entropic", "lanczos", FIRST):
-        axes[0].plot(clusters, result.errors(name).nanmean(1).numpy(), marker="o", label=name)
+    for name, marker in (("entropic", "s"), ("lanczos", "x"), (FIRST, "o")):
+        axes[0].plot(clusters, result.errors(name).nanmean(1).numpy(), marker=marker, label=name)
     for name, row in PAPER.items():
         axes[0].plot(list(row), list(row.values()), linestyle=":", label=f"published: {name}")
     limit = result.limits.numpy() * math.sqrt(2 / math.pi)  # mean of the absolute value
-    axes[0].plot(clusters, limit, color="black", linestyle="--", label="limit of 100 probes")
+    axes[0].plot(clusters, limit, color="black", linestyle="--", label="limit of the probes")
     exact = bool((result.errors("auto") == 0).all())
     title = "default: exact in every graph" if exact else "default: not exact everywhere"
     axes[0].set(xscale="log", yscale="log", xlabel="planted clusters", title=title)
