@@ -16,6 +16,7 @@ from ritz._core.checks import (
     check_range,
 )
 from ritz._core.results import Status
+from ritz.spectra.dual import Solution
 from ritz.spectra.entropic import EntropicDensity
 from ritz.spectra.polynomials import BASES, MomentBasis, Moments, chebyshev_from_legendre
 from ritz.spectra.priors import Prior
@@ -98,34 +99,55 @@ def maxent(
     for rows in torch.arange(len(many)).split(max(1, BLOCK // len(solver.rule.points))):
         asked = [level.expand_as(targets)[rows] + roundoff[rows] for level in levels]
         found, ridge = solver.solved(targets[rows], asked)
-        resolved = solver.resolved(found)
-        for i, row in enumerate(rows.tolist()):
-            relaxation = float((ridge[i] - asked[0][i]).max())
-            status = _status(
-                gradient=float(found.gradient[i]),
-                steps=int(found.iterations[i]),
-                error=float((found.fitted[i] - targets[row]).abs().max()),
-                tol=tol,
-                resolved=bool(resolved[i]),
-                roundoff=float(roundoff[row].max()),
-                relaxation=relaxation,
-                blur=solver.blur,
-            )
-            density = EntropicDensity(
+        part = _Part(solver, found, ridge, asked[0], targets[rows], roundoff[rows])
+        densities += part.densities(given.interval, prior)
+    return tuple(densities) if given.raw.ndim == 2 else densities[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What was found for some of the vectors, with what was asked of them: a row for each."""
+
+    solver: Solver
+    found: Solution
+    ridge: Tensor
+    asked: Tensor
+    targets: Tensor
+    roundoff: Tensor
+
+    def densities(self, interval: tuple[float, float], prior: Prior) -> list[EntropicDensity]:
+        found, resolved = self.found, self.solver.resolved(self.found).tolist()
+        return [
+            EntropicDensity(
                 alphas=found.alphas[i],
                 log_partition=float(found.log_partition[i]),
-                interval=given.interval,
+                interval=interval,
                 prior=prior,
-                targets=targets[row],
+                targets=self.targets[i],
                 fitted=found.fitted[i],
-                ridge=ridge[i],
-                relaxation=relaxation,
-                grid_size=len(solver.rule.points),
+                ridge=self.ridge[i],
+                relaxation=self._relaxation(i),
+                grid_size=len(self.solver.rule.points),
                 num_steps=int(found.iterations[i]),
-                status=status,
+                status=self._status(i, resolved[i]),
             )
-            densities.append(density)
-    return tuple(densities) if given.raw.ndim == 2 else densities[0]
+            for i in range(len(self.targets))
+        ]
+
+    def _relaxation(self, i: int) -> float:
+        return float((self.ridge[i] - self.asked[i]).max())
+
+    def _status(self, i: int, resolved: bool) -> Status:
+        return _status(
+            gradient=float(self.found.gradient[i]),
+            steps=int(self.found.iterations[i]),
+            error=float((self.found.fitted[i] - self.targets[i]).abs().max()),
+            tol=self.solver.tol,
+            resolved=resolved,
+            roundoff=float(self.roundoff[i].max()),
+            relaxation=self._relaxation(i),
+            blur=self.solver.blur,
+        )
 
 
 @dataclass(frozen=True, slots=True)
