@@ -136,6 +136,15 @@ def test_an_interrupt_without_a_folder_says_what_was_missing():
     assert "give a checkpoint folder" in str(result.status)
 
 
+@pytest.fixture
+def interruptible():
+    """SIGINT as at a terminal: a process that was started in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_a_second_interrupt_is_not_held_back():
     class Twice(Interrupt):
         def __call__(self, count, model, optimizer):

@@ -38,7 +38,9 @@ ritz sharpness runs/digits
 ritz sharpness runs/vgg --average --matrix ggn --samples 5000 --probes 4 --steps 50
 """
 
-Matrix = Annotated[Literal["hessian", "ggn", "both"], typer.Option("--matrix", help="Which matrix.")]
+Matrix = Annotated[
+    Literal["hessian", "ggn", "both"], typer.Option("--matrix", help="Which matrix.")
+]
 BatchNorm = Annotated[
     Literal["eval", "train", "recomputed", "both"],
     typer.Option("--batch-norm", help="Mode of batch norm; both: eval and train."),

@@ -49,7 +49,9 @@ A computation that was stopped goes on when the same command is given again.
 """
 
 TITLES = {"hessian": "Hessian", "ggn": "Gauss-Newton"}
-Matrix = Annotated[Literal["hessian", "ggn", "both"], typer.Option("--matrix", help="Which matrix.")]
+Matrix = Annotated[
+    Literal["hessian", "ggn", "both"], typer.Option("--matrix", help="Which matrix.")
+]
 BatchNorm = Annotated[
     Literal["eval", "train", "recomputed", "both"],
     typer.Option("--batch-norm", help="Mode of batch norm; both: eval and train."),

@@ -110,7 +110,11 @@ def write(study: Study, result: Any, folder: str | os.PathLike[str]) -> tuple[Pa
     figure = getattr(study, "figure", None)
     if figure is None or importlib.util.find_spec("matplotlib") is None:
         return (folder / "result.safetensors",)
-    figure(result).savefig(folder / "figure.png", dpi=150)
+    from matplotlib import pyplot
+
+    drawing = figure(result)
+    drawing.savefig(folder / "figure.png", dpi=150)
+    pyplot.close(drawing)  # which would keep it for a session that may run many studies
     return folder / "result.safetensors", folder / "figure.png"
 
 
