@@ -205,7 +205,7 @@ def figure(result: Result) -> "Figure":
     title = "default: exact in every graph" if exact else "default: not exact everywhere"
     axes[0].set(xscale="log", yscale="log", xlabel="planted clusters", title=title)
     axes[0].set_ylabel("fractional error, mean over seeds")
-    axes[0].legend(fontsize=7, frameon=False)
+    axes[0].legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(0, 0.9))
     for one in result.real:
         axes[1].errorbar(
             result.config.moments,
