@@ -17,6 +17,9 @@ def number():
 
 def broken():
     raise RuntimeError("no such layer")
+
+def worse(outputs, target):
+    return outputs.exp().exp().exp().mean()
 """
 DATA = """
 import torch

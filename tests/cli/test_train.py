@@ -2,6 +2,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -76,11 +77,6 @@ def test_loaders_of_torch_are_data_too(here, tmp_path, capsys):
 
 def test_a_rate_that_diverges_is_code_one(here, tmp_path, capsys):
     model = ["--model", "own_model:smooth", "--data", "own_data:load", "--loss", "own_model:worse"]
-    (here / "own_model.py").write_text(
-        (here / "own_model.py").read_text()
-        + "\n\ndef worse(outputs, target):\n    return outputs.exp().exp().exp().mean()\n"
-    )
-    sys.modules.pop("own_model", None)
     assert ritz("train", *model, *SMALL, "--lr", "1e6", "--out", tmp_path / "run") == 1
     assert "diverged: the loss of epoch" in capsys.readouterr().err
 
@@ -153,13 +149,13 @@ def test_the_shell_completes(monkeypatch, capsys, words, expected):
     assert set(capsys.readouterr().out.split()) == expected
 
 
-def test_ctrl_c_saves_and_the_same_command_goes_on(here, tmp_path):
+def test_ctrl_c_saves_and_says_how_to_go_on(here, tmp_path):
     command = [sys.executable, "-m", "ritz", "train", *OWN, "--epochs", "400", "--batch-size", "4",
                "--json", "--out", str(tmp_path / "run")]  # fmt: skip
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=here)
     log = tmp_path / "run" / "log.jsonl"
     while process.poll() is None and not (log.exists() and log.stat().st_size):
-        pass
+        time.sleep(0.05)
     process.send_signal(2)
     err = process.communicate(timeout=60)[1]
     assert process.returncode == 1
