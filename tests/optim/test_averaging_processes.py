@@ -200,6 +200,8 @@ STATISTICS = (
                 average.to_averaged_model(model)
             except TypeError as error:
                 assert "must not be sharded to be copied" in str(error)
+            else:
+                raise AssertionError("a sharded model was copied")
     torch.save(found, f"{folder}/found{rank}")
     dist.destroy_process_group()
 """
