@@ -13,7 +13,7 @@ import ritz
 torch.set_num_threads(1)
 folder, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank,
-                        world_size=size, timeout=datetime.timedelta(seconds=60))
+                        world_size=size, timeout=datetime.timedelta(seconds=180))
 """
 
 
@@ -34,8 +34,9 @@ def run_processes(script, count, folder):
         for rank in range(count)
     ]
     try:
-        errors = [process.communicate(timeout=90)[1] for process in running]
+        errors = [process.communicate(timeout=220)[1] for process in running]
     finally:
         for process in running:
             process.kill()
+            process.communicate()  # so that none is left with an open pipe
     return [(process.returncode, error) for process, error in zip(running, errors, strict=True)]
