@@ -9,7 +9,6 @@ goes up and down, and its log determinant stays as far off as it was with two or
 """
 
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +29,7 @@ from ritz.operators.interop import as_operator
 from ritz.spectra import bounds, logdet, maxent, moments
 from ritz.spectra.entropic import EntropicDensity
 from ritz.spectra.scaling import bmxnt
-from ritz.studies.protocol import versions
+from ritz.studies.protocol import data_file, versions
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -142,7 +141,7 @@ class Result:
 def run(config: Config, *, progress: bool | Progress = False) -> Result:
     """Return what both iterations make of the same moments, of every matrix."""
     names = (*config.matrices, *config.graphs)
-    paths = [_find(config, name) for name in names]
+    paths = [data_file(name, config.data, fields="matrices= and graphs=") for name in names]
     shape = (len(names), len(config.counts))
     numbers = {kind: _empty(shape) for kind in KINDS}
     orders, exact = [], []
@@ -249,19 +248,6 @@ def _identity_and_laplacian(path: Path) -> LinearOperator:
     adjacency.setdiag(0)
     degrees = np.asarray(adjacency.sum(1)).ravel()
     return as_operator((scipy.sparse.diags_array(1 + degrees) - adjacency).tocsr())
-
-
-def _find(config: Config, name: str) -> Path:
-    folder = config.data or os.environ.get("RITZ_DATA")
-    if folder is None:
-        raise FileNotFoundError(f"no folder for {name!r}: give data=, or set RITZ_DATA")
-    path = Path(folder) / name
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"no file {name!r} in {folder!r}: give data= or set RITZ_DATA, or choose matrices= "
-            "and graphs="
-        )
-    return path
 
 
 def _title(config: Config, name: str) -> str:

@@ -6,10 +6,8 @@ not one kind: friendships within circles look like collaborations, trust between
 Then every graph is cut into two random halves, which are to find each other among all others.
 """
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +18,7 @@ from ritz._core.checks import check_count, check_range
 from ritz._core.progress import Progress, tracking
 from ritz._core.storage import storable
 from ritz.spectra import Moments
-from ritz.studies.protocol import versions
+from ritz.studies.protocol import data_file, versions
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -116,7 +114,12 @@ class Result:
 
 def run(config: Config, *, progress: bool | Progress = False) -> Result:
     """Return how alike the graphs are, and their halves."""
-    paths = {kind: [_find(config, name) for name in names] for kind, names in config.kinds.items()}
+    paths = {
+        kind: [
+            data_file(name, config.data, fields="citation=, road= and social=") for name in names
+        ]
+        for kind, names in config.kinds.items()
+    }
     generator = torch.Generator().manual_seed(config.seed)
     wholes: dict[str, Moments] = {}
     halves: dict[str, Moments] = {}
@@ -225,16 +228,3 @@ def _moments(graph: graphs.Graph, config: Config, generator: torch.Generator) ->
         "generator": generator,
     }
     return graphs.moments(graph, exact=False, **options)
-
-
-def _find(config: Config, name: str) -> Path:
-    folder = config.data or os.environ.get("RITZ_DATA")
-    if folder is None:
-        raise FileNotFoundError(f"no folder for {name!r}: give data=, or set RITZ_DATA")
-    path = Path(folder) / name
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"no file {name!r} in {folder!r}: give data= or set RITZ_DATA, or choose citation=, "
-            "road= and social="
-        )
-    return path

@@ -118,6 +118,25 @@ def write(study: Study, result: Any, folder: str | os.PathLike[str]) -> tuple[Pa
     return folder / "result.safetensors", folder / "figure.png"
 
 
+def data_file(name: str, folder: str | None, *, fields: str) -> Path:
+    """Return the path of a file of real data, or say where it was looked for.
+
+    Args:
+        name: Of the file, below the folder.
+        folder: That of the configuration; ``RITZ_DATA`` of the environment by default.
+        fields: Of the configuration that name other files.
+    """
+    folder = folder or os.environ.get("RITZ_DATA")
+    if folder is None:
+        raise FileNotFoundError(f"no folder for {name!r}: give data=, or set RITZ_DATA")
+    path = Path(folder) / name
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"no file {name!r} in {folder!r}: give data= or set RITZ_DATA, or choose {fields}"
+        )
+    return path
+
+
 def _registry() -> Registry[str]:
     package = importlib.import_module(__package__ or "ritz.studies")
     registry = Registry[str]("study")
