@@ -28,15 +28,25 @@ LIBRARIES = (
 
 
 def interleaved(
-    jobs: Mapping[str, Callable[[], object]], *, rounds: int = 5, warm_up: bool = True
+    jobs: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int = 5,
+    warm_up: bool = True,
+    before: int = 0,
 ) -> dict[str, list[float]]:
-    """Seconds of each job in each round: all jobs run once a round, so noise falls on all alike."""
+    """Seconds of each job in each round: all jobs run once a round, so noise falls on all alike.
+
+    ``before`` runs each so many times, untimed, just before: as in a loop of its own, it finds its
+    data where it left them, not what another job left in the caches.
+    """
     if warm_up:
         for job in jobs.values():
             job()
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
     for _ in range(rounds):
         for name, job in jobs.items():
+            for _ in range(before):
+                job()
             begin = time.perf_counter()
             job()
             seconds[name].append(time.perf_counter() - begin)

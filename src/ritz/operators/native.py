@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-AHEAD = 32  # entries between asking for a line and using it: about the latency of memory
+AHEAD = 96  # entries between asking for a line and using it: more than the latency of memory
 LINE = 64  # bytes of a cache line
 
 Loop = Callable[..., None]
@@ -24,7 +24,8 @@ _SCALARS = {torch.float32: ("float", "f32"), torch.float64: ("double", "f64")}
 _INTEGERS = {torch.int32: "i32", torch.int64: "i64"}
 
 # y_i = outer_i * sum_e values_e x_{columns_e} + diagonal_i * x_i for rows begin <= i < end, where
-# x_j and y_i are vectors of `width` numbers; those of y are `stride` numbers apart.
+# x_j and y_i are vectors of `width` numbers; those of y are `stride` numbers apart. Lines are asked
+# for into the second cache: it has more requests under way than the first.
 _PRODUCT = """
 declare {vector} @llvm.fmuladd.v{width}{suffix}({vector}, {vector}, {vector})
 declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
@@ -58,7 +59,7 @@ entries:
   %later_c = load {column}, ptr %later_at
   %later_j = {widen_column} %later_c to i64
   %wanted = getelementptr [{width} x {scalar}], ptr %x, i64 %later_j
-  call void @llvm.prefetch.p0(ptr %wanted, i32 0, i32 3, i32 1)
+  call void @llvm.prefetch.p0(ptr %wanted, i32 0, i32 2, i32 1)
   %column_at = getelementptr {column}, ptr %columns, i64 %e
   %c = load {column}, ptr %column_at
   %j = {widen_column} %c to i64
