@@ -1,5 +1,7 @@
 """The same probes give the same results on a GPU as on the CPU."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from ritz.operators import (
     FunctionOperator,
     KernelOperator,
     KroneckerOperator,
+    LaplacianOperator,
     LowRankOperator,
     RestrictedOperator,
     ShardedOperator,
@@ -18,12 +21,19 @@ from ritz.operators import (
     SparseOperator,
     as_operator,
 )
+from ritz.operators.laplacian import KINDS
 from ritz.testing import check_operator, with_spectrum
 
 pytestmark = pytest.mark.gpu
 
 PRECISIONS = [torch.float32, torch.float64]
 MATRIX = with_spectrum(torch.linspace(0.5, 3, 40, dtype=torch.float64)).matrix
+
+
+def graph(matrix, kind, *, weighted=True):
+    weights = matrix.abs() * (matrix.abs() > 0.05)
+    weights = weights if weighted else (weights > 0).to(matrix.dtype)
+    return LaplacianOperator(weights.to_sparse_csr(), kind=kind)
 
 
 OPERATORS = {
@@ -39,6 +49,8 @@ OPERATORS = {
     "restricted": lambda a: RestrictedOperator(as_operator(a), torch.tensor([3, 1, 9])),
     "function": lambda a: FunctionOperator(lambda x: a @ x, n=40, dtype=a.dtype, device=a.device),
     "sharded": lambda a: ShardedOperator(as_operator(a)),
+    "unweighted graph": lambda a: graph(a, "normalized_laplacian", weighted=False),
+    **{f"{kind} of a graph": partial(graph, kind=kind) for kind in KINDS},
 }
 
 
@@ -81,6 +93,7 @@ FUNCTIONS = {
     "density": lambda op: ritz.density(op, num_steps=8),
     "kpm": lambda op: ritz.density(op, num_steps=8, method="kpm"),
 }
+GRAPH_FUNCTIONS = ("lanczos", "hutchinson", "spectral_norm", "bounds", "moments", "density", "kpm")
 
 
 def numbers(result):
@@ -102,6 +115,16 @@ def test_a_cpu_generator_gives_the_same_numbers_on_a_gpu(function):
     assert here.keys() == there.keys()
     for name in here:
         torch.testing.assert_close(there[name], here[name], rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", GRAPH_FUNCTIONS)
+def test_a_graph_has_the_same_numbers_on_a_gpu(name):
+    function = FUNCTIONS[name]
+    here = numbers(function(graph(MATRIX, "normalized_laplacian")))
+    there = numbers(function(graph(MATRIX.cuda(), "normalized_laplacian")))
+    assert here.keys() == there.keys()
+    for key in here:
+        torch.testing.assert_close(there[key], here[key], rtol=1e-8, atol=1e-9)
 
 
 def test_a_run_resumes_on_a_gpu(tmp_path):
