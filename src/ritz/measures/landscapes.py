@@ -1,8 +1,10 @@
 """Loss and accuracy along directions in weight space, and on planes of two of them."""
 
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from ritz._core.storage import storable
 from ritz.curvature.labels import num_correct
 from ritz.curvature.risk import Risk
 from ritz.measures.directions import Directions, check_direction, named_directions
+from ritz.measures.resume import PointJournal, Row, digest
 
 Values = tuple[float, float]  # loss and accuracy, NaN where there is none
 KEYS = ("running_mean", "running_var")
@@ -111,6 +114,8 @@ def landscape(
     num_points: int = 21,
     test: Risk | None = None,
     batch_norm: BatchNormMode | None = None,
+    state: str | os.PathLike[str] | None = None,
+    save_interval: float = 30.0,
     progress: bool | Progress = False,
 ) -> Landscape:
     r"""Return loss and accuracy at :math:`\theta + t u_k`, :math:`|t| \le` ``distance``.
@@ -130,6 +135,12 @@ def landscape(
         batch_norm: Mode for both risks in place of their own. ``recomputed`` estimates the
             running statistics again at each point, from the data of ``risk``, and uses
             them for both.
+        state: File to resume from, and to save to every ``save_interval`` seconds. The result is
+            bit for bit that of an uninterrupted run (on the CPU); a state of other weights,
+            directions or settings is refused, and its last point is computed again to see that
+            the data are the same. The files stay when the run ends; their names begin with that
+            of the file.
+        save_interval: Seconds between saves.
         progress: Whether to show a bar, or what to tell.
 
     Reference: section 4.2 and Table 4.3 of *Spectral Machine Learning*; Li et al. (2018).
@@ -138,19 +149,21 @@ def landscape(
     probe = _Probe(risk, test, batch_norm)
     chosen = named_directions(directions, risk)
     steps = _steps("distance", distance, num_points)
-    shape = (len(chosen), num_points)
-    points = (risk.theta + t * u for u in chosen.values() for t in steps)
-    own, other = probe.along(points, math.prod(shape), progress)
+    shape, vectors = (len(chosen), num_points), list(chosen.values())
+    settings = {"names": list(chosen), "distance": float(distance), "points": list(shape)}
+    journal = probe.journal(state, save_interval, vectors, settings)
+
+    def point(index: int) -> Tensor:
+        return risk.theta + steps[index % num_points] * vectors[index // num_points]
+
+    rows = probe.along(point, math.prod(shape), journal, progress)
     return Landscape(
         names=tuple(chosen),
         t=torch.tensor(steps, dtype=torch.float64),
         norms=torch.stack([u.double().norm().cpu() for u in chosen.values()]),
         batch_norm=probe.mode if batch_norms(risk.model) else None,
         risk=repr(probe.risk),
-        loss=_array(own, 0, shape),
-        accuracy=_accuracy(own, shape),
-        test_loss=_array(other, 0, shape) if test is not None else None,
-        test_accuracy=_accuracy(other, shape),
+        **_arrays(rows, shape, tested=test is not None),
     )
 
 
@@ -164,6 +177,8 @@ def landscape2d(
     names: tuple[str, str] = ("first", "second"),
     test: Risk | None = None,
     batch_norm: BatchNormMode | None = None,
+    state: str | os.PathLike[str] | None = None,
+    save_interval: float = 30.0,
     progress: bool | Progress = False,
 ) -> Landscape2d:
     r"""Return loss and accuracy at :math:`\theta + s u + t v` on a grid of :math:`s` and :math:`t`.
@@ -180,6 +195,8 @@ def landscape2d(
         names: Of the directions.
         test: A risk of the same parameters on other data, evaluated at the same points.
         batch_norm: Mode for both risks in place of their own; see :func:`landscape`.
+        state: File to resume from, and to save to; see :func:`landscape`.
+        save_interval: Seconds between saves.
         progress: Whether to show a bar, or what to tell.
     """
     check_count("num_points", num_points, low=2)
@@ -192,9 +209,14 @@ def landscape2d(
     probe = _Probe(risk, test, batch_norm)
     reach = distance if isinstance(distance, tuple) else (distance, distance)
     s, t = (_steps("distance", one, num_points) for one in reach)
-    points = (risk.theta + a * first + b * second for a in s for b in t)
     shape = (num_points, num_points)
-    own, other = probe.along(points, math.prod(shape), progress)
+    settings = {"names": list(names), "distance": list(map(float, reach)), "points": list(shape)}
+    journal = probe.journal(state, save_interval, (first, second), settings)
+
+    def point(index: int) -> Tensor:
+        return risk.theta + s[index // num_points] * first + t[index % num_points] * second
+
+    rows = probe.along(point, math.prod(shape), journal, progress)
     return Landscape2d(
         names=names,
         s=torch.tensor(s, dtype=torch.float64),
@@ -202,10 +224,7 @@ def landscape2d(
         norms=norms,
         batch_norm=probe.mode if batch_norms(risk.model) else None,
         risk=repr(probe.risk),
-        loss=_array(own, 0, shape),
-        accuracy=_accuracy(own, shape),
-        test_loss=_array(other, 0, shape) if test is not None else None,
-        test_accuracy=_accuracy(other, shape),
+        **_arrays(rows, shape, tested=test is not None),
     )
 
 
@@ -225,20 +244,47 @@ class _Probe:
             test = test.with_batch_norm("eval" if self.mode == "recomputed" else self.mode)
         self._test = test
 
+    def journal(
+        self,
+        state: str | os.PathLike[str] | None,
+        interval: float,
+        directions: Sequence[Tensor],
+        settings: dict[str, Any],
+    ) -> PointJournal:
+        """Where points are kept that belong to these weights, directions and settings."""
+        if state is not None:
+            settings |= {
+                "risk": repr(self.risk),
+                "test": None if self._test is None else repr(self._test),
+                "weights": digest([self.risk.theta]),
+                "directions": digest(directions),
+            }
+        return PointJournal(state, settings, interval, self.risk)
+
     def along(
-        self, thetas: Iterator[Tensor], total: int, progress: bool | Progress
-    ) -> tuple[list[Values], list[Values]]:
+        self,
+        point: Callable[[int], Tensor],
+        total: int,
+        journal: PointJournal,
+        progress: bool | Progress,
+    ) -> list[Row]:
         """Loss and accuracy at each of ``total`` points, on the data and on the test data."""
-        own: list[Values] = []
-        other: list[Values] = []
+        rows = journal.load()
+        if rows:
+            journal.compare(self._row(point(len(rows) - 1)), rows[-1])
         with tracking(progress, "landscape", total) as bar:
-            for theta in thetas:
-                risk = self.risk.at(theta)
-                own.append(_values(risk))
-                if self._test is not None:
-                    other.append(_values(self._test.at(theta), self._statistics(risk)))
-                bar.update(len(own), f"loss {own[-1][0]:.4g}")
-        return own, other
+            for index in range(len(rows), total):
+                rows.append(self._row(point(index)))
+                bar.update(len(rows), f"loss {rows[-1][0]:.4g}")
+                journal.save(rows)
+        return rows
+
+    def _row(self, theta: Tensor) -> Row:
+        risk = self.risk.at(theta)
+        own = _values(risk)
+        if self._test is None:
+            return (*own, math.nan, math.nan)
+        return (*own, *_values(self._test.at(theta), self._statistics(risk)))
 
     def _statistics(self, risk: Risk) -> dict[str, Tensor]:
         if self.mode != "recomputed":
@@ -271,10 +317,15 @@ def _steps(name: str, distance: float, num_points: int) -> list[float]:
     return [distance * (2 * k / (num_points - 1) - 1) for k in range(num_points)]
 
 
-def _array(values: list[Values], which: int, shape: tuple[int, int]) -> Tensor:
-    return torch.tensor([pair[which] for pair in values], dtype=torch.float64).reshape(shape)
-
-
-def _accuracy(values: list[Values], shape: tuple[int, int]) -> Tensor | None:
-    missing = not values or math.isnan(values[0][1])
-    return None if missing else _array(values, 1, shape)
+def _arrays(rows: list[Row], shape: tuple[int, int], *, tested: bool) -> dict[str, Any]:
+    """The rows as fields of a result; an accuracy that the first row has not, none has."""
+    loss, accuracy, test_loss, test_accuracy = (
+        torch.tensor(column, dtype=torch.float64).reshape(shape)
+        for column in zip(*rows, strict=True)
+    )
+    return {
+        "loss": loss,
+        "accuracy": None if math.isnan(rows[0][1]) else accuracy,
+        "test_loss": test_loss if tested else None,
+        "test_accuracy": None if math.isnan(rows[0][3]) else test_accuracy,
+    }
