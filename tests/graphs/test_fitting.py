@@ -114,6 +114,25 @@ def test_the_same_seed_finds_the_same_and_it_is_written_and_read(tmp_path):
     assert str(ritz.load(tmp_path / "fit.safetensors")) == str(one)
 
 
+def test_a_bar_counts_the_graphs_that_are_drawn_to_its_end():
+    class Log:
+        def start(self, label, total):
+            self.label, self.total, self.done = label, total, []
+
+        def update(self, done, note=""):
+            self.done.append(done)
+
+        def finish(self): ...
+
+    log = Log()
+    graph = graphs.erdos_renyi(40, p=0.3, generator=seeded(0))
+    graphs.fit(graph, models=["erdos_renyi", "configuration_model"], **FAST, progress=log)
+    # (17 + 9 + 3) * 2 + 8 of the first, (1 + 3) * 2 + 8 of the second.
+    assert (log.label, log.total, log.done[-1]) == ("graphs drawn", 82, 82)
+    assert log.done == sorted(log.done)
+    assert len(set(log.done)) > 70
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [

@@ -34,6 +34,10 @@ def of_networkx(graph):
     return statistics([d for _, d in graph.degree], sum(nx.triangles(graph).values()) / 3)
 
 
+# Some alike, none and one twice.
+MANY = torch.tensor(
+    [[0.3, 0.9, 0.05, 0.2], [0.9, 0.3, 0.0, 0.05], [0.05, 0.0, 0.3, 0.05], [0.2, 0.05, 0.05, 1.0]]
+).double()
 PAIRS = {
     "erdos_renyi": (
         lambda g: erdos_renyi(150, p=0.06, generator=g),
@@ -64,6 +68,10 @@ PAIRS = {
             [40, 60], probabilities=torch.tensor([[0.3, 0.05], [0.05, 0.2]]), generator=g
         ),
         lambda s: nx.stochastic_block_model([40, 60], [[0.3, 0.05], [0.05, 0.2]], seed=s),
+    ),
+    "many blocks": (
+        lambda g: stochastic_block_model([20, 1, 30, 29], probabilities=MANY, generator=g),
+        lambda s: nx.stochastic_block_model([20, 1, 30, 29], MANY.tolist(), seed=s),
     ),
     "configuration": (
         lambda g: configuration_model([1, 2, 3, 10] * 25, generator=g),
@@ -103,6 +111,13 @@ def test_every_pair_is_as_likely(rng):
     pairs = total[np.triu_indices(8, 1)] / 2000
     # 28 pairs: four standard errors and a half, so that the most extreme of them passes too.
     assert (np.abs(pairs - 0.3) < 4.5 * math.sqrt(0.3 * 0.7 / 2000)).all()
+
+
+def test_blocks_hold_the_pairs_that_they_should():
+    sure = 1 - torch.eye(3, dtype=torch.float64)
+    found = stochastic_block_model([2, 3, 1], probabilities=sure).to_scipy().toarray()
+    expected = nx.to_numpy_array(nx.complete_multipartite_graph(2, 3, 1))
+    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize(("p", "edges"), [(0, 0), (1, 45)])

@@ -39,23 +39,25 @@ def stochastic_block_model(
         probabilities: :math:`P`, symmetric ``(k, k)``.
         generator: Source of all randomness.
 
-    Cost: linear in the edges, and a step each pair of blocks.
+    Cost: linear in the edges and the pairs of blocks, and a step for each different probability.
     """
-    k = len(sizes)
     _check_blocks(sizes, probabilities)
     generator = resolve_generator(generator)
-    starts = [0, *torch.tensor(list(sizes)).cumsum(0).tolist()]
+    size = torch.tensor(list(sizes))
+    a, b = torch.triu_indices(len(sizes), len(sizes))
+    counts = torch.where(a == b, size[a] * (size[a] - 1) // 2, size[a] * size[b])
+    chances = probabilities[a, b]
     found = []
-    for a in range(k):
-        for b in range(a, k):
-            p = float(probabilities[a, b])
-            if a == b:
-                found.append(erdos_renyi_edges(sizes[a], p, generator) + starts[a])
-            else:
-                index = _skipped(sizes[a] * sizes[b], p, generator)
-                across = torch.stack([index // sizes[b] + starts[a], index % sizes[b] + starts[b]])
-                found.append(across)
-    return graph_of(torch.cat(found, dim=1), starts[-1], f"stochastic block model, {k} blocks")
+    for p in chances.unique().tolist():
+        # All pairs of vertices with this probability in a row, those of a pair of blocks together.
+        mine = (chances == p).nonzero()[:, 0]
+        ends = counts[mine].cumsum(0)
+        index = _skipped(int(ends[-1]), p, generator)
+        place = torch.searchsorted(ends, index, right=True)
+        within = index - (ends - counts[mine])[place]
+        found.append(_between(within, a[mine][place], b[mine][place], size))
+    source = f"stochastic block model, {len(sizes)} blocks"
+    return graph_of(torch.cat(found, dim=1), int(size.sum()), source)
 
 
 def watts_strogatz(
@@ -167,6 +169,14 @@ def _triangle(index: Tensor) -> Tensor:
     row -= (row * (row - 1) // 2 > index).long()
     row += (row * (row + 1) // 2 <= index).long()
     return torch.stack([row, index - row * (row - 1) // 2])
+
+
+def _between(index: Tensor, a: Tensor, b: Tensor, size: Tensor) -> Tensor:
+    """Pairs ``(2, k)`` of vertices by their index within a pair of blocks ``a``, ``b``."""
+    inside = _triangle(index)
+    across = torch.stack([index // size[b], index % size[b]])
+    starts = size.cumsum(0) - size
+    return torch.where(a == b, inside, across) + torch.stack([starts[a], starts[b]])
 
 
 def ring_edges(n: int, num_neighbors: int, p: float, generator: torch.Generator) -> Tensor:

@@ -1,6 +1,7 @@
 """The search for the parameters of a random graph that is nearest to a given one."""
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -124,10 +125,18 @@ class Search:
         self, target: Target, num_draws: int, num_repeats: int, generator: torch.Generator
     ) -> None:
         self.target, self.num_draws, self.num_repeats = target, num_draws, num_repeats
+        self.num_drawn = 0
+        self.told: Callable[[int], None] = lambda num_drawn: None
         # One seed a draw, whatever the value: divergences then vary with the value smoothly.
         self.seeds = _seeds(FINAL * num_draws, generator)
         self.repeats = _seeds(num_repeats, generator)
         self.own = target.features(target.moments.mean[None])
+
+    def planned(self, choices: Sequence[Family]) -> int:
+        """Graphs that are drawn for a model of these families, at the most."""
+        first = sum(len(one.values(one.low, one.high, one.num_values)) for one in choices)
+        fine = FINE if choices[0].parameter else 0
+        return (first + fine + FINAL) * self.num_draws + self.num_repeats
 
     def over_range(self, family: Family) -> Tried:
         """What is found over the whole range."""
@@ -179,6 +188,8 @@ class Search:
             generator = torch.Generator().manual_seed(seed)
             graph = family.draw(value, generator)
             rows.append(self.target.measured(graph, generator))
+            self.num_drawn += 1
+            self.told(self.num_drawn)
         return torch.stack(rows)
 
     def _error(self, draws: Tensor, whole: Tensor) -> float:
