@@ -5,7 +5,14 @@ from ritz.studies import graph_models, write
 from ritz.studies.graph_models import MODELS, Config, run
 
 SMALL = Config(
-    sizes=(50,), num_seeds=2, num_draws=2, large=400, small=150, large_edges=(2,), large_seeds=1
+    sizes=(50,),
+    num_seeds=2,
+    other_neighbors=(20,),
+    num_draws=2,
+    large=400,
+    small=150,
+    large_edges=(2,),
+    large_seeds=1,
 )
 
 
@@ -28,8 +35,27 @@ def test_a_larger_graph_is_recognised_among_smaller_ones(result):
 
 def test_it_prints_the_published_figures_beside(result):
     text = str(result)
-    for word in ("as published", "0.468, 0.068", "18.94, 1.1", "recognised 1 of 1"):
+    for word in ("as published", "0.468, 0.068", "18.94, 1.1", "recognised 1 of 1", "k = 20"):
         assert word in text
+
+
+def test_other_neighbours_have_rows_of_their_own(result):
+    assert list(SMALL.cases) == [
+        "erdos_renyi",
+        "watts_strogatz",
+        "watts_strogatz, 20",
+        "barabasi_albert",
+    ]
+    # Four standard deviations of one graph: 0.02 is measured, less than with ten neighbours.
+    found = result.estimates["watts_strogatz, 20"]
+    assert float((found - 0.4).abs().max()) < 0.08
+
+
+def test_the_scatter_of_edges_is_that_of_the_binomial_law(result):
+    # 1225 pairs twice: sqrt(0.24 / 2450).
+    assert result.scatter.tolist() == pytest.approx([0.00990], rel=1e-3)
+    assert float((result.drawn.mean() - 0.6).abs()) < 4 * float(result.scatter)
+    assert "least error of any estimate" in str(result)
 
 
 def test_the_result_is_written_and_read_with_its_picture(result, tmp_path):
@@ -41,3 +67,5 @@ def test_the_result_is_written_and_read_with_its_picture(result, tmp_path):
 def test_wrong_fields_are_named():
     with pytest.raises(ValueError, match="num_seeds must be at least 2"):
         Config(num_seeds=1)
+    with pytest.raises(ValueError, match="num_neighbors must be at least 2, got 1"):
+        Config(other_neighbors=(1,))
