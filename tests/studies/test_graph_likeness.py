@@ -4,7 +4,7 @@ import torch
 
 import ritz
 from ritz.studies import graph_likeness, write
-from ritz.studies.graph_likeness import Config, run, separation
+from ritz.studies.graph_likeness import Config, misplaced, run, separation
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +33,7 @@ def config(folder):
         social=("hubs1.txt", "hubs2.txt"),
         num_moments=20,
         num_probes=20,
+        other_moments=(10,),
         data=str(folder),
     )
 
@@ -65,6 +66,27 @@ def test_separation_counts_each_pair_once():
     assert found == expected | {"ordered": 0.5}
     with pytest.raises(ValueError, match="kind must be of two graphs at least"):
         separation(matrix, ("a", "a", "b"), "b")
+
+
+def test_kinds_are_told_apart_however_the_graphs_are_treated(result):
+    titles = {"10 moments", "largest component", "largest component without trees"}
+    assert set(result.treated) == titles
+    for matrix in result.treated.values():
+        assert separation(matrix, result.kinds, "road")["ordered"] == 1
+    assert "another kind than to one of its own:\n  none" in str(result)
+    assert "The published kinds alone:\n  citation" in str(result)
+
+
+def test_graphs_that_are_nearer_to_another_kind_are_named():
+    matrix = torch.tensor([[0.0, 1.0, 2.0], [1.0, 0.0, 0.5], [2.0, 0.5, 0.0]])
+    assert misplaced(matrix, ("x", "y", "z"), ("a", "a", "b")) == ["y: z before x (1)"]
+
+
+def test_trees_that_hang_from_a_graph_are_left_out():
+    lollipop = ritz.graphs.as_graph(nx.lollipop_graph(5, 4))
+    assert graph_likeness._without_trees(lollipop).num_nodes == 5
+    path = ritz.graphs.as_graph(nx.path_graph(6))
+    assert graph_likeness._without_trees(path).num_nodes == 6
 
 
 def test_the_result_is_written_and_read_with_its_picture(result, tmp_path):

@@ -7,9 +7,9 @@ among small graphs of all three.
 Errors of a mean are taken from the parameter that the graphs were drawn with. That of Erdős-Rényi
 graphs cannot be told more closely than the number of their edges scatters: the row "least error of
 any estimate" has this, and "from the share drawn" how far the spectra are from the edges that were
-drawn. The published error 0 at n = 50 lies below the scatter of any mean over fewer than 800 graphs.
-The neighbours of the published Watts-Strogatz graphs are not said: ten are taken, and fewer and more
-beside.
+drawn. The published error 0 at n = 50 is below the scatter of any mean over fewer than 800 graphs.
+How many neighbours the published Watts-Strogatz graphs had is not said: ten are taken, and fewer
+and more beside.
 """
 
 from collections.abc import Callable
