@@ -132,10 +132,20 @@ def test_a_step_that_cannot_be_compiled_is_not_counted(monkeypatch):
     assert optimizer.state[params[0]]["step"] == 0
 
 
-@pytest.mark.parametrize("flag", ["differentiable", "capturable"])
-def test_compile_excludes_what_needs_tensors_for_numbers(flag):
-    with pytest.raises(ValueError, match=f"compile=True does not support {flag}=True"):
-        GadamX(parameters(seeded()), compile=True, **{flag: True})
+@pytest.mark.parametrize("name", ["GadamX", "GadamX L2", "PadamW amsgrad", "Padam published"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_compiled_steps_may_be_captured(traced_only, name, dtype):
+    expected, found = (parameters(seeded(), dtype=dtype) for _ in range(2))
+    run(build(name, expected, lr=0.01), expected, seeded(1))
+    rate = torch.tensor(0.01, dtype=torch.float64)
+    optimizer = build(name, found, compile=True, capturable=True, lr=rate)
+    run(optimizer, found, seeded(1))
+    assert_near(found, expected)
+
+
+def test_compile_excludes_gradients_through_the_step():
+    with pytest.raises(ValueError, match="compile=True does not support differentiable=True"):
+        GadamX(parameters(seeded()), compile=True, differentiable=True)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from ritz.optim.elementwise import move, move_each
 from ritz.optim.foreach import move_all, move_foreach
-from ritz.optim.rules import Buffers, Number, Rule, Scalars, plain, scalars
+from ritz.optim.rules import Buffers, Number, Rule, Scalars, all_scalars, plain, scalars
 
 MAX_GRAPHS = 8  # of one optimiser and group: torch compiles no function more often
 
@@ -77,7 +77,7 @@ class CompiledStep:
         real = buffers.own().real()
         # The compiler takes double precision numbers without dimensions for constants.
         lists = ([t.view(1) if t.ndim == 0 else t for t in one] for one in real.lists()[:5])
-        self._graph(*lists, _table(real, rule, float(lr)), fixed)
+        self._graph(*lists, _table(real, rule, lr), fixed)
         torch._foreach_add_(buffers.steps, 1)
 
     def _has_graph(self, kind: tuple[Any, ...]) -> bool:
@@ -95,11 +95,15 @@ class CompiledStep:
         return False
 
 
-def _table(buffers: Buffers, rule: Rule, lr: float) -> Tensor:
+def _table(buffers: Buffers, rule: Rule, lr: Number) -> Tensor:
     """The numbers of the step that comes, a row for each parameter."""
-    rows = [scalars(count.item() + 1, lr, rule) for count in buffers.steps]
     wide = any(param.dtype == torch.float64 for param in buffers.params)
     dtype = torch.float64 if wide else torch.float32
+    if rule.capturable:
+        coming: Any = torch._foreach_add(buffers.steps, 1)
+        columns: Any = all_scalars(coming, lr, rule)
+        return torch.stack(columns, 1).to(dtype)
+    rows = [scalars(count.item() + 1, float(lr), rule) for count in buffers.steps]
     return torch.tensor(rows, dtype=dtype, device=buffers.params[0].device)
 
 

@@ -251,6 +251,5 @@ def _check_flags(settings: dict[str, Any]) -> None:
         raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
     if settings["foreach"] and settings["differentiable"]:
         raise RuntimeError("`foreach` does not support `differentiable`")
-    for flag in ("differentiable", "capturable"):
-        if settings["compile"] and settings[flag]:
-            raise ValueError(f"compile=True does not support {flag}=True")
+    if settings["compile"] and settings["differentiable"]:
+        raise ValueError("compile=True does not support differentiable=True")

@@ -40,18 +40,18 @@ def move(row: tuple[Tensor, ...], numbers: Scalars, rule: Rule) -> None:
     if rule.partial == 0:
         _add(param, direction, numbers.rate)
         return
-    scale = _scale(moment, numbers.correction, rule)
+    scale = _scale(moment, numbers.shift, rule)
     if isinstance(numbers.rate, Tensor):
-        param.sub_(direction * (scale * numbers.rate))
+        param.add_(direction * (scale * numbers.rate))
     else:
-        param.addcmul_(direction, scale, value=-numbers.rate)
+        param.addcmul_(direction, scale, value=numbers.rate)
 
 
 def _add(param: Tensor, direction: Tensor, rate: Number) -> None:
     if isinstance(rate, Tensor):
-        param.sub_(direction * rate)
+        param.add_(direction * rate)
     else:
-        param.sub_(direction, alpha=rate)
+        param.add_(direction, alpha=rate)
 
 
 def _moment(
@@ -64,12 +64,11 @@ def _moment(
     return moment
 
 
-def _scale(moment: Tensor, correction: Number, rule: Rule) -> Tensor:
+def _scale(moment: Tensor, shift: Number, rule: Rule) -> Tensor:
     if moment.dtype == torch.float16:
         moment = moment.float()  # an epsilon of 1e-8 is nought in float16, and 0/0 follows
     if rule.form == "published":
         return _inverse_power(moment.sqrt() + rule.eps, 2 * rule.partial, rule)
-    shift = rule.eps if rule.amsgrad else rule.eps * correction
     return _inverse_power(moment + shift, rule.partial, rule)
 
 

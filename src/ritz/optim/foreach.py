@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from ritz.optim.elementwise import move_each
-from ritz.optim.rules import Buffers, Number, Rule, Scalars, num_roots, plain, scalars
+from ritz.optim.rules import Buffers, Number, Rule, Scalars, all_scalars, num_roots, scalars
 
 
 def move_foreach(buffers: Buffers, rule: Rule, lr: Number) -> None:
@@ -28,21 +28,19 @@ def move_all(b: Buffers, numbers: list[Scalars], rule: Rule) -> None:
     """Update parameters of one device and dtype, given the numbers of their steps."""
     grads: Any = torch._foreach_neg(b.grads) if rule.maximize else b.grads
     if rule.decays:
-        decays: Any = [number.decay for number in numbers]
-        torch._foreach_mul_(b.params, decays)
+        _shrink(b.params, numbers[0].decay)
     if rule.penalizes:
         grads = torch._foreach_add(grads, b.params, alpha=rule.weight_decay)
     torch._foreach_lerp_(b.exp_avgs, grads, 1 - rule.beta1)
     torch._foreach_mul_(b.exp_avg_sqs, rule.beta2)
     torch._foreach_addcmul_(b.exp_avg_sqs, grads, grads, 1 - rule.beta2)
-    corrections: Any = [number.correction for number in numbers]
-    moments = _moments(b, corrections, rule)
-    rates: Any = [-number.rate for number in numbers]
+    moments = _moments(b, numbers, rule)
+    rates: Any = [number.rate for number in numbers]
     if rule.partial == 0:
         steps: Any = torch._foreach_mul(b.exp_avgs, rates)
         torch._foreach_add_(b.params, steps)
         return
-    scales = _scales(moments, corrections, rule)
+    scales = _scales(moments, numbers, rule)
     if isinstance(rates[0], Tensor):
         torch._foreach_mul_(scales, rates)
         torch._foreach_addcmul_(b.params, b.exp_avgs, scales)
@@ -50,17 +48,26 @@ def move_all(b: Buffers, numbers: list[Scalars], rule: Rule) -> None:
         torch._foreach_addcmul_(b.params, b.exp_avgs, scales, rates)
 
 
-def _moments(b: Buffers, corrections: Any, rule: Rule) -> list[Tensor]:
+def _shrink(params: list[Tensor], decay: Number) -> None:
+    # The same for all: a number or a tensor of their own type takes one launch.
+    if isinstance(decay, Tensor):
+        torch._foreach_mul_(params, decay.to(params[0].dtype))
+    else:
+        torch._foreach_mul_(params, decay)
+
+
+def _moments(b: Buffers, numbers: list[Scalars], rule: Rule) -> list[Tensor]:
     if not rule.amsgrad:
         return b.exp_avg_sqs
     moments: Any = b.exp_avg_sqs
     if rule.corrects:
+        corrections: Any = [number.correction for number in numbers]
         moments = torch._foreach_div(moments, corrections)
     torch._foreach_maximum_(b.max_exp_avg_sqs, moments)
     return b.max_exp_avg_sqs
 
 
-def _scales(moments: list[Tensor], corrections: list[Number], rule: Rule) -> list[Tensor]:
+def _scales(moments: list[Tensor], numbers: list[Scalars], rule: Rule) -> list[Tensor]:
     power = rule.partial
     bases: Any
     if rule.form == "published":
@@ -69,7 +76,7 @@ def _scales(moments: list[Tensor], corrections: list[Number], rule: Rule) -> lis
     elif rule.amsgrad:
         bases = torch._foreach_add(moments, rule.eps)
     else:
-        shifts: Any = [rule.eps * correction for correction in corrections]
+        shifts: Any = [number.shift for number in numbers]
         bases = torch._foreach_add(moments, shifts)
     _invert(bases, power)
     return list(bases)
@@ -89,9 +96,10 @@ def _invert(bases: list[Tensor], power: float) -> None:
 
 def _numbers(steps: list[Tensor], lr: Number, rule: Rule) -> list[Scalars]:
     """The numbers of every parameter; those of the same step are computed once."""
-    counts = [plain(step, rule) for step in steps]
-    if isinstance(counts[0], Tensor):
-        return [scalars(count, lr, rule) for count in counts]
+    if rule.tensor_numbers:
+        columns = [part.unbind() for part in all_scalars(steps, lr, rule)]  # type: ignore[union-attr]
+        return [Scalars(*row) for row in zip(*columns, strict=True)]
+    counts = [step.item() for step in steps]
     known = {count: scalars(count, lr, rule) for count in set(counts)}
     return [known[count] for count in counts]
 

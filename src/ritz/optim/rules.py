@@ -97,11 +97,12 @@ class Buffers:
 
 
 class Scalars(NamedTuple):
-    """Factor on the weights, factor on the direction, and correction of the second moment."""
+    """Factors on weights and on direction, correction of the second moment, what is added to it."""
 
     decay: Number
     rate: Number
     correction: Number
+    shift: Number
 
 
 def scalars(step: Number, lr: Number, rule: Rule) -> Scalars:
@@ -110,13 +111,23 @@ def scalars(step: Number, lr: Number, rule: Rule) -> Scalars:
         step = step.double()  # in float32 a correction of 1e-3 would have lost four digits
     correction1: Number = 1 - rule.beta1**step
     correction2: Number = 1 - rule.beta2**step
-    rate = lr / correction1
+    rate = -lr / correction1
     if rule.form == "published":
         rate = rate * correction2**0.5
     elif not rule.amsgrad:
         # (v / c + eps)^p = (v + eps c)^p / c^p saves a pass over the second moment.
         rate = rate * correction2**rule.partial
-    return Scalars(1 - lr * rule.weight_decay, rate, correction2)
+    shift = rule.eps if rule.amsgrad else rule.eps * correction2
+    return Scalars(1 - lr * rule.weight_decay, rate, correction2, shift)
+
+
+def all_scalars(steps: list[Tensor], lr: Number, rule: Rule) -> Scalars:
+    """The numbers of many steps as vectors, in few operations and without a wait for a device."""
+    counts = torch.stack(steps).double()
+    return Scalars(*(
+        part.expand_as(counts) if isinstance(part, Tensor) else torch.full_like(counts, part)
+        for part in scalars(counts, lr, rule)
+    ))  # fmt: skip
 
 
 def plain(number: Number, rule: Rule) -> Number:
