@@ -2,6 +2,8 @@ import pytest
 import torch
 from optim.optimizer_cases import parameters, seeded
 
+from ritz import data as datasets
+from ritz import models
 from ritz._core.registry import UnknownNameError
 from ritz.optim import Gadam, GadamX, Padam, from_preset, preset, preset_names
 
@@ -17,12 +19,20 @@ def test_every_preset_makes_a_step(name):
     assert all(torch.isfinite(p).all() for p in params)
 
 
+@pytest.mark.parametrize("name", preset_names())
+def test_networks_and_data_bear_the_names_of_the_catalogues(name):
+    _, *network, data = name.split("/")
+    assert set(network) <= set(models.available())
+    # Both sets of CIFAR share settings; ImageNet at full size is a folder of images.
+    assert data in {*datasets.available(), "cifar", "imagenet"}
+
+
 @pytest.mark.parametrize(
     ("name", "cls", "expected"),
     [
         ("gadam/vgg16/cifar100", Gadam, {"lr": 5e-4, "weight_decay": 0.25, "partial": 0.5}),
         ("gadamx/vgg16/cifar", GadamX, {"lr": 0.1, "partial": 0.125}),
-        ("gadamx/wrn28-10/imagenet32", GadamX, {"lr": 0.03, "weight_decay": 3e-4}),
+        ("gadamx/wideresnet28x10/imagenet32", GadamX, {"lr": 0.03, "weight_decay": 3e-4}),
         ("gadam/resnet50/imagenet", Gadam, {"lr": 0.5, "eps": 1.0, "weight_decay": 1e-4}),
         (
             "gadamx/lstm/ptb",

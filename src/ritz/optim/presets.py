@@ -98,20 +98,20 @@ def _add(
 _FLAT = "Granziol (2020), Flatness is a false friend, section 5 (decay); " + CIFAR
 _add("gadam/vgg16/cifar10", Gadam, 300, 161, _FLAT, lr=5e-4, weight_decay=0.35)
 _add("gadam/vgg16/cifar100", Gadam, 300, 161, _FLAT, lr=5e-4, weight_decay=0.25)
-_add("gadam/prn110/cifar", Gadam, 300, 161, CIFAR + SEARCHED, lr=1e-3)
+_add("gadam/preresnet110/cifar", Gadam, 300, 161, CIFAR + SEARCHED, lr=1e-3)
 _add("gadamx/vgg16/cifar", GadamX, 300, 161, CIFAR + SEARCHED, lr=0.1)
-_add("gadamx/prn110/cifar", GadamX, 300, 161, CIFAR + SEARCHED, lr=0.1)
+_add("gadamx/preresnet110/cifar", GadamX, 300, 161, CIFAR + SEARCHED, lr=0.1)
 _add("padam/cifar", Padam, 300, None, CIFAR + SEARCHED, lr=0.1)
 
 _WRN = GADAM + "B.2, averaging from epoch 30"
-_add("padam/wrn28-10/imagenet32", Padam, 50, None, _WRN, lr=0.03, weight_decay=1e-4)
-_add("gadam/wrn28-10/imagenet32", Gadam, 50, 30, _WRN, lr=1e-3, weight_decay=0.01)
-_add("gadamx/wrn28-10/imagenet32", GadamX, 50, 30, _WRN, lr=0.03, weight_decay=3e-4)
+_add("padam/wideresnet28x10/imagenet32", Padam, 50, None, _WRN, lr=0.03, weight_decay=1e-4)
+_add("gadam/wideresnet28x10/imagenet32", Gadam, 50, 30, _WRN, lr=1e-3, weight_decay=0.01)
+_add("gadamx/wideresnet28x10/imagenet32", GadamX, 50, 30, _WRN, lr=0.03, weight_decay=3e-4)
 
 _PRN = GADAM + "B.2; start of the average not printed"
-_add("padam/prn110/imagenet32", Padam, 200, None, _PRN, lr=0.1, weight_decay=1e-5)
-_add("gadam/prn110/imagenet32", Gadam, 200, None, _PRN, lr=1e-3, weight_decay=1e-3)
-_add("gadamx/prn110/imagenet32", GadamX, 200, None, _PRN, lr=0.1, weight_decay=3e-4)
+_add("padam/preresnet110/imagenet32", Padam, 200, None, _PRN, lr=0.1, weight_decay=1e-5)
+_add("gadam/preresnet110/imagenet32", Gadam, 200, None, _PRN, lr=1e-3, weight_decay=1e-3)
+_add("gadamx/preresnet110/imagenet32", GadamX, 200, None, _PRN, lr=0.1, weight_decay=3e-4)
 
 _RESNET = GADAM + "5.3; averaging from epoch 61 of the three tried"
 _add("gadam/resnet50/imagenet", Gadam, 90, 61, _RESNET, lr=0.5, eps=1.0, weight_decay=1e-4)
