@@ -1,4 +1,4 @@
-"""The pictures of ``ritz graph``, written whole or not at all."""
+"""The pictures of ``ritz graph``."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,45 +6,29 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ritz._core.storage import atomic_path
+from ritz import plots
 from ritz.graphs import ClusterCount, Fit, Similarity
 from ritz.spectra import EntropicDensity
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-KINDS = (".png", ".pdf", ".svg")
-
 
 def check_picture(out: Path | None) -> None:
     """Raise before long work if a picture could not be written after it."""
-    if out is None:
-        return
-    if out.suffix.lower() not in KINDS:
-        raise ValueError(f"--out must end in {', '.join(KINDS)}; got {out.name!r}")
-    check_folder("--out", out)
-
-
-def check_folder(name: str, file: Path) -> None:
-    """Raise unless the folder of a file is there."""
-    if not file.parent.is_dir():
-        raise ValueError(f"{name} must be in a folder that is there, got {file}")
+    if out is not None:
+        plots.check_picture(out)
 
 
 def write_picture(out: Path | None, draw: Callable[[], "Figure"]) -> list[Path]:
     """Write a picture where one is asked for; return its name, or none."""
     if out is None:
         return []
-    figure = draw()
-    with atomic_path(out) as temporary:
-        figure.savefig(temporary, format=out.suffix[1:].lower(), dpi=150)
-    return [out]
+    return [plots.save_figure(draw(), out)]
 
 
 def spectrum_figure(density: EntropicDensity, name: str) -> "Figure":
     """Draw an entropic spectrum."""
-    from ritz import plots
-
     figure, (ax,) = plots.panels()
     plots.density(density, ax=ax, label=name)
     # An eigenvalue many times repeated, such as 0 or 1, must not flatten the rest.
@@ -55,8 +39,6 @@ def spectrum_figure(density: EntropicDensity, name: str) -> "Figure":
 
 def compare_figure(found: Similarity) -> "Figure":
     """Draw distances as a heat map."""
-    from ritz import plots
-
     side = 1.6 + 0.55 * len(found.names)
     figure, (ax,) = plots.panels(width=side + 0.6, height=side)
     plots.similarity(found, ax=ax)
@@ -65,8 +47,6 @@ def compare_figure(found: Similarity) -> "Figure":
 
 def clusters_figure(density: EntropicDensity, found: ClusterCount) -> "Figure":
     """Draw how many eigenvalues lie below each point: a gap is a level stretch."""
-    from ritz import plots
-
     figure, (ax,) = plots.panels()
     points = torch.logspace(-4, 0, 1000, dtype=torch.float64)
     below = found.num_nodes * density.cdf(points)
@@ -82,8 +62,6 @@ def clusters_figure(density: EntropicDensity, found: ClusterCount) -> "Figure":
 
 def model_figure(found: Fit) -> "Figure":
     """Draw the divergence of each model over the parameter that was searched."""
-    from ritz import plots
-
     searched = [one for one in found.fits if len(one.values) > 1] or list(found.fits)
     figure, axes = plots.panels(1, len(searched), width=3.4, height=3.0)
     for ax, one in zip(axes, searched, strict=True):

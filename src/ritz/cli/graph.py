@@ -11,7 +11,6 @@ import typer
 from ritz import graphs
 from ritz._core.storage import write_text
 from ritz.cli._graph_pictures import (
-    check_folder,
     check_picture,
     clusters_figure,
     compare_figure,
@@ -120,8 +119,8 @@ def clusters(
 ) -> None:
     """Print the number of clusters of a graph, and sort its vertices into them."""
     check_picture(out)
-    if labels is not None:
-        check_folder("--labels", labels)
+    if labels is not None and not labels.parent.is_dir():
+        raise ValueError(f"--labels must be in a folder that is there, got {labels}")
     graph, options = _read(file, directed, largest, not json), _options(moments, probes)
     found = graphs.count_clusters(
         graph,
