@@ -60,14 +60,15 @@ def test_weights_of_safetensors_and_of_checkpoints_are_read(tmp_path):
     assert read_weights(tmp_path / "plain.safetensors").keys() == state(model).keys()
 
 
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_malicious_file_is_refused_and_nothing_in_it_runs(tmp_path, whole):
+def test_a_malicious_file_is_refused_and_nothing_in_it_runs(tmp_path, whole, protocol):
     path, target = tmp_path / "model.pt", tmp_path / "ran"
     content = {"0.weight": Malicious(str(target))}
     if whole:
-        torch.save(content, path)
+        torch.save(content, path, pickle_protocol=protocol)
     else:
-        path.write_bytes(pickle.dumps(content))
+        path.write_bytes(pickle.dumps(content, protocol))
     with pytest.raises(CorruptFileError, match=r"model\.pt is refused"):
         load_weights(network(), path)
     assert not target.exists()

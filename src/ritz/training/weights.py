@@ -90,7 +90,8 @@ def _read_pickle(path: str | os.PathLike[str]) -> dict[str, Tensor]:
             found = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CorruptFileError(f"{path} is refused: it holds more than tensors and plain values, "
-                               "and reading that could run anything") from error  # fmt: skip
+                               "and reading that could run anything, or has another protocol of "
+                               "pickle than torch's own, 2") from error  # fmt: skip
     except (RuntimeError, EOFError, OSError) as error:
         raise CorruptFileError(f"{path} is damaged or not a file of torch: {error}") from error
     for key in NESTED:
