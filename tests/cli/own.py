@@ -1,5 +1,8 @@
 """A network and data of a user's own, and how to run commands on them."""
 
+from contextlib import contextmanager
+from importlib import import_module
+
 from ritz.cli import _app
 
 MODEL = """
@@ -39,3 +42,28 @@ SMALL = ["--epochs", "2", "--batch-size", "16", "--json"]
 
 def ritz(*arguments):
     return _app.run([str(argument) for argument in arguments])
+
+
+class Stop:
+    """Ends a loop by an error after so many steps."""
+
+    def __init__(self, after):
+        self.after = after
+
+    def start(self, label, total): ...
+
+    def update(self, done, note=""):
+        if done == self.after:
+            raise RuntimeError("stopped")
+
+    def finish(self): ...
+
+
+@contextmanager
+def stopping_after(steps, name, monkeypatch):
+    """Let the function of that name stop by an error after so many steps."""
+    module, _, function = name.rpartition(".")
+    real = getattr(import_module(module), function)
+    with monkeypatch.context() as patch:
+        patch.setattr(name, lambda *a, **k: real(*a, **(k | {"progress": Stop(steps)})))
+        yield

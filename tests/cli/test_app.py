@@ -1,14 +1,18 @@
 import json
+import math
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
 import ritz
 from ritz.__main__ import main
 from ritz.cli import _app, study
+from ritz.cli._options import print_result
 
 SETTINGS = ("size=60", "network_size=100", "num_steps=8", "network_steps=4")
 SMALL = [f"--set={setting}" for setting in SETTINGS]
@@ -136,6 +140,14 @@ def test_a_study_is_run_for_machines(here, capsys):
     assert found["result"]["config"]["seed"] == 5
     assert len(found["result"]["cases"][0]["spectrum"]["values"]) == 8
     assert all((here / file).exists() for file in found["files"])
+
+
+def test_json_has_no_number_for_what_is_not_finite(capsys):
+    result = {"a": [1.5, math.nan], "b": {"c": -math.inf}, "d": torch.tensor([math.inf, 2.0])}
+    print_result(result, [Path("x.png")], as_json=True)
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    expected = {"a": [1.5, None], "b": {"c": None}, "d": [None, 2.0]}
+    assert found == {"result": expected, "files": ["x.png"]}
 
 
 def test_without_matplotlib_the_numbers_are_written_all_the_same(here, monkeypatch, capsys):

@@ -1,7 +1,9 @@
 import json
 
 import pytest
-from cli.own import ritz
+import torch
+from cli.own import ritz, stopping_after
+from torch.nn.functional import cross_entropy
 
 import ritz as library
 from ritz.measures import Landscape, Landscape2d, Sharpness
@@ -44,6 +46,50 @@ def test_a_landscape_with_its_plane_and_test_data(here, finished, tmp_path, caps
     assert {path.suffix for path in tmp_path.iterdir()} == {".safetensors", ".svg"}
 
 
+@pytest.mark.parametrize(
+    "stage", ["cli.landscape.lanczos", "measures.landscape", "measures.landscape2d"]
+)
+def test_a_stopped_landscape_goes_on_to_the_same_files(
+    here, finished, tmp_path, monkeypatch, stage
+):
+    whole, torn = tmp_path / "whole", tmp_path / "torn"
+    arguments = ["landscape", "run", "--plane", "--points", "4", *FEW, "--json",
+                 "--save-interval", "0", "--out"]  # fmt: skip
+    assert ritz(*arguments, whole) == 0
+    with stopping_after(4, f"ritz.{stage}", monkeypatch):
+        assert ritz(*arguments, torn) == 1
+    assert list(torn.glob(".*.state"))
+    assert ritz(*arguments, torn) == 0
+    for path in whole.iterdir():
+        assert (torn / path.name).read_bytes() == path.read_bytes(), path.name
+    assert not list(torn.glob(".*"))
+
+
+@pytest.mark.parametrize("mode", ["eval", "train"])
+def test_directions_are_of_the_mode_that_is_drawn(here, finished, tmp_path, mode):
+    from ritz.cli._targets import make_data, make_model
+
+    arguments = ["--points", "3", "--distance", "1e-3", "--steps", "51", "--precision", "float64"]
+    assert ritz("landscape", "run", *arguments, "--batch-norm", mode, "--json",
+                "--out", tmp_path) == 0  # fmt: skip
+    found = library.load(tmp_path / "landscape.safetensors")
+    second = (found.loss[:, 0] + found.loss[:, 2] - 2 * found.loss[:, 1]) / 1e-6
+    parts = make_data("own_data:load", data_dir=None, options={})
+    model = make_model("own_model:net", parts=parts, options={})
+    library.training.load_weights(model, finished / "weights.safetensors")
+    risk = library.Risk(model, cross_entropy, parts.train, batch_size=16, batch_norm=mode,
+                        precision="float64")  # fmt: skip
+    exact = torch.linalg.eigvalsh(library.hessian(risk).dense())
+    # The fourth derivative enters with 1e-6 / 12, roundoff with 1e-16 / 1e-6.
+    torch.testing.assert_close(second[:2], exact[[-1, 0]], rtol=1e-4, atol=1e-6)
+
+
+def test_samples_are_of_the_training_data_and_test_data_are_whole(here, finished, tmp_path, capsys):
+    arguments = ["--points", "3", "--samples", "20", *FEW, "--json", "--out", tmp_path]
+    assert ritz("landscape", "run", *arguments) == 0  # there are 16 to test on
+    assert "20 samples" in json.loads(capsys.readouterr().out)["result"]["landscape"]["risk"]
+
+
 @pytest.mark.parametrize("kind", ["random", "filter"])
 def test_directions_that_are_drawn(here, finished, tmp_path, capsys, kind):
     arguments = ["--points", "3", "--directions", kind, "--json"]
@@ -71,6 +117,7 @@ def test_without_matplotlib_the_numbers_are_written_all_the_same(
         (["landscape", "run", "--points", "1"], "--points must be at least 2, got 1"),
         (["landscape", "run", "--distance", "-1"], "--distance must be at least 0.0, got -1.0"),
         (["landscape", "run", "--directions", "up"], "Invalid value for '--directions'"),
+        (["landscape", "run", "--save-interval", "-1"], "--save-interval must be at least 0.0"),
         (["landscape", "elsewhere"], "no such folder or file: elsewhere"),
         (["sharpness", "run", "--probes", "0"], "--probes must be at least 1, got 0"),
         (["sharpness", "run", "--batch-size", "0"], "--batch-size must be at least 1, got 0"),

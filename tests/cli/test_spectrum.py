@@ -3,7 +3,7 @@ import shutil
 
 import pytest
 import torch
-from cli.own import ritz
+from cli.own import ritz, stopping_after
 
 import ritz as library
 from ritz.training import read_weights
@@ -50,33 +50,36 @@ def test_json_tells_values_and_files(here, finished, tmp_path, capsys):
 
 
 def test_a_stopped_computation_goes_on_to_the_same_bits(here, finished, tmp_path, monkeypatch):
-    from ritz.cli import spectrum
-
     whole, torn = tmp_path / "whole", tmp_path / "torn"
-    assert ritz("spectrum", "run", "--json", "--steps", "12", "--out", whole) == 0
-    real = spectrum.lanczos
-
-    def stopping(op, *, num_steps, state, **rest):
-        class Stop:
-            def start(self, label, total): ...
-
-            def update(self, done, note=""):
-                if done == 7:
-                    raise RuntimeError("killed")
-
-            def finish(self): ...
-
-        return real(op, num_steps=num_steps, state=state, save_interval=0.0,
-                    **(rest | {"progress": Stop()}))  # fmt: skip
-
-    monkeypatch.setattr(spectrum, "lanczos", stopping)
-    assert ritz("spectrum", "run", "--json", "--steps", "12", "--out", torn) == 1
+    arguments = ["spectrum", "run", "--json", "--steps", "12", "--save-interval", "0", "--out"]
+    assert ritz(*arguments, whole) == 0
+    with stopping_after(7, "ritz.cli.spectrum.lanczos", monkeypatch):
+        assert ritz(*arguments, torn) == 1
     assert list(torn.glob(".*.state*"))
-    monkeypatch.setattr(spectrum, "lanczos", real)
-    assert ritz("spectrum", "run", "--json", "--steps", "12", "--out", torn) == 0
+    assert ritz(*arguments, torn) == 0
     name = "spectrum-hessian-eval.safetensors"
     assert (torn / name).read_bytes() == (whole / name).read_bytes()
-    assert not list(torn.glob(".*.state*"))
+    assert not list(torn.glob(".*"))
+
+
+def test_a_state_of_other_samples_is_not_gone_on_from(here, finished, tmp_path, monkeypatch):
+    few = ["--samples", "16", "--json", "--steps", "12", "--save-interval", "0", "--out", tmp_path]
+    with stopping_after(7, "ritz.cli.spectrum.lanczos", monkeypatch):
+        assert ritz("spectrum", "run", "--split", "train", *few) == 1
+    assert ritz("spectrum", "run", "--split", "test", *few) == 0
+    assert list(tmp_path.glob(".*.state"))  # that of the first, for when it is given again
+
+
+def test_samples_of_the_test_data_are_counted(here, finished, tmp_path, capsys):
+    """As many as were asked for, and the same ones for the same seed."""
+    arguments = ["spectrum", "run", "--split", "test", "--samples", "9", *FEW, "--json", "--out"]
+    assert ritz(*arguments, tmp_path / "one") == 0
+    assert "9 samples" in capsys.readouterr().out
+    assert ritz(*arguments, tmp_path / "two") == 0
+    assert ritz(*arguments, tmp_path / "other", "--seed", "1") == 0
+    name = "spectrum-hessian-eval.safetensors"
+    one, two, other = ((tmp_path / x / name).read_bytes() for x in ("one", "two", "other"))
+    assert one == two != other
 
 
 def test_weights_of_torch_with_model_and_data_named(here, finished, tmp_path, capsys):
@@ -109,6 +112,8 @@ def test_wrong_places_are_one_line(here, finished, tmp_path, refused):
         (["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
         (["--steps", "0"], "--steps must be at least 1, got 0"),
         (["--samples", "0"], "num_samples must be between 1 and 48, got 0"),
+        (["--samples", "17", "--split", "test"], "num_samples must be between 1 and 16, got 17"),
+        (["--save-interval", "-1"], "--save-interval must be at least 0.0, got -1.0"),
         (["--split", "validation"], "split must be one that the data have, got 'validation'"),
         (["--matrix", "fisher"], "Invalid value for '--matrix'"),
         (["--model", "vgg61"], "no model is named 'vgg61'; did you mean"),

@@ -1,7 +1,8 @@
 """Options that every command has, and the one way results are printed."""
 
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +18,24 @@ def print_result(result: Any, files: Iterable[Path], *, as_json: bool) -> None:
     """Print a result and the names of its files, for people or for machines."""
     names = [str(file) for file in files]
     if as_json:
-        typer.echo(json.dumps({"result": describe(result), "files": names}, indent=2))
+        facts = {"result": finite(describe(result)), "files": names}
+        typer.echo(json.dumps(facts, indent=2, allow_nan=False))
         return
     typer.echo(str(result))
     typer.echo("\nwritten: " + ", ".join(names))
+
+
+def print_results(found: Mapping[str, Any], files: Iterable[Path], *, as_json: bool) -> None:
+    """Print several results by name and the names of their files."""
+    several = len(found) > 1
+    text = "\n\n".join(f"{name}\n{one}" if several else f"{one}" for name, one in found.items())
+    print_result(found if as_json else text, files, as_json=as_json)
+
+
+def finite(value: Any) -> Any:
+    """The same with null for what JSON has no number for."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: finite(part) for name, part in value.items()}
+    return [finite(part) for part in value] if isinstance(value, list) else value

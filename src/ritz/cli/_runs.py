@@ -1,15 +1,15 @@
 """What ``spectrum``, ``sharpness`` and ``landscape`` share: a trained model, opened by name."""
 
 import importlib.util
-import json
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 import typer
+from safetensors import SafetensorError
 from torch import nn
 
 from ritz import plots
@@ -17,7 +17,6 @@ from ritz._core.batchnorm import batch_norms
 from ritz._core.checks import check_count
 from ritz.cli._targets import loss_function, make_data, make_model, parse_settings
 from ritz.curvature import Risk
-from ritz.studies.protocol import describe
 from ritz.training import load_weights
 from ritz.training.settings import resolve_device
 from ritz.training.sources import DataParts
@@ -66,6 +65,9 @@ PrecisionOption = Annotated[
 Out = Annotated[
     Path | None, typer.Option("--out", help="Folder for results and pictures (default: the run).")
 ]
+SaveInterval = Annotated[
+    float, typer.Option("--save-interval", help="Seconds between saves of what is done so far.")
+]
 Picture = Annotated[
     Literal["png", "svg", "pdf"], typer.Option("--picture", help="Kind of picture.")
 ]
@@ -112,15 +114,14 @@ class Opened:
     loss_fn: Callable[..., Any] | None
     batch_size: int
 
-    def risk(self, split: Split = "train") -> Risk:
-        """The risk on a part of the data."""
-        limit = self.choice.samples if split != "test" else None
+    def risk(self, split: Split = "train", *, whole: bool = False) -> Risk:
+        """The risk on a part of the data: the samples asked for, or all of them."""
         return measured_risk(
             self.model,
             self.loss_fn,
             self.parts,
             split=split,
-            num_samples=limit,
+            num_samples=None if whole else self.choice.samples,
             batch_size=self.batch_size,
             precision=self.choice.precision,
             seed=self.choice.seed,
@@ -170,11 +171,24 @@ def open_run(choice: Choice) -> Opened:
     )
 
 
-def output_folder(opened: Opened, out: Path | None) -> Path:
-    """Where results go, made where it is missing."""
-    folder = opened.folder if out is None else out
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+@contextmanager
+def writing(folder: Path) -> Iterator[Path]:
+    """Give a folder for results, made where it is missing; say so where it takes no more."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+    except SafetensorError as error:  # which has what the system said in words of its own
+        raise _unwritable(folder, str(error)) from error
+    except OSError as error:
+        elsewhere = error.filename is not None and not Path(error.filename).is_relative_to(folder)
+        if error.strerror is None or elsewhere:
+            raise
+        raise _unwritable(folder, error.strerror) from error
+
+
+def _unwritable(folder: Path, reason: str) -> OSError:
+    return OSError(f"cannot write to {folder}: {reason}; what was whole before is so still, and "
+                   "the same command, given again, goes on from there")  # fmt: skip
 
 
 def _located(source: Path, average: bool) -> tuple[Path, Path]:
@@ -208,24 +222,3 @@ def draw(result: Any, path: Path) -> list[Path]:
     if importlib.util.find_spec("matplotlib") is None:
         return []
     return [plots.save_figure(plots.picture(result), path)]
-
-
-def print_results(found: Mapping[str, Any], files: Iterable[Path], *, as_json: bool) -> None:
-    """Print several results by name and the names of their files."""
-    names = [str(file) for file in files]
-    if as_json:
-        facts = {"result": _finite(describe(found)), "files": names}
-        typer.echo(json.dumps(facts, indent=2, allow_nan=False))
-        return
-    for name, result in found.items():
-        typer.echo(f"{name}\n{result}\n" if len(found) > 1 else f"{result}\n")
-    typer.echo("written: " + ", ".join(names))
-
-
-def _finite(value: Any) -> Any:
-    """The same with null for what JSON has no number for."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {name: _finite(part) for name, part in value.items()}
-    return [_finite(part) for part in value] if isinstance(value, list) else value

@@ -10,7 +10,7 @@ from torch import Tensor
 from ritz import measures
 from ritz._core.checks import check_count, check_range
 from ritz._core.storage import save
-from ritz.cli._options import Json, Seed
+from ritz.cli._options import Json, Seed, print_results
 from ritz.cli._runs import (
     Average,
     BatchSize,
@@ -24,14 +24,15 @@ from ritz.cli._runs import (
     Picture,
     PrecisionOption,
     Samples,
+    SaveInterval,
     SetData,
     SetModel,
     Source,
     draw,
     open_run,
-    output_folder,
-    print_results,
+    writing,
 )
+from ritz.cli._states import States
 from ritz.curvature import Risk, hessian
 from ritz.spectra import lanczos
 
@@ -44,7 +45,8 @@ ritz landscape runs/vgg --plane --batch-norm recomputed --distance 2 --points 31
 
 ritz landscape runs/digits --directions filter --picture pdf
 
-Solid lines are the training data, dashes the test data where there are any.
+Solid lines are the training data, dashes the test data where there are any, all of them.
+A computation that was stopped goes on when the same command is given again.
 """
 
 Kind = Literal["ritz", "random", "filter"]
@@ -84,6 +86,7 @@ def command(
     precision: PrecisionOption = "float32",
     device: Device = None,
     out: Out = None,
+    save_interval: SaveInterval = 30.0,
     picture: Picture = "png",
     seed: Seed = 0,
     json: Json = False,
@@ -92,42 +95,46 @@ def command(
     check_count("--points", points, low=2)
     check_count("--steps", steps, low=2)
     check_range("--distance", distance, low=0.0)
+    check_range("--save-interval", save_interval, low=0.0)
     opened = open_run(Choice(
         source=source, average=average, model=model, data=data, set_model=set_model,
         set_data=set_data, loss=loss, data_dir=data_dir, samples=samples, batch_size=batch_size,
         device=device, precision=precision, seed=seed,
     ))  # fmt: skip
-    folder = output_folder(opened, out)
-    risk = opened.risk().with_batch_norm(batch_norm if opened.has_batch_norm else "eval")
-    test = None if opened.parts.test is None else opened.risk("test")
-    chosen = _directions(risk, directions, steps, seed, progress=not json)
-    common: Any = {
-        "distance": distance,
-        "num_points": points,
-        "test": test,
-        "batch_norm": risk.batch_norm,
-        "progress": not json,
-    }
-    found: dict[str, Any] = {"landscape": measures.landscape(risk, chosen, **common)}
-    if plane:
-        found["plane"] = _plane(risk, chosen, common)
-    files: list[Path] = []
-    for name, result in found.items():
-        save(result, folder / f"{name}.safetensors")
-        drawn = draw(result, folder / f"{name}.{picture}")
-        files += [folder / f"{name}.safetensors", *drawn]
+    with writing(out or opened.folder) as folder:
+        risk = opened.risk().with_batch_norm(batch_norm if opened.has_batch_norm else "eval")
+        states = States(folder, opened, directions=directions, distance=distance, points=points,
+                        steps=steps, batch_norm=batch_norm)  # fmt: skip
+        saving: Any = {"save_interval": save_interval, "progress": not json}
+        vectors = _directions(
+            risk, directions, steps, seed, state=states.path("directions"), **saving
+        )
+        common: Any = saving | {
+            "distance": distance,
+            "num_points": points,
+            "test": None if opened.parts.test is None else opened.risk("test", whole=True),
+            "batch_norm": risk.batch_norm,
+        }
+        found: dict[str, Any] = {
+            "landscape": measures.landscape(risk, vectors, state=states.path("landscape"), **common)
+        }
+        if plane:
+            found["plane"] = _plane(risk, vectors, common | {"state": states.path("plane")})
+        files: list[Path] = []
+        for name, result in found.items():
+            save(result, folder / f"{name}.safetensors")
+            drawn = draw(result, folder / f"{name}.{picture}")
+            files += [folder / f"{name}.safetensors", *drawn]
+        states.remove()
     print_results(found, files, as_json=json)
 
 
-def _directions(
-    risk: Risk, kind: Kind, steps: int, seed: int, *, progress: bool
-) -> dict[str, Tensor]:
+def _directions(risk: Risk, kind: Kind, steps: int, seed: int, **saving: Any) -> dict[str, Tensor]:
+    """Directions by name; Ritz vectors are of the mode of batch norm that is drawn."""
     generator = torch.Generator().manual_seed(seed)
     if kind == "ritz":
         steps = min(steps, risk.space.size)
-        run = lanczos(
-            hessian(risk), num_steps=steps, vectors=True, generator=generator, progress=progress
-        )
+        run = lanczos(hessian(risk), num_steps=steps, vectors=True, generator=generator, **saving)
         return measures.ritz_directions(run)
     drawn = [measures.random_direction(risk, generator=generator) for _ in range(2)]
     if kind == "filter":

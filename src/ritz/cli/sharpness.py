@@ -8,7 +8,7 @@ import typer
 from ritz import measures
 from ritz._core.checks import check_count
 from ritz._core.storage import save
-from ritz.cli._options import Json, Seed
+from ritz.cli._options import Json, Seed, print_results
 from ritz.cli._runs import (
     Average,
     BatchSize,
@@ -26,8 +26,7 @@ from ritz.cli._runs import (
     Source,
     SplitOption,
     open_run,
-    output_folder,
-    print_results,
+    writing,
 )
 
 EPILOG = """
@@ -80,15 +79,16 @@ def command(
     ))  # fmt: skip
     kinds: Any = ("hessian", "ggn") if matrix == "both" else (matrix,)
     modes: Any = None if batch_norm == "both" or not opened.has_batch_norm else batch_norm
-    found = measures.sharpness(
-        opened.risk(split),
-        num_steps=steps,
-        num_probes=probes,
-        kinds=kinds,
-        batch_norm=modes,
-        generator=torch.Generator().manual_seed(seed),
-        progress=not json,
-    )
-    path = output_folder(opened, out) / "sharpness.safetensors"
-    save(found, path)
+    with writing(out or opened.folder) as folder:
+        found = measures.sharpness(
+            opened.risk(split),
+            num_steps=steps,
+            num_probes=probes,
+            kinds=kinds,
+            batch_norm=modes,
+            generator=torch.Generator().manual_seed(seed),
+            progress=not json,
+        )
+        path = folder / "sharpness.safetensors"
+        save(found, path)
     print_results({"sharpness": found}, [path], as_json=json)

@@ -1,15 +1,14 @@
 """``ritz spectrum``: the spectrum of the Hessian or Gauss-Newton matrix of a trained network."""
 
-import hashlib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 import typer
 
-from ritz._core.checks import check_count
+from ritz._core.checks import check_count, check_range
 from ritz._core.storage import save
-from ritz.cli._options import Json, Seed
+from ritz.cli._options import Json, Seed, print_results
 from ritz.cli._runs import (
     Average,
     BatchSize,
@@ -24,15 +23,16 @@ from ritz.cli._runs import (
     Picture,
     PrecisionOption,
     Samples,
+    SaveInterval,
     SetData,
     SetModel,
     Source,
     SplitOption,
     draw,
     open_run,
-    output_folder,
-    print_results,
+    writing,
 )
+from ritz.cli._states import States
 from ritz.curvature.samples import curvature_operator
 from ritz.spectra import Spectrum, lanczos
 
@@ -79,33 +79,38 @@ def command(
     precision: PrecisionOption = "float32",
     device: Device = None,
     out: Out = None,
+    save_interval: SaveInterval = 30.0,
     picture: Picture = "png",
     seed: Seed = 0,
     json: Json = False,
 ) -> None:
     """Compute the spectrum of the curvature at trained weights, by Lanczos, and draw it."""
     check_count("--steps", steps)
+    check_range("--save-interval", save_interval, low=0.0)
     opened = open_run(Choice(
         source=source, average=average, model=model, data=data, set_model=set_model,
         set_data=set_data, loss=loss, data_dir=data_dir, samples=samples, batch_size=batch_size,
         device=device, precision=precision, seed=seed,
     ))  # fmt: skip
-    folder = output_folder(opened, out)
-    risk = opened.risk(split)
-    found: dict[str, Spectrum] = {}
-    files: list[Path] = []
-    for kind in ("hessian", "ggn") if matrix == "both" else (matrix,):
-        for mode in _modes(opened, batch_norm):
-            part = risk.with_batch_norm(mode)
-            title = TITLES[kind] + (f", batch norm {mode}" if opened.has_batch_norm else "")
-            name = f"spectrum-{kind}" + (f"-{mode}" if opened.has_batch_norm else "")
-            found[title] = _resumable(
-                part, kind, folder / f"{name}.safetensors",
-                num_steps=min(steps, part.space.size), vectors=vectors, seed=seed,
-                progress=not json,
-            )  # fmt: skip
-            files.append(folder / f"{name}.safetensors")
-    files += draw(found, folder / f"spectrum.{picture}")
+    with writing(out or opened.folder) as folder:
+        risk = opened.risk(split)
+        states = States(folder, opened, split=split, steps=steps, vectors=vectors)
+        found: dict[str, Spectrum] = {}
+        files: list[Path] = []
+        for kind in ("hessian", "ggn") if matrix == "both" else (matrix,):
+            for mode in _modes(opened, batch_norm):
+                part = risk.with_batch_norm(mode)
+                title = TITLES[kind] + (f", batch norm {mode}" if opened.has_batch_norm else "")
+                name = f"spectrum-{kind}" + (f"-{mode}" if opened.has_batch_norm else "")
+                found[title] = lanczos(
+                    curvature_operator(part, kind), num_steps=min(steps, part.space.size),
+                    vectors=vectors, state=states.path(name), save_interval=save_interval,
+                    generator=torch.Generator().manual_seed(seed), progress=not json,
+                )  # fmt: skip
+                save(found[title], folder / f"{name}.safetensors")
+                files.append(folder / f"{name}.safetensors")
+        files += draw(found, folder / f"spectrum.{picture}")
+        states.remove()
     print_results(found, files, as_json=json)
 
 
@@ -113,20 +118,3 @@ def _modes(opened: Opened, asked: str) -> tuple[Any, ...]:
     if not opened.has_batch_norm:
         return ("eval",)
     return ("eval", "train") if asked == "both" else (asked,)
-
-
-def _resumable(
-    risk: Any, kind: Any, path: Path, *, num_steps: int, vectors: bool, seed: int, progress: bool
-) -> Spectrum:
-    """Compute and save a spectrum, from where an earlier try of the same stopped."""
-    op = curvature_operator(risk, kind)
-    # Of these weights, data and settings alone may a state be continued.
-    key = hashlib.sha256(risk.theta.cpu().numpy().tobytes())
-    key.update(f"{risk!r} {num_steps} {vectors} {seed}".encode())
-    state = path.with_name(f".{path.stem}-{key.hexdigest()[:16]}.state")
-    found = lanczos(op, num_steps=num_steps, vectors=vectors, state=state,
-                    generator=torch.Generator().manual_seed(seed), progress=progress)  # fmt: skip
-    save(found, path)
-    for spent in path.parent.glob(f"{state.name}*"):
-        spent.unlink(missing_ok=True)
-    return found

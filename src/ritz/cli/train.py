@@ -9,7 +9,7 @@ import typer
 
 from ritz._core.checks import check_count
 from ritz.cli._options import Json, Seed, print_result
-from ritz.cli._runs import Device, Loss, SetData, SetModel, default_device
+from ritz.cli._runs import Device, Loss, SetData, SetModel, default_device, writing
 from ritz.cli._targets import loss_function, make_data, make_model, parse_settings
 from ritz.training import CurvatureMonitor, TrainingResult
 from ritz.training.sources import DataParts, sample
@@ -69,6 +69,9 @@ Keep = Annotated[
 Deterministic = Annotated[
     bool, typer.Option("--deterministic", help="The same bits every time, on CUDA too.")
 ]
+SaveInterval = Annotated[
+    float, typer.Option("--save-interval", help="Seconds between checkpoints.")
+]
 Compile = Annotated[bool, typer.Option("--compile", help="Compile the network.")]
 Resume = Annotated[
     bool, typer.Option("--resume/--restart", help="Go on from what is there, or begin anew.")
@@ -101,6 +104,7 @@ def command(
     device: Device = None,
     deterministic: Deterministic = False,
     compile: Compile = False,
+    save_interval: SaveInterval = 60.0,
     resume: Resume = True,
     seed: Seed = 0,
     json: Json = False,
@@ -133,6 +137,7 @@ def command(
             "deterministic": deterministic,
             "compile": compile,
             "keep": keep or [],
+            "save_interval": save_interval,
         },
     )
     _run(config, out, device=device, resume=resume, watch=watch, as_json=json)
@@ -153,17 +158,19 @@ def _run(
     parts = make_data(config.data, data_dir=folder, options=config.data_options)
     loss_fn = loss_function(config.loss)
     model = make_model(config.model, parts=parts, options=config.model_options, seed=config.seed)
-    result = train_run(
-        config,
-        model,
-        parts,
-        out,
-        loss_fn=loss_fn,
-        device=place,
-        resume=resume,
-        monitors=_monitors(watch, parts, config, loss_fn),
-        progress=not as_json,
-    )
+    monitors = _monitors(watch, parts, config, loss_fn)
+    with writing(out) as run:
+        result = train_run(
+            config,
+            model,
+            parts,
+            run,
+            loss_fn=loss_fn,
+            device=place,
+            resume=resume,
+            monitors=monitors,
+            progress=not as_json,
+        )
     if int(os.environ.get("RANK", "0")):
         return  # the first process of torchrun speaks
     shown = _facts(result) if as_json else result

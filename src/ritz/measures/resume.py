@@ -110,7 +110,7 @@ def digest(tensors: Iterable[Tensor]) -> str:
     """A name for the values of tensors."""
     sha = hashlib.sha256()
     for tensor in tensors:
-        sha.update(tensor.detach().contiguous().cpu().view(torch.uint8).numpy().data)
+        sha.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()[:16]
 
 

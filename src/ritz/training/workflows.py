@@ -102,6 +102,7 @@ def train_run(
         before, now = read_run(target).plain(), config.plain()
         check_same(before, {name: now[name] for name in FIXED}, target / CONFIG)
     if int(os.environ.get("RANK", "0")) == 0:
+        _remove_unfinished(target)
         write_text(target / CONFIG, json.dumps(config.plain(), indent=2) + "\n")
     return fit(
         model,
@@ -120,6 +121,13 @@ def train_run(
         progress=progress,
         **config.training,
     )
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Remove what a run that was killed while it wrote has left: as large as a checkpoint each."""
+    for name in (NAME, WEIGHTS, AVERAGE):
+        for left in folder.glob(f".{name}.*"):
+            left.unlink(missing_ok=True)
 
 
 def read_run(folder: str | os.PathLike[str]) -> RunConfig:
