@@ -83,7 +83,18 @@ def test_a_path_and_a_random_graph_have_no_gap(method):
     random = graphs.erdos_renyi(500, p=0.04, generator=torch.Generator().manual_seed(0))
     found = graphs.count_clusters(random, method=method, num_probes=30)
     assert found.count is None
-    assert "nothing but the eigenvalue 0" in found.reason
+    assert found.reason.startswith("no gap between clusters: the whole graph is one, connected")
+    assert found.status.message == "one cluster, the whole"
+
+
+@pytest.mark.parametrize("method", ["entropic", "lanczos"])
+def test_the_error_of_many_equal_eigenvalues_is_that_of_the_probes(method):
+    # 40 separate edges: half of all eigenvalues are 0, half 2, and every diagonal entry of the
+    # projection is 1/2. Random signs then leave sqrt(2 (40 - 80 / 4) / 100).
+    pairs = networkx.from_edgelist([(2 * i, 2 * i + 1) for i in range(40)])
+    found = graphs.count_clusters(pairs, method=method)
+    assert found.stderr == pytest.approx(math.sqrt(0.4), rel=0.3)  # of a hundred samples
+    assert abs(found.estimate - 40) < 4 * found.stderr
 
 
 @pytest.mark.parametrize("method", ["auto", "krylov", "entropic"])

@@ -74,11 +74,23 @@ def test_the_result_is_written_and_read_with_its_picture(result, tmp_path):
 
 def test_mixed_graphs_are_counted_by_every_method(monkeypatch):
     monkeypatch.setitem(cluster_counts.MIXED, 6, (400, 50, 90))
-    config = Config(clusters=(2,), num_seeds=1, num_moments=50, num_probes=10, mixed=(6,))
+    config = Config(
+        clusters=(2,),
+        num_seeds=1,
+        num_moments=50,
+        num_probes=10,
+        mixed=(6,),
+        mixed_moments=(30, 40),
+    )
     found = run(config)
     assert found.mixed["6"]["auto"].count == 6
     assert set(found.mixed["6"]) == set(found.seconds["6"]) == set(METHODS)
-    assert "6 clusters of mixed kinds, 400 vertices" in str(found)
+    assert "6 clusters of mixed kinds, 400 vertices; sqrt(2/(d N_c)) 18.26%" in str(found)
+    assert str(found).count("fewer moments:") == 2
+    for counts in found.by_moments["6"].values():
+        # Four times what ten probes leave of six clusters.
+        assert bool(((counts - 6).abs() < 4 * math.sqrt(2 * 6 / 10)).all())
+    assert len(cluster_counts.figure(found).axes) == 2
 
 
 def test_wrong_settings():

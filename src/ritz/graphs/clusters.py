@@ -42,8 +42,8 @@ def count_clusters(
 
     with :math:`\lambda_*` in the widest low stretch of the density left of the bulk. Each connected
     component, and so each isolated vertex, has an eigenvalue 0 and counts. Where there is no such
-    stretch, or nothing left of it but the eigenvalue 0 of one component, ``count`` is ``None`` and
-    ``reason`` says why.
+    stretch (a path, a grid), or nothing left of it but the eigenvalue 0 of one component (a random
+    graph, a complete one: the whole is one cluster), ``count`` is ``None`` and ``reason`` says so.
 
     ``entropic``: the mass of the entropic spectrum (Algorithm 5), with standard deviation
     :math:`\sqrt{2 N_c / d}` at most. ``lanczos``: that of Lanczos quadrature, smoothed by a
@@ -144,7 +144,7 @@ def reconciled(
             return _without(f"at least {found.count:,}: {why}", facts, status)
         return ClusterCount(count=round(mean), stderr=stderr, status=status, **facts)
     if found.count == 1:
-        return _without(_alone(), facts)
+        return _whole(facts)
     if trusted and abs(found.count - mean) > AGREEMENT * stderr + 0.5:
         why = f"the two ways disagree: {both}"
         status = _doubtful(why, "raise num_moments: the gap is barely resolved")
@@ -156,7 +156,10 @@ def reconciled(
 def _sampled_count(
     sampled: Sampled, gap: Gap, facts: dict[str, Any], short: str = ""
 ) -> ClusterCount:
-    mean, stderr = sampled.below(gap.threshold)
+    mean = sampled.below(gap.threshold)[0]
+    # A single probe resolves an atom less sharply than the density does: its spread is seen whole
+    # in the middle of the stretch, not at the foot of the atom.
+    stderr = sampled.below(gap.middle)[1]
     # Mass that lies in the stretch may belong to either side.
     unsure = sampled.below(gap.high)[0] - sampled.below(gap.low)[0]
     facts = facts | {
@@ -168,7 +171,7 @@ def _sampled_count(
     }
     count = max(round(mean), facts["num_components"])
     if count <= 1:
-        return _without(_alone(), facts)
+        return _whole(facts)
     status = Status(
         outcome="completed",
         message=short or f"sampled, {unsure:.2g} eigenvalues in the gap itself",
@@ -212,11 +215,13 @@ def _doubtful(message: str, advice: str) -> Status:
     return Status(outcome="max_steps", message=message, advice=advice)
 
 
-def _alone() -> str:
-    return (
-        "no gap between clusters: left of the bulk is nothing but the eigenvalue 0 that a graph "
-        "of one component has"
+def _whole(facts: dict[str, Any]) -> ClusterCount:
+    high = facts["gap"][1]
+    reason = (
+        "no gap between clusters: the whole graph is one, connected and not divided further; left "
+        f"of its bulk, from {high:.3g} on, is nothing but the eigenvalue 0 that it must have"
     )
+    return _without(reason, facts, Status(outcome="completed", message="one cluster, the whole"))
 
 
 def _without(reason: str, facts: dict[str, Any], status: Status | None = None) -> ClusterCount:

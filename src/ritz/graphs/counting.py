@@ -81,7 +81,9 @@ class ClusterCount:
             lines.append(f"{self.count:,} clusters")
         else:
             lines.append(f"{self.count:,} clusters ({_uncertain(self.estimate, self.stderr)})")
-        if not math.isnan(self.threshold):
+        if not math.isnan(self.threshold) and self.reason.startswith("no gap"):
+            lines.append(f"  nothing between {low:.4g} and {high:.4g}; mass below {self.mass:.4g}")
+        elif not math.isnan(self.threshold):
             lines.append(
                 f"  threshold {self.threshold:.4g} in the gap {low:.4g} to {high:.4g}; "
                 f"mass below {self.mass:.4g}"

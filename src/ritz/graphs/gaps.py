@@ -31,6 +31,12 @@ class Gap:
     high: float
     threshold: float
 
+    @property
+    def middle(self) -> float:
+        """The point halfway between the ends, by angles."""
+        angles = [math.acos(1 - min(max(end, 0.0), 2.0)) for end in (self.low, self.high)]
+        return 1 - math.cos(sum(angles) / 2)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoGap:
