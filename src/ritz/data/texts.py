@@ -22,10 +22,12 @@ class Segments(Sequence[Segment]):
     Attributes:
         streams: Contiguous pieces of the text, one a row, of shape ``(batch_size, m)``.
         bounds: First and one past the last token of each segment in every row.
+        consecutive: Whether a recurrent state is to be handed on from segment to segment.
     """
 
     streams: Tensor
     bounds: tuple[tuple[int, int], ...]
+    consecutive: bool = True
 
     def __len__(self) -> int:
         return len(self.bounds)
@@ -49,10 +51,13 @@ class TextSplit:
     Attributes:
         tokens: Numbers in the vocabulary, of shape ``(n,)``, int64.
         length: Tokens a segment, unless :meth:`batches` is told otherwise.
+        consecutive: Whether a model with a state is to hand it on from segment to segment, in
+            training and evaluation, or to begin each anew.
     """
 
     tokens: Tensor
     length: int = LENGTH
+    consecutive: bool = True
 
     def __post_init__(self) -> None:
         check_count("length", self.length)
@@ -64,7 +69,7 @@ class TextSplit:
 
     def to(self, device: torch.device | str) -> "TextSplit":
         """Return the text held on a device."""
-        return TextSplit(tokens=self.tokens.to(device), length=self.length)
+        return replace(self, tokens=self.tokens.to(device))
 
     def batches(
         self,
@@ -105,7 +110,8 @@ class TextSplit:
             raise ValueError("variable needs a generator to draw lengths from, got None")
         streams = self.tokens[: size * batch_size].view(batch_size, size)
         lengths = _lengths(size - 1, length, generator) if variable and generator else None
-        return Segments(streams=streams, bounds=_bounds(size - 1, length, lengths))
+        bounds = _bounds(size - 1, length, lengths)
+        return Segments(streams=streams, bounds=bounds, consecutive=self.consecutive)
 
 
 @final

@@ -1,11 +1,13 @@
 """A recurrent language model with the regularisers of AWD-LSTM."""
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from ritz._core.checks import check_count, check_range
 from ritz.models.catalogue import register
@@ -13,7 +15,8 @@ from ritz.models.initialising import draw_layer, fill, uniform
 
 State = tuple[tuple[Tensor, Tensor], ...]
 
-RECURRENT = "weight_hh_l0"  # torch's name for the matrix from one step to the next
+# torch's names for the weights of a layer, in the order of its kernel; the second is recurrent.
+WEIGHTS = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
 
 
 @final
@@ -92,12 +95,13 @@ class LSTMLanguageModel(nn.Module):
     def _recur(
         self, index: int, x: Tensor, state: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        layer, drop = self.layers[index], self.weight_drops[index]
-        dropped = (
-            {} if isinstance(drop, nn.Identity) else {RECURRENT: drop(getattr(layer, RECURRENT))}
-        )
-        found: tuple[Tensor, tuple[Tensor, Tensor]] = functional_call(layer, dropped, (x, state))
-        return found
+        weights: list[Tensor] = [getattr(self.layers[index], name) for name in WEIGHTS]
+        weights[1] = self.weight_drops[index](weights[1])
+        # The kernel itself: called with other weights, the layer moves its own to new memory on
+        # CUDA, away from where a recorded graph reads them.
+        with _compacted(on=x.is_cuda):
+            x, h, c = torch.lstm(x, state, weights, True, 1, 0.0, self.training, False, True)
+        return x, (h, c)
 
 
 @final
@@ -174,6 +178,17 @@ def lstm(
         dropouts=(input_dropout, hidden_dropout, dropout),
         embedding_dropout=embedding_dropout, weight_drop=weight_drop,
     )  # fmt: skip
+
+
+@contextmanager
+def _compacted(*, on: bool) -> Iterator[None]:
+    """Let cuDNN gather the weights of a layer at every call: dropped ones are new every time."""
+    if not on:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="RNN module weights are not part of single")
+        yield
 
 
 def _dropout(kind: type[nn.Dropout] | type[nn.Dropout1d], chance: float) -> nn.Module:

@@ -1,7 +1,7 @@
 """Where a run is: all that it needs to go on bit for bit, in one file."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
@@ -43,6 +43,7 @@ class Checkpoint:
         log_bytes: Length of the log.
         settings: What the run was asked to do.
         finished: Whether it has ended.
+        carried: State of a recurrent model within the epoch, a row for each process.
     """
 
     model: dict[str, Tensor]
@@ -62,6 +63,7 @@ class Checkpoint:
     log_bytes: int
     settings: dict[str, Any]
     finished: bool
+    carried: dict[str, Tensor] = field(default_factory=dict)
 
 
 @final

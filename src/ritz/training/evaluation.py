@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 from ritz._core.batchnorm import evaluating
 from ritz.curvature.adapters import Adapter, Forward
 from ritz.training.feeds import own_rows
+from ritz.training.states import carried_state, keep, meet
 from ritz.training.steps import HALF, Totals, autocast, batch_weight
 
 
@@ -21,6 +22,7 @@ def evaluate(
     loss_fn: Callable[..., Any] | None = cross_entropy,
     forward: Forward | None = None,
     precision: str = "float32",
+    carry_state: bool | None = None,
 ) -> dict[str, float]:
     """Return the mean ``loss`` of a model in eval mode and, for classes as targets, ``accuracy``.
 
@@ -34,24 +36,30 @@ def evaluate(
         loss_fn: Mean loss of outputs and target; ``None`` where the model returns its own.
         forward: Takes the model and a batch, returns ``(outputs, target)``; for other batches.
         precision: ``bfloat16`` or ``float16`` computes in it where that is safe.
+        carry_state: Whether a model that has a state hands it on from batch to batch, see
+            :class:`ritz.training.states.CarriedState`; by default where ``batches.consecutive``,
+            as those of a text are. It begins anew with every call, without ``forward`` alone.
     """
     adapter = Adapter(model, loss_fn, forward)
-    totals: Totals | None = None
+    wanted = getattr(batches, "consecutive", False) if carry_state is None else carry_state
+    carried, totals = carried_state(adapter, wanted=wanted), None
     with evaluating(model, batch_statistics=False):
         for batch in batches:
-            own, _, real = own_rows(batch)
+            own, count, real = own_rows(batch)
             totals = totals or Totals(_device_of(model, own))
             if real:
-                _add(adapter, own, totals, precision)
+                state = None if carried is None else carried.of(count)
+                _add(adapter, own, totals, precision, state)
     if totals is None:
         raise ValueError("batches must hold at least one batch, got none")
     return totals.means()
 
 
-def _add(adapter: Adapter, batch: Any, totals: Totals, precision: str) -> None:
+def _add(adapter: Adapter, batch: Any, totals: Totals, precision: str, state: Any) -> None:
     with autocast(HALF.get(precision), totals.sums.device):
-        outputs, target = adapter(batch)
+        outputs, target, after = meet(adapter, batch, state)
         loss = adapter.loss(outputs, target)
+    keep(state, after)
     weight = batch_weight(adapter, batch)
     totals.add(loss, outputs, target, weight)
     totals.note(weight)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ritz._core.distributed import rank, shard, world_size
+from ritz.data import TextSplit
 from ritz.data.splitting import epoch_generator
 
 Batch = Any  # a tensor, or tuples, lists and dictionaries of them
@@ -59,6 +60,16 @@ class Feed:
         if self._cuts:
             source = source.batches(self._batch_size)
         return len(source) if isinstance(source, Sized) else None
+
+    @property
+    def consecutive(self) -> bool:
+        """Whether the rows of a batch go on where those of the one before stopped, as it says."""
+        return bool(getattr(self._source, "consecutive", False))
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the data are a text, whose loss is read as a perplexity."""
+        return isinstance(self._source, TextSplit)
 
     def epoch(self, number: int, seed: int, *, skip: int = 0) -> Iterator[Batch]:
         """The whole batches of an epoch, on the device; the same for the same seed and number.

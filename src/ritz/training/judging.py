@@ -11,6 +11,7 @@ from ritz.training.checkpoints import AVERAGE, WEIGHTS
 from ritz.training.evaluation import evaluate
 from ritz.training.feeds import Feed, is_writer
 from ritz.training.logs import Record
+from ritz.training.results import with_perplexity
 from ritz.training.settings import Settings
 from ritz.training.weights import save_weights
 
@@ -123,10 +124,12 @@ class Judge:
         }
 
     def _score(self, feed: Feed) -> dict[str, float]:
-        return evaluate(
+        found = evaluate(
             self._parts.model,
             feed.epoch(0, 0),
             loss_fn=self._loss_fn,
             forward=self._forward,
             precision=self._settings.precision,
+            carry_state=feed.consecutive,
         )
+        return with_perplexity(found, feed, self._loss_fn)

@@ -84,8 +84,11 @@ def fit(
     when the same call is made again, and ends with the same files bit for bit: on the CPU, and on
     CUDA with ``deterministic=True``. Order and augmentation of an epoch depend on ``seed`` and its
     number alone; dropout draws from the global generators, which are seeded for the run and then
-    put back. Under ``torchrun`` the processes share every batch by rows: gradients are those of one
-    process, to roundoff, whether or not the rows divide evenly; the first process writes.
+    put back. A model with ``initial_state`` carries its state, without gradient, from batch to
+    batch of an epoch and of an evaluation where ``data.consecutive``, as that of a text is; see
+    :class:`ritz.training.states.CarriedState`. Under ``torchrun`` the processes share every
+    batch by rows: gradients are those of one process, to roundoff, whether or not the rows divide
+    evenly; the first process writes.
 
     Cost beyond forward, backward and step: the loss is added up on the device and read once an
     epoch, so no step waits for it. Files: ``checkpoint/checkpoint.safetensors`` and, at the end,

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from ritz._core.storage import storable
+from ritz.curvature.losses import recognised
+from ritz.training.feeds import Feed
 from ritz.training.settings import TrainingStatus
 
 storable(TrainingStatus)
@@ -21,7 +23,8 @@ class TrainingResult:
     Attributes:
         history: Every number that was logged of the epochs, by name, each ``(num_epochs,)``,
             float64, NaN where it was not measured: ``rate``, ``train_loss``, ``train_accuracy``,
-            ``validation_loss``, ``average_validation_loss`` and so on.
+            ``validation_loss``, ``average_validation_loss`` and so on; for a text
+            ``train_perplexity`` and so on too.
         metrics: The last value of each, with those of the end of the run.
         num_epochs: Epochs done.
         num_steps: Steps done.
@@ -50,6 +53,15 @@ class TrainingResult:
         width = max((len(name) for name in self.metrics), default=0)
         lines += [f"  {name:<{width}}  {value:.6g}" for name, value in self.metrics.items()]
         return "\n".join(lines)
+
+
+def with_perplexity(means: dict[str, float], feed: Feed, loss_fn: Any) -> dict[str, float]:
+    """Mean loss and the rest, and for the cross entropy of a text its exponential."""
+    known = recognised(loss_fn)
+    if not feed.is_text or known is None or known.kind != "cross_entropy" or known.smoothing:
+        return means
+    loss = torch.tensor(means["loss"], dtype=torch.float64)
+    return means | {"perplexity": float(loss.exp())}  # infinite, not an error, for a huge loss
 
 
 def history_of(records: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:

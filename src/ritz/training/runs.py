@@ -19,7 +19,9 @@ from ritz.training.interrupts import Interrupts
 from ritz.training.judging import Judge
 from ritz.training.logs import Log, Record, times_path
 from ritz.training.processes import gathered, generator_states, set_generator_states
+from ritz.training.results import with_perplexity
 from ritz.training.settings import Settings, TrainingStatus, check_same
+from ritz.training.states import carried_state
 from ritz.training.steps import Piece, batch_weight
 from ritz.training.weights import check_matches, save_weights, tensor_state
 
@@ -59,6 +61,7 @@ class Run:
         self.epoch, self.batch, self.step, self.finished = 0, 0, 0, False
         self.records: list[Record] = []
         self._beginning = generator_states(parts.device)
+        self._carried = carried_state(parts.step.adapter, wanted=parts.feed.consecutive)
         self._saved = time.monotonic()
         self._work = 0, 0, time.perf_counter()  # steps and samples of the epoch, and its beginning
         found = folder.read() if folder is not None and resume else None
@@ -97,6 +100,8 @@ class Run:
         number, first, seen = self.epoch + 1, self.step, 0
         begun, note = time.perf_counter(), self._note(number)
         self._parts.model.train()
+        if self._carried is not None and not self.batch:
+            self._carried.reset()
         for group in self._groups(number):
             pieces = self._pieces(group)
             self._parts.take(pieces)
@@ -136,15 +141,17 @@ class Run:
         whole = sum(batch_weight(adapter, batch) for batch in group)
         pieces = []
         for batch in group:
-            own, _, real = own_rows(batch)
+            own, count, real = own_rows(batch)
             weight = batch_weight(adapter, own) if real else 0
-            pieces.append(Piece(own, weight * world_size() / max(whole, 1), weight))
+            state = None if self._carried is None else self._carried.of(count)
+            pieces.append(Piece(own, weight * world_size() / max(whole, 1), weight, state))
         return pieces
 
     def _close_epoch(self) -> TrainingStatus | None:
         """What follows the last step of an epoch."""
         parts, settings, number = self._parts, self._settings, self.epoch + 1
         means = parts.step.totals.means()  # waits for the device
+        means = with_perplexity(means, parts.feed, parts.step.adapter.loss_fn.call)
         done, samples, begun = self._work
         spent = time.perf_counter() - begun
         if not math.isfinite(means["loss"]):
@@ -222,6 +229,7 @@ class Run:
             return False
         states = generator_states(parts.device)
         totals = gathered(parts.step.totals.sums)
+        carried = {} if self._carried is None else self._carried.rows()
         counts = gathered(torch.tensor([parts.step.totals.count], device=parts.device))
         if is_writer():
             self._folder.write(Checkpoint(
@@ -242,6 +250,7 @@ class Run:
                 log_bytes=0 if self._log is None else self._log.flush(),
                 settings=self._settings.description(),
                 finished=self.finished,
+                carried=carried,
             ))  # fmt: skip
         all_max(0)  # nobody goes on, and perhaps reads it, before it is there
         self._saved = time.monotonic()
@@ -259,6 +268,7 @@ class Run:
         parts.schedule.load_state_dict(found.schedule)
         parts.step.scaler.load_state_dict(found.scaler)
         self._judge.load_state(found.patience)
+        self._load_carried(found, path)
         set_generator_states(found.generators, parts.device)
         totals = parts.step.totals
         totals.sums.copy_(found.totals[rank()])
@@ -269,6 +279,14 @@ class Run:
         self.finished = found.finished and over
         if self.step:  # lest the schedule warn that it is stepped before the optimiser
             parts.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def _load_carried(self, found: Checkpoint, path: Path) -> None:
+        if found.step and bool(found.carried) != (self._carried is not None):
+            made = "with" if found.carried else "without"
+            raise ValueError(f"{path} was made {made} a state carried from batch to batch, "
+                             "unlike this run: give the same, or another folder")  # fmt: skip
+        if self._carried is not None:
+            self._carried.load(found.carried)
 
     def _write(self, record: Record) -> None:
         if self._log is not None:

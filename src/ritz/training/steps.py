@@ -12,16 +12,21 @@ from torch.optim import Optimizer
 from ritz._core.distributed import all_sum
 from ritz.curvature.adapters import Adapter
 from ritz.training.feeds import num_rows
+from ritz.training.states import keep, meet
 
 HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Piece(NamedTuple):
-    """A batch, its share of the gradient of the step, and its weight among those of an epoch."""
+    """A batch, its share of the gradient of the step, and its weight among those of an epoch.
+
+    With a state, which the batch begins with and leaves its own in.
+    """
 
     batch: Any
     share: float
     weight: int
+    state: Any = None
 
 
 @final
@@ -115,9 +120,10 @@ class Step:
 
     def _backward(self, piece: Piece) -> None:
         with autocast(self._half, self._device, cached=self._cached):
-            outputs, target = self.adapter(piece.batch)
+            outputs, target, after = meet(self.adapter, piece.batch, piece.state)
             loss = self.adapter.loss(outputs, target)
         self.scaler.scale(loss if piece.share == 1 else loss * piece.share).backward()
+        keep(piece.state, after)  # not before: the backward pass reads what was there
         self.totals.add(loss, outputs, target, piece.weight)
 
     def _update(self) -> None:
