@@ -58,11 +58,13 @@ class Perplexities:
 
 
 def words(args):
+    """The text, all three parts of it cut where steps are counted."""
     found = data.load("ptb", data_dir=args.data_dir, length=args.length, device=args.device)
-    if args.steps_per_epoch is None:
-        return found
-    count = args.batch_size * (args.steps_per_epoch * args.length + 1)
-    return replace(found, train=replace(found.train, tokens=found.train.tokens[:count]))
+    steps = args.steps_per_epoch
+    count = None if steps is None else args.batch_size * (steps * args.length + 1)
+    parts = {name: getattr(found, name) for name in ("train", "validation", "test")}
+    cut = {name: replace(part, tokens=part.tokens[:count]) for name, part in parts.items()}
+    return replace(found, **cut)
 
 
 def train(args, name, text):
