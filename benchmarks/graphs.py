@@ -7,17 +7,30 @@ read and written for one such block (entries, indices, block, product) at the ra
 measured in the same rounds. Every job runs three times and the third is timed, as in a loop. The
 normalised Laplacian has no values to read. ``quadrature`` is Lanczos quadrature with 32 probes and
 30 steps, a probe and step, beside imate, which multiplies one vector at a time and has no bare
-product. ``growth``: the normalised Laplacian of random regular graphs of degree 20, without values.
+product. ``growth``: the normalised Laplacian of random regular graphs of degree 20, without values;
+``MB`` is the graph and, after the plus, strip, block and product of 16 columns in float32. That is
+8.4 bytes an edge and 192 a node: a billion edges between 100 million nodes take 8.4 GB, and 19 GB
+more to be multiplied by such a block, 1.2 GB a column. ``moments``: 100 moments with 100 probes of
+web-NotreDame, where ``--data-dir`` or ``RITZ_DATA`` has it, in a process of its own; ``MB`` is the
+graph and the rise of the high-water mark of memory while they are computed.
 """
 
 import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import torch
 from matrices import random_graph, regular_graph
-from timing import interleaved, median, ratio, write
+from memory import kilobytes
+from timing import RESULTS, interleaved, median, ratio, write
 
 import ritz
+from ritz import graphs
 from ritz.operators import CompressedRows, LaplacianOperator, SparseOperator, native
 
 try:
@@ -30,6 +43,9 @@ NUM_STEPS = 30
 WIDTHS = (1, 4, 8, 32)
 KEYS = ("what", "dtype", "edges", "who", "ms a vector", "over ritz", "over bound", "MB", "target")
 COPIED = 2**27  # bytes
+PARTS = ("speed", "quadrature", "growth", "moments")
+WEB = Path("graphs", "web-NotreDame.txt.gz")
+NUM_MOMENTS = 100  # and as many probes
 
 
 def timed(job, device):
@@ -174,32 +190,106 @@ def growth_row(num_edges, options):
     }
 
 
-def main():
+def web(options):
+    """The file of the web graph, or ``None``."""
+    folder = options.data_dir or os.environ.get("RITZ_DATA")
+    path = None if folder is None else Path(folder) / WEB
+    return path if path is not None and path.is_file() else None
+
+
+def measured_moments(dtype, options):
+    """In the child: print seconds, and bytes of the graph and beyond it."""
+    graph = graphs.read(web(options))
+    graphs.moments(graph, num_moments=4, num_probes=2, exact=False, dtype=dtype)  # loops compile
+    Path("/proc/self/clear_refs").write_text("5")
+    before, begin = kilobytes("VmRSS"), time.perf_counter()
+    graphs.moments(graph, num_moments=NUM_MOMENTS, num_probes=NUM_MOMENTS, dtype=dtype)
+    seconds = time.perf_counter() - begin
+    beyond = 1024 * (kilobytes("VmHWM") - before)
+    held = sum(part.nbytes for part in (graph.crow, graph.col))
+    print(json.dumps([seconds, held, beyond, graph.num_edges]))
+
+
+def moments_rows(options):
+    if web(options) is None or options.device != "cpu":
+        print("moments: left out, web-NotreDame is not there or the device is no CPU", flush=True)
+        return
+    for name in ("float64", "float32"):
+        command = [sys.executable, __file__, "--moments-of", name]
+        command += ["--threads", str(options.threads)]
+        command += ["--data-dir", options.data_dir] if options.data_dir else []
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        seconds, held, beyond, num_edges = json.loads(done.stdout)
+        yield {
+            "what": "moments",
+            "dtype": name,
+            "edges": num_edges,
+            "who": f"ritz, web-NotreDame, {NUM_MOMENTS} x {NUM_MOMENTS}",
+            "ms a vector": 1e3 * seconds / (NUM_MOMENTS * NUM_MOMENTS / 2),
+            "MB": f"{held / 1e6:.0f} + {beyond / 1e6:.0f}",
+            "target": f"{seconds:.1f} s in all",
+        }
+
+
+def kept(script, parts):
+    """Rows of an earlier run that are not measured again."""
+    path = RESULTS / f"{script}.json"
+    if set(parts) == set(PARTS) or not path.is_file():
+        return []
+    return [row for row in json.loads(path.read_text())["results"] if row["what"] not in parts]
+
+
+def order(row):
+    """The first two parts by precision, the others after them."""
+    part = PARTS.index(row["what"])
+    return (0, row["dtype"] != "float64", part) if part < 2 else (part, False, 0)
+
+
+def arguments():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--n", type=int, default=200_000)
     parser.add_argument("--largest", type=int, default=50_000_000, help="edges of the last graph")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    options = parser.parse_args()
+    parser.add_argument("--data-dir", help="folder of the data; RITZ_DATA by default")
+    parser.add_argument("--only", choices=PARTS, help="this part; other rows stay as they are")
+    parser.add_argument("--moments-of", choices=("float64", "float32"), help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main():
+    options = arguments()
     torch.set_num_threads(options.threads)
+    if options.moments_of:
+        measured_moments(getattr(torch, options.moments_of), options)
+        return
     print(
         "compiled loops" if native.compiler() else "no llvmlite: torch's own products", flush=True
     )
-    found = []
     script = "graphs" if options.device == "cpu" else "graphs_cuda"
+    parts = (options.only,) if options.only else PARTS
+    found = kept(script, parts)
 
     def keep(rows):
-        found.extend(dict.fromkeys(KEYS, "") | row for row in rows)
-        write(script, found)
+        new = [dict.fromkeys(KEYS, "") | row for row in rows]
+        found.extend(new)
+        found.sort(key=order)
+        if new:
+            write(script, found)
 
-    for dtype in (np.float64, np.float32):
-        matrix = weighted(options.n, 10 * options.n, dtype)
-        keep(speed_rows(matrix, options))
-        if imate is not None and options.device == "cpu":
-            keep(quadrature_rows(matrix, options))
-    for share in (0.02, 0.05, 0.1, 0.2, 0.5, 1.0):
-        keep([growth_row(round(share * options.largest), options)])
+    if {"speed", "quadrature"} & set(parts):
+        for dtype in (np.float64, np.float32):
+            matrix = weighted(options.n, 10 * options.n, dtype)
+            if "speed" in parts:
+                keep(speed_rows(matrix, options))
+            if "quadrature" in parts and imate is not None and options.device == "cpu":
+                keep(quadrature_rows(matrix, options))
+    if "growth" in parts:
+        for share in (0.02, 0.05, 0.1, 0.2, 0.5, 1.0):
+            keep([growth_row(round(share * options.largest), options)])
+    if "moments" in parts:
+        keep(moments_rows(options))
 
 
 if __name__ == "__main__":
