@@ -95,6 +95,8 @@ def train(args, name, text):
         seed=args.seed,
     )
     print(result, flush=True)
+    if not result.status.ok:
+        raise SystemExit(str(result.status))
     return path
 
 

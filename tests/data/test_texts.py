@@ -94,6 +94,13 @@ def test_segments_go_on_where_the_last_ones_stopped():
     assert torch.equal(batches[1:][0][0], batches[1][0])
 
 
+@pytest.mark.parametrize("consecutive", [True, False])
+def test_segments_say_whether_a_state_is_handed_on(consecutive):
+    split = TextSplit(tokens=torch.arange(26), consecutive=consecutive).to("cpu")
+    assert split.batches(2, length=5)[1:].consecutive is consecutive
+    assert TextSplit(tokens=torch.arange(26)).batches(2).consecutive
+
+
 def test_one_stream_predicts_every_token_but_the_first():
     targets = [y for _, y in TextSplit(tokens=torch.arange(100), length=7).batches(1)]
     assert torch.cat(targets, 1).tolist() == [list(range(1, 100))]
