@@ -8,6 +8,8 @@ from training.examples import assert_same_bits, network, samples, state
 
 from ritz.optim import IterateAverage, Lookahead
 from ritz.training import captured, fit
+from ritz.training.checkpoints import load_optimizer_state, optimizer_state
+from ritz.training.processes import channels_last
 from ritz.training.steps import Piece, Step
 
 
@@ -130,6 +132,49 @@ def test_a_captured_run_is_resumed_bit_for_bit(tmp_path):
     fit(whole, samples(), num_epochs=6, **common)
     fit(parts, samples(), num_epochs=3, checkpoint=tmp_path, **common)
     fit(parts, samples(), num_epochs=6, checkpoint=tmp_path, **common)
+    assert_same_bits(state(parts), state(whole))
+
+
+def convolutions():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Unflatten(1, (2, 2, 2)), torch.nn.Conv2d(2, 4, 2), torch.nn.Flatten(),
+        torch.nn.Linear(4, 3),
+    )  # fmt: skip
+
+
+def test_kernels_are_turned_for_a_run_on_cuda_and_back():
+    model = convolutions()
+    kernel, before = model[1].weight, model[1].weight.detach().clone()
+    with channels_last(model, "tf32", torch.device("cuda")):
+        assert kernel.stride() == (8, 1, 4, 2)
+        assert torch.equal(kernel, before)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+        saved = optimizer_state(optimizer)
+        saved["state"]["0"]["momentum_buffer"] = kernel.grad.contiguous()
+        load_optimizer_state(optimizer, saved, torch.device("cpu"))
+        assert optimizer.state[kernel]["momentum_buffer"].stride() == kernel.stride()
+        assert torch.equal(optimizer.state[kernel]["momentum_buffer"], kernel.grad)
+    assert kernel.is_contiguous()
+    with channels_last(model, "float32", torch.device("cuda")):
+        assert kernel.is_contiguous()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", ["sgd", "gadamx"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_captured_run_of_convolutions_is_resumed_bit_for_bit(tmp_path, optimizer, compiled):
+    chosen = {"lr": 0.01} | ({"compile": True} if compiled and optimizer == "gadamx" else {})
+    common = {"batch_size": 12, "device": "cuda", "deterministic": True, "capture": True,
+              "precision": "tf32", "optimizer": optimizer, "optimizer_settings": chosen,
+              "average_from": 2, "final": "average"}  # fmt: skip
+    data = samples(100, features=8)
+    whole, parts = convolutions(), convolutions()
+    fit(whole, data, num_epochs=6, **common)
+    fit(parts, data, num_epochs=3, checkpoint=tmp_path, **common)
+    fit(parts, data, num_epochs=6, checkpoint=tmp_path, **common)
     assert_same_bits(state(parts), state(whole))
 
 

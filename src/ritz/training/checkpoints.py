@@ -128,6 +128,11 @@ def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any], device: to
     groups = [{name: value.to(device) if isinstance(value, Tensor) else value
                for name, value in group.items()} for group in state["param_groups"]]  # fmt: skip
     optimizer.load_state_dict({"state": entries, "param_groups": groups})
+    for param, entry in optimizer.state.items():
+        for name, value in entry.items():
+            if isinstance(value, Tensor) and value.ndim == 4 and value.shape == param.shape:
+                # Fused kernels want the order of the parameter, a file has its own.
+                entry[name] = torch.empty_like(param, dtype=value.dtype).copy_(value)
 
 
 def _place(checkpoint: Checkpoint) -> str:

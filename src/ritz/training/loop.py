@@ -19,7 +19,7 @@ from ritz.training.checkpoints import Folder
 from ritz.training.feeds import Feed, splits
 from ritz.training.interrupts import Interrupts
 from ritz.training.judging import Judge
-from ritz.training.processes import arranged, joined_processes
+from ritz.training.processes import arranged, channels_last, joined_processes
 from ritz.training.rates import schedule_name
 from ritz.training.results import TrainingResult, history_of, last_metrics
 from ritz.training.runs import Monitor, Run
@@ -168,7 +168,10 @@ def fit(
     settings = _published(Settings(**given))
     with Interrupts() as interrupts, joined_processes(device) as place:
         where = resolve_device(place, model)
-        with arranged(precision=precision, deterministic=deterministic, seed=seed, device=where):
+        with (
+            arranged(precision=precision, deterministic=deterministic, seed=seed, device=where),
+            channels_last(model, precision, where),
+        ):
             feed, held = _feeds(data, validation, test, augment, settings, where)
             parts = assemble(
                 model,
