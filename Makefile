@@ -15,7 +15,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.ready ## train a small network on digits; its spectra, sharpness and landscape
-	@$(BIN)/python examples/digits.py --out out/demo
+	@$(BIN)/python -m ritz demo --out out/demo
 
 test: $(VENV)/.ready ## run the fast tests, the doctests and the examples; report coverage
 	$(BIN)/python -m pytest -q --doctest-modules src tests -m "$(FAST)" --cov --cov-report=term \

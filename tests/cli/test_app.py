@@ -1,3 +1,4 @@
+import importlib.util
 import json
 import math
 import subprocess
@@ -13,6 +14,7 @@ import ritz
 from ritz.__main__ import main
 from ritz.cli import _app, study
 from ritz.cli._options import print_result
+from ritz.studies import digits
 
 SETTINGS = ("size=60", "network_size=100", "num_steps=8", "network_steps=4")
 SMALL = [f"--set={setting}" for setting in SETTINGS]
@@ -157,10 +159,31 @@ def test_without_matplotlib_the_numbers_are_written_all_the_same(here, monkeypat
 
 
 def test_the_demo_shows_a_table_and_names_its_files(here, capsys):
-    assert _app.run(["demo", "--seed", "3"]) == 0
+    threads = torch.get_num_threads()
+    assert _app.run(["demo", "--quick", "--seed", "3"]) == 0
     out, err = capsys.readouterr()
-    assert "largest 1" in out
-    assert "trace" in out
-    assert "out/demo/figure.png" in out
+    assert "Sharpness of" in out
+    assert "Landscape of" in out
+    assert "training" in err
     assert "Lanczos" in err
-    assert (here / "out/demo/figure.png").exists()
+    numbers = {"training", "hessian", "sharpness", "landscape", "plane"}
+    pictures = {"training", "spectra", "landscape"}
+    assert {path.name for path in (here / "out/demo").iterdir()} == {
+        *(f"{name}.safetensors" for name in numbers),
+        *(f"{name}.png" for name in pictures),
+    }
+    assert "out/demo/spectra.png" in out
+    assert ritz.load(here / "out/demo/training.safetensors").seed == 3
+    assert torch.get_num_threads() == threads
+
+
+def test_the_demo_without_matplotlib(here, monkeypatch, capsys):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "matplotlib" else real(name)
+    )
+    monkeypatch.setitem(digits.QUICK, "num_steps", 3)
+    assert _app.run(["demo", "--quick", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found["result"]["config"]["num_steps"] == 3
+    assert {Path(name).suffix for name in found["files"]} == {".safetensors"}

@@ -1,12 +1,19 @@
-"""``ritz demo``: everything at once on a matrix whose answers are known."""
+"""``ritz demo``: a small network trained on handwritten digits, and the loss around it."""
 
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import torch
 import typer
 
+from ritz import plots
+from ritz._core.storage import save
 from ritz.cli._options import Json, Seed, print_result
-from ritz.studies import network_spectrum, write
+from ritz.cli._runs import writing
+from ritz.studies import digits
 
 EPILOG = """
 Examples:
@@ -14,13 +21,45 @@ Examples:
 ritz demo
 
 ritz demo --out somewhere --seed 3
+
+The images come with scikit-learn. It takes half a minute on one core.
 """
 
-Out = Annotated[Path, typer.Option("--out", help="Folder for the result and the picture.")]
+Out = Annotated[Path, typer.Option("--out", help="Folder for the results and the pictures.")]
+Quick = Annotated[bool, typer.Option("--quick", help="One batch, a few steps of everything.")]
 
 
-def command(out: Out = Path("out/demo"), seed: Seed = 0, json: Json = False) -> None:
-    """Show the spectrum of a network-like matrix beside the exact one, with a picture."""
-    config = network_spectrum.Config(seed=seed)
-    result = network_spectrum.run(config, progress=not json)
-    print_result(result, write(network_spectrum, result, out), as_json=json)
+def command(
+    out: Out = Path("out/demo"), quick: Quick = False, seed: Seed = 0, json: Json = False
+) -> None:
+    """Train a small network on digits; show its spectra, sharpness and landscape."""
+    settings: Any = digits.QUICK if quick else {}
+    with writing(out) as folder, _one_thread():
+        result = digits.run(digits.Config(seed=seed, **settings), progress=not json)
+        files = _written(result, folder)
+    print_result(result, files, as_json=json)
+
+
+def _written(result: digits.Result, folder: Path) -> list[Path]:
+    found = {"training": result.training, "hessian": result.spectra[digits.FIRST],
+             "sharpness": result.sharpness, "landscape": result.landscape,
+             "plane": result.plane}  # fmt: skip
+    files = []
+    for name, part in found.items():
+        files.append(folder / f"{name}.safetensors")
+        save(part, files[-1])
+    if importlib.util.find_spec("matplotlib") is not None:
+        for name, figure in digits.figures(result).items():
+            files.append(plots.save_figure(figure, folder / f"{name}.png", dpi=120))
+    return files
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """All is small: threads would wait for each other more than they work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,77 @@
+import pytest
+import torch
+
+import ritz
+from ritz import data
+from ritz.studies import digits, write
+from ritz.studies.digits import MATRICES, QUICK, Config, figures, network, run
+
+
+@pytest.fixture(scope="module")
+def result():
+    return run(Config(**QUICK))
+
+
+def test_all_four_matrices_are_there_and_the_first_is_followed(result):
+    assert list(result.spectra) == [
+        f"{matrix}, batch norm {mode}" for mode in ("eval", "train")
+        for matrix in ("Hessian", "Gauss-Newton")
+    ]  # fmt: skip
+    vectors = [name for name, one in result.spectra.items() if one.vectors is not None]
+    assert vectors == [digits.FIRST]
+    assert result.landscape.loss.shape == (3, 3)
+    assert result.plane.loss.shape == (3, 3)
+    # Lines and plane meet at the centre, in numbers of the same arithmetic.
+    assert float(result.plane.loss[1, 1]) == float(result.landscape.loss[0, 1])
+
+
+def test_the_network_has_the_size_that_it_says():
+    assert sum(p.numel() for p in network().parameters()) == 4258
+
+
+def test_it_repeats_itself_and_leaves_the_global_generator_alone(result):
+    before = torch.random.get_rng_state()
+    again = run(Config(**QUICK))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    for name, spectrum in again.spectra.items():
+        assert torch.equal(spectrum.values, result.spectra[name].values)
+    assert torch.equal(again.plane.loss, result.plane.loss)
+    assert str(again.sharpness) == str(result.sharpness)
+
+
+def test_the_temperature_is_of_the_test_data(result):
+    assert result.temperature.num_samples == len(data.load("digits").test)
+    assert result.temperature.loss == pytest.approx(float(result.training.metrics["test_loss"]))
+
+
+def test_it_is_written_read_and_drawn(result, tmp_path):
+    files = write(digits, result, tmp_path)
+    found = ritz.load(files[0])
+    assert str(found.sharpness) == str(result.sharpness)
+    titles = [ax.get_title(loc="left") for ax in digits.figure(found).axes]
+    assert titles[: len(MATRICES)] == list(MATRICES)
+    drawn = figures(found)
+    assert list(drawn) == ["training", "spectra", "landscape"]
+    lines = {line.get_label(): line for line in drawn["training"].axes[0].lines}
+    assert {"train", "test", "average test"} <= set(lines)
+    assert list(lines["average test"].get_xdata()) == [2.0]  # averaged from the second of two
+    assert len(drawn["landscape"].axes) >= 4
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("num_samples", 1281), ("num_epochs", 1), ("num_steps", 2)]
+)
+def test_bad_settings_are_named(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be .*, got {value}"):
+        Config(**{name: value})
+
+
+@pytest.mark.slow
+def test_whole_it_learns_and_its_parts_agree():
+    found = run(Config())
+    assert found.training.metrics["test_accuracy"] > 0.95
+    row = found.sharpness.rows[0]
+    assert (row.kind, row.batch_norm) == ("hessian", "eval")
+    # Both have converged: 60 steps and 30 agree to single precision.
+    assert row.largest == pytest.approx(float(found.spectra[digits.FIRST].values[-1]), rel=1e-5)
+    assert 0 < found.folded < row.largest
