@@ -151,5 +151,5 @@ def test_wrong_arguments_are_named(options, match):
 def test_graphs_without_edges_or_too_small_are_refused():
     with pytest.raises(GraphError, match="must have an edge"):
         graphs.fit(graphs.erdos_renyi(10, p=0.0))
-    with pytest.raises(ValueError, match="num_nodes must be at least 8, got 3"):
+    with pytest.raises(GraphError, match=r"at least 8 vertices to be compared with .*, got 3"):
         graphs.fit(nx.path_graph(3))

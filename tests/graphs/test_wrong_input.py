@@ -29,7 +29,7 @@ WRONG = {
     "one column": ("e.txt", "0 1\n2\n", "line 2: has 1 columns, expected 2"),
     "one column at first": ("e.txt", "2\n", "line 1: has 1 columns, expected two vertices"),
     "too many columns": ("e.txt", "0 1\n2 3 4\n", "line 2: has 3 columns, expected 2"),
-    "one vertex": ("e.txt", "3 3\n", "no edge between two vertices .*1 self-loops dropped"),
+    "one vertex": ("e.txt", "3 3\n", "no edge between two vertices, .*1 self-loops dropped"),
     "bytes that are no text": ("e.txt", b"0 1\n\xff\xfe 2\n", "line 2: the vertex id '.*xff"),
     "a binary file": ("e.txt", b"\x7fELF\0\0\0\1", "e.txt is a binary file"),
     "an endless line": ("e.txt", "0 1\n" + "7" * 3_000_000, "line 2: longer than 1048576 bytes"),

@@ -121,8 +121,15 @@ def assemble(records: Records, rules: Rules, *, edgeless: bool = False) -> Graph
         reasons=tuple(records.reasons),
     )
     if not (num_edges or edgeless):
-        raise GraphError(f"{records.source} holds no edge between two vertices ({intake})")
+        raise GraphError(_edgeless_message(n, intake))
     return _graph(packed, n, diagonal, records.names, intake)
+
+
+def _edgeless_message(n: int, intake: Intake) -> str:
+    count = f"{n:,} {'vertex' if n == 1 else 'vertices'}"
+    # What was read and left out may say why.
+    told = f" ({intake})" if intake.num_records else ""
+    return f"{intake.source} holds no edge between two vertices, it has {count}{told}"
 
 
 def _vertices(records: Records) -> tuple[int, Int | None]:

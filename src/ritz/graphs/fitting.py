@@ -15,7 +15,7 @@ from ritz._core.storage import storable
 from ritz.graphs.families import Model, Outline, families
 from ritz.graphs.matrices import with_edges
 from ritz.graphs.searching import ModelFit, Search, Target, least
-from ritz.graphs.structures import Graph
+from ritz.graphs.structures import Graph, GraphError
 from ritz.spectra import EntropicDensity
 
 MODELS: tuple[Model, ...] = (
@@ -32,7 +32,7 @@ NUM_PARAMETERS: dict[str, float] = {
     "stochastic_block_model": 3,
     "configuration_model": math.inf,
 }
-MOST_NODES = 1000
+FEWEST_NODES, MOST_NODES = 8, 1000  # of the graphs that are drawn, unless told
 
 
 @storable
@@ -122,8 +122,13 @@ def fit(
         raise ValueError("models must name one at least, got none")
     for model in models:
         check_choice("models", model, MODELS)
+    if graph.num_nodes < FEWEST_NODES and num_nodes is None:
+        raise GraphError(
+            f"graph must have at least {FEWEST_NODES} vertices to be compared with random ones, "
+            f"got {graph.num_nodes}"
+        )
     size = min(graph.num_nodes, MOST_NODES) if num_nodes is None else num_nodes
-    check_count("num_nodes", size, low=8)
+    check_count("num_nodes", size, low=FEWEST_NODES)
     generator = resolve_generator(generator)
     outline = Outline(degrees=_neighbours(graph), num_nodes=size)
     target = Target.make(graph, num_moments, num_probes, size, generator)
