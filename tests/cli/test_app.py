@@ -158,32 +158,47 @@ def test_without_matplotlib_the_numbers_are_written_all_the_same(here, monkeypat
     assert [path.name for path in (here / "out").rglob("*.*")] == ["result.safetensors"]
 
 
-def test_the_demo_shows_a_table_and_names_its_files(here, capsys):
+@pytest.fixture(scope="module")
+def demo():
+    """What the demo finds, and how it was asked for it: it takes seconds, so once."""
+    found, calls = digits.run(digits.Config(seed=3, **digits.QUICK)), []
+
+    def run(config, *, progress):
+        calls.append((config, progress, torch.get_num_threads()))
+        return found
+
+    return run, calls
+
+
+def test_the_demo_shows_a_table_and_names_its_files(here, monkeypatch, capsys, demo):
+    run, calls = demo
+    monkeypatch.setattr(digits, "run", run)
     threads = torch.get_num_threads()
     assert _app.run(["demo", "--quick", "--seed", "3"]) == 0
-    out, err = capsys.readouterr()
+    assert calls[-1] == (digits.Config(seed=3, **digits.QUICK), True, 1)
+    assert torch.get_num_threads() == threads
+    out = capsys.readouterr().out
     assert "Sharpness of" in out
     assert "Landscape of" in out
-    assert "training" in err
-    assert "Lanczos" in err
+    assert "out/demo/spectra.png" in out
     numbers = {"training", "hessian", "sharpness", "landscape", "plane"}
     pictures = {"training", "spectra", "landscape"}
     assert {path.name for path in (here / "out/demo").iterdir()} == {
         *(f"{name}.safetensors" for name in numbers),
         *(f"{name}.png" for name in pictures),
     }
-    assert "out/demo/spectra.png" in out
     assert ritz.load(here / "out/demo/training.safetensors").seed == 3
-    assert torch.get_num_threads() == threads
 
 
-def test_the_demo_without_matplotlib(here, monkeypatch, capsys):
+def test_the_demo_without_matplotlib(here, monkeypatch, capsys, demo):
+    run, calls = demo
+    monkeypatch.setattr(digits, "run", run)
     real = importlib.util.find_spec
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name: None if name == "matplotlib" else real(name)
     )
-    monkeypatch.setitem(digits.QUICK, "num_steps", 3)
-    assert _app.run(["demo", "--quick", "--json"]) == 0
+    assert _app.run(["demo", "--json"]) == 0
+    assert calls[-1][:2] == (digits.Config(), False)
     found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    assert found["result"]["config"]["num_steps"] == 3
+    assert found["result"]["config"]["num_samples"] == 256
     assert {Path(name).suffix for name in found["files"]} == {".safetensors"}

@@ -92,8 +92,13 @@ def test_a_read_only_folder_is_one_line(here, finished, tmp_path, refused, monke
 
 def test_what_a_killed_run_was_writing_is_removed(here, finished, tmp_path, capsys):
     shutil.copytree(finished, tmp_path / "run")
-    left = tmp_path / "run" / ".checkpoint.safetensors.123.0a1b2c3d"
-    left.write_bytes(b"half")
+    names = (".checkpoint.safetensors.123.0a1b2c3d", ".tmpaB3dE6", ".tmpaB3dE7")
+    left, old, new = (tmp_path / "run" / name for name in names)
+    for path in (left, old, new):
+        path.write_bytes(b"half")
+    os.utime(old, (0, 0))
     assert ritz("train", *OWN, "--out", tmp_path / "run", "--epochs", "2", "--average-from", "2",
                 "--watch", "1", "--json") == 0  # fmt: skip
     assert not left.exists()
+    assert not old.exists()
+    assert new.exists()  # another command may be writing it

@@ -54,7 +54,7 @@ def kill(command, folder, pause):
 def contents(folder):
     """All files but the times, and what was being written when a kill came."""
     paths = [path for path in (folder / "run").iterdir() if path.name != TIMES]
-    unfinished = re.compile(r"\..*\.\d+\.[0-9a-f]{8}")
+    unfinished = re.compile(r"\..*\.\d+\.[0-9a-f]{8}|\.tmp\w{6}")  # ours, and of safetensors
     return {path.name: path.read_bytes() for path in paths if not unfinished.fullmatch(path.name)}
 
 

@@ -59,11 +59,12 @@ def test_it_is_written_read_and_drawn(result, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("num_samples", 1281), ("num_epochs", 1), ("num_steps", 2)]
+    ("name", "value"),
+    [("num_samples", 1281), ("num_epochs", 1), ("num_steps", 2), ("engine", "'diesel'")],
 )
 def test_bad_settings_are_named(name, value):
-    with pytest.raises(ValueError, match=f"{name} must be .*, got {value}"):
-        Config(**{name: value})
+    with pytest.raises(ValueError, match=f"{name} must be .* got {value}"):
+        Config(**{name: value.strip("'") if isinstance(value, str) else value})
 
 
 @pytest.mark.slow

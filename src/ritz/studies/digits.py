@@ -9,10 +9,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from ritz import data, training
-from ritz._core.checks import check_count
+from ritz._core.checks import check_choice, check_count
 from ritz._core.progress import Progress
 from ritz._core.storage import storable
 from ritz.curvature import Risk, hessian
+from ritz.curvature.engines import ENGINES, EngineName
 from ritz.curvature.samples import curvature_operator
 from ritz.measures import (
     Landscape,
@@ -56,6 +57,7 @@ class Config:
         sharpness_steps: Lanczos steps a probe, for the sharpness.
         num_probes: Probes for it.
         num_points: Along each line, and each side of the plane.
+        engine: Of the products; a few do not pay for a trace.
         seed: Of the weights, the order of the samples and every probe.
     """
 
@@ -66,6 +68,7 @@ class Config:
     sharpness_steps: int = 30
     num_probes: int = 2
     num_points: int = 21
+    engine: EngineName = "auto"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -76,6 +79,7 @@ class Config:
         check_count("sharpness_steps", self.sharpness_steps)
         check_count("num_probes", self.num_probes)
         check_count("num_points", self.num_points, low=2)
+        check_choice("engine", self.engine, ENGINES)
 
 
 # One batch, and a few steps of everything.
@@ -85,6 +89,7 @@ QUICK: dict[str, Any] = {
     "num_steps": 8,
     "sharpness_steps": 5,
     "num_points": 3,
+    "engine": "eager",
 }
 
 
@@ -149,6 +154,7 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
         risk,
         num_steps=config.sharpness_steps,
         num_probes=config.num_probes,
+        engine=config.engine,
         generator=_generator(config),
         progress=progress,
     )
@@ -217,7 +223,7 @@ def _train(
 def _spectra(risk: Risk, config: Config, progress: bool | Progress) -> dict[str, Spectrum]:
     return {
         name: lanczos(
-            curvature_operator(risk.with_batch_norm(mode), kind),
+            curvature_operator(risk.with_batch_norm(mode), kind, engine=config.engine),
             num_steps=config.num_steps,
             vectors=name == FIRST,
             generator=_generator(config),
@@ -238,7 +244,7 @@ def _landscapes(
 
 def _folded(model: nn.Module, calibration: Temperature, images: Any, config: Config) -> float:
     folded = fold_batch_norm(scaled(model, calibration))
-    op = hessian(Risk(folded, cross_entropy, images))
+    op = hessian(Risk(folded, cross_entropy, images), engine=config.engine)
     return float(lanczos(op, largest=1, rtol=1e-2, generator=_generator(config)).values[-1])
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -22,6 +23,7 @@ from ritz.training.results import TrainingResult
 from ritz.training.settings import check_same
 from ritz.training.sources import DataParts, limited, measurable
 
+UNTOUCHED = 3600.0  # seconds after which nobody is writing to a file any more
 CONFIG, LOG = "run.json", "log.jsonl"
 # What a run that goes on must have in common with its beginning; `fit` compares the rest.
 FIXED = ("model", "model_options", "data", "data_options", "loss", "seed", "batch_size")
@@ -125,9 +127,11 @@ def train_run(
 
 def _remove_unfinished(folder: Path) -> None:
     """Remove what a run that was killed while it wrote has left: as large as a checkpoint each."""
-    for name in (NAME, WEIGHTS, AVERAGE):
-        for left in folder.glob(f".{name}.*"):
-            left.unlink(missing_ok=True)
+    left = [path for name in (NAME, WEIGHTS, AVERAGE) for path in folder.glob(f".{name}.*")]
+    # Names that safetensors gives do not tell whose they are: one of now may be another command's.
+    unnamed = [(path, path.stat().st_mtime) for path in folder.glob(".tmp??????")]
+    for path in left + [path for path, written in unnamed if time.time() - written > UNTOUCHED]:
+        path.unlink(missing_ok=True)
 
 
 def read_run(folder: str | os.PathLike[str]) -> RunConfig:
