@@ -61,7 +61,15 @@ def test_real_graphs_have_their_counts_and_truth(result):
 
 def test_it_prints_everything_beside_the_published(result):
     text = str(result)
-    words = (*METHODS, FIRST, "sqrt(2/(d N_c))", "published lanczos", "settled", "ca-GrQc")
+    words = (
+        *METHODS,
+        FIRST,
+        "sqrt(2/(d N_c))",
+        "published lanczos",
+        "settled",
+        "components",
+        "ca-GrQc",
+    )
     for word in words:
         assert word in text
 

@@ -85,7 +85,7 @@ def real_lines(result: "Result") -> list[str]:
         return []
     moments = result.config.moments
     head = "".join(f"{f'm = {m}':>10}" for m in moments)
-    lines = [f"{'Entropic counts':22}{'vertices':>9}{head}  settled   truth   default"]
+    lines = [f"{'Entropic counts':22}{'vertices':>9}{head}  settled   truth components   default"]
     for one in result.real:
         cells = "".join(
             f"{'no gap':>10}" if math.isnan(value) else f"{value:>10.1f}"
@@ -96,6 +96,6 @@ def real_lines(result: "Result") -> list[str]:
         sure = "certified" if one.default.certified else str(one.default.status)
         lines.append(
             f"{one.name.split('.')[0]:22}{one.num_nodes:>9}{cells}{settled:>9}{truth:>8}"
-            f"{one.default.count!s:>10} {sure}"
+            f"{one.default.num_components:>11}{one.default.count!s:>10} {sure}"
         )
     return lines

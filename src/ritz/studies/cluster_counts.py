@@ -1,7 +1,9 @@
 """Numbers of clusters, planted and real: Spectral Machine Learning, Tables 3.2, 3.3, Fig. 3.5.
 
 Of the large mixed graphs and the real ones only curves were published, no numbers: beside their
-errors stands what independent probes leave, as in the table of planted clusters.
+errors stands what independent probes leave, as in the table of planted clusters. In the real graphs
+that have a gap the count is the number of their components, the published 20 of email-Eu-core too:
+the gap is the one above the eigenvalue 0.
 """
 
 import math
