@@ -127,6 +127,15 @@ def test_a_graph_has_the_same_numbers_on_a_gpu(name):
         torch.testing.assert_close(there[key], here[key], rtol=1e-8, atol=1e-9)
 
 
+def test_moments_of_a_graph_are_made_on_a_gpu_and_come_back():
+    drawn = ritz.graphs.erdos_renyi(400, p=0.02)
+    here, there = (
+        ritz.graphs.moments(drawn, num_moments=20, num_probes=8, device=device)
+        for device in ("cpu", "cuda")
+    )
+    torch.testing.assert_close(there.samples, here.samples, rtol=1e-8, atol=1e-9)
+
+
 def test_a_run_resumes_on_a_gpu(tmp_path):
     op = DenseOperator(MATRIX.cuda())
     settings = {"largest": 4, "max_vectors": 14, "state": tmp_path / "state"}
