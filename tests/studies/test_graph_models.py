@@ -55,7 +55,7 @@ def test_the_scatter_of_edges_is_that_of_the_binomial_law(result):
     # 1225 pairs twice: sqrt(0.24 / 2450).
     assert result.scatter.tolist() == pytest.approx([0.00990], rel=1e-3)
     assert float((result.drawn.mean() - 0.6).abs()) < 4 * float(result.scatter)
-    assert "least error of any estimate" in str(result)
+    assert "standard error of the share drawn" in str(result)
 
 
 def test_the_result_is_written_and_read_with_its_picture(result, tmp_path):

@@ -4,10 +4,11 @@ Graphs of Erdős-Rényi, Watts-Strogatz and Barabási-Albert are drawn, and the 
 have the nearest spectrum is searched. Then the model of large Barabási-Albert graphs is to be found
 among small graphs of all three.
 
-Errors of a mean are taken from the parameter that the graphs were drawn with. That of Erdős-Rényi
-graphs cannot be told more closely than the number of their edges scatters: the row "least error of
-any estimate" has this, and "from the share drawn" how far the spectra are from the edges that were
-drawn. The published error 0 at n = 50 is below the scatter of any mean over fewer than 800 graphs.
+Errors of a mean are taken from the parameter that the graphs were drawn with. Of Erdős-Rényi graphs
+the share of pairs that became edges scatters about it by itself, and so must whatever is told from
+a graph: two more rows have the standard error of that share, and how far the spectra are from the
+share that was drawn. The published error 0 at n = 50 is below that scatter for any mean over fewer
+than 800 graphs.
 How many neighbours the published Watts-Strogatz graphs had is not said: ten are taken, and fewer
 and more beside.
 """
@@ -124,7 +125,7 @@ class Result:
     def __str__(self) -> str:
         c = self.config
         lines = [f"Parameters from spectra, mean over {c.num_seeds} graphs ± its standard error"]
-        lines.append(f"{'':30}" + "".join(f"{f'n = {size}':>22}" for size in c.sizes))
+        lines.append(f"{'':36}" + "".join(f"{f'n = {size}':>22}" for size in c.sizes))
         for case in c.cases:
             lines += self._rows(case)
         lines.append(
@@ -159,9 +160,9 @@ class Result:
             "  interval holds the truth": [f"{x:.0%}" for x in self.covered[case].mean(1)],
         }
         if model == "erdos_renyi":
-            rows["  least error of any estimate"] = _told(self.scatter)
-            rows["  from the share drawn"] = _told((found - self.drawn).mean(1))
-        return [f"{name:30}" + "".join(f"{cell:>22}" for cell in row) for name, row in rows.items()]
+            rows["  standard error of the share drawn"] = _told(self.scatter)
+            rows["  distance from the share drawn"] = _told((found - self.drawn).mean(1))
+        return [f"{name:36}" + "".join(f"{cell:>22}" for cell in row) for name, row in rows.items()]
 
     @property
     def scatter(self) -> Tensor:
