@@ -186,7 +186,8 @@ def _mapped(op: LinearOperator, block: Tensor, interval: tuple[float, float]) ->
     product = op.matmat(block)
     if (low, high) == (-1.0, 1.0):
         return product
-    return torch.add(product * (2 / (high - low)), block, alpha=-(low + high) / (high - low))
+    # In place: new memory at every step would cost more than the arithmetic.
+    return product.mul_(2 / (high - low)).sub_(block, alpha=(low + high) / (high - low))
 
 
 def _check_symmetric(op: LinearOperator, block: Tensor, second: Tensor, doubled: Tensor) -> None:
