@@ -177,7 +177,7 @@ def _directed_message(records: Records, both: int, single: int, unequal: int) ->
     else:
         found = f"is directed: {single} edges in one direction only, {both} in both"
         found += f", {unequal} of these with unequal weights" if unequal else ""
-    return f'{records.source} {found}; pass directed="drop" to ignore directions'
+    return f'{records.source} {found}; pass directed="drop" (--directed drop) to ignore directions'
 
 
 def _repeated(packed: Packed, records: Records) -> str:
