@@ -153,7 +153,7 @@ def _chebyshev_rows(
         if degree % 2 == 0:
             found = 2 * column_dots(current, current) - zeroth
         else:
-            before, current = current, _mapped(op, current, interval).mul_(2).sub_(before)
+            before, current = current, _mapped(op, current, interval, factor=2.0).sub_(before)
             found = 2 * column_dots(before, current) - first
             if degree == 3:
                 # T_2 by its own vector: equal to 2 <t_1, t_1> - <t_0, t_0> for symmetric A alone.
@@ -181,13 +181,16 @@ def _power_rows(
         yield found
 
 
-def _mapped(op: LinearOperator, block: Tensor, interval: tuple[float, float]) -> Tensor:
+def _mapped(
+    op: LinearOperator, block: Tensor, interval: tuple[float, float], *, factor: float = 1.0
+) -> Tensor:
+    # In place: new memory at every step would cost more than the arithmetic.
     low, high = interval
     product = op.matmat(block)
-    if (low, high) == (-1.0, 1.0):
-        return product
-    # In place: new memory at every step would cost more than the arithmetic.
-    return product.mul_(2 / (high - low)).sub_(block, alpha=(low + high) / (high - low))
+    scale, shift = 2 * factor / (high - low), factor * (low + high) / (high - low)
+    if scale != 1.0:
+        product.mul_(scale)
+    return product.sub_(block, alpha=shift) if shift else product
 
 
 def _check_symmetric(op: LinearOperator, block: Tensor, second: Tensor, doubled: Tensor) -> None:
