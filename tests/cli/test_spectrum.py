@@ -29,7 +29,7 @@ def test_it_is_the_spectrum_of_the_risk_at_these_weights(here, finished, tmp_pat
 
     options = ["--matrix", "ggn", "--precision", "float64", "--average", "--steps", "30"]
     assert ritz("spectrum", "run", *options, "--json", "--out", tmp_path) == 0
-    found = library.load(tmp_path / "spectrum-ggn-eval.safetensors")
+    found = library.load(tmp_path / "spectrum-ggn-eval-average.safetensors")
     parts = make_data("own_data:load", data_dir=None, options={})
     model = make_model("own_model:net", parts=parts, options={})
     model.load_state_dict(read_weights(finished / "average.safetensors"))
@@ -77,7 +77,7 @@ def test_samples_of_the_test_data_are_counted(here, finished, tmp_path, capsys):
     assert "9 samples" in capsys.readouterr().out
     assert ritz(*arguments, tmp_path / "two") == 0
     assert ritz(*arguments, tmp_path / "other", "--seed", "1") == 0
-    name = "spectrum-hessian-eval.safetensors"
+    name = "spectrum-hessian-eval-test.safetensors"
     one, two, other = ((tmp_path / x / name).read_bytes() for x in ("one", "two", "other"))
     assert one == two != other
 

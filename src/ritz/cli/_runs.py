@@ -18,12 +18,14 @@ from ritz._core.checks import check_count
 from ritz.cli._targets import loss_function, make_data, make_model, parse_settings
 from ritz.curvature import Risk
 from ritz.training import load_weights
+from ritz.training.checkpoints import NAME, WEIGHTS
 from ritz.training.settings import resolve_device
 from ritz.training.sources import DataParts
 from ritz.training.workflows import RunConfig, measured_risk, read_run, run_weights
 
 Split = Literal["train", "validation", "test"]
 Precision = Literal["float32", "tf32", "float64"]
+LAST = {Path(name).stem for name in (WEIGHTS, NAME)}  # of a run: results do not name them
 
 Source = Annotated[
     Path, typer.Argument(metavar="RUN", help="Folder of a run, or a file of weights.")
@@ -126,6 +128,14 @@ class Opened:
             precision=self.choice.precision,
             seed=self.choice.seed,
         )
+
+    def name(self, result: str, split: Split = "train") -> str:
+        """The name of a file, without its ending, that tells weights and data of a result.
+
+        Nothing stands for the last weights of a run, nor for the training data.
+        """
+        weights = [] if self.weights.stem in LAST else [self.weights.stem]
+        return "-".join([result, *weights, *([] if split == "train" else [split])])
 
     @property
     def has_batch_norm(self) -> bool:

@@ -122,9 +122,9 @@ def command(
             found["plane"] = _plane(risk, vectors, common | {"state": states.path("plane")})
         files: list[Path] = []
         for name, result in found.items():
-            save(result, folder / f"{name}.safetensors")
-            drawn = draw(result, folder / f"{name}.{picture}")
-            files += [folder / f"{name}.safetensors", *drawn]
+            files.append(folder / f"{opened.name(name)}.safetensors")
+            save(result, files[-1])
+            files += draw(result, folder / f"{opened.name(name)}.{picture}")
         states.remove()
     print_results(found, files, as_json=json)
 

@@ -89,6 +89,6 @@ def command(
             generator=torch.Generator().manual_seed(seed),
             progress=not json,
         )
-        path = folder / "sharpness.safetensors"
+        path = folder / f"{opened.name('sharpness', split)}.safetensors"
         save(found, path)
     print_results({"sharpness": found}, [path], as_json=json)

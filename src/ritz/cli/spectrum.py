@@ -45,6 +45,8 @@ ritz spectrum runs/vgg --matrix both --batch-norm both --samples 5000 --steps 10
 
 ritz spectrum weights.pt --model model:net --data data:load
 
+Files are named after the matrix, and after weights and data other than the last and the training
+data: spectrum-hessian-average-test.safetensors, spectrum-average-test.png.
 A computation that was stopped goes on when the same command is given again.
 """
 
@@ -107,9 +109,9 @@ def command(
                     vectors=vectors, state=states.path(name), save_interval=save_interval,
                     generator=torch.Generator().manual_seed(seed), progress=not json,
                 )  # fmt: skip
-                save(found[title], folder / f"{name}.safetensors")
-                files.append(folder / f"{name}.safetensors")
-        files += draw(found, folder / f"spectrum.{picture}")
+                files.append(folder / f"{opened.name(name, split)}.safetensors")
+                save(found[title], files[-1])
+        files += draw(found, folder / f"{opened.name('spectrum', split)}.{picture}")
         states.remove()
     print_results(found, files, as_json=json)
 
