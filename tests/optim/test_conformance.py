@@ -321,3 +321,17 @@ def test_capturable_steps_are_the_same(name, foreach, dtype):
         optimizer = build(name, params, foreach=foreach, capturable=capturable)
         results.append(run(optimizer, params, seeded(1)))
     assert_near(*results)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_state_of_other_shapes_is_refused(name):
+    params = parameters(seeded(), shapes=((4, 3), (5,)))
+    optimizer = build(name, params)
+    run(optimizer, params, seeded(1), steps=1)
+    others = parameters(seeded(), shapes=((4, 3), (5, 3)))
+    before = [p.detach().clone() for p in others]
+    other = build(name, others)
+    with pytest.raises(ValueError, match=r"state_dict is of another model: its \w+ of parameter 1"):
+        other.load_state_dict(optimizer.state_dict())
+    assert not other.state
+    assert_near(others, before)

@@ -16,6 +16,7 @@ from torch.optim.optimizer import (
 
 from ritz._core.checks import check_choice, check_range
 from ritz.optim.adaptive import CompiledStep, update
+from ritz.optim.companions import listed
 from ritz.optim.rules import Buffers, Form, Rule
 
 FORMS = ("inside", "outside", "published")
@@ -98,6 +99,19 @@ class AdaptiveOptimizer(Optimizer):
                 own = self.state.get(param, {})
                 if "step" in own and not torch.is_tensor(own["step"]):
                     own["step"] = torch.tensor(float(own["step"]), dtype=_get_scalar_dtype())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state; one of another model raises: the fused kernel would write beyond it."""
+        here, there = listed(self.param_groups), listed(state_dict["param_groups"])
+        for index, ((name, param), (_, place)) in enumerate(zip(here, there, strict=False)):
+            for key, value in state_dict["state"].get(place, {}).items():
+                if isinstance(value, Tensor) and value.ndim and value.shape != param.shape:
+                    raise ValueError(
+                        f"state_dict is of another model: its {key} of "
+                        f"{name or f'parameter {index}'} is of shape {tuple(value.shape)}, the "
+                        f"parameter of {tuple(param.shape)}"
+                    )
+        super().load_state_dict(state_dict)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

@@ -184,7 +184,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def _pairs(optimizer: Optimizer, state_dict: StateDict) -> Iterator[tuple[Any, tuple[str, Tensor]]]:
     """The keys of a state to load, with the names and parameters they belong to."""
-    here, there = _listed(optimizer.param_groups), _listed(state_dict["param_groups"])
+    here, there = listed(optimizer.param_groups), listed(state_dict["param_groups"])
     for index, ((name, p), (saved, place)) in enumerate(zip(here, there, strict=False)):
         if name is not None and saved is not None and _bare(name) != _bare(saved):
             raise ValueError(f"state_dict is of another model: it has {saved} in place of {name}")
@@ -199,7 +199,7 @@ def _bare(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-def _listed(groups: list[dict[str, Any]]) -> list[tuple[str | None, Any]]:
+def listed(groups: list[dict[str, Any]]) -> list[tuple[str | None, Any]]:
     """Names, where an optimiser was given them, and parameters of all groups."""
     return [
         pair
