@@ -79,6 +79,39 @@ def test_accumulated_batches_are_one_large_batch(last):
     torch.testing.assert_close(state(models[0]), state(models[1]), rtol=1e-5, atol=1e-6)
 
 
+WEIGHTS = torch.tensor([0.2, 1.0, 3.0])
+
+
+@pytest.mark.parametrize(
+    "loss_fn", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(ignore_index=1), None,
+                nn.CrossEntropyLoss(weight=WEIGHTS)],
+    ids=["ignored", "another ignored", "function", "weighted"],
+)  # fmt: skip
+def test_ignored_labels_and_weighted_classes_count_as_in_the_loss(loss_fn):
+    x, y = samples(48)
+    y[::3] = -100
+    y[:12] = -100  # the first batch has nothing but ignored ones
+    if loss_fn is not None and loss_fn.ignore_index == 1:
+        y = torch.where(y == -100, 1, y)
+    loss_fn = loss_fn or nn.functional.cross_entropy
+    whole, parts = network(), network()
+    before = {name: value.clone() for name, value in state(whole).items()}
+    found = evaluate(whole, list(zip(x.split(12), y.split(12), strict=True)), loss_fn=loss_fn)
+    with torch.no_grad():
+        outputs = whole(x)
+    kept = y != getattr(loss_fn, "ignore_index", -100)
+    assert found["loss"] == pytest.approx(float(loss_fn(outputs, y)), rel=1e-6)
+    right = (outputs.argmax(1) == y)[kept].double().mean()
+    assert found["accuracy"] == pytest.approx(float(right), rel=1e-12)
+    common = {"num_epochs": 1, "loss_fn": loss_fn, "optimizer_settings": {"lr": 0.5}}
+    together = fit(whole, [(x, y)], **common)
+    apart = fit(parts, list(zip(x.split(12), y.split(12), strict=True)), accumulate=4, **common)
+    torch.testing.assert_close(state(parts), state(whole), rtol=1e-5, atol=1e-6)
+    moved = [(before[name] - value).abs().max() for name, value in state(whole).items()]
+    assert max(moved) > 1e-3
+    assert apart.metrics["train_loss"] == pytest.approx(together.metrics["train_loss"], rel=1e-6)
+
+
 def test_the_average_is_that_of_the_ends_of_epochs(tmp_path):
     data = samples()
     ends = []

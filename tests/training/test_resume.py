@@ -172,6 +172,36 @@ def test_a_finished_run_is_not_trained_again_and_may_be_extended(tmp_path):
     assert len(read_log(tmp_path / "log.jsonl")) == 1
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "gadamx", "lookahead_sgd"])
+def test_convolutions_are_resumed_again_and_again(tmp_path, optimizer):
+    def build():
+        model = torch.nn.Sequential(
+            torch.nn.Unflatten(1, (1, 2, 3)), torch.nn.Conv2d(1, 4, 2), torch.nn.Flatten(),
+            torch.nn.Linear(8, 3),
+        )  # fmt: skip
+        fill = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(torch.randn(p.shape, generator=fill))
+        return model
+
+    common = {"batch_size": 12, "optimizer": optimizer, "average_from": 1, "final": "average",
+              "optimizer_settings": {"lr": 0.05}}  # fmt: skip
+    whole, parts = build(), build()
+    fit(whole, samples(), num_epochs=5, **common)
+    for num_epochs in range(1, 6):
+        parts = build()
+        fit(parts, samples(), num_epochs=num_epochs, checkpoint=tmp_path, **common)
+    assert_same_bits(state(parts), state(whole))
+
+
+def test_a_falling_rate_is_not_stretched(tmp_path):
+    common = {"batch_size": 12, "checkpoint": tmp_path, "schedule": "linear"}
+    fit(network(), samples(), num_epochs=2, **common)
+    with pytest.raises(ValueError, match="was made with num_epochs=2, this run has 4"):
+        fit(network(), samples(), num_epochs=4, **common)
+
+
 def test_patience_is_resumed(tmp_path):
     data = samples()
     common = {"num_epochs": 20, "batch_size": 12, "validation": data, "patience": 2,

@@ -176,7 +176,7 @@ def walk(take_of):
     for _ in range(2):
         carried.reset()
         for batch in split.batches(4):
-            take([Piece(batch, 1.0, batch[1].numel(), carried.of(4))])
+            take([Piece(batch, state=carried.of(4))])
     return state(model), step.totals.sums, take
 
 

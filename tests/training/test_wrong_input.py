@@ -1,6 +1,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from training.examples import network, samples
 
 from ritz._core.registry import UnknownNameError
@@ -27,6 +28,24 @@ GOOD = {"num_epochs": 2, "batch_size": 12}
         ({"clip_norm": -1.0}, "clip_norm must be at least 0"),
         ({"keep": [3]}, "keep must be between 1 and 2"),
         ({"final": "best"}, "final must be one of last, average"),
+        ({"final": "average"}, "final='average' needs an average: give average_from or patience"),
+        ({"warmup": 3}, "warmup must be between 0 and 2, got 3"),
+        (
+            {"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(2))])},
+            "optimizer must move parameters of the model, got a SGD with none of them",
+        ),
+        (
+            {"optimizer": torch.optim.LBFGS},
+            "optimizer must take a step without computing the loss again, got LBFGS",
+        ),
+        (
+            {"schedule": ReduceLROnPlateau(torch.optim.SGD([nn.Parameter(torch.ones(2))]))},
+            "schedule must be a function of the time, got ReduceLROnPlateau",
+        ),
+        (
+            {"average": IterateAverage(torch.optim.SGD([nn.Parameter(torch.ones(2))]))},
+            "average must be of the optimiser of the run, got one of another",
+        ),
         ({"capture": True}, "capture=True needs a CUDA device, got cpu"),
         ({"device": "gpu"}, "device must be cpu, cuda or cuda:<number>, got 'gpu'"),
         ({"augment": "flip"}, "augment must be auto, None or an Augmentation"),
@@ -127,3 +146,25 @@ def test_a_run_is_resumed_with_the_same_settings(tmp_path):
 def test_a_monitor_names_what_is_wrong(change, message):
     with pytest.raises(ValueError, match=message):
         CurvatureMonitor(samples(), **change)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ((torch.ones(0, 6), torch.ones(0).long()), "data must hold samples, got none"),
+        ((torch.ones(4, 6), torch.ones(3).long()), r"tensors of one length, got \[4, 3"),
+        ((torch.full((4, 6), torch.nan), torch.ones(4).long()), "finite, got NaN or Inf in"),
+        ((torch.ones(4, 6), torch.tensor([0, 1, 2, 3])),
+         "labels of the first batch must be between 0 and 2, as the outputs have 3 classes; got 3"),
+        ((torch.ones(40, 6), torch.tensor([0] * 39 + [7])), "labels of .* must be between 0 and 2"),
+    ],
+)  # fmt: skip
+def test_data_that_cannot_be_trained_on_are_refused(data, message):
+    with pytest.raises(ValueError, match=message):
+        fit(network(), data, num_epochs=1, batch_size=4)
+
+
+def test_labels_without_an_output_are_not_evaluated():
+    x, y = samples(8)
+    with pytest.raises(ValueError, match="labels of batches must be between 0 and 2"):
+        evaluate(network(), [(x, y + 2)])

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ritz.curvature.losses import recognised
+from ritz.curvature.losses import is_kept
 
 
 def labelled(loss_fn: Any, outputs: Any, target: Any) -> tuple[Tensor, Tensor] | None:
@@ -20,11 +20,9 @@ def labelled(loss_fn: Any, outputs: Any, target: Any) -> tuple[Tensor, Tensor] |
         return None
     if outputs.shape[1] < 2 or outputs.shape[:1] + outputs.shape[2:] != target.shape:
         return None
-    known = recognised(loss_fn)
-    ignored = getattr(loss_fn, "ignore_index", -100) if known is None else known.ignore_index
     rows = outputs.movedim(1, -1).reshape(-1, outputs.shape[1])
     labels = target.reshape(-1)
-    kept = labels != ignored
+    kept = is_kept(loss_fn, labels)
     return rows[kept], labels[kept]
 
 

@@ -214,8 +214,32 @@ def sample_losses(loss_fn: Any, outputs: Tensor, target: Any) -> Tensor:
     return losses
 
 
-def check_labels(loss_fn: Any, outputs: Any, target: Any, where: str) -> None:
-    """Raise unless class labels are among the outputs: on a GPU torch would end the process."""
+def is_kept(loss_fn: Any, labels: Tensor) -> Tensor:
+    """Which labels a loss does not ignore."""
+    ignored: int = _described(loss_fn)[1].get("ignore_index", -100)
+    return labels != ignored
+
+
+def term_mass(loss_fn: Any, target: Any) -> Tensor | None:
+    """What a mean over class labels divides by: labels that are not ignored, or their weights.
+
+    ``None`` where the mean is over all elements of the target, or not known.
+    """
+    kind, options = _described(loss_fn)
+    if kind != "cross_entropy" or not isinstance(target, Tensor) or target.is_floating_point():
+        return None
+    kept = is_kept(loss_fn, target)
+    weight: Tensor | None = options.get("weight")
+    if weight is None:
+        return kept.sum()
+    return (weight.to(target.device)[torch.where(kept, target, 0)] * kept).sum()
+
+
+def check_labels(loss_fn: Any, outputs: Any, target: Any, where: str, *, some: bool = True) -> None:
+    """Raise unless class labels are among the outputs: on a GPU torch would end the process.
+
+    With ``some`` one of them at least must not be ignored.
+    """
     known = recognised(loss_fn)
     if known is None and not isinstance(loss_fn, nn.CrossEntropyLoss):
         return
@@ -223,9 +247,10 @@ def check_labels(loss_fn: Any, outputs: Any, target: Any, where: str) -> None:
     check_choice("kind", kind, set(_MODULES.values()))
     if kind != "cross_entropy" or not isinstance(target, Tensor) or target.is_floating_point():
         return
-    ignored = loss_fn.ignore_index if known is None else known.ignore_index
-    labels = target[target != ignored]
+    labels = target[is_kept(loss_fn, target)]
     if not len(labels):
+        if not some:
+            return
         raise ValueError(f"labels of {where} must not all be ignored")
     low, high, classes = int(labels.min()), int(labels.max()), outputs.shape[1]
     if low < 0 or high >= classes:

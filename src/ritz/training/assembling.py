@@ -7,15 +7,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from ritz import optim
 from ritz._core.distributed import world_size
 from ritz.curvature.adapters import Adapter, Forward
 from ritz.curvature.losses import check_reduction
+from ritz.optim.companions import parameters
 from ritz.training.captured import CapturedStep
 from ritz.training.feeds import Feed
-from ritz.training.optimizers import average_of, create_optimizer, is_capturable
+from ritz.training.optimizers import average_of, create_optimizer, innermost, is_capturable
 from ritz.training.processes import distributed
 from ritz.training.rates import create_schedule
 from ritz.training.settings import Settings
@@ -74,7 +75,10 @@ def assemble(
     wanted = _wants_capture(settings, device)
     plan = _plan(settings, length)
     found = _optimizer(optimizer, model, settings, plan, capturable=wanted)
+    _check_moves(found, model)
     kept, auto = _average(found, average, settings, plan)
+    if settings.final == "average" and kept is None:
+        raise ValueError("final='average' needs an average: give average_from or patience")
     shape = create_schedule(schedule, found, **_time(settings, length, schedule))
     runner = distributed(torch.compile(model) if settings.compile else model, device)  # type: ignore[arg-type]
     captured = wanted and _can_capture(found, settings)
@@ -160,6 +164,15 @@ def _optimizer(
     return found
 
 
+def _check_moves(optimizer: Optimizer, model: nn.Module) -> None:
+    own = set(model.parameters())
+    if not any(p in own for p in parameters(optimizer)):
+        raise ValueError(f"optimizer must move parameters of the model, got a "
+                         f"{type(optimizer).__name__} with none of them")  # fmt: skip
+    if isinstance(optimizer, LBFGS):
+        raise ValueError("optimizer must take a step without computing the loss again, got LBFGS")
+
+
 def _average(
     optimizer: Optimizer,
     given: optim.IterateAverage | optim.AutoAverage | None,
@@ -169,6 +182,10 @@ def _average(
     own = average_of(optimizer)
     if given is not None and (plan or settings.patience):
         raise ValueError("average must not be given with average_from or patience")
+    if given is not None:
+        held = given.average if isinstance(given, optim.AutoAverage) else given
+        if held.optimizer is not optimizer and held.optimizer is not innermost(optimizer):
+            raise ValueError("average must be of the optimiser of the run, got one of another")
     if isinstance(given, optim.AutoAverage):
         return given.average, given
     if settings.patience is not None:

@@ -41,18 +41,17 @@ class CapturedStep:
         self._given_up = False
 
     def __call__(self, pieces: Sequence[Piece]) -> None:
-        """Take the step and count its samples."""
+        """Take the step."""
         key = _signature(pieces)
         if key not in self._graphs and not self._record(pieces, key):
             self._ordinary(pieces)
         else:
             self._replay(pieces, key)
-        self._step.note(pieces)
 
     def _ordinary(self, pieces: Sequence[Piece]) -> None:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            self._step.run(pieces)
+            self._step(pieces)
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def _replay(self, pieces: Sequence[Piece], key: Signature) -> None:
@@ -69,17 +68,16 @@ class CapturedStep:
         if self._given_up or self._seen[key] <= WARM_UP or len(self._graphs) >= MAX_GRAPHS:
             return False
         held = [
-            piece._replace(batch=tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x,
-                                          piece.batch))
+            piece._replace(batch=tree_map(_copied, piece.batch), share=_copied(piece.share))
             for piece in pieces
-        ]  # fmt: skip
+        ]
         graph = torch.cuda.CUDAGraph()
         try:
             with (
                 _without_hooks(self._step.optimizer),
                 torch.cuda.graph(graph, pool=self._pool, stream=self._stream),
             ):
-                self._step.run(held)
+                self._step(held)
         except RuntimeError as error:
             return self._give_up(error)
         self._graphs[key] = graph, _tensors(held)
@@ -101,8 +99,13 @@ def _signature(pieces: Sequence[Piece]) -> Signature:
                           for leaf in leaves))  # fmt: skip
 
 
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
 def _tensors(pieces: Sequence[Piece]) -> list[Tensor]:
-    leaves, _ = tree_flatten([piece.batch for piece in pieces])
+    """What is new in every step; a state stays where it is."""
+    leaves, _ = tree_flatten([(piece.batch, piece.share) for piece in pieces])
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ritz._core.storage import load, save, storable
+from ritz.optim.companions import parameters
 
 NAME = "checkpoint.safetensors"
 WEIGHTS, AVERAGE = "weights.safetensors", "average.safetensors"
@@ -37,8 +38,6 @@ class Checkpoint:
         batch: Batches done of the next one.
         step: Steps done.
         totals: Sums of loss and right answers of the epoch so far, by process.
-        counts: Samples of the epoch so far, by process.
-        answered: Whether right answers are counted.
         records: What was logged of every epoch.
         log_bytes: Length of the log.
         settings: What the run was asked to do.
@@ -57,8 +56,6 @@ class Checkpoint:
     batch: int
     step: int
     totals: Tensor
-    counts: tuple[int, ...]
-    answered: bool
     records: list[dict[str, Any]]
     log_bytes: int
     settings: dict[str, Any]
@@ -124,15 +121,19 @@ def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
 
 def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any], device: torch.device) -> None:
     """Put a state from a file into an optimiser, with rates that are tensors on the device."""
-    entries = {int(key): entry for key, entry in state["state"].items()}
+    params = list(parameters(optimizer))
+    entries = {int(key): {name: _arranged(value, params[int(key)]) for name, value in entry.items()}
+               for key, entry in state["state"].items()}  # fmt: skip
     groups = [{name: value.to(device) if isinstance(value, Tensor) else value
                for name, value in group.items()} for group in state["param_groups"]]  # fmt: skip
     optimizer.load_state_dict({"state": entries, "param_groups": groups})
-    for param, entry in optimizer.state.items():
-        for name, value in entry.items():
-            if isinstance(value, Tensor) and value.ndim == 4 and value.shape == param.shape:
-                # Fused kernels want the order of the parameter, a file has its own.
-                entry[name] = torch.empty_like(param, dtype=value.dtype).copy_(value)
+
+
+def _arranged(value: Any, param: Tensor) -> Any:
+    """A tensor of a state in the order of its parameter, which fused kernels want."""
+    if not isinstance(value, Tensor) or value.ndim != 4 or value.shape != param.shape:
+        return value
+    return torch.empty_like(param, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _place(checkpoint: Checkpoint) -> str:

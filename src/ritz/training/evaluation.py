@@ -9,9 +9,10 @@ from torch.nn.functional import cross_entropy
 
 from ritz._core.batchnorm import evaluating
 from ritz.curvature.adapters import Adapter, Forward
+from ritz.curvature.losses import check_labels
 from ritz.training.feeds import own_rows
 from ritz.training.states import carried_state, keep, meet
-from ritz.training.steps import HALF, Totals, autocast, batch_weight
+from ritz.training.steps import HALF, Totals, autocast
 
 
 @torch.no_grad()
@@ -26,7 +27,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the mean ``loss`` of a model in eval mode and, for classes as targets, ``accuracy``.
 
-    The mean is over targets, so that batches of different lengths count as they should. The model
+    The mean is over targets that the loss does not ignore, so that batches of different lengths
+    count as they should. The model
     keeps its mode. With several processes each is given all batches, computes its rows of them, and
     returns the same numbers.
 
@@ -58,11 +60,10 @@ def evaluate(
 def _add(adapter: Adapter, batch: Any, totals: Totals, precision: str, state: Any) -> None:
     with autocast(HALF.get(precision), totals.sums.device):
         outputs, target, after = meet(adapter, batch, state)
+        check_labels(adapter.loss_fn.call, outputs, target, "batches", some=False)
         loss = adapter.loss(outputs, target)
     keep(state, after)
-    weight = batch_weight(adapter, batch)
-    totals.add(loss, outputs, target, weight)
-    totals.note(weight)
+    totals.add(adapter, batch, loss, outputs, target)
 
 
 def _device_of(model: nn.Module, batch: Any) -> torch.device:

@@ -47,6 +47,8 @@ class Feed:
         self._cuts = _is_tensors(source) or hasattr(source, "batches")
         if self._cuts and batch_size is None:
             raise ValueError(f"batch_size must be given for {name} that do not come in batches")
+        if _is_tensors(source):
+            _check_tensors(source, name)
         if not (self._cuts or callable(source) or isinstance(source, Iterable)):
             raise TypeError(f"{name} must be tensors, have batches(), be a loader or a function of "
                             f"the epoch, got {type(source).__name__}")  # fmt: skip
@@ -160,6 +162,17 @@ def _rows(leaf: Any, mine: slice, count: int) -> Any:
 def _is_tensors(source: Any) -> bool:
     return (isinstance(source, tuple) and len(source) > 0
             and all(isinstance(part, Tensor) for part in source))  # fmt: skip
+
+
+def _check_tensors(source: tuple[Tensor, ...], name: str) -> None:
+    sizes = [len(part) if part.ndim else 0 for part in source]
+    if len(set(sizes)) > 1:
+        raise ValueError(f"{name} must be tensors of one length, got {sizes}")
+    if not sizes[0]:
+        raise ValueError(f"{name} must hold samples, got none")
+    for index, part in enumerate(source):
+        if part.is_floating_point() and not bool(part.isfinite().all()):
+            raise ValueError(f"{name} must be finite, got NaN or Inf in tensor {index}")
 
 
 def splits(data: Any, validation: Any, test: Any) -> tuple[Any, dict[str, Any]]:

@@ -88,7 +88,9 @@ def fit(
     batch of an epoch and of an evaluation where ``data.consecutive``, as that of a text is; see
     :class:`ritz.training.states.CarriedState`. Under ``torchrun`` the processes share every
     batch by rows: gradients are those of one process, to roundoff, whether or not the rows divide
-    evenly; the first process writes.
+    evenly, but for batch norm, which takes the statistics of the rows that a process has; the first
+    process writes. Labels that ``loss_fn`` ignores, and weights of classes, count in no mean but as
+    they do in the loss.
 
     Cost beyond forward, backward and step: the loss is added up on the device and read once an
     epoch, so no step waits for it. Files: ``checkpoint/checkpoint.safetensors`` and, at the end,

@@ -3,6 +3,7 @@
 from typing import Any
 
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ritz._core.checks import check_choice
 from ritz.optim.schedules import Schedule, averaging_decay, linear_decay, step_decay, warmup
@@ -43,6 +44,9 @@ def create_schedule(
         average_from: The time at which averaging begins.
         warmup_length: Time over which the rate grows to its whole value.
     """
+    if isinstance(schedule, ReduceLROnPlateau):
+        raise ValueError("schedule must be a function of the time, got ReduceLROnPlateau, which "
+                         "asks for a loss: see patience")  # fmt: skip
     if hasattr(schedule, "step") and hasattr(schedule, "load_state_dict"):
         return schedule
     shape = _shape(schedule, length, average_from)

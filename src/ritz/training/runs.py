@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ritz._core.distributed import all_max, rank, world_size
 from ritz._core.progress import Progress, tracking
+from ritz.curvature.losses import check_labels
 from ritz.training.assembling import Parts
 from ritz.training.checkpoints import Checkpoint, Folder, load_optimizer_state, optimizer_state
 from ritz.training.feeds import is_writer, num_rows, own_rows
@@ -22,7 +23,7 @@ from ritz.training.processes import gathered, generator_states, set_generator_st
 from ritz.training.results import with_perplexity
 from ritz.training.settings import Settings, TrainingStatus, check_same
 from ritz.training.states import carried_state
-from ritz.training.steps import Piece, batch_weight
+from ritz.training.steps import Piece, batch_mass
 from ritz.training.weights import check_matches, save_weights, tensor_state
 
 AGREEMENT = 50  # steps after which several processes agree whether to save or to stop
@@ -138,14 +139,32 @@ class Run:
     def _pieces(self, group: list[Any]) -> list[Piece]:
         """This process's rows of the batches of a step, with their share of its gradient."""
         adapter = self._parts.step.adapter
-        whole = sum(batch_weight(adapter, batch) for batch in group)
+        alone = len(group) == 1 and world_size() == 1
+        whole = 1 if alone else sum(self._mass(batch) for batch in group)
         pieces = []
         for batch in group:
+            if self.epoch == 0:
+                self._check(adapter.target(batch))
             own, count, real = own_rows(batch)
-            weight = batch_weight(adapter, own) if real else 0
+            share = 1.0 if alone else _share(self._mass(own), whole) if real else 0.0
             state = None if self._carried is None else self._carried.of(count)
-            pieces.append(Piece(own, weight * world_size() / max(whole, 1), weight, state))
+            pieces.append(Piece(own, share, real, state))
         return pieces
+
+    def _mass(self, batch: Any) -> Any:
+        adapter = self._parts.step.adapter
+        return batch_mass(adapter, batch, adapter.target(batch))
+
+    def _check(self, target: Any) -> None:
+        """Raise for a label that no output stands for, in the first epoch: it waits for a device.
+
+        On CUDA torch would end the process. The first batch is checked when it meets the model.
+        """
+        step = self._parts.step
+        if step.num_classes and isinstance(target, Tensor):
+            outputs = target.new_empty(0, step.num_classes)
+            check_labels(step.adapter.loss_fn.call, outputs, target,
+                         f"batch {self.batch}", some=False)  # fmt: skip
 
     def _close_epoch(self) -> TrainingStatus | None:
         """What follows the last step of an epoch."""
@@ -230,7 +249,6 @@ class Run:
         states = generator_states(parts.device)
         totals = gathered(parts.step.totals.sums)
         carried = {} if self._carried is None else self._carried.rows()
-        counts = gathered(torch.tensor([parts.step.totals.count], device=parts.device))
         if is_writer():
             self._folder.write(Checkpoint(
                 model=tensor_state(parts.model),
@@ -244,8 +262,6 @@ class Run:
                 batch=self.batch,
                 step=self.step,
                 totals=totals,
-                counts=tuple(counts.flatten().tolist()),
-                answered=parts.step.totals.answered,
                 records=self.records,
                 log_bytes=0 if self._log is None else self._log.flush(),
                 settings=self._settings.description(),
@@ -270,9 +286,7 @@ class Run:
         self._judge.load_state(found.patience)
         self._load_carried(found, path)
         set_generator_states(found.generators, parts.device)
-        totals = parts.step.totals
-        totals.sums.copy_(found.totals[rank()])
-        totals.count, totals.answered = found.counts[rank()], found.answered
+        parts.step.totals.sums.copy_(found.totals[rank()])
         self.epoch, self.batch, self.step = found.epoch, found.batch, found.step
         self.records, self._beginning = list(found.records), found.beginning
         over = found.epoch >= self._settings.num_epochs or self._judge.stopped
@@ -306,6 +320,14 @@ class Run:
         return lambda rate: f"{head}{rate:,.0f}{tail}"
 
 
+def _share(mass: Any, whole: Any) -> Any:
+    """Part of the mean over all rows; processes average their gradients, hence their number."""
+    if isinstance(whole, Tensor):
+        # Where all labels are ignored it is nothing over anything.
+        whole = whole.double().masked_fill(whole == 0, 1.0)
+    return mass * world_size() / whole
+
+
 def _times(log: Any, *, anew: bool) -> Log:
     path = times_path(log)
     return Log(path, size=0 if anew or not path.exists() else path.stat().st_size)
@@ -315,5 +337,5 @@ def _diverged(number: int) -> TrainingStatus:
     return TrainingStatus(
         outcome="diverged",
         message=f"the loss of epoch {number} is not finite",
-        advice="lower the rate, warm it up, or clip the gradient",
+        advice="lower the rate, warm it up, clip the gradient, or look for NaN in the data",
     )

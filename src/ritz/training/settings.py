@@ -13,7 +13,7 @@ TrainingPrecision = Literal["float32", "tf32", "bfloat16", "float16"]
 Unit = Literal["step", "epoch"]
 PRECISIONS = ("float32", "tf32", "bfloat16", "float16")
 UNITS = ("step", "epoch")
-# A run may be resumed with other values of these: none enters the numbers.
+# A run may be resumed with other values of these: they do not enter the numbers.
 FREE = ("num_epochs", "save_interval", "keep", "capture", "final")
 
 
@@ -57,6 +57,8 @@ class Settings:
                 check_count(name, getattr(self, name))
         for name in ("seed", "warmup"):
             check_count(name, getattr(self, name), low=0)
+        if self.schedule_unit == "epoch":
+            check_count("warmup", self.warmup, low=0, high=self.num_epochs)
         if self.average_from is not None:
             check_count("average_from", self.average_from, high=self.num_epochs)
         if self.clip_norm is not None:
@@ -83,7 +85,11 @@ class Settings:
         """What the numbers of a run depend on, in plain values, to compare two runs by."""
         plain = {name: getattr(self, name) for name in self.__slots__}
         plain["optimizer_settings"] = {k: repr(v) for k, v in self.optimizer_settings.items()}
-        return {name: value for name, value in plain.items() if name not in FREE}
+        found = {name: value for name, value in plain.items() if name not in FREE}
+        # A rate that falls over the length of a run is another one in a longer run; with an average
+        # it falls up to that.
+        falls = self.schedule == "step" or (self.schedule == "linear" and not self.average_from)
+        return found | ({"num_epochs": self.num_epochs} if falls else {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

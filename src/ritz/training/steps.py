@@ -1,5 +1,6 @@
 """One step: forward, backward, update, with the loss added up on the device."""
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, final
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 
 from ritz._core.distributed import all_sum
 from ritz.curvature.adapters import Adapter
+from ritz.curvature.losses import check_labels, is_kept, term_mass
 from ritz.training.feeds import num_rows
 from ritz.training.states import keep, meet
 
@@ -18,51 +20,54 @@ HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Piece(NamedTuple):
-    """A batch, its share of the gradient of the step, and its weight among those of an epoch.
+    """A batch and its share of the gradient of the step.
 
-    With a state, which the batch begins with and leaves its own in.
+    A batch that is not ``real`` stands in where a process has no rows, and counts for nothing. With
+    a state, which the batch begins with and leaves its own in.
     """
 
     batch: Any
-    share: float
-    weight: int
+    share: float | Tensor = 1.0
+    real: bool = True
     state: Any = None
 
 
 @final
 class Totals:
-    """Loss, right answers and samples of many batches, added up where they are computed.
+    """Loss, right answers and labels of many batches, added up where they are computed.
 
-    Nothing is read from the device before :meth:`means`.
+    Nothing is read from the device before :meth:`means`. The mean is over what the loss itself
+    averages over: labels that are not ignored, with their weights where classes have some.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.sums = torch.zeros(2, dtype=torch.float64, device=device)
-        self._loss, self._right = self.sums.unbind()  # views: adding takes no indexing
-        self.count, self.answered = 0, False
+        self.sums = torch.zeros(4, dtype=torch.float64, device=device)
+        # Views: adding takes no indexing.
+        self._loss, self._mass, self._right, self._labels = self.sums.unbind()
 
-    def add(self, loss: Tensor, outputs: Any, target: Any, weight: int) -> None:
-        """Add a batch of mean loss ``loss``; what is counted on the host is :meth:`note` d."""
-        self._loss.add_(loss.detach(), alpha=weight)
+    def add(self, adapter: Adapter, batch: Any, loss: Tensor, outputs: Any, target: Any) -> None:
+        """Add a batch of mean loss ``loss``."""
+        mass = batch_mass(adapter, batch, target)
+        if isinstance(mass, Tensor):
+            # Where all labels are ignored the mean is none.
+            self._loss.add_((loss.detach().double() * mass).masked_fill(mass == 0, 0.0))
+        else:
+            self._loss.add_(loss.detach(), alpha=mass)
+        self._mass.add_(mass)
         if is_classification(outputs, target):
-            self._right.add_((outputs.detach().argmax(1) == target).sum())
-            self.answered = True
-
-    def note(self, weight: int) -> None:
-        """Count the weight of a batch."""
-        self.count += weight
+            kept = is_kept(adapter.loss_fn.call, target)
+            self._right.add_(((outputs.detach().argmax(1) == target) & kept).sum())
+            self._labels.add_(kept.sum())
 
     def reset(self) -> None:
         """Begin anew, in the same memory."""
         self.sums.zero_()
-        self.count = 0
 
     def means(self) -> dict[str, float]:
         """Mean loss and, for classes, accuracy over all processes; one wait for the device."""
-        own = torch.tensor([float(self.count)], dtype=torch.float64, device=self.sums.device)
-        loss, right, count = all_sum(torch.cat([self.sums, own])).tolist()
-        found = {"loss": loss / max(count, 1)}
-        return found | ({"accuracy": right / max(count, 1)} if self.answered else {})
+        loss, mass, right, labels = all_sum(self.sums).tolist()
+        found = {"loss": loss / mass if mass else math.nan}
+        return found | ({"accuracy": right / labels} if labels else {})
 
 
 def is_classification(outputs: Any, target: Any) -> bool:
@@ -97,34 +102,33 @@ class Step:
     ) -> None:
         self.adapter, self.optimizer, self.clip_norm = adapter, optimizer, clip_norm
         self.totals = Totals(device)
+        self.num_classes: int | None = None  # of the outputs, once there were some
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision == "float16")
         self._half, self._device, self._cached = HALF.get(precision), device, cached
 
     def __call__(self, pieces: Sequence[Piece]) -> None:
-        """Take the step and count its samples."""
-        self.run(pieces)
-        self.note(pieces)
-
-    def run(self, pieces: Sequence[Piece]) -> None:
-        """What happens on the device."""
+        """Take the step."""
         self.optimizer.zero_grad(set_to_none=True)
         for number, piece in enumerate(pieces, start=1):
             with self._quiet(last=number == len(pieces)):
                 self._backward(piece)
         self._update()
 
-    def note(self, pieces: Sequence[Piece]) -> None:
-        """What happens on the host."""
-        for piece in pieces:
-            self.totals.note(piece.weight)
-
     def _backward(self, piece: Piece) -> None:
         with autocast(self._half, self._device, cached=self._cached):
             outputs, target, after = meet(self.adapter, piece.batch, piece.state)
+            if self.num_classes is None:
+                self.num_classes = self._checked(outputs, target)
             loss = self.adapter.loss(outputs, target)
-        self.scaler.scale(loss if piece.share == 1 else loss * piece.share).backward()
+        self.scaler.scale(_part(loss, piece.share)).backward()
         keep(piece.state, after)  # not before: the backward pass reads what was there
-        self.totals.add(loss, outputs, target, piece.weight)
+        if piece.real:
+            self.totals.add(self.adapter, piece.batch, loss, outputs, target)
+
+    def _checked(self, outputs: Any, target: Any) -> int:
+        """Classes of the outputs, 0 where there are none; the labels are among them."""
+        check_labels(self.adapter.loss_fn.call, outputs, target, "the first batch", some=False)
+        return outputs.shape[1] if is_classification(outputs, target) else 0
 
     def _update(self) -> None:
         if self.clip_norm is not None:
@@ -142,9 +146,20 @@ class Step:
         return model.no_sync()
 
 
-def batch_weight(adapter: Adapter, batch: Any) -> int:
-    """How much a batch counts in means: its targets, or its rows where these are not seen."""
-    target = adapter.target(batch)
+def _part(loss: Tensor, share: float | Tensor) -> Tensor:
+    if isinstance(share, Tensor):
+        return loss * share.to(loss.dtype)
+    return loss if share == 1 else loss * share
+
+
+def batch_mass(adapter: Adapter, batch: Any, target: Any) -> int | Tensor:
+    """How much a batch counts in means: what its loss divides by, or its rows where that is unseen.
+
+    A tensor where labels may be ignored: nobody waits for how many are.
+    """
+    mass = term_mass(adapter.loss_fn.call, target)
+    if mass is not None:
+        return mass
     return target.numel() if isinstance(target, Tensor) else num_rows(batch)
 
 
