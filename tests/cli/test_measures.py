@@ -115,7 +115,9 @@ def test_without_matplotlib_the_numbers_are_written_all_the_same(
     ("arguments", "line"),
     [
         (["landscape", "run", "--points", "1"], "--points must be at least 2, got 1"),
-        (["landscape", "run", "--distance", "-1"], "--distance must be at least 0.0, got -1.0"),
+        (["landscape", "run", "--distance", "-1"], "--distance must be finite and above 0"),
+        (["landscape", "run", "--distance", "0"], "--distance must be finite and above 0, got 0.0"),
+        (["landscape", "run", "--distance", "inf"], "--distance must be finite and above 0"),
         (["landscape", "run", "--directions", "up"], "Invalid value for '--directions'"),
         (["landscape", "run", "--save-interval", "-1"], "--save-interval must be at least 0.0"),
         (["landscape", "elsewhere"], "no such folder or file: elsewhere"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from cli.own import SMALL, ritz
 
+from ritz.cli._targets import parse_settings
 from ritz.training import read_log, read_weights
 from ritz.training.workflows import read_run
 
@@ -58,9 +59,9 @@ def test_the_seed_decides_and_a_run_that_is_over_is_left_as_it_is(here, tmp_path
 
 
 def test_another_model_in_the_folder_of_a_run_is_refused_unless_it_begins_anew(
-    here, tmp_path, refused
+    here, finished, tmp_path, refused
 ):
-    shutil.copytree(here / "run", tmp_path / "run")
+    shutil.copytree(finished, tmp_path / "run")
     other = ["--model", "own_model:smooth", "--data", "own_data:load", *SMALL]
     line = refused("train", *other, "--out", tmp_path / "run")
     assert "was made with model='own_model:net', this run has 'own_model:smooth'" in line
@@ -94,12 +95,65 @@ def test_a_rate_that_diverges_is_code_one(here, tmp_path, capsys):
         (["--device", "tpu"], "device must be cpu, cuda or cuda:<number>, got 'tpu'"),
         (["--loss", "cross_entropi"], "did you mean cross_entropy?"),
         (["--set-model", "depth=3"], "'own_model:net' takes no option 'depth'"),
+        (["--lr", "nan"], "--lr must be finite and above 0, got nan"),
+        (["--lr", "-1"], "--lr must be finite and above 0, got -1.0"),
+        (["--set", "lr=NaN"], "--set lr must be finite and above 0, got nan"),
+        (["--set", "lr=fast"], "--set lr must be a number, got str"),
+        (["--weight-decay", "-0.1"], "--weight-decay must be finite and at least 0, got -0.1"),
+        (["--weight-decay", "inf"], "--weight-decay must be finite and at least 0, got inf"),
+        (["--clip-norm", "0"], "--clip-norm must be finite and above 0, got 0.0"),
+        (["--clip-norm", "nan"], "--clip-norm must be finite and above 0, got nan"),
+        (["--warmup", "99"], "--warmup must be between 0 and 2, got 99"),
+        (["--warmup", "-1"], "--warmup must be between 0 and 2, got -1"),
+        (["--save-interval", "-1"], "--save-interval must be at least 0.0, got -1.0"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line(here, tmp_path, refused, arguments, line):
     # The later of two options counts.
     assert line in refused("train", *OWN, *SMALL, "--out", tmp_path / "run", *arguments)
     assert not (tmp_path / "run" / "weights.safetensors").exists()
+
+
+def test_a_rate_that_was_refused_leaves_the_folder_to_the_right_one(here, tmp_path, refused):
+    refused("train", *OWN, *SMALL, "--out", tmp_path / "run", "--lr", "nan")
+    assert ritz("train", *OWN, *SMALL, "--out", tmp_path / "run", "--lr", "0.1",
+                "--weight-decay", "0", "--clip-norm", "5", "--warmup", "2") == 0  # fmt: skip
+    config = read_run(tmp_path / "run").training
+    assert config["optimizer_settings"] == {"lr": 0.1, "weight_decay": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("setting", "shapes"),
+    [("hidden=64", [64]), ("hidden=6,3", [6, 3]), ("hidden=(6,)", [6]), ("hidden=()", [])],
+)
+def test_widths_are_a_number_or_several(tmp_path, setting, shapes):
+    arguments = ["--model", "mlp", "--data", "digits", "--set-model", setting, "--epochs", "1",
+                 "--batch-size", "1024", "--json", "--out", tmp_path / "run"]  # fmt: skip
+    assert ritz("train", *arguments) == 0
+    weights = read_weights(tmp_path / "run" / "weights.safetensors")
+    found = [len(x) for name, x in weights.items() if name.endswith("weight")]
+    assert sorted(found) == sorted([*shapes, 10])
+    assert ritz("train", *arguments) == 0  # what was written is what is asked for again
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("0.9,0.99", [0.9, 0.99]),
+        ("(0.9, 0.99)", [0.9, 0.99]),
+        ("[1, 2]", [1, 2]),
+        ("5,", [5]),
+        ("True", True),
+        ("true,false", "true,false"),
+        ("a,b", "a,b"),
+        ("story.txt", "story.txt"),
+        (",", ","),
+        ("(a)", "(a)"),
+        ("", ""),
+    ],
+)
+def test_values_are_json_or_numbers_by_commas_or_text(text, value):
+    assert parse_settings("--set", [f"key={text}"]) == {"key": value}
 
 
 @pytest.mark.parametrize(

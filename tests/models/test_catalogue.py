@@ -1,6 +1,7 @@
 """Models by name: counts, first weights, options and errors."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -60,6 +61,7 @@ def test_parameter_counts(name, num_classes, expected):
     ("name", "changes", "expected"),
     [
         ("mlp", {"hidden": (10, 100)}, 9_960),  # Granziol, Flatness, section 5
+        ("mlp", {"hidden": 10}, 785 * 10 + 11 * 10),
         ("preresnet110", {"block": "basic", "num_classes": 10}, 1_730_522),  # 1.7M: He et al.
         ("lstm", {"tied": False}, 43_827_600),
     ],
@@ -194,6 +196,7 @@ def test_a_wrong_option_is_named():
         ("vgg16", {"dropout": 1.5}, "dropout must be between 0.0 and 1.0, got 1.5"),
         ("resnet44", {"num_classes": 0}, "num_classes must be at least 1, got 0"),
         ("mlp", {"hidden": (0,)}, "hidden must be at least 1, got 0"),
+        ("mlp", {"hidden": 0}, "hidden must be at least 1, got 0"),
         ("mlp", {"activation": "rleu"}, "activation must be one of relu, tanh"),
         ("preresnet110", {"block": "wide"}, "block must be one of auto, basic, bottleneck"),
         ("preresnet83", {"block": "basic"}, "block must fit 83 layers, but basic blocks need 6 n"),
@@ -206,3 +209,10 @@ def test_a_wrong_option_is_named():
 def test_wrong_values_are_named(name, wrong, message):
     with pytest.raises(ValueError, match=message):
         models.create(name, **wrong)
+
+
+@pytest.mark.parametrize("wrong", ["64", 6.5, ("6",)])
+def test_a_width_that_is_no_integer_is_shown_whole(wrong):
+    shown = re.escape(repr(wrong[0] if isinstance(wrong, tuple) else wrong))
+    with pytest.raises(TypeError, match=f"hidden must be an integer, got {shown}$"):
+        models.create("mlp", hidden=wrong)

@@ -8,10 +8,19 @@ from typing import Annotated, Any
 
 import typer
 
+from ritz._core.checks import check_range
 from ritz.studies.protocol import describe
 
 Seed = Annotated[int, typer.Option("--seed", help="Seed of everything that is drawn.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and no bar.")]
+
+
+def check_size(option: str, value: float, *, zero: bool = False) -> None:
+    """Raise unless the number of an option is finite and above zero, which may be allowed too."""
+    check_range(option, value)
+    if not (math.isfinite(value) and (value > 0 or (zero and value == 0))):
+        least = "at least 0" if zero else "above 0"
+        raise ValueError(f"{option} must be finite and {least}, got {value}")
 
 
 def print_result(result: Any, files: Iterable[Path], *, as_json: bool) -> None:

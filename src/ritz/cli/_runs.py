@@ -38,10 +38,16 @@ Data = Annotated[
     str | None, typer.Option("--data", help="NAME or module:factory; those of the run by default.")
 ]
 SetModel = Annotated[
-    list[str] | None, typer.Option("--set-model", metavar="KEY=VALUE", help="Option of the model.")
+    list[str] | None,
+    typer.Option(
+        "--set-model",
+        metavar="KEY=VALUE",
+        help="Option of the model: width=32, or several numbers: hidden=64,32.",
+    ),
 ]
 SetData = Annotated[
-    list[str] | None, typer.Option("--set-data", metavar="KEY=VALUE", help="Option of the data.")
+    list[str] | None,
+    typer.Option("--set-data", metavar="KEY=VALUE", help="Option of the data: validation=5000."),
 ]
 Loss = Annotated[
     str | None,

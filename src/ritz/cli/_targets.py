@@ -1,5 +1,6 @@
 """What users name: registered models, data and losses, or their own as ``module:factory``."""
 
+import contextlib
 import difflib
 import importlib
 import importlib.util
@@ -107,17 +108,27 @@ def own(target: str, *, written: bool = False) -> Callable[..., Any]:
 
 
 def parse_settings(option: str, settings: Iterable[str] | None) -> dict[str, Any]:
-    """Return ``KEY=VALUE`` pairs, values as JSON where they are, else as text."""
+    """Return ``KEY=VALUE`` pairs: as JSON, numbers separated by commas as a list, else as text."""
     found = {}
     for setting in settings or ():
         key, equals, value = setting.partition("=")
         if not equals or not key.strip():
             raise ValueError(f"{option} takes KEY=VALUE, got {setting!r}")
-        try:
-            found[key.strip()] = json.loads(value.replace("True", "true").replace("False", "false"))
-        except json.JSONDecodeError:
-            found[key.strip()] = value.strip()
+        found[key.strip()] = _value(value.strip())
     return found
+
+
+def _value(text: str) -> Any:
+    plain = text.replace("True", "true").replace("False", "false")
+    with contextlib.suppress(json.JSONDecodeError):
+        return json.loads(plain)
+    bracketed = plain.startswith("(") and plain.endswith(")")  # as Python writes several
+    inner = plain[1:-1] if bracketed else plain
+    with contextlib.suppress(json.JSONDecodeError):
+        several = json.loads(f"[{inner.strip().removesuffix(',')}]")
+        if all(type(item) in (int, float) for item in several) and (several or bracketed):
+            return several
+    return text
 
 
 def _imported(name: str, target: str) -> Any:

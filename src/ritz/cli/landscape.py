@@ -10,7 +10,7 @@ from torch import Tensor
 from ritz import measures
 from ritz._core.checks import check_count, check_range
 from ritz._core.storage import save
-from ritz.cli._options import Json, Seed, print_results
+from ritz.cli._options import Json, Seed, check_size, print_results
 from ritz.cli._runs import (
     Average,
     BatchSize,
@@ -94,7 +94,7 @@ def command(
     """Compute loss and accuracy along directions from trained weights, and draw them."""
     check_count("--points", points, low=2)
     check_count("--steps", steps, low=2)
-    check_range("--distance", distance, low=0.0)
+    check_size("--distance", distance)
     check_range("--save-interval", save_interval, low=0.0)
     opened = open_run(Choice(
         source=source, average=average, model=model, data=data, set_model=set_model,

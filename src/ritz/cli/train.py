@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ritz._core.checks import check_count
-from ritz.cli._options import Json, Seed, print_result
+from ritz._core.checks import check_count, check_range
+from ritz.cli._options import Json, Seed, check_size, print_result
 from ritz.cli._runs import Device, Loss, SetData, SetModel, default_device, writing
 from ritz.cli._targets import loss_function, make_data, make_model, parse_settings
 from ritz.training import CurvatureMonitor, TrainingResult
@@ -112,7 +112,10 @@ def command(
     """Train a network, and write weights, checkpoint and log into a folder."""
     check_count("--batch-size", batch_size)
     check_count("--epochs", epochs)
-    chosen = {"lr": lr, "weight_decay": weight_decay}
+    check_count("--warmup", warmup, low=0, high=epochs)
+    check_range("--save-interval", save_interval, low=0.0)
+    if clip_norm is not None:
+        check_size("--clip-norm", clip_norm)
     config = RunConfig(
         model=model,
         data=data,
@@ -125,8 +128,7 @@ def command(
         training={
             "num_epochs": epochs,
             "optimizer": optimizer,
-            "optimizer_settings": {key: value for key, value in chosen.items() if value is not None}
-            | parse_settings("--set", settings),
+            "optimizer_settings": _optimizer_settings(lr, weight_decay, settings),
             "schedule": schedule,
             "warmup": warmup,
             "average_from": average_from,
@@ -141,6 +143,21 @@ def command(
         },
     )
     _run(config, out, device=device, resume=resume, watch=watch, as_json=json)
+
+
+def _optimizer_settings(
+    lr: float | None, weight_decay: float | None, settings: list[str] | None
+) -> dict[str, Any]:
+    """Keywords of the optimiser; what would let it diverge or climb is refused by its option."""
+    chosen = {"--lr": lr, "--weight-decay": weight_decay}
+    given = {option: value for option, value in chosen.items() if value is not None}
+    others = parse_settings("--set", settings)
+    named = given | {f"--set {name}": value for name, value in others.items()}
+    for option in ("--lr", "--set lr", "--weight-decay", "--set weight_decay"):
+        if option in named:
+            check_size(option, named[option], zero="decay" in option)
+    keywords = {option[2:].replace("-", "_"): value for option, value in given.items()}
+    return keywords | others
 
 
 def _run(

@@ -24,7 +24,7 @@ def mlp(
     *,
     num_classes: int = 10,
     input_shape: tuple[int, ...] = (1, 28, 28),
-    hidden: Sequence[int] = (100,),
+    hidden: int | Sequence[int] = (100,),
     activation: str = "relu",
 ) -> nn.Sequential:
     """A perceptron, by default with one hidden layer of 100 units.
@@ -35,17 +35,19 @@ def mlp(
     Args:
         num_classes: Outputs.
         input_shape: Any; samples are flattened.
-        hidden: Widths of the hidden layers.
+        hidden: Widths of the hidden layers, or that of the only one.
         activation: ``relu``, ``tanh``, ``gelu``, ``silu`` or ``sigmoid``.
     """
     check_count("num_classes", num_classes)
     for size in input_shape:
         check_count("input_shape", size)
-    for width in hidden:
+    # Text is a sequence of characters, none of which is a width.
+    widths = (hidden,) if isinstance(hidden, int | float | str) else hidden
+    for width in widths:
         check_count("hidden", width)
     make, features = activation_named(activation), math.prod(input_shape)
     layers: list[nn.Module] = [nn.Flatten()]
-    for width in hidden:
+    for width in widths:
         layers += [nn.Linear(features, width), make()]
         features = width
     return nn.Sequential(*layers, nn.Linear(features, num_classes))
