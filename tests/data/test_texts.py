@@ -74,6 +74,50 @@ def test_characters_of_any_file(tmp_path, packed):
     assert data.load("text", file=str(path)).vocabulary == found.vocabulary
 
 
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+    """A data folder and the current folder, with a text of the same name that tells which."""
+    for name, letters in (("data", "de"), ("here", "hi")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "story.txt").write_text(letters * 30)
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.delenv("RITZ_DATA", raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize("file", ["story.txt", "./story.txt", "../here/story.txt", "~/story.txt"])
+def test_a_text_of_the_current_folder_needs_no_other(places, monkeypatch, file):
+    monkeypatch.setenv("HOME", str(places / "here"))
+    assert data.load("text", file=file).vocabulary == ("h", "i")
+
+
+@pytest.mark.parametrize(
+    ("file", "letters"),
+    [("story.txt", "de"), ("./story.txt", "hi"), ("mine.txt", "mn"), ("deep/mine.txt", "op")],
+)
+def test_a_plain_name_is_looked_for_in_the_folder_of_data_first(places, file, letters):
+    (places / "here" / "mine.txt").write_text("mn" * 30)
+    (places / "here" / "deep").mkdir()
+    (places / "here" / "deep" / "mine.txt").write_text("op" * 30)
+    assert data.load("text", data_dir=places / "data", file=file).vocabulary == tuple(letters)
+
+
+def test_a_whole_path_is_not_looked_for_below_itself(places):
+    (places / "here" / "text").mkdir()
+    (places / "here" / "text" / "story.txt").write_text("xy" * 30)
+    assert data.load("text", file=str(places / "here" / "story.txt")).vocabulary == ("h", "i")
+
+
+@pytest.mark.parametrize(
+    ("file", "looked"),
+    [("no.txt", r"no no\.txt .* looked for in .*data/text, .*data, .*here;"),
+     ("./no.txt", r"no no\.txt .* looked for in [^,]*here; file= names any text")],
+)  # fmt: skip
+def test_a_text_that_is_nowhere_says_where_it_was_looked_for(places, file, looked):
+    with pytest.raises(FileNotFoundError, match=looked):
+        data.load("text", data_dir=places / "data", file=file)
+
+
 def test_a_text_too_short_to_be_cut(tmp_path):
     (tmp_path / "short").write_text("abc")
     with pytest.raises(data.DataError, match="too short to be cut into three: 3 characters"):

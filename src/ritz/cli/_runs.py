@@ -47,7 +47,7 @@ SetModel = Annotated[
 ]
 SetData = Annotated[
     list[str] | None,
-    typer.Option("--set-data", metavar="KEY=VALUE", help="Option of the data: validation=5000."),
+    typer.Option("--set-data", metavar="KEY=VALUE", help="Option of the data: file=./story.txt"),
 ]
 Loss = Annotated[
     str | None,

@@ -16,10 +16,7 @@ _SHARES = (0.9, 0.95)  # of the text up to the end of training and of validation
 @DATASETS.register("text")
 def text(root: Path | None, *, file: str, length: int = LENGTH) -> TextData:
     """Characters of any text file: its first 90 % to train on, then 5 % each to choose and test."""
-    hint = "file= names any text in UTF-8, plain or packed by gzip"
-    if Path(file).is_absolute():  # then no folder is needed
-        root, file = Path(file).parent, Path(file).name
-    (path,) = locate("text", [file], root=root, folders=("text", "."), hint=hint)
+    path = _located(root, file)
     codes = np.frombuffer(read_text(path).encode("utf-32-le"), np.uint32)
     vocabulary, tokens = np.unique(codes, return_inverse=True)
     numbers = torch.from_numpy(tokens.astype(np.int64))
@@ -33,3 +30,19 @@ def text(root: Path | None, *, file: str, length: int = LENGTH) -> TextData:
         name="text", train=train, validation=validation, test=test,
         vocabulary=tuple(map(chr, vocabulary.tolist())),
     )  # fmt: skip
+
+
+def _located(root: Path | None, file: str) -> Path:
+    """The file, in the folders of data sets or else in the current folder."""
+    asked = Path(file).expanduser()
+    whole = asked.is_absolute() or file.startswith(("./", "../"))  # which say where it is
+    others = [asked.absolute().parent if whole else Path.cwd()]
+    (path,) = locate(
+        "text",
+        [asked.name if whole else file],
+        root=None if whole else root,
+        folders=("text", "."),
+        hint="file= names any text in UTF-8, plain or packed by gzip",
+        others=others,
+    )
+    return path

@@ -25,6 +25,7 @@ def locate(
     folders: Sequence[str],
     hint: str,
     endings: Sequence[str] = ENDINGS,
+    others: Sequence[Path] = (),
 ) -> list[Path]:
     """Return the paths of all ``files``, from the first folder that has every one of them.
 
@@ -35,15 +36,17 @@ def locate(
         folders: Looked into in this order, below ``root``; ``"."`` is ``root`` itself.
         hint: How to get the files.
         endings: Any of which may stand behind a file name.
+        others: Folders looked into after those, whether there is a ``root`` or not.
     """
-    if root is None:
+    if root is None and not others:
         raise FileNotFoundError(
             f"no folder for {name!r}: give data_dir=, or set RITZ_DATA, to the folder that holds "
             f"{files[0]}; {hint}"
         )
-    if not root.is_dir():
+    if root is not None and not root.is_dir():
         raise FileNotFoundError(f"data_dir must be a folder, got {str(root)!r}; {hint}")
-    places = [root / folder for folder in folders]
+    places = [] if root is None else [root / folder for folder in folders]
+    places += others
     found = [[existing(place, file, endings) for file in files] for place in places]
     for paths in found:
         if all(paths):
