@@ -1,6 +1,9 @@
 import dataclasses
 import json
 import os
+import subprocess
+import sys
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -236,3 +239,70 @@ def test_a_file_is_as_private_as_any_other(tmp_path):
 def test_text_is_written_whole(tmp_path):
     storage.write_text(tmp_path / "t", "ψ and ± stay")
     assert (tmp_path / "t").read_text(encoding="utf-8") == "ψ and ± stay"
+
+
+@pytest.fixture
+def gone():
+    """The number of a process that is no more."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def left_behind(folder, process, *, name="some.png", machine=None, age=0.0):
+    machine = storage._machine() if machine is None else machine
+    path = folder / f".{name}.{machine}.{process}.0123abcd".replace("..", ".")
+    path.write_bytes(b"half")
+    os.utime(path, (time.time() - age,) * 2)
+    return path
+
+
+def test_a_process_killed_while_it_wrote_leaves_nothing_for_good(tmp_path):
+    code = (
+        "import os, signal\n"
+        "from ritz._core.storage import atomic_path\n"
+        f"with atomic_path({str(tmp_path / 'some.png')!r}) as path:\n"
+        "    path.write_bytes(b'half')\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".some.png.")
+    storage.write_text(tmp_path / "other.png", "whole")
+    assert left.exists()
+    storage.write_text(tmp_path / "some.png", "whole")
+    assert {path.name for path in tmp_path.iterdir()} == {"some.png", "other.png"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "stays"),
+    [
+        ({}, False),
+        ({"machine": "00000000"}, True),  # where that number may be somebody's
+        ({"machine": "00000000", "age": 4000.0}, False),
+        ({"machine": ""}, True),  # of a version that did not say where
+        ({"machine": "", "age": 4000.0}, False),
+        ({"name": "some.png.state", "age": 4000.0}, True),
+    ],
+)
+def test_what_is_left_is_removed_where_its_process_is_gone_or_it_is_old(
+    tmp_path, gone, changes, stays
+):
+    left = left_behind(tmp_path, gone, **changes)
+    storage.write_text(tmp_path / "some.png", "whole")
+    assert left.exists() == stays
+
+
+@pytest.mark.parametrize(("age", "stays"), [(0.0, True), (4000.0, False)])
+def test_a_process_that_lives_keeps_what_it_writes_for_an_hour(tmp_path, age, stays):
+    left = left_behind(tmp_path, os.getppid(), age=age)
+    storage.write_text(tmp_path / "some.png", "whole")
+    assert left.exists() == stays
+
+
+def test_what_cannot_be_removed_does_not_stop_the_writing(tmp_path, gone):
+    left = left_behind(tmp_path, gone)
+    left.unlink()
+    left.mkdir()
+    storage.write_text(tmp_path / "some.png", "whole")
+    assert (tmp_path / "some.png").read_text() == "whole"

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import types
 from dataclasses import dataclass
 from typing import Literal
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 import ritz
-from ritz import studies
+from ritz import plots, studies
 from ritz._core.registry import UnknownNameError
 from ritz.studies.protocol import versions
 
@@ -94,3 +95,27 @@ def test_a_description_fits_json():
     assert found["t"][0]["mean"] == 3.0
     assert found["t"][0]["status"]["outcome"] == "completed"
     assert found["t"][1] == {"shape": [999]}
+
+
+def test_a_picture_that_fails_leaves_the_one_before(tmp_path, monkeypatch):
+    def drawn(text):
+        figure, (ax,) = plots.panels()
+        ax.set_title(text)
+        return figure
+
+    estimate = ritz.trace(torch.eye(3))
+    study = types.SimpleNamespace(figure=lambda result: drawn("first"))
+    files = studies.write(study, estimate, tmp_path / "out")
+    assert [file.name for file in files] == ["result.safetensors", "figure.png"]
+    before = files[1].read_bytes()
+
+    def half(self, path, **settings):
+        path.write_bytes(b"half")
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", half)
+    with pytest.raises(OSError, match="the disk is full"):
+        studies.write(study, estimate, tmp_path / "out")
+    assert files[1].read_bytes() == before
+    assert sorted(path.name for path in files[0].parent.iterdir()) == [
+        "figure.png", "result.safetensors"]  # fmt: skip

@@ -1,12 +1,16 @@
 """Files: safetensors with a JSON header and a checksum, written beside their name and renamed."""
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib
 import json
 import math
 import os
+import platform
+import re
 import secrets
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +26,7 @@ from ritz.version import __version__
 T = TypeVar("T")
 
 FORMAT = 1
+UNTOUCHED = 3600.0  # seconds after which nobody is writing to a file any more
 _KEY = "ritz"  # the one metadata entry of a file: JSON with format, versions, header, sha256
 _STORABLE: dict[str, type] = {}
 _MALFORMED = (SafetensorError, ValueError, TypeError, AttributeError, OSError, RecursionError)
@@ -43,11 +48,16 @@ def storable(cls: type[T]) -> type[T]:
 
 @contextmanager
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Give a temporary name beside ``path``; on success flush it and rename it to ``path``."""
+    """Give a temporary name beside ``path``; on success flush it and rename it to ``path``.
+
+    Before that, what processes that were killed left of their own attempts at ``path`` is removed.
+    """
     target = Path(path)
     if not target.parent.is_dir():
         raise FileNotFoundError(f"cannot write {target}: {target.parent} is not a folder")
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    owner = f"{_machine()}.{os.getpid()}"
+    temporary = target.with_name(f".{target.name}.{owner}.{secrets.token_hex(4)}")
+    _remove_abandoned(target)
     try:
         temporary.touch()
         mode = temporary.stat().st_mode
@@ -58,6 +68,38 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         _flush(target.parent)  # the rename itself
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _machine() -> str:
+    """A short name of this machine: numbers of processes mean nothing on another one."""
+    return hashlib.sha256(platform.node().encode()).hexdigest()[:8]
+
+
+def _remove_abandoned(target: Path) -> None:
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.(?:([0-9a-f]{{8}})\.)?(\d+)\.[0-9a-f]{{8}}")
+    # What cannot be listed or removed costs room and nothing else.
+    with contextlib.suppress(OSError), os.scandir(target.parent) as entries:
+        for entry in entries:
+            if (found := pattern.fullmatch(entry.name)) and _abandoned(entry, *found.groups()):
+                os.unlink(entry)
+
+
+def _abandoned(entry: os.DirEntry[str], machine: str | None, process: str) -> bool:
+    """Whether nobody writes to a temporary file any more: its process is gone, or it is old."""
+    if machine == _machine() and os.name == "posix" and not _alive(int(process)):
+        return True
+    # A number may have been given again, and containers on one machine count from the same one.
+    return time.time() - entry.stat().st_mtime > UNTOUCHED
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)  # sends nothing, but asks
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:
+        return True  # that of another user
+    return True
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ritz._core.registry import Registry
 from ritz._core.storage import save
+from ritz.plots.saving import save_figure
 from ritz.version import __version__
 
 C = TypeVar("C")
@@ -113,9 +114,9 @@ def write(study: Study, result: Any, folder: str | os.PathLike[str]) -> tuple[Pa
     from matplotlib import pyplot
 
     drawing = figure(result)
-    drawing.savefig(folder / "figure.png", dpi=150)
+    drawn = save_figure(drawing, folder / "figure.png", dpi=150)
     pyplot.close(drawing)  # which would keep it for a session that may run many studies
-    return folder / "result.safetensors", folder / "figure.png"
+    return folder / "result.safetensors", drawn
 
 
 def data_file(name: str, folder: str | None, *, fields: str) -> Path:
