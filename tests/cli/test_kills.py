@@ -9,8 +9,16 @@ import time
 
 import pytest
 
+# Kernels, running statistics and dropout all have to survive.
+NET = """
+from torch import nn
+
+def net(num_classes):
+    return nn.Sequential(nn.Conv2d(1, 6, 3, stride=2), nn.BatchNorm2d(6), nn.ReLU(),
+                         nn.Dropout(0.1), nn.Flatten(), nn.Linear(54, num_classes))
+"""
 COMMANDS = (
-    ("train", "--model", "mlp", "--data", "digits", "--epochs", "40", "--average-from", "20",
+    ("train", "--model", "net:net", "--data", "digits", "--epochs", "40", "--average-from", "20",
      "--optimizer", "gadam", "--watch", "10", "--out", "run"),
     ("spectrum", "run", "--matrix", "both", "--steps", "120", "--vectors"),
     ("landscape", "run", "--plane", "--points", "25", "--steps", "60"),
@@ -65,6 +73,7 @@ def test_twenty_kills_of_training_spectrum_and_landscape_leave_the_same_files(tm
     clock, kills = random.Random(11), []
     for folder in (whole, broken):
         folder.mkdir()
+        (folder / "net.py").write_text(NET)
     for command in COMMANDS:
         finish(command, whole)
         kills.append(sum(kill(command, broken, clock.uniform(0.0, 0.8)) for _ in range(KILLS)))
