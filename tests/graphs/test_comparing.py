@@ -9,6 +9,7 @@ import torch
 import ritz
 from ritz import graphs
 from ritz.graphs import GraphError
+from ritz.graphs.resampling import bias, leave_out
 
 MEASURES = ("symmetric_kl", "jensen_shannon", "wasserstein", "heat")
 
@@ -86,6 +87,37 @@ def test_errors_are_those_of_independent_probes(several, measure):
     stated = torch.stack([run.stderr[0, 1] for run in runs]).mean()
     # Twelve runs know their scatter to a fifth: a factor of two is four errors.
     assert float(scatter) / 2 < float(stated) < 2 * float(scatter)
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_a_graph_is_within_its_error_of_itself_whatever_the_probes(several, measure):
+    pair = [several["attached"], several["attached"]]
+    for seed in range(4):
+        found = graphs.similarity(
+            pair, measure=measure, num_moments=40, num_probes=32, generator=seeded(seed)
+        )
+        # Different probes: the noise adds to the distance, and the error knows how much.
+        assert 0 < float(found.matrix[0, 1]) <= 4 * float(found.stderr[0, 1])
+        if measure == "symmetric_kl":
+            assert float(found.matrix[0, 1]) > 0.5 * float(found.stderr[0, 1])
+
+
+def test_the_jackknife_finds_the_bias_of_a_square_exactly():
+    samples = torch.randn(50, 1, generator=seeded(0), dtype=torch.float64)
+    left = leave_out(samples)
+    mean = samples.mean(0)
+    # Leaving out groups, the bias of a squared mean is the variance between them over their number.
+    groups = samples.reshape(10, 5).mean(1)
+    expected = groups.var() / 10
+    assert float(bias(left.square(), mean.square())) == pytest.approx(float(expected))
+    assert float(bias(left[:0], mean)) == 0
+
+
+def test_no_negative_zero_is_printed():
+    same = nx.karate_club_graph()
+    found = graphs.similarity([same, same, nx.path_graph(34)], num_moments=12)
+    assert "-0" not in str(found)
+    assert float(found.matrix.min()) == 0
 
 
 def test_jensen_shannon_is_at_most_log_two():

@@ -176,7 +176,10 @@ def test_the_seed_decides():
         (lambda: erdos_renyi(0, p=0.1), "n must be at least 1"),
         (lambda: erdos_renyi(5, p=1.5), "p must be between 0 and 1"),
         (lambda: watts_strogatz(10, num_neighbors=3, p=0), "num_neighbors must be even"),
-        (lambda: watts_strogatz(10, num_neighbors=6, p=0), "num_neighbors must be between 2 and 5"),
+        (
+            lambda: watts_strogatz(10, num_neighbors=10, p=0),
+            "num_neighbors must be between 2 and 9",
+        ),
         (lambda: barabasi_albert(3, num_edges=3), "n must be at least 4"),
         (lambda: barabasi_albert(3, num_edges=0), "num_edges must be at least 1"),
         (lambda: configuration_model([1, 2]), "degrees must be .* an even sum"),
@@ -189,3 +192,14 @@ def test_the_seed_decides():
 def test_wrong_parameters_name_the_argument(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_crowded_ring_keeps_its_edges_and_moves_what_can_be_moved():
+    for n, k in ((20, 18), (21, 20), (60, 40)):
+        generator = torch.Generator().manual_seed(0)
+        graph = watts_strogatz(n, num_neighbors=k, p=0.5, generator=generator)
+        assert graph.num_edges == n * k // 2
+        assert (graph.intake.num_merged, graph.intake.num_self_loops) == (0, 0)
+        lattice = watts_strogatz(n, num_neighbors=k, p=0.0)
+        # Of a complete graph no edge has anywhere to go.
+        assert torch.equal(graph.col, lattice.col) == (k == n - 1)

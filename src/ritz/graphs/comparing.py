@@ -16,7 +16,7 @@ from ritz.graphs.divergences import DISTANCES, FEATURES
 from ritz.graphs.entropic import INTERVAL, NUM_MOMENTS, NUM_PROBES, moments
 from ritz.graphs.heat import check_moments
 from ritz.graphs.matrices import with_edges
-from ritz.graphs.resampling import jackknife, leave_out, matched_within
+from ritz.graphs.resampling import bias, jackknife, leave_out, matched_within
 from ritz.spectra import EntropicDensity, Moments, maxent
 
 Measure = Literal["symmetric_kl", "jensen_shannon", "wasserstein", "heat"]
@@ -31,7 +31,8 @@ class Similarity:
         names: Of the graphs, ``N`` of them.
         measure: What was measured.
         matrix: Distances, symmetric ``(N, N)``, zero on the diagonal.
-        stderr: Their Monte-Carlo errors likewise, by the jackknife over probes.
+        stderr: Their Monte-Carlo errors likewise, by the jackknife over probes: the root of the
+            variance and the squared bias, which spectra that are alike have more of.
         densities: The entropic spectra, all matched to within the same errors.
         num_products: Products spent on all moments.
         seed: Seed of the generator.
@@ -51,7 +52,7 @@ class Similarity:
         title = f"{self.measure.replace('_', ' ')} between {many} graphs, largest standard error"
         lines = [f"{title} {float(self.stderr.max()):.2g}"]
         for name, row in zip(self.names, self.matrix.tolist(), strict=True):
-            lines.append(f"  {name:{width}}" + "".join(f"{value:>9.3g}" for value in row))
+            lines.append(f"  {name:{width}}" + "".join(f"{value + 0.0:>9.3g}" for value in row))
         return "\n".join(lines)
 
 
@@ -74,8 +75,12 @@ def similarity(
     between entropic spectra, or another distance between them. All are densities on ``[0, 2]``
     from as many moments, matched to within the same errors, the largest that any of them has or
     needs: otherwise a spectrum known better, and so sharper, would seem different. No error is
-    below :math:`1/n`, the share of one eigenvalue. Cost: the moments of every graph once, and for
-    each eleven densities for the jackknife, a few hundredths of a second each.
+    below :math:`1/n`, the share of one eigenvalue. A distance between noisy spectra is too large by
+    what the noise of each adds to it, and so never zero for different probes of one graph: this is
+    part of the error, and not subtracted, for distances are those of ``densities``.
+
+    Cost: the moments of every graph once, and for each eleven densities for the jackknife, a few
+    hundredths of a second each.
 
     Args:
         graphs: Two or more by their names, or in a row: whatever :func:`ritz.graphs.as_graph`
@@ -159,13 +164,16 @@ def _compared(
     whole = features(torch.stack([one.mean for one in found]), densities)
     matrix = distance(whole, whole)
     matrix = 0.5 * (matrix + matrix.T).fill_diagonal_(0.0)
-    variance = torch.zeros_like(matrix)
+    variance, offset = torch.zeros_like(matrix), torch.zeros_like(matrix)
     for i, one in enumerate(found):
         left = leave_out(one.samples)
         if len(left):
             parts = maxent(left, interval=INTERVAL, stderr=errors.expand_as(left))
-            variance[i] = jackknife(distance(features(left, parts), whole)).square()
-    return matrix, (variance + variance.T).fill_diagonal_(0.0).sqrt()
+            values = distance(features(left, parts), whole)
+            variance[i] = jackknife(values).square()
+            offset[i] = bias(values, matrix[i])
+    variance = variance + variance.T + (offset + offset.T).square()
+    return matrix, variance.fill_diagonal_(0.0).sqrt()
 
 
 def _named(graphs: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:

@@ -26,7 +26,8 @@ def symmetric_kl(a: Tensor, b: Tensor) -> Tensor:
     Differences are taken before they are multiplied: the multipliers may be large and alike.
     """
     difference = a[:, None] - b[None]
-    return -0.5 * (difference[:, :, 0] * difference[:, :, 1]).sum(-1)
+    # Rounding may take it below zero, and the sum of nothing is a negative zero.
+    return (-0.5 * (difference[:, :, 0] * difference[:, :, 1]).sum(-1)).clamp_min(0.0) + 0.0
 
 
 def shares(means: Tensor, densities: Sequence[EntropicDensity]) -> Tensor:

@@ -1,7 +1,7 @@
 """Families of random graphs that a graph may be compared with, each with what is searched."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -25,9 +25,11 @@ Model = Literal[
     "stochastic_block_model",
     "configuration_model",
 ]
+Spacing = Literal["even", "square", "ratio", "whole"]
 REACH = 4.0  # mean degrees are searched from one such part of the graph's own to that multiple
-NUM_VALUES = 17  # over the whole range; half as many for each number of blocks
-SMALLEST_BLOCK = 8  # vertices of a block
+NUM_VALUES = 17  # over the whole range
+BLOCK_VALUES = 13  # likewise, for each number of blocks that is tried first
+SMALLEST_BLOCK = 8  # vertices of a block, unless there are to be two
 MOST_BLOCKS = 64
 ROUNDS = 200  # of exchanges between edges
 
@@ -59,20 +61,28 @@ class Family:
         parameter: What is searched; empty where nothing is.
         low: Least value.
         high: Largest value.
-        spacing: ``even``, ``ratio`` or ``whole`` (ratios, rounded): of the first values tried.
+        spacing: ``even``, ``square`` (of even roots), ``ratio`` or ``whole`` (ratios, rounded): of
+            the values tried.
         num_values: How many of these.
         draw: A graph, from the value and a generator.
         fixed: Parameters that are not searched.
+        whole: One of these that is searched by :func:`siblings`, a whole number; empty where none.
     """
 
     model: Model
     parameter: str
     low: float
     high: float
-    spacing: Literal["even", "ratio", "whole"]
+    spacing: Spacing
     num_values: int
     draw: Callable[[float, torch.Generator], Graph]
     fixed: dict[str, float]
+    whole: str = ""
+
+    @property
+    def count(self) -> int:
+        """The whole number that is searched beside the parameter; 0 where there is none."""
+        return round(self.fixed[self.whole]) if self.whole else 0
 
     def values(self, low: float, high: float, count: int) -> list[float]:
         """Values from ``low`` to ``high``, ascending: ``count`` of them, or fewer whole ones."""
@@ -80,6 +90,9 @@ class Family:
             return [0.0]
         if self.spacing == "even":
             return torch.linspace(low, high, count, dtype=torch.float64).tolist()
+        if self.spacing == "square":
+            roots = torch.linspace(low**0.5, high**0.5, count, dtype=torch.float64)
+            return roots.square().clamp(low, high).tolist()
         start, end = math.log(low), math.log(high)
         spaced = torch.linspace(start, end, count, dtype=torch.float64).exp().clamp(low, high)
         if self.spacing == "whole":
@@ -88,11 +101,14 @@ class Family:
 
     def scaled(self, values: Tensor) -> Tensor:
         """The variable in which values are spaced evenly."""
+        if self.spacing == "square":
+            return values.sqrt()
         return values if self.spacing == "even" else values.log()
 
     def unscaled(self, x: float) -> float:
         """The value at which the variable is ``x``, between the least and the largest."""
-        return min(max(x if self.spacing == "even" else math.exp(x), self.low), self.high)
+        plain = x if self.spacing == "even" else math.exp(x)
+        return min(max(x * x if self.spacing == "square" else plain, self.low), self.high)
 
 
 def families(model: Model, outline: Outline) -> list[Family]:
@@ -102,17 +118,51 @@ def families(model: Model, outline: Outline) -> list[Family]:
         p = degree / (n - 1)
         return [_family(model, "p", p / REACH, min(1.0, p * REACH), "ratio", partial(_er, n))]
     if model == "watts_strogatz":
-        k = min(max(2, 2 * round(degree / 2)), 2 * (n // 4))
-        fixed = {"num_neighbors": float(k)}
-        return [_family(model, "p", 0.0, 1.0, "even", partial(_ws, n, k), fixed)]
+        return [_ring(min(max(2, 2 * round(degree / 2)), _most_neighbors(n)), n)]
     if model == "barabasi_albert":
         low = max(1.0, math.floor(degree / 2 / REACH))
         high = min(n - 1.0, max(math.ceil(degree / 2 * REACH), 2.0))
         return [_family(model, "num_edges", low, high, "whole", partial(_ba, n))]
     if model == "stochastic_block_model":
-        counts = [2**i for i in range(1, 7) if 2**i <= min(MOST_BLOCKS, n // SMALLEST_BLOCK)]
+        counts = [k for k in (2, 8, 32) if k <= _most_blocks(n)]
         return [_blocks(k, n, degree) for k in counts]
     return [_family(model, "", 0.0, 0.0, "even", partial(_configuration, outline))]
+
+
+def siblings(tried: Sequence[int], best: Family, outline: Outline) -> list[Family]:
+    """Return families to try next, of whole numbers nearer to the best of those tried.
+
+    Numbers of blocks halve the ratio to those tried on either side, twice and half the best at
+    first, until these are the next ones; numbers of neighbours are the next even ones.
+
+    Args:
+        tried: Whole numbers of the families tried.
+        best: The nearest of these families.
+        outline: What was taken over from the graph.
+    """
+    n, k = outline.num_nodes, best.count
+    if best.whole == "num_neighbors":
+        beside = [one for one in (k - 2, k + 2) if 2 <= one <= _most_neighbors(n)]
+        return [_ring(one, n) for one in beside if one not in tried]
+    if best.whole != "num_blocks":
+        return []
+    below = max((one for one in tried if one < k), default=max(1, k // 4))
+    above = min((one for one in tried if one > k), default=min(4 * k, _most_blocks(n) + 1))
+    new = {min(max(round(math.sqrt(end * k)), below + 1), above - 1) for end in (below, above)}
+    return [_blocks(one, n, outline.mean_degree) for one in sorted(new - {below, k, above})]
+
+
+def _most_blocks(n: int) -> int:
+    return max(2, min(MOST_BLOCKS, n // SMALLEST_BLOCK))
+
+
+def _most_neighbors(n: int) -> int:
+    return 2 * ((n - 1) // 2)
+
+
+def _ring(k: int, n: int) -> Family:
+    fixed = {"num_neighbors": float(k)}
+    return _family("watts_strogatz", "p", 0.0, 1.0, "even", partial(_ws, n, k), fixed)
 
 
 def _family(
@@ -120,19 +170,21 @@ def _family(
     parameter: str,
     low: float,
     high: float,
-    spacing: Literal["even", "ratio", "whole"],
+    spacing: Spacing,
     draw: Callable[[float, torch.Generator], Graph],
     fixed: dict[str, float] | None = None,
 ) -> Family:
+    wholes = {"watts_strogatz": "num_neighbors", "stochastic_block_model": "num_blocks"}
     return Family(
         model=model,
         parameter=parameter,
         low=low,
         high=high,
         spacing=spacing,
-        num_values=NUM_VALUES if model != "stochastic_block_model" else NUM_VALUES // 2 + 1,
+        num_values=NUM_VALUES if model != "stochastic_block_model" else BLOCK_VALUES,
         draw=draw,
         fixed=fixed or {},
+        whole=wholes.get(model, ""),
     )
 
 
@@ -142,7 +194,10 @@ def _blocks(k: int, n: int, degree: float) -> Family:
     low, high = max(0.0, 1 - (n / k - 1) / degree), 1 - 1 / k
     draw = partial(_sbm, sizes, degree)
     fixed = {"num_blocks": float(k), "block_size": n / k, "mean_degree": degree}
-    return _family("stochastic_block_model", "mixing", min(low, high), high, "even", draw, fixed)
+    # Moments see angles, and the root of a small eigenvalue is that: evenly spaced, a narrow
+    # minimum near zero would be missed.
+    low = min(low, high)
+    return _family("stochastic_block_model", "mixing", low, high, "square", draw, fixed)
 
 
 def _er(n: int, p: float, generator: torch.Generator) -> Graph:

@@ -12,6 +12,8 @@ from ritz._core.random import resolve_generator
 from ritz.graphs.assembling import Records, Rules, assemble
 from ritz.graphs.structures import Graph
 
+ROUNDS = 20  # of blind draws before the free places of each edge are listed
+
 
 def erdos_renyi(n: int, *, p: float, generator: torch.Generator | None = None) -> Graph:
     """Return a graph on ``n`` vertices, each pair an edge with probability ``p`` by itself.
@@ -67,13 +69,16 @@ def watts_strogatz(
 
     Args:
         n: Number of vertices.
-        num_neighbors: Neighbours of each in the lattice, even, at most half of ``n``.
+        num_neighbors: Neighbours of each in the lattice, even, less than ``n``.
         p: Probability that an edge is moved; no edge is doubled and no self-loop made, so that
-            there are ``n * num_neighbors / 2`` edges.
+            there are ``n * num_neighbors / 2`` edges. An edge stays where its vertex has all
+            others for neighbours.
         generator: Source of all randomness.
+
+    Memory: that of the edges, and where they are more than half of all pairs one byte a pair.
     """
     check_count("n", n, low=4)
-    check_count("num_neighbors", num_neighbors, low=2, high=n // 2)
+    check_count("num_neighbors", num_neighbors, low=2, high=n - 1)
     check_range("p", p, low=0, high=1)
     if num_neighbors % 2:
         raise ValueError(f"num_neighbors must be even, got {num_neighbors}")
@@ -181,6 +186,8 @@ def _between(index: Tensor, a: Tensor, b: Tensor, size: Tensor) -> Tensor:
 
 def ring_edges(n: int, num_neighbors: int, p: float, generator: torch.Generator) -> Tensor:
     """Return the edges ``(2, n * num_neighbors / 2)`` of a rewired ring lattice."""
+    if num_neighbors > n // 2:
+        return _crowded_ring_edges(n, num_neighbors, p, generator)
     start = torch.arange(n).repeat(num_neighbors // 2)
     hop = torch.arange(1, num_neighbors // 2 + 1).repeat_interleave(n)
     end = (start + hop) % n
@@ -196,6 +203,34 @@ def ring_edges(n: int, num_neighbors: int, p: float, generator: torch.Generator)
         taken = torch.cat([taken, keys[free]])
         pending = pending[~free]
     return torch.stack([start, end])
+
+
+def _crowded_ring_edges(n: int, num_neighbors: int, p: float, generator: torch.Generator) -> Tensor:
+    """The same where few places are free: an edge holds its own until it has moved."""
+    start = torch.arange(n).repeat(num_neighbors // 2)
+    end = (start + torch.arange(1, num_neighbors // 2 + 1).repeat_interleave(n)) % n
+    taken = torch.eye(n, dtype=torch.bool)
+    taken[start, end] = taken[end, start] = True
+    moved = torch.rand(len(start), generator=generator, dtype=torch.float64) < p
+    pending = moved.nonzero()[:, 0]
+    for _ in range(ROUNDS):
+        ends = torch.randint(0, n, (len(pending),), generator=generator)
+        u = start[pending]
+        free = ~taken[u, ends] & _first_of_equals(_pair_keys(u, ends, n))
+        _move(taken, start, end, pending[free], ends[free])
+        pending = pending[~free]
+    for edge in pending:
+        places = (~taken[start[edge]]).nonzero()[:, 0]
+        if len(places):
+            chosen = torch.randint(0, len(places), (1,), generator=generator)
+            _move(taken, start, end, edge[None], places[chosen])
+    return torch.stack([start, end])
+
+
+def _move(taken: Tensor, start: Tensor, end: Tensor, edges: Tensor, ends: Tensor) -> None:
+    for place, value in ((end[edges], False), (ends, True)):
+        taken[start[edges], place] = taken[place, start[edges]] = value
+    end[edges] = ends
 
 
 def _pair_keys(u: Tensor, v: Tensor, n: int) -> Tensor:

@@ -33,6 +33,18 @@ def jackknife(values: Tensor) -> Tensor:
     return (spread * (len(values) - 1) / len(values)).sqrt()
 
 
+def bias(values: Tensor, whole: Tensor) -> Tensor:
+    r"""Return the bias :math:`(g - 1)(\bar v - v)` of a statistic, by the jackknife.
+
+    Args:
+        values: Of samples with a group left out, ``(g, *s)``; zero for none.
+        whole: Of all samples, ``(*s)``.
+    """
+    if not len(values):
+        return torch.zeros_like(whole)
+    return (len(values) - 1) * (values.mean(0) - whole)
+
+
 def matched_within(density: EntropicDensity) -> Tensor:
     """Return the errors within which the moments of a density were matched, ``(m + 1,)``."""
     return torch.cat([torch.zeros(1, dtype=torch.float64), density.ridge.sqrt()])

@@ -17,6 +17,8 @@ from ritz.graphs.structures import Graph
 from ritz.spectra import EntropicDensity, Moments, maxent
 
 FINE = 9  # values tried between the neighbours of the best
+SIBLING = {"num_blocks": 3, "num_neighbors": 5}  # of a family that differs in this number
+SIBLINGS = {"num_blocks": 45, "num_neighbors": 15}  # values of all these, at about the most
 NEAREST = 5  # values that a parabola is laid through
 CLOSE = 0.25  # distance of these: a share of the range, or of the value itself
 FINAL = 3  # times as many draws at the best value
@@ -31,7 +33,8 @@ class ModelFit:
         model: Its name.
         parameters: Of the nearest; those of the configuration model are the degrees.
         interval: Of the parameter that was searched: two standard deviations of what graphs
-            drawn with these parameters are found to have, either way.
+            drawn with these parameters are found to have, either way. Of ``num_blocks`` and
+            ``num_neighbors``: the least and the largest that these graphs are found to have.
         divergence: Symmetric Kullback-Leibler divergence between the spectra.
         stderr: Its error, from the draws of the model and the probes of the graph.
         typical: Below this are 95 % of the divergences of graphs drawn from the fitted model: a
@@ -57,9 +60,10 @@ class ModelFit:
             low, high = self.interval.get(name, (math.nan, math.nan))
             spread = f" ({low:.4g} to {high:.4g})" if name in self.interval else ""
             parts.append(f"{name} {value:.4g}{spread}")
-        own = f"own graphs below {self.typical:.3g}"
-        found = f"{self.divergence:.4g} ± {self.stderr:.1g}, {own}"
-        return f"{self.model:22} {found:44} {', '.join(parts)}"
+        found = (
+            f"{self.divergence:>9.4g} ± {self.stderr:<7.1g} own graphs below {self.typical:<9.3g}"
+        )
+        return f"{self.model:22} {found} {', '.join(parts)}".rstrip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,22 +140,34 @@ class Search:
         """Graphs that are drawn for a model of these families, at the most."""
         first = sum(len(one.values(one.low, one.high, one.num_values)) for one in choices)
         fine = FINE if choices[0].parameter else 0
+        fine += SIBLINGS[choices[0].whole] if choices[0].whole else 0
         return (first + fine + FINAL) * self.num_draws + self.num_repeats
 
     def over_range(self, family: Family) -> Tried:
         """What is found over the whole range."""
         return self._tried(family, family.values(family.low, family.high, family.num_values))
 
+    def beside(self, family: Family, best: Tried, count: int = 0) -> Tried:
+        """What is found where the best of another family of the model is, and around it."""
+        # The same share of the largest: for blocks, that is where the eigenvalues between them
+        # are the same, whatever their number.
+        stretch = family.high / best.family.high
+        low, high = (min(max(stretch * end, family.low), family.high) for end in _around(best))
+        return self._tried(family, family.values(low, high, count or SIBLING[family.whole]))
+
     def around_best(self, tried: Tried) -> Tried:
         """What is found between the neighbours of the best as well."""
         family, values = tried.family, tried.values.tolist()
-        place = int(tried.divergences.argmin())
-        low, high = values[max(place - 1, 0)], values[min(place + 1, len(values) - 1)]
-        new = [value for value in family.values(low, high, FINE) if value not in values]
+        new = [value for value in family.values(*_around(tried), FINE) if value not in values]
         return tried.joined(self._tried(family, new)) if new else tried
 
-    def finished(self, tried: Tried) -> ModelFit:
-        """The minimum, its divergence and the interval of the parameter."""
+    def finished(self, tried: Tried, others: Sequence[Tried] = ()) -> ModelFit:
+        """The minimum, its divergence, and the interval of the parameter.
+
+        Args:
+            tried: The best family.
+            others: Those that differ from it in a whole number.
+        """
         family = tried.family
         value = _minimum(tried, tried.divergences)
         rounded = round(value) if family.spacing == "whole" else value
@@ -164,6 +180,10 @@ class Search:
             again = [_minimum(tried, row) for row in symmetric_kl(repeats, tried.features)]
             parameters = {family.parameter: float(rounded)} | parameters
             interval = {family.parameter: _interval(family, value, again)}
+        if family.whole:
+            counts = _counts([tried, *others], repeats)
+            low, high = min(*counts, family.count), max(*counts, family.count)
+            interval[family.whole] = (float(low), float(high))
         return ModelFit(
             model=family.model,
             parameters=parameters,
@@ -200,6 +220,19 @@ class Search:
             parts = self.target.features(left)
             variance = variance + jackknife(symmetric_kl(parts, whole)[:, 0]).square()
         return float(variance.sqrt())
+
+
+def _around(tried: Tried) -> tuple[float, float]:
+    """The neighbours of the best value."""
+    values, place = tried.values.tolist(), int(tried.divergences.argmin())
+    return values[max(place - 1, 0)], values[min(place + 1, len(values) - 1)]
+
+
+def _counts(tried: Sequence[Tried], features: Tensor) -> list[int]:
+    """The whole number of the family that is nearest to each of some spectra."""
+    heights = [symmetric_kl(features, one.features).amin(1) for one in tried]
+    places = torch.stack(heights).argmin(0).tolist()
+    return [tried[place].family.count for place in places]
 
 
 def _minimum(tried: Tried, divergences: Tensor) -> float:
