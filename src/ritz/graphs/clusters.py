@@ -1,10 +1,12 @@
 """The number of clusters of a graph, counted in two ways that check each other."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from ritz._core.checks import check_choice, check_count
 from ritz._core.progress import Progress, tracking
@@ -12,7 +14,7 @@ from ritz._core.random import resolve_generator
 from ritz._core.results import Status, format_uncertain
 from ritz.graphs.counting import ClusterCount, Sampled, sample_entropic, sample_lanczos
 from ritz.graphs.filtering import Found, NullSpace, count_below
-from ritz.graphs.gaps import Gap
+from ritz.graphs.gaps import CROWD, Gap, stands_out, widest_between, widest_crowded
 from ritz.graphs.matrices import laplacian, with_edges
 from ritz.graphs.structures import Graph
 
@@ -23,6 +25,8 @@ LARGE = 2**30  # bytes of a block of float64: beyond, float32
 LOCATING = 10  # probes that find the gap where they need not count
 MISSED = 0.25  # eigenvalues: a missed one leaves one, none leaves next to nothing
 AGREEMENT = 4.0  # standard errors
+FEW = 32  # eigenvalues but 0: Lanczos finds them all, maximum entropy has no density to find
+SURE = 4 * CROWD  # sampled eigenvalues close above a gap: their spacings need not be known
 
 
 def count_clusters(
@@ -40,10 +44,15 @@ def count_clusters(
     .. math:: N_c = \#\{i : \lambda_i < \lambda_*\} \approx n \int_0^{\lambda_*} p(\lambda)\,
         d\lambda
 
-    with :math:`\lambda_*` in the widest low stretch of the density left of the bulk. Each connected
-    component, and so each isolated vertex, has an eigenvalue 0 and counts. Where there is no such
-    stretch (a path, a grid), or nothing left of it but the eigenvalue 0 of one component (a random
-    graph, a complete one: the whole is one cluster), ``count`` is ``None`` and ``reason`` says so.
+    with :math:`\lambda_*` in the widest low stretch of the density left of the bulk. Where nothing
+    is left of that but the eigenvalue 0 that every component has, and one component has half of all
+    vertices, the next stretch is tried: it counts if it is wide beside the spacings above it, and
+    no other is about as wide.
+
+    Each connected component, and so each isolated vertex, counts: where no gap is found beyond them
+    ``count`` is their number, which is exact, and ``reason`` says so where there is no gap at all.
+    Where a connected graph has no gap (a path, a grid) or none but that above 0 (a random graph, a
+    complete one: the whole is one cluster), ``count`` is ``None`` and ``reason`` says why.
 
     ``entropic``: the mass of the entropic spectrum (Algorithm 5), with standard deviation
     :math:`\sqrt{2 N_c / d}` at most. ``lanczos``: that of Lanczos quadrature, smoothed by a
@@ -85,7 +94,8 @@ def count_clusters(
     null = NullSpace.of(graph, torch.float64)
     num_probes = min(num_probes, LOCATING) if method == "krylov" else num_probes
     zeros = null.dimension / graph.num_nodes
-    sampled = (sample_lanczos if method == "lanczos" else sample_entropic)(
+    few = method != "entropic" and graph.num_nodes - null.dimension <= FEW
+    sampled = (sample_lanczos if method == "lanczos" or few else sample_entropic)(
         graph,
         num_moments=num_moments,
         num_probes=num_probes,
@@ -101,16 +111,20 @@ def count_clusters(
         "seed": generator.initial_seed(),
     }
     if not isinstance(sampled.gap, Gap):
-        return _without(f"no gap: {sampled.gap.reason}", facts)
+        return _components_alone(f"no gap: {sampled.gap.reason}", facts)
     if method in ("entropic", "lanczos"):
-        return _sampled_count(sampled, sampled.gap, facts)
+        return _sampled_count(sampled, _sampled_gap(sampled, sampled.gap, null), facts)
     width = _width(sampled, sampled.gap, null)
     most = MEMORY // (4 * graph.num_nodes) if max_vectors is None else max_vectors
     if width > most and method == "auto":
         short = f"not certified: block Krylov would need {width:,} vectors, max_vectors is {most:,}"
-        return _sampled_count(sampled, sampled.gap, facts, short)
+        return _sampled_count(sampled, _sampled_gap(sampled, sampled.gap, null), facts, short)
     found = _found(graph, null, sampled.gap, width, max(1, most), generator, progress)
     facts["num_products"] += found.num_products
+    if found.count == null.dimension and found.missed <= MISSED and _divisible(null):
+        further = _found_further(graph, null, sampled, max(1, most), generator, progress)
+        facts["num_products"] += further.num_products if further else 0
+        found = further if further and _real(further, sampled, null) else found
     return reconciled(found, sampled, facts, trusted=method == "auto")
 
 
@@ -180,6 +194,46 @@ def _sampled_count(
     return ClusterCount(count=count, stderr=facts["estimate_stderr"], status=status, **facts)
 
 
+def _sampled_gap(sampled: Sampled, first: Gap, null: NullSpace) -> Gap:
+    """The gap that counts: the first, unless it has but zeros on its left and a next is real."""
+    if round(sampled.below(first.threshold)[0]) > null.dimension or not _divisible(null):
+        return first
+    further = sampled.next_gap(first)
+    return first if further is None or sampled.crowd(further) < CROWD else further
+
+
+def _divisible(null: NullSpace) -> bool:
+    """Whether a component has so many vertices that its own clusters are asked for."""
+    return 2 * null.largest >= len(null.labels)
+
+
+def _found_further(
+    graph: Graph,
+    null: NullSpace,
+    sampled: Sampled,
+    most: int,
+    generator: torch.Generator,
+    progress: bool | Progress,
+) -> Found | None:
+    """What block Krylov finds at the next stretch, and above it where that is needed."""
+    if not isinstance(sampled.gap, Gap) or (gap := sampled.next_gap(sampled.gap)) is None:
+        return None
+    sure = sampled.crowd(gap) >= SURE
+    gap = gap if sure else sampled.beyond(gap)
+    width = _width(sampled, gap, null)
+    if width > most:
+        return None
+    pick = widest_between if sure else widest_crowded
+    return _found(graph, null, gap, width, most, generator, progress, pick)
+
+
+def _real(found: Found, sampled: Sampled, null: NullSpace) -> bool:
+    """Whether a gap divides a component, and is wide beside the spacings above it."""
+    if found.count == null.dimension:
+        return False
+    return sampled.crowd(found.gap) >= SURE or stands_out(found.gap, found.above)
+
+
 def _found(
     graph: Graph,
     null: NullSpace,
@@ -188,6 +242,7 @@ def _found(
     most: int,
     generator: torch.Generator,
     progress: bool | Progress,
+    pick: Callable[[Tensor, Gap], Gap] = widest_between,
 ) -> Found:
     """What block Krylov finds, with twice the vectors as long as these are too few."""
     spent, width = 0, min(width, most)
@@ -196,7 +251,7 @@ def _found(
         op = laplacian(graph, dtype=torch.float32 if large else torch.float64)
         own = NullSpace(null.labels, null.entries.to(op.dtype), null.dimension)
         with tracking(progress, "eigenvalues", width) as bar:
-            found = count_below(op, own, gap, width=width, generator=generator, bar=bar)
+            found = count_below(op, own, gap, width=width, generator=generator, bar=bar, pick=pick)
         spent += found.num_products
         enough = not found.full and found.missed <= MISSED
         if enough or width >= min(most, graph.num_nodes - null.dimension):
@@ -218,10 +273,19 @@ def _doubtful(message: str, advice: str) -> Status:
 def _whole(facts: dict[str, Any]) -> ClusterCount:
     high = facts["gap"][1]
     reason = (
-        "no gap between clusters: the whole graph is one, connected and not divided further; left "
-        f"of its bulk, from {high:.3g} on, is nothing but the eigenvalue 0 that it must have"
+        "no gap between clusters: the whole graph is one, connected; beyond the eigenvalue 0 that "
+        f"it must have, those from {high:.3g} on have no gap that stands out"
     )
     return _without(reason, facts, Status(outcome="completed", message="one cluster, the whole"))
+
+
+def _components_alone(reason: str, facts: dict[str, Any]) -> ClusterCount:
+    count = facts["num_components"]
+    if count == 1:
+        return _without(reason, facts)
+    reason = f"{reason}; counted are the {count:,} components, as many as eigenvalues 0"
+    status = Status(outcome="completed", message="the components alone, no gap beyond them")
+    return ClusterCount(count=count, stderr=0.0, reason=reason, status=status, **facts)
 
 
 def _without(reason: str, facts: dict[str, Any], status: Status | None = None) -> ClusterCount:

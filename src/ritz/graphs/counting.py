@@ -9,7 +9,7 @@ from ritz._core.progress import Progress
 from ritz._core.results import Status, format_uncertain
 from ritz._core.storage import storable
 from ritz.graphs.entropic import moments
-from ritz.graphs.gaps import Gap, NoGap, find_gap
+from ritz.graphs.gaps import CROWD, Gap, NoGap, angle, find_gap, low_stretches, point
 from ritz.graphs.matrices import laplacian
 from ritz.graphs.structures import Graph
 from ritz.spectra import (
@@ -22,6 +22,8 @@ from ritz.spectra import (
 )
 
 LARGEST_GRID = 2**16
+NOTHING = 0.25  # eigenvalues between two low stretches: fewer are noise, and the two are one
+LADDER = 0.67  # of its width: a stretch with another one as wide above it divides nothing
 
 
 @storable
@@ -30,7 +32,8 @@ class ClusterCount:
     r"""The number of clusters of a graph: eigenvalues left of the gap of its spectrum.
 
     Attributes:
-        count: Their number; ``None`` where there is no gap, or none could be trusted.
+        count: Their number, that of the components where nothing beyond them could be told;
+            ``None`` where a connected graph has no gap, or none could be trusted.
         stderr: Standard error of the count; zero where eigenvalues were found one by one and none
             is missing.
         threshold: :math:`\lambda_*`, in the gap.
@@ -41,7 +44,7 @@ class ClusterCount:
         found: Number found by block Krylov, a lower bound; ``None`` where it was not asked.
         missed: Number that fresh probes say it missed.
         certified: Whether both ways agree and nothing was missed.
-        reason: Why there is no count.
+        reason: Why there is no count, or none but that of the components.
         num_nodes: Vertices of the graph.
         num_components: Connected components, isolated vertices among them: eigenvalues 0.
         method: How it was counted.
@@ -81,6 +84,8 @@ class ClusterCount:
             lines.append(f"{self.count:,} clusters")
         else:
             lines.append(f"{self.count:,} clusters ({_uncertain(self.estimate, self.stderr)})")
+        if self.count is not None and self.reason:
+            lines.append(f"  {self.reason}")
         if not math.isnan(self.threshold) and self.reason.startswith("no gap"):
             lines.append(f"  nothing between {low:.4g} and {high:.4g}; mass below {self.mass:.4g}")
         elif not math.isnan(self.threshold):
@@ -107,14 +112,18 @@ class Sampled:
     Attributes:
         density: Entropic or smoothed.
         gap: Of it, or why there is none.
+        stretches: All its low stretches, ascending.
         num_nodes: Vertices.
+        num_moments: What it was made of.
         num_products: Products spent.
         spread: The same from polynomials or kernels, one a probe: its spread is the error.
     """
 
     density: Density
     gap: Gap | NoGap
+    stretches: list[Gap]
     num_nodes: int
+    num_moments: int
     num_products: int
     spread: PolynomialDensity | SmoothedDensity
 
@@ -124,6 +133,39 @@ class Sampled:
         mean = self.num_nodes * float(self.density.cdf(point))
         low, high = self.spread.cdf_band(point, sigmas=1.0)
         return mean, self.num_nodes * float(high - low) / 2
+
+    def next_gap(self, first: Gap) -> Gap | None:
+        """The widest low stretch right of a first one; none where others are about as wide."""
+        joined: list[Gap] = []
+        for one in self.stretches:
+            between = self.below(one.low)[0] - self.below(joined[-1].high)[0] if joined else 1.0
+            if between < NOTHING:
+                low = joined.pop().low
+                one = Gap(low=low, high=one.high, threshold=one.threshold)
+            joined.append(Gap(low=one.low, high=one.high, threshold=one.middle))
+        after = sorted((gap for gap in joined if gap.low > first.high), key=lambda gap: gap.width)
+        if not after or after[-1].width < math.pi / self.num_moments:
+            return None
+        higher = [gap.width for gap in after if gap.low > after[-1].high]
+        return None if max(higher, default=0.0) > LADDER * after[-1].width else after[-1]
+
+    def crowd(self, gap: Gap) -> float:
+        """Number of eigenvalues in a stretch above a gap that is as wide as that."""
+        # Half of what is resolved is lost to the density of either side.
+        end = point(angle(gap.high) + gap.width + math.pi / self.num_moments)
+        return self.below(end)[0] - self.below(gap.high)[0]
+
+    def beyond(self, gap: Gap) -> Gap:
+        """The stretch that begins some eigenvalues above a gap, enough to know their spacings."""
+        resolved = math.pi / self.num_moments
+        angles = torch.linspace(angle(gap.high), math.pi, 4001, dtype=torch.float64)
+        counts = self.num_nodes * self.density.cdf(1 - angles.cos())
+        wanted = counts[0] + CROWD * torch.tensor([2.0, 4.0], dtype=torch.float64)
+        low, high = angles[torch.searchsorted(counts, wanted).clamp_max(4000)].tolist()
+        # A polynomial needs room to fall, wherever an atom may be.
+        low = min(low, math.pi - resolved)
+        high = min(max(high, low + resolved / 4), math.pi - resolved / 2)
+        return Gap(low=point(low), high=point(high), threshold=point((low + high) / 2))
 
 
 def sample_entropic(
@@ -147,9 +189,8 @@ def sample_entropic(
     # The peak of many equal eigenvalues 0 is as narrow as the square of what moments resolve.
     grid = min(LARGEST_GRID, max(4096, 2 * num_moments**2))
     entropic: EntropicDensity = maxent(found, grid_size=grid)
-    gap = find_gap(entropic, num_moments=num_moments, bulk=bulk)
     spread = PolynomialDensity(moments=found, dimension=graph.num_nodes)
-    return Sampled(entropic, gap, graph.num_nodes, found.num_products, spread)
+    return _sampled(entropic, graph, num_moments, bulk, found.num_products, spread)
 
 
 def sample_lanczos(
@@ -172,8 +213,28 @@ def sample_lanczos(
         progress=progress,
     )
     smoothed = discrete.smoothed()  # type: ignore[union-attr]  # no width was given
-    gap = find_gap(smoothed, num_moments=num_moments, bulk=bulk)
-    return Sampled(smoothed, gap, graph.num_nodes, discrete.num_products, smoothed)  # type: ignore[union-attr]
+    return _sampled(smoothed, graph, num_moments, bulk, discrete.num_products, smoothed)  # type: ignore[union-attr]
+
+
+def _sampled(
+    density: Density,
+    graph: Graph,
+    num_moments: int,
+    bulk: float,
+    num_products: int,
+    spread: PolynomialDensity | SmoothedDensity,
+) -> Sampled:
+    gap = find_gap(density, num_moments=num_moments, bulk=bulk)
+    stretches = low_stretches(density, num_moments=num_moments, bulk=bulk)
+    return Sampled(
+        density=density,
+        gap=gap,
+        stretches=[] if isinstance(stretches, NoGap) else stretches,
+        num_nodes=graph.num_nodes,
+        num_moments=num_moments,
+        num_products=num_products,
+        spread=spread,
+    )
 
 
 def _uncertain(mean: float, stderr: float) -> str:

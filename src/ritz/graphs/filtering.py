@@ -8,7 +8,8 @@ what was found, must have nothing left below the gap.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -40,6 +41,11 @@ class NullSpace:
     entries: Tensor
     dimension: int
 
+    @property
+    def largest(self) -> int:
+        """Vertices of the largest component."""
+        return int(self.labels.bincount().max())
+
     @classmethod
     def of(cls, graph: Graph, dtype: torch.dtype) -> "NullSpace":
         count, labels = graph.components()
@@ -66,6 +72,7 @@ class Found:
         missed: Eigenvalues below the gap that it has not, as sampled; about zero if there are none.
         full: Whether all vectors were needed, so that more would find more.
         num_products: Products spent.
+        above: Ritz values above the gap, up to the end of the stretch that was asked for.
     """
 
     count: int
@@ -73,6 +80,7 @@ class Found:
     missed: float
     full: bool
     num_products: int
+    above: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float64))
 
 
 def count_below(
@@ -83,21 +91,24 @@ def count_below(
     width: int,
     generator: torch.Generator,
     bar: Progress,
+    pick: Callable[[Tensor, Gap], Gap] = widest_between,
 ) -> Found:
     r"""Return the number of eigenvalues left of a gap, and what was missed.
 
     Args:
         op: The normalised Laplacian, ``(n, n)``.
         null: Its null space.
-        gap: A stretch that holds few eigenvalues; the widest gap between those in it counts.
+        gap: A stretch: what is below it is found, what is above is filtered out.
         width: Vectors of the block. Memory: as many vectors, and ``COLUMNS`` more.
         generator: Source of the block.
         bar: Told of columns.
+        pick: Which gap between the eigenvalues that were found counts; the widest of the stretch
+            by default.
     """
     degree = filter_degree(gap, op.shape[0])
     block = _filtered(op, null, gap, degree, width, generator, bar)
     values, coefficients = _rayleigh_ritz(op, block)
-    near = widest_between(values, gap)
+    near = pick(values, gap)
     below = values < near.threshold
     coefficients = coefficients[:, below].to(block)
     again = filter_degree(near, op.shape[0])
@@ -111,6 +122,7 @@ def count_below(
         missed=float(left.mean()),
         full=int((values < gap.high).sum()) >= width < op.shape[0] - null.dimension,
         num_products=width * (degree + 1) + NUM_CHECKS * again,
+        above=values[~below & (values < gap.high)],
     )
 
 
