@@ -123,6 +123,29 @@ def test_directions_of_an_edge_index_combined():
     np.testing.assert_array_equal(dense(to_undirected(graph)), dense(graph))
 
 
+def test_repeated_arcs_are_one_unless_they_are_to_add():
+    arcs = torch.tensor([[0, 0, 1, 1], [1, 1, 0, 2]])
+    weights = torch.tensor([1.0, 5.0, 2.0, 1.0])
+    merged = to_undirected(arcs, weights=weights)
+    np.testing.assert_array_equal(dense(merged), dense(as_graph(arcs, weights=weights)))
+    assert dense(merged)[0, 1] == 5
+    assert dense(to_undirected(arcs, weights=weights, combine="sum"))[0, 1] == 7
+    assert dense(to_undirected(arcs, weights=weights, multi_edges="sum"))[0, 1] == 6
+    multi = nx.MultiDiGraph([(0, 1), (0, 1), (1, 2)])
+    assert to_undirected(multi).weights is None
+    assert to_undirected(arcs, num_nodes=9).num_nodes == 9
+
+
+def test_two_rows_of_two_are_what_one_says_they_are():
+    pairs = torch.tensor([[0, 2], [2, 1]])
+    assert as_graph(pairs, num_nodes=3).num_edges == 2
+    assert to_undirected(pairs, num_nodes=3).num_edges == 2
+    assert as_graph(pairs, weights=torch.ones(2)).num_nodes == 3
+    assert dense(as_graph(torch.tensor([[0.0, 2.0], [2.0, 0.0]]))).tolist() == [[0, 2], [2, 0]]
+    for given in (np.eye(2, dtype=bool)[::-1], torch.eye(2, dtype=torch.bool).flip(0)):
+        assert dense(as_graph(np.ascontiguousarray(given))).tolist() == [[0, 1], [1, 0]]
+
+
 NAN = np.array([[0, np.nan], [np.nan, 0]])
 
 
@@ -139,7 +162,11 @@ NAN = np.array([[0, np.nan], [np.nan, 0]])
         (np.ones((3, 3)), {"num_nodes": 3}, "weights and num_nodes are for an edge_index"),
         (torch.rand(2, 5), {}, "edge_index must hold integers"),
         (torch.tensor([[0, 1], [1, 5]]), {"num_nodes": 3}, "between 0 and 2, got 0..5"),
-        (torch.tensor([[0, -1], [1, 1]]), {}, "between 0 and 1, got -1..1"),
+        (torch.tensor([[0, -1], [1, 1]]), {"num_nodes": 2}, "between 0 and 1, got -1..1"),
+        (np.array([[0, 2], [2, 0]]), {}, r"\(2, 2\) array of integers, .* pass num_nodes"),
+        (torch.tensor([[0, 2], [2, 0]]), {}, "floats for the second"),
+        (nx.Graph([(0, 1, {"weight": "x"})]), {}, "'weight' of the edge 0 - 1 must be a number, g"),
+        (nx.Graph([("a", 1, {"cost": [2]})]), {"weights": "cost"}, r"'cost' of .* 'a' - 1 .*\[2\]"),
         (torch.tensor([[0], [1]]), {"weights": torch.ones(3)}, r"weights must be \(1,\)"),
         (torch.tensor([[0], [1]]), {"weights": torch.tensor([-2.0])}, "weights must be finite"),
         (nx.empty_graph(4), {}, "Graph holds no edge between two vertices, it has 4 vertices$"),
@@ -158,3 +185,7 @@ def test_wrong_rule_of_directions():
         to_undirected(np.ones((2, 2)), combine="min")
     with pytest.raises(GraphError, match="the matrix must be finite and not negative"):
         to_undirected(-np.ones((2, 2)))
+    with pytest.raises(ValueError, match="multi_edges must be one of merge, sum"):
+        to_undirected(np.ones((2, 2)), multi_edges="refuse")
+    with pytest.raises(TypeError, match=r"a matrix or an edge_index, got a path: read\(\) takes"):
+        to_undirected("arcs.txt")

@@ -217,3 +217,15 @@ def test_too_many_vertices_for_all_eigenvalues_are_refused():
     edge_index = torch.tensor([[0], [1]])
     with pytest.raises(GraphError, match="at most 20,000 vertices"):
         graphs.eigenvalues(graphs.as_graph(edge_index, num_nodes=20_001))
+
+
+def test_a_dtype_or_device_that_cannot_be_used_is_named(monkeypatch):
+    graph = graphs.erdos_renyi(300, p=0.05)
+    for function in (graphs.spectrum, graphs.laplacian, graphs.density):
+        with pytest.raises(
+            ValueError, match=r"dtype must be torch.float32 or .*, got torch.float16"
+        ):
+            function(graph, dtype=torch.float16)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="device must be one that torch sees, got 'cuda' without"):
+        graphs.spectrum(graph, device="cuda")

@@ -51,7 +51,7 @@ def test_components(graph):
 
 
 def test_of_equal_components_the_first_is_taken():
-    graph = as_graph(torch.tensor([[2, 0], [3, 1]]))
+    graph = as_graph(torch.tensor([[2, 0], [3, 1]]), num_nodes=4)
     assert graph.largest_component().names.tolist() == [0, 1]
 
 

@@ -5,8 +5,9 @@ import time
 import tracemalloc
 
 import pytest
+import torch
 
-from ritz.graphs import GraphError, as_graph, read
+from ritz.graphs import GraphError, as_graph, assembling, read
 
 MTX = "%%MatrixMarket matrix coordinate real general\n"
 NODES = "node [ id 0 ] node [ id 1 ]"
@@ -43,6 +44,14 @@ WRONG = {
     "mtx truncated": ("e.mtx", MTX + "2 2 2\n1 2 1\n", "holds 1 entries, its header says 2"),
     "mtx negative": ("e.mtx", MTX + "2 2 1\n1 2 -3\n", "line 3: the weight '-3' is negative"),
     "mtx too large": ("e.mtx", MTX + f"{2**40} {2**40} 1\n", "vertices, 2147483647 are possible"),
+    "mtx roomy": (
+        "e.mtx",
+        MTX + "1000000000 1000000000 1\n1 2 1\n",
+        "1,000,000,000 vert.*--nodes 10",
+    ),
+    "metis roomy": ("e.metis", "900000000 1\n2\n1\n", "900,000,000 vertices for 1 edges.* 23 GiB"),
+    "weights that overflow": ("e.txt", "0 1 1e308\n1 2 1e308\n", "up to 1e.308, that their sum"),
+    "four columns": ("e.txt", "0 1 2 3\n", "weights=False .--weights or --no-weights"),
     "mtx without edges": ("e.mtx", MTX + "2 2 0\n", "no edge between two vertices"),
     "gml truncated": ("e.gml", f"graph [ {NODES}", "ends within a list"),
     "gml bracket": ("e.gml", "graph [ ] ]", "line 1: a closing bracket"),
@@ -104,6 +113,21 @@ def test_one_clear_line(tmp_path, name):
     assert "\n" not in str(caught.value)
 
 
+def test_many_isolated_vertices_are_taken_where_they_are_meant(tmp_path, monkeypatch):
+    monkeypatch.setattr(assembling, "ROOMY", 100)
+    path = tmp_path / "e.mtx"
+    path.write_text(MTX + "101 101 1\n3 2 1\n")
+    with pytest.raises(GraphError, match=r"e.mtx declares 101 vertices for 1 edges.*num_nodes=101"):
+        read(path)
+    assert read(path, num_nodes=101).num_isolated == 99
+    with pytest.raises(GraphError, match="declares 101 vertices, num_nodes is 102"):
+        read(path, num_nodes=102)
+    pair = torch.tensor([[0], [100]])
+    with pytest.raises(GraphError, match="edge_index declares 101 vertices for 1 edges"):
+        as_graph(pair)
+    assert as_graph(pair, num_nodes=101).num_nodes == 101
+
+
 @pytest.mark.parametrize("keep", [5, 30, 200, -4])
 def test_a_truncated_gzip(tmp_path, keep):
     path = tmp_path / "edges.txt.gz"
@@ -162,7 +186,7 @@ def test_a_gzip_bomb_takes_time_but_no_memory(tmp_path, filler):
         ({"errors": "ignore"}, "errors must be one of raise, report"),
         ({"num_nodes": 0}, "num_nodes must be at least 1|num_nodes must be between 1"),
         ({"weights": "cost"}, "weights may name an attribute in GML and GraphML"),
-        ({"format": "metis", "num_nodes": 3}, "num_nodes is for edge lists"),
+        ({"format": "gml", "num_nodes": 3}, "num_nodes is not for gml"),
         ({"format": "gml", "errors": "report"}, 'errors must be "raise" for gml'),
     ],
 )

@@ -14,6 +14,9 @@ from ritz.graphs.structures import NUM_REASONS, Array, Graph, GraphError, Intake
 
 MAX_NODES = 2**31 - 1  # two ends and a direction are packed into one 64-bit key
 SLAB = 2**22  # records kept in one array: 32 MiB
+ROOMY = 2**24  # vertices that a source may declare however few its edges: under half a gibibyte
+CROWD = 64  # vertices for each edge beyond that
+VERTEX = 28  # bytes a vertex takes while a graph is assembled, at the least
 Kind = Literal["edges", "arcs", "list"]
 
 
@@ -143,6 +146,25 @@ def _vertices(records: Records) -> tuple[int, Int | None]:
     return n, ids
 
 
+def check_size(source: str, num_nodes: int, num_records: int, told: int | None) -> None:
+    """Raise if a source declares vertices that would fill the memory for next to no edges.
+
+    Args:
+        source: For messages.
+        num_nodes: As declared.
+        num_records: Edges, as declared or found.
+        told: What the user says is the number of vertices, which then is meant.
+    """
+    if told is not None and told != num_nodes:
+        raise GraphError(f"{source} declares {num_nodes:,} vertices, num_nodes is {told:,}")
+    if told is None and num_nodes > max(ROOMY, CROWD * num_records):
+        size = VERTEX * num_nodes / 2**30
+        raise GraphError(
+            f"{source} declares {num_nodes:,} vertices for {num_records:,} edges, which would take "
+            f"{size:.2g} GiB; if they are meant, pass num_nodes={num_nodes} (--nodes {num_nodes})"
+        )
+
+
 def _countable(records: Records, n: int) -> int:
     if n > MAX_NODES:
         raise GraphError(f"{records.source} has {n} vertices, {MAX_NODES} are possible")
@@ -208,6 +230,16 @@ def _diagonal(packed: Packed, n: int, records: Records, rules: Rules) -> Float |
     return diagonal
 
 
+def _check_total(data: Array, source: str) -> None:
+    with np.errstate(over="ignore"):
+        total = float(data.sum())
+    if not np.isfinite(total):
+        raise GraphError(
+            f"{source} has weights so large, up to {float(data.max()):.3g}, that their sum is "
+            "beyond float64; divide all of them by the largest"
+        )
+
+
 def _graph(
     packed: Packed,
     n: int,
@@ -220,6 +252,8 @@ def _graph(
         packed.weights = np.ones(len(packed.keys))
     crow, col, data = compressing.symmetric_rows(packed, n, diagonal)
     weighted = not ones and not bool((data == 1).all())
+    if weighted:
+        _check_total(data, intake.source)
     return Graph(
         crow=torch.from_numpy(crow),
         col=torch.from_numpy(col),

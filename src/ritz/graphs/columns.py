@@ -134,7 +134,7 @@ def _wrong_count(count: int, layout: Layout) -> str | None:
     if count > 3 and layout.weights is None:
         return (
             f"has {count} columns, expected two vertices and perhaps a weight; say whether the "
-            "third column is a weight by weights=True or weights=False"
+            "third column is a weight by weights=True or weights=False (--weights or --no-weights)"
         )
     return None
 

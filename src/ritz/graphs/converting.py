@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ritz._core.checks import check_choice, check_count
-from ritz.graphs.assembling import MAX_NODES, Records, Rules, assemble
+from ritz.graphs.assembling import MAX_NODES, Records, Rules, assemble, check_size
 from ritz.graphs.attributed import simplified
 from ritz.graphs.compressing import Float
 from ritz.graphs.reading import read
@@ -29,12 +29,14 @@ def as_graph(
 
     Args:
         x: A :class:`Graph` (returned as it is); a NetworkX graph; a square weight matrix, SciPy
-            sparse, torch sparse (CSR, CSC, COO), or dense; a torch ``edge_index`` of integers
-            ``(2, E)``; or the path of a file, read by :func:`ritz.graphs.read`.
+            sparse, torch sparse (CSR, CSC, COO), or dense; an ``edge_index`` of integers
+            ``(2, E)``, torch or NumPy; or the path of a file, read by :func:`ritz.graphs.read`.
         weights: Of an ``edge_index``: ``(E,)``. Of NetworkX: the attribute that is the weight,
             ``weight`` unless told otherwise; an edge without it has weight one.
         num_nodes: Of an ``edge_index``: vertices are ``0 .. num_nodes - 1``, one more than the
-            largest index unless told otherwise.
+            largest index unless told otherwise. A ``(2, 2)`` array of integers may be a matrix
+            as well: with ``num_nodes`` it is an ``edge_index``, as floats a matrix, and refused
+            as it is.
         directed: ``drop`` the directions of a matrix that is not symmetric, of a directed
             NetworkX graph, or of arcs without their reverse (:math:`\max(W_{uv}, W_{vu})`), or
             ``refuse``. :func:`to_undirected` has other ways.
@@ -52,7 +54,7 @@ def as_graph(
         return _from_path(x, weights, num_nodes, rules)
     if _is_networkx(x):
         return assemble(_from_networkx(x, "weight" if weights is None else weights), rules)
-    if _is_edge_index(x):
+    if _is_edge_index(x, told=weights is not None or num_nodes is not None):
         return assemble(_from_edge_index(x, weights, num_nodes), rules)
     if weights is not None or num_nodes is not None:
         raise ValueError("weights and num_nodes are for an edge_index (2, E) of integers")
@@ -60,18 +62,30 @@ def as_graph(
 
 
 def to_undirected(
-    x: Any, *, combine: Literal["max", "sum", "mean"] = "max", self_loops: str = "drop"
+    x: Any,
+    *,
+    combine: Literal["max", "sum", "mean"] = "max",
+    weights: Tensor | str | None = None,
+    num_nodes: int | None = None,
+    self_loops: Literal["drop", "keep", "refuse"] = "drop",
+    multi_edges: Literal["merge", "sum"] = "merge",
 ) -> Graph:
     r"""Return the undirected graph of a directed one, by a chosen rule.
 
     Args:
         x: A directed NetworkX graph, a square matrix :math:`A` or an ``edge_index``, as for
-            :func:`as_graph`.
+            :func:`as_graph`; files are read by :func:`ritz.graphs.read`.
         combine: :math:`W_{uv} = \max(A_{uv}, A_{vu})`, :math:`A_{uv} + A_{vu}`, or half of that.
+        weights: As for :func:`as_graph`.
+        num_nodes: As for :func:`as_graph`.
         self_loops: ``drop``, ``keep`` (as :math:`A_{ii}`, whatever the rule) or ``refuse``.
+        multi_edges: An arc named more than once, in the same direction: ``merge`` makes it one, of
+            the largest weight; ``sum`` adds the weights. Repeated entries of a sparse matrix are
+            always summed.
     """
     check_choice("combine", combine, ("max", "sum", "mean"))
-    matrix = _directed_matrix(x)
+    check_choice("multi_edges", multi_edges, ("merge", "sum"))
+    matrix = _directed_matrix(x, weights, num_nodes, sums=multi_edges == "sum")
     _check_entries(matrix.data, "the matrix")
     loops = matrix.diagonal()
     both = matrix.maximum(matrix.T) if combine == "max" else matrix + matrix.T
@@ -81,17 +95,26 @@ def to_undirected(
     return assemble(records, Rules(self_loops=self_loops))
 
 
-def _directed_matrix(x: Any) -> Any:
+def _directed_matrix(x: Any, weights: Any, num_nodes: int | None, *, sums: bool) -> Any:
     if isinstance(x, Graph):
         return x.to_scipy()
+    if isinstance(x, str | os.PathLike):
+        raise TypeError(
+            "x must be a NetworkX graph, a matrix or an edge_index, got a path: read() takes files"
+        )
     if _is_networkx(x):
-        records = _from_networkx(x, "weight")
-    elif _is_edge_index(x):
-        records = _from_edge_index(x, None, None)
+        records = _from_networkx(x, "weight" if weights is None else weights)
+    elif _is_edge_index(x, told=weights is not None or num_nodes is not None):
+        records = _from_edge_index(x, weights, num_nodes)
     else:
         return _sparse(x)
     ends = np.concatenate([np.empty((2, 0), np.int64), *records.ends], axis=1)
     data = np.concatenate(records.weights) if records.weights else np.ones(ends.shape[1])
+    if not sums and len(data):
+        order = np.lexsort((ends[1], ends[0]))
+        ends, data = ends[:, order], data[order]
+        starts = np.flatnonzero(np.append(True, (ends[:, 1:] != ends[:, :-1]).any(0)))
+        ends, data = ends[:, starts], np.maximum.reduceat(data, starts)
     shape = (records.num_nodes, records.num_nodes)
     matrix: Any = scipy.sparse.coo_array((data, tuple(ends)), shape=shape)
     return matrix.tocsr()
@@ -115,9 +138,12 @@ def _from_networkx(x: Any, weight: Any) -> Records:
     ends = np.fromiter(
         (index[node] for edge in x.edges() for node in edge[:2]), np.int64, 2 * count
     )
-    values = np.fromiter(
-        (value for *_, value in x.edges(data=weight, default=1.0)), np.float64, count
-    )
+    try:
+        values = np.fromiter(
+            (value for *_, value in x.edges(data=weight, default=1.0)), np.float64, count
+        )
+    except (TypeError, ValueError) as error:
+        raise TypeError(_no_number(x, weight)) from error
     _check_entries(values, f"the attribute {weight!r}")
     directed = x.is_directed()
     records = Records(
@@ -132,13 +158,37 @@ def _from_networkx(x: Any, weight: Any) -> Records:
     return records
 
 
-def _is_edge_index(x: Any) -> bool:
+def _no_number(x: Any, weight: Any) -> str:
+    for u, v, value in x.edges(data=weight, default=1.0):
+        try:
+            float(value)
+        except (TypeError, ValueError):
+            text = repr(value)[:40]
+            return (
+                f"the attribute {weight!r} of the edge {u!r} - {v!r} must be a number, got {text}"
+            )
+    return f"the attribute {weight!r} must be a number for every edge"
+
+
+def _is_edge_index(x: Any, *, told: bool) -> bool:
     if isinstance(x, Tensor) and x.layout != torch.strided:
         return False
     if not isinstance(x, Tensor | np.ndarray) or x.ndim != 2 or x.shape[0] != 2:
         return False
-    integral = not (x.is_floating_point() if isinstance(x, Tensor) else x.dtype.kind == "f")
-    return integral or x.shape[1] != 2
+    if x.shape[1] != 2:
+        return True
+    if isinstance(x, Tensor):
+        matrix = x.is_floating_point() or x.is_complex() or x.dtype == torch.bool
+    else:
+        matrix = x.dtype.kind not in "iu"
+    if matrix:
+        return False
+    if not told:
+        raise ValueError(
+            "graph is a (2, 2) array of integers, which may be an edge_index of two edges or a "
+            "weight matrix of two vertices: pass num_nodes for the first, floats for the second"
+        )
+    return True
 
 
 def _from_edge_index(x: Any, weights: Any, num_nodes: int | None) -> Records:
@@ -148,6 +198,7 @@ def _from_edge_index(x: Any, weights: Any, num_nodes: int | None) -> Records:
     largest = int(ends.max(initial=-1))
     n = largest + 1 if num_nodes is None else num_nodes
     check_count("num_nodes", n, low=0, high=MAX_NODES)
+    check_size("edge_index", n, ends.shape[1], num_nodes)
     if largest >= n or ends.min(initial=0) < 0:
         raise GraphError(f"edge_index must lie between 0 and {n - 1}, got {ends.min()}..{largest}")
     # A list: edges that are there once, in whichever order, are an undirected graph too.

@@ -9,7 +9,7 @@ from ritz._core.progress import Progress
 from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate, Status
 from ritz.graphs.converting import as_graph
-from ritz.graphs.matrices import eigenvalues, exact_moments, laplacian, with_edges
+from ritz.graphs.matrices import check_place, eigenvalues, exact_moments, laplacian, with_edges
 from ritz.graphs.resampling import jackknife, leave_out, matched_within
 from ritz.graphs.structures import Graph
 from ritz.spectra import (
@@ -65,6 +65,7 @@ def moments(
     graph = as_graph(graph)
     check_count("num_moments", num_moments)
     check_count("num_probes", num_probes, low=2)
+    check_place(dtype, device)
     generator = resolve_generator(generator)
     if graph.num_nodes <= SMALL if exact is None else exact:
         return _exact_moments(graph, num_moments, generator)

@@ -32,10 +32,19 @@ def laplacian(
     Memory: that of the graph, shared on the CPU where its weights are of that dtype.
     """
     graph = as_graph(graph)
-    check_real_floating("dtype", dtype)
+    check_place(dtype, device)
     weights = None if graph.weights is None else graph.weights.to(device)
     rows = CompressedRows(graph.crow.to(device), graph.col.to(device), weights, dtype=dtype)
     return LaplacianOperator(rows, kind=kind)
+
+
+def check_place(dtype: torch.dtype, device: torch.device | str) -> None:
+    """Raise unless products can be made in ``dtype`` on ``device``."""
+    check_real_floating("dtype", dtype)
+    if dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device must be one that torch sees, got {str(device)!r} without CUDA")
 
 
 def eigenvalues(graph: Any, *, kind: GraphMatrix = "normalized_laplacian") -> Tensor:

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator
 
-from ritz.graphs.assembling import MAX_NODES, Records
+import torch
+
+from ritz.graphs.assembling import MAX_NODES, Records, check_size
 from ritz.graphs.columns import Layout, LineReader, quoted, split
 from ritz.graphs.sources import Source
 from ritz.graphs.structures import GraphError
@@ -10,19 +12,28 @@ from ritz.graphs.structures import GraphError
 BANNER = b"%%MatrixMarket"
 
 
-def read_matrix_market(source: Source, *, weights: bool | None, strict: bool) -> Records:
+def read_matrix_market(
+    source: Source, *, weights: bool | None, num_nodes: int | None, strict: bool
+) -> Records:
     """Return the entries of a square matrix as arcs (general) or edges (symmetric).
 
     Args:
         source: An open file.
         weights: ``False`` ignores the values, ``True`` asks for some.
+        num_nodes: What the header must say; ``None``: what it does, unless that is out of all
+            proportion.
         strict: Raise at the first entry that cannot be read, rather than count it.
     """
     blocks = source.lines()
     block, number = next(blocks, (b"\n", 1))
     columns, symmetric = _banner(source.name, block, weights)
     n, num_entries, block, number = _size(source.name, block, number, blocks)
-    records = Records(source=source.name, kind="edges" if symmetric else "arcs", num_nodes=n)
+    check_size(source.name, n, num_entries, num_nodes)
+    records = Records(
+        source=source.name,
+        kind="edges" if symmetric else "arcs",
+        num_nodes=n,
+    )
     keep = None if columns == 3 and weights is not False else False
     reader = LineReader(
         records, Layout(columns=columns, weights=keep, low=1, high=n), strict=strict
@@ -35,6 +46,7 @@ def read_matrix_market(source: Source, *, weights: bool | None, strict: bool) ->
         raise GraphError(
             f"{source.name} holds {found} entries, its header says {num_entries}: truncated?"
         )
+    records.names = torch.arange(1, n + 1)
     return records
 
 

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
-from ritz.graphs.assembling import MAX_NODES, Records
+from ritz.graphs.assembling import MAX_NODES, Records, check_size
 from ritz.graphs.columns import quoted, split
 from ritz.graphs.compressing import Float, Int
 from ritz.graphs.sources import Source
@@ -22,12 +23,14 @@ class _Header:
     weighted: bool
 
 
-def read_metis(source: Source, *, weights: bool | None) -> Records:
+def read_metis(source: Source, *, weights: bool | None, num_nodes: int | None) -> Records:
     """Return the arcs of a METIS graph file; sizes and weights of vertices are passed over.
 
     Args:
         source: An open file.
         weights: ``False`` ignores the weights of edges, ``True`` asks for some.
+        num_nodes: What the header must say; ``None``: what it does, unless that is out of all
+            proportion.
     """
     header: _Header | None = None
     records, vertex = Records(source=source.name, kind="arcs"), 0
@@ -36,6 +39,7 @@ def read_metis(source: Source, *, weights: bool | None) -> Records:
             header, block, number = _header(source.name, block, number)
             if header is None:
                 continue
+            check_size(source.name, header.num_nodes, header.num_edges, num_nodes)
             records.num_nodes = header.num_nodes
             _check_weights(source.name, header, weights)
         vertex = _neighbours(records, header, block, number, vertex, weights is not False)
@@ -50,6 +54,7 @@ def read_metis(source: Source, *, weights: bool | None) -> Records:
             f"{source.name} lists {records.num_accepted} neighbours, its header says "
             f"{header.num_edges} edges, each to be listed at both ends"
         )
+    records.names = torch.arange(1, header.num_nodes + 1)
     return records
 
 

@@ -66,7 +66,10 @@ def read(
             one, of the largest weight; ``sum`` adds the weights (unweighted: it counts);
             ``refuse`` raises (in a list: when named twice in one order).
         num_nodes: Of an edge list: vertices are ``0 .. num_nodes - 1``, those without an edge
-            isolated. ``None``: vertices are the ids that occur, in ascending order.
+            isolated. ``None``: vertices are the ids that occur, in ascending order. Of Matrix
+            Market and METIS, whose vertices are called ``1 .. n`` and are counted in the header:
+            the same number, for files that declare millions of vertices for next to no edges and
+            are refused otherwise.
         errors: ``raise`` at the first line that cannot be read, with its number, or skip, count
             and ``report`` such lines in ``graph.intake`` (edge lists and Matrix Market).
         largest_component: Return the largest connected component alone.
@@ -98,8 +101,8 @@ def _check_options(
         raise ValueError(f"weights may name an attribute in GML and GraphML, got {weights!r}")
     if num_nodes is not None:
         check_count("num_nodes", num_nodes, high=MAX_NODES)
-        if kind != "edges":
-            raise ValueError(f"num_nodes is for edge lists; a {kind} file says it itself")
+        if kind in ("gml", "graphml"):
+            raise ValueError(f"num_nodes is not for {kind}: each vertex is declared by itself")
     if errors == "report" and kind not in ("edges", "mtx"):
         raise ValueError(f'errors must be "raise" for {kind}: its lines depend on each other')
 
@@ -126,9 +129,9 @@ def _read(
         return read_graphml(source, weights=weights)
     flag = weights if isinstance(weights, bool) else None
     if kind == "mtx":
-        return read_matrix_market(source, weights=flag, strict=strict)
+        return read_matrix_market(source, weights=flag, num_nodes=num_nodes, strict=strict)
     if kind == "metis":
-        return read_metis(source, weights=flag)
+        return read_metis(source, weights=flag, num_nodes=num_nodes)
     return _read_edges(source, flag, num_nodes, strict=strict)
 
 
