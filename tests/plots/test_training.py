@@ -88,14 +88,36 @@ def test_points_are_sorted_and_carry_errors():
 
 def test_curves_of_one_run_have_a_colour_each_and_a_mark_where_averaging_begins(log):
     loss, accuracy = plots.training_curves({"run": log})
-    assert legend(loss) == legend(accuracy) == ["train", "test", "average test"]
-    assert (loss.get_yscale(), accuracy.get_yscale()) == ("log", "linear")
+    parts = ["train", "test", "average test"]
+    # The mark is named where no curve is: texts beside it lay on the accuracy.
+    assert legend(loss) == legend(accuracy) == [*parts, "averaging begins"]
+    assert not loss.texts
+    assert not accuracy.texts
     assert (loss.get_ylabel(), accuracy.get_ylabel()) == ("loss", "accuracy (%)")
     lines = loss.get_lines()
     assert len({line.get_color() for line in lines[:3]}) == 3
     assert lines[3].get_xdata()[0] == 3
     width, height = loss.figure.get_size_inches()
     assert (width, height) == pytest.approx((8.8, 3.1))
+
+
+@pytest.mark.parametrize(("first", "scale"), [(1.0, "linear"), (40.0, "log")])
+def test_losses_are_on_a_logarithmic_scale_where_they_span_a_decade(first, scale):
+    loss, accuracy = plots.training_curves({"run": [epoch(1, train_loss=first), epoch(2)]})
+    assert (loss.get_yscale(), accuracy.get_yscale()) == (scale, "linear")
+
+
+@pytest.mark.parametrize(("first", "scale"), [(40.0, "linear"), (900.0, "log")])
+def test_a_text_shows_its_perplexity_in_place_of_its_accuracy(first, scale):
+    log = [epoch(k, train_perplexity=first / k, test_perplexity=None) for k in (1, 2, 3)]
+    log[-1]["test_perplexity"] = 25.0
+    found = training_series(log)
+    np.testing.assert_allclose(found.perplexity["train"], [first, first / 2, first / 3])
+    loss, perplexity = plots.training_curves({"run": log})
+    assert (loss.get_ylabel(), perplexity.get_ylabel()) == ("loss", "perplexity")
+    assert perplexity.get_yscale() == scale
+    np.testing.assert_allclose(perplexity.get_lines()[0].get_ydata(), found.perplexity["train"])
+    np.testing.assert_array_equal(perplexity.get_lines()[1].get_ydata(), [25.0])
 
 
 def test_curves_of_several_runs_have_a_colour_a_run(log):
@@ -118,7 +140,10 @@ def test_a_log_without_accuracy_has_one_panel():
 def test_the_largest_eigenvalue_against_the_stable_rate(log):
     ax = plots.curvature_over_time(log)
     assert sorted(legend(ax)) == ["$2/\\alpha$", r"largest eigenvalue $\lambda_1$"]
-    assert (ax.get_xlabel(), ax.get_yscale()) == ("epoch", "log")
+    assert (ax.get_xlabel(), ax.get_yscale()) == ("epoch", "linear")
+    steep = [*log, curvature(4, lambda_max=600.0)]
+    assert plots.curvature_over_time(steep).get_yscale() == "log"
+    assert plots.curvature_over_time(steep, log=False).get_yscale() == "linear"
     without = [{k: v for k, v in record.items() if k != "threshold"} for record in log]
     assert legend(plots.curvature_over_time(without)) == [r"largest eigenvalue $\lambda_1$"]
 

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from ritz.measures.landscapes import Landscape, Landscape2d
 from ritz.plots.figures import BLUE, LEGEND, VERMILION, panels
+from ritz.plots.scales import log_y, ticks
 from ritz.plots.series import Array, landscape_slice, landscape_surface
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def landscape(
     _draw_lines(ax, found.t, found.loss, found.test_loss, colour=BLUE, what="loss")
     ax.set(xlabel=r"step $t$", ylabel="loss", xlim=(found.t[0], found.t[-1]))
     if log:
-        ax.set_yscale("log")
+        log_y(ax)
     top = ax
     if accuracy and found.accuracy is not None:
         top = _on_the_right(ax)
@@ -75,7 +76,8 @@ def landscape2d(
     ax.plot(0, 0, "+", color="white", markersize=9, markeredgewidth=1.6)
     ax.set(xlabel=landscape.names[0], ylabel=landscape.names[1])
     strip = ax.inset_axes((1.03, 0.0, 0.04, 1.0))  # stays beside its panel in any grid
-    bar = ax.figure.colorbar(filled, cax=strip, ticks=found.levels[::2], format="%.2g")
+    locator, formatter = ticks(low, high)
+    bar = ax.figure.colorbar(filled, cax=strip, ticks=locator, format=formatter)
     bar.set_label("test loss" if test else "loss")
     bar.minorticks_off()
     return ax

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ritz.measures.landscapes import Landscape, Landscape2d
 from ritz.plots.figures import density, panels, share_legend, spectra, spectrum
 from ritz.plots.landscapes import landscape, landscape2d
+from ritz.plots.scales import spans_decade
 from ritz.spectra import Spectrum
 
 if TYPE_CHECKING:
@@ -54,11 +55,11 @@ def _(result: Landscape2d) -> "Figure":
 def _(result: Landscape) -> "Figure":
     columns = min(3, len(result.names))
     figure, axes = panels(-(-len(result.names) // columns), columns, width=4.4, height=3.0)
-    positive = bool((result.loss > 0).all())
+    log = spans_decade(*(loss for loss in (result.loss, result.test_loss) if loss is not None))
     for ax, name in zip(axes, result.names, strict=False):
         if ax is not axes[0]:
             ax.sharey(axes[0])
-        landscape(result, direction=name, ax=ax, log=positive)
+        landscape(result, direction=name, ax=ax, log=log)
         ax.set_title(direction_title(name), loc="left", fontsize="medium")
         ax.locator_params(axis="x", nbins=5)
     for spare in axes[len(result.names) :]:

@@ -17,19 +17,21 @@ HELD = ("validation", "test")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSeries:
-    """Loss and accuracy by epoch; all arrays ``(n,)``, NaN where nothing was measured.
+    """Loss, accuracy and perplexity by epoch; all arrays ``(n,)``, NaN where nothing was measured.
 
     Attributes:
         epoch: Ascending, from one.
         loss: By data: ``train``, ``validation``, ``test``, ``average validation``,
             ``average test``; of these what there is.
         accuracy: Likewise, in per cent; empty where there is none.
+        perplexity: Likewise, of a text.
         average_from: First epoch whose average was evaluated, or ``None``.
     """
 
     epoch: Array
     loss: dict[str, Array]
     accuracy: dict[str, Array]
+    perplexity: dict[str, Array]
     average_from: float | None
 
 
@@ -43,7 +45,7 @@ class Points:
 
 
 def training_series(records: Iterable[Record]) -> TrainingSeries:
-    """Return loss and accuracy of a log by epoch.
+    """Return loss, accuracy and perplexity of a log by epoch.
 
     Args:
         records: Of a log of training; those of other kinds than ``epoch`` are passed over.
@@ -54,15 +56,21 @@ def training_series(records: Iterable[Record]) -> TrainingSeries:
                          "and has an epoch ended?")  # fmt: skip
     averaged = [f"average_{held}" for held in HELD]
     names = ("train", *HELD, *averaged)
-    loss, accuracy = ({name.replace("_", " "): _column(epochs, f"{name}_{what}") for name in names
-                       if any(f"{name}_{what}" in record for record in epochs)}
-                      for what in ("loss", "accuracy"))  # fmt: skip
+    loss, accuracy, perplexity = (
+        {
+            name.replace("_", " "): _column(epochs, f"{name}_{what}")
+            for name in names
+            if any(f"{name}_{what}" in record for record in epochs)
+        }
+        for what in ("loss", "accuracy", "perplexity")
+    )
     started = [record["epoch"] for record in epochs
                if any(f"{name}_loss" in record for name in averaged)]  # fmt: skip
     return TrainingSeries(
         epoch=_column(epochs, "epoch"),
         loss=loss,
         accuracy={name: 100 * values for name, values in accuracy.items()},
+        perplexity=perplexity,
         average_from=float(started[0]) if started else None,
     )
 

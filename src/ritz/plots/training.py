@@ -17,6 +17,7 @@ from ritz.plots.records import (
     points,
     training_series,
 )
+from ritz.plots.scales import log_y, spans_decade
 from ritz.plots.series import Array
 
 if TYPE_CHECKING:
@@ -40,30 +41,35 @@ def training_curves(runs: Runs, *, axes: "Sequence[Axes] | None" = None) -> list
     """Draw loss and accuracy by epoch, with those of the averaged iterate; return the axes.
 
     One run has a colour for each part of the data, and a mark where averaging begins; several have
-    a colour each and a line for each part. Losses are on a logarithmic scale.
+    a colour each and a line for each part. Texts have perplexities in place of accuracies. Losses
+    and perplexities that span a decade are on a logarithmic scale.
 
     Args:
         runs: Records of logs, as :func:`ritz.training.read_log` returns them, by name.
-        axes: One for the loss and, where there are any, one for accuracies; new ones otherwise.
+        axes: One for the loss and, where there are any, one for accuracies or perplexities; new
+            ones otherwise.
     """
     if not runs:
         raise ValueError("runs must hold at least one run, got none")
     found = {name: training_series(list(records)) for name, records in runs.items()}
-    wanted = 2 if any(one.accuracy for one in found.values()) else 1
-    if axes is not None and len(axes) != wanted:
-        raise ValueError(f"axes must be {wanted} for these runs, got {len(axes)}")
-    drawn = panels(1, wanted, width=4.4, height=3.1)[1] if axes is None else list(axes)
-    for ax, what in zip(drawn, ("loss", "accuracy"), strict=False):
+    second = [what for what in ("perplexity", "accuracy")
+              if any(getattr(one, what) for one in found.values())]  # fmt: skip
+    shown = ("loss", *second[:1])
+    if axes is not None and len(axes) != len(shown):
+        raise ValueError(f"axes must be {len(shown)} for these runs, got {len(axes)}")
+    drawn = panels(1, len(shown), width=4.4, height=3.1)[1] if axes is None else list(axes)
+    for ax, what in zip(drawn, shown, strict=True):
         for index, (name, series) in enumerate(found.items()):
             alone = len(found) == 1
             _draw_run(
                 ax, series, getattr(series, what), None if alone else name, PALETTE[index % 7]
             )
-        ax.set(xlabel="epoch", ylabel="loss" if what == "loss" else "accuracy (%)")
+        ax.set(xlabel="epoch", ylabel="accuracy (%)" if what == "accuracy" else what)
         _whole_epochs(ax)
+        values = [y for one in found.values() for y in getattr(one, what).values()]
+        if what != "accuracy" and spans_decade(*values):
+            log_y(ax)
         ax.legend(loc="best", **LEGEND)
-    if all(np.nanmin(values) > 0 for one in found.values() for values in one.loss.values()):
-        drawn[0].set_yscale("log")
     return drawn
 
 
@@ -75,17 +81,19 @@ def curvature_over_time(
     Args:
         records: Of a log with a ``CurvatureMonitor`` that measures ``lambda_max``.
         ax: Where to draw; a new figure if not given.
-        log: Logarithmic scale of the eigenvalue.
+        log: Logarithmic scale of the eigenvalue, where it spans a decade.
     """
     ax = ax or panels(width=4.4, height=3.1)[1][0]
     records = list(records)
     largest = curvature_points(records, "lambda_max")
     _draw_points(ax, largest, BLUE, "o", r"largest eigenvalue $\lambda_1$", joined=True)
+    drawn = [largest.y]
     if any(record.get("threshold") is not None for record in records):
         bound = curvature_points(records, "threshold")
+        drawn.append(bound.y)
         ax.plot(bound.x, bound.y, "--", color=VERMILION, linewidth=1.2, label=r"$2/\alpha$")
-    if log and bool((largest.y > 0).all()):
-        ax.set_yscale("log")
+    if log and spans_decade(*drawn):
+        log_y(ax)
     ax.set(xlabel=_unit(records), ylabel=r"eigenvalue")
     ax.legend(loc="best", **LEGEND)
     return ax
@@ -147,7 +155,7 @@ def batch_scaling(
         line = points(batch_sizes, values)
         ax.plot(line.x, line.y, color=colours[name], linewidth=1.2, label=f"{name}, predicted")
     ax.set_xscale("log", base=2)
-    ax.set_yscale("log")
+    log_y(ax)
     ax.set_xticks(sorted(set(batch_sizes)), [f"{size:,}" for size in sorted(set(batch_sizes))])
     ax.tick_params(axis="x", which="minor", bottom=False)
     ax.set(xlabel="batch size $B$ (samples)", ylabel=quantity)
@@ -166,10 +174,9 @@ def _draw_run(
         ax.plot(series.epoch[keep], y[keep], linestyle=line, linewidth=width, label=label,
                 color=own if run is None else colour, marker=marker, markersize=3)  # fmt: skip
     if run is None and series.average_from is not None:
-        ax.axvline(series.average_from, color=GREY, linewidth=0.8, linestyle="--", zorder=0)
-        ax.annotate("averaging", (series.average_from, 1.0), xycoords=("data", "axes fraction"),
-                    xytext=(3, -2), textcoords="offset points", va="top", fontsize="x-small",
-                    color="#666666")  # fmt: skip
+        # Named in the legend: a word beside the line would lie on a curve sooner or later.
+        ax.axvline(series.average_from, color=GREY, linewidth=0.8, linestyle="--", zorder=0,
+                   label="averaging begins")  # fmt: skip
 
 
 def _draw_points(

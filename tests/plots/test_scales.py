@@ -1,0 +1,96 @@
+"""Scales and their ticks: no two labels alike, none that people would not write."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from matplotlib import pyplot
+
+from ritz import plots
+from ritz.measures.landscapes import Landscape, Landscape2d
+from ritz.plots.scales import log_y, spans_decade, ticks
+
+T = torch.linspace(-1, 1, 9, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([[1.0, 10.0]], True),
+        ([[1.0], [np.nan, 12.0]], True),
+        ([[1.0, 9.9]], False),
+        ([[1.0, np.inf]], False),
+        ([[0.0, 10.0]], False),
+        ([[-1.0, 10.0]], False),
+        ([[np.nan]], False),
+    ],
+)
+def test_a_decade_is_of_finite_positive_values(values, expected):
+    assert spans_decade(*map(np.array, values)) is expected
+
+
+def labels(axis):
+    """What stands beside the ticks that can be seen."""
+    axis.axes.figure.canvas.draw()
+    low, high = sorted(axis.get_view_interval())
+    seen = [tick for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+    return [tick.label1.get_text() or tick.label2.get_text() for tick in seen]
+
+
+def plane(loss):
+    return Landscape2d(
+        names=("first", "second"), s=T, t=T, norms=torch.ones(2), loss=loss, accuracy=None,
+        test_loss=None, test_accuracy=None, batch_norm="eval", risk="Risk(...)",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("centre", "height"), [(2.4, 0.03), (2e-5, 1e-6), (0.05, 3.0), (1e-3, 500.0), (-0.1, 5.0)]
+)
+def test_colour_bars_have_ticks_that_differ(centre, height):
+    ax = plots.landscape2d(plane(centre + height * (T[:, None] ** 2 + 0.5 * T**2)))
+    found = labels(ax.child_axes[0].yaxis)
+    assert len(found) >= 3
+    assert len(set(found)) == len(found)
+    pyplot.close(ax.figure)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (4.0, 4.1, ["4.00", "4.02", "4.04", "4.06", "4.08", "4.10"]),
+        (0.1, 6.0, ["0.1", "0.2", "0.5", "1", "2", "5"]),
+    ],
+)
+def test_labels_of_a_logarithmic_scale_are_plain_numbers(low, high, expected):
+    figure, (ax,) = plots.panels()
+    ax.plot([0, 1], [low, high])
+    log_y(ax)
+    assert ax.get_yscale() == "log"
+    assert labels(ax.yaxis) == expected
+    assert not any(tick.label1.get_text() for tick in ax.yaxis.get_minor_ticks())
+    pyplot.close(figure)
+
+
+def test_many_decades_have_powers_of_ten():
+    locator, formatter = ticks(1e-3, 1e5)
+    found = [formatter(x) for x in locator.tick_values(1e-3, 1e5)]
+    assert all(re.fullmatch(r"\$\\mathdefault\{10\^\{-?\d+\}\}\$", label) for label in found)
+
+
+@pytest.mark.parametrize(("height", "scale"), [(0.05, "linear"), (50.0, "log")])
+def test_panels_of_a_landscape_share_a_scale_that_suits_all(height, scale):
+    """The last direction, along which nothing changes, does not decide for the others."""
+    found = Landscape(
+        names=("steep", "flat"), t=T, norms=torch.ones(2),
+        loss=torch.stack([4.0 + height * T**2, 4.0 + 0.0 * T]), accuracy=None, test_loss=None,
+        test_accuracy=None, batch_norm="eval", risk="Risk(...)",
+    )  # fmt: skip
+    axes = plots.picture(found).axes
+    assert [ax.get_yscale() for ax in axes] == [scale] * 2
+    shown = labels(axes[0].yaxis)
+    assert shown == labels(axes[1].yaxis)
+    assert 2 <= len(shown) <= 8
+    assert all(re.fullmatch(r"\d+(\.\d+)?", label) for label in shown)
+    pyplot.close("all")
