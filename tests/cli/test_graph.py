@@ -5,6 +5,7 @@ import torch
 
 from ritz import graphs
 from ritz.cli import _app
+from ritz.cli._graph_pictures import clusters_figure
 
 QUICK = ["--moments", "60", "--probes", "20"]
 
@@ -49,7 +50,7 @@ def test_clusters_as_json_with_labels_and_a_picture(blocks, tmp_path, capsys):
     assert found["gap"][0] < found["threshold"] < found["gap"][1]
     assert found["files_written"] == [str(labels), str(picture)]
     assert err == ""
-    lines = [line.split() for line in labels.read_text().splitlines()]
+    lines = [line.split("\t") for line in labels.read_text().splitlines()]
     assert [int(name) for name, _ in lines] == list(range(100, 370))
     assert [int(group) for _, group in lines] == [i // 30 for i in range(270)]
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -63,6 +64,8 @@ def test_no_gap_is_an_answer_and_json_has_no_nan(random, tmp_path, capsys):
     assert found["stderr"] is None
     assert found["reason"].startswith("no gap")
     assert not labels.exists()
+    assert _app.run(["graph", "clusters", random, *QUICK, "--labels", str(labels)]) == 0
+    assert f"nothing was written to {labels}: there is no count" in capsys.readouterr().err
     assert _app.run(["graph", "clusters", random, *QUICK, "--out", str(tmp_path / "a.svg")]) == 0
     assert "no count: no gap" in capsys.readouterr().out
 
@@ -135,10 +138,16 @@ def test_bad_files_are_one_line_and_code_two(command, tmp_path, capsys):
 
 
 def test_wrong_options_are_one_line_and_code_two(blocks, tmp_path, capsys):
+    (tmp_path / "times.txt").write_text("0 1 2 3\n")
+    times = str(tmp_path / "times.txt")
     wrong = {
         "no graph file": ["clusters", str(tmp_path / "none.txt")],
         "method must be one of": ["clusters", blocks, "--method", "magic"],
         "num_probes must be at least 2": ["clusters", blocks, "--probes", "1"],
+        "weights=False (--weights or --no-weights)": ["clusters", times],
+        "expected two vertices and a weight": ["clusters", blocks, "--weights"],
+        "self_loops must be one of": ["spectrum", blocks, "--self-loops", "maybe"],
+        "multi_edges must be one of": ["model", blocks, "--multi-edges", "maybe"],
         "a picture must end in .png": ["clusters", blocks, "--out", str(tmp_path / "x.doc")],
         "no is not a folder": ["spectrum", blocks, "--out", str(tmp_path / "no" / "x.png")],
         "--labels must be in a folder": ["clusters", blocks, "--labels", "no/such/labels"],
@@ -151,6 +160,71 @@ def test_wrong_options_are_one_line_and_code_two(blocks, tmp_path, capsys):
         err = capsys.readouterr().err
         assert words in err.splitlines()[-1]
         assert "Traceback" not in err
+
+
+def test_wrong_numbers_and_choices_are_refused_before_a_file_is_read(tmp_path, capsys):
+    none = str(tmp_path / "none.txt")
+    wrong = {
+        "num_moments must be at least 1, got 0": ["spectrum", none, "--moments", "0"],
+        "num_moments must be at least 4, got 3": ["clusters", none, "--moments", "3"],
+        "num_probes must be at least 2, got 1": ["compare", none, none, "--probes", "1"],
+        "seed must be between": ["model", none, "--seed", "99999999999999999999"],
+        "method must be one of": ["clusters", none, "--method", "magic"],
+        "measure must be one of symmetric_kl": ["compare", none, none, "--measure", "cosine"],
+    }
+    for words, command in wrong.items():
+        assert _app.run(["graph", *command]) == 2
+        assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_file_compared_with_itself_has_two_names(random, capsys):
+    assert _app.run(["graph", "compare", random, random, *QUICK, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["names"] == [random, f"{random} (2)"]
+    assert found["matrix"][0][1] <= 4 * found["stderr"][0][1]
+
+
+def test_labels_have_the_names_of_the_file_whatever_is_in_them(tmp_path, capsys):
+    labels = tmp_path / "labels.txt"
+    file = tmp_path / "two.mtx"
+    head = "%%MatrixMarket matrix coordinate pattern symmetric\n"
+    file.write_text(head + "4 4 2\n2 1\n4 3\n")
+    assert _app.run(["graph", "clusters", str(file), *QUICK, "--labels", str(labels)]) == 0
+    assert labels.read_text() == "1\t0\n2\t0\n3\t1\n4\t1\n"
+    file = tmp_path / "two.gml"
+    names = ("Ann Lee", "Bo\ttab", "C", "D")
+    nodes = "".join(f'node [ id {i} label "{name}" ]\n' for i, name in enumerate(names))
+    edges = "edge [ source 0 target 1 ]\nedge [ source 2 target 3 ]\n"
+    file.write_text(f"graph [\n{nodes}{edges}]\n")
+    assert _app.run(["graph", "clusters", str(file), *QUICK, "--labels", str(labels)]) == 0
+    assert labels.read_text() == "Ann Lee\t0\nBo\\ttab\t0\nC\t1\nD\t1\n"
+    assert "written" in capsys.readouterr().out
+
+
+def test_weights_loops_and_repeats_as_the_library_reads_them(tmp_path, capsys):
+    file = tmp_path / "four.txt"
+    file.write_text("0 1 2 9\n1 2 3 9\n2 2 1 9\n1 0 2 9\n")
+    command = ["graph", "spectrum", str(file), "--moments", "4"]
+    assert _app.run([*command, "--no-weights"]) == 0
+    assert "2 edges, unweighted" in capsys.readouterr().out
+    options = ["--weights", "--self-loops", "keep", "--multi-edges", "sum", "--nodes", "5"]
+    assert _app.run([*command, *options]) == 0
+    out = capsys.readouterr().out
+    assert "5 vertices and 3 edges, 1 of them self-loops, weighted, 1 to 4" in out
+
+
+@pytest.mark.parametrize(("links", "scale"), [(0, "linear"), (80, "log")])
+def test_the_axis_of_counts_holds_them_and_little_more(links, scale):
+    # Forty components are forty eigenvalues 0, below every point; joined, one is.
+    blocks = graphs.cluster_graph([12] * 40, degree=6, num_links=links)
+    found = graphs.count_clusters(blocks)
+    figure = clusters_figure(graphs.spectrum(blocks, num_moments=40), found)
+    (ax,) = figure.axes
+    low, high = ax.get_ylim()
+    drawn = [*ax.lines[0].get_ydata(), found.count]
+    assert ax.get_yscale() == scale
+    assert low <= max(0.5, min(drawn)) <= max(drawn) <= high
+    assert high < 2 * max(drawn)
 
 
 def test_a_directed_graph_is_refused_on_request(tmp_path, capsys):

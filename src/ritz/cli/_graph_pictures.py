@@ -13,6 +13,8 @@ from ritz.spectra import EntropicDensity
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+DECADES = 20.0  # ratio of counts beyond which the axis is logarithmic
+
 
 def check_picture(out: Path | None) -> None:
     """Raise before long work if a picture could not be written after it."""
@@ -51,13 +53,26 @@ def clusters_figure(density: EntropicDensity, found: ClusterCount) -> "Figure":
     points = torch.logspace(-4, 0, 1000, dtype=torch.float64)
     below = found.num_nodes * density.cdf(points)
     ax.plot(points.numpy(), below.numpy(), linewidth=1.2, label="entropic spectrum")
+    low, high = _limits(below, found)
     if found.count is not None:
         ax.axvspan(max(found.gap[0], 1e-4), found.gap[1], alpha=0.15, color="grey", label="gap")
         ax.axhline(found.count, color="black", linewidth=0.8, label=f"{found.count:,} clusters")
-    ax.set(xscale="log", yscale="log", xlabel=r"$\lambda$", ylabel="eigenvalues below")
-    ax.set_ylim(bottom=0.5)
+    # Decades are for counts that span some; within one they would put all of it on one line.
+    scale = "log" if high > DECADES * low else "linear"
+    ax.set(xscale="log", yscale=scale, xlabel=r"$\lambda$", ylabel="eigenvalues below")
+    ax.set(xlim=(float(points[0]), float(points[-1])), ylim=(low, high))
     ax.legend(frameon=False, fontsize="small")
     return figure
+
+
+def _limits(below: torch.Tensor, found: ClusterCount) -> tuple[float, float]:
+    """Counts from the least that is drawn to the largest, with some room on either side."""
+    counts = [float(below[0]), float(below[-1]), float(found.count or below[0])]
+    least, largest = max(min(counts), 0.5), max(*counts, 1.0)
+    if largest > DECADES * least:
+        return least / 1.5, 1.5 * largest
+    room = 0.1 * (largest - least) or 1.0
+    return max(least - room, 0.0), largest + room
 
 
 def model_figure(found: Fit) -> "Figure":

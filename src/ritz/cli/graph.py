@@ -2,13 +2,15 @@
 
 import json as json_format
 import math
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import torch
 import typer
 
 from ritz import graphs
+from ritz._core.checks import check_choice, check_count
 from ritz._core.storage import write_text
 from ritz.cli._graph_pictures import (
     check_picture,
@@ -20,6 +22,8 @@ from ritz.cli._graph_pictures import (
 )
 from ritz.cli._options import Json, Seed
 from ritz.graphs import ClusterCount, Graph
+from ritz.graphs.clusters import METHODS
+from ritz.graphs.comparing import Measure as AnyMeasure
 from ritz.studies.protocol import describe
 
 app = typer.Typer(
@@ -39,7 +43,42 @@ Method = Annotated[str, typer.Option("--method", help="auto, krylov, entropic or
 Labels = Annotated[
     Path | None, typer.Option("--labels", help="File for the cluster of each vertex, a line each.")
 ]
-Measure = Annotated[str, typer.Option("--measure", help="symmetric_kl, jensen_shannon, ...")]
+Measure = Annotated[
+    str, typer.Option("--measure", help="symmetric_kl, jensen_shannon, wasserstein or heat.")
+]
+Weights = Annotated[
+    bool | None,
+    typer.Option(
+        "--weights/--no-weights",
+        help="There must be weights, or they are passed over; by default they are read if there.",
+    ),
+]
+Loops = Annotated[
+    str, typer.Option("--self-loops", help="drop self-loops, keep them or refuse them.")
+]
+Multi = Annotated[
+    str, typer.Option("--multi-edges", help="merge repeated edges, sum their weights or refuse.")
+]
+Nodes = Annotated[
+    int | None, typer.Option("--nodes", help="Number of vertices, where not all have an edge.")
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How files are read, in the words of :func:`ritz.graphs.read`."""
+
+    directed: str
+    weights: bool | None
+    self_loops: str
+    multi_edges: str
+    num_nodes: int | None
+    largest_component: bool
+
+    def read(self, file: Path, *, progress: bool) -> Graph:
+        """The graph of a file; choices are checked before it is opened."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        return graphs.read(file, **given, progress=progress)
 
 
 @app.command(epilog="Example: ritz graph spectrum web.txt.gz --moments 100 --out web.png")
@@ -48,6 +87,10 @@ def spectrum(
     moments: Moments = None,
     probes: Probes = None,
     directed: Directed = "drop",
+    weights: Weights = None,
+    self_loops: Loops = "drop",
+    multi_edges: Multi = "merge",
+    nodes: Nodes = None,
     largest: Largest = False,
     out: Out = None,
     seed: Seed = 0,
@@ -55,10 +98,10 @@ def spectrum(
 ) -> None:
     """Print the entropic spectrum of a graph, and draw it."""
     check_picture(out)
-    graph = _read(file, directed, largest, not json)
-    found = graphs.spectrum(
-        graph, **_options(moments, probes), generator=_generator(seed), progress=not json
-    )
+    options, generator = _options(moments, probes), _generator(seed)
+    rules = Reading(directed, weights, self_loops, multi_edges, nodes, largest)
+    graph = rules.read(file, progress=not json)
+    found = graphs.spectrum(graph, **options, generator=generator, progress=not json)
     facts = _facts(file, graph) | {
         "entropy": found.entropy,
         "mean": found.moment(1),
@@ -78,6 +121,10 @@ def compare(
     moments: Moments = None,
     probes: Probes = None,
     directed: Directed = "drop",
+    weights: Weights = None,
+    self_loops: Loops = "drop",
+    multi_edges: Multi = "merge",
+    nodes: Nodes = None,
     largest: Largest = False,
     out: Out = None,
     seed: Seed = 0,
@@ -85,12 +132,15 @@ def compare(
 ) -> None:
     """Print the distances between the spectra of graphs, with their errors."""
     check_picture(out)
-    named = {_name(file, files): _read(file, directed, largest, not json) for file in files}
+    check_choice("measure", measure, get_args(AnyMeasure))
+    options, generator = _options(moments, probes), _generator(seed)
+    rules = Reading(directed, weights, self_loops, multi_edges, nodes, largest)
+    read = [rules.read(file, progress=not json) for file in files]
     found = graphs.similarity(
-        named,
-        measure=measure,  # type: ignore[arg-type]  # checked there, with the choices in the message
-        **_options(moments, probes),
-        generator=_generator(seed),
+        dict(zip(_names(files), read, strict=True)),
+        measure=measure,  # type: ignore[arg-type]  # checked above
+        **options,
+        generator=generator,
         progress=not json,
     )
     facts = {
@@ -112,6 +162,10 @@ def clusters(
     probes: Probes = None,
     labels: Labels = None,
     directed: Directed = "drop",
+    weights: Weights = None,
+    self_loops: Loops = "drop",
+    multi_edges: Multi = "merge",
+    nodes: Nodes = None,
     largest: Largest = False,
     out: Out = None,
     seed: Seed = 0,
@@ -121,12 +175,15 @@ def clusters(
     check_picture(out)
     if labels is not None and not labels.parent.is_dir():
         raise ValueError(f"--labels must be in a folder that is there, got {labels}")
-    graph, options = _read(file, directed, largest, not json), _options(moments, probes)
+    check_choice("method", method, METHODS)
+    options, generator = _options(moments, probes, fewest=4), _generator(seed)
+    rules = Reading(directed, weights, self_loops, multi_edges, nodes, largest)
+    graph = rules.read(file, progress=not json)
     found = graphs.count_clusters(
         graph,
-        method=method,  # type: ignore[arg-type]  # checked there, with the choices in the message
+        method=method,  # type: ignore[arg-type]  # checked above
         **options,
-        generator=_generator(seed),
+        generator=generator,
         progress=not json,
     )
     written = [] if labels is None else _write_labels(graph, found, labels, seed, json)
@@ -143,6 +200,10 @@ def clusters(
 def model(
     file: File,
     directed: Directed = "drop",
+    weights: Weights = None,
+    self_loops: Loops = "drop",
+    multi_edges: Multi = "merge",
+    nodes: Nodes = None,
     largest: Largest = False,
     out: Out = None,
     seed: Seed = 0,
@@ -150,33 +211,28 @@ def model(
 ) -> None:
     """Print the random model whose graphs have the nearest spectrum, and its parameters."""
     check_picture(out)
-    graph = _read(file, directed, largest, not json)
-    found = graphs.fit(graph, generator=_generator(seed), progress=not json)
+    generator = _generator(seed)
+    rules = Reading(directed, weights, self_loops, multi_edges, nodes, largest)
+    graph = rules.read(file, progress=not json)
+    found = graphs.fit(graph, generator=generator, progress=not json)
     fits = [describe(one) for one in found.fits]
     facts = _facts(file, graph) | {"model": found.model, "fits": fits}
     _print(facts, f"{graph}\n{found}", json, write_picture(out, lambda: model_figure(found)))
 
 
-def _read(file: Path, directed: str, largest: bool, progress: bool) -> Graph:
-    return graphs.read(
-        file,
-        directed=directed,  # type: ignore[arg-type]  # checked there
-        largest_component=largest,
-        progress=progress,
-    )
-
-
 def _write_labels(
     graph: Graph, found: ClusterCount, labels: Path, seed: int, quiet: bool
 ) -> list[Path]:
-    """Write the name of each vertex and its cluster, a line each; nothing where none were found."""
+    """Write the name of each vertex, a tab and its cluster, a line each, where some were found."""
     if found.count is None:
+        typer.echo(f"nothing was written to {labels}: there is no count of clusters", err=True)
         return []
     groups = graphs.spectral_clusters(
         graph, found.count, generator=_generator(seed), progress=not quiet
     )
     names = range(graph.num_nodes) if graph.names is None else graph.names
-    lines = (f"{name} {group}" for name, group in zip(_listed(names), groups.tolist(), strict=True))
+    pairs = zip(_listed(names), groups.tolist(), strict=True)
+    lines = (f"{_one_line(name)}\t{group}" for name, group in pairs)
     write_text(labels, "\n".join(lines) + "\n")
     return [labels]
 
@@ -185,18 +241,35 @@ def _listed(names: Any) -> Any:
     return names.tolist() if isinstance(names, torch.Tensor) else names
 
 
-def _options(moments: int | None, probes: int | None) -> dict[str, Any]:
-    given = {"num_moments": moments, "num_probes": probes}
-    return {name: value for name, value in given.items() if value is not None}
+def _one_line(name: int | str) -> str:
+    """A name without what separates names: a tab or the end of a line in it is escaped."""
+    text = str(name).replace("\\", r"\\")
+    return text.replace("\t", r"\t").replace("\n", r"\n").replace("\r", r"\r")
+
+
+def _options(moments: int | None, probes: int | None, *, fewest: int = 1) -> dict[str, Any]:
+    """Numbers that were given, checked before a file is read."""
+    given = {"num_moments": (moments, fewest), "num_probes": (probes, 2)}
+    for name, (value, low) in given.items():
+        if value is not None:
+            check_count(name, value, low=low)
+    return {name: value for name, (value, _) in given.items() if value is not None}
 
 
 def _generator(seed: int) -> torch.Generator:
+    check_count("seed", seed, low=-(2**63), high=2**64 - 1)
     return torch.Generator().manual_seed(seed)
 
 
-def _name(file: Path, files: list[Path]) -> str:
-    alone = [other.name for other in files].count(file.name) == 1
-    return file.name if alone else str(file)
+def _names(files: list[Path]) -> list[str]:
+    """Names of files, whole paths where these are the same, numbered where these are too."""
+    short = [file.name for file in files]
+    found: list[str] = []
+    for file in files:
+        name = file.name if short.count(file.name) == 1 else str(file)
+        times = sum(str(other) == str(file) for other in files[: len(found)])
+        found.append(f"{name} ({times + 1})" if times else name)
+    return found
 
 
 def _facts(file: Path, graph: Graph) -> dict[str, Any]:

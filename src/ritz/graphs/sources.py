@@ -14,6 +14,7 @@ from ritz.graphs.structures import GraphError
 
 CHUNK = 2**20  # bytes: enough to hide Python, and temporaries stay in the cache
 MAX_LINE = 2**20  # bytes of one line of an edge list
+LARGE = 2**20  # bytes of files that are counted in KiB
 _BOM = b"\xef\xbb\xbf"
 _COMPRESSED = {
     b"BZh": "bzip2",
@@ -32,17 +33,20 @@ class Source:
         stream: Its bytes, decompressed.
         raw: The file itself, whose position is the progress.
         tracker: Told of it.
+        shift: It is told in units of two to this power of bytes.
     """
 
     name: str
     stream: IO[bytes]
     raw: IO[bytes]
     tracker: Progress
+    shift: int
 
     def read(self, size: int) -> bytes:
         """Return the next bytes, fewer at the end only."""
         block = self.stream.read(size)
-        self.tracker.update(min(self.raw.tell(), os.fstat(self.raw.fileno()).st_size) >> 10)
+        done = min(self.raw.tell(), os.fstat(self.raw.fileno()).st_size)
+        self.tracker.update(done >> self.shift)
         return block
 
     def lines(self, max_line: int = MAX_LINE) -> Iterator[tuple[bytes, int]]:
@@ -74,10 +78,12 @@ def open_source(path: str | os.PathLike[str], progress: bool | Progress) -> Iter
     size = file.stat().st_size
     if not size:
         raise GraphError(f"{name} is empty")
-    with file.open("rb") as raw, tracking(progress, f"reading {name} (KiB)", size >> 10) as tracker:
+    shift, unit = (10, "KiB") if size >= LARGE else (0, "bytes")
+    label = f"reading {name} ({unit})"
+    with file.open("rb") as raw, tracking(progress, label, size >> shift) as tracker:
         try:
             with _decompressed(raw, name) as stream:
-                yield Source(name=name, stream=stream, raw=raw, tracker=tracker)
+                yield Source(name=name, stream=stream, raw=raw, tracker=tracker, shift=shift)
         except EOFError as error:
             raise GraphError(f"{name} is a truncated gzip file") from error
         except (gzip.BadGzipFile, zlib.error) as error:

@@ -69,7 +69,7 @@ def similarity(
     ax = ax or panels(width=side + 0.6, height=side)[1][0]
     # The root spreads small distances, where graphs of a kind differ.
     norm = PowerNorm(0.5, vmin=0.0, vmax=float(matrix.max()) or 1.0)
-    image = ax.imshow(matrix, cmap="viridis_r", norm=norm)
+    image = ax.imshow(matrix.clip(min=0.0), cmap="viridis_r", norm=norm)
     _write_numbers(ax, matrix)
     ax.set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize="small")
     ax.set_yticks(range(len(names)), names, fontsize="small")
@@ -86,5 +86,5 @@ def _write_numbers(ax: "Axes", matrix: Any) -> None:
     dark = 0.35 * matrix.max()
     for (row, column), value in np.ndenumerate(matrix):
         colour = "white" if value > dark else "black"
-        text = f"{value:.2f}" if value < 9.95 else f"{value:.0f}"
+        text = f"{round(value, 2) + 0.0:.2f}" if value < 9.95 else f"{value:.0f}"
         ax.text(column, row, text, ha="center", va="center", color=colour, fontsize=6.5)

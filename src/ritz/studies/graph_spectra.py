@@ -176,6 +176,8 @@ def figure(result: Result) -> "Figure":
     for ax in axes:
         if not ax.has_data():
             ax.remove()
+    # The divergences take what the semicircles leave of the first row.
+    last.set_subplotspec(last.get_gridspec()[0, len(result.semicircle) : columns])
     return drawing
 
 
