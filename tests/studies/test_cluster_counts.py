@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -98,7 +99,22 @@ def test_mixed_graphs_are_counted_by_every_method(monkeypatch):
     for counts in found.by_moments["6"].values():
         # Four times what ten probes leave of six clusters.
         assert bool(((counts - 6).abs() < 4 * math.sqrt(2 * 6 / 10)).all())
-    assert len(cluster_counts.figure(found).axes) == 2
+    # One number of planted clusters is a point and has no panel of its own.
+    (ax,) = cluster_counts.figure(found).axes
+    assert ax.get_title().startswith("mixed kinds")
+
+
+def labels(ax):
+    return [text.get_text() for text in ax.get_legend().get_texts()]
+
+
+def test_the_picture_says_where_there_is_no_gap(result):
+    (real,), absent = result.real, torch.full((2,), torch.nan, dtype=torch.float64)
+    half = torch.stack([absent[0], real.estimates[1]])
+    rows = (real, replace(real, estimates=absent), replace(real, estimates=half))
+    planted, ax = cluster_counts.figure(replace(result, real=rows)).axes
+    assert labels(ax) == ["ca-GrQc", "ca-GrQc: no gap", "ca-GrQc (no gap: m = 20)"]
+    assert "limit of the probes" in labels(planted)
 
 
 def test_wrong_settings():

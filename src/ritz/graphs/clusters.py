@@ -45,14 +45,15 @@ def count_clusters(
         d\lambda
 
     with :math:`\lambda_*` in the widest low stretch of the density left of the bulk. Where nothing
-    is left of that but the eigenvalue 0 that every component has, and one component has half of all
-    vertices, the next stretch is tried: it counts if it is wide beside the spacings above it, and
-    no other is about as wide.
+    is left of that but the single eigenvalue 0 of a connected graph, the next stretch is tried: it
+    counts if it is wide beside the spacings above it, and no other above is about as wide. Where a
+    connected graph has no gap (a path, a grid), or none but that above 0 (a random graph, a
+    complete one: the whole is one cluster), ``count`` is ``None`` and ``reason`` says so.
 
-    Each connected component, and so each isolated vertex, counts: where no gap is found beyond them
-    ``count`` is their number, which is exact, and ``reason`` says so where there is no gap at all.
-    Where a connected graph has no gap (a path, a grid) or none but that above 0 (a random graph, a
-    complete one: the whole is one cluster), ``count`` is ``None`` and ``reason`` says why.
+    Each connected component, and so each isolated vertex, has an eigenvalue 0 and counts. Of
+    several components the gap above 0 may be the widest, or there may be none (cycles): ``count``
+    is then their number, which is exact, and ``reason`` says if no gap was found. What the largest
+    is made of, :meth:`ritz.graphs.Graph.largest_component` alone tells.
 
     ``entropic``: the mass of the entropic spectrum (Algorithm 5), with standard deviation
     :math:`\sqrt{2 N_c / d}` at most. ``lanczos``: that of Lanczos quadrature, smoothed by a
@@ -121,10 +122,10 @@ def count_clusters(
         return _sampled_count(sampled, _sampled_gap(sampled, sampled.gap, null), facts, short)
     found = _found(graph, null, sampled.gap, width, max(1, most), generator, progress)
     facts["num_products"] += found.num_products
-    if found.count == null.dimension and found.missed <= MISSED and _divisible(null):
+    if found.count == 1 and found.missed <= MISSED:
         further = _found_further(graph, null, sampled, max(1, most), generator, progress)
         facts["num_products"] += further.num_products if further else 0
-        found = further if further and _real(further, sampled, null) else found
+        found = further if further and _real(further, sampled) else found
     return reconciled(found, sampled, facts, trusted=method == "auto")
 
 
@@ -195,16 +196,11 @@ def _sampled_count(
 
 
 def _sampled_gap(sampled: Sampled, first: Gap, null: NullSpace) -> Gap:
-    """The gap that counts: the first, unless it has but zeros on its left and a next is real."""
-    if round(sampled.below(first.threshold)[0]) > null.dimension or not _divisible(null):
+    """The gap that counts: the first, unless it has but one zero on its left and a next is real."""
+    if null.dimension > 1 or round(sampled.below(first.threshold)[0]) > 1:
         return first
     further = sampled.next_gap(first)
     return first if further is None or sampled.crowd(further) < CROWD else further
-
-
-def _divisible(null: NullSpace) -> bool:
-    """Whether a component has so many vertices that its own clusters are asked for."""
-    return 2 * null.largest >= len(null.labels)
 
 
 def _found_further(
@@ -227,9 +223,9 @@ def _found_further(
     return _found(graph, null, gap, width, most, generator, progress, pick)
 
 
-def _real(found: Found, sampled: Sampled, null: NullSpace) -> bool:
-    """Whether a gap divides a component, and is wide beside the spacings above it."""
-    if found.count == null.dimension:
+def _real(found: Found, sampled: Sampled) -> bool:
+    """Whether a gap divides a connected graph, and is wide beside the spacings above it."""
+    if found.count == 1:
         return False
     return sampled.crowd(found.gap) >= SURE or stands_out(found.gap, found.above)
 

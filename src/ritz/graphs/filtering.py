@@ -41,11 +41,6 @@ class NullSpace:
     entries: Tensor
     dimension: int
 
-    @property
-    def largest(self) -> int:
-        """Vertices of the largest component."""
-        return int(self.labels.bincount().max())
-
     @classmethod
     def of(cls, graph: Graph, dtype: torch.dtype) -> "NullSpace":
         count, labels = graph.components()

@@ -23,11 +23,11 @@ from ritz._core.progress import Progress, tracking
 from ritz._core.storage import storable
 from ritz.graphs import ClusterCount, Graph
 from ritz.graphs.counting import sample_entropic
+from ritz.studies._cluster_figures import draw_mixed, draw_planted, draw_real
 from ritz.studies._cluster_tables import (
     FIRST,
     METHODS,
     MIXED,
-    PAPER,
     mixed_lines,
     number,
     planted_lines,
@@ -37,7 +37,6 @@ from ritz.studies._cluster_tables import (
 from ritz.studies.protocol import versions
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 SAMPLED = ("entropic", "lanczos")
@@ -210,60 +209,14 @@ def figure(result: Result) -> "Figure":
     """Draw errors over the number of clusters; of mixed and real graphs over that of moments."""
     from ritz import plots
 
-    drawn = [_draw_planted, *[_draw_mixed] * bool(result.mixed), *[_draw_real] * bool(result.real)]
-    drawing, axes = plots.panels(1, len(drawn), width=5.5, height=3.8)
+    # One number of clusters is a point, no curve: it has no picture beside those of other graphs.
+    alone = not (result.mixed or result.real)
+    drawn = [draw_planted] * (alone or len(result.config.clusters) > 1)
+    drawn += [*[draw_mixed] * bool(result.mixed), *[draw_real] * bool(result.real)]
+    drawing, axes = plots.panels(1, len(drawn), width=5.5 if len(drawn) > 1 else 8, height=3.8)
     for draw, ax in zip(drawn, axes, strict=True):
         draw(result, ax)
     return drawing
-
-
-def _draw_planted(result: Result, ax: "Axes") -> None:
-    clusters = result.config.clusters
-    for name, marker in (("entropic", "s"), ("lanczos", "x"), (FIRST, "o")):
-        ax.plot(clusters, result.errors(name).nanmean(1).numpy(), marker=marker, label=name)
-    for name, row in PAPER.items():
-        ax.plot(list(row), list(row.values()), linestyle=":", label=f"published: {name}")
-    limit = result.limits.numpy() * math.sqrt(2 / math.pi)  # mean of the absolute value
-    ax.plot(clusters, limit, color="black", linestyle="--", label="limit of the probes")
-    exact = bool((result.errors("auto") == 0).all())
-    title = "default: exact in every graph" if exact else "default: not exact everywhere"
-    ax.set(xscale="log", yscale="log", xlabel="planted clusters", title=title)
-    ax.set_ylabel("fractional error, mean over seeds")
-    ax.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(0, 0.9))
-
-
-def _draw_mixed(result: Result, ax: "Axes") -> None:
-    c = result.config
-    moments = [*c.mixed_moments, c.num_moments]
-    for place, count in enumerate(c.mixed):
-        for name, style in (("entropic", "s-"), ("lanczos", "x--")):
-            rows = [
-                *result.by_moments[str(count)][name].tolist(),
-                number(result.mixed[str(count)][name]),
-            ]
-            errors = [100 * (value - count) / count for value in rows]
-            ax.plot(moments, errors, style, color=f"C{place}", label=f"{count} clusters, {name}")
-        limit = 100 * probe_limit(count, c.num_probes)
-        ax.axhspan(
-            -limit, limit, color=f"C{place}", alpha=0.12, label=f"{count}: limit of the probes"
-        )
-    exact = all(result.mixed[str(count)]["auto"].count == count for count in c.mixed)
-    title = "mixed kinds; default: exact" if exact else "mixed kinds; default: not exact"
-    ax.set(xlabel="moments", ylabel="error of the count, %", title=title)
-    ax.legend(fontsize=7, frameon=False)
-
-
-def _draw_real(result: Result, ax: "Axes") -> None:
-    for one in result.real:
-        ax.errorbar(
-            result.config.moments,
-            one.estimates.numpy(),
-            yerr=2 * one.stderr.numpy(),
-            marker="o",
-            label=one.name.split(".")[0],
-        )
-    ax.set(yscale="log", xlabel="moments", ylabel="entropic count")
-    ax.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def _planted(config: Config, count: int, seed: int) -> Graph:

@@ -1,0 +1,183 @@
+"""Clusters with moderate links, whose gap is not the widest; and graphs that have none."""
+
+import math
+
+import networkx
+import pytest
+import torch
+
+from ritz import graphs
+from ritz.graphs.counting import Sampled
+from ritz.graphs.gaps import CROWD, Gap, stands_out, widest_crowded
+
+PLANTED = {  # sizes, probability of an edge within and between
+    "8 of 60": ([60] * 8, 0.3, 0.03),
+    "2 of 300": ([300] * 2, 0.05, 0.012),
+    "3 of 300": ([300] * 3, 0.06, 0.01),
+    "2 of 500": ([500] * 2, 0.03, 0.005),
+    "5 of 100": ([100] * 5, 0.2, 0.03),
+    "900 and 100": ([900, 100], 0.05, 0.004),
+}
+WHOLE = "no gap between clusters: the whole graph is one, connected"
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def block_model(name, seed):
+    sizes, within, between = PLANTED[name]
+    rows = [[within if i == j else between for j in range(len(sizes))] for i in range(len(sizes))]
+    return graphs.as_graph(networkx.stochastic_block_model(sizes, rows, seed=seed))
+
+
+def disjoint(parts):
+    return graphs.as_graph(networkx.disjoint_union_all(parts))
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("name", PLANTED)
+def test_clusters_with_moderate_links_are_found(name, seed):
+    count, graph = len(PLANTED[name][0]), block_model(name, seed)
+    found = graphs.count_clusters(graph, generator=seeded(seed))
+    assert (found.count, found.found, found.certified) == (count, count, True)
+    values = graphs.eigenvalues(graph)
+    # A Ritz value is that close to its eigenvalue once the filter has done its work.
+    assert found.gap[0] == pytest.approx(float(values[count - 1]), abs=1e-3)
+    assert found.gap[0] < found.threshold < found.gap[1] < float(values[count]) + 1e-3
+
+
+@pytest.mark.parametrize("method", ["krylov", "entropic", "lanczos"])
+@pytest.mark.parametrize("name", ["8 of 60", "2 of 300"])
+def test_every_method_looks_past_the_gap_above_zero(name, method):
+    count = len(PLANTED[name][0])
+    found = graphs.count_clusters(block_model(name, 0), method=method)
+    assert found.count is not None
+    if method == "krylov":
+        assert found.count == count
+    else:
+        assert abs(found.estimate - count) < 4 * found.stderr
+
+
+def test_a_gap_that_holds_few_eigenvalues_above_it_is_known_from_these():
+    # A hundred vertices beside nine hundred: 14 eigenvalues in an equal stretch above the gap.
+    found = graphs.count_clusters(block_model("900 and 100", 0), method="krylov")
+    assert found.count == 2
+
+
+NO_CLUSTERS = {
+    "sparse": lambda: graphs.erdos_renyi(500, p=0.016, generator=seeded(0)).largest_component(),
+    "random": lambda: graphs.erdos_renyi(500, p=0.05, generator=seeded(0)),
+    "dense": lambda: graphs.erdos_renyi(500, p=0.2, generator=seeded(0)),
+    "large": lambda: graphs.erdos_renyi(2000, p=0.006, generator=seeded(1)).largest_component(),
+    "complete": lambda: graphs.as_graph(networkx.complete_graph(100)),
+    "attached": lambda: graphs.as_graph(networkx.barabasi_albert_graph(1000, 5, seed=0)),
+    "rewired": lambda: graphs.as_graph(networkx.watts_strogatz_graph(1000, 10, 0.3, seed=0)),
+    "regular": lambda: graphs.as_graph(networkx.random_regular_graph(4, 1000, seed=0)),
+    "grid": lambda: graphs.as_graph(networkx.grid_2d_graph(20, 20)),
+    "cube": lambda: graphs.as_graph(networkx.grid_graph([8, 8, 8])),
+    "hypercube": lambda: graphs.as_graph(networkx.hypercube_graph(8)),
+}
+
+
+@pytest.mark.parametrize("method", ["auto", "krylov", "entropic"])
+@pytest.mark.parametrize("name", NO_CLUSTERS)
+def test_graphs_without_clusters_have_none(name, method):
+    found = graphs.count_clusters(NO_CLUSTERS[name](), method=method, generator=seeded(3))
+    assert found.count is None
+    assert found.reason.startswith((WHOLE, "no gap: "))
+    assert found.status.ok
+
+
+def test_the_reason_for_a_grid_is_true():
+    # Its second eigenvalue is 0.007, and after it they follow each other up to the bulk.
+    found = graphs.count_clusters(graphs.as_graph(networkx.grid_2d_graph(20, 20)))
+    assert found.reason.endswith("those from 0.00464 on have no gap that stands out")
+    assert "nothing but" not in found.reason
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("method", ["auto", "krylov", "entropic", "lanczos"])
+def test_one_edge_and_isolated_vertices(method, seed):
+    graph = networkx.empty_graph(1000)
+    graph.add_edge(3, 7)
+    found = graphs.count_clusters(graph, method=method, generator=seeded(seed))
+    assert (found.count, found.num_components) == (999, 999)
+    assert found.certified == (method == "auto")
+
+
+@pytest.mark.parametrize("method", ["auto", "krylov", "entropic", "lanczos"])
+def test_without_a_gap_the_components_are_counted_and_it_is_said(method):
+    found = graphs.count_clusters(disjoint([networkx.cycle_graph(100)] * 5), method=method)
+    assert (found.count, found.stderr, found.certified) == (5, 0.0, False)
+    assert math.isnan(found.threshold)
+    assert found.reason.startswith("no gap: the density has no minimum")
+    assert found.reason.endswith("counted are the 5 components, as many as eigenvalues 0")
+    assert found.status.message == "the components alone, no gap beyond them"
+    assert found.reason in str(found)
+
+
+def test_several_components_are_counted_as_they_are():
+    # Twelve paths of four vertices: 0, 1/2, 3/2 and 2, and the gap above 1/2 divides nothing.
+    assert graphs.count_clusters(disjoint([networkx.path_graph(4)] * 12)).count == 12
+
+
+def values(*parts):
+    return torch.cat([torch.as_tensor(part, dtype=torch.float64) for part in parts])
+
+
+def test_a_gap_stands_out_beside_the_spacings_above_it():
+    gap = Gap(low=0.3, high=0.6, threshold=0.4)
+    close = torch.linspace(0.6, 0.7, CROWD + 1, dtype=torch.float64)
+    assert stands_out(gap, close)
+    assert not stands_out(gap, close[:-1])  # too few to tell
+    assert not stands_out(gap, torch.linspace(0.6, 1.4, CROWD + 1, dtype=torch.float64))
+    # All in an equal stretch, but with a gap between them that is two thirds as wide.
+    ladder = values([0.6], torch.linspace(0.82, 0.84, CROWD))
+    assert not stands_out(gap, ladder)
+
+
+def test_the_gap_above_zero_is_passed_by():
+    above = torch.linspace(0.7, 0.8, CROWD + 1, dtype=torch.float64)
+    stretch = Gap(low=0.81, high=0.9, threshold=0.85)
+    gap = widest_crowded(values([0.4, 0.45], above), stretch)
+    assert (gap.low, gap.high) == (0.45, 0.7)
+    assert 0.45 < gap.threshold < 0.7
+    few = widest_crowded(values([0.4, 0.45, 0.7]), stretch)
+    assert (few.low, few.high) == (0.0, 0.4)
+
+
+class Flat:
+    """Fifty eigenvalues to a unit, none of them uncertain."""
+
+    def cdf(self, points):
+        return points / 2
+
+    def cdf_band(self, points, *, sigmas):
+        return points / 2, points / 2
+
+
+def next_gap(*stretches):
+    gaps = [Gap(low=low, high=high, threshold=low) for low, high in [(0.01, 0.2), *stretches]]
+    made = Sampled(
+        density=Flat(),
+        gap=gaps[0],
+        stretches=gaps,
+        num_nodes=100,
+        num_moments=80,
+        num_products=0,
+        spread=Flat(),
+    )
+    found = made.next_gap(gaps[0])
+    return None if found is None else (found.low, found.high)
+
+
+def test_the_next_gap_is_the_widest_that_none_above_rivals():
+    assert next_gap() is None
+    assert next_gap((0.3, 0.301)) is None  # narrower than moments resolve
+    assert next_gap((0.3, 0.5), (0.6, 0.62)) == (0.3, 0.5)
+    assert next_gap((0.3, 0.5), (0.6, 0.8)) is None  # a ladder
+    assert next_gap((0.3, 0.5), (0.6, 1.0)) == (0.6, 1.0)
+    # A tenth of an eigenvalue lies between: noise.
+    assert next_gap((0.3, 0.4), (0.402, 0.5)) == (0.3, 0.5)
+    assert next_gap((0.202, 0.5)) is None  # part of the first
