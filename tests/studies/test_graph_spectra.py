@@ -7,6 +7,7 @@ import ritz
 from ritz.studies import graph_spectra, write
 from ritz.studies.graph_spectra import (
     Config,
+    figure,
     histogram_divergence,
     run,
     semicircle_density,
@@ -14,7 +15,13 @@ from ritz.studies.graph_spectra import (
 )
 
 SMALL = Config(
-    num_nodes=400, p=0.03, num_edges=4, drawn=(3, 20), counts=(3, 8, 20), num_probes=40, num_bins=25
+    num_nodes=400,
+    p=0.03,
+    num_edges=4,
+    drawn=(3, 8, 12, 20),
+    counts=(3, 8, 20),
+    num_probes=40,
+    num_bins=25,
 )
 
 
@@ -59,6 +66,15 @@ def test_the_result_is_written_and_read_with_its_picture(result, tmp_path):
     files = write(graph_spectra, result, tmp_path)
     assert [file.suffix for file in files] == [".safetensors", ".png"]
     assert str(ritz.load(files[0])) == str(result)
+
+
+def test_the_first_row_of_the_picture_has_no_hole(result):
+    drawing = figure(result)
+    row = [
+        ax.get_subplotspec().colspan for ax in drawing.axes if ax.get_subplotspec().rowspan[0] == 0
+    ]
+    assert sorted(place for span in row for place in span) == [0, 1, 2, 3]
+    assert all(ax.has_data() for ax in drawing.axes)
 
 
 def test_wrong_fields_are_named():

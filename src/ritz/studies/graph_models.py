@@ -254,10 +254,10 @@ def _searched(
     generator = _seeded(config, seed)
     truth = _truth(model, size)
     graph = _makers(size, k)[model](truth, generator)
-    found = graphs.fit(graph, models=[model], num_draws=config.num_draws, generator=generator).fits[
-        0
-    ]
-    ((name, (low, high)),) = found.interval.items()
+    fitted = graphs.fit(graph, models=[model], num_draws=config.num_draws, generator=generator)
+    (found,) = fitted.fits
+    name = "num_edges" if model == "barabasi_albert" else "p"
+    low, high = found.interval[name]
     return graph, found.parameters[name], low <= truth <= high
 
 

@@ -177,7 +177,9 @@ def figure(result: Result) -> "Figure":
         if not ax.has_data():
             ax.remove()
     # The divergences take what the semicircles leave of the first row.
-    last.set_subplotspec(last.get_gridspec()[0, len(result.semicircle) : columns])
+    grid = last.get_gridspec()
+    if grid is not None:
+        last.set_subplotspec(grid[0, len(result.semicircle) : columns])
     return drawing
 
 
