@@ -25,8 +25,8 @@ def spans_decade(*values: Any) -> bool:
 def ticks(low: float, high: float) -> tuple["Locator", "Formatter"]:
     """Return where ticks stand from ``low`` to ``high`` and how they are written.
 
-    Below a decade they are in equal steps; below three at 1, 2 and 5 of each; beyond at powers of
-    ten.
+    Below a decade they are in equal steps; below three at 1, 2 and 5 of each, or 1, 2, 3 and 5
+    where these are few; beyond at powers of ten.
 
     Args:
         low: Least value; equal steps are taken where it is not positive.
@@ -38,8 +38,8 @@ def ticks(low: float, high: float) -> tuple["Locator", "Formatter"]:
         steps = ticker.MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10])
         return steps, ticker.ScalarFormatter(useOffset=False)
     if high < DECADE**3 * low:
-        plain = ticker.StrMethodFormatter("{x:g}")
-        return ticker.LogLocator(subs=(1.0, 2.0, 5.0)), plain
+        few = (1.0, 2.0, 3.0, 5.0) if high < 3 * DECADE * low else (1.0, 2.0, 5.0)
+        return ticker.LogLocator(subs=few), ticker.StrMethodFormatter("{x:g}")
     return ticker.LogLocator(), ticker.LogFormatterMathtext()
 
 
