@@ -89,6 +89,13 @@ def test_graphs_without_clusters_have_none(name, method):
     assert found.status.ok
 
 
+@pytest.mark.parametrize("method", ["auto", "krylov", "entropic"])
+def test_a_short_cycle_whose_eigenvalues_are_resolved_has_no_gap(method):
+    found = graphs.count_clusters(networkx.cycle_graph(50), method=method)
+    assert found.count is None
+    assert "low stretches are as wide as each other" in found.reason
+
+
 def test_the_reason_for_a_grid_is_true():
     # Its second eigenvalue is 0.007, and after it they follow each other up to the bulk.
     found = graphs.count_clusters(graphs.as_graph(networkx.grid_2d_graph(20, 20)))

@@ -15,6 +15,8 @@ from ritz.spectra import Density
 
 LOW = 0.05  # of the mean density on either side: less is a low stretch
 POINTS = 32  # of the grid to what is resolved
+ALIKE = 0.95  # of the width of the widest: a stretch that is as wide
+RUNGS = 3  # stretches of the same width: more are the spacings of a short cycle
 CROWD = 8  # eigenvalues in an equal stretch above a gap that stands out: random bulks have six
 
 
@@ -76,6 +78,12 @@ def find_gap(density: Density, *, num_moments: int, bulk: float) -> Gap | NoGap:
         return NoGap(
             reason=f"the widest low stretch, {widest.low:.2g} to {widest.high:.2g}, is narrower "
             f"than {num_moments} moments resolve"
+        )
+    alike = sum(gap.width > ALIKE * widest.width for gap in found)
+    if alike > RUNGS:
+        return NoGap(
+            reason=f"{alike} low stretches are as wide as each other, as between the eigenvalues "
+            "of a cycle: none stands out"
         )
     return widest
 
