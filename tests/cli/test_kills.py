@@ -60,9 +60,9 @@ def kill(command, folder, pause):
 
 
 def contents(folder):
-    """All files but the times, and what was being written when a kill came."""
+    """All files but the times, and what safetensors was writing when a kill came."""
     paths = [path for path in (folder / "run").iterdir() if path.name != TIMES]
-    unfinished = re.compile(r"\..*\.\d+\.[0-9a-f]{8}|\.tmp\w{6}")  # ours, and of safetensors
+    unfinished = re.compile(r"\.tmp\w{6}")  # of nobody in particular; what has our names is gone
     return {path.name: path.read_bytes() for path in paths if not unfinished.fullmatch(path.name)}
 
 
