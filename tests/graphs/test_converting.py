@@ -189,3 +189,11 @@ def test_wrong_rule_of_directions():
         to_undirected(np.ones((2, 2)), multi_edges="refuse")
     with pytest.raises(TypeError, match=r"a matrix or an edge_index, got a path: read\(\) takes"):
         to_undirected("arcs.txt")
+
+
+@pytest.mark.parametrize(("combine", "factor"), [("max", 1), ("mean", 1), ("sum", 2)])
+def test_an_edge_without_direction_is_two_arcs(combine, factor):
+    graph = nx.Graph()
+    graph.add_edge(0, 1, weight=3.0)
+    found = to_undirected(graph, combine=combine).to_scipy().toarray()
+    np.testing.assert_array_equal(found, factor * np.array([[0.0, 3.0], [3.0, 0.0]]))

@@ -103,7 +103,8 @@ def _directed_matrix(x: Any, weights: Any, num_nodes: int | None, *, sums: bool)
             "x must be a NetworkX graph, a matrix or an edge_index, got a path: read() takes files"
         )
     if _is_networkx(x):
-        records = _from_networkx(x, "weight" if weights is None else weights)
+        both = x if x.is_directed() else x.to_directed(as_view=True)  # an edge is two arcs
+        records = _from_networkx(both, "weight" if weights is None else weights)
     elif _is_edge_index(x, told=weights is not None or num_nodes is not None):
         records = _from_edge_index(x, weights, num_nodes)
     else:
