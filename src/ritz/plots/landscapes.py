@@ -10,6 +10,8 @@ from ritz.plots.series import Array, landscape_slice, landscape_surface
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+NUM_TICKS = 5  # of steps: more would run into each other in a row of panels
+
 
 def landscape(
     landscape: Landscape,
@@ -34,6 +36,7 @@ def landscape(
     found = landscape_slice(landscape, direction)
     _draw_lines(ax, found.t, found.loss, found.test_loss, colour=BLUE, what="loss")
     ax.set(xlabel=r"step $t$", ylabel="loss", xlim=(found.t[0], found.t[-1]))
+    ax.locator_params(axis="x", nbins=NUM_TICKS)
     if log:
         log_y(ax)
     top = ax
@@ -75,6 +78,7 @@ def landscape2d(
     ax.contour(*grid, levels=found.levels, colors="white", linewidths=0.4, alpha=0.6)
     ax.plot(0, 0, "+", color="white", markersize=9, markeredgewidth=1.6)
     ax.set(xlabel=landscape.names[0], ylabel=landscape.names[1])
+    ax.locator_params(axis="x", nbins=NUM_TICKS)
     strip = ax.inset_axes((1.03, 0.0, 0.04, 1.0))  # stays beside its panel in any grid
     locator, formatter = ticks(low, high)
     bar = ax.figure.colorbar(filled, cax=strip, ticks=locator, format=formatter)
