@@ -195,6 +195,8 @@ def test_a_wrong_option_is_named():
         ("lenet", {"input_shape": (1, 28.0, 28)}, r"input_shape must be \(channels, height"),
         ("vgg16", {"dropout": 1.5}, "dropout must be between 0.0 and 1.0, got 1.5"),
         ("resnet44", {"num_classes": 0}, "num_classes must be at least 1, got 0"),
+        ("lenet", {"hidden": 64}, "hidden must be two widths, got 64"),
+        ("lenet", {"hidden": (64, 0)}, "hidden must be at least 1, got 0"),
         ("mlp", {"hidden": (0,)}, "hidden must be at least 1, got 0"),
         ("mlp", {"hidden": 0}, "hidden must be at least 1, got 0"),
         ("mlp", {"activation": "rleu"}, "activation must be one of relu, tanh"),

@@ -37,6 +37,10 @@ def lenet(
     """
     channels, rows, columns = check_image(num_classes, input_shape, side=12)
     check_count("width", width)
+    if not isinstance(hidden, tuple | list) or len(hidden) != 2:
+        raise ValueError(f"hidden must be two widths, got {hidden!r}")
+    for one in hidden:
+        check_count("hidden", one)
     make, second = activation_named(activation), round(width * 16 / 6)
     features = second * ((rows // 2 - 4) // 2) * ((columns // 2 - 4) // 2)
     return nn.Sequential(
