@@ -1,5 +1,6 @@
 """Captured steps: on a CUDA device, and their bookkeeping with a graph that is played here."""
 
+import warnings
 from contextlib import contextmanager
 
 import pytest
@@ -184,3 +185,26 @@ def test_mixed_precision_learns_on_cuda(precision):
     result = fit(network(), samples(), num_epochs=10, batch_size=12, precision=precision,
                  device="cuda", optimizer_settings={"lr": 0.1})  # fmt: skip
     assert result.history["train_loss"][-1] < 0.7 * result.history["train_loss"][0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("capture", [False, True], ids=["ordinary", "captured"])
+@pytest.mark.parametrize("as_batches", [False, True], ids=["tensors", "batches of the host"])
+def test_no_step_waits_for_the_device(capture, as_batches):
+    """torch warns of every wait; their number must not depend on that of the steps."""
+
+    def waits(count):
+        x, y = samples(8 * count)
+        data = (
+            list(zip(x.split(8), y.split(8), strict=True)) if as_batches else (x.cuda(), y.cuda())
+        )
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                fit(network().cuda(), data, num_epochs=2, batch_size=8, capture=capture)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        return sum("synchroniz" in str(one.message) for one in told)
+
+    assert waits(40) == waits(8)

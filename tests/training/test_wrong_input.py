@@ -168,3 +168,12 @@ def test_labels_without_an_output_are_not_evaluated():
     x, y = samples(8)
     with pytest.raises(ValueError, match="labels of batches must be between 0 and 2"):
         evaluate(network(), [(x, y + 2)])
+
+
+@pytest.mark.parametrize("as_loader", [False, True], ids=["ready", "made as they come"])
+def test_the_batch_with_a_label_without_an_output_is_named(as_loader):
+    x, y = samples(12)
+    batches = [(x[:4], y[:4]), (x[4:8], y[4:8]), (x[8:], y[8:] + 2)]
+    source = (lambda epoch: iter(batches)) if as_loader else batches
+    with pytest.raises(ValueError, match="labels of batch 3 must be between 0 and 2"):
+        fit(network(), source, num_epochs=1, optimizer_settings={"lr": 0.0})

@@ -1,6 +1,6 @@
 """Data as epochs of batches, whatever they came as; every process sees its rows of each batch."""
 
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from itertools import islice
 from math import ceil
 from typing import Any, final
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ritz._core.distributed import rank, shard, world_size
-from ritz.data import TextSplit
+from ritz.data import Split, TextSplit
 from ritz.data.splitting import epoch_generator
 
 Batch = Any  # a tensor, or tuples, lists and dictionaries of them
@@ -73,11 +73,30 @@ class Feed:
         """Whether the data are a text, whose loss is read as a perplexity."""
         return isinstance(self._source, TextSplit)
 
-    def epoch(self, number: int, seed: int, *, skip: int = 0) -> Iterator[Batch]:
+    @property
+    def ready(self) -> Sequence[Batch] | None:
+        """All samples in some batches, where they lie there before an epoch begins."""
+        source: Any = self._source
+        if isinstance(source, Split):
+            return [(source.inputs, source.targets)]
+        if isinstance(source, TextSplit):
+            return [(source.tokens, source.tokens)]
+        if _is_tensors(source):
+            return [source]
+        return source if isinstance(source, list | tuple) else None
+
+    def epoch(
+        self,
+        number: int,
+        seed: int,
+        *,
+        skip: int = 0,
+        look: Callable[[Batch], None] = lambda batch: None,
+    ) -> Iterator[Batch]:
         """The whole batches of an epoch, on the device; the same for the same seed and number.
 
         ``skip`` leaves out the first ones, before this returns, and without making them where the
-        source is a sequence.
+        source is a sequence. ``look`` sees each where it came from: on the CPU nobody waits.
         """
         found = self._batches(number, epoch_generator(seed, number))
         if skip and isinstance(found, Sequence):
@@ -85,7 +104,7 @@ class Feed:
         rest = iter(found)
         for _ in islice(rest, skip):
             pass
-        return (tree_map(self._placed, batch) for batch in rest)
+        return (self._placed(batch, look) for batch in rest)
 
     def part(self, fraction: float) -> Iterator[Batch]:
         """This process's rows of the first batches of an epoch of their own, that share of them."""
@@ -118,10 +137,15 @@ class Feed:
     def _cut(self, generator: torch.Generator) -> Iterator[Batch]:
         size = len(self._source[0])
         order = torch.randperm(size, generator=generator) if self._shuffled else torch.arange(size)
+        order = order.to(self._source[0].device)  # at once: every such copy waits for the device
         for rows in order.split(self._batch_size or size):
             yield tuple(tensor[rows.to(tensor.device)] for tensor in self._source)
 
-    def _placed(self, leaf: Any) -> Any:
+    def _placed(self, batch: Batch, look: Callable[[Batch], None]) -> Batch:
+        look(batch)
+        return tree_map(self._moved, batch)
+
+    def _moved(self, leaf: Any) -> Any:
         return leaf.to(self._device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
 
 

@@ -61,6 +61,8 @@ def create_optimizer(
     params = list(params)
     if capturable:
         settings |= _capturable(make, params, settings)
+    elif _is_sgd(make) and params and params[0].is_cuda:
+        settings = {"fused": True} | settings  # one launch, and the arithmetic of captured steps
     return make(params, **settings)
 
 
@@ -95,9 +97,11 @@ def _capturable(
     if rate is None or not params:
         return {}
     found: dict[str, Any] = {"lr": torch.tensor(float(rate), device=params[0].device)}
-    if make is SGD or getattr(make, "inner", None) is SGD:
-        return found | {"fused": True}
-    return found | {"capturable": True}
+    return found | ({"fused": True} if _is_sgd(make) else {"capturable": True})
+
+
+def _is_sgd(make: OptimizerFactory) -> bool:
+    return make is SGD or getattr(make, "inner", None) is SGD
 
 
 def _lookahead(inner: OptimizerFactory, rate: float, **fixed: Any) -> OptimizerFactory:

@@ -63,7 +63,7 @@ class Run:
         self.records: list[Record] = []
         self._beginning = generator_states(parts.device)
         self._carried = carried_state(parts.step.adapter, wanted=parts.feed.consecutive)
-        self._saved = time.monotonic()
+        self._saved, self._checked = time.monotonic(), False
         self._work = 0, 0, time.perf_counter()  # steps and samples of the epoch, and its beginning
         found = folder.read() if folder is not None and resume else None
         if found is not None:
@@ -126,11 +126,11 @@ class Run:
         if self.batch:
             # A loader draws its order from the global generators when it begins: let it again.
             set_generator_states(self._beginning, device)
-            batches = feed.epoch(number, seed, skip=self.batch)
+            batches = feed.epoch(number, seed, skip=self.batch, look=self._check)
             set_generator_states(now, device)
         else:
             self._beginning = now
-            batches = feed.epoch(number, seed)
+            batches = feed.epoch(number, seed, look=self._check)
         while group := list(islice(batches, self._settings.accumulate)):
             yield group
         if not self.batch:
@@ -138,13 +138,10 @@ class Run:
 
     def _pieces(self, group: list[Any]) -> list[Piece]:
         """This process's rows of the batches of a step, with their share of its gradient."""
-        adapter = self._parts.step.adapter
         alone = len(group) == 1 and world_size() == 1
         whole = 1 if alone else sum(self._mass(batch) for batch in group)
         pieces = []
         for batch in group:
-            if self.epoch == 0:
-                self._check(adapter.target(batch))
             own, count, real = own_rows(batch)
             share = 1.0 if alone else _share(self._mass(own), whole) if real else 0.0
             state = None if self._carried is None else self._carried.of(count)
@@ -155,16 +152,23 @@ class Run:
         adapter = self._parts.step.adapter
         return batch_mass(adapter, batch, adapter.target(batch))
 
-    def _check(self, target: Any) -> None:
-        """Raise for a label that no output stands for, in the first epoch: it waits for a device.
+    def _check(self, batch: Any) -> None:
+        """Raise for a label that no output stands for: on CUDA torch would end the process.
 
-        On CUDA torch would end the process. The first batch is checked when it meets the model.
+        The first batch is checked when it meets the model, all that lie ready before the second,
+        others one by one in the first epoch.
         """
-        step = self._parts.step
-        if step.num_classes and isinstance(target, Tensor):
-            outputs = target.new_empty(0, step.num_classes)
-            check_labels(step.adapter.loss_fn.call, outputs, target,
-                         f"batch {self.batch}", some=False)  # fmt: skip
+        step, ready = self._parts.step, self._parts.feed.ready
+        if self._checked or self.epoch or step.num_classes is None:
+            return
+        first, found = (self.batch + 1, [batch]) if ready is None else (1, ready)
+        for number, each in enumerate(found, start=first):
+            target = step.adapter.target(each)
+            if step.num_classes and isinstance(target, Tensor):
+                outputs = target.new_empty(0, step.num_classes)
+                check_labels(step.adapter.loss_fn.call, outputs, target,
+                             f"batch {number}", some=False)  # fmt: skip
+        self._checked = ready is not None
 
     def _close_epoch(self) -> TrainingStatus | None:
         """What follows the last step of an epoch."""
