@@ -12,7 +12,7 @@ import torch
 import ritz
 from ritz._core.storage import CorruptFileError
 from ritz.operators import FunctionOperator
-from ritz.spectra import lanczos
+from ritz.spectra import lanczos, lanczos_block, resume
 from ritz.testing import wigner
 
 RUNS = {
@@ -65,6 +65,57 @@ def test_a_run_interrupted_twice_ends_with_the_same_bits(rng, tmp_path, kind, dt
     found = lanczos(counted, state=tmp_path / "state", save_interval=0.0, **RUNS[kind])
     assert_same_bits(found, expected)
     assert len(calls) == expected.num_products - 28
+
+
+def blocks(op, **options):
+    """Runs of which the third closes its space after two steps, and the others go on."""
+    starts = torch.randn(30, 3, generator=torch.Generator().manual_seed(4), dtype=op.dtype)
+    starts[:, 2] = 0
+    starts[:2, 2] = 1
+    return lanczos_block(op, num_steps=9, start=starts, **options)
+
+
+@pytest.mark.parametrize(
+    ("mode", "vectors"), [("full", True), ("full", False), ("partial", True), ("none", False)]
+)
+def test_runs_side_by_side_interrupted_twice_end_with_the_same_bits(tmp_path, mode, vectors):
+    op = ritz.as_operator(torch.diag(torch.linspace(1.0, 2.0, 30, dtype=torch.float64)))
+    options = {"reorthogonalize": mode, "vectors": vectors}
+    expected = blocks(op, **options)
+    assert [run.num_products for run in expected] == [9, 9, 2]
+    saving = options | {"state": tmp_path / "state", "save_interval": 0.0}
+    for after in (2, 3):
+        with pytest.raises(InterruptedRunError):
+            blocks(failing(op, after=after), **saving)
+    calls = []
+    counted = FunctionOperator(lambda x: calls.append(1) or op @ x, n=30, dtype=op.dtype)
+    for found, whole in zip(blocks(counted, **saving), expected, strict=True):
+        assert_same_bits(found, whole)
+        assert not vectors or torch.equal(found.vectors, whole.vectors)
+    assert len(calls) == 4
+
+
+def test_a_state_of_another_number_of_probes_is_refused(rng, tmp_path):
+    op = wigner(30, generator=rng)
+    with pytest.raises(InterruptedRunError):
+        blocks(failing(op, after=4), state=tmp_path / "state", save_interval=0.0)
+    with pytest.raises(ValueError, match="was made with probes=3, this run has probes=2"):
+        lanczos_block(op, num_steps=9, num_probes=2, state=tmp_path / "state")
+
+
+def test_every_vector_of_the_basis_is_written_once(rng, tmp_path, monkeypatch):
+    """A save costs what is new since the last one, however long the run has been."""
+    real, written = resume.write_tensors, []
+
+    def count(path, tensors, header):
+        written.append(sum(tensor.numel() for tensor in tensors.values() if tensor.ndim == 2))
+        real(path, tensors, header)
+
+    monkeypatch.setattr(resume, "write_tensors", count)
+    op = wigner(150, generator=rng)
+    lanczos(op, num_steps=40, vectors=True, state=tmp_path / "state", save_interval=0.0)
+    assert sum(written) == 40 * 150
+    assert max(written) == 2 * 150  # the first save has the start vector beside its successor
 
 
 def test_a_space_that_closes_is_resumed_with_the_same_fresh_vector(tmp_path):
@@ -158,7 +209,7 @@ def test_a_missing_folder_is_an_error_that_names_it(rng, tmp_path):
 
 
 WORKER = """
-    import sys, time, torch, ritz
+    import os, signal, sys, time, torch, ritz
     from ritz.operators import FunctionOperator
     torch.set_num_threads(1)
     op = ritz.testing.wigner(400, generator=torch.Generator().manual_seed(3))
@@ -166,43 +217,67 @@ WORKER = """
         time.sleep(0.002)
         return op @ block
     slowed = FunctionOperator(slow, n=400, dtype=torch.float64)
+    state, out, kind, last = sys.argv[1:]
+    renamed, rename = [], os.replace
+    def deadly(*paths):  # kill -9 before that many files have their names
+        renamed.append(paths)
+        if len(renamed) == int(last):
+            os.kill(os.getpid(), signal.SIGKILL)
+        rename(*paths)
+    os.replace = deadly
+    runs = {
+        "restarted": {"largest": 4, "smallest": 2, "max_vectors": 16, "num_steps": 400,
+                      "rtol": 1e-10},
+        "vectors": {"num_steps": 150, "vectors": True},
+    }
     print("ready", flush=True)
-    found = ritz.lanczos(
-        slowed, largest=4, smallest=2, max_vectors=16, num_steps=400, rtol=1e-10,
-        state=sys.argv[1], save_interval=0.0,
-    )
-    ritz.save(found, sys.argv[2])
+    found = ritz.lanczos(slowed, state=state, save_interval=0.0, **runs[kind])
+    ritz.save(found, out)
 """
 
 
-@pytest.mark.timeout(300)
-def test_ten_kills_at_random_moments_change_no_bit_of_the_result(tmp_path):
+@pytest.fixture
+def start(tmp_path):
+    """Start a run of its own process, by the name of its files."""
     script = tmp_path / "worker.py"
     script.write_text(textwrap.dedent(WORKER))
 
-    def start(name):
-        arguments = [
-            sys.executable,
-            str(script),
-            str(tmp_path / name),
-            str(tmp_path / f"{name}.out"),
-        ]
-        return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+    def started(name, kind, last=0):
+        arguments = [str(script), str(tmp_path / name), str(tmp_path / f"{name}.out"), kind]
+        return subprocess.Popen(
+            [sys.executable, *arguments, str(last)], stdout=subprocess.PIPE, text=True
+        )
 
-    undisturbed = start("calm")
-    assert undisturbed.wait() == 0
+    return started
+
+
+def wait(process):
+    process.communicate()
+    return process.returncode
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ["restarted", "vectors"])
+def test_ten_kills_at_random_moments_change_no_bit_of_the_result(tmp_path, start, kind):
+    assert wait(start("calm", kind)) == 0
     moments = random.Random(7)
     for _ in range(10):
-        process = start("killed")
+        process = start("killed", kind)
         assert process.stdout.readline() == "ready\n"
         try:
             process.wait(timeout=moments.uniform(0.02, 0.25))
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
-        process.stdout.close()
-    undisturbed.stdout.close()
-    last = start("killed")
-    assert last.wait() == 0
-    last.stdout.close()
+        assert wait(process) == -signal.SIGKILL
+    assert wait(start("killed", kind)) == 0
+    assert (tmp_path / "killed.out").read_bytes() == (tmp_path / "calm.out").read_bytes()
+
+
+@pytest.mark.timeout(300)
+def test_kills_between_a_part_and_the_head_that_commits_it_change_no_bit(tmp_path, start):
+    assert wait(start("calm", "vectors")) == 0
+    # A save renames a part, a head, the older head and the head again: each is the last once.
+    for last in range(1, 10):
+        assert wait(start("killed", "vectors", last)) == -signal.SIGKILL
+    assert wait(start("killed", "vectors")) == 0
     assert (tmp_path / "killed.out").read_bytes() == (tmp_path / "calm.out").read_bytes()

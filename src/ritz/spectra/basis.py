@@ -46,6 +46,11 @@ class Basis:
         torch.div(vector, norm, out=self.rows[self.size])
         self.size += 1
 
+    def extend(self, rows: Tensor) -> None:
+        """Add rows ``(k, width)`` as another basis of this placement had them."""
+        self.rows[self.size : self.size + len(rows)] = rows
+        self.size += len(rows)
+
     def local(self, vector: Tensor) -> Tensor:
         """The part of a whole vector ``(n,)`` that the rows have, on the rows' device."""
         return vector[self.part].to(self.rows.device)

@@ -118,7 +118,7 @@ class Driver:
 
     def advance(self, bar: Progress) -> Status:
         if self.journal is not None:
-            self.progress = self.journal.load(self.run) or self.progress
+            self.progress = self.journal.load([self.run]) or self.progress
         status = None
         while status is None:
             self._step()
@@ -148,7 +148,7 @@ class Driver:
             run.begin(random_start(self.op, fresh))
             self.progress["closed"] = self.progress["closed"] or self.progress["spent"]
         if self.journal is not None and self.journal.due():
-            self.journal.save(run, self.progress)
+            self.journal.save([run], self.progress)
 
     def _judge(self) -> Status | None:
         """The status if the run is over, ``None`` if it goes on."""

@@ -3,6 +3,8 @@
 import hashlib
 import math
 import os
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,8 +106,7 @@ def lanczos(
     )
     journal = None
     if state is not None:
-        settings = plan.settings() | {"basis": basis, "n": op.shape[0], "dtype": str(op.dtype)}
-        settings["start"] = _digest(first)
+        settings = _state_settings(op, plan, [first]) | {"basis": basis}
         journal = Journal.open(state, settings, save_interval, group)
     del first
     with tracking(progress, "Lanczos", plan.num_steps) as bar:
@@ -122,6 +123,9 @@ def lanczos_block(
     start: Tensor | None = None,
     vectors: bool = False,
     reorthogonalize: Reorthogonalization = "full",
+    group: Group | None = None,
+    state: str | os.PathLike[str] | None = None,
+    save_interval: float = 30.0,
     generator: torch.Generator | None = None,
     progress: bool | Progress = False,
 ) -> tuple[Spectrum, ...]:
@@ -137,6 +141,9 @@ def lanczos_block(
         start: Start vectors ``(n, k)``; random by default.
         vectors: Whether to return Ritz vectors.
         reorthogonalize: ``full``, ``partial`` or ``none``; see :func:`lanczos`.
+        group: Processes that make the runs together, for ``state``.
+        state: File to resume from, and to save to; see :func:`lanczos`.
+        save_interval: Seconds between saves.
         generator: Source of the start vectors.
         progress: Whether to show a bar, or what to tell.
     """
@@ -152,8 +159,13 @@ def lanczos_block(
     else:
         raise ValueError(f"start must be ({op.shape[0]}, k), got {tuple(start.shape)}")
     runs = [Recurrence(column, capacity=num_steps, mode=reorthogonalize) for column in columns]
+    first, between = 0, None
+    if state is not None:
+        settings = _state_settings(op, plan, columns)
+        journal = Journal.open(state, settings, save_interval, group)
+        first, between = journal.begin(runs), partial(journal.keep, runs)
     with tracking(progress, "Lanczos", num_steps) as bar:
-        advance(op, runs, num_steps, bar)
+        advance(op, runs, num_steps, bar, first=first, between=between)
     return tuple(_spectrum(op, run, plan, seed=seed) for run in runs)
 
 
@@ -207,6 +219,10 @@ def _checked(op: LinearOperator, start: Tensor) -> Tensor:
     return start
 
 
-def _digest(vector: Tensor) -> str:
-    data = vector.contiguous().cpu().view(torch.uint8).numpy().tobytes()
-    return hashlib.sha256(data).hexdigest()[:16]
+def _state_settings(op: LinearOperator, plan: Plan, starts: Sequence[Tensor]) -> dict[str, Any]:
+    """What a state must have been made with to be continued."""
+    sha = hashlib.sha256()
+    for start in starts:
+        sha.update(start.contiguous().cpu().view(torch.uint8).numpy().data)
+    own = {"n": op.shape[0], "dtype": str(op.dtype), "probes": len(starts)}
+    return plan.settings() | own | {"start": sha.hexdigest()[:16]}

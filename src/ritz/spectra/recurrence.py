@@ -1,6 +1,6 @@
 """The Lanczos recurrence: from the product with the newest vector to the next vector."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -170,8 +170,8 @@ class Recurrence:
         }
         return {name: torch.from_numpy(value.copy()) for name, value in (numbers | partial).items()}
 
-    def recall(self, memory: dict[str, Tensor], rows: Tensor) -> None:
-        """Go back to where :meth:`memory` was taken, with the rows the basis had."""
+    def recall(self, memory: dict[str, Tensor]) -> None:
+        """Go back to where :meth:`memory` was taken, with a basis that is yet to be filled."""
         arrays = {name: tensor.numpy().copy() for name, tensor in memory.items()}
         self.kept, self.couplings = arrays["kept"], arrays["couplings"]
         self.alphas, self.betas = arrays["alphas"].tolist(), arrays["betas"].tolist()
@@ -180,8 +180,7 @@ class Recurrence:
         self.again = [(int(a), int(b)) for a, b in arrays["again"].reshape(-1, 2)]
         self.omega = (arrays["older"], arrays["newer"])
         self.newest = int(arrays["newest"][0])
-        self.basis.size = len(rows)
-        self.basis.rows[: len(rows)] = rows
+        self.basis.size = 0
 
     def _push(self, vector: Tensor, norm: float = 1.0) -> None:
         if self.mode == "none" and self.basis.size == 2:
@@ -319,16 +318,34 @@ def step(op: LinearOperator, runs: Sequence[Recurrence], *, last: bool = False) 
 
 
 def advance(
-    op: LinearOperator, runs: Sequence[Recurrence], num_steps: int, bar: Progress | None = None
+    op: LinearOperator,
+    runs: Sequence[Recurrence],
+    num_steps: int,
+    bar: Progress | None = None,
+    *,
+    first: int = 0,
+    between: Callable[[int], None] | None = None,
 ) -> None:
-    """Advance runs side by side until each has made ``num_steps`` steps or its space is closed."""
-    for done in range(num_steps):
+    """Advance runs side by side until each has made ``num_steps`` steps or its space is closed.
+
+    Args:
+        op: What multiplies.
+        runs: The runs, of which those go on that can.
+        num_steps: Steps to make in all.
+        bar: What to tell.
+        first: Steps made before.
+        between: Called between steps with the number of those made.
+    """
+    for done in range(first, num_steps):
         active = [run for run in runs if not run.exhausted]
         if not active:
             break
-        step(op, active, last=done == num_steps - 1)
+        last = done == num_steps - 1
+        step(op, active, last=last)
         if bar is not None:
             bar.update(done + 1)
+        if between is not None and not last:
+            between(done + 1)
 
 
 def _diagnosis(op: LinearOperator, vector: Tensor, error: AsymmetryError) -> str:

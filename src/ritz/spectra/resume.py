@@ -4,11 +4,11 @@ import contextlib
 import os
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ritz._core.distributed import Group, all_max, all_min, rank, world_size
@@ -22,8 +22,9 @@ class Journal:
 
     ``path`` says how far the run is; ``path.previous`` is the one before it; the basis lies beside
     them in parts that are written once, since its vectors do not change until a restart. So a save
-    costs what is new, and a crash at any moment leaves the old state or the new one. With several
-    processes each writes its own files, and all of them go on from a step that all of them have.
+    costs what is new, and a crash at any moment leaves the old state or the new one. Recurrences
+    that advance side by side have one state. With several processes each writes its own files, and
+    all of them go on from a step that all of them have.
 
     Attributes:
         path: Of the newest state.
@@ -64,74 +65,93 @@ class Journal:
         """Whether it is time to save; all processes agree on it."""
         return bool(all_max(int(time.monotonic() - self.saved_at >= self.interval), self.group))
 
-    def save(self, run: Recurrence, progress: dict[str, int]) -> None:
-        """Write the state after ``progress["spent"]`` products."""
-        generation = progress["spent"] if run.mode == "none" else progress["restarts"]
+    def save(self, runs: Sequence[Recurrence], progress: dict[str, int]) -> None:
+        """Write the state after ``progress["spent"]`` steps."""
+        generation = progress["spent"] if runs[0].mode == "none" else progress["restarts"]
         if self.parts is None or generation != self.generation:
             self.generation, self.parts, self.saved_rows = generation, [], 0
-        rows = run.basis.rows[self.saved_rows : run.basis.size]
-        if len(rows):
-            name = f"{self.path.name}.{generation}.{self.saved_rows}-{run.basis.size}"
-            write_tensors(self.path.with_name(name), {"rows": rows}, {})
+        size = max(run.basis.size for run in runs)
+        if size > self.saved_rows:
+            name = f"{self.path.name}.{generation}.{self.saved_rows}-{size}"
+            # A run whose space has closed has no new rows.
+            rows = [run.basis.rows[self.saved_rows : run.basis.size] for run in runs]
+            write_tensors(self.path.with_name(name), _numbered(rows), {})
             self.parts = [*self.parts, name]
-            self.saved_rows = run.basis.size
+            self.saved_rows = size
         header = {"settings": self.settings, "parts": self.parts, "progress": progress}
         pending = self.path.with_name(self.path.name + ".next")
-        write_tensors(pending, run.memory(), header | {"generation": generation})
+        memory = {f"{k}.{name}": tensor for k, run in enumerate(runs)
+                  for name, tensor in run.memory().items()}  # fmt: skip
+        write_tensors(pending, memory, header | {"generation": generation})
         if self.path.exists():
             os.replace(self.path, self.previous)
         os.replace(pending, self.path)
         self._remove_unused()
         self.saved_at = time.monotonic()
 
-    def load(self, run: Recurrence) -> dict[str, int] | None:
-        """Put ``run`` where the newest usable state was; ``None`` where there is no state."""
-        found = {}
-        for path in (self.path, self.previous):
-            try:
-                tensors, header, rows = self._read(path)
-            except FileNotFoundError:
-                continue
-            except CorruptFileError as error:
-                self._refuse(path, error)
-                continue
-            found[header["progress"]["spent"]] = (tensors, header, rows)
-        common = all_min(max(found, default=-1), self.group)
+    def load(self, runs: Sequence[Recurrence]) -> dict[str, int] | None:
+        """Put ``runs`` where the newest usable state was; ``None`` where there is no state."""
+        progress = self._restore(runs, self.path) or self._restore(runs, self.previous)
+        common = all_min(progress["spent"] if progress else -1, self.group)
         if common < 0:
             if self.path.exists() or self.previous.exists():
                 raise CorruptFileError(
                     f"no usable state at {self.path}: delete {self.path.name}* to start afresh"
                 )
             return None
-        if common not in found:
+        if progress and progress["spent"] > common:
+            progress = self._restore(runs, self.previous)
+        if not progress or progress["spent"] != common:
             raise CorruptFileError(
                 f"{self.path}: no state at step {common}, where another process is"
             )
-        tensors, header, rows = found[common]
-        run.recall(tensors, rows)
-        self.generation, self.parts, self.saved_rows = (
-            header["generation"],
-            header["parts"],
-            len(rows),
-        )
+        return progress
+
+    def begin(self, runs: Sequence[Recurrence]) -> int:
+        """Put runs of a fixed number of steps where they were; return how many they had made."""
+        return (self.load(runs) or {"spent": 0})["spent"]
+
+    def keep(self, runs: Sequence[Recurrence], spent: int) -> None:
+        """Save such runs between two steps, where it is time to."""
+        if self.due():
+            self.save(runs, {"spent": spent, "restarts": 0})
+
+    def _restore(self, runs: Sequence[Recurrence], path: Path) -> dict[str, int] | None:
+        """Put ``runs`` where one state was, if it can be used; return how far they are."""
+        try:
+            memory, header = read_tensors(path)
+            self._check(path, header["settings"])
+            for k, run in enumerate(runs):
+                own = {name: tensor for name, tensor in memory.items() if name.startswith(f"{k}.")}
+                run.recall({name.partition(".")[2]: tensor for name, tensor in own.items()})
+            # One part after the other: there is no room for the basis twice.
+            for name in header["parts"]:
+                self._fill(runs, path, name)
+        except FileNotFoundError:
+            return None
+        except CorruptFileError as error:
+            self._refuse(path, error)
+            return None
+        self.generation, self.parts = header["generation"], header["parts"]
+        self.saved_rows = max(run.basis.size for run in runs)
         progress: dict[str, int] = header["progress"]
         return progress
 
-    def _read(self, path: Path) -> tuple[dict[str, Tensor], Any, Tensor]:
-        tensors, header = read_tensors(path)
+    def _check(self, path: Path, settings: dict[str, Any]) -> None:
         for key, value in self.settings.items():
-            if header["settings"].get(key) != value:
+            if settings.get(key) != value:
                 raise ValueError(
-                    f"state at {path} was made with {key}={header['settings'].get(key)}, "
+                    f"state at {path} was made with {key}={settings.get(key)}, "
                     f"this run has {key}={value}: use another path or delete it"
                 )
-        pieces = []
-        for name in header["parts"]:
-            try:
-                pieces.append(read_tensors(self.path.with_name(name))[0]["rows"])
-            except FileNotFoundError as error:
-                raise CorruptFileError(f"{path} needs {name}, which is missing") from error
-        return tensors, header, torch.cat(pieces)
+
+    def _fill(self, runs: Sequence[Recurrence], path: Path, name: str) -> None:
+        try:
+            rows, _ = read_tensors(self.path.with_name(name))
+        except FileNotFoundError as error:
+            raise CorruptFileError(f"{path} needs {name}, which is missing") from error
+        for k, run in enumerate(runs):
+            run.basis.extend(rows[str(k)])
 
     def _refuse(self, path: Path, error: CorruptFileError) -> None:
         warnings.warn(f"state refused, looking for the previous one: {error}", RuntimeWarning, 2)
@@ -144,3 +164,7 @@ class Journal:
         for part in self.path.parent.glob(f"{self.path.name}.*.*-*"):
             if part.name not in used:
                 part.unlink()
+
+
+def _numbered(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    return {str(k): tensor for k, tensor in enumerate(tensors)}
