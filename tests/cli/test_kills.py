@@ -22,6 +22,7 @@ COMMANDS = (
      "--optimizer", "gadam", "--watch", "10", "--out", "run"),
     ("spectrum", "run", "--matrix", "both", "--steps", "120", "--vectors"),
     ("landscape", "run", "--plane", "--points", "25", "--steps", "60"),
+    ("sharpness", "run", "--probes", "2", "--steps", "60"),
 )  # fmt: skip
 KILLS = 7  # a command
 TIMES = "log.times.jsonl"  # what differs from run to run has a file of its own
@@ -68,7 +69,7 @@ def contents(folder):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1700)
-def test_twenty_kills_of_training_spectrum_and_landscape_leave_the_same_files(tmp_path):
+def test_kills_of_training_spectrum_landscape_and_sharpness_leave_the_same_files(tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     clock, kills = random.Random(11), []
     for folder in (whole, broken):
@@ -78,6 +79,6 @@ def test_twenty_kills_of_training_spectrum_and_landscape_leave_the_same_files(tm
         finish(command, whole)
         kills.append(sum(kill(command, broken, clock.uniform(0.0, 0.8)) for _ in range(KILLS)))
         finish(command, broken)
-    print("kills of training, spectrum and landscape:", kills)
-    assert sum(kills) >= 20
+    print("kills of training, spectrum, landscape and sharpness:", kills)
+    assert sum(kills) >= 27
     assert contents(broken) == contents(whole)

@@ -65,6 +65,20 @@ def test_a_stopped_landscape_goes_on_to_the_same_files(
     assert not list(torn.glob(".*"))
 
 
+def test_a_stopped_sharpness_goes_on_to_the_same_file(here, finished, tmp_path, monkeypatch):
+    whole, torn = tmp_path / "whole", tmp_path / "torn"
+    arguments = ["sharpness", "run", "--probes", "2", *FEW, "--json", "--save-interval", "0",
+                 "--out"]  # fmt: skip
+    assert ritz(*arguments, whole) == 0
+    with stopping_after(4, "ritz.measures.sharpness", monkeypatch):
+        assert ritz(*arguments, torn) == 1
+    assert list(torn.glob(".*.state*"))
+    assert ritz(*arguments, torn) == 0
+    assert {path.name: path.read_bytes() for path in torn.iterdir()} == {
+        path.name: path.read_bytes() for path in whole.iterdir()
+    }
+
+
 @pytest.mark.parametrize("mode", ["eval", "train"])
 def test_directions_are_of_the_mode_that_is_drawn(here, finished, tmp_path, mode):
     from ritz.cli._targets import make_data, make_model
@@ -122,6 +136,7 @@ def test_without_matplotlib_the_numbers_are_written_all_the_same(
         (["landscape", "run", "--save-interval", "-1"], "--save-interval must be at least 0.0"),
         (["landscape", "elsewhere"], "no such folder or file: elsewhere"),
         (["sharpness", "run", "--probes", "0"], "--probes must be at least 1, got 0"),
+        (["sharpness", "run", "--save-interval", "-1"], "--save-interval must be at least 0.0"),
         (["sharpness", "run", "--batch-size", "0"], "--batch-size must be at least 1, got 0"),
         (["sharpness", "run", "--steps", "5000"], "num_steps must be between 1 and 51, got 5000"),
         (["sharpness", "run", "--model", "own_model:smooth"], "is of another architecture"),

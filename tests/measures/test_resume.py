@@ -2,17 +2,13 @@
 
 import pytest
 import torch
+from measures.resuming import KilledError, assert_same_files, data, network, risk
 from processes import run_processes
-from torch import nn
 from torch.nn.functional import cross_entropy
 
 from ritz._core.storage import CorruptFileError, save
 from ritz.curvature import Risk
 from ritz.measures import landscape, landscape2d, random_direction
-
-
-class KilledError(Exception):
-    pass
 
 
 class Stop:
@@ -32,25 +28,6 @@ class Stop:
     def finish(self): ...
 
 
-def network(seed=0):
-    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 4))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for tensor in model.parameters():
-            tensor.copy_(torch.randn(tensor.shape, generator=generator))
-    return model
-
-
-def data(count, seed):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(count, 3, generator=generator)
-    return x, torch.randint(0, 4, (count,), generator=generator)
-
-
-def risk(*, seed=0, data_seed=1, **options):
-    return Risk(network(seed), cross_entropy, data(24, data_seed), batch_size=12, **options)
-
-
 def directions(seed=5):
     generator = torch.Generator().manual_seed(seed)
     return {name: random_direction(risk(), generator=generator) for name in ("u", "v")}
@@ -68,12 +45,6 @@ def plane(centre, **options):
 def stopped(call, state, *, after, **options):
     with pytest.raises(KilledError):
         call(risk(), state=state, save_interval=0.0, progress=Stop(after), **options)
-
-
-def assert_same_files(found, expected, folder):
-    save(found, folder / "found")
-    save(expected, folder / "expected")
-    assert (folder / "found").read_bytes() == (folder / "expected").read_bytes()
 
 
 @pytest.mark.parametrize("mode", ["eval", "recomputed"])

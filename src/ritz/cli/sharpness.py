@@ -6,7 +6,7 @@ import torch
 import typer
 
 from ritz import measures
-from ritz._core.checks import check_count
+from ritz._core.checks import check_count, check_range
 from ritz._core.storage import save
 from ritz.cli._options import Json, Seed, print_results
 from ritz.cli._runs import (
@@ -21,6 +21,7 @@ from ritz.cli._runs import (
     Out,
     PrecisionOption,
     Samples,
+    SaveInterval,
     SetData,
     SetModel,
     Source,
@@ -28,6 +29,7 @@ from ritz.cli._runs import (
     open_run,
     writing,
 )
+from ritz.cli._states import States
 
 EPILOG = """
 Examples:
@@ -35,6 +37,8 @@ Examples:
 ritz sharpness runs/digits
 
 ritz sharpness runs/vgg --average --matrix ggn --samples 5000 --probes 4 --steps 50
+
+A computation that was stopped goes on when the same command is given again.
 """
 
 Matrix = Annotated[
@@ -67,11 +71,13 @@ def command(
     precision: PrecisionOption = "float32",
     device: Device = None,
     out: Out = None,
+    save_interval: SaveInterval = 30.0,
     seed: Seed = 0,
     json: Json = False,
 ) -> None:
     """Measure how sharp the loss is at trained weights, with error bars."""
     check_count("--probes", probes)
+    check_range("--save-interval", save_interval, low=0.0)
     opened = open_run(Choice(
         source=source, average=average, model=model, data=data, set_model=set_model,
         set_data=set_data, loss=loss, data_dir=data_dir, samples=samples, batch_size=batch_size,
@@ -80,15 +86,20 @@ def command(
     kinds: Any = ("hessian", "ggn") if matrix == "both" else (matrix,)
     modes: Any = None if batch_norm == "both" or not opened.has_batch_norm else batch_norm
     with writing(out or opened.folder) as folder:
+        states = States(folder, opened, split=split, matrix=matrix, batch_norm=batch_norm,
+                        steps=steps, probes=probes)  # fmt: skip
         found = measures.sharpness(
             opened.risk(split),
             num_steps=steps,
             num_probes=probes,
             kinds=kinds,
             batch_norm=modes,
+            state=states.path("sharpness"),
+            save_interval=save_interval,
             generator=torch.Generator().manual_seed(seed),
             progress=not json,
         )
         path = folder / f"{opened.name('sharpness', split)}.safetensors"
         save(found, path)
+        states.remove()
     print_results({"sharpness": found}, [path], as_json=json)

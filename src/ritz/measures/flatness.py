@@ -1,13 +1,16 @@
 """Sharpness: norms, trace, negative mass and rank of the curvature, in every batch-norm mode."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ritz._core.batchnorm import BATCH_NORM_MODES, BatchNormMode, batch_norms
-from ritz._core.checks import check_choice, check_count
+from ritz._core.checks import check_choice, check_count, check_range
 from ritz._core.progress import Progress
 from ritz._core.random import probes, resolve_generator
 from ritz._core.results import Estimate, Status, format_uncertain
@@ -18,6 +21,7 @@ from ritz.curvature.risk import Risk
 from ritz.curvature.samples import KINDS, Kind, curvature_operator
 from ritz.curvature.statistics import Summary, summary
 from ritz.measures.degeneracy import Degeneracy, rank_degeneracy
+from ritz.measures.resume import PartJournal, digest
 from ritz.operators.structure import exact_trace, structure_note
 from ritz.spectra.krylov import lanczos_block
 from ritz.spectra.sampling import stderr
@@ -97,6 +101,8 @@ def sharpness(
     batch_norm: BatchNormMode | Sequence[BatchNormMode] | None = None,
     block_size: int | None = None,
     engine: EngineName = "auto",
+    state: str | os.PathLike[str] | None = None,
+    save_interval: float = 30.0,
     generator: torch.Generator | None = None,
     progress: bool | Progress = False,
 ) -> Sharpness:
@@ -123,6 +129,12 @@ def sharpness(
             model without batch norm has one row.
         block_size: Probes that advance side by side; what suits the operator by default.
         engine: ``auto``, ``linearized`` or ``eager``: see :class:`ritz.curvature.Products`.
+        state: Where to resume from: what the names of files begin with. What is finished is kept
+            there, and the Lanczos runs on their way every ``save_interval`` seconds, with the
+            vectors of their block. The result is bit for bit that of an uninterrupted run (on the
+            CPU); a state of other weights, data or settings is refused. The files of what is
+            finished, which are small, stay when the run ends.
+        save_interval: Seconds between saves.
         generator: Source of the start vectors.
         progress: Whether to show bars, or what to tell.
 
@@ -136,6 +148,7 @@ def sharpness(
         raise ValueError(f"kinds must be a sequence of {', '.join(KINDS)}; got {kinds!r}")
     for kind in kinds:
         check_choice("kinds", kind, KINDS)
+    check_range("save_interval", save_interval, low=0.0)
     generator = resolve_generator(generator)
     start = probes(
         (size, num_probes),
@@ -144,13 +157,16 @@ def sharpness(
         dtype=risk.theta.dtype,
         device=risk.theta.device,
     )
+    settings = {"num_steps": num_steps, "engine": engine, "block_size": block_size}
+    journal = _journal(state, risk, start, settings)
+    run = partial(lanczos_block, num_steps=num_steps, group=risk.group, save_interval=save_interval,
+                  progress=progress)  # fmt: skip
     rows, summaries = [], {}
     for mode, part in _modes(risk, batch_norm):
-        summaries[mode or ""] = summary(part)
+        summaries[mode or ""] = _summary(journal, part, mode)
         for kind in kinds:
             op = curvature_operator(part, kind, engine=engine, block_size=block_size)
-            runs = _runs(op, start, num_steps, progress)
-            rows.append(_row(op, runs, kind, mode, generator.initial_seed()))
+            rows.append(_row(journal, op, run, start, kind, mode, generator.initial_seed()))
     return Sharpness(
         rows=tuple(rows),
         summaries=summaries,
@@ -199,18 +215,47 @@ def _modes(
     return [(mode, risk.with_batch_norm(mode)) for mode in modes]
 
 
-def _runs(
-    op: CurvatureOperator, start: Tensor, num_steps: int, progress: bool | Progress
-) -> list[Spectrum]:
-    blocks = start.split(op.block_size, 1)
-    return [
-        run
-        for block in blocks
-        for run in lanczos_block(op, num_steps=num_steps, start=block, progress=progress)
-    ]
+def _journal(
+    state: str | os.PathLike[str] | None, risk: Risk, start: Tensor, settings: dict[str, Any]
+) -> PartJournal:
+    """Where parts are kept that belong to this risk, these start vectors and settings."""
+    if state is not None:
+        settings |= {
+            "risk": repr(risk),
+            "batch_sizes": [min(risk.batch_sizes), max(risk.batch_sizes)],
+            "weights": digest([risk.theta]),
+            "start": digest([start]),
+        }
+    return PartJournal(state, settings, risk)
+
+
+def _summary(journal: PartJournal, risk: Risk, mode: str | None) -> Summary:
+    """The risk in a few numbers, which also tell whether a state is of the same data."""
+    now = summary(risk)
+    saved: Summary = journal.part(mode or "none", lambda state: now)
+    journal.compare(now.loss, saved.loss)
+    return saved
 
 
 def _row(
+    journal: PartJournal,
+    op: CurvatureOperator,
+    run: Callable[..., tuple[Spectrum, ...]],
+    start: Tensor,
+    kind: Kind,
+    mode: str | None,
+    seed: int,
+) -> SharpnessRow:
+    """One matrix, each of whose blocks of runs is a part that can be resumed."""
+    name, runs = f"{mode or 'none'}-{kind}", []
+    for index, block in enumerate(start.split(op.block_size, 1)):
+        runs += journal.part(f"{name}-{index}", partial(run, op, start=block))
+    # A part as well: an exact trace may cost as much as a run.
+    row: SharpnessRow = journal.part(name, lambda state: _measured(op, runs, kind, mode, seed))
+    return row
+
+
+def _measured(
     op: CurvatureOperator, runs: list[Spectrum], kind: Kind, mode: str | None, seed: int
 ) -> SharpnessRow:
     size, spent = op.shape[0], sum(run.num_products for run in runs)

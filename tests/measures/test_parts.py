@@ -1,0 +1,159 @@
+"""Sharpness goes on from where it was, bit for bit."""
+
+import pytest
+import torch
+from measures.resuming import KilledError, assert_same_files, risk
+from processes import run_processes
+
+from ritz._core.storage import save
+from ritz.measures import sharpness
+from ritz.spectra import lanczos
+
+STEPS, BLOCKS = 5, 2  # of each of four matrices
+OPTIONS = {"num_steps": STEPS, "num_probes": 3, "block_size": 2}
+
+
+class Count:
+    """Counts the steps of all runs, and ends them by an error after so many."""
+
+    def __init__(self, after=None):
+        self.after, self.done = after, 0
+
+    def start(self, label, total): ...
+
+    def update(self, done, note=""):
+        self.done += 1
+        if self.done == self.after:
+            raise KilledError
+
+    def finish(self): ...
+
+
+def measured(centre, state=None, **options):
+    return sharpness(centre, state=state, save_interval=0.0, **(OPTIONS | options))
+
+
+def stopped(state, *, after):
+    with pytest.raises(KilledError):
+        measured(risk(), state, progress=Count(after))
+
+
+def test_stopped_in_every_step_it_ends_with_the_same_file(tmp_path):
+    one = {"kinds": ("ggn",), "batch_norm": "train"}
+    expected = measured(risk(), **one)
+    total, stops = BLOCKS * STEPS, 0
+    while stops < total:
+        try:
+            measured(risk(), tmp_path / "state", progress=Count(2), **one)
+            break
+        except KilledError:  # one step was saved, and one is lost
+            stops += 1
+    assert total / 2 < stops < total
+    assert_same_files(measured(risk(), tmp_path / "state", **one), expected, tmp_path)
+
+
+def test_what_is_finished_is_not_done_again(tmp_path):
+    expected = measured(risk())
+    stopped(tmp_path / "state", after=2 * BLOCKS * STEPS + STEPS + 3)
+    left = {path.name for path in tmp_path.iterdir()}
+    modes = {f"state.{mode}" for mode in ("eval", "train")}
+    rows = {"state.eval-hessian", "state.eval-ggn"}
+    assert modes | rows | {"state.train-hessian-0"} <= left
+    # Of the runs themselves, which have all the vectors, those on their way alone.
+    assert all(".run" not in name or name.startswith("state.train-hessian-1.run") for name in left)
+    counted = Count()
+    found = measured(risk(), tmp_path / "state", progress=counted)
+    assert_same_files(found, expected, tmp_path)
+    # The bar is told before a save: two steps of the third row's second block were saved.
+    assert counted.done == BLOCKS * STEPS + STEPS - 2
+
+
+def test_a_sharpness_that_had_ended_is_read_again(tmp_path):
+    expected, counted = measured(risk(), tmp_path / "state"), Count()
+    assert not list(tmp_path.glob("*.run*"))
+    assert_same_files(measured(risk(), tmp_path / "state", progress=counted), expected, tmp_path)
+    assert counted.done == 0
+
+
+@pytest.mark.parametrize(
+    ("centre", "options", "name"),
+    [
+        ({"seed": 3}, {}, "weights"),
+        ({"l2": 0.1}, {}, "risk"),
+        ({}, {"num_steps": 6}, "num_steps"),
+        ({}, {"generator": torch.Generator().manual_seed(5)}, "start"),
+        ({}, {"block_size": 3}, "block_size"),
+        ({}, {"engine": "eager"}, "engine"),
+    ],
+)
+def test_a_state_of_something_else_is_refused_by_name(tmp_path, centre, options, name):
+    stopped(tmp_path / "state", after=3)
+    with pytest.raises(ValueError, match=rf"state at .* was made with {name}="):
+        measured(risk(**centre), tmp_path / "state", **options)
+
+
+def test_a_state_of_other_data_is_noticed(tmp_path):
+    stopped(tmp_path / "state", after=STEPS + 1)
+    with pytest.raises(ValueError, match="was made with other data or another model: it has a"):
+        measured(risk(data_seed=9), tmp_path / "state")
+
+
+@pytest.mark.parametrize("damage", ["truncate", "replace"])
+def test_a_damaged_part_is_computed_again(tmp_path, damage):
+    expected = measured(risk(), tmp_path / "state")
+    part = tmp_path / "state.eval-ggn-1"
+    if damage == "truncate":
+        part.write_bytes(part.read_bytes()[:-5])
+    else:
+        save(lanczos(torch.eye(3), num_steps=1), part)
+    (tmp_path / "state.eval-ggn").unlink()
+    counted = Count()
+    with pytest.warns(RuntimeWarning, match="state refused, computing it again"):
+        found = measured(risk(), tmp_path / "state", progress=counted)
+    assert counted.done == STEPS
+    assert_same_files(found, expected, tmp_path)
+
+
+def test_a_negative_interval_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"save_interval must be at least 0.0, got -1"):
+        sharpness(risk(), num_steps=2, num_probes=1, save_interval=-1.0)
+
+
+SHARED = """
+    from pathlib import Path
+    from torch import nn
+    from torch.nn.functional import cross_entropy
+    from ritz.measures import sharpness
+
+    class Stop:
+        done = 0
+        def start(self, label, total): ...
+        def update(self, done, note=""):
+            self.done += 1
+            if self.done == 9:
+                raise KeyError("stopped")
+        def finish(self): ...
+
+    torch.manual_seed(0)
+    x, y = torch.randn(24, 3), torch.randint(0, 4, (24,))
+    risk = ritz.Risk(nn.Linear(3, 4), cross_entropy, (x, y), batch_size=6)
+    options = {"num_steps": 5, "num_probes": 4, "block_size": 2}
+    whole = sharpness(risk, **options)
+    state = Path(folder) / "state"
+    try:
+        sharpness(risk, state=state, save_interval=0.0, progress=Stop(), **options)
+    except KeyError:
+        pass
+    if rank == 1:  # as if this one had been killed before it finished the first part
+        state.with_name("state.none-hessian-0.rank1").unlink()
+    found = sharpness(risk, state=state, save_interval=0.0, **options)
+    for one, other in zip(found.rows, whole.rows, strict=True):
+        assert torch.equal(one.trace.mean, other.trace.mean)
+        assert torch.equal(one.spectral_norm.mean, other.spectral_norm.mean)
+"""
+
+
+@pytest.mark.distributed
+def test_two_processes_go_on_from_what_both_have(tmp_path):
+    for code, error in run_processes(SHARED, 2, tmp_path):
+        assert code == 0, error
