@@ -16,7 +16,7 @@ def test_sharpness_of_a_run_in_both_modes(here, finished, tmp_path, capsys):
     out, err = capsys.readouterr()
     assert "spectral norm" in out
     assert "Lanczos" in err
-    found = library.load(tmp_path / "sharpness.safetensors")
+    found = library.load(tmp_path / "sharpness-steps6-probes2.safetensors")
     assert isinstance(found, Sharpness)
     assert [(row.kind, row.batch_norm) for row in found.rows] == [
         (kind, mode) for mode in ("eval", "train") for kind in ("hessian", "ggn")
@@ -37,7 +37,8 @@ def test_a_landscape_with_its_plane_and_test_data(here, finished, tmp_path, caps
     assert ritz("landscape", "run", *FEW, *arguments, "--out", tmp_path) == 0
     assert "Landscape of" in capsys.readouterr().out
     lines, plane = (
-        library.load(tmp_path / f"{name}.safetensors") for name in ("landscape", "plane")
+        library.load(tmp_path / f"{name}-recomputed-steps6-points3.safetensors")
+        for name in ("landscape", "plane")
     )
     assert isinstance(lines, Landscape)
     assert isinstance(plane, Landscape2d)
@@ -86,7 +87,8 @@ def test_directions_are_of_the_mode_that_is_drawn(here, finished, tmp_path, mode
     arguments = ["--points", "3", "--distance", "1e-3", "--steps", "51", "--precision", "float64"]
     assert ritz("landscape", "run", *arguments, "--batch-norm", mode, "--json",
                 "--out", tmp_path) == 0  # fmt: skip
-    found = library.load(tmp_path / "landscape.safetensors")
+    (file,) = tmp_path.glob("*.safetensors")
+    found = library.load(file)
     second = (found.loss[:, 0] + found.loss[:, 2] - 2 * found.loss[:, 1]) / 1e-6
     parts = make_data("own_data:load", data_dir=None, options={})
     model = make_model("own_model:net", parts=parts, options={})
@@ -122,7 +124,7 @@ def test_without_matplotlib_the_numbers_are_written_all_the_same(
         "importlib.util.find_spec", lambda name: None if name == "matplotlib" else real(name)
     )
     assert ritz("landscape", "run", "--points", "3", "--json", *FEW, "--out", tmp_path) == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["landscape.safetensors"]
+    assert [path.name for path in tmp_path.iterdir()] == ["landscape-steps6-points3.safetensors"]
 
 
 @pytest.mark.parametrize(

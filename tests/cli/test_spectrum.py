@@ -18,10 +18,12 @@ def test_a_run_folder_is_all_that_is_needed(here, finished, capsys, tmp_path):
     for title in ("Hessian, batch norm eval", "Gauss-Newton, batch norm train"):
         assert title in out
     assert "Lanczos" in err
-    files = {f"spectrum-{kind}-{mode}.safetensors" for kind in ("hessian", "ggn")
+    files = {f"spectrum-{kind}-{mode}-steps6.safetensors" for kind in ("hessian", "ggn")
              for mode in ("eval", "train")}  # fmt: skip
     # Nothing is left behind of what a resumption would have needed.
-    assert {path.name for path in tmp_path.iterdir()} == files | {"spectrum.png"}
+    assert {path.name for path in tmp_path.iterdir()} == files | {
+        "spectrum-hessian-ggn-eval-train-steps6.png"
+    }
 
 
 def test_it_is_the_spectrum_of_the_risk_at_these_weights(here, finished, tmp_path, capsys):
@@ -29,7 +31,7 @@ def test_it_is_the_spectrum_of_the_risk_at_these_weights(here, finished, tmp_pat
 
     options = ["--matrix", "ggn", "--precision", "float64", "--average", "--steps", "30"]
     assert ritz("spectrum", "run", *options, "--json", "--out", tmp_path) == 0
-    found = library.load(tmp_path / "spectrum-ggn-eval-average.safetensors")
+    found = library.load(tmp_path / "spectrum-ggn-eval-average-steps30-float64.safetensors")
     parts = make_data("own_data:load", data_dir=None, options={})
     model = make_model("own_model:net", parts=parts, options={})
     model.load_state_dict(read_weights(finished / "average.safetensors"))
@@ -57,7 +59,7 @@ def test_a_stopped_computation_goes_on_to_the_same_bits(here, finished, tmp_path
         assert ritz(*arguments, torn) == 1
     assert list(torn.glob(".*.state*"))
     assert ritz(*arguments, torn) == 0
-    name = "spectrum-hessian-eval.safetensors"
+    name = "spectrum-hessian-eval-steps12.safetensors"
     assert (torn / name).read_bytes() == (whole / name).read_bytes()
     assert not list(torn.glob(".*"))
 
@@ -77,8 +79,11 @@ def test_samples_of_the_test_data_are_counted(here, finished, tmp_path, capsys):
     assert "9 samples" in capsys.readouterr().out
     assert ritz(*arguments, tmp_path / "two") == 0
     assert ritz(*arguments, tmp_path / "other", "--seed", "1") == 0
-    name = "spectrum-hessian-eval-test.safetensors"
-    one, two, other = ((tmp_path / x / name).read_bytes() for x in ("one", "two", "other"))
+    name = "spectrum-hessian-eval-test-steps6-samples9"
+    names = {"one": name, "two": name, "other": f"{name}-seed1"}
+    one, two, other = (
+        (tmp_path / folder / f"{name}.safetensors").read_bytes() for folder, name in names.items()
+    )
     assert one == two != other
 
 
@@ -87,8 +92,10 @@ def test_weights_of_torch_with_model_and_data_named(here, finished, tmp_path, ca
     arguments = ["--model", "own_model:net", "--data", "own_data:load", "--batch-size", "16"]
     assert ritz("spectrum", tmp_path / "weights.pt", *arguments, *FEW, "--json") == 0
     assert ritz("spectrum", "run", *FEW, "--json", "--out", tmp_path / "again") == 0
-    name = "spectrum-hessian-eval.safetensors"
-    first, again = (library.load(folder / name) for folder in (tmp_path, tmp_path / "again"))
+    (first,), (again,) = (
+        map(library.load, folder.glob("spectrum*.safetensors"))
+        for folder in (tmp_path, tmp_path / "again")
+    )
     torch.testing.assert_close(first.values, again.values, rtol=0.0, atol=0.0)
 
 

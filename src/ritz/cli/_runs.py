@@ -18,14 +18,12 @@ from ritz._core.checks import check_count
 from ritz.cli._targets import loss_function, make_data, make_model, parse_settings
 from ritz.curvature import Risk
 from ritz.training import load_weights
-from ritz.training.checkpoints import NAME, WEIGHTS
 from ritz.training.settings import resolve_device
 from ritz.training.sources import DataParts
 from ritz.training.workflows import RunConfig, measured_risk, read_run, run_weights
 
 Split = Literal["train", "validation", "test"]
 Precision = Literal["float32", "tf32", "float64"]
-LAST = {Path(name).stem for name in (WEIGHTS, NAME)}  # of a run: results do not name them
 
 Source = Annotated[
     Path, typer.Argument(metavar="RUN", help="Folder of a run, or a file of weights.")
@@ -108,19 +106,21 @@ class Opened:
         choice: What was asked for.
         folder: Of the run, or of the file of weights.
         weights: That file.
+        made: What the run was made with; defaults, without model and data, where nothing says so.
+        config: The same with what was asked for in its place.
         model: On the device.
         parts: The data.
         loss_fn: The loss.
-        batch_size: Samples a batch.
     """
 
     choice: Choice
     folder: Path
     weights: Path
+    made: RunConfig
+    config: RunConfig
     model: nn.Module
     parts: DataParts
     loss_fn: Callable[..., Any] | None
-    batch_size: int
 
     def risk(self, split: Split = "train", *, whole: bool = False) -> Risk:
         """The risk on a part of the data: the samples asked for, or all of them."""
@@ -130,18 +130,10 @@ class Opened:
             self.parts,
             split=split,
             num_samples=None if whole else self.choice.samples,
-            batch_size=self.batch_size,
+            batch_size=self.config.batch_size,
             precision=self.choice.precision,
             seed=self.choice.seed,
         )
-
-    def name(self, result: str, split: Split = "train") -> str:
-        """The name of a file, without its ending, that tells weights and data of a result.
-
-        Nothing stands for the last weights of a run, nor for the training data.
-        """
-        weights = [] if self.weights.stem in LAST else [self.weights.stem]
-        return "-".join([result, *weights, *([] if split == "train" else [split])])
 
     @property
     def has_batch_norm(self) -> bool:
@@ -164,7 +156,8 @@ def open_run(choice: Choice) -> Opened:
         check_count("--batch-size", choice.batch_size)
     device = default_device(choice.device)
     folder, weights = _located(choice.source, choice.average)
-    config = _config(choice, folder)
+    made = read_run(folder) if (folder / "run.json").is_file() else None
+    config = _config(choice, folder, made)
     data_dir = choice.data_dir or (None if config.data_dir is None else Path(config.data_dir))
     parts = make_data(
         config.data,
@@ -180,10 +173,11 @@ def open_run(choice: Choice) -> Opened:
         choice=choice,
         folder=folder,
         weights=weights,
+        made=RunConfig(model="", data="") if made is None else made,
+        config=config,
         model=model.to(device),
         parts=parts,
         loss_fn=loss_function(config.loss, written=choice.loss is None),
-        batch_size=choice.batch_size or config.batch_size,
     )
 
 
@@ -217,15 +211,16 @@ def _located(source: Path, average: bool) -> tuple[Path, Path]:
     return source.parent, source
 
 
-def _config(choice: Choice, folder: Path) -> RunConfig:
-    given = {"model": choice.model, "data": choice.data, "loss": choice.loss}
+def _config(choice: Choice, folder: Path, made: RunConfig | None) -> RunConfig:
+    names = ("model", "data", "loss", "batch_size")
+    given = {name: getattr(choice, name) for name in names}
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if choice.model is not None or choice.set_model:
         changes["model_options"] = parse_settings("--set-model", choice.set_model)
     if choice.data is not None or choice.set_data:
         changes["data_options"] = parse_settings("--set-data", choice.set_data)
-    if (folder / "run.json").is_file():
-        return RunConfig(**(read_run(folder).plain() | changes))
+    if made is not None:
+        return RunConfig(**(made.plain() | changes))
     missing = [f"--{name}" for name in ("model", "data") if given[name] is None]
     if missing:
         raise ValueError(f"{folder} has no run.json, which says what {choice.source.name} was made "

@@ -26,7 +26,7 @@ class States:
         # The weights stand for the place that they came from.
         asked = replace(opened.choice, source=Path(opened.weights.name))
         weights = digest(tensor_state(opened.model).values())
-        text = f"{weights} {asked} {opened.batch_size} {sorted(settings.items())}"
+        text = f"{weights} {asked} {opened.config.batch_size} {sorted(settings.items())}"
         self._folder, self._key = folder, hashlib.sha256(text.encode()).hexdigest()[:16]
         self._used: list[Path] = []
 

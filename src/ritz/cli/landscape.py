@@ -10,6 +10,7 @@ from torch import Tensor
 from ritz import measures
 from ritz._core.checks import check_count, check_range
 from ritz._core.storage import save
+from ritz.cli._names import Names
 from ritz.cli._options import Json, Seed, check_size, print_results
 from ritz.cli._runs import (
     Average,
@@ -46,6 +47,8 @@ ritz landscape runs/vgg --plane --batch-norm recomputed --distance 2 --points 31
 ritz landscape runs/digits --directions filter --picture pdf
 
 Solid lines are the training data, dashes the test data where there are any, all of them.
+Files are named after options other than the defaults and those of the run:
+landscape-filter-train-average-points31.safetensors, plane-filter-train-average-points31.png.
 A computation that was stopped goes on when the same command is given again.
 """
 
@@ -120,11 +123,13 @@ def command(
         }
         if plane:
             found["plane"] = _plane(risk, vectors, common | {"state": states.path("plane")})
+        names = Names(command, opened, steps=steps, distance=distance, points=points)
         files: list[Path] = []
-        for name, result in found.items():
-            files.append(folder / f"{opened.name(name)}.safetensors")
+        for kind, result in found.items():
+            name = names(kind, directions=directions, batch_norm=batch_norm)
+            files.append(folder / f"{name}.safetensors")
             save(result, files[-1])
-            files += draw(result, folder / f"{opened.name(name)}.{picture}")
+            files += draw(result, folder / f"{name}.{picture}")
         states.remove()
     print_results(found, files, as_json=json)
 

@@ -8,6 +8,7 @@ import typer
 from ritz import measures
 from ritz._core.checks import check_count, check_range
 from ritz._core.storage import save
+from ritz.cli._names import Names
 from ritz.cli._options import Json, Seed, print_results
 from ritz.cli._runs import (
     Average,
@@ -38,6 +39,8 @@ ritz sharpness runs/digits
 
 ritz sharpness runs/vgg --average --matrix ggn --samples 5000 --probes 4 --steps 50
 
+Files are named after options other than the defaults and those of the run:
+sharpness-ggn-train-average-test-steps50.safetensors.
 A computation that was stopped goes on when the same command is given again.
 """
 
@@ -99,7 +102,9 @@ def command(
             generator=torch.Generator().manual_seed(seed),
             progress=not json,
         )
-        path = folder / f"{opened.name('sharpness', split)}.safetensors"
+        names = Names(command, opened, split=split, steps=steps, probes=probes)
+        name = names("sharpness", matrix=matrix, batch_norm=batch_norm)
+        path = folder / f"{name}.safetensors"
         save(found, path)
         states.remove()
     print_results({"sharpness": found}, [path], as_json=json)

@@ -8,6 +8,7 @@ import typer
 
 from ritz._core.checks import check_count, check_range
 from ritz._core.storage import save
+from ritz.cli._names import Names
 from ritz.cli._options import Json, Seed, print_results
 from ritz.cli._runs import (
     Average,
@@ -45,8 +46,8 @@ ritz spectrum runs/vgg --matrix both --batch-norm both --samples 5000 --steps 10
 
 ritz spectrum weights.pt --model model:net --data data:load
 
-Files are named after the matrix, and after weights and data other than the last and the training
-data: spectrum-hessian-average-test.safetensors, spectrum-average-test.png.
+Files are named after the matrix, the mode of batch norm, and options other than the defaults and
+those of the run: spectrum-hessian-eval-average-test-steps50.safetensors.
 A computation that was stopped goes on when the same command is given again.
 """
 
@@ -97,6 +98,7 @@ def command(
     with writing(out or opened.folder) as folder:
         risk = opened.risk(split)
         states = States(folder, opened, split=split, steps=steps, vectors=vectors)
+        names = Names(command, opened, split=split, steps=steps, vectors=vectors)
         found: dict[str, Spectrum] = {}
         files: list[Path] = []
         for kind in ("hessian", "ggn") if matrix == "both" else (matrix,):
@@ -109,9 +111,10 @@ def command(
                     vectors=vectors, state=states.path(name), save_interval=save_interval,
                     generator=torch.Generator().manual_seed(seed), progress=not json,
                 )  # fmt: skip
-                files.append(folder / f"{opened.name(name, split)}.safetensors")
+                files.append(folder / f"{names(name)}.safetensors")
                 save(found[title], files[-1])
-        files += draw(found, folder / f"{opened.name('spectrum', split)}.{picture}")
+        drawing = names("spectrum", matrix=matrix, batch_norm=batch_norm)
+        files += draw(found, folder / f"{drawing}.{picture}")
         states.remove()
     print_results(found, files, as_json=json)
 
