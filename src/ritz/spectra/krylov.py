@@ -76,8 +76,9 @@ def lanczos(
         basis: Where the basis lives: ``device``, ``host``, or ``spread`` over the processes.
         group: Processes for ``spread``.
         state: File to resume from, and to save to every ``save_interval`` seconds. The result is
-            bit for bit that of an uninterrupted run (on the CPU). The files stay when the run
-            ends; their names begin with that of the file.
+            bit for bit that of an uninterrupted run (on the CPU). A save writes the vectors that
+            are new since the last one, all of them after a restart; the files take as much room as
+            the basis. They stay when the run ends; their names begin with that of the file.
         save_interval: Seconds between saves.
         generator: Source of the start vector.
         progress: Whether to show a bar, or what to tell.
