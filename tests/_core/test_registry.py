@@ -29,3 +29,20 @@ def test_a_wrong_name_is_answered_with_the_nearest(fruit):
 def test_a_name_is_taken_once(fruit):
     with pytest.raises(ValueError, match="the fruit 'pear' is registered already"):
         fruit.register("pear")(3)
+
+
+@pytest.mark.parametrize("name", ["Red-Currant", "red_currant", "redcurrant", "RED-CURRANT"])
+def test_a_name_is_found_in_any_hand(fruit, name):
+    fruit.register("red_currant")(7)
+    assert fruit.find(name) == 7
+    with pytest.raises(UnknownNameError, match="no fruit is named 'A-ple'; did you mean apple"):
+        fruit.find("A-ple")  # as it was typed
+
+
+def test_of_names_that_read_alike_only_the_exact_one_is_found(fruit):
+    fruit.register("pe_ar")(8)
+    assert (fruit.find("pear"), fruit.find("pe_ar")) == (0, 8)
+    with pytest.raises(
+        UnknownNameError, match="no fruit is named 'pe-ar'; did you mean pear or pe_ar"
+    ):
+        fruit.find("pe-ar")

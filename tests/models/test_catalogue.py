@@ -144,8 +144,16 @@ def test_first_biases(name, layer, expected):
     assert torch.equal(bias, torch.full_like(bias, expected))
 
 
-def test_names_in_any_hand():
-    assert count(models.create("VGG16-BN", num_classes=100, device="meta")) == 15_299_748
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("VGG16-BN", "vgg16_bn"), ("vgg16bn", "vgg16_bn"), ("vgg_16", "vgg16"),
+     ("resnet-44", "resnet44"), ("ResNet-44", "resnet44"), ("WideResNet-28x10", "wideresnet28x10"),
+     ("resnext-29-8x64", "resnext29_8x64")],
+)  # fmt: skip
+def test_names_in_any_hand(name, expected):
+    assert models.options(name) == models.options(expected)
+    found, meant = (models.create(one, num_classes=100, device="meta") for one in (name, expected))
+    assert count(found) == count(meant)
 
 
 def test_the_default_device_and_dtype_are_followed():
@@ -171,8 +179,8 @@ def test_copies_are_apart():
 
 
 def test_a_wrong_name_is_answered_with_the_nearest():
-    with pytest.raises(UnknownNameError, match=r"no model is named 'vgg_16'; did you mean vgg16"):
-        models.create("vgg_16")
+    with pytest.raises(UnknownNameError, match=r"no model is named 'VGG-61'; did you mean vgg6"):
+        models.create("VGG-61")
     with pytest.raises(TypeError, match="name must be a string, got int"):
         models.create(16)
 

@@ -1,4 +1,4 @@
-"""Things chosen by name: studies now, models, data sets and optimisers as they come."""
+"""Things chosen by name: models, data sets, optimisers, losses and studies."""
 
 import difflib
 from collections.abc import Callable, Iterator
@@ -35,9 +35,18 @@ class Registry(Generic[T]):
     def __getitem__(self, name: str) -> T:
         if name in self._entries:
             return self._entries[name]
-        close = difflib.get_close_matches(name, self._entries, n=3)
+        small = {known.lower(): known for known in self._entries}
+        close = [small[match] for match in difflib.get_close_matches(name.lower(), small, n=3)]
         hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(self)}"
         raise UnknownNameError(f"no {self._kind} is named {name!r}; {hint}")
+
+    def find(self, name: str) -> T:
+        """What a name stands for in any hand: capitals, ``-`` and ``_`` tell no two apart.
+
+        A name that is spelt right comes first; where several others read alike, none is chosen.
+        """
+        alike = [known for known in self._entries if _folded(known) == _folded(name)]
+        return self[alike[0] if len(alike) == 1 and name not in self else name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._entries))
@@ -47,3 +56,7 @@ class Registry(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+def _folded(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "")

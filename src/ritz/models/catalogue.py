@@ -70,7 +70,7 @@ def create(
     on every device and, up to rounding, in every dtype.
 
     Args:
-        name: One of :func:`available`, in any case, with ``-`` for ``_`` if liked.
+        name: One of :func:`available`, in any case, with ``-``, ``_`` or neither between its parts.
         num_classes: Outputs; the size of the vocabulary for a language model. Each family has the
             default of the data it was published for.
         input_shape: Of one sample: ``(channels, height, width)``, or ``(length,)`` for a language
@@ -102,7 +102,7 @@ def create(
 def _entry(name: str) -> Entry:
     if not isinstance(name, str):
         raise TypeError(f"name must be a string, got {type(name).__name__}")
-    return _MODELS[name.lower().replace("-", "_")]
+    return _MODELS.find(name)
 
 
 def _check_options(name: str, entry: Entry, given: Mapping[str, Any]) -> None:
