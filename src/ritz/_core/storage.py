@@ -110,11 +110,20 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], header: Any) -> None:
     """Write named tensors and a JSON-able header, with a checksum over both, atomically."""
-    plain = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
+    plain = _apart({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()})
     body = {"format": FORMAT, "ritz": __version__, "torch": torch.__version__, "header": header}
     body["sha256"] = _digest(plain, body)
     with atomic_path(path) as temporary:
         save_file(plain, temporary, metadata={_KEY: json.dumps(body, sort_keys=True)})
+
+
+def is_own(path: str | os.PathLike[str]) -> bool:
+    """Whether a file says that :func:`write_tensors` wrote it; nothing but its head is read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return _KEY in (file.metadata() or {})
+    except (SafetensorError, OSError):
+        return False
 
 
 def read_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], Any]:
@@ -222,6 +231,17 @@ def _find_class(key: str) -> type:
     if key not in _STORABLE:
         raise TypeError(f"{key} is not a known class of results")
     return _STORABLE[key]
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same without memory that two share, as tied weights do, which safetensors refuses."""
+    known: set[int] = set()
+    found = {}
+    for name, tensor in tensors.items():
+        place = tensor.untyped_storage().data_ptr()
+        found[name] = tensor.clone() if place in known else tensor
+        known.add(place)
+    return found
 
 
 def _digest(tensors: Mapping[str, Tensor], body: Any) -> str:

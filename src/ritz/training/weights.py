@@ -11,9 +11,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from ritz._core.storage import CorruptFileError, read_tensors, write_tensors
+from ritz._core.storage import CorruptFileError, is_own, read_tensors, write_tensors
 
 PREFIX = "model."  # of the weights in a checkpoint of training
+COMPILED = "_orig_mod"  # the part that torch.compile puts into names
 NESTED = ("state_dict", "model_state_dict", "model")  # where others put them in a .pt file
 
 
@@ -33,29 +34,64 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
     Args:
         model: Of the architecture that the file was made from; the first tensor that differs is
-            named otherwise, and the model left as it was.
+            named otherwise, and the model left as it was. Weights that it ties stay tied: the file
+            may have them under all their names, which must agree, or under one.
         path: A checkpoint or weights of ritz, any other safetensors file of named tensors, or a
             ``.pt`` file, which is read with ``weights_only=True``: nothing in it runs.
     """
-    found = read_weights(path)
-    check_matches(tensor_state(model), found, path)
+    held = tensor_state(model)
+    found = _with_tied(held, read_weights(path), path)
+    check_matches(held, found, path)
     with torch.no_grad():
-        for name, held in tensor_state(model).items():
-            held.copy_(found[name])
+        for name, tensor in held.items():
+            tensor.copy_(found[name])
 
 
 def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """The named tensors of a file, on the CPU; see :func:`load_weights` for which files."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"no such file: {path}")
-    found = _read_pickle(path) if _is_pickle(path) else _read_safetensors(path)
+    found = _plain_names(_read_pickle(path) if _is_pickle(path) else _read_safetensors(path))
     wrapped = all(name.startswith("module.") for name in found)  # by DistributedDataParallel
     return {name.removeprefix("module."): x for name, x in found.items()} if wrapped else found
 
 
 def tensor_state(model: nn.Module) -> dict[str, Tensor]:
     """The parameters and persistent buffers of a model by name."""
-    return {name: x for name, x in model.state_dict().items() if isinstance(x, Tensor)}
+    found = {name: x for name, x in model.state_dict().items() if isinstance(x, Tensor)}
+    return _plain_names(found)
+
+
+def _plain_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same under the names that they have where neither model nor part of it is compiled."""
+    if not any(COMPILED in name.split(".") for name in tensors):
+        return tensors
+    return {".".join(part for part in name.split(".") if part != COMPILED): x
+            for name, x in tensors.items()}  # fmt: skip
+
+
+def _with_tied(
+    held: Mapping[str, Tensor], found: dict[str, Tensor], path: str | os.PathLike[str]
+) -> dict[str, Tensor]:
+    """The tensors of a file with those that the model ties under all their names."""
+    groups: dict[Any, list[str]] = {}
+    for name, x in held.items():
+        # Alike in all this, two are one; an empty tensor lies nowhere.
+        place = (x.data_ptr(), x.dtype, x.shape, x.stride()) if x.numel() else name
+        groups.setdefault(place, []).append(name)
+    for names in groups.values():
+        for name in names:
+            first = next((each for each in names if each in found), name)
+            if first in found and not _equal(found.setdefault(name, found[first]), found[first]):
+                raise ValueError(f"{path} is of another architecture: {first} and {name} differ "
+                                 "there, and are one in the model")  # fmt: skip
+    return found
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    if one is other or one.shape != other.shape:
+        return one is other
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def check_matches(
@@ -85,9 +121,10 @@ def _is_pickle(path: str | os.PathLike[str]) -> bool:
 
 def _read_pickle(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     try:
-        with warnings.catch_warnings():  # of a protocol that it may not know: then it raises
-            warnings.simplefilter("ignore", UserWarning)
-            found = torch.load(path, map_location="cpu", weights_only=True)
+        # Open, for torch goes by the names of files, and this one may be called .safetensors.
+        with open(path, "rb") as file, warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of an unknown protocol: then it raises
+            found = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CorruptFileError(f"{path} is refused: it holds more than tensors and plain values, "
                                "and reading that could run anything, or has another protocol of "
@@ -103,14 +140,14 @@ def _read_pickle(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 
 def _read_safetensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    if is_own(path):
+        tensors, header = read_tensors(path)
+        if isinstance(header, Mapping) and header.get("kind") == "weights":
+            return tensors
+        return {name.removeprefix(PREFIX): x
+                for name, x in tensors.items() if name.startswith(PREFIX)}  # fmt: skip
     try:
         with safe_open(path, framework="pt") as file:
-            foreign = "ritz" not in (file.metadata() or {})
-            if foreign:
-                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise CorruptFileError(f"{path} is truncated or not a safetensors file: {error}") from error
-    tensors, header = read_tensors(path)
-    if isinstance(header, Mapping) and header.get("kind") == "weights":
-        return tensors
-    return {name.removeprefix(PREFIX): x for name, x in tensors.items() if name.startswith(PREFIX)}
