@@ -135,18 +135,6 @@ def test_cuda_where_there_is_none(here, finished, refused):
     assert "torch finds no CUDA device" in refused("spectrum", "run", "--device", "cuda:0")
 
 
-def test_a_run_folder_may_name_code_of_the_current_folder_alone(
-    here, finished, tmp_path, monkeypatch, refused
-):
-    shutil.copytree(finished, tmp_path / "run")
-    config = json.loads((tmp_path / "run" / "run.json").read_text())
-    config |= {"data": "subprocess:check_call", "data_options": {"args": ["touch", "ran"]}}
-    (tmp_path / "run" / "run.json").write_text(json.dumps(config))
-    line = refused("spectrum", tmp_path / "run")
-    assert "the run names 'subprocess:check_call', which is not in" in line
-    assert not (here / "ran").exists()
-
-
 def test_weights_with_code_in_them_are_refused(here, tmp_path, refused):
     import pickle
 

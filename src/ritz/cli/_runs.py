@@ -159,14 +159,18 @@ def open_run(choice: Choice) -> Opened:
     made = read_run(folder) if (folder / "run.json").is_file() else None
     config = _config(choice, folder, made)
     data_dir = choice.data_dir or (None if config.data_dir is None else Path(config.data_dir))
+    loss_fn = loss_function(config.loss, written_in=folder if choice.loss is None else None)
     parts = make_data(
         config.data,
         data_dir=data_dir,
         options=config.data_options,
-        written=choice.data is None,
+        written_in=folder if choice.data is None else None,
     )
     model = make_model(
-        config.model, parts=parts, options=config.model_options, written=choice.model is None
+        config.model,
+        parts=parts,
+        options=config.model_options,
+        written_in=folder if choice.model is None else None,
     )
     load_weights(model, weights)
     return Opened(
@@ -177,7 +181,7 @@ def open_run(choice: Choice) -> Opened:
         config=config,
         model=model.to(device),
         parts=parts,
-        loss_fn=loss_function(config.loss, written=choice.loss is None),
+        loss_fn=loss_fn,
     )
 
 

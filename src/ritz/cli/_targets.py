@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 from ritz import data, models
 from ritz._core.registry import Registry
+from ritz.cli._trust import Trust
 from ritz.training.sources import DataParts, as_parts
 
 LOSSES: Registry[Callable[..., Any] | None] = Registry("loss")
@@ -30,7 +31,7 @@ def make_model(
     parts: DataParts,
     options: Mapping[str, Any],
     seed: int = 0,
-    written: bool = False,
+    written_in: Path | None = None,
 ) -> nn.Module:
     """Return a new model for some data, on the CPU.
 
@@ -40,7 +41,7 @@ def make_model(
         parts: The data, which know these two.
         options: Keywords.
         seed: Of the first weights.
-        written: Whether the name comes out of a file.
+        written_in: The run folder that the name was read from, if it was.
     """
     known = {"num_classes": parts.num_classes, "input_shape": parts.shape}
     known = {name: value for name, value in known.items() if value is not None}
@@ -48,7 +49,7 @@ def make_model(
         accepted = models.options(target)
         given = {name: value for name, value in known.items() if name in accepted} | dict(options)
         return models.create(target, generator=torch.Generator().manual_seed(seed), **given)
-    factory = own(target, written=written)
+    factory = own(target, written_in=written_in)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = _called(target, factory, known, options)
@@ -62,7 +63,7 @@ def make_data(
     *,
     data_dir: Path | None,
     options: Mapping[str, Any],
-    written: bool = False,
+    written_in: Path | None = None,
 ) -> DataParts:
     """Return data, on the CPU.
 
@@ -71,32 +72,32 @@ def make_data(
             the options. See :func:`ritz.training.sources.as_parts` for what it may return.
         data_dir: Folder of data sets.
         options: Keywords.
-        written: Whether the name comes out of a file.
+        written_in: The run folder that the name was read from, if it was.
     """
     if ":" not in target:
         return as_parts(data.load(target, data_dir=data_dir, **options))
     known = {} if data_dir is None else {"data_dir": data_dir}
-    return as_parts(_called(target, own(target, written=written), known, options))
+    return as_parts(_called(target, own(target, written_in=written_in), known, options))
 
 
-def loss_function(target: str, *, written: bool = False) -> Callable[..., Any] | None:
+def loss_function(target: str, *, written_in: Path | None = None) -> Callable[..., Any] | None:
     """Return a loss by name, or as ``module:function``."""
-    return own(target, written=written) if ":" in target else LOSSES[target]
+    return own(target, written_in=written_in) if ":" in target else LOSSES[target]
 
 
-def own(target: str, *, written: bool = False) -> Callable[..., Any]:
+def own(target: str, *, written_in: Path | None = None) -> Callable[..., Any]:
     """Return what ``module:factory`` names; modules of the current folder come first.
 
-    A run folder is data and may come from anybody: a name ``written`` in one is followed into
-    modules of the current folder alone.
+    A name that was ``written_in`` a run folder is followed as far as :class:`Trust` goes.
     """
     name, _, attribute = target.partition(":")
     if not (name and attribute and all(part.isidentifier() for part in name.split("."))):
         raise ValueError(f"{target!r} must be of the form module:factory")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
-    if written:
-        _check_local(name, target)
+    trust = None if written_in is None else Trust(written_in)
+    if trust is not None:
+        trust.check_module(name, target)
     module = _imported(name, target)
     found = getattr(module, attribute, None)
     if not callable(found):
@@ -104,6 +105,8 @@ def own(target: str, *, written: bool = False) -> Callable[..., Any]:
         raise ValueError(
             f"{target!r}: {name} has no function {attribute!r}{_near(attribute, public)}"
         )
+    if trust is not None:
+        trust.check_callable(found, target)
     return found  # type: ignore[no-any-return]
 
 
@@ -144,19 +147,6 @@ def _imported(name: str, target: str) -> Any:
                          f"{_near(name, files)}") from error  # fmt: skip
     except Exception as error:
         raise ValueError(f"{target!r}: importing {name} raised {_summary(error)}") from error
-
-
-def _check_local(name: str, target: str) -> None:
-    top = name.split(".")[0]
-    spec = None if top in sys.builtin_module_names else importlib.util.find_spec(top)
-    places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
-    here = Path.cwd().resolve()
-    found = [Path(place).resolve() for place in places if place]
-    # An environment may lie in the current folder; what is installed there is not the user's.
-    inside = [p.is_relative_to(here) and "site-packages" not in p.parts for p in found]
-    if spec is not None and not (inside and all(inside)):
-        raise ValueError(f"the run names {target!r}, which is not in {here}: where you trust it, "
-                         "name it yourself (--model, --data, --loss)")  # fmt: skip
 
 
 def _called(
