@@ -72,6 +72,25 @@ def test_panels_share_one_legend(matrix):
     pyplot.close(figure)
 
 
+def test_a_shared_legend_runs_from_negative_to_positive_whichever_panel_comes_first(matrix):
+    found = {"first": ritz.lanczos(matrix.abs(), num_steps=20),
+             "second": ritz.lanczos(matrix, num_steps=20)}  # fmt: skip
+    figure = plots.spectra(found)[0].figure
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        "Ritz value < 0", "Ritz value ≥ 0", "Ritz value ≥ 0, unconverged"]  # fmt: skip
+    pyplot.close(figure)
+
+
+def test_a_long_label_keeps_off_the_edge():
+    figure, (ax,) = plots.panels()
+    ax.set_xticks([0, 1], ["first", "a label that is long enough to stand out"])
+    ax.set_xlim(-0.1, 1.1)
+    figure.canvas.draw()
+    label = ax.get_xticklabels()[1].get_window_extent()
+    assert label.x1 <= figure.bbox.x1 - 0.08 * figure.dpi  # inches
+    pyplot.close(figure)
+
+
 @pytest.mark.parametrize("log", [False, True])
 @pytest.mark.parametrize("count", [1, 3])
 def test_spectra_stand_side_by_side_on_common_scales(matrix, count, log, tmp_path):
@@ -121,7 +140,8 @@ def valley(**changes):
 def test_a_landscape_has_loss_and_accuracy_on_scales_of_their_own(ax, tmp_path):
     assert plots.landscape(valley(), direction="smallest", ax=ax) is ax
     left, right = ax.figure.axes
-    assert (left.get_ylabel(), right.get_ylabel()) == ("loss", "accuracy")
+    assert (left.get_ylabel(), right.get_ylabel()) == ("loss", "accuracy (%)")
+    assert right.get_ylim()[1] > 100
     assert [line.get_linestyle() for line in left.get_lines()] == ["-", "--"]
     assert legend(ax) == ["loss, train", "loss, test", "accuracy, train", "accuracy, test"]
     assert {line.get_color() for line in left.get_lines()}.isdisjoint(
@@ -148,8 +168,33 @@ def test_landscapes_share_one_legend():
     for ax, name in zip(axes, ("largest", "smallest"), strict=True):
         plots.landscape(valley(), direction=name, ax=ax)
     plots.share_legend(figure)
-    assert [len(legend.get_texts()) for legend in figure.legends] == [4]
+    (shared,) = figure.legends
+    # Loss before accuracy and train before test, as they are drawn.
+    assert [text.get_text() for text in shared.get_texts()] == [
+        "loss, train", "loss, test", "accuracy, train", "accuracy, test"]  # fmt: skip
     assert all(ax.get_legend() is None for ax in figure.axes)
+    pyplot.close(figure)
+
+
+def test_every_point_of_a_landscape_is_marked_whole(ax):
+    plots.landscape(valley(), ax=ax)
+    for one in ax.figure.axes:
+        low, high = one.get_xlim()
+        assert low < -1 < 1 < high
+        for line in one.get_lines():
+            assert line.get_marker() == "o"
+            assert len(line.get_xdata()) == 9
+
+
+def test_labels_of_neighbouring_panels_stand_apart():
+    figure, axes = plots.panels(1, 2, width=4.4, height=3.0)
+    for ax in axes:
+        plots.landscape(valley(), ax=ax)
+    figure.canvas.draw()
+    right = figure.axes[2].yaxis.label.get_window_extent()
+    left = axes[1].yaxis.label.get_window_extent()
+    assert figure.axes[2].get_ylabel() == "accuracy (%)"
+    assert left.x0 - right.x1 >= 0.15 * figure.dpi  # inches
     pyplot.close(figure)
 
 

@@ -121,9 +121,9 @@ def test_a_slice_is_one_direction_of_a_landscape(direction):
     found = landscape_slice(along(), direction)
     np.testing.assert_array_equal(found.t, [-1, 0, 1])
     np.testing.assert_array_equal(found.loss, [5, 4, 6])
-    np.testing.assert_allclose(found.accuracy, [0.5, 0.4, 0.6])
+    np.testing.assert_allclose(found.accuracy, [50, 40, 60])  # per cent
     np.testing.assert_array_equal(found.test_loss, [10, 8, 12])
-    np.testing.assert_allclose(found.test_accuracy, [0.25, 0.2, 0.3])
+    np.testing.assert_allclose(found.test_accuracy, [25, 20, 30])
 
 
 def test_a_slice_has_what_the_landscape_has():

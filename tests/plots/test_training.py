@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ from ritz import plots
 from ritz._core.results import Estimate, Status
 from ritz.measures import rank_degeneracy
 from ritz.plots.records import curvature_points, points, training_series
+from ritz.plots.titles import monitor_title
 
 AVERAGED = {"average_test_loss": 0.4, "average_test_accuracy": 0.9}
 
@@ -30,6 +33,14 @@ def log():
 
 def legend(ax):
     return [text.get_text() for text in ax.get_legend().get_texts()]
+
+
+def band(ax):
+    """Lower and upper edge of the only band."""
+    (found,) = ax.collections
+    corners = found.get_paths()[0].vertices
+    return [[edge(corners[corners[:, 0] == x, 1]) for x in np.unique(corners[:, 0])]
+            for edge in (min, max)]  # fmt: skip
 
 
 def estimate(mean, stderr):
@@ -97,6 +108,8 @@ def test_curves_of_one_run_have_a_colour_each_and_a_mark_where_averaging_begins(
     lines = loss.get_lines()
     assert len({line.get_color() for line in lines[:3]}) == 3
     assert lines[3].get_xdata()[0] == 3
+    frame = loss.get_legend().get_frame()
+    assert (frame.get_alpha(), frame.get_facecolor()[:3]) == (1.0, (1.0, 1.0, 1.0))  # over the mark
     width, height = loss.figure.get_size_inches()
     assert (width, height) == pytest.approx((8.8, 3.1))
 
@@ -139,13 +152,19 @@ def test_a_log_without_accuracy_has_one_panel():
 
 def test_the_largest_eigenvalue_against_the_stable_rate(log):
     ax = plots.curvature_over_time(log)
-    assert sorted(legend(ax)) == ["$2/\\alpha$", r"largest eigenvalue $\lambda_1$"]
+    label = r"largest eigenvalue $\lambda_1$"
+    assert legend(ax) == [f"{label} ± residual", "$2/\\alpha$"]
     assert (ax.get_xlabel(), ax.get_yscale()) == ("epoch", "linear")
+    assert ax.get_title("left") == "Hessian"
+    np.testing.assert_allclose(band(ax), [[5.9, 6.9, 7.9], [6.1, 7.1, 8.1]])
     steep = [*log, curvature(4, lambda_max=600.0)]
     assert plots.curvature_over_time(steep).get_yscale() == "log"
     assert plots.curvature_over_time(steep, log=False).get_yscale() == "linear"
-    without = [{k: v for k, v in record.items() if k != "threshold"} for record in log]
-    assert legend(plots.curvature_over_time(without)) == [r"largest eigenvalue $\lambda_1$"]
+    hidden = ("threshold", "lambda_max_residual")
+    without = [{k: v for k, v in record.items() if k not in hidden} for record in log]
+    bare = plots.curvature_over_time(without)
+    assert legend(bare) == [label]
+    assert not bare.collections
 
 
 def test_rank_degeneracy_over_time_of_results_and_of_a_log(log):
@@ -155,9 +174,38 @@ def test_rank_degeneracy_over_time_of_results_and_of_a_log(log):
     assert legend(ax) == ["Gauss-Newton"]
     np.testing.assert_array_equal(ax.get_lines()[0].get_xdata(), [1, 5])
     np.testing.assert_allclose(ax.get_lines()[0].get_ydata(), [float(found.mass)] * 2)
-    assert plots.degeneracy(log).get_legend() is None
+    assert not ax.collections
+    logged = plots.degeneracy(log)
+    assert logged.get_legend() is None
+    assert logged.get_title("left") == "Hessian"
     with pytest.raises(ValueError, match="at least one epoch, got none"):
         plots.degeneracy({"Gauss-Newton": {}})
+
+
+def test_a_share_with_an_error_has_a_band(log):
+    spectrum = ritz.lanczos(torch.diag(torch.linspace(0, 1, 20)), num_steps=5)
+    found = replace(rank_degeneracy(spectrum, kind="ggn"), mass=estimate(0.7, 0.05))
+    ax = plots.degeneracy({"Gauss-Newton": {1.0: found, 2.0: found}})
+    assert legend(ax) == ["Gauss-Newton ± 2 stderr"]
+    np.testing.assert_allclose(band(ax), [[0.6, 0.6], [0.8, 0.8]])
+    logged = plots.degeneracy([{**record, "degeneracy_stderr": 0.02} for record in log])
+    assert legend(logged) == ["± 2 stderr"]
+
+
+@pytest.mark.parametrize("draw", [plots.curvature_over_time, plots.degeneracy])
+def test_ticks_of_time_are_whole(log, draw):
+    ax = draw(log)
+    low, high = ax.get_xlim()
+    shown = [x for x in ax.get_xticks() if low <= x <= high]
+    assert shown == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("matrices", "title"),
+    [(["ggn", "ggn"], "Gauss-Newton"), (["ggn", "hessian"], ""), (["other"], ""), ([], "")],
+)
+def test_the_matrix_that_was_watched(matrices, title):
+    assert monitor_title([epoch(1), *(curvature(1, matrix=name) for name in matrices)]) == title
 
 
 def test_batch_sizes_on_logarithmic_scales_with_predictions_of_the_same_colour():

@@ -83,7 +83,7 @@ def _result_figure(paths: list[Path]) -> "Figure":
         if not isinstance(result, Spectrum):
             raise ValueError(f"several results must all be spectra to be drawn together, {name} is "
                              f"of class {type(result).__name__}")  # fmt: skip
-    return plots.picture(results)
+    return plots.picture(plots.titled(results))
 
 
 def _names(paths: list[Path]) -> dict[str, Path]:

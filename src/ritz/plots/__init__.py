@@ -5,6 +5,7 @@ from ritz.plots.graphs import over_histogram, similarity
 from ritz.plots.landscapes import landscape, landscape2d
 from ritz.plots.pictures import picture
 from ritz.plots.saving import check_picture, save_figure
+from ritz.plots.titles import direction_title, titled
 from ritz.plots.training import batch_scaling, curvature_over_time, degeneracy, training_curves
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "curvature_over_time",
     "degeneracy",
     "density",
+    "direction_title",
     "landscape",
     "landscape2d",
     "over_histogram",
@@ -24,5 +26,6 @@ __all__ = [
     "similarity",
     "spectra",
     "spectrum",
+    "titled",
     "training_curves",
 ]

@@ -1,5 +1,6 @@
 """Pictures of spectra and densities, drawn on the axes they are given."""
 
+import itertools
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 BLUE, ORANGE, VERMILION, GREY = "#0072B2", "#E69F00", "#D55E00", "#999999"
 STYLE = {"axes.spines.top": False, "axes.spines.right": False}
 LEGEND: dict[str, Any] = {"frameon": False, "fontsize": "small"}
+# Inches about each panel: twice as much lies between the label of one and that of the next.
+ROOM: dict[str, Any] = {"w_pad": 0.1, "h_pad": 0.06}
 
 
 def panels(
@@ -33,26 +36,34 @@ def panels(
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ImportError as error:
         raise ImportError('drawing needs matplotlib: pip install "ritz[plots]"') from error
-    shape = {"figsize": (width * columns, height * rows), "layout": "constrained"}
+    layout = ConstrainedLayoutEngine(**ROOM)
+    shape: dict[str, Any] = {"figsize": (width * columns, height * rows), "layout": layout}
     pyplot = sys.modules.get("matplotlib.pyplot")
     with mpl.rc_context(STYLE):  # type: ignore[arg-type]
-        figure = pyplot.figure(**shape) if pyplot else Figure(**shape)  # type: ignore[arg-type]
+        figure = pyplot.figure(**shape) if pyplot else Figure(**shape)
         axes = figure.subplots(rows, columns, squeeze=False)
     return figure, list(axes.flat)
 
 
-def share_legend(figure: "Figure") -> None:
-    """Put one legend above all panels in place of one in each."""
+def share_legend(figure: "Figure", *, first: Sequence[str] = ()) -> None:
+    """Put one legend above all panels in place of one in each.
+
+    Args:
+        figure: Whose axes have labels; equal ones are taken for the same thing.
+        first: Labels that come first where they occur; the others follow as they appear.
+    """
     entries: dict[str, Any] = {}
     for ax in figure.axes:
         handles, labels = ax.get_legend_handles_labels()
         entries |= dict(zip(labels, handles, strict=True))
         if (own := ax.get_legend()) is not None:
             own.remove()
+    labels = [label for label in dict.fromkeys((*first, *entries)) if label in entries]
     style = LEGEND | {"loc": "outside upper center", "ncols": len(entries)}
-    figure.legend([entries[label] for label in sorted(entries)], sorted(entries), **style)
+    figure.legend([entries[label] for label in labels], labels, **style)
 
 
 def spectrum(spectrum: Spectrum, *, ax: "Axes | None" = None, rtol: float = 1e-3) -> "Axes":
@@ -112,7 +123,9 @@ def spectra(
         _scale(ax, float(values.min()), float(values.max()), log)
     if axes is None:
         _label_outer(drawn, columns)
-        share_legend(drawn[0].figure)  # type: ignore[arg-type]
+        # From left to right as in the panels, whichever of them has which.
+        order = [_stem_label(*kind) for kind in itertools.product((True, False), repeat=2)]
+        share_legend(drawn[0].figure, first=order)  # type: ignore[arg-type]
     return drawn
 
 
@@ -224,6 +237,10 @@ def _draw_bars(ax: "Axes", values: Tensor, edges: Any, **style: Any) -> None:
     ax.hist(values_array, bins=edges, weights=np.full(len(values), 1 / len(values)), **style)
 
 
+def _stem_label(negative: bool, converged: bool) -> str:
+    return f"Ritz value {'<' if negative else '≥'} 0{'' if converged else ', unconverged'}"
+
+
 # Full markers converged, empty ones not; only kinds that occur reach the legend.
 def _draw_stems(ax: "Axes", stems: Stems, floor: float) -> None:
     for negative, colour in ((False, BLUE), (True, VERMILION)):
@@ -232,7 +249,7 @@ def _draw_stems(ax: "Axes", stems: Stems, floor: float) -> None:
             if not keep.any():
                 continue
             x, y = stems.values[keep], stems.weights[keep]
-            label = f"Ritz value {'<' if negative else '≥'} 0{'' if converged else ', unconverged'}"
+            label = _stem_label(negative, converged)
             face = colour if converged else "white"
             ax.vlines(x, floor, y, color=colour, linewidth=0.9)
             ax.plot(x, y, "o", markersize=4.5, color=colour, markerfacecolor=face, label=label)

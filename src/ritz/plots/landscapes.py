@@ -23,7 +23,8 @@ def landscape(
 ) -> "Axes":
     """Draw loss, and accuracy on a scale to the right, along a direction; return the axes.
 
-    A line is the data of the risk, dashes are the test data.
+    A line is the data of the risk, dashes are the test data. Markers are what was computed: the
+    lines only join them.
 
     Args:
         landscape: With any number of directions.
@@ -35,7 +36,8 @@ def landscape(
     ax = ax or panels()[1][0]
     found = landscape_slice(landscape, direction)
     _draw_lines(ax, found.t, found.loss, found.test_loss, colour=BLUE, what="loss")
-    ax.set(xlabel=r"step $t$", ylabel="loss", xlim=(found.t[0], found.t[-1]))
+    ax.set(xlabel=r"step $t$", ylabel="loss")
+    ax.margins(x=0.03)  # so that the first and the last marker are whole
     ax.locator_params(axis="x", nbins=NUM_TICKS)
     if log:
         log_y(ax)
@@ -92,7 +94,7 @@ def _on_the_right(ax: "Axes") -> "Axes":
     right = ax.twinx()
     right.spines[["top", "left"]].set_visible(False)
     right.spines["right"].set_visible(True)
-    right.set(ylabel="accuracy", ylim=(0, 1.03))
+    right.set(ylabel="accuracy (%)", ylim=(-3, 103))
     for one, side, colour in ((ax, "left", BLUE), (right, "right", VERMILION)):
         one.yaxis.label.set_color(colour)
         one.tick_params(axis="y", which="both", colors=colour)
@@ -103,6 +105,7 @@ def _on_the_right(ax: "Axes") -> "Axes":
 def _draw_lines(
     ax: "Axes", t: Array, train: Array, test: Array | None, *, colour: str, what: str
 ) -> None:
-    ax.plot(t, train, color=colour, linewidth=1.4, label=what if test is None else f"{what}, train")
+    style: Any = {"color": colour, "linewidth": 1.2, "marker": "o", "markersize": 2.8}
+    ax.plot(t, train, label=what if test is None else f"{what}, train", **style)
     if test is not None:
-        ax.plot(t, test, "--", color=colour, linewidth=1.4, label=f"{what}, test")
+        ax.plot(t, test, "--", markerfacecolor="white", label=f"{what}, test", **style)

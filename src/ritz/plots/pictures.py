@@ -8,6 +8,7 @@ from ritz.measures.landscapes import Landscape, Landscape2d
 from ritz.plots.figures import density, panels, share_legend, spectra, spectrum
 from ritz.plots.landscapes import landscape, landscape2d
 from ritz.plots.scales import spans_decade
+from ritz.plots.titles import direction_title, spectrum_title
 from ritz.spectra import Spectrum
 
 if TYPE_CHECKING:
@@ -31,7 +32,9 @@ def picture(result: Any) -> "Figure":
 
 @picture.register(Spectrum)
 def _(result: Spectrum) -> "Figure":
-    return _on_one(lambda ax: spectrum(result, ax=ax))
+    figure = _on_one(lambda ax: spectrum(result, ax=ax))
+    figure.axes[0].set_title(spectrum_title(result), loc="left", fontsize="medium")
+    return figure
 
 
 @picture.register(Mapping)
@@ -66,12 +69,6 @@ def _(result: Landscape) -> "Figure":
         spare.remove()
     share_legend(figure)
     return figure
-
-
-def direction_title(name: str) -> str:
-    """Return what a direction is called in a picture."""
-    ritz = ("largest", "smallest", "smallest magnitude")
-    return f"Ritz vector of the {name} value" if name in ritz else name
 
 
 def _on_one(draw: "Callable[[Any], Any]") -> "Figure":

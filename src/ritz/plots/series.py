@@ -44,7 +44,10 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """Loss and accuracy along one direction, all arrays ``(n,)``; ``None`` where there is none."""
+    """Loss and accuracy along one direction, all arrays ``(n,)``; ``None`` where there is none.
+
+    Accuracies are in per cent.
+    """
 
     t: Array
     loss: Array
@@ -135,9 +138,9 @@ def landscape_slice(landscape: Landscape, direction: str | int = 0) -> Slice:
     return Slice(
         t=_array(landscape.t),
         loss=_array(landscape.loss[k]),
-        accuracy=None if accuracy is None else _array(accuracy[k]),
+        accuracy=None if accuracy is None else 100 * _array(accuracy[k]),
         test_loss=None if loss is None else _array(loss[k]),
-        test_accuracy=None if test is None else _array(test[k]),
+        test_accuracy=None if test is None else 100 * _array(test[k]),
     )
 
 

@@ -19,6 +19,7 @@ from ritz.plots.records import (
 )
 from ritz.plots.scales import log_y, spans_decade
 from ritz.plots.series import Array
+from ritz.plots.titles import monitor_title
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -69,7 +70,8 @@ def training_curves(runs: Runs, *, axes: "Sequence[Axes] | None" = None) -> list
         values = [y for one in found.values() for y in getattr(one, what).values()]
         if what != "accuracy" and spans_decade(*values):
             log_y(ax)
-        ax.legend(loc="best", **LEGEND)
+        # White behind it: the mark of averaging may run there.
+        ax.legend(loc="best", **LEGEND | {"frameon": True, "edgecolor": "none", "framealpha": 1.0})
     return drawn
 
 
@@ -77,6 +79,8 @@ def curvature_over_time(
     records: Iterable[Record], *, ax: "Axes | None" = None, log: bool = True
 ) -> "Axes":
     r"""Draw the largest eigenvalue against :math:`2 / \alpha` over time, and return the axes.
+
+    A band is the residual, within which an eigenvalue lies.
 
     Args:
         records: Of a log with a ``CurvatureMonitor`` that measures ``lambda_max``.
@@ -86,7 +90,8 @@ def curvature_over_time(
     ax = ax or panels(width=4.4, height=3.1)[1][0]
     records = list(records)
     largest = curvature_points(records, "lambda_max")
-    _draw_points(ax, largest, BLUE, "o", r"largest eigenvalue $\lambda_1$", joined=True)
+    label = r"largest eigenvalue $\lambda_1$"
+    _draw_line(ax, largest, BLUE, "o", label, band=(1.0, "residual"))
     drawn = [largest.y]
     if any(record.get("threshold") is not None for record in records):
         bound = curvature_points(records, "threshold")
@@ -94,7 +99,9 @@ def curvature_over_time(
         ax.plot(bound.x, bound.y, "--", color=VERMILION, linewidth=1.2, label=r"$2/\alpha$")
     if log and spans_decade(*drawn):
         log_y(ax)
-    ax.set(xlabel=_unit(records), ylabel=r"eigenvalue")
+    ax.set(xlabel=_unit(records), ylabel="eigenvalue")
+    ax.set_title(monitor_title(records), loc="left", fontsize="medium")
+    _whole_epochs(ax)
     ax.legend(loc="best", **LEGEND)
     return ax
 
@@ -105,6 +112,8 @@ def degeneracy(
     ax: "Axes | None" = None,
 ) -> "Axes":
     """Draw the share of eigenvalues at the origin over epochs, and return the axes.
+
+    A band is two standard errors; a spectrum from one probe, as a log has it, has none.
 
     Args:
         found: Degeneracies by epoch, by name (such as ``Hessian, batch norm eval``); or the
@@ -118,10 +127,13 @@ def degeneracy(
     else:
         records = list(found)
         series, unit = {"": curvature_points(records, "degeneracy")}, _unit(records)
+        ax.set_title(monitor_title(records), loc="left", fontsize="medium")
     for index, (name, one) in enumerate(series.items()):
-        _draw_points(ax, one, PALETTE[index % 7], MARKERS[index % 7], name, joined=True)
+        style = PALETTE[index % 7], MARKERS[index % 7]
+        _draw_line(ax, one, *style, name, band=(2.0, "2 stderr"))
     ax.set(xlabel=unit, ylabel="share of eigenvalues near 0", ylim=(0, 1.03))
-    if any(series):
+    _whole_epochs(ax)
+    if ax.get_legend_handles_labels()[1]:
         ax.legend(loc="best", **LEGEND)
     return ax
 
@@ -179,12 +191,23 @@ def _draw_run(
                    label="averaging begins")  # fmt: skip
 
 
-def _draw_points(
-    ax: "Axes", found: Points, colour: str, marker: str, label: str, *, joined: bool = False
+def _draw_line(
+    ax: "Axes", found: Points, colour: str, marker: str, label: str, *, band: tuple[float, str]
 ) -> None:
+    """Points joined by a line, between so many errors, which the legend names."""
+    sigmas, what = band
+    if (found.stderr > 0).any():  # NaN where a single probe has no error
+        low, high = found.y - sigmas * found.stderr, found.y + sigmas * found.stderr
+        ax.fill_between(found.x, low, high, color=colour, alpha=0.25, linewidth=0)
+        label = f"{label} ± {what}".lstrip()
+    ax.plot(found.x, found.y, color=colour, marker=marker, markersize=4, linewidth=1.2,
+            label=label or None)  # fmt: skip
+
+
+def _draw_points(ax: "Axes", found: Points, colour: str, marker: str, label: str) -> None:
     ax.errorbar(found.x, found.y, yerr=2 * found.stderr if found.stderr.any() else None,
                 color=colour, marker=marker, markersize=4, linewidth=1.2, capsize=2,
-                linestyle="-" if joined else "none", label=label or None)  # fmt: skip
+                linestyle="none", label=label)  # fmt: skip
 
 
 def _unit(records: Iterable[Record]) -> str:

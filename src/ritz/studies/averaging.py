@@ -185,7 +185,7 @@ def figure(result: Result) -> "Figure":
     axis.scatter([], [], color=GREY, s=18, label="last iterate")
     axis.scatter([], [], color=BLUE, s=18, label="average of the same run")
     axis.set_xticks(range(len(result.names)), result.names)
-    axis.set_ylabel("held-out error, %")
+    axis.set_ylabel("held-out error (%)")
     axis.set_title(f"Digits, {result.config.label_noise:.0%} of the labels wrong", loc="left")
     axis.legend(**LEGEND)
     return drawing

@@ -186,7 +186,7 @@ def figures(result: Result) -> dict[str, "Figure"]:
         if ax is not axes[0]:
             ax.sharey(axes[0])
         plots.landscape(result.landscape, direction=name, ax=ax, log=True)
-        ax.set_title(f"Ritz vector of the {name} value", loc="left", fontsize="medium")
+        ax.set_title(plots.direction_title(name), loc="left", fontsize="medium")
     plots.landscape2d(result.plane, ax=axes[-1])
     axes[-1].set_title("Ritz vectors of the two largest values", loc="left", fontsize="medium")
     plots.share_legend(drawing)

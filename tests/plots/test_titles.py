@@ -1,0 +1,76 @@
+"""What spectra and directions are called in pictures."""
+
+import os
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import ritz
+from ritz import plots
+from ritz.cli import _app
+from ritz.plots.titles import spectrum_title
+
+
+def network(*layers):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), *layers, nn.Linear(5, 3))
+    return ritz.Risk(model, cross_entropy, (torch.randn(12, 4), torch.arange(12) % 3), batch_size=6)
+
+
+def spectrum(op):
+    return ritz.lanczos(op, num_steps=3)
+
+
+@pytest.fixture
+def normed():
+    return network(nn.BatchNorm1d(5))
+
+
+@pytest.mark.parametrize(
+    ("matrix", "name"),
+    [(ritz.hessian, "Hessian"), (ritz.ggn, "Gauss-Newton"), (ritz.fisher, "Fisher")],
+)
+def test_a_spectrum_says_what_it_is_of(normed, matrix, name):
+    trained = matrix(normed.with_batch_norm("train"))
+    assert spectrum_title(spectrum(matrix(normed))) == f"{name}, batch norm eval"
+    assert spectrum_title(spectrum(trained)) == f"{name}, batch norm train"
+    assert spectrum_title(spectrum(matrix(network()))) == name
+
+
+def test_what_is_no_curvature_has_no_title(normed):
+    assert spectrum_title(spectrum(torch.eye(5))) == ""
+    assert spectrum_title(spectrum(2 * ritz.hessian(normed))) == ""
+
+
+def test_spectra_are_named_by_what_they_are_where_that_tells_them_apart(normed):
+    files = {"spectrum-1": spectrum(ritz.hessian(normed)), "spectrum-2": spectrum(ritz.ggn(normed))}
+    found = plots.titled(files)
+    assert list(found) == ["Hessian, batch norm eval", "Gauss-Newton, batch norm eval"]
+    assert list(found.values()) == list(files.values())
+    alike = files | {"spectrum-3": files["spectrum-1"]}
+    assert plots.titled(alike) == alike
+    other = files | {"matrix": spectrum(torch.eye(5))}
+    assert plots.titled(other) == other
+
+
+def test_files_are_drawn_with_titles_of_what_they_hold(normed, tmp_path):
+    for name, op in (("a", ritz.hessian(normed)), ("b", ritz.ggn(normed))):
+        ritz.save(spectrum(op), tmp_path / f"{name}.safetensors")
+    files = [os.fspath(tmp_path / name) for name in ("b.safetensors", "a.safetensors", "c.svg")]
+    assert _app.run(["plot", *files[:2], "--out", files[2]]) == 0
+    drawn = (tmp_path / "c.svg").read_text(encoding="utf-8")
+    titles = [f"{name}, batch norm eval" for name in ("Gauss-Newton", "Hessian")]
+    assert 0 < drawn.index(titles[0]) < drawn.index(titles[1])  # in the order of the files
+
+
+def test_the_picture_of_one_spectrum_has_its_title(normed):
+    (ax,) = plots.picture(spectrum(ritz.hessian(normed))).axes
+    assert ax.get_title("left") == "Hessian, batch norm eval"
+
+
+def test_directions_are_called_by_their_values():
+    assert plots.direction_title("largest") == "Ritz vector of the largest value"
+    assert plots.direction_title("smallest magnitude") == "Ritz vector of the value nearest zero"
+    assert plots.direction_title("towards the average") == "towards the average"
