@@ -21,6 +21,14 @@ def number():
 def broken():
     raise RuntimeError("no such layer")
 
+class WithLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x, labels):
+        return {"loss": nn.functional.cross_entropy(self.layer(x), labels)}
+
 def worse(outputs, target):
     return outputs.exp().exp().exp().mean()
 """
@@ -33,6 +41,10 @@ def load(rows=48):
     y = (x[:, 0] > 0).long() + (x[:, 1] > 0)
     return (x[:rows], y[:rows]), (x[rows:], y[rows:])
 
+def named():
+    x, y = load()[0]
+    return [{"x": x[:24], "labels": y[:24]}, {"x": x[24:], "labels": y[24:]}]
+
 def loaders():
     train, test = (TensorDataset(*part) for part in load())
     return {"train": DataLoader(train, batch_size=16, shuffle=True), "test": test}
@@ -44,26 +56,30 @@ def ritz(*arguments):
     return _app.run([str(argument) for argument in arguments])
 
 
-class Stop:
-    """Ends a loop by an error after so many steps."""
+def fail():
+    raise RuntimeError("stopped")
 
-    def __init__(self, after):
-        self.after = after
+
+class Stop:
+    """Ends a loop, by an error, after so many steps."""
+
+    def __init__(self, after, end):
+        self.after, self.end = after, end
 
     def start(self, label, total): ...
 
     def update(self, done, note=""):
         if done == self.after:
-            raise RuntimeError("stopped")
+            self.end()
 
     def finish(self): ...
 
 
 @contextmanager
-def stopping_after(steps, name, monkeypatch):
-    """Let the function of that name stop by an error after so many steps."""
+def stopping_after(steps, name, monkeypatch, end=fail):
+    """Let the function of that name stop after so many steps, by an error."""
     module, _, function = name.rpartition(".")
     real = getattr(import_module(module), function)
     with monkeypatch.context() as patch:
-        patch.setattr(name, lambda *a, **k: real(*a, **(k | {"progress": Stop(steps)})))
+        patch.setattr(name, lambda *a, **k: real(*a, **(k | {"progress": Stop(steps, end)})))
         yield

@@ -69,6 +69,14 @@ def test_every_module_is_a_command():
     assert "study" in found.output
 
 
+@pytest.mark.parametrize("command", [[], ["train"], ["graph", "spectrum"]])
+def test_options_without_a_value_show_none(capsys, command):
+    assert _app.run([*command, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "--help" in out
+    assert "<bool>" not in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

@@ -90,6 +90,16 @@ def test_a_read_only_folder_is_one_line(here, finished, tmp_path, refused, monke
     assert contents(tmp_path / "run") == before
 
 
+@pytest.mark.parametrize("command", MEASURES)
+def test_a_read_only_folder_is_seen_before_the_work(
+    here, finished, tmp_path, refused, monkeypatch, command
+):
+    monkeypatch.setattr("ritz.cli._runs.measured_risk", lambda *a, **k: pytest.fail("too late"))
+    with read_only(monkeypatch):
+        line = refused(command, "run", *MEASURES[command], "--json", "--out", tmp_path)
+    assert line == f"ritz: cannot write to {tmp_path}: Read-only file system\n"
+
+
 def test_what_a_killed_run_was_writing_is_removed(here, finished, tmp_path, capsys):
     shutil.copytree(finished, tmp_path / "run")
     names = (".checkpoint.safetensors.123.0a1b2c3d", ".tmpaB3dE6", ".tmpaB3dE7")

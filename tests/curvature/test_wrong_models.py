@@ -46,6 +46,15 @@ def test_a_model_without_values(model):
         Risk(model.to("meta"), CE, vectors(4))
 
 
+@pytest.mark.parametrize("value", [NAN, float("inf")])
+def test_a_parameter_that_is_not_finite_is_named(model, value):
+    name, last = list(model.named_parameters())[-1]
+    last.data[1] = value
+    line = f"parameter '{name}' must be finite, got NaN or Inf in 1 of its {last.numel()} values"
+    with pytest.raises(ValueError, match=line):
+        Risk(model, CE, vectors(4))
+
+
 def test_a_model_that_returns_several_outputs(model):
     class Twice(nn.Module):
         def __init__(self):

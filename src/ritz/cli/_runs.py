@@ -1,6 +1,7 @@
 """What ``spectrum``, ``sharpness`` and ``landscape`` share: a trained model, opened by name."""
 
 import importlib.util
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -135,6 +136,14 @@ class Opened:
             seed=self.choice.seed,
         )
 
+    def matrices(self, asked: str) -> tuple[Any, ...]:
+        """The kinds of matrix that ``--matrix`` names."""
+        if asked != "hessian" and self.loss_fn is None:
+            raise ValueError(f"--matrix {asked}: the Gauss-Newton matrix is of the outputs and a "
+                             "loss of them, and with --loss model the network returns the loss "
+                             "alone: give --matrix hessian")  # fmt: skip
+        return ("hessian", "ggn") if asked == "both" else (asked,)
+
     @property
     def has_batch_norm(self) -> bool:
         """Whether modes of batch norm make a difference."""
@@ -187,9 +196,18 @@ def open_run(choice: Choice) -> Opened:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[Path]:
-    """Give a folder for results, made where it is missing; say so where it takes no more."""
+    """Give a folder for results, made where it is missing; say so where it takes none, or no more.
+
+    That it takes none is seen before the block, which may be the work of hours.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".writable.{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise OSError(f"cannot write to {folder}: {error.strerror}") from error
+    try:
         yield folder
     except SafetensorError as error:  # which has what the system said in words of its own
         raise _unwritable(folder, str(error)) from error

@@ -104,10 +104,12 @@ def command(
         set_data=set_data, loss=loss, data_dir=data_dir, samples=samples, batch_size=batch_size,
         device=device, precision=precision, seed=seed,
     ))  # fmt: skip
-    with writing(out or opened.folder) as folder:
+    with (
+        writing(out or opened.folder) as folder,
+        States(folder, opened, save_interval=save_interval, directions=directions,
+               distance=distance, points=points, steps=steps, batch_norm=batch_norm) as states,
+    ):  # fmt: skip
         risk = opened.risk().with_batch_norm(batch_norm if opened.has_batch_norm else "eval")
-        states = States(folder, opened, directions=directions, distance=distance, points=points,
-                        steps=steps, batch_norm=batch_norm)  # fmt: skip
         saving: Any = {"save_interval": save_interval, "progress": not json}
         vectors = _directions(
             risk, directions, steps, seed, state=states.path("directions"), **saving

@@ -86,11 +86,13 @@ def command(
         set_data=set_data, loss=loss, data_dir=data_dir, samples=samples, batch_size=batch_size,
         device=device, precision=precision, seed=seed,
     ))  # fmt: skip
-    kinds: Any = ("hessian", "ggn") if matrix == "both" else (matrix,)
+    kinds = opened.matrices(matrix)
     modes: Any = None if batch_norm == "both" or not opened.has_batch_norm else batch_norm
-    with writing(out or opened.folder) as folder:
-        states = States(folder, opened, split=split, matrix=matrix, batch_norm=batch_norm,
-                        steps=steps, probes=probes)  # fmt: skip
+    with (
+        writing(out or opened.folder) as folder,
+        States(folder, opened, save_interval=save_interval, split=split, matrix=matrix,
+               batch_norm=batch_norm, steps=steps, probes=probes) as states,
+    ):  # fmt: skip
         found = measures.sharpness(
             opened.risk(split),
             num_steps=steps,

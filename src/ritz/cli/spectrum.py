@@ -95,13 +95,17 @@ def command(
         set_data=set_data, loss=loss, data_dir=data_dir, samples=samples, batch_size=batch_size,
         device=device, precision=precision, seed=seed,
     ))  # fmt: skip
-    with writing(out or opened.folder) as folder:
+    kinds = opened.matrices(matrix)
+    with (
+        writing(out or opened.folder) as folder,
+        States(folder, opened, save_interval=save_interval, split=split, steps=steps,
+               vectors=vectors) as states,
+    ):  # fmt: skip
         risk = opened.risk(split)
-        states = States(folder, opened, split=split, steps=steps, vectors=vectors)
         names = Names(command, opened, split=split, steps=steps, vectors=vectors)
         found: dict[str, Spectrum] = {}
         files: list[Path] = []
-        for kind in ("hessian", "ggn") if matrix == "both" else (matrix,):
+        for kind in kinds:
             for mode in _modes(opened, batch_norm):
                 part = risk.with_batch_norm(mode)
                 title = TITLES[kind] + (f", batch norm {mode}" if opened.has_batch_norm else "")

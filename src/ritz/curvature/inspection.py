@@ -20,6 +20,7 @@ def inspect_first_batch(risk: "Risk") -> Any:
     Returns:
         The outputs of one sample, where outputs are a tensor.
     """
+    _check_parameters(risk)
     before = risk.theta.clone()
     for index, context, _ in risk.contexts():
         with torch.no_grad(), risk.settings():
@@ -65,6 +66,16 @@ def require_finite(risk: "Risk", total: Tensor) -> None:
         diagnose(risk)
         raise ValueError(f"loss and gradient must be finite in all processes, got {total.sum()} in "
                          "sum, and no fault in the batches of this one")  # fmt: skip
+
+
+def _check_parameters(risk: "Risk") -> None:
+    if bool(torch.isfinite(risk.theta).all()):
+        return
+    for name, tensor in risk.params.items():
+        bad = int((~torch.isfinite(tensor)).sum())
+        if bad:
+            raise ValueError(f"parameter {name!r} must be finite, got NaN or Inf in {bad} of its "
+                             f"{tensor.numel()} values")  # fmt: skip
 
 
 def _check_outputs(loss_fn: Any, outputs: Any) -> None:

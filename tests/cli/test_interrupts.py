@@ -1,0 +1,110 @@
+"""Ctrl-C and the signal to terminate: one line, code one, and it says what was saved."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from cli.own import ritz, stopping_after
+
+from ritz.__main__ import main
+from ritz.cli import _app, study
+
+COMMANDS = {
+    "spectrum": ("ritz.cli.spectrum.lanczos", ["--steps", "12"]),
+    "sharpness": ("ritz.measures.sharpness", ["--steps", "6", "--probes", "2"]),
+    "landscape": ("ritz.measures.landscape", ["--points", "5", "--directions", "random"]),
+}
+
+
+def by_keyboard():
+    signal.raise_signal(signal.SIGINT)
+
+
+def by_system():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("end", [by_keyboard, by_system])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_interrupted_command_says_so_and_goes_on(
+    here, finished, tmp_path, monkeypatch, capsys, command, end
+):
+    whole, torn, handler = tmp_path / "whole", tmp_path / "torn", signal.getsignal(signal.SIGTERM)
+    function, few = COMMANDS[command]
+    arguments = [command, "run", *few, "--json", "--save-interval", "0", "--out"]
+    assert ritz(*arguments, whole) == 0
+    capsys.readouterr()
+    with stopping_after(4, function, monkeypatch, end):
+        assert ritz(*arguments, torn) == 1
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "ritz: interrupted; the same command goes on from the last save "
+                          "(--save-interval is 0 s)\n")  # fmt: skip
+    assert signal.getsignal(signal.SIGTERM) is handler
+    assert ritz(*arguments, torn) == 0
+    assert {path.name: path.read_bytes() for path in torn.iterdir()} == {
+        path.name: path.read_bytes() for path in whole.iterdir()
+    }
+
+
+@pytest.mark.parametrize("command", ["spectrum", "landscape"])  # sharpness saves finished parts
+def test_nothing_saved_is_not_said_to_be_saved(
+    here, finished, tmp_path, monkeypatch, capsys, command
+):
+    function, few = COMMANDS[command]
+    with stopping_after(4, function, monkeypatch, by_keyboard):
+        assert ritz(command, "run", *few, "--json", "--out", tmp_path) == 1
+    assert capsys.readouterr().err == (
+        "ritz: interrupted before the first save (--save-interval is 30 s): the same command "
+        "begins anew\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_in_a_real_process(here, finished, tmp_path):
+    command = [sys.executable, "-m", "ritz", "landscape", "run", "--directions", "random",
+               "--points", "100000", "--save-interval", "0", "--out", str(tmp_path)]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and not list(tmp_path.glob(".landscape*.state")):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate()
+    assert process.returncode == 1, err
+    assert out == ""
+    assert err.endswith("ritz: interrupted; the same command goes on from the last save "
+                        "(--save-interval is 0 s)\n")  # fmt: skip
+    assert "Traceback" not in err
+
+
+def interrupt(*arguments):
+    raise KeyboardInterrupt
+
+
+def test_ctrl_c_in_any_other_command(monkeypatch, capsys):
+    monkeypatch.setattr(study, "find", interrupt)
+    assert _app.run(["study", "run", "x"]) == 1
+    assert capsys.readouterr().err == "ritz: interrupted\n"
+
+
+def test_ctrl_c_while_commands_are_imported(monkeypatch, capsys):
+    monkeypatch.setattr(_app, "build", interrupt)
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 1
+    assert capsys.readouterr().err == "ritz: interrupted\n"
+
+
+def test_of_several_processes_the_first_speaks_first(monkeypatch, capsys):
+    waited = []
+    monkeypatch.setattr("ritz.cli._app.time.sleep", waited.append)
+    monkeypatch.setenv("RANK", "0")
+    assert _app.run(["study", "run", "x"]) == 2
+    assert waited == []
+    monkeypatch.setenv("RANK", "3")
+    assert _app.run(["study", "run", "x"]) == 2
+    assert waited == [_app.PATIENCE]
+    first, other = capsys.readouterr().err.splitlines()
+    assert first.startswith("ritz: no study is named 'x'")
+    assert other == first.replace("ritz: ", "ritz: rank 3: ")
