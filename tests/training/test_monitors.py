@@ -48,7 +48,7 @@ def test_the_log_of_training_has_its_lines(tmp_path):
     fit(network(), data, num_epochs=2, batch_size=12, monitors=[by_step, by_epoch],
         log=tmp_path / "log.jsonl")  # fmt: skip
     lines = [line for line in read_log(tmp_path / "log.jsonl") if line["kind"] == "curvature"]
-    assert [(line["step"], line["epoch"]) for line in lines] == [(3, 0), (6, 1), (8, 2)]
+    assert [(line["step"], line["epoch"]) for line in lines] == [(3, 1), (6, 2), (8, 2)]
     assert "lambda_max" in lines[0]
     assert len(lines[2]["ritz_values"]) == 3
 

@@ -1,6 +1,9 @@
 """Where a run is: all that it needs to go on bit for bit, in one file."""
 
 import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
@@ -10,8 +13,11 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ritz._core.storage import load, save, storable
+from ritz._core.distributed import all_max
+from ritz._core.storage import UNTOUCHED, is_own, load, save, storable, write_text
 from ritz.optim.companions import parameters
+from ritz.training.feeds import is_writer
+from ritz.training.locks import FolderInUseError, sole_writer
 
 NAME = "checkpoint.safetensors"
 WEIGHTS, AVERAGE = "weights.safetensors", "average.safetensors"
@@ -64,40 +70,54 @@ class Checkpoint:
 
 
 @final
-class Folder:
-    """A folder with the last good checkpoint of a run.
+class Folder(os.PathLike[str]):
+    """A folder with the last good checkpoint of a run, and files of weights of the same run.
 
-    A new one replaces the old when it is whole on the disk: whatever happens in between, one of the
-    two is there.
+    A new checkpoint replaces the old when it is whole on the disk: whatever happens in between, one
+    of the two is there. Weights and average are there at the end of a run alone: they are gone
+    before there is a checkpoint of more steps.
 
     Args:
         path: Made where it is missing.
+        texts: Files to write once a run has begun, by name.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, texts: Mapping[str, str] | None = None
+    ) -> None:
         self.path = Path(path)
-        self._good: str | None = None
+        self._texts, self._good = dict(texts or {}), ""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(f"cannot make the checkpoint folder {self.path}: "
                                   f"{error.strerror}") from error  # fmt: skip
 
+    def __fspath__(self) -> str:
+        return str(self.path)
+
     @property
     def file(self) -> Path:
         """The checkpoint."""
         return self.path / NAME
 
+    def begin(self, *, anew: bool) -> None:
+        """Make the folder that of this run, which works: what another has left goes first."""
+        with self._writing("begin a run in", self.path):
+            if anew:
+                # The checkpoint first: without it nothing goes on from what is left.
+                kept = sorted(self.path.glob("epoch-[0-9]*.safetensors"))
+                _remove([self.file, self.path / WEIGHTS, self.path / AVERAGE, *kept])
+                self._good = ""
+            for name, text in self._texts.items():
+                write_text(self.path / name, text)
+
     def write(self, checkpoint: Checkpoint) -> None:
         """Replace the checkpoint."""
-        try:
+        with self._writing("write the checkpoint", self.file):
+            if not checkpoint.finished:
+                _remove([self.path / WEIGHTS, self.path / AVERAGE])
             save(checkpoint, self.file)
-        except (OSError, SafetensorError) as error:
-            # safetensors reports what the system said in words of its own
-            reason = getattr(error, "strerror", None) or str(error)
-            left = f"the last good one, {self._good}, is whole" if self._good else "none is there"
-            raise CheckpointError(f"cannot write the checkpoint {self.file}: {reason}; "
-                                  f"{left}") from error  # fmt: skip
         self._good = _place(checkpoint)
 
     def read(self) -> Checkpoint | None:
@@ -110,6 +130,71 @@ class Folder:
                              f"{type(found).__name__}")  # fmt: skip
         self._good = _place(found)
         return found
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Be the one process that writes in it, for the block; what was left half is removed."""
+        with ExitStack() as stack:
+            with self._writing("write to", self.path):
+                stack.enter_context(sole_writer(self.path))
+                self._remove_unfinished()
+            yield
+
+    @contextmanager
+    def _writing(self, what: str, path: Path) -> Iterator[None]:
+        """Say what is left where the system refuses."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except FolderInUseError as error:
+            raise CheckpointError(str(error)) from error
+        except (OSError, SafetensorError) as error:
+            # safetensors reports what the system said in words of its own
+            reason = getattr(error, "strerror", None) or str(error)
+            left = "what is there is whole" if self.file.exists() else "none is there"
+            if self._good:
+                left = f"the last good one, {self._good}, is whole"
+            raise CheckpointError(f"cannot {what} {path}: {reason}; {left}") from error
+
+    def _remove_unfinished(self) -> None:
+        """Remove what a run that was killed while it wrote has left: as large as a checkpoint."""
+        for name in (NAME, WEIGHTS, AVERAGE):
+            for path in self.path.glob(f".{name}.*"):
+                path.unlink(missing_ok=True)
+        # Names that safetensors gives do not tell whose they are: a new one may be in use.
+        for path in self.path.glob(".tmp??????"):
+            if time.time() - path.stat().st_mtime > UNTOUCHED:
+                path.unlink(missing_ok=True)
+
+
+@contextmanager
+def held_folder(place: str | os.PathLike[str] | None) -> Iterator[Folder | None]:
+    """The folder of a run, held by the process that writes; raise in all where it cannot be."""
+    if place is None:
+        yield None
+        return
+    folder = place if isinstance(place, Folder) else Folder(place)
+    with ExitStack() as stack:
+        refused: CheckpointError | None = None
+        if is_writer():
+            try:
+                stack.enter_context(folder.held())
+            except CheckpointError as error:
+                refused = error
+        if all_max(int(refused is not None)):
+            raise refused or CheckpointError(f"the first process cannot write in {folder.path}")
+        yield folder
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    """Remove files of an earlier run; where one is another's, all stay."""
+    found = [path for path in paths if path.exists()]
+    for path in found:
+        if not is_own(path):
+            raise CheckpointError(f"{path} is not of a run: move it, or give another folder")
+    for path in found:
+        path.unlink(missing_ok=True)
 
 
 def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:

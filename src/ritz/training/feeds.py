@@ -29,6 +29,7 @@ class Feed:
         shuffled: Whether tensors are shuffled and an object is given ``generator``: in training,
             not in evaluation.
         augment: Given to the object too, unless ``None``.
+        drop_last: Whether a last batch of fewer samples is left out, of the first two.
         name: What errors call the source.
     """
 
@@ -40,6 +41,7 @@ class Feed:
         device: torch.device,
         shuffled: bool,
         augment: Any = None,
+        drop_last: bool = False,
         name: str = "data",
     ) -> None:
         self._source, self._batch_size, self._device = source, batch_size, device
@@ -52,11 +54,53 @@ class Feed:
         if not (self._cuts or callable(source) or isinstance(source, Iterable)):
             raise TypeError(f"{name} must be tensors, have batches(), be a loader or a function of "
                             f"the epoch, got {type(source).__name__}")  # fmt: skip
+        self._whole = self._whole_batches() if drop_last else None
+
+    def _whole_batches(self) -> int:
+        """Batches in an epoch that have all their samples."""
+        size, count = self._batch_size or 1, self.num_samples
+        if count is None:
+            raise ValueError("drop_last needs samples that batch_size cuts, got data whose batches "
+                             "are their own")  # fmt: skip
+        if count < size:
+            raise ValueError(f"batch_size must be at most {count}, the number of samples, with "
+                             f"drop_last, got {size}")  # fmt: skip
+        return count // size
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples in an epoch, where they are cut into batches here."""
+        source, size = self._source, self._batch_size or 1
+        if _is_tensors(source):
+            return len(source[0])
+        if not (self._cuts and isinstance(source, Sized)):
+            return None
+        found = source.batches(size)  # type: ignore[attr-defined]
+        # What is counted is samples where as many batches come of it.
+        alike = isinstance(found, Sized) and len(found) == ceil(len(source) / size)
+        return len(source) if alike else None
+
+    @property
+    def last_rows(self) -> int | None:
+        """Rows of the last batch of an epoch, where samples are cut into batches here."""
+        count, size = self.num_samples, self._batch_size or 1
+        if count is None:
+            return None
+        return size if self._whole is not None else count % size or min(count, size)
+
+    def row(self) -> Batch:
+        """A batch of one row on the device, of samples that are cut into batches here."""
+        source = self._source
+        first = tuple(x[:1] for x in source) if _is_tensors(source) else next(
+            iter(source.batches(1)))  # fmt: skip
+        return tree_map(self._moved, first)
 
     @property
     def num_batches(self) -> int | None:
         """Batches in an epoch, where that can be known without going through one."""
         source: Any = self._source
+        if self._whole is not None:
+            return self._whole
         if _is_tensors(source):
             return ceil(len(source[0]) / (self._batch_size or 1))
         if self._cuts:
@@ -67,6 +111,15 @@ class Feed:
     def consecutive(self) -> bool:
         """Whether the rows of a batch go on where those of the one before stopped, as it says."""
         return bool(getattr(self._source, "consecutive", False))
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """What a loader and its samplers draw from, where they were given a generator."""
+        batches = getattr(self._source, "batch_sampler", None)
+        places = (self._source, getattr(self._source, "sampler", None), batches,
+                  getattr(batches, "sampler", None))  # fmt: skip
+        found = [getattr(place, "generator", None) for place in places]
+        return list(dict.fromkeys(each for each in found if isinstance(each, torch.Generator)))
 
     @property
     def is_text(self) -> bool:
@@ -99,6 +152,9 @@ class Feed:
         source is a sequence. ``look`` sees each where it came from: on the CPU nobody waits.
         """
         found = self._batches(number, epoch_generator(seed, number))
+        if self._whole is not None:
+            found = found[: self._whole] if isinstance(found, Sequence) else islice(
+                found, self._whole)  # fmt: skip
         if skip and isinstance(found, Sequence):
             found, skip = found[skip:], 0
         rest = iter(found)

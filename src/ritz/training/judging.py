@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
 
+import torch
 from torch import nn
 
 from ritz.training.assembling import Parts
@@ -65,6 +66,12 @@ class Judge:
         name = f"{next(iter(self._now))}_loss"
         value: float = record[f"average_{name}" if f"average_{name}" in record else name]
         return auto.update(value)
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """What loaders of held-out data draw from."""
+        feeds = [*self._now.values(), *self._later.values()]
+        return [each for feed in feeds for each in feed.generators]
 
     @property
     def stopped(self) -> bool:

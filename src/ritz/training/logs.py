@@ -75,6 +75,16 @@ def read_log(path: str | os.PathLike[str]) -> list[Record]:
     return [json.loads(line) for line in whole.split(b"\n") if line]
 
 
+def size_without_final(path: str | os.PathLike[str], size: int) -> int:
+    """Bytes of a log of ``size`` bytes without a record of the end of the run, if it has one."""
+    if not Path(path).is_file():
+        return size
+    with open(path, "rb") as file:
+        lines = file.read(size).splitlines(keepends=True)
+    last = json.loads(lines[-1]) if lines and lines[-1].endswith(b"\n") else {}
+    return size - len(lines[-1]) if last.get("kind") == "final" else size
+
+
 def times_path(path: str | os.PathLike[str]) -> Path:
     """Where the times beside a log are."""
     return Path(path).with_suffix(".times.jsonl")

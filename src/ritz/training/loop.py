@@ -15,7 +15,7 @@ from ritz import optim
 from ritz._core.progress import Progress
 from ritz.curvature.adapters import Forward
 from ritz.training.assembling import OptimizerChoice, assemble
-from ritz.training.checkpoints import Folder
+from ritz.training.checkpoints import held_folder
 from ritz.training.feeds import Feed, splits
 from ritz.training.interrupts import Interrupts
 from ritz.training.judging import Judge
@@ -40,6 +40,7 @@ def fit(
     *,
     num_epochs: int,
     batch_size: int | None = None,
+    drop_last: bool = False,
     optimizer: OptimizerChoice = "sgd",
     optimizer_settings: Mapping[str, Any] | None = None,
     loss_fn: Callable[..., Any] | None = cross_entropy,
@@ -104,6 +105,8 @@ def fit(
             returns one.
         num_epochs: Epochs in all, those before a resumption counted.
         batch_size: Samples a batch, over all processes, for the first three kinds of data.
+        drop_last: Whether a last batch of fewer is left out of every epoch: batch norm takes no
+            batch of one row.
         optimizer: A name (:func:`optimizer_names`, or a published setting of
             ``ritz.optim.preset_names()``), a torch optimiser, or a function of the parameters.
         optimizer_settings: Keywords of the optimiser: ``lr``, ``weight_decay`` and so on.
@@ -168,7 +171,11 @@ def fit(
     given |= {"optimizer": _name(optimizer), "schedule": schedule_name(schedule)}
     given |= {"optimizer_settings": optimizer_settings or {}, "keep": tuple(keep)}
     settings = _published(Settings(**given))
-    with Interrupts() as interrupts, joined_processes(device) as place:
+    with (
+        Interrupts() as interrupts,
+        joined_processes(device) as place,
+        held_folder(checkpoint) as folder,
+    ):
         where = resolve_device(place, model)
         with (
             arranged(precision=precision, deterministic=deterministic, seed=seed, device=where),
@@ -193,7 +200,7 @@ def fit(
                 monitors=monitors,
                 interrupts=interrupts,
                 log=log,
-                folder=None if checkpoint is None else Folder(checkpoint),
+                folder=folder,
                 resume=resume,
             )
             status = run.train(progress)
@@ -237,7 +244,14 @@ def _feeds(
         if augment != "auto":
             raise ValueError(f"augment must be auto, None or an Augmentation, got {augment!r}")
         augment = getattr(data, "augmentation", None)
-    feed = Feed(train, batch_size=size, device=device, shuffled=True, augment=augment)
+    feed = Feed(
+        train,
+        batch_size=size,
+        device=device,
+        shuffled=True,
+        augment=augment,
+        drop_last=settings.drop_last,
+    )
     sizes = {name: settings.evaluation_batch_size or _evaluated(part, size)
              for name, part in held.items()}  # fmt: skip
     return feed, {

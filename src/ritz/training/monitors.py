@@ -69,6 +69,8 @@ class CurvatureMonitor:
         kind: ``hessian`` or ``ggn``.
         batch_norm: ``eval``, ``train`` or ``recomputed``; not for a function.
         batch_size: Of the sub-sample where it is tensors.
+        count: Takes a batch of the sub-sample and returns how much it counts, as for
+            :class:`ritz.Risk`; for a text its tokens.
         rtol: Residual of ``lambda_max`` relative to the norm; its own error is of the order of the
             square.
         num_steps: Lanczos steps of ``spectrum``, and the most for ``lambda_max`` times ten.
@@ -89,6 +91,7 @@ class CurvatureMonitor:
         kind: Kind = "hessian",
         batch_norm: BatchNormMode = "eval",
         batch_size: int | None = None,
+        count: Callable[[Any], int] | None = None,
         rtol: float = 0.01,
         num_steps: int = 20,
         num_probes: int = 8,
@@ -109,7 +112,7 @@ class CurvatureMonitor:
             check_choice("quantities", name, QUANTITIES)
         self.quantities, self.every, self.unit, self.kind = tuple(quantities), every, unit, kind
         self._risk = (
-            source if callable(source) else _risk_of(source, loss_fn, batch_norm, batch_size)
+            source if callable(source) else _risk_of(source, loss_fn, batch_norm, batch_size, count)
         )
         self._rtol, self._num_steps, self._num_probes, self._seed = (
             rtol,
@@ -189,12 +192,13 @@ def _risk_of(
     loss_fn: Callable[..., Any] | None,
     batch_norm: BatchNormMode,
     batch_size: int | None,
+    count: Callable[[Any], int] | None,
 ) -> Callable[[nn.Module], Risk]:
     """A function that makes the risk of a model on a sub-sample, in this process alone."""
 
     def make(model: nn.Module) -> Risk:
         return Risk(model, loss_fn, data, batch_norm=batch_norm, batch_size=batch_size,
-                    sharing="none")  # fmt: skip
+                    count=count, sharing="none")  # fmt: skip
 
     return make
 

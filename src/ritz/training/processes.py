@@ -1,7 +1,7 @@
 """Processes of torchrun, and the state of torch that a run sets and puts back."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ritz._core.distributed import rank, world_size
 from ritz.curvature.settings import arithmetic, searched_convolutions
 
+OWN = "loader."  # generators that loaders were given
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
@@ -84,25 +85,36 @@ def arranged(
         yield
 
 
-def generator_states(device: torch.device) -> dict[str, Tensor]:
-    """States of the global generators, by device, a row for each process."""
+def generator_states(
+    device: torch.device, own: Sequence[torch.Generator] = ()
+) -> dict[str, Tensor]:
+    """States of the global generators, by device, and of others, a row for each process."""
     found = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         found["cuda"] = torch.cuda.get_rng_state(device)
+    found |= {f"{OWN}{number}": each.get_state() for number, each in enumerate(own)}
     return {name: _gathered(state, device) for name, state in found.items()}
 
 
-def set_generator_states(states: dict[str, Tensor], device: torch.device) -> None:
+def set_generator_states(
+    states: dict[str, Tensor], device: torch.device, own: Sequence[torch.Generator] = ()
+) -> None:
     """Go on from such states."""
+    count = sum(name.startswith(OWN) for name in states)
+    if count != len(own):
+        raise ValueError(f"a run must be resumed with loaders of as many generators of their own "
+                         f"as it was begun with, {count}, got {len(own)}")  # fmt: skip
     for name, rows in states.items():
         if len(rows) != world_size():
             raise ValueError(f"a run must be resumed by as many processes as it was begun with, "
                              f"{len(rows)}, got {world_size()}")  # fmt: skip
-        own = rows[rank()].cpu().clone()  # torch reads a state from where its storage begins
+        state = rows[rank()].cpu().clone()  # torch reads a state from where its storage begins
         if name == "cpu":
-            torch.set_rng_state(own)
+            torch.set_rng_state(state)
+        elif name.startswith(OWN):
+            own[int(name.removeprefix(OWN))].set_state(state)
         elif device.type == "cuda":
-            torch.cuda.set_rng_state(own, device)
+            torch.cuda.set_rng_state(state, device)
 
 
 def gathered(values: Tensor) -> Tensor:

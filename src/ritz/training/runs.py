@@ -18,9 +18,10 @@ from ritz.training.checkpoints import Checkpoint, Folder, load_optimizer_state, 
 from ritz.training.feeds import is_writer, num_rows, own_rows
 from ritz.training.interrupts import Interrupts
 from ritz.training.judging import Judge
-from ritz.training.logs import Log, Record, times_path
+from ritz.training.logs import Log, Record, size_without_final, times_path
 from ritz.training.processes import gathered, generator_states, set_generator_states
 from ritz.training.results import with_perplexity
+from ritz.training.rows import check_last_batch, explained
 from ritz.training.settings import Settings, TrainingStatus, check_same
 from ritz.training.states import carried_state
 from ritz.training.steps import Piece, batch_mass
@@ -61,26 +62,29 @@ class Run:
         self._monitors, self._interrupts, self._folder = monitors, interrupts, folder
         self.epoch, self.batch, self.step, self.finished = 0, 0, 0, False
         self.records: list[Record] = []
-        self._beginning = generator_states(parts.device)
+        # In the order of first use, each once: loaders may share one.
+        self._own = list(dict.fromkeys([*parts.feed.generators, *judge.generators]))
+        self._beginning = generator_states(parts.device, self._own)
         self._carried = carried_state(parts.step.adapter, wanted=parts.feed.consecutive)
         self._saved, self._checked = time.monotonic(), False
         self._work = 0, 0, time.perf_counter()  # steps and samples of the epoch, and its beginning
+        self._log_path, self._log_bytes = log, 0
+        self._log: Log | None = None
+        self._times: Log | None = None
         found = folder.read() if folder is not None and resume else None
+        self._anew, self._longer, self._begun = found is None, False, False
         if found is not None:
             self._load(found, folder.file)  # type: ignore[union-attr]
         all_max(0)  # nobody writes before everybody has read
         self._first = self.step
-        kept = 0 if found is None else found.log_bytes
-        self._log = Log(log, size=kept) if log is not None and is_writer() else None
-        self._times = None if self._log is None else _times(log, anew=found is None)
-        if found is None:
-            self._save()
 
     def train(self, progress: bool | Progress) -> TrainingStatus:
         """Go through the epochs that are left; return how that ended."""
         settings, length = self._settings, self._parts.steps_per_epoch
         left = None if length is None else settings.num_epochs * length - self.step
         status = None
+        if not self.finished:
+            check_last_batch(self._parts, settings)
         try:
             with tracking(progress if is_writer() else False, "training", left) as bar:
                 while status is None and not self.finished and self.epoch < settings.num_epochs:
@@ -96,6 +100,31 @@ class Run:
             outcome="completed", message=f"{self.epoch} epochs, {self.step} steps"
         )
 
+    def _begin(self) -> None:
+        """Take over folder and log, after the first step.
+
+        Where model and data do not fit, that step fails: what was there is left as it was, and
+        nothing is in the way of the right ones.
+        """
+        if self._begun:
+            return
+        self._begun = True
+        if self._folder is not None:
+            self._parts.step.totals.sums.tolist()  # waits, once: a device tells of failures late
+            if is_writer():
+                self._folder.begin(anew=self._anew)
+        if self._longer and self._log_path is not None:
+            # Saved before it is cut: a log that is too short is refused.
+            whole, self._log_bytes = self._log_bytes, size_without_final(
+                self._log_path, self._log_bytes)  # fmt: skip
+            if not self._save():
+                self._log_bytes = whole
+        if self._log_path is not None and is_writer():
+            self._log = Log(self._log_path, size=self._log_bytes)
+            self._times = _times(self._log_path, anew=self._anew)
+        if self._anew:
+            self._save()
+
     def _epoch(self, bar: Progress) -> TrainingStatus | None:
         """The steps that are left of an epoch; how the run ends, if it does."""
         number, first, seen = self.epoch + 1, self.step, 0
@@ -105,11 +134,16 @@ class Run:
             self._carried.reset()
         for group in self._groups(number):
             pieces = self._pieces(group)
-            self._parts.take(pieces)
+            try:
+                self._parts.take(pieces)
+            except ValueError as error:
+                rows = min(num_rows(batch) for batch in group)
+                raise explained(error, rows, self._settings) from error
             self.step += 1
             self.batch += len(group)
             if self._settings.schedule_unit == "step":
                 self._parts.schedule.step()
+            self._begin()
             self._watch("step", self.step)
             seen += sum(num_rows(batch) for batch in group)
             bar.update(self.step - self._first, note(seen / (time.perf_counter() - begun)))
@@ -122,12 +156,13 @@ class Run:
     def _groups(self, number: int) -> Iterator[list[Any]]:
         """The batches that are left of an epoch, by step."""
         feed, device, seed = self._parts.feed, self._parts.device, self._settings.seed
-        now = generator_states(device)
+        now = generator_states(device, self._own)
         if self.batch:
-            # A loader draws its order from the global generators when it begins: let it again.
-            set_generator_states(self._beginning, device)
+            # A loader draws its order when it begins, from its own generator or the global ones:
+            # let it again.
+            set_generator_states(self._beginning, device, self._own)
             batches = feed.epoch(number, seed, skip=self.batch, look=self._check)
-            set_generator_states(now, device)
+            set_generator_states(now, device, self._own)
         else:
             self._beginning = now
             batches = feed.epoch(number, seed, look=self._check)
@@ -172,6 +207,7 @@ class Run:
 
     def _close_epoch(self) -> TrainingStatus | None:
         """What follows the last step of an epoch."""
+        self._begin()
         parts, settings, number = self._parts, self._settings, self.epoch + 1
         means = parts.step.totals.means()  # waits for the device
         means = with_perplexity(means, parts.feed, parts.step.adapter.loss_fn.call)
@@ -205,6 +241,7 @@ class Run:
     def _finish(self) -> None:
         if self.finished:
             return
+        self._begin()
         record = self._judge.close()
         if record:
             self.records.append({"kind": "final", "epoch": self.epoch, "step": self.step, **record})
@@ -220,7 +257,10 @@ class Run:
                 continue
             record = monitor(count, self._parts.model, self._parts.optimizer)
             if record is not None:
-                self._write({**record, "epoch": self.epoch, "step": self.step})
+                number = self.epoch + (
+                    unit == "step"
+                )  # a step is one of the epoch that is not over
+                self._write({**record, "epoch": number, "step": self.step})
 
     def _poll(self, *, agreed: bool = False) -> TrainingStatus | None:
         """Save where it is time, or where a signal came; how the run ends, if it does."""
@@ -250,7 +290,7 @@ class Run:
             return True
         if not bool(torch.isfinite(parts.step.totals.sums).all()):
             return False
-        states = generator_states(parts.device)
+        states = generator_states(parts.device, self._own)
         totals = gathered(parts.step.totals.sums)
         carried = {} if self._carried is None else self._carried.rows()
         if is_writer():
@@ -267,7 +307,7 @@ class Run:
                 step=self.step,
                 totals=totals,
                 records=self.records,
-                log_bytes=0 if self._log is None else self._log.flush(),
+                log_bytes=self._log_bytes if self._log is None else self._log.flush(),
                 settings=self._settings.description(),
                 finished=self.finished,
                 carried=carried,
@@ -280,6 +320,11 @@ class Run:
         """Go on from a checkpoint."""
         parts = self._parts
         check_same(found.settings, self._settings.description(), path)
+        done = found.epoch + (found.batch > 0)
+        if done > self._settings.num_epochs:
+            raise ValueError(f"num_epochs must be at least {done}, for so many epochs are begun in "
+                             f"{path.parent}, got {self._settings.num_epochs}: nothing is left to "
+                             "do; begin anew with resume=False (--restart)")  # fmt: skip
         check_matches(tensor_state(parts.model), found.model, path)
         with torch.no_grad():
             for name, held in tensor_state(parts.model).items():
@@ -289,12 +334,16 @@ class Run:
         parts.step.scaler.load_state_dict(found.scaler)
         self._judge.load_state(found.patience)
         self._load_carried(found, path)
-        set_generator_states(found.generators, parts.device)
+        set_generator_states(found.generators, parts.device, self._own)
         parts.step.totals.sums.copy_(found.totals[rank()])
         self.epoch, self.batch, self.step = found.epoch, found.batch, found.step
         self.records, self._beginning = list(found.records), found.beginning
         over = found.epoch >= self._settings.num_epochs or self._judge.stopped
-        self.finished = found.finished and over
+        self.finished, self._longer = found.finished and over, found.finished and not over
+        if self._log_path is not None:
+            self._log_bytes = found.log_bytes
+        if self._longer:  # without the record of an end that was none
+            self.records = [record for record in self.records if record["kind"] != "final"]
         if self.step:  # lest the schedule warn that it is stepped before the optimiser
             parts.optimizer._opt_called = True  # type: ignore[attr-defined]
 

@@ -1,5 +1,6 @@
 """What a run of training is asked to do, checked before anything is moved or written."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -26,6 +27,7 @@ class Settings:
 
     num_epochs: int
     batch_size: int | None = None
+    drop_last: bool = False
     optimizer: str = "sgd"
     optimizer_settings: Mapping[str, Any] = field(default_factory=dict)
     schedule: str = "constant"
@@ -62,7 +64,9 @@ class Settings:
         if self.average_from is not None:
             check_count("average_from", self.average_from, high=self.num_epochs)
         if self.clip_norm is not None:
-            check_range("clip_norm", self.clip_norm, low=0.0)
+            check_range("clip_norm", self.clip_norm)
+            if not (self.clip_norm > 0 and math.isfinite(self.clip_norm)):
+                raise ValueError(f"clip_norm must be finite and above 0, got {self.clip_norm}")
         for epoch in self.keep:
             check_count("keep", epoch, high=self.num_epochs)
         check_range("save_interval", self.save_interval, low=0.0)
@@ -122,7 +126,7 @@ def check_same(before: Mapping[str, Any], now: Mapping[str, Any], path: Any) -> 
         if name in before and before[name] != value:
             raise ValueError(
                 f"{path} was made with {name}={before[name]!r}, this run has {value!r}: give the "
-                "same, or another checkpoint folder"
+                "same, or another folder, or begin anew with resume=False (--restart)"
             )
 
 

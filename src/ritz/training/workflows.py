@@ -2,7 +2,6 @@
 
 import json
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -15,15 +14,14 @@ from torch import nn
 from ritz._core.batchnorm import BatchNormMode
 from ritz._core.checks import check_count
 from ritz._core.progress import Progress
-from ritz._core.storage import CorruptFileError, write_text
+from ritz._core.storage import CorruptFileError
 from ritz.curvature.risk import Risk
-from ritz.training.checkpoints import AVERAGE, NAME, WEIGHTS
+from ritz.training.checkpoints import AVERAGE, NAME, WEIGHTS, Folder
 from ritz.training.loop import fit
 from ritz.training.results import TrainingResult
 from ritz.training.settings import check_same
 from ritz.training.sources import DataParts, limited, measurable
 
-UNTOUCHED = 3600.0  # seconds after which nobody is writing to a file any more
 CONFIG, LOG = "run.json", "log.jsonl"
 # What a run that goes on must have in common with its beginning; `fit` compares the rest.
 FIXED = ("model", "model_options", "data", "data_options", "loss", "seed", "batch_size")
@@ -85,7 +83,8 @@ def train_run(
     """Train as a configuration says, in a folder that holds all of the run.
 
     The folder has ``run.json``, ``log.jsonl``, ``checkpoint.safetensors`` and, at the end,
-    ``weights.safetensors`` and ``average.safetensors``.
+    ``weights.safetensors`` and ``average.safetensors``. Nothing is written, and nothing of an
+    earlier run removed, before the first step was taken.
 
     Args:
         config: What to do.
@@ -99,13 +98,11 @@ def train_run(
         progress: Whether to show a bar, or what to tell.
     """
     target = Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
-    if resume and (target / CONFIG).is_file():
+    begun = any((target / name).exists() for name in (NAME, WEIGHTS))
+    if resume and begun and (target / CONFIG).is_file():
         before, now = read_run(target).plain(), config.plain()
         check_same(before, {name: now[name] for name in FIXED}, target / CONFIG)
-    if int(os.environ.get("RANK", "0")) == 0:
-        _remove_unfinished(target)
-        write_text(target / CONFIG, json.dumps(config.plain(), indent=2) + "\n")
+    text = json.dumps(config.plain(), indent=2) + "\n"
     return fit(
         model,
         parts.train,
@@ -117,21 +114,12 @@ def train_run(
         seed=config.seed,
         device=device,
         log=target / LOG,
-        checkpoint=target,
+        checkpoint=Folder(target, texts={CONFIG: text}),
         resume=resume,
         monitors=monitors,
         progress=progress,
         **config.training,
     )
-
-
-def _remove_unfinished(folder: Path) -> None:
-    """Remove what a run that was killed while it wrote has left: as large as a checkpoint each."""
-    left = [path for name in (NAME, WEIGHTS, AVERAGE) for path in folder.glob(f".{name}.*")]
-    # Names that safetensors gives do not tell whose they are: one of now may be another command's.
-    unnamed = [(path, path.stat().st_mtime) for path in folder.glob(".tmp??????")]
-    for path in left + [path for path, written in unnamed if time.time() - written > UNTOUCHED]:
-        path.unlink(missing_ok=True)
 
 
 def read_run(folder: str | os.PathLike[str]) -> RunConfig:
