@@ -79,7 +79,7 @@ def test_several_processes_resume_together_from_a_step_that_all_have(tmp_path):
         assert code == 3, error
     # One process lost its newest state: both go back to the one before.
     (tmp_path / "state.rank1.previous").replace(tmp_path / "state.rank1")
-    for code, error in run_processes(script.replace("LIMIT", "19"), 2, tmp_path):
+    for code, error in run_processes(script.replace("LIMIT", "20"), 2, tmp_path):
         assert code == 0, error
     for rank in range(2):
         name = f"{rank}.safetensors"

@@ -118,7 +118,7 @@ class Driver:
 
     def advance(self, bar: Progress) -> Status:
         if self.journal is not None:
-            self.progress = self.journal.load([self.run]) or self.progress
+            self.progress = self.journal.load([self.run], self.op) or self.progress
         status = None
         while status is None:
             self._step()

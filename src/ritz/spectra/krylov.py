@@ -78,14 +78,17 @@ def lanczos(
         state: File to resume from, and to save to every ``save_interval`` seconds. The result is
             bit for bit that of an uninterrupted run (on the CPU). A save writes the vectors that
             are new since the last one, all of them after a restart; the files take as much room as
-            the basis. They stay when the run ends; their names begin with that of the file.
+            the basis. They stay when the run ends; their names begin with that of the file. Going
+            on costs one product more, which is not counted: one that the state knows is made again,
+            and a state of another operator is refused.
         save_interval: Seconds between saves.
         generator: Source of the start vector.
         progress: Whether to show a bar, or what to tell.
 
     Raises:
         ValueError: The products hold NaN or Inf, are not those of a symmetric matrix, or change
-            from call to call. All three are seen in the course of the run, at no cost.
+            from call to call. All three are seen in the course of the run, at no cost. Or the
+            state is of other settings or of another operator.
 
     Reference: Algorithm 7 and section 4.4 of *Spectral Machine Learning*; Wu and Simon (2000)
     for the thick restart; Simon (1984) for partial re-orthogonalisation.
@@ -122,6 +125,7 @@ def lanczos_block(
     num_steps: int,
     num_probes: int = 8,
     start: Tensor | None = None,
+    against: Tensor | None = None,
     vectors: bool = False,
     reorthogonalize: Reorthogonalization = "full",
     group: Group | None = None,
@@ -140,6 +144,8 @@ def lanczos_block(
         num_steps: Steps to make, at most ``n``.
         num_probes: Number of runs, unless ``start`` says it.
         start: Start vectors ``(n, k)``; random by default.
+        against: Vectors ``(n, c)`` whose cosines with the Ritz vectors to return: one read of the
+            basis each, and no Ritz vector is formed.
         vectors: Whether to return Ritz vectors.
         reorthogonalize: ``full``, ``partial`` or ``none``; see :func:`lanczos`.
         group: Processes that make the runs together, for ``state``.
@@ -151,6 +157,8 @@ def lanczos_block(
     op = as_operator(op)
     plan = Plan.make(op, num_steps, 0, 0, None, None, vectors, reorthogonalize)
     check_count("num_probes", num_probes)
+    if against is not None:
+        _check_against(op, against, reorthogonalize)
     generator = resolve_generator(generator)
     seed = generator.initial_seed() if start is None else None
     if start is None:
@@ -164,10 +172,10 @@ def lanczos_block(
     if state is not None:
         settings = _state_settings(op, plan, columns)
         journal = Journal.open(state, settings, save_interval, group)
-        first, between = journal.begin(runs), partial(journal.keep, runs)
+        first, between = journal.begin(runs, op), partial(journal.keep, runs)
     with tracking(progress, "Lanczos", num_steps) as bar:
         advance(op, runs, num_steps, bar, first=first, between=between)
-    return tuple(_spectrum(op, run, plan, seed=seed) for run in runs)
+    return tuple(_spectrum(op, run, plan, seed=seed, against=against) for run in runs)
 
 
 def _spectrum(
@@ -176,6 +184,7 @@ def _spectrum(
     plan: Plan,
     *,
     seed: int | None,
+    against: Tensor | None = None,
     placement: Placement = "device",
     driver: Driver | None = None,
     status: Status | None = None,
@@ -198,6 +207,7 @@ def _spectrum(
         weights=None if restarts else columns[0].square(),
         residuals=run.residuals(columns) + roundoff,
         roundoff=roundoff,
+        cosines=None if against is None else _cosines(run, against) @ columns,
         vectors=run.basis.combine(columns).T if plan.vectors else None,
         diagonal=None if restarts else torch.tensor(run.alphas, dtype=torch.float64),
         off_diagonal=None if restarts else torch.tensor(run.betas[:-1], dtype=torch.float64),
@@ -208,6 +218,25 @@ def _spectrum(
         seed=seed,
         status=status,
     )
+
+
+def _cosines(run: Recurrence, against: Tensor) -> Tensor:
+    """Parts ``(c, size)`` of unit vectors along the rows of the basis."""
+    found = []
+    for column in against.T:
+        local = run.basis.local(column.contiguous())
+        found.append(run.basis.project(local, last=run.size).cpu() / run.basis.norm(local))
+    return torch.stack(found)
+
+
+def _check_against(op: LinearOperator, against: Tensor, mode: Reorthogonalization) -> None:
+    check_tensor("against", against, dtype=op.dtype, device=op.device, rows=op.shape[0])
+    if mode == "none":
+        raise ValueError("against needs a basis, which reorthogonalize='none' does not keep")
+    if against.ndim != 2 or not against.shape[1]:
+        raise ValueError(f"against must be ({op.shape[0]}, c), got {tuple(against.shape)}")
+    if not bool(against.any(0).all()):
+        raise ValueError("against must not have a column of zeros")
 
 
 def _checked(op: LinearOperator, start: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from ritz._core.distributed import Group, all_max, all_min, rank, world_size
 from ritz._core.storage import CorruptFileError, read_tensors, write_tensors
+from ritz.operators.base import LinearOperator
+from ritz.spectra.recheck import difference
 from ritz.spectra.recurrence import Recurrence
 
 
@@ -89,8 +91,17 @@ class Journal:
         self._remove_unused()
         self.saved_at = time.monotonic()
 
-    def load(self, runs: Sequence[Recurrence]) -> dict[str, int] | None:
-        """Put ``runs`` where the newest usable state was; ``None`` where there is no state."""
+    def load(self, runs: Sequence[Recurrence], op: LinearOperator) -> dict[str, int] | None:
+        """Put ``runs`` where the newest usable state was; ``None`` where there is no state.
+
+        One product, to see that the operator is the one that the state was made with.
+        """
+        progress = self._newest(runs)
+        if progress is not None:
+            self._compare(runs, op)
+        return progress
+
+    def _newest(self, runs: Sequence[Recurrence]) -> dict[str, int] | None:
         progress = self._restore(runs, self.path) or self._restore(runs, self.previous)
         common = all_min(progress["spent"] if progress else -1, self.group)
         if common < 0:
@@ -107,9 +118,9 @@ class Journal:
             )
         return progress
 
-    def begin(self, runs: Sequence[Recurrence]) -> int:
+    def begin(self, runs: Sequence[Recurrence], op: LinearOperator) -> int:
         """Put runs of a fixed number of steps where they were; return how many they had made."""
-        return (self.load(runs) or {"spent": 0})["spent"]
+        return (self.load(runs, op) or {"spent": 0})["spent"]
 
     def keep(self, runs: Sequence[Recurrence], spent: int) -> None:
         """Save such runs between two steps, where it is time to."""
@@ -136,6 +147,16 @@ class Journal:
         self.saved_rows = max(run.basis.size for run in runs)
         progress: dict[str, int] = header["progress"]
         return progress
+
+    def _compare(self, runs: Sequence[Recurrence], op: LinearOperator) -> None:
+        found = difference(op, next((run for run in runs if not run.exhausted), runs[0]))
+        # Together: a process that went on alone would wait for the others' products for ever.
+        if not all_min(int(found is None), self.group):
+            raise ValueError(
+                f"state at {self.path} was made with another operator, of other weights or data: "
+                f"{found or 'another process found a difference'}; delete {self.path.name}* to "
+                "start afresh, or use another path"
+            )
 
     def _check(self, path: Path, settings: dict[str, Any]) -> None:
         for key, value in self.settings.items():

@@ -25,6 +25,8 @@ class Spectrum:
             an eigenvalue lies within this distance of each value.
         roundoff: The part of every residual that is roundoff: values this close to zero may be
             zero.
+        cosines: Of the angles between Ritz vectors and the vectors asked for, ``(c, m)``; ``None``
+            unless asked for.
         vectors: Ritz vectors :math:`u_k` as columns, ``(n, m)``, ascending like the values;
             ``None`` unless asked for. With a spread basis: this process's rows.
         diagonal: The diagonal of the tridiagonal matrix, ``(steps,)``; ``None`` after a restart.
@@ -50,6 +52,7 @@ class Spectrum:
     settings: dict[str, str | int | float | bool | None]
     seed: int | None
     status: Status
+    cosines: Tensor | None = None
 
     def raise_if_failed(self) -> None:
         """Raise :class:`ritz.NotConvergedError` unless the wanted pairs have converged."""
@@ -60,7 +63,11 @@ class Spectrum:
 
 
 def describe(spectrum: Spectrum, *, num_rows: int = 5) -> str:
-    """Return what a person wants to know first: extremes, trace, norms, mass at zero, status."""
+    """Return what a person wants to know first: extremes, trace, norms, mass at zero, status.
+
+    Trace, Frobenius norm and masses are estimates of one probe; the Frobenius norm is raised to
+    :func:`least_frobenius_norm`, which is proven, where the estimate is below it.
+    """
     values, residuals = spectrum.values, spectrum.residuals
     lines = [
         f"Spectrum of {spectrum.operator}",
@@ -78,6 +85,22 @@ def describe(spectrum: Spectrum, *, num_rows: int = 5) -> str:
     return "\n".join(lines + _totals(spectrum))
 
 
+def least_frobenius_norm(spectrum: Spectrum) -> float:
+    r"""Return what the Frobenius norm cannot be below, but for roundoff.
+
+    .. math:: \|A\|_F \ge \|V^\top A V\|_F = \Bigl(\sum_k \theta_k^2\Bigr)^{1/2}
+
+    for an orthonormal basis, whether or not the Ritz values have converged. Without
+    re-orthogonalisation values repeat, and the largest alone counts.
+
+    Args:
+        spectrum: What a run found.
+    """
+    if spectrum.settings.get("reorthogonalize") == "none":
+        return float(spectrum.values.abs().max())
+    return float(spectrum.values.norm())
+
+
 def _ends(count: int, num_rows: int) -> list[int]:
     """Indices of the largest values, then the smallest, descending."""
     top = list(range(count - 1, max(count - 1 - num_rows, -1), -1))
@@ -90,10 +113,11 @@ def _totals(spectrum: Spectrum) -> list[str]:
     if weights is None or spectrum.diagonal is None or len(values) < len(spectrum.diagonal):
         return []
     trace, square = float(weights @ values), float(weights @ values.square())
+    norm = max((n * square) ** 0.5, least_frobenius_norm(spectrum))
     nearest = int(values.abs().argmin())
     negative = values < -spectrum.roundoff
     return [
-        f"  trace ~ {n * trace:.5g}, Frobenius norm ~ {(n * square) ** 0.5:.5g}, "
+        f"  trace ~ {n * trace:.5g}, Frobenius norm ~ {norm:.5g}, "
         f"spectral norm >= {float(values.abs().max()):.6g}",
         f"  mass nearest zero {float(weights[nearest]):.3g} at {float(values[nearest]):.2g}, "
         f"negative mass {float(weights[negative].sum()):.3g} (one probe: no error bars)",

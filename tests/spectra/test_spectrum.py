@@ -1,0 +1,99 @@
+"""What a spectrum says of the whole matrix, and of vectors beside its own."""
+
+import re
+
+import pytest
+import torch
+
+import ritz
+from ritz.spectra import lanczos, lanczos_block
+from ritz.spectra.spectrum import least_frobenius_norm
+from ritz.testing import with_spectrum
+
+DTYPES = [torch.float32, torch.float64]
+
+
+def spiked(dtype, generator):
+    values = torch.linspace(-0.02, 0.03, 400, dtype=torch.float64)
+    values[-3:] = torch.tensor([2.0, 5.0, 8.0])
+    return with_spectrum(values.to(dtype), generator=generator), values
+
+
+def printed(spectrum):
+    """Frobenius and spectral norm as a person reads them."""
+    found = re.search(r"Frobenius norm ~ (\S+), spectral norm >= (\S+)", str(spectrum))
+    return tuple(map(float, found.groups()))
+
+
+@pytest.mark.parametrize("mode", ["full", "partial", "none"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_norms_printed_do_not_contradict_each_other(rng, dtype, mode):
+    op, values = spiked(dtype, rng)
+    raised = 0
+    for seed in range(12):
+        generator = torch.Generator().manual_seed(seed)
+        found = lanczos(op, num_steps=25, reorthogonalize=mode, generator=generator)
+        sampled = float(400 * found.weights @ found.values.square()) ** 0.5
+        frobenius, spectral = printed(found)
+        least = least_frobenius_norm(found)
+        assert frobenius == pytest.approx(max(sampled, least), rel=1e-4)
+        assert frobenius >= spectral * (1 - 1e-4)  # five digits are printed
+        assert least <= float(values.norm()) * (1 + 1e-5)
+        raised += sampled < least
+    assert raised >= 3  # about half of them: a probe has little in the largest directions
+
+
+def test_the_floor_is_the_sum_over_all_values_unless_they_repeat(rng):
+    op, values = spiked(torch.float64, rng)
+    full = lanczos(op, num_steps=25)
+    assert least_frobenius_norm(full) > (8**2 + 5**2 + 2**2) ** 0.5 * (1 - 1e-9)
+    ghosts = lanczos(op, num_steps=120, reorthogonalize="none")
+    assert float(ghosts.values.norm()) > float(values.norm())  # which would prove too much
+    assert least_frobenius_norm(ghosts) == pytest.approx(8.0)
+
+
+@pytest.mark.parametrize("mode", ["full", "partial"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cosines_are_those_of_the_ritz_vectors(rng, dtype, mode):
+    op, _ = spiked(dtype, rng)
+    start, against = (torch.randn(400, 3, generator=rng, dtype=dtype) for _ in range(2))
+    options = {"num_steps": 20, "start": start, "reorthogonalize": mode}
+    found = lanczos_block(op, against=against, **options)
+    units = against.double() / against.double().norm(dim=0)
+    for run, same in zip(found, lanczos_block(op, vectors=True, **options), strict=True):
+        assert run.cosines.shape == (3, 20)
+        expected = units.T @ same.vectors.double()
+        tolerance = 20 * torch.finfo(dtype).eps  # of sums of 400 entries
+        torch.testing.assert_close(run.cosines, expected, rtol=0, atol=tolerance)
+        assert same.cosines is None
+
+
+def test_cosines_with_the_start_are_the_roots_of_the_weights(rng):
+    op, _ = spiked(torch.float64, rng)
+    start = torch.randn(400, 1, generator=rng, dtype=torch.float64)
+    (run,) = lanczos_block(op, num_steps=10, start=start, against=start)
+    torch.testing.assert_close(run.cosines[0].square(), run.weights, rtol=0, atol=1e-14)
+
+
+def test_cosines_are_saved_and_loaded(rng, tmp_path):
+    op, _ = spiked(torch.float64, rng)
+    start = torch.randn(400, 2, generator=rng, dtype=torch.float64)
+    run, _ = lanczos_block(op, num_steps=10, start=start, against=start)
+    ritz.save(run, tmp_path / "run")
+    assert torch.equal(ritz.load(tmp_path / "run").cosines, run.cosines)
+
+
+@pytest.mark.parametrize(
+    ("against", "mode", "message"),
+    [
+        (torch.ones(30), "full", r"against must be \(30, c\), got \(30,\)"),
+        (torch.ones(30, 0), "full", r"against must be \(30, c\), got \(30, 0\)"),
+        (torch.ones(29, 2), "full", "against must .*30"),
+        (torch.ones(30, 2).double(), "full", "against must .*float32"),
+        (torch.zeros(30, 2), "full", "against must not have a column of zeros"),
+        (torch.ones(30, 2), "none", "against needs a basis"),
+    ],
+)
+def test_vectors_that_cosines_cannot_be_taken_with_are_named(against, mode, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        lanczos_block(torch.eye(30), num_steps=2, against=against, reorthogonalize=mode)
