@@ -1,4 +1,5 @@
 import copy
+import re
 from functools import partial
 
 import pytest
@@ -103,6 +104,32 @@ def test_a_trace_is_exact_where_the_structure_knows_it(monkeypatch):
         assert float(row.mean_eigenvalue) == pytest.approx(float(row.trace) / risk.space.size)
 
 
+@pytest.mark.parametrize("num_probes", [1, 2, 3])
+def test_the_frobenius_norm_is_not_below_the_spectral_norm(num_probes):
+    risk = risk_of(network())
+    options = {"num_steps": 6, "num_probes": num_probes, "kinds": ("ggn",), "engine": "eager"}
+    raised = 0
+    for seed in range(10):
+        (row,) = sharpness(risk, generator=seeded(seed), **options).rows
+        assert float(row.frobenius_norm) >= float(row.spectral_norm)
+        sampled = float(row.frobenius_norm.samples.mean().sqrt())
+        assert float(row.frobenius_norm) >= sampled * (1 - 1e-12)
+        raised += float(row.frobenius_norm) > sampled * (1 + 1e-12)
+    assert raised >= 2  # after six steps too little has converged to be split off
+
+
+def test_eigenvalues_that_every_probe_found_are_not_sampled():
+    risk = risk_of(network())
+    options = {"num_probes": 4, "kinds": ("ggn",), "engine": "eager", "generator": seeded(5)}
+    (row,) = sharpness(risk, num_steps=risk.space.size, **options).rows
+    split = re.search(r"(\d+) eigenvalues split off", row.frobenius_norm.method)
+    values = torch.linalg.eigvalsh(curvature_operator(risk, "ggn", engine="eager").dense())
+    assert 1 < int(split[1]) <= int((values > 1e-12).sum())
+    # All that is left to sample is the kernel, and what is as small as roundoff.
+    assert float(row.frobenius_norm.stderr) < 1e-6 * float(row.frobenius_norm)
+    assert float(row.frobenius_norm) == pytest.approx(float(values.norm()), rel=1e-6)
+
+
 def test_rows_have_the_same_probes_and_blocks_change_nothing():
     risk = risk_of(network())
     options = {"num_steps": 4, "num_probes": 3, "kinds": ("ggn", "ggn"), "engine": "eager"}
@@ -131,6 +158,9 @@ def test_the_report_is_a_table(plain):
     assert lines[0] == (
         f"Sharpness of Sequential: {risk.space.size} parameters, 24 samples in batches of 8"
     )
+    assert lines[1] == (
+        "  31 Lanczos steps, 12 probes (± a standard error, itself uncertain by 21%), seed 5"
+    )
     assert lines[2].split() == ["hessian", "ggn"]
     for name in ("accuracy", "loss", "spectral norm", "negative mass", "mass at the origin"):
         assert sum(line.strip().startswith(name) for line in lines) == 1
@@ -143,6 +173,7 @@ def test_the_report_names_l2_and_uneven_batches():
     risk = Risk(network(), functional.mse_loss, (x, target), batch_size=3, l2=0.5)
     report = sharpness(risk, num_steps=3, num_probes=1, engine="eager")
     assert "in batches of 2 to 3, l2 0.5" in str(report)
+    assert "3 Lanczos steps, one probe (no error bars), seed 0" in str(report)
     assert "accuracy" not in str(report)
     assert report.rows[1].smallest >= 0.5 - 1e-12
 

@@ -21,11 +21,20 @@ from ritz.curvature.risk import Risk
 from ritz.curvature.samples import KINDS, Kind, curvature_operator
 from ritz.curvature.statistics import Summary, summary
 from ritz.measures.degeneracy import Degeneracy, rank_degeneracy
+from ritz.measures.outliers import Function, traces
 from ritz.measures.resume import PartJournal, digest
 from ritz.operators.structure import exact_trace, structure_note
 from ritz.spectra.krylov import lanczos_block
 from ritz.spectra.sampling import stderr
-from ritz.spectra.spectrum import Spectrum
+from ritz.spectra.spectrum import Spectrum, least_frobenius_norm
+
+# Whose traces are the trace, the square of the Frobenius norm, and the number of eigenvalues below
+# zero by more than roundoff.
+_FUNCTIONS: tuple[Function, ...] = (
+    lambda run: run.values,
+    lambda run: run.values.square(),
+    lambda run: (run.values < -run.roundoff).double(),
+)
 
 
 @storable
@@ -41,7 +50,8 @@ class SharpnessRow:
         smallest: The smallest Ritz value.
         trace: :math:`\operatorname{tr} H`.
         mean_eigenvalue: :math:`\operatorname{tr} H / P`.
-        frobenius_norm: :math:`\|H\|_F`; its samples are those of the square.
+        frobenius_norm: :math:`\|H\|_F`; its samples are those of the square. Never below the root
+            of a probe's sum of :math:`\theta_k^2`, which is proven.
         negative_mass: Share of the eigenvalues below zero by more than roundoff.
         degeneracy: Mass at the origin, and where it lies.
         num_products: Products spent.
@@ -112,8 +122,10 @@ def sharpness(
     two differ by orders of magnitude. All numbers of a row come from the same Lanczos runs, of
     Ritz values :math:`\theta_k` and weights :math:`\tau_k`: :math:`\operatorname{tr} H = P\,
     \mathbb{E} \sum_k \tau_k \theta_k`, :math:`\|H\|_F^2 = P\, \mathbb{E} \sum_k \tau_k \theta_k^2`
-    (but a trace that the structure of the operator knows is taken from there). All rows have the
-    same start vectors, so what differs between them is not their luck.
+    (but a trace that the structure of the operator knows is taken from there). Simple eigenvalues
+    that every probe has found count once each, whatever their weights, and the rest is sampled:
+    those weights are most of what differs between probes. All rows have the same start vectors, so
+    what differs between them is not their luck.
 
     Cost: ``num_steps * num_probes`` products a row, a gradient and a forward pass a mode, and what
     the exact trace costs, where there is one (a backward pass for each output). Memory:
@@ -122,7 +134,8 @@ def sharpness(
     Args:
         risk: The loss at a point.
         num_steps: Lanczos steps ``m`` a probe; by default 100, or ``P`` if that is less.
-        num_probes: Random start vectors; error bars of a few are uncertain, one has none.
+        num_probes: Random start vectors. An error bar of ``d`` of them, a standard error, is itself
+            uncertain by a share of about :math:`1 / \sqrt{2 (d - 1)}`; one has none.
         kinds: Which of ``hessian`` and ``ggn``.
         batch_norm: Mode or modes; by default both ``eval`` (or ``recomputed``, if the risk is so)
             and ``train`` with the batches of the risk, whose size must then have been given. A
@@ -187,7 +200,7 @@ def describe(report: Sharpness) -> str:
         f"Sharpness of {report.model}: {first.num_parameters:,} parameters, "
         f"{first.num_samples:,} samples in batches of {low if low == high else f'{low} to {high}'}"
         + (f", l2 {report.l2:g}" if report.l2 else ""),
-        f"  {report.num_steps} Lanczos steps, {report.num_probes} probes, seed {report.seed}",
+        f"  {report.num_steps} Lanczos steps, {_probes(report.num_probes)}, seed {report.seed}",
     ]
     columns = [_column(row, report.summaries[row.batch_norm or ""]) for row in report.rows]
     width = max(len(cell) for column in columns for cell in column.values())
@@ -195,6 +208,13 @@ def describe(report: Sharpness) -> str:
         cells = "  ".join(f"{column[name]:>{width}}" for column in columns)
         lines.append(f"  {name:<18}  {cells}")
     return "\n".join(lines)
+
+
+def _probes(count: int) -> str:
+    if count == 1:
+        return "one probe (no error bars)"
+    share = (2 * (count - 1)) ** -0.5
+    return f"{count} probes (± a standard error, itself uncertain by {share:.0%})"
 
 
 def _modes(
@@ -249,7 +269,10 @@ def _row(
     """One matrix, each of whose blocks of runs is a part that can be resumed."""
     name, runs = f"{mode or 'none'}-{kind}", []
     for index, block in enumerate(start.split(op.block_size, 1)):
-        runs += journal.part(f"{name}-{index}", partial(run, op, start=block))
+        # The first run's angles with all starts: which of its values are simple eigenvalues.
+        against = None if index or start.shape[1] == 1 else start
+        part = partial(run, op, start=block, against=against)
+        runs += journal.part(f"{name}-{index}", part)
     # A part as well: an exact trace may cost as much as a run.
     row: SharpnessRow = journal.part(name, lambda state: _measured(op, runs, kind, mode, seed))
     return row
@@ -259,38 +282,26 @@ def _measured(
     op: CurvatureOperator, runs: list[Spectrum], kind: Kind, mode: str | None, seed: int
 ) -> SharpnessRow:
     size, spent = op.shape[0], sum(run.num_products for run in runs)
-    first, second, negative = (
-        _estimate(samples, spent, len(runs), seed) for samples in _quadratures(runs)
-    )
+    samples, split = traces(runs, _FUNCTIONS)
+    how = "Lanczos quadrature" + (f", {split} eigenvalues split off" if split else "")
+    first, second, negative = (_estimate(row, spent, len(runs), seed, how) for row in samples)
     known = exact_trace(op)
-    whole = _scaled(first, size) if known is None else _exact(known, structure_note(op))
+    whole = first if known is None else _exact(known, structure_note(op))
     extreme, residual = _extreme(runs)
     return SharpnessRow(
         kind=kind,
         batch_norm=mode,
-        spectral_norm=_estimate(extreme.abs()[None], spent, len(runs), seed, residual),
+        spectral_norm=_estimate(extreme.abs()[None], spent, len(runs), seed, "Lanczos", residual),
         largest=max(float(run.values[-1]) for run in runs),
         smallest=min(float(run.values[0]) for run in runs),
         trace=whole,
         mean_eigenvalue=_scaled(whole, 1 / size),
-        frobenius_norm=_root(_scaled(second, size)),
-        negative_mass=negative,
+        frobenius_norm=_root(second, max(map(least_frobenius_norm, runs))),
+        negative_mass=_scaled(negative, 1 / size),
         degeneracy=rank_degeneracy(runs, kind=kind),
         num_products=spent,
         status=min((run.status for run in runs), key=lambda status: status.outcome == "breakdown"),
     )
-
-
-def _quadratures(runs: list[Spectrum]) -> Tensor:
-    """First and second moment and mass below zero of every run, ``(3, d)``."""
-    found = []
-    for run in runs:
-        if run.weights is None:
-            raise RuntimeError("a Lanczos run without restarts has weights")
-        below = run.weights[run.values < -run.roundoff].sum()
-        first, second = run.weights @ run.values, run.weights @ run.values.square()
-        found.append(torch.stack([first, second, below]))
-    return torch.stack(found, 1)
 
 
 def _extreme(runs: list[Spectrum]) -> tuple[Tensor, Tensor]:
@@ -303,7 +314,7 @@ def _extreme(runs: list[Spectrum]) -> tuple[Tensor, Tensor]:
 
 
 def _estimate(
-    samples: Tensor, spent: int, count: int, seed: int, truncation: Tensor | None = None
+    samples: Tensor, spent: int, count: int, seed: int, how: str, truncation: Tensor | None = None
 ) -> Estimate:
     """A mean over probes; with a truncation, one value that is not sampled."""
     return Estimate(
@@ -312,7 +323,7 @@ def _estimate(
         truncation=truncation,
         samples=samples if truncation is None else None,
         num_products=spent,
-        method="Lanczos quadrature" if truncation is None else "Lanczos",
+        method=how,
         status=Status(outcome="completed", message=f"{count} probes"),
         seed=seed,
     )
@@ -340,8 +351,8 @@ def _scaled(estimate: Estimate, factor: float) -> Estimate:
     )
 
 
-def _root(square: Estimate) -> Estimate:
-    mean = square.mean.sqrt()
+def _root(square: Estimate, least: float) -> Estimate:
+    mean = square.mean.sqrt().clamp(min=least)
     error = square.stderr / (2 * mean) if mean > 0 else torch.zeros_like(mean)
     return Estimate(
         mean=mean,
