@@ -7,11 +7,13 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ritz._core.checks import check_count, check_range
+from ritz._core.checks import check_choice, check_count, check_range
 from ritz.cli._options import Json, Seed, check_size, print_result
 from ritz.cli._runs import Device, Loss, SetData, SetModel, default_device, writing
 from ritz.cli._targets import loss_function, make_data, make_model, parse_settings
+from ritz.data import TextSplit
 from ritz.training import CurvatureMonitor, TrainingResult
+from ritz.training.monitors import QUANTITIES
 from ritz.training.sources import DataParts, sample
 from ritz.training.workflows import RunConfig, train_run
 
@@ -32,11 +34,23 @@ A run that was stopped, by ctrl-C or worse, goes on when the same command is giv
 
 Precision = Literal["float32", "tf32", "bfloat16", "float16"]
 Schedule = Literal["constant", "linear", "step"]
+Unit = Literal["epoch", "step"]
+USUAL = ("lambda_max", "trace", "spectrum")
+WATCHED = 1024  # samples, or tokens of a text
+Watched = tuple[int, tuple[Any, ...]]  # every so many epochs, and what
+RATE, AVERAGE, SEEN, PLACE = "Rate", "Average", "What is seen of it", "Machine and files"
 Model = Annotated[str, typer.Option("--model", help="NAME (`ritz list models`) or module:factory.")]
 Data = Annotated[str, typer.Option("--data", help="NAME (`ritz list datasets`) or module:factory.")]
 Out = Annotated[Path, typer.Option("--out", help="Folder of the run, made where it is missing.")]
 Epochs = Annotated[int, typer.Option("--epochs", help="Epochs in all.")]
 BatchSize = Annotated[int, typer.Option("--batch-size", help="Samples a batch.")]
+DropLast = Annotated[
+    bool, typer.Option("--drop-last", help="Leave out a last batch of fewer samples.")
+]
+Augment = Annotated[
+    bool,
+    typer.Option("--augment/--no-augment", help="Whether to augment data for which it is usual."),
+]
 OptimizerName = Annotated[
     str, typer.Option("--optimizer", help="NAME (`ritz list optimizers`), or a published setting.")
 ]
@@ -46,35 +60,96 @@ Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Other keyword of the optimiser: momentum=0.8"),
 ]
-ScheduleName = Annotated[Schedule, typer.Option("--schedule", help="Of the rate.")]
-Warmup = Annotated[int, typer.Option("--warmup", help="Epochs over which the rate grows.")]
+ScheduleName = Annotated[
+    Schedule, typer.Option("--schedule", help="Of the rate.", rich_help_panel=RATE)
+]
+ScheduleUnit = Annotated[
+    Unit, typer.Option("--schedule-unit", help="When it changes.", rich_help_panel=RATE)
+]
+Warmup = Annotated[
+    int,
+    typer.Option("--warmup", help="Units over which the rate grows.", rich_help_panel=RATE),
+]
 AverageFrom = Annotated[
-    int | None, typer.Option("--average-from", help="Epoch, from 1, that the average begins in.")
+    int | None,
+    typer.Option(
+        "--average-from", help="Epoch, from 1, that it begins in.", rich_help_panel=AVERAGE
+    ),
+]
+AverageEvery = Annotated[
+    Unit, typer.Option("--average-every", help="What is averaged.", rich_help_panel=AVERAGE)
+]
+Patience = Annotated[
+    int | None,
+    typer.Option(
+        "--patience",
+        help="Evaluations without a better loss after which it begins, and training ends.",
+        rich_help_panel=AVERAGE,
+    ),
 ]
 DataDir = Annotated[
     Path | None, typer.Option("--data-dir", help="Folder of data sets (default: $RITZ_DATA).")
 ]
 PrecisionName = Annotated[
-    Precision, typer.Option("--precision", "--dtype", help="Of the arithmetic; the last two mixed.")
+    Precision,
+    typer.Option(
+        "--precision",
+        "--dtype",
+        help="Of the arithmetic; the last two mixed.",
+        rich_help_panel=PLACE,
+    ),
 ]
 Accumulate = Annotated[int, typer.Option("--accumulate", help="Batches a step.")]
 Clip = Annotated[float | None, typer.Option("--clip-norm", help="Largest norm of a gradient.")]
-Every = Annotated[int, typer.Option("--evaluate-every", help="Epochs between evaluations.")]
+Every = Annotated[
+    int,
+    typer.Option("--evaluate-every", help="Epochs between evaluations.", rich_help_panel=SEEN),
+]
 Watch = Annotated[
-    int | None, typer.Option("--watch", metavar="K", help="Log the curvature every K epochs.")
+    int | None,
+    typer.Option(
+        "--watch", metavar="K", help="Log the curvature every K epochs.", rich_help_panel=SEEN
+    ),
+]
+Quantities = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--quantity",
+        metavar="NAME",
+        help="lambda_max, trace, spectrum, or variance (P sigma^2); as often as liked (default: "
+        "the first three).",
+        rich_help_panel=SEEN,
+    ),
 ]
 Keep = Annotated[
-    list[int] | None, typer.Option("--keep", help="Epoch whose weights to keep; as often as liked.")
+    list[int] | None,
+    typer.Option(
+        "--keep",
+        metavar="EPOCH",
+        help="Epoch whose weights to keep; as often as liked.",
+        rich_help_panel=SEEN,
+    ),
 ]
 Deterministic = Annotated[
-    bool, typer.Option("--deterministic", help="The same bits every time, on CUDA too.")
+    bool,
+    typer.Option(
+        "--deterministic", help="The same bits every time, on CUDA too.", rich_help_panel=PLACE
+    ),
 ]
 SaveInterval = Annotated[
-    float, typer.Option("--save-interval", help="Seconds between checkpoints.")
+    float,
+    typer.Option("--save-interval", help="Seconds between checkpoints.", rich_help_panel=PLACE),
 ]
-Compile = Annotated[bool, typer.Option("--compile", help="Compile the network.")]
+Compile = Annotated[
+    bool, typer.Option("--compile", help="Compile the network.", rich_help_panel=PLACE)
+]
 Resume = Annotated[
-    bool, typer.Option("--resume/--restart", help="Go on from what is there, or begin anew.")
+    bool,
+    typer.Option(
+        "--resume/--restart",
+        help="Go on from what is there, or begin anew.",
+        rich_help_panel=PLACE,
+    ),
 ]
 
 
@@ -84,13 +159,18 @@ def command(
     out: Out,
     epochs: Epochs = 10,
     batch_size: BatchSize = 128,
+    drop_last: DropLast = False,
+    augment: Augment = True,
     optimizer: OptimizerName = "sgd",
     lr: Rate = None,
     weight_decay: Decay = None,
     settings: Settings = None,
     schedule: ScheduleName = "constant",
+    schedule_unit: ScheduleUnit = "epoch",
     warmup: Warmup = 0,
     average_from: AverageFrom = None,
+    average_every: AverageEvery = "epoch",
+    patience: Patience = None,
     loss: Loss = None,
     set_model: SetModel = None,
     set_data: SetData = None,
@@ -99,6 +179,7 @@ def command(
     clip_norm: Clip = None,
     evaluate_every: Every = 1,
     watch: Watch = None,
+    quantity: Quantities = None,
     keep: Keep = None,
     precision: PrecisionName = "float32",
     device: Device = None,
@@ -112,8 +193,11 @@ def command(
     """Train a network, and write weights, checkpoint and log into a folder."""
     check_count("--batch-size", batch_size)
     check_count("--epochs", epochs)
-    check_count("--warmup", warmup, low=0, high=epochs)
+    check_count("--warmup", warmup, low=0, high=epochs if schedule_unit == "epoch" else None)
+    if patience is not None:
+        check_count("--patience", patience)
     check_range("--save-interval", save_interval, low=0.0)
+    watched = _watched(watch, quantity)
     if clip_norm is not None:
         check_size("--clip-norm", clip_norm)
     config = RunConfig(
@@ -129,9 +213,14 @@ def command(
             "num_epochs": epochs,
             "optimizer": optimizer,
             "optimizer_settings": _optimizer_settings(lr, weight_decay, settings),
+            "drop_last": drop_last,
+            "augment": augment,
             "schedule": schedule,
+            "schedule_unit": schedule_unit,
             "warmup": warmup,
             "average_from": average_from,
+            "average_every": average_every,
+            "patience": patience,
             "accumulate": accumulate,
             "clip_norm": clip_norm,
             "evaluate_every": evaluate_every,
@@ -142,7 +231,18 @@ def command(
             "save_interval": save_interval,
         },
     )
-    _run(config, out, device=device, resume=resume, watch=watch, as_json=json)
+    _run(config, out, device=device, resume=resume, watched=watched, as_json=json)
+
+
+def _watched(every: int | None, quantities: list[str] | None) -> Watched | None:
+    for name in quantities or ():
+        check_choice("--quantity", name, QUANTITIES)
+    if every is None:
+        if quantities:
+            raise ValueError(f"--quantity {quantities[0]} needs --watch, got none")
+        return None
+    check_count("--watch", every)
+    return every, tuple(quantities or USUAL)
 
 
 def _optimizer_settings(
@@ -166,7 +266,7 @@ def _run(
     *,
     device: str | None,
     resume: bool,
-    watch: int | None,
+    watched: Watched | None,
     as_json: bool,
 ) -> None:
     """Build what the configuration names, train, and print how it went."""
@@ -175,7 +275,7 @@ def _run(
     parts = make_data(config.data, data_dir=folder, options=config.data_options)
     loss_fn = loss_function(config.loss)
     model = make_model(config.model, parts=parts, options=config.model_options, seed=config.seed)
-    monitors = _monitors(watch, parts, config, loss_fn)
+    monitors = _monitors(watched, parts, config, loss_fn)
     with writing(out) as run:
         result = train_run(
             config,
@@ -212,14 +312,20 @@ def _facts(result: TrainingResult) -> dict[str, Any]:
 
 
 def _monitors(
-    every: int | None, parts: DataParts, config: RunConfig, loss_fn: Any
+    watched: Watched | None, parts: DataParts, config: RunConfig, loss_fn: Any
 ) -> list[CurvatureMonitor]:
     """Watch a thousand samples, where that is asked for."""
-    if every is None:
+    if watched is None:
         return []
-    check_count("--watch", every)
-    batches, options = sample(parts.train, 1024, batch_size=config.batch_size, seed=config.seed)
-    options.pop("count", None)
-    quantities: Any = ("lambda_max", "trace", "spectrum")
+    every, quantities = watched
+    size = _watched_size(parts.train, config.batch_size)
+    batches, options = sample(parts.train, WATCHED, batch_size=size, seed=config.seed)
     return [CurvatureMonitor(batches, loss_fn=loss_fn, quantities=quantities, every=every,
                              seed=config.seed, **options)]  # fmt: skip
+
+
+def _watched_size(source: Any, batch_size: int) -> int:
+    """Samples a batch; of a text no more streams than have a whole segment each."""
+    if not isinstance(source, TextSplit):
+        return batch_size
+    return max(1, min(batch_size, min(WATCHED, len(source.tokens)) // (source.length + 1)))

@@ -42,7 +42,8 @@ class RunConfig:
             ``module:function``.
         seed: Of the first weights, of order, augmentation and dropout.
         batch_size: Samples a batch.
-        training: Other keywords of :func:`ritz.training.fit`, in plain values.
+        training: Other keywords of :func:`ritz.training.fit`, in plain values; ``augment`` says
+            whether data are augmented that usually are.
     """
 
     model: str
@@ -101,14 +102,17 @@ def train_run(
     begun = any((target / name).exists() for name in (NAME, WEIGHTS))
     if resume and begun and (target / CONFIG).is_file():
         before, now = read_run(target).plain(), config.plain()
-        check_same(before, {name: now[name] for name in FIXED}, target / CONFIG)
+        same = {name: now[name] for name in FIXED}
+        before["augment"], same["augment"] = _augments(before), _augments(now)
+        check_same(before, same, target / CONFIG)
+    training = {name: value for name, value in config.training.items() if name != "augment"}
     text = json.dumps(config.plain(), indent=2) + "\n"
     return fit(
         model,
         parts.train,
         validation=parts.validation,
         test=parts.test,
-        augment=parts.augmentation,
+        augment=parts.augmentation if _augments(config.plain()) else None,
         loss_fn=loss_fn,
         batch_size=config.batch_size if parts.cuts else None,
         seed=config.seed,
@@ -118,8 +122,12 @@ def train_run(
         resume=resume,
         monitors=monitors,
         progress=progress,
-        **config.training,
+        **training,
     )
+
+
+def _augments(plain: Mapping[str, Any]) -> bool:
+    return bool(plain["training"].get("augment", True))
 
 
 def read_run(folder: str | os.PathLike[str]) -> RunConfig:

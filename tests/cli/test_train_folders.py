@@ -1,0 +1,145 @@
+"""What a command to train leaves in its folder, and its options beyond the usual ones."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from cli.own import SMALL, ritz
+from torch.nn.functional import cross_entropy
+
+from ritz import data
+from ritz.cli.train import _monitors
+from ritz.training import read_log
+from ritz.training.sources import DataParts
+from ritz.training.workflows import RunConfig, read_run
+
+OWN = ["--model", "own_model:net", "--data", "own_data:load"]
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [["--optimizer", "adam"], ["--weight-decay", "0.1"], ["--schedule", "linear"], ["--seed", "5"],
+     ["--drop-last"], ["--no-augment"]],
+)  # fmt: skip
+def test_a_refused_command_leaves_the_run_and_says_how_to_begin_anew(
+    here, finished, tmp_path, refused, change
+):
+    shutil.copytree(finished, tmp_path / "run")
+    before = contents(tmp_path / "run")
+    usual = ["train", *OWN, *SMALL, "--average-from", "2", "--out", tmp_path / "run"]
+    assert "begin anew with resume=False (--restart)" in refused(*usual, *change)
+    assert contents(tmp_path / "run") == before
+
+
+def test_fewer_epochs_than_are_done_are_nothing_to_do(here, tmp_path, refused):
+    usual = ["train", *OWN, *SMALL, "--out", tmp_path / "run"]
+    assert ritz(*usual) == 0
+    before = contents(tmp_path / "run")
+    line = refused(*usual, "--epochs", "1")
+    assert "num_epochs must be at least 2" in line
+    assert "nothing is left to do" in line
+    assert contents(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--optimizer", "gadm"], ["--model", "own_model:number"], ["--device", "tpu"]]
+)
+def test_a_first_command_that_fails_is_not_in_the_way(here, tmp_path, refused, wrong):
+    usual = ["train", *OWN, *SMALL, "--out", tmp_path / "run"]
+    refused(*usual, *wrong)
+    assert ritz(*usual, "--seed", "3", "--batch-size", "24") == 0
+    assert read_run(tmp_path / "run").seed == 3
+
+
+def test_two_commands_in_one_folder_are_one_too_many(here, tmp_path, refused):
+    usual = [*OWN, "--out", tmp_path / "run", "--json", "--epochs", "100000"]
+    first = subprocess.Popen([sys.executable, "-m", "ritz", "train", *map(str, usual)],
+                             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "run" / "checkpoint.safetensors").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        line = refused("train", *usual)
+        assert f"another process is writing in {tmp_path / 'run'} (pid {first.pid})" in line
+    finally:
+        first.send_signal(signal.SIGKILL)
+        first.wait(10)
+    lines = read_log(tmp_path / "run" / "log.jsonl")
+    assert [line["epoch"] for line in lines] == list(range(1, len(lines) + 1))
+    assert ritz("train", *OWN, "--out", tmp_path / "run", "--json", "--restart", *SMALL) == 0
+
+
+def test_a_last_batch_of_one_row_has_an_option(here, tmp_path, refused, capsys):
+    usual = ["train", *OWN, "--set-data", "rows=33", *SMALL, "--out", tmp_path / "run"]
+    assert "--drop-last" in refused(*usual)
+    assert ritz(*usual, "--drop-last") == 0
+    assert json.loads(capsys.readouterr().out)["result"]["num_steps"] == 4
+
+
+def test_averages_schedules_and_quantities_by_option(here, tmp_path, capsys):
+    options = ["--average-from", "1", "--average-every", "step", "--schedule", "linear",
+               "--schedule-unit", "step", "--warmup", "3", "--watch", "2", "--quantity", "variance",
+               "--quantity", "trace", "--no-augment"]  # fmt: skip
+    assert ritz("train", *OWN, *SMALL, *options, "--out", tmp_path / "run") == 0
+    training = read_run(tmp_path / "run").training
+    assert (training["average_every"], training["schedule_unit"]) == ("step", "step")
+    assert training["augment"] is False
+    watched = [x for x in read_log(tmp_path / "run/log.jsonl") if x["kind"] == "curvature"]
+    assert {"variance", "variance_stderr", "trace"} <= watched[0].keys()
+    assert "lambda_max" not in watched[0]
+
+
+def test_patience_ends_a_run(here, tmp_path, capsys):
+    usual = ["--epochs", "60", "--batch-size", "16", "--json", "--lr", "1", "--patience", "1"]
+    assert ritz("train", *OWN, *usual, "--out", tmp_path / "run") == 0
+    found = json.loads(capsys.readouterr().out)["result"]
+    assert found["outcome"] == "stopped"
+    assert found["num_epochs"] < 60
+    assert (tmp_path / "run" / "average.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--patience", "0"], "--patience must be at least 1, got 0"),
+        (["--quantity", "trace"], "--quantity trace needs --watch, got none"),
+        (["--watch", "1", "--quantity", "norm"], "--quantity must be one of lambda_max, trace"),
+        (["--average-every", "hour"], "Invalid value for '--average-every'"),
+    ],
+)
+def test_bad_input_is_one_line(here, tmp_path, refused, arguments, line):
+    assert line in refused("train", *OWN, *SMALL, "--out", tmp_path / "run", *arguments)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_text_is_watched_by_its_tokens():
+    """Segments of unequal length count by tokens, and streams have whole segments."""
+    tokens = torch.randint(7, (300,), generator=torch.Generator().manual_seed(0))
+    split = data.TextSplit(tokens=tokens, length=50)
+    config = RunConfig(model="", data="", batch_size=600)
+    [monitor] = _monitors((1, ("trace",)), DataParts(train=split), config, cross_entropy)
+    model = torch.nn.Sequential(torch.nn.Embedding(7, 7), Turned())
+    risk = monitor._risk(model)
+    batches = list(split.batches(5))  # five streams of sixty: a segment of fifty, and of nine
+    with torch.no_grad():
+        total = sum(float(cross_entropy(model(x), y, reduction="sum")) for x, y in batches)
+    assert [y.shape[1] for _, y in batches] == [50, 9]
+    # Single precision, added up in another order.
+    assert risk.loss() == pytest.approx(total / (5 * 59), rel=1e-6)
+
+
+class Turned(torch.nn.Module):
+    """Classes in dimension 1, as the loss wants them."""
+
+    def forward(self, x):
+        return x.transpose(1, 2)
