@@ -1,5 +1,8 @@
 """Models, weights, data and losses that do not go together: one line that says which."""
 
+import json
+import sys
+
 import pytest
 import torch
 from cli.own import ritz
@@ -26,3 +29,143 @@ def test_a_model_that_returns_its_own_loss_has_a_hessian_alone(here, tmp_path, r
     few = ["--matrix", "hessian", "--steps", "3", "--json"]
     assert ritz("sharpness", run, "--probes", "2", *few) == 0
     assert ritz("spectrum", run, *few) == 0
+
+
+PAIRS = """
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+def arrays(rows=48, targets=48, kind="float32"):
+    values = np.arange(6.0 * rows).reshape(-1, 6).astype(kind) % 7 / 7
+    return values[::-1], np.arange(targets) % 3
+
+def read_only():
+    x, y = arrays()
+    y.flags.writeable = False
+    return {"train": (x, y), "test": (x, y)}
+
+def empty():
+    return arrays(0, 0)
+
+def words():
+    return np.array(["a", "b"], dtype=object), np.arange(2)
+
+def a_list():
+    return arrays()[0], [0, 1, 2] * 16
+
+def one():
+    return torch.zeros(4, 6)
+
+def no_batches():
+    return []
+
+class Failing(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        raise OSError("no such image")
+
+def failing():
+    return DataLoader(Failing(), batch_size=2)
+
+def net():
+    return nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.5), nn.Linear(4, 3))
+
+def wide():
+    return nn.Linear(7, 3)
+
+def two(first=6):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(first, 3)
+
+        def forward(self, x, mask):
+            return self.layer(x)
+
+    return Two()
+"""
+
+
+@pytest.fixture
+def pairs(tmp_path, monkeypatch):
+    (tmp_path / "pairs.py").write_text(PAIRS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    yield tmp_path
+    sys.modules.pop("pairs", None)
+
+
+def train(model, data, *options):
+    return ["train", "--model", model, "--data", data, "--epochs", "1", "--out", "run", *options]
+
+
+WATCH = ["--watch", "1"]
+MANY = "train data must be tensors of one length, got [48, 40]"
+CASES = [
+    ("lstm", "digits", [], "model lstm does not take the data digits, with inputs of shape (2, 1, "
+     "8, 8), float32: "),
+    ("pairs:wide", "pairs:arrays", [], "model pairs:wide does not take the data pairs:arrays, with "
+     "inputs of shape (2, 6), float32: RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
+    ("pairs:two", "pairs:arrays", [], "TypeError: "),
+    ("pairs:net", "pairs:arrays", ["--set-data", "kind=float64"], "with inputs of shape (2, 6), "
+     "float64: RuntimeError: mat1 and mat2 must have the same dtype"),
+    ("pairs:net", "pairs:arrays", ["--set-data", "targets=40"], MANY),
+    ("pairs:net", "pairs:arrays", ["--set-data", "targets=40", *WATCH], MANY),
+    ("pairs:net", "pairs:empty", WATCH, "data pairs:empty: train data must hold samples, got none"),
+    ("pairs:net", "pairs:words", [], "numbers that torch knows, got an array of dtype object"),
+    ("pairs:net", "pairs:a_list", [], "train data must be (inputs, targets), both tensors or "
+     "arrays, a dataset, a loader, or have batches(), got Tensor"),
+    ("pairs:net", "pairs:one", [], "got Tensor"),
+    ("pairs:net", "pairs:no_batches", [], "train data must hold samples, got none"),
+    ("pairs:net", "pairs:failing", [], "the first samples of the data pairs:failing raised "
+     "OSError: no such image"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "data", "options", "line"), CASES)
+def test_a_wrong_pair_is_named_before_anything_is_written(
+    pairs, refused, model, data, options, line
+):
+    assert line in refused(*train(model, data, *options))
+    assert not (pairs / "run").exists()
+
+
+def test_a_text_in_segments_that_a_model_does_not_take(pairs, refused):
+    (pairs / "story.txt").write_text("once upon a time there was " * 400)
+    options = ["--set-data", "file=./story.txt", "--set-data", "length=300"]
+    line = refused(*train("gpt", "text", *options))
+    assert "model gpt does not take the data text, with inputs of shape (1, 300), int64: " in line
+
+
+@pytest.mark.parametrize("data", ["arrays", "read_only"])
+def test_arrays_are_taken(pairs, capsys, data):
+    """Whether their strides are negative, and whether they may be written."""
+    assert ritz(*train("pairs:net", f"pairs:{data}", "--json", *WATCH)) == 0
+    assert ("test" in capsys.readouterr().out) == (data == "read_only")
+    assert ritz("spectrum", "run", "--steps", "3", "--json") == 0
+    assert "48 samples" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["spectrum", "sharpness", "landscape"])
+def test_a_run_measured_on_data_that_its_model_does_not_take(pairs, refused, capsys, command):
+    assert ritz(*train("pairs:net", "pairs:arrays", "--json")) == 0
+    line = refused(command, "run", "--data", "digits")
+    assert (
+        "model pairs:net does not take the data digits, with inputs of shape (2, 1, 8, 8)" in line
+    )
+
+
+def test_a_path_from_here_holds_from_elsewhere(pairs, monkeypatch, capsys):
+    (pairs / "story.txt").write_text("once upon a time there was " * 40)
+    small = ["--set-model", "hidden=4", "--set-model", "width=4", "--batch-size", "4"]
+    options = ["--set-data", "file=./story.txt", "--set-data", "length=16", *small]
+    assert ritz(*train("lstm", "text", *options, "--json")) == 0
+    made = json.loads((pairs / "run" / "run.json").read_text())
+    assert made["data_options"] == {"file": str((pairs / "story.txt").resolve()), "length": 16}
+    (pairs / "away").mkdir()
+    monkeypatch.chdir(pairs / "away")
+    assert ritz("spectrum", pairs / "run", "--steps", "2", "--json") == 0

@@ -6,7 +6,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from ritz import data, training
-from ritz.training.sources import IndexedData, as_parts, limited, measurable, sample
+from ritz.training.sources import IndexedData, as_parts, first_batch, limited, measurable, sample
 from ritz.training.workflows import RunConfig, measured_risk, read_run, run_weights, train_run
 
 X = torch.arange(24.0).reshape(12, 2)
@@ -56,8 +56,41 @@ def test_a_loader_knows_shape_and_classes_and_comes_in_batches():
 def test_wrong_parts_are_named():
     with pytest.raises(ValueError, match="parts train and perhaps validation and test, got trian"):
         as_parts({"trian": SAMPLES})
-    with pytest.raises(TypeError, match=r"tensors, a dataset, a loader, or have batches\(\), got"):
+    with pytest.raises(TypeError, match=r"train data must be .* or have batches\(\), got int"):
         as_parts(3)
+
+
+def test_arrays_are_tensors():
+    arrays = (X.numpy()[::-1], Y.numpy())
+    for found in (arrays, {"train": arrays, "test": arrays}, ([arrays], arrays)):
+        parts = as_parts(found)
+        inputs, targets = parts.train[0] if isinstance(parts.train, list) else parts.train
+        torch.testing.assert_close(inputs, X.flip(0))
+        torch.testing.assert_close(targets, Y)
+        assert (parts.test is None) == (found is arrays)
+    with pytest.raises(TypeError, match="numbers that torch knows, got an array of dtype object"):
+        as_parts((np.array([None]), Y.numpy()))
+
+
+@pytest.mark.parametrize("wrong", [(X, Y[:5]), TensorDataset(X[:0], Y[:0]), [], (X, [1, 2]), X])
+def test_parts_that_hold_nothing_or_no_pairs_are_refused(wrong):
+    with pytest.raises((ValueError, TypeError), match=r"train data must (be|hold)"):
+        as_parts({"train": wrong, "test": SAMPLES})
+
+
+def test_the_first_samples_are_looked_at_and_nothing_goes_on():
+    generator = torch.Generator().manual_seed(0)
+    before = generator.get_state()
+    loader = DataLoader(TensorDataset(*SAMPLES), batch_size=5, shuffle=True, generator=generator)
+    for source in (SAMPLES, IndexedData(TensorDataset(*SAMPLES)), loader, [(X[:2], Y[:2])]):
+        inputs, targets = first_batch(source)
+        torch.testing.assert_close(inputs, X[:2])
+        torch.testing.assert_close(targets, Y[:2])
+    assert torch.equal(generator.get_state(), before)
+    text = data.TextSplit(tokens=torch.arange(50), length=7)
+    torch.testing.assert_close(first_batch(text)[0], torch.arange(7)[None])
+    assert first_batch(iter([SAMPLES])) is None
+    assert first_batch(DataLoader(Squares(), batch_size=None)) is None
 
 
 def test_a_dataset_is_cut_shuffled_and_cut_down():

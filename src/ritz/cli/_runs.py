@@ -16,6 +16,7 @@ from torch import nn
 from ritz import plots
 from ritz._core.batchnorm import batch_norms
 from ritz._core.checks import check_count
+from ritz.cli._pairs import check_pair
 from ritz.cli._targets import loss_function, make_data, make_model, parse_settings
 from ritz.curvature import Risk
 from ritz.training import load_weights
@@ -125,16 +126,22 @@ class Opened:
 
     def risk(self, split: Split = "train", *, whole: bool = False) -> Risk:
         """The risk on a part of the data: the samples asked for, or all of them."""
-        return measured_risk(
-            self.model,
-            self.loss_fn,
-            self.parts,
-            split=split,
-            num_samples=None if whole else self.choice.samples,
-            batch_size=self.config.batch_size,
-            precision=self.choice.precision,
-            seed=self.choice.seed,
-        )
+        try:
+            return measured_risk(
+                self.model,
+                self.loss_fn,
+                self.parts,
+                split=split,
+                num_samples=None if whole else self.choice.samples,
+                batch_size=self.config.batch_size,
+                precision=self.choice.precision,
+                seed=self.choice.seed,
+            )
+        except ValueError:
+            raise  # which says what is wrong
+        except Exception:
+            check_pair(self.model, self.parts, name=self.config.model)
+            raise
 
     def matrices(self, asked: str) -> tuple[Any, ...]:
         """The kinds of matrix that ``--matrix`` names."""
@@ -180,6 +187,7 @@ def open_run(choice: Choice) -> Opened:
         parts=parts,
         options=config.model_options,
         written_in=folder if choice.model is None else None,
+        tried=False,  # without a forward pass of its own: what is measured begins with one
     )
     load_weights(model, weights)
     return Opened(

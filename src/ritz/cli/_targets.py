@@ -8,6 +8,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 from ritz import data, models
 from ritz._core.registry import Registry
+from ritz.cli._pairs import check_pair
 from ritz.cli._trust import Trust
 from ritz.training.sources import DataParts, as_parts
 
+DATA, FROM_HERE = "--set-data", ("./", "../", "~/")
 LOSSES: Registry[Callable[..., Any] | None] = Registry("loss")
 for _name, _loss in (("cross_entropy", cross_entropy), ("mse", mse_loss), ("model", None)):
     LOSSES.register(_name)(_loss)  # "model": it returns its own
@@ -32,6 +35,7 @@ def make_model(
     options: Mapping[str, Any],
     seed: int = 0,
     written_in: Path | None = None,
+    tried: bool = True,
 ) -> nn.Module:
     """Return a new model for some data, on the CPU.
 
@@ -42,13 +46,29 @@ def make_model(
         options: Keywords.
         seed: Of the first weights.
         written_in: The run folder that the name was read from, if it was.
+        tried: Whether to see that it takes the data.
     """
     known = {"num_classes": parts.num_classes, "input_shape": parts.shape}
     known = {name: value for name, value in known.items() if value is not None}
-    if ":" not in target:
+    if ":" in target:
+        model = _own_model(target, known, options, seed=seed, written_in=written_in)
+    else:
         accepted = models.options(target)
         given = {name: value for name, value in known.items() if name in accepted} | dict(options)
-        return models.create(target, generator=torch.Generator().manual_seed(seed), **given)
+        model = models.create(target, generator=torch.Generator().manual_seed(seed), **given)
+    if tried:
+        check_pair(model, parts, name=target)
+    return model
+
+
+def _own_model(
+    target: str,
+    known: Mapping[str, Any],
+    options: Mapping[str, Any],
+    *,
+    seed: int,
+    written_in: Path | None,
+) -> nn.Module:
     factory = own(target, written_in=written_in)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -75,9 +95,13 @@ def make_data(
         written_in: The run folder that the name was read from, if it was.
     """
     if ":" not in target:
-        return as_parts(data.load(target, data_dir=data_dir, **options))
+        return replace(as_parts(data.load(target, data_dir=data_dir, **options)), name=target)
     known = {} if data_dir is None else {"data_dir": data_dir}
-    return as_parts(_called(target, own(target, written_in=written_in), known, options))
+    found = _called(target, own(target, written_in=written_in), known, options)
+    try:
+        return replace(as_parts(found), name=target)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"data {target}: {error}") from error
 
 
 def loss_function(target: str, *, written_in: Path | None = None) -> Callable[..., Any] | None:
@@ -118,7 +142,15 @@ def parse_settings(option: str, settings: Iterable[str] | None) -> dict[str, Any
         if not equals or not key.strip():
             raise ValueError(f"{option} takes KEY=VALUE, got {setting!r}")
         found[key.strip()] = _value(value.strip())
-    return found
+    return {key: _placed(value) for key, value in found.items()} if option == DATA else found
+
+
+def _placed(value: Any) -> Any:
+    """A path from here as one from the root: a run is measured from other folders too."""
+    if not (isinstance(value, str) and value.startswith(FROM_HERE)):
+        return value  # data sets look for bare names in folders of their own first
+    path = Path(value).expanduser()
+    return str(path.resolve()) if path.exists() else value
 
 
 def _value(text: str) -> Any:

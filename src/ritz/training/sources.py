@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
@@ -28,6 +29,7 @@ class DataParts:
         augmentation: For ``train``, where it knows how; or ``None``.
         num_classes: Where it is known.
         shape: Of one input, where it is known.
+        name: What errors call them.
     """
 
     train: Any
@@ -36,6 +38,7 @@ class DataParts:
     augmentation: Any = None
     num_classes: int | None = None
     shape: tuple[int, ...] | None = None
+    name: str = "given"
 
     @property
     def cuts(self) -> bool:
@@ -96,10 +99,11 @@ def as_parts(found: Any) -> DataParts:
     Args:
         found: Something with ``train`` and ``test``, as ``ritz.data.load`` returns; a dictionary
             with ``train`` and perhaps ``validation`` and ``test``; a pair ``(train, test)``; or
-            what to train on alone. Each part: a tuple of tensors ``(inputs, targets)``, a dataset
-            or a loader of torch, a list of batches, or something with ``batches``.
+            what to train on alone. Each part: a tuple ``(inputs, targets)`` of tensors or arrays of
+            NumPy, a dataset or a loader of torch, a list of batches, or something with ``batches``.
     """
-    known = {}
+    found = _converted(found)
+    known: dict[str, Any] = {}
     if hasattr(found, "train") and not isinstance(found, Mapping):
         parts = {name: getattr(found, name, None) for name in PARTS}
         known = {name: getattr(found, name, None)
@@ -110,7 +114,9 @@ def as_parts(found: Any) -> DataParts:
         parts = {"train": found[0], "test": found[1]}
     else:
         parts = {"train": found}
-    plain = {name: None if part is None else _plain(part) for name, part in parts.items()}
+    plain: dict[str, Any] = {
+        name: None if part is None else _plain(part, name) for name, part in parts.items()
+    }
     return DataParts(**plain, **(known or _guessed(plain["train"])))
 
 
@@ -124,7 +130,7 @@ def limited(source: Any, count: int, *, seed: int) -> Any:
         check_count("num_samples", count, high=len(source[0]))
         rows = torch.randperm(len(source[0]), generator=generator)[:count]
         return tuple(tensor[rows.to(tensor.device)] for tensor in source)
-    if hasattr(source, "take"):
+    if hasattr(source, "batches") and hasattr(source, "take"):
         check_count("num_samples", count, high=len(source))
         return source.take(count, generator=generator)
     check_count("num_samples", count)
@@ -150,6 +156,24 @@ def sample(source: Any, count: int, *, batch_size: int, seed: int) -> tuple[Any,
     return (data if _is_tensors(data) else list(data)), options
 
 
+def first_batch(source: Any, *, count: int = 2) -> Any:
+    """A few samples as one batch, by whatever does not go on by being looked at; else ``None``."""
+    if _is_tensors(source):
+        return tuple(tensor[:count] for tensor in source)
+    if isinstance(source, TextSplit):  # not all of the segments
+        return replace(source, tokens=source.tokens[: source.length + 1]).batches(1)[0]
+    if hasattr(source, "batches"):
+        return next(iter(source.batches(count)), None)
+    if isinstance(source, list):
+        return source[0]
+    # Iterating would draw from the generator that orders the samples.
+    if isinstance(source, DataLoader) and isinstance(source.dataset, Sized):
+        numbers = range(min(count, len(source.dataset)))
+        alone = source.batch_sampler is None  # its samples are batches
+        return None if alone else source.collate_fn([source.dataset[i] for i in numbers])
+    return None
+
+
 def _named(found: Mapping[str, Any]) -> dict[str, Any]:
     if "train" not in found or set(found) - set(PARTS):
         raise ValueError(f"data must have the parts train and perhaps validation and test, got "
@@ -157,17 +181,60 @@ def _named(found: Mapping[str, Any]) -> dict[str, Any]:
     return dict(found)
 
 
-def _plain(part: Any) -> Any:
+def _converted(found: Any) -> Any:
+    """The same with tensors for arrays of NumPy."""
+    if isinstance(found, np.ndarray):
+        try:
+            return torch.from_numpy(np.require(found, requirements=["C", "W"]))
+        except TypeError as error:
+            raise TypeError(f"data must be numbers that torch knows, got an array of dtype "
+                            f"{found.dtype}") from error  # fmt: skip
+    if type(found) in (tuple, list):
+        return type(found)(map(_converted, found))
+    if type(found) is dict:
+        return {name: _converted(part) for name, part in found.items()}
+    return found
+
+
+def _plain(part: Any, name: str) -> Any:
+    part = _converted(part)
     if isinstance(part, TensorDataset):
-        return part.tensors
+        part = part.tensors
     if isinstance(part, list) and part and all(isinstance(x, Tensor) for x in part):
-        return tuple(part)
-    if isinstance(part, Dataset) and not isinstance(part, IterableDataset):
-        return IndexedData(part)
-    if hasattr(part, "batches") or _is_tensors(part) or isinstance(part, Iterable):
+        part = tuple(part)
+    if _is_tensors(part):
+        _check_lengths(part, name)
         return part
-    raise TypeError(f"data must be tensors, a dataset, a loader, or have batches(), got "
-                    f"{type(part).__name__}")  # fmt: skip
+    if isinstance(part, Dataset) and not isinstance(part, IterableDataset):
+        part = IndexedData(part)
+    if isinstance(part, IndexedData | list | DataLoader) and not _length(part):
+        raise ValueError(f"{name} data must hold samples, got none")
+    batches = isinstance(part, Iterable) and not isinstance(part, Tensor | str | bytes | Mapping)
+    if hasattr(part, "batches") or (batches and _is_of_batches(part)):
+        return part
+    got = f"{type(part).__name__} of {type(part[0]).__name__}" if batches else type(part).__name__
+    raise TypeError(f"{name} data must be (inputs, targets), both tensors or arrays, a dataset, a "
+                    f"loader, or have batches(), got {got}")  # fmt: skip
+
+
+def _is_of_batches(part: Any) -> bool:
+    """Whether the first of several is a batch; those that come only once are not looked at."""
+    return not isinstance(part, list | tuple) or isinstance(part[0], tuple | list | Mapping)
+
+
+def _length(part: Any) -> int:
+    try:
+        return len(part)
+    except TypeError:  # a loader of what has no length
+        return 1
+
+
+def _check_lengths(tensors: tuple[Tensor, ...], name: str) -> None:
+    sizes = [len(tensor) if tensor.ndim else 0 for tensor in tensors]
+    if len(set(sizes)) > 1:
+        raise ValueError(f"{name} data must be tensors of one length, got {sizes}")
+    if not sizes[0]:
+        raise ValueError(f"{name} data must hold samples, got none")
 
 
 def _guessed(train: Any) -> dict[str, Any]:
