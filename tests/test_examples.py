@@ -1,6 +1,7 @@
 """Every script in ``examples``, and the README's first example, runs in a process of its own."""
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,47 @@ any_torch_optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 def test_the_readme_trains_a_small_network(tmp_path):
     code = blocks()[2].replace("160", "1").replace("...  ", TRAINING + "#")
     run("-c", NETWORK + "import ritz\n" + code, cwd=tmp_path)
+
+
+# Fewer epochs, steps and points; all else as it is printed.
+QUICK = {
+    "train": ["--epochs", "2"],
+    "spectrum": ["--steps", "5"],
+    "sharpness": ["--steps", "5", "--probes", "2", "--samples", "128"],
+    "landscape": ["--steps", "5", "--points", "3"],
+    "plot": [],
+}
+
+
+def test_a_model_of_ones_own_in_five_commands(tmp_path):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for name in ("model.py", "data.py"):
+        own = (ROOT / "examples" / "own" / name).read_text(encoding="utf-8")
+        assert f"```python\n{own}```" in text
+        (tmp_path / name).write_text(own, encoding="utf-8")
+    shell = re.search(r"```\n(ritz train --model model:net.*?)```", text, flags=re.DOTALL)[1]
+    commands = [shlex.split(line) for line in shell.splitlines()]
+    assert [(command[0], command[1]) for command in commands] == [("ritz", name) for name in QUICK]
+    given = [[name, *rest, *QUICK[name]] for _, name, *rest in commands]
+    # One process for all five, which spares four imports of torch.
+    code = f"from ritz.cli import _app\nfor given in {given!r}: assert _app.run(given) == 0, given"
+    run("-c", code, cwd=tmp_path)
+    for found in ("weights.safetensors", "sharpness*.safetensors", "spectrum*.png",
+                  "landscape*.png", "curves.png"):  # fmt: skip
+        assert list((tmp_path / "run").glob(found)), found
+
+
+def test_the_printed_run_has_the_settings_of_the_figure_below_it():
+    text = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", "")
+    printed = re.search(r"ritz train .*gadamx.*", text)[0]
+    script = (ROOT / "benchmarks" / "cifar100.sh").read_text(encoding="utf-8")
+    for setting in ("--lr 0.1", "--weight-decay 2.5e-3", "--schedule linear", "--evaluate-every 5"):
+        assert setting in printed
+        assert setting in script
+    for setting, variable in (("--average-from 161", "START:-161"), ("--epochs 300", "EPOCHS:-300"),
+                              ("--precision bfloat16", "PRECISION:-bfloat16")):  # fmt: skip
+        assert setting in printed
+        assert variable in script
 
 
 def test_there_are_examples():
