@@ -52,7 +52,8 @@ def test_bad_input_is_one_line(finished, spectra, tmp_path, refused):
     assert "a picture must end in .png, .svg, .pdf" in refused("plot", log, "--out", "x.gif")
     assert "is not a folder" in refused("plot", log, "--out", tmp_path / "no" / "x.png")
     assert "logs and results make no one picture" in refused("plot", log, spectra[0])
-    assert "takes one log, got 2" in refused("plot", log, finished / "log.times.jsonl", "--what",
+    (tmp_path / "again.jsonl").write_bytes(log.read_bytes())
+    assert "takes one log, got 2" in refused("plot", log, tmp_path / "again.jsonl", "--what",
                                              "curvature", "--out", tmp_path / "x.png")  # fmt: skip
     (tmp_path / "x.safetensors").write_bytes(b"")
     assert "truncated or not a safetensors file" in refused("plot", tmp_path / "x.safetensors")
@@ -62,3 +63,10 @@ def test_bad_input_is_one_line(finished, spectra, tmp_path, refused):
     assert "must all be spectra" in refused("plot", *both, "--out", tmp_path / "x.png")
     (tmp_path / "empty.jsonl").write_text("")
     assert "at least one epoch, got none" in refused("plot", tmp_path / "empty.jsonl")
+
+
+@pytest.mark.parametrize("text", ["{not: json}\n", "[1, 2]\n", '{"epoch": 1}\n', "\udcff\n"])
+def test_a_file_that_is_no_log_is_named(tmp_path, refused, text):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_bytes(text.encode(errors="surrogateescape"))
+    assert f"{bad} is not a log of ritz train: " in refused("plot", bad)

@@ -66,13 +66,23 @@ def _default(first: Path, what: What) -> Path:
 
 
 def _log_figure(paths: list[Path], what: What) -> "Figure":
-    runs = {name: read_log(path) for name, path in _names(paths).items()}
+    runs = {name: _records(path) for name, path in _names(paths).items()}
     if what in ("auto", "curves"):
         return cast("Figure", plots.training_curves(runs)[0].figure)
     if len(runs) > 1:
         raise ValueError(f"--what {what} takes one log, got {len(runs)}")
     draw: Any = plots.curvature_over_time if what == "curvature" else plots.degeneracy
     return cast("Figure", draw(next(iter(runs.values()))).figure)
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    try:
+        records = read_log(path)
+    except ValueError as error:
+        raise ValueError(f"{path} is not a log of ritz train: {error}") from error
+    if not all(isinstance(record, dict) and "kind" in record for record in records):
+        raise ValueError(f"{path} is not a log of ritz train: its lines have no kind")
+    return records
 
 
 def _result_figure(paths: list[Path]) -> "Figure":
