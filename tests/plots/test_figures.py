@@ -256,3 +256,10 @@ def test_a_missing_matplotlib_says_what_to_install(monkeypatch):
 def test_bins_are_counted(matrix):
     with pytest.raises(ValueError, match="num_bins"):
         plots.against_exact(ritz.lanczos(matrix, num_steps=5), matrix.diagonal(), num_bins=0)
+
+
+def test_lines_take_colours_that_everybody_tells_apart():
+    _, axes = plots.panels(1, 2)
+    for ax in axes:
+        found = [ax.plot([0, 1], [0, k])[0].get_color() for k in range(3)]
+        assert found == ["#0072B2", "#D55E00", "#009E73"]

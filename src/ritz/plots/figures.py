@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours, told apart by every kind of colour vision.
 BLUE, ORANGE, VERMILION, GREY = "#0072B2", "#E69F00", "#D55E00", "#999999"
+GREEN, PURPLE, SKY = "#009E73", "#CC79A7", "#56B4E9"
+PALETTE = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY, "black")
 STYLE = {"axes.spines.top": False, "axes.spines.right": False}
 LEGEND: dict[str, Any] = {"frameon": False, "fontsize": "small"}
 # Inches about each panel: twice as much lies between the label of one and that of the next.
@@ -45,6 +47,8 @@ def panels(
     with mpl.rc_context(STYLE):  # type: ignore[arg-type]
         figure = pyplot.figure(**shape) if pyplot else Figure(**shape)
         axes = figure.subplots(rows, columns, squeeze=False)
+    for ax in axes.flat:
+        ax.set_prop_cycle(color=PALETTE)
     return figure, list(axes.flat)
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ritz.measures.degeneracy import Degeneracy
-from ritz.plots.figures import BLUE, GREY, LEGEND, ORANGE, VERMILION, panels
+from ritz.plots.figures import BLUE, GREY, LEGEND, ORANGE, PALETTE, SKY, VERMILION, panels
 from ritz.plots.records import (
     Number,
     Points,
@@ -24,8 +24,6 @@ from ritz.plots.titles import monitor_title
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-GREEN, PURPLE, SKY = "#009E73", "#CC79A7", "#56B4E9"
-PALETTE = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY, "black")  # Okabe and Ito
 MARKERS = "osD^vPX"
 # By data: colour where there is one run, and line where there are several.
 LINES: dict[str, tuple[str, Any, float]] = {
