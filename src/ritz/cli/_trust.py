@@ -9,14 +9,12 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from typing import Any, final
 
-import ritz
-
 # What is installed is not the user's own, even where it lies below the current folder.
 INSTALLED = [
     Path(sysconfig.get_path(name)).resolve()
     for name in ("stdlib", "platstdlib", "purelib", "platlib")
 ]
-OURS = Path(ritz.__file__).resolve().parent
+OURS = Path(__file__).resolve().parents[1]
 PACKAGES = {"site-packages", "dist-packages"}
 
 
