@@ -8,6 +8,7 @@ from processes import run_processes
 from training.examples import network, samples
 
 from ritz.training import fit, read_log, read_weights
+from ritz.training.locks import sole_writer
 from ritz.training.processes import set_generator_states
 
 TESTS = str(Path(__file__).parents[1])
@@ -68,3 +69,26 @@ def test_a_checkpoint_of_two_processes_is_not_resumed_by_one(tmp_path):
     states = {"cpu": torch.stack([torch.get_rng_state()] * 2)}
     with pytest.raises(ValueError, match="as many processes as it was begun with, 2, got 1"):
         set_generator_states(states, torch.device("cpu"))
+
+
+REFUSED = f"""
+sys.path.insert(0, {TESTS!r})
+from training.examples import network, samples
+from ritz.training import CheckpointError, fit
+
+try:
+    fit(network(), samples(), num_epochs=1, batch_size=12, checkpoint=folder + "/run")
+except CheckpointError as error:
+    open(f"{{folder}}/rank{{rank}}.txt", "w").write(str(error))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.distributed
+def test_all_processes_learn_that_the_folder_is_in_use(tmp_path):
+    (tmp_path / "run").mkdir()
+    with sole_writer(tmp_path / "run"):
+        for code, error in run_processes(REFUSED, 2, tmp_path):
+            assert code == 0, error
+    assert "another process is writing in" in (tmp_path / "rank0.txt").read_text()
+    assert "the first process cannot write" in (tmp_path / "rank1.txt").read_text()

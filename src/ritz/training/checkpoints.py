@@ -101,14 +101,17 @@ class Folder(os.PathLike[str]):
         """The checkpoint."""
         return self.path / NAME
 
-    def begin(self, *, anew: bool) -> None:
-        """Make the folder that of this run, which works: what another has left goes first."""
+    def clear(self) -> None:
+        """Remove what another run has left."""
         with self._writing("begin a run in", self.path):
-            if anew:
-                # The checkpoint first: without it nothing goes on from what is left.
-                kept = sorted(self.path.glob("epoch-[0-9]*.safetensors"))
-                _remove([self.file, self.path / WEIGHTS, self.path / AVERAGE, *kept])
-                self._good = ""
+            # The checkpoint first: without it nothing goes on from what is left.
+            kept = sorted(self.path.glob("epoch-[0-9]*.safetensors"))
+            _remove([self.file, self.path / WEIGHTS, self.path / AVERAGE, *kept])
+        self._good = ""
+
+    def write_texts(self) -> None:
+        """Say whose the folder is now."""
+        with self._writing("begin a run in", self.path):
             for name, text in self._texts.items():
                 write_text(self.path / name, text)
 

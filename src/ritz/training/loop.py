@@ -95,7 +95,8 @@ def fit(
 
     Cost beyond forward, backward and step: the loss is added up on the device and read once an
     epoch, so no step waits for it. Files: ``checkpoint/checkpoint.safetensors`` and, at the end,
-    ``weights.safetensors`` and ``average.safetensors``.
+    ``weights.safetensors`` and ``average.safetensors``. The first is written, and what another run
+    has left is removed, after the first step: a call that fails before changes nothing.
 
     Args:
         model: Any module; moved to ``device``.
@@ -140,7 +141,7 @@ def fit(
             epoch where ``monitor.unit == "epoch"``; a dictionary that one returns is logged.
         log: File of JSON lines, one an epoch; see :mod:`ritz.training.logs`. One that is there is
             replaced, or cut to where the run is resumed.
-        checkpoint: Folder, made where it is missing.
+        checkpoint: Folder, made where it is missing; of one run, and of one process at a time.
         resume: Whether to go on from a checkpoint that is there, or to begin anew.
         save_interval: Seconds between checkpoints; with several processes at every 50th step or at
             the end of an epoch after that time.
@@ -154,8 +155,8 @@ def fit(
         progress: Whether to show a bar with rate and time left, or what to tell.
 
     Raises:
-        CheckpointError: A checkpoint cannot be written: the disk is full, the folder read-only. The
-            last good one stays.
+        CheckpointError: A checkpoint cannot be written: the disk is full, the folder read-only, or
+            another process writes in it. The last good one stays.
 
     Example:
         >>> import torch, ritz.training

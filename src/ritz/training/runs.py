@@ -111,8 +111,8 @@ class Run:
         self._begun = True
         if self._folder is not None:
             self._parts.step.totals.sums.tolist()  # waits, once: a device tells of failures late
-            if is_writer():
-                self._folder.begin(anew=self._anew)
+            if self._anew and is_writer():
+                self._folder.clear()
         if self._longer and self._log_path is not None:
             # Saved before it is cut: a log that is too short is refused.
             whole, self._log_bytes = self._log_bytes, size_without_final(
@@ -122,6 +122,8 @@ class Run:
         if self._log_path is not None and is_writer():
             self._log = Log(self._log_path, size=self._log_bytes)
             self._times = _times(self._log_path, anew=self._anew)
+        if self._folder is not None and is_writer():
+            self._folder.write_texts()  # when no file of another run is left
         if self._anew:
             self._save()
 
