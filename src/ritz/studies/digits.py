@@ -66,7 +66,7 @@ class Config:
     batch_size: int = 256
     num_steps: int = 60
     sharpness_steps: int = 30
-    num_probes: int = 2
+    num_probes: int = 3
     num_points: int = 21
     engine: EngineName = "auto"
     seed: int = 0
@@ -138,13 +138,15 @@ def network() -> nn.Module:
     )
 
 
-def run(config: Config, *, progress: bool | Progress = False) -> Result:
+def run(
+    config: Config, *, device: torch.device | str = "cpu", progress: bool | Progress = False
+) -> Result:
     """Return the training of the network, and the spectra, sharpness and landscape at its end."""
     digits: Any = data.load("digits")
     images = digits.train.take(config.num_samples)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(config.seed)
-        model = network()
+        model = network().to(device)
     trained = _train(model, images, digits.test, config, progress)
     risk = Risk(model, cross_entropy, images.tensors(), batch_size=config.batch_size)
     test = Risk(model, cross_entropy, digits.test.tensors())
