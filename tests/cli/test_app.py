@@ -82,6 +82,7 @@ def test_options_without_a_value_show_none(capsys, command):
     [
         (["paint"], "No such command 'paint'"),
         (["demo", "--colour"], "No such option"),
+        (["demo", "--device", "cuda:99"], "device must be one of this machine, got 'cuda:99'"),
         (["demo", "--seed", "x"], "Invalid value for '--seed'"),
         (["study", "run"], "Missing argument 'NAME'"),
         (
@@ -171,8 +172,8 @@ def demo():
     """What the demo finds, and how it was asked for it: it takes seconds, so once."""
     found, calls = digits.run(digits.Config(seed=3, **digits.QUICK)), []
 
-    def run(config, *, progress):
-        calls.append((config, progress, torch.get_num_threads()))
+    def run(config, *, device, progress):
+        calls.append((config, progress, torch.get_num_threads(), device))
         return found
 
     return run, calls
@@ -183,7 +184,8 @@ def test_the_demo_shows_a_table_and_names_its_files(here, monkeypatch, capsys, d
     monkeypatch.setattr(digits, "run", run)
     threads = torch.get_num_threads()
     assert _app.run(["demo", "--quick", "--seed", "3"]) == 0
-    assert calls[-1] == (digits.Config(seed=3, **digits.QUICK), True, 1)
+    asked = (digits.Config(seed=3, **digits.QUICK), True, 1, torch.device("cpu"))
+    assert calls[-1] == asked
     assert torch.get_num_threads() == threads
     out = capsys.readouterr().out
     assert "Sharpness of" in out

@@ -12,7 +12,7 @@ import typer
 from ritz import plots
 from ritz._core.storage import save
 from ritz.cli._options import Json, Seed, print_result
-from ritz.cli._runs import writing
+from ritz.cli._runs import default_device, writing
 from ritz.studies import digits
 
 EPILOG = """
@@ -26,16 +26,22 @@ The images come with scikit-learn. It takes half a minute on one core.
 """
 
 Out = Annotated[Path, typer.Option("--out", help="Folder for the results and the pictures.")]
+Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1 ...")]
 Quick = Annotated[bool, typer.Option("--quick", help="One batch, a few steps of everything.")]
 
 
 def command(
-    out: Out = Path("out/demo"), quick: Quick = False, seed: Seed = 0, json: Json = False
+    out: Out = Path("out/demo"),
+    quick: Quick = False,
+    device: Device = "cpu",
+    seed: Seed = 0,
+    json: Json = False,
 ) -> None:
     """Train a small network on digits; show its spectra, sharpness and landscape."""
     settings: Any = digits.QUICK if quick else {}
+    place = default_device(device)
     with writing(out) as folder, _one_thread():
-        result = digits.run(digits.Config(seed=seed, **settings), progress=not json)
+        result = digits.run(digits.Config(seed=seed, **settings), device=place, progress=not json)
         files = _written(result, folder)
     print_result(result, files, as_json=json)
 
