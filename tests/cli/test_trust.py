@@ -142,6 +142,9 @@ def test_a_link_to_the_run_does_not_make_it_another(work, mark, tmp_path):
     (work / "net" / "run").symlink_to(work / "kept")
     payload(work / "kept", mark)
     refusal("kept.payload", Path("net/run"), mark)
+    run = write_run(work / "runs" / "x")
+    (run / "back.py").symlink_to(work / "net_of_mine.py")
+    refusal("runs.x.back", run, mark)
 
 
 def test_what_was_imported_from_elsewhere_does_not_pass_for_a_file(work, mark, monkeypatch):
