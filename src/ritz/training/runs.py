@@ -259,9 +259,8 @@ class Run:
                 continue
             record = monitor(count, self._parts.model, self._parts.optimizer)
             if record is not None:
-                number = self.epoch + (
-                    unit == "step"
-                )  # a step is one of the epoch that is not over
+                # A step is one of the epoch that is not over.
+                number = self.epoch + 1 if unit == "step" else self.epoch
                 self._write({**record, "epoch": number, "step": self.step})
 
     def _poll(self, *, agreed: bool = False) -> TrainingStatus | None:
