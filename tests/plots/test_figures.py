@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,9 @@ from matplotlib import pyplot
 import ritz
 from ritz import plots
 from ritz.measures.landscapes import Landscape, Landscape2d
+
+KINDS = ["Ritz value < 0", "zero within its residual, unconverged", "Ritz value > 0",
+         "Ritz value > 0, unconverged"]  # fmt: skip
 
 
 @pytest.fixture
@@ -36,11 +40,26 @@ def test_a_spectrum_tells_signs_and_convergence_apart(matrix, ax, tmp_path):
     assert ax.get_yscale() == "log"
     assert ax.get_xlabel() == r"Ritz value $\theta$"
     assert ax.get_ylabel() == r"weight $\tau$"
-    assert legend(ax) == ["Ritz value ≥ 0", "Ritz value ≥ 0, unconverged", "Ritz value < 0"]
-    colours = {line.get_color() for line in ax.get_lines()}
-    assert len(colours) == 2
-    assert {line.get_markerfacecolor() for line in ax.get_lines()} == colours | {"white"}
+    assert legend(ax) == KINDS
+    colours = [line.get_color() for line in ax.get_lines()]
+    assert len(set(colours)) == 3
+    faces = [line.get_markerfacecolor() for line in ax.get_lines()]
+    assert faces == [colours[0], "white", colours[2], "white"]
     save(ax, tmp_path)
+
+
+def test_a_value_within_its_residual_of_zero_has_no_sign(matrix, ax):
+    """As the value of most of the weight in the Hessian of a network: it is no positive one."""
+    found = ritz.lanczos(matrix, num_steps=20)
+    values = found.values.clone()
+    place = int(values.abs().argmin())
+    values[place] = -1e-9
+    plots.spectrum(replace(found, values=values, residuals=0 * values + 1e-6), ax=ax)
+    assert legend(ax) == ["Ritz value < 0", "zero within its residual", "Ritz value > 0"]
+    negative, zero, positive = ax.get_lines()
+    assert zero.get_xdata().tolist() == [-1e-9]
+    assert (negative.get_xdata() < 0).all()
+    assert (positive.get_xdata() > 0).all()
 
 
 @pytest.mark.parametrize(("cumulative", "ylabel"), [(False, "density"), (True, "mass below")])
@@ -68,7 +87,45 @@ def test_panels_share_one_legend(matrix):
         plots.spectrum(ritz.lanczos(matrix, num_steps=20), ax=ax)
     plots.share_legend(figure)
     assert [ax.get_legend() for ax in axes] == [None, None]
-    assert [len(legend.get_texts()) for legend in figure.legends] == [3]
+    assert [len(legend.get_texts()) for legend in figure.legends] == [4]
+    pyplot.close(figure)
+
+
+def assert_within_its_figure(legend, *panels):
+    """The legend cuts no edge, and no panel lies under it."""
+    figure = legend.figure
+    figure.canvas.draw()
+    box = legend.get_window_extent()
+    assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1
+    assert box.y1 <= figure.bbox.y1
+    assert all(ax.get_window_extent().y1 <= box.y0 for ax in panels)
+
+
+def test_a_shared_legend_has_as_many_columns_as_fit(matrix):
+    axes = plots.spectra({"one": ritz.lanczos(matrix, num_steps=20)}, columns=1)
+    (shared,) = axes[0].figure.legends
+    assert [text.get_text() for text in shared.get_texts()] == KINDS
+    assert_within_its_figure(shared, *axes)
+    pyplot.close(axes[0].figure)
+
+
+def test_panels_keep_their_height_under_a_legend_of_many_rows():
+    heights = []
+    for count in (1, 30):
+        figure, (ax,) = plots.panels()
+        for k in range(count):
+            ax.plot([0, 1], [0, k], label=f"a label of some length {k}")
+        plots.share_legend(figure)
+        assert_within_its_figure(*figure.legends, ax)
+        heights.append(ax.get_window_extent().height)
+        pyplot.close(figure)
+    assert heights[1] == pytest.approx(heights[0], rel=0.1)  # rows are not quite alike
+
+
+def test_without_labels_there_is_no_shared_legend():
+    figure, _ = plots.panels()
+    plots.share_legend(figure)
+    assert not figure.legends
     pyplot.close(figure)
 
 
@@ -76,8 +133,7 @@ def test_a_shared_legend_runs_from_negative_to_positive_whichever_panel_comes_fi
     found = {"first": ritz.lanczos(matrix.abs(), num_steps=20),
              "second": ritz.lanczos(matrix, num_steps=20)}  # fmt: skip
     figure = plots.spectra(found)[0].figure
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
-        "Ritz value < 0", "Ritz value ≥ 0", "Ritz value ≥ 0, unconverged"]  # fmt: skip
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == KINDS
     pyplot.close(figure)
 
 
@@ -106,6 +162,15 @@ def test_spectra_stand_side_by_side_on_common_scales(matrix, count, log, tmp_pat
     assert [bool(ax.get_xlabel()) for ax in axes] == [True] if count == 1 else [False, True, True]
     save(axes[0], tmp_path)
     pyplot.close(axes[0].figure)
+
+
+def test_a_short_negative_side_has_a_tick(matrix):
+    (ax,) = plots.spectra({"one": ritz.lanczos(matrix.clamp(min=-0.05), num_steps=20)}, log=True)
+    low, high = ax.get_xlim()
+    assert [x for x in ax.get_xticks() if low <= x <= high] == [-0.1, 0, 0.1, 1, 10]
+    (ax,) = plots.spectra({"one": ritz.lanczos(matrix.abs(), num_steps=20)}, log=True)
+    assert min(ax.get_xticks()) == 0
+    pyplot.close("all")
 
 
 def test_spectra_go_where_they_are_told(matrix):
@@ -174,6 +239,17 @@ def test_landscapes_share_one_legend():
         "loss, train", "loss, test", "accuracy, train", "accuracy, test"]  # fmt: skip
     assert all(ax.get_legend() is None for ax in figure.axes)
     pyplot.close(figure)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan"), 1e300])
+def test_losses_that_no_scale_holds_are_gaps_within_the_range_computed(ax, bad):
+    loss = valley().loss.clone()
+    loss[:, :2] = bad
+    plots.landscape(valley(loss=loss), ax=ax, accuracy=False, log=True)
+    ax.figure.canvas.draw()
+    low, high = ax.get_xlim()
+    assert low < -1 < 1 < high
+    assert ax.get_ylim()[1] < 10
 
 
 def test_every_point_of_a_landscape_is_marked_whole(ax):

@@ -9,7 +9,7 @@ from matplotlib import pyplot
 
 from ritz import plots
 from ritz.measures.landscapes import Landscape, Landscape2d
-from ritz.plots.scales import log_y, spans_decade, ticks
+from ritz.plots.scales import drawable, isolated, log_y, spans_decade, ticks
 
 T = torch.linspace(-1, 1, 9, dtype=torch.float64)
 
@@ -21,6 +21,7 @@ T = torch.linspace(-1, 1, 9, dtype=torch.float64)
         ([[1.0], [np.nan, 12.0]], True),
         ([[1.0, 9.9]], False),
         ([[1.0, np.inf]], False),
+        ([[1.0, 1e300]], False),
         ([[0.0, 10.0]], False),
         ([[-1.0, 10.0]], False),
         ([[np.nan]], False),
@@ -28,6 +29,13 @@ T = torch.linspace(-1, 1, 9, dtype=torch.float64)
 )
 def test_a_decade_is_of_finite_positive_values(values, expected):
     assert spans_decade(*map(np.array, values)) is expected
+
+
+def test_gaps_are_what_no_scale_holds_and_points_between_them_are_isolated():
+    found = drawable([1.0, np.inf, -2.0, 1e300, 3.0, 4.0, np.nan])
+    np.testing.assert_array_equal(found, [1, np.nan, -2, np.nan, 3, 4, np.nan])
+    assert isolated(found).tolist() == [True, False, True, False, False, False, False]
+    assert isolated(drawable([5.0])).tolist() == [True]
 
 
 def labels(axis):

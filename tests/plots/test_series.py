@@ -1,3 +1,4 @@
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -44,7 +45,21 @@ def test_zero_to_roundoff_is_not_negative(rng):
     matrix = (basis * values) @ basis.T
     stems = spectrum_stems(lanczos((matrix + matrix.T) / 2, num_steps=15))
     assert abs(stems.values[1]) < 1e-5
-    assert stems.negative.tolist() == [True] + 14 * [False]
+    assert stems.signs[:2].tolist() == [-1, 0]
+    assert (stems.signs[stems.values > 0.5] == 1).all()  # below there are copies of zero
+
+
+def test_a_sign_is_known_beyond_the_residual_alone_converged_or_not(spectrum):
+    """Within it an eigenvalue of either sign may be meant, however small the residual is."""
+    found = replace(
+        spectrum,
+        values=torch.tensor([-3.0, -2.0, -2.5e-4, 0.0, 0.02, 0.5, 900.0]),
+        residuals=torch.tensor([0.1, 2.0, 0.027, 0.0, 0.01, 5.0, 0.1]),
+        weights=torch.full((7,), 1 / 7),
+    )
+    stems = spectrum_stems(found)
+    assert stems.signs.tolist() == [-1, 0, 0, 0, 1, 0, 1]
+    assert stems.converged.tolist() == [True, False, True, True, True, False, True]
 
 
 def test_a_run_with_restarts_has_no_stems():

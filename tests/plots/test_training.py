@@ -134,10 +134,45 @@ def test_a_text_shows_its_perplexity_in_place_of_its_accuracy(first, scale):
 
 
 def test_curves_of_several_runs_have_a_colour_a_run(log):
-    loss, _ = plots.training_curves({"sgd": log[:4], "gadam": log})
-    assert legend(loss) == ["sgd, train", "sgd, test", "gadam, train", "gadam, test",
-                            "gadam, average test"]  # fmt: skip
+    loss, accuracy = plots.training_curves({"sgd": log[:4], "gadam": log})
+    names = ["sgd, train", "sgd, test", "gadam, train", "gadam, test", "gadam, average test"]
+    (shared,) = loss.figure.legends
+    assert [text.get_text() for text in shared.get_texts()] == names
+    assert loss.get_legend() is accuracy.get_legend() is None
     assert len({line.get_color() for line in loss.get_lines()}) == 2
+    given = plots.panels(1, 2)[1]
+    plots.training_curves({"sgd": log[:4], "gadam": log}, axes=given)
+    assert [legend(ax) for ax in given] == [names, names]
+    assert not given[0].get_legend().get_frame_on()  # the curves are seen behind it
+    assert not given[0].figure.legends
+
+
+@pytest.mark.parametrize("count", [4, 9])
+def test_many_runs_are_told_apart_under_a_legend_that_hides_none(log, count):
+    axes = plots.training_curves({f"run with a long name {k}": log for k in range(count)})
+    figure = axes[0].figure
+    figure.canvas.draw()
+    (shared,) = figure.legends
+    box = shared.get_window_extent()
+    assert len(shared.get_texts()) == 3 * count
+    assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1
+    assert max(ax.get_window_extent().y1 for ax in axes) <= box.y0 < box.y1 <= figure.bbox.y1
+    looks = [(line.get_color(), line.get_linestyle(), line.get_marker())
+             for line in axes[1].get_lines() if line.get_label().endswith("test")
+             and "average" not in line.get_label()]  # fmt: skip
+    assert len(set(looks)) == count
+
+
+def test_series_beyond_the_seventh_have_a_marker_of_their_own():
+    ax = plots.batch_scaling([1, 2], {f"quantity {k}": [1.0, 2.0] for k in range(9)})
+    looks = {(line.get_color(), line.get_marker()) for line in ax.get_lines()}
+    assert len({colour for colour, _ in looks}) == 7
+    assert len({look for look in looks if look[1] != "|"}) >= 9
+
+
+def test_runs_without_names_are_refused(log):
+    with pytest.raises(TypeError, match=r"must be a mapping of names to the records .* got list"):
+        plots.training_curves([log])
 
 
 def test_a_log_without_accuracy_has_one_panel():
@@ -148,6 +183,60 @@ def test_a_log_without_accuracy_has_one_panel():
         plots.training_curves({"run": [bare]}, axes=[loss, loss])
     with pytest.raises(ValueError, match="at least one run, got none"):
         plots.training_curves({})
+
+
+def ticks_seen(ax):
+    low, high = ax.get_xlim()
+    return [x for x in ax.get_xticks() if low <= x <= high]
+
+
+def test_a_single_epoch_has_a_single_tick_and_is_seen(log):
+    loss, _ = plots.training_curves({"run": log[:1]})
+    assert ticks_seen(loss) == [1]
+    assert {line.get_marker() for line in loss.get_lines()} == {"o"}
+    ax = plots.curvature_over_time(log[:2])
+    assert ticks_seen(ax) == [1]
+    _, bar = ax.collections  # beside a band that has no width
+    np.testing.assert_allclose(bar.get_segments(), [[[1, 5.9], [1, 6.1]]])
+    bound = ax.get_lines()[-1]
+    assert (bound.get_label(), bound.get_marker()) == ("$2/\\alpha$", "_")
+    assert bound.get_markevery().tolist() == [0]
+
+
+def test_a_residual_that_is_not_known_is_a_gap_of_the_band():
+    """A band pinched to a point would say that the value is exact."""
+    errors = [0.1, 0.1, None, 0.1, None]
+    records = [curvature(k, lambda_max_residual=one) for k, one in enumerate(errors, start=1)]
+    assert np.isnan(curvature_points(records, "lambda_max").stderr).tolist() == [
+        False, False, True, False, True]  # fmt: skip
+    ax = plots.curvature_over_time(records)
+    filled, bar = ax.collections
+    (path,) = [path for path in filled.get_paths() if np.ptp(path.vertices[:, 0])]
+    assert set(path.vertices[:, 0]) == {1, 2}
+    np.testing.assert_allclose(bar.get_segments(), [[[4, 8.9], [4, 9.1]]])
+    assert [len(line.get_xdata()) for line in ax.get_lines() if line.get_marker() == "o"] == [5]
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan, 1e300, None])
+def test_losses_that_no_scale_holds_keep_their_epochs(bad):
+    records = [
+        epoch(k, train_loss=bad if k in (1, 5) else 1 / k, test_loss=bad) for k in range(1, 6)
+    ]
+    loss, _ = plots.training_curves({"run": records})
+    loss.figure.canvas.draw()
+    low, high = loss.get_xlim()
+    assert low < 1 < 5 < high
+    assert loss.get_ylim()[1] < 1
+    assert legend(loss) == ["train"]  # a line that is not there is not named
+
+
+def test_a_run_of_nan_alone_is_an_empty_picture_without_a_legend():
+    bare = {"kind": "epoch", "epoch": 1, "train_loss": np.nan}
+    (loss,) = plots.training_curves({"run": [bare]})
+    assert loss.get_legend() is None
+    assert ticks_seen(loss) == [1]
+    ax = plots.curvature_over_time([curvature(1, lambda_max=np.nan)])
+    assert legend(ax) == [r"$2/\alpha$"]
 
 
 def test_the_largest_eigenvalue_against_the_stable_rate(log):
@@ -194,10 +283,7 @@ def test_a_share_with_an_error_has_a_band(log):
 
 @pytest.mark.parametrize("draw", [plots.curvature_over_time, plots.degeneracy])
 def test_ticks_of_time_are_whole(log, draw):
-    ax = draw(log)
-    low, high = ax.get_xlim()
-    shown = [x for x in ax.get_xticks() if low <= x <= high]
-    assert shown == [1, 2, 3]
+    assert ticks_seen(draw(log)) == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -213,9 +299,12 @@ def test_batch_sizes_on_logarithmic_scales_with_predictions_of_the_same_colour()
     ax = plots.batch_scaling([16, 64], measured, predicted={"Hessian": [8.0, 4.1]})
     assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
     assert [label.get_text() for label in ax.get_xticklabels()] == ["16", "64"]
-    assert sorted(legend(ax)) == ["Hessian", "Hessian, predicted"]
+    assert legend(ax) == ["Hessian", "Hessian, predicted"]
     assert len({line.get_color() for line in ax.get_lines()}) == 1
     assert ax.get_xlabel() == "batch size $B$ (samples)"
+    one = plots.batch_scaling([16], {"a": [8.0], "b": [2.0]}, predicted={"b": [3.0], "c": [1.0]})
+    assert legend(one) == ["a", "b", "b, predicted", "c, predicted"]
+    assert one.get_lines()[-1].get_marker() == "_"  # a line of one point is not seen
     with pytest.raises(ValueError, match="at least one quantity, got none"):
         plots.batch_scaling([1], {})
 

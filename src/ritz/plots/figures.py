@@ -1,6 +1,5 @@
 """Pictures of spectra and densities, drawn on the axes they are given."""
 
-import itertools
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,9 @@ if TYPE_CHECKING:
 BLUE, ORANGE, VERMILION, GREY = "#0072B2", "#E69F00", "#D55E00", "#999999"
 GREEN, PURPLE, SKY = "#009E73", "#CC79A7", "#56B4E9"
 PALETTE = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY, "black")
+# By sign, from left to right; grey dark enough to stand on bars of the other one.
+STEMS = {-1: ("Ritz value < 0", VERMILION), 0: ("zero within its residual", "#666666"),
+         1: ("Ritz value > 0", BLUE)}  # fmt: skip
 STYLE = {"axes.spines.top": False, "axes.spines.right": False}
 LEGEND: dict[str, Any] = {"frameon": False, "fontsize": "small"}
 # Inches about each panel: twice as much lies between the label of one and that of the next.
@@ -55,6 +57,9 @@ def panels(
 def share_legend(figure: "Figure", *, first: Sequence[str] = ()) -> None:
     """Put one legend above all panels in place of one in each.
 
+    It has as many columns as fit the width; for rows beyond the first the figure grows, so that
+    panels keep their height.
+
     Args:
         figure: Whose axes have labels; equal ones are taken for the same thing.
         first: Labels that come first where they occur; the others follow as they appear.
@@ -66,15 +71,15 @@ def share_legend(figure: "Figure", *, first: Sequence[str] = ()) -> None:
         if (own := ax.get_legend()) is not None:
             own.remove()
     labels = [label for label in dict.fromkeys((*first, *entries)) if label in entries]
-    style = LEGEND | {"loc": "outside upper center", "ncols": len(entries)}
-    figure.legend([entries[label] for label in labels], labels, **style)
+    if labels:
+        _legend_above(figure, [entries[label] for label in labels], labels)
 
 
 def spectrum(spectrum: Spectrum, *, ax: "Axes | None" = None, rtol: float = 1e-3) -> "Axes":
     """Draw Ritz values as stems of their weights, on a logarithmic scale, and return the axes.
 
-    Negative values have a colour of their own; a full marker is an eigenvalue, an empty one
-    stands for a whole stretch of the spectrum.
+    Negative values have a colour of their own, and so have those within their residuals of zero;
+    a full marker is an eigenvalue, an empty one stands for a whole stretch of the spectrum.
 
     Args:
         spectrum: A run without restarts, so that it has weights.
@@ -128,7 +133,7 @@ def spectra(
     if axes is None:
         _label_outer(drawn, columns)
         # From left to right as in the panels, whichever of them has which.
-        order = [_stem_label(*kind) for kind in itertools.product((True, False), repeat=2)]
+        order = [_stem_label(sign, converged) for sign in STEMS for converged in (True, False)]
         share_legend(drawn[0].figure, first=order)  # type: ignore[arg-type]
     return drawn
 
@@ -228,9 +233,12 @@ def _scale(ax: "Axes", low: float, high: float, log: bool) -> None:
         least = math.floor(math.log10(max(-low, high) or 1.0)) - 2
         powers = [10.0**k for k in range(least, least + 4)]
         ax.set_xscale("symlog", linthresh=10.0**least, linscale=0.5)
-        ax.set_xticks([-p for p in powers if -p >= low] + [0] + [p for p in powers if p <= high])
+        # Both sides reach the first power at least, so that each that is used has a tick.
+        left, right = min(1.5 * low, -powers[0]), max(1.5 * high, powers[0])
+        below, above = [-p for p in powers if -p >= left], [p for p in powers if p <= right]
+        ax.set_xticks([*(below if low < 0 else []), 0, *above])
         ax.xaxis.set_minor_locator(NullLocator())
-        ax.set_xlim(min(1.5 * low, -(10.0**least)), max(1.5 * high, 10.0**least))
+        ax.set_xlim(left, right)
     else:
         margin = 0.04 * (high - low) or 1.0
         ax.set_xlim(low - margin, high + margin)
@@ -241,19 +249,31 @@ def _draw_bars(ax: "Axes", values: Tensor, edges: Any, **style: Any) -> None:
     ax.hist(values_array, bins=edges, weights=np.full(len(values), 1 / len(values)), **style)
 
 
-def _stem_label(negative: bool, converged: bool) -> str:
-    return f"Ritz value {'<' if negative else '≥'} 0{'' if converged else ', unconverged'}"
+def _legend_above(figure: "Figure", handles: list[Any], labels: list[str]) -> None:
+    for rows in range(1, len(labels) + 1):
+        style = LEGEND | {"loc": "outside upper center", "ncols": -(-len(labels) // rows)}
+        legend = figure.legend(handles, labels, **style)
+        taken = legend.get_window_extent()
+        if taken.width <= figure.bbox.width or rows == len(labels):
+            more = taken.height * (rows - 1) / rows / figure.dpi
+            figure.set_figheight(figure.get_figheight() + more)
+            return
+        legend.remove()
+
+
+def _stem_label(sign: int, converged: bool) -> str:
+    return f"{STEMS[sign][0]}{'' if converged else ', unconverged'}"
 
 
 # Full markers converged, empty ones not; only kinds that occur reach the legend.
 def _draw_stems(ax: "Axes", stems: Stems, floor: float) -> None:
-    for negative, colour in ((False, BLUE), (True, VERMILION)):
+    for sign, (_, colour) in STEMS.items():
         for converged in (True, False):
-            keep = (stems.negative == negative) & (stems.converged == converged)
+            keep = (stems.signs == sign) & (stems.converged == converged)
             if not keep.any():
                 continue
             x, y = stems.values[keep], stems.weights[keep]
-            label = _stem_label(negative, converged)
+            label = _stem_label(sign, converged)
             face = colour if converged else "white"
             ax.vlines(x, floor, y, color=colour, linewidth=0.9)
             ax.plot(x, y, "o", markersize=4.5, color=colour, markerfacecolor=face, label=label)

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from ritz.measures.landscapes import Landscape, Landscape2d
 from ritz.plots.figures import BLUE, LEGEND, VERMILION, panels
-from ritz.plots.scales import log_y, ticks
+from ritz.plots.scales import drawable, log_y, reach, ticks
 from ritz.plots.series import Array, landscape_slice, landscape_surface
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def landscape(
     _draw_lines(ax, found.t, found.loss, found.test_loss, colour=BLUE, what="loss")
     ax.set(xlabel=r"step $t$", ylabel="loss")
     ax.margins(x=0.03)  # so that the first and the last marker are whole
+    reach(ax, found.t)
     ax.locator_params(axis="x", nbins=NUM_TICKS)
     if log:
         log_y(ax)
@@ -106,6 +107,6 @@ def _draw_lines(
     ax: "Axes", t: Array, train: Array, test: Array | None, *, colour: str, what: str
 ) -> None:
     style: Any = {"color": colour, "linewidth": 1.2, "marker": "o", "markersize": 2.8}
-    ax.plot(t, train, label=what if test is None else f"{what}, train", **style)
+    ax.plot(t, drawable(train), label=what if test is None else f"{what}, train", **style)
     if test is not None:
-        ax.plot(t, test, "--", markerfacecolor="white", label=f"{what}, test", **style)
+        ax.plot(t, drawable(test), "--", markerfacecolor="white", label=f"{what}, test", **style)

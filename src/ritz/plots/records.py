@@ -37,7 +37,10 @@ class TrainingSeries:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Points:
-    """Values at ``x`` with their standard errors, all ``(n,)`` and ascending in ``x``."""
+    """Values at ``x`` with their standard errors, all ``(n,)`` and ascending in ``x``.
+
+    An error is NaN where it is not known, which is no error of zero.
+    """
 
     x: Array
     y: Array
@@ -96,7 +99,7 @@ def curvature_points(records: Iterable[Record], name: str) -> Points:
     return Points(
         x=_column(found, unit),
         y=_column(found, name),
-        stderr=np.nan_to_num(_column(found, errors.get(name, f"{name}_stderr"))),
+        stderr=_column(found, errors.get(name, f"{name}_stderr")),
     )
 
 

@@ -3,12 +3,68 @@
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
+
+from ritz.plots.series import Array
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.ticker import Formatter, Locator
 
 DECADE = 10.0
+LARGEST = 1e200  # beyond it the margins of a logarithmic scale would overflow
+
+
+def drawable(values: Any) -> Array:
+    """Return values as an array with NaN, which is a gap, for those that no scale can hold.
+
+    Args:
+        values: Of any shape; infinite ones and those beyond 1e200 are left out.
+    """
+    found = np.asarray(values, dtype=np.float64)
+    with np.errstate(invalid="ignore"):
+        return np.where(np.abs(found) <= LARGEST, found, np.nan)
+
+
+def isolated(values: Array) -> NDArray[np.bool_]:
+    """Return which values have no neighbour that a line could join them to.
+
+    Args:
+        values: ``(n,)``, NaN where there is a gap.
+    """
+    seen = np.pad(np.isfinite(values), 1)
+    found: NDArray[np.bool_] = seen[1:-1] & ~seen[:-2] & ~seen[2:]
+    return found
+
+
+def reach(ax: "Axes", x: Array) -> None:
+    """Let the horizontal axis hold all places, also those at which nothing could be drawn.
+
+    Args:
+        ax: On which all is drawn already.
+        x: Places, ``(n,)``.
+    """
+    found = x[np.isfinite(x)]
+    if found.size:
+        # A single place stands in the middle of one unit.
+        margin = 0.5 if found.min() == found.max() else 0.0
+        ends = [(found.min() - margin, 0.0), (found.max() + margin, 0.0)]
+        ax.update_datalim(ends, updatey=False)
+        ax.autoscale_view()
+
+
+def whole_x(ax: "Axes", x: Array) -> None:
+    """Give axes a horizontal scale over all places with ticks at whole numbers alone.
+
+    Args:
+        ax: On which all is drawn already.
+        x: Epochs or steps, ``(n,)``.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    reach(ax, x)
+    steps = MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1)
+    ax.xaxis.set_major_locator(steps)
 
 
 def spans_decade(*values: Any) -> bool:
@@ -17,7 +73,7 @@ def spans_decade(*values: Any) -> bool:
     Args:
         values: Arrays of any shape.
     """
-    found = np.concatenate([np.asarray(one, dtype=np.float64).ravel() for one in values])
+    found = np.concatenate([drawable(one).ravel() for one in values])
     found = found[np.isfinite(found)]
     return bool(found.size and found.min() > 0 and found.max() >= DECADE * found.min())
 

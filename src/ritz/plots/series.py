@@ -22,14 +22,14 @@ class Stems:
         values: Where they stand.
         weights: How high they are; the weights of a spectrum sum to 1.
         converged: Which of them are eigenvalues, by their residuals.
-        negative: Which are below zero; one that has converged and is within its residual of
-            zero is not.
+        signs: -1 below minus the residual, 1 above it, and 0 between, where an eigenvalue of
+            either sign may be meant.
     """
 
     values: Array
     weights: Array
     converged: NDArray[np.bool_]
-    negative: NDArray[np.bool_]
+    signs: NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ def spectrum_stems(spectrum: Spectrum, *, rtol: float = 1e-3) -> Stems:
         values=_array(values),
         weights=_array(spectrum.weights),
         converged=converged.cpu().numpy(),
-        negative=((values < 0) & ~(converged & (values.abs() <= residuals))).cpu().numpy(),
+        signs=((values > residuals).long() - (values < -residuals).long()).cpu().numpy(),
     )
 
 

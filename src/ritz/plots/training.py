@@ -6,7 +6,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ritz.measures.degeneracy import Degeneracy
-from ritz.plots.figures import BLUE, GREY, LEGEND, ORANGE, PALETTE, SKY, VERMILION, panels
+from ritz.plots.figures import (
+    BLUE,
+    GREY,
+    LEGEND,
+    ORANGE,
+    PALETTE,
+    SKY,
+    VERMILION,
+    panels,
+    share_legend,
+)
 from ritz.plots.records import (
     Number,
     Points,
@@ -17,12 +27,13 @@ from ritz.plots.records import (
     points,
     training_series,
 )
-from ritz.plots.scales import log_y, spans_decade
+from ritz.plots.scales import drawable, isolated, log_y, spans_decade, whole_x
 from ritz.plots.series import Array
 from ritz.plots.titles import monitor_title
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.lines import Line2D
 
 MARKERS = "osD^vPX"
 # By data: colour where there is one run, and line where there are several.
@@ -40,14 +51,18 @@ def training_curves(runs: Runs, *, axes: "Sequence[Axes] | None" = None) -> list
     """Draw loss and accuracy by epoch, with those of the averaged iterate; return the axes.
 
     One run has a colour for each part of the data, and a mark where averaging begins; several have
-    a colour each and a line for each part. Texts have perplexities in place of accuracies. Losses
-    and perplexities that span a decade are on a logarithmic scale.
+    a colour each, beyond the seventh with a marker too, and a line for each part. Texts have
+    perplexities in place of accuracies. Losses and perplexities that span a decade are on a
+    logarithmic scale. What is infinite or NaN is left out.
 
     Args:
         runs: Records of logs, as :func:`ritz.training.read_log` returns them, by name.
         axes: One for the loss and, where there are any, one for accuracies or perplexities; new
-            ones otherwise.
+            ones otherwise, with one legend above both where there are several runs.
     """
+    if not isinstance(runs, Mapping):
+        raise TypeError(f"runs must be a mapping of names to the records of logs, such as "
+                        f"{{'sgd': read_log(folder)}}, got {type(runs).__name__}")  # fmt: skip
     if not runs:
         raise ValueError("runs must hold at least one run, got none")
     found = {name: training_series(list(records)) for name, records in runs.items()}
@@ -58,18 +73,9 @@ def training_curves(runs: Runs, *, axes: "Sequence[Axes] | None" = None) -> list
         raise ValueError(f"axes must be {len(shown)} for these runs, got {len(axes)}")
     drawn = panels(1, len(shown), width=4.4, height=3.1)[1] if axes is None else list(axes)
     for ax, what in zip(drawn, shown, strict=True):
-        for index, (name, series) in enumerate(found.items()):
-            alone = len(found) == 1
-            _draw_run(
-                ax, series, getattr(series, what), None if alone else name, PALETTE[index % 7]
-            )
-        ax.set(xlabel="epoch", ylabel="accuracy (%)" if what == "accuracy" else what)
-        _whole_epochs(ax)
-        values = [y for one in found.values() for y in getattr(one, what).values()]
-        if what != "accuracy" and spans_decade(*values):
-            log_y(ax)
-        # White behind it: the mark of averaging may run there.
-        ax.legend(loc="best", **LEGEND | {"frameon": True, "edgecolor": "none", "framealpha": 1.0})
+        _draw_runs(ax, found, what)
+    if axes is None and len(found) > 1:
+        share_legend(drawn[0].figure)  # type: ignore[arg-type]
     return drawn
 
 
@@ -94,13 +100,13 @@ def curvature_over_time(
     if any(record.get("threshold") is not None for record in records):
         bound = curvature_points(records, "threshold")
         drawn.append(bound.y)
-        ax.plot(bound.x, bound.y, "--", color=VERMILION, linewidth=1.2, label=r"$2/\alpha$")
+        _draw_curve(ax, bound, VERMILION, r"$2/\alpha$", linestyle="--")
     if log and spans_decade(*drawn):
         log_y(ax)
     ax.set(xlabel=_unit(records), ylabel="eigenvalue")
     ax.set_title(monitor_title(records), loc="left", fontsize="medium")
-    _whole_epochs(ax)
-    ax.legend(loc="best", **LEGEND)
+    whole_x(ax, largest.x)
+    _legend(ax)
     return ax
 
 
@@ -127,12 +133,10 @@ def degeneracy(
         series, unit = {"": curvature_points(records, "degeneracy")}, _unit(records)
         ax.set_title(monitor_title(records), loc="left", fontsize="medium")
     for index, (name, one) in enumerate(series.items()):
-        style = PALETTE[index % 7], MARKERS[index % 7]
-        _draw_line(ax, one, *style, name, band=(2.0, "2 stderr"))
+        _draw_line(ax, one, *_look(index), name, band=(2.0, "2 stderr"))
     ax.set(xlabel=unit, ylabel="share of eigenvalues near 0", ylim=(0, 1.03))
-    _whole_epochs(ax)
-    if ax.get_legend_handles_labels()[1]:
-        ax.legend(loc="best", **LEGEND)
+    whole_x(ax, np.concatenate([one.x for one in series.values()]))
+    _legend(ax)
     return ax
 
 
@@ -158,31 +162,54 @@ def batch_scaling(
         raise ValueError("measured must hold at least one quantity, got none")
     ax = ax or panels(width=4.4, height=3.1)[1][0]
     names = [*measured, *(name for name in predicted or {} if name not in measured)]
-    colours = {name: PALETTE[index % 7] for index, name in enumerate(names)}
-    for index, (name, values) in enumerate(measured.items()):
-        _draw_points(ax, points(batch_sizes, values), colours[name], MARKERS[index % 7], name)
-    for name, values in (predicted or {}).items():
-        line = points(batch_sizes, values)
-        ax.plot(line.x, line.y, color=colours[name], linewidth=1.2, label=f"{name}, predicted")
+    handles = []
+    for index, name in enumerate(names):
+        colour, marker = _look(index)
+        if name in measured:
+            found = points(batch_sizes, measured[name])
+            handles.append(_draw_points(ax, found, colour, marker, name))
+        if name in (predicted or {}):
+            line = points(batch_sizes, (predicted or {})[name])
+            handles.append(_draw_curve(ax, line, colour, f"{name}, predicted"))
     ax.set_xscale("log", base=2)
     log_y(ax)
     ax.set_xticks(sorted(set(batch_sizes)), [f"{size:,}" for size in sorted(set(batch_sizes))])
     ax.tick_params(axis="x", which="minor", bottom=False)
     ax.set(xlabel="batch size $B$ (samples)", ylabel=quantity)
-    ax.legend(loc="best", **LEGEND)
+    # In the order they are drawn in: matplotlib's own has all lines before all error bars.
+    ax.legend(handles=handles, loc="best", **LEGEND)
     return ax
 
 
+def _draw_runs(ax: "Axes", runs: Mapping[str, TrainingSeries], what: str) -> None:
+    alone = len(runs) == 1
+    for index, (name, series) in enumerate(runs.items()):
+        _draw_run(ax, series, getattr(series, what), None if alone else name, index)
+    ax.set(xlabel="epoch", ylabel="accuracy (%)" if what == "accuracy" else what)
+    whole_x(ax, np.concatenate([series.epoch for series in runs.values()]))
+    values = [y for series in runs.values() for y in getattr(series, what).values()]
+    if what != "accuracy" and values and spans_decade(*values):
+        log_y(ax)
+    # White behind the legend of one run: the mark of averaging may run there.
+    _legend(ax, **({"frameon": True, "edgecolor": "none", "framealpha": 1.0} if alone else {}))
+
+
 def _draw_run(
-    ax: "Axes", series: TrainingSeries, values: Mapping[str, Array], run: str | None, colour: str
+    ax: "Axes", series: TrainingSeries, values: Mapping[str, Array], run: str | None, index: int
 ) -> None:
-    for part, y in values.items():
+    for part, found in values.items():
         own, line, width = LINES[part]
+        y = drawable(found)
         keep = np.isfinite(y)
-        label = part if run is None else f"{run}, {part}"
-        marker = "o" if keep.sum() == 1 else ""  # a line of one point is not seen
-        ax.plot(series.epoch[keep], y[keep], linestyle=line, linewidth=width, label=label,
-                color=own if run is None else colour, marker=marker, markersize=3)  # fmt: skip
+        if not keep.any():
+            continue
+        # A line of one point is not seen, and colours begin again after the seventh run.
+        lap = index // len(PALETTE)
+        marker = MARKERS[lap % len(MARKERS)] if lap or keep.sum() == 1 else ""
+        ax.plot(series.epoch[keep], y[keep], linestyle=line, linewidth=width, marker=marker,
+                markersize=3 if lap == 0 else 4.5, markevery=0.1 if keep.sum() > 10 else None,
+                color=own if run is None else _look(index)[0],
+                label=part if run is None else f"{run}, {part}")  # fmt: skip
     if run is None and series.average_from is not None:
         # Named in the legend: a word beside the line would lie on a curve sooner or later.
         ax.axvline(series.average_from, color=GREY, linewidth=0.8, linestyle="--", zorder=0,
@@ -194,27 +221,50 @@ def _draw_line(
 ) -> None:
     """Points joined by a line, between so many errors, which the legend names."""
     sigmas, what = band
-    if (found.stderr > 0).any():  # NaN where a single probe has no error
-        low, high = found.y - sigmas * found.stderr, found.y + sigmas * found.stderr
-        ax.fill_between(found.x, low, high, color=colour, alpha=0.25, linewidth=0)
+    y, error = drawable(found.y), drawable(sigmas * found.stderr)
+    known = np.isfinite(y + error)  # NaN where a single probe has no error: a gap of the band
+    if (error[known] > 0).any():
+        ax.fill_between(found.x, y - error, y + error, color=colour, alpha=0.25, linewidth=0)
         label = f"{label} ± {what}".lstrip()
-    ax.plot(found.x, found.y, color=colour, marker=marker, markersize=4, linewidth=1.2,
-            label=label or None)  # fmt: skip
+        single = isolated(y + error)  # where a band has no width
+        if single.any():
+            ax.errorbar(found.x[single], y[single], yerr=error[single], fmt="none",
+                        ecolor=colour, elinewidth=1.2, capsize=3)  # fmt: skip
+    ax.plot(found.x, y, color=colour, marker=marker, markersize=4, linewidth=1.2,
+            label=label if label and np.isfinite(y).any() else None)  # fmt: skip
 
 
-def _draw_points(ax: "Axes", found: Points, colour: str, marker: str, label: str) -> None:
-    ax.errorbar(found.x, found.y, yerr=2 * found.stderr if found.stderr.any() else None,
-                color=colour, marker=marker, markersize=4, linewidth=1.2, capsize=2,
-                linestyle="none", label=label)  # fmt: skip
+def _draw_curve(
+    ax: "Axes", found: Points, colour: str, label: str, *, linestyle: str = "-"
+) -> "Line2D":
+    """A line without markers but where a point has no neighbour: there it is a dash."""
+    y = drawable(found.y)
+    single = np.flatnonzero(isolated(y))
+    (line,) = ax.plot(found.x, y, linestyle=linestyle, color=colour, linewidth=1.2, label=label,
+                      marker="_" if single.size else "", markersize=14,
+                      markevery=single if single.size else None)  # fmt: skip
+    return line
+
+
+def _draw_points(ax: "Axes", found: Points, colour: str, marker: str, label: str) -> Any:
+    return ax.errorbar(
+        found.x, drawable(found.y), yerr=2 * found.stderr if found.stderr.any() else None,
+        color=colour, marker=marker, markersize=4, linewidth=1.2, capsize=2,
+        linestyle="none", label=label)  # fmt: skip
+
+
+def _look(index: int) -> tuple[str, str]:
+    """Colour and marker; a colour that comes again has another marker."""
+    lap = index // len(PALETTE)
+    return PALETTE[index % len(PALETTE)], MARKERS[(index + lap) % len(MARKERS)]
+
+
+def _legend(ax: "Axes", **style: Any) -> None:
+    if ax.get_legend_handles_labels()[1]:
+        ax.legend(loc="best", **LEGEND | style)
 
 
 def _unit(records: Iterable[Record]) -> str:
     found = [record for record in records if record.get("kind") == "curvature"]
     epochs = [record.get("epoch") for record in found]
     return "epoch" if None not in epochs and len(set(epochs)) == len(epochs) else "step"
-
-
-def _whole_epochs(ax: "Axes") -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
