@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 from ritz.studies._cluster_tables import FIRST, PAPER, number, probe_limit
@@ -14,11 +15,17 @@ if TYPE_CHECKING:
 
 def draw_planted(result: "Result", ax: "Axes") -> None:
     """Draw mean errors over the number of planted clusters, beside what was published."""
+    from ritz.plots.figures import BLUE, GREEN, VERMILION
+
     clusters = result.config.clusters
-    for name, marker in (("entropic", "s"), ("lanczos", "x"), (FIRST, "o")):
-        ax.plot(clusters, result.errors(name).nanmean(1).numpy(), marker=marker, label=name)
+    colours = {"entropic": BLUE, "lanczos": VERMILION, FIRST: GREEN}
+    # The first two have nearly the same errors: one is drawn around the other.
+    for name, style, size in (("entropic", "s-", 9), ("lanczos", "x--", 5), (FIRST, "o-", 5)):
+        errors = result.errors(name).nanmean(1).numpy()
+        ax.plot(clusters, errors, style, color=colours[name], label=name, ms=size, mfc="none")
     for name, row in PAPER.items():
-        ax.plot(list(row), list(row.values()), linestyle=":", label=f"published: {name}")
+        label = f"published: {name}"
+        ax.plot(list(row), list(row.values()), ":", color=colours[name], label=label)
     limit = result.limits.numpy() * math.sqrt(2 / math.pi)  # mean of the absolute value
     marker = "_" if len(clusters) == 1 else ""  # a line through one point is none
     ax.plot(clusters, limit, "--", color="black", marker=marker, label="limit of the probes")
@@ -31,10 +38,11 @@ def draw_planted(result: "Result", ax: "Axes") -> None:
 
 def draw_mixed(result: "Result", ax: "Axes") -> None:
     """Draw errors of the large graphs over the number of moments."""
+    from ritz.plots.figures import PALETTE
+
     c = result.config
     moments = [*c.mixed_moments, c.num_moments]
-    for place, count in enumerate(c.mixed):
-        colour = f"C{place}"
+    for count, colour in zip(c.mixed, PALETTE, strict=False):
         found, last = result.by_moments[str(count)], result.mixed[str(count)]
         # Both have nearly the same errors: one is drawn around the other.
         for name, style, size in (("entropic", "s-", 9), ("lanczos", "x--", 5)):
@@ -53,12 +61,16 @@ def draw_mixed(result: "Result", ax: "Axes") -> None:
 def draw_real(result: "Result", ax: "Axes") -> None:
     """Draw the counts of the real graphs over the number of moments; which have no gap is said."""
     moments = result.config.moments
-    for one in result.real:
+    # Curves lie on each other: every other one is dashed with small markers, within large ones.
+    for place, (one, marker) in enumerate(zip(result.real, cycle("osD^vPXh*"), strict=False)):
         ax.errorbar(
             moments,
             one.estimates.numpy(),
             yerr=2 * one.stderr.numpy(),
-            marker="o",
+            marker=marker,
+            markersize=4 if place % 2 else 7.5,
+            markerfacecolor=None if place % 2 else "none",
+            linestyle="--" if place % 2 else "-",
             label=one.name.split(".")[0] + _missing(moments, one.estimates.tolist()),
         )
     ax.set(yscale="log", xlabel="moments", ylabel="entropic count")

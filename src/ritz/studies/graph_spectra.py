@@ -164,9 +164,10 @@ def figure(result: Result) -> "Figure":
         _draw_semicircle(ax, one)
     for place, name in enumerate(result.names, start=1):
         for ax, one in zip(axes[place * columns :], result.densities[name], strict=False):
-            label = f"{len(one.alphas)} moments"
-            plots.over_histogram(one, result.eigenvalues[name], ax=ax, num_bins=200, label=label)
-            ax.set_title(name, loc="left", fontsize="small")
+            exact = result.eigenvalues[name]
+            plots.over_histogram(one, exact, ax=ax, num_bins=200, label="entropic")
+            ax.set_title(f"{name}, {len(one.alphas)} moments", loc="left", fontsize="small")
+    plots.share_legend(drawing)  # in the panels, legends would lie on the curves
     last = axes[columns - 1]
     for name in ("semicircle", *result.names):
         heights = result.divergences[name].clamp_min(1e-7).numpy()
@@ -245,11 +246,10 @@ def _off(values: Tensor, found: Moments, density: EntropicDensity) -> float:
 def _draw_semicircle(ax: "Axes", density: EntropicDensity) -> None:
     x = torch.linspace(0.0, 1.0, 500, dtype=torch.float64)
     exact = 8 / math.pi * (0.25 - (x - 0.5).square()).clamp_min(0.0).sqrt()
-    ax.plot(x, exact, color="#999999", linewidth=3, label="semicircle")
-    label = f"{len(density.alphas)} moments"
-    ax.plot(x[1:-1], density.pdf(x[1:-1]), color="#0072B2", linewidth=1.2, label=label)
+    ax.plot(x, exact, color="#999999", linewidth=3, label="exact")
+    ax.plot(x[1:-1], density.pdf(x[1:-1]), color="#0072B2", linewidth=1.2, label="entropic")
     ax.set(xlabel=r"eigenvalue $\lambda$", ylabel="density", ylim=(0, None))
-    ax.legend(fontsize="small", frameon=False)
+    ax.set_title(f"Semicircle, {len(density.alphas)} moments", loc="left", fontsize="small")
 
 
 def _column(values: list[float]) -> Tensor:

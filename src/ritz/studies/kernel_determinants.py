@@ -37,6 +37,8 @@ PAPER = {
     "Chebyshev": (0.0037, 0.0104, 0.0795, 0.2302, 0.3439, 0.4089, 0.5049, 0.5049, 0.5358),
     "Lanczos": (0.0024, 0.0024, 0.0072, 0.0196, 0.0502, 0.0646, 0.0838, 0.1050, 0.1199),
 }
+# Which method a published one is drawn in the colour of.
+KIN = {"MEMe": "maxent", "Chebyshev": "chebyshev", "Lanczos": "lanczos 50 probes"}
 
 
 @storable
@@ -152,13 +154,15 @@ def figure(result: Result) -> "Figure":
     from ritz import plots
 
     drawing, (axis,) = plots.panels(1, 1, width=8.5, height=3.6)
-    for name in result.names:
+    for name, marker in zip(result.names, "oDs^v", strict=True):
         rms = (
             result.errors[name].square().mean((1, 2)).sqrt().clamp_min(1e-16)
         )  # zero has no logarithm
-        axis.plot(LENGTHSCALES, rms.numpy(), marker="o", label=name)
+        axis.plot(LENGTHSCALES, rms.numpy(), marker=marker, markersize=5, label=name)
+    colours = {line.get_label(): line.get_color() for line in axis.get_lines()}
     for name, row in PAPER.items():
-        axis.plot(LENGTHSCALES, row, linestyle=":", label=f"published, n = 1000: {name}")
+        label = f"published, n = 1000: {name}"
+        axis.plot(LENGTHSCALES, row, linestyle=":", color=colours[KIN[name]], label=label)
     axis.set_yscale("log")
     axis.set_xlabel("length scale")
     axis.set_ylabel("relative error of log det, rms")
