@@ -212,3 +212,14 @@ def test_the_model_is_left_as_it_was():
 def test_bad_options_are_named(bad, message):
     with pytest.raises(ValueError, match=message):
         sharpness(risk_of(network()), **bad)
+
+
+def test_what_is_zero_within_its_residuals_is_told_of_the_negative_mass():
+    risk = risk_of(network())
+    matrix = curvature_operator(risk, "hessian").dense()
+    truth = float((torch.linalg.eigvalsh(matrix) < -1e-9).double().mean())
+    few = sharpness(risk, num_steps=6, num_probes=8, kinds=["hessian"], generator=seeded(3)).rows[0]
+    low, undecided = few.negative_mass, float(few.negative_mass.truncation)
+    noise = 4 * float(low.stderr)
+    assert undecided > 0.05
+    assert float(low) - noise <= truth <= float(low) + undecided + noise

@@ -116,7 +116,7 @@ def test_where_no_state_is_usable_the_error_says_what_to_do(tmp_path):
     save(lines(risk()), tmp_path / "state")
     with (
         pytest.warns(RuntimeWarning, match="is not the state of a landscape"),
-        pytest.raises(CorruptFileError, match=r"no usable state at .*delete state\* to start"),
+        pytest.raises(CorruptFileError, match=r"no usable state at .*: use another path"),
     ):
         lines(risk(), state=tmp_path / "state")
 

@@ -11,7 +11,7 @@ from ritz.spectra import lanczos, lanczos_block
 from ritz.testing import wigner, with_spectrum
 
 DTYPES = [torch.float32, torch.float64]
-REFUSED = r"state at .*state was made with another operator, of other weights or data: .*delete "
+REFUSED = r"state at .*state was made with another operator, of other weights .*; use another path"
 
 
 def spiked(dtype, generator):
@@ -34,7 +34,7 @@ def test_another_operator_is_refused_and_the_same_is_not(rng, tmp_path, kind, na
     interrupted(op, state, after=after, **RUNS[kind])
     others = [ritz.as_operator(factor * op.matrix) for factor in (1.001, 0.999, 3.0, -1.0)]
     for other in (*others, MATRICES[name](dtype, rng)):
-        with pytest.raises(ValueError, match=REFUSED + r"state\* to start afresh"):
+        with pytest.raises(ValueError, match=REFUSED):
             lanczos(other, state=state, **RUNS[kind])
     assert_same_bits(lanczos(op, state=state, **RUNS[kind]), lanczos(op, **RUNS[kind]))
 
@@ -70,9 +70,7 @@ def test_data_of_the_same_norms_are_noticed_by_the_vector(rng, tmp_path, mode, d
         return 2 * along - product
 
     other = FunctionOperator(rotated, n=150, dtype=dtype)
-    with pytest.raises(
-        ValueError, match=REFUSED.replace(".*delete", ".* is another vector; delete")
-    ):
+    with pytest.raises(ValueError, match=REFUSED.replace(".*;", ".* is another vector;")):
         lanczos(other, state=tmp_path / "state", **settings)
 
 
@@ -110,7 +108,7 @@ def test_a_product_that_is_not_finite_is_a_difference(rng, tmp_path):
     op = wigner(150, generator=rng)
     interrupted(op, tmp_path / "state", after=9, **RUNS["full"])
     broken = FunctionOperator(lambda block: block * torch.nan, n=150, dtype=torch.float64)
-    with pytest.raises(ValueError, match="now has nan; delete"):
+    with pytest.raises(ValueError, match="now has nan; use"):
         lanczos(broken, state=tmp_path / "state", **RUNS["full"])
 
 

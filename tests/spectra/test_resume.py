@@ -166,7 +166,7 @@ def test_where_no_state_is_usable_the_error_says_what_to_do(rng, tmp_path):
     (tmp_path / "state.previous").write_bytes(b"")
     with (
         pytest.warns(RuntimeWarning, match="state refused"),
-        pytest.raises(CorruptFileError, match=r"no usable state at .*delete state\*"),
+        pytest.raises(CorruptFileError, match=r"no usable state at .*: use another path"),
     ):
         lanczos(op, state=state, **RUNS["full"])
 
@@ -276,3 +276,26 @@ def test_kills_between_a_part_and_the_head_that_commits_it_change_no_bit(tmp_pat
         assert wait(start("killed", "vectors", last)) == -signal.SIGKILL
     assert wait(start("killed", "vectors")) == 0
     assert (tmp_path / "killed.out").read_bytes() == (tmp_path / "calm.out").read_bytes()
+
+
+def test_files_of_others_beside_a_state_are_spared(rng, tmp_path):
+    op = ritz.as_operator(wigner(60, generator=rng))
+    others = [
+        "model.fold1.train-acc.csv",
+        "model.v1.0-final",
+        "model.hessian.0.0-5",
+        "model.0.1-2.txt",
+    ]
+    for name in others:
+        (tmp_path / name).write_text("mine")
+    lanczos(op, num_steps=20, state=tmp_path / "model", save_interval=0)
+    assert all((tmp_path / name).read_text() == "mine" for name in others)
+
+
+def test_a_file_that_is_no_state_is_refused_and_left(rng, tmp_path):
+    op, path = ritz.as_operator(wigner(30, generator=rng)), tmp_path / "spectrum.safetensors"
+    ritz.save(lanczos(op, num_steps=5), path)
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=r"state must be a path of its own, got .*spectrum\.safet"):
+        lanczos(op, num_steps=5, state=path, save_interval=0)
+    assert path.read_bytes() == before

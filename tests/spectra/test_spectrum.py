@@ -7,7 +7,7 @@ import torch
 
 import ritz
 from ritz.spectra import lanczos, lanczos_block
-from ritz.spectra.spectrum import least_frobenius_norm
+from ritz.spectra.spectrum import least_frobenius_norm, negative_values
 from ritz.testing import with_spectrum
 
 DTYPES = [torch.float32, torch.float64]
@@ -97,3 +97,28 @@ def test_cosines_are_saved_and_loaded(rng, tmp_path):
 def test_vectors_that_cosines_cannot_be_taken_with_are_named(against, mode, message):
     with pytest.raises((TypeError, ValueError), match=message):
         lanczos_block(torch.eye(30), num_steps=2, against=against, reorthogonalize=mode)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_steps", [8, 25, 60])
+def test_the_share_below_zero_lies_between_what_is_certain_and_what_may_be(rng, dtype, num_steps):
+    op, values = spiked(dtype, rng)
+    truth = float((values < 0).double().mean())
+    below = [lanczos(op, num_steps=num_steps, generator=torch.Generator().manual_seed(seed))
+             for seed in range(12)]  # fmt: skip
+    low, high = (
+        torch.stack([run.weights[negative_values(run)[side]].sum() for run in below])
+        for side in (0, 1)
+    )
+    noise = 4 * float(low.std() + high.std()) / 12**0.5
+    assert float(low.mean()) - noise <= truth <= float(high.mean()) + noise
+
+
+def test_the_share_whose_sign_is_not_known_is_printed(rng):
+    op, _ = spiked(torch.float64, rng)
+    early, late = (
+        lanczos(op, num_steps=steps, generator=torch.Generator().manual_seed(0))
+        for steps in (10, 400)
+    )
+    assert re.search(r"negative mass \S+, undecided 0\.\d+ \(one", str(early))
+    assert re.search(r"negative mass 0\.\d+ \(one", str(late))

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,14 +26,15 @@ from ritz.measures.resume import PartJournal, digest
 from ritz.operators.structure import exact_trace, structure_note
 from ritz.spectra.krylov import lanczos_block
 from ritz.spectra.sampling import stderr
-from ritz.spectra.spectrum import Spectrum, least_frobenius_norm
+from ritz.spectra.spectrum import Spectrum, least_frobenius_norm, negative_values
 
-# Whose traces are the trace, the square of the Frobenius norm, and the number of eigenvalues below
-# zero by more than roundoff.
+# Whose traces are the trace, the square of the Frobenius norm, and the numbers of eigenvalues that
+# are below zero, and that may be.
 _FUNCTIONS: tuple[Function, ...] = (
     lambda run: run.values,
     lambda run: run.values.square(),
-    lambda run: (run.values < -run.roundoff).double(),
+    lambda run: negative_values(run)[0].double(),
+    lambda run: negative_values(run)[1].double(),
 )
 
 
@@ -52,7 +53,9 @@ class SharpnessRow:
         mean_eigenvalue: :math:`\operatorname{tr} H / P`.
         frobenius_norm: :math:`\|H\|_F`; its samples are those of the square. Never below the root
             of a probe's sum of :math:`\theta_k^2`, which is proven.
-        negative_mass: Share of the eigenvalues below zero by more than roundoff.
+        negative_mass: Share of the eigenvalues below zero by more than roundoff and the residuals
+            of their Ritz values; its truncation is the share that is zero within its residuals, and
+            may be negative too.
         degeneracy: Mass at the origin, and where it lies.
         num_products: Products spent.
         status: How the Lanczos runs ended.
@@ -284,7 +287,9 @@ def _measured(
     size, spent = op.shape[0], sum(run.num_products for run in runs)
     samples, split = traces(runs, _FUNCTIONS)
     how = "Lanczos quadrature" + (f", {split} eigenvalues split off" if split else "")
-    first, second, negative = (_estimate(row, spent, len(runs), seed, how) for row in samples)
+    first, second, negative, possible = (
+        _estimate(row, spent, len(runs), seed, how) for row in samples
+    )
     known = exact_trace(op)
     whole = first if known is None else _exact(known, structure_note(op))
     extreme, residual = _extreme(runs)
@@ -297,7 +302,9 @@ def _measured(
         trace=whole,
         mean_eigenvalue=_scaled(whole, 1 / size),
         frobenius_norm=_root(second, max(map(least_frobenius_norm, runs))),
-        negative_mass=_scaled(negative, 1 / size),
+        negative_mass=replace(
+            _scaled(negative, 1 / size), truncation=(possible.mean - negative.mean) / size
+        ),
         degeneracy=rank_degeneracy(runs, kind=kind),
         num_products=spent,
         status=min((run.status for run in runs), key=lambda status: status.outcome == "breakdown"),
@@ -370,7 +377,7 @@ def _column(row: SharpnessRow, at: Summary) -> dict[str, str]:
     column = {"": row.kind, "batch norm": row.batch_norm or "none"}
     if at.accuracy is not None:
         column["accuracy"] = f"{at.accuracy:.2%}"
-    residual = row.spectral_norm.truncation
+    residual, undecided = row.spectral_norm.truncation, row.negative_mass.truncation
     return column | {
         "loss": f"{at.loss:.6g}",
         "|gradient|": f"{at.gradient_norm:.4g}",
@@ -382,6 +389,7 @@ def _column(row: SharpnessRow, at: Summary) -> dict[str, str]:
         "mean eigenvalue": _plain(row.mean_eigenvalue),
         "Frobenius norm": _plain(row.frobenius_norm),
         "negative mass": _plain(row.negative_mass),
+        "  undecided": "" if undecided is None else f"{float(undecided):.2g}",
         "mass at the origin": _plain(mass),
         "  which is at": f"{float(value.mean):.2g} ± {float(value.stderr):.1g}",
         "products": f"{row.num_products:,}",

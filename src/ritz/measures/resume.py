@@ -61,7 +61,7 @@ class PointJournal:
         found = next((rows for rows in map(self._read, _both(self.path)) if rows is not None), None)
         if found is None and any(path.exists() for path in _both(self.path)):
             raise CorruptFileError(
-                f"no usable state at {self.path}: delete {self.path.name}* to start afresh"
+                f"no usable state at {self.path}: use another path, or remove what is there"
             )
         rows = found or []
         # Rows are in order: the first of one process are those of another.

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import time
 import warnings
 from collections.abc import Sequence
@@ -107,7 +108,7 @@ class Journal:
         if common < 0:
             if self.path.exists() or self.previous.exists():
                 raise CorruptFileError(
-                    f"no usable state at {self.path}: delete {self.path.name}* to start afresh"
+                    f"no usable state at {self.path}: use another path, or remove what is there"
                 )
             return None
         if progress and progress["spent"] > common:
@@ -131,7 +132,7 @@ class Journal:
         """Put ``runs`` where one state was, if it can be used; return how far they are."""
         try:
             memory, header = read_tensors(path)
-            self._check(path, header["settings"])
+            self._check(path, header)
             for k, run in enumerate(runs):
                 own = {name: tensor for name, tensor in memory.items() if name.startswith(f"{k}.")}
                 run.recall({name.partition(".")[2]: tensor for name, tensor in own.items()})
@@ -154,11 +155,15 @@ class Journal:
         if not all_min(int(found is None), self.group):
             raise ValueError(
                 f"state at {self.path} was made with another operator, of other weights or data: "
-                f"{found or 'another process found a difference'}; delete {self.path.name}* to "
-                "start afresh, or use another path"
+                f"{found or 'another process found a difference'}; use another path, or remove "
+                "what is there"
             )
 
-    def _check(self, path: Path, settings: dict[str, Any]) -> None:
+    def _check(self, path: Path, header: Any) -> None:
+        settings = header.get("settings") if isinstance(header, dict) else None
+        if settings is None or "parts" not in header:
+            raise ValueError(f"state must be a path of its own, got {path}, which holds something "
+                             "else than the state of a run")  # fmt: skip
         for key, value in self.settings.items():
             if settings.get(key) != value:
                 raise ValueError(
@@ -182,8 +187,9 @@ class Journal:
         # Nothing need be spared for a state that cannot be used.
         with contextlib.suppress(FileNotFoundError, CorruptFileError):
             used |= set(read_tensors(self.previous)[1]["parts"])
-        for part in self.path.parent.glob(f"{self.path.name}.*.*-*"):
-            if part.name not in used:
+        own = re.compile(re.escape(self.path.name) + r"\.\d+\.\d+-\d+")
+        for part in self.path.parent.iterdir():
+            if own.fullmatch(part.name) and part.name not in used:
                 part.unlink()
 
 

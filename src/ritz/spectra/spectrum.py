@@ -66,7 +66,8 @@ def describe(spectrum: Spectrum, *, num_rows: int = 5) -> str:
     """Return what a person wants to know first: extremes, trace, norms, mass at zero, status.
 
     Trace, Frobenius norm and masses are estimates of one probe; the Frobenius norm is raised to
-    :func:`least_frobenius_norm`, which is proven, where the estimate is below it.
+    :func:`least_frobenius_norm`, which is proven, where the estimate is below it. The negative mass
+    leaves out what is undecided: values that are zero within their residuals.
     """
     values, residuals = spectrum.values, spectrum.residuals
     lines = [
@@ -101,6 +102,21 @@ def least_frobenius_norm(spectrum: Spectrum) -> float:
     return float(spectrum.values.norm())
 
 
+def negative_values(spectrum: Spectrum) -> tuple[Tensor, Tensor]:
+    """Return which values are below zero for certain, and which may be, each ``(m,)``.
+
+    A value within its residual of zero may stand for eigenvalues on either side of it; one within
+    roundoff of zero, with a residual no larger, is zero.
+
+    Args:
+        spectrum: What a run found.
+    """
+    known = spectrum.residuals.clamp(min=spectrum.roundoff)
+    undecided = (spectrum.values.abs() <= known) & (spectrum.residuals > spectrum.roundoff)
+    certain = spectrum.values < -known
+    return certain, certain | undecided
+
+
 def _ends(count: int, num_rows: int) -> list[int]:
     """Indices of the largest values, then the smallest, descending."""
     top = list(range(count - 1, max(count - 1 - num_rows, -1), -1))
@@ -115,10 +131,11 @@ def _totals(spectrum: Spectrum) -> list[str]:
     trace, square = float(weights @ values), float(weights @ values.square())
     norm = max((n * square) ** 0.5, least_frobenius_norm(spectrum))
     nearest = int(values.abs().argmin())
-    negative = values < -spectrum.roundoff
+    low, high = (float(weights[some].sum()) for some in negative_values(spectrum))
+    undecided = f", undecided {high - low:.3g}" if high > low else ""
     return [
         f"  trace ~ {n * trace:.5g}, Frobenius norm ~ {norm:.5g}, "
         f"spectral norm >= {float(values.abs().max()):.6g}",
         f"  mass nearest zero {float(weights[nearest]):.3g} at {float(values[nearest]):.2g}, "
-        f"negative mass {float(weights[negative].sum()):.3g} (one probe: no error bars)",
+        f"negative mass {low:.3g}{undecided} (one probe: no error bars)",
     ]
