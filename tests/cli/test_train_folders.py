@@ -79,6 +79,16 @@ def test_two_commands_in_one_folder_are_one_too_many(here, tmp_path, refused):
     assert ritz("train", *OWN, "--out", tmp_path / "run", "--json", "--restart", *SMALL) == 0
 
 
+@pytest.mark.parametrize("name", [".lock", "log.jsonl"])
+def test_a_link_to_a_file_of_the_user_is_refused(here, tmp_path, refused, name):
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(precious)
+    assert f"{name} is a link" in refused("train", *OWN, *SMALL, "--out", tmp_path / "run")
+    assert precious.read_text() == "mine"
+
+
 def test_a_last_batch_of_one_row_has_an_option(here, tmp_path, refused, capsys):
     usual = ["train", *OWN, "--set-data", "rows=33", *SMALL, "--out", tmp_path / "run"]
     assert "--drop-last" in refused(*usual)

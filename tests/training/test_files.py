@@ -180,10 +180,11 @@ def test_a_quota_of_the_system_leaves_it_too(tmp_path):
 
 
 def test_a_read_only_folder_is_seen_before_training(tmp_path, monkeypatch):
-    def refuse(self, *args, **kwargs):
+    def refuse(path, flags):
         raise PermissionError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(Path, "touch", refuse)  # the first thing that writing does
+    # The first thing that writing does.
+    monkeypatch.setattr("ritz.training.locks.open_own", refuse)
     model = network()
     with pytest.raises(CheckpointError, match="Read-only file system; none is there"):
         fit(model, samples(), checkpoint=tmp_path, **RUN)

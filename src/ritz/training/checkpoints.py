@@ -17,6 +17,7 @@ from ritz._core.distributed import all_max
 from ritz._core.storage import UNTOUCHED, is_own, load, save, storable, write_text
 from ritz.optim.companions import parameters
 from ritz.training.feeds import is_writer
+from ritz.training.links import LinkError
 from ritz.training.locks import FolderInUseError, sole_writer
 
 NAME = "checkpoint.safetensors"
@@ -150,7 +151,7 @@ class Folder(os.PathLike[str]):
             yield
         except CheckpointError:
             raise
-        except FolderInUseError as error:
+        except (FolderInUseError, LinkError) as error:
             raise CheckpointError(str(error)) from error
         except (OSError, SafetensorError) as error:
             # safetensors reports what the system said in words of its own

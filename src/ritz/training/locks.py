@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ritz.training.links import open_own
+
 try:
     import fcntl
 except ImportError:  # not a POSIX system: nobody is kept out
@@ -43,12 +45,11 @@ def sole_writer(folder: Path) -> Iterator[None]:
 def _locked(path: Path) -> int:
     """A descriptor of the file that has the name ``path`` and is locked by it."""
     while True:
-        path.touch()
-        file = os.open(path, os.O_RDWR)
+        file = open_own(path, os.O_RDWR)
         try:
             _lock(file, path)
             # The owner before may have removed the name between opening and locking.
-            if path.exists() and os.path.samestat(os.fstat(file), path.stat()):
+            if _is_at(file, path):
                 os.ftruncate(file, 0)
                 os.write(file, f"{os.getpid()}".encode())
                 return file
@@ -56,6 +57,13 @@ def _locked(path: Path) -> int:
             os.close(file)
             raise
         os.close(file)
+
+
+def _is_at(file: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), path.lstat())
+    except FileNotFoundError:
+        return False
 
 
 def _lock(file: int, path: Path) -> None:

@@ -11,6 +11,8 @@ import os
 from pathlib import Path
 from typing import Any, final
 
+from ritz.training.links import check_no_link, open_own
+
 Record = dict[str, Any]
 
 
@@ -25,18 +27,19 @@ class Log:
     A kill leaves whole lines. A line that cannot be written whole (disk full) is taken out again.
 
     Args:
-        path: The file, made where it is missing; its folder must exist.
+        path: The file, made where it is missing, and no link; its folder must exist.
         size: Bytes to keep of a file that is there; what follows them is cut.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, size: int = 0) -> None:
         self.path = Path(path)
+        check_no_link(self.path)
         present = self.path.stat().st_size if self.path.exists() else 0
         if present < size:
             raise ValueError(f"log must be that of the run that is resumed, with {size} bytes or "
                              f"more; {self.path} has {present}")  # fmt: skip
         try:
-            self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            self._file = open_own(self.path, os.O_WRONLY | os.O_APPEND)
             os.ftruncate(self._file, size)
         except OSError as error:
             raise LogError(f"cannot write the log {self.path}: {error.strerror}") from error

@@ -18,6 +18,7 @@ from ritz.training.checkpoints import Checkpoint, Folder, load_optimizer_state, 
 from ritz.training.feeds import is_writer, num_rows, own_rows
 from ritz.training.interrupts import Interrupts
 from ritz.training.judging import Judge
+from ritz.training.links import check_no_link
 from ritz.training.logs import Log, Record, size_without_final, times_path
 from ritz.training.processes import gathered, generator_states, set_generator_states
 from ritz.training.results import with_perplexity
@@ -71,6 +72,8 @@ class Run:
         self._log_path, self._log_bytes = log, 0
         self._log: Log | None = None
         self._times: Log | None = None
+        for path in () if log is None else (Path(log), times_path(log)):
+            check_no_link(path)  # before anything of the run before is removed
         found = folder.read() if folder is not None and resume else None
         self._anew, self._longer, self._begun = found is None, False, False
         if found is not None:

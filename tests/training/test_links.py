@@ -1,0 +1,77 @@
+"""Nothing is written through a link, and those who take turns in a folder do not fail."""
+
+import threading
+
+import pytest
+from training.examples import network, samples
+
+from ritz.training import CheckpointError, fit
+from ritz.training.links import LinkError
+from ritz.training.locks import FolderInUseError, sole_writer
+from ritz.training.logs import Log
+
+RUN = {"num_epochs": 1, "batch_size": 12}
+
+
+@pytest.fixture
+def precious(tmp_path):
+    found = tmp_path / "precious"
+    found.write_text("not of a run")
+    return found
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("name", [".lock", "log.jsonl", "log.times.jsonl"])
+@pytest.mark.parametrize("leads", [True, False])
+def test_a_link_is_refused_before_anything_is_changed(tmp_path, precious, name, leads):
+    folder = tmp_path / "run"
+    given = {"checkpoint": folder, "log": folder / "log.jsonl"}
+    fit(network(), samples(), **given, **RUN)
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(precious)
+    before = contents(folder)
+    if not leads:
+        precious.unlink()
+    with pytest.raises(OSError, match=rf"{name} is a link.*: remove it, or give another path"):
+        fit(network(), samples(), resume=False, **given, **RUN)
+    assert precious.exists() == leads
+    assert (folder / name).is_symlink()
+    if not leads:
+        precious.write_text("not of a run")
+    assert contents(folder) == before
+
+
+def test_a_folder_and_a_log_say_so_each(tmp_path, precious):
+    (tmp_path / ".lock").symlink_to(precious)
+    with pytest.raises(CheckpointError, match="is a link"):
+        fit(network(), samples(), checkpoint=tmp_path, **RUN)
+    with pytest.raises(LinkError, match="is a link"):
+        Log(tmp_path / ".lock")
+    assert precious.read_text() == "not of a run"
+
+
+def test_those_who_take_turns_meet_no_other_error_than_that(tmp_path):
+    """A lock has gone between any two looks at it; each open file is locked on its own."""
+    errors, turns = [], []
+
+    def take():
+        for _ in range(500):
+            try:
+                with sole_writer(tmp_path):
+                    turns.append(1)
+            except FolderInUseError:
+                pass
+            except OSError as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert turns
+    assert list(tmp_path.iterdir()) == []
