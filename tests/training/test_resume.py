@@ -195,6 +195,20 @@ def test_convolutions_are_resumed_again_and_again(tmp_path, optimizer):
     assert_same_bits(state(parts), state(whole))
 
 
+@pytest.mark.parametrize("name", ["data", "validation"])
+def test_loaders_that_keep_their_workers_are_warned_of(tmp_path, name):
+    def parts(**options):
+        loader = DataLoader(TensorDataset(*samples()), 12, num_workers=1, **options)
+        return {"data": samples(), "batch_size": 12} | {name: loader}
+
+    common = {"num_epochs": 1, "checkpoint": tmp_path, "resume": False}
+    with pytest.warns(UserWarning, match=rf"not resumed .* \({name}\).*persistent_workers=False"):
+        fit(network(), **parts(persistent_workers=True), **common)
+    # Warnings are errors here: there is none without workers that are kept, or without a folder.
+    assert fit(network(), **parts(), **common).status.ok
+    assert fit(network(), **parts(persistent_workers=True), num_epochs=1).status.ok
+
+
 def test_a_falling_rate_is_not_stretched(tmp_path):
     common = {"batch_size": 12, "checkpoint": tmp_path, "schedule": "linear"}
     fit(network(), samples(), num_epochs=2, **common)

@@ -122,6 +122,11 @@ class Feed:
         return list(dict.fromkeys(each for each in found if isinstance(each, torch.Generator)))
 
     @property
+    def keeps_workers(self) -> bool:
+        """Whether a loader keeps its workers, and draws their seed in its first epoch alone."""
+        return bool(getattr(self._source, "persistent_workers", False))
+
+    @property
     def is_text(self) -> bool:
         """Whether the data are a text, whose loss is read as a perplexity."""
         return isinstance(self._source, TextSplit)

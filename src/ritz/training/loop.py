@@ -2,6 +2,7 @@
 
 import os
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import replace
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from ritz._core.progress import Progress
 from ritz.curvature.adapters import Forward
 from ritz.training.assembling import OptimizerChoice, assemble
 from ritz.training.checkpoints import held_folder
-from ritz.training.feeds import Feed, splits
+from ritz.training.feeds import Feed, is_writer, splits
 from ritz.training.interrupts import Interrupts
 from ritz.training.judging import Judge
 from ritz.training.processes import arranged, channels_last, joined_processes
@@ -83,15 +84,17 @@ def fit(
     with :math:`P_t` the optimiser's. A run with a ``checkpoint`` folder that is killed, or
     interrupted by ctrl-C or the signal to terminate (which save first, between two steps), goes on
     when the same call is made again, and ends with the same files bit for bit: on the CPU, and on
-    CUDA with ``deterministic=True``. Order and augmentation of an epoch depend on ``seed`` and its
-    number alone; dropout draws from the global generators, which are seeded for the run and then
-    put back. A model with ``initial_state`` carries its state, without gradient, from batch to
-    batch of an epoch and of an evaluation where ``data.consecutive``, as that of a text is; see
-    :class:`ritz.training.states.CarriedState`. Under ``torchrun`` the processes share every
-    batch by rows: gradients are those of one process, to roundoff, whether or not the rows divide
-    evenly, but for batch norm, which takes the statistics of the rows that a process has; the first
-    process writes. Labels that ``loss_fn`` ignores, and weights of classes, count in no mean but as
-    they do in the loss.
+    CUDA with ``deterministic=True``. A loader with ``persistent_workers`` draws once for all its
+    epochs: with one, a resumed run goes on in another order, and a warning says so. Order and
+    augmentation of an epoch depend on ``seed`` and its number alone; dropout draws from
+    the global generators, which are seeded for the run and then put back. A model with
+    ``initial_state`` carries its state, without gradient, from batch to batch of an epoch and of an
+    evaluation where ``data.consecutive``, as that of a text is; see
+    :class:`ritz.training.states.CarriedState`. Under ``torchrun`` the processes share every batch
+    by rows: gradients are those of one process, to roundoff, whether or not the rows divide evenly,
+    but for batch norm, which takes the statistics of the rows that a process has; the first process
+    writes. Labels that ``loss_fn`` ignores, and weights of classes, count in no mean but as they do
+    in the loss.
 
     Cost beyond forward, backward and step: the loss is added up on the device and read once an
     epoch, so no step waits for it. Files: ``checkpoint/checkpoint.safetensors`` and, at the end,
@@ -183,6 +186,8 @@ def fit(
             channels_last(model, precision, where),
         ):
             feed, held = _feeds(data, validation, test, augment, settings, where)
+            if folder is not None and is_writer():
+                _warn_of_kept_workers({"data": feed} | held)
             parts = assemble(
                 model,
                 feed,
@@ -259,6 +264,14 @@ def _feeds(
         name: Feed(part, batch_size=sizes[name], device=device, shuffled=False, name=name)
         for name, part in held.items()
     }
+
+
+def _warn_of_kept_workers(feeds: Mapping[str, Feed]) -> None:
+    names = [name for name, feed in feeds.items() if feed.keeps_workers]
+    if names:
+        warnings.warn(f"a run with this loader is not resumed bit for bit ({', '.join(names)}): "
+                      "one that keeps its workers draws their seed in its first epoch alone; give "
+                      "it persistent_workers=False", UserWarning, stacklevel=3)  # fmt: skip
 
 
 def _evaluated(part: Any, size: int | None) -> int | None:
