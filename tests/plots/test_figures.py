@@ -137,6 +137,18 @@ def test_a_shared_legend_runs_from_negative_to_positive_whichever_panel_comes_fi
     pyplot.close(figure)
 
 
+def test_a_shared_legend_has_what_is_asked_for_then_ritz_values_then_the_rest(matrix):
+    figure, axes = plots.panels(1, 2)
+    for ax, one in zip(axes, (matrix.abs(), matrix), strict=True):
+        plots.against_exact(
+            ritz.lanczos(one, num_steps=20), one.diagonal(), diagonal=one.diagonal(), ax=ax
+        )
+    plots.share_legend(figure, first=["exact"])
+    found = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert found == ["exact", *KINDS, "diagonal"]
+    pyplot.close(figure)
+
+
 def test_a_long_label_keeps_off_the_edge():
     figure, (ax,) = plots.panels()
     ax.set_xticks([0, 1], ["first", "a label that is long enough to stand out"])

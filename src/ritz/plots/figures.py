@@ -62,7 +62,8 @@ def share_legend(figure: "Figure", *, first: Sequence[str] = ()) -> None:
 
     Args:
         figure: Whose axes have labels; equal ones are taken for the same thing.
-        first: Labels that come first where they occur; the others follow as they appear.
+        first: Labels that come first where they occur; then Ritz values, from negative to
+            positive; the others follow as they appear.
     """
     entries: dict[str, Any] = {}
     for ax in figure.axes:
@@ -70,7 +71,9 @@ def share_legend(figure: "Figure", *, first: Sequence[str] = ()) -> None:
         entries |= dict(zip(labels, handles, strict=True))
         if (own := ax.get_legend()) is not None:
             own.remove()
-    labels = [label for label in dict.fromkeys((*first, *entries)) if label in entries]
+    # From left to right as in the panels, whichever of them has which.
+    stems = [_stem_label(sign, converged) for sign in STEMS for converged in (True, False)]
+    labels = [label for label in dict.fromkeys((*first, *stems, *entries)) if label in entries]
     if labels:
         _legend_above(figure, [entries[label] for label in labels], labels)
 
@@ -132,9 +135,7 @@ def spectra(
         _scale(ax, float(values.min()), float(values.max()), log)
     if axes is None:
         _label_outer(drawn, columns)
-        # From left to right as in the panels, whichever of them has which.
-        order = [_stem_label(sign, converged) for sign in STEMS for converged in (True, False)]
-        share_legend(drawn[0].figure, first=order)  # type: ignore[arg-type]
+        share_legend(drawn[0].figure)  # type: ignore[arg-type]
     return drawn
 
 
