@@ -1,5 +1,7 @@
 """``python -m ritz`` and the ``ritz`` command."""
 
+import contextlib
+import os
 import sys
 
 
@@ -20,5 +22,16 @@ def main() -> None:
     sys.exit(code)
 
 
+def _put_installed_modules_first() -> None:
+    """Move the current folder, which ``python -m`` puts in front, to the end of the path.
+
+    Otherwise a ``matplotlib.py`` in a folder that was downloaded would run.
+    """
+    with contextlib.suppress(FileNotFoundError):  # the current folder is gone
+        if not sys.flags.safe_path and sys.path[0] in ("", os.getcwd()):
+            sys.path.append(sys.path.pop(0))
+
+
 if __name__ == "__main__":
+    _put_installed_modules_first()
     main()

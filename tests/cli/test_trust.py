@@ -12,6 +12,22 @@ from cli.own import ritz
 from ritz.cli._trust import Trust
 
 MARK = "from pathlib import Path\nPath({!r}).touch()\n"
+MINE = """
+import functools
+import this_is_callable_of_mine as a_module
+from random import seed
+
+thin = functools.partial(net, width=4)
+smooth = nn.CrossEntropyLoss(label_smoothing=0.1)
+"""
+CALLABLE = """
+import sys, types
+
+class Callable(types.ModuleType):
+    def __call__(self): ...
+
+sys.modules[__name__].__class__ = Callable
+"""
 SOURCE = "from torch import nn\n\ndef net(**options):\n    return nn.Linear(64, 10)\n"
 DATA = """
 import torch
@@ -167,6 +183,20 @@ def test_only_what_was_written_in_a_file_is_called(work, attribute):
     with pytest.raises(ValueError, match="which was not written there but comes from"):
         own(f"net_of_mine:{attribute}", written_in=work / "run")
     assert own("net_of_mine:net", written_in=work / "run")(width=3).out_features == 10
+
+
+def test_partial_functions_and_instances_are_of_the_file_that_holds_them(work):
+    from ritz.cli._targets import own
+
+    (work / "net_of_mine.py").write_text(SOURCE + MINE)
+    (work / "this_is_callable_of_mine.py").write_text(CALLABLE)
+    run = work / "run"
+    assert own("net_of_mine:thin", written_in=run)().out_features == 10
+    assert own("net_of_mine:smooth", written_in=run).label_smoothing == 0.1
+    with pytest.raises(ValueError, match="which was not written there but comes from random"):
+        own("net_of_mine:seed", written_in=run)
+    with pytest.raises(ValueError, match="net_of_mine has no function 'a_module'"):
+        own("net_of_mine:a_module", written_in=run)
 
 
 def test_a_users_own_files_are_found_by_the_run_alone(work, capsys):

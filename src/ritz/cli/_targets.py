@@ -1,15 +1,16 @@
 """What users name: registered models, data and losses, or their own as ``module:factory``."""
 
-import contextlib
 import difflib
 import importlib
 import importlib.util
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -112,26 +113,45 @@ def loss_function(target: str, *, written_in: Path | None = None) -> Callable[..
 def own(target: str, *, written_in: Path | None = None) -> Callable[..., Any]:
     """Return what ``module:factory`` names; modules of the current folder come first.
 
-    A name that was ``written_in`` a run folder is followed as far as :class:`Trust` goes.
+    A name that was ``written_in`` a run folder is followed as far as :class:`Trust` goes: to the
+    user's own files alone, but to any function in them, with any arguments. So runs of strangers
+    are not to be measured in a folder with scripts.
     """
     name, _, attribute = target.partition(":")
     if not (name and attribute and all(part.isidentifier() for part in name.split("."))):
         raise ValueError(f"{target!r} must be of the form module:factory")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
     trust = None if written_in is None else Trust(written_in)
-    if trust is not None:
-        trust.check_module(name, target)
-    module = _imported(name, target)
+    with _current_folder_first() if trust is None or trust.any_own else nullcontext():
+        if trust is not None:
+            trust.check_module(name, target)
+        module = _imported(name, target)
     found = getattr(module, attribute, None)
-    if not callable(found):
+    if not callable(found) or isinstance(found, ModuleType):
         public = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
         raise ValueError(
             f"{target!r}: {name} has no function {attribute!r}{_near(attribute, public)}"
         )
     if trust is not None:
-        trust.check_callable(found, target)
+        trust.check_callable(module, attribute, target)
     return found  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _current_folder_first() -> Iterator[None]:
+    """Look in the current folder first, and afterwards last.
+
+    Last for what a module imports when it is called: what is installed comes before files that
+    happen to bear its name.
+    """
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # the module took it out
+            sys.path.remove(here)
+        if here not in sys.path:
+            sys.path.append(here)
 
 
 def parse_settings(option: str, settings: Iterable[str] | None) -> dict[str, Any]:
@@ -155,11 +175,11 @@ def _placed(value: Any) -> Any:
 
 def _value(text: str) -> Any:
     plain = text.replace("True", "true").replace("False", "false")
-    with contextlib.suppress(json.JSONDecodeError):
+    with suppress(json.JSONDecodeError):
         return json.loads(plain)
     bracketed = plain.startswith("(") and plain.endswith(")")  # as Python writes several
     inner = plain[1:-1] if bracketed else plain
-    with contextlib.suppress(json.JSONDecodeError):
+    with suppress(json.JSONDecodeError):
         several = json.loads(f"[{inner.strip().removesuffix(',')}]")
         if all(type(item) in (int, float) for item in several) and (several or bracketed):
             return several

@@ -6,7 +6,9 @@ import pkgutil
 import sys
 import sysconfig
 from importlib.machinery import ModuleSpec, SourceFileLoader
+from inspect import isclass, isroutine
 from pathlib import Path
+from types import ModuleType
 from typing import Any, final
 
 # What is installed is not the user's own, even where it lies below the current folder.
@@ -26,6 +28,10 @@ class Trust:
     current one. Nothing is imported before its place, and those of all packages around it, are
     known; and what is called must have been written there, not have been imported.
 
+    That is all that is promised. A run may name any file, function, class or object of the user's
+    own, and give it any arguments: importing a script runs it, and a function that removes a folder
+    removes what the run says. Do not measure runs of strangers in a folder with scripts.
+
     Args:
         run: The run folder.
     """
@@ -34,6 +40,11 @@ class Trust:
         self._here = Path.cwd().resolve()
         places = {Path(os.path.abspath(run)), run.resolve()}
         self._foreign = [self._brought_along(place) for place in places]
+
+    @property
+    def any_own(self) -> bool:
+        """Whether the current folder may hold such files: not where it is, or is in, the run."""
+        return not any(self._here.is_relative_to(place) for place in self._foreign)
 
     def check_module(self, name: str, target: str) -> None:
         """Raise unless importing a module, by its dotted name, runs the user's own files alone.
@@ -48,8 +59,15 @@ class Trust:
                 "outside the run: where you trust it, name it yourself (--model, --data, --loss)"
             )
 
-    def check_callable(self, found: Any, target: str) -> None:
-        """Raise unless what is to be called was written in such a file."""
+    def check_callable(self, module: ModuleType, attribute: str, target: str) -> None:
+        """Raise unless what is to be called was written in such a file, the module's or another.
+
+        Functions and classes say where that was. An instance, such as a loss with its settings or
+        a partial function, is the work of the module that holds it.
+        """
+        found = getattr(module, attribute)
+        if attribute in vars(module) and not (isroutine(found) or isclass(found)):
+            return
         name = getattr(found, "__module__", None)
         if not (isinstance(name, str) and self._is_own(name)):
             raise ValueError(
