@@ -89,6 +89,20 @@ def test_files_of_others_are_not_removed(tmp_path):
     assert names(tmp_path) == ["weights.safetensors"]
 
 
+@pytest.mark.parametrize("gone", [[], ["weights.safetensors"]])
+def test_weights_without_their_checkpoint_are_not_removed_unasked(tmp_path, gone):
+    fit(network(), samples(), checkpoint=tmp_path, keep=[1], **RUN)
+    for name in ["checkpoint.safetensors", *gone]:
+        (tmp_path / name).unlink()
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert "epoch-0001.safetensors" in before
+    with pytest.raises(CheckpointError, match=r"of a run whose checkpoint is gone.*--restart"):
+        fit(network(), samples(), checkpoint=tmp_path, **RUN)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    fit(network(), samples(), checkpoint=tmp_path, resume=False, **RUN)
+    assert names(tmp_path) == ["checkpoint.safetensors", "weights.safetensors"]
+
+
 def test_fewer_epochs_than_are_done_are_refused(tmp_path):
     fit(network(), samples(), checkpoint=tmp_path, **RUN)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}

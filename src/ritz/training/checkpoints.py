@@ -106,8 +106,7 @@ class Folder(os.PathLike[str]):
         """Remove what another run has left."""
         with self._writing("begin a run in", self.path):
             # The checkpoint first: without it nothing goes on from what is left.
-            kept = sorted(self.path.glob("epoch-[0-9]*.safetensors"))
-            _remove([self.file, self.path / WEIGHTS, self.path / AVERAGE, *kept])
+            _remove([self.file, *self._weights()])
         self._good = ""
 
     def write_texts(self) -> None:
@@ -125,8 +124,13 @@ class Folder(os.PathLike[str]):
         self._good = _place(checkpoint)
 
     def read(self) -> Checkpoint | None:
-        """The checkpoint, if there is one."""
+        """The checkpoint, if there is one; raise where weights of a run are there without it."""
         if not self.file.exists():
+            left = next((path for path in self._weights() if is_own(path)), None)
+            if left is not None:
+                raise CheckpointError(f"{left} is of a run whose checkpoint is gone: begin anew "
+                                      "with resume=False (--restart), which removes it, or give "
+                                      "another folder")  # fmt: skip
             return None
         found = load(self.file)
         if not isinstance(found, Checkpoint):
@@ -160,6 +164,12 @@ class Folder(os.PathLike[str]):
             if self._good:
                 left = f"the last good one, {self._good}, is whole"
             raise CheckpointError(f"cannot {what} {path}: {reason}; {left}") from error
+
+    def _weights(self) -> list[Path]:
+        """The files of weights that are there."""
+        kept = sorted(self.path.glob("epoch-[0-9]*.safetensors"))
+        found = [self.path / WEIGHTS, self.path / AVERAGE, *kept]
+        return [path for path in found if path.exists()]
 
     def _remove_unfinished(self) -> None:
         """Remove what a run that was killed while it wrote has left: as large as a checkpoint."""

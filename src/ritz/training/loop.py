@@ -159,7 +159,8 @@ def fit(
 
     Raises:
         CheckpointError: A checkpoint cannot be written: the disk is full, the folder read-only, or
-            another process writes in it. The last good one stays.
+            another process writes in it. The last good one stays. Or weights of a run are there
+            without its checkpoint, and ``resume``.
 
     Example:
         >>> import torch, ritz.training
