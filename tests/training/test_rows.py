@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from training.examples import assert_same_bits, network, samples, state
 from training.texts import text
 
@@ -85,3 +85,16 @@ def test_maps_of_several_pixels_are_trained_on_one_row_and_asking_changes_nothin
 def test_where_there_is_nothing_to_leave_out_it_is_refused(data, message):
     with pytest.raises(ValueError, match=message):
         fit(network(), data, num_epochs=1, batch_size=8, drop_last=True)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return zip(*samples(24), strict=True)
+
+
+def test_a_loader_of_data_without_a_length_is_gone_through():
+    assert Feed(DataLoader(Stream(), 8), batch_size=None, device=CPU,
+                shuffled=True).num_batches is None  # fmt: skip
+    assert fit(network(), DataLoader(Stream(), 8), num_epochs=2).num_steps == 6
+    with pytest.raises(ValueError, match="steps_per_epoch must be given with average_from"):
+        fit(network(), DataLoader(Stream(), 8), num_epochs=2, average_from=1)

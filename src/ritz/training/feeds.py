@@ -1,6 +1,6 @@
 """Data as epochs of batches, whatever they came as; every process sees its rows of each batch."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from math import ceil
 from typing import Any, final
@@ -73,12 +73,11 @@ class Feed:
         source, size = self._source, self._batch_size or 1
         if _is_tensors(source):
             return len(source[0])
-        if not (self._cuts and isinstance(source, Sized)):
+        count = _length(source) if self._cuts else None
+        if count is None:
             return None
-        found = source.batches(size)  # type: ignore[attr-defined]
         # What is counted is samples where as many batches come of it.
-        alike = isinstance(found, Sized) and len(found) == ceil(len(source) / size)
-        return len(source) if alike else None
+        return count if _length(source.batches(size)) == ceil(count / size) else None
 
     @property
     def last_rows(self) -> int | None:
@@ -105,7 +104,7 @@ class Feed:
             return ceil(len(source[0]) / (self._batch_size or 1))
         if self._cuts:
             source = source.batches(self._batch_size)
-        return len(source) if isinstance(source, Sized) else None
+        return _length(source)
 
     @property
     def consecutive(self) -> bool:
@@ -242,6 +241,14 @@ def is_writer() -> bool:
 
 def _rows(leaf: Any, mine: slice, count: int) -> Any:
     return leaf[mine] if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == count else leaf
+
+
+def _length(source: Any) -> int | None:
+    """What ``len`` says; a loader has one that raises where its data have none."""
+    try:
+        return len(source)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def _is_tensors(source: Any) -> bool:
