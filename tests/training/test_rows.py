@@ -98,3 +98,14 @@ def test_a_loader_of_data_without_a_length_is_gone_through():
     assert fit(network(), DataLoader(Stream(), 8), num_epochs=2).num_steps == 6
     with pytest.raises(ValueError, match="steps_per_epoch must be given with average_from"):
         fit(network(), DataLoader(Stream(), 8), num_epochs=2, average_from=1)
+
+
+def test_lazy_layers_get_their_shapes_from_the_first_step():
+    def model():
+        return nn.Sequential(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 2, 3), nn.LazyBatchNorm1d(),
+                             nn.Flatten(), nn.LazyLinear(3))  # fmt: skip
+
+    assert fit(model(), samples(25), num_epochs=1, batch_size=8).num_steps == 4
+    flat = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.Linear(8, 3))
+    with pytest.raises(ValueError, match=ADVICE):
+        fit(flat, samples(25), num_epochs=1, batch_size=8)

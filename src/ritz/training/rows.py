@@ -1,6 +1,8 @@
 """Batches of one row, which batch norm in train mode cannot take: seen before they are met."""
 
 import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ritz._core.batchnorm import batch_norms
 from ritz._core.distributed import world_size
@@ -15,10 +17,12 @@ def check_last_batch(parts: Parts, settings: Settings) -> None:
     """Raise where the last batch of an epoch leaves a process one row, and the model takes none.
 
     Maps of several pixels have several values in a row, so the model itself is asked, with its
-    buffers and the generators put back.
+    buffers and the generators put back; one with lazy layers is not, for it would take their shape.
     """
     rows = parts.feed.last_rows
     if rows is None or rows // world_size() > 1 or not batch_norms(parts.model):
+        return
+    if _is_unfinished(parts.model):
         return
     parts.model.train()
     kept = [(buffer, buffer.clone()) for buffer in parts.model.buffers()]
@@ -33,6 +37,10 @@ def check_last_batch(parts: Parts, settings: Settings) -> None:
     finally:
         for buffer, before in kept:
             buffer.copy_(before)
+
+
+def _is_unfinished(model: nn.Module) -> bool:
+    return any(is_lazy(x) for x in (*model.parameters(), *model.buffers()))
 
 
 def explained(error: ValueError, rows: int, settings: Settings) -> ValueError:
