@@ -6,7 +6,9 @@ from cli.own import ritz, stopping_after
 from torch.nn.functional import cross_entropy
 
 import ritz as library
+from ritz.cli._runs import Choice, _config
 from ritz.measures import Landscape, Landscape2d, Sharpness
+from ritz.training.workflows import RunConfig
 
 FEW = ["--steps", "6"]
 
@@ -125,6 +127,34 @@ def test_without_matplotlib_the_numbers_are_written_all_the_same(
     )
     assert ritz("landscape", "run", "--points", "3", "--json", *FEW, "--out", tmp_path) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["landscape-steps6-points3.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "model", "data"),
+    [
+        (["--model", "own_model:net", "--data", "own_data:load"], {"width": 5}, {"rows": 40}),
+        (["--set-data", "rows=24"], {"width": 5}, {"rows": 24}),
+        (["--data", "own_data:load", "--set-data", "rows=24"], {"width": 5}, {"rows": 24}),
+        (["--model", "own_model:net", "--set-model", "width=3"], {"width": 3}, {"rows": 40}),
+        (["--model", "mlp", "--data", "digits", "--set-model", "hidden=2"], {"hidden": 2}, {}),
+    ],
+)
+def test_options_of_the_run_hold_for_its_model_and_data_alone(tmp_path, arguments, model, data):
+    made = RunConfig(model="own_model:net", model_options={"width": 5}, data="own_data:load",
+                     data_options={"rows": 40})  # fmt: skip
+    given = {f"{name[2:].replace('-', '_')}": [value] if "set" in name else value
+             for name, value in zip(arguments[::2], arguments[1::2], strict=True)}  # fmt: skip
+    config = _config(Choice(source=tmp_path, **given), tmp_path, made)
+    assert (config.model_options, config.data_options) == (model, data)
+
+
+def test_a_run_whose_names_are_given_again_is_measured_with_its_options(here, tmp_path, capsys):
+    options = ["--set-model", "width=2", "--set-data", "rows=20", "--epochs", "1", "--json"]
+    names = ["--model", "own_model:net", "--data", "own_data:load"]
+    assert ritz("train", *names, *options, "--out", tmp_path) == 0
+    capsys.readouterr()
+    assert ritz("spectrum", tmp_path, *names, "--steps", "3", "--json") == 0
+    assert "20 samples" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -245,10 +245,8 @@ def _config(choice: Choice, folder: Path, made: RunConfig | None) -> RunConfig:
     names = ("model", "data", "loss", "batch_size")
     given = {name: getattr(choice, name) for name in names}
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if choice.model is not None or choice.set_model:
-        changes["model_options"] = parse_settings("--set-model", choice.set_model)
-    if choice.data is not None or choice.set_data:
-        changes["data_options"] = parse_settings("--set-data", choice.set_data)
+    for kind in ("model", "data"):
+        changes[f"{kind}_options"] = _options(choice, kind, made)
     if made is not None:
         return RunConfig(**(made.plain() | changes))
     missing = [f"--{name}" for name in ("model", "data") if given[name] is None]
@@ -256,6 +254,14 @@ def _config(choice: Choice, folder: Path, made: RunConfig | None) -> RunConfig:
         raise ValueError(f"{folder} has no run.json, which says what {choice.source.name} was made "
                          f"from: give {' and '.join(missing)}")  # fmt: skip
     return RunConfig(**changes)
+
+
+def _options(choice: Choice, kind: str, made: RunConfig | None) -> dict[str, Any]:
+    """Those asked for, and the others of the run, unless they belong to another name."""
+    asked = parse_settings(f"--set-{kind}", getattr(choice, f"set_{kind}"))
+    if made is None or getattr(choice, kind) not in (None, getattr(made, kind)):
+        return asked
+    return {**getattr(made, f"{kind}_options"), **asked}
 
 
 def draw(result: Any, path: Path) -> list[Path]:
