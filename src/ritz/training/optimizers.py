@@ -59,10 +59,12 @@ def create_optimizer(
     if plan and "start" in inspect.signature(make).parameters:
         settings = dict(plan) | settings
     params = list(params)
+    if _is_sgd(make) and not _may_fuse(params, settings):
+        capturable = False  # it is captured fused alone
+    elif _is_sgd(make):
+        settings |= {"fused": True}  # one launch, and the arithmetic of captured steps
     if capturable:
         settings |= _capturable(make, params, settings)
-    elif _is_sgd(make) and params and params[0].is_cuda:
-        settings = {"fused": True} | settings  # one launch, and the arithmetic of captured steps
     return make(params, **settings)
 
 
@@ -97,7 +99,14 @@ def _capturable(
     if rate is None or not params:
         return {}
     found: dict[str, Any] = {"lr": torch.tensor(float(rate), device=params[0].device)}
-    return found | ({"fused": True} if _is_sgd(make) else {"capturable": True})
+    return found | ({} if _is_sgd(make) else {"capturable": True})
+
+
+def _may_fuse(params: list[nn.Parameter], settings: Mapping[str, Any]) -> bool:
+    """Whether all of it is on CUDA, and no other way of stepping was asked for."""
+    other = any(settings.get(name) is not None for name in ("foreach", "differentiable"))
+    free = not other and settings.get("fused") is not False
+    return free and bool(params) and all(p.is_cuda for p in params)
 
 
 def _is_sgd(make: OptimizerFactory) -> bool:

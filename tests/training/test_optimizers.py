@@ -1,0 +1,36 @@
+"""Which way of stepping an optimiser by name is given."""
+
+from types import SimpleNamespace
+
+import pytest
+from torch.optim import SGD
+
+from ritz.training import optimizers
+
+CUDA, CPU = SimpleNamespace(is_cuda=True), SimpleNamespace(is_cuda=False)
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """The keywords that SGD would be made with, on parameters that are said to be on a device."""
+
+    def make(params, **settings):
+        return settings
+
+    make.inner = SGD
+    monkeypatch.setattr(optimizers, "_OPTIMIZERS", {"recorded": make})
+    return lambda params, **settings: optimizers.create_optimizer("recorded", params, **settings)
+
+
+def test_steps_on_cuda_are_fused_where_all_parameters_are_there(chosen):
+    assert chosen([CUDA, CUDA]) == {"fused": True}
+    assert chosen([CUDA, CPU]) == {}
+    assert chosen([]) == {}
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize(
+    "way", [{"foreach": True}, {"foreach": False}, {"fused": False}, {"differentiable": True}]
+)
+def test_a_way_of_stepping_that_is_asked_for_is_taken(chosen, way, capturable):
+    assert chosen([CUDA], capturable=capturable, lr=0.1, **way) == {"lr": 0.1, **way}
