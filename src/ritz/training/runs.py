@@ -198,9 +198,10 @@ class Run:
         The first batch is checked when it meets the model, all that lie ready before the second,
         others one by one in the first epoch.
         """
-        step, ready = self._parts.step, self._parts.feed.ready
+        step = self._parts.step
         if self._checked or self.epoch or step.num_classes is None:
             return
+        ready = self._parts.feed.ready
         first, found = (self.batch + 1, [batch]) if ready is None else (1, ready)
         for number, each in enumerate(found, start=first):
             target = step.adapter.target(each)
