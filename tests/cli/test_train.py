@@ -49,6 +49,19 @@ def test_json_for_machines_is_silent_otherwise(here, tmp_path, capsys):
     assert str(tmp_path / "run/weights.safetensors") in found["files"]
 
 
+def test_what_was_measured_before_is_not_said_to_be_written(here, finished, tmp_path, capsys):
+    run = shutil.copytree(finished, tmp_path / "run")
+    for name in ("spectrum-hessian.safetensors", "spectrum.png", "notes.epoch-0001.safetensors"):
+        (run / name).touch()
+    capsys.readouterr()
+    assert ritz("train", *OWN, *SMALL, "--keep", "2", "--restart", "--out", run) == 0
+    assert json.loads(capsys.readouterr().out)["files"] == [
+        str(run / name)
+        for name in ("checkpoint.safetensors", "epoch-0002.safetensors", "log.jsonl",
+                     "log.times.jsonl", "run.json", "weights.safetensors")
+    ]  # fmt: skip
+
+
 def test_the_seed_decides_and_a_run_that_is_over_is_left_as_it_is(here, tmp_path, capsys):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         assert ritz("train", *OWN, *SMALL, "--out", tmp_path / name, "--seed", seed) == 0

@@ -13,9 +13,12 @@ from ritz.cli._runs import Device, Loss, SetData, SetModel, default_device, writ
 from ritz.cli._targets import loss_function, make_data, make_model, parse_settings
 from ritz.data import TextSplit
 from ritz.training import CurvatureMonitor, TrainingResult
+from ritz.training.checkpoints import AVERAGE as AVERAGED
+from ritz.training.checkpoints import NAME, WEIGHTS
+from ritz.training.logs import times_path
 from ritz.training.monitors import QUANTITIES
 from ritz.training.sources import DataParts, sample
-from ritz.training.workflows import RunConfig, train_run
+from ritz.training.workflows import CONFIG, LOG, RunConfig, train_run
 
 EPILOG = """
 Examples:
@@ -291,10 +294,20 @@ def _run(
     if int(os.environ.get("RANK", "0")):
         return  # the first process of torchrun speaks
     shown = _facts(result) if as_json else result
-    print_result(shown, sorted(out.glob("*.*")), as_json=as_json)
+    print_result(shown, _written(out), as_json=as_json)
     if not result.status.ok:
         typer.echo(f"ritz: {result.status}", err=True)
         raise typer.Exit(1)
+
+
+def _written(folder: Path) -> list[Path]:
+    """The files of a run, without what was measured, and lies in its folder too."""
+    names = {CONFIG, LOG, times_path(LOG).name, NAME, WEIGHTS, AVERAGED}
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if path.name in names or path.match("epoch-[0-9]*.safetensors")
+    )
 
 
 def _facts(result: TrainingResult) -> dict[str, Any]:
