@@ -1,6 +1,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
 
 from ritz.cli._pairs import check_pair
 from ritz.training.sources import as_parts
@@ -33,6 +34,41 @@ def test_trying_changes_nothing():
     assert torch.equal(torch.random.get_rng_state(), drawn)
     assert model.training
     assert not model.frozen.training
+
+
+def test_what_fails_is_tried_on_the_device_that_was_chosen():
+    class Elsewhere(nn.Linear):
+        def forward(self, x):
+            if self.weight.device.type == "cpu":
+                raise RuntimeError("no such kernel")
+            return super().forward(x)
+
+    parts, model = as_parts((torch.ones(4, 3), TOKENS[:, 0])), Elsewhere(3, 2)
+    meta = torch.device("meta")
+    moved = []
+    model.to = lambda place: moved.append(place) or model
+    with pytest.raises(ValueError, match="no such kernel"):
+        check_pair(model, parts, name="elsewhere", device=meta)
+    assert moved == [meta, torch.device("cpu")]
+    with pytest.raises(ValueError, match="no such kernel"):
+        check_pair(model, parts, name="elsewhere", device=torch.device("cpu"))
+    assert len(moved) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.float32])
+def test_labels_that_cross_entropy_takes(dtype):
+    shape = (4, 2) if dtype.is_floating_point else (4,)
+    targets = torch.zeros(shape, dtype=dtype)
+    parts, model = as_parts((torch.ones(4, 3), targets)), nn.Linear(3, 2)
+    cross_entropy(model(parts.train[0]), targets)
+    check_pair(model, parts, name="linear", loss_fn=cross_entropy)
+
+
+def test_labels_of_other_types_are_for_other_losses():
+    parts = as_parts((torch.ones(4, 3), torch.zeros(4, dtype=torch.int16)))
+    check_pair(nn.Linear(3, 2), parts, name="linear", loss_fn=mse_loss)
+    with pytest.raises(TypeError, match="must be int64 or uint8 for cross-entropy, got int16"):
+        check_pair(nn.Linear(3, 2), parts, name="linear", loss_fn=cross_entropy)
 
 
 def test_what_cannot_be_tried_passes():

@@ -58,6 +58,13 @@ def a_list():
 def one():
     return torch.zeros(4, 6)
 
+def nothing():
+    arrays()
+
+def short():
+    x, y = arrays()
+    return x, y.astype("int32")
+
 def no_batches():
     return []
 
@@ -113,6 +120,11 @@ CASES = [
     ("pairs:two", "pairs:arrays", [], "TypeError: "),
     ("pairs:net", "pairs:arrays", ["--set-data", "kind=float64"], "with inputs of shape (2, 6), "
      "float64: RuntimeError: mat1 and mat2 must have the same dtype"),
+    ("pairs:net", "pairs:arrays", ["--set-data", "kind=float64"], "; the model is float32: give "
+     'float32 inputs (for NumPy: .astype("float32"))'),
+    ("pairs:net", "pairs:nothing", [], "data pairs:nothing: train data must be (inputs, targets)"),
+    ("pairs:net", "pairs:short", [], "the targets of the data pairs:short must be int64 or uint8 "
+     "for cross-entropy, got int32"),
     ("pairs:net", "pairs:arrays", ["--set-data", "targets=40"], MANY),
     ("pairs:net", "pairs:arrays", ["--set-data", "targets=40", *WATCH], MANY),
     ("pairs:net", "pairs:empty", WATCH, "data pairs:empty: train data must hold samples, got none"),
@@ -157,6 +169,11 @@ def test_a_run_measured_on_data_that_its_model_does_not_take(pairs, refused, cap
     assert (
         "model pairs:net does not take the data digits, with inputs of shape (2, 1, 8, 8)" in line
     )
+
+
+def test_a_run_measured_on_labels_that_its_loss_does_not_take(pairs, refused, capsys):
+    assert ritz(*train("pairs:net", "pairs:arrays", "--json")) == 0
+    assert "must be int64 or uint8" in refused("spectrum", "run", "--data", "pairs:short")
 
 
 def test_a_path_from_here_holds_from_elsewhere(pairs, monkeypatch, capsys):

@@ -7,16 +7,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ritz._core.batchnorm import evaluating
 from ritz.training.sources import DataParts, first_batch
 
+LABELS = (torch.int64, torch.uint8)
 HALF = (torch.float16, torch.bfloat16)
 
 
-def check_pair(model: nn.Module, parts: DataParts, *, name: str) -> None:
+def check_pair(
+    model: nn.Module,
+    parts: DataParts,
+    *,
+    name: str,
+    loss_fn: Any = None,
+    device: torch.device | None = None,
+) -> None:
     """Raise unless a model can be called on the first samples of its training data.
 
     The model, its mode and the generators are as before. What cannot be tried passes: batches that
@@ -27,31 +36,58 @@ def check_pair(model: nn.Module, parts: DataParts, *, name: str) -> None:
         model: On any device.
         parts: The data.
         name: Of the model.
+        loss_fn: Cross-entropy takes labels of two types alone.
+        device: Where to try what fails on the CPU: it may have parts that are for a GPU alone.
     """
     with torch.random.fork_rng(devices=[]):
-        inputs = _inputs(parts)
+        batch = _batch(parts)
+        inputs = _inputs(batch)
+        if loss_fn is cross_entropy:
+            _check_labels(batch, parts)
         if inputs is None or not _can_be_tried(model, inputs):
             return
         error = _failure(model, inputs)
-        if error is not None and torch.cuda.is_available() and _device(model).type == "cpu":
-            # It may have parts that are for a GPU alone.
-            error = error if _failure(model.cuda(), inputs) else None
-            model.cpu()
+        before = _device(model)
+        if error is not None and device not in (None, before):
+            error = error if _failure(model.to(device), inputs) else None
+            model.to(before)
     if error is not None:
         raise ValueError(f"model {name} does not take the data {parts.name}, with inputs of "
-                         f"{_described(inputs)}: {_first_line(error)}") from error  # fmt: skip
+                         f"{_described(inputs)}: {_first_line(error)}"
+                         f"{_advice(model, inputs)}") from error  # fmt: skip
 
 
-def _inputs(parts: DataParts) -> Any:
-    """The first batch without its target; ``None`` where there is none to look at."""
+def _batch(parts: DataParts) -> Any:
     try:
-        batch = first_batch(parts.train)
+        return first_batch(parts.train)
     except Exception as error:
         raise ValueError(f"the first samples of the data {parts.name} raised "
                          f"{_first_line(error)}") from error  # fmt: skip
+
+
+def _inputs(batch: Any) -> Any:
+    """A batch without its target; ``None`` where there is none to look at."""
     if isinstance(batch, Mapping):
         return dict(batch)
     return tuple(batch[:-1]) if isinstance(batch, tuple | list) and len(batch) > 1 else None
+
+
+def _check_labels(batch: Any, parts: DataParts) -> None:
+    labels = batch[-1] if isinstance(batch, tuple | list) and batch else None
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype in LABELS:
+        return
+    raise TypeError(f"the targets of the data {parts.name} must be int64 or uint8 for "
+                    f"cross-entropy, got {_plain(labels.dtype)}")  # fmt: skip
+
+
+def _advice(model: nn.Module, inputs: Any) -> str:
+    """What to do about inputs of double precision, as NumPy has them unless told otherwise."""
+    leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    double = any(leaf.dtype == torch.float64 for leaf in leaves)
+    single = any(tensor.dtype == torch.float32 for tensor in model.parameters())
+    if not (double and single):
+        return ""
+    return '; the model is float32: give float32 inputs (for NumPy: .astype("float32"))'
 
 
 def _can_be_tried(model: nn.Module, inputs: Any) -> bool:
@@ -88,7 +124,10 @@ def _ways(inputs: Any) -> list[Any]:
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    kept = [(each, each.detach().clone()) for each in chain(model.parameters(), model.buffers())]
+    # Tables with a largest norm are the parameters that a call changes: those it looks up.
+    bounded = (each for each in model.modules() if getattr(each, "max_norm", None) is not None)
+    tables = chain.from_iterable(each.parameters(recurse=False) for each in bounded)
+    kept = [(each, each.detach().clone()) for each in chain(tables, model.buffers())]
     try:
         with evaluating(model, batch_statistics=False):
             yield
@@ -112,7 +151,11 @@ def _described(inputs: Any) -> str:
 def _shape(part: Any) -> str:
     if not isinstance(part, Tensor):
         return type(part).__name__
-    return f"shape {tuple(part.shape)}, {str(part.dtype).removeprefix('torch.')}"
+    return f"shape {tuple(part.shape)}, {_plain(part.dtype)}"
+
+
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _first_line(error: Exception) -> str:

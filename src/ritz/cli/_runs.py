@@ -140,7 +140,7 @@ class Opened:
         except ValueError:
             raise  # which says what is wrong
         except Exception:
-            check_pair(self.model, self.parts, name=self.config.model)
+            check_pair(self.model, self.parts, name=self.config.model, loss_fn=self.loss_fn)
             raise
 
     def matrices(self, asked: str) -> tuple[Any, ...]:
@@ -182,12 +182,12 @@ def open_run(choice: Choice) -> Opened:
         options=config.data_options,
         written_in=folder if choice.data is None else None,
     )
+    # Without a forward pass of its own: what is measured begins with one.
     model = make_model(
         config.model,
         parts=parts,
         options=config.model_options,
         written_in=folder if choice.model is None else None,
-        tried=False,  # without a forward pass of its own: what is measured begins with one
     )
     load_weights(model, weights)
     return Opened(

@@ -19,7 +19,6 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 from ritz import data, models
 from ritz._core.registry import Registry
-from ritz.cli._pairs import check_pair
 from ritz.cli._trust import Trust
 from ritz.training.sources import DataParts, as_parts
 
@@ -36,7 +35,6 @@ def make_model(
     options: Mapping[str, Any],
     seed: int = 0,
     written_in: Path | None = None,
-    tried: bool = True,
 ) -> nn.Module:
     """Return a new model for some data, on the CPU.
 
@@ -47,19 +45,14 @@ def make_model(
         options: Keywords.
         seed: Of the first weights.
         written_in: The run folder that the name was read from, if it was.
-        tried: Whether to see that it takes the data.
     """
     known = {"num_classes": parts.num_classes, "input_shape": parts.shape}
     known = {name: value for name, value in known.items() if value is not None}
     if ":" in target:
-        model = _own_model(target, known, options, seed=seed, written_in=written_in)
-    else:
-        accepted = models.options(target)
-        given = {name: value for name, value in known.items() if name in accepted} | dict(options)
-        model = models.create(target, generator=torch.Generator().manual_seed(seed), **given)
-    if tried:
-        check_pair(model, parts, name=target)
-    return model
+        return _own_model(target, known, options, seed=seed, written_in=written_in)
+    accepted = models.options(target)
+    given = {name: value for name, value in known.items() if name in accepted} | dict(options)
+    return models.create(target, generator=torch.Generator().manual_seed(seed), **given)
 
 
 def _own_model(

@@ -9,6 +9,7 @@ import typer
 
 from ritz._core.checks import check_choice, check_count, check_range
 from ritz.cli._options import Json, Seed, check_size, print_result
+from ritz.cli._pairs import check_pair
 from ritz.cli._runs import Device, Loss, SetData, SetModel, default_device, writing
 from ritz.cli._targets import loss_function, make_data, make_model, parse_settings
 from ritz.data import TextSplit
@@ -278,6 +279,7 @@ def _run(
     parts = make_data(config.data, data_dir=folder, options=config.data_options)
     loss_fn = loss_function(config.loss)
     model = make_model(config.model, parts=parts, options=config.model_options, seed=config.seed)
+    check_pair(model, parts, name=config.model, loss_fn=loss_fn, device=place)
     monitors = _monitors(watched, parts, config, loss_fn)
     with writing(out) as run:
         result = train_run(

@@ -115,7 +115,8 @@ def as_parts(found: Any) -> DataParts:
     else:
         parts = {"train": found}
     plain: dict[str, Any] = {
-        name: None if part is None else _plain(part, name) for name, part in parts.items()
+        name: None if part is None and name != "train" else _plain(part, name)
+        for name, part in parts.items()
     }
     return DataParts(**plain, **(known or _guessed(plain["train"])))
 
