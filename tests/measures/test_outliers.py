@@ -12,6 +12,7 @@ from ritz.spectra import lanczos_block
 from ritz.testing import with_spectrum
 
 DTYPES = [torch.float32, torch.float64]
+OFTEN = [pytest.param(torch.float32, marks=pytest.mark.slow), torch.float64]  # many repetitions
 FUNCTIONS = {
     "trace": lambda run: run.values,
     "square": lambda run: run.values.square(),
@@ -68,7 +69,7 @@ def test_a_pair_too_close_to_be_told_apart_is_not_split_off(gap):
     assert slipped <= 2  # at 0.8 per cent each: three and more once in 240
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", OFTEN)
 @pytest.mark.parametrize("values", [SIMPLE, DOUBLE], ids=["simple", "multiple"])
 @pytest.mark.parametrize("num_probes", [2, 6])
 def test_means_over_many_repetitions_are_those_of_dense(values, dtype, num_probes):
