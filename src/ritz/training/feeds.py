@@ -46,10 +46,10 @@ class Feed:
     ) -> None:
         self._source, self._batch_size, self._device = source, batch_size, device
         self._shuffled, self._augment = shuffled, augment
-        self._cuts = _is_tensors(source) or hasattr(source, "batches")
+        self._cuts = is_tensors(source) or hasattr(source, "batches")
         if self._cuts and batch_size is None:
             raise ValueError(f"batch_size must be given for {name} that do not come in batches")
-        if _is_tensors(source):
+        if is_tensors(source):
             _check_tensors(source, name)
         if not (self._cuts or callable(source) or isinstance(source, Iterable)):
             raise TypeError(f"{name} must be tensors, have batches(), be a loader or a function of "
@@ -71,7 +71,7 @@ class Feed:
     def num_samples(self) -> int | None:
         """Samples in an epoch, where they are cut into batches here."""
         source, size = self._source, self._batch_size or 1
-        if _is_tensors(source):
+        if is_tensors(source):
             return len(source[0])
         count = _length(source) if self._cuts else None
         if count is None:
@@ -90,7 +90,7 @@ class Feed:
     def row(self) -> Batch:
         """A batch of one row on the device, of samples that are cut into batches here."""
         source = self._source
-        first = tuple(x[:1] for x in source) if _is_tensors(source) else next(
+        first = tuple(x[:1] for x in source) if is_tensors(source) else next(
             iter(source.batches(1)))  # fmt: skip
         return tree_map(self._moved, first)
 
@@ -100,7 +100,7 @@ class Feed:
         source: Any = self._source
         if self._whole is not None:
             return self._whole
-        if _is_tensors(source):
+        if is_tensors(source):
             return ceil(len(source[0]) / (self._batch_size or 1))
         if self._cuts:
             source = source.batches(self._batch_size)
@@ -138,7 +138,7 @@ class Feed:
             return [(source.inputs, source.targets)]
         if isinstance(source, TextSplit):
             return [(source.tokens, source.tokens)]
-        if _is_tensors(source):
+        if is_tensors(source):
             return [source]
         return source if isinstance(source, list | tuple) else None
 
@@ -179,7 +179,7 @@ class Feed:
 
     def _batches(self, number: int, generator: torch.Generator) -> Iterable[Batch]:
         source: Any = self._source
-        if _is_tensors(source):
+        if is_tensors(source):
             return self._cut(generator)
         if hasattr(source, "batches"):
             chosen = {"generator": generator} if self._shuffled else {}
@@ -251,17 +251,23 @@ def _length(source: Any) -> int | None:
         return None
 
 
-def _is_tensors(source: Any) -> bool:
+def is_tensors(source: Any) -> bool:
+    """Whether these are samples as a tuple of tensors."""
     return (isinstance(source, tuple) and len(source) > 0
             and all(isinstance(part, Tensor) for part in source))  # fmt: skip
 
 
-def _check_tensors(source: tuple[Tensor, ...], name: str) -> None:
+def check_lengths(source: tuple[Tensor, ...], name: str) -> None:
+    """Raise unless tensors are of one length, which is not zero."""
     sizes = [len(part) if part.ndim else 0 for part in source]
     if len(set(sizes)) > 1:
         raise ValueError(f"{name} must be tensors of one length, got {sizes}")
     if not sizes[0]:
         raise ValueError(f"{name} must hold samples, got none")
+
+
+def _check_tensors(source: tuple[Tensor, ...], name: str) -> None:
+    check_lengths(source, name)
     for index, part in enumerate(source):
         if part.is_floating_point() and not bool(part.isfinite().all()):
             raise ValueError(f"{name} must be finite, got NaN or Inf in tensor {index}")

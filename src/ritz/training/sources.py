@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from ritz._core.checks import check_count
 from ritz.data import TextSplit
-from ritz.training.feeds import num_rows
+from ritz.training.feeds import check_lengths, is_tensors, num_rows
 
 PARTS = ("train", "validation", "test")
 
@@ -43,7 +43,7 @@ class DataParts:
     @property
     def cuts(self) -> bool:
         """Whether samples are cut into batches here, or come in batches."""
-        return hasattr(self.train, "batches") or _is_tensors(self.train)
+        return hasattr(self.train, "batches") or is_tensors(self.train)
 
 
 @final
@@ -110,7 +110,7 @@ def as_parts(found: Any) -> DataParts:
                  for name in ("augmentation", "num_classes", "shape")}  # fmt: skip
     elif isinstance(found, Mapping):
         parts = _named(found)
-    elif isinstance(found, tuple) and len(found) == 2 and not _is_tensors(found):
+    elif isinstance(found, tuple) and len(found) == 2 and not is_tensors(found):
         parts = {"train": found[0], "test": found[1]}
     else:
         parts = {"train": found}
@@ -127,7 +127,7 @@ def limited(source: Any, count: int, *, seed: int) -> Any:
     if isinstance(source, TextSplit):
         check_count("num_samples", count, low=2, high=len(source.tokens))
         return replace(source, tokens=source.tokens[:count])
-    if _is_tensors(source):
+    if is_tensors(source):
         check_count("num_samples", count, high=len(source[0]))
         rows = torch.randperm(len(source[0]), generator=generator)[:count]
         return tuple(tensor[rows.to(tensor.device)] for tensor in source)
@@ -140,7 +140,7 @@ def limited(source: Any, count: int, *, seed: int) -> Any:
 
 def measurable(source: Any, batch_size: int) -> tuple[Any, dict[str, Any]]:
     """What ``ritz.Risk`` takes, and its keywords."""
-    if _is_tensors(source):
+    if is_tensors(source):
         return source, {"batch_size": batch_size}
     if isinstance(source, TextSplit):  # segments differ in length
         return source.batches(batch_size), {"count": _tokens}
@@ -150,16 +150,16 @@ def measurable(source: Any, batch_size: int) -> tuple[Any, dict[str, Any]]:
 def sample(source: Any, count: int, *, batch_size: int, seed: int) -> tuple[Any, dict[str, Any]]:
     """At most so many samples in memory, as ``ritz.Risk`` takes them, and its keywords."""
     whole = source.tokens if isinstance(source, TextSplit) else source
-    whole = whole[0] if _is_tensors(whole) else whole
+    whole = whole[0] if is_tensors(whole) else whole
     if isinstance(whole, Sized) and not isinstance(whole, DataLoader | list):
         count = min(count, len(whole))
     data, options = measurable(limited(source, count, seed=seed), batch_size)
-    return (data if _is_tensors(data) else list(data)), options
+    return (data if is_tensors(data) else list(data)), options
 
 
 def first_batch(source: Any, *, count: int = 2) -> Any:
     """A few samples as one batch, by whatever does not go on by being looked at; else ``None``."""
-    if _is_tensors(source):
+    if is_tensors(source):
         return tuple(tensor[:count] for tensor in source)
     if isinstance(source, TextSplit):  # not all of the segments
         return replace(source, tokens=source.tokens[: source.length + 1]).batches(1)[0]
@@ -203,8 +203,8 @@ def _plain(part: Any, name: str) -> Any:
         part = part.tensors
     if isinstance(part, list) and part and all(isinstance(x, Tensor) for x in part):
         part = tuple(part)
-    if _is_tensors(part):
-        _check_lengths(part, name)
+    if is_tensors(part):
+        check_lengths(part, f"{name} data")
         return part
     if isinstance(part, Dataset) and not isinstance(part, IterableDataset):
         part = IndexedData(part)
@@ -230,19 +230,11 @@ def _length(part: Any) -> int:
         return 1
 
 
-def _check_lengths(tensors: tuple[Tensor, ...], name: str) -> None:
-    sizes = [len(tensor) if tensor.ndim else 0 for tensor in tensors]
-    if len(set(sizes)) > 1:
-        raise ValueError(f"{name} data must be tensors of one length, got {sizes}")
-    if not sizes[0]:
-        raise ValueError(f"{name} data must hold samples, got none")
-
-
 def _guessed(train: Any) -> dict[str, Any]:
     """Shape and number of classes of tensors."""
     if isinstance(train, DataLoader) and isinstance(train.dataset, TensorDataset):
         train = train.dataset.tensors
-    if not _is_tensors(train) or len(train) < 2 or train[0].ndim < 2:
+    if not is_tensors(train) or len(train) < 2 or train[0].ndim < 2:
         return {}
     classes = not train[-1].is_floating_point() and train[-1].numel()
     return {"shape": tuple(train[0].shape[1:]),
@@ -262,8 +254,3 @@ def _first(batches: Iterable[Any], count: int) -> list[Any]:
 
 def _tokens(batch: Any) -> int:
     return int(batch[-1].numel())
-
-
-def _is_tensors(source: Any) -> bool:
-    return (isinstance(source, tuple) and len(source) > 0
-            and all(isinstance(part, Tensor) for part in source))  # fmt: skip
