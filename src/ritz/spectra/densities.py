@@ -10,9 +10,9 @@ from ritz._core.random import Probe, probes, resolve_generator
 from ritz.operators.base import LinearOperator
 from ritz.operators.interop import as_operator
 from ritz.spectra.discrete import DiscreteDensity, SmoothedDensity
+from ritz.spectra.gaussrules import ritz_rules
 from ritz.spectra.jackson import PolynomialDensity
 from ritz.spectra.polynomials import moments
-from ritz.spectra.quadrature import ritz_rules
 from ritz.spectra.recurrence import REORTHOGONALIZATIONS, ROUNDOFF, Reorthogonalization
 
 DensityMethod = Literal["lanczos", "kpm"]

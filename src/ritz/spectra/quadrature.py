@@ -1,7 +1,6 @@
 """Gauss rules of many probes at once, and the traces of functions they give."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -16,17 +15,12 @@ from ritz.operators.interop import as_operator
 from ritz.spectra.budget import Budget
 from ritz.spectra.columns import column_dots
 from ritz.spectra.expansions import Expansion, by_chebyshev, by_maxent, estimated
+from ritz.spectra.gaussrules import gauss_rule, ritz_rules
 from ritz.spectra.radau import Function, checked, remainder, shorter
-from ritz.spectra.recurrence import (
-    REORTHOGONALIZATIONS,
-    Recurrence,
-    Reorthogonalization,
-    advance,
-)
+from ritz.spectra.recurrence import REORTHOGONALIZATIONS, Reorthogonalization
 from ritz.spectra.sampling import Sampling, stderr
 from ritz.spectra.splitting import by_eigenvalues, by_krylov
 
-Rule = tuple[Tensor, Tensor]
 TraceFunctionMethod = Literal["lanczos", "krylov", "chebyshev", "maxent", "eigenvalues"]
 TRACE_FUNCTION_METHODS = ("lanczos", "krylov", "chebyshev", "maxent", "eigenvalues")
 _METHODS: dict[str, Callable[[LinearOperator, Budget, Function], Expansion]] = {
@@ -115,7 +109,7 @@ def trace_function(
         spent, exact = spent + rules.num_products, exact and bool(rules.exact.all())
         norms = column_dots(block, block).cpu()
         last = norms * _apply(function, rules.last)
-        before = (_rule(rules.projected[:, :less, :less]) for less in shorter(num_steps))
+        before = (gauss_rule(rules.projected[:, :less, :less]) for less in shorter(num_steps))
         fewer = (norms * _apply(function, rule) for rule in before)
         return torch.stack([last, *(torch.where(rules.exact, last, form) for form in fewer)], dim=1)
 
@@ -134,65 +128,9 @@ def trace_function(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """Gauss rules of ``k`` start vectors.
-
-    Attributes:
-        last: Nodes and weights of the ``m``-point rules, each ``(m, k)``, float64 on the CPU.
-        projected: Projected matrices, ``(k, m, m)``, of which leading parts have shorter rules.
-        exact: Whether a run's space is invariant, and so its rule exact, ``(k,)``.
-        num_products: Products spent.
-    """
-
-    last: Rule
-    projected: Tensor
-    exact: Tensor
-    num_products: int
-
-
-def ritz_rules(
-    op: LinearOperator, block: Tensor, *, num_steps: int, reorthogonalize: Reorthogonalization
-) -> Rules:
-    r"""Return the Gauss rules of the columns of a block.
-
-    Where a run ends early, because its space is invariant, its rule is exact and padded with
-    nodes of weight zero.
-
-    Args:
-        op: Symmetric :math:`A`.
-        block: Start vectors ``(n, k)``, none of them zero.
-        num_steps: ``m``.
-        reorthogonalize: How; see :func:`ritz.lanczos`.
-    """
-    runs = [
-        Recurrence(start.contiguous(), capacity=num_steps, mode=reorthogonalize)
-        for start in block.T
-    ]
-    advance(op, runs, num_steps)
-    projected = torch.stack([_padded(run.projected(), num_steps) for run in runs])
-    return Rules(
-        last=_rule(projected),
-        projected=projected,
-        exact=torch.tensor([run.exhausted for run in runs]),
-        num_products=sum(run.size for run in runs),
-    )
-
-
 def _apply(function: Callable[[Tensor], Tensor], rule: tuple[Tensor, Tensor]) -> Tensor:
     nodes, weights = rule
     used = weights > 0
     # A node of weight zero only fills the block: it may lie where there is no function.
     values = checked(function)(torch.where(used, nodes, nodes[used][0]))
     return (weights * values).sum(0)
-
-
-def _padded(matrix: Tensor, size: int) -> Tensor:
-    padded = torch.eye(size, dtype=matrix.dtype) * matrix[0, 0]
-    padded[: len(matrix), : len(matrix)] = matrix
-    return padded
-
-
-def _rule(projected: Tensor) -> Rule:
-    nodes, vectors = torch.linalg.eigh(projected)
-    return nodes.T, vectors[:, 0].square().T
