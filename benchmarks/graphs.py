@@ -31,7 +31,8 @@ from timing import RESULTS, interleaved, median, ratio, write
 
 import ritz
 from ritz import graphs
-from ritz.operators import CompressedRows, LaplacianOperator, SparseOperator, native
+from ritz.operators import LaplacianOperator, SparseOperator, _native
+from ritz.operators._sparse import CompressedRows
 
 try:
     import imate
@@ -92,7 +93,7 @@ def strip_bytes(op):
     """What one strip of a cache line must move at the least."""
     n, rows = op.shape[0], op.rows
     entries = rows.num_entries * (rows.columns.itemsize + op.dtype.itemsize)
-    return entries + n * rows.pointers.itemsize + 2 * n * native.LINE
+    return entries + n * rows.pointers.itemsize + 2 * n * _native.LINE
 
 
 def target(name, options):
@@ -112,7 +113,7 @@ def speed_rows(matrix, options):
         {name: job for name, (_, job) in jobs.items()}, rounds=options.rounds, before=2
     )
     cost = {name: [t / jobs[name][0] for t in times] for name, times in seconds.items()}
-    columns = native.LINE // op.dtype.itemsize
+    columns = _native.LINE // op.dtype.itemsize
     bound = [strip_bytes(op) / columns * t / (2 * COPIED) for t in seconds["copy"]]
     print(f"copy: {2 * COPIED / median(seconds['copy']) / 1e9:.1f} GB/s", flush=True)
     for name, times in (cost | {"bound": bound}).items():
@@ -178,7 +179,7 @@ def growth_row(num_edges, options):
     jobs = {"product": timed(lambda: op @ block, options.device)}
     times = interleaved(jobs, rounds=options.rounds)["product"]
     held = pointers.nbytes + columns.nbytes
-    work = op.shape[0] * native.LINE + 2 * block.nbytes  # the packed strip, block and product
+    work = op.shape[0] * _native.LINE + 2 * block.nbytes  # the packed strip, block and product
     return {
         "what": "growth",
         "dtype": "float32",
@@ -265,7 +266,7 @@ def main():
         measured_moments(getattr(torch, options.moments_of), options)
         return
     print(
-        "compiled loops" if native.compiler() else "no llvmlite: torch's own products", flush=True
+        "compiled loops" if _native.compiler() else "no llvmlite: torch's own products", flush=True
     )
     script = "graphs" if options.device == "cpu" else "graphs_cuda"
     parts = (options.only,) if options.only else PARTS

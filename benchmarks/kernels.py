@@ -20,7 +20,7 @@ from timing import write
 
 import ritz
 from ritz.operators import KernelOperator
-from ritz.spectra.gradients import logdet_gradient
+from ritz.spectra import logdet_gradient
 
 SPREAD = 0.22  # of the points in each dimension, as in the study of log determinants
 # length scale, noise

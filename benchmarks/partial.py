@@ -10,7 +10,7 @@ import torch
 from timing import interleaved, median, ratio, write
 
 import ritz
-from ritz.spectra.basis import Basis
+from ritz.spectra._lanczos.recurrence import Basis
 from ritz.testing import with_spectrum
 
 OUTLIERS = (3.0, 4.0, 5.0, 6.0, 8.0)

@@ -22,7 +22,7 @@ from timing import RESULTS, write
 
 from ritz import data, models
 from ritz.training import evaluate, fit, read_log
-from ritz.training.logs import times_path
+from ritz.training._folder import times_path
 
 STREAMS = 10  # of an evaluation
 DECAY = 1.2e-6

@@ -14,7 +14,7 @@ from timing import interleaved, median, ratio, write
 
 import ritz
 from ritz.operators import DiagonalOperator
-from ritz.spectra.basis import Basis
+from ritz.spectra._lanczos.recurrence import Basis
 
 NUM_STEPS = 100
 

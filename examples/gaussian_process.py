@@ -24,9 +24,8 @@ from torch import Tensor
 
 import ritz
 from ritz.operators import KernelOperator
-from ritz.spectra.gradients import backward_gradient
-from ritz.spectra.likelihood import log_likelihood
-from ritz.spectra.preconditioning import LowRankPreconditioner
+from ritz.spectra import backward_gradient, log_likelihood
+from ritz.spectra._gradients import LowRankPreconditioner
 
 RATE = 0.1
 

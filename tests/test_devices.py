@@ -21,7 +21,7 @@ from ritz.operators import (
     SparseOperator,
     as_operator,
 )
-from ritz.operators.laplacian import KINDS
+from ritz.operators._laplacian import KINDS
 from ritz.testing import check_operator, with_spectrum
 
 pytestmark = pytest.mark.gpu

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ritz import curvature, measures, operators, spectra
 from ritz._core.results import Estimate, NotConvergedError
 from ritz._core.storage import load, save
+from ritz._version import __version__
 from ritz.curvature import Risk, fisher, ggn, gradient_covariance, hessian
 from ritz.measures import landscape, sharpness
 from ritz.operators import LinearOperator, as_operator
@@ -26,7 +27,6 @@ from ritz.spectra import (
     trace,
     trace_function,
 )
-from ritz.version import __version__
 
 if TYPE_CHECKING:
     from ritz import data, graphs, models, optim, plots, rmt, studies, testing, training

@@ -5,7 +5,7 @@ import torch
 
 from ritz import graphs
 from ritz.cli import _app
-from ritz.cli._graph_pictures import clusters_figure
+from ritz.cli.graph import clusters_figure
 
 QUICK = ["--moments", "60", "--probes", "20"]
 

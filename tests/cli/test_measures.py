@@ -6,9 +6,9 @@ from cli.own import ritz, stopping_after
 from torch.nn.functional import cross_entropy
 
 import ritz as library
-from ritz.cli._runs import Choice, _config
+from ritz.cli._session import Choice, _config
 from ritz.measures import Landscape, Landscape2d, Sharpness
-from ritz.training.workflows import RunConfig
+from ritz.training._workflow import RunConfig
 
 FEW = ["--steps", "6"]
 

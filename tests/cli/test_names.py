@@ -9,9 +9,8 @@ import pytest
 from cli.own import ritz, stopping_after
 
 from ritz.cli import landscape, sharpness, spectrum
-from ritz.cli._names import LONGEST, Names
-from ritz.cli._runs import Choice
-from ritz.training.workflows import RunConfig
+from ritz.cli._session import LONGEST, Choice, Names
+from ritz.training._workflow import RunConfig
 
 FEW = ["--steps", "4"]
 COMMANDS = {

@@ -3,8 +3,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-from ritz.cli._pairs import check_pair
-from ritz.training.sources import as_parts
+from ritz.cli._session import check_pair
+from ritz.training._data import as_parts
 
 TOKENS = torch.arange(12).reshape(4, 3)
 PARTS = as_parts((TOKENS, TOKENS[:, 0]))

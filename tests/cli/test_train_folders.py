@@ -15,8 +15,8 @@ from torch.nn.functional import cross_entropy
 from ritz import data
 from ritz.cli.train import _monitors
 from ritz.training import read_log
-from ritz.training.sources import DataParts
-from ritz.training.workflows import RunConfig, read_run
+from ritz.training._data import DataParts
+from ritz.training._workflow import RunConfig, read_run
 
 OWN = ["--model", "own_model:net", "--data", "own_data:load"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cli.own import ritz
 
-from ritz.cli._trust import Trust
+from ritz.cli._targets import Trust
 
 MARK = "from pathlib import Path\nPath({!r}).touch()\n"
 MINE = """

@@ -8,7 +8,8 @@ from curvature.networks import labels, mlp, noise, seeded, vectors
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
-from ritz.curvature import Risk, batches, hessian
+from ritz.curvature import Risk, hessian
+from ritz.curvature._risk import batches
 
 CE = functional.cross_entropy
 X, Y = noise(10, 3), labels(3, 10)

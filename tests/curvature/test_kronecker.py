@@ -9,7 +9,9 @@ from torch.func import functional_call, jacrev
 from torch.nn import functional
 
 from ritz import diagonal, load, save, trace
-from ritz.curvature import KroneckerFactors, LayerOperator, Risk, ggn, kfac, kronecker
+from ritz.curvature import KroneckerFactors, Risk, ggn, kfac
+from ritz.curvature._persample import layers
+from ritz.curvature._persample.layers import LayerOperator
 from ritz.operators import DenseOperator, DiagonalOperator
 from ritz.testing import check_operator
 
@@ -151,7 +153,7 @@ def test_any_other_module_has_its_exact_block(mixed):
 
 
 def test_or_the_diagonal_of_it_where_that_is_large(mixed, monkeypatch):
-    monkeypatch.setattr(kronecker, "MAX_DENSE", 3)
+    monkeypatch.setattr(layers, "MAX_DENSE", 3)
     op = kfac(mixed)
     assert [type(block) for block in op.ops].count(DiagonalOperator) == 4
     exact = gauss_newton_blocks(mixed, op.sizes).diagonal()

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from ritz.curvature import Risk, ggn, hessian
-from ritz.curvature.linearize import Linearization, nbytes
+from ritz.curvature._linearize import Linearization, nbytes
 
 
 class Sine(torch.autograd.Function):

@@ -10,7 +10,7 @@ from torch.func import grad, jacfwd
 from torch.nn import functional
 
 from ritz.curvature import Risk, fisher, ggn, gradient_covariance
-from ritz.curvature.losses import output_hessian, recognised, sample_losses
+from ritz.curvature._risk.losses import output_hessian, recognised, sample_losses
 
 CE, BCE, MSE = (
     functional.cross_entropy,

@@ -24,7 +24,8 @@ from curvature.oracles import dense_hessian
 from torch import nn
 from torch.nn import functional
 
-from ritz.curvature import Risk, ggn, ggn_trace, gradient_statistics, hessian, kfac
+from ritz.curvature import Risk, ggn, gradient_statistics, hessian, kfac
+from ritz.curvature._persample.exact import ggn_trace
 
 CE = functional.cross_entropy
 

@@ -11,8 +11,7 @@ from torch.func import functional_call, grad
 from torch.nn import functional
 
 import ritz
-from ritz.curvature import Risk
-from ritz.curvature.statistics import distance, gradient_statistics, summary
+from ritz.curvature import Risk, distance, gradient_statistics, summary
 
 N, INPUTS, CLASSES = 30, 4, 3
 

@@ -12,13 +12,13 @@ from torch.utils.data import TensorDataset
 from ritz.curvature import (
     Risk,
     batch_products,
-    batches,
     curvature_operator,
     fisher,
     ggn,
     gradient_covariance,
     hessian,
 )
+from ritz.curvature._risk import batches
 
 CE = functional.cross_entropy
 NAN = float("nan")

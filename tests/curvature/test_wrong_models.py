@@ -6,12 +6,7 @@ from curvature.networks import labels, mlp, noise, vectors
 from torch import nn
 from torch.nn import functional
 
-from ritz.curvature import (
-    Risk,
-    fisher,
-    gradient_covariance,
-    hessian,
-)
+from ritz.curvature import Risk, fisher, gradient_covariance, hessian
 
 CE = functional.cross_entropy
 NAN = float("nan")

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from ritz.data import Augmentation
-from ritz.data.augmentation import crop_and_flip, draw
+from ritz.data._images import crop_and_flip, draw
 
 
 def by_loop(images, corners, flips, padding):

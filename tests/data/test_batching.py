@@ -3,7 +3,7 @@ import torch
 
 from ritz import Risk
 from ritz.data import Augmentation, Split, epoch_generator
-from ritz.data.images import channel_statistics
+from ritz.data._images import channel_statistics
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ritz import data
-from ritz.data.downsampled import read_member
+from ritz.data._imagenet32 import read_member
 
 FILES = [*(f"train_data_batch_{n}.npz" for n in range(1, 11)), "val_data.npz"]
 

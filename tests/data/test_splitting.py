@@ -3,7 +3,8 @@ import hashlib
 import pytest
 import torch
 
-from ritz.data import SPLIT_SEED, epoch_generator, held_out
+from ritz.data import epoch_generator
+from ritz.data._images import SPLIT_SEED, held_out
 
 
 def test_what_is_held_out_never_changes():

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from ritz import graphs
-from ritz.graphs.counting import Sampled
-from ritz.graphs.gaps import CROWD, Gap, stands_out, widest_crowded
+from ritz.graphs._clusters import Sampled
+from ritz.graphs._gaps import CROWD, Gap, stands_out, widest_crowded
 
 PLANTED = {  # sizes, probability of an edge within and between
     "8 of 60": ([60] * 8, 0.3, 0.03),

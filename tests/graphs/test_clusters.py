@@ -7,10 +7,17 @@ import torch
 
 import ritz
 from ritz import graphs
-from ritz.graphs.clusters import reconciled
-from ritz.graphs.counting import Sampled, sample_entropic
-from ritz.graphs.filtering import Found, NullSpace, count_below, polynomial
-from ritz.graphs.gaps import Gap, NoGap, find_gap, widest_between
+from ritz.graphs._clusters import Sampled, reconciled, sample_entropic
+from ritz.graphs._gaps import (
+    Found,
+    Gap,
+    NoGap,
+    NullSpace,
+    count_below,
+    find_gap,
+    polynomial,
+    widest_between,
+)
 from ritz.spectra import maxent
 
 
@@ -138,7 +145,7 @@ def test_too_few_vectors_are_reported_and_not_trusted():
 
 
 def test_blocks_grow_until_they_hold_everything(monkeypatch):
-    monkeypatch.setattr("ritz.graphs.clusters._width", lambda *_: 4)
+    monkeypatch.setattr("ritz.graphs._clusters._width", lambda *_: 4)
     found = graphs.count_clusters(planted(30))
     assert (found.count, found.certified) == (30, True)
 

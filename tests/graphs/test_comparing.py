@@ -9,7 +9,7 @@ import torch
 import ritz
 from ritz import graphs
 from ritz.graphs import GraphError
-from ritz.graphs.resampling import bias, leave_out
+from ritz.graphs._density import bias, leave_out
 
 MEASURES = ("symmetric_kl", "jensen_shannon", "wasserstein", "heat")
 

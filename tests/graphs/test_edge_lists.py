@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from ritz.graphs import GraphError, read, sources
+from ritz.graphs import GraphError, read
+from ritz.graphs._io import source
 
 
 @pytest.fixture
@@ -181,7 +182,7 @@ def test_chunks_do_not_show(written, monkeypatch, chunk):
     text = "".join(f"{a} {b} {a % 7 + 0.5}\n" for a, b in rows)
     path = written("# header\n" + text + "1 2 x\n")
     whole = read(path, errors="report")
-    monkeypatch.setattr(sources, "CHUNK", chunk)
+    monkeypatch.setattr(source, "CHUNK", chunk)
     pieces = read(path, errors="report")
     assert torch.equal(pieces.col, whole.col)
     assert torch.equal(pieces.weights, whole.weights)

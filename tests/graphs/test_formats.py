@@ -8,11 +8,12 @@ import pytest
 import scipy.io
 import scipy.sparse
 
-from ritz.graphs import GraphError, graphml, read, sources
+from ritz.graphs import GraphError, read
+from ritz.graphs._io import markup_formats, source
 
 
 def in_pieces(monkeypatch, size):
-    for module in (sources, graphml):
+    for module in (source, markup_formats):
         monkeypatch.setattr(module, "CHUNK", size)
 
 

@@ -7,7 +7,8 @@ import tracemalloc
 import pytest
 import torch
 
-from ritz.graphs import GraphError, as_graph, assembling, read
+from ritz.graphs import GraphError, as_graph, read
+from ritz.graphs._io import assembly
 
 MTX = "%%MatrixMarket matrix coordinate real general\n"
 NODES = "node [ id 0 ] node [ id 1 ]"
@@ -114,7 +115,7 @@ def test_one_clear_line(tmp_path, name):
 
 
 def test_many_isolated_vertices_are_taken_where_they_are_meant(tmp_path, monkeypatch):
-    monkeypatch.setattr(assembling, "ROOMY", 100)
+    monkeypatch.setattr(assembly, "ROOMY", 100)
     path = tmp_path / "e.mtx"
     path.write_text(MTX + "101 101 1\n3 2 1\n")
     with pytest.raises(GraphError, match=r"e.mtx declares 101 vertices for 1 edges.*num_nodes=101"):

@@ -7,7 +7,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import ritz
 from ritz.curvature import Risk
-from ritz.measures.calibration import scaled, temperature
+from ritz.measures import scaled, temperature
 
 
 def identity(classes):

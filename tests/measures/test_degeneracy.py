@@ -7,7 +7,7 @@ from torch.nn import functional
 
 import ritz
 from ritz.curvature import Risk, ggn
-from ritz.measures.degeneracy import rank_bound, rank_degeneracy
+from ritz.measures import rank_bound, rank_degeneracy
 from ritz.operators import DiagonalOperator
 from ritz.spectra import lanczos, lanczos_block
 from ritz.testing import assert_within_stderr

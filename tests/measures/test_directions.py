@@ -6,7 +6,7 @@ from torch.nn.functional import cross_entropy
 
 import ritz
 from ritz.curvature import Risk
-from ritz.measures.directions import filter_normalized, random_direction, ritz_directions
+from ritz.measures import filter_normalized, random_direction, ritz_directions
 
 
 @pytest.fixture(scope="module")

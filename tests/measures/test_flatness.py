@@ -9,9 +9,8 @@ from torch import nn
 from torch.nn import functional
 
 import ritz
-from ritz.curvature import Risk
-from ritz.curvature.samples import curvature_operator
-from ritz.measures.flatness import sharpness
+from ritz.curvature import Risk, curvature_operator
+from ritz.measures import sharpness
 from ritz.testing import assert_within_stderr
 
 N, INPUTS, CLASSES = 24, 3, 3
@@ -96,8 +95,8 @@ def test_a_trace_is_exact_where_the_structure_knows_it(monkeypatch):
     risk = risk_of(network())
     options = {"num_steps": 3, "num_probes": 2, "kinds": ("ggn",), "engine": "eager"}
     for known, method in ((7.0, "exact, by structure"), (None, "Lanczos quadrature")):
-        monkeypatch.setattr("ritz.measures.flatness.exact_trace", lambda op, known=known: known)
-        monkeypatch.setattr("ritz.measures.flatness.structure_note", lambda op: "structure")
+        monkeypatch.setattr("ritz.measures._sharpness.exact_trace", lambda op, known=known: known)
+        monkeypatch.setattr("ritz.measures._sharpness.structure_note", lambda op: "structure")
         (row,) = sharpness(risk, **options).rows
         assert row.trace.method == method
         assert (row.trace.samples is None) == (float(row.trace.stderr) == 0) == (known is not None)

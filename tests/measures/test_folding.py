@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from ritz.curvature import Risk
-from ritz.measures.folding import fold_batch_norm
+from ritz.measures import fold_batch_norm
 
 
 def ready(model):

@@ -10,8 +10,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import ritz
 from ritz.curvature import Risk, hessian
-from ritz.measures.directions import random_direction, ritz_directions
-from ritz.measures.landscapes import landscape, landscape2d
+from ritz.measures import landscape, landscape2d, random_direction, ritz_directions
 
 KINDS = ("none", "split")
 

@@ -8,9 +8,8 @@ from torch import nn
 from torch.nn import functional
 
 import ritz
-from ritz.curvature import Risk
-from ritz.curvature.samples import curvature_operator
-from ritz.measures.noise import curvature_variance, shrinkage
+from ritz.curvature import Risk, curvature_operator
+from ritz.measures import curvature_variance, shrinkage
 from ritz.testing import assert_within_stderr
 
 N, INPUTS, CLASSES = 36, 3, 3

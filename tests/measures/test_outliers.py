@@ -7,7 +7,7 @@ import pytest
 import torch
 from curvature.networks import seeded
 
-from ritz.measures.outliers import simple_eigenvalues, traces
+from ritz.measures._sharpness import simple_eigenvalues, traces
 from ritz.spectra import lanczos_block
 from ritz.testing import with_spectrum
 

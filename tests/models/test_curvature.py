@@ -10,9 +10,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ritz
 from ritz._core.batchnorm import batch_norms, evaluating
-from ritz.models.preactivated import PreBottleneck, PreResNet, WideResNet
-from ritz.models.resnets import BasicBlock, Bottleneck, CifarResNet, ImageResNet
-from ritz.models.resnexts import ResNeXt
+from ritz.models._resnets import (
+    BasicBlock,
+    Bottleneck,
+    CifarResNet,
+    ImageResNet,
+    PreBottleneck,
+    PreResNet,
+    ResNeXt,
+    WideResNet,
+)
 
 LOSS = nn.functional.cross_entropy
 

@@ -10,7 +10,7 @@ from torch import nn
 import ritz
 from ritz._core.batchnorm import batch_norms, evaluating, recomputed_statistics
 from ritz.models import GhostBatchNorm1d, GhostBatchNorm2d, with_ghost_batch_norm
-from ritz.models.ghost import group_sizes
+from ritz.models._ghost import group_sizes
 
 SHAPES = [(11, 3), (11, 3, 4), (11, 3, 4, 2)]
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import ritz
 from ritz import models
-from ritz.models.lstm import _compacted
+from ritz.models._language import _compacted
 
 PLACES = ("dropout", "input_dropout", "hidden_dropout", "embedding_dropout", "weight_drop")
 

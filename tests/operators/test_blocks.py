@@ -9,8 +9,8 @@ from ritz.operators import (
     FunctionOperator,
     exact_diagonal,
     exact_trace,
-    structure_gap,
 )
+from ritz.operators._exact import structure_gap
 
 
 def entries(*values, dtype=torch.float64):

@@ -10,7 +10,6 @@ from scipy.sparse.linalg import aslinearoperator, eigsh
 from ritz._core.params import ParamSpace
 from ritz.operators import (
     BlockDiagonalOperator,
-    CompressedRows,
     DeflatedOperator,
     DenseOperator,
     DiagonalOperator,
@@ -20,15 +19,15 @@ from ritz.operators import (
     LaplacianOperator,
     LowRankOperator,
     RestrictedOperator,
-    ScaledOperator,
     ShardedOperator,
     ShiftedOperator,
     SparseOperator,
-    SumOperator,
+    _kernel,
     as_operator,
-    kernel,
 )
-from ritz.operators.laplacian import KINDS
+from ritz.operators._algebra import ScaledOperator, SumOperator
+from ritz.operators._laplacian import KINDS
+from ritz.operators._sparse import CompressedRows
 from ritz.testing import check_operator
 
 PRECISIONS = [torch.float32, torch.float64]
@@ -191,14 +190,16 @@ def kernel_with_a_lengthscale_a_dimension(dtype):
 
 def kernel_case(name):
     def build(dtype):
-        op = KernelOperator(points(dtype), kernel=name, lengthscale=1.5, outputscale=3.0, noise=0.2)
+        op = KernelOperator(
+            points(dtype), _kernel=name, lengthscale=1.5, outputscale=3.0, noise=0.2
+        )
         return op, kernel_matrix(points(dtype), name, 1.5, 3.0, 0.2)
 
     build.__name__ = f"kernel_{name}"
     return build
 
 
-for name in kernel.KERNELS:
+for name in _kernel.KERNELS:
     case(kernel_case(name))
 
 
@@ -315,7 +316,7 @@ def sharded_in_one_process(dtype):
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
 @pytest.mark.parametrize("build", CASES.values(), ids=CASES.keys())
 def test_every_operator_keeps_the_contract(build, dtype, monkeypatch):
-    monkeypatch.setattr(kernel, "TILE", 8)  # 21 points are then 3 tiles, the last one short
+    monkeypatch.setattr(_kernel, "TILE", 8)  # 21 points are then 3 tiles, the last one short
     op, expected = build(dtype)
     assert op.dtype == dtype
     assert op.shape == tuple(expected.shape)

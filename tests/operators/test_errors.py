@@ -16,13 +16,12 @@ from ritz.operators import (
     LinearOperator,
     LowRankOperator,
     RestrictedOperator,
-    ScaledOperator,
     ShiftedOperator,
     SparseOperator,
-    SumOperator,
     as_operator,
     check_symmetric,
 )
+from ritz.operators._algebra import ScaledOperator, SumOperator
 
 EYE = torch.eye(3, dtype=torch.float64)
 OP = DenseOperator(EYE)

@@ -6,7 +6,7 @@ import scipy.io
 import scipy.sparse as sparse
 import torch
 
-from ritz.operators.files import read_matrix
+from ritz.operators import read_matrix
 
 LINE = sparse.diags_array([-1.0, 2.5, -1.0], offsets=[-1, 0, 1], shape=(6, 6)).tocsr()
 

@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ritz.operators import KernelOperator, kernel
+from ritz.operators import KernelOperator, _kernel
 
 
 class LargestTensor(TorchDispatchMode):
@@ -20,23 +20,23 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("name", kernel.KERNELS)
+@pytest.mark.parametrize("name", _kernel.KERNELS)
 def test_a_product_never_makes_more_than_a_tile_or_a_block(name, monkeypatch, rng):
-    monkeypatch.setattr(kernel, "TILE", 16)
-    op = KernelOperator(torch.randn(300, 2, generator=rng), kernel=name)
+    monkeypatch.setattr(_kernel, "TILE", 16)
+    op = KernelOperator(torch.randn(300, 2, generator=rng), _kernel=name)
     block = torch.randn(300, 4, generator=rng)
     with LargestTensor() as seen:
         op.matmat(block)
     assert seen.elements == block.numel()
 
 
-@pytest.mark.parametrize("name", kernel.KERNELS)
+@pytest.mark.parametrize("name", _kernel.KERNELS)
 def test_the_size_of_a_tile_does_not_matter(name, monkeypatch, rng):
     points = torch.randn(70, 3, generator=rng, dtype=torch.float64)
-    whole = KernelOperator(points, kernel=name, noise=0.3).dense()
+    whole = KernelOperator(points, _kernel=name, noise=0.3).dense()
     for tile in (1, 7, 35, 70):
-        monkeypatch.setattr(kernel, "TILE", tile)
-        torch.testing.assert_close(KernelOperator(points, kernel=name, noise=0.3).dense(), whole)
+        monkeypatch.setattr(_kernel, "TILE", tile)
+        torch.testing.assert_close(KernelOperator(points, _kernel=name, noise=0.3).dense(), whole)
 
 
 def test_close_points_far_from_the_origin_lose_no_digits():
@@ -47,14 +47,14 @@ def test_close_points_far_from_the_origin_lose_no_digits():
 
 def test_distances_on_other_devices_are_those_on_this_one(rng):
     x, y = (torch.randn(n, 4, generator=rng, dtype=torch.float64) for n in (9, 13))
-    torch.testing.assert_close(kernel._distances_by_axes(x, y), kernel._distances(x, y))
-    assert not kernel._distances_by_axes(x, x).diagonal().any()
+    torch.testing.assert_close(_kernel._distances_by_axes(x, y), _kernel._distances(x, y))
+    assert not _kernel._distances_by_axes(x, x).diagonal().any()
 
 
 def test_the_diagonal_is_the_outputscale_and_the_noise_exactly(rng):
     points = torch.randn(20, 5, generator=rng)
-    for name in kernel.KERNELS:
-        found = KernelOperator(points, kernel=name, outputscale=2.0, noise=0.25).dense()
+    for name in _kernel.KERNELS:
+        found = KernelOperator(points, _kernel=name, outputscale=2.0, noise=0.25).dense()
         assert torch.equal(found.diagonal(), torch.full((20,), 2.25))
 
 
@@ -67,14 +67,14 @@ def parameters(dtype=torch.float64, axes=3):
     return {name: value.to(dtype).requires_grad_() for name, value in given.items()}
 
 
-@pytest.mark.parametrize("name", kernel.KERNELS)
+@pytest.mark.parametrize("name", _kernel.KERNELS)
 @pytest.mark.parametrize("axes", [3, 0])
 @pytest.mark.parametrize("tile", [7, 100])
 def test_slopes_are_those_of_the_matrix(name, axes, tile, monkeypatch, rng):
-    monkeypatch.setattr(kernel, "TILE", tile)
+    monkeypatch.setattr(_kernel, "TILE", tile)
     points = torch.randn(30, 3, generator=rng, dtype=torch.float64)
     points[7] = points[3]  # twins have no distance to differentiate
-    op = KernelOperator(points, kernel=name, **parameters(axes=axes))
+    op = KernelOperator(points, _kernel=name, **parameters(axes=axes))
     u, v = torch.randn(2, 30, 2, generator=rng, dtype=torch.float64)
     for left, right in ((u, v), (u, u)):
         found = op.slopes(left, right)
@@ -88,16 +88,16 @@ def test_slopes_are_those_of_the_matrix(name, axes, tile, monkeypatch, rng):
 def test_slopes_of_the_matrix_are_those_of_finite_differences(rng):
     points = torch.randn(12, 2, generator=rng, dtype=torch.float64)
     u = torch.randn(12, 1, generator=rng, dtype=torch.float64)
-    for name in kernel.KERNELS:
+    for name in _kernel.KERNELS:
         given = parameters(axes=2)
-        found = KernelOperator(points, kernel=name, **given).slopes(u, u)
+        found = KernelOperator(points, _kernel=name, **given).slopes(u, u)
         for key, value in given.items():
             for axis in range(value.numel()):
                 forms = []
                 for shift in (-1e-5, 1e-5):
                     moved = value.detach().clone()
                     moved.view(-1)[axis] += shift
-                    op = KernelOperator(points, kernel=name, **(given | {key: moved}))
+                    op = KernelOperator(points, _kernel=name, **(given | {key: moved}))
                     forms.append(float((u * (op @ u)).sum()))
                 slope = float(found[key].reshape(-1)[axis])
                 # Central differences: the square of the step, and roundoff over the step.
@@ -106,15 +106,15 @@ def test_slopes_of_the_matrix_are_those_of_finite_differences(rng):
 
 def test_the_matrix_with_a_graph_is_that_of_products(rng):
     points = torch.randn(40, 3, generator=rng, dtype=torch.float64)
-    for name in kernel.KERNELS:
-        op = KernelOperator(points, kernel=name, **parameters())
+    for name in _kernel.KERNELS:
+        op = KernelOperator(points, _kernel=name, **parameters())
         torch.testing.assert_close(op.matrix().detach(), op.dense())
         assert op.cross(points[:5]).requires_grad
         assert not op.dense().requires_grad
 
 
 def test_slopes_make_no_more_than_a_tile_or_a_block(monkeypatch, rng):
-    monkeypatch.setattr(kernel, "TILE", 16)
+    monkeypatch.setattr(_kernel, "TILE", 16)
     op = KernelOperator(torch.randn(300, 2, generator=rng), **parameters(torch.float32, axes=2))
     block = torch.randn(300, 4, generator=rng)
     with LargestTensor() as seen:

@@ -7,16 +7,10 @@ import scipy.sparse
 import torch
 
 import ritz
-from ritz.operators import (
-    CompressedRows,
-    LaplacianOperator,
-    as_operator,
-    compressed,
-    exact_diagonal,
-    exact_trace,
-    gershgorin,
-)
-from ritz.operators.laplacian import KINDS
+from ritz.operators import LaplacianOperator, _sparse, as_operator, exact_diagonal, exact_trace
+from ritz.operators._exact import gershgorin
+from ritz.operators._laplacian import KINDS
+from ritz.operators._sparse import CompressedRows
 from ritz.testing import check_operator
 
 PRECISIONS = [torch.float32, torch.float64]
@@ -53,9 +47,9 @@ def formula(w, kind):
     }[kind]
 
 
-@pytest.fixture(params=[compressed.SMALL, 0], ids=["plain", "compiled"])
+@pytest.fixture(params=[_sparse.SMALL, 0], ids=["plain", "compiled"])
 def path(request, monkeypatch):
-    monkeypatch.setattr(compressed, "SMALL", request.param)
+    monkeypatch.setattr(_sparse, "SMALL", request.param)
 
 
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=str)

@@ -12,13 +12,14 @@ import pytest
 import scipy.sparse
 import torch
 
-from ritz.operators import CompressedRows, SparseOperator, compressed, native
+from ritz.operators import SparseOperator, _native, _sparse
+from ritz.operators._sparse import CompressedRows
 from ritz.testing import check_operator
 
 PRECISIONS = [torch.float32, torch.float64]
 INDICES = [torch.int32, torch.int64]
 
-needs_compiler = pytest.mark.skipif(native.compiler() is None, reason="llvmlite is not installed")
+needs_compiler = pytest.mark.skipif(_native.compiler() is None, reason="llvmlite is not installed")
 
 
 def matrix(n=300, *, density=0.05, dtype=torch.float64, seed=0):
@@ -62,8 +63,8 @@ def threads():
 @pytest.fixture
 def loops(monkeypatch):
     """Compiled loops for any matrix, cut into pieces of any size; how often one ran."""
-    monkeypatch.setattr(compressed, "SMALL", 0)
-    monkeypatch.setattr(compressed, "PIECE", 1)
+    monkeypatch.setattr(_sparse, "SMALL", 0)
+    monkeypatch.setattr(_sparse, "PIECE", 1)
     calls = []
     original = CompressedRows._spread
 
@@ -233,8 +234,8 @@ def test_a_forked_process_has_threads_of_its_own(threads):
 
 
 def test_without_a_compiler_torch_multiplies(monkeypatch):
-    monkeypatch.setattr(compressed, "SMALL", 0)
-    monkeypatch.setattr(compressed, "compilable", lambda dtype: False)
+    monkeypatch.setattr(_sparse, "SMALL", 0)
+    monkeypatch.setattr(_sparse, "compilable", lambda dtype: False)
     dense = matrix()
     check_operator(SparseOperator(compressed_rows(dense)), dense=dense)
 
@@ -256,9 +257,9 @@ def test_a_small_matrix_compiles_nothing(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("a loop was asked for")
 
-    monkeypatch.setattr(compressed, "product_loop", refuse)
+    monkeypatch.setattr(_sparse, "product_loop", refuse)
     dense = matrix(100)
-    assert (dense != 0).sum() < compressed.SMALL
+    assert (dense != 0).sum() < _sparse.SMALL
     close(SparseOperator(dense.to_sparse_csr()) @ drawn(100, 9), dense @ drawn(100, 9))
 
 
@@ -289,7 +290,7 @@ def test_pieces_share_the_work_and_cover_every_row():
 @pytest.mark.parametrize("chunk", [1, 7, 100])
 @pytest.mark.parametrize("pattern", [False, True], ids=["values", "pattern"])
 def test_diagonal_and_sums_of_rows_are_found_in_chunks(chunk, pattern, monkeypatch):
-    monkeypatch.setattr(compressed, "CHUNK", chunk)
+    monkeypatch.setattr(_sparse, "CHUNK", chunk)
     dense = matrix(120)
     rows = compressed_rows(dense, pattern=pattern)
     expected = (dense != 0).double() if pattern else dense

@@ -15,8 +15,8 @@ from ritz.operators import (
     SparseOperator,
     exact_diagonal,
     exact_trace,
-    gershgorin,
 )
+from ritz.operators._exact import gershgorin
 
 ENTRIES = torch.tensor([3.0, -1.0, 0.5, 2.0], dtype=torch.float64)
 

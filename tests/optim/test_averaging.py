@@ -20,7 +20,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, RMSprop
 from torch.optim.lr_scheduler import LambdaLR
 
-from ritz.optim.averaging import IterateAverage
+from ritz.optim import IterateAverage
 
 OPTIMISERS = {
     "sgd": lambda p: SGD(p, lr=0.1),

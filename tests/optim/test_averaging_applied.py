@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import SGD
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ritz.optim.averaging import IterateAverage
+from ritz.optim import IterateAverage
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -20,7 +20,7 @@ from torch.amp import GradScaler
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import SGD, Adam, AdamW
 
-from ritz.optim.averaging import IterateAverage
+from ritz.optim import IterateAverage
 
 
 def through_a_file(state):

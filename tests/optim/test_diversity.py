@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import ritz
-from ritz.optim.diversity import solution_diversity
+from ritz.optim import solution_diversity
 
 
 def looped(logits):

@@ -20,10 +20,7 @@ from torch.amp import GradScaler
 from torch.optim import LBFGS, SGD, Adam, AdamW
 from torch.optim.lr_scheduler import StepLR
 
-from ritz.optim.averaging import IterateAverage
-from ritz.optim.gadam import Gadam
-from ritz.optim.lookahead import Lookahead
-from ritz.optim.patience import AutoAverage
+from ritz.optim import AutoAverage, Gadam, IterateAverage, Lookahead
 
 INNER = {
     "sgd": lambda p: SGD(p, lr=0.1),

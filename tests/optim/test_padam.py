@@ -171,7 +171,7 @@ def test_large_parameters_are_worked_on_in_pieces(monkeypatch, transposed):
         ours = [torch.nn.Parameter(p.detach().t()) for p in ours]
     whole = [torch.nn.Parameter(p.detach().clone()) for p in ours]
     expected = run(GadamX(whole), whole, seeded(1))
-    monkeypatch.setattr("ritz.optim.elementwise.GRAIN", 100)
+    monkeypatch.setattr("ritz.optim._update.GRAIN", 100)
     found = run(GadamX(ours), ours, seeded(1))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 

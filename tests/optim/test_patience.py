@@ -7,8 +7,7 @@ import torch
 from optim.walks import assert_near, assert_same, averages, network, tail, walked
 from torch.optim import SGD, Adam
 
-from ritz.optim.averaging import IterateAverage
-from ritz.optim.patience import AutoAverage
+from ritz.optim import AutoAverage, IterateAverage
 
 
 def auto(**options):

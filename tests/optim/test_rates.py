@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import ritz
-from ritz.optim.rates import effective_rates, scale_invariant_weights, weight_norms
+from ritz.optim import effective_rates, scale_invariant_weights, weight_norms
 
 
 class Net(nn.Module):

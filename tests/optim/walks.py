@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from ritz.optim.averaging import IterateAverage
+from ritz.optim import IterateAverage
 
 
 def network(dtype=torch.float32, seed=0):

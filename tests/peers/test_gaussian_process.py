@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from ritz.operators import KernelOperator
-from ritz.spectra.gradients import backward_gradient
-from ritz.spectra.likelihood import log_likelihood
+from ritz.spectra import backward_gradient, log_likelihood
 
 SCALES = torch.tensor([0.6, 1.1, 2.0], dtype=torch.float64)
 OUTPUTSCALE, NOISE = torch.tensor([1.4, 0.05], dtype=torch.float64)

@@ -8,7 +8,7 @@ from matplotlib import pyplot
 
 import ritz
 from ritz import plots
-from ritz.measures.landscapes import Landscape, Landscape2d
+from ritz.measures import Landscape, Landscape2d
 
 KINDS = ["Ritz value < 0", "zero within its residual, unconverged", "Ritz value > 0",
          "Ritz value > 0, unconverged"]  # fmt: skip

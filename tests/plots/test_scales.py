@@ -8,8 +8,8 @@ import torch
 from matplotlib import pyplot
 
 from ritz import plots
-from ritz.measures.landscapes import Landscape, Landscape2d
-from ritz.plots.scales import drawable, isolated, log_y, spans_decade, ticks
+from ritz.measures import Landscape, Landscape2d
+from ritz.plots._scales import drawable, isolated, log_y, spans_decade, ticks
 
 T = torch.linspace(-1, 1, 9, dtype=torch.float64)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ritz import lanczos
-from ritz.measures.landscapes import Landscape, Landscape2d
-from ritz.plots.series import density_curve, landscape_slice, landscape_surface, spectrum_stems
+from ritz.measures import Landscape, Landscape2d
+from ritz.plots._series import density_curve, landscape_slice, landscape_surface, spectrum_stems
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 import ritz
 from ritz import plots
 from ritz.cli import _app
-from ritz.plots.titles import spectrum_title
+from ritz.plots._scales import spectrum_title
 
 
 def network(*layers):

@@ -8,8 +8,8 @@ import ritz
 from ritz import plots
 from ritz._core.results import Estimate, Status
 from ritz.measures import rank_degeneracy
-from ritz.plots.records import curvature_points, points, training_series
-from ritz.plots.titles import monitor_title
+from ritz.plots._scales import monitor_title
+from ritz.plots._series import curvature_points, points, training_series
 
 AVERAGED = {"average_test_loss": 0.4, "average_test_accuracy": 0.9}
 

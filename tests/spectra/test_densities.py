@@ -6,8 +6,7 @@ import torch
 
 from ritz import Density, density
 from ritz.operators import FunctionOperator
-from ritz.spectra.jackson import PolynomialDensity
-from ritz.spectra.polynomials import Moments
+from ritz.spectra import Moments, PolynomialDensity
 from ritz.testing import wigner, with_spectrum
 
 PRECISIONS = [torch.float32, torch.float64]

@@ -7,9 +7,10 @@ import torch
 import ritz
 from ritz._core.progress import tracking
 from ritz.operators import DenseOperator, FunctionOperator, KernelOperator, SparseOperator
-from ritz.spectra import NotPositiveDefiniteError, deflation
-from ritz.spectra.radau import brackets
-from ritz.spectra.recurrence import Recurrence, advance
+from ritz.spectra import NotPositiveDefiniteError
+from ritz.spectra._functions import splitting
+from ritz.spectra._functions.gauss import brackets
+from ritz.spectra._lanczos.recurrence import Recurrence, advance
 from ritz.testing import check_operator, with_spectrum
 
 
@@ -100,11 +101,11 @@ def test_gauss_and_radau_are_bounds(rng):
 
 
 def test_the_determinant_is_that_of_the_space_times_that_of_its_complement(rng, monkeypatch):
-    monkeypatch.setattr(deflation, "WIDTH", 5)
+    monkeypatch.setattr(splitting, "WIDTH", 5)
     matrix = with_spectrum(torch.logspace(-3, 1, 50, dtype=torch.float64), generator=rng).matrix
     with tracking(False, "", None) as bar:
-        space = deflation.block_krylov(DenseOperator(matrix), dimension=20, generator=rng, bar=bar)
-    split = deflation.Deflation(DenseOperator(matrix), space)
+        space = splitting.block_krylov(DenseOperator(matrix), dimension=20, generator=rng, bar=bar)
+    split = splitting.Deflation(DenseOperator(matrix), space)
     basis = space.basis
     eye = torch.eye(50, dtype=torch.float64)
     torch.testing.assert_close(basis.T @ basis, eye[:20, :20])

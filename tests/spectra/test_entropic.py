@@ -6,7 +6,7 @@ import torch
 from scipy import stats
 
 from ritz import Density, density, load, maxent, plots, save
-from ritz.spectra.dual import chebyshev
+from ritz.spectra._maxent.dual import chebyshev
 from ritz.testing import with_spectrum
 
 mpl.use("Agg")

@@ -10,7 +10,7 @@ from numpy.polynomial import legendre
 from scipy import stats
 
 from ritz import NotConvergedError, maxent, moments
-from ritz.spectra.relaxation import LADDER
+from ritz.spectra._maxent.solve import LADDER
 from ritz.testing import with_spectrum
 
 LOW, HIGH = (1 - 0.5**0.5) ** 2, (1 + 0.5**0.5) ** 2

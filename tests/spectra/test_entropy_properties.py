@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ritz import maxent, moments
-from ritz.spectra.dual import Grid, chebyshev
-from ritz.spectra.polynomials import chebyshev_from_legendre
+from ritz.spectra._maxent.dual import Grid, chebyshev
+from ritz.spectra._moments import chebyshev_from_legendre
 from ritz.testing import with_spectrum
 
 INTERVAL = (0.5, 3.5)

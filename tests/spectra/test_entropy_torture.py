@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ritz import NotConvergedError, maxent, moments
-from ritz.spectra.dual import chebyshev
-from ritz.spectra.polynomials import Moments
+from ritz.spectra import Moments
+from ritz.spectra._maxent.dual import chebyshev
 from ritz.testing import with_spectrum
 
 STEPS = 400  # of all variances together: a tenth of a second with a hundred moments

@@ -6,7 +6,7 @@ import torch
 import ritz
 from ritz.operators import FunctionOperator, SparseOperator
 from ritz.spectra import NotPositiveDefiniteError
-from ritz.spectra.factors import is_narrow, is_small, logdet_by_factor
+from ritz.spectra._functions.log_determinants import is_narrow, is_small, logdet_by_factor
 
 
 def band(n, width):

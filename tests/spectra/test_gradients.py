@@ -5,14 +5,9 @@ import torch
 
 from ritz import NotConvergedError, logdet
 from ritz._core.results import Status
-from ritz.operators import DenseOperator, KernelOperator, kernel
-from ritz.spectra import NotPositiveDefiniteError
-from ritz.spectra.gradients import (
-    GradientSettings,
-    attach_gradient,
-    backward_gradient,
-    logdet_gradient,
-)
+from ritz.operators import DenseOperator, KernelOperator, _kernel
+from ritz.spectra import NotPositiveDefiniteError, backward_gradient, logdet_gradient
+from ritz.spectra._gradients import GradientSettings, attach_gradient
 
 PRECISIONS = [torch.float32, torch.float64]
 
@@ -43,10 +38,10 @@ def assert_within(found, truth, sigmas=4.0):
         assert bool((gap <= sigmas * bars).all()), (name, gap / bars)
 
 
-@pytest.mark.parametrize("name", kernel.KERNELS)
+@pytest.mark.parametrize("name", _kernel.KERNELS)
 @pytest.mark.parametrize("seed", range(3))
 def test_the_truth_lies_within_four_standard_errors(name, seed):
-    op = operator(kernel=name)
+    op = operator(_kernel=name)
     found = logdet_gradient(
         op, method="lanczos", rank=50, generator=torch.Generator().manual_seed(seed)
     )

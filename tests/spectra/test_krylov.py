@@ -6,8 +6,7 @@ import torch
 import ritz
 from ritz.operators import DenseOperator, DiagonalOperator, FunctionOperator, ShiftedOperator
 from ritz.spectra import lanczos, lanczos_block
-from ritz.spectra.basis import Basis
-from ritz.spectra.recurrence import Recurrence, advance
+from ritz.spectra._lanczos.recurrence import Basis, Recurrence, advance
 from ritz.testing import wigner, with_spectrum
 
 DTYPES = [torch.float32, torch.float64]

@@ -6,9 +6,8 @@ from torch.distributions import MultivariateNormal
 
 from ritz import NotConvergedError
 from ritz.operators import DenseOperator, KernelOperator
-from ritz.spectra.gradients import backward_gradient
-from ritz.spectra.likelihood import inverse_form, log_likelihood
-from ritz.spectra.preconditioning import LowRankPreconditioner
+from ritz.spectra import backward_gradient, inverse_form, log_likelihood
+from ritz.spectra._gradients import LowRankPreconditioner
 
 
 def problem(n=300, dtype=torch.float64, noise=0.05):

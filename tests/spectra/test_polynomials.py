@@ -7,7 +7,7 @@ from scipy.special import eval_chebyt, eval_legendre
 
 from ritz import moments
 from ritz.operators import DenseOperator, FunctionOperator
-from ritz.spectra.polynomials import chebyshev_from_legendre
+from ritz.spectra._moments import chebyshev_from_legendre
 from ritz.testing import wigner, with_spectrum
 
 PRECISIONS = [torch.float32, torch.float64]

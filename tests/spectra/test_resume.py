@@ -12,7 +12,8 @@ import torch
 import ritz
 from ritz._core.storage import CorruptFileError
 from ritz.operators import FunctionOperator
-from ritz.spectra import lanczos, lanczos_block, resume
+from ritz.spectra import lanczos, lanczos_block
+from ritz.spectra._lanczos import state
 from ritz.testing import wigner
 
 RUNS = {
@@ -106,13 +107,13 @@ def test_a_state_of_another_number_of_probes_is_refused(rng, tmp_path):
 
 def test_every_vector_of_the_basis_is_written_once(rng, tmp_path, monkeypatch):
     """A save costs what is new since the last one, however long the run has been."""
-    real, written = resume.write_tensors, []
+    real, written = state.write_tensors, []
 
     def count(path, tensors, header):
         written.append(sum(tensor.numel() for tensor in tensors.values() if tensor.ndim == 2))
         real(path, tensors, header)
 
-    monkeypatch.setattr(resume, "write_tensors", count)
+    monkeypatch.setattr(state, "write_tensors", count)
     op = wigner(150, generator=rng)
     lanczos(op, num_steps=40, vectors=True, state=tmp_path / "state", save_interval=0.0)
     assert sum(written) == 40 * 150

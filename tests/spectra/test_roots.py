@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from ritz.spectra import NotPositiveDefiniteError
-from ritz.spectra.roots import GROWTH, inverse_roots
+from ritz.spectra._gradients import GROWTH, inverse_roots
 from ritz.testing import with_spectrum
 
 

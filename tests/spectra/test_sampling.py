@@ -5,10 +5,9 @@ import torch
 
 import ritz
 from ritz._core.results import Status
+from ritz._core.sampling import CHUNK, Sampling, accuracy, check_samples, column_dots, stderr
 from ritz._core.storage import load, save
 from ritz.operators import FunctionOperator
-from ritz.spectra.columns import CHUNK, column_dots
-from ritz.spectra.sampling import Sampling, accuracy, check_samples, stderr
 from ritz.testing import assert_within_stderr, with_spectrum
 
 PRECISIONS = [torch.float32, torch.float64]

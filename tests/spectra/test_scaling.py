@@ -6,7 +6,7 @@ import torch
 from scipy import stats
 
 from ritz import Density, maxent
-from ritz.spectra.scaling import bmxnt
+from ritz.spectra._maxent.scaling import bmxnt
 
 
 def power_moments(law, m):

@@ -10,7 +10,7 @@ import torch
 import ritz
 from ritz import plots, studies
 from ritz._core.registry import UnknownNameError
-from ritz.studies.protocol import versions
+from ritz.studies._protocol import versions
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ import torch
 from training.examples import assert_same_bits, network, samples, state
 
 from ritz.optim import IterateAverage, Lookahead
-from ritz.training import captured, fit
-from ritz.training.checkpoints import load_optimizer_state, optimizer_state
-from ritz.training.processes import channels_last
-from ritz.training.steps import Piece, Step
+from ritz.training import _step, fit
+from ritz.training._folder import load_optimizer_state, optimizer_state
+from ritz.training._processes import channels_last
+from ritz.training._step import Piece, Step
 
 
 class Stream:
@@ -23,7 +23,7 @@ class Played:
     """A graph whose replay computes what was recorded."""
 
     def replay(self):
-        with captured._without_hooks(self.step.optimizer):
+        with _step._without_hooks(self.step.optimizer):
             Step.__call__(self.step, self.pieces)
 
 
@@ -63,7 +63,7 @@ def played(monkeypatch):
 def walk(kind, take_of):
     from torch.nn.functional import cross_entropy
 
-    from ritz.curvature.adapters import Adapter
+    from ritz.curvature._risk.adapter import Adapter
 
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -86,7 +86,7 @@ def walk(kind, take_of):
 def test_replays_run_hooks_and_count_as_steps_do(played, kind):
     weights, averaged, totals, _ = walk(kind, lambda step: step)
     found, found_average, found_totals, take = walk(
-        kind, lambda step: captured.CapturedStep(step, required=True)
+        kind, lambda step: _step.CapturedStep(step, required=True)
     )
     assert len(take._graphs) == 1  # nine steps of ten rows; three of twenty only warm up
     assert_same_bits(found, weights)
@@ -103,10 +103,10 @@ def test_a_step_that_cannot_be_recorded_is_taken_as_it_is(played, monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph", refusing)
     weights = walk("plain", lambda step: step)[0]
     with pytest.warns(UserWarning, match="not captured in a CUDA graph: operation not permitted"):
-        found = walk("plain", lambda step: captured.CapturedStep(step, required=False))[0]
+        found = walk("plain", lambda step: _step.CapturedStep(step, required=False))[0]
     assert_same_bits(found, weights)
     with pytest.raises(ValueError, match="capture=True needs a step without waits"):
-        walk("plain", lambda step: captured.CapturedStep(step, required=True))
+        walk("plain", lambda step: _step.CapturedStep(step, required=True))
 
 
 @pytest.mark.gpu

@@ -15,16 +15,8 @@ from training.examples import assert_same_bits, network, samples, state
 
 import ritz
 from ritz._core.storage import CorruptFileError
-from ritz.training import (
-    CheckpointError,
-    LogError,
-    fit,
-    load_weights,
-    read_log,
-    read_weights,
-    save_weights,
-)
-from ritz.training.logs import Log
+from ritz.training import CheckpointError, fit, load_weights, read_log, read_weights, save_weights
+from ritz.training._folder import Log, LogError
 
 RUN = {"num_epochs": 2, "batch_size": 12}
 
@@ -184,7 +176,7 @@ def test_a_read_only_folder_is_seen_before_training(tmp_path, monkeypatch):
         raise PermissionError(errno.EROFS, os.strerror(errno.EROFS))
 
     # The first thing that writing does.
-    monkeypatch.setattr("ritz.training.locks.open_own", refuse)
+    monkeypatch.setattr("ritz.training._folder.open_own", refuse)
     model = network()
     with pytest.raises(CheckpointError, match="Read-only file system; none is there"):
         fit(model, samples(), checkpoint=tmp_path, **RUN)

@@ -6,9 +6,7 @@ import pytest
 from training.examples import network, samples
 
 from ritz.training import CheckpointError, fit
-from ritz.training.links import LinkError
-from ritz.training.locks import FolderInUseError, sole_writer
-from ritz.training.logs import Log
+from ritz.training._folder import FolderInUseError, LinkError, Log, sole_writer
 
 RUN = {"num_epochs": 1, "batch_size": 12}
 

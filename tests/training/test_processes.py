@@ -8,8 +8,8 @@ from processes import run_processes
 from training.examples import network, samples
 
 from ritz.training import fit, read_log, read_weights
-from ritz.training.locks import sole_writer
-from ritz.training.processes import set_generator_states
+from ritz.training._folder import sole_writer
+from ritz.training._processes import set_generator_states
 
 TESTS = str(Path(__file__).parents[1])
 SCRIPT = f"""

@@ -9,8 +9,7 @@ from training.texts import text
 
 from ritz.data import epoch_generator
 from ritz.training import fit
-from ritz.training.feeds import Feed
-from ritz.training.sources import IndexedData
+from ritz.training._data import Feed, IndexedData
 
 CPU = torch.device("cpu")
 ADVICE = r"two rows or more.* batch of 1 .*drop_last=True \(--drop-last\).*than 8"

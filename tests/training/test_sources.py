@@ -6,8 +6,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from ritz import data, training
-from ritz.training.sources import IndexedData, as_parts, first_batch, limited, measurable, sample
-from ritz.training.workflows import RunConfig, measured_risk, read_run, run_weights, train_run
+from ritz.training._data import IndexedData, as_parts, first_batch, limited, measurable, sample
+from ritz.training._workflow import RunConfig, measured_risk, read_run, run_weights, train_run
 
 X = torch.arange(24.0).reshape(12, 2)
 Y = torch.arange(12) % 3

@@ -14,11 +14,10 @@ from training.test_resume import Interrupt
 from training.texts import broken_loss, recurrent, text, unbroken_loss
 
 import ritz
-from ritz.curvature.adapters import Adapter
-from ritz.training import CurvatureMonitor, captured, evaluate, fit, read_log
-from ritz.training.checkpoints import Folder
-from ritz.training.states import CarriedState
-from ritz.training.steps import Piece
+from ritz.curvature._risk.adapter import Adapter
+from ritz.training import CurvatureMonitor, _step, evaluate, fit, read_log
+from ritz.training._folder import Folder
+from ritz.training._step import CarriedState, Piece
 
 STILL = {"optimizer_settings": {"lr": 0.0}, "batch_size": 4}
 MOVING = {"optimizer_settings": {"lr": 0.5}, "batch_size": 4, "num_epochs": 3}
@@ -182,7 +181,7 @@ def walk(take_of):
 
 def test_replays_carry_the_state_as_steps_do(played):  # noqa: F811
     weights, sums, _ = walk(lambda step: step)
-    found, found_sums, take = walk(lambda step: captured.CapturedStep(step, required=True))
+    found, found_sums, take = walk(lambda step: _step.CapturedStep(step, required=True))
     assert len(take._graphs) == 1
     assert_same_bits(found, weights)
     assert torch.equal(found_sums, sums)

@@ -1,13 +1,24 @@
-"""Batch norm and dropout in a chosen mode, and statistics recomputed, with the model unchanged."""
+"""Batch norm and dropout in a chosen mode, and recomputed statistics, with the model unchanged."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import ExitStack, contextmanager
-from typing import Literal
+from itertools import chain, islice
+from math import ceil
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ritz._core.checks import check_choice, check_range
+from ritz._core.distributed import Group, all_max, all_sum, world_size
+
+# ------------------------------------------------------------------------------------------
+# Batch norm and dropout in a chosen mode, and statistics recomputed, with the model
+# unchanged.
 
 BatchNormMode = Literal["train", "eval", "recomputed"]
 BATCH_NORM_MODES = ("train", "eval", "recomputed")
@@ -142,3 +153,161 @@ def _hooked(
                 )
                 stack.callback(handle.remove)
         yield
+
+
+# ------------------------------------------------------------------------------------------
+# Statistics of batch norm for the weights that a model has now, by sample.
+
+Forward = Callable[[nn.Module, Any], Any]
+Count = Callable[[Any], int]
+Sharing = Literal["own", "none"]
+
+
+@contextmanager
+def with_statistics(
+    model: nn.Module,
+    data: Iterable[Any] | None = None,
+    *,
+    fraction: float = 1.0,
+    forward: Forward | None = None,
+    count: Count | None = None,
+    sharing: Sharing = "own",
+    group: Group | None = None,
+    keep: bool = False,
+) -> Iterator[None]:
+    """Let batch norm have the statistics of the present weights on ``data`` for the block.
+
+    The convention of torch, with every batch weighted by its samples: the mean and the unbiased
+    variance of each batch, as normalised by its own statistics in the layers below.
+
+    Args:
+        model: Itself or wrapped (DDP, FSDP2, compiled). Nothing happens without batch norm.
+        data: Batches; ``None`` leaves the statistics alone.
+        fraction: Part of the batches to use, the first ones.
+        forward: Takes the model and a batch, and calls the one on the other.
+        count: Takes a batch and returns its number of samples.
+        sharing: ``own``: the processes of ``group`` bring batches of their own, any number of
+            them, and all enter the block. ``none``: this process alone.
+        group: The processes.
+        keep: Whether the model keeps the statistics after the block.
+    """
+    plain = unwrapped(model)
+    if data is None or not batch_norms(plain):
+        yield
+        return
+    check_choice("sharing", sharing, ("own", "none"))
+    call = forward or _default_forward
+    shared = sharing == "own" and world_size(group) > 1
+    batches = _placed(_part(data, fraction), plain)
+    # A model whose layers exchange data must be called as often by all processes.
+    if shared and any(map(_exchanges, plain.modules())):
+        batches = _in_step(batches, group)
+    sizes: list[int] = []
+    with evaluating(plain, batch_statistics=True):
+        found = recomputed_statistics(
+            plain,
+            lambda batch: call(plain, batch),
+            _weighted(batches, sizes, count or _size),
+            reduce=(lambda total: all_sum(total, group)) if shared else (lambda total: total),
+        )
+    if not (all_max(sum(sizes), group) if shared else sum(sizes)):
+        raise ValueError("data must hold at least one batch, got none")
+    with _replaced(plain, found, keep=keep):
+        yield
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model itself, without what distributes or compiles it."""
+    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        inner = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod
+        if not isinstance(inner, nn.Module):
+            break
+        model = inner
+    return model
+
+
+def reshard(model: nn.Module) -> None:
+    """Have a sharded model drop gathered weights, which would outlive a change of the shards."""
+    for module in model.modules():
+        if _is_sharded(module):
+            module.reshard()  # type: ignore[operator]
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return hasattr(module, "reshard") and hasattr(module, "unshard")
+
+
+def _exchanges(module: nn.Module) -> bool:
+    return _is_sharded(module) or isinstance(module, nn.SyncBatchNorm)
+
+
+def _part(data: Iterable[Any], fraction: float) -> Iterable[Any]:
+    check_range("fraction", fraction, low=0.0, high=1.0)
+    if fraction == 1.0:
+        return data
+    if not isinstance(data, Sized):
+        raise TypeError(f"data must have a length for a fraction of {fraction} to be taken, got "
+                        f"{type(data).__name__}")  # fmt: skip
+    return islice(data, ceil(fraction * len(data)))
+
+
+def _placed(data: Iterable[Any], model: nn.Module) -> Iterator[tuple[Any, bool]]:
+    device = next(chain(model.parameters(), model.buffers())).device
+    for batch in data:
+        # Mappings of other kinds, such as what tokenizers return, as dictionaries.
+        plain = dict(batch) if isinstance(batch, Mapping) else batch
+        yield tree_map(lambda x: x.to(device) if hasattr(x, "to") else x, plain), True
+
+
+def _in_step(
+    batches: Iterator[tuple[Any, bool]], group: Group | None
+) -> Iterator[tuple[Any, bool]]:
+    """Batches, and after the last it again, marked so, until no process has any."""
+    last = None
+    while True:
+        item = next(batches, None)
+        if not all_max(int(item is not None), group):
+            return
+        last = item or last
+        if last is None:
+            raise ValueError("data must hold at least one batch in every process where the model "
+                             "is sharded or its batch norm synchronised, got none")  # fmt: skip
+        yield last[0], item is not None
+
+
+def _weighted(
+    batches: Iterable[tuple[Any, bool]], sizes: list[int], count: Count
+) -> Iterator[tuple[Any, float]]:
+    """Batches by their samples, those that only keep step by nothing; notes down the samples."""
+    for batch, real in batches:
+        sizes.append(count(batch) if real else 0)
+        yield batch, float(sizes[-1])
+
+
+def _size(batch: Any) -> int:
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            return len(leaf)
+    raise TypeError(f"a batch must hold a tensor whose length is the number of samples, got "
+                    f"{type(batch).__name__}: pass count= to say how many it holds")  # fmt: skip
+
+
+def _default_forward(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**{name: value for name, value in batch.items() if name != "labels"})
+    if isinstance(batch, tuple | list):
+        return model(*(batch[:-1] if len(batch) > 1 else batch))
+    return model(batch)
+
+
+@contextmanager
+def _replaced(model: nn.Module, found: dict[str, Tensor], *, keep: bool) -> Iterator[None]:
+    buffers = {name: model.get_buffer(name) for name in found}
+    before = {name: buffer.clone() for name, buffer in buffers.items()}
+    try:
+        for name, buffer in buffers.items():
+            buffer.copy_(found[name])
+        yield
+    finally:
+        for name, buffer in buffers.items() if not keep else ():
+            buffer.copy_(before[name])

@@ -1,9 +1,11 @@
-"""Named tensors as one flat vector, and back."""
+"""Parameters: named tensors as one flat vector and back, and those of an optimiser."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 
 class ParamSpace:
@@ -42,3 +44,8 @@ class ParamSpace:
             name: piece.view(shape)
             for (name, shape), piece in zip(self.shapes.items(), pieces, strict=True)
         }
+
+
+def parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    """The parameters of an optimiser, in its order."""
+    return chain.from_iterable(group["params"] for group in optimizer.param_groups)

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib
+import itertools
 import json
 import math
 import os
@@ -11,7 +12,7 @@ import platform
 import re
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ritz.version import __version__
+from ritz._version import __version__
 
 T = TypeVar("T")
 
@@ -215,7 +216,9 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _class_key(cls: type) -> str:
-    return f"{cls.__module__}:{cls.__qualname__}"
+    """The name of a class in files, by its public module, so that code inside may move."""
+    public = itertools.takewhile(lambda part: not part.startswith("_"), cls.__module__.split("."))
+    return f"{'.'.join(public)}:{cls.__qualname__}"
 
 
 def _find_class(key: str) -> type:
@@ -225,7 +228,7 @@ def _find_class(key: str) -> type:
     inside = parts[0] == "ritz" and all(part.isidentifier() for part in parts)
     if key not in _STORABLE and inside and not {"cli", "__main__"} & set(parts):
         try:
-            importlib.import_module(module)
+            importlib.import_module("ritz._core.results" if module == "ritz" else module)
         except ImportError as error:
             raise TypeError(f"{key} cannot be imported: {error}") from error
     if key not in _STORABLE:
@@ -242,6 +245,14 @@ def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         found[name] = tensor.clone() if place in known else tensor
         known.add(place)
     return found
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """A name for the values of tensors."""
+    sha = hashlib.sha256()
+    for tensor in tensors:
+        sha.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return sha.hexdigest()[:16]
 
 
 def _digest(tensors: Mapping[str, Tensor], body: Any) -> str:

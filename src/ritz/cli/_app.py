@@ -12,8 +12,8 @@ import typer
 
 from ritz import cli
 from ritz._core.registry import UnknownNameError
-from ritz.cli._states import Interrupted
-from ritz.version import __version__
+from ritz._version import __version__
+from ritz.cli._session import Interrupted
 
 # What a user can put right: everything else is a failure of the work itself.
 BAD_INPUT = (ValueError, TypeError, UnknownNameError, OSError)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ritz._core.checks import check_range
-from ritz.studies.protocol import describe
+from ritz.studies import describe
 
 Seed = Annotated[int, typer.Option("--seed", help="Seed of everything that is drawn.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and no bar.")]

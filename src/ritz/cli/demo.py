@@ -12,7 +12,7 @@ import typer
 from ritz import plots
 from ritz._core.storage import save
 from ritz.cli._options import Json, Seed, print_result
-from ritz.cli._runs import default_device, writing
+from ritz.cli._session import default_device, writing
 from ritz.studies import digits
 
 EPILOG = """

@@ -10,9 +10,8 @@ from torch import Tensor
 from ritz import measures
 from ritz._core.checks import check_count, check_range
 from ritz._core.storage import save
-from ritz.cli._names import Names
 from ritz.cli._options import Json, Seed, check_size, print_results
-from ritz.cli._runs import (
+from ritz.cli._session import (
     Average,
     BatchSize,
     Choice,
@@ -21,6 +20,7 @@ from ritz.cli._runs import (
     Device,
     Loss,
     Model,
+    Names,
     Out,
     Picture,
     PrecisionOption,
@@ -29,11 +29,11 @@ from ritz.cli._runs import (
     SetData,
     SetModel,
     Source,
+    States,
     draw,
     open_run,
     writing,
 )
-from ritz.cli._states import States
 from ritz.curvature import Risk, hessian
 from ritz.spectra import lanczos
 

@@ -11,7 +11,7 @@ import typer
 
 from ritz._core.results import format_uncertain
 from ritz.cli._options import Json, Seed
-from ritz.operators.files import read_matrix
+from ritz.operators import read_matrix
 from ritz.spectra import logdet
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="Matrix Market, or npz by SciPy.")]

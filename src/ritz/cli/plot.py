@@ -9,9 +9,10 @@ import typer
 from ritz import plots
 from ritz._core.storage import load
 from ritz.cli._options import Json
+from ritz.plots._shared import check_picture, titled
 from ritz.spectra import Spectrum
 from ritz.training import read_log
-from ritz.training.workflows import LOG
+from ritz.training._shared import LOG
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,7 +51,7 @@ def command(files: Files, what: Wanted = "auto", out: Out = None, json: Json = F
     for path in paths:
         if not path.is_file():
             raise FileNotFoundError(f"no such file: {path}")
-    target = plots.check_picture(out or _default(paths[0], what))
+    target = check_picture(out or _default(paths[0], what))
     logs = [path for path in paths if path.suffix == ".jsonl"]
     if logs and len(logs) < len(paths):
         raise ValueError("logs and results make no one picture: plot them one after the other")
@@ -93,7 +94,7 @@ def _result_figure(paths: list[Path]) -> "Figure":
         if not isinstance(result, Spectrum):
             raise ValueError(f"several results must all be spectra to be drawn together, {name} is "
                              f"of class {type(result).__name__}")  # fmt: skip
-    return plots.picture(plots.titled(results))
+    return plots.picture(titled(results))
 
 
 def _names(paths: list[Path]) -> dict[str, Path]:

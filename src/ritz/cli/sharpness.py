@@ -8,9 +8,8 @@ import typer
 from ritz import measures
 from ritz._core.checks import check_count, check_range
 from ritz._core.storage import save
-from ritz.cli._names import Names
 from ritz.cli._options import Json, Seed, print_results
-from ritz.cli._runs import (
+from ritz.cli._session import (
     Average,
     BatchSize,
     Choice,
@@ -19,6 +18,7 @@ from ritz.cli._runs import (
     Device,
     Loss,
     Model,
+    Names,
     Out,
     PrecisionOption,
     Samples,
@@ -27,10 +27,10 @@ from ritz.cli._runs import (
     SetModel,
     Source,
     SplitOption,
+    States,
     open_run,
     writing,
 )
-from ritz.cli._states import States
 
 EPILOG = """
 Examples:

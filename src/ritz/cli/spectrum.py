@@ -8,9 +8,8 @@ import typer
 
 from ritz._core.checks import check_count, check_range
 from ritz._core.storage import save
-from ritz.cli._names import Names
 from ritz.cli._options import Json, Seed, print_results
-from ritz.cli._runs import (
+from ritz.cli._session import (
     Average,
     BatchSize,
     Choice,
@@ -19,6 +18,7 @@ from ritz.cli._runs import (
     Device,
     Loss,
     Model,
+    Names,
     Opened,
     Out,
     Picture,
@@ -29,12 +29,12 @@ from ritz.cli._runs import (
     SetModel,
     Source,
     SplitOption,
+    States,
     draw,
     open_run,
     writing,
 )
-from ritz.cli._states import States
-from ritz.curvature.samples import curvature_operator
+from ritz.curvature import curvature_operator
 from ritz.spectra import Spectrum, lanczos
 
 EPILOG = """

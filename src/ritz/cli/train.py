@@ -9,17 +9,23 @@ import typer
 
 from ritz._core.checks import check_choice, check_count, check_range
 from ritz.cli._options import Json, Seed, check_size, print_result
-from ritz.cli._pairs import check_pair
-from ritz.cli._runs import Device, Loss, SetData, SetModel, default_device, writing
+from ritz.cli._session import Device, Loss, SetData, SetModel, check_pair, default_device, writing
 from ritz.cli._targets import loss_function, make_data, make_model, parse_settings
 from ritz.data import TextSplit
 from ritz.training import CurvatureMonitor, TrainingResult
-from ritz.training.checkpoints import AVERAGE as AVERAGED
-from ritz.training.checkpoints import NAME, WEIGHTS
-from ritz.training.logs import times_path
-from ritz.training.monitors import QUANTITIES
-from ritz.training.sources import DataParts, sample
-from ritz.training.workflows import CONFIG, LOG, RunConfig, train_run
+from ritz.training._shared import AVERAGE as AVERAGED
+from ritz.training._shared import (
+    CONFIG,
+    LOG,
+    NAME,
+    QUANTITIES,
+    WEIGHTS,
+    DataParts,
+    RunConfig,
+    sample,
+    times_path,
+    train_run,
+)
 
 EPILOG = """
 Examples:

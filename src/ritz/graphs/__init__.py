@@ -1,33 +1,28 @@
 """Graphs: reading, random models, and what their spectra say."""
 
-from ritz.graphs.clustered import cluster_graph, cluster_sizes
-from ritz.graphs.clusters import count_clusters
-from ritz.graphs.comparing import Similarity, similarity
-from ritz.graphs.converting import as_graph, to_undirected
-from ritz.graphs.counting import ClusterCount
-from ritz.graphs.entropic import density, entropy, moments, spectrum
-from ritz.graphs.fitting import Fit, fit
-from ritz.graphs.heat import heat_trace
-from ritz.graphs.matrices import eigenvalues, laplacian
-from ritz.graphs.models import (
+from ritz.graphs._clusters import ClusterCount, count_clusters
+from ritz.graphs._density import density, entropy, heat_trace, moments, spectrum
+from ritz.graphs._fit import Fit, fit
+from ritz.graphs._graph import Graph, GraphError
+from ritz.graphs._io import as_graph, read, to_undirected
+from ritz.graphs._matrices import eigenvalues, laplacian
+from ritz.graphs._partition import spectral_clusters
+from ritz.graphs._random import (
     barabasi_albert,
+    cluster_graph,
+    cluster_sizes,
     configuration_model,
     erdos_renyi,
     stochastic_block_model,
     watts_strogatz,
 )
-from ritz.graphs.partitioning import spectral_clusters
-from ritz.graphs.reading import read
-from ritz.graphs.searching import ModelFit
-from ritz.graphs.structures import Graph, GraphError, Intake
+from ritz.graphs._similarity import Similarity, similarity
 
 __all__ = [
     "ClusterCount",
     "Fit",
     "Graph",
     "GraphError",
-    "Intake",
-    "ModelFit",
     "Similarity",
     "as_graph",
     "barabasi_albert",

@@ -1,22 +1,25 @@
 """Measures of networks: sharpness, noise of mini-batches, landscapes, calibration."""
 
-from ritz.measures.calibration import Reliability, Temperature, scaled, temperature
-from ritz.measures.degeneracy import Degeneracy, RankBound, rank_bound, rank_degeneracy
-from ritz.measures.directions import filter_normalized, random_direction, ritz_directions
-from ritz.measures.flatness import Sharpness, SharpnessRow, sharpness
-from ritz.measures.folding import fold_batch_norm
-from ritz.measures.landscapes import Landscape, Landscape2d, landscape, landscape2d
-from ritz.measures.noise import Shrinkage, curvature_variance, shrinkage
+from ritz.measures._calibration import Temperature, scaled, temperature
+from ritz.measures._degeneracy import Degeneracy, rank_bound, rank_degeneracy
+from ritz.measures._folding import fold_batch_norm
+from ritz.measures._landscape import (
+    Landscape,
+    Landscape2d,
+    filter_normalized,
+    landscape,
+    landscape2d,
+    random_direction,
+    ritz_directions,
+)
+from ritz.measures._noise import curvature_variance, shrinkage
+from ritz.measures._sharpness import Sharpness, sharpness
 
 __all__ = [
     "Degeneracy",
     "Landscape",
     "Landscape2d",
-    "RankBound",
-    "Reliability",
     "Sharpness",
-    "SharpnessRow",
-    "Shrinkage",
     "Temperature",
     "curvature_variance",
     "filter_normalized",

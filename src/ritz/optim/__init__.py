@@ -1,15 +1,17 @@
 """Optimisers that generalise, averages of their iterates, and schedules."""
 
-from ritz.optim.averaging import IterateAverage
-from ritz.optim.damping import AdamW, delta_to_shrinkage, shrinkage_to_delta
-from ritz.optim.diversity import Diversity, solution_diversity
-from ritz.optim.gadam import Gadam, GadamX
-from ritz.optim.lookahead import Lookahead
-from ritz.optim.padam import Padam, PadamW
-from ritz.optim.patience import AutoAverage
-from ritz.optim.presets import Preset, from_preset, preset, preset_names
-from ritz.optim.rates import WeightNorms, effective_rates, scale_invariant_weights, weight_norms
-from ritz.optim.schedules import (
+from ritz.optim._adaptive import AdamW, Padam, PadamW, delta_to_shrinkage, shrinkage_to_delta
+from ritz.optim._averaging import AutoAverage, IterateAverage
+from ritz.optim._diagnostics import (
+    effective_rates,
+    scale_invariant_weights,
+    solution_diversity,
+    weight_norms,
+)
+from ritz.optim._gadam import Gadam, GadamX
+from ritz.optim._lookahead import Lookahead
+from ritz.optim._presets import from_preset, preset, preset_names
+from ritz.optim._schedules import (
     GroupSchedule,
     Schedule,
     averaging_decay,
@@ -21,7 +23,6 @@ from ritz.optim.schedules import (
 __all__ = [
     "AdamW",
     "AutoAverage",
-    "Diversity",
     "Gadam",
     "GadamX",
     "GroupSchedule",
@@ -29,9 +30,7 @@ __all__ = [
     "Lookahead",
     "Padam",
     "PadamW",
-    "Preset",
     "Schedule",
-    "WeightNorms",
     "averaging_decay",
     "delta_to_shrinkage",
     "effective_rates",

@@ -23,11 +23,16 @@ from ritz._core.checks import check_count, check_range
 from ritz._core.progress import Progress, tracking
 from ritz._core.results import format_uncertain
 from ritz._core.storage import storable
-from ritz.optim.averaging import IterateAverage
-from ritz.optim.diversity import solution_diversity
-from ritz.optim.gadam import Gadam, GadamX
-from ritz.optim.schedules import Schedule, averaging_decay, linear_decay
-from ritz.studies.protocol import versions
+from ritz.optim import (
+    Gadam,
+    GadamX,
+    IterateAverage,
+    Schedule,
+    averaging_decay,
+    linear_decay,
+    solution_diversity,
+)
+from ritz.studies._protocol import versions
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -174,7 +179,7 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
 def figure(result: Result) -> "Figure":
     """Draw the error of every seed, from the last iterate to the average of the same run."""
     from ritz import plots
-    from ritz.plots.figures import BLUE, GREY, LEGEND
+    from ritz.plots._shared import BLUE, GREY, LEGEND
 
     drawing, (axis,) = plots.panels(1, 1, width=6.4, height=3.2)
     for i in range(len(result.names)):

@@ -1,16 +1,11 @@
-"""Numbers of clusters, planted and real: Spectral Machine Learning, Tables 3.2, 3.3, Fig. 3.5.
-
-Of the large mixed graphs and the real ones only curves were published, no numbers: beside their
-errors stands what independent probes leave, as in the table of planted clusters. In the real graphs
-that have a gap the count is the number of their components, the published 20 of email-Eu-core too:
-the gap is the one above the eigenvalue 0.
-"""
+"""Numbers of clusters, planted and real: Spectral Machine Learning, Tables 3.2, 3.3, Fig. 3.5."""
 
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,22 +17,192 @@ from ritz._core.checks import check_count
 from ritz._core.progress import Progress, tracking
 from ritz._core.storage import storable
 from ritz.graphs import ClusterCount, Graph
-from ritz.graphs.counting import sample_entropic
-from ritz.studies._cluster_figures import draw_mixed, draw_planted, draw_real
-from ritz.studies._cluster_tables import (
-    FIRST,
-    METHODS,
-    MIXED,
-    mixed_lines,
-    number,
-    planted_lines,
-    probe_limit,
-    real_lines,
-)
-from ritz.studies.protocol import versions
+from ritz.graphs._shared import sample_entropic
+from ritz.studies._protocol import versions
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+# ------------------------------------------------------------------------------------------
+# What the study of cluster counts prints, and what was published.
+
+METHODS = ("auto", "krylov", "entropic", "lanczos")
+FIRST = "first minimum"  # Algorithm 5 by its letter
+PAPER = {  # by number of clusters
+    "entropic": {9: 9.7e-3, 30: 6.4e-3, 90: 5.8e-3, 240: 3.5e-3},
+    "lanczos": {9: 3.2e-3, 30: 1.4e-2, 90: 1.8e-2, 240: 2.89e-2},
+}
+MIXED = {305: (201_600, 500, 1000), 1355: (404_420, 200, 400)}  # vertices, least, largest
+
+
+def number(found: ClusterCount) -> float:
+    """Return a count before it was rounded; NaN for no gap."""
+    if found.count is None:
+        return math.nan
+    return float(found.count) if found.stderr == 0 else found.estimate
+
+
+def probe_limit(count: int, num_probes: int) -> float:
+    r"""Return :math:`\sqrt{2 / (d N_c)}`, the standard deviation that ``d`` probes alone leave."""
+    return math.sqrt(2 / (num_probes * count))
+
+
+def planted_lines(result: "Result") -> list[str]:
+    """Return the table of planted clusters."""
+    c = result.config
+    lines = [
+        f"Fractional error of the number of clusters of {c.size} vertices, {c.num_moments} moments "
+        f"x {c.num_probes} probes: mean over {c.num_seeds} graphs",
+        f"{'clusters':20}" + "".join(f"{count:>10}" for count in c.clusters),
+        f"{'sqrt(2/(d N_c))':20}" + "".join(f"{value:>10.1e}" for value in result.limits.tolist()),
+    ]
+    for name in (*METHODS, FIRST):
+        errors = result.errors(name)
+        lines.append(f"{name:20}" + "".join(f"{value:>10.1e}" for value in errors.nanmean(1)))
+    lines += [
+        f"{'published ' + name:20}"
+        + "".join(f"{row.get(count, math.nan):>10.1e}" for count in c.clusters)
+        for name, row in PAPER.items()
+    ]
+    for name in METHODS:
+        spent = "".join(f"{value:>10.0f}" for value in result.products[name].tolist())
+        lines.append(f"{'products, ' + name:20}{spent}")
+    exact = (result.errors("auto") == 0).sum(1).tolist()
+    sure = result.certified.sum(1).tolist()
+    lines.append(f"{'auto exact, of ' + str(c.num_seeds):20}" + "".join(f"{n:>10}" for n in exact))
+    lines.append(f"{'auto certified':20}" + "".join(f"{n:>10}" for n in sure))
+    return lines
+
+
+def mixed_lines(result: "Result") -> list[str]:
+    """Return what was found in the large graphs of mixed kinds."""
+    c, lines = result.config, []
+    for count in c.mixed:
+        limit = probe_limit(count, c.num_probes)
+        lines.append(
+            f"{count} clusters of mixed kinds, {MIXED[count][0]:,} vertices; "
+            f"sqrt(2/(d N_c)) {limit:.2%}, of the published curves no numbers"
+        )
+        for name in METHODS:
+            one = result.mixed[str(count)][name]
+            error = (number(one) - count) / count
+            spent = f"{one.num_products:,} products, {result.seconds[str(count)][name]:.0f} s"
+            lines.append(f"  {name:10}{number(one):>10.1f}{error:>+10.2%}  {spent}; {one.status}")
+        for name, found in sorted(result.by_moments.get(str(count), {}).items()):
+            cells = [
+                f"m = {m} {'no gap' if math.isnan(x) else f'{(x - count) / count:+.2%}'}"
+                for m, x in zip(c.mixed_moments, found.tolist(), strict=True)
+            ]
+            lines.append(f"  {name + ', fewer moments:':26}{'; '.join(cells)}")
+    return lines
+
+
+def real_lines(result: "Result") -> list[str]:
+    """Return the counts of the real graphs."""
+    if not result.real:
+        return []
+    moments = result.config.moments
+    head = "".join(f"{f'm = {m}':>10}" for m in moments)
+    lines = [f"{'Entropic counts':22}{'vertices':>9}{head}  settled   truth components   default"]
+    for one in result.real:
+        cells = "".join(
+            f"{'no gap':>10}" if math.isnan(value) else f"{value:>10.1f}"
+            for value in one.estimates.tolist()
+        )
+        truth = "" if one.truth is None else str(one.truth)
+        settled = "yes" if one.settled else "no"
+        sure = "certified" if one.default.certified else str(one.default.status)
+        lines.append(
+            f"{one.name.split('.')[0]:22}{one.num_nodes:>9}{cells}{settled:>9}{truth:>8}"
+            f"{one.default.num_components:>11}{one.default.count!s:>10} {sure}"
+        )
+    return lines
+
+
+# ------------------------------------------------------------------------------------------
+# The pictures of the study of cluster counts.
+
+
+def draw_planted(result: "Result", ax: "Axes") -> None:
+    """Draw mean errors over the number of planted clusters, beside what was published."""
+    from ritz.plots._shared import BLUE, GREEN, VERMILION
+
+    clusters = result.config.clusters
+    colours = {"entropic": BLUE, "lanczos": VERMILION, FIRST: GREEN}
+    # The first two have nearly the same errors: one is drawn around the other.
+    for name, style, size in (("entropic", "s-", 9), ("lanczos", "x--", 5), (FIRST, "o-", 5)):
+        errors = result.errors(name).nanmean(1).numpy()
+        ax.plot(clusters, errors, style, color=colours[name], label=name, ms=size, mfc="none")
+    for name, row in PAPER.items():
+        label = f"published: {name}"
+        ax.plot(list(row), list(row.values()), ":", color=colours[name], label=label)
+    limit = result.limits.numpy() * math.sqrt(2 / math.pi)  # mean of the absolute value
+    marker = "_" if len(clusters) == 1 else ""  # a line through one point is none
+    ax.plot(clusters, limit, "--", color="black", marker=marker, label="limit of the probes")
+    exact = bool((result.errors("auto") == 0).all())
+    title = "default: exact in every graph" if exact else "default: not exact everywhere"
+    ax.set(xscale="log", yscale="log", xlabel="planted clusters", title=title)
+    ax.set_ylabel("fractional error, mean over seeds")
+    ax.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(0, 0.9))
+
+
+def draw_mixed(result: "Result", ax: "Axes") -> None:
+    """Draw errors of the large graphs over the number of moments."""
+    from ritz.plots._shared import PALETTE
+
+    c = result.config
+    moments = [*c.mixed_moments, c.num_moments]
+    for count, colour in zip(c.mixed, PALETTE, strict=False):
+        found, last = result.by_moments[str(count)], result.mixed[str(count)]
+        # Both have nearly the same errors: one is drawn around the other.
+        for name, style, size in (("entropic", "s-", 9), ("lanczos", "x--", 5)):
+            rows = [*found[name].tolist(), number(last[name])]
+            errors = [100 * (value - count) / count for value in rows]
+            label = f"{count} clusters, {name}{_missing(moments, rows)}"
+            ax.plot(moments, errors, style, color=colour, label=label, ms=size, mfc="none")
+        limit = 100 * probe_limit(count, c.num_probes)
+        ax.axhspan(-limit, limit, color=colour, alpha=0.12, label=f"{count}: limit of the probes")
+    exact = all(result.mixed[str(count)]["auto"].count == count for count in c.mixed)
+    title = "mixed kinds; default: exact" if exact else "mixed kinds; default: not exact"
+    ax.set(xlabel="moments", ylabel="error of the count, %", title=title)
+    ax.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+
+
+def draw_real(result: "Result", ax: "Axes") -> None:
+    """Draw the counts of the real graphs over the number of moments; which have no gap is said."""
+    moments = result.config.moments
+    # Curves lie on each other: every other one is dashed with small markers, within large ones.
+    for place, (one, marker) in enumerate(zip(result.real, cycle("osD^vPXh*"), strict=False)):
+        ax.errorbar(
+            moments,
+            one.estimates.numpy(),
+            yerr=2 * one.stderr.numpy(),
+            marker=marker,
+            markersize=4 if place % 2 else 7.5,
+            markerfacecolor=None if place % 2 else "none",
+            linestyle="--" if place % 2 else "-",
+            label=one.name.split(".")[0] + _missing(moments, one.estimates.tolist()),
+        )
+    ax.set(yscale="log", xlabel="moments", ylabel="entropic count")
+    ax.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+
+
+def _missing(moments: Sequence[int], counts: Sequence[float]) -> str:
+    """Where a curve has no points, for its label."""
+    absent = [m for m, count in zip(moments, counts, strict=True) if math.isnan(count)]
+    if len(absent) == len(counts):
+        return ": no gap"
+    return f" (no gap: m = {', '.join(map(str, absent))})" if absent else ""
+
+
+# ------------------------------------------------------------------------------------------
+# Numbers of clusters, planted and real: Spectral Machine Learning, Tables 3.2, 3.3, Fig. 3.5.
+#
+# Of the large mixed graphs and the real ones only curves were published, no numbers: beside
+# their errors stands what independent probes leave, as in the table of planted clusters. In
+# the real graphs that have a gap the count is the number of their components, the published
+# 20 of email-Eu-core too: the gap is the one above the eigenvalue 0.
 
 SAMPLED = ("entropic", "lanczos")
 REAL = (

@@ -12,9 +12,8 @@ from ritz import data, training
 from ritz._core.checks import check_choice, check_count
 from ritz._core.progress import Progress
 from ritz._core.storage import storable
-from ritz.curvature import Risk, hessian
-from ritz.curvature.engines import ENGINES, EngineName
-from ritz.curvature.samples import curvature_operator
+from ritz.curvature import Risk, curvature_operator, hessian
+from ritz.curvature._shared import ENGINES, EngineName
 from ritz.measures import (
     Landscape,
     Landscape2d,
@@ -28,7 +27,7 @@ from ritz.measures import (
     temperature,
 )
 from ritz.spectra import Spectrum, lanczos
-from ritz.studies.protocol import versions
+from ritz.studies._protocol import versions
 from ritz.training import TrainingResult
 
 if TYPE_CHECKING:
@@ -177,6 +176,7 @@ def run(
 def figures(result: Result) -> dict[str, "Figure"]:
     """Draw the course of training, the spectra, and the landscapes."""
     from ritz import plots
+    from ritz.plots._shared import direction_title
 
     records = _records(result.training)
     drawn: dict[str, Any] = {
@@ -188,7 +188,7 @@ def figures(result: Result) -> dict[str, "Figure"]:
         if ax is not axes[0]:
             ax.sharey(axes[0])
         plots.landscape(result.landscape, direction=name, ax=ax, log=True)
-        ax.set_title(plots.direction_title(name), loc="left", fontsize="medium")
+        ax.set_title(direction_title(name), loc="left", fontsize="medium")
     plots.landscape2d(result.plane, ax=axes[-1])
     axes[-1].set_title("Ritz vectors of the two largest values", loc="left", fontsize="medium")
     plots.share_legend(drawing)

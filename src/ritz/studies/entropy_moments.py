@@ -23,13 +23,10 @@ from torch import Tensor
 from ritz._core.checks import check_count, check_range
 from ritz._core.progress import Progress, tracking
 from ritz._core.storage import storable
-from ritz.operators.base import LinearOperator
-from ritz.operators.files import read_matrix
-from ritz.operators.interop import as_operator
-from ritz.spectra import bounds, logdet, maxent, moments
-from ritz.spectra.entropic import EntropicDensity
-from ritz.spectra.scaling import bmxnt
-from ritz.studies.protocol import data_file, versions
+from ritz.operators import LinearOperator, as_operator, read_matrix
+from ritz.spectra import EntropicDensity, bounds, logdet, maxent, moments
+from ritz.spectra._shared import bmxnt
+from ritz.studies._protocol import data_file, versions
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

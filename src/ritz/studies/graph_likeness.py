@@ -20,7 +20,7 @@ from ritz._core.checks import check_count, check_range
 from ritz._core.progress import Progress, tracking
 from ritz._core.storage import storable
 from ritz.spectra import Moments
-from ritz.studies.protocol import data_file, versions
+from ritz.studies._protocol import data_file, versions
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

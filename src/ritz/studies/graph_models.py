@@ -24,8 +24,8 @@ from ritz import graphs
 from ritz._core.checks import check_count, check_range
 from ritz._core.progress import Progress, tracking
 from ritz._core.storage import storable
-from ritz.graphs.families import Model
-from ritz.studies.protocol import versions
+from ritz.graphs._shared import Model
+from ritz.studies._protocol import versions
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

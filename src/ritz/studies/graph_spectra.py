@@ -17,7 +17,7 @@ from ritz._core.checks import check_count, check_range
 from ritz._core.progress import Progress, tracking
 from ritz._core.storage import storable
 from ritz.spectra import EntropicDensity, Moments, maxent
-from ritz.studies.protocol import versions
+from ritz.studies._protocol import versions
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

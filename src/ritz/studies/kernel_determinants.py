@@ -12,10 +12,9 @@ from ritz._core.checks import check_count, check_range
 from ritz._core.progress import Progress, tracking
 from ritz._core.results import Estimate
 from ritz._core.storage import storable
-from ritz.operators.dense import DenseOperator
-from ritz.operators.kernel import KernelOperator
+from ritz.operators import DenseOperator, KernelOperator
 from ritz.spectra import logdet
-from ritz.studies.protocol import versions
+from ritz.studies._protocol import versions
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

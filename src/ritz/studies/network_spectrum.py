@@ -10,7 +10,7 @@ from ritz._core.checks import check_count, check_range
 from ritz._core.progress import Progress
 from ritz._core.results import Estimate, format_uncertain
 from ritz._core.storage import storable
-from ritz.operators.base import LinearOperator
+from ritz.operators import LinearOperator
 from ritz.spectra import (
     Density,
     Spectrum,
@@ -21,7 +21,7 @@ from ritz.spectra import (
     trace,
     trace_function,
 )
-from ritz.studies.protocol import versions
+from ritz.studies._protocol import versions
 from ritz.testing import network_like
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
 def figure(result: Result) -> "Figure":
     """Draw the stems of one probe, and the density of several over the exact histogram."""
     from ritz import plots
-    from ritz.plots.figures import GREY
+    from ritz.plots._shared import GREY
 
     drawing, (top, bottom) = plots.panels(2, 1, width=8.0, height=3.0)
     plots.against_exact(result.spectrum, result.exact, ax=top)

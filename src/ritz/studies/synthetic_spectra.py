@@ -12,7 +12,7 @@ from ritz._core.progress import Progress, tracking
 from ritz._core.storage import storable
 from ritz.operators import DenseOperator, LinearOperator
 from ritz.spectra import Spectrum, diagonal, lanczos
-from ritz.studies.protocol import versions
+from ritz.studies._protocol import versions
 from ritz.testing import network_like, wigner, wishart
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Matrices with a known spectrum, and checks for operators and estimates."""
 
-from ritz.testing.assertions import assert_within_stderr, check_operator
-from ritz.testing.ensembles import (
+from ritz.testing._assertions import assert_within_stderr, check_operator
+from ritz.testing._ensembles import (
     network_like,
     spiked_wigner,
     spiked_wishart,

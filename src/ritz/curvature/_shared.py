@@ -1,0 +1,42 @@
+"""Names that other packages of ritz need and users do not."""
+
+from ritz.curvature._matrices import KINDS, Kind, require_outputs
+from ritz.curvature._products import ENGINES, EngineName
+from ritz.curvature._risk import (
+    Adapter,
+    Forward,
+    KnownLoss,
+    arithmetic,
+    check_labels,
+    check_reduction,
+    is_kept,
+    is_rows,
+    labelled,
+    num_correct,
+    recognised,
+    searched_convolutions,
+    term_mass,
+)
+from ritz.curvature._statistics import Summary
+
+__all__ = [
+    "ENGINES",
+    "KINDS",
+    "Adapter",
+    "EngineName",
+    "Forward",
+    "Kind",
+    "KnownLoss",
+    "Summary",
+    "arithmetic",
+    "check_labels",
+    "check_reduction",
+    "is_kept",
+    "is_rows",
+    "labelled",
+    "num_correct",
+    "recognised",
+    "require_outputs",
+    "searched_convolutions",
+    "term_mass",
+]

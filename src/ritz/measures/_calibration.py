@@ -1,0 +1,255 @@
+"""Temperature calibration: logits on the scale on which their softmax is a probability."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from ritz._core.checks import check_count, check_range
+from ritz._core.results import Status
+from ritz._core.storage import storable
+from ritz.curvature import Risk
+from ritz.curvature._shared import labelled
+
+Pairs = list[tuple[Tensor, Tensor]]
+
+
+@storable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reliability:
+    r"""Confidence beside accuracy, by bins of confidence.
+
+    Attributes:
+        error: Expected calibration error
+            :math:`\sum_b \frac{n_b}{N} |\text{accuracy}_b - \text{confidence}_b|`.
+        edges: Of the bins, ``(num_bins + 1,)``, even from 0 to 1; an upper edge is in its bin.
+        counts: Samples in each, ``(num_bins,)``.
+        confidence: Mean largest probability in each, ``(num_bins,)``; NaN in an empty one.
+        accuracy: Share that is right in each, ``(num_bins,)``; NaN in an empty one.
+    """
+
+    error: float
+    edges: Tensor
+    counts: Tensor
+    confidence: Tensor
+    accuracy: Tensor
+
+
+@storable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Temperature:
+    """The temperature that calibrates a network, and what it changes.
+
+    Attributes:
+        temperature: Divide the logits by it; above 1 the network was too sure of itself.
+        slope: Derivative of the cross-entropy by the logarithm of the temperature there.
+        loss: Cross-entropy of the logits as they are.
+        loss_scaled: Of those divided by the temperature.
+        before: Confidence and accuracy of the logits as they are.
+        after: Of those divided by the temperature.
+        num_samples: Labels it was found from.
+        status: Whether the slope is as small as was asked for.
+    """
+
+    temperature: float
+    slope: float
+    loss: float
+    loss_scaled: float
+    before: Reliability
+    after: Reliability
+    num_samples: int
+    status: Status
+
+    def __float__(self) -> float:
+        return self.temperature
+
+    def raise_if_failed(self) -> None:
+        """Raise :class:`ritz.NotConvergedError` unless the optimum was reached."""
+        self.status.raise_if_failed()
+
+    def __str__(self) -> str:
+        return (
+            f"temperature {self.temperature:.6g} from {self.num_samples} samples: cross-entropy "
+            f"{self.loss:.5g} -> {self.loss_scaled:.5g}, calibration error "
+            f"{self.before.error:.4g} -> {self.after.error:.4g}  [{self.status}]"
+        )
+
+
+def temperature(
+    risk: Risk, *, num_bins: int = 15, atol: float = 1e-10, max_steps: int = 100
+) -> Temperature:
+    r"""Return the :math:`T > 0` that minimises the cross-entropy of ``outputs / T``.
+
+    .. math:: f(\beta) = \frac{1}{N} \sum_i \log \sum_c e^{\beta (z_{ic} - z_{i y_i})},
+        \qquad T = 1 / \beta
+
+    is convex in :math:`\beta`: Newton's method, kept inside an interval where :math:`f'` changes
+    sign. One forward pass; the outputs of all samples are kept.
+
+    Args:
+        risk: Of *held-out* data with class labels, whatever its loss; on the data it was trained
+            on a network is always sure of itself.
+        num_bins: Bins of confidence for the calibration error.
+        atol: Largest :math:`|\beta f'(\beta)|`, the slope by the logarithm of :math:`T`.
+        max_steps: Most evaluations of :math:`f`.
+
+    Raises:
+        ValueError: There is no such temperature: every sample is classified correctly, so that a
+            lower one is always better, or the outputs say no more of the classes than chance.
+
+    Reference: Guo, Pleiss, Sun and Weinberger (2017), section 4.2; before largest eigenvalues of
+    networks are compared: Wen et al., *Interplay between optimization and generalization of
+    stochastic gradient descent with covariance noise*, section 5.3.
+    """
+    check_count("num_bins", num_bins)
+    check_range("atol", atol, low=0.0)
+    check_count("max_steps", max_steps, low=2)
+    pairs = _pairs(risk)
+    loss = _CrossEntropy(risk, pairs)
+    _check_minimum(loss)
+    beta, slope, status = _minimum(loss, atol, max_steps)
+    return Temperature(
+        temperature=1 / beta,
+        slope=-beta * slope,  # d/d log T = -beta d/d beta
+        loss=loss(1.0)[0],
+        loss_scaled=loss(beta)[0],
+        before=_reliability(risk, pairs, 1.0, num_bins),
+        after=_reliability(risk, pairs, beta, num_bins),
+        num_samples=loss.count,
+        status=status,
+    )
+
+
+def scaled(model: nn.Module, temperature: float | Temperature) -> nn.Module:
+    """Return a module whose outputs are those of ``model`` divided by a temperature.
+
+    It shares the parameters of the model, which is not changed; their names are preceded by
+    ``model.``
+
+    Args:
+        model: Returns a tensor of logits.
+        temperature: Positive.
+    """
+    value = float(temperature)
+    if not 0 < value < math.inf:
+        raise ValueError(f"temperature must be positive and finite, got {value}")
+    return ScaledModel(model, value)
+
+
+@final
+class ScaledModel(nn.Module):
+    """A model and the temperature its outputs are divided by; made by :func:`scaled`."""
+
+    def __init__(self, model: nn.Module, temperature: float) -> None:
+        super().__init__()
+        self.model, self.temperature = model, temperature
+        self.training = model.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The model's outputs, divided by the temperature."""
+        outputs = self.model(*args, **kwargs)
+        if not isinstance(outputs, Tensor):
+            raise TypeError(f"model must return a tensor, got {type(outputs).__name__}")
+        return outputs / self.temperature
+
+    def extra_repr(self) -> str:
+        return f"temperature={self.temperature:.6g}"
+
+
+def _pairs(risk: Risk) -> Pairs:
+    """Outputs and labels of every batch of this process."""
+    pairs = []
+    with torch.no_grad(), risk.settings():
+        for index, context, _ in risk.contexts():
+            found = labelled(risk.loss_fn, *risk.evaluate(risk.params, context))
+            if found is None:
+                raise TypeError(
+                    f"risk must have class labels, one integer for each vector of outputs, got "
+                    f"other targets in batch {index}"
+                )
+            pairs.append(found)
+    return pairs
+
+
+class _CrossEntropy:
+    """The function to minimise, with two derivatives, over all processes."""
+
+    def __init__(self, risk: Risk, pairs: Pairs) -> None:
+        self._risk, self._pairs = risk, pairs
+        # Only differences from the right class matter, and the largest is never negative.
+        ends = self._sum(lambda gaps: [gaps.new_ones(len(gaps)), gaps.mean(1), gaps.amax(1)])
+        self.count = int(ends[0])
+        self.slope_at_zero, self.slope_at_infinity = ends[1] / ends[0], ends[2] / ends[0]
+
+    def __call__(self, beta: float) -> tuple[float, float, float]:
+        def terms(gaps: Tensor) -> list[Tensor]:
+            chances = (beta * gaps).softmax(1)
+            means = (chances * gaps).sum(1)
+            spreads = (chances * (gaps - means.unsqueeze(1)).square()).sum(1)
+            return [(beta * gaps).logsumexp(1), means, spreads]
+
+        value, slope, curvature = self._sum(terms)
+        return value / self.count, slope / self.count, curvature / self.count
+
+    def _sum(self, terms: Callable[[Tensor], list[Tensor]]) -> list[float]:
+        total = torch.zeros(3, dtype=torch.float64, device=self._risk.theta.device)
+        for outputs, labels in self._pairs:
+            scores = outputs.double()
+            gaps = scores - scores.gather(1, labels.unsqueeze(1))
+            total += torch.stack([term.sum() for term in terms(gaps)])
+        found: list[float] = self._risk.reduced(total).tolist()
+        return found
+
+
+def _check_minimum(loss: _CrossEntropy) -> None:
+    if not all(map(math.isfinite, (loss.slope_at_zero, loss.slope_at_infinity))):
+        raise ValueError("outputs must be finite, got NaN or Inf")
+    if loss.slope_at_infinity == 0:
+        raise ValueError(
+            f"no temperature is best: all {loss.count} samples are classified correctly, so that "
+            "a lower one always has a lower loss; use held-out data, or more of them"
+        )
+    if loss.slope_at_zero >= 0:
+        raise ValueError(
+            "no temperature is best: the outputs say no more of the classes than chance, so that "
+            "a higher one always has a lower loss"
+        )
+
+
+def _minimum(loss: _CrossEntropy, atol: float, max_steps: int) -> tuple[float, float, Status]:
+    """The minimiser, the slope there, and how it was reached."""
+    low, high, beta, slope = 0.0, math.inf, 1.0, math.nan
+    for step in range(1, max_steps + 1):
+        _, slope, curvature = loss(beta)
+        if abs(beta * slope) <= atol:
+            message = f"slope {abs(beta * slope):.1e} after {step} steps"
+            return beta, slope, Status(outcome="converged", message=message)
+        low, high = (beta, high) if slope < 0 else (low, beta)
+        following = beta - slope / curvature if curvature > 0 else math.inf
+        if not low < following < min(high, 4 * beta):
+            following = 4 * beta if high == math.inf else (low + high) / 2
+        last, beta = beta, following
+    message = f"slope {abs(last * slope):.1e}, above {atol:.1e}, after {max_steps} steps"
+    status = Status(outcome="max_steps", message=message, advice="raise max_steps or atol")
+    return last, slope, status
+
+
+def _reliability(risk: Risk, pairs: Pairs, beta: float, num_bins: int) -> Reliability:
+    sums = torch.zeros(3, num_bins, dtype=torch.float64, device=risk.theta.device)
+    for outputs, labels in pairs:
+        confidence, chosen = (beta * outputs.double()).softmax(1).max(1)
+        bins = (confidence * num_bins).ceil().long().sub_(1).clamp_(0, num_bins - 1)
+        right = (chosen == labels).double()
+        rows = torch.stack([torch.ones_like(right), confidence, right])
+        sums.index_add_(1, bins, rows)
+    counts, confidence, right = risk.reduced(sums).cpu()
+    return Reliability(
+        error=float((right - confidence).abs().sum() / counts.sum()),
+        edges=torch.linspace(0, 1, num_bins + 1, dtype=torch.float64),
+        counts=counts,
+        confidence=confidence / counts,
+        accuracy=right / counts,
+    )

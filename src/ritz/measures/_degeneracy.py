@@ -1,0 +1,201 @@
+"""How much of a spectrum lies at the origin, and how much must."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ritz._core.checks import check_choice
+from ritz._core.results import Estimate, Status, format_uncertain
+from ritz._core.sampling import stderr
+from ritz._core.storage import storable
+from ritz.curvature import Risk
+from ritz.curvature._shared import KINDS, Kind, KnownLoss, is_rows, recognised, require_outputs
+from ritz.spectra import Spectrum
+
+
+@storable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Degeneracy:
+    """The mass of a spectrum nearest to the origin.
+
+    Attributes:
+        mass: Share of the eigenvalues, over probes.
+        value: Where it lies: how close to zero the "zero" is, over probes.
+        kind: ``hessian`` (the two Ritz values nearest to zero) or ``ggn`` (the nearest).
+    """
+
+    mass: Estimate
+    value: Estimate
+    kind: str
+
+    def __str__(self) -> str:
+        mass = format_uncertain(float(self.mass.mean), float(self.mass.stderr))
+        value = f"{float(self.value.mean):.2g} ± {float(self.value.stderr):.1g}"
+        return f"{mass} of the eigenvalues at {value}"
+
+
+@storable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankBound:
+    r"""What the rank of the Gauss-Newton matrix, without L2 term, cannot exceed.
+
+    Attributes:
+        bound: The bound; rigorous.
+        num_parameters: :math:`P`.
+        num_terms: Terms of the loss: samples, times their positions for softmax cross-entropy.
+        num_outputs: Outputs that they compare, over all samples.
+        softmax: Whether each term takes one from the rank, as shifts of its logits do not matter.
+        hidden_units: Output features and channels of all linear and convolutional layers but the
+            last; ``None`` where there is no such layer.
+        num_inputs: Entries of one sample's input.
+        comparison: :math:`4 d_y (\sum_l N_l + d_x)`, *not* a bound on the matrix of many samples.
+        l2: The coefficient of the L2 term, which raises every eigenvalue by as much.
+    """
+
+    bound: int
+    num_parameters: int
+    num_terms: int
+    num_outputs: int
+    softmax: bool
+    hidden_units: int | None
+    num_inputs: int | None
+    comparison: int | None
+    l2: float
+
+    def __str__(self) -> str:
+        share = 1 - self.bound / self.num_parameters
+        less = f" - {self.num_terms:,} terms" if self.softmax else ""
+        lines = [
+            f"rank of the Gauss-Newton matrix <= {self.bound:,} = min({self.num_parameters:,} "
+            f"parameters, {self.num_outputs:,} outputs{less}): mass {share:.4g} at least at "
+            + (f"{self.l2:g}, the L2 coefficient" if self.l2 else "zero")
+        ]
+        if self.comparison is not None:
+            lines.append(
+                f"for comparison only, no bound: 4 d_y (sum N_l + d_x) = {self.comparison:,} "
+                f"({self.hidden_units:,} hidden units, {self.num_inputs:,} inputs)"
+            )
+        return "\n".join(lines)
+
+
+def rank_degeneracy(spectra: Spectrum | Sequence[Spectrum], *, kind: Kind) -> Degeneracy:
+    r"""Return the mass at the origin, and where it is, with error bars over probes.
+
+    Gauss-Newton: weight :math:`\tau` and value of the Ritz value nearest to 0. Hessian: the two
+    nearest, as the mass at the origin splits there; masses are added, the value is their weighted
+    mean. No product. The error bars are those of random probes; for one spectrum there are none.
+
+    Args:
+        spectra: Whole spectra, one a probe, as of :func:`ritz.spectra.lanczos_block`.
+        kind: ``hessian`` or ``ggn``: of which matrix.
+
+    Reference: Section 3.2 of *Flatness is a False Friend*.
+    """
+    check_choice("kind", kind, KINDS)
+    runs = [spectra] if isinstance(spectra, Spectrum) else list(spectra)
+    if not runs:
+        raise ValueError("spectra must hold at least one spectrum, got none")
+    found = torch.stack([_nearest(run, 1 if kind == "ggn" else 2) for run in runs])
+    spent = sum(run.num_products for run in runs)
+    method = "Ritz value nearest to 0" if kind == "ggn" else "two Ritz values nearest to 0"
+    mass, value = (_over_probes(samples, spent, method, runs[0].seed) for samples in found.T)
+    return Degeneracy(mass=mass, value=value, kind=kind)
+
+
+def rank_bound(risk: Risk) -> RankBound:
+    r"""Return a bound on the rank of the Gauss-Newton matrix.
+
+    .. math:: \operatorname{rank} G \le \min(P, N (d_y - 1))
+
+    for softmax cross-entropy, :math:`\min(P, N d_y)` for any other loss: the sum has that many
+    terms of rank one. Labels that are ignored have none. For comparison it has
+    :math:`4 d_y (\sum_l N_l + d_x)`, an argument about single samples: a tanh network 20-60-2 on
+    4000 samples has rank 1260 where that is 640. Cost: one forward pass.
+
+    Args:
+        risk: The loss at a point; its ``loss_fn`` must be separate from the model.
+
+    Reference: Section 3.2 of *Flatness is a False Friend*, for the comparison.
+    """
+    require_outputs(risk, "rank_bound()")
+    known = recognised(risk.loss_fn)
+    softmax = known is not None and known.kind == "cross_entropy"
+    counts = torch.zeros(2, dtype=torch.int64, device=risk.theta.device)
+    inputs = None
+    with torch.no_grad(), risk.settings():
+        for index, context, _ in risk.contexts():
+            outputs, target = risk.evaluate(risk.params, context)
+            size = risk.batch_sizes[index]
+            counts += counts.new_tensor(_terms(known, outputs, target, size))
+            inputs = _inputs(context.batch, size)
+    num_terms, num_outputs = risk.reduced(counts).tolist()
+    classes = num_outputs // num_terms
+    hidden = _hidden_units(risk.model)
+    compared = hidden is not None and inputs is not None
+    return RankBound(
+        bound=min(risk.space.size, num_outputs - num_terms if softmax else num_outputs),
+        num_parameters=risk.space.size,
+        num_terms=num_terms,
+        num_outputs=num_outputs,
+        softmax=softmax,
+        hidden_units=hidden,
+        num_inputs=inputs,
+        comparison=4 * classes * ((hidden or 0) + (inputs or 0)) if compared else None,
+        l2=risk.l2,
+    )
+
+
+def _nearest(run: Spectrum, count: int) -> Tensor:
+    """Mass and value of the Ritz values nearest to 0."""
+    if run.weights is None or run.diagonal is None or len(run.values) < len(run.diagonal):
+        raise ValueError("spectra must hold all Ritz values with their weights: run Lanczos by "
+                         "num_steps, without largest or smallest")  # fmt: skip
+    chosen = run.values.abs().argsort()[:count]
+    mass, values = run.weights[chosen], run.values[chosen]
+    # Weights may vanish where the start vector has no part in either.
+    value = mass @ values / mass.sum() if float(mass.sum()) > 0 else values.mean()
+    return torch.stack([mass.sum(), value])
+
+
+def _over_probes(samples: Tensor, spent: int, method: str, seed: int | None) -> Estimate:
+    return Estimate(
+        mean=samples.mean(),
+        stderr=stderr(samples),
+        samples=samples,
+        num_products=spent,
+        method=method,
+        status=Status(outcome="completed", message=f"{len(samples)} probes"),
+        seed=seed,
+    )
+
+
+def _terms(known: KnownLoss | None, outputs: Any, target: Any, size: int) -> list[int]:
+    """Terms of the loss of a batch and outputs in them; a term is a sample where not softmax."""
+    if known is None or known.kind != "cross_entropy":
+        return [size, sum(leaf.numel() for leaf in tree_leaves(outputs))]
+    classes = outputs.shape[1]
+    if target.is_floating_point():
+        return [outputs.numel() // classes, outputs.numel()]
+    kept = int((target != known.ignore_index).sum())
+    return [kept, kept * classes]
+
+
+def _inputs(batch: Any, size: int) -> int | None:
+    for leaf in tree_leaves(batch):
+        if is_rows(leaf, size):
+            return int(leaf[0].numel())
+    return None
+
+
+def _hidden_units(model: nn.Module) -> int | None:
+    units = []
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear):
+            units.append(layer.out_features)
+        elif isinstance(layer, nn.modules.conv._ConvNd):
+            units.append(layer.out_channels)
+    return sum(units[:-1]) if units else None

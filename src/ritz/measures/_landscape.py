@@ -1,0 +1,458 @@
+"""Loss and accuracy along directions in weight space, and on planes of two of them."""
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ritz._core.batchnorm import BATCH_NORM_MODES, BatchNormMode, batch_norms
+from ritz._core.checks import check_choice, check_count, check_finite, check_range, check_tensor
+from ritz._core.progress import Progress, tracking
+from ritz._core.random import probes, resolve_generator
+from ritz._core.storage import digest, storable
+from ritz.curvature import Risk
+from ritz.curvature._shared import num_correct
+from ritz.measures._journal import PointJournal, Row
+from ritz.spectra import Spectrum
+
+# ------------------------------------------------------------------------------------------
+# Directions in weight space along which a landscape is worth looking at.
+
+Directions = Spectrum | Tensor | Mapping[str, Tensor]
+
+
+def ritz_directions(spectrum: Spectrum) -> dict[str, Tensor]:
+    """Return the Ritz vectors ``(P,)`` of the largest, smallest and smallest-magnitude values.
+
+    By name: ``largest``, ``smallest`` and ``smallest magnitude``; one that is another already,
+    as the last is where no value is negative, is left out. Each is of unit length and its sign is
+    arbitrary.
+
+    Args:
+        spectrum: With vectors: ``ritz.lanczos(op, num_steps=..., vectors=True)``.
+    """
+    if spectrum.vectors is None:
+        raise ValueError("spectrum must have vectors, got none: pass vectors=True to lanczos")
+    if len(spectrum.vectors) != spectrum.dimension:
+        raise ValueError(
+            f"spectrum must have whole vectors ({spectrum.dimension} rows), got "
+            f"{len(spectrum.vectors)} rows of a spread basis: use basis='device' or 'host'"
+        )
+    chosen = {
+        "largest": len(spectrum.values) - 1,
+        "smallest": 0,
+        "smallest magnitude": int(spectrum.values.abs().argmin()),
+    }
+    first: dict[int, str] = {}
+    for name, index in chosen.items():
+        first.setdefault(index, name)
+    return {name: spectrum.vectors[:, index].clone() for index, name in first.items()}
+
+
+def random_direction(risk: Risk, *, generator: torch.Generator | None = None) -> Tensor:
+    """Return a direction ``(P,)`` of unit length, uniform over the sphere.
+
+    Args:
+        risk: Says how many parameters there are.
+        generator: Source of the randomness; seed 0 by default.
+    """
+    theta = risk.theta
+    drawn = probes(
+        (len(theta), 1),
+        kind="gaussian",
+        generator=resolve_generator(generator),
+        dtype=theta.dtype,
+        device=theta.device,
+    )[:, 0]
+    unit: Tensor = drawn / drawn.norm()
+    return unit
+
+
+def filter_normalized(
+    risk: Risk, direction: Tensor, *, vectors: Literal["zero", "scaled"] = "zero"
+) -> Tensor:
+    r"""Return a direction ``(P,)`` whose filters are as long as those of the weights.
+
+    .. math:: d_{l,j} \leftarrow \frac{\|\theta_{l,j}\|}{\|d_{l,j}\|} d_{l,j}
+
+    for each filter :math:`j` of each layer :math:`l`: a slice of the first axis of a parameter of
+    two axes or more, so a row of a linear layer. Rescaling a filter, which batch norm or the next
+    layer undoes, then leaves the picture as it is. A filter that is zero in the direction or in
+    the weights is zero.
+
+    Args:
+        risk: At the weights :math:`\theta`.
+        direction: Any, ``(P,)``.
+        vectors: What becomes of biases, scales and shifts, which have no filters: ``zero`` leaves
+            them out of the direction, ``scaled`` takes each of them as one filter.
+
+    Reference: Li, Xu, Taylor, Studer and Goldstein (2018), section 4.
+    """
+    check_choice("vectors", vectors, ("zero", "scaled"))
+    check_direction("direction", direction, risk)
+    weights, found = risk.params, {}
+    for name, part in risk.space.unflatten(direction).items():
+        if part.ndim < 2 and vectors == "zero":
+            found[name] = torch.zeros_like(part)
+            continue
+        rows = part.reshape(len(part) if part.ndim >= 2 else 1, -1)
+        lengths = weights[name].reshape(rows.shape).norm(dim=1, keepdim=True)
+        own = rows.norm(dim=1, keepdim=True)
+        scaled = torch.where(own > 0, rows * (lengths / own), torch.zeros_like(rows))
+        found[name] = scaled.reshape(part.shape)
+    return risk.space.flatten(found)
+
+
+def check_direction(name: str, direction: Tensor, risk: Risk) -> None:
+    """Raise unless ``direction`` is one vector ``(P,)`` of the risk's kind, finite, not zero."""
+    theta = risk.theta
+    check_tensor(name, direction, dtype=theta.dtype, device=theta.device, rows=len(theta))
+    if direction.ndim != 1:
+        raise ValueError(f"{name} must be ({len(theta)},), got {tuple(direction.shape)}")
+    check_finite(name, direction)
+    if not bool(direction.any()):
+        raise ValueError(f"{name} must not be zero")
+
+
+def named_directions(directions: Directions, risk: Risk) -> dict[str, Tensor]:
+    """The directions by name, whatever they came as, and checked."""
+    if isinstance(directions, Spectrum):
+        # A basis may have been kept on the host.
+        vectors = ritz_directions(directions)
+        found = {name: vector.to(risk.theta.device) for name, vector in vectors.items()}
+    elif isinstance(directions, Mapping):
+        found = dict(directions)
+    elif isinstance(directions, Tensor):
+        columns = directions.unsqueeze(1) if directions.ndim == 1 else directions
+        if columns.ndim != 2:
+            raise ValueError(f"directions must be ({len(risk.theta)},) or ({len(risk.theta)}, k), "
+                             f"got {tuple(directions.shape)}")  # fmt: skip
+        found = {f"direction {k + 1}": column for k, column in enumerate(columns.unbind(1))}
+    else:
+        raise TypeError(f"directions must be a Spectrum, a tensor or a dictionary of tensors, got "
+                        f"{type(directions).__name__}")  # fmt: skip
+    if not found:
+        raise ValueError("directions must hold at least one direction, got none")
+    for name, direction in found.items():
+        check_direction(name, direction, risk)
+    return found
+
+
+# ------------------------------------------------------------------------------------------
+# Loss and accuracy along directions in weight space, and on planes of two of them.
+
+Values = tuple[float, float]  # loss and accuracy, NaN where there is none
+KEYS = ("running_mean", "running_var")
+
+
+@storable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Landscape:
+    r"""Loss and accuracy at :math:`\theta + t u_k`, for each of ``k`` directions.
+
+    Attributes:
+        names: Of the directions.
+        t: Steps along each, ascending, ``(n,)``.
+        norms: Lengths of the directions, ``(k,)``: a step :math:`t` goes :math:`t \|u_k\|` far.
+        loss: On the data of the risk, with its L2 term, ``(k, n)``, float64.
+        accuracy: Share of samples whose largest output is their class, ``(k, n)``; ``None`` where
+            targets are not class labels.
+        test_loss: On the test data, ``(k, n)``, or ``None``.
+        test_accuracy: Likewise.
+        batch_norm: Mode of batch norm; ``None`` for a model without.
+        risk: What the risk said it was.
+    """
+
+    names: tuple[str, ...]
+    t: Tensor
+    norms: Tensor
+    loss: Tensor
+    accuracy: Tensor | None
+    test_loss: Tensor | None
+    test_accuracy: Tensor | None
+    batch_norm: str | None
+    risk: str
+
+    def __str__(self) -> str:
+        width = max(map(len, self.names)) + 2
+        ends = f"t = {float(self.t[0]):g}", f"t = {float(self.t[-1]):g}"
+        lines = [f"Landscape of {self.risk}, {len(self.t)} points"]
+        lines.append(
+            f"  {'':{width}}{'loss at ' + ends[0]:>18}{ends[1]:>12}{'least':>12}{'at':>10}"
+        )
+        for k, name in enumerate(self.names):
+            low = int(self.loss[k].argmin())
+            values = [float(self.loss[k, i]) for i in (0, -1, low)]
+            lines.append(
+                f"  {name:{width}}{values[0]:>18.5g}{values[1]:>12.5g}{values[2]:>12.5g}"
+                f"{float(self.t[low]):>10.3g}"
+            )
+        return "\n".join(lines)
+
+
+@storable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Landscape2d:
+    r"""Loss and accuracy at :math:`\theta + s u + t v`.
+
+    Attributes:
+        names: Of the two directions.
+        s: Steps along the first, ascending, ``(n,)``.
+        t: Steps along the second, ascending, ``(n,)``.
+        norms: Lengths of the directions, ``(2,)``.
+        loss: On the data of the risk, with its L2 term, ``(n, n)``, float64; a row for each
+            :math:`s`.
+        accuracy: ``(n, n)``, or ``None`` where targets are not class labels.
+        test_loss: On the test data, ``(n, n)``, or ``None``.
+        test_accuracy: Likewise.
+        batch_norm: Mode of batch norm; ``None`` for a model without.
+        risk: What the risk said it was.
+    """
+
+    names: tuple[str, str]
+    s: Tensor
+    t: Tensor
+    norms: Tensor
+    loss: Tensor
+    accuracy: Tensor | None
+    test_loss: Tensor | None
+    test_accuracy: Tensor | None
+    batch_norm: str | None
+    risk: str
+
+    def __str__(self) -> str:
+        i, j = divmod(int(self.loss.argmin()), len(self.t))
+        return (
+            f"Landscape of {self.risk}, {len(self.s)} x {len(self.t)} points\n"
+            f"  loss from {float(self.loss.min()):.5g} at ({float(self.s[i]):.3g}, "
+            f"{float(self.t[j]):.3g}) to {float(self.loss.max()):.5g}"
+        )
+
+
+def landscape(
+    risk: Risk,
+    directions: Directions,
+    *,
+    distance: float = 1.0,
+    num_points: int = 21,
+    test: Risk | None = None,
+    batch_norm: BatchNormMode | None = None,
+    state: str | os.PathLike[str] | None = None,
+    save_interval: float = 30.0,
+    progress: bool | Progress = False,
+) -> Landscape:
+    r"""Return loss and accuracy at :math:`\theta + t u_k`, :math:`|t| \le` ``distance``.
+
+    One forward pass over the data a point and direction, two where batch norm is recomputed.
+
+    Args:
+        risk: The loss at the centre :math:`\theta`; the model is not changed.
+        directions: A spectrum with vectors (those of the largest, the smallest and the
+            smallest-magnitude Ritz value are taken), one direction ``(P,)``, several as columns
+            ``(P, k)``, or named ones; see :func:`random_direction` and :func:`filter_normalized`.
+        distance: Largest :math:`|t|`, in lengths of each direction: Ritz vectors and random
+            directions have unit length, so it is a distance in weight space; for filter-normalised
+            ones it is the share of each filter's norm.
+        num_points: Evenly spaced; an odd number has the centre among them.
+        test: A risk of the same parameters on other data, evaluated at the same points.
+        batch_norm: Mode for both risks in place of their own. ``recomputed`` estimates the
+            running statistics again at each point, from the data of ``risk``, and uses
+            them for both.
+        state: File to resume from, and to save to every ``save_interval`` seconds. The result is
+            bit for bit that of an uninterrupted run (on the CPU); a state of other weights,
+            directions or settings is refused, and its last point is computed again to see that
+            the data are the same. The files stay when the run ends; their names begin with that
+            of the file.
+        save_interval: Seconds between saves.
+        progress: Whether to show a bar, or what to tell.
+
+    Reference: section 4.2 and Table 4.3 of *Spectral Machine Learning*; Li et al. (2018).
+    """
+    check_count("num_points", num_points, low=2)
+    probe = _Probe(risk, test, batch_norm)
+    chosen = named_directions(directions, risk)
+    steps = _steps("distance", distance, num_points)
+    shape, vectors = (len(chosen), num_points), list(chosen.values())
+    settings = {"names": list(chosen), "distance": float(distance), "points": list(shape)}
+    journal = probe.journal(state, save_interval, vectors, settings)
+
+    def point(index: int) -> Tensor:
+        return risk.theta + steps[index % num_points] * vectors[index // num_points]
+
+    rows = probe.along(point, math.prod(shape), journal, progress)
+    return Landscape(
+        names=tuple(chosen),
+        t=torch.tensor(steps, dtype=torch.float64),
+        norms=torch.stack([u.double().norm().cpu() for u in chosen.values()]),
+        batch_norm=probe.mode if batch_norms(risk.model) else None,
+        risk=repr(probe.risk),
+        **_arrays(rows, shape, tested=test is not None),
+    )
+
+
+def landscape2d(
+    risk: Risk,
+    first: Tensor,
+    second: Tensor,
+    *,
+    distance: float | tuple[float, float] = 1.0,
+    num_points: int = 21,
+    names: tuple[str, str] = ("first", "second"),
+    test: Risk | None = None,
+    batch_norm: BatchNormMode | None = None,
+    state: str | os.PathLike[str] | None = None,
+    save_interval: float = 30.0,
+    progress: bool | Progress = False,
+) -> Landscape2d:
+    r"""Return loss and accuracy at :math:`\theta + s u + t v` on a grid of :math:`s` and :math:`t`.
+
+    One forward pass over the data for each of ``num_points**2`` points, two where batch norm is
+    recomputed.
+
+    Args:
+        risk: The loss at the centre :math:`\theta`; the model is not changed.
+        first: The direction :math:`u`, ``(P,)``.
+        second: The direction :math:`v`, ``(P,)``, not parallel to it.
+        distance: Largest :math:`|s|` and :math:`|t|`, or one for each, in lengths of the direction.
+        num_points: Along each; an odd number has the centre among them.
+        names: Of the directions.
+        test: A risk of the same parameters on other data, evaluated at the same points.
+        batch_norm: Mode for both risks in place of their own; see :func:`landscape`.
+        state: File to resume from, and to save to; see :func:`landscape`.
+        save_interval: Seconds between saves.
+        progress: Whether to show a bar, or what to tell.
+    """
+    check_count("num_points", num_points, low=2)
+    check_direction("first", first, risk)
+    check_direction("second", second, risk)
+    norms = torch.stack([first.double().norm(), second.double().norm()]).cpu()
+    cosine = float(first.double() @ second.double()) / float(norms.prod())
+    if 1 - abs(cosine) < 1e-6:
+        raise ValueError(f"second must not be parallel to first, got a cosine of {cosine:.9g}")
+    probe = _Probe(risk, test, batch_norm)
+    reach = distance if isinstance(distance, tuple) else (distance, distance)
+    s, t = (_steps("distance", one, num_points) for one in reach)
+    shape = (num_points, num_points)
+    settings = {"names": list(names), "distance": list(map(float, reach)), "points": list(shape)}
+    journal = probe.journal(state, save_interval, (first, second), settings)
+
+    def point(index: int) -> Tensor:
+        return risk.theta + s[index // num_points] * first + t[index % num_points] * second
+
+    rows = probe.along(point, math.prod(shape), journal, progress)
+    return Landscape2d(
+        names=names,
+        s=torch.tensor(s, dtype=torch.float64),
+        t=torch.tensor(t, dtype=torch.float64),
+        norms=norms,
+        batch_norm=probe.mode if batch_norms(risk.model) else None,
+        risk=repr(probe.risk),
+        **_arrays(rows, shape, tested=test is not None),
+    )
+
+
+class _Probe:
+    """Evaluates a risk, and another on test data, at points in weight space."""
+
+    def __init__(self, risk: Risk, test: Risk | None, mode: BatchNormMode | None) -> None:
+        if mode is not None:
+            check_choice("batch_norm", mode, BATCH_NORM_MODES)
+        if test is not None and test.space.shapes != risk.space.shapes:
+            raise ValueError(f"test must be a risk of the same parameters, got {test} beside "
+                             f"{risk}")  # fmt: skip
+        self.mode: BatchNormMode = mode or risk.batch_norm
+        self.risk = risk.with_batch_norm(self.mode)
+        if test is not None and (mode is not None or self.mode == "recomputed"):
+            # What was estimated on the training data holds for the test data.
+            test = test.with_batch_norm("eval" if self.mode == "recomputed" else self.mode)
+        self._test = test
+
+    def journal(
+        self,
+        state: str | os.PathLike[str] | None,
+        interval: float,
+        directions: Sequence[Tensor],
+        settings: dict[str, Any],
+    ) -> PointJournal:
+        """Where points are kept that belong to these weights, directions and settings."""
+        if state is not None:
+            settings |= {
+                "risk": repr(self.risk),
+                "test": None if self._test is None else repr(self._test),
+                "weights": digest([self.risk.theta]),
+                "directions": digest(directions),
+            }
+        return PointJournal(state, settings, interval, self.risk)
+
+    def along(
+        self,
+        point: Callable[[int], Tensor],
+        total: int,
+        journal: PointJournal,
+        progress: bool | Progress,
+    ) -> list[Row]:
+        """Loss and accuracy at each of ``total`` points, on the data and on the test data."""
+        rows = journal.load()
+        if rows:
+            journal.compare(self._row(point(len(rows) - 1)), rows[-1])
+        with tracking(progress, "landscape", total) as bar:
+            for index in range(len(rows), total):
+                rows.append(self._row(point(index)))
+                bar.update(len(rows), f"loss {rows[-1][0]:.4g}")
+                journal.save(rows)
+        return rows
+
+    def _row(self, theta: Tensor) -> Row:
+        risk = self.risk.at(theta)
+        own = _values(risk)
+        if self._test is None:
+            return (*own, math.nan, math.nan)
+        return (*own, *_values(self._test.at(theta), self._statistics(risk)))
+
+    def _statistics(self, risk: Risk) -> dict[str, Tensor]:
+        if self.mode != "recomputed":
+            return {}
+        constants = risk.constants()
+        keys = (f"{layer}.{key}".lstrip(".") for layer in batch_norms(risk.model) for key in KEYS)
+        return {key: constants[key] for key in keys if key in constants}
+
+
+def _values(risk: Risk, statistics: dict[str, Tensor] | None = None) -> Values:
+    """Loss and accuracy by one forward pass, with other statistics of batch norm if given."""
+    sums = torch.zeros(3, dtype=torch.float64, device=risk.theta.device)
+    with torch.no_grad(), risk.settings():
+        for _, context, weight in risk.contexts():
+            if statistics:
+                context = replace(context, constants=context.constants | statistics)
+            outputs, target = risk.evaluate(risk.params, context)
+            loss = weight * float(risk.adapter.loss(outputs, target))
+            sums += sums.new_tensor([loss, *num_correct(risk.loss_fn, outputs, target)])
+    loss, correct, counted = risk.reduced(sums).tolist()
+    penalty = 0.5 * risk.l2 * float(risk.theta.double().square().sum())
+    return loss + penalty, correct / counted if counted else math.nan
+
+
+def _steps(name: str, distance: float, num_points: int) -> list[float]:
+    """Evenly spaced from ``-distance`` to ``distance``, the middle of an odd number exactly 0."""
+    check_range(name, distance, low=0.0)
+    if not 0 < distance < math.inf:
+        raise ValueError(f"{name} must be positive and finite, got {distance}")
+    return [distance * (2 * k / (num_points - 1) - 1) for k in range(num_points)]
+
+
+def _arrays(rows: list[Row], shape: tuple[int, int], *, tested: bool) -> dict[str, Any]:
+    """The rows as fields of a result; an accuracy that the first row has not, none has."""
+    loss, accuracy, test_loss, test_accuracy = (
+        torch.tensor(column, dtype=torch.float64).reshape(shape)
+        for column in zip(*rows, strict=True)
+    )
+    return {
+        "loss": loss,
+        "accuracy": None if math.isnan(rows[0][1]) else accuracy,
+        "test_loss": test_loss if tested else None,
+        "test_accuracy": None if math.isnan(rows[0][3]) else test_accuracy,
+    }

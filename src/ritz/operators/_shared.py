@@ -1,0 +1,15 @@
+"""Names that other packages of ritz need and users do not."""
+
+from ritz.operators._algebra import SumOperator
+from ritz.operators._exact import gershgorin, structure_gap, structure_note
+from ritz.operators._laplacian import GraphMatrix
+from ritz.operators._sparse import CompressedRows
+
+__all__ = [
+    "CompressedRows",
+    "GraphMatrix",
+    "SumOperator",
+    "gershgorin",
+    "structure_gap",
+    "structure_note",
+]

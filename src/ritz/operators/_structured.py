@@ -1,0 +1,153 @@
+"""Operators given by few numbers: dense, diagonal, low rank, block diagonal, Kronecker."""
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from ritz._core.checks import check_finite, check_tensor
+from ritz.operators._base import LinearOperator, check_symmetric
+
+# ------------------------------------------------------------------------------------------
+# A symmetric matrix that is written down.
+
+
+@final
+class DenseOperator(LinearOperator):
+    """A symmetric matrix given as a tensor; its symmetry is checked by two products.
+
+    Args:
+        matrix: ``(n, n)``, kept, not copied.
+    """
+
+    def __init__(self, matrix: Tensor) -> None:
+        if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
+            raise ValueError(f"matrix must be square, got {tuple(matrix.shape)}")
+        super().__init__(matrix.shape[0], dtype=matrix.dtype, device=matrix.device)
+        check_finite("matrix", matrix)
+        self.matrix = matrix.detach()
+        check_symmetric(self)
+
+    def _matmat(self, block: Tensor) -> Tensor:
+        return self.matrix @ block
+
+
+# ------------------------------------------------------------------------------------------
+# Diagonal matrices, alone and with a low-rank part.
+
+
+@final
+class DiagonalOperator(LinearOperator):
+    """The matrix with the entries ``(n,)`` on its diagonal."""
+
+    def __init__(self, entries: Tensor) -> None:
+        if entries.ndim != 1:
+            raise ValueError(f"entries must be a vector, got {tuple(entries.shape)}")
+        super().__init__(len(entries), dtype=entries.dtype, device=entries.device)
+        check_finite("entries", entries)
+        self.entries = entries.detach()
+
+    def _matmat(self, block: Tensor) -> Tensor:
+        return self.entries[:, None] * block
+
+
+@final
+class LowRankOperator(LinearOperator):
+    r"""The matrix :math:`U \operatorname{diag}(s) U^\top + \operatorname{diag}(d)`.
+
+    Args:
+        factors: :math:`U` of shape ``(n, r)``; its columns need not be orthogonal.
+        scales: :math:`s` of shape ``(r,)``, of either sign; ones if not given.
+        entries: :math:`d` of shape ``(n,)``; zeros if not given.
+    """
+
+    def __init__(
+        self, factors: Tensor, *, scales: Tensor | None = None, entries: Tensor | None = None
+    ) -> None:
+        if factors.ndim != 2:
+            raise ValueError(f"factors must be (n, r), got {tuple(factors.shape)}")
+        n, r = factors.shape
+        super().__init__(n, dtype=factors.dtype, device=factors.device)
+        self.factors = factors.detach()
+        self.scales = factors.new_ones(r) if scales is None else scales.detach()
+        self.entries = factors.new_zeros(n) if entries is None else entries.detach()
+        for name, vector, rows in (("scales", self.scales, r), ("entries", self.entries, n)):
+            check_tensor(name, vector, dtype=self.dtype, device=self.device, rows=rows)
+            if vector.ndim != 1:
+                raise ValueError(f"{name} must be ({rows},), got {tuple(vector.shape)}")
+        for name in ("factors", "scales", "entries"):
+            check_finite(name, getattr(self, name))
+
+    def _matmat(self, block: Tensor) -> Tensor:
+        inner = self.scales[:, None] * (self.factors.T @ block)
+        return torch.addmm(self.entries[:, None] * block, self.factors, inner)
+
+    def _detail(self) -> str:
+        return f"rank {self.factors.shape[1]} plus diagonal"
+
+
+# ------------------------------------------------------------------------------------------
+# Block-diagonal matrices.
+
+
+@final
+class BlockDiagonalOperator(LinearOperator):
+    r"""The matrix :math:`\operatorname{diag}(A_1, \dots, A_m)` of blocks on coordinates in order.
+
+    Args:
+        ops: The blocks, in order; of one dtype and device. A product is one with each of them.
+    """
+
+    def __init__(self, ops: Sequence[LinearOperator]) -> None:
+        ops = tuple(ops)
+        if not ops:
+            raise ValueError("ops must hold at least one operator, got none")
+        for op in ops[1:]:
+            if (op.dtype, op.device) != (ops[0].dtype, ops[0].device):
+                raise ValueError(f"ops must agree in dtype and device: {ops[0]!r}, {op!r}")
+        self.sizes = [op.shape[0] for op in ops]
+        super().__init__(
+            sum(self.sizes),
+            dtype=ops[0].dtype,
+            device=ops[0].device,
+            block_size=min(op.block_size for op in ops),
+        )
+        self.ops = ops
+
+    def _matmat(self, block: Tensor) -> Tensor:
+        parts = block.split(self.sizes)
+        return torch.cat([op.matmat(part) for op, part in zip(self.ops, parts, strict=True)])
+
+    def _detail(self) -> str:
+        return f"{len(self.ops)} blocks"
+
+
+# ------------------------------------------------------------------------------------------
+# Kronecker products.
+
+
+@final
+class KroneckerOperator(LinearOperator):
+    r"""The Kronecker product :math:`A \otimes B`; three factors are ``A ⊗ (B ⊗ C)``.
+
+    Args:
+        left: :math:`A`, of order ``p``.
+        right: :math:`B`, of order ``q``; the product has order ``p q``. A product with ``k``
+            columns is one of ``B`` with ``p k`` columns and one of ``A`` with ``q k``.
+    """
+
+    def __init__(self, left: LinearOperator, right: LinearOperator) -> None:
+        if (left.dtype, left.device) != (right.dtype, right.device):
+            raise ValueError(f"factors must agree in dtype and device: {left!r}, {right!r}")
+        super().__init__(left.shape[0] * right.shape[0], dtype=left.dtype, device=left.device)
+        self.left, self.right = left, right
+
+    def _matmat(self, block: Tensor) -> Tensor:
+        p, q, k = self.left.shape[0], self.right.shape[0], block.shape[1]
+        inner = block.reshape(p, q, k).transpose(0, 1).reshape(q, p * k)
+        inner = self.right.matmat(inner).reshape(q, p, k).transpose(0, 1).reshape(p, q * k)
+        return self.left.matmat(inner).reshape(p * q, k)
+
+    def _detail(self) -> str:
+        return f"{type(self.left).__name__} ⊗ {type(self.right).__name__}"

@@ -1,0 +1,445 @@
+"""Adaptive optimisers: Padam, PadamW and AdamW with damping."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar, TypedDict, Unpack, final
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import (
+    Optimizer,
+    ParamsT,
+    _default_to_fused_or_foreach,
+    _device_dtype_check_for_fused,
+    _get_scalar_dtype,
+    _use_grad_for_differentiable,
+)
+
+from ritz._core.checks import check_choice, check_range
+from ritz.optim._companions import listed
+from ritz.optim._update import Buffers, CompiledStep, Form, Number, Rule, update
+
+# ------------------------------------------------------------------------------------------
+# What the adaptive optimisers share: checks, state, and the step.
+
+FORMS = ("inside", "outside", "published")
+# Raises where a step that cannot be captured is; older releases name it after CUDA.
+CAPTURE_CHECK = (
+    "_accelerator_graph_capture_health_check"
+    if hasattr(Optimizer, "_accelerator_graph_capture_health_check")
+    else "_cuda_graph_capture_health_check"
+)
+FLAGS: dict[str, Any] = {
+    "amsgrad": None,
+    "form": None,
+    "maximize": False,
+    "foreach": None,
+    "fused": None,
+    "capturable": False,
+    "differentiable": False,
+    "compile": False,
+}
+
+
+class Flags(TypedDict, total=False):
+    """Keywords every adaptive optimiser takes; see :class:`AdaptiveOptimizer`."""
+
+    amsgrad: bool | None
+    maximize: bool
+    foreach: bool | None
+    fused: bool | None
+    capturable: bool
+    differentiable: bool
+    compile: bool
+
+
+class AdaptiveOptimizer(Optimizer):
+    r"""Base of the adaptive optimisers: moments, bias corrections, a power of the second moment.
+
+    Each parameter has in ``state`` its ``step``, ``exp_avg``, ``exp_avg_sq`` and, with AMSGrad,
+    ``max_exp_avg_sq``: two or three vectors. Every setting may differ between parameter groups and
+    change between steps.
+
+    Keywords shared by all:
+
+    * ``amsgrad``: divide by the largest second moment so far; None: in the published form only.
+    * ``maximize``: ascend.
+    * ``foreach``: take all parameters through each operation together (the default on CUDA where
+      the fused kernel does not serve).
+    * ``fused``: torch's fused kernel, for power 1/2 with epsilon outside the root. It is the
+      default where it serves.
+    * ``compile``: one compiled graph for all parameters of a group. It needs what
+      ``torch.compile`` needs and takes some seconds, or a minute, at the first step; where torch's
+      own AdamW takes the step there is nothing to compile. Rates, decoupled decays and steps
+      are free to change; other settings, and which parameters have gradients, are built in: where
+      they change at every step, as betas do by ``OneCycleLR``, it gives up with a warning.
+    * ``capturable``: keep the step on the device, for CUDA graphs.
+    * ``differentiable``: let gradients through the step.
+    """
+
+    _eps_key: ClassVar[str] = "eps"
+
+    def __init__(self, params: ParamsT, settings: dict[str, Any], flags: Flags) -> None:
+        unknown = sorted(flags.keys() - Flags.__annotations__.keys())
+        if unknown:
+            raise TypeError(f"{type(self).__name__} got unknown arguments {', '.join(unknown)}")
+        defaults = FLAGS | {"decoupled_weight_decay": True} | settings | flags
+        self._check(defaults)
+        self._graphs: list[CompiledStep] = []
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self._check(self.defaults | param_group)
+        super().add_param_group(param_group)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__.setdefault("_graphs", [])
+        for group in self.param_groups:
+            for key, value in (FLAGS | self.defaults).items():
+                group.setdefault(key, value)
+            for param in group["params"]:
+                own = self.state.get(param, {})
+                if "step" in own and not torch.is_tensor(own["step"]):
+                    own["step"] = torch.tensor(float(own["step"]), dtype=_get_scalar_dtype())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state; one of another model raises: the fused kernel would write beyond it."""
+        here, there = listed(self.param_groups), listed(state_dict["param_groups"])
+        for index, ((name, param), (_, place)) in enumerate(zip(here, there, strict=False)):
+            for key, value in state_dict["state"].get(place, {}).items():
+                if isinstance(value, Tensor) and value.ndim and value.shape != param.shape:
+                    raise ValueError(
+                        f"state_dict is of another model: its {key} of "
+                        f"{name or f'parameter {index}'} is of shape {tuple(value.shape)}, the "
+                        f"parameter of {tuple(param.shape)}"
+                    )
+        super().load_state_dict(state_dict)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # torch.amp.GradScaler then leaves unscaling and skipping to the fused kernel.
+        return all(self._runs_fused(group) for group in self.param_groups)
+
+    @_use_grad_for_differentiable
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step, and return the loss of ``closure`` where one is given."""
+        getattr(self, CAPTURE_CHECK)()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for index, group in enumerate(self.param_groups):
+            self._step_group(index, group)
+        return loss
+
+    def _step_group(self, index: int, group: dict[str, Any]) -> None:
+        rule, fused = self._rule(group), self._runs_fused(group)
+        buffers = self._buffers(group, rule, fused)
+        if not buffers.params:
+            return
+        if group["compile"] and rule.form != "outside" and not torch.compiler.is_compiling():
+            self._graph(index)(buffers, rule, group["lr"])
+            return
+        update(
+            buffers,
+            rule,
+            lr=group["lr"],
+            foreach=group["foreach"],
+            fused=fused,
+            grad_scale=getattr(self, "grad_scale", None),
+            found_inf=getattr(self, "found_inf", None),
+        )
+
+    def _graph(self, index: int) -> CompiledStep:
+        while len(self._graphs) <= index:
+            self._graphs.append(CompiledStep())
+        return self._graphs[index]
+
+    def _rule(self, group: dict[str, Any]) -> Rule:
+        form = _form(group)
+        amsgrad = group["amsgrad"]
+        return Rule(
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            eps=group[self._eps_key],
+            weight_decay=group["weight_decay"],
+            partial=group["partial"],
+            form=form,
+            amsgrad=form == "published" if amsgrad is None else amsgrad,
+            maximize=group["maximize"],
+            decoupled=group["decoupled_weight_decay"],
+            capturable=group["capturable"],
+            differentiable=group["differentiable"],
+        )
+
+    def _runs_fused(self, group: dict[str, Any]) -> bool:
+        if _form(group) != "outside":
+            return False
+        if group["fused"] is not None:
+            return bool(group["fused"])
+        if group["foreach"] is not None:
+            return False
+        return _default_to_fused_or_foreach(group["params"], group["differentiable"], True)[0]
+
+    def _buffers(self, group: dict[str, Any], rule: Rule, fused: bool) -> Buffers:
+        buffers = Buffers([], [], [], [], [], [])
+        for param in group["params"]:
+            if param.grad is None:
+                continue
+            if param.grad.is_sparse:
+                raise RuntimeError(f"{type(self).__name__} does not support sparse gradients")
+            own = self._own_state(param, rule, fused)
+            buffers.params.append(param)
+            buffers.grads.append(param.grad)
+            buffers.exp_avgs.append(own["exp_avg"])
+            buffers.exp_avg_sqs.append(own["exp_avg_sq"])
+            buffers.steps.append(own["step"])
+            if rule.amsgrad:
+                buffers.max_exp_avg_sqs.append(own["max_exp_avg_sq"])
+        return buffers
+
+    def _own_state(self, param: Tensor, rule: Rule, fused: bool) -> dict[str, Any]:
+        own: dict[str, Any] = self.state[param]
+        if "step" not in own:
+            if fused:
+                _device_dtype_check_for_fused(param)
+            own["step"] = torch.tensor(0.0, dtype=_get_scalar_dtype())
+            own["exp_avg"] = torch.zeros_like(param)
+            own["exp_avg_sq"] = torch.zeros_like(param)
+        if rule.amsgrad and "max_exp_avg_sq" not in own:
+            own["max_exp_avg_sq"] = torch.zeros_like(param)
+        # Kernels that never wait for the host want the step beside the parameter.
+        if fused or rule.capturable:
+            own["step"] = own["step"].to(param.device, _get_scalar_dtype(is_fused=fused))
+        return own
+
+    def _check(self, settings: dict[str, Any]) -> None:
+        """Raise unless the settings of a group are possible, each and together."""
+        _check_lr(settings)
+        _check_betas(settings["betas"])
+        check_range(self._eps_key, settings[self._eps_key], low=0)
+        check_range("weight_decay", settings["weight_decay"], low=0)
+        check_range("partial", settings["partial"], low=0, high=0.5)
+        _check_flags(settings)
+
+
+def _form(group: dict[str, Any]) -> Form:
+    """Where epsilon stands: outside the root for power 1/2, as torch has it, unless asked."""
+    default: Form = "outside" if group["partial"] == 0.5 else "inside"
+    return group["form"] or default
+
+
+def _check_lr(settings: dict[str, Any]) -> None:
+    lr = settings["lr"]
+    if isinstance(lr, Tensor):
+        if settings["foreach"] and not settings["capturable"]:
+            raise ValueError(
+                "lr as a Tensor is not supported for capturable=False and foreach=True"
+            )
+        if lr.numel() != 1:
+            raise ValueError(f"Tensor lr must be 1-element, got shape {tuple(lr.shape)}")
+        lr = lr.item()
+    check_range("lr", lr, low=0)
+
+
+def _check_betas(betas: tuple[float, float]) -> None:
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise ValueError(f"betas must be two numbers, got {betas}")
+    for index, beta in enumerate(betas):
+        check_range(f"betas[{index}]", beta, low=0)
+        if beta >= 1:
+            raise ValueError(f"betas[{index}] must be less than 1, got {beta}")
+
+
+def _check_flags(settings: dict[str, Any]) -> None:
+    if settings["form"] is not None:
+        check_choice("form", settings["form"], FORMS)
+    if settings["form"] == "outside" and settings["partial"] != 0.5:
+        raise ValueError(f"form='outside' needs partial=0.5, got partial={settings['partial']}")
+    if settings["fused"] and _form(settings) != "outside":
+        raise ValueError(
+            "fused=True needs partial=0.5 with epsilon outside the root, got "
+            f"partial={settings['partial']} and form={settings['form']!r}"
+        )
+    if settings["fused"] and settings["differentiable"]:
+        raise RuntimeError("`fused` does not support `differentiable`")
+    if settings["fused"] and settings["foreach"]:
+        raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
+    if settings["foreach"] and settings["differentiable"]:
+        raise RuntimeError("`foreach` does not support `differentiable`")
+    if settings["compile"] and settings["differentiable"]:
+        raise ValueError("compile=True does not support differentiable=True")
+
+
+# ------------------------------------------------------------------------------------------
+# Partially adaptive methods, with coupled or decoupled decay.
+
+
+@final
+class Padam(AdaptiveOptimizer):
+    r"""Partially adaptive steps with an L2 term in the gradient.
+
+    .. math::
+        g \leftarrow \nabla L(w) + \lambda w, \qquad
+        w \leftarrow w - \alpha\, \hat m / (\hat v + \epsilon)^p
+
+    Power 0 is SGD with momentum, 1/2 is Adam. At 1/2 the denominator is :math:`\sqrt{\hat v} +
+    \epsilon`, as in ``torch.optim.Adam``, and torch's fused kernel takes the step, unless
+    ``form="inside"``. Inside the root :math:`\epsilon` acts like :math:`\sqrt\epsilon` outside it.
+
+    Args:
+        params: Parameters or groups of them.
+        lr: Rate :math:`\alpha`, a number or a tensor of one element.
+        betas: Decays of the running means of the gradient and of its square.
+        eps: Term :math:`\epsilon` in the denominator.
+        weight_decay: Coefficient :math:`\lambda`.
+        partial: Power :math:`p`, from 0 to 1/2. Powers of a half are taken by square roots.
+        form: Where :math:`\epsilon` stands: ``"inside"`` the power, ``"outside"`` the root
+            (:math:`p = 1/2`), or ``"published"``, the authors' code: :math:`(\sqrt{v_{\max}} +
+            \epsilon)^{2p}` with AMSGrad, whose correction :math:`\sqrt{1 - \beta_2^t}` for every
+            :math:`p` is a hidden warm-up. None is ``"outside"`` at 1/2 and ``"inside"`` below.
+        **flags: See :class:`~ritz.optim._adaptive.AdaptiveOptimizer`.
+
+    Reference: Chen and Gu (2018), Closing the generalization gap of adaptive gradient methods.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: Number = 0.1,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        partial: float = 0.125,
+        form: Form | None = None,
+        **flags: Unpack[Flags],
+    ) -> None:
+        settings: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps}
+        settings |= {"weight_decay": weight_decay, "decoupled_weight_decay": False}
+        settings |= {"partial": partial, "form": form}
+        super().__init__(params, settings, flags)
+
+
+@final
+class PadamW(AdaptiveOptimizer):
+    r"""Partially adaptive steps with decoupled decay.
+
+    .. math::
+        w \leftarrow (1 - \alpha\lambda)\, w - \alpha\, \hat m / (\hat v + \epsilon)^p
+
+    At power 1/2 this is ``torch.optim.AdamW``, on its fused kernel, unless ``form="inside"``.
+
+    Args:
+        params: Parameters or groups of them.
+        lr: Rate :math:`\alpha`, a number or a tensor of one element.
+        betas: Decays of the running means of the gradient and of its square.
+        eps: Term :math:`\epsilon` in the denominator.
+        weight_decay: Decoupled decay :math:`\lambda`.
+        partial: Power :math:`p`, from 0 to 1/2.
+        form: Where :math:`\epsilon` stands; see :class:`Padam`.
+        **flags: See :class:`~ritz.optim._adaptive.AdaptiveOptimizer`.
+
+    Reference: Granziol et al. (2021), Iterate averaged adaptive gradient methods, Algorithm 1
+    without the average.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: Number = 0.1,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 5e-4,
+        *,
+        partial: float = 0.125,
+        form: Form | None = None,
+        **flags: Unpack[Flags],
+    ) -> None:
+        settings: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps}
+        settings |= {"weight_decay": weight_decay, "partial": partial, "form": form}
+        super().__init__(params, settings, flags)
+
+
+# ------------------------------------------------------------------------------------------
+# Damping as a hyper-parameter of its own, and as shrinkage.
+
+
+@final
+class AdamW(AdaptiveOptimizer):
+    r"""AdamW whose damping is tuned and scheduled like the rate.
+
+    .. math::
+        w \leftarrow (1 - \alpha\lambda)\, w - \alpha\, \hat m / (\sqrt{\hat v} + \delta)
+
+    The step is that of ``torch.optim.AdamW`` with ``eps`` equal to :math:`\delta`, on its fused
+    kernel. ``group["delta"]`` may differ between groups and change between steps; small damping
+    makes steps in flat directions larger than in sharp ones, large damping approaches SGD with
+    rate :math:`\alpha/\delta`.
+
+    Args:
+        params: Parameters or groups of them.
+        lr: Rate :math:`\alpha`, a number or a tensor of one element.
+        betas: Decays of the running means of the gradient and of its square.
+        delta: Damping :math:`\delta`; see :func:`delta_to_shrinkage`.
+        weight_decay: Decay :math:`\lambda`.
+        decoupled_weight_decay: False puts the decay into the gradient, as an L2 term.
+        **flags: See :class:`~ritz.optim._adaptive.AdaptiveOptimizer`.
+
+    Reference: Granziol et al. (2020), Explaining the adaptive generalisation gap, section 3.2.
+    """
+
+    _eps_key: ClassVar[str] = "delta"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: Number = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        delta: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        decoupled_weight_decay: bool = True,
+        **flags: Unpack[Flags],
+    ) -> None:
+        settings: dict[str, Any] = {"lr": lr, "betas": betas, "delta": delta}
+        settings |= {"weight_decay": weight_decay, "partial": 0.5}
+        settings |= {"decoupled_weight_decay": decoupled_weight_decay}
+        super().__init__(params, settings, flags)
+
+
+def delta_to_shrinkage(delta: float) -> float:
+    r"""Weight :math:`\beta` of the curvature in the shrunk matrix that damping amounts to.
+
+    .. math::
+        \frac{\alpha}{\lambda + \delta} = \frac{\alpha\beta}{\beta\lambda + (1 - \beta)}, \qquad
+        \beta = \frac{1}{1 + \delta}
+
+    A damped step of rate :math:`\alpha` is a step of rate :math:`\alpha\beta` on
+    :math:`\beta H + (1 - \beta) I`.
+
+    Args:
+        delta: Damping, at least 0.
+
+    Reference: Granziol et al. (2020), Explaining the adaptive generalisation gap, section 3.2.
+
+    >>> delta_to_shrinkage(3.0)
+    0.25
+    """
+    check_range("delta", delta, low=0)
+    return 1 / (1 + delta)
+
+
+def shrinkage_to_delta(beta: float) -> float:
+    r"""Damping :math:`\delta = (1 - \beta)/\beta`, the inverse of :func:`delta_to_shrinkage`.
+
+    Args:
+        beta: Weight of the curvature, above 0 and at most 1.
+
+    >>> shrinkage_to_delta(0.25)
+    3.0
+    """
+    check_range("beta", beta, low=0, high=1)
+    if beta == 0:
+        raise ValueError("beta must be above 0: no damping shrinks the curvature away, got 0")
+    return (1 - beta) / beta

@@ -1,0 +1,471 @@
+"""Averages of the iterates of any optimiser: tail, exponential, Polyak, and started by patience."""
+
+import copy
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ritz._core.batchnorm import Count, Forward, Sharing, reshard, unwrapped, with_statistics
+from ritz._core.checks import check_choice, check_count, check_range
+from ritz._core.distributed import Group
+from ritz.optim._companions import NEVER, Companions, check_optimizer, local, owners
+
+# ------------------------------------------------------------------------------------------
+# Averages of the iterates of any optimiser: tail, exponential and Polyak.
+
+Pairs = list[tuple[Tensor, Tensor]]
+AverageKind = Literal["tail", "ema", "polyak"]
+KINDS = ("tail", "ema", "polyak")
+
+
+@final
+class IterateAverage:
+    r"""The average of the weights that an optimiser goes through, kept in its state.
+
+    With :math:`w_t` the weights after step :math:`t` and :math:`T` the step ``start``,
+
+    .. math::
+        \text{tail:}\quad & \bar w \leftarrow \frac{n \bar w + w_t}{n + 1},\; n \leftarrow n + 1,
+            \quad \bar w = w_{T-1},\; n = 1 \text{ before}, \\
+        \text{ema:}\quad & \bar w \leftarrow \rho \bar w + (1 - \rho) w_t,
+            \quad \bar w = w_{T-1} \text{ before}, \\
+        \text{polyak:}\quad & \bar w = \frac1n \sum_{i=1}^n w_{ik},
+
+    after the steps :math:`t = T - 1 + k, T - 1 + 2k, \dots` with :math:`k` the ``interval``. With
+    ``start`` 0 or 1 the tail average is that of :math:`w_0, w_k, w_{2k}, \dots`; the Polyak average
+    leaves the initial weights out. Averaging at the end of every epoch of ``m`` steps, beginning
+    with the weights after ``e`` epochs, is ``start=e * m + 1, interval=m``. SWA is the tail average
+    around SGD.
+
+    Attach it once the optimiser has its parameters; from then on ``optimizer.step()`` is all that
+    is needed, with closures, compiled steps and gradient scalers too. A step that mixed precision
+    skips is not counted. For a parameter ``p`` the state holds, from the first step on,
+    ``optimizer.state[p]["average"]`` (float32 for half-precision weights; a DTensor where ``p`` is
+    one) and, as tensors without dimensions, ``"average_count"`` (iterates in the average, 0 until
+    it begins), ``"average_step"`` (steps taken) and ``"average_start"``; the last two are brought
+    up to date by ``state_dict()``. They are saved and loaded with the optimiser, also by
+    ``torch.distributed.checkpoint``, bit for bit. Once begun, an average goes on from the start
+    that the checkpoint has; a checkpoint without one begins at step 0. Steps replayed from a CUDA
+    graph run no hooks and are not seen.
+
+    Cost: one pass over weights and average on the steps that are averaged, nothing on others.
+    Memory: one vector, and one more while :meth:`applied`. Only where a fused optimiser is given a
+    gradient scaler does a step that is to be averaged wait for the device, to learn whether it was
+    skipped.
+
+    Reference: Granziol et al., Iterate averaging in the quest for best test error, Alg. 1; Polyak
+    and Juditsky (1992); Izmailov et al. (2018).
+
+    Args:
+        optimizer: Any; its parameters are averaged.
+        kind: ``tail``, ``ema`` or ``polyak``.
+        start: First step :math:`T` of the average, counted from one; 0 is the beginning, ``None``
+            waits for :meth:`restart`.
+        interval: Steps :math:`k` from one averaged iterate to the next.
+        decay: The decay :math:`\rho` of ``ema``.
+        dtype: Of the average, float32 or float64; ``None``: float32, or float64 for such weights.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        kind: AverageKind = "tail",
+        start: int | None = 0,
+        interval: int = 1,
+        decay: float = 0.999,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_optimizer(optimizer)
+        check_choice("kind", kind, KINDS)
+        if start is not None:
+            check_count("start", start, low=0)
+        check_count("interval", interval)
+        check_range("decay", decay, low=0.0, high=1.0)
+        if kind == "polyak" and start not in (0, 1):
+            raise ValueError(f"start must be 0 for kind='polyak', which averages from the "
+                             f"beginning, got {start}")  # fmt: skip
+        if dtype not in (None, torch.float32, torch.float64):
+            raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
+        self.optimizer, self.kind, self.interval, self.decay = optimizer, kind, interval, decay
+        self.planned = None if start is None else max(start, 1)
+        self._applied = False
+        self._skipped: Tensor | None = None
+        self._companions = Companions(
+            optimizer,
+            key="average",
+            numbers={"count": 0, "step": 0, "start": self.planned or NEVER},
+            dtype=dtype,
+            closed=lambda numbers: numbers["count"] > 0,
+        )
+        optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step))
+        optimizer.register_step_post_hook(torch.compiler.disable(self._after_step))
+        optimizer.register_state_dict_pre_hook(lambda _: self._resolve(), prepend=True)
+        optimizer.register_load_state_dict_post_hook(self._after_load)
+
+    @property
+    def count(self) -> int:
+        """Number of iterates in the average; 0 until it begins."""
+        return self._numbers["count"]
+
+    @property
+    def step(self) -> int:
+        """Number of steps the optimiser has taken, skipped ones left out."""
+        self._resolve()
+        return self._numbers["step"]
+
+    @property
+    def start(self) -> int | None:
+        """First step of the average, counted from one; ``None`` where it is not settled."""
+        start = self._numbers["start"]
+        return None if start == NEVER else start
+
+    def restart(self) -> None:
+        """Forget the average, if there is one, and begin anew with the weights as they are."""
+        self._check_not_applied("restart")
+        self._resolve()
+        self._companions.allocate(self.optimizer)
+        self._numbers["start"] = self._numbers["step"] + 1
+        self._begin()
+
+    @contextmanager
+    def applied(
+        self,
+        model: nn.Module,
+        *,
+        data: Iterable[Any] | None = None,
+        fraction: float = 1.0,
+        forward: Forward | None = None,
+        count: Count | None = None,
+        sharing: Sharing = "own",
+        group: Group | None = None,
+    ) -> Iterator[nn.Module]:
+        r"""Put the averaged weights into a model for the block, and then the very weights it had.
+
+        Args:
+            model: Holds parameters of the optimiser, itself or wrapped (DDP, FSDP2, compiled);
+                its other parameters stay as they are.
+            data: Batches on which the statistics of batch norm are computed anew for the averaged
+                weights, by sample, and restored with them; ``None`` leaves them alone.
+            fraction: Part of the batches of ``data`` to use, the first ones.
+            forward: Takes the model and a batch, and calls the one on the other; by default the
+                last item of a tuple or list is left out, and so is ``"labels"`` of a dictionary.
+            count: Takes a batch and returns its number of samples; by default the length of the
+                first tensor in it.
+            sharing: Where there are several processes: ``own`` (each brings its own batches, any
+                number of them, and all make this call) or ``none`` (this process alone).
+            group: The processes.
+        """
+        self._check_not_applied("applied")
+        pairs = self._matched(model)
+        before = [p.detach().clone() for p, _ in pairs]
+        self._applied = True
+        try:
+            _write(pairs)
+            with with_statistics(
+                model,
+                data,
+                fraction=fraction,
+                forward=forward,
+                count=count,
+                sharing=sharing,
+                group=group,
+            ):
+                yield model
+        finally:
+            reshard(model)
+            _write([(p, weights) for (p, _), weights in zip(pairs, before, strict=True)])
+            self._applied = False
+
+    def copy_to(self, model: nn.Module, **statistics: Any) -> None:
+        """Put the averaged weights into a model for good.
+
+        Args:
+            model: As in :meth:`applied`.
+            **statistics: ``data``, ``fraction``, ``forward``, ``count``, ``sharing`` and
+                ``group``, as there.
+        """
+        self._check_not_applied("copy_to")
+        _write(self._matched(model))
+        with with_statistics(model, keep=True, **statistics):
+            pass
+
+    def to_averaged_model(self, model: nn.Module, **statistics: Any) -> nn.Module:
+        """Return a copy of a model with the averaged weights, without wrappers or gradients.
+
+        Its state has the keys of the plain model's. A sharded model cannot be copied: save it
+        inside :meth:`applied`.
+
+        Args:
+            model: As in :meth:`applied`.
+            **statistics: ``data``, ``fraction``, ``forward``, ``count``, ``sharing`` and
+                ``group``, as there.
+        """
+        if any(hasattr(p, "to_local") for p in model.parameters()):
+            raise TypeError("model must not be sharded to be copied; save its state inside "
+                            "applied(model) instead")  # fmt: skip
+        with self.applied(model, **statistics):
+            return copy.deepcopy(unwrapped(model))
+
+    def __repr__(self) -> str:
+        decay = f", decay={self.decay}" if self.kind == "ema" else ""
+        return (
+            f"IterateAverage({type(self.optimizer).__name__}, kind={self.kind!r}, "
+            f"start={self.start}, interval={self.interval}{decay}: {self.count} iterates after "
+            f"{self.step} steps)"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "IterateAverage":
+        optimizer = copy.deepcopy(self.optimizer, memo)
+        brought = attached_to(optimizer)  # an optimiser with an average of its own copies it
+        if brought is not None:
+            return brought
+        found = IterateAverage(
+            optimizer,
+            kind=self.kind,
+            start=self.planned,
+            interval=self.interval,
+            decay=self.decay,
+            dtype=self._companions.dtype,
+        )
+        self._resolve()
+        # Copying loses hooks: take up the average from the state of the copy.
+        found._companions.adopt(optimizer, self._numbers)
+        return found
+
+    @property
+    def _numbers(self) -> dict[str, int]:
+        return self._companions.numbers
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._check_not_applied("step")
+        self._companions.before_step(optimizer)
+        if self._is_to_begin():
+            self._resolve()
+            if self._is_to_begin():
+                self._numbers["start"] = self._numbers["step"] + 1
+                self._begin()
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._companions.after_step(optimizer)
+        if self._companions.initialising:
+            return
+        self._numbers["step"] += 1
+        found: Tensor | None = getattr(optimizer, "found_inf", None)
+        if found is not None:
+            skipped = (found > 0).sum()
+            self._skipped = skipped if self._skipped is None else self._skipped + skipped
+        if self._is_due():
+            self._resolve()
+            if self._is_due() and (found is None or not bool(found > 0)):
+                self._update()
+
+    def _is_to_begin(self) -> bool:
+        start = self._numbers["start"]
+        waits = self.count == 0 and start != NEVER and self.kind != "polyak"
+        return waits and self._numbers["step"] + 1 >= start and not self._companions.initialising
+
+    def _is_due(self) -> bool:
+        since = self._numbers["step"] + 1 - self._numbers["start"]
+        begun = self.count > 0 or self.kind == "polyak"
+        return begun and since > 0 and since % self.interval == 0
+
+    def _begin(self) -> None:
+        self._companions.copy_weights()
+        self._numbers["count"] = 0 if self.kind == "polyak" else 1
+        self._companions.write_numbers(self.optimizer)
+
+    def _update(self) -> None:
+        share = 1 - self.decay if self.kind == "ema" else 1 / (self.count + 1)
+        tensors = self._companions.tensors
+        move(list(tensors.values()), list(tensors), share)
+        self._numbers["count"] += 1
+        self._companions.write_numbers(self.optimizer, "count")
+
+    def _resolve(self) -> None:
+        """Take the steps that the device has skipped since the last time out of the count."""
+        if self._skipped is not None:
+            self._numbers["step"] -= int(self._skipped)
+            self._skipped = None
+
+    def _after_load(self, optimizer: Optimizer) -> None:
+        self._skipped = None
+        if self.count == 0:
+            self._numbers["start"] = self.planned or NEVER
+
+    def _check_not_applied(self, call: str) -> None:
+        if self._applied:
+            raise RuntimeError(f"{call} must not be called while the averaged weights are applied")
+
+    def _matched(self, model: nn.Module) -> Pairs:
+        """The parameters of a model that have an average, with it."""
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        if not self.count:
+            when = "waits for restart()" if self.start is None else f"starts at step {self.start}"
+            raise RuntimeError(f"the average has not begun: it {when}, and the optimiser has taken "
+                               f"{self.step} steps")  # fmt: skip
+        reshard(model)
+        tensors = self._companions.tensors
+        pairs: Pairs = [(p, tensors[p]) for p in model.parameters() if p in tensors]
+        if not pairs:
+            raise ValueError("model must hold parameters that the optimiser has moved, got none")
+        return pairs
+
+
+def move(averages: list[Tensor], weights: list[Tensor], share: float) -> None:
+    r"""Move averages by a share of the way to the weights, :math:`a \leftarrow a + s (w - a)`.
+
+    In place, in one pass; an average that equals the weights keeps its bits.
+    """
+    pairs = [(local(a), local(w)) for a, w in zip(averages, weights, strict=True)]
+    same = [(a, w) for a, w in pairs if a.dtype == w.dtype]
+    if same:
+        torch._foreach_lerp_([a for a, _ in same], [w for _, w in same], share)
+    for a, w in pairs:
+        if a.dtype != w.dtype:
+            a.lerp_(w.to(a.dtype), share)
+
+
+def _write(pairs: Pairs) -> None:
+    with torch.no_grad():
+        for p, value in pairs:
+            p.copy_(value)
+
+
+def attached_to(optimizer: Optimizer) -> IterateAverage | None:
+    """The average of an optimiser, or of one that it wraps."""
+    return next((one for one in owners(optimizer) if isinstance(one, IterateAverage)), None)
+
+
+# ------------------------------------------------------------------------------------------
+# When to begin averaging and when to stop training, by patience (GadamAuto).
+
+
+@final
+class AutoAverage:
+    """Begins an average, and ends training, after so many evaluations without improvement.
+
+    First the metric is that of the weights; after ``patience`` evaluations in a row that do not
+    improve on the best, averaging begins with the weights as they are. From then on the metric is
+    that of the averaged weights, with a best of its own, and after another such run
+    :attr:`finished` is true. The rate is meant to stay constant throughout::
+
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        auto = AutoAverage(optimizer)
+        while not auto.finished:
+            train_one_epoch()
+            with auto.applied(model, data=loader):
+                auto.update(validation_loss(model))
+
+    With several processes the metric must be the same in all of them.
+
+    Reference: Granziol et al., Iterate averaging in the quest for best test error, A.2.
+
+    Args:
+        average: An average made with ``start=None``, or an optimiser: the average that it has (as
+            Gadam with ``start=None``), or else a tail average of every iterate, attached to it.
+        patience: Evaluations without improvement that end each of the two parts.
+        mode: Whether the metric is better when smaller (``min``) or larger (``max``).
+        min_delta: How much better than the best counts as an improvement: more than this.
+    """
+
+    def __init__(
+        self,
+        average: IterateAverage | Optimizer,
+        *,
+        patience: int = 10,
+        mode: Literal["min", "max"] = "min",
+        min_delta: float = 0.0,
+    ) -> None:
+        check_count("patience", patience)
+        check_choice("mode", mode, ("min", "max"))
+        check_range("min_delta", min_delta, low=0.0)
+        self.average = _average_of(average)
+        self.patience, self.mode, self.min_delta = patience, mode, min_delta
+        self.averaging, self.finished = False, False
+        self.best: float | None = None  # of the weights, or of their average once averaging
+        self.best_before: float | None = None  # of the weights, once averaging
+        self.waited = 0  # evaluations since the best one
+
+    def __repr__(self) -> str:
+        part = "finished" if self.finished else "averaging" if self.averaging else "waiting"
+        return (
+            f"AutoAverage(patience={self.patience}, mode={self.mode!r}: {part}, best {self.best}, "
+            f"{self.waited} evaluations without improvement)"
+        )
+
+    def applied(self, model: nn.Module, **statistics: Any) -> AbstractContextManager[nn.Module]:
+        """Put the weights to be judged into a model for the block: averaged ones, once there are.
+
+        Args:
+            model: As in :meth:`IterateAverage.applied`.
+            **statistics: ``data``, ``fraction``, ``forward``, ``count``, ``sharing`` and
+                ``group``, as there.
+        """
+        if self.averaging:
+            return self.average.applied(model, **statistics)
+        return nullcontext(model)
+
+    def update(self, metric: float | Tensor) -> bool:
+        """Take in the metric of one more evaluation; return whether to stop training."""
+        value = float(metric)
+        if math.isnan(value):
+            raise ValueError("metric must be a number, got nan")
+        if self.finished:
+            return True
+        if self._improves(value):
+            self.best, self.waited = value, 0
+        else:
+            self.waited += 1
+        if self.waited >= self.patience:
+            self._end_part()
+        return self.finished
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where it is, in plain numbers; the average itself is in the optimiser's state."""
+        names = ("averaging", "finished", "best", "best_before", "waited", "mode")
+        return {name: getattr(self, name) for name in names}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` returned."""
+        missing = sorted(set(self.state_dict()) - set(state_dict))
+        if missing:
+            raise ValueError(f"state_dict must be one of AutoAverage, got one without {missing}")
+        if state_dict["mode"] != self.mode:
+            raise ValueError(f"state_dict was made with mode={state_dict['mode']!r}, this is "
+                             f"{self.mode!r}")  # fmt: skip
+        for name in self.state_dict():
+            setattr(self, name, state_dict[name])
+
+    def _improves(self, value: float) -> bool:
+        if self.best is None:
+            return True
+        gain = self.best - value if self.mode == "min" else value - self.best
+        return gain > self.min_delta
+
+    def _end_part(self) -> None:
+        if self.averaging:
+            self.finished = True
+            return
+        self.average.restart()
+        self.averaging, self.waited = True, 0
+        self.best_before, self.best = self.best, None
+
+
+def _average_of(average: IterateAverage | Optimizer) -> IterateAverage:
+    found = average
+    if isinstance(found, Optimizer):
+        found = attached_to(found) or IterateAverage(found, start=None)
+    if not isinstance(found, IterateAverage):
+        raise TypeError(f"average must be an IterateAverage or an optimiser, got "
+                        f"{type(average).__name__}")  # fmt: skip
+    if found.planned is not None:
+        raise ValueError(f"average must be made with start=None, so that it begins when the "
+                         f"metric says so, got start={found.planned}")  # fmt: skip
+    return found

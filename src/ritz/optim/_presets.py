@@ -1,0 +1,126 @@
+"""Published settings of the adaptive optimisers, by name."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from torch.optim.optimizer import ParamsT
+
+from ritz._core.checks import check_count
+from ritz._core.registry import Registry
+from ritz.optim._adaptive import AdaptiveOptimizer, Padam
+from ritz.optim._gadam import AveragedOptimizer, Gadam, GadamX
+
+GADAM = "Granziol et al. (2021), Iterate averaged adaptive gradient methods, "
+CIFAR = GADAM + "B.2; averaging from epoch 161, section .2"
+SEARCHED = "; decay searched for and not printed, so the default stands"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """Settings of one published experiment.
+
+    ``settings`` are the keywords of the optimiser; ``epochs`` the length of training;
+    ``average_from`` the epoch, counted from one, at whose end averaging, once an epoch, begins to
+    move the average (None without averaging); ``source`` says where the numbers stand.
+    """
+
+    optimizer: type[AdaptiveOptimizer]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    epochs: int
+    average_from: int | None = None
+    source: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "settings", MappingProxyType(dict(self.settings)))
+
+
+def preset(name: str) -> Preset:
+    """The published settings of that name.
+
+    Args:
+        name: ``optimiser/network/data``; :func:`preset_names` lists them.
+    """
+    return _PRESETS[name]
+
+
+def preset_names() -> tuple[str, ...]:
+    """The names of all published settings."""
+    return tuple(_PRESETS)
+
+
+def from_preset(
+    name: str, params: ParamsT, *, steps_per_epoch: int | None = None, **changes: Any
+) -> AdaptiveOptimizer:
+    """An optimiser with published settings, averaging once an epoch where they do.
+
+    Args:
+        name: ``optimiser/network/data``; :func:`preset_names` lists them.
+        params: Parameters or groups of them.
+        steps_per_epoch: Optimiser steps in an epoch, which place the average; None leaves its
+            beginning to the caller.
+        **changes: Keywords of the optimiser that replace or add to the published ones.
+    """
+    found = preset(name)
+    settings = dict(found.settings)
+    if steps_per_epoch is not None:
+        check_count("steps_per_epoch", steps_per_epoch)
+        if issubclass(found.optimizer, AveragedOptimizer) and found.average_from is not None:
+            settings["start"] = (found.average_from - 1) * steps_per_epoch + 1
+            settings["interval"] = steps_per_epoch
+    build: Any = found.optimizer
+    return build(params, **(settings | changes))  # type: ignore[no-any-return]
+
+
+_PRESETS: Registry[Preset] = Registry("preset")
+
+
+def _add(
+    name: str,
+    optimizer: type[AdaptiveOptimizer],
+    epochs: int,
+    average_from: int | None,
+    source: str,
+    **settings: Any,
+) -> None:
+    entry = Preset(
+        optimizer=optimizer,
+        settings=settings,
+        epochs=epochs,
+        average_from=average_from,
+        source=source,
+    )
+    _PRESETS.register(name)(entry)
+
+
+_FLAT = "Granziol (2020), Flatness is a false friend, section 5 (decay); " + CIFAR
+_add("gadam/vgg16/cifar10", Gadam, 300, 161, _FLAT, lr=5e-4, weight_decay=0.35)
+_add("gadam/vgg16/cifar100", Gadam, 300, 161, _FLAT, lr=5e-4, weight_decay=0.25)
+_add("gadam/preresnet110/cifar", Gadam, 300, 161, CIFAR + SEARCHED, lr=1e-3)
+_add("gadamx/vgg16/cifar", GadamX, 300, 161, CIFAR + SEARCHED, lr=0.1)
+_add("gadamx/preresnet110/cifar", GadamX, 300, 161, CIFAR + SEARCHED, lr=0.1)
+_add("padam/cifar", Padam, 300, None, CIFAR + SEARCHED, lr=0.1)
+
+_WRN = GADAM + "B.2, averaging from epoch 30"
+_add("padam/wideresnet28x10/imagenet32", Padam, 50, None, _WRN, lr=0.03, weight_decay=1e-4)
+_add("gadam/wideresnet28x10/imagenet32", Gadam, 50, 30, _WRN, lr=1e-3, weight_decay=0.01)
+_add("gadamx/wideresnet28x10/imagenet32", GadamX, 50, 30, _WRN, lr=0.03, weight_decay=3e-4)
+
+_PRN = GADAM + "B.2; start of the average not printed"
+_add("padam/preresnet110/imagenet32", Padam, 200, None, _PRN, lr=0.1, weight_decay=1e-5)
+_add("gadam/preresnet110/imagenet32", Gadam, 200, None, _PRN, lr=1e-3, weight_decay=1e-3)
+_add("gadamx/preresnet110/imagenet32", GadamX, 200, None, _PRN, lr=0.1, weight_decay=3e-4)
+
+_RESNET = GADAM + "5.3; averaging from epoch 61 of the three tried"
+_add("gadam/resnet50/imagenet", Gadam, 90, 61, _RESNET, lr=0.5, eps=1.0, weight_decay=1e-4)
+_BEST = _RESNET + ", the largest rate tried, which was best" + SEARCHED
+_add("gadamx/resnet50/imagenet", GadamX, 90, 61, _BEST, lr=0.5, eps=1e-4)
+
+_LSTM: dict[str, Any] = {"weight_decay": 1.2e-6}
+_L2 = _LSTM | {"decoupled_weight_decay": False}
+_PTB = GADAM + "B.3, averaging from epoch 100 at a constant rate"
+_TUNED = _PTB + "; Gadam's rate searched for and not printed, so the default stands"
+_add("padam/lstm/ptb", Padam, 200, None, GADAM + "B.3", lr=1.0, partial=0.2, **_LSTM)
+_add("gadam/lstm/ptb", Gadam, 200, 100, _TUNED, **_L2)
+_add("gadamx/lstm/ptb", GadamX, 200, 100, _PTB, lr=1.0, partial=0.2, **_L2)

@@ -1,0 +1,223 @@
+"""Linear systems by conjugate gradients."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ritz._core.checks import check_count, check_finite, check_range, check_tensor
+from ritz._core.progress import Progress, tracking
+from ritz._core.results import Status
+from ritz._core.sampling import column_dots
+from ritz._core.storage import storable
+from ritz.operators import FunctionOperator, LinearOperator, as_operator
+
+Preconditioner = LinearOperator | Callable[[Tensor], Tensor]
+
+
+class NotPositiveDefiniteError(ValueError):
+    """A direction of zero or negative curvature where a positive definite matrix was promised."""
+
+
+@storable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    r"""Solutions of :math:`A x = b`.
+
+    Attributes:
+        x: Like ``b``: ``(n,)`` or ``(n, k)``.
+        residuals: :math:`\|b - A x\|`, computed anew at the end, ``(k,)``, float64.
+        history: :math:`\|r_j\|` of the recurrence, ``(num_steps + 1, k)``, float64.
+        num_products: Products with single vectors, the last check included.
+        status: Whether the residuals are as small as asked for.
+    """
+
+    x: Tensor
+    residuals: Tensor
+    history: Tensor
+    num_products: int
+    status: Status
+
+    def raise_if_failed(self) -> None:
+        """Raise :class:`ritz.NotConvergedError` unless the residuals are as small as asked for."""
+        self.status.raise_if_failed()
+
+    def __str__(self) -> str:
+        return (
+            f"Solution of shape {tuple(self.x.shape)}, largest residual "
+            f"{float(self.residuals.max()):.2g}, {self.num_products} products; {self.status}"
+        )
+
+
+def solve(
+    op: Any,
+    b: Tensor,
+    *,
+    rtol: float | None = None,
+    atol: float = 0.0,
+    num_steps: int | None = None,
+    preconditioner: Preconditioner | None = None,
+    initial: Tensor | None = None,
+    progress: bool | Progress = False,
+) -> Solution:
+    r"""Return :math:`x` with :math:`\|b - A x\| \le \max(\text{rtol} \|b\|, \text{atol})`.
+
+    Conjugate gradients for positive definite :math:`A`, all columns side by side, each with its
+    own step lengths; a column that has converged is multiplied no more. Cost: one product a step
+    and active column, and one at the end. Memory: 6 blocks like ``b``, 7 with a preconditioner.
+
+    Args:
+        op: Symmetric positive definite :math:`A`, ``(n, n)``.
+        b: Right-hand sides, ``(n,)`` or ``(n, k)``.
+        rtol: Residual to reach, relative to the norm of ``b``. Default: root of machine precision.
+        atol: Absolute residual that is enough anyway.
+        num_steps: Most steps; ``n`` or 1000 by default, whichever is more.
+        preconditioner: Symmetric positive definite approximate inverse of :math:`A`: an operator
+            or a function on blocks.
+        initial: Where to start, like ``b``; zero by default.
+        progress: Whether to show a bar, or what to tell.
+
+    Raises:
+        NotPositiveDefiniteError: A direction ``p`` with :math:`p^\top A p \le 0` turned up.
+
+    Reference: Hestenes and Stiefel (1952).
+    """
+    op = as_operator(op)
+    n = op.shape[0]
+    check_tensor("b", b, dtype=op.dtype, device=op.device, rows=n)
+    check_finite("b", b)
+    rtol = torch.finfo(op.dtype).eps ** 0.5 if rtol is None else rtol
+    check_range("rtol", rtol, low=0.0, high=1.0)
+    check_range("atol", atol, low=0.0)
+    num_steps = max(n, 1000) if num_steps is None else num_steps
+    check_count("num_steps", num_steps)
+    rhs = b if b.ndim == 2 else b[:, None]
+    x, residual, spent = _begin(op, rhs, initial, b.shape)
+    goal = (rtol * column_dots(rhs, rhs).sqrt()).clamp_min(atol)
+    if callable(preconditioner):
+        preconditioner = FunctionOperator(
+            preconditioner, n=n, dtype=op.dtype, device=op.device, name="preconditioner"
+        )
+    apply = None if preconditioner is None else as_operator(preconditioner).matmat
+    with tracking(progress, "conjugate gradients", num_steps) as bar:
+        # The recurrence drifts from the truth by roundoff: a little more than asked for is safe.
+        history, products = _iterate(op, x, residual, 0.9 * goal, num_steps, apply, bar)
+    residuals = column_dots(*[rhs - op.matmat(x)] * 2).sqrt()
+    return Solution(
+        x=x if b.ndim == 2 else x[:, 0],
+        residuals=residuals.cpu(),
+        history=torch.stack(history).cpu(),
+        num_products=spent + products + rhs.shape[1],
+        status=_status(residuals, goal, len(history) - 1),
+    )
+
+
+def _begin(
+    op: LinearOperator, rhs: Tensor, initial: Tensor | None, shape: torch.Size
+) -> tuple[Tensor, Tensor, int]:
+    if initial is None:
+        return torch.zeros_like(rhs), rhs.clone(), 0
+    if initial.shape != shape:
+        raise ValueError(
+            f"initial must be of shape {tuple(shape)}, as b is, got {tuple(initial.shape)}"
+        )
+    check_tensor("initial", initial, dtype=op.dtype, device=op.device, rows=op.shape[0])
+    check_finite("initial", initial)
+    x = initial.reshape(rhs.shape).clone()
+    return x, rhs - op.matmat(x), rhs.shape[1]
+
+
+def _iterate(
+    op: LinearOperator,
+    x: Tensor,
+    residual: Tensor,
+    goal: Tensor,
+    num_steps: int,
+    apply: Callable[[Tensor], Tensor] | None,
+    bar: Progress,
+) -> tuple[list[Tensor], int]:
+    """Improve ``x`` in place; return residual norms and the number of products."""
+    norms = column_dots(residual, residual).sqrt()
+    history, products = [norms], 0
+    active = (norms > goal).nonzero()[:, 0]
+    r = residual if len(active) == len(goal) else residual[:, active]
+    z = r if apply is None else apply(r)
+    direction, rho = z.clone(), column_dots(r, z)
+    first: tuple[Tensor, Tensor] | None = None
+    for done in range(num_steps):
+        if not len(active):
+            break
+        product = op.matmat(direction)
+        products += len(active)
+        if first is not None:
+            _check_conjugate(*first, direction[:, :1], product[:, :1])
+        step = _step_lengths(rho, column_dots(direction, product), direction, done)
+        if len(active) == len(goal):
+            x.addcmul_(direction, step)
+        else:
+            x[:, active] = torch.addcmul(x[:, active], direction, step)
+        r.addcmul_(product, step, value=-1)
+        norms = norms.clone()
+        norms[active] = column_dots(r, r).sqrt()
+        history.append(norms)
+        bar.update(done + 1, f"residual {float(norms.max()):.1e}")
+        keep = (norms[active] > goal[active]).nonzero()[:, 0]
+        if len(keep) < len(active):
+            active, r, direction, rho = active[keep], r[:, keep], direction[:, keep], rho[keep]
+            product = product[:, keep]
+        # One column tells a matrix that is not symmetric as well as all of them.
+        first = (direction[:, :1].clone(), product[:, :1].clone()) if done == 0 else None
+        z = r if apply is None else apply(r)
+        before, rho = rho, column_dots(r, z)
+        torch.addcmul(z, direction, (rho / before).to(r.dtype), out=direction)
+    return history, products
+
+
+def _step_lengths(rho: Tensor, curvature: Tensor, direction: Tensor, done: int) -> Tensor:
+    if not bool(torch.isfinite(curvature).all()):
+        if not bool(torch.isfinite(direction).all()):
+            raise ValueError(
+                f"at step {done + 1} the recurrence left the range of {direction.dtype}: "
+                "scale the system, precondition, or use float64"
+            )
+        raise ValueError(f"op must give finite products; at step {done + 1} it gave NaN or Inf")
+    if bool((curvature <= 0).any()):
+        worst = int(curvature.argmin())
+        value = float(curvature[worst] / column_dots(direction, direction)[worst])
+        raise NotPositiveDefiniteError(
+            f"op must be positive definite: at step {done + 1} a direction p has "
+            f"p'Ap/p'p = {value:.3g}"
+        )
+    if bool((rho <= 0).any()):
+        raise NotPositiveDefiniteError(
+            f"preconditioner must be positive definite: r'Mr = {float(rho.min()):.3g}"
+        )
+    return (rho / curvature).to(direction.dtype)
+
+
+def _check_conjugate(p: Tensor, image: Tensor, q: Tensor, image_of_q: Tensor) -> None:
+    # The second direction q is made conjugate to the first by A p; by symmetry A q must show it,
+    # to roundoff in the larger of the two: A q alone may be tiny, where A is ill-conditioned.
+    gap = column_dots(p, image_of_q).abs()
+    sizes = [column_dots(p, p) * column_dots(image_of_q, image_of_q)]
+    sizes += [column_dots(q, q) * column_dots(image, image)]
+    size = torch.stack(sizes).amax(0).sqrt()
+    if bool((gap > torch.finfo(q.dtype).eps ** 0.5 * size).any()):
+        raise ValueError(
+            "op must be symmetric and the same in every call: the first two directions are "
+            f"conjugate by one product, but {float((gap / size).max()):.2g} off by the other"
+        )
+
+
+def _status(residuals: Tensor, goal: Tensor, steps: int) -> Status:
+    missed = int((residuals > goal).sum())
+    if not missed:
+        return Status(outcome="converged", message=f"{len(goal)} systems in {steps} steps")
+    return Status(
+        outcome="max_steps",
+        message=f"{missed} of {len(goal)} systems not solved after {steps} steps; "
+        f"largest residual {float(residuals.max()):.1g}",
+        advice="raise num_steps or rtol, precondition, or use float64",
+    )

@@ -1,0 +1,365 @@
+"""Spectral densities from products: weighted points, their smoothing, Chebyshev series."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor
+
+from ritz._core.checks import check_choice, check_count, check_range
+from ritz._core.density import Band, SampledDensity, as_points, band
+from ritz._core.progress import Progress, tracking
+from ritz._core.random import Probe, probes, resolve_generator
+from ritz._core.storage import storable
+from ritz.operators import LinearOperator, as_operator
+from ritz.spectra._functions import ritz_rules
+from ritz.spectra._lanczos import REORTHOGONALIZATIONS, ROUNDOFF, Reorthogonalization
+from ritz.spectra._moments import Moments, moments
+
+# ------------------------------------------------------------------------------------------
+# Densities made of weighted points, and their Gaussian smoothing.
+
+
+@final
+@storable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiscreteDensity:
+    r"""Weighted points, the mean over probes of their Gauss rules.
+
+    .. math:: p(\lambda) = \frac1d \sum_l \sum_k \tau_k^{(l)} \delta(\lambda - \theta_k^{(l)})
+
+    Attributes:
+        nodes: Ritz values, one row a probe, ``(num_probes, m)``, float64.
+        weights: Gauss weights likewise; each row sums to 1.
+        roundoff: Nodes this close to zero may be zero.
+        dimension: Order ``n`` of the operator.
+        num_products: Products spent.
+        seed: Seed of the probes.
+    """
+
+    nodes: Tensor
+    weights: Tensor
+    roundoff: float
+    dimension: int
+    num_products: int
+    seed: int
+
+    @property
+    def support(self) -> tuple[float, float]:
+        """Smallest and largest node."""
+        used = self.nodes[self.weights > 0]
+        return float(used.min()), float(used.max())
+
+    def pdf(self, x: Tensor) -> Tensor:
+        """Raise: points have no density; :meth:`smoothed` has."""
+        raise TypeError("a discrete density has no pdf: use .smoothed(width) first")
+
+    def cdf(self, x: Tensor) -> Tensor:
+        """Share of the eigenvalues at or below the points."""
+        return self._samples(x).mean(0)
+
+    def cdf_band(self, x: Tensor, *, sigmas: float = 2.0) -> Band:
+        """Lower and upper end of the cdf, that many standard errors over probes away."""
+        return band(self._samples(x), sigmas)
+
+    def mass(self, low: float, high: float) -> float:
+        """Share of the eigenvalues in ``(low, high]``."""
+        inside = (self.nodes > low) & (self.nodes <= high)
+        return float((self.weights * inside).sum(1).mean())
+
+    def moment(self, degree: int) -> float:
+        """Mean of that power: that of the operator, for degrees below twice the steps."""
+        return float((self.weights * self.nodes**degree).sum(1).mean())
+
+    def smoothed(self, width: float | None = None) -> "SmoothedDensity":
+        """Return the density with points widened to Gaussians of standard deviation ``width``.
+
+        By default the width is the extent of the support over the number of steps, about the
+        distance between neighbouring Ritz values, below which nothing is resolved.
+        """
+        if width is None:
+            low, high = self.support
+            width = (high - low) / self.nodes.shape[1] or max(abs(high), 1.0) * 1e-3
+        check_range("width", width, low=0.0)
+        if width == 0:
+            raise ValueError("width must be positive, got 0")
+        return SmoothedDensity(discrete=self, width=float(width))
+
+    def __str__(self) -> str:
+        low, high = self.support
+        count, steps = self.nodes.shape
+        negative = (self.weights * (self.nodes < -self.roundoff)).sum(1).mean()
+        return (
+            f"DiscreteDensity of order {self.dimension:,} on [{low:.4g}, {high:.4g}] "
+            f"from {count} probes x {steps} steps; mean {self.moment(1):.4g}, "
+            f"mean square {self.moment(2):.4g}, "
+            f"negative mass {float(negative):.3g}"
+        )
+
+    def _samples(self, x: Tensor) -> Tensor:
+        x = as_points(x)
+        order = self.nodes.argsort(1)
+        nodes, weights = self.nodes.gather(1, order), self.weights.gather(1, order)
+        steps = torch.cat([torch.zeros(len(nodes), 1, dtype=torch.float64), weights.cumsum(1)], 1)
+        below = torch.searchsorted(
+            nodes, x.reshape(1, -1).expand(len(nodes), -1).contiguous(), right=True
+        )
+        return steps.gather(1, below).reshape(len(nodes), *x.shape)
+
+
+@final
+@storable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmoothedDensity(SampledDensity):
+    r"""A discrete density convolved with a Gaussian of standard deviation ``width``.
+
+    Smoothing biases moments: the mean square grows by ``width`` squared.
+
+    Attributes:
+        discrete: What was smoothed.
+        width: Standard deviation of the Gaussian.
+    """
+
+    discrete: DiscreteDensity
+    width: float
+
+    @property
+    def support(self) -> tuple[float, float]:
+        """The nodes and five widths beyond."""
+        low, high = self.discrete.support
+        return low - 5 * self.width, high + 5 * self.width
+
+    def moment(self, degree: int) -> float:
+        r"""Mean of that power, :math:`\sum_j \binom{m}{2j} \sigma^{2j} (2j-1)!! \mu_{m-2j}`."""
+        terms = (
+            math.comb(degree, 2 * j)
+            * self.width ** (2 * j)
+            * math.prod(range(1, 2 * j, 2))
+            * self.discrete.moment(degree - 2 * j)
+            for j in range(degree // 2 + 1)
+        )
+        return float(sum(terms))
+
+    def __str__(self) -> str:
+        return f"{self.discrete}, smoothed by a Gaussian of width {self.width:.3g}"
+
+    def _pdf_samples(self, x: Tensor) -> Tensor:
+        def bell(z: Tensor) -> Tensor:
+            return torch.exp(-0.5 * z * z) / (self.width * math.sqrt(2 * math.pi))
+
+        return self._mixture(x, bell)
+
+    def _cdf_samples(self, x: Tensor) -> Tensor:
+        return self._mixture(x, torch.special.ndtr)
+
+    def _mixture(self, x: Tensor, kernel: Callable[[Tensor], Tensor]) -> Tensor:
+        """Sum of the kernel over the nodes, one row a probe; rows one at a time to spare memory."""
+        x = as_points(x)
+        nodes, weights = self.discrete.nodes, self.discrete.weights
+        scaled = x.reshape(-1, 1) / self.width
+        rows = [
+            kernel(scaled - node / self.width) @ weight
+            for node, weight in zip(nodes, weights, strict=True)
+        ]
+        return torch.stack(rows).reshape(len(nodes), *x.shape)
+
+
+# ------------------------------------------------------------------------------------------
+# Densities made of Chebyshev moments: the kernel polynomial method.
+
+
+@final
+@storable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolynomialDensity(SampledDensity):
+    r"""The kernel polynomial density: Chebyshev moments damped by Jackson's kernel.
+
+    .. math:: p(t) = \frac{1}{\pi \sqrt{1 - t^2}} \Big[\mu_0 + 2 \sum_{j=1}^m g_j \mu_j T_j(t)\Big]
+
+    Attributes:
+        moments: Chebyshev moments with their interval.
+        dimension: Order ``n`` of the operator.
+    """
+
+    moments: Moments
+    dimension: int
+
+    @property
+    def support(self) -> tuple[float, float]:
+        """The interval of the moments."""
+        return self.moments.interval
+
+    @property
+    def width(self) -> float:
+        """Standard deviation of Jackson's kernel in the middle of the interval."""
+        low, high = self.support
+        return math.pi / len(self.moments.mean) * (high - low) / 2
+
+    def moment(self, degree: int) -> float:
+        """Mean of that power, by a Gauss-Chebyshev rule that is exact for it."""
+        count = len(self.moments.mean) + degree
+        angles = (torch.arange(count, dtype=torch.float64) + 0.5) * (math.pi / count)
+        low, high = self.support
+        points = (low + high) / 2 + (high - low) / 2 * torch.cos(angles)
+        return float((self._series(angles).mean(0) * points**degree).mean())
+
+    def __str__(self) -> str:
+        name = f"PolynomialDensity of order {self.dimension:,}"
+        return f"{name} from {self.moments}, width {self.width:.3g}"
+
+    def _series(self, angles: Tensor) -> Tensor:
+        """The bracket of the formula at ``t = cos(angle)``, one row a probe."""
+        degrees = torch.arange(len(self.moments.mean), dtype=torch.float64)
+        factors = torch.where(degrees > 0, 2.0, 1.0) * _jackson(len(degrees))
+        return (self.moments.samples * factors) @ torch.cos(
+            degrees[:, None] * angles.reshape(1, -1)
+        )
+
+    def _angles(self, x: Tensor) -> Tensor:
+        low, high = self.support
+        t = (2 * x - low - high) / (high - low)
+        return torch.acos(t.clamp(-1.0, 1.0))
+
+    def _pdf_samples(self, x: Tensor) -> Tensor:
+        x = as_points(x)
+        low, high = self.support
+        angles = self._angles(x)
+        jacobian = 2 / ((high - low) * math.pi * torch.sin(angles))
+        values = self._series(angles).reshape(-1, *x.shape) * jacobian
+        return torch.where((x > low) & (x < high), values, 0.0)
+
+    def _cdf_samples(self, x: Tensor) -> Tensor:
+        # The integral of cos(j angle) d(angle) from the lower end, where the angle is pi.
+        x = as_points(x)
+        angles = self._angles(x).reshape(1, -1)
+        degrees = torch.arange(1, len(self.moments.mean), dtype=torch.float64)
+        factors = _jackson(len(degrees) + 1)[1:] * 2 / degrees
+        samples = self.moments.samples
+        waves = (samples[:, 1:] * factors) @ torch.sin(degrees[:, None] * angles)
+        below = samples[:, :1] * (math.pi - angles) - waves
+        return (below / math.pi).reshape(-1, *x.shape)
+
+
+def _jackson(count: int) -> Tensor:
+    j = torch.arange(count, dtype=torch.float64)
+    step = math.pi / (count + 1)
+    return ((count - j + 1) * torch.cos(step * j) + torch.sin(step * j) / math.tan(step)) / (
+        count + 1
+    )
+
+
+# ------------------------------------------------------------------------------------------
+# Spectral densities from products: Lanczos quadrature or Chebyshev moments.
+
+DensityMethod = Literal["lanczos", "kpm"]
+
+
+def density(
+    op: Any,
+    *,
+    num_probes: int = 8,
+    num_steps: int | None = None,
+    width: float | None = None,
+    method: DensityMethod = "lanczos",
+    reorthogonalize: Reorthogonalization = "full",
+    block_size: int | None = None,
+    probe: Probe = "rademacher",
+    generator: torch.Generator | None = None,
+    progress: bool | Progress = False,
+) -> DiscreteDensity | SmoothedDensity | PolynomialDensity:
+    r"""Return the spectral density :math:`p(\lambda) = \frac1n \sum_i \delta(\lambda - \lambda_i)`.
+
+    ``lanczos``: the Gauss rules of ``num_probes`` Lanczos runs, discrete without a ``width`` and
+    Gaussian-smoothed with one. ``kpm``: ``2 num_steps`` Chebyshev moments with Jackson's kernel.
+    Both cost ``num_steps`` products a probe. Memory: ``num_steps + 5`` vectors a probe of the block
+    for ``lanczos`` with re-orthogonalisation, 5 without it and for ``kpm``.
+
+    Args:
+        op: Symmetric :math:`A`, ``(n, n)``.
+        num_probes: Probes ``d``; their spread is the band of ``pdf_band`` and ``cdf_band``.
+        num_steps: Steps ``m`` a probe, at most ``n``; by default 80, or ``n`` if that is less.
+        width: Standard deviation of the Gaussian; ``None`` for a discrete density.
+        method: ``lanczos`` or ``kpm``.
+        reorthogonalize: ``full``, ``partial`` or ``none``; see :func:`ritz.lanczos`.
+        block_size: Probes multiplied at once; what suits the operator by default.
+        probe: ``rademacher`` or ``gaussian``.
+        generator: Source of the probes.
+        progress: Whether to show a bar, or what to tell.
+
+    Reference: Section 4.4 of *Spectral Machine Learning*; Lin, Saad and Yang (2016).
+
+    Example:
+        >>> import torch, ritz
+        >>> found = ritz.density(torch.eye(50), num_probes=2, num_steps=3)
+        >>> found.mass(0.9, 1.1)
+        1.0
+    """
+    op = as_operator(op)
+    check_choice("method", method, ("lanczos", "kpm"))
+    check_count("num_probes", num_probes, low=2 if method == "kpm" else 1)
+    if block_size is not None:
+        check_count("block_size", block_size)
+    generator = resolve_generator(generator)
+    num_steps = min(80, op.shape[0]) if num_steps is None else num_steps
+    if method == "kpm":
+        if width is not None:
+            raise ValueError(
+                "width belongs to method='lanczos'; that of 'kpm' follows from num_steps"
+            )
+        check_count("num_steps", num_steps)
+        found = moments(
+            op,
+            num_moments=2 * num_steps,
+            num_probes=num_probes,
+            block_size=block_size,
+            probe=probe,
+            generator=generator,
+            progress=progress,
+        )
+        return PolynomialDensity(moments=found, dimension=op.shape[0])
+    check_count("num_steps", num_steps, high=op.shape[0])
+    check_choice("reorthogonalize", reorthogonalize, REORTHOGONALIZATIONS)
+    discrete = _discrete(
+        op,
+        num_probes,
+        num_steps,
+        block_size or op.block_size,
+        reorthogonalize,
+        probe,
+        generator,
+        progress,
+    )
+    return discrete if width is None else discrete.smoothed(width)
+
+
+def _discrete(
+    op: LinearOperator,
+    num_probes: int,
+    num_steps: int,
+    block_size: int,
+    reorthogonalize: Reorthogonalization,
+    probe: Probe,
+    generator: torch.Generator,
+    progress: bool | Progress,
+) -> DiscreteDensity:
+    nodes, weights, spent = [], [], 0
+    with tracking(progress, "density", num_probes) as bar:
+        for start in range(0, num_probes, block_size):
+            shape = (op.shape[0], min(block_size, num_probes - start))
+            block = probes(shape, kind=probe, generator=generator, dtype=op.dtype, device=op.device)
+            rules = ritz_rules(op, block, num_steps=num_steps, reorthogonalize=reorthogonalize)
+            nodes.append(rules.last[0].T)
+            weights.append(rules.last[1].T)
+            spent += rules.num_products
+            bar.update(start + shape[1])
+    found = torch.cat(nodes)
+    return DiscreteDensity(
+        nodes=found,
+        roundoff=ROUNDOFF * torch.finfo(op.dtype).eps * float(found.abs().max()),
+        weights=torch.cat(weights),
+        dimension=op.shape[0],
+        num_products=spent,
+        seed=generator.initial_seed(),
+    )

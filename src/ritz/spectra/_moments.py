@@ -1,0 +1,230 @@
+"""Moments of a spectral density in Chebyshev, Legendre or power basis."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.polynomial import chebyshev, legendre
+from torch import Tensor
+
+from ritz._core.checks import check_choice, check_count, check_interval
+from ritz._core.progress import Progress
+from ritz._core.random import Probe, resolve_generator
+from ritz._core.results import Status
+from ritz._core.sampling import Sampling, column_dots, stderr
+from ritz._core.storage import storable
+from ritz.operators import LinearOperator, as_operator
+from ritz.spectra._lanczos import Bounds, bounds
+
+MomentBasis = Literal["chebyshev", "legendre", "power"]
+BASES = ("chebyshev", "legendre", "power")
+
+
+@storable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moments:
+    r"""Moments :math:`\mu_j = \frac1n \operatorname{tr} \phi_j(\tilde A)` with their errors.
+
+    Attributes:
+        mean: ``(m + 1,)``, of degree ``0, ..., m``; the first is 1.
+        stderr: Standard errors, ``(m + 1,)``.
+        samples: One row a probe, ``(num_probes, m + 1)``.
+        basis: ``chebyshev``, ``legendre`` or ``power``: what :math:`\phi_j` is.
+        interval: ``(a, b)``, mapped to ``[-1, 1]`` by :math:`\tilde A = (2 A - (a + b))/(b - a)`.
+        num_products: Products with single vectors that were spent, bounds included.
+        status: Whether the accuracy asked for was reached.
+        seed: Seed of the generator.
+    """
+
+    mean: Tensor
+    stderr: Tensor
+    samples: Tensor
+    basis: str
+    interval: tuple[float, float]
+    num_products: int
+    status: Status
+    seed: int
+
+    def raise_if_failed(self) -> None:
+        """Raise :class:`ritz.NotConvergedError` unless the accuracy asked for was reached."""
+        self.status.raise_if_failed()
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        return (
+            f"{len(self.mean) - 1} {self.basis} moments on [{low:.4g}, {high:.4g}] from "
+            f"{len(self.samples)} probes, largest stderr {float(self.stderr.max()):.2g}; "
+            f"{self.status}"
+        )
+
+
+def moments(
+    op: Any,
+    *,
+    num_moments: int,
+    basis: MomentBasis = "chebyshev",
+    interval: tuple[float, float] | None = None,
+    num_probes: int = 16,
+    rtol: float | None = None,
+    max_probes: int = 1000,
+    block_size: int | None = None,
+    probe: Probe = "rademacher",
+    generator: torch.Generator | None = None,
+    progress: bool | Progress = False,
+) -> Moments:
+    r"""Return the moments of degree ``0`` to ``num_moments`` of the spectral density.
+
+    .. math:: \mu_j = \frac1n \mathbb{E}\, z^\top T_j(\tilde A) z, \qquad
+        \mu_{2j} = 2 \langle t_j, t_j\rangle - \mu_0, \quad
+        \mu_{2j+1} = 2 \langle t_j, t_{j+1}\rangle - \mu_1, \quad t_j = T_j(\tilde A) z
+
+    Two moments a product in every basis: Legendre moments are sums of Chebyshev moments with
+    non-negative coefficients that add up to one, so nothing is lost on the way. Memory: 4 vectors a
+    probe of the block.
+
+    Args:
+        op: Symmetric :math:`A`, ``(n, n)``.
+        num_moments: Highest degree ``m``.
+        basis: ``chebyshev``, ``legendre`` or ``power``.
+        interval: ``(a, b)`` that holds the spectrum, mapped to ``[-1, 1]``. By default
+            :func:`ritz.bounds` finds it; for ``power`` the default is no map, so that the moments
+            are those of :math:`A` itself.
+        num_probes: Probes; with ``rtol``, the least number.
+        rtol: Go on until the largest standard error is below this share of the largest moment.
+        max_probes: Most probes for that; the status says if they were not enough.
+        block_size: Probes multiplied at once; what suits the operator by default.
+        probe: ``rademacher`` or ``gaussian``.
+        generator: Source of the probes.
+        progress: Whether to show a bar, or what to tell.
+
+    Raises:
+        ValueError: The interval does not hold the spectrum, or the operator is not symmetric (seen
+            from the moments themselves).
+
+    Reference: Algorithms 2 and 6 of *Spectral Machine Learning*.
+    """
+    op = as_operator(op)
+    check_count("num_moments", num_moments)
+    check_choice("basis", basis, BASES)
+    generator = resolve_generator(generator)
+    spent = 0
+    if interval is None and basis != "power":
+        found = bounds(op, generator=generator)
+        interval, spent = _widened(found, torch.finfo(op.dtype).eps), found.num_products
+    interval = (-1.0, 1.0) if interval is None else interval
+    check_interval("interval", interval)
+    low, high = interval
+    plan = Sampling(num_probes, rtol, max_probes, block_size, probe)
+    rows = _power_rows if basis == "power" else _chebyshev_rows
+
+    def measure(block: Tensor) -> Tensor:
+        columns = rows(op, block, num_moments, interval)
+        return torch.stack(list(columns), 1) / column_dots(block, block)[:, None]
+
+    samples, status = plan.run(op, measure, generator=generator, progress=progress, label="moments")
+    if basis == "legendre":
+        samples = samples @ chebyshev_from_legendre(num_moments).T
+    return Moments(
+        mean=samples.mean(0),
+        stderr=stderr(samples),
+        samples=samples,
+        basis=basis,
+        interval=(float(low), float(high)),
+        num_products=spent + len(samples) * ((num_moments + 1) // 2),
+        status=status,
+        seed=generator.initial_seed(),
+    )
+
+
+def _chebyshev_rows(
+    op: LinearOperator, block: Tensor, num_moments: int, interval: tuple[float, float]
+) -> Iterator[Tensor]:
+    before, current = block, _mapped(op, block, interval)
+    zeroth, first = column_dots(block, block), column_dots(block, current)
+    _check_inside(first, zeroth, 1, interval)
+    yield zeroth
+    yield first
+    for degree in range(2, num_moments + 1):
+        if degree % 2 == 0:
+            found = 2 * column_dots(current, current) - zeroth
+        else:
+            before, current = current, _mapped(op, current, interval, factor=2.0).sub_(before)
+            found = 2 * column_dots(before, current) - first
+            if degree == 3:
+                # T_2 by its own vector: equal to 2 <t_1, t_1> - <t_0, t_0> for symmetric A alone.
+                _check_symmetric(op, block, current, 2 * column_dots(before, before) - zeroth)
+        _check_inside(found, zeroth, degree, interval)
+        yield found
+
+
+def _power_rows(
+    op: LinearOperator, block: Tensor, num_moments: int, interval: tuple[float, float]
+) -> Iterator[Tensor]:
+    current = block
+    yield column_dots(block, block)
+    for degree in range(1, num_moments + 1):
+        if degree % 2:
+            before, current = current, _mapped(op, current, interval)
+            found = column_dots(before, current)
+        else:
+            found = column_dots(current, current)
+        if not bool(torch.isfinite(found).all()):
+            raise ValueError(
+                f"op must give finite products; the power moment of degree {degree} is NaN or Inf: "
+                "where it overflows, give an interval"
+            )
+        yield found
+
+
+def _mapped(
+    op: LinearOperator, block: Tensor, interval: tuple[float, float], *, factor: float = 1.0
+) -> Tensor:
+    # In place: new memory at every step would cost more than the arithmetic.
+    low, high = interval
+    product = op.matmat(block)
+    scale, shift = 2 * factor / (high - low), factor * (low + high) / (high - low)
+    if scale != 1.0:
+        product.mul_(scale)
+    return product.sub_(block, alpha=shift) if shift else product
+
+
+def _check_symmetric(op: LinearOperator, block: Tensor, second: Tensor, doubled: Tensor) -> None:
+    scale = column_dots(block, block)
+    gap = (column_dots(block, second) - doubled).abs() / scale
+    if float(gap.max()) > torch.finfo(op.dtype).eps ** 0.5:
+        raise ValueError(
+            f"op must be symmetric and the same in every call: moments of degree 2 differ by "
+            f"{float(gap.max()):.2g} between two ways that agree for such a matrix"
+        )
+
+
+def _check_inside(
+    found: Tensor, zeroth: Tensor, degree: int, interval: tuple[float, float]
+) -> None:
+    worst = float((found.abs() / zeroth).max())
+    if math.isnan(worst):
+        raise ValueError(f"op must give finite products; the moment of degree {degree} is NaN")
+    if worst > 1.001:
+        raise ValueError(
+            f"interval {interval} must hold the spectrum: the Chebyshev moment of degree {degree} "
+            f"is {worst:.4g}, beyond 1"
+        )
+
+
+def _widened(found: Bounds, eps: float) -> tuple[float, float]:
+    # A spectrum of one point has no interval of its own, but roundoff that must not be magnified.
+    size = max(abs(found.low), abs(found.high))
+    if found.high - found.low > eps**0.5 * size:
+        return found.low, found.high
+    return found.low - (size or 1.0), found.high + (size or 1.0)
+
+
+def chebyshev_from_legendre(degree: int) -> Tensor:
+    """Rows are Legendre polynomials, columns their coefficients in Chebyshev polynomials."""
+    nodes, _ = legendre.leggauss(degree + 1)
+    chebyshev_values = chebyshev.chebvander(nodes, degree)
+    legendre_values = legendre.legvander(nodes, degree)
+    return torch.from_numpy(np.linalg.solve(chebyshev_values, legendre_values).T.copy())

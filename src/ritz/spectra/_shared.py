@@ -1,0 +1,6 @@
+"""Names that other packages of ritz need and users do not."""
+
+from ritz.spectra._lanczos import least_frobenius_norm, negative_values
+from ritz.spectra._maxent import bmxnt, chebyshev
+
+__all__ = ["bmxnt", "chebyshev", "least_frobenius_norm", "negative_values"]

@@ -1,0 +1,166 @@
+"""What a study is, how it is found, configured from text, and written to a folder.
+
+A study is a module of this package with a frozen ``Config`` that has a ``seed``, a function
+``run(config, *, progress=False)`` and the ``Result`` it returns, both storable; it may have
+``figure(result)``. Being there is enough: nothing is registered by hand.
+"""
+
+import dataclasses
+import importlib
+import importlib.util
+import os
+import pkgutil
+import platform
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+import numpy as np
+import scipy
+import torch
+from torch import Tensor
+
+from ritz._core.registry import Registry
+from ritz._core.storage import save
+from ritz._version import __version__
+from ritz.plots import save_figure
+
+C = TypeVar("C")
+
+LISTED = 256  # entries of a tensor that describe() writes out
+
+
+class Study(Protocol):
+    """A module that reproduces one published table or figure."""
+
+    __doc__: str | None
+    Config: type[Any]
+
+    def run(self, config: Any, *, progress: bool = False) -> Any:
+        """Return the result of the study."""
+
+
+def available() -> tuple[str, ...]:
+    """Return the names of all studies."""
+    return tuple(_registry())
+
+
+def find(name: str) -> Study:
+    """Return the study of that name; a wrong one is answered with the nearest."""
+    module = _registry()[name.replace("-", "_")]
+    return typing.cast(Study, importlib.import_module(f"{__package__}.{module}"))
+
+
+def configure(config_class: type[C], overrides: Mapping[str, str]) -> C:
+    """Return a configuration with some fields read from text, each by its type.
+
+    Args:
+        config_class: A dataclass whose fields are numbers, booleans, text, choices, or tuples
+            of these (separated by commas), possibly ``none``.
+        overrides: Field names and values; a name that is no field raises.
+
+    Example:
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class Config:
+        ...     size: int = 100
+        ...     steps: tuple[int, ...] = (5,)
+        >>> configure(Config, {"size": "2_000", "steps": "5,15,30"})
+        Config(size=2000, steps=(5, 15, 30))
+    """
+    kinds = typing.get_type_hints(config_class)
+    fields = Registry[Any]("field of the configuration")
+    for field in dataclasses.fields(config_class):  # type: ignore[arg-type]
+        fields.register(field.name)(kinds[field.name])
+    return config_class(
+        **{name: _parse(name, text, fields[name]) for name, text in overrides.items()}
+    )
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a result depends on."""
+    return {
+        "ritz": __version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "scipy": scipy.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def describe(result: Any) -> Any:
+    """Return a result as JSON can hold it; long tensors only by their shape."""
+    if isinstance(result, Tensor):
+        return result.tolist() if result.numel() <= LISTED else {"shape": list(result.shape)}
+    if dataclasses.is_dataclass(result):
+        fields = dataclasses.fields(result)
+        return {field.name: describe(getattr(result, field.name)) for field in fields}
+    if isinstance(result, Mapping):
+        return {str(key): describe(value) for key, value in result.items()}
+    if isinstance(result, tuple | list):
+        return [describe(item) for item in result]
+    return result
+
+
+def write(study: Study, result: Any, folder: str | os.PathLike[str]) -> tuple[Path, ...]:
+    """Write the result, and its picture where matplotlib is there; return the files."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save(result, folder / "result.safetensors")
+    figure = getattr(study, "figure", None)
+    if figure is None or importlib.util.find_spec("matplotlib") is None:
+        return (folder / "result.safetensors",)
+    from matplotlib import pyplot
+
+    drawing = figure(result)
+    drawn = save_figure(drawing, folder / "figure.png", dpi=150)
+    pyplot.close(drawing)  # which would keep it for a session that may run many studies
+    return folder / "result.safetensors", drawn
+
+
+def data_file(name: str, folder: str | None, *, fields: str) -> Path:
+    """Return the path of a file of real data, or say where it was looked for.
+
+    Args:
+        name: Of the file, below the folder.
+        folder: That of the configuration; ``RITZ_DATA`` of the environment by default.
+        fields: Of the configuration that name other files.
+    """
+    folder = folder or os.environ.get("RITZ_DATA")
+    if folder is None:
+        raise FileNotFoundError(f"no folder for {name!r}: give data=, or set RITZ_DATA")
+    path = Path(folder) / name
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"no file {name!r} in {folder!r}: give data= or set RITZ_DATA, or choose {fields}"
+        )
+    return path
+
+
+def _registry() -> Registry[str]:
+    package = importlib.import_module(__package__ or "ritz.studies")
+    registry = Registry[str]("study")
+    for module in pkgutil.iter_modules(package.__path__):
+        if module.name != "protocol" and not module.name.startswith("_"):
+            registry.register(module.name)(module.name)
+    return registry
+
+
+def _parse(name: str, text: str, kind: Any) -> Any:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is tuple:
+        return tuple(_parse(name, item, arguments[0]) for item in text.split(","))
+    if origin in (typing.Union, types.UnionType):
+        if text.lower() == "none" and type(None) in arguments:
+            return None
+        return _parse(name, text, next(kind for kind in arguments if kind is not type(None)))
+    if origin is Literal or kind is bool:
+        choices = {str(value).lower(): value for value in arguments or (False, True)}
+        if text.lower() not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(choices)}; got {text!r}")
+        return choices[text.lower()]
+    try:
+        return kind(text)
+    except ValueError as error:
+        raise ValueError(f"{name} must be of type {kind.__name__}, got {text!r}") from error

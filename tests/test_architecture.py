@@ -1,0 +1,240 @@
+"""The architecture: layers, borders, the map, and how many names there are, read from the source."""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import re
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import ritz
+
+SOURCE = Path(ritz.__file__).parent
+ROOT = SOURCE.parents[1]
+RANKS = {
+    "_core": 0,
+    "operators": 1,
+    "rmt": 1,
+    "models": 1,
+    "data": 1,
+    "testing": 2,
+    "spectra": 2,
+    "curvature": 2,
+    "graphs": 3,
+    "measures": 3,
+    "optim": 4,
+    "training": 5,
+    "plots": 5,
+    "studies": 6,
+    "report": 6,
+    "cli": 7,
+}
+EXEMPT = {"ritz", "ritz.__main__", "ritz._version"}
+CORE = {"_core", "operators", "rmt", "spectra", "testing", "curvature", "measures", "optim"}
+CORE_IMPORTS = {"torch", "numpy", "scipy", "safetensors", "ritz", *sys.stdlib_module_names}
+# What packages share with others although users do not need it, and with whom.
+SHARED = {
+    "operators": {"spectra", "curvature", "graphs", "measures"},
+    "spectra": {"graphs", "measures", "studies"},
+    "curvature": {"measures", "training", "studies"},
+    "graphs": {"studies", "cli"},
+    "training": {"cli"},
+    "plots": {"studies", "cli"},
+}
+LONGEST_CHAIN = 6
+CYCLE = ("ritz.operators._base", "ritz.operators._algebra")  # ``a + b`` makes an operator
+
+
+def module_name(path):
+    parts = ("ritz", *path.relative_to(SOURCE).with_suffix("").parts)
+    return ".".join(parts).removesuffix(".__init__")
+
+
+MODULES = {module_name(path): path for path in sorted(SOURCE.rglob("*.py"))}
+PACKAGES = {name for name, path in MODULES.items() if path.name == "__init__.py"}
+FACADES = PACKAGES | {name for name in MODULES if name.endswith("._shared")}  # they only re-export
+TOP_PACKAGES = sorted(
+    name for name in PACKAGES if name.count(".") == 1 and not name.startswith("ritz._")
+)
+
+
+def package(module):
+    """``spectra`` of ``ritz.spectra._lanczos.run``."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def imports(module, source):
+    """Pairs of a module that is imported and the name taken from it, wherever it is imported."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} imports relatively in line {node.lineno}"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield (inner, None) if inner in MODULES else (node.module, alias.name)
+
+
+def layer_breaches(module, source):
+    own = package(module)
+    for name, _ in imports(module, source):
+        if own in CORE and name.split(".")[0] not in CORE_IMPORTS:
+            yield f"{module} must not import {name}"
+        if name.split(".")[0] != "ritz" or name == "ritz._version" or package(name) == own:
+            continue
+        if RANKS.get(package(name), 99) >= RANKS[own]:
+            yield f"{module} (rank {RANKS[own]}) must not import {name}"
+
+
+def border_breaches(module, source):
+    """Imports of what another package, or another sub-package, keeps to itself."""
+    for name, _ in imports(module, source):
+        parts = name.split(".")
+        if parts[0] != "ritz" or len(parts) < 3 or package(name) == "_core":
+            continue
+        if package(name) == package(module):
+            # ritz.spectra._lanczos.run is for the modules of ritz.spectra._lanczos alone.
+            if len(parts) == 4 and module.split(".")[:3] != parts[:3]:
+                yield f"{module} must import from {'.'.join(parts[:3])}, not from {name}"
+        elif parts[2] == "_shared" and package(module) in SHARED.get(package(name), ()):
+            continue
+        elif parts[2].startswith("_"):
+            yield f"{module} must not import {name}, which {package(name)} keeps to itself"
+
+
+@cache
+def chain(module):
+    """The longest chain of imports from a module through modules of its package."""
+    longest = ()
+    for name, _ in imports(module, MODULES[module].read_text()):
+        inside = name in MODULES and name not in FACADES and package(name) == package(module)
+        if inside and name != module and (module, name) != CYCLE:
+            longest = max(longest, chain(name), key=len)
+    return (module, *longest)
+
+
+@cache
+def rooms(name):
+    """What a module or sub-package imports of its siblings, but for the algebra of operators."""
+    inside = [module for module in MODULES if (module + ".").startswith(name + ".")]
+    found = set()
+    for module in inside:
+        for other, _ in imports(module, MODULES[module].read_text()):
+            room = ".".join(other.split(".")[:3])
+            sibling = package(other) == package(name) and other.count(".") > 1 and room != name
+            if sibling and (name, room) != CYCLE and room not in FACADES - PACKAGES:
+                found.add(room)
+    return frozenset(found)
+
+
+def room_chain(name):
+    return (name, *max((room_chain(other) for other in rooms(name)), key=len, default=()))
+
+
+def exported(name):
+    return set(getattr(importlib.import_module(name), "__all__", ()))
+
+
+def test_every_package_has_a_rank():
+    assert {package(name) for name in MODULES} - {"", "__main__", "_version"} <= set(RANKS)
+
+
+@pytest.mark.parametrize("module", sorted(set(MODULES) - EXEMPT))
+def test_imports_go_down_and_stay_outside_of_other_packages(module):
+    source = MODULES[module].read_text()
+    assert not [*layer_breaches(module, source), *border_breaches(module, source)]
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("ritz._core.checks", "import ritz.operators"),
+        ("ritz._core.checks", "from ritz import operators"),
+        ("ritz._core.checks", "import ritz"),
+        ("ritz.operators._base", "from ritz.operators import DenseOperator\nimport pandas"),
+        ("ritz.spectra._cg", "def f():\n    from ritz.testing import wigner"),
+        ("ritz.plots._spectra", "import ritz.studies._protocol"),
+        ("ritz.studies._protocol", "from ritz.report import render"),
+        ("ritz.measures._noise", "from ritz.optim import Gadam"),
+    ],
+)
+def test_a_breach_of_the_layers_is_seen(module, source):
+    assert list(layer_breaches(module, source))
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("ritz.measures._noise", "from ritz.spectra._lanczos import lanczos"),
+        ("ritz.measures._noise", "from ritz.spectra import _traces"),
+        ("ritz.measures._noise", "import ritz.spectra._traces"),
+        ("ritz.spectra._traces", "from ritz.spectra._lanczos.run import lanczos"),
+        ("ritz.cli.train", "from ritz.curvature._shared import Adapter"),
+    ],
+)
+def test_a_breach_of_a_border_is_seen(module, source):
+    assert list(border_breaches(module, source))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").rglob("*.py")), ids=lambda p: p.name)
+def test_examples_use_public_names_alone(path):
+    assert "ritz._" not in path.read_text()
+    assert not list(border_breaches("examples", path.read_text()))
+
+
+def test_tests_import_public_names_from_where_they_are_public():
+    wrong = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for name, taken in imports(str(path), path.read_text()):
+            inside = name.startswith("ritz.") and "._" in name and package(name) != "_core"
+            if inside and taken in exported(f"ritz.{package(name)}"):
+                wrong.append(f"{path.relative_to(ROOT)} takes {taken} from {name}")
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", TOP_PACKAGES)
+def test_chains_of_imports_inside_a_package_are_short(name):
+    modules = [module for module in set(MODULES) - FACADES if package(module) == package(name)]
+    longest = max((chain(module) for module in modules), key=len)
+    assert len(longest) <= LONGEST_CHAIN, " > ".join(longest)
+    across = max((room_chain(".".join(module.split(".")[:3])) for module in modules), key=len)
+    assert len(across) <= LONGEST_CHAIN, " > ".join(across)
+
+
+@pytest.mark.parametrize("name", TOP_PACKAGES)
+def test_modules_are_private_unless_they_are_exported_or_found_by_name(name):
+    if name in ("ritz.cli", "ritz.studies"):  # a command or a study is found by being there
+        return
+    public = {found.name for found in pkgutil.iter_modules([str(SOURCE / package(name))])}
+    assert {module for module in public if not module.startswith("_")} <= exported(name)
+
+
+@pytest.mark.parametrize("name", sorted(PACKAGES))
+def test_no_module_bears_the_name_of_a_function_beside_it(name):
+    module = importlib.import_module(name)
+    names = {found.name for found in pkgutil.iter_modules(module.__path__)}
+    public = {name for name in dir(module) if not name.startswith("_")}
+    assert not {name for name in names & public if not inspect.ismodule(getattr(module, name))}
+
+
+def test_the_map_lists_every_module_and_no_other():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    listed = set(re.findall(r"^\s*(?:- |\| )`([a-z0-9_/]+\.py)`", text, flags=re.MULTILINE))
+    there = {str(path.relative_to(SOURCE)) for path in MODULES.values()}
+    assert there - listed == {path for path in there if path.endswith("__init__.py")} - listed
+    assert not listed - there
+
+
+def test_names_are_few():
+    top = set(ritz.__all__)
+    everywhere = {
+        id(getattr(importlib.import_module(name), public))
+        for name in ["ritz", *TOP_PACKAGES]
+        for public in exported(name)
+    }
+    assert len(top) <= 45
+    assert len(everywhere) <= 200
