@@ -1,8 +1,11 @@
 import os
+import random
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -40,6 +43,42 @@ def no_figures_left() -> Iterator[None]:
 @pytest.fixture
 def rng() -> torch.Generator:
     return torch.Generator().manual_seed(20)
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Handle signals as at a terminal, here and in processes that the test starts.
+
+    A process that is started in the background inherits SIGINT as ignored.
+    """
+    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def seed_global_generators() -> None:
+    torch.manual_seed(0)
+    np.random.seed(0)  # noqa: NPY002 - other libraries draw from it
+    random.seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup() -> None:
+    """Let no fixture depend on the tests and fixtures that came before it."""
+    seed_global_generators()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    """Let no test depend on the tests that came before it."""
+    seed_global_generators()
+
+
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Name bytes after their argument: a test has a name that can be read and typed."""
+    return argname if isinstance(val, bytes) else None
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

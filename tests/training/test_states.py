@@ -20,6 +20,7 @@ from ritz.training.checkpoints import Folder
 from ritz.training.states import CarriedState
 from ritz.training.steps import Piece
 
+pytestmark = pytest.mark.usefixtures("interruptible")
 STILL = {"optimizer_settings": {"lr": 0.0}, "batch_size": 4}
 MOVING = {"optimizer_settings": {"lr": 0.5}, "batch_size": 4, "num_epochs": 3}
 
