@@ -5,6 +5,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+# Matrices of tests are small: threads would wait for each other more than they work. The libraries
+# below read it as they load, and so do those of processes that tests start.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import numpy as np
 import pytest
 import torch
@@ -21,15 +25,6 @@ else:
 # Processes that tests start find the library as the tests do, installed or not.
 SOURCE = str(Path(__file__).parents[1] / "src")
 os.environ["PYTHONPATH"] = os.pathsep.join([SOURCE, os.environ.get("PYTHONPATH", "")])
-
-
-@pytest.fixture(autouse=True, scope="session")
-def one_thread() -> Iterator[None]:
-    """Matrices of tests are small: threads would wait for each other more than they work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # Runs by itself, with torch's own tests.
