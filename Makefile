@@ -9,7 +9,7 @@ FAST := not slow and not gpu
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format lint types test-slow test-peers bench clean
+.PHONY: help demo test check format lint types test-slow test-gpu test-peers bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,13 @@ types: $(VENV)/.ready ## check the types
 
 test-slow: $(VENV)/.ready ## run the slow tests
 	$(BIN)/python -m pytest -q tests -m "slow and not gpu" --timeout 1800
+
+# The environment holds a build of torch for the CPU: this uses the Python at hand, with its own
+# torch and pytest, and only the files that have such tests, so that it needs nothing else.
+test-gpu: ## run the tests that need a CUDA device, with the Python at hand
+	@$(PYTHON) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else \
+		"torch finds no CUDA device: make PYTHON=... test-gpu takes another Python")'
+	$(PYTHON) -m pytest -q -m gpu $$(grep -rl --include='*.py' 'mark[.]gpu' tests)
 
 test-peers: $(PEERS)/.ready ## compare with other libraries, in an environment of its own
 	$(PEERS)/bin/python -m pytest -q tests/peers --timeout 600

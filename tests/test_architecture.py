@@ -1,4 +1,4 @@
-"""The architecture: layers, borders, the map, and how many names there are, read from the source."""
+"""The architecture, read from the source: layers, borders, the map, the number of names."""
 
 import ast
 import importlib

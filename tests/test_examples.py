@@ -11,12 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
 
-# torch's own, when it first takes a forward derivative
-TORCH = "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
-
 
 def run(*arguments, cwd):
-    command = [sys.executable, "-W", "error", "-W", TORCH, *map(str, arguments)]
+    command = [sys.executable, "-W", "error", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
     assert done.returncode == 0, done.stderr
 

@@ -12,6 +12,7 @@ from cli.own import ritz, stopping_after
 from ritz.__main__ import main
 from ritz.cli import _app, study
 
+pytestmark = pytest.mark.usefixtures("interruptible")
 COMMANDS = {
     "spectrum": ("ritz.cli.spectrum.lanczos", ["--steps", "12"]),
     "sharpness": ("ritz.measures.sharpness", ["--steps", "6", "--probes", "2"]),
@@ -76,6 +77,16 @@ def test_ctrl_c_in_a_real_process(here, finished, tmp_path):
     assert err.endswith("ritz: interrupted; the same command goes on from the last save "
                         "(--save-interval is 0 s)\n")  # fmt: skip
     assert "Traceback" not in err
+
+
+def test_a_signal_that_the_process_ignores_stays_ignored(
+    here, finished, tmp_path, monkeypatch, capsys
+):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until the test ends
+    function, few = COMMANDS["spectrum"]
+    with stopping_after(4, function, monkeypatch, by_system):
+        assert ritz("spectrum", "run", *few, "--json", "--out", tmp_path) == 0
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
 
 
 def interrupt(*arguments):

@@ -216,17 +216,18 @@ def test_the_shell_completes(monkeypatch, capsys, words, expected):
     assert set(capsys.readouterr().out.split()) == expected
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_saves_and_says_how_to_go_on(here, tmp_path):
-    command = [sys.executable, "-m", "ritz", "train", *OWN, "--epochs", "400", "--batch-size", "4",
-               "--json", "--out", str(tmp_path / "run")]  # fmt: skip
+    command = [sys.executable, "-m", "ritz", "train", *OWN, "--epochs", "100000",
+               "--batch-size", "4", "--json", "--out", str(tmp_path / "run")]  # fmt: skip
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=here)
     log = tmp_path / "run" / "log.jsonl"
     while process.poll() is None and not (log.exists() and log.stat().st_size):
         time.sleep(0.05)
     process.send_signal(2)
-    err = process.communicate(timeout=60)[1]
+    err = process.communicate()[1]
     assert process.returncode == 1
     assert "interrupted: SIGINT after" in err
     assert "run the same again to go on" in err
     done = len(read_log(log))
-    assert 0 < done < 400
+    assert 0 < done < 100_000

@@ -27,8 +27,8 @@ def mnist_folder(tmp_path):
         images = random.randint(0, 256, (count, 28, 28), dtype=np.uint8)
         labels = (np.arange(count) % 10).astype(np.uint8)
         (folder / f"{part}-images-idx3-ubyte").write_bytes(idx_bytes(images))
-        with gzip.open(folder / f"{part}-labels-idx1-ubyte.gz", "wb") as file:
-            file.write(idx_bytes(labels))
+        packed = gzip.compress(idx_bytes(labels), mtime=0)
+        (folder / f"{part}-labels-idx1-ubyte.gz").write_bytes(packed)
     return folder
 
 

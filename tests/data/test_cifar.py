@@ -43,7 +43,7 @@ def test_cifar10_joins_its_five_files(tmp_path, rgb, packed):
         contents = {b"data": part.reshape(len(part), -1), b"labels": list(range(len(part)))}
         content = pickle.dumps(contents, protocol=2)
         (tmp_path / f"{file}{'.gz' * packed}").write_bytes(
-            gzip.compress(content) if packed else content
+            gzip.compress(content, mtime=0) if packed else content
         )
     found = data.load("cifar10", data_dir=tmp_path)
     np.testing.assert_array_equal(found.train.inputs.numpy(), np.concatenate(images[:5]))
@@ -113,7 +113,9 @@ def test_no_samples(write_cifar100):
 def test_a_packed_file_of_more_than_the_limit_is_left_alone(write_cifar100, monkeypatch):
     root, _ = write_cifar100()
     monkeypatch.setattr("ritz.data._cifar.LIMIT", 10_000)
-    packed = gzip.compress(cifar_bytes(np.zeros((50, 3, 32, 32), np.uint8), fine_labels=[0] * 50))
+    packed = gzip.compress(
+        cifar_bytes(np.zeros((50, 3, 32, 32), np.uint8), fine_labels=[0] * 50), mtime=0
+    )
     (root / "cifar-100-python" / "train").write_bytes(packed)
     with pytest.raises(data.DataError, match="holds more than the 10000 bytes"):
         data.load("cifar100", data_dir=root)

@@ -81,10 +81,10 @@ def test_cifar100_names_and_coarse_labels():
 def test_an_augmented_epoch_of_cifar_takes_seconds():
     train = load("cifar100").train
     settings = {"generator": data.epoch_generator(0, 0), "augment": data.Augmentation()}
-    start = time.monotonic()
+    start = time.process_time()
     count = sum(len(y) for _, y in train.batches(128, **settings))
-    # One second on one core; thirty on a machine that is busy with other things.
-    assert (count, time.monotonic() - start < 30) == (50_000, True)
+    # One second of a processor, whatever else the machine does.
+    assert (count, time.process_time() - start < 30) == (50_000, True)
 
 
 @pytest.mark.parametrize("name", TEXTS)

@@ -15,7 +15,7 @@ TEST = "a dog\n"
 def ptb_folder(tmp_path):
     (tmp_path / "ptb").mkdir()
     (tmp_path / "ptb" / "ptb.train.txt").write_text(TRAIN)
-    (tmp_path / "ptb" / "ptb.valid.txt.gz").write_bytes(gzip.compress(VALID.encode()))
+    (tmp_path / "ptb" / "ptb.valid.txt.gz").write_bytes(gzip.compress(VALID.encode(), mtime=0))
     (tmp_path / "ptb" / "ptb.test.txt").write_text(TEST)
     return tmp_path
 
@@ -64,7 +64,7 @@ def test_characters_of_any_file(tmp_path, packed):
     text = "żółw, " * 20
     content = text.encode()
     path = tmp_path / f"story.txt{'.gz' * packed}"
-    path.write_bytes(gzip.compress(content) if packed else content)
+    path.write_bytes(gzip.compress(content, mtime=0) if packed else content)
     found = data.load("text", data_dir=tmp_path, file="story.txt")
     assert found.vocabulary == tuple(sorted(set(text)))
     joined = torch.cat([found.train.tokens, found.validation.tokens, found.test.tokens])

@@ -16,7 +16,7 @@ def written(tmp_path):
     def write(text, name="graph.txt"):
         path = tmp_path / name
         data = text if isinstance(text, bytes) else text.encode()
-        path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+        path.write_bytes(gzip.compress(data, mtime=0) if name.endswith(".gz") else data)
         return path
 
     return write

@@ -133,14 +133,14 @@ def test_many_isolated_vertices_are_taken_where_they_are_meant(tmp_path, monkeyp
 def test_a_truncated_gzip(tmp_path, keep):
     path = tmp_path / "edges.txt.gz"
     text = "".join(f"{i} {i * i % 97}\n" for i in range(1000))
-    path.write_bytes(gzip.compress(text.encode())[:keep])
+    path.write_bytes(gzip.compress(text.encode(), mtime=0)[:keep])
     with pytest.raises(GraphError, match=r"edges.txt.gz is a (truncated|damaged) gzip file"):
         read(path)
 
 
 def test_a_damaged_gzip(tmp_path):
     path = tmp_path / "edges.txt.gz"
-    data = bytearray(gzip.compress(b"0 1\n" * 50))
+    data = bytearray(gzip.compress(b"0 1\n" * 50, mtime=0))
     data[-6] ^= 1
     path.write_bytes(bytes(data))
     with pytest.raises(GraphError, match="damaged gzip file: CRC"):
@@ -160,7 +160,7 @@ def test_no_file(tmp_path):
 def test_a_gzip_bomb_takes_time_but_no_memory(tmp_path, filler):
     path = tmp_path / "edges.txt.gz"
     size = 2**25
-    path.write_bytes(gzip.compress(b"0 1\n" + filler * (size // len(filler))))
+    path.write_bytes(gzip.compress(b"0 1\n" + filler * (size // len(filler)), mtime=0))
     tracemalloc.start()
     try:
         outcome = "read" if read(path).num_edges == 1 else "wrong"
@@ -202,8 +202,8 @@ def test_wrong_options_name_the_argument(tmp_path, options, message):
 def test_no_text_takes_more_than_linear_time(tmp_path, text):
     path = tmp_path / "edges.txt"
     path.write_text(text)
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(GraphError):
         read(path)
-    # Quadratic searches take ten seconds and more.
-    assert time.perf_counter() - started < 3
+    # Of the processor, whatever else the machine does: quadratic searches take ten and more.
+    assert time.process_time() - started < 3

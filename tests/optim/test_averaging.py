@@ -207,7 +207,6 @@ def test_parameters_whose_first_gradient_comes_late_or_never(name):
         assert_near(weights(model), tail(path, start=2, interval=2), **NEAR[torch.float64])
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_compiled_steps_are_averaged_and_compiled_once_more_at_most():
     torch._dynamo.reset()
     model = network(torch.float64)

@@ -11,6 +11,7 @@ from ritz.training import fit, read_log, read_weights
 from ritz.training._folder import sole_writer
 from ritz.training._processes import set_generator_states
 
+pytestmark = pytest.mark.usefixtures("interruptible")
 TESTS = str(Path(__file__).parents[1])
 SCRIPT = f"""
 sys.path.insert(0, {TESTS!r})

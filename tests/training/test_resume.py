@@ -16,6 +16,7 @@ from training.killed_run import run
 
 from ritz.training import CurvatureMonitor, fit, read_log, read_weights
 
+pytestmark = pytest.mark.usefixtures("interruptible")
 FILES = ("log.jsonl", "checkpoint.safetensors", "weights.safetensors", "average.safetensors",
          "epoch-0002.safetensors")  # fmt: skip
 
@@ -136,15 +137,13 @@ def test_an_interrupt_without_a_folder_says_what_was_missing():
     assert "give a checkpoint folder" in str(result.status)
 
 
-@pytest.fixture
-def interruptible():
-    """SIGINT as at a terminal: a process that was started in the background ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+def test_a_signal_that_the_process_ignores_stays_ignored():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the test ends
+    result = fit(network(), samples(), num_epochs=1, batch_size=12, monitors=[Interrupt(1)])
+    assert result.status.outcome == "completed"
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
-@pytest.mark.usefixtures("interruptible")
 def test_a_second_interrupt_is_not_held_back():
     class Twice(Interrupt):
         def __call__(self, count, model, optimizer):

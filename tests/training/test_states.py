@@ -19,6 +19,7 @@ from ritz.training import CurvatureMonitor, _step, evaluate, fit, read_log
 from ritz.training._folder import Folder
 from ritz.training._step import CarriedState, Piece
 
+pytestmark = pytest.mark.usefixtures("interruptible")
 STILL = {"optimizer_settings": {"lr": 0.0}, "batch_size": 4}
 MOVING = {"optimizer_settings": {"lr": 0.5}, "batch_size": 4, "num_epochs": 3}
 

@@ -551,8 +551,9 @@ class States:
         self._before: Any = signal.SIG_DFL
 
     def __enter__(self) -> "States":
-        if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, _interrupt)
+        self._before = signal.getsignal(signal.SIGTERM)
+        if self._handles_signals():
+            signal.signal(signal.SIGTERM, _interrupt)
         return self
 
     def __exit__(
@@ -561,7 +562,7 @@ class States:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if threading.current_thread() is threading.main_thread():
+        if self._handles_signals():
             signal.signal(signal.SIGTERM, self._before)
         if isinstance(error, KeyboardInterrupt):
             every = f"--save-interval is {self._interval:g} s"
@@ -582,6 +583,11 @@ class States:
             # A file that a kill left half written has a point more before its name.
             for spent in self._folder.glob(f"*{path.name}*"):
                 spent.unlink(missing_ok=True)
+
+    def _handles_signals(self) -> bool:
+        # Python lets nobody else; and what was started to ignore the signal goes on ignoring it.
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        return in_main_thread and self._before is not signal.SIG_IGN
 
     def _any_saved(self) -> bool:
         names = [path.name for used in self._used for path in self._folder.glob(f"{used.name}*")]

@@ -21,6 +21,7 @@ from ritz.curvature._risk import (
     is_rows,
     rows,
     searched_convolutions,
+    without_deprecations_of_torch,
 )
 from ritz.operators import LinearOperator
 
@@ -123,8 +124,12 @@ class Engine:
 
     def _chosen(self, context: Context) -> Column:
         """The way of this engine: found at the first call, and checked against what it must be."""
-        if self._column is not None:
-            return self._column
+        if self._column is None:
+            with without_deprecations_of_torch():
+                self._column = self._choose(context)
+        return self._column
+
+    def _choose(self, context: Context) -> Column:
         # Of the size of the weights, so that what must be equal can be told from zero.
         tangent = [leaf + leaf.abs().mean() for leaf in self.risk.params.values()]
         name, column, expected, problems = self._first_that_works(context, tangent)
@@ -134,7 +139,6 @@ class Engine:
                 raise RuntimeError(f"engine='linearized' needs a traceable model: {problem}")
             self._name = "eager" if problem else "linearized"
             problems += [f"not linearized: {problem}"] if problem else []
-        self._column = column
         kind = "linearized and compiled" if self._compiled else self._name
         self.plan = f"{name}, {kind}" + "".join(f" ({problem})" for problem in problems)
         return column

@@ -26,7 +26,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class Interrupts:
     """Notes the first signal for the block; a second one does what it would have done.
 
-    Outside the main thread, where Python lets nobody handle signals, nothing is noted.
+    Outside the main thread, where Python lets nobody handle signals, nothing is noted; nor is a
+    signal that the process ignores, as SIGINT in the background of a shell.
     """
 
     def __init__(self) -> None:
@@ -36,6 +37,8 @@ class Interrupts:
     def __enter__(self) -> "Interrupts":
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
+                if signal.getsignal(number) is signal.SIG_IGN:
+                    continue
                 self._before[number] = signal.signal(number, self._note)
         return self
 

@@ -19,6 +19,7 @@ from ritz.curvature._risk.modes import (
     arithmetic,
     searched_convolutions,
     selected,
+    without_deprecations_of_torch,
     without_warnings_of_fallbacks,
 )
 from ritz.curvature._risk.risk import Risk
@@ -47,5 +48,6 @@ __all__ = [
     "searched_convolutions",
     "selected",
     "term_mass",
+    "without_deprecations_of_torch",
     "without_warnings_of_fallbacks",
 ]

@@ -1,6 +1,7 @@
 """A point in weight space, and the modes of model and library in which derivatives exist."""
 
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -156,6 +157,18 @@ def without_warnings_of_fallbacks() -> Iterator[None]:
         yield
     finally:
         warn(True)  # as it is by default
+
+
+@contextmanager
+def without_deprecations_of_torch() -> Iterator[None]:
+    """Ignore, for the block, that torch itself uses what it deprecates.
+
+    It does so once, as it loads forward derivatives and as it first compiles. Callers who turn
+    warnings into errors get their product all the same.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch.jit.script", DeprecationWarning)
+        yield
 
 
 @contextmanager
