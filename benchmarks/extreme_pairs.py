@@ -31,8 +31,8 @@ def residual(matrix, values, vectors, norm):
 
 
 def by_ritz(op, end, max_vectors):
-    found = ritz.lanczos(
-        op, **{end: WANTED}, rtol=RTOL, max_vectors=max_vectors, vectors=True, num_steps=20_000
+    found = ritz.eigenpairs(
+        op, **{end: WANTED}, rtol=RTOL, max_vectors=max_vectors, max_steps=20_000
     )
     return found.values.numpy(), found.vectors.numpy(), found.num_products
 

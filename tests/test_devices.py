@@ -21,7 +21,7 @@ from ritz.operators import (
     SparseOperator,
     as_operator,
 )
-from ritz.operators._laplacian import KINDS
+from ritz.operators._laplacian import GRAPH_MATRICES
 from ritz.testing import check_operator, with_spectrum
 
 pytestmark = pytest.mark.gpu
@@ -33,7 +33,7 @@ MATRIX = with_spectrum(torch.linspace(0.5, 3, 40, dtype=torch.float64)).matrix
 def graph(matrix, kind, *, weighted=True):
     weights = matrix.abs() * (matrix.abs() > 0.05)
     weights = weights if weighted else (weights > 0).to(matrix.dtype)
-    return LaplacianOperator(weights.to_sparse_csr(), kind=kind)
+    return LaplacianOperator(weights.to_sparse_csr(), matrix=kind)
 
 
 OPERATORS = {
@@ -49,8 +49,8 @@ OPERATORS = {
     "restricted": lambda a: RestrictedOperator(as_operator(a), torch.tensor([3, 1, 9])),
     "function": lambda a: FunctionOperator(lambda x: a @ x, n=40, dtype=a.dtype, device=a.device),
     "sharded": lambda a: ShardedOperator(as_operator(a)),
-    "unweighted graph": lambda a: graph(a, "normalized_laplacian", weighted=False),
-    **{f"{kind} of a graph": partial(graph, kind=kind) for kind in KINDS},
+    "unweighted graph": lambda a: graph(a, "normalized", weighted=False),
+    **{f"{kind} of a graph": partial(graph, kind=kind) for kind in GRAPH_MATRICES},
 }
 
 
@@ -79,7 +79,7 @@ FUNCTIONS = {
     "lanczos": lambda op: ritz.lanczos(op, num_steps=10, vectors=True),
     "lanczos on the host": lambda op: ritz.lanczos(op, num_steps=10, basis="host"),
     "lanczos partial": lambda op: ritz.lanczos(op, num_steps=10, reorthogonalize="partial"),
-    "restarted": lambda op: ritz.lanczos(op, largest=2, max_vectors=12, rtol=1e-3),
+    "restarted": lambda op: ritz.eigenpairs(op, largest=2, max_vectors=12, rtol=1e-3),
     "hutchinson": lambda op: ritz.trace(op, method="hutchinson"),
     "hutch++": lambda op: ritz.trace(op, method="hutch++", num_probes=8),
     "xtrace": lambda op: ritz.trace(op, num_probes=8),
@@ -120,8 +120,8 @@ def test_a_cpu_generator_gives_the_same_numbers_on_a_gpu(function):
 @pytest.mark.parametrize("name", GRAPH_FUNCTIONS)
 def test_a_graph_has_the_same_numbers_on_a_gpu(name):
     function = FUNCTIONS[name]
-    here = numbers(function(graph(MATRIX, "normalized_laplacian")))
-    there = numbers(function(graph(MATRIX.cuda(), "normalized_laplacian")))
+    here = numbers(function(graph(MATRIX, "normalized")))
+    there = numbers(function(graph(MATRIX.cuda(), "normalized")))
     assert here.keys() == there.keys()
     for key in here:
         torch.testing.assert_close(there[key], here[key], rtol=1e-8, atol=1e-9)
@@ -139,8 +139,8 @@ def test_moments_of_a_graph_are_made_on_a_gpu_and_come_back():
 def test_a_run_resumes_on_a_gpu(tmp_path):
     op = DenseOperator(MATRIX.cuda())
     settings = {"largest": 4, "max_vectors": 14, "state": tmp_path / "state"}
-    first = ritz.lanczos(op, save_interval=0.0, **settings)
-    again = ritz.lanczos(op, **settings)
+    first = ritz.eigenpairs(op, save_interval=0.0, **settings)
+    again = ritz.eigenpairs(op, **settings)
     torch.testing.assert_close(again.values, first.values)
 
 

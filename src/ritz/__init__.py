@@ -13,10 +13,12 @@ from ritz.measures import landscape, sharpness
 from ritz.operators import LinearOperator, as_operator
 from ritz.spectra import (
     Density,
+    Eigenpairs,
     Spectrum,
     bounds,
     density,
     diagonal,
+    eigenpairs,
     frobenius_norm,
     lanczos,
     logdet,
@@ -45,6 +47,7 @@ _ON_FIRST_USE = (
 
 __all__ = [
     "Density",
+    "Eigenpairs",
     "Estimate",
     "LinearOperator",
     "NotConvergedError",
@@ -57,6 +60,7 @@ __all__ = [
     "data",
     "density",
     "diagonal",
+    "eigenpairs",
     "fisher",
     "frobenius_norm",
     "ggn",

@@ -137,13 +137,13 @@ def test_batches_and_their_fluctuations_sum_to_the_whole(kind):
     risk = case("regex").risk()
     dense = OPERATORS[kind][1](case("regex"))
     block = noise(len(risk.theta), 2)
-    found = list(batch_products(risk, block, kind=kind))
+    found = list(batch_products(risk, block, matrix=kind))
     assert sum(weight for weight, _ in found) == pytest.approx(1)
     close(sum(weight * product for weight, product in found), dense @ block)
     total = torch.zeros_like(block)
     for index, (weight, product) in enumerate(found):
         close(curvature_operator(risk.batch(index), kind, engine="eager") @ block, product)
-        total += weight * (fluctuation(risk, risk.batch(index), kind=kind) @ block)
+        total += weight * (fluctuation(risk, risk.batch(index), matrix=kind) @ block)
     assert float(total.abs().max()) < 1e-14
 
 

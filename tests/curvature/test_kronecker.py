@@ -250,7 +250,7 @@ def test_what_cannot_be_is_refused(network):
         kfac(Risk(network, nn.MSELoss(), data), kind="fisher")
     with pytest.raises(ValueError, match="loss_fn must be one whose Hessian is known"):
         kfac(Risk(network, nn.HuberLoss(), data))
-    with pytest.raises(ValueError, match="kind='mc' needs a loss that is a likelihood"):
+    with pytest.raises(ValueError, match="kind='monte_carlo' needs a loss that is a likelihood"):
         kfac(Risk(network, nn.HuberLoss(), data), kind="monte_carlo")
     norm = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
     risk = Risk(norm, nn.MSELoss(), data, batch_norm="train", batch_size=5)

@@ -17,7 +17,7 @@ def layered():
 def test_blocks_of_layers_are_those_of_the_matrix(layered, kind):
     whole = (hessian if kind == "hessian" else ggn)(layered, engine="eager").dense()
     for by, sizes in [(None, [25, 15]), (["0.weight", "0.bias|2"], [20, 20]), ([".*"], [40])]:
-        op = block_diagonal(layered, kind=kind, by=by, engine="eager")
+        op = block_diagonal(layered, matrix=kind, by=by, engine="eager")
         assert op.sizes == sizes
         expected = torch.block_diag(
             *(whole[part][:, part] for part in torch.arange(40).split(sizes))
@@ -45,4 +45,4 @@ def test_blocks_must_be_a_partition_in_order(layered, by, error, match):
 
 def test_blocks_have_a_kind(layered):
     with pytest.raises(ValueError, match="kind must be one of hessian, ggn"):
-        block_diagonal(layered, kind="fisher")
+        block_diagonal(layered, matrix="fisher")

@@ -300,7 +300,7 @@ SHARED = """
 from torch import nn
 from torch.nn import functional
 from ritz.curvature import Risk
-from ritz.curvature.statistics import gradient_statistics, summary
+from ritz.curvature import gradient_statistics, summary
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()

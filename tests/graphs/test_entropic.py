@@ -43,7 +43,7 @@ def test_eigenvalues_of_a_weighted_graph_are_those_of_networkx():
     found = graphs.eigenvalues(graph)
     expected = torch.from_numpy(normalized_laplacian_spectrum(graph).real).sort().values
     torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
-    plain = graphs.eigenvalues(graph, kind="laplacian")
+    plain = graphs.eigenvalues(graph, matrix="laplacian")
     torch.testing.assert_close(
         plain, torch.from_numpy(nx.laplacian_spectrum(graph).real).sort().values, atol=1e-9, rtol=0
     )

@@ -49,4 +49,4 @@ def test_wrong_numbers_of_clusters():
 
 def test_too_few_steps_are_reported():
     with pytest.raises(ritz.NotConvergedError, match="pairs reached rtol"):
-        graphs.spectral_clusters(planted(9), 9, num_steps=9)
+        graphs.spectral_clusters(planted(9), 9, max_steps=9)

@@ -9,7 +9,7 @@ import ritz
 from ritz.curvature import Risk, ggn
 from ritz.measures import rank_bound, rank_degeneracy
 from ritz.operators import DiagonalOperator
-from ritz.spectra import lanczos, lanczos_block
+from ritz.spectra import eigenpairs, lanczos, lanczos_block
 from ritz.testing import assert_within_stderr
 
 
@@ -39,7 +39,7 @@ def with_kernel(zeros=30, rest=(-1.0, 2.0, 5.0, 9.0)):
 
 def test_the_mass_of_a_kernel_is_its_share():
     spectra = lanczos_block(with_kernel(), num_steps=10, num_probes=200, generator=seeded(3))
-    found = rank_degeneracy(spectra, kind="ggn")
+    found = rank_degeneracy(spectra, matrix="ggn")
     assert_within_stderr(found.mass, 30 / 34)
     assert abs(float(found.value.mean)) < 1e-12
     assert found.mass.num_products == sum(spectrum.num_products for spectrum in spectra)
@@ -51,24 +51,24 @@ def test_the_hessian_adds_the_two_nearest():
     op = DiagonalOperator(torch.tensor([-0.1, 0.3, 4.0, 9.0], dtype=torch.float64))
     start = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
     spectrum = lanczos(op, num_steps=4, start=start)
-    nearest = rank_degeneracy(spectrum, kind="ggn")
+    nearest = rank_degeneracy(spectrum, matrix="ggn")
     assert float(nearest.mass) == pytest.approx(1 / 30)
     assert float(nearest.value) == pytest.approx(-0.1)
-    both = rank_degeneracy([spectrum], kind="hessian")
+    both = rank_degeneracy([spectrum], matrix="hessian")
     assert float(both.mass) == pytest.approx(5 / 30)
     assert float(both.value) == pytest.approx((-0.1 + 4 * 0.3) / 5)
     assert torch.isnan(both.mass.stderr)  # one probe has no error bars
 
 
 def test_spectra_must_be_whole():
-    some = lanczos(with_kernel(), largest=2)
-    with pytest.raises(ValueError, match="spectra must hold all Ritz values"):
-        rank_degeneracy(some, kind="ggn")
+    some = eigenpairs(with_kernel(), largest=2)
+    with pytest.raises(TypeError, match="spectra must be whole spectra"):
+        rank_degeneracy(some, matrix="ggn")
     with pytest.raises(ValueError, match="spectra must hold at least one spectrum"):
-        rank_degeneracy([], kind="ggn")
+        rank_degeneracy([], matrix="ggn")
     whole = lanczos(with_kernel(), num_steps=3)
-    with pytest.raises(ValueError, match="kind must be one of hessian, ggn; got 'fisher'"):
-        rank_degeneracy(whole, kind="fisher")
+    with pytest.raises(ValueError, match="matrix must be one of hessian, ggn; got 'fisher'"):
+        rank_degeneracy(whole, matrix="fisher")
 
 
 def rank(risk):
@@ -172,7 +172,7 @@ def test_several_outputs_are_counted_together():
 def test_results_are_saved_and_loaded(tmp_path):
     spectra = lanczos_block(with_kernel(), num_steps=5, num_probes=2)
     for found in (
-        rank_degeneracy(spectra, kind="hessian"),
+        rank_degeneracy(spectra, matrix="hessian"),
         rank_bound(Risk(network(4, 6, 3), functional.cross_entropy, data(4, 4, 3))),
     ):
         ritz.save(found, tmp_path / "found.safetensors")

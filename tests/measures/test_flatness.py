@@ -84,7 +84,7 @@ def test_both_modes_of_batch_norm_agree_with_dense():
 
 def test_the_products_reported_are_those_spent():
     risk = risk_of(network())
-    report = sharpness(risk, num_steps=5, num_probes=3, kinds=("ggn",), engine="eager")
+    report = sharpness(risk, num_steps=5, num_probes=3, matrices=("ggn",), engine="eager")
     (row,) = report.rows
     assert (row.num_products, report.num_steps, report.num_probes) == (15, 5, 3)
     assert row.frobenius_norm.num_products == 15
@@ -217,7 +217,9 @@ def test_what_is_zero_within_its_residuals_is_told_of_the_negative_mass():
     risk = risk_of(network())
     matrix = curvature_operator(risk, "hessian").dense()
     truth = float((torch.linalg.eigvalsh(matrix) < -1e-9).double().mean())
-    few = sharpness(risk, num_steps=6, num_probes=8, kinds=["hessian"], generator=seeded(3)).rows[0]
+    few = sharpness(
+        risk, num_steps=6, num_probes=8, matrices=["hessian"], generator=seeded(3)
+    ).rows[0]
     low, undecided = few.negative_mass, float(few.negative_mass.truncation)
     noise = 4 * float(low.stderr)
     assert undecided > 0.05

@@ -260,9 +260,9 @@ SHARED = """
     from torch import nn
     from torch.nn.functional import cross_entropy
     from ritz.curvature import Risk
-    from ritz.measures.calibration import temperature
-    from ritz.measures.directions import random_direction
-    from ritz.measures.landscapes import landscape
+    from ritz.measures import temperature
+    from ritz.measures import random_direction
+    from ritz.measures import landscape
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 4)).double()

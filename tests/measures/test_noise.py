@@ -56,19 +56,19 @@ def units(risk, count, seed=5):
 @pytest.mark.parametrize("kind", KINDS)
 def test_along_directions_single_samples_are_exact(risk, dense, kind):
     vectors = units(risk, 3)
-    found = curvature_variance(risk, kind=kind, along=vectors, group_size=1)
+    found = curvature_variance(risk, matrix=kind, along=vectors, group_size=1)
     exact = (vectors * (covariance(dense[kind]) @ vectors)).sum(0)
     torch.testing.assert_close(found.mean, exact)
     assert torch.equal(found.stderr, torch.zeros(3, dtype=torch.float64))
     assert (found.method, found.num_products, found.seed) == ("single samples", 3, None)
-    assert_within_stderr(curvature_variance(risk, kind=kind, along=vectors[:, 0]), exact[:1])
+    assert_within_stderr(curvature_variance(risk, matrix=kind, along=vectors[:, 0]), exact[:1])
 
 
 @pytest.mark.parametrize("group_size", [1, 3, 5])
 @pytest.mark.parametrize("kind", KINDS)
 def test_variance_is_within_four_standard_errors_of_dense(risk, dense, kind, group_size):
     found = curvature_variance(
-        risk, kind=kind, group_size=group_size, num_probes=16, generator=seeded(7)
+        risk, matrix=kind, group_size=group_size, num_probes=16, generator=seeded(7)
     )
     exact = float(covariance(dense[kind]).trace()) / risk.space.size
     assert_within_stderr(found, exact)
@@ -142,7 +142,7 @@ def test_one_batch_of_a_risk_is_what_the_dense_matrices_say(risk, dense):
 def test_shrinkage_against_dense(risk, dense, kind):
     sizes = (1, 4, 12, N)
     found = shrinkage(
-        risk, batch_sizes=sizes, kind=kind, num_probes=24, group_size=1, generator=seeded(6)
+        risk, batch_sizes=sizes, matrix=kind, num_probes=24, group_size=1, generator=seeded(6)
     )
     mean, size = dense[kind].mean(0), risk.space.size
     centred = mean - torch.eye(size) * mean.trace() / size
@@ -245,9 +245,9 @@ SHARED = """
 from torch import nn
 from torch.nn import functional
 from ritz.curvature import Risk
-from ritz.measures.degeneracy import rank_bound
-from ritz.measures.flatness import sharpness
-from ritz.measures.noise import curvature_variance
+from ritz.measures import rank_bound
+from ritz.measures import sharpness
+from ritz.measures import curvature_variance
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
@@ -255,7 +255,7 @@ data = torch.randn(17, 3).double(), torch.randint(3, (17,))
 split, alone = (Risk(model, functional.cross_entropy, data, batch_size=6, sharing=sharing)
                 for sharing in ("split", "none"))
 assert rank_bound(split) == rank_bound(alone)
-found, same = (sharpness(risk, num_steps=3, num_probes=2, engine="eager", kinds=("hessian",))
+found, same = (sharpness(risk, num_steps=3, num_probes=2, engine="eager", matrices=("hessian",))
                for risk in (split, alone))
 torch.testing.assert_close(found.rows[0].trace.mean, same.rows[0].trace.mean)
 try:

@@ -26,7 +26,7 @@ from ritz.operators import (
     as_operator,
 )
 from ritz.operators._algebra import ScaledOperator, SumOperator
-from ritz.operators._laplacian import KINDS
+from ritz.operators._laplacian import GRAPH_MATRICES
 from ritz.operators._sparse import CompressedRows
 from ritz.testing import check_operator
 
@@ -147,17 +147,17 @@ def graph_case(kind):
         expected = {
             "adjacency": weights,
             "laplacian": d.diag() - weights,
-            "normalized_laplacian": (d > 0).double().diag() - walk,
+            "normalized": (d > 0).double().diag() - walk,
             "modularity": weights - torch.outer(d, d) / d.sum(),
         }.get(kind, walk)
-        op = LaplacianOperator(weights.to_sparse_csr(), kind=kind, dtype=dtype)
+        op = LaplacianOperator(weights.to_sparse_csr(), matrix=kind, dtype=dtype)
         return op, expected.to(dtype)
 
     build.__name__ = f"graph_{kind}"
     return build
 
 
-for kind in KINDS:
+for kind in GRAPH_MATRICES:
     case(graph_case(kind))
 
 
@@ -190,9 +190,7 @@ def kernel_with_a_lengthscale_a_dimension(dtype):
 
 def kernel_case(name):
     def build(dtype):
-        op = KernelOperator(
-            points(dtype), _kernel=name, lengthscale=1.5, outputscale=3.0, noise=0.2
-        )
+        op = KernelOperator(points(dtype), kernel=name, lengthscale=1.5, outputscale=3.0, noise=0.2)
         return op, kernel_matrix(points(dtype), name, 1.5, 3.0, 0.2)
 
     build.__name__ = f"kernel_{name}"

@@ -23,7 +23,7 @@ class LargestTensor(TorchDispatchMode):
 @pytest.mark.parametrize("name", _kernel.KERNELS)
 def test_a_product_never_makes_more_than_a_tile_or_a_block(name, monkeypatch, rng):
     monkeypatch.setattr(_kernel, "TILE", 16)
-    op = KernelOperator(torch.randn(300, 2, generator=rng), _kernel=name)
+    op = KernelOperator(torch.randn(300, 2, generator=rng), kernel=name)
     block = torch.randn(300, 4, generator=rng)
     with LargestTensor() as seen:
         op.matmat(block)
@@ -33,10 +33,10 @@ def test_a_product_never_makes_more_than_a_tile_or_a_block(name, monkeypatch, rn
 @pytest.mark.parametrize("name", _kernel.KERNELS)
 def test_the_size_of_a_tile_does_not_matter(name, monkeypatch, rng):
     points = torch.randn(70, 3, generator=rng, dtype=torch.float64)
-    whole = KernelOperator(points, _kernel=name, noise=0.3).dense()
+    whole = KernelOperator(points, kernel=name, noise=0.3).dense()
     for tile in (1, 7, 35, 70):
         monkeypatch.setattr(_kernel, "TILE", tile)
-        torch.testing.assert_close(KernelOperator(points, _kernel=name, noise=0.3).dense(), whole)
+        torch.testing.assert_close(KernelOperator(points, kernel=name, noise=0.3).dense(), whole)
 
 
 def test_close_points_far_from_the_origin_lose_no_digits():
@@ -54,7 +54,7 @@ def test_distances_on_other_devices_are_those_on_this_one(rng):
 def test_the_diagonal_is_the_outputscale_and_the_noise_exactly(rng):
     points = torch.randn(20, 5, generator=rng)
     for name in _kernel.KERNELS:
-        found = KernelOperator(points, _kernel=name, outputscale=2.0, noise=0.25).dense()
+        found = KernelOperator(points, kernel=name, outputscale=2.0, noise=0.25).dense()
         assert torch.equal(found.diagonal(), torch.full((20,), 2.25))
 
 
@@ -74,7 +74,7 @@ def test_slopes_are_those_of_the_matrix(name, axes, tile, monkeypatch, rng):
     monkeypatch.setattr(_kernel, "TILE", tile)
     points = torch.randn(30, 3, generator=rng, dtype=torch.float64)
     points[7] = points[3]  # twins have no distance to differentiate
-    op = KernelOperator(points, _kernel=name, **parameters(axes=axes))
+    op = KernelOperator(points, kernel=name, **parameters(axes=axes))
     u, v = torch.randn(2, 30, 2, generator=rng, dtype=torch.float64)
     for left, right in ((u, v), (u, u)):
         found = op.slopes(left, right)
@@ -90,14 +90,14 @@ def test_slopes_of_the_matrix_are_those_of_finite_differences(rng):
     u = torch.randn(12, 1, generator=rng, dtype=torch.float64)
     for name in _kernel.KERNELS:
         given = parameters(axes=2)
-        found = KernelOperator(points, _kernel=name, **given).slopes(u, u)
+        found = KernelOperator(points, kernel=name, **given).slopes(u, u)
         for key, value in given.items():
             for axis in range(value.numel()):
                 forms = []
                 for shift in (-1e-5, 1e-5):
                     moved = value.detach().clone()
                     moved.view(-1)[axis] += shift
-                    op = KernelOperator(points, _kernel=name, **(given | {key: moved}))
+                    op = KernelOperator(points, kernel=name, **(given | {key: moved}))
                     forms.append(float((u * (op @ u)).sum()))
                 slope = float(found[key].reshape(-1)[axis])
                 # Central differences: the square of the step, and roundoff over the step.
@@ -107,7 +107,7 @@ def test_slopes_of_the_matrix_are_those_of_finite_differences(rng):
 def test_the_matrix_with_a_graph_is_that_of_products(rng):
     points = torch.randn(40, 3, generator=rng, dtype=torch.float64)
     for name in _kernel.KERNELS:
-        op = KernelOperator(points, _kernel=name, **parameters())
+        op = KernelOperator(points, kernel=name, **parameters())
         torch.testing.assert_close(op.matrix().detach(), op.dense())
         assert op.cross(points[:5]).requires_grad
         assert not op.dense().requires_grad

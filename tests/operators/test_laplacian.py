@@ -9,7 +9,7 @@ import torch
 import ritz
 from ritz.operators import LaplacianOperator, _sparse, as_operator, exact_diagonal, exact_trace
 from ritz.operators._exact import gershgorin
-from ritz.operators._laplacian import KINDS
+from ritz.operators._laplacian import GRAPH_MATRICES
 from ritz.operators._sparse import CompressedRows
 from ritz.testing import check_operator
 
@@ -40,7 +40,7 @@ def formula(w, kind):
     return {
         "adjacency": w,
         "laplacian": np.diag(d) - w,
-        "normalized_laplacian": np.diag((d > 0).astype(float)) - walk,
+        "normalized": np.diag((d > 0).astype(float)) - walk,
         "normalized_adjacency": walk,
         "random_walk": walk,
         "modularity": w - np.outer(d, d) / d.sum(),
@@ -53,22 +53,22 @@ def path(request, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", GRAPH_MATRICES)
 @pytest.mark.parametrize("weights", [weighted, pattern], ids=["weighted", "pattern"])
 @pytest.mark.usefixtures("path")
 def test_every_kind_keeps_the_contract_and_is_its_formula(weights, kind, dtype):
     w = weights()
-    op = LaplacianOperator(scipy.sparse.csr_array(w), kind=kind, dtype=dtype)
+    op = LaplacianOperator(scipy.sparse.csr_array(w), matrix=kind, dtype=dtype)
     expected = torch.from_numpy(formula(w, kind))
     assert op.dtype == dtype
     check_operator(op, dense=expected)
     torch.testing.assert_close(op.dense(), expected.to(dtype))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", GRAPH_MATRICES)
 @pytest.mark.parametrize("weights", [weighted, pattern], ids=["weighted", "pattern"])
 def test_what_the_structure_knows_is_right(weights, kind):
-    op = LaplacianOperator(scipy.sparse.csr_array(weights()), kind=kind)
+    op = LaplacianOperator(scipy.sparse.csr_array(weights()), matrix=kind)
     dense = torch.from_numpy(formula(weights(), kind))
     torch.testing.assert_close(exact_diagonal(op), dense.diagonal())
     assert exact_trace(op) == pytest.approx(float(dense.trace()), abs=1e-12)
@@ -82,9 +82,9 @@ def test_what_the_structure_knows_is_right(weights, kind):
 def test_the_ends_of_normalised_matrices_are_known_without_a_product():
     w = scipy.sparse.csr_array(weighted())
     assert gershgorin(LaplacianOperator(w)) == (0.0, 2.0)
-    assert gershgorin(LaplacianOperator(w, kind="random_walk")) == (-1.0, 1.0)
+    assert gershgorin(LaplacianOperator(w, matrix="random_walk")) == (-1.0, 1.0)
     # vertex 6 has the largest degree without loops, 4.75
-    assert gershgorin(LaplacianOperator(w, kind="laplacian")) == (0.0, 9.5)
+    assert gershgorin(LaplacianOperator(w, matrix="laplacian")) == (0.0, 9.5)
 
 
 def graphs():
@@ -109,19 +109,19 @@ def test_networkx_agrees_on_loops_repeated_edges_and_weights(name):
     theirs = {
         "adjacency": nx.to_scipy_sparse_array(graph, dtype=float),
         "laplacian": nx.laplacian_matrix(graph),
-        "normalized_laplacian": nx.normalized_laplacian_matrix(graph),
+        "normalized": nx.normalized_laplacian_matrix(graph),
     }
     if not graph.is_multigraph():
         theirs["modularity"] = nx.modularity_matrix(graph, weight="weight")
     for kind, matrix in theirs.items():
         expected = torch.as_tensor(np.asarray(getattr(matrix, "todense", lambda m=matrix: m)()))
-        found = LaplacianOperator(graph, kind=kind).dense()
+        found = LaplacianOperator(graph, matrix=kind).dense()
         torch.testing.assert_close(found, expected.double(), rtol=1e-12, atol=1e-12)
 
 
 def test_the_random_walk_has_the_eigenvalues_and_vectors_it_promises():
     graph = nx.karate_club_graph()
-    op = LaplacianOperator(graph, kind="random_walk")
+    op = LaplacianOperator(graph, matrix="random_walk")
     w = nx.to_numpy_array(graph)
     walk = torch.from_numpy(w / w.sum(1, keepdims=True))
     values, vectors = torch.linalg.eigh(op.dense())
@@ -133,15 +133,15 @@ def test_the_random_walk_has_the_eigenvalues_and_vectors_it_promises():
 
 def test_the_zeros_of_a_laplacian_count_components_and_isolated_vertices():
     graph = nx.disjoint_union_all([nx.cycle_graph(5), nx.path_graph(4), nx.empty_graph(3)])
-    for kind in ("laplacian", "normalized_laplacian"):
-        values = torch.linalg.eigvalsh(LaplacianOperator(graph, kind=kind).dense())
+    for kind in ("laplacian", "normalized"):
+        values = torch.linalg.eigvalsh(LaplacianOperator(graph, matrix=kind).dense())
         assert int((values.abs() < 1e-12).sum()) == 5
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", GRAPH_MATRICES)
 def test_one_vertex_and_no_edges_are_zero(kind):
     for n in (1, 4):
-        op = LaplacianOperator(scipy.sparse.csr_array((n, n)), kind=kind)
+        op = LaplacianOperator(scipy.sparse.csr_array((n, n)), matrix=kind)
         assert torch.equal(op.dense(), torch.zeros(n, n, dtype=torch.float64))
         assert exact_trace(op) == 0.0
 
@@ -164,7 +164,7 @@ def test_weights_that_are_all_one_are_not_stored(source):
     op = LaplacianOperator(source(pattern()))
     assert op.rows.values is None
     assert op.dtype == torch.float64
-    expected = formula(pattern(), "normalized_laplacian")
+    expected = formula(pattern(), "normalized")
     torch.testing.assert_close(op.dense(), torch.from_numpy(expected))
 
 
@@ -172,7 +172,7 @@ def test_repeated_edges_add_up_before_they_are_rounded_to_booleans():
     twice = scipy.sparse.coo_array(
         (np.ones(4, dtype=bool), ([0, 1, 0, 1], [1, 0, 1, 0])), shape=(2, 2)
     )
-    op = LaplacianOperator(twice, kind="adjacency")
+    op = LaplacianOperator(twice, matrix="adjacency")
     assert op.dense().tolist() == [[0.0, 2.0], [2.0, 0.0]]
 
 
@@ -208,9 +208,9 @@ WRONG = {
     ),
     "no vertex": (lambda: LaplacianOperator(nx.Graph()), ValueError, "at least one row, got 0"),
     "kind": (
-        lambda: LaplacianOperator(nx.path_graph(2), kind="signless"),
+        lambda: LaplacianOperator(nx.path_graph(2), matrix="signless"),
         ValueError,
-        "kind must be one of adjacency, .*; got 'signless'",
+        "matrix must be one of adjacency, .*; got 'signless'",
     ),
     "complex": (
         lambda: LaplacianOperator(scipy.sparse.csr_array(1j * weighted())),
@@ -252,5 +252,5 @@ def test_misuse_names_the_argument_and_the_entry(build, kind, match):
 
 
 def test_its_name_says_which_matrix():
-    op = LaplacianOperator(nx.path_graph(3), kind="laplacian")
+    op = LaplacianOperator(nx.path_graph(3), matrix="laplacian")
     assert repr(op) == "LaplacianOperator(3 x 3, float64, cpu, laplacian, 4 entries)"

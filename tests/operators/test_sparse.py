@@ -243,9 +243,9 @@ def test_without_a_compiler_torch_multiplies(monkeypatch):
 def test_without_llvmlite_nothing_fails():
     program = (
         "import sys; sys.modules['llvmlite'] = None\n"
-        "import torch; from ritz.operators import SparseOperator, native\n"
+        "import torch; from ritz.operators import SparseOperator, _native\n"
         "op = SparseOperator(torch.ones(200, 200).to_sparse_csr())\n"
-        "print(native.compiler(), float((op @ torch.ones(200)).sum()), op.block_size)\n"
+        "print(_native.compiler(), float((op @ torch.ones(200)).sum()), op.block_size)\n"
     )
     found = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True

@@ -10,9 +10,9 @@ pytestmark = pytest.mark.distributed
 SETTING = """
 import torch
 from torch import nn
-from ritz.optim.averaging import IterateAverage
-from ritz.optim.lookahead import Lookahead
-from ritz.optim.padam import PadamW
+from ritz.optim import IterateAverage
+from ritz.optim import Lookahead
+from ritz.optim import PadamW
 
 def network():
     torch.manual_seed(0)

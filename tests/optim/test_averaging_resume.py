@@ -16,8 +16,8 @@ WORKER = """
     import torch
     from torch import nn
     from ritz._core.storage import atomic_path
-    from ritz.optim.averaging import IterateAverage
-    from ritz.optim.lookahead import Lookahead
+    from ritz.optim import IterateAverage
+    from ritz.optim import Lookahead
 
     torch.set_num_threads(1)
     file, num_steps, dtype = Path(sys.argv[1]), 100, torch.bfloat16

@@ -62,14 +62,6 @@ def test_a_sign_is_known_beyond_the_residual_alone_converged_or_not(spectrum):
     assert stems.converged.tolist() == [True, False, True, True, True, False, True]
 
 
-def test_a_run_with_restarts_has_no_stems():
-    op = torch.diag(torch.arange(300.0).double())
-    pairs = lanczos(op, largest=2, max_vectors=8)
-    assert pairs.weights is None
-    with pytest.raises(ValueError, match="restarts does not keep"):
-        spectrum_stems(pairs)
-
-
 def test_a_curve_is_the_density_over_its_support():
     curve = density_curve(normal(), sigmas=3.0, num_points=5)
     np.testing.assert_allclose(curve.x, [-3, -1, 1, 3, 5])

@@ -258,7 +258,7 @@ def test_the_largest_eigenvalue_against_the_stable_rate(log):
 
 def test_rank_degeneracy_over_time_of_results_and_of_a_log(log):
     spectrum = ritz.lanczos(torch.diag(torch.linspace(0, 1, 20)), num_steps=5)
-    found = rank_degeneracy(spectrum, kind="ggn")
+    found = rank_degeneracy(spectrum, matrix="ggn")
     ax = plots.degeneracy({"Gauss-Newton": {5.0: found, 1.0: found}})
     assert legend(ax) == ["Gauss-Newton"]
     np.testing.assert_array_equal(ax.get_lines()[0].get_xdata(), [1, 5])
@@ -273,7 +273,7 @@ def test_rank_degeneracy_over_time_of_results_and_of_a_log(log):
 
 def test_a_share_with_an_error_has_a_band(log):
     spectrum = ritz.lanczos(torch.diag(torch.linspace(0, 1, 20)), num_steps=5)
-    found = replace(rank_degeneracy(spectrum, kind="ggn"), mass=estimate(0.7, 0.05))
+    found = replace(rank_degeneracy(spectrum, matrix="ggn"), mass=estimate(0.7, 0.05))
     ax = plots.degeneracy({"Gauss-Newton": {1.0: found, 2.0: found}})
     assert legend(ax) == ["Gauss-Newton ± 2 stderr"]
     np.testing.assert_allclose(band(ax), [[0.6, 0.6], [0.8, 0.8]])

@@ -104,8 +104,8 @@ def test_an_eigenvalue_the_start_vector_hardly_meets_is_still_inside():
 def test_too_few_steps_are_said_and_raise_when_asked():
     matrix = wigner(300).matrix
     for found in (
-        bounds(matrix, rtol=1e-6, num_steps=10, method="lanczos"),
-        spectral_norm(matrix, rtol=1e-8, num_steps=10),
+        bounds(matrix, rtol=1e-6, max_steps=10, method="lanczos"),
+        spectral_norm(matrix, rtol=1e-8, max_steps=10),
     ):
         assert found.status.outcome == "max_steps"
         assert found.num_products == 10

@@ -41,7 +41,7 @@ def assert_within(found, truth, sigmas=4.0):
 @pytest.mark.parametrize("name", _kernel.KERNELS)
 @pytest.mark.parametrize("seed", range(3))
 def test_the_truth_lies_within_four_standard_errors(name, seed):
-    op = operator(_kernel=name)
+    op = operator(kernel=name)
     found = logdet_gradient(
         op, method="lanczos", rank=50, generator=torch.Generator().manual_seed(seed)
     )

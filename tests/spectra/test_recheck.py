@@ -3,7 +3,14 @@
 import pytest
 import torch
 from processes import run_processes
-from spectra.test_resume import RUNS, InterruptedRunError, assert_same_bits, failing, interrupted
+from spectra.test_resume import (
+    RUNS,
+    InterruptedRunError,
+    assert_same_bits,
+    failing,
+    interrupted,
+    run,
+)
 
 import ritz
 from ritz.operators import FunctionOperator
@@ -35,8 +42,8 @@ def test_another_operator_is_refused_and_the_same_is_not(rng, tmp_path, kind, na
     others = [ritz.as_operator(factor * op.matrix) for factor in (1.001, 0.999, 3.0, -1.0)]
     for other in (*others, MATRICES[name](dtype, rng)):
         with pytest.raises(ValueError, match=REFUSED):
-            lanczos(other, state=state, **RUNS[kind])
-    assert_same_bits(lanczos(op, state=state, **RUNS[kind]), lanczos(op, **RUNS[kind]))
+            run(other, state=state, **RUNS[kind])
+    assert_same_bits(run(op, state=state, **RUNS[kind]), run(op, **RUNS[kind]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -52,7 +59,7 @@ def test_roundoff_of_another_order_of_sums_is_no_difference(rng, tmp_path, kind,
 
     interrupted(op, tmp_path / "state", after=13, **RUNS[kind])
     loud = FunctionOperator(noisy, n=150, dtype=dtype)
-    lanczos(loud, state=tmp_path / "state", **RUNS[kind])
+    run(loud, state=tmp_path / "state", **RUNS[kind])
     assert calls
 
 
@@ -71,7 +78,7 @@ def test_data_of_the_same_norms_are_noticed_by_the_vector(rng, tmp_path, mode, d
 
     other = FunctionOperator(rotated, n=150, dtype=dtype)
     with pytest.raises(ValueError, match=REFUSED.replace(".*;", ".* is another vector;")):
-        lanczos(other, state=tmp_path / "state", **settings)
+        run(other, state=tmp_path / "state", **settings)
 
 
 @pytest.mark.parametrize("mode", ["full", "partial", "none"])

@@ -184,7 +184,7 @@ def test_where_there_are_no_locks_a_run_goes_on(tmp_path, monkeypatch):
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from ritz.training.locks import sole_writer
+from ritz.training._folder import sole_writer
 with sole_writer(Path(sys.argv[1])):
     if not os.fork():  # as the worker of a loader, it lives on for a while
         time.sleep(60)

@@ -18,7 +18,7 @@ def exact(model, data, kind="hessian"):
 def test_numbers_are_those_of_the_dense_matrix(kind):
     data, model = samples(12), network(width=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
-    monitor = CurvatureMonitor(data, kind=kind, quantities=EVERYTHING, num_probes=8, num_steps=8)
+    monitor = CurvatureMonitor(data, matrix=kind, quantities=EVERYTHING, num_probes=8, num_steps=8)
     found = monitor.measure(model, optimizer)
     values = exact(model, data, kind)
     # The value errs by the square of its residual, 1e-2 of the norm.

@@ -86,7 +86,7 @@ def command(
         set_data=set_data, loss=loss, data_dir=data_dir, samples=samples, batch_size=batch_size,
         device=device, precision=precision, seed=seed,
     ))  # fmt: skip
-    kinds = opened.matrices(matrix)
+    matrices = opened.matrices(matrix)
     modes: Any = None if batch_norm == "both" or not opened.has_batch_norm else batch_norm
     with (
         writing(out or opened.folder) as folder,
@@ -97,7 +97,7 @@ def command(
             opened.risk(split),
             num_steps=steps,
             num_probes=probes,
-            kinds=kinds,
+            matrices=matrices,
             batch_norm=modes,
             state=states.path("sharpness"),
             save_interval=save_interval,

@@ -33,6 +33,8 @@ from ritz.operators._shared import SumOperator
 class HessianOperator(CurvatureOperator):
     r"""The Hessian :math:`H = \nabla^2 L(\theta)`, never formed; made by :func:`hessian`."""
 
+    matrix = "hessian"
+
 
 def hessian(
     risk: Risk,
@@ -96,6 +98,8 @@ Middle = Callable[[Any, Any, Any], Any]
 @final
 class GGNOperator(CurvatureOperator):
     r"""The matrix :math:`G = \frac{1}{N} \sum_i J_i^\top \nabla^2_f \ell_i J_i`, never formed."""
+
+    matrix = "ggn"
 
 
 def ggn(
@@ -203,6 +207,8 @@ FisherKind = Literal["monte_carlo", "empirical"]
 class FisherOperator(CurvatureOperator):
     r"""A Fisher matrix :math:`\frac{1}{N} \sum_i g_i g_i^\top`; made by :func:`fisher`."""
 
+    matrix = "fisher"
+
 
 def fisher(
     risk: Risk,
@@ -286,7 +292,9 @@ def gradient_covariance(
         block_size=block_size,
     )
     mean = risk.gradient().sub_(risk.theta, alpha=risk.l2)[:, None]
-    return second_moment + LowRankOperator(mean, scales=-torch.ones_like(mean[0]))
+    covariance = second_moment + LowRankOperator(mean, scales=-torch.ones_like(mean[0]))
+    covariance.origin = second_moment.origin | {"matrix": "covariance"}
+    return covariance
 
 
 def _check_samples(risk: Risk) -> None:
@@ -381,18 +389,18 @@ def _multiplied(
 # ------------------------------------------------------------------------------------------
 # Curvature of parts of the data, and how it differs from that of the whole.
 
-Kind = Literal["hessian", "ggn"]
-KINDS = ("hessian", "ggn")
+CurvatureMatrix = Literal["hessian", "ggn"]
+MATRICES = ("hessian", "ggn")
 
 
-def curvature_operator(risk: Risk, kind: Kind, **options: Any) -> CurvatureOperator:
+def curvature_operator(risk: Risk, matrix: CurvatureMatrix, **options: Any) -> CurvatureOperator:
     """Return the Hessian or the Gauss-Newton matrix, by name; options are theirs."""
-    check_choice("kind", kind, KINDS)
-    return hessian(risk, **options) if kind == "hessian" else ggn(risk, **options)
+    check_choice("matrix", matrix, MATRICES)
+    return hessian(risk, **options) if matrix == "hessian" else ggn(risk, **options)
 
 
 def batch_products(
-    risk: Risk, block: Tensor, *, kind: Kind = "hessian"
+    risk: Risk, block: Tensor, *, matrix: CurvatureMatrix = "hessian"
 ) -> Iterator[tuple[float, Tensor]]:
     r"""Yield weight :math:`w_b` and product :math:`H_b V`, ``(P, k)``, of each batch in turn.
 
@@ -402,21 +410,21 @@ def batch_products(
     Args:
         risk: The loss at a point, with its batches.
         block: :math:`V`, ``(P, k)``.
-        kind: ``hessian`` or ``ggn``.
+        matrix: ``hessian`` or ``ggn``.
     """
     theta = risk.theta
     check_tensor("block", block, dtype=theta.dtype, device=theta.device, rows=len(theta))
     columns = block if block.ndim == 2 else block[:, None]
     # One pass: what one product leaves behind would never be used.
-    yield from curvature_operator(risk, kind, memory=0).products.each(columns)
+    yield from curvature_operator(risk, matrix, memory=0).products.each(columns)
 
 
-def fluctuation(risk: Risk, part: Risk, *, kind: Kind = "hessian") -> SumOperator:
+def fluctuation(risk: Risk, part: Risk, *, matrix: CurvatureMatrix = "hessian") -> SumOperator:
     r"""Return :math:`H_\text{part} - H`: what a batch or some samples see beside what all do.
 
     Args:
         risk: The whole.
         part: A part of it, such as ``risk.batch(3)`` or ``risk.samples(indices)``.
-        kind: ``hessian`` or ``ggn``.
+        matrix: ``hessian`` or ``ggn``.
     """
-    return curvature_operator(part, kind) - curvature_operator(risk, kind)
+    return curvature_operator(part, matrix) - curvature_operator(risk, matrix)

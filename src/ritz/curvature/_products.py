@@ -4,13 +4,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, final
+from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.utils._pytree import tree_flatten, tree_leaves
 
+from ritz._core.batchnorm import batch_norms
 from ritz._core.checks import check_choice, check_count
 from ritz.curvature._linearize import Linearization, nbytes
 from ritz.curvature._risk import (
@@ -402,13 +403,17 @@ class Products:
 class CurvatureOperator(LinearOperator):
     """A matrix of a risk that is a mean over batches; ``products`` knows how it is multiplied."""
 
+    matrix: ClassVar[str]
+
     def __init__(self, products: Products) -> None:
         risk = products.risk
+        mode = {"batch_norm": risk.batch_norm} if batch_norms(risk.model) else {}
         super().__init__(
             risk.space.size,
             dtype=risk.theta.dtype,
             device=risk.theta.device,
             block_size=products.block_size,
+            origin={"matrix": self.matrix, **mode},
         )
         self.risk, self.products = risk, products
 

@@ -1,6 +1,6 @@
 """Names that other packages of ritz need and users do not."""
 
-from ritz.curvature._matrices import KINDS, Kind, require_outputs
+from ritz.curvature._matrices import MATRICES, CurvatureMatrix, require_outputs
 from ritz.curvature._products import ENGINES, EngineName
 from ritz.curvature._risk import (
     Adapter,
@@ -21,11 +21,11 @@ from ritz.curvature._statistics import Summary
 
 __all__ = [
     "ENGINES",
-    "KINDS",
+    "MATRICES",
     "Adapter",
+    "CurvatureMatrix",
     "EngineName",
     "Forward",
-    "Kind",
     "KnownLoss",
     "Summary",
     "arithmetic",

@@ -17,7 +17,7 @@ LARGEST = 20_000  # vertices of a dense matrix of 3.2 GB
 def laplacian(
     graph: Any,
     *,
-    kind: GraphMatrix = "normalized_laplacian",
+    matrix: GraphMatrix = "normalized",
     dtype: torch.dtype = torch.float64,
     device: torch.device | str = "cpu",
 ) -> LaplacianOperator:
@@ -25,7 +25,7 @@ def laplacian(
 
     Args:
         graph: Whatever :func:`ritz.graphs.as_graph` takes.
-        kind: Which matrix; see :class:`ritz.operators._laplacian.LaplacianOperator`.
+        matrix: Which matrix; see :class:`ritz.operators._laplacian.LaplacianOperator`.
         dtype: Of the products: float32 moves half as many bytes.
         device: Where products are made.
 
@@ -35,7 +35,7 @@ def laplacian(
     check_place(dtype, device)
     weights = None if graph.weights is None else graph.weights.to(device)
     rows = CompressedRows(graph.crow.to(device), graph.col.to(device), weights, dtype=dtype)
-    return LaplacianOperator(rows, kind=kind)
+    return LaplacianOperator(rows, matrix=matrix)
 
 
 def check_place(dtype: torch.dtype, device: torch.device | str) -> None:
@@ -47,12 +47,12 @@ def check_place(dtype: torch.dtype, device: torch.device | str) -> None:
         raise ValueError(f"device must be one that torch sees, got {str(device)!r} without CUDA")
 
 
-def eigenvalues(graph: Any, *, kind: GraphMatrix = "normalized_laplacian") -> Tensor:
+def eigenvalues(graph: Any, *, matrix: GraphMatrix = "normalized") -> Tensor:
     """Return all eigenvalues of a matrix of a graph, ascending, ``(n,)``, float64.
 
     Args:
         graph: Of at most 20,000 vertices.
-        kind: Which matrix.
+        matrix: Which matrix.
 
     Cost: that of a dense matrix, :math:`O(n^3)`. Memory: two matrices of :math:`8 n^2` bytes.
     """
@@ -62,7 +62,7 @@ def eigenvalues(graph: Any, *, kind: GraphMatrix = "normalized_laplacian") -> Te
             f"graph must have at most {LARGEST:,} vertices for all its eigenvalues, "
             f"got {graph.num_nodes:,}: spectrum() and density() need no matrix"
         )
-    op = laplacian(graph, kind=kind)
+    op = laplacian(graph, matrix=matrix)
     dense = op.matmat(torch.eye(graph.num_nodes, dtype=torch.float64))
     values: Tensor = torch.linalg.eigvalsh(dense)
     return values

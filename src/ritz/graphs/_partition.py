@@ -13,7 +13,7 @@ from ritz.graphs._gaps import NullSpace
 from ritz.graphs._graph import Graph
 from ritz.graphs._matrices import laplacian, with_edges
 from ritz.operators import LinearOperator
-from ritz.spectra import lanczos
+from ritz.spectra import eigenpairs
 
 TOP = 2.0  # largest possible eigenvalue
 RTOL = 1e-4  # of residuals: what lies within the band of the clusters need not be told apart
@@ -24,7 +24,7 @@ def spectral_clusters(
     graph: Any,
     num_clusters: int,
     *,
-    num_steps: int | None = None,
+    max_steps: int | None = None,
     generator: torch.Generator | None = None,
     progress: bool | Progress = False,
 ) -> Tensor:
@@ -41,13 +41,13 @@ def spectral_clusters(
         graph: Whatever :func:`ritz.graphs.as_graph` takes, with an edge at least.
         num_clusters: ``k``, such as :func:`ritz.graphs.count_clusters` gives; at least the number
             of components.
-        num_steps: Most products of a Lanczos run.
+        max_steps: Most products of a Lanczos run.
         generator: Source of the start vectors.
         progress: Whether to show a bar, or what to tell.
 
     Raises:
         ValueError: Fewer clusters than components, or more than vertices.
-        ritz.NotConvergedError: Lanczos did not find the eigenvectors in ``num_steps``.
+        ritz.NotConvergedError: Lanczos did not find the eigenvectors in ``max_steps``.
 
     Reference: Ng, Jordan and Weiss (2001); Damle, Minden and Ying (2019). Needs scikit-learn.
 
@@ -69,7 +69,7 @@ def spectral_clusters(
     if num_clusters == null.dimension:
         return _renumbered(null.labels)
     vectors = _eigenvectors(
-        graph, null, num_clusters - null.dimension, num_steps, generator, progress
+        graph, null, num_clusters - null.dimension, max_steps, generator, progress
     )
     return _renumbered(_grouped(graph, null, vectors, num_clusters))
 
@@ -78,7 +78,7 @@ def _eigenvectors(
     graph: Graph,
     null: NullSpace,
     count: int,
-    num_steps: int | None,
+    max_steps: int | None,
     generator: torch.Generator,
     progress: bool | Progress,
 ) -> Tensor:
@@ -88,24 +88,23 @@ def _eigenvectors(
     vectors = torch.empty(graph.num_nodes, 0, dtype=torch.float64)
     wanted = count
     while True:
-        spectrum = lanczos(
+        pairs = eigenpairs(
             LiftedOperator(op, null, vectors),
             smallest=wanted,
-            num_steps=num_steps,
+            max_steps=max_steps,
             rtol=RTOL,
-            vectors=True,
             generator=generator,
             progress=progress,
         )
-        spectrum.raise_if_failed()
+        pairs.raise_if_failed()
         full = len(values) == count
-        if full and float(spectrum.values[0]) > float(values[-1]) - EQUAL:
+        if full and float(pairs.values[0]) > float(values[-1]) - EQUAL:
             return vectors
-        if spectrum.vectors is None:
+        if pairs.vectors is None:
             raise RuntimeError("Lanczos returned no vectors")
         # A run finds a repeated eigenvalue once: the next one is without what was found.
-        values, order = torch.cat([values, spectrum.values]).sort()
-        vectors = torch.cat([vectors, spectrum.vectors], dim=1)[:, order[:count]]
+        values, order = torch.cat([values, pairs.values]).sort()
+        vectors = torch.cat([vectors, pairs.vectors], dim=1)[:, order[:count]]
         values, wanted = values[:count], 1
 
 

@@ -13,7 +13,14 @@ from ritz._core.results import Estimate, Status, format_uncertain
 from ritz._core.sampling import stderr
 from ritz._core.storage import storable
 from ritz.curvature import Risk
-from ritz.curvature._shared import KINDS, Kind, KnownLoss, is_rows, recognised, require_outputs
+from ritz.curvature._shared import (
+    MATRICES,
+    CurvatureMatrix,
+    KnownLoss,
+    is_rows,
+    recognised,
+    require_outputs,
+)
 from ritz.spectra import Spectrum
 
 
@@ -25,12 +32,12 @@ class Degeneracy:
     Attributes:
         mass: Share of the eigenvalues, over probes.
         value: Where it lies: how close to zero the "zero" is, over probes.
-        kind: ``hessian`` (the two Ritz values nearest to zero) or ``ggn`` (the nearest).
+        matrix: ``hessian`` (the two Ritz values nearest to zero) or ``ggn`` (the nearest).
     """
 
     mass: Estimate
     value: Estimate
-    kind: str
+    matrix: str
 
     def __str__(self) -> str:
         mass = format_uncertain(float(self.mass.mean), float(self.mass.stderr))
@@ -82,7 +89,9 @@ class RankBound:
         return "\n".join(lines)
 
 
-def rank_degeneracy(spectra: Spectrum | Sequence[Spectrum], *, kind: Kind) -> Degeneracy:
+def rank_degeneracy(
+    spectra: Spectrum | Sequence[Spectrum], *, matrix: CurvatureMatrix
+) -> Degeneracy:
     r"""Return the mass at the origin, and where it is, with error bars over probes.
 
     Gauss-Newton: weight :math:`\tau` and value of the Ritz value nearest to 0. Hessian: the two
@@ -91,19 +100,22 @@ def rank_degeneracy(spectra: Spectrum | Sequence[Spectrum], *, kind: Kind) -> De
 
     Args:
         spectra: Whole spectra, one a probe, as of :func:`ritz.spectra.lanczos_block`.
-        kind: ``hessian`` or ``ggn``: of which matrix.
+        matrix: ``hessian`` or ``ggn``: of which matrix.
 
     Reference: Section 3.2 of *Flatness is a False Friend*.
     """
-    check_choice("kind", kind, KINDS)
+    check_choice("matrix", matrix, MATRICES)
     runs = [spectra] if isinstance(spectra, Spectrum) else list(spectra)
     if not runs:
         raise ValueError("spectra must hold at least one spectrum, got none")
-    found = torch.stack([_nearest(run, 1 if kind == "ggn" else 2) for run in runs])
+    for run in runs:
+        if not isinstance(run, Spectrum):
+            raise TypeError(f"spectra must be whole spectra, as of ritz.lanczos, got {type(run)}")
+    found = torch.stack([_nearest(run, 1 if matrix == "ggn" else 2) for run in runs])
     spent = sum(run.num_products for run in runs)
-    method = "Ritz value nearest to 0" if kind == "ggn" else "two Ritz values nearest to 0"
+    method = "Ritz value nearest to 0" if matrix == "ggn" else "two Ritz values nearest to 0"
     mass, value = (_over_probes(samples, spent, method, runs[0].seed) for samples in found.T)
-    return Degeneracy(mass=mass, value=value, kind=kind)
+    return Degeneracy(mass=mass, value=value, matrix=matrix)
 
 
 def rank_bound(risk: Risk) -> RankBound:
@@ -151,9 +163,6 @@ def rank_bound(risk: Risk) -> RankBound:
 
 def _nearest(run: Spectrum, count: int) -> Tensor:
     """Mass and value of the Ritz values nearest to 0."""
-    if run.weights is None or run.diagonal is None or len(run.values) < len(run.diagonal):
-        raise ValueError("spectra must hold all Ritz values with their weights: run Lanczos by "
-                         "num_steps, without largest or smallest")  # fmt: skip
     chosen = run.values.abs().argsort()[:count]
     mass, values = run.weights[chosen], run.values[chosen]
     # Weights may vanish where the start vector has no part in either.

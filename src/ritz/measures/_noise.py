@@ -15,7 +15,7 @@ from ritz._core.results import Estimate, Status, format_uncertain
 from ritz._core.sampling import check_samples, column_dots, stderr
 from ritz._core.storage import storable
 from ritz.curvature import Risk, batch_products, curvature_operator
-from ritz.curvature._shared import Kind
+from ritz.curvature._shared import CurvatureMatrix
 
 BLOCK = 8  # probes multiplied at once
 
@@ -30,7 +30,7 @@ class Shrinkage:
         beta: :math:`\beta(B)` with its error, ``(len(batch_sizes),)``.
         signal: :math:`d^2 = \|H - m I\|_F^2`.
         variance: :math:`P \sigma^2`, of single samples.
-        kind: ``hessian`` or ``ggn``.
+        matrix: ``hessian`` or ``ggn``.
         num_parameters: :math:`P`.
         num_samples: :math:`N`.
     """
@@ -39,13 +39,13 @@ class Shrinkage:
     beta: Estimate
     signal: Estimate
     variance: Estimate
-    kind: str
+    matrix: str
     num_parameters: int
     num_samples: int
 
     def __str__(self) -> str:
         lines = [
-            f"Shrinkage of the {self.kind} towards m I, {self.num_parameters:,} parameters, "
+            f"Shrinkage of the {self.matrix} towards m I, {self.num_parameters:,} parameters, "
             f"{self.num_samples:,} samples",
             f"  |H - m I|_F^2 = {_plain(self.signal)}, P sigma^2 = {_plain(self.variance)}",
             f"  {'batch':>10}  beta",
@@ -60,7 +60,7 @@ class Shrinkage:
 def curvature_variance(
     risk: Risk,
     *,
-    kind: Kind = "hessian",
+    matrix: CurvatureMatrix = "hessian",
     group_size: int | None = None,
     num_probes: int = 8,
     along: Tensor | None = None,
@@ -95,7 +95,7 @@ def curvature_variance(
         risk: The loss at a point, a mean over samples (which is checked on the first batch); not
             with batch statistics, where samples have no matrix of their own, nor shared between
             processes.
-        kind: ``hessian`` or ``ggn``.
+        matrix: ``hessian`` or ``ggn``.
         group_size: ``g``; by default 1 below 256 samples, else such that there are at least 128
             groups.
         num_probes: Random unit vectors :math:`v`.
@@ -121,7 +121,7 @@ def curvature_variance(
         vectors = _checked(risk, along)
     groups = _groups(risk, group_size, generator)
     _check_mean(risk, group_size)
-    gaps = _contrasts(groups, vectors, kind, progress)
+    gaps = _contrasts(groups, vectors, matrix, progress)
     gaps *= group_size * (count - 1) / count
     # Of N - 1 contrasts of the samples M - 1 are seen: all of them where g = 1.
     unseen = (count - groups.num_batches) / (count - 1)
@@ -132,7 +132,7 @@ def shrinkage(
     risk: Risk,
     *,
     batch_sizes: Sequence[int],
-    kind: Kind = "hessian",
+    matrix: CurvatureMatrix = "hessian",
     group_size: int | None = None,
     num_probes: int = 32,
     generator: torch.Generator | None = None,
@@ -152,7 +152,7 @@ def shrinkage(
     Args:
         risk: The loss at a point; see :func:`curvature_variance`.
         batch_sizes: Sizes ``B``, from 1 to ``N``.
-        kind: ``hessian`` or ``ggn``.
+        matrix: ``hessian`` or ``ggn``.
         group_size: Samples that stand for one; see :func:`curvature_variance`.
         num_probes: Random vectors for either part.
         generator: Source of groups and probes.
@@ -168,13 +168,13 @@ def shrinkage(
     generator = resolve_generator(generator)
     variance = curvature_variance(
         risk,
-        kind=kind,
+        matrix=matrix,
         group_size=group_size,
         num_probes=num_probes,
         generator=generator,
         progress=progress,
     )
-    signal = _signal(risk, kind, num_probes, generator)
+    signal = _signal(risk, matrix, num_probes, generator)
     rates = [(1 / size - 1 / count) * count / (count - 1) for size in sizes]
     error = risk.space.size * torch.tensor(rates, dtype=torch.float64)
     d2, e2 = signal.mean, variance.mean * error
@@ -193,7 +193,7 @@ def shrinkage(
         beta=beta,
         signal=signal,
         variance=variance,
-        kind=kind,
+        matrix=matrix,
         num_parameters=risk.space.size,
         num_samples=count,
     )
@@ -243,10 +243,10 @@ def _groups(risk: Risk, group_size: int, generator: torch.Generator) -> Risk:
     return risk.samples(used, batch_size=group_size)
 
 
-def _unit_probes(risk: Risk, count: int, kind: Probe, generator: torch.Generator) -> Tensor:
+def _unit_probes(risk: Risk, count: int, probe: Probe, generator: torch.Generator) -> Tensor:
     theta = risk.theta
     block = probes(
-        (len(theta), count), kind=kind, generator=generator, dtype=theta.dtype, device=theta.device
+        (len(theta), count), kind=probe, generator=generator, dtype=theta.dtype, device=theta.device
     )
     return block.div_(block.norm(dim=0))
 
@@ -262,7 +262,9 @@ def _checked(risk: Risk, along: Tensor) -> Tensor:
     return block
 
 
-def _contrasts(groups: Risk, vectors: Tensor, kind: Kind, progress: bool | Progress) -> Tensor:
+def _contrasts(
+    groups: Risk, vectors: Tensor, matrix: CurvatureMatrix, progress: bool | Progress
+) -> Tensor:
     r"""Return :math:`\frac{j-1}{j} \|y_j - \bar y_{j-1}\|^2`, :math:`y_j = H_j v`, ``(M - 1, k)``.
 
     Their sum over groups is that of :math:`\|y_j - \bar y\|^2`, in one pass and with nothing to
@@ -274,7 +276,7 @@ def _contrasts(groups: Risk, vectors: Tensor, kind: Kind, progress: bool | Progr
         for block in blocks:
             mean = torch.zeros_like(block, dtype=torch.float64)
             gaps = []
-            for j, (_, product) in enumerate(batch_products(groups, block, kind=kind), start=1):
+            for j, (_, product) in enumerate(batch_products(groups, block, matrix=matrix), start=1):
                 step = product.double() - mean
                 gaps.append(column_dots(step, step) * ((j - 1) / j))
                 mean.add_(step, alpha=1 / j)
@@ -309,9 +311,11 @@ def _estimate(
     )
 
 
-def _signal(risk: Risk, kind: Kind, num_probes: int, generator: torch.Generator) -> Estimate:
+def _signal(
+    risk: Risk, matrix: CurvatureMatrix, num_probes: int, generator: torch.Generator
+) -> Estimate:
     r"""The squared distance :math:`\|H - m I\|_F^2` from the nearest multiple of the identity."""
-    op = curvature_operator(risk, kind)
+    op = curvature_operator(risk, matrix)
     size = risk.space.size
     block = _unit_probes(risk, num_probes, "rademacher", generator)
     image = torch.cat([op.matmat(part) for part in block.split(op.block_size, 1)], 1)

@@ -18,7 +18,7 @@ from ritz._core.results import Estimate, Status, format_uncertain
 from ritz._core.sampling import stderr
 from ritz._core.storage import digest, storable
 from ritz.curvature import CurvatureOperator, Risk, curvature_operator, summary
-from ritz.curvature._shared import KINDS, EngineName, Kind, Summary
+from ritz.curvature._shared import MATRICES, CurvatureMatrix, EngineName, Summary
 from ritz.measures._degeneracy import Degeneracy, rank_degeneracy
 from ritz.measures._journal import PartJournal
 from ritz.operators import exact_trace
@@ -94,15 +94,8 @@ def simple_eigenvalues(runs: Sequence[Spectrum]) -> Tensor:
     return torch.tensor(found, dtype=torch.int64).reshape(-1, len(runs)).T
 
 
-def weights_of(run: Spectrum) -> Tensor:
-    """Gauss weights ``(m,)``, which a run without restarts has."""
-    if run.weights is None:
-        raise RuntimeError("a Lanczos run without restarts has weights")
-    return run.weights
-
-
 def _sample(run: Spectrum, chosen: Tensor, at: Tensor) -> Tensor:
-    rest = weights_of(run).clone()
+    rest = run.weights.clone()
     rest[chosen] = 0
     left, mass = run.dimension - len(chosen), rest.sum()
     sampled = left * (rest @ at) / mass if left and mass > 0 else torch.zeros_like(mass)
@@ -127,7 +120,7 @@ def _same(
     if first.cosines is None or float(angles[other][there]) > CONVERGED:
         return False
     along = abs(float(first.cosines[other, here]))
-    part = math.sqrt(float(weights_of(run)[there]))
+    part = math.sqrt(float(run.weights[there]))
     # Other directions have parts of the same order, of which four deviations may come in.
     slack = ROUNDOFF + 4 * float(angles[0][here] + angles[other][there])
     return abs(along - part) * math.sqrt(run.dimension) <= slack
@@ -152,7 +145,7 @@ class SharpnessRow:
     r"""How sharp one matrix is.
 
     Attributes:
-        kind: ``hessian`` or ``ggn``.
+        matrix: ``hessian`` or ``ggn``.
         batch_norm: The mode of batch norm; ``None`` for a model without.
         spectral_norm: The largest :math:`|\theta_k|` of all probes; its truncation is the residual.
         largest: The largest Ritz value.
@@ -169,7 +162,7 @@ class SharpnessRow:
         status: How the Lanczos runs ended.
     """
 
-    kind: str
+    matrix: str
     batch_norm: str | None
     spectral_norm: Estimate
     largest: float
@@ -218,7 +211,7 @@ def sharpness(
     *,
     num_steps: int | None = None,
     num_probes: int = 8,
-    kinds: Sequence[Kind] = ("hessian", "ggn"),
+    matrices: Sequence[CurvatureMatrix] = ("hessian", "ggn"),
     batch_norm: BatchNormMode | Sequence[BatchNormMode] | None = None,
     block_size: int | None = None,
     engine: EngineName = "auto",
@@ -247,7 +240,7 @@ def sharpness(
         num_steps: Lanczos steps ``m`` a probe; by default 100, or ``P`` if that is less.
         num_probes: Random start vectors. An error bar of ``d`` of them, a standard error, is itself
             uncertain by a share of about :math:`1 / \sqrt{2 (d - 1)}`; one has none.
-        kinds: Which of ``hessian`` and ``ggn``.
+        matrices: Which of ``hessian`` and ``ggn``.
         batch_norm: Mode or modes; by default both ``eval`` (or ``recomputed``, if the risk is so)
             and ``train`` with the batches of the risk, whose size must then have been given. A
             model without batch norm has one row.
@@ -268,10 +261,10 @@ def sharpness(
     num_steps = min(100, size) if num_steps is None else num_steps
     check_count("num_steps", num_steps, high=size)
     check_count("num_probes", num_probes)
-    if isinstance(kinds, str) or not kinds:
-        raise ValueError(f"kinds must be a sequence of {', '.join(KINDS)}; got {kinds!r}")
-    for kind in kinds:
-        check_choice("kinds", kind, KINDS)
+    if isinstance(matrices, str) or not matrices:
+        raise ValueError(f"matrices must be a sequence of {', '.join(MATRICES)}; got {matrices!r}")
+    for matrix in matrices:
+        check_choice("matrices", matrix, MATRICES)
     check_range("save_interval", save_interval, low=0.0)
     generator = resolve_generator(generator)
     start = probes(
@@ -288,9 +281,9 @@ def sharpness(
     rows, summaries = [], {}
     for mode, part in _modes(risk, batch_norm):
         summaries[mode or ""] = _summary(journal, part, mode)
-        for kind in kinds:
-            op = curvature_operator(part, kind, engine=engine, block_size=block_size)
-            rows.append(_row(journal, op, run, start, kind, mode, generator.initial_seed()))
+        for matrix in matrices:
+            op = curvature_operator(part, matrix, engine=engine, block_size=block_size)
+            rows.append(_row(journal, op, run, start, matrix, mode, generator.initial_seed()))
     return Sharpness(
         rows=tuple(rows),
         summaries=summaries,
@@ -373,24 +366,28 @@ def _row(
     op: CurvatureOperator,
     run: Callable[..., tuple[Spectrum, ...]],
     start: Tensor,
-    kind: Kind,
+    matrix: CurvatureMatrix,
     mode: str | None,
     seed: int,
 ) -> SharpnessRow:
     """One matrix, each of whose blocks of runs is a part that can be resumed."""
-    name, runs = f"{mode or 'none'}-{kind}", []
+    name, runs = f"{mode or 'none'}-{matrix}", []
     for index, block in enumerate(start.split(op.block_size, 1)):
         # The first run's angles with all starts: which of its values are simple eigenvalues.
         against = None if index or start.shape[1] == 1 else start
         part = partial(run, op, start=block, against=against)
         runs += journal.part(f"{name}-{index}", part)
     # A part as well: an exact trace may cost as much as a run.
-    row: SharpnessRow = journal.part(name, lambda state: _measured(op, runs, kind, mode, seed))
+    row: SharpnessRow = journal.part(name, lambda state: _measured(op, runs, matrix, mode, seed))
     return row
 
 
 def _measured(
-    op: CurvatureOperator, runs: list[Spectrum], kind: Kind, mode: str | None, seed: int
+    op: CurvatureOperator,
+    runs: list[Spectrum],
+    matrix: CurvatureMatrix,
+    mode: str | None,
+    seed: int,
 ) -> SharpnessRow:
     size, spent = op.shape[0], sum(run.num_products for run in runs)
     samples, split = traces(runs, _FUNCTIONS)
@@ -402,7 +399,7 @@ def _measured(
     whole = first if known is None else _exact(known, structure_note(op))
     extreme, residual = _extreme(runs)
     return SharpnessRow(
-        kind=kind,
+        matrix=matrix,
         batch_norm=mode,
         spectral_norm=_estimate(extreme.abs()[None], spent, len(runs), seed, "Lanczos", residual),
         largest=max(float(run.values[-1]) for run in runs),
@@ -413,7 +410,7 @@ def _measured(
         negative_mass=replace(
             _scaled(negative, 1 / size), truncation=(possible.mean - negative.mean) / size
         ),
-        degeneracy=rank_degeneracy(runs, kind=kind),
+        degeneracy=rank_degeneracy(runs, matrix=matrix),
         num_products=spent,
         status=min((run.status for run in runs), key=lambda status: status.outcome == "breakdown"),
     )
@@ -482,7 +479,7 @@ def _root(square: Estimate, least: float) -> Estimate:
 
 def _column(row: SharpnessRow, at: Summary) -> dict[str, str]:
     mass, value = row.degeneracy.mass, row.degeneracy.value
-    column = {"": row.kind, "batch norm": row.batch_norm or "none"}
+    column = {"": row.matrix, "batch norm": row.batch_norm or "none"}
     if at.accuracy is not None:
         column["accuracy"] = f"{at.accuracy:.2%}"
     residual, undecided = row.spectral_norm.truncation, row.negative_mass.truncation

@@ -9,7 +9,7 @@ from ritz.operators._algebra import (
 from ritz.operators._base import LinearOperator, check_symmetric
 from ritz.operators._exact import exact_diagonal, exact_trace
 from ritz.operators._function import FunctionOperator
-from ritz.operators._interop import as_operator, read_matrix
+from ritz.operators._interop import OperatorLike, as_operator, read_matrix
 from ritz.operators._kernel import KernelOperator
 from ritz.operators._laplacian import LaplacianOperator
 from ritz.operators._sparse import SparseOperator
@@ -32,6 +32,7 @@ __all__ = [
     "LaplacianOperator",
     "LinearOperator",
     "LowRankOperator",
+    "OperatorLike",
     "RestrictedOperator",
     "ShardedOperator",
     "ShiftedOperator",

@@ -1,6 +1,7 @@
 """The one interface everything else needs: a symmetric matrix that multiplies blocks."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,11 +29,19 @@ class LinearOperator(ABC):
         shape: ``(n, n)``.
         dtype: Of the operator, and so of every block it takes and returns.
         device: Likewise.
-        block_size: Number of columns at which a product is cheapest a column.
+        block_size: Number of columns at which a product is cheapest per column.
+        origin: What results say of the matrix: ``matrix``, such as ``hessian`` or ``laplacian``,
+            and ``batch_norm``, the mode of a network that has it; empty where nothing is known.
     """
 
     def __init__(
-        self, n: int, *, dtype: torch.dtype, device: torch.device | str, block_size: int = 8
+        self,
+        n: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        block_size: int = 8,
+        origin: Mapping[str, str] | None = None,
     ) -> None:
         if n < 1:
             raise ValueError(f"an operator must have at least one row, got {n}")
@@ -45,6 +54,7 @@ class LinearOperator(ABC):
         self.dtype = dtype
         self.device = torch.device(device)
         self.block_size = block_size
+        self.origin = dict(origin or {})
 
     @abstractmethod
     def _matmat(self, block: Tensor) -> Tensor:

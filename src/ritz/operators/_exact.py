@@ -75,10 +75,10 @@ def _(op: LaplacianOperator) -> Tensor | None:
     values = {
         "adjacency": loops,
         "laplacian": d - loops,
-        "normalized_laplacian": torch.where(d > 0, 1 - walk, 0.0),
+        "normalized": torch.where(d > 0, 1 - walk, 0.0),
         "modularity": loops - d.square() / (op.total or 1.0),
     }
-    return values.get(op.kind, walk).to(op.dtype)
+    return values.get(op.matrix, walk).to(op.dtype)
 
 
 @exact_diagonal.register
@@ -161,15 +161,15 @@ def _(op: SparseOperator) -> tuple[float, float] | None:
 
 @gershgorin.register
 def _(op: LaplacianOperator) -> tuple[float, float] | None:
-    if op.kind == "normalized_laplacian":
+    if op.matrix == "normalized":
         return 0.0, 2.0
-    if op.kind in ("normalized_adjacency", "random_walk"):
+    if op.matrix in ("normalized_adjacency", "random_walk"):
         return -1.0, 1.0
     loops, d = op.rows.diagonal().double(), op.degrees
-    if op.kind == "laplacian":
+    if op.matrix == "laplacian":
         return 0.0, float(2 * (d - loops).max())
     low, high = float((2 * loops - d).min()), float(d.max())
-    if op.kind == "modularity":  # less a matrix of rank one with this eigenvalue
+    if op.matrix == "modularity":  # less a matrix of rank one with this eigenvalue
         low -= float(d.square().sum()) / (op.total or 1.0)
     return low, high
 

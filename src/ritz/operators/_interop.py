@@ -5,7 +5,7 @@ import os
 import zipfile
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import scipy.io
@@ -24,7 +24,13 @@ from ritz.operators._structured import DenseOperator
 # Operators from what people have.
 
 
-def as_operator(x: Any) -> LinearOperator:
+OperatorLike: TypeAlias = (
+    "LinearOperator | Tensor | np.ndarray[Any, Any] | scipy.sparse.sparray | scipy.sparse.spmatrix "
+    "| ScipyOperator[Any]"
+)
+
+
+def as_operator(x: OperatorLike) -> LinearOperator:
     """Return ``x`` as an operator: every function that takes an operator calls this.
 
     Args:
@@ -44,7 +50,7 @@ def as_operator(x: Any) -> LinearOperator:
     if is_networkx(x):
         raise TypeError(
             "op must be one matrix, and a graph has several: "
-            "choose one with ritz.operators.LaplacianOperator(graph, kind=...)"
+            "choose one with ritz.operators.LaplacianOperator(graph, matrix=...)"
         )
     raise TypeError(
         "op must be a ritz operator, a symmetric tensor or array, a SciPy sparse matrix or a SciPy "

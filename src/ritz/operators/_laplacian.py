@@ -15,15 +15,15 @@ from ritz.operators._sparse import CompressedRows, SparseOperator, compressed_ro
 GraphMatrix = Literal[
     "adjacency",
     "laplacian",
-    "normalized_laplacian",
+    "normalized",
     "normalized_adjacency",
     "random_walk",
     "modularity",
 ]
-KINDS: tuple[GraphMatrix, ...] = (
+GRAPH_MATRICES: tuple[GraphMatrix, ...] = (
     "adjacency",
     "laplacian",
-    "normalized_laplacian",
+    "normalized",
     "normalized_adjacency",
     "random_walk",
     "modularity",
@@ -39,7 +39,7 @@ class LaplacianOperator(LinearOperator):
     ========================  ====================================================================
     ``adjacency``             :math:`W`
     ``laplacian``             :math:`D - W`, eigenvalues from 0
-    ``normalized_laplacian``  :math:`I - D^{-1/2} W D^{-1/2}`, eigenvalues from 0 to 2
+    ``normalized``            :math:`I - D^{-1/2} W D^{-1/2}`, eigenvalues from 0 to 2
     ``normalized_adjacency``  :math:`D^{-1/2} W D^{-1/2}`, eigenvalues from -1 to 1
     ``random_walk``           the same matrix: :math:`D^{-1} W` is not symmetric, but similar to
                               it, so the eigenvalues agree; its eigenvectors are :math:`D^{-1/2} v`
@@ -58,7 +58,7 @@ class LaplacianOperator(LinearOperator):
         weights: :math:`W`, symmetric and non-negative: SciPy sparse, torch sparse, NetworkX graph
             (edge attribute ``weight``, one where there is none), or :class:`CompressedRows`, whose
             values may be left out where all are one.
-        kind: Which matrix.
+        matrix: Which matrix.
         dtype: Of the matrix; that of the weights by default, float64 if they are no floats.
 
     Attributes:
@@ -73,16 +73,22 @@ class LaplacianOperator(LinearOperator):
         self,
         weights: Any,
         *,
-        kind: GraphMatrix = "normalized_laplacian",
+        matrix: GraphMatrix = "normalized",
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_choice("kind", kind, KINDS)
+        check_choice("matrix", matrix, GRAPH_MATRICES)
         if dtype is not None:
             check_real_floating("the matrix of a graph", dtype)
         rows = _without_ones(_weights(weights, dtype))
-        super().__init__(rows.num_rows, dtype=rows.dtype, device=rows.device, block_size=rows.width)
+        super().__init__(
+            rows.num_rows,
+            dtype=rows.dtype,
+            device=rows.device,
+            block_size=rows.width,
+            origin={"matrix": matrix},
+        )
         _check_weights(rows)
-        self.rows, self.kind = rows, kind
+        self.rows, self.matrix = rows, matrix
         self.degrees = rows.sums()
         self.total = float(self.degrees.sum())
         self._inner, self._outer, self._diagonal = self._sides()
@@ -91,7 +97,7 @@ class LaplacianOperator(LinearOperator):
         product = self.rows.multiply(
             block, inner=self._inner, outer=self._outer, diagonal=self._diagonal
         )
-        if self.kind == "modularity" and self.total:
+        if self.matrix == "modularity" and self.total:
             d = self.degrees.to(self.dtype)[:, None]
             product.addmm_(d, d.T @ block, alpha=-1 / self.total)
         return product
@@ -101,16 +107,16 @@ class LaplacianOperator(LinearOperator):
         # packed is all that a row needs.
         d = self.degrees
         inverse = torch.where(d > 0, d.rsqrt(), 0.0).to(self.dtype)
-        if self.kind == "laplacian":
+        if self.matrix == "laplacian":
             return None, torch.full_like(inverse, -1.0), d.to(self.dtype)
-        if self.kind == "normalized_laplacian":
+        if self.matrix == "normalized":
             return inverse, -inverse, d.sqrt().to(self.dtype)
-        if self.kind in ("normalized_adjacency", "random_walk"):
+        if self.matrix in ("normalized_adjacency", "random_walk"):
             return inverse, inverse, torch.zeros_like(inverse)
         return None, None, None
 
     def _detail(self) -> str:
-        return f"{self.kind}, {self.rows.num_entries:,} entries"
+        return f"{self.matrix}, {self.rows.num_entries:,} entries"
 
 
 def is_networkx(x: Any) -> bool:

@@ -1,6 +1,5 @@
 """Readable scales, ticks and titles."""
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -124,12 +123,15 @@ def log_y(ax: "Axes") -> None:
 # ------------------------------------------------------------------------------------------
 # What results are called in pictures, by what they say of themselves.
 
-OPERATORS = {
-    "HessianOperator": "Hessian",
-    "GGNOperator": "Gauss-Newton",
-    "FisherOperator": "Fisher",
+MATRICES = {
+    "hessian": "Hessian",
+    "ggn": "Gauss-Newton",
+    "fisher": "Fisher",
+    "covariance": "Covariance of gradients",
+    "normalized": "Normalised Laplacian",
+    "laplacian": "Laplacian",
+    "adjacency": "Adjacency matrix",
 }
-KINDS = {"hessian": "Hessian", "ggn": "Gauss-Newton"}
 DIRECTIONS = {
     "largest": "Ritz vector of the largest value",
     "smallest": "Ritz vector of the smallest value",
@@ -138,16 +140,15 @@ DIRECTIONS = {
 
 
 def spectrum_title(spectrum: Spectrum) -> str:
-    """Return the matrix of a spectrum, and its mode of batch norm where it has one.
+    """Return the matrix of a spectrum, and its batch-norm mode where it has one.
 
-    Such as ``Hessian, batch norm eval``; empty for a matrix that is no curvature of a network.
+    Such as ``Hessian, batch norm eval``; empty for a matrix that has no name.
 
     Args:
-        spectrum: Which remembers what its operator was.
+        spectrum: Which stores the name of its matrix.
     """
-    kind = OPERATORS.get(spectrum.operator.partition("(")[0], "")
-    mode = re.search(r"\bbatch norm \w+", spectrum.operator)
-    return f"{kind}, {mode[0]}" if kind and mode else kind
+    title = MATRICES.get(spectrum.matrix or "", "")
+    return f"{title}, batch norm {spectrum.batch_norm}" if spectrum.batch_norm else title
 
 
 def titled(spectra: Mapping[str, Spectrum]) -> dict[str, Spectrum]:
@@ -177,4 +178,4 @@ def monitor_title(records: Iterable[Mapping[str, Any]]) -> str:
         records: Of a log; those of other kinds than ``curvature`` are passed over.
     """
     found = {record.get("matrix") for record in records if record.get("kind") == "curvature"}
-    return KINDS.get(str(*found), "") if len(found) == 1 else ""
+    return MATRICES.get(str(*found), "") if len(found) == 1 else ""

@@ -85,13 +85,11 @@ def spectrum_stems(spectrum: Spectrum, *, rtol: float = 1e-3) -> Stems:
     """Return the stems of a spectrum.
 
     Args:
-        spectrum: With weights: a run that restarted has none.
+        spectrum: As of :func:`ritz.lanczos`.
         rtol: A value has converged when its residual is at most this share of the largest
             absolute value.
     """
     check_range("rtol", rtol, low=0)
-    if spectrum.weights is None:
-        raise ValueError("spectrum must have weights, which a run with restarts does not keep")
     values, residuals = spectrum.values, spectrum.residuals
     converged = residuals <= rtol * values.abs().max()
     return Stems(

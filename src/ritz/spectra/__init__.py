@@ -5,7 +5,16 @@ from ritz.spectra._cg import NotPositiveDefiniteError, Solution, solve
 from ritz.spectra._density import DiscreteDensity, PolynomialDensity, SmoothedDensity, density
 from ritz.spectra._functions import logdet, trace_function
 from ritz.spectra._gradients import backward_gradient, logdet_gradient
-from ritz.spectra._lanczos import Bounds, Spectrum, bounds, lanczos, lanczos_block, spectral_norm
+from ritz.spectra._lanczos import (
+    Bounds,
+    Eigenpairs,
+    Spectrum,
+    bounds,
+    eigenpairs,
+    lanczos,
+    lanczos_block,
+    spectral_norm,
+)
 from ritz.spectra._likelihood import inverse_form, log_likelihood
 from ritz.spectra._maxent import EntropicDensity, maxent
 from ritz.spectra._moments import Moments, moments
@@ -15,6 +24,7 @@ __all__ = [
     "Bounds",
     "Density",
     "DiscreteDensity",
+    "Eigenpairs",
     "EntropicDensity",
     "Moments",
     "NotPositiveDefiniteError",
@@ -26,6 +36,7 @@ __all__ = [
     "bounds",
     "density",
     "diagonal",
+    "eigenpairs",
     "frobenius_norm",
     "inverse_form",
     "lanczos",

@@ -1,6 +1,5 @@
 """Curvature watched while a model trains, without a change to the training."""
 
-import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, final
@@ -14,9 +13,9 @@ from ritz._core.batchnorm import BatchNormMode, unwrapped
 from ritz._core.checks import check_choice, check_count, check_range
 from ritz._core.results import Estimate
 from ritz.curvature import CurvatureOperator, Risk, curvature_operator
-from ritz.curvature._shared import KINDS, Kind
+from ritz.curvature._shared import MATRICES, CurvatureMatrix
 from ritz.measures import curvature_variance
-from ritz.spectra import lanczos, trace
+from ritz.spectra import eigenpairs, lanczos, trace
 from ritz.training._config import UNITS, Unit
 from ritz.training._folder import Log, Record
 
@@ -63,7 +62,7 @@ class CurvatureMonitor:
         quantities: Which to measure.
         every: Counts from one measurement to the next.
         unit: What is counted; :func:`ritz.training.fit` calls it so.
-        kind: ``hessian`` or ``ggn``.
+        matrix: ``hessian`` or ``ggn``.
         batch_norm: ``eval``, ``train`` or ``recomputed``; not for a function.
         batch_size: Of the sub-sample where it is tensors.
         count: Takes a batch of the sub-sample and returns how much it counts, as for
@@ -85,7 +84,7 @@ class CurvatureMonitor:
         quantities: Sequence[Quantity] = ("lambda_max", "trace"),
         every: int = 1,
         unit: Unit = "epoch",
-        kind: Kind = "hessian",
+        matrix: CurvatureMatrix = "hessian",
         batch_norm: BatchNormMode = "eval",
         batch_size: int | None = None,
         count: Callable[[Any], int] | None = None,
@@ -98,7 +97,7 @@ class CurvatureMonitor:
     ) -> None:
         check_count("every", every)
         check_choice("unit", unit, UNITS)
-        check_choice("kind", kind, KINDS)
+        check_choice("matrix", matrix, MATRICES)
         check_range("rtol", rtol, low=0.0)
         check_count("num_steps", num_steps)
         check_count("num_probes", num_probes, low=2)
@@ -107,7 +106,7 @@ class CurvatureMonitor:
                              f"{quantities!r}")  # fmt: skip
         for name in quantities:
             check_choice("quantities", name, QUANTITIES)
-        self.quantities, self.every, self.unit, self.kind = tuple(quantities), every, unit, kind
+        self.quantities, self.every, self.unit, self.matrix = tuple(quantities), every, unit, matrix
         self._risk = (
             source if callable(source) else _risk_of(source, loss_fn, batch_norm, batch_size, count)
         )
@@ -144,8 +143,8 @@ class CurvatureMonitor:
     def measure(self, model: nn.Module, optimizer: Optimizer | None = None) -> Record:
         """The chosen quantities of a model as it is now."""
         risk: Risk = self._risk(unwrapped(model))
-        op = curvature_operator(risk, self.kind)
-        found: Record = {"matrix": self.kind}
+        op = curvature_operator(risk, self.matrix)
+        found: Record = {"matrix": self.matrix}
         if "lambda_max" in self.quantities:
             found |= self._lambda_max(op, optimizer)
         if "trace" in self.quantities:
@@ -153,18 +152,19 @@ class CurvatureMonitor:
                 op, num_probes=self._num_probes, generator=self._generator()))  # fmt: skip
         if "variance" in self.quantities:
             found |= _with_error("variance", curvature_variance(
-                risk, kind=self.kind, num_probes=self._num_probes, generator=self._generator()
+                risk, matrix=self.matrix, num_probes=self._num_probes, generator=self._generator()
             ))  # fmt: skip
         if "spectrum" in self.quantities:
             found |= self._spectrum(op)
         return found
 
     def _lambda_max(self, op: CurvatureOperator, optimizer: Optimizer | None) -> Record:
-        run = lanczos(
+        run = eigenpairs(
             op,
             largest=1,
             rtol=self._rtol,
-            num_steps=10 * self._num_steps,
+            max_steps=10 * self._num_steps,
+            vectors=False,
             generator=self._generator(),
         )
         value = float(run.values[-1])
@@ -177,8 +177,7 @@ class CurvatureMonitor:
     def _spectrum(self, op: CurvatureOperator) -> Record:
         steps = min(self._num_steps, op.shape[0])
         run = lanczos(op, num_steps=steps, generator=self._generator())
-        weights = run.weights if run.weights is not None else torch.full_like(run.values, math.nan)
-        return {"ritz_values": run.values.tolist(), "ritz_weights": weights.tolist()}
+        return {"ritz_values": run.values.tolist(), "ritz_weights": run.weights.tolist()}
 
     def _generator(self) -> torch.Generator:
         return torch.Generator().manual_seed(self._seed)

@@ -13,7 +13,7 @@ from ritz._core.checks import check_choice, check_finite
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import resolve_generator
 from ritz._core.storage import storable
-from ritz.curvature._matrices import KINDS, Kind, curvature_operator, require_outputs
+from ritz.curvature._matrices import MATRICES, CurvatureMatrix, curvature_operator, require_outputs
 from ritz.curvature._persample.capture import Call, Captured, full_name, owners
 from ritz.curvature._persample.exact import Columns, passes, root_columns
 from ritz.curvature._persample.plan import structure_plan
@@ -42,7 +42,7 @@ from ritz.operators import (
 def block_diagonal(
     risk: Risk,
     *,
-    kind: Kind = "hessian",
+    matrix: CurvatureMatrix = "hessian",
     by: Sequence[Selection] | None = None,
     engine: EngineName = "auto",
     memory: int = 2 * 2**30,
@@ -54,18 +54,18 @@ def block_diagonal(
 
     Args:
         risk: The loss at a point.
-        kind: ``hessian`` or ``ggn``.
+        matrix: ``hessian`` or ``ggn``.
         by: The blocks: regular expressions that names begin with, or lists or functions of names,
             that take every parameter once and follow the order of ``risk.theta``. By default one
             for each module that owns parameters.
         engine: ``auto``, ``linearized`` or ``eager``: see :class:`ritz.curvature.Products`.
         memory: Bytes for linearisations that are kept, all blocks together.
     """
-    check_choice("kind", kind, KINDS)
+    check_choice("matrix", matrix, MATRICES)
     groups = _by_module(risk) if by is None else _given(risk, by)
     options: dict[str, Any] = {"engine": engine, "memory": memory // len(groups)}
     return BlockDiagonalOperator(
-        [curvature_operator(risk.on(names), kind, **options) for names in groups]
+        [curvature_operator(risk.on(names), matrix, **options) for names in groups]
     )
 
 
@@ -318,7 +318,9 @@ def _columns(risk: Risk, kind: KFACKind, generator: torch.Generator) -> Columns:
         return _empirical(risk)
     known = recognised(risk.loss_fn)
     if known is None or not known.sampled:
-        raise ValueError(f"kind='mc' needs a loss that is a likelihood, got {risk.loss_fn}")
+        raise ValueError(
+            f"kind='monte_carlo' needs a loss that is a likelihood, got {risk.loss_fn}"
+        )
     # A seed for every batch: which process sees it does not change its labels.
     seeds = torch.randint(0, 2**62, (risk.num_batches,), generator=generator).tolist()
 

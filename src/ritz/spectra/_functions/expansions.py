@@ -110,7 +110,7 @@ def _interpolated(
 
 def _moments(op: LinearOperator, budget: Budget, num_products: int, function: Function) -> Moments:
     steps = min(MOST_STEPS, max(2, num_products // 3))
-    found = bounds(op, num_steps=steps, generator=budget.generator)
+    found = bounds(op, max_steps=steps, generator=budget.generator)
     left = num_products - found.num_products
     num_probes = budget.num_probes or max(2, min(PROBES, left))
     measured = moments(

@@ -1,6 +1,6 @@
 """Lanczos: the recurrence, its saved state, whole spectra, extreme eigenpairs and bounds."""
 
-from ritz.spectra._lanczos.extremes import Bounds, bounds, spectral_norm
+from ritz.spectra._lanczos.extremes import Bounds, Eigenpairs, bounds, eigenpairs, spectral_norm
 from ritz.spectra._lanczos.recurrence import (
     REORTHOGONALIZATIONS,
     ROUNDOFF,
@@ -16,11 +16,13 @@ __all__ = [
     "REORTHOGONALIZATIONS",
     "ROUNDOFF",
     "Bounds",
+    "Eigenpairs",
     "Recurrence",
     "Reorthogonalization",
     "Spectrum",
     "advance",
     "bounds",
+    "eigenpairs",
     "lanczos",
     "lanczos_block",
     "least_frobenius_norm",

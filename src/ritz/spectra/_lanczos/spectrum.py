@@ -19,8 +19,7 @@ class Spectrum:
 
     Attributes:
         values: Ritz values :math:`\theta_k`, ascending, ``(m,)``, float64.
-        weights: Gauss weights :math:`\tau_k`, ``(m,)``, summing to 1; ``None`` after a restart,
-            which forgets the start vector.
+        weights: Gauss weights :math:`\tau_k`, ``(m,)``, summing to 1.
         residuals: :math:`\|A u_k - \theta_k u_k\|` with the part that roundoff adds, ``(m,)``:
             an eigenvalue lies within this distance of each value.
         roundoff: The part of every residual that is roundoff: values this close to zero may be
@@ -29,33 +28,37 @@ class Spectrum:
             unless asked for.
         vectors: Ritz vectors :math:`u_k` as columns, ``(n, m)``, ascending like the values;
             ``None`` unless asked for. With a spread basis: this process's rows.
-        diagonal: The diagonal of the tridiagonal matrix, ``(steps,)``; ``None`` after a restart.
-        off_diagonal: Beside it, ``(steps - 1,)``; ``None`` after a restart.
+        diagonal: The diagonal of the tridiagonal matrix, ``(m,)``.
+        off_diagonal: Beside it, ``(m - 1,)``.
         dimension: The order ``n`` of the operator.
         num_products: Products spent.
         operator: What the operator said it was.
+        matrix: Which matrix of a network or graph it is, such as ``hessian``; ``None`` if unknown.
+        batch_norm: The batch-norm mode of the network; ``None`` without batch norm.
         settings: How the run was made.
         seed: Seed of the start vector, ``None`` if the start vector was given.
         status: How the run ended.
     """
 
     values: Tensor
-    weights: Tensor | None
+    weights: Tensor
     residuals: Tensor
     roundoff: float
     vectors: Tensor | None
-    diagonal: Tensor | None
-    off_diagonal: Tensor | None
+    diagonal: Tensor
+    off_diagonal: Tensor
     dimension: int
     num_products: int
     operator: str
+    matrix: str | None = None
+    batch_norm: str | None = None
     settings: dict[str, str | int | float | bool | None]
     seed: int | None
     status: Status
     cosines: Tensor | None = None
 
     def raise_if_failed(self) -> None:
-        """Raise :class:`ritz.NotConvergedError` unless the wanted pairs have converged."""
+        """Raise :class:`ritz.NotConvergedError` unless the run ended as asked, which it does."""
         self.status.raise_if_failed()
 
     def __str__(self) -> str:
@@ -79,10 +82,8 @@ def describe(spectrum: Spectrum, *, num_rows: int = 5) -> str:
     for position, i in enumerate(shown):
         if position and i != shown[position - 1] - 1:
             lines.append(f"  {'...':>14}")
-        weight = "" if spectrum.weights is None else f"{float(spectrum.weights[i]):9.2g}"
-        lines.append(
-            f"  {float(values[i]):14.8g}  {float(residuals[i]):9.1g}  {weight:>9}".rstrip()
-        )
+        weight = float(spectrum.weights[i])
+        lines.append(f"  {float(values[i]):14.8g}  {float(residuals[i]):9.1g}  {weight:9.2g}")
     return "\n".join(lines + _totals(spectrum))
 
 
@@ -124,10 +125,8 @@ def _ends(count: int, num_rows: int) -> list[int]:
 
 
 def _totals(spectrum: Spectrum) -> list[str]:
-    """What one probe says of the whole matrix; nothing, where not all Ritz values are there."""
+    """What one probe says of the whole matrix."""
     weights, values, n = spectrum.weights, spectrum.values, spectrum.dimension
-    if weights is None or spectrum.diagonal is None or len(values) < len(spectrum.diagonal):
-        return []
     trace, square = float(weights @ values), float(weights @ values.square())
     norm = max((n * square) ** 0.5, least_frobenius_norm(spectrum))
     nearest = int(values.abs().argmin())
