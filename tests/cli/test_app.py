@@ -11,8 +11,9 @@ import typer
 from typer.testing import CliRunner
 
 import ritz
+from ritz import studies
 from ritz.__main__ import main
-from ritz.cli import _app, study
+from ritz.cli import _app
 from ritz.cli._options import print_result
 from ritz.studies import digits
 
@@ -122,7 +123,7 @@ def test_a_failure_of_the_work_is_code_one(monkeypatch, capsys, error, code, lin
     def fail(name):
         raise error
 
-    monkeypatch.setattr(study, "find", fail)
+    monkeypatch.setattr(studies, "find", fail)
     assert _app.run(["study", "run", "x"]) == code
     assert capsys.readouterr().err.lstrip() == line
 

@@ -9,12 +9,13 @@ import time
 import pytest
 from cli.own import ritz, stopping_after
 
+from ritz import studies
 from ritz.__main__ import main
-from ritz.cli import _app, study
+from ritz.cli import _app
 
 pytestmark = pytest.mark.usefixtures("interruptible")
 COMMANDS = {
-    "spectrum": ("ritz.cli.spectrum.lanczos", ["--steps", "12"]),
+    "spectrum": ("ritz.spectra.lanczos", ["--steps", "12"]),
     "sharpness": ("ritz.measures.sharpness", ["--steps", "6", "--probes", "2"]),
     "landscape": ("ritz.measures.landscape", ["--points", "5", "--directions", "random"]),
 }
@@ -94,7 +95,7 @@ def interrupt(*arguments):
 
 
 def test_ctrl_c_in_any_other_command(monkeypatch, capsys):
-    monkeypatch.setattr(study, "find", interrupt)
+    monkeypatch.setattr(studies, "find", interrupt)
     assert _app.run(["study", "run", "x"]) == 1
     assert capsys.readouterr().err == "ritz: interrupted\n"
 
