@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from cli.own import ritz, stopping_after
@@ -105,6 +106,14 @@ def test_ctrl_c_while_commands_are_imported(monkeypatch, capsys):
     with pytest.raises(SystemExit) as caught:
         main()
     assert caught.value.code == 1
+    assert capsys.readouterr().err == "ritz: interrupted\n"
+
+
+def test_ctrl_c_while_a_command_imports_what_it_needs(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "ritz.cli._session", raising=False)
+    finder = SimpleNamespace(find_spec=interrupt)
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    assert _app.run(["demo"]) == 1
     assert capsys.readouterr().err == "ritz: interrupted\n"
 
 
