@@ -1,12 +1,15 @@
 """What a user of the library sees first: its names, and what importing it costs."""
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import ritz
 
+LIBRARIES = ["torch", "numpy", "scipy", "safetensors"]
 EXTRAS = ["matplotlib", "typer", "rich", "networkx", "sklearn", "PIL", "llvmlite"]
 
 
@@ -22,9 +25,34 @@ def test_every_name_is_there_and_described(name):
     assert name == "__version__" or thing.__doc__
 
 
+def test_a_type_checker_sees_the_same_names():
+    tree = ast.parse(Path(ritz.__file__).read_text())
+    branch = next(node for node in tree.body if isinstance(node, ast.If))
+    assert ast.unparse(branch.test) == "TYPE_CHECKING"
+
+    names = [alias.name for node in branch.body for alias in node.names]
+
+    assert sorted([*names, "__version__"]) == sorted(ritz.__all__)
+
+
+def test_a_name_is_looked_up_once():
+    assert ritz.lanczos is ritz.spectra.lanczos
+    assert {"lanczos", "spectra"} <= set(vars(ritz))
+
+
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'ritz' has no attribute 'eigs'"):
         _ = ritz.eigs
+
+
+def test_importing_ritz_imports_no_library_and_no_package_of_its_own():
+    code = (
+        "import sys, ritz\n"
+        f"print([name for name in {LIBRARIES + EXTRAS} if name in sys.modules])\n"
+        "print(sorted(name for name in sys.modules if name.startswith('ritz.')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n['ritz._version']\n"
 
 
 def test_importing_costs_no_extra():

@@ -11,13 +11,15 @@ import typer
 from typer.testing import CliRunner
 
 import ritz
+from ritz import studies
 from ritz.__main__ import main
-from ritz.cli import _app, study
+from ritz.cli import _app
 from ritz.cli._options import print_result
 from ritz.studies import digits
 
 SETTINGS = ("size=60", "network_size=100", "num_steps=8", "network_steps=4")
 SMALL = [f"--set={setting}" for setting in SETTINGS]
+SLOW = {"torch", "numpy", "scipy", "safetensors", "matplotlib", "networkx", "sklearn"}
 
 
 @pytest.fixture
@@ -67,6 +69,37 @@ def test_every_module_is_a_command():
     assert found.exit_code == 0
     assert "demo" in found.output
     assert "study" in found.output
+
+
+def commands(group, *path):
+    """The words of every command and group of commands below a group."""
+    yield list(path)
+    for name, inner in getattr(group, "commands", {}).items():
+        yield from commands(inner, *path, name)
+
+
+@pytest.mark.parametrize("option", ["--version", "--help"])
+def test_the_version_and_the_help_import_no_slow_library(option):
+    command = [sys.executable, "-X", "importtime", "-m", "ritz", option]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "ritz.cli._options" in imported
+    assert not SLOW & imported
+
+
+def test_the_help_of_a_command_imports_no_slow_library():
+    every = list(commands(typer.main.get_command(_app.build())))
+    assert ["train"] in every
+    assert ["graph", "spectrum"] in every
+    code = (
+        "import sys\n"
+        "from ritz.cli import _app\n"
+        f"for words in {every}:\n"
+        "    assert _app.run([*words, '--help']) == 0, words\n"
+        f"    assert not {SLOW} & set(sys.modules), words"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("command", [[], ["train"], ["graph", "spectrum"]])
@@ -122,7 +155,7 @@ def test_a_failure_of_the_work_is_code_one(monkeypatch, capsys, error, code, lin
     def fail(name):
         raise error
 
-    monkeypatch.setattr(study, "find", fail)
+    monkeypatch.setattr(studies, "find", fail)
     assert _app.run(["study", "run", "x"]) == code
     assert capsys.readouterr().err.lstrip() == line
 

@@ -5,16 +5,18 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from cli.own import ritz, stopping_after
 
+from ritz import studies
 from ritz.__main__ import main
-from ritz.cli import _app, study
+from ritz.cli import _app
 
 pytestmark = pytest.mark.usefixtures("interruptible")
 COMMANDS = {
-    "spectrum": ("ritz.cli.spectrum.lanczos", ["--steps", "12"]),
+    "spectrum": ("ritz.spectra.lanczos", ["--steps", "12"]),
     "sharpness": ("ritz.measures.sharpness", ["--steps", "6", "--probes", "2"]),
     "landscape": ("ritz.measures.landscape", ["--points", "5", "--directions", "random"]),
 }
@@ -94,7 +96,7 @@ def interrupt(*arguments):
 
 
 def test_ctrl_c_in_any_other_command(monkeypatch, capsys):
-    monkeypatch.setattr(study, "find", interrupt)
+    monkeypatch.setattr(studies, "find", interrupt)
     assert _app.run(["study", "run", "x"]) == 1
     assert capsys.readouterr().err == "ritz: interrupted\n"
 
@@ -104,6 +106,14 @@ def test_ctrl_c_while_commands_are_imported(monkeypatch, capsys):
     with pytest.raises(SystemExit) as caught:
         main()
     assert caught.value.code == 1
+    assert capsys.readouterr().err == "ritz: interrupted\n"
+
+
+def test_ctrl_c_while_a_command_imports_what_it_needs(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "ritz.cli._session", raising=False)
+    finder = SimpleNamespace(find_spec=interrupt)
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    assert _app.run(["demo"]) == 1
     assert capsys.readouterr().err == "ritz: interrupted\n"
 
 

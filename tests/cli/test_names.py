@@ -69,7 +69,7 @@ def test_variants_that_were_stopped_go_on_from_their_own_states(
     variants = ([], AVERAGE, AVERAGE + TEST)
     for options in variants:
         assert ritz(*command, whole, *options) == 0
-        with stopping_after(7, "ritz.cli.spectrum.lanczos", monkeypatch):
+        with stopping_after(7, "ritz.spectra.lanczos", monkeypatch):
             assert ritz(*command, torn, *options) == 1
     states = len(list(torn.glob(".*.state")))
     for left, options in enumerate(reversed(variants)):

@@ -55,7 +55,7 @@ def test_a_stopped_computation_goes_on_to_the_same_bits(here, finished, tmp_path
     whole, torn = tmp_path / "whole", tmp_path / "torn"
     arguments = ["spectrum", "run", "--json", "--steps", "12", "--save-interval", "0", "--out"]
     assert ritz(*arguments, whole) == 0
-    with stopping_after(7, "ritz.cli.spectrum.lanczos", monkeypatch):
+    with stopping_after(7, "ritz.spectra.lanczos", monkeypatch):
         assert ritz(*arguments, torn) == 1
     assert list(torn.glob(".*.state*"))
     assert ritz(*arguments, torn) == 0
@@ -66,7 +66,7 @@ def test_a_stopped_computation_goes_on_to_the_same_bits(here, finished, tmp_path
 
 def test_a_state_of_other_samples_is_not_gone_on_from(here, finished, tmp_path, monkeypatch):
     few = ["--samples", "16", "--json", "--steps", "12", "--save-interval", "0", "--out", tmp_path]
-    with stopping_after(7, "ritz.cli.spectrum.lanczos", monkeypatch):
+    with stopping_after(7, "ritz.spectra.lanczos", monkeypatch):
         assert ritz("spectrum", "run", "--split", "train", *few) == 1
     assert ritz("spectrum", "run", "--split", "test", *few) == 0
     assert list(tmp_path.glob(".*.state"))  # that of the first, for when it is given again

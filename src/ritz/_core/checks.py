@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # the command line checks its options without torch
+    import torch
+    from torch import Tensor
 
 
 def check_range(
@@ -37,8 +39,10 @@ def check_choice(name: str, value: str, choices: Collection[str]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
 
 
-def check_finite(name: str, tensor: Tensor) -> None:
+def check_finite(name: str, tensor: "Tensor") -> None:
     """Raise if ``tensor`` holds NaN or Inf, saying how many and where the first is."""
+    import torch
+
     if bool(torch.isfinite(tensor).all()):
         return
     bad = ~torch.isfinite(tensor)
@@ -50,9 +54,11 @@ def check_finite(name: str, tensor: Tensor) -> None:
 
 
 def check_tensor(
-    name: str, tensor: Tensor, *, dtype: torch.dtype, device: torch.device, rows: int
+    name: str, tensor: "Tensor", *, dtype: "torch.dtype", device: "torch.device", rows: int
 ) -> None:
     """Raise unless ``tensor`` is a vector ``(rows,)`` or block ``(rows, k)`` of that kind."""
+    from torch import Tensor
+
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.ndim not in (1, 2) or tensor.shape[0] != rows:
@@ -63,7 +69,7 @@ def check_tensor(
         raise ValueError(f"{name} must be on {device}, as the operator is, got {tensor.device}")
 
 
-def check_real_floating(name: str, dtype: torch.dtype) -> None:
+def check_real_floating(name: str, dtype: "torch.dtype") -> None:
     """Raise unless ``dtype`` is a real floating-point type."""
     if not dtype.is_floating_point:
         raise TypeError(f"{name} must be of a real floating-point dtype, got {dtype}")

@@ -13,12 +13,15 @@ import typer
 from ritz import cli
 from ritz._core.registry import UnknownNameError
 from ritz._version import __version__
-from ritz.cli._session import Interrupted
 
 # What a user can put right: everything else is a failure of the work itself.
 BAD_INPUT = (ValueError, TypeError, UnknownNameError, OSError)
 BY_KEYBOARD = 130  # what the parser makes of ctrl-C
 PATIENCE = 2.0  # seconds that a process of several leaves to the first to speak
+
+
+class Interrupted(Exception):  # noqa: N818 - nothing went wrong
+    """A user, or the system, stopped a command; the message says what there is of it."""
 
 
 def build() -> typer.Typer:

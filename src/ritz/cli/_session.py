@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Annotated, Any, Literal, NoReturn, final
+from typing import Any, NoReturn, final
 
 import torch
-import typer
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -27,6 +26,8 @@ from ritz import plots
 from ritz._core.batchnorm import batch_norms, evaluating
 from ritz._core.checks import check_count
 from ritz._core.storage import digest
+from ritz.cli._app import Interrupted
+from ritz.cli._options import Precision, Split
 from ritz.cli._targets import loss_function, make_data, make_model, parse_settings
 from ritz.curvature import Risk
 from ritz.training import load_weights
@@ -197,62 +198,6 @@ def _first_line(error: Exception) -> str:
 
 # ------------------------------------------------------------------------------------------
 # What ``spectrum``, ``sharpness`` and ``landscape`` share: a trained model, opened by name.
-
-Split = Literal["train", "validation", "test"]
-Precision = Literal["float32", "tf32", "float64"]
-
-Source = Annotated[
-    Path, typer.Argument(metavar="RUN", help="Folder of a run, or a file of weights.")
-]
-Average = Annotated[bool, typer.Option("--average", help="Take the averaged weights of the run.")]
-Model = Annotated[
-    str | None, typer.Option("--model", help="NAME or module:factory; that of the run by default.")
-]
-Data = Annotated[
-    str | None, typer.Option("--data", help="NAME or module:factory; those of the run by default.")
-]
-SetModel = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set-model",
-        metavar="KEY=VALUE",
-        help="Option of the model: width=32, or several numbers: hidden=64,32.",
-    ),
-]
-SetData = Annotated[
-    list[str] | None,
-    typer.Option("--set-data", metavar="KEY=VALUE", help="Option of the data: file=./story.txt"),
-]
-Loss = Annotated[
-    str | None,
-    typer.Option("--loss", help="cross_entropy, mse, model (returns its own), module:function."),
-]
-DataDir = Annotated[
-    Path | None, typer.Option("--data-dir", help="Folder of data sets (default: $RITZ_DATA).")
-]
-SplitOption = Annotated[Split, typer.Option("--split", help="Which part of the data.")]
-Samples = Annotated[
-    int | None, typer.Option("--samples", help="Samples, drawn by the seed (default: all).")
-]
-BatchSize = Annotated[
-    int | None, typer.Option("--batch-size", help="Samples a batch (default: that of the run).")
-]
-Device = Annotated[
-    str | None,
-    typer.Option("--device", help="cpu, cuda, cuda:1 ... (default: cuda where there is one)."),
-]
-PrecisionOption = Annotated[
-    Precision, typer.Option("--precision", "--dtype", help="Of the arithmetic.")
-]
-Out = Annotated[
-    Path | None, typer.Option("--out", help="Folder for results and pictures (default: the run).")
-]
-SaveInterval = Annotated[
-    float, typer.Option("--save-interval", help="Seconds between saves of what is done so far.")
-]
-Picture = Annotated[
-    Literal["png", "svg", "pdf"], typer.Option("--picture", help="Kind of picture.")
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -518,10 +463,6 @@ def _changes(opened: Opened) -> list[str]:
 
 # Vectors of a state, and one that was being written: no use without the file that names them.
 PARTS = re.compile(r".*(\.\d+\.\d+-\d+|\.next)")
-
-
-class Interrupted(Exception):  # noqa: N818 - nothing went wrong
-    """A user, or the system, stopped a command; the message says what there is of it."""
 
 
 @final

@@ -4,16 +4,15 @@ import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 
-from ritz import plots
-from ritz._core.storage import save
+import ritz
 from ritz.cli._options import Json, Seed, print_result
-from ritz.cli._session import default_device, writing
-from ritz.studies import digits
+
+if TYPE_CHECKING:
+    from ritz.studies import digits
 
 EPILOG = """
 Examples:
@@ -38,6 +37,9 @@ def command(
     json: Json = False,
 ) -> None:
     """Train a small network on digits; show its spectra, sharpness and landscape."""
+    from ritz.cli._session import default_device, writing
+    from ritz.studies import digits
+
     settings: Any = digits.QUICK if quick else {}
     place = default_device(device)
     with writing(out) as folder, _one_thread():
@@ -46,23 +48,27 @@ def command(
     print_result(result, files, as_json=json)
 
 
-def _written(result: digits.Result, folder: Path) -> list[Path]:
+def _written(result: "digits.Result", folder: Path) -> list[Path]:
+    from ritz.studies import digits
+
     found = {"training": result.training, "hessian": result.spectra[digits.FIRST],
              "sharpness": result.sharpness, "landscape": result.landscape,
              "plane": result.plane}  # fmt: skip
     files = []
     for name, part in found.items():
         files.append(folder / f"{name}.safetensors")
-        save(part, files[-1])
+        ritz.save(part, files[-1])
     if importlib.util.find_spec("matplotlib") is not None:
         for name, figure in digits.figures(result).items():
-            files.append(plots.save_figure(figure, folder / f"{name}.png", dpi=120))
+            files.append(ritz.plots.save_figure(figure, folder / f"{name}.png", dpi=120))
     return files
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
     """All is small: threads would wait for each other more than they work."""
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

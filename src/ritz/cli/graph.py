@@ -7,22 +7,18 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
-import torch
 import typer
 
-from ritz import graphs, plots
+import ritz
 from ritz._core.checks import check_choice, check_count
-from ritz._core.storage import write_text
 from ritz.cli._options import Json, Seed
-from ritz.graphs import ClusterCount, Fit, Graph, Similarity
-from ritz.graphs._shared import METHODS
-from ritz.graphs._shared import Measure as AnyMeasure
-from ritz.plots._shared import check_picture as check_writable
-from ritz.spectra import EntropicDensity
-from ritz.studies import describe
 
 if TYPE_CHECKING:
+    import torch
     from matplotlib.figure import Figure
+
+    from ritz.graphs import ClusterCount, Fit, Graph, Similarity
+    from ritz.spectra import EntropicDensity
 
 # ------------------------------------------------------------------------------------------
 # The pictures of ``ritz graph``.
@@ -33,6 +29,8 @@ DECADES = 20.0  # ratio of counts beyond which the axis is logarithmic
 def check_picture(out: Path | None) -> None:
     """Raise before long work if a picture could not be written after it."""
     if out is not None:
+        from ritz.plots._shared import check_picture as check_writable
+
         check_writable(out)
 
 
@@ -40,30 +38,34 @@ def write_picture(out: Path | None, draw: Callable[[], "Figure"]) -> list[Path]:
     """Write a picture where one is asked for; return its name, or none."""
     if out is None:
         return []
-    return [plots.save_figure(draw(), out)]
+    return [ritz.plots.save_figure(draw(), out)]
 
 
-def spectrum_figure(density: EntropicDensity, name: str) -> "Figure":
+def spectrum_figure(density: "EntropicDensity", name: str) -> "Figure":
     """Draw an entropic spectrum."""
-    figure, (ax,) = plots.panels()
-    plots.density(density, ax=ax, label=name)
+    import torch
+
+    figure, (ax,) = ritz.plots.panels()
+    ritz.plots.density(density, ax=ax, label=name)
     # An eigenvalue many times repeated, such as 0 or 1, must not flatten the rest.
     heights = density.pdf(torch.linspace(0.001, 1.999, 2000, dtype=torch.float64))
     ax.set_ylim(0, 1.5 * float(heights.quantile(0.98)))
     return figure
 
 
-def compare_figure(found: Similarity) -> "Figure":
+def compare_figure(found: "Similarity") -> "Figure":
     """Draw distances as a heat map."""
     side = 1.6 + 0.55 * len(found.names)
-    figure, (ax,) = plots.panels(width=side + 0.6, height=side)
-    plots.similarity(found, ax=ax)
+    figure, (ax,) = ritz.plots.panels(width=side + 0.6, height=side)
+    ritz.plots.similarity(found, ax=ax)
     return figure
 
 
-def clusters_figure(density: EntropicDensity, found: ClusterCount) -> "Figure":
+def clusters_figure(density: "EntropicDensity", found: "ClusterCount") -> "Figure":
     """Draw how many eigenvalues lie below each point: a gap is a level stretch."""
-    figure, (ax,) = plots.panels()
+    import torch
+
+    figure, (ax,) = ritz.plots.panels()
     points = torch.logspace(-4, 0, 1000, dtype=torch.float64)
     below = found.num_nodes * density.cdf(points)
     ax.plot(points.numpy(), below.numpy(), linewidth=1.2, label="entropic spectrum")
@@ -79,7 +81,7 @@ def clusters_figure(density: EntropicDensity, found: ClusterCount) -> "Figure":
     return figure
 
 
-def _limits(below: torch.Tensor, found: ClusterCount) -> tuple[float, float]:
+def _limits(below: "torch.Tensor", found: "ClusterCount") -> tuple[float, float]:
     """Counts from the least that is drawn to the largest, with some room on either side."""
     counts = [float(below[0]), float(below[-1]), float(found.count or below[0])]
     least, largest = max(min(counts), 0.5), max(*counts, 1.0)
@@ -89,10 +91,10 @@ def _limits(below: torch.Tensor, found: ClusterCount) -> tuple[float, float]:
     return max(least - room, 0.0), largest + room
 
 
-def model_figure(found: Fit) -> "Figure":
+def model_figure(found: "Fit") -> "Figure":
     """Draw the divergence of each model over the parameter that was searched."""
     searched = [one for one in found.fits if len(one.values) > 1] or list(found.fits)
-    figure, axes = plots.panels(1, len(searched), width=3.4, height=3.0)
+    figure, axes = ritz.plots.panels(1, len(searched), width=3.4, height=3.0)
     for ax, one in zip(axes, searched, strict=True):
         order = one.values.argsort()
         ax.plot(one.values[order].numpy(), one.divergences[order].numpy(), marker="o", markersize=3)
@@ -155,10 +157,10 @@ class Reading:
     num_nodes: int | None
     largest_component: bool
 
-    def read(self, file: Path, *, progress: bool) -> Graph:
+    def read(self, file: Path, *, progress: bool) -> "Graph":
         """The graph of a file; choices are checked before it is opened."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
-        return graphs.read(file, **given, progress=progress)
+        return ritz.graphs.read(file, **given, progress=progress)
 
 
 @app.command(epilog="Example: ritz graph spectrum web.txt.gz --moments 100 --out web.png")
@@ -181,13 +183,13 @@ def spectrum(
     options, generator = _options(moments, probes), _generator(seed)
     rules = Reading(directed, weights, self_loops, multi_edges, nodes, largest)
     graph = rules.read(file, progress=not json)
-    found = graphs.spectrum(graph, **options, generator=generator, progress=not json)
+    found = ritz.graphs.spectrum(graph, **options, generator=generator, progress=not json)
     facts = _facts(file, graph) | {
         "entropy": found.entropy,
         "mean": found.moment(1),
         "mean_square": found.moment(2),
         "mass_below_0.1": found.mass(0.0, 0.1),
-        "alphas": describe(found.alphas),
+        "alphas": ritz.studies.describe(found.alphas),
         "status": str(found.status),
     }
     text = f"{graph}\n{found}\nmass below 0.1: {facts['mass_below_0.1']:.4g}"
@@ -211,12 +213,14 @@ def compare(
     json: Json = False,
 ) -> None:
     """Print the distances between the spectra of graphs, with their errors."""
+    from ritz.graphs._shared import Measure as AnyMeasure
+
     check_picture(out)
     check_choice("measure", measure, get_args(AnyMeasure))
     options, generator = _options(moments, probes), _generator(seed)
     rules = Reading(directed, weights, self_loops, multi_edges, nodes, largest)
     read = [rules.read(file, progress=not json) for file in files]
-    found = graphs.similarity(
+    found = ritz.graphs.similarity(
         dict(zip(_names(files), read, strict=True)),
         measure=measure,  # type: ignore[arg-type]  # checked above
         **options,
@@ -252,6 +256,8 @@ def clusters(
     json: Json = False,
 ) -> None:
     """Print the number of clusters of a graph, and sort its vertices into them."""
+    from ritz.graphs._shared import METHODS
+
     check_picture(out)
     if labels is not None and not labels.parent.is_dir():
         raise ValueError(f"--labels must be in a folder that is there, got {labels}")
@@ -259,7 +265,7 @@ def clusters(
     options, generator = _options(moments, probes, fewest=4), _generator(seed)
     rules = Reading(directed, weights, self_loops, multi_edges, nodes, largest)
     graph = rules.read(file, progress=not json)
-    found = graphs.count_clusters(
+    found = ritz.graphs.count_clusters(
         graph,
         method=method,  # type: ignore[arg-type]  # checked above
         **options,
@@ -267,10 +273,10 @@ def clusters(
         progress=not json,
     )
     written = [] if labels is None else _write_labels(graph, found, labels, seed, json)
-    facts = _facts(file, graph) | describe(found) | {"status": str(found.status)}
+    facts = _facts(file, graph) | ritz.studies.describe(found) | {"status": str(found.status)}
     if out is not None:
         settings = {"num_moments": 80, "num_probes": 100} | options
-        drawn = graphs.spectrum(graph, **settings, generator=_generator(seed))
+        drawn = ritz.graphs.spectrum(graph, **settings, generator=_generator(seed))
         written += write_picture(out, lambda: clusters_figure(drawn, found))
     _print(facts, f"{graph}\n{found}", json, written)
     found.raise_if_failed()
@@ -294,20 +300,22 @@ def model(
     generator = _generator(seed)
     rules = Reading(directed, weights, self_loops, multi_edges, nodes, largest)
     graph = rules.read(file, progress=not json)
-    found = graphs.fit(graph, generator=generator, progress=not json)
-    fits = [describe(one) for one in found.fits]
+    found = ritz.graphs.fit(graph, generator=generator, progress=not json)
+    fits = [ritz.studies.describe(one) for one in found.fits]
     facts = _facts(file, graph) | {"model": found.model, "fits": fits}
     _print(facts, f"{graph}\n{found}", json, write_picture(out, lambda: model_figure(found)))
 
 
 def _write_labels(
-    graph: Graph, found: ClusterCount, labels: Path, seed: int, quiet: bool
+    graph: "Graph", found: "ClusterCount", labels: Path, seed: int, quiet: bool
 ) -> list[Path]:
     """Write the name of each vertex, a tab and its cluster, a line each, where some were found."""
+    from ritz._core.storage import write_text
+
     if found.count is None:
         typer.echo(f"nothing was written to {labels}: there is no count of clusters", err=True)
         return []
-    groups = graphs.spectral_clusters(
+    groups = ritz.graphs.spectral_clusters(
         graph, found.count, generator=_generator(seed), progress=not quiet
     )
     names = range(graph.num_nodes) if graph.names is None else graph.names
@@ -318,6 +326,8 @@ def _write_labels(
 
 
 def _listed(names: Any) -> Any:
+    import torch
+
     return names.tolist() if isinstance(names, torch.Tensor) else names
 
 
@@ -336,7 +346,9 @@ def _options(moments: int | None, probes: int | None, *, fewest: int = 1) -> dic
     return {name: value for name, (value, _) in given.items() if value is not None}
 
 
-def _generator(seed: int) -> torch.Generator:
+def _generator(seed: int) -> "torch.Generator":
+    import torch
+
     check_count("seed", seed, low=-(2**63), high=2**64 - 1)
     return torch.Generator().manual_seed(seed)
 
@@ -352,7 +364,7 @@ def _names(files: list[Path]) -> list[str]:
     return found
 
 
-def _facts(file: Path, graph: Graph) -> dict[str, Any]:
+def _facts(file: Path, graph: "Graph") -> dict[str, Any]:
     return {"file": str(file), "vertices": graph.num_nodes, "edges": graph.num_edges}
 
 

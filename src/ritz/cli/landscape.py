@@ -1,41 +1,38 @@
 """``ritz landscape``: loss and accuracy around a trained network, along lines and on a plane."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
 import typer
-from torch import Tensor
 
-from ritz import measures
+import ritz
 from ritz._core.checks import check_count, check_range
-from ritz._core.storage import save
-from ritz.cli._options import Json, Seed, check_size, print_results
-from ritz.cli._session import (
+from ritz.cli._options import (
     Average,
     BatchSize,
-    Choice,
     Data,
     DataDir,
     Device,
+    Json,
     Loss,
     Model,
-    Names,
     Out,
     Picture,
     PrecisionOption,
     Samples,
     SaveInterval,
+    Seed,
     SetData,
     SetModel,
     Source,
-    States,
-    draw,
-    open_run,
-    writing,
+    check_size,
+    print_results,
 )
-from ritz.curvature import Risk, hessian
-from ritz.spectra import lanczos
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ritz.curvature import Risk
 
 EPILOG = """
 Examples:
@@ -95,6 +92,8 @@ def command(
     json: Json = False,
 ) -> None:
     """Compute loss and accuracy along directions from trained weights, and draw them."""
+    from ritz.cli._session import Choice, Names, States, draw, open_run, writing
+
     check_count("--points", points, low=2)
     check_count("--steps", steps, low=2)
     check_size("--distance", distance)
@@ -121,7 +120,9 @@ def command(
             "batch_norm": risk.batch_norm,
         }
         found: dict[str, Any] = {
-            "landscape": measures.landscape(risk, vectors, state=states.path("landscape"), **common)
+            "landscape": ritz.measures.landscape(
+                risk, vectors, state=states.path("landscape"), **common
+            )
         }
         if plane:
             found["plane"] = _plane(risk, vectors, common | {"state": states.path("plane")})
@@ -130,27 +131,34 @@ def command(
         for kind, result in found.items():
             name = names(kind, directions=directions, batch_norm=batch_norm)
             files.append(folder / f"{name}.safetensors")
-            save(result, files[-1])
+            ritz.save(result, files[-1])
             files += draw(result, folder / f"{name}.{picture}")
         states.remove()
     print_results(found, files, as_json=json)
 
 
-def _directions(risk: Risk, kind: Kind, steps: int, seed: int, **saving: Any) -> dict[str, Tensor]:
+def _directions(
+    risk: "Risk", kind: Kind, steps: int, seed: int, **saving: Any
+) -> "dict[str, Tensor]":
     """Directions by name; Ritz vectors are of the mode of batch norm that is drawn."""
+    import torch
+
+    from ritz.curvature import hessian
+    from ritz.spectra import lanczos
+
     generator = torch.Generator().manual_seed(seed)
     if kind == "ritz":
         steps = min(steps, risk.space.size)
         run = lanczos(hessian(risk), num_steps=steps, vectors=True, generator=generator, **saving)
-        return measures.ritz_directions(run)
-    drawn = [measures.random_direction(risk, generator=generator) for _ in range(2)]
+        return ritz.measures.ritz_directions(run)
+    drawn = [ritz.measures.random_direction(risk, generator=generator) for _ in range(2)]
     if kind == "filter":
-        drawn = [measures.filter_normalized(risk, direction) for direction in drawn]
+        drawn = [ritz.measures.filter_normalized(risk, direction) for direction in drawn]
     return {f"{kind} direction {k}": direction for k, direction in enumerate(drawn, start=1)}
 
 
-def _plane(risk: Risk, chosen: dict[str, Tensor], common: Any) -> Any:
+def _plane(risk: "Risk", chosen: "dict[str, Tensor]", common: Any) -> Any:
     if len(chosen) < 2:
         raise ValueError(f"--plane needs two directions, got {len(chosen)}: give more --steps")
     (first, u), (second, v), *_ = chosen.items()
-    return measures.landscape2d(risk, u, v, names=(first, second), **common)
+    return ritz.measures.landscape2d(risk, u, v, names=(first, second), **common)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from ritz import data, models, optim, studies, training
+import ritz
 from ritz.cli._options import Json
 
 EPILOG = """
@@ -35,21 +35,24 @@ def command(what: What, json: Json = False) -> None:
 
 
 def _models() -> dict[str, str]:
-    return {name: "options: " + ", ".join(models.options(name)) for name in models.available()}
+    return {
+        name: "options: " + ", ".join(ritz.models.options(name)) for name in ritz.models.available()
+    }
 
 
 def _datasets() -> dict[str, str]:
-    return {name: data.describe(name) for name in data.available()}
+    return {name: ritz.data.describe(name) for name in ritz.data.available()}
 
 
 def _optimizers() -> dict[str, str]:
-    found = dict.fromkeys(training.optimizer_names(), "")
-    return found | {name: optim.preset(name).source for name in optim.preset_names()}
+    found = dict.fromkeys(ritz.training.optimizer_names(), "")
+    return found | {name: ritz.optim.preset(name).source for name in ritz.optim.preset_names()}
 
 
 def _studies() -> dict[str, str]:
     return {
-        name: (studies.find(name).__doc__ or "").splitlines()[0] for name in studies.available()
+        name: (ritz.studies.find(name).__doc__ or "").splitlines()[0]
+        for name in ritz.studies.available()
     }
 
 

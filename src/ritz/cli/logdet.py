@@ -6,13 +6,9 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
-from ritz._core.results import format_uncertain
 from ritz.cli._options import Json, Seed
-from ritz.operators import read_matrix
-from ritz.spectra import logdet
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="Matrix Market, or npz by SciPy.")]
 Method = Annotated[str, typer.Option("--method", help="auto, cholesky, krylov, lanczos, ...")]
@@ -31,7 +27,13 @@ def command(
     json: Json = False,
 ) -> None:
     """Print the log determinant of a positive definite matrix, with its error bars."""
-    begin = time.monotonic()
+    import torch
+
+    from ritz._core.results import format_uncertain
+    from ritz.operators import read_matrix
+    from ritz.spectra import logdet
+
+    begin = time.monotonic()  # without the imports
     op = read_matrix(file)
     found = logdet(
         op,

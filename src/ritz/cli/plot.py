@@ -6,13 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
-from ritz import plots
-from ritz._core.storage import load
+import ritz
 from ritz.cli._options import Json
-from ritz.plots._shared import check_picture, titled
-from ritz.spectra import Spectrum
-from ritz.training import read_log
-from ritz.training._shared import LOG
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -47,6 +42,9 @@ Out = Annotated[
 
 def command(files: Files, what: Wanted = "auto", out: Out = None, json: Json = False) -> None:
     """Draw results and training logs, as PNG, SVG or PDF."""
+    from ritz.plots._shared import check_picture
+    from ritz.training._shared import LOG
+
     paths = [path / LOG if path.is_dir() else path for path in files]
     for path in paths:
         if not path.is_file():
@@ -56,7 +54,7 @@ def command(files: Files, what: Wanted = "auto", out: Out = None, json: Json = F
     if logs and len(logs) < len(paths):
         raise ValueError("logs and results make no one picture: plot them one after the other")
     figure = _log_figure(paths, what) if logs else _result_figure(paths)
-    plots.save_figure(figure, target)
+    ritz.plots.save_figure(figure, target)
     typer.echo(json_format.dumps({"files": [str(target)]}) if json else f"written: {target}")
 
 
@@ -69,16 +67,16 @@ def _default(first: Path, what: What) -> Path:
 def _log_figure(paths: list[Path], what: What) -> "Figure":
     runs = {name: _records(path) for name, path in _names(paths).items()}
     if what in ("auto", "curves"):
-        return cast("Figure", plots.training_curves(runs)[0].figure)
+        return cast("Figure", ritz.plots.training_curves(runs)[0].figure)
     if len(runs) > 1:
         raise ValueError(f"--what {what} takes one log, got {len(runs)}")
-    draw: Any = plots.curvature_over_time if what == "curvature" else plots.degeneracy
+    draw: Any = ritz.plots.curvature_over_time if what == "curvature" else ritz.plots.degeneracy
     return cast("Figure", draw(next(iter(runs.values()))).figure)
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
     try:
-        records = read_log(path)
+        records = ritz.training.read_log(path)
     except ValueError as error:
         raise ValueError(f"{path} is not a log of ritz train: {error}") from error
     if not all(isinstance(record, dict) and "kind" in record for record in records):
@@ -87,18 +85,22 @@ def _records(path: Path) -> list[dict[str, Any]]:
 
 
 def _result_figure(paths: list[Path]) -> "Figure":
-    results = {name: load(path) for name, path in _names(paths).items()}
+    from ritz.plots._shared import titled
+
+    results = {name: ritz.load(path) for name, path in _names(paths).items()}
     if len(results) == 1:
-        return plots.picture(next(iter(results.values())))
+        return ritz.plots.picture(next(iter(results.values())))
     for name, result in results.items():
-        if not isinstance(result, Spectrum):
+        if not isinstance(result, ritz.Spectrum):
             raise ValueError(f"several results must all be spectra to be drawn together, {name} is "
                              f"of class {type(result).__name__}")  # fmt: skip
-    return plots.picture(titled(results))
+    return ritz.plots.picture(titled(results))
 
 
 def _names(paths: list[Path]) -> dict[str, Path]:
     """Short names that tell the files apart: their own, else with that of their folder."""
+    from ritz.training._shared import LOG
+
     short = [path.parent.name if path.name == LOG else path.stem for path in paths]
     if len(set(short)) < len(short):
         short = [str(path) for path in paths]

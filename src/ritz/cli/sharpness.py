@@ -2,34 +2,29 @@
 
 from typing import Annotated, Any, Literal
 
-import torch
 import typer
 
-from ritz import measures
+import ritz
 from ritz._core.checks import check_count, check_range
-from ritz._core.storage import save
-from ritz.cli._options import Json, Seed, print_results
-from ritz.cli._session import (
+from ritz.cli._options import (
     Average,
     BatchSize,
-    Choice,
     Data,
     DataDir,
     Device,
+    Json,
     Loss,
     Model,
-    Names,
     Out,
     PrecisionOption,
     Samples,
     SaveInterval,
+    Seed,
     SetData,
     SetModel,
     Source,
     SplitOption,
-    States,
-    open_run,
-    writing,
+    print_results,
 )
 
 EPILOG = """
@@ -79,6 +74,10 @@ def command(
     json: Json = False,
 ) -> None:
     """Measure how sharp the loss is at trained weights, with error bars."""
+    import torch
+
+    from ritz.cli._session import Choice, Names, States, open_run, writing
+
     check_count("--probes", probes)
     check_range("--save-interval", save_interval, low=0.0)
     opened = open_run(Choice(
@@ -93,7 +92,7 @@ def command(
         States(folder, opened, save_interval=save_interval, split=split, matrix=matrix,
                batch_norm=batch_norm, steps=steps, probes=probes) as states,
     ):  # fmt: skip
-        found = measures.sharpness(
+        found = ritz.measures.sharpness(
             opened.risk(split),
             num_steps=steps,
             num_probes=probes,
@@ -107,6 +106,6 @@ def command(
         names = Names(command, opened, split=split, steps=steps, probes=probes)
         name = names("sharpness", matrix=matrix, batch_norm=batch_norm)
         path = folder / f"{name}.safetensors"
-        save(found, path)
+        ritz.save(found, path)
         states.remove()
     print_results({"sharpness": found}, [path], as_json=json)

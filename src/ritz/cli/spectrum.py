@@ -1,41 +1,36 @@
 """``ritz spectrum``: the spectrum of the Hessian or Gauss-Newton matrix of a trained network."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
 import typer
 
+import ritz
 from ritz._core.checks import check_count, check_range
-from ritz._core.storage import save
-from ritz.cli._options import Json, Seed, print_results
-from ritz.cli._session import (
+from ritz.cli._options import (
     Average,
     BatchSize,
-    Choice,
     Data,
     DataDir,
     Device,
+    Json,
     Loss,
     Model,
-    Names,
-    Opened,
     Out,
     Picture,
     PrecisionOption,
     Samples,
     SaveInterval,
+    Seed,
     SetData,
     SetModel,
     Source,
     SplitOption,
-    States,
-    draw,
-    open_run,
-    writing,
+    print_results,
 )
-from ritz.curvature import curvature_operator
-from ritz.spectra import Spectrum, lanczos
+
+if TYPE_CHECKING:
+    from ritz.cli._session import Opened
 
 EPILOG = """
 Examples:
@@ -88,6 +83,12 @@ def command(
     json: Json = False,
 ) -> None:
     """Compute the spectrum of the curvature at trained weights, by Lanczos, and draw it."""
+    import torch
+
+    from ritz.cli._session import Choice, Names, States, draw, open_run, writing
+    from ritz.curvature import curvature_operator
+    from ritz.spectra import lanczos
+
     check_count("--steps", steps)
     check_range("--save-interval", save_interval, low=0.0)
     opened = open_run(Choice(
@@ -103,7 +104,7 @@ def command(
     ):  # fmt: skip
         risk = opened.risk(split)
         names = Names(command, opened, split=split, steps=steps, vectors=vectors)
-        found: dict[str, Spectrum] = {}
+        found: dict[str, ritz.Spectrum] = {}
         files: list[Path] = []
         for kind in kinds:
             for mode in _modes(opened, batch_norm):
@@ -116,14 +117,14 @@ def command(
                     generator=torch.Generator().manual_seed(seed), progress=not json,
                 )  # fmt: skip
                 files.append(folder / f"{names(name)}.safetensors")
-                save(found[title], files[-1])
+                ritz.save(found[title], files[-1])
         drawing = names("spectrum", matrix=matrix, batch_norm=batch_norm)
         files += draw(found, folder / f"{drawing}.{picture}")
         states.remove()
     print_results(found, files, as_json=json)
 
 
-def _modes(opened: Opened, asked: str) -> tuple[Any, ...]:
+def _modes(opened: "Opened", asked: str) -> tuple[Any, ...]:
     if not opened.has_batch_norm:
         return ("eval",)
     return ("eval", "train") if asked == "both" else (asked,)

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
+import ritz
 from ritz.cli._options import Json, Seed, print_result
-from ritz.studies import available, configure, find, write
 
 app = typer.Typer(no_args_is_help=True, help="Published tables and figures, made again.")
 
@@ -23,7 +23,10 @@ Out = Annotated[
 @app.command(name="list")
 def list_studies(json: Json = False) -> None:
     """List the studies that can be run."""
-    titles = {name: (find(name).__doc__ or "").splitlines()[0] for name in available()}
+    titles = {
+        name: (ritz.studies.find(name).__doc__ or "").splitlines()[0]
+        for name in ritz.studies.available()
+    }
     if json:
         typer.echo(json_format.dumps(titles, indent=2))
         return
@@ -36,10 +39,12 @@ def run(
     name: Name, settings: Settings = None, out: Out = None, seed: Seed = 0, json: Json = False
 ) -> None:
     """Run a study and write its result and its picture."""
-    study = find(name)
-    config = configure(study.Config, {"seed": str(seed)} | dict(map(_split, settings or [])))
+    study = ritz.studies.find(name)
+    overrides = {"seed": str(seed)} | dict(map(_split, settings or []))
+    config = ritz.studies.configure(study.Config, overrides)
     result = study.run(config, progress=not json)
-    print_result(result, write(study, result, out or Path("out") / name), as_json=json)
+    files = ritz.studies.write(study, result, out or Path("out") / name)
+    print_result(result, files, as_json=json)
 
 
 def _split(setting: str) -> tuple[str, str]:

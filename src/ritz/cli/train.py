@@ -3,29 +3,25 @@
 import math
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from ritz._core.checks import check_choice, check_count, check_range
-from ritz.cli._options import Json, Seed, check_size, print_result
-from ritz.cli._session import Device, Loss, SetData, SetModel, check_pair, default_device, writing
-from ritz.cli._targets import loss_function, make_data, make_model, parse_settings
-from ritz.data import TextSplit
-from ritz.training import CurvatureMonitor, TrainingResult
-from ritz.training._shared import AVERAGE as AVERAGED
-from ritz.training._shared import (
-    CONFIG,
-    LOG,
-    NAME,
-    QUANTITIES,
-    WEIGHTS,
-    DataParts,
-    RunConfig,
-    sample,
-    times_path,
-    train_run,
+from ritz.cli._options import (
+    Device,
+    Json,
+    Loss,
+    Seed,
+    SetData,
+    SetModel,
+    check_size,
+    print_result,
 )
+
+if TYPE_CHECKING:
+    from ritz.training import CurvatureMonitor, TrainingResult
+    from ritz.training._shared import DataParts, RunConfig
 
 EPILOG = """
 Examples:
@@ -201,6 +197,9 @@ def command(
     json: Json = False,
 ) -> None:
     """Train a network, and write weights, checkpoint and log into a folder."""
+    from ritz.cli._targets import parse_settings
+    from ritz.training._shared import RunConfig
+
     check_count("--batch-size", batch_size)
     check_count("--epochs", epochs)
     check_count("--warmup", warmup, low=0, high=epochs if schedule_unit == "epoch" else None)
@@ -245,6 +244,8 @@ def command(
 
 
 def _watched(every: int | None, quantities: list[str] | None) -> Watched | None:
+    from ritz.training._shared import QUANTITIES
+
     for name in quantities or ():
         check_choice("--quantity", name, QUANTITIES)
     if every is None:
@@ -259,6 +260,8 @@ def _optimizer_settings(
     lr: float | None, weight_decay: float | None, settings: list[str] | None
 ) -> dict[str, Any]:
     """Keywords of the optimiser; what would let it diverge or climb is refused by its option."""
+    from ritz.cli._targets import parse_settings
+
     chosen = {"--lr": lr, "--weight-decay": weight_decay}
     given = {option: value for option, value in chosen.items() if value is not None}
     others = parse_settings("--set", settings)
@@ -271,7 +274,7 @@ def _optimizer_settings(
 
 
 def _run(
-    config: RunConfig,
+    config: "RunConfig",
     out: Path,
     *,
     device: str | None,
@@ -280,6 +283,10 @@ def _run(
     as_json: bool,
 ) -> None:
     """Build what the configuration names, train, and print how it went."""
+    from ritz.cli._session import check_pair, default_device, writing
+    from ritz.cli._targets import loss_function, make_data, make_model
+    from ritz.training._shared import train_run
+
     place = default_device(device)
     folder = None if config.data_dir is None else Path(config.data_dir)
     parts = make_data(config.data, data_dir=folder, options=config.data_options)
@@ -310,6 +317,9 @@ def _run(
 
 def _written(folder: Path) -> list[Path]:
     """The files of a run, without what was measured, and lies in its folder too."""
+    from ritz.training._shared import AVERAGE as AVERAGED
+    from ritz.training._shared import CONFIG, LOG, NAME, WEIGHTS, times_path
+
     names = {CONFIG, LOG, times_path(LOG).name, NAME, WEIGHTS, AVERAGED}
     return sorted(
         path
@@ -318,7 +328,7 @@ def _written(folder: Path) -> list[Path]:
     )
 
 
-def _facts(result: TrainingResult) -> dict[str, Any]:
+def _facts(result: "TrainingResult") -> dict[str, Any]:
     """What machines are told: JSON has no number for what is not finite."""
     finite = {name: value for name, value in result.metrics.items() if math.isfinite(value)}
     return {
@@ -333,11 +343,14 @@ def _facts(result: TrainingResult) -> dict[str, Any]:
 
 
 def _monitors(
-    watched: Watched | None, parts: DataParts, config: RunConfig, loss_fn: Any
-) -> list[CurvatureMonitor]:
+    watched: Watched | None, parts: "DataParts", config: "RunConfig", loss_fn: Any
+) -> "list[CurvatureMonitor]":
     """Watch a thousand samples, where that is asked for."""
     if watched is None:
         return []
+    from ritz.training import CurvatureMonitor
+    from ritz.training._shared import sample
+
     every, quantities = watched
     size = _watched_size(parts.train, config.batch_size)
     batches, options = sample(parts.train, WATCHED, batch_size=size, seed=config.seed)
@@ -347,6 +360,8 @@ def _monitors(
 
 def _watched_size(source: Any, batch_size: int) -> int:
     """Samples a batch; of a text no more streams than have a whole segment each."""
+    from ritz.data import TextSplit
+
     if not isinstance(source, TextSplit):
         return batch_size
     return max(1, min(batch_size, min(WATCHED, len(source.tokens)) // (source.length + 1)))
