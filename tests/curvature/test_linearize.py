@@ -8,8 +8,9 @@ from curvature.networks import Case, Padded, case, mlp, noise, vectors
 from curvature.oracles import dense_ggn, dense_hessian, difference_hessian
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ritz.curvature import Risk, ggn, hessian
+from ritz.curvature import Risk, fisher, ggn, hessian
 from ritz.curvature._linearize import Linearization, nbytes
 
 
@@ -53,10 +54,10 @@ def in_place(h):
     return h.sigmoid_()
 
 
-def made(between, oracle=None):
+def made(between, oracle=None, sizes=(5, 3)):
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        found = Case(model=Middle(between), data=vectors(5, 3))
+        found = Case(model=Middle(between), data=vectors(*sizes))
     if oracle is not None:
         found.prepared.between = oracle
     return found
@@ -156,7 +157,8 @@ def test_the_row_of_an_embedding_for_padding_is_a_constant(operator, dense):
         assert op.products.plan.startswith("forward")
 
 
-def test_derivatives_that_are_those_of_no_function_are_found_out():
+@pytest.mark.parametrize("engine", ["auto", "linearized", "eager"])
+def test_derivatives_that_are_those_of_no_function_are_found_out(engine):
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()
@@ -169,7 +171,7 @@ def test_derivatives_that_are_those_of_no_function_are_found_out():
     data = [(torch.tensor([[1, 1, 1], [1, 2, 3]]), torch.tensor([0, 2]))]
     one = Case(model=Scaled(), data=data)
     with pytest.raises(RuntimeError, match="no forward over reverse: it is not symmetric, by"):
-        hessian(one.risk()) @ one.theta
+        hessian(one.risk(), engine=engine) @ one.theta
 
 
 @pytest.mark.parametrize("engine", ["eager", "linearized"])
@@ -204,6 +206,63 @@ def test_a_trace_that_gives_another_product_is_not_used(monkeypatch):
     op = hessian(risk)
     torch.testing.assert_close(op @ noise(31), dense @ noise(31))
     assert "eager (not linearized: its product differs by" in op.products.plan
+
+
+def test_a_trace_that_is_not_symmetric_is_not_used(monkeypatch):
+    right, calls = Linearization.tangent, []
+
+    def tangent(self, kept, tangent):
+        calls.append(1)
+        product = right(self, kept, tangent)
+        return product if len(calls) == 1 else [torch.zeros_like(leaf) for leaf in product]
+
+    monkeypatch.setattr(Linearization, "tangent", tangent)
+    op = hessian(case("mlp").risk())
+    torch.testing.assert_close(op @ noise(31), dense_hessian(case("mlp")) @ noise(31))
+    assert "eager (not linearized: it is not symmetric, by" in op.products.plan
+
+
+class Evaluations(TorchDispatchMode):
+    """Counts forward passes of a model with one tanh, in graphs of operations as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.tanh.default
+        return func(*args, **(kwargs or {}))
+
+
+def evaluations(action):
+    with Evaluations() as passes:
+        action()
+    return passes.count
+
+
+# A product that is differentiated anew evaluates the model once (Hessian), or forward and in
+# reverse (the others). The first product does so for reference and for the trace; then the primal
+# part of each batch is computed once.
+@pytest.mark.parametrize(("operator", "eager"), [(hessian, 1), (ggn, 2), (fisher, 2)])
+@pytest.mark.parametrize("num_batches", [1, 3])
+def test_the_primal_part_of_a_batch_is_computed_once(operator, eager, num_batches):
+    op = operator(made(torch.tanh, sizes=[5] * num_batches).risk())
+    assert evaluations(lambda: op @ noise(31)) == 2 * eager + num_batches
+    assert op.products.plan.endswith(", linearized")
+    assert evaluations(lambda: op @ noise(31, seed=1)) == 0
+    assert evaluations(lambda: op @ noise(31, 9)) == 0
+
+
+def test_the_primal_part_is_computed_once_per_product_where_it_is_not_cached():
+    op = hessian(made(torch.tanh, sizes=(5, 5)).risk(), memory=0)
+    assert evaluations(lambda: op @ noise(31)) == 2 + 2
+    assert evaluations(lambda: op @ noise(31, seed=1)) == 2
+    assert not op.products._kept
+
+
+def test_the_first_batch_is_inspected_in_two_passes():
+    one = made(torch.tanh)
+    assert evaluations(one.risk) == 2
 
 
 def test_a_linear_function_is_cut_where_the_vector_enters():

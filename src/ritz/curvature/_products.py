@@ -67,19 +67,25 @@ class Engine:
         self._traces: dict[Any, Linearization | None] = {}
         self.plan = "not yet used"
 
-    def linearization(self, context: Context) -> Linearization | None:
-        """The trace for batches of this shape; ``None`` where products are eager."""
-        column = self._chosen(context)
+    def linearization(self, context: Context) -> tuple[Linearization, list[Tensor]] | None:
+        """The trace for batches of this shape and its primal part; ``None`` if products are eager.
+
+        The check of the first trace has computed the primal part of its batch: this is returned.
+        """
+        column, primal = self._chosen(context)
         key = _shape(context)
         if self._name == "eager" or (key not in self._traces and len(self._traces) == MAX_TRACES):
             return None
         if key not in self._traces:
             self._traces[key] = self._further(column, context)
-        return self._traces[key]
+        trace = self._traces[key]
+        if trace is None:
+            return None
+        return trace, trace.primal((self.risk.params, context)) if primal is None else primal
 
     def eager(self, context: Context, tangent: Sequence[Tensor]) -> list[Tensor]:
         """The product, ``(k, *shape)`` each, with ``k`` vectors of tensors ``(k, *shape)``."""
-        column = self._chosen(context)
+        column, _ = self._chosen(context)
         with self.risk.settings():
             if len(tangent[0]) == 1:
                 single = [leaf[0] for leaf in tangent]
@@ -123,83 +129,115 @@ class Engine:
             self.plan += f" (not linearized for all batches: {first_line(error)})"
             return None
 
-    def _chosen(self, context: Context) -> Column:
-        """The way of this engine: found at the first call, and checked against what it must be."""
-        if self._column is None:
-            with without_deprecations_of_torch():
-                self._column = self._choose(context)
-        return self._column
+    def _chosen(self, context: Context) -> tuple[Column, list[Tensor] | None]:
+        """The way of this engine, and the primal part of this batch if the choice computed it."""
+        if self._column is not None:
+            return self._column, None
+        with without_deprecations_of_torch():
+            self._column, primal = self._choose(context)
+        return self._column, primal
 
-    def _choose(self, context: Context) -> Column:
+    def _choose(self, context: Context) -> tuple[Column, list[Tensor] | None]:
         # Of the size of the weights, so that what must be equal can be told from zero.
         tangent = [leaf + leaf.abs().mean() for leaf in self.risk.params.values()]
-        name, column, expected, problems = self._first_that_works(context, tangent)
-        if self._name != "eager":
-            problem = self._trace_problem(column, context, tangent, expected)
-            if problem and self._strict:
-                raise RuntimeError(f"engine='linearized' needs a traceable model: {problem}")
-            self._name = "eager" if problem else "linearized"
-            problems += [f"not linearized: {problem}"] if problem else []
-        kind = "linearized and compiled" if self._compiled else self._name
-        self.plan = f"{name}, {kind}" + "".join(f" ({problem})" for problem in problems)
-        return column
-
-    def _first_that_works(
-        self, context: Context, tangent: list[Tensor]
-    ) -> tuple[str, Column, list[Tensor], list[str]]:
         problems: list[str] = []
         for name, column in self._ways:
             try:
                 with self.risk.settings():
-                    found = self._multiplied(column, tangent, context, self.risk.params)
-                    problem = self._asymmetry(column, context, tangent, found)
+                    expected = self._multiplied(column, tangent, context, self.risk.params)
+                primal, no_trace = self._traced(column, context, tangent, expected)
+                problem = ""
+                if primal is None:
+                    problem = self._asymmetry(column, context, tangent, expected)
             except torch.OutOfMemoryError:
                 raise
             except (NotImplementedError, RuntimeError) as error:
                 problem = first_line(error)
             if not problem:
-                return name, column, found, problems
+                self._decide(name, problems, no_trace)
+                return column, primal
             problems.append(f"no {name}: {problem}")
         with suppress(NotImplementedError, RuntimeError):  # a gradient may be as impossible
             self.risk.diagnose()
         raise RuntimeError("the loss cannot be differentiated as it must: " + "; ".join(problems))
 
+    def _decide(self, name: str, problems: list[str], no_trace: str) -> None:
+        """Set the plan; ``no_trace`` says why there is no trace, if one was wanted."""
+        if no_trace and self._strict:
+            raise RuntimeError(f"engine='linearized' needs a traceable model: {no_trace}")
+        if self._name != "eager":
+            self._name = "eager" if no_trace else "linearized"
+        problems = problems + ([f"not linearized: {no_trace}"] if no_trace else [])
+        kind = "linearized and compiled" if self._compiled else self._name
+        self.plan = f"{name}, {kind}" + "".join(f" ({problem})" for problem in problems)
+
     def _asymmetry(
         self, column: Column, context: Context, tangent: list[Tensor], product: list[Tensor]
     ) -> str:
         """Whether derivatives are wrong, as some of torch are: then u'Av and v'Au differ."""
-        rng = torch.Generator().manual_seed(0)
-        other = [
-            torch.randn(leaf.shape, generator=rng, dtype=torch.float64).to(leaf) for leaf in tangent
-        ]
-        theirs = self._multiplied(column, other, context, self.risk.params)
-        gap = abs(_inner(other, product) - _inner(tangent, theirs))
-        size = (_inner(other, other) * _inner(product, product)) ** 0.5
-        size += (_inner(tangent, tangent) * _inner(theirs, theirs)) ** 0.5
-        # Not of NaN, which has an error of its own.
-        return (
-            f"it is not symmetric, by {gap / size:.1g}" if gap > _tolerance(other[0]) * size else ""
-        )
+        other = _noise_like(tangent)
+        with self.risk.settings():
+            theirs = self._multiplied(column, other, context, self.risk.params)
+        return _symmetry_problem(tangent, product, other, theirs)
 
-    def _trace_problem(
+    def _traced(
         self, column: Column, context: Context, tangent: list[Tensor], expected: list[Tensor]
-    ) -> str:
+    ) -> tuple[list[Tensor] | None, str]:
+        """The primal part of the batch, by a trace that passed all checks; or why there is none.
+
+        The trace must give the eager product ``expected``. Symmetry is checked between that
+        product and one of the trace, which shares its primal part: no third pass over the model.
+        """
+        if self._name == "eager":
+            return None, ""
         try:
             trace = self._linearized(column, context)
             with self.risk.arithmetic():
-                kept = trace.primal((self.risk.params, context))
-                found = trace.tangent(kept, [leaf.unsqueeze(0) for leaf in tangent])
+                primal = trace.primal((self.risk.params, context))
+                product = trace.tangent(primal, [leaf.unsqueeze(0) for leaf in tangent])
+                problem = _gap_problem([leaf[0] for leaf in product], expected)
+                del product
+                if not problem:
+                    other = _noise_like(tangent)
+                    theirs = trace.tangent(primal, [leaf.unsqueeze(0) for leaf in other])
+                    theirs = [leaf[0] for leaf in theirs]
+                    problem = _symmetry_problem(tangent, expected, other, theirs)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a trace can fail in as many ways as there are models
-            return first_line(error)
-        pairs = [(a[0].double(), b.double()) for a, b in zip(found, expected, strict=True)]
-        gap = sum(float((a - b).square().sum()) for a, b in pairs) ** 0.5
-        size = sum(float(b.square().sum()) for _, b in pairs) ** 0.5
-        if gap > _tolerance(tangent[0]) * size:
-            return f"its product differs by {gap / size:.1g}"
+            return None, first_line(error)
+        if problem:
+            return None, problem
         self._traces[_shape(context)] = trace
-        return ""
+        return primal, ""
+
+
+def _gap_problem(found: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
+    pairs = [(a.double(), b.double()) for a, b in zip(found, expected, strict=True)]
+    gap = sum(float((a - b).square().sum()) for a, b in pairs) ** 0.5
+    size = sum(float(b.square().sum()) for _, b in pairs) ** 0.5
+    return f"its product differs by {gap / size:.1g}" if gap > _tolerance(found[0]) * size else ""
+
+
+def _symmetry_problem(
+    left: Sequence[Tensor],
+    left_product: Sequence[Tensor],
+    right: Sequence[Tensor],
+    right_product: Sequence[Tensor],
+) -> str:
+    gap = abs(_inner(right, left_product) - _inner(left, right_product))
+    size = (_inner(right, right) * _inner(left_product, left_product)) ** 0.5
+    size += (_inner(left, left) * _inner(right_product, right_product)) ** 0.5
+    # Not of NaN, which has an error of its own.
+    return f"it is not symmetric, by {gap / size:.1g}" if gap > _tolerance(left[0]) * size else ""
+
+
+def _noise_like(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Gaussian tensors of these shapes, the same in every call."""
+    rng = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(leaf.shape, generator=rng, dtype=torch.float64).to(leaf) for leaf in tensors
+    ]
 
 
 def _tolerance(like: Tensor) -> float:
@@ -353,15 +391,15 @@ class Products:
         """The tangent part on a batch with all it needs: kept, or made and then kept if it fits."""
         if key in self._kept:
             return self._kept[key]
-        trace = self._engine.linearization(context)
-        if trace is None:
+        linearization = self._engine.linearization(context)
+        if linearization is None:
             return None
-        found = trace.primal((self.risk.params, context))
-        linear = partial(trace.tangent, found)
+        trace, primal = linearization
+        linear = partial(trace.tangent, primal)
         if self._room is None:
             self._room = _room(self.risk.theta.device)
         owned = [leaf for leaf in tree_leaves(context) if isinstance(leaf, Tensor)]
-        size = nbytes(found, beside=[self.risk.theta, *owned])
+        size = nbytes(primal, beside=[self.risk.theta, *owned])
         if size <= self._room:
             self._room -= size
             self._kept[key] = linear

@@ -65,7 +65,8 @@ def inspect_first_batch(risk: "Risk") -> Any:
                 )
             _check_outputs(risk.loss_fn, outputs)
             check_labels(risk.loss_fn, outputs, target, f"batch {index}")
-            first, again = (risk.batch_loss(risk.params, context) for _ in range(2))
+            first = risk.adapter.loss(outputs, target)
+            again = risk.batch_loss(risk.params, context)
         _check_loss(first, index)
         if recognised(risk.loss_fn) is None:
             _check_mean(risk, context, risk.batch_sizes[index], index)
