@@ -2,12 +2,10 @@
 
 import random
 import signal
-import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
+from processes import start
 
 import ritz
 from ritz._core.storage import CorruptFileError
@@ -204,77 +202,65 @@ def test_a_missing_folder_is_an_error_that_names_it(rng, tmp_path):
 
 
 WORKER = """
-    import os, signal, sys, time, torch, ritz
-    from ritz.operators import FunctionOperator
-    torch.set_num_threads(1)
-    op = ritz.testing.wigner(400, generator=torch.Generator().manual_seed(3))
-    def slow(block):
-        time.sleep(0.002)
-        return op @ block
-    slowed = FunctionOperator(slow, n=400, dtype=torch.float64)
-    state, out, kind, last = sys.argv[1:]
-    renamed, rename = [], os.replace
-    def deadly(*paths):  # kill -9 before that many files have their names
-        renamed.append(paths)
-        if len(renamed) == int(last):
-            os.kill(os.getpid(), signal.SIGKILL)
-        rename(*paths)
-    os.replace = deadly
-    runs = {
-        "restarted": {"largest": 4, "smallest": 2, "max_vectors": 16, "num_steps": 400,
-                      "rtol": 1e-10},
-        "vectors": {"num_steps": 150, "vectors": True},
-    }
-    print("ready", flush=True)
-    found = ritz.lanczos(slowed, state=state, save_interval=0.0, **runs[kind])
-    ritz.save(found, out)
+import os, signal, sys, threading, time, torch, ritz
+from ritz.operators import FunctionOperator
+state, out, kind, last, moment = sys.argv[1:]
+if float(moment):  # kill -9 after that many seconds
+    threading.Timer(float(moment), os.kill, (os.getpid(), signal.SIGKILL)).start()
+op = ritz.testing.wigner(400, generator=torch.Generator().manual_seed(3))
+def slow(block):
+    time.sleep(0.01 if float(moment) else 0)
+    return op @ block
+slowed = FunctionOperator(slow, n=400, dtype=torch.float64)
+renamed, rename = [], os.replace
+def deadly(*paths):  # kill -9 before that many files have their names
+    renamed.append(paths)
+    if len(renamed) == int(last):
+        os.kill(os.getpid(), signal.SIGKILL)
+    rename(*paths)
+os.replace = deadly
+runs = {
+    "restarted": {"largest": 4, "smallest": 2, "max_vectors": 16, "num_steps": 400,
+                  "rtol": 1e-5},
+    "vectors": {"num_steps": 150, "vectors": True},
+}
+found = ritz.lanczos(slowed, state=state, save_interval=0.0, **runs[kind])
+ritz.save(found, out)
 """
 
 
 @pytest.fixture
-def start(tmp_path):
-    """Start a run of its own process, by the name of its files."""
-    script = tmp_path / "worker.py"
-    script.write_text(textwrap.dedent(WORKER))
+def run(tmp_path):
+    """Run in a process of its own, by the name of its files; return its exit code."""
 
-    def started(name, kind, last=0):
-        arguments = [str(script), str(tmp_path / name), str(tmp_path / f"{name}.out"), kind]
-        return subprocess.Popen(
-            [sys.executable, *arguments, str(last)], stdout=subprocess.PIPE, text=True
-        )
+    def finished(name, kind, *, last=0, moment=0.0):
+        paths = [tmp_path / name, tmp_path / f"{name}.out"]
+        process = start(WORKER, *paths, kind, last, moment, errors=tmp_path / "errors")
+        process.join()
+        assert (tmp_path / "errors").read_text() == ""
+        return process.exitcode
 
-    return started
-
-
-def wait(process):
-    process.communicate()
-    return process.returncode
+    return finished
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["restarted", "vectors"])
-def test_ten_kills_at_random_moments_change_no_bit_of_the_result(tmp_path, start, kind):
-    assert wait(start("calm", kind)) == 0
+def test_ten_kills_at_random_moments_change_no_bit_of_the_result(tmp_path, run, kind):
+    assert run("calm", kind) == 0
     moments = random.Random(7)
     for _ in range(10):
-        process = start("killed", kind)
-        assert process.stdout.readline() == "ready\n"
-        try:
-            process.wait(timeout=moments.uniform(0.02, 0.25))
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
-        assert wait(process) == -signal.SIGKILL
-    assert wait(start("killed", kind)) == 0
+        assert run("killed", kind, moment=moments.uniform(0.02, 0.25)) == -signal.SIGKILL
+    assert run("killed", kind) == 0
     assert (tmp_path / "killed.out").read_bytes() == (tmp_path / "calm.out").read_bytes()
 
 
 @pytest.mark.timeout(300)
-def test_kills_between_a_part_and_the_head_that_commits_it_change_no_bit(tmp_path, start):
-    assert wait(start("calm", "vectors")) == 0
+def test_kills_between_a_part_and_the_head_that_commits_it_change_no_bit(tmp_path, run):
+    assert run("calm", "vectors") == 0
     # A save renames a part, a head, the older head and the head again: each is the last once.
     for last in range(1, 10):
-        assert wait(start("killed", "vectors", last)) == -signal.SIGKILL
-    assert wait(start("killed", "vectors")) == 0
+        assert run("killed", "vectors", last=last) == -signal.SIGKILL
+    assert run("killed", "vectors") == 0
     assert (tmp_path / "killed.out").read_bytes() == (tmp_path / "calm.out").read_bytes()
 
 
