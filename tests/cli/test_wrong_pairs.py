@@ -138,7 +138,11 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("model", "data", "options", "line"), CASES)
+@pytest.mark.parametrize(
+    ("model", "data", "options", "line"),
+    CASES,
+    ids=[f"{i}-{model}-{data}" for i, (model, data, *_) in enumerate(CASES)],
+)
 def test_a_wrong_pair_is_named_before_anything_is_written(
     pairs, refused, model, data, options, line
 ):
