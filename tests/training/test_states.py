@@ -114,7 +114,7 @@ def test_evaluations_and_monitors_leave_the_state_of_training_alone():
 
     plain, watched = recurrent(0.3), recurrent(0.3)
     fit(plain, text(), **MOVING)
-    risk = list(text(24, seed=2, length=3).batches(4))
+    risk = list(text(12, seed=2, length=1).batches(4))
     monitor = CurvatureMonitor(risk, quantities=["trace"], unit="step", every=13, num_probes=2)
     fit(watched, text(), validation=text(90, seed=1), average_from=2, average_every="step",
         monitors=[Evaluation(), monitor], **MOVING)  # fmt: skip
