@@ -90,7 +90,7 @@ def test_the_version_and_the_help_import_no_slow_library(option):
 def test_the_help_of_a_command_imports_no_slow_library():
     every = list(commands(typer.main.get_command(_app.build())))
     assert ["train"] in every
-    assert ["graph", "spectrum"] in every
+    assert ["graph", "density"] in every
     code = (
         "import sys\n"
         "from ritz.cli import _app\n"
@@ -102,7 +102,7 @@ def test_the_help_of_a_command_imports_no_slow_library():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("command", [[], ["train"], ["graph", "spectrum"]])
+@pytest.mark.parametrize("command", [[], ["train"], ["graph", "density"]])
 def test_options_without_a_value_show_none(capsys, command):
     assert _app.run([*command, "--help"]) == 0
     out = capsys.readouterr().out

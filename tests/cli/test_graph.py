@@ -72,7 +72,7 @@ def test_no_gap_is_an_answer_and_json_has_no_nan(random, tmp_path, capsys):
 
 def test_spectrum_with_a_picture(random, tmp_path, capsys):
     picture = tmp_path / "spectrum.pdf"
-    command = ["graph", "spectrum", random, *QUICK]
+    command = ["graph", "density", random, *QUICK]
     assert _app.run([*command, "--out", str(picture)]) == 0
     out = capsys.readouterr().out
     assert "60 moments" in out
@@ -117,7 +117,7 @@ def test_the_same_seed_prints_the_same(blocks, capsys):
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("command", ["spectrum", "clusters", "model"])
+@pytest.mark.parametrize("command", ["density", "clusters", "model"])
 def test_bad_files_are_one_line_and_code_two(command, tmp_path, capsys):
     contents = {
         "empty.txt": (b"", "empty"),
@@ -146,10 +146,10 @@ def test_wrong_options_are_one_line_and_code_two(blocks, tmp_path, capsys):
         "num_probes must be at least 2": ["clusters", blocks, "--probes", "1"],
         "weights=False (--weights or --no-weights)": ["clusters", times],
         "expected two vertices and a weight": ["clusters", blocks, "--weights"],
-        "self_loops must be one of": ["spectrum", blocks, "--self-loops", "maybe"],
+        "self_loops must be one of": ["density", blocks, "--self-loops", "maybe"],
         "multi_edges must be one of": ["model", blocks, "--multi-edges", "maybe"],
         "a picture must end in .png": ["clusters", blocks, "--out", str(tmp_path / "x.doc")],
-        "no is not a folder": ["spectrum", blocks, "--out", str(tmp_path / "no" / "x.png")],
+        "no is not a folder": ["density", blocks, "--out", str(tmp_path / "no" / "x.png")],
         "--labels must be in a folder": ["clusters", blocks, "--labels", "no/such/labels"],
         "graphs must be two at least": ["compare", blocks],
         "measure must be one of": ["compare", blocks, blocks + "", "--measure", "cosine"],
@@ -165,7 +165,7 @@ def test_wrong_options_are_one_line_and_code_two(blocks, tmp_path, capsys):
 def test_wrong_numbers_and_choices_are_refused_before_a_file_is_read(tmp_path, capsys):
     none = str(tmp_path / "none.txt")
     wrong = {
-        "num_moments must be at least 1, got 0": ["spectrum", none, "--moments", "0"],
+        "num_moments must be at least 1, got 0": ["density", none, "--moments", "0"],
         "num_moments must be at least 4, got 3": ["clusters", none, "--moments", "3"],
         "num_probes must be at least 2, got 1": ["compare", none, none, "--probes", "1"],
         "seed must be between": ["model", none, "--seed", "99999999999999999999"],
@@ -204,7 +204,7 @@ def test_labels_have_the_names_of_the_file_whatever_is_in_them(tmp_path, capsys)
 def test_weights_loops_and_repeats_as_the_library_reads_them(tmp_path, capsys):
     file = tmp_path / "four.txt"
     file.write_text("0 1 2 9\n1 2 3 9\n2 2 1 9\n1 0 2 9\n")
-    command = ["graph", "spectrum", str(file), "--moments", "4"]
+    command = ["graph", "density", str(file), "--moments", "4"]
     assert _app.run([*command, "--no-weights"]) == 0
     assert "2 edges, unweighted" in capsys.readouterr().out
     options = ["--weights", "--self-loops", "keep", "--multi-edges", "sum", "--nodes", "5"]
@@ -218,7 +218,7 @@ def test_the_axis_of_counts_holds_them_and_little_more(links, scale):
     # Forty components are forty eigenvalues 0, below every point; joined, one is.
     blocks = graphs.cluster_graph([12] * 40, degree=6, num_links=links)
     found = graphs.count_clusters(blocks)
-    figure = clusters_figure(graphs.spectrum(blocks, num_moments=40), found)
+    figure = clusters_figure(graphs.density(blocks, num_moments=40), found)
     (ax,) = figure.axes
     low, high = ax.get_ylim()
     drawn = [*ax.lines[0].get_ydata(), found.count]

@@ -74,7 +74,7 @@ def test_small_graphs_have_exact_moments_without_an_error():
 
 
 def test_the_spectrum_has_the_moments_of_the_graph_and_not_its_noise(ring, ring_values):
-    found = graphs.spectrum(ring, num_moments=30, num_probes=64, generator=seeded(0))
+    found = graphs.density(ring, num_moments=30, num_probes=64, generator=seeded(0))
     errors = graphs.moments(ring, num_moments=30, num_probes=64, generator=seeded(0)).stderr[1:]
     off = (found.fitted - exact_moments(ring_values, 30)[1:]).abs()
     assert bool((off <= 4 * errors).all())
@@ -84,7 +84,7 @@ def test_the_spectrum_has_the_moments_of_the_graph_and_not_its_noise(ring, ring_
 
 def test_the_same_seed_gives_the_same_spectrum_and_another_does_not(ring):
     first, again, other = (
-        graphs.spectrum(ring, num_moments=10, num_probes=4, generator=seeded(seed)).alphas
+        graphs.density(ring, num_moments=10, num_probes=4, generator=seeded(seed)).alphas
         for seed in (5, 5, 6)
     )
     assert torch.equal(first, again)
@@ -92,7 +92,7 @@ def test_the_same_seed_gives_the_same_spectrum_and_another_does_not(ring):
 
 
 def test_distribution_follows_the_exact_one(ring, ring_values):
-    found = graphs.spectrum(ring, num_moments=60, num_probes=64, generator=seeded(0))
+    found = graphs.density(ring, num_moments=60, num_probes=64, generator=seeded(0))
     x = torch.linspace(0.05, 1.95, 39, dtype=torch.float64)
     exact = (ring_values[:, None] <= x).double().mean(0)
     # Sixty moments resolve 2 pi / 60 of the interval, a twentieth: no step of the exact
@@ -112,7 +112,8 @@ def bias_of_smoothing(nodes, weights, width, degree):
 
 @pytest.mark.parametrize("degree", [2, 3, 4, 5, 7, 8])
 def test_smoothing_biases_moments_by_theorem_2(ring, degree):
-    smooth = graphs.density(ring, num_steps=20, num_probes=4, width=0.15, generator=seeded(2))
+    options = {"num_moments": 40, "num_probes": 4, "generator": seeded(2)}
+    smooth = graphs.density(ring, method="lanczos", width=0.15, **options)
     discrete = smooth.discrete
     # The moment of the smoothed density by quadrature of its pdf, not by a formula.
     x = torch.linspace(*smooth.support, 20_001, dtype=torch.float64)
@@ -129,8 +130,8 @@ def test_the_entropic_density_has_no_such_bias(degree):
     graph = graphs.barabasi_albert(200, num_edges=4, generator=seeded(4))
     values = graphs.eigenvalues(graph)
     exact = float((values**degree).mean())
-    found = graphs.spectrum(graph, num_moments=10)
-    smooth = graphs.density(graph, num_steps=20, num_probes=64, width=0.15)
+    found = graphs.density(graph, num_moments=10)
+    smooth = graphs.density(graph, num_moments=40, num_probes=64, width=0.15, method="lanczos")
     # Moments are exact here, so that only the solver's tolerance is left.
     assert found.moment(degree) == pytest.approx(exact, rel=1e-6)
     assert abs(smooth.moment(degree) - exact) > 0.005
@@ -139,7 +140,7 @@ def test_the_entropic_density_has_no_such_bias(degree):
 def test_entropy_is_that_of_the_spectrum_with_an_error_of_its_scatter(ring):
     options = {"num_moments": 20, "num_probes": 20}
     found = graphs.entropy(ring, **options, generator=seeded(0))
-    spectrum = graphs.spectrum(ring, **options, generator=seeded(0))
+    spectrum = graphs.density(ring, **options, generator=seeded(0))
     assert float(found) == pytest.approx(spectrum.entropy)
     runs = torch.tensor(
         [float(graphs.entropy(ring, **options, generator=seeded(s))) for s in range(12)]
@@ -161,7 +162,7 @@ def test_isolated_vertices_are_eigenvalues_zero():
     values = graphs.eigenvalues(graph)
     expected = torch.tensor([0.0] * 8 + [1.5, 1.5], dtype=torch.float64)
     torch.testing.assert_close(values, expected, atol=1e-12, rtol=0)
-    found = graphs.spectrum(graph, num_moments=10)
+    found = graphs.density(graph, num_moments=10)
     assert found.moment(1) == pytest.approx(0.3, abs=0.02)
     assert "relaxed" in found.status.message
 
@@ -173,27 +174,28 @@ def test_a_graph_without_edges_has_exact_eigenvalues_and_no_density():
     torch.testing.assert_close(
         found.mean, torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
     )
-    for function in (graphs.spectrum, graphs.entropy):
+    for function in (graphs.density, graphs.entropy):
         with pytest.raises(GraphError, match="graph must have an edge, got 7 vertices and none"):
             function(graph)
 
 
 def test_one_vertex_is_said_to_have_no_density():
     with pytest.raises(GraphError, match="one vertex and none"):
-        graphs.spectrum(graphs.erdos_renyi(1, p=0.5))
+        graphs.density(graphs.erdos_renyi(1, p=0.5))
 
 
 def test_two_vertices_with_an_edge_have_their_two_eigenvalues():
     graph = graphs.erdos_renyi(2, p=1.0)
     assert graphs.eigenvalues(graph).tolist() == pytest.approx([0.0, 2.0], abs=1e-12)
-    assert graphs.spectrum(graph, num_moments=4).moment(1) == pytest.approx(1.0, abs=1e-6)
+    assert graphs.density(graph, num_moments=4).moment(1) == pytest.approx(1.0, abs=1e-6)
     # A vector of signs is one eigenvector or the other: rules of a single node.
-    found = graphs.density(graph, num_probes=8).discrete
+    found = graphs.density(graph, num_probes=8, method="lanczos")
     assert {round(float(x), 9) for x in found.nodes[found.weights > 0]} == {0.0, 2.0}
 
 
 def test_lanczos_has_the_moments_of_the_graph(ring, ring_values):
-    found = graphs.density(ring, num_steps=20, num_probes=32, generator=seeded(0)).discrete
+    options = {"num_moments": 40, "num_probes": 32, "generator": seeded(0)}
+    found = graphs.density(ring, method="lanczos", **options)
     samples = (found.weights * found.nodes**4).sum(1)
     exact = float((ring_values**4).mean())
     assert abs(float(samples.mean()) - exact) <= 4 * float(samples.std()) / 32**0.5
@@ -210,7 +212,7 @@ def test_lanczos_has_the_moments_of_the_graph(ring, ring_values):
 )
 def test_wrong_arguments_are_named(ring, options, match):
     with pytest.raises((ValueError, TypeError), match=match):
-        graphs.spectrum(ring, **options)
+        graphs.density(ring, **options)
 
 
 def test_too_many_vertices_for_all_eigenvalues_are_refused():
@@ -221,11 +223,46 @@ def test_too_many_vertices_for_all_eigenvalues_are_refused():
 
 def test_a_dtype_or_device_that_cannot_be_used_is_named(monkeypatch):
     graph = graphs.erdos_renyi(300, p=0.05)
-    for function in (graphs.spectrum, graphs.laplacian, graphs.density):
+    for function in (graphs.density, graphs.laplacian):
         with pytest.raises(
             ValueError, match=r"dtype must be torch.float32 or .*, got torch.float16"
         ):
             function(graph, dtype=torch.float16)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="device must be one that torch sees, got 'cuda' without"):
-        graphs.spectrum(graph, device="cuda")
+        graphs.density(graph, device="cuda")
+
+
+@pytest.mark.parametrize("method", ["maxent", "lanczos", "kpm"])
+@pytest.mark.parametrize("matrix", ["normalized", "laplacian", "adjacency"])
+def test_every_method_gives_the_moments_of_every_matrix(ring, method, matrix):
+    options = {"num_moments": 40, "num_probes": 64, "generator": seeded(0)}
+    found = graphs.density(ring, method=method, matrix=matrix, **options)
+    exact = graphs.eigenvalues(ring, matrix=matrix)
+    spread = float(exact.std())
+    assert found.moment(1) == pytest.approx(float(exact.mean()), abs=0.05 * spread)
+    assert found.moment(2) == pytest.approx(float(exact.square().mean()), rel=0.05)
+    middle = float(exact.median())
+    assert found.mass(found.support[0] - 1, middle) == pytest.approx(0.5, abs=0.05)
+
+
+def test_moments_of_another_matrix_are_those_of_its_eigenvalues(ring):
+    exact = graphs.moments(ring, matrix="adjacency", num_moments=12, exact=True)
+    sampled = graphs.moments(ring, matrix="adjacency", num_moments=12, exact=False)
+    assert exact.interval == sampled.interval
+    assert bool(((sampled.mean - exact.mean).abs() <= 4 * sampled.stderr + 1e-12).all())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "fft"}, "method must be one of maxent, lanczos, kpm"),
+        ({"matrix": "hessian"}, "matrix must be one of"),
+        ({"method": "kpm", "width": 0.1}, "width belongs to method='lanczos'"),
+        ({"method": "lanczos", "exact": True}, "exact belongs to method='maxent'"),
+        ({"method": "lanczos", "num_moments": 1}, "num_moments must be at least 2"),
+    ],
+)
+def test_options_of_another_method_are_refused(ring, options, message):
+    with pytest.raises(ValueError, match=message):
+        graphs.density(ring, **options)

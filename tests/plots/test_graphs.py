@@ -18,10 +18,10 @@ def test_a_heat_map_has_all_names_numbers_and_lines():
 def test_a_density_is_drawn_over_the_exact_histogram():
     graph = graphs.erdos_renyi(80, p=0.2)
     values = graphs.eigenvalues(graph)
-    ax = plots.over_histogram(graphs.spectrum(graph, num_moments=8), values, num_bins=10, label="8")
+    ax = plots.over_histogram(graphs.density(graph, num_moments=8), values, num_bins=10, label="8")
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["exact", "8"]
     (line,) = ax.lines
     area = torch.trapezoid(*(torch.as_tensor(part) for part in reversed(line.get_data())))
     assert float(area) == pytest.approx(1.0, abs=0.02)
     with pytest.raises(ValueError, match="num_bins must be at least 1"):
-        plots.over_histogram(graphs.spectrum(graph, num_moments=8), values, num_bins=0)
+        plots.over_histogram(graphs.density(graph, num_moments=8), values, num_bins=0)

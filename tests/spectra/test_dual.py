@@ -54,7 +54,7 @@ def test_at_the_minimum_the_gradient_of_the_dual_is_zero(prior):
     targets = moments_of(0.7 * normal(1, 400).clamp(-1.4, 1.4), M)
     ridge = 1e-3 * normal(1, M, seed=1).square()
     grid = Grid.make(256, 2 * M)
-    found = minimise(targets, ridge, prior(grid.nodes), grid, tol=1e-11, max_steps=100)
+    found = minimise(targets, ridge, prior(grid.nodes), grid, atol=1e-11, max_steps=100)
     alphas = found.alphas[0].clone().requires_grad_()
     value = dual(alphas, targets[0], ridge[0], prior)
     (gradient,) = torch.autograd.grad(value, alphas)
@@ -72,7 +72,7 @@ def first_step(alphas_at):
     log_prior = -(grid.polynomials[:, 1 : M + 1] @ alphas_at)
     targets = moments_of(normal(1, 50, seed=5).clamp(-1, 1), M)
     ridge = torch.full((1, M), 0.02, dtype=torch.float64)
-    found = minimise(targets, ridge, log_prior, grid, tol=0.0, max_steps=1)
+    found = minimise(targets, ridge, log_prior, grid, atol=0.0, max_steps=1)
     return found.alphas[0], targets[0], ridge[0]
 
 
@@ -109,7 +109,7 @@ def test_a_hard_vector_does_not_disturb_an_easy_one():
 
     def solve(targets):
         ridge = torch.full_like(targets, 1e-12)
-        return minimise(targets, ridge, flat, grid, tol=1e-10, max_steps=60)
+        return minimise(targets, ridge, flat, grid, atol=1e-10, max_steps=60)
 
     together = solve(torch.cat([easy[:1], atom, infeasible, easy[1:]]))
     for i, row in ((0, 0), (1, 3)):
@@ -123,7 +123,7 @@ def test_the_steps_are_no_more_than_allowed_and_none_where_the_prior_does():
     grid = Grid.make(64, 4)
     flat = torch.zeros(64, dtype=torch.float64)
     targets = torch.tensor([[0.0, -1 / 3], [0.2, 0.1]], dtype=torch.float64)
-    found = minimise(targets, torch.zeros(2, 2).double(), flat, grid, tol=1e-12, max_steps=3)
+    found = minimise(targets, torch.zeros(2, 2).double(), flat, grid, atol=1e-12, max_steps=3)
     assert found.iterations.tolist() == [0, 3]
     assert float(found.log_partition[0]) == pytest.approx(math.log(2))
 
@@ -168,7 +168,7 @@ def test_a_logarithmic_grid_integrates_what_varies_with_the_logarithm(ratio):
 
 def solve_one(targets, ridge=1e-12, **options):
     grid = Grid.make(256, 2 * targets.shape[1])
-    given = {"tol": 1e-10, "max_steps": 200} | options
+    given = {"atol": 1e-10, "max_steps": 200} | options
     return minimise(
         targets, torch.full_like(targets, ridge), torch.zeros(256).double(), grid, **given
     )
@@ -200,6 +200,6 @@ def test_patience_ends_unless_the_moments_are_nearly_matched():
     infeasible = torch.full((1, M), 1.5, dtype=torch.float64)
     slow = moments_of(0.5 * normal(1, 300).clamp(-1.9, 1.9), M)
     assert int(solve_one(infeasible, patience=7).iterations) == 7
-    nearly = int((solve_one(slow, tol=1e-4)).iterations)
+    nearly = int((solve_one(slow, atol=1e-4)).iterations)
     assert int(solve_one(slow, patience=nearly).iterations) > nearly
     assert int(solve_one(slow, patience=1).iterations) == 1

@@ -237,7 +237,7 @@ def make_data(
 
     Args:
         target: A registered name, or ``module:factory``; the factory may take ``data_dir``, and
-            the options. See :func:`ritz.training._data.as_parts` for what it may return.
+            the options. See ``ritz.training._data.as_parts`` for what it may return.
         data_dir: Folder of data sets.
         options: Keywords.
         written_in: The run folder that the name was read from, if it was.

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from ritz.graphs import ClusterCount, Fit, Graph, Similarity
-    from ritz.spectra import EntropicDensity
+    from ritz.spectra import Density, EntropicDensity
 
 # ------------------------------------------------------------------------------------------
 # The pictures of ``ritz graph``.
@@ -41,14 +41,18 @@ def write_picture(out: Path | None, draw: Callable[[], "Figure"]) -> list[Path]:
     return [ritz.plots.save_figure(draw(), out)]
 
 
-def spectrum_figure(density: "EntropicDensity", name: str) -> "Figure":
-    """Draw an entropic spectrum."""
+def density_figure(density: "Density", name: str) -> "Figure":
+    """Draw the density of a graph's eigenvalues."""
     import torch
 
     figure, (ax,) = ritz.plots.panels()
     ritz.plots.density(density, ax=ax, label=name)
     # An eigenvalue many times repeated, such as 0 or 1, must not flatten the rest.
-    heights = density.pdf(torch.linspace(0.001, 1.999, 2000, dtype=torch.float64))
+    low, high = density.support
+    inset = 0.0005 * (high - low)
+    points = torch.linspace(low + inset, high - inset, 2000, dtype=torch.float64)
+    smooth = getattr(density, "smoothed", lambda: density)()
+    heights = smooth.pdf(points)
     ax.set_ylim(0, 1.5 * float(heights.quantile(0.98)))
     return figure
 
@@ -122,6 +126,14 @@ Largest = Annotated[bool, typer.Option("--largest", help="Take the largest compo
 Moments = Annotated[int | None, typer.Option("--moments", help="Moments of the spectrum.")]
 Probes = Annotated[int | None, typer.Option("--probes", help="Random probes.")]
 Method = Annotated[str, typer.Option("--method", help="auto, krylov, entropic or lanczos.")]
+DensityMethod = Annotated[
+    Literal["maxent", "lanczos", "kpm"],
+    typer.Option("--method", help="Maximum entropy, Lanczos or the kernel polynomial method."),
+]
+Matrix = Annotated[
+    Literal["normalized", "laplacian", "adjacency"],
+    typer.Option("--matrix", help="The normalised Laplacian, the Laplacian or the adjacency."),
+]
 Labels = Annotated[
     Path | None, typer.Option("--labels", help="File for the cluster of each vertex, a line each.")
 ]
@@ -163,9 +175,11 @@ class Reading:
         return ritz.graphs.read(file, **given, progress=progress)
 
 
-@app.command(epilog="Example: ritz graph spectrum web.txt.gz --moments 100 --out web.png")
-def spectrum(
+@app.command(epilog="Example: ritz graph density web.txt.gz --moments 100 --out web.png")
+def density(
     file: File,
+    method: DensityMethod = "maxent",
+    matrix: Matrix = "normalized",
     moments: Moments = None,
     probes: Probes = None,
     directed: Directed = "drop",
@@ -178,22 +192,27 @@ def spectrum(
     seed: Seed = 0,
     json: Json = False,
 ) -> None:
-    """Print the entropic spectrum of a graph, and draw it."""
+    """Print the spectral density of a graph, and plot it."""
     check_picture(out)
     options, generator = _options(moments, probes), _generator(seed)
     rules = Reading(directed, weights, self_loops, multi_edges, nodes, largest)
     graph = rules.read(file, progress=not json)
-    found = ritz.graphs.spectrum(graph, **options, generator=generator, progress=not json)
-    facts = _facts(file, graph) | {
-        "entropy": found.entropy,
-        "mean": found.moment(1),
-        "mean_square": found.moment(2),
-        "mass_below_0.1": found.mass(0.0, 0.1),
-        "alphas": ritz.studies.describe(found.alphas),
-        "status": str(found.status),
-    }
+    how: dict[str, Any] = {"method": method, "matrix": matrix}
+    found = ritz.graphs.density(graph, **how, **options, generator=generator, progress=not json)
+    facts = (
+        _facts(file, graph)
+        | how
+        | {
+            "mean": found.moment(1),
+            "mean_square": found.moment(2),
+            "mass_below_0.1": found.mass(found.support[0] - 1.0, 0.1),
+        }
+    )
+    if method == "maxent":
+        alphas, status = ritz.studies.describe(found.alphas), str(found.status)
+        facts |= {"entropy": found.entropy, "alphas": alphas, "status": status}
     text = f"{graph}\n{found}\nmass below 0.1: {facts['mass_below_0.1']:.4g}"
-    _print(facts, text, json, write_picture(out, lambda: spectrum_figure(found, file.name)))
+    _print(facts, text, json, write_picture(out, lambda: density_figure(found, file.name)))
 
 
 @app.command(epilog="Example: ritz graph compare a.txt b.txt c.mtx --out likeness.png")
@@ -256,12 +275,12 @@ def clusters(
     json: Json = False,
 ) -> None:
     """Print the number of clusters of a graph, and sort its vertices into them."""
-    from ritz.graphs._shared import METHODS
+    from ritz.graphs._shared import COUNT_METHODS
 
     check_picture(out)
     if labels is not None and not labels.parent.is_dir():
         raise ValueError(f"--labels must be in a folder that is there, got {labels}")
-    check_choice("method", method, METHODS)
+    check_choice("method", method, COUNT_METHODS)
     options, generator = _options(moments, probes, fewest=4), _generator(seed)
     rules = Reading(directed, weights, self_loops, multi_edges, nodes, largest)
     graph = rules.read(file, progress=not json)
@@ -276,7 +295,7 @@ def clusters(
     facts = _facts(file, graph) | ritz.studies.describe(found) | {"status": str(found.status)}
     if out is not None:
         settings = {"num_moments": 80, "num_probes": 100} | options
-        drawn = ritz.graphs.spectrum(graph, **settings, generator=_generator(seed))
+        drawn = ritz.graphs.density(graph, **settings, generator=_generator(seed))
         written += write_picture(out, lambda: clusters_figure(drawn, found))
     _print(facts, f"{graph}\n{found}", json, written)
     found.raise_if_failed()

@@ -1,10 +1,10 @@
 """Graphs: reading, random models, and what their spectra say."""
 
 from ritz.graphs._clusters import ClusterCount, count_clusters
-from ritz.graphs._density import density, entropy, heat_trace, moments, spectrum
+from ritz.graphs._density import density, entropy, heat_trace, moments
 from ritz.graphs._fit import Fit, fit
 from ritz.graphs._graph import Graph, GraphError
-from ritz.graphs._io import as_graph, read, to_undirected
+from ritz.graphs._io import GraphLike, as_graph, read, to_undirected
 from ritz.graphs._matrices import eigenvalues, laplacian
 from ritz.graphs._partition import spectral_clusters
 from ritz.graphs._random import (
@@ -23,6 +23,7 @@ __all__ = [
     "Fit",
     "Graph",
     "GraphError",
+    "GraphLike",
     "Similarity",
     "as_graph",
     "barabasi_albert",
@@ -41,7 +42,6 @@ __all__ = [
     "read",
     "similarity",
     "spectral_clusters",
-    "spectrum",
     "stochastic_block_model",
     "to_undirected",
     "watts_strogatz",

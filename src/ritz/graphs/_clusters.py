@@ -30,6 +30,7 @@ from ritz.graphs._gaps import (
     widest_crowded,
 )
 from ritz.graphs._graph import Graph
+from ritz.graphs._io import GraphLike
 from ritz.graphs._matrices import laplacian, with_edges
 from ritz.spectra import (
     Density,
@@ -267,7 +268,7 @@ def _uncertain(mean: float, stderr: float) -> str:
 # The number of clusters of a graph, counted in two ways that check each other.
 
 CountMethod = Literal["auto", "krylov", "entropic", "lanczos"]
-METHODS: tuple[CountMethod, ...] = ("auto", "krylov", "entropic", "lanczos")
+COUNT_METHODS: tuple[CountMethod, ...] = ("auto", "krylov", "entropic", "lanczos")
 MEMORY = 2**32  # bytes of a block, unless told otherwise
 LARGE = 2**30  # bytes of a block of float64: beyond, float32
 LOCATING = 10  # probes that find the gap where they need not count
@@ -278,7 +279,7 @@ SURE = 4 * CROWD  # sampled eigenvalues close above a gap: their spacings need n
 
 
 def count_clusters(
-    graph: Any,
+    graph: GraphLike,
     *,
     method: CountMethod = "auto",
     num_moments: int = 80,
@@ -334,7 +335,7 @@ def count_clusters(
         9
     """
     graph = with_edges(graph)
-    check_choice("method", method, METHODS)
+    check_choice("method", method, COUNT_METHODS)
     check_count("num_moments", num_moments, low=4)
     check_count("num_probes", num_probes, low=2)
     if max_vectors is not None:

@@ -1,23 +1,32 @@
 """The spectral density of a graph, its moments, entropy and heat trace."""
 
 import math
-from typing import Any
+from typing import Literal, TypedDict, Unpack, overload
 
 import numpy as np
 import scipy.special
 import torch
 from torch import Tensor
 
-from ritz._core.checks import check_count
+from ritz._core.checks import check_choice, check_count
 from ritz._core.progress import Progress
 from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate, Status
 from ritz._core.sampling import stderr
 from ritz.graphs._graph import Graph
-from ritz.graphs._io import as_graph
-from ritz.graphs._matrices import check_place, eigenvalues, exact_moments, laplacian, with_edges
-from ritz.spectra import DiscreteDensity, EntropicDensity, Moments, SmoothedDensity, maxent
-from ritz.spectra import density as lanczos_density
+from ritz.graphs._io import GraphLike, as_graph
+from ritz.graphs._matrices import eigenvalues, exact_moments, laplacian, with_edges
+from ritz.operators import LaplacianOperator
+from ritz.operators._shared import GraphMatrix, gershgorin
+from ritz.spectra import (
+    DiscreteDensity,
+    EntropicDensity,
+    Moments,
+    PolynomialDensity,
+    SmoothedDensity,
+    maxent,
+)
+from ritz.spectra import density as sampled_density
 from ritz.spectra import moments as sampled_moments
 
 # ------------------------------------------------------------------------------------------
@@ -69,18 +78,34 @@ def matched_within(density: EntropicDensity) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------
-# The spectrum of a graph: the density of the eigenvalues of its normalised Laplacian.
+# The density of the eigenvalues of a graph's matrix, and its moments.
 
 INTERVAL = (0.0, 2.0)  # holds the spectrum of every normalised Laplacian
 NUM_MOMENTS = 100
 NUM_PROBES = 64
 SMALL = 256  # vertices up to which all eigenvalues cost less than the probes
 NARROW = 4096  # vertices up to which calls cost more than products: all probes at once
+DensityMethod = Literal["maxent", "lanczos", "kpm"]
+METHODS: tuple[DensityMethod, ...] = ("maxent", "lanczos", "kpm")
+
+
+class DensityOptions(TypedDict, total=False):
+    """The keywords that every method of :func:`density` takes."""
+
+    matrix: GraphMatrix
+    num_moments: int
+    num_probes: int
+    exact: bool | None
+    dtype: torch.dtype
+    device: torch.device | str
+    generator: torch.Generator | None
+    progress: bool | Progress
 
 
 def moments(
-    graph: Any,
+    graph: GraphLike,
     *,
+    matrix: GraphMatrix = "normalized",
     num_moments: int = NUM_MOMENTS,
     num_probes: int = NUM_PROBES,
     exact: bool | None = None,
@@ -89,39 +114,42 @@ def moments(
     generator: torch.Generator | None = None,
     progress: bool | Progress = False,
 ) -> Moments:
-    r"""Return Chebyshev moments of the normalised Laplacian with their errors.
+    r"""Return Chebyshev moments of a matrix of a graph with their errors.
 
     .. math:: \mu_j = \frac1n \operatorname{tr} T_j(L - I), \qquad j = 0, \dots, m
 
-    The eigenvalues of :math:`L` lie in ``[0, 2]``, whatever the graph, so that no bounds are
-    needed; :math:`T_j(L - I)` are the shifted polynomials of :math:`L / 2` on ``[0, 1]``. Cost:
-    :math:`d m / 2` products. Memory: 4 vectors a probe of a block, which is one
-    cache line wide, eight probes in float64, unless the graph is small.
+    for the normalised Laplacian, whose eigenvalues lie in ``[0, 2]`` whatever the graph. Other
+    matrices are mapped from the interval that Gershgorin's discs give, which the degrees bound. No
+    product is spent on bounds. Cost: :math:`d m / 2` products. Memory: 4 vectors per probe of a
+    block, which is one cache line wide, eight probes in float64, unless the graph is small.
 
     Args:
         graph: Whatever :func:`ritz.graphs.as_graph` takes.
+        matrix: ``normalized`` (the normalised Laplacian), ``laplacian``, ``adjacency`` or another
+            of :class:`ritz.operators.LaplacianOperator`.
         num_moments: Highest degree ``m``.
         num_probes: Probes ``d``; errors fall as :math:`1 / \sqrt{n d}`.
-        exact: Moments from all eigenvalues, without an error; by default where there are at most
-            256 vertices.
+        exact: Compute the moments from all eigenvalues, without an error. Defaults to doing so for
+            at most 256 vertices.
         dtype: Of the products.
         device: Where products are made.
-        generator: Source of the probes.
-        progress: Whether to show a bar, or what to tell.
+        generator: Source of the probes. Defaults to a new generator with seed 0.
+        progress: Show a progress bar, or a :class:`Progress` to report to.
 
     Reference: Algorithms 2 and 4 of *Spectral Machine Learning*.
     """
     graph = as_graph(graph)
     check_count("num_moments", num_moments)
     check_count("num_probes", num_probes, low=2)
-    check_place(dtype, device)
     generator = resolve_generator(generator)
+    op = laplacian(graph, matrix=matrix, dtype=dtype, device=device)
+    interval = _interval(op)
     if graph.num_nodes <= SMALL if exact is None else exact:
-        return _exact_moments(graph, num_moments, generator)
+        return _exact_moments(graph, matrix, interval, num_moments, generator)
     return sampled_moments(
-        laplacian(graph, dtype=dtype, device=device),
+        op,
         num_moments=num_moments,
-        interval=INTERVAL,
+        interval=interval,
         num_probes=num_probes,
         block_size=num_probes if graph.num_nodes <= NARROW else None,
         generator=generator,
@@ -129,107 +157,117 @@ def moments(
     )
 
 
-def spectrum(
-    graph: Any,
+@overload
+def density(
+    graph: GraphLike, *, method: Literal["maxent"] = "maxent", **options: Unpack[DensityOptions]
+) -> EntropicDensity: ...
+@overload
+def density(
+    graph: GraphLike,
     *,
+    method: Literal["lanczos"],
+    width: float,
+    **options: Unpack[DensityOptions],
+) -> SmoothedDensity: ...
+@overload
+def density(
+    graph: GraphLike, *, method: Literal["lanczos"], **options: Unpack[DensityOptions]
+) -> DiscreteDensity: ...
+@overload
+def density(
+    graph: GraphLike, *, method: Literal["kpm"], **options: Unpack[DensityOptions]
+) -> PolynomialDensity: ...
+def density(
+    graph: GraphLike,
+    *,
+    method: DensityMethod = "maxent",
+    matrix: GraphMatrix = "normalized",
     num_moments: int = NUM_MOMENTS,
     num_probes: int = NUM_PROBES,
+    width: float | None = None,
     exact: bool | None = None,
     dtype: torch.dtype = torch.float64,
     device: torch.device | str = "cpu",
     generator: torch.Generator | None = None,
     progress: bool | Progress = False,
-) -> EntropicDensity:
-    r"""Return the entropic spectrum of a graph: the density of largest entropy with its moments.
+) -> EntropicDensity | DiscreteDensity | SmoothedDensity | PolynomialDensity:
+    r"""Return the density of the eigenvalues of a matrix of a graph.
+
+    ``maxent`` is the entropic spectrum, the density of largest entropy with given moments,
 
     .. math:: p(\lambda) = \frac1Z \exp\Big(-\sum_{i=1}^m \alpha_i T_i(\lambda - 1)\Big),
         \qquad \int_0^2 p(\lambda)\, T_i(\lambda - 1)\, d\lambda = \mu_i
 
-    Moments are matched to within their standard errors. Where many eigenvalues are equal (isolated
-    vertices, leaves of one vertex), no density has their moments, and ``status`` says how far
-    they were relaxed. Cost and memory: those of :func:`moments`, and a few hundredths of a second.
+    for the normalised Laplacian. Moments are matched to within their standard errors. Where many
+    eigenvalues are equal (isolated vertices, leaves of one vertex), no density has their moments,
+    and ``status`` says how far they were relaxed. ``lanczos`` gives the Gauss rules of Lanczos
+    runs, which are points without a ``width`` and smoothed by a Gaussian with one; smoothing
+    biases the moment of degree ``m`` by :math:`\sum_{j \ge 1} \binom{m}{2j} \sigma^{2j}
+    (2j - 1)!!\, \mu_{m-2j}` (Theorem 2). ``kpm`` is the kernel polynomial method.
+
+    All of them spend ``num_moments / 2`` products per probe. Memory: that of :func:`moments`, or
+    ``num_moments / 2 + 5`` vectors per probe of a block for ``lanczos``.
 
     Args:
-        graph: As for :func:`moments`, with an edge at least.
-        num_moments: Moments ``m``: what is finer than :math:`2 \pi / m` is not resolved.
+        graph: Whatever :func:`ritz.graphs.as_graph` takes; ``maxent`` needs an edge at least.
+        method: ``maxent``, ``lanczos`` or ``kpm``.
+        matrix: As for :func:`moments`.
+        num_moments: Moments ``m`` that are matched: what is finer than :math:`2 \pi / m` of the
+            interval is not resolved. Lanczos makes ``m / 2`` steps, at most as many as there are
+            vertices.
         num_probes: As for :func:`moments`.
-        exact: As for :func:`moments`.
+        width: Standard deviation of the Gaussian, for ``lanczos``; see :func:`ritz.density`.
+        exact: As for :func:`moments`, for ``maxent``.
         dtype: As for :func:`moments`.
         device: As for :func:`moments`.
-        generator: Source of the probes.
-        progress: Whether to show a bar, or what to tell.
+        generator: Source of the probes. Defaults to a new generator with seed 0.
+        progress: Show a progress bar, or a :class:`Progress` to report to.
 
     Raises:
         GraphError: The graph has no edge: all its eigenvalues are 0, which is no density.
 
-    Reference: Algorithm 4 of *Spectral Machine Learning*.
+    Reference: Algorithm 4 and section 3.3 of *Spectral Machine Learning*.
 
     Example:
         >>> from ritz import graphs
         >>> ring = graphs.watts_strogatz(200, num_neighbors=4, p=0.1)
-        >>> round(graphs.spectrum(ring, num_moments=20).moment(1), 6)
+        >>> round(graphs.density(ring, num_moments=20).moment(1), 6)
         1.0
     """
-    graph = with_edges(graph)
-    found = moments(
-        graph,
-        num_moments=num_moments,
-        num_probes=num_probes,
-        exact=exact,
-        dtype=dtype,
-        device=device,
-        generator=generator,
-        progress=progress,
-    )
-    density: EntropicDensity = maxent(found)
-    return density
-
-
-def density(
-    graph: Any,
-    *,
-    num_steps: int = NUM_MOMENTS // 2,
-    num_probes: int = NUM_PROBES,
-    width: float | None = None,
-    dtype: torch.dtype = torch.float64,
-    device: torch.device | str = "cpu",
-    generator: torch.Generator | None = None,
-    progress: bool | Progress = False,
-) -> SmoothedDensity:
-    r"""Return the density of the normalised Laplacian by Lanczos, smoothed by a Gaussian.
-
-    What :func:`spectrum` is measured against. Smoothing biases the moment of degree ``m`` by
-    :math:`\sum_{j \ge 1} \binom{m}{2j} \sigma^{2j} (2j - 1)!!\, \mu_{m-2j}` (Theorem 2).
-    Cost: ``num_steps`` products a probe. Memory: ``num_steps + 5`` vectors a probe of a block.
-
-    Args:
-        graph: As for :func:`moments`.
-        num_steps: Steps a probe, as many as there are vertices at most; two moments each.
-        num_probes: Probes; their spread is the band of ``pdf_band``.
-        width: Standard deviation of the Gaussian; the distance between Ritz values by default.
-        dtype: As for :func:`moments`.
-        device: As for :func:`moments`.
-        generator: Source of the probes.
-        progress: Whether to show a bar, or what to tell.
-
-    Reference: Section 3.3 of *Spectral Machine Learning*.
-    """
-    op = laplacian(graph, dtype=dtype, device=device)
-    check_count("num_steps", num_steps)
-    found = lanczos_density(
+    check_choice("method", method, METHODS)
+    if width is not None and method != "lanczos":
+        raise ValueError(f"width belongs to method='lanczos', got method={method!r}")
+    if method == "maxent":
+        found = moments(
+            with_edges(graph),
+            matrix=matrix,
+            num_moments=num_moments,
+            num_probes=num_probes,
+            exact=exact,
+            dtype=dtype,
+            device=device,
+            generator=generator,
+            progress=progress,
+        )
+        entropic: EntropicDensity = maxent(found)
+        return entropic
+    if exact is not None:
+        raise ValueError(f"exact belongs to method='maxent', got method={method!r}")
+    check_count("num_moments", num_moments, low=2)
+    op = laplacian(graph, matrix=matrix, dtype=dtype, device=device)
+    return sampled_density(
         op,
-        num_steps=min(num_steps, op.shape[0]),
+        method=method,
+        num_steps=min(num_moments // 2, op.shape[0]) if method == "lanczos" else num_moments // 2,
         num_probes=num_probes,
+        width=width,
         generator=generator,
         progress=progress,
     )
-    if not isinstance(found, DiscreteDensity):
-        raise TypeError(f"Lanczos must give a discrete density, got {type(found).__name__}")
-    return found.smoothed(width)
 
 
 def entropy(
-    graph: Any,
+    graph: GraphLike,
     *,
     num_moments: int = NUM_MOMENTS,
     num_probes: int = NUM_PROBES,
@@ -243,7 +281,7 @@ def entropy(
 
     It is :math:`\log 2` for a flat spectrum and less for every other. The standard error is the
     jackknife's: groups of probes are left out in turn. Arguments and cost are those of
-    :func:`spectrum`.
+    :func:`density` by ``maxent``.
 
     Reference: Equation 3.10 of *Spectral Machine Learning*.
     """
@@ -275,14 +313,31 @@ def entropy(
     )
 
 
-def _exact_moments(graph: Graph, num_moments: int, generator: torch.Generator) -> Moments:
-    mean = exact_moments(eigenvalues(graph), num_moments)
+def _interval(op: LaplacianOperator) -> tuple[float, float]:
+    """An interval that holds the eigenvalues, without a product."""
+    if op.matrix == "normalized":
+        return INTERVAL
+    discs = gershgorin(op)
+    if discs is None:
+        raise ValueError(f"matrix must have bounds from its degrees, got {op.matrix!r}")
+    # A graph without edges has the eigenvalue 0 alone: any interval around it will do.
+    return discs if discs[0] < discs[1] else (-1.0, 1.0)
+
+
+def _exact_moments(
+    graph: Graph,
+    matrix: GraphMatrix,
+    interval: tuple[float, float],
+    num_moments: int,
+    generator: torch.Generator,
+) -> Moments:
+    mean = exact_moments(eigenvalues(graph, matrix=matrix), num_moments, interval=interval)
     return Moments(
         mean=mean,
         stderr=torch.zeros_like(mean),
         samples=mean[None],
         basis="chebyshev",
-        interval=INTERVAL,
+        interval=interval,
         num_products=graph.num_nodes,
         status=Status(outcome="completed", message="exact, from all eigenvalues"),
         seed=generator.initial_seed(),
@@ -297,7 +352,7 @@ TIMES = (1e-2, 1e2)
 
 
 def heat_trace(
-    graph: Any,
+    graph: GraphLike | Moments,
     *,
     times: Tensor | None = None,
     num_moments: int = NUM_MOMENTS,
@@ -327,8 +382,9 @@ def heat_trace(
     times = default_times() if times is None else torch.as_tensor(times, dtype=torch.float64)
     if times.ndim != 1 or not len(times) or not bool(((times >= 0) & times.isfinite()).all()):
         raise ValueError("times must be a vector of finite numbers, none negative")
-    found = graph
-    if not isinstance(graph, Moments):
+    if isinstance(graph, Moments):
+        found = graph
+    else:
         generator = resolve_generator(generator)
         found = moments(graph, num_moments=num_moments, num_probes=num_probes, generator=generator)
     check_moments("graph", found)

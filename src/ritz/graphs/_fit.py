@@ -15,6 +15,7 @@ from ritz._core.storage import storable
 from ritz.graphs._density import INTERVAL, jackknife, leave_out, matched_within, moments
 from ritz.graphs._families import Family, Model, Outline, families, siblings
 from ritz.graphs._graph import Graph, GraphError
+from ritz.graphs._io import GraphLike
 from ritz.graphs._matrices import with_edges
 from ritz.graphs._similarity import multipliers, symmetric_kl
 from ritz.spectra import EntropicDensity, Moments, maxent
@@ -328,7 +329,7 @@ class Fit:
 
 
 def fit(
-    graph: Any,
+    graph: GraphLike,
     *,
     models: Sequence[Model] = MODELS,
     num_moments: int = 20,

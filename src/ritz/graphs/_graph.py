@@ -118,10 +118,11 @@ class Graph:
         """Number of vertices without an edge."""
         return int((self.crow.diff() == 0).sum())
 
-    def to_scipy(self) -> Any:
+    def to_scipy(self) -> "scipy.sparse.csr_array[Any]":
         """Return the weight matrix as a SciPy CSR array of float64; indices are shared."""
         data = np.ones(len(self.col)) if self.weights is None else self.weights.numpy()
-        return _sparse(self, data)
+        matrix: scipy.sparse.csr_array[Any] = _sparse(self, data)
+        return matrix
 
     def components(self) -> tuple[int, Tensor]:
         """Return the number of connected components and that of each vertex, ``(num_nodes,)``."""

@@ -1,13 +1,11 @@
 """The matrices of a graph as operators, and all their eigenvalues where it is small."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ritz._core.checks import check_real_floating
 from ritz.graphs._graph import Graph, GraphError
-from ritz.graphs._io import as_graph
+from ritz.graphs._io import GraphLike, as_graph
 from ritz.operators import LaplacianOperator
 from ritz.operators._shared import CompressedRows, GraphMatrix
 
@@ -15,7 +13,7 @@ LARGEST = 20_000  # vertices of a dense matrix of 3.2 GB
 
 
 def laplacian(
-    graph: Any,
+    graph: GraphLike,
     *,
     matrix: GraphMatrix = "normalized",
     dtype: torch.dtype = torch.float64,
@@ -25,7 +23,7 @@ def laplacian(
 
     Args:
         graph: Whatever :func:`ritz.graphs.as_graph` takes.
-        matrix: Which matrix; see :class:`ritz.operators._laplacian.LaplacianOperator`.
+        matrix: Which matrix; see :class:`ritz.operators.LaplacianOperator`.
         dtype: Of the products: float32 moves half as many bytes.
         device: Where products are made.
 
@@ -47,7 +45,7 @@ def check_place(dtype: torch.dtype, device: torch.device | str) -> None:
         raise ValueError(f"device must be one that torch sees, got {str(device)!r} without CUDA")
 
 
-def eigenvalues(graph: Any, *, matrix: GraphMatrix = "normalized") -> Tensor:
+def eigenvalues(graph: GraphLike, *, matrix: GraphMatrix = "normalized") -> Tensor:
     """Return all eigenvalues of a matrix of a graph, ascending, ``(n,)``, float64.
 
     Args:
@@ -60,7 +58,7 @@ def eigenvalues(graph: Any, *, matrix: GraphMatrix = "normalized") -> Tensor:
     if graph.num_nodes > LARGEST:
         raise GraphError(
             f"graph must have at most {LARGEST:,} vertices for all its eigenvalues, "
-            f"got {graph.num_nodes:,}: spectrum() and density() need no matrix"
+            f"got {graph.num_nodes:,}: density() needs no matrix"
         )
     op = laplacian(graph, matrix=matrix)
     dense = op.matmat(torch.eye(graph.num_nodes, dtype=torch.float64))
@@ -68,15 +66,19 @@ def eigenvalues(graph: Any, *, matrix: GraphMatrix = "normalized") -> Tensor:
     return values
 
 
-def exact_moments(values: Tensor, num_moments: int) -> Tensor:
-    """Return the Chebyshev moments on ``[0, 2]`` of eigenvalues, ``(num_moments + 1,)``."""
-    angles = torch.arccos((values.double() - 1).clamp(-1.0, 1.0))
+def exact_moments(
+    values: Tensor, num_moments: int, *, interval: tuple[float, float] = (0.0, 2.0)
+) -> Tensor:
+    """Return the Chebyshev moments of eigenvalues in an interval, ``(num_moments + 1,)``."""
+    low, high = interval
+    # T_j(cos a) = cos(j a); roundoff may put an eigenvalue beyond the ends.
+    angles = torch.arccos(((2 * values.double() - low - high) / (high - low)).clamp(-1.0, 1.0))
     degrees = torch.arange(num_moments + 1, dtype=torch.float64)
     # One degree at a time: a table of all of them would dwarf the eigenvalues.
     return torch.stack([torch.cos(degree * angles).mean() for degree in degrees])
 
 
-def with_edges(graph: Any) -> Graph:
+def with_edges(graph: GraphLike) -> Graph:
     """Return ``graph`` as one, and raise if it has no edge."""
     found = as_graph(graph)
     if not found.num_edges:

@@ -1,6 +1,6 @@
 """Spectral clustering: the vertices of a graph, by the eigenvectors left of its gap."""
 
-from typing import Any, final
+from typing import final
 
 import scipy.linalg
 import torch
@@ -11,6 +11,7 @@ from ritz._core.progress import Progress
 from ritz._core.random import resolve_generator
 from ritz.graphs._gaps import NullSpace
 from ritz.graphs._graph import Graph
+from ritz.graphs._io import GraphLike
 from ritz.graphs._matrices import laplacian, with_edges
 from ritz.operators import LinearOperator
 from ritz.spectra import eigenpairs
@@ -21,7 +22,7 @@ EQUAL = 1e-6  # eigenvalues this near may be one that is repeated
 
 
 def spectral_clusters(
-    graph: Any,
+    graph: GraphLike,
     num_clusters: int,
     *,
     max_steps: int | None = None,

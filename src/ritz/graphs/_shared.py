@@ -1,7 +1,7 @@
 """Names that other packages of ritz need and users do not."""
 
-from ritz.graphs._clusters import METHODS, sample_entropic
+from ritz.graphs._clusters import COUNT_METHODS, sample_entropic
 from ritz.graphs._families import Model
 from ritz.graphs._similarity import Measure
 
-__all__ = ["METHODS", "Measure", "Model", "sample_entropic"]
+__all__ = ["COUNT_METHODS", "Measure", "Model", "sample_entropic"]

@@ -94,7 +94,7 @@ class LinearOperator(ABC):
             matrix[:, start : start + columns.shape[1]] = self.matmat(columns)
         return matrix
 
-    def to_scipy(self) -> Any:
+    def to_scipy(self) -> "ScipyOperator[Any]":
         """Return a ``scipy.sparse.linalg.LinearOperator`` on NumPy arrays, moved as needed."""
 
         def product(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -5,7 +5,7 @@ import os
 import zipfile
 import zlib
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, Union
 
 import numpy as np
 import scipy.io
@@ -24,10 +24,15 @@ from ritz.operators._structured import DenseOperator
 # Operators from what people have.
 
 
-OperatorLike: TypeAlias = (
-    "LinearOperator | Tensor | np.ndarray[Any, Any] | scipy.sparse.sparray | scipy.sparse.spmatrix "
-    "| ScipyOperator[Any]"
-)
+# Types in quotes are generic for type checkers alone.
+OperatorLike: TypeAlias = Union[
+    LinearOperator,
+    Tensor,
+    "np.ndarray[Any, Any]",
+    "scipy.sparse.sparray[Any, Any]",
+    "scipy.sparse.spmatrix[Any]",
+    "ScipyOperator[Any]",
+]
 
 
 def as_operator(x: OperatorLike) -> LinearOperator:
@@ -41,7 +46,7 @@ def as_operator(x: OperatorLike) -> LinearOperator:
         return x
     if isinstance(x, Tensor):
         return DenseOperator(x) if x.layout == torch.strided else SparseOperator(x)
-    if scipy.sparse.issparse(x):
+    if isinstance(x, scipy.sparse.sparray | scipy.sparse.spmatrix):
         return SparseOperator(x)
     if isinstance(x, np.ndarray):
         return DenseOperator(torch.from_numpy(np.require(x, requirements=["C", "W"])))

@@ -1,7 +1,7 @@
 """The matrices of a graph: adjacency, Laplacians, random walk, modularity."""
 
 import sys
-from typing import Any, Literal, final
+from typing import Any, Literal, Protocol, final
 
 import numpy as np
 import scipy.sparse
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ritz._core.checks import check_choice, check_real_floating
 from ritz.operators._base import LinearOperator
-from ritz.operators._sparse import CompressedRows, SparseOperator, compressed_rows
+from ritz.operators._sparse import CompressedRows, SparseLike, SparseOperator, compressed_rows
 
 GraphMatrix = Literal[
     "adjacency",
@@ -28,6 +28,17 @@ GRAPH_MATRICES: tuple[GraphMatrix, ...] = (
     "random_walk",
     "modularity",
 )
+
+
+class NetworkXGraph(Protocol):
+    """What a graph of NetworkX has; NetworkX itself need not be installed."""
+
+    @property
+    def nodes(self) -> Any: ...
+    @property
+    def edges(self) -> Any: ...
+    def is_directed(self) -> bool: ...
+    def is_multigraph(self) -> bool: ...
 
 
 @final
@@ -71,7 +82,7 @@ class LaplacianOperator(LinearOperator):
 
     def __init__(
         self,
-        weights: Any,
+        weights: SparseLike | CompressedRows | NetworkXGraph,
         *,
         matrix: GraphMatrix = "normalized",
         dtype: torch.dtype | None = None,

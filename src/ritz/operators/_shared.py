@@ -2,12 +2,13 @@
 
 from ritz.operators._algebra import SumOperator
 from ritz.operators._exact import gershgorin, structure_gap, structure_note
-from ritz.operators._laplacian import GraphMatrix
+from ritz.operators._laplacian import GraphMatrix, NetworkXGraph
 from ritz.operators._sparse import CompressedRows
 
 __all__ = [
     "CompressedRows",
     "GraphMatrix",
+    "NetworkXGraph",
     "SumOperator",
     "gershgorin",
     "structure_gap",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property
 from itertools import pairwise
-from typing import Any, final
+from typing import Any, TypeAlias, Union, final
 
 import numpy as np
 import scipy.sparse
@@ -290,6 +290,12 @@ def _pool(process: int, threads: int) -> ThreadPoolExecutor:
 # Symmetric sparse matrices.
 
 
+# Types in quotes are generic for type checkers alone.
+SparseLike: TypeAlias = Union[
+    Tensor, "scipy.sparse.sparray[Any, Any]", "scipy.sparse.spmatrix[Any]"
+]
+
+
 @final
 class SparseOperator(LinearOperator):
     """A symmetric sparse matrix with both triangles stored; symmetry is checked by two products.
@@ -302,7 +308,7 @@ class SparseOperator(LinearOperator):
     Memory: 12 bytes an entry in float64, 8 in float32; 4 where ``CompressedRows`` has no values.
     """
 
-    def __init__(self, matrix: Any) -> None:
+    def __init__(self, matrix: SparseLike | CompressedRows) -> None:
         rows = compressed_rows(matrix, name="matrix")
         super().__init__(rows.num_rows, dtype=rows.dtype, device=rows.device, block_size=rows.width)
         if rows.values is not None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from ritz._core.progress import Progress, tracking
 from ritz._core.results import Status
 from ritz._core.sampling import column_dots
 from ritz._core.storage import storable
-from ritz.operators import FunctionOperator, LinearOperator, as_operator
+from ritz.operators import FunctionOperator, LinearOperator, OperatorLike, as_operator
 
 Preconditioner = LinearOperator | Callable[[Tensor], Tensor]
 
@@ -52,7 +51,7 @@ class Solution:
 
 
 def solve(
-    op: Any,
+    op: OperatorLike,
     b: Tensor,
     *,
     rtol: float | None = None,

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Literal, final
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from ritz._core.density import Band, SampledDensity, as_points, band
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import Probe, probes, resolve_generator
 from ritz._core.storage import storable
-from ritz.operators import LinearOperator, as_operator
+from ritz.operators import LinearOperator, OperatorLike, as_operator
 from ritz.spectra._functions import ritz_rules
 from ritz.spectra._lanczos import REORTHOGONALIZATIONS, ROUNDOFF, Reorthogonalization
 from ritz.spectra._moments import Moments, moments
@@ -257,7 +257,7 @@ DensityMethod = Literal["lanczos", "kpm"]
 
 
 def density(
-    op: Any,
+    op: OperatorLike,
     *,
     num_probes: int = 8,
     num_steps: int | None = None,

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from ritz._core.progress import Progress
 from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate
 from ritz._core.sampling import column_dots
-from ritz.operators import KernelOperator, LinearOperator, as_operator
+from ritz.operators import KernelOperator, LinearOperator, OperatorLike, as_operator
 from ritz.spectra._cg import solve
 from ritz.spectra._functions import logdet
 from ritz.spectra._gradients import (
@@ -32,7 +32,7 @@ LIKELIHOOD_METHODS = ("auto", "cholesky", "krylov", "lanczos")
 
 
 def inverse_form(
-    op: Any,
+    op: OperatorLike,
     y: Tensor,
     *,
     rtol: float | None = None,
@@ -49,7 +49,7 @@ def inverse_form(
     raises in the backward pass.
 
     Cost: the steps of conjugate gradients and two products; those of a kernel matrix are
-    preconditioned, see :class:`ritz.spectra._gradients.LowRankPreconditioner`.
+    preconditioned, see :class:`ritz.spectra.LowRankPreconditioner`.
 
     Args:
         op: Positive definite :math:`A`, ``(n, n)``.
@@ -73,7 +73,7 @@ def inverse_form(
 
 
 def log_likelihood(
-    op: Any,
+    op: OperatorLike,
     y: Tensor,
     *,
     method: LikelihoodMethod = "auto",
@@ -109,7 +109,7 @@ def log_likelihood(
     Example:
         >>> import torch
         >>> from ritz.operators import KernelOperator
-        >>> from ritz.spectra._likelihood import log_likelihood
+        >>> from ritz.spectra import log_likelihood
         >>> points = torch.linspace(0, 1, 50, dtype=torch.float64)[:, None]
         >>> noise = torch.tensor(0.1, requires_grad=True)
         >>> op = KernelOperator(points, lengthscale=0.2, noise=noise)
@@ -142,8 +142,9 @@ def log_likelihood(
 
     def gradient() -> dict[str, Estimate]:
         forms = _form_gradient(op, x, parameters, form)
-        differs = isinstance(op, KernelOperator) and op.parameters
-        volumes = sampled_gradient(op, settings, copied(probing)) if differs else {}
+        volumes: dict[str, Estimate] = {}
+        if isinstance(op, KernelOperator) and op.parameters:
+            volumes = sampled_gradient(op, settings, copied(probing))
         return {name: _halved(part, volumes.get(name)) for name, part in forms.items()}
 
     return replace(estimate, mean=differentiable(estimate.mean, parameters, gradient))

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from ritz._core.random import Probe, resolve_generator
 from ritz._core.results import Status
 from ritz._core.sampling import Sampling, column_dots, stderr
 from ritz._core.storage import storable
-from ritz.operators import LinearOperator, as_operator
+from ritz.operators import LinearOperator, OperatorLike, as_operator
 from ritz.spectra._lanczos import Bounds, bounds
 
 MomentBasis = Literal["chebyshev", "legendre", "power"]
@@ -62,7 +62,7 @@ class Moments:
 
 
 def moments(
-    op: Any,
+    op: OperatorLike,
     *,
     num_moments: int,
     basis: MomentBasis = "chebyshev",

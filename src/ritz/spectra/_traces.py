@@ -1,7 +1,7 @@
 """Traces, diagonals and the Frobenius norm by random probes."""
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from ritz._core.progress import Progress, tracking
 from ritz._core.random import Probe, probes, resolve_generator
 from ritz._core.results import Estimate, Status
 from ritz._core.sampling import Sampling, accuracy, check_samples, column_dots, stderr
-from ritz.operators import LinearOperator, as_operator, exact_diagonal, exact_trace
+from ritz.operators import LinearOperator, OperatorLike, as_operator, exact_diagonal, exact_trace
 from ritz.operators._shared import structure_gap, structure_note
 
 # ------------------------------------------------------------------------------------------
@@ -22,7 +22,7 @@ METHODS = ("auto", "exact", "hutchinson", "hutch++", "xtrace")
 
 
 def trace(
-    op: Any,
+    op: OperatorLike,
     *,
     method: TraceMethod = "auto",
     num_probes: int = 32,
@@ -85,7 +85,7 @@ def trace(
 
 
 def frobenius_norm(
-    op: Any,
+    op: OperatorLike,
     *,
     num_probes: int = 32,
     rtol: float | None = None,
@@ -272,7 +272,7 @@ DiagonalMethod = Literal["auto", "exact", "probes"]
 
 
 def diagonal(
-    op: Any,
+    op: OperatorLike,
     *,
     method: DiagonalMethod = "auto",
     num_probes: int = 32,

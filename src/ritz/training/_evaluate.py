@@ -121,7 +121,7 @@ def evaluate(
         forward: Takes the model and a batch, returns ``(outputs, target)``; for other batches.
         precision: ``bfloat16`` or ``float16`` computes in it where that is safe.
         carry_state: Whether a model that has a state hands it on from batch to batch, see
-            :class:`ritz.training._step.CarriedState`; by default where ``batches.consecutive``,
+            ``CarriedState``; by default where ``batches.consecutive``,
             as those of a text are. It begins anew with every call, without ``forward`` alone.
     """
     adapter = Adapter(model, loss_fn, forward)

@@ -1,7 +1,7 @@
 """Graphs from the objects of other libraries."""
 
 import os
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, Union
 
 import numpy as np
 import scipy.sparse
@@ -13,10 +13,23 @@ from ritz.graphs._graph import Graph, GraphError
 from ritz.graphs._io.assembly import MAX_NODES, Float, Records, Rules, assemble, check_size
 from ritz.graphs._io.files import read
 from ritz.graphs._io.markup_formats import simplified
+from ritz.operators._shared import NetworkXGraph
+
+# Types in quotes are generic for type checkers alone.
+GraphLike: TypeAlias = Union[
+    Graph,
+    NetworkXGraph,
+    Tensor,
+    "np.ndarray[Any, Any]",
+    "scipy.sparse.sparray[Any, Any]",
+    "scipy.sparse.spmatrix[Any]",
+    str,
+    "os.PathLike[str]",
+]
 
 
 def as_graph(
-    x: Any,
+    x: GraphLike,
     *,
     weights: Tensor | str | None = None,
     num_nodes: int | None = None,
@@ -61,7 +74,7 @@ def as_graph(
 
 
 def to_undirected(
-    x: Any,
+    x: GraphLike,
     *,
     combine: Literal["max", "sum", "mean"] = "max",
     weights: Tensor | str | None = None,

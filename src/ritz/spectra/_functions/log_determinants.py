@@ -22,6 +22,7 @@ from ritz.operators import (
     DenseOperator,
     KernelOperator,
     LinearOperator,
+    OperatorLike,
     SparseOperator,
     as_operator,
     exact_trace,
@@ -141,7 +142,7 @@ FEW = 10  # rows below which random signs repeat themselves
 
 
 def logdet(
-    op: Any,
+    op: OperatorLike,
     *,
     method: LogdetMethod = "auto",
     num_products: int = 1500,

@@ -1,7 +1,7 @@
 """Traces of functions of a matrix."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from ritz._core.progress import Progress
 from ritz._core.random import Probe, resolve_generator
 from ritz._core.results import Estimate
 from ritz._core.sampling import Sampling, column_dots, stderr
-from ritz.operators import LinearOperator, as_operator
+from ritz.operators import LinearOperator, OperatorLike, as_operator
 from ritz.spectra._functions.expansions import Expansion, by_chebyshev, by_maxent, estimated
 from ritz.spectra._functions.forms import Budget
 from ritz.spectra._functions.gauss import (
@@ -36,7 +36,7 @@ _METHODS: dict[str, Callable[[LinearOperator, Budget, Function], Expansion]] = {
 
 
 def trace_function(
-    op: Any,
+    op: OperatorLike,
     function: Callable[[Tensor], Tensor],
     *,
     num_steps: int,

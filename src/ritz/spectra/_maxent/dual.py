@@ -100,7 +100,7 @@ def minimise(
     log_prior: Tensor,
     grid: Grid,
     *,
-    tol: float,
+    atol: float,
     max_steps: int,
     start: Tensor | None = None,
     damping: float = 0.1,
@@ -114,7 +114,7 @@ def minimise(
         ridge: :math:`r`, ``(N, m)``.
         log_prior: :math:`\log q_0` at the nodes, ``(G,)``.
         grid: With polynomials up to degree ``2 m``.
-        tol: Largest entry of the gradient to stop at.
+        atol: Largest entry of the gradient to stop at.
         max_steps: Most steps to try.
         start: Multipliers to begin with, ``(N, m)``; zeros, that is the prior, by default.
         damping: Of the first step.
@@ -129,7 +129,7 @@ def minimise(
         live, steps = np.arange(len(alphas)), np.zeros(len(alphas), dtype=np.int64)
         dampings = np.full(len(alphas), damping)
         for count in range(max_steps):
-            going = (here.error > tol) & (dampings < 1e15) & (here.variation < blurred)
+            going = (here.error > atol) & (dampings < 1e15) & (here.variation < blurred)
             if count == patience:
                 going &= here.error < NEAR
             if not going.all():

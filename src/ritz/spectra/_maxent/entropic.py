@@ -1,6 +1,7 @@
 """The density of maximum entropy, and what can be asked of it."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -129,7 +130,7 @@ class EntropicDensity:
         ends = self.cdf(torch.tensor([low, high], dtype=torch.float64))
         return float(ends[1] - ends[0])
 
-    def expectation(self, function: Any) -> float:
+    def expectation(self, function: Callable[[Tensor], Tensor]) -> float:
         """Mean of an elementwise function of an eigenvalue."""
         rule = self._rule()
         scale = (self.interval[1] - self.interval[0]) / 2

@@ -1,7 +1,7 @@
 """Densities of maximum entropy from moments."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict, Unpack, overload
 
 import numpy as np
 import torch
@@ -33,14 +33,14 @@ class Solver:
         rule: With polynomials up to degree ``2 m``.
         fine: With polynomials up to degree ``m``.
         blur: By how much the logarithms of their integrals of the prior itself differ.
-        tol: Largest entry of the gradient to stop at.
+        atol: Largest entry of the gradient to stop at.
         max_steps: Most steps with one variance.
     """
 
     rule: Rule
     fine: Rule
     blur: float
-    tol: float
+    atol: float
     max_steps: int
 
     @classmethod
@@ -50,7 +50,7 @@ class Solver:
         interval: tuple[float, float],
         m: int,
         grid_size: int | None,
-        tol: float,
+        atol: float,
         max_steps: int,
     ) -> "Solver":
         """With a grid of that size, or, by default, of one that resolves the prior."""
@@ -61,7 +61,7 @@ class Solver:
             fine = quadrature(prior, interval, 2 * size, m)
             blur = abs(float(fine.log_mass - rule.log_mass))
             if grid_size is not None or blur <= RESOLVED / 100 or 2 * size > LARGEST_GRID:
-                return cls(rule, fine, blur, tol, max_steps)
+                return cls(rule, fine, blur, atol, max_steps)
             size *= 2
 
     def solved(self, targets: Tensor, levels: list[Tensor]) -> tuple[Solution, Tensor]:
@@ -106,11 +106,11 @@ class Solver:
         return near
 
     def _good(self, found: Solution) -> Tensor:
-        return (found.gradient <= self.tol) & self.resolved(found)
+        return (found.gradient <= self.atol) & self.resolved(found)
 
     def _minimise(self, targets: Tensor, ridge: Tensor, steps: int, **options: Any) -> Solution:
         prior, grid = self.rule.log_prior, self.rule.grid
-        return minimise(targets, ridge, prior, grid, tol=self.tol, max_steps=steps, **options)
+        return minimise(targets, ridge, prior, grid, atol=self.atol, max_steps=steps, **options)
 
 
 def _put(
@@ -131,6 +131,24 @@ LARGEST = 1e12  # variance of a moment that says nothing
 BLOCK = 65_536  # numbers of a block of densities at their nodes, to stay in the cache
 
 
+class MaxentOptions(TypedDict, total=False):
+    """The keywords of :func:`maxent`."""
+
+    basis: MomentBasis
+    interval: tuple[float, float] | None
+    stderr: Tensor | None
+    prior: Prior
+    relax: float | None
+    atol: float
+    max_steps: int
+    grid_size: int | None
+
+
+@overload
+def maxent(moments: Moments, **options: Unpack[MaxentOptions]) -> EntropicDensity: ...
+@overload
+# One density for a vector of moments, a tuple of them for a matrix: types do not tell.
+def maxent(moments: Tensor, **options: Unpack[MaxentOptions]) -> Any: ...
 def maxent(
     moments: Moments | Tensor,
     *,
@@ -139,7 +157,7 @@ def maxent(
     stderr: Tensor | None = None,
     prior: Prior = "flat",
     relax: float | None = None,
-    tol: float = 1e-9,
+    atol: float = 1e-9,
     max_steps: int = 300,
     grid_size: int | None = None,
 ) -> Any:
@@ -170,7 +188,7 @@ def maxent(
         prior: ``flat``, ``semicircle``, ``marchenko_pastur``, ``log_uniform``, or a function of
             the variable, positive inside the interval.
         relax: Variance :math:`r` of every moment, instead of what is said above.
-        tol: Largest error of a (relaxed) moment to stop at.
+        atol: Largest error of a (relaxed) moment to stop at.
         max_steps: Most steps with one variance; no more than 25 where others are left to try.
         grid_size: Nodes of the quadrature: 512 by default, or 16 times the moments, or as many as
             resolve the prior.
@@ -190,13 +208,13 @@ def maxent(
     given = _Given.make(moments, basis, interval, stderr)
     check_choice("basis", given.basis, BASES)
     _check(given, relax)
-    check_range("tol", tol, low=0.0)
+    check_range("atol", atol, low=0.0)
     check_count("max_steps", max_steps)
     many = given.raw.reshape(-1, given.raw.shape[-1])
     m = many.shape[1] - 1
     change = _to_chebyshev(given.basis, m, given.variable)
     targets = (many @ change.T)[:, 1:]
-    solver = Solver.make(prior, given.interval, m, grid_size, tol, max_steps)
+    solver = Solver.make(prior, given.interval, m, grid_size, atol, max_steps)
     # What the change of basis makes of the last digits of the moments.
     roundoff = (1e-16 * many.abs() @ change.abs().T).square()[:, 1:] * (given.basis == "power")
     levels = _levels(given, many, change, relax)
@@ -247,7 +265,7 @@ class _Part:
             gradient=float(self.found.gradient[i]),
             steps=int(self.found.iterations[i]),
             error=float((self.found.fitted[i] - self.targets[i]).abs().max()),
-            tol=self.solver.tol,
+            atol=self.solver.atol,
             resolved=resolved,
             roundoff=float(self.roundoff[i].max()),
             relaxation=self._relaxation(i),
@@ -312,7 +330,7 @@ def _status(
     gradient: float,
     steps: int,
     error: float,
-    tol: float,
+    atol: float,
     resolved: bool,
     roundoff: float,
     relaxation: float,
@@ -324,10 +342,10 @@ def _status(
             message="the density has peaks narrower than the quadrature resolves",
             advice="give relax=, a larger variance of the moments, or a larger grid_size",
         )
-    if not gradient <= tol:
+    if not gradient <= atol:
         return Status(
             outcome="max_steps",
-            message=f"gradient {gradient:.1g} after {steps} steps where {tol:.1g} was asked for",
+            message=f"gradient {gradient:.1g} after {steps} steps where {atol:.1g} was asked for",
             advice="give standard errors, or relax=, a larger variance of the moments",
         )
     how, advice = f"{steps} steps", ""
