@@ -49,9 +49,7 @@ def test_a_landscape_with_its_plane_and_test_data(here, finished, tmp_path, caps
     assert {path.suffix for path in tmp_path.iterdir()} == {".safetensors", ".svg"}
 
 
-@pytest.mark.parametrize(
-    "stage", ["cli.landscape.lanczos", "measures.landscape", "measures.landscape2d"]
-)
+@pytest.mark.parametrize("stage", ["spectra.lanczos", "measures.landscape", "measures.landscape2d"])
 def test_a_stopped_landscape_goes_on_to_the_same_files(
     here, finished, tmp_path, monkeypatch, stage
 ):

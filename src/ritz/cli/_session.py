@@ -22,7 +22,6 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ritz import plots
 from ritz._core.batchnorm import batch_norms, evaluating
 from ritz._core.checks import check_count
 from ritz._core.storage import digest
@@ -387,6 +386,8 @@ def draw(result: Any, path: Path) -> list[Path]:
     """Draw a result where matplotlib is there; return the picture, or nothing."""
     if importlib.util.find_spec("matplotlib") is None:
         return []
+    from ritz import plots
+
     return [plots.save_figure(plots.picture(result), path)]
 
 
