@@ -2,8 +2,10 @@ import os
 import random
 import signal
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 # Matrices of tests are small: threads would wait for each other more than they work. The libraries
 # below read it as they load, and so do those of processes that tests start.
@@ -29,6 +31,18 @@ os.environ["PYTHONPATH"] = os.pathsep.join([SOURCE, os.environ.get("PYTHONPATH",
 
 # Runs by itself, with torch's own tests.
 collect_ignore = ["optim/torch_suite.py"]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_stacks_of_traces() -> Iterator[None]:
+    """Let torch not read the whole stack of calls at every operation that it traces.
+
+    The stack of a test is deep: that is two fifths of the time of a trace, for a line of one error.
+    """
+    without = SimpleNamespace(**(vars(traceback) | {"extract_stack": list}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch._subclasses.fake_tensor.traceback", without, raising=False)
+        yield
 
 
 @pytest.fixture(autouse=True)
