@@ -11,7 +11,7 @@ import textwrap
 import traceback
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["ritz", "ritz.testing", "torch.distributed", "processes"])
+FORKS.set_forkserver_preload(["ritz.training", "ritz.testing", "torch.distributed", "processes"])
 PREAMBLE = """
 import datetime, os, sys
 import torch, torch.distributed as dist
