@@ -2,10 +2,10 @@
 
 import torch
 
-from ritz.optim import AdamW, Gadam, GadamX, Padam, PadamW
+from ritz.optim import DampedAdamW, Gadam, GadamX, Padam, PadamW
 
 EVERY = {
-    "AdamW": (AdamW, {"lr": 0.01, "delta": 1e-3, "weight_decay": 0.1}),
+    "DampedAdamW": (DampedAdamW, {"lr": 0.01, "delta": 1e-3, "weight_decay": 0.1}),
     "Gadam": (Gadam, {"lr": 0.01, "weight_decay": 0.1, "start": 3, "interval": 2}),
     "Gadam inside": (Gadam, {"lr": 0.01, "form": "inside", "start": 2}),
     "GadamX": (GadamX, {"lr": 0.05, "weight_decay": 0.1, "start": 3, "interval": 2}),

@@ -53,7 +53,7 @@ def test_torch_compile_takes_the_whole_step_as_one_graph(name):
         *((name, torch.float64) for name in EVERY),
         *(
             (name, kind)
-            for name in ("AdamW", "GadamX")
+            for name in ("DampedAdamW", "GadamX")
             for kind in (torch.float32, torch.complex64)
         ),
     ],

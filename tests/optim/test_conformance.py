@@ -11,7 +11,7 @@ from optim.optimizer_cases import EVERY, build, copied, give_gradients, paramete
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 every = pytest.mark.parametrize("name", EVERY)
-FUSED = ("AdamW", "Gadam", "PadamW half")
+FUSED = ("DampedAdamW", "Gadam", "PadamW half")
 
 
 def assert_same(found, expected):

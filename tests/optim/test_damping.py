@@ -4,19 +4,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from optim.optimizer_cases import parameters, run, seeded
 
-from ritz.optim import AdamW, delta_to_shrinkage, shrinkage_to_delta
+from ritz.optim import DampedAdamW, delta_to_shrinkage, shrinkage_to_delta
 
 
 def test_damping_is_the_epsilon_of_adamw():
     ours, theirs = parameters(seeded()), parameters(seeded())
-    found = run(AdamW(ours, lr=0.01, delta=0.3), ours, seeded(1))
+    found = run(DampedAdamW(ours, lr=0.01, delta=0.3), ours, seeded(1))
     expected = run(torch.optim.AdamW(theirs, lr=0.01, eps=0.3, fused=True), theirs, seeded(1))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_damping_is_scheduled_by_group():
     ours, theirs = parameters(seeded()), parameters(seeded())
-    damped = AdamW([{"params": ours[:1], "delta": 0.1}, {"params": ours[1:]}], lr=0.01, delta=1.0)
+    damped = DampedAdamW(
+        [{"params": ours[:1], "delta": 0.1}, {"params": ours[1:]}], lr=0.01, delta=1.0
+    )
     plain = torch.optim.AdamW(
         [{"params": theirs[:1], "eps": 0.1}, {"params": theirs[1:]}], lr=0.01, eps=1.0, fused=True
     )
@@ -32,7 +34,7 @@ def test_damping_is_scheduled_by_group():
 
 def test_large_damping_is_sgd_with_rate_over_damping():
     p = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
-    optimizer = AdamW([p], lr=1e6 * 0.1, delta=1e6, weight_decay=0.0)
+    optimizer = DampedAdamW([p], lr=1e6 * 0.1, delta=1e6, weight_decay=0.0)
     p.grad = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
     optimizer.step()
     # delta stands beside |g| <= 2: relative difference 2e-6.
@@ -42,7 +44,7 @@ def test_large_damping_is_sgd_with_rate_over_damping():
 def test_coupled_decay_is_adam():
     ours, theirs = parameters(seeded()), parameters(seeded())
     settings = {"lr": 0.01, "weight_decay": 0.1}
-    found = run(AdamW(ours, decoupled_weight_decay=False, **settings), ours, seeded(1))
+    found = run(DampedAdamW(ours, decoupled_weight_decay=False, **settings), ours, seeded(1))
     expected = run(torch.optim.Adam(theirs, fused=True, **settings), theirs, seeded(1))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
@@ -67,7 +69,10 @@ def test_shrinkage_turns_back_into_damping(delta):
         (lambda: delta_to_shrinkage(-1.0), "delta must be at least 0, got -1.0"),
         (lambda: shrinkage_to_delta(0.0), "beta must be above 0"),
         (lambda: shrinkage_to_delta(1.5), "beta must be between 0 and 1, got 1.5"),
-        (lambda: AdamW(parameters(seeded()), delta=-1.0), "delta must be at least 0, got -1.0"),
+        (
+            lambda: DampedAdamW(parameters(seeded()), delta=-1.0),
+            "delta must be at least 0, got -1.0",
+        ),
     ],
 )
 def test_values_out_of_range_are_named(call, match):
@@ -78,4 +83,4 @@ def test_values_out_of_range_are_named(call, match):
 @pytest.mark.parametrize("unknown", ["eps", "form"])
 def test_damping_has_one_name_and_one_place(unknown):
     with pytest.raises(TypeError, match=f"unknown arguments {unknown}"):
-        AdamW(parameters(seeded()), **{unknown: None})
+        DampedAdamW(parameters(seeded()), **{unknown: None})

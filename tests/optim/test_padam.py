@@ -4,7 +4,7 @@ import pytest
 import torch
 from optim.optimizer_cases import copied, give_gradients, parameters, run, seeded
 
-from ritz.optim import AdamW, Gadam, GadamX, Padam, PadamW
+from ritz.optim import DampedAdamW, Gadam, GadamX, Padam, PadamW
 
 BETAS = (0.9, 0.999)
 
@@ -103,10 +103,10 @@ def test_published_form_warms_up_in_secret():
 @pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("how", [{"fused": True}, {"foreach": True}, {"foreach": False}])
-@pytest.mark.parametrize("cls", [PadamW, Gadam, AdamW])
+@pytest.mark.parametrize("cls", [PadamW, Gadam, DampedAdamW])
 def test_power_one_half_is_adamw_bit_for_bit(cls, dtype, amsgrad, maximize, how):
     settings = {"lr": 0.01, "weight_decay": 0.1, "amsgrad": amsgrad, "maximize": maximize}
-    own = {} if cls is AdamW else {"partial": 0.5}
+    own = {} if cls is DampedAdamW else {"partial": 0.5}
     ours = parameters(seeded(), dtype=dtype)
     theirs = copied(ours)
     # Ours takes the fused kernel unasked.
@@ -130,7 +130,7 @@ def test_coupled_decay_at_one_half_is_adam(fused):
     ("cls", "settings", "kernel", "calls"),
     [
         (Gadam, {}, "_fused_adamw_", 3),
-        (AdamW, {}, "_fused_adamw_", 3),
+        (DampedAdamW, {}, "_fused_adamw_", 3),
         (PadamW, {"partial": 0.5}, "_fused_adamw_", 3),
         (Padam, {"partial": 0.5}, "_fused_adam_", 3),
         (Gadam, {"form": "inside"}, "_fused_adamw_", 0),

@@ -5,8 +5,15 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import ChainedScheduler, ExponentialLR, LRScheduler, SequentialLR
 
-from ritz.optim import AdamW as DampedAdamW
-from ritz.optim import GroupSchedule, Schedule, averaging_decay, linear_decay, step_decay, warmup
+from ritz.optim import (
+    DampedAdamW,
+    GroupSchedule,
+    Schedule,
+    averaging_decay,
+    linear_decay,
+    step_decay,
+    warmup,
+)
 
 
 def optimizer(**settings):

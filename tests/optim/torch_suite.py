@@ -73,7 +73,7 @@ def info(cls, make_inputs, *, fused):
 
 def optimizers():
     return [
-        info(optim.AdamW, damped_inputs, fused=True),
+        info(optim.DampedAdamW, damped_inputs, fused=True),
         info(optim.Gadam, inputs(start=3, interval=2), fused=True),
         info(optim.GadamX, inputs(*FORMS, start=3, interval=2), fused=False),
         info(optim.Padam, inputs(*FORMS), fused=False),

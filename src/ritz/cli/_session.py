@@ -22,8 +22,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ritz._core.batchnorm import batch_norms, evaluating
 from ritz._core.checks import check_count
+from ritz._core.modes import batch_norms, evaluating
 from ritz._core.storage import digest
 from ritz.cli._app import Interrupted
 from ritz.cli._options import Precision, Split

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from ritz._core.batchnorm import batch_norms
 from ritz._core.checks import check_choice, check_count
+from ritz._core.modes import batch_norms, searched_convolutions
 from ritz.curvature._linearize import Linearization, nbytes
 from ritz.curvature._risk import (
     Context,
@@ -21,8 +21,7 @@ from ritz.curvature._risk import (
     differentiable,
     is_rows,
     rows,
-    searched_convolutions,
-    without_deprecations_of_torch,
+    without_warnings_of_torch,
 )
 from ritz.operators import LinearOperator
 
@@ -133,7 +132,7 @@ class Engine:
         """The way of this engine, and the primal part of this batch if the choice computed it."""
         if self._column is not None:
             return self._column, None
-        with without_deprecations_of_torch():
+        with without_warnings_of_torch():
             self._column, primal = self._choose(context)
         return self._column, primal
 

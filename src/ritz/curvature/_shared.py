@@ -6,7 +6,6 @@ from ritz.curvature._risk import (
     Adapter,
     Forward,
     KnownLoss,
-    arithmetic,
     check_labels,
     check_reduction,
     is_kept,
@@ -14,7 +13,6 @@ from ritz.curvature._risk import (
     labelled,
     num_correct,
     recognised,
-    searched_convolutions,
     term_mass,
 )
 from ritz.curvature._statistics import Summary
@@ -28,7 +26,6 @@ __all__ = [
     "Forward",
     "KnownLoss",
     "Summary",
-    "arithmetic",
     "check_labels",
     "check_reduction",
     "is_kept",
@@ -37,6 +34,5 @@ __all__ = [
     "num_correct",
     "recognised",
     "require_outputs",
-    "searched_convolutions",
     "term_mass",
 ]

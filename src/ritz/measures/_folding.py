@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils.parametrize import is_parametrized
 
-from ritz._core.batchnorm import batch_norms, evaluating
+from ritz._core.modes import batch_norms, evaluating
 
 Layer = _ConvNd | nn.Linear
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ritz._core.batchnorm import BATCH_NORM_MODES, BatchNormMode, batch_norms
 from ritz._core.checks import check_choice, check_count, check_range
+from ritz._core.modes import BATCH_NORM_MODES, BatchNormMode, batch_norms
 from ritz._core.progress import Progress
 from ritz._core.random import probes, resolve_generator
 from ritz._core.results import Estimate, Status, format_uncertain

@@ -1,6 +1,6 @@
 """Optimisers that generalise, averages of their iterates, and schedules."""
 
-from ritz.optim._adaptive import AdamW, Padam, PadamW, delta_to_shrinkage, shrinkage_to_delta
+from ritz.optim._adaptive import DampedAdamW, Padam, PadamW, delta_to_shrinkage, shrinkage_to_delta
 from ritz.optim._averaging import AutoAverage, IterateAverage
 from ritz.optim._diagnostics import (
     effective_rates,
@@ -21,8 +21,8 @@ from ritz.optim._schedules import (
 )
 
 __all__ = [
-    "AdamW",
     "AutoAverage",
+    "DampedAdamW",
     "Gadam",
     "GadamX",
     "GroupSchedule",

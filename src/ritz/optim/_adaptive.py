@@ -1,4 +1,4 @@
-"""Adaptive optimisers: Padam, PadamW and AdamW with damping."""
+"""Adaptive optimisers: Padam, PadamW and DampedAdamW."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar, TypedDict, Unpack, final
@@ -366,7 +366,7 @@ class PadamW(AdaptiveOptimizer):
 
 
 @final
-class AdamW(AdaptiveOptimizer):
+class DampedAdamW(AdaptiveOptimizer):
     r"""AdamW whose damping is tuned and scheduled like the rate.
 
     .. math::

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ritz._core.batchnorm import Count, Forward, Sharing, reshard, unwrapped, with_statistics
 from ritz._core.checks import check_choice, check_count, check_range
 from ritz._core.distributed import Group
+from ritz._core.modes import Count, Forward, Sharing, reshard, unwrapped, with_statistics
 from ritz.optim._companions import NEVER, Companions, check_optimizer, local, owners
 
 # ------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from torch.nn import functional
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from ritz._core.batchnorm import evaluating
 from ritz._core.checks import check_range, check_real_floating
+from ritz._core.modes import evaluating
 from ritz._core.storage import storable
 
 # ------------------------------------------------------------------------------------------

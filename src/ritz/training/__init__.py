@@ -1,16 +1,21 @@
 """Training: a loop that is resumed bit for bit, its log and checkpoints, and what watches it."""
 
-from ritz.training._evaluate import TrainingResult, evaluate
-from ritz.training._fit import fit
-from ritz.training._folder import CheckpointError, read_log
-from ritz.training._monitor import CurvatureMonitor
-from ritz.training._optimizers import (
+from ritz.training._config import (
     create_optimizer,
     create_schedule,
     optimizer_names,
     register_optimizer,
 )
-from ritz.training._weights import load_weights, read_weights, save_weights
+from ritz.training._evaluate import TrainingResult, evaluate
+from ritz.training._fit import fit
+from ritz.training._folder import (
+    CheckpointError,
+    load_weights,
+    read_log,
+    read_weights,
+    save_weights,
+)
+from ritz.training._monitor import CurvatureMonitor
 
 __all__ = [
     "CheckpointError",

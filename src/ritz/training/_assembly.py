@@ -11,19 +11,19 @@ from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
 from ritz import optim
-from ritz._core.batchnorm import batch_norms
 from ritz._core.distributed import world_size
+from ritz._core.modes import batch_norms
 from ritz._core.params import parameters
 from ritz.curvature._shared import Adapter, Forward, check_reduction
-from ritz.training._config import Settings
-from ritz.training._data import Feed
-from ritz.training._optimizers import (
+from ritz.training._config import (
+    Settings,
     average_of,
     create_optimizer,
     create_schedule,
     innermost,
     is_capturable,
 )
+from ritz.training._data import Feed
 from ritz.training._processes import distributed
 from ritz.training._step import CapturedStep, Piece, Step
 

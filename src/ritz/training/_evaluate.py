@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from ritz._core.batchnorm import evaluating
+from ritz._core.modes import evaluating
 from ritz._core.storage import storable
 from ritz.curvature._shared import Adapter, Forward, check_labels, recognised
 from ritz.training._config import TrainingStatus

@@ -16,11 +16,18 @@ from ritz import optim
 from ritz._core.progress import Progress
 from ritz.curvature._shared import Forward
 from ritz.training._assembly import OptimizerChoice, assemble
-from ritz.training._config import Settings, TrainingPrecision, Unit, plain_settings, resolve_device
+from ritz.training._config import (
+    Settings,
+    TrainingPrecision,
+    Unit,
+    optimizer_names,
+    plain_settings,
+    resolve_device,
+    schedule_name,
+)
 from ritz.training._data import Feed, is_writer, splits
 from ritz.training._evaluate import TrainingResult, history_of, last_metrics
 from ritz.training._folder import held_folder
-from ritz.training._optimizers import schedule_name
 from ritz.training._processes import Interrupts, arranged, channels_last, joined_processes
 from ritz.training._run import Judge, Monitor, Run
 
@@ -226,7 +233,8 @@ def _name(optimizer: OptimizerChoice) -> str:
 
 def _published(settings: Settings) -> Settings:
     """The settings with the beginning of the average where a preset has one."""
-    if settings.optimizer not in optim.preset_names() or settings.average_from is not None:
+    known = settings.optimizer in optimizer_names() or settings.average_from is not None
+    if known or settings.optimizer not in optim.preset_names():
         return settings
     start = optim.preset(settings.optimizer).average_from
     if start is None or start > settings.num_epochs or settings.patience is not None:

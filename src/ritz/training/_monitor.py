@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
-from ritz._core.batchnorm import BatchNormMode, unwrapped
 from ritz._core.checks import check_choice, check_count, check_range
+from ritz._core.modes import BatchNormMode, unwrapped
 from ritz._core.results import Estimate
 from ritz.curvature import CurvatureOperator, Risk, curvature_operator
 from ritz.curvature._shared import MATRICES, CurvatureMatrix

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ritz._core.distributed import rank, world_size
-from ritz.curvature._shared import arithmetic, searched_convolutions
+from ritz._core.modes import arithmetic, searched_convolutions
 
 # ------------------------------------------------------------------------------------------
 # Ctrl-C and the signal to terminate: noted at once, acted on between two steps.

@@ -24,15 +24,17 @@ from ritz.training._folder import (
     Folder,
     Log,
     Record,
+    check_matches,
     check_no_link,
     load_optimizer_state,
     optimizer_state,
+    save_weights,
     size_without_final,
+    tensor_state,
     times_path,
 )
 from ritz.training._processes import Interrupts, gathered, generator_states, set_generator_states
 from ritz.training._step import Piece, batch_mass, carried_state
-from ritz.training._weights import check_matches, save_weights, tensor_state
 
 # ------------------------------------------------------------------------------------------
 # Evaluation in the course of a run, of the weights and of their average.

@@ -2,9 +2,8 @@
 
 from ritz.training._config import resolve_device
 from ritz.training._data import DataParts, as_parts, first_batch, sample
-from ritz.training._folder import AVERAGE, NAME, WEIGHTS, times_path
+from ritz.training._folder import AVERAGE, NAME, WEIGHTS, tensor_state, times_path
 from ritz.training._monitor import QUANTITIES
-from ritz.training._weights import tensor_state
 from ritz.training._workflow import (
     CONFIG,
     LOG,

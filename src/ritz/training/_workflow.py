@@ -11,8 +11,8 @@ from typing import Any, Literal, final
 import torch
 from torch import nn
 
-from ritz._core.batchnorm import BatchNormMode
 from ritz._core.checks import check_count
+from ritz._core.modes import BatchNormMode
 from ritz._core.progress import Progress
 from ritz._core.storage import CorruptFileError
 from ritz.curvature import Risk

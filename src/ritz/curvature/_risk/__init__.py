@@ -1,12 +1,15 @@
 """A risk: a model, a loss and data at one point in weight space."""
 
-from ritz.curvature._risk.adapter import Adapter, Forward, labelled, num_correct
 from ritz.curvature._risk.batches import differentiable, is_rows, recorded, rows
 from ritz.curvature._risk.losses import (
+    Adapter,
+    Forward,
     KnownLoss,
     check_labels,
     check_reduction,
     is_kept,
+    labelled,
+    num_correct,
     output_hessian,
     recognised,
     sample_losses,
@@ -16,11 +19,9 @@ from ritz.curvature._risk.modes import (
     Context,
     Params,
     Selection,
-    arithmetic,
-    searched_convolutions,
     selected,
-    without_deprecations_of_torch,
     without_warnings_of_fallbacks,
+    without_warnings_of_torch,
 )
 from ritz.curvature._risk.risk import Risk
 
@@ -32,7 +33,6 @@ __all__ = [
     "Params",
     "Risk",
     "Selection",
-    "arithmetic",
     "check_labels",
     "check_reduction",
     "differentiable",
@@ -45,9 +45,8 @@ __all__ = [
     "recorded",
     "rows",
     "sample_losses",
-    "searched_convolutions",
     "selected",
     "term_mass",
-    "without_deprecations_of_torch",
     "without_warnings_of_fallbacks",
+    "without_warnings_of_torch",
 ]

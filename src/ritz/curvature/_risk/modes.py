@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,8 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
-from ritz._core.batchnorm import evaluating
 from ritz._core.checks import check_choice, check_real_floating
+from ritz._core.modes import Precision, arithmetic, evaluating
 from ritz._core.params import ParamSpace
 from ritz.curvature._risk.batches import Batch, outside_inference
 
@@ -26,7 +26,6 @@ from ritz.curvature._risk.batches import Batch, outside_inference
 
 Params = dict[str, Tensor]
 Selection = str | Sequence[str] | Callable[[str], bool]
-Precision = Literal["float32", "tf32", "float64"]
 _DTYPES = {"float32": torch.float32, "tf32": torch.float32, "float64": torch.float64}
 
 
@@ -160,53 +159,17 @@ def without_warnings_of_fallbacks() -> Iterator[None]:
 
 
 @contextmanager
-def without_deprecations_of_torch() -> Iterator[None]:
-    """Ignore, for the block, that torch itself uses what it deprecates.
+def without_warnings_of_torch() -> Iterator[None]:
+    """Ignore what torch warns of when it traces and compiles, for the block.
 
-    It does so once, as it loads forward derivatives and as it first compiles. Callers who turn
-    warnings into errors get their product all the same.
+    It uses what it deprecates as it loads forward derivatives, and its compiler says how it splits
+    reductions. Callers who turn warnings into errors get their product all the same.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`torch.jit.script", DeprecationWarning)
+        warnings.filterwarnings("ignore", r"\s*Online softmax", UserWarning)
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\._inductor")
         yield
-
-
-@contextmanager
-def arithmetic(precision: Precision | None) -> Iterator[None]:
-    """Whether a GPU may round float32 products to TF32, for the block; ``None``: as it is.
-
-    Never in the half precision of an autocast around the call, which is meant for training.
-    """
-    matmul, convolution = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = matmul.allow_tf32, convolution.allow_tf32
-    with ExitStack() as stack:
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        if precision is None:
-            yield
-            return
-        matmul.allow_tf32 = convolution.allow_tf32 = precision == "tf32"
-        try:
-            yield
-        finally:
-            matmul.allow_tf32, convolution.allow_tf32 = before
-
-
-@contextmanager
-def searched_convolutions(wanted: bool) -> Iterator[None]:
-    """Let cuDNN time its algorithms for every shape, and not guess, for the block.
-
-    Its guess for the gradient of a weight with many columns is a Fourier transform at several times
-    the cost. Not where determinism is asked for: two searches may end with different algorithms.
-    """
-    before = torch.backends.cudnn.benchmark
-    fixed = torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
-    torch.backends.cudnn.benchmark = before or (wanted and not fixed)
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before
 
 
 class _Formulas(TorchFunctionMode):

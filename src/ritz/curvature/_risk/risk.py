@@ -10,19 +10,20 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value
 
-from ritz._core.batchnorm import (
+from ritz._core.checks import check_choice, check_count, check_range, check_tensor
+from ritz._core.distributed import Group, all_sum
+from ritz._core.modes import (
     BATCH_NORM_MODES,
     BatchNormMode,
+    Precision,
+    arithmetic,
     batch_norms,
     dropout_shapes,
     evaluating,
     masked_dropout,
     recomputed_statistics,
 )
-from ritz._core.checks import check_choice, check_count, check_range, check_tensor
-from ritz._core.distributed import Group, all_sum
 from ritz._core.params import ParamSpace
-from ritz.curvature._risk.adapter import Adapter, Forward
 from ritz.curvature._risk.batches import (
     Batch,
     Batches,
@@ -31,13 +32,18 @@ from ritz.curvature._risk.batches import (
     outside_inference,
     rows,
 )
-from ritz.curvature._risk.losses import LossFunction, check_labels, check_reduction, recognised
+from ritz.curvature._risk.losses import (
+    Adapter,
+    Forward,
+    LossFunction,
+    check_labels,
+    check_reduction,
+    recognised,
+)
 from ritz.curvature._risk.modes import (
     Context,
     Params,
-    Precision,
     Selection,
-    arithmetic,
     copied,
     product_modes,
     selected,

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import update_bn
 
-from ritz._core.batchnorm import (
+from ritz._core.modes import (
     batch_norms,
     dropout_shapes,
     evaluating,

@@ -1,4 +1,4 @@
-"""Batch norm and dropout in a chosen mode, and recomputed statistics, with the model unchanged."""
+"""Modes set for a block and then restored: batch norm, dropout, and the precision of torch."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import ExitStack, contextmanager
@@ -15,6 +15,50 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ritz._core.checks import check_choice, check_range
 from ritz._core.distributed import Group, all_max, all_sum, world_size
+
+# ------------------------------------------------------------------------------------------
+# Precision and algorithms of torch.
+
+Precision = Literal["float32", "tf32", "float64"]
+
+
+@contextmanager
+def arithmetic(precision: Precision | None) -> Iterator[None]:
+    """Whether a GPU may round float32 products to TF32, for the block; ``None``: as it is.
+
+    Never in the half precision of an autocast around the call, which is meant for training.
+    """
+    matmul, convolution = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, convolution.allow_tf32
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        if precision is None:
+            yield
+            return
+        matmul.allow_tf32 = convolution.allow_tf32 = precision == "tf32"
+        try:
+            yield
+        finally:
+            matmul.allow_tf32, convolution.allow_tf32 = before
+
+
+@contextmanager
+def searched_convolutions(wanted: bool) -> Iterator[None]:
+    """Let cuDNN time its algorithms for every shape, and not guess, for the block.
+
+    Its guess for the gradient of a weight with many columns is a Fourier transform at several times
+    the cost. Not where determinism is asked for: two searches may end with different algorithms.
+    """
+    before = torch.backends.cudnn.benchmark
+    fixed = torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
+    torch.backends.cudnn.benchmark = before or (wanted and not fixed)
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
+
 
 # ------------------------------------------------------------------------------------------
 # Batch norm and dropout in a chosen mode, and statistics recomputed, with the model
