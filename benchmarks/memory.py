@@ -39,7 +39,9 @@ def job(name, n):
     op = DiagonalOperator(spread)
     right = torch.ones(n, 8) if name.startswith("solve") else None
     return {
-        "lanczos, 100 steps, basis on host": lambda: ritz.lanczos(op, num_steps=100, basis="host"),
+        "lanczos, 100 steps, basis on host": lambda: ritz.lanczos(
+            op, num_steps=100, placement="host"
+        ),
         "eigenpairs, largest=5, max_vectors=20": lambda: ritz.eigenpairs(
             op, largest=5, max_vectors=20
         ),

@@ -77,7 +77,7 @@ def hidden(matrix):
 
 FUNCTIONS = {
     "lanczos": lambda op: ritz.lanczos(op, num_steps=10, vectors=True),
-    "lanczos on the host": lambda op: ritz.lanczos(op, num_steps=10, basis="host"),
+    "lanczos on the host": lambda op: ritz.lanczos(op, num_steps=10, placement="host"),
     "lanczos partial": lambda op: ritz.lanczos(op, num_steps=10, reorthogonalize="partial"),
     "restarted": lambda op: ritz.eigenpairs(op, largest=2, max_vectors=12, rtol=1e-3),
     "hutchinson": lambda op: ritz.trace(op, method="hutchinson"),

@@ -35,7 +35,7 @@ SCRIPT = (
         measured(name, risk)
         found[name + " statistics"] = list(risk.constants().values())
         op = hessian(risk, engine="eager")
-        found[name + " values"] = [ritz.lanczos(op, num_steps=6, basis="spread").values]
+        found[name + " values"] = [ritz.lanczos(op, num_steps=6, placement="spread").values]
     for mode in ("eval", "train", "recomputed"):
         run(mode, Risk(model, functional.cross_entropy, data, batch_norm=mode, l2=0.1))
     own = data[rank::size]
@@ -113,7 +113,7 @@ DYING = """
             os._exit(5)
         return original(block)
     op.products.matmat = product
-    ritz.lanczos(op, num_steps=20, basis="spread")
+    ritz.lanczos(op, num_steps=20, placement="spread")
 """
 
 

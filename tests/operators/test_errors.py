@@ -137,7 +137,7 @@ WRONG = {
     "deflation rows": (
         lambda: DeflatedOperator(OP, EYE[:2]),
         ValueError,
-        r"basis must be \(3,\) or \(3, k\)",
+        r"vectors must be \(3,\) or \(3, k\)",
     ),
     "deflation scale": (
         lambda: DeflatedOperator(OP, 2 * EYE[:, :1]),

@@ -80,7 +80,7 @@ def test_a_preconditioner_saves_steps_as_an_operator_a_function_or_a_matrix():
     scales = torch.logspace(0, 6, 60, dtype=torch.float64)
     inner, b = system(columns=2)
     matrix = scales.sqrt()[:, None] * inner.matrix * scales.sqrt()
-    plain = solve(matrix, b, num_steps=5000)
+    plain = solve(matrix, b, max_steps=5000)
     inverse = 1 / matrix.diagonal()
     shapes = [
         DiagonalOperator(inverse),
@@ -133,11 +133,11 @@ def test_an_initial_guess_is_not_changed():
 
 def test_too_few_steps_are_said_and_raise_when_asked():
     op, b = system()
-    found = solve(op, b, num_steps=3)
+    found = solve(op, b, max_steps=3)
     assert found.status.outcome == "max_steps"
     assert "3 of 3 systems not solved after 3 steps" in found.status.message
     assert bool((found.residuals > 1e-8 * b.norm(dim=0)).all())
-    with pytest.raises(RuntimeError, match="raise num_steps or rtol"):
+    with pytest.raises(RuntimeError, match="raise max_steps or rtol"):
         found.raise_if_failed()
 
 
@@ -167,7 +167,7 @@ def test_ill_conditioning_is_not_taken_for_asymmetry(dtype, smallest):
     found = solve(matrix, torch.ones(2, dtype=dtype))
     assert found.status.ok
     op, b = system(dtype, eigenvalues=torch.logspace(-5, 0, 60, dtype=torch.float64))
-    assert solve(op, b, num_steps=5).residuals.isfinite().all()
+    assert solve(op, b, max_steps=5).residuals.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
@@ -204,7 +204,7 @@ def test_the_scale_of_the_matrix_does_not_matter(dtype, scale):
 def test_eigenvalues_over_sixty_decades_are_said_to_be_too_many_but_preconditioned_are_not(dtype):
     matrix = torch.diag(torch.logspace(-30, 30, 61, dtype=torch.float64).to(dtype))
     b = torch.ones(61, dtype=dtype)
-    found = solve(matrix, b, num_steps=100)
+    found = solve(matrix, b, max_steps=100)
     assert found.status.outcome == "max_steps"
     exact = 1 / matrix.diagonal().double()
     best = solve(matrix, b, preconditioner=DiagonalOperator(1 / matrix.diagonal()))
@@ -229,7 +229,7 @@ WRONG = {
     "b NaN": ({"b": B * float("nan")}, ValueError, "b must be finite"),
     "rtol": ({"rtol": -1.0}, ValueError, "rtol must be between"),
     "atol": ({"atol": -1.0}, ValueError, "atol must be at least"),
-    "steps": ({"num_steps": 0}, ValueError, "num_steps must be at least 1"),
+    "steps": ({"max_steps": 0}, ValueError, "max_steps must be at least 1"),
     "initial shape": ({"initial": B[:, None]}, ValueError, r"initial must be of shape \(4,\)"),
     "initial dtype": ({"initial": B.float()}, TypeError, "initial must be torch.float64"),
     "initial NaN": ({"initial": B * float("nan")}, ValueError, "initial must be finite"),

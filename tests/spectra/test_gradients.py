@@ -133,14 +133,14 @@ def test_what_needs_no_gradient_is_left_alone():
 
 def test_a_gradient_that_was_not_found_raises_in_backward():
     op = operator(noise=1e-6)
-    settings = GradientSettings(method="lanczos", num_steps=3, rank=5)
+    settings = GradientSettings(method="lanczos", max_steps=3, rank=5)
     found = attach_gradient(logdet(op), op, settings=settings)
-    with pytest.raises(NotConvergedError, match=r"roots not found after 3 steps.*num_steps"):
+    with pytest.raises(NotConvergedError, match=r"roots not found after 3 steps.*max_steps"):
         found.mean.backward()
 
 
 def test_too_few_steps_are_said():
-    found = logdet_gradient(operator(noise=1e-6), method="lanczos", num_steps=3, rank=5)
+    found = logdet_gradient(operator(noise=1e-6), method="lanczos", max_steps=3, rank=5)
     assert isinstance(found["noise"].status, Status)
     assert found["noise"].status.outcome == "max_steps"
     assert float(found["noise"].truncation) > 0.1 * float(found["noise"].mean)
@@ -169,7 +169,7 @@ def test_there_must_be_a_parameter_and_a_pass():
 
 @pytest.mark.parametrize(
     "bad",
-    [{"method": "krylov"}, {"num_probes": 1}, {"rtol": 2.0}, {"num_steps": 0}, {"rank": 0}],
+    [{"method": "krylov"}, {"num_probes": 1}, {"rtol": 2.0}, {"max_steps": 0}, {"rank": 0}],
     ids=lambda bad: next(iter(bad)),
 )
 def test_misuse_names_the_argument(bad):

@@ -198,7 +198,7 @@ def test_seed_and_start_vector_make_it_repeatable(rng):
 
 def test_the_host_basis_gives_the_same_numbers(rng):
     op = wigner(100, generator=rng)
-    device, host = (lanczos(op, num_steps=20, basis=place) for place in ("device", "host"))
+    device, host = (lanczos(op, num_steps=20, placement=place) for place in ("device", "host"))
     assert torch.equal(device.values, host.values)
 
 
@@ -234,7 +234,7 @@ def test_save_and_load_keep_every_bit(rng, tmp_path):
         ({"num_steps": 2.5}, "num_steps must be an integer"),
         ({}, "num_steps"),
         ({"num_steps": 5, "reorthogonalize": "twice"}, "reorthogonalize must be one of"),
-        ({"num_steps": 5, "basis": "disk"}, "basis must be one of"),
+        ({"num_steps": 5, "placement": "disk"}, "placement must be one of"),
         ({"num_steps": 5, "reorthogonalize": "none", "vectors": True}, "vectors need a basis"),
         ({"num_steps": 5, "start": torch.ones(30)}, "start must be torch.float64"),
         ({"num_steps": 5, "start": torch.ones(29, dtype=torch.float64)}, "start must be"),
@@ -264,7 +264,7 @@ def test_wrong_arguments_are_named(rng, bad, message):
             {"max_steps": 40, "largest": 2, "max_vectors": 9, "reorthogonalize": "partial"},
             "restart",
         ),
-        ({"largest": 1, "basis": "disk"}, "basis must be one of"),
+        ({"largest": 1, "placement": "disk"}, "placement must be one of"),
         ({"largest": 1, "start": torch.zeros(30, dtype=torch.float64)}, "start must not be zero"),
     ],
 )

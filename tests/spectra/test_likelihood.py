@@ -54,7 +54,7 @@ def test_the_gradient_of_the_form_is_that_of_dense(dtype):
 
 def test_a_form_that_was_not_found_says_so_and_has_no_gradient():
     op, y = problem(noise=1e-4)
-    found = inverse_form(op, y, num_steps=2, rank=3)
+    found = inverse_form(op, y, max_steps=2, rank=3)
     assert found.status.outcome == "max_steps"
     with pytest.raises(NotConvergedError, match="1 systems not solved"):
         found.mean.backward()

@@ -21,7 +21,7 @@ def exact(op, block):
 @pytest.mark.parametrize("rtol", [0.3, 1e-2, 1e-6])
 def test_the_residual_bounds_the_error(rtol):
     op, block = system()
-    found = inverse_roots(op, block, rtol=rtol, num_steps=150)
+    found = inverse_roots(op, block, rtol=rtol, max_steps=150)
     gap = found.vectors - exact(op, block)
     error = (gap * (op.matrix @ gap)).sum(0).sqrt() / block.norm(dim=0)
     assert bool((error <= found.residuals).all())
@@ -35,7 +35,7 @@ def test_a_preconditioned_root_has_the_same_form(dtype):
     op, block = system(dtype=dtype)
     generator = torch.Generator().manual_seed(2)
     scales = with_spectrum(torch.linspace(0.5, 3.0, 150).to(dtype), generator=generator).matrix
-    found = inverse_roots(op, block, rtol=1e-5, num_steps=150, root=lambda x: scales @ x)
+    found = inverse_roots(op, block, rtol=1e-5, max_steps=150, root=lambda x: scales @ x)
     # u u' has the mean A^{-1} since U = R (R A R)^{-1/2} has U U' = A^{-1}: u'Au is |z|^2.
     forms = (found.vectors * (op.matrix @ found.vectors)).sum(0)
     tolerance = 1e-3 if dtype == torch.float32 else 1e-8
@@ -49,7 +49,7 @@ def test_a_preconditioned_root_has_the_same_form(dtype):
 
 def test_a_basis_grows_past_what_it_was_made_for():
     op, block = system(n=300, smallest=1e-4)
-    found = inverse_roots(op, block, rtol=1e-9, num_steps=300)
+    found = inverse_roots(op, block, rtol=1e-9, max_steps=300)
     assert found.num_products > 3 * (GROWTH + 1)
     torch.testing.assert_close(found.vectors, exact(op, block), rtol=1e-6, atol=1e-6)
 
@@ -57,14 +57,14 @@ def test_a_basis_grows_past_what_it_was_made_for():
 def test_an_invariant_space_ends_the_run():
     op = with_spectrum(torch.ones(20).double(), generator=torch.Generator().manual_seed(0))
     block = torch.ones(20, 1, dtype=torch.float64)
-    found = inverse_roots(op, block, rtol=1e-12, num_steps=20)
+    found = inverse_roots(op, block, rtol=1e-12, max_steps=20)
     assert found.num_products == 1
     torch.testing.assert_close(found.vectors, block)
 
 
 def test_too_few_steps_are_said():
     op, block = system()
-    found = inverse_roots(op, block, rtol=1e-6, num_steps=4)
+    found = inverse_roots(op, block, rtol=1e-6, max_steps=4)
     assert found.status.outcome == "max_steps"
     assert "3 of 3 roots not found after 4 steps" in found.status.message
 
@@ -72,4 +72,4 @@ def test_too_few_steps_are_said():
 def test_an_indefinite_matrix_is_refused_with_its_ritz_value():
     op, block = system(smallest=-1.0)
     with pytest.raises(NotPositiveDefiniteError, match="got a Ritz value of -"):
-        inverse_roots(op, block, rtol=1e-6, num_steps=150)
+        inverse_roots(op, block, rtol=1e-6, max_steps=150)

@@ -28,7 +28,7 @@ SCRIPT = f"""
     Basis.__init__ = recorded
     for kind, settings in {RUNS}.items():
         run = ritz.eigenpairs if kind == "restarted" else ritz.lanczos
-        found = run(part, basis="spread", **settings)
+        found = run(part, placement="spread", **settings)
         ritz.save(found, f"{{folder}}/{{kind}}{{rank}}")
     assert set(made) == {{101 * (rank + 1) // size - 101 * rank // size}}, made
     dist.destroy_process_group()
@@ -66,7 +66,7 @@ def test_several_processes_resume_together_from_a_step_that_all_have(tmp_path):
             return op @ block / size
         limit = LIMIT
         sharded = ShardedOperator(FunctionOperator(product, n=101, dtype=torch.float64))
-        found = ritz.lanczos(sharded, num_steps=30, basis="spread", state=f"{folder}/state",
+        found = ritz.lanczos(sharded, num_steps=30, placement="spread", state=f"{folder}/state",
                              save_interval=0.0)
         assert len(calls) == LIMIT, len(calls)
         ritz.save(found, f"{folder}/{rank}.safetensors")

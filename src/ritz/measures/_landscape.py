@@ -40,7 +40,7 @@ def ritz_directions(spectrum: Spectrum) -> dict[str, Tensor]:
     if len(spectrum.vectors) != spectrum.dimension:
         raise ValueError(
             f"spectrum must have whole vectors ({spectrum.dimension} rows), got "
-            f"{len(spectrum.vectors)} rows of a spread basis: use basis='device' or 'host'"
+            f"{len(spectrum.vectors)} rows of a spread basis: use placement='device' or 'host'"
         )
     chosen = {
         "largest": len(spectrum.values) - 1,

@@ -80,28 +80,28 @@ class DeflatedOperator(LinearOperator):
 
     Args:
         op: :math:`A`.
-        basis: :math:`Q` of shape ``(n, r)`` with orthonormal columns, such as Ritz vectors.
+        vectors: :math:`Q` of shape ``(n, r)`` with orthonormal columns, such as Ritz vectors.
     """
 
-    def __init__(self, op: LinearOperator, basis: Tensor) -> None:
-        check_tensor("basis", basis, dtype=op.dtype, device=op.device, rows=op.shape[0])
+    def __init__(self, op: LinearOperator, vectors: Tensor) -> None:
+        check_tensor("vectors", vectors, dtype=op.dtype, device=op.device, rows=op.shape[0])
         super().__init__(op.shape[0], dtype=op.dtype, device=op.device, block_size=op.block_size)
-        self.op, self.basis = op, (basis if basis.ndim == 2 else basis[:, None]).detach()
-        gram = self.basis.double().T @ self.basis.double()
+        self.op, self.vectors = op, (vectors if vectors.ndim == 2 else vectors[:, None]).detach()
+        gram = self.vectors.double().T @ self.vectors.double()
         error = float(
             (gram - torch.eye(len(gram), dtype=gram.dtype, device=gram.device)).abs().max()
         )
         if not error <= torch.finfo(op.dtype).eps ** 0.5:
-            raise ValueError(f"basis must have orthonormal columns, got |Q'Q - I| = {error:.2g}")
+            raise ValueError(f"vectors must have orthonormal columns, got |Q'Q - I| = {error:.2g}")
 
     def _matmat(self, block: Tensor) -> Tensor:
         return self._project(self.op.matmat(self._project(block)))
 
     def _project(self, block: Tensor) -> Tensor:
-        return block - self.basis @ (self.basis.T @ block)
+        return block - self.vectors @ (self.vectors.T @ block)
 
     def _detail(self) -> str:
-        return f"{type(self.op).__name__} without {self.basis.shape[1]} directions"
+        return f"{type(self.op).__name__} without {self.vectors.shape[1]} directions"
 
 
 @final

@@ -28,7 +28,7 @@ class Solution:
     Attributes:
         x: Like ``b``: ``(n,)`` or ``(n, k)``.
         residuals: :math:`\|b - A x\|`, computed anew at the end, ``(k,)``, float64.
-        history: :math:`\|r_j\|` of the recurrence, ``(num_steps + 1, k)``, float64.
+        history: :math:`\|r_j\|` of the recurrence, ``(steps + 1, k)``, float64.
         num_products: Products with single vectors, the last check included.
         status: Whether the residuals are as small as asked for.
     """
@@ -56,7 +56,7 @@ def solve(
     *,
     rtol: float | None = None,
     atol: float = 0.0,
-    num_steps: int | None = None,
+    max_steps: int | None = None,
     preconditioner: Preconditioner | None = None,
     initial: Tensor | None = None,
     progress: bool | Progress = False,
@@ -72,7 +72,7 @@ def solve(
         b: Right-hand sides, ``(n,)`` or ``(n, k)``.
         rtol: Residual to reach, relative to the norm of ``b``. Default: root of machine precision.
         atol: Absolute residual that is enough anyway.
-        num_steps: Most steps; ``n`` or 1000 by default, whichever is more.
+        max_steps: Most steps; ``n`` or 1000 by default, whichever is more.
         preconditioner: Symmetric positive definite approximate inverse of :math:`A`: an operator
             or a function on blocks.
         initial: Where to start, like ``b``; zero by default.
@@ -90,8 +90,8 @@ def solve(
     rtol = torch.finfo(op.dtype).eps ** 0.5 if rtol is None else rtol
     check_range("rtol", rtol, low=0.0, high=1.0)
     check_range("atol", atol, low=0.0)
-    num_steps = max(n, 1000) if num_steps is None else num_steps
-    check_count("num_steps", num_steps)
+    max_steps = max(n, 1000) if max_steps is None else max_steps
+    check_count("max_steps", max_steps)
     rhs = b if b.ndim == 2 else b[:, None]
     x, residual, spent = _begin(op, rhs, initial, b.shape)
     goal = (rtol * column_dots(rhs, rhs).sqrt()).clamp_min(atol)
@@ -100,9 +100,9 @@ def solve(
             preconditioner, n=n, dtype=op.dtype, device=op.device, name="preconditioner"
         )
     apply = None if preconditioner is None else as_operator(preconditioner).matmat
-    with tracking(progress, "conjugate gradients", num_steps) as bar:
+    with tracking(progress, "conjugate gradients", max_steps) as bar:
         # The recurrence drifts from the truth by roundoff: a little more than asked for is safe.
-        history, products = _iterate(op, x, residual, 0.9 * goal, num_steps, apply, bar)
+        history, products = _iterate(op, x, residual, 0.9 * goal, max_steps, apply, bar)
     residuals = column_dots(*[rhs - op.matmat(x)] * 2).sqrt()
     return Solution(
         x=x if b.ndim == 2 else x[:, 0],
@@ -133,7 +133,7 @@ def _iterate(
     x: Tensor,
     residual: Tensor,
     goal: Tensor,
-    num_steps: int,
+    max_steps: int,
     apply: Callable[[Tensor], Tensor] | None,
     bar: Progress,
 ) -> tuple[list[Tensor], int]:
@@ -145,7 +145,7 @@ def _iterate(
     z = r if apply is None else apply(r)
     direction, rho = z.clone(), column_dots(r, z)
     first: tuple[Tensor, Tensor] | None = None
-    for done in range(num_steps):
+    for done in range(max_steps):
         if not len(active):
             break
         product = op.matmat(direction)
@@ -218,5 +218,5 @@ def _status(residuals: Tensor, goal: Tensor, steps: int) -> Status:
         outcome="max_steps",
         message=f"{missed} of {len(goal)} systems not solved after {steps} steps; "
         f"largest residual {float(residuals.max()):.1g}",
-        advice="raise num_steps or rtol, precondition, or use float64",
+        advice="raise max_steps or rtol, precondition, or use float64",
     )

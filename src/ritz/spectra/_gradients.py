@@ -117,7 +117,7 @@ def inverse_roots(
     block: Tensor,
     *,
     rtol: float,
-    num_steps: int,
+    max_steps: int,
     root: Root | None = None,
     bar: Progress | None = None,
 ) -> Roots:
@@ -136,14 +136,14 @@ def inverse_roots(
         op: Positive definite :math:`A`, ``(n, n)``.
         block: :math:`z`, ``(n, k)``.
         rtol: Relative error to reach in the norm of :math:`A`.
-        num_steps: Most steps.
+        max_steps: Most steps.
         root: :math:`R`, a function of blocks; the identity by default.
         bar: Told of steps.
 
     Reference: Ilić, Turner and Simpson (2010); Pleiss et al. (2020).
     """
     system = op if root is None else _preconditioned(op, root)
-    limit = min(num_steps, op.shape[0])
+    limit = min(max_steps, op.shape[0])
     runs = [_Run(start.contiguous(), limit) for start in block.T]
     for done in range(limit):
         active = [run for run in runs if run.residual > rtol]
@@ -220,7 +220,7 @@ def _status(residuals: Tensor, rtol: float, steps: int) -> Status:
         outcome="max_steps",
         message=f"{int((residuals > rtol).sum())} of {len(residuals)} roots not found after "
         f"{steps} steps; relative error {worst:.2g} where {rtol:.2g} was asked for",
-        advice="raise num_steps, rank or rtol, or use float64",
+        advice="raise max_steps, rank or rtol, or use float64",
     )
 
 
@@ -240,21 +240,21 @@ class GradientSettings:
         method: ``cholesky``, ``lanczos`` or ``auto``.
         num_probes: Random vectors.
         rtol: Relative error of each inverse root.
-        num_steps: Most steps for one.
+        max_steps: Most steps for one.
         rank: Of the preconditioner.
     """
 
     method: GradientMethod = "auto"
     num_probes: int = 16
     rtol: float = 1e-3
-    num_steps: int = 1000
+    max_steps: int = 1000
     rank: int = 200
 
     def __post_init__(self) -> None:
         check_choice("method", self.method, GRADIENT_METHODS)
         check_count("num_probes", self.num_probes, low=2)
         check_range("rtol", self.rtol, low=0.0, high=1.0)
-        check_count("num_steps", self.num_steps)
+        check_count("max_steps", self.max_steps)
         check_count("rank", self.rank)
 
 
@@ -264,7 +264,7 @@ def logdet_gradient(
     method: GradientMethod = "auto",
     num_probes: int = 16,
     rtol: float = 1e-3,
-    num_steps: int = 1000,
+    max_steps: int = 1000,
     rank: int = 200,
     generator: torch.Generator | None = None,
     progress: bool | Progress = False,
@@ -289,7 +289,7 @@ def logdet_gradient(
         num_probes: Random vectors; the error falls as the root.
         rtol: Relative error of :math:`u` in the norm of :math:`K` to reach, which twice is about
             the relative error of the gradient, and its ``truncation``.
-        num_steps: Most steps.
+        max_steps: Most steps.
         rank: Of the preconditioner.
         generator: Source of the vectors.
         progress: Whether to show a bar, or what to tell.
@@ -303,7 +303,7 @@ def logdet_gradient(
     Reference: Gardner et al. (2018), Section 4, for the usual estimate.
     """
     settings = GradientSettings(
-        method=method, num_probes=num_probes, rtol=rtol, num_steps=num_steps, rank=rank
+        method=method, num_probes=num_probes, rtol=rtol, max_steps=max_steps, rank=rank
     )
     return sampled_gradient(op, settings, resolve_generator(generator), progress)
 
@@ -456,7 +456,7 @@ def _sampled(
             shape = (op.shape[0], min(op.block_size, settings.num_probes - start))
             block = probes(shape, generator=generator, dtype=op.dtype, device=op.device)
             roots = inverse_roots(
-                op, block, rtol=settings.rtol, num_steps=settings.num_steps, root=root
+                op, block, rtol=settings.rtol, max_steps=settings.max_steps, root=root
             )
             for name, slope in op.slopes(roots.vectors, roots.vectors).items():
                 samples[name].append(slope)

@@ -36,7 +36,7 @@ def inverse_form(
     y: Tensor,
     *,
     rtol: float | None = None,
-    num_steps: int | None = None,
+    max_steps: int | None = None,
     rank: int = 200,
     progress: bool | Progress = False,
 ) -> Estimate:
@@ -57,12 +57,12 @@ def inverse_form(
         rtol: Residual to reach, relative to the norm of ``y``. Default: for a kernel matrix what
             brings the truncation to a millionth of :math:`\|y\|^2/K_{11}`, else root of machine
             precision.
-        num_steps: Most steps; ``n`` or 1000 by default, whichever is more.
+        max_steps: Most steps; ``n`` or 1000 by default, whichever is more.
         rank: Of the preconditioner.
         progress: Whether to show a bar, or what to tell.
     """
     op = as_operator(op)
-    estimate, x = _solved(op, y, rtol, num_steps, rank, progress)
+    estimate, x = _solved(op, y, rtol, max_steps, rank, progress)
     parameters = _parameters(op, y)
     if not parameters:
         return estimate
@@ -199,7 +199,7 @@ def _solved(
     op: LinearOperator,
     y: Tensor,
     rtol: float | None,
-    num_steps: int | None,
+    max_steps: int | None,
     rank: int,
     progress: bool | Progress,
 ) -> tuple[Estimate, Tensor]:
@@ -212,7 +212,7 @@ def _solved(
         preconditioner = LowRankPreconditioner(op, rank=rank).inverse
         rtol = 1e-3 * math.sqrt(noise / (noise + op.outputscale)) if rtol is None else rtol
     found = solve(
-        op, y, rtol=rtol, num_steps=num_steps, preconditioner=preconditioner, progress=progress
+        op, y, rtol=rtol, max_steps=max_steps, preconditioner=preconditioner, progress=progress
     )
     x, residual = found.x[:, None], (y - op.matmat(found.x))[:, None]
     estimate = Estimate(

@@ -100,7 +100,7 @@ def eigenpairs(
     vectors: bool = True,
     start: Tensor | None = None,
     reorthogonalize: Reorthogonalization = "full",
-    basis: Placement = "device",
+    placement: Placement = "device",
     group: Group | None = None,
     state: str | os.PathLike[str] | None = None,
     save_interval: float = 30.0,
@@ -130,7 +130,7 @@ def eigenpairs(
         start: Start vector ``(n,)``. Defaults to a random one.
         reorthogonalize: ``full``, or ``partial``, which is cheaper per step but cannot restart: its
             ``max_vectors`` defaults to ``max_steps``. See :func:`ritz.lanczos`.
-        basis: Where the basis is stored: ``device``, ``host``, or ``spread`` over the processes.
+        placement: Where the basis is stored: ``device``, ``host``, or ``spread`` over processes.
         group: Processes for ``spread``.
         state: File to resume from, and to save to every ``save_interval`` seconds; see
             :func:`ritz.lanczos`. After a restart all vectors are written.
@@ -151,12 +151,14 @@ def eigenpairs(
     """
     op = as_operator(op)
     goal = _Goal.make(op, largest, smallest, rtol, max_steps, max_vectors, reorthogonalize)
-    check_choice("basis", basis, PLACEMENTS)
+    check_choice("placement", placement, PLACEMENTS)
     generator = resolve_generator(generator)
     seed = generator.initial_seed() if start is None else None
     first = random_start(op, generator) if start is None else check_start(op, start)
-    run = Recurrence(first, capacity=goal.capacity, mode=goal.mode, placement=basis, group=group)
-    settings = goal.settings() | {"basis": basis}
+    run = Recurrence(
+        first, capacity=goal.capacity, mode=goal.mode, placement=placement, group=group
+    )
+    settings = goal.settings() | {"placement": placement}
     journal = open_journal(op, state, settings, [first], save_interval, group)
     del first
     driver = _Driver(op, goal, run, journal, generator.initial_seed())

@@ -36,7 +36,7 @@ def lanczos(
     start: Tensor | None = None,
     vectors: bool = False,
     reorthogonalize: Reorthogonalization = "full",
-    basis: Placement = "device",
+    placement: Placement = "device",
     group: Group | None = None,
     state: str | os.PathLike[str] | None = None,
     save_interval: float = 30.0,
@@ -63,7 +63,7 @@ def lanczos(
         reorthogonalize: ``full`` (every step, to machine precision), ``partial`` (where needed,
             to its root; several times cheaper) or ``none`` (two vectors of
             memory; converged values repeat).
-        basis: Where the basis is stored: ``device``, ``host``, or ``spread`` over the processes.
+        placement: Where the basis is stored: ``device``, ``host``, or ``spread`` over processes.
         group: Processes for ``spread``.
         state: File to resume from, and to save to every ``save_interval`` seconds. The result is
             bit for bit that of an uninterrupted run (on the CPU). A save writes the vectors that
@@ -91,12 +91,14 @@ def lanczos(
     """
     op = as_operator(op)
     _check_settings(op, num_steps, vectors, reorthogonalize)
-    check_choice("basis", basis, PLACEMENTS)
+    check_choice("placement", placement, PLACEMENTS)
     generator = resolve_generator(generator)
     seed = generator.initial_seed() if start is None else None
     first = random_start(op, generator) if start is None else check_start(op, start)
-    run = Recurrence(first, capacity=num_steps, mode=reorthogonalize, placement=basis, group=group)
-    settings = {"num_steps": num_steps, "reorthogonalize": reorthogonalize, "basis": basis}
+    run = Recurrence(
+        first, capacity=num_steps, mode=reorthogonalize, placement=placement, group=group
+    )
+    settings = {"num_steps": num_steps, "reorthogonalize": reorthogonalize, "placement": placement}
     journal = open_journal(op, state, settings, [first], save_interval, group)
     del first
     _advance(op, [run], num_steps, journal, progress)
@@ -152,7 +154,7 @@ def lanczos_block(
     else:
         raise ValueError(f"start must be ({op.shape[0]}, k), got {tuple(start.shape)}")
     runs = [Recurrence(column, capacity=num_steps, mode=reorthogonalize) for column in columns]
-    settings = {"num_steps": num_steps, "reorthogonalize": reorthogonalize, "basis": "device"}
+    settings = {"num_steps": num_steps, "reorthogonalize": reorthogonalize, "placement": "device"}
     journal = open_journal(op, state, settings, columns, save_interval, group)
     _advance(op, runs, num_steps, journal, progress)
     return tuple(
