@@ -1,17 +1,24 @@
-"""Several gloo processes for one test."""
+"""Processes for one test: several gloo processes, or one that is there to be killed.
 
+They are forked from a server that has imported torch and the library, which takes seconds, once.
+"""
+
+import multiprocessing
 import os
-import subprocess
+import signal
 import sys
 import textwrap
+import traceback
 
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["ritz", "ritz.testing", "torch.distributed", "processes"])
 PREAMBLE = """
 import datetime, os, sys
 import torch, torch.distributed as dist
 import ritz
 
-torch.set_num_threads(1)
 folder, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank,
                         world_size=size, timeout=datetime.timedelta(seconds=180))
 """
@@ -24,19 +31,36 @@ def run_processes(script, count, folder):
     """
     text = PREAMBLE + textwrap.dedent(script)
     (folder / "rendezvous").unlink(missing_ok=True)
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", text, str(folder), str(rank), str(count)],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"GLOO_SOCKET_IFNAME": "lo"},
-        )
-        for rank in range(count)
-    ]
+    errors = [folder / f"process{rank}.err" for rank in range(count)]
+    running = [start(text, folder, rank, count, errors=errors[rank]) for rank in range(count)]
     try:
-        errors = [process.communicate(timeout=220)[1] for process in running]
+        for process in running:
+            process.join(220)
     finally:
         for process in running:
             process.kill()
-            process.communicate()  # so that none is left with an open pipe
-    return [(process.returncode, error) for process, error in zip(running, errors, strict=True)]
+            process.join()
+    return [
+        (process.exitcode, path.read_text()) for process, path in zip(running, errors, strict=True)
+    ]
+
+
+def start(script, *arguments, errors):
+    """Start a script with ``sys.argv[1:]``, its error stream to a file; return the process."""
+    process = FORKS.Process(target=_run, args=(script, [str(a) for a in arguments], errors))
+    process.start()
+    return process
+
+
+def _run(script, arguments, errors):
+    with open(errors, "w") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    # As at a terminal, whatever the tests were started with.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    sys.argv[1:] = arguments
+    try:
+        exec(compile(script, "<script>", "exec"), {"__name__": "__main__"})
+    except Exception:
+        traceback.print_exc()
+        sys.exit(1)

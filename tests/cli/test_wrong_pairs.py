@@ -138,7 +138,11 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("model", "data", "options", "line"), CASES)
+@pytest.mark.parametrize(
+    ("model", "data", "options", "line"),
+    CASES,
+    ids=[f"{i}-{model}-{data}" for i, (model, data, *_) in enumerate(CASES)],
+)
 def test_a_wrong_pair_is_named_before_anything_is_written(
     pairs, refused, model, data, options, line
 ):
@@ -177,12 +181,12 @@ def test_a_run_measured_on_labels_that_its_loss_does_not_take(pairs, refused, ca
 
 
 def test_a_path_from_here_holds_from_elsewhere(pairs, monkeypatch, capsys):
-    (pairs / "story.txt").write_text("once upon a time there was " * 40)
+    (pairs / "story.txt").write_text("once upon a time there was " * 8)
     small = ["--set-model", "hidden=4", "--set-model", "width=4", "--batch-size", "4"]
-    options = ["--set-data", "file=./story.txt", "--set-data", "length=16", *small]
+    options = ["--set-data", "file=./story.txt", "--set-data", "length=4", *small]
     assert ritz(*train("lstm", "text", *options, "--json")) == 0
     made = json.loads((pairs / "run" / "run.json").read_text())
-    assert made["data_options"] == {"file": str((pairs / "story.txt").resolve()), "length": 16}
+    assert made["data_options"] == {"file": str((pairs / "story.txt").resolve()), "length": 4}
     (pairs / "away").mkdir()
     monkeypatch.chdir(pairs / "away")
     assert ritz("spectrum", pairs / "run", "--steps", "2", "--json") == 0

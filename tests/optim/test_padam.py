@@ -52,13 +52,16 @@ FORMS = [
 @pytest.mark.parametrize("flags", list(itertools.product([False, True], repeat=3)))
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize(("partial", "form"), FORMS)
-def test_every_update_is_the_reference_over_200_steps(problem, partial, form, foreach, flags):
+def test_every_update_is_the_reference(problem, partial, form, foreach, flags):
     amsgrad, maximize, decoupled = flags
     cls = PadamW if decoupled else Padam
+    w, noise = problem
+    # A long way for plain flags, and as long as the corrections of the bias matter for the others.
+    noise = noise if flags == (False, False, False) else noise[:50]
     rule = {"lr": 0.03, "eps": 1e-4, "partial": partial, "form": form}
     rule |= {"amsgrad": amsgrad, "maximize": maximize}
-    found = taken(cls, *problem, weight_decay=0.1, foreach=foreach, **rule)
-    expected = reference(*problem, decay=0.1, decoupled=decoupled, **rule)
+    found = taken(cls, w, noise, weight_decay=0.1, foreach=foreach, **rule)
+    expected = reference(w, noise, decay=0.1, decoupled=decoupled, **rule)
     # A step rounds a handful of times by 1.1e-16 and the last may hold the errors of all 200.
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
 

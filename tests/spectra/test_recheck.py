@@ -9,7 +9,13 @@ from spectra.test_resume import (
     assert_same_bits,
     failing,
     interrupted,
-    run,
+    whole_or_pairs,
+)
+    RUNS,
+    InterruptedRunError,
+    assert_same_bits,
+    failing,
+    interrupted,
 )
 
 import ritz
@@ -42,8 +48,10 @@ def test_another_operator_is_refused_and_the_same_is_not(rng, tmp_path, kind, na
     others = [ritz.as_operator(factor * op.matrix) for factor in (1.001, 0.999, 3.0, -1.0)]
     for other in (*others, MATRICES[name](dtype, rng)):
         with pytest.raises(ValueError, match=REFUSED):
-            run(other, state=state, **RUNS[kind])
-    assert_same_bits(run(op, state=state, **RUNS[kind]), run(op, **RUNS[kind]))
+            whole_or_pairs(other, state=state, **RUNS[kind])
+    assert_same_bits(
+        whole_or_pairs(op, state=state, **RUNS[kind]), whole_or_pairs(op, **RUNS[kind])
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -59,7 +67,7 @@ def test_roundoff_of_another_order_of_sums_is_no_difference(rng, tmp_path, kind,
 
     interrupted(op, tmp_path / "state", after=13, **RUNS[kind])
     loud = FunctionOperator(noisy, n=150, dtype=dtype)
-    run(loud, state=tmp_path / "state", **RUNS[kind])
+    whole_or_pairs(loud, state=tmp_path / "state", **RUNS[kind])
     assert calls
 
 
@@ -78,7 +86,7 @@ def test_data_of_the_same_norms_are_noticed_by_the_vector(rng, tmp_path, mode, d
 
     other = FunctionOperator(rotated, n=150, dtype=dtype)
     with pytest.raises(ValueError, match=REFUSED.replace(".*;", ".* is another vector;")):
-        run(other, state=tmp_path / "state", **settings)
+        whole_or_pairs(other, state=tmp_path / "state", **settings)
 
 
 @pytest.mark.parametrize("mode", ["full", "partial", "none"])

@@ -2,12 +2,10 @@
 
 import random
 import signal
-import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
+from processes import start
 
 import ritz
 from ritz._core.storage import CorruptFileError
@@ -28,7 +26,7 @@ class InterruptedRunError(Exception):
     pass
 
 
-def run(op, **settings):
+def whole_or_pairs(op, **settings):
     """A run for extreme pairs where those are wanted, for the whole spectrum otherwise."""
     return eigenpairs(op, **settings) if "largest" in settings else lanczos(op, **settings)
 
@@ -48,7 +46,7 @@ def failing(op, *, after):
 
 def interrupted(op, state, *, after, **settings):
     with pytest.raises(InterruptedRunError):
-        run(failing(op, after=after), state=state, save_interval=0.0, **settings)
+        whole_or_pairs(failing(op, after=after), state=state, save_interval=0.0, **settings)
 
 
 def assert_same_bits(found, expected):
@@ -63,12 +61,12 @@ def assert_same_bits(found, expected):
 @pytest.mark.parametrize("kind", RUNS)
 def test_a_run_interrupted_twice_ends_with_the_same_bits(rng, tmp_path, kind, dtype):
     op = wigner(150, dtype=dtype, generator=rng)
-    expected = run(op, **RUNS[kind])
+    expected = whole_or_pairs(op, **RUNS[kind])
     interrupted(op, tmp_path / "state", after=17, **RUNS[kind])
     interrupted(op, tmp_path / "state", after=11, **RUNS[kind])
     calls = []
     counted = FunctionOperator(lambda x: calls.append(1) or op @ x, n=150, dtype=dtype)
-    found = run(counted, state=tmp_path / "state", save_interval=0.0, **RUNS[kind])
+    found = whole_or_pairs(counted, state=tmp_path / "state", save_interval=0.0, **RUNS[kind])
     assert_same_bits(found, expected)
     # The second and the third begin with a product that the state knows.
     assert len(calls) == expected.num_products - 27 + 1
@@ -128,10 +126,10 @@ def test_every_vector_of_the_basis_is_written_once(rng, tmp_path, monkeypatch):
 def test_a_space_that_closes_is_resumed_with_the_same_fresh_vector(tmp_path):
     op = ritz.as_operator(torch.diag(torch.tensor([3.0, 3.0, 2.0, 2.0, 1.0, 1.0]).repeat(5)))
     settings = {"largest": 6, "max_steps": 40}
-    expected = run(op, **settings)
+    expected = whole_or_pairs(op, **settings)
     for after in (3, 2, 4):
         interrupted(op, tmp_path / "state", after=after, **settings)
-    assert_same_bits(run(op, state=tmp_path / "state", **settings), expected)
+    assert_same_bits(whole_or_pairs(op, state=tmp_path / "state", **settings), expected)
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip"])
@@ -210,78 +208,66 @@ def test_a_missing_folder_is_an_error_that_names_it(rng, tmp_path):
 
 
 WORKER = """
-    import os, signal, sys, time, torch, ritz
-    from ritz.operators import FunctionOperator
-    torch.set_num_threads(1)
-    op = ritz.testing.wigner(400, generator=torch.Generator().manual_seed(3))
-    def slow(block):
-        time.sleep(0.002)
-        return op @ block
-    slowed = FunctionOperator(slow, n=400, dtype=torch.float64)
-    state, out, kind, last = sys.argv[1:]
-    renamed, rename = [], os.replace
-    def deadly(*paths):  # kill -9 before that many files have their names
-        renamed.append(paths)
-        if len(renamed) == int(last):
-            os.kill(os.getpid(), signal.SIGKILL)
-        rename(*paths)
-    os.replace = deadly
-    runs = {
-        "restarted": {"largest": 4, "smallest": 2, "max_vectors": 16, "max_steps": 400,
-                      "rtol": 1e-10},
-        "vectors": {"num_steps": 150, "vectors": True},
-    }
-    print("ready", flush=True)
-    run = ritz.eigenpairs if kind == "restarted" else ritz.lanczos
-    found = run(slowed, state=state, save_interval=0.0, **runs[kind])
-    ritz.save(found, out)
+import os, signal, sys, threading, time, torch, ritz
+from ritz.operators import FunctionOperator
+state, out, kind, last, moment = sys.argv[1:]
+if float(moment):  # kill -9 after that many seconds
+    threading.Timer(float(moment), os.kill, (os.getpid(), signal.SIGKILL)).start()
+op = ritz.testing.wigner(400, generator=torch.Generator().manual_seed(3))
+def slow(block):
+    time.sleep(0.01 if float(moment) else 0)
+    return op @ block
+slowed = FunctionOperator(slow, n=400, dtype=torch.float64)
+renamed, rename = [], os.replace
+def deadly(*paths):  # kill -9 before that many files have their names
+    renamed.append(paths)
+    if len(renamed) == int(last):
+        os.kill(os.getpid(), signal.SIGKILL)
+    rename(*paths)
+os.replace = deadly
+runs = {
+    "restarted": {"largest": 4, "smallest": 2, "max_vectors": 16, "max_steps": 400,
+                  "rtol": 1e-5},
+    "vectors": {"num_steps": 150, "vectors": True},
+}
+run = ritz.eigenpairs if kind == "restarted" else ritz.lanczos
+found = whole_or_pairs(slowed, state=state, save_interval=0.0, **runs[kind])
+ritz.save(found, out)
 """
 
 
 @pytest.fixture
-def start(tmp_path):
-    """Start a run of its own process, by the name of its files."""
-    script = tmp_path / "worker.py"
-    script.write_text(textwrap.dedent(WORKER))
+def run(tmp_path):
+    """Run in a process of its own, by the name of its files; return its exit code."""
 
-    def started(name, kind, last=0):
-        arguments = [str(script), str(tmp_path / name), str(tmp_path / f"{name}.out"), kind]
-        return subprocess.Popen(
-            [sys.executable, *arguments, str(last)], stdout=subprocess.PIPE, text=True
-        )
+    def finished(name, kind, *, last=0, moment=0.0):
+        paths = [tmp_path / name, tmp_path / f"{name}.out"]
+        process = start(WORKER, *paths, kind, last, moment, errors=tmp_path / "errors")
+        process.join()
+        assert (tmp_path / "errors").read_text() == ""
+        return process.exitcode
 
-    return started
-
-
-def wait(process):
-    process.communicate()
-    return process.returncode
+    return finished
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["restarted", "vectors"])
-def test_ten_kills_at_random_moments_change_no_bit_of_the_result(tmp_path, start, kind):
-    assert wait(start("calm", kind)) == 0
+def test_ten_kills_at_random_moments_change_no_bit_of_the_result(tmp_path, run, kind):
+    assert run("calm", kind) == 0
     moments = random.Random(7)
     for _ in range(10):
-        process = start("killed", kind)
-        assert process.stdout.readline() == "ready\n"
-        try:
-            process.wait(timeout=moments.uniform(0.02, 0.25))
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
-        assert wait(process) == -signal.SIGKILL
-    assert wait(start("killed", kind)) == 0
+        assert run("killed", kind, moment=moments.uniform(0.02, 0.25)) == -signal.SIGKILL
+    assert run("killed", kind) == 0
     assert (tmp_path / "killed.out").read_bytes() == (tmp_path / "calm.out").read_bytes()
 
 
 @pytest.mark.timeout(300)
-def test_kills_between_a_part_and_the_head_that_commits_it_change_no_bit(tmp_path, start):
-    assert wait(start("calm", "vectors")) == 0
+def test_kills_between_a_part_and_the_head_that_commits_it_change_no_bit(tmp_path, run):
+    assert run("calm", "vectors") == 0
     # A save renames a part, a head, the older head and the head again: each is the last once.
     for last in range(1, 10):
-        assert wait(start("killed", "vectors", last)) == -signal.SIGKILL
-    assert wait(start("killed", "vectors")) == 0
+        assert run("killed", "vectors", last=last) == -signal.SIGKILL
+    assert run("killed", "vectors") == 0
     assert (tmp_path / "killed.out").read_bytes() == (tmp_path / "calm.out").read_bytes()
 
 

@@ -4,11 +4,8 @@ Dropout, batch norm, Gadam with its average, a schedule by step, accumulation an
 checkpoint after every step, and a pause that leaves time for the kill.
 """
 
-import sys
 import time
-import warnings
 
-import torch
 from training.examples import network, samples
 
 from ritz.training import CurvatureMonitor, fit
@@ -49,10 +46,3 @@ def run(folder, pause=0.0):
             CurvatureMonitor(data, quantities=["spectrum"], num_steps=3, every=2),
         ],
     )
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    print("ready", flush=True)
-    run(sys.argv[1], float(sys.argv[2]))

@@ -9,9 +9,15 @@ from ritz.training import CurvatureMonitor, fit, read_log
 EVERYTHING = ("lambda_max", "trace", "variance", "spectrum")
 
 
+def dense(model, data, kind):
+    op = ritz.curvature.curvature_operator(
+        ritz.Risk(model, cross_entropy, data), kind, engine="eager"
+    )
+    return op.dense().double()
+
+
 def exact(model, data, kind="hessian"):
-    risk = ritz.Risk(model, cross_entropy, data)
-    return torch.linalg.eigvalsh(ritz.curvature.curvature_operator(risk, kind).dense().double())
+    return torch.linalg.eigvalsh(dense(model, data, kind))
 
 
 @pytest.mark.parametrize("kind", ["hessian", "ggn"])
@@ -27,18 +33,14 @@ def test_numbers_are_those_of_the_dense_matrix(kind):
     assert found["sharpness_ratio"] == pytest.approx(found["lambda_max"] / 8)
     error = found["trace_stderr"] or 1e-5 * abs(float(values.sum()))
     assert abs(found["trace"] - float(values.sum())) < 4 * error
-    matrices = torch.stack([_dense(model, data, i, kind) for i in range(12)])
+    matrices = torch.stack(
+        [dense(model, tuple(part[i : i + 1] for part in data), kind) for i in range(12)]
+    )
     spread = (matrices - matrices.mean(0)).square().sum((1, 2)).mean() / len(values)
     assert abs(found["variance"] - float(spread)) < 4 * found["variance_stderr"]
     weights = torch.tensor(found["ritz_weights"])
     assert len(found["ritz_values"]) == 8
     assert float(weights.sum()) == pytest.approx(1)
-
-
-def _dense(model, data, index, kind):
-    one = tuple(part[index : index + 1] for part in data)
-    risk = ritz.Risk(model, cross_entropy, one)
-    return ritz.curvature.curvature_operator(risk, kind).dense().double()
 
 
 def test_the_log_of_training_has_its_lines(tmp_path):

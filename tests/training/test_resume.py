@@ -3,13 +3,10 @@
 import os
 import random
 import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
+from processes import start
 from torch.utils.data import DataLoader, TensorDataset
 from training.examples import assert_same_bits, network, samples, state
 from training.killed_run import run
@@ -21,15 +18,16 @@ FILES = ("log.jsonl", "checkpoint.safetensors", "weights.safetensors", "average.
          "epoch-0002.safetensors")  # fmt: skip
 
 
-def started(folder):
-    paths = [str(Path(__file__).parents[1]), os.environ["PYTHONPATH"]]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "training.killed_run", str(folder), "0.15"],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-    )
-    assert process.stdout.readline() == b"ready\n"
-    return process
+KILLED = """
+import os, signal, sys, threading, warnings
+from training.killed_run import run
+
+warnings.simplefilter("ignore")
+end = threading.Timer(float(sys.argv[2]), os.kill, (os.getpid(), signal.SIGKILL))
+end.daemon = True
+end.start()
+run(sys.argv[1], pause=0.15)
+"""
 
 
 def contents(folder):
@@ -44,11 +42,10 @@ def kill_often(tmp_path, count):
     run(whole)
     clock, kills = random.Random(8), 0
     while kills < count:
-        process = started(broken)
-        time.sleep(clock.uniform(0.0, 1.2))
-        process.kill()
-        process.communicate()
-        if process.returncode == 0:
+        process = start(KILLED, broken, clock.uniform(0.0, 1.2), errors=tmp_path / "errors")
+        process.join()
+        assert (tmp_path / "errors").read_text() == ""
+        if process.exitcode == 0:
             break  # it ended between two kills
         kills += 1
     run(broken)

@@ -98,7 +98,8 @@ def _sample(run: Spectrum, chosen: Tensor, at: Tensor) -> Tensor:
     rest = run.weights.clone()
     rest[chosen] = 0
     left, mass = run.dimension - len(chosen), rest.sum()
-    sampled = left * (rest @ at) / mass if left and mass > 0 else torch.zeros_like(mass)
+    # Not a product of BLAS, whose last bit depends on where in memory a run was read to.
+    sampled = left * (rest * at).sum() / mass if left and mass > 0 else torch.zeros_like(mass)
     return at[chosen].sum() + sampled
 
 
