@@ -387,7 +387,7 @@ def draw(result: Any, path: Path) -> list[Path]:
     """Draw a result where matplotlib is there; return the picture, or nothing."""
     if importlib.util.find_spec("matplotlib") is None:
         return []
-    return [plots.save_figure(plots.picture(result), path)]
+    return [plots.save_figure(plots.plot(result), path)]
 
 
 # ------------------------------------------------------------------------------------------

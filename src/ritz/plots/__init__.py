@@ -1,7 +1,7 @@
 """Results as pictures; needs the ``plots`` extra, which nothing else does."""
 
 from ritz.plots._landscape import landscape, landscape2d
-from ritz.plots._plot import picture, save_figure
+from ritz.plots._plot import plot, save_figure
 from ritz.plots._spectra import (
     against_exact,
     density,
@@ -24,7 +24,7 @@ __all__ = [
     "landscape2d",
     "over_histogram",
     "panels",
-    "picture",
+    "plot",
     "save_figure",
     "share_legend",
     "similarity",

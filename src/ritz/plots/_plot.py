@@ -67,10 +67,10 @@ def save_figure(figure: "Figure", path: str | os.PathLike[str], *, dpi: int = DP
 
 
 @singledispatch
-def picture(result: Any) -> "Figure":
+def plot(result: Any) -> "Figure":
     """Return a figure of a result: a spectrum, several by name, a density, a landscape.
 
-    Open to other kinds: ``picture.register`` is that of :func:`functools.singledispatch`.
+    Open to other kinds: ``plot.register`` is that of :func:`functools.singledispatch`.
 
     Args:
         result: As computed, or as ``ritz.load`` returns it.
@@ -81,21 +81,21 @@ def picture(result: Any) -> "Figure":
     return _on_one(lambda ax: density(result, ax=ax))
 
 
-@picture.register(Spectrum)
+@plot.register(Spectrum)
 def _(result: Spectrum) -> "Figure":
     figure = _on_one(lambda ax: spectrum(result, ax=ax))
     figure.axes[0].set_title(spectrum_title(result), loc="left", fontsize="medium")
     return figure
 
 
-@picture.register(Mapping)
+@plot.register(Mapping)
 def _(result: Mapping[str, Spectrum]) -> "Figure":
     if len(result) == 1:
-        return picture(next(iter(result.values())))
+        return plot(next(iter(result.values())))
     return cast("Figure", spectra(result, log=True)[0].figure)
 
 
-@picture.register(Landscape2d)
+@plot.register(Landscape2d)
 def _(result: Landscape2d) -> "Figure":
     figure, (ax,) = panels(width=5.4, height=4.2)
     landscape2d(result, ax=ax)
@@ -105,7 +105,7 @@ def _(result: Landscape2d) -> "Figure":
     return figure
 
 
-@picture.register(Landscape)
+@plot.register(Landscape)
 def _(result: Landscape) -> "Figure":
     columns = min(3, len(result.names))
     figure, axes = panels(-(-len(result.names) // columns), columns, width=4.4, height=3.0)
