@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 import ritz
 from ritz import plots
 from ritz.cli import _app
-from ritz.plots._scales import spectrum_title
+from ritz.plots._scales import result_title
 from ritz.plots._shared import direction_title, titled
 
 
@@ -35,14 +35,14 @@ def normed():
 )
 def test_a_spectrum_says_what_it_is_of(normed, matrix, name):
     trained = matrix(normed.with_batch_norm("train"))
-    assert spectrum_title(spectrum(matrix(normed))) == f"{name}, batch norm eval"
-    assert spectrum_title(spectrum(trained)) == f"{name}, batch norm train"
-    assert spectrum_title(spectrum(matrix(network()))) == name
+    assert result_title(spectrum(matrix(normed))) == f"{name}, batch norm eval"
+    assert result_title(spectrum(trained)) == f"{name}, batch norm train"
+    assert result_title(spectrum(matrix(network()))) == name
 
 
 def test_what_is_no_curvature_has_no_title(normed):
-    assert spectrum_title(spectrum(torch.eye(5))) == ""
-    assert spectrum_title(spectrum(2 * ritz.hessian(normed))) == ""
+    assert result_title(spectrum(torch.eye(5))) == ""
+    assert result_title(spectrum(2 * ritz.hessian(normed))) == ""
 
 
 def test_spectra_are_named_by_what_they_are_where_that_tells_them_apart(normed):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ritz._core.storage import atomic_path
 from ritz.measures import Landscape, Landscape2d
 from ritz.plots._landscape import landscape, landscape2d
-from ritz.plots._scales import direction_title, spans_decade, spectrum_title
+from ritz.plots._scales import direction_title, spans_decade, result_title
 from ritz.plots._spectra import density, panels, share_legend, spectra, spectrum
 from ritz.spectra import Spectrum
 
@@ -84,7 +84,7 @@ def plot(result: Any) -> "Figure":
 @plot.register(Spectrum)
 def _(result: Spectrum) -> "Figure":
     figure = _on_one(lambda ax: spectrum(result, ax=ax))
-    figure.axes[0].set_title(spectrum_title(result), loc="left", fontsize="medium")
+    figure.axes[0].set_title(result_title(result), loc="left", fontsize="medium")
     return figure
 
 
