@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ritz._core.checks import check_count
 from ritz.graphs import ClusterCount, Fit, Similarity
-from ritz.plots._scales import set_title, spans_decade, log_y
+from ritz.plots._scales import log_y, set_title, spans_decade
 from ritz.plots._series import Array, check_drawn, density_curve
 from ritz.plots._spectra import BLUE, GREY, LEGEND, VERMILION, panels, share_legend, with_pdf
 from ritz.spectra import Density, Spectrum

@@ -183,7 +183,7 @@ def density(
     parts = (label or _density_label(density, curve, sigmas), width)
     (line,) = ax.plot(curve.x, curve.y, linewidth=1.2, label=", ".join(filter(None, parts)))
     if curve.has_band:
-        band = {"color": line.get_color(), "alpha": 0.25, "linewidth": 0}
+        band: Any = {"color": line.get_color(), "alpha": 0.25, "linewidth": 0}
         ax.fill_between(curve.x, curve.low, curve.high, **band)
     ax.set_ylim(bottom=0)
     if log:
