@@ -1,6 +1,7 @@
 """Plots of numbers with error bars: estimates, eigenpairs, moments, solutions of systems."""
 
 from collections.abc import Mapping
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -8,7 +9,7 @@ import numpy as np
 from ritz._core.results import Estimate, format_uncertain
 from ritz.plots._scales import drawable, log_y, result_title, set_title, spans_decade, whole_x
 from ritz.plots._series import Array, as_array
-from ritz.plots._spectra import BLUE, GREY, LEGEND, PALETTE, STEMS, VERMILION
+from ritz.plots._spectra import BLUE, GREY, LEGEND, PALETTE, STEMS
 from ritz.spectra import Eigenpairs, Moments, Solution
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 SIGMAS = 2.0  # standard errors of every bar and band here
 FEW = 40  # entries up to which each has a marker and an error bar
+MOST_TICKS = 12  # ranks that are written beside each other
+WIDEST = 70  # characters of a line of a title
 CONVERGED = 1e-3  # residual, relative to the largest absolute value, of a full marker
 
 
@@ -38,17 +41,18 @@ def _draw_array(estimate: Estimate, ax: "Axes") -> None:
     mean, error = as_array(estimate.mean).ravel(), as_array(estimate.stderr).ravel()
     order = np.argsort(-mean)
     x, y, error = np.arange(1.0, len(mean) + 1), drawable(mean[order]), SIGMAS * error[order]
-    label = f"mean ± {SIGMAS:g} stderr" if error.any() else "mean"
+    label = f"mean ± {SIGMAS:g} stderr"
     if len(y) <= FEW:
         _draw_bars(ax, x, y, error, label=label)
     else:
         # Sorted means make a smooth curve; the errors of neighbours do not, and show as a haze.
         ax.fill_between(x, y - error, y + error, color=BLUE, alpha=0.25, linewidth=0)
         ax.plot(x, y, color=BLUE, linewidth=1.2, label=label)
+    if error.any():
+        ax.legend(loc="best", **LEGEND)
     ax.axhline(0, color=GREY, linewidth=0.8, zorder=0)
     ax.set(xlabel="rank, from the largest", ylabel="value")
-    set_title(ax, f"{len(y):,} entries, {estimate.method}")
-    ax.legend(loc="best", **LEGEND)
+    set_title(ax, fill(f"{len(y):,} entries, {estimate.method}", WIDEST))
 
 
 def _draw_samples(estimate: Estimate, ax: "Axes") -> None:
@@ -63,7 +67,7 @@ def _draw_samples(estimate: Estimate, ax: "Axes") -> None:
     ax.plot(x, drawable(samples), "o", color=GREY, markersize=4, label="sample")
     ax.set(xlabel="sample", ylabel="value")
     whole_x(ax, x)
-    set_title(ax, f"{format_uncertain(mean, error)}, {estimate.method}")
+    set_title(ax, fill(f"{format_uncertain(mean, error)}, {estimate.method}", WIDEST))
     ax.legend(loc="best", **LEGEND)
 
 
@@ -110,7 +114,7 @@ def draw_eigenpairs(eigenpairs: Eigenpairs, ax: "Axes") -> None:
     """
     values, residuals = (as_array(part)[::-1] for part in (eigenpairs.values, eigenpairs.residuals))
     converged = residuals <= CONVERGED * np.abs(values).max()
-    x = np.arange(1.0, len(values) + 1)
+    x = _set_ranks(ax, eigenpairs)
     for sign in (-1, 1):
         colour = STEMS[sign][1]
         name = "eigenvalue < 0" if sign < 0 else "eigenvalue ≥ 0"
@@ -123,9 +127,25 @@ def draw_eigenpairs(eigenpairs: Eigenpairs, ax: "Axes") -> None:
                             label=name + ("" if full else ", unconverged"))  # fmt: skip
     ax.axhline(0, color=GREY, linewidth=0.8, zorder=0)
     ax.set(xlabel="rank, from the largest", ylabel=r"eigenvalue $\lambda$ ± residual")
-    whole_x(ax, x)
     set_title(ax, result_title(eigenpairs))
     ax.legend(loc="best", **LEGEND)
+
+
+def _set_ranks(ax: "Axes", eigenpairs: Eigenpairs) -> Array:
+    """Ticks 1, 2, ... of the largest and, after a gap, ..., n - 1, n of the smallest; places."""
+    count = len(eigenpairs.values)
+    low = min(int(eigenpairs.settings.get("smallest") or 0), count)
+    if count == eigenpairs.dimension:  # all of them: no gap
+        low = 0
+    top, x = count - low, np.arange(1.0, count + 1)
+    x[top:] += 1 if top and low else 0
+    names = [str(rank) for rank in range(1, top + 1)]
+    names += [f"$n{-back if back else ''}$" for back in range(low - 1, -1, -1)]
+    step = -(-count // MOST_TICKS)
+    # From either end, so that 1 and n have theirs.
+    kept = [*range(0, top, step), *sorted(range(count - 1, top - 1, -step))]
+    ax.set_xticks(x[kept], [names[index] for index in kept])
+    return x
 
 
 def draw_moments(moments: Moments, ax: "Axes") -> None:
@@ -156,14 +176,16 @@ def draw_solution(solution: Solution, ax: "Axes") -> None:
         ax: Where to draw.
     """
     history, final = as_array(solution.history), as_array(solution.residuals)
-    x = np.arange(float(len(history)))
-    for column in range(history.shape[1]):
-        colour = BLUE if history.shape[1] > len(PALETTE) else PALETTE[column]
-        name = "residual" if history.shape[1] == 1 else f"right-hand side {column + 1}"
-        shown = column == 0 or history.shape[1] <= len(PALETTE)
-        ax.plot(x, _positive(history[:, column]), color=colour, linewidth=1.2, label=name if shown
-                else None, alpha=1.0 if history.shape[1] <= len(PALETTE) else 0.5)  # fmt: skip
-    ax.plot(np.full(len(final), x[-1]), _positive(final), "x", color=VERMILION, markersize=6,
+    x, count = np.arange(float(len(history))), history.shape[1]
+    many = count > len(PALETTE)
+    for column in range(count):
+        name: str | None = "residual" if count == 1 else f"right-hand side {column + 1}"
+        if many:  # all in one colour, named once
+            name = None if column else f"{count:,} right-hand sides"
+        colour = BLUE if many else PALETTE[column]
+        ax.plot(x, _positive(history[:, column]), color=colour, linewidth=1.2, label=name,
+                alpha=0.5 if many else 1.0)  # fmt: skip
+    ax.plot(np.full(len(final), x[-1]), _positive(final), "x", color="black", markersize=6,
             label=r"$\|b - A x\|$ at the end", clip_on=False)  # fmt: skip
     if spans_decade(_positive(history)):
         log_y(ax)

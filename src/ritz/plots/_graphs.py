@@ -71,7 +71,9 @@ def similarity(
         raise ValueError(f"groups must hold at most {len(names)} graphs, got {groups}")
     side = 1.6 + 0.55 * len(names)
     ax = ax or panels(width=side + 0.6, height=side)[1][0]
-    heat_map(ax, matrix, names=names, label=similarity.measure.replace("_", " "))
+    heat_map(
+        ax, matrix, names=names, label=similarity.measure.replace("_", " ").replace("kl", "KL")
+    )
     for place in torch.tensor(groups).cumsum(0).tolist():
         if place < len(names):
             ax.axhline(place - 0.5, color="white", linewidth=2)
@@ -101,11 +103,18 @@ def heat_map(ax: "Axes", matrix: Array, *, names: Sequence[str], label: str) -> 
 
 
 def _write_numbers(ax: "Axes", matrix: Any) -> None:
-    dark = 0.35 * matrix.max()
+    dark = 0.2 * matrix.max()  # where viridis is as far from black as from white, by the root
     for (row, column), value in np.ndenumerate(matrix):
         colour = "white" if value > dark else "black"
         text = f"{round(value, 2) + 0.0:.2f}" if value < 9.95 else f"{value:.0f}"
         ax.text(column, row, text, ha="center", va="center", color=colour, fontsize=6.5)
+
+
+MODELS = {
+    "erdos_renyi": "Erdős-Rényi",
+    "barabasi_albert": "Barabási-Albert",
+    "watts_strogatz": "Watts-Strogatz",
+}
 
 
 def draw_cluster_count(result: ClusterCount, ax: "Axes") -> None:
@@ -156,25 +165,30 @@ def draw_model(model: Any, ax: "Axes") -> None:
     else:
         ax.set_xticks([])
     ax.set(xlabel=name.replace("_", " "))
+    ax.set_ylabel("divergence")
     if spans_decade(y, [model.typical]):
         log_y(ax)
-    set_title(ax, model.model.replace("_", " "))
+    set_title(ax, MODELS.get(model.model, model.model.replace("_", " ")))
 
 
 def draw_fit(result: Fit) -> "Figure":
-    """Return a figure of the divergences of all models from a graph, the nearest first.
+    """Return a figure of the divergences of all models from a graph on one scale, nearest first.
 
     Args:
         result: Of one model at least.
     """
     columns = min(3, len(result.fits))
-    rows = -(-len(result.fits) // columns)
-    figure, axes = panels(rows, columns, width=3.4, height=2.8)
+    figure, axes = panels(-(-len(result.fits) // columns), columns, width=3.4, height=2.8)
+    for ax in axes[1:]:
+        ax.sharey(axes[0])
     for ax, model in zip(axes, result.fits, strict=False):
         draw_model(model, ax)
     for spare in axes[len(result.fits) :]:
         spare.remove()
-    for ax in axes[::columns]:
-        ax.set_ylabel("divergence")
+    for index, ax in enumerate(axes[: len(result.fits)]):
+        if spans_decade(*(model.divergences for model in result.fits)):
+            log_y(ax)
+        if index % columns:
+            ax.set_ylabel("")
     share_legend(figure)
     return figure

@@ -8,9 +8,9 @@ import numpy as np
 from ritz.measures import Degeneracy, Temperature
 from ritz.plots._estimates import SIGMAS, draw_rows
 from ritz.plots._graphs import heat_map
-from ritz.plots._scales import drawable, result_title, set_title, spans_decade
+from ritz.plots._scales import drawable, log_x, result_title, set_title, spans_decade
 from ritz.plots._series import as_array
-from ritz.plots._spectra import BLUE, GREY, LEGEND, PALETTE, panels
+from ritz.plots._spectra import BLUE, GREY, LEGEND, PALETTE, panels, share_legend
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,12 +24,14 @@ QUANTITIES = {
     "negative_mass": "share below 0",
     "degeneracy": "share near 0",
 }
-# Numbers of every layer by what a result has of the whole, and what they are called.
+# Numbers of every layer, by place, of results that have this field of the whole. The mean square of
+# gradients is left out: it is the sum of the two that are drawn.
 LAYERS = {
-    "cosine": (r"distance $L_2$", r"distance $L_\infty$"),
-    "total_variance": (r"$\mathbb{E}\|g_i\|^2$", r"$\|\mathbb{E}g_i\|^2$", "variance"),
-    "l2": (r"$L_2$ norm", r"$L_\infty$ norm"),
+    "cosine": {0: r"distance $L_2$", 1: r"distance $L_\infty$"},
+    "total_variance": {1: r"$\|\mathrm{E}\, g_i\|^2$", 2: "variance"},
+    "l2": {0: r"$L_2$ norm", 1: r"$L_\infty$ norm"},
 }
+MARKERS = "oD"
 
 
 def draw_sharpness(rows: Sequence[Any], *, title: str = "") -> "Figure":
@@ -101,7 +103,7 @@ def draw_reliability(reliability: Any, ax: "Axes", *, title: str = "") -> None:
     ax.set(xlabel="confidence", ylabel="accuracy", xlim=(0, 1), ylim=(0, 1.03))
     error = f"calibration error {reliability.error:.3g}"
     set_title(ax, f"{title}: {error}" if title else error)
-    ax.legend(loc="upper left", **LEGEND)
+    ax.legend(loc="best", **LEGEND)
 
 
 def draw_temperature(result: Temperature) -> "Figure":
@@ -113,7 +115,7 @@ def draw_temperature(result: Temperature) -> "Figure":
     figure, (left, right) = panels(1, 2, width=4.4, height=3.4)
     draw_reliability(result.before, left, title="As trained")
     draw_reliability(result.after, right, title=f"Temperature {result.temperature:.3g}")
-    right.get_legend().remove()  # type: ignore[union-attr]
+    share_legend(figure)
     return figure
 
 
@@ -144,13 +146,16 @@ def draw_layers(result: Any) -> "Figure":
         result: With ``layers``, tuples of numbers by name, and ``names`` in their order.
     """
     labels = next(names for field, names in LAYERS.items() if hasattr(result, field))
-    columns = np.array([result.layers[name][: len(labels)] for name in result.names]).T
+    rows = [[result.layers[name][place] for place in labels] for name in result.names]
+    columns = np.array(rows).T
     figure, (ax,) = panels(width=6.0, height=1.2 + 0.24 * len(result.names))
     places = np.arange(len(result.names))
-    for column, label, colour in zip(columns, labels, PALETTE, strict=False):
-        ax.plot(drawable(column), places, "o", color=colour, markersize=5, label=label)
+    for column, label, marker, colour in zip(
+        columns, labels.values(), MARKERS, PALETTE, strict=False
+    ):
+        ax.plot(drawable(column), places, marker, color=colour, markersize=5, label=label)
     if spans_decade(columns):
-        ax.set_xscale("log")
+        log_x(ax)
     ax.set_yticks(places, result.names)
     ax.set_ylim(len(places) - 0.5, -0.5)
     ax.grid(axis="y", color=GREY, alpha=0.3, linewidth=0.6)

@@ -156,7 +156,6 @@ def _with_fields(*names: str) -> type:
 
 OnAxes = Callable[[Any, "Axes"], Any]
 ONE_PANEL: dict[type, OnAxes] = {
-    Spectrum: lambda result, ax: spectrum(result, ax=ax),
     Eigenpairs: draw_eigenpairs,
     Estimate: draw_estimate,
     Moments: draw_moments,
@@ -189,6 +188,13 @@ def _on_one(draw: "Callable[[Axes], Any]", result: Any) -> "Figure":
 
 # ------------------------------------------------------------------------------------------
 # Results with a figure of their own.
+
+
+@plot.register(Spectrum)
+def _(result: Spectrum) -> "Figure":
+    figure = _on_one(lambda ax: spectrum(result, ax=ax), result)
+    share_legend(figure)  # within the panel it would lie on stems
+    return figure
 
 
 @plot.register(Similarity)
@@ -247,7 +253,8 @@ def _(result: Landscape) -> "Figure":
         if ax is not axes[0]:
             ax.sharey(axes[0])
         landscape(result, direction=name, ax=ax, log=log)
-        set_title(ax, direction_title(name))
+        mode = result_title(result)
+        set_title(ax, ", ".join(filter(None, (direction_title(name), mode))))
         ax.locator_params(axis="x", nbins=5)
     for spare in axes[len(result.names) :]:
         spare.remove()

@@ -10,6 +10,7 @@ from ritz.plots._series import Array
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.ticker import Formatter, Locator
 
 T = TypeVar("T")
@@ -112,13 +113,27 @@ def log_y(ax: "Axes") -> None:
     Args:
         ax: On which all is drawn already; axes that share the scale count too.
     """
+    ax.set_yscale("log")
+    _set_ticks(ax.yaxis, *ax.get_ylim())
+
+
+def log_x(ax: "Axes") -> None:
+    """Give axes a logarithmic horizontal scale likewise.
+
+    Args:
+        ax: On which all is drawn already.
+    """
+    ax.set_xscale("log")
+    _set_ticks(ax.xaxis, *ax.get_xlim())
+
+
+def _set_ticks(axis: "Axis", low: float, high: float) -> None:
     from matplotlib.ticker import NullFormatter
 
-    ax.set_yscale("log")
-    locator, formatter = ticks(*ax.get_ylim())
-    ax.yaxis.set_major_locator(locator)
-    ax.yaxis.set_major_formatter(formatter)
-    ax.yaxis.set_minor_formatter(NullFormatter())
+    locator, formatter = ticks(low, high)
+    axis.set_major_locator(locator)
+    axis.set_major_formatter(formatter)
+    axis.set_minor_formatter(NullFormatter())
 
 
 # ------------------------------------------------------------------------------------------
