@@ -327,15 +327,3 @@ def test_pictures_that_cannot_be_written_are_refused(tmp_path):
         check_picture(tmp_path / "x.gif")
     with pytest.raises(FileNotFoundError, match="is not a folder"):
         check_picture(tmp_path / "no" / "x.png")
-
-
-def test_every_kind_of_result_has_its_picture():
-    matrix = torch.diag(torch.linspace(-1, 5, 30).double())
-    spectrum = ritz.lanczos(matrix, num_steps=8)
-    assert len(plots.plot(spectrum).axes) == 1
-    assert len(plots.plot({"one": spectrum}).axes) == 1
-    assert len(plots.plot({"one": spectrum, "two": spectrum}).axes) == 2
-    smooth = ritz.density(matrix, num_probes=2, num_steps=8, width=0.2)
-    assert len(plots.plot(smooth).axes) == 1
-    with pytest.raises(TypeError, match="got int, which has no picture"):
-        plots.plot(3)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 SIGMAS = 2.0  # standard errors of every bar and band here
 FEW = 40  # entries up to which each has a marker and an error bar
+MOST_POINTS = 2000  # of a sorted curve: more than a page has dots for
 MOST_TICKS = 12  # ranks that are written beside each other
 WIDEST = 70  # characters of a line of a title
 CONVERGED = 1e-3  # residual, relative to the largest absolute value, of a full marker
@@ -39,8 +40,9 @@ def draw_estimate(estimate: Estimate, ax: "Axes") -> None:
 
 def _draw_array(estimate: Estimate, ax: "Axes") -> None:
     mean, error = as_array(estimate.mean).ravel(), as_array(estimate.stderr).ravel()
-    order = np.argsort(-mean)
-    x, y, error = np.arange(1.0, len(mean) + 1), drawable(mean[order]), SIGMAS * error[order]
+    order, size = np.argsort(-mean), len(mean)
+    kept = np.unique(np.linspace(0, size - 1, min(size, MOST_POINTS)).astype(int))
+    x, y, error = kept + 1.0, drawable(mean[order[kept]]), SIGMAS * error[order[kept]]
     label = f"mean ± {SIGMAS:g} stderr"
     if len(y) <= FEW:
         _draw_bars(ax, x, y, error, label=label)
@@ -52,7 +54,7 @@ def _draw_array(estimate: Estimate, ax: "Axes") -> None:
         ax.legend(loc="best", **LEGEND)
     ax.axhline(0, color=GREY, linewidth=0.8, zorder=0)
     ax.set(xlabel="rank, from the largest", ylabel="value")
-    set_title(ax, fill(f"{len(y):,} entries, {estimate.method}", WIDEST))
+    set_title(ax, fill(f"{size:,} entries, {estimate.method}", WIDEST))
 
 
 def _draw_samples(estimate: Estimate, ax: "Axes") -> None:

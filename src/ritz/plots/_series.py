@@ -91,11 +91,6 @@ class Curve:
     low: Array
     high: Array
 
-    @property
-    def has_band(self) -> bool:
-        """Whether an error is known anywhere: one probe has none, and exact curves have zero."""
-        return bool((self.high > self.low).any())
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:

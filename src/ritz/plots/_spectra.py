@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ritz._core.checks import check_count
 from ritz.plots._series import (
-    Curve,
     Stems,
     check_drawn,
     density_curve,
@@ -180,9 +179,12 @@ def density(
     smooth, width = with_pdf(density, cumulative=cumulative)
     ax = ax or panels()[1][0]
     curve = density_curve(smooth, cumulative=cumulative, sigmas=sigmas)
-    parts = (label or _density_label(density, curve, sigmas), width)
+    # One probe has no error, and what is no mean over probes has no band.
+    has_band = hasattr(smooth, "cdf_band") and bool(np.isfinite(curve.low).any())
+    usual = f"mean ± {sigmas:g} stderr" if has_band else _density_label(smooth)
+    parts = (label or usual, width)
     (line,) = ax.plot(curve.x, curve.y, linewidth=1.2, label=", ".join(filter(None, parts)))
-    if curve.has_band:
+    if has_band:
         band: Any = {"color": line.get_color(), "alpha": 0.25, "linewidth": 0}
         ax.fill_between(curve.x, curve.low, curve.high, **band)
     ax.set_ylim(bottom=0)
@@ -247,14 +249,11 @@ def against_exact(
     return ax
 
 
-def _density_label(density: Density | Spectrum, curve: Curve, sigmas: float) -> str:
+def _density_label(density: Density) -> str:
+    """What a density without a band is called."""
     if isinstance(density, EntropicDensity):
         return f"maximum entropy, {len(density.alphas)} moments"
-    if curve.has_band:
-        return f"mean ± {sigmas:g} stderr"
-    discrete = getattr(density, "discrete", density)  # of a smoothed one
-    single = isinstance(discrete, DiscreteDensity) and len(discrete.nodes) == 1
-    return "one probe" if single or isinstance(density, Spectrum) else "density"
+    return "one probe" if hasattr(density, "cdf_band") else "density"
 
 
 def _grid(count: int, columns: int) -> list["Axes"]:
