@@ -96,7 +96,7 @@ def test_panels_of_a_landscape_share_a_scale_that_suits_all(height, scale):
         loss=torch.stack([4.0 + height * T**2, 4.0 + 0.0 * T]), accuracy=None, test_loss=None,
         test_accuracy=None, batch_norm="eval", risk="Risk(...)",
     )  # fmt: skip
-    axes = plots.picture(found).axes
+    axes = plots.plot(found).axes
     assert [ax.get_yscale() for ax in axes] == [scale] * 2
     shown = labels(axes[0].yaxis)
     assert shown == labels(axes[1].yaxis)

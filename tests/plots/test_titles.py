@@ -10,7 +10,8 @@ from torch.nn.functional import cross_entropy
 import ritz
 from ritz import plots
 from ritz.cli import _app
-from ritz.plots._scales import spectrum_title
+from ritz.plots._scales import result_title
+from ritz.plots._shared import direction_title, titled
 
 
 def network(*layers):
@@ -34,25 +35,25 @@ def normed():
 )
 def test_a_spectrum_says_what_it_is_of(normed, matrix, name):
     trained = matrix(normed.with_batch_norm("train"))
-    assert spectrum_title(spectrum(matrix(normed))) == f"{name}, batch norm eval"
-    assert spectrum_title(spectrum(trained)) == f"{name}, batch norm train"
-    assert spectrum_title(spectrum(matrix(network()))) == name
+    assert result_title(spectrum(matrix(normed))) == f"{name}, batch norm eval"
+    assert result_title(spectrum(trained)) == f"{name}, batch norm train"
+    assert result_title(spectrum(matrix(network()))) == name
 
 
 def test_what_is_no_curvature_has_no_title(normed):
-    assert spectrum_title(spectrum(torch.eye(5))) == ""
-    assert spectrum_title(spectrum(2 * ritz.hessian(normed))) == ""
+    assert result_title(spectrum(torch.eye(5))) == ""
+    assert result_title(spectrum(2 * ritz.hessian(normed))) == ""
 
 
 def test_spectra_are_named_by_what_they_are_where_that_tells_them_apart(normed):
     files = {"spectrum-1": spectrum(ritz.hessian(normed)), "spectrum-2": spectrum(ritz.ggn(normed))}
-    found = plots.titled(files)
+    found = titled(files)
     assert list(found) == ["Hessian, batch norm eval", "Gauss-Newton, batch norm eval"]
     assert list(found.values()) == list(files.values())
     alike = files | {"spectrum-3": files["spectrum-1"]}
-    assert plots.titled(alike) == alike
+    assert titled(alike) == alike
     other = files | {"matrix": spectrum(torch.eye(5))}
-    assert plots.titled(other) == other
+    assert titled(other) == other
 
 
 def test_files_are_drawn_with_titles_of_what_they_hold(normed, tmp_path):
@@ -66,11 +67,11 @@ def test_files_are_drawn_with_titles_of_what_they_hold(normed, tmp_path):
 
 
 def test_the_picture_of_one_spectrum_has_its_title(normed):
-    (ax,) = plots.picture(spectrum(ritz.hessian(normed))).axes
+    (ax,) = plots.plot(spectrum(ritz.hessian(normed))).axes
     assert ax.get_title("left") == "Hessian, batch norm eval"
 
 
 def test_directions_are_called_by_their_values():
-    assert plots.direction_title("largest") == "Ritz vector of the largest value"
-    assert plots.direction_title("smallest magnitude") == "Ritz vector of the value nearest zero"
-    assert plots.direction_title("towards the average") == "towards the average"
+    assert direction_title("largest") == "Ritz vector of the largest value"
+    assert direction_title("smallest magnitude") == "Ritz vector of the value nearest zero"
+    assert direction_title("towards the average") == "towards the average"

@@ -10,6 +10,7 @@ from ritz._core.results import Estimate, Status
 from ritz.measures import rank_degeneracy
 from ritz.plots._scales import monitor_title
 from ritz.plots._series import curvature_points, points, training_series
+from ritz.plots._shared import check_picture
 
 AVERAGED = {"average_test_loss": 0.4, "average_test_accuracy": 0.9}
 
@@ -323,18 +324,6 @@ def test_the_same_picture_is_the_same_bytes(log, tmp_path, kind, start):
 
 def test_pictures_that_cannot_be_written_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"must end in .png, .svg, .pdf; got 'x.gif'"):
-        plots.check_picture(tmp_path / "x.gif")
+        check_picture(tmp_path / "x.gif")
     with pytest.raises(FileNotFoundError, match="is not a folder"):
-        plots.check_picture(tmp_path / "no" / "x.png")
-
-
-def test_every_kind_of_result_has_its_picture():
-    matrix = torch.diag(torch.linspace(-1, 5, 30).double())
-    spectrum = ritz.lanczos(matrix, num_steps=8)
-    assert len(plots.picture(spectrum).axes) == 1
-    assert len(plots.picture({"one": spectrum}).axes) == 1
-    assert len(plots.picture({"one": spectrum, "two": spectrum}).axes) == 2
-    smooth = ritz.density(matrix, num_probes=2, num_steps=8, width=0.2)
-    assert len(plots.picture(smooth).axes) == 1
-    with pytest.raises(TypeError, match="got int, which has no picture"):
-        plots.picture(3)
+        check_picture(tmp_path / "no" / "x.png")

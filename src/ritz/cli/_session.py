@@ -388,7 +388,7 @@ def draw(result: Any, path: Path) -> list[Path]:
         return []
     from ritz import plots
 
-    return [plots.save_figure(plots.picture(result), path)]
+    return [plots.save_figure(plots.plot(result), path)]
 
 
 # ------------------------------------------------------------------------------------------

@@ -89,12 +89,12 @@ def _result_figure(paths: list[Path]) -> "Figure":
 
     results = {name: ritz.load(path) for name, path in _names(paths).items()}
     if len(results) == 1:
-        return ritz.plots.picture(next(iter(results.values())))
+        return ritz.plots.plot(next(iter(results.values())))
     for name, result in results.items():
         if not isinstance(result, ritz.Spectrum):
             raise ValueError(f"several results must all be spectra to be drawn together, {name} is "
                              f"of class {type(result).__name__}")  # fmt: skip
-    return ritz.plots.picture(titled(results))
+    return ritz.plots.plot(titled(results))
 
 
 def _names(paths: list[Path]) -> dict[str, Path]:

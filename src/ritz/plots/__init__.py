@@ -1,14 +1,13 @@
 """Results as pictures; needs the ``plots`` extra, which nothing else does."""
 
+from ritz.plots._graphs import over_histogram, similarity
 from ritz.plots._landscape import landscape, landscape2d
-from ritz.plots._plot import picture, save_figure
+from ritz.plots._plot import plot, save_figure
 from ritz.plots._spectra import (
     against_exact,
     density,
-    over_histogram,
     panels,
     share_legend,
-    similarity,
     spectra,
     spectrum,
 )
@@ -24,7 +23,7 @@ __all__ = [
     "landscape2d",
     "over_histogram",
     "panels",
-    "picture",
+    "plot",
     "save_figure",
     "share_legend",
     "similarity",

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from ritz.measures import Landscape, Landscape2d
 from ritz.plots._scales import drawable, log_y, reach, ticks
-from ritz.plots._series import Array, landscape_slice, landscape_surface
+from ritz.plots._series import Array, check_drawn, landscape_slice, landscape_surface
 from ritz.plots._spectra import BLUE, LEGEND, VERMILION, panels
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ def landscape(
         accuracy: Whether to draw it, where there is one.
         log: Logarithmic scale of the loss.
     """
+    check_drawn("landscape", landscape, Landscape)
     ax = ax or panels()[1][0]
     found = landscape_slice(landscape, direction)
     _draw_lines(ax, found.t, found.loss, found.test_loss, colour=BLUE, what="loss")
@@ -72,6 +73,7 @@ def landscape2d(
     """
     from matplotlib.colors import LogNorm, Normalize
 
+    check_drawn("landscape", landscape, Landscape2d)
     ax = ax or panels(width=5.2, height=4.2)[1][0]
     found = landscape_surface(landscape, test=test, num_levels=num_levels)
     low, high = float(found.levels[0]), float(found.levels[-1])

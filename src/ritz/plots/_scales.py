@@ -1,17 +1,19 @@
 """Readable scales, ticks and titles."""
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ritz.plots._series import Array
-from ritz.spectra import Spectrum
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.ticker import Formatter, Locator
+
+T = TypeVar("T")
 
 # ------------------------------------------------------------------------------------------
 # Scales that can be read: logarithmic where there is a decade to show, numbers as people
@@ -111,13 +113,27 @@ def log_y(ax: "Axes") -> None:
     Args:
         ax: On which all is drawn already; axes that share the scale count too.
     """
+    ax.set_yscale("log")
+    _set_ticks(ax.yaxis, *ax.get_ylim())
+
+
+def log_x(ax: "Axes") -> None:
+    """Give axes a logarithmic horizontal scale likewise.
+
+    Args:
+        ax: On which all is drawn already.
+    """
+    ax.set_xscale("log")
+    _set_ticks(ax.xaxis, *ax.get_xlim())
+
+
+def _set_ticks(axis: "Axis", low: float, high: float) -> None:
     from matplotlib.ticker import NullFormatter
 
-    ax.set_yscale("log")
-    locator, formatter = ticks(*ax.get_ylim())
-    ax.yaxis.set_major_locator(locator)
-    ax.yaxis.set_major_formatter(formatter)
-    ax.yaxis.set_minor_formatter(NullFormatter())
+    locator, formatter = ticks(low, high)
+    axis.set_major_locator(locator)
+    axis.set_major_formatter(formatter)
+    axis.set_minor_formatter(NullFormatter())
 
 
 # ------------------------------------------------------------------------------------------
@@ -139,27 +155,39 @@ DIRECTIONS = {
 }
 
 
-def spectrum_title(spectrum: Spectrum) -> str:
-    """Return the matrix of a spectrum, and its batch-norm mode where it has one.
+def result_title(result: Any) -> str:
+    """Return the matrix of a result, and its batch-norm mode where it has one.
 
     Such as ``Hessian, batch norm eval``; empty for a matrix that has no name.
 
     Args:
-        spectrum: Which stores the name of its matrix.
+        result: A spectrum, eigenpairs or another result; those without ``matrix`` and
+            ``batch_norm`` have an empty title.
     """
-    title = MATRICES.get(spectrum.matrix or "", "")
-    return f"{title}, batch norm {spectrum.batch_norm}" if spectrum.batch_norm else title
+    matrix, mode = getattr(result, "matrix", None), getattr(result, "batch_norm", None)
+    name = MATRICES.get(matrix, matrix) if isinstance(matrix, str) else ""
+    return ", ".join(part for part in (name, f"batch norm {mode}" if mode else "") if part)
 
 
-def titled(spectra: Mapping[str, Spectrum]) -> dict[str, Spectrum]:
-    """Return spectra by what they say they are, where that tells them all apart.
+def set_title(ax: "Axes", title: str) -> None:
+    """Write a title above the left end of axes, as all plots here have it.
 
     Args:
-        spectra: By names, which they keep otherwise.
+        ax: Of any plot.
+        title: May be empty.
     """
-    titles = [spectrum_title(found) for found in spectra.values()]
+    ax.set_title(title, loc="left", fontsize="medium")
+
+
+def titled(results: Mapping[str, T]) -> dict[str, T]:
+    """Return results by what they say they are, where that tells them all apart.
+
+    Args:
+        results: By names, which they keep otherwise.
+    """
+    titles = [result_title(result) for result in results.values()]
     apart = all(titles) and len(set(titles)) == len(titles)
-    return dict(zip(titles if apart else spectra, spectra.values(), strict=True))
+    return dict(zip(titles if apart else results, results.values(), strict=True))
 
 
 def direction_title(name: str) -> str:

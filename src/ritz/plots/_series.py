@@ -10,8 +10,53 @@ from numpy.typing import NDArray
 
 from ritz._core.checks import check_count, check_range
 from ritz._core.results import Estimate
+from ritz.graphs import Similarity
 from ritz.measures import Degeneracy, Landscape, Landscape2d
-from ritz.spectra import Density, Spectrum
+from ritz.spectra import Density, DiscreteDensity, Spectrum
+
+# ------------------------------------------------------------------------------------------
+# What a function draws, and which function draws what it does not.
+
+DRAWN_BY: dict[type, str] = {
+    Spectrum: "plots.spectrum",
+    Landscape: "plots.landscape",
+    Landscape2d: "plots.landscape2d",
+    Similarity: "plots.similarity",
+}
+
+
+def check_drawn(name: str, value: Any, kind: type) -> None:
+    """Raise unless a value is of the class that a function draws; name the function that is.
+
+    Args:
+        name: Of the argument.
+        value: Of any class.
+        kind: The class.
+    """
+    if not isinstance(value, kind):
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        raise not_drawn(name, f"{article} {kind.__name__}", value)
+
+
+def not_drawn(name: str, wanted: str, value: Any) -> TypeError:
+    """Return the error for a value that a function does not draw.
+
+    Args:
+        name: Of the argument.
+        wanted: What it must be.
+        value: What it is.
+    """
+    function = DRAWN_BY.get(type(value), "plots.density" if is_density(value) else "")
+    if not function and type(value).__module__.startswith("ritz."):
+        function = "plots.plot"
+    advice = f"; {function} draws that" if function else ""
+    return TypeError(f"{name} must be {wanted}, got {type(value).__name__}{advice}")
+
+
+def is_density(value: Any) -> bool:
+    """Return whether a value has the curve and the support of a density, whatever its class."""
+    return hasattr(value, "pdf") and hasattr(value, "support")
+
 
 # ------------------------------------------------------------------------------------------
 # Results as the arrays a picture needs; nothing new is computed here.
@@ -93,10 +138,26 @@ def spectrum_stems(spectrum: Spectrum, *, rtol: float = 1e-3) -> Stems:
     values, residuals = spectrum.values, spectrum.residuals
     converged = residuals <= rtol * values.abs().max()
     return Stems(
-        values=_array(values),
-        weights=_array(spectrum.weights),
+        values=as_array(values),
+        weights=as_array(spectrum.weights),
         converged=converged.cpu().numpy(),
         signs=((values > residuals).long() - (values < -residuals).long()).cpu().numpy(),
+    )
+
+
+def one_probe_density(spectrum: Spectrum) -> DiscreteDensity:
+    """Return the values and weights of a spectrum as the discrete density of one probe.
+
+    Args:
+        spectrum: As of :func:`ritz.lanczos`.
+    """
+    return DiscreteDensity(
+        nodes=spectrum.values[None].cpu(),
+        weights=spectrum.weights[None].cpu(),
+        roundoff=spectrum.roundoff,
+        dimension=spectrum.dimension,
+        num_products=spectrum.num_products,
+        seed=spectrum.seed or 0,
     )
 
 
@@ -121,7 +182,7 @@ def density_curve(
     y = getattr(density, kind)(x)
     band = getattr(density, f"{kind}_band", None)
     below, above = (y, y) if band is None else band(x, sigmas=sigmas)
-    return Curve(x=_array(x), y=_array(y), low=_array(below), high=_array(above))
+    return Curve(x=as_array(x), y=as_array(y), low=as_array(below), high=as_array(above))
 
 
 def landscape_slice(landscape: Landscape, direction: str | int = 0) -> Slice:
@@ -139,11 +200,11 @@ def landscape_slice(landscape: Landscape, direction: str | int = 0) -> Slice:
     k = names.index(direction) if isinstance(direction, str) else direction
     accuracy, loss, test = landscape.accuracy, landscape.test_loss, landscape.test_accuracy
     return Slice(
-        t=_array(landscape.t),
-        loss=_array(landscape.loss[k]),
-        accuracy=None if accuracy is None else 100 * _array(accuracy[k]),
-        test_loss=None if loss is None else _array(loss[k]),
-        test_accuracy=None if test is None else 100 * _array(test[k]),
+        t=as_array(landscape.t),
+        loss=as_array(landscape.loss[k]),
+        accuracy=None if accuracy is None else 100 * as_array(accuracy[k]),
+        test_loss=None if loss is None else as_array(loss[k]),
+        test_accuracy=None if test is None else 100 * as_array(test[k]),
     )
 
 
@@ -161,7 +222,7 @@ def landscape_surface(
     loss = landscape.test_loss if test else landscape.loss
     if loss is None:
         raise ValueError("landscape must have a loss on test data, got none: pass test= to it")
-    z = _array(loss).T
+    z = as_array(loss).T
     finite = z[np.isfinite(z)]
     if not finite.size or finite.min() == finite.max():
         raise ValueError("landscape must have two finite values that differ, got none")
@@ -169,15 +230,16 @@ def landscape_surface(
     logarithmic = low > 0
     spaced = np.geomspace if logarithmic else np.linspace
     return Surface(
-        x=_array(landscape.s),
-        y=_array(landscape.t),
+        x=as_array(landscape.s),
+        y=as_array(landscape.t),
         z=np.where(np.isfinite(z), z, np.nan),
         levels=spaced(low, high, num_levels),
         logarithmic=logarithmic,
     )
 
 
-def _array(values: Any) -> Array:
+def as_array(values: Any) -> Array:
+    """Return numbers or a tensor, on whatever device, as a float64 array."""
     return np.asarray(torch.as_tensor(values).detach().cpu(), dtype=np.float64)
 
 

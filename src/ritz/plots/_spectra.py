@@ -1,4 +1,4 @@
-"""Plots of spectra, densities and graphs, drawn on the axes they are given."""
+"""Plots of spectra and densities, drawn on the axes they are given."""
 
 import math
 import sys
@@ -6,20 +6,23 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ritz._core.checks import check_count
-from ritz.graphs import Similarity
-from ritz.plots._series import Stems, density_curve, spectrum_stems
-from ritz.spectra import Density, Spectrum
+from ritz.plots._series import (
+    Stems,
+    check_drawn,
+    density_curve,
+    is_density,
+    not_drawn,
+    one_probe_density,
+    spectrum_stems,
+)
+from ritz.spectra import Density, DiscreteDensity, EntropicDensity, Spectrum
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-# ------------------------------------------------------------------------------------------
-# Pictures of spectra and densities, drawn on the axes they are given.
 
 # Okabe and Ito's colours, told apart by every kind of colour vision.
 BLUE, ORANGE, VERMILION, GREY = "#0072B2", "#E69F00", "#D55E00", "#999999"
@@ -94,6 +97,7 @@ def spectrum(spectrum: Spectrum, *, ax: "Axes | None" = None, rtol: float = 1e-3
         ax: Where to draw; a new figure if not given.
         rtol: Largest residual, relative to the largest absolute value, of a full marker.
     """
+    check_drawn("spectrum", spectrum, Spectrum)
     ax = ax or panels()[1][0]
     stems = spectrum_stems(spectrum, rtol=rtol)
     floor = max(0.5 * float(stems.weights.min()), 1e-18)
@@ -123,8 +127,13 @@ def spectra(
             thousandth of the largest absolute value; where spectra differ by orders of magnitude.
     """
     check_count("columns", columns)
+    if not isinstance(spectra, Mapping):
+        raise TypeError(f"spectra must be a mapping of titles to spectra, such as "
+                        f"{{'Hessian': spectrum}}, got {type(spectra).__name__}")  # fmt: skip
     if not spectra:
         raise ValueError("spectra must hold at least one spectrum, got none")
+    for title, found in spectra.items():
+        check_drawn(f"spectra[{title!r}]", found, Spectrum)
     if axes is not None and len(axes) != len(spectra):
         raise ValueError(f"axes must be one for each of {len(spectra)} spectra, got {len(axes)}")
     stems = [spectrum_stems(found, rtol=rtol) for found in spectra.values()]
@@ -145,7 +154,7 @@ def spectra(
 
 
 def density(
-    density: Density,
+    density: Density | Spectrum,
     *,
     ax: "Axes | None" = None,
     cumulative: bool = False,
@@ -155,18 +164,29 @@ def density(
 ) -> "Axes":
     """Draw a density, or its cumulative form, with its error band, and return the axes.
 
+    What is made of points, a discrete density or a spectrum, is smoothed by its automatic width,
+    which the legend states; call ``.smoothed(width)`` first for another. Several densities on the
+    same axes have a colour each.
+
     Args:
-        density: A discrete one can be drawn cumulatively; ``.smoothed()`` it otherwise.
+        density: Of any kind, or a spectrum, which is the density of one probe.
         ax: Where to draw; a new figure if not given.
-        cumulative: The distribution function in place of the density.
+        cumulative: The distribution function in place of the density; points are not smoothed.
         sigmas: Half width of the band in standard errors.
         log: Logarithmic vertical axis.
-        label: In the legend; says what the band is if not given.
+        label: In the legend; says what curve and band are if not given.
     """
+    smooth, width = with_pdf(density, cumulative=cumulative)
     ax = ax or panels()[1][0]
-    curve = density_curve(density, cumulative=cumulative, sigmas=sigmas)
-    ax.fill_between(curve.x, curve.low, curve.high, color=BLUE, alpha=0.25, linewidth=0)
-    ax.plot(curve.x, curve.y, color=BLUE, linewidth=1.2, label=label or f"mean ± {sigmas:g} stderr")
+    curve = density_curve(smooth, cumulative=cumulative, sigmas=sigmas)
+    # One probe has no error, and what is no mean over probes has no band.
+    has_band = hasattr(smooth, "cdf_band") and bool(np.isfinite(curve.low).any())
+    usual = f"mean ± {sigmas:g} stderr" if has_band else _density_label(smooth)
+    parts = (label or usual, width)
+    (line,) = ax.plot(curve.x, curve.y, linewidth=1.2, label=", ".join(filter(None, parts)))
+    if has_band:
+        band: Any = {"color": line.get_color(), "alpha": 0.25, "linewidth": 0}
+        ax.fill_between(curve.x, curve.low, curve.high, **band)
     ax.set_ylim(bottom=0)
     if log:
         ax.set_yscale("log")
@@ -174,6 +194,23 @@ def density(
     ax.set(xlabel=r"eigenvalue $\lambda$", ylabel="mass below" if cumulative else "density")
     ax.legend(loc="best", **LEGEND)
     return ax
+
+
+def with_pdf(density: Any, *, cumulative: bool = False) -> tuple[Density, str]:
+    """Return the density that is drawn, and the width by which points were smoothed, in words.
+
+    Args:
+        density: Of any kind, or a spectrum.
+        cumulative: Whether the distribution function is drawn, which points have too.
+    """
+    if isinstance(density, Spectrum):
+        density = one_probe_density(density)
+    elif not is_density(density):
+        raise not_drawn("density", "a density or a Spectrum", density)
+    if cumulative or not isinstance(density, DiscreteDensity):
+        return density, ""
+    smooth = density.smoothed()
+    return smooth, f"smoothed by {smooth.width:.2g}"
 
 
 def against_exact(
@@ -195,6 +232,7 @@ def against_exact(
         ax: Where to draw; a new figure if not given.
         num_bins: Bins of the histograms over the range of the eigenvalues.
     """
+    check_drawn("spectrum", spectrum, Spectrum)
     check_count("num_bins", num_bins)
     ax = ax or panels()[1][0]
     stems = spectrum_stems(spectrum)
@@ -209,6 +247,13 @@ def against_exact(
     ax.set(xlabel=r"eigenvalue $\lambda$", ylabel="share", ylim=(floor, 3.0))
     ax.legend(loc="upper right", **LEGEND)
     return ax
+
+
+def _density_label(density: Density) -> str:
+    """What a density without a band is called."""
+    if isinstance(density, EntropicDensity):
+        return f"maximum entropy, {len(density.alphas)} moments"
+    return "one probe" if hasattr(density, "cdf_band") else "density"
 
 
 def _grid(count: int, columns: int) -> list["Axes"]:
@@ -283,81 +328,3 @@ def _draw_stems(ax: "Axes", stems: Stems, floor: float) -> None:
             face = colour if converged else "white"
             ax.vlines(x, floor, y, color=colour, linewidth=0.9)
             ax.plot(x, y, "o", markersize=4.5, color=colour, markerfacecolor=face, label=label)
-
-
-# ------------------------------------------------------------------------------------------
-# Pictures of graphs: spectra over exact histograms, and how alike graphs are.
-
-
-def over_histogram(
-    density: Density,
-    exact: Tensor,
-    *,
-    ax: "Axes | None" = None,
-    num_bins: int = 100,
-    label: str | None = None,
-) -> "Axes":
-    """Draw a density over the histogram of the exact eigenvalues, and return the axes.
-
-    The vertical axis ends at one and a half times the highest bin but the ten highest, so that an
-    eigenvalue many times repeated does not flatten the rest.
-
-    Args:
-        density: On the support that is drawn.
-        exact: All eigenvalues, ``(n,)``.
-        ax: Where to draw; a new figure if not given.
-        num_bins: Bins over the support.
-        label: Of the density, in the legend.
-    """
-    check_count("num_bins", num_bins)
-    ax = ax or panels()[1][0]
-    heights, edges = np.histogram(
-        exact.cpu().numpy(), bins=num_bins, range=density.support, density=True
-    )
-    ax.stairs(heights, edges, fill=True, color=GREY, alpha=0.6, label="exact")
-    curve = density_curve(density)
-    ax.plot(curve.x, curve.y, color=BLUE, linewidth=1.2, label=label or "density")
-    top = np.sort(heights)[-11] if num_bins > 20 else heights.max()
-    ax.set(xlabel=r"eigenvalue $\lambda$", ylabel="density", ylim=(0, 1.5 * top or None))
-    ax.legend(loc="upper right", **LEGEND)
-    return ax
-
-
-def similarity(
-    similarity: Similarity, *, ax: "Axes | None" = None, groups: tuple[int, ...] = ()
-) -> "Axes":
-    """Draw the distances between graphs as a heat map with its numbers, and return the axes.
-
-    Args:
-        similarity: Of a few dozen graphs at most, for the numbers to be read.
-        ax: Where to draw; a new figure if not given.
-        groups: How many graphs in a row belong together; lines are drawn between them.
-    """
-    from matplotlib.colors import PowerNorm
-
-    names, matrix = similarity.names, similarity.matrix.numpy()
-    if sum(groups) > len(names):
-        raise ValueError(f"groups must hold at most {len(names)} graphs, got {groups}")
-    side = 1.6 + 0.55 * len(names)
-    ax = ax or panels(width=side + 0.6, height=side)[1][0]
-    # The root spreads small distances, where graphs of a kind differ.
-    norm = PowerNorm(0.5, vmin=0.0, vmax=float(matrix.max()) or 1.0)
-    image = ax.imshow(matrix.clip(min=0.0), cmap="viridis_r", norm=norm)
-    _write_numbers(ax, matrix)
-    ax.set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize="small")
-    ax.set_yticks(range(len(names)), names, fontsize="small")
-    for place in torch.tensor(groups).cumsum(0).tolist():
-        if place < len(names):
-            ax.axhline(place - 0.5, color="white", linewidth=2)
-            ax.axvline(place - 0.5, color="white", linewidth=2)
-    bar = ax.figure.colorbar(image, ax=ax, shrink=0.8)
-    bar.set_label(similarity.measure.replace("_", " "))
-    return ax
-
-
-def _write_numbers(ax: "Axes", matrix: Any) -> None:
-    dark = 0.35 * matrix.max()
-    for (row, column), value in np.ndenumerate(matrix):
-        colour = "white" if value > dark else "black"
-        text = f"{round(value, 2) + 0.0:.2f}" if value < 9.95 else f"{value:.0f}"
-        ax.text(column, row, text, ha="center", va="center", color=colour, fontsize=6.5)

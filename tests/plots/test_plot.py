@@ -1,0 +1,323 @@
+"""Every result has its plot, and what has none says what can be drawn."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import ritz
+from ritz import curvature, graphs, measures, optim, plots, training
+from ritz._core.results import Estimate, Status
+
+DONE = Status(outcome="completed", message="made for a test")
+
+
+def symmetric(n=40):
+    noise = torch.randn(n, n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return (noise + noise.T) / math.sqrt(2 * n)
+
+
+def network():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    return ritz.Risk(model, cross_entropy, (torch.randn(12, 4), torch.arange(12) % 3), batch_size=6)
+
+
+def number(mean=2.0, samples=(1.0, 2.0, 3.0)):
+    found = torch.tensor(samples, dtype=torch.float64)
+    return Estimate(mean=torch.tensor(mean), stderr=found.std() / math.sqrt(len(found)),
+                    samples=found, num_products=3, method="made", status=DONE)  # fmt: skip
+
+
+def trained():
+    model = nn.Linear(4, 3)
+    data = (torch.randn(12, 4), torch.arange(12) % 3)
+    return training.fit(model, data, num_epochs=3, batch_size=6, test=data)
+
+
+def ring():
+    return graphs.watts_strogatz(60, num_neighbors=4, p=0.2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFit:
+    """What the fit of one model has; its class is not public."""
+
+    model: str
+    values: torch.Tensor
+    divergences: torch.Tensor
+    parameters: dict
+    interval: dict
+    typical: float = 0.02
+
+
+def made_fit():
+    def model(name, values, divergences, **parameters):
+        return ModelFit(model=name, values=torch.tensor(values), parameters=parameters,
+                        divergences=torch.tensor(divergences),
+                        interval=dict.fromkeys(parameters, (0.0, 1.0)))  # fmt: skip
+
+    fits = (model("erdos_renyi", [0.1, 0.2, 0.3], [1.0, 0.01, 0.5], p=0.2),
+            model("configuration_model", [0.0], [0.1]))  # fmt: skip
+    moments = ritz.moments(symmetric(), num_moments=4)
+    return graphs.Fit(fits=fits, num_nodes=60, density=ritz.maxent(moments), seed=0)
+
+
+def made_count(**more):
+    return graphs.ClusterCount(count=5, stderr=0.0, threshold=0.2, gap=(0.1, 0.4), estimate=5.2,
+                               estimate_stderr=0.3, found=5, missed=0.0, num_nodes=300,
+                               num_components=1, method="krylov", num_products=9, status=DONE,
+                               seed=0, **more)  # fmt: skip
+
+
+def hessian_spectra():
+    return ritz.spectra.lanczos_block(ritz.hessian(network()), num_steps=6, num_probes=3)
+
+
+def degeneracy():
+    return measures.rank_degeneracy(hessian_spectra(), matrix="hessian")
+
+
+# Of each result: how to make it, and what its figure shows: number of axes, label of the first
+# horizontal axis, and its title.
+SHARE = "share of eigenvalues near 0"
+RESULTS = {
+    "spectrum": (lambda: ritz.lanczos(ritz.hessian(network()), num_steps=6),
+                 (1, r"Ritz value $\theta$", "Hessian, batch norm eval")),
+    "spectra": (lambda: dict(zip("abc", hessian_spectra(), strict=True)), (3, "", "a")),
+    "spectra of probes": (hessian_spectra, (3, "", "probe 1")),
+    "eigenpairs": (lambda: ritz.eigenpairs(ritz.ggn(network()), largest=2),
+                   (1, "rank, from the largest", "Gauss-Newton, batch norm eval")),
+    "discrete density": (lambda: ritz.density(symmetric()), (1, r"eigenvalue $\lambda$", "")),
+    "smoothed density": (lambda: ritz.density(symmetric(), width=0.1),
+                         (1, r"eigenvalue $\lambda$", "")),
+    "polynomial density": (lambda: ritz.density(symmetric(), method="kpm", num_steps=10),
+                           (1, r"eigenvalue $\lambda$", "")),
+    "entropic density": (lambda: ritz.maxent(ritz.moments(symmetric(), num_moments=6)),
+                         (1, r"eigenvalue $\lambda$", "")),
+    "density of a graph": (lambda: graphs.density(ring()), (1, r"eigenvalue $\lambda$", "")),
+    "densities": (lambda: {"a": ritz.density(symmetric()), "b": graphs.density(ring())},
+                  (1, r"eigenvalue $\lambda$", "")),
+    "number": (lambda: ritz.trace(symmetric(), method="hutchinson", num_probes=5),
+               (1, "sample", None)),
+    "array": (lambda: ritz.diagonal(symmetric(50) @ symmetric(50)),
+              (1, "rank, from the largest", "50 entries, exact, by structure")),
+    "numbers": (lambda: {"trace": number(), "norm": number(3.0)}, (1, "mean ± 2 stderr", "")),
+    "moments": (lambda: ritz.moments(symmetric(), num_moments=5), (1, "degree", None)),
+    "solution": (lambda: ritz.solve(torch.diag(torch.arange(1.0, 9)), torch.ones(8)),
+                 (1, "step", None)),
+    "solutions of many systems": (
+        lambda: ritz.solve(torch.diag(torch.arange(1.0, 9)), torch.randn(8, 9)), (1, "step", None)),
+    "sharpness": (lambda: ritz.sharpness(network(), num_steps=5, num_probes=2),
+                  (5, "", "spectral norm")),
+    "degeneracy": (degeneracy, (1, r"where it lies, $\lambda$", "Hessian")),
+    "degeneracies by epoch": (lambda: {1: degeneracy(), 2: degeneracy()}, (1, "epoch", "")),
+    "degeneracies by name and epoch": (lambda: {"Hessian": {1: degeneracy()}}, (1, "epoch", "")),
+    "temperature": (lambda: measures.temperature(network()), (2, "confidence", None)),
+    "reliability": (lambda: measures.temperature(network()).before, (1, "confidence", None)),
+    "shrinkage": (lambda: measures.shrinkage(network(), batch_sizes=(2, 4), num_probes=4),
+                  (1, "batch size $B$ (samples)", "Hessian")),
+    "norms of layers": (lambda: optim.weight_norms(nn.Linear(3, 2)), (1, "", "")),
+    "distances of layers": (lambda: curvature.distance(network(), torch.zeros(53)), (1, "", "")),
+    "gradients of layers": (lambda: curvature.gradient_statistics(network()), (1, "", "")),
+    "diversity": (lambda: optim.solution_diversity([torch.randn(9, 3) for _ in range(3)]),
+                  (6, "solution", None)),
+    "training": (trained, (2, "epoch", "")),
+    "trainings": (lambda: {"a": trained(), "b": trained()}, (2, "epoch", "")),
+    "log": (lambda: [{"kind": "epoch", "epoch": n, "train_loss": 1 / n} for n in (1, 2, 3)],
+            (1, "epoch", "")),
+    "similarity": (lambda: graphs.similarity({"a": ring(), "b": ring()}, num_moments=8),
+                   (2, "", "")),
+    "cluster count": (made_count, (1, "number of clusters", "gap 0.1 to 0.4")),
+    "fit": (made_fit, (2, "p", "Erdős-Rényi")),
+    "model of a fit": (lambda: made_fit().fits[0], (1, "p", "Erdős-Rényi")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_every_result_has_its_plot(name, tmp_path):
+    make, (count, label, title) = RESULTS[name]
+    figure = plots.plot(make())
+    path = plots.save_figure(figure, tmp_path / "plot.png")
+    assert path.stat().st_size > 5000
+    assert len(figure.axes) == count
+    first = figure.axes[0]
+    assert first.get_xlabel() == label
+    if title is not None:
+        assert first.get_title("left") == title
+    drawn = [*first.lines, *first.collections, *first.images, *first.containers]
+    assert drawn
+
+
+@pytest.mark.parametrize(
+    ("result", "name"),
+    [(3, "int"), (torch.eye(2), "Tensor"), (ritz.bounds(torch.eye(2)), "Bounds"),
+     (DONE, "Status"), (measures.rank_bound(network()), "RankBound"),
+     (curvature.summary(network()), "Summary"), ({"a": 3, "b": 4}, "int")],
+)  # fmt: skip
+def test_what_has_no_plot_says_what_has_one(result, name):
+    with pytest.raises(TypeError, match=rf"{name}.*no plot"):
+        plots.plot(result)
+
+
+def test_results_that_cannot_be_drawn_together_are_refused():
+    spectrum = ritz.lanczos(symmetric(), num_steps=5)
+    with pytest.raises(TypeError, match="got Spectrum and, by the name of 'b', Estimate"):
+        plots.plot({"a": spectrum, "b": number()})
+    with pytest.raises(TypeError, match="several results of class Temperature have no plot"):
+        plots.plot(dict.fromkeys("ab", measures.temperature(network())))
+    with pytest.raises(ValueError, match="at least one result, got none"):
+        plots.plot({})
+    assert len(plots.plot({"only": spectrum}).axes) == 1
+
+
+def test_a_class_of_a_user_is_registered():
+    class Own:
+        pass
+
+    figure, _ = plots.panels()
+    plots.plot.register(Own, lambda result: figure)
+    assert plots.plot(Own()) is figure
+
+
+def test_a_number_that_was_not_sampled_is_to_be_printed():
+    with pytest.raises(ValueError, match="without samples has no plot: print it"):
+        plots.plot(ritz.trace(symmetric(), method="exact"))
+
+
+def test_a_long_diagonal_is_thinned_but_for_its_ends():
+    mean = torch.linspace(-1, 1, 50_000, dtype=torch.float64)
+    found = Estimate(
+        mean=mean, stderr=0.1 + 0 * mean, num_products=9, method="a " * 99, status=DONE
+    )
+    (ax,) = plots.plot(found).axes
+    x, y = ax.lines[0].get_data()
+    assert len(x) <= 2000
+    assert (x[0], x[-1]) == (1, 50_000)
+    assert (y[0], y[-1]) == (1, -1)
+    assert len(ax.collections) == 1  # the band
+    assert max(map(len, ax.get_title("left").splitlines())) <= 70
+
+
+def test_samples_of_a_square_are_drawn_beside_its_root():
+    (ax,) = plots.plot(ritz.frobenius_norm(symmetric(), num_probes=20)).axes
+    mean, samples = ax.lines
+    low, high = samples.get_ydata().min(), samples.get_ydata().max()
+    assert low < mean.get_ydata()[0] < high
+
+
+def test_eigenpairs_are_ranked_from_either_end_with_residuals_as_bars():
+    found = ritz.eigenpairs(symmetric(), largest=2, smallest=2)
+    (ax,) = plots.plot(found).axes
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["1", "2", "$n-1$", "$n$"]
+    assert ax.get_xticks().tolist() == [1, 2, 4, 5]  # a gap for what lies between
+    labels = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert labels == ["eigenvalue < 0", "eigenvalue ≥ 0"]
+    bars = [line for box in ax.containers for line in box.lines[0].get_ydata()]
+    assert sorted(bars) == found.values.tolist()
+    every = ritz.eigenpairs(symmetric(4), largest=2, smallest=2)
+    (ax,) = plots.plot(every).axes
+    assert ax.get_xticks().tolist() == [1, 2, 3, 4]
+
+
+def test_moments_begin_at_degree_one():
+    found = ritz.moments(symmetric(), num_moments=5)
+    (ax,) = plots.plot(found).axes
+    (points,) = ax.containers
+    assert points.lines[0].get_xdata().tolist() == [1, 2, 3, 4, 5]
+    assert points.lines[0].get_ydata().tolist() == found.mean[1:].tolist()
+
+
+def test_a_log_is_drawn_as_the_training_result_is():
+    result = trained()
+    (loss, accuracy) = plots.plot(result).axes
+    assert loss.lines[0].get_ydata().tolist() == result.history["train_loss"].tolist()
+    assert len(accuracy.lines) == 2
+
+
+def test_a_count_without_clusters_says_why():
+    none = graphs.ClusterCount(count=None, reason="no gap", num_nodes=9, num_components=1,
+                               method="krylov", num_products=1, status=DONE, seed=0)  # fmt: skip
+    (ax,) = plots.plot(none).axes
+    assert ax.get_title("left") == "no gap"
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["components"]
+
+
+# ------------------------------------------------------------------------------------------
+# Defaults compose: what one function returns, the other draws or refuses in one line.
+
+
+def legend(ax):
+    return [text.get_text() for text in ax.get_legend().get_texts()]
+
+
+def test_a_discrete_density_is_smoothed_by_its_width_and_says_so():
+    found = ritz.density(symmetric())
+    width = f"smoothed by {found.smoothed().width:.2g}"
+    ax = plots.density(found)
+    assert legend(ax) == [f"mean ± 2 stderr, {width}"]
+    smooth = plots.density(found.smoothed())
+    assert ax.lines[0].get_ydata().tolist() == smooth.lines[0].get_ydata().tolist()
+    assert legend(plots.density(found, label="mine")) == [f"mine, {width}"]
+    assert legend(plots.density(found, cumulative=True)) == ["mean ± 2 stderr"]
+
+
+def test_a_spectrum_is_drawn_as_the_density_of_one_probe():
+    found = ritz.lanczos(symmetric(), num_steps=20)
+    ax = plots.density(found)
+    assert legend(ax)[0].startswith("one probe, smoothed by ")
+    assert not ax.collections  # one probe has no band
+    x, y = (torch.as_tensor(part) for part in ax.lines[0].get_data())
+    assert float(torch.trapezoid(y, x)) == pytest.approx(1.0, abs=1e-3)
+    assert legend(plots.density(found, cumulative=True)) == ["one probe"]
+
+
+def test_an_entropic_density_has_no_error_to_speak_of():
+    ax = plots.density(ritz.maxent(ritz.moments(symmetric(), num_moments=6)))
+    assert legend(ax) == ["maximum entropy, 6 moments"]
+    assert not ax.collections
+
+
+def test_densities_on_the_same_axes_have_a_colour_each():
+    ax = plots.density(ritz.density(symmetric()), label="a")
+    plots.density(graphs.density(ring()), label="b", ax=ax)
+    assert len({line.get_color() for line in ax.lines}) == 2
+
+
+def test_a_histogram_takes_points_too():
+    matrix = symmetric()
+    exact = torch.linalg.eigvalsh(matrix)
+    for found in (ritz.density(matrix), ritz.lanczos(matrix, num_steps=20)):
+        assert "density, smoothed by" in legend(plots.over_histogram(found, exact))[1]
+
+
+@pytest.mark.parametrize(
+    ("draw", "make", "message"),
+    [
+        (plots.spectrum, lambda: ritz.eigenpairs(symmetric(), largest=1),
+         "spectrum must be a Spectrum, got Eigenpairs; plots.plot draws that"),
+        (plots.spectrum, lambda: ritz.density(symmetric()),
+         "spectrum must be a Spectrum, got DiscreteDensity; plots.density draws that"),
+        (plots.spectrum, lambda: [1.0], "spectrum must be a Spectrum, got list$"),
+        (plots.density, lambda: ritz.eigenpairs(symmetric(), largest=1),
+         "density must be a density or a Spectrum, got Eigenpairs; plots.plot draws that"),
+        (plots.density, lambda: torch.ones(3),
+         "density must be a density or a Spectrum, got Tensor$"),
+        (plots.landscape, lambda: ritz.lanczos(symmetric(), num_steps=3),
+         "landscape must be a Landscape, got Spectrum; plots.spectrum draws that"),
+        (plots.landscape2d, number, "must be a Landscape2d, got Estimate; plots.plot draws that"),
+        (plots.similarity, number, "must be a Similarity, got Estimate; plots.plot draws that"),
+        (plots.spectra, lambda: ritz.lanczos(symmetric(), num_steps=3),
+         "spectra must be a mapping of titles to spectra, .* got Spectrum"),
+        (plots.spectra, lambda: {"a": number()}, r"spectra\['a'\] must be a Spectrum"),
+        (lambda found: plots.against_exact(found, torch.ones(3)), number,
+         "spectrum must be a Spectrum, got Estimate"),
+        (lambda found: plots.over_histogram(found, torch.ones(3)), number,
+         "density must be a density or a Spectrum, got Estimate"),
+    ],
+)  # fmt: skip
+def test_the_wrong_class_is_told_which_function_draws_it(draw, make, message):
+    with pytest.raises(TypeError, match=message):
+        draw(make())
