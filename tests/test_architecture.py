@@ -39,7 +39,7 @@ CORE_IMPORTS = {"torch", "numpy", "scipy", "safetensors", "ritz", *sys.stdlib_mo
 # What packages share with others although users do not need it, and with whom.
 SHARED = {
     "operators": {"spectra", "curvature", "graphs", "measures"},
-    "spectra": {"graphs", "measures", "studies"},
+    "spectra": {"graphs", "measures", "plots", "studies"},
     "curvature": {"measures", "training", "studies"},
     "graphs": {"studies", "cli"},
     "training": {"cli"},

@@ -15,7 +15,6 @@ from curvature.oracles import (
 from torch.func import grad
 
 from ritz.curvature import (
-    batch_products,
     curvature_operator,
     fisher,
     fluctuation,
@@ -23,6 +22,7 @@ from ritz.curvature import (
     gradient_covariance,
     hessian,
 )
+from ritz.curvature._shared import batch_products
 from ritz.testing import check_operator
 
 OPERATORS = {

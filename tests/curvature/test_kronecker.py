@@ -9,8 +9,8 @@ from torch.func import functional_call, jacrev
 from torch.nn import functional
 
 from ritz import diagonal, load, save, trace
-from ritz.curvature import KroneckerFactors, Risk, ggn, kfac
-from ritz.curvature._persample import layers
+from ritz.curvature import Risk, ggn, kfac
+from ritz.curvature._persample import KroneckerFactors, layers
 from ritz.curvature._persample.layers import LayerOperator
 from ritz.operators import DenseOperator, DiagonalOperator
 from ritz.testing import check_operator
@@ -262,7 +262,8 @@ def test_what_cannot_be_is_refused(network):
 def test_processes_that_share_the_batches_agree_with_one(tmp_path):
     script = """
         from torch import nn
-        from ritz.curvature import Risk, ggn_diagonal, ggn_trace, kfac
+        from ritz.curvature import Risk, kfac
+        from ritz.curvature._persample.exact import ggn_diagonal, ggn_trace
 
         generator = torch.Generator().manual_seed(1)
         x = torch.randn(7, 3, dtype=torch.float64, generator=generator)

@@ -16,6 +16,8 @@ from torch.nn import functional
 import ritz
 from ritz import curvature, measures
 from ritz.curvature import Risk, hessian
+from ritz.curvature._persample.exact import ggn_diagonal, ggn_trace
+from ritz.curvature._shared import batch_products
 
 PACKAGES = (curvature, measures)
 
@@ -97,7 +99,6 @@ def spectrum(risk):
 
 # Every public function that is given a risk or a model.
 CALLS = {
-    "batch_products": lambda f, r: list(f(r, vector(r))),
     "block_diagonal": lambda f, r: multiplied(f(r)),
     "curvature_operator": lambda f, r: multiplied(f(r, "ggn", engine="eager")),
     "curvature_variance": lambda f, r: f(r, num_probes=2),
@@ -107,15 +108,12 @@ CALLS = {
     "fluctuation": lambda f, r: multiplied(f(r, r.batch(0))),
     "fold_batch_norm": lambda f, r: f(r.model),
     "ggn": lambda f, r: multiplied(f(r)),
-    "ggn_diagonal": lambda f, r: f(r),
-    "ggn_trace": lambda f, r: f(r),
     "gradient_covariance": lambda f, r: multiplied(f(r, engine="eager")),
     "gradient_statistics": lambda f, r: f(r),
     "hessian": lambda f, r: multiplied(f(r)),
     "kfac": lambda f, r: multiplied(f(r)),
     "landscape": lambda f, r: f(r, {"some": vector(r)}, num_points=3),
     "landscape2d": lambda f, r: f(r, vector(r), vector(r, 1), num_points=3),
-    "piecewise_gap": lambda f, r: f(r),
     "random_direction": lambda f, r: f(r),
     "rank_bound": lambda f, r: f(r),
     "scaled": lambda f, r: f(r.model, 2.0),
@@ -135,6 +133,9 @@ METHODS = {
     "joined": lambda r: r.joined(),
     "diagnose": lambda r: r.diagnose(),
     "lanczos": spectrum,
+    "batch_products": lambda r: list(batch_products(r, vector(r))),
+    "ggn_diagonal": ggn_diagonal,
+    "ggn_trace": ggn_trace,
 }
 
 

@@ -11,7 +11,6 @@ from torch.utils.data import TensorDataset
 
 from ritz.curvature import (
     Risk,
-    batch_products,
     curvature_operator,
     fisher,
     ggn,
@@ -19,6 +18,7 @@ from ritz.curvature import (
     hessian,
 )
 from ritz.curvature._risk import batches
+from ritz.curvature._shared import batch_products
 
 CE = functional.cross_entropy
 NAN = float("nan")

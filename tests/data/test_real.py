@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ritz import data
+from ritz._core.random import epoch_generator
 
 pytestmark = pytest.mark.slow
 
@@ -80,7 +81,7 @@ def test_cifar100_names_and_coarse_labels():
 
 def test_an_augmented_epoch_of_cifar_takes_seconds():
     train = load("cifar100").train
-    settings = {"generator": data.epoch_generator(0, 0), "augment": data.Augmentation()}
+    settings = {"generator": epoch_generator(0, 0), "augment": data.Augmentation()}
     start = time.process_time()
     count = sum(len(y) for _, y in train.batches(128, **settings))
     # One second of a processor, whatever else the machine does.

@@ -3,7 +3,7 @@ import hashlib
 import pytest
 import torch
 
-from ritz.data import epoch_generator
+from ritz._core.random import epoch_generator
 from ritz.data._images import SPLIT_SEED, held_out
 
 

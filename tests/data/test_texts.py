@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from ritz import data
-from ritz.data import TextSplit, epoch_generator
+from ritz._core.random import epoch_generator
+from ritz.data import TextSplit
 
 TRAIN = " the cat <unk> \n the dog sat\n\n"
 VALID = "the bird sat"

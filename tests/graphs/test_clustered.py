@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from ritz.graphs import cluster_graph, cluster_sizes
+from ritz.graphs import cluster_graph
+from ritz.graphs._random import cluster_sizes
 
 
 def normalized_spectrum(graph):

@@ -9,6 +9,7 @@ from matplotlib import pyplot
 import ritz
 from ritz import plots
 from ritz.measures import Landscape, Landscape2d
+from ritz.plots._shared import share_legend
 
 KINDS = ["Ritz value < 0", "zero within its residual, unconverged", "Ritz value > 0",
          "Ritz value > 0, unconverged"]  # fmt: skip
@@ -85,7 +86,7 @@ def test_panels_share_one_legend(matrix):
     figure, axes = plots.panels(1, 2)
     for ax in axes:
         plots.spectrum(ritz.lanczos(matrix, num_steps=20), ax=ax)
-    plots.share_legend(figure)
+    share_legend(figure)
     assert [ax.get_legend() for ax in axes] == [None, None]
     assert [len(legend.get_texts()) for legend in figure.legends] == [4]
     pyplot.close(figure)
@@ -115,7 +116,7 @@ def test_panels_keep_their_height_under_a_legend_of_many_rows():
         figure, (ax,) = plots.panels()
         for k in range(count):
             ax.plot([0, 1], [0, k], label=f"a label of some length {k}")
-        plots.share_legend(figure)
+        share_legend(figure)
         assert_within_its_figure(*figure.legends, ax)
         heights.append(ax.get_window_extent().height)
         pyplot.close(figure)
@@ -124,7 +125,7 @@ def test_panels_keep_their_height_under_a_legend_of_many_rows():
 
 def test_without_labels_there_is_no_shared_legend():
     figure, _ = plots.panels()
-    plots.share_legend(figure)
+    share_legend(figure)
     assert not figure.legends
     pyplot.close(figure)
 
@@ -143,7 +144,7 @@ def test_a_shared_legend_has_what_is_asked_for_then_ritz_values_then_the_rest(ma
         plots.against_exact(
             ritz.lanczos(one, num_steps=20), one.diagonal(), diagonal=one.diagonal(), ax=ax
         )
-    plots.share_legend(figure, first=["exact"])
+    share_legend(figure, first=["exact"])
     found = [text.get_text() for text in figure.legends[0].get_texts()]
     assert found == ["exact", *KINDS, "diagonal"]
     pyplot.close(figure)
@@ -244,7 +245,7 @@ def test_landscapes_share_one_legend():
     figure, axes = plots.panels(1, 2)
     for ax, name in zip(axes, ("largest", "smallest"), strict=True):
         plots.landscape(valley(), direction=name, ax=ax)
-    plots.share_legend(figure)
+    share_legend(figure)
     (shared,) = figure.legends
     # Loss before accuracy and train before test, as they are drawn.
     assert [text.get_text() for text in shared.get_texts()] == [

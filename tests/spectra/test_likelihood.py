@@ -6,8 +6,8 @@ from torch.distributions import MultivariateNormal
 
 from ritz import NotConvergedError
 from ritz.operators import DenseOperator, KernelOperator
-from ritz.spectra import backward_gradient, inverse_form, log_likelihood
-from ritz.spectra._gradients import LowRankPreconditioner
+from ritz.spectra import LowRankPreconditioner, backward_gradient, log_likelihood
+from ritz.spectra._likelihood import inverse_form
 
 
 def problem(n=300, dtype=torch.float64, noise=0.05):

@@ -8,7 +8,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from training.examples import assert_same_bits, digits, network, samples, state
 
 import ritz
-from ritz.data import epoch_generator, load
+from ritz._core.random import epoch_generator
+from ritz.data import load
 from ritz.models import create
 from ritz.optim import AutoAverage, IterateAverage
 from ritz.training import evaluate, fit, optimizer_names, read_log

@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from training.examples import assert_same_bits, network, samples, state
 from training.texts import text
 
-from ritz.data import epoch_generator
+from ritz._core.random import epoch_generator
 from ritz.training import fit
 from ritz.training._data import Feed, IndexedData
 

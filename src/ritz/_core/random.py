@@ -1,9 +1,12 @@
 """Random probes, drawn so that neither block width nor device nor world size changes them."""
 
+import hashlib
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from ritz._core.checks import check_count
 
 Probe = Literal["rademacher", "gaussian"]
 
@@ -46,3 +49,20 @@ def _draw(n: int, *, kind: Probe, generator: torch.Generator, dtype: torch.dtype
         0, 2, (n,), generator=generator, dtype=torch.int8, device=generator.device
     )
     return signs.to(dtype).mul_(2).sub_(1)
+
+
+def epoch_generator(seed: int, epoch: int) -> torch.Generator:
+    """Return a generator for one epoch of a run, so that any epoch can be had without the others.
+
+    Args:
+        seed: Of the run.
+        epoch: Its number.
+
+    Example:
+        >>> first, again = (epoch_generator(7, 3) for _ in range(2))
+        >>> bool((torch.randperm(5, generator=first) == torch.randperm(5, generator=again)).all())
+        True
+    """
+    check_count("epoch", epoch, low=0)
+    digest = hashlib.sha256(f"{int(seed)} {epoch}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))

@@ -1,7 +1,6 @@
 """Curvature of networks: a risk at a point, and its Hessian, Gauss-Newton and Fisher matrices."""
 
 from ritz.curvature._matrices import (
-    batch_products,
     curvature_operator,
     fisher,
     fluctuation,
@@ -9,16 +8,14 @@ from ritz.curvature._matrices import (
     gradient_covariance,
     hessian,
 )
-from ritz.curvature._persample import KroneckerFactors, block_diagonal, kfac
+from ritz.curvature._persample import block_diagonal, kfac
 from ritz.curvature._products import CurvatureOperator
 from ritz.curvature._risk import Risk
 from ritz.curvature._statistics import distance, gradient_statistics, summary
 
 __all__ = [
     "CurvatureOperator",
-    "KroneckerFactors",
     "Risk",
-    "batch_products",
     "block_diagonal",
     "curvature_operator",
     "distance",

@@ -1,6 +1,6 @@
 """Names that other packages of ritz need and users do not."""
 
-from ritz.curvature._matrices import MATRICES, CurvatureMatrix, require_outputs
+from ritz.curvature._matrices import MATRICES, CurvatureMatrix, batch_products, require_outputs
 from ritz.curvature._products import ENGINES, EngineName
 from ritz.curvature._risk import (
     Adapter,
@@ -26,6 +26,7 @@ __all__ = [
     "Forward",
     "KnownLoss",
     "Summary",
+    "batch_products",
     "check_labels",
     "check_reduction",
     "is_kept",

@@ -4,7 +4,7 @@
 from ritz.data import _cifar, _corpora, _digits, _folders, _imagenet32  # noqa: F401
 from ritz.data._catalogue import available, describe, load
 from ritz.data._files import DataError
-from ritz.data._images import Augmentation, ImageData, Split, epoch_generator
+from ritz.data._images import Augmentation, ImageData, Split
 from ritz.data._texts import TextData, TextSplit
 
 __all__ = [
@@ -16,6 +16,5 @@ __all__ = [
     "TextSplit",
     "available",
     "describe",
-    "epoch_generator",
     "load",
 ]

@@ -1,6 +1,5 @@
 """Labelled images held as bytes on a device: augmentation, batches, splits."""
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -201,23 +200,6 @@ def held_out(total: int, count: int, *, seed: int = SPLIT_SEED) -> tuple[Tensor,
     check_count("count", count, low=0, high=total - 1)
     order = np.random.RandomState(seed).permutation(total)
     return torch.from_numpy(np.sort(order[count:])), torch.from_numpy(np.sort(order[:count]))
-
-
-def epoch_generator(seed: int, epoch: int) -> torch.Generator:
-    """Return a generator for one epoch of a run, so that any epoch can be had without the others.
-
-    Args:
-        seed: Of the run.
-        epoch: Its number.
-
-    Example:
-        >>> first, again = (epoch_generator(7, 3) for _ in range(2))
-        >>> bool((torch.randperm(5, generator=first) == torch.randperm(5, generator=again)).all())
-        True
-    """
-    check_count("epoch", epoch, low=0)
-    digest = hashlib.sha256(f"{int(seed)} {epoch}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
 
 
 # ------------------------------------------------------------------------------------------

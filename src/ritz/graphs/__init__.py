@@ -10,7 +10,6 @@ from ritz.graphs._partition import spectral_clusters
 from ritz.graphs._random import (
     barabasi_albert,
     cluster_graph,
-    cluster_sizes,
     configuration_model,
     erdos_renyi,
     stochastic_block_model,
@@ -28,7 +27,6 @@ __all__ = [
     "as_graph",
     "barabasi_albert",
     "cluster_graph",
-    "cluster_sizes",
     "configuration_model",
     "count_clusters",
     "density",

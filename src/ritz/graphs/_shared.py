@@ -2,6 +2,7 @@
 
 from ritz.graphs._clusters import COUNT_METHODS, sample_entropic
 from ritz.graphs._families import Model
+from ritz.graphs._random import cluster_sizes
 from ritz.graphs._similarity import Measure
 
-__all__ = ["COUNT_METHODS", "Measure", "Model", "sample_entropic"]
+__all__ = ["COUNT_METHODS", "Measure", "Model", "cluster_sizes", "sample_entropic"]

@@ -14,8 +14,8 @@ from ritz._core.random import Probe, probes, resolve_generator
 from ritz._core.results import Estimate, Status, format_uncertain
 from ritz._core.sampling import check_samples, column_dots, stderr
 from ritz._core.storage import storable
-from ritz.curvature import Risk, batch_products, curvature_operator
-from ritz.curvature._shared import CurvatureMatrix
+from ritz.curvature import Risk, curvature_operator
+from ritz.curvature._shared import CurvatureMatrix, batch_products
 
 BLOCK = 8  # probes multiplied at once
 

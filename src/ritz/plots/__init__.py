@@ -7,7 +7,6 @@ from ritz.plots._spectra import (
     against_exact,
     density,
     panels,
-    share_legend,
     spectra,
     spectrum,
 )
@@ -25,7 +24,6 @@ __all__ = [
     "panels",
     "plot",
     "save_figure",
-    "share_legend",
     "similarity",
     "spectra",
     "spectrum",

@@ -10,7 +10,8 @@ from ritz._core.results import Estimate, format_uncertain
 from ritz.plots._scales import drawable, log_y, result_title, set_title, spans_decade, whole_x
 from ritz.plots._series import Array, as_array
 from ritz.plots._spectra import BLUE, GREY, LEGEND, PALETTE, STEMS
-from ritz.spectra import Eigenpairs, Moments, Solution
+from ritz.spectra import Eigenpairs, Moments
+from ritz.spectra._shared import Solution
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -33,7 +33,8 @@ from ritz.plots._scales import direction_title, result_title, set_title, spans_d
 from ritz.plots._series import is_density
 from ritz.plots._spectra import density, panels, share_legend, spectra, spectrum
 from ritz.plots._training import degeneracy, training_curves
-from ritz.spectra import Eigenpairs, Moments, Solution, Spectrum
+from ritz.spectra import Eigenpairs, Moments, Spectrum
+from ritz.spectra._shared import Solution
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -2,7 +2,7 @@
 
 from ritz.plots._plot import check_picture
 from ritz.plots._scales import direction_title, titled
-from ritz.plots._spectra import BLUE, GREEN, GREY, LEGEND, PALETTE, VERMILION
+from ritz.plots._spectra import BLUE, GREEN, GREY, LEGEND, PALETTE, VERMILION, share_legend
 
 __all__ = [
     "BLUE",
@@ -13,5 +13,6 @@ __all__ = [
     "VERMILION",
     "check_picture",
     "direction_title",
+    "share_legend",
     "titled",
 ]

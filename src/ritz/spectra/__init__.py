@@ -1,12 +1,11 @@
 """Spectra from products alone: Lanczos, traces, moments, densities, systems."""
 
 from ritz._core.density import Density
-from ritz.spectra._cg import NotPositiveDefiniteError, Solution, solve
+from ritz.spectra._cg import NotPositiveDefiniteError, solve
 from ritz.spectra._density import DiscreteDensity, PolynomialDensity, SmoothedDensity, density
 from ritz.spectra._functions import logdet, trace_function
-from ritz.spectra._gradients import backward_gradient, logdet_gradient
+from ritz.spectra._gradients import LowRankPreconditioner, backward_gradient, logdet_gradient
 from ritz.spectra._lanczos import (
-    Bounds,
     Eigenpairs,
     Spectrum,
     bounds,
@@ -15,22 +14,21 @@ from ritz.spectra._lanczos import (
     lanczos_block,
     spectral_norm,
 )
-from ritz.spectra._likelihood import inverse_form, log_likelihood
+from ritz.spectra._likelihood import log_likelihood
 from ritz.spectra._maxent import EntropicDensity, maxent
 from ritz.spectra._moments import Moments, moments
 from ritz.spectra._traces import diagonal, frobenius_norm, trace
 
 __all__ = [
-    "Bounds",
     "Density",
     "DiscreteDensity",
     "Eigenpairs",
     "EntropicDensity",
+    "LowRankPreconditioner",
     "Moments",
     "NotPositiveDefiniteError",
     "PolynomialDensity",
     "SmoothedDensity",
-    "Solution",
     "Spectrum",
     "backward_gradient",
     "bounds",
@@ -38,7 +36,6 @@ __all__ = [
     "diagonal",
     "eigenpairs",
     "frobenius_norm",
-    "inverse_form",
     "lanczos",
     "lanczos_block",
     "log_likelihood",

@@ -1,6 +1,7 @@
 """Names that other packages of ritz need and users do not."""
 
+from ritz.spectra._cg import Solution
 from ritz.spectra._lanczos import least_frobenius_norm, negative_values
 from ritz.spectra._maxent import bmxnt, chebyshev
 
-__all__ = ["bmxnt", "chebyshev", "least_frobenius_norm", "negative_values"]
+__all__ = ["Solution", "bmxnt", "chebyshev", "least_frobenius_norm", "negative_values"]

@@ -17,7 +17,7 @@ from ritz._core.checks import check_count
 from ritz._core.progress import Progress, tracking
 from ritz._core.storage import storable
 from ritz.graphs import ClusterCount, Graph
-from ritz.graphs._shared import sample_entropic
+from ritz.graphs._shared import cluster_sizes, sample_entropic
 from ritz.studies._protocol import versions
 
 if TYPE_CHECKING:
@@ -446,9 +446,7 @@ def _mixed(
 def _mixed_graph(config: Config, count: int) -> Graph:
     num_nodes, low, high = MIXED[count]
     generator = torch.Generator().manual_seed(config.seed)
-    sizes = graphs.cluster_sizes(
-        count, num_nodes=num_nodes, low=low, high=high, generator=generator
-    )
+    sizes = cluster_sizes(count, num_nodes=num_nodes, low=low, high=high, generator=generator)
     return graphs.cluster_graph(
         sizes,
         kind="mixed",

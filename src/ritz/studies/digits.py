@@ -176,7 +176,7 @@ def run(
 def figures(result: Result) -> dict[str, "Figure"]:
     """Draw the course of training, the spectra, and the landscapes."""
     from ritz import plots
-    from ritz.plots._shared import direction_title
+    from ritz.plots._shared import direction_title, share_legend
 
     records = _records(result.training)
     drawn: dict[str, Any] = {
@@ -191,7 +191,7 @@ def figures(result: Result) -> dict[str, "Figure"]:
         ax.set_title(direction_title(name), loc="left", fontsize="medium")
     plots.landscape2d(result.plane, ax=axes[-1])
     axes[-1].set_title("Ritz vectors of the two largest values", loc="left", fontsize="medium")
-    plots.share_legend(drawing)
+    share_legend(drawing)
     return drawn | {"landscape": drawing}
 
 

@@ -171,6 +171,7 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
 def figure(result: Result) -> "Figure":
     """Draw entropy above and error below, a column for each matrix."""
     from ritz import plots
+    from ritz.plots._shared import share_legend
 
     columns = len(result.names)
     drawing, axes = plots.panels(2, columns, width=2.7, height=2.5)
@@ -186,7 +187,7 @@ def figure(result: Result) -> "Figure":
             below.set_xlabel("moments")
     axes[0].set_ylabel("entropy")
     axes[columns].set_ylabel("relative error of log det")
-    plots.share_legend(drawing)
+    share_legend(drawing)
     return drawing
 
 

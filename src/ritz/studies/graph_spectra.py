@@ -156,6 +156,7 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
 def figure(result: Result) -> "Figure":
     """Draw the semicircle, both graphs by the number of moments, and the divergences."""
     from ritz import plots
+    from ritz.plots._shared import share_legend
 
     drawn = result.config.drawn
     columns = max(len(drawn), len(result.semicircle) + 1)
@@ -167,7 +168,7 @@ def figure(result: Result) -> "Figure":
             exact = result.eigenvalues[name]
             plots.over_histogram(one, exact, ax=ax, num_bins=200, label="entropic")
             ax.set_title(f"{name}, {len(one.alphas)} moments", loc="left", fontsize="small")
-    plots.share_legend(drawing)  # in the panels, legends would lie on the curves
+    share_legend(drawing)  # in the panels, legends would lie on the curves
     last = axes[columns - 1]
     for name in ("semicircle", *result.names):
         heights = result.divergences[name].clamp_min(1e-7).numpy()

@@ -101,7 +101,8 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
 
 def figure(result: Result) -> "Figure":
     """Draw every case: exact histogram, Lanczos stems, and the diagonal approximation."""
-    from ritz.plots import against_exact, panels, share_legend
+    from ritz.plots import against_exact, panels
+    from ritz.plots._shared import share_legend
 
     rows = -(-len(result.cases) // 2)
     drawing, axes = panels(rows, 2, height=2.9)

@@ -2,7 +2,6 @@
 
 from ritz.training._config import (
     create_optimizer,
-    create_schedule,
     optimizer_names,
     register_optimizer,
 )
@@ -22,7 +21,6 @@ __all__ = [
     "CurvatureMonitor",
     "TrainingResult",
     "create_optimizer",
-    "create_schedule",
     "evaluate",
     "fit",
     "load_weights",

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from ritz._core.checks import check_count
 from ritz._core.distributed import rank, shard, world_size
-from ritz.data import Split, TextSplit, epoch_generator
+from ritz._core.random import epoch_generator
+from ritz.data import Split, TextSplit
 
 # ------------------------------------------------------------------------------------------
 # Data as epochs of batches, whatever they came as; every process sees its rows of each batch.

@@ -119,8 +119,8 @@ def fit(
         validation: Evaluated in the course of the run; that of ``data`` by default.
         test: Evaluated at the end, or in the course of it where there is no ``validation``.
         augment: Given to ``data.train.batches``: ``auto`` is what is customary for ``data``.
-        schedule: ``constant``, ``linear`` or ``step``, see :func:`create_schedule`; a function of
-            the time that returns a factor on the rate; or a torch scheduler.
+        schedule: ``constant``, ``linear`` or ``step``; a function of the time that returns a factor
+            on the learning rate; or a torch scheduler.
         schedule_unit: Whether time is counted by ``epoch`` or ``step``.
         warmup: Length of a linear growth of the rate at the beginning, in that unit.
         average_from: Epoch, from one, in which the average begins, with the weights before it.
