@@ -184,7 +184,7 @@ def test_a_class_of_a_user_is_registered():
 
 
 def test_a_number_that_was_not_sampled_is_to_be_printed():
-    with pytest.raises(ValueError, match="without samples has no plot: print it"):
+    with pytest.raises(ValueError, match="Estimate, which has no picture; print it"):
         plots.plot(ritz.trace(symmetric(), method="exact"))
 
 

@@ -33,7 +33,8 @@ def draw_estimate(estimate: Estimate, ax: "Axes") -> None:
     if estimate.mean.ndim:
         _draw_array(estimate, ax)
     elif estimate.samples is None:
-        raise ValueError(f"a number without samples has no plot: print it, {estimate}")
+        raise ValueError(f"result must have samples or be an array, got a single number as an "
+                         f"Estimate, which has no picture; print it: {estimate}")  # fmt: skip
     else:
         _draw_samples(estimate, ax)
 
