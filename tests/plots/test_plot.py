@@ -1,6 +1,7 @@
 """Every result has its plot, and what has none says what can be drawn."""
 
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -183,7 +184,7 @@ def test_a_class_of_a_user_is_registered():
 
 
 def test_a_number_that_was_not_sampled_is_to_be_printed():
-    with pytest.raises(ValueError, match="without samples has no plot: print it"):
+    with pytest.raises(ValueError, match="Estimate, which has no picture; print it"):
         plots.plot(ritz.trace(symmetric(), method="exact"))
 
 
@@ -220,6 +221,16 @@ def test_eigenpairs_are_ranked_from_either_end_with_residuals_as_bars():
     every = ritz.eigenpairs(symmetric(4), largest=2, smallest=2)
     (ax,) = plots.plot(every).axes
     assert ax.get_xticks().tolist() == [1, 2, 3, 4]
+
+
+def test_one_sample_has_no_bar(tmp_path):
+    (ax,) = plots.plot(ritz.trace(symmetric(), method="hutchinson", num_probes=2)).axes
+    assert legend(ax) == ["mean ± 2 stderr", "sample"]
+    one = Estimate(mean=torch.tensor(2.0), stderr=torch.tensor(math.nan), num_products=1,
+                   samples=torch.tensor([2.0]), method="made", status=DONE)  # fmt: skip
+    figure = plots.plot(one)
+    plots.save_figure(figure, tmp_path / "one.png")
+    assert legend(figure.axes[0]) == ["mean", "sample"]
 
 
 def test_moments_begin_at_degree_one():

@@ -34,7 +34,8 @@ def draw_estimate(estimate: Estimate, ax: "Axes") -> None:
     if estimate.mean.ndim:
         _draw_array(estimate, ax)
     elif estimate.samples is None:
-        raise ValueError(f"a number without samples has no plot: print it, {estimate}")
+        raise ValueError(f"result must have samples or be an array, got a single number as an "
+                         f"Estimate, which has no picture; print it: {estimate}")  # fmt: skip
     else:
         _draw_samples(estimate, ax)
 
@@ -65,8 +66,12 @@ def _draw_samples(estimate: Estimate, ax: "Axes") -> None:
     if not np.isclose(samples.mean(), mean) and np.isclose(samples.mean(), mean**2):
         samples = np.sqrt(samples.clip(min=0))
     x = np.arange(1.0, len(samples) + 1)
-    ax.axhspan(mean - SIGMAS * error, mean + SIGMAS * error, color=BLUE, alpha=0.25, linewidth=0)
-    ax.axhline(mean, color=BLUE, linewidth=1.2, label=f"mean ± {SIGMAS:g} stderr")
+    label = "mean"
+    if np.isfinite(error):  # not known of one sample
+        label = f"mean ± {SIGMAS:g} stderr"
+        low, high = mean - SIGMAS * error, mean + SIGMAS * error
+        ax.axhspan(low, high, color=BLUE, alpha=0.25, linewidth=0)
+    ax.axhline(mean, color=BLUE, linewidth=1.2, label=label)
     ax.plot(x, drawable(samples), "o", color=GREY, markersize=4, label="sample")
     ax.set(xlabel="sample", ylabel="value")
     whole_x(ax, x)
