@@ -1,6 +1,5 @@
 """Every script in ``examples``, and every block of code in the README, runs as it is printed."""
 
-import os
 import re
 import shlex
 import shutil
@@ -19,11 +18,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md",
 
 def run(*arguments, cwd):
     command = [sys.executable, "-W", "error", *map(str, arguments)]
-    # One thread: the work is small, and tests run side by side.
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=cwd, env=environment
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -50,10 +45,39 @@ def without_numbers(line):
     return re.sub(r"-?\d[\d.,]*(?:e[+-]?\d+)?", "#", " ".join(line.split()))
 
 
-def test_the_first_example_prints_what_the_readme_shows(tmp_path):
-    shown = re.search(r"```text\n(.*?)```", section("A network"), flags=re.DOTALL)[1].splitlines()
+# Sections after the first go on from it, as in one session: smaller, and else as printed.
+SMALLER = {
+    "A network": {},
+    "Error bars": {},
+    "A matrix": {"300": "30", "90_000": "900"},
+    "An optimiser": {},
+    "A graph": {"2000": "200", "0.003": "0.03"},
+}
 
-    printed = run("-c", code("A network"), cwd=tmp_path).splitlines()
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory):
+    """What the README prints when its code is run from top to bottom, and where it was run."""
+    program = ""
+    for title, changes in SMALLER.items():
+        block = code(title)
+        for large, small in changes.items():
+            assert large in block
+            block = block.replace(large, small)
+        program += block
+    folder = tmp_path_factory.mktemp("readme")
+    return run("-c", program, cwd=folder).splitlines(), folder
+
+
+def test_every_section_of_the_readme_with_python_is_run():
+    titles = re.findall(r"^## (.*)$", README, flags=re.MULTILINE)
+    assert [title for title in titles if "```python" in section(title)] == list(SMALLER)
+    assert README.count("```python") == len(SMALLER)
+
+
+def test_the_first_example_prints_what_the_readme_shows(session):
+    shown = re.search(r"```text\n(.*?)```", section("A network"), flags=re.DOTALL)[1].splitlines()
+    printed = session[0][: len(shown)]
 
     assert [without_numbers(line) for line in printed] == [without_numbers(line) for line in shown]
     values = [[float(line.split()[0]) for line in lines if re.match(r"^ +-?\d+\.\d+ ", line)]
@@ -62,34 +86,9 @@ def test_the_first_example_prints_what_the_readme_shows(tmp_path):
     assert values[1] == pytest.approx(values[0], rel=0.05)
 
 
-# The other sections go on from the first one, as a reader would in one session. Smaller, else alike.
-SMALLER = {
-    "Error bars": {},
-    "A matrix": {"300": "30", "90_000": "900"},
-    "An optimiser": {},
-    "A graph": {"2000": "200", "0.003": "0.03"},
-}
-
-
-def test_every_section_with_python_is_run():
-    titles = re.findall(r"^## (.*)$", README, flags=re.MULTILINE)
-    with_code = [title for title in titles if "```python" in section(title)]
-    assert with_code == ["A network", *SMALLER]
-    assert README.count("```python") == len(with_code)
-
-
-def test_the_other_sections_of_the_readme_run_one_after_another(tmp_path):
-    program = code("A network")
-    for title, changes in SMALLER.items():
-        block = code(title)
-        for large, small in changes.items():
-            assert large in block
-            block = block.replace(large, small)
-        program += block
-
-    run("-c", program, cwd=tmp_path)
-
-    assert {path.name for path in tmp_path.iterdir()} == {"spectrum.png", "spectrum.safetensors"}
+def test_the_readme_runs_from_top_to_bottom(session):
+    written = {path.name for path in session[1].iterdir()}
+    assert written == {"spectrum.png", "spectrum.safetensors"}
 
 
 # Fewer epochs, steps and points; all else as it is printed.
