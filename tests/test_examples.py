@@ -1,7 +1,8 @@
-"""Every script in ``examples``, and the README's first example, runs in a process of its own."""
+"""Every script in ``examples``, and every block of code in the README, runs as it is printed."""
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,12 +11,16 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md",
+         *sorted((ROOT / "docs").glob("*.md"))]  # fmt: skip
 
 
 def run(*arguments, cwd):
     command = [sys.executable, "-W", "error", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
     assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
@@ -25,48 +30,65 @@ def test_an_example_runs(script, tmp_path):
     assert list(tmp_path.glob("found/*.safetensors"))
 
 
-NETWORK = """
-import matplotlib, torch
-matplotlib.use("Agg")
-model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 3))
-data = torch.utils.data.TensorDataset(torch.randn(40, 4), torch.randint(0, 3, (40,)))
-loader = torch.utils.data.DataLoader(data, batch_size=20)
-"""
+def section(title):
+    """The text of a section of the README."""
+    return re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", README, flags=re.DOTALL | re.MULTILINE)[1]
 
 
-def blocks():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+def code(title):
+    """The one block of Python in a section of the README."""
+    (block,) = re.findall(r"```python\n(.*?)```", section(title), flags=re.DOTALL)
+    return block
 
 
-def test_the_readme_runs_on_a_small_network(tmp_path):
-    code = blocks()[0].replace("num_steps=100", "num_steps=10")
-    code = code.replace("ritz.sharpness(risk)", "ritz.sharpness(risk, num_steps=10)")
-    run("-c", NETWORK + code, cwd=tmp_path)
+def without_numbers(line):
+    return re.sub(r"-?\d[\d.,]*(?:e[+-]?\d+)?", "#", " ".join(line.split()))
 
 
-def test_the_readme_runs_at_a_hundredth_of_its_size(tmp_path):
-    code = blocks()[1]
-    small = code.replace("300", "30").replace("90_000", "900")
-    run("-c", small, cwd=tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"spectrum.png", "spectrum.safetensors"}
+# Sections after the first go on from it, as in one session: smaller, and else as printed.
+SMALLER = {
+    "A network": {},
+    "Error bars": {},
+    "A matrix": {"300": "30", "90_000": "900"},
+    "An optimiser": {},
+    "A graph": {"2000": "200", "0.003": "0.03"},
+}
 
 
-TRAINING = """
-for epoch in range(3):
-    for x, y in loader:
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-    schedule.step()
-evaluate = lambda model: print([model(x) for x, _ in loader])
-any_torch_optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-"""
+@pytest.fixture(scope="module")
+def session(tmp_path_factory):
+    """What the README prints when its code is run from top to bottom, and where it was run."""
+    program = ""
+    for title, changes in SMALLER.items():
+        block = code(title)
+        for large, small in changes.items():
+            assert large in block
+            block = block.replace(large, small)
+        program += block
+    folder = tmp_path_factory.mktemp("readme")
+    return run("-c", program, cwd=folder).splitlines(), folder
 
 
-def test_the_readme_trains_a_small_network(tmp_path):
-    code = blocks()[2].replace("160", "1").replace("...  ", TRAINING + "#")
-    run("-c", NETWORK + "import ritz\n" + code, cwd=tmp_path)
+def test_every_section_of_the_readme_with_python_is_run():
+    titles = re.findall(r"^## (.*)$", README, flags=re.MULTILINE)
+    assert [title for title in titles if "```python" in section(title)] == list(SMALLER)
+    assert README.count("```python") == len(SMALLER)
+
+
+def test_the_first_example_prints_what_the_readme_shows(session):
+    shown = re.search(r"```text\n(.*?)```", section("A network"), flags=re.DOTALL)[1].splitlines()
+    printed = session[0][: len(shown)]
+
+    assert [without_numbers(line) for line in printed] == [without_numbers(line) for line in shown]
+    values = [[float(line.split()[0]) for line in lines if re.match(r"^ +-?\d+\.\d+ ", line)]
+              for lines in (shown, printed)]  # fmt: skip
+    assert len(values[0]) == 12
+    assert values[1] == pytest.approx(values[0], rel=0.05)
+
+
+def test_the_readme_runs_from_top_to_bottom(session):
+    written = {path.name for path in session[1].iterdir()}
+    assert written == {"spectrum.png", "spectrum.safetensors"}
 
 
 # Fewer epochs, steps and points; all else as it is printed.
@@ -79,13 +101,10 @@ QUICK = {
 }
 
 
-def test_a_model_of_ones_own_in_five_commands(tmp_path):
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_a_user_defined_model_and_data_set_in_five_commands(tmp_path):
     for name in ("model.py", "data.py"):
-        own = (ROOT / "examples" / "own" / name).read_text(encoding="utf-8")
-        assert f"```python\n{own}```" in text
-        (tmp_path / name).write_text(own, encoding="utf-8")
-    shell = re.search(r"```\n(ritz train --model model:net.*?)```", text, flags=re.DOTALL)[1]
+        shutil.copy(ROOT / "examples" / "own" / name, tmp_path)
+    shell = re.search(r"```\n(ritz train --model model:net.*?)```", README, flags=re.DOTALL)[1]
     commands = [shlex.split(line) for line in shell.splitlines()]
     assert [(command[0], command[1]) for command in commands] == [("ritz", name) for name in QUICK]
     given = [[name, *rest, *QUICK[name]] for _, name, *rest in commands]
@@ -97,8 +116,8 @@ def test_a_model_of_ones_own_in_five_commands(tmp_path):
         assert list((tmp_path / "run").glob(found)), found
 
 
-def test_the_printed_run_has_the_settings_of_the_figure_below_it():
-    text = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", "")
+def test_the_printed_run_has_the_settings_of_the_figure_above_it():
+    text = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8").replace("\\\n", "")
     printed = re.search(r"ritz train .*gadamx.*", text)[0]
     script = (ROOT / "benchmarks" / "cifar100.sh").read_text(encoding="utf-8")
     for setting in ("--lr 0.1", "--weight-decay 2.5e-3", "--schedule linear", "--evaluate-every 5"):
@@ -112,3 +131,10 @@ def test_the_printed_run_has_the_settings_of_the_figure_below_it():
 
 def test_there_are_examples():
     assert SCRIPTS
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_links_between_pages_lead_somewhere(page):
+    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
+    local = [link.partition("#")[0] for link in links if "://" not in link]
+    assert not [link for link in local if not (page.parent / link).exists()]
