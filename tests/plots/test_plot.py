@@ -116,6 +116,11 @@ RESULTS = {
     "degeneracy": (degeneracy, (1, r"where it lies, $\lambda$", "Hessian")),
     "degeneracies by epoch": (lambda: {1: degeneracy(), 2: degeneracy()}, (1, "epoch", "")),
     "degeneracies by name and epoch": (lambda: {"Hessian": {1: degeneracy()}}, (1, "epoch", "")),
+    "landscape": (lambda: ritz.landscape(network(), {"largest": torch.ones(53)}, num_points=5),
+                  (2, "step $t$", "Ritz vector of the largest value, batch norm eval")),
+    "landscape in two dimensions": (
+        lambda: measures.landscape2d(network(), torch.ones(53), torch.arange(53.0), num_points=5),
+        (1, "step along first", "batch norm eval")),
     "temperature": (lambda: measures.temperature(network()), (2, "confidence", None)),
     "reliability": (lambda: measures.temperature(network()).before, (1, "confidence", None)),
     "shrinkage": (lambda: measures.shrinkage(network(), batch_sizes=(2, 4), num_probes=4),
