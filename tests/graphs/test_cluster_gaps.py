@@ -86,8 +86,16 @@ NO_CLUSTERS = {
 }
 
 
-@pytest.mark.parametrize("method", ["auto", "krylov", "entropic"])
-@pytest.mark.parametrize("name", NO_CLUSTERS)
+def graphs_and_methods():
+    """Every graph by the default; by the others, a graph of each kind every day."""
+    daily = ("random", "attached", "rewired", "grid")
+    for name in NO_CLUSTERS:
+        yield name, "auto"
+        marks = () if name in daily else pytest.mark.slow
+        yield from (pytest.param(name, method, marks=marks) for method in ("krylov", "entropic"))
+
+
+@pytest.mark.parametrize(("name", "method"), list(graphs_and_methods()))
 def test_graphs_without_clusters_have_none(name, method):
     found = graphs.count_clusters(NO_CLUSTERS[name](), method=method, generator=seeded(3))
     assert found.count is None
