@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from ritz import Risk
-from ritz.data import Augmentation, Split, epoch_generator
+from ritz._core.random import epoch_generator
+from ritz.data import Augmentation, Split
 from ritz.data._images import channel_statistics
 
 

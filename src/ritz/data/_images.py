@@ -266,7 +266,7 @@ class Split:
 
         All that is random is drawn here: batch ``k`` is the same whenever it is asked for, and
         ``epoch[k:]`` is the rest of an interrupted epoch. Call again for the next epoch, with the
-        same generator or with that of :func:`ritz.data.epoch_generator`.
+        same generator or with that of ``epoch_generator``.
 
         Args:
             batch_size: Samples a batch; the last one may have fewer.
