@@ -182,11 +182,12 @@ def test_a_run_measured_on_labels_that_its_loss_does_not_take(pairs, refused, ca
 
 def test_a_path_from_here_holds_from_elsewhere(pairs, monkeypatch, capsys):
     (pairs / "story.txt").write_text("once upon a time there was " * 8)
-    small = ["--set-model", "hidden=4", "--set-model", "width=4", "--batch-size", "4"]
-    options = ["--set-data", "file=./story.txt", "--set-data", "length=4", *small]
+    small = ["--set-model", "hidden=4", "--set-model", "width=4", "--set-model", "depth=1",
+             "--batch-size", "4"]  # fmt: skip
+    options = ["--set-data", "file=./story.txt", "--set-data", "length=2", *small]
     assert ritz(*train("lstm", "text", *options, "--json")) == 0
     made = json.loads((pairs / "run" / "run.json").read_text())
-    assert made["data_options"] == {"file": str((pairs / "story.txt").resolve()), "length": 4}
+    assert made["data_options"] == {"file": str((pairs / "story.txt").resolve()), "length": 2}
     (pairs / "away").mkdir()
     monkeypatch.chdir(pairs / "away")
     assert ritz("spectrum", pairs / "run", "--steps", "2", "--json") == 0

@@ -52,7 +52,7 @@ def hessian(
 
     Args:
         risk: The loss at a point.
-        engine: ``auto``, ``linearized`` or ``eager``: see :class:`ritz.curvature.Products`.
+        engine: ``linearized`` (traced once), ``eager``, or ``auto``, the first if it can be traced.
         compile: Whether to compile the products.
         memory: Bytes for linearisations that are kept from product to product.
         block_size: Columns multiplied at once.
@@ -121,7 +121,7 @@ def ggn(
 
     Args:
         risk: The loss at a point; its ``loss_fn`` must be separate from the model.
-        engine: ``auto``, ``linearized`` or ``eager``: see :class:`ritz.curvature.Products`.
+        engine: ``linearized`` (traced once), ``eager``, or ``auto``, the first if it can be traced.
         compile: Whether to compile the products.
         memory: Bytes for linearisations that are kept from product to product.
         block_size: Columns multiplied at once.
@@ -235,7 +235,7 @@ def fisher(
             cross-entropy with logits or squared error.
         num_draws: Labels drawn for each sample; memory for as many copies of the targets.
         generator: Source of the labels.
-        engine: ``auto``, ``linearized`` or ``eager``: see :class:`ritz.curvature.Products`.
+        engine: ``linearized`` (traced once), ``eager``, or ``auto``, the first if it can be traced.
         compile: Whether to compile the products.
         memory: Bytes for linearisations that are kept from product to product.
         block_size: Columns multiplied at once.
@@ -278,7 +278,7 @@ def gradient_covariance(
 
     Args:
         risk: The loss at a point; its ``loss_fn`` must be separate from the model.
-        engine: ``auto``, ``linearized`` or ``eager``: see :class:`ritz.curvature.Products`.
+        engine: ``linearized`` (traced once), ``eager``, or ``auto``, the first if it can be traced.
         compile: Whether to compile the products.
         memory: Bytes for linearisations that are kept from product to product.
         block_size: Columns multiplied at once.

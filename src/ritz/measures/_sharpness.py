@@ -246,7 +246,7 @@ def sharpness(
             and ``train`` with the batches of the risk, whose size must then have been given. A
             model without batch norm has one row.
         block_size: Probes that advance side by side; what suits the operator by default.
-        engine: ``auto``, ``linearized`` or ``eager``: see :class:`ritz.curvature.Products`.
+        engine: ``linearized`` (traced once), ``eager``, or ``auto``, the first if it can be traced.
         state: Where to resume from: what the names of files begin with. What is finished is kept
             there, and the Lanczos runs on their way every ``save_interval`` seconds, with the
             vectors of their block. The result is bit for bit that of an uninterrupted run (on the

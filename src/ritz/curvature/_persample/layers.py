@@ -58,7 +58,7 @@ def block_diagonal(
         by: The blocks: regular expressions that names begin with, or lists or functions of names,
             that take every parameter once and follow the order of ``risk.theta``. By default one
             for each module that owns parameters.
-        engine: ``auto``, ``linearized`` or ``eager``: see :class:`ritz.curvature.Products`.
+        engine: ``linearized`` (traced once), ``eager``, or ``auto``, the first if it can be traced.
         memory: Bytes for linearisations that are kept, all blocks together.
     """
     check_choice("matrix", matrix, MATRICES)
