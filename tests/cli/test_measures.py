@@ -56,7 +56,7 @@ def test_a_landscape_that_stops_in_any_part_goes_on_to_the_same_files(
     arguments = ["landscape", "run", "--plane", "--points", "4", *FEW, "--json",
                  "--save-interval", "0", "--out"]  # fmt: skip
     assert ritz(*arguments, whole) == 0
-    for stage in ("cli.landscape.lanczos", "measures.landscape", "measures.landscape2d"):
+    for stage in ("spectra.lanczos", "measures.landscape", "measures.landscape2d"):
         torn = tmp_path / stage
         with stopping_after(4, f"ritz.{stage}", monkeypatch):
             assert ritz(*arguments, torn) == 1
