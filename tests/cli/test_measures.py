@@ -20,7 +20,7 @@ def test_sharpness_of_a_run_in_both_modes(here, finished, tmp_path, capsys):
     assert "Lanczos" in err
     found = library.load(tmp_path / "sharpness-steps6-probes2.safetensors")
     assert isinstance(found, Sharpness)
-    assert [(row.kind, row.batch_norm) for row in found.rows] == [
+    assert [(row.matrix, row.batch_norm) for row in found.rows] == [
         (kind, mode) for mode in ("eval", "train") for kind in ("hessian", "ggn")
     ]
 
@@ -31,7 +31,7 @@ def test_sharpness_of_one_matrix_for_machines(here, finished, tmp_path, capsys):
     out, err = capsys.readouterr()
     rows = json.loads(out)["result"]["sharpness"]["rows"]
     assert err == ""
-    assert [(row["kind"], row["batch_norm"]) for row in rows] == [("ggn", "train")]
+    assert [(row["matrix"], row["batch_norm"]) for row in rows] == [("ggn", "train")]
 
 
 def test_a_landscape_with_its_plane_and_test_data(here, finished, tmp_path, capsys):

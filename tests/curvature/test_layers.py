@@ -44,5 +44,5 @@ def test_blocks_must_be_a_partition_in_order(layered, by, error, match):
 
 
 def test_blocks_have_a_kind(layered):
-    with pytest.raises(ValueError, match="kind must be one of hessian, ggn"):
+    with pytest.raises(ValueError, match="matrix must be one of hessian, ggn"):
         block_diagonal(layered, matrix="fisher")

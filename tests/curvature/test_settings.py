@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from ritz.curvature._risk.modes import searched_convolutions
+from ritz._core.modes import searched_convolutions
 
 
 @pytest.mark.parametrize("wanted", [True, False])

@@ -323,7 +323,7 @@ def test_products_that_are_none(options, match):
 
 def test_kinds_and_blocks_that_are_none():
     risk = case("mlp").risk()
-    with pytest.raises(ValueError, match="kind must be one of hessian, ggn"):
+    with pytest.raises(ValueError, match="matrix must be one of hessian, ggn"):
         curvature_operator(risk, "fisher")
     with pytest.raises(ValueError, match="kind must be one of"):
         fisher(risk, kind="exact")

@@ -6,6 +6,7 @@ import torch
 
 from ritz import data
 from ritz._core.registry import UnknownNameError
+from ritz.data._images import SPLIT_SEED
 
 NAMES = (
     "cifar10", "cifar100", "digits", "fashion-mnist", "folder", "imagenet32", "mnist", "ptb",
@@ -46,7 +47,7 @@ def test_digits_are_embedded():
     assert found.shape == (1, 8, 8)
     assert int(found.train.inputs.max()) == 240
     assert set(found.train.targets.tolist()) == set(range(10))
-    assert found.split_seed == data.SPLIT_SEED
+    assert found.split_seed == SPLIT_SEED
 
 
 def test_digits_without_scikit_learn(monkeypatch):

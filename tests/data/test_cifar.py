@@ -8,6 +8,7 @@ import torch
 from data.formats import cifar_bytes, python2_list, python2_pickle, python2_text
 
 from ritz import data
+from ritz.data._images import held_out
 
 
 def test_cifar100_is_read_as_it_was_written(write_cifar100):
@@ -76,7 +77,7 @@ def test_a_malicious_file_is_refused_and_nothing_in_it_runs(write_cifar100, tmp_
 def test_a_split_of_45_to_5_is_fixed(write_cifar100):
     root, (train, _) = write_cifar100((100, 5))
     found = data.load("cifar100", data_dir=root, validation=10)
-    stay, out = data.held_out(100, 10)
+    stay, out = held_out(100, 10)
     assert (len(found.train), len(found.validation), found.split_seed) == (90, 10, 0)
     np.testing.assert_array_equal(found.train.inputs.numpy(), train[stay.numpy()])
     assert found.validation.targets.tolist() == out.tolist()

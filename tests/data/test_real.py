@@ -9,6 +9,7 @@ import torch
 
 from ritz import data
 from ritz._core.random import epoch_generator
+from ritz.data._images import held_out
 
 pytestmark = pytest.mark.slow
 
@@ -62,7 +63,7 @@ def test_mnist_pixels_are_those_of_the_file():
 
 def test_cifar_in_45_000_and_5_000():
     whole, cut = load("cifar100"), load("cifar100", validation=5000)
-    stay, out = data.held_out(50_000, 5000)
+    stay, out = held_out(50_000, 5000)
     assert torch.equal(cut.train.inputs, whole.train.inputs[stay])
     assert torch.equal(cut.validation.targets, whole.train.targets[out])
     assert torch.equal(cut.mean, whole.mean)

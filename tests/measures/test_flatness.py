@@ -45,7 +45,7 @@ def check_row(row, matrix, num_probes):
     assert len(row.negative_mass.samples) == num_probes
     kernel = float((values.abs() < roundoff).double().mean())
     assert kernel > 0
-    if row.kind == "ggn":
+    if row.matrix == "ggn":
         assert_within_stderr(row.degeneracy.mass, kernel)
         assert abs(float(row.degeneracy.value.mean)) < roundoff
     else:  # with the nearest eigenvalue beside it
@@ -64,9 +64,12 @@ def plain():
 
 def test_every_number_of_a_full_krylov_run_agrees_with_dense(plain):
     risk, report = plain
-    assert [(row.kind, row.batch_norm) for row in report.rows] == [("hessian", None), ("ggn", None)]
+    assert [(row.matrix, row.batch_norm) for row in report.rows] == [
+        ("hessian", None),
+        ("ggn", None),
+    ]
     for row in report.rows:
-        matrix = curvature_operator(risk, row.kind, engine="eager").dense()
+        matrix = curvature_operator(risk, row.matrix, engine="eager").dense()
         check_row(row, matrix, 12)
 
 
@@ -74,11 +77,11 @@ def test_both_modes_of_batch_norm_agree_with_dense():
     risk = normed()
     size = risk.space.size
     report = sharpness(risk, num_steps=size, num_probes=8, engine="eager", generator=seeded(6))
-    found = [(row.batch_norm, row.kind) for row in report.rows]
+    found = [(row.batch_norm, row.matrix) for row in report.rows]
     assert found == [(m, k) for m in ("eval", "train") for k in ("hessian", "ggn")]
     for row in report.rows:
         part = risk.with_batch_norm(row.batch_norm)
-        check_row(row, curvature_operator(part, row.kind, engine="eager").dense(), 8)
+        check_row(row, curvature_operator(part, row.matrix, engine="eager").dense(), 8)
         assert report.summaries[row.batch_norm].loss == pytest.approx(part.loss(), rel=1e-12)
 
 
@@ -93,7 +96,7 @@ def test_the_products_reported_are_those_spent():
 
 def test_a_trace_is_exact_where_the_structure_knows_it(monkeypatch):
     risk = risk_of(network())
-    options = {"num_steps": 3, "num_probes": 2, "kinds": ("ggn",), "engine": "eager"}
+    options = {"num_steps": 3, "num_probes": 2, "matrices": ("ggn",), "engine": "eager"}
     for known, method in ((7.0, "exact, by structure"), (None, "Lanczos quadrature")):
         monkeypatch.setattr("ritz.measures._sharpness.exact_trace", lambda op, known=known: known)
         monkeypatch.setattr("ritz.measures._sharpness.structure_note", lambda op: "structure")
@@ -106,7 +109,7 @@ def test_a_trace_is_exact_where_the_structure_knows_it(monkeypatch):
 @pytest.mark.parametrize("num_probes", [1, 2, 3])
 def test_the_frobenius_norm_is_not_below_the_spectral_norm(num_probes):
     risk = risk_of(network())
-    options = {"num_steps": 6, "num_probes": num_probes, "kinds": ("ggn",), "engine": "eager"}
+    options = {"num_steps": 6, "num_probes": num_probes, "matrices": ("ggn",), "engine": "eager"}
     raised = 0
     for seed in range(10):
         (row,) = sharpness(risk, generator=seeded(seed), **options).rows
@@ -119,7 +122,7 @@ def test_the_frobenius_norm_is_not_below_the_spectral_norm(num_probes):
 
 def test_eigenvalues_that_every_probe_found_are_not_sampled():
     risk = risk_of(network())
-    options = {"num_probes": 4, "kinds": ("ggn",), "engine": "eager", "generator": seeded(5)}
+    options = {"num_probes": 4, "matrices": ("ggn",), "engine": "eager", "generator": seeded(5)}
     (row,) = sharpness(risk, num_steps=risk.space.size, **options).rows
     split = re.search(r"(\d+) eigenvalues split off", row.frobenius_norm.method)
     values = torch.linalg.eigvalsh(curvature_operator(risk, "ggn", engine="eager").dense())
@@ -131,7 +134,7 @@ def test_eigenvalues_that_every_probe_found_are_not_sampled():
 
 def test_rows_have_the_same_probes_and_blocks_change_nothing():
     risk = risk_of(network())
-    options = {"num_steps": 4, "num_probes": 3, "kinds": ("ggn", "ggn"), "engine": "eager"}
+    options = {"num_steps": 4, "num_probes": 3, "matrices": ("ggn", "ggn"), "engine": "eager"}
     one = sharpness(risk, **options)
     assert torch.equal(one.rows[0].frobenius_norm.samples, one.rows[1].frobenius_norm.samples)
     two = sharpness(risk, block_size=1, **options)
@@ -141,7 +144,7 @@ def test_rows_have_the_same_probes_and_blocks_change_nothing():
 
 
 def test_the_default_of_a_recomputed_risk_is_recomputed():
-    options = {"num_steps": 2, "num_probes": 2, "kinds": ("ggn",), "engine": "eager"}
+    options = {"num_steps": 2, "num_probes": 2, "matrices": ("ggn",), "engine": "eager"}
     report = sharpness(normed(batch_norm="recomputed"), **options)
     assert [row.batch_norm for row in report.rows] == ["recomputed", "train"]
     chosen = sharpness(normed(), batch_norm="train", **options)
@@ -201,9 +204,9 @@ def test_the_model_is_left_as_it_was():
         ({"num_steps": 0}, "num_steps must be between 1 and 31, got 0"),
         ({"num_steps": 32}, "num_steps must be between 1 and 31, got 32"),
         ({"num_probes": 0}, "num_probes must be at least 1, got 0"),
-        ({"kinds": ()}, r"kinds must be a sequence of hessian, ggn; got \(\)"),
-        ({"kinds": "ggn"}, "kinds must be a sequence of hessian, ggn; got 'ggn'"),
-        ({"kinds": ("fisher",)}, "kinds must be one of hessian, ggn; got 'fisher'"),
+        ({"matrices": ()}, r"matrices must be a sequence of hessian, ggn; got \(\)"),
+        ({"matrices": "ggn"}, "matrices must be a sequence of hessian, ggn; got 'ggn'"),
+        ({"matrices": ("fisher",)}, "matrices must be one of hessian, ggn; got 'fisher'"),
         ({"batch_norm": "both"}, "batch_norm must be one of train, eval, recomputed; got 'both'"),
         ({"batch_norm": ()}, "batch_norm must hold at least one mode, got none"),
     ],

@@ -204,7 +204,7 @@ def test_shrinkage_is_saved_and_loaded(risk, tmp_path):
         ({"group_size": 0}, ValueError, "group_size must be between 1 and 12, got 0"),
         ({"group_size": 13}, ValueError, "group_size must be between 1 and 12, got 13"),
         ({"num_probes": 1}, ValueError, "num_probes must be at least 2, got 1"),
-        ({"kind": "fisher"}, ValueError, "kind must be one of hessian, ggn; got 'fisher'"),
+        ({"matrix": "fisher"}, ValueError, "matrix must be one of hessian, ggn; got 'fisher'"),
         ({"along": torch.ones(31).double()}, ValueError, "unit length, got one of length 5.5"),
         ({"along": torch.ones(3).double()}, ValueError, r"along must be \(31,\)"),
     ],

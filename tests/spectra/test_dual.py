@@ -5,8 +5,7 @@ import pytest
 import torch
 from numpy.polynomial.legendre import leggauss
 
-from ritz.spectra import Solution
-from ritz.spectra._maxent.dual import Grid, chebyshev, log_mass, minimise
+from ritz.spectra._maxent.dual import Grid, Solution, chebyshev, log_mass, minimise
 
 M = 7
 

@@ -109,7 +109,7 @@ def test_too_few_steps_are_said_and_raise_when_asked():
     ):
         assert found.status.outcome == "max_steps"
         assert found.num_products == 10
-        with pytest.raises(RuntimeError, match="raise num_steps"):
+        with pytest.raises(RuntimeError, match="raise max_steps"):
             found.raise_if_failed()
 
 

@@ -212,9 +212,9 @@ sys.path.insert(0, {TESTS!r})
 import signal
 from training.texts import recurrent, text
 from training.test_resume import Interrupt
-from ritz.training import fit, runs
+from ritz.training import _run, fit
 
-runs.AGREEMENT = 1
+_run.AGREEMENT = 1
 common = dict(num_epochs=2, batch_size=5, optimizer_settings={{"lr": 0.2}}, checkpoint=folder,
               validation=text(90, seed=1))
 first = fit(recurrent(), text(), monitors=[Interrupt(3, signal.SIGTERM)], **common)

@@ -139,7 +139,7 @@ def test_a_run_is_resumed_with_the_same_settings(tmp_path):
         ({"quantities": ["norm"]}, "quantities must be one of"),
         ({"every": 0}, "every must be at least 1"),
         ({"unit": "hour"}, "unit must be one of step, epoch"),
-        ({"kind": "fisher"}, "kind must be one of"),
+        ({"matrix": "fisher"}, "matrix must be one of"),
         ({"num_probes": 1}, "num_probes must be at least 2"),
         ({"num_steps": 0}, "num_steps must be at least 1"),
     ],

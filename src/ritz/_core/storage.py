@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib
-import itertools
 import json
 import math
 import os
@@ -217,8 +216,10 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 def _class_key(cls: type) -> str:
     """The name of a class in files, by its public module, so that code inside may move."""
-    public = itertools.takewhile(lambda part: not part.startswith("_"), cls.__module__.split("."))
-    return f"{'.'.join(public)}:{cls.__qualname__}"
+    module = cls.__module__
+    if module.startswith("ritz."):
+        module = module.partition("._")[0]
+    return f"{module}:{cls.__qualname__}"
 
 
 def _find_class(key: str) -> type:

@@ -105,7 +105,7 @@ def rank_degeneracy(
     Reference: Section 3.2 of *Flatness is a False Friend*.
     """
     check_choice("matrix", matrix, MATRICES)
-    runs = [spectra] if isinstance(spectra, Spectrum) else list(spectra)
+    runs = list(spectra) if isinstance(spectra, Sequence) else [spectra]
     if not runs:
         raise ValueError("spectra must hold at least one spectrum, got none")
     for run in runs:
