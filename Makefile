@@ -9,7 +9,7 @@ FAST := not slow and not gpu
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format lint types test-slow test-gpu test-peers bench clean
+.PHONY: help demo test coverage check format lint types test-slow test-gpu test-peers bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -17,9 +17,11 @@ help: ## list the targets
 demo: $(VENV)/.ready ## train a small network on digits; its spectra, sharpness and landscape
 	@$(BIN)/python -m ritz demo --out out/demo
 
-test: $(VENV)/.ready ## run the fast tests, the doctests and the examples; report coverage
-	$(BIN)/python -m pytest -q --doctest-modules src tests -m "$(FAST)" --cov --cov-report=term \
-		-n 2 --dist loadfile
+test: $(VENV)/.ready ## run the fast tests, the doctests and the examples
+	$(BIN)/python -m pytest -q --doctest-modules src tests -m "$(FAST)" -n 2 --dist loadfile $(OPTIONS)
+
+coverage: OPTIONS := --cov --cov-report=term
+coverage: test ## the same with the coverage of the code, which takes a third longer
 
 check: format lint types test ## all that must pass before a change goes in
 

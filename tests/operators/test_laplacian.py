@@ -240,7 +240,7 @@ WRONG = {
     "as_operator of a graph": (
         lambda: as_operator(nx.path_graph(2)),
         TypeError,
-        r"a graph has several: choose one with ritz.operators.LaplacianOperator",
+        r"a graph has several: choose one with ritz.graphs.laplacian",
     ),
 }
 

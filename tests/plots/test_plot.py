@@ -98,7 +98,8 @@ RESULTS = {
                            (1, r"eigenvalue $\lambda$", "")),
     "entropic density": (lambda: ritz.maxent(ritz.moments(symmetric(), num_moments=6)),
                          (1, r"eigenvalue $\lambda$", "")),
-    "density of a graph": (lambda: graphs.density(ring()), (1, r"eigenvalue $\lambda$", "")),
+    "density of a graph": (lambda: graphs.density(ring()),
+                           (1, r"eigenvalue $\lambda$", "Normalised Laplacian")),
     "densities": (lambda: {"a": ritz.density(symmetric()), "b": graphs.density(ring())},
                   (1, r"eigenvalue $\lambda$", "")),
     "number": (lambda: ritz.trace(symmetric(), method="hutchinson", num_probes=5),
@@ -189,7 +190,7 @@ def test_a_class_of_a_user_is_registered():
 
 
 def test_a_number_that_was_not_sampled_is_to_be_printed():
-    with pytest.raises(ValueError, match="Estimate, which has no picture; print it"):
+    with pytest.raises(ValueError, match="an Estimate without samples has no plot, print it"):
         plots.plot(ritz.trace(symmetric(), method="exact"))
 
 

@@ -4,8 +4,9 @@ import networkx
 import pytest
 import torch
 
+import ritz
 from ritz import Density, density
-from ritz.operators import FunctionOperator
+from ritz.operators import DenseOperator, FunctionOperator
 from ritz.spectra import Moments, PolynomialDensity
 from ritz.testing import wigner, with_spectrum
 
@@ -274,3 +275,16 @@ def test_a_density_says_what_it_is(discrete, polynomial):
 def test_misuse_names_the_argument(bad, match):
     with pytest.raises(ValueError, match=match):
         density(torch.eye(3), **({"num_steps": 2} | bad))
+
+
+@pytest.mark.parametrize("method", ["lanczos", "kpm"])
+def test_a_density_names_its_matrix_and_mode(method, tmp_path):
+    op = DenseOperator(torch.diag(torch.arange(1.0, 21.0)))
+    op.origin = {"matrix": "hessian", "batch_norm": "eval"}
+    found = ritz.density(op, method=method, num_probes=2, num_steps=10)
+    ritz.save(found, tmp_path / "density")
+    again = ritz.load(tmp_path / "density")
+    assert (again.matrix, again.batch_norm) == ("hessian", "eval")
+    assert ritz.maxent(ritz.moments(op, num_moments=6)).matrix == "hessian"
+    if method == "lanczos":
+        assert found.smoothed().matrix == "hessian"

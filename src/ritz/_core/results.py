@@ -92,6 +92,11 @@ class Estimate:
         return f"{value}  [{self.method}, {self.num_products} products; {self.status}]"
 
 
+def plain_estimate(estimate: Estimate) -> str:
+    """``mean ± stderr`` of a number, and nothing else."""
+    return format_uncertain(float(estimate.mean), float(estimate.stderr))
+
+
 def format_uncertain(mean: float, stderr: float) -> str:
     """``mean ± stderr`` with two digits of the error and the mean to the same place."""
     if not (math.isfinite(mean) and math.isfinite(stderr)) or stderr == 0:

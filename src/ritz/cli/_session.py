@@ -262,7 +262,7 @@ class Opened:
             raise
 
     def matrices(self, asked: str) -> tuple[Any, ...]:
-        """The kinds of matrix that ``--matrix`` names."""
+        """The matrices that ``--matrix`` names."""
         if asked != "hessian" and self.loss_fn is None:
             raise ValueError(f"--matrix {asked}: the Gauss-Newton matrix is of the outputs and a "
                              "loss of them, and with --loss model the network returns the loss "

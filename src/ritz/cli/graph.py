@@ -123,8 +123,13 @@ Files = Annotated[list[Path], typer.Argument(metavar="FILE...", help="Graphs, tw
 Out = Annotated[Path | None, typer.Option("--out", help="Picture to write, such as x.png.")]
 Directed = Annotated[str, typer.Option("--directed", help="drop directions, or refuse them.")]
 Largest = Annotated[bool, typer.Option("--largest", help="Take the largest component alone.")]
-Moments = Annotated[int | None, typer.Option("--moments", help="Moments of the spectrum.")]
-Probes = Annotated[int | None, typer.Option("--probes", help="Random probes.")]
+Moments = Annotated[
+    int | None,
+    typer.Option("--moments", help="Moments of the spectrum; 100 by default, 80 for clusters."),
+]
+Probes = Annotated[
+    int | None, typer.Option("--probes", help="Random probes; 64 by default, 100 for clusters.")
+]
 Method = Annotated[str, typer.Option("--method", help="auto, krylov, entropic or lanczos.")]
 DensityMethod = Annotated[
     Literal["maxent", "lanczos", "kpm"],
@@ -205,13 +210,15 @@ def density(
         | {
             "mean": found.moment(1),
             "mean_square": found.moment(2),
-            "mass_below_0.1": found.mass(found.support[0] - 1.0, 0.1),
         }
     )
+    text = f"{graph}\n{matrix}: {found}"
+    if matrix != "adjacency":  # eigenvalues from 0 on, of which the small ones speak of clusters
+        facts["mass_below_0.1"] = found.mass(found.support[0] - 1.0, 0.1)
+        text += f"\nmass below 0.1: {facts['mass_below_0.1']:.4g}"
     if method == "maxent":
         alphas, status = ritz.studies.describe(found.alphas), str(found.status)
         facts |= {"entropy": found.entropy, "alphas": alphas, "status": status}
-    text = f"{graph}\n{found}\nmass below 0.1: {facts['mass_below_0.1']:.4g}"
     _print(facts, text, json, write_picture(out, lambda: density_figure(found, file.name)))
 
 

@@ -96,7 +96,7 @@ def command(
         set_data=set_data, loss=loss, data_dir=data_dir, samples=samples, batch_size=batch_size,
         device=device, precision=precision, seed=seed,
     ))  # fmt: skip
-    kinds = opened.matrices(matrix)
+    matrices = opened.matrices(matrix)
     with (
         writing(out or opened.folder) as folder,
         States(folder, opened, save_interval=save_interval, split=split, steps=steps,
@@ -106,13 +106,13 @@ def command(
         names = Names(command, opened, split=split, steps=steps, vectors=vectors)
         found: dict[str, ritz.Spectrum] = {}
         files: list[Path] = []
-        for kind in kinds:
+        for chosen in matrices:
             for mode in _modes(opened, batch_norm):
                 part = risk.with_batch_norm(mode)
-                title = TITLES[kind] + (f", batch norm {mode}" if opened.has_batch_norm else "")
-                name = f"spectrum-{kind}" + (f"-{mode}" if opened.has_batch_norm else "")
+                title = TITLES[chosen] + (f", batch norm {mode}" if opened.has_batch_norm else "")
+                name = f"spectrum-{chosen}" + (f"-{mode}" if opened.has_batch_norm else "")
                 found[title] = lanczos(
-                    curvature_operator(part, kind), num_steps=min(steps, part.space.size),
+                    curvature_operator(part, chosen), num_steps=min(steps, part.space.size),
                     vectors=vectors, state=states.path(name), save_interval=save_interval,
                     generator=torch.Generator().manual_seed(seed), progress=not json,
                 )  # fmt: skip

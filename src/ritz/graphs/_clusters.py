@@ -200,7 +200,7 @@ def sample_entropic(
     generator: torch.Generator,
     progress: bool | Progress,
 ) -> Sampled:
-    """Return the entropic spectrum with its gap (THESIS Algorithm 5)."""
+    """Return the entropic spectrum with its gap (Algorithm 5)."""
     found = moments(
         graph,
         num_moments=num_moments,

@@ -341,6 +341,7 @@ def _exact_moments(
         num_products=graph.num_nodes,
         status=Status(outcome="completed", message="exact, from all eigenvalues"),
         seed=generator.initial_seed(),
+        matrix=matrix,
     )
 
 

@@ -13,6 +13,7 @@ from ritz.graphs._graph import Graph
 from ritz.graphs._random import (
     barabasi_albert,
     erdos_renyi,
+    first_of_equals,
     graph_of,
     stochastic_block_model,
     watts_strogatz,
@@ -242,7 +243,7 @@ def _switched(ends: Tensor, n: int, generator: torch.Generator) -> Tensor:
     ends = ends.clone()
     for _ in range(ROUNDS):
         keys = ends.amin(0) * n + ends.amax(0)
-        bad = ((ends[0] == ends[1]) | ~_first_of_equals(keys)).nonzero()[:, 0]
+        bad = ((ends[0] == ends[1]) | ~first_of_equals(keys)).nonzero()[:, 0]
         if not len(bad):
             break
         partners = torch.randint(0, ends.shape[1], (len(bad),), generator=generator)
@@ -252,15 +253,8 @@ def _switched(ends: Tensor, n: int, generator: torch.Generator) -> Tensor:
         fine &= ~torch.isin(first, keys) & ~torch.isin(second, keys)
         # Two exchanges at once must neither make the same edge nor take the same partner.
         both = torch.cat([first, second])
-        alone = _first_of_equals(both) & _first_of_equals(both.flip(0)).flip(0)
-        fine &= alone[: len(bad)] & alone[len(bad) :] & _first_of_equals(partners)
+        alone = first_of_equals(both) & first_of_equals(both.flip(0)).flip(0)
+        fine &= alone[: len(bad)] & alone[len(bad) :] & first_of_equals(partners)
         fine &= ~torch.isin(partners, bad)
         ends[1, bad[fine]], ends[1, partners[fine]] = new[1, fine], new[3, fine]
     return ends
-
-
-def _first_of_equals(keys: Tensor) -> Tensor:
-    ordered, order = keys.sort(stable=True)
-    first = torch.ones(len(keys), dtype=torch.bool)
-    first[order[1:]] = ordered[1:] != ordered[:-1]
-    return first

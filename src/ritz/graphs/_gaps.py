@@ -98,7 +98,7 @@ def find_gap(density: Density, *, num_moments: int, bulk: float) -> Gap | NoGap:
 def low_stretches(density: Density, *, num_moments: int, bulk: float) -> list[Gap] | NoGap:
     r"""Return the stretches where the density is low beside both its sides, ascending.
 
-    The first minimum (THESIS Algorithm 5) may lie within the band of the clusters: what is low is
+    The first minimum (Algorithm 5) may lie within the band of the clusters: what is low is
     below ``LOW`` times the mean on the left and the mean between it and the middle of the bulk.
     Means, as the height of an atom says nothing.
 

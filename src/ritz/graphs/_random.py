@@ -202,7 +202,7 @@ def ring_edges(n: int, num_neighbors: int, p: float, generator: torch.Generator)
         # At least half of all vertices are free for each edge on average: this ends soon.
         ends = torch.randint(0, n, (len(pending),), generator=generator)
         keys = _pair_keys(start[pending], ends, n)
-        free = (start[pending] != ends) & ~torch.isin(keys, taken) & _first_of_equals(keys)
+        free = (start[pending] != ends) & ~torch.isin(keys, taken) & first_of_equals(keys)
         end[pending[free]] = ends[free]
         taken = torch.cat([taken, keys[free]])
         pending = pending[~free]
@@ -220,7 +220,7 @@ def _crowded_ring_edges(n: int, num_neighbors: int, p: float, generator: torch.G
     for _ in range(ROUNDS):
         ends = torch.randint(0, n, (len(pending),), generator=generator)
         u = start[pending]
-        free = ~taken[u, ends] & _first_of_equals(_pair_keys(u, ends, n))
+        free = ~taken[u, ends] & first_of_equals(_pair_keys(u, ends, n))
         _move(taken, start, end, pending[free], ends[free])
         pending = pending[~free]
     for edge in pending:
@@ -241,7 +241,7 @@ def _pair_keys(u: Tensor, v: Tensor, n: int) -> Tensor:
     return torch.minimum(u, v) * n + torch.maximum(u, v)
 
 
-def _first_of_equals(keys: Tensor) -> Tensor:
+def first_of_equals(keys: Tensor) -> Tensor:
     ordered, order = keys.sort(stable=True)
     first = torch.ones(len(keys), dtype=torch.bool)
     first[order[1:]] = ordered[1:] != ordered[:-1]
@@ -344,9 +344,10 @@ def cluster_graph(
 ) -> Graph:
     r"""Return disconnected random graphs to which a few edges between them are added.
 
-    The networks of THESIS 3.7.1.1: ``[30] * 9`` to ``[30] * 240`` for Table 3.2, and mixed
-    clusters with the sizes of :func:`cluster_sizes` for Fig. 3.5. The spectrum of the normalised
-    Laplacian has one small eigenvalue a cluster while links are few beside the edges within.
+    The networks of *Spectral Machine Learning*, section 3.7.1.1: ``[30] * 9`` to ``[30] * 240`` for
+    Table 3.2, and mixed clusters with the sizes of :func:`cluster_sizes` for Fig. 3.5. The
+    normalised Laplacian has one small eigenvalue per cluster while links are few beside the edges
+    within.
 
     Args:
         sizes: Vertices of each cluster; clusters follow each other.
@@ -389,7 +390,7 @@ def cluster_sizes(
 
     Args:
         num_clusters: How many; 305 with 201,600 vertices between 500 and 1000, or 1355 with
-            404,420 between 200 and 400, in THESIS Fig. 3.5.
+            404,420 between 200 and 400, in *Spectral Machine Learning* Fig. 3.5.
         num_nodes: Their sum.
         low: The least.
         high: The largest.

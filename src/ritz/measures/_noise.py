@@ -11,7 +11,7 @@ from ritz._core.checks import check_count, check_tensor
 from ritz._core.distributed import world_size
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import Probe, probes, resolve_generator
-from ritz._core.results import Estimate, Status, format_uncertain
+from ritz._core.results import Estimate, Status, format_uncertain, plain_estimate
 from ritz._core.sampling import check_samples, column_dots, stderr
 from ritz._core.storage import storable
 from ritz.curvature import Risk, curvature_operator
@@ -47,7 +47,8 @@ class Shrinkage:
         lines = [
             f"Shrinkage of the {self.matrix} towards m I, {self.num_parameters:,} parameters, "
             f"{self.num_samples:,} samples",
-            f"  |H - m I|_F^2 = {_plain(self.signal)}, P sigma^2 = {_plain(self.variance)}",
+            f"  |H - m I|_F^2 = {plain_estimate(self.signal)}, "
+            f"P sigma^2 = {plain_estimate(self.variance)}",
             f"  {'batch':>10}  beta",
         ]
         for size, mean, error in zip(
@@ -334,7 +335,3 @@ def _signal(
         status=Status(outcome="completed", message=f"{num_probes} probes"),
         seed=generator.initial_seed(),
     )
-
-
-def _plain(estimate: Estimate) -> str:
-    return format_uncertain(float(estimate.mean), float(estimate.stderr))

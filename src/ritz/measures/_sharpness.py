@@ -14,7 +14,7 @@ from ritz._core.checks import check_choice, check_count, check_range
 from ritz._core.modes import BATCH_NORM_MODES, BatchNormMode, batch_norms
 from ritz._core.progress import Progress
 from ritz._core.random import probes, resolve_generator
-from ritz._core.results import Estimate, Status, format_uncertain
+from ritz._core.results import Estimate, Status, plain_estimate
 from ritz._core.sampling import stderr
 from ritz._core.storage import digest, storable
 from ritz.curvature import CurvatureOperator, Risk, curvature_operator, summary
@@ -491,16 +491,12 @@ def _column(row: SharpnessRow, at: Summary) -> dict[str, str]:
         "  residual": "" if residual is None else f"{float(residual):.1g}",
         "largest": f"{row.largest:.6g}",
         "smallest": f"{row.smallest:.4g}",
-        "trace": _plain(row.trace),
-        "mean eigenvalue": _plain(row.mean_eigenvalue),
-        "Frobenius norm": _plain(row.frobenius_norm),
-        "negative mass": _plain(row.negative_mass),
+        "trace": plain_estimate(row.trace),
+        "mean eigenvalue": plain_estimate(row.mean_eigenvalue),
+        "Frobenius norm": plain_estimate(row.frobenius_norm),
+        "negative mass": plain_estimate(row.negative_mass),
         "  undecided": "" if undecided is None else f"{float(undecided):.2g}",
-        "mass at the origin": _plain(mass),
+        "mass at the origin": plain_estimate(mass),
         "  which is at": f"{float(value.mean):.2g} ± {float(value.stderr):.1g}",
         "products": f"{row.num_products:,}",
     }
-
-
-def _plain(estimate: Estimate) -> str:
-    return format_uncertain(float(estimate.mean), float(estimate.stderr))

@@ -52,10 +52,10 @@ def as_operator(x: OperatorLike) -> LinearOperator:
         return DenseOperator(torch.from_numpy(np.require(x, requirements=["C", "W"])))
     if isinstance(x, ScipyOperator):
         return _from_scipy(x)
-    if is_networkx(x):
+    if is_networkx(x) or type(x).__module__.startswith("ritz.graphs"):
         raise TypeError(
             "op must be one matrix, and a graph has several: "
-            "choose one with ritz.operators.LaplacianOperator(graph, matrix=...)"
+            "choose one with ritz.graphs.laplacian(graph, matrix=...)"
         )
     raise TypeError(
         "op must be a ritz operator, a symmetric tensor or array, a SciPy sparse matrix or a SciPy "

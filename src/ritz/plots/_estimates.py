@@ -34,8 +34,7 @@ def draw_estimate(estimate: Estimate, ax: "Axes") -> None:
     if estimate.mean.ndim:
         _draw_array(estimate, ax)
     elif estimate.samples is None:
-        raise ValueError(f"result must have samples or be an array, got a single number as an "
-                         f"Estimate, which has no picture; print it: {estimate}")  # fmt: skip
+        raise ValueError(f"an Estimate without samples has no plot, print it: {estimate}")
     else:
         _draw_samples(estimate, ax)
 

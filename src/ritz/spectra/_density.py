@@ -37,6 +37,8 @@ class DiscreteDensity:
         dimension: Order ``n`` of the operator.
         num_products: Products spent.
         seed: Seed of the probes.
+        matrix: Which matrix of a network or graph it is; ``None`` if unknown.
+        batch_norm: The batch-norm mode of the network; ``None`` without batch norm.
     """
 
     nodes: Tensor
@@ -45,6 +47,8 @@ class DiscreteDensity:
     dimension: int
     num_products: int
     seed: int
+    matrix: str | None = None
+    batch_norm: str | None = None
 
     @property
     def support(self) -> tuple[float, float]:
@@ -126,6 +130,16 @@ class SmoothedDensity(SampledDensity):
     width: float
 
     @property
+    def matrix(self) -> str | None:
+        """Which matrix of a network or graph it is; ``None`` if unknown."""
+        return self.discrete.matrix
+
+    @property
+    def batch_norm(self) -> str | None:
+        """The batch-norm mode of the network; ``None`` without batch norm."""
+        return self.discrete.batch_norm
+
+    @property
     def support(self) -> tuple[float, float]:
         """The nodes and five widths beyond."""
         low, high = self.discrete.support
@@ -185,6 +199,16 @@ class PolynomialDensity(SampledDensity):
 
     moments: Moments
     dimension: int
+
+    @property
+    def matrix(self) -> str | None:
+        """Which matrix of a network or graph it is; ``None`` if unknown."""
+        return self.moments.matrix
+
+    @property
+    def batch_norm(self) -> str | None:
+        """The batch-norm mode of the network; ``None`` without batch norm."""
+        return self.moments.batch_norm
 
     @property
     def support(self) -> tuple[float, float]:
@@ -362,4 +386,6 @@ def _discrete(
         dimension=op.shape[0],
         num_products=spent,
         seed=generator.initial_seed(),
+        matrix=op.origin.get("matrix"),
+        batch_norm=op.origin.get("batch_norm"),
     )

@@ -37,6 +37,8 @@ class Moments:
         num_products: Products with single vectors that were spent, bounds included.
         status: Whether the accuracy asked for was reached.
         seed: Seed of the generator.
+        matrix: Which matrix of a network or graph it is; ``None`` if unknown.
+        batch_norm: The batch-norm mode of the network; ``None`` without batch norm.
     """
 
     mean: Tensor
@@ -47,6 +49,8 @@ class Moments:
     num_products: int
     status: Status
     seed: int
+    matrix: str | None = None
+    batch_norm: str | None = None
 
     def raise_if_failed(self) -> None:
         """Raise :class:`ritz.NotConvergedError` unless the accuracy asked for was reached."""
@@ -136,6 +140,8 @@ def moments(
         num_products=spent + len(samples) * ((num_moments + 1) // 2),
         status=status,
         seed=generator.initial_seed(),
+        matrix=op.origin.get("matrix"),
+        batch_norm=op.origin.get("batch_norm"),
     )
 
 

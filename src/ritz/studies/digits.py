@@ -247,7 +247,9 @@ def _landscapes(
 def _folded(model: nn.Module, calibration: Temperature, images: Any, config: Config) -> float:
     folded = fold_batch_norm(scaled(model, calibration))
     op = hessian(Risk(folded, cross_entropy, images), engine=config.engine)
-    return float(eigenpairs(op, largest=1, rtol=1e-2, generator=_generator(config)).values[-1])
+    return float(
+        eigenpairs(op, largest=1, rtol=1e-2, vectors=False, generator=_generator(config)).values[-1]
+    )
 
 
 def _records(trained: TrainingResult) -> list[dict[str, Any]]:

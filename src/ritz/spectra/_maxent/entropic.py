@@ -44,6 +44,8 @@ class EntropicDensity:
             then.
         relaxation: By how much the largest variance exceeds what was asked for; 0 where no moment
             was relaxed.
+        matrix: Which matrix of a network or graph it is; ``None`` if unknown.
+        batch_norm: The batch-norm mode of the network; ``None`` without batch norm.
     """
 
     alphas: Tensor
@@ -57,6 +59,8 @@ class EntropicDensity:
     num_steps: int
     status: Status
     relaxation: float = 0.0
+    matrix: str | None = None
+    batch_norm: str | None = None
 
     @property
     def support(self) -> tuple[float, float]:

@@ -1,6 +1,6 @@
 """Densities of maximum entropy from moments."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict, Unpack, overload
 
 import numpy as np
@@ -224,6 +224,8 @@ def maxent(
         found, ridge = solver.solved(targets[rows], asked)
         part = _Part(solver, found, ridge, asked[0], targets[rows], roundoff[rows])
         densities += part.densities(given.interval, prior)
+    if isinstance(moments, Moments):
+        return replace(densities[0], matrix=moments.matrix, batch_norm=moments.batch_norm)
     return tuple(densities) if given.raw.ndim == 2 else densities[0]
 
 
