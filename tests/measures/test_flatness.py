@@ -87,7 +87,7 @@ def test_both_modes_of_batch_norm_agree_with_dense():
 
 def test_the_products_reported_are_those_spent():
     risk = risk_of(network())
-    report = sharpness(risk, num_steps=5, num_probes=3, matrices=("ggn",), engine="eager")
+    report = sharpness(risk, num_steps=5, num_probes=3, matrix="ggn", engine="eager")
     (row,) = report.rows
     assert (row.num_products, report.num_steps, report.num_probes) == (15, 5, 3)
     assert row.frobenius_norm.num_products == 15
@@ -96,7 +96,7 @@ def test_the_products_reported_are_those_spent():
 
 def test_a_trace_is_exact_where_the_structure_knows_it(monkeypatch):
     risk = risk_of(network())
-    options = {"num_steps": 3, "num_probes": 2, "matrices": ("ggn",), "engine": "eager"}
+    options = {"num_steps": 3, "num_probes": 2, "matrix": ("ggn",), "engine": "eager"}
     for known, method in ((7.0, "exact, by structure"), (None, "Lanczos quadrature")):
         monkeypatch.setattr("ritz.measures._sharpness.exact_trace", lambda op, known=known: known)
         monkeypatch.setattr("ritz.measures._sharpness.structure_note", lambda op: "structure")
@@ -109,7 +109,7 @@ def test_a_trace_is_exact_where_the_structure_knows_it(monkeypatch):
 @pytest.mark.parametrize("num_probes", [1, 2, 3])
 def test_the_frobenius_norm_is_not_below_the_spectral_norm(num_probes):
     risk = risk_of(network())
-    options = {"num_steps": 6, "num_probes": num_probes, "matrices": ("ggn",), "engine": "eager"}
+    options = {"num_steps": 6, "num_probes": num_probes, "matrix": ("ggn",), "engine": "eager"}
     raised = 0
     for seed in range(10):
         (row,) = sharpness(risk, generator=seeded(seed), **options).rows
@@ -122,7 +122,7 @@ def test_the_frobenius_norm_is_not_below_the_spectral_norm(num_probes):
 
 def test_eigenvalues_that_every_probe_found_are_not_sampled():
     risk = risk_of(network())
-    options = {"num_probes": 4, "matrices": ("ggn",), "engine": "eager", "generator": seeded(5)}
+    options = {"num_probes": 4, "matrix": ("ggn",), "engine": "eager", "generator": seeded(5)}
     (row,) = sharpness(risk, num_steps=risk.space.size, **options).rows
     split = re.search(r"(\d+) eigenvalues split off", row.frobenius_norm.method)
     values = torch.linalg.eigvalsh(curvature_operator(risk, "ggn", engine="eager").dense())
@@ -134,7 +134,7 @@ def test_eigenvalues_that_every_probe_found_are_not_sampled():
 
 def test_rows_have_the_same_probes_and_blocks_change_nothing():
     risk = risk_of(network())
-    options = {"num_steps": 4, "num_probes": 3, "matrices": ("ggn", "ggn"), "engine": "eager"}
+    options = {"num_steps": 4, "num_probes": 3, "matrix": ("ggn", "ggn"), "engine": "eager"}
     one = sharpness(risk, **options)
     assert torch.equal(one.rows[0].frobenius_norm.samples, one.rows[1].frobenius_norm.samples)
     two = sharpness(risk, block_size=1, **options)
@@ -144,7 +144,7 @@ def test_rows_have_the_same_probes_and_blocks_change_nothing():
 
 
 def test_the_default_of_a_recomputed_risk_is_recomputed():
-    options = {"num_steps": 2, "num_probes": 2, "matrices": ("ggn",), "engine": "eager"}
+    options = {"num_steps": 2, "num_probes": 2, "matrix": ("ggn",), "engine": "eager"}
     report = sharpness(normed(batch_norm="recomputed"), **options)
     assert [row.batch_norm for row in report.rows] == ["recomputed", "train"]
     chosen = sharpness(normed(), batch_norm="train", **options)
@@ -204,9 +204,8 @@ def test_the_model_is_left_as_it_was():
         ({"num_steps": 0}, "num_steps must be between 1 and 31, got 0"),
         ({"num_steps": 32}, "num_steps must be between 1 and 31, got 32"),
         ({"num_probes": 0}, "num_probes must be at least 1, got 0"),
-        ({"matrices": ()}, r"matrices must be a sequence of hessian, ggn; got \(\)"),
-        ({"matrices": "ggn"}, "matrices must be a sequence of hessian, ggn; got 'ggn'"),
-        ({"matrices": ("fisher",)}, "matrices must be one of hessian, ggn; got 'fisher'"),
+        ({"matrix": ()}, r"matrix must be one or several of hessian, ggn; got \(\)"),
+        ({"matrix": ("fisher",)}, "matrix must be one of hessian, ggn; got 'fisher'"),
         ({"batch_norm": "both"}, "batch_norm must be one of train, eval, recomputed; got 'both'"),
         ({"batch_norm": ()}, "batch_norm must hold at least one mode, got none"),
     ],
@@ -220,9 +219,9 @@ def test_what_is_zero_within_its_residuals_is_told_of_the_negative_mass():
     risk = risk_of(network())
     matrix = curvature_operator(risk, "hessian").dense()
     truth = float((torch.linalg.eigvalsh(matrix) < -1e-9).double().mean())
-    few = sharpness(
-        risk, num_steps=6, num_probes=8, matrices=["hessian"], generator=seeded(3)
-    ).rows[0]
+    few = sharpness(risk, num_steps=6, num_probes=8, matrix=["hessian"], generator=seeded(3)).rows[
+        0
+    ]
     low, undecided = few.negative_mass, float(few.negative_mass.truncation)
     noise = 4 * float(low.stderr)
     assert undecided > 0.05

@@ -255,7 +255,7 @@ data = torch.randn(17, 3).double(), torch.randint(3, (17,))
 split, alone = (Risk(model, functional.cross_entropy, data, batch_size=6, sharing=sharing)
                 for sharing in ("split", "none"))
 assert rank_bound(split) == rank_bound(alone)
-found, same = (sharpness(risk, num_steps=3, num_probes=2, engine="eager", matrices=("hessian",))
+found, same = (sharpness(risk, num_steps=3, num_probes=2, engine="eager", matrix="hessian")
                for risk in (split, alone))
 torch.testing.assert_close(found.rows[0].trace.mean, same.rows[0].trace.mean)
 try:

@@ -40,7 +40,7 @@ def stopped(state, *, after):
 
 @pytest.mark.slow
 def test_stopped_in_every_step_it_ends_with_the_same_file(tmp_path):
-    one = {"matrices": ("ggn",), "batch_norm": "train"}
+    one = {"matrix": ("ggn",), "batch_norm": "train"}
     expected = measured(risk(), **one)
     total, stops = BLOCKS * STEPS, 0
     while stops < total:

@@ -96,7 +96,7 @@ def command(
             opened.risk(split),
             num_steps=steps,
             num_probes=probes,
-            matrices=matrices,
+            matrix=matrices,
             batch_norm=modes,
             state=states.path("sharpness"),
             save_interval=save_interval,

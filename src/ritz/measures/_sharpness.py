@@ -212,7 +212,7 @@ def sharpness(
     *,
     num_steps: int | None = None,
     num_probes: int = 8,
-    matrices: Sequence[CurvatureMatrix] = ("hessian", "ggn"),
+    matrix: CurvatureMatrix | Sequence[CurvatureMatrix] = ("hessian", "ggn"),
     batch_norm: BatchNormMode | Sequence[BatchNormMode] | None = None,
     block_size: int | None = None,
     engine: EngineName = "auto",
@@ -241,7 +241,7 @@ def sharpness(
         num_steps: Lanczos steps ``m`` a probe; by default 100, or ``P`` if that is less.
         num_probes: Random start vectors. An error bar of ``d`` of them, a standard error, is itself
             uncertain by a share of about :math:`1 / \sqrt{2 (d - 1)}`; one has none.
-        matrices: Which of ``hessian`` and ``ggn``.
+        matrix: ``hessian``, ``ggn`` or a sequence of them.
         batch_norm: Mode or modes; by default both ``eval`` (or ``recomputed``, if the risk is so)
             and ``train`` with the batches of the risk, whose size must then have been given. A
             model without batch norm has one row.
@@ -262,10 +262,11 @@ def sharpness(
     num_steps = min(100, size) if num_steps is None else num_steps
     check_count("num_steps", num_steps, high=size)
     check_count("num_probes", num_probes)
-    if isinstance(matrices, str) or not matrices:
-        raise ValueError(f"matrices must be a sequence of {', '.join(MATRICES)}; got {matrices!r}")
-    for matrix in matrices:
-        check_choice("matrices", matrix, MATRICES)
+    wanted: Sequence[CurvatureMatrix] = (matrix,) if isinstance(matrix, str) else matrix
+    if not wanted:
+        raise ValueError(f"matrix must be one or several of {', '.join(MATRICES)}; got {matrix!r}")
+    for name in wanted:
+        check_choice("matrix", name, MATRICES)
     check_range("save_interval", save_interval, low=0.0)
     generator = resolve_generator(generator)
     start = probes(
@@ -282,9 +283,9 @@ def sharpness(
     rows, summaries = [], {}
     for mode, part in _modes(risk, batch_norm):
         summaries[mode or ""] = _summary(journal, part, mode)
-        for matrix in matrices:
-            op = curvature_operator(part, matrix, engine=engine, block_size=block_size)
-            rows.append(_row(journal, op, run, start, matrix, mode, generator.initial_seed()))
+        for name in wanted:
+            op = curvature_operator(part, name, engine=engine, block_size=block_size)
+            rows.append(_row(journal, op, run, start, name, mode, generator.initial_seed()))
     return Sharpness(
         rows=tuple(rows),
         summaries=summaries,
