@@ -58,7 +58,7 @@ def test_bad_input_is_one_line(finished, spectra, tmp_path, refused):
     (tmp_path / "x.safetensors").write_bytes(b"")
     assert "truncated or not a safetensors file" in refused("plot", tmp_path / "x.safetensors")
     library.save(library.trace(torch.eye(3)), tmp_path / "trace.safetensors")
-    assert "an Estimate without samples has no plot" in refused("plot", tmp_path / "trace.safetensors")
+    assert "Estimate without samples has no plot" in refused("plot", tmp_path / "trace.safetensors")
     both = [spectra[0], tmp_path / "trace.safetensors"]
     assert "must all be spectra" in refused("plot", *both, "--out", tmp_path / "x.png")
     (tmp_path / "empty.jsonl").write_text("")
