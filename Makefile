@@ -21,7 +21,7 @@ test: $(VENV)/.ready ## run the fast tests, the doctests and the examples
 	$(BIN)/python -m pytest -q --doctest-modules src tests -m "$(FAST)" -n 2 --dist loadfile $(OPTIONS)
 
 coverage: OPTIONS := --cov --cov-report=term
-coverage: test ## the same with the coverage of the code, which takes a third longer
+coverage: test ## the same with the coverage of the code, which takes half as long again
 
 check: format lint types test ## all that must pass before a change goes in
 
