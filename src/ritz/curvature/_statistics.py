@@ -208,7 +208,7 @@ def gradient_statistics(
         risk: The loss at a point.
         by: ``sample``, or ``batch`` (also for batch statistics, where there is no other).
         chunk_size: Samples whose gradients are held at once.
-        progress: Whether to show a bar, or what to tell.
+        progress: Show a progress bar, or a :class:`Progress` to report to.
 
     Reference: Section 5 and Fig. 2 of *Interplay Between Optimization and Generalization of SGD
     with Covariance Noise*.

@@ -324,7 +324,7 @@ def count_clusters(
         max_vectors: Most vectors for ``krylov``; as many as 4 GiB hold by default. Where these are
             too few ``auto`` is as ``entropic``, and says so.
         generator: Source of all randomness.
-        progress: Whether to show a bar, or what to tell.
+        progress: Show a progress bar, or a :class:`Progress` to report to.
 
     Reference: Section 3.7 of *Spectral Machine Learning*.
 

@@ -373,7 +373,7 @@ def fit(
         num_draws: Graphs drawn at each value.
         num_repeats: Graphs drawn to find how well the parameter is known.
         generator: Source of all randomness.
-        progress: Whether to show a bar, or what to tell.
+        progress: Show a progress bar, or a :class:`Progress` to report to.
 
     Reference: Sections 3.6.1 and 3.6.2 of *Spectral Machine Learning*.
     """

@@ -44,7 +44,7 @@ def spectral_clusters(
             of components.
         max_steps: Most products of a Lanczos run.
         generator: Source of the start vectors.
-        progress: Whether to show a bar, or what to tell.
+        progress: Show a progress bar, or a :class:`Progress` to report to.
 
     Raises:
         ValueError: Fewer clusters than components, or more than vertices.

@@ -189,7 +189,7 @@ def similarity(
         dtype: As for :func:`ritz.graphs.moments`.
         device: As for :func:`ritz.graphs.moments`.
         generator: Source of all probes.
-        progress: Whether to show a bar, or what to tell.
+        progress: Show a progress bar, or a :class:`Progress` to report to.
 
     Reference: Equation 3.12 and section 3.6 of *Spectral Machine Learning*.
 

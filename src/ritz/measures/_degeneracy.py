@@ -1,6 +1,6 @@
 """How much of a spectrum lies at the origin, and how much must."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,7 +105,7 @@ def rank_degeneracy(
     Reference: Section 3.2 of *Flatness is a False Friend*.
     """
     check_choice("matrix", matrix, MATRICES)
-    runs = list(spectra) if isinstance(spectra, Sequence) else [spectra]
+    runs = list(spectra) if isinstance(spectra, Iterable) else [spectra]
     if not runs:
         raise ValueError("spectra must hold at least one spectrum, got none")
     for run in runs:

@@ -268,7 +268,7 @@ def landscape(
             the data are the same. The files stay when the run ends; their names begin with that
             of the file.
         save_interval: Seconds between saves.
-        progress: Whether to show a bar, or what to tell.
+        progress: Show a progress bar, or a :class:`Progress` to report to.
 
     Reference: section 4.2 and Table 4.3 of *Spectral Machine Learning*; Li et al. (2018).
     """
@@ -324,7 +324,7 @@ def landscape2d(
         batch_norm: Mode for both risks in place of their own; see :func:`landscape`.
         state: File to resume from, and to save to; see :func:`landscape`.
         save_interval: Seconds between saves.
-        progress: Whether to show a bar, or what to tell.
+        progress: Show a progress bar, or a :class:`Progress` to report to.
     """
     check_count("num_points", num_points, low=2)
     check_direction("first", first, risk)

@@ -104,7 +104,7 @@ def curvature_variance(
             :math:`V(v)` along each, exact for ``g = 1``.
         probe: ``rademacher`` or ``gaussian``, each then of unit length.
         generator: Source of groups and probes.
-        progress: Whether to show a bar, or what to tell.
+        progress: Show a progress bar, or a :class:`Progress` to report to.
 
     Reference: Algorithm 8 of *Spectral Machine Learning*, corrected.
     """
@@ -157,7 +157,7 @@ def shrinkage(
         group_size: Samples that stand for one; see :func:`curvature_variance`.
         num_probes: Random vectors for either part.
         generator: Source of groups and probes.
-        progress: Whether to show a bar, or what to tell.
+        progress: Show a progress bar, or a :class:`Progress` to report to.
 
     Reference: Ledoit and Wolf (2004), for matrices of which only products are known.
     """

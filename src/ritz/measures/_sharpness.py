@@ -254,7 +254,7 @@ def sharpness(
             finished, which are small, stay when the run ends.
         save_interval: Seconds between saves.
         generator: Source of the start vectors.
-        progress: Whether to show bars, or what to tell.
+        progress: Show progress bars, or a :class:`Progress` to report to.
 
     Reference: *Flatness is a False Friend*.
     """

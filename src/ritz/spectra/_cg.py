@@ -76,7 +76,7 @@ def solve(
         preconditioner: Symmetric positive definite approximate inverse of :math:`A`: an operator
             or a function on blocks.
         initial: Where to start, like ``b``; zero by default.
-        progress: Whether to show a bar, or what to tell.
+        progress: Show a progress bar, or a :class:`Progress` to report to.
 
     Raises:
         NotPositiveDefiniteError: A direction ``p`` with :math:`p^\top A p \le 0` turned up.

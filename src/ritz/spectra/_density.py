@@ -310,7 +310,7 @@ def density(
         block_size: Probes multiplied at once; what suits the operator by default.
         probe: ``rademacher`` or ``gaussian``.
         generator: Source of the probes.
-        progress: Whether to show a bar, or what to tell.
+        progress: Show a progress bar, or a :class:`Progress` to report to.
 
     Reference: Section 4.4 of *Spectral Machine Learning*; Lin, Saad and Yang (2016).
 

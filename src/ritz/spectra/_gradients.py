@@ -292,7 +292,7 @@ def logdet_gradient(
         max_steps: Most steps.
         rank: Of the preconditioner.
         generator: Source of the vectors.
-        progress: Whether to show a bar, or what to tell.
+        progress: Show a progress bar, or a :class:`Progress` to report to.
 
     Returns:
         An estimate for each of ``op.parameters``, of the shape of the parameter.

@@ -59,7 +59,7 @@ def inverse_form(
             precision.
         max_steps: Most steps; ``n`` or 1000 by default, whichever is more.
         rank: Of the preconditioner.
-        progress: Whether to show a bar, or what to tell.
+        progress: Show a progress bar, or a :class:`Progress` to report to.
     """
     op = as_operator(op)
     estimate, x = _solved(op, y, rtol, max_steps, rank, progress)
@@ -104,7 +104,7 @@ def log_likelihood(
         rtol: Of :func:`inverse_form`.
         rank: Of the preconditioner.
         generator: Source of the vectors.
-        progress: Whether to show a bar, or what to tell.
+        progress: Show a progress bar, or a :class:`Progress` to report to.
 
     Example:
         >>> import torch

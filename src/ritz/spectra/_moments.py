@@ -102,7 +102,7 @@ def moments(
         block_size: Probes multiplied at once; what suits the operator by default.
         probe: ``rademacher`` or ``gaussian``.
         generator: Source of the probes.
-        progress: Whether to show a bar, or what to tell.
+        progress: Show a progress bar, or a :class:`Progress` to report to.
 
     Raises:
         ValueError: The interval does not hold the spectrum, or the operator is not symmetric (seen

@@ -52,7 +52,7 @@ def trace(
         max_probes: Most probes for that; the status says if they were not enough.
         probe: ``rademacher`` or ``gaussian``, for ``hutchinson`` and ``hutch++``.
         generator: Source of the probes.
-        progress: Whether to show a bar, or what to tell.
+        progress: Show a progress bar, or a :class:`Progress` to report to.
 
     Reference: Hutchinson (1990); Meyer, Musco, Musco and Woodruff (2021); Epperly, Tropp and
     Webber (2024).
@@ -106,7 +106,7 @@ def frobenius_norm(
         max_probes: Most probes for that.
         probe: ``rademacher`` or ``gaussian``.
         generator: Source of the probes.
-        progress: Whether to show a bar, or what to tell.
+        progress: Show a progress bar, or a :class:`Progress` to report to.
     """
     op = as_operator(op)
     generator = resolve_generator(generator)
@@ -299,7 +299,7 @@ def diagonal(
         block_size: Probes multiplied at once; what suits the operator by default.
         probe: ``rademacher`` or ``gaussian``.
         generator: Source of the probes.
-        progress: Whether to show a bar, or what to tell.
+        progress: Show a progress bar, or a :class:`Progress` to report to.
 
     Reference: Bekas, Kokiopoulou and Saad (2007).
     """

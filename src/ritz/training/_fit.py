@@ -125,7 +125,7 @@ def fit(
         warmup: Length of a linear growth of the rate at the beginning, in that unit.
         average_from: Epoch, from one, in which the average begins, with the weights before it.
         average_every: Whether an iterate is averaged every ``epoch`` or every ``step``.
-        average: An average of one's own instead, on one's own optimiser.
+        average: A user-defined average instead, attached to ``optimizer``.
         statistics_fraction: Part of the training batches on which batch norm is recomputed when
             averaged weights are evaluated; at the end it is all.
         patience: Averaging begins after so many evaluations without a better loss, and training
@@ -154,7 +154,7 @@ def fit(
         capture: Whether steps are replayed from a CUDA graph: ``None`` where it is possible (a CUDA
             device, one process, not ``float16``, an optimiser by name), ``True`` or an error.
         deterministic: Whether torch is held to algorithms that give the same bits every time.
-        progress: Whether to show a bar with rate and time left, or what to tell.
+        progress: Show a progress bar, or a :class:`Progress` to report to.
 
     Raises:
         CheckpointError: A checkpoint cannot be written: the disk is full, the folder read-only, or

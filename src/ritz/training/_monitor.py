@@ -44,7 +44,7 @@ class CurvatureMonitor:
 
     The model, its gradients and buffers, its mode and the global generators are left as they are:
     weights are bit for bit those of a run without. Every measurement has the same seed, so what
-    changes over time is not the luck of the probes. In a loop of one's own::
+    changes over time is not the luck of the probes. In your own training loop::
 
         monitor = CurvatureMonitor((inputs, targets), every=100, log="curvature.jsonl")
         for step, batch in enumerate(batches, start=1):

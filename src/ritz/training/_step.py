@@ -81,7 +81,7 @@ class CarriedState:
 def carried_state(adapter: Adapter, *, wanted: bool) -> CarriedState | None:
     """A new state for a model that has one, where it is wanted; ``None`` for any other.
 
-    A ``forward`` of one's own calls the model as it likes, and carries nothing.
+    A user-defined ``forward`` calls the model itself, and no state is carried.
     """
     model = unwrapped(adapter.model)
     plain = adapter.custom is None and adapter.loss_fn.call is not None

@@ -96,7 +96,7 @@ def train_run(
         device: Where to train.
         resume: Whether to go on from what is there, which must be of the same run.
         monitors: As for :func:`ritz.training.fit`.
-        progress: Whether to show a bar, or what to tell.
+        progress: Show a progress bar, or a :class:`Progress` to report to.
     """
     target = Path(folder)
     begun = any((target / name).exists() for name in (NAME, WEIGHTS))

@@ -40,7 +40,7 @@ def ggn_diagonal(risk: Risk, *, progress: bool | Progress = False) -> Tensor:
     Args:
         risk: The loss at a point: cross-entropy, binary cross-entropy or squared error, of samples
             that do not depend on each other.
-        progress: Whether to show a bar of batches, or what to tell.
+        progress: Show a progress bar over batches, or a :class:`Progress` to report to.
 
     Reference: Dangel, Kunstner and Hennig (2020).
     """
@@ -55,7 +55,7 @@ def ggn_trace(risk: Risk, *, progress: bool | Progress = False) -> float:
 
     Args:
         risk: As there.
-        progress: Whether to show a bar of batches, or what to tell.
+        progress: Show a progress bar over batches, or a :class:`Progress` to report to.
     """
     return planned_trace(risk, _possible(risk, "ggn_trace()"), progress)
 

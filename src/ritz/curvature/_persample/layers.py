@@ -196,7 +196,7 @@ def kfac(
             (the loss of a label drawn from the model, one pass) or ``empirical`` (the loss itself,
             one pass).
         generator: Source of the labels.
-        progress: Whether to show a bar of batches, or what to tell.
+        progress: Show a progress bar over batches, or a :class:`Progress` to report to.
 
     Reference: Martens and Grosse (2015); Grosse and Martens (2016), equation 30; Eschenhagen,
     Immer, Turner, Schneider and Hennig (2023), expand setting; Bernacchia, Lengyel and

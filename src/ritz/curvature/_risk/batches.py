@@ -107,7 +107,7 @@ class Batches:
                     self._marks.append(_fingerprint(batch))
                 room -= _bytes(batch)
                 if held is not None and room >= 0:
-                    # An iterable of one's own may write every batch into the same memory.
+                    # A user-defined iterable may write every batch into the same memory.
                     fresh = not loads or isinstance(source, DataLoader)
                     held.append(self._placed(batch if fresh else tree_map(_copied, batch)))
                 else:

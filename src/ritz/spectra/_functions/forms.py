@@ -27,7 +27,7 @@ class Budget:
         floor: A number below the spectrum, if one is known.
         rtol: Relative error at which to stop, if any.
         generator: Source of the vectors.
-        progress: Whether to show a bar, or what to tell.
+        progress: Show a progress bar, or a :class:`Progress` to report to.
     """
 
     num_products: int

@@ -191,7 +191,7 @@ def logdet(
             are spent than it takes, and the status says whether it was reached. For ``auto`` 1e-3
             by default.
         generator: Source of the vectors.
-        progress: Whether to show a bar, or what to tell.
+        progress: Show a progress bar, or a :class:`Progress` to report to.
 
     Raises:
         NotPositiveDefiniteError: A Ritz value or pivot is not positive; the message has it.

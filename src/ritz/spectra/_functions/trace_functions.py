@@ -90,7 +90,7 @@ def trace_function(
         reorthogonalize: ``none``, ``partial`` or ``full``.
         probe: ``rademacher`` or ``gaussian``.
         generator: Source of the probes.
-        progress: Whether to show a bar, or what to tell.
+        progress: Show a progress bar, or a :class:`Progress` to report to.
 
     Reference: Golub and Meurant (1994); Ubaru, Chen and Saad (2017); Chen and Hallman (2023) for
     ``krylov``.

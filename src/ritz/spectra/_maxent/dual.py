@@ -370,7 +370,7 @@ def log_prior(prior: Prior, x: Tensor, interval: tuple[float, float]) -> Tensor:
 
     Args:
         prior: ``flat``; ``semicircle`` on the interval; ``marchenko_pastur`` with the interval's
-            ends as its edges; ``log_uniform``, :math:`1/x`; or a density of one's own, positive
+            ends as its edges; ``log_uniform``, :math:`1/x`; or a user-defined density, positive
             inside the interval.
         x: Points, any shape.
         interval: ``(a, b)``; ``a`` must be positive for the last two named ones.
