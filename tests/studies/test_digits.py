@@ -72,7 +72,7 @@ def test_whole_it_learns_and_its_parts_agree():
     found = run(Config())
     assert found.training.metrics["test_accuracy"] > 0.95
     row = found.sharpness.rows[0]
-    assert (row.kind, row.batch_norm) == ("hessian", "eval")
+    assert (row.matrix, row.batch_norm) == ("hessian", "eval")
     # Both have converged: 60 steps and 30 agree to single precision.
     assert row.largest == pytest.approx(float(found.spectra[digits.FIRST].values[-1]), rel=1e-5)
     assert 0 < found.folded < row.largest
