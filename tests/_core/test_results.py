@@ -57,3 +57,30 @@ def test_an_estimate_reads_well():
 )
 def test_the_error_sets_the_digits(mean, stderr, text):
     assert format_uncertain(mean, stderr) == text
+
+
+def test_a_mean_over_samples_has_their_standard_error():
+    samples = torch.tensor([[1.0, 2.0], [3.0, 2.0], [5.0, 2.0]])
+    mean = Estimate.of(samples, method="probes", num_products=3, seed=7)
+    torch.testing.assert_close(mean.mean, torch.tensor([3.0, 2.0]))
+    torch.testing.assert_close(mean.stderr, torch.tensor([2 / 3**0.5, 0.0]))
+    assert (mean.status.message, mean.seed) == ("3 probes", 7)
+
+
+def test_an_exact_value_has_no_error():
+    exact = Estimate.exact(2.5, method="exact, by structure")
+    assert (float(exact), float(exact.stderr), exact.samples, exact.truncation) == (
+        2.5,
+        0,
+        None,
+        None,
+    )
+    assert exact.mean.dtype == torch.float64
+
+
+def test_a_negative_factor_leaves_errors_positive():
+    scaled = estimate(
+        2.0, 0.5, truncation=torch.tensor(0.25), samples=torch.tensor([1.0, 3.0])
+    ).scaled(-2)
+    assert (float(scaled), float(scaled.stderr), float(scaled.truncation)) == (-4.0, 1.0, 0.5)
+    assert scaled.samples.tolist() == [-2.0, -6.0]

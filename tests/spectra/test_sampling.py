@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import ritz
-from ritz._core.results import Status
-from ritz._core.sampling import CHUNK, Sampling, accuracy, check_samples, column_dots, stderr
+from ritz._core.results import Status, stderr
+from ritz._core.sampling import CHUNK, Sampling, accuracy, check_samples, column_dots
 from ritz._core.storage import load, save
 from ritz.operators import FunctionOperator
 from ritz.testing import assert_within_stderr, with_spectrum

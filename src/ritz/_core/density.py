@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ritz._core.sampling import stderr
+from ritz._core.results import stderr
 
 Band = tuple[Tensor, Tensor]
 

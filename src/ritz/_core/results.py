@@ -1,9 +1,10 @@
 """Results that say how good they are: ``Status`` and ``Estimate``."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from ritz._core.storage import storable
@@ -74,6 +75,62 @@ class Estimate:
     status: Status
     seed: int | None = None
 
+    @classmethod
+    def exact(
+        cls,
+        value: float | Tensor,
+        *,
+        method: str,
+        num_products: int = 0,
+        truncation: Tensor | None = None,
+        status: Status | None = None,
+        seed: int | None = None,
+    ) -> "Estimate":
+        """Return an estimate that was not sampled; a float becomes a float64 tensor."""
+        mean = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+        return cls(
+            mean=mean,
+            stderr=torch.zeros_like(mean),
+            truncation=truncation,
+            num_products=num_products,
+            method=method,
+            status=status or Status(outcome="completed", message="no sampling"),
+            seed=seed,
+        )
+
+    @classmethod
+    def of(
+        cls,
+        samples: Tensor,
+        *,
+        method: str,
+        num_products: int,
+        truncation: Tensor | None = None,
+        status: Status | None = None,
+        seed: int | None = None,
+    ) -> "Estimate":
+        """Return the mean of samples ``(num_samples, *s)`` with its standard error."""
+        return cls(
+            mean=samples.mean(0),
+            stderr=stderr(samples),
+            truncation=truncation,
+            samples=samples,
+            num_products=num_products,
+            method=method,
+            status=status or Status(outcome="completed", message=f"{len(samples)} probes"),
+            seed=seed,
+        )
+
+    def scaled(self, factor: float) -> "Estimate":
+        """Return the estimate times a number, with its errors and samples."""
+        return replace(
+            self,
+            mean=self.mean * factor,
+            stderr=self.stderr * abs(factor),
+            truncation=None if self.truncation is None else self.truncation * abs(factor),
+            samples=None if self.samples is None else self.samples * factor,
+        )
+
     def __float__(self) -> float:
         return float(self.mean.detach())
 
@@ -90,6 +147,14 @@ class Estimate:
         if self.truncation is not None:
             value += f", truncation {float(self.truncation.max()):.2g}"
         return f"{value}  [{self.method}, {self.num_products} products; {self.status}]"
+
+
+def stderr(samples: Tensor) -> Tensor:
+    """Standard error of the mean over the first axis, NaN for a single sample."""
+    if len(samples) < 2:
+        return torch.full_like(samples[0], torch.nan)
+    deviation: Tensor = samples.std(0)
+    return deviation / math.sqrt(len(samples))
 
 
 def plain_estimate(estimate: Estimate) -> str:

@@ -1,6 +1,5 @@
 """Averages over random probes: a fixed number of them, or until the error is small enough."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,7 +10,7 @@ from torch import Tensor
 from ritz._core.checks import check_count, check_range
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import Probe, probes
-from ritz._core.results import Status
+from ritz._core.results import Status, stderr
 
 # ------------------------------------------------------------------------------------------
 # Inner products of the columns of two blocks.
@@ -126,14 +125,6 @@ def check_samples(samples: Tensor, taken: int) -> None:
             "op must give finite products; "
             f"that with probe {taken + int(bad.nonzero()[0]) + 1} holds NaN or Inf, or overflows"
         )
-
-
-def stderr(samples: Tensor) -> Tensor:
-    """Standard error of the mean over the first axis, NaN for a single sample."""
-    if len(samples) < 2:
-        return torch.full_like(samples[0], torch.nan)
-    deviation: Tensor = samples.std(0)
-    return deviation / math.sqrt(len(samples))
 
 
 def accuracy(mean: float, error: float, rtol: float) -> Status:

@@ -11,8 +11,7 @@ from torch import Tensor
 from ritz._core.checks import check_choice, check_count
 from ritz._core.progress import Progress
 from ritz._core.random import resolve_generator
-from ritz._core.results import Estimate, Status
-from ritz._core.sampling import stderr
+from ritz._core.results import Estimate, Status, stderr
 from ritz.graphs._graph import Graph
 from ritz.graphs._io import GraphLike, as_graph
 from ritz.graphs._matrices import eigenvalues, exact_moments, laplacian, with_edges

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ritz._core.checks import check_choice
-from ritz._core.results import Estimate, Status, format_uncertain
-from ritz._core.sampling import stderr
+from ritz._core.results import Estimate, Status, format_uncertain, stderr
 from ritz._core.storage import storable
 from ritz.curvature import Risk
 from ritz.curvature._shared import (

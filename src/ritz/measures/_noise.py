@@ -11,8 +11,8 @@ from ritz._core.checks import check_count, check_tensor
 from ritz._core.distributed import world_size
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import Probe, probes, resolve_generator
-from ritz._core.results import Estimate, Status, format_uncertain, plain_estimate
-from ritz._core.sampling import check_samples, column_dots, stderr
+from ritz._core.results import Estimate, Status, format_uncertain, plain_estimate, stderr
+from ritz._core.sampling import check_samples, column_dots
 from ritz._core.storage import storable
 from ritz.curvature import Risk, curvature_operator
 from ritz.curvature._shared import CurvatureMatrix, batch_products

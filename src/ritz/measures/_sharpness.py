@@ -14,8 +14,7 @@ from ritz._core.checks import check_choice, check_count, check_range
 from ritz._core.modes import BATCH_NORM_MODES, BatchNormMode, batch_norms
 from ritz._core.progress import Progress
 from ritz._core.random import probes, resolve_generator
-from ritz._core.results import Estimate, Status, plain_estimate
-from ritz._core.sampling import stderr
+from ritz._core.results import Estimate, Status, plain_estimate, stderr
 from ritz._core.storage import digest, storable
 from ritz.curvature import CurvatureOperator, Risk, curvature_operator, summary
 from ritz.curvature._shared import MATRICES, CurvatureMatrix, EngineName, Summary

@@ -11,8 +11,7 @@ from torch.autograd.function import once_differentiable
 from ritz._core.checks import check_choice, check_count, check_range
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import probes, resolve_generator
-from ritz._core.results import Estimate, Status
-from ritz._core.sampling import stderr
+from ritz._core.results import Estimate, Status, stderr
 from ritz.operators import FunctionOperator, KernelOperator, LinearOperator
 from ritz.spectra._cg import NotPositiveDefiniteError
 from ritz.spectra._lanczos import Recurrence, step

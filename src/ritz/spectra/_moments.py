@@ -13,8 +13,8 @@ from torch import Tensor
 from ritz._core.checks import check_choice, check_count, check_interval
 from ritz._core.progress import Progress
 from ritz._core.random import Probe, resolve_generator
-from ritz._core.results import Status
-from ritz._core.sampling import Sampling, column_dots, stderr
+from ritz._core.results import Status, stderr
+from ritz._core.sampling import Sampling, column_dots
 from ritz._core.storage import storable
 from ritz.operators import LinearOperator, OperatorLike, as_operator
 from ritz.spectra._lanczos import Bounds, bounds

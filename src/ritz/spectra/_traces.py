@@ -9,8 +9,8 @@ from torch import Tensor
 from ritz._core.checks import check_choice
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import Probe, probes, resolve_generator
-from ritz._core.results import Estimate, Status
-from ritz._core.sampling import Sampling, accuracy, check_samples, column_dots, stderr
+from ritz._core.results import Estimate, Status, stderr
+from ritz._core.sampling import Sampling, accuracy, check_samples, column_dots
 from ritz.operators import LinearOperator, OperatorLike, as_operator, exact_diagonal, exact_trace
 from ritz.operators._shared import structure_gap, structure_note
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ritz._core.results import Estimate, Status
-from ritz._core.sampling import stderr
+from ritz._core.results import Estimate, Status, stderr
 from ritz.operators import LinearOperator
 from ritz.spectra._functions.forms import Budget, Forms, Sampler
 from ritz.spectra._functions.gauss import Function

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ritz._core.progress import Progress
-from ritz._core.sampling import stderr
+from ritz._core.results import stderr
 from ritz.operators import LinearOperator
 from ritz.spectra._functions.gauss import Brackets, Function, brackets
 from ritz.spectra._lanczos import Recurrence, Reorthogonalization, step

@@ -9,8 +9,8 @@ from torch import Tensor
 from ritz._core.checks import check_choice, check_count
 from ritz._core.progress import Progress
 from ritz._core.random import Probe, resolve_generator
-from ritz._core.results import Estimate
-from ritz._core.sampling import Sampling, column_dots, stderr
+from ritz._core.results import Estimate, stderr
+from ritz._core.sampling import Sampling, column_dots
 from ritz.operators import LinearOperator, OperatorLike, as_operator
 from ritz.spectra._functions.expansions import Expansion, by_chebyshev, by_maxent, estimated
 from ritz.spectra._functions.forms import Budget
