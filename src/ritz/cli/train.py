@@ -283,7 +283,7 @@ def _run(
     as_json: bool,
 ) -> None:
     """Build what the configuration names, train, and print how it went."""
-    from ritz.cli._session import check_pair, default_device, writing
+    from ritz.cli._session import default_device, explain_mismatch, writing
     from ritz.cli._targets import loss_function, make_data, make_model
     from ritz.training._shared import train_run
 
@@ -292,9 +292,9 @@ def _run(
     parts = make_data(config.data, data_dir=folder, options=config.data_options)
     loss_fn = loss_function(config.loss)
     model = make_model(config.model, parts=parts, options=config.model_options, seed=config.seed)
-    check_pair(model, parts, name=config.model, loss_fn=loss_fn, device=place)
     monitors = _monitors(watched, parts, config, loss_fn)
-    with writing(out) as run:
+    named = explain_mismatch(model, parts, name=config.model, loss_fn=loss_fn)
+    with writing(out) as run, named:
         result = train_run(
             config,
             model,
