@@ -26,6 +26,7 @@ from ritz._version import __version__
 T = TypeVar("T")
 
 FORMAT = 1
+LISTED = 256  # entries; JSON shows a larger tensor by its shape, or a table would fill the screen
 UNTOUCHED = 3600.0  # seconds after which nobody is writing to a file any more
 _KEY = "ritz"  # the one metadata entry of a file: JSON with format, versions, header, sha256
 _STORABLE: dict[str, type] = {}
@@ -100,6 +101,31 @@ def _alive(process: int) -> bool:
     except OSError:
         return True  # that of another user
     return True
+
+
+def to_json(value: Any, *, indent: int | None = None) -> str:
+    """Return a value as JSON text: the one dialect of ``--json``, logs and ``run.json``.
+
+    NaN and infinities become ``null``, because JSON has no number for them. A tensor becomes
+    nested lists, or its shape if it has more than 256 entries. A dataclass becomes an object of
+    its fields, without those declared with ``repr=False``, which are internal.
+    """
+    return json.dumps(_plain(value), indent=indent, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _plain(value.tolist()) if value.numel() <= LISTED else {"shape": list(value.shape)}
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    if dataclasses.is_dataclass(value):
+        shown = [field.name for field in dataclasses.fields(value) if field.repr]
+        return {name: _plain(getattr(value, name)) for name in shown}
+    return str(value) if isinstance(value, Path) else value
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
