@@ -1,10 +1,12 @@
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -304,3 +306,19 @@ def test_a_temporary_file_that_cannot_be_removed_does_not_stop_the_write(tmp_pat
     left.mkdir()
     storage.write_text(tmp_path / "some.png", "whole")
     assert (tmp_path / "some.png").read_text() == "whole"
+
+
+def test_json_has_null_for_numbers_that_are_not_finite():
+    value = {"a": [1.5, math.nan], 2: (-math.inf,), "d": torch.tensor([math.inf, 2.0])}
+    expected = {"a": [1.5, None], "2": [None], "d": [None, 2.0]}
+    assert json.loads(storage.to_json(value), parse_constant=pytest.fail) == expected
+
+
+def test_json_shows_results_without_internal_fields_and_large_tensors_by_shape():
+    @dataclass(frozen=True, slots=True)
+    class Inner:
+        values: torch.Tensor
+        work: int = dataclasses.field(repr=False)
+
+    shown = json.loads(storage.to_json([Inner(torch.zeros(257, 2), 1), Path("x.png")]))
+    assert shown == [{"values": {"shape": [257, 2]}}, "x.png"]

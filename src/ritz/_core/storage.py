@@ -26,6 +26,8 @@ from ritz._version import __version__
 T = TypeVar("T")
 
 FORMAT = 1
+# JSON shows a tensor with more entries by its shape: a table of numbers would fill the screen.
+LISTED = 256
 # A temporary file that has not changed for this many seconds is abandoned: writing one block of a
 # checkpoint takes seconds even on a slow network disk.
 UNTOUCHED = 3600.0
@@ -99,6 +101,31 @@ def _is_running(process: int) -> bool:
     except OSError:
         pass  # it exists, but belongs to another user
     return True
+
+
+def to_json(value: Any, *, indent: int | None = None) -> str:
+    """Return a value as JSON text: the one dialect of ``--json``, logs and ``run.json``.
+
+    NaN and infinities become ``null``, because JSON has no number for them. A tensor becomes
+    nested lists, or its shape if it has more than 256 entries. A dataclass becomes an object of
+    its fields, without those declared with ``repr=False``, which are internal.
+    """
+    return json.dumps(_plain(value), indent=indent, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _plain(value.tolist()) if value.numel() <= LISTED else {"shape": list(value.shape)}
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    if dataclasses.is_dataclass(value):
+        shown = [field.name for field in dataclasses.fields(value) if field.repr]
+        return {name: _plain(getattr(value, name)) for name in shown}
+    return str(value) if isinstance(value, Path) else value
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
