@@ -32,7 +32,7 @@ def arithmetic(precision: Precision | None) -> Iterator[None]:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
-        backends = (torch.backends.cuda.matmul, torch.backends.cudnn)
+        backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
         for backend in backends if precision is not None else ():
             stack.callback(setattr, backend, "allow_tf32", backend.allow_tf32)
             backend.allow_tf32 = precision == "tf32"

@@ -68,8 +68,12 @@ class Bar:
         self._stream.flush()
 
 
-class _Silent(Progress):
-    """The methods of the protocol do nothing."""
+class _Silent:
+    def start(self, label: str, total: int | None) -> None: ...
+
+    def update(self, done: int, note: str = "") -> None: ...
+
+    def finish(self) -> None: ...
 
 
 @contextmanager
