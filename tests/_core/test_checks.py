@@ -4,6 +4,7 @@ import torch
 from ritz._core.checks import (
     check_choice,
     check_count,
+    check_device,
     check_finite,
     check_range,
     check_real_floating,
@@ -89,3 +90,19 @@ def test_integer_complex_and_boolean_dtypes_are_rejected(dtype):
     check_real_floating("an operator", torch.bfloat16)
     with pytest.raises(TypeError, match="real floating-point"):
         check_real_floating("an operator", dtype)
+
+
+def test_check_device_returns_the_device_with_its_index():
+    assert check_device("cpu") == torch.device("cpu")
+    assert check_device(torch.device("meta")) == torch.device("meta")
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:x", object()])
+def test_check_device_refuses_names_torch_does_not_know(name):
+    with pytest.raises(ValueError, match="device must be cpu, cuda or cuda:<number>, got"):
+        check_device(name)
+
+
+def test_check_device_refuses_devices_that_are_not_there():
+    with pytest.raises(ValueError, match="device must be one of this machine, got 'cuda:99'"):
+        check_device("cuda:99")

@@ -79,6 +79,26 @@ def check_real_floating(name: str, dtype: "torch.dtype") -> None:
         raise TypeError(f"{name} must be of a real floating-point dtype, got {dtype}")
 
 
+def check_device(device: "str | torch.device") -> "torch.device":
+    """Return the device of a name, with its index for CUDA; raise unless this machine has it."""
+    import torch
+
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device must be cpu, cuda or cuda:<number>, got {device!r}") from error
+    if place.type != "cuda":
+        return place
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (place.index or 0) >= count:
+        raise ValueError(
+            f"device must be one of this machine, got {str(device)!r}: torch finds "
+            f"{count or 'no'} CUDA device{'s' * (count > 1)}"
+        )
+    # Tensors are on cuda:0, never on cuda: only with an index do devices compare equal.
+    return torch.device("cuda", torch.cuda.current_device() if place.index is None else place.index)
+
+
 def _interval(low: float | None, high: float | None) -> str:
     if high is None:
         return f"at least {low}"
