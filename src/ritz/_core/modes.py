@@ -1,6 +1,6 @@
 """Context managers for the modes of a computation: precision, batch norm, dropout."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import ExitStack, contextmanager
 from itertools import chain, islice
 from math import ceil
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves, tree_map
 
+from ritz._core.batches import num_rows, split_labels, to_device
 from ritz._core.checks import check_choice, check_range
 from ritz._core.distributed import Group, all_max, all_sum, world_size
 
@@ -236,7 +236,7 @@ def with_statistics(
         found = recomputed_statistics(
             plain,
             lambda batch: call(plain, batch),
-            _weighted(batches, sizes, count or _size),
+            _weighted(batches, sizes, count or num_rows),
             reduce=(lambda total: all_sum(total, group)) if shared else (lambda total: total),
         )
     if not (all_max(sum(sizes), group) if shared else sum(sizes)):
@@ -283,9 +283,7 @@ def _part(data: Iterable[Any], fraction: float) -> Iterable[Any]:
 def _placed(data: Iterable[Any], model: nn.Module) -> Iterator[tuple[Any, bool]]:
     device = next(chain(model.parameters(), model.buffers())).device
     for batch in data:
-        # Mappings of other kinds, such as what tokenizers return, as dictionaries.
-        plain = dict(batch) if isinstance(batch, Mapping) else batch
-        yield tree_map(lambda x: x.to(device) if hasattr(x, "to") else x, plain), True
+        yield to_device(batch, device), True
 
 
 def _in_step(
@@ -313,20 +311,9 @@ def _weighted(
         yield batch, float(sizes[-1])
 
 
-def _size(batch: Any) -> int:
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.ndim:
-            return len(leaf)
-    raise TypeError(f"a batch must hold a tensor whose length is the number of samples, got "
-                    f"{type(batch).__name__}: pass count= to say how many it holds")  # fmt: skip
-
-
 def _default_forward(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**{name: value for name, value in batch.items() if name != "labels"})
-    if isinstance(batch, tuple | list):
-        return model(*(batch[:-1] if len(batch) > 1 else batch))
-    return model(batch)
+    args, kwargs, _ = split_labels(batch)
+    return model(*args, **kwargs)
 
 
 @contextmanager
