@@ -110,6 +110,15 @@ def test_options_without_a_value_show_none(capsys, command):
     assert "<bool>" not in out
 
 
+def test_every_help_has_an_example_and_fits_80_columns(capsys, monkeypatch):
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 80)
+    for words in commands(typer.main.get_command(_app.build())):
+        assert _app.run([*words, "--help"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert max(map(len, lines)) <= 80, words
+        assert any(f"ritz {' '.join(words)}" in line for line in lines[8:]), words
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

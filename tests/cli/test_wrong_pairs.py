@@ -151,7 +151,7 @@ def test_a_wrong_pair_is_named_and_nothing_is_written(pairs, refused, model, dat
 def test_a_text_in_segments_that_a_model_does_not_take(pairs, refused):
     (pairs / "story.txt").write_text("once upon a time there was " * 400)
     options = ["--set-data", "file=./story.txt", "--set-data", "length=300"]
-    line = refused(*train("gpt", "text", *options, "--json"))
+    line = refused(*train("gpt", "text", *options, "--batch-size", "1", "--json"))
     assert "model gpt does not take the data text, with inputs of shape (1, 300), int64: " in line
 
 

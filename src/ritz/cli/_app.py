@@ -29,7 +29,8 @@ class Interrupted(Exception):  # noqa: N818 - nothing went wrong
 
 def build() -> typer.Typer:
     """Return the application: every module of this package without an underscore is a command."""
-    app = typer.Typer(name="ritz", no_args_is_help=True)
+    start = "Start with: ritz demo, or ritz train --help"
+    app = typer.Typer(name="ritz", no_args_is_help=True, epilog=start)
     app.callback()(_options)
     for name in (info.name for info in pkgutil.iter_modules(cli.__path__) if info.name[0] != "_"):
         module = importlib.import_module(f"{cli.__name__}.{name}")

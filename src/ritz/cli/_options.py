@@ -139,7 +139,7 @@ def flatten_options(command: Callable[..., None]) -> Callable[..., None]:
     """
     hints = get_type_hints(command, include_extras=True)
     parameters: list[inspect.Parameter] = []
-    groups = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
+    groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
     for name, parameter in inspect.signature(command).parameters.items():
         entries = {name: (parameter.default, hints[name])}
         if name in groups:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ritz._core.checks import check_device
+from ritz._core.journal import has_state, remove_state
 from ritz._core.modes import batch_norms
 from ritz._core.signals import terminate_as_interrupt
 from ritz._core.storage import digest, save
@@ -245,7 +246,8 @@ def measurement(
                 yield session
         except KeyboardInterrupt as error:
             raise Interrupted(session.progress_saved()) from error
-        session.remove_states()
+        for state in session.states:
+            remove_state(state)
     print_result(session.results, session.files, as_json=output.json)
 
 
@@ -263,6 +265,7 @@ class Measurement:
         options: Options of the command that all its results depend on.
         results: Results by title, in the order in which they were saved.
         files: Files written.
+        states: Files to resume from, which are removed once all results are saved.
     """
 
     run: Run
@@ -273,7 +276,7 @@ class Measurement:
     options: dict[str, Any]
     results: dict[str, Any] = field(default_factory=dict)
     files: list[Path] = field(default_factory=list)
-    _states: list[Path] = field(default_factory=list)
+    states: list[Path] = field(default_factory=list)
 
     @property
     def has_batch_norm(self) -> bool:
@@ -351,9 +354,9 @@ class Measurement:
         weights = digest(tensor_state(self.run.model).values())
         places = f"{weights} {self.network.data_dir} {self.network.device}"
         key = hashlib.sha256(places.encode()).hexdigest()[:16]
-        self._states.append(self.folder / f".{name}-{key}.state")
+        self.states.append(self.folder / f".{name}-{key}.state")
         return {
-            "state": self._states[-1],
+            "state": self.states[-1],
             "save_interval": self.output.save_interval,
             "progress": not self.output.json,
         }
@@ -376,16 +379,9 @@ class Measurement:
     def progress_saved(self) -> str:
         """Return the message of an interrupted command: whether it can be resumed."""
         every = f"--save-interval is {self.output.save_interval:g} s"
-        if any(path.exists() for path in self._states):
+        if any(map(has_state, self.states)):
             return f"interrupted; the same command resumes from the last save ({every})"
         return f"interrupted before the first save ({every}): the same command starts again"
-
-    def remove_states(self) -> None:
-        """Remove all states, once all results are saved."""
-        for path in self._states:
-            # A state that was being written during a kill has a prefix or a suffix.
-            for file in self.folder.glob(f"*{path.name}*"):
-                file.unlink(missing_ok=True)
 
 
 def _words(

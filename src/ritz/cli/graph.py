@@ -125,7 +125,7 @@ def density(
 ) -> None:
     """Print the spectral density of a graph, and draw it."""
     graph = graphs.read(file)
-    found = ritz.graphs.density(
+    found: Any = ritz.graphs.density(
         graph,
         method=method,
         matrix=matrix,
