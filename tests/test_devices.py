@@ -166,5 +166,5 @@ def test_a_spectrum_can_be_chosen_on_a_gpu():
 
 
 def test_a_block_on_another_device_is_refused():
-    with pytest.raises(ValueError, match=r"block must be on cuda:0, as the operator is, got cpu"):
+    with pytest.raises(ValueError, match=r"block must be on cuda:0, like the operator, got cpu"):
         as_operator(MATRIX.cuda()) @ MATRIX[:, 0]

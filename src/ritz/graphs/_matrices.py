@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ritz._core.checks import check_real_floating
+from ritz._core.checks import check_device, check_real_floating
 from ritz.graphs._graph import Graph, GraphError
 from ritz.graphs._io import GraphLike, as_graph
 from ritz.operators import LaplacianOperator
@@ -41,8 +41,7 @@ def check_place(dtype: torch.dtype, device: torch.device | str) -> None:
     check_real_floating("dtype", dtype)
     if dtype not in (torch.float32, torch.float64):
         raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device must be one that torch sees, got {str(device)!r} without CUDA")
+    check_device(device)
 
 
 def eigenvalues(graph: GraphLike, *, matrix: GraphMatrix = "normalized") -> Tensor:

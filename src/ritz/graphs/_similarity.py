@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -138,7 +138,7 @@ class Similarity:
     measure: str
     matrix: Tensor
     stderr: Tensor
-    densities: tuple[EntropicDensity, ...]
+    densities: tuple[EntropicDensity, ...] = field(repr=False)
     num_products: int
     seed: int
 
