@@ -152,9 +152,12 @@ def log_likelihood(
     def gradient() -> dict[str, Estimate]:
         gradients = _form_gradient(op, x, parameters, form)
         if isinstance(op, KernelOperator) and op.parameters:
-            options = {"num_probes": num_probes, "rank": rank}
             volumes = logdet_gradient(
-                op, method="lanczos", generator=copy_generator(state), **options
+                op,
+                method="lanczos",
+                num_probes=num_probes,
+                rank=rank,
+                generator=copy_generator(state),
             )
             for name, part in volumes.items():
                 slope, samples = gradients[name].mean, part.samples
