@@ -9,8 +9,8 @@ from ritz.operators import (
     FunctionOperator,
     exact_diagonal,
     exact_trace,
+    structure,
 )
-from ritz.operators._exact import structure_gap
 
 
 def entries(*values, dtype=torch.float64):
@@ -29,7 +29,7 @@ def test_nothing_is_known_where_one_block_knows_nothing():
     op = BlockDiagonalOperator([entries(1.0), hidden])
     assert exact_diagonal(op) is None
     assert exact_trace(op) is None
-    assert structure_gap(op) == ""
+    assert structure(op, "trace") == (None, "")
     assert float(trace(op)) == 5.0
 
 

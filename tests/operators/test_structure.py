@@ -6,6 +6,7 @@ from ritz.operators import (
     DeflatedOperator,
     DenseOperator,
     DiagonalOperator,
+    Exact,
     FunctionOperator,
     KernelOperator,
     KroneckerOperator,
@@ -15,6 +16,7 @@ from ritz.operators import (
     SparseOperator,
     exact_diagonal,
     exact_trace,
+    structure,
 )
 from ritz.operators._exact import gershgorin
 
@@ -112,5 +114,5 @@ def test_a_new_operator_can_say_what_it_knows():
         def _matmat(self, block):
             return block.clone()
 
-    exact_diagonal.register(Ones)(lambda op: torch.ones(op.shape[0], dtype=op.dtype))
+    structure.register(Ones)(lambda op, quantity: Exact(torch.ones(op.shape[0], dtype=op.dtype)))
     assert exact_trace(Ones(7, dtype=torch.float64, device="cpu")) == 7.0

@@ -1,10 +1,12 @@
-"""What an operator knows about itself without a product: diagonal, trace, bounds.
+"""Facts about an operator that need no products: diagonal, trace, bounds of the spectrum.
 
-Each function dispatches on the class and answers ``None`` where nothing is known. A new operator
-that knows better registers here: ``exact_diagonal.register(MyOperator)(function)``.
+``structure`` dispatches on the class of the operator. A new operator registers its own rule:
+``structure.register(MyOperator)(lambda op, quantity: Exact(op.entries))``.
 """
 
+from collections.abc import Callable, Sequence
 from functools import singledispatch
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,30 +24,52 @@ from ritz.operators._structured import (
     LowRankOperator,
 )
 
+Quantity = Literal["diagonal", "trace"]
+
+
+class Exact(NamedTuple):
+    """A value and how it is known, or ``None`` and why it is not known.
+
+    Attributes:
+        value: A diagonal ``(n,)``, a trace, or ``None``.
+        note: How the value was computed. Without a value, the reason, or ``""``.
+    """
+
+    value: Any
+    note: str = "structure"
+
 
 @singledispatch
+def structure(op: LinearOperator, quantity: Quantity) -> Exact:
+    """Return the diagonal or the trace of ``op``, if its structure gives it without products.
+
+    A rule may return the diagonal when the trace is asked for: its entries are summed.
+
+    Args:
+        op: The operator.
+        quantity: ``diagonal`` or ``trace``.
+    """
+    return Exact(None, "")
+
+
+def exact(op: LinearOperator, quantity: Quantity) -> Exact:
+    """Return the diagonal ``(n,)`` or the trace, a float, with how it is known; or why not."""
+    value, note = structure(op, quantity)
+    if quantity == "trace" and isinstance(value, Tensor):
+        value = float(value.double().sum())
+    return Exact(value, note)
+
+
 def exact_diagonal(op: LinearOperator) -> Tensor | None:
-    """Return the diagonal ``(n,)`` where the structure of ``op`` gives it, else ``None``."""
-    return None
+    """Return the diagonal ``(n,)`` if the structure of ``op`` gives it, else ``None``."""
+    diagonal: Tensor | None = exact(op, "diagonal").value
+    return diagonal
 
 
-@singledispatch
 def exact_trace(op: LinearOperator) -> float | None:
-    """Return the trace where the structure of ``op`` gives it, else ``None``."""
-    diagonal = exact_diagonal(op)
-    return None if diagonal is None else float(diagonal.double().sum())
-
-
-@singledispatch
-def structure_note(op: LinearOperator) -> str:
-    """Return by what the diagonal and the trace are known, where they are."""
-    return "structure"
-
-
-@singledispatch
-def structure_gap(op: LinearOperator) -> str:
-    """Return why they are not known, where there is more to say than that they are not."""
-    return ""
+    """Return the trace if the structure of ``op`` gives it, else ``None``."""
+    trace: float | None = exact(op, "trace").value
+    return trace
 
 
 @singledispatch
@@ -58,95 +82,89 @@ def gershgorin(op: LinearOperator) -> tuple[float, float] | None:
     return None
 
 
-@exact_diagonal.register
-def _(op: DenseOperator) -> Tensor | None:
-    return op.matrix.diagonal().clone()
+@structure.register
+def _(op: DenseOperator, quantity: Quantity) -> Exact:
+    return Exact(op.matrix.diagonal().clone())
 
 
-@exact_diagonal.register
-def _(op: SparseOperator) -> Tensor | None:
-    return op.rows.diagonal()
+@structure.register
+def _(op: SparseOperator, quantity: Quantity) -> Exact:
+    return Exact(op.rows.diagonal())
 
 
-@exact_diagonal.register
-def _(op: LaplacianOperator) -> Tensor | None:
+@structure.register
+def _(op: LaplacianOperator, quantity: Quantity) -> Exact:
     loops, d = op.rows.diagonal().double(), op.degrees
     walk = torch.where(d > 0, loops / d, 0.0)
     values = {
         "adjacency": loops,
+        # L = D - A
         "laplacian": d - loops,
+        # 1 - a_ii / d_i, and 0 for an isolated node
         "normalized": torch.where(d > 0, 1 - walk, 0.0),
+        # B = A - d d' / 2m
         "modularity": loops - d.square() / (op.total or 1.0),
     }
-    return values.get(op.matrix, walk).to(op.dtype)
+    return Exact(values.get(op.matrix, walk).to(op.dtype))
 
 
-@exact_diagonal.register
-def _(op: DiagonalOperator) -> Tensor | None:
-    return op.entries.clone()
+@structure.register
+def _(op: DiagonalOperator, quantity: Quantity) -> Exact:
+    return Exact(op.entries.clone())
 
 
-@exact_diagonal.register
-def _(op: LowRankOperator) -> Tensor | None:
-    return torch.einsum("nr,r,nr->n", op.factors, op.scales, op.factors) + op.entries
+@structure.register
+def _(op: LowRankOperator, quantity: Quantity) -> Exact:
+    # (U S U' + D)_ii = sum_r s_r u_ir^2 + d_i
+    return Exact(torch.einsum("nr,r,nr->n", op.factors, op.scales, op.factors) + op.entries)
 
 
-@exact_diagonal.register
-def _(op: KernelOperator) -> Tensor | None:
-    return torch.full((op.shape[0],), op.outputscale + op.noise, dtype=op.dtype, device=op.device)
+@structure.register
+def _(op: KernelOperator, quantity: Quantity) -> Exact:
+    # A stationary kernel is constant on the diagonal.
+    value = op.outputscale + op.noise
+    return Exact(torch.full((op.shape[0],), value, dtype=op.dtype, device=op.device))
 
 
-@exact_diagonal.register
-def _(op: KroneckerOperator) -> Tensor | None:
-    left, right = exact_diagonal(op.left), exact_diagonal(op.right)
-    return None if left is None or right is None else torch.kron(left, right)
+@structure.register
+def _(op: KroneckerOperator, quantity: Quantity) -> Exact:
+    return _combine([op.left, op.right], "diagonal", lambda parts: torch.kron(*parts))
 
 
-@exact_diagonal.register
-def _(op: ScaledOperator) -> Tensor | None:
-    inner = exact_diagonal(op.op)
-    return None if inner is None else op.factor * inner
+@structure.register
+def _(op: ScaledOperator, quantity: Quantity) -> Exact:
+    return _combine([op.op], "diagonal", lambda parts: op.factor * parts[0])
 
 
-@exact_diagonal.register
-def _(op: ShiftedOperator) -> Tensor | None:
-    inner = exact_diagonal(op.op)
-    return None if inner is None else inner + op.shift
+@structure.register
+def _(op: ShiftedOperator, quantity: Quantity) -> Exact:
+    return _combine([op.op], "diagonal", lambda parts: parts[0] + op.shift)
 
 
-@exact_diagonal.register
-def _(op: RestrictedOperator) -> Tensor | None:
-    inner = exact_diagonal(op.op)
-    return None if inner is None else inner[op.indices]
+@structure.register
+def _(op: RestrictedOperator, quantity: Quantity) -> Exact:
+    return _combine([op.op], "diagonal", lambda parts: parts[0][op.indices])
 
 
-@exact_diagonal.register
-def _(op: SumOperator) -> Tensor | None:
-    parts = [part for part in map(exact_diagonal, op.terms) if part is not None]
-    return torch.stack(parts).sum(0) if len(parts) == len(op.terms) else None
+@structure.register
+def _(op: SumOperator, quantity: Quantity) -> Exact:
+    return _combine(op.terms, "diagonal", lambda parts: torch.stack(parts).sum(0))
 
 
-@exact_diagonal.register
-def _(op: BlockDiagonalOperator) -> Tensor | None:
-    parts = [part for part in map(exact_diagonal, op.ops) if part is not None]
-    return torch.cat(parts) if len(parts) == len(op.ops) else None
+@structure.register
+def _(op: BlockDiagonalOperator, quantity: Quantity) -> Exact:
+    # The trace of a block may cost less than its diagonal.
+    return _combine(op.ops, quantity, torch.cat if quantity == "diagonal" else sum)
 
 
-@exact_trace.register
-def _(op: BlockDiagonalOperator) -> float | None:
-    # The trace of a block may be known at a lower price than its diagonal.
-    parts = [part for part in map(exact_trace, op.ops) if part is not None]
-    return sum(parts) if len(parts) == len(op.ops) else None
-
-
-@structure_note.register
-def _(op: BlockDiagonalOperator) -> str:
-    return "; ".join(dict.fromkeys(map(structure_note, op.ops)))
-
-
-@structure_gap.register
-def _(op: BlockDiagonalOperator) -> str:
-    return "; ".join(gap for gap in dict.fromkeys(map(structure_gap, op.ops)) if gap)
+def _combine(
+    ops: Sequence[LinearOperator], quantity: Quantity, rule: Callable[[list[Any]], Any]
+) -> Exact:
+    """Apply a rule to the values of several operators; nothing is known if one is missing."""
+    parts = [exact(op, quantity) for op in ops]
+    missing = [part for part in parts if part.value is None]
+    notes = "; ".join(dict.fromkeys(part.note for part in missing or parts if part.note))
+    return Exact(None if missing else rule([part.value for part in parts]), notes)
 
 
 @gershgorin.register

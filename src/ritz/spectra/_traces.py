@@ -11,8 +11,8 @@ from ritz._core.progress import Progress, tracking
 from ritz._core.random import Probe, probes, resolve_generator
 from ritz._core.results import Estimate, Status, stderr
 from ritz._core.sampling import Sampling, accuracy, check_samples, column_dots
-from ritz.operators import LinearOperator, OperatorLike, as_operator, exact_diagonal, exact_trace
-from ritz.operators._shared import structure_gap, structure_note
+from ritz.operators import LinearOperator, OperatorLike, as_operator
+from ritz.operators._shared import exact
 
 # ------------------------------------------------------------------------------------------
 # Traces, diagonals and norms by random probes.
@@ -64,13 +64,12 @@ def trace(
     """
     op = as_operator(op)
     check_choice("method", method, METHODS)
-    known = exact_trace(op) if method in ("auto", "exact") else None
+    known, note = exact(op, "trace") if method in ("auto", "exact") else (None, "")
     if known is not None:
-        return _exact(known, how=structure_note(op))
-    gap = structure_gap(op) if method in ("auto", "exact") else ""
+        return Estimate.exact(known, method=f"exact, by {note}")
     if method == "exact":
         raise ValueError(f"method='exact' needs a structure that knows its trace, got {op!r}"
-                         + (f": {gap}" if gap else ""))  # fmt: skip
+                         + (f": {note}" if note else ""))  # fmt: skip
     generator = resolve_generator(generator)
     plan = Sampling(num_probes, rtol, max_probes, probe=probe)
     if method == "hutchinson":
@@ -80,7 +79,7 @@ def trace(
     if num_probes >= op.shape[0]:
         return _by_unit_vectors(op)
     found = _xtrace(op, plan, generator, progress)
-    why = f"; the structure does not know: {gap}" if gap else ""
+    why = f"; the structure does not know: {note}" if note else ""
     return replace(found, method=found.method + why)
 
 
@@ -133,21 +132,15 @@ def frobenius_norm(
     )
 
 
-def _exact(value: float, *, num_products: int = 0, how: str = "structure") -> Estimate:
-    return Estimate(
-        mean=torch.tensor(value, dtype=torch.float64),
-        stderr=torch.zeros((), dtype=torch.float64),
-        num_products=num_products,
-        method=f"exact, by {how}",
-        status=Status(outcome="completed", message="no sampling"),
-    )
-
-
 def _by_unit_vectors(op: LinearOperator) -> Estimate:
     n = op.shape[0]
     matrix = op.dense(max_bytes=n * n * op.dtype.itemsize)
     check_samples(matrix.T, 0)
-    return _exact(float(matrix.double().trace()), num_products=n, how="products with unit vectors")
+    return Estimate.exact(
+        float(matrix.double().trace()),
+        method="exact, by products with unit vectors",
+        num_products=n,
+    )
 
 
 def _hutchinson(
@@ -305,20 +298,12 @@ def diagonal(
     """
     op = as_operator(op)
     check_choice("method", method, ("auto", "exact", "probes"))
-    known = exact_diagonal(op) if method != "probes" else None
+    known, note = exact(op, "diagonal") if method != "probes" else (None, "")
     if known is not None:
-        status = Status(outcome="completed", message="no sampling")
-        return Estimate(
-            mean=known,
-            stderr=torch.zeros_like(known),
-            num_products=0,
-            method=f"exact, by {structure_note(op)}",
-            status=status,
-        )
-    gap = structure_gap(op) if method != "probes" else ""
+        return Estimate.exact(known, method=f"exact, by {note}")
     if method == "exact":
         raise ValueError(f"method='exact' needs a structure that knows its diagonal, got {op!r}"
-                         + (f": {gap}" if gap else ""))  # fmt: skip
+                         + (f": {note}" if note else ""))  # fmt: skip
     generator = resolve_generator(generator)
     plan = Sampling(num_probes, rtol, max_probes, block_size, probe)
     running = _Running(torch.zeros(op.shape[0], dtype=torch.float64, device=op.device))
@@ -338,7 +323,7 @@ def diagonal(
         mean=running.mean.to(op.dtype),
         stderr=running.stderr().to(op.dtype),
         num_products=running.count,
-        method="mean of z * (A z)" + (f"; the structure does not know: {gap}" if gap else ""),
+        method="mean of z * (A z)" + (f"; the structure does not know: {note}" if note else ""),
         status=running.status(rtol),
         seed=generator.initial_seed(),
     )
