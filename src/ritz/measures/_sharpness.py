@@ -19,7 +19,7 @@ from ritz._core.storage import storable
 from ritz.curvature import CurvatureOperator, Risk, curvature_operator, summary
 from ritz.curvature._shared import MATRICES, CurvatureMatrix, EngineName, Summary
 from ritz.measures._degeneracy import Degeneracy, rank_degeneracy
-from ritz.operators._shared import exact
+from ritz.operators import exact
 from ritz.spectra import Spectrum, lanczos_block
 from ritz.spectra._shared import least_frobenius_norm, negative_values
 

@@ -7,7 +7,7 @@ from ritz.operators._algebra import (
     ShiftedOperator,
 )
 from ritz.operators._base import LinearOperator, check_symmetric
-from ritz.operators._exact import Exact, exact_diagonal, exact_trace, structure
+from ritz.operators._exact import Exact, exact
 from ritz.operators._function import FunctionOperator
 from ritz.operators._interop import OperatorLike, as_operator, read_matrix
 from ritz.operators._kernel import KernelOperator
@@ -40,8 +40,6 @@ __all__ = [
     "SparseOperator",
     "as_operator",
     "check_symmetric",
-    "exact_diagonal",
-    "exact_trace",
+    "exact",
     "read_matrix",
-    "structure",
 ]

@@ -1,9 +1,10 @@
 """Facts about an operator that need no products: diagonal, trace, bounds of the spectrum.
 
-``structure`` dispatches on the class of the operator. A new operator registers its own rule:
-``structure.register(MyOperator)(lambda op, quantity: Exact(op.entries))``.
+``exact`` dispatches on the class of the operator. A new operator registers its own rule:
+``exact.register(MyOperator)(lambda op, quantity: Exact.of(op.entries, quantity))``.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import singledispatch
 from typing import Any, Literal, NamedTuple
@@ -38,38 +39,21 @@ class Exact(NamedTuple):
     value: Any
     note: str = "structure"
 
+    @classmethod
+    def of(cls, diagonal: Tensor, quantity: Quantity) -> "Exact":
+        """Return a diagonal, or its sum if the trace is wanted."""
+        return cls(diagonal if quantity == "diagonal" else float(diagonal.double().sum()))
+
 
 @singledispatch
-def structure(op: LinearOperator, quantity: Quantity) -> Exact:
-    """Return the diagonal or the trace of ``op``, if its structure gives it without products.
-
-    A rule may return the diagonal when the trace is asked for: its entries are summed.
+def exact(op: LinearOperator, quantity: Quantity) -> Exact:
+    """Return the diagonal or the trace of ``op`` if its structure gives it without products.
 
     Args:
         op: The operator.
-        quantity: ``diagonal`` or ``trace``.
+        quantity: ``diagonal``, a tensor ``(n,)``, or ``trace``, a float.
     """
     return Exact(None, "")
-
-
-def exact(op: LinearOperator, quantity: Quantity) -> Exact:
-    """Return the diagonal ``(n,)`` or the trace, a float, with how it is known; or why not."""
-    value, note = structure(op, quantity)
-    if quantity == "trace" and isinstance(value, Tensor):
-        value = float(value.double().sum())
-    return Exact(value, note)
-
-
-def exact_diagonal(op: LinearOperator) -> Tensor | None:
-    """Return the diagonal ``(n,)`` if the structure of ``op`` gives it, else ``None``."""
-    diagonal: Tensor | None = exact(op, "diagonal").value
-    return diagonal
-
-
-def exact_trace(op: LinearOperator) -> float | None:
-    """Return the trace if the structure of ``op`` gives it, else ``None``."""
-    trace: float | None = exact(op, "trace").value
-    return trace
 
 
 @singledispatch
@@ -82,17 +66,17 @@ def gershgorin(op: LinearOperator) -> tuple[float, float] | None:
     return None
 
 
-@structure.register
+@exact.register
 def _(op: DenseOperator, quantity: Quantity) -> Exact:
-    return Exact(op.matrix.diagonal().clone())
+    return Exact.of(op.matrix.diagonal().clone(), quantity)
 
 
-@structure.register
+@exact.register
 def _(op: SparseOperator, quantity: Quantity) -> Exact:
-    return Exact(op.rows.diagonal())
+    return Exact.of(op.rows.diagonal(), quantity)
 
 
-@structure.register
+@exact.register
 def _(op: LaplacianOperator, quantity: Quantity) -> Exact:
     loops, d = op.rows.diagonal().double(), op.degrees
     walk = torch.where(d > 0, loops / d, 0.0)
@@ -105,56 +89,65 @@ def _(op: LaplacianOperator, quantity: Quantity) -> Exact:
         # B = A - d d' / 2m
         "modularity": loops - d.square() / (op.total or 1.0),
     }
-    return Exact(values.get(op.matrix, walk).to(op.dtype))
+    return Exact.of(values.get(op.matrix, walk).to(op.dtype), quantity)
 
 
-@structure.register
+@exact.register
 def _(op: DiagonalOperator, quantity: Quantity) -> Exact:
-    return Exact(op.entries.clone())
+    return Exact.of(op.entries.clone(), quantity)
 
 
-@structure.register
+@exact.register
 def _(op: LowRankOperator, quantity: Quantity) -> Exact:
     # (U S U' + D)_ii = sum_r s_r u_ir^2 + d_i
-    return Exact(torch.einsum("nr,r,nr->n", op.factors, op.scales, op.factors) + op.entries)
+    return Exact.of(
+        torch.einsum("nr,r,nr->n", op.factors, op.scales, op.factors) + op.entries, quantity
+    )
 
 
-@structure.register
+@exact.register
 def _(op: KernelOperator, quantity: Quantity) -> Exact:
     # A stationary kernel is constant on the diagonal.
     value = op.outputscale + op.noise
-    return Exact(torch.full((op.shape[0],), value, dtype=op.dtype, device=op.device))
+    return Exact.of(torch.full((op.shape[0],), value, dtype=op.dtype, device=op.device), quantity)
 
 
-@structure.register
+@exact.register
 def _(op: KroneckerOperator, quantity: Quantity) -> Exact:
-    return _combine([op.left, op.right], "diagonal", lambda parts: torch.kron(*parts))
+    # tr (A (x) B) = tr A tr B
+    if quantity == "trace":
+        return _combine([op.left, op.right], quantity, math.prod)
+    return _combine([op.left, op.right], quantity, lambda parts: torch.kron(*parts))
 
 
-@structure.register
+@exact.register
 def _(op: ScaledOperator, quantity: Quantity) -> Exact:
-    return _combine([op.op], "diagonal", lambda parts: op.factor * parts[0])
+    return _combine([op.op], quantity, lambda parts: op.factor * parts[0])
 
 
-@structure.register
+@exact.register
 def _(op: ShiftedOperator, quantity: Quantity) -> Exact:
-    return _combine([op.op], "diagonal", lambda parts: parts[0] + op.shift)
+    # tr (A + s I) = tr A + n s
+    shift = op.shift * (op.shape[0] if quantity == "trace" else 1)
+    return _combine([op.op], quantity, lambda parts: parts[0] + shift)
 
 
-@structure.register
+@exact.register
 def _(op: RestrictedOperator, quantity: Quantity) -> Exact:
-    return _combine([op.op], "diagonal", lambda parts: parts[0][op.indices])
+    inner = exact(op.op, "diagonal")
+    if inner.value is None:
+        return inner
+    return Exact.of(inner.value[op.indices], quantity)._replace(note=inner.note)
 
 
-@structure.register
+@exact.register
 def _(op: SumOperator, quantity: Quantity) -> Exact:
-    return _combine(op.terms, "diagonal", lambda parts: torch.stack(parts).sum(0))
+    return _combine(op.terms, quantity, sum)
 
 
-@structure.register
+@exact.register
 def _(op: BlockDiagonalOperator, quantity: Quantity) -> Exact:
-    # The trace of a block may cost less than its diagonal.
-    return _combine(op.ops, quantity, torch.cat if quantity == "diagonal" else sum)
+    return _combine(op.ops, quantity, sum if quantity == "trace" else torch.cat)
 
 
 def _combine(

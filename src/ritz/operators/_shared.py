@@ -1,7 +1,7 @@
 """Names that other packages of ritz need and users do not."""
 
 from ritz.operators._algebra import SumOperator
-from ritz.operators._exact import Quantity, exact, gershgorin
+from ritz.operators._exact import Quantity, gershgorin
 from ritz.operators._laplacian import GraphMatrix, NetworkXGraph
 from ritz.operators._sparse import CompressedRows
 
@@ -11,6 +11,5 @@ __all__ = [
     "NetworkXGraph",
     "Quantity",
     "SumOperator",
-    "exact",
     "gershgorin",
 ]

@@ -11,8 +11,7 @@ from ritz._core.progress import Progress, tracking
 from ritz._core.random import Probe, probes, resolve_generator
 from ritz._core.results import Estimate, Status, stderr
 from ritz._core.sampling import Sampling, accuracy, check_samples, column_dots
-from ritz.operators import LinearOperator, OperatorLike, as_operator
-from ritz.operators._shared import exact
+from ritz.operators import LinearOperator, OperatorLike, as_operator, exact
 
 # ------------------------------------------------------------------------------------------
 # Traces, diagonals and norms by random probes.

@@ -13,7 +13,7 @@ from ritz.curvature._persample.capture import Captured, captured, full_name
 from ritz.curvature._persample.plan import Plan, structure_plan, whole_gradients
 from ritz.curvature._persample.rules import squared_gradients, squared_norm
 from ritz.curvature._risk import Context, Params, Risk, recognised
-from ritz.operators import Exact, structure
+from ritz.operators import Exact, exact
 from ritz.operators._shared import Quantity
 
 # ------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def _possible(risk: Risk, what: str) -> Plan:
     return found
 
 
-@structure.register
+@exact.register
 def _(op: GGNOperator, quantity: Quantity) -> Exact:
     return _by_structure(op.risk, quantity)
 
@@ -184,7 +184,7 @@ def piecewise_gap(risk: Risk) -> str:
     return "parameters are tied" if len(set(every)) < len(every) else ""
 
 
-@structure.register
+@exact.register
 def _(op: HessianOperator, quantity: Quantity) -> Exact:
     if gap := piecewise_gap(op.risk):
         return Exact(None, gap)

@@ -32,7 +32,7 @@ from ritz.operators import (
     DiagonalOperator,
     Exact,
     LinearOperator,
-    structure,
+    exact,
 )
 from ritz.operators._shared import Quantity
 
@@ -361,7 +361,7 @@ def _drawn_column(known: KnownLoss, outputs: Tensor, target: Any, drawn: Tensor)
     return column
 
 
-@structure.register
+@exact.register
 def _(op: LayerOperator, quantity: Quantity) -> Exact:
     A, G = op.factors.inputs, op.factors.outputs
     if quantity == "trace":
