@@ -227,7 +227,8 @@ def _form_gradient(
     form.raise_if_failed()
     gradients = {}
     if isinstance(op, KernelOperator) and op.parameters:
-        slopes = op.slopes(x[:, None], x[:, None])  # x'(dK)x
+        block = x[:, None]
+        slopes = op.slopes(block, block)  # x'(dK)x; cheaper if both are the same tensor
         gradients = {name: -slope[0] for name, slope in slopes.items()}
     if "y" in parameters:
         gradients["y"] = 2 * x.double().cpu()

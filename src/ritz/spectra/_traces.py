@@ -1,8 +1,7 @@
 """Traces, diagonals and the Frobenius norm by random probes."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,8 +11,7 @@ from ritz._core.progress import Progress, tracking
 from ritz._core.random import Probe, resolve_generator
 from ritz._core.results import Estimate, Status, stderr
 from ritz._core.sampling import Sampling, accuracy, check_samples, column_dots, draw_probes
-from ritz.operators import LinearOperator, OperatorLike, as_operator, exact_diagonal, exact_trace
-from ritz.operators._shared import structure_gap, structure_note
+from ritz.operators import LinearOperator, OperatorLike, as_operator, exact
 
 # ------------------------------------------------------------------------------------------
 # Traces and the Frobenius norm.
@@ -71,7 +69,7 @@ def trace(
     check_choice("method", method, ("auto", "exact", "hutchinson", "hutch++", "xtrace"))
     reason = ""
     if method in ("auto", "exact"):
-        known, reason = _by_structure(op, exact_trace, "trace", method)
+        known, reason = _by_structure(op, "trace", method)
         if known is not None:
             return known
     generator = resolve_generator(generator)
@@ -132,17 +130,16 @@ def frobenius_norm(
 
 
 def _by_structure(
-    op: LinearOperator, exact: Callable[[LinearOperator], Any], quantity: str, method: str
+    op: LinearOperator, quantity: Literal["trace", "diagonal"], method: str
 ) -> tuple[Estimate | None, str]:
     """Return the exact value if the structure of the operator knows it, and otherwise why not."""
-    value = exact(op)
+    value, note = exact(op, quantity)
     if value is not None:
-        return Estimate.exact(value, method=f"exact, by {structure_note(op)}"), ""
-    gap = structure_gap(op)
+        return Estimate.exact(value, method=f"exact, by {note}"), ""
     if method == "exact":
         message = f"method='exact' needs a structure that knows its {quantity}, got {op!r}"
-        raise ValueError(f"{message}: {gap}" if gap else message)
-    return None, f"; the structure does not know: {gap}" if gap else ""
+        raise ValueError(f"{message}: {note}" if note else message)
+    return None, f"; the structure does not know: {note}" if note else ""
 
 
 def _by_unit_vectors(op: LinearOperator) -> Estimate:
@@ -298,7 +295,7 @@ def diagonal(
     check_choice("method", method, ("auto", "exact", "probes"))
     reason = ""
     if method != "probes":
-        known, reason = _by_structure(op, exact_diagonal, "diagonal", method)
+        known, reason = _by_structure(op, "diagonal", method)
         if known is not None:
             return known
     generator = resolve_generator(generator)

@@ -25,7 +25,7 @@ from ritz.operators import (
     OperatorLike,
     SparseOperator,
     as_operator,
-    exact_trace,
+    exact,
 )
 from ritz.spectra._cg import NotPositiveDefiniteError, cholesky_factor, not_positive
 from ritz.spectra._functions.quadrature import Budget, Expansion, Known, Sampler
@@ -241,7 +241,7 @@ def _whole(op: LinearOperator, budget: Budget, bar: Progress) -> Sampler:
 
 
 def _known(op: LinearOperator, less: float, dimension: int) -> Known | None:
-    if (trace := exact_trace(op)) is None:
+    if (trace := exact(op, "trace").value) is None:
         return None
     noise = 100 * torch.finfo(op.dtype).eps * abs(trace)
     return Known((trace - less) / dimension, noise / dimension)
