@@ -16,24 +16,17 @@ from ritz._core.results import Estimate, Status
 from ritz._core.storage import storable
 from ritz.operators import LinearOperator, OperatorLike, as_operator
 from ritz.operators._shared import gershgorin
-from ritz.spectra._lanczos.recurrence import Placement, Recurrence, Reorthogonalization, step
+from ritz.spectra._lanczos.recurrence import (
+    TUNING,
+    Placement,
+    Recurrence,
+    Reorthogonalization,
+    step,
+)
 from ritz.spectra._lanczos.run import check_start, invariant_status, random_start
 from ritz.spectra._lanczos.state import SavedRuns
 
 BoundsMethod = Literal["auto", "gershgorin", "lanczos"]
-
-
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """Constants of the search for extreme pairs."""
-
-    # Steps beyond the number of wanted pairs before the first check, and steps in a fresh direction
-    # before an invariant subspace is believed to contain all wanted pairs. After two or three steps
-    # only the bulk has been seen: tests/spectra/test_extremes.py has an outlier of weight 1/n.
-    patience: int = 10
-
-
-TUNING = Tuning()
 
 # ------------------------------------------------------------------------------------------
 # Extreme eigenpairs.

@@ -39,6 +39,13 @@ class Tuning:
     # "partial" repeats a subtraction that removes more than this fraction of the vector; a
     # half-orthogonal basis removes less.
     repeat: float = 0.01
+    # A number that a resumed run computes again may differ by this many eps |A|, however small it
+    # is: sums over many entries may come in another order.
+    repeated: float = 100.0
+    # Steps beyond the number of wanted pairs before they are first checked, and steps in a fresh
+    # direction before an invariant subspace is believed to contain all of them. After two or three
+    # steps only the bulk has been seen, and an outlier of weight 1/n has not.
+    patience: int = 10
     # Entries of the basis that are mixed at a time: 8 MiB of float64, the size of a cache.
     chunk: int = 2**20
     # Entries that are summed in float32 before float64 takes over. The error of a sum of 65,536
