@@ -9,7 +9,7 @@ from matplotlib import pyplot
 
 from ritz import plots
 from ritz.measures import Landscape, Landscape2d
-from ritz.plots._scales import drawable, isolated, log_y, spans_decade, ticks
+from ritz.plots._style import drawable, isolated, log_scale, spans_decade, ticks
 
 T = torch.linspace(-1, 1, 9, dtype=torch.float64)
 
@@ -75,7 +75,7 @@ def test_colour_bars_have_ticks_that_differ(centre, height):
 def test_labels_of_a_logarithmic_scale_are_plain_numbers(low, high, expected):
     figure, (ax,) = plots.panels()
     ax.plot([0, 1], [low, high])
-    log_y(ax)
+    log_scale(ax)
     assert ax.get_yscale() == "log"
     assert labels(ax.yaxis) == expected
     assert not any(tick.label1.get_text() for tick in ax.yaxis.get_minor_ticks())

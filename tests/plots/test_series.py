@@ -7,7 +7,7 @@ import torch
 
 from ritz import lanczos
 from ritz.measures import Landscape, Landscape2d
-from ritz.plots._series import density_curve, landscape_slice, landscape_surface, spectrum_stems
+from ritz.plots._series import density_curve, landscape_lines, landscape_surface, spectrum_stems
 
 
 @pytest.fixture
@@ -80,8 +80,8 @@ def test_a_density_without_a_band_is_a_line():
     bare = normal()
     del bare.pdf_band
     curve = density_curve(bare, num_points=4)
-    np.testing.assert_array_equal(curve.low, curve.y)
-    np.testing.assert_array_equal(curve.high, curve.y)
+    assert np.isnan(curve.low).all()
+    assert np.isnan(curve.high).all()
 
 
 def test_a_narrow_density_gets_points_enough():
@@ -125,51 +125,46 @@ PLANE = torch.tensor([[1.0, 2.0], [4.0, 8.0], [16.0, 100.0]]).double()
 
 @pytest.mark.parametrize("direction", [1, "smallest"])
 def test_a_slice_is_one_direction_of_a_landscape(direction):
-    found = landscape_slice(along(), direction)
-    np.testing.assert_array_equal(found.t, [-1, 0, 1])
-    np.testing.assert_array_equal(found.loss, [5, 4, 6])
-    np.testing.assert_allclose(found.accuracy, [50, 40, 60])  # per cent
-    np.testing.assert_array_equal(found.test_loss, [10, 8, 12])
-    np.testing.assert_allclose(found.test_accuracy, [25, 20, 30])
+    lines = landscape_lines(along(), direction)
+    np.testing.assert_array_equal(lines["loss"]["train"], [5, 4, 6])
+    np.testing.assert_allclose(lines["accuracy"]["train"], [50, 40, 60])  # per cent
+    np.testing.assert_array_equal(lines["loss"]["test"], [10, 8, 12])
+    np.testing.assert_allclose(lines["accuracy"]["test"], [25, 20, 30])
 
 
 def test_a_slice_has_what_the_landscape_has():
-    found = landscape_slice(along(accuracy=None, test_loss=None, test_accuracy=None))
-    assert found.accuracy is found.test_loss is found.test_accuracy is None
+    lines = landscape_lines(along(accuracy=None, test_loss=None, test_accuracy=None))
+    assert [list(parts) for parts in lines.values()] == [["train"], []]
 
 
 @pytest.mark.parametrize("direction", [2, -1, "second"])
 def test_a_direction_is_one_of_those_there(direction):
     with pytest.raises(ValueError, match="direction must be one of largest, smallest, or a number"):
-        landscape_slice(along(), direction)
+        landscape_lines(along(), direction)
 
 
 def test_a_surface_has_its_first_direction_to_the_right():
-    found = landscape_surface(plane(PLANE), num_levels=3)
-    np.testing.assert_array_equal(found.x, [-2, 0, 2])
-    np.testing.assert_array_equal(found.y, [-1, 1])
-    np.testing.assert_array_equal(found.z, PLANE.numpy().T)
-    np.testing.assert_allclose(found.levels, [1, 10, 100])
-    assert found.logarithmic
+    z, levels = landscape_surface(plane(PLANE), num_levels=3)
+    np.testing.assert_array_equal(z, PLANE.numpy().T)
+    np.testing.assert_allclose(levels, [1, 10, 100])
 
 
 def test_levels_are_even_where_a_loss_is_not_positive():
-    found = landscape_surface(plane(PLANE - 1), num_levels=3)
-    np.testing.assert_allclose(found.levels, [0, 49.5, 99])
-    assert not found.logarithmic
+    _, levels = landscape_surface(plane(PLANE - 1), num_levels=3)
+    np.testing.assert_allclose(levels, [0, 49.5, 99])
 
 
 def test_a_surface_has_holes_where_the_loss_is_not_finite():
     loss = PLANE.clone()
     loss[2, 1] = float("inf")
-    found = landscape_surface(plane(loss))
-    assert np.isnan(found.z[1, 2])
-    assert found.levels[-1] == 16
+    z, levels = landscape_surface(plane(loss))
+    assert np.isnan(z[1, 2])
+    assert levels[-1] == 16
 
 
 def test_a_surface_of_the_test_data_needs_them():
-    found = landscape_surface(plane(PLANE, test_loss=3 * PLANE), test=True)
-    np.testing.assert_array_equal(found.z, 3 * PLANE.numpy().T)
+    z, _ = landscape_surface(plane(PLANE, test_loss=3 * PLANE), test=True)
+    np.testing.assert_array_equal(z, 3 * PLANE.numpy().T)
     with pytest.raises(ValueError, match="must have a loss on test data"):
         landscape_surface(plane(PLANE), test=True)
     with pytest.raises(ValueError, match="two finite values that differ"):

@@ -8,9 +8,9 @@ import ritz
 from ritz import plots
 from ritz._core.results import Estimate, Status
 from ritz.measures import rank_degeneracy
-from ritz.plots._scales import monitor_title
 from ritz.plots._series import curvature_points, points, training_series
 from ritz.plots._shared import check_picture
+from ritz.plots._style import result_title
 
 AVERAGED = {"average_test_loss": 0.4, "average_test_accuracy": 0.9}
 
@@ -54,16 +54,16 @@ def estimate(mean, stderr):
 def test_series_of_a_log_in_per_cent_with_gaps_where_nothing_was_measured(log):
     found = training_series(log)
     np.testing.assert_array_equal(found.epoch, [1, 2, 3])
-    assert list(found.loss) == ["train", "test", "average test"]
-    np.testing.assert_allclose(found.loss["train"], [1, 1 / 2, 1 / 3])
-    np.testing.assert_array_equal(found.loss["average test"], [np.nan, np.nan, 0.4])
-    np.testing.assert_allclose(found.accuracy["test"], [75.0] * 3)
+    assert list(found.quantities["loss"]) == ["train", "test", "average test"]
+    np.testing.assert_allclose(found.quantities["loss"]["train"], [1, 1 / 2, 1 / 3])
+    np.testing.assert_array_equal(found.quantities["loss"]["average test"], [np.nan, np.nan, 0.4])
+    np.testing.assert_allclose(found.quantities["accuracy"]["test"], [75.0] * 3)
     assert found.average_from == 3
 
 
 def test_null_in_a_log_is_a_gap():
     found = training_series([epoch(1, test_loss=None), epoch(2)])
-    np.testing.assert_array_equal(found.loss["test"], [np.nan, 0.5])
+    np.testing.assert_array_equal(found.quantities["loss"]["test"], [np.nan, 0.5])
     assert found.average_from is None
 
 
@@ -126,11 +126,12 @@ def test_a_text_shows_its_perplexity_in_place_of_its_accuracy(first, scale):
     log = [epoch(k, train_perplexity=first / k, test_perplexity=None) for k in (1, 2, 3)]
     log[-1]["test_perplexity"] = 25.0
     found = training_series(log)
-    np.testing.assert_allclose(found.perplexity["train"], [first, first / 2, first / 3])
+    perplexities = found.quantities["perplexity"]
+    np.testing.assert_allclose(perplexities["train"], [first, first / 2, first / 3])
     loss, perplexity = plots.training_curves({"run": log})
     assert (loss.get_ylabel(), perplexity.get_ylabel()) == ("loss", "perplexity")
     assert perplexity.get_yscale() == scale
-    np.testing.assert_allclose(perplexity.get_lines()[0].get_ydata(), found.perplexity["train"])
+    np.testing.assert_allclose(perplexity.get_lines()[0].get_ydata(), perplexities["train"])
     np.testing.assert_array_equal(perplexity.get_lines()[1].get_ydata(), [25.0])
 
 
@@ -289,10 +290,11 @@ def test_ticks_of_time_are_whole(log, draw):
 
 @pytest.mark.parametrize(
     ("matrices", "title"),
-    [(["ggn", "ggn"], "Gauss-Newton"), (["ggn", "hessian"], ""), (["other"], ""), ([], "")],
+    [(["ggn", "ggn"], "Gauss-Newton"), (["ggn", "hessian"], ""), (["hessian"], "Hessian")],
 )
 def test_the_matrix_that_was_watched(matrices, title):
-    assert monitor_title([epoch(1), *(curvature(1, matrix=name) for name in matrices)]) == title
+    records = [epoch(1), *(curvature(1, matrix=name) for name in matrices)]
+    assert result_title(curvature_points(records, "lambda_max")) == title
 
 
 def test_batch_sizes_on_logarithmic_scales_with_predictions_of_the_same_colour():
