@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+NEAREST = style.REFERENCE | {"color": STYLE.vermilion}
+
 
 def similarity(
     similarity: Similarity, *, ax: "Axes | None" = None, groups: tuple[int, ...] = ()
@@ -93,8 +95,7 @@ def _(result: ClusterCount, ax: "Axes") -> None:
         finite = error if np.isfinite(error) else 0.0
         style.bars(ax, [count], [place], xerr=finite, markersize=5)
     if result.count is not None:
-        style.mark(ax, x=result.count, label=f"{result.count:,} clusters",
-                   colour=STYLE.vermilion, linestyle="--")  # fmt: skip
+        ax.axvline(result.count, linestyle="--", label=f"{result.count:,} clusters", **NEAREST)
         style.legend(ax, above=True)
     ax.set(xlabel="number of clusters", xmargin=0.15)
     ax.locator_params(axis="x", integer=True)
@@ -119,11 +120,11 @@ def _(model: Any, ax: "Axes") -> None:
     x, y = model.values[order].numpy(), model.divergences[order].numpy()
     style.line(ax, x, y, STYLE.blue, "divergence", marker="o", markersize=3)
     # A graph of the model itself has a divergence below this in 95 % of draws.
-    style.mark(ax, y=model.typical, label="95 % of the model's own graphs below", linestyle=":")
+    ax.axhline(model.typical, linestyle=":", label="95 % of the model's own graphs below",
+               **style.REFERENCE)  # fmt: skip
     name = next(iter(model.interval), next(iter(model.parameters), ""))
     if len(x) > 1:
-        style.mark(ax, x=model.parameters[name], label="nearest", colour=STYLE.vermilion,
-                   linestyle="--")  # fmt: skip
+        ax.axvline(model.parameters[name], linestyle="--", label="nearest", **NEAREST)
     else:
         ax.set_xticks([])
     ax.set(xlabel=name.replace("_", " "), ylabel="divergence")

@@ -7,10 +7,10 @@ import numpy as np
 
 from ritz.measures import Degeneracy, Landscape, Landscape2d, Sharpness, Temperature
 from ritz.plots import _style as style
-from ritz.plots._estimates import MEAN, draw_estimates
 from ritz.plots._graphs import heat_map
 from ritz.plots._plot import draw, plot, with_fields
 from ritz.plots._series import as_array, check_drawn, landscape_lines, landscape_surface
+from ritz.plots._spectra import MEAN, draw_estimates
 from ritz.plots._style import STYLE
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def landscape2d(
     ax.contour(*grid, levels=levels, colors="white", linewidths=0.4, alpha=0.6)
     ax.plot(0, 0, "+", color="white", markersize=9, markeredgewidth=1.6)
     ax.set(xlabel=landscape.names[0], ylabel=landscape.names[1])
-    ax.locator_params(axis="x", nbins=5)
+    ax.locator_params(nbins=5)
     # Inset axes stay beside their panel in any grid.
     strip = ax.inset_axes((1.03, 0.0, 0.04, 1.0))
     locator, formatter = style.ticks(low, high)
@@ -186,7 +186,7 @@ def _(result: Degeneracy, ax: "Axes") -> None:
     errors = [STYLE.sigmas * np.nan_to_num(float(one.stderr)) for one in (value, mass)]
     style.bars(ax, [float(value)], [float(mass)], xerr=errors[0], yerr=errors[1], fmt="s",
               markersize=5, label=MEAN if any(errors) else "one probe")  # fmt: skip
-    style.mark(ax, x=0, linestyle="--")
+    ax.axvline(0, linestyle="--", **style.REFERENCE)
     ax.margins(0.15)
     style.finish(ax, r"where it lies, $\lambda$", "share of eigenvalues near 0")
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ritz._core.storage import atomic_path
 from ritz.measures import Degeneracy
 from ritz.plots import _style as style
+from ritz.plots._series import check_named
 from ritz.plots._style import STYLE
 
 if TYPE_CHECKING:
@@ -155,8 +156,7 @@ def _has_panel(result: Any) -> bool:
 
 @plot.register(Mapping)
 def _(results: Mapping[Any, Any]) -> "Figure":
-    if not results:
-        raise ValueError("result must hold at least one result, got none")
+    check_named("result", results, "names to results")
     first = next(iter(results.values()))
     # Degeneracies by epoch are one curve, even of a single epoch.
     if len(results) == 1 and not isinstance(first, Mapping | Degeneracy):

@@ -35,6 +35,14 @@ def check_drawn(name: str, value: Any, kind: type) -> None:
         raise not_drawn(name, f"a {kind.__name__}", value)
 
 
+def check_named(name: str, value: Any, wanted: str) -> None:
+    """Raise unless an argument is a mapping with at least one entry."""
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a mapping of {wanted}, got {type(value).__name__}")
+    if not value:
+        raise ValueError(f"{name} must hold at least one entry, got none")
+
+
 # ------------------------------------------------------------------------------------------
 # Spectra and densities.
 
@@ -140,16 +148,12 @@ def landscape_lines(landscape: Landscape, direction: str | int = 0) -> dict[str,
         raise ValueError(f"direction must be one of {', '.join(names)}, or a number below "
                          f"{len(names)}; got {direction!r}")  # fmt: skip
     k = names.index(direction) if isinstance(direction, str) else direction
+    loss = {"train": landscape.loss, "test": landscape.test_loss}
+    accuracy = {"train": landscape.accuracy, "test": landscape.test_accuracy}
     return {
-        "loss": _present(train=landscape.loss, test=landscape.test_loss, row=k),
-        "accuracy": _present(
-            train=landscape.accuracy, test=landscape.test_accuracy, row=k, scale=100.0
-        ),
+        "loss": {part: as_array(y[k]) for part, y in loss.items() if y is not None},
+        "accuracy": {part: 100 * as_array(y[k]) for part, y in accuracy.items() if y is not None},
     }
-
-
-def _present(*, row: int, scale: float = 1.0, **tables: Any) -> dict[str, Array]:
-    return {name: scale * as_array(one[row]) for name, one in tables.items() if one is not None}
 
 
 def landscape_surface(
@@ -269,8 +273,7 @@ def curvature_points(records: Iterable[Record], name: str) -> Points:
 
 def degeneracy_points(degeneracies: Mapping[float, Degeneracy]) -> Points:
     """Return the mass near zero over time, from degeneracies by epoch."""
-    if not degeneracies:
-        raise ValueError("degeneracies must hold at least one epoch, got none")
+    check_named("degeneracies", degeneracies, "epochs to degeneracies")
     return points(list(degeneracies), [one.mass for one in degeneracies.values()])
 
 

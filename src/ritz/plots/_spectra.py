@@ -1,25 +1,29 @@
-"""Plots of spectra and densities, also over the histogram of the exact eigenvalues."""
+"""Plots of the results of a matrix: spectra, densities, estimates, moments, solutions."""
 
 import math
 from collections.abc import Mapping, Sequence
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from torch import Tensor
 
 from ritz._core.checks import check_count
+from ritz._core.results import Estimate, plain_estimate
+from ritz.plots import _series as arrays
 from ritz.plots import _style as style
 from ritz.plots._plot import draw, plot_several, with_fields
-from ritz.plots._series import (
-    Stems,
-    check_drawn,
-    density_curve,
-    not_drawn,
-    one_probe_density,
-    spectrum_stems,
-)
+from ritz.plots._series import as_array
 from ritz.plots._style import STYLE
-from ritz.spectra import Density, DiscreteDensity, EntropicDensity, Spectrum
+from ritz.spectra import (
+    Density,
+    DiscreteDensity,
+    Eigenpairs,
+    EntropicDensity,
+    Moments,
+    Spectrum,
+)
+from ritz.spectra._shared import Solution
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,9 +48,9 @@ def spectrum(
         ax: Axes to draw on. Defaults to a new figure.
         rtol: Largest residual of a filled marker, relative to the largest absolute value.
     """
-    check_drawn("spectrum", spectrum, Spectrum)
+    arrays.check_drawn("spectrum", spectrum, Spectrum)
     ax = ax or style.panels()[1][0]
-    _draw_spectra([ax], [spectrum_stems(spectrum, rtol=rtol)])
+    _draw_spectra([ax], [arrays.spectrum_stems(spectrum, rtol=rtol)])
     style.legend(ax, loc="upper right")
     return ax
 
@@ -83,16 +87,12 @@ def spectra(
             magnitude. Between -1 % and 1 % of the largest absolute value the scale is linear.
     """
     check_count("columns", columns)
-    if not isinstance(spectra, Mapping):
-        raise TypeError(f"spectra must be a mapping of titles to spectra, such as "
-                        f"{{'Hessian': spectrum}}, got {type(spectra).__name__}")  # fmt: skip
-    if not spectra:
-        raise ValueError("spectra must hold at least one spectrum, got none")
+    arrays.check_named("spectra", spectra, "titles to spectra")
     for title, one in spectra.items():
-        check_drawn(f"spectra[{title!r}]", one, Spectrum)
+        arrays.check_drawn(f"spectra[{title!r}]", one, Spectrum)
     if axes is not None and len(axes) != len(spectra):
         raise ValueError(f"axes must be one for each of {len(spectra)} spectra, got {len(axes)}")
-    stems = [spectrum_stems(one, rtol=rtol) for one in spectra.values()]
+    stems = [arrays.spectrum_stems(one, rtol=rtol) for one in spectra.values()]
     drawn = list(axes or style.panel_grid(len(stems), columns, width=4.5, height=2.6)[1])
     _draw_spectra(drawn, stems)
     values = np.concatenate([one.values for one in stems])
@@ -105,7 +105,7 @@ def spectra(
     return drawn
 
 
-def _draw_spectra(axes: "Sequence[Axes]", spectra: Sequence[Stems]) -> None:
+def _draw_spectra(axes: "Sequence[Axes]", spectra: Sequence[arrays.Stems]) -> None:
     # A logarithmic scale has no zero: stems begin at half the smallest weight.
     floor = max(0.5 * min(float(stems.weights.min()) for stems in spectra), 1e-18)
     for ax, stems in zip(axes, spectra, strict=True):
@@ -113,7 +113,7 @@ def _draw_spectra(axes: "Sequence[Axes]", spectra: Sequence[Stems]) -> None:
         ax.set(xlabel=r"Ritz value $\theta$", ylabel=r"weight $\tau$", ylim=(floor, 2.0))
 
 
-def _draw_stems(ax: "Axes", stems: Stems, floor: float) -> None:
+def _draw_stems(ax: "Axes", stems: arrays.Stems, floor: float) -> None:
     for (sign, converged), (label, colour) in style.STEMS.items():
         chosen = (stems.signs == sign) & (stems.converged == converged)
         if chosen.any():  # only kinds that occur are in the legend
@@ -181,7 +181,7 @@ def density(
     """
     curve_density, width = _smooth(density, cumulative=cumulative)
     ax = ax or style.panels()[1][0]
-    curve = density_curve(curve_density, cumulative=cumulative, sigmas=sigmas)
+    curve = arrays.density_curve(curve_density, cumulative=cumulative, sigmas=sigmas)
     # One probe has no standard error, and a density of maximum entropy no probes.
     has_band = bool(np.isfinite(curve.low).any())
     if label is None:
@@ -189,11 +189,11 @@ def density(
     (line,) = ax.plot(curve.x, curve.y, linewidth=STYLE.line, label=label + width)
     if has_band:
         style.band(ax, curve.x, curve.low, curve.high, line.get_color())
+    ax.set_ylim(bottom=0, auto=not log)  # a second density may be higher
     if log:
         ax.set_yscale("log")
-    # Five decades below the maximum are negligible. auto=True: a second density may be higher.
-    floor = max(float(curve.y.max()) * 1e-5, float(curve.y.min()) or 1e-18) if log else 0.0
-    ax.set_ylim(bottom=floor, auto=True)
+        # Five decades below the maximum are negligible.
+        ax.set_ylim(bottom=max(float(curve.y.max()) * 1e-5, float(curve.y.min()) or 1e-18))
     style.finish(ax, r"eigenvalue $\lambda$", "mass below" if cumulative else "density")
     return ax
 
@@ -214,9 +214,9 @@ def _(first: Density, results: Mapping[Any, Density]) -> "Figure":
 def _smooth(density: Any, *, cumulative: bool = False) -> tuple[Density, str]:
     """Return the density to draw, and the width of the smoothing as text for the legend."""
     if isinstance(density, Spectrum):
-        density = one_probe_density(density)
+        density = arrays.one_probe_density(density)
     elif not isinstance(density, DensityLike):
-        raise not_drawn("density", "a density or a Spectrum", density)
+        raise arrays.not_drawn("density", "a density or a Spectrum", density)
     # Points have a distribution function, but no density.
     if cumulative or not isinstance(density, DiscreteDensity):
         return cast("Density", density), ""
@@ -253,10 +253,10 @@ def against_exact(
         ax: Axes to draw on. Defaults to a new figure.
         num_bins: Number of bins over the range of the eigenvalues.
     """
-    check_drawn("spectrum", spectrum, Spectrum)
+    arrays.check_drawn("spectrum", spectrum, Spectrum)
     check_count("num_bins", num_bins)
     ax = ax or style.panels()[1][0]
-    stems, n = spectrum_stems(spectrum), len(exact)
+    stems, n = arrays.spectrum_stems(spectrum), len(exact)
     # One eigenvalue has the share 1/n. A stem below a thousandth of it is noise of the probe.
     floor = min(0.3, max(1e-3, 0.5 * float(stems.weights.min()) * n)) / n
     edges: Any = np.histogram_bin_edges(exact.cpu().numpy(), bins=num_bins)
@@ -300,10 +300,155 @@ def over_histogram(
     eigenvalues = exact.cpu().numpy()
     heights, edges = np.histogram(eigenvalues, bins=num_bins, range=smooth.support, density=True)
     ax.stairs(heights, edges, fill=True, color=STYLE.grey, alpha=0.6, label="exact")
-    curve = density_curve(smooth)
+    curve = arrays.density_curve(smooth)
     style.line(ax, curve.x, curve.y, STYLE.blue, (label or "density") + width)
     # An eigenvalue of high multiplicity would flatten everything else.
     top = np.sort(heights)[-11] if num_bins > 20 else heights.max()
     ax.set(xlabel=r"eigenvalue $\lambda$", ylabel="density", ylim=(0, 1.5 * top or None))
     style.legend(ax, loc="upper right")
     return ax
+
+
+# ------------------------------------------------------------------------------------------
+# Estimates.
+
+MEAN = f"mean ± {STYLE.sigmas:g} stderr"
+
+
+@draw.register(Estimate)
+def _(estimate: Estimate, ax: "Axes") -> None:
+    if estimate.mean.ndim:
+        _draw_array(estimate, ax)
+    elif estimate.samples is None:
+        raise ValueError(f"an Estimate without samples has no plot, print it: {estimate}")
+    else:
+        _draw_samples(estimate, ax)
+
+
+def _draw_array(estimate: Estimate, ax: "Axes") -> None:
+    mean, stderr = as_array(estimate.mean).ravel(), as_array(estimate.stderr).ravel()
+    order, size = np.argsort(-mean), len(mean)
+    # Evenly spaced ranks, with the first and the last.
+    ranks = np.unique(np.linspace(0, size - 1, min(size, STYLE.max_points)).astype(int))
+    x, y, error = ranks + 1.0, mean[order[ranks]], STYLE.sigmas * stderr[order[ranks]]
+    if len(y) <= STYLE.max_bars:
+        style.bars(ax, x, y, yerr=error, label=MEAN if error.any() else None)
+    else:
+        # Sorted means are a smooth curve. Errors of neighbours differ and look like a haze.
+        style.band(ax, x, style.drawable(y - error), style.drawable(y + error))
+        style.line(ax, x, y, STYLE.blue, MEAN if error.any() else None)
+    ax.axhline(0, **style.REFERENCE)
+    title = fill(f"{size:,} entries, {estimate.method}", STYLE.title_width)
+    style.finish(ax, "rank, from the largest", "value", title)
+
+
+def _draw_samples(estimate: Estimate, ax: "Axes") -> None:
+    samples = as_array(estimate.samples).ravel()
+    mean, error = float(estimate), STYLE.sigmas * float(estimate.stderr)
+    # ||A||_F = sqrt(E ||Az||^2): the samples of a Frobenius norm are squares.
+    if not np.isclose(samples.mean(), mean) and np.isclose(samples.mean(), mean**2):
+        samples = np.sqrt(samples.clip(min=0))
+    x = np.arange(1.0, len(samples) + 1)
+    known = bool(np.isfinite(error))  # NaN for a single sample
+    if known:
+        ax.axhspan(mean - error, mean + error, color=STYLE.blue, alpha=STYLE.band, linewidth=0)
+    ax.axhline(mean, color=STYLE.blue, linewidth=STYLE.line, label=MEAN if known else "mean")
+    style.line(ax, x, samples, STYLE.grey, "sample", marker="o", linestyle="")
+    style.whole_x(ax, x)
+    title = fill(f"{plain_estimate(estimate)}, {estimate.method}", STYLE.title_width)
+    style.finish(ax, "sample", "value", title)
+
+
+@plot_several.register(Estimate)
+def _(first: Estimate, results: Mapping[Any, Estimate]) -> "Figure":
+    if any(one.mean.ndim for one in results.values()):
+        return plot_several.dispatch(object)(first, results)
+    figure, (ax,) = style.panels(height=1.2 + 0.3 * len(results))
+    draw_estimates(ax, [*map(str, results)], list(results.values()))
+    sampled = any(float(one.stderr) for one in results.values())
+    ax.set(xlabel=MEAN if sampled else "value")
+    return figure
+
+
+def draw_estimates(ax: "Axes", names: Sequence[str], estimates: Sequence[Estimate]) -> None:
+    """Draw one number per row, the first on top, with error bars."""
+    errors = [STYLE.sigmas * float(one.stderr) for one in estimates]
+    places = style.name_rows(ax, names)
+    style.bars(ax, [*map(float, estimates)], places, xerr=errors, markersize=5)
+    ax.margins(x=0.12)
+
+
+# ------------------------------------------------------------------------------------------
+# Eigenpairs, moments and solutions of linear systems.
+
+
+@draw.register(Eigenpairs)
+def _(eigenpairs: Eigenpairs, ax: "Axes") -> None:
+    values, residuals = (as_array(part)[::-1] for part in (eigenpairs.values, eigenpairs.residuals))
+    converged = residuals <= STYLE.converged * np.abs(values).max()
+    x = _set_ranks(ax, eigenpairs)
+    for (sign, full), (_, colour) in style.STEMS.items():
+        chosen = (np.where(values < 0, -1, 1) == sign) & (converged == full)
+        if chosen.any():
+            label = f"eigenvalue {'<' if sign < 0 else '≥'} 0{'' if full else ', unconverged'}"
+            # An eigenvalue lies within the residual of each value.
+            style.stems(ax, x[chosen], values[chosen], 0.0, yerr=residuals[chosen], color=colour,
+                        label=label, markerfacecolor=colour if full else "white")  # fmt: skip
+    ax.axhline(0, **style.REFERENCE)
+    style.finish(ax, "rank, from the largest", r"eigenvalue $\lambda$ ± residual")
+
+
+def _set_ranks(ax: "Axes", eigenpairs: Eigenpairs) -> arrays.Array:
+    """Set ticks 1, 2, ... and, after a gap, ..., n - 1, n; return the places of the values."""
+    count = len(eigenpairs.values)
+    low = min(int(eigenpairs.settings.get("smallest") or 0), count)
+    if count == eigenpairs.dimension:  # all eigenvalues: no gap
+        low = 0
+    top, x = count - low, np.arange(1.0, count + 1)
+    x[top:] += 1 if top and low else 0
+    names = [str(rank) for rank in range(1, top + 1)]
+    names += [f"$n{-back if back else ''}$" for back in range(low - 1, -1, -1)]
+    # Counted from both ends, so that 1 and n have a tick.
+    step = -(-count // STYLE.max_ranks)
+    shown = [*range(0, top, step), *sorted(range(count - 1, top - 1, -step))]
+    ax.set_xticks(x[shown], [names[index] for index in shown])
+    return x
+
+
+@draw.register(Moments)
+def _(moments: Moments, ax: "Axes") -> None:
+    # The moment of degree 0 is always 1.
+    mean, error = (
+        as_array(moments.mean)[1:],
+        STYLE.sigmas * as_array(moments.stderr)[1:],
+    )
+    x = np.arange(1.0, len(mean) + 1)
+    style.stems(ax, x, mean, 0.0, yerr=error, label=MEAN if error.any() else "exact")
+    ax.axhline(0, **style.REFERENCE)
+    style.whole_x(ax, x)
+    low, high = moments.interval
+    basis = "power" if moments.basis == "power" else moments.basis.capitalize()
+    title = f"{len(mean)} moments on [{low:.3g}, {high:.3g}]"
+    style.finish(ax, "degree", f"{basis} moment", title)
+
+
+@draw.register(Solution)
+def _(solution: Solution, ax: "Axes") -> None:
+    # A residual of zero has no place on a logarithmic scale.
+    history, final = as_array(solution.history), as_array(solution.residuals)
+    history, final = (np.where(part > 0, part, np.nan) for part in (history, final))
+    x, count = np.arange(float(len(history))), history.shape[1]
+    many = count > len(STYLE.palette)
+    for column in range(count):
+        name: str | None = "residual" if count == 1 else f"right-hand side {column + 1}"
+        if many:  # one colour for all, and one entry of the legend
+            name = None if column else f"{count:,} right-hand sides"
+        colour = STYLE.blue if many else STYLE.palette[column]
+        style.line(ax, x, history[:, column], colour, name, alpha=0.5 if many else 1.0)
+    # The recurrence of the residual drifts from b - Ax, which is computed once at the end.
+    style.line(ax, np.full(len(final), x[-1]), final, "black", r"$\|b - A x\|$ at the end",
+               marker="x", linestyle="", markersize=6, clip_on=False)  # fmt: skip
+    style.log_scale(ax, history)
+    style.whole_x(ax, x)
+    title = f"{solution.status.outcome} after {len(history) - 1} steps"
+    style.finish(ax, "step", "residual norm", title)

@@ -49,6 +49,8 @@ class Style:
 
 
 STYLE = Style()
+# Options of a reference line: thin, and behind everything else.
+REFERENCE: dict[str, Any] = {"color": STYLE.grey, "linewidth": STYLE.thin, "zorder": 0}
 # Stems by sign and convergence: label and colour, in the order of legends.
 STEMS = {
     (sign, converged): (name if converged else f"{name}, unconverged", colour)
@@ -177,18 +179,6 @@ def stems(ax: "Axes", x: Array, y: Array, floor: float, **options: Any) -> None:
 def band(ax: "Axes", x: Array, low: Array, high: Array, colour: Any = STYLE.blue) -> None:
     """Fill the area between two curves."""
     ax.fill_between(x, low, high, color=colour, alpha=STYLE.band, linewidth=0)
-
-
-def mark(
-    ax: "Axes", *, x: float | None = None, y: float | None = None, label: str | None = None,
-    colour: str = STYLE.grey, linestyle: Any = "-",
-) -> None:  # fmt: skip
-    """Draw a thin vertical line at ``x`` or a horizontal one at ``y``, behind everything else."""
-    style: Any = {"color": colour, "linewidth": STYLE.thin, "linestyle": linestyle, "zorder": 0}
-    if x is not None:
-        ax.axvline(x, label=label, **style)
-    if y is not None:
-        ax.axhline(y, label=label, **style)
 
 
 def name_rows(ax: "Axes", names: Sequence[str]) -> Array:

@@ -6,19 +6,9 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from ritz.measures import Degeneracy
+from ritz.plots import _series as arrays
 from ritz.plots import _style as style
 from ritz.plots._plot import plot, plot_several, with_fields
-from ritz.plots._series import (
-    Array,
-    Number,
-    Points,
-    Record,
-    TrainingSeries,
-    curvature_points,
-    degeneracy_points,
-    points,
-    training_series,
-)
 from ritz.plots._style import STYLE
 
 if TYPE_CHECKING:
@@ -41,7 +31,7 @@ TrainingLike = with_fields("history", "num_epochs")
 
 
 def training_curves(
-    runs: Mapping[str, Iterable[Record]], *, axes: "Sequence[Axes] | None" = None
+    runs: Mapping[str, Iterable[arrays.Record]], *, axes: "Sequence[Axes] | None" = None
 ) -> list["Axes"]:
     """Draw loss and accuracy by epoch, also of averaged weights, and return the axes.
 
@@ -55,12 +45,8 @@ def training_curves(
         axes: Axes for the loss and, if there are any, for accuracies or perplexities. Defaults to a
             new figure, with one legend above it if there are several runs.
     """
-    if not isinstance(runs, Mapping):
-        raise TypeError(f"runs must be a mapping of names to the records of logs, such as "
-                        f"{{'sgd': read_log(folder)}}, got {type(runs).__name__}")  # fmt: skip
-    if not runs:
-        raise ValueError("runs must hold at least one run, got none")
-    series = {name: training_series(records) for name, records in runs.items()}
+    arrays.check_named("runs", runs, "names to the records of logs")
+    series = {name: arrays.training_series(records) for name, records in runs.items()}
     measured = [name for name in ("perplexity", "accuracy")
                 if any(one.quantities[name] for one in series.values())]  # fmt: skip
     shown = ("loss", *measured[:1])
@@ -74,7 +60,7 @@ def training_curves(
     return drawn
 
 
-def _draw_runs(ax: "Axes", runs: Mapping[str, TrainingSeries], quantity: str) -> None:
+def _draw_runs(ax: "Axes", runs: Mapping[str, arrays.TrainingSeries], quantity: str) -> None:
     alone = len(runs) == 1
     for index, (name, series) in enumerate(runs.items()):
         for part, values in series.quantities[quantity].items():
@@ -82,7 +68,8 @@ def _draw_runs(ax: "Axes", runs: Mapping[str, TrainingSeries], quantity: str) ->
             _draw_run(ax, series.epoch, y, part, None if alone else name, index)
         if alone and series.average_from is not None:
             # Named in the legend: a text beside the line could cover a curve.
-            style.mark(ax, x=series.average_from, label="averaging begins", linestyle="--")
+            ax.axvline(series.average_from, linestyle="--", label="averaging begins",
+                       **style.REFERENCE)  # fmt: skip
     ax.set(xlabel="epoch", ylabel="accuracy (%)" if quantity == "accuracy" else quantity)
     style.whole_x(ax, np.concatenate([series.epoch for series in runs.values()]))
     if quantity != "accuracy":
@@ -93,7 +80,9 @@ def _draw_runs(ax: "Axes", runs: Mapping[str, TrainingSeries], quantity: str) ->
     style.legend(ax, **(opaque if alone else {}))
 
 
-def _draw_run(ax: "Axes", epoch: Array, y: Array, part: str, run: str | None, index: int) -> None:
+def _draw_run(
+    ax: "Axes", epoch: arrays.Array, y: arrays.Array, part: str, run: str | None, index: int
+) -> None:
     colour, line, width = LINES[part]
     finite = np.isfinite(y)
     if not finite.any():
@@ -120,7 +109,7 @@ def _(first: Any, results: Mapping[Any, Any]) -> "Figure":
 
 @plot_several.register(list)
 @plot_several.register(tuple)
-def _(first: Sequence[Record], results: Mapping[Any, Any]) -> "Figure":
+def _(first: Sequence[arrays.Record], results: Mapping[Any, Any]) -> "Figure":
     return cast("Figure", training_curves(results)[0].figure)
 
 
@@ -136,7 +125,7 @@ def _records(result: Any) -> list[dict[str, Any]]:
 
 
 def curvature_over_time(
-    records: Iterable[Record], *, ax: "Axes | None" = None, log: bool = True
+    records: Iterable[arrays.Record], *, ax: "Axes | None" = None, log: bool = True
 ) -> "Axes":
     r"""Draw the largest eigenvalue over time, beside :math:`2 / \alpha`, and return the axes.
 
@@ -150,12 +139,12 @@ def curvature_over_time(
     """
     ax = ax or style.panels(width=4.4, height=3.1)[1][0]
     records = list(records)
-    largest = curvature_points(records, "lambda_max")
+    largest = arrays.curvature_points(records, "lambda_max")
     label = r"largest eigenvalue $\lambda_1$"
     _draw_line(ax, largest, 0, label, band=(1.0, "residual"))
     drawn = [largest.y]
     if any(record.get("threshold") is not None for record in records):
-        bound = curvature_points(records, "threshold")
+        bound = arrays.curvature_points(records, "threshold")
         drawn.append(bound.y)
         _draw_curve(ax, bound, STYLE.vermilion, r"$2/\alpha$", linestyle="--")
     if log:
@@ -165,7 +154,7 @@ def curvature_over_time(
 
 
 def degeneracy(
-    found: Mapping[str, Mapping[float, Degeneracy]] | Iterable[Record],
+    found: Mapping[str, Mapping[float, Degeneracy]] | Iterable[arrays.Record],
     *,
     ax: "Axes | None" = None,
 ) -> "Axes":
@@ -179,9 +168,9 @@ def degeneracy(
         ax: Axes to draw on. Defaults to a new figure.
     """
     if isinstance(found, Mapping):
-        series = {str(name): degeneracy_points(one) for name, one in found.items()}
+        series = {str(name): arrays.degeneracy_points(one) for name, one in found.items()}
     else:
-        series = {"": curvature_points(found, "degeneracy")}
+        series = {"": arrays.curvature_points(found, "degeneracy")}
     ax = ax or style.panels(width=4.4, height=3.1)[1][0]
     band = (STYLE.sigmas, f"{STYLE.sigmas:g} stderr")
     for index, (name, one) in enumerate(series.items()):
@@ -203,13 +192,13 @@ def _(first: Degeneracy, results: Mapping[Any, Degeneracy]) -> "Figure":
     return plot_several.dispatch(object)(first, results)
 
 
-def _finish_monitor(ax: "Axes", series: Sequence[Points], ylabel: str) -> None:
+def _finish_monitor(ax: "Axes", series: Sequence[arrays.Points], ylabel: str) -> None:
     style.whole_x(ax, np.concatenate([one.x for one in series]))
     style.finish(ax, series[0].unit, ylabel, style.result_title(series[0]) or None)
 
 
 def _draw_line(
-    ax: "Axes", series: Points, index: int, label: str, *, band: tuple[float, str]
+    ax: "Axes", series: arrays.Points, index: int, label: str, *, band: tuple[float, str]
 ) -> None:
     """Draw points joined by a line, with a band of ``band[0]`` errors, named ``band[1]``."""
     colour, marker = style.series_look(index)
@@ -228,7 +217,7 @@ def _draw_line(
 
 
 def _draw_curve(
-    ax: "Axes", series: Points, colour: str, label: str, *, linestyle: str = "-"
+    ax: "Axes", series: arrays.Points, colour: str, label: str, *, linestyle: str = "-"
 ) -> "Line2D":
     """Draw a line without markers, except a dash at points without neighbours."""
     alone = np.flatnonzero(style.isolated(style.drawable(series.y)))
@@ -242,9 +231,9 @@ def _draw_curve(
 
 def batch_scaling(
     batch_sizes: Sequence[int],
-    measured: Mapping[str, Sequence[Number]],
+    measured: Mapping[str, Sequence[arrays.Number]],
     *,
-    predicted: Mapping[str, Sequence[Number]] | None = None,
+    predicted: Mapping[str, Sequence[arrays.Number]] | None = None,
     quantity: str = "largest eigenvalue",
     ax: "Axes | None" = None,
 ) -> "Axes":
@@ -259,18 +248,17 @@ def batch_scaling(
         quantity: Label of the vertical axis.
         ax: Axes to draw on. Defaults to a new figure.
     """
-    if not measured:
-        raise ValueError("measured must hold at least one quantity, got none")
+    arrays.check_named("measured", measured, "names to estimates")
     ax, predicted = ax or style.panels(width=4.4, height=3.1)[1][0], predicted or {}
     handles = []
     for index, name in enumerate(dict.fromkeys((*measured, *predicted))):
         colour, marker = style.series_look(index)
         if name in measured:
-            series = points(batch_sizes, measured[name])
+            series = arrays.points(batch_sizes, measured[name])
             handles.append(style.bars(ax, series.x, series.y, yerr=STYLE.sigmas * series.stderr,
                                      color=colour, fmt=marker, capsize=2, label=name))  # fmt: skip
         if name in predicted:
-            series = points(batch_sizes, predicted[name])
+            series = arrays.points(batch_sizes, predicted[name])
             handles.append(_draw_curve(ax, series, colour, f"{name}, predicted"))
     style.batch_size_x(ax, batch_sizes)
     style.log_scale(ax)
