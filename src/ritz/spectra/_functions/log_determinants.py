@@ -326,10 +326,10 @@ def _superlu(matrix: Any) -> float:
     options = {"SymmetricMode": True}
     try:
         factor = splu(matrix, permc_spec="MMD_AT_PLUS_A", diag_pivot_thresh=0.0, options=options)
-    except RuntimeError as error:
-        raise NotPositiveDefiniteError("op must be positive definite, got a zero pivot") from error
+    except RuntimeError:  # the matrix is singular
+        factor = None
     # Rows are exchanged only if a pivot on the diagonal is zero.
-    if not np.array_equal(factor.perm_r, factor.perm_c):
+    if factor is None or not np.array_equal(factor.perm_r, factor.perm_c):
         raise NotPositiveDefiniteError("op must be positive definite, got a zero pivot")
     # P A P' = L U with unit diagonal of L, so log det A = sum_i log U_ii
     pivots = torch.from_numpy(factor.U.diagonal())
