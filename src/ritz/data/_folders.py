@@ -57,9 +57,9 @@ def folder(
             sizes = f"{_size(part)}, training ones {_size(train)}"
             raise DataError(f"{root}: {name} images are {sizes}; give size=")
     # Without a test folder the validation images are the test images, as for ImageNet.
-    test, held = (*parts, None)[:2]
+    held = parts[1] if len(parts) > 1 else None
     return image_data(
-        "folder", train=train, test=test, held=held, classes=classes, validation=validation
+        "folder", train=train, test=parts[0], held=held, classes=classes, validation=validation
     )
 
 

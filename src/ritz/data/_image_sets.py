@@ -6,7 +6,7 @@ import pickle
 import pickletools
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -100,7 +100,7 @@ def _idx_data(
     files = [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in kinds]
     hint = f"get the four files of {page}"
     paths = locate(name, files, root=root, folders=folders, hint=hint)
-    train, test = (_idx_samples(*paths[i : i + 2], len(classes)) for i in (0, 2))
+    train, test = (_idx_samples(paths[i], paths[i + 1], len(classes)) for i in (0, 2))
     return image_data(name, train=train, test=test, classes=classes, validation=validation)
 
 
@@ -147,8 +147,10 @@ def read_idx(path: Path, *, ndim: int) -> Tensor:
 def cifar10(root: Path | None, *, validation: int = 0) -> ImageData:
     """CIFAR-10: 50,000 + 10,000 colour images of 32 x 32 pixels in 10 classes."""
     files = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
+    paths = _cifar_paths("cifar-10", "cifar-10-batches-py", files, root)
     names = "airplane automobile bird cat deer dog frog horse ship truck"
-    return _cifar_data("10", files, root, validation, "", "batches.meta", names.split())
+    classes = _cifar_classes(paths, "batches.meta", "label_names", names.split())
+    return _cifar_data("cifar10", paths, "labels", classes, validation)
 
 
 @DATASETS.register("cifar100")
@@ -157,29 +159,26 @@ def cifar100(
 ) -> ImageData:
     """CIFAR-100: 50,000 + 10,000 colour images of 32 x 32 pixels in 100 classes, or 20 coarse."""
     check_choice("labels", labels, ("fine", "coarse"))
-    classes = list(map(str, range(100 if labels == "fine" else 20)))
-    return _cifar_data("100", ["train", "test"], root, validation, f"{labels}_", "meta", classes)
+    paths = _cifar_paths("cifar-100", "cifar-100-python", ["train", "test"], root)
+    names = [str(number) for number in range(100 if labels == "fine" else 20)]
+    classes = _cifar_classes(paths, "meta", f"{labels}_label_names", names)
+    return _cifar_data("cifar100", paths, f"{labels}_labels", classes, validation)
+
+
+def _cifar_paths(archive: str, unpacked: str, files: list[str], root: Path | None) -> list[Path]:
+    name = archive.replace("-", "")
+    folders = (unpacked, name, archive, f"{name}/{unpacked}", ".")
+    hint = f"unpack {archive}-python.tar.gz of https://www.cs.toronto.edu/~kriz/cifar.html there"
+    return locate(name, files, root=root, folders=folders, hint=hint)
 
 
 def _cifar_data(
-    kind: str,
-    files: list[str],
-    root: Path | None,
-    validation: int,
-    prefix: str,
-    meta: str,
-    classes: list[str],
+    name: str, paths: list[Path], key: str, classes: list[str], validation: int
 ) -> ImageData:
-    unpacked = "cifar-10-batches-py" if kind == "10" else "cifar-100-python"
-    folders = (unpacked, f"cifar{kind}", f"cifar-{kind}", f"cifar{kind}/{unpacked}", ".")
-    hint = f"unpack cifar-{kind}-python.tar.gz of https://www.cs.toronto.edu/~kriz/cifar.html there"
-    paths = locate(f"cifar{kind}", files, root=root, folders=folders, hint=hint)
-    *parts, test = (_cifar_samples(path, f"{prefix}labels", len(classes)) for path in paths)
+    *parts, test = (_cifar_samples(path, key, len(classes)) for path in paths)
     images, targets = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-    if path := existing(paths[0].parent, meta):
-        classes = _cifar_classes(path, f"{prefix}label_names", len(classes))
     return image_data(
-        f"cifar{kind}",
+        name,
         train=(images, targets),
         test=test,
         classes=classes,
@@ -201,11 +200,14 @@ def _cifar_samples(path: Path, key: str, num_classes: int) -> Samples:
     return torch.from_numpy(images.copy()).view(-1, 3, 32, 32), targets
 
 
-def _cifar_classes(path: Path, key: str, count: int) -> list[str]:
+def _cifar_classes(paths: list[Path], file: str, key: str, default: list[str]) -> list[str]:
+    path = existing(paths[0].parent, file)
+    if path is None:
+        return default
     names = read_pickle(read_whole(path, limit=2**20), name=str(path)).get(key)
     names = [_text(name) for name in names] if isinstance(names, list) else []
-    if [type(name) for name in names] != [str] * count:
-        raise DataError(f"{path} must have a list of {count} names under {key!r}")
+    if [type(name) for name in names] != [str] * len(default):
+        raise DataError(f"{path} must have a list of {len(default)} names under {key!r}")
     return names
 
 
@@ -243,8 +245,9 @@ def read_pickle(data: bytes | bytearray, *, name: str) -> dict[str, Any]:
 
 
 def _check_opcodes(data: bytes | bytearray, name: str) -> None:
+    operations: Iterable[tuple[Any, Any, Any]] = pickletools.genops(bytes(data))
     tuples = 0
-    for number, (opcode, argument, place) in enumerate(pickletools.genops(bytes(data))):
+    for number, (opcode, argument, place) in enumerate(operations):
         tuples += opcode.name.startswith("TUPLE")
         if opcode.name == "PROTO" and argument != 2:
             raise ValueError(f"it has protocol {argument}, and only 2 is read")

@@ -153,8 +153,8 @@ class TextData:
 
     def to(self, device: torch.device | str) -> "TextData":
         """Return the data on another device."""
-        parts = (part.to(device) for part in (self.train, self.validation, self.test))
-        return replace(self, **dict(zip(("train", "validation", "test"), parts, strict=True)))
+        train, validation, test = (s.to(device) for s in (self.train, self.validation, self.test))
+        return replace(self, train=train, validation=validation, test=test)
 
 
 def _text_data(name: str, parts: Sequence[Tensor], vocabulary: list[str], length: int) -> TextData:
