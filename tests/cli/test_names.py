@@ -13,6 +13,7 @@ from torch import nn
 from ritz.cli import landscape, sharpness, spectrum
 from ritz.cli._options import NetworkOptions, OutputOptions
 from ritz.cli._session import LONGEST, Measurement
+from ritz.training import TrainingConfig
 from ritz.training._workflow import RunConfig
 
 FEW = ["--steps", "4"]
@@ -89,7 +90,8 @@ def test_variants_that_were_stopped_go_on_from_their_own_states(
     }
 
 
-MADE = RunConfig(model="net", data="digits", data_options={"rows": 20}, batch_size=16)
+MADE = RunConfig(model="net", data="digits", data_options={"rows": 20},
+                 training=TrainingConfig(batch_size=16))  # fmt: skip
 NET = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
 
 
@@ -153,7 +155,7 @@ def test_a_model_without_batch_norm_has_no_mode_in_its_name():
         ({"data_options": {}}, "digits"),  # the run had options
         ({"model": "own:net", "model_options": {"hidden": [64, 32]}}, "own_net-hidden=64,32"),
         ({"loss": "mse"}, "mse"),
-        ({"batch_size": 32}, "batch32"),
+        ({"training": TrainingConfig(batch_size=32)}, "batch32"),
     ],
 )
 def test_differences_from_the_run_are_mentioned(changes, ending):

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, final
@@ -117,8 +117,8 @@ def merge_config(options: NetworkOptions, made: RunConfig, folder: Path) -> RunC
     A run folder is data that anybody may have written. A name in it that would import code is
     therefore used only if the command line repeats it.
     """
-    names = {name: getattr(options, name) for name in ("model", "data", "loss", "batch_size")}
-    changes = {name: value for name, value in names.items() if value is not None}
+    names = {name: getattr(options, name) for name in ("model", "data", "loss")}
+    changes: dict[str, Any] = {name: value for name, value in names.items() if value is not None}
     missing = [name for name in ("model", "data") if not (names[name] or getattr(made, name))]
     if missing:
         raise ValueError(f"{folder} has no {CONFIG}, which names model and data: give "
@@ -136,7 +136,9 @@ def merge_config(options: NetworkOptions, made: RunConfig, folder: Path) -> RunC
         same = names[kind] in (None, getattr(made, kind))
         inherited = getattr(made, f"{kind}_options") if same else {}
         changes[f"{kind}_options"] = {**inherited, **settings}
-    return RunConfig(**(made.plain() | changes))
+    if options.batch_size is not None:
+        changes["training"] = replace(made.training, batch_size=options.batch_size)
+    return replace(made, **changes)
 
 
 # ------------------------------------------------------------------------------------------
