@@ -26,8 +26,8 @@ from ritz.training._folder import (
     Folder,
     Log,
     Record,
-    check_matches,
     check_no_link,
+    copy_weights,
     load_optimizer_state,
     optimizer_state,
     save_weights,
@@ -452,11 +452,7 @@ class Run:
             made = "with" if saved.carried else "without"
             raise ValueError(f"{path} was made {made} a state carried from batch to batch, "
                              "unlike this run: give the same, or another folder")  # fmt: skip
-        tensors = tensor_state(parts.model)
-        check_matches(tensors, saved.model, path)
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                tensor.copy_(saved.model[name])
+        copy_weights(parts.model, saved.model, path)
         load_optimizer_state(parts.optimizer, saved.optimizer, parts.device)
         parts.schedule.load_state_dict(saved.schedule)
         parts.step.scaler.load_state_dict(saved.scaler)
