@@ -203,16 +203,6 @@ def read_log(path: FilePath) -> list[Record]:
     return [json.loads(line) for line in whole.split(b"\n") if line]
 
 
-def size_without_final(path: FilePath, size: int) -> int:
-    """Return the bytes of a log of ``size`` bytes without the record of the end of the run."""
-    if not Path(path).is_file():
-        return size
-    with open(path, "rb") as file:
-        lines = file.read(size).splitlines(keepends=True)
-    last = json.loads(lines[-1]) if lines and lines[-1].endswith(b"\n") else {}
-    return size - len(lines[-1]) if last.get("kind") == "final" else size
-
-
 def times_path(path: FilePath) -> Path:
     """Return the file of times beside a log."""
     return Path(path).with_suffix(".times.jsonl")
@@ -506,9 +496,11 @@ def _untie(
         place = (x.data_ptr(), x.dtype, x.shape, x.stride()) if x.numel() else name
         groups.setdefault(place, []).append(name)
     for names in groups.values():
-        first = next((name for name in names if name in tensors), None)
-        for name in names if first is not None else ():
-            if not _equal(tensors.setdefault(name, tensors[first]), tensors[first]):
+        for name in names:
+            first = next((each for each in names if each in tensors), name)
+            if first in tensors and not _equal(
+                tensors.setdefault(name, tensors[first]), tensors[first]
+            ):
                 raise ValueError(f"{path} is of another architecture: {first} and {name} differ "
                                  "there, and are one in the model")  # fmt: skip
     return tensors

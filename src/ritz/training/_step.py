@@ -48,7 +48,7 @@ class CarriedState:
         self._states: dict[int, Any] = {}  # by rows of the whole batch, equal in all processes
 
     def of(self, count: int) -> Any:
-        """Return the state of this process's rows of a batch of ``count``: the tensors themselves."""
+        """Return the tensors of the state of this process's rows of a batch of ``count``."""
         if count not in self._states:
             self._states[count] = tree_map(
                 lambda x: x.detach().clone(memory_format=torch.contiguous_format),
@@ -214,8 +214,10 @@ class Step:
         model = self.adapter.model
         for number, piece in enumerate(pieces, start=1):
             # Processes exchange gradients after the last piece only.
-            local = number < len(pieces) and isinstance(model, DistributedDataParallel)
-            with model.no_sync() if local else nullcontext():
+            quiet = nullcontext()
+            if number < len(pieces) and isinstance(model, DistributedDataParallel):
+                quiet = model.no_sync()
+            with quiet:
                 self._backward(piece)
         if self.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
