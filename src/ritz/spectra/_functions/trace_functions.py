@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from ritz.spectra._functions.quadrature import (
     shorter,
 )
 from ritz.spectra._functions.splitting import by_krylov
-from ritz.spectra._lanczos import REORTHOGONALIZATIONS, Bounds, Reorthogonalization, bounds
+from ritz.spectra._lanczos import Bounds, Reorthogonalization, bounds
 from ritz.spectra._maxent import EntropicDensity, Grid, in_interval, maxent
 from ritz.spectra._moments import Moments, moments
 
@@ -111,7 +111,7 @@ def trace_function(
     op = as_operator(op)
     check_choice("method", method, ("lanczos", *_METHODS))
     check_count("num_steps", num_steps, high=op.shape[0])
-    check_choice("reorthogonalize", reorthogonalize, REORTHOGONALIZATIONS)
+    check_choice("reorthogonalize", reorthogonalize, get_args(Reorthogonalization))
     generator = resolve_generator(generator)
     plan = Sampling(num_probes, rtol, max_probes, block_size, probe)
     if method != "lanczos":
