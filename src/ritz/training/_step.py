@@ -214,7 +214,7 @@ class Step:
         model = self.adapter.model
         for number, piece in enumerate(pieces, start=1):
             # Processes exchange gradients after the last piece only.
-            quiet = nullcontext()
+            quiet: AbstractContextManager[Any] = nullcontext()
             if number < len(pieces) and isinstance(model, DistributedDataParallel):
                 quiet = model.no_sync()
             with quiet:
