@@ -1,4 +1,4 @@
-"""Adaptive optimisers: Padam, PadamW and DampedAdamW."""
+"""Adaptive optimisers: Padam, PadamW, DampedAdamW, and with an average Gadam and GadamX."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar, TypedDict, Unpack, final
@@ -15,7 +15,8 @@ from torch.optim.optimizer import (
 )
 
 from ritz._core.checks import check_choice, check_range
-from ritz.optim._companions import listed
+from ritz.optim._averaging import IterateAverage
+from ritz.optim._companions import check_shape, listed
 from ritz.optim._update import Buffers, CompiledStep, Form, Number, Rule, update
 
 # ------------------------------------------------------------------------------------------
@@ -37,6 +38,7 @@ FLAGS: dict[str, Any] = {
     "capturable": False,
     "differentiable": False,
     "compile": False,
+    "decoupled_weight_decay": True,
 }
 
 
@@ -78,11 +80,14 @@ class AdaptiveOptimizer(Optimizer):
 
     _eps_key: ClassVar[str] = "eps"
 
-    def __init__(self, params: ParamsT, settings: dict[str, Any], flags: Flags) -> None:
+    def __init__(
+        self, params: ParamsT, flags: Flags, common: tuple[Any, ...], **settings: Any
+    ) -> None:
         unknown = sorted(flags.keys() - Flags.__annotations__.keys())
         if unknown:
             raise TypeError(f"{type(self).__name__} got unknown arguments {', '.join(unknown)}")
-        defaults = FLAGS | {"decoupled_weight_decay": True} | settings | flags
+        names = ("lr", "betas", self._eps_key, "weight_decay")
+        defaults = FLAGS | dict(zip(names, common, strict=True)) | settings | flags
         self._check(defaults)
         self._graphs: list[CompiledStep] = []
         super().__init__(params, defaults)
@@ -107,12 +112,8 @@ class AdaptiveOptimizer(Optimizer):
         here, there = listed(self.param_groups), listed(state_dict["param_groups"])
         for index, ((name, param), (_, place)) in enumerate(zip(here, there, strict=False)):
             for key, value in state_dict["state"].get(place, {}).items():
-                if isinstance(value, Tensor) and value.ndim and value.shape != param.shape:
-                    raise ValueError(
-                        f"state_dict is of another model: its {key} of "
-                        f"{name or f'parameter {index}'} is of shape {tuple(value.shape)}, the "
-                        f"parameter of {tuple(param.shape)}"
-                    )
+                if isinstance(value, Tensor) and value.ndim:
+                    check_shape(key, value, name or f"parameter {index}", param)
         super().load_state_dict(state_dict)
 
     @property
@@ -315,10 +316,10 @@ class Padam(AdaptiveOptimizer):
         form: Form | None = None,
         **flags: Unpack[Flags],
     ) -> None:
-        settings: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps}
-        settings |= {"weight_decay": weight_decay, "decoupled_weight_decay": False}
-        settings |= {"partial": partial, "form": form}
-        super().__init__(params, settings, flags)
+        common = (lr, betas, eps, weight_decay)
+        super().__init__(
+            params, flags, common, partial=partial, form=form, decoupled_weight_decay=False
+        )
 
 
 @final
@@ -356,9 +357,145 @@ class PadamW(AdaptiveOptimizer):
         form: Form | None = None,
         **flags: Unpack[Flags],
     ) -> None:
-        settings: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps}
-        settings |= {"weight_decay": weight_decay, "partial": partial, "form": form}
-        super().__init__(params, settings, flags)
+        super().__init__(params, flags, (lr, betas, eps, weight_decay), partial=partial, form=form)
+
+
+# ------------------------------------------------------------------------------------------
+# Adaptive methods that average their iterates.
+
+
+class AveragedOptimizer(AdaptiveOptimizer):
+    """Base of Gadam and GadamX: adaptive steps, and a tail average attached to them."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        flags: Flags,
+        common: tuple[Any, ...],
+        plan: tuple[int | None, int],
+        **settings: Any,
+    ) -> None:
+        super().__init__(params, flags, common, **settings)
+        self._plan = plan
+        self._attach()
+
+    @property
+    def average(self) -> IterateAverage:
+        """The average of the iterates."""
+        return self._average
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.state_dict()  # has the average write its counts into the state
+        return super().__getstate__() | {"_plan": self._plan}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_average" not in self.__dict__:
+            # Copying and pickling lose hooks: attach anew, and continue from the state.
+            self._attach()
+            self.load_state_dict(self.state_dict())
+
+    def _attach(self) -> None:
+        start, interval = self._plan
+        self._average = IterateAverage(self, start=start, interval=interval)
+
+
+@final
+class Gadam(AveragedOptimizer):
+    r"""Adam that generalises: AdamW with a tail average of its iterates.
+
+    .. math::
+        w_t = (1 - \alpha\lambda)\, w_{t-1} - \alpha\, \hat m / (\sqrt{\hat v} + \epsilon), \qquad
+        \bar w \leftarrow \frac{n \bar w + w_t}{n + 1} \text{ for } t \ge T
+
+    The step is ``torch.optim.AdamW``'s, on its fused kernel. ``optimizer.average`` is the
+    :class:`~ritz.optim.IterateAverage`; evaluate inside ``with optimizer.average.applied(model):``.
+    Averaging at the end of every epoch of ``m`` steps, beginning with the weights after ``e``
+    epochs, is ``start=e * m + 1, interval=m``. Memory: three vectors, one of them the average.
+
+    Args:
+        params: Parameters or groups of them.
+        lr: Rate :math:`\alpha`, a number or a tensor of one element.
+        betas: Decays of the running means of the gradient and of its square.
+        eps: Term :math:`\epsilon` in the denominator.
+        weight_decay: Decay :math:`\lambda`.
+        start: First step :math:`T` of the average, counted from one, 0 for the beginning; None
+            waits for ``optimizer.average.restart()``.
+        interval: Steps from one averaged iterate to the next.
+        partial: Power :math:`p` of the second moment, from 0 to 1/2; below 1/2 :math:`\epsilon`
+            moves inside it.
+        form: Where :math:`\epsilon` stands; see :class:`~ritz.optim.Padam`.
+        decoupled_weight_decay: False puts the decay into the gradient, as an L2 term.
+        **flags: See :class:`~ritz.optim._adaptive.AdaptiveOptimizer`.
+
+    Reference: Granziol et al. (2021), Iterate averaged adaptive gradient methods, Algorithm 1.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: Number = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        start: int | None = None,
+        interval: int = 1,
+        partial: float = 0.5,
+        form: Form | None = None,
+        decoupled_weight_decay: bool = True,
+        **flags: Unpack[Flags],
+    ) -> None:
+        power = {"partial": partial, "form": form}
+        super().__init__(params, flags, (lr, betas, eps, weight_decay), (start, interval),
+                         decoupled_weight_decay=decoupled_weight_decay, **power)  # fmt: skip
+
+
+@final
+class GadamX(AveragedOptimizer):
+    r"""Partially adaptive Gadam: power 1/8 of the second moment.
+
+    .. math::
+        w_t = (1 - \alpha\lambda)\, w_{t-1} - \alpha\, \hat m / (\hat v + \epsilon)^p, \qquad
+        \bar w \leftarrow \frac{n \bar w + w_t}{n + 1} \text{ for } t \ge T
+
+    The rate is on the scale of SGD's. ``compile=True`` makes the step about as cheap as torch's
+    fused AdamW; without it the step costs what torch's unfused one does.
+
+    Args:
+        params: Parameters or groups of them.
+        lr: Rate :math:`\alpha`, a number or a tensor of one element.
+        betas: Decays of the running means of the gradient and of its square.
+        eps: Term :math:`\epsilon` in the denominator.
+        weight_decay: Decay :math:`\lambda`.
+        start: First step :math:`T` of the average; see :class:`Gadam`.
+        interval: Steps from one averaged iterate to the next.
+        partial: Power :math:`p`; 0.2 in the published language models.
+        form: Where :math:`\epsilon` stands; see :class:`~ritz.optim.Padam`.
+        decoupled_weight_decay: False puts the decay into the gradient, as an L2 term.
+        **flags: See :class:`~ritz.optim._adaptive.AdaptiveOptimizer`.
+
+    Reference: Granziol et al. (2021), Iterate averaged adaptive gradient methods, Algorithm 1.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: Number = 0.1,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 5e-4,
+        *,
+        start: int | None = None,
+        interval: int = 1,
+        partial: float = 0.125,
+        form: Form | None = None,
+        decoupled_weight_decay: bool = True,
+        **flags: Unpack[Flags],
+    ) -> None:
+        power = {"partial": partial, "form": form}
+        super().__init__(params, flags, (lr, betas, eps, weight_decay), (start, interval),
+                         decoupled_weight_decay=decoupled_weight_decay, **power)  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------
@@ -402,10 +539,10 @@ class DampedAdamW(AdaptiveOptimizer):
         decoupled_weight_decay: bool = True,
         **flags: Unpack[Flags],
     ) -> None:
-        settings: dict[str, Any] = {"lr": lr, "betas": betas, "delta": delta}
-        settings |= {"weight_decay": weight_decay, "partial": 0.5}
-        settings |= {"decoupled_weight_decay": decoupled_weight_decay}
-        super().__init__(params, settings, flags)
+        common = (lr, betas, delta, weight_decay)
+        super().__init__(
+            params, flags, common, partial=0.5, decoupled_weight_decay=decoupled_weight_decay
+        )
 
 
 def delta_to_shrinkage(delta: float) -> float:

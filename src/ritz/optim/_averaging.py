@@ -318,6 +318,7 @@ class IterateAverage:
         return pairs
 
 
+@torch.no_grad()
 def move(averages: list[Tensor], weights: list[Tensor], share: float) -> None:
     r"""Move averages by a share of the way to the weights, :math:`a \leftarrow a + s (w - a)`.
 

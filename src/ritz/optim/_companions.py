@@ -134,11 +134,7 @@ class Companions:
             state[place] = {k: v for k, v in entry.items() if k not in ours} if own else entry
             if own:
                 name, p = places[place]
-                if entry[self.key].shape != p.shape:
-                    raise ValueError(
-                        f"state_dict is of another model: its {self.key} of {name} is of shape "
-                        f"{tuple(entry[self.key].shape)}, the parameter of {tuple(p.shape)}"
-                    )
+                check_shape(self.key, entry[self.key], name, p)
                 self._loaded[p] = {k: entry[k] for k in ours}
         return state_dict | {"state": state}
 
@@ -161,6 +157,13 @@ def check_optimizer(optimizer: Any) -> None:
         )
 
 
+def check_shape(key: str, value: Tensor, name: str, param: Tensor) -> None:
+    """Raise unless a tensor of a loaded state has the shape of its parameter."""
+    if value.shape != param.shape:
+        raise ValueError(f"state_dict is of another model: its {key} of {name} has shape "
+                         f"{tuple(value.shape)}, the parameter {tuple(param.shape)}")  # fmt: skip
+
+
 def owners(optimizer: Optimizer) -> Iterator[object]:
     """Whatever has hooks on the loading of an optimiser, or of the ones that it wraps."""
     inner: Any = optimizer
@@ -173,10 +176,9 @@ def owners(optimizer: Optimizer) -> Iterator[object]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The numbers of a tensor on this process, real, in the same memory."""
-    own = tensor.detach()
-    own = own.to_local() if hasattr(own, "to_local") else own
-    return torch.view_as_real(own) if own.is_complex() else own
+    """Return the part of a tensor on this process as real numbers, in the same memory."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return torch.view_as_real(part) if part.is_complex() else part
 
 
 def _pairs(optimizer: Optimizer, state_dict: StateDict) -> Iterator[tuple[Any, tuple[str, Tensor]]]:

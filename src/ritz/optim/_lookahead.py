@@ -160,6 +160,7 @@ class Lookahead(Optimizer):
         if numbers["step"] % self.k == 0 and not over:
             self._synchronise()
 
+    @torch.no_grad()
     def _synchronise(self) -> None:
         slow, fast = list(self._slow.tensors.values()), list(self._slow.tensors)
         move(slow, fast, self.alpha)

@@ -9,8 +9,7 @@ from torch.optim.optimizer import ParamsT
 
 from ritz._core.checks import check_count
 from ritz._core.registry import Registry
-from ritz.optim._adaptive import AdaptiveOptimizer, Padam
-from ritz.optim._gadam import AveragedOptimizer, Gadam, GadamX
+from ritz.optim._adaptive import AdaptiveOptimizer, AveragedOptimizer, Gadam, GadamX, Padam
 
 GADAM = "Granziol et al. (2021), Iterate averaged adaptive gradient methods, "
 CIFAR = GADAM + "B.2; averaging from epoch 161, section .2"
