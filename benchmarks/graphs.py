@@ -31,8 +31,8 @@ from timing import RESULTS, interleaved, median, ratio, write
 
 import ritz
 from ritz import graphs
-from ritz.operators import LaplacianOperator, SparseOperator, _native
-from ritz.operators._sparse import CompressedRows
+from ritz.operators import LaplacianOperator, SparseOperator
+from ritz.operators._sparse import LINE, CompressedRows, native_loops
 
 try:
     import imate
@@ -93,7 +93,7 @@ def strip_bytes(op):
     """What one strip of a cache line must move at the least."""
     n, rows = op.shape[0], op.rows
     entries = rows.num_entries * (rows.columns.itemsize + op.dtype.itemsize)
-    return entries + n * rows.pointers.itemsize + 2 * n * _native.LINE
+    return entries + n * rows.pointers.itemsize + 2 * n * LINE
 
 
 def target(name, options):
@@ -113,7 +113,7 @@ def speed_rows(matrix, options):
         {name: job for name, (_, job) in jobs.items()}, rounds=options.rounds, before=2
     )
     cost = {name: [t / jobs[name][0] for t in times] for name, times in seconds.items()}
-    columns = _native.LINE // op.dtype.itemsize
+    columns = LINE // op.dtype.itemsize
     bound = [strip_bytes(op) / columns * t / (2 * COPIED) for t in seconds["copy"]]
     print(f"copy: {2 * COPIED / median(seconds['copy']) / 1e9:.1f} GB/s", flush=True)
     for name, times in (cost | {"bound": bound}).items():
@@ -179,7 +179,7 @@ def growth_row(num_edges, options):
     jobs = {"product": timed(lambda: op @ block, options.device)}
     times = interleaved(jobs, rounds=options.rounds)["product"]
     held = pointers.nbytes + columns.nbytes
-    work = op.shape[0] * _native.LINE + 2 * block.nbytes  # the packed strip, block and product
+    work = op.shape[0] * LINE + 2 * block.nbytes  # the packed strip, block and product
     return {
         "what": "growth",
         "dtype": "float32",
@@ -265,9 +265,7 @@ def main():
     if options.moments_of:
         measured_moments(getattr(torch, options.moments_of), options)
         return
-    print(
-        "compiled loops" if _native.compiler() else "no llvmlite: torch's own products", flush=True
-    )
+    print("compiled loops" if native_loops() else "no numba: torch's products", flush=True)
     script = "graphs" if options.device == "cpu" else "graphs_cuda"
     parts = (options.only,) if options.only else PARTS
     found = kept(script, parts)

@@ -18,6 +18,7 @@ LIBRARIES = (
     "torch",
     "numpy",
     "scipy",
+    "numba",
     "imate",
     "scikit-primate",
     "curvlinops-for-pytorch",

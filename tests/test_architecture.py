@@ -36,6 +36,7 @@ RANKS = {
 EXEMPT = {"ritz", "ritz.__main__", "ritz._version"}
 CORE = {"_core", "operators", "rmt", "spectra", "testing", "curvature", "measures", "optim"}
 CORE_IMPORTS = {"torch", "numpy", "scipy", "safetensors", "ritz", *sys.stdlib_module_names}
+OPTIONAL = {"ritz.operators._native": {"numba", "llvmlite"}}  # imported only if it is installed
 # What packages share with others although users do not need it, and with whom.
 SHARED = {
     "operators": {"spectra", "curvature", "graphs", "measures"},
@@ -82,7 +83,8 @@ def imports(module, source):
 def layer_breaches(module, source):
     own = package(module)
     for name, _ in imports(module, source):
-        if own in CORE and name.split(".")[0] not in CORE_IMPORTS:
+        allowed = CORE_IMPORTS | OPTIONAL.get(module, set())
+        if own in CORE and name.split(".")[0] not in allowed:
             yield f"{module} must not import {name}"
         if name.split(".")[0] != "ritz" or name == "ritz._version" or package(name) == own:
             continue

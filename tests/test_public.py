@@ -10,7 +10,7 @@ import pytest
 import ritz
 
 LIBRARIES = ["torch", "numpy", "scipy", "safetensors"]
-EXTRAS = ["matplotlib", "typer", "rich", "networkx", "sklearn", "PIL", "llvmlite"]
+EXTRAS = ["matplotlib", "typer", "rich", "networkx", "sklearn", "PIL", "numba"]
 
 
 def test_at_most_forty_five_names():

@@ -38,6 +38,14 @@ class Probed(Protocol):
     def block_size(self) -> int: ...
 
 
+def draw_probes(
+    op: Probed, count: int, *, generator: torch.Generator, kind: Probe = "rademacher"
+) -> Tensor:
+    """Return random vectors ``(n, count)`` of the dtype and on the device of an operator."""
+    shape = (op.shape[0], count)
+    return probes(shape, kind=kind, generator=generator, dtype=op.dtype, device=op.device)
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """Number and distribution of probes, and when to stop.
@@ -81,13 +89,11 @@ class Sampling:
             while taken < limit and not self._settled(samples, taken):
                 # The first blocks end at num_probes, where the error is judged for the first time.
                 goal = self.num_probes if taken < self.num_probes else limit
-                shape = (op.shape[0], min(self.width(op), goal - taken))
-                block = probes(
-                    shape, kind=self.probe, generator=generator, dtype=op.dtype, device=op.device
-                )
+                width = min(self.width(op), goal - taken)
+                block = draw_probes(op, width, kind=self.probe, generator=generator)
                 samples.append(measure(block).double().cpu())
                 check_samples(samples[-1], taken)
-                taken += shape[1]
+                taken += width
                 bar.update(taken)
         joined = torch.cat(samples)
         return joined, self.status(joined)

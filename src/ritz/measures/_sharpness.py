@@ -19,8 +19,7 @@ from ritz._core.storage import storable
 from ritz.curvature import CurvatureOperator, Risk, curvature_operator, summary
 from ritz.curvature._shared import MATRICES, CurvatureMatrix, EngineName, Summary
 from ritz.measures._degeneracy import Degeneracy, rank_degeneracy
-from ritz.operators import exact_trace
-from ritz.operators._shared import structure_note
+from ritz.operators import exact
 from ritz.spectra import Spectrum, lanczos_block
 from ritz.spectra._shared import least_frobenius_norm, negative_values
 
@@ -389,8 +388,8 @@ def _measured(
     first, second, negative, possible = (
         _estimate(row, spent, len(runs), seed, how) for row in samples
     )
-    known = exact_trace(op)
-    whole = first if known is None else _exact(known, structure_note(op))
+    known, note = exact(op, "trace")
+    whole = first if known is None else Estimate.exact(known, method=f"exact, by {note}")
     extreme, residual = _extreme(runs)
     return SharpnessRow(
         matrix=matrix,
@@ -432,16 +431,6 @@ def _estimate(
         method=how,
         status=Status(outcome="completed", message=f"{count} probes"),
         seed=seed,
-    )
-
-
-def _exact(value: float, how: str) -> Estimate:
-    return Estimate(
-        mean=torch.tensor(value, dtype=torch.float64),
-        stderr=torch.zeros((), dtype=torch.float64),
-        num_products=0,
-        method=f"exact, by {how}",
-        status=Status(outcome="completed", message="no sampling"),
     )
 
 
