@@ -21,6 +21,9 @@ Numbers: TypeAlias = "list[Scalars]"
 # Elements of a chunk on the CPU, per thread. Smaller chunks stay nearer to the processor, but below
 # this size the calls cost more than they save.
 GRAIN = 2**17
+# Fields of a rule that torch's Adam has too.
+TORCH_SETTINGS = ("beta1", "beta2", "eps", "weight_decay", "decoupled_weight_decay", "amsgrad",
+                  "maximize", "capturable", "differentiable")  # fmt: skip
 # Graphs of one optimiser and group: torch compiles no function more often.
 MAX_GRAPHS = 8
 
@@ -49,14 +52,14 @@ class Rule:
     form: Form
     amsgrad: bool
     maximize: bool
-    decoupled: bool
+    decoupled_weight_decay: bool
     capturable: bool
     differentiable: bool
 
     @property
     def decays(self) -> bool:
         """Whether the weights shrink by a factor; otherwise the gradient has the L2 term."""
-        return self.decoupled and self.weight_decay != 0
+        return self.decoupled_weight_decay and self.weight_decay != 0
 
     @property
     def tensor_numbers(self) -> bool:
@@ -181,7 +184,7 @@ def _scales(moments: Any, shifts: Any, rule: Rule) -> Any:
         bases, power = _saved(torch._foreach_sqrt(moments), rule), 2 * power
         torch._foreach_add_(bases, rule.eps)
     else:
-        bases = torch._foreach_add(moments, shifts)
+        bases = torch._foreach_add(moments, rule.eps if rule.amsgrad else shifts)
     if rule.differentiable:
         return torch._foreach_pow(bases, -power)
     # Square roots are several times cheaper than pow: four in a row at most.
@@ -226,21 +229,13 @@ def update(
         torch_step: Any = adam
         torch_step(
             *buffers.lists(),
+            lr=lr,
             foreach=False if fused else foreach,
             fused=fused or None,  # None: torch decides between the other two
-            capturable=rule.capturable,
-            differentiable=rule.differentiable,
             grad_scale=grad_scale,
             found_inf=found_inf,
             has_complex=any(param.is_complex() for param in buffers.params),
-            decoupled_weight_decay=rule.decoupled,
-            amsgrad=rule.amsgrad,
-            beta1=rule.beta1,
-            beta2=rule.beta2,
-            lr=lr,
-            weight_decay=rule.weight_decay,
-            eps=rule.eps,
-            maximize=rule.maximize,
+            **{name: getattr(rule, name) for name in TORCH_SETTINGS},
         )
         return
     if isinstance(lr, Tensor) and not rule.tensor_numbers:
