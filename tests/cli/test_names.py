@@ -10,6 +10,7 @@ from cli.own import ritz, stopping_after
 
 from ritz.cli import landscape, sharpness, spectrum
 from ritz.cli._session import LONGEST, Choice, Names
+from ritz.training import TrainingConfig
 from ritz.training._workflow import RunConfig
 
 FEW = ["--steps", "4"]
@@ -80,7 +81,8 @@ def test_variants_that_were_stopped_go_on_from_their_own_states(
     }
 
 
-MADE = RunConfig(model="net", data="digits", data_options={"rows": 20}, batch_size=16)
+MADE = RunConfig(model="net", data="digits", data_options={"rows": 20},
+                 training=TrainingConfig(batch_size=16))  # fmt: skip
 
 
 def opened(*, config=MADE, made=MADE, weights="weights", has_batch_norm=True, **choice):
@@ -139,7 +141,7 @@ def test_a_mode_says_nothing_of_a_model_without_batch_norm():
         ({"data_options": {}}, "digits"),  # the run had options
         ({"model": "own:net", "model_options": {"hidden": [64, 32]}}, "own_net-hidden=64,32"),
         ({"loss": "mse"}, "mse"),
-        ({"batch_size": 32}, "batch32"),
+        ({"training": TrainingConfig(batch_size=32)}, "batch32"),
     ],
 )
 def test_what_the_run_was_not_made_with_is_told(changes, ending):

@@ -358,18 +358,18 @@ def _located(source: Path, average: bool) -> tuple[Path, Path]:
 
 
 def _config(choice: Choice, folder: Path, made: RunConfig | None) -> RunConfig:
-    names = ("model", "data", "loss", "batch_size")
-    given = {name: getattr(choice, name) for name in names}
-    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    """What the run was made with, with what is asked for in its place."""
+    names = {name: getattr(choice, name) for name in ("model", "data", "loss")}
+    changes: dict[str, Any] = {name: value for name, value in names.items() if value is not None}
     for kind in ("model", "data"):
         changes[f"{kind}_options"] = _options(choice, kind, made)
-    if made is not None:
-        return RunConfig(**(made.plain() | changes))
-    missing = [f"--{name}" for name in ("model", "data") if given[name] is None]
-    if missing:
+    missing = [f"--{name}" for name in ("model", "data") if names[name] is None]
+    if made is None and missing:
         raise ValueError(f"{folder} has no run.json, which says what {choice.source.name} was made "
                          f"from: give {' and '.join(missing)}")  # fmt: skip
-    return RunConfig(**changes)
+    config = replace(made or RunConfig(model="", data=""), **changes)
+    size = choice.batch_size or config.batch_size
+    return replace(config, training=replace(config.training, batch_size=size))
 
 
 def _options(choice: Choice, kind: str, made: RunConfig | None) -> dict[str, Any]:

@@ -1,15 +1,10 @@
-"""Results as pictures; needs the ``plots`` extra, which nothing else does."""
+"""Results as Matplotlib figures. Needs the ``plots`` extra."""
 
-from ritz.plots._graphs import over_histogram, similarity
-from ritz.plots._landscape import landscape, landscape2d
+from ritz.plots._graphs import similarity
+from ritz.plots._networks import landscape, landscape2d
 from ritz.plots._plot import plot, save_figure
-from ritz.plots._spectra import (
-    against_exact,
-    density,
-    panels,
-    spectra,
-    spectrum,
-)
+from ritz.plots._spectra import against_exact, density, over_histogram, spectra, spectrum
+from ritz.plots._style import panels
 from ritz.plots._training import batch_scaling, curvature_over_time, degeneracy, training_curves
 
 __all__ = [

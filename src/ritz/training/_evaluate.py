@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,20 +11,42 @@ from torch.nn.functional import cross_entropy
 from ritz._core.modes import evaluating
 from ritz._core.storage import storable
 from ritz.curvature._shared import Adapter, Forward, check_labels, recognised
-from ritz.training._config import TrainingStatus
 from ritz.training._data import Feed, own_rows
 from ritz.training._step import HALF, Totals, autocast, carried_state, keep, meet
 
 # ------------------------------------------------------------------------------------------
 # What training returns.
 
-storable(TrainingStatus)
+
+@storable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingStatus:
+    """How a training run ended, and what to do about it.
+
+    Attributes:
+        outcome: ``completed`` (all epochs), ``stopped`` (patience ran out, as it should),
+            ``interrupted`` (by a signal, after saving), ``diverged`` (the loss is not finite).
+        message: What happened, in one sentence.
+        advice: What to do; empty if nothing needs to be done.
+    """
+
+    outcome: Literal["completed", "stopped", "interrupted", "diverged"]
+    message: str
+    advice: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether training reached its end."""
+        return self.outcome in ("completed", "stopped")
+
+    def __str__(self) -> str:
+        return f"{self.outcome}: {self.message}" + (f" ({self.advice})" if self.advice else "")
 
 
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingResult:
-    """How a run went.
+    """Result of a training run.
 
     Attributes:
         history: Every number that was logged of the epochs, by name, each ``(num_epochs,)``,

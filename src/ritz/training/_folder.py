@@ -32,7 +32,7 @@ from ritz._core.storage import (
     write_tensors,
     write_text,
 )
-from ritz.training._data import is_writer
+from ritz.training._processes import is_writer
 
 # ------------------------------------------------------------------------------------------
 # Files of a run are no links: what is written goes to the file that has the name, or nowhere.

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, final
+from typing import Any, Literal, Protocol, final, get_args
 
 import torch
 from torch import Tensor, nn
@@ -12,15 +12,15 @@ from torch.optim import Optimizer
 from ritz._core.checks import check_choice, check_count, check_range
 from ritz._core.modes import BatchNormMode, unwrapped
 from ritz._core.results import Estimate
+from ritz._core.training_config import Unit
 from ritz.curvature import CurvatureOperator, Risk, curvature_operator
 from ritz.curvature._shared import MATRICES, CurvatureMatrix
 from ritz.measures import curvature_variance
 from ritz.spectra import eigenpairs, lanczos, trace
-from ritz.training._config import UNITS, Unit
 from ritz.training._folder import Log, Record
 
 Quantity = Literal["lambda_max", "trace", "variance", "spectrum"]
-QUANTITIES = ("lambda_max", "trace", "variance", "spectrum")
+QUANTITIES = get_args(Quantity)
 
 
 class Writer(Protocol):
@@ -96,7 +96,7 @@ class CurvatureMonitor:
         writer: Writer | None = None,
     ) -> None:
         check_count("every", every)
-        check_choice("unit", unit, UNITS)
+        check_choice("unit", unit, get_args(Unit))
         check_choice("matrix", matrix, MATRICES)
         check_range("rtol", rtol, low=0.0)
         check_count("num_steps", num_steps)

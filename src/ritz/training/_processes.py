@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ritz._core.distributed import rank, world_size
 from ritz._core.modes import arithmetic, searched_convolutions
+from ritz._core.training_config import TrainingConfig
 
 # ------------------------------------------------------------------------------------------
 # Processes of torchrun, and the state of torch that a run sets and puts back.
@@ -38,6 +39,11 @@ def joined_processes(device: str | torch.device | None) -> Iterator[str | torch.
         yield device
     finally:
         dist.destroy_process_group()
+
+
+def is_writer() -> bool:
+    """Return whether this process writes the files."""
+    return rank() == 0
 
 
 def distributed(model: nn.Module, device: torch.device) -> nn.Module:
@@ -70,21 +76,19 @@ def channels_last(model: nn.Module, precision: str, device: torch.device) -> Ite
 
 
 @contextmanager
-def arranged(
-    *, precision: str, deterministic: bool, seed: int, device: torch.device
-) -> Iterator[None]:
-    """Precision, determinism and seeds of torch for the block, and then all back as it was."""
+def arranged(config: TrainingConfig, device: torch.device) -> Iterator[None]:
+    """Set precision, determinism and seeds of torch for the block, and restore them."""
     with ExitStack() as stack:
-        stack.enter_context(arithmetic("float32" if precision == "float32" else "tf32"))
-        if deterministic:
+        stack.enter_context(arithmetic("float32" if config.precision == "float32" else "tf32"))
+        if config.deterministic:
             stack.enter_context(_deterministic())
         stack.enter_context(searched_convolutions(device.type == "cuda"))
         cuda = [device] if device.type == "cuda" else []
         stack.enter_context(torch.random.fork_rng(devices=cuda))
-        torch.default_generator.manual_seed(seed + rank())
+        torch.default_generator.manual_seed(config.seed + rank())
         if cuda:
             with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed + rank())
+                torch.cuda.manual_seed(config.seed + rank())
         yield
 
 

@@ -13,11 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
+from ritz._core.batches import num_rows
 from ritz._core.distributed import all_max, all_sum, rank, shard
 from ritz._core.modes import unwrapped
 from ritz.curvature._shared import Adapter, check_labels, is_kept, term_mass
 from ritz.optim import Lookahead
-from ritz.training._data import num_rows
 from ritz.training._processes import gathered
 
 # ------------------------------------------------------------------------------------------
