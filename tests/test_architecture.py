@@ -57,9 +57,8 @@ def module_name(path):
 
 MODULES = {module_name(path): path for path in sorted(SOURCE.rglob("*.py"))}
 PACKAGES = {name for name, path in MODULES.items() if path.name == "__init__.py"}
-FACADES = PACKAGES | {
-    name for name in MODULES if name.endswith("._shared")
-}  # modules that only re-export
+# Modules that only re-export.
+FACADES = PACKAGES | {name for name in MODULES if name.endswith("._shared")}
 TOP_PACKAGES = sorted(
     name for name in PACKAGES if name.count(".") == 1 and not name.startswith("ritz._")
 )
