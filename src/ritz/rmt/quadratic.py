@@ -113,6 +113,7 @@ def average(
     system = _System(eigenvalues, rate, start, noise, num_steps, interval)
     count = num_steps // interval
     sums = system.sums(1.0, count)
+    # sum_{m=1}^n phi^m = phi D_n with rho = 1
     total = sums.weight * system.power(interval)
     if include_start:
         total, count = total + 1, count + 1
@@ -151,6 +152,7 @@ def ema(
     system = _System(eigenvalues, rate, start, noise, num_steps, interval)
     count = num_steps // interval
     sums = system.sums(decay, count)
+    # e_n = rho^n w_0 + (1 - rho) sum_m rho^{n-m} w_m
     mean = decay**count + (1 - decay) * system.power(interval) * sums.weight
     return system.moments(mean, (1 - decay) ** 2 * sums.squares * system.squares(interval))
 

@@ -38,6 +38,7 @@ def check_operator(
     def assert_same(left: Tensor, right: Tensor, name: str) -> None:
         torch.testing.assert_close(left, right, rtol=rtol, atol=atol, msg=lambda m: f"{name}: {m}")
 
+    # A view of the input would change when the caller changes the product in place.
     kind = (product.shape, product.dtype, product.device)
     _require(
         kind == (block.shape, op.dtype, op.device), f"a product must be like its block: {kind}"
@@ -64,6 +65,7 @@ def assert_within_stderr(estimate: Estimate, exact: float | Tensor, *, sigmas: f
     """
     mean = estimate.mean.double().cpu()
     truth = torch.as_tensor(exact, dtype=torch.float64).cpu()
+    # |mean - truth| <= roundoff + sigmas stderr + truncation
     slack = 1e-12 * truth.abs().max() + sigmas * estimate.stderr.double().cpu()
     if estimate.truncation is not None:
         slack = slack + estimate.truncation.double().cpu()

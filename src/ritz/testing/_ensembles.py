@@ -37,6 +37,7 @@ def with_spectrum(
     # Q is uniform only if the diagonal of R is positive (Mezzadri 2007).
     q *= r.diagonal().sign()
     matrix = (q * eigenvalues.double()) @ q.T
+    # Roundoff makes Q diag(lambda) Q' slightly unsymmetric, which check_symmetric would notice.
     return DenseOperator(((matrix + matrix.T) / 2).to(dtype))
 
 
@@ -73,7 +74,7 @@ def wishart(
     dtype: torch.dtype = torch.float64,
     generator: torch.Generator | None = None,
 ) -> DenseOperator:
-    r"""Return :math:`X X^\top / T` of a Gaussian ``X (n, T)``: Marchenko-Pastur of ratio ``n/T``."""
+    r"""Return :math:`X X^\top / T`, ``X (n, T)`` Gaussian: Marchenko-Pastur of ratio ``n/T``."""
     return spiked_wishart(n, num_samples, spikes=(), dtype=dtype, generator=generator)
 
 
@@ -120,6 +121,7 @@ def network_like(
         (20 * n // 1000, 0.0, 60.0),
         (10 * n // 1000, -10.0, 0.0),
     ]
+    # Drawn in float32 whatever the dtype, so that all dtypes have the same eigenvalues.
     drawn = [low + (high - low) * _uniform(k, generator) for k, low, high in counts]
     values = torch.zeros(n, dtype=dtype)
     values[: sum(k for k, _, _ in counts)] = torch.cat(drawn).to(dtype)
@@ -146,10 +148,12 @@ def _with_spikes(matrix: Tensor, spikes: tuple[float, ...], generator: torch.Gen
     directions: Tensor = torch.linalg.qr(
         _gaussian(len(matrix), len(spikes), generator, matrix.dtype)
     ).Q
+    # W + sum_i s_i u_i u_i', with orthonormal u_i from a QR decomposition
     return matrix + (directions * torch.tensor(spikes, dtype=matrix.dtype)) @ directions.T
 
 
 def _reflected(eigenvalues: Tensor, normals: Tensor) -> Callable[[Tensor], Tensor]:
+    # Q = H_3 H_2 H_1 with H_i = I - 2 u_i u_i', so A = Q' diag(lambda) Q needs no matrix.
     normals = normals / normals.norm(dim=1, keepdim=True)
 
     def reflect(block: Tensor, order: range) -> Tensor:

@@ -28,7 +28,7 @@ class Tuning:
     stalled: float = 0.9
     # Below this ratio convergence counts as fast, and the change of the last steps is the bar.
     # Without it the bar of 5,000 rows with condition 1,000 is five times as wide, and a sparse
-    # matrix needs 60 products where 40 suffice; no bar that was right becomes wrong.
+    # matrix needs 60 products where 40 suffice. No error above exceeds its bar either way.
     fast: float = 0.1
     # Ritz values may lie this many eps |A| below a floor before the floor is refused. In float32
     # kernel matrices of 1,500 rows reach 0.14; the margin is for the roundoff of larger sums.
