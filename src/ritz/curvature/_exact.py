@@ -167,6 +167,7 @@ def _checked_plan(
 
 
 def _gradient(risk: Risk, few: Context, cotangent: Tensor) -> Params:
+    # Not by torch.func, which cannot differentiate checkpointed activations.
     with recorded():
         params = {name: value.detach().requires_grad_() for name, value in risk.params.items()}
         outputs = risk.evaluate(params, few)[0]

@@ -71,14 +71,8 @@ def _groups(names: list[str], by: Sequence[Selection]) -> list[list[str]]:
         )
     groups = [selected(names, choice) for choice in by]
     taken = [name for group in groups for name in group]
-    for name in names:
-        if taken.count(name) != 1:
-            raise ValueError(f"by must take every parameter once, got {name} {taken.count(name)} "
-                             "times")  # fmt: skip
     if taken != names:
-        first = next(a for a, b in zip(taken, names, strict=True) if a != b)
-        raise ValueError(f"by must give blocks in the order of the parameters, {names}, got "
-                         f"{first} out of its place")  # fmt: skip
+        raise ValueError(f"by must take every parameter once, in the order {names}, got {taken}")
     return groups
 
 

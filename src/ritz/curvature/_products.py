@@ -265,11 +265,7 @@ class Products:
         self._plan = f"{name}, {kind}" + "".join(f" ({note})" for note in notes)
 
     def _try_trace(
-        self,
-        column: Column,
-        context: Context,
-        vector: Sequence[Tensor],
-        product: Sequence[Tensor],
+        self, column: Column, context: Context, vector: Sequence[Tensor], product: Sequence[Tensor]
     ) -> tuple[list[Tensor] | None, str]:
         """Trace the way, and return the primal part of the batch, or why the trace is not used.
 

@@ -353,16 +353,16 @@ class Risk:
                                      f"Inf at a loss of {float(loss):.6g}")  # fmt: skip
 
     def __repr__(self) -> str:
-        parts = [f"{self.space.size:,} parameters", f"{self.num_samples:,} samples"]
-        if batch_norms(self.model):
-            parts.append(f"batch norm {self.batch_norm}")
-        if self.l2:
-            parts.append(f"l2 {self.l2:g}")
-        if self.dropout == "fixed":
-            parts.append("dropout fixed")
-        if self.precision is not None:
-            parts.append(self.precision)
-        return f"Risk({type(self.model).__name__}, {', '.join(parts)})"
+        parts = {
+            f"{self.space.size:,} parameters": True,
+            f"{self.num_samples:,} samples": True,
+            f"batch norm {self.batch_norm}": bool(batch_norms(self.model)),
+            f"l2 {self.l2:g}": bool(self.l2),
+            "dropout fixed": self.dropout == "fixed",
+            str(self.precision): self.precision is not None,
+        }
+        shown = ", ".join(part for part, wanted in parts.items() if wanted)
+        return f"Risk({type(self.model).__name__}, {shown})"
 
     def _masks(self, index: int, batch: Batch) -> list[Tensor] | None:
         if self.dropout == "off":
