@@ -9,12 +9,7 @@ import scipy.io
 import scipy.sparse
 
 from ritz.graphs import GraphError, read
-from ritz.graphs._io import markup_formats, source
-
-
-def in_pieces(monkeypatch, size):
-    for module in (source, markup_formats):
-        monkeypatch.setattr(module, "CHUNK", size)
+from ritz.graphs._io import source
 
 
 def karate():
@@ -60,7 +55,7 @@ def write(graph, path, suffix):
 def test_a_graph_of_networkx_comes_back(tmp_path, monkeypatch, suffix, compressed, chunk):
     graph, path = karate(), tmp_path / f"karate.{suffix}"
     write(graph, path, suffix)
-    in_pieces(monkeypatch, chunk)
+    monkeypatch.setattr(source, "CHUNK", chunk)
     if compressed:
         path.with_name(path.name + ".gz").write_bytes(gzip.compress(path.read_bytes(), mtime=0))
         path = path.with_name(path.name + ".gz")
@@ -115,14 +110,11 @@ def test_names_and_attributes(tmp_path, kind):
     {"gml": nx.write_gml, "graphml": nx.write_graphml}[kind](graph, path)
     found = read(path)
     np.testing.assert_array_equal(found.to_scipy().toarray(), expected(graph, "value"))
-    if kind == "graphml":
-        assert found.names == ("Ann Lee", "Börje", "[c] # d")
-    else:
-        assert found.names[2] == "[c] # d"
+    assert found.names == ("Ann Lee", "Börje", "[c] # d")
     cost = read(path, weights="cost").to_scipy().toarray()
     np.testing.assert_array_equal(cost, expected(graph, "cost"))
     assert read(path, weights=False).weights is None
-    with pytest.raises(GraphError, match=r"line \d+: an edge without 'price'"):
+    with pytest.raises(GraphError, match="has no attribute 'price'"):
         read(path, weights="price")
 
 
@@ -146,7 +138,7 @@ def test_gml_as_newman_writes_it(tmp_path):
         "  edge [ source 4 target 2 value 3 ]\n  edge [ source 2 target 7 ]\n]\n"
     )
     found = read(path)
-    assert found.names == ("over two\nlines", "2", "7")
+    assert found.names == ("over two lines", "2", "7")
     assert found.to_scipy().toarray().tolist() == [[0, 3, 0], [3, 0, 1], [0, 1, 0]]
 
 

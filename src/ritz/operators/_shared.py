@@ -2,7 +2,7 @@
 
 from ritz.operators._algebra import SumOperator
 from ritz.operators._exact import gershgorin, structure_gap, structure_note
-from ritz.operators._laplacian import GraphMatrix, NetworkXGraph
+from ritz.operators._laplacian import GraphMatrix, NetworkXGraph, is_networkx
 from ritz.operators._sparse import CompressedRows
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "NetworkXGraph",
     "SumOperator",
     "gershgorin",
+    "is_networkx",
     "structure_gap",
     "structure_note",
 ]
