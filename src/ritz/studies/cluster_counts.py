@@ -17,7 +17,7 @@ from ritz._core.checks import check_count
 from ritz._core.progress import Progress, tracking
 from ritz._core.storage import storable
 from ritz.graphs import ClusterCount, Graph
-from ritz.graphs._shared import cluster_sizes, sample_entropic
+from ritz.graphs._shared import cluster_sizes, sample_density
 from ritz.studies._protocol import versions
 
 if TYPE_CHECKING:
@@ -405,8 +405,9 @@ def _count(graph: Graph, method: str, config: Config, seed: int) -> ClusterCount
 
 def _first_minimum(graph: Graph, config: Config, seed: int) -> float:
     """The count of Algorithm 5 as it is written: up to the first minimum of the density."""
-    sampled = sample_entropic(
+    sampled = sample_density(
         graph,
+        lanczos=False,
         num_moments=config.num_moments,
         num_probes=config.num_probes,
         bulk=0.5,
