@@ -4,6 +4,7 @@ import torch
 from ritz._core.checks import (
     check_choice,
     check_count,
+    check_device,
     check_finite,
     check_range,
     check_real_floating,
@@ -22,7 +23,7 @@ CPU = torch.device("cpu")
         (float("nan"), 0, None, "size must be at least 0, got nan"),
     ],
 )
-def test_range_says_what_was_expected_and_what_came(value, low, high, match):
+def test_range_error_names_the_argument_the_limits_and_the_value(value, low, high, match):
     with pytest.raises(ValueError, match=match):
         check_range("size", value, low=low, high=high)
 
@@ -33,30 +34,30 @@ def test_range_includes_its_ends():
 
 
 @pytest.mark.parametrize("value", ["1", True, None])
-def test_range_takes_numbers_only(value):
+def test_range_rejects_values_that_are_not_numbers(value):
     with pytest.raises(TypeError, match="size must be a number"):
         check_range("size", value, low=0)
 
 
 @pytest.mark.parametrize("value", [1.0, "1", True])
-def test_count_takes_integers_only(value):
+def test_count_rejects_values_that_are_not_integers(value):
     with pytest.raises(TypeError, match="num_steps must be an integer"):
         check_count("num_steps", value)
 
 
-def test_count_starts_at_one():
+def test_smallest_count_is_one_by_default():
     check_count("num_steps", 1)
     with pytest.raises(ValueError, match="num_steps must be at least 1, got 0"):
         check_count("num_steps", 0)
 
 
-def test_choice_lists_the_choices():
+def test_choice_error_lists_the_choices():
     check_choice("method", "kpm", ("kpm", "lanczos"))
     with pytest.raises(ValueError, match="method must be one of kpm, lanczos; got 'kmp'"):
         check_choice("method", "kmp", ("kpm", "lanczos"))
 
 
-def test_finite_counts_the_bad_and_finds_the_first():
+def test_finite_error_has_the_number_and_the_first_index_of_bad_entries():
     check_finite("block", torch.zeros(3, 2))
     bad = torch.zeros(3, 2)
     bad[1, 1], bad[2, 0] = float("nan"), float("inf")
@@ -74,18 +75,34 @@ def test_finite_counts_the_bad_and_finds_the_first():
         (torch.zeros(3, device="meta"), ValueError, "block must be on cpu"),
     ],
 )
-def test_tensor_names_what_differs(tensor, error, match):
+def test_tensor_error_says_which_property_is_wrong(tensor, error, match):
     with pytest.raises(error, match=match):
         check_tensor("block", tensor, dtype=torch.float32, device=CPU, rows=3)
 
 
-def test_tensor_may_be_vector_or_block():
+def test_tensor_may_be_a_vector_or_a_block():
     for shape in ((3,), (3, 5), (3, 0)):
         check_tensor("block", torch.zeros(shape), dtype=torch.float32, device=CPU, rows=3)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.bool])
-def test_only_real_floating_types_pass(dtype):
+def test_integer_complex_and_boolean_dtypes_are_rejected(dtype):
     check_real_floating("an operator", torch.bfloat16)
     with pytest.raises(TypeError, match="real floating-point"):
         check_real_floating("an operator", dtype)
+
+
+def test_check_device_returns_the_device_with_its_index():
+    assert check_device("cpu") == torch.device("cpu")
+    assert check_device(torch.device("meta")) == torch.device("meta")
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:x", object()])
+def test_check_device_refuses_names_torch_does_not_know(name):
+    with pytest.raises(ValueError, match="device must be cpu, cuda or cuda:<number>, got"):
+        check_device(name)
+
+
+def test_check_device_refuses_devices_that_are_not_there():
+    with pytest.raises(ValueError, match="device must be one of this machine, got 'cuda:99'"):
+        check_device("cuda:99")

@@ -32,7 +32,7 @@ all_sum(torch.ones(3))
 """
 
 
-def test_one_process_needs_no_group():
+def test_a_single_process_needs_no_process_group():
     part = torch.arange(3.0)
     assert (world_size(), rank(), shard(5)) == (1, 0, slice(0, 5))
     assert all_sum(part) is part
@@ -41,13 +41,13 @@ def test_one_process_needs_no_group():
 
 
 @pytest.mark.distributed
-def test_two_processes_see_the_same_sums(tmp_path):
+def test_two_processes_get_the_same_sums(tmp_path):
     for code, error in run_processes(SUMS, 2, tmp_path):
         assert code == 0, error
 
 
 @pytest.mark.distributed
-def test_a_process_left_alone_says_so(tmp_path):
+def test_error_says_that_another_process_has_ended(tmp_path):
     (code, error), (other, _) = run_processes(LEFT_ALONE, 2, tmp_path)
     assert (code, other) == (1, 0)
     assert "process 0 could not exchange data with the others" in error

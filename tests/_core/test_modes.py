@@ -1,4 +1,4 @@
-"""Modes of batch norm and dropout, and statistics recomputed."""
+"""Modes of batch norm and dropout, and recomputed statistics."""
 
 import copy
 
@@ -40,7 +40,7 @@ def statistics(model):
     return {k: v for k, v in model.state_dict().items() if "running" in k}
 
 
-def test_equal_batches_give_what_torch_recomputes():
+def test_recomputed_statistics_equal_those_of_torch_update_bn():
     model, batches = deep(), [noise(4, 2, 5, seed=s) for s in range(3)]
     found = recomputed(model, batches)
     theirs = copy.deepcopy(model)
@@ -50,7 +50,7 @@ def test_equal_batches_give_what_torch_recomputes():
         torch.testing.assert_close(found[name], value, rtol=1e-13, atol=1e-15)
 
 
-def test_ragged_batches_are_weighted_by_their_samples():
+def test_batches_of_different_sizes_are_weighted_by_their_samples():
     model, batches = nn.BatchNorm1d(3).double(), [noise(5, 3), noise(2, 3, seed=1)]
     found = recomputed(model, batches)
     for name, of in (("running_mean", torch.mean), ("running_var", torch.var)):
@@ -58,13 +58,13 @@ def test_ragged_batches_are_weighted_by_their_samples():
         torch.testing.assert_close(found[name], expected)
 
 
-def test_statistics_of_one_batch_are_nearly_those_it_has_itself():
+def test_statistics_of_one_batch_nearly_reproduce_its_train_mode_output():
     model, batch = deep(), noise(6, 2, 5)
     with evaluating(model, batch_statistics=True):
         expected = model(batch).detach()
     found = recomputed(model, [batch])
     model.load_state_dict(model.state_dict() | found)
-    # The running variance is unbiased, that of a batch is not.
+    # The running variance is unbiased, and the variance of a batch is not.
     gap = (model.eval()(batch).detach() - expected).abs().max()
     assert 0 < float(gap) < 0.1 * float(expected.abs().max())
 
@@ -80,7 +80,7 @@ class Shared(nn.Module):
         return self.bare(self.norm(torch.tanh(self.norm(self.first(x)))))
 
 
-def test_a_layer_called_twice_is_averaged_and_one_never_called_left_out():
+def test_a_layer_called_twice_is_averaged_and_an_unused_layer_left_out():
     model, batches = Shared().double(), [noise(4, 3), noise(4, 3, seed=1)]
     found = recomputed(model, batches)
     assert set(found) == {"norm.running_mean", "norm.running_var"}
@@ -90,7 +90,7 @@ def test_a_layer_called_twice_is_averaged_and_one_never_called_left_out():
         torch.testing.assert_close(value, statistics(theirs)[name])
 
 
-def test_weights_may_be_parts_that_others_complete():
+def test_weights_may_sum_to_one_over_processes():
     model, batches = deep(), [noise(4, 2, 5, seed=s) for s in range(2)]
     whole = recomputed(model, batches)
     others = []
@@ -101,15 +101,15 @@ def test_weights_may_be_parts_that_others_complete():
         torch.testing.assert_close(found[name], value)
 
 
-def test_single_values_are_refused_by_name():
+def test_one_value_per_channel_raises_with_the_name_of_the_layer():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).double()
-    with pytest.raises(ValueError, match="batch norm 1 must see more than one value a channel"):
+    with pytest.raises(ValueError, match="batch norm 1 needs more than one value per channel"):
         recomputed(model, [noise(1, 2)])
     assert not model[1]._forward_pre_hooks
 
 
 @pytest.mark.parametrize("batch_statistics", [True, False])
-def test_modes_are_for_the_block_and_errors_end_it_too(batch_statistics):
+def test_modes_are_restored_after_the_block_and_after_an_error(batch_statistics):
     model = nn.Sequential(deep(), nn.Dropout()).double()
     model[0][2].eval()
     before = copy.deepcopy(model.state_dict())
@@ -129,14 +129,14 @@ def test_modes_are_for_the_block_and_errors_end_it_too(batch_statistics):
         assert torch.equal(value, before[name])
 
 
-def test_batch_statistics_are_those_of_train_mode():
+def test_batch_statistics_give_the_output_of_train_mode():
     model, x = deep(), noise(4, 2, 5)
     with evaluating(model, batch_statistics=True):
         found = model(x)
     torch.testing.assert_close(found, copy.deepcopy(model).train()(x))
 
 
-def test_masks_meet_layers_in_the_order_of_calls():
+def test_dropout_masks_are_used_in_the_order_of_calls():
     drop = nn.Dropout(0.3)
     model = nn.Sequential(drop, nn.Dropout1d(0.6), drop).eval()
     x = torch.ones(2, 3, 4)

@@ -6,7 +6,7 @@ from ritz._core.params import ParamSpace
 LIKE = {"b": torch.arange(6.0).view(2, 3), "a": torch.tensor(7.0), "none": torch.zeros(0, 4)}
 
 
-def test_flatten_keeps_the_order_of_the_dictionary():
+def test_flatten_uses_the_order_of_the_first_dictionary():
     space = ParamSpace(LIKE)
     assert space.size == 7
     assert space.flatten(LIKE).tolist() == [0, 1, 2, 3, 4, 5, 7]
@@ -14,7 +14,7 @@ def test_flatten_keeps_the_order_of_the_dictionary():
     assert torch.equal(space.flatten(shuffled), space.flatten(LIKE))
 
 
-def test_unflatten_is_the_inverse_and_makes_views():
+def test_unflatten_is_the_inverse_and_returns_views():
     space = ParamSpace(LIKE)
     vector = space.flatten(LIKE)
     named = space.unflatten(vector)
@@ -31,7 +31,7 @@ def test_unflatten_is_the_inverse_and_makes_views():
         ({"a": torch.zeros(1), "b": torch.zeros(1).double()}, "one dtype and device"),
     ],
 )
-def test_a_space_needs_tensors_of_one_kind(like, match):
+def test_a_space_needs_tensors_of_one_dtype_and_device(like, match):
     with pytest.raises(ValueError, match=match):
         ParamSpace(like)
 
@@ -41,17 +41,17 @@ def test_a_space_needs_tensors_of_one_kind(like, match):
     [
         (
             {"b": torch.zeros(2, 3), "none": torch.zeros(0, 4)},
-            r"a must be of shape \(\), got nothing",
+            r"a must have shape \(\), got nothing",
         ),
-        (LIKE | {"b": torch.zeros(3, 2)}, r"b must be of shape \(2, 3\), got \(3, 2\)"),
-        (LIKE | {"c": torch.zeros(1)}, r"got also \['c'\]"),
+        (LIKE | {"b": torch.zeros(3, 2)}, r"b must have shape \(2, 3\), got \(3, 2\)"),
+        (LIKE | {"c": torch.zeros(1)}, r"but also has \['c'\]"),
     ],
 )
-def test_flatten_names_what_does_not_fit(tensors, match):
+def test_flatten_error_names_the_tensor(tensors, match):
     with pytest.raises(ValueError, match=match):
         ParamSpace(LIKE).flatten(tensors)
 
 
-def test_unflatten_wants_the_whole_vector():
+def test_unflatten_rejects_a_vector_of_another_size():
     with pytest.raises(ValueError, match=r"vector must be \(7,\), got \(6,\)"):
         ParamSpace(LIKE).unflatten(torch.zeros(6))

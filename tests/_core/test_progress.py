@@ -30,7 +30,7 @@ def narrow(monkeypatch):
     monkeypatch.setattr(shutil, "get_terminal_size", lambda: shutil.os.terminal_size((60, 20)))
 
 
-def test_a_log_gets_one_line():
+def test_a_log_file_gets_one_line():
     stream = io.StringIO()
     with tracking(Bar(stream), "steps", 4) as bar:
         for done in range(1, 5):
@@ -41,7 +41,7 @@ def test_a_log_gets_one_line():
     assert stream.getvalue().count("\n") == 1
 
 
-def test_a_terminal_line_is_overwritten_and_ends_where_the_next_begins():
+def test_a_terminal_line_is_overwritten_in_place():
     stream = Terminal()
     with tracking(Bar(stream), "steps", 2) as bar:
         bar.update(2)
@@ -50,7 +50,7 @@ def test_a_terminal_line_is_overwritten_and_ends_where_the_next_begins():
     assert all(len(line.rstrip("\n")) in (0, 59) for line in [*lines, last])
 
 
-def test_a_line_longer_than_the_terminal_is_cut_and_still_ended():
+def test_a_line_longer_than_the_terminal_is_cut():
     stream = Terminal()
     with tracking(Bar(stream), "a label of many words that goes on and on", 2) as bar:
         bar.update(2, "and a note as well")
@@ -58,7 +58,7 @@ def test_a_line_longer_than_the_terminal_is_cut_and_still_ended():
     assert max(map(len, stream.getvalue().replace("\n", "").split("\r"))) == 59
 
 
-def test_time_left_is_told_while_it_lasts():
+def test_time_left_is_shown():
     stream = io.StringIO()
     with tracking(Bar(stream), "steps", 4) as bar:
         bar.update(1)
@@ -66,20 +66,20 @@ def test_time_left_is_told_while_it_lasts():
     assert "s left" in stream.getvalue()
 
 
-def test_an_unknown_total_counts():
+def test_without_a_total_the_bar_shows_a_count():
     stream = io.StringIO()
     with tracking(Bar(stream), "epochs", None) as bar:
         bar.update(7)
     assert stream.getvalue().startswith("epochs 7")
 
 
-def test_no_progress_is_silent(capsys):
+def test_progress_false_prints_nothing(capsys):
     with tracking(False, "steps", 3) as silent:
         silent.update(3)
     assert capsys.readouterr() == ("", "")
 
 
-def test_true_is_a_bar_on_the_error_stream(capsys):
+def test_progress_true_shows_a_bar_on_the_error_stream(capsys):
     with tracking(True, "steps", 3) as bar:
         bar.update(3)
     out, err = capsys.readouterr()
@@ -87,7 +87,7 @@ def test_true_is_a_bar_on_the_error_stream(capsys):
     assert "3/3" in err
 
 
-def test_an_object_of_the_users_is_told_everything_even_after_an_error():
+def test_a_user_defined_progress_is_finished_after_an_error():
     recorder = Recorder()
     assert isinstance(recorder, Progress)
 
@@ -101,7 +101,7 @@ def test_an_object_of_the_users_is_told_everything_even_after_an_error():
     assert recorder.calls == [("start", "steps", 3), ("update", 1, ""), "finish"]
 
 
-def test_anything_else_is_refused():
+def test_an_object_without_the_methods_is_rejected():
     with (
         pytest.raises(TypeError, match="progress must be a bool or have start"),
         tracking(3, "", 1),

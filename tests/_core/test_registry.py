@@ -11,14 +11,14 @@ def fruit():
     return registry
 
 
-def test_names_come_sorted(fruit):
+def test_names_are_sorted(fruit):
     assert list(fruit) == ["apple", "apricot", "pear"]
     assert len(fruit) == 3
     assert "pear" in fruit
     assert fruit["apricot"] == 2
 
 
-def test_a_wrong_name_is_answered_with_the_nearest(fruit):
+def test_an_unknown_name_suggests_similar_names(fruit):
     with pytest.raises(UnknownNameError) as caught:
         fruit["aple"]
     assert str(caught.value) == "no fruit is named 'aple'; did you mean apple?"
@@ -26,20 +26,20 @@ def test_a_wrong_name_is_answered_with_the_nearest(fruit):
         fruit["zzz"]
 
 
-def test_a_name_is_taken_once(fruit):
+def test_registering_a_name_twice_raises(fruit):
     with pytest.raises(ValueError, match="the fruit 'pear' is registered already"):
         fruit.register("pear")(3)
 
 
 @pytest.mark.parametrize("name", ["Red-Currant", "red_currant", "redcurrant", "RED-CURRANT"])
-def test_a_name_is_found_in_any_hand(fruit, name):
+def test_find_ignores_case_hyphens_and_underscores(fruit, name):
     fruit.register("red_currant")(7)
     assert fruit.find(name) == 7
     with pytest.raises(UnknownNameError, match="no fruit is named 'A-ple'; did you mean apple"):
         fruit.find("A-ple")  # as it was typed
 
 
-def test_of_names_that_read_alike_only_the_exact_one_is_found(fruit):
+def test_find_rejects_an_ambiguous_name_but_accepts_exact_ones(fruit):
     fruit.register("pe_ar")(8)
     assert (fruit.find("pear"), fruit.find("pe_ar")) == (0, 8)
     with pytest.raises(

@@ -18,24 +18,24 @@ def estimate(mean, stderr, **more):
 
 
 @pytest.mark.parametrize("outcome", ["completed", "converged", "breakdown"])
-def test_these_outcomes_are_fine(outcome):
+def test_outcomes_other_than_max_steps_do_not_raise(outcome):
     status = Status(outcome=outcome, message="so it was")
     status.raise_if_failed()
     assert status.ok
 
 
-def test_a_spent_budget_raises_with_its_advice():
+def test_max_steps_raises_with_message_and_advice():
     status = Status(outcome="max_steps", message="residual 1e-2", advice="raise num_steps")
     assert not status.ok
     with pytest.raises(NotConvergedError, match=r"residual 1e-2 \(raise num_steps\)"):
         estimate(1.0, 0.5, status=status).raise_if_failed()
 
 
-def test_an_estimate_is_a_number():
+def test_an_estimate_converts_to_float():
     assert float(estimate(2.5, 0.1)) == 2.5
 
 
-def test_an_estimate_reads_well():
+def test_text_of_an_estimate():
     assert str(estimate(2.5, 0.125)) == "2.50 ± 0.12  [hutchinson, 8 products; completed: 8 probes]"
     bracketed = estimate(2.5, 0.125, truncation=torch.tensor(0.01))
     assert "truncation 0.01" in str(bracketed)
@@ -55,11 +55,11 @@ def test_an_estimate_reads_well():
         (float("nan"), 0.0, "nan"),
     ],
 )
-def test_the_error_sets_the_digits(mean, stderr, text):
+def test_the_error_sets_the_number_of_digits(mean, stderr, text):
     assert format_uncertain(mean, stderr) == text
 
 
-def test_a_mean_over_samples_has_their_standard_error():
+def test_an_estimate_of_samples_has_their_mean_and_standard_error():
     samples = torch.tensor([[1.0, 2.0], [3.0, 2.0], [5.0, 2.0]])
     mean = Estimate.of(samples, method="probes", num_products=3, seed=7)
     torch.testing.assert_close(mean.mean, torch.tensor([3.0, 2.0]))
@@ -67,7 +67,7 @@ def test_a_mean_over_samples_has_their_standard_error():
     assert (mean.status.message, mean.seed) == ("3 probes", 7)
 
 
-def test_an_exact_value_has_no_error():
+def test_an_exact_estimate_has_no_error():
     exact = Estimate.exact(2.5, method="exact, by structure")
     assert (float(exact), float(exact.stderr), exact.samples, exact.truncation) == (
         2.5,
@@ -78,7 +78,7 @@ def test_an_exact_value_has_no_error():
     assert exact.mean.dtype == torch.float64
 
 
-def test_a_negative_factor_leaves_errors_positive():
+def test_scaling_by_a_negative_factor_keeps_errors_positive():
     scaled = estimate(
         2.0, 0.5, truncation=torch.tensor(0.25), samples=torch.tensor([1.0, 3.0])
     ).scaled(-2)

@@ -90,9 +90,9 @@ def test_data_are_held_where_asked_for(mnist_folder):
 
 def test_devices_that_are_not_there(mnist_folder):
     count = torch.cuda.device_count()
-    with pytest.raises(ValueError, match=f"got 'cuda:{count}' where torch finds {count} CUDA"):
+    with pytest.raises(ValueError, match=f"got 'cuda:{count}': torch finds {count or 'no'} CUDA"):
         data.load("mnist", data_dir=mnist_folder, device=f"cuda:{count}")
-    with pytest.raises(ValueError, match="device must name a device of torch, got 'gpu'"):
+    with pytest.raises(ValueError, match="device must be cpu, cuda or cuda:<number>, got 'gpu'"):
         data.load("mnist", data_dir=mnist_folder, device="gpu")
 
 

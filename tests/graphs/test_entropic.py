@@ -229,7 +229,7 @@ def test_a_dtype_or_device_that_cannot_be_used_is_named(monkeypatch):
         ):
             function(graph, dtype=torch.float16)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="device must be one that torch sees, got 'cuda' without"):
+    with pytest.raises(ValueError, match="device must be one of this machine, got 'cuda'"):
         graphs.density(graph, device="cuda")
 
 

@@ -11,6 +11,7 @@ from torch.nn import functional
 import ritz
 from ritz.curvature import Risk, curvature_operator
 from ritz.measures import sharpness
+from ritz.operators import Exact
 from ritz.testing import assert_within_stderr
 
 N, INPUTS, CLASSES = 24, 3, 3
@@ -98,8 +99,7 @@ def test_a_trace_is_exact_where_the_structure_knows_it(monkeypatch):
     risk = risk_of(network())
     options = {"num_steps": 3, "num_probes": 2, "matrix": ("ggn",), "engine": "eager"}
     for known, method in ((7.0, "exact, by structure"), (None, "Lanczos quadrature")):
-        monkeypatch.setattr("ritz.measures._sharpness.exact_trace", lambda op, known=known: known)
-        monkeypatch.setattr("ritz.measures._sharpness.structure_note", lambda op: "structure")
+        monkeypatch.setattr("ritz.measures._sharpness.exact", lambda *_, known=known: Exact(known))
         (row,) = sharpness(risk, **options).rows
         assert row.trace.method == method
         assert (row.trace.samples is None) == (float(row.trace.stderr) == 0) == (known is not None)

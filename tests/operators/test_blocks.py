@@ -7,10 +7,8 @@ from ritz.operators import (
     DenseOperator,
     DiagonalOperator,
     FunctionOperator,
-    exact_diagonal,
-    exact_trace,
+    exact,
 )
-from ritz.operators._exact import structure_gap
 
 
 def entries(*values, dtype=torch.float64):
@@ -27,9 +25,9 @@ def test_the_diagonal_and_the_trace_are_those_of_the_blocks():
 def test_nothing_is_known_where_one_block_knows_nothing():
     hidden = FunctionOperator(lambda block: 2 * block, n=2, dtype=torch.float64)
     op = BlockDiagonalOperator([entries(1.0), hidden])
-    assert exact_diagonal(op) is None
-    assert exact_trace(op) is None
-    assert structure_gap(op) == ""
+    assert exact(op, "diagonal").value is None
+    assert exact(op, "trace").value is None
+    assert exact(op, "trace") == (None, "")
     assert float(trace(op)) == 5.0
 
 

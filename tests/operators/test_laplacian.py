@@ -7,7 +7,7 @@ import scipy.sparse
 import torch
 
 import ritz
-from ritz.operators import LaplacianOperator, _sparse, as_operator, exact_diagonal, exact_trace
+from ritz.operators import LaplacianOperator, _sparse, as_operator, exact
 from ritz.operators._exact import gershgorin
 from ritz.operators._laplacian import GRAPH_MATRICES
 from ritz.operators._sparse import CompressedRows
@@ -70,8 +70,8 @@ def test_every_kind_keeps_the_contract_and_is_its_formula(weights, kind, dtype):
 def test_what_the_structure_knows_is_right(weights, kind):
     op = LaplacianOperator(scipy.sparse.csr_array(weights()), matrix=kind)
     dense = torch.from_numpy(formula(weights(), kind))
-    torch.testing.assert_close(exact_diagonal(op), dense.diagonal())
-    assert exact_trace(op) == pytest.approx(float(dense.trace()), abs=1e-12)
+    torch.testing.assert_close(exact(op, "diagonal").value, dense.diagonal())
+    assert exact(op, "trace").value == pytest.approx(float(dense.trace()), abs=1e-12)
     low, high = gershgorin(op)
     eigenvalues = torch.linalg.eigvalsh(dense)
     assert low <= eigenvalues[0] + 1e-12
@@ -143,7 +143,7 @@ def test_one_vertex_and_no_edges_are_zero(kind):
     for n in (1, 4):
         op = LaplacianOperator(scipy.sparse.csr_array((n, n)), matrix=kind)
         assert torch.equal(op.dense(), torch.zeros(n, n, dtype=torch.float64))
-        assert exact_trace(op) == 0.0
+        assert exact(op, "trace").value == 0.0
 
 
 SOURCES = {

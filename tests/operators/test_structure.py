@@ -6,6 +6,7 @@ from ritz.operators import (
     DeflatedOperator,
     DenseOperator,
     DiagonalOperator,
+    Exact,
     FunctionOperator,
     KernelOperator,
     KroneckerOperator,
@@ -13,8 +14,7 @@ from ritz.operators import (
     RestrictedOperator,
     ShiftedOperator,
     SparseOperator,
-    exact_diagonal,
-    exact_trace,
+    exact,
 )
 from ritz.operators._exact import gershgorin
 
@@ -51,8 +51,8 @@ def known():
 @pytest.mark.parametrize("op", known(), ids=repr)
 def test_what_the_structure_knows_is_the_diagonal_of_the_matrix(op):
     dense = op.dense()
-    torch.testing.assert_close(exact_diagonal(op), dense.diagonal())
-    assert exact_trace(op) == pytest.approx(float(dense.trace()), abs=1e-12)
+    torch.testing.assert_close(exact(op, "diagonal").value, dense.diagonal())
+    assert exact(op, "trace").value == pytest.approx(float(dense.trace()), abs=1e-12)
 
 
 def unknown():
@@ -71,14 +71,14 @@ def unknown():
 
 @pytest.mark.parametrize("op", unknown(), ids=repr)
 def test_what_is_not_written_down_is_not_guessed(op):
-    assert exact_diagonal(op) is None
-    assert exact_trace(op) is None
+    assert exact(op, "diagonal").value is None
+    assert exact(op, "trace").value is None
     assert gershgorin(op) is None
 
 
 def test_the_diagonal_is_the_callers_own_copy():
     op = DiagonalOperator(ENTRIES.clone())
-    exact_diagonal(op).zero_()
+    exact(op, "diagonal").value.zero_()
     assert torch.equal(op.entries, ENTRIES)
 
 
@@ -112,5 +112,7 @@ def test_a_new_operator_can_say_what_it_knows():
         def _matmat(self, block):
             return block.clone()
 
-    exact_diagonal.register(Ones)(lambda op: torch.ones(op.shape[0], dtype=op.dtype))
-    assert exact_trace(Ones(7, dtype=torch.float64, device="cpu")) == 7.0
+    exact.register(Ones)(
+        lambda op, quantity: Exact.of(torch.ones(op.shape[0], dtype=op.dtype), quantity)
+    )
+    assert exact(Ones(7, dtype=torch.float64, device="cpu"), "trace").value == 7.0

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import scipy.sparse as sparse
@@ -9,7 +10,7 @@ from ritz._core.progress import tracking
 from ritz.operators import DenseOperator, FunctionOperator, KernelOperator, SparseOperator
 from ritz.spectra import NotPositiveDefiniteError
 from ritz.spectra._functions import splitting
-from ritz.spectra._functions.gauss import brackets
+from ritz.spectra._functions.quadrature import brackets
 from ritz.spectra._lanczos.recurrence import Recurrence, advance
 from ritz.testing import check_operator, with_spectrum
 
@@ -101,7 +102,7 @@ def test_gauss_and_radau_are_bounds(rng):
 
 
 def test_the_determinant_is_that_of_the_space_times_that_of_its_complement(rng, monkeypatch):
-    monkeypatch.setattr(splitting, "WIDTH", 5)
+    monkeypatch.setattr(splitting, "TUNING", replace(splitting.TUNING, width=5))
     matrix = with_spectrum(torch.logspace(-3, 1, 50, dtype=torch.float64), generator=rng).matrix
     with tracking(False, "", None) as bar:
         space = splitting.block_krylov(DenseOperator(matrix), dimension=20, generator=rng, bar=bar)

@@ -93,7 +93,7 @@ def test_a_product_that_is_not_finite_names_its_probe():
         product[0, 2] = float("nan")
         return product
 
-    with pytest.raises(ValueError, match="finite products; that with probe 3 holds NaN or Inf"):
+    with pytest.raises(ValueError, match="the product with probe 3 has NaN or Inf"):
         diagonal(FunctionOperator(broken, n=10))
 
 

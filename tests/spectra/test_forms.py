@@ -3,8 +3,7 @@ import math
 import pytest
 import torch
 
-from ritz.spectra._functions.forms import Forms, Known
-from ritz.spectra._functions.gauss import Brackets
+from ritz.spectra._functions.quadrature import Brackets, Forms, Known
 
 PLAIN = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0], dtype=torch.float64)
 ODD = torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0, 1.0, -1.0, 1.0, -1.0], dtype=torch.float64)

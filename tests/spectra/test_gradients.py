@@ -7,7 +7,7 @@ from ritz import NotConvergedError, logdet
 from ritz._core.results import Status
 from ritz.operators import DenseOperator, KernelOperator, _kernel
 from ritz.spectra import NotPositiveDefiniteError, backward_gradient, logdet_gradient
-from ritz.spectra._gradients import GradientSettings, attach_gradient
+from ritz.spectra._gradients import attach_gradient
 
 PRECISIONS = [torch.float32, torch.float64]
 
@@ -103,7 +103,7 @@ def test_backward_gives_the_gradient_times_what_comes_from_above():
     op = operator()
     log_noise = torch.tensor(math.log(0.02), dtype=torch.float64, requires_grad=True)
     op = KernelOperator(op.points, lengthscale=op.lengthscale, noise=log_noise.exp())
-    found = attach_gradient(logdet(op), op, settings=GradientSettings(method="lanczos"))
+    found = attach_gradient(logdet(op), op, method="lanczos")
     (3 * found.mean).backward()
     gradient = backward_gradient(found)["noise"]
     torch.testing.assert_close(log_noise.grad, 3 * op.noise * gradient.mean)
@@ -113,9 +113,9 @@ def test_backward_gives_the_gradient_times_what_comes_from_above():
 
 def test_two_passes_and_two_generators_alike_give_the_same_gradient():
     op, seeds = operator(), [torch.Generator().manual_seed(4) for _ in range(2)]
-    settings, found = GradientSettings(method="lanczos"), []
+    found = []
     for generator in seeds:
-        mean = attach_gradient(logdet(op), op, settings=settings, generator=generator).mean
+        mean = attach_gradient(logdet(op), op, method="lanczos", generator=generator).mean
         for _ in range(2):
             found.append(torch.autograd.grad(mean, op.parameters["noise"], retain_graph=True)[0])
     assert len({float(gradient) for gradient in found}) == 1
@@ -133,8 +133,7 @@ def test_what_needs_no_gradient_is_left_alone():
 
 def test_a_gradient_that_was_not_found_raises_in_backward():
     op = operator(noise=1e-6)
-    settings = GradientSettings(method="lanczos", max_steps=3, rank=5)
-    found = attach_gradient(logdet(op), op, settings=settings)
+    found = attach_gradient(logdet(op), op, method="lanczos", max_steps=3, rank=5)
     with pytest.raises(NotConvergedError, match=r"roots not found after 3 steps.*max_steps"):
         found.mean.backward()
 

@@ -3,7 +3,7 @@ import torch
 
 from ritz import trace_function
 from ritz.operators import DenseOperator, FunctionOperator
-from ritz.spectra._functions.gauss import ritz_rules
+from ritz.spectra._functions.quadrature import ritz_rules
 from ritz.testing import assert_within_stderr, with_spectrum
 
 PRECISIONS = [torch.float32, torch.float64]

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from ritz.spectra import NotPositiveDefiniteError
-from ritz.spectra._gradients import GROWTH, inverse_roots
+from ritz.spectra._gradients import TUNING, inverse_roots
 from ritz.testing import with_spectrum
 
 
@@ -50,7 +50,7 @@ def test_a_preconditioned_root_has_the_same_form(dtype):
 def test_a_basis_grows_past_what_it_was_made_for():
     op, block = system(n=300, smallest=1e-4)
     found = inverse_roots(op, block, rtol=1e-9, max_steps=300)
-    assert found.num_products > 3 * (GROWTH + 1)
+    assert found.num_products > 3 * (TUNING.growth + 1)
     torch.testing.assert_close(found.vectors, exact(op, block), rtol=1e-6, atol=1e-6)
 
 

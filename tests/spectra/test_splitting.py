@@ -94,7 +94,7 @@ def test_auto_stops_where_the_accuracy_asked_for_is_reached():
     found = ritz.logdet(op, rtol=0.01)
     assert found.status.outcome == "converged"
     assert found.num_products < 100
-    assert "Lanczos quadrature, as the first 4 probes foretold" in found.method
+    assert "Lanczos quadrature, as the first 4 probes predicted" in found.method
     assert abs(float(found) - exact) < 0.04 * exact
 
 

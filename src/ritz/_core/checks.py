@@ -1,10 +1,11 @@
-"""Checks at the public boundary: each names the argument, what was expected and what came."""
+"""Argument checks. Each error names the argument, what was expected and what was passed."""
 
 import math
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the command line checks its options without torch
+# The command line checks its options before it imports torch.
+if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
@@ -12,9 +13,11 @@ if TYPE_CHECKING:  # the command line checks its options without torch
 def check_range(
     name: str, value: float, *, low: float | None = None, high: float | None = None
 ) -> None:
-    """Raise unless ``low <= value <= high`` (a missing end is open)."""
+    """Raise unless ``low <= value <= high``. ``None`` means no limit on that side."""
+    # bool is a subclass of int, but True as a tolerance or a count is a mistake.
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    # "not value >= low" rather than "value < low": NaN fails every comparison and must raise.
     if (low is not None and not value >= low) or (high is not None and not value <= high):
         raise ValueError(f"{name} must be {_interval(low, high)}, got {value}")
 
@@ -27,8 +30,9 @@ def check_count(name: str, value: int, *, low: int = 1, high: int | None = None)
 
 
 def check_interval(name: str, interval: tuple[float, float]) -> None:
-    """Raise unless ``interval`` has two finite ends, the lower one first."""
+    """Raise unless ``interval`` is ``(low, high)``, finite and with ``low < high``."""
     low, high = interval
+    # The length is checked, not the two ends: it overflows for (-1e308, 1e308).
     if not (low < high and math.isfinite(high - low)):
         raise ValueError(f"{name} must be finite with its lower end first, got {interval}")
 
@@ -40,7 +44,7 @@ def check_choice(name: str, value: str, choices: Collection[str]) -> None:
 
 
 def check_finite(name: str, tensor: "Tensor") -> None:
-    """Raise if ``tensor`` holds NaN or Inf, saying how many and where the first is."""
+    """Raise if ``tensor`` has NaN or Inf entries; report their number and the first index."""
     import torch
 
     if bool(torch.isfinite(tensor).all()):
@@ -56,7 +60,7 @@ def check_finite(name: str, tensor: "Tensor") -> None:
 def check_tensor(
     name: str, tensor: "Tensor", *, dtype: "torch.dtype", device: "torch.device", rows: int
 ) -> None:
-    """Raise unless ``tensor`` is a vector ``(rows,)`` or block ``(rows, k)`` of that kind."""
+    """Raise unless ``tensor`` is ``(rows,)`` or ``(rows, k)`` with this dtype and device."""
     from torch import Tensor
 
     if not isinstance(tensor, Tensor):
@@ -64,15 +68,35 @@ def check_tensor(
     if tensor.ndim not in (1, 2) or tensor.shape[0] != rows:
         raise ValueError(f"{name} must be ({rows},) or ({rows}, k), got {tuple(tensor.shape)}")
     if tensor.dtype != dtype:
-        raise TypeError(f"{name} must be {dtype}, as the operator is, got {tensor.dtype}")
+        raise TypeError(f"{name} must be {dtype}, like the operator, got {tensor.dtype}")
     if tensor.device != device:
-        raise ValueError(f"{name} must be on {device}, as the operator is, got {tensor.device}")
+        raise ValueError(f"{name} must be on {device}, like the operator, got {tensor.device}")
 
 
 def check_real_floating(name: str, dtype: "torch.dtype") -> None:
     """Raise unless ``dtype`` is a real floating-point type."""
     if not dtype.is_floating_point:
         raise TypeError(f"{name} must be of a real floating-point dtype, got {dtype}")
+
+
+def check_device(device: "str | torch.device") -> "torch.device":
+    """Return the device of a name, with its index for CUDA; raise unless this machine has it."""
+    import torch
+
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device must be cpu, cuda or cuda:<number>, got {device!r}") from error
+    if place.type != "cuda":
+        return place
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (place.index or 0) >= count:
+        raise ValueError(
+            f"device must be one of this machine, got {str(device)!r}: torch finds "
+            f"{count or 'no'} CUDA device{'s' * (count > 1)}"
+        )
+    # Tensors are on cuda:0, never on cuda: only with an index do devices compare equal.
+    return torch.device("cuda", torch.cuda.current_device() if place.index is None else place.index)
 
 
 def _interval(low: float | None, high: float | None) -> str:

@@ -1,4 +1,4 @@
-"""Sums over processes, by torch.distributed; one process where it is not initialised."""
+"""Sums and gathers over processes. Without an initialised torch.distributed they do nothing."""
 
 from collections.abc import Callable
 
@@ -10,17 +10,17 @@ Group = dist.ProcessGroup
 
 
 def world_size(group: Group | None = None) -> int:
-    """Number of processes of the group: one where torch.distributed is not in use."""
+    """Return the number of processes in the group, or 1 without torch.distributed."""
     return dist.get_world_size(group) if _active() else 1
 
 
 def rank(group: Group | None = None) -> int:
-    """This process's number in the group."""
+    """Return the rank of this process in the group."""
     return dist.get_rank(group) if _active() else 0
 
 
 def shard(n: int, group: Group | None = None) -> slice:
-    """This process's part of ``range(n)``; parts differ by at most one in length."""
+    """Return this process's part of ``range(n)``. Lengths differ by at most one."""
     size, index = world_size(group), rank(group)
     return slice(n * index // size, n * (index + 1) // size)
 
@@ -33,26 +33,29 @@ def all_sum(tensor: Tensor, group: Group | None = None) -> Tensor:
 
 
 def all_max(value: int, group: Group | None = None) -> int:
-    """The largest of the processes' values."""
+    """Return the largest of the processes' values."""
     if world_size(group) == 1:
         return value
-    tensor = torch.tensor(value, device=_device(group))
+    # NCCL reduces tensors on the GPU only.
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    tensor = torch.tensor(value, device=device)
     _guard(lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group))
     return int(tensor)
 
 
 def all_min(value: int, group: Group | None = None) -> int:
-    """The smallest of the processes' values."""
+    """Return the smallest of the processes' values."""
+    # min(x) = -max(-x)
     return -all_max(-value, group)
 
 
 def all_gather_rows(part: Tensor, n: int, group: Group | None = None) -> Tensor:
-    """Put together the vector ``(n,)`` of which every process holds its :func:`shard`."""
+    """Return the whole vector ``(n,)``. ``part`` is the :func:`shard` of this process."""
     size = world_size(group)
     if size == 1:
         return part
-    longest = -(-n // size)
-    padded = part.new_zeros(longest)
+    # all_gather needs equal lengths: pad each part to ceil(n / size), then cut.
+    padded = part.new_zeros(-(-n // size))
     padded[: len(part)] = part
     gathered = [torch.empty_like(padded) for _ in range(size)]
     _guard(lambda: dist.all_gather(gathered, padded, group=group))
@@ -64,15 +67,11 @@ def _active() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _device(group: Group | None) -> str:
-    return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-
-
 def _guard(call: Callable[[], object]) -> None:
     try:
         call()
     except RuntimeError as error:
         raise RuntimeError(
             f"process {rank()} could not exchange data with the others; one of them has probably "
-            f"ended with an error of its own: {error}"
+            f"failed: {error}"
         ) from error

@@ -1,6 +1,6 @@
-"""Modes set for a block and then restored: batch norm, dropout, and the precision of torch."""
+"""Context managers for the modes of a computation: precision, batch norm, dropout."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import ExitStack, contextmanager
 from itertools import chain, islice
 from math import ceil
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves, tree_map
 
+from ritz._core.batches import num_rows, split_labels, to_device
 from ritz._core.checks import check_choice, check_range
 from ritz._core.distributed import Group, all_max, all_sum, world_size
 
@@ -24,33 +24,27 @@ Precision = Literal["float32", "tf32", "float64"]
 
 @contextmanager
 def arithmetic(precision: Precision | None) -> Iterator[None]:
-    """Whether a GPU may round float32 products to TF32, for the block; ``None``: as it is.
+    """Allow TF32 products on a GPU only for ``tf32``; ``None`` leaves the setting of torch.
 
-    Never in the half precision of an autocast around the call, which is meant for training.
+    A surrounding autocast is switched off: half precision is meant for training.
     """
-    matmul, convolution = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = matmul.allow_tf32, convolution.allow_tf32
     with ExitStack() as stack:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
-        if precision is None:
-            yield
-            return
-        matmul.allow_tf32 = convolution.allow_tf32 = precision == "tf32"
-        try:
-            yield
-        finally:
-            matmul.allow_tf32, convolution.allow_tf32 = before
+        backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
+        for backend in backends if precision is not None else ():
+            stack.callback(setattr, backend, "allow_tf32", backend.allow_tf32)
+            backend.allow_tf32 = precision == "tf32"
+        yield
 
 
 @contextmanager
 def searched_convolutions(wanted: bool) -> Iterator[None]:
-    """Let cuDNN time its algorithms for every shape, and not guess, for the block.
-
-    Its guess for the gradient of a weight with many columns is a Fourier transform at several times
-    the cost. Not where determinism is asked for: two searches may end with different algorithms.
-    """
+    """Let cuDNN choose convolution algorithms by timing them, unless torch is deterministic."""
+    # Without a search, cuDNN picks a Fourier transform for the gradient of a weight with many
+    # columns, at several times the cost. Two searches may pick different algorithms, so a
+    # deterministic run must not search.
     before = torch.backends.cudnn.benchmark
     fixed = torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
     torch.backends.cudnn.benchmark = before or (wanted and not fixed)
@@ -61,23 +55,23 @@ def searched_convolutions(wanted: bool) -> Iterator[None]:
 
 
 # ------------------------------------------------------------------------------------------
-# Batch norm and dropout in a chosen mode, and statistics recomputed, with the model
-# unchanged.
+# Modes of batch norm and dropout, and recomputed statistics. The model is not changed.
 
 BatchNormMode = Literal["train", "eval", "recomputed"]
 BATCH_NORM_MODES = ("train", "eval", "recomputed")
 
 
 def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
-    """The batch-norm layers of a model by name."""
+    """Return the batch-norm layers of a model by name."""
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
 
 
 @contextmanager
 def evaluating(model: nn.Module, *, batch_statistics: bool) -> Iterator[None]:
-    """Put every module in eval mode for the block, and then back as it was.
+    """Put all modules in eval mode, and restore their modes afterwards.
 
-    With ``batch_statistics`` batch norm uses those of each batch, and keeps no memory of them.
+    With ``batch_statistics``, batch norm normalises by the statistics of each batch instead, and
+    its running statistics stay unchanged.
     """
     before = [(module, module.training) for module in model.modules()]
     layers = batch_norms(model).values() if batch_statistics else ()
@@ -86,7 +80,7 @@ def evaluating(model: nn.Module, *, batch_statistics: bool) -> Iterator[None]:
         for module, _ in before:
             module.training = False
         for layer, _ in tracking:
-            # Without running statistics to track, a layer in train mode touches no buffer.
+            # In train mode, a layer that tracks no running statistics writes to no buffer.
             layer.training, layer.track_running_stats = True, False
         yield
     finally:
@@ -98,7 +92,7 @@ def evaluating(model: nn.Module, *, batch_statistics: bool) -> Iterator[None]:
 
 @contextmanager
 def masked_dropout(model: nn.Module, masks: list[Tensor] | None) -> Iterator[None]:
-    """Multiply what the dropout layers pass on by ``masks``, in the order of their calls."""
+    """Multiply the outputs of dropout layers by ``masks``, in the order of the calls."""
     if masks is None:
         yield
         return
@@ -114,21 +108,20 @@ def masked_dropout(model: nn.Module, masks: list[Tensor] | None) -> Iterator[Non
 def dropout_shapes(
     model: nn.Module, call: Callable[[], object]
 ) -> list[tuple[tuple[int, ...], float]]:
-    """The shape of every mask that a call needs, with the probability of a zero in it."""
-    found: list[tuple[tuple[int, ...], float]] = []
+    """Return the shape of each mask that ``call`` needs, and its probability of a zero."""
+    shapes: list[tuple[tuple[int, ...], float]] = []
 
     def hook(layer: _DropoutNd, args: tuple[Tensor, ...], output: Tensor) -> None:
         if "Alpha" in type(layer).__name__:
-            raise ValueError(f"dropout='fixed' needs layers whose masks are zeros and ones, got "
-                             f"{layer}")  # fmt: skip
-        # Dropout1d, 2d, 3d drop whole channels.
+            raise ValueError(f"dropout='fixed' needs masks of zeros and ones, got {layer}")
+        # Dropout1d, 2d and 3d drop whole channels: one entry per sample and channel.
         whole = len(output.shape) if type(layer).__name__ == "Dropout" else 2
         shape = tuple(output.shape[:whole]) + (1,) * (output.ndim - whole)
-        found.append((shape, layer.p))
+        shapes.append((shape, layer.p))
 
     with _hooked(model, _DropoutNd, hook):
         call()
-    return found
+    return shapes
 
 
 def recomputed_statistics(
@@ -138,64 +131,56 @@ def recomputed_statistics(
     *,
     reduce: Callable[[Tensor], Tensor] = lambda total: total,
 ) -> dict[str, Tensor]:
-    """Return running means and variances by buffer name: averages over batches by weight.
+    """Return recomputed running means and variances by the name of their buffer.
 
-    The convention of torch: at every layer the mean and the unbiased variance of each batch, as
-    normalised by its own statistics below, averaged over all calls; nothing for a layer that is
-    never called. Neither model nor buffers change.
+    As in torch, these are weighted averages over batches of the mean and the unbiased variance at
+    each layer, while the layers below normalise by the statistics of the batch. Layers that are
+    never called are left out. The model and its buffers do not change.
 
     Args:
-        model: Its batch-norm layers are looked at.
+        model: Model with batch-norm layers.
         call: Evaluates the model on a batch, in batch-statistics mode.
-        batches: Batches of this process with their weights, which sum to one over all processes.
-        reduce: Sums over the processes that share the batches.
+        batches: Batches of this process, with their weights.
+        reduce: Sums a tensor over the processes that share the batches.
     """
     layers = batch_norms(model)
     names = {layer: name for name, layer in layers.items()}
-    sums = {name: torch.zeros(3, layer.num_features, dtype=torch.float64)
-            for name, layer in layers.items()}  # fmt: skip
+    # Rows: sum of w * mean, sum of w * variance, and sum of w, over batches and calls.
+    sums = {n: torch.zeros(3, m.num_features, dtype=torch.float64) for n, m in layers.items()}
     weight = 0.0
 
     def hook(layer: _BatchNorm, args: tuple[Tensor, ...]) -> None:
-        rows = args[0].detach().transpose(0, 1).flatten(1)
-        if rows.shape[1] < 2:
-            raise ValueError(
-                f"batch norm {names[layer]} must see more than one value a channel in a batch"
-            )
-        means, variances = rows.mean(1), rows.var(1)
-        found = torch.stack([means, variances, torch.ones_like(means)])
-        sums[names[layer]] += weight * found.double().cpu()
+        channels = args[0].detach().transpose(0, 1).flatten(1)
+        if channels.shape[1] < 2:
+            raise ValueError(f"batch norm {names[layer]} needs more than one value per channel")
+        means = channels.mean(1)
+        terms = torch.stack([means, channels.var(1), torch.ones_like(means)])
+        sums[names[layer]] += weight * terms.double().cpu()
 
     with _hooked(model, _BatchNorm, hook, before=True), torch.no_grad():
         for batch, share in batches:
             weight = share
             call(batch)
-    found = {}
-    for name, own in sums.items():
-        like = layers[name].running_mean
-        if like is None:
+    statistics = {}
+    for name, layer in layers.items():
+        if (like := layer.running_mean) is None:
             continue
-        mean, variance, called = reduce(own.to(like.device))
-        if bool(called[0] == 0):
-            continue
-        for key, value in (("running_mean", mean), ("running_var", variance)):
-            found[f"{name}.{key}" if name else key] = (value / called).to(like.dtype)
-    return found
+        mean, variance, total = reduce(sums[name].to(like.device))
+        if float(total[0]):
+            for key, value in (("running_mean", mean), ("running_var", variance)):
+                statistics[f"{name}.{key}".lstrip(".")] = (value / total).to(like.dtype)
+    return statistics
 
 
 @contextmanager
 def _hooked(
     model: nn.Module, kind: type, hook: Callable[..., object], *, before: bool = False
 ) -> Iterator[None]:
+    register = "register_forward_pre_hook" if before else "register_forward_hook"
+    layers = [layer for layer in model.modules() if isinstance(layer, kind)]
     with ExitStack() as stack:
-        for layer in model.modules():
-            if isinstance(layer, kind):
-                handle = (
-                    layer.register_forward_pre_hook(hook)
-                    if before
-                    else layer.register_forward_hook(hook)
-                )
-                stack.callback(handle.remove)
+        for layer in layers:
+            stack.callback(getattr(layer, register)(hook).remove)
         yield
 
 
@@ -251,7 +236,7 @@ def with_statistics(
         found = recomputed_statistics(
             plain,
             lambda batch: call(plain, batch),
-            _weighted(batches, sizes, count or _size),
+            _weighted(batches, sizes, count or num_rows),
             reduce=(lambda total: all_sum(total, group)) if shared else (lambda total: total),
         )
     if not (all_max(sum(sizes), group) if shared else sum(sizes)):
@@ -298,9 +283,7 @@ def _part(data: Iterable[Any], fraction: float) -> Iterable[Any]:
 def _placed(data: Iterable[Any], model: nn.Module) -> Iterator[tuple[Any, bool]]:
     device = next(chain(model.parameters(), model.buffers())).device
     for batch in data:
-        # Mappings of other kinds, such as what tokenizers return, as dictionaries.
-        plain = dict(batch) if isinstance(batch, Mapping) else batch
-        yield tree_map(lambda x: x.to(device) if hasattr(x, "to") else x, plain), True
+        yield to_device(batch, device), True
 
 
 def _in_step(
@@ -328,20 +311,9 @@ def _weighted(
         yield batch, float(sizes[-1])
 
 
-def _size(batch: Any) -> int:
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.ndim:
-            return len(leaf)
-    raise TypeError(f"a batch must hold a tensor whose length is the number of samples, got "
-                    f"{type(batch).__name__}: pass count= to say how many it holds")  # fmt: skip
-
-
 def _default_forward(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**{name: value for name, value in batch.items() if name != "labels"})
-    if isinstance(batch, tuple | list):
-        return model(*(batch[:-1] if len(batch) > 1 else batch))
-    return model(batch)
+    args, kwargs, _ = split_labels(batch)
+    return model(*args, **kwargs)
 
 
 @contextmanager

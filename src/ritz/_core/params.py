@@ -1,4 +1,4 @@
-"""Parameters: named tensors as one flat vector and back, and those of an optimiser."""
+"""Named tensors as one flat vector and back, and the parameters of an optimiser."""
 
 from collections.abc import Iterator, Mapping
 from itertools import chain
@@ -9,18 +9,18 @@ from torch.optim import Optimizer
 
 
 class ParamSpace:
-    """The layout of a dictionary of tensors in one flat vector, in the dictionary's order.
+    """Layout of named tensors in one flat vector, in the order of the dictionary.
 
     Args:
-        like: Tensors whose names, shapes, dtype and device define the space.
+        like: Tensors that define names, shapes, dtype and device.
     """
 
     def __init__(self, like: Mapping[str, Tensor]) -> None:
         if not like:
-            raise ValueError("like must hold at least one tensor, got none")
+            raise ValueError("like must contain at least one tensor, got none")
         kinds = {(tensor.dtype, tensor.device) for tensor in like.values()}
         if len(kinds) > 1:
-            raise ValueError(f"like must be of one dtype and device, got {sorted(map(str, kinds))}")
+            raise ValueError(f"like must have one dtype and device, got {sorted(map(str, kinds))}")
         self.shapes = {name: tensor.shape for name, tensor in like.items()}
         self.dtype, self.device = next(iter(kinds))
         self.size = sum(shape.numel() for shape in self.shapes.values())
@@ -30,9 +30,9 @@ class ParamSpace:
         for name, shape in self.shapes.items():
             if name not in tensors or tensors[name].shape != shape:
                 got = tuple(tensors[name].shape) if name in tensors else "nothing"
-                raise ValueError(f"{name} must be of shape {tuple(shape)}, got {got}")
+                raise ValueError(f"{name} must have shape {tuple(shape)}, got {got}")
         if extra := sorted(set(tensors) - set(self.shapes)):
-            raise ValueError(f"tensors must have the names of the space, got also {extra}")
+            raise ValueError(f"tensors must have the names of the space, but also has {extra}")
         return torch.cat([tensors[name].reshape(-1) for name in self.shapes])
 
     def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
@@ -47,5 +47,5 @@ class ParamSpace:
 
 
 def parameters(optimizer: Optimizer) -> Iterator[Tensor]:
-    """The parameters of an optimiser, in its order."""
+    """Iterate over all parameters of an optimiser, group by group."""
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)

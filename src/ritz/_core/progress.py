@@ -1,4 +1,4 @@
-"""Progress of long loops: a protocol, and the one-line bar that ``progress=True`` means."""
+"""The ``Progress`` protocol, and the one-line bar behind ``progress=True``."""
 
 import shutil
 import sys
@@ -10,23 +10,23 @@ from typing import Protocol, TextIO, runtime_checkable
 
 @runtime_checkable
 class Progress(Protocol):
-    """What a long loop tells whoever watches it."""
+    """Receiver of progress reports: pass your own as ``progress=`` to a long computation."""
 
     def start(self, label: str, total: int | None) -> None:
-        """The loop begins; ``total`` is the number of steps, if known."""
+        """Called once at the beginning. ``total`` is the number of steps, if known."""
 
     def update(self, done: int, note: str = "") -> None:
-        """``done`` steps are over; ``note`` is a short remark, such as the largest residual."""
+        """Called after each step. ``note`` is a short text, such as the largest residual."""
 
     def finish(self) -> None:
-        """The loop is over, by whatever way."""
+        """Called once at the end, also after an error."""
 
 
 class Bar:
-    """A bar on one line of the standard error stream, in a terminal or a notebook.
+    """Progress bar on one line of the standard error stream.
 
-    Redrawn at most ten times a second; where the stream is neither, only the last state is
-    written, so that logs stay short.
+    In a terminal or a notebook it is redrawn at most ten times per second. Elsewhere only the last
+    state is written, so that log files stay short.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -49,19 +49,19 @@ class Bar:
         self._write(end="\n")
 
     def _format(self, done: int, note: str, seconds: float) -> str:
-        spent = f"{seconds:.1f} s"
+        body, spent = str(done), f"{seconds:.1f} s"
         if self._total:
             filled = min(done, self._total) * 24 // self._total
-            body = f"[{'#' * filled}{'.' * (24 - filled)}] {done}/{self._total}"
-            left = f", {seconds / done * (self._total - done):.1f} s left" if done else ""
-            spent += left if done < self._total else ""
-        else:
-            body = f"{done}"
+            body = f"[{'#' * filled:.<24}] {done}/{self._total}"
+            # Time per step so far, times the steps that remain.
+            if 0 < done < self._total:
+                spent += f", {seconds / done * (self._total - done):.1f} s left"
         return f"{self._label} {body}  {spent}  {note}".rstrip()
 
     def _write(self, end: str = "") -> None:
         line = self._line
         if self._live:
+            # One column less than the terminal: a full line would wrap and \r could not return.
             width = shutil.get_terminal_size().columns - 1
             line = "\r" + line[:width].ljust(width)
         self._stream.write(line + end)
@@ -78,7 +78,7 @@ class _Silent:
 
 @contextmanager
 def tracking(progress: bool | Progress, label: str, total: int | None) -> Iterator[Progress]:
-    """Start whatever ``progress`` asks for and finish it when the block ends, by any way."""
+    """Report a loop to ``progress``: ``True`` is a :class:`Bar`, ``False`` reports nothing."""
     if isinstance(progress, bool):
         tracker: Progress = Bar() if progress else _Silent()
     elif isinstance(progress, Progress):

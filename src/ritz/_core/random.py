@@ -1,18 +1,18 @@
-"""Random probes, drawn so that neither block width nor device nor world size changes them."""
+"""Random probes that do not depend on block size, device or number of processes."""
 
 import hashlib
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ritz._core.checks import check_count
+from ritz._core.checks import check_choice, check_count
 
 Probe = Literal["rademacher", "gaussian"]
 
 
 def resolve_generator(generator: torch.Generator | None) -> torch.Generator:
-    """The generator given, or a fresh one on the CPU with seed 0; never the global one."""
+    """Return the generator, or a new one with seed 0 on the CPU. The global one is never used."""
     if generator is None:
         return torch.Generator().manual_seed(0)
     if not isinstance(generator, torch.Generator):
@@ -28,35 +28,29 @@ def probes(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    r"""Return a block ``(n, k)`` of iid entries of mean 0 and variance 1.
-
-    Probes are drawn one column after another on the generator's device and then moved, so the
-    first column of a wide block is the column a narrow block would have had.
-    """
+    """Return a block ``(n, k)`` of independent entries with mean 0 and variance 1."""
+    check_choice("probe", kind, ("rademacher", "gaussian"))
     n, k = shape
     block = torch.empty(k, n, dtype=dtype, device=device)
+    where: dict[str, Any] = {"generator": generator, "device": generator.device}
+    # One probe after the other, on the device of the generator: the first probe of a wide block is
+    # the probe that a narrow block would have had.
     for row in block:
-        row.copy_(_draw(n, kind=kind, generator=generator, dtype=dtype))
+        if kind == "gaussian":
+            row.copy_(torch.randn(n, dtype=dtype, **where))
+        else:
+            # 0 or 1 to -1 or 1
+            signs = torch.randint(0, 2, (n,), dtype=torch.int8, **where)
+            row.copy_(signs.to(dtype).mul_(2).sub_(1))
     return block.T.contiguous()
 
 
-def _draw(n: int, *, kind: Probe, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-    if kind == "gaussian":
-        return torch.randn(n, generator=generator, dtype=dtype, device=generator.device)
-    if kind != "rademacher":
-        raise ValueError(f"probe must be 'rademacher' or 'gaussian', got {kind!r}")
-    signs = torch.randint(
-        0, 2, (n,), generator=generator, dtype=torch.int8, device=generator.device
-    )
-    return signs.to(dtype).mul_(2).sub_(1)
-
-
 def epoch_generator(seed: int, epoch: int) -> torch.Generator:
-    """Return a generator for one epoch of a run, so that any epoch can be had without the others.
+    """Return the generator of one epoch of a run, so that a run can resume at any epoch.
 
     Args:
-        seed: Of the run.
-        epoch: Its number.
+        seed: Seed of the run.
+        epoch: Number of the epoch.
 
     Example:
         >>> first, again = (epoch_generator(7, 3) for _ in range(2))
@@ -64,5 +58,6 @@ def epoch_generator(seed: int, epoch: int) -> torch.Generator:
         True
     """
     check_count("epoch", epoch, low=0)
+    # A hash, not seed + epoch: two runs with neighbouring seeds must not share epochs.
     digest = hashlib.sha256(f"{int(seed)} {epoch}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))

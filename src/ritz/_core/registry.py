@@ -1,4 +1,4 @@
-"""Things chosen by name: models, data sets, optimisers, losses and studies."""
+"""Registries of things chosen by name: models, data sets, optimisers, losses and studies."""
 
 import difflib
 from collections.abc import Callable, Iterator
@@ -8,21 +8,21 @@ T = TypeVar("T")
 
 
 class UnknownNameError(KeyError):
-    """A name nothing is registered under; the message suggests the nearest ones."""
+    """Nothing is registered under this name. The message suggests similar names."""
 
     def __str__(self) -> str:
-        return str(self.args[0])  # a KeyError would show its message quoted
+        return str(self.args[0])  # a KeyError shows its message in quotes
 
 
 class Registry(Generic[T]):
-    """Names to things. Registering a name twice raises; asking for a wrong one suggests others."""
+    """Table of entries by name. Registering a name twice raises; unknown names get suggestions."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
         self._entries: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Decorator that files its target under ``name``."""
+        """Return a decorator that registers its target under ``name``."""
 
         def add(entry: T) -> T:
             if name in self._entries:
@@ -35,17 +35,17 @@ class Registry(Generic[T]):
     def __getitem__(self, name: str) -> T:
         if name in self._entries:
             return self._entries[name]
-        small = {known.lower(): known for known in self._entries}
-        close = [small[match] for match in difflib.get_close_matches(name.lower(), small, n=3)]
+        lower = {known.lower(): known for known in self._entries}
+        close = [lower[match] for match in difflib.get_close_matches(name.lower(), lower, n=3)]
         hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(self)}"
         raise UnknownNameError(f"no {self._kind} is named {name!r}; {hint}")
 
     def find(self, name: str) -> T:
-        """What a name stands for in any hand: capitals, ``-`` and ``_`` tell no two apart.
+        """Return an entry, ignoring case, ``-`` and ``_`` in its name.
 
-        A name that is spelt right comes first; where several others read alike, none is chosen.
+        An exact match comes first. A name that matches several entries raises.
         """
-        alike = [known for known in self._entries if _folded(known) == _folded(name)]
+        alike = [known for known in self._entries if _fold(known) == _fold(name)]
         return self[alike[0] if len(alike) == 1 and name not in self else name]
 
     def __iter__(self) -> Iterator[str]:
@@ -58,5 +58,5 @@ class Registry(Generic[T]):
         return len(self._entries)
 
 
-def _folded(name: str) -> str:
+def _fold(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "")

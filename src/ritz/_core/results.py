@@ -1,4 +1,4 @@
-"""Results that say how good they are: ``Status`` and ``Estimate``."""
+"""Estimates with error bars, and the status of a computation."""
 
 import math
 from dataclasses import dataclass, replace
@@ -13,20 +13,20 @@ Outcome = Literal["completed", "converged", "breakdown", "max_steps"]
 
 
 class NotConvergedError(RuntimeError):
-    """A tolerance was asked for and not reached; the message says how far off and what to do."""
+    """A tolerance was not reached. The message says how large the error is and what to change."""
 
 
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """How a computation ended, and what to do about it.
+    """How a computation ended.
 
     Attributes:
-        outcome: ``completed`` (all steps done, no tolerance asked for), ``converged`` (the
-            tolerance was met), ``breakdown`` (an exact invariant subspace: nothing more to
-            find), ``max_steps`` (the budget ran out before the tolerance was met).
-        message: What happened, in one sentence.
-        advice: What to change, empty where nothing need be.
+        outcome: ``completed`` (all steps were done; no tolerance was set), ``converged`` (the
+            tolerance was reached), ``breakdown`` (an exact invariant subspace was found, so more
+            steps would add nothing) or ``max_steps`` (the tolerance was not reached).
+        message: One sentence that says what happened.
+        advice: What to change. Empty if nothing is wrong.
     """
 
     outcome: Outcome
@@ -35,7 +35,7 @@ class Status:
 
     @property
     def ok(self) -> bool:
-        """Whether what was asked for was reached."""
+        """Whether the tolerance, if any, was reached."""
         return self.outcome != "max_steps"
 
     def raise_if_failed(self) -> None:
@@ -50,20 +50,20 @@ class Status:
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A number, or an array of numbers, with its error bars.
+    """Estimate of a number or of an array, with error bars.
 
     Attributes:
-        mean: The estimate, any shape ``s``; float64 on the CPU unless it is as large as the
-            operator.
-        stderr: Standard error of the mean, shape ``s``; zero where nothing was sampled.
-        truncation: Bound or estimate of the error that more samples would not remove, shape
-            ``s``; ``None`` where there is none to speak of.
-        samples: What was averaged, ``(num_samples, *s)``; ``None`` where nothing was sampled or
-            keeping the samples would cost more memory than computing them.
-        num_products: Products with single vectors that were spent.
-        method: How it was obtained, and why where that was chosen automatically.
-        status: Whether the accuracy asked for was reached.
-        seed: Seed of the generator, ``None`` where nothing was drawn.
+        mean: The estimate, of any shape ``s``. A float64 tensor on the CPU, except for a tensor
+            as large as the operator, which has its dtype and device.
+        stderr: Standard error of the mean, shape ``s``. Zero if nothing was sampled.
+        truncation: Bound or estimate of the error that more samples do not reduce, shape ``s``.
+            ``None`` if there is no such error.
+        samples: The samples that were averaged, ``(num_samples, *s)``. ``None`` if nothing was
+            sampled, or if storing the samples would take too much memory.
+        num_products: Number of matrix-vector products that were used.
+        method: The method, and the reason if it was chosen automatically.
+        status: Whether the tolerance was reached.
+        seed: Seed of the generator. ``None`` if no random numbers were drawn.
     """
 
     mean: Tensor
@@ -86,7 +86,7 @@ class Estimate:
         status: Status | None = None,
         seed: int | None = None,
     ) -> "Estimate":
-        """Return an estimate that was not sampled; a float becomes a float64 tensor."""
+        """Return an estimate without sampling error. A float becomes a float64 tensor."""
         mean = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
         return cls(
             mean=mean,
@@ -122,7 +122,8 @@ class Estimate:
         )
 
     def scaled(self, factor: float) -> "Estimate":
-        """Return the estimate times a number, with its errors and samples."""
+        """Return the estimate, its errors and its samples times a number."""
+        # Errors are lengths: they scale with |factor|.
         return replace(
             self,
             mean=self.mean * factor,
@@ -135,7 +136,7 @@ class Estimate:
         return float(self.mean.detach())
 
     def raise_if_failed(self) -> None:
-        """Raise :class:`NotConvergedError` unless the accuracy asked for was reached."""
+        """Raise :class:`NotConvergedError` if the tolerance was not reached."""
         self.status.raise_if_failed()
 
     def __str__(self) -> str:
@@ -143,29 +144,31 @@ class Estimate:
             shape, error = tuple(self.mean.shape), float(self.stderr.max())
             value = f"Estimate of shape {shape}, largest stderr {error:.2g}"
         else:
-            value = format_uncertain(float(self), float(self.stderr))
+            value = plain_estimate(self)
         if self.truncation is not None:
             value += f", truncation {float(self.truncation.max()):.2g}"
         return f"{value}  [{self.method}, {self.num_products} products; {self.status}]"
 
 
 def stderr(samples: Tensor) -> Tensor:
-    """Standard error of the mean over the first axis, NaN for a single sample."""
-    if len(samples) < 2:
+    """Return the standard error of the mean over the first axis; NaN for a single sample."""
+    if len(samples) < 2:  # std would warn
         return torch.full_like(samples[0], torch.nan)
+    # stderr = std / sqrt(N), with the unbiased standard deviation.
     deviation: Tensor = samples.std(0)
     return deviation / math.sqrt(len(samples))
 
 
 def plain_estimate(estimate: Estimate) -> str:
-    """``mean ± stderr`` of a number, and nothing else."""
+    """Return ``mean ± stderr`` of a number as text."""
     return format_uncertain(float(estimate.mean), float(estimate.stderr))
 
 
 def format_uncertain(mean: float, stderr: float) -> str:
-    """``mean ± stderr`` with two digits of the error and the mean to the same place."""
+    """Return ``mean ± stderr`` with two digits of the error and the mean to the same place."""
     if not (math.isfinite(mean) and math.isfinite(stderr)) or stderr == 0:
         return f"{mean:.8g}" if stderr == 0 else f"{mean:.4g} ± {stderr:.2g}"
+    # Two digits of the error: 0.0123 has floor(log10) = -2 and needs three decimal places.
     places = 1 - math.floor(math.log10(abs(stderr)))
     if -6 <= places <= 12 and abs(mean) < 1e9:
         digits = max(places, 0)

@@ -1,4 +1,4 @@
-"""Averages over random probes: a fixed number of them, or until the error is small enough."""
+"""Averages over random probes: a fixed number of probes, or until the error is below ``rtol``."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,14 +12,12 @@ from ritz._core.progress import Progress, tracking
 from ritz._core.random import Probe, probes
 from ritz._core.results import Status, stderr
 
-# ------------------------------------------------------------------------------------------
-# Inner products of the columns of two blocks.
-
-CHUNK = 2**17  # entries: small enough that the elementwise product stays in cache
+# Entries per step of column_dots: small enough that the elementwise product stays in cache.
+CHUNK = 2**17
 
 
 def column_dots(left: Tensor, right: Tensor) -> Tensor:
-    r"""Return :math:`\sum_i x_{il} y_{il}`, ``(k,)``, summed in float64."""
+    r"""Return the inner products of columns :math:`\sum_i x_{il} y_{il}`, ``(k,)``, in float64."""
     rows = max(1, CHUNK // max(1, left.shape[1]))
     total = torch.zeros(left.shape[1], dtype=torch.float64, device=left.device)
     for x, y in zip(left.split(rows), right.split(rows), strict=True):
@@ -27,12 +25,8 @@ def column_dots(left: Tensor, right: Tensor) -> Tensor:
     return total
 
 
-# ------------------------------------------------------------------------------------------
-# Averages over random probes: a fixed number of them, or until the error is small enough.
-
-
 class Probed(Protocol):
-    """What has to be known of an operator to draw probes for it."""
+    """What drawing probes needs to know about an operator."""
 
     @property
     def shape(self) -> tuple[int, int]: ...
@@ -44,15 +38,23 @@ class Probed(Protocol):
     def block_size(self) -> int: ...
 
 
+def draw_probes(
+    op: Probed, count: int, *, generator: torch.Generator, kind: Probe = "rademacher"
+) -> Tensor:
+    """Return random vectors ``(n, count)`` of the dtype and on the device of an operator."""
+    shape = (op.shape[0], count)
+    return probes(shape, kind=kind, generator=generator, dtype=op.dtype, device=op.device)
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How many probes to take, and how.
+    """Number and distribution of probes, and when to stop.
 
     Attributes:
-        num_probes: Probes to take; with ``rtol``, the least number.
-        rtol: Go on until the standard error is below this share of the mean.
-        max_probes: Most probes to take in doing so.
-        block_size: Probes multiplied at once; the operator's own choice by default.
+        num_probes: Number of probes. With ``rtol``, the smallest number.
+        rtol: Keep adding probes until the standard error is below this fraction of the mean.
+        max_probes: Stop after this many probes even if ``rtol`` is not reached.
+        block_size: Probes per block product. Defaults to the ``block_size`` of the operator.
         probe: Distribution of the entries.
     """
 
@@ -79,62 +81,62 @@ class Sampling:
         progress: bool | Progress,
         label: str,
     ) -> tuple[Tensor, Status]:
-        """Return samples ``(d, *s)`` of ``measure``, from probes ``(n, k)`` to ``(k, *s)``."""
+        """Return samples ``(d, *s)`` and the status. ``measure`` maps ``(n, k)`` to ``(k, *s)``."""
         limit = self.num_probes if self.rtol is None else self.max_probes
         samples: list[Tensor] = []
         taken = 0
         with tracking(progress, label, limit) as bar:
             while taken < limit and not self._settled(samples, taken):
+                # The first blocks end at num_probes, where the error is judged for the first time.
                 goal = self.num_probes if taken < self.num_probes else limit
-                shape = (op.shape[0], min(self.width(op), goal - taken))
-                block = probes(
-                    shape, kind=self.probe, generator=generator, dtype=op.dtype, device=op.device
-                )
+                width = min(self.width(op), goal - taken)
+                block = draw_probes(op, width, kind=self.probe, generator=generator)
                 samples.append(measure(block).double().cpu())
                 check_samples(samples[-1], taken)
-                taken += shape[1]
+                taken += width
                 bar.update(taken)
-        found = torch.cat(samples)
-        return found, self.status(found)
+        joined = torch.cat(samples)
+        return joined, self.status(joined)
 
     def width(self, op: Probed) -> int:
-        """Probes to multiply at once."""
+        """Return the number of probes per block product."""
         return op.block_size if self.block_size is None else self.block_size
 
     def status(self, samples: Tensor) -> Status:
-        """Whether the samples ``(d, *s)`` are as accurate as asked for."""
+        """Return whether samples ``(d, *s)`` are accurate enough."""
         return self.judge(samples.mean(0), stderr(samples), len(samples))
 
     def judge(self, mean: Tensor, error: Tensor, count: int) -> Status:
-        """Whether a mean over that many probes is as accurate as asked for."""
+        """Return whether a mean over ``count`` probes is accurate enough."""
         if self.rtol is None:
             return Status(outcome="completed", message=f"{count} probes")
+        # An array has one status: its largest error against its largest entry.
         return accuracy(float(mean.abs().max()), float(error.max()), self.rtol)
 
     def _settled(self, samples: list[Tensor], taken: int) -> bool:
-        if self.rtol is None or taken < self.num_probes:
-            return False
-        return self.status(torch.cat(samples)).ok
+        enough = self.rtol is not None and taken >= self.num_probes
+        return enough and self.status(torch.cat(samples)).ok
 
 
 def check_samples(samples: Tensor, taken: int) -> None:
-    """Raise if a sample ``(k, *s)`` is not finite, naming its probe; ``taken`` came before."""
+    """Raise if a sample ``(k, *s)`` is not finite. ``taken`` is the number of earlier probes."""
     bad = (~torch.isfinite(samples)).reshape(len(samples), -1).any(1)
     if bool(bad.any()):
         raise ValueError(
-            "op must give finite products; "
-            f"that with probe {taken + int(bad.nonzero()[0]) + 1} holds NaN or Inf, or overflows"
+            "op must give finite products; the product with probe "
+            f"{taken + int(bad.nonzero()[0]) + 1} has NaN or Inf, or overflows"
         )
 
 
 def accuracy(mean: float, error: float, rtol: float) -> Status:
-    """Whether an error is below ``rtol`` of the mean, and what to do if not."""
+    """Return whether ``error <= rtol * |mean|``, with advice if not."""
     if error <= rtol * abs(mean):
         return Status(outcome="converged", message=f"relative error below {rtol:.2g}")
     reached = error / abs(mean) if mean else float("inf")
+    # The error falls with the root of the number of probes.
     factor = (reached / rtol) ** 2 if rtol else float("inf")
     return Status(
         outcome="max_steps",
-        message=f"relative error {reached:.2g} where {rtol:.2g} was asked for",
-        advice=f"about {factor:.2g} times as many probes would do",
+        message=f"relative error {reached:.2g}, above rtol {rtol:.2g}",
+        advice=f"use about {factor:.2g} times as many probes",
     )

@@ -1,4 +1,4 @@
-"""Files: safetensors with a JSON header and a checksum, written beside their name and renamed."""
+"""Files: safetensors with a JSON header and a checksum, written atomically."""
 
 import contextlib
 import dataclasses
@@ -26,31 +26,35 @@ from ritz._version import __version__
 T = TypeVar("T")
 
 FORMAT = 1
-UNTOUCHED = 3600.0  # seconds after which nobody is writing to a file any more
-_KEY = "ritz"  # the one metadata entry of a file: JSON with format, versions, header, sha256
+# JSON shows a tensor with more entries by its shape: a table of numbers would fill the screen.
+LISTED = 256
+# A temporary file that has not changed for this many seconds is abandoned: writing one block of a
+# checkpoint takes seconds even on a slow network disk.
+UNTOUCHED = 3600.0
+# The one metadata entry of a file: JSON with format, versions, header and sha256.
+_KEY = "ritz"
 _STORABLE: dict[str, type] = {}
 _MALFORMED = (SafetensorError, ValueError, TypeError, AttributeError, OSError, RecursionError)
 
 
 class CorruptFileError(ValueError):
-    """A file is not what it should be: truncated, altered, or not written by ritz."""
+    """The file is truncated, was altered, or was not written by ritz."""
 
 
 def storable(cls: type[T]) -> type[T]:
-    """Class decorator: let :func:`save` write, and :func:`load` read, this dataclass."""
+    """Class decorator that lets :func:`save` and :func:`load` handle a dataclass."""
     key = _class_key(cls)
     if key in _STORABLE:
         raise ValueError(f"{key} is registered for storage already")
-    # dataclass(slots=True) makes a second class, so the key, not the object, identifies it.
     _STORABLE[key] = cls
     return cls
 
 
 @contextmanager
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Give a temporary name beside ``path``; on success flush it and rename it to ``path``.
+    """Yield a temporary path; on success, flush the file and rename it to ``path``.
 
-    Before that, what processes that were killed left of their own attempts at ``path`` is removed.
+    Temporary files of ``path`` that killed processes left behind are removed first.
     """
     target = Path(path)
     if not target.parent.is_dir():
@@ -62,55 +66,84 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         temporary.touch()
         mode = temporary.stat().st_mode
         yield temporary
-        temporary.chmod(mode)  # safetensors makes its files private
+        temporary.chmod(mode)  # safetensors sets mode 600, whatever the umask
         _flush(temporary)
         os.replace(temporary, target)
-        _flush(target.parent)  # the rename itself
+        _flush(target.parent)  # makes the rename itself durable
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def _machine() -> str:
-    """A short name of this machine: numbers of processes mean nothing on another one."""
+    # A process id means nothing on another machine that shares the disk.
     return hashlib.sha256(platform.node().encode()).hexdigest()[:8]
 
 
 def _remove_abandoned(target: Path) -> None:
-    pattern = re.compile(rf"\.{re.escape(target.name)}\.(?:([0-9a-f]{{8}})\.)?(\d+)\.[0-9a-f]{{8}}")
-    # What cannot be listed or removed costs room and nothing else.
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.([0-9a-f]{{8}})\.(\d+)\.[0-9a-f]{{8}}")
+    # A file that cannot be listed or removed only takes space on the disk.
     with contextlib.suppress(OSError), os.scandir(target.parent) as entries:
         for entry in entries:
-            if (found := pattern.fullmatch(entry.name)) and _abandoned(entry, *found.groups()):
-                os.unlink(entry)
+            if match := pattern.fullmatch(entry.name):
+                local = match[1] == _machine() and os.name == "posix"
+                # Age counts as well: process ids are reused, and containers on one machine share
+                # them.
+                old = time.time() - entry.stat().st_mtime > UNTOUCHED
+                if old or (local and not _is_running(int(match[2]))):
+                    os.unlink(entry)
 
 
-def _abandoned(entry: os.DirEntry[str], machine: str | None, process: str) -> bool:
-    """Whether nobody writes to a temporary file any more: its process is gone, or it is old."""
-    if machine == _machine() and os.name == "posix" and not _alive(int(process)):
-        return True
-    # A number may have been given again, and containers on one machine count from the same one.
-    return time.time() - entry.stat().st_mtime > UNTOUCHED
-
-
-def _alive(process: int) -> bool:
+def _is_running(process: int) -> bool:
     try:
-        os.kill(process, 0)  # sends nothing, but asks
+        os.kill(process, 0)  # signal 0 only checks that the process exists
     except (ProcessLookupError, OverflowError):
         return False
     except OSError:
-        return True  # that of another user
+        pass  # it exists, but belongs to another user
     return True
 
 
+def to_json(value: Any, *, indent: int | None = None) -> str:
+    """Return a value as JSON text: the one dialect of ``--json``, logs and ``run.json``.
+
+    NaN and infinities become ``null``, because JSON has no number for them. A tensor becomes
+    nested lists, or its shape if it has more than 256 entries. A dataclass becomes an object of
+    its fields, without those declared with ``repr=False``, which are internal.
+    """
+    return json.dumps(_plain(value), indent=indent, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _plain(value.tolist()) if value.numel() <= LISTED else {"shape": list(value.shape)}
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    if dataclasses.is_dataclass(value):
+        shown = [field.name for field in dataclasses.fields(value) if field.repr]
+        return {name: _plain(getattr(value, name)) for name in shown}
+    return str(value) if isinstance(value, Path) else value
+
+
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write ``text`` to ``path``; a crash leaves the old file or the new one, never half."""
+    """Write ``text`` to ``path`` atomically: a crash leaves the old file or the new one."""
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], header: Any) -> None:
-    """Write named tensors and a JSON-able header, with a checksum over both, atomically."""
-    plain = _apart({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()})
+    """Write named tensors and a header of JSON values atomically, with a checksum over both."""
+    plain: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        copy = tensor.detach().contiguous().cpu()
+        # safetensors refuses tensors that share memory, such as tied weights.
+        place = copy.untyped_storage().data_ptr()
+        plain[name] = copy.clone() if place in storages else copy
+        storages.add(place)
     body = {"format": FORMAT, "ritz": __version__, "torch": torch.__version__, "header": header}
     body["sha256"] = _digest(plain, body)
     with atomic_path(path) as temporary:
@@ -118,7 +151,7 @@ def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], h
 
 
 def is_own(path: str | os.PathLike[str]) -> bool:
-    """Whether a file says that :func:`write_tensors` wrote it; nothing but its head is read."""
+    """Return whether :func:`write_tensors` wrote a file. Only the header is read."""
     try:
         with safe_open(path, framework="pt") as file:
             return _KEY in (file.metadata() or {})
@@ -127,7 +160,7 @@ def is_own(path: str | os.PathLike[str]) -> bool:
 
 
 def read_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], Any]:
-    """Read what :func:`write_tensors` wrote; raise :class:`CorruptFileError` on any change."""
+    """Read a file of :func:`write_tensors`. Raise :class:`CorruptFileError` if it was altered."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"no such file: {path}")
     try:
@@ -149,7 +182,7 @@ def read_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], Any]:
 def save(result: Any, path: str | os.PathLike[str]) -> None:
     """Save a result (``Spectrum``, ``Estimate``, ``Density``, ...) as one safetensors file.
 
-    The file holds the tensors as they are and everything else as JSON; nothing is pickled.
+    Tensors are stored unchanged and everything else as JSON. Nothing is pickled.
     """
     if not dataclasses.is_dataclass(result) or _class_key(type(result)) not in _STORABLE:
         raise TypeError(f"result must be a result of ritz, got {type(result).__name__}")
@@ -159,7 +192,7 @@ def save(result: Any, path: str | os.PathLike[str]) -> None:
 
 
 def load(path: str | os.PathLike[str]) -> Any:
-    """Load what :func:`save` wrote, checksum verified; nothing in the file is ever executed."""
+    """Load a result of :func:`save` and verify its checksum. No code in the file is executed."""
     tensors, header = read_tensors(path)
     try:
         result = _decode(header, tensors)
@@ -172,11 +205,11 @@ def load(path: str | os.PathLike[str]) -> Any:
 
 def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
-        while name in tensors:  # as {"a.b": x, "a": {"b": y}} would have it
+        while name in tensors:  # {"a.b": x, "a": {"b": y}} has two tensors of one name
             name += "'"
-        # Two fields may share memory, which safetensors refuses: every field gets its own copy.
-        tensors[name] = value.detach().clone(memory_format=torch.contiguous_format)
+        tensors[name] = value
         return {"tensor": name}
+    # JSON has no NaN and no infinity.
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": repr(value)}
     if value is None or isinstance(value, bool | int | float | str):
@@ -187,12 +220,10 @@ def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, dict) and all(isinstance(k, str) for k in value):
         return {"dict": {k: _encode(v, f"{name}.{k}", tensors) for k, v in value.items()}}
     if dataclasses.is_dataclass(value) and _class_key(type(value)) in _STORABLE:
-        fields = {
-            field.name: _encode(
-                getattr(value, field.name), f"{name}.{field.name}".lstrip("."), tensors
-            )
-            for field in dataclasses.fields(value)
-        }
+        fields = {}
+        for field in dataclasses.fields(value):
+            label = f"{name}.{field.name}".lstrip(".")
+            fields[field.name] = _encode(getattr(value, field.name), label, tensors)
         return {"class": _class_key(type(value)), "fields": fields}
     raise TypeError(f"cannot save {name or 'result'}: {type(value).__name__} is not storable")
 
@@ -215,7 +246,7 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _class_key(cls: type) -> str:
-    """The name of a class in files, by its public module, so that code inside may move."""
+    # The public package, without private modules: a class may move inside its package.
     module = cls.__module__
     if module.startswith("ritz."):
         module = module.partition("._")[0]
@@ -225,7 +256,7 @@ def _class_key(cls: type) -> str:
 def _find_class(key: str) -> type:
     module = key.partition(":")[0]
     parts = module.split(".")
-    # Only a module of this package may be imported on a file's word, and none that is a program.
+    # A file may cause the import of modules of ritz only, and not of the command line.
     inside = parts[0] == "ritz" and all(part.isidentifier() for part in parts)
     if key not in _STORABLE and inside and not {"cli", "__main__"} & set(parts):
         try:
@@ -237,19 +268,8 @@ def _find_class(key: str) -> type:
     return _STORABLE[key]
 
 
-def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same without memory that two share, as tied weights do, which safetensors refuses."""
-    known: set[int] = set()
-    found = {}
-    for name, tensor in tensors.items():
-        place = tensor.untyped_storage().data_ptr()
-        found[name] = tensor.clone() if place in known else tensor
-        known.add(place)
-    return found
-
-
 def digest(tensors: Iterable[Tensor]) -> str:
-    """A name for the values of tensors."""
+    """Return 16 hexadecimal digits that identify the values of tensors."""
     sha = hashlib.sha256()
     for tensor in tensors:
         sha.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
@@ -261,7 +281,7 @@ def _digest(tensors: Mapping[str, Tensor], body: Any) -> str:
     for name in sorted(tensors):
         tensor = tensors[name]
         sha.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
-        if tensor.numel():  # the strides of an empty tensor allow no view as bytes
+        if tensor.numel():  # an empty tensor has no view as bytes
             sha.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()
 

@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ritz._core.checks import check_count
+from ritz._core.checks import check_count, check_device
 from ritz._core.modes import batch_norms, evaluating
 from ritz._core.storage import digest
 from ritz.cli._app import Interrupted
@@ -38,7 +38,6 @@ from ritz.training._shared import (
     first_batch,
     measured_risk,
     read_run,
-    resolve_device,
     run_weights,
     tensor_state,
 )
@@ -277,8 +276,7 @@ class Opened:
 
 def default_device(device: str | None) -> torch.device:
     """The device asked for, which must be there, or the best one."""
-    chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return resolve_device(chosen, nn.Module())
+    return check_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def open_run(choice: Choice) -> Opened:

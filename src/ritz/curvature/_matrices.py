@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.func import grad, jvp, vjp, vmap
 from torch.utils._pytree import tree_map
 
+from ritz._core.batches import is_rows
 from ritz._core.checks import check_choice, check_count, check_tensor
 from ritz._core.random import resolve_generator
 from ritz.curvature._products import Column, CurvatureOperator, EngineName, Products
@@ -17,7 +18,6 @@ from ritz.curvature._risk import (
     KnownLoss,
     Params,
     Risk,
-    is_rows,
     output_hessian,
     recognised,
     sample_losses,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.utils._pytree import tree_flatten, tree_leaves
 
+from ritz._core.batches import is_rows, take_rows
 from ritz._core.checks import check_choice, check_count
 from ritz._core.modes import batch_norms, searched_convolutions
 from ritz.curvature._linearize import Linearization, nbytes
@@ -19,8 +20,6 @@ from ritz.curvature._risk import (
     Params,
     Risk,
     differentiable,
-    is_rows,
-    rows,
     without_warnings_of_torch,
 )
 from ritz.operators import LinearOperator
@@ -430,7 +429,7 @@ class Products:
         parts = []
         for which in (slice(0, size // 2), slice(size // 2, size)):
             own = outputs[which]
-            parts.append(slope(own, rows(target, which, size)) * (len(own) / size))
+            parts.append(slope(own, take_rows(target, which, size)) * (len(own) / size))
         # By the outputs: weights or ignored terms that the losses do not show show here.
         gap = (torch.cat(parts) - (whole := slope(outputs, target))).norm()
         rtol: float = torch.finfo(self.risk.theta.dtype).eps ** 0.5
@@ -473,7 +472,7 @@ def _room(device: torch.device) -> int:
 
 
 def _samples(context: Context, which: slice, size: int) -> Context:
-    varying = rows((context.batch, context.masks, context.extra), which, size)
+    varying = take_rows((context.batch, context.masks, context.extra), which, size)
     return Context(context.constants, *varying)
 
 

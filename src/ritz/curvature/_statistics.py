@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ritz._core.batches import is_rows
 from ritz._core.checks import check_choice, check_count
 from ritz._core.modes import batch_norms
 from ritz._core.progress import Progress, tracking
 from ritz._core.storage import storable
-from ritz.curvature._risk import Context, Params, Risk, is_rows, num_correct
+from ritz.curvature._risk import Context, Params, Risk, num_correct
 
 By = Literal["sample", "batch"]
 CHUNK = 2**25  # entries of the gradients that are held at once

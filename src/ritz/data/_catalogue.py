@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ritz._core.checks import check_device
 from ritz._core.registry import Registry
 from ritz.data._images import ImageData
 from ritz.data._texts import TextData
@@ -37,7 +38,7 @@ def load(
     """
     loader = DATASETS[name]
     _check_options(name, loader, options)
-    target = _device(device)
+    target = check_device(device)
     folder = data_dir if data_dir is not None else os.environ.get("RITZ_DATA") or None
     return loader(None if folder is None else Path(folder).expanduser(), **options).to(target)
 
@@ -62,16 +63,3 @@ def _check_options(name: str, loader: Callable[..., Any], options: dict[str, Any
     for needed in known:
         if needed.default is needed.empty and needed.name not in options:
             raise TypeError(f"the data set {name!r} needs the option {needed.name!r}")
-
-
-def _device(device: torch.device | str) -> torch.device:
-    try:
-        target = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device must name a device of torch, got {device!r}") from error
-    if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
-        raise ValueError(
-            f"device must be there, got {str(target)!r} where torch finds "
-            f"{torch.cuda.device_count()} CUDA devices"
-        )
-    return target

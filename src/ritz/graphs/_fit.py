@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import torch
@@ -308,7 +308,7 @@ class Fit:
 
     fits: tuple[ModelFit, ...]
     num_nodes: int
-    density: EntropicDensity
+    density: EntropicDensity = field(repr=False)
     seed: int
 
     @property

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ritz._core.checks import check_device
 from ritz.graphs._graph import Graph, GraphError
 from ritz.graphs._io import GraphLike, as_graph
 from ritz.operators import LaplacianOperator
@@ -31,8 +32,7 @@ def laplacian(
     graph = as_graph(graph)
     if dtype not in (torch.float32, torch.float64):
         raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device must be one that torch sees, got {str(device)!r} without CUDA")
+    device = check_device(device)
     weights = None if graph.weights is None else graph.weights.to(device)
     rows = CompressedRows(graph.crow.to(device), graph.col.to(device), weights, dtype=dtype)
     return LaplacianOperator(rows, matrix=matrix)

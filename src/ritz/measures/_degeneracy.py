@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from ritz._core.batches import is_rows
 from ritz._core.checks import check_choice
 from ritz._core.results import Estimate, Status, format_uncertain, stderr
 from ritz._core.storage import storable
@@ -16,7 +17,6 @@ from ritz.curvature._shared import (
     MATRICES,
     CurvatureMatrix,
     KnownLoss,
-    is_rows,
     recognised,
     require_outputs,
 )

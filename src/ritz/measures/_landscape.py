@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from ritz._core.checks import check_choice, check_count, check_finite, check_range, check_tensor
+from ritz._core.journal import Journal
 from ritz._core.modes import BATCH_NORM_MODES, BatchNormMode, batch_norms
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import probes, resolve_generator
-from ritz._core.storage import digest, storable
+from ritz._core.storage import storable
 from ritz.curvature import Risk
 from ritz.curvature._shared import num_correct
-from ritz.measures._journal import PointJournal, Row
 from ritz.spectra import Spectrum
 
 # ------------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def named_directions(directions: Directions, risk: Risk) -> dict[str, Tensor]:
 # ------------------------------------------------------------------------------------------
 # Loss and accuracy along directions in weight space, and on planes of two of them.
 
-Values = tuple[float, float]  # loss and accuracy, NaN where there is none
+Row = tuple[float, ...]  # loss and accuracy on the data, then on test data; NaN if there is none
 KEYS = ("running_mean", "running_var")
 
 
@@ -338,7 +338,7 @@ def landscape2d(
     s, t = (_steps("distance", one, num_points) for one in reach)
     shape = (num_points, num_points)
     settings = {"names": list(names), "distance": list(map(float, reach)), "points": list(shape)}
-    journal = probe.journal(state, save_interval, (first, second), settings)
+    journal = probe.journal(state, save_interval, [first, second], settings)
 
     def point(index: int) -> Tensor:
         return risk.theta + s[index // num_points] * first + t[index % num_points] * second
@@ -375,35 +375,39 @@ class _Probe:
         self,
         state: str | os.PathLike[str] | None,
         interval: float,
-        directions: Sequence[Tensor],
+        directions: list[Tensor],
         settings: dict[str, Any],
-    ) -> PointJournal:
-        """Where points are kept that belong to these weights, directions and settings."""
-        if state is not None:
-            settings |= {
-                "risk": repr(self.risk),
-                "test": None if self._test is None else repr(self._test),
-                "weights": digest([self.risk.theta]),
-                "directions": digest(directions),
-            }
-        return PointJournal(state, settings, interval, self.risk)
+    ) -> Journal:
+        settings |= {
+            "risk": repr(self.risk),
+            "test": None if self._test is None else repr(self._test),
+            "weights": self.risk.theta,
+            "directions": directions,
+        }
+        together = self.risk.sharing != "none"
+        return Journal(state, settings, interval=interval, group=self.risk.group, together=together)
 
     def along(
         self,
         point: Callable[[int], Tensor],
         total: int,
-        journal: PointJournal,
+        journal: Journal,
         progress: bool | Progress,
     ) -> list[Row]:
         """Loss and accuracy at each of ``total`` points, on the data and on the test data."""
-        rows = journal.load()
+        rows: list[Row] = journal.load() or []
         if rows:
-            journal.compare(self._row(point(len(rows) - 1)), rows[-1])
+            # Losses alone: on a GPU a sample may change sides by roundoff.
+            again = self._row(point(len(rows) - 1))
+            journal.check_repeats(
+                "loss at the last point", again[::2], rows[-1][::2], dtype=self.risk.theta.dtype
+            )
         with tracking(progress, "landscape", total) as bar:
             for index in range(len(rows), total):
                 rows.append(self._row(point(index)))
                 bar.update(len(rows), f"loss {rows[-1][0]:.4g}")
-                journal.save(rows)
+                if journal.due():
+                    journal.save(rows, step=len(rows))
         return rows
 
     def _row(self, theta: Tensor) -> Row:
@@ -421,7 +425,7 @@ class _Probe:
         return {key: constants[key] for key in keys if key in constants}
 
 
-def _values(risk: Risk, statistics: dict[str, Tensor] | None = None) -> Values:
+def _values(risk: Risk, statistics: dict[str, Tensor] | None = None) -> Row:
     """Loss and accuracy by one forward pass, with other statistics of batch norm if given."""
     sums = torch.zeros(3, dtype=torch.float64, device=risk.theta.device)
     with torch.no_grad(), risk.settings():

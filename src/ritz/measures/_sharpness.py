@@ -5,23 +5,21 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ritz._core.checks import check_choice, check_count, check_range
+from ritz._core.checks import check_choice, check_count
+from ritz._core.journal import Journal, Parts
 from ritz._core.modes import BATCH_NORM_MODES, BatchNormMode, batch_norms
 from ritz._core.progress import Progress
 from ritz._core.random import probes, resolve_generator
 from ritz._core.results import Estimate, Status, plain_estimate, stderr
-from ritz._core.storage import digest, storable
+from ritz._core.storage import storable
 from ritz.curvature import CurvatureOperator, Risk, curvature_operator, summary
 from ritz.curvature._shared import MATRICES, CurvatureMatrix, EngineName, Summary
 from ritz.measures._degeneracy import Degeneracy, rank_degeneracy
-from ritz.measures._journal import PartJournal
-from ritz.operators import exact_trace
-from ritz.operators._shared import structure_note
+from ritz.operators import exact
 from ritz.spectra import Spectrum, lanczos_block
 from ritz.spectra._shared import least_frobenius_norm, negative_values
 
@@ -266,7 +264,6 @@ def sharpness(
         raise ValueError(f"matrix must be one or several of {', '.join(MATRICES)}; got {matrix!r}")
     for name in wanted:
         check_choice("matrix", name, MATRICES)
-    check_range("save_interval", save_interval, low=0.0)
     generator = resolve_generator(generator)
     start = probes(
         (size, num_probes),
@@ -275,16 +272,27 @@ def sharpness(
         dtype=risk.theta.dtype,
         device=risk.theta.device,
     )
-    settings = {"num_steps": num_steps, "engine": engine, "block_size": block_size}
-    journal = _journal(state, risk, start, settings)
+    settings = {
+        "num_steps": num_steps,
+        "engine": engine,
+        "block_size": block_size,
+        "risk": repr(risk),
+        "batch_sizes": [min(risk.batch_sizes), max(risk.batch_sizes)],
+        "weights": risk.theta,
+        "start": start,
+    }
+    together = risk.sharing != "none"
+    parts = Parts(
+        Journal(state, settings, interval=save_interval, group=risk.group, together=together)
+    )
     run = partial(lanczos_block, num_steps=num_steps, group=risk.group, save_interval=save_interval,
                   progress=progress)  # fmt: skip
     rows, summaries = [], {}
-    for mode, part in _modes(risk, batch_norm):
-        summaries[mode or ""] = _summary(journal, part, mode)
+    for mode, centre in _modes(risk, batch_norm):
+        summaries[mode or ""] = _summary(parts, centre, mode)
         for name in wanted:
-            op = curvature_operator(part, name, engine=engine, block_size=block_size)
-            rows.append(_row(journal, op, run, start, name, mode, generator.initial_seed()))
+            op = curvature_operator(centre, name, engine=engine, block_size=block_size)
+            rows.append(_row(parts, op, run, start, name, mode, generator.initial_seed()))
     return Sharpness(
         rows=tuple(rows),
         summaries=summaries,
@@ -340,30 +348,16 @@ def _modes(
     return [(mode, risk.with_batch_norm(mode)) for mode in modes]
 
 
-def _journal(
-    state: str | os.PathLike[str] | None, risk: Risk, start: Tensor, settings: dict[str, Any]
-) -> PartJournal:
-    """Where parts are kept that belong to this risk, these start vectors and settings."""
-    if state is not None:
-        settings |= {
-            "risk": repr(risk),
-            "batch_sizes": [min(risk.batch_sizes), max(risk.batch_sizes)],
-            "weights": digest([risk.theta]),
-            "start": digest([start]),
-        }
-    return PartJournal(state, settings, risk)
-
-
-def _summary(journal: PartJournal, risk: Risk, mode: str | None) -> Summary:
+def _summary(parts: Parts, risk: Risk, mode: str | None) -> Summary:
     """The risk in a few numbers, which also tell whether a state is of the same data."""
     now = summary(risk)
-    saved: Summary = journal.part(mode or "none", lambda state: now)
-    journal.compare(now.loss, saved.loss)
+    saved = parts.get(mode or "none", lambda state: now)
+    parts.journal.check_repeats("loss", [now.loss], [saved.loss], dtype=risk.theta.dtype)
     return saved
 
 
 def _row(
-    journal: PartJournal,
+    parts: Parts,
     op: CurvatureOperator,
     run: Callable[..., tuple[Spectrum, ...]],
     start: Tensor,
@@ -372,15 +366,13 @@ def _row(
     seed: int,
 ) -> SharpnessRow:
     """One matrix, each of whose blocks of runs is a part that can be resumed."""
-    name, runs = f"{mode or 'none'}-{matrix}", []
+    name, runs = f"{mode or 'none'}-{matrix}", list[Spectrum]()
     for index, block in enumerate(start.split(op.block_size, 1)):
         # The first run's angles with all starts: which of its values are simple eigenvalues.
         against = None if index or start.shape[1] == 1 else start
-        part = partial(run, op, start=block, against=against)
-        runs += journal.part(f"{name}-{index}", part)
+        runs += parts.get(f"{name}-{index}", partial(run, op, start=block, against=against))
     # A part as well: an exact trace may cost as much as a run.
-    row: SharpnessRow = journal.part(name, lambda state: _measured(op, runs, matrix, mode, seed))
-    return row
+    return parts.get(name, lambda state: _measured(op, runs, matrix, mode, seed))
 
 
 def _measured(
@@ -396,8 +388,8 @@ def _measured(
     first, second, negative, possible = (
         _estimate(row, spent, len(runs), seed, how) for row in samples
     )
-    known = exact_trace(op)
-    whole = first if known is None else _exact(known, structure_note(op))
+    known, note = exact(op, "trace")
+    whole = first if known is None else Estimate.exact(known, method=f"exact, by {note}")
     extreme, residual = _extreme(runs)
     return SharpnessRow(
         matrix=matrix,
@@ -439,16 +431,6 @@ def _estimate(
         method=how,
         status=Status(outcome="completed", message=f"{count} probes"),
         seed=seed,
-    )
-
-
-def _exact(value: float, how: str) -> Estimate:
-    return Estimate(
-        mean=torch.tensor(value, dtype=torch.float64),
-        stderr=torch.zeros((), dtype=torch.float64),
-        num_products=0,
-        method=f"exact, by {how}",
-        status=Status(outcome="completed", message="no sampling"),
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ritz._core.checks import check_choice, check_count
+from ritz._core.checks import check_choice, check_count, check_device
 from ritz._core.random import resolve_generator
 from ritz._core.registry import Registry
 
@@ -228,7 +228,7 @@ def create(
     _check_options(name, entry, given)
     with torch.device("meta"):  # shapes first, so that nothing is drawn twice
         model = entry.build(**entry.fixed, **given).to(dtype=dtype)
-    target = torch.get_default_device() if device is None else torch.device(device)
+    target = torch.get_default_device() if device is None else check_device(device)
     if target.type != "meta":
         model.to_empty(device=target)
         entry.draw(model, resolve_generator(generator))

@@ -7,7 +7,7 @@ from ritz.operators._algebra import (
     ShiftedOperator,
 )
 from ritz.operators._base import LinearOperator, check_symmetric
-from ritz.operators._exact import exact_diagonal, exact_trace
+from ritz.operators._exact import Exact, exact
 from ritz.operators._function import FunctionOperator
 from ritz.operators._interop import OperatorLike, as_operator, read_matrix
 from ritz.operators._kernel import KernelOperator
@@ -26,6 +26,7 @@ __all__ = [
     "DeflatedOperator",
     "DenseOperator",
     "DiagonalOperator",
+    "Exact",
     "FunctionOperator",
     "KernelOperator",
     "KroneckerOperator",
@@ -39,7 +40,6 @@ __all__ = [
     "SparseOperator",
     "as_operator",
     "check_symmetric",
-    "exact_diagonal",
-    "exact_trace",
+    "exact",
     "read_matrix",
 ]

@@ -1,10 +1,13 @@
-"""What an operator knows about itself without a product: diagonal, trace, bounds.
+"""Facts about an operator that need no products: diagonal, trace, bounds of the spectrum.
 
-Each function dispatches on the class and answers ``None`` where nothing is known. A new operator
-that knows better registers here: ``exact_diagonal.register(MyOperator)(function)``.
+``exact`` dispatches on the class of the operator. A new operator registers its own rule:
+``exact.register(MyOperator)(lambda op, quantity: Exact.of(op.entries, quantity))``.
 """
 
+import math
+from collections.abc import Callable, Sequence
 from functools import singledispatch
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,30 +25,35 @@ from ritz.operators._structured import (
     LowRankOperator,
 )
 
+Quantity = Literal["diagonal", "trace"]
+
+
+class Exact(NamedTuple):
+    """A value and how it is known, or ``None`` and why it is not known.
+
+    Attributes:
+        value: A diagonal ``(n,)``, a trace, or ``None``.
+        note: How the value was computed. Without a value, the reason, or ``""``.
+    """
+
+    value: Any
+    note: str = "structure"
+
+    @classmethod
+    def of(cls, diagonal: Tensor, quantity: Quantity) -> "Exact":
+        """Return a diagonal, or its sum if the trace is wanted."""
+        return cls(diagonal if quantity == "diagonal" else float(diagonal.double().sum()))
+
 
 @singledispatch
-def exact_diagonal(op: LinearOperator) -> Tensor | None:
-    """Return the diagonal ``(n,)`` where the structure of ``op`` gives it, else ``None``."""
-    return None
+def exact(op: LinearOperator, quantity: Quantity) -> Exact:
+    """Return the diagonal or the trace of ``op`` if its structure gives it without products.
 
-
-@singledispatch
-def exact_trace(op: LinearOperator) -> float | None:
-    """Return the trace where the structure of ``op`` gives it, else ``None``."""
-    diagonal = exact_diagonal(op)
-    return None if diagonal is None else float(diagonal.double().sum())
-
-
-@singledispatch
-def structure_note(op: LinearOperator) -> str:
-    """Return by what the diagonal and the trace are known, where they are."""
-    return "structure"
-
-
-@singledispatch
-def structure_gap(op: LinearOperator) -> str:
-    """Return why they are not known, where there is more to say than that they are not."""
-    return ""
+    Args:
+        op: The operator.
+        quantity: ``diagonal``, a tensor ``(n,)``, or ``trace``, a float.
+    """
+    return Exact(None, "")
 
 
 @singledispatch
@@ -58,95 +66,98 @@ def gershgorin(op: LinearOperator) -> tuple[float, float] | None:
     return None
 
 
-@exact_diagonal.register
-def _(op: DenseOperator) -> Tensor | None:
-    return op.matrix.diagonal().clone()
+@exact.register
+def _(op: DenseOperator, quantity: Quantity) -> Exact:
+    return Exact.of(op.matrix.diagonal().clone(), quantity)
 
 
-@exact_diagonal.register
-def _(op: SparseOperator) -> Tensor | None:
-    return op.rows.diagonal()
+@exact.register
+def _(op: SparseOperator, quantity: Quantity) -> Exact:
+    return Exact.of(op.rows.diagonal(), quantity)
 
 
-@exact_diagonal.register
-def _(op: LaplacianOperator) -> Tensor | None:
+@exact.register
+def _(op: LaplacianOperator, quantity: Quantity) -> Exact:
     loops, d = op.rows.diagonal().double(), op.degrees
     walk = torch.where(d > 0, loops / d, 0.0)
     values = {
         "adjacency": loops,
+        # L = D - A
         "laplacian": d - loops,
+        # 1 - a_ii / d_i, and 0 for an isolated node
         "normalized": torch.where(d > 0, 1 - walk, 0.0),
+        # B = A - d d' / 2m
         "modularity": loops - d.square() / (op.total or 1.0),
     }
-    return values.get(op.matrix, walk).to(op.dtype)
+    return Exact.of(values.get(op.matrix, walk).to(op.dtype), quantity)
 
 
-@exact_diagonal.register
-def _(op: DiagonalOperator) -> Tensor | None:
-    return op.entries.clone()
+@exact.register
+def _(op: DiagonalOperator, quantity: Quantity) -> Exact:
+    return Exact.of(op.entries.clone(), quantity)
 
 
-@exact_diagonal.register
-def _(op: LowRankOperator) -> Tensor | None:
-    return torch.einsum("nr,r,nr->n", op.factors, op.scales, op.factors) + op.entries
+@exact.register
+def _(op: LowRankOperator, quantity: Quantity) -> Exact:
+    # (U S U' + D)_ii = sum_r s_r u_ir^2 + d_i
+    return Exact.of(
+        torch.einsum("nr,r,nr->n", op.factors, op.scales, op.factors) + op.entries, quantity
+    )
 
 
-@exact_diagonal.register
-def _(op: KernelOperator) -> Tensor | None:
-    return torch.full((op.shape[0],), op.outputscale + op.noise, dtype=op.dtype, device=op.device)
+@exact.register
+def _(op: KernelOperator, quantity: Quantity) -> Exact:
+    # A stationary kernel is constant on the diagonal.
+    value = op.outputscale + op.noise
+    return Exact.of(torch.full((op.shape[0],), value, dtype=op.dtype, device=op.device), quantity)
 
 
-@exact_diagonal.register
-def _(op: KroneckerOperator) -> Tensor | None:
-    left, right = exact_diagonal(op.left), exact_diagonal(op.right)
-    return None if left is None or right is None else torch.kron(left, right)
+@exact.register
+def _(op: KroneckerOperator, quantity: Quantity) -> Exact:
+    # tr (A (x) B) = tr A tr B
+    if quantity == "trace":
+        return _combine([op.left, op.right], quantity, math.prod)
+    return _combine([op.left, op.right], quantity, lambda parts: torch.kron(*parts))
 
 
-@exact_diagonal.register
-def _(op: ScaledOperator) -> Tensor | None:
-    inner = exact_diagonal(op.op)
-    return None if inner is None else op.factor * inner
+@exact.register
+def _(op: ScaledOperator, quantity: Quantity) -> Exact:
+    return _combine([op.op], quantity, lambda parts: op.factor * parts[0])
 
 
-@exact_diagonal.register
-def _(op: ShiftedOperator) -> Tensor | None:
-    inner = exact_diagonal(op.op)
-    return None if inner is None else inner + op.shift
+@exact.register
+def _(op: ShiftedOperator, quantity: Quantity) -> Exact:
+    # tr (A + s I) = tr A + n s
+    shift = op.shift * (op.shape[0] if quantity == "trace" else 1)
+    return _combine([op.op], quantity, lambda parts: parts[0] + shift)
 
 
-@exact_diagonal.register
-def _(op: RestrictedOperator) -> Tensor | None:
-    inner = exact_diagonal(op.op)
-    return None if inner is None else inner[op.indices]
+@exact.register
+def _(op: RestrictedOperator, quantity: Quantity) -> Exact:
+    inner = exact(op.op, "diagonal")
+    if inner.value is None:
+        return inner
+    return Exact.of(inner.value[op.indices], quantity)._replace(note=inner.note)
 
 
-@exact_diagonal.register
-def _(op: SumOperator) -> Tensor | None:
-    parts = [part for part in map(exact_diagonal, op.terms) if part is not None]
-    return torch.stack(parts).sum(0) if len(parts) == len(op.terms) else None
+@exact.register
+def _(op: SumOperator, quantity: Quantity) -> Exact:
+    return _combine(op.terms, quantity, sum)
 
 
-@exact_diagonal.register
-def _(op: BlockDiagonalOperator) -> Tensor | None:
-    parts = [part for part in map(exact_diagonal, op.ops) if part is not None]
-    return torch.cat(parts) if len(parts) == len(op.ops) else None
+@exact.register
+def _(op: BlockDiagonalOperator, quantity: Quantity) -> Exact:
+    return _combine(op.ops, quantity, sum if quantity == "trace" else torch.cat)
 
 
-@exact_trace.register
-def _(op: BlockDiagonalOperator) -> float | None:
-    # The trace of a block may be known at a lower price than its diagonal.
-    parts = [part for part in map(exact_trace, op.ops) if part is not None]
-    return sum(parts) if len(parts) == len(op.ops) else None
-
-
-@structure_note.register
-def _(op: BlockDiagonalOperator) -> str:
-    return "; ".join(dict.fromkeys(map(structure_note, op.ops)))
-
-
-@structure_gap.register
-def _(op: BlockDiagonalOperator) -> str:
-    return "; ".join(gap for gap in dict.fromkeys(map(structure_gap, op.ops)) if gap)
+def _combine(
+    ops: Sequence[LinearOperator], quantity: Quantity, rule: Callable[[list[Any]], Any]
+) -> Exact:
+    """Apply a rule to the values of several operators; nothing is known if one is missing."""
+    parts = [exact(op, quantity) for op in ops]
+    missing = [part for part in parts if part.value is None]
+    notes = "; ".join(dict.fromkeys(part.note for part in missing or parts if part.note))
+    return Exact(None if missing else rule([part.value for part in parts]), notes)
 
 
 @gershgorin.register

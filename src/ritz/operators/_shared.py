@@ -1,7 +1,7 @@
 """Names that other packages of ritz need and users do not."""
 
 from ritz.operators._algebra import SumOperator
-from ritz.operators._exact import gershgorin, structure_gap, structure_note
+from ritz.operators._exact import Quantity, gershgorin
 from ritz.operators._laplacian import GraphMatrix, NetworkXGraph, is_networkx
 from ritz.operators._sparse import CompressedRows
 
@@ -9,9 +9,8 @@ __all__ = [
     "CompressedRows",
     "GraphMatrix",
     "NetworkXGraph",
+    "Quantity",
     "SumOperator",
     "gershgorin",
     "is_networkx",
-    "structure_gap",
-    "structure_note",
 ]

@@ -1,4 +1,4 @@
-"""Linear systems by conjugate gradients."""
+"""Conjugate gradients, and the error for matrices that are not positive definite."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,21 @@ Preconditioner = LinearOperator | Callable[[Tensor], Tensor]
 
 
 class NotPositiveDefiniteError(ValueError):
-    """A direction of zero or negative curvature where a positive definite matrix was promised."""
+    """A matrix that must be positive definite has a direction of zero or negative curvature."""
+
+
+def not_positive(kind: str, value: float) -> NotPositiveDefiniteError:
+    """Return the error for an eigenvalue, Ritz value or pivot that is not positive."""
+    return NotPositiveDefiniteError(f"op must be positive definite, got {kind} of {value:.6g}")
+
+
+def cholesky_factor(matrix: Tensor, *, kind: str = "an eigenvalue") -> Tensor:
+    """Return the lower Cholesky factor; the error names the smallest eigenvalue as a ``kind``."""
+    factor: Tensor
+    factor, failed = torch.linalg.cholesky_ex(matrix)
+    if int(failed):
+        raise not_positive(kind, float(torch.linalg.eigvalsh(matrix.detach())[0]))
+    return factor
 
 
 @storable
@@ -26,11 +40,11 @@ class Solution:
     r"""Solutions of :math:`A x = b`.
 
     Attributes:
-        x: Like ``b``: ``(n,)`` or ``(n, k)``.
-        residuals: :math:`\|b - A x\|`, computed anew at the end, ``(k,)``, float64.
+        x: The solutions, of the shape of ``b``: ``(n,)`` or ``(n, k)``.
+        residuals: :math:`\|b - A x\|`, computed from ``x`` at the end, ``(k,)``, float64.
         history: :math:`\|r_j\|` of the recurrence, ``(steps + 1, k)``, float64.
-        num_products: Products with single vectors, the last check included.
-        status: Whether the residuals are as small as asked for.
+        num_products: Matrix-vector products, including those of ``residuals``.
+        status: Whether the residuals reached the tolerance.
     """
 
     x: Tensor
@@ -40,7 +54,7 @@ class Solution:
     status: Status
 
     def raise_if_failed(self) -> None:
-        """Raise :class:`ritz.NotConvergedError` unless the residuals are as small as asked for."""
+        """Raise :class:`ritz.NotConvergedError` unless the residuals reached the tolerance."""
         self.status.raise_if_failed()
 
     def __str__(self) -> str:
@@ -61,25 +75,28 @@ def solve(
     initial: Tensor | None = None,
     progress: bool | Progress = False,
 ) -> Solution:
-    r"""Return :math:`x` with :math:`\|b - A x\| \le \max(\text{rtol} \|b\|, \text{atol})`.
+    r"""Solve :math:`A x = b` by conjugate gradients; compare :func:`scipy.sparse.linalg.cg`.
 
-    Conjugate gradients for positive definite :math:`A`, all columns side by side, each with its
-    own step lengths; a column that has converged is multiplied no more. Cost: one product a step
-    and active column, and one at the end. Memory: 6 blocks like ``b``, 7 with a preconditioner.
+    .. math:: \|b - A x\| \le \max(\text{rtol} \|b\|, \text{atol})
+
+    The columns of ``b`` advance together, each with its own step lengths, and a column that has
+    converged is no longer multiplied. Cost: one product per step and active column, and one per
+    column at the end. Memory: 6 blocks like ``b``, 7 with a preconditioner.
 
     Args:
         op: Symmetric positive definite :math:`A`, ``(n, n)``.
         b: Right-hand sides, ``(n,)`` or ``(n, k)``.
-        rtol: Residual to reach, relative to the norm of ``b``. Default: root of machine precision.
-        atol: Absolute residual that is enough anyway.
-        max_steps: Most steps; ``n`` or 1000 by default, whichever is more.
-        preconditioner: Symmetric positive definite approximate inverse of :math:`A`: an operator
-            or a function on blocks.
-        initial: Where to start, like ``b``; zero by default.
+        rtol: Residual to reach, relative to the norm of ``b``. Defaults to the square root of
+            machine precision.
+        atol: Absolute residual that suffices.
+        max_steps: Maximum number of steps. Defaults to ``max(n, 1000)``.
+        preconditioner: Symmetric positive definite approximation of :math:`A^{-1}`: an operator
+            or a function of blocks.
+        initial: Start, of the shape of ``b``. Defaults to zero.
         progress: Show a progress bar, or a :class:`Progress` to report to.
 
     Raises:
-        NotPositiveDefiniteError: A direction ``p`` with :math:`p^\top A p \le 0` turned up.
+        NotPositiveDefiniteError: A direction ``p`` has :math:`p^\top A p \le 0`.
 
     Reference: Hestenes and Stiefel (1952).
     """
@@ -93,7 +110,16 @@ def solve(
     max_steps = max(n, 1000) if max_steps is None else max_steps
     check_count("max_steps", max_steps)
     rhs = b if b.ndim == 2 else b[:, None]
-    x, residual, spent = _begin(op, rhs, initial, b.shape)
+    x, residual, spent = torch.zeros_like(rhs), rhs.clone(), 0
+    if initial is not None:
+        check_tensor("initial", initial, dtype=op.dtype, device=op.device, rows=n)
+        if initial.shape != b.shape:
+            raise ValueError(
+                f"initial must be of shape {tuple(b.shape)}, as b is, got {tuple(initial.shape)}"
+            )
+        check_finite("initial", initial)
+        x = initial.reshape(rhs.shape).clone()
+        residual, spent = rhs - op.matmat(x), rhs.shape[1]
     goal = (rtol * column_dots(rhs, rhs).sqrt()).clamp_min(atol)
     if callable(preconditioner):
         preconditioner = FunctionOperator(
@@ -101,7 +127,8 @@ def solve(
         )
     apply = None if preconditioner is None else as_operator(preconditioner).matmat
     with tracking(progress, "conjugate gradients", max_steps) as bar:
-        # The recurrence drifts from the truth by roundoff: a little more than asked for is safe.
+        # Roundoff makes the residual of the recurrence drift from b - A x, which is what is
+        # reported: the recurrence stops 10 % below the goal.
         history, products = _iterate(op, x, residual, 0.9 * goal, max_steps, apply, bar)
     residuals = column_dots(*[rhs - op.matmat(x)] * 2).sqrt()
     return Solution(
@@ -113,21 +140,6 @@ def solve(
     )
 
 
-def _begin(
-    op: LinearOperator, rhs: Tensor, initial: Tensor | None, shape: torch.Size
-) -> tuple[Tensor, Tensor, int]:
-    if initial is None:
-        return torch.zeros_like(rhs), rhs.clone(), 0
-    if initial.shape != shape:
-        raise ValueError(
-            f"initial must be of shape {tuple(shape)}, as b is, got {tuple(initial.shape)}"
-        )
-    check_tensor("initial", initial, dtype=op.dtype, device=op.device, rows=op.shape[0])
-    check_finite("initial", initial)
-    x = initial.reshape(rhs.shape).clone()
-    return x, rhs - op.matmat(x), rhs.shape[1]
-
-
 def _iterate(
     op: LinearOperator,
     x: Tensor,
@@ -137,7 +149,7 @@ def _iterate(
     apply: Callable[[Tensor], Tensor] | None,
     bar: Progress,
 ) -> tuple[list[Tensor], int]:
-    """Improve ``x`` in place; return residual norms and the number of products."""
+    """Improve ``x`` in place; return the residual norms of each step and the number of products."""
     norms = column_dots(residual, residual).sqrt()
     history, products = [norms], 0
     active = (norms > goal).nonzero()[:, 0]
@@ -152,6 +164,7 @@ def _iterate(
         products += len(active)
         if first is not None:
             _check_conjugate(*first, direction[:, :1], product[:, :1])
+        # alpha = r'z / p'Ap;  x <- x + alpha p;  r <- r - alpha A p
         step = _step_lengths(rho, column_dots(direction, product), direction, done)
         if len(active) == len(goal):
             x.addcmul_(direction, step)
@@ -166,8 +179,9 @@ def _iterate(
         if len(keep) < len(active):
             active, r, direction, rho = active[keep], r[:, keep], direction[:, keep], rho[keep]
             product = product[:, keep]
-        # One column tells a matrix that is not symmetric as well as all of them.
+        # One column shows an unsymmetric matrix as well as all of them do.
         first = (direction[:, :1].clone(), product[:, :1].clone()) if done == 0 else None
+        # beta = r_new'z_new / r'z;  p <- z + beta p
         z = r if apply is None else apply(r)
         before, rho = rho, column_dots(r, z)
         torch.addcmul(z, direction, (rho / before).to(r.dtype), out=direction)
@@ -197,8 +211,8 @@ def _step_lengths(rho: Tensor, curvature: Tensor, direction: Tensor, done: int) 
 
 
 def _check_conjugate(p: Tensor, image: Tensor, q: Tensor, image_of_q: Tensor) -> None:
-    # The second direction q is made conjugate to the first by A p; by symmetry A q must show it,
-    # to roundoff in the larger of the two: A q alone may be tiny, where A is ill-conditioned.
+    # q is made so that q'(A p) = 0. If A is symmetric, p'(A q) = 0 as well, to roundoff relative to
+    # |p| |A q| or |q| |A p|: |A q| alone may be tiny where A is ill-conditioned.
     gap = column_dots(p, image_of_q).abs()
     sizes = [column_dots(p, p) * column_dots(image_of_q, image_of_q)]
     sizes += [column_dots(q, q) * column_dots(image, image)]

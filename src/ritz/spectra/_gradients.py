@@ -10,36 +10,53 @@ from torch.autograd.function import once_differentiable
 
 from ritz._core.checks import check_choice, check_count, check_range
 from ritz._core.progress import Progress, tracking
-from ritz._core.random import probes, resolve_generator
-from ritz._core.results import Estimate, Status, stderr
+from ritz._core.random import resolve_generator
+from ritz._core.results import Estimate, Status
+from ritz._core.sampling import draw_probes
 from ritz.operators import FunctionOperator, KernelOperator, LinearOperator
-from ritz.spectra._cg import NotPositiveDefiniteError
+from ritz.spectra._cg import cholesky_factor, not_positive
 from ritz.spectra._lanczos import Recurrence, step
+
+GradientMethod = Literal["auto", "cholesky", "lanczos"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Constants of sampled gradients."""
+
+    # A pivot below this fraction of the output scale is roundoff: it is a difference of numbers of
+    # the size of the output scale, and the factor grows as its inverse square root.
+    pivot: float = 1e-10
+    # Rows by which the basis of a Lanczos run grows; the number of steps is not known beforehand.
+    growth: int = 64
+    # A matrix of up to 32 MiB, which is 2048 rows in float64, is factored: it takes 0.1 s.
+    dense: int = 2**25
+
+
+TUNING = Tuning()
 
 # ------------------------------------------------------------------------------------------
 # Low-rank approximations of kernel matrices, for solving systems with them.
 
-EXHAUSTED = 1e-10  # share of the output scale below which a pivot is roundoff
-
 
 @final
 class LowRankPreconditioner:
-    r"""The approximation :math:`P = L L^\top + \delta I` of a kernel matrix, inverted.
+    r"""Inverse powers of the approximation :math:`P = L L^\top + \delta I` of a kernel matrix.
 
-    :math:`L` is the Cholesky factor with the largest diagonal entry that is left as pivot, stopped
-    after ``rank`` columns; :math:`\delta` is the noise and the mean of the diagonal it leaves.
-    With :math:`L = U \Sigma V^\top` every power of :math:`P` is known. As
-    :math:`L L^\top + \sigma^2 I \le K`, no eigenvalue of :math:`P^{-1/2} K P^{-1/2}` is below
+    :math:`L` is the Cholesky factor with diagonal pivoting, stopped after ``rank`` columns, and
+    :math:`\delta` is the noise plus the mean of the diagonal that the factor leaves. With
+    :math:`L = U \Sigma V^\top`, any power of :math:`P` follows. As
+    :math:`L L^\top + \sigma^2 I \le K`, the eigenvalues of :math:`P^{-1/2} K P^{-1/2}` are at least
     :math:`\sigma^2/\delta`.
 
     Cost: ``rank`` columns of the matrix and O(n rank²). Memory: two blocks ``(n, rank)``.
 
     Args:
         op: The kernel matrix, with noise.
-        rank: Columns, at most ``n``.
+        rank: Number of columns, at most ``n``.
 
     Attributes:
-        pivots: The points that were chosen, in their order.
+        pivots: The chosen points, in order.
 
     Reference: Harbrecht, Peters and Schneider (2012); Gardner et al. (2018), Section 4.1.
     """
@@ -62,6 +79,7 @@ class LowRankPreconditioner:
         return self._power(block, -0.5)
 
     def _power(self, block: Tensor, exponent: float) -> Tensor:
+        # P^a = delta^a I + U [(Sigma^2 + delta)^a - delta^a] U'
         outside = self._shift**exponent
         change = (self._values**exponent - outside)[:, None] * (self._basis.T @ block)
         return torch.addmm(outside * block, self._basis, change)
@@ -69,7 +87,7 @@ class LowRankPreconditioner:
 
 @torch.no_grad()
 def _pivoted(op: KernelOperator, rank: int) -> tuple[Tensor, Tensor, list[int]]:
-    """Columns of the factor of the matrix without noise, the diagonal left, and the pivots."""
+    """Return columns of the factor of the matrix without noise, the diagonal left, the pivots."""
     n = op.shape[0]
     factor = torch.zeros(n, rank, dtype=op.dtype, device=op.device)
     left = torch.full((n,), op.outputscale, dtype=op.dtype, device=op.device)
@@ -77,8 +95,9 @@ def _pivoted(op: KernelOperator, rank: int) -> tuple[Tensor, Tensor, list[int]]:
     for done in range(rank):
         pivot = int(left.argmax())
         largest = float(left[pivot])
-        if largest <= EXHAUSTED * op.outputscale:
+        if largest <= TUNING.pivot * op.outputscale:
             break
+        # L_j = (K e_p - L L' e_p) / sqrt(d_p),  d <- d - L_j^2
         column = op.cross(op.points[pivot : pivot + 1])[:, 0]
         column = column - factor[:, :done] @ factor[pivot, :done]
         factor[:, done] = column / largest**0.5
@@ -88,10 +107,9 @@ def _pivoted(op: KernelOperator, rank: int) -> tuple[Tensor, Tensor, list[int]]:
 
 
 # ------------------------------------------------------------------------------------------
-# Vectors with the inverse of a matrix as their covariance, by the Lanczos recurrence.
+# Vectors whose covariance is the inverse of a matrix, by the Lanczos recurrence.
 
 Root = Callable[[Tensor], Tensor]
-GROWTH = 64  # rows by which a basis grows
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +119,8 @@ class Roots:
     Attributes:
         vectors: :math:`u`, ``(n, k)``.
         residuals: Bounds of the relative error, ``(k,)``.
-        num_products: Products with single vectors.
-        status: Whether the bounds are as small as asked for.
+        num_products: Matrix-vector products.
+        status: Whether the bounds reached the tolerance.
     """
 
     vectors: Tensor
@@ -118,33 +136,35 @@ def inverse_roots(
     rtol: float,
     max_steps: int,
     root: Root | None = None,
-    bar: Progress | None = None,
 ) -> Roots:
     r"""Return :math:`u = R (R A R)^{-1/2} z`, whose covariance is :math:`A^{-1}` for white z.
 
-    Any symmetric :math:`R` will do, and a good one saves steps. After :math:`m` steps with basis
-    :math:`V` and projection :math:`T`, :math:`u_m = \|z\| R V T^{-1/2} e_1`. As
-    :math:`x^{-1/2}` is a mean of :math:`(x + t)^{-1}` over :math:`t > 0`, and the residual
-    :math:`\rho_m` of conjugate gradients only falls with the shift,
-    :math:`\|u_m - u\|_A \le \rho_m`, where :math:`\|u\|_A = \|z\|`: the rule to stop is that of
-    conjugate gradients, and a bound.
+    :math:`R` may be any symmetric matrix; a good one saves steps. After :math:`m` steps with basis
+    :math:`V` and projection :math:`T`, :math:`u_m = \|z\| R V T^{-1/2} e_1`. As :math:`x^{-1/2}` is
+    a mean of :math:`(x + t)^{-1}` over :math:`t > 0`, and the residual :math:`\rho_m` of conjugate
+    gradients falls with the shift :math:`t`, :math:`\|u_m - u\|_A \le \rho_m`, where
+    :math:`\|u\|_A = \|z\|`. So the stopping rule of conjugate gradients is a bound here.
 
-    Cost: one product a step and vector. Memory: a basis of as many vectors as steps for each.
+    Cost: one product per step and vector. Memory: a basis of as many vectors as steps for each.
 
     Args:
         op: Positive definite :math:`A`, ``(n, n)``.
         block: :math:`z`, ``(n, k)``.
         rtol: Relative error to reach in the norm of :math:`A`.
-        max_steps: Most steps.
-        root: :math:`R`, a function of blocks; the identity by default.
-        bar: Told of steps.
+        max_steps: Maximum number of steps.
+        root: :math:`R`, a function of blocks. Defaults to the identity.
 
     Reference: Ilić, Turner and Simpson (2010); Pleiss et al. (2020).
     """
-    system = op if root is None else _preconditioned(op, root)
+    system: LinearOperator = op
+    if root is not None:
+        n, dtype, device = op.shape[0], op.dtype, op.device
+        system = FunctionOperator(
+            lambda x: root(op.matmat(root(x))), n=n, dtype=dtype, device=device, name="op"
+        )
     limit = min(max_steps, op.shape[0])
     runs = [_Run(start.contiguous(), limit) for start in block.T]
-    for done in range(limit):
+    for _ in range(limit):
         active = [run for run in runs if run.residual > rtol]
         if not active:
             break
@@ -152,9 +172,7 @@ def inverse_roots(
             run.make_room()
         step(system, [run.recurrence for run in active])
         for run in active:
-            run.follow()
-        if bar is not None:
-            bar.update(done + 1, f"residual {max(run.residual for run in runs):.1e}")
+            run.update_residual()
     vectors = torch.stack([run.combination() for run in runs], dim=1) * block.norm(dim=0)
     residuals = torch.tensor([run.residual for run in runs], dtype=torch.float64)
     return Roots(
@@ -167,48 +185,37 @@ def inverse_roots(
 
 @final
 class _Run:
-    """A recurrence, and the residual that conjugate gradients would have."""
+    """A recurrence, and the residual that conjugate gradients would have after as many steps."""
 
     def __init__(self, start: Tensor, limit: int) -> None:
-        self.recurrence = Recurrence(start, capacity=min(limit, GROWTH) + 1, mode="full")
+        self.recurrence = Recurrence(start, capacity=min(limit, TUNING.growth) + 1, mode="full")
         self.residual = 1.0
         self._pivot = 0.0
 
     def make_room(self) -> None:
-        """Lengthen a basis that is full: nobody knows beforehand how many steps it takes."""
+        """Lengthen a basis that is full."""
         basis = self.recurrence.basis
         if basis.size == len(basis.rows):
-            more = basis.rows.new_empty(GROWTH, basis.rows.shape[1])
+            more = basis.rows.new_empty(TUNING.growth, basis.rows.shape[1])
             basis.rows = torch.cat([basis.rows, more])
 
-    def follow(self) -> None:
-        # T = L D L': each step adds a pivot, and the residual is the product of beta / pivot.
+    def update_residual(self) -> None:
+        # T = L D L' with pivots d_j = alpha_j - beta_{j-1}^2 / d_{j-1}; the residual of conjugate
+        # gradients is prod_j beta_j / d_j.
         run = self.recurrence
         before = run.betas[-2] ** 2 / self._pivot if run.size > 1 else 0.0
         self._pivot = run.alphas[-1] - before
         if not self._pivot > 0:
-            smallest = float(torch.linalg.eigvalsh(run.projected())[0])
-            raise NotPositiveDefiniteError(
-                f"op must be positive definite, got a Ritz value of {smallest:.6g}"
-            )
+            raise not_positive("a Ritz value", float(torch.linalg.eigvalsh(run.projected())[0]))
         self.residual *= run.betas[-1] / self._pivot
 
     def combination(self) -> Tensor:
+        # V T^{-1/2} e_1
         values, vectors = torch.linalg.eigh(self.recurrence.projected())
         coefficients = vectors @ (vectors[0] * values.clamp_min(0.0) ** -0.5)
         rows = self.recurrence.basis.rows[: len(coefficients)]
         combined: Tensor = coefficients.to(rows) @ rows
         return combined
-
-
-def _preconditioned(op: LinearOperator, root: Root) -> LinearOperator:
-    return FunctionOperator(
-        lambda block: root(op.matmat(root(block))),
-        n=op.shape[0],
-        dtype=op.dtype,
-        device=op.device,
-        name="op",
-    )
 
 
 def _status(residuals: Tensor, rtol: float, steps: int) -> Status:
@@ -224,37 +231,7 @@ def _status(residuals: Tensor, rtol: float, steps: int) -> Status:
 
 
 # ------------------------------------------------------------------------------------------
-# Gradients of log determinants of kernel matrices, sampled, with their error bars.
-
-GradientMethod = Literal["auto", "cholesky", "lanczos"]
-GRADIENT_METHODS = ("auto", "cholesky", "lanczos")
-DENSE = 2**25  # bytes of a matrix that is formed and factored rather than sampled: 2048 rows
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GradientSettings:
-    """How a gradient is sampled; see :func:`logdet_gradient`.
-
-    Attributes:
-        method: ``cholesky``, ``lanczos`` or ``auto``.
-        num_probes: Random vectors.
-        rtol: Relative error of each inverse root.
-        max_steps: Most steps for one.
-        rank: Of the preconditioner.
-    """
-
-    method: GradientMethod = "auto"
-    num_probes: int = 16
-    rtol: float = 1e-3
-    max_steps: int = 1000
-    rank: int = 200
-
-    def __post_init__(self) -> None:
-        check_choice("method", self.method, GRADIENT_METHODS)
-        check_count("num_probes", self.num_probes, low=2)
-        check_range("rtol", self.rtol, low=0.0, high=1.0)
-        check_count("max_steps", self.max_steps)
-        check_count("rank", self.rank)
+# Gradients of log determinants.
 
 
 def logdet_gradient(
@@ -268,16 +245,16 @@ def logdet_gradient(
     generator: torch.Generator | None = None,
     progress: bool | Progress = False,
 ) -> dict[str, Estimate]:
-    r"""Return :math:`\partial \log \det K / \partial \theta` for each parameter of a kernel matrix.
+    r"""Estimate :math:`\partial \log \det K / \partial \theta` for the parameters of a kernel.
 
     .. math:: \operatorname{tr} K^{-1} \partial K = \mathbb{E}[u^\top (\partial K) u],
         \quad u = K^{-1/2} z
 
     with random signs :math:`z`. The usual :math:`z^\top K^{-1} (\partial K) z` has the same mean,
-    but the variance of a matrix far from symmetric: seventy times the error where the condition
-    number is 4e10. :math:`K^{-1/2}` is applied by Lanczos runs with a low-rank
-    preconditioner, which changes the steps and not the distribution of :math:`u`. ``cholesky``
-    forms and factors the matrix: exact, and what ``auto`` does up to 2048 rows in float64.
+    but its matrix is far from symmetric: at a condition number of 4e10 its error is seventy times
+    larger. :math:`K^{-1/2}` is applied by Lanczos runs with a low-rank preconditioner, which
+    changes the number of steps and not the distribution of :math:`u`. ``cholesky`` forms and
+    factors the matrix, which is exact; ``auto`` does so up to 2048 rows.
 
     Cost: for each probe the steps of conjugate gradients, and a product for each length scale.
     Memory: as many vectors as steps for each probe of a block, and two blocks ``(n, rank)``.
@@ -285,12 +262,12 @@ def logdet_gradient(
     Args:
         op: Kernel matrix, some of whose parameters require gradients.
         method: See above.
-        num_probes: Random vectors; the error falls as the root.
-        rtol: Relative error of :math:`u` in the norm of :math:`K` to reach, which twice is about
-            the relative error of the gradient, and its ``truncation``.
-        max_steps: Most steps.
-        rank: Of the preconditioner.
-        generator: Source of the vectors.
+        num_probes: Number of random vectors.
+        rtol: Relative error of :math:`u` to reach in the norm of :math:`K`. Twice that is about the
+            relative error of the gradient, and its ``truncation``.
+        max_steps: Maximum number of steps.
+        rank: Rank of the preconditioner.
+        generator: Source of the vectors. Defaults to a new generator with seed 0.
         progress: Show a progress bar, or a :class:`Progress` to report to.
 
     Returns:
@@ -301,54 +278,74 @@ def logdet_gradient(
 
     Reference: Gardner et al. (2018), Section 4, for the usual estimate.
     """
-    settings = GradientSettings(
-        method=method, num_probes=num_probes, rtol=rtol, max_steps=max_steps, rank=rank
-    )
-    return sampled_gradient(op, settings, resolve_generator(generator), progress)
-
-
-def sampled_gradient(
-    op: KernelOperator,
-    settings: GradientSettings,
-    generator: torch.Generator,
-    progress: bool | Progress = False,
-) -> dict[str, Estimate]:
-    """The gradient of :func:`logdet_gradient`, with its arguments in one."""
+    check_choice("method", method, ("auto", "cholesky", "lanczos"))
+    check_count("num_probes", num_probes, low=2)
+    check_range("rtol", rtol, low=0.0, high=1.0)
+    check_count("max_steps", max_steps)
+    check_count("rank", rank)
+    generator = resolve_generator(generator)
     if not isinstance(op, KernelOperator):
         raise TypeError(f"op must be a KernelOperator, got {type(op).__name__}")
     if not op.parameters:
         raise ValueError(f"no parameter of {op!r} requires a gradient")
-    if settings.method == "cholesky" or (settings.method == "auto" and fits(op)):
+    if method == "cholesky" or (method == "auto" and fits(op)):
         return exact_gradient(op, lambda factor: 2 * factor.diagonal().log().sum())
-    return _sampled(op, settings, generator, progress)
+    # Without noise there is no lower bound for the complement of the low-rank part.
+    root = LowRankPreconditioner(op, rank=rank).inverse_root if op.noise else None
+    samples: dict[str, list[Tensor]] = {name: [] for name in op.parameters}
+    blocks: list[Roots] = []
+    with tracking(progress, "gradient", num_probes) as bar:
+        for start in range(0, num_probes, op.block_size):
+            width = min(op.block_size, num_probes - start)
+            block = draw_probes(op, width, generator=generator)
+            blocks.append(inverse_roots(op, block, rtol=rtol, max_steps=max_steps, root=root))
+            # u'(dK)u for each parameter, one row per probe
+            vectors = blocks[-1].vectors
+            for name, slope in op.slopes(vectors, vectors).items():
+                samples[name].append(slope)
+            bar.update(start + width)
+    # |u'(dK)u| changes by 2 |du| |dK u| to first order.
+    worst = 2 * float(torch.cat([roots.residuals for roots in blocks]).max())
+    failed = [roots.status for roots in blocks if not roots.status.ok]
+    gradient = {}
+    for name, parts in samples.items():
+        values = torch.cat(parts)
+        gradient[name] = Estimate.of(
+            values,
+            truncation=worst * values.mean(0).abs(),
+            num_products=sum(roots.num_products for roots in blocks),
+            method=f"{len(values)} inverse roots by Lanczos",
+            status=failed[0] if failed else blocks[0].status,
+            seed=generator.initial_seed(),
+        )
+    return gradient
 
 
 def attach_gradient(
     estimate: Estimate,
     op: LinearOperator,
     *,
-    settings: GradientSettings | None = None,
     generator: torch.Generator | None = None,
+    **options: Any,
 ) -> Estimate:
-    """Return a log determinant whose mean has a graph to the parameters of a kernel operator.
+    """Return a log determinant whose mean is differentiable in the parameters of a kernel operator.
 
-    The gradient is sampled in the backward pass, from the state the generator has now, and costs
-    nothing before. Where there is no parameter to differentiate, the estimate itself is returned.
+    The gradient is sampled in the backward pass, from the present state of the generator. Without
+    parameters that require gradients, the estimate is returned unchanged.
 
     Args:
-        estimate: Of the log determinant.
-        op: What it is of.
-        settings: How to sample.
-        generator: Source of the vectors.
+        estimate: The log determinant.
+        op: Its operator.
+        generator: Source of the vectors. Defaults to a new generator with seed 0.
+        **options: Passed to :func:`logdet_gradient`.
     """
     if not (isinstance(op, KernelOperator) and op.parameters and torch.is_grad_enabled()):
         return estimate
-    settings = settings or GradientSettings()
-    source = copied(resolve_generator(generator))
+    source = copy_generator(resolve_generator(generator))
     mean = differentiable(
         estimate.mean.detach(),
         op.parameters,
-        lambda: sampled_gradient(op, settings, copied(source)),
+        lambda: logdet_gradient(op, generator=copy_generator(source), **options),
     )
     return replace(estimate, mean=mean)
 
@@ -356,25 +353,25 @@ def attach_gradient(
 def differentiable(
     value: Tensor, parameters: dict[str, Tensor], gradient: Callable[[], dict[str, Estimate]]
 ) -> Tensor:
-    """Return ``value``, scalar, with a graph to parameters whose gradient is computed when asked.
+    """Return the scalar ``value`` with a graph to parameters; backward calls ``gradient``.
 
-    A gradient that was not computed as accurately as asked for raises in the backward pass.
+    The backward pass raises if an estimate of the gradient has not converged.
     """
     attached: Tensor = _Attached.apply(value, gradient, list(parameters), *parameters.values())  # type: ignore[no-untyped-call]
     return attached
 
 
 def backward_gradient(value: Tensor | Estimate) -> dict[str, Estimate]:
-    """Return the gradient, with its error bars, that the last backward pass through it found.
+    """Return the gradient, with error bars, that the last backward pass computed.
 
     Args:
-        value: A differentiable log determinant or likelihood, itself and not a function of it.
+        value: A differentiable log determinant or likelihood itself, not a function of it.
     """
     node = value.mean.grad_fn if isinstance(value, Estimate) else value.grad_fn
-    found: dict[str, Estimate] | None = getattr(node, "found", None)
-    if found is None:
+    estimates: dict[str, Estimate] | None = getattr(node, "estimates", None)
+    if estimates is None:
         raise ValueError("value must be one that backward() went through, got one without")
-    return found
+    return estimates
 
 
 class _Attached(torch.autograd.Function):
@@ -386,17 +383,17 @@ class _Attached(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.found = ctx.gradient()
-        for estimate in ctx.found.values():
+        ctx.estimates = ctx.gradient()
+        for estimate in ctx.estimates.values():
             estimate.raise_if_failed()
         pairs = zip(ctx.names, ctx.parameters, strict=True)
-        gradients = [(upstream.cpu() * ctx.found[name].mean).to(like) for name, like in pairs]
+        gradients = [(upstream.cpu() * ctx.estimates[name].mean).to(like) for name, like in pairs]
         return None, None, None, *gradients
 
 
 def fits(op: KernelOperator) -> bool:
-    """Whether the matrix is so small that it is formed and factored."""
-    return op.shape[0] ** 2 * 8 <= DENSE
+    """Return whether the matrix is small enough to be formed and factored."""
+    return op.shape[0] ** 2 * 8 <= TUNING.dense
 
 
 def exact_gradient(
@@ -404,92 +401,18 @@ def exact_gradient(
     function: Callable[[Tensor], Tensor],
     parameters: dict[str, Tensor] | None = None,
 ) -> dict[str, Estimate]:
-    """The gradient of a function of the Cholesky factor, by automatic differentiation."""
+    """Return the gradient of a function of the Cholesky factor, by automatic differentiation."""
     parameters = op.parameters if parameters is None else parameters
     with torch.enable_grad():
-        value = function(cholesky(op))
-    found = torch.autograd.grad(value, tuple(parameters.values()))
-    how = f"exact, by the factor of a matrix of order {op.shape[0]:,}"
-    return {
-        name: certain(mean.double().cpu(), how)
-        for name, mean in zip(parameters, found, strict=True)
-    }
+        value = function(cholesky_factor(op.matrix().double()))
+    gradients = torch.autograd.grad(value, tuple(parameters.values()))
+    method = f"exact, by the factor of a matrix of order {op.shape[0]:,}"
+    pairs = zip(parameters, gradients, strict=True)
+    return {name: Estimate.exact(mean.double().cpu(), method=method) for name, mean in pairs}
 
 
-def certain(mean: Tensor, how: str) -> Estimate:
-    """An estimate that nothing was sampled for."""
-    return Estimate(
-        mean=mean,
-        stderr=torch.zeros_like(mean),
-        num_products=0,
-        method=how,
-        status=Status(outcome="completed", message="no sampling"),
-    )
-
-
-def cholesky(op: KernelOperator) -> Tensor:
-    """The lower factor of a kernel matrix, ``(n, n)``, float64, with a graph to the parameters."""
-    matrix = op.matrix().double()
-    factor: Tensor
-    factor, failed = torch.linalg.cholesky_ex(matrix)
-    if int(failed):
-        smallest = float(torch.linalg.eigvalsh(matrix.detach())[0])
-        raise NotPositiveDefiniteError(
-            f"op must be positive definite, got an eigenvalue of {smallest:.6g}"
-        )
-    return factor
-
-
-def _sampled(
-    op: KernelOperator,
-    settings: GradientSettings,
-    generator: torch.Generator,
-    progress: bool | Progress,
-) -> dict[str, Estimate]:
-    # Without noise nothing is known of what the low rank leaves.
-    root = LowRankPreconditioner(op, rank=settings.rank).inverse_root if op.noise else None
-    samples: dict[str, list[Tensor]] = {name: [] for name in op.parameters}
-    residuals, products, statuses = [], 0, []
-    with tracking(progress, "gradient", settings.num_probes) as bar:
-        for start in range(0, settings.num_probes, op.block_size):
-            shape = (op.shape[0], min(op.block_size, settings.num_probes - start))
-            block = probes(shape, generator=generator, dtype=op.dtype, device=op.device)
-            roots = inverse_roots(
-                op, block, rtol=settings.rtol, max_steps=settings.max_steps, root=root
-            )
-            for name, slope in op.slopes(roots.vectors, roots.vectors).items():
-                samples[name].append(slope)
-            residuals.append(roots.residuals)
-            statuses.append(roots.status)
-            products += roots.num_products
-            bar.update(start + shape[1])
-    failed = [status for status in statuses if not status.ok]
-    worst = 2 * float(torch.cat(residuals).max())
-    status = failed[0] if failed else statuses[0]
-    return {
-        name: _estimate(torch.cat(parts), worst, products, status, generator)
-        for name, parts in samples.items()
-    }
-
-
-def _estimate(
-    samples: Tensor, relative: float, products: int, status: Status, generator: torch.Generator
-) -> Estimate:
-    mean = samples.mean(0)
-    return Estimate(
-        mean=mean,
-        stderr=stderr(samples),
-        truncation=relative * mean.abs(),
-        samples=samples,
-        num_products=products,
-        method=f"{len(samples)} inverse roots by Lanczos",
-        status=status,
-        seed=generator.initial_seed(),
-    )
-
-
-def copied(generator: torch.Generator) -> torch.Generator:
-    """A generator that goes on as this one would."""
+def copy_generator(generator: torch.Generator) -> torch.Generator:
+    """Return a generator that continues as this one would."""
     copy = torch.Generator(device=generator.device)
     copy.manual_seed(generator.initial_seed())
     copy.set_state(generator.get_state())

@@ -8,17 +8,15 @@ from torch import Tensor
 
 from ritz._core.checks import check_choice
 from ritz._core.progress import Progress, tracking
-from ritz._core.random import Probe, probes, resolve_generator
+from ritz._core.random import Probe, resolve_generator
 from ritz._core.results import Estimate, Status, stderr
-from ritz._core.sampling import Sampling, accuracy, check_samples, column_dots
-from ritz.operators import LinearOperator, OperatorLike, as_operator, exact_diagonal, exact_trace
-from ritz.operators._shared import structure_gap, structure_note
+from ritz._core.sampling import Sampling, accuracy, check_samples, column_dots, draw_probes
+from ritz.operators import LinearOperator, OperatorLike, as_operator, exact
 
 # ------------------------------------------------------------------------------------------
-# Traces, diagonals and norms by random probes.
+# Traces and the Frobenius norm.
 
 TraceMethod = Literal["auto", "exact", "hutchinson", "hutch++", "xtrace"]
-METHODS = ("auto", "exact", "hutchinson", "hutch++", "xtrace")
 
 
 def trace(
@@ -32,26 +30,31 @@ def trace(
     generator: torch.Generator | None = None,
     progress: bool | Progress = False,
 ) -> Estimate:
-    r"""Return the trace :math:`\operatorname{tr} A = \mathbb{E}[z^\top A z]` with its error.
+    r"""Estimate the trace :math:`\operatorname{tr} A = \mathbb{E}[z^\top A z]`, with an error bar.
 
-    ``exact`` asks the structure of the operator (no product). ``hutchinson`` averages
-    :math:`z^\top A z`: one product a probe, memory of a block, and for Rademacher probes a variance
-    of :math:`2 (\|A\|_F^2 - \sum_i A_{ii}^2)`. ``hutch++`` takes the trace on the range of a sketch
-    exactly and averages on the complement (three products a probe, ``2 num_probes`` vectors).
-    ``xtrace`` does so with every probe left out in turn (two products a probe,
-    ``5 num_probes`` vectors): far more accurate where eigenvalues decay; as many probes as rows
-    are replaced by the unit vectors, which give the trace itself. Its samples share probes, for
-    which the standard error is raised by the root of two. ``auto`` is ``exact`` where the structure
-    knows, else ``xtrace``.
+    ===============  ==================  ==================  ====================================
+    method           products per probe  vectors in memory   use it if
+    ===============  ==================  ==================  ====================================
+    ``exact``        0                   0                   the operator knows its trace
+    ``hutchinson``   1                   one block           eigenvalues do not decay
+    ``hutch++``      3                   ``2 num_probes``    eigenvalues decay
+    ``xtrace``       2                   ``5 num_probes``    eigenvalues decay fast
+    ===============  ==================  ==================  ====================================
+
+    The variance of ``hutchinson`` with Rademacher probes is
+    :math:`2 (\|A\|_F^2 - \sum_i A_{ii}^2)`. ``hutch++`` takes the trace on the range of a sketch
+    exactly and samples the complement. ``xtrace`` does so with each probe left out in turn. Its
+    samples share probes, so its standard error is multiplied by :math:`\sqrt 2`. With as many
+    probes as rows it multiplies the unit vectors instead, which is exact.
 
     Args:
         op: Symmetric :math:`A`, ``(n, n)``.
-        method: See above.
-        num_probes: Probes; with ``rtol``, the least number.
-        rtol: Go on until the standard error is below this share of the trace.
-        max_probes: Most probes for that; the status says if they were not enough.
+        method: One of the table. ``auto`` is ``exact`` if possible, otherwise ``xtrace``.
+        num_probes: Number of probes. With ``rtol``, the smallest number.
+        rtol: Add probes until the standard error is below this fraction of the trace.
+        max_probes: Maximum number of probes with ``rtol``; the status says if they did not suffice.
         probe: ``rademacher`` or ``gaussian``, for ``hutchinson`` and ``hutch++``.
-        generator: Source of the probes.
+        generator: Source of the probes. Defaults to a new generator with seed 0.
         progress: Show a progress bar, or a :class:`Progress` to report to.
 
     Reference: Hutchinson (1990); Meyer, Musco, Musco and Woodruff (2021); Epperly, Tropp and
@@ -63,14 +66,12 @@ def trace(
         tensor(5., dtype=torch.float64)
     """
     op = as_operator(op)
-    check_choice("method", method, METHODS)
-    known = exact_trace(op) if method in ("auto", "exact") else None
-    if known is not None:
-        return _exact(known, how=structure_note(op))
-    gap = structure_gap(op) if method in ("auto", "exact") else ""
-    if method == "exact":
-        raise ValueError(f"method='exact' needs a structure that knows its trace, got {op!r}"
-                         + (f": {gap}" if gap else ""))  # fmt: skip
+    check_choice("method", method, ("auto", "exact", "hutchinson", "hutch++", "xtrace"))
+    reason = ""
+    if method in ("auto", "exact"):
+        known, reason = _by_structure(op, "trace", method)
+        if known is not None:
+            return known
     generator = resolve_generator(generator)
     plan = Sampling(num_probes, rtol, max_probes, probe=probe)
     if method == "hutchinson":
@@ -79,9 +80,8 @@ def trace(
         return _hutch_plus_plus(op, plan, generator, progress)
     if num_probes >= op.shape[0]:
         return _by_unit_vectors(op)
-    found = _xtrace(op, plan, generator, progress)
-    why = f"; the structure does not know: {gap}" if gap else ""
-    return replace(found, method=found.method + why)
+    estimate = _xtrace(op, plan, generator, progress)
+    return replace(estimate, method=estimate.method + reason)
 
 
 def frobenius_norm(
@@ -94,60 +94,60 @@ def frobenius_norm(
     generator: torch.Generator | None = None,
     progress: bool | Progress = False,
 ) -> Estimate:
-    r"""Return the Frobenius norm, from :math:`\|A\|_F^2 = \mathbb{E} \|A z\|^2`.
+    r"""Estimate the Frobenius norm, from :math:`\|A\|_F^2 = \mathbb{E} \|A z\|^2`.
 
-    One product a probe. The samples are those of the *squared* norm; the standard error is carried
-    through the root.
+    Cost: one product per probe. ``samples`` holds the *squared* norms.
 
     Args:
         op: Symmetric :math:`A`, ``(n, n)``.
-        num_probes: Probes; with ``rtol``, the least number.
-        rtol: Go on until the standard error is below this share of the norm.
-        max_probes: Most probes for that.
+        num_probes: Number of probes. With ``rtol``, the smallest number.
+        rtol: Add probes until the standard error is below this fraction of the norm.
+        max_probes: Maximum number of probes with ``rtol``.
         probe: ``rademacher`` or ``gaussian``.
-        generator: Source of the probes.
+        generator: Source of the probes. Defaults to a new generator with seed 0.
         progress: Show a progress bar, or a :class:`Progress` to report to.
     """
     op = as_operator(op)
     generator = resolve_generator(generator)
-    # The root halves a relative error.
-    plan = Sampling(
-        num_probes, None if rtol is None else min(1.0, 2 * rtol), max_probes, probe=probe
-    )
+    # d sqrt(s) = ds / (2 sqrt(s)): the square root halves a relative error.
+    squared_rtol = None if rtol is None else min(1.0, 2 * rtol)
+    plan = Sampling(num_probes, squared_rtol, max_probes, probe=probe)
 
     def measure(block: Tensor) -> Tensor:
         product = op.matmat(block)
         return column_dots(product, product)
 
-    samples, _ = plan.run(op, measure, generator=generator, progress=progress, label="norm")
+    samples, status = plan.run(op, measure, generator=generator, progress=progress, label="norm")
     mean = samples.mean().sqrt()
     error = stderr(samples) / (2 * mean) if mean > 0 else torch.zeros_like(mean)
-    return Estimate(
-        mean=mean,
-        stderr=error,
-        samples=samples,
-        num_products=len(samples),
-        method="root of the mean of |A z|^2",
-        status=plan.status(samples) if rtol is None else accuracy(float(mean), float(error), rtol),
-        seed=generator.initial_seed(),
+    if rtol is not None:
+        status = accuracy(float(mean), float(error), rtol)
+    method, seed = "root of the mean of |A z|^2", generator.initial_seed()
+    estimate = Estimate.of(
+        samples, method=method, num_products=len(samples), status=status, seed=seed
     )
+    return replace(estimate, mean=mean, stderr=error)
 
 
-def _exact(value: float, *, num_products: int = 0, how: str = "structure") -> Estimate:
-    return Estimate(
-        mean=torch.tensor(value, dtype=torch.float64),
-        stderr=torch.zeros((), dtype=torch.float64),
-        num_products=num_products,
-        method=f"exact, by {how}",
-        status=Status(outcome="completed", message="no sampling"),
-    )
+def _by_structure(
+    op: LinearOperator, quantity: Literal["trace", "diagonal"], method: str
+) -> tuple[Estimate | None, str]:
+    """Return the exact value if the structure of the operator knows it, and otherwise why not."""
+    value, note = exact(op, quantity)
+    if value is not None:
+        return Estimate.exact(value, method=f"exact, by {note}"), ""
+    if method == "exact":
+        message = f"method='exact' needs a structure that knows its {quantity}, got {op!r}"
+        raise ValueError(f"{message}: {note}" if note else message)
+    return None, f"; the structure does not know: {note}" if note else ""
 
 
 def _by_unit_vectors(op: LinearOperator) -> Estimate:
     n = op.shape[0]
     matrix = op.dense(max_bytes=n * n * op.dtype.itemsize)
     check_samples(matrix.T, 0)
-    return _exact(float(matrix.double().trace()), num_products=n, how="products with unit vectors")
+    method = "exact, by products with unit vectors"
+    return Estimate.exact(float(matrix.double().trace()), method=method, num_products=n)
 
 
 def _hutchinson(
@@ -157,41 +157,31 @@ def _hutchinson(
         return column_dots(block, op.matmat(block))
 
     samples, status = plan.run(op, measure, generator=generator, progress=progress, label="trace")
-    return Estimate(
-        mean=samples.mean(),
-        stderr=stderr(samples),
-        samples=samples,
-        num_products=len(samples),
-        method="Hutchinson",
-        status=status,
-        seed=generator.initial_seed(),
+    seed = generator.initial_seed()
+    return Estimate.of(
+        samples, method="Hutchinson", num_products=len(samples), status=status, seed=seed
     )
 
 
 def _hutch_plus_plus(
     op: LinearOperator, plan: Sampling, generator: torch.Generator, progress: bool | Progress
 ) -> Estimate:
-    n = op.shape[0]
-    rank = min(plan.num_probes, n)
-    sketch = probes(
-        (n, rank), kind=plan.probe, generator=generator, dtype=op.dtype, device=op.device
-    )
-    image = op.matmat(sketch)
+    rank = min(plan.num_probes, op.shape[0])
+    image = op.matmat(draw_probes(op, rank, kind=plan.probe, generator=generator))
     check_samples(image.T, 0)
+    # tr A = tr Q'AQ + tr PAP with P = I - QQ': the first term exactly, the second by probes P z.
     basis = torch.linalg.qr(image).Q
-    known = column_dots(basis, op.matmat(basis)).sum()
+    inside = column_dots(basis, op.matmat(basis)).sum()
 
     def measure(block: Tensor) -> Tensor:
         rest = block - basis @ (basis.T @ block)
-        return known + column_dots(rest, op.matmat(rest))
+        return inside + column_dots(rest, op.matmat(rest))
 
     samples, status = plan.run(op, measure, generator=generator, progress=progress, label="trace")
-    return Estimate(
-        mean=samples.mean(),
-        stderr=stderr(samples),
-        samples=samples,
-        num_products=len(samples) + 2 * rank,
+    return Estimate.of(
+        samples,
         method=f"Hutch++, sketch of rank {rank}",
+        num_products=len(samples) + 2 * rank,
         status=status,
         seed=generator.initial_seed(),
     )
@@ -207,66 +197,63 @@ def _xtrace(
     count, spent = plan.num_probes, 0
     with tracking(progress, "trace", limit) as bar:
         while True:
-            shape = (n, count - omega.shape[1])
-            fresh = probes(
-                shape, kind="gaussian", generator=generator, dtype=op.dtype, device=op.device
-            )
+            fresh = draw_probes(op, count - omega.shape[1], kind="gaussian", generator=generator)
             omega, image = torch.cat([omega, fresh], 1), torch.cat([image, op.matmat(fresh)], 1)
             check_samples(image.T, 0)
             samples = _leave_one_out(op, omega, image)
-            spent += shape[1] + count
-            # Estimates that share probes are correlated. Each has mean zero over its own probe, so
-            # two share pairs of probes at least; were pairs all, the variance would double at most.
-            # Measured on flat, power and exponential spectra, the root is short by 1 to 1.6.
+            spent += fresh.shape[1] + count
+            # Samples that share probes are correlated. Each has mean zero given the other probes,
+            # so two of them covary through pairs of probes at least. If pairs were all, the
+            # variance would at most double: hence the factor sqrt(2). Measured on flat, power-law
+            # and exponential spectra, the naive error is too small by 1 to 1.6.
             error = 2**0.5 * stderr(samples)
             status = plan.judge(samples.mean(), error, count)
             bar.update(count)
             if plan.rtol is None or status.ok or count == limit:
                 break
             count = min(2 * count, limit)
-    return Estimate(
-        mean=samples.mean(),
-        stderr=error,
-        samples=samples,
-        num_products=spent,
-        method="XTrace",
-        status=status,
-        seed=generator.initial_seed(),
-    )
+    seed = generator.initial_seed()
+    estimate = Estimate.of(samples, method="XTrace", num_products=spent, status=status, seed=seed)
+    return replace(estimate, stderr=error)
 
 
 def _leave_one_out(op: LinearOperator, omega: Tensor, image: Tensor) -> Tensor:
-    r"""One estimate a probe: exact on the range of the others, sampled by it on the rest.
+    r"""Return one estimate per probe: exact on the range of the others, sampled by it elsewhere.
 
-    Leaving column ``i`` out of :math:`Y = A \Omega = Q R` removes from the range of ``Q`` the
-    direction :math:`Q s_i`, :math:`s_i \propto R^{-\top} e_i`.
+    Epperly, Tropp and Webber (2024), Section 2: with :math:`Y = A \Omega = Q R`, leaving column
+    ``i`` out removes from the range of ``Q`` the direction :math:`Q s_i`,
+    :math:`s_i \propto R^{-\top} e_i`.
     """
     n, count = omega.shape
     basis: Tensor
     factor: Tensor
     basis, factor = torch.linalg.qr(image)
-    # A range of lower dimension leaves zeros on the diagonal: any direction of the kernel serves.
-    # Only directions matter, so R is scaled: neither it nor its inverse then leaves the range.
+    # Only directions matter, so R is scaled: then neither R nor its inverse overflows.
     factor = factor.double() / factor.abs().max().double().clamp_min(1e-300)
+    # If A has low rank, R has zeros on its diagonal; any direction of the kernel serves.
     floor = torch.finfo(op.dtype).eps
     tiny = factor.diagonal().abs() <= floor
     factor = factor + torch.diag(torch.where(tiny, floor, 0.0).double())
     identity = torch.eye(count, dtype=torch.float64, device=op.device)
+    # S = R^{-T}, columns normalised.
     left_out = torch.linalg.solve_triangular(factor.T, identity, upper=False)
     left_out = (left_out / left_out.norm(dim=0)).to(op.dtype)
     product = op.matmat(basis)
     inner = basis.T @ product
+    # (I - Q_i Q_i') omega_i with Q_i Q_i' = Q (I - s_i s_i') Q', and A times it without a product.
     overlap = basis.T @ omega
     overlap = overlap - left_out * (left_out * overlap).sum(0)
     rest, rest_image = omega - basis @ overlap, image - product @ overlap
+    # Gaussian probes are rescaled to the sphere of the complement, of dimension n - (count - 1).
     squared = column_dots(rest, rest)
     sampled = column_dots(rest, rest_image) * (n - count + 1) / squared
-    kept = inner.double().trace() - column_dots(left_out, inner @ left_out)
-    return (kept + torch.where(squared > 0, sampled, 0)).cpu()
+    # tr Q_i'AQ_i = tr Q'AQ - s_i'(Q'AQ)s_i
+    inside = inner.double().trace() - column_dots(left_out, inner @ left_out)
+    return (inside + torch.where(squared > 0, sampled, 0)).cpu()
 
 
 # ------------------------------------------------------------------------------------------
-# Diagonals by random probes.
+# Diagonals.
 
 DiagonalMethod = Literal["auto", "exact", "probes"]
 
@@ -283,42 +270,34 @@ def diagonal(
     generator: torch.Generator | None = None,
     progress: bool | Progress = False,
 ) -> Estimate:
-    r"""Return the diagonal ``(n,)``, from :math:`A_{ii} = \mathbb{E}[z_i (A z)_i]`.
+    r"""Estimate the diagonal ``(n,)``, from :math:`A_{ii} = \mathbb{E}[z_i (A z)_i]`.
 
-    ``exact`` asks the structure of the operator (no product), ``probes`` samples: one product a
-    probe, variance :math:`\sum_{j \ne i} A_{ij}^2` for Rademacher probes. ``auto`` is ``exact``
-    where the structure knows. Memory: 4 blocks and 3 vectors, half of it in float64; samples are
-    not kept.
+    ``exact`` asks the structure of the operator and needs no product. ``probes`` samples: one
+    product per probe, with variance :math:`\sum_{j \ne i} A_{ij}^2` for Rademacher probes. ``auto``
+    is ``exact`` if possible. Memory: 4 blocks and 3 vectors, half of them in float64. The samples
+    are not stored.
 
     Args:
         op: Symmetric :math:`A`, ``(n, n)``.
         method: See above.
-        num_probes: Probes; with ``rtol``, the least number.
-        rtol: Go on until the norm of the standard errors is below this share of the norm.
-        max_probes: Most probes for that; the status says if they were not enough.
-        block_size: Probes multiplied at once; what suits the operator by default.
+        num_probes: Number of probes. With ``rtol``, the smallest number.
+        rtol: Add probes until the norm of the standard errors is below this fraction of the norm
+            of the diagonal.
+        max_probes: Maximum number of probes with ``rtol``; the status says if they did not suffice.
+        block_size: Probes per product. Defaults to the block size of the operator.
         probe: ``rademacher`` or ``gaussian``.
-        generator: Source of the probes.
+        generator: Source of the probes. Defaults to a new generator with seed 0.
         progress: Show a progress bar, or a :class:`Progress` to report to.
 
     Reference: Bekas, Kokiopoulou and Saad (2007).
     """
     op = as_operator(op)
     check_choice("method", method, ("auto", "exact", "probes"))
-    known = exact_diagonal(op) if method != "probes" else None
-    if known is not None:
-        status = Status(outcome="completed", message="no sampling")
-        return Estimate(
-            mean=known,
-            stderr=torch.zeros_like(known),
-            num_products=0,
-            method=f"exact, by {structure_note(op)}",
-            status=status,
-        )
-    gap = structure_gap(op) if method != "probes" else ""
-    if method == "exact":
-        raise ValueError(f"method='exact' needs a structure that knows its diagonal, got {op!r}"
-                         + (f": {gap}" if gap else ""))  # fmt: skip
+    reason = ""
+    if method != "probes":
+        known, reason = _by_structure(op, "diagonal", method)
+        if known is not None:
+            return known
     generator = resolve_generator(generator)
     plan = Sampling(num_probes, rtol, max_probes, block_size, probe)
     running = _Running(torch.zeros(op.shape[0], dtype=torch.float64, device=op.device))
@@ -326,10 +305,8 @@ def diagonal(
     with tracking(progress, "diagonal", limit) as bar:
         while running.count < num_probes or (running.count < limit and not running.status(rtol).ok):
             goal = num_probes if running.count < num_probes else limit
-            shape = (op.shape[0], min(plan.width(op), goal - running.count))
-            block = probes(
-                shape, kind=plan.probe, generator=generator, dtype=op.dtype, device=op.device
-            )
+            width = min(plan.width(op), goal - running.count)
+            block = draw_probes(op, width, kind=probe, generator=generator)
             samples = block * op.matmat(block)
             check_samples(samples.T, running.count)
             running.add(samples.double())
@@ -338,16 +315,16 @@ def diagonal(
         mean=running.mean.to(op.dtype),
         stderr=running.stderr().to(op.dtype),
         num_products=running.count,
-        method="mean of z * (A z)" + (f"; the structure does not know: {gap}" if gap else ""),
+        method="mean of z * (A z)" + reason,
         status=running.status(rtol),
         seed=generator.initial_seed(),
     )
 
 
 class _Running:
-    """Mean and squared deviations of columns, merged block by block (Chan, Golub, LeVeque).
+    """Running mean and squared deviations of columns (Chan, Golub and LeVeque 1983).
 
-    In float64: the square of a float32 number may be out of its range.
+    In float64: the square of a float32 number may overflow float32.
     """
 
     def __init__(self, zeros: Tensor) -> None:
@@ -358,6 +335,7 @@ class _Running:
         mean = samples.mean(1)
         total = self.count + new
         gap = mean - self.mean
+        # M2 = M2_a + M2_b + (mean_b - mean_a)^2 n_a n_b / (n_a + n_b)
         self.deviations += (samples - mean[:, None]).square_().sum(1)
         self.deviations += gap.square() * (self.count * new / total)
         self.mean = self.mean + gap * (new / total)

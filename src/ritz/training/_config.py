@@ -141,26 +141,6 @@ def check_same(before: Mapping[str, Any], now: Mapping[str, Any], path: Any) -> 
             )
 
 
-def resolve_device(device: str | torch.device | None, model: torch.nn.Module) -> torch.device:
-    """The device to train on: that of the model unless one is named; it must be there."""
-    if device is None:
-        first = next(model.parameters(), None)
-        return torch.device("cpu") if first is None else first.device
-    try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device must be cpu, cuda or cuda:<number>, got {device!r}") from error
-    if found.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (found.index or 0) >= count:
-            raise ValueError(f"device must be one of this machine, got {device!r}: torch finds "
-                             f"{count or 'no'} CUDA device{'s' * (count > 1)}")  # fmt: skip
-        return torch.device(
-            "cuda", torch.cuda.current_device() if found.index is None else found.index
-        )
-    return found
-
-
 def plain_settings(settings: Settings) -> dict[str, Any]:
     """All settings in values that JSON knows."""
     return {name: _plain(getattr(settings, name)) for name in settings.__slots__}

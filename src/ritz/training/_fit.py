@@ -13,7 +13,9 @@ from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
 from ritz import optim
+from ritz._core.checks import check_device
 from ritz._core.progress import Progress
+from ritz._core.signals import noted_signals
 from ritz.curvature._shared import Forward
 from ritz.training._assembly import OptimizerChoice, assemble
 from ritz.training._config import (
@@ -22,13 +24,12 @@ from ritz.training._config import (
     Unit,
     optimizer_names,
     plain_settings,
-    resolve_device,
     schedule_name,
 )
 from ritz.training._data import Feed, is_writer, splits
 from ritz.training._evaluate import TrainingResult, history_of, last_metrics
 from ritz.training._folder import held_folder
-from ritz.training._processes import Interrupts, arranged, channels_last, joined_processes
+from ritz.training._processes import arranged, channels_last, joined_processes
 from ritz.training._run import Judge, Monitor, Run
 
 EVALUATED = 512  # samples a batch of evaluation, at least
@@ -176,11 +177,11 @@ def fit(
     given |= {"optimizer_settings": optimizer_settings or {}, "keep": tuple(keep)}
     settings = _published(Settings(**given))
     with (
-        Interrupts() as interrupts,
+        noted_signals() as signals,
         joined_processes(device) as place,
         held_folder(checkpoint) as folder,
     ):
-        where = resolve_device(place, model)
+        where = _device(model) if place is None else check_device(place)
         with (
             arranged(precision=precision, deterministic=deterministic, seed=seed, device=where),
             channels_last(model, precision, where),
@@ -204,7 +205,7 @@ def fit(
                 settings,
                 judge=Judge(parts, settings, held, loss_fn=loss_fn, forward=forward),
                 monitors=monitors,
-                interrupts=interrupts,
+                signals=signals,
                 log=log,
                 folder=folder,
                 resume=resume,
@@ -222,6 +223,11 @@ def fit(
         settings=plain_settings(settings),
         status=status,
     )
+
+
+def _device(model: nn.Module) -> torch.device:
+    first = next(model.parameters(), None)
+    return torch.device("cpu") if first is None else first.device
 
 
 def _name(optimizer: OptimizerChoice) -> str:

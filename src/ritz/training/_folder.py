@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import json
-import math
 import os
 import pickle
 import time
@@ -29,6 +28,7 @@ from ritz._core.storage import (
     read_tensors,
     save,
     storable,
+    to_json,
     write_tensors,
     write_text,
 )
@@ -183,7 +183,7 @@ class Log:
 
     def write(self, record: Record) -> None:
         """Append one record."""
-        line = (json.dumps(_finite(record), allow_nan=False) + "\n").encode()
+        line = (to_json(record) + "\n").encode()
         try:
             written = os.write(self._file, line)
             while written < len(line):
@@ -227,17 +227,6 @@ def size_without_final(path: str | os.PathLike[str], size: int) -> int:
 def times_path(path: str | os.PathLike[str]) -> Path:
     """Where the times beside a log are."""
     return Path(path).with_suffix(".times.jsonl")
-
-
-def _finite(value: Any) -> Any:
-    """The same with null for what JSON has no number for."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {name: _finite(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
-    return value
 
 
 # ------------------------------------------------------------------------------------------

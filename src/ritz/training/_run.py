@@ -33,7 +33,7 @@ from ritz.training._folder import (
     tensor_state,
     times_path,
 )
-from ritz.training._processes import Interrupts, gathered, generator_states, set_generator_states
+from ritz.training._processes import gathered, generator_states, set_generator_states
 from ritz.training._step import Piece, batch_mass, carried_state
 
 # ------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ class Run:
         settings: What is asked for.
         judge: Evaluates.
         monitors: Called after every step, or after every epoch where their ``unit`` is so.
-        interrupts: Says whether to stop.
+        signals: Names of the signals received so far: a reason to stop.
         log: Path of the log, if any.
         folder: Where checkpoints are, if anywhere.
         resume: Whether to go on from a checkpoint that is there.
@@ -194,13 +194,13 @@ class Run:
         *,
         judge: Judge,
         monitors: Sequence[Monitor],
-        interrupts: Interrupts,
+        signals: Sequence[str],
         log: Any,
         folder: Folder | None,
         resume: bool,
     ) -> None:
         self._parts, self._settings, self._judge = parts, settings, judge
-        self._monitors, self._interrupts, self._folder = monitors, interrupts, folder
+        self._monitors, self._signals, self._folder = monitors, signals, folder
         self.epoch, self.batch, self.step, self.finished = 0, 0, 0, False
         self.records: list[Record] = []
         # In the order of first use, each once: loaders may share one.
@@ -410,7 +410,7 @@ class Run:
     def _poll(self, *, agreed: bool = False) -> TrainingStatus | None:
         """Save where it is time, or where a signal came; how the run ends, if it does."""
         due = time.monotonic() - self._saved >= self._settings.save_interval
-        code = 2 if self._interrupts.received else int(due and self._folder is not None)
+        code = 2 if self._signals else int(due and self._folder is not None)
         if world_size() > 1:
             if not agreed and self.step % AGREEMENT:
                 return None
@@ -424,7 +424,7 @@ class Run:
         advice = "run the same again to go on" if kept else "give a checkpoint folder to go on from"
         return TrainingStatus(
             outcome="interrupted",
-            message=f"{self._interrupts.received or 'a signal'} after {self.step} steps{kept}",
+            message=f"{next(iter(self._signals), 'a signal')} after {self.step} steps{kept}",
             advice=advice,
         )
 

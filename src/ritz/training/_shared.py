@@ -1,6 +1,5 @@
 """Names that other packages of ritz need and users do not."""
 
-from ritz.training._config import resolve_device
 from ritz.training._data import DataParts, as_parts, first_batch, sample
 from ritz.training._folder import AVERAGE, NAME, WEIGHTS, tensor_state, times_path
 from ritz.training._monitor import QUANTITIES
@@ -27,7 +26,6 @@ __all__ = [
     "first_batch",
     "measured_risk",
     "read_run",
-    "resolve_device",
     "run_weights",
     "sample",
     "tensor_state",

@@ -14,7 +14,7 @@ from torch import nn
 from ritz._core.checks import check_count
 from ritz._core.modes import BatchNormMode
 from ritz._core.progress import Progress
-from ritz._core.storage import CorruptFileError
+from ritz._core.storage import CorruptFileError, to_json
 from ritz.curvature import Risk
 from ritz.training._config import check_same
 from ritz.training._data import DataParts, limited, measurable
@@ -106,7 +106,7 @@ def train_run(
         before["augment"], same["augment"] = _augments(before), _augments(now)
         check_same(before, same, target / CONFIG)
     training = {name: value for name, value in config.training.items() if name != "augment"}
-    text = json.dumps(config.plain(), indent=2) + "\n"
+    text = to_json(config.plain(), indent=2) + "\n"
     return fit(
         model,
         parts.train,

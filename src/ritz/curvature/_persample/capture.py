@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ritz.curvature._risk import Context, Params, Risk, is_rows, recorded
+from ritz._core.batches import is_rows
+from ritz.curvature._risk import Context, Params, Risk, recorded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,8 @@ from ritz.curvature._persample.capture import Captured, captured, full_name
 from ritz.curvature._persample.plan import Plan, structure_plan, whole_gradients
 from ritz.curvature._persample.rules import squared_gradients, squared_norm
 from ritz.curvature._risk import Context, Params, Risk, recognised
-from ritz.operators import exact_diagonal, exact_trace
-from ritz.operators._shared import structure_gap, structure_note
+from ritz.operators import Exact, exact
+from ritz.operators._shared import Quantity
 
 # ------------------------------------------------------------------------------------------
 # Diagonals and traces of curvature that the structure of a network gives exactly.
@@ -138,26 +138,17 @@ def _possible(risk: Risk, what: str) -> Plan:
     return found
 
 
-@exact_diagonal.register
-def _(op: GGNOperator) -> Tensor | None:
-    found = structure_plan(op.risk)
-    return None if found.gap else planned_diagonal(op.risk, found)
+@exact.register
+def _(op: GGNOperator, quantity: Quantity) -> Exact:
+    return _by_structure(op.risk, quantity)
 
 
-@exact_trace.register
-def _(op: GGNOperator) -> float | None:
-    found = structure_plan(op.risk)
-    return None if found.gap else planned_trace(op.risk, found)
-
-
-@structure_note.register
-def _(op: GGNOperator) -> str:
-    return structure_plan(op.risk).note()
-
-
-@structure_gap.register
-def _(op: GGNOperator) -> str:
-    return structure_plan(op.risk).gap
+def _by_structure(risk: Risk, quantity: Quantity) -> Exact:
+    plan = structure_plan(risk)
+    if plan.gap:
+        return Exact(None, plan.gap)
+    compute = planned_diagonal if quantity == "diagonal" else planned_trace
+    return Exact(compute(risk, plan), plan.note())
 
 
 # ------------------------------------------------------------------------------------------
@@ -193,28 +184,10 @@ def piecewise_gap(risk: Risk) -> str:
     return "parameters are tied" if len(set(every)) < len(every) else ""
 
 
-@exact_diagonal.register
-def _(op: HessianOperator) -> Tensor | None:
-    if piecewise_gap(op.risk):
-        return None
-    found = structure_plan(op.risk)
-    return None if found.gap else planned_diagonal(op.risk, found)
-
-
-@exact_trace.register
-def _(op: HessianOperator) -> float | None:
-    if piecewise_gap(op.risk):
-        return None
-    found = structure_plan(op.risk)
-    return None if found.gap else planned_trace(op.risk, found)
-
-
-@structure_note.register
-def _(op: HessianOperator) -> str:
-    same = "a piecewise-linear network has the diagonal of its Gauss-Newton matrix"
-    return f"{structure_plan(op.risk).note()}; {same}"
-
-
-@structure_gap.register
-def _(op: HessianOperator) -> str:
-    return piecewise_gap(op.risk) or structure_plan(op.risk).gap
+@exact.register
+def _(op: HessianOperator, quantity: Quantity) -> Exact:
+    if gap := piecewise_gap(op.risk):
+        return Exact(None, gap)
+    value, note = _by_structure(op.risk, quantity)
+    same = "; a piecewise-linear network has the diagonal of its Gauss-Newton matrix"
+    return Exact(value, note if value is None else note + same)

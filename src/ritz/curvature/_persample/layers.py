@@ -30,10 +30,11 @@ from ritz.operators import (
     BlockDiagonalOperator,
     DenseOperator,
     DiagonalOperator,
+    Exact,
     LinearOperator,
-    exact_diagonal,
-    exact_trace,
+    exact,
 )
+from ritz.operators._shared import Quantity
 
 # ------------------------------------------------------------------------------------------
 # Curvature of the layers of a network, each by itself.
@@ -360,13 +361,11 @@ def _drawn_column(known: KnownLoss, outputs: Tensor, target: Any, drawn: Tensor)
     return column
 
 
-@exact_diagonal.register
-def _(op: LayerOperator) -> Tensor | None:
-    entries = torch.outer(op.factors.outputs.diagonal(), op.factors.inputs.diagonal())
-    return op._flat(entries.unsqueeze(2))[:, 0] + op.shift
-
-
-@exact_trace.register
-def _(op: LayerOperator) -> float | None:
-    product = op.factors.outputs.double().trace() * op.factors.inputs.double().trace()
-    return float(product) + op.shift * op.shape[0]
+@exact.register
+def _(op: LayerOperator, quantity: Quantity) -> Exact:
+    A, G = op.factors.inputs, op.factors.outputs
+    if quantity == "trace":
+        # tr (G (x) A) = tr G tr A
+        return Exact(float(G.double().trace() * A.double().trace()) + op.shift * op.shape[0])
+    entries = torch.outer(G.diagonal(), A.diagonal())
+    return Exact(op._flat(entries.unsqueeze(2))[:, 0] + op.shift)

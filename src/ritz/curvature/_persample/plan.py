@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ritz._core.batches import is_rows, take_rows
 from ritz.curvature._persample.capture import captured, full_name, owners
 from ritz.curvature._persample.rules import chunks, mapped_gradients, sample_gradients
-from ritz.curvature._risk import Context, Params, Risk, is_rows, recognised, recorded, rows
+from ritz.curvature._risk import Context, Params, Risk, recognised, recorded
 
 MAX_COLUMNS = 256  # backward passes beyond which random probes are cheaper
 
@@ -75,7 +76,7 @@ def whole_gradients(
         return found
 
     for part, some in chunks(columns, risk.space.size):
-        samples = rows((context.batch, context.masks), some, size)
+        samples = take_rows((context.batch, context.masks), some, size)
         yield mapped_gradients(forward, chosen, samples, columns[part, some])
 
 
@@ -88,7 +89,7 @@ def _plan(risk: Risk, roots: bool) -> Plan:
     for index, context, _ in risk.contexts():
         size = risk.batch_sizes[index]
         part = slice(0, min(4, size))
-        batch, masks = rows((context.batch, context.masks), part, size)
+        batch, masks = take_rows((context.batch, context.masks), part, size)
         few = replace(context, batch=batch, masks=masks)
         with risk.settings():
             return _checked(risk, few, part.stop, modules, MAX_COLUMNS if roots else None)

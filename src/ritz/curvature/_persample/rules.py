@@ -13,8 +13,9 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ritz._core.batches import is_rows, take_rows
 from ritz.curvature._persample.capture import Call
-from ritz.curvature._risk import Params, is_rows, rows
+from ritz.curvature._risk import Params
 
 # ------------------------------------------------------------------------------------------
 # Gradients of single samples in the parameters of one module, and sums of their squares.
@@ -217,7 +218,7 @@ def _squares(module: nn.Module, call: Call, deltas: Tensor) -> Params:
 def some_rows(call: Call, part: slice) -> Call:
     """The call on some of the samples."""
     size = len(call.output)
-    args, kwargs = rows((call.args, call.kwargs), part, size)
+    args, kwargs = take_rows((call.args, call.kwargs), part, size)
     return replace(call, args=args, kwargs=kwargs, output=call.output[part])
 
 

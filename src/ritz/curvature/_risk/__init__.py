@@ -1,6 +1,5 @@
 """A risk: a model, a loss and data at one point in weight space."""
 
-from ritz.curvature._risk.batches import differentiable, is_rows, recorded, rows
 from ritz.curvature._risk.losses import (
     Adapter,
     Forward,
@@ -19,6 +18,8 @@ from ritz.curvature._risk.modes import (
     Context,
     Params,
     Selection,
+    differentiable,
+    recorded,
     selected,
     without_warnings_of_fallbacks,
     without_warnings_of_torch,
@@ -37,13 +38,11 @@ __all__ = [
     "check_reduction",
     "differentiable",
     "is_kept",
-    "is_rows",
     "labelled",
     "num_correct",
     "output_hessian",
     "recognised",
     "recorded",
-    "rows",
     "sample_losses",
     "selected",
     "term_mass",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import grad, jvp, vjp, vmap
 from torch.nn import functional
 
+from ritz._core.batches import split_labels
 from ritz._core.checks import check_choice
 
 # ------------------------------------------------------------------------------------------
@@ -297,29 +298,25 @@ class Adapter(nn.Module):
                     f"forward must return (outputs, target), got {type(found).__name__}"
                 )
             return found
-        if isinstance(batch, Mapping):
-            return self._mapping(batch)
-        if not isinstance(batch, tuple | list) or len(batch) < 2:
-            raise TypeError(f"a batch must be (inputs, target) or a dictionary, got a "
-                            f"{type(batch).__name__}: pass forward= to use it")  # fmt: skip
+        named = isinstance(batch, Mapping)
         if self.loss_fn.call is None:
-            raise TypeError("loss_fn must be given for batches of (inputs, target), got None")
-        return _logits(self.model(*batch[:-1])), batch[-1]
-
-    def _mapping(self, batch: Mapping[str, Any]) -> tuple[Any, Any]:
-        if self.loss_fn.call is None:
+            if not named:
+                raise TypeError("loss_fn must be given for batches of (inputs, target), got None")
             return _field(self.model(**batch), "loss"), None
-        if "labels" not in batch:
+        if named and "labels" not in batch:
             raise KeyError(f"a batch must have 'labels' for loss_fn, got {sorted(batch)}: pass "
                            "forward= to say how it is used")  # fmt: skip
-        inputs = {name: value for name, value in batch.items() if name != "labels"}
-        return _logits(self.model(**inputs)), batch["labels"]
+        if not named and (not isinstance(batch, tuple | list) or len(batch) < 2):
+            raise TypeError(f"a batch must be (inputs, target) or a dictionary, got a "
+                            f"{type(batch).__name__}: pass forward= to use it")  # fmt: skip
+        args, kwargs, target = split_labels(batch)
+        return _logits(self.model(*args, **kwargs)), target
 
     def target(self, batch: Any) -> Any:
         """The target of a batch where it can be seen without calling the model, else ``None``."""
         if self.custom is not None or self.loss_fn.call is None:
             return None
-        return batch.get("labels") if isinstance(batch, Mapping) else batch[-1]
+        return split_labels(batch)[2]
 
     def loss(self, outputs: Any, target: Any) -> Any:
         """The mean loss of a batch."""

@@ -16,10 +16,37 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
+from ritz._core.batches import Batch
 from ritz._core.checks import check_choice, check_real_floating
 from ritz._core.modes import Precision, arithmetic, evaluating
 from ritz._core.params import ParamSpace
-from ritz.curvature._risk.batches import Batch, outside_inference
+
+# ------------------------------------------------------------------------------------------
+# Tensors that have derivatives, even if the caller is in inference mode.
+
+
+@contextmanager
+def recorded() -> Iterator[None]:
+    """Record operations for a backward pass, whatever the mode outside the block."""
+    with outside_inference(), torch.enable_grad():
+        yield
+
+
+@contextmanager
+def outside_inference() -> Iterator[None]:
+    """Leave inference mode for the block: tensors made in that mode never have a gradient."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def differentiable(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy if it was made in inference mode."""
+    with outside_inference():
+        return tensor.clone() if tensor.is_inference() else tensor
+
 
 # ------------------------------------------------------------------------------------------
 # A point in weight space: which parameters vary, their values, and all that stays constant.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value
 
+from ritz._core.batches import Batch, join_rows, take_rows
 from ritz._core.checks import check_choice, check_count, check_range, check_tensor
 from ritz._core.distributed import Group, all_sum
 from ritz._core.modes import (
@@ -24,14 +25,7 @@ from ritz._core.modes import (
     recomputed_statistics,
 )
 from ritz._core.params import ParamSpace
-from ritz.curvature._risk.batches import (
-    Batch,
-    Batches,
-    differentiable,
-    joined,
-    outside_inference,
-    rows,
-)
+from ritz.curvature._risk.batches import Batches
 from ritz.curvature._risk.losses import (
     Adapter,
     Forward,
@@ -45,6 +39,8 @@ from ritz.curvature._risk.modes import (
     Params,
     Selection,
     copied,
+    differentiable,
+    outside_inference,
     product_modes,
     selected,
 )
@@ -129,7 +125,7 @@ def _check_mean(risk: "Risk", context: Context, size: int, index: int) -> None:
     if not risk.separable or context.masks is not None:
         return
     few = torch.arange(min(4, size), device=risk.theta.device)
-    batches = (rows(context.batch, few.repeat(times), size) for times in (1, 2))
+    batches = (take_rows(context.batch, few.repeat(times), size) for times in (1, 2))
     try:
         with torch.no_grad(), risk.settings():
             once, twice = (
@@ -361,7 +357,7 @@ class Risk:
         low, high = int(indices.min()), int(indices.max())
         if low < 0 or high >= size:
             raise ValueError(f"indices must be between 0 and {size - 1}, got {low} to {high}")
-        chosen = [rows(batch, part, size) for part in indices.split(batch_size)]
+        chosen = [take_rows(batch, part, size) for part in indices.split(batch_size)]
         return self._on_batches(chosen, [len(part) for part in indices.split(batch_size)])
 
     # What operators need
@@ -402,7 +398,7 @@ class Risk:
         if not pairs:
             raise ValueError("data must hold at least one batch for each process, got none for one")
         batches, sizes = zip(*pairs, strict=True)
-        return joined(batches, sizes), sum(sizes)
+        return join_rows(batches, sizes), sum(sizes)
 
     def contexts(self) -> Iterator[tuple[int, Context, float]]:
         """Number, context and weight of each of this process's batches, in their fixed order.

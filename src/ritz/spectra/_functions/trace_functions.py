@@ -1,6 +1,8 @@
-"""Traces of functions of a matrix."""
+"""Traces of functions of a matrix, by quadrature, polynomials, maximum entropy or eigenvalues."""
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -9,30 +11,42 @@ from torch import Tensor
 from ritz._core.checks import check_choice, check_count
 from ritz._core.progress import Progress
 from ritz._core.random import Probe, resolve_generator
-from ritz._core.results import Estimate, stderr
+from ritz._core.results import Estimate, Status
 from ritz._core.sampling import Sampling, column_dots
 from ritz.operators import LinearOperator, OperatorLike, as_operator
-from ritz.spectra._functions.expansions import Expansion, by_chebyshev, by_maxent, estimated
-from ritz.spectra._functions.forms import Budget
-from ritz.spectra._functions.gauss import (
+from ritz.spectra._functions.quadrature import (
+    Budget,
+    Expansion,
     Function,
-    checked,
+    Rule,
+    finite_function,
+    floor_error,
     gauss_rule,
     remainder,
     ritz_rules,
     shorter,
 )
-from ritz.spectra._functions.splitting import by_eigenvalues, by_krylov
-from ritz.spectra._lanczos import REORTHOGONALIZATIONS, Reorthogonalization
+from ritz.spectra._functions.splitting import by_krylov
+from ritz.spectra._lanczos import REORTHOGONALIZATIONS, Bounds, Reorthogonalization, bounds
+from ritz.spectra._maxent import EntropicDensity, Grid, in_interval, maxent
+from ritz.spectra._moments import Moments, moments
 
 TraceFunctionMethod = Literal["lanczos", "krylov", "chebyshev", "maxent", "eigenvalues"]
-TRACE_FUNCTION_METHODS = ("lanczos", "krylov", "chebyshev", "maxent", "eigenvalues")
-_METHODS: dict[str, Callable[[LinearOperator, Budget, Function], Expansion]] = {
-    "krylov": by_krylov,
-    "chebyshev": by_chebyshev,
-    "maxent": by_maxent,
-    "eigenvalues": by_eigenvalues,
-}
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Constants of the methods that use moments."""
+
+    # Probes where the caller gives no number; the default of `trace`.
+    probes: int = 32
+    # Maximum number of Lanczos steps for bounds of the spectrum; 20 to 60 are usual.
+    bound_steps: int = 200
+    # Beyond 60 moments maximum entropy fits the noise of the moments: studies/entropy_moments.py.
+    maxent_moments: int = 60
+
+
+TUNING = Tuning()
 
 
 def trace_function(
@@ -51,59 +65,58 @@ def trace_function(
     generator: torch.Generator | None = None,
     progress: bool | Progress = False,
 ) -> Estimate:
-    r"""Return :math:`\operatorname{tr} f(A) = \mathbb{E}[z^\top f(A) z]`.
+    r"""Estimate :math:`\operatorname{tr} f(A) = \mathbb{E}[z^\top f(A) z]`, with error bars.
 
-    ``lanczos`` is quadrature,
+    ``lanczos`` is Gauss quadrature,
 
     .. math:: z^\top f(A) z \approx \|z\|^2 \sum_{k=1}^m \tau_k f(\theta_k)
 
-    at ``num_steps`` products a probe. Memory: 6 vectors a probe of the block, or
-    ``num_steps + 5`` with re-orthogonalisation. Without it, the default here, lost orthogonality
-    repeats values and shares their weight among the copies, which delays convergence but leaves
-    the quadrature accurate (Greenbaum 1989); ``"full"`` converges in fewer steps where eigenvalues
-    are far apart. The ``truncation`` of the result is an estimate, not a bound, of what more steps
-    would change in the mean, from what the last ones did; zero where the Krylov spaces are
-    invariant, and NaN, unknown, for a single step.
+    at ``num_steps`` products per probe. Memory: 6 vectors per probe of a block, or
+    ``num_steps + 5`` with re-orthogonalisation. By default the runs are not re-orthogonalised. Ritz
+    values then repeat and share their weight, which delays convergence, but the quadrature stays
+    accurate (Greenbaum 1989). ``"full"`` converges in fewer steps if eigenvalues are far apart.
+    ``truncation`` is an estimate, not a bound, of the change that more steps would bring. It is
+    zero if the Krylov spaces are invariant, and NaN (unknown) for a single step.
 
-    The others spend as many products in all, ``num_steps * num_probes``. ``krylov`` gives six
-    tenths of them, and as many vectors of memory, to a block Krylov space, whose share of the trace
-    it takes from the projected matrix, and the rest to quadrature with probes orthogonal to it,
-    split between probes and steps by their errors: for spectra in which few eigenvalues count most.
-    ``chebyshev`` interpolates the function between ``floor`` and the norm; ``maxent`` takes its
-    mean under the density of maximum entropy with up to 60 moments. ``eigenvalues`` diagonalises
-    the matrix, formed by ``n`` products: exact. With a ``floor`` Gauss-Radau rules bracket the
-    quadrature of ``krylov``, as they do in :func:`ritz.logdet`.
+    The other methods spend ``num_steps * num_probes`` products in all. ``krylov`` spends six tenths
+    of them, and as many vectors of memory, on a block Krylov space, whose share of the trace it
+    takes from the projected matrix. The rest goes to quadrature with probes orthogonal to the
+    space; the two error bars decide how many probes and steps. Use it if few eigenvalues dominate.
+    ``chebyshev`` interpolates the function between ``floor`` and the norm. ``maxent`` takes its
+    mean under the density of maximum entropy with up to 60 moments. ``eigenvalues`` forms the
+    matrix by ``n`` products and diagonalises it, which is exact. With a ``floor``, Gauss-Radau
+    rules bracket the quadrature of ``krylov`` as in :func:`ritz.logdet`.
 
     Args:
-        op: Symmetric :math:`A`, ``(n, n)``; it may be indefinite.
+        op: Symmetric :math:`A`, ``(n, n)``. It may be indefinite.
         function: Elementwise :math:`f` on a float64 tensor of Ritz values, such as
             ``torch.reciprocal``, ``torch.exp``, ``torch.special.entr`` (:math:`-x \log x`) or
             ``lambda x: x**p``.
         num_steps: Krylov dimension ``m``; exact for polynomials of degree ``2 m - 1``.
-        num_probes: Probes; with ``rtol``, the least number.
+        num_probes: Number of probes. With ``rtol``, the smallest number.
         method: See above.
         floor: A number below the spectrum, for ``krylov``, ``chebyshev`` and ``maxent``.
-        rtol: Go on until the standard error is below this share of the mean (``lanczos``,
-            ``krylov``); the status says whether it is.
-        max_probes: Most probes for that.
-        block_size: Probes multiplied at once; what suits the operator by default.
+        rtol: Add probes until the standard error is below this fraction of the mean (``lanczos``,
+            ``krylov``). The status says whether it is.
+        max_probes: Maximum number of probes with ``rtol``.
+        block_size: Probes per product. Defaults to the block size of the operator.
         reorthogonalize: ``none``, ``partial`` or ``full``.
         probe: ``rademacher`` or ``gaussian``.
-        generator: Source of the probes.
+        generator: Source of the probes. Defaults to a new generator with seed 0.
         progress: Show a progress bar, or a :class:`Progress` to report to.
 
     Reference: Golub and Meurant (1994); Ubaru, Chen and Saad (2017); Chen and Hallman (2023) for
     ``krylov``.
     """
     op = as_operator(op)
-    check_choice("method", method, TRACE_FUNCTION_METHODS)
+    check_choice("method", method, ("lanczos", *_METHODS))
     check_count("num_steps", num_steps, high=op.shape[0])
     check_choice("reorthogonalize", reorthogonalize, REORTHOGONALIZATIONS)
     generator = resolve_generator(generator)
     plan = Sampling(num_probes, rtol, max_probes, block_size, probe)
     if method != "lanczos":
         budget = Budget(num_steps * num_probes, num_probes, floor, rtol, generator, progress)
-        return estimated(_METHODS[method](op, budget, checked(function)), budget)
+        return as_estimate(_METHODS[method](op, budget, finite_function(function)), budget)
 
     spent, exact = 0, True
 
@@ -120,11 +133,9 @@ def trace_function(
     label = "trace of a function"
     samples, _ = plan.run(op, measure, generator=generator, progress=progress, label=label)
     values, change = samples[:, 0], remainder(*samples.mean(0)).abs()
-    return Estimate(
-        mean=values.mean(),
-        stderr=stderr(values),
+    return Estimate.of(
+        values,
         truncation=change if exact or num_steps > 1 else torch.full_like(change, torch.nan),
-        samples=values,
         num_products=spent,
         method=f"Lanczos quadrature, {num_steps} steps",
         status=plan.status(values),
@@ -132,9 +143,156 @@ def trace_function(
     )
 
 
-def _apply(function: Callable[[Tensor], Tensor], rule: tuple[Tensor, Tensor]) -> Tensor:
+def _apply(function: Function, rule: Rule) -> Tensor:
     nodes, weights = rule
     used = weights > 0
-    # A node of weight zero only fills the block: it may lie where there is no function.
-    values = checked(function)(torch.where(used, nodes, nodes[used][0]))
+    # Nodes of weight zero are padding: they may lie outside the domain of the function.
+    values = finite_function(function)(torch.where(used, nodes, nodes[used][0]))
     return (weights * values).sum(0)
+
+
+def as_estimate(expansion: Expansion, budget: Budget) -> Estimate:
+    """Return the mean of the samples with both error bars, judged by the ``rtol`` of the budget."""
+    samples, truncation = expansion.samples, expansion.truncation
+    method, spent = expansion.how, expansion.num_products
+    seed = budget.generator.initial_seed()
+    if len(samples) > 1:
+        estimate = Estimate.of(
+            samples, truncation=truncation, method=method, num_products=spent, seed=seed
+        )
+    else:
+        estimate = Estimate.exact(
+            samples.mean(), truncation=truncation, method=method, num_products=spent, seed=seed
+        )
+    return replace(estimate, status=_status(estimate, float(truncation), budget.rtol))
+
+
+def _status(estimate: Estimate, truncation: float, rtol: float | None) -> Status:
+    mean, error = float(estimate.mean), float(estimate.stderr)
+    if rtol is None:
+        return Status(outcome="completed", message=f"error bars {error:.2g} and {truncation:.2g}")
+    both = math.hypot(error, truncation)
+    if both <= rtol * abs(mean):
+        return Status(outcome="converged", message=f"relative error below {rtol:.2g}")
+    advice = "more probes" if error > truncation else "more products, or a floor of the spectrum"
+    return Status(
+        outcome="max_steps",
+        message=f"relative error {both / abs(mean):.2g} where {rtol:.2g} was asked for",
+        advice=f"{advice} would lower the larger error bar",
+    )
+
+
+# ------------------------------------------------------------------------------------------
+# The methods that use moments or eigenvalues.
+
+
+def by_chebyshev(op: LinearOperator, budget: Budget, function: Function) -> Expansion:
+    r"""Interpolate :math:`f` between the floor and the norm: :math:`\sum_j c_j \mu_j`."""
+    measured = _moments(op, budget, budget.num_products, function)
+    n, degree = op.shape[0], len(measured.mean) - 1
+    series, gap = _interpolation(function, measured.interval, degree)
+    samples = n * (measured.samples @ series)
+    how = f"Chebyshev series of degree {degree}, {len(samples)} probes"
+    return Expansion(samples, n * gap, measured.num_products, how)
+
+
+def by_maxent(op: LinearOperator, budget: Budget, function: Function) -> Expansion:
+    r"""Take :math:`n \int q f` of the density :math:`q` of maximum entropy.
+
+    To first order :math:`\int q f` changes with the moments by the coefficients of the regression
+    of :math:`f` on the polynomials under :math:`q`. That gives one sample per probe.
+    """
+    most = (budget.num_probes or TUNING.probes) * TUNING.maxent_moments // 2
+    measured = _moments(op, budget, min(budget.num_products, most), function)
+    n, degree = op.shape[0], len(measured.mean) - 1
+    density: EntropicDensity = maxent(measured)
+    density.raise_if_failed()
+    slopes = _regression(density, function)
+    values = density.expectation(function) + (measured.samples[:, 1:] - measured.mean[1:]) @ slopes
+    # Two densities with the same moments agree on the interpolating polynomial p. Their means of f
+    # differ by at most 2 max |f - p|.
+    truncation = 2 * n * _interpolation(function, measured.interval, degree)[1]
+    how = f"maximum entropy, {degree} moments, {len(values)} probes"
+    return Expansion(n * values, truncation, measured.num_products, how)
+
+
+def _by_eigenvalues(op: LinearOperator, budget: Budget, function: Function) -> Expansion:
+    n = op.shape[0]
+    values = torch.linalg.eigvalsh(op.dense().double()).cpu()
+    return Expansion.exact(float(function(values).sum()), n, f"all {n:,} eigenvalues")
+
+
+_METHODS: dict[str, Callable[[LinearOperator, Budget, Function], Expansion]] = {
+    "krylov": by_krylov,
+    "chebyshev": by_chebyshev,
+    "maxent": by_maxent,
+    "eigenvalues": _by_eigenvalues,
+}
+
+
+def _interpolation(
+    function: Function, interval: tuple[float, float], degree: int
+) -> tuple[Tensor, Tensor]:
+    """Return the Chebyshev series that interpolates a function, and its largest error."""
+    # Discrete orthogonality at the Chebyshev nodes x_g: c_j = 2/(m + 1) sum_g T_j(x_g) f(x_g),
+    # and half of that for j = 0.
+    grid = Grid.make(degree + 1, degree)
+    values = function(in_interval(grid.nodes, interval))
+    series = (2 / (degree + 1)) * grid.polynomials.T @ values
+    series[0] /= 2
+    fine = Grid.make(20 * degree + 200, degree)
+    gap = fine.polynomials @ series - function(in_interval(fine.nodes, interval))
+    return series, gap.abs().max()
+
+
+def _moments(op: LinearOperator, budget: Budget, num_products: int, function: Function) -> Moments:
+    steps = min(TUNING.bound_steps, max(2, num_products // 3))
+    ends = bounds(op, max_steps=steps, generator=budget.generator)
+    left = num_products - ends.num_products
+    num_probes = budget.num_probes or max(2, min(TUNING.probes, left))
+    measured = moments(
+        op,
+        num_moments=max(2, 2 * (left // num_probes)),
+        interval=_interval(ends, budget.floor, function, torch.finfo(op.dtype).eps),
+        num_probes=num_probes,
+        generator=budget.generator,
+        progress=budget.progress,
+    )
+    return replace(measured, num_products=measured.num_products + ends.num_products)
+
+
+def _interval(
+    ends: Bounds, floor: float | None, function: Function, eps: float
+) -> tuple[float, float]:
+    """Return where to expand the function: from the floor, or from a bound in its domain."""
+    smallest, largest = ends.ritz or tuple(ends)
+    # Ritz values lie within the spectrum: a logarithm raises if one is not positive.
+    function(torch.tensor([smallest, largest], dtype=torch.float64))
+    size = max(abs(smallest), abs(largest))
+    if floor is not None and smallest < floor - 100 * eps * size:
+        raise floor_error(floor, smallest)
+    # The spectrum of a multiple of the identity is a point: give it an interval.
+    margin = 0.01 * (size or 1.0) if ends.high - ends.low <= eps**0.5 * size else 0.0
+    low = ends.low - margin if floor is None else floor
+    try:
+        function(torch.tensor([low], dtype=torch.float64))
+    except ValueError as error:
+        raise ValueError(
+            f"floor must be given where bounds of the spectrum reach beyond the domain of the "
+            f"function, got [{ends.low:.3g}, {ends.high:.3g}] and no floor"
+        ) from error
+    return low, ends.high + margin
+
+
+def _regression(density: EntropicDensity, function: Function) -> Tensor:
+    """Return the coefficients of the function on the polynomials under the density."""
+    grid = Grid.make(density.grid_size, len(density.alphas))
+    points = in_interval(grid.nodes, density.interval)
+    shares = grid.weights * density.pdf(points)
+    shares = shares / shares.sum()
+    # d E_q[f] / d mu = (cov_q(T) + diag(r))^{-1} cov_q(T, f), with the ridge r of the dual.
+    polynomials, values = grid.polynomials[:, 1:], function(points)
+    centred = polynomials - shares @ polynomials
+    covariance = centred.T @ (shares[:, None] * centred) + torch.diag(density.ridge)
+    slopes: Tensor = torch.linalg.solve(covariance, centred.T @ (shares * values))
+    return slopes

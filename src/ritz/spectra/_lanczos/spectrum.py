@@ -1,6 +1,6 @@
 """The result of a Lanczos run."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -43,10 +43,10 @@ class Spectrum:
     values: Tensor
     weights: Tensor
     residuals: Tensor
-    roundoff: float
-    vectors: Tensor | None
-    diagonal: Tensor
-    off_diagonal: Tensor
+    roundoff: float = field(repr=False)
+    vectors: Tensor | None = field(repr=False)
+    diagonal: Tensor = field(repr=False)
+    off_diagonal: Tensor = field(repr=False)
     dimension: int
     num_products: int
     operator: str
@@ -55,7 +55,7 @@ class Spectrum:
     settings: dict[str, str | int | float | bool | None]
     seed: int | None
     status: Status
-    cosines: Tensor | None = None
+    cosines: Tensor | None = field(default=None, repr=False)
 
     def raise_if_failed(self) -> None:
         """Raise :class:`ritz.NotConvergedError` unless the run ended as asked, which it does."""

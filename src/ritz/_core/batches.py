@@ -1,0 +1,124 @@
+"""Batches: their tensors, rows, devices, inputs and labels.
+
+A batch is a tensor, or tuples, lists and dictionaries of tensors and other values. A tensor with
+one row per sample is cut and joined by rows. Everything else belongs to the batch as a whole and
+is passed on unchanged.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils.data import TensorDataset
+
+Batch = Any
+
+
+def tensors(batch: Batch) -> list[Tensor]:
+    """Return all tensors of a batch, in order."""
+    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+
+
+def num_rows(batch: Batch, name: str = "a batch") -> int:
+    """Return the number of samples of a batch: the length of its first tensor."""
+    for tensor in tensors(batch):
+        if tensor.ndim:
+            return len(tensor)
+    raise TypeError(f"{name} must hold a tensor whose length is the number of samples, got "
+                    f"{type(batch).__name__}: pass count= if samples are counted otherwise"
+                    )  # fmt: skip
+
+
+def common_rows(batch: Batch, name: str = "data") -> int:
+    """Return the number of rows that all tensors of a batch have; raise if they differ."""
+    lengths = [len(tensor) if tensor.ndim else 0 for tensor in tensors(batch)]
+    if len(set(lengths)) > 1:
+        raise ValueError(f"{name} must be tensors of one length, got {lengths}")
+    if not lengths or not lengths[0]:
+        raise ValueError(f"{name} must hold samples, got none")
+    return lengths[0]
+
+
+def is_rows(leaf: Any, size: int) -> bool:
+    """Return whether a leaf of a batch is a tensor with one row for each of ``size`` samples."""
+    return isinstance(leaf, Tensor) and bool(leaf.ndim) and len(leaf) == size
+
+
+def take_rows(batch: Batch, indices: Tensor | slice, size: int) -> Batch:
+    """Return some samples of a batch of ``size`` samples, as a batch."""
+    return tree_map(lambda leaf: leaf[indices] if is_rows(leaf, size) else leaf, batch)
+
+
+def split_rows(batch: Batch, batch_size: int) -> list[Batch]:
+    """Cut tensors of one length into batches of ``batch_size`` samples; the last may be smaller."""
+    size = common_rows(batch)
+    starts = range(0, size, batch_size)
+    return [take_rows(batch, slice(start, start + batch_size), size) for start in starts]
+
+
+def join_rows(batches: Sequence[Batch], sizes: Sequence[int]) -> Batch:
+    """Return one batch with the samples of several; values other than rows must be equal."""
+    leaves, spec = tree_flatten(batches[0])
+    columns = list(zip(*map(tree_leaves, batches), strict=True))
+    by_sample = [all(map(is_rows, column, sizes)) for column in columns]
+    if not any(by_sample):
+        raise ValueError("data must hold tensors with one row per sample, got none with "
+                         f"{sizes[0]} rows in a batch")  # fmt: skip
+    for place, column in enumerate(columns):
+        shapes = sorted({tuple(leaf.shape) for leaf in column if isinstance(leaf, Tensor)})
+        if by_sample[place] and len({shape[1:] for shape in shapes}) == 1:
+            leaves[place] = torch.cat(column)
+        elif not all(_equal(leaf, column[0]) for leaf in column):
+            raise ValueError("batches can be joined if tensors have rows of one shape and all "
+                             f"other values are equal, got {shapes or set(column)}")  # fmt: skip
+    return tree_unflatten(leaves, spec)
+
+
+def to_device(batch: Batch, device: torch.device, *, non_blocking: bool = False) -> Batch:
+    """Return a batch with all its tensors on a device, and dictionaries for other mappings."""
+
+    def move(leaf: Any) -> Any:
+        return leaf.to(device, non_blocking=non_blocking) if hasattr(leaf, "to") else leaf
+
+    return tree_map(move, as_plain(batch))
+
+
+def as_plain(batch: Batch) -> Batch:
+    """Return mappings of other kinds, such as the output of tokenizers, as a dictionary."""
+    return dict(batch) if isinstance(batch, Mapping) and type(batch) is not dict else batch
+
+
+def is_tensors(data: Any) -> bool:
+    """Return whether data are all samples at once as a tuple of tensors."""
+    return isinstance(data, tuple) and bool(data) and all(isinstance(x, Tensor) for x in data)
+
+
+def as_one_batch(data: Any) -> Batch | None:
+    """Return data that hold all samples at once as one batch, or ``None`` for other data."""
+    if isinstance(data, TensorDataset):
+        return data.tensors
+    if isinstance(data, Tensor):
+        return (data,)
+    return as_plain(data) if is_tensors(data) or isinstance(data, Mapping) else None
+
+
+def split_labels(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """Return positional inputs, keyword inputs and labels of a batch.
+
+    A batch is ``(*inputs, labels)``, a dictionary of keyword inputs with ``labels`` among them, or
+    inputs alone; then the labels are ``None``.
+    """
+    if isinstance(batch, Mapping):
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        return (), inputs, batch.get("labels")
+    if not isinstance(batch, tuple | list):
+        return (batch,), {}, None
+    return (tuple(batch[:-1]), {}, batch[-1]) if len(batch) > 1 else (tuple(batch), {}, None)
+
+
+def _equal(left: Any, right: Any) -> bool:
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return torch.equal(left, right)
+    return bool(left == right)
