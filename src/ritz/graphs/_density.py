@@ -60,10 +60,8 @@ def jackknife(values: Tensor) -> Tensor:
     r"""Return the standard error :math:`\sqrt{\frac{g-1}{g} \sum_k (v_k - \bar v)^2}`.
 
     Args:
-        values: Values without one group at a time, ``(g, *s)``; the error is zero if ``g`` is 0.
+        values: Values without one group at a time, ``(g, *s)``.
     """
-    if not len(values):
-        return torch.zeros(values.shape[1:], dtype=torch.float64)
     spread = (values - values.mean(0)).square().sum(0)
     return (spread * (len(values) - 1) / len(values)).sqrt()
 
@@ -72,11 +70,9 @@ def bias(values: Tensor, whole: Tensor) -> Tensor:
     r"""Return the bias :math:`(g - 1)(\bar v - v)` of a statistic, by the jackknife.
 
     Args:
-        values: Values without one group at a time, ``(g, *s)``; the bias is zero if ``g`` is 0.
+        values: Values without one group at a time, ``(g, *s)``.
         whole: Value of all samples, ``(*s)``.
     """
-    if not len(values):
-        return torch.zeros_like(whole)
     return (len(values) - 1) * (values.mean(0) - whole)
 
 

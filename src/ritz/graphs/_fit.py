@@ -14,7 +14,7 @@ from ritz._core.random import resolve_generator
 from ritz._core.storage import storable
 from ritz.graphs._density import INTERVAL, jackknife, leave_out, matched_within, moments
 from ritz.graphs._families import TUNING, Family, Model, Outline, families, siblings
-from ritz.graphs._graph import Graph, GraphError
+from ritz.graphs._graph import GraphError
 from ritz.graphs._io import GraphLike
 from ritz.graphs._matrices import with_edges
 from ritz.graphs._similarity import multipliers, symmetric_kl
@@ -110,33 +110,6 @@ class Fit:
 
 
 @dataclass(frozen=True, slots=True)
-class _Target:
-    """The spectrum of the graph, and how the moments of drawn graphs are measured."""
-
-    moments: Moments
-    density: EntropicDensity
-    errors: Tensor
-    num_probes: int
-
-    @classmethod
-    def of(
-        cls, graph: Graph, num_moments: int, num_probes: int, size: int, generator: torch.Generator
-    ) -> "_Target":
-        sampled = moments(
-            graph, num_moments=num_moments, num_probes=num_probes, generator=generator
-        )
-        # One eigenvalue of a drawn graph has the mass 1 / size: nothing finer can be distinguished.
-        errors = sampled.stderr.clamp_min(1 / size)
-        density = maxent(sampled.mean, interval=INTERVAL, stderr=errors)
-        return cls(sampled, density, matched_within(density), num_probes)
-
-    def features(self, means: Tensor) -> Tensor:
-        """Multipliers and moments of the spectra of mean moments ``(N, m + 1)``."""
-        errors = self.errors.expand_as(means)
-        return multipliers(means, maxent(means, interval=INTERVAL, stderr=errors))
-
-
-@dataclass(frozen=True, slots=True)
 class _Tried:
     """Values of a family that were tried, ascending, with features and divergences."""
 
@@ -187,22 +160,46 @@ class _Tried:
 
 @final
 class _Search:
-    """A target, and the seeds of all graphs that are drawn to be compared with it."""
+    """The spectrum of a graph, and the seeds of all graphs that are drawn for comparison.
+
+    Args:
+        sampled: Moments of the graph.
+        size: Vertices of drawn graphs.
+        num_probes: Probes of drawn graphs.
+        num_draws: Graphs drawn at each value.
+        num_repeats: Graphs drawn at the minimum for the interval.
+        generator: Source of the seeds.
+    """
 
     def __init__(
-        self, target: _Target, num_draws: int, num_repeats: int, generator: torch.Generator
+        self,
+        sampled: Moments,
+        size: int,
+        num_probes: int,
+        num_draws: int,
+        num_repeats: int,
+        generator: torch.Generator,
     ) -> None:
-        def draw_seeds(count: int) -> list[int]:
-            seeds: list[int] = torch.randint(0, 2**62, (count,), generator=generator).tolist()
-            return seeds
-
-        self.target, self.num_draws = target, num_draws
+        self.sampled, self.num_probes, self.num_draws = sampled, num_probes, num_draws
+        # One eigenvalue of a drawn graph has the mass 1 / size: nothing finer can be distinguished.
+        errors = sampled.stderr.clamp_min(1 / size)
+        self.density: EntropicDensity = maxent(sampled.mean, interval=INTERVAL, stderr=errors)
+        self.errors = matched_within(self.density)
+        self.features = self.features_of(sampled.mean[None])
         self.num_drawn = 0
         self.report: Callable[[int], None] = lambda num_drawn: None
         # The same seeds at every value, so that divergences vary smoothly with the value.
-        self.seeds = draw_seeds(TUNING.final * num_draws)
-        self.repeats = draw_seeds(num_repeats)
-        self.features = target.features(target.moments.mean[None])
+        self.seeds: list[int]
+        self.repeats: list[int]
+        self.seeds, self.repeats = (
+            torch.randint(0, 2**62, (count,), generator=generator).tolist()
+            for count in (TUNING.final * num_draws, num_repeats)
+        )
+
+    def features_of(self, means: Tensor) -> Tensor:
+        """Multipliers and moments of the spectra of mean moments ``(N, m + 1)``."""
+        errors = self.errors.expand_as(means)
+        return multipliers(means, maxent(means, interval=INTERVAL, stderr=errors))
 
     def max_drawn(self, choices: Sequence[Family]) -> int:
         """Maximum number of graphs that are drawn for a model of these families."""
@@ -214,7 +211,8 @@ class _Search:
 
     def nearest(self, choices: Sequence[Family], outline: Outline) -> ModelFit:
         """The nearest graphs of a model: its parameter, and its whole number if it has one."""
-        coarse = min((self.over_range(one) for one in choices), key=lambda one: one.least)
+        whole_range = [one.values(one.low, one.high, one.num_values) for one in choices]
+        coarse = min(map(self.try_values, choices, whole_range), key=lambda one: one.least)
         values = coarse.values.tolist()
         between = coarse.family.values(*coarse.around_best(), TUNING.fine_values)
         new = [value for value in between if value not in values]
@@ -237,10 +235,6 @@ class _Search:
             best = best.joined(self.beside(best.family, coarse, TUNING.fine_values))
         return self.finish(best, others)
 
-    def over_range(self, family: Family) -> _Tried:
-        """Try values over the whole range."""
-        return self.try_values(family, family.values(family.low, family.high, family.num_values))
-
     def beside(self, family: Family, best: _Tried, count: int) -> _Tried:
         """Try values around the best of another family of the model."""
         # The same fraction of the largest value: for blocks, that is where the eigenvalues between
@@ -253,7 +247,7 @@ class _Search:
         """Draw graphs at some values and compare their spectra with the target."""
         seeds = self.seeds[: self.num_draws]
         means = torch.stack([self.draw(family, value, seeds).mean(0) for value in values])
-        features = self.target.features(means)
+        features = self.features_of(means)
         divergences = symmetric_kl(self.features, features)[0]
         return _Tried(family, torch.tensor(values, dtype=torch.float64), features, divergences)
 
@@ -264,8 +258,8 @@ class _Search:
             generator = torch.Generator().manual_seed(seed)
             sampled = moments(
                 family.draw(value, generator),
-                num_moments=len(self.target.errors) - 1,
-                num_probes=self.target.num_probes,
+                num_moments=len(self.errors) - 1,
+                num_probes=self.num_probes,
                 generator=generator,
             )
             rows.append(sampled.mean)
@@ -284,8 +278,8 @@ class _Search:
         value = tried.minimum(tried.divergences)
         rounded = round(value) if family.spacing == "whole" else value
         draws = self.draw(family, rounded, self.seeds)
-        whole = self.target.features(draws.mean(0, keepdim=True))
-        repeats = self.target.features(self.draw(family, rounded, self.repeats))
+        whole = self.features_of(draws.mean(0, keepdim=True))
+        repeats = self.features_of(self.draw(family, rounded, self.repeats))
         typical = symmetric_kl(repeats, whole)[:, 0].quantile(0.95)
         parameters, interval = dict(family.fixed), {}
         if family.parameter:
@@ -312,11 +306,11 @@ class _Search:
 
     def error(self, draws: Tensor, whole: Tensor) -> float:
         """Standard error of the divergence: draws and probes are independent."""
-        without = self.target.features(leave_out(draws))
+        without = self.features_of(leave_out(draws))
         variance = jackknife(symmetric_kl(without, self.features)[:, 0]).square()
-        left = leave_out(self.target.moments.samples)
+        left = leave_out(self.sampled.samples)
         if len(left):
-            parts = self.target.features(left)
+            parts = self.features_of(left)
             variance = variance + jackknife(symmetric_kl(parts, whole)[:, 0]).square()
         return float(variance.sqrt())
 
@@ -408,8 +402,8 @@ def fit(
     if graph.num_loops:
         degrees = degrees - torch.from_numpy(graph.to_scipy().diagonal() != 0).long()
     outline = Outline(degrees=degrees, num_nodes=size)
-    target = _Target.of(graph, num_moments, num_probes, size, generator)
-    search = _Search(target, num_draws, num_repeats, generator)
+    sampled = moments(graph, num_moments=num_moments, num_probes=num_probes, generator=generator)
+    search = _Search(sampled, size, num_probes, num_draws, num_repeats, generator)
     choices = [families(model, outline) for model in models]
     totals = [search.max_drawn(some) for some in choices]
     fits: list[ModelFit] = []
@@ -425,7 +419,7 @@ def fit(
     return Fit(
         fits=(first, *(one for one in ranked if one is not first)),
         num_nodes=size,
-        density=target.density,
+        density=search.density,
         seed=generator.initial_seed(),
     )
 

@@ -157,7 +157,7 @@ class _Packed:
     keys: Int
     weights: Float | None
     loops: Int
-    loop_weights: Float | None
+    loop_weights: Float
     num_zero: int
 
     def sort(self) -> None:
@@ -173,11 +173,11 @@ class _Packed:
         first = _first_of_sorted(self.keys)
         if first.all():
             return
-        starts = np.flatnonzero(first)
         if self.weights is not None:
-            self.weights = (np.add if sums else np.maximum).reduceat(self.weights, starts)
+            combine = np.add if sums else np.maximum
+            self.weights = combine.reduceat(self.weights, np.flatnonzero(first))
         elif sums:
-            self.weights = np.diff(starts, append=len(first)).astype(np.float64)
+            self.weights = np.diff(np.flatnonzero(first), append=len(first)).astype(np.float64)
         self.keys = self.keys[first]
 
     def drop_directions(self) -> tuple[int, int, int]:
@@ -257,13 +257,10 @@ def _pack(ends: list[Array], weights: list[Float], ids: Int | None) -> _Packed:
         if values is not None:
             values[part] = weight
         done += len(u)
-    return _Packed(
-        keys=keys[:done],
-        weights=None if values is None else values[:done],
-        loops=np.concatenate(loops),
-        loop_weights=None if values is None else np.concatenate(loop_weights),
-        num_zero=num_zero,
-    )
+    all_loops = np.concatenate(loops)
+    if values is None:
+        return _Packed(keys[:done], None, all_loops, np.ones(len(all_loops)), 0)
+    return _Packed(keys[:done], values[:done], all_loops, np.concatenate(loop_weights), num_zero)
 
 
 # ------------------------------------------------------------------------------------------
@@ -351,9 +348,9 @@ def _diagonal(packed: _Packed, n: int, records: Records, rules: Rules) -> Float 
         )
     if rules.self_loops != "keep" or not len(packed.loops):
         return None
-    weights = np.ones(len(packed.loops)) if packed.loop_weights is None else packed.loop_weights
     diagonal = np.zeros(n)
-    (np.add if rules.multi_edges == "sum" else np.maximum).at(diagonal, packed.loops, weights)
+    combine = np.add if rules.multi_edges == "sum" else np.maximum
+    combine.at(diagonal, packed.loops, packed.loop_weights)
     return diagonal
 
 
