@@ -1,6 +1,7 @@
 """Matrix Market, GML, GraphML and METIS, against what NetworkX and SciPy read."""
 
 import gzip
+import sys
 
 import networkx as nx
 import numpy as np
@@ -140,6 +141,43 @@ def test_gml_as_newman_writes_it(tmp_path):
     found = read(path)
     assert found.names == ("over two lines", "2", "7")
     assert found.to_scipy().toarray().tolist() == [[0, 3, 0], [3, 0, 1], [0, 1, 0]]
+
+
+def test_gml_may_list_an_edge_twice_without_saying_so(tmp_path):
+    path = tmp_path / "graph.gml"
+    nodes = "node [ id 0 ] node [ id 1 ] node [ id 2 ]"
+    edges = "edge [ source 0 target 1 ] edge [ source 1 target 0 ] edge [ source 1 target 2 ]"
+    path.write_text(f"graph [ {nodes} {edges} ]")
+    found = read(path)
+    assert (found.num_edges, found.intake.num_merged) == (2, 1)
+
+
+@pytest.mark.parametrize("kind", ["gml", "graphml"])
+def test_self_loops_and_isolated_vertices_of_files_are_recorded(tmp_path, kind):
+    path = tmp_path / f"graph.{kind}"
+    graph = nx.Graph([(0, 1), (1, 1)])
+    graph.add_node(2)
+    {"gml": nx.write_gml, "graphml": nx.write_graphml}[kind](graph, path)
+    found = read(path)
+    assert (found.num_nodes, found.num_isolated, found.intake.num_self_loops) == (3, 1, 1)
+    assert read(path, self_loops="keep").num_loops == 1
+
+
+@pytest.mark.parametrize("kind", ["gml", "graphml"])
+def test_the_error_without_networkx_says_what_to_install(tmp_path, monkeypatch, kind):
+    path = tmp_path / f"graph.{kind}"
+    {"gml": nx.write_gml, "graphml": nx.write_graphml}[kind](nx.path_graph(3), path)
+    monkeypatch.setitem(sys.modules, "networkx", None)
+    with pytest.raises(ImportError, match=f"reading {kind} needs networkx: pip install"):
+        read(path)
+
+
+def test_an_entity_bomb_is_refused_before_it_is_parsed(tmp_path):
+    path = tmp_path / "bomb.graphml"
+    entities = "".join(f'<!ENTITY e{i + 1} "{f"&e{i};" * 10}">' for i in range(12))
+    path.write_text(f'<!DOCTYPE g [<!ENTITY e0 "lol">{entities}]><graphml>&e12;</graphml>')
+    with pytest.raises(GraphError, match="declares a document type or an entity"):
+        read(path)
 
 
 def test_graphml_defaults_of_keys(tmp_path):

@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ MAX_ID = 2**63 - 1
 _SEPARATORS = bytes.maketrans(b"\t\r\v\f,;\x1c\x1d\x1e\x1f", b"      ????")
 _COMMENT = re.compile(rb"[#%][^\n]*")
 _NUMBER = re.compile(rb"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
+_Blocks = Iterator[tuple[bytes, int]]
 _FEW_LINES = 64  # parsed one by one in Python, where NumPy refuses a block
 
 
@@ -213,8 +215,8 @@ def read_matrix_market(
             number.
         strict: Raise at the first invalid entry instead of counting it as rejected.
     """
-    name, blocks = source.name, source.lines()
-    header, rest = _split_header(blocks)
+    name = source.name
+    header, blocks = _split_header(source.lines())
     try:
         rows, columns, num_entries, *kind = scipy.io.mminfo(io.BytesIO(header))
     except (ValueError, OverflowError) as error:
@@ -237,7 +239,6 @@ def read_matrix_market(
     width = 2 if field == "pattern" else 3
     ids = Layout(columns=width, weights=None if weights is not False else False, low=1, high=rows)
     reader = LineReader(records, ids, strict=strict)
-    reader.feed(rest, 1 + header.count(b"\n"))
     for block, number in blocks:
         reader.feed(block, number)
     num_read = records.num_accepted + records.num_rejected
@@ -247,16 +248,17 @@ def read_matrix_market(
     return records
 
 
-def _split_header(blocks: Iterator[tuple[bytes, int]]) -> tuple[bytes, bytes]:
-    """Comments with the first line after them, and the rest of the last block that was read."""
+def _split_header(blocks: _Blocks) -> tuple[bytes, _Blocks]:
+    """Comments with the first line after them, and all blocks of the rest."""
     head = b""
     for block, _ in blocks:
         head += block
         if match := _HEADER.match(head):
-            return head[: match.end()], head[match.end() :]
+            head, rest = head[: match.end()], head[match.end() :]
+            return head, chain([(rest, 1 + head.count(b"\n"))] if rest else [], blocks)
         if len(head) > _MAX_HEADER:
             break
-    return head, b""
+    return head, iter(())
 
 
 # ------------------------------------------------------------------------------------------
@@ -282,15 +284,15 @@ def read_metis(source: Source, *, weights: bool | None, num_nodes: int | None) -
         num_nodes: Number of vertices that the header must declare; ``None`` accepts any plausible
             number.
     """
-    name, blocks = source.name, source.lines(_MAX_METIS_LINE)
-    head, rest = _split_header(blocks)
+    name = source.name
+    head, blocks = _split_header(source.lines(_MAX_METIS_LINE))
     number = head.count(b"\n")
     header = _metis_header(f"{name}, line {number}", head.rstrip(b"\n").rpartition(b"\n")[2])
     check_size(name, header.num_nodes, header.num_edges, num_nodes)
     if weights and not header.weighted:
         raise GraphError(f"{name} has no weights of edges")
     records = Records(source=name, kind="arcs", num_nodes=header.num_nodes)
-    vertex = _add_neighbours(records, header, rest, number + 1, 0, weights is not False)
+    vertex = 0
     for block, number in blocks:
         vertex = _add_neighbours(records, header, block, number, vertex, weights is not False)
     if vertex < header.num_nodes:
