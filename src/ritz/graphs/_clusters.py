@@ -144,6 +144,7 @@ class Sampled:
     def below(self, threshold: float) -> tuple[float, float]:
         """Number of eigenvalues below a point, and its standard error."""
         at = torch.tensor([threshold], dtype=torch.float64)
+        # A band of one standard deviation either way is two standard errors wide.
         low, high = self.spread.cdf_band(at, sigmas=1.0)
         return self.num_nodes * float(self.density.cdf(at)), self.num_nodes * float(high - low) / 2
 
@@ -300,6 +301,7 @@ def count_clusters(
     generator = resolve_generator(generator)
     null = NullSpace.of(graph, torch.float64)
     num_probes = min(num_probes, TUNING.locating) if method == "krylov" else num_probes
+    # The middle of the bulk is the median of the eigenvalues that are not 0.
     zeros = null.dimension / graph.num_nodes
     few = method != "entropic" and graph.num_nodes - null.dimension <= TUNING.few
     sampled = sample_density(
@@ -320,6 +322,7 @@ def count_clusters(
     }
     if isinstance(sampled.gap, str):
         return _components_only(f"no gap: {sampled.gap}", facts)
+    # Blocks that fill the memory are float32, four bytes per entry.
     most = TUNING.memory // (4 * graph.num_nodes) if max_vectors is None else max_vectors
     width = _width(sampled, sampled.gap, null)
     short = ""
@@ -327,6 +330,8 @@ def count_clusters(
         short = f"not certified: block Krylov would need {width:,} vectors, max_vectors is {most:,}"
     if short or method in ("entropic", "lanczos"):
         return _sampled_count(sampled, _sampled_gap(sampled, sampled.gap, null), facts, short)
+    # Each way certifies the other: sampling has an error but misses nothing, block Krylov is exact
+    # but may miss eigenvalues.
     krylov = _BlockKrylov(graph, null, max(1, most), generator, progress)
     found = krylov.find(sampled.gap, width)
     facts["num_products"] += found.num_products

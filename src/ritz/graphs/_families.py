@@ -39,8 +39,9 @@ class Tuning:
     found again within their intervals. More values give the same and cost more draws.
     """
 
-    # Densities are searched from a quarter to four times that of the graph: a model with another
-    # shape of spectrum is nearest at another density, within a factor of two in the tests.
+    # Densities are searched from a quarter to four times that of the graph. The nearest
+    # Erdős-Rényi and Barabási-Albert graphs have 1.3 times the degree of the karate club, and 1.75
+    # times that of a small world.
     reach: float = 4.0
     # Values over the whole range, the same for each number of blocks, and between the neighbours of
     # the best.
@@ -62,7 +63,8 @@ class Tuning:
     # Vertices of drawn graphs, by default.
     fewest_nodes: int = 8
     most_nodes: int = 1000
-    # Rounds of switching edges of the configuration model; sparse graphs need two or three.
+    # Rounds of switching edges of the configuration model. Sparse graphs need 2 to 5, the karate
+    # club 21, half of all pairs 37; with 90 % of all pairs, 1 % of the edges are left to erase.
     rounds: int = 200
 
 

@@ -22,7 +22,7 @@ class Tuning:
 
     The graphs of ``tests/graphs/test_clusters.py`` and ``test_cluster_gaps.py`` decide: planted
     clusters with few and with moderate links, and random graphs, grids, paths and cycles, which
-    have none. "Free" means that half and twice the value give the same counts for all of them.
+    have none.
     """
 
     # A stretch is low if the density is below this fraction of the mean on either side.

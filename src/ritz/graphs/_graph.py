@@ -104,6 +104,7 @@ class Graph:
     @property
     def num_edges(self) -> int:
         """Number of edges, each counted once, including self-loops that were kept."""
+        # An edge has two entries, a self-loop has one.
         return (len(self.col) + self.num_loops) // 2
 
     @property
@@ -154,6 +155,7 @@ class Graph:
             nodes: Distinct indices ``(k,)``, or a mask ``(num_nodes,)``.
         """
         index = _indices(nodes, self.num_nodes)
+        # Without weights only the places matter: one byte per entry.
         matrix = self._csr(np.int8)[index][:, index]
         matrix.sort_indices()
         names = torch.arange(self.num_nodes) if self.names is None else self.names

@@ -117,6 +117,7 @@ def _arc_matrix(records: Records, *, sums: bool) -> Any:
     ends = np.concatenate([np.empty((2, 0), np.int64), *records.ends], axis=1)
     data = np.concatenate(records.weights) if records.weights else np.ones(ends.shape[1])
     if not sums and len(data):
+        # Sorted by row and column, repeats are neighbours; reduceat takes their maximum.
         order = np.lexsort((ends[1], ends[0]))
         ends, data = ends[:, order], data[order]
         starts = np.flatnonzero(np.append(True, (ends[:, 1:] != ends[:, :-1]).any(0)))
@@ -142,6 +143,7 @@ def _is_edge_index(x: Any, *, unambiguous: bool) -> bool:
         return False
     if not isinstance(x, Tensor | np.ndarray) or x.ndim != 2 or x.shape[0] != 2:
         return False
+    # Two rows are an edge_index, since no square matrix has them, unless there are two columns.
     if x.shape[1] != 2:
         return True
     if np.asarray(x.detach().cpu() if isinstance(x, Tensor) else x).dtype.kind not in "iu":
@@ -199,6 +201,7 @@ def _matrix(x: Any) -> Any:
     if x.dtype.kind not in "fiub":
         raise TypeError(f"the weight matrix of a graph must hold real numbers, got {x.dtype}")
     matrix: Any = scipy.sparse.csr_array(x)
+    # The array may share memory with x, which is not changed.
     if not matrix.has_canonical_format:
         matrix = matrix.copy()
         matrix.sum_duplicates()
@@ -210,6 +213,7 @@ def _matrix_records(matrix: Any, x: Any) -> Records:
     check_weights(data, "the weight matrix")
     n = matrix.shape[0]
     records = Records(source=type(x).__name__, kind="arcs", num_nodes=n)
+    # Row i has indptr[i + 1] - indptr[i] entries.
     rows = np.repeat(np.arange(n), np.diff(matrix.indptr))
     records.add(rows, matrix.indices.astype(np.int64), None if (data == 1).all() else data)
     return records

@@ -109,6 +109,7 @@ def _check_options(
 
 def _guess(path: Path, head: bytes) -> Format:
     """The format by the first bytes if these are distinctive, otherwise by the suffix."""
+    # XML and the banner of Matrix Market cannot begin an edge list, nor can "graph [".
     start = head.lstrip()
     if start[: len(BANNER)].lower() == BANNER.lower():
         return "mtx"

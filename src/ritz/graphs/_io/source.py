@@ -44,6 +44,7 @@ class Source:
     def read(self, size: int) -> bytes:
         """Return the next bytes, fewer than ``size`` only at the end."""
         block = self.stream.read(size)
+        # The position in the compressed file; a reader may look beyond the end.
         done = min(self.raw.tell(), os.fstat(self.raw.fileno()).st_size)
         self.tracker.update(done >> self.shift)
         return block
@@ -53,6 +54,7 @@ class Source:
         number, rest = 1, b""
         while block := self.read(CHUNK):
             block = rest + (block if number > 1 or rest else block.removeprefix(_BOM))
+            # Whole lines now; the beginning of the last line waits for the next block.
             cut = block.rfind(b"\n") + 1
             rest = block[cut:]
             if len(rest) > max_line:
