@@ -8,8 +8,9 @@ arrays. ``graph s`` adds the assembly into compressed rows, which is the same co
 comments as ritz does; pyarrow splits at one character, has no comments, and uses all cores.
 
 The results hold one more reader, ``own parser``: vectorised NumPy arithmetic on the digits, which
-ritz had before. It beat neither library in CPU time nor in memory, so it was replaced by
-``numpy.loadtxt``, which needs no further library.
+ritz had before. It beat neither library by 1.5 in CPU time or in memory, so it was replaced by
+``numpy.loadtxt``, which needs no further library and takes 1.0 of its CPU time without weights, 1.1
+with (the rows of 5 million edges, means of two rounds in turn).
 """
 
 import argparse

@@ -21,7 +21,7 @@ def test_a_run_folder_holds_all_that_it_takes(finished):
             "average.safetensors"} <= names  # fmt: skip
     config = read_run(finished)
     assert (config.model, config.data, config.batch_size) == ("own_model:net", "own_data:load", 16)
-    assert config.training["average_from"] == 2
+    assert config.training.average_from == 2
     kinds = [record["kind"] for record in read_log(finished / "log.jsonl")]
     assert kinds == ["epoch", "curvature", "epoch", "curvature"]
 
@@ -101,7 +101,7 @@ def test_a_rate_that_diverges_is_code_one(here, tmp_path, capsys):
         (["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
         (["--epochs", "0"], "--epochs must be at least 1, got 0"),
         (["--watch", "0"], "--watch must be at least 1, got 0"),
-        (["--average-from", "9"], "average_from must be between 1 and 2, got 9"),
+        (["--average-from", "9"], "--average-from must be between 1 and 2, got 9"),
         (["--optimizer", "gadan"], "no optimizer is named 'gadan'; did you mean gadam"),
         (["--schedule", "cosine"], "Invalid value for '--schedule'"),
         (["--set", "momentum"], "--set takes KEY=VALUE, got 'momentum'"),
@@ -132,7 +132,7 @@ def test_a_rate_that_was_refused_leaves_the_folder_to_the_right_one(here, tmp_pa
     assert ritz("train", *OWN, *SMALL, "--out", tmp_path / "run", "--lr", "0.1",
                 "--weight-decay", "0", "--clip-norm", "5", "--warmup", "2") == 0  # fmt: skip
     config = read_run(tmp_path / "run").training
-    assert config["optimizer_settings"] == {"lr": 0.1, "weight_decay": 0.0}
+    assert config.optimizer_settings == {"lr": 0.1, "weight_decay": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -228,6 +228,6 @@ def test_ctrl_c_saves_and_says_how_to_go_on(here, tmp_path):
     err = process.communicate()[1]
     assert process.returncode == 1
     assert "interrupted: SIGINT after" in err
-    assert "run the same again to go on" in err
+    assert "repeat the call to resume" in err
     done = len(read_log(log))
     assert 0 < done < 100_000

@@ -8,15 +8,10 @@ import sys
 import time
 
 import pytest
-import torch
 from cli.own import SMALL, ritz
-from torch.nn.functional import cross_entropy
 
-from ritz import data
-from ritz.cli.train import _monitors
 from ritz.training import read_log
-from ritz.training._data import DataParts
-from ritz.training._workflow import RunConfig, read_run
+from ritz.training._workflow import read_run
 
 OWN = ["--model", "own_model:net", "--data", "own_data:load"]
 
@@ -36,7 +31,7 @@ def test_a_refused_command_leaves_the_run_and_says_how_to_begin_anew(
     shutil.copytree(finished, tmp_path / "run")
     before = contents(tmp_path / "run")
     usual = ["train", *OWN, *SMALL, "--average-from", "2", "--out", tmp_path / "run"]
-    assert "begin anew with resume=False (--restart)" in refused(*usual, *change)
+    assert "start again with resume=False (--restart)" in refused(*usual, *change)
     assert contents(tmp_path / "run") == before
 
 
@@ -57,7 +52,7 @@ def test_a_first_command_that_fails_is_not_in_the_way(here, tmp_path, refused, w
     usual = ["train", *OWN, *SMALL, "--out", tmp_path / "run"]
     refused(*usual, *wrong)
     assert ritz(*usual, "--seed", "3", "--batch-size", "24") == 0
-    assert read_run(tmp_path / "run").seed == 3
+    assert read_run(tmp_path / "run").training.seed == 3
 
 
 def test_two_commands_in_one_folder_are_one_too_many(here, tmp_path, refused):
@@ -101,8 +96,8 @@ def test_averages_schedules_and_quantities_by_option(here, tmp_path, capsys):
                "--quantity", "trace", "--no-augment"]  # fmt: skip
     assert ritz("train", *OWN, *SMALL, *options, "--out", tmp_path / "run") == 0
     training = read_run(tmp_path / "run").training
-    assert (training["average_every"], training["schedule_unit"]) == ("step", "step")
-    assert training["augment"] is False
+    assert (training.average_every, training.schedule_unit) == ("step", "step")
+    assert training.augment is False
     watched = [x for x in read_log(tmp_path / "run/log.jsonl") if x["kind"] == "curvature"]
     assert {"variance", "variance_stderr", "trace"} <= watched[0].keys()
     assert "lambda_max" not in watched[0]
@@ -112,7 +107,7 @@ def test_patience_ends_a_run(here, tmp_path, capsys):
     usual = ["--epochs", "60", "--batch-size", "16", "--json", "--lr", "1", "--patience", "1"]
     assert ritz("train", *OWN, *usual, "--out", tmp_path / "run") == 0
     found = json.loads(capsys.readouterr().out)["result"]
-    assert found["outcome"] == "stopped"
+    assert found["status"]["outcome"] == "stopped"
     assert found["num_epochs"] < 60
     assert (tmp_path / "run" / "average.safetensors").exists()
 
@@ -129,27 +124,3 @@ def test_patience_ends_a_run(here, tmp_path, capsys):
 def test_bad_input_is_one_line(here, tmp_path, refused, arguments, line):
     assert line in refused("train", *OWN, *SMALL, "--out", tmp_path / "run", *arguments)
     assert not (tmp_path / "run").exists()
-
-
-def test_a_text_is_watched_by_its_tokens():
-    """Segments of unequal length count by tokens, and streams have whole segments."""
-    tokens = torch.randint(7, (300,), generator=torch.Generator().manual_seed(0))
-    split = data.TextSplit(tokens=tokens, length=50)
-    config = RunConfig(model="", data="", batch_size=600)
-    [monitor] = _monitors((1, ("trace",)), DataParts(train=split), config, cross_entropy)
-    table = torch.randn(7, 7, generator=torch.Generator().manual_seed(1))
-    model = torch.nn.Sequential(torch.nn.Embedding.from_pretrained(table, freeze=False), Turned())
-    risk = monitor._risk(model)
-    batches = list(split.batches(5))  # five streams of sixty: a segment of fifty, and of nine
-    with torch.no_grad():
-        total = sum(float(cross_entropy(model(x), y, reduction="sum")) for x, y in batches)
-    assert [y.shape[1] for _, y in batches] == [50, 9]
-    # Single precision, added up in another order.
-    assert risk.loss() == pytest.approx(total / (5 * 59), rel=1e-6)
-
-
-class Turned(torch.nn.Module):
-    """Classes in dimension 1, as the loss wants them."""
-
-    def forward(self, x):
-        return x.transpose(1, 2)

@@ -7,7 +7,7 @@ import torch
 from data.formats import idx_bytes
 
 from ritz import data
-from ritz.data._digits import read_idx
+from ritz.data._image_sets import read_idx
 
 
 def test_mnist_is_read_as_it_was_written(mnist_folder):

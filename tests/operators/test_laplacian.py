@@ -1,5 +1,7 @@
 """The matrices of a graph against their formulas, NetworkX, and what theorems say."""
 
+from dataclasses import replace
+
 import networkx as nx
 import numpy as np
 import pytest
@@ -47,9 +49,9 @@ def formula(w, kind):
     }[kind]
 
 
-@pytest.fixture(params=[_sparse.SMALL, 0], ids=["plain", "compiled"])
+@pytest.fixture(params=[_sparse.TUNING.min_entries, 0], ids=["plain", "compiled"])
 def path(request, monkeypatch):
-    monkeypatch.setattr(_sparse, "SMALL", request.param)
+    monkeypatch.setattr(_sparse, "TUNING", replace(_sparse.TUNING, min_entries=request.param))
 
 
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=str)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -12,14 +13,14 @@ import pytest
 import scipy.sparse
 import torch
 
-from ritz.operators import SparseOperator, _native, _sparse
-from ritz.operators._sparse import CompressedRows
+from ritz.operators import SparseOperator, _sparse
+from ritz.operators._sparse import TUNING, CompressedRows, native_loops
 from ritz.testing import check_operator
 
 PRECISIONS = [torch.float32, torch.float64]
 INDICES = [torch.int32, torch.int64]
 
-needs_compiler = pytest.mark.skipif(_native.compiler() is None, reason="llvmlite is not installed")
+needs_compiler = pytest.mark.skipif(native_loops() is None, reason="numba is not installed")
 
 
 def matrix(n=300, *, density=0.05, dtype=torch.float64, seed=0):
@@ -63,8 +64,8 @@ def threads():
 @pytest.fixture
 def loops(monkeypatch):
     """Compiled loops for any matrix, cut into pieces of any size; how often one ran."""
-    monkeypatch.setattr(_sparse, "SMALL", 0)
-    monkeypatch.setattr(_sparse, "PIECE", 1)
+    tuning = replace(TUNING, min_entries=0, numbers_per_piece=1)
+    monkeypatch.setattr(_sparse, "TUNING", tuning)
     calls = []
     original = CompressedRows._spread
 
@@ -234,18 +235,18 @@ def test_a_forked_process_has_threads_of_its_own(threads):
 
 
 def test_without_a_compiler_torch_multiplies(monkeypatch):
-    monkeypatch.setattr(_sparse, "SMALL", 0)
-    monkeypatch.setattr(_sparse, "compilable", lambda dtype: False)
+    monkeypatch.setattr(_sparse, "TUNING", replace(TUNING, min_entries=0))
+    monkeypatch.setattr(_sparse, "native_loops", lambda: None)
     dense = matrix()
     check_operator(SparseOperator(compressed_rows(dense)), dense=dense)
 
 
-def test_without_llvmlite_nothing_fails():
+def test_without_numba_nothing_fails():
     program = (
-        "import sys; sys.modules['llvmlite'] = None\n"
-        "import torch; from ritz.operators import SparseOperator, _native\n"
+        "import sys; sys.modules['numba'] = None\n"
+        "import torch; from ritz.operators import SparseOperator, _sparse\n"
         "op = SparseOperator(torch.ones(200, 200).to_sparse_csr())\n"
-        "print(_native.compiler(), float((op @ torch.ones(200)).sum()), op.block_size)\n"
+        "print(_sparse.native_loops(), float((op @ torch.ones(200)).sum()), op.block_size)\n"
     )
     found = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True
@@ -254,12 +255,12 @@ def test_without_llvmlite_nothing_fails():
 
 
 def test_a_small_matrix_compiles_nothing(monkeypatch):
-    def refuse(*_, **__):
-        raise AssertionError("a loop was asked for")
+    def refuse():
+        raise AssertionError("a loop was compiled")
 
-    monkeypatch.setattr(_sparse, "product_loop", refuse)
+    monkeypatch.setattr(_sparse, "native_loops", refuse)
     dense = matrix(100)
-    assert (dense != 0).sum() < _sparse.SMALL
+    assert (dense != 0).sum() < TUNING.min_entries
     close(SparseOperator(dense.to_sparse_csr()) @ drawn(100, 9), dense @ drawn(100, 9))
 
 
@@ -290,7 +291,7 @@ def test_pieces_share_the_work_and_cover_every_row():
 @pytest.mark.parametrize("chunk", [1, 7, 100])
 @pytest.mark.parametrize("pattern", [False, True], ids=["values", "pattern"])
 def test_diagonal_and_sums_of_rows_are_found_in_chunks(chunk, pattern, monkeypatch):
-    monkeypatch.setattr(_sparse, "CHUNK", chunk)
+    monkeypatch.setattr(_sparse, "TUNING", replace(TUNING, chunk=chunk))
     dense = matrix(120)
     rows = compressed_rows(dense, pattern=pattern)
     expected = (dense != 0).double() if pattern else dense

@@ -292,7 +292,7 @@ def test_it_says_what_it_is(found):
     text = str(found)
     assert text.startswith("EntropicDensity on [0.5, 3.5], 7 moments (")
     assert "converged" in text
-    assert ("own prior" in text) == callable(found.prior)
+    assert ("user-defined prior" in text) == callable(found.prior)
 
 
 def test_quantiles_of_narrow_peaks_invert_the_cdf_too():

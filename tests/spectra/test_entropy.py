@@ -10,7 +10,7 @@ from numpy.polynomial import legendre
 from scipy import stats
 
 from ritz import NotConvergedError, maxent, moments
-from ritz.spectra._maxent.solve import LADDER
+from ritz.spectra._maxent.solve import TUNING
 from ritz.testing import with_spectrum
 
 LOW, HIGH = (1 - 0.5**0.5) ** 2, (1 + 0.5**0.5) ** 2
@@ -227,7 +227,7 @@ def test_atoms_give_a_density_and_how_far_they_were_relaxed_is_said(m):
         assert abs(integral(found) - 1) < 5e-3
         assert float(found.cdf(x).diff().min()) > -1e-12
         level = float(found.ridge.max())
-        assert any(level == pytest.approx(known) for known in LADDER)
+        assert any(level == pytest.approx(known) for known in TUNING.ladder)
         relaxed = level > 1e-17
         assert ("moments relaxed to a variance of" in found.status.message) == relaxed
         assert found.moment_error < (0.1 if relaxed else 1e-8)

@@ -286,7 +286,7 @@ def test_a_divergent_run_says_so_and_keeps_its_checkpoint(tmp_path):
                  save_interval=0.0, optimizer_settings={"lr": 100.0}, checkpoint=tmp_path
     )  # fmt: skip
     assert result.status.outcome == "diverged"
-    assert "lower the rate" in str(result.status)
+    assert "lower the learning rate" in str(result.status)
     weights = ritz.training.read_weights(tmp_path / "checkpoint.safetensors")
     assert all(value.isfinite().all() for value in weights.values())
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from training.examples import assert_same_bits, network, samples, state
 
-from ritz.training import CheckpointError, fit, read_log, read_weights
+from ritz.training import CheckpointError, TrainingConfig, fit, read_log, read_weights
 from ritz.training._data import as_parts
 from ritz.training._folder import sole_writer
 from ritz.training._workflow import RunConfig, read_run, run_weights, train_run
@@ -124,12 +124,13 @@ def test_the_log_of_a_longer_run_is_that_of_one_that_was_never_stopped(tmp_path)
 
 
 def config(**training):
-    return RunConfig(model="net", data="rows", batch_size=12, training={"num_epochs": 1} | training)
+    options = {"num_epochs": 1, "batch_size": 12} | training
+    return RunConfig(model="net", data="rows", training=TrainingConfig(**options))
 
 
 def run(folder, model=None, data=None, *, resume=True, **training):
     parts = as_parts(samples() if data is None else data)
-    return train_run(config(**training), model or network(), parts, folder, resume=resume,
+    return train_run(config(resume=resume, **training), model or network(), parts, folder,
                      loss_fn=nn.functional.cross_entropy)  # fmt: skip
 
 
@@ -155,11 +156,11 @@ def test_a_failure_to_begin_anew_leaves_the_run_that_is_there(tmp_path):
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         run(tmp_path, network(features=7), resume=False)
     for refused in ({"optimizer_settings": {"weight_decay": 0.1}}, {"optimizer": "adam"}):
-        with pytest.raises(ValueError, match=r"begin anew with resume=False \(--restart\)"):
+        with pytest.raises(ValueError, match=r"start again with resume=False \(--restart\)"):
             run(tmp_path, **refused)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     run(tmp_path, num_epochs=2)
-    assert read_run(tmp_path).training["num_epochs"] == 2
+    assert read_run(tmp_path).training.num_epochs == 2
 
 
 def test_a_folder_has_one_writer(tmp_path):
@@ -244,5 +245,5 @@ def test_a_loader_without_the_generator_of_before_is_refused(tmp_path):
     data, generator = TensorDataset(*samples()), torch.Generator()
     fit(network(), DataLoader(data, 12, shuffle=True, generator=generator), num_epochs=1,
         checkpoint=tmp_path)  # fmt: skip
-    with pytest.raises(ValueError, match=r"as many generators of their own .* 1, got 0"):
+    with pytest.raises(ValueError, match=r"as many generators as at its start, 1, got 0"):
         fit(network(), DataLoader(data, 12, shuffle=True), num_epochs=2, checkpoint=tmp_path)

@@ -4,7 +4,10 @@ from torch.nn.functional import cross_entropy
 from training.examples import assert_same_bits, network, samples, state
 
 import ritz
-from ritz.training import CurvatureMonitor, fit, read_log
+from ritz.data import TextSplit
+from ritz.training import CurvatureMonitor, TrainingConfig, fit, read_log
+from ritz.training._data import DataParts
+from ritz.training._workflow import RunConfig, _monitor
 
 EVERYTHING = ("lambda_max", "trace", "variance", "spectrum")
 
@@ -99,3 +102,27 @@ def test_a_risk_of_ones_own_is_measured():
     assert "threshold" not in found
     expected = float(exact(model, data)[-1]) + 10
     assert found["lambda_max"] == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_text_is_watched_by_its_tokens():
+    """Segments of unequal length count by tokens, and streams have whole segments."""
+    tokens = torch.randint(7, (300,), generator=torch.Generator().manual_seed(0))
+    split = TextSplit(tokens=tokens, length=50)
+    config = RunConfig(model="", data="", training=TrainingConfig(batch_size=600))
+    monitor = _monitor(config, DataParts(train=split), cross_entropy, 1, ("trace",))
+    table = torch.randn(7, 7, generator=torch.Generator().manual_seed(1))
+    model = torch.nn.Sequential(torch.nn.Embedding.from_pretrained(table, freeze=False), Turned())
+    risk = monitor._risk(model)
+    batches = list(split.batches(5))  # five streams of sixty: a segment of fifty, and of nine
+    with torch.no_grad():
+        total = sum(float(cross_entropy(model(x), y, reduction="sum")) for x, y in batches)
+    assert [y.shape[1] for _, y in batches] == [50, 9]
+    # Single precision, added up in another order.
+    assert risk.loss() == pytest.approx(total / (5 * 59), rel=1e-6)
+
+
+class Turned(torch.nn.Module):
+    """Classes in dimension 1, as the loss wants them."""
+
+    def forward(self, x):
+        return x.transpose(1, 2)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from torch.optim import SGD
 
-from ritz.training import _config
+from ritz.training import _assembly
 
 CUDA, CPU = SimpleNamespace(is_cuda=True), SimpleNamespace(is_cuda=False)
 
@@ -18,8 +18,8 @@ def chosen(monkeypatch):
         return settings
 
     make.inner = SGD
-    monkeypatch.setattr(_config, "_OPTIMIZERS", {"recorded": make})
-    return lambda params, **settings: _config.create_optimizer("recorded", params, **settings)
+    monkeypatch.setattr(_assembly, "_OPTIMIZERS", {"recorded": make})
+    return lambda params, **settings: _assembly.create_optimizer("recorded", params, **settings)
 
 
 def test_steps_on_cuda_are_fused_where_all_parameters_are_there(chosen):

@@ -35,7 +35,7 @@ def test_pairs_and_dictionaries_are_parts(found):
     for part in (parts.train, parts.test):
         torch.testing.assert_close(part, SAMPLES)
     assert parts.validation is None
-    assert (parts.shape, parts.num_classes, parts.cuts) == ((2,), 3, True)
+    assert (parts.shape, parts.num_classes) == ((2,), 3)
 
 
 def test_tensors_alone_are_to_train_on():
@@ -50,7 +50,7 @@ def test_a_data_set_keeps_what_it_knows():
 
 def test_a_loader_knows_shape_and_classes_and_comes_in_batches():
     parts = as_parts(DataLoader(TensorDataset(*SAMPLES), batch_size=5))
-    assert (parts.shape, parts.num_classes, parts.cuts) == ((2,), 3, False)
+    assert (parts.shape, parts.num_classes) == ((2,), 3)
 
 
 def test_wrong_parts_are_named():
@@ -145,7 +145,9 @@ def model():
 
 
 CONFIG = RunConfig(
-    model="linear", data="own", batch_size=4, training={"num_epochs": 1, "optimizer": "adam"}
+    model="linear",
+    data="own",
+    training=training.TrainingConfig(num_epochs=1, batch_size=4, optimizer="adam"),
 )
 
 
@@ -179,4 +181,4 @@ def test_the_risk_of_a_part_of_the_data():
 
 def test_a_configuration_is_checked():
     with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
-        RunConfig(model="m", data="d", batch_size=0)
+        RunConfig.from_plain({"model": "m", "data": "d", "training": {"batch_size": 0}})

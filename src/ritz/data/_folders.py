@@ -1,4 +1,4 @@
-"""Folders of images, one folder a class, read by Pillow."""
+"""Folders of images with one sub-folder per class, read with Pillow."""
 
 import warnings
 from collections.abc import Iterator
@@ -10,17 +10,14 @@ import numpy as np
 import torch
 
 from ritz._core.checks import check_choice, check_count, check_range
-from ritz.data._catalogue import DATASETS
-from ritz.data._files import DataError
-from ritz.data._images import ImageData, Samples, held_out, image_data
+from ritz.data._files import DATASETS, DataError
+from ritz.data._images import ImageData, Samples, held_out, image_data, select
 
-# Formats that are pixels alone: others can name programs or files.
-_FORMATS = {
+# Formats that hold pixels only. Others can refer to programs or files.
+FORMATS = {
     ".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".bmp": "BMP", ".gif": "GIF",
     ".webp": "WEBP", ".ppm": "PPM", ".pgm": "PPM", ".tif": "TIFF", ".tiff": "TIFF",
 }  # fmt: skip
-_VALIDATION = ("val", "valid", "validation")
-_MODES = {"1": "L", "3": "RGB"}
 
 
 @DATASETS.register("folder")
@@ -33,7 +30,7 @@ def folder(
     test_fraction: float = 0.1,
 ) -> ImageData:
     """Any images in folders CLASS/FILE, or train/CLASS/FILE with test or val beside train."""
-    check_choice("channels", str(channels), _MODES)
+    check_choice("channels", str(channels), ("1", "3"))
     if size is not None:
         check_count("size", size)
     if root is None or not root.is_dir():
@@ -42,40 +39,32 @@ def folder(
             "with its images, or such folders in train and test"
         )
     if not (root / "train").is_dir():
-        return _one_folder(root, validation, size, channels, test_fraction)
+        check_range("test_fraction", test_fraction, low=0, high=0.9)
+        classes = _classes(root)
+        samples = _samples(root, classes, size, channels)
+        count = max(1, round(test_fraction * len(samples[1])))
+        train, test = (select(samples, part) for part in held_out(len(samples[1]), count))
+        return image_data(
+            "folder", train=train, test=test, classes=classes, validation=validation, seeded=True
+        )
     classes = _classes(root / "train")
-    parts = {name: root / name for name in ("test", *_VALIDATION) if (root / name).is_dir()}
-    if not parts:
+    names = [name for name in ("test", "val", "valid", "validation") if (root / name).is_dir()]
+    if not names:
         raise FileNotFoundError(f"{root} has a folder train, but no test or val beside it")
-    train = _samples(root / "train", classes, size, channels)
-    read = {name: _samples(path, classes, size, channels) for name, path in parts.items()}
-    for name, part in read.items():
+    train, *parts = (_samples(root / name, classes, size, channels) for name in ("train", *names))
+    for name, part in zip(names, parts, strict=True):
         if part[0].shape[1:] != train[0].shape[1:]:
-            raise DataError(f"{root}: {name} images are {_size(part)}, training ones "
-                            f"{_size(train)}; give size=")  # fmt: skip
-    # A validation folder alone is what tests are made on, as for ImageNet.
-    test, *more = read.values()
-    held = more[0] if more else None
+            sizes = f"{_size(part)}, training ones {_size(train)}"
+            raise DataError(f"{root}: {name} images are {sizes}; give size=")
+    # Without a test folder the validation images are the test images, as for ImageNet.
+    held = parts[1] if len(parts) > 1 else None
     return image_data(
-        "folder", train=train, test=test, held=held, classes=classes, validation=validation
-    )
-
-
-def _one_folder(
-    root: Path, validation: int, size: int | None, channels: int, test_fraction: float
-) -> ImageData:
-    check_range("test_fraction", test_fraction, low=0, high=0.9)
-    classes = _classes(root)
-    images, targets = _samples(root, classes, size, channels)
-    count = max(1, round(test_fraction * len(targets)))
-    train, test = ((images[part], targets[part]) for part in held_out(len(targets), count))
-    return image_data(
-        "folder", train=train, test=test, classes=classes, validation=validation, seeded=True
+        "folder", train=train, test=parts[0], held=held, classes=classes, validation=validation
     )
 
 
 def _classes(root: Path) -> tuple[str, ...]:
-    names = sorted(path.name for path in root.iterdir() if path.is_dir() and _shown(path))
+    names = sorted(path.name for path in root.iterdir() if path.is_dir() and _visible(path))
     if not names:
         raise DataError(f"{root} must hold a folder for each class, got none")
     return tuple(names)
@@ -84,28 +73,28 @@ def _classes(root: Path) -> tuple[str, ...]:
 def _samples(root: Path, classes: tuple[str, ...], size: int | None, channels: int) -> Samples:
     unknown = sorted(set(_classes(root)) - set(classes))
     if unknown:
-        raise DataError(f"{root} has a class {unknown[0]!r} that the training images have not")
+        raise DataError(f"{root} has a class {unknown[0]!r} that the training images do not have")
     files = [(path, n) for n, name in enumerate(classes) for path in _images(root / name)]
     shape = (size, size) if size else _common_size([path for path, _ in files])
     images = torch.empty(len(files), channels, *shape, dtype=torch.uint8)
     for image, (path, _) in zip(images, files, strict=True):
-        image.copy_(_pixels(path, size, _MODES[str(channels)]))
+        image.copy_(_pixels(path, size, "L" if channels == 1 else "RGB"))
     return images, torch.tensor([target for _, target in files], dtype=torch.int64)
 
 
 def _images(place: Path) -> list[Path]:
-    """Image files of a class; what is hidden or has another ending is passed over."""
+    # Hidden files and files with other endings are skipped.
     paths = sorted(place.iterdir()) if place.is_dir() else []
-    found = [path for path in paths if path.suffix.lower() in _FORMATS and _shown(path)]
-    if not found:
-        raise DataError(f"{place} holds no images ({', '.join(_FORMATS)})")
-    return found
+    images = [path for path in paths if path.suffix.lower() in FORMATS and _visible(path)]
+    if not images:
+        raise DataError(f"{place} holds no images ({', '.join(FORMATS)})")
+    return images
 
 
 def _common_size(paths: list[Path]) -> tuple[int, int]:
     sizes: dict[tuple[int, int], Path] = {}
     for path in paths:
-        with _opened(path) as image:
+        with _open_image(path) as image:
             sizes.setdefault(image.size, path)
     if len(sizes) > 1:
         (first, one), (second, other) = list(sizes.items())[:2]
@@ -118,18 +107,18 @@ def _common_size(paths: list[Path]) -> tuple[int, int]:
 
 
 def _pixels(path: Path, size: int | None, mode: str) -> torch.Tensor:
-    with _opened(path) as image:
+    with _open_image(path) as image:
         pixels = image.convert(mode)
         if size is not None:
             from PIL import ImageOps
 
-            pixels = ImageOps.fit(pixels, (size, size))  # the middle square, resampled
+            pixels = ImageOps.fit(pixels, (size, size))  # the central square, resampled
         array = np.array(pixels, dtype=np.uint8)
     return torch.from_numpy(array.reshape(*array.shape[:2], -1)).permute(2, 0, 1)
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _open_image(path: Path) -> Iterator[Any]:
     try:
         from PIL import Image
     except ImportError as error:
@@ -137,7 +126,7 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(path, formats=[_FORMATS[path.suffix.lower()]]) as image:
+            with Image.open(path, formats=[FORMATS[path.suffix.lower()]]) as image:
                 yield image
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombWarning) as error:
         raise DataError(f"{path} is not an image that can be read: {error}") from error
@@ -149,5 +138,5 @@ def _size(samples: Samples) -> str:
     return f"{samples[0].shape[3]} x {samples[0].shape[2]}"
 
 
-def _shown(path: Path) -> bool:
+def _visible(path: Path) -> bool:
     return not path.name.startswith(".")

@@ -285,7 +285,7 @@ def density(
     op = laplacian(graph, **place)
     # A step of Lanczos, like a product in the recurrence of T_j, gives two moments.
     steps = min(num_moments // 2, op.shape[0]) if method == "lanczos" else num_moments // 2
-    return sampled_density(op, method=method, num_steps=steps, width=width, **sampling)  # type: ignore[no-any-return]
+    return sampled_density(op, method=method, num_steps=steps, width=width, **sampling)
 
 
 def entropy(

@@ -122,7 +122,8 @@ class Graph:
 
     def to_scipy(self) -> "scipy.sparse.csr_array[Any]":
         """Return the weight matrix as a SciPy CSR array of float64, which shares the indices."""
-        return self._csr(np.float64)
+        matrix: scipy.sparse.csr_array[Any] = self._csr(np.float64)
+        return matrix
 
     def _csr(self, dtype: Any) -> Any:
         data = np.ones(len(self.col), dtype) if self.weights is None else self.weights.numpy()

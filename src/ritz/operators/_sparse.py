@@ -3,8 +3,9 @@
 import os
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
 from typing import Any, TypeAlias, Union, final
@@ -16,39 +17,59 @@ from torch import Tensor
 
 from ritz._core.checks import check_finite, check_real_floating
 from ritz.operators._base import LinearOperator, check_symmetric
-from ritz.operators._native import LINE, Loop, compilable, pack_loop, product_loop
 
 # ------------------------------------------------------------------------------------------
 # Compressed rows of a sparse matrix, and their product with a block at the speed of memory.
 
-PLAIN_COLUMNS = 4  # of a block, at which torch's own product is cheapest a column on the CPU
-SMALL = 2**15  # entries: below, torch's own product is done before a loop would be compiled
-PIECE = 2**16  # numbers to multiply: less is not worth another thread
-PIECES = 4  # a thread, so that one that is held up leaves its share to the others
-CHUNK = 2**22  # entries looked at together where a whole pass would need as much memory again
+LINE = 64  # bytes of a cache line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """Sizes that decide how a sparse product is computed, measured with ``benchmarks/graphs.py``.
+
+    Attributes:
+        min_entries: Entries from which a product is compiled. The product of a smaller matrix
+            takes torch less than 0.1 ms.
+        plain_columns: Columns per call of torch's product on the CPU. In float64 a column takes
+            4.7 ms alone, 1.65 ms in blocks of 4, 1.75 ms of 8 and 4.4 ms of 32.
+        numbers_per_piece: Multiplications that are worth another thread: about 0.1 ms.
+        pieces_per_thread: More than one, so that other threads take over the work of a thread
+            that the operating system holds up.
+        chunk: Entries that :meth:`CompressedRows.sums` and ``diagonal`` copy at a time.
+    """
+
+    min_entries: int = 2**15
+    plain_columns: int = 4
+    numbers_per_piece: int = 2**16
+    pieces_per_thread: int = 4
+    chunk: int = 2**22
+
+
+TUNING = Tuning()
 
 
 @final
 class CompressedRows:
-    r"""A square sparse matrix :math:`W` by rows: what the sparse operators multiply with.
+    r"""A square sparse matrix :math:`W` stored by rows, which the sparse operators multiply with.
 
-    Row ``i`` has the entries ``pointers[i]:pointers[i + 1]``. Repeated entries add up. The tensors
-    are shared, not copied, and not to be changed. Nothing is assumed of the order of the columns.
+    Row ``i`` has the entries ``pointers[i]:pointers[i + 1]``. Repeated entries add up, and columns
+    may be in any order. The tensors are shared, not copied, and must not be changed.
 
-    On the CPU a block is multiplied in strips of one cache line, packed side by side, by a
-    loop compiled for the processor (see ``native``) on as many threads as torch has; where
-    llvmlite is not installed, on other devices and for small matrices, by torch. The two agree to
-    roundoff. A compiled product is the same bit for bit whatever the number of threads, and its
-    columns are what they would be alone.
+    On the CPU a loop compiled by numba multiplies strips of the block that are one cache line wide
+    (see ``_native``), with as many threads as torch has. Without numba, on other devices and for
+    small matrices torch multiplies. The two agree to roundoff. A compiled product is reproducible
+    bit for bit for any number of threads, and each of its columns equals the product with that
+    column alone.
 
     Args:
         pointers: ``(n + 1,)``, int32 or int64.
         columns: ``(num_entries,)``, int32 or int64.
-        values: ``(num_entries,)``; ``None`` where all are one, which need not be stored.
-        dtype: Of the matrix; that of the values by default, float64 without.
+        values: ``(num_entries,)``; ``None`` if all are one, which need not be stored.
+        dtype: Of the matrix. Defaults to that of the values, or float64 without values.
 
-    Memory: the tensors, and one strip of ``n`` cache lines once a product was packed. Without
-    values, torch's own product makes them.
+    Memory: the tensors, and one strip of ``n`` cache lines after the first packed product. Without
+    values, torch's product creates them.
     """
 
     def __init__(
@@ -66,13 +87,13 @@ class CompressedRows:
         self.values = None if values is None else values.detach().to(dtype).contiguous()
         self.dtype, self.device = dtype, columns.device
         self.num_rows, self.num_entries = len(pointers) - 1, len(columns)
-        self._spare: deque[Tensor] = deque(maxlen=1)  # a strip not in use
+        self._spare: deque[Tensor] = deque(maxlen=1)  # a strip that no product uses at present
         self._cuts: dict[int, list[tuple[int, int]]] = {}
         self._check()
 
     @property
     def width(self) -> int:
-        """Columns of a block at which a product is cheapest a column."""
+        """Number of columns of a block at which a product is cheapest per column."""
         return LINE // self.dtype.itemsize if self.device.type == "cpu" else 32
 
     def multiply(
@@ -87,14 +108,19 @@ class CompressedRows:
 
         Args:
             block: :math:`x`, ``(n, k)``.
-            inner: :math:`s`, ``(n,)``; ones by default.
-            outer: :math:`a`, ``(n,)``; ones by default.
-            diagonal: :math:`b`, ``(n,)``; zeros by default. Given with ``outer`` or not at all.
+            inner: :math:`s`, ``(n,)``. Defaults to ones.
+            outer: :math:`a`, ``(n,)``. Defaults to ones.
+            diagonal: :math:`b`, ``(n,)``. Defaults to zeros. Required if ``outer`` is passed.
         """
-        watched = block.requires_grad and torch.is_grad_enabled()
-        large = self.device.type == "cpu" and self.num_entries >= SMALL
-        by = self._compiled if large and not watched and compilable(self.dtype) else self._plain
-        return by(block, inner, outer, diagonal)
+        compiled = (
+            self.device.type == "cpu"
+            and self.num_entries >= TUNING.min_entries
+            and self.dtype in (torch.float32, torch.float64)
+            and not (block.requires_grad and torch.is_grad_enabled())
+            and native_loops() is not None
+        )
+        multiply = self._compiled if compiled else self._plain
+        return multiply(block, inner, outer, diagonal)
 
     def sums(self) -> Tensor:
         """Return the sum of the absolute values of each row, ``(n,)``, in float64."""
@@ -109,32 +135,31 @@ class CompressedRows:
 
     def diagonal(self) -> Tensor:
         """Return the diagonal, ``(n,)``."""
-        found = torch.zeros(self.num_rows, dtype=self.dtype, device=self.device)
+        diagonal = torch.zeros(self.num_rows, dtype=self.dtype, device=self.device)
         numbers, counts = torch.arange(self.num_rows, device=self.device), self.pointers.diff()
         for rows, part in self._chunks():
             columns = self.columns[part]
-            own = numbers[rows].repeat_interleave(counts[rows].long()) == columns
-            place = columns[own].long()
-            values = (
-                self.values[part][own] if self.values is not None else found.new_ones(len(place))
-            )
-            found.index_add_(0, place, values)
-        return found
+            on_diagonal = numbers[rows].repeat_interleave(counts[rows].long()) == columns
+            index = columns[on_diagonal].long()
+            ones = diagonal.new_ones(len(index))
+            values = ones if self.values is None else self.values[part][on_diagonal]
+            diagonal.index_add_(0, index, values)
+        return diagonal
 
     def row_of(self, entry: int) -> int:
-        """Return the row in which the entry of this number stands."""
+        """Return the row of the entry with this number."""
         number = torch.tensor(entry, dtype=self.pointers.dtype, device=self.device)
         return int(torch.searchsorted(self.pointers, number, right=True)) - 1
 
     @cached_property
     def tensor(self) -> Tensor:
-        """The matrix as a torch CSR tensor ``(n, n)``, where both indices have one type."""
-        index = self.pointers.dtype if self.pointers.dtype == self.columns.dtype else torch.int64
+        """The matrix as a torch CSR tensor ``(n, n)``, with indices of one type."""
+        index = torch.promote_types(self.pointers.dtype, self.columns.dtype)
         values = self.values
         if values is None:
             values = torch.ones(self.num_entries, dtype=self.dtype, device=self.device)
         with warnings.catch_warnings():
-            # Neither tells a user of ours anything: the invariants were checked.
+            # Of no use to a user of ritz, and the invariants are checked in __init__.
             warnings.filterwarnings("ignore", message=".*Sparse CSR tensor support is in beta.*")
             warnings.filterwarnings("ignore", message=".*Sparse invariant checks are implicitly.*")
             return torch.sparse_csr_tensor(
@@ -148,48 +173,45 @@ class CompressedRows:
     def _compiled(
         self, block: Tensor, inner: Tensor | None, outer: Tensor | None, diagonal: Tensor | None
     ) -> Tensor:
-        block = block if block.stride(1) == 1 else block.contiguous()
-        out = _lines(block.numel() * self.dtype.itemsize).view(self.dtype).view(block.shape)
-        for x, y in zip(block.split(self.width, 1), out.split(self.width, 1), strict=True):
-            loop = self._loop(x.shape[1], outer is not None)
-            lent = None
-            if inner is not None or not x.is_contiguous() or x.data_ptr() % LINE:
-                lent = self._borrow()
-                x = self._pack(x, inner, lent)
-            arrays = (self.pointers, self.columns, self.values, outer, diagonal, x, y)
+        # Strips have 1, 2, 4, ... columns, since every width is compiled: the last is padded.
+        n, k = block.shape
+        strips, rest = divmod(k, self.width)
+        padded = strips * self.width + (1 << (rest - 1).bit_length() if rest else 0)
+        block = block.detach() if block.stride(1) == 1 else block.detach().contiguous()
+        out = _lines(n * padded * self.dtype.itemsize).view(self.dtype).view(n, padded)
+        matrix = [_array(x) for x in (self.pointers, self.columns, self.values, outer, diagonal)]
+        loops = native_loops()
+        for first in range(0, k, self.width):
+            x, width = block[:, first : first + self.width], min(self.width, padded - first)
+            strip = None
+            if inner is not None or x.shape[1] < width or _off_lines(x):
+                strip = self._borrow()
+                packed = strip.view(self.dtype)[: n * width].view(n, width)
+                self._spread(loops.pack_loop, width, _array(inner), x.numpy(), packed.numpy())
+                x = packed
+            y = out.view(-1).numpy()
             self._spread(
-                loop, x.shape[1], self.num_entries - 1, y.stride(0), *map(_address, arrays)
+                loops.product_loop(width), width, *matrix, x.view(-1).numpy(), y, first, padded
             )
-            if lent is not None:
-                self._spare.append(lent)
-        return out
-
-    def _pack(self, x: Tensor, inner: Tensor | None, lines: Tensor) -> Tensor:
-        packed = lines.view(self.dtype)[: x.numel()].view(x.shape)
-        loop = pack_loop(x.shape[1], self.dtype, scaled=inner is not None)
-        self._spread(loop, x.shape[1], x.stride(0), *map(_address, (inner, x, packed)))
-        return packed
+            if strip is not None:
+                self._spare.append(strip)
+        return out[:, :k].contiguous()
 
     def _borrow(self) -> Tensor:
         try:
             return self._spare.pop()
-        except IndexError:  # the first product, or one of several at a time
+        except IndexError:  # the first product, or another thread multiplies too
             return _lines(self.num_rows * LINE)
 
-    def _loop(self, width: int, affine: bool) -> Loop:
-        return product_loop(
-            width,
-            self.dtype,
-            pointer=self.pointers.dtype,
-            column=self.columns.dtype,
-            weighted=self.values is not None,
-            affine=affine,
-        )
-
-    def _spread(self, loop: Loop, width: int, *arguments: int) -> None:
-        # All rows through a loop, on all threads.
+    def _spread(self, loop: Callable[..., None], width: int, *arguments: Any) -> None:
+        # All rows through a loop, on as many threads as torch has. numba's parallel=True takes
+        # 1.3 to 1.5 times as long (benchmarks/loops.py), ends the process if it was forked, and
+        # without OpenMP also if two threads multiply.
         threads = torch.get_num_threads()
-        num_pieces = min(threads * PIECES, self.num_entries * width // PIECE)
+        num_pieces = min(
+            threads * TUNING.pieces_per_thread,
+            self.num_entries * width // TUNING.numbers_per_piece,
+        )
         if threads == 1 or num_pieces < 2:
             loop(0, self.num_rows, *arguments)
             return
@@ -207,19 +229,19 @@ class CompressedRows:
         others = [_pool(os.getpid(), threads).submit(work) for _ in range(helpers)]
         work()
         for other in others:
-            if not other.cancel():  # on a busy machine it may not have begun: nothing is left
+            if not other.cancel():  # one that has not begun by now has nothing left to do
                 other.result()
 
     def _chunks(self) -> Iterator[tuple[slice, slice]]:
-        # Whole rows and their entries, of which there are few enough to be copied.
-        targets = torch.arange(0, self.num_entries + 1, CHUNK, device=self.device)
+        # Whole rows and their entries, few enough to be copied.
+        targets = torch.arange(0, self.num_entries + 1, TUNING.chunk, device=self.device)
         cuts = torch.searchsorted(self.pointers, targets.to(self.pointers.dtype)).tolist()
         for first, last in pairwise(dict.fromkeys([*cuts, self.num_rows])):
             yield slice(first, last), slice(int(self.pointers[first]), int(self.pointers[last]))
 
     def _pieces(self, number: int) -> list[tuple[int, int]]:
         if number not in self._cuts:
-            # A row costs about two entries beside its own.
+            # A row costs about as much as two entries, besides its own.
             cost = self.pointers + 2 * torch.arange(self.num_rows + 1)
             shares = torch.arange(1, number) * int(cost[-1]) // number
             cuts = [0, *torch.searchsorted(cost, shares).tolist(), self.num_rows]
@@ -232,10 +254,10 @@ class CompressedRows:
         u = block if inner is None else inner[:, None] * block
         if u.shape[1] == 1:
             product = torch.mv(self.tensor, u[:, 0])[:, None]
-        elif self.device.type != "cpu" or u.shape[1] <= PLAIN_COLUMNS:
+        elif self.device.type != "cpu":
             product = torch.mm(self.tensor, u)
         else:
-            strips = u.split(PLAIN_COLUMNS, 1)
+            strips = u.split(TUNING.plain_columns, 1)
             product = torch.cat([torch.mm(self.tensor, strip.contiguous()) for strip in strips], 1)
         if outer is None or diagonal is None:
             return product
@@ -268,21 +290,35 @@ class CompressedRows:
             )
 
 
+@cache
+def native_loops() -> Any:
+    """Return the module of compiled loops, or ``None`` without numba or a place for its cache."""
+    try:
+        from ritz.operators import _native
+    except (ImportError, RuntimeError):
+        return None
+    return _native
+
+
 def _lines(num_bytes: int) -> Tensor:
-    # Bytes from the start of a line. NumPy asks for huge pages where there are many: a new page
-    # and the address of a line then cost little.
+    # Bytes that begin at a cache line. NumPy requests huge pages for large arrays, so that page
+    # faults and address translation cost little.
     raw = np.empty(num_bytes + LINE, dtype=np.uint8)
     start = -raw.ctypes.data % LINE
     return torch.from_numpy(raw[start : start + num_bytes])
 
 
-def _address(array: Tensor | None) -> int:
-    return 0 if array is None else array.data_ptr()
+def _off_lines(x: Tensor) -> bool:
+    return not x.is_contiguous() or x.data_ptr() % LINE != 0
+
+
+def _array(tensor: Tensor | None) -> "np.ndarray[Any, Any] | None":
+    return None if tensor is None else tensor.numpy()
 
 
 @cache
 def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    # Of this process: a child by fork has none of its parent's threads. They wait when idle.
+    # One per process: a forked child has none of the threads of its parent.
     return ThreadPoolExecutor(threads - 1, thread_name_prefix="ritz")
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -20,25 +20,24 @@ from ritz.operators import LinearOperator, OperatorLike, as_operator
 from ritz.spectra._lanczos import Bounds, bounds
 
 MomentBasis = Literal["chebyshev", "legendre", "power"]
-BASES = ("chebyshev", "legendre", "power")
 
 
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moments:
-    r"""Moments :math:`\mu_j = \frac1n \operatorname{tr} \phi_j(\tilde A)` with their errors.
+    r"""Moments :math:`\mu_j = \frac1n \operatorname{tr} \phi_j(\tilde A)` with standard errors.
 
     Attributes:
-        mean: ``(m + 1,)``, of degree ``0, ..., m``; the first is 1.
+        mean: Moments of degree ``0, ..., m``, ``(m + 1,)``; the first is 1.
         stderr: Standard errors, ``(m + 1,)``.
-        samples: One row a probe, ``(num_probes, m + 1)``.
-        basis: ``chebyshev``, ``legendre`` or ``power``: what :math:`\phi_j` is.
+        samples: One row per probe, ``(num_probes, m + 1)``.
+        basis: The polynomials :math:`\phi_j`: ``chebyshev``, ``legendre`` or ``power``.
         interval: ``(a, b)``, mapped to ``[-1, 1]`` by :math:`\tilde A = (2 A - (a + b))/(b - a)`.
-        num_products: Products with single vectors that were spent, bounds included.
-        status: Whether the accuracy asked for was reached.
+        num_products: Number of matrix-vector products, including those for bounds.
+        status: Whether the tolerance was reached.
         seed: Seed of the generator.
         matrix: Which matrix of a network or graph it is; ``None`` if unknown.
-        batch_norm: The batch-norm mode of the network; ``None`` without batch norm.
+        batch_norm: Batch-norm mode of the network; ``None`` without batch norm.
     """
 
     mean: Tensor
@@ -53,7 +52,7 @@ class Moments:
     batch_norm: str | None = None
 
     def raise_if_failed(self) -> None:
-        """Raise :class:`ritz.NotConvergedError` unless the accuracy asked for was reached."""
+        """Raise :class:`ritz.NotConvergedError` unless the tolerance was reached."""
         self.status.raise_if_failed()
 
     def __str__(self) -> str:
@@ -79,53 +78,53 @@ def moments(
     generator: torch.Generator | None = None,
     progress: bool | Progress = False,
 ) -> Moments:
-    r"""Return the moments of degree ``0`` to ``num_moments`` of the spectral density.
+    r"""Estimate the moments of degree ``0`` to ``num_moments`` of the spectral density.
 
     .. math:: \mu_j = \frac1n \mathbb{E}\, z^\top T_j(\tilde A) z, \qquad
         \mu_{2j} = 2 \langle t_j, t_j\rangle - \mu_0, \quad
         \mu_{2j+1} = 2 \langle t_j, t_{j+1}\rangle - \mu_1, \quad t_j = T_j(\tilde A) z
 
-    Two moments a product in every basis: Legendre moments are sums of Chebyshev moments with
-    non-negative coefficients that add up to one, so nothing is lost on the way. Memory: 4 vectors a
-    probe of the block.
+    Each product gives two moments, in any basis. Legendre moments are sums of Chebyshev moments
+    with non-negative coefficients of sum one, so the conversion loses no accuracy. Memory: 4
+    vectors per probe of a block.
 
     Args:
         op: Symmetric :math:`A`, ``(n, n)``.
         num_moments: Highest degree ``m``.
         basis: ``chebyshev``, ``legendre`` or ``power``.
-        interval: ``(a, b)`` that holds the spectrum, mapped to ``[-1, 1]``. By default
-            :func:`ritz.bounds` finds it; for ``power`` the default is no map, so that the moments
-            are those of :math:`A` itself.
-        num_probes: Probes; with ``rtol``, the least number.
-        rtol: Go on until the largest standard error is below this share of the largest moment.
-        max_probes: Most probes for that; the status says if they were not enough.
-        block_size: Probes multiplied at once; what suits the operator by default.
+        interval: ``(a, b)`` that contains the spectrum, mapped to ``[-1, 1]``. Defaults to
+            :func:`ritz.bounds`; for ``power`` to no map, so that the moments are those of
+            :math:`A` itself.
+        num_probes: Number of probes. With ``rtol``, the smallest number.
+        rtol: Add probes until the largest standard error is below this fraction of the largest
+            moment.
+        max_probes: Maximum number of probes with ``rtol``; the status says if they did not suffice.
+        block_size: Probes per product. Defaults to the block size of the operator.
         probe: ``rademacher`` or ``gaussian``.
-        generator: Source of the probes.
+        generator: Source of the probes. Defaults to a new generator with seed 0.
         progress: Show a progress bar, or a :class:`Progress` to report to.
 
     Raises:
-        ValueError: The interval does not hold the spectrum, or the operator is not symmetric (seen
-            from the moments themselves).
+        ValueError: The interval does not contain the spectrum, or the operator is not symmetric;
+            the moments themselves show both.
 
     Reference: Algorithms 2 and 6 of *Spectral Machine Learning*.
     """
     op = as_operator(op)
     check_count("num_moments", num_moments)
-    check_choice("basis", basis, BASES)
+    check_choice("basis", basis, get_args(MomentBasis))
     generator = resolve_generator(generator)
     spent = 0
     if interval is None and basis != "power":
-        found = bounds(op, generator=generator)
-        interval, spent = _widened(found, torch.finfo(op.dtype).eps), found.num_products
+        ends = bounds(op, generator=generator)
+        interval, spent = _widened(ends, torch.finfo(op.dtype).eps), ends.num_products
     interval = (-1.0, 1.0) if interval is None else interval
     check_interval("interval", interval)
     low, high = interval
     plan = Sampling(num_probes, rtol, max_probes, block_size, probe)
-    rows = _power_rows if basis == "power" else _chebyshev_rows
 
     def measure(block: Tensor) -> Tensor:
-        columns = rows(op, block, num_moments, interval)
+        columns = _rows(op, block, num_moments, interval, basis)
         return torch.stack(list(columns), 1) / column_dots(block, block)[:, None]
 
     samples, status = plan.run(op, measure, generator=generator, progress=progress, label="moments")
@@ -145,50 +144,48 @@ def moments(
     )
 
 
-def _chebyshev_rows(
-    op: LinearOperator, block: Tensor, num_moments: int, interval: tuple[float, float]
+def _rows(
+    op: LinearOperator,
+    block: Tensor,
+    num_moments: int,
+    interval: tuple[float, float],
+    basis: MomentBasis,
 ) -> Iterator[Tensor]:
-    before, current = block, _mapped(op, block, interval)
-    zeroth, first = column_dots(block, block), column_dots(block, current)
-    _check_inside(first, zeroth, 1, interval)
+    """Yield z'T_j(A)z, or z'A^j z for powers, for the columns of a block; two per product."""
+    chebyshev = basis != "power"
+    before, current = block, block
+    zeroth = first = column_dots(block, block)
     yield zeroth
-    yield first
-    for degree in range(2, num_moments + 1):
-        if degree % 2 == 0:
-            found = 2 * column_dots(current, current) - zeroth
-        else:
-            before, current = current, _mapped(op, current, interval, factor=2.0).sub_(before)
-            found = 2 * column_dots(before, current) - first
-            if degree == 3:
-                # T_2 by its own vector: equal to 2 <t_1, t_1> - <t_0, t_0> for symmetric A alone.
-                _check_symmetric(op, block, current, 2 * column_dots(before, before) - zeroth)
-        _check_inside(found, zeroth, degree, interval)
-        yield found
-
-
-def _power_rows(
-    op: LinearOperator, block: Tensor, num_moments: int, interval: tuple[float, float]
-) -> Iterator[Tensor]:
-    current = block
-    yield column_dots(block, block)
     for degree in range(1, num_moments + 1):
+        doubled = chebyshev and degree > 1
         if degree % 2:
-            before, current = current, _mapped(op, current, interval)
-            found = column_dots(before, current)
+            # t_{j+1} = 2 A t_j - t_{j-1} and t_1 = A t_0; for powers t_{j+1} = A t_j
+            following = _mapped(op, current, interval, factor=2.0 if doubled else 1.0)
+            before, current = current, following.sub_(before) if doubled else following
+            moment = column_dots(before, current)
+            first = moment if degree == 1 else first
         else:
-            found = column_dots(current, current)
-        if not bool(torch.isfinite(found).all()):
+            moment = column_dots(current, current)
+        if doubled:
+            # T_{2j} = 2 T_j^2 - T_0 and T_{2j+1} = 2 T_j T_{j+1} - T_1
+            moment = 2 * moment - (first if degree % 2 else zeroth)
+        if chebyshev:
+            _check_inside(moment, zeroth, degree, interval)
+        elif not bool(torch.isfinite(moment).all()):
             raise ValueError(
                 f"op must give finite products; the power moment of degree {degree} is NaN or Inf: "
                 "where it overflows, give an interval"
             )
-        yield found
+        if doubled and degree == 3:
+            # <t_0, t_2> = 2 <t_1, t_1> - <t_0, t_0> only if A is symmetric.
+            _check_symmetric(op, block, current, 2 * column_dots(before, before) - zeroth)
+        yield moment
 
 
 def _mapped(
     op: LinearOperator, block: Tensor, interval: tuple[float, float], *, factor: float = 1.0
 ) -> Tensor:
-    # In place: new memory at every step would cost more than the arithmetic.
+    # factor (2 A x - (a + b) x) / (b - a), in place: new memory per step costs more than the sums.
     low, high = interval
     product = op.matmat(block)
     scale, shift = 2 * factor / (high - low), factor * (low + high) / (high - low)
@@ -208,9 +205,10 @@ def _check_symmetric(op: LinearOperator, block: Tensor, second: Tensor, doubled:
 
 
 def _check_inside(
-    found: Tensor, zeroth: Tensor, degree: int, interval: tuple[float, float]
+    moment: Tensor, zeroth: Tensor, degree: int, interval: tuple[float, float]
 ) -> None:
-    worst = float((found.abs() / zeroth).max())
+    # |T_j| <= 1 on [-1, 1], and grows exponentially outside.
+    worst = float((moment.abs() / zeroth).max())
     if math.isnan(worst):
         raise ValueError(f"op must give finite products; the moment of degree {degree} is NaN")
     if worst > 1.001:
@@ -220,16 +218,17 @@ def _check_inside(
         )
 
 
-def _widened(found: Bounds, eps: float) -> tuple[float, float]:
-    # A spectrum of one point has no interval of its own, but roundoff that must not be magnified.
-    size = max(abs(found.low), abs(found.high))
-    if found.high - found.low > eps**0.5 * size:
-        return found.low, found.high
-    return found.low - (size or 1.0), found.high + (size or 1.0)
+def _widened(ends: Bounds, eps: float) -> tuple[float, float]:
+    # The spectrum of a multiple of the identity is a point: an interval of the length of roundoff
+    # would magnify roundoff.
+    size = max(abs(ends.low), abs(ends.high))
+    if ends.high - ends.low > eps**0.5 * size:
+        return ends.low, ends.high
+    return ends.low - (size or 1.0), ends.high + (size or 1.0)
 
 
 def chebyshev_from_legendre(degree: int) -> Tensor:
-    """Rows are Legendre polynomials, columns their coefficients in Chebyshev polynomials."""
+    """Return the coefficients of Legendre polynomials (rows) in Chebyshev polynomials (columns)."""
     nodes, _ = legendre.leggauss(degree + 1)
     chebyshev_values = chebyshev.chebvander(nodes, degree)
     legendre_values = legendre.legvander(nodes, degree)

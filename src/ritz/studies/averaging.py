@@ -179,20 +179,20 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
 def figure(result: Result) -> "Figure":
     """Draw the error of every seed, from the last iterate to the average of the same run."""
     from ritz import plots
-    from ritz.plots._shared import BLUE, GREY, LEGEND
+    from ritz.plots._shared import STYLE
 
     drawing, (axis,) = plots.panels(1, 1, width=6.4, height=3.2)
     for i in range(len(result.names)):
         for last, average in zip(result.last_errors[i], result.average_errors[i], strict=True):
             ends = [100 * float(last), 100 * float(average)]
-            axis.plot([i - 0.2, i + 0.2], ends, color=GREY, linewidth=1, zorder=1)
-            axis.scatter([i - 0.2, i + 0.2], ends, color=[GREY, BLUE], s=18, zorder=2)
-    axis.scatter([], [], color=GREY, s=18, label="last iterate")
-    axis.scatter([], [], color=BLUE, s=18, label="average of the same run")
+            axis.plot([i - 0.2, i + 0.2], ends, color=STYLE.grey, linewidth=1, zorder=1)
+            axis.scatter([i - 0.2, i + 0.2], ends, color=[STYLE.grey, STYLE.blue], s=18, zorder=2)
+    axis.scatter([], [], color=STYLE.grey, s=18, label="last iterate")
+    axis.scatter([], [], color=STYLE.blue, s=18, label="average of the same run")
     axis.set_xticks(range(len(result.names)), result.names)
     axis.set_ylabel("held-out error (%)")
     axis.set_title(f"Digits, {result.config.label_noise:.0%} of the labels wrong", loc="left")
-    axis.legend(**LEGEND)
+    axis.legend(frameon=False, fontsize="small")
     return drawing
 
 

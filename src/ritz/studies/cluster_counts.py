@@ -126,10 +126,10 @@ def real_lines(result: "Result") -> list[str]:
 
 def draw_planted(result: "Result", ax: "Axes") -> None:
     """Draw mean errors over the number of planted clusters, beside what was published."""
-    from ritz.plots._shared import BLUE, GREEN, VERMILION
+    from ritz.plots._shared import STYLE
 
     clusters = result.config.clusters
-    colours = {"entropic": BLUE, "lanczos": VERMILION, FIRST: GREEN}
+    colours = {"entropic": STYLE.blue, "lanczos": STYLE.vermilion, FIRST: STYLE.green}
     # The first two have nearly the same errors: one is drawn around the other.
     for name, style, size in (("entropic", "s-", 9), ("lanczos", "x--", 5), (FIRST, "o-", 5)):
         errors = result.errors(name).nanmean(1).numpy()
@@ -149,11 +149,11 @@ def draw_planted(result: "Result", ax: "Axes") -> None:
 
 def draw_mixed(result: "Result", ax: "Axes") -> None:
     """Draw errors of the large graphs over the number of moments."""
-    from ritz.plots._shared import PALETTE
+    from ritz.plots._shared import STYLE
 
     c = result.config
     moments = [*c.mixed_moments, c.num_moments]
-    for count, colour in zip(c.mixed, PALETTE, strict=False):
+    for count, colour in zip(c.mixed, STYLE.palette, strict=False):
         found, last = result.by_moments[str(count)], result.mixed[str(count)]
         # Both have nearly the same errors: one is drawn around the other.
         for name, style, size in (("entropic", "s-", 9), ("lanczos", "x--", 5)):

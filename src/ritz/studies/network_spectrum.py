@@ -131,13 +131,13 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
 def figure(result: Result) -> "Figure":
     """Draw the stems of one probe, and the density of several over the exact histogram."""
     from ritz import plots
-    from ritz.plots._shared import GREY
+    from ritz.plots._shared import STYLE
 
     drawing, (top, bottom) = plots.panels(2, 1, width=8.0, height=3.0)
     plots.against_exact(result.spectrum, result.exact, ax=top)
     top.set_title(f"One probe, {len(result.spectrum.values)} products", loc="left")
     exact = result.exact.numpy()
-    bottom.hist(exact, bins=140, density=True, color=GREY, alpha=0.6, label="exact")
+    bottom.hist(exact, bins=140, density=True, color=STYLE.grey, alpha=0.6, label="exact")
     plots.density(result.density, ax=bottom, log=True)
     title = f"{result.config.num_probes} probes, smoothed to a width of {result.config.width:g}"
     bottom.set_title(title, loc="left")

@@ -1,10 +1,7 @@
-"""Training: a loop that is resumed bit for bit, its log and checkpoints, and what watches it."""
+"""Training: a loop that resumes bit for bit, its log and checkpoints, and curvature monitors."""
 
-from ritz.training._config import (
-    create_optimizer,
-    optimizer_names,
-    register_optimizer,
-)
+from ritz._core.training_config import TrainingConfig
+from ritz.training._assembly import optimizer_names, register_optimizer
 from ritz.training._evaluate import TrainingResult, evaluate
 from ritz.training._fit import fit
 from ritz.training._folder import (
@@ -19,8 +16,8 @@ from ritz.training._monitor import CurvatureMonitor
 __all__ = [
     "CheckpointError",
     "CurvatureMonitor",
+    "TrainingConfig",
     "TrainingResult",
-    "create_optimizer",
     "evaluate",
     "fit",
     "load_weights",

@@ -1,270 +1,346 @@
-"""Model, data, optimiser, average and schedule of a run, put together and checked."""
+"""Optimiser, average, schedule and step of a run: created by name, put together and checked."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import ceil
-from typing import Any
+from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.parameter import is_lazy
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ritz import optim
 from ritz._core.distributed import world_size
 from ritz._core.modes import batch_norms
 from ritz._core.params import parameters
+from ritz._core.registry import Registry
+from ritz._core.training_config import TrainingConfig
 from ritz.curvature._shared import Adapter, Forward, check_reduction
-from ritz.training._config import (
-    Settings,
-    average_of,
-    create_optimizer,
-    create_schedule,
-    innermost,
-    is_capturable,
-)
 from ritz.training._data import Feed
 from ritz.training._processes import distributed
 from ritz.training._step import CapturedStep, Piece, Step
 
 # ------------------------------------------------------------------------------------------
-# Model, data, optimiser, average and schedule of a run, put together.
+# Optimisers by name.
 
+OptimizerFactory = Callable[..., Optimizer]
 OptimizerChoice = str | Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
+_OPTIMIZERS: Registry[OptimizerFactory] = Registry("optimizer")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def register_optimizer(name: str) -> Callable[[OptimizerFactory], OptimizerFactory]:
+    """Return a decorator that registers an optimiser under a name.
+
+    The decorated function takes parameters and keyword arguments and returns an optimiser. An
+    optimiser with a built-in average takes ``start`` and ``interval``, in steps, and exposes the
+    average as ``.average``.
+
+    Args:
+        name: A new name.
+    """
+    return _OPTIMIZERS.register(name)
+
+
+def optimizer_names() -> tuple[str, ...]:
+    """Return the names of all optimisers; ``optim.preset_names()`` lists published settings."""
+    return tuple(_OPTIMIZERS)
+
+
+def create_optimizer(
+    name: str,
+    params: Iterable[nn.Parameter],
+    *,
+    plan: Mapping[str, int] | None = None,
+    capturable: bool = False,
+    **settings: Any,
+) -> Optimizer:
+    """Return an optimiser by name.
+
+    Args:
+        name: One of :func:`optimizer_names` or of ``ritz.optim.preset_names()``.
+        params: Parameters to train.
+        plan: ``start`` and ``interval`` of a built-in average, in steps.
+        capturable: Create an optimiser whose steps can be captured in a CUDA graph, if possible.
+        **settings: Keyword arguments of the optimiser: ``lr``, ``weight_decay`` and so on.
+    """
+    if name not in _OPTIMIZERS and name in optim.preset_names():
+        preset = optim.preset(name)
+        make: OptimizerFactory = preset.optimizer
+        settings = dict(preset.settings) | settings
+    else:
+        make = _OPTIMIZERS[name]
+    known = inspect.signature(make).parameters
+    if plan and "start" in known:
+        settings = dict(plan) | settings
+    params = list(params)
+    sgd = make is SGD or getattr(make, "inner", None) is SGD
+    if sgd:
+        # A fused step is one kernel, and the only step of SGD that a CUDA graph can capture.
+        other = any(settings.get(way) is not None for way in ("foreach", "differentiable"))
+        fused = not other and settings.get("fused") is not False
+        fused = fused and bool(params) and all(p.is_cuda for p in params)
+        capturable = capturable and fused
+        settings |= {"fused": True} if fused else {}
+    rate = settings.get("lr", known["lr"].default if "lr" in known else None)
+    if capturable and rate is not None and params:
+        # A graph reads the learning rate from memory, where the schedule writes it.
+        settings["lr"] = torch.tensor(float(rate), device=params[0].device)
+        settings |= {} if sgd else {"capturable": True}
+    return make(params, **settings)
+
+
+def _lookahead(inner: OptimizerFactory, rate: float, **fixed: Any) -> OptimizerFactory:
+    def make(
+        params: Any, lr: Any = rate, *, k: int = 5, alpha: float = 0.5, **settings: Any
+    ) -> Optimizer:
+        return optim.Lookahead(inner(params, lr=lr, **(fixed | settings)), k=k, alpha=alpha)
+
+    make.inner = inner  # type: ignore[attr-defined]
+    return make
+
+
+def _sgd(params: Any, lr: Any = 0.1, *, momentum: float = 0.9, **settings: Any) -> Optimizer:
+    return SGD(params, lr=lr, momentum=momentum, **settings)
+
+
+_sgd.inner = SGD  # type: ignore[attr-defined]
+_BUILT_IN: dict[str, OptimizerFactory] = {
+    "sgd": _sgd,
+    "adam": Adam,
+    "adamw": AdamW,
+    "damped_adamw": optim.DampedAdamW,
+    "padam": optim.Padam,
+    "padamw": optim.PadamW,
+    "gadam": optim.Gadam,
+    "gadamx": optim.GadamX,
+    "lookahead_sgd": _lookahead(SGD, 0.1, momentum=0.9),
+    "lookahead_adamw": _lookahead(AdamW, 1e-3),
+}
+for _name, _factory in _BUILT_IN.items():
+    _OPTIMIZERS.register(_name)(_factory)
+
+
+def innermost(optimizer: Optimizer) -> Optimizer:
+    """Return the optimiser that Lookahead wraps, or the optimiser itself."""
+    while isinstance(optimizer, optim.Lookahead):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+# ------------------------------------------------------------------------------------------
+# The parts of a run.
+
+
+@final
 class Parts:
-    """What a run works with.
+    """Objects that a run works with, created from the options and checked.
 
-    Attributes:
-        model: Without wrappers, on the device.
+    Args:
+        model: Any module; it is moved to the device.
         feed: Training data.
-        optimizer: Moves the model.
-        schedule: Sets its rate.
-        average: Of its iterates, if any.
-        auto: What begins the average by patience, if anything.
-        step: Forward, backward and update.
-        take: The same, perhaps from a CUDA graph.
-        steps_per_epoch: Where it is known.
-        device: Where all of it is.
+        config: Options.
+        optimizer: An optimiser, or a function that returns one. Defaults to that of ``config``.
+        schedule: A scheduler, or a function of the time. Defaults to that of ``config``.
+        average: User-defined average of the weights.
+        loss_fn: Mean loss of outputs and target.
+        forward: Calls the model on a batch.
+        device: Device of all of these.
     """
 
-    model: nn.Module
-    feed: Feed
-    optimizer: Optimizer
-    schedule: Any
-    average: optim.IterateAverage | None
-    auto: optim.AutoAverage | None
-    step: Step
-    take: Callable[[Sequence[Piece]], None]
-    steps_per_epoch: int | None
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-
-
-def assemble(
-    model: nn.Module,
-    feed: Feed,
-    settings: Settings,
-    *,
-    optimizer: OptimizerChoice,
-    schedule: Any,
-    average: optim.IterateAverage | optim.AutoAverage | None,
-    loss_fn: Callable[..., Any] | None,
-    forward: Forward | None,
-    device: torch.device,
-) -> Parts:
-    """Return the parts of a run; the model is moved to the device."""
-    check_reduction(loss_fn)
-    model.to(device)
-    length = settings.steps_per_epoch
-    if length is None and feed.num_batches is not None:
-        length = ceil(feed.num_batches / settings.accumulate)
-    wanted = _wants_capture(settings, device)
-    plan = _plan(settings, length)
-    found = _optimizer(optimizer, model, settings, plan, capturable=wanted)
-    _check_moves(found, model)
-    kept, auto = _average(found, average, settings, plan)
-    if settings.final == "average" and kept is None:
-        raise ValueError("final='average' needs an average: give average_from or patience")
-    shape = create_schedule(schedule, found, **_time(settings, length, schedule))
-    runner = distributed(torch.compile(model) if settings.compile else model, device)  # type: ignore[arg-type]
-    captured = wanted and _can_capture(found, settings)
-    step = Step(
-        Adapter(runner, loss_fn, forward),
-        found,
-        precision=settings.precision,
-        clip_norm=settings.clip_norm,
-        device=device,
-        cached=not captured,
-    )
-    take = CapturedStep(step, required=bool(settings.capture)) if captured else step
-    return Parts(
-        model=model,
-        feed=feed,
-        optimizer=found,
-        schedule=shape,
-        average=kept,
-        auto=auto,
-        step=step,
-        take=take,
-        steps_per_epoch=length,
-        device=device,
-    )
-
-
-def _wants_capture(settings: Settings, device: torch.device) -> bool:
-    """Whether to try CUDA graphs; raise where they are asked for and cannot be."""
-    reasons = {
-        f"a CUDA device, got {device}": device.type != "cuda",
-        "a single process": world_size() > 1,
-        "another precision than float16, whose scaler waits for the device": (
-            settings.precision == "float16"
-        ),
-    }
-    reason = next((reason for reason, holds in reasons.items() if holds), None)
-    if reason is not None and settings.capture:
-        raise ValueError(f"capture=True needs {reason}")
-    return reason is None and settings.capture is not False
-
-
-def _can_capture(optimizer: Optimizer, settings: Settings) -> bool:
-    able = is_capturable(optimizer)
-    if settings.capture and not able:
-        raise ValueError("capture=True needs an optimiser whose step stays on the device, with "
-                         "capturable=True (fused=True for SGD) and lr a CUDA tensor, got "
-                         f"{type(optimizer).__name__} without")  # fmt: skip
-    return able
-
-
-def _plan(settings: Settings, length: int | None) -> dict[str, int]:
-    """When to average, in steps."""
-    if settings.average_from is None:
-        return {}
-    if length is None:
-        raise ValueError("steps_per_epoch must be given with average_from, for data of no known "
-                         "length")  # fmt: skip
-    interval = length if settings.average_every == "epoch" else 1
-    return {"start": (settings.average_from - 1) * length + 1, "interval": interval}
+    def __init__(
+        self,
+        model: nn.Module,
+        feed: Feed,
+        config: TrainingConfig,
+        *,
+        optimizer: OptimizerChoice | None,
+        schedule: Any,
+        average: optim.IterateAverage | optim.AutoAverage | None,
+        loss_fn: Callable[..., Any] | None,
+        forward: Forward | None,
+        device: torch.device,
+    ) -> None:
+        check_reduction(loss_fn)
+        self.model, self.feed, self.device = model.to(device), feed, device
+        self.steps_per_epoch = config.steps_per_epoch  # None if unknown
+        if self.steps_per_epoch is None and feed.num_batches is not None:
+            self.steps_per_epoch = ceil(feed.num_batches / config.accumulate)
+        plan = _plan(config, self.steps_per_epoch)
+        self.optimizer = _optimizer(optimizer, model, config, plan, device)
+        self.average, self.auto = _average(self.optimizer, average, config, plan)
+        if config.final == "average" and self.average is None:
+            raise ValueError("final='average' needs an average: give average_from or patience")
+        self.schedule = _schedule(schedule, self.optimizer, config, self.steps_per_epoch)
+        compiled: Any = torch.compile(model) if config.compile else model
+        captured = _captures(config, self.optimizer, device)
+        self.step = Step(
+            Adapter(distributed(compiled, device), loss_fn, forward),
+            self.optimizer,
+            precision=config.precision,
+            clip_norm=config.clip_norm,
+            device=device,
+            cached=not captured,
+        )
+        # The same step, perhaps replayed from a CUDA graph.
+        self.take: Callable[[Sequence[Piece]], None] = self.step
+        if captured:
+            self.take = CapturedStep(self.step, required=bool(config.capture))
 
 
 def _optimizer(
-    choice: OptimizerChoice,
+    choice: OptimizerChoice | None,
     model: nn.Module,
-    settings: Settings,
+    config: TrainingConfig,
     plan: dict[str, int],
-    *,
-    capturable: bool,
+    device: torch.device,
 ) -> Optimizer:
-    chosen = dict(settings.optimizer_settings)
-    if isinstance(choice, Optimizer):
-        found: Any = choice
-    elif isinstance(choice, str):
-        moved = [p for p in model.parameters() if p.requires_grad]
-        return create_optimizer(choice, moved, plan=plan, capturable=capturable, **chosen)
-    elif callable(choice):
-        found = choice(model.parameters(), **chosen)
-    else:
-        found = choice
-    if not isinstance(found, Optimizer):
+    optimizer: Any = choice
+    if choice is None or isinstance(choice, str):
+        single = device.type == "cuda" and world_size() == 1
+        capturable = single and config.precision != "float16" and config.capture is not False
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        optimizer = create_optimizer(config.optimizer, trainable, plan=plan, capturable=capturable,
+                                     **config.optimizer_settings)  # fmt: skip
+    elif callable(choice) and not isinstance(choice, Optimizer):
+        optimizer = choice(model.parameters(), **config.optimizer_settings)
+    if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a name, a torch optimiser or a function of the "
-                        f"parameters that returns one, got {type(found).__name__}")  # fmt: skip
-    return found
-
-
-def _check_moves(optimizer: Optimizer, model: nn.Module) -> None:
-    own = set(model.parameters())
-    if not any(p in own for p in parameters(optimizer)):
+                        f"parameters that returns one, got {type(optimizer).__name__}")  # fmt: skip
+    if not set(model.parameters()) & set(parameters(optimizer)):
         raise ValueError(f"optimizer must move parameters of the model, got a "
                          f"{type(optimizer).__name__} with none of them")  # fmt: skip
     if isinstance(optimizer, LBFGS):
         raise ValueError("optimizer must take a step without computing the loss again, got LBFGS")
+    return optimizer
+
+
+def _captures(config: TrainingConfig, optimizer: Optimizer, device: torch.device) -> bool:
+    """Return whether to capture steps in a CUDA graph; raise if that is required but impossible."""
+    inner = innermost(optimizer)
+    # All that changes between two steps must be on the device.
+    stays = all(p.is_cuda for p in parameters(inner)) and all(
+        isinstance(group["lr"], Tensor)
+        and group["lr"].is_cuda
+        and (group.get("capturable") or (isinstance(inner, SGD) and group["fused"]))
+        for group in inner.param_groups
+    )
+    conditions = {
+        f"a CUDA device, got {device}": device.type == "cuda",
+        "a single process": world_size() == 1,
+        # The gradient scaler reads from the device whether to skip the step.
+        "a precision other than float16": config.precision != "float16",
+        "an optimiser whose step stays on the device, with capturable=True (fused=True for SGD) "
+        f"and lr a CUDA tensor, got {type(optimizer).__name__} without": stays,
+    }
+    missing = next((need for need, met in conditions.items() if not met), None)
+    if missing is not None and config.capture:
+        raise ValueError(f"capture=True needs {missing}")
+    return missing is None and config.capture is not False
+
+
+def _plan(config: TrainingConfig, length: int | None) -> dict[str, int]:
+    """Return the first step and the interval of the average, in steps."""
+    if config.average_from is None:
+        return {}
+    if length is None:
+        raise ValueError("steps_per_epoch must be given with average_from, for data of no known "
+                         "length")  # fmt: skip
+    interval = length if config.average_every == "epoch" else 1
+    # Epoch e begins at step (e - 1) * length + 1.
+    return {"start": (config.average_from - 1) * length + 1, "interval": interval}
 
 
 def _average(
     optimizer: Optimizer,
-    given: optim.IterateAverage | optim.AutoAverage | None,
-    settings: Settings,
+    average: optim.IterateAverage | optim.AutoAverage | None,
+    config: TrainingConfig,
     plan: dict[str, int],
 ) -> tuple[optim.IterateAverage | None, optim.AutoAverage | None]:
-    own = average_of(optimizer)
-    if given is not None and (plan or settings.patience):
-        raise ValueError("average must not be given with average_from or patience")
-    if given is not None:
-        held = given.average if isinstance(given, optim.AutoAverage) else given
-        if held.optimizer is not optimizer and held.optimizer is not innermost(optimizer):
+    if average is not None:
+        if plan or config.patience:
+            raise ValueError("average must not be given with average_from or patience")
+        auto = average if isinstance(average, optim.AutoAverage) else None
+        iterates = average.average if isinstance(average, optim.AutoAverage) else average
+        if iterates.optimizer not in (optimizer, innermost(optimizer)):
             raise ValueError("average must be of the optimiser of the run, got one of another")
-    if isinstance(given, optim.AutoAverage):
-        return given.average, given
-    if settings.patience is not None:
-        auto = optim.AutoAverage(own or optimizer, patience=settings.patience)
+        return iterates, auto
+    built_in = getattr(optimizer, "average", None)
+    if not isinstance(built_in, optim.IterateAverage):
+        built_in = None
+    if config.patience is not None:
+        auto = optim.AutoAverage(built_in or optimizer, patience=config.patience)
         return auto.average, auto
-    if own is not None and plan and own.planned != plan["start"]:
-        raise ValueError(f"average_from must be left out for an optimiser with an average of its "
-                         f"own, got {settings.average_from}")  # fmt: skip
-    if own is None and plan:
-        own = optim.IterateAverage(optimizer, start=plan["start"], interval=plan["interval"])
-    return given or own, None
+    if built_in is not None and plan and built_in.planned != plan["start"]:
+        raise ValueError(f"average_from must be left out for an optimiser with a built-in average, "
+                         f"got {config.average_from}")  # fmt: skip
+    if built_in is None and plan:
+        return optim.IterateAverage(optimizer, start=plan["start"], interval=plan["interval"]), None
+    return built_in, None
 
 
-def _time(settings: Settings, length: int | None, schedule: Any) -> dict[str, Any]:
-    """The time of a run in the unit of its schedule."""
-    unit = 1 if settings.schedule_unit == "epoch" else length
-    if unit is None:
-        if schedule in ("linear", "step"):
-            raise ValueError(f"steps_per_epoch must be given with schedule={schedule!r} by step, "
-                             "for data of no known length")  # fmt: skip
-        unit = 1
-    start = settings.average_from
-    return {
-        "length": settings.num_epochs * unit,
-        "average_from": None if start is None else max(1, (start - 1) * unit),
-        "warmup_length": settings.warmup,
-    }
+def _schedule(choice: Any, optimizer: Optimizer, config: TrainingConfig, length: int | None) -> Any:
+    """Return a scheduler with ``step``, ``state_dict`` and ``load_state_dict``."""
+    if isinstance(choice, ReduceLROnPlateau):
+        raise ValueError("schedule must be a function of the time, got ReduceLROnPlateau, which "
+                         "needs a loss: see patience")  # fmt: skip
+    if hasattr(choice, "step") and hasattr(choice, "load_state_dict"):
+        return choice
+    name = config.schedule if choice is None or isinstance(choice, str) else ""
+    unit = 1 if config.schedule_unit == "epoch" else length
+    if unit is None and name in ("linear", "step"):
+        raise ValueError(f"steps_per_epoch must be given with schedule={name!r} by step, for data "
+                         "of no known length")  # fmt: skip
+    unit = unit or 1
+    whole = config.num_epochs * unit
+    if name == "linear" and config.average_from is not None:
+        # GADAM, equations 12 and 13: the rate falls up to the start of the average.
+        shape = optim.averaging_decay(max(1, (config.average_from - 1) * unit))
+    elif name == "linear":
+        shape = optim.linear_decay(whole)
+    elif name == "step":
+        shape = optim.step_decay(sorted({whole // 2, whole * 3 // 4}))
+    else:
+        shape = choice if callable(choice) else lambda time: 1.0
+    return optim.Schedule(
+        optimizer, optim.warmup(config.warmup, then=shape) if config.warmup else shape
+    )
 
 
 # ------------------------------------------------------------------------------------------
-# Batches of one row, which batch norm in train mode cannot take: seen before they are met.
-
-TORCH = "Expected more than 1 value per channel"  # what torch says of it
+# Batches of one row, which batch norm in train mode cannot take.
 
 
-def check_last_batch(parts: Parts, settings: Settings) -> None:
-    """Raise where the last batch of an epoch leaves a process one row, and the model takes none.
+def check_last_batch(parts: Parts, config: TrainingConfig) -> None:
+    """Raise if the last batch of an epoch leaves a process one row and batch norm cannot take it.
 
-    Maps of several pixels have several values in a row, so the model itself is asked, with its
-    buffers and the generators put back; one with lazy layers is not, for it would take their shape.
+    Convolutions have several values per channel in one row, so only a forward pass of one row can
+    tell. It is made before the first step: the error would otherwise end the first epoch.
     """
-    rows = parts.feed.last_rows
-    if rows is None or rows // world_size() > 1 or not batch_norms(parts.model):
+    rows, model, step = parts.feed.last_rows, parts.model, parts.step.adapter
+    if rows is None or rows // world_size() > 1 or not batch_norms(model):
         return
-    if _is_unfinished(parts.model):
-        return
-    parts.model.train()
-    kept = [(buffer, buffer.clone()) for buffer in parts.model.buffers()]
-    step = parts.step.adapter
-    adapter = Adapter(parts.model, step.loss_fn.call, step.custom)  # neither wrapped nor compiled
+    if any(is_lazy(x) for x in (*model.parameters(), *model.buffers())):
+        return  # the pass would give lazy layers their shape
+    adapter = Adapter(model.train(), step.loss_fn.call, step.custom)  # not wrapped, not compiled
+    copies = {f"model.{name}": buffer.clone() for name, buffer in model.named_buffers()}
     cuda = [parts.device] if parts.device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices=cuda), torch.no_grad():
-            adapter(parts.feed.row())
+            functional_call(adapter, copies, (parts.feed.row(),))
     except ValueError as error:
-        raise explained(error, rows, settings) from error
-    finally:
-        for buffer, before in kept:
-            buffer.copy_(before)
+        raise explain_one_row(error, rows, config) from error
 
 
-def _is_unfinished(model: nn.Module) -> bool:
-    return any(is_lazy(x) for x in (*model.parameters(), *model.buffers()))
-
-
-def explained(error: ValueError, rows: int, settings: Settings) -> ValueError:
-    """An error of a step in words that say what to do, where it is of this kind."""
-    if TORCH not in str(error):
+def explain_one_row(error: ValueError, rows: int, config: TrainingConfig) -> ValueError:
+    """Return an error that says what to do about a batch of one row, or the error itself."""
+    if "Expected more than 1 value per channel" not in str(error):  # torch
         return error
-    size, own = settings.batch_size, "give drop_last=True to the loader, or another batch size"
-    here = f"give drop_last=True (--drop-last), or another batch_size (--batch-size) than {size}"
+    advice = "give drop_last=True to the loader, or another batch size"
+    if config.batch_size is not None:
+        advice = ("give drop_last=True (--drop-last), or another batch_size (--batch-size) than "
+                  f"{config.batch_size}")  # fmt: skip
     return ValueError(f"batch norm needs two rows or more to train on, got a batch of {rows} in "
-                      f"{world_size()} process{'es' * (world_size() > 1)}: "
-                      f"{own if size is None else here}")  # fmt: skip
+                      f"{world_size()} process{'es' * (world_size() > 1)}: {advice}")  # fmt: skip

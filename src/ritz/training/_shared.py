@@ -1,7 +1,7 @@
 """Names that other packages of ritz need and users do not."""
 
-from ritz.training._data import DataParts, as_parts, first_batch, sample
-from ritz.training._folder import AVERAGE, NAME, WEIGHTS, tensor_state, times_path
+from ritz.training._data import DataParts, as_parts, first_batch
+from ritz.training._folder import NAME, WEIGHTS, tensor_state
 from ritz.training._monitor import QUANTITIES
 from ritz.training._workflow import (
     CONFIG,
@@ -9,12 +9,12 @@ from ritz.training._workflow import (
     RunConfig,
     measured_risk,
     read_run,
+    run_files,
     run_weights,
     train_run,
 )
 
 __all__ = [
-    "AVERAGE",
     "CONFIG",
     "LOG",
     "NAME",
@@ -26,9 +26,8 @@ __all__ = [
     "first_batch",
     "measured_risk",
     "read_run",
+    "run_files",
     "run_weights",
-    "sample",
     "tensor_state",
-    "times_path",
     "train_run",
 ]

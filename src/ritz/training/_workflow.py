@@ -1,9 +1,9 @@
-"""Run folders: what was trained on what, so that it can be measured later by its name alone."""
+"""Run folders: train into one, read its ``run.json``, measure the network that it holds."""
 
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, final
@@ -11,39 +11,38 @@ from typing import Any, Literal, final
 import torch
 from torch import nn
 
-from ritz._core.checks import check_count
 from ritz._core.modes import BatchNormMode
 from ritz._core.progress import Progress
 from ritz._core.storage import CorruptFileError, to_json
+from ritz._core.training_config import TrainingConfig, check_same
 from ritz.curvature import Risk
-from ritz.training._config import check_same
-from ritz.training._data import DataParts, limited, measurable
+from ritz.data import TextSplit
+from ritz.training._data import DataParts, limited, measurable, sample
 from ritz.training._evaluate import TrainingResult
 from ritz.training._fit import fit
-from ritz.training._folder import AVERAGE, NAME, WEIGHTS, Folder
+from ritz.training._folder import AVERAGE, NAME, WEIGHTS, Folder, times_path
+from ritz.training._monitor import CurvatureMonitor, Quantity
 
 CONFIG, LOG = "run.json", "log.jsonl"
-# What a run that goes on must have in common with its beginning; `fit` compares the rest.
-FIXED = ("model", "model_options", "data", "data_options", "loss", "seed", "batch_size")
+WATCHED = 1024  # samples, or tokens of a text, on which curvature is watched: seconds per epoch
+# A resumed run must share these with its beginning; `fit` compares the options of training.
+FIXED = ("model", "model_options", "data", "data_options", "loss")
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """What a run is made of, by name: enough to build its model and data again.
+    """Names and options from which a run can be built again; ``run.json`` holds them.
 
     Attributes:
         model: A registered name, or ``module:factory``.
         data: Likewise.
-        model_options: Keywords of the model.
-        data_options: Keywords of the data set.
+        model_options: Keyword arguments of the model.
+        data_options: Keyword arguments of the data set.
         data_dir: Folder of data sets, or ``None``.
-        loss: ``cross_entropy``, ``mse``, ``model`` (the model returns its own) or
+        loss: ``cross_entropy``, ``mse``, ``model`` (the model returns its loss) or
             ``module:function``.
-        seed: Of the first weights, of order, augmentation and dropout.
-        batch_size: Samples a batch.
-        training: Other keywords of :func:`ritz.training.fit`, in plain values; ``augment`` says
-            whether data are augmented that usually are.
+        training: Options of training, with batch size and seed.
     """
 
     model: str
@@ -52,21 +51,25 @@ class RunConfig:
     data_options: Mapping[str, Any] = field(default_factory=dict)
     data_dir: str | None = None
     loss: str = "cross_entropy"
-    seed: int = 0
-    batch_size: int = 128
-    training: Mapping[str, Any] = field(default_factory=dict)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
 
     def __post_init__(self) -> None:
-        check_count("batch_size", self.batch_size)
-        check_count("seed", self.seed, low=0)
-        for name in ("model_options", "data_options", "training"):
+        for name in ("model_options", "data_options"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
-    def plain(self) -> dict[str, Any]:
-        """The same as JSON has it."""
-        found = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        return {name: dict(value) if isinstance(value, Mapping) else value
-                for name, value in found.items()}  # fmt: skip
+    @property
+    def batch_size(self) -> int:
+        """The batch size; 1 for data that come in batches."""
+        return self.training.batch_size or 1
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> "RunConfig":
+        """Return the configuration of values of JSON."""
+        names = dict(plain)
+        training = dict(names.pop("training", {}))
+        # Files of earlier versions have these two beside the other options.
+        training |= {name: names.pop(name) for name in ("seed", "batch_size") if name in names}
+        return cls(**names, training=TrainingConfig(**training))
 
 
 def train_run(
@@ -76,89 +79,97 @@ def train_run(
     folder: str | os.PathLike[str],
     *,
     loss_fn: Callable[..., Any] | None,
-    device: str | torch.device | None = None,
-    resume: bool = True,
-    monitors: Sequence[Any] = (),
+    device: torch.device | None = None,
+    watch: int | None = None,
+    quantities: Sequence[Quantity] = ("lambda_max", "trace"),
     progress: bool | Progress = False,
 ) -> TrainingResult:
-    """Train as a configuration says, in a folder that holds all of the run.
+    """Train as a configuration says, with all files in one folder.
 
     The folder has ``run.json``, ``log.jsonl``, ``checkpoint.safetensors`` and, at the end,
-    ``weights.safetensors`` and ``average.safetensors``. Nothing is written, and nothing of an
-    earlier run removed, before the first step was taken.
+    ``weights.safetensors`` and ``average.safetensors``. Nothing is written, and no file of an
+    earlier run is removed, before the first step.
 
     Args:
-        config: What to do.
-        model: What ``config.model`` names.
-        parts: What ``config.data`` names.
-        folder: Made where it is missing.
-        loss_fn: What ``config.loss`` names.
-        device: Where to train.
-        resume: Whether to go on from what is there, which must be of the same run.
-        monitors: As for :func:`ritz.training.fit`.
+        config: Names and options.
+        model: The model that ``config.model`` names.
+        parts: The data that ``config.data`` names.
+        folder: Created if missing.
+        loss_fn: The loss that ``config.loss`` names.
+        device: Device, if other than that of ``config``.
+        watch: Epochs between measurements of the curvature, on ``WATCHED`` samples. Defaults to
+            none.
+        quantities: Quantities to measure; see :class:`CurvatureMonitor`.
         progress: Show a progress bar, or a :class:`Progress` to report to.
     """
     target = Path(folder)
-    begun = any((target / name).exists() for name in (NAME, WEIGHTS))
-    if resume and begun and (target / CONFIG).is_file():
-        before, now = read_run(target).plain(), config.plain()
-        same = {name: now[name] for name in FIXED}
-        before["augment"], same["augment"] = _augments(before), _augments(now)
-        check_same(before, same, target / CONFIG)
-    training = {name: value for name, value in config.training.items() if name != "augment"}
-    text = to_json(config.plain(), indent=2) + "\n"
+    started = any((target / name).exists() for name in (NAME, WEIGHTS))
+    if config.training.resume and started and (target / CONFIG).is_file():
+        before, now = (json.loads(to_json(each)) for each in (read_run(target), config))
+        check_same(before, {name: now[name] for name in FIXED}, target / CONFIG)
     return fit(
         model,
-        parts.train,
-        validation=parts.validation,
-        test=parts.test,
-        augment=parts.augmentation if _augments(config.plain()) else None,
+        parts,
+        config.training,
         loss_fn=loss_fn,
-        batch_size=config.batch_size if parts.cuts else None,
-        seed=config.seed,
-        device=device,
+        device=device or config.training.device,
         log=target / LOG,
-        checkpoint=Folder(target, texts={CONFIG: text}),
-        resume=resume,
-        monitors=monitors,
+        checkpoint=Folder(target, texts={CONFIG: to_json(config, indent=2) + "\n"}),
+        monitors=[] if watch is None else [_monitor(config, parts, loss_fn, watch, quantities)],
         progress=progress,
-        **training,
     )
 
 
-def _augments(plain: Mapping[str, Any]) -> bool:
-    return bool(plain["training"].get("augment", True))
+def _monitor(
+    config: RunConfig, parts: DataParts, loss_fn: Any, every: int, quantities: Sequence[Quantity]
+) -> CurvatureMonitor:
+    size, seed = config.batch_size, config.training.seed
+    if isinstance(parts.train, TextSplit):
+        # Each stream of a text must have at least one whole segment.
+        tokens = min(WATCHED, len(parts.train.tokens))
+        size = max(1, min(size, tokens // (parts.train.length + 1)))
+    batches, options = sample(parts.train, WATCHED, batch_size=size, seed=seed)
+    return CurvatureMonitor(
+        batches, loss_fn=loss_fn, quantities=quantities, every=every, seed=seed, **options
+    )
 
 
 def read_run(folder: str | os.PathLike[str]) -> RunConfig:
-    """The configuration of a run.
+    """Return the configuration of a run.
 
     Args:
-        folder: As :func:`train_run` wrote it.
+        folder: A folder that :func:`train_run` wrote.
     """
     path = Path(folder) / CONFIG
     if not path.is_file():
         raise FileNotFoundError(f"no run in {folder}: it has no {CONFIG}, which ritz train writes")
     try:
-        return RunConfig(**json.loads(path.read_text(encoding="utf-8")))
+        return RunConfig.from_plain(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise CorruptFileError(f"{path} does not describe a run of ritz: {error}") from error
 
 
 def run_weights(folder: str | os.PathLike[str], *, average: bool = False) -> Path:
-    """The file of weights of a run: the last, or those of its checkpoint while it is not over.
+    """Return the file of weights of a run: the last ones, or the checkpoint of an unfinished run.
 
     Args:
-        folder: Of a run.
-        average: The averaged weights instead.
+        folder: Folder of a run.
+        average: Return the file of averaged weights instead.
     """
-    place = Path(folder)
     names = (AVERAGE,) if average else (WEIGHTS, NAME)
-    found = next((place / name for name in names if (place / name).is_file()), None)
-    if found is None:
-        why = ", which a run with an average writes at its end" if average else ""
-        raise FileNotFoundError(f"no weights in {place}: it has no {' nor '.join(names)}{why}")
-    return found
+    for name in names:
+        if (path := Path(folder) / name).is_file():
+            return path
+    reason = ", which a run with an average writes at its end" if average else ""
+    raise FileNotFoundError(f"no weights in {folder}: it has no {' nor '.join(names)}{reason}")
+
+
+def run_files(folder: str | os.PathLike[str]) -> list[Path]:
+    """Return the files that training has written to a folder, without results of measurements."""
+    names = {CONFIG, LOG, times_path(LOG).name, NAME, WEIGHTS, AVERAGE}
+    paths = sorted(Path(folder).iterdir())
+    return [path for path in paths
+            if path.name in names or path.match("epoch-[0-9]*.safetensors")]  # fmt: skip
 
 
 def measured_risk(
@@ -173,26 +184,26 @@ def measured_risk(
     precision: Any = None,
     seed: int = 0,
 ) -> Risk:
-    """Return the risk of a model on a part of its data, in an order that is always the same.
+    """Return the risk of a model on a part of its data, in an order that depends on the seed only.
 
     Args:
-        model: On the device to compute on.
+        model: The model, on the device to compute on.
         loss_fn: Mean loss of outputs and target.
         parts: The data.
-        split: Which of them; not augmented.
-        num_samples: How many, drawn without replacement; all by default. Tokens, the first ones,
-            for a text; whole batches of a loader.
-        batch_size: Part of what ``batch_norm="train"`` measures.
+        split: Which part; it is not augmented.
+        num_samples: Number of samples, drawn without replacement. Defaults to all. For text, the
+            first tokens; for a loader, whole batches.
+        batch_size: Batch size, on which ``batch_norm="train"`` depends.
         batch_norm: Mode of batch norm.
-        precision: Of the arithmetic.
-        seed: Of the draw.
+        precision: Precision of the arithmetic.
+        seed: Seed of the draw.
     """
     source = getattr(parts, split)
     if source is None:
         raise ValueError(f"split must be one that the data have, got {split!r}, which is not there")
     chosen = source if num_samples is None else limited(source, num_samples, seed=seed)
     data, options = measurable(chosen, batch_size)
-    with torch.random.fork_rng(devices=[]):  # a loader may shuffle by the global generator
+    with torch.random.fork_rng(devices=[]):  # a loader may shuffle with the global generator
         torch.default_generator.manual_seed(seed)
         return Risk(
             model, loss_fn, data, batch_norm=batch_norm, precision=precision, freeze=True, **options

@@ -191,7 +191,8 @@ def _matrix(x: Any) -> Any:
             coo = x.to_sparse_coo().coalesce()
             entries = coo.values().numpy(), tuple(coo.indices().numpy())
             x = scipy.sparse.coo_array(entries, shape=tuple(coo.shape))
-    if not (isinstance(x, np.ndarray) or scipy.sparse.issparse(x)):
+    supported = isinstance(x, np.ndarray) or scipy.sparse.issparse(x)
+    if not supported:
         raise TypeError(
             "graph must be a ritz, NetworkX or sparse graph, a weight matrix, an edge_index "
             f"(2, E), or a path, got {type(x).__name__}"

@@ -1,0 +1,217 @@
+"""``TrainingConfig``: every option of a training run, declared once. Imports no torch."""
+# ruff: noqa: RUF009 - _option returns a field of a dataclass
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args, get_origin
+
+from ritz._core.checks import check_choice, check_count, check_range
+
+if TYPE_CHECKING:
+    import torch
+
+TrainingPrecision = Literal["float32", "tf32", "bfloat16", "float16"]
+ScheduleName = Literal["constant", "linear", "step"]
+Unit = Literal["step", "epoch"]
+# Panels of ``ritz train --help``.
+RATE, AVERAGE, EVALUATION = "Learning rate", "Averaged weights", "Evaluation"
+SPEED, FILES = "Precision and speed", "Checkpoints"
+
+
+def _option(default: Any, help: str, panel: str | None = None, **metadata: Any) -> Any:
+    """Return a field of :class:`TrainingConfig`.
+
+    Args:
+        default: Default value, in the library and on the command line.
+        help: Documentation of the option, in the library and on the command line.
+        panel: Panel of ``ritz train --help``.
+        **metadata: ``low`` and ``high`` bound the value. ``free`` lets a run be resumed with
+            another value, because the results do not depend on it. On the command line, ``flags``
+            are the names (``None`` for none), ``kind`` is the type and ``metavar`` stands for the
+            value, where these do not follow from the field.
+    """
+    metadata |= {"help": help, "panel": panel}
+    if isinstance(default, dict):
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingConfig:
+    """Options of :func:`ritz.training.fit` and ``ritz train``, checked when they are set."""
+
+    # fmt: off
+    num_epochs: int = _option(10, "Number of epochs in all, before and after a resumption.",
+                              low=1, free=True, flags="--epochs")
+    batch_size: int | None = _option(128, "Batch size over all processes; not for data in batches.",
+                                     low=1)
+    drop_last: bool = _option(False, "Leave out the last batch of an epoch if it is smaller.")
+    augment: Any = _option(True, "Augment data for which this is usual, or with an Augmentation.",
+                           kind=bool, flags="--augment/--no-augment")
+    optimizer: str = _option("sgd", "Name of an optimiser or of a published setting.",
+                             metavar="NAME")
+    optimizer_settings: Mapping[str, Any] = _option({}, "Keyword arguments of the optimiser: lr, "
+                                                    "weight_decay and so on.", flags=None)
+    accumulate: int = _option(1, "Batches per step; the gradient is that of their union.", low=1)
+    clip_norm: float | None = _option(None, "Largest norm of the gradient (default: no limit).")
+    steps_per_epoch: int | None = _option(None, "Steps per epoch, for schedules and averages on "
+                                          "data without a length.", low=1)
+    seed: int = _option(0, "Seed of all random numbers.", low=0)
+    schedule: ScheduleName = _option("constant", "Schedule of the learning rate.", RATE)
+    schedule_unit: Unit = _option("epoch", "Unit of time of the schedule.", RATE)
+    warmup: int = _option(0, "Length of the linear warm-up of the learning rate, in that unit.",
+                          RATE)
+    average_from: int | None = _option(None, "First epoch, from 1, whose weights are averaged "
+                                       "(default: no average).", AVERAGE, low=1)
+    average_every: Unit = _option("epoch", "How often weights enter the average.", AVERAGE)
+    patience: int | None = _option(None, "Evaluations without a better loss before averaging "
+                                   "starts, and again before training stops.", AVERAGE, low=1)
+    statistics_fraction: float = _option(0.1, "Part of the batches for batch-norm statistics of "
+                                         "averaged weights; all at the end.", AVERAGE, low=0.0,
+                                         high=1.0)
+    final: Literal["last", "average"] = _option("last", "Weights of the model after training.",
+                                                AVERAGE, free=True)
+    evaluate_every: int = _option(1, "Epochs between evaluations.", EVALUATION, low=1)
+    evaluation_batch_size: int | None = _option(None, "Batch size of evaluations (default: at "
+                                                "least 512; of text the batch size).", EVALUATION,
+                                                low=1)
+    precision: TrainingPrecision = _option("float32", "Precision; the half ones are mixed.", SPEED,
+                                           flags="--precision --dtype")
+    device: "str | torch.device | None" = _option(None, "Device such as cpu or cuda:1 (default: "
+                                                  "that of the model; of a command cuda if any).",
+                                                  SPEED, free=True, kind=str | None, metavar="NAME")
+    compile: bool = _option(False, "Compile the model with torch.compile.", SPEED)
+    capture: bool | None = _option(None, "Replay steps from a CUDA graph (default: if possible).",
+                                   SPEED, free=True, flags="--capture/--no-capture")
+    deterministic: bool = _option(False, "Reproducible bit for bit on CUDA too.", SPEED)
+    resume: bool = _option(True, "Resume from the checkpoint in the folder, or start again.", FILES,
+                           free=True, flags="--resume/--restart")
+    save_interval: float = _option(60.0, "Seconds between checkpoints.", FILES, low=0.0, free=True)
+    keep: Sequence[int] = _option((), "Epoch after which a copy of the weights is kept. May be "
+                                  "repeated.", FILES, free=True, kind=list[int], metavar="EPOCH")
+    # fmt: on
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            value, bounds = getattr(self, entry.name), _bounds(entry.metadata)
+            if get_origin(entry.type) is Literal:
+                check_choice(entry.name, value, get_args(entry.type))
+            elif bounds and value is not None:
+                check = check_range if entry.type is float else check_count
+                check(entry.name, value, **bounds)
+        longest = self.num_epochs if self.schedule_unit == "epoch" else None
+        check_count("warmup", self.warmup, low=0, high=longest)
+        if self.average_from is not None:
+            check_count("average_from", self.average_from, high=self.num_epochs)
+        if self.average_from is not None and self.patience is not None:
+            raise ValueError(f"average_from must not be given with patience, which chooses the "
+                             f"first epoch itself, got {self.average_from}")  # fmt: skip
+        if self.clip_norm is not None:
+            check_range("clip_norm", self.clip_norm)
+            if not (self.clip_norm > 0 and math.isfinite(self.clip_norm)):
+                raise ValueError(f"clip_norm must be finite and above 0, got {self.clip_norm}")
+        for epoch in self.keep:
+            check_count("keep", epoch, high=self.num_epochs)
+        if isinstance(self.augment, str) and self.augment != "auto":
+            raise ValueError(f"augment must be auto, None or an Augmentation, got {self.augment!r}")
+        stored = {
+            "keep": tuple(self.keep),
+            "optimizer_settings": MappingProxyType(dict(self.optimizer_settings)),
+            "augment": self.augment == "auto" or self.augment or False,
+            "device": None if self.device is None else str(self.device),
+        }
+        for name, value in stored.items():
+            object.__setattr__(self, name, value)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the options as values of JSON; a user-defined object by its description."""
+        return {entry.name: _to_plain(getattr(self, entry.name)) for entry in fields(self)}
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return the options that a resumed run must share with its beginning."""
+        plain = self.to_plain()
+        plain["optimizer_settings"] = {k: repr(v) for k, v in self.optimizer_settings.items()}
+        # The length of a run sets a schedule that falls over all of it. With an average, the linear
+        # schedule falls up to the start of the average instead.
+        falls = self.schedule == "step" or (self.schedule == "linear" and not self.average_from)
+        free = {entry.name for entry in fields(self) if entry.metadata.get("free")}
+        return {k: v for k, v in plain.items() if k not in free or (falls and k == "num_epochs")}
+
+
+class TrainingOptions(TypedDict, total=False):
+    """Keyword options of :func:`ritz.training.fit`: the fields of :class:`TrainingConfig`.
+
+    ``optimizer`` and ``schedule`` are parameters of ``fit`` itself, which also takes objects.
+    """
+
+    num_epochs: int
+    batch_size: int | None
+    drop_last: bool
+    augment: Any
+    optimizer_settings: Mapping[str, Any]
+    accumulate: int
+    clip_norm: float | None
+    steps_per_epoch: int | None
+    seed: int
+    schedule_unit: Unit
+    warmup: int
+    average_from: int | None
+    average_every: Unit
+    patience: int | None
+    statistics_fraction: float
+    final: Literal["last", "average"]
+    evaluate_every: int
+    evaluation_batch_size: int | None
+    precision: TrainingPrecision
+    device: "str | torch.device | None"
+    compile: bool
+    capture: bool | None
+    deterministic: bool
+    resume: bool
+    save_interval: float
+    keep: Sequence[int]
+
+
+# Sphinx, help() and the command line show the same text.
+TrainingConfig.__doc__ = f"{TrainingConfig.__doc__}\n\n    Attributes:\n" + "\n".join(
+    f"        {entry.name}: {entry.metadata['help']}" for entry in fields(TrainingConfig)
+)
+
+
+def combine(config: TrainingConfig | None, options: Mapping[str, Any]) -> TrainingConfig:
+    """Return a configuration with some options replaced; raise TypeError for unknown names."""
+    known = [entry.name for entry in fields(TrainingConfig)]
+    for name in options:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=3)
+            hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
+            raise TypeError(f"fit has no option {name!r}; {hint}")
+    return replace(config or TrainingConfig(), **options)
+
+
+def check_same(before: Mapping[str, Any], now: Mapping[str, Any], path: Any) -> None:
+    """Raise if a run is resumed with other options than it was started with."""
+    for name, value in now.items():
+        if name in before and before[name] != value:
+            raise ValueError(
+                f"{path} was made with {name}={before[name]!r}, this run has {value!r}: give the "
+                "same value or another folder, or start again with resume=False (--restart)"
+            )
+
+
+def _bounds(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    return {end: metadata[end] for end in ("low", "high") if end in metadata}
+
+
+def _to_plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _to_plain(part) for name, part in value.items()}
+    if isinstance(value, tuple | list):
+        return [_to_plain(part) for part in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    # The repr of a function holds its address, which differs between processes.
+    return repr(value) if is_dataclass(value) else type(value).__name__

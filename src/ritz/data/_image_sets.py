@@ -1,0 +1,382 @@
+"""Published sets of small images: digits, MNIST, Fashion-MNIST, CIFAR and ImageNet-32."""
+
+import io
+import math
+import pickle
+import pickletools
+import zipfile
+import zlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import numpy as np
+import torch
+from numpy.lib.format import read_array
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ritz._core.checks import check_choice
+from ritz.data._files import (
+    DATASETS,
+    DataError,
+    existing,
+    locate,
+    open_file,
+    read_up_to,
+    read_whole,
+)
+from ritz.data._images import (
+    Augmentation,
+    ImageData,
+    Samples,
+    check_classes,
+    held_out,
+    image_data,
+    select,
+)
+
+# What a damaged file raises; NotImplementedError is a RuntimeError.
+DAMAGED = (ValueError, EOFError, MemoryError, RuntimeError)
+LIMIT = 2**29  # bytes of one file or array: the largest, of ImageNet-32, has 394 million
+
+
+# ------------------------------------------------------------------------------------------
+# The handwritten digits that scikit-learn includes.
+
+
+@DATASETS.register("digits")
+def digits(root: Path | None, *, validation: int = 0) -> ImageData:
+    """Digits: 1,280 + 517 grey images of 8 x 8 pixels, embedded in scikit-learn."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ImportError("digits ship inside scikit-learn: pip install scikit-learn") from error
+    table = load_digits()
+    # Levels 0 to 16 become 0 to 240: integers, in about the range of other images.
+    images = (15 * torch.from_numpy(table.images)).to(torch.uint8).unsqueeze(1)
+    samples = images, torch.from_numpy(table.target).to(torch.int64)
+    # 517 test images leave 1280, which are five batches of 256.
+    train, test = (select(samples, part) for part in held_out(len(images), 517))
+    return image_data(
+        "digits", train=train, test=test, classes="0123456789", validation=validation, seeded=True
+    )
+
+
+# ------------------------------------------------------------------------------------------
+# MNIST and Fashion-MNIST, from idx files, compressed or not.
+
+IDX_FOLDERS = {
+    "mnist": ("mnist", "MNIST", "MNIST/raw"),
+    "fashion-mnist": ("fashion-mnist", "FashionMNIST", "FashionMNIST/raw"),
+}
+
+
+@DATASETS.register("mnist")
+def mnist(root: Path | None, *, validation: int = 0) -> ImageData:
+    """MNIST: 60,000 + 10,000 grey images of 28 x 28 pixels of the ten digits."""
+    page = "https://yann.lecun.com/exdb/mnist"
+    return _idx_data("mnist", root, "0123456789", validation, page)
+
+
+@DATASETS.register("fashion-mnist")
+def fashion_mnist(root: Path | None, *, validation: int = 0) -> ImageData:
+    """Fashion-MNIST: 60,000 + 10,000 grey images of 28 x 28 pixels of ten kinds of clothes."""
+    classes = "T-shirt/top,Trouser,Pullover,Dress,Coat,Sandal,Shirt,Sneaker,Bag,Ankle boot"
+    page = "https://github.com/zalandoresearch/fashion-mnist"
+    return _idx_data("fashion-mnist", root, classes.split(","), validation, page)
+
+
+def _idx_data(
+    name: str, root: Path | None, classes: Sequence[str], validation: int, page: str
+) -> ImageData:
+    folders = [*IDX_FOLDERS[name], "."]
+    # The files of both sets have the same names: those in a folder of the other set are ignored.
+    if root is not None and any(
+        root.name in places for other, places in IDX_FOLDERS.items() if other != name
+    ):
+        folders.remove(".")
+    kinds = ("images-idx3", "labels-idx1")
+    files = [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in kinds]
+    hint = f"get the four files of {page}"
+    paths = locate(name, files, root=root, folders=folders, hint=hint)
+    train, test = (_idx_samples(paths[i], paths[i + 1], len(classes)) for i in (0, 2))
+    return image_data(name, train=train, test=test, classes=classes, validation=validation)
+
+
+def _idx_samples(images_path: Path, labels_path: Path, num_classes: int) -> Samples:
+    images, labels = read_idx(images_path, ndim=3), read_idx(labels_path, ndim=1)
+    if len(images) != len(labels):
+        raise DataError(
+            f"{images_path} has {len(images)} images, but {labels_path} {len(labels)} labels"
+        )
+    return images.unsqueeze(1), check_classes(labels_path, labels, num_classes)
+
+
+def read_idx(path: Path, *, ndim: int) -> Tensor:
+    """Return the bytes of an idx file with ``ndim`` dimensions, in its shape.
+
+    A file that declares more bytes than it can hold raises before memory is allocated.
+    """
+    magic = bytes([0, 0, 0x08, ndim])  # 0x08 is the code of unsigned bytes
+    with open_file(path) as (stream, most):
+        head = bytes(read_up_to(stream, 4 * (1 + ndim)))
+        if head[:4] != magic:
+            raise DataError(
+                f"{path} is not an idx file of bytes with {ndim} dimensions: it must begin with "
+                f"{magic.hex()}, got {head[:4].hex() or 'nothing'}"
+            )
+        if len(head) < 4 * (1 + ndim):
+            raise DataError(f"{path} is truncated: it ends in its header")
+        shape = np.frombuffer(head, ">u4", offset=4).tolist()
+        size = math.prod(shape)
+        if len(head) + size > most:
+            raise DataError(f"{path} declares {size} bytes {shape}, more than the file can hold")
+        body = read_up_to(stream, size + 1)
+    if len(body) != size:
+        relation = "fewer" if len(body) < size else "more"
+        raise DataError(f"{path} declares {size} bytes {shape}, but has {relation}")
+    return torch.from_numpy(np.frombuffer(body, np.uint8).reshape(shape))
+
+
+# ------------------------------------------------------------------------------------------
+# CIFAR-10 and CIFAR-100, from the pickles of their Python version.
+
+
+@DATASETS.register("cifar10")
+def cifar10(root: Path | None, *, validation: int = 0) -> ImageData:
+    """CIFAR-10: 50,000 + 10,000 colour images of 32 x 32 pixels in 10 classes."""
+    files = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
+    paths = _cifar_paths("cifar-10", "cifar-10-batches-py", files, root)
+    names = "airplane automobile bird cat deer dog frog horse ship truck"
+    classes = _cifar_classes(paths, "batches.meta", "label_names", names.split())
+    return _cifar_data("cifar10", paths, "labels", classes, validation)
+
+
+@DATASETS.register("cifar100")
+def cifar100(
+    root: Path | None, *, validation: int = 0, labels: Literal["fine", "coarse"] = "fine"
+) -> ImageData:
+    """CIFAR-100: 50,000 + 10,000 colour images of 32 x 32 pixels in 100 classes, or 20 coarse."""
+    check_choice("labels", labels, ("fine", "coarse"))
+    paths = _cifar_paths("cifar-100", "cifar-100-python", ["train", "test"], root)
+    names = [str(number) for number in range(100 if labels == "fine" else 20)]
+    classes = _cifar_classes(paths, "meta", f"{labels}_label_names", names)
+    return _cifar_data("cifar100", paths, f"{labels}_labels", classes, validation)
+
+
+def _cifar_paths(archive: str, unpacked: str, files: list[str], root: Path | None) -> list[Path]:
+    name = archive.replace("-", "")
+    folders = (unpacked, name, archive, f"{name}/{unpacked}", ".")
+    hint = f"unpack {archive}-python.tar.gz of https://www.cs.toronto.edu/~kriz/cifar.html there"
+    return locate(name, files, root=root, folders=folders, hint=hint)
+
+
+def _cifar_data(
+    name: str, paths: list[Path], key: str, classes: list[str], validation: int
+) -> ImageData:
+    *parts, test = (_cifar_samples(path, key, len(classes)) for path in paths)
+    images, targets = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    return image_data(
+        name,
+        train=(images, targets),
+        test=test,
+        classes=classes,
+        validation=validation,
+        augmentation=Augmentation(),
+    )
+
+
+def _cifar_samples(path: Path, key: str, num_classes: int) -> Samples:
+    contents = read_pickle(read_whole(path, limit=LIMIT), name=str(path))
+    images, labels = contents.get("data"), contents.get(key)
+    if not isinstance(images, np.ndarray) or images.shape[1:] != (3 * 32 * 32,):
+        shape = getattr(images, "shape", type(images).__name__)
+        raise DataError(f"{path} must have images (n, 3072) under 'data', got {shape}")
+    if not isinstance(labels, list) or [type(x) for x in labels] != [int] * len(images):
+        raise DataError(f"{path} must have a list of {len(images)} integers under {key!r}")
+    targets = check_classes(path, torch.tensor(labels, dtype=torch.int64), num_classes)
+    # Copied, since the array is a read-only view of the bytes of the file.
+    return torch.from_numpy(images.copy()).view(-1, 3, 32, 32), targets
+
+
+def _cifar_classes(paths: list[Path], file: str, key: str, default: list[str]) -> list[str]:
+    path = existing(paths[0].parent, file)
+    if path is None:
+        return default
+    names = read_pickle(read_whole(path, limit=2**20), name=str(path)).get(key)
+    names = [_text(name) for name in names] if isinstance(names, list) else []
+    if [type(name) for name in names] != [str] * len(default):
+        raise DataError(f"{path} must have a list of {len(default)} names under {key!r}")
+    return names
+
+
+# Opcodes of protocol 2 for dictionaries, lists, tuples, short integers, text, the memo, and the
+# three (c, R, b) that describe an array. Those that create objects in other ways (INST, OBJ,
+# NEWOBJ, persistent IDs, extension codes) are missing on purpose.
+OPCODES = "\x80.(}su]ae)t\x85\x86\x87N\x88\x89JKMTUXqrhjcRb"
+MAX_TUPLES = 1000  # an array has five; deeply nested tuples would overflow the stack of hash()
+
+
+def read_pickle(data: bytes | bytearray, *, name: str) -> dict[str, Any]:
+    """Return the dictionary in a pickle of protocol 2, as Python 2 and 3 write it.
+
+    Nothing in the file is executed. All opcodes are checked before the first is run, and the names
+    that NumPy writes for an array refer to classes of this module, which only read bytes.
+
+    Args:
+        data: The pickle.
+        name: Name of the file, for messages.
+
+    Returns:
+        Keys as text; values as lists, numbers, text, bytes (which is what text of Python 2
+        becomes) and arrays of bytes. Memory is at most a fixed multiple of ``len(data)``.
+    """
+    try:
+        _check_opcodes(data, name)
+        contents = _Unpickler(io.BytesIO(data), encoding="bytes").load()
+        if type(contents) is not dict:
+            raise TypeError(f"it must be one dictionary, got {type(contents).__name__}")
+        return {_text(key): getattr(value, "array", value) for key, value in contents.items()}
+    except DataError:
+        raise
+    except Exception as error:  # a damaged pickle can raise anything
+        raise DataError(f"{name} is truncated or not a pickle of a dictionary: {error}") from error
+
+
+def _check_opcodes(data: bytes | bytearray, name: str) -> None:
+    operations: Iterable[tuple[Any, Any, Any]] = pickletools.genops(bytes(data))
+    tuples = 0
+    for number, (opcode, argument, place) in enumerate(operations):
+        tuples += opcode.name.startswith("TUPLE")
+        if opcode.name == "PROTO" and argument != 2:
+            raise ValueError(f"it has protocol {argument}, and only 2 is read")
+        if opcode.name == "GLOBAL" and argument not in NAMES:
+            _refuse(name, f"the name {argument[:80].replace(' ', '.')}", place)
+        if opcode.code not in OPCODES:
+            _refuse(name, f"the instruction {opcode.name}", place)
+        # Unpickler allocates a table up to the largest index, which pickles count up from 0.
+        if tuples > MAX_TUPLES or (opcode.name == "LONG_BINPUT" and argument > number):
+            _refuse(name, "an instruction that would exhaust memory", place)
+    if place + 1 != len(data):
+        raise ValueError("it must end with the dictionary")
+
+
+def _refuse(name: str, reason: str, place: int) -> NoReturn:
+    raise DataError(
+        f"{name} is refused, and nothing in it was executed: it has {reason} at byte {place}, "
+        "which no file of plain images needs"
+    )
+
+
+class _Byte:
+    """The dtype of an array of bytes."""
+
+    def __init__(self, code: Any, *_: Any) -> None:
+        if _text(code) not in ("u1", "|u1"):
+            raise ValueError(f"an array must have bytes, got dtype {str(_text(code))[:8]!r}")
+
+    def __setstate__(self, state: Any) -> None:
+        """Ignore byte order and alignment, which a byte does not have."""
+
+
+class _Array:
+    """An array of bytes."""
+
+    def __init__(self, *_: Any) -> None:
+        self.array: NDArray[np.uint8] | None = None
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, dtype, fortran, content = state
+        if not isinstance(dtype, _Byte) or fortran:
+            raise ValueError("only arrays of bytes in row-major order are read")
+        self.array = np.frombuffer(content, np.uint8).reshape(shape)
+
+
+NAMES: dict[str, Any] = {
+    "numpy.core.multiarray _reconstruct": _Array,
+    "numpy._core.multiarray _reconstruct": _Array,
+    "numpy ndarray": _Array,
+    "numpy dtype": _Byte,
+    "_codecs encode": None,
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, *, encoding: str) -> None:
+        super().__init__(file, encoding=encoding)
+        self.spare = len(file.getbuffer())
+
+    def find_class(self, module: str, name: str) -> Any:
+        return NAMES[f"{module} {name}"] or self.encode
+
+    def encode(self, text: str, encoding: str) -> bytes:
+        # Python 3 writes bytes as latin1 text. The same text must not be encoded again and again.
+        self.spare -= len(text)
+        if _text(encoding) != "latin1" or self.spare < 0:
+            raise ValueError("text must be encoded once, as latin1")
+        return text.encode("latin1")
+
+
+def _text(value: Any) -> Any:
+    return value.decode("latin1") if isinstance(value, bytes) else value
+
+
+# ------------------------------------------------------------------------------------------
+# ImageNet-32, from npz files.
+
+
+@DATASETS.register("imagenet32")
+def imagenet32(root: Path | None, *, validation: int = 0) -> ImageData:
+    """ImageNet-32: 1,281,167 + 50,000 colour images of 32 x 32 pixels in 1,000 classes."""
+    files = [*(f"train_data_batch_{number}.npz" for number in range(1, 11)), "val_data.npz"]
+    folders = ("imagenet32", "Imagenet32_train_npz", "imagenet-32", ".")
+    hint = (
+        "get the npz files of 32 x 32 pixels of https://image-net.org/download-images.php "
+        "(an account is needed), training and validation into one folder"
+    )
+    paths = locate("imagenet32", files, root=root, folders=folders, hint=hint)
+    return image_data(
+        "imagenet32",
+        train=_npz_samples(paths[:-1]),
+        test=_npz_samples(paths[-1:]),
+        classes=[str(number) for number in range(1, 1001)],
+        validation=validation,
+        augmentation=Augmentation(),
+    )
+
+
+def _npz_samples(paths: list[Path]) -> Samples:
+    # One block for the images of all files, which are read one after the other.
+    labels = [_npz_labels(path) for path in paths]
+    images = torch.empty(sum(map(len, labels)), 3, 32, 32, dtype=torch.uint8)
+    for path, part in zip(paths, images.split([len(part) for part in labels]), strict=True):
+        pixels = read_member(path, "data")
+        if pixels.shape != (len(part), 3072) or pixels.dtype != np.uint8:
+            kind = f"{pixels.dtype} {pixels.shape}"
+            raise DataError(f"{path}: 'data' must be uint8 ({len(part)}, 3072), got {kind}")
+        part.copy_(torch.from_numpy(pixels).view(part.shape))
+    return images, torch.cat(labels)
+
+
+def _npz_labels(path: Path) -> Tensor:
+    labels = read_member(path, "labels")
+    if labels.ndim != 1 or labels.dtype.kind not in "iu":
+        kind = f"{labels.dtype} {labels.shape}"
+        raise DataError(f"{path} must have integers (n,) under 'labels', got {kind}")
+    # The files count classes from 1.
+    return check_classes(path, torch.from_numpy(labels.astype(np.int64)) - 1, 1000)
+
+
+def read_member(path: Path, key: str) -> NDArray[Any]:
+    """Return one array of an npz file; arrays of objects raise, and nothing in them is executed."""
+    try:
+        with zipfile.ZipFile(path) as archive, archive.open(f"{key}.npy") as stream:
+            if (size := archive.getinfo(f"{key}.npy").file_size) > LIMIT:
+                raise ValueError(f"array {key!r} has {size} bytes, more than {LIMIT}")
+            array: NDArray[Any] = read_array(stream, allow_pickle=False)
+            return array
+    except KeyError as error:
+        raise DataError(f"{path} has no array {key!r}") from error
+    except (*DAMAGED, zipfile.BadZipFile, zlib.error) as error:
+        raise DataError(f"{path} is truncated or not an npz file of numbers: {error}") from error
