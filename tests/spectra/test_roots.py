@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from ritz.spectra import NotPositiveDefiniteError
-from ritz.spectra._gradients import TUNING, inverse_roots
+from ritz.spectra._gradients import inverse_roots
+from ritz.spectra._lanczos import TUNING
 from ritz.testing import with_spectrum
 
 

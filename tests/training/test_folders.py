@@ -245,5 +245,5 @@ def test_a_loader_without_the_generator_of_before_is_refused(tmp_path):
     data, generator = TensorDataset(*samples()), torch.Generator()
     fit(network(), DataLoader(data, 12, shuffle=True, generator=generator), num_epochs=1,
         checkpoint=tmp_path)  # fmt: skip
-    with pytest.raises(ValueError, match=r"as many generators of their own .* 1, got 0"):
+    with pytest.raises(ValueError, match=r"as many generators as at its start, 1, got 0"):
         fit(network(), DataLoader(data, 12, shuffle=True), num_epochs=2, checkpoint=tmp_path)

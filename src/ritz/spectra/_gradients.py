@@ -15,6 +15,7 @@ from ritz._core.results import Estimate, Status
 from ritz._core.sampling import draw_probes
 from ritz.operators import FunctionOperator, KernelOperator, LinearOperator
 from ritz.spectra._cg import cholesky_factor, not_positive
+from ritz.spectra._lanczos import TUNING as LANCZOS
 from ritz.spectra._lanczos import Recurrence, step
 
 GradientMethod = Literal["auto", "cholesky", "lanczos"]
@@ -27,8 +28,6 @@ class Tuning:
     # A pivot below this fraction of the output scale is roundoff: it is a difference of numbers of
     # the size of the output scale, and the factor grows as its inverse square root.
     pivot: float = 1e-10
-    # Rows by which the basis of a Lanczos run grows; the number of steps is not known beforehand.
-    growth: int = 64
     # A matrix of up to 32 MiB, which is 2048 rows in float64, is factored: it takes 0.1 s.
     dense: int = 2**25
 
@@ -168,8 +167,6 @@ def inverse_roots(
         active = [run for run in runs if run.residual > rtol]
         if not active:
             break
-        for run in active:
-            run.make_room()
         step(system, [run.recurrence for run in active])
         for run in active:
             run.update_residual()
@@ -188,16 +185,9 @@ class _Run:
     """A recurrence, and the residual that conjugate gradients would have after as many steps."""
 
     def __init__(self, start: Tensor, limit: int) -> None:
-        self.recurrence = Recurrence(start, capacity=min(limit, TUNING.growth) + 1, mode="full")
+        self.recurrence = Recurrence(start, capacity=min(limit, LANCZOS.growth) + 1, mode="full")
         self.residual = 1.0
         self._pivot = 0.0
-
-    def make_room(self) -> None:
-        """Lengthen a basis that is full."""
-        basis = self.recurrence.basis
-        if basis.size == len(basis.rows):
-            more = basis.rows.new_empty(TUNING.growth, basis.rows.shape[1])
-            basis.rows = torch.cat([basis.rows, more])
 
     def update_residual(self) -> None:
         # T = L D L' with pivots d_j = alpha_j - beta_{j-1}^2 / d_{j-1}; the residual of conjugate

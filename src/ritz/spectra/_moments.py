@@ -122,10 +122,9 @@ def moments(
     check_interval("interval", interval)
     low, high = interval
     plan = Sampling(num_probes, rtol, max_probes, block_size, probe)
-    rows = _power_rows if basis == "power" else _chebyshev_rows
 
     def measure(block: Tensor) -> Tensor:
-        columns = rows(op, block, num_moments, interval)
+        columns = _rows(op, block, num_moments, interval, basis)
         return torch.stack(list(columns), 1) / column_dots(block, block)[:, None]
 
     samples, status = plan.run(op, measure, generator=generator, progress=progress, label="moments")
@@ -145,46 +144,41 @@ def moments(
     )
 
 
-def _chebyshev_rows(
-    op: LinearOperator, block: Tensor, num_moments: int, interval: tuple[float, float]
+def _rows(
+    op: LinearOperator,
+    block: Tensor,
+    num_moments: int,
+    interval: tuple[float, float],
+    basis: MomentBasis,
 ) -> Iterator[Tensor]:
-    before, current = block, _mapped(op, block, interval)
-    zeroth, first = column_dots(block, block), column_dots(block, current)
-    _check_inside(first, zeroth, 1, interval)
+    """Yield z'T_j(A)z, or z'A^j z for powers, for the columns of a block; two per product."""
+    chebyshev = basis != "power"
+    before, current = block, block
+    zeroth = first = column_dots(block, block)
     yield zeroth
-    yield first
-    for degree in range(2, num_moments + 1):
-        if degree % 2 == 0:
-            # T_{2j} = 2 T_j^2 - T_0
-            moment = 2 * column_dots(current, current) - zeroth
-        else:
-            # t_{j+1} = 2 A t_j - t_{j-1}, and T_{2j+1} = 2 T_j T_{j+1} - T_1
-            before, current = current, _mapped(op, current, interval, factor=2.0).sub_(before)
-            moment = 2 * column_dots(before, current) - first
-            if degree == 3:
-                # <t_0, t_2> = 2 <t_1, t_1> - <t_0, t_0> only if A is symmetric.
-                _check_symmetric(op, block, current, 2 * column_dots(before, before) - zeroth)
-        _check_inside(moment, zeroth, degree, interval)
-        yield moment
-
-
-def _power_rows(
-    op: LinearOperator, block: Tensor, num_moments: int, interval: tuple[float, float]
-) -> Iterator[Tensor]:
-    current = block
-    yield column_dots(block, block)
     for degree in range(1, num_moments + 1):
-        # z'A^{2j}z = |A^j z|^2 and z'A^{2j+1}z = (A^j z)'(A^{j+1} z)
+        doubled = chebyshev and degree > 1
         if degree % 2:
-            before, current = current, _mapped(op, current, interval)
+            # t_{j+1} = 2 A t_j - t_{j-1} and t_1 = A t_0; for powers t_{j+1} = A t_j
+            following = _mapped(op, current, interval, factor=2.0 if doubled else 1.0)
+            before, current = current, following.sub_(before) if doubled else following
             moment = column_dots(before, current)
+            first = moment if degree == 1 else first
         else:
             moment = column_dots(current, current)
-        if not bool(torch.isfinite(moment).all()):
+        if doubled:
+            # T_{2j} = 2 T_j^2 - T_0 and T_{2j+1} = 2 T_j T_{j+1} - T_1
+            moment = 2 * moment - (first if degree % 2 else zeroth)
+        if chebyshev:
+            _check_inside(moment, zeroth, degree, interval)
+        elif not bool(torch.isfinite(moment).all()):
             raise ValueError(
                 f"op must give finite products; the power moment of degree {degree} is NaN or Inf: "
                 "where it overflows, give an interval"
             )
+        if doubled and degree == 3:
+            # <t_0, t_2> = 2 <t_1, t_1> - <t_0, t_0> only if A is symmetric.
+            _check_symmetric(op, block, current, 2 * column_dots(before, before) - zeroth)
         yield moment
 
 

@@ -74,10 +74,9 @@ def trace(
             return known
     generator = resolve_generator(generator)
     plan = Sampling(num_probes, rtol, max_probes, probe=probe)
-    if method == "hutchinson":
-        return _hutchinson(op, plan, generator, progress)
-    if method == "hutch++":
-        return _hutch_plus_plus(op, plan, generator, progress)
+    if method in ("hutchinson", "hutch++"):
+        rank = min(num_probes, op.shape[0]) if method == "hutch++" else 0
+        return _hutchinson(op, plan, generator, progress, rank)
     if num_probes >= op.shape[0]:
         return _by_unit_vectors(op)
     estimate = _xtrace(op, plan, generator, progress)
@@ -151,40 +150,29 @@ def _by_unit_vectors(op: LinearOperator) -> Estimate:
 
 
 def _hutchinson(
-    op: LinearOperator, plan: Sampling, generator: torch.Generator, progress: bool | Progress
+    op: LinearOperator,
+    plan: Sampling,
+    generator: torch.Generator,
+    progress: bool | Progress,
+    rank: int,
 ) -> Estimate:
-    def measure(block: Tensor) -> Tensor:
-        return column_dots(block, op.matmat(block))
-
-    samples, status = plan.run(op, measure, generator=generator, progress=progress, label="trace")
-    seed = generator.initial_seed()
-    return Estimate.of(
-        samples, method="Hutchinson", num_products=len(samples), status=status, seed=seed
-    )
-
-
-def _hutch_plus_plus(
-    op: LinearOperator, plan: Sampling, generator: torch.Generator, progress: bool | Progress
-) -> Estimate:
-    rank = min(plan.num_probes, op.shape[0])
-    image = op.matmat(draw_probes(op, rank, kind=plan.probe, generator=generator))
-    check_samples(image.T, 0)
-    # tr A = tr Q'AQ + tr PAP with P = I - QQ': the first term exactly, the second by probes P z.
-    basis = torch.linalg.qr(image).Q
-    inside = column_dots(basis, op.matmat(basis)).sum()
+    """Sample the trace, after a part of rank ``rank`` that is treated exactly (Hutch++)."""
+    method = f"Hutch++, sketch of rank {rank}" if rank else "Hutchinson"
+    basis, inside = None, torch.zeros((), dtype=torch.float64, device=op.device)
+    if rank:
+        image = op.matmat(draw_probes(op, rank, kind=plan.probe, generator=generator))
+        check_samples(image.T, 0)
+        basis = torch.linalg.qr(image).Q
+        inside = column_dots(basis, op.matmat(basis)).sum()
 
     def measure(block: Tensor) -> Tensor:
-        rest = block - basis @ (basis.T @ block)
+        # tr A = tr Q'AQ + tr PAP with P = I - QQ': the first term exactly, the second by probes P z
+        rest = block if basis is None else block - basis @ (basis.T @ block)
         return inside + column_dots(rest, op.matmat(rest))
 
     samples, status = plan.run(op, measure, generator=generator, progress=progress, label="trace")
-    return Estimate.of(
-        samples,
-        method=f"Hutch++, sketch of rank {rank}",
-        num_products=len(samples) + 2 * rank,
-        status=status,
-        seed=generator.initial_seed(),
-    )
+    spent, seed = len(samples) + 2 * rank, generator.initial_seed()
+    return Estimate.of(samples, method=method, num_products=spent, status=status, seed=seed)
 
 
 def _xtrace(

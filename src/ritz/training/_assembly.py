@@ -2,9 +2,8 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from math import ceil
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -135,119 +134,111 @@ def innermost(optimizer: Optimizer) -> Optimizer:
 # The parts of a run.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@final
 class Parts:
-    """Objects that a run works with.
+    """Objects that a run works with, created from the options and checked.
 
-    Attributes:
-        model: The model without wrappers, on the device.
+    Args:
+        model: Any module; it is moved to the device.
         feed: Training data.
-        optimizer: Updates the model.
-        schedule: Sets the learning rate.
-        average: Average of the weights, or ``None``.
-        auto: Starts the average when patience runs out, or ``None``.
-        step: Forward pass, backward pass and update.
-        take: The same, perhaps replayed from a CUDA graph.
-        steps_per_epoch: ``None`` if unknown.
+        config: Options.
+        optimizer: An optimiser, or a function that returns one. Defaults to that of ``config``.
+        schedule: A scheduler, or a function of the time. Defaults to that of ``config``.
+        average: User-defined average of the weights.
+        loss_fn: Mean loss of outputs and target.
+        forward: Calls the model on a batch.
         device: Device of all of these.
     """
 
-    model: nn.Module
-    feed: Feed
-    optimizer: Optimizer
-    schedule: Any
-    average: optim.IterateAverage | None
-    auto: optim.AutoAverage | None
-    step: Step
-    take: Callable[[Sequence[Piece]], None]
-    steps_per_epoch: int | None
-    device: torch.device
-
-
-def assemble(
-    model: nn.Module,
-    feed: Feed,
-    config: TrainingConfig,
-    *,
-    optimizer: OptimizerChoice | None,
-    schedule: Any,
-    average: optim.IterateAverage | optim.AutoAverage | None,
-    loss_fn: Callable[..., Any] | None,
-    forward: Forward | None,
-    device: torch.device,
-) -> Parts:
-    """Return the parts of a run; the model is moved to the device."""
-    check_reduction(loss_fn)
-    model.to(device)
-    length = config.steps_per_epoch
-    if length is None and feed.num_batches is not None:
-        length = ceil(feed.num_batches / config.accumulate)
-    capture = _wants_capture(config, device)
-    plan = _plan(config, length)
-    if optimizer is None or isinstance(optimizer, str):
-        trainable = [p for p in model.parameters() if p.requires_grad]
-        optimizer = create_optimizer(
-            config.optimizer, trainable, plan=plan, capturable=capture, **config.optimizer_settings
+    def __init__(
+        self,
+        model: nn.Module,
+        feed: Feed,
+        config: TrainingConfig,
+        *,
+        optimizer: OptimizerChoice | None,
+        schedule: Any,
+        average: optim.IterateAverage | optim.AutoAverage | None,
+        loss_fn: Callable[..., Any] | None,
+        forward: Forward | None,
+        device: torch.device,
+    ) -> None:
+        check_reduction(loss_fn)
+        self.model, self.feed, self.device = model.to(device), feed, device
+        self.steps_per_epoch = config.steps_per_epoch  # None if unknown
+        if self.steps_per_epoch is None and feed.num_batches is not None:
+            self.steps_per_epoch = ceil(feed.num_batches / config.accumulate)
+        plan = _plan(config, self.steps_per_epoch)
+        self.optimizer = _optimizer(optimizer, model, config, plan, device)
+        self.average, self.auto = _average(self.optimizer, average, config, plan)
+        if config.final == "average" and self.average is None:
+            raise ValueError("final='average' needs an average: give average_from or patience")
+        self.schedule = _schedule(schedule, self.optimizer, config, self.steps_per_epoch)
+        compiled: Any = torch.compile(model) if config.compile else model
+        captured = _captures(config, self.optimizer, device)
+        self.step = Step(
+            Adapter(distributed(compiled, device), loss_fn, forward),
+            self.optimizer,
+            precision=config.precision,
+            clip_norm=config.clip_norm,
+            device=device,
+            cached=not captured,
         )
-    elif callable(optimizer) and not isinstance(optimizer, Optimizer):
-        optimizer = optimizer(model.parameters(), **config.optimizer_settings)
-    _check_optimizer(optimizer, model)
-    iterates, auto = _average(optimizer, average, config, plan)
-    if config.final == "average" and iterates is None:
-        raise ValueError("final='average' needs an average: give average_from or patience")
-    shape = _schedule(schedule, optimizer, config, length)
-    runner = distributed(torch.compile(model) if config.compile else model, device)  # type: ignore[arg-type]
-    capture = capture and _can_capture(optimizer, config)
-    step = Step(
-        Adapter(runner, loss_fn, forward),
-        optimizer,
-        precision=config.precision,
-        clip_norm=config.clip_norm,
-        device=device,
-        cached=not capture,
-    )
-    return Parts(
-        model=model,
-        feed=feed,
-        optimizer=optimizer,
-        schedule=shape,
-        average=iterates,
-        auto=auto,
-        step=step,
-        take=CapturedStep(step, required=bool(config.capture)) if capture else step,
-        steps_per_epoch=length,
-        device=device,
-    )
+        # The same step, perhaps replayed from a CUDA graph.
+        self.take: Callable[[Sequence[Piece]], None] = self.step
+        if captured:
+            self.take = CapturedStep(self.step, required=bool(config.capture))
 
 
-def _wants_capture(config: TrainingConfig, device: torch.device) -> bool:
-    """Return whether to try CUDA graphs; raise if they are required but impossible."""
-    reasons = {
-        f"a CUDA device, got {device}": device.type != "cuda",
-        "a single process": world_size() > 1,
-        # The gradient scaler reads from the device whether the step is to be skipped.
-        "a precision other than float16": config.precision == "float16",
-    }
-    reason = next((reason for reason, holds in reasons.items() if holds), None)
-    if reason is not None and config.capture:
-        raise ValueError(f"capture=True needs {reason}")
-    return reason is None and config.capture is not False
+def _optimizer(
+    choice: OptimizerChoice | None,
+    model: nn.Module,
+    config: TrainingConfig,
+    plan: dict[str, int],
+    device: torch.device,
+) -> Optimizer:
+    optimizer: Any = choice
+    if choice is None or isinstance(choice, str):
+        single = device.type == "cuda" and world_size() == 1
+        capturable = single and config.precision != "float16" and config.capture is not False
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        optimizer = create_optimizer(config.optimizer, trainable, plan=plan, capturable=capturable,
+                                     **config.optimizer_settings)  # fmt: skip
+    elif callable(choice) and not isinstance(choice, Optimizer):
+        optimizer = choice(model.parameters(), **config.optimizer_settings)
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be a name, a torch optimiser or a function of the "
+                        f"parameters that returns one, got {type(optimizer).__name__}")  # fmt: skip
+    if not set(model.parameters()) & set(parameters(optimizer)):
+        raise ValueError(f"optimizer must move parameters of the model, got a "
+                         f"{type(optimizer).__name__} with none of them")  # fmt: skip
+    if isinstance(optimizer, LBFGS):
+        raise ValueError("optimizer must take a step without computing the loss again, got LBFGS")
+    return optimizer
 
 
-def _can_capture(optimizer: Optimizer, config: TrainingConfig) -> bool:
-    """Return whether all that changes between two steps is on the device."""
+def _captures(config: TrainingConfig, optimizer: Optimizer, device: torch.device) -> bool:
+    """Return whether to capture steps in a CUDA graph; raise if that is required but impossible."""
     inner = innermost(optimizer)
-    able = all(p.is_cuda for p in parameters(inner)) and all(
+    # All that changes between two steps must be on the device.
+    stays = all(p.is_cuda for p in parameters(inner)) and all(
         isinstance(group["lr"], Tensor)
         and group["lr"].is_cuda
         and (group.get("capturable") or (isinstance(inner, SGD) and group["fused"]))
         for group in inner.param_groups
     )
-    if config.capture and not able:
-        raise ValueError("capture=True needs an optimiser whose step stays on the device, with "
-                         "capturable=True (fused=True for SGD) and lr a CUDA tensor, got "
-                         f"{type(optimizer).__name__} without")  # fmt: skip
-    return able
+    conditions = {
+        f"a CUDA device, got {device}": device.type == "cuda",
+        "a single process": world_size() == 1,
+        # The gradient scaler reads from the device whether to skip the step.
+        "a precision other than float16": config.precision != "float16",
+        "an optimiser whose step stays on the device, with capturable=True (fused=True for SGD) "
+        f"and lr a CUDA tensor, got {type(optimizer).__name__} without": stays,
+    }
+    missing = next((need for need, met in conditions.items() if not met), None)
+    if missing is not None and config.capture:
+        raise ValueError(f"capture=True needs {missing}")
+    return missing is None and config.capture is not False
 
 
 def _plan(config: TrainingConfig, length: int | None) -> dict[str, int]:
@@ -260,17 +251,6 @@ def _plan(config: TrainingConfig, length: int | None) -> dict[str, int]:
     interval = length if config.average_every == "epoch" else 1
     # Epoch e begins at step (e - 1) * length + 1.
     return {"start": (config.average_from - 1) * length + 1, "interval": interval}
-
-
-def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be a name, a torch optimiser or a function of the "
-                        f"parameters that returns one, got {type(optimizer).__name__}")  # fmt: skip
-    if not set(model.parameters()) & set(parameters(optimizer)):
-        raise ValueError(f"optimizer must move parameters of the model, got a "
-                         f"{type(optimizer).__name__} with none of them")  # fmt: skip
-    if isinstance(optimizer, LBFGS):
-        raise ValueError("optimizer must take a step without computing the loss again, got LBFGS")
 
 
 def _average(

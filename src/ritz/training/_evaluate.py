@@ -8,14 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from ritz._core.batches import tensors
 from ritz._core.modes import evaluating
 from ritz._core.storage import storable
 from ritz.curvature._shared import Adapter, Forward, check_labels, recognised
 from ritz.training._data import Feed, own_rows
-from ritz.training._step import HALF, Totals, autocast, carried_state, keep, meet
+from ritz.training._step import HALF, Totals, autocast, call_model, carried_state, overwrite
 
 # ------------------------------------------------------------------------------------------
-# What training returns.
+# The result of a run.
 
 
 @storable
@@ -49,19 +50,19 @@ class TrainingResult:
     """Result of a training run.
 
     Attributes:
-        history: Every number that was logged of the epochs, by name, each ``(num_epochs,)``,
-            float64, NaN where it was not measured: ``rate``, ``train_loss``, ``train_accuracy``,
-            ``validation_loss``, ``average_validation_loss`` and so on; for a text
-            ``train_perplexity`` and so on too.
-        metrics: The last value of each, with those of the end of the run.
-        num_epochs: Epochs done.
-        num_steps: Steps done.
+        history: All numbers that were logged per epoch, by name, each ``(num_epochs,)``, float64,
+            NaN where a number was not measured: ``rate`` (the learning rate), ``train_loss``,
+            ``train_accuracy``, ``validation_loss``, ``average_validation_loss`` and so on; for text
+            also ``train_perplexity`` and so on.
+        metrics: The last value of each number, including those measured at the end of the run.
+        num_epochs: Completed epochs.
+        num_steps: Completed steps.
         log: Path of the log, or ``None``.
         checkpoint: Path of the checkpoint folder, or ``None``.
-        seconds: Time of this call, without what was resumed from.
-        seed: Of the run.
-        settings: What was asked for, in plain values.
-        status: How it ended.
+        seconds: Duration of this call, without the run that it resumed.
+        seed: Seed of the run.
+        settings: Options in plain values.
+        status: How the run ended.
     """
 
     history: dict[str, Tensor]
@@ -83,17 +84,8 @@ class TrainingResult:
         return "\n".join(lines)
 
 
-def with_perplexity(means: dict[str, float], feed: Feed, loss_fn: Any) -> dict[str, float]:
-    """Mean loss and the rest, and for the cross entropy of a text its exponential."""
-    known = recognised(loss_fn)
-    if not feed.is_text or known is None or known.kind != "cross_entropy" or known.smoothing:
-        return means
-    loss = torch.tensor(means["loss"], dtype=torch.float64)
-    return means | {"perplexity": float(loss.exp())}  # infinite, not an error, for a huge loss
-
-
 def history_of(records: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """The numbers of the records of epochs, by name."""
+    """Return the numbers of the records of epochs, by name."""
     records = [record for record in records if record["kind"] == "epoch"]
     names = dict.fromkeys(name for record in records for name in record if name != "kind")
     return {
@@ -103,12 +95,10 @@ def history_of(records: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
 
 
 def last_metrics(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """The last value of every number in records, without places and times."""
-    found: dict[str, float] = {}
-    for record in records:
-        found |= {name: _number(value) for name, value in record.items()
-                  if name not in ("kind", "epoch", "step")}  # fmt: skip
-    return found
+    """Return the last value of each number in records."""
+    metrics = {name: value for record in records for name, value in record.items()}
+    places = ("kind", "epoch", "step")
+    return {name: _number(value) for name, value in metrics.items() if name not in places}
 
 
 def _number(value: Any) -> float:
@@ -116,7 +106,7 @@ def _number(value: Any) -> float:
 
 
 # ------------------------------------------------------------------------------------------
-# Loss and accuracy of a model on data, as it is or with averaged weights.
+# Loss and accuracy of a model.
 
 
 @torch.no_grad()
@@ -129,49 +119,53 @@ def evaluate(
     precision: str = "float32",
     carry_state: bool | None = None,
 ) -> dict[str, float]:
-    """Return the mean ``loss`` of a model in eval mode and, for classes as targets, ``accuracy``.
+    """Return the mean ``loss`` of a model in eval mode and, for classes, its ``accuracy``.
 
-    The mean is over targets that the loss does not ignore, so that batches of different lengths
-    count as they should. The model
-    keeps its mode. With several processes each is given all batches, computes its rows of them, and
-    returns the same numbers.
+    The mean is over targets that the loss does not ignore, so batches of different sizes count
+    correctly. The mode of the model is restored. With several processes, each is given all batches
+    and computes its rows; all return the same numbers.
 
     Args:
         model: Any module.
-        batches: Batches on the model's device, each ``(*inputs, target)`` or a dictionary.
-        loss_fn: Mean loss of outputs and target; ``None`` where the model returns its own.
-        forward: Takes the model and a batch, returns ``(outputs, target)``; for other batches.
-        precision: ``bfloat16`` or ``float16`` computes in it where that is safe.
-        carry_state: Whether a model that has a state hands it on from batch to batch, see
-            ``CarriedState``; by default where ``batches.consecutive``,
-            as those of a text are. It begins anew with every call, without ``forward`` alone.
+        batches: Batches on the device of the model, each ``(*inputs, target)`` or a dictionary.
+        loss_fn: Mean loss of outputs and target; ``None`` if the model returns its loss.
+        forward: Takes the model and a batch and returns ``(outputs, target)``, for other batches.
+        precision: ``bfloat16`` or ``float16`` computes in half precision where this is safe.
+        carry_state: Pass the state of a recurrent model from batch to batch; see ``CarriedState``.
+            Defaults to ``batches.consecutive``, which is true for text. Each call starts with the
+            initial state. Not possible with ``forward``.
     """
     adapter = Adapter(model, loss_fn, forward)
     wanted = getattr(batches, "consecutive", False) if carry_state is None else carry_state
     carried, totals = carried_state(adapter, wanted=wanted), None
+    half = HALF.get(precision)
     with evaluating(model, batch_statistics=False):
         for batch in batches:
-            own, count, real = own_rows(batch)
-            totals = totals or Totals(_device_of(model, own))
-            if real:
-                state = None if carried is None else carried.of(count)
-                _add(adapter, own, totals, precision, state)
+            rows, count, real = own_rows(batch)
+            totals = totals or Totals(_device_of(model, rows))
+            if not real:
+                continue
+            state = None if carried is None else carried.of(count)
+            with autocast(half, totals.sums.device):
+                outputs, target, after = call_model(adapter, rows, state)
+                check_labels(adapter.loss_fn.call, outputs, target, "batches", some=False)
+                loss = adapter.loss(outputs, target)
+            overwrite(state, after)
+            totals.add(adapter, rows, loss, outputs, target)
     if totals is None:
         raise ValueError("batches must hold at least one batch, got none")
     return totals.means()
 
 
-def _add(adapter: Adapter, batch: Any, totals: Totals, precision: str, state: Any) -> None:
-    with autocast(HALF.get(precision), totals.sums.device):
-        outputs, target, after = meet(adapter, batch, state)
-        check_labels(adapter.loss_fn.call, outputs, target, "batches", some=False)
-        loss = adapter.loss(outputs, target)
-    keep(state, after)
-    totals.add(adapter, batch, loss, outputs, target)
+def with_perplexity(means: dict[str, float], feed: Feed, loss_fn: Any) -> dict[str, float]:
+    """Return means with the perplexity, exp(loss), if the loss is the cross-entropy of a text."""
+    known = recognised(loss_fn)
+    if not feed.is_text or known is None or known.kind != "cross_entropy" or known.smoothing:
+        return means
+    # As a tensor: for a huge loss math.exp raises, and this is infinite.
+    return means | {"perplexity": float(torch.tensor(means["loss"], dtype=torch.float64).exp())}
 
 
 def _device_of(model: nn.Module, batch: Any) -> torch.device:
-    first = next(model.parameters(), None)
-    if first is not None:
-        return first.device
-    return next((x.device for x in batch if isinstance(x, torch.Tensor)), torch.device("cpu"))
+    first = next(model.parameters(), next(iter(tensors(batch)), None))
+    return torch.device("cpu") if first is None else first.device

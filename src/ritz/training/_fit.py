@@ -17,7 +17,7 @@ from ritz._core.progress import Progress
 from ritz._core.signals import noted_signals
 from ritz._core.training_config import TrainingConfig, TrainingOptions, combine
 from ritz.curvature._shared import Forward
-from ritz.training._assembly import OptimizerChoice, assemble, optimizer_names
+from ritz.training._assembly import OptimizerChoice, Parts, optimizer_names
 from ritz.training._data import Feed, splits
 from ritz.training._evaluate import TrainingResult, history_of, last_metrics
 from ritz.training._folder import held_folder
@@ -140,7 +140,7 @@ def fit(
                 config = replace(config, batch_size=None)
             if folder is not None and is_writer():
                 _warn_of_persistent_workers({"data": feed} | held)
-            parts = assemble(
+            parts = Parts(
                 model,
                 feed,
                 config,

@@ -26,12 +26,11 @@ from ritz.training._folder import (
     Folder,
     Log,
     Record,
-    check_matches,
     check_no_link,
+    copy_weights,
     load_optimizer_state,
     optimizer_state,
     save_weights,
-    size_without_final,
     tensor_state,
     times_path,
 )
@@ -180,7 +179,7 @@ class Run:
         for path in () if log is None else (Path(log), times_path(log)):
             check_no_link(path)  # before files of an earlier run are removed
         checkpoint = folder.read() if folder is not None and config.resume else None
-        self._new, self._extended, self._begun = checkpoint is None, False, False
+        self._new, self._begun = checkpoint is None, False
         if folder is not None and checkpoint is not None:
             self._load(checkpoint, folder.file)
         all_max(0)  # a barrier: no process writes before all have read
@@ -219,12 +218,6 @@ class Run:
             self._parts.step.totals.sums.tolist()  # CUDA reports failures when it is waited for
             if self._new and is_writer():
                 self._folder.clear()
-        if self._extended and self._log_path is not None:
-            # Save before the log is cut: a log shorter than its checkpoint says is refused.
-            whole = self._log_bytes
-            self._log_bytes = size_without_final(self._log_path, whole)
-            if not self._save():
-                self._log_bytes = whole
         if self._log_path is not None and is_writer():
             self._log = Log(self._log_path, size=self._log_bytes)
             times = times_path(self._log_path)
@@ -362,6 +355,8 @@ class Run:
             return
         self._begin()
         record = self._judge.measure_at_end()
+        if self._log is not None:
+            self._log_bytes = self._log.flush()
         if record:
             self.records.append({"kind": "final", "epoch": self.epoch, "step": self.step, **record})
             self._write(self.records[-1])
@@ -417,6 +412,11 @@ class Run:
         totals = gathered(parts.step.totals.sums)
         carried = {} if self._carried is None else self._carried.rows()
         if is_writer():
+            if self._log is not None:
+                size = self._log.flush()
+                # The checkpoint of a finished run excludes the record of its end: a longer run
+                # resumes the log before that record.
+                self._log_bytes = self._log_bytes if self.finished else size
             self._folder.write(Checkpoint(
                 model=tensor_state(parts.model),
                 optimizer=optimizer_state(parts.optimizer),
@@ -430,7 +430,7 @@ class Run:
                 step=self.step,
                 totals=totals,
                 records=self.records,
-                log_bytes=self._log_bytes if self._log is None else self._log.flush(),
+                log_bytes=self._log_bytes,
                 settings=self._fingerprint,
                 finished=self.finished,
                 carried=carried,
@@ -452,11 +452,7 @@ class Run:
             made = "with" if saved.carried else "without"
             raise ValueError(f"{path} was made {made} a state carried from batch to batch, "
                              "unlike this run: give the same, or another folder")  # fmt: skip
-        tensors = tensor_state(parts.model)
-        check_matches(tensors, saved.model, path)
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                tensor.copy_(saved.model[name])
+        copy_weights(parts.model, saved.model, path)
         load_optimizer_state(parts.optimizer, saved.optimizer, parts.device)
         parts.schedule.load_state_dict(saved.schedule)
         parts.step.scaler.load_state_dict(saved.scaler)
@@ -470,10 +466,10 @@ class Run:
         self.records, self._epoch_start = list(saved.records), saved.beginning
         stopped = parts.auto is not None and parts.auto.finished
         over = saved.epoch >= num_epochs or stopped
-        self.finished, self._extended = saved.finished and over, saved.finished and not over
+        self.finished = saved.finished and over
         if self._log_path is not None:
             self._log_bytes = saved.log_bytes
-        if self._extended:  # the end that was recorded is no longer the end
+        if not over:  # the end that was recorded is no longer the end
             self.records = [record for record in self.records if record["kind"] != "final"]
         if self.step:  # prevents the warning that the schedule is stepped before the optimiser
             parts.optimizer._opt_called = True  # type: ignore[attr-defined]

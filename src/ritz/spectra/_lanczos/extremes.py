@@ -16,24 +16,17 @@ from ritz._core.results import Estimate, Status
 from ritz._core.storage import storable
 from ritz.operators import LinearOperator, OperatorLike, as_operator
 from ritz.operators._shared import gershgorin
-from ritz.spectra._lanczos.recurrence import Placement, Recurrence, Reorthogonalization, step
-from ritz.spectra._lanczos.run import check_start, invariant_status, random_start
+from ritz.spectra._lanczos.recurrence import (
+    TUNING,
+    Placement,
+    Recurrence,
+    Reorthogonalization,
+    step,
+)
+from ritz.spectra._lanczos.run import invariant_status, random_start, start_vector
 from ritz.spectra._lanczos.state import SavedRuns
 
 BoundsMethod = Literal["auto", "gershgorin", "lanczos"]
-
-
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """Constants of the search for extreme pairs."""
-
-    # Steps beyond the number of wanted pairs before the first check, and steps in a fresh direction
-    # before an invariant subspace is believed to contain all wanted pairs. After two or three steps
-    # only the bulk has been seen: tests/spectra/test_extremes.py has an outlier of weight 1/n.
-    patience: int = 10
-
-
-TUNING = Tuning()
 
 # ------------------------------------------------------------------------------------------
 # Extreme eigenpairs.
@@ -153,8 +146,7 @@ def eigenpairs(
     goal = _Goal(op, largest, smallest, rtol, max_steps, max_vectors, reorthogonalize)
     check_choice("placement", placement, get_args(Placement))
     generator = resolve_generator(generator)
-    seed = generator.initial_seed() if start is None else None
-    first = random_start(op, generator) if start is None else check_start(op, start)
+    first, seed = start_vector(op, start, generator)
     # A restart needs room for the residual vector beside the basis.
     capacity = goal.max_vectors + goal.restarts
     run = Recurrence(
@@ -385,7 +377,7 @@ def bounds(
         return Bounds(
             low=discs[0], high=discs[1], rigorous=True, num_products=0, method=method, status=exact
         )
-    pairs = _ends(op, rtol, max_steps, generator, progress)
+    pairs = _ends(op, rtol=rtol, max_steps=max_steps, generator=generator, progress=progress)
     values, margin = pairs.values, float(pairs.residuals.max())
     if pairs.status.outcome != "breakdown":
         margin = max(margin, rtol * float(values.abs().max()))
@@ -424,7 +416,8 @@ def spectral_norm(
         generator: Source of the start vector. Defaults to a new generator with seed 0.
         progress: Show a progress bar, or a :class:`Progress` to report to.
     """
-    pairs = _ends(as_operator(op), rtol, max_steps, generator, progress)
+    op = as_operator(op)
+    pairs = _ends(op, rtol=rtol, max_steps=max_steps, generator=generator, progress=progress)
     largest = int(pairs.values.abs().argmax())
     return Estimate.exact(
         pairs.values[largest].abs(),
@@ -436,20 +429,6 @@ def spectral_norm(
     )
 
 
-def _ends(
-    op: LinearOperator,
-    rtol: float,
-    max_steps: int,
-    generator: torch.Generator | None,
-    progress: bool | Progress,
-) -> Eigenpairs:
-    return eigenpairs(
-        op,
-        largest=1,
-        smallest=min(1, op.shape[0] - 1),
-        rtol=rtol,
-        max_steps=max_steps,
-        vectors=False,
-        generator=generator,
-        progress=progress,
-    )
+def _ends(op: LinearOperator, **options: Any) -> Eigenpairs:
+    smallest = min(1, op.shape[0] - 1)  # a number has one eigenvalue only
+    return eigenpairs(op, largest=1, smallest=smallest, vectors=False, **options)

@@ -39,6 +39,16 @@ class Tuning:
     # "partial" repeats a subtraction that removes more than this fraction of the vector; a
     # half-orthogonal basis removes less.
     repeat: float = 0.01
+    # A number that a resumed run computes again may differ by this many eps |A|, however small it
+    # is: sums over many entries may come in another order.
+    repeated: float = 100.0
+    # Steps beyond the number of wanted pairs before they are first checked, and steps in a fresh
+    # direction before an invariant subspace is believed to contain all of them. After two or three
+    # steps only the bulk has been seen, and an outlier of weight 1/n has not.
+    patience: int = 10
+    # Rows by which a basis grows beyond its capacity, where the number of steps is not known
+    # beforehand.
+    growth: int = 64
     # Entries of the basis that are mixed at a time: 8 MiB of float64, the size of a cache.
     chunk: int = 2**20
     # Entries that are summed in float32 before float64 takes over. The error of a sum of 65,536
@@ -62,7 +72,7 @@ class Basis:
     device.
 
     Args:
-        capacity: Maximum number of rows; the memory of all of them is allocated at once.
+        capacity: Number of rows whose memory is allocated at once. More rows need a copy.
         like: A vector ``(n,)`` with the length, dtype and device of the rows.
         placement: Where the rows are stored.
         group: The processes, for ``spread``.
@@ -84,6 +94,9 @@ class Basis:
 
     def append(self, vector: Tensor, norm: float = 1.0) -> None:
         """Add a row: a vector in :meth:`local` form, divided by its norm."""
+        if self.size == len(self.rows):
+            more = self.rows.new_empty(TUNING.growth, self.rows.shape[1])
+            self.rows = torch.cat([self.rows, more])
         torch.div(vector, norm, out=self.rows[self.size])
         self.size += 1
 
@@ -177,7 +190,7 @@ class Recurrence:
 
     Args:
         start: Start vector ``(n,)``.
-        capacity: Maximum number of rows of the basis.
+        capacity: Rows of the basis that are allocated at once.
         mode: Kind of re-orthogonalisation.
         placement: Where the basis is stored.
         group: The processes, for ``spread``.

@@ -198,8 +198,7 @@ def lanczos(
     _check_settings(op, num_steps, vectors, reorthogonalize)
     check_choice("placement", placement, get_args(Placement))
     generator = resolve_generator(generator)
-    seed = generator.initial_seed() if start is None else None
-    first = random_start(op, generator) if start is None else check_start(op, start)
+    first, seed = start_vector(op, start, generator)
     run = Recurrence(
         first, capacity=num_steps, mode=reorthogonalize, placement=placement, group=group
     )
@@ -252,13 +251,13 @@ def lanczos_block(
     if against is not None:
         _check_against(op, against, reorthogonalize)
     generator = resolve_generator(generator)
+    columns: list[Tensor | None] = [None] * num_probes
+    if start is not None:
+        if start.ndim != 2 or not start.shape[1]:
+            raise ValueError(f"start must be ({op.shape[0]}, k), got {tuple(start.shape)}")
+        columns = [column.contiguous() for column in start.T]
+    starts = [start_vector(op, column, generator)[0] for column in columns]
     seed = generator.initial_seed() if start is None else None
-    if start is None:
-        starts = [random_start(op, generator) for _ in range(num_probes)]
-    elif start.ndim == 2 and start.shape[1]:
-        starts = [check_start(op, column.contiguous()) for column in start.T]
-    else:
-        raise ValueError(f"start must be ({op.shape[0]}, k), got {tuple(start.shape)}")
     runs = [Recurrence(first, capacity=num_steps, mode=reorthogonalize) for first in starts]
     settings = {"num_steps": num_steps, "reorthogonalize": reorthogonalize, "placement": "device"}
     _advance(
@@ -272,15 +271,19 @@ def random_start(op: LinearOperator, generator: torch.Generator) -> Tensor:
     return draw_probes(op, 1, kind="gaussian", generator=generator)[:, 0]
 
 
-def check_start(op: LinearOperator, start: Tensor) -> Tensor:
-    """Return ``start``, or raise if it is not a start vector."""
+def start_vector(
+    op: LinearOperator, start: Tensor | None, generator: torch.Generator
+) -> tuple[Tensor, int | None]:
+    """Return the start vector of the caller, or a random one and its seed."""
+    if start is None:
+        return random_start(op, generator), generator.initial_seed()
     check_tensor("start", start, dtype=op.dtype, device=op.device, rows=op.shape[0])
     if start.ndim != 1:
         raise ValueError(f"start must be a vector ({op.shape[0]},), got {tuple(start.shape)}")
     check_finite("start", start)
     if not bool(start.any()):
         raise ValueError("start must not be zero")
-    return start
+    return start, None
 
 
 def invariant_status(size: int, n: int) -> Status:

@@ -3,7 +3,6 @@
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,20 +11,7 @@ from torch import Tensor
 from ritz._core.distributed import Group, all_min
 from ritz._core.journal import ADVICE, Journal, Vectors
 from ritz.operators import LinearOperator
-from ritz.spectra._lanczos.recurrence import TUNING as RECURRENCE
-from ritz.spectra._lanczos.recurrence import Recurrence
-
-
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """Constants of the check that a resumed run has the same operator."""
-
-    # A number that is computed again may differ by this many eps |A|, however small it is: sums
-    # over many entries may come in another order.
-    repeated: float = 100.0
-
-
-TUNING = Tuning()
+from ritz.spectra._lanczos.recurrence import TUNING, Recurrence
 
 
 class SavedRuns:
@@ -124,7 +110,7 @@ def difference(op: LinearOperator, run: Recurrence) -> str | None:
         (f"a quadratic form of {float(column[row]):.9g} is now {diagonal:.9g}",
          diagonal - float(column[row]), number),
         (f"a product of norm {known:.9g} is another vector", basis.norm(product) - outside,
-         RECURRENCE.asymmetry * run.eps**0.5 * size + removed),
+         TUNING.asymmetry * run.eps**0.5 * size + removed),
     )  # fmt: skip
     # Not "gap > limit": NaN is a difference too.
     return next((change for change, gap, limit in allowed if not abs(gap) <= limit), None)

@@ -29,7 +29,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Constants of the minimisation."""
+    """Constants of the dual, of its relaxation and of integrals of the density."""
 
     # First damping of Levenberg-Marquardt, its factors after a good and a bad step, and the value
     # at which a vector is given up: no step then lowers the dual.
@@ -41,6 +41,36 @@ class Tuning:
     near: float = 1e-4
     # The dual has fallen if it changed by more than this fraction: a few hundred roundoffs.
     level: float = 1e-13
+    # Variances tried if exact moments have no density, or one too peaked to be computed. On kernel,
+    # cluster and four-atom spectra (tests/spectra/test_entropy_torture.py) one of them succeeds.
+    ladder: tuple[float, ...] = (1e-18, 1e-12, 1e-10, 1e-8, 1e-6, 1e-4, 1e-2)
+    # Steps in which a variance that has a density shows it: 12 to 22 are usual.
+    patience: int = 25
+    # First damping with a smaller variance, in units of it: the solution of the larger is near.
+    relaxed_damping: float = 100.0
+    # Total variation of the shares of the nodes at which most of them lie in peaks as narrow as the
+    # grid; it is 2 if all do.
+    blurred: float = 1.6
+    # Variance of a moment that says nothing: moments are at most 1, and squares must not overflow.
+    largest: float = 1e12
+    # Nodes of the grid: at least 512, 16 per moment, and doubled up to 16,384 for a prior.
+    grid_size: int = 512
+    nodes_per_moment: int = 16
+    largest_grid: int = 16_384
+    # The integral of a density may change by this much on a grid twice as fine, that of the prior
+    # by a hundredth of it.
+    resolved: float = 1e-3
+    # Points of the Gauss-Legendre rule between neighbouring nodes: the exponent is a polynomial of
+    # degree m on at least 16 m panels, so each panel has a sixteenth of an oscillation.
+    panel: int = 5
+    # Below this log density, density times weight may underflow: exp(-745) is the smallest double,
+    # and weights and interval lengths take up to 1e-41.
+    underflow: float = -650.0
+    # Newton or bisection steps for a quantile, and the error of the share at which they stop.
+    quantile_steps: int = 60
+    accuracy: float = 1e-15
+    # Numbers in a block of densities at their nodes: 512 KiB, which stays in the cache.
+    block: int = 65_536
     # Multiplications in a product of matrices below which OpenBLAS uses one thread. More threads
     # cost more than they save here: 4 ms for 30 moments with one, benchmarks/maxent.py.
     one_thread: int = 250_000

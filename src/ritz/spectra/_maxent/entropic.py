@@ -14,25 +14,7 @@ from ritz._core.density import Density, as_points
 from ritz._core.random import resolve_generator
 from ritz._core.results import Status
 from ritz._core.storage import storable
-from ritz.spectra._maxent.dual import Rule, chebyshev, log_prior, quadrature
-
-
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """Constants of integrals of an entropic density."""
-
-    # Points of the Gauss-Legendre rule between neighbouring nodes: the exponent is a polynomial of
-    # degree m on at least 16 m panels, so each panel has a sixteenth of an oscillation.
-    panel: int = 5
-    # Below this log density, density times weight may underflow: exp(-745) is the smallest double,
-    # and weights and interval lengths take up to 1e-41.
-    underflow: float = -650.0
-    # Newton or bisection steps for a quantile, and the error of the share at which they stop.
-    max_steps: int = 60
-    accuracy: float = 1e-15
-
-
-TUNING = Tuning()
+from ritz.spectra._maxent.dual import TUNING, Rule, chebyshev, log_prior, quadrature
 
 
 @final
@@ -205,7 +187,7 @@ class EntropicDensity:
     def _inverse(self, low: Tensor, high: Tensor, mass: Tensor) -> Tensor:
         """Return the points, before ``high``, at which the integrals from ``low`` reach a mass."""
         begin, points, live = low, 0.5 * (low + high), torch.arange(len(mass))
-        for _ in range(TUNING.max_steps):  # Newton, or bisection if a step leaves the bracket
+        for _ in range(TUNING.quantile_steps):  # Newton, or bisection if a step leaves the bracket
             x = points[live]
             gap = self._integral(begin[live], x) - mass[live]
             low, high = torch.where(gap < 0, x, low), torch.where(gap < 0, high, x)

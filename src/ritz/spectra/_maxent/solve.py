@@ -10,40 +10,17 @@ from torch import Tensor
 
 from ritz._core.checks import check_choice, check_count, check_finite, check_interval, check_range
 from ritz._core.results import Status
-from ritz.spectra._maxent.dual import Prior, Rule, Solution, log_mass, minimise, quadrature
+from ritz.spectra._maxent.dual import (
+    TUNING,
+    Prior,
+    Rule,
+    Solution,
+    log_mass,
+    minimise,
+    quadrature,
+)
 from ritz.spectra._maxent.entropic import EntropicDensity
 from ritz.spectra._moments import MomentBasis, Moments, chebyshev_from_legendre
-
-
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """Constants of the relaxation of moments that have no density, and of the quadrature."""
-
-    # Variances tried if exact moments have no density, or one too peaked to be computed. On kernel,
-    # cluster and four-atom spectra (tests/spectra/test_entropy_torture.py) one of them succeeds.
-    ladder: tuple[float, ...] = (1e-18, 1e-12, 1e-10, 1e-8, 1e-6, 1e-4, 1e-2)
-    # Nodes of the grid: at least 512, 16 per moment, and doubled up to 16,384 for a prior.
-    grid_size: int = 512
-    nodes_per_moment: int = 16
-    largest_grid: int = 16_384
-    # The integral of a density may change by this much on a grid twice as fine, that of the prior
-    # by a hundredth of it.
-    resolved: float = 1e-3
-    # Steps in which a variance that has a density shows it: 12 to 22 are usual.
-    patience: int = 25
-    # Total variation of the shares of the nodes at which most of them lie in peaks as narrow as the
-    # grid; it is 2 if all do.
-    blurred: float = 1.6
-    # First damping with a smaller variance, in units of it: the solution of the larger is near.
-    damping: float = 100.0
-    # Variance of a moment that says nothing: moments are at most 1, and squares must not overflow.
-    largest: float = 1e12
-    # Numbers in a block of densities at their nodes: 512 KiB, which stays in the cache.
-    block: int = 65_536
-
-
-TUNING = Tuning()
-
 
 # ------------------------------------------------------------------------------------------
 # The solver: the smallest variance of the moments for which the dual has a minimum.
@@ -56,39 +33,19 @@ class Solver:
     Attributes:
         rule: Quadrature with polynomials up to degree ``2 m``.
         fine: Quadrature of twice the size with polynomials up to degree ``m``.
-        blur: Difference of the logarithms of their integrals of the prior.
         atol: Largest entry of the gradient to stop at.
         max_steps: Maximum number of steps with one variance.
     """
 
     rule: Rule
     fine: Rule
-    blur: float
     atol: float
     max_steps: int
 
-    @classmethod
-    def make(
-        cls,
-        prior: Prior,
-        interval: tuple[float, float],
-        m: int,
-        grid_size: int | None,
-        atol: float,
-        max_steps: int,
-    ) -> "Solver":
-        """Return a solver with a grid of that size, by default one that resolves the prior."""
-        default = max(TUNING.grid_size, TUNING.nodes_per_moment * m)
-        size = default if grid_size is None else grid_size
-        check_count("grid_size", size, low=2 * m + 1)
-        while True:
-            rule = quadrature(prior, interval, size, 2 * m)
-            fine = quadrature(prior, interval, 2 * size, m)
-            blur = abs(float(fine.log_mass - rule.log_mass))
-            resolved = blur <= TUNING.resolved / 100
-            if grid_size is not None or resolved or 2 * size > TUNING.largest_grid:
-                return cls(rule, fine, blur, atol, max_steps)
-            size *= 2
+    @property
+    def blur(self) -> float:
+        """Difference of the logarithms of the two integrals of the prior."""
+        return abs(float(self.fine.log_mass - self.rule.log_mass))
 
     def solve(self, targets: Tensor, levels: list[Tensor]) -> tuple[Solution, Tensor]:
         """Return for each vector the solution with the smallest variance that has one, and that.
@@ -127,7 +84,7 @@ class Solver:
                 levels[below][left],
                 min(TUNING.patience, self.max_steps),
                 start=start,
-                damping=TUNING.damping * TUNING.ladder[below],
+                damping=TUNING.relaxed_damping * TUNING.ladder[below],
                 blurred=TUNING.blurred,
             )
             accepted = self._succeeded(trial)
@@ -238,7 +195,16 @@ def maxent(
     m = raw.shape[1] - 1
     change = _to_chebyshev(problem.basis, m, problem.variable)
     targets = (raw @ change.T)[:, 1:]
-    solver = Solver.make(prior, problem.interval, m, grid_size, atol, max_steps)
+    size = max(TUNING.grid_size, TUNING.nodes_per_moment * m) if grid_size is None else grid_size
+    check_count("grid_size", size, low=2 * m + 1)
+    while True:
+        rule = quadrature(prior, problem.interval, size, 2 * m)
+        fine = quadrature(prior, problem.interval, 2 * size, m)
+        solver = Solver(rule, fine, atol, max_steps)
+        size *= 2
+        resolved = solver.blur <= TUNING.resolved / 100
+        if grid_size is not None or resolved or size > TUNING.largest_grid:
+            break
     # The change of basis magnifies the roundoff of power moments.
     roundoff = (1e-16 * raw.abs() @ change.abs().T).square()[:, 1:] * (problem.basis == "power")
     levels = problem.levels(change, relax)
@@ -246,11 +212,11 @@ def maxent(
     for rows in torch.arange(len(raw)).split(max(1, TUNING.block // len(solver.rule.points))):
         given = [level.expand_as(targets)[rows] + roundoff[rows] for level in levels]
         solution, ridge = solver.solve(targets[rows], given)
-        resolved = solver.resolves(solution).tolist()
+        resolves = solver.resolves(solution).tolist()
         for i, row in enumerate(rows.tolist()):
             relaxation = float((ridge[i] - given[0][i]).max())
             error = float((solution.fitted[i] - targets[row]).abs().max())
-            gradient = float(solution.gradient[i]) if resolved[i] else None
+            gradient = float(solution.gradient[i]) if resolves[i] else None
             steps, rounded = int(solution.iterations[i]), float(roundoff[row].max())
             density = EntropicDensity(
                 alphas=solution.alphas[i],
