@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import ritz
 from ritz._core.modes import batch_norms, evaluating
 from ritz.models._resnets import (
+    ResNet,
     basic,
     bottleneck,
     cifar_resnet,
@@ -20,7 +21,6 @@ from ritz.models._resnets import (
     stem,
     wideresnet,
 )
-from ritz.models._resnets import network as residual
 
 LOSS = nn.functional.cross_entropy
 
@@ -31,7 +31,7 @@ def image_resnet(block, expansion):
     """One block per stage, since the registered depths would take seconds to trace."""
     layers = stem(1, 2, 7, 2) | {"maxpool": nn.MaxPool2d(3, stride=2, padding=1)}
     layers |= stages(block, 2, (2, 2, 4, 4), (1, 1, 1, 1), expansion=expansion)
-    return residual(layers, nn.Linear(4 * expansion, 3))
+    return ResNet(layers, nn.Linear(4 * expansion, 3))
 
 
 SHALLOW = {

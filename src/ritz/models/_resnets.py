@@ -1,8 +1,7 @@
 """Residual networks: ResNet, PreResNet, WideResNet and ResNeXt."""
 
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import final
 
@@ -168,16 +167,31 @@ def stages(
     return layers
 
 
-def network(layers: dict[str, nn.Module], head: nn.Linear, name: str = "fc") -> nn.Sequential:
-    """Return layers, a mean over positions and a linear head, by name."""
-    pooling = {"pool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten()}
-    return nn.Sequential(OrderedDict(layers | pooling | {name: head}))
-
-
 def stem(channels: int, width: int, kernel: int = 3, stride: int = 1) -> dict[str, nn.Module]:
-    """Return the first convolution with norm and ReLU, by name."""
+    """Return the first convolution and its norm, by name."""
     first = convolution(channels, width, kernel, stride)
-    return {"conv1": first, "bn1": nn.BatchNorm2d(width), "relu": nn.ReLU()}
+    return {"conv1": first, "bn1": nn.BatchNorm2d(width)}
+
+
+@final
+class ResNet(nn.Module):
+    """Layers by name; ReLU follows a norm, and a mean over positions precedes the head."""
+
+    def __init__(
+        self, layers: Mapping[str, nn.Module], head: nn.Linear, *, name: str = "fc"
+    ) -> None:
+        super().__init__()
+        self.path, self.head = list(layers), name
+        for key, layer in (*layers.items(), (name, head)):
+            self.add_module(key, layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images ``(n, c, h, w)`` to logits ``(n, num_classes)``."""
+        for name in self.path:
+            x = self.get_submodule(name)(x)
+            x = torch.relu(x) if name.startswith("bn") else x
+        logits: Tensor = self.get_submodule(self.head)(x.mean((2, 3)))
+        return logits
 
 
 # ------------------------------------------------------------------------------------------
@@ -194,7 +208,7 @@ def cifar_resnet(
     num_classes: int = 10,
     input_shape: tuple[int, ...] = (3, 32, 32),
     width: int = 16,
-) -> nn.Sequential:
+) -> ResNet:
     """ResNet for CIFAR, shortcuts without parameters: 658,586 parameters at 44 layers, 10 classes.
 
     ``resnet44x2`` has twice the filters (Wen et al., 2020, *Covariance noise*, 5.1). Initial
@@ -211,7 +225,7 @@ def cifar_resnet(
     channels, _, _ = check_image(num_classes, input_shape, width=width)
     block, counts = partial(basic, project=False), [(depth - 2) // 6] * 3
     body = stages(block, width, (width, 2 * width, 4 * width), counts)
-    return network(stem(channels, width) | body, nn.Linear(4 * width, num_classes))
+    return ResNet(stem(channels, width) | body, nn.Linear(4 * width, num_classes))
 
 
 @register("resnet18", depth=18)
@@ -222,7 +236,7 @@ def image_resnet(
     num_classes: int = 1000,
     input_shape: tuple[int, ...] = (3, 224, 224),
     width: int = 64,
-) -> nn.Sequential:
+) -> ResNet:
     """ResNet for ImageNet: 11,689,512 parameters with 18 layers, 25,557,032 with 50.
 
     The stride of a bottleneck is on its 3 x 3 convolution. Names of parameters are those of
@@ -242,7 +256,7 @@ def image_resnet(
     widths = [width * 2**stage for stage in range(4)]
     layers = stem(channels, width, 7, 2) | {"maxpool": nn.MaxPool2d(3, stride=2, padding=1)}
     layers |= stages(block, width, widths, counts, expansion=expansion)
-    return network(layers, nn.Linear(expansion * widths[-1], num_classes))
+    return ResNet(layers, nn.Linear(expansion * widths[-1], num_classes))
 
 
 # ------------------------------------------------------------------------------------------
@@ -262,7 +276,7 @@ def preresnet(
     input_shape: tuple[int, ...] = (3, 32, 32),
     width: int = 16,
     block: str = "auto",
-) -> nn.Sequential:
+) -> ResNet:
     """Preactivated ResNet for CIFAR: 1,726,388 parameters with 164 layers and 100 classes.
 
     Initial weights follow He et al. (2015) by fan-out.
@@ -289,8 +303,8 @@ def preresnet(
     body = stages(partial(make, pre=True), width, widths, counts, expansion=expansion)
     last = 4 * width * expansion
     layers = {"conv1": convolution(channels, width, 3)} | body
-    layers |= {"bn": nn.BatchNorm2d(last), "relu": nn.ReLU()}
-    return network(layers, nn.Linear(last, num_classes))
+    layers |= {"bn": nn.BatchNorm2d(last)}
+    return ResNet(layers, nn.Linear(last, num_classes))
 
 
 @register("wideresnet16x4", depth=16, factor=4)
@@ -303,7 +317,7 @@ def wideresnet(
     input_shape: tuple[int, ...] = (3, 32, 32),
     width: int = 16,
     dropout: float = 0.0,
-) -> nn.Sequential:
+) -> ResNet:
     """WideResNet: 36,546,980 parameters with 28 layers, ten times as wide, and 100 classes.
 
     This number includes biases of the convolutions, as in the code behind Granziol et al. (2021);
@@ -325,8 +339,8 @@ def wideresnet(
     widths = [factor * width * 2**stage for stage in range(3)]
     body = stages(partial(wide, dropout=dropout), width, widths, [(depth - 4) // 6] * 3)
     layers = {"conv1": convolution(channels, width, 3, bias=True)} | body
-    layers |= {"bn1": nn.BatchNorm2d(widths[-1]), "relu": nn.ReLU()}
-    return network(layers, nn.Linear(widths[-1], num_classes), name="linear")
+    layers |= {"bn1": nn.BatchNorm2d(widths[-1])}
+    return ResNet(layers, nn.Linear(widths[-1], num_classes), name="linear")
 
 
 # ------------------------------------------------------------------------------------------
@@ -374,4 +388,4 @@ def resnext29(
 
     widths = [4 * width * 2**stage for stage in range(3)]
     body = stages(block, width, widths, (3, 3, 3))
-    return network(stem(channels, width) | body, nn.Linear(widths[-1], num_classes))
+    return ResNet(stem(channels, width) | body, nn.Linear(widths[-1], num_classes))
