@@ -20,7 +20,6 @@ from typing import Any, Literal, Protocol, TypeVar
 import numpy as np
 import scipy
 import torch
-from torch import Tensor
 
 from ritz._core.registry import Registry
 from ritz._core.storage import save
@@ -28,8 +27,6 @@ from ritz._version import __version__
 from ritz.plots import save_figure
 
 C = TypeVar("C")
-
-LISTED = 256  # entries of a tensor that describe() writes out
 
 
 class Study(Protocol):
@@ -87,20 +84,6 @@ def versions() -> dict[str, str]:
         "scipy": scipy.__version__,
         "python": platform.python_version(),
     }
-
-
-def describe(result: Any) -> Any:
-    """Return a result as JSON can hold it; long tensors only by their shape."""
-    if isinstance(result, Tensor):
-        return result.tolist() if result.numel() <= LISTED else {"shape": list(result.shape)}
-    if dataclasses.is_dataclass(result):
-        fields = dataclasses.fields(result)
-        return {field.name: describe(getattr(result, field.name)) for field in fields}
-    if isinstance(result, Mapping):
-        return {str(key): describe(value) for key, value in result.items()}
-    if isinstance(result, tuple | list):
-        return [describe(item) for item in result]
-    return result
 
 
 def write(study: Study, result: Any, folder: str | os.PathLike[str]) -> tuple[Path, ...]:
