@@ -364,7 +364,7 @@ def resnext29(
     groups: int = 8,
     breadth: int = 64,
     width: int = 64,
-) -> nn.Sequential:
+) -> ResNet:
     """ResNeXt-29 (8 x 64d): 34.4 million parameters (34,518,948 for 100 classes).
 
     Initial weights follow He et al. (2015) by fan-out, and by fan-in in the linear layer.
