@@ -9,7 +9,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
 from ritz.curvature import Risk, hessian
-from ritz.curvature._risk import batches
+from ritz.curvature import _batches as batches
 
 CE = functional.cross_entropy
 X, Y = noise(10, 3), labels(3, 10)

@@ -257,7 +257,7 @@ def test_the_primal_part_is_computed_once_per_product_where_it_is_not_cached():
     op = hessian(made(torch.tanh, sizes=(5, 5)).risk(), memory=0)
     assert evaluations(lambda: op @ noise(31)) == 2 + 2
     assert evaluations(lambda: op @ noise(31, seed=1)) == 2
-    assert not op.products._kept
+    assert not op.products._cached
 
 
 def test_the_first_batch_is_inspected_in_two_passes():
@@ -334,10 +334,10 @@ def test_what_is_kept_stays_within_the_memory_allowed():
     op = hessian(risk, engine="linearized")
     vector = noise(31)
     product = op @ vector
-    sizes = [nbytes(kept.args[0]) for kept in op.products._kept.values()]
+    sizes = [nbytes(kept.args[0]) for kept in op.products._cached.values()]
     some = hessian(risk, engine="linearized", memory=max(sizes))
     assert torch.equal(some @ vector, product)
-    assert 0 < len(some.products._kept) < risk.num_batches
+    assert 0 < len(some.products._cached) < risk.num_batches
 
 
 def test_arithmetic_with_zeros_is_left_out():

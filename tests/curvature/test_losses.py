@@ -10,7 +10,7 @@ from torch.func import grad, jacfwd
 from torch.nn import functional
 
 from ritz.curvature import Risk, fisher, ggn, gradient_covariance
-from ritz.curvature._risk.losses import output_hessian, recognised, sample_losses
+from ritz.curvature._losses import output_hessian, recognised, sample_losses
 
 CE, BCE, MSE = (
     functional.cross_entropy,
@@ -195,7 +195,7 @@ def test_samples_that_have_no_loss_of_their_own_are_found_out(call):
         return (outputs - outputs.mean(0)).square().mean()
 
     risk = Risk(mlp().double(), contrast, vectors(4))
-    with pytest.raises(ValueError, match="must be the mean of those of its samples"):
+    with pytest.raises(ValueError, match="must be the mean of the losses of its samples"):
         call(risk)
 
 

@@ -21,11 +21,11 @@ from curvature.networks import (
     vectors,
 )
 from curvature.oracles import dense_hessian
+from curvature.structures import ggn_trace
 from torch import nn
 from torch.nn import functional
 
 from ritz.curvature import Risk, ggn, gradient_statistics, hessian, kfac
-from ritz.curvature._persample.exact import ggn_trace
 
 CE = functional.cross_entropy
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 from curvature.networks import images, moved, noise
+from curvature.structures import ggn_diagonal, ggn_trace
 from torch import nn
 from torch.nn import functional
 
 import ritz
 from ritz import curvature, measures
 from ritz.curvature import Risk, hessian
-from ritz.curvature._persample.exact import ggn_diagonal, ggn_trace
 from ritz.curvature._shared import batch_products
 
 PACKAGES = (curvature, measures)

@@ -17,7 +17,7 @@ from ritz.curvature import (
     gradient_covariance,
     hessian,
 )
-from ritz.curvature._risk import batches
+from ritz.curvature import _batches as batches
 from ritz.curvature._shared import batch_products
 
 CE = functional.cross_entropy
@@ -237,9 +237,9 @@ def test_dtypes_that_do_not_meet(model):
 @pytest.mark.parametrize("data", [images(4)[0], TensorDataset(*images(4)[0])])
 def test_batch_statistics_need_to_know_their_batches(data):
     model = cnn().double()
-    with pytest.raises(ValueError, match="batch_size must be given where batch_norm='train'"):
+    with pytest.raises(ValueError, match="batch_size must be given if batch_norm='train'"):
         Risk(model, CE, data, batch_norm="train")
-    with pytest.raises(ValueError, match="batch_size must be given where batch_norm='train'"):
+    with pytest.raises(ValueError, match="batch_size must be given if batch_norm='train'"):
         Risk(model, CE, data).with_batch_norm("train")
     assert Risk(model, CE, data, batch_norm="train", batch_size=4).num_batches == 1
 
@@ -284,7 +284,7 @@ def test_parts_that_are_none():
 
 def test_dropout_that_cannot_be_fixed(model):
     layers = nn.Sequential(nn.Linear(3, 3), nn.AlphaDropout(0.5)).double()
-    with pytest.raises(ValueError, match=r"masks are zeros and ones, got AlphaDropout"):
+    with pytest.raises(ValueError, match=r"masks of zeros and ones, got AlphaDropout"):
         Risk(layers, CE, vectors(4), dropout="fixed")
     layers = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)).double()
     with pytest.raises(ValueError, match="needs dropout='off', got 'fixed': masks belong"):

@@ -63,7 +63,7 @@ def played(monkeypatch):
 def walk(kind, take_of):
     from torch.nn.functional import cross_entropy
 
-    from ritz.curvature._risk.losses import Adapter
+    from ritz.curvature._shared import Adapter
 
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

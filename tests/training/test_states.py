@@ -14,7 +14,7 @@ from training.test_resume import Interrupt
 from training.texts import broken_loss, recurrent, text, unbroken_loss
 
 import ritz
-from ritz.curvature._risk.losses import Adapter
+from ritz.curvature._shared import Adapter
 from ritz.training import CurvatureMonitor, TrainingConfig, _step, evaluate, fit, read_log
 from ritz.training._folder import Folder
 from ritz.training._step import CarriedState, Piece

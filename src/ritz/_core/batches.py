@@ -5,7 +5,7 @@ one row per sample is cut and joined by rows. Everything else belongs to the bat
 is passed on unchanged.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,25 @@ def split_rows(batch: Batch, batch_size: int) -> list[Batch]:
     size = common_rows(batch)
     starts = range(0, size, batch_size)
     return [take_rows(batch, slice(start, start + batch_size), size) for start in starts]
+
+
+def split_samples(
+    batch: Batch, size: int
+) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Batch]]:
+    """Return the tensors with one row per sample, and a function from one row of each to a batch.
+
+    The function makes a batch of one sample, for use inside ``vmap`` over the tensors.
+    """
+    leaves, spec = tree_flatten(batch)
+    places = [place for place, leaf in enumerate(leaves) if is_rows(leaf, size)]
+
+    def rebuild(sample: Sequence[Tensor]) -> Batch:
+        single = list(leaves)
+        for place, row in zip(places, sample, strict=True):
+            single[place] = row.unsqueeze(0)
+        return tree_unflatten(single, spec)
+
+    return [leaves[place] for place in places], rebuild
 
 
 def join_rows(batches: Sequence[Batch], sizes: Sequence[int]) -> Batch:

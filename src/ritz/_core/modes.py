@@ -55,6 +55,33 @@ def searched_convolutions(wanted: bool) -> Iterator[None]:
 
 
 # ------------------------------------------------------------------------------------------
+# Tensors that have derivatives, even if the caller is in inference mode.
+
+
+@contextmanager
+def outside_inference() -> Iterator[None]:
+    """Leave inference mode for the block: tensors made in that mode never have a gradient."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+@contextmanager
+def recorded() -> Iterator[None]:
+    """Record operations for a backward pass, whatever the mode outside the block."""
+    with outside_inference(), torch.enable_grad():
+        yield
+
+
+def differentiable(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy if it was made in inference mode."""
+    with outside_inference():
+        return tensor.clone() if tensor.is_inference() else tensor
+
+
+# ------------------------------------------------------------------------------------------
 # Modes of batch norm and dropout, and recomputed statistics. The model is not changed.
 
 BatchNormMode = Literal["train", "eval", "recomputed"]

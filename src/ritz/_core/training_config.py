@@ -17,8 +17,8 @@ TrainingPrecision = Literal["float32", "tf32", "bfloat16", "float16"]
 ScheduleName = Literal["constant", "linear", "step"]
 Unit = Literal["step", "epoch"]
 # Panels of ``ritz train --help``.
-RATE, AVERAGE, EVALUATION = "Learning rate", "Averaged weights", "Evaluation"
-SPEED, FILES = "Precision and speed", "Checkpoints"
+RATE, AVERAGE, EVALUATION = "Optimiser and learning rate", "Averaged weights", "Evaluation"
+SPEED, FILES = "Precision and speed", "Output"
 
 
 def _option(default: Any, help: str, panel: str | None = None, **metadata: Any) -> Any:
@@ -41,7 +41,10 @@ def _option(default: Any, help: str, panel: str | None = None, **metadata: Any) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingConfig:
-    """Options of :func:`ritz.training.fit` and ``ritz train``, checked when they are set."""
+    """Options of :func:`ritz.training.fit` and ``ritz train``, checked when they are set.
+
+    In the library, ``augment`` may also be a ``ritz.data.Augmentation``.
+    """
 
     # fmt: off
     num_epochs: int = _option(10, "Number of epochs in all, before and after a resumption.",
@@ -49,14 +52,16 @@ class TrainingConfig:
     batch_size: int | None = _option(128, "Batch size over all processes; not for data in batches.",
                                      low=1)
     drop_last: bool = _option(False, "Leave out the last batch of an epoch if it is smaller.")
-    augment: Any = _option(True, "Augment data for which this is usual, or with an Augmentation.",
+    augment: Any = _option(True, "Augment training images as is usual for the data set.",
                            kind=bool, flags="--augment/--no-augment")
-    optimizer: str = _option("sgd", "Name of an optimiser or of a published setting.",
+    optimizer: str = _option("sgd", "Optimiser (ritz list optimizers) or published setting.", RATE,
                              metavar="NAME")
     optimizer_settings: Mapping[str, Any] = _option({}, "Keyword arguments of the optimiser: lr, "
                                                     "weight_decay and so on.", flags=None)
-    accumulate: int = _option(1, "Batches per step; the gradient is that of their union.", low=1)
-    clip_norm: float | None = _option(None, "Largest norm of the gradient (default: no limit).")
+    accumulate: int = _option(1, "Batches per step; the gradient is that of their union.", RATE,
+                              low=1)
+    clip_norm: float | None = _option(None, "Largest norm of the gradient (default: no limit).",
+                                      RATE)
     steps_per_epoch: int | None = _option(None, "Steps per epoch, for schedules and averages on "
                                           "data without a length.", low=1)
     seed: int = _option(0, "Seed of all random numbers.", low=0)
@@ -176,7 +181,7 @@ class TrainingOptions(TypedDict, total=False):
 
 
 # Sphinx, help() and the command line show the same text.
-TrainingConfig.__doc__ = f"{TrainingConfig.__doc__}\n\n    Attributes:\n" + "\n".join(
+TrainingConfig.__doc__ = f"{TrainingConfig.__doc__}\n    Attributes:\n" + "\n".join(
     f"        {entry.name}: {entry.metadata['help']}" for entry in fields(TrainingConfig)
 )
 

@@ -1,8 +1,6 @@
-"""Names that other packages of ritz need and users do not."""
+"""Names for other packages of ritz."""
 
-from ritz.curvature._matrices import MATRICES, CurvatureMatrix, batch_products, require_outputs
-from ritz.curvature._products import ENGINES, EngineName
-from ritz.curvature._risk import (
+from ritz.curvature._losses import (
     Adapter,
     Forward,
     KnownLoss,
@@ -14,6 +12,8 @@ from ritz.curvature._risk import (
     recognised,
     term_mass,
 )
+from ritz.curvature._matrices import MATRICES, CurvatureMatrix, batch_products, require_outputs
+from ritz.curvature._products import ENGINES, EngineName
 from ritz.curvature._statistics import Summary
 
 __all__ = [

@@ -121,7 +121,7 @@ def curvature_variance(
     else:
         vectors = _checked(risk, along)
     groups = _groups(risk, group_size, generator)
-    _check_mean(risk, group_size)
+    risk.require_sample_mean(alone=True)
     gaps = _contrasts(groups, vectors, matrix, progress)
     gaps *= group_size * (count - 1) / count
     # Of N - 1 contrasts of the samples M - 1 are seen: all of them where g = 1.
@@ -210,30 +210,6 @@ def _check_groups(risk: Risk) -> None:
                          f"sharing={risk.sharing!r}: use 'none'")  # fmt: skip
     if risk.num_samples < 2:
         raise ValueError(f"curvature_variance() needs at least 2 samples, got {risk.num_samples}")
-
-
-def _check_mean(risk: Risk, group_size: int) -> None:
-    """Raise unless the gradient of a batch is the mean of those of its groups; by the first batch.
-
-    Classes with weights, or as many labels a sample as are not ignored, make it another.
-    """
-    batch = risk.batch(0)
-    groups = batch.samples(
-        torch.arange(batch.num_samples, device=risk.theta.device), batch_size=group_size
-    )
-    mean, square = torch.zeros_like(risk.theta), 0.0
-    with risk.settings():
-        whole = next(batch.batch_gradient(context)[0] for _, context, _ in batch.contexts())
-        for _, context, weight in groups.contexts():
-            gradient = groups.batch_gradient(context)[0]
-            mean.add_(gradient, alpha=weight)
-            square += weight * float(gradient.square().sum())
-    gap, size = float((whole - mean).norm()), math.sqrt(square)
-    if not math.isfinite(gap):
-        risk.diagnose()
-    if not gap <= 10 * math.sqrt(torch.finfo(mean.dtype).eps) * size:
-        raise ValueError("the loss of a batch must be the mean of those of its samples, got "
-                         f"gradients that differ by {gap:.2g} of {size:.2g}")  # fmt: skip
 
 
 def _groups(risk: Risk, group_size: int, generator: torch.Generator) -> Risk:

@@ -20,7 +20,7 @@ from ritz._core.batches import (
 )
 from ritz._core.checks import check_count
 from ritz._core.distributed import Group, rank, world_size
-from ritz.curvature._risk.modes import differentiable
+from ritz._core.modes import differentiable
 
 CACHE = 4 * 2**30  # bytes of batches held in memory; more are loaded again for every product
 FREEZE = "pass freeze=True to hold the batches of one pass, or turn it off in the loader"
