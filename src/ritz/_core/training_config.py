@@ -47,9 +47,9 @@ class TrainingConfig:
     """
 
     # fmt: off
-    num_epochs: int = _option(10, "Number of epochs in all, before and after a resumption.",
+    num_epochs: int = _option(10, "Number of epochs, including those before a resumption.",
                               low=1, free=True, flags="--epochs")
-    batch_size: int | None = _option(128, "Batch size over all processes; not for data in batches.",
+    batch_size: int | None = _option(128, "Batch size over all processes, for data not in batches.",
                                      low=1)
     drop_last: bool = _option(False, "Leave out the last batch of an epoch if it is smaller.")
     augment: Any = _option(True, "Augment training images as is usual for the data set.",
@@ -83,15 +83,15 @@ class TrainingConfig:
     evaluation_batch_size: int | None = _option(None, "Batch size of evaluations (default: at "
                                                 "least 512; of text the batch size).", EVALUATION,
                                                 low=1)
-    precision: TrainingPrecision = _option("float32", "Precision; the half ones are mixed.", SPEED,
+    precision: TrainingPrecision = _option("float32", "Precision; half precision is mixed.", SPEED,
                                            flags="--precision --dtype")
-    device: "str | torch.device | None" = _option(None, "Device such as cpu or cuda:1 (default: "
-                                                  "that of the model; of a command cuda if any).",
+    device: "str | torch.device | None" = _option(None, "Device, such as cpu or cuda:1 (default: "
+                                                  "that of the model; in ritz train CUDA if any).",
                                                   SPEED, free=True, kind=str | None, metavar="NAME")
     compile: bool = _option(False, "Compile the model with torch.compile.", SPEED)
     capture: bool | None = _option(None, "Replay steps from a CUDA graph (default: if possible).",
                                    SPEED, free=True, flags="--capture/--no-capture")
-    deterministic: bool = _option(False, "Reproducible bit for bit on CUDA too.", SPEED)
+    deterministic: bool = _option(False, "Be reproducible bit for bit on CUDA as well.", SPEED)
     resume: bool = _option(True, "Resume from the checkpoint in the folder, or start again.", FILES,
                            free=True, flags="--resume/--restart")
     save_interval: float = _option(60.0, "Seconds between checkpoints.", FILES, low=0.0, free=True)

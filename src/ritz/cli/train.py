@@ -104,7 +104,9 @@ def command(
     from ritz.training._shared import RunConfig, run_files, train_run
 
     quantities = _quantities(watch, quantity)
-    options = vars(training) | {"optimizer_settings": _settings(lr, weight_decay, settings)}
+    options: dict[str, Any] = vars(training) | {
+        "optimizer_settings": _settings(lr, weight_decay, settings)
+    }
     config = RunConfig(
         model=model,
         data=data,
