@@ -208,7 +208,7 @@ def _status(residuals: Tensor, rtol: float, steps: int) -> Status:
     return Status(
         outcome="max_steps",
         message=f"{int((residuals > rtol).sum())} of {len(residuals)} roots not found after "
-        f"{steps} steps; relative error {worst:.2g} where {rtol:.2g} was asked for",
+        f"{steps} steps; relative error {worst:.2g}, above rtol {rtol:.2g}",
         advice="raise max_steps, rank or rtol, or use float64",
     )
 

@@ -333,7 +333,7 @@ def _status(
     if not gradient <= solver.atol:
         return Status(
             outcome="max_steps",
-            message=f"gradient {gradient:.1g} after {how} where {solver.atol:.1g} was asked for",
+            message=f"gradient {gradient:.1g} after {how}, above atol {solver.atol:.1g}",
             advice="give standard errors, or relax=, a larger variance of the moments",
         )
     if roundoff > TUNING.ladder[1]:
