@@ -130,11 +130,12 @@ def read_idx(path: Path, *, ndim: int) -> Tensor:
             )
         if len(head) < 4 * (1 + ndim):
             raise DataError(f"{path} is truncated: it ends in its header")
+        # Sizes are big-endian. As Python integers, their product cannot overflow.
         shape = np.frombuffer(head, ">u4", offset=4).tolist()
         size = math.prod(shape)
         if len(head) + size > most:
             raise DataError(f"{path} declares {size} bytes {shape}, more than the file can hold")
-        body = read_up_to(stream, size + 1)
+        body = read_up_to(stream, size + 1)  # one more, to notice a longer file
     if len(body) != size:
         relation = "fewer" if len(body) < size else "more"
         raise DataError(f"{path} declares {size} bytes {shape}, but has {relation}")
@@ -231,8 +232,8 @@ def read_pickle(data: bytes | bytearray, *, name: str) -> dict[str, Any]:
         name: Name of the file, for messages.
 
     Returns:
-        Keys as text; values as lists, numbers, text, bytes (which is what text of Python 2
-        becomes) and arrays of bytes. Memory is at most a fixed multiple of ``len(data)``.
+        Keys as text; values as lists, numbers, text, bytes and arrays of bytes. Text of Python 2
+        becomes bytes. Memory is at most a fixed multiple of ``len(data)``.
     """
     try:
         _check_opcodes(data, name)
@@ -298,6 +299,7 @@ class _Array:
         _, shape, dtype, fortran, content = state
         if not isinstance(dtype, _Byte) or fortran:
             raise ValueError("only arrays of bytes in row-major order are read")
+        # A view of the content: an array cannot have more elements than the file has bytes.
         self.array = np.frombuffer(content, np.uint8).reshape(shape)
 
 
@@ -380,6 +382,7 @@ def read_member(path: Path, key: str) -> NDArray[Any]:
     """Return one array of an npz file; arrays of objects raise, and nothing in them is executed."""
     try:
         with zipfile.ZipFile(path) as archive, archive.open(f"{key}.npy") as stream:
+            # zipfile reads no more than this size, whatever the compressed data expand to.
             if (size := archive.getinfo(f"{key}.npy").file_size) > LIMIT:
                 raise ValueError(f"array {key!r} has {size} bytes, more than {LIMIT}")
             array: NDArray[Any] = read_array(stream, allow_pickle=False)
@@ -478,7 +481,7 @@ def _images(place: Path) -> list[Path]:
 def _common_size(paths: list[Path]) -> tuple[int, int]:
     sizes: dict[tuple[int, int], Path] = {}
     for path in paths:
-        with _open_image(path) as image:
+        with _open_image(path) as image:  # reads the header only
             sizes.setdefault(image.size, path)
     if len(sizes) > 1:
         (first, one), (second, other) = list(sizes.items())[:2]
@@ -509,6 +512,7 @@ def _open_image(path: Path) -> Iterator[Any]:
         raise ImportError("folders of images are read by Pillow: pip install Pillow") from error
     try:
         with warnings.catch_warnings():
+            # Pillow warns above 89 million pixels, and raises above twice as many.
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(path, formats=[FORMATS[path.suffix.lower()]]) as image:
                 yield image

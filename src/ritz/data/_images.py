@@ -245,12 +245,14 @@ class Split:
             raise TypeError(f"augment must be an Augmentation or None, got {augment!r}")
         if augment is not None and generator is None:
             raise ValueError("augment needs a generator to draw crops and flips from, got None")
+        # The end of every batch; beyond the last sample only if a short batch is wanted.
         stops = range(batch_size, count + (1 if drop_last else batch_size), batch_size)
         bounds = tuple((stop - batch_size, min(stop, count)) for stop in stops)
         if not bounds:
             raise ValueError(f"batch_size must be at most {count} with drop_last, got {batch_size}")
         order = crops = None
         if generator is not None:
+            # Drawn on the device of the generator and then moved, like all randomness of ritz.
             order = torch.randperm(count, generator=generator, device=generator.device)
             order = order.to(self.device)
             if augment is not None:

@@ -101,6 +101,7 @@ class TextSplit:
             )
         if variable and generator is None:
             raise ValueError("variable needs a generator to draw lengths from, got None")
+        # Tokens that do not fill a last column of the streams are dropped.
         streams = self.tokens[: size * batch_size].view(batch_size, size)
         total = size - 1  # the last token of a stream is only a target
         lengths = _lengths(total, length, generator) if variable and generator else None
@@ -224,6 +225,7 @@ def text(root: Path | None, *, file: str, length: int = LENGTH) -> TextData:
         hint="file= names any text in UTF-8, plain or compressed with gzip",
         others=[path.absolute().parent if explicit else Path.cwd()],
     )
+    # In UTF-32 every character is one integer, so NumPy counts the alphabet of large texts fast.
     codes = np.frombuffer(_read_text(path).encode("utf-32-le"), np.uint32)
     vocabulary, tokens = np.unique(codes, return_inverse=True)
     numbers = torch.from_numpy(tokens.astype(np.int64))

@@ -176,6 +176,7 @@ class CompressedRows:
         out = _lines(n * padded * self.dtype.itemsize).view(self.dtype).view(n, padded)
         matrix = [_array(x) for x in (self.pointers, self.columns, self.values, outer, diagonal)]
         loops = native_loops()
+        # One pass over the matrix per strip: all columns of a strip share its entries.
         for first in range(0, k, self.width):
             x, width = block[:, first : first + self.width], min(self.width, padded - first)
             strip = None
@@ -236,7 +237,7 @@ class CompressedRows:
 
     def _pieces(self, number: int) -> list[tuple[int, int]]:
         if number not in self._cuts:
-            # A row costs about as much as two entries, besides its own.
+            # Cost of a row: its entries, and about two more for its start and its end.
             cost = self.pointers + 2 * torch.arange(self.num_rows + 1)
             shares = torch.arange(1, number) * int(cost[-1]) // number
             cuts = [0, *torch.searchsorted(cost, shares).tolist(), self.num_rows]
