@@ -2,7 +2,7 @@
 
 from ritz.operators._base import SumOperator
 from ritz.operators._exact import Quantity, gershgorin
-from ritz.operators._laplacian import GraphMatrix, NetworkXGraph
+from ritz.operators._laplacian import GraphMatrix, NetworkXGraph, is_networkx
 from ritz.operators._sparse import CompressedRows
 
 __all__ = [
@@ -12,4 +12,5 @@ __all__ = [
     "Quantity",
     "SumOperator",
     "gershgorin",
+    "is_networkx",
 ]

@@ -21,7 +21,7 @@ from torch import Tensor
 from ritz import graphs
 from ritz._core.progress import Progress, tracking
 from ritz.graphs import ClusterCount, Graph
-from ritz.graphs._shared import cluster_sizes, sample_entropic
+from ritz.graphs._shared import cluster_sizes, sample_density
 from ritz.studies._protocol import check_minimums, column, record, row, seeded, versions
 
 if TYPE_CHECKING:
@@ -230,8 +230,9 @@ def _count(graph: Graph, method: str, config: Config, seed: int) -> ClusterCount
 
 def _first_minimum(graph: Graph, config: Config, seed: int) -> float:
     """Return the count of Algorithm 5 as published: up to the first minimum of the density."""
-    sampled = sample_entropic(
+    sampled = sample_density(
         graph,
+        lanczos=False,
         num_moments=config.num_moments,
         num_probes=config.num_probes,
         bulk=0.5,
