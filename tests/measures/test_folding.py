@@ -230,7 +230,7 @@ UNFOLDED = {
         nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(4)),
         "1: the Linear before it has 5 outputs, not 4",
     ),
-    "shared": (shared_layer(), "0.1: the Linear before it, or its weights, stand in several"),
+    "shared": (shared_layer(), "0.1: the Linear before it, or its weights, are used in several"),
     "hooks": (hooked(), "1: it or the Linear before it has hooks"),
 }
 
