@@ -58,7 +58,7 @@ def test_products_alone_are_never_factored():
         logdet_by_factor(op)
 
 
-def test_cholmod_factors_where_it_is_there():
+def test_cholmod_is_used_if_installed():
     pytest.importorskip("sksparse.cholmod")
     matrix = band(500, 3)
     found = logdet_by_factor(SparseOperator(matrix))

@@ -54,7 +54,7 @@ def test_the_gradient_of_the_form_is_that_of_dense(dtype):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4 * size)
 
 
-def test_a_form_that_was_not_found_says_so_and_has_no_gradient():
+def test_an_unsolved_form_is_reported_and_has_no_gradient():
     op, y = problem(noise=1e-4)
     found, x = inverse_form(op, y, max_steps=2, rank=3)
     assert found.status.outcome == "max_steps"
@@ -83,7 +83,7 @@ def test_the_likelihood_of_a_small_matrix_is_exact(dtype):
 
 
 @pytest.mark.parametrize("method", ["krylov", "lanczos"])
-def test_sampled_it_lies_within_four_error_bars_and_so_does_its_gradient(method):
+def test_a_sampled_likelihood_and_its_gradient_lie_within_four_error_bars(method):
     op, y = problem()
     found = log_likelihood(op, y, method=method, num_products=160, num_probes=8, rank=30)
     truth = exact(op, y)
@@ -98,7 +98,7 @@ def test_sampled_it_lies_within_four_error_bars_and_so_does_its_gradient(method)
         torch.testing.assert_close(estimate.samples.mean(0), estimate.mean)
 
 
-def test_a_right_hand_side_may_be_what_is_differentiated():
+def test_the_likelihood_is_differentiable_in_the_observations():
     op, y = problem()
     op = KernelOperator(op.points, noise=0.1)
     y.requires_grad_()

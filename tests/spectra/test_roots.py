@@ -63,7 +63,7 @@ def test_an_invariant_space_ends_the_run():
     torch.testing.assert_close(found.vectors, block)
 
 
-def test_too_few_steps_are_said():
+def test_too_few_steps_are_reported():
     op, block = system()
     found = inverse_roots(op, block, rtol=1e-6, max_steps=4)
     assert found.status.outcome == "max_steps"

@@ -36,6 +36,7 @@ class Status:
     @property
     def ok(self) -> bool:
         """Whether the tolerance, if any, was reached."""
+        # A breakdown is exact: the Krylov space is invariant and contains the answer.
         return self.outcome != "max_steps"
 
     def raise_if_failed(self) -> None:
@@ -140,6 +141,7 @@ class Estimate:
         self.status.raise_if_failed()
 
     def __str__(self) -> str:
+        # Arrays are too long to print: the largest error bounds all of them.
         if self.mean.ndim:
             shape, error = tuple(self.mean.shape), float(self.stderr.max())
             value = f"Estimate of shape {shape}, largest stderr {error:.2g}"
@@ -170,6 +172,7 @@ def format_uncertain(mean: float, stderr: float) -> str:
         return f"{mean:.8g}" if stderr == 0 else f"{mean:.4g} ± {stderr:.2g}"
     # Two digits of the error: 0.0123 has floor(log10) = -2 and needs three decimal places.
     places = 1 - math.floor(math.log10(abs(stderr)))
+    # Outside this range plain digits would be mostly zeros, so use the exponent.
     if -6 <= places <= 12 and abs(mean) < 1e9:
         digits = max(places, 0)
         return f"{mean:.{digits}f} ± {stderr:.{digits}f}"

@@ -19,6 +19,7 @@ CHUNK = 2**17
 def column_dots(left: Tensor, right: Tensor) -> Tensor:
     r"""Return the inner products of columns :math:`\sum_i x_{il} y_{il}`, ``(k,)``, in float64."""
     rows = max(1, CHUNK // max(1, left.shape[1]))
+    # In float64: the rounding error of a float32 sum would look like sampling error.
     total = torch.zeros(left.shape[1], dtype=torch.float64, device=left.device)
     for x, y in zip(left.split(rows), right.split(rows), strict=True):
         total += (x.double() * y).sum(0)

@@ -112,7 +112,7 @@ def command(
     **options: Any,
 ) -> None:
     """Train a network and write weights, checkpoint and log into a folder."""
-    from ritz.cli._session import check_pair, default_device, writing
+    from ritz.cli._session import default_device, explain_mismatch, writing
     from ritz.cli._targets import loss_function, make_data, make_model, parse_settings
     from ritz.training._shared import RunConfig, run_files, train_run
 
@@ -131,8 +131,8 @@ def command(
     parts = make_data(data, data_dir=data_dir, options=config.data_options)
     loss_fn = loss_function(config.loss)
     network = make_model(model, parts=parts, options=config.model_options, seed=training.seed)
-    check_pair(network, parts, name=model, loss_fn=loss_fn, device=device)
-    with writing(out) as folder:
+    mismatch = explain_mismatch(network, parts, name=model, loss_fn=loss_fn)
+    with writing(out) as folder, mismatch:
         result = train_run(
             config,
             network,

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ritz._core.checks import check_count, check_range
+from ritz._core.checks import check_count
 from ritz.models._catalogue import (
     activation_named,
+    check_counts,
     check_image,
+    check_rates,
     draw_by_fan_in,
     fill,
     normal,
@@ -18,7 +20,7 @@ from ritz.models._catalogue import (
 )
 
 # ------------------------------------------------------------------------------------------
-# Linear layers alone: logistic regression and perceptrons.
+# Logistic regression and perceptrons.
 
 
 @register("logistic")
@@ -44,15 +46,15 @@ def mlp(
     ``hidden=(10, 100)`` on MNIST.
 
     Args:
-        num_classes: Outputs.
-        input_shape: Any; samples are flattened.
-        hidden: Widths of the hidden layers, or that of the only one.
+        num_classes: Number of outputs.
+        input_shape: Any shape; samples are flattened.
+        hidden: Widths of the hidden layers, or the width of one hidden layer.
         activation: ``relu``, ``tanh``, ``gelu``, ``silu`` or ``sigmoid``.
     """
-    check_count("num_classes", num_classes)
+    check_counts(num_classes=num_classes)
     for size in input_shape:
         check_count("input_shape", size)
-    # Text is a sequence of characters, none of which is a width.
+    # A string is a sequence too, and check_count must reject it as a whole.
     widths = (hidden,) if isinstance(hidden, int | float | str) else hidden
     for width in widths:
         check_count("hidden", width)
@@ -79,20 +81,19 @@ def lenet(
 ) -> nn.Sequential:
     """LeNet-5 with max pooling: 61,706 parameters on MNIST.
 
-    Two convolutions of 5 x 5, the first padded (28 x 28 images are those of 32 x 32 without
-    their margin), every map joined to every other, and three linear layers.
+    Two convolutions of 5 x 5, of which the first is padded (28 x 28 images are those of 32 x 32
+    without their margin), and three linear layers. Every map is connected to every map.
 
     Args:
-        num_classes: Outputs.
+        num_classes: Number of outputs.
         input_shape: ``(channels, height, width)``, sides of at least 12.
-        width: Maps of the first convolution; the second has 16 for 6.
+        width: Number of maps of the first convolution; the second has 16/6 times as many.
         hidden: Widths of the two hidden linear layers.
-        activation: ``relu``, or ``tanh`` as in 1998.
+        activation: ``relu``, or ``tanh`` as in the paper.
 
     Reference: LeCun et al. (1998), *Gradient-based learning applied to document recognition*.
     """
-    channels, rows, columns = check_image(num_classes, input_shape, side=12)
-    check_count("width", width)
+    channels, rows, columns = check_image(num_classes, input_shape, side=12, width=width)
     if not isinstance(hidden, tuple | list) or len(hidden) != 2:
         raise ValueError(f"hidden must be two widths, got {hidden!r}")
     for one in hidden:
@@ -115,20 +116,18 @@ def alexnet(
 ) -> nn.Sequential:
     """AlexNet cut to CIFAR: five convolutions and one linear layer, 2,472,266 parameters.
 
-    The convolutions of Krizhevsky's one-column network with its strides, padded so that a map of
-    one pixel is left of 32 x 32, as in the collection of CIFAR networks that the baselines of
-    Granziol et al. (2021), B.4, come from.
+    The convolutions and strides of Krizhevsky's network with one column, padded so that an image of
+    32 x 32 becomes one pixel, as in the code behind the baselines of Granziol et al. (2021), B.4.
 
     Args:
-        num_classes: Outputs.
+        num_classes: Number of outputs.
         input_shape: ``(channels, height, width)``, sides of at least 29.
-        width: Maps of the first convolution; the others in proportion (3, 6, 4, 4).
+        width: Number of maps of the first convolution; the others have 3, 6, 4 and 4 times as many.
 
     Reference: Krizhevsky et al. (2012), *ImageNet classification with deep convolutional neural
     networks*.
     """
-    channels, rows, columns = check_image(num_classes, input_shape, side=29)
-    check_count("width", width)
+    channels, rows, columns = check_image(num_classes, input_shape, side=29, width=width)
     last = 4 * width
     features = last * math.prod((side + 3) // 4 // 8 for side in (rows, columns))
     layers: dict[str, nn.Module] = {
@@ -165,23 +164,21 @@ def allcnn(
 ) -> nn.Sequential:
     """All-CNN-C, nine convolutions: 1,387,108 parameters on CIFAR-100.
 
-    The nine-layer network of Granziol (2020), *Flatness is a false friend*, section 5. No pooling
-    but strides, no linear layer: the logits are means over positions, of values that have passed
-    a last ReLU as in the paper. Glorot weights and biases of 0.1 as in Deep Curvature and DeepOBS.
+    The network of nine layers of Granziol (2020), *Flatness is a false friend*, section 5. It has
+    strides instead of pooling, and no linear layer: the logits are means over positions after a
+    last ReLU, as in the paper. Glorot weights and biases of 0.1 as in Deep Curvature and DeepOBS.
 
     Args:
-        num_classes: Outputs.
+        num_classes: Number of outputs.
         input_shape: ``(channels, height, width)``, sides of at least 9.
-        width: Maps of the first three convolutions; the others have twice as many.
-        dropout: After each strided convolution.
-        input_dropout: On the pixels.
+        width: Number of maps of the first three convolutions; the others have twice as many.
+        dropout: Dropout after each strided convolution.
+        input_dropout: Dropout of the pixels.
 
     Reference: Springenberg et al. (2015), *Striving for simplicity: the all convolutional net*.
     """
-    channels, _, _ = check_image(num_classes, input_shape, side=9)
-    check_count("width", width)
-    check_range("dropout", dropout, low=0.0, high=1.0)
-    check_range("input_dropout", input_dropout, low=0.0, high=1.0)
+    channels, _, _ = check_image(num_classes, input_shape, side=9, width=width)
+    check_rates(dropout=dropout, input_dropout=input_dropout)
     wide = 2 * width
     layers: list[nn.Module] = [nn.Dropout(input_dropout)]
     plan = [
@@ -200,7 +197,8 @@ def allcnn(
 # ------------------------------------------------------------------------------------------
 # VGG networks for CIFAR, with and without batch norm.
 
-# Convolutions between poolings; the maps double until they are eight times the first.
+# Number of convolutions before each pooling. The number of maps doubles with each stage, up to
+# eight times the first.
 STAGES = {
     6: (1, 1, 1, 1, 1),
     11: (1, 1, 2, 2, 2),
@@ -222,28 +220,28 @@ def vgg(
 ) -> nn.Sequential:
     """VGG for small images: 15,291,300 parameters for 16 layers and 100 classes.
 
-    That figure (Granziol, thesis, 4.6.1) is the one without batch norm, with biases on the
-    convolutions and a head of two hidden layers of 512 and dropout. Batch norm follows every
-    convolution and adds 8,448. Names in the state are those of the published CIFAR code
-    (``features.0.weight``, ``classifier.1.weight``).
+    This number (Granziol, thesis, 4.6.1) is without batch norm, with biases of the convolutions
+    and a head of two hidden layers of 512 and dropout. Batch norm follows every convolution and
+    adds 8,448. Names of parameters are those of the published CIFAR code (``features.0.weight``,
+    ``classifier.1.weight``).
 
     Args:
-        depth: 11, 13, 16 or 19 as in the paper; 6 is one convolution between poolings, named as
-            in Deep Curvature.
-        batch_norm: Whether batch norm follows the convolutions.
-        num_classes: Outputs.
+        depth: 11, 13, 16 or 19 as in the paper; 6 has one convolution before each pooling, named
+            as in Deep Curvature.
+        batch_norm: Add batch norm after the convolutions.
+        num_classes: Number of outputs.
         input_shape: ``(channels, height, width)``, sides of at least 32.
-        width: Maps of the first convolution.
+        width: Number of maps of the first convolution.
         hidden: Width of the two hidden linear layers.
-        dropout: Before each hidden linear layer.
+        dropout: Dropout before each hidden linear layer.
 
     Reference: Simonyan and Zisserman (2015), *Very deep convolutional networks for large-scale
     image recognition*, Table 1.
     """
-    channels, rows, columns = check_image(num_classes, input_shape, side=32)
-    check_count("width", width)
-    check_count("hidden", hidden)
-    check_range("dropout", dropout, low=0.0, high=1.0)
+    channels, rows, columns = check_image(
+        num_classes, input_shape, side=32, width=width, hidden=hidden
+    )
+    check_rates(dropout=dropout)
     features: list[nn.Module] = []
     for stage, count in enumerate(STAGES[depth]):
         for _ in range(count):

@@ -1,4 +1,11 @@
-"""Results as Matplotlib figures. Needs the ``plots`` extra."""
+"""Results as Matplotlib figures. Needs the ``plots`` extra.
+
+:func:`plot` draws any result. The other functions draw on axes that you pass: spectra and densities
+(``spectrum``, ``spectra``, ``density``), also over exact eigenvalues (``against_exact``,
+``over_histogram``); ``landscape``, ``landscape2d``; ``similarity`` of graphs; training logs
+(``training_curves``, ``curvature_over_time``, ``degeneracy``); and quantities over
+batch sizes (``batch_scaling``). ``panels`` makes a figure, and ``save_figure`` writes it.
+"""
 
 from ritz.plots._graphs import similarity
 from ritz.plots._networks import landscape, landscape2d

@@ -28,7 +28,7 @@ class Tuning:
     # A pivot below this fraction of the output scale is roundoff: it is a difference of numbers of
     # the size of the output scale, and the factor grows as its inverse square root.
     pivot: float = 1e-10
-    # A matrix of up to 32 MiB, which is 2048 rows in float64, is factored: it takes 0.1 s.
+    # A matrix of up to 32 MiB, which is 2048 rows in float64, is factored: a second on one thread.
     dense: int = 2**25
 
 

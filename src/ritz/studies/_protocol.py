@@ -1,8 +1,8 @@
-"""What a study is, how it is found, configured from text, and written to a folder.
+"""What a study is, and how it is found, configured from text and written to a folder.
 
 A study is a module of this package with a frozen ``Config`` that has a ``seed``, a function
-``run(config, *, progress=False)`` and the ``Result`` it returns, both storable; it may have
-``figure(result)``. Being there is enough: nothing is registered by hand.
+``run(config, *, progress=False)`` and the ``Result`` it returns, both storable. It may have
+``figure(result)``. A module in this folder is found by its name; nothing is registered by hand.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import pkgutil
 import platform
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -22,14 +22,13 @@ import scipy
 import torch
 from torch import Tensor
 
+from ritz._core.checks import check_count, check_range
 from ritz._core.registry import Registry
-from ritz._core.storage import save
+from ritz._core.storage import save, storable
 from ritz._version import __version__
 from ritz.plots import save_figure
 
 C = TypeVar("C")
-
-LISTED = 256  # entries of a tensor that describe() writes out
 
 
 class Study(Protocol):
@@ -48,7 +47,7 @@ def available() -> tuple[str, ...]:
 
 
 def find(name: str) -> Study:
-    """Return the study of that name; a wrong one is answered with the nearest."""
+    """Return the study of that name; a wrong name is answered with the nearest one."""
     module = _registry()[name.replace("-", "_")]
     return typing.cast(Study, importlib.import_module(f"{__package__}.{module}"))
 
@@ -58,8 +57,8 @@ def configure(config_class: type[C], overrides: Mapping[str, str]) -> C:
 
     Args:
         config_class: A dataclass whose fields are numbers, booleans, text, choices, or tuples
-            of these (separated by commas), possibly ``none``.
-        overrides: Field names and values; a name that is no field raises.
+            of these (separated by commas), or ``none``.
+        overrides: Field names and values; a name that is not a field raises.
 
     Example:
         >>> @dataclasses.dataclass(frozen=True)
@@ -78,6 +77,26 @@ def configure(config_class: type[C], overrides: Mapping[str, str]) -> C:
     )
 
 
+def write(study: Study, result: Any, folder: str | os.PathLike[str]) -> tuple[Path, ...]:
+    """Write the result, and its picture if Matplotlib is installed; return the files."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save(result, folder / "result.safetensors")
+    figure = getattr(study, "figure", None)
+    if figure is None or importlib.util.find_spec("matplotlib") is None:
+        return (folder / "result.safetensors",)
+    from matplotlib import pyplot
+
+    drawing = figure(result)
+    picture = save_figure(drawing, folder / "figure.png", dpi=150)
+    pyplot.close(drawing)  # pyplot holds every open figure, and a session may run many studies
+    return folder / "result.safetensors", picture
+
+
+# ------------------------------------------------------------------------------------------
+# What studies share.
+
+
 def versions() -> dict[str, str]:
     """Return the versions that a result depends on."""
     return {
@@ -89,43 +108,44 @@ def versions() -> dict[str, str]:
     }
 
 
-def describe(result: Any) -> Any:
-    """Return a result as JSON can hold it; long tensors only by their shape."""
-    if isinstance(result, Tensor):
-        return result.tolist() if result.numel() <= LISTED else {"shape": list(result.shape)}
-    if dataclasses.is_dataclass(result):
-        fields = dataclasses.fields(result)
-        return {field.name: describe(getattr(result, field.name)) for field in fields}
-    if isinstance(result, Mapping):
-        return {str(key): describe(value) for key, value in result.items()}
-    if isinstance(result, tuple | list):
-        return [describe(item) for item in result]
-    return result
+@typing.dataclass_transform(frozen_default=True, kw_only_default=True)
+def record(cls: type[C]) -> type[C]:
+    """Class decorator: a frozen dataclass with keywords only, which :func:`ritz.save` can store."""
+    return storable(dataclasses.dataclass(frozen=True, slots=True, kw_only=True)(cls))
 
 
-def write(study: Study, result: Any, folder: str | os.PathLike[str]) -> tuple[Path, ...]:
-    """Write the result, and its picture where matplotlib is there; return the files."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    save(result, folder / "result.safetensors")
-    figure = getattr(study, "figure", None)
-    if figure is None or importlib.util.find_spec("matplotlib") is None:
-        return (folder / "result.safetensors",)
-    from matplotlib import pyplot
+def check_minimums(config: Any, **lows: float) -> None:
+    """Raise unless each field of a configuration, or each of its entries, reaches its minimum."""
+    for name, low in lows.items():
+        value = getattr(config, name)
+        for entry in value if isinstance(value, tuple) else (value,):
+            check: Any = check_count if isinstance(low, int) else check_range
+            check(name, entry, low=low)
 
-    drawing = figure(result)
-    drawn = save_figure(drawing, folder / "figure.png", dpi=150)
-    pyplot.close(drawing)  # which would keep it for a session that may run many studies
-    return folder / "result.safetensors", drawn
+
+def seeded(seed: int) -> torch.Generator:
+    """Return a new generator."""
+    return torch.Generator().manual_seed(seed)
+
+
+def column(values: Iterable[float]) -> Tensor:
+    """Return numbers as a tensor in float64."""
+    return torch.tensor(list(values), dtype=torch.float64)
+
+
+def row(title: str, values: Iterable[Any], spec: str, *, width: int = 20) -> str:
+    """Return a line of a table: a title of some width, and the values in one format."""
+    numbers = values.tolist() if isinstance(values, Tensor) else values
+    return f"{title:{width}}" + "".join(f"{value:{spec}}" for value in numbers)
 
 
 def data_file(name: str, folder: str | None, *, fields: str) -> Path:
-    """Return the path of a file of real data, or say where it was looked for.
+    """Return the path of a data file, or say where it was looked for.
 
     Args:
-        name: Of the file, below the folder.
-        folder: That of the configuration; ``RITZ_DATA`` of the environment by default.
-        fields: Of the configuration that name other files.
+        name: Path of the file below the folder.
+        folder: Folder of the configuration; defaults to the environment variable ``RITZ_DATA``.
+        fields: Fields of the configuration that choose other files.
     """
     folder = folder or os.environ.get("RITZ_DATA")
     if folder is None:
@@ -142,7 +162,7 @@ def _registry() -> Registry[str]:
     package = importlib.import_module(__package__ or "ritz.studies")
     registry = Registry[str]("study")
     for module in pkgutil.iter_modules(package.__path__):
-        if module.name != "protocol" and not module.name.startswith("_"):
+        if not module.name.startswith("_"):
             registry.register(module.name)(module.name)
     return registry
 

@@ -1,10 +1,9 @@
 """Averages of iterates against the last one, on digits with wrong labels.
 
 After Granziol et al., *Beyond SGD: iterate averaged adaptive gradient methods*, section 5. A small
-network with batch norm learns scikit-learn's digits with part of the training labels wrong; what
-counts is the error on held-out digits with right labels. Every method sees, for every seed, the
-same split, the same wrong labels, the same initial weights and the same batches, so that
-differences are paired.
+network with batch norm learns the digits of scikit-learn with part of the training labels wrong.
+Its error is measured on held-out digits with correct labels. For every seed, all methods have the
+same split, wrong labels, initial weights and batches, so that differences are paired.
 """
 
 import math
@@ -22,7 +21,6 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from ritz._core.checks import check_count, check_range
 from ritz._core.progress import Progress, tracking
 from ritz._core.results import format_uncertain
-from ritz._core.storage import storable
 from ritz.optim import (
     Gadam,
     GadamX,
@@ -32,18 +30,18 @@ from ritz.optim import (
     linear_decay,
     solution_diversity,
 )
-from ritz.studies._protocol import versions
+from ritz.studies._protocol import check_minimums, record, seeded, versions
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CLASSES = 10
-COMPARED = 10  # iterates, evenly spaced over the tail, whose diversity is taken
+COMPARED = 10  # iterates, evenly spaced over the tail, whose diversity is measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """An optimiser with its rate and decay; whether it is meant to be averaged."""
+    """An optimiser with its learning rate and weight decay, and whether it is averaged."""
 
     make: Callable[..., Optimizer]
     rate: float
@@ -52,8 +50,8 @@ class Method:
     options: tuple[tuple[str, float], ...] = ()
 
 
-# Rates are the published defaults. Decays are, as there, chosen for each optimiser without
-# averaging: the best of four or five by held-out loss, on seeds that the study does not use.
+# Learning rates are the published defaults. As published, weight decays are chosen for each
+# optimiser without averaging: the best of four or five by held-out loss, on other seeds.
 METHODS = {
     "Gadam": Method(make=Gadam, rate=1e-3, decay=0.25),
     "GadamX": Method(make=GadamX, rate=0.1, decay=0.005),
@@ -64,20 +62,19 @@ METHODS = {
 BASELINE = "AdamW"
 
 
-@storable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Config:
-    """What is trained, for how long, and how often.
+    """Network, data and number of the runs.
 
     Attributes:
         width: Units of each of two hidden layers.
-        num_train: Digits to learn from, of 1,797.
+        num_train: Training digits, of 1,797.
         label_noise: Share of them with a wrong label.
-        batch_size: Of training.
-        num_epochs: Of every run.
-        start: Epochs after which averaging begins, once an epoch.
+        batch_size: Batch size.
+        num_epochs: Epochs of every run.
+        start: Epochs after which averaging begins, once per epoch.
         num_seeds: Runs of every method.
-        seed: Of the first run; those that follow count up.
+        seed: Seed of the first run; the others count up from it.
     """
 
     width: int = 128
@@ -90,31 +87,27 @@ class Config:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_count("width", self.width)
+        check_minimums(self, width=1, num_epochs=3, num_seeds=2, seed=0)
         check_count("num_train", self.num_train, low=2, high=1700)
         check_range("label_noise", self.label_noise, low=0.0, high=1.0)
         check_count("batch_size", self.batch_size, low=2, high=self.num_train)
-        check_count("num_epochs", self.num_epochs, low=3)
         check_count("start", self.start, high=self.num_epochs - 2)
-        check_count("num_seeds", self.num_seeds, low=2)
-        check_count("seed", self.seed, low=0)
 
 
-@storable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Result:
     """Held-out errors of the last iterate and of the average, for every method and seed.
 
     Attributes:
-        config: What was asked for.
-        versions: What computed it.
+        config: The configuration.
+        versions: Versions of the libraries.
         names: The methods in their order.
         last_errors: Share of wrong answers of the last iterate, ``(methods, num_seeds)``.
         average_errors: The same of the average.
-        last_losses: Cross entropy of the last iterate, likewise.
+        last_losses: Cross entropy of the last iterate, same shape.
         average_losses: The same of the average.
-        diversities: Symmetrised divergence of the averaged iterates, likewise.
-        seconds: Of one run, mean over all, by method.
+        diversities: Symmetrised divergence of the averaged iterates, same shape.
+        seconds: Mean time of one run, by method.
     """
 
     config: Config
@@ -138,11 +131,10 @@ class Result:
         errors = 100 * (self.average_errors - self.last_errors)
         losses = self.average_losses - self.last_losses
         for i, name in enumerate(self.names):
-            last, average = (100 * float(x[i].mean()) for x in (self.last_errors,
-                                                                self.average_errors))  # fmt: skip
+            last, average = self.last_errors[i].mean(), self.average_errors[i].mean()
             lines.append(
-                f"{name:16}{last:>8.2f}{average:>9.2f}   {_paired(errors[i]):18}"
-                f"{_paired(losses[i]):18}{float(self.diversities[i].mean()):>8.3f}"
+                f"{name:16}{100 * last:>8.2f}{100 * average:>9.2f}   {_paired(errors[i]):18}"
+                f"{_paired(losses[i]):18}{self.diversities[i].mean():>8.3f}"
                 f"{self.seconds[name]:>7.1f}"
             )
         lines.append(f"average - last iterate of {BASELINE}, paired by seed:")
@@ -154,24 +146,24 @@ class Result:
 def run(config: Config, *, progress: bool | Progress = False) -> Result:
     """Return the errors of all methods for all seeds."""
     shape = (len(METHODS), config.num_seeds)
-    found = torch.zeros(5, *shape, dtype=torch.float64)
+    scores = torch.zeros(5, *shape, dtype=torch.float64)
     seconds = dict.fromkeys(METHODS, 0.0)
     with tracking(progress, "runs", shape[0] * shape[1]) as bar:
         for j in range(config.num_seeds):
             for i, (name, method) in enumerate(METHODS.items()):
                 begin = time.perf_counter()
-                found[:, i, j] = _trained(config, method, config.seed + j)
+                scores[:, i, j] = _train(config, method, config.seed + j)
                 seconds[name] += (time.perf_counter() - begin) / config.num_seeds
                 bar.update(j * shape[0] + i + 1, name)
     return Result(
         config=config,
         versions=versions(),
         names=tuple(METHODS),
-        last_errors=found[0],
-        last_losses=found[1],
-        average_errors=found[2],
-        average_losses=found[3],
-        diversities=found[4],
+        last_errors=scores[0],
+        last_losses=scores[1],
+        average_errors=scores[2],
+        average_losses=scores[3],
+        diversities=scores[4],
         seconds=seconds,
     )
 
@@ -202,9 +194,9 @@ def _paired(differences: Tensor) -> str:
     )
 
 
-def _trained(config: Config, method: Method, seed: int) -> Tensor:
-    """Error and loss of the last iterate, of the average, and the diversity in between."""
-    generator = torch.Generator().manual_seed(seed)
+def _train(config: Config, method: Method, seed: int) -> Tensor:
+    """Return error and loss of the last iterate, both of the average, and the diversity."""
+    generator = seeded(seed)
     inputs, labels, held_inputs, held_labels = _digits(config, generator)
     model = _network(config, generator)
     length = config.num_train // config.batch_size
@@ -239,6 +231,7 @@ def _digits(config: Config, generator: torch.Generator) -> tuple[Tensor, Tensor,
     inputs, labels = inputs[: config.num_train], labels[: config.num_train].clone()
     wrong = torch.randperm(config.num_train, generator=generator)
     wrong = wrong[: round(config.label_noise * config.num_train)]
+    # A shift by 1 to 9 modulo 10 reaches every other class with the same probability.
     labels[wrong] += torch.randint(1, CLASSES, wrong.shape, generator=generator)
     return inputs, labels % CLASSES, held_inputs, held_labels
 
@@ -252,19 +245,17 @@ def _network(config: Config, generator: torch.Generator) -> nn.Sequential:
 
 
 def _linear(inputs: int, outputs: int, generator: torch.Generator) -> nn.Module:
-    layer: nn.Module = skip_init(
-        nn.Linear, inputs, outputs, bias=False
-    )  # which would draw globally
+    # nn.Linear itself would draw its weights from the global generator.
+    layer: nn.Module = skip_init(nn.Linear, inputs, outputs, bias=False)
     nn.init.kaiming_normal_(layer.get_parameter("weight"), generator=generator)
     return layer
 
 
 def _optimizer(method: Method, model: nn.Module, **when: Any) -> tuple[Optimizer, IterateAverage]:
-    settings: dict[str, Any] = {"lr": method.rate, "weight_decay": method.decay}
-    settings |= dict(method.options)
-    if method.make in (Gadam, GadamX):
-        own: Any = method.make(model.parameters(), **settings, **when)
-        return own, own.average
+    settings: Any = {"lr": method.rate, "weight_decay": method.decay, **dict(method.options)}
+    if method.make in (Gadam, GadamX):  # these average by themselves
+        averaging: Any = method.make(model.parameters(), **settings, **when)
+        return averaging, averaging.average
     optimizer = method.make(model.parameters(), **settings)
     return optimizer, IterateAverage(optimizer, **when)
 

@@ -1,7 +1,6 @@
-"""All that ritz says of a small convolutional network that it has trained on handwritten digits."""
+"""All measures of a small convolutional network that is trained on handwritten digits."""
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -11,7 +10,6 @@ from torch.nn.functional import cross_entropy
 from ritz import data, training
 from ritz._core.checks import check_choice, check_count
 from ritz._core.progress import Progress
-from ritz._core.storage import storable
 from ritz.curvature import Risk, curvature_operator, hessian
 from ritz.curvature._shared import ENGINES, EngineName
 from ritz.measures import (
@@ -27,7 +25,7 @@ from ritz.measures import (
     temperature,
 )
 from ritz.spectra import Spectrum, eigenpairs, lanczos
-from ritz.studies._protocol import versions
+from ritz.studies._protocol import check_minimums, record, seeded, versions
 from ritz.training import TrainingResult
 
 if TYPE_CHECKING:
@@ -39,25 +37,24 @@ MATRICES: dict[str, tuple[Any, Any]] = {
     "Hessian, batch norm train": ("hessian", "train"),
     "Gauss-Newton, batch norm train": ("ggn", "train"),
 }
-FIRST = next(iter(MATRICES))  # whose Ritz vectors are followed
+FIRST = next(iter(MATRICES))  # its Ritz vectors are the directions of the landscape
 PLANE = ("first Ritz vector", "second Ritz vector")
 
 
-@storable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Config:
-    """How the network is trained and looked at.
+    """Training of the network, and cost of the measures.
 
     Attributes:
-        num_samples: Of the 1280 images to train on; 517 others are there to test on.
-        num_epochs: Of training, the last third of them averaged.
-        batch_size: Samples a batch, in training and in measuring.
-        num_steps: Lanczos steps, for the spectra.
-        sharpness_steps: Lanczos steps a probe, for the sharpness.
-        num_probes: Probes for it.
-        num_points: Along each line, and each side of the plane.
-        engine: Of the products; a few do not pay for a trace.
-        seed: Of the weights, the order of the samples and every probe.
+        num_samples: Training images, of 1280; 517 others are test images.
+        num_epochs: Epochs; the last third is averaged.
+        batch_size: Batch size, in training and in measuring.
+        num_steps: Lanczos steps for the spectra.
+        sharpness_steps: Lanczos steps per probe for the sharpness.
+        num_probes: Probes for the sharpness.
+        num_points: Points per line, and per side of the plane.
+        engine: Engine of the products; for few products, tracing does not pay.
+        seed: Seed of the weights, the order of the samples and every probe.
     """
 
     num_samples: int = 1280
@@ -72,12 +69,8 @@ class Config:
 
     def __post_init__(self) -> None:
         check_count("num_samples", self.num_samples, high=1280)
-        check_count("num_epochs", self.num_epochs, low=2)
-        check_count("batch_size", self.batch_size)
-        check_count("num_steps", self.num_steps, low=3)
-        check_count("sharpness_steps", self.sharpness_steps)
-        check_count("num_probes", self.num_probes)
-        check_count("num_points", self.num_points, low=2)
+        check_minimums(self, num_epochs=2, batch_size=1, num_steps=3, sharpness_steps=1)
+        check_minimums(self, num_probes=1, num_points=2)
         check_choice("engine", self.engine, ENGINES)
 
 
@@ -92,20 +85,19 @@ QUICK: dict[str, Any] = {
 }
 
 
-@storable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Result:
     """A network and the loss around it.
 
     Attributes:
-        config: What was asked for.
-        versions: What computed it.
-        training: How training went.
-        spectra: Of the Hessian and the Gauss-Newton matrix in both modes of batch norm, by name.
+        config: The configuration.
+        versions: Versions of the libraries.
+        training: Result of the training.
+        spectra: Spectra of the Hessian and the Gauss-Newton matrix in both batch-norm modes.
         landscape: Loss and accuracy along three Ritz vectors.
         plane: The same on the plane of the first two.
         sharpness: Norms, trace and masses of all four matrices.
-        temperature: What calibrates the network on the test data.
+        temperature: Temperature that calibrates the network on the test data.
         folded: Largest eigenvalue of the Hessian of the calibrated network without batch norm.
     """
 
@@ -146,20 +138,50 @@ def run(
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(config.seed)
         model = network().to(device)
-    trained = _train(model, images, digits.test, config, progress)
+    trained = training.fit(
+        model,
+        images,
+        test=digits.test,
+        num_epochs=config.num_epochs,
+        batch_size=config.batch_size,
+        optimizer="sgd",
+        optimizer_settings={"lr": 0.05, "weight_decay": 5e-4},
+        schedule="linear",
+        average_from=config.num_epochs * 2 // 3 + 1,
+        seed=config.seed,
+        progress=progress,
+    )
     risk = Risk(model, cross_entropy, images.tensors(), batch_size=config.batch_size)
     test = Risk(model, cross_entropy, digits.test.tensors())
-    spectra = _spectra(risk, config, progress)
-    lines, plane = _landscapes(risk, test, spectra[FIRST], config, progress)
+    spectra = {
+        name: lanczos(
+            curvature_operator(risk.with_batch_norm(mode), kind, engine=config.engine),
+            num_steps=config.num_steps,
+            vectors=name == FIRST,
+            generator=seeded(config.seed),
+            progress=progress,
+        )
+        for name, (kind, mode) in MATRICES.items()
+    }
+    around: Any = {"num_points": config.num_points, "test": test, "progress": progress}
+    vectors: Any = spectra[FIRST].vectors
+    plane = landscape2d(risk, vectors[:, -1], vectors[:, -2], names=PLANE, **around)
+    lines = landscape(risk, spectra[FIRST], **around)
     report = sharpness(
         risk,
         num_steps=config.sharpness_steps,
         num_probes=config.num_probes,
         engine=config.engine,
-        generator=_generator(config),
+        generator=seeded(config.seed),
         progress=progress,
     )
     calibration = temperature(test)
+    # Batch norm and the temperature are affine, so they fold into the convolutions.
+    folded = Risk(fold_batch_norm(scaled(model, calibration)), cross_entropy, images.tensors())
+    op = hessian(folded, engine=config.engine)
+    largest = eigenpairs(
+        op, largest=1, rtol=1e-2, vectors=False, generator=seeded(config.seed)
+    ).values[-1]
     return Result(
         config=config,
         versions=versions(),
@@ -169,12 +191,12 @@ def run(
         plane=plane,
         sharpness=report,
         temperature=calibration,
-        folded=_folded(model, calibration, images.tensors(), config),
+        folded=float(largest),
     )
 
 
 def figures(result: Result) -> dict[str, "Figure"]:
-    """Draw the course of training, the spectra, and the landscapes."""
+    """Draw the training curves, the spectra and the landscapes."""
     from ritz import plots
     from ritz.plots._shared import direction_title, share_legend
 
@@ -199,68 +221,16 @@ def figure(result: Result) -> "Figure":
     """Draw the spectra."""
     from ritz import plots
 
-    ordered = {name: result.spectra[name] for name in MATRICES}  # which a file need not be
+    ordered = {name: result.spectra[name] for name in MATRICES}  # files do not keep the order
     drawing: Any = plots.spectra(ordered, log=True)[0].figure
     return cast("Figure", drawing)
 
 
-def _train(
-    model: nn.Module, images: Any, test: Any, config: Config, progress: bool | Progress
-) -> TrainingResult:
-    return training.fit(
-        model,
-        images,
-        test=test,
-        num_epochs=config.num_epochs,
-        batch_size=config.batch_size,
-        optimizer="sgd",
-        optimizer_settings={"lr": 0.05, "weight_decay": 5e-4},
-        schedule="linear",
-        average_from=config.num_epochs * 2 // 3 + 1,
-        seed=config.seed,
-        progress=progress,
-    )
-
-
-def _spectra(risk: Risk, config: Config, progress: bool | Progress) -> dict[str, Spectrum]:
-    return {
-        name: lanczos(
-            curvature_operator(risk.with_batch_norm(mode), kind, engine=config.engine),
-            num_steps=config.num_steps,
-            vectors=name == FIRST,
-            generator=_generator(config),
-            progress=progress,
-        )
-        for name, (kind, mode) in MATRICES.items()
-    }
-
-
-def _landscapes(
-    risk: Risk, test: Risk, spectrum: Spectrum, config: Config, progress: bool | Progress
-) -> tuple[Landscape, Landscape2d]:
-    common: Any = {"num_points": config.num_points, "test": test, "progress": progress}
-    vectors: Any = spectrum.vectors
-    plane = landscape2d(risk, vectors[:, -1], vectors[:, -2], names=PLANE, **common)
-    return landscape(risk, spectrum, **common), plane
-
-
-def _folded(model: nn.Module, calibration: Temperature, images: Any, config: Config) -> float:
-    folded = fold_batch_norm(scaled(model, calibration))
-    op = hessian(Risk(folded, cross_entropy, images), engine=config.engine)
-    return float(
-        eigenpairs(op, largest=1, rtol=1e-2, vectors=False, generator=_generator(config)).values[-1]
-    )
-
-
 def _records(trained: TrainingResult) -> list[dict[str, Any]]:
-    """The numbers of each epoch as a log would have them."""
-    found: list[dict[str, Any]] = [{"kind": "epoch"} for _ in range(trained.num_epochs)]
+    """Return the numbers of each epoch in the form of a log."""
+    records: list[dict[str, Any]] = [{"kind": "epoch"} for _ in range(trained.num_epochs)]
     for name, values in trained.history.items():
-        for record, value in zip(found, values.tolist(), strict=True):
-            if math.isfinite(value):  # there is no average before it begins
-                record[name] = value
-    return found
-
-
-def _generator(config: Config) -> torch.Generator:
-    return torch.Generator().manual_seed(config.seed)
+        for entry, value in zip(records, values.tolist(), strict=True):
+            if math.isfinite(value):  # before averaging begins, its numbers are NaN
+                entry[name] = value
+    return records

@@ -1,48 +1,46 @@
 """How alike real graphs are, by their spectra: Spectral Machine Learning, Figure 3.4.
 
-The published classes are biological, citation (collaborations) and road networks. Of these, the
-last two are here: every divergence within one is below every one between them. Social networks take
-the place of the first, and are no class by their spectra: friendships within circles (Facebook)
-look like collaborations, trust and votes between strangers do not, by whatever number of moments,
-in the largest component alone, and without trees hanging from it. The result names every such pair.
-Then every graph is cut into two random halves, which are to find each other among all others.
+The published classes are biological, citation (collaborations) and road networks. The study has
+the last two: every divergence within one class is below every divergence between them. Social
+networks replace the first class, and their spectra do not form a class: friendships within circles
+(Facebook) look like collaborations, and trust and votes between strangers do not. This holds for
+every number of moments, for the largest component alone, and without the trees attached to it. The
+result names every such pair. Then every graph is cut into two random halves, and the study tests
+whether the nearest graph to a half is its other half.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ritz import graphs
-from ritz._core.checks import check_count, check_range
 from ritz._core.progress import Progress, tracking
-from ritz._core.storage import storable
 from ritz.spectra import Moments
-from ritz.studies._protocol import data_file, versions
+from ritz.studies._protocol import check_minimums, data_file, record, seeded, versions
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PUBLISHED = ("citation", "road")  # of the kinds, those that were published
+PUBLISHED = ("citation", "road")  # kinds that were published
 MEASURES = ("symmetric_kl", "jensen_shannon", "wasserstein", "heat")
 
 
-@storable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Config:
-    """What is compared, and where it lies.
+    """Graphs that are compared, and where the files are.
 
     Attributes:
-        citation: Files of collaboration networks in the folder.
+        citation: Files of collaboration networks, below the folder.
         road: Files of road networks.
         social: Files of social networks.
-        num_moments: Moments of each.
-        num_probes: Probes of each.
-        other_moments: Numbers of moments that the kinds are compared by as well.
-        data: The folder; ``RITZ_DATA`` of the environment by default.
-        seed: Of probes and halves.
+        num_moments: Moments per graph.
+        num_probes: Probes per graph.
+        other_moments: Further numbers of moments for the comparison of kinds.
+        data: The folder; defaults to the environment variable ``RITZ_DATA``.
+        seed: Seed of probes and halves.
     """
 
     citation: tuple[str, ...] = (
@@ -65,12 +63,9 @@ class Config:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for count in (self.num_moments, *self.other_moments):
-            check_count("num_moments", count)
-        check_count("num_probes", self.num_probes, low=2)
-        check_range("seed", self.seed, low=0)
-        if len(self.citation) + len(self.road) + len(self.social) < 2:
-            raise ValueError("citation, road and social must name two graphs at least")
+        check_minimums(self, num_moments=1, other_moments=1, num_probes=2, seed=0)
+        if sum(map(len, self.kinds.values())) < 2:
+            raise ValueError("citation, road and social must name at least two graphs")
 
     @property
     def kinds(self) -> dict[str, tuple[str, ...]]:
@@ -78,20 +73,19 @@ class Config:
         return {"citation": self.citation, "road": self.road, "social": self.social}
 
 
-@storable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Result:
     """Divergences between graphs and between their halves.
 
     Attributes:
-        config: What was asked for.
-        versions: What computed it.
+        config: The configuration.
+        versions: Versions of the libraries.
         sizes: Vertices and edges of each graph.
-        kinds: What kind each is of.
-        likeness: Of the graphs, by measure.
-        treated: Symmetric divergences ``(N, N)`` of the graphs treated otherwise: by other numbers
-            of moments, the largest component alone, that without trees hanging from it.
-        halves: Of both halves of every graph, ``2 N`` of them, halves of one beside each other.
+        kinds: Kind of each graph.
+        likeness: Similarity of the graphs, by measure.
+        treated: Symmetric divergences ``(N, N)`` of the graphs treated otherwise: with other
+            numbers of moments, the largest component alone, and that without attached trees.
+        halves: Similarity of both halves of every graph, ``2 N``, halves of one graph in a row.
         apart: Divergence of the two halves of each graph, ``(N,)``.
         others: Least divergence of either half from another graph or its halves, ``(N,)``.
     """
@@ -107,35 +101,17 @@ class Result:
     others: Tensor
 
     def __str__(self) -> str:
-        found = self.likeness["symmetric_kl"]
-        lines = [str(found), "Within a kind and between it and the others:"]
+        nearest = self.likeness["symmetric_kl"]
+        lines = [str(nearest), "Within a kind and between it and the others:"]
         for measure in MEASURES:
-            matrix = self.likeness[measure].matrix
-            for kind in dict.fromkeys(self.kinds):
-                lines.append(f"  {measure:15}{kind:10}{_told(matrix, self.kinds, kind)}")
-        lines += [*self._published_lines(), *self._treated_lines()]
-        lines.append("Nearer to a graph of another kind than to one of its own:")
-        lines += [f"  {one}" for one in misplaced(found.matrix, found.names, self.kinds)] or [
-            "  none"
-        ]
-        lines.append("Two halves of a graph, and the nearest half or whole of another:")
-        for name, own, other in zip(
-            found.names, self.apart.tolist(), self.others.tolist(), strict=True
-        ):
-            lines.append(f"  {name:22}{own:>9.2g}{other:>9.2g}{'' if own < other else '  NOT'}")
-        return "\n".join(lines)
-
-    def _published_lines(self) -> list[str]:
-        mine = [place for place, kind in enumerate(self.kinds) if kind in PUBLISHED]
-        kinds = tuple(self.kinds[place] for place in mine)
-        matrix = self.likeness["symmetric_kl"].matrix[mine][:, mine]
-        lines = ["The published kinds alone:"]
-        return lines + [f"  {kind:10}{_told(matrix, kinds, kind)}" for kind in dict.fromkeys(kinds)]
-
-    def _treated_lines(self) -> list[str]:
-        lines = [
+            lines += _kind_lines(self.likeness[measure].matrix, self.kinds, f"{measure:15}")
+        published = [place for place, kind in enumerate(self.kinds) if kind in PUBLISHED]
+        matrix = nearest.matrix[published][:, published]
+        kinds = tuple(self.kinds[place] for place in published)
+        lines += ["The published kinds alone:", *_kind_lines(matrix, kinds, "")]
+        lines.append(
             "Share of pairs within a kind that are nearer than those between, treated otherwise:"
-        ]
+        )
         for name, matrix in sorted(self.treated.items()):
             shares = [
                 f"{kind} {separation(matrix, self.kinds, kind)['ordered']:.0%}"
@@ -143,42 +119,43 @@ class Result:
                 if 2 <= self.kinds.count(kind) < len(self.kinds)
             ]
             lines.append(f"  {name:40}{', '.join(shares)}")
-        return lines
+        pairs = misplaced(nearest.matrix, nearest.names, self.kinds) or ["none"]
+        lines.append("Nearer to a graph of another kind than to one of its own:")
+        lines += [f"  {pair}" for pair in pairs]
+        lines.append("Two halves of a graph, and the nearest half or whole of another:")
+        for name, half, other in zip(nearest.names, self.apart, self.others, strict=True):
+            lines.append(f"  {name:22}{half:>9.2g}{other:>9.2g}{'' if half < other else '  NOT'}")
+        return "\n".join(lines)
 
 
 def run(config: Config, *, progress: bool | Progress = False) -> Result:
-    """Return how alike the graphs are, and their halves."""
-    paths = {
-        kind: [
-            data_file(name, config.data, fields="citation=, road= and social=") for name in names
-        ]
-        for kind, names in config.kinds.items()
-    }
-    generator, aside = (torch.Generator().manual_seed(config.seed + i) for i in range(2))
+    """Return the similarity of the graphs and of their halves."""
+    fields = "citation=, road= and social="
+    paths = [(kind, data_file(name, config.data, fields=fields))
+             for kind, names in config.kinds.items() for name in names]  # fmt: skip
+    generator, aside = seeded(config.seed), seeded(config.seed + 1)
     wholes: dict[str, Moments] = {}
     halves: dict[str, Moments] = {}
     treated: dict[str, list[Moments]] = {}
-    sizes, kinds = [], []
-    count = sum(len(found) for found in paths.values())
-    with tracking(progress, "graphs", count) as bar:
-        for kind, found in paths.items():
-            for path in found:
-                graph, name = graphs.read(path), path.name.partition(".")[0]
-                sizes.append((graph.num_nodes, graph.num_edges))
-                kinds.append(kind)
-                wholes[name] = _moments(graph, config, generator)
-                for title, other in _treatments(graph, config, aside):
-                    treated.setdefault(title, []).append(other)
-                for place, half in enumerate(_halves(graph, generator)):
-                    halves[f"{name} {'ab'[place]}"] = _moments(half, config, generator)
-                bar.update(len(kinds))
-    both = graphs.similarity(halves | wholes)
-    apart, others = _halves_apart(both.matrix, len(kinds))
+    sizes = []
+    with tracking(progress, "graphs", len(paths)) as bar:
+        for _, path in paths:
+            graph, name = graphs.read(path), path.name.partition(".")[0]
+            sizes.append((graph.num_nodes, graph.num_edges))
+            wholes[name] = _moments(graph, config, generator)
+            for title, other in _treatments(graph, config, aside):
+                treated.setdefault(title, []).append(other)
+            order = torch.randperm(graph.num_nodes, generator=generator)
+            for letter, part in zip("ab", order.tensor_split([graph.num_nodes // 2]), strict=True):
+                half = graph.subgraph(part)
+                halves[f"{name} {letter}"] = _moments(half, config, generator)
+            bar.update(len(sizes))
+    apart, others = _halves_apart(graphs.similarity(halves | wholes).matrix, len(sizes))
     return Result(
         config=config,
         versions=versions(),
         sizes=tuple(sizes),
-        kinds=tuple(kinds),
+        kinds=tuple(kind for kind, _ in paths),
         likeness={one: graphs.similarity(wholes, measure=one) for one in MEASURES},  # type: ignore[arg-type]
         treated={name: graphs.similarity(some).matrix for name, some in treated.items()},
         halves=graphs.similarity(halves),
@@ -212,19 +189,19 @@ def separation(matrix: Tensor, kinds: tuple[str, ...], kind: str) -> dict[str, f
 
     Args:
         matrix: Distances ``(N, N)``.
-        kinds: Of every graph.
-        kind: Which.
+        kinds: Kind of every graph.
+        kind: The kind to separate.
 
     Returns:
-        ``within``, ``largest_within``, ``between``, ``least_between``, and ``ordered``: of all
-        pairs of a distance within and one between, the share in which the first is less.
+        ``within``, ``largest_within``, ``between``, ``least_between``, and ``ordered``: the share
+        of pairs of a distance within and a distance between in which the first is less.
     """
     mine = torch.tensor([one == kind for one in kinds])
     upper = torch.ones_like(matrix).triu(1).bool()
     within = matrix[mine[:, None] & mine[None] & upper]
     between = matrix[(mine[:, None] ^ mine[None]) & upper]
     if not len(within) or not len(between):
-        raise ValueError(f"kind must be of two graphs at least, and others be there, got {kind!r}")
+        raise ValueError(f"kind must have two graphs or more, beside other kinds, got {kind!r}")
     return {
         "within": float(within.mean()),
         "largest_within": float(within.max()),
@@ -239,14 +216,14 @@ def misplaced(matrix: Tensor, names: tuple[str, ...], kinds: tuple[str, ...]) ->
 
     Args:
         matrix: Distances ``(N, N)``.
-        names: Of the graphs.
-        kinds: Of these.
+        names: Names of the graphs.
+        kinds: Kind of every graph.
     """
     lines = []
     for place, kind in enumerate(kinds):
-        own = [i for i, other in enumerate(kinds) if other == kind and i != place]
+        same = [i for i, other in enumerate(kinds) if other == kind and i != place]
         others = [i for i, other in enumerate(kinds) if other != kind]
-        for i in own:
+        for i in same:
             nearer = [names[j] for j in others if matrix[place, j] < matrix[place, i]]
             if nearer:
                 far = f"{names[i]} ({float(matrix[place, i]):.3g})"
@@ -257,7 +234,7 @@ def misplaced(matrix: Tensor, names: tuple[str, ...], kinds: tuple[str, ...]) ->
 def _treatments(
     graph: graphs.Graph, config: Config, generator: torch.Generator
 ) -> Iterator[tuple[str, Moments]]:
-    """Moments of a graph in other numbers, and of what is left of it."""
+    """Yield the moments of a graph in other numbers, and of parts of the graph."""
     for count in config.other_moments:
         other = replace(config, num_moments=count)
         yield f"{count} moments", _moments(graph, other, generator)
@@ -267,7 +244,7 @@ def _treatments(
 
 
 def _without_trees(graph: graphs.Graph) -> graphs.Graph:
-    """The 2-core; a tree itself is left as it is."""
+    """Return the 2-core, which has no vertices of degree 1; a tree itself stays as it is."""
     core = graph
     while True:
         inner = (core.crow.diff() > 1).nonzero()[:, 0]
@@ -278,35 +255,35 @@ def _without_trees(graph: graphs.Graph) -> graphs.Graph:
         core = core.subgraph(inner)
 
 
-def _told(matrix: Tensor, kinds: tuple[str, ...], kind: str) -> str:
-    if kinds.count(kind) < 2 or kinds.count(kind) == len(kinds):
-        return "one graph, or no other kind"
-    found = separation(matrix, kinds, kind)
-    return (
-        f"mean {found['within']:.3g}, largest {found['largest_within']:.3g}; between mean "
-        f"{found['between']:.3g}, least {found['least_between']:.3g}; "
-        f"ordered {found['ordered']:.0%}"
-    )
+def _kind_lines(matrix: Tensor, kinds: tuple[str, ...], title: str) -> list[str]:
+    lines = []
+    for kind in dict.fromkeys(kinds):
+        text = "one graph, or no other kind"
+        if 2 <= kinds.count(kind) < len(kinds):
+            text = (
+                "mean {within:.3g}, largest {largest_within:.3g}; between mean {between:.3g}, "
+                "least {least_between:.3g}; ordered {ordered:.0%}"
+            ).format(**separation(matrix, kinds, kind))
+        lines.append(f"  {title}{kind:10}{text}")
+    return lines
 
 
 def _halves_apart(matrix: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Of ``2 count`` halves and ``count`` wholes: halves of one, and the nearest other."""
+    """Return divergences of both halves of a graph, and of its halves from the nearest other.
+
+    The matrix has ``2 count`` halves, two of each graph in a row, and then ``count`` wholes.
+    """
     owner = torch.cat([torch.arange(count).repeat_interleave(2), torch.arange(count)])
     apart = matrix[torch.arange(0, 2 * count, 2), torch.arange(1, 2 * count, 2)]
     foreign = matrix[: 2 * count].masked_fill(owner[: 2 * count, None] == owner, torch.inf)
     return apart, foreign.amin(1).reshape(count, 2).amin(1)
 
 
-def _halves(graph: graphs.Graph, generator: torch.Generator) -> tuple[graphs.Graph, graphs.Graph]:
-    order = torch.randperm(graph.num_nodes, generator=generator)
-    middle = graph.num_nodes // 2
-    return graph.subgraph(order[:middle]), graph.subgraph(order[middle:])
-
-
 def _moments(graph: graphs.Graph, config: Config, generator: torch.Generator) -> Moments:
-    options: Mapping[str, Any] = {
-        "num_moments": config.num_moments,
-        "num_probes": config.num_probes,
-        "generator": generator,
-    }
-    return graphs.moments(graph, exact=False, **options)
+    return graphs.moments(
+        graph,
+        exact=False,
+        num_moments=config.num_moments,
+        num_probes=config.num_probes,
+        generator=generator,
+    )

@@ -1,7 +1,6 @@
 """Random matrices from one probe and 30 steps: Spectral Machine Learning, figures 4.3 to 4.6."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -9,28 +8,26 @@ from torch import Tensor
 
 from ritz._core.checks import check_choice, check_count
 from ritz._core.progress import Progress, tracking
-from ritz._core.storage import storable
 from ritz.operators import DenseOperator, LinearOperator
 from ritz.spectra import Spectrum, diagonal, lanczos
-from ritz.studies._protocol import versions
+from ritz.studies._protocol import check_minimums, record, seeded, versions
 from ritz.testing import network_like, wigner, wishart
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-@storable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Config:
-    """What is drawn and how it is looked at.
+    """The random matrices, and the Lanczos runs on them.
 
     Attributes:
         size: Order of the Wigner and Marchenko-Pastur matrices.
         network_size: Order of the network-like matrix.
         num_steps: Lanczos steps on the random matrices.
-        network_steps: Lanczos steps on the network-like matrix, one picture each.
-        precision: Of the matrices, and so of their exact eigenvalues.
-        seed: Of the matrices and of the start vector.
+        network_steps: Lanczos steps on the network-like matrix, one panel for each number.
+        precision: Precision of the matrices and of their exact eigenvalues.
+        seed: Seed of the matrices and of the start vector.
     """
 
     size: int = 10_000
@@ -41,22 +38,20 @@ class Config:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_count("size", self.size, low=4)
-        check_count("network_size", self.network_size, low=100)
+        check_minimums(self, size=4, network_size=100)
         check_count("num_steps", self.num_steps, high=self.size)
         for steps in self.network_steps:
             check_count("network_steps", steps, high=self.network_size)
         check_choice("precision", self.precision, ("float32", "float64"))
 
 
-@storable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Case:
-    """One matrix, of order ``n``, seen in three ways.
+    """One matrix of order ``n`` and its spectrum in three ways.
 
     Attributes:
-        name: Which matrix.
-        spectrum: What Lanczos says.
+        name: Name of the matrix.
+        spectrum: Result of Lanczos.
         exact: All eigenvalues, ascending, ``(n,)``.
         diagonal: The diagonal of the matrix, ``(n,)``.
     """
@@ -67,10 +62,9 @@ class Case:
     diagonal: Tensor
 
 
-@storable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Result:
-    """The cases, and what made them."""
+    """The cases, with the configuration and the versions of the libraries."""
 
     config: Config
     versions: dict[str, str]
@@ -86,10 +80,10 @@ class Result:
 
 
 def run(config: Config, *, progress: bool | Progress = False) -> Result:
-    """Return every matrix's exact spectrum, its Ritz values and its diagonal.
+    """Return the exact spectrum, the Ritz values and the diagonal of every matrix.
 
-    Cost: the exact eigenvalues of three matrices of order ``size``, which takes minutes at
-    10,000 on two cores; the Lanczos runs take seconds.
+    The exact eigenvalues of three matrices of order 10,000 take minutes on two cores; the Lanczos
+    runs take seconds.
     """
     cases: list[Case] = []
     with tracking(progress, "matrices", 4) as bar:
@@ -100,7 +94,7 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
 
 
 def figure(result: Result) -> "Figure":
-    """Draw every case: exact histogram, Lanczos stems, and the diagonal approximation."""
+    """Draw the exact histogram, the Lanczos stems and the diagonal of every case."""
     from ritz.plots import against_exact, panels
     from ritz.plots._shared import share_legend
 
@@ -115,10 +109,10 @@ def figure(result: Result) -> "Figure":
     return drawing
 
 
-# Each is drawn when its turn comes, so that only one is in memory.
+# A generator, so that only one matrix of order 10,000 is in memory.
 def _matrices(config: Config) -> Iterator[tuple[str, LinearOperator, Tensor, tuple[int, ...]]]:
     n, dtype = config.size, getattr(torch, config.precision)
-    generator = torch.Generator().manual_seed(config.seed)
+    generator = seeded(config.seed)
     ensembles: dict[str, Callable[[], DenseOperator]] = {
         "Wigner": lambda: wigner(n, dtype=dtype, generator=generator),
         "Marchenko-Pastur, q = 1/2": lambda: wishart(n, 2 * n, dtype=dtype, generator=generator),
@@ -131,8 +125,7 @@ def _matrices(config: Config) -> Iterator[tuple[str, LinearOperator, Tensor, tup
     yield "network-like", network, exact, config.network_steps
 
 
-# The start vector is the same for every number of steps: only the view sharpens.
+# The start vector is the same for every number of steps, so that panels differ by nothing else.
 def _case(name: str, op: LinearOperator, exact: Tensor, num_steps: int, seed: int) -> Case:
-    start = torch.Generator().manual_seed(seed + 1)
-    spectrum = lanczos(op, num_steps=num_steps, generator=start)
+    spectrum = lanczos(op, num_steps=num_steps, generator=seeded(seed + 1))
     return Case(name=name, spectrum=spectrum, exact=exact, diagonal=diagonal(op).mean.clone())

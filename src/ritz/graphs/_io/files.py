@@ -1,4 +1,4 @@
-"""Graphs from files of the usual formats."""
+"""``read``: graphs from files of the usual formats."""
 
 import os
 import re
@@ -7,11 +7,10 @@ from typing import Literal
 
 from ritz._core.checks import check_choice, check_count
 from ritz._core.progress import Progress
-from ritz.graphs._graph import Graph, GraphError
+from ritz.graphs._graph import Graph
 from ritz.graphs._io.assembly import MAX_NODES, Records, Rules, assemble
-from ritz.graphs._io.columns import Layout, LineReader
-from ritz.graphs._io.markup_formats import read_gml, read_graphml
-from ritz.graphs._io.matrix_formats import BANNER, read_matrix_market, read_metis
+from ritz.graphs._io.lines import BANNER, read_edge_list, read_matrix_market, read_metis
+from ritz.graphs._io.networkx_graphs import read_markup
 from ritz.graphs._io.source import Source, open_source, peek
 
 Format = Literal["edges", "mtx", "gml", "graphml", "metis"]
@@ -24,7 +23,7 @@ _SUFFIXES: dict[str, Format] = {
     ".graph": "metis",
     ".mtx": "mtx",
 }
-# Written so that no text makes it look at a byte more than twice.
+# No text makes this look at a byte more than twice.
 _GML = re.compile(rb"(?m)^[ \t]*graph\s*\[")
 
 
@@ -44,41 +43,44 @@ def read(
     r"""Return the undirected graph of a file, plain or gzip.
 
     Args:
-        path: An edge list (two ids of at most 64 bits and perhaps a weight a line, separated by
-            spaces, tabs or commas; ``#`` and ``%`` begin comments), Matrix Market (coordinate),
-            GML, GraphML or METIS.
-        format: ``edges``, ``mtx``, ``gml``, ``graphml`` or ``metis``; ``None``: told from the
-            first bytes and the name.
-        directed: What to do with a directed graph: ``drop`` the directions (an arc and its
-            reverse are one edge, of the larger weight), or ``refuse`` it. A file is directed if
-            it says so, if its matrix is not symmetric, or if a list names some edges in both
+        path: An edge list, Matrix Market (coordinate), GML, GraphML or METIS. A line of an edge
+            list has two ids below :math:`2^{63}` and perhaps a weight, separated by spaces, tabs,
+            commas or semicolons; ``#`` and ``%`` begin comments.
+        format: ``edges``, ``mtx``, ``gml``, ``graphml`` or ``metis``. By default the first bytes
+            and the name of the file decide.
+        directed: What to do with a directed graph: ``drop`` the directions (an arc and its reverse
+            become one edge with the larger weight), or ``refuse`` it. A file is directed if it
+            says so, if its matrix is not symmetric, or if an edge list has some edges in both
             orders and others in one.
-        weights: Of an edge list: ``None``, a third column is the weight; ``True``, there must be
-            one; ``False``, columns after the second are passed over (a list with times needs
-            it). Of GML and GraphML: the name of the attribute, else ``weight`` or ``value``; an
-            edge without it has weight one. Weights are finite and not negative; an edge of weight
-            zero is no edge.
-        self_loops: ``drop``, ``keep`` (one entry :math:`W_{ii}`, once in the degree) or
-            ``refuse``.
-        multi_edges: An edge named more than once, in a list in either order: ``merge`` makes it
-            one, of the largest weight; ``sum`` adds the weights (unweighted: it counts);
-            ``refuse`` raises (in a list: when named twice in one order).
-        num_nodes: Of an edge list: vertices are ``0 .. num_nodes - 1``, those without an edge
-            isolated. ``None``: vertices are the ids that occur, in ascending order. Of Matrix
-            Market and METIS, whose vertices are called ``1 .. n`` and are counted in the header:
-            the same number, for files that declare millions of vertices for next to no edges and
-            are refused otherwise.
-        errors: ``raise`` at the first line that cannot be read, with its number, or skip, count
-            and ``report`` such lines in ``graph.intake`` (edge lists and Matrix Market).
-        largest_component: Return the largest connected component alone.
-        progress: Show a bar, or report to an object.
+        weights: In an edge list: ``None``, a third column is the weight; ``True``, a third column
+            is required; ``False``, columns after the second are ignored (for lists with times).
+            In GML and GraphML: the name of the attribute, by default ``weight`` or ``value``; an
+            edge without it has weight one. Weights must be finite and not negative. An edge of
+            weight zero is no edge.
+        self_loops: ``drop``; ``keep`` as one entry :math:`W_{ii}`, which counts once in the
+            degree; or ``refuse``.
+        multi_edges: What to do with an edge that is listed more than once: ``merge`` into one with
+            the largest weight; ``sum`` the weights (without weights, this counts); or ``refuse``.
+            In an edge list either order is the same edge, and ``refuse`` raises if an edge is
+            listed twice in one order.
+        num_nodes: In an edge list: vertices are ``0 .. num_nodes - 1``, and those without an edge
+            are isolated. By default the vertices are the ids that occur, in ascending order. In
+            Matrix Market and METIS, whose headers declare vertices ``1 .. n``: the same ``n``.
+            Pass it for files that declare millions of vertices for few edges, which are refused
+            otherwise.
+        errors: ``raise`` at the first invalid line and name it, or ``report``: skip such lines and
+            count them in ``graph.intake`` (edge lists and Matrix Market).
+        largest_component: Return the largest connected component only.
+        progress: Show a progress bar, or a :class:`Progress` to report to.
 
     Raises:
-        GraphError: The file is not such a graph; the message has its name, the line and why.
+        GraphError: The file does not hold such a graph; the message has its name and the reason.
         FileNotFoundError: There is no such file.
+        ImportError: The file is GML or GraphML, and NetworkX is not installed.
 
-    Cost: lists, Matrix Market and METIS are read by arrays; GML and GraphML by a Python step a
-    word. Memory: two to three times that of the graph (8 bytes an edge, 24 with weights).
+    Cost: edge lists, Matrix Market and METIS are read in blocks by NumPy, at most three times the
+    memory of the graph (8 bytes per edge, 24 with weights). NetworkX reads GML and GraphML, at
+    about a kilobyte per edge.
     """
     check_choice("errors", errors, ("raise", "report"))
     rules = Rules(directed=directed, self_loops=self_loops, multi_edges=multi_edges)
@@ -100,13 +102,14 @@ def _check_options(
     if num_nodes is not None:
         check_count("num_nodes", num_nodes, high=MAX_NODES)
         if kind in ("gml", "graphml"):
-            raise ValueError(f"num_nodes is not for {kind}: each vertex is declared by itself")
+            raise ValueError(f"num_nodes is not for {kind}, which declares each vertex")
     if errors == "report" and kind not in ("edges", "mtx"):
         raise ValueError(f'errors must be "raise" for {kind}: its lines depend on each other')
 
 
 def _guess(path: Path, head: bytes) -> Format:
-    """The format by content where that tells, else by the last part of the name."""
+    """The format by the first bytes if these are distinctive, otherwise by the suffix."""
+    # XML and the banner of Matrix Market cannot begin an edge list, nor can "graph [".
     start = head.lstrip()
     if start[: len(BANNER)].lower() == BANNER.lower():
         return "mtx"
@@ -121,28 +124,10 @@ def _guess(path: Path, head: bytes) -> Format:
 def _read(
     source: Source, kind: Format, weights: bool | str | None, num_nodes: int | None, *, strict: bool
 ) -> Records:
-    if kind == "gml":
-        return read_gml(source, weights=weights)
-    if kind == "graphml":
-        return read_graphml(source, weights=weights)
+    if kind == "gml" or kind == "graphml":
+        return read_markup(source, kind=kind, weights=weights)
     flag = weights if isinstance(weights, bool) else None
-    if kind == "mtx":
-        return read_matrix_market(source, weights=flag, num_nodes=num_nodes, strict=strict)
     if kind == "metis":
         return read_metis(source, weights=flag, num_nodes=num_nodes)
-    return _read_edges(source, flag, num_nodes, strict=strict)
-
-
-def _read_edges(
-    source: Source, weights: bool | None, num_nodes: int | None, *, strict: bool
-) -> Records:
-    records = Records(source=source.name, kind="list", num_nodes=num_nodes)
-    layout = Layout(weights=weights)
-    if num_nodes is not None:
-        layout = Layout(weights=weights, high=num_nodes - 1)
-    reader = LineReader(records, layout, strict=strict)
-    for block, number in source.lines():
-        reader.feed(block, number)
-    if not records.num_accepted:
-        raise GraphError(f"{source.name} holds no edge ({records.num_rejected} lines rejected)")
-    return records
+    reader = read_matrix_market if kind == "mtx" else read_edge_list
+    return reader(source, weights=flag, num_nodes=num_nodes, strict=strict)

@@ -22,16 +22,19 @@ class Tuning:
     """Constants of the error bars and of the split between probes and steps."""
 
     # A doubling of the steps is expected to leave at most this fraction of the change of the
-    # doubling before: a ratio near 1 says that the outer eigenvalues are not found yet.
-    # tests/spectra/test_error_bars.py: with 0.9 the bars cover the error of power-law spectra.
+    # doubling before: a ratio near 1 says that the outer eigenvalues are not found yet. On the
+    # spectra of tests/spectra/test_error_bars.py the largest error is 1.2 bars with 0.9 and 8 bars
+    # with 0.5; with 0.99 the bars are ten times too wide.
     stalled: float = 0.9
-    # Below this ratio convergence counts as fast and the change of the last steps is the bar.
+    # Below this ratio convergence counts as fast, and the change of the last steps is the bar.
+    # Without it the bar of 5,000 rows with condition 1,000 is five times as wide, and a sparse
+    # matrix needs 60 products where 40 suffice. No error above exceeds its bar either way.
     fast: float = 0.1
-    # Ritz values may lie this many eps |A| below a floor of the spectrum before the floor is
-    # refused: the largest seen in float32 with kernel matrices was a few thousand.
+    # Ritz values may lie this many eps |A| below a floor before the floor is refused. In float32
+    # kernel matrices of 1,500 rows reach 0.14; the margin is for the roundoff of larger sums.
     below_floor: float = 5000.0
-    # Roundoff in the products moves the spectrum by at most this many eps |A|; float32 against
-    # float64 on the kernels of benchmarks/determinants.py.
+    # Roundoff in the products moves the spectrum by at most this many eps |A|: on the same
+    # matrices the error of krylov, mostly roundoff, is then a tenth of the truncation.
     shift: float = 0.25
     # Probes whose runs grow until truncation no longer matters, and the number of probes that the
     # longest such run must leave products for; benchmarks/determinants.py, rows "sparse".
@@ -40,8 +43,9 @@ class Tuning:
     # Bytes of Lanczos bases beyond which reading them costs more than the additional steps of
     # runs without re-orthogonalisation; benchmarks/determinants.py, a million rows.
     basis: int = 2**28
-    # A regression on the trace needs this many samples, roundoff in the trace below this fraction
-    # of their standard error, and must leave at most this fraction of the deviation.
+    # A regression on the trace needs this many samples, and roundoff in the trace below this
+    # fraction of their standard error. It must leave at most this fraction of their deviation: a
+    # smaller gain is not worth the degree of freedom.
     controlled: int = 8
     control_noise: float = 0.01
     control_gain: float = 0.9
