@@ -208,10 +208,10 @@ def hooked():
 
 
 UNFOLDED = {
-    "pre-activation": (PreActivation(), "norm: no convolution or linear layer of its own"),
-    "forked": (Forked(), "norm: no convolution or linear layer of its own"),
-    "weights used": (Peeking(), "norm: no convolution or linear layer of its own"),
-    "two layers": (TwoInputs(), "norm: no convolution or linear layer of its own"),
+    "pre-activation": (PreActivation(), "norm: no convolution or linear layer that only it uses"),
+    "forked": (Forked(), "norm: no convolution or linear layer that only it uses"),
+    "weights used": (Peeking(), "norm: no convolution or linear layer that only it uses"),
+    "two layers": (TwoInputs(), "norm: no convolution or linear layer that only it uses"),
     "backwards": (Backwards(nn.Linear(3, 3), nn.BatchNorm1d(3)), "1: no convolution"),
     "alone": (nn.BatchNorm1d(3), "itself: no convolution"),
     "after a pool": (
