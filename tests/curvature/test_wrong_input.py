@@ -64,7 +64,7 @@ def test_a_model_whose_two_calls_differ(noise):
         ([], ValueError, "data must hold at least one batch, got none"),
         ((), ValueError, "data must hold at least one batch, got none"),
         (None, TypeError, "data must be a loader, a list of batches, or tensors, got NoneType"),
-        (changed(1, lambda x: x[:0], lambda y: y[:0]), ValueError, "got an empty batch 1"),
+        (changed(1, lambda x: x[:0], lambda y: y[:0]), ValueError, "samples in batch 1 must be at"),
         ((noise(0, 3), labels(3, 0)), ValueError, "must hold samples, got none"),
         ((noise(4, 3), labels(3, 5)), ValueError, r"tensors of one length, got \[4, 5\]"),
         (noise(4, 3), TypeError, r"must be \(inputs, target\) or a dictionary, got a tuple"),
@@ -200,7 +200,11 @@ def test_no_parameters_that_require_a_gradient(model):
             ValueError,
             "batch_size must not be given for data that come in batches",
         ),
-        ({"count": lambda batch: 0}, ValueError, "count of batch 0 must be at least 1, got 0"),
+        (
+            {"count": lambda batch: 0},
+            ValueError,
+            "number of samples in batch 0 must be at least 1, got 0",
+        ),
         (
             {"forward": lambda model, batch: 1},
             TypeError,

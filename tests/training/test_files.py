@@ -89,7 +89,7 @@ def test_the_first_tensor_that_differs_is_named(tmp_path):
     assert_same_bits(state(wide), before)
 
 
-def test_files_that_are_none_of_these_are_refused(tmp_path):
+def test_files_of_other_formats_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="no such file"):
         load_weights(network(), tmp_path / "missing.pt")
     (tmp_path / "text").write_text("hello, this is no model")
@@ -154,7 +154,7 @@ except CheckpointError as error:
 """
 
 
-def test_a_quota_of_the_system_leaves_it_too(tmp_path):
+def test_a_quota_of_the_system_leaves_the_last_good_checkpoint(tmp_path):
     run, errors = tmp_path / "run", tmp_path / "errors"
     process = start(LIMITED, run, errors=errors)
     process.join()

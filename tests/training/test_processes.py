@@ -41,7 +41,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.distributed
-def test_two_processes_train_as_one_even_where_rows_do_not_divide(tmp_path):
+def test_two_processes_train_as_one_even_if_rows_do_not_divide(tmp_path):
     for code, error in run_processes(SCRIPT, 2, tmp_path):
         assert code == 0, error
     model = network()

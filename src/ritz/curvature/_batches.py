@@ -7,17 +7,10 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, RandomSampler
 
-from ritz._core.batches import (
-    Batch,
-    as_one_batch,
-    as_plain,
-    num_rows,
-    split_rows,
-    tensors,
-)
+from ritz._core.batches import Batch, as_one_batch, as_plain, num_rows, split_rows, tensors
 from ritz._core.checks import check_count
 from ritz._core.distributed import Group, rank, world_size
 from ritz._core.modes import differentiable
@@ -73,9 +66,14 @@ class Batches:
                 f"data must be a loader, a list of batches, or tensors, got {type(data).__name__}"
             )
         streams = not isinstance(data, Sequence)
-        if streams and not freeze:
-            _refuse_shuffling(data)
         self._source, self._compared = data, streams and not freeze
+        if self._compared and isinstance(data, Iterator):
+            raise TypeError("data must be iterable more than once, got an iterator: pass a list, a "
+                            "DataLoader, or freeze=True")  # fmt: skip
+        if self._compared and isinstance(getattr(data, "sampler", None), RandomSampler):
+            raise ValueError(
+                f"data must come in a fixed order, got a loader that shuffles; {FREEZE}"
+            )
         self._read(count, room=float("inf") if freeze or not streams else CACHE)
 
     def _read(self, count: Callable[[Batch], int] | None, room: float) -> None:
@@ -95,7 +93,9 @@ class Batches:
                 if batches is None or room < 0:
                     batches = None
                 else:
-                    batches.append(self._move(tree_map(_copy, batch) if reused else batch))
+                    batches.append(
+                        self._move(tree_map_only(Tensor, Tensor.clone, batch) if reused else batch)
+                    )
             if not self.sizes:
                 raise ValueError("data must hold at least one batch, got none")
             self._in_memory = batches
@@ -141,13 +141,11 @@ class Batches:
             )
 
     def _move(self, batch: Batch) -> Batch:
-        def move(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            dtype = self._dtype if leaf.is_floating_point() else None
-            return differentiable(leaf.detach().to(device=self._device, dtype=dtype))
+        def move(tensor: Tensor) -> Tensor:
+            dtype = self._dtype if tensor.is_floating_point() else None
+            return differentiable(tensor.detach().to(device=self._device, dtype=dtype))
 
-        return tree_map(move, batch)
+        return tree_map_only(Tensor, move, batch)
 
     def _compare_first(self) -> None:
         for index, batch in enumerate(map(as_plain, self._source)):
@@ -162,26 +160,15 @@ class Batches:
 
 def _size(batch: Batch, index: int, count: Callable[[Batch], int] | None) -> int:
     size = num_rows(batch, f"batch {index}") if count is None else count(batch)
-    if count is None and not size:
-        raise ValueError(f"data must hold samples, got an empty batch {index}")
-    check_count(f"count of batch {index}", size)
+    check_count(f"number of samples in batch {index}", size)
     return size
-
-
-def _refuse_shuffling(source: Any) -> None:
-    if isinstance(source, Iterator):
-        raise TypeError("data must be iterable more than once, got an iterator: pass a list, a "
-                        "DataLoader, or freeze=True")  # fmt: skip
-    if isinstance(source, DataLoader) and isinstance(source.sampler, RandomSampler):
-        raise ValueError(f"data must come in a fixed order, got a loader that shuffles; {FREEZE}")
 
 
 @contextmanager
 def _generators_restored(source: Any) -> Iterator[None]:
     """Restore the generators that a loader draws from: measuring must not change training."""
     loader = source if isinstance(source, DataLoader) else None
-    places = (loader, getattr(loader, "sampler", None))
-    own = [getattr(place, "generator", None) for place in places]
+    own = [getattr(each, "generator", None) for each in (loader, getattr(loader, "sampler", None))]
     generators = [torch.default_generator, *(g for g in own if isinstance(g, torch.Generator))]
     states = [generator.get_state() for generator in generators]
     try:
@@ -197,7 +184,3 @@ def _checksum(batch: Batch) -> int:
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         checksum = zlib.crc32(data.numpy().data, checksum)
     return checksum
-
-
-def _copy(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf

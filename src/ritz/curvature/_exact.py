@@ -21,21 +21,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ritz._core.batches import is_rows, take_rows
 from ritz._core.modes import recorded
+from ritz.curvature import _sample_gradients as rules
 from ritz.curvature._losses import recognised
 from ritz.curvature._matrices import GGNOperator, HessianOperator
 from ritz.curvature._modes import Context, Params
 from ritz.curvature._risk import Risk
-from ritz.curvature._sample_gradients import (
-    ForwardPass,
-    chunks,
-    forward_pass,
-    full_name,
-    mapped_gradients,
-    owners,
-    sample_gradients,
-    squared_gradients,
-    squared_norm,
-)
+from ritz.curvature._sample_gradients import ForwardPass, forward_pass, full_name, owners
 from ritz.operators import Exact, exact
 from ritz.operators._shared import Quantity
 
@@ -117,8 +108,7 @@ def _plan(risk: Risk, roots: bool) -> Plan:
     for index, context, _ in risk.contexts():
         size = risk.batch_sizes[index]
         count = min(LIMITS.checked_samples, size)
-        batch, masks = take_rows((context.batch, context.masks), slice(0, count), size)
-        few = replace(context, batch=batch, masks=masks)
+        few = context.rows(slice(0, count), size)
         with risk.settings():
             return _checked_plan(risk, few, count, modules, LIMITS.max_columns if roots else None)
     return Plan(modules=modules)
@@ -148,11 +138,19 @@ def _checked_plan(
     cotangent = torch.randn(outputs.shape, generator=rng, dtype=torch.float64).to(outputs)
     weights = torch.rand(size, generator=rng, dtype=torch.float64).to(outputs) + 0.5
     weighted = cotangent * weights.view(-1, *(1,) * (cotangent.ndim - 1))
-    agrees = _Comparison(weights, _gradient(risk, few, weighted))
+    expected = _gradient(risk, few, weighted)
+    norm = torch.stack([value.double().norm() for value in expected.values()]).norm()
+    eps = torch.finfo(risk.theta.dtype).eps
+
+    def agrees(name: str, gradients: Tensor) -> bool:
+        gap = (torch.tensordot(weights, gradients[0], 1) - expected[name]).double().norm()
+        # Some gradients are pure roundoff, such as that of a bias before a softmax.
+        return bool(gap <= 10 * eps**0.5 * expected[name].double().norm() + 100 * eps * norm)
+
     good, layers = {}, dict(risk.model.named_modules())
     for name, deltas in (_attempt(lambda: recorded_pass.pull(cotangent[None])) or {}).items():
         call = recorded_pass.calls[name]
-        gradients = _attempt(partial(sample_gradients, layers[name], call, deltas))
+        gradients = _attempt(partial(rules.sample_gradients, layers[name], call, deltas))
         if gradients and all(agrees(full_name(name, key), gradients[key]) for key in modules[name]):
             good[name] = modules[name]
     by_module = {full_name(module, key) for module, keys in good.items() for key in keys}
@@ -169,6 +167,7 @@ def _checked_plan(
 
 
 def _gradient(risk: Risk, few: Context, cotangent: Tensor) -> Params:
+    # Not by torch.func, which cannot differentiate checkpointed activations.
     with recorded():
         params = {name: value.detach().requires_grad_() for name, value in risk.params.items()}
         outputs = risk.evaluate(params, few)[0]
@@ -187,21 +186,6 @@ def _attempt(call: Callable[[], Any]) -> Any:
         raise
     except (RuntimeError, ValueError, TypeError, LookupError, NotImplementedError):
         return None
-
-
-class _Comparison:
-    """Compares the weighted sum of sample gradients with an expected gradient."""
-
-    def __init__(self, weights: Tensor, expected: Params) -> None:
-        self.weights, self.expected = weights, expected
-        self.size = torch.stack([value.double().norm() for value in expected.values()]).norm()
-
-    def __call__(self, name: str, gradients: Tensor) -> bool:
-        expected = self.expected[name]
-        gap = (torch.tensordot(self.weights, gradients[0], 1) - expected).double().norm()
-        eps = torch.finfo(expected.dtype).eps
-        # Some gradients are pure roundoff, such as that of a bias before a softmax.
-        return bool(gap <= 10 * eps**0.5 * expected.double().norm() + 100 * eps * self.size)
 
 
 def _untied(model: nn.Module, modules: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
@@ -260,9 +244,9 @@ def _whole_gradients(
         outputs: Tensor = risk.evaluate(params | point, alone)[0]
         return outputs
 
-    for part, some in chunks(columns, risk.space.size):
+    for part, some in rules.chunks(columns, risk.space.size):
         samples = take_rows((context.batch, context.masks), some, size)
-        yield mapped_gradients(forward, chosen, samples, columns[part, some])
+        yield rules.mapped_gradients(forward, chosen, samples, columns[part, some])
 
 
 def root_columns(risk: Risk) -> Columns:
@@ -273,41 +257,31 @@ def root_columns(risk: Risk) -> Columns:
     return lambda index, full: known.root(full.outputs.detach(), full.target)
 
 
-def _diagonal(risk: Risk, plan: Plan) -> Tensor:
-    total = {name: torch.zeros_like(value) for name, value in risk.params.items()}
-    layers = dict(risk.model.named_modules())
-    with risk.settings():
-        for weight, full, parts in passes(risk, plan, root_columns(risk)):
-            for derivatives, gradients in parts:
-                for name, deltas in derivatives.items():
-                    squares = squared_gradients(layers[name], full.calls[name], deltas)
-                    for key, square in squares.items():
-                        total[full_name(name, key)].add_(square, alpha=weight)
-                for name, gradient in gradients.items():
-                    total[name].add_(gradient.square().sum((0, 1)), alpha=weight)
-    return risk.reduced(risk.space.flatten(total)) + risk.l2
-
-
-def _trace(risk: Risk, plan: Plan) -> float:
-    # Cheaper than the diagonal: the norm of delta a' is known without forming it.
-    total = torch.zeros((), dtype=torch.float64, device=risk.theta.device)
-    layers = dict(risk.model.named_modules())
-    with risk.settings():
-        for weight, full, parts in passes(risk, plan, root_columns(risk)):
-            for derivatives, gradients in parts:
-                for name, deltas in derivatives.items():
-                    total += weight * squared_norm(layers[name], full.calls[name], deltas)
-                for gradient in gradients.values():
-                    total += weight * gradient.square().sum(dtype=torch.float64)
-    return float(risk.reduced(total)) + risk.l2 * risk.space.size
-
-
 def _by_structure(risk: Risk, quantity: Quantity) -> Exact:
     plan = structure_plan(risk)
     if plan.gap:
         return Exact(None, plan.gap)
-    compute = _diagonal if quantity == "diagonal" else _trace
-    return Exact(compute(risk, plan), plan.note())
+    diagonal = {name: torch.zeros_like(value) for name, value in risk.params.items()}
+    trace = torch.zeros((), dtype=torch.float64, device=risk.theta.device)
+    layers = dict(risk.model.named_modules())
+    with risk.settings():
+        for weight, full, parts in passes(risk, plan, root_columns(risk)):
+            for derivatives, gradients in parts:
+                for name, deltas in derivatives.items():
+                    layer, call = layers[name], full.calls[name]
+                    if quantity == "trace":
+                        # Cheaper than the diagonal: |delta a'| is known without forming delta a'.
+                        trace += weight * rules.squared_norm(layer, call, deltas)
+                        continue
+                    for key, square in rules.squared_gradients(layer, call, deltas).items():
+                        diagonal[full_name(name, key)].add_(square, alpha=weight)
+                for name, gradient in gradients.items():
+                    squares = gradient.square().sum((0, 1))
+                    diagonal[name].add_(squares, alpha=weight)
+                    trace += weight * squares.sum(dtype=torch.float64)
+    if quantity == "trace":
+        return Exact(float(risk.reduced(trace)) + risk.l2 * risk.space.size, plan.note())
+    return Exact(risk.reduced(risk.space.flatten(diagonal)) + risk.l2, plan.note())
 
 
 @exact.register

@@ -8,40 +8,20 @@ from typing import Literal, final
 import torch
 from torch import Tensor, nn
 
+from ritz import operators
 from ritz._core.checks import check_choice, check_finite
 from ritz._core.modes import recorded
 from ritz._core.progress import Progress, tracking
 from ritz._core.storage import storable
+from ritz.curvature import _matrices as matrices
+from ritz.curvature import _sample_gradients as rules
 from ritz.curvature._exact import Columns, passes, root_columns, structure_plan
-from ritz.curvature._matrices import (
-    MATRICES,
-    CurvatureMatrix,
-    batch_seeds,
-    curvature_operator,
-    likelihood,
-    require_outputs,
-)
+from ritz.curvature._matrices import MATRICES, CurvatureMatrix, curvature_operator
 from ritz.curvature._modes import Selection, selected
 from ritz.curvature._products import EngineName
 from ritz.curvature._risk import Risk
-from ritz.curvature._sample_gradients import (
-    Call,
-    ForwardPass,
-    chunks,
-    full_name,
-    owners,
-    sample_gradients,
-    squared_gradients,
-    unrolled,
-)
-from ritz.operators import (
-    BlockDiagonalOperator,
-    DenseOperator,
-    DiagonalOperator,
-    Exact,
-    LinearOperator,
-    exact,
-)
+from ritz.curvature._sample_gradients import Call, ForwardPass, full_name, owners
+from ritz.operators import BlockDiagonalOperator, Exact, LinearOperator, exact
 from ritz.operators._shared import Quantity
 
 # ------------------------------------------------------------------------------------------
@@ -91,14 +71,8 @@ def _groups(names: list[str], by: Sequence[Selection]) -> list[list[str]]:
         )
     groups = [selected(names, choice) for choice in by]
     taken = [name for group in groups for name in group]
-    for name in names:
-        if taken.count(name) != 1:
-            raise ValueError(f"by must take every parameter once, got {name} {taken.count(name)} "
-                             "times")  # fmt: skip
     if taken != names:
-        first = next(a for a, b in zip(taken, names, strict=True) if a != b)
-        raise ValueError(f"by must give blocks in the order of the parameters, {names}, got "
-                         f"{first} out of its place")  # fmt: skip
+        raise ValueError(f"by must take every parameter once, in the order {names}, got {taken}")
     return groups
 
 
@@ -220,7 +194,7 @@ def kfac(
     Hennequin (2018) for linear networks.
     """
     check_choice("kind", kind, ("ggn", "monte_carlo", "empirical"))
-    require_outputs(risk, "kfac()")
+    matrices.require_outputs(risk, "kfac()")
     columns = _columns(risk, kind, generator)
     plan = structure_plan(risk, roots=kind == "ggn")
     if plan.gap:
@@ -248,7 +222,7 @@ def _columns(risk: Risk, kind: KFACKind, generator: torch.Generator | None) -> C
         return root_columns(risk)
     if kind == "empirical":
         return lambda index, full: _loss_column(risk, full)
-    known, seeds = likelihood(risk), batch_seeds(risk, generator)
+    known, seeds = matrices.likelihood(risk), matrices.batch_seeds(risk, generator)
 
     def columns(index: int, full: ForwardPass) -> Tensor:
         outputs = full.outputs.detach()
@@ -276,7 +250,7 @@ class _Block:
         self.risk, self.module, self.keys = risk, module, keys
         self.names = {key: full_name(name, key) for key in keys}
         self.size = sum(risk.space.shapes[full].numel() for full in self.names.values())
-        linear = unrolled.dispatch(type(module)) is not unrolled.dispatch(object)
+        linear = rules.unrolled.dispatch(type(module)) is not rules.unrolled.dispatch(object)
         plain = keys in (("weight",), ("bias",), ("weight", "bias"))
         self.factored = alone and linear and plain and getattr(module, "groups", 1) == 1
         zeros = risk.theta.new_zeros
@@ -292,11 +266,13 @@ class _Block:
         if self.factored:
             self._add_factors(call, deltas, weight, first)
         elif self.total.ndim == 1:
-            squares = squared_gradients(self.module, call, deltas)
+            squares = rules.squared_gradients(self.module, call, deltas)
             self.total.add_(torch.cat([squares[key].flatten() for key in self.keys]), alpha=weight)
         else:
-            for columns, part in chunks(deltas, self.size):
-                gradients = sample_gradients(self.module, call.rows(part), deltas[columns, part])
+            for columns, part in rules.chunks(deltas, self.size):
+                gradients = rules.sample_gradients(
+                    self.module, call.rows(part), deltas[columns, part]
+                )
                 self.add_gradients({self.names[key]: gradients[key] for key in self.keys}, weight)
 
     def add_gradients(self, gradients: dict[str, Tensor], weight: float) -> None:
@@ -309,7 +285,7 @@ class _Block:
             self.total.addmm_(rows.T, rows, alpha=weight)
 
     def _add_factors(self, call: Call, deltas: Tensor, weight: float, first: bool) -> None:
-        parts = unrolled(self.module, call, deltas)
+        parts = rules.unrolled(self.module, call, deltas)
         if parts is None:
             raise RuntimeError(f"{type(self.module).__name__} must be linear at positions")
         # a is (batch, T, i), delta is (c, batch, o, T).
@@ -334,6 +310,6 @@ class _Block:
             return LayerOperator(pair, bias="bias" in self.keys, shift=shift)
         total = reduced(self.total)
         if total.ndim == 1:
-            return DiagonalOperator(total + shift)
+            return operators.DiagonalOperator(total + shift)
         total.diagonal().add_(shift)
-        return DenseOperator(total)
+        return operators.DenseOperator(total)

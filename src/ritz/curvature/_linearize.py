@@ -24,27 +24,12 @@ aten = torch.ops.aten
 
 # f(0, ...) = 0: zero if their first argument is.
 _LINEAR = {
-    aten.t.default,
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.expand.default,
-    aten.permute.default,
-    aten.transpose.int,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.slice.Tensor,
-    aten.select.int,
-    aten.clone.default,
-    aten.alias.default,
-    aten.detach.default,
-    aten.neg.default,
-    aten.sum.default,
-    aten.sum.dim_IntList,
-    aten.threshold_backward.default,
-    aten.mul.Scalar,
-    aten.div.Tensor,
-    aten.div.Scalar,
-}
+    aten.t.default, aten.view.default, aten._unsafe_view.default, aten.expand.default,
+    aten.permute.default, aten.transpose.int, aten.unsqueeze.default, aten.squeeze.dim,
+    aten.slice.Tensor, aten.select.int, aten.clone.default, aten.alias.default,
+    aten.detach.default, aten.neg.default, aten.sum.default, aten.sum.dim_IntList,
+    aten.threshold_backward.default, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar,
+}  # fmt: skip
 _ZEROS = {aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default}
 # 0 * x = x * 0 = 0: zero if one of their first two arguments is.
 _PRODUCTS = {aten.mul.Tensor, aten.mm.default, aten.bmm.default}
@@ -153,21 +138,8 @@ def _key(node: fx.Node) -> Any:
             return None
         if torch.Tag.nondeterministic_seeded in target.tags:
             return None
-    key = (target, _frozen(node.args), _frozen(node.kwargs))
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
-
-
-def _frozen(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return tuple(_frozen(item) for item in value)
-    if isinstance(value, dict):
-        return tuple((key, _frozen(item)) for key, item in value.items())
-    # 1, 1.0 and True are equal as keys and not as arguments.
-    return (type(value), value) if isinstance(value, bool | int | float) else value
+    # By their text: 1, 1.0 and True are equal as keys but not as arguments.
+    return target, repr(node.args), repr(node.kwargs)
 
 
 # ------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
-from ritz._core.batches import Batch
+from ritz._core.batches import Batch, take_rows
 from ritz._core.checks import check_choice, check_real_floating
 from ritz._core.modes import Precision, arithmetic, evaluating, outside_inference
 from ritz._core.params import ParamSpace
@@ -44,6 +44,11 @@ class Context:
     batch: Batch
     masks: list[Tensor] | None
     extra: Any = None
+
+    def rows(self, part: slice, size: int) -> "Context":
+        """Return the context of some samples of a batch of ``size`` samples."""
+        varying = take_rows((self.batch, self.masks, self.extra), part, size)
+        return Context(self.constants, *varying)
 
 
 _pytree.register_dataclass(Context, field_names=["constants", "batch", "masks", "extra"])

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.func import vmap
 from torch.utils._pytree import tree_flatten
 
-from ritz._core.batches import take_rows, tensors
+from ritz._core.batches import tensors
 from ritz._core.checks import check_choice, check_count
-from ritz._core.modes import batch_norms, differentiable, searched_convolutions
+from ritz._core.modes import arithmetic, batch_norms, differentiable, searched_convolutions
 from ritz.curvature._linearize import Linearization, nbytes
 from ritz.curvature._modes import Context, Params, without_warnings_of_torch
 from ritz.curvature._risk import Risk
@@ -159,8 +159,7 @@ class Products:
         # A_b = sum_p (n_p / n_b) A_p over the parts p of the batch, as its loss is a mean.
         for start in range(0, size, self._chunk):
             stop = min(start + self._chunk, size)
-            varying = (context.batch, context.masks, context.extra)
-            part = Context(context.constants, *take_rows(varying, slice(start, stop), size))
+            part = context.rows(slice(start, stop), size)
             product = self._part(vectors, (index, start), part)
             total.add_(product, alpha=(stop - start) / size)
         return total
@@ -168,7 +167,7 @@ class Products:
     def _part(self, vectors: Tensor, key: tuple[int, int], context: Context) -> Tensor:
         shapes = list(self.risk.space.shapes.values())
         sizes = [shape.numel() for shape in shapes]
-        with self.risk.arithmetic(), searched_convolutions(self._compile):
+        with arithmetic(self.risk.precision), searched_convolutions(self._compile):
             multiply = self._linear(key, context)
             product = torch.empty_like(vectors)
             for columns in _chunks(len(vectors), self.block_size):
@@ -194,11 +193,11 @@ class Products:
         if primal is None:
             primal = trace.primal((self.risk.params, context))
         linear = partial(trace.tangent, primal)
+        theta = self.risk.theta
         if self._room is None:
-            cuda = self.risk.theta.is_cuda
-            self._room = torch.cuda.mem_get_info(self.risk.theta.device)[0] // 2 if cuda else (
-                LIMITS.cache)  # fmt: skip
-        size = nbytes(primal, beside=[self.risk.theta, *tensors(context)])
+            free = torch.cuda.mem_get_info(theta.device)[0] // 2 if theta.is_cuda else LIMITS.cache
+            self._room = int(free)
+        size = nbytes(primal, beside=[theta, *tensors(context)])
         if size <= self._room:
             self._room -= size
             self._cached[key] = linear
@@ -266,11 +265,7 @@ class Products:
         self._plan = f"{name}, {kind}" + "".join(f" ({note})" for note in notes)
 
     def _try_trace(
-        self,
-        column: Column,
-        context: Context,
-        vector: Sequence[Tensor],
-        product: Sequence[Tensor],
+        self, column: Column, context: Context, vector: Sequence[Tensor], product: Sequence[Tensor]
     ) -> tuple[list[Tensor] | None, str]:
         """Trace the way, and return the primal part of the batch, or why the trace is not used.
 
@@ -281,7 +276,7 @@ class Products:
             return None, ""
         try:
             trace = self._linearize(column, context)
-            with self.risk.arithmetic():
+            with arithmetic(self.risk.precision):
                 primal = trace.primal((self.risk.params, context))
                 traced = trace.tangent(primal, [leaf.unsqueeze(0) for leaf in vector])
                 problem = _difference([leaf[0] for leaf in traced], product)

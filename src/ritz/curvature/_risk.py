@@ -11,34 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value
 
+from ritz._core import modes
 from ritz._core.batches import Batch, is_rows, join_rows, take_rows, tensors
 from ritz._core.checks import check_choice, check_count, check_range, check_tensor
 from ritz._core.distributed import Group, all_sum
-from ritz._core.modes import (
-    BATCH_NORM_MODES,
-    BatchNormMode,
-    Precision,
-    arithmetic,
-    batch_norms,
-    differentiable,
-    dropout_shapes,
-    evaluating,
-    masked_dropout,
-    outside_inference,
-    recomputed_statistics,
-)
+from ritz._core.modes import BATCH_NORM_MODES, BatchNormMode, Precision, batch_norms
 from ritz._core.params import ParamSpace
+from ritz.curvature import _losses as losses
 from ritz.curvature._batches import Batches
-from ritz.curvature._losses import (
-    Adapter,
-    Forward,
-    LossFunction,
-    check_labels,
-    check_reduction,
-    losses_alone,
-    recognised,
-    sample_losses,
-)
+from ritz.curvature._losses import Adapter, Forward, LossFunction, check_labels, recognised
 from ritz.curvature._modes import Context, Params, Selection, copy_state, product_modes, selected
 
 Sharing = Literal["split", "own", "none"]
@@ -120,7 +101,7 @@ class Risk:
         check_choice("dropout", dropout, ("off", "fixed"))
         check_choice("sharing", sharing, ("split", "own", "none"))
         check_range("l2", l2, low=0.0)
-        check_reduction(loss_fn)
+        losses.check_reduction(loss_fn)
         self.model, self.loss_fn = model, loss_fn
         self.batch_norm, self.dropout, self.l2, self.seed = batch_norm, dropout, float(l2), seed
         self.sharing, self.group, self.precision = sharing, group, precision
@@ -180,7 +161,7 @@ class Risk:
     def evaluate(self, params: Params, context: Context) -> tuple[Any, Any]:
         """Return outputs and target of a batch at other values of the chosen parameters."""
         state = {f"model.{name}": value for name, value in (params | context.constants).items()}
-        with masked_dropout(self.model, context.masks):
+        with modes.masked_dropout(self.model, context.masks):
             pair: tuple[Any, Any] = functional_call(self.adapter, state, (context.batch,))
         return pair
 
@@ -198,7 +179,7 @@ class Risk:
         )
         if theta.ndim != 1:
             raise ValueError(f"theta must be one vector, got {tuple(theta.shape)}")
-        with outside_inference():
+        with modes.outside_inference():
             return self._changed(theta=theta.detach().clone())
 
     def with_batch_norm(self, mode: BatchNormMode) -> "Risk":
@@ -213,7 +194,7 @@ class Risk:
         constants = self.params
         values = {name: constants.pop(name) for name in names}
         space = ParamSpace(values)
-        with outside_inference():
+        with modes.outside_inference():
             theta = space.flatten(values)
         return self._changed(space=space, theta=theta, _constants=self._constants | constants)
 
@@ -339,9 +320,9 @@ class Risk:
                 for index, batch in self._batches
             ]  # fmt: skip
             # Inside the modes of products, which differ in the batch statistics alone.
-            statistics = evaluating(self.adapter, batch_statistics=True)
-            with outside_inference(), self.settings(), statistics:
-                self._statistics = recomputed_statistics(
+            statistics = modes.evaluating(self.adapter, batch_statistics=True)
+            with modes.outside_inference(), self.settings(), statistics:
+                self._statistics = modes.recomputed_statistics(
                     self.model,
                     lambda context: self.evaluate(self.params, context),  # type: ignore[arg-type]
                     weighted,
@@ -358,10 +339,6 @@ class Risk:
             device=self.theta.device,
         )
 
-    def arithmetic(self) -> AbstractContextManager[None]:
-        """Return a context manager for the precision of products."""
-        return arithmetic(self.precision)
-
     def diagnose(self) -> None:
         """Raise an error that names the first batch whose labels, loss or gradient are bad."""
         with self.settings():
@@ -376,16 +353,16 @@ class Risk:
                                      f"Inf at a loss of {float(loss):.6g}")  # fmt: skip
 
     def __repr__(self) -> str:
-        parts = [f"{self.space.size:,} parameters", f"{self.num_samples:,} samples"]
-        if batch_norms(self.model):
-            parts.append(f"batch norm {self.batch_norm}")
-        if self.l2:
-            parts.append(f"l2 {self.l2:g}")
-        if self.dropout == "fixed":
-            parts.append("dropout fixed")
-        if self.precision is not None:
-            parts.append(self.precision)
-        return f"Risk({type(self.model).__name__}, {', '.join(parts)})"
+        parts = {
+            f"{self.space.size:,} parameters": True,
+            f"{self.num_samples:,} samples": True,
+            f"batch norm {self.batch_norm}": bool(batch_norms(self.model)),
+            f"l2 {self.l2:g}": bool(self.l2),
+            "dropout fixed": self.dropout == "fixed",
+            str(self.precision): self.precision is not None,
+        }
+        shown = ", ".join(part for part, wanted in parts.items() if wanted)
+        return f"Risk({type(self.model).__name__}, {shown})"
 
     def _masks(self, index: int, batch: Batch) -> list[Tensor] | None:
         if self.dropout == "off":
@@ -394,7 +371,7 @@ class Risk:
         if index not in self._mask_shapes:
             context = Context(self._constants, batch, None)
             with torch.no_grad(), self.settings():
-                self._mask_shapes[index] = dropout_shapes(
+                self._mask_shapes[index] = modes.dropout_shapes(
                     self.model, lambda: self.evaluate(self.params, context)
                 )
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
@@ -404,7 +381,7 @@ class Risk:
             passed = torch.rand(shape, generator=generator, dtype=torch.float32) >= p
             # Dropout scales by 1 / (1 - p), so that the mean stays the same.
             scale = max(1 - p, torch.finfo(torch.float32).tiny)
-            masks.append(differentiable(passed.to(self.theta) / scale))
+            masks.append(modes.differentiable(passed.to(self.theta) / scale))
         return masks
 
     def _check_labels(self, index: int, batch: Batch) -> None:
@@ -552,8 +529,7 @@ def _sample_gap(risk: Risk, alone: bool) -> str:
 def _coupling(risk: Risk, context: Context, outputs: Tensor) -> str:
     """Evaluate half of a batch: its outputs must not depend on the other half."""
     size, half = len(outputs), slice(0, len(outputs) // 2)
-    batch, masks = take_rows((context.batch, context.masks), half, size)
-    alone = risk.evaluate(risk.params, replace(context, batch=batch, masks=masks))[0]
+    alone = risk.evaluate(risk.params, context.rows(half, size))[0]
     gap, scale = float((alone - outputs[half]).norm()), float(outputs.norm())
     if gap <= _rtol(risk) * scale:
         return ""
@@ -570,10 +546,10 @@ def _gap_by_outputs(
     risk: Risk, outputs: Tensor, target: Any, alone: bool
 ) -> tuple[float, float] | None:
     """Return the difference of the derivatives in the outputs, and their norm."""
-    losses = losses_alone if alone else sample_losses
+    by_sample = losses.losses_alone if alone else losses.sample_losses
     whole = grad(lambda point: risk.adapter.loss(point, target))(outputs)
     try:
-        mean = grad(lambda point: losses(risk.loss_fn, point, target).mean())(outputs)
+        mean = grad(lambda point: by_sample(risk.loss_fn, point, target).mean())(outputs)
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
         if not alone:
             raise
@@ -585,8 +561,7 @@ def _gap_by_gradients(risk: Risk, context: Context, size: int) -> tuple[float, f
     """Return the difference of the gradients, one sample after the other, and their size."""
     whole, mean, square = risk.batch_gradient(context)[0], torch.zeros_like(risk.theta), 0.0
     for row in range(size):
-        batch, masks = take_rows((context.batch, context.masks), slice(row, row + 1), size)
-        gradient = risk.batch_gradient(replace(context, batch=batch, masks=masks))[0]
+        gradient = risk.batch_gradient(context.rows(slice(row, row + 1), size))[0]
         mean.add_(gradient, alpha=1 / size)
         square += float(gradient.double().square().sum()) / size
     return float((whole - mean).norm()), math.sqrt(square)

@@ -7,9 +7,9 @@ therefore serves every module at once.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import singledispatch
+from functools import partial, singledispatch
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ritz._core.batches import is_rows, split_samples, take_rows
 from ritz._core.modes import recorded
@@ -118,7 +118,14 @@ def forward_pass(
     tensor with one row per sample.
     """
     calls: dict[str, list[Call]] = {name: [] for name in modules}
-    with recorded(), _hooked(risk, context, modules, calls):
+    state, layers = risk.params | context.constants, dict(risk.model.named_modules())
+    with recorded(), ExitStack() as stack:
+        for name, chosen in modules.items():
+            prefix = f"{name}." if name else ""
+            inner = {key.removeprefix(prefix): value for key, value in state.items()
+                     if key.startswith(prefix)}  # fmt: skip
+            hook = partial(_record, calls[name], inner, chosen)
+            stack.callback(layers[name].register_forward_hook(hook, with_kwargs=True).remove)
         outputs, target = risk.evaluate(risk.params, context)
     single = {name: each[0] for name, each in calls.items() if len(each) == 1}
     by_row = {name: call for name, call in single.items()
@@ -126,37 +133,21 @@ def forward_pass(
     return ForwardPass(outputs=outputs, target=target, calls=by_row)
 
 
-@contextmanager
-def _hooked(
-    risk: Risk,
-    context: Context,
-    modules: dict[str, tuple[str, ...]],
-    calls: dict[str, list[Call]],
-) -> Iterator[None]:
-    state = risk.params | context.constants
-    layers = dict(risk.model.named_modules())
-    with ExitStack() as stack:
-        for name, chosen in modules.items():
-            prefix = f"{name}." if name else ""
-            inner = {key.removeprefix(prefix): value for key, value in state.items()
-                     if key.startswith(prefix)}  # fmt: skip
-            hook = _hook(calls[name], inner, chosen)
-            stack.callback(layers[name].register_forward_hook(hook, with_kwargs=True).remove)
-        yield
-
-
-def _hook(calls: list[Call], state: Params, chosen: tuple[str, ...]) -> Any:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if not isinstance(output, Tensor) or not output.is_floating_point():
-            return None
-        point = output if output.requires_grad else output.detach().requires_grad_()
-        args, kwargs = tree_map(
-            lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, (args, kwargs)
-        )
-        calls.append(Call(args=args, kwargs=kwargs, output=point, state=state, chosen=chosen))
-        return point.clone()  # the next operation may be in place
-
-    return hook
+def _record(
+    calls: list[Call],
+    state: Params,
+    chosen: tuple[str, ...],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: Any,
+) -> Any:
+    if not isinstance(output, Tensor) or not output.is_floating_point():
+        return None
+    point = output if output.requires_grad else output.detach().requires_grad_()
+    args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+    calls.append(Call(args=args, kwargs=kwargs, output=point, state=state, chosen=chosen))
+    return point.clone()  # the next operation may be in place
 
 
 # ------------------------------------------------------------------------------------------

@@ -7,9 +7,7 @@ from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
-from torch.func import grad, vmap
 
-from ritz._core.batches import split_samples
 from ritz._core.checks import check_choice, check_count
 from ritz._core.modes import batch_norms
 from ritz._core.progress import Progress, tracking
@@ -18,6 +16,7 @@ from ritz.curvature._losses import num_correct
 from ritz.curvature._modes import Context, Params
 from ritz.curvature._products import first_line
 from ritz.curvature._risk import Risk
+from ritz.curvature._sample_gradients import mapped_gradients
 
 By = Literal["sample", "batch"]
 # Entries of the sample gradients in memory at once: 256 MB in float64.
@@ -84,7 +83,7 @@ class Distance:
     def __str__(self) -> str:
         whole = (self.l2, self.linf, self.cosine, self.initial_norm)
         rows = {"all": whole} | {name: self.layers[name] for name in self.names}
-        return _table(rows, ("L2", "Linf", "cosine", "from norm"), ("", "", ".4f", ""))
+        return _table(rows, ("L2", "Linf", "cosine", "from norm"))
 
 
 @storable
@@ -119,21 +118,15 @@ class GradientStatistics:
     def __str__(self) -> str:
         whole = (self.mean_square, self.gradient_square, self.total_variance)
         rows = {"all": whole} | {name: self.layers[name] for name in self.names}
-        table = _table(rows, ("E|g_i|^2", "|E g_i|^2", "variance"), ("", "", ""))
+        table = _table(rows, ("E|g_i|^2", "|E g_i|^2", "variance"))
         return f"{self.num_gradients:,} gradients, one per {self.by} ({self.method})\n{table}"
 
 
-def _table(
-    rows: Mapping[str, Sequence[float]], titles: Sequence[str], formats: Sequence[str]
-) -> str:
+def _table(rows: Mapping[str, Sequence[float]], titles: Sequence[str]) -> str:
     width = max(map(len, rows))
-    columns = [(title, form or ".4g", 7 if form else 10)
-               for title, form in zip(titles, formats, strict=True)]  # fmt: skip
-    lines = ["  ".join([" " * width, *(f"{title:>{size}}" for title, _, size in columns)])]
+    lines = ["".join([" " * width, *(f"{title:>12}" for title in titles)])]
     for name, values in rows.items():
-        cells = [f"{value:{size}{form}}"
-                 for value, (_, form, size) in zip(values, columns, strict=True)]  # fmt: skip
-        lines.append("  ".join([f"{name:{width}}", *cells]))
+        lines.append("".join([f"{name:{width}}", *(f"{value:12.4g}" for value in values)]))
     return "\n".join(lines)
 
 
@@ -339,29 +332,26 @@ class _SampleGradients:
 
     def chunks(self, context: Context, size: int) -> Iterator[Tensor]:
         """Yield chunks ``(c, P)`` of the gradients of a batch of ``size`` samples."""
-        rows, rebuild = split_samples((context.batch, context.masks), size)
-
-        def gradient(*sample: Tensor) -> Params:
-            batch, masks = rebuild(sample)
-            point = replace(context, batch=batch, masks=masks)
-            by_params = grad(lambda params: self._risk.batch_loss(params, point))
-            gradients: Params = by_params(self._risk.params)
-            return gradients
-
         for start in range(0, size, self._chunk_size):
-            yield self._chunk(gradient, [row[start : start + self._chunk_size] for row in rows])
+            stop = min(size, start + self._chunk_size)
+            if self.problem is None:
+                try:
+                    yield self._vectorised(context.rows(slice(start, stop), size), stop - start)
+                    continue
+                except torch.OutOfMemoryError:
+                    raise
+                except (RuntimeError, NotImplementedError, ValueError) as error:
+                    self.problem = first_line(error)
+            rows = (context.rows(slice(row, row + 1), size) for row in range(start, stop))
+            yield torch.stack([self._risk.batch_gradient(row)[0] for row in rows])
 
-    def _chunk(self, gradient: Any, rows: list[Tensor]) -> Tensor:
-        if self.problem is None:
-            try:
-                return self._flatten(vmap(gradient)(*rows), len(rows[0]))
-            except torch.OutOfMemoryError:
-                raise
-            except (RuntimeError, NotImplementedError, ValueError) as error:
-                self.problem = first_line(error)
-        singles = zip(*rows, strict=True)
-        return torch.cat([self._flatten(gradient(*sample), 1) for sample in singles])
+    def _vectorised(self, context: Context, count: int) -> Tensor:
+        def loss(params: Params, sample: Any) -> Tensor:
+            batch, masks = sample
+            point = replace(context, batch=batch, masks=masks)
+            return self._risk.batch_loss(params, point).unsqueeze(0)
 
-    def _flatten(self, gradients: Params, count: int) -> Tensor:
-        names = self._risk.space.shapes
-        return torch.cat([gradients[name].detach().reshape(count, -1) for name in names], 1)
+        samples = (context.batch, context.masks)
+        ones = self._risk.theta.new_ones(1, count)
+        gradients = mapped_gradients(loss, self._risk.params, samples, ones)
+        return torch.cat([gradient[0].flatten(1) for gradient in gradients.values()], 1)

@@ -175,15 +175,9 @@ class Parts:
             raise ValueError("final='average' needs an average: give average_from or patience")
         self.schedule = _schedule(schedule, self.optimizer, config, self.steps_per_epoch)
         compiled: Any = torch.compile(model) if config.compile else model
+        adapter = Adapter(distributed(compiled, device), loss_fn, forward)
         captured = _captures(config, self.optimizer, device)
-        self.step = Step(
-            Adapter(distributed(compiled, device), loss_fn, forward),
-            self.optimizer,
-            precision=config.precision,
-            clip_norm=config.clip_norm,
-            device=device,
-            cached=not captured,
-        )
+        self.step = Step(adapter, self.optimizer, config, device, cached=not captured)
         # The same step, perhaps replayed from a CUDA graph.
         self.take: Callable[[Sequence[Piece]], None] = self.step
         if captured:
@@ -222,8 +216,8 @@ def _captures(config: TrainingConfig, optimizer: Optimizer, device: torch.device
     inner = innermost(optimizer)
     # All that changes between two steps must be on the device.
     stays = all(p.is_cuda for p in parameters(inner)) and all(
-        isinstance(group["lr"], Tensor)
-        and group["lr"].is_cuda
+        isinstance(rate := group.get("lr"), Tensor)
+        and rate.is_cuda
         and (group.get("capturable") or (isinstance(inner, SGD) and group["fused"]))
         for group in inner.param_groups
     )

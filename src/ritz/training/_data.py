@@ -43,9 +43,7 @@ class IndexedData:
         order = torch.randperm(len(self), generator=generator)[:count]
         return IndexedData(self._dataset, self._chosen[order])
 
-    def batches(
-        self, batch_size: int, *, generator: torch.Generator | None = None
-    ) -> "_IndexedBatches":
+    def batches(self, batch_size: int, *, generator: torch.Generator | None = None) -> Any:
         """Return the batches of an epoch, shuffled if a generator is given."""
         order = self._chosen
         if generator is not None:

@@ -17,6 +17,7 @@ from ritz._core.batches import num_rows, tensors
 from ritz._core.distributed import all_max, all_sum, rank, shard
 from ritz._core.modes import unwrapped
 from ritz._core.params import parameters
+from ritz._core.training_config import TrainingConfig
 from ritz.curvature._shared import Adapter, check_labels, is_kept, term_mass
 from ritz.optim import Lookahead
 from ritz.training._processes import gathered
@@ -186,8 +187,7 @@ class Step:
     Args:
         adapter: The model, perhaps wrapped, with its loss.
         optimizer: Updates the weights.
-        precision: ``bfloat16`` and ``float16`` run the forward pass under autocast.
-        clip_norm: Largest norm of the gradient.
+        config: Precision and ``clip_norm``; half precisions run the forward pass under autocast.
         device: Device of model and batches.
         cached: Cache casts of weights within a forward pass; not possible in a CUDA graph.
     """
@@ -196,17 +196,17 @@ class Step:
         self,
         adapter: Adapter,
         optimizer: Optimizer,
-        *,
-        precision: str,
-        clip_norm: float | None,
+        config: TrainingConfig,
         device: torch.device,
+        *,
         cached: bool = True,
     ) -> None:
-        self.adapter, self.optimizer, self.clip_norm = adapter, optimizer, clip_norm
+        self.adapter, self.optimizer = adapter, optimizer
         self.totals = Totals(device)
         self.num_classes: int | None = None  # known after the first forward pass
-        self.scaler = torch.amp.GradScaler(device.type, enabled=precision == "float16")
-        self._half, self._device, self._cached = HALF.get(precision), device, cached
+        self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "float16")
+        self._half, self._clip_norm = HALF.get(config.precision), config.clip_norm
+        self._device, self._cached = device, cached
 
     def __call__(self, pieces: Sequence[Piece]) -> None:
         """Take the step."""
@@ -219,9 +219,9 @@ class Step:
                 quiet = model.no_sync()
             with quiet:
                 self._backward(piece)
-        if self.clip_norm is not None:
+        if self._clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(parameters(self.optimizer), self.clip_norm)
+            nn.utils.clip_grad_norm_(parameters(self.optimizer), self._clip_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
