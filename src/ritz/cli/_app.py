@@ -30,6 +30,7 @@ class Interrupted(Exception):  # noqa: N818 - nothing went wrong
 def build() -> typer.Typer:
     """Return the application: every module of this package without an underscore is a command."""
     start = "Start with: ritz demo, or ritz train --help"
+    # Without arguments, show the help instead of an error.
     app = typer.Typer(name="ritz", no_args_is_help=True, epilog=start)
     app.callback()(_options)
     for name in (info.name for info in pkgutil.iter_modules(cli.__path__) if info.name[0] != "_"):
@@ -46,12 +47,14 @@ def run(arguments: Sequence[str]) -> int:
     command = _simplify_help(typer.main.get_command(build()))
     plain = [argument for argument in arguments if argument != "--debug"]  # at any position
     try:
+        # standalone_mode=False: errors are raised, so that all of them end in one line here.
         code = command.main(plain, prog_name="ritz", standalone_mode=False)
     except (typer.Abort, KeyboardInterrupt):
         return _complain("interrupted", 1)
     except Interrupted as stop:
         return _complain(str(stop), 1)
     except Exception as error:
+        # With --debug the exception itself is shown.
         if len(plain) < len(arguments):
             raise
         if hasattr(error, "format_message"):  # usage errors of the parser
@@ -59,6 +62,7 @@ def run(arguments: Sequence[str]) -> int:
         return _complain(_line(error), 2 if isinstance(error, BAD_INPUT) else 1)
     if code == BY_KEYBOARD:
         return _complain("interrupted", 1)
+    # Typer returns the code of typer.Exit, and otherwise what the command returns: None.
     return code if isinstance(code, int) else 0
 
 
@@ -90,6 +94,7 @@ def _options(version: Version = False, debug: Debug = False) -> None:
 
 
 def _line(error: Exception) -> str:
+    # Messages of torch have several lines.
     text = " ".join(str(error).split())
     return text if isinstance(error, BAD_INPUT) and text else f"{type(error).__name__}: {text}"
 
@@ -103,6 +108,7 @@ def _complain(line: str, code: int) -> int:
     rank = int(os.environ.get("RANK", "0"))
     if rank:
         time.sleep(PATIENCE)
+    # torchrun mixes the output of all processes, so others name their rank.
     sys.stderr.write(f"ritz: {f'rank {rank}: ' if rank else ''}{line}\n")
     sys.stderr.flush()
     return code

@@ -27,6 +27,7 @@ def option(
     """Return an option of Typer: names, help text, panel of the help, and smallest value."""
 
     def check(value: Any) -> Any:
+        # Typer has min=, but its message does not tell the value.
         if value is not None and low is not None:
             check_range(names.split()[0], value, low=low)
         return value
@@ -44,8 +45,8 @@ def choice(names: str, help: str, panel: str | None = None) -> Any:
     return option(names, help, panel, "NAME")
 
 
-Seed = Annotated[int, option("--seed", "Seed of all random numbers.", MACHINE)]
-Json = Annotated[bool, option("--json", "Print JSON, without a progress bar.", OUTPUT)]
+Seed = Annotated[int, option("--seed", "Seed of all random numbers.")]
+Json = Annotated[bool, option("--json", "Print JSON, without a progress bar.")]
 LOSS = "cross_entropy, mse, model (the model returns its loss) or module:function"
 Loss = Annotated[
     str | None,
@@ -82,6 +83,9 @@ Precision = Annotated[
 ]
 
 
+OF_RUN = "Name or module:factory (default: that of the run)."
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkOptions:
     """Which trained network to measure, on which data and how: all that numbers depend on."""
@@ -89,17 +93,9 @@ class NetworkOptions:
     source: Annotated[
         Path, typer.Argument(metavar="RUN", help="Folder of a run, or a file of weights.")
     ]
-    average: Annotated[
-        bool, option("--average", "Measure the averaged weights of the run.", NETWORK)
-    ] = False
-    model: Annotated[
-        str | None,
-        option("--model", "Name or module:factory (default: that of the run).", NETWORK, "NAME"),
-    ] = None
-    data: Annotated[
-        str | None,
-        option("--data", "Name or module:factory (default: that of the run).", NETWORK, "NAME"),
-    ] = None
+    average: Annotated[bool, option("--average", "Use the averaged weights.", NETWORK)] = False
+    model: Annotated[str | None, option("--model", OF_RUN, NETWORK, "NAME")] = None
+    data: Annotated[str | None, option("--data", OF_RUN, NETWORK, "NAME")] = None
     loss: Loss = None
     set_model: SetModel = None
     set_data: SetData = None
@@ -131,14 +127,28 @@ class OutputOptions:
     json: Json = False
 
 
+def examples(*lines: str, file: str = "") -> str:
+    """Return the end of a help page: one paragraph per line.
+
+    Args:
+        lines: Commands, and remarks.
+        file: Name of a file that the command may write, as an example.
+    """
+    names = f"The name of a file mentions every option that is not the default, such as {file}."
+    resuming = "To resume an interrupted command, give it again."
+    return "\n\n".join(["Examples:", *lines, *([names, resuming] if file else [])])
+
+
 def flatten_options(command: Callable[..., None]) -> Callable[..., None]:
     """Return a command whose dataclass parameters are replaced by one option per field.
 
     Typer reads options from a signature. Commands that share options therefore take a dataclass,
     and this function writes the signature that Typer needs.
     """
+    # include_extras: without it the options inside Annotated would be lost.
     hints = get_type_hints(command, include_extras=True)
     parameters: list[inspect.Parameter] = []
+    # Parameters whose type is a dataclass stand for all its fields.
     groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
     for name, parameter in inspect.signature(command).parameters.items():
         entries = {name: (parameter.default, hints[name])}
@@ -155,9 +165,11 @@ def flatten_options(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(**values: Any) -> None:
         for name, kind in groups.items():
+            # Take the options of the group out of the flat values again.
             values[name] = kind(**{field.name: values.pop(field.name) for field in fields(kind)})
         command(**values)
 
+    # Typer reads kinds and defaults from the signature, and types from the annotations.
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
@@ -170,6 +182,7 @@ def split_settings(option: str, settings: Iterable[str] | None) -> dict[str, str
         key, equals, value = setting.partition("=")
         if not equals or not key.strip():
             raise ValueError(f"{option} takes KEY=VALUE, got {setting!r}")
+        # A later pair replaces an earlier one, as usual on a command line.
         pairs[key.strip()] = value.strip()
     return pairs
 
@@ -195,10 +208,12 @@ def print_result(
     """
     from ritz._core.storage import to_json
 
+    # JSON has no paths.
     names = [str(file) for file in files]
     if as_json:
         typer.echo(to_json({"result": result, "files": names}, indent=2))
         return
+    # One result needs no title.
     if text is None and isinstance(result, Mapping):
         one = len(result) == 1
         text = "\n\n".join(f"{part}" if one else f"{name}\n{part}" for name, part in result.items())

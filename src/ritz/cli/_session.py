@@ -24,7 +24,14 @@ from ritz._core.signals import terminate_as_interrupt
 from ritz._core.storage import digest, save
 from ritz.cli._app import Interrupted
 from ritz.cli._options import NetworkOptions, OutputOptions, print_result
-from ritz.cli._targets import check_target, loss_function, make_data, make_model, parse_settings
+from ritz.cli._targets import (
+    check_target,
+    loss_function,
+    make_data,
+    make_model,
+    parse_settings,
+    summary,
+)
 from ritz.curvature import Risk
 from ritz.training import load_weights
 from ritz.training._shared import (
@@ -50,7 +57,7 @@ TITLES = {"hessian": "Hessian", "ggn": "Gauss-Newton"}
 # Opening a run: its model, weights, data and loss.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Run:
     """A trained network with its data and its loss.
 
@@ -85,19 +92,12 @@ def open_run(options: NetworkOptions) -> Run:
     made = read_run(folder) if (folder / CONFIG).is_file() else RunConfig(model="", data="")
     config = merge_config(options, made, folder)
     data_dir = options.data_dir or (None if config.data_dir is None else Path(config.data_dir))
+    # The data come before the model, which may need their shape and number of classes.
     loss_fn = loss_function(config.loss)
     parts = make_data(config.data, data_dir=data_dir, options=config.data_options)
     model = make_model(config.model, parts=parts, options=config.model_options)
     load_weights(model, weights)
-    return Run(
-        folder=folder,
-        weights=weights,
-        made=made,
-        config=config,
-        model=model.to(device),
-        parts=parts,
-        loss_fn=loss_fn,
-    )
+    return Run(folder, weights, made, config, model.to(device), parts, loss_fn)
 
 
 def _find_weights(options: NetworkOptions) -> tuple[Path, Path]:
@@ -119,6 +119,7 @@ def merge_config(options: NetworkOptions, made: RunConfig, folder: Path) -> RunC
     """
     names = {name: getattr(options, name) for name in ("model", "data", "loss")}
     changes: dict[str, Any] = {name: value for name, value in names.items() if value is not None}
+    # A file of weights alone does not say what it belongs to.
     missing = [name for name in ("model", "data") if not (names[name] or getattr(made, name))]
     if missing:
         raise ValueError(f"{folder} has no {CONFIG}, which names model and data: give "
@@ -169,7 +170,7 @@ def _find_mismatch(
     try:
         batch = first_batch(parts.train)
     except Exception as error:
-        return ValueError(f"the first samples of the data {parts.name} raised {_headline(error)}")
+        return ValueError(f"the first samples of the data {parts.name} raised {summary(error)}")
     if not isinstance(batch, tuple | list) or len(batch) < 2:
         return None
     *inputs, labels = batch
@@ -188,12 +189,8 @@ def _find_mismatch(
         # NumPy computes in float64 by default, and models have float32 weights.
         advice = '; for NumPy: .astype("float32")' if "float64" in " ".join(shown) else ""
         return ValueError(f"model {name} does not take the data {parts.name}, with inputs of "
-                          f"{' and '.join(shown)}: {_headline(error)}{advice}")  # fmt: skip
+                          f"{' and '.join(shown)}: {summary(error)}{advice}")  # fmt: skip
     return None
-
-
-def _headline(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 @contextmanager
@@ -204,6 +201,7 @@ def writing(folder: Path) -> Iterator[Path]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # The process number keeps two commands in one folder apart.
         probe = folder / f".writable.{os.getpid()}"
         probe.touch()
         probe.unlink()
@@ -240,7 +238,9 @@ def measurement(
         options: Options of this command that all its results depend on.
     """
     run = open_run(network)
+    # Names of files leave out options that have the default of this command.
     defaults = {key: p.default for key, p in inspect.signature(command).parameters.items()}
+    # Errors of the disk are outermost: whatever fails, they name the folder.
     with writing(output.out or run.folder) as folder, terminate_as_interrupt():
         session = Measurement(run, network, output, folder, defaults, options)
         try:
@@ -331,11 +331,14 @@ class Measurement:
             result: What it is.
             options: Further options it depends on, mentioned first.
         """
+        if not self.has_batch_norm:  # all modes are the same
+            options.pop("batch_norm", None)
         run, network = self.run, {f.name: f.default for f in fields(NetworkOptions)}
         drawn = {key: getattr(self.network, key) for key in ("samples", "precision", "seed")}
+        # Order: result and its variant, weights, cost, differences from the run, random choices.
         words = [
             result,
-            *_words(options, self.defaults, skip=() if self.has_batch_norm else ("batch_norm",)),
+            *_words(options, self.defaults),
             *([] if run.weights.stem in LAST else [run.weights.stem]),
             *_words(self.options, self.defaults),
             *_changes(run.config, run.made),
@@ -344,6 +347,7 @@ class Measurement:
         name = "-".join(words)
         if len(name.encode()) <= LONGEST:
             return name
+        # A tag of the whole name tells names apart that agree up to the cut.
         tag = hashlib.sha256(name.encode()).hexdigest()[:8]
         return f"{name.encode()[: LONGEST - 9].decode(errors='ignore')}-{tag}"
 
@@ -353,6 +357,8 @@ class Measurement:
         The state lies in a hidden file named after the result and the weights, so that the same
         command finds it again and no other one does.
         """
+        # Options are in the name already. What else the numbers depend on: the weights, and data
+        # and kernels, which may differ by folder and by device.
         weights = digest(tensor_state(self.run.model).values())
         places = f"{weights} {self.network.data_dir} {self.network.device}"
         key = hashlib.sha256(places.encode()).hexdigest()[:16]
@@ -386,13 +392,11 @@ class Measurement:
         return f"interrupted before the first save ({every}): the same command starts again"
 
 
-def _words(
-    options: dict[str, Any], defaults: dict[str, Any], *, skip: tuple[str, ...] = ()
-) -> list[str]:
+def _words(options: dict[str, Any], defaults: dict[str, Any]) -> list[str]:
     """Return a word for each option that does not have its default."""
     words = []
     for key, value in options.items():
-        if value == defaults[key] or key in skip:
+        if value == defaults[key]:
             continue
         if isinstance(value, str):
             words.append(BOTH[key] if value == "both" else value)
@@ -412,6 +416,7 @@ def _changes(config: RunConfig, made: RunConfig) -> list[str]:
             words += [now[0], *(f"{key}={_text(value)}" for key, value in now[1].items())]
     words += [config.loss] if config.loss != made.loss else []
     words += [f"batch{config.batch_size}"] if config.batch_size != made.batch_size else []
+    # Paths and module:factory have characters that file systems refuse.
     return [re.sub(r"[^\w.,=+-]+", "_", word) for word in words]
 
 

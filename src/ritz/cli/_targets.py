@@ -122,6 +122,7 @@ def _import(name: str, target: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
+        # Either the module itself is missing, or a module that it imports.
         if error.name is None or name.split(".")[0] != error.name.split(".")[0]:
             raise ValueError(f"{target!r}: {name} imports a missing module: {error}") from error
         files = [path.stem for path in Path.cwd().glob("*.py")]
@@ -130,7 +131,7 @@ def _import(name: str, target: str) -> ModuleType:
             f"{_suggestion(name, files)}"
         ) from error
     except Exception as error:
-        raise ValueError(f"{target!r}: importing {name} raised {_summary(error)}") from error
+        raise ValueError(f"{target!r}: importing {name} raised {summary(error)}") from error
 
 
 def _call(
@@ -143,6 +144,7 @@ def _call(
         parameters = {}
     keywords = {name: known[name] for name in known if name in parameters} | dict(options)
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    # Check before the call: a TypeError of the factory itself may have another reason.
     for name in options:
         if name not in parameters and not takes_any:
             raise ValueError(f"{target!r} takes no option {name!r}{_suggestion(name, parameters)}")
@@ -154,7 +156,7 @@ def _call(
     try:
         return factory(**keywords)
     except Exception as error:
-        raise ValueError(f"{target!r} raised {_summary(error)}") from error
+        raise ValueError(f"{target!r} raised {summary(error)}") from error
 
 
 def parse_settings(option: str, settings: Iterable[str] | None) -> dict[str, Any]:
@@ -173,12 +175,14 @@ def parse_settings(option: str, settings: Iterable[str] | None) -> dict[str, Any
 
 def _value(text: str) -> Any:
     plain = text.replace("True", "true").replace("False", "false")
+    # JSON reads numbers, true, false, null, lists and quoted text.
     with suppress(json.JSONDecodeError):
         return json.loads(plain)
     bracketed = plain.startswith("(") and plain.endswith(")")  # a tuple of Python
     inner = plain[1:-1] if bracketed else plain
     with suppress(json.JSONDecodeError):
         items = json.loads(f"[{inner.strip().removesuffix(',')}]")
+        # "64,32" are numbers, but "a,b" is text that has a comma.
         if all(type(item) in (int, float) for item in items) and (items or bracketed):
             return items
     return text
@@ -189,5 +193,6 @@ def _suggestion(name: str, names: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
-def _summary(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+def summary(error: BaseException) -> str:
+    """Return class and first line of an error."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

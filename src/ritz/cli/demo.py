@@ -5,17 +5,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import ritz
-from ritz.cli._options import Json, Seed, option, print_result
+from ritz.cli._options import Json, Seed, examples, option, print_result
 
-EPILOG = """
-Examples:
-
-ritz demo
-
-ritz demo --out somewhere --seed 3
-
-The images come with scikit-learn. The demo takes half a minute on one core.
-"""
+EPILOG = examples(
+    "ritz demo",
+    "ritz demo --out somewhere --seed 3",
+    "The images come with scikit-learn. The demo takes half a minute on one core.",
+)
 
 Out = Annotated[Path, option("--out", "Folder for results and pictures.", None, "FOLDER")]
 Device = Annotated[str, option("--device", "cpu, cuda or cuda:1.", None, "NAME")]
@@ -56,9 +52,11 @@ def _write(result: Any, folder: Path) -> list[Path]:
         name: getattr(result, name) for name in ("training", "sharpness", "landscape", "plane")
     }
     files = []
+    # The parts are results by themselves, which ritz plot can draw.
     for name, part in (parts | {"hessian": result.spectra[digits.FIRST]}).items():
         files.append(folder / f"{name}.safetensors")
         ritz.save(part, files[-1])
+    # Matplotlib is an optional extra.
     if importlib.util.find_spec("matplotlib") is not None:
         for name, figure in digits.figures(result).items():
             files.append(ritz.plots.save_figure(figure, folder / f"{name}.png", dpi=120))

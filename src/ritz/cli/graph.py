@@ -1,5 +1,6 @@
 """``ritz graph``: densities, similarity, clusters and models of graphs in files."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -10,8 +11,6 @@ import ritz
 from ritz.cli._options import OUTPUT, Json, Seed, choice, flatten_options, option, print_result
 
 if TYPE_CHECKING:
-    import torch
-
     from ritz.graphs import ClusterCount, Graph
 
 app = typer.Typer(
@@ -62,6 +61,7 @@ class GraphOptions:
 
     def read(self, file: Path) -> "Graph":
         """Return the graph of a file; a picture that could not be written fails first."""
+        # Before the file is read and hours of work are done.
         if self.out is not None:
             from ritz.plots._shared import check_picture
 
@@ -77,13 +77,15 @@ class GraphOptions:
             progress=not self.json,
         )
 
-    def generator(self) -> "torch.Generator":
-        """Return a new generator with the seed of the command."""
+    def common(self) -> Any:
+        """Return the keywords that all computations take."""
         import torch
 
-        return torch.Generator().manual_seed(self.seed)
+        return {"generator": torch.Generator().manual_seed(self.seed), "progress": not self.json}
 
-    def finish(self, facts: dict[str, Any], text: str, drawn: Any, files: list[Path]) -> None:
+    def finish(
+        self, facts: dict[str, Any], text: str, drawn: Any, files: Iterable[Path] = ()
+    ) -> None:
         """Draw a result if a picture is wanted, and print it."""
         if self.out is not None:
             files = [*files, ritz.plots.save_figure(ritz.plots.plot(drawn), self.out)]
@@ -95,10 +97,11 @@ class SampleOptions:
     """How many numbers the spectrum is computed from."""
 
     moments: Annotated[
-        int | None, option("--moments", "Moments (default: 100; of clusters 80).", low=1)
+        int | None, option("--moments", "Number of moments (default: 100, for clusters 80).", low=1)
     ] = None
     probes: Annotated[
-        int | None, option("--probes", "Random probes (default: 64; of clusters 100).", low=2)
+        int | None,
+        option("--probes", "Number of random probes (default: 64, for clusters 100).", low=2),
     ] = None
 
     def keywords(self) -> Any:
@@ -130,18 +133,19 @@ def density(
         method=method,
         matrix=matrix,
         **samples.keywords(),
-        generator=graphs.generator(),
-        progress=not graphs.json,
+        **graphs.common(),
     )
+    # mean = tr(L) / n, which is 1 for a normalized Laplacian without isolated vertices.
     numbers = {"mean": found.moment(1), "mean_square": found.moment(2)}
     text = f"{graph}\n{matrix}: {found}"
     if matrix != "adjacency":  # a Laplacian has eigenvalues from 0 on; small ones mean clusters
+        # The cdf starts at the support, so begin below it to include an eigenvalue at its end.
         numbers["mass_below_0.1"] = found.mass(found.support[0] - 1.0, 0.1)
         text += f"\nmass below 0.1: {numbers['mass_below_0.1']:.4g}"
     if method == "maxent":
         numbers |= {"entropy": found.entropy, "alphas": found.alphas, "status": found.status}
     facts = _facts(file, graph) | {"matrix": matrix, "method": method, "density": numbers}
-    graphs.finish(facts, text, found, [])
+    graphs.finish(facts, text, found)
 
 
 @app.command(epilog="Example: ritz graph compare a.txt b.txt c.mtx --out likeness.png")
@@ -161,10 +165,9 @@ def compare(
         {name: graphs.read(file) for name, file in _names(files).items()},
         measure=measure,
         **samples.keywords(),
-        generator=graphs.generator(),
-        progress=not graphs.json,
+        **graphs.common(),
     )
-    graphs.finish({"files": files, "similarity": found}, str(found), found, [])
+    graphs.finish({"files": files, "similarity": found}, str(found), found)
 
 
 @app.command(epilog="Example: ritz graph clusters friends.txt.gz --labels clusters.txt")
@@ -184,6 +187,7 @@ def clusters(
     samples: SampleOptions,
 ) -> None:
     """Print the number of clusters of a graph, and assign its vertices to them."""
+    # Before the count, which may take minutes.
     if labels is not None and not labels.parent.is_dir():
         raise ValueError(f"--labels must be in an existing folder, got {labels}")
     graph = graphs.read(file)
@@ -191,12 +195,12 @@ def clusters(
         graph,
         method=method,
         **samples.keywords(),
-        generator=graphs.generator(),
-        progress=not graphs.json,
+        **graphs.common(),
     )
     written = [] if labels is None else _write_labels(graph, found, labels, graphs)
     facts = _facts(file, graph) | {"clusters": found}
     graphs.finish(facts, f"{graph}\n{found}", found, written)
+    # Exit code 1 if the count is uncertain, after everything was printed and written.
     found.raise_if_failed()
 
 
@@ -205,9 +209,9 @@ def clusters(
 def model(file: File, graphs: GraphOptions) -> None:
     """Print the random graph model with the nearest spectrum, and its parameters."""
     graph = graphs.read(file)
-    found = ritz.graphs.fit(graph, generator=graphs.generator(), progress=not graphs.json)
+    found = ritz.graphs.fit(graph, **graphs.common())
     facts = _facts(file, graph) | {"model": found.model, "fits": found.fits}
-    graphs.finish(facts, f"{graph}\n{found}", found, [])
+    graphs.finish(facts, f"{graph}\n{found}", found)
 
 
 def _facts(file: Path, graph: "Graph") -> dict[str, Any]:
@@ -234,9 +238,8 @@ def _write_labels(
     if found.count is None:
         typer.echo(f"nothing was written to {labels}: there is no count of clusters", err=True)
         return []
-    groups = ritz.graphs.spectral_clusters(
-        graph, found.count, generator=options.generator(), progress=not options.json
-    )
+    # k-means on the eigenvectors of as many small eigenvalues as there are clusters.
+    groups = ritz.graphs.spectral_clusters(graph, found.count, **options.common())
     names: Any = range(graph.num_nodes) if graph.names is None else graph.names
     names = getattr(names, "tolist", lambda: names)()
     # Tabs and line ends separate names, so those within a name are escaped.

@@ -2,7 +2,15 @@
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from ritz.cli._options import NetworkOptions, OutputOptions, Picture, check_size, choice, option
+from ritz.cli._options import (
+    NetworkOptions,
+    OutputOptions,
+    Picture,
+    check_size,
+    choice,
+    examples,
+    option,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -10,22 +18,13 @@ if TYPE_CHECKING:
     from ritz.cli._session import Measurement
     from ritz.curvature import Risk
 
-EPILOG = """
-Examples:
-
-ritz landscape runs/digits
-
-ritz landscape runs/vgg --plane --batch-norm recomputed --points 31
-
-ritz landscape runs/digits --directions filter --picture pdf
-
-Solid lines are training data, dashed lines are all test data, if there are any.
-
-The name of a file mentions every option that is not the default, such as
-landscape-filter-train-average-points31.safetensors.
-
-To resume an interrupted command, give it again.
-"""
+EPILOG = examples(
+    "ritz landscape runs/digits",
+    "ritz landscape runs/vgg --plane --batch-norm recomputed --points 31",
+    "ritz landscape runs/digits --directions filter --picture pdf",
+    "Solid lines are training data; dashed lines are all test data, if there are any.",
+    file="landscape-filter-train-average-points31.safetensors",
+)
 
 KINDS = (
     "ritz (Ritz vectors of the largest, the smallest and the flattest Ritz value), random, or "
@@ -63,6 +62,7 @@ def command(
     with measurement(command, network, output, **options) as session:
         risk = session.risk().with_batch_norm(session.modes(batch_norm)[0])
         vectors = _directions(session, risk, directions, steps)
+        # All test data, whatever --samples: the test loss needs no products, so it is cheap.
         common: Any = {
             "distance": distance,
             "num_points": points,
@@ -77,6 +77,7 @@ def command(
                 raise ValueError(
                     f"--plane needs two directions, got {len(vectors)}: give more --steps"
                 )
+            # Ritz vectors are ordered by importance: largest, smallest, flattest.
             (first, u), (second, v), *_ = vectors.items()
             name = session.name("plane", **leading)
             common |= {"names": (first, second)} | session.resume(name)
@@ -97,5 +98,7 @@ def _directions(session: "Measurement", risk: "Risk", kind: str, steps: int) -> 
         return measures.ritz_directions(run)
     drawn = [measures.random_direction(risk, generator=generator) for _ in range(2)]
     if kind == "filter":
+        # Each filter of the direction gets the norm of the filter of the weights, so that the
+        # picture does not change if a layer is rescaled before batch norm.
         drawn = [measures.filter_normalized(risk, direction) for direction in drawn]
     return {f"{kind} direction {k}": direction for k, direction in enumerate(drawn, start=1)}

@@ -6,15 +6,12 @@ from typing import Annotated, Literal
 
 import typer
 
-from ritz.cli._options import Json, Seed, choice, option, print_result
+from ritz.cli._options import Json, Seed, choice, examples, option, print_result
 
-EPILOG = """
-Examples:
-
-ritz logdet matrix.mtx
-
-ritz logdet covariance.npz --method krylov --products 500 --rtol 1e-3
-"""
+EPILOG = examples(
+    "ritz logdet matrix.mtx",
+    "ritz logdet covariance.npz --method krylov --products 500 --rtol 1e-3",
+)
 
 File = Annotated[
     Path, typer.Argument(metavar="FILE", help="Matrix Market file, or a sparse .npz of SciPy.")
@@ -55,7 +52,9 @@ def command(
         progress=not json,
     )
     seconds = round(time.monotonic() - begin, 3)
+    # The rows tell whether the right file was read.
     facts = {"file": file, "rows": op.shape[0], "logdet": estimate, "seconds": seconds}
     print_result(facts, as_json=json, text=f"log det = {estimate}\n{seconds} s")
+    # Without --rtol any accuracy is a success.
     if rtol is not None:
         estimate.raise_if_failed()

@@ -6,22 +6,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 import ritz
-from ritz.cli._options import Json, choice, option, print_result
+from ritz.cli._options import Json, choice, examples, option, print_result
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-EPILOG = """
-Examples:
-
-ritz plot runs/digits
-
-ritz plot runs/sgd runs/gadamx --out accuracy.pdf
-
-ritz plot runs/vgg/spectrum-hessian.safetensors runs/vgg/spectrum-ggn.safetensors
-
-ritz plot runs/digits --what curvature --out sharpness.svg
-"""
+EPILOG = examples(
+    "ritz plot runs/digits",
+    "ritz plot runs/sgd runs/gadamx --out accuracy.pdf",
+    "ritz plot spectrum-hessian.safetensors spectrum-ggn.safetensors",
+    "ritz plot runs/digits --what curvature --out sharpness.svg",
+)
 
 Files = Annotated[
     list[Path],
@@ -32,7 +27,7 @@ Files = Annotated[
 ]
 What = Annotated[
     Literal["auto", "curves", "curvature", "degeneracy"],
-    choice("--what", "Of a log: curves; curvature or degeneracy, if it has --watch; auto: curves."),
+    choice("--what", "Of a log: curves, or with --watch curvature or degeneracy; auto is curves."),
 ]
 Out = Annotated[
     Path | None,
@@ -54,6 +49,7 @@ def command(files: Files, what: What = "auto", out: Out = None, json: Json = Fal
     target = check_picture(out or paths[0].with_name(f"{beside if logs else paths[0].stem}.png"))
     if logs and len(logs) < len(paths):
         raise ValueError("logs and results cannot share a picture: plot them one after the other")
+    # Runs are named after their folder, results after their file, in the legend.
     short = [path.parent.name if path.name == LOG else path.stem for path in paths]
     titles = short if len(set(short)) == len(short) else map(str, paths)
     named = dict(zip(titles, paths, strict=True))
@@ -78,6 +74,7 @@ def _read_log(path: Path) -> list[dict[str, Any]]:
         records = ritz.training.read_log(path)
     except ValueError as error:
         raise ValueError(f"{path} is not a log of ritz train: {error}") from error
+    # Any JSON lines can be read, but only those of ritz train have a kind.
     if not all(isinstance(record, dict) and "kind" in record for record in records):
         raise ValueError(f"{path} is not a log of ritz train: its lines have no kind")
     return records
@@ -93,4 +90,5 @@ def _draw_results(paths: dict[str, Path]) -> "Figure":
         if not isinstance(result, ritz.Spectrum):
             raise ValueError(f"several results share a picture only if all are spectra, {name} is "
                              f"of class {type(result).__name__}")  # fmt: skip
+    # Spectra say what they are: Hessian or Gauss-Newton, and the mode of batch norm.
     return ritz.plots.plot(titled(results))

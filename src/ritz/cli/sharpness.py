@@ -2,20 +2,13 @@
 
 from typing import Annotated, Any
 
-from ritz.cli._options import Matrix, Modes, NetworkOptions, OutputOptions, Split, option
+from ritz.cli._options import Matrix, Modes, NetworkOptions, OutputOptions, Split, examples, option
 
-EPILOG = """
-Examples:
-
-ritz sharpness runs/digits
-
-ritz sharpness runs/vgg --average --matrix ggn --samples 5000 --probes 4
-
-The name of a file mentions every option that is not the default, such as
-sharpness-ggn-train-average-test-steps50.safetensors.
-
-To resume an interrupted command, give it again.
-"""
+EPILOG = examples(
+    "ritz sharpness runs/digits",
+    "ritz sharpness runs/vgg --average --matrix ggn --samples 5000 --probes 4",
+    file="sharpness-ggn-train-average-test-steps50.safetensors",
+)
 
 Steps = Annotated[int | None, option("--steps", "Lanczos steps per probe (default: 100).", low=1)]
 Probes = Annotated[
@@ -39,7 +32,7 @@ def command(
 
     options = {"split": split, "steps": steps, "probes": probes}
     with measurement(command, network, output, **options) as session:
-        matrices = session.matrices(matrix)
+        # One file holds all matrices and modes, as rows of one table.
         name = session.name("sharpness", matrix=matrix, batch_norm=batch_norm)
         # None stands for all modes that make a difference.
         mode: Any = None if batch_norm == "both" or not session.has_batch_norm else batch_norm
@@ -47,7 +40,7 @@ def command(
             session.risk(split),
             num_steps=steps,
             num_probes=probes,
-            matrix=matrices,
+            matrix=session.matrices(matrix),
             batch_norm=mode,
             generator=session.generator(),
             **session.resume(name),

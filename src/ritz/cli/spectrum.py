@@ -9,23 +9,16 @@ from ritz.cli._options import (
     OutputOptions,
     Picture,
     Split,
+    examples,
     option,
 )
 
-EPILOG = """
-Examples:
-
-ritz spectrum runs/digits
-
-ritz spectrum runs/vgg --matrix both --batch-norm both --samples 5000
-
-ritz spectrum weights.pt --model model:net --data data:load
-
-The name of a file mentions every option that is not the default, such as
-spectrum-hessian-eval-average-test-steps50.safetensors.
-
-To resume an interrupted command, give it again.
-"""
+EPILOG = examples(
+    "ritz spectrum runs/digits",
+    "ritz spectrum runs/vgg --matrix both --batch-norm both --samples 5000",
+    "ritz spectrum weights.pt --model model:net --data data:load",
+    file="spectrum-hessian-eval-average-test-steps50.safetensors",
+)
 
 Steps = Annotated[int, option("--steps", "Lanczos steps, one product with the matrix each.", low=1)]
 Vectors = Annotated[bool, option("--vectors", "Save the Ritz vectors as well.")]
@@ -49,15 +42,17 @@ def command(
 
     options = {"split": split, "steps": steps, "vectors": vectors}
     with measurement(command, network, output, **options) as session:
-        matrices = session.matrices(matrix)
         risk = session.risk(split)
-        for kind in matrices:
+        for kind in session.matrices(matrix):
             for mode in session.modes(batch_norm):
+                # Train and eval mode have different Hessians: in train mode the statistics of a
+                # batch depend on the weights.
                 part = risk.with_batch_norm(mode)
                 suffix = f"-{mode}" if session.has_batch_norm else ""
                 name = session.name(f"spectrum-{kind}{suffix}")
                 spectrum = lanczos(
                     curvature_operator(part, kind),
+                    # A Krylov space has at most as many dimensions as there are parameters.
                     num_steps=min(steps, part.space.size),
                     vectors=vectors,
                     generator=session.generator(),

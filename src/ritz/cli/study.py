@@ -6,17 +6,12 @@ from typing import Annotated
 import typer
 
 import ritz
-from ritz.cli._options import Json, Seed, option, print_result, split_settings
+from ritz.cli._options import Json, Seed, examples, option, print_result, split_settings
 
-EPILOG = """
-Examples:
-
-ritz study synthetic_spectra --set size=2000 --set network_steps=5,15
-
-ritz study kernel_determinants --out tables --seed 3
-
-`ritz list studies` lists the names.
-"""
+EPILOG = examples(
+    "ritz study synthetic_spectra --set size=2000 --set network_steps=5,15",
+    "ritz study kernel_determinants --out tables --seed 3",
+)
 
 Name = Annotated[
     str, typer.Argument(metavar="NAME", help="Name of a study, see `ritz list studies`.")
@@ -34,6 +29,7 @@ def command(
 ) -> None:
     """Reproduce a published table or figure; write the result and its picture."""
     study = ritz.studies.find(name)
+    # --set seed=... wins over --seed.
     overrides = {"seed": str(seed)} | split_settings("--set", settings)
     config = ritz.studies.configure(study.Config, overrides)
     result = study.run(config, progress=not json)

@@ -48,6 +48,7 @@ def available() -> tuple[str, ...]:
 
 def find(name: str) -> Study:
     """Return the study of that name; a wrong name is answered with the nearest one."""
+    # Names of modules have underscores; people type hyphens.
     module = _registry()[name.replace("-", "_")]
     return typing.cast(Study, importlib.import_module(f"{__package__}.{module}"))
 
@@ -81,6 +82,7 @@ def write(study: Study, result: Any, folder: str | os.PathLike[str]) -> tuple[Pa
     """Write the result, and its picture if Matplotlib is installed; return the files."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    # The numbers first: a figure that fails must not lose hours of work.
     save(result, folder / "result.safetensors")
     figure = getattr(study, "figure", None)
     if figure is None or importlib.util.find_spec("matplotlib") is None:
@@ -118,6 +120,7 @@ def check_minimums(config: Any, **lows: float) -> None:
     """Raise unless each field of a configuration, or each of its entries, reaches its minimum."""
     for name, low in lows.items():
         value = getattr(config, name)
+        # Tuples are checked entry by entry.
         for entry in value if isinstance(value, tuple) else (value,):
             check: Any = check_count if isinstance(low, int) else check_range
             check(name, entry, low=low)
@@ -135,6 +138,7 @@ def column(values: Iterable[float]) -> Tensor:
 
 def row(title: str, values: Iterable[Any], spec: str, *, width: int = 20) -> str:
     """Return a line of a table: a title of some width, and the values in one format."""
+    # A format applies to numbers, not to tensors.
     numbers = values.tolist() if isinstance(values, Tensor) else values
     return f"{title:{width}}" + "".join(f"{value:{spec}}" for value in numbers)
 
@@ -174,7 +178,9 @@ def _parse(name: str, text: str, kind: Any) -> Any:
     if origin in (typing.Union, types.UnionType):
         if text.lower() == "none" and type(None) in arguments:
             return None
+        # Of "int | None" the other type.
         return _parse(name, text, next(kind for kind in arguments if kind is not type(None)))
+    # bool("false") is True, so booleans are choices too.
     if origin is Literal or kind is bool:
         choices = {str(value).lower(): value for value in arguments or (False, True)}
         if text.lower() not in choices:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CLASSES = 10
+# Pairs grow with the square of their number; ten iterates make 45.
 COMPARED = 10  # iterates, evenly spaced over the tail, whose diversity is measured
 
 
@@ -128,6 +129,7 @@ class Result:
             f"{'':16}{'last':>8}{'average':>9}   {'average - last':18}{'loss, paired':18}"
             f"{'KL':>8}{'s':>7}",
         ]
+        # Differences within one run: the scatter between seeds cancels.
         errors = 100 * (self.average_errors - self.last_errors)
         losses = self.average_losses - self.last_losses
         for i, name in enumerate(self.names):
@@ -200,12 +202,16 @@ def _train(config: Config, method: Method, seed: int) -> Tensor:
     inputs, labels, held_inputs, held_labels = _digits(config, generator)
     model = _network(config, generator)
     length = config.num_train // config.batch_size
+    # Average once per epoch (interval = steps per epoch), from the first step after the start.
     optimizer, average = _optimizer(method, model, start=config.start * length + 1, interval=length)
+    # An averaged run keeps half of its learning rate after the start, so that its iterates differ.
+    # Without an average the learning rate decays to the end.
     shape = averaging_decay(config.start) if method.averaged else linear_decay(config.num_epochs)
     schedule = Schedule(optimizer, shape)
     tail = []
     for epoch in range(1, config.num_epochs + 1):
         order = torch.randperm(config.num_train, generator=generator)
+        # Only whole batches, so that all steps have gradients of the same noise.
         for rows in order.split(config.batch_size)[:length]:
             optimizer.zero_grad()
             cross_entropy(model(inputs[rows]), labels[rows]).backward()
@@ -213,8 +219,10 @@ def _train(config: Config, method: Method, seed: int) -> Tensor:
         schedule.step()
         if epoch >= config.start:
             tail.append(_outputs(model, held_inputs))
+    # The averaged weights have other activations, so batch-norm statistics are recomputed.
     with average.applied(model, data=inputs.split(config.batch_size)[:length]):
         averaged = _outputs(model, held_inputs)
+    # Iterates from the end backwards, so that the last one is always compared.
     stride = max(1, len(tail) // COMPARED)
     diversity = solution_diversity(tail[::-1][: stride * COMPARED : stride]).kl
     scores = (*_scores(tail[-1], held_labels), *_scores(averaged, held_labels), diversity)
@@ -229,6 +237,7 @@ def _digits(config: Config, generator: torch.Generator) -> tuple[Tensor, Tensor,
     inputs, labels = torch.tensor(images / 16).float()[order], torch.tensor(classes)[order]
     held_inputs, held_labels = inputs[config.num_train :], labels[config.num_train :]
     inputs, labels = inputs[: config.num_train], labels[: config.num_train].clone()
+    # Wrong labels are drawn without replacement: their share is exact in every seed.
     wrong = torch.randperm(config.num_train, generator=generator)
     wrong = wrong[: round(config.label_noise * config.num_train)]
     # A shift by 1 to 9 modulo 10 reaches every other class with the same probability.
@@ -247,6 +256,7 @@ def _network(config: Config, generator: torch.Generator) -> nn.Sequential:
 def _linear(inputs: int, outputs: int, generator: torch.Generator) -> nn.Module:
     # nn.Linear itself would draw its weights from the global generator.
     layer: nn.Module = skip_init(nn.Linear, inputs, outputs, bias=False)
+    # Variance 2 / fan-in keeps the scale of ReLU layers; batch norm makes a bias redundant.
     nn.init.kaiming_normal_(layer.get_parameter("weight"), generator=generator)
     return layer
 
@@ -270,4 +280,5 @@ def _outputs(model: nn.Module, inputs: Tensor) -> Tensor:
 
 def _scores(logits: Tensor, labels: Tensor) -> tuple[float, float]:
     wrong = float((logits.argmax(1) != labels).double().mean())
+    # float64: differences of losses between iterates are small.
     return wrong, float(cross_entropy(logits.double(), labels))

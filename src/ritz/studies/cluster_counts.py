@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 METHODS = ("auto", "krylov", "entropic", "lanczos")
 FIRST = "first minimum"  # Algorithm 5 exactly as published
 PAPER = {  # by number of clusters
+    # Table 3.2: mean fractional errors.
     "entropic": {9: 9.7e-3, 30: 6.4e-3, 90: 5.8e-3, 240: 3.5e-3},
     "lanczos": {9: 3.2e-3, 30: 1.4e-2, 90: 1.8e-2, 240: 2.89e-2},
 }
@@ -120,6 +121,7 @@ class Real:
     @property
     def settled(self) -> bool:
         """Whether the last two counts agree within four errors, or within 5 percent."""
+        # Two estimates x, y differ by chance up to a few sqrt(var x + var y).
         before, last = map(float, self.estimates[-2:])
         error = float(self.stderr[-2:].square().sum().sqrt())
         return abs(last - before) <= max(4 * error, SETTLED * last)
@@ -154,6 +156,7 @@ class Result:
 
     def errors(self, method: str) -> Tensor:
         """Fractional errors, ``(len(clusters), num_seeds)``."""
+        # |N - N_c| / N_c, the fractional error of Table 3.2.
         truth = column(self.config.clusters)[:, None]
         return (self.counts[method] - truth).abs() / truth
 
@@ -175,6 +178,7 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
     with tracking(progress, "graphs", math.prod(shape)) as bar:
         for i, count in enumerate(config.clusters):
             for j in range(config.num_seeds):
+                # The same seeds for every number of clusters; other configurations do not overlap.
                 seed = 1000 * config.seed + j
                 graph = graphs.cluster_graph(
                     [config.size] * count,
@@ -239,8 +243,11 @@ def _first_minimum(graph: Graph, config: Config, seed: int) -> float:
         generator=seeded(seed),
         progress=False,
     )
+    # Clusters are eigenvalues near 0 of the normalized Laplacian; its bulk is around 1.
     points = torch.linspace(0, 1, 20_001, dtype=torch.float64)[1:]
+    # The density falls from its peak at 0 and rises again after the first minimum.
     rising = sampled.density.pdf(points).diff() > 0
+    # Skip a rise before the first fall, if the peak is not exactly at 0.
     falling = (~rising).nonzero()[:, 0]
     after = rising[int(falling[0]) :].nonzero()[:, 0]
     return sampled.below(float(points[int(falling[0]) + int(after[0])]))[0]
@@ -271,6 +278,7 @@ def _mixed(config: Config, progress: bool | Progress) -> tuple[Any, Any, Any]:
 def _mixed_graph(config: Config, count: int) -> Graph:
     num_nodes, low, high = MIXED[count]
     generator = seeded(config.seed)
+    # Random sizes between the two bounds that sum to the number of vertices.
     sizes = cluster_sizes(count, num_nodes=num_nodes, low=low, high=high, generator=generator)
     return graphs.cluster_graph(
         sizes,
@@ -290,6 +298,7 @@ def _real(config: Config, progress: bool | Progress) -> Iterator[Real]:
             graph = graphs.read(path)
             settings = [replace(config, num_moments=count) for count in config.moments]
             counts = [_count(graph, "entropic", one, config.seed) for one in settings]
+            # The default draws from a new generator with seed 0, as a user would have it.
             default = graphs.count_clusters(
                 graph, num_moments=config.moments[-1], num_probes=config.num_probes
             )
@@ -307,7 +316,9 @@ def _real(config: Config, progress: bool | Progress) -> Iterator[Real]:
 def _truth(graph: Graph) -> int:
     """Return the number of eigenvalues before the largest jump of their logarithms."""
     values = graphs.eigenvalues(graph)
+    # Gaps of the upper half would count the complement of clusters.
     half = values[: len(values) // 2 + 1].clamp_min(ZERO)
+    # N_c = argmax_i (log lambda_{i+1} - log lambda_i)
     return 1 + int(half.log().diff().argmax())
 
 
@@ -317,6 +328,7 @@ def _truth(graph: Graph) -> int:
 
 def number(result: ClusterCount) -> float:
     """Return a count before rounding; NaN for no gap."""
+    # An exact count has no error; a sampled one is n times a mass, and not an integer.
     if result.count is None:
         return math.nan
     return float(result.count) if result.stderr == 0 else result.estimate
@@ -324,6 +336,7 @@ def number(result: ClusterCount) -> float:
 
 def probe_limit(count: int, num_probes: int) -> float:
     r"""Return :math:`\sqrt{2 / (d N_c)}`, the standard deviation that ``d`` probes alone leave."""
+    # A trace of a projector of rank N_c from d Gaussian probes has variance 2 N_c / d.
     return math.sqrt(2 / (num_probes * count))
 
 
@@ -431,6 +444,7 @@ def draw_mixed(result: "Result", ax: "Axes") -> None:
             errors = [100 * (value - count) / count for value in counts]
             label = f"{count} clusters, {name}{_missing(moments, counts)}"
             ax.plot(moments, errors, style, color=colour, label=label, ms=size, mfc="none")
+        # The shaded band is one standard deviation of the probes.
         limit = 100 * probe_limit(count, c.num_probes)
         ax.axhspan(-limit, limit, color=colour, alpha=0.12, label=f"{count}: limit of the probes")
     exact = all(result.mixed[str(count)]["auto"].count == count for count in c.mixed)
@@ -444,6 +458,7 @@ def draw_real(result: "Result", ax: "Axes") -> None:
     moments = result.config.moments
     # Curves coincide: every other one is dashed, with small markers inside the large ones.
     for place, (one, marker) in enumerate(zip(result.real, cycle("osD^vPXh*"), strict=False)):
+        # Two standard errors, 95 percent.
         ax.errorbar(
             moments,
             one.estimates.numpy(),

@@ -134,7 +134,9 @@ def run(
 ) -> Result:
     """Return the training of the network, and the spectra, sharpness and landscape at its end."""
     digits: Any = data.load("digits")
+    # The first samples, so that smaller configurations measure a subset.
     images = digits.train.take(config.num_samples)
+    # Layers draw from the global generator, which the user may have seeded.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(config.seed)
         model = network().to(device)
@@ -157,6 +159,7 @@ def run(
         name: lanczos(
             curvature_operator(risk.with_batch_norm(mode), kind, engine=config.engine),
             num_steps=config.num_steps,
+            # Only these vectors are needed; they take num_steps times the size of the weights.
             vectors=name == FIRST,
             generator=seeded(config.seed),
             progress=progress,
@@ -165,6 +168,7 @@ def run(
     }
     around: Any = {"num_points": config.num_points, "test": test, "progress": progress}
     vectors: Any = spectra[FIRST].vectors
+    # Ritz values ascend: the last two columns belong to the largest two.
     plane = landscape2d(risk, vectors[:, -1], vectors[:, -2], names=PLANE, **around)
     lines = landscape(risk, spectra[FIRST], **around)
     report = sharpness(
@@ -179,6 +183,8 @@ def run(
     # Batch norm and the temperature are affine, so they fold into the convolutions.
     folded = Risk(fold_batch_norm(scaled(model, calibration)), cross_entropy, images.tensors())
     op = hessian(folded, engine=config.engine)
+    # Sharpness depends on the scale of the weights, which batch norm leaves free: after folding
+    # and calibration the eigenvalue can be compared between networks.
     largest = eigenpairs(
         op, largest=1, rtol=1e-2, vectors=False, generator=seeded(config.seed)
     ).values[-1]
@@ -205,6 +211,7 @@ def figures(result: Result) -> dict[str, "Figure"]:
         "training": plots.training_curves({"digits": records})[0].figure,
         "spectra": figure(result),
     }
+    # Three lines and the plane, on one scale of the loss.
     drawing, axes = plots.panels(2, 2, width=4.8, height=3.0)
     for ax, name in zip(axes, result.landscape.names, strict=False):
         if ax is not axes[0]:

@@ -31,6 +31,7 @@ from ritz.studies._protocol import check_minimums, data_file, record, row, seede
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+# Fields of the result that are filled cell by cell.
 KINDS = ("entropies", "errors", "solved", "relaxations")
 SERIES = ("MEMe", "BMxnt", "MEMe, exact moments", "BMxnt, exact moments")
 TINY = 1e-300  # a moment that underflows still has a logarithm
@@ -115,6 +116,7 @@ class Result:
         if bool(entropies.isnan().all()):
             return []
         flags = zip(self.solved[series][place], self.relaxations[series][place] > 0, strict=True)
+        # Not solved outranks relaxed.
         marks = ["~" * bool(relaxed) if solved else "*" for solved, relaxed in flags]
         tables = {"entropy": (entropies, ".3f"), "error": (errors, ".1e")}
         return [
@@ -169,6 +171,7 @@ def figure(result: Result) -> "Figure":
 
     columns = len(result.names)
     drawing, axes = plots.panels(2, columns, width=2.7, height=2.5)
+    # Colour tells the method, line style the kind of moments.
     colours, lines = ("#0072B2", "#D55E00") * 2, ("-", "-", ":", ":")
     for series, colour, line in zip(SERIES, colours, lines, strict=True):
         style: dict[str, Any] = {"color": colour, "linestyle": line, "marker": ".", "label": series}
@@ -244,6 +247,7 @@ def bmxnt(
     targets = torch.as_tensor(moments, dtype=torch.float64).numpy()
     if targets.ndim != 1 or len(targets) < 2 or not (targets > 0).all():
         raise ValueError("moments must be positive power moments on [0, 1], (m + 1,), m >= 1")
+    # NaN fails the comparison above, and infinity does not.
     check_finite("moments", moments)
     check_interval("interval", interval)
     check_count("grid_size", grid_size, low=2 * len(targets))
@@ -285,6 +289,7 @@ def _softmax(exponent: Any) -> Any:
 def _densities(op: LinearOperator, config: Config) -> Iterator[tuple[str, int, Any]]:
     """Yield series, number of moments and density, for both methods and all numbers."""
     degree = config.counts[-1]
+    # Power moments need [0, 1]: the matrices are positive definite, so 0 is a lower end.
     interval = (0.0, bounds(op, generator=seeded(config.seed)).high)
     sampled = moments(
         op,

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PUBLISHED = ("citation", "road")  # kinds that were published
+# All measures of ritz.graphs.similarity; the published one is the first.
 MEASURES = ("symmetric_kl", "jensen_shannon", "wasserstein", "heat")
 
 
@@ -133,6 +134,7 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
     fields = "citation=, road= and social="
     paths = [(kind, data_file(name, config.data, fields=fields))
              for kind, names in config.kinds.items() for name in names]  # fmt: skip
+    # Treatments draw from a generator of their own: the main table does not depend on them.
     generator, aside = seeded(config.seed), seeded(config.seed + 1)
     wholes: dict[str, Moments] = {}
     halves: dict[str, Moments] = {}
@@ -147,6 +149,7 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
                 treated.setdefault(title, []).append(other)
             order = torch.randperm(graph.num_nodes, generator=generator)
             for letter, part in zip("ab", order.tensor_split([graph.num_nodes // 2]), strict=True):
+                # Edges between the halves are lost: a half has about half of every degree.
                 half = graph.subgraph(part)
                 halves[f"{name} {letter}"] = _moments(half, config, generator)
             bar.update(len(sizes))
@@ -197,8 +200,10 @@ def separation(matrix: Tensor, kinds: tuple[str, ...], kind: str) -> dict[str, f
         of pairs of a distance within and a distance between in which the first is less.
     """
     mine = torch.tensor([one == kind for one in kinds])
+    # Each pair once.
     upper = torch.ones_like(matrix).triu(1).bool()
     within = matrix[mine[:, None] & mine[None] & upper]
+    # Exclusive or: one of the pair is of the kind.
     between = matrix[(mine[:, None] ^ mine[None]) & upper]
     if not len(within) or not len(between):
         raise ValueError(f"kind must have two graphs or more, beside other kinds, got {kind!r}")
@@ -207,6 +212,7 @@ def separation(matrix: Tensor, kinds: tuple[str, ...], kind: str) -> dict[str, f
         "largest_within": float(within.max()),
         "between": float(between.mean()),
         "least_between": float(between.min()),
+        # P(d_within < d_between): the area under the ROC curve of the distances.
         "ordered": float((within[:, None] < between).double().mean()),
     }
 
@@ -247,6 +253,7 @@ def _without_trees(graph: graphs.Graph) -> graphs.Graph:
     """Return the 2-core, which has no vertices of degree 1; a tree itself stays as it is."""
     core = graph
     while True:
+        # Removing leaves makes new ones, so repeat until none is left.
         inner = (core.crow.diff() > 1).nonzero()[:, 0]
         if not len(inner):
             return graph
@@ -275,6 +282,7 @@ def _halves_apart(matrix: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """
     owner = torch.cat([torch.arange(count).repeat_interleave(2), torch.arange(count)])
     apart = matrix[torch.arange(0, 2 * count, 2), torch.arange(1, 2 * count, 2)]
+    # A half is not compared with itself, its other half or its whole.
     foreign = matrix[: 2 * count].masked_fill(owner[: 2 * count, None] == owner, torch.inf)
     return apart, foreign.amin(1).reshape(count, 2).amin(1)
 
@@ -282,6 +290,8 @@ def _halves_apart(matrix: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def _moments(graph: graphs.Graph, config: Config, generator: torch.Generator) -> Moments:
     return graphs.moments(
         graph,
+        # Small graphs would have exact moments without errors, and could not be compared with
+        # large ones at the same tolerance.
         exact=False,
         num_moments=config.num_moments,
         num_probes=config.num_probes,

@@ -33,7 +33,9 @@ TITLES = {
     "watts_strogatz": "Watts-Strogatz, p = 0.4, k = ",
     "barabasi_albert": "Barabási-Albert, r = 0.4 n",
 }
+# p, p and r / n of the published graphs.
 SHARES = {"erdos_renyi": 0.6, "watts_strogatz": 0.4, "barabasi_albert": 0.4}
+# Table 3.1: mean estimates by number of vertices.
 PAPER = {
     "erdos_renyi": {50: 0.600, 100: 0.598, 150: 0.604},
     "watts_strogatz": {50: 0.468, 100: 0.454, 150: 0.414},
@@ -160,6 +162,7 @@ class Result:
         .. math:: \sqrt{p (1 - p) / (N n (n - 1) / 2)}
         """
         n, p = column(self.config.sizes), SHARES["erdos_renyi"]
+        # n (n - 1) / 2 pairs per graph, each an edge with probability p, over N graphs.
         return (p * (1 - p) / (self.config.num_seeds * n * (n - 1) / 2)).sqrt()
 
 
@@ -180,8 +183,10 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
                         model, k, size, seeded(100_000 * config.seed + j), config.num_draws
                     )
                     if model == "erdos_renyi":
+                        # Pairs: n (n - 1) / 2.
                         drawn[i, j] = 2 * graph.num_edges / size / (size - 1)
                 bar.update(place * len(config.sizes) + i + 1, case)
+        # Three divergences, three errors and one parameter in the last dimension.
         large = torch.stack([_large(edges, config) for edges in config.large_edges])
         bar.update(steps)
     return Result(
@@ -205,6 +210,7 @@ def figure(result: Result) -> "Figure":
     drawing, axes = plots.panels(1, 4, width=3.0, height=2.8)
     for ax, model in zip(axes, MODELS, strict=False):
         truth = result.truths[model][:, None]
+        # Relative to the truth, so that sizes share an axis.
         ratios = result.estimates[model] / truth
         for place, size in enumerate(c.sizes):
             label = "found" if place == 0 else None
@@ -236,6 +242,7 @@ def _search(
     graph = _draw(model, size, truth, k, generator)
     (fit,) = graphs.fit(graph, models=[model], num_draws=num_draws, generator=generator).fits
     name = "num_edges" if model == "barabasi_albert" else "p"
+    # Two standard deviations of what graphs of the model scatter.
     low, high = fit.interval[name]
     return graph, fit.parameters[name], float(low <= truth <= high)
 
@@ -252,8 +259,10 @@ def _large(edges: int, config: Config) -> Tensor:
     """Return three divergences, their errors and the estimated edges, ``(large_seeds, 7)``."""
     rows = []
     for seed in range(config.large_seeds):
+        # Beyond the seeds of the first table.
         generator = seeded(100_000 * config.seed + 1000 + seed)
         graph = graphs.barabasi_albert(config.large, num_edges=edges, generator=generator)
+        # Spectra of sparse graphs hardly depend on their size: small graphs stand for large ones.
         result = graphs.fit(
             graph, models=MODELS, num_probes=128, num_nodes=config.small, generator=generator
         )
@@ -265,6 +274,7 @@ def _large(edges: int, config: Config) -> Tensor:
 
 def _truth(model: str, size: int) -> float:
     share = SHARES[model]
+    # Edges of a new vertex are a whole number.
     return float(round(share * size)) if model == "barabasi_albert" else share
 
 

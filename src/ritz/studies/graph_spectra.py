@@ -107,6 +107,7 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
     """Return the spectra and their divergences."""
     generator = seeded(config.seed)
     n = config.num_nodes
+    # Mean degrees p n = 5 and 2 num_edges = 10: sparse, so the spectra have spikes.
     made = {
         "Erdős-Rényi": graphs.erdos_renyi(n, p=config.p, generator=generator),
         "Barabási-Albert": graphs.barabasi_albert(
@@ -167,6 +168,7 @@ def figure(result: Result) -> "Figure":
     share_legend(drawing)  # within the panels, legends would hide the curves
     last = axes[columns - 1]
     for name in ("semicircle", *result.names):
+        # A logarithmic axis needs positive values; the semicircle goes below 1e-7.
         heights = result.divergences[name].clamp_min(1e-7).numpy()
         last.plot(result.config.counts, heights, marker=".", label=name)
     last.set(yscale="log", xlabel="moments", ylabel="divergence from exact")
@@ -189,6 +191,7 @@ def semicircle_density(num_moments: int) -> EntropicDensity:
     """
     moments = torch.zeros(num_moments + 1, dtype=torch.float64)
     moments[0] = 1.0
+    # E[T_2] = E[2 x^2 - 1] = 2 / 4 - 1 = -1/2 for the semicircle on [-1, 1]; E[T_2k] = 0 for k > 1.
     moments[2:3] = -0.5
     density: EntropicDensity = maxent(moments, interval=(0.0, 1.0))
     return density
@@ -208,6 +211,7 @@ def histogram_divergence(values: Tensor, density: EntropicDensity, num_bins: int
     """Return the divergence of a density from the histogram of eigenvalues on its support."""
     low, high = density.support
     edges = torch.linspace(low, high, num_bins + 1, dtype=torch.float64)
+    # Roundoff may put eigenvalues just outside the support.
     inside = values.clamp(low, high)
     bins = torch.bucketize(inside, edges[1:-1], right=True)
     shares = torch.bincount(bins, minlength=num_bins).double() / len(values)
@@ -230,12 +234,14 @@ def _moment_error(values: Tensor, sampled: Moments, density: EntropicDensity) ->
     # T_k(x) = cos(k arccos x); eigenvalues of a normalized Laplacian lie in [0, 2].
     angles = torch.arccos((values - 1).clamp(-1.0, 1.0))
     exact = column(float(torch.cos(k * angles).mean()) for k in range(1, m + 1))
+    # A moment without sampling error, such as the first, must not divide by zero.
     scale = sampled.stderr[1 : m + 1].clamp_min(1e-12)
     return float(((density.fitted - exact).abs() / scale).max())
 
 
 def _draw_semicircle(ax: "Axes", density: EntropicDensity) -> None:
     x = torch.linspace(0.0, 1.0, 500, dtype=torch.float64)
+    # p(x) = (8 / pi) sqrt(1/4 - (x - 1/2)^2) on [0, 1].
     exact = 8 / math.pi * (0.25 - (x - 0.5).square()).clamp_min(0.0).sqrt()
     ax.plot(x, exact, color="#999999", linewidth=3, label="exact")
     ax.plot(x[1:-1], density.pdf(x[1:-1]), color="#0072B2", linewidth=1.2, label="entropic")

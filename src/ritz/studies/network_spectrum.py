@@ -102,6 +102,7 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
     """Return the spectrum, density, trace and norms of the matrix, beside the exact ones."""
     generator = seeded(config.seed)
     op, exact = network_like(config.size, generator=generator, dtype=torch.float64)
+    # One probe: each Ritz value has as weight its share in the start vector.
     spectrum = lanczos(op, num_steps=config.num_steps, generator=generator, progress=progress)
     smooth = density(
         op,
@@ -134,6 +135,7 @@ def figure(result: Result) -> "Figure":
     plots.density(result.density, ax=bottom, log=True)
     title = f"{result.config.num_probes} probes, smoothed to a width of {result.config.width:g}"
     bottom.set_title(title, loc="left")
+    # Stems and density on the same eigenvalues.
     bottom.sharex(top)
     return drawing
 
@@ -142,6 +144,7 @@ def _quantities(
     op: LinearOperator, exact: Tensor, config: Config, generator: torch.Generator
 ) -> tuple[Quantity, ...]:
     drawn: dict[str, Any] = {"num_probes": config.num_probes, "generator": generator}
+    # #{|lambda| < z} = tr f(A) with the indicator function f.
     at_zero = trace_function(
         op, lambda x: (x.abs() < ZERO).double(), num_steps=config.num_steps, **drawn
     )

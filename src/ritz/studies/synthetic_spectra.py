@@ -98,6 +98,7 @@ def figure(result: Result) -> "Figure":
     from ritz.plots import against_exact, panels
     from ritz.plots._shared import share_legend
 
+    # Two columns, rounded up.
     rows = -(-len(result.cases) // 2)
     drawing, axes = panels(rows, 2, height=2.9)
     for ax, case in zip(axes, result.cases, strict=False):
@@ -114,6 +115,8 @@ def _matrices(config: Config) -> Iterator[tuple[str, LinearOperator, Tensor, tup
     n, dtype = config.size, getattr(torch, config.precision)
     generator = seeded(config.seed)
     ensembles: dict[str, Callable[[], DenseOperator]] = {
+        # Semicircle, and Marchenko-Pastur laws of aspect ratio q = n / samples; with q = 2, half of
+        # the mass is at 0.
         "Wigner": lambda: wigner(n, dtype=dtype, generator=generator),
         "Marchenko-Pastur, q = 1/2": lambda: wishart(n, 2 * n, dtype=dtype, generator=generator),
         "Marchenko-Pastur, q = 2": lambda: wishart(n, n // 2, dtype=dtype, generator=generator),
@@ -128,4 +131,5 @@ def _matrices(config: Config) -> Iterator[tuple[str, LinearOperator, Tensor, tup
 # The start vector is the same for every number of steps, so that panels differ by nothing else.
 def _case(name: str, op: LinearOperator, exact: Tensor, num_steps: int, seed: int) -> Case:
     spectrum = lanczos(op, num_steps=num_steps, generator=seeded(seed + 1))
+    # The diagonal as an approximation of the spectrum, as used by diagonal Hessians.
     return Case(name=name, spectrum=spectrum, exact=exact, diagonal=diagonal(op).mean.clone())
