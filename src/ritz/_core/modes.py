@@ -69,7 +69,7 @@ def outside_inference() -> Iterator[None]:
 
 
 @contextmanager
-def recorded() -> Iterator[None]:
+def recording() -> Iterator[None]:
     """Record operations for a backward pass, whatever the mode outside the block."""
     with outside_inference(), torch.enable_grad():
         yield

@@ -168,8 +168,10 @@ def _size(batch: Batch, index: int, count: Callable[[Batch], int] | None) -> int
 def _generators_restored(source: Any) -> Iterator[None]:
     """Restore the generators that a loader draws from: measuring must not change training."""
     loader = source if isinstance(source, DataLoader) else None
-    own = [getattr(each, "generator", None) for each in (loader, getattr(loader, "sampler", None))]
-    generators = [torch.default_generator, *(g for g in own if isinstance(g, torch.Generator))]
+    drawn = [
+        getattr(each, "generator", None) for each in (loader, getattr(loader, "sampler", None))
+    ]
+    generators = [torch.default_generator, *(g for g in drawn if isinstance(g, torch.Generator))]
     states = [generator.get_state() for generator in generators]
     try:
         yield

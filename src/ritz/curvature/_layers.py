@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from ritz import operators
 from ritz._core.checks import check_choice, check_finite
-from ritz._core.modes import recorded
+from ritz._core.modes import recording
 from ritz._core.progress import Progress, tracking
 from ritz._core.storage import storable
 from ritz.curvature import _matrices as matrices
 from ritz.curvature import _sample_gradients as rules
 from ritz.curvature._exact import Columns, passes, root_columns, structure_plan
 from ritz.curvature._matrices import MATRICES, CurvatureMatrix, curvature_operator
-from ritz.curvature._modes import Selection, selected
+from ritz.curvature._modes import Selection, select_names
 from ritz.curvature._products import EngineName
 from ritz.curvature._risk import Risk
 from ritz.curvature._sample_gradients import Call, ForwardPass, full_name, owners
@@ -69,7 +69,7 @@ def _groups(names: list[str], by: Sequence[Selection]) -> list[list[str]]:
         raise TypeError(
             f"by must be a list of choices of parameters, one for each block, got {by!r}"
         )
-    groups = [selected(names, choice) for choice in by]
+    groups = [select_names(names, choice) for choice in by]
     taken = [name for group in groups for name in group]
     if taken != names:
         raise ValueError(f"by must take every parameter once, in the order {names}, got {taken}")
@@ -233,7 +233,7 @@ def _columns(risk: Risk, kind: KFACKind, generator: torch.Generator | None) -> C
 
 
 def _loss_column(risk: Risk, full: ForwardPass) -> Tensor:
-    with recorded():
+    with recording():
         outputs = full.outputs.detach().requires_grad_()
         loss = risk.adapter.loss(outputs, full.target)
     # L = (1 / N) sum_i l_i: the derivative of L is that of l_i over N, and the mean of l_i's
@@ -250,7 +250,7 @@ class _Block:
         self.risk, self.module, self.keys = risk, module, keys
         self.names = {key: full_name(name, key) for key in keys}
         self.size = sum(risk.space.shapes[full].numel() for full in self.names.values())
-        linear = rules.unrolled.dispatch(type(module)) is not rules.unrolled.dispatch(object)
+        linear = rules.unroll.dispatch(type(module)) is not rules.unroll.dispatch(object)
         plain = keys in (("weight",), ("bias",), ("weight", "bias"))
         self.factored = alone and linear and plain and getattr(module, "groups", 1) == 1
         zeros = risk.theta.new_zeros
@@ -285,7 +285,7 @@ class _Block:
             self.total.addmm_(rows.T, rows, alpha=weight)
 
     def _add_factors(self, call: Call, deltas: Tensor, weight: float, first: bool) -> None:
-        parts = rules.unrolled(self.module, call, deltas)
+        parts = rules.unroll(self.module, call, deltas)
         if parts is None:
             raise RuntimeError(f"{type(self.module).__name__} must be linear at positions")
         # a is (batch, T, i), delta is (c, batch, o, T).

@@ -35,7 +35,7 @@ _ZEROS = {aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default}
 _PRODUCTS = {aten.mul.Tensor, aten.mm.default, aten.bmm.default}
 
 
-def simplified(module: fx.GraphModule) -> fx.GraphModule:
+def simplify(module: fx.GraphModule) -> fx.GraphModule:
     """Remove copies, arithmetic with zeros and repeated operations from a graph."""
     seen: dict[Any, fx.Node] = {}
     zeros: set[fx.Node] = set()
@@ -177,8 +177,8 @@ class Linearization:
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
         def flat(*args: Tensor) -> list[Tensor]:
-            given = iter(args[len(tangent) :])
-            point = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            inputs = iter(args[len(tangent) :])
+            point = [next(inputs) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             return list(product(list(args[: len(tangent)]), tree_unflatten(point, self._spec)))
 
         with warnings.catch_warnings():
@@ -186,7 +186,7 @@ class Linearization:
             traced = make_fx(functionalize(flat))(*tangent, *inputs)
         _require_fixed_shapes(traced)
         self._compiled = compiled
-        self._primal, self._tangent = _split(simplified(traced), len(tangent))
+        self._primal, self._tangent = _split(simplify(traced), len(tangent))
         self._run_primal: Graph = _prepare(self._primal, compiled)
         self._run_tangent: dict[int, Graph] = {1: _prepare(self._tangent, compiled)}
 
@@ -214,7 +214,7 @@ class Linearization:
         axes = (None,) * len(primal) + (0,) * len(tangent)
         with without_warnings_of_fallbacks():
             traced = make_fx(vmap(self._tangent, in_dims=axes))(*primal, *tangent)
-        return _prepare(simplified(traced), self._compiled)
+        return _prepare(simplify(traced), self._compiled)
 
 
 def nbytes(leaves: Sequence[Tensor], *, beside: Sequence[Tensor] = ()) -> int:

@@ -67,7 +67,7 @@ def copy_state(
     free = [name for name, tensor in parameters.items() if tensor.requires_grad and tensor.numel()]
     if not free:
         raise ValueError("model must have parameters that require a gradient, got none")
-    chosen = free if selection is None else selected(free, selection)
+    chosen = free if selection is None else select_names(free, selection)
     devices = {parameters[name].device.type for name in chosen}
     if len(devices) > 1 or "meta" in devices:
         raise ValueError("model must have all its parameters, with their values, on one device, "
@@ -85,7 +85,7 @@ def copy_state(
         return space, space.flatten(values), state, cast
 
 
-def selected(names: list[str], selection: Selection) -> list[str]:
+def select_names(names: list[str], selection: Selection) -> list[str]:
     """Return the names that a selection chooses, in their order."""
     if isinstance(selection, str):
         try:

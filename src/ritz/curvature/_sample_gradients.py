@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ritz._core.batches import is_rows, split_samples, take_rows
-from ritz._core.modes import recorded
+from ritz._core.modes import recording
 from ritz.curvature._modes import Context, Params
 from ritz.curvature._risk import Risk
 
@@ -119,7 +119,7 @@ def forward_pass(
     """
     calls: dict[str, list[Call]] = {name: [] for name in modules}
     state, layers = risk.params | context.constants, dict(risk.model.named_modules())
-    with recorded(), ExitStack() as stack:
+    with recording(), ExitStack() as stack:
         for name, chosen in modules.items():
             prefix = f"{name}." if name else ""
             inner = {key.removeprefix(prefix): value for key, value in state.items()
@@ -160,7 +160,7 @@ def _record(
 
 
 @singledispatch
-def unrolled(module: nn.Module, call: Call, deltas: Tensor) -> tuple[Tensor, Tensor] | None:
+def unroll(module: nn.Module, call: Call, deltas: Tensor) -> tuple[Tensor, Tensor] | None:
     r"""Return :math:`a` and :math:`\delta` of a module that is linear at positions, else ``None``.
 
     The gradient of a sample is :math:`\sum_t \delta_t a_t^\top` in the weight, group by group, and
@@ -170,16 +170,16 @@ def unrolled(module: nn.Module, call: Call, deltas: Tensor) -> tuple[Tensor, Ten
     return None
 
 
-@unrolled.register
+@unroll.register
 def _(module: nn.Linear, call: Call, deltas: Tensor) -> tuple[Tensor, Tensor] | None:
     x, (count, batch) = call.args[0], deltas.shape[:2]
     a = x.reshape(batch, 1, -1, x.shape[-1]).transpose(-1, -2)
     return a, deltas.reshape(count, batch, 1, -1, deltas.shape[-1]).transpose(-1, -2)
 
 
-@unrolled.register(nn.Conv1d)
-@unrolled.register(nn.Conv2d)
-@unrolled.register(nn.Conv3d)
+@unroll.register(nn.Conv1d)
+@unroll.register(nn.Conv2d)
+@unroll.register(nn.Conv3d)
 def _(module: Any, call: Call, deltas: Tensor) -> tuple[Tensor, Tensor] | None:
     # A convolution is a linear layer on patches, ``(batch, channels, *kernel, *positions)``.
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
@@ -200,7 +200,7 @@ def _(module: Any, call: Call, deltas: Tensor) -> tuple[Tensor, Tensor] | None:
 @singledispatch
 def sample_gradients(module: nn.Module, call: Call, deltas: Tensor) -> Params:
     """Return the gradients ``(c, batch, *shape)`` of the chosen parameters, by name."""
-    parts = unrolled(module, call, deltas)
+    parts = unroll(module, call, deltas)
     if parts is None:
         return _differentiated(module, call, deltas)
     a, delta = parts
@@ -212,7 +212,7 @@ def sample_gradients(module: nn.Module, call: Call, deltas: Tensor) -> Params:
 @singledispatch
 def squared_gradients(module: nn.Module, call: Call, deltas: Tensor) -> Params:
     """Return the sums of squares ``(*shape)`` over columns and samples, by name."""
-    parts = unrolled(module, call, deltas)
+    parts = unroll(module, call, deltas)
     total = {name: torch.zeros_like(call.state[name]) for name in call.chosen}
     if parts is None:
         for columns, part in chunks(deltas, sum(value.numel() for value in total.values())):
@@ -231,7 +231,7 @@ def squared_gradients(module: nn.Module, call: Call, deltas: Tensor) -> Params:
 @singledispatch
 def squared_norm(module: nn.Module, call: Call, deltas: Tensor) -> Tensor:
     """Return the sum of squares over columns, samples and parameters, in float64."""
-    parts = unrolled(module, call, deltas)
+    parts = unroll(module, call, deltas)
     if parts is None:
         squares = squared_gradients(module, call, deltas).values()
         return torch.stack([square.sum(dtype=torch.float64) for square in squares]).sum()
