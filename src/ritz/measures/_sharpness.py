@@ -221,10 +221,10 @@ class Sharpness:
 
     def __str__(self) -> str:
         first = next(iter(self.summaries.values()))
-        low, high = self.batch_sizes
+        sizes = " to ".join(map(str, sorted(set(self.batch_sizes))))
         lines = [
             f"Sharpness of {self.model}: {first.num_parameters:,} parameters, "
-            f"{first.num_samples:,} samples in batches of {low if low == high else f'{low} to {high}'}"
+            f"{first.num_samples:,} samples in batches of {sizes}"
             + (f", l2 {self.l2:g}" if self.l2 else ""),
             f"  {self.num_steps} Lanczos steps, {_probes(self.num_probes)}, seed {self.seed}",
         ]
