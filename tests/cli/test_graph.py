@@ -156,7 +156,7 @@ def test_wrong_options_are_one_line_and_code_two(blocks, tmp_path, capsys):
             "--labels",
             "no/such/labels",
         ],
-        "graphs must be two at least": ["compare", blocks],
+        "graphs must be at least two": ["compare", blocks],
         "Invalid value for '--measure'": ["compare", blocks, blocks + "", "--measure", "cosine"],
         "Invalid value for '--directed'": ["model", blocks, "--directed", "maybe"],
     }

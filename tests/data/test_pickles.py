@@ -148,6 +148,7 @@ DEEP = b"\x80\x02}" + b")" + b"\x85" * 100_000  # a tuple whose hash would exhau
         (b"\x80\x02}N)R.", "not callable"),
         (b"\x80\x02cnumpy\nndarray\n)R.", "one dictionary, got _Array"),
         (b"\x80\x02]r\xff\xff\xff\x7f.", "would exhaust memory"),
+        (b"\x80\x02})" + b"\x85q\x01h\x01\x86" * 99 + b"K\x01s.", "would exhaust memory or time"),
         (b"\x80\x02cnumpy\ndtype\nU\x02O8\x85R.", "an array must have bytes, got dtype 'O8'"),
         (b"\x80\x02c" + b"n" * 300 + b"\nx\n.", "is refused.* the name n{80} at"),
     ],

@@ -34,6 +34,7 @@ def load(
             there is no test folder. Texts: ``length`` of a segment; ``text``: ``file``.
     """
     reader = DATASETS[name]
+    # The first parameter of a reader is the folder; the others are its options.
     _, *parameters = inspect.signature(reader).parameters.values()
     names = [parameter.name for parameter in parameters]
     for option in options:

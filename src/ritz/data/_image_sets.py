@@ -1,12 +1,14 @@
-"""Published sets of small images: digits, MNIST, Fashion-MNIST, CIFAR and ImageNet-32."""
+"""Sets of images: digits, MNIST, Fashion-MNIST, CIFAR, ImageNet-32, and folders of image files."""
 
 import io
 import math
 import pickle
 import pickletools
+import warnings
 import zipfile
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -16,7 +18,7 @@ from numpy.lib.format import read_array
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ritz._core.checks import check_choice
+from ritz._core.checks import check_choice, check_count, check_range
 from ritz.data._files import (
     DATASETS,
     DataError,
@@ -128,11 +130,12 @@ def read_idx(path: Path, *, ndim: int) -> Tensor:
             )
         if len(head) < 4 * (1 + ndim):
             raise DataError(f"{path} is truncated: it ends in its header")
+        # Sizes are big-endian. As Python integers, their product cannot overflow.
         shape = np.frombuffer(head, ">u4", offset=4).tolist()
         size = math.prod(shape)
         if len(head) + size > most:
             raise DataError(f"{path} declares {size} bytes {shape}, more than the file can hold")
-        body = read_up_to(stream, size + 1)
+        body = read_up_to(stream, size + 1)  # one more, to notice a longer file
     if len(body) != size:
         relation = "fewer" if len(body) < size else "more"
         raise DataError(f"{path} declares {size} bytes {shape}, but has {relation}")
@@ -229,8 +232,8 @@ def read_pickle(data: bytes | bytearray, *, name: str) -> dict[str, Any]:
         name: Name of the file, for messages.
 
     Returns:
-        Keys as text; values as lists, numbers, text, bytes (which is what text of Python 2
-        becomes) and arrays of bytes. Memory is at most a fixed multiple of ``len(data)``.
+        Keys as text; values as lists, numbers, text, bytes and arrays of bytes. Text of Python 2
+        becomes bytes. Memory is at most a fixed multiple of ``len(data)``.
     """
     try:
         _check_opcodes(data, name)
@@ -246,18 +249,24 @@ def read_pickle(data: bytes | bytearray, *, name: str) -> dict[str, Any]:
 
 def _check_opcodes(data: bytes | bytearray, name: str) -> None:
     operations: Iterable[tuple[Any, Any, Any]] = pickletools.genops(bytes(data))
-    tuples = 0
+    tuples, shared, previous = 0, set(), ""
     for number, (opcode, argument, place) in enumerate(operations):
-        tuples += opcode.name.startswith("TUPLE")
-        if opcode.name == "PROTO" and argument != 2:
+        kind = opcode.name
+        tuples += kind.startswith("TUPLE")
+        if kind == "PROTO" and argument != 2:
             raise ValueError(f"it has protocol {argument}, and only 2 is read")
-        if opcode.name == "GLOBAL" and argument not in NAMES:
+        if kind == "GLOBAL" and argument not in NAMES:
             _refuse(name, f"the name {argument[:80].replace(' ', '.')}", place)
         if opcode.code not in OPCODES:
-            _refuse(name, f"the instruction {opcode.name}", place)
+            _refuse(name, f"the instruction {kind}", place)
+        if kind.endswith("BINPUT") and previous.startswith("TUPLE"):
+            shared.add(argument)
+        # hash() of a tuple that holds a tuple twice, which holds a tuple twice, takes forever. And
         # Unpickler allocates a table up to the largest index, which pickles count up from 0.
-        if tuples > MAX_TUPLES or (opcode.name == "LONG_BINPUT" and argument > number):
-            _refuse(name, "an instruction that would exhaust memory", place)
+        twice = kind.endswith("BINGET") and argument in shared
+        if twice or tuples > MAX_TUPLES or (kind == "LONG_BINPUT" and argument > number):
+            _refuse(name, "an instruction that would exhaust memory or time", place)
+        previous = kind
     if place + 1 != len(data):
         raise ValueError("it must end with the dictionary")
 
@@ -290,6 +299,7 @@ class _Array:
         _, shape, dtype, fortran, content = state
         if not isinstance(dtype, _Byte) or fortran:
             raise ValueError("only arrays of bytes in row-major order are read")
+        # A view of the content: an array cannot have more elements than the file has bytes.
         self.array = np.frombuffer(content, np.uint8).reshape(shape)
 
 
@@ -372,6 +382,7 @@ def read_member(path: Path, key: str) -> NDArray[Any]:
     """Return one array of an npz file; arrays of objects raise, and nothing in them is executed."""
     try:
         with zipfile.ZipFile(path) as archive, archive.open(f"{key}.npy") as stream:
+            # zipfile reads no more than this size, whatever the compressed data expand to.
             if (size := archive.getinfo(f"{key}.npy").file_size) > LIMIT:
                 raise ValueError(f"array {key!r} has {size} bytes, more than {LIMIT}")
             array: NDArray[Any] = read_array(stream, allow_pickle=False)
@@ -380,3 +391,140 @@ def read_member(path: Path, key: str) -> NDArray[Any]:
         raise DataError(f"{path} has no array {key!r}") from error
     except (*DAMAGED, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(f"{path} is truncated or not an npz file of numbers: {error}") from error
+
+
+# ------------------------------------------------------------------------------------------
+# Folders of images with one sub-folder per class, read with Pillow.
+
+# Formats that hold pixels only. Others can refer to programs or files.
+FORMATS = {
+    ".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".bmp": "BMP", ".gif": "GIF",
+    ".webp": "WEBP", ".ppm": "PPM", ".pgm": "PPM", ".tif": "TIFF", ".tiff": "TIFF",
+}  # fmt: skip
+
+
+@DATASETS.register("folder")
+def folder(
+    root: Path | None,
+    *,
+    validation: int = 0,
+    size: int | None = None,
+    channels: int = 3,
+    test_fraction: float = 0.1,
+) -> ImageData:
+    """Any images in folders CLASS/FILE, or train/CLASS/FILE with test or val beside train."""
+    check_choice("channels", str(channels), ("1", "3"))
+    if size is not None:
+        check_count("size", size)
+    if root is None or not root.is_dir():
+        raise FileNotFoundError(
+            f"no folder of images {str(root or '')!r}: data_dir= must hold a folder for each class "
+            "with its images, or such folders in train and test"
+        )
+    if not (root / "train").is_dir():
+        check_range("test_fraction", test_fraction, low=0, high=0.9)
+        classes = _folder_classes(root)
+        samples = _folder_samples(root, classes, size, channels)
+        count = max(1, round(test_fraction * len(samples[1])))
+        train, test = (select(samples, part) for part in held_out(len(samples[1]), count))
+        return image_data(
+            "folder", train=train, test=test, classes=classes, validation=validation, seeded=True
+        )
+    classes = _folder_classes(root / "train")
+    names = [name for name in ("test", "val", "valid", "validation") if (root / name).is_dir()]
+    if not names:
+        raise FileNotFoundError(f"{root} has a folder train, but no test or val beside it")
+    train, *parts = (
+        _folder_samples(root / name, classes, size, channels) for name in ("train", *names)
+    )
+    for name, part in zip(names, parts, strict=True):
+        if part[0].shape[1:] != train[0].shape[1:]:
+            sizes = f"{_size(part)}, training ones {_size(train)}"
+            raise DataError(f"{root}: {name} images are {sizes}; give size=")
+    # Without a test folder the validation images are the test images, as for ImageNet.
+    held = parts[1] if len(parts) > 1 else None
+    return image_data(
+        "folder", train=train, test=parts[0], held=held, classes=classes, validation=validation
+    )
+
+
+def _folder_classes(root: Path) -> tuple[str, ...]:
+    names = sorted(path.name for path in root.iterdir() if path.is_dir() and _visible(path))
+    if not names:
+        raise DataError(f"{root} must hold a folder for each class, got none")
+    return tuple(names)
+
+
+def _folder_samples(
+    root: Path, classes: tuple[str, ...], size: int | None, channels: int
+) -> Samples:
+    unknown = sorted(set(_folder_classes(root)) - set(classes))
+    if unknown:
+        raise DataError(f"{root} has a class {unknown[0]!r} that the training images do not have")
+    files = [(path, n) for n, name in enumerate(classes) for path in _images(root / name)]
+    shape = (size, size) if size else _common_size([path for path, _ in files])
+    images = torch.empty(len(files), channels, *shape, dtype=torch.uint8)
+    for image, (path, _) in zip(images, files, strict=True):
+        image.copy_(_pixels(path, size, "L" if channels == 1 else "RGB"))
+    return images, torch.tensor([target for _, target in files], dtype=torch.int64)
+
+
+def _images(place: Path) -> list[Path]:
+    # Hidden files and files with other endings are skipped.
+    paths = sorted(place.iterdir()) if place.is_dir() else []
+    images = [path for path in paths if path.suffix.lower() in FORMATS and _visible(path)]
+    if not images:
+        raise DataError(f"{place} holds no images ({', '.join(FORMATS)})")
+    return images
+
+
+def _common_size(paths: list[Path]) -> tuple[int, int]:
+    sizes: dict[tuple[int, int], Path] = {}
+    for path in paths:
+        with _open_image(path) as image:  # reads the header only
+            sizes.setdefault(image.size, path)
+    if len(sizes) > 1:
+        (first, one), (second, other) = list(sizes.items())[:2]
+        raise DataError(
+            f"images must be of one size, got {first[0]} x {first[1]} in {one} and "
+            f"{second[0]} x {second[1]} in {other}; give size="
+        )
+    width, height = next(iter(sizes))
+    return height, width
+
+
+def _pixels(path: Path, size: int | None, mode: str) -> torch.Tensor:
+    with _open_image(path) as image:
+        pixels = image.convert(mode)
+        if size is not None:
+            from PIL import ImageOps
+
+            pixels = ImageOps.fit(pixels, (size, size))  # the central square, resampled
+        array = np.array(pixels, dtype=np.uint8)
+    return torch.from_numpy(array.reshape(*array.shape[:2], -1)).permute(2, 0, 1)
+
+
+@contextmanager
+def _open_image(path: Path) -> Iterator[Any]:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ImportError("folders of images are read by Pillow: pip install Pillow") from error
+    try:
+        with warnings.catch_warnings():
+            # Pillow warns above 89 million pixels, and raises above twice as many.
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(path, formats=[FORMATS[path.suffix.lower()]]) as image:
+                yield image
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombWarning) as error:
+        raise DataError(f"{path} is not an image that can be read: {error}") from error
+    except Image.DecompressionBombError as error:
+        raise DataError(f"{path} declares more pixels than are read: {error}") from error
+
+
+def _size(samples: Samples) -> str:
+    return f"{samples[0].shape[3]} x {samples[0].shape[2]}"
+
+
+def _visible(path: Path) -> bool:
+    return not path.name.startswith(".")

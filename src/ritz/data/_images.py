@@ -1,9 +1,10 @@
 """Labelled images stored as bytes on a device: augmentation, batches, splits."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import final, overload
+from typing import Self, final, overload
 
 import numpy as np
 import torch
@@ -77,15 +78,41 @@ def crop_and_flip(images: Tensor, corners: Tensor, flips: Tensor, *, padding: in
 Samples = tuple[Tensor, Tensor]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Epoch(Sequence[Samples], ABC):
+    """A sequence of pairs ``(inputs, targets)``, created on access; a slice is an epoch too.
+
+    Attributes:
+        bounds: Start and end of each pair in the order of the epoch.
+    """
+
+    bounds: tuple[tuple[int, int], ...]
+
+    @abstractmethod
+    def pair(self, positions: slice) -> Samples:
+        """Return the inputs and targets at some positions of the epoch."""
+
+    def __len__(self) -> int:
+        return len(self.bounds)
+
+    @overload
+    def __getitem__(self, index: int) -> Samples: ...
+    @overload
+    def __getitem__(self, index: slice) -> Self: ...
+    def __getitem__(self, index: int | slice) -> Samples | Self:
+        if isinstance(index, slice):
+            return replace(self, bounds=self.bounds[index])
+        return self.pair(slice(*self.bounds[index]))
+
+
 @final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Batches(Sequence[Samples]):
-    """A sequence of batches ``(inputs, targets)``, each created on the device on access.
+class Batches(Epoch):
+    """Batches of images, each created on the device on access.
 
     Attributes:
         inputs: Bytes of all samples, ``(n, c, h, w)``.
         targets: Classes of all samples, ``(n,)``.
-        bounds: Start and end of each batch in the order of the epoch.
         order: Sample at each position of the epoch, ``(n,)``. ``None`` is the order of the files.
         crops: Corners ``(n, 2)`` and flips ``(n,)`` at each position; ``None`` without
             augmentation.
@@ -96,24 +123,14 @@ class Batches(Sequence[Samples]):
 
     inputs: Tensor
     targets: Tensor
-    bounds: tuple[tuple[int, int], ...]
     order: Tensor | None
     crops: tuple[Tensor, Tensor] | None
     padding: int
     scale: Tensor
     shift: Tensor
 
-    def __len__(self) -> int:
-        return len(self.bounds)
-
-    @overload
-    def __getitem__(self, index: int) -> Samples: ...
-    @overload
-    def __getitem__(self, index: slice) -> "Batches": ...
-    def __getitem__(self, index: int | slice) -> "Samples | Batches":
-        if isinstance(index, slice):
-            return replace(self, bounds=self.bounds[index])
-        positions = slice(*self.bounds[index])
+    def pair(self, positions: slice) -> Samples:
+        """Return the images and classes at some positions of the epoch."""
         chosen = positions if self.order is None else self.order[positions]
         images, targets = self.inputs[chosen], self.targets[chosen]
         if self.crops is not None:
@@ -228,12 +245,14 @@ class Split:
             raise TypeError(f"augment must be an Augmentation or None, got {augment!r}")
         if augment is not None and generator is None:
             raise ValueError("augment needs a generator to draw crops and flips from, got None")
+        # The end of every batch; beyond the last sample only if a short batch is wanted.
         stops = range(batch_size, count + (1 if drop_last else batch_size), batch_size)
         bounds = tuple((stop - batch_size, min(stop, count)) for stop in stops)
         if not bounds:
             raise ValueError(f"batch_size must be at most {count} with drop_last, got {batch_size}")
         order = crops = None
         if generator is not None:
+            # Drawn on the device of the generator and then moved, like all randomness of ritz.
             order = torch.randperm(count, generator=generator, device=generator.device)
             order = order.to(self.device)
             if augment is not None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import final, overload
+from typing import final
 
 import numpy as np
 import torch
@@ -12,38 +12,28 @@ from torch import Tensor
 
 from ritz._core.checks import check_count
 from ritz.data._files import DATASETS, DataError, locate, read_whole
+from ritz.data._images import Epoch, Samples
 
-Segment = tuple[Tensor, Tensor]
 LENGTH = 70  # tokens per segment, as in AWD-LSTM
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Segments(Sequence[Segment]):
-    """A sequence of pairs ``(inputs, targets)``; targets are one token ahead.
+class Segments(Epoch):
+    """Segments of a text; targets are one token ahead.
 
     Attributes:
         streams: Contiguous pieces of the text, one per row, ``(batch_size, m)``.
-        bounds: Start and end of each segment in every row.
         consecutive: Whether a recurrent state is passed on from segment to segment.
     """
 
     streams: Tensor
-    bounds: tuple[tuple[int, int], ...]
     consecutive: bool = True
 
-    def __len__(self) -> int:
-        return len(self.bounds)
-
-    @overload
-    def __getitem__(self, index: int) -> Segment: ...
-    @overload
-    def __getitem__(self, index: slice) -> "Segments": ...
-    def __getitem__(self, index: int | slice) -> "Segment | Segments":
-        if isinstance(index, slice):
-            return replace(self, bounds=self.bounds[index])
-        start, stop = self.bounds[index]
-        return self.streams[:, start:stop], self.streams[:, start + 1 : stop + 1]
+    def pair(self, positions: slice) -> Samples:
+        """Return a segment, and the segment one token ahead."""
+        ahead = slice(positions.start + 1, positions.stop + 1)
+        return self.streams[:, positions], self.streams[:, ahead]
 
 
 @final
@@ -111,6 +101,7 @@ class TextSplit:
             )
         if variable and generator is None:
             raise ValueError("variable needs a generator to draw lengths from, got None")
+        # Tokens that do not fill a last column of the streams are dropped.
         streams = self.tokens[: size * batch_size].view(batch_size, size)
         total = size - 1  # the last token of a stream is only a target
         lengths = _lengths(total, length, generator) if variable and generator else None
@@ -234,6 +225,7 @@ def text(root: Path | None, *, file: str, length: int = LENGTH) -> TextData:
         hint="file= names any text in UTF-8, plain or compressed with gzip",
         others=[path.absolute().parent if explicit else Path.cwd()],
     )
+    # In UTF-32 every character is one integer, so NumPy counts the alphabet of large texts fast.
     codes = np.frombuffer(_read_text(path).encode("utf-32-le"), np.uint32)
     vocabulary, tokens = np.unique(codes, return_inverse=True)
     numbers = torch.from_numpy(tokens.astype(np.int64))

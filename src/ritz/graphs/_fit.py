@@ -387,7 +387,7 @@ def fit(
     check_count("num_draws", num_draws, low=2)
     check_count("num_repeats", num_repeats, low=2)
     if not models:
-        raise ValueError("models must name one at least, got none")
+        raise ValueError("models must name at least one, got none")
     for model in models:
         check_choice("models", model, MODELS)
     if graph.num_nodes < TUNING.fewest_nodes and num_nodes is None:

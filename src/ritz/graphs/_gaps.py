@@ -25,7 +25,8 @@ class Tuning:
     have none.
     """
 
-    # A stretch is low if the density is below this fraction of the mean on either side.
+    # A stretch is low if the density is below this fraction of the mean on either side. Half of it
+    # gives the same counts for eleven of these graphs.
     low: float = 0.05
     # Grid points per resolved angle.
     points: int = 32
@@ -40,8 +41,8 @@ class Tuning:
     sure: int = 32
     # Fewer eigenvalues between two low stretches are noise, and the stretches are one.
     noise: float = 0.25
-    # A stretch with another above it, wider than this fraction of its width, divides nothing:
-    # grids and hypercubes have such ladders.
+    # A stretch with another above it, wider than this fraction of its width, divides nothing: the
+    # gaps of grids and paths have about the same width everywhere.
     ladder: float = 0.67
     # Grid of the maximum entropy problem. The peak of many eigenvalues 0 is as narrow as the
     # square of the resolution, so that the grid grows as 2 m^2 up to here.
@@ -50,7 +51,8 @@ class Tuning:
     strength: float = 100.0
     # Probes for missed eigenvalues: one missed leaves 1 +- sqrt(2/16) in their mean square.
     num_checks: int = 16
-    # A missed eigenvalue leaves about one, none leaves 1e-4 or less: everything between will do.
+    # A missed eigenvalue leaves about one, none leaves 1 / strength^2 = 1e-4: anything between will
+    # do.
     missed: float = 0.25
     # Standard errors by which the two counts may differ.
     agreement: float = 4.0

@@ -193,14 +193,11 @@ def similarity(
     check_choice("measure", measure, tuple(_MEASURES))
     named = _by_name(graphs)
     generator = resolve_generator(generator)
-    spectra, floors = [], []
+    spectra: list[Moments] = []
     with tracking(progress, "graphs", len(named)) as bar:
         for graph in named.values():
-            if isinstance(graph, Moments):
-                spectra.append(graph)
-                floors.append(0.0)
-            else:
-                sampled = moments(
+            if not isinstance(graph, Moments):
+                graph = moments(
                     with_edges(graph),
                     num_moments=num_moments,
                     num_probes=num_probes,
@@ -208,14 +205,15 @@ def similarity(
                     device=device,
                     generator=generator,
                 )
-                spectra.append(sampled)
-                floors.append(1 / graph.num_nodes)
+            spectra.append(graph)
             bar.update(len(spectra))
+    # Moments do not say how many vertices there were.
+    floors = [0.0 if isinstance(one, Moments) else 1 / one.num_nodes for one in named.values()]
     for one in spectra:
         check_moments("graphs", one)
     counts = sorted({len(one.mean) - 1 for one in spectra})
     if len(counts) > 1:
-        raise ValueError(f"graphs must have as many moments each, got {counts[0]} and {counts[-1]}")
+        raise ValueError(f"graphs must have equally many moments, got {counts[0]} and {counts[-1]}")
     densities, errors = _common_densities(spectra, floors)
     matrix, error = _distances(spectra, densities, errors, measure)
     return Similarity(
@@ -235,7 +233,7 @@ def _by_name(graphs: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
     if not isinstance(graphs, Mapping):
         raise TypeError(f"graphs must be a sequence or by name, got {type(graphs).__name__}")
     if len(graphs) < 2:
-        raise ValueError(f"graphs must be two at least, got {len(graphs)}")
+        raise ValueError(f"graphs must be at least two, got {len(graphs)}")
     return {
         str(name): graph if isinstance(graph, Moments) else as_graph(graph)
         for name, graph in graphs.items()

@@ -68,6 +68,7 @@ def _(module: nn.Linear, generator: torch.Generator) -> None:
 
 @draw_layer.register
 def _(module: nn.LSTM, generator: torch.Generator) -> None:
+    # torch's own choice: biases are drawn too.
     for parameter in module.parameters(recurse=False):
         uniform(parameter, module.hidden_size**-0.5, generator)
 
@@ -105,6 +106,7 @@ def fill(tensor: Tensor | None, value: float) -> None:
 
 
 def _fan_in(weight: Tensor, bias: Tensor | None, generator: torch.Generator) -> None:
+    # n_in is the number of weights of one output.
     bound = weight[0].numel() ** -0.5
     uniform(weight, bound, generator)
     if bias is not None:

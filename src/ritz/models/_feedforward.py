@@ -99,6 +99,7 @@ def lenet(
     for one in hidden:
         check_count("hidden", one)
     make, second = activation_named(activation), round(width * 16 / 6)
+    # Pooling halves a side, and the second convolution, without padding, takes four pixels of it.
     features = second * ((rows // 2 - 4) // 2) * ((columns // 2 - 4) // 2)
     return nn.Sequential(
         nn.Conv2d(channels, width, 5, padding=2), make(), nn.MaxPool2d(2),
@@ -129,18 +130,21 @@ def alexnet(
     """
     channels, rows, columns = check_image(num_classes, input_shape, side=29, width=width)
     last = 4 * width
+    # The first stride leaves ceil(side / 4), and three poolings an eighth of that.
     features = last * math.prod((side + 3) // 4 // 8 for side in (rows, columns))
-    layers: dict[str, nn.Module] = {
-        "features": nn.Sequential(
-            nn.Conv2d(channels, width, 11, stride=4, padding=5), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Conv2d(width, 3 * width, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Conv2d(3 * width, 6 * width, 3, padding=1), nn.ReLU(),
-            nn.Conv2d(6 * width, last, 3, padding=1), nn.ReLU(),
-            nn.Conv2d(last, last, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        ),
-        "flatten": nn.Flatten(),
-        "classifier": nn.Linear(features, num_classes),
-    }  # fmt: skip
+    layers = nn.Sequential(
+        nn.Conv2d(channels, width, 11, stride=4, padding=5), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(width, 3 * width, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(3 * width, 6 * width, 3, padding=1), nn.ReLU(),
+        nn.Conv2d(6 * width, last, 3, padding=1), nn.ReLU(),
+        nn.Conv2d(last, last, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+    )  # fmt: skip
+    return _with_classifier(layers, nn.Linear(features, num_classes))
+
+
+def _with_classifier(features: nn.Module, classifier: nn.Module) -> nn.Sequential:
+    # The names of the published CIFAR code, whose weights load.
+    layers = {"features": features, "flatten": nn.Flatten(), "classifier": classifier}
     return nn.Sequential(OrderedDict(layers))
 
 
@@ -250,18 +254,14 @@ def vgg(
             features += [nn.BatchNorm2d(maps), nn.ReLU()] if batch_norm else [nn.ReLU()]
             channels = maps
         features.append(nn.MaxPool2d(2))
+    # Five poolings leave 1/32 of each side.
     pixels = (rows // 32) * (columns // 32)
     classifier = nn.Sequential(
         nn.Dropout(dropout), nn.Linear(channels * pixels, hidden), nn.ReLU(),
         nn.Dropout(dropout), nn.Linear(hidden, hidden), nn.ReLU(),
         nn.Linear(hidden, num_classes),
     )  # fmt: skip
-    layers = {
-        "features": nn.Sequential(*features),
-        "flatten": nn.Flatten(),
-        "classifier": classifier,
-    }
-    return nn.Sequential(OrderedDict(layers))
+    return _with_classifier(nn.Sequential(*features), classifier)
 
 
 for _depth in STAGES:

@@ -93,6 +93,7 @@ class Subsample(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(n, c, h, w)`` to ``(n, c + extra, h / stride, w / stride)``."""
+        # The missing maps are zeros, half of them before and half behind the others.
         near = x[:, :, :: self.stride, :: self.stride]
         return functional.pad(near, (0, 0, 0, 0, self.extra // 2, self.extra - self.extra // 2))
 
@@ -223,6 +224,7 @@ def cifar_resnet(
     Reference: He et al. (2016), *Deep residual learning for image recognition*, 4.2.
     """
     channels, _, _ = check_image(num_classes, input_shape, width=width)
+    # Three stages of n blocks of two layers, the first convolution and the head: 6 n + 2 layers.
     block, counts = partial(basic, project=False), [(depth - 2) // 6] * 3
     body = stages(block, width, (width, 2 * width, 4 * width), counts)
     return ResNet(stem(channels, width) | body, nn.Linear(4 * width, num_classes))
@@ -251,6 +253,7 @@ def image_resnet(
     Reference: He et al. (2016), *Deep residual learning for image recognition*, Table 1.
     """
     channels, _, _ = check_image(num_classes, input_shape, width=width)
+    # 18 = 2 (2 + 2 + 2 + 2) + 2 layers of basic blocks, 50 = 3 (3 + 4 + 6 + 3) + 2 of bottlenecks.
     expansion, counts = (1, (2, 2, 2, 2)) if depth == 18 else (4, (3, 4, 6, 3))
     block = basic if depth == 18 else bottleneck
     widths = [width * 2**stage for stage in range(4)]
@@ -383,6 +386,7 @@ def resnext29(
     channels, _, _ = check_image(num_classes, input_shape, **counts)
 
     def block(channels: int, maps: int, stride: int) -> Residual:
+        # Groups keep their number and double their breadth with each stage, as maps do.
         inner = groups * breadth * maps // (4 * width)
         return bottleneck(channels, inner, stride, maps=maps, groups=groups, name="shortcut")
 

@@ -168,29 +168,25 @@ class CompressedRows:
     def _compiled(
         self, block: Tensor, inner: Tensor | None, outer: Tensor | None, diagonal: Tensor | None
     ) -> Tensor:
-        # Strips have 1, 2, 4, ... columns, since every width is compiled: the last is padded.
         n, k = block.shape
-        strips, rest = divmod(k, self.width)
-        padded = strips * self.width + (1 << (rest - 1).bit_length() if rest else 0)
         block = block.detach() if block.stride(1) == 1 else block.detach().contiguous()
-        out = _lines(n * padded * self.dtype.itemsize).view(self.dtype).view(n, padded)
+        out = _lines(block.numel() * self.dtype.itemsize).view(self.dtype)
         matrix = [_array(x) for x in (self.pointers, self.columns, self.values, outer, diagonal)]
         loops = native_loops()
+        # One pass over the matrix per strip: all columns of a strip share its entries.
         for first in range(0, k, self.width):
-            x, width = block[:, first : first + self.width], min(self.width, padded - first)
-            strip = None
-            if inner is not None or x.shape[1] < width or _off_lines(x):
+            x, strip = block[:, first : first + self.width], None
+            width = x.shape[1]
+            if inner is not None or not x.is_contiguous() or x.data_ptr() % LINE:
                 strip = self._borrow()
                 packed = strip.view(self.dtype)[: n * width].view(n, width)
                 self._spread(loops.pack_loop, width, _array(inner), x.numpy(), packed.numpy())
                 x = packed
-            y = out.view(-1).numpy()
-            self._spread(
-                loops.product_loop(width), width, *matrix, x.view(-1).numpy(), y, first, padded
-            )
+            arrays = (*matrix, x.view(-1).numpy(), out.numpy())
+            self._spread(loops.product_loop(width), width, *arrays, first, k)
             if strip is not None:
                 self._spare.append(strip)
-        return out[:, :k].contiguous()
+        return out.view(n, k)
 
     def _borrow(self) -> Tensor:
         try:
@@ -236,7 +232,7 @@ class CompressedRows:
 
     def _pieces(self, number: int) -> list[tuple[int, int]]:
         if number not in self._cuts:
-            # A row costs about as much as two entries, besides its own.
+            # Cost of a row: its entries, and about two more for its start and its end.
             cost = self.pointers + 2 * torch.arange(self.num_rows + 1)
             shares = torch.arange(1, number) * int(cost[-1]) // number
             cuts = [0, *torch.searchsorted(cost, shares).tolist(), self.num_rows]
@@ -301,10 +297,6 @@ def _lines(num_bytes: int) -> Tensor:
     raw = np.empty(num_bytes + LINE, dtype=np.uint8)
     start = -raw.ctypes.data % LINE
     return torch.from_numpy(raw[start : start + num_bytes])
-
-
-def _off_lines(x: Tensor) -> bool:
-    return not x.is_contiguous() or x.data_ptr() % LINE != 0
 
 
 def _array(tensor: Tensor | None) -> "np.ndarray[Any, Any] | None":

@@ -3,6 +3,7 @@
 import io
 import re
 import warnings
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -31,12 +32,16 @@ def from_networkx(x: Any, weight: Any, *, source: str) -> Records:
     ends = np.fromiter(
         (index[node] for edge in x.edges() for node in edge[:2]), np.int64, 2 * count
     )
-    try:
-        values = np.fromiter(
-            (value for *_, value in x.edges(data=weight, default=1.0)), np.float64, count
-        )
-    except (TypeError, ValueError, OverflowError) as error:
-        raise TypeError(_no_number(x, weight)) from error
+
+    def numbers() -> Iterator[float]:
+        for u, v, value in x.edges(data=weight, default=1.0):
+            try:
+                yield float(value)
+            except (TypeError, ValueError, OverflowError):
+                edge = f"the attribute {weight!r} of the edge {u!r} - {v!r}"
+                raise TypeError(f"{edge} must be a number, got {repr(value)[:40]}") from None
+
+    values = np.fromiter(numbers(), np.float64, count)
     check_weights(values, f"the attribute {weight!r}")
     names = None if nodes == list(range(len(nodes))) else integer_names(tuple(map(str, nodes)))
     # A directed graph whose arcs all have their reverse, of the same weight, is undirected.
@@ -44,16 +49,6 @@ def from_networkx(x: Any, weight: Any, *, source: str) -> Records:
     records = Records(source=source, kind=kind, num_nodes=len(nodes), names=names)
     records.add(ends[0::2], ends[1::2], None if (values == 1).all() else values)
     return records
-
-
-def _no_number(x: Any, weight: Any) -> str:
-    for u, v, value in x.edges(data=weight, default=1.0):
-        try:
-            float(value)
-        except (TypeError, ValueError, OverflowError):
-            edge = f"the attribute {weight!r} of the edge {u!r} - {v!r}"
-            return f"{edge} must be a number, got {repr(value)[:40]}"
-    return f"the attribute {weight!r} must be a number for every edge"
 
 
 def check_weights(values: Array, name: str) -> None:
