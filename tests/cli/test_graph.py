@@ -85,6 +85,17 @@ def test_spectrum_with_a_picture(random, tmp_path, capsys):
     assert len(found["alphas"]) == 60
 
 
+def test_a_repeated_eigenvalue_does_not_flatten_the_picture(tmp_path, monkeypatch):
+    # Half of the eigenvalues of a tree with many leaves are 1.
+    file = edge_list(tmp_path / "tree.txt", graphs.barabasi_albert(400, num_edges=1))
+    figures = []
+    monkeypatch.setattr("ritz.plots.save_figure", lambda figure, out: figures.append(figure) or out)
+    picture = ["--out", str(tmp_path / "tree.png")]
+    assert _app.run(["graph", "density", file, *QUICK, *picture, "--json"]) == 0
+    (ax,) = figures[0].axes
+    assert 0 < ax.get_ylim()[1] < max(ax.lines[0].get_ydata()) / 2
+
+
 def test_compare_several_files(blocks, random, tmp_path, capsys):
     picture = tmp_path / "likeness.png"
     command = ["graph", "compare", blocks, random, *QUICK]

@@ -6,7 +6,7 @@ from cli.own import OWN, ritz, stopping_after
 from torch.nn.functional import cross_entropy
 
 import ritz as library
-from ritz.cli._options import NetworkOptions
+from ritz.cli._options import MeasureOptions
 from ritz.cli._session import merge_config
 from ritz.measures import Landscape, Landscape2d, Sharpness
 from ritz.training._workflow import RunConfig
@@ -128,7 +128,7 @@ def test_options_of_the_run_hold_only_for_its_model_and_data(tmp_path, options, 
     made = RunConfig(model="own_model:net", model_options={"width": 5}, data="own_data:load",
                      data_options={"rows": 40})  # fmt: skip
     names = {"model": "own_model:net", "data": "own_data:load"}
-    config = merge_config(NetworkOptions(source=tmp_path, **(names | options)), made, tmp_path)
+    config = merge_config(MeasureOptions(source=tmp_path, **(names | options)), made, tmp_path)
     assert (config.model_options, config.data_options) == (model, data)
 
 

@@ -11,7 +11,7 @@ from cli.own import OWN, ritz, stopping_after
 from torch import nn
 
 from ritz.cli import landscape, sharpness, spectrum
-from ritz.cli._options import NetworkOptions, OutputOptions
+from ritz.cli._options import MeasureOptions
 from ritz.cli._session import LONGEST, Measurement
 from ritz.training import TrainingConfig
 from ritz.training._workflow import RunConfig
@@ -96,14 +96,14 @@ NET = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
 
 
 def name(command, result, *, leading=None, config=MADE, made=MADE, weights="weights", net=NET,
-         options=None, **network):  # fmt: skip
+         options=None, **common):  # fmt: skip
     """The name of a result of a command."""
     run = SimpleNamespace(
         config=config, made=made, model=net, weights=Path(f"{weights}.safetensors")
     )
     defaults = {key: p.default for key, p in signature(command.command).parameters.items()}
-    session = Measurement(run, NetworkOptions(source=Path("run"), **network), OutputOptions(),
-                          Path("run"), defaults, options or {})  # fmt: skip
+    session = Measurement(run, MeasureOptions(source=Path("run"), **common), Path("run"),
+                          defaults, options or {})  # fmt: skip
     return session.name(result, **(leading or {}))
 
 

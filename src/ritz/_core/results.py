@@ -48,9 +48,20 @@ class Status:
         return f"{self.outcome}: {self.message}" + (f" ({self.advice})" if self.advice else "")
 
 
+class HasStatus:
+    """Base class of results with a status."""
+
+    __slots__ = ()
+    status: Status
+
+    def raise_if_failed(self) -> None:
+        """Raise :class:`NotConvergedError` unless the tolerance was reached."""
+        self.status.raise_if_failed()
+
+
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
+class Estimate(HasStatus):
     """Estimate of a number or of an array, with error bars.
 
     Attributes:
@@ -135,10 +146,6 @@ class Estimate:
 
     def __float__(self) -> float:
         return float(self.mean.detach())
-
-    def raise_if_failed(self) -> None:
-        """Raise :class:`NotConvergedError` if the tolerance was not reached."""
-        self.status.raise_if_failed()
 
     def __str__(self) -> str:
         # Arrays are too long to print: the largest error bounds all of them.

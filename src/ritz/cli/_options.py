@@ -87,8 +87,8 @@ OF_RUN = "Name or module:factory (default: that of the run)."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NetworkOptions:
-    """Which trained network to measure, on which data and how: all that numbers depend on."""
+class MeasureOptions:
+    """Which trained network to measure on which data, how, and where results go."""
 
     source: Annotated[
         Path, typer.Argument(metavar="RUN", help="Folder of a run, or a file of weights.")
@@ -110,12 +110,6 @@ class NetworkOptions:
     precision: Precision = "float32"
     device: Device = None
     seed: Seed = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputOptions:
-    """Where results go and how often work is saved: numbers do not depend on these."""
-
     out: Annotated[
         Path | None,
         option("--out", "Folder for results (default: that of the run).", OUTPUT, "FOLDER"),

@@ -23,7 +23,7 @@ from ritz._core.modes import batch_norms
 from ritz._core.signals import terminate_as_interrupt
 from ritz._core.storage import digest, save
 from ritz.cli._app import Interrupted
-from ritz.cli._options import NetworkOptions, OutputOptions, print_result
+from ritz.cli._options import MeasureOptions, print_result
 from ritz.cli._targets import (
     check_target,
     loss_function,
@@ -85,7 +85,7 @@ def default_device(name: str | None) -> torch.device:
     return check_device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def open_run(options: NetworkOptions) -> Run:
+def open_run(options: MeasureOptions) -> Run:
     """Build the model and the data of a run, and load the weights."""
     device = default_device(options.device)
     folder, weights = _find_weights(options)
@@ -100,7 +100,7 @@ def open_run(options: NetworkOptions) -> Run:
     return Run(folder, weights, made, config, model.to(device), parts, loss_fn)
 
 
-def _find_weights(options: NetworkOptions) -> tuple[Path, Path]:
+def _find_weights(options: MeasureOptions) -> tuple[Path, Path]:
     source = options.source
     if source.is_dir():
         return source, run_weights(source, average=options.average)
@@ -111,7 +111,7 @@ def _find_weights(options: NetworkOptions) -> tuple[Path, Path]:
     return source.parent, source
 
 
-def merge_config(options: NetworkOptions, made: RunConfig, folder: Path) -> RunConfig:
+def merge_config(options: MeasureOptions, made: RunConfig, folder: Path) -> RunConfig:
     """Return the configuration of a run with the options of the command line in place.
 
     A run folder is data that anybody may have written. A name in it that would import code is
@@ -225,7 +225,7 @@ def writing(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def measurement(
-    command: Callable[..., None], network: NetworkOptions, output: OutputOptions, **options: Any
+    command: Callable[..., None], common: MeasureOptions, **options: Any
 ) -> Iterator["Measurement"]:
     """Open a run, let the block measure it, and then print what the block saved.
 
@@ -233,16 +233,15 @@ def measurement(
 
     Args:
         command: Function of the command, whose defaults names of files leave out.
-        network: What to measure.
-        output: Where results go.
+        common: Options that the measuring commands share.
         options: Options of this command that all its results depend on.
     """
-    run = open_run(network)
+    run = open_run(common)
     # Names of files leave out options that have the default of this command.
     defaults = {key: p.default for key, p in inspect.signature(command).parameters.items()}
     # Errors of the disk are outermost: whatever fails, they name the folder.
-    with writing(output.out or run.folder) as folder, terminate_as_interrupt():
-        session = Measurement(run, network, output, folder, defaults, options)
+    with writing(common.out or run.folder) as folder, terminate_as_interrupt():
+        session = Measurement(run, common, folder, defaults, options)
         try:
             with explain_mismatch(run.model, run.parts, name=run.config.model, loss_fn=run.loss_fn):
                 yield session
@@ -250,7 +249,7 @@ def measurement(
             raise Interrupted(session.progress_saved()) from error
         for state in session.states:
             remove_state(state)
-    print_result(session.results, session.files, as_json=output.json)
+    print_result(session.results, session.files, as_json=common.json)
 
 
 @final
@@ -260,8 +259,7 @@ class Measurement:
 
     Attributes:
         run: The trained network.
-        network: Options that chose it.
-        output: Where results go.
+        common: Options that the measuring commands share.
         folder: Folder of the results.
         defaults: Default of every option of the command, by name.
         options: Options of the command that all its results depend on.
@@ -271,8 +269,7 @@ class Measurement:
     """
 
     run: Run
-    network: NetworkOptions
-    output: OutputOptions
+    common: MeasureOptions
     folder: Path
     defaults: dict[str, Any]
     options: dict[str, Any]
@@ -292,15 +289,15 @@ class Measurement:
             self.run.loss_fn,
             self.run.parts,
             split=split,
-            num_samples=None if whole else self.network.samples,
+            num_samples=None if whole else self.common.samples,
             batch_size=self.run.config.batch_size,
-            precision=self.network.precision,
-            seed=self.network.seed,
+            precision=self.common.precision,
+            seed=self.common.seed,
         )
 
     def generator(self) -> torch.Generator:
         """Return a new generator with the seed of the command."""
-        return torch.Generator().manual_seed(self.network.seed)
+        return torch.Generator().manual_seed(self.common.seed)
 
     def matrices(self, matrix: str) -> tuple[Any, ...]:
         """Return the matrices that ``--matrix`` names."""
@@ -333,8 +330,8 @@ class Measurement:
         """
         if not self.has_batch_norm:  # all modes are the same
             options.pop("batch_norm", None)
-        run, network = self.run, {f.name: f.default for f in fields(NetworkOptions)}
-        drawn = {key: getattr(self.network, key) for key in ("samples", "precision", "seed")}
+        run, shared = self.run, {f.name: f.default for f in fields(MeasureOptions)}
+        drawn = {key: getattr(self.common, key) for key in ("samples", "precision", "seed")}
         # Order: result and its variant, weights, cost, differences from the run, random choices.
         words = [
             result,
@@ -342,7 +339,7 @@ class Measurement:
             *([] if run.weights.stem in LAST else [run.weights.stem]),
             *_words(self.options, self.defaults),
             *_changes(run.config, run.made),
-            *_words(drawn, network),
+            *_words(drawn, shared),
         ]
         name = "-".join(words)
         if len(name.encode()) <= LONGEST:
@@ -360,13 +357,13 @@ class Measurement:
         # Options are in the name already. What else the numbers depend on: the weights, and data
         # and kernels, which may differ by folder and by device.
         weights = digest(tensor_state(self.run.model).values())
-        places = f"{weights} {self.network.data_dir} {self.network.device}"
+        places = f"{weights} {self.common.data_dir} {self.common.device}"
         key = hashlib.sha256(places.encode()).hexdigest()[:16]
         self.states.append(self.folder / f".{name}-{key}.state")
         return {
             "state": self.states[-1],
-            "save_interval": self.output.save_interval,
-            "progress": not self.output.json,
+            "save_interval": self.common.save_interval,
+            "progress": not self.common.json,
         }
 
     def save(self, title: str, result: Any, name: str, *, picture: str | None = None) -> None:
@@ -386,7 +383,7 @@ class Measurement:
 
     def progress_saved(self) -> str:
         """Return the message of an interrupted command: whether it can be resumed."""
-        every = f"--save-interval is {self.output.save_interval:g} s"
+        every = f"--save-interval is {self.common.save_interval:g} s"
         if any(map(has_state, self.states)):
             return f"interrupted; the same command resumes from the last save ({every})"
         return f"interrupted before the first save ({every}): the same command starts again"

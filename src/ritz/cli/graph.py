@@ -84,11 +84,19 @@ class GraphOptions:
         return {"generator": torch.Generator().manual_seed(self.seed), "progress": not self.json}
 
     def finish(
-        self, facts: dict[str, Any], text: str, drawn: Any, files: Iterable[Path] = ()
+        self,
+        facts: dict[str, Any],
+        text: str,
+        drawn: Any,
+        files: Iterable[Path] = (),
+        top: float | None = None,
     ) -> None:
-        """Draw a result if a picture is wanted, and print it."""
+        """Draw a result if a picture is wanted, at most up to a height, and print it."""
         if self.out is not None:
-            files = [*files, ritz.plots.save_figure(ritz.plots.plot(drawn), self.out)]
+            figure = ritz.plots.plot(drawn)
+            if top is not None:
+                figure.axes[0].set_ylim(0.0, top)
+            files = [*files, ritz.plots.save_figure(figure, self.out)]
         print_result(facts, files, as_json=self.json, text=text)
 
 
@@ -127,6 +135,8 @@ def density(
     samples: SampleOptions,
 ) -> None:
     """Print the spectral density of a graph, and draw it."""
+    import torch
+
     graph = graphs.read(file)
     found: Any = ritz.graphs.density(
         graph,
@@ -145,7 +155,11 @@ def density(
     if method == "maxent":
         numbers |= {"entropy": found.entropy, "alphas": found.alphas, "status": found.status}
     facts = _facts(file, graph) | {"matrix": matrix, "method": method, "density": numbers}
-    graphs.finish(facts, text, found)
+    # An eigenvalue of high multiplicity, such as 0 or 1, must not flatten the rest of the picture.
+    low, high = found.support
+    x = torch.linspace(low, high, 2001, dtype=torch.float64)[1:-1]
+    smooth = getattr(found, "smoothed", lambda: found)()
+    graphs.finish(facts, text, found, top=1.5 * float(smooth.pdf(x).quantile(0.98)))
 
 
 @app.command(epilog="Example: ritz graph compare a.txt b.txt c.mtx --out likeness.png")

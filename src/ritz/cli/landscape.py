@@ -2,15 +2,7 @@
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from ritz.cli._options import (
-    NetworkOptions,
-    OutputOptions,
-    Picture,
-    check_size,
-    choice,
-    examples,
-    option,
-)
+from ritz.cli._options import MeasureOptions, Picture, check_size, choice, examples, option
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,8 +41,7 @@ def command(
     steps: Steps = 30,
     batch_norm: Mode = "eval",
     picture: Picture = "png",
-    network: NetworkOptions,
-    output: OutputOptions,
+    common: MeasureOptions,
 ) -> None:
     """Measure loss and accuracy along directions from trained weights, and draw them."""
     from ritz import measures
@@ -59,18 +50,18 @@ def command(
     check_size("--distance", distance)
     options = {"steps": steps, "distance": distance, "points": points}
     leading = {"directions": directions, "batch_norm": batch_norm}
-    with measurement(command, network, output, **options) as session:
+    with measurement(command, common, **options) as session:
         risk = session.risk().with_batch_norm(session.modes(batch_norm)[0])
         vectors = _directions(session, risk, directions, steps)
         # All test data, whatever --samples: the test loss needs no products, so it is cheap.
-        common: Any = {
+        grid: Any = {
             "distance": distance,
             "num_points": points,
             "test": None if session.run.parts.test is None else session.risk("test", whole=True),
             "batch_norm": risk.batch_norm,
         }
         name = session.name("landscape", **leading)
-        lines = measures.landscape(risk, vectors, **common, **session.resume(name))
+        lines = measures.landscape(risk, vectors, **grid, **session.resume(name))
         session.save("landscape", lines, name, picture=picture)
         if plane:
             if len(vectors) < 2:
@@ -80,8 +71,8 @@ def command(
             # Ritz vectors are ordered by importance: largest, smallest, flattest.
             (first, u), (second, v), *_ = vectors.items()
             name = session.name("plane", **leading)
-            common |= {"names": (first, second)} | session.resume(name)
-            session.save("plane", measures.landscape2d(risk, u, v, **common), name, picture=picture)
+            grid |= {"names": (first, second)} | session.resume(name)
+            session.save("plane", measures.landscape2d(risk, u, v, **grid), name, picture=picture)
 
 
 def _directions(session: "Measurement", risk: "Risk", kind: str, steps: int) -> "dict[str, Tensor]":

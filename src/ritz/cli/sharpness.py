@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from ritz.cli._options import Matrix, Modes, NetworkOptions, OutputOptions, Split, examples, option
+from ritz.cli._options import Matrix, MeasureOptions, Modes, Split, examples, option
 
 EPILOG = examples(
     "ritz sharpness runs/digits",
@@ -23,15 +23,14 @@ def command(
     split: Split = "train",
     steps: Steps = None,
     probes: Probes = 8,
-    network: NetworkOptions,
-    output: OutputOptions,
+    common: MeasureOptions,
 ) -> None:
     """Measure how sharp the loss is at trained weights, with error bars."""
     from ritz import measures
     from ritz.cli._session import measurement
 
     options = {"split": split, "steps": steps, "probes": probes}
-    with measurement(command, network, output, **options) as session:
+    with measurement(command, common, **options) as session:
         # One file holds all matrices and modes, as rows of one table.
         name = session.name("sharpness", matrix=matrix, batch_norm=batch_norm)
         # None stands for all modes that make a difference.

@@ -2,16 +2,7 @@
 
 from typing import Annotated
 
-from ritz.cli._options import (
-    Matrix,
-    Modes,
-    NetworkOptions,
-    OutputOptions,
-    Picture,
-    Split,
-    examples,
-    option,
-)
+from ritz.cli._options import Matrix, MeasureOptions, Modes, Picture, Split, examples, option
 
 EPILOG = examples(
     "ritz spectrum runs/digits",
@@ -32,8 +23,7 @@ def command(
     steps: Steps = 100,
     vectors: Vectors = False,
     picture: Picture = "png",
-    network: NetworkOptions,
-    output: OutputOptions,
+    common: MeasureOptions,
 ) -> None:
     """Compute the spectrum of the curvature of a trained network, and draw it."""
     from ritz.cli._session import measurement
@@ -41,7 +31,7 @@ def command(
     from ritz.spectra import lanczos
 
     options = {"split": split, "steps": steps, "vectors": vectors}
-    with measurement(command, network, output, **options) as session:
+    with measurement(command, common, **options) as session:
         risk = session.risk(split)
         for kind in session.matrices(matrix):
             for mode in session.modes(batch_norm):

@@ -13,7 +13,7 @@ from torch import Tensor
 from ritz._core.checks import check_choice, check_count, check_interval
 from ritz._core.progress import Progress
 from ritz._core.random import Probe, resolve_generator
-from ritz._core.results import Status, stderr
+from ritz._core.results import HasStatus, Status, stderr
 from ritz._core.sampling import Sampling, column_dots
 from ritz._core.storage import storable
 from ritz.operators import LinearOperator, OperatorLike, as_operator
@@ -24,7 +24,7 @@ MomentBasis = Literal["chebyshev", "legendre", "power"]
 
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moments:
+class Moments(HasStatus):
     r"""Moments :math:`\mu_j = \frac1n \operatorname{tr} \phi_j(\tilde A)` with standard errors.
 
     Attributes:
@@ -50,10 +50,6 @@ class Moments:
     seed: int
     matrix: str | None = None
     batch_norm: str | None = None
-
-    def raise_if_failed(self) -> None:
-        """Raise :class:`ritz.NotConvergedError` unless the tolerance was reached."""
-        self.status.raise_if_failed()
 
     def __str__(self) -> str:
         low, high = self.interval

@@ -67,11 +67,9 @@ def trace(
     """
     op = as_operator(op)
     check_choice("method", method, ("auto", "exact", "hutchinson", "hutch++", "xtrace"))
-    reason = ""
-    if method in ("auto", "exact"):
-        known, reason = _by_structure(op, "trace", method)
-        if known is not None:
-            return known
+    known, reason = _by_structure(op, "trace", method)
+    if known is not None:
+        return known
     generator = resolve_generator(generator)
     plan = Sampling(num_probes, rtol, max_probes, probe=probe)
     if method in ("hutchinson", "hutch++"):
@@ -132,7 +130,7 @@ def _by_structure(
     op: LinearOperator, quantity: Literal["trace", "diagonal"], method: str
 ) -> tuple[Estimate | None, str]:
     """Return the exact value if the structure of the operator knows it, and otherwise why not."""
-    value, note = exact(op, quantity)
+    value, note = exact(op, quantity) if method in ("auto", "exact") else (None, "")
     if value is not None:
         return Estimate.exact(value, method=f"exact, by {note}"), ""
     if method == "exact":
@@ -281,11 +279,9 @@ def diagonal(
     """
     op = as_operator(op)
     check_choice("method", method, ("auto", "exact", "probes"))
-    reason = ""
-    if method != "probes":
-        known, reason = _by_structure(op, "diagonal", method)
-        if known is not None:
-            return known
+    known, reason = _by_structure(op, "diagonal", method)
+    if known is not None:
+        return known
     generator = resolve_generator(generator)
     plan = Sampling(num_probes, rtol, max_probes, block_size, probe)
     running = _Running(torch.zeros(op.shape[0], dtype=torch.float64, device=op.device))

@@ -142,7 +142,7 @@ def evaluate(
     with evaluating(model, batch_statistics=False):
         for batch in batches:
             rows, count, real = own_rows(batch)
-            totals = totals or Totals(_device_of(model, rows))
+            totals = totals or Totals(device_of(model, rows))
             if not real:
                 continue
             state = None if carried is None else carried.of(count)
@@ -166,6 +166,7 @@ def with_perplexity(means: dict[str, float], feed: Feed, loss_fn: Any) -> dict[s
     return means | {"perplexity": float(torch.tensor(means["loss"], dtype=torch.float64).exp())}
 
 
-def _device_of(model: nn.Module, batch: Any) -> torch.device:
+def device_of(model: nn.Module, batch: Any = ()) -> torch.device:
+    """Return the device of a model, or of a batch if the model has no parameters."""
     first = next(model.parameters(), next(iter(tensors(batch)), None))
     return torch.device("cpu") if first is None else first.device

@@ -19,7 +19,7 @@ from ritz._core.training_config import TrainingConfig, TrainingOptions, combine
 from ritz.curvature._shared import Forward
 from ritz.training._assembly import OptimizerChoice, Parts, optimizer_names
 from ritz.training._data import Feed, splits
-from ritz.training._evaluate import TrainingResult, history_of, last_metrics
+from ritz.training._evaluate import TrainingResult, device_of, history_of, last_metrics
 from ritz.training._folder import held_folder
 from ritz.training._processes import arranged, channels_last, is_writer, joined_processes
 from ritz.training._run import Judge, Monitor, Run
@@ -133,7 +133,7 @@ def fit(
         joined_processes(config.device) as place,
         held_folder(checkpoint) as folder,
     ):
-        device = _device(model) if place is None else check_device(place)
+        device = device_of(model) if place is None else check_device(place)
         with arranged(config, device), channels_last(model, config.precision, device):
             feed, held = _feeds(data, validation, test, config, device)
             if not feed.cuts:
@@ -174,11 +174,6 @@ def fit(
         settings=config.to_plain() | classes,
         status=status,
     )
-
-
-def _device(model: nn.Module) -> torch.device:
-    first = next(model.parameters(), None)
-    return torch.device("cpu") if first is None else first.device
 
 
 def _with_preset(config: TrainingConfig) -> TrainingConfig:

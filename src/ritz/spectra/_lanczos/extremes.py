@@ -12,7 +12,7 @@ from ritz._core.checks import check_choice, check_count, check_range
 from ritz._core.distributed import Group
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import resolve_generator
-from ritz._core.results import Estimate, Status
+from ritz._core.results import Estimate, HasStatus, Status
 from ritz._core.storage import storable
 from ritz.operators import LinearOperator, OperatorLike, as_operator
 from ritz.operators._shared import gershgorin
@@ -34,7 +34,7 @@ BoundsMethod = Literal["auto", "gershgorin", "lanczos"]
 
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Eigenpairs:
+class Eigenpairs(HasStatus):
     r"""Extreme eigenvalues of a symmetric matrix with residuals and eigenvectors.
 
     Attributes:
@@ -67,10 +67,6 @@ class Eigenpairs:
     settings: dict[str, str | int | float | bool | None]
     seed: int | None
     status: Status
-
-    def raise_if_failed(self) -> None:
-        """Raise :class:`ritz.NotConvergedError` unless all wanted pairs have converged."""
-        self.status.raise_if_failed()
 
     def __str__(self) -> str:
         lines = [
@@ -307,7 +303,7 @@ class _Search:
 
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
+class Bounds(HasStatus):
     """An interval that contains a spectrum; ``low, high = bounds`` unpacks it.
 
     Attributes:
@@ -332,10 +328,6 @@ class Bounds:
 
     def __iter__(self) -> Iterator[float]:
         return iter((self.low, self.high))
-
-    def raise_if_failed(self) -> None:
-        """Raise :class:`ritz.NotConvergedError` unless the ends reached the tolerance."""
-        self.status.raise_if_failed()
 
     def __str__(self) -> str:
         kind = "certainly" if self.rigorous else "almost certainly"

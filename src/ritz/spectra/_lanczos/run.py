@@ -11,7 +11,7 @@ from ritz._core.checks import check_choice, check_count, check_finite, check_ten
 from ritz._core.distributed import Group
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import resolve_generator
-from ritz._core.results import Status
+from ritz._core.results import HasStatus, Status
 from ritz._core.sampling import draw_probes
 from ritz._core.storage import storable
 from ritz.operators import LinearOperator, OperatorLike, as_operator
@@ -24,7 +24,7 @@ from ritz.spectra._lanczos.state import SavedRuns
 
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spectrum:
+class Spectrum(HasStatus):
     r"""Ritz values with Gauss weights and residuals: a picture of the whole spectrum.
 
     The weighted values are a discrete density that matches the moments
@@ -69,10 +69,6 @@ class Spectrum:
     seed: int | None
     status: Status
     cosines: Tensor | None = field(default=None, repr=False)
-
-    def raise_if_failed(self) -> None:
-        """Do nothing: a run of a fixed number of steps does not fail."""
-        self.status.raise_if_failed()
 
     def __str__(self) -> str:
         values, residuals, count = self.values, self.residuals, len(self.values)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ritz._core.checks import check_count
 from ritz._core.density import Density, as_points
 from ritz._core.random import resolve_generator
-from ritz._core.results import Status
+from ritz._core.results import HasStatus, Status
 from ritz._core.storage import storable
 from ritz.spectra._maxent.dual import TUNING, Rule, chebyshev, log_prior, quadrature
 
@@ -20,7 +20,7 @@ from ritz.spectra._maxent.dual import TUNING, Rule, chebyshev, log_prior, quadra
 @final
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EntropicDensity:
+class EntropicDensity(HasStatus):
     r"""The density of largest entropy with given moments.
 
     .. math:: q(\lambda) = \frac{2}{b - a} \frac{q_0(x)}{Z}
@@ -159,10 +159,6 @@ class EntropicDensity:
     def symmetric_kl(self, other: "EntropicDensity") -> float:
         """Return half the sum of the divergences to and from another entropic density."""
         return 0.5 * (self.kl(other) + other.kl(self))
-
-    def raise_if_failed(self) -> None:
-        """Raise :class:`ritz.NotConvergedError` unless the dual was solved."""
-        self.status.raise_if_failed()
 
     def __str__(self) -> str:
         low, high = self.interval

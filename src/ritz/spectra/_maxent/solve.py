@@ -33,19 +33,16 @@ class Solver:
     Attributes:
         rule: Quadrature with polynomials up to degree ``2 m``.
         fine: Quadrature of twice the size with polynomials up to degree ``m``.
+        blur: Difference of the logarithms of their integrals of the prior.
         atol: Largest entry of the gradient to stop at.
         max_steps: Maximum number of steps with one variance.
     """
 
     rule: Rule
     fine: Rule
+    blur: float
     atol: float
     max_steps: int
-
-    @property
-    def blur(self) -> float:
-        """Difference of the logarithms of the two integrals of the prior."""
-        return abs(float(self.fine.log_mass - self.rule.log_mass))
 
     def solve(self, targets: Tensor, levels: list[Tensor]) -> tuple[Solution, Tensor]:
         """Return for each vector the solution with the smallest variance that has one, and that.
@@ -200,21 +197,21 @@ def maxent(
     while True:
         rule = quadrature(prior, problem.interval, size, 2 * m)
         fine = quadrature(prior, problem.interval, 2 * size, m)
-        solver = Solver(rule, fine, atol, max_steps)
+        blur = abs(float(fine.log_mass - rule.log_mass))
         size *= 2
-        resolved = solver.blur <= TUNING.resolved / 100
-        if grid_size is not None or resolved or size > TUNING.largest_grid:
+        if grid_size or blur <= TUNING.resolved / 100 or size > TUNING.largest_grid:
             break
+    solver = Solver(rule, fine, blur, atol, max_steps)
     # The change of basis magnifies the roundoff of power moments.
     roundoff = (1e-16 * raw.abs() @ change.abs().T).square()[:, 1:] * (problem.basis == "power")
     levels = problem.levels(change, relax)
     densities: list[EntropicDensity] = []
     for rows in torch.arange(len(raw)).split(max(1, TUNING.block // len(solver.rule.points))):
-        given = [level.expand_as(targets)[rows] + roundoff[rows] for level in levels]
-        solution, ridge = solver.solve(targets[rows], given)
+        variances = [level.expand_as(targets)[rows] + roundoff[rows] for level in levels]
+        solution, ridge = solver.solve(targets[rows], variances)
         resolves = solver.resolves(solution).tolist()
         for i, row in enumerate(rows.tolist()):
-            relaxation = float((ridge[i] - given[0][i]).max())
+            relaxation = float((ridge[i] - variances[0][i]).max())
             error = float((solution.fitted[i] - targets[row]).abs().max())
             gradient = float(solution.gradient[i]) if resolves[i] else None
             steps, rounded = int(solution.iterations[i]), float(roundoff[row].max())
@@ -243,14 +240,14 @@ class _Problem:
 
     Attributes:
         raw: Moments, ``(m + 1,)`` or ``(N, m + 1)``.
-        stderr: Standard errors of the same shape, or ``None``.
+        stderr: Standard errors of the same shape; zeros if there are none.
         basis: Basis of the moments.
         interval: The support.
         variable: The interval that was mapped to ``[-1, 1]`` before powers were taken.
     """
 
     raw: Tensor
-    stderr: Tensor | None
+    stderr: Tensor
     basis: str
     interval: tuple[float, float]
     variable: tuple[float, float]
@@ -278,8 +275,9 @@ class _Problem:
                 )
             stderr = moments.stderr if stderr is None else stderr
             moments = moments.mean
-        errors = None if stderr is None else _double(stderr)
-        return cls(_double(moments), errors, basis, support, variable)
+        raw = _double(moments)
+        errors = torch.zeros_like(raw) if stderr is None else _double(stderr)
+        return cls(raw, errors, basis, support, variable)
 
     def check(self, relax: float | None) -> None:
         """Raise unless the moments are finite, begin with 1 and have errors like them."""
@@ -294,12 +292,12 @@ class _Problem:
             raise ValueError(
                 f"moments must begin with that of degree 0, which is 1, got {first:.6g}"
             )
-        if stderr is not None:
-            if stderr.shape != raw.shape:
-                raise ValueError(
-                    f"stderr must be {tuple(raw.shape)}, as the moments, got {tuple(stderr.shape)}"
-                )
-            check_finite("stderr", stderr)
+        if stderr.shape != raw.shape:
+            raise ValueError(
+                f"stderr must be {tuple(raw.shape)}, as the moments, got {tuple(stderr.shape)}"
+            )
+        check_finite("stderr", stderr)
+        if bool((stderr < 0).any()):
             check_range("stderr", float(stderr.min()), low=0.0)
         if relax is not None:
             check_range("relax", relax, low=0.0, high=TUNING.largest)
@@ -308,8 +306,7 @@ class _Problem:
         """Return the variances of the Chebyshev moments to try, ascending."""
         if relax is not None:
             return [torch.full((1, 1), relax, dtype=torch.float64)]
-        errors = torch.zeros_like(self.raw) if self.stderr is None else self.stderr
-        errors = errors.reshape(-1, errors.shape[-1])
+        errors = self.stderr.reshape(-1, self.stderr.shape[-1])
         # Var(C mu) = C^2 Var(mu) for independent errors. Clamped before squaring: squares may
         # overflow, and zero times infinity is NaN.
         squares = errors.clamp_max(TUNING.largest**0.5).square()
@@ -336,7 +333,7 @@ def _status(
     if not gradient <= solver.atol:
         return Status(
             outcome="max_steps",
-            message=f"gradient {gradient:.1g} after {how} where {solver.atol:.1g} was asked for",
+            message=f"gradient {gradient:.1g} after {how}, above atol {solver.atol:.1g}",
             advice="give standard errors, or relax=, a larger variance of the moments",
         )
     if roundoff > TUNING.ladder[1]:
