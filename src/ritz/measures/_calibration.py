@@ -147,6 +147,7 @@ class ScaledModel(nn.Module):
     def __init__(self, model: nn.Module, temperature: float) -> None:
         super().__init__()
         self.model, self.temperature = model, temperature
+        # A module begins in training mode, whatever the mode of the model.
         self.training = model.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -212,11 +213,13 @@ class _CrossEntropy:
 def _check_minimum(loss: _CrossEntropy) -> None:
     if not all(map(math.isfinite, (loss.slope_at_zero, loss.slope_at_infinity))):
         raise ValueError("outputs must be finite, got NaN or Inf")
+    # No gap is positive: the loss decreases for ever.
     if loss.slope_at_infinity == 0:
         raise ValueError(
             f"no temperature is best: all {loss.count} samples are classified correctly, so that "
             "a lower temperature always has a lower loss; use held-out data, or more samples"
         )
+    # A convex function with a slope of at least zero at zero grows from there on.
     if loss.slope_at_zero >= 0:
         raise ValueError(
             "no temperature is best: the outputs are no better than chance, so that a higher "
@@ -252,6 +255,7 @@ def _reliability(risk: Risk, pairs: Pairs, beta: float, num_bins: int) -> Reliab
         bins = (confidence * num_bins).ceil().long().sub_(1).clamp_(0, num_bins - 1)
         right = (chosen == labels).double()
         sums.index_add_(1, bins, torch.stack([torch.ones_like(right), confidence, right]))
+    # sum_b n_b/N |acc_b - conf_b| = sum_b |right_b - confidence_b| / N
     counts, confidence, right = risk.reduced(sums).cpu()
     return Reliability(
         error=float((right - confidence).abs().sum() / counts.sum()),

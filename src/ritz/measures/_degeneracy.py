@@ -150,6 +150,7 @@ def rank_bound(risk: Risk) -> RankBound:
             inputs = _inputs(context.batch, size)
     num_terms, num_outputs = risk.reduced(counts).tolist()
     # Each term has a curvature of rank d_y in its outputs; softmax is blind to a shift of them all.
+    # d_y, the outputs of one term
     classes = num_outputs // num_terms
     hidden = _hidden_units(risk.model)
     compared = hidden is not None and inputs is not None
@@ -167,6 +168,7 @@ def rank_bound(risk: Risk) -> RankBound:
 
 
 def _nearest(run: Spectrum, count: int) -> Tensor:
+    # The weights of Ritz values are the fractions of eigenvalues near them.
     chosen = run.values.abs().argsort()[:count]
     mass, values = run.weights[chosen], run.values[chosen]
     # The weights vanish if the start vector has no part in either.
@@ -181,6 +183,7 @@ def _terms(known: KnownLoss | None, outputs: Any, target: Any, size: int) -> lis
     classes = outputs.shape[1]
     if target.is_floating_point():
         return [outputs.numel() // classes, outputs.numel()]
+    # Ignored labels have no gradient, and so no curvature.
     labels = int((target != known.ignore_index).sum())
     return [labels, labels * classes]
 
@@ -199,4 +202,5 @@ def _hidden_units(model: nn.Module) -> int | None:
             units.append(layer.out_features)
         elif isinstance(layer, nn.modules.conv._ConvNd):
             units.append(layer.out_channels)
+    # The last layer gives the outputs.
     return sum(units[:-1]) if units else None

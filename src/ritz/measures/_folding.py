@@ -44,6 +44,7 @@ def fold_batch_norm(model: nn.Module, *, strict: bool = True) -> nn.Module:
     with evaluating(folded, batch_statistics=False):
         before = dict(_pairs(folded, ""))
     modules = dict(folded.named_modules())
+    # All are checked before any is folded.
     pairs: list[tuple[Layer, _BatchNorm]] = []
     reasons: dict[str, str] = {}
     for name, norm in batch_norms(folded).items():
@@ -148,6 +149,7 @@ def _scaled(layer: Layer, weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def _replace(model: nn.Module, norm: nn.Module) -> None:
+    # A module may be registered in several places.
     for parent in model.modules():
         for name, child in parent.named_children():
             if child is norm:

@@ -331,6 +331,7 @@ def landscape2d(
     check_direction("first", first, risk)
     check_direction("second", second, risk)
     norms = torch.stack([first.double().norm(), second.double().norm()]).cpu()
+    # In float64: cosines near one lose half the digits.
     cosine = float(first.double() @ second.double()) / float(norms.prod())
     # 1 - |cos| = angle^2 / 2: an angle below 1.4e-3.
     if 1 - abs(cosine) < 1e-6:
@@ -366,6 +367,7 @@ class _Probe:
                              f"{risk}")  # fmt: skip
         self.mode: BatchNormMode = mode or risk.batch_norm
         self.risk = risk.with_batch_norm(self.mode)
+        # Without mode= each risk has its own, except that statistics are recomputed for both.
         if test is not None and (mode is not None or self.mode == "recomputed"):
             # The statistics are those of the training data.
             test = test.with_batch_norm("eval" if self.mode == "recomputed" else self.mode)
@@ -436,6 +438,7 @@ class _Probe:
 
 def _values(risk: Risk, statistics: dict[str, Tensor] | None = None) -> Row:
     """Return loss and accuracy by one forward pass, with other statistics of batch norm if any."""
+    # Summed in float64 over batches, and over processes by one reduction.
     sums = torch.zeros(3, dtype=torch.float64, device=risk.theta.device)
     with torch.no_grad(), risk.settings():
         for _, context, weight in risk.contexts():
@@ -455,4 +458,5 @@ def _steps(name: str, distance: float, num_points: int) -> list[float]:
     check_range(name, distance, low=0.0)
     if not 0 < distance < math.inf:
         raise ValueError(f"{name} must be positive and finite, got {distance}")
+    # 2 k / (n - 1) is exactly 1 in the middle; a linspace may round there.
     return [distance * (2 * k / (num_points - 1) - 1) for k in range(num_points)]

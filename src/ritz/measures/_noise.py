@@ -220,6 +220,7 @@ def _groups(risk: Risk, group_size: int, generator: torch.Generator) -> Risk:
     """Return the risk whose batches are random disjoint groups of samples."""
     count = risk.num_samples
     order = torch.randperm(count, generator=generator, device=generator.device)
+    # Groups of one size, as the formula assumes: the rest is left out.
     used = order[: count // group_size * group_size].to(risk.theta.device)
     return risk.samples(used, batch_size=group_size)
 

@@ -120,6 +120,7 @@ def _sample(run: Spectrum, chosen: Tensor, at: Tensor) -> Tensor:
 def _angles(run: Spectrum) -> Tensor:
     # sin(u, eigenvector) <= |A u - theta u| / gap, with the gap to the nearest other Ritz value.
     distances = (run.values[:, None] - run.values).abs()
+    # A value is not its own neighbour.
     distances.fill_diagonal_(math.inf)
     return run.residuals / distances.min(1).values
 
@@ -129,6 +130,7 @@ def _same(
 ) -> bool:
     """Return whether a run's value is that of the first run, with a one-dimensional eigenspace."""
     first, run, here, there = runs[0], runs[other], places[0], places[other]
+    # An eigenvalue lies within the residual of each Ritz value: both may have found the same one.
     gap = abs(float(first.values[here] - run.values[there]))
     if gap > float(first.residuals[here] + run.residuals[there]):
         return False
@@ -218,7 +220,20 @@ class Sharpness:
     seed: int
 
     def __str__(self) -> str:
-        return describe(self)
+        first = next(iter(self.summaries.values()))
+        sizes = " to ".join(map(str, sorted(set(self.batch_sizes))))
+        lines = [
+            f"Sharpness of {self.model}: {first.num_parameters:,} parameters, "
+            f"{first.num_samples:,} samples in batches of {sizes}"
+            + (f", l2 {self.l2:g}" if self.l2 else ""),
+            f"  {self.num_steps} Lanczos steps, {_probes(self.num_probes)}, seed {self.seed}",
+        ]
+        columns = [_column(row, self.summaries[row.batch_norm or ""]) for row in self.rows]
+        width = max(len(cell) for column in columns for cell in column.values())
+        for name in columns[0]:
+            cells = "  ".join(f"{column[name]:>{width}}" for column in columns)
+            lines.append(f"  {name:<18}  {cells}")
+        return "\n".join(lines)
 
 
 def sharpness(
@@ -291,6 +306,7 @@ def sharpness(
         "weights": risk.theta,
         "start": start,
     }
+    # Otherwise the processes may do different things, and must not wait for each other.
     together = risk.sharing != "none"
     parts = Parts(
         Journal(state, settings, interval=save_interval, group=risk.group, together=together)
@@ -315,27 +331,10 @@ def sharpness(
     )
 
 
-def describe(report: Sharpness) -> str:
-    """Return the report as a table, a line per quantity and a column per matrix."""
-    first = next(iter(report.summaries.values()))
-    low, high = report.batch_sizes
-    lines = [
-        f"Sharpness of {report.model}: {first.num_parameters:,} parameters, "
-        f"{first.num_samples:,} samples in batches of {low if low == high else f'{low} to {high}'}"
-        + (f", l2 {report.l2:g}" if report.l2 else ""),
-        f"  {report.num_steps} Lanczos steps, {_probes(report.num_probes)}, seed {report.seed}",
-    ]
-    columns = [_column(row, report.summaries[row.batch_norm or ""]) for row in report.rows]
-    width = max(len(cell) for column in columns for cell in column.values())
-    for name in columns[0]:
-        cells = "  ".join(f"{column[name]:>{width}}" for column in columns)
-        lines.append(f"  {name:<18}  {cells}")
-    return "\n".join(lines)
-
-
 def _probes(count: int) -> str:
     if count == 1:
         return "one probe (no error bars)"
+    # Relative standard deviation of a standard deviation of normal samples: 1 / sqrt(2 (d - 1)).
     share = (2 * (count - 1)) ** -0.5
     return f"{count} probes (± a standard error, itself uncertain by {share:.0%})"
 
@@ -425,6 +424,7 @@ def _measure(
 
 
 def _root(square: Estimate, least: float) -> Estimate:
+    # |V'HV|_F <= |H|_F for orthonormal V: the Ritz values of one run bound the norm from below.
     mean = square.mean.sqrt().clamp(min=least)
     # d sqrt(x) = dx / (2 sqrt(x))
     error = square.stderr / (2 * mean) if mean > 0 else torch.zeros_like(mean)

@@ -86,6 +86,7 @@ class AdaptiveOptimizer(Optimizer):
         unknown = sorted(flags.keys() - Flags.__annotations__.keys())
         if unknown:
             raise TypeError(f"{type(self).__name__} got unknown arguments {', '.join(unknown)}")
+        # DampedAdamW calls its epsilon delta.
         names = ("lr", "betas", self._eps_key, "weight_decay")
         defaults = DEFAULTS | dict(zip(names, common, strict=True)) | settings | flags
         self._check(defaults)
@@ -100,6 +101,7 @@ class AdaptiveOptimizer(Optimizer):
         super().__setstate__(state)
         self.__dict__.setdefault("_graphs", {})
         for group in self.param_groups:
+            # Settings that an older pickle does not have.
             group |= DEFAULTS | self.defaults | group
             for param in group["params"]:
                 state = self.state.get(param, {})
@@ -176,6 +178,7 @@ class AdaptiveOptimizer(Optimizer):
             return bool(group["fused"])
         if group["foreach"] is not None:
             return False
+        # As torch decides for its own AdamW: by device, dtype and type of the parameters.
         return _default_to_fused_or_foreach(group["params"], group["differentiable"], True)[0]
 
     def _param_state(self, param: Tensor, rule: Rule, fused: bool) -> dict[str, Any]:
@@ -544,6 +547,7 @@ def delta_to_shrinkage(delta: float) -> float:
     0.25
     """
     check_range("delta", delta, low=0)
+    # alpha / (lambda + delta) = alpha beta / (beta lambda + 1 - beta) for every lambda
     return 1 / (1 + delta)
 
 
@@ -561,4 +565,5 @@ def shrinkage_to_delta(beta: float) -> float:
     check_range("beta", beta, low=0, high=1)
     if beta == 0:
         raise ValueError("beta must be above 0: no damping shrinks the curvature away, got 0")
+    # beta = 1 / (1 + delta)
     return (1 - beta) / beta

@@ -90,6 +90,7 @@ class IterateAverage:
         if dtype not in (None, torch.float32, torch.float64):
             raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
         self.optimizer, self.kind, self.interval, self.decay = optimizer, kind, interval, decay
+        # Steps count from one, so 0 and 1 both mean the first step.
         self.planned = None if start is None else max(start, 1)
         self._applied = False
         self._skipped: Tensor | None = None
@@ -100,8 +101,10 @@ class IterateAverage:
             dtype=dtype,
             closed=lambda numbers: numbers["count"] > 0,
         )
+        # Not compiled: a compiled step would be traced again whenever a count changes.
         optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step))
         optimizer.register_step_post_hook(torch.compiler.disable(self._after_step))
+        # Before the hook of the companions, which writes the counts.
         optimizer.register_state_dict_pre_hook(lambda _: self._resolve(), prepend=True)
         optimizer.register_load_state_dict_post_hook(self._after_load)
 
@@ -155,6 +158,7 @@ class IterateAverage:
             with with_statistics(model, **statistics):
                 yield model
         finally:
+            # FSDP2 may have gathered the parameters in the block.
             reshard(model)
             _write([(p, weights) for (p, _), weights in zip(pairs, before, strict=True)])
             self._applied = False
@@ -246,12 +250,14 @@ class IterateAverage:
         return waits and self._numbers["step"] + 1 >= start and not self._companions.initialising
 
     def _is_due(self) -> bool:
+        # Due at t = T - 1 + k, T - 1 + 2k, ...
         since = self._numbers["step"] + 1 - self._numbers["start"]
         begun = self.count > 0 or self.kind == "polyak"
         return begun and since > 0 and since % self.interval == 0
 
     def _begin(self) -> None:
         self._companions.copy_weights()
+        # The Polyak average leaves the initial weights out.
         self._numbers["count"] = 0 if self.kind == "polyak" else 1
         self._companions.write_numbers(self.optimizer)
 
@@ -302,7 +308,7 @@ def move(averages: list[Tensor], weights: list[Tensor], share: float) -> None:
     """
     pairs = [(local(a), local(w)) for a, w in zip(averages, weights, strict=True)]
     same = [(a, w) for a, w in pairs if a.dtype == w.dtype]
-    if same:
+    if same:  # a list of one dtype takes one launch on a GPU
         torch._foreach_lerp_([a for a, _ in same], [w for _, w in same], share)
     for a, w in pairs:
         if a.dtype != w.dtype:
@@ -430,6 +436,7 @@ class AutoAverage:
             self.finished = True
             return
         self.average.restart()
+        # The metric is that of the average from now on, so its best value is unknown.
         self.averaging, self.waited = True, 0
         self.best_before, self.best = self.best, None
 

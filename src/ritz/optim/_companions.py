@@ -71,6 +71,7 @@ class Companions:
     def after_step(self, optimizer: Optimizer) -> None:
         """Put new tensors into the state; call it after every step."""
         if self._unbound:
+            # A parameter without gradient has no state, and the optimiser has yet to create it.
             ready = [p for p in self._unbound if p.grad is not None or optimizer.state.get(p)]
             self._bind(optimizer, ready)
 
@@ -78,6 +79,7 @@ class Companions:
         """Give every parameter that requires a gradient its tensor, a copy of its weights."""
         if self._num_groups != len(optimizer.param_groups):
             self._collect(optimizer)
+        # A frozen parameter waits: it may be unfrozen later.
         for p in [p for p in self._waiting if p.requires_grad]:
             self.tensors[p] = p.detach().to(self._kind(p), copy=True)
             self._unbound.append(p)
@@ -99,6 +101,7 @@ class Companions:
 
     def adopt(self, optimizer: Optimizer, numbers: Mapping[str, int]) -> None:
         """Continue with the tensors in the state of an optimiser that was copied."""
+        # Loading its own state runs the hooks below, which find the tensors.
         optimizer.load_state_dict(optimizer.state_dict())
         self.numbers = dict(numbers)
         self.write_numbers(optimizer)
@@ -208,6 +211,7 @@ def listed(groups: list[dict[str, Any]]) -> list[tuple[str | None, Any]]:
 
 def _is_initialising(optimizer: Optimizer) -> bool:
     """Return whether a step only initialises the state, for torch.distributed.checkpoint."""
+    # It takes a step with learning rate 0 and zero gradients, which must not count.
     if optimizer.state or not all(bool(g.get("lr", 1) == 0) for g in optimizer.param_groups):
         return False
     grads = [p.grad for p in parameters(optimizer) if p.grad is not None]

@@ -159,7 +159,9 @@ def weight_norms(model: nn.Module | Mapping[str, Tensor]) -> WeightNorms:
     layers = {}
     for name, value in named.items():
         sizes = value.detach().abs().double()
+        # An empty tensor has no largest entry.
         layers[name] = (float(sizes.norm()), float(sizes.max()) if sizes.numel() else 0.0)
+    # |theta|^2 is the sum of the squared norms of its parts.
     l2 = float(torch.tensor([l2 for l2, _ in layers.values()], dtype=torch.float64).norm())
     linf = max(linf for _, linf in layers.values())
     return WeightNorms(l2=l2, linf=linf, layers=layers, names=tuple(layers))
@@ -191,6 +193,7 @@ def scale_invariant_weights(model: nn.Module, *inputs: Any, rtol: float = 0.01) 
         for name, weight in model.named_parameters():
             if weight.ndim < 2:
                 continue
+            # The control: the same entries at other places.
             shuffled = weight.flatten().roll(1).view_as(weight)
             scaled = _change(before, _outputs(model, {name: FACTOR * weight}, inputs))
             control = _change(before, _outputs(model, {name: shuffled}, inputs))
@@ -217,6 +220,7 @@ def effective_rates(
     averaged adaptive gradient methods*, section 3.2.
     """
     weights = dict(model.named_parameters())
+    # By identity: tensors compare element by element.
     rates = {
         id(weight): float(group["lr"])
         for group in optimizer.param_groups

@@ -79,6 +79,7 @@ class Lookahead(Optimizer):
     @property
     def until(self) -> int | None:
         """First step without Lookahead."""
+        # A call of stop() takes precedence over the plan.
         stopped = self._slow.numbers["stop"]
         return self.planned if stopped == NEVER else stopped
 
@@ -144,6 +145,7 @@ class Lookahead(Optimizer):
 
     def _before_inner(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._slow.before_step(optimizer)
+        # phi_0 = theta_0: weights may have been loaded since the slow ones were allocated.
         if self._slow.numbers["step"] == 0:
             self._slow.copy_weights()
 

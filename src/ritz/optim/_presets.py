@@ -107,6 +107,7 @@ _add("padam/preresnet110/imagenet32", Padam, 200, None, _PRN, lr=0.1, weight_dec
 _add("gadam/preresnet110/imagenet32", Gadam, 200, None, _PRN, lr=1e-3, weight_decay=1e-3)
 _add("gadamx/preresnet110/imagenet32", GadamX, 200, None, _PRN, lr=0.1, weight_decay=3e-4)
 
+# With eps = 1 the step of Gadam is nearly that of SGD, hence the large learning rate.
 _RESNET = GADAM + "5.3; averaging from epoch 61 of the three tried"
 _add("gadam/resnet50/imagenet", Gadam, 90, 61, _RESNET, lr=0.5, eps=1.0, weight_decay=1e-4)
 _BEST = _RESNET + ", the largest rate tried, which was best" + SEARCHED

@@ -148,6 +148,7 @@ class GroupSchedule:
                 raise ValueError(f"key must name a number in every group of the optimiser, such "
                                  f"as {', '.join(numbers)}; got {key!r}")  # fmt: skip
             initial = value.clone() if isinstance(value, Tensor) else value
+            # Already there when a run is resumed.
             group.setdefault(f"initial_{key}", initial)
         self.optimizer, self.key, self.num_steps = optimizer, key, 0
         self._apply()
@@ -183,14 +184,17 @@ def _linear(num_steps: int, final: float, hold: float, until: float, step: int) 
     time = step / num_steps
     if time <= hold:
         return 1.0
+    # A line from 1 at hold to final at until.
     return final if time > until else 1 - (1 - final) * (time - hold) / (until - hold)
 
 
 def _steps(milestones: tuple[int, ...], factor: float, step: int) -> float:
+    # One factor for each milestone at or before the step.
     return float(factor ** bisect_right(milestones, step))
 
 
 def _warmup(num_steps: int, then: Shape | None, step: int) -> float:
+    # (t + 1) / n: the first step, t = 0, has a factor above zero.
     factor = min(1.0, (step + 1) / num_steps)
     return factor if then is None else factor * then(step)
 
