@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from ritz._core.batches import tensors
 from ritz._core.modes import evaluating
 from ritz._core.storage import storable
-from ritz.curvature._shared import Adapter, Forward, check_labels, recognised
+from ritz.curvature._shared import Adapter, Forward, check_labels, known_loss
 from ritz.training._data import Feed, own_rows
 from ritz.training._step import HALF, Totals, autocast, call_model, carried_state, overwrite
 
@@ -159,7 +159,7 @@ def evaluate(
 
 def with_perplexity(means: dict[str, float], feed: Feed, loss_fn: Any) -> dict[str, float]:
     """Return means with the perplexity, exp(loss), if the loss is the cross-entropy of a text."""
-    known = recognised(loss_fn)
+    known = known_loss(loss_fn)
     if not feed.is_text or known is None or known.kind != "cross_entropy" or known.smoothing:
         return means
     # As a tensor: for a huge loss math.exp raises, and this is infinite.
