@@ -284,7 +284,7 @@ def test_inference_mode_changes_nothing_inside_or_after():
 def test_autocast_does_not_round_recomputed_statistics():
     risk = case("cnn recomputed").risk()
     data = [(x.float(), y) for x, y in case("cnn recomputed").data]
-    single = Risk(risk.model.float(), CE, data, batch_norm="recomputed")
+    single = Risk(copy.deepcopy(risk.model).float(), CE, data, batch_norm="recomputed")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = Risk(single.model, CE, data, batch_norm="recomputed")
     assert inside.loss() == single.loss()

@@ -76,7 +76,7 @@ class Journal:
     costs what is new.
 
     With several processes each one writes its own files, and all continue from a step that all
-    have. The files stay until :meth:`remove`: whoever saves the final result calls it.
+    have. The files stay until :func:`remove_state`: whoever saves the final result calls it.
 
     Args:
         path: File of the newest state. ``None`` turns the journal off: nothing is due, saved or
@@ -201,11 +201,6 @@ class Journal:
     def wait(self) -> None:
         """Wait until all processes are here."""
         self._agree(all_min, 0)
-
-    def remove(self) -> None:
-        """Remove the files of this process: nothing is left to resume."""
-        if self.path is not None:
-            remove_state(self.path)
 
     def _agree(self, reduce: Callable[[int, Group | None], int], value: int) -> int:
         return reduce(value, self.group) if self._together else value

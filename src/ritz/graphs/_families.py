@@ -36,7 +36,7 @@ class Tuning:
     """Sizes of the search of ``fit``.
 
     ``tests/graphs/test_fitting.py`` decides: parameters, blocks and neighbours of drawn graphs are
-    found again within their intervals. More values give the same and cost more draws.
+    found again within their intervals.
     """
 
     # Densities are searched from a quarter to four times that of the graph. The nearest

@@ -220,7 +220,20 @@ class Sharpness:
     seed: int
 
     def __str__(self) -> str:
-        return describe(self)
+        first = next(iter(self.summaries.values()))
+        sizes = " to ".join(map(str, sorted(set(self.batch_sizes))))
+        lines = [
+            f"Sharpness of {self.model}: {first.num_parameters:,} parameters, "
+            f"{first.num_samples:,} samples in batches of {sizes}"
+            + (f", l2 {self.l2:g}" if self.l2 else ""),
+            f"  {self.num_steps} Lanczos steps, {_probes(self.num_probes)}, seed {self.seed}",
+        ]
+        columns = [_column(row, self.summaries[row.batch_norm or ""]) for row in self.rows]
+        width = max(len(cell) for column in columns for cell in column.values())
+        for name in columns[0]:
+            cells = "  ".join(f"{column[name]:>{width}}" for column in columns)
+            lines.append(f"  {name:<18}  {cells}")
+        return "\n".join(lines)
 
 
 def sharpness(
@@ -316,24 +329,6 @@ def sharpness(
         l2=risk.l2,
         seed=generator.initial_seed(),
     )
-
-
-def describe(report: Sharpness) -> str:
-    """Return the report as a table, a line per quantity and a column per matrix."""
-    first = next(iter(report.summaries.values()))
-    low, high = report.batch_sizes
-    lines = [
-        f"Sharpness of {report.model}: {first.num_parameters:,} parameters, "
-        f"{first.num_samples:,} samples in batches of {low if low == high else f'{low} to {high}'}"
-        + (f", l2 {report.l2:g}" if report.l2 else ""),
-        f"  {report.num_steps} Lanczos steps, {_probes(report.num_probes)}, seed {report.seed}",
-    ]
-    columns = [_column(row, report.summaries[row.batch_norm or ""]) for row in report.rows]
-    width = max(len(cell) for column in columns for cell in column.values())
-    for name in columns[0]:
-        cells = "  ".join(f"{column[name]:>{width}}" for column in columns)
-        lines.append(f"  {name:<18}  {cells}")
-    return "\n".join(lines)
 
 
 def _probes(count: int) -> str:

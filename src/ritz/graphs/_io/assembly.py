@@ -21,9 +21,9 @@ MAX_NODES = 2**31 - 1  # two ends and a direction are packed into one 64-bit key
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sizes:
-    """Sizes that bound the memory of reading, which is two to three times that of the graph.
+    """Sizes that bound the memory of reading, which is about three times that of the graph.
 
-    ``tests/graphs/test_memory.py`` measures 2.7 without weights and 2.2 with.
+    The files of ``tests/graphs/test_memory.py`` take 3.2 times without weights and 2.3 with.
     """
 
     # Records per array. Freed arrays of 32 MiB go back to the system; small ones stay with the
@@ -275,7 +275,7 @@ def assemble(records: Records, rules: Rules, *, edgeless: bool = False) -> Graph
         rules: What to do with loops, repeats and directions.
         edgeless: Accept a graph without edges.
 
-    Cost: a sort of the records. Memory: at most three times the compressed rows.
+    Cost: a sort of the records. Memory: about three times the compressed rows.
     """
     n, ids = records.num_nodes, None
     if n is None:

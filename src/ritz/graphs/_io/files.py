@@ -78,7 +78,7 @@ def read(
         FileNotFoundError: There is no such file.
         ImportError: The file is GML or GraphML, and NetworkX is not installed.
 
-    Cost: edge lists, Matrix Market and METIS are read in blocks by NumPy, at most three times the
+    Cost: edge lists, Matrix Market and METIS are read in blocks by NumPy, at about three times the
     memory of the graph (8 bytes per edge, 24 with weights). NetworkX reads GML and GraphML, at
     about a kilobyte per edge.
     """
