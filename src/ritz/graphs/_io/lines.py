@@ -163,24 +163,28 @@ class LineReader:
             self._add(text, number)
 
     def _add(self, text: bytes, number: int) -> None:
-        if not text.strip():
+        # One by one until a valid line says how many columns there are.
+        start = 0
+        while start < len(text) and self.columns is None:
+            stop = text.index(b"\n", start) + 1
+            if not self._is_edge(text[start:stop].split(), number):
+                start, number = stop, number + 1
+        text = text[start:]
+        if self.columns is None or not text.strip():
             return
-        if self.columns is not None:
-            try:
-                self.records.add(*self._parse(text, self.columns))
+        try:
+            self.records.add(*self._parse(text, self.columns))
+        except ValueError:
+            lines = text.splitlines(keepends=True)
+            middle = len(lines) // 2
+            if len(lines) > _FEW_LINES:
+                # One invalid line costs three passes over its block: n + n + n/2 + n/4 + ...
+                self._add(b"".join(lines[:middle]), number)
+                self._add(b"".join(lines[middle:]), number + middle)
                 return
-            except ValueError:
-                pass
-        lines = text.splitlines(keepends=True)
-        middle = len(lines) // 2
-        if len(lines) > _FEW_LINES:
-            # One invalid line costs three passes over its block: n + n + n/2 + n/4 + ...
-            self._add(b"".join(lines[:middle]), number)
-            self._add(b"".join(lines[middle:]), number + middle)
-            return
-        valid = [line for i, line in enumerate(lines) if self._is_edge(line.split(), number + i)]
-        if self.columns is not None and valid:
-            self.records.add(*self._parse(b"".join(valid), self.columns))
+            valid = [one for i, one in enumerate(lines) if self._is_edge(one.split(), number + i)]
+            if valid:
+                self.records.add(*self._parse(b"".join(valid), self.columns))
 
     def _is_edge(self, words: list[bytes], number: int) -> bool:
         """Whether a line is an edge; an invalid one is rejected, a blank one ignored."""
