@@ -141,7 +141,8 @@ def _records_or_matrix(x: Any, weights: Any, num_nodes: int | None) -> Any:
         return _edge_index_records(x, weights, num_nodes)
     if unambiguous:
         raise ValueError("weights and num_nodes are for an edge_index (2, E) of integers")
-    if not (isinstance(x, np.ndarray) or scipy.sparse.issparse(x)):
+    supported = isinstance(x, np.ndarray) or scipy.sparse.issparse(x)
+    if not supported:
         raise TypeError(
             "graph must be a ritz, NetworkX or sparse graph, a weight matrix, an edge_index "
             f"(2, E), or a path, got {type(x).__name__}"
@@ -188,7 +189,8 @@ def _edge_index_records(ends: Array, weights: Any, num_nodes: int | None) -> Rec
         check_weights(weights := weights.astype(np.float64), "weights")
     # As a list: edges that occur once, in either order, are an undirected graph too.
     records = Records(source="edge_index", kind="list", num_nodes=n)
-    records.add(*ends.astype(np.int64), weights)
+    u, v = ends.astype(np.int64)
+    records.add(u, v, weights)
     return records
 
 
