@@ -13,20 +13,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import field, replace
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ritz import graphs
+from ritz import graphs, plots
 from ritz._core.progress import Progress, tracking
 from ritz.graphs import ClusterCount, Graph
 from ritz.graphs._shared import cluster_sizes, sample_density
-from ritz.studies._protocol import check_minimums, column, record, row, seeded, versions
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from ritz.plots._shared import STYLE, Axes, Figure
+from ritz.studies._protocol import StudyResult, check_minimums, column, record, row, seeded
 
 METHODS = ("auto", "krylov", "entropic", "lanczos")
 FIRST = "first minimum"  # Algorithm 5 exactly as published
@@ -128,12 +125,10 @@ class Real:
 
 
 @record
-class Result:
+class Result(StudyResult[Config]):
     """Counts of every method on every graph.
 
     Attributes:
-        config: The configuration.
-        versions: Versions of the libraries.
         counts: By method, ``(len(clusters), num_seeds)``, before rounding; NaN for no gap.
         certified: Whether the default certified its count, same shape.
         products: Products of one count by method, mean over seeds, ``(len(clusters),)``.
@@ -144,8 +139,6 @@ class Result:
         real: Counts of the real graphs.
     """
 
-    config: Config
-    versions: dict[str, str]
     counts: dict[str, Tensor]
     certified: Tensor
     products: dict[str, Tensor]
@@ -197,7 +190,6 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
     mixed, seconds, by_moments = _mixed(config, progress)
     return Result(
         config=config,
-        versions=versions(),
         counts=counts,
         certified=certified,
         products={name: spent.mean(1) for name, spent in products.items()},
@@ -210,8 +202,6 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
 
 def figure(result: Result) -> "Figure":
     """Draw errors over the number of clusters; of mixed and real graphs over that of moments."""
-    from ritz import plots
-
     # A single number of clusters is a point, not a curve: it has no panel beside other graphs.
     alone = not (result.mixed or result.real)
     drawn = [draw_planted] * (alone or len(result.config.clusters) > 1)
@@ -409,8 +399,6 @@ def real_lines(result: "Result") -> list[str]:
 
 def draw_planted(result: "Result", ax: "Axes") -> None:
     """Draw mean errors over the number of planted clusters, beside the published errors."""
-    from ritz.plots._shared import STYLE
-
     clusters = result.config.clusters
     colours = {"entropic": STYLE.blue, "lanczos": STYLE.vermilion, FIRST: STYLE.green}
     # The first two have nearly the same errors: large hollow squares leave the crosses visible.
@@ -433,8 +421,6 @@ def draw_planted(result: "Result", ax: "Axes") -> None:
 
 def draw_mixed(result: "Result", ax: "Axes") -> None:
     """Draw errors of the large graphs over the number of moments."""
-    from ritz.plots._shared import STYLE
-
     c = result.config
     moments = [*c.mixed_moments, c.num_moments]
     for count, colour in zip(c.mixed, STYLE.palette, strict=False):

@@ -11,18 +11,15 @@ whether the nearest graph to a half is its other half.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ritz import graphs
+from ritz import graphs, plots
 from ritz._core.progress import Progress, tracking
+from ritz.plots._shared import Figure
 from ritz.spectra import Moments
-from ritz.studies._protocol import check_minimums, data_file, record, seeded, versions
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from ritz.studies._protocol import StudyResult, check_minimums, data_file, record, seeded
 
 PUBLISHED = ("citation", "road")  # kinds that were published
 # All measures of ritz.graphs.similarity; the published one is the first.
@@ -75,12 +72,10 @@ class Config:
 
 
 @record
-class Result:
+class Result(StudyResult[Config]):
     """Divergences between graphs and between their halves.
 
     Attributes:
-        config: The configuration.
-        versions: Versions of the libraries.
         sizes: Vertices and edges of each graph.
         kinds: Kind of each graph.
         likeness: Similarity of the graphs, by measure.
@@ -91,8 +86,6 @@ class Result:
         others: Least divergence of either half from another graph or its halves, ``(N,)``.
     """
 
-    config: Config
-    versions: dict[str, str]
     sizes: tuple[tuple[int, int], ...]
     kinds: tuple[str, ...]
     likeness: dict[str, graphs.Similarity]
@@ -156,7 +149,6 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
     apart, others = _halves_apart(graphs.similarity(halves | wholes).matrix, len(sizes))
     return Result(
         config=config,
-        versions=versions(),
         sizes=tuple(sizes),
         kinds=tuple(kind for kind, _ in paths),
         likeness={one: graphs.similarity(wholes, measure=one) for one in MEASURES},  # type: ignore[arg-type]
@@ -169,8 +161,6 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
 
 def figure(result: Result) -> "Figure":
     """Draw the heat map of the graphs, and halves against others."""
-    from ritz import plots
-
     found = result.likeness["symmetric_kl"]
     side = 2.0 + 0.45 * len(found.names)
     drawing, axes = plots.panels(1, 2, width=side, height=side - 1)

@@ -13,19 +13,15 @@ The publication does not say how many neighbours its Watts-Strogatz graphs had: 
 and repeats the rows with fewer and more.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from ritz import graphs
+from ritz import graphs, plots
 from ritz._core.checks import check_count
 from ritz._core.progress import Progress, tracking
 from ritz.graphs._shared import Model
-from ritz.studies._protocol import check_minimums, column, record, row, seeded, versions
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from ritz.plots._shared import Figure
+from ritz.studies._protocol import StudyResult, check_minimums, column, record, row, seeded
 
 MODELS: tuple[Model, ...] = ("erdos_renyi", "watts_strogatz", "barabasi_albert")
 TITLES = {
@@ -86,12 +82,10 @@ class Config:
 
 
 @record
-class Result:
+class Result(StudyResult[Config]):
     """Estimated parameters, and divergences of the large graphs.
 
     Attributes:
-        config: The configuration.
-        versions: Versions of the libraries.
         truths: True parameters by row of the table, ``(sizes,)``.
         estimates: Estimated parameters by row, ``(sizes, num_seeds)``.
         covered: Whether the interval holds the truth, by row, same shape.
@@ -102,8 +96,6 @@ class Result:
         large_estimates: Estimated edges of each new vertex, ``(large_edges, large_seeds)``.
     """
 
-    config: Config
-    versions: dict[str, str]
     truths: dict[str, Tensor]
     estimates: dict[str, Tensor]
     covered: dict[str, Tensor]
@@ -191,7 +183,6 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
         bar.update(steps)
     return Result(
         config=config,
-        versions=versions(),
         truths=truths,
         estimates=estimates,
         covered=covered,
@@ -204,8 +195,6 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
 
 def figure(result: Result) -> "Figure":
     """Draw the estimates over the truth, and the divergences of the large graphs."""
-    from ritz import plots
-
     c = result.config
     drawing, axes = plots.panels(1, 4, width=3.0, height=2.8)
     for ax, model in zip(axes, MODELS, strict=False):

@@ -6,20 +6,16 @@ with the moments, fast at first. What remains is the scatter of the histogram an
 """
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ritz import graphs
+from ritz import graphs, plots
 from ritz._core.checks import check_range
 from ritz._core.progress import Progress, tracking
+from ritz.plots._shared import Axes, Figure, share_legend
 from ritz.spectra import EntropicDensity, Moments, maxent
-from ritz.studies._protocol import check_minimums, column, record, row, seeded, versions
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from ritz.studies._protocol import StudyResult, check_minimums, column, record, row, seeded
 
 ANGLES = 4000  # nodes of the quadrature over the semicircle
 
@@ -57,12 +53,10 @@ class Config:
 
 
 @record
-class Result:
+class Result(StudyResult[Config]):
     """Densities by the number of moments, and how far they are from the exact spectra.
 
     Attributes:
-        config: The configuration.
-        versions: Versions of the libraries.
         names: Names of the graphs.
         eigenvalues: Exact eigenvalues by graph, ``(n,)`` each.
         densities: Densities by graph, one for each number of moments in ``drawn``.
@@ -74,8 +68,6 @@ class Result:
             standard errors, by graph, ``(counts,)``.
     """
 
-    config: Config
-    versions: dict[str, str]
     names: tuple[str, ...]
     eigenvalues: dict[str, Tensor]
     densities: dict[str, tuple[EntropicDensity, ...]]
@@ -139,7 +131,6 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
             bar.update(place + 1)
     return Result(
         config=config,
-        versions=versions(),
         names=tuple(made),
         eigenvalues=exact,
         densities=densities,
@@ -152,9 +143,6 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
 
 def figure(result: Result) -> "Figure":
     """Draw the semicircle, both graphs by the number of moments, and the divergences."""
-    from ritz import plots
-    from ritz.plots._shared import share_legend
-
     drawn = result.config.drawn
     columns = max(len(drawn), len(result.semicircle) + 1)
     drawing, axes = plots.panels(3, columns, width=3.2, height=2.4)
