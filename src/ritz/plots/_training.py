@@ -110,9 +110,12 @@ def _(first: Sequence[arrays.Record], results: Mapping[Any, Any]) -> "Figure":
 
 def _records(result: Any) -> list[dict[str, Any]]:
     """Return the history of a training result as records of a log."""
-    names = [*result.history]
-    rows = zip(*(result.history[name].tolist() for name in names), strict=True)
-    return [{"kind": "epoch", **dict(zip(names, row, strict=True))} for row in rows]
+    records: list[dict[str, Any]] = [{"kind": "epoch"} for _ in range(result.num_epochs)]
+    for name, values in result.history.items():
+        for record, value in zip(records, values.tolist(), strict=True):
+            if not np.isnan(value):  # not measured, such as averages before averaging begins
+                record[name] = value
+    return records
 
 
 # ------------------------------------------------------------------------------------------
