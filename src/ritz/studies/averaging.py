@@ -1,4 +1,4 @@
-"""Averages of iterates against the last one, on digits with wrong labels.
+"""Averaged weights against the last ones, on digits with wrong labels: Gadam paper, section 5.
 
 After Granziol et al., *Beyond SGD: iterate averaged adaptive gradient methods*, section 5. A small
 network with batch norm learns the digits of scikit-learn with part of the training labels wrong.
