@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, final
 
 import torch
@@ -15,7 +16,6 @@ from ritz._core.checks import check_count
 from ritz._core.distributed import Group, rank, world_size
 from ritz._core.modes import differentiable
 
-CACHE = 4 * 2**30  # bytes of batches held in memory; more are loaded again for every product
 FREEZE = "pass freeze=True to hold the batches of one pass, or turn it off in the loader"
 
 
@@ -29,6 +29,7 @@ class Batches:
         batch_size: Samples per batch if all samples come at once. Defaults to 512.
         freeze: Hold the batches of the first pass in memory, however many there are. Accepts
             loaders that shuffle or augment.
+        memory: Bytes of batches held in memory; others are loaded again in every pass.
         count: Number of samples in a batch. Defaults to the length of its first tensor.
         device: Device of the batches.
         dtype: Dtype of floating-point tensors. Defaults to the dtype they come in.
@@ -43,6 +44,7 @@ class Batches:
         *,
         batch_size: int | None,
         freeze: bool,
+        memory: int,
         count: Callable[[Batch], int] | None,
         device: torch.device,
         dtype: torch.dtype | None,
@@ -68,13 +70,15 @@ class Batches:
         streams = not isinstance(data, Sequence)
         self._source, self._compared = data, streams and not freeze
         if self._compared and isinstance(data, Iterator):
-            raise TypeError("data must be iterable more than once, got an iterator: pass a list, a "
-                            "DataLoader, or freeze=True")  # fmt: skip
+            raise TypeError(
+                "data must be iterable more than once, got an iterator: pass a list, a "
+                "DataLoader, or freeze=True"
+            )
         if self._compared and isinstance(getattr(data, "sampler", None), RandomSampler):
             raise ValueError(
                 f"data must come in a fixed order, got a loader that shuffles; {FREEZE}"
             )
-        self._read(count, room=float("inf") if freeze or not streams else CACHE)
+        self._read(count, room=float("inf") if freeze or not streams else memory)
 
     def _read(self, count: Callable[[Batch], int] | None, room: float) -> None:
         """Go through the data once: sizes, checksums, and batches in memory while they fit."""
@@ -131,8 +135,9 @@ class Batches:
             if index % self._world != self._rank:
                 continue
             if done >= len(numbers) or _checksum(batch) != self._checksums[done]:
-                raise ValueError(f"data must be the same in every pass: batch {index} has changed; "
-                                 + FREEZE)  # fmt: skip
+                raise ValueError(
+                    f"data must be the same in every pass: batch {index} has changed; " + FREEZE
+                )
             done += 1
             yield index, self._move(batch)
         if done != len(numbers):
@@ -148,14 +153,12 @@ class Batches:
         return tree_map_only(Tensor, move, batch)
 
     def _compare_first(self) -> None:
-        for index, batch in enumerate(map(as_plain, self._source)):
-            if index == self._rank:
-                if _checksum(batch) != self._checksums[0]:
-                    raise ValueError(
-                        f"data must be the same in every pass: batch {index} came differently the "
-                        f"second time, as shuffling or random augmentation would; {FREEZE}"
-                    )
-                return
+        again = next(islice(map(as_plain, self._source), self._rank, None))
+        if _checksum(again) != self._checksums[0]:
+            raise ValueError(
+                f"data must be the same in every pass: batch {self._rank} came differently the "
+                f"second time, as shuffling or random augmentation would; {FREEZE}"
+            )
 
 
 def _size(batch: Batch, index: int, count: Callable[[Batch], int] | None) -> int:

@@ -48,13 +48,8 @@ class KnownLoss:
 
     def hessian(self, outputs: Tensor, target: Tensor, tangent: Tensor) -> Tensor:
         """Return the Hessian in the outputs times ``tangent``, of the same shape."""
-        if self.kind == "squared_error":
-            # d^2/df^2 (f - y)^2 = 2
-            return tangent * (2 / outputs.numel())
-        if self.kind == "binary_cross_entropy":
-            # p (1 - p), with p = sigmoid(f)
-            p = outputs.sigmoid()
-            return tangent * (p * (1 - p) / outputs.numel())
+        if self.kind != "cross_entropy":
+            return tangent * self._second_derivative(outputs)
         # (diag(p) - p p') t, with p = softmax(f)
         p = outputs.softmax(1)
         mixed = p * tangent
@@ -69,15 +64,22 @@ class KnownLoss:
         size = outputs[0].numel()
         units = torch.eye(size, dtype=outputs.dtype, device=outputs.device)
         units = units.view(size, 1, *outputs.shape[1:])
-        if self.kind == "squared_error":
-            return units.expand(size, *outputs.shape) * math.sqrt(2 / outputs.numel())
-        p = outputs.sigmoid() if self.kind == "binary_cross_entropy" else outputs.softmax(1)
-        if self.kind == "binary_cross_entropy":
-            return units * (p * (1 - p) / outputs.numel()).sqrt()
+        if self.kind != "cross_entropy":
+            return units * self._second_derivative(outputs).sqrt()
+        p = outputs.softmax(1)
         # s_c = sqrt(p_c) (e_c - p): sum_c s_c s_c' = diag(p) - p p'. At other positions s_c = 0.
         root_p = (units * p).sum(2, keepdim=True).sqrt()
         weights = self.weights(target, outputs).sqrt().unsqueeze(1)
         return root_p * (units - p) * weights
+
+    def _second_derivative(self, outputs: Tensor) -> Tensor:
+        """Return the diagonal Hessian of a loss that is a sum over outputs."""
+        if self.kind == "squared_error":
+            # d^2/df^2 (f - y)^2 = 2
+            return torch.full_like(outputs, 2 / outputs.numel())
+        # p (1 - p), with p = sigmoid(f)
+        p = outputs.sigmoid()
+        return p * (1 - p) / outputs.numel()
 
     def score(self, outputs: Tensor, target: Any, drawn: Tensor) -> Tensor:
         r"""Return :math:`s`, the gradient in the outputs at drawn labels, scaled by term.
@@ -136,7 +138,7 @@ class KnownLoss:
         return counted / counted.sum()
 
 
-def recognised(loss_fn: Any) -> KnownLoss | None:
+def known_loss(loss_fn: Any) -> KnownLoss | None:
     """Return the closed forms of a loss of torch: a module, a function or a partial of one."""
     kind, options = _described(loss_fn)
     weighted = options.get("weight") is not None or options.get("pos_weight") is not None
@@ -174,13 +176,13 @@ def _described(loss_fn: Any) -> tuple[Kind | None, dict[str, Any]]:
 
 
 def output_hessian(
-    loss_fn: Any, outputs: Any, target: Any, tangent: Any, *, reverse: bool = False
+    loss_fn: Any, outputs: Any, target: Any, tangent: Any, reverse: bool = False
 ) -> Any:
     """Return the Hessian of a loss in the outputs times a tangent, in closed form if known.
 
     Some losses have no forward rule for their backward pass; ``reverse`` uses reverse rules alone.
     """
-    known = recognised(loss_fn)
+    known = known_loss(loss_fn)
     if known is not None:
         return known.hessian(outputs, target, tangent)
     gradient = grad(lambda point: loss_fn(point, target))
@@ -195,7 +197,7 @@ def sample_losses(loss_fn: Any, outputs: Tensor, target: Any) -> Tensor:
     For cross-entropy the mean over all samples is the loss of the batch even if labels are ignored:
     a sample counts by its labels. Any other loss is called on batches of one sample.
     """
-    known = recognised(loss_fn)
+    known = known_loss(loss_fn)
     if known is None or known.kind != "cross_entropy" or target.is_floating_point():
         return losses_alone(loss_fn, outputs, target)
     terms = functional.cross_entropy(
@@ -259,11 +261,13 @@ def check_labels(loss_fn: Any, outputs: Any, target: Any, where: str, *, some: b
         return
     low, high, classes = int(labels.min()), int(labels.max()), outputs.shape[1]
     if low < 0 or high >= classes:
-        raise ValueError(f"labels of {where} must be between 0 and {classes - 1}, as the outputs "
-                         f"have {classes} classes; got {low if low < 0 else high}")  # fmt: skip
+        raise ValueError(
+            f"labels of {where} must be between 0 and {classes - 1}, as the outputs "
+            f"have {classes} classes; got {low if low < 0 else high}"
+        )
 
 
-def labelled(loss_fn: Any, outputs: Any, target: Any) -> tuple[Tensor, Tensor] | None:
+def outputs_and_labels(loss_fn: Any, outputs: Any, target: Any) -> tuple[Tensor, Tensor] | None:
     """Return outputs ``(n, classes)`` and labels ``(n,)`` of a batch, without ignored labels.
 
     ``None`` if the target does not hold class labels as in cross-entropy: integers, one for each
@@ -282,7 +286,7 @@ def labelled(loss_fn: Any, outputs: Any, target: Any) -> tuple[Tensor, Tensor] |
 
 def num_correct(loss_fn: Any, outputs: Any, target: Any) -> tuple[int, int]:
     """Return the number of labels with the largest output, and of all; zeros without labels."""
-    pair = labelled(loss_fn, outputs, target)
+    pair = outputs_and_labels(loss_fn, outputs, target)
     if pair is None:
         return 0, 0
     return int((pair[0].argmax(1) == pair[1]).sum()), len(pair[1])
@@ -314,7 +318,7 @@ class Adapter(nn.Module):
     ) -> None:
         super().__init__()
         self.model, self.loss_fn, self.custom = model, _Callable(loss_fn), forward
-        known = recognised(loss_fn)
+        known = known_loss(loss_fn)
         self.squared = known is not None and known.kind == "squared_error"
 
     def forward(self, batch: Any) -> tuple[Any, Any]:
@@ -334,11 +338,15 @@ class Adapter(nn.Module):
         if without_loss:
             raise TypeError("loss_fn must be given for batches of (inputs, target), got None")
         if named and "labels" not in batch:
-            raise KeyError(f"a batch must have 'labels' for loss_fn, got {sorted(batch)}: pass "
-                           "forward= to say how it is used")  # fmt: skip
+            raise KeyError(
+                f"a batch must have 'labels' for loss_fn, got {sorted(batch)}: pass "
+                "forward= to say how it is used"
+            )
         if not named and (not isinstance(batch, tuple | list) or len(batch) < 2):
-            raise TypeError(f"a batch must be (inputs, target) or a dictionary, got a "
-                            f"{type(batch).__name__}: pass forward= to use it")  # fmt: skip
+            raise TypeError(
+                f"a batch must be (inputs, target) or a dictionary, got a "
+                f"{type(batch).__name__}: pass forward= to use it"
+            )
         args, kwargs, target = split_labels(batch)
         outputs = self.model(*args, **kwargs)
         if isinstance(outputs, Mapping) or hasattr(outputs, "logits"):
@@ -358,8 +366,10 @@ class Adapter(nn.Module):
         if not self.squared:
             return self.loss_fn.call(outputs, target)
         if outputs.shape != target.shape:
-            raise ValueError(f"target must be of the shape of the outputs, "
-                             f"{tuple(outputs.shape)}, got {tuple(target.shape)}")  # fmt: skip
+            raise ValueError(
+                f"target must be of the shape of the outputs, "
+                f"{tuple(outputs.shape)}, got {tuple(target.shape)}"
+            )
         # The mse_loss of torch has no forward rule for its backward pass.
         return (outputs - target).square().mean()
 
@@ -374,6 +384,8 @@ class _Callable:
 def _field(outputs: Any, name: str) -> Any:
     value = outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
     if value is None:
-        raise ValueError(f"the model must return its {name!r}, got {type(outputs).__name__}; "
-                         "pass forward= to say where it is")  # fmt: skip
+        raise ValueError(
+            f"the model must return its {name!r}, got {type(outputs).__name__}; "
+            "pass forward= to say where it is"
+        )
     return value

@@ -22,6 +22,45 @@ from ritz._core.modes import Precision, arithmetic, evaluating, outside_inferenc
 from ritz._core.params import ParamSpace
 
 # ------------------------------------------------------------------------------------------
+# Sizes.
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Sizes at which computations are cut into parts, cached, or done in another way."""
+
+    # Bytes of batches in memory. Further data are loaded again for every product.
+    data: int = 4 * 2**30
+    # Bytes of primal parts that are cached on the CPU. A GPU offers half of its free memory.
+    cache: int = 2 * 2**30
+    # A trace takes seconds. Data in batches have two shapes; padded text has one per length.
+    max_traces: int = 8
+    # Rows transposed at once. A tile of 16384 x 8 doubles is 1 MB and stays in the L2 cache.
+    tile: int = 2**14
+    # Columns multiplied at once. On an H200 a column of a block of 8 takes 1.1 ms against 9.0 ms
+    # alone (MLP); on the CPU both take 18 ms (benchmarks/results/products*.json).
+    block_size: int = 8
+    # Error allowed in float32 on a GPU, where products may be in TF32 with 10 bits of mantissa.
+    gpu_rtol: float = 0.05
+    # Backward passes per batch for an exact diagonal. XTrace costs as much with its default of 32
+    # probes: 64 products of about 1.3 gradients, or 4 passes, each.
+    max_columns: int = 256
+    # Entries of derivatives in the outputs of modules at once: 128 MB of doubles.
+    derivatives: int = 2**24
+    # Entries of sample gradients of one module at once on the CPU: 32 MB of doubles, about the size
+    # of an L3 cache. A GPU takes 16 times as many, to be busy.
+    gradients: int = 2**22
+    # Entries of whole sample gradients in gradient_statistics: 256 MB in float64.
+    statistics: int = 2**25
+    # Parameters of a module without Kronecker factors whose block is formed: 32 MB of doubles.
+    dense_block: int = 2048
+    # Samples on which rules are checked. Two show that samples are coupled; four cost little.
+    checked_samples: int = 4
+
+
+LIMITS = Limits()
+
+# ------------------------------------------------------------------------------------------
 # A point in weight space: the parameters that vary, and everything that stays constant.
 
 Params = dict[str, Tensor]
@@ -45,10 +84,18 @@ class Context:
     masks: list[Tensor] | None
     extra: Any = None
 
+    @property
+    def samples(self) -> Batch:
+        """All that may have one row per sample."""
+        return self.batch, self.masks, self.extra
+
+    def on(self, samples: Batch) -> "Context":
+        """Return the context of other samples, in the form of :attr:`samples`."""
+        return Context(self.constants, *samples)
+
     def rows(self, part: slice, size: int) -> "Context":
         """Return the context of some samples of a batch of ``size`` samples."""
-        varying = take_rows((self.batch, self.masks, self.extra), part, size)
-        return Context(self.constants, *varying)
+        return self.on(take_rows(self.samples, part, size))
 
 
 _pytree.register_dataclass(Context, field_names=["constants", "batch", "masks", "extra"])
@@ -70,8 +117,10 @@ def copy_state(
     chosen = free if selection is None else select_names(free, selection)
     devices = {parameters[name].device.type for name in chosen}
     if len(devices) > 1 or "meta" in devices:
-        raise ValueError("model must have all its parameters, with their values, on one device, "
-                         f"got {sorted(devices)}")  # fmt: skip
+        raise ValueError(
+            "model must have all its parameters, with their values, on one device, "
+            f"got {sorted(devices)}"
+        )
     cast = _cast({parameters[name].dtype for name in chosen}, precision)
     with outside_inference():
         state = {
@@ -100,12 +149,15 @@ def select_names(names: list[str], selection: Selection) -> list[str]:
     else:
         wanted = set(selection)
         if unknown := sorted(wanted - set(names)):
-            raise ValueError(f"params must be names of parameters that require a gradient, got "
-                             f"{unknown}; there are {names}")  # fmt: skip
+            raise ValueError(
+                f"params must be names of parameters that require a gradient, got "
+                f"{unknown}; there are {names}"
+            )
         chosen = [name for name in names if name in wanted]
     if not chosen:
-        raise ValueError(f"params must choose at least one parameter, got {selection!r}; there are "
-                         f"{names}")  # fmt: skip
+        raise ValueError(
+            f"params must choose at least one parameter, got {selection!r}; there are {names}"
+        )
     return chosen
 
 
@@ -122,8 +174,10 @@ def _cast(dtypes: set[torch.dtype], precision: Precision | None) -> torch.dtype 
     if wide != dtypes and wide <= {torch.float32}:
         return torch.float32
     if len(dtypes) > 1:
-        raise ValueError(f"parameters must be of one dtype, got {sorted(map(str, dtypes))}: pass "
-                         "precision= to say which")  # fmt: skip
+        raise ValueError(
+            f"parameters must be of one dtype, got {sorted(map(str, dtypes))}: pass "
+            "precision= to say which"
+        )
     return None
 
 

@@ -21,12 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ritz._core.batches import is_rows, split_samples, take_rows
 from ritz._core.modes import recording
-from ritz.curvature._modes import Context, Params
+from ritz.curvature._modes import LIMITS, Context, Params
 from ritz.curvature._risk import Risk
-
-# Entries of sample gradients at once on the CPU: 32 MB of doubles, about the size of an L3 cache.
-# A GPU takes 16 times as many, to be busy.
-ENTRIES = 2**22
 
 # ------------------------------------------------------------------------------------------
 # Inputs and outputs of modules in a forward pass.
@@ -122,14 +118,20 @@ def forward_pass(
     with recording(), ExitStack() as stack:
         for name, chosen in modules.items():
             prefix = f"{name}." if name else ""
-            inner = {key.removeprefix(prefix): value for key, value in state.items()
-                     if key.startswith(prefix)}  # fmt: skip
+            inner = {
+                key.removeprefix(prefix): value
+                for key, value in state.items()
+                if key.startswith(prefix)
+            }
             hook = partial(_record, calls[name], inner, chosen)
             stack.callback(layers[name].register_forward_hook(hook, with_kwargs=True).remove)
         outputs, target = risk.evaluate(risk.params, context)
     single = {name: each[0] for name, each in calls.items() if len(each) == 1}
-    by_row = {name: call for name, call in single.items()
-              if is_rows(call.output, size) and call.by_sample()}  # fmt: skip
+    by_row = {
+        name: call
+        for name, call in single.items()
+        if is_rows(call.output, size) and call.by_sample()
+    }
     return ForwardPass(outputs=outputs, target=target, calls=by_row)
 
 
@@ -281,7 +283,7 @@ def _used_rows(module: nn.Embedding, call: Call) -> Tensor:
 def chunks(deltas: Tensor, entries: int) -> Iterator[tuple[slice, slice]]:
     """Yield columns and rows to process at once if each pair has so many entries."""
     count, batch = deltas.shape[:2]
-    limit = ENTRIES if deltas.device.type == "cpu" else 16 * ENTRIES
+    limit = LIMITS.gradients * (1 if deltas.device.type == "cpu" else 16)
     columns = min(count, max(1, limit // entries))
     size = min(batch, max(1, limit // (entries * columns)))
     for start in range(0, count, columns):

@@ -17,7 +17,7 @@ from ritz.curvature._shared import (
     MATRICES,
     CurvatureMatrix,
     KnownLoss,
-    recognised,
+    known_loss,
     require_outputs,
 )
 from ritz.spectra import Spectrum
@@ -138,7 +138,7 @@ def rank_bound(risk: Risk) -> RankBound:
     Reference: Section 3.2 of *Flatness is a False Friend*, for the comparison.
     """
     require_outputs(risk, "rank_bound()")
-    known = recognised(risk.loss_fn)
+    known = known_loss(risk.loss_fn)
     softmax = known is not None and known.kind == "cross_entropy"
     counts = torch.zeros(2, dtype=torch.int64, device=risk.theta.device)
     inputs = None
@@ -148,7 +148,7 @@ def rank_bound(risk: Risk) -> RankBound:
             size = risk.batch_sizes[index]
             counts += counts.new_tensor(_terms(known, outputs, target, size))
             inputs = _inputs(context.batch, size)
-    num_terms, num_outputs = risk.reduced(counts).tolist()
+    num_terms, num_outputs = risk.sum_over_processes(counts).tolist()
     # Each term has a curvature of rank d_y in its outputs; softmax is blind to a shift of them all.
     # d_y, the outputs of one term
     classes = num_outputs // num_terms

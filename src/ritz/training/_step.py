@@ -24,7 +24,7 @@ from ritz.curvature._shared import (
     Forward,
     check_labels,
     is_kept,
-    recognised,
+    known_loss,
     term_mass,
 )
 from ritz.optim import Lookahead
@@ -323,7 +323,7 @@ def evaluate(
 
 def with_perplexity(means: dict[str, float], feed: Feed, loss_fn: Any) -> dict[str, float]:
     """Return means with the perplexity, exp(loss), if the loss is the cross-entropy of a text."""
-    known = recognised(loss_fn)
+    known = known_loss(loss_fn)
     if not feed.is_text or known is None or known.kind != "cross_entropy" or known.smoothing:
         return means
     # As a tensor: for a huge loss math.exp raises, and this is infinite.
