@@ -81,8 +81,7 @@ def measure(who, path, weighted):
     """Return seconds to parse, seconds to the graph, and megabytes, in this process."""
     from ritz import graphs
     from ritz.graphs._io import Records, Rules, assemble
-    from ritz.graphs._io.lines import read_edge_list
-    from ritz.graphs._io.source import open_source
+    from ritz.graphs._io.lines import open_source, read_edge_list
 
     for name in ("pandas", "pyarrow.csv"):  # the import is not part of the measurement
         if name.startswith(who):

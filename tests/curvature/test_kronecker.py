@@ -12,6 +12,7 @@ from ritz import diagonal, load, save, trace
 from ritz.curvature import Risk, ggn, kfac
 from ritz.curvature import _layers as layers
 from ritz.curvature._layers import KroneckerFactors, LayerOperator
+from ritz.curvature._modes import Limits
 from ritz.operators import DenseOperator, DiagonalOperator
 from ritz.testing import check_operator
 
@@ -153,7 +154,7 @@ def test_any_other_module_has_its_exact_block(mixed):
 
 
 def test_or_the_diagonal_of_it_where_that_is_large(mixed, monkeypatch):
-    monkeypatch.setattr(layers, "MAX_DENSE", 3)
+    monkeypatch.setattr(layers, "LIMITS", Limits(dense_block=3))
     op = kfac(mixed)
     assert [type(block) for block in op.ops].count(DiagonalOperator) == 4
     exact = gauss_newton_blocks(mixed, op.sizes).diagonal()

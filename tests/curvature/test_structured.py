@@ -24,6 +24,7 @@ from ritz.curvature import Risk, ggn
 from ritz.curvature import _exact as structure
 from ritz.curvature import _sample_gradients as rules
 from ritz.curvature._exact import structure_plan
+from ritz.curvature._modes import Limits
 
 
 @pytest.mark.parametrize("build", CASES.values(), ids=CASES.keys())
@@ -41,8 +42,8 @@ def test_diagonal_and_trace_are_those_of_the_matrix(build):
 def test_small_pieces_give_the_same(build, monkeypatch):
     risk = built(build)
     whole, size = ggn_diagonal(risk), ggn_trace(risk)
-    monkeypatch.setattr(structure, "LIMITS", structure.Limits(derivatives=1))
-    monkeypatch.setattr(rules, "ENTRIES", 40)
+    for module in (structure, rules):
+        monkeypatch.setattr(module, "LIMITS", Limits(derivatives=1, gradients=40))
     torch.testing.assert_close(ggn_diagonal(risk), whole)
     assert ggn_trace(risk) == pytest.approx(size, rel=1e-10)
 

@@ -130,7 +130,7 @@ METHODS = {
     "batch": lambda r: r.batch(1).gradient(),
     "samples": lambda r: r.samples(torch.tensor([1, 0])).loss(),
     "with_batch_norm": lambda r: r.with_batch_norm("recomputed").loss(),
-    "joined": lambda r: r.joined(),
+    "join_batches": lambda r: r.join_batches(),
     "diagnose": lambda r: r.diagnose(),
     "lanczos": spectrum,
     "batch_products": lambda r: list(batch_products(r, vector(r))),

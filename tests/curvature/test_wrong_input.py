@@ -17,7 +17,8 @@ from ritz.curvature import (
     gradient_covariance,
     hessian,
 )
-from ritz.curvature import _batches as batches
+from ritz.curvature import _risk as risks
+from ritz.curvature._modes import Limits
 from ritz.curvature._shared import batch_products
 
 CE = functional.cross_entropy
@@ -79,11 +80,11 @@ def test_data_that_are_none(model, data, error, match):
         Risk(model, CE, data)
 
 
-@pytest.mark.parametrize("held", [batches.CACHE, 0])
+@pytest.mark.parametrize("memory", [2**30, 0])
 @pytest.mark.parametrize("index", [0, 2])
 @pytest.mark.parametrize(("label", "classes"), [(3, "got 3"), (-1, "got -1")])
-def test_labels_out_of_range_name_the_batch(model, index, label, classes, held, monkeypatch):
-    monkeypatch.setattr(batches, "CACHE", held)
+def test_labels_out_of_range_name_the_batch(model, index, label, classes, memory, monkeypatch):
+    monkeypatch.setattr(risks, "LIMITS", Limits(data=memory))
     data = changed(index, target=lambda y: torch.full_like(y, label))
 
     class Again:

@@ -10,7 +10,7 @@ import scipy.io
 import scipy.sparse
 
 from ritz.graphs import GraphError, read
-from ritz.graphs._io import source
+from ritz.graphs._io import lines
 
 
 def karate():
@@ -56,7 +56,7 @@ def write(graph, path, suffix):
 def test_a_graph_of_networkx_comes_back(tmp_path, monkeypatch, suffix, compressed, chunk):
     graph, path = karate(), tmp_path / f"karate.{suffix}"
     write(graph, path, suffix)
-    monkeypatch.setattr(source, "CHUNK", chunk)
+    monkeypatch.setattr(lines, "CHUNK", chunk)
     if compressed:
         path.with_name(path.name + ".gz").write_bytes(gzip.compress(path.read_bytes(), mtime=0))
         path = path.with_name(path.name + ".gz")

@@ -17,7 +17,6 @@ from ritz.models._resnets import (
     cifar_resnet,
     preresnet,
     resnext29,
-    stages,
     stem,
     wideresnet,
 )
@@ -29,9 +28,8 @@ TINY = {"num_classes": 3, "input_shape": (1, 8, 8), "width": 2}
 
 def image_resnet(block, expansion):
     """One block per stage, since the registered depths would take seconds to trace."""
-    layers = stem(1, 2, 7, 2) | {"maxpool": nn.MaxPool2d(3, stride=2, padding=1)}
-    layers |= stages(block, 2, (2, 2, 4, 4), (1, 1, 1, 1), expansion=expansion)
-    return ResNet(layers, nn.Linear(4 * expansion, 3))
+    first = stem(1, 2, 7, 2) | {"maxpool": nn.MaxPool2d(3, stride=2, padding=1)}
+    return ResNet(first, block, (1, 1, 1, 1), (2, 1, 3), expansion=expansion)
 
 
 SHALLOW = {

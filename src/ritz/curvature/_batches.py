@@ -15,7 +15,6 @@ from ritz._core.checks import check_count
 from ritz._core.distributed import Group, rank, world_size
 from ritz._core.modes import differentiable
 
-CACHE = 4 * 2**30  # bytes of batches held in memory; more are loaded again for every product
 FREEZE = "pass freeze=True to hold the batches of one pass, or turn it off in the loader"
 
 
@@ -29,6 +28,7 @@ class Batches:
         batch_size: Samples per batch if all samples come at once. Defaults to 512.
         freeze: Hold the batches of the first pass in memory, however many there are. Accepts
             loaders that shuffle or augment.
+        memory: Bytes of batches held in memory; others are loaded again in every pass.
         count: Number of samples in a batch. Defaults to the length of its first tensor.
         device: Device of the batches.
         dtype: Dtype of floating-point tensors. Defaults to the dtype they come in.
@@ -43,6 +43,7 @@ class Batches:
         *,
         batch_size: int | None,
         freeze: bool,
+        memory: int,
         count: Callable[[Batch], int] | None,
         device: torch.device,
         dtype: torch.dtype | None,
@@ -74,7 +75,7 @@ class Batches:
             raise ValueError(
                 f"data must come in a fixed order, got a loader that shuffles; {FREEZE}"
             )
-        self._read(count, room=float("inf") if freeze or not streams else CACHE)
+        self._read(count, room=float("inf") if freeze or not streams else memory)
 
     def _read(self, count: Callable[[Batch], int] | None, room: float) -> None:
         """Go through the data once: sizes, checksums, and batches in memory while they fit."""

@@ -22,29 +22,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ritz._core.batches import is_rows, take_rows
 from ritz._core.modes import recording
 from ritz.curvature import _sample_gradients as rules
-from ritz.curvature._losses import recognised
+from ritz.curvature._losses import known_loss
 from ritz.curvature._matrices import GGNOperator, HessianOperator
-from ritz.curvature._modes import Context, Params
+from ritz.curvature._modes import LIMITS, Context, Params
 from ritz.curvature._risk import Risk
 from ritz.curvature._sample_gradients import ForwardPass, forward_pass, full_name, owners
 from ritz.operators import Exact, exact
 from ritz.operators._shared import Quantity
 
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Sizes that decide how sample gradients are computed."""
-
-    # Backward passes per batch. XTrace costs as much with its default of 32 probes: 64 products
-    # of about 1.3 gradients, or 4 passes, each.
-    max_columns: int = 256
-    # Entries of derivatives in memory at once: 128 MB of doubles.
-    derivatives: int = 2**24
-    # Samples on which the plan is checked. Two show that samples are coupled; four cost little.
-    checked_samples: int = 4
-
-
-LIMITS = Limits()
 Columns = Callable[[int, ForwardPass], Tensor]  # (number, pass) of a batch to (c, *outputs.shape)
 Parts = Iterator[tuple[dict[str, Tensor], Params]]  # derivatives by module; gradients by name
 
@@ -92,7 +77,8 @@ def structure_plan(risk: Risk, *, roots: bool = True) -> Plan:
     plan = _plan(risk, roots)
     # All processes must agree. If one cannot use a rule, none does.
     flags = [bool(plan.gap)] + [name in plan.whole for name in risk.space.shapes]
-    gap, *whole = risk.reduced(torch.tensor(flags, device=risk.theta.device).double()).tolist()
+    counts = torch.tensor(flags, dtype=torch.float64, device=risk.theta.device)
+    gap, *whole = risk.sum_over_processes(counts).tolist()
     names = tuple(name for name, flag in zip(risk.space.shapes, whole, strict=True) if flag)
     modules = {module: keys for module, keys in plan.modules.items()
                if not {full_name(module, key) for key in keys} & set(names)}  # fmt: skip
@@ -102,7 +88,7 @@ def structure_plan(risk: Risk, *, roots: bool = True) -> Plan:
 
 def _plan(risk: Risk, roots: bool) -> Plan:
     modules = owners(list(risk.space.shapes))
-    if roots and recognised(risk.loss_fn) is None:
+    if roots and known_loss(risk.loss_fn) is None:
         return Plan(modules={}, gap="the Hessian of the loss in the outputs has no known root")
     if not risk.separable:
         return Plan(modules={}, gap="batch norm in train mode couples samples")
@@ -252,7 +238,7 @@ def _whole_gradients(
 
 def root_columns(risk: Risk) -> Columns:
     """Return the columns of the root of the Hessian in the outputs."""
-    known = recognised(risk.loss_fn)
+    known = known_loss(risk.loss_fn)
     if known is None:
         raise ValueError(f"loss_fn must be one whose Hessian is known, got {risk.loss_fn}")
     return lambda index, full: known.root(full.outputs.detach(), full.target)
@@ -281,8 +267,8 @@ def _by_structure(risk: Risk, quantity: Quantity) -> Exact:
                     diagonal[name].add_(squares, alpha=weight)
                     trace += weight * squares.sum(dtype=torch.float64)
     if quantity == "trace":
-        return Exact(float(risk.reduced(trace)) + risk.l2 * risk.space.size, plan.note())
-    return Exact(risk.reduced(risk.space.flatten(diagonal)) + risk.l2, plan.note())
+        return Exact(float(risk.sum_over_processes(trace)) + risk.l2 * risk.space.size, plan.note())
+    return Exact(risk.sum_over_processes(risk.space.flatten(diagonal)) + risk.l2, plan.note())
 
 
 @exact.register

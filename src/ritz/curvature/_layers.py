@@ -17,7 +17,7 @@ from ritz.curvature import _matrices as matrices
 from ritz.curvature import _sample_gradients as rules
 from ritz.curvature._exact import Columns, passes, root_columns, structure_plan
 from ritz.curvature._matrices import MATRICES, CurvatureMatrix, curvature_operator
-from ritz.curvature._modes import Selection, select_names
+from ritz.curvature._modes import LIMITS, Selection, select_names
 from ritz.curvature._products import EngineName
 from ritz.curvature._risk import Risk
 from ritz.curvature._sample_gradients import Call, ForwardPass, full_name, owners
@@ -87,8 +87,6 @@ def _groups(names: list[str], by: Sequence[Selection]) -> list[list[str]]:
 # with a 1 appended to a for the bias.
 
 KFACKind = Literal["ggn", "monte_carlo", "empirical"]
-# Parameters of a module without factors whose block is formed: 32 MB of doubles.
-MAX_DENSE = 2048
 
 
 @storable
@@ -260,7 +258,7 @@ class _Block:
             width = shape[1:].numel() + (len(keys) > 1)
             self.inputs, self.outputs = zeros(width, width), zeros(shape[0], shape[0])
         else:
-            self.total = zeros(*(self.size,) * (2 if self.size <= MAX_DENSE else 1))
+            self.total = zeros(*(self.size,) * (2 if self.size <= LIMITS.dense_block else 1))
 
     def add(self, call: Call, deltas: Tensor, weight: float, *, first: bool) -> None:
         if self.factored:
@@ -304,11 +302,11 @@ class _Block:
 
     def operator(self) -> LinearOperator:
         """Return the block, summed over processes."""
-        reduced, shift = self.risk.reduced, self.risk.l2
+        total_of, shift = self.risk.sum_over_processes, self.risk.l2
         if self.factored:
-            pair = KroneckerFactors(inputs=reduced(self.inputs), outputs=reduced(self.outputs))
+            pair = KroneckerFactors(inputs=total_of(self.inputs), outputs=total_of(self.outputs))
             return LayerOperator(pair, bias="bias" in self.keys, shift=shift)
-        total = reduced(self.total)
+        total = total_of(self.total)
         if total.ndim == 1:
             return operators.DiagonalOperator(total + shift)
         total.diagonal().add_(shift)

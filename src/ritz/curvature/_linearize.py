@@ -151,7 +151,7 @@ def _key(node: fx.Node) -> Any:
 # others are the *tangent* part. A product then computes the tangent part alone, which is close
 # to the least arithmetic that a product needs.
 
-Graph = Callable[..., Any]
+Graph = Callable[..., Sequence[Tensor]]
 
 
 @final
@@ -159,34 +159,33 @@ class Linearization:
     """The two parts of a product that is linear in its first argument.
 
     Args:
-        product: Takes a tangent and a point, trees of tensors. Returns a sequence of tensors.
-        tangent: Example of a tangent. The trace holds for all tangents of these shapes.
+        product: Takes a vector and a point, a tree of tensors. Returns a tensor.
+        vector: Example of a vector. The trace holds for all vectors of this shape.
         point: Example of a point. The trace holds for all points of these shapes.
         compiled: Compile both parts.
     """
 
     def __init__(
         self,
-        product: Callable[[Any, Any], Sequence[Tensor]],
-        tangent: Sequence[Tensor],
+        product: Callable[[Tensor, Any], Tensor],
+        vector: Tensor,
         point: Any,
         *,
         compiled: bool = False,
     ) -> None:
-        leaves, self._spec = tree_flatten(point)
-        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        leaves, spec = tree_flatten(point)
 
-        def flat(*args: Tensor) -> list[Tensor]:
-            inputs = iter(args[len(tangent) :])
-            point = [next(inputs) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            return list(product(list(args[: len(tangent)]), tree_unflatten(point, self._spec)))
+        def flat(vector: Tensor, *inputs: Tensor) -> Tensor:
+            values = iter(inputs)
+            point = [next(values) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            return product(vector, tree_unflatten(point, spec))
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, from jvp
-            traced = make_fx(functionalize(flat))(*tangent, *inputs)
+            traced = make_fx(functionalize(flat))(vector, *tensors(point))
         _require_fixed_shapes(traced)
         self._compiled = compiled
-        self._primal, self._tangent = _split(simplify(traced), len(tangent))
+        self._primal, self._tangent = _split(simplify(traced))
         self._run_primal: Graph = _prepare(self._primal, compiled)
         self._run_tangent: dict[int, Graph] = {1: _prepare(self._tangent, compiled)}
 
@@ -195,25 +194,22 @@ class Linearization:
         with torch.no_grad():
             return list(self._run_primal(*tensors(point)))
 
-    def tangent(self, primal: Sequence[Tensor], tangent: Sequence[Tensor]) -> list[Tensor]:
-        """Return the product with ``k`` vectors, as tensors ``(k, *shape)``.
-
-        The result is read-only: it may share memory with the arguments.
-        """
-        width = len(tangent[0])
+    def tangent(self, primal: Sequence[Tensor], vectors: Tensor) -> Tensor:
+        """Return the products with ``k`` vectors, both ``(k, *shape)``."""
+        width = len(vectors)
         with torch.no_grad():
             if width == 1:
-                single = [leaf[0] for leaf in tangent]
-                return [leaf.unsqueeze(0) for leaf in self._run_tangent[1](*primal, *single)]
+                return self._run_tangent[1](*primal, vectors[0])[0].unsqueeze(0)
             if width not in self._run_tangent:
-                self._run_tangent[width] = self._widened(primal, tangent)
-            return list(self._run_tangent[width](*primal, *tangent))
+                self._run_tangent[width] = self._widened(primal, vectors)
+            # A product that does not depend on the vector comes as one row, expanded.
+            return self._run_tangent[width](*primal, vectors)[0].contiguous()
 
-    def _widened(self, primal: Sequence[Tensor], tangent: Sequence[Tensor]) -> Graph:
+    def _widened(self, primal: Sequence[Tensor], vectors: Tensor) -> Graph:
         """Trace the tangent part for blocks through vmap, so that vmap costs nothing later."""
-        axes = (None,) * len(primal) + (0,) * len(tangent)
         with without_warnings_of_fallbacks():
-            traced = make_fx(vmap(self._tangent, in_dims=axes))(*primal, *tangent)
+            mapped = vmap(self._tangent, in_dims=(None,) * len(primal) + (0,))
+            traced = make_fx(mapped)(*primal, vectors)
         return _prepare(simplify(traced), self._compiled)
 
 
@@ -242,25 +238,25 @@ def _require_fixed_shapes(module: fx.GraphModule) -> None:
 
 
 def _prepare(module: fx.GraphModule, compiled: bool) -> Graph:
-    return torch.compile(module, dynamic=False) if compiled else module
+    graph: Graph = torch.compile(module, dynamic=False) if compiled else module
+    return graph
 
 
-def _split(module: fx.GraphModule, num_tangents: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+def _split(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
     nodes = list(module.graph.nodes)
-    inputs = [node for node in nodes if node.op == "placeholder"]
-    tangents, points = inputs[:num_tangents], inputs[num_tangents:]
-    moving = set(tangents)  # nodes that depend on the tangent
+    vector, *points = (node for node in nodes if node.op == "placeholder")
+    (result,) = (node for node in nodes if node.op == "output")
+    # Nodes that depend on the vector. The product is always computed anew: it is not the caller's
+    # to change if it is cached.
+    moving = {vector, result, result.args[0]}
     for node in nodes:
         if any(source in moving for source in node.all_input_nodes):
             moving.add(node)
-    (result,) = (node for node in nodes if node.op == "output")
-    outputs = list(result.args[0])
-    # The border: primal nodes that the tangent part, or the result itself, reads.
-    users = [source for node in nodes if node in moving and node is not result
-             for source in node.all_input_nodes]  # fmt: skip
-    border = list(dict.fromkeys(node for node in users + outputs if node not in moving))
+    # The border: primal nodes that the tangent part reads.
+    users = [source for node in nodes if node in moving for source in node.all_input_nodes]
+    border = list(dict.fromkeys(node for node in users if node not in moving))
     primal = _part(module, points, [n for n in nodes if n not in moving], border)
-    tangent = _part(module, border + tangents, [n for n in nodes if n in moving], outputs)
+    tangent = _part(module, [*border, vector], [n for n in nodes if n in moving], result.args)
     return primal, tangent
 
 
@@ -275,6 +271,9 @@ def _part(
     for node in nodes:
         if node not in copies and node.op not in ("placeholder", "output"):
             copies[node] = graph.node_copy(node, lambda source: copies[source])
+            if node.target is aten.view.default:
+                # What is a view for one vector may be none for a block, which has other strides.
+                copies[node].target = aten.reshape.default
     graph.output(tuple(copies[node] for node in outputs))
     graph.eliminate_dead_code()
     return fx.GraphModule(module, graph)

@@ -136,7 +136,7 @@ class KnownLoss:
         return counted / counted.sum()
 
 
-def recognised(loss_fn: Any) -> KnownLoss | None:
+def known_loss(loss_fn: Any) -> KnownLoss | None:
     """Return the closed forms of a loss of torch: a module, a function or a partial of one."""
     kind, options = _described(loss_fn)
     weighted = options.get("weight") is not None or options.get("pos_weight") is not None
@@ -180,7 +180,7 @@ def output_hessian(
 
     Some losses have no forward rule for their backward pass; ``reverse`` uses reverse rules alone.
     """
-    known = recognised(loss_fn)
+    known = known_loss(loss_fn)
     if known is not None:
         return known.hessian(outputs, target, tangent)
     gradient = grad(lambda point: loss_fn(point, target))
@@ -195,7 +195,7 @@ def sample_losses(loss_fn: Any, outputs: Tensor, target: Any) -> Tensor:
     For cross-entropy the mean over all samples is the loss of the batch even if labels are ignored:
     a sample counts by its labels. Any other loss is called on batches of one sample.
     """
-    known = recognised(loss_fn)
+    known = known_loss(loss_fn)
     if known is None or known.kind != "cross_entropy" or target.is_floating_point():
         return losses_alone(loss_fn, outputs, target)
     terms = functional.cross_entropy(
@@ -263,7 +263,7 @@ def check_labels(loss_fn: Any, outputs: Any, target: Any, where: str, *, some: b
                          f"have {classes} classes; got {low if low < 0 else high}")  # fmt: skip
 
 
-def labelled(loss_fn: Any, outputs: Any, target: Any) -> tuple[Tensor, Tensor] | None:
+def outputs_and_labels(loss_fn: Any, outputs: Any, target: Any) -> tuple[Tensor, Tensor] | None:
     """Return outputs ``(n, classes)`` and labels ``(n,)`` of a batch, without ignored labels.
 
     ``None`` if the target does not hold class labels as in cross-entropy: integers, one for each
@@ -282,7 +282,7 @@ def labelled(loss_fn: Any, outputs: Any, target: Any) -> tuple[Tensor, Tensor] |
 
 def num_correct(loss_fn: Any, outputs: Any, target: Any) -> tuple[int, int]:
     """Return the number of labels with the largest output, and of all; zeros without labels."""
-    pair = labelled(loss_fn, outputs, target)
+    pair = outputs_and_labels(loss_fn, outputs, target)
     if pair is None:
         return 0, 0
     return int((pair[0].argmax(1) == pair[1]).sum()), len(pair[1])
@@ -314,7 +314,7 @@ class Adapter(nn.Module):
     ) -> None:
         super().__init__()
         self.model, self.loss_fn, self.custom = model, _Callable(loss_fn), forward
-        known = recognised(loss_fn)
+        known = known_loss(loss_fn)
         self.squared = known is not None and known.kind == "squared_error"
 
     def forward(self, batch: Any) -> tuple[Any, Any]:

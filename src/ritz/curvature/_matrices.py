@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 from ritz._core.checks import check_choice, check_count, check_tensor
 from ritz._core.random import resolve_generator
-from ritz.curvature._losses import KnownLoss, output_hessian, recognised, sample_losses
+from ritz.curvature._losses import KnownLoss, known_loss, output_hessian, sample_losses
 from ritz.curvature._modes import Context, Params
 from ritz.curvature._products import Column, CurvatureOperator, ProductOptions, Products
 from ritz.curvature._risk import Risk
@@ -241,7 +241,7 @@ def _drawn_hessian(
 
 def likelihood(risk: Risk) -> KnownLoss:
     """Return the loss of a risk as a likelihood, or raise if it is none."""
-    known = recognised(risk.loss_fn)
+    known = known_loss(risk.loss_fn)
     # A smoothed loss is not the negative log likelihood of a label.
     if known is None or known.smoothing:
         raise ValueError(

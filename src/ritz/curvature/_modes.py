@@ -22,6 +22,45 @@ from ritz._core.modes import Precision, arithmetic, evaluating, outside_inferenc
 from ritz._core.params import ParamSpace
 
 # ------------------------------------------------------------------------------------------
+# Sizes.
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Sizes at which computations are cut into parts, cached, or done in another way."""
+
+    # Bytes of batches in memory. Further data are loaded again for every product.
+    data: int = 4 * 2**30
+    # Bytes of primal parts that are cached on the CPU. A GPU offers half of its free memory.
+    cache: int = 2 * 2**30
+    # A trace takes seconds. Data in batches have two shapes; padded text has one per length.
+    max_traces: int = 8
+    # Rows transposed at once. A tile of 16384 x 8 doubles is 1 MB and stays in the L2 cache.
+    tile: int = 2**14
+    # Columns multiplied at once. On an H200 a column of a block of 8 takes 1.1 ms against 9.0 ms
+    # alone (MLP); on the CPU both take 18 ms (benchmarks/results/products*.json).
+    block_size: int = 8
+    # Error allowed in float32 on a GPU, where products may be in TF32 with 10 bits of mantissa.
+    gpu_rtol: float = 0.05
+    # Backward passes per batch for an exact diagonal. XTrace costs as much with its default of 32
+    # probes: 64 products of about 1.3 gradients, or 4 passes, each.
+    max_columns: int = 256
+    # Entries of derivatives in the outputs of modules at once: 128 MB of doubles.
+    derivatives: int = 2**24
+    # Entries of sample gradients of one module at once on the CPU: 32 MB of doubles, about the size
+    # of an L3 cache. A GPU takes 16 times as many, to be busy.
+    gradients: int = 2**22
+    # Entries of whole sample gradients in gradient_statistics: 256 MB in float64.
+    statistics: int = 2**25
+    # Parameters of a module without Kronecker factors whose block is formed: 32 MB of doubles.
+    dense_block: int = 2048
+    # Samples on which rules are checked. Two show that samples are coupled; four cost little.
+    checked_samples: int = 4
+
+
+LIMITS = Limits()
+
+# ------------------------------------------------------------------------------------------
 # A point in weight space: the parameters that vary, and everything that stays constant.
 
 Params = dict[str, Tensor]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Literal, TypedDict, final
 
@@ -15,14 +15,14 @@ from ritz._core.batches import tensors
 from ritz._core.checks import check_choice, check_count
 from ritz._core.modes import arithmetic, batch_norms, differentiable, searched_convolutions
 from ritz.curvature._linearize import Linearization, nbytes
-from ritz.curvature._modes import Context, Params, without_warnings_of_torch
+from ritz.curvature._modes import LIMITS, Context, Params, without_warnings_of_torch
 from ritz.curvature._risk import Risk
 from ritz.operators import LinearOperator
 
 # The product of the matrix of one batch with one vector: (risk, params, context, vector).
 Column = Callable[[Risk, Params, Context, Params], Params]
-# The product of the matrix of one batch with ``k`` vectors, as tensors ``(k, *shape)``.
-Linear = Callable[[Sequence[Tensor]], list[Tensor]]
+# The product of the matrix of one batch with ``k`` vectors, ``(k, n)`` to a new ``(k, n)``.
+Linear = Callable[[Tensor], Tensor]
 EngineName = Literal["auto", "linearized", "eager"]
 ENGINES = ("auto", "linearized", "eager")
 
@@ -34,26 +34,6 @@ class ProductOptions(TypedDict, total=False):
     compile: bool
     memory: int | None
     block_size: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Sizes at which products change their way."""
-
-    # A trace takes seconds. Data in batches have two shapes; padded text has one per length.
-    max_traces: int = 8
-    # Rows transposed at once. A tile of 16384 x 8 doubles is 1 MB and stays in the L2 cache.
-    tile: int = 2**14
-    # Columns multiplied at once. On an H200 a column of a block of 8 takes 1.1 ms against 9.0 ms
-    # alone (MLP); on the CPU both take 18 ms (benchmarks/results/products*.json).
-    block_size: int = 8
-    # Bytes of primal parts that are cached on the CPU. A GPU offers half of its free memory.
-    cache: int = 2 * 2**30
-    # Error allowed in float32 on a GPU, where products may be in TF32 with 10 bits of mantissa.
-    gpu_rtol: float = 0.05
-
-
-LIMITS = Limits()
 
 
 @final
@@ -104,7 +84,7 @@ class Products:
         self.block_size = _default_width(risk) if block_size is None else block_size
         self._ways, self._engine, self._compile, self._room = ways, engine, compile, memory
         self._must_trace = compile or engine == "linearized"
-        self._column: Column | None = None
+        self._column: Column | None = None  # the way that was chosen
         self._traces: dict[Any, Linearization | None] = {}  # by shape of the batch
         self._cached: dict[tuple[int, int], Linear] = {}  # by batch and first sample
         self._plan, self._narrowed = "not yet used", ""
@@ -124,7 +104,7 @@ class Products:
             total = product.T.mul_(weight) if total is None else total.add_(product.T, alpha=weight)
         if total is None:
             total = torch.zeros_like(block.T, memory_format=torch.contiguous_format)
-        self.risk.reduced(total)
+        self.risk.sum_over_processes(total)
         if self.shift:
             total.add_(block.T, alpha=self.shift)
         if not bool(torch.isfinite(total.sum())):
@@ -165,18 +145,16 @@ class Products:
         return total
 
     def _part(self, vectors: Tensor, key: tuple[int, int], context: Context) -> Tensor:
-        shapes = list(self.risk.space.shapes.values())
-        sizes = [shape.numel() for shape in shapes]
         with arithmetic(self.risk.precision), searched_convolutions(self._compile):
             multiply = self._linear(key, context)
+            if len(vectors) in (1, self.block_size):
+                return multiply(vectors)
             product = torch.empty_like(vectors)
-            for columns in _chunks(len(vectors), self.block_size):
-                pieces = vectors[columns].split(sizes, 1)
-                leaves = multiply(
-                    [piece.reshape(-1, *shape) for piece, shape in zip(pieces, shapes, strict=True)]
-                )
-                for piece, leaf in zip(product[columns].split(sizes, 1), leaves, strict=True):
-                    piece.copy_(leaf.reshape(piece.shape))
+            # Full blocks, then single columns: two traces serve every number of columns.
+            full, rest = divmod(len(vectors), self.block_size)
+            widths = [self.block_size] * full + [1] * rest
+            for part, columns in zip(product.split(widths), vectors.split(widths), strict=True):
+                part.copy_(multiply(columns))
         return product
 
     def _linear(self, key: tuple[int, int], context: Context) -> Linear:
@@ -186,10 +164,10 @@ class Products:
         primal = None
         if self._column is None:
             with without_warnings_of_torch():
-                primal = self._choose(context)
-        trace = self._trace(context)
+                self._column, primal = self._choose(context)
+        trace = self._trace(self._column, context)
         if trace is None:
-            return partial(self._eager, context)
+            return partial(self._eager, self._column, context)
         if primal is None:
             primal = trace.primal((self.risk.params, context))
         linear = partial(trace.tangent, primal)
@@ -203,53 +181,41 @@ class Products:
             self._cached[key] = linear
         return linear
 
-    def _eager(self, context: Context, tangent: Sequence[Tensor]) -> list[Tensor]:
-        """Differentiate the model again: the product with ``k`` vectors, ``(k, *shape)`` each."""
-        column, params = self._column, self.risk.params
+    def _eager(self, column: Column, context: Context, vectors: Tensor) -> Tensor:
+        """Differentiate the model again: the product with ``k`` vectors, ``(k, n)``."""
+        multiply = partial(self._multiply, column, point=(self.risk.params, context))
         with self.risk.settings():
-            if len(tangent[0]) == 1:
-                single = [leaf[0] for leaf in tangent]
-                product = self._multiply(column, single, context, params)
-                return [leaf.unsqueeze(0) for leaf in product]
-            return list(vmap(lambda *leaves: self._multiply(column, leaves, context, params))(
-                *tangent))  # fmt: skip
+            if len(vectors) == 1:
+                return multiply(vectors[0]).unsqueeze(0)
+            return vmap(multiply)(vectors).contiguous()
 
-    def _multiply(
-        self, column: Column | None, tangent: Sequence[Tensor], context: Context, params: Params
-    ) -> tuple[Tensor, ...]:
-        names = list(self.risk.space.shapes)
-        if column is None:
-            raise RuntimeError("no way of multiplying was chosen")
-        product = column(self.risk, params, context, dict(zip(names, tangent, strict=True)))
-        return tuple(product[name].detach() for name in names)
+    def _multiply(self, column: Column, vector: Tensor, point: tuple[Params, Context]) -> Tensor:
+        space = self.risk.space
+        return space.flatten(column(self.risk, *point, space.unflatten(vector))).detach()
 
     # The choice of a way: at the first product, on the first batch.
 
-    def _choose(self, context: Context) -> list[Tensor] | None:
-        """Choose the way and the engine. Return the primal part of the batch if it was traced."""
-        params = self.risk.params
+    def _choose(self, context: Context) -> tuple[Column, list[Tensor] | None]:
+        """Choose the way and the engine. Return the way, and the primal part if it was traced."""
+        theta, rng = self.risk.theta, torch.Generator().manual_seed(0)
         # A vector as large as the weights: an error can then be told from roundoff.
-        vector = [leaf + leaf.abs().mean() for leaf in params.values()]
+        u = theta + theta.abs().mean()
+        v = torch.randn(theta.shape, generator=rng, dtype=torch.float64).to(theta)
         problems: list[str] = []
         for name, column in self._ways:
             try:
-                with self.risk.settings():
-                    product = self._multiply(column, vector, context, params)
-                primal, no_trace = self._try_trace(column, context, vector, product)
+                Au = self._eager(column, context, u[None])[0]
+                primal, no_trace = self._try_trace(column, context, u, Au, v)
                 problem = ""
                 if primal is None:
-                    other = _noise_like(vector)
-                    with self.risk.settings():
-                        image = self._multiply(column, other, context, params)
-                    problem = _asymmetry(vector, product, other, image)
+                    problem = _asymmetry(u, Au, v, self._eager(column, context, v[None])[0])
             except torch.OutOfMemoryError:
                 raise
             except (NotImplementedError, RuntimeError) as error:
                 problem = first_line(error)
             if not problem:
                 self._decide(name, problems, no_trace)
-                self._column = column
-                return primal
+                return column, primal
             problems.append(f"no {name}: {problem}")
         with suppress(NotImplementedError, RuntimeError):  # the gradient may fail as well
             self.risk.diagnose()
@@ -265,12 +231,12 @@ class Products:
         self._plan = f"{name}, {kind}" + "".join(f" ({note})" for note in notes)
 
     def _try_trace(
-        self, column: Column, context: Context, vector: Sequence[Tensor], product: Sequence[Tensor]
+        self, column: Column, context: Context, u: Tensor, Au: Tensor, v: Tensor
     ) -> tuple[list[Tensor] | None, str]:
         """Trace the way, and return the primal part of the batch, or why the trace is not used.
 
-        The trace must give the eager ``product``. Symmetry is checked between that product and one
-        of the trace, so that the model is not evaluated a third time.
+        The trace must give the eager product ``Au``. Symmetry is checked between that product and
+        one of the trace, so that the model is not evaluated a third time.
         """
         if self._engine == "eager":
             return None, ""
@@ -278,30 +244,26 @@ class Products:
             trace = self._linearize(column, context)
             with arithmetic(self.risk.precision):
                 primal = trace.primal((self.risk.params, context))
-                traced = trace.tangent(primal, [leaf.unsqueeze(0) for leaf in vector])
-                problem = _difference([leaf[0] for leaf in traced], product)
-                del traced
-                if not problem:
-                    other = _noise_like(vector)
-                    image = trace.tangent(primal, [leaf.unsqueeze(0) for leaf in other])
-                    problem = _asymmetry(vector, product, other, [leaf[0] for leaf in image])
+                product, Av = (trace.tangent(primal, vector[None])[0] for vector in (u, v))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # tracing a model can raise any error
             return None, first_line(error)
-        if problem:
+        gap, size = float((product - Au).norm()), float(Au.norm())
+        problem = f"its product differs by {gap / size:.1g}" if gap > _rtol(u) * size else ""
+        if problem := problem or _asymmetry(u, Au, v, Av):
             return None, problem
         self._traces[_shape(context)] = trace
         return primal, ""
 
-    def _trace(self, context: Context) -> Linearization | None:
+    def _trace(self, column: Column, context: Context) -> Linearization | None:
         """Return the trace for batches of this shape, or ``None`` if they are eager."""
-        key = _shape(context)
         if self._engine == "eager":
             return None
+        key = _shape(context)
         if key not in self._traces and len(self._traces) < LIMITS.max_traces:
             try:
-                self._traces[key] = self._linearize(self._column, context)
+                self._traces[key] = self._linearize(column, context)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # another shape may lead through other parts of the model
@@ -311,14 +273,12 @@ class Products:
                 self._traces[key] = None
         return self._traces.get(key)
 
-    def _linearize(self, column: Column | None, context: Context) -> Linearization:
-        def product(tangent: list[Tensor], point: tuple[Params, Context]) -> tuple[Tensor, ...]:
-            return self._multiply(column, tangent, point[1], point[0])
-
-        # The tracer tells inputs by identity: tangent and point must not be the same tensors.
-        tangent, point = list(self.risk.params.values()), (self.risk.params, context)
+    def _linearize(self, column: Column, context: Context) -> Linearization:
+        point = (self.risk.params, context)
         with self.risk.settings():
-            return Linearization(product, tangent, point, compiled=self._compile)
+            return Linearization(
+                partial(self._multiply, column), self.risk.theta, point, compiled=self._compile
+            )
 
     def _cut(self, width: int, size: int, error: Exception) -> None:
         """Make blocks narrower, then batches shorter. Raise ``error`` if neither is possible."""
@@ -359,27 +319,12 @@ class CurvatureOperator(LinearOperator):
         return repr(self.risk)
 
 
-def _difference(product: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
-    pairs = [(a.double(), b.double()) for a, b in zip(product, expected, strict=True)]
-    gap = sum(float((a - b).square().sum()) for a, b in pairs) ** 0.5
-    size = sum(float(b.square().sum()) for _, b in pairs) ** 0.5
-    return f"its product differs by {gap / size:.1g}" if gap > _rtol(product[0]) * size else ""
-
-
-def _asymmetry(
-    u: Sequence[Tensor], Au: Sequence[Tensor], v: Sequence[Tensor], Av: Sequence[Tensor]
-) -> str:
+def _asymmetry(u: Tensor, Au: Tensor, v: Tensor, Av: Tensor) -> str:
     # u'Av = v'Au. Some double derivatives of torch are wrong, and then this does not hold.
-    gap = abs(_inner(v, Au) - _inner(u, Av))
-    size = (_inner(v, v) * _inner(Au, Au)) ** 0.5 + (_inner(u, u) * _inner(Av, Av)) ** 0.5
+    gap = abs(float(v @ Au - u @ Av))
+    size = float(v.norm() * Au.norm() + u.norm() * Av.norm())
     # A NaN passes: it is reported with the batch that causes it.
-    return f"it is not symmetric, by {gap / size:.1g}" if gap > _rtol(u[0]) * size else ""
-
-
-def _noise_like(leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Return Gaussian tensors of these shapes, the same in every call."""
-    rng = torch.Generator().manual_seed(0)
-    return [torch.randn(leaf.shape, generator=rng, dtype=torch.float64).to(leaf) for leaf in leaves]
+    return f"it is not symmetric, by {gap / size:.1g}" if gap > _rtol(u) * size else ""
 
 
 def _rtol(like: Tensor) -> float:
@@ -387,10 +332,6 @@ def _rtol(like: Tensor) -> float:
         return LIMITS.gpu_rtol
     # 1.5e-7 in float64. The wrong derivatives of torch in the tests differ by 1e-4 and more.
     return float(10 * torch.finfo(like.dtype).eps ** 0.5)
-
-
-def _inner(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
-    return sum(float((a.double() * b.double()).sum()) for a, b in zip(left, right, strict=True))
 
 
 def _shape(context: Context) -> Any:
@@ -420,10 +361,3 @@ def _transpose(block: Tensor) -> Tensor:
     for tile, part in zip(rows.split(LIMITS.tile, 1), block.split(LIMITS.tile), strict=True):
         tile.copy_(part.T)
     return rows
-
-
-def _chunks(count: int, width: int) -> list[slice]:
-    """Split columns into full blocks, then single columns: two traces serve every number."""
-    full = count // width * width
-    blocks = [slice(start, start + width) for start in range(0, full, width)]
-    return blocks + [slice(i, i + 1) for i in range(full, count)]

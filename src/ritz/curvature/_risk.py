@@ -19,8 +19,9 @@ from ritz._core.modes import BATCH_NORM_MODES, BatchNormMode, Precision, batch_n
 from ritz._core.params import ParamSpace
 from ritz.curvature import _losses as losses
 from ritz.curvature._batches import Batches
-from ritz.curvature._losses import Adapter, Forward, LossFunction, check_labels, recognised
+from ritz.curvature._losses import Adapter, Forward, LossFunction, check_labels, known_loss
 from ritz.curvature._modes import (
+    LIMITS,
     Context,
     Params,
     Selection,
@@ -118,6 +119,7 @@ class Risk:
             data,
             batch_size=batch_size,
             freeze=freeze,
+            memory=LIMITS.data,
             count=count,
             device=self.space.device,
             dtype=cast,
@@ -147,7 +149,7 @@ class Risk:
         with torch.no_grad(), self.settings():
             for _, context, weight in self.contexts():
                 total += weight * self.batch_loss(self.params, context).double()
-        self._require_finite(self.reduced(total))
+        self._require_finite(self.sum_over_processes(total))
         return float(total) + 0.5 * self.l2 * float(self.theta.double().square().sum())
 
     def gradient(self) -> Tensor:
@@ -156,7 +158,7 @@ class Risk:
         with self.settings():
             for _, context, weight in self.contexts():
                 total.add_(self.batch_gradient(context)[0], alpha=weight)
-        self._require_finite(self.reduced(total))
+        self._require_finite(self.sum_over_processes(total))
         return total.add_(self.theta, alpha=self.l2)
 
     def batch_gradient(self, context: Context) -> tuple[Tensor, Tensor]:
@@ -229,7 +231,7 @@ class Risk:
             raise TypeError(f"indices must be one vector of int64, got {got}")
         if not len(indices):
             raise ValueError("indices must name at least one sample, got none")
-        batch, size = self.joined()
+        batch, size = self.join_batches()
         low, high = int(indices.min()), int(indices.max())
         if low < 0 or high >= size:
             raise ValueError(f"indices must be between 0 and {size - 1}, got {low} to {high}")
@@ -286,11 +288,11 @@ class Risk:
         """Raise, in all processes, unless the loss of each batch is the mean over its samples."""
         gap = self.sample_gap(alone=alone)
         flag = torch.tensor(float(bool(gap)), device=self.theta.device)
-        if float(self.reduced(flag)):
+        if float(self.sum_over_processes(flag)):
             raise ValueError(gap or "the loss of a batch must be the mean of the losses of its "
                              "samples, got another one in another process")  # fmt: skip
 
-    def joined(self) -> tuple[Batch, int]:
+    def join_batches(self) -> tuple[Batch, int]:
         """Return all samples of this process as one batch, with their number."""
         if not self._batches.held:
             raise ValueError("data must be held in memory for this: pass freeze=True")
@@ -312,7 +314,7 @@ class Risk:
                 self._check_labels(index, batch)
             yield index, Context(constants, batch, self._masks(index, batch)), weight
 
-    def reduced(self, tensor: Tensor) -> Tensor:
+    def sum_over_processes(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over the processes that share the data, in place, and return it."""
         return tensor if self.sharing == "none" else all_sum(tensor, self.group)
 
@@ -333,7 +335,7 @@ class Risk:
                     self.model,
                     lambda context: self.evaluate(self.params, context),  # type: ignore[arg-type]
                     weighted,
-                    reduce=self.reduced,
+                    reduce=self.sum_over_processes,
                 )
         return self._constants | self._statistics
 
@@ -448,7 +450,7 @@ def _inspect_first_batch(risk: Risk) -> Any:
                     "model must leave its parameters unchanged when it is called, got others "
                     "after it: has it an embedding with max_norm?"
                 )
-            known = recognised(risk.loss_fn)
+            known = known_loss(risk.loss_fn)
             if known is not None and not isinstance(outputs, Tensor):
                 raise TypeError("model must return a tensor for this loss_fn, got "
                                 f"{type(outputs).__name__}: pass forward= to choose from it"

@@ -21,12 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ritz._core.batches import is_rows, split_samples, take_rows
 from ritz._core.modes import recording
-from ritz.curvature._modes import Context, Params
+from ritz.curvature._modes import LIMITS, Context, Params
 from ritz.curvature._risk import Risk
-
-# Entries of sample gradients at once on the CPU: 32 MB of doubles, about the size of an L3 cache.
-# A GPU takes 16 times as many, to be busy.
-ENTRIES = 2**22
 
 # ------------------------------------------------------------------------------------------
 # Inputs and outputs of modules in a forward pass.
@@ -281,7 +277,7 @@ def _used_rows(module: nn.Embedding, call: Call) -> Tensor:
 def chunks(deltas: Tensor, entries: int) -> Iterator[tuple[slice, slice]]:
     """Yield columns and rows to process at once if each pair has so many entries."""
     count, batch = deltas.shape[:2]
-    limit = ENTRIES if deltas.device.type == "cpu" else 16 * ENTRIES
+    limit = LIMITS.gradients * (1 if deltas.device.type == "cpu" else 16)
     columns = min(count, max(1, limit // entries))
     size = min(batch, max(1, limit // (entries * columns)))
     for start in range(0, count, columns):

@@ -7,9 +7,9 @@ from ritz.curvature._losses import (
     check_labels,
     check_reduction,
     is_kept,
-    labelled,
+    known_loss,
     num_correct,
-    recognised,
+    outputs_and_labels,
     term_mass,
 )
 from ritz.curvature._matrices import MATRICES, CurvatureMatrix, batch_products, require_outputs
@@ -29,9 +29,9 @@ __all__ = [
     "check_labels",
     "check_reduction",
     "is_kept",
-    "labelled",
+    "known_loss",
     "num_correct",
-    "recognised",
+    "outputs_and_labels",
     "require_outputs",
     "term_mass",
 ]

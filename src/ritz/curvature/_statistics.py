@@ -13,14 +13,12 @@ from ritz._core.modes import batch_norms
 from ritz._core.progress import Progress, tracking
 from ritz._core.storage import storable
 from ritz.curvature._losses import num_correct
-from ritz.curvature._modes import Context, Params
+from ritz.curvature._modes import LIMITS, Context, Params
 from ritz.curvature._products import first_line
 from ritz.curvature._risk import Risk
 from ritz.curvature._sample_gradients import mapped_gradients
 
 By = Literal["sample", "batch"]
-# Entries of the sample gradients in memory at once: 256 MB in float64.
-CHUNK_ENTRIES = 2**25
 
 
 @storable
@@ -149,8 +147,8 @@ def summary(risk: Risk) -> Summary:
             sums += sums.new_tensor(
                 [weight * float(loss), *num_correct(risk.loss_fn, outputs, target)]
             )
-    risk.reduced(gradient)
-    loss, correct, labels = risk.reduced(sums).tolist()
+    risk.sum_over_processes(gradient)
+    loss, correct, labels = risk.sum_over_processes(sums).tolist()
     theta = risk.theta.double()
     gradient.add_(theta, alpha=risk.l2)
     return Summary(
@@ -240,7 +238,7 @@ def gradient_statistics(
     """
     check_choice("by", by, ("sample", "batch"))
     if chunk_size is None:
-        chunk_size = max(1, CHUNK_ENTRIES // risk.space.size)
+        chunk_size = max(1, LIMITS.statistics // risk.space.size)
     check_count("chunk_size", chunk_size)
     if by == "sample":
         risk.require_separable("gradient_statistics(by='sample')")
@@ -255,7 +253,7 @@ def gradient_statistics(
                 for chunk in gradients.chunks(context, size):
                     moments.add(chunk, len(chunk))
             bar.update(done)
-    mean, variance, count = moments.reduced()
+    mean, variance, count = moments.totals()
     if not math.isfinite(float(mean.sum() + variance.sum())):
         risk.diagnose()
         raise ValueError("the gradient of every sample must be finite, got NaN or Inf for one")
@@ -312,14 +310,14 @@ class _Moments:
         self._mean.add_(step, alpha=weight / total)
         self._weight, self._count = total, self._count + len(gradients)
 
-    def reduced(self) -> tuple[Tensor, Tensor, int]:
+    def totals(self) -> tuple[Tensor, Tensor, int]:
         """Return mean, variance and number over all processes."""
         risk = self._risk
         counts = torch.tensor([self._weight, self._count], dtype=torch.float64)
-        weight, count = risk.reduced(counts.to(self._mean.device)).tolist()
-        mean = risk.reduced(self._mean * (self._weight / weight))
+        weight, count = risk.sum_over_processes(counts.to(self._mean.device)).tolist()
+        mean = risk.sum_over_processes(self._mean * (self._weight / weight))
         squares = self._squares.add_((self._mean - mean).square_(), alpha=self._weight)
-        return mean, risk.reduced(squares).div_(weight), int(count)
+        return mean, risk.sum_over_processes(squares).div_(weight), int(count)
 
 
 @final

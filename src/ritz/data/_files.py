@@ -67,23 +67,17 @@ def existing(place: Path, file: str) -> Path | None:
 
 
 @contextmanager
-def open_file(path: Path) -> Iterator[tuple[IO[bytes], int]]:
-    """Open a plain or gzip file, recognized by its first bytes.
-
-    Yields the stream and an upper bound on its number of bytes. Damaged gzip files raise
-    :class:`DataError`.
-    """
-    size = path.stat().st_size
+def open_file(path: Path) -> Iterator[IO[bytes]]:
+    """Open a plain or gzip file, recognized by its first bytes; damaged ones raise DataError."""
     with path.open("rb") as raw:
         compressed = raw.read(2) == b"\x1f\x8b"
         raw.seek(0)
         if not compressed:
-            yield raw, size
+            yield raw
             return
         try:
             with gzip.open(raw) as stream:
-                # One byte of a deflate stream expands to at most 1032 bytes.
-                yield cast(IO[bytes], stream), 1032 * size
+                yield cast(IO[bytes], stream)
         except EOFError as error:
             raise DataError(f"{path} is a truncated gzip file") from error
         except (gzip.BadGzipFile, zlib.error) as error:
@@ -100,7 +94,7 @@ def read_up_to(stream: IO[bytes], size: int) -> bytearray:
 
 def read_whole(path: Path, *, limit: int) -> bytearray:
     """Return the decompressed content of a file; raise if it has more than ``limit`` bytes."""
-    with open_file(path) as (stream, _):
+    with open_file(path) as stream:
         content = read_up_to(stream, limit + 1)
     if len(content) > limit:
         raise DataError(f"{path} holds more than the {limit} bytes that such a file may have")

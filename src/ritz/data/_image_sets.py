@@ -3,14 +3,13 @@
 import io
 import math
 import pickle
-import pickletools
 import warnings
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -40,7 +39,7 @@ from ritz.data._images import (
 
 # What a damaged file raises; NotImplementedError is a RuntimeError.
 DAMAGED = (ValueError, EOFError, MemoryError, RuntimeError)
-LIMIT = 2**29  # bytes of one file or array: the largest, of ImageNet-32, has 394 million
+LIMIT = 2**29  # bytes of one decompressed file of CIFAR: the largest has 155 million
 
 
 # ------------------------------------------------------------------------------------------
@@ -116,12 +115,9 @@ def _idx_samples(images_path: Path, labels_path: Path, num_classes: int) -> Samp
 
 
 def read_idx(path: Path, *, ndim: int) -> Tensor:
-    """Return the bytes of an idx file with ``ndim`` dimensions, in its shape.
-
-    A file that declares more bytes than it can hold raises before memory is allocated.
-    """
+    """Return the bytes of an idx file with ``ndim`` dimensions, in its shape."""
     magic = bytes([0, 0, 0x08, ndim])  # 0x08 is the code of unsigned bytes
-    with open_file(path) as (stream, most):
+    with open_file(path) as stream:
         head = bytes(read_up_to(stream, 4 * (1 + ndim)))
         if head[:4] != magic:
             raise DataError(
@@ -133,9 +129,9 @@ def read_idx(path: Path, *, ndim: int) -> Tensor:
         # Sizes are big-endian. As Python integers, their product cannot overflow.
         shape = np.frombuffer(head, ">u4", offset=4).tolist()
         size = math.prod(shape)
-        if len(head) + size > most:
-            raise DataError(f"{path} declares {size} bytes {shape}, more than the file can hold")
-        body = read_up_to(stream, size + 1)  # one more, to notice a longer file
+        # Memory is allocated as bytes arrive, whatever the header declares. One byte more than that
+        # is requested, to notice a longer file.
+        body = read_up_to(stream, size + 1)
     if len(body) != size:
         relation = "fewer" if len(body) < size else "more"
         raise DataError(f"{path} declares {size} bytes {shape}, but has {relation}")
@@ -149,11 +145,10 @@ def read_idx(path: Path, *, ndim: int) -> Tensor:
 @DATASETS.register("cifar10")
 def cifar10(root: Path | None, *, validation: int = 0) -> ImageData:
     """CIFAR-10: 50,000 + 10,000 colour images of 32 x 32 pixels in 10 classes."""
-    files = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
-    paths = _cifar_paths("cifar-10", "cifar-10-batches-py", files, root)
+    files = ["batches.meta", *(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
     names = "airplane automobile bird cat deer dog frog horse ship truck"
-    classes = _cifar_classes(paths, "batches.meta", "label_names", names.split())
-    return _cifar_data("cifar10", paths, "labels", classes, validation)
+    unpacked, classes = "cifar-10-batches-py", names.split()
+    return _cifar_data("cifar-10", unpacked, files, root, "", classes, validation)
 
 
 @DATASETS.register("cifar100")
@@ -162,32 +157,28 @@ def cifar100(
 ) -> ImageData:
     """CIFAR-100: 50,000 + 10,000 colour images of 32 x 32 pixels in 100 classes, or 20 coarse."""
     check_choice("labels", labels, ("fine", "coarse"))
-    paths = _cifar_paths("cifar-100", "cifar-100-python", ["train", "test"], root)
-    names = [str(number) for number in range(100 if labels == "fine" else 20)]
-    classes = _cifar_classes(paths, "meta", f"{labels}_label_names", names)
-    return _cifar_data("cifar100", paths, f"{labels}_labels", classes, validation)
-
-
-def _cifar_paths(archive: str, unpacked: str, files: list[str], root: Path | None) -> list[Path]:
-    name = archive.replace("-", "")
-    folders = (unpacked, name, archive, f"{name}/{unpacked}", ".")
-    hint = f"unpack {archive}-python.tar.gz of https://www.cs.toronto.edu/~kriz/cifar.html there"
-    return locate(name, files, root=root, folders=folders, hint=hint)
+    classes = [str(number) for number in range(100 if labels == "fine" else 20)]
+    files, kind = ["meta", "train", "test"], f"{labels}_"
+    return _cifar_data("cifar-100", "cifar-100-python", files, root, kind, classes, validation)
 
 
 def _cifar_data(
-    name: str, paths: list[Path], key: str, classes: list[str], validation: int
-) -> ImageData:
-    *parts, test = (_cifar_samples(path, key, len(classes)) for path in paths)
+    archive: str, unpacked: str, files: list[str], root: Path | None,
+    kind: str, classes: list[str], validation: int,
+) -> ImageData:  # fmt: skip
+    # The first file has the names of the classes, the last one the test images.
+    name, (meta, *files) = archive.replace("-", ""), files
+    folders = (unpacked, name, archive, f"{name}/{unpacked}", ".")
+    hint = f"unpack {archive}-python.tar.gz of https://www.cs.toronto.edu/~kriz/cifar.html there"
+    paths = locate(name, files, root=root, folders=folders, hint=hint)
+    if path := existing(paths[0].parent, meta):
+        classes = _cifar_classes(path, f"{kind}label_names", len(classes))
+    *parts, test = (_cifar_samples(path, f"{kind}labels", len(classes)) for path in paths)
     images, targets = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     return image_data(
-        name,
-        train=(images, targets),
-        test=test,
-        classes=classes,
-        validation=validation,
+        name, train=(images, targets), test=test, classes=classes, validation=validation,
         augmentation=Augmentation(),
-    )
+    )  # fmt: skip
 
 
 def _cifar_samples(path: Path, key: str, num_classes: int) -> Samples:
@@ -203,29 +194,19 @@ def _cifar_samples(path: Path, key: str, num_classes: int) -> Samples:
     return torch.from_numpy(images.copy()).view(-1, 3, 32, 32), targets
 
 
-def _cifar_classes(paths: list[Path], file: str, key: str, default: list[str]) -> list[str]:
-    path = existing(paths[0].parent, file)
-    if path is None:
-        return default
+def _cifar_classes(path: Path, key: str, count: int) -> list[str]:
     names = read_pickle(read_whole(path, limit=2**20), name=str(path)).get(key)
     names = [_text(name) for name in names] if isinstance(names, list) else []
-    if [type(name) for name in names] != [str] * len(default):
-        raise DataError(f"{path} must have a list of {len(default)} names under {key!r}")
+    if [type(name) for name in names] != [str] * count:
+        raise DataError(f"{path} must have a list of {count} names under {key!r}")
     return names
 
 
-# Opcodes of protocol 2 for dictionaries, lists, tuples, short integers, text, the memo, and the
-# three (c, R, b) that describe an array. Those that create objects in other ways (INST, OBJ,
-# NEWOBJ, persistent IDs, extension codes) are missing on purpose.
-OPCODES = "\x80.(}su]ae)t\x85\x86\x87N\x88\x89JKMTUXqrhjcRb"
-MAX_TUPLES = 1000  # an array has five; deeply nested tuples would overflow the stack of hash()
-
-
 def read_pickle(data: bytes | bytearray, *, name: str) -> dict[str, Any]:
-    """Return the dictionary in a pickle of protocol 2, as Python 2 and 3 write it.
+    """Return the dictionary in a pickle, as Python 2 and 3 write it.
 
-    Nothing in the file is executed. All opcodes are checked before the first is run, and the names
-    that NumPy writes for an array refer to classes of this module, which only read bytes.
+    Nothing in the file is executed: a pickle can only call what ``find_class`` returns, and the
+    names that NumPy writes for an array refer to classes of this module, which only read bytes.
 
     Args:
         data: The pickle.
@@ -233,49 +214,18 @@ def read_pickle(data: bytes | bytearray, *, name: str) -> dict[str, Any]:
 
     Returns:
         Keys as text; values as lists, numbers, text, bytes and arrays of bytes. Text of Python 2
-        becomes bytes. Memory is at most a fixed multiple of ``len(data)``.
+        becomes bytes.
     """
     try:
-        _check_opcodes(data, name)
         contents = _Unpickler(io.BytesIO(data), encoding="bytes").load()
         if type(contents) is not dict:
             raise TypeError(f"it must be one dictionary, got {type(contents).__name__}")
         return {_text(key): getattr(value, "array", value) for key, value in contents.items()}
-    except DataError:
-        raise
+    except PermissionError as error:
+        message = f"{name} is refused, and nothing in it was executed: {error}"
+        raise DataError(message) from error
     except Exception as error:  # a damaged pickle can raise anything
         raise DataError(f"{name} is truncated or not a pickle of a dictionary: {error}") from error
-
-
-def _check_opcodes(data: bytes | bytearray, name: str) -> None:
-    operations: Iterable[tuple[Any, Any, Any]] = pickletools.genops(bytes(data))
-    tuples, shared, previous = 0, set(), ""
-    for number, (opcode, argument, place) in enumerate(operations):
-        kind = opcode.name
-        tuples += kind.startswith("TUPLE")
-        if kind == "PROTO" and argument != 2:
-            raise ValueError(f"it has protocol {argument}, and only 2 is read")
-        if kind == "GLOBAL" and argument not in NAMES:
-            _refuse(name, f"the name {argument[:80].replace(' ', '.')}", place)
-        if opcode.code not in OPCODES:
-            _refuse(name, f"the instruction {kind}", place)
-        if kind.endswith("BINPUT") and previous.startswith("TUPLE"):
-            shared.add(argument)
-        # hash() of a tuple that holds a tuple twice, which holds a tuple twice, takes forever. And
-        # Unpickler allocates a table up to the largest index, which pickles count up from 0.
-        twice = kind.endswith("BINGET") and argument in shared
-        if twice or tuples > MAX_TUPLES or (kind == "LONG_BINPUT" and argument > number):
-            _refuse(name, "an instruction that would exhaust memory or time", place)
-        previous = kind
-    if place + 1 != len(data):
-        raise ValueError("it must end with the dictionary")
-
-
-def _refuse(name: str, reason: str, place: int) -> NoReturn:
-    raise DataError(
-        f"{name} is refused, and nothing in it was executed: it has {reason} at byte {place}, "
-        "which no file of plain images needs"
-    )
 
 
 class _Byte:
@@ -303,29 +253,20 @@ class _Array:
         self.array = np.frombuffer(content, np.uint8).reshape(shape)
 
 
-NAMES: dict[str, Any] = {
-    "numpy.core.multiarray _reconstruct": _Array,
-    "numpy._core.multiarray _reconstruct": _Array,
-    "numpy ndarray": _Array,
-    "numpy dtype": _Byte,
-    "_codecs encode": None,
+NAMES: dict[str, type] = {
+    "numpy.core.multiarray._reconstruct": _Array,
+    "numpy._core.multiarray._reconstruct": _Array,
+    "numpy.ndarray": _Array,
+    "numpy.dtype": _Byte,
+    "_codecs.encode": bytes,  # Python 3 writes bytes as text and its encoding
 }
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, *, encoding: str) -> None:
-        super().__init__(file, encoding=encoding)
-        self.spare = len(file.getbuffer())
-
-    def find_class(self, module: str, name: str) -> Any:
-        return NAMES[f"{module} {name}"] or self.encode
-
-    def encode(self, text: str, encoding: str) -> bytes:
-        # Python 3 writes bytes as latin1 text. The same text must not be encoded again and again.
-        self.spare -= len(text)
-        if _text(encoding) != "latin1" or self.spare < 0:
-            raise ValueError("text must be encoded once, as latin1")
-        return text.encode("latin1")
+    def find_class(self, module: str, name: str) -> type:
+        if (key := f"{module}.{name}") not in NAMES:
+            raise PermissionError(f"it has the name {key[:80]}, which no file of images needs")
+        return NAMES[key]
 
 
 def _text(value: Any) -> Any:
@@ -382,9 +323,6 @@ def read_member(path: Path, key: str) -> NDArray[Any]:
     """Return one array of an npz file; arrays of objects raise, and nothing in them is executed."""
     try:
         with zipfile.ZipFile(path) as archive, archive.open(f"{key}.npy") as stream:
-            # zipfile reads no more than this size, whatever the compressed data expand to.
-            if (size := archive.getinfo(f"{key}.npy").file_size) > LIMIT:
-                raise ValueError(f"array {key!r} has {size} bytes, more than {LIMIT}")
             array: NDArray[Any] = read_array(stream, allow_pickle=False)
             return array
     except KeyError as error:
@@ -421,31 +359,26 @@ def folder(
             f"no folder of images {str(root or '')!r}: data_dir= must hold a folder for each class "
             "with its images, or such folders in train and test"
         )
-    if not (root / "train").is_dir():
-        check_range("test_fraction", test_fraction, low=0, high=0.9)
-        classes = _folder_classes(root)
-        samples = _folder_samples(root, classes, size, channels)
-        count = max(1, round(test_fraction * len(samples[1])))
-        train, test = (select(samples, part) for part in held_out(len(samples[1]), count))
-        return image_data(
-            "folder", train=train, test=test, classes=classes, validation=validation, seeded=True
-        )
-    classes = _folder_classes(root / "train")
-    names = [name for name in ("test", "val", "valid", "validation") if (root / name).is_dir()]
-    if not names:
-        raise FileNotFoundError(f"{root} has a folder train, but no test or val beside it")
-    train, *parts = (
-        _folder_samples(root / name, classes, size, channels) for name in ("train", *names)
-    )
-    for name, part in zip(names, parts, strict=True):
-        if part[0].shape[1:] != train[0].shape[1:]:
-            sizes = f"{_size(part)}, training ones {_size(train)}"
-            raise DataError(f"{root}: {name} images are {sizes}; give size=")
+    check_range("test_fraction", test_fraction, low=0, high=0.9)
+    names = ["."]
+    if separate := (root / "train").is_dir():
+        others = ("test", "val", "valid", "validation")
+        names = ["train", *(name for name in others if (root / name).is_dir())]
+        if len(names) == 1:
+            raise FileNotFoundError(f"{root} has a folder train, but no test or val beside it")
+    classes = _folder_classes(root / names[0])
+    files = [_folder_files(root / name, classes) for name in names]
+    samples, lengths = _folder_samples([*chain(*files)], size, channels), list(map(len, files))
+    train, *parts = zip(*(tensor.split(lengths) for tensor in samples), strict=True)
+    if not separate:
+        count = max(1, round(test_fraction * lengths[0]))
+        train, *parts = (select(samples, part) for part in held_out(lengths[0], count))
     # Without a test folder the validation images are the test images, as for ImageNet.
     held = parts[1] if len(parts) > 1 else None
     return image_data(
-        "folder", train=train, test=parts[0], held=held, classes=classes, validation=validation
-    )
+        "folder", train=train, test=parts[0], held=held, classes=classes, validation=validation,
+        seeded=not separate,
+    )  # fmt: skip
 
 
 def _folder_classes(root: Path) -> tuple[str, ...]:
@@ -455,75 +388,56 @@ def _folder_classes(root: Path) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _folder_samples(
-    root: Path, classes: tuple[str, ...], size: int | None, channels: int
-) -> Samples:
+def _folder_files(root: Path, classes: tuple[str, ...]) -> list[tuple[Path, int]]:
     unknown = sorted(set(_folder_classes(root)) - set(classes))
     if unknown:
         raise DataError(f"{root} has a class {unknown[0]!r} that the training images do not have")
-    files = [(path, n) for n, name in enumerate(classes) for path in _images(root / name)]
-    shape = (size, size) if size else _common_size([path for path, _ in files])
-    images = torch.empty(len(files), channels, *shape, dtype=torch.uint8)
+    files: list[tuple[Path, int]] = []
+    for number, place in enumerate(root / name for name in classes):
+        # Hidden files and files with other endings are skipped.
+        paths = sorted(place.iterdir()) if place.is_dir() else []
+        images = [path for path in paths if path.suffix.lower() in FORMATS and _visible(path)]
+        if not images:
+            raise DataError(f"{place} holds no images ({', '.join(FORMATS)})")
+        files += [(path, number) for path in images]
+    return files
+
+
+def _folder_samples(files: list[tuple[Path, int]], size: int | None, channels: int) -> Samples:
+    mode = "L" if channels == 1 else "RGB"
+    first = _pixels(files[0][0], size, mode)
+    # One block for all images, which are read one after the other.
+    images = torch.empty(len(files), *first.shape, dtype=torch.uint8)
     for image, (path, _) in zip(images, files, strict=True):
-        image.copy_(_pixels(path, size, "L" if channels == 1 else "RGB"))
+        pixels = _pixels(path, size, mode)
+        if pixels.shape != first.shape:
+            (_, height, width), (_, rows, columns) = first.shape, pixels.shape
+            raise DataError(
+                f"images must be of one size, got {width} x {height} in {files[0][0]} and "
+                f"{columns} x {rows} in {path}; give size="
+            )
+        image.copy_(pixels)
     return images, torch.tensor([target for _, target in files], dtype=torch.int64)
 
 
-def _images(place: Path) -> list[Path]:
-    # Hidden files and files with other endings are skipped.
-    paths = sorted(place.iterdir()) if place.is_dir() else []
-    images = [path for path in paths if path.suffix.lower() in FORMATS and _visible(path)]
-    if not images:
-        raise DataError(f"{place} holds no images ({', '.join(FORMATS)})")
-    return images
-
-
-def _common_size(paths: list[Path]) -> tuple[int, int]:
-    sizes: dict[tuple[int, int], Path] = {}
-    for path in paths:
-        with _open_image(path) as image:  # reads the header only
-            sizes.setdefault(image.size, path)
-    if len(sizes) > 1:
-        (first, one), (second, other) = list(sizes.items())[:2]
-        raise DataError(
-            f"images must be of one size, got {first[0]} x {first[1]} in {one} and "
-            f"{second[0]} x {second[1]} in {other}; give size="
-        )
-    width, height = next(iter(sizes))
-    return height, width
-
-
-def _pixels(path: Path, size: int | None, mode: str) -> torch.Tensor:
-    with _open_image(path) as image:
-        pixels = image.convert(mode)
-        if size is not None:
-            from PIL import ImageOps
-
-            pixels = ImageOps.fit(pixels, (size, size))  # the central square, resampled
-        array = np.array(pixels, dtype=np.uint8)
-    return torch.from_numpy(array.reshape(*array.shape[:2], -1)).permute(2, 0, 1)
-
-
-@contextmanager
-def _open_image(path: Path) -> Iterator[Any]:
+def _pixels(path: Path, size: int | None, mode: str) -> Tensor:
     try:
-        from PIL import Image
+        from PIL import Image, ImageOps
     except ImportError as error:
         raise ImportError("folders of images are read by Pillow: pip install Pillow") from error
+    bombs = (Image.DecompressionBombWarning, Image.DecompressionBombError)
     try:
         with warnings.catch_warnings():
             # Pillow warns above 89 million pixels, and raises above twice as many.
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            warnings.simplefilter("error", bombs[0])
             with Image.open(path, formats=[FORMATS[path.suffix.lower()]]) as image:
-                yield image
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombWarning) as error:
+                pixels = image.convert(mode)
+    except (OSError, SyntaxError, ValueError, *bombs) as error:
         raise DataError(f"{path} is not an image that can be read: {error}") from error
-    except Image.DecompressionBombError as error:
-        raise DataError(f"{path} declares more pixels than are read: {error}") from error
-
-
-def _size(samples: Samples) -> str:
-    return f"{samples[0].shape[3]} x {samples[0].shape[2]}"
+    if size is not None:
+        pixels = ImageOps.fit(pixels, (size, size))  # the central square, resampled
+    array = np.array(pixels, dtype=np.uint8)
+    return torch.from_numpy(array.reshape(*array.shape[:2], -1)).permute(2, 0, 1)
 
 
 def _visible(path: Path) -> bool:

@@ -210,7 +210,8 @@ class Split:
 
     def tensors(self, *, dtype: torch.dtype = torch.float32) -> Samples:
         """Return all images, normalized, and their classes, as data for ``ritz.Risk``."""
-        return self.normalized(self.inputs, dtype=dtype), self.targets
+        scale, shift = self._affine(dtype)
+        return self.inputs * scale + shift, self.targets
 
     def batches(
         self,
@@ -269,11 +270,6 @@ class Split:
             scale=scale,
             shift=shift,
         )
-
-    def normalized(self, inputs: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return bytes ``(n, c, h, w)`` as numbers with mean 0 and variance 1, approximately."""
-        scale, shift = self._affine(dtype)
-        return inputs * scale + shift
 
     def _affine(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         check_real_floating("dtype", dtype)

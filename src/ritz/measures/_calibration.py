@@ -12,7 +12,7 @@ from ritz._core.checks import check_count, check_range
 from ritz._core.results import Status
 from ritz._core.storage import storable
 from ritz.curvature import Risk
-from ritz.curvature._shared import labelled
+from ritz.curvature._shared import outputs_and_labels
 
 Pairs = list[tuple[Tensor, Tensor]]
 
@@ -166,7 +166,7 @@ def _pairs(risk: Risk) -> Pairs:
     pairs = []
     with torch.no_grad(), risk.settings():
         for index, context, _ in risk.contexts():
-            pair = labelled(risk.loss_fn, *risk.evaluate(risk.params, context))
+            pair = outputs_and_labels(risk.loss_fn, *risk.evaluate(risk.params, context))
             if pair is None:
                 raise TypeError(
                     f"risk must have class labels, one integer for each vector of outputs, got "
@@ -206,7 +206,7 @@ class _CrossEntropy:
             # z_c - z_y: only differences from the right class matter.
             gaps = scores - scores.gather(1, labels.unsqueeze(1))
             total += torch.stack([term.sum() for term in terms(gaps)])
-        sums: list[float] = self._risk.reduced(total).tolist()
+        sums: list[float] = self._risk.sum_over_processes(total).tolist()
         return sums
 
 
@@ -256,7 +256,7 @@ def _reliability(risk: Risk, pairs: Pairs, beta: float, num_bins: int) -> Reliab
         right = (chosen == labels).double()
         sums.index_add_(1, bins, torch.stack([torch.ones_like(right), confidence, right]))
     # sum_b n_b/N |acc_b - conf_b| = sum_b |right_b - confidence_b| / N
-    counts, confidence, right = risk.reduced(sums).cpu()
+    counts, confidence, right = risk.sum_over_processes(sums).cpu()
     return Reliability(
         error=float((right - confidence).abs().sum() / counts.sum()),
         edges=torch.linspace(0, 1, num_bins + 1, dtype=torch.float64),

@@ -18,7 +18,7 @@ from ritz.curvature._shared import (
     MATRICES,
     CurvatureMatrix,
     KnownLoss,
-    recognised,
+    known_loss,
     require_outputs,
 )
 from ritz.spectra import Spectrum
@@ -139,7 +139,7 @@ def rank_bound(risk: Risk) -> RankBound:
     Reference: Section 3.2 of *Flatness is a False Friend*, for the comparison.
     """
     require_outputs(risk, "rank_bound()")
-    known = recognised(risk.loss_fn)
+    known = known_loss(risk.loss_fn)
     softmax = known is not None and known.kind == "cross_entropy"
     counts = torch.zeros(2, dtype=torch.int64, device=risk.theta.device)
     inputs = None
@@ -150,7 +150,7 @@ def rank_bound(risk: Risk) -> RankBound:
             counts += counts.new_tensor(_terms(known, outputs, target, size))
             samples = [leaf for leaf in tree_leaves(context.batch) if is_rows(leaf, size)]
             inputs = int(samples[0][0].numel()) if samples else None
-    num_terms, num_outputs = risk.reduced(counts).tolist()
+    num_terms, num_outputs = risk.sum_over_processes(counts).tolist()
     hidden = _hidden_units(risk.model)
     comparison = None
     if hidden is not None and inputs is not None:

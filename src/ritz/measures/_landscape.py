@@ -423,7 +423,7 @@ def _values(risk: Risk, statistics: dict[str, Tensor]) -> Row:
             outputs, target = risk.evaluate(risk.params, context)
             loss = weight * float(risk.adapter.loss(outputs, target))
             sums += sums.new_tensor([loss, *num_correct(risk.loss_fn, outputs, target)])
-    loss, correct, counted = risk.reduced(sums).tolist()
+    loss, correct, counted = risk.sum_over_processes(sums).tolist()
     # L2 term: (l2 / 2) |theta|^2
     penalty = 0.5 * risk.l2 * float(risk.theta.double().square().sum())
     return loss + penalty, correct / counted if counted else math.nan

@@ -17,6 +17,8 @@ from ritz._core.checks import check_choice, check_count, check_device, check_ran
 from ritz._core.random import resolve_generator
 from ritz._core.registry import Registry
 
+Shape = tuple[int, ...]
+
 # ------------------------------------------------------------------------------------------
 # Initial weights of layers, drawn from a generator.
 
@@ -39,7 +41,7 @@ def draw_by_fan_in(model: nn.Module, generator: torch.Generator) -> None:
     r"""As :func:`draw_weights`, with convolutions uniform on :math:`\pm n_\text{in}^{-1/2}` too."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
-            _fan_in(module.weight, module.bias, generator)
+            _fan_in(module, generator)
         else:
             draw_layer(module, generator)
 
@@ -61,9 +63,12 @@ def _(module: nn.Conv2d, generator: torch.Generator) -> None:
     fill(module.bias, 0.0)
 
 
-@draw_layer.register
-def _(module: nn.Linear, generator: torch.Generator) -> None:
-    _fan_in(module.weight, module.bias, generator)
+@draw_layer.register(nn.Linear)
+def _fan_in(module: nn.Linear | nn.Conv2d, generator: torch.Generator) -> None:
+    # n_in is the number of weights of one output.
+    bound = module.weight[0].numel() ** -0.5
+    uniform(module.weight, bound, generator)
+    uniform(module.bias, bound, generator)
 
 
 @draw_layer.register
@@ -92,10 +97,11 @@ def normal(tensor: Tensor, std: float, generator: torch.Generator) -> None:
 
 
 @torch.no_grad()
-def uniform(tensor: Tensor, bound: float, generator: torch.Generator) -> None:
-    """Fill with random numbers, uniform between ``-bound`` and ``bound``."""
-    noise = torch.empty(tensor.shape, dtype=torch.float32, device=generator.device)
-    tensor.copy_(noise.uniform_(-bound, bound, generator=generator))
+def uniform(tensor: Tensor | None, bound: float, generator: torch.Generator) -> None:
+    """Fill with numbers uniform between ``-bound`` and ``bound``; ``None`` is ignored."""
+    if tensor is not None:
+        noise = torch.empty(tensor.shape, dtype=torch.float32, device=generator.device)
+        tensor.copy_(noise.uniform_(-bound, bound, generator=generator))
 
 
 @torch.no_grad()
@@ -103,14 +109,6 @@ def fill(tensor: Tensor | None, value: float) -> None:
     """Fill with one number; ``None`` is ignored."""
     if tensor is not None:
         tensor.fill_(value)
-
-
-def _fan_in(weight: Tensor, bias: Tensor | None, generator: torch.Generator) -> None:
-    # n_in is the number of weights of one output.
-    bound = weight[0].numel() ** -0.5
-    uniform(weight, bound, generator)
-    if bias is not None:
-        uniform(bias, bound, generator)
 
 
 # ------------------------------------------------------------------------------------------
@@ -121,12 +119,24 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 }  # fmt: skip
 
 
-def check_image(
-    num_classes: int, input_shape: tuple[int, ...], *, side: int = 1, **counts: int
-) -> tuple[int, int, int]:
-    """Return ``(channels, height, width)``; raise unless sides and counts are large enough."""
-    check_counts(num_classes=num_classes, **counts)
-    if len(input_shape) != 3 or not all(type(size) is int and size > 0 for size in input_shape):
+COUNTS = ["num_classes", "input_shape", "width", "hidden", "depth", "heads", "groups", "breadth"]
+RATES = ["dropout", "input_dropout", "hidden_dropout", "embedding_dropout", "weight_drop"]
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise unless counts are positive integers, rates in [0, 1], and the activation known."""
+    for name, value in options.items():
+        for number in value if isinstance(value, tuple | list) else (value,):
+            if name in COUNTS:
+                check_count(name, number)
+            elif name in RATES:
+                check_range(name, number, low=0.0, high=1.0)
+    check_choice("activation", options.get("activation", "relu"), ACTIVATIONS)
+
+
+def check_image(input_shape: Shape, *, side: int = 1) -> tuple[int, int, int]:
+    """Return ``(channels, height, width)``; raise unless the sides are large enough."""
+    if len(input_shape) != 3:
         raise ValueError(f"input_shape must be (channels, height, width), got {tuple(input_shape)}")
     channels, height, width = input_shape
     if min(height, width) < side:
@@ -134,24 +144,6 @@ def check_image(
             f"input_shape must have sides of at least {side}, got {tuple(input_shape)}"
         )
     return channels, height, width
-
-
-def check_counts(**counts: int) -> None:
-    """Raise unless all are positive integers."""
-    for name, count in counts.items():
-        check_count(name, count)
-
-
-def check_rates(**rates: float) -> None:
-    """Raise unless all are between 0 and 1."""
-    for name, rate in rates.items():
-        check_range(name, rate, low=0.0, high=1.0)
-
-
-def activation_named(name: str) -> type[nn.Module]:
-    """Return the class of an activation."""
-    check_choice("activation", name, ACTIVATIONS)
-    return ACTIVATIONS[name]
 
 
 def dropout_layer(
@@ -176,11 +168,6 @@ class Entry:
     fixed: Mapping[str, Any]
     defaults: Mapping[str, Any]
     draw: Draw
-
-    def options(self) -> tuple[str, ...]:
-        """Names of the options that a caller may set."""
-        return tuple(key for key in inspect.signature(self.build).parameters
-                     if key not in self.fixed)  # fmt: skip
 
 
 _MODELS: Registry[Entry] = Registry("model")
@@ -209,7 +196,11 @@ def available() -> tuple[str, ...]:
 
 def options(name: str) -> tuple[str, ...]:
     """Return the names of the options that a model takes."""
-    return _entry(name).options()
+    return _options(_entry(name))
+
+
+def _options(entry: Entry) -> tuple[str, ...]:
+    return tuple(key for key in inspect.signature(entry.build).parameters if key not in entry.fixed)
 
 
 def create(
@@ -248,12 +239,13 @@ def create(
     entry = _entry(name)
     shape = {"num_classes": num_classes, "input_shape": input_shape}
     chosen = {key: value for key, value in shape.items() if value is not None} | options
-    known = entry.options()
+    known = _options(entry)
     for key in chosen:
         if key not in known:
             close = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {close[0]}? " if close else ""
             raise TypeError(f"{name} takes no option {key!r}; {hint}it takes {', '.join(known)}")
+    check_options(chosen)
     with torch.device("meta"):  # no weights are drawn by the constructors of torch
         model = entry.build(**{**entry.defaults, **entry.fixed, **chosen}).to(dtype=dtype)
     target = torch.get_default_device() if device is None else check_device(device)

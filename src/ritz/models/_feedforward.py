@@ -7,12 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ritz._core.checks import check_count
 from ritz.models._catalogue import (
-    activation_named,
-    check_counts,
+    ACTIVATIONS,
+    Shape,
     check_image,
-    check_rates,
     draw_by_fan_in,
     fill,
     normal,
@@ -23,27 +21,19 @@ from ritz.models._catalogue import (
 # Logistic regression and perceptrons.
 
 
-@register("logistic")
-def logistic(*, num_classes: int = 10, input_shape: tuple[int, ...] = (1, 28, 28)) -> nn.Sequential:
-    """Softmax regression: one linear layer, 7,850 parameters on MNIST.
-
-    Reference: Granziol (2020), *Flatness is a false friend*, section 5.
-    """
-    return mlp(num_classes=num_classes, input_shape=input_shape, hidden=())
-
-
+@register("logistic", hidden=(), activation="relu")
 @register("mlp")
 def mlp(
     *,
     num_classes: int = 10,
-    input_shape: tuple[int, ...] = (1, 28, 28),
+    input_shape: Shape = (1, 28, 28),
     hidden: int | Sequence[int] = (100,),
     activation: str = "relu",
 ) -> nn.Sequential:
     """A perceptron, by default with one hidden layer of 100 units.
 
-    The 9,960 parameters of Granziol (2020), *Flatness is a false friend*, section 5, are those of
-    ``hidden=(10, 100)`` on MNIST.
+    ``logistic`` has none: softmax regression, with 7,850 parameters on MNIST. The 9,960 parameters
+    of Granziol (2020), *Flatness is a false friend*, section 5, are those of ``hidden=(10, 100)``.
 
     Args:
         num_classes: Number of outputs.
@@ -51,16 +41,9 @@ def mlp(
         hidden: Widths of the hidden layers, or the width of one hidden layer.
         activation: ``relu``, ``tanh``, ``gelu``, ``silu`` or ``sigmoid``.
     """
-    check_counts(num_classes=num_classes)
-    for size in input_shape:
-        check_count("input_shape", size)
-    # A string is a sequence too, and check_count must reject it as a whole.
-    widths = (hidden,) if isinstance(hidden, int | float | str) else hidden
-    for width in widths:
-        check_count("hidden", width)
-    make, features = activation_named(activation), math.prod(input_shape)
+    make, features = ACTIVATIONS[activation], math.prod(input_shape)
     layers: list[nn.Module] = [nn.Flatten()]
-    for width in widths:
+    for width in (hidden,) if isinstance(hidden, int) else hidden:
         layers += [nn.Linear(features, width), make()]
         features = width
     return nn.Sequential(*layers, nn.Linear(features, num_classes))
@@ -74,7 +57,7 @@ def mlp(
 def lenet(
     *,
     num_classes: int = 10,
-    input_shape: tuple[int, ...] = (1, 28, 28),
+    input_shape: Shape = (1, 28, 28),
     width: int = 6,
     hidden: tuple[int, int] = (120, 84),
     activation: str = "relu",
@@ -93,12 +76,10 @@ def lenet(
 
     Reference: LeCun et al. (1998), *Gradient-based learning applied to document recognition*.
     """
-    channels, rows, columns = check_image(num_classes, input_shape, side=12, width=width)
+    channels, rows, columns = check_image(input_shape, side=12)
     if not isinstance(hidden, tuple | list) or len(hidden) != 2:
         raise ValueError(f"hidden must be two widths, got {hidden!r}")
-    for one in hidden:
-        check_count("hidden", one)
-    make, second = activation_named(activation), round(width * 16 / 6)
+    make, second = ACTIVATIONS[activation], round(width * 16 / 6)
     # Pooling halves a side, and the second convolution, without padding, takes four pixels of it.
     features = second * ((rows // 2 - 4) // 2) * ((columns // 2 - 4) // 2)
     return nn.Sequential(
@@ -113,7 +94,7 @@ def lenet(
 
 @register("alexnet", draw=draw_by_fan_in)
 def alexnet(
-    *, num_classes: int = 10, input_shape: tuple[int, ...] = (3, 32, 32), width: int = 64
+    *, num_classes: int = 10, input_shape: Shape = (3, 32, 32), width: int = 64
 ) -> nn.Sequential:
     """AlexNet cut to CIFAR: five convolutions and one linear layer, 2,472,266 parameters.
 
@@ -128,7 +109,7 @@ def alexnet(
     Reference: Krizhevsky et al. (2012), *ImageNet classification with deep convolutional neural
     networks*.
     """
-    channels, rows, columns = check_image(num_classes, input_shape, side=29, width=width)
+    channels, rows, columns = check_image(input_shape, side=29)
     last = 4 * width
     # The first stride leaves ceil(side / 4), and three poolings an eighth of that.
     features = last * math.prod((side + 3) // 4 // 8 for side in (rows, columns))
@@ -161,7 +142,7 @@ def draw_allcnn(model: nn.Module, generator: torch.Generator) -> None:
 def allcnn(
     *,
     num_classes: int = 100,
-    input_shape: tuple[int, ...] = (3, 32, 32),
+    input_shape: Shape = (3, 32, 32),
     width: int = 96,
     dropout: float = 0.5,
     input_dropout: float = 0.2,
@@ -181,8 +162,7 @@ def allcnn(
 
     Reference: Springenberg et al. (2015), *Striving for simplicity: the all convolutional net*.
     """
-    channels, _, _ = check_image(num_classes, input_shape, side=9, width=width)
-    check_rates(dropout=dropout, input_dropout=input_dropout)
+    channels, _, _ = check_image(input_shape, side=9)
     wide = 2 * width
     layers: list[nn.Module] = [nn.Dropout(input_dropout)]
     plan = [
@@ -217,7 +197,7 @@ def vgg(
     depth: int,
     batch_norm: bool,
     num_classes: int = 100,
-    input_shape: tuple[int, ...] = (3, 32, 32),
+    input_shape: Shape = (3, 32, 32),
     width: int = 64,
     hidden: int = 512,
     dropout: float = 0.5,
@@ -242,10 +222,7 @@ def vgg(
     Reference: Simonyan and Zisserman (2015), *Very deep convolutional networks for large-scale
     image recognition*, Table 1.
     """
-    channels, rows, columns = check_image(
-        num_classes, input_shape, side=32, width=width, hidden=hidden
-    )
-    check_rates(dropout=dropout)
+    channels, rows, columns = check_image(input_shape, side=32)
     features: list[nn.Module] = []
     for stage, count in enumerate(STAGES[depth]):
         for _ in range(count):

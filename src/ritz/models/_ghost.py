@@ -71,36 +71,33 @@ class GhostBatchNorm2d(_GhostBatchNorm, nn.BatchNorm2d):
     """
 
 
-GHOSTS: dict[type, type[GhostBatchNorm1d] | type[GhostBatchNorm2d]] = {
-    nn.BatchNorm1d: GhostBatchNorm1d, GhostBatchNorm1d: GhostBatchNorm1d,
-    nn.BatchNorm2d: GhostBatchNorm2d, GhostBatchNorm2d: GhostBatchNorm2d,
-}  # fmt: skip
-
-
 def with_ghost_batch_norm(model: nn.Module, size: int) -> nn.Module:
-    """Replace the batch norms of a model by ghost batch norms, and return it.
+    """Turn the batch norms of a model into ghost batch norms, and return it.
 
-    The model is changed in place. Parameters and buffers stay the same tensors under the same
-    names, so existing optimizers and averages remain valid. Ghost batch norms get the new size.
-    Hooks on replaced layers are lost.
+    The model is changed in place. Layers, parameters and buffers stay the same objects under the
+    same names, so existing optimizers, averages and hooks remain valid. Ghost batch norms get the
+    new size.
 
     Args:
-        model: Any module. If it is itself a batch norm, another module is returned.
+        model: Any module.
         size: Number of samples per group, at least 2.
     """
     check_count("size", size, low=2)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    ghosts: dict[nn.Module | None, nn.Module] = {
-        layer: _ghost(name, layer, size)
-        for name, layer in model.named_modules()
-        if isinstance(layer, _BatchNorm)
-    }
-    for module in list(model.modules()):
-        for name, child in module._modules.items():
-            if child in ghosts:
-                module._modules[name] = ghosts[child]
-    return ghosts.get(model, model)
+    norms = [(name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm)]
+    ghosts = {nn.BatchNorm1d: GhostBatchNorm1d, nn.BatchNorm2d: GhostBatchNorm2d}
+    for name, layer in norms:
+        if type(layer) not in (*ghosts, *ghosts.values()):
+            raise TypeError(
+                f"model must have batch norms 1d or 2d, but {name or 'it'} is a "
+                f"{type(layer).__name__}"
+            )
+    for _, layer in norms:
+        # A ghost batch norm has the state of a batch norm, and the size.
+        layer.__class__ = ghosts.get(type(layer), type(layer))
+        layer.size = size  # type: ignore[assignment]
+    return model
 
 
 def group_sizes(samples: int, size: int) -> list[int]:
@@ -110,18 +107,3 @@ def group_sizes(samples: int, size: int) -> list[int]:
     if rest == 1 and full:
         return [size] * (full - 1) + [size + 1]
     return [size] * full + [rest] * (rest > 0)
-
-
-def _ghost(name: str, layer: _BatchNorm, size: int) -> _GhostBatchNorm:
-    kind = GHOSTS.get(type(layer))
-    if kind is None:
-        raise TypeError(
-            f"model must have batch norms 1d or 2d, but {name or 'it'} is a {type(layer).__name__}"
-        )
-    settings = layer.eps, layer.momentum, layer.affine, layer.track_running_stats
-    with torch.device("meta"):  # parameters and buffers come from the old layer
-        ghost = kind(layer.num_features, size, *settings)
-    ghost._parameters.update(layer._parameters)
-    ghost._buffers.update(layer._buffers)
-    ghost.training = layer.training
-    return ghost

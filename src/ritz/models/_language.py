@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ritz.models._catalogue import (
-    check_counts,
-    check_rates,
+    Shape,
     draw_layer,
     dropout_layer,
     fill,
@@ -62,7 +61,7 @@ class LSTMLanguageModel(nn.Module):
         self,
         *,
         num_classes: int = 10_000,
-        input_shape: tuple[int, ...] | None = None,
+        input_shape: Shape | None = None,
         width: int = 400,
         hidden: int = 1150,
         depth: int = 3,
@@ -74,9 +73,6 @@ class LSTMLanguageModel(nn.Module):
         weight_drop: float = 0.5,
     ) -> None:
         super().__init__()
-        check_counts(num_classes=num_classes, width=width, hidden=hidden, depth=depth)
-        check_rates(dropout=dropout, input_dropout=input_dropout, hidden_dropout=hidden_dropout)
-        check_rates(embedding_dropout=embedding_dropout, weight_drop=weight_drop)
         self.sizes = (hidden,) * (depth - 1) + (width if tied else hidden,)
         self.embedding = nn.Embedding(num_classes, width)
         pairs = pairwise((width, *self.sizes))
@@ -236,7 +232,7 @@ class GPT(nn.Module):
         self,
         *,
         num_classes: int = 10_000,
-        input_shape: tuple[int, ...] = (256,),
+        input_shape: Shape = (256,),
         width: int = 384,
         depth: int = 6,
         heads: int = 6,
@@ -245,13 +241,12 @@ class GPT(nn.Module):
         super().__init__()
         if len(input_shape) != 1:
             raise ValueError(f"input_shape must be (length,), got {tuple(input_shape)}")
-        (length,) = input_shape
-        check_counts(num_classes=num_classes, input_shape=length, width=width)
-        check_counts(depth=depth, heads=heads)
-        check_rates(dropout=dropout)
         if width % heads:
             raise ValueError(f"width must be a multiple of heads ({heads}), got {width}")
-        self.tokens, self.places = nn.Embedding(num_classes, width), nn.Embedding(length, width)
+        self.tokens, self.places = (
+            nn.Embedding(num_classes, width),
+            nn.Embedding(*input_shape, width),
+        )
         self.drop = dropout_layer(dropout)
         self.blocks = nn.ModuleList(DecoderBlock(width, heads, dropout) for _ in range(depth))
         self.norm = nn.LayerNorm(width)

@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from ritz._core.checks import check_choice
 from ritz.models._catalogue import (
+    Shape,
     check_image,
-    check_rates,
     draw_weights,
     dropout_layer,
     fill,
@@ -149,25 +149,6 @@ def wide(channels: int, width: int, stride: int, *, dropout: float) -> Residual:
     return Residual(layers, around, pre=True, name="shortcut", dropout=dropout)
 
 
-def stages(
-    block: Callable[[int, int, int], Residual],
-    channels: int,
-    widths: Sequence[int],
-    counts: Sequence[int],
-    *,
-    expansion: int = 1,
-) -> dict[str, nn.Module]:
-    """Return stages of blocks by name; the first block of each stage but the first has stride 2."""
-    layers: dict[str, nn.Module] = {}
-    for stage, (width, count) in enumerate(zip(widths, counts, strict=True), 1):
-        blocks = []
-        for index in range(count):
-            blocks.append(block(channels, width, 2 if stage > 1 and index == 0 else 1))
-            channels = expansion * width
-        layers[f"layer{stage}"] = nn.Sequential(*blocks)
-    return layers
-
-
 def stem(channels: int, width: int, kernel: int = 3, stride: int = 1) -> dict[str, nn.Module]:
     """Return the first convolution and its norm, by name."""
     first = convolution(channels, width, kernel, stride)
@@ -176,14 +157,44 @@ def stem(channels: int, width: int, kernel: int = 3, stride: int = 1) -> dict[st
 
 @final
 class ResNet(nn.Module):
-    """Layers by name; ReLU follows a norm, and a mean over positions precedes the head."""
+    """First layers, stages of blocks, a last norm, and a head on the mean over positions.
+
+    ReLU follows the norms. Each stage doubles the width, and each but the first halves the sides.
+
+    Args:
+        first: First layers by name.
+        block: Makes a block of so many input channels, width and stride.
+        counts: Number of blocks of each stage.
+        sizes: Input channels and width of the first stage, and number of outputs.
+        expansion: Maps that a block returns, relative to its width.
+        norm: Name of a norm after the last stage, or ``None``.
+        head: Name of the head.
+    """
 
     def __init__(
-        self, layers: Mapping[str, nn.Module], head: nn.Linear, *, name: str = "fc"
+        self,
+        first: Mapping[str, nn.Module],
+        block: Callable[[int, int, int], Residual],
+        counts: Sequence[int],
+        sizes: tuple[int, int, int],
+        *,
+        expansion: int = 1,
+        norm: str | None = None,
+        head: str = "fc",
     ) -> None:
         super().__init__()
-        self.path, self.head = list(layers), name
-        for key, layer in (*layers.items(), (name, head)):
+        layers, (channels, width, num_classes) = dict(first), sizes
+        for stage, count in enumerate(counts):
+            blocks = []
+            for index in range(count):
+                stride = 2 if stage and not index else 1
+                blocks.append(block(channels, width * 2**stage, stride))
+                channels = expansion * width * 2**stage
+            layers[f"layer{stage + 1}"] = nn.Sequential(*blocks)
+        if norm is not None:
+            layers[norm] = nn.BatchNorm2d(channels)
+        self.path, self.head = list(layers), head
+        for key, layer in (*layers.items(), (head, nn.Linear(channels, num_classes))):
             self.add_module(key, layer)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -204,11 +215,7 @@ class ResNet(nn.Module):
 @register("resnet44x2", depth=44, width=32)
 @register("resnet56", depth=56)
 def cifar_resnet(
-    *,
-    depth: int,
-    num_classes: int = 10,
-    input_shape: tuple[int, ...] = (3, 32, 32),
-    width: int = 16,
+    *, depth: int, num_classes: int = 10, input_shape: Shape = (3, 32, 32), width: int = 16
 ) -> ResNet:
     """ResNet for CIFAR, shortcuts without parameters: 658,586 parameters at 44 layers, 10 classes.
 
@@ -223,21 +230,16 @@ def cifar_resnet(
 
     Reference: He et al. (2016), *Deep residual learning for image recognition*, 4.2.
     """
-    channels, _, _ = check_image(num_classes, input_shape, width=width)
+    channels, _, _ = check_image(input_shape)
     # Three stages of n blocks of two layers, the first convolution and the head: 6 n + 2 layers.
     block, counts = partial(basic, project=False), [(depth - 2) // 6] * 3
-    body = stages(block, width, (width, 2 * width, 4 * width), counts)
-    return ResNet(stem(channels, width) | body, nn.Linear(4 * width, num_classes))
+    return ResNet(stem(channels, width), block, counts, (width, width, num_classes))
 
 
 @register("resnet18", depth=18)
 @register("resnet50", depth=50)
 def image_resnet(
-    *,
-    depth: int,
-    num_classes: int = 1000,
-    input_shape: tuple[int, ...] = (3, 224, 224),
-    width: int = 64,
+    *, depth: int, num_classes: int = 1000, input_shape: Shape = (3, 224, 224), width: int = 64
 ) -> ResNet:
     """ResNet for ImageNet: 11,689,512 parameters with 18 layers, 25,557,032 with 50.
 
@@ -252,14 +254,12 @@ def image_resnet(
 
     Reference: He et al. (2016), *Deep residual learning for image recognition*, Table 1.
     """
-    channels, _, _ = check_image(num_classes, input_shape, width=width)
+    channels, _, _ = check_image(input_shape)
     # 18 = 2 (2 + 2 + 2 + 2) + 2 layers of basic blocks, 50 = 3 (3 + 4 + 6 + 3) + 2 of bottlenecks.
     expansion, counts = (1, (2, 2, 2, 2)) if depth == 18 else (4, (3, 4, 6, 3))
     block = basic if depth == 18 else bottleneck
-    widths = [width * 2**stage for stage in range(4)]
-    layers = stem(channels, width, 7, 2) | {"maxpool": nn.MaxPool2d(3, stride=2, padding=1)}
-    layers |= stages(block, width, widths, counts, expansion=expansion)
-    return ResNet(layers, nn.Linear(expansion * widths[-1], num_classes))
+    first = stem(channels, width, 7, 2) | {"maxpool": nn.MaxPool2d(3, stride=2, padding=1)}
+    return ResNet(first, block, counts, (width, width, num_classes), expansion=expansion)
 
 
 # ------------------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ def preresnet(
     *,
     depth: int,
     num_classes: int = 100,
-    input_shape: tuple[int, ...] = (3, 32, 32),
+    input_shape: Shape = (3, 32, 32),
     width: int = 16,
     block: str = "auto",
 ) -> ResNet:
@@ -295,19 +295,16 @@ def preresnet(
 
     Reference: He et al. (2016), *Identity mappings in deep residual networks*.
     """
-    channels, _, _ = check_image(num_classes, input_shape, width=width)
+    channels, _, _ = check_image(input_shape)
     check_choice("block", block, ("auto", "basic", "bottleneck"))
     if block == "auto":
         block = "bottleneck" if depth >= 44 else "basic"
     make, period, expansion = (basic, 6, 1) if block == "basic" else (bottleneck, 9, 4)
     if (depth - 2) % period:
         raise ValueError(f"block must fit {depth} layers, but {block} blocks need {period} n + 2")
-    widths, counts = (width, 2 * width, 4 * width), [(depth - 2) // period] * 3
-    body = stages(partial(make, pre=True), width, widths, counts, expansion=expansion)
-    last = 4 * width * expansion
-    layers = {"conv1": convolution(channels, width, 3)} | body
-    layers |= {"bn": nn.BatchNorm2d(last)}
-    return ResNet(layers, nn.Linear(last, num_classes))
+    first, counts = {"conv1": convolution(channels, width, 3)}, [(depth - 2) // period] * 3
+    block_of, sizes = partial(make, pre=True), (width, width, num_classes)
+    return ResNet(first, block_of, counts, sizes, expansion=expansion, norm="bn")
 
 
 @register("wideresnet16x4", depth=16, factor=4)
@@ -317,7 +314,7 @@ def wideresnet(
     depth: int,
     factor: int,
     num_classes: int = 100,
-    input_shape: tuple[int, ...] = (3, 32, 32),
+    input_shape: Shape = (3, 32, 32),
     width: int = 16,
     dropout: float = 0.0,
 ) -> ResNet:
@@ -337,13 +334,11 @@ def wideresnet(
 
     Reference: Zagoruyko and Komodakis (2016), *Wide residual networks*.
     """
-    channels, _, _ = check_image(num_classes, input_shape, width=width)
-    check_rates(dropout=dropout)
-    widths = [factor * width * 2**stage for stage in range(3)]
-    body = stages(partial(wide, dropout=dropout), width, widths, [(depth - 4) // 6] * 3)
-    layers = {"conv1": convolution(channels, width, 3, bias=True)} | body
-    layers |= {"bn1": nn.BatchNorm2d(widths[-1])}
-    return ResNet(layers, nn.Linear(widths[-1], num_classes), name="linear")
+    channels, _, _ = check_image(input_shape)
+    first = {"conv1": convolution(channels, width, 3, bias=True)}
+    block, counts = partial(wide, dropout=dropout), [(depth - 4) // 6] * 3
+    sizes = (width, factor * width, num_classes)
+    return ResNet(first, block, counts, sizes, norm="bn1", head="linear")
 
 
 # ------------------------------------------------------------------------------------------
@@ -363,7 +358,7 @@ def draw_resnext(model: nn.Module, generator: torch.Generator) -> None:
 def resnext29(
     *,
     num_classes: int = 100,
-    input_shape: tuple[int, ...] = (3, 32, 32),
+    input_shape: Shape = (3, 32, 32),
     groups: int = 8,
     breadth: int = 64,
     width: int = 64,
@@ -382,14 +377,11 @@ def resnext29(
     Reference: Xie et al. (2017), *Aggregated residual transformations for deep neural networks*,
     5.3.
     """
-    counts = {"groups": groups, "breadth": breadth, "width": width}
-    channels, _, _ = check_image(num_classes, input_shape, **counts)
+    channels, _, _ = check_image(input_shape)
 
     def block(channels: int, maps: int, stride: int) -> Residual:
         # Groups keep their number and double their breadth with each stage, as maps do.
         inner = groups * breadth * maps // (4 * width)
         return bottleneck(channels, inner, stride, maps=maps, groups=groups, name="shortcut")
 
-    widths = [4 * width * 2**stage for stage in range(3)]
-    body = stages(block, width, widths, (3, 3, 3))
-    return ResNet(stem(channels, width) | body, nn.Linear(widths[-1], num_classes))
+    return ResNet(stem(channels, width), block, (3, 3, 3), (width, 4 * width, num_classes))

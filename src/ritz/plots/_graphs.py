@@ -1,7 +1,7 @@
 """Plots of graphs: similarity, numbers of clusters and fits of random graph models."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -9,11 +9,7 @@ from ritz.graphs import ClusterCount, Fit, Similarity
 from ritz.plots import _style as style
 from ritz.plots._plot import draw, plot, with_fields
 from ritz.plots._series import Array, check_drawn
-from ritz.plots._style import STYLE
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from ritz.plots._style import STYLE, Axes, Figure
 
 NEAREST = style.REFERENCE | {"color": STYLE.vermilion}
 

@@ -1,7 +1,7 @@
 """Plots of networks: landscapes, sharpness, degeneracy, calibration, mini-batches and layers."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -11,11 +11,7 @@ from ritz.plots._graphs import heat_map
 from ritz.plots._plot import draw, plot, with_fields
 from ritz.plots._series import as_array, check_drawn, landscape_lines, landscape_surface
 from ritz.plots._spectra import MEAN, draw_estimates
-from ritz.plots._style import STYLE
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from ritz.plots._style import STYLE, Axes, Figure
 
 # ------------------------------------------------------------------------------------------
 # Landscapes.

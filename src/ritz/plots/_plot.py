@@ -5,17 +5,13 @@ from abc import ABC
 from collections.abc import Mapping, Sequence
 from functools import singledispatch
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ritz._core.storage import atomic_path
 from ritz.measures import Degeneracy
 from ritz.plots import _style as style
 from ritz.plots._series import check_named
-from ritz.plots._style import STYLE
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from ritz.plots._style import STYLE, Axes, Figure
 
 # ------------------------------------------------------------------------------------------
 # Figures as files.

@@ -1,6 +1,14 @@
 """Names that other packages of ritz need and users do not."""
 
 from ritz.plots._plot import check_picture
-from ritz.plots._style import STYLE, direction_title, share_legend, titled
+from ritz.plots._style import STYLE, Axes, Figure, direction_title, share_legend, titled
 
-__all__ = ["STYLE", "check_picture", "direction_title", "share_legend", "titled"]
+__all__ = [
+    "STYLE",
+    "Axes",
+    "Figure",
+    "check_picture",
+    "direction_title",
+    "share_legend",
+    "titled",
+]

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from textwrap import fill
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 from torch import Tensor
@@ -14,7 +14,7 @@ from ritz.plots import _series as arrays
 from ritz.plots import _style as style
 from ritz.plots._plot import draw, plot_several, with_fields
 from ritz.plots._series import as_array
-from ritz.plots._style import STYLE
+from ritz.plots._style import STYLE, Axes, Figure
 from ritz.spectra import (
     Density,
     DiscreteDensity,
@@ -24,10 +24,6 @@ from ritz.spectra import (
     Spectrum,
 )
 from ritz.spectra._shared import Solution
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 DensityLike = with_fields("pdf", "support")
 

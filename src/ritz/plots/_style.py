@@ -10,11 +10,14 @@ from numpy.typing import NDArray
 
 from ritz.plots._series import Array
 
+# Matplotlib is optional: these names are for annotations only.
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
+    from matplotlib.axes import Axes as Axes
+    from matplotlib.figure import Figure as Figure
+    from matplotlib.lines import Line2D as Line2D
     from matplotlib.ticker import Formatter, Locator
+else:
+    Axes = Figure = Line2D = Any
 
 T = TypeVar("T")
 

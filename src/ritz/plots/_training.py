@@ -1,7 +1,7 @@
 """Plots of training: loss and accuracy, curvature over time, effects of the batch size."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -9,12 +9,7 @@ from ritz.measures import Degeneracy
 from ritz.plots import _series as arrays
 from ritz.plots import _style as style
 from ritz.plots._plot import plot, plot_several, with_fields
-from ritz.plots._style import STYLE
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
+from ritz.plots._style import STYLE, Axes, Figure, Line2D
 
 # Lines by data set: colour (for a single run), line style and width.
 LINES: dict[str, tuple[str, Any, float]] = {
@@ -115,9 +110,12 @@ def _(first: Sequence[arrays.Record], results: Mapping[Any, Any]) -> "Figure":
 
 def _records(result: Any) -> list[dict[str, Any]]:
     """Return the history of a training result as records of a log."""
-    names = [*result.history]
-    rows = zip(*(result.history[name].tolist() for name in names), strict=True)
-    return [{"kind": "epoch", **dict(zip(names, row, strict=True))} for row in rows]
+    records: list[dict[str, Any]] = [{"kind": "epoch"} for _ in range(result.num_epochs)]
+    for name, values in result.history.items():
+        for record, value in zip(records, values.tolist(), strict=True):
+            if not np.isnan(value):  # not measured, such as averages before averaging begins
+                record[name] = value
+    return records
 
 
 # ------------------------------------------------------------------------------------------

@@ -322,26 +322,28 @@ def attach_gradient(
         generator: Source of the vectors. Defaults to a new generator with seed 0.
         **options: Passed to :func:`logdet_gradient`.
     """
-    if not (isinstance(op, KernelOperator) and op.parameters and torch.is_grad_enabled()):
+    if not isinstance(op, KernelOperator):
         return estimate
     source = copy_generator(resolve_generator(generator))
-    mean = differentiable(
-        estimate.mean.detach(),
-        op.parameters,
-        lambda: logdet_gradient(op, generator=copy_generator(source), **options),
-    )
-    return replace(estimate, mean=mean)
+
+    def gradient() -> dict[str, Estimate]:
+        return logdet_gradient(op, generator=copy_generator(source), **options)
+
+    return differentiable(estimate, op.parameters, gradient)
 
 
 def differentiable(
-    value: Tensor, parameters: dict[str, Tensor], gradient: Callable[[], dict[str, Estimate]]
-) -> Tensor:
-    """Return the scalar ``value`` with a graph to parameters; backward calls ``gradient``.
+    estimate: Estimate, parameters: dict[str, Tensor], gradient: Callable[[], dict[str, Estimate]]
+) -> Estimate:
+    """Return the estimate of a scalar with a graph to parameters; backward calls ``gradient``.
 
     The backward pass raises if an estimate of the gradient has not converged.
     """
-    attached: Tensor = _Attached.apply(value, gradient, list(parameters), *parameters.values())  # type: ignore[no-untyped-call]
-    return attached
+    if not (parameters and torch.is_grad_enabled()):
+        return estimate
+    value, names = estimate.mean.detach(), list(parameters)
+    attached = _Attached.apply(value, gradient, names, *parameters.values())  # type: ignore[no-untyped-call]
+    return replace(estimate, mean=attached)
 
 
 def backward_gradient(value: Tensor | Estimate) -> dict[str, Estimate]:

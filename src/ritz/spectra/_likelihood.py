@@ -106,18 +106,13 @@ def log_likelihood(
         seed=volume.seed,
     )
     parameters, state = _parameters(op, y), copy_generator(source)
-    if not parameters:
-        return estimate
 
     def gradient() -> dict[str, Estimate]:
         gradients = form_gradient(op, x, parameters, form)
         if isinstance(op, KernelOperator) and op.parameters:
+            again = copy_generator(state)
             volumes = logdet_gradient(
-                op,
-                method="lanczos",
-                num_probes=num_probes,
-                rank=rank,
-                generator=copy_generator(state),
+                op, method="lanczos", num_probes=num_probes, rank=rank, generator=again
             )
             for name, part in volumes.items():
                 slope, samples = gradients[name].mean, part.samples
@@ -126,7 +121,7 @@ def log_likelihood(
         # d log p = -1/2 (d form + d log det K)
         return {name: part.scaled(-0.5) for name, part in gradients.items()}
 
-    return replace(estimate, mean=differentiable(estimate.mean, parameters, gradient))
+    return differentiable(estimate, parameters, gradient)
 
 
 def _by_factor(op: KernelOperator, y: Tensor) -> Estimate:
@@ -140,10 +135,7 @@ def _by_factor(op: KernelOperator, y: Tensor) -> Estimate:
         mean = value(cholesky_factor(op.matrix().double())).cpu()
     method = f"exact, by the factor of a matrix of order {op.shape[0]:,}"
     estimate = Estimate.exact(mean, method=method)
-    if not parameters:
-        return estimate
-    attached = differentiable(mean, parameters, lambda: exact_gradient(op, value, parameters))
-    return replace(estimate, mean=attached)
+    return differentiable(estimate, parameters, lambda: exact_gradient(op, value, parameters))
 
 
 def _log_density(form: Tensor, volume: Tensor, n: int) -> Tensor:
@@ -194,9 +186,8 @@ def form_gradient(
 ) -> dict[str, Estimate]:
     r"""Return :math:`2 x^\top \partial y - x^\top (\partial A) x`, the gradient of the form."""
     form.raise_if_failed()
-    gradients = {}
+    gradients, block = {}, x[:, None]
     if isinstance(op, KernelOperator) and op.parameters:
-        block = x[:, None]
         slopes = op.slopes(block, block)  # x'(dK)x; cheaper if both are the same tensor
         gradients = {name: -slope[0] for name, slope in slopes.items()}
     if "y" in parameters:
@@ -205,8 +196,6 @@ def form_gradient(
 
 
 def _parameters(op: LinearOperator, y: Tensor) -> dict[str, Tensor]:
-    if not torch.is_grad_enabled():
-        return {}
     of_kernel = op.parameters if isinstance(op, KernelOperator) else {}
     return of_kernel | ({"y": y} if y.requires_grad else {})
 

@@ -148,15 +148,20 @@ def _rows(
     basis: MomentBasis,
 ) -> Iterator[Tensor]:
     """Yield z'T_j(A)z, or z'A^j z for powers, for the columns of a block; two per product."""
-    chebyshev = basis != "power"
+    chebyshev, (low, high) = basis != "power", interval
     before, current = block, block
     zeroth = first = column_dots(block, block)
     yield zeroth
     for degree in range(1, num_moments + 1):
         doubled = chebyshev and degree > 1
         if degree % 2:
-            # t_{j+1} = 2 A t_j - t_{j-1} and t_1 = A t_0; for powers t_{j+1} = A t_j
-            following = _mapped(op, current, interval, factor=2.0 if doubled else 1.0)
+            # t_{j+1} = 2 A t_j - t_{j-1} and t_1 = A t_0; for powers t_{j+1} = A t_j. Here A is
+            # (2 A - (a + b)) / (b - a), in place: new memory per step costs more than the sums.
+            following, k = op.matmat(current), 2.0 if doubled else 1.0
+            if (scale := 2 * k / (high - low)) != 1.0:
+                following.mul_(scale)
+            if shift := k * (low + high) / (high - low):
+                following.sub_(current, alpha=shift)
             before, current = current, following.sub_(before) if doubled else following
             moment = column_dots(before, current)
             first = moment if degree == 1 else first
@@ -176,18 +181,6 @@ def _rows(
             # <t_0, t_2> = 2 <t_1, t_1> - <t_0, t_0> only if A is symmetric.
             _check_symmetric(op, block, current, 2 * column_dots(before, before) - zeroth)
         yield moment
-
-
-def _mapped(
-    op: LinearOperator, block: Tensor, interval: tuple[float, float], *, factor: float = 1.0
-) -> Tensor:
-    # factor (2 A x - (a + b) x) / (b - a), in place: new memory per step costs more than the sums.
-    low, high = interval
-    product = op.matmat(block)
-    scale, shift = 2 * factor / (high - low), factor * (low + high) / (high - low)
-    if scale != 1.0:
-        product.mul_(scale)
-    return product.sub_(block, alpha=shift) if shift else product
 
 
 def _check_symmetric(op: LinearOperator, block: Tensor, second: Tensor, doubled: Tensor) -> None:

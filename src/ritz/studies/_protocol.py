@@ -13,9 +13,9 @@ import pkgutil
 import platform
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 import scipy
@@ -23,12 +23,14 @@ import torch
 from torch import Tensor
 
 from ritz._core.checks import check_count, check_range
+from ritz._core.progress import Progress, tracking
 from ritz._core.registry import Registry
 from ritz._core.storage import save, storable
 from ritz._version import __version__
 from ritz.plots import save_figure
 
 C = TypeVar("C")
+T = TypeVar("T")
 
 
 class Study(Protocol):
@@ -110,6 +112,19 @@ def versions() -> dict[str, str]:
     }
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StudyResult(Generic[C]):
+    """What the result of every study has.
+
+    Attributes:
+        config: The configuration.
+        versions: Versions of the libraries.
+    """
+
+    config: C
+    versions: dict[str, str] = dataclasses.field(default_factory=versions)
+
+
 @typing.dataclass_transform(frozen_default=True, kw_only_default=True)
 def record(cls: type[C]) -> type[C]:
     """Class decorator: a frozen dataclass with keywords only, which :func:`ritz.save` can store."""
@@ -126,6 +141,14 @@ def check_minimums(config: Any, **lows: float) -> None:
             check(name, entry, low=low)
 
 
+def track(items: Collection[T], label: str, progress: bool | Progress) -> Iterator[T]:
+    """Yield items, and report each of them to ``progress`` when it is done."""
+    with tracking(progress, label, len(items)) as bar:
+        for done, item in enumerate(items, start=1):
+            yield item
+            bar.update(done)
+
+
 def seeded(seed: int) -> torch.Generator:
     """Return a new generator."""
     return torch.Generator().manual_seed(seed)
@@ -134,6 +157,13 @@ def seeded(seed: int) -> torch.Generator:
 def column(values: Iterable[float]) -> Tensor:
     """Return numbers as a tensor in float64."""
     return torch.tensor(list(values), dtype=torch.float64)
+
+
+def chebyshev_moments(values: Tensor, degree: int) -> Tensor:
+    """Return the mean of each ``T_k`` over eigenvalues that were mapped to ``[-1, 1]``."""
+    # T_k(x) = cos(k arccos x); roundoff may put an eigenvalue just outside the interval.
+    angles = torch.arccos(values.clamp(-1.0, 1.0))
+    return torch.cos(torch.arange(degree + 1, dtype=torch.float64)[:, None] * angles).mean(1)
 
 
 def row(title: str, values: Iterable[Any], spec: str, *, width: int = 20) -> str:

@@ -1,4 +1,4 @@
-"""Averages of iterates against the last one, on digits with wrong labels.
+"""Averaged weights against the last ones, on digits with wrong labels: Gadam paper, section 5.
 
 After Granziol et al., *Beyond SGD: iterate averaged adaptive gradient methods*, section 5. A small
 network with batch norm learns the digits of scikit-learn with part of the training labels wrong.
@@ -10,7 +10,9 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +20,9 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import skip_init
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from ritz import plots
 from ritz._core.checks import check_count, check_range
-from ritz._core.progress import Progress, tracking
+from ritz._core.progress import Progress
 from ritz._core.results import format_uncertain
 from ritz.optim import (
     Gadam,
@@ -30,10 +33,8 @@ from ritz.optim import (
     linear_decay,
     solution_diversity,
 )
-from ritz.studies._protocol import check_minimums, record, seeded, versions
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from ritz.plots._shared import STYLE, Figure
+from ritz.studies._protocol import StudyResult, check_minimums, record, seeded, track
 
 CLASSES = 10
 # Pairs grow with the square of their number; ten iterates make 45.
@@ -48,7 +49,6 @@ class Method:
     rate: float
     decay: float
     averaged: bool = True
-    options: tuple[tuple[str, float], ...] = ()
 
 
 # Learning rates are the published defaults. As published, weight decays are chosen for each
@@ -58,7 +58,7 @@ METHODS = {
     "GadamX": Method(make=GadamX, rate=0.1, decay=0.005),
     "Adam + average": Method(make=Adam, rate=1e-3, decay=1e-3),
     "AdamW": Method(make=AdamW, rate=1e-3, decay=0.25, averaged=False),
-    "SGD + average": Method(make=SGD, rate=0.1, decay=2e-3, options=(("momentum", 0.9),)),
+    "SGD + average": Method(make=partial(SGD, momentum=0.9), rate=0.1, decay=2e-3),
 }
 BASELINE = "AdamW"
 
@@ -96,12 +96,10 @@ class Config:
 
 
 @record
-class Result:
+class Result(StudyResult[Config]):
     """Held-out errors of the last iterate and of the average, for every method and seed.
 
     Attributes:
-        config: The configuration.
-        versions: Versions of the libraries.
         names: The methods in their order.
         last_errors: Share of wrong answers of the last iterate, ``(methods, num_seeds)``.
         average_errors: The same of the average.
@@ -111,8 +109,6 @@ class Result:
         seconds: Mean time of one run, by method.
     """
 
-    config: Config
-    versions: dict[str, str]
     names: tuple[str, ...]
     last_errors: Tensor
     average_errors: Tensor
@@ -147,19 +143,15 @@ class Result:
 
 def run(config: Config, *, progress: bool | Progress = False) -> Result:
     """Return the errors of all methods for all seeds."""
-    shape = (len(METHODS), config.num_seeds)
-    scores = torch.zeros(5, *shape, dtype=torch.float64)
+    scores = torch.zeros(5, len(METHODS), config.num_seeds, dtype=torch.float64)
     seconds = dict.fromkeys(METHODS, 0.0)
-    with tracking(progress, "runs", shape[0] * shape[1]) as bar:
-        for j in range(config.num_seeds):
-            for i, (name, method) in enumerate(METHODS.items()):
-                begin = time.perf_counter()
-                scores[:, i, j] = _train(config, method, config.seed + j)
-                seconds[name] += (time.perf_counter() - begin) / config.num_seeds
-                bar.update(j * shape[0] + i + 1, name)
+    runs = list(product(range(config.num_seeds), enumerate(METHODS.items())))
+    for j, (i, (name, method)) in track(runs, "runs", progress):
+        begin = time.perf_counter()
+        scores[:, i, j] = _train(config, method, config.seed + j)
+        seconds[name] += (time.perf_counter() - begin) / config.num_seeds
     return Result(
         config=config,
-        versions=versions(),
         names=tuple(METHODS),
         last_errors=scores[0],
         last_losses=scores[1],
@@ -172,9 +164,6 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
 
 def figure(result: Result) -> "Figure":
     """Draw the error of every seed, from the last iterate to the average of the same run."""
-    from ritz import plots
-    from ritz.plots._shared import STYLE
-
     drawing, (axis,) = plots.panels(1, 1, width=6.4, height=3.2)
     for i in range(len(result.names)):
         for last, average in zip(result.last_errors[i], result.average_errors[i], strict=True):
@@ -191,9 +180,8 @@ def figure(result: Result) -> "Figure":
 
 
 def _paired(differences: Tensor) -> str:
-    return format_uncertain(
-        float(differences.mean()), float(differences.std()) / math.sqrt(len(differences))
-    )
+    error = float(differences.std()) / math.sqrt(len(differences))
+    return format_uncertain(float(differences.mean()), error)
 
 
 def _train(config: Config, method: Method, seed: int) -> Tensor:
@@ -246,11 +234,10 @@ def _digits(config: Config, generator: torch.Generator) -> tuple[Tensor, Tensor,
 
 
 def _network(config: Config, generator: torch.Generator) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    for inputs in (64, config.width):
-        layers.append(_linear(inputs, config.width, generator))
-        layers += [nn.BatchNorm1d(config.width), nn.ReLU()]
-    return nn.Sequential(*layers, _linear(config.width, CLASSES, generator))
+    width, layers = config.width, []
+    for inputs in (64, width):
+        layers += [_linear(inputs, width, generator), nn.BatchNorm1d(width), nn.ReLU()]
+    return nn.Sequential(*layers, _linear(width, CLASSES, generator))
 
 
 def _linear(inputs: int, outputs: int, generator: torch.Generator) -> nn.Module:
@@ -262,7 +249,7 @@ def _linear(inputs: int, outputs: int, generator: torch.Generator) -> nn.Module:
 
 
 def _optimizer(method: Method, model: nn.Module, **when: Any) -> tuple[Optimizer, IterateAverage]:
-    settings: Any = {"lr": method.rate, "weight_decay": method.decay, **dict(method.options)}
+    settings: Any = {"lr": method.rate, "weight_decay": method.decay}
     if method.make in (Gadam, GadamX):  # these average by themselves
         averaging: Any = method.make(model.parameters(), **settings, **when)
         return averaging, averaging.average

@@ -10,23 +10,21 @@ import math
 import os
 import time
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import field, replace
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ritz import graphs
-from ritz._core.progress import Progress, tracking
+from ritz import graphs, plots
+from ritz._core.progress import Progress
 from ritz.graphs import ClusterCount, Graph
 from ritz.graphs._shared import cluster_sizes, sample_density
-from ritz.studies._protocol import check_minimums, column, record, row, seeded, versions
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from ritz.plots._shared import STYLE, Axes, Figure
+from ritz.studies._protocol import StudyResult, check_minimums, column, record, row, seeded, track
 
 METHODS = ("auto", "krylov", "entropic", "lanczos")
 FIRST = "first minimum"  # Algorithm 5 exactly as published
@@ -37,9 +35,6 @@ PAPER = {  # by number of clusters
 }
 # Mixed graphs by number of clusters: vertices, smallest and largest cluster.
 MIXED = {305: (201_600, 500, 1000), 1355: (404_420, 200, 400)}
-
-
-SAMPLED = ("entropic", "lanczos")
 REAL = (
     "email-Eu-core.txt.gz",
     "netscience.mtx",
@@ -51,6 +46,9 @@ REAL = (
     "soc-Epinions1.txt.gz",
     "web-NotreDame.txt.gz",
 )
+# Line and size of markers: where the errors are the same, large squares leave the crosses visible.
+MARKS = (("entropic", "s-", 9), ("lanczos", "x--", 5))
+BESIDE: Any = {"fontsize": 7, "frameon": False, "loc": "center left", "bbox_to_anchor": (1, 0.5)}
 SETTLED = 0.05  # relative change between numbers of moments that counts as none
 EXACT = 2000  # largest number of vertices for which all eigenvalues are computed
 ZERO = 1e-8  # eigenvalues below it are zero up to roundoff
@@ -128,12 +126,10 @@ class Real:
 
 
 @record
-class Result:
+class Result(StudyResult[Config]):
     """Counts of every method on every graph.
 
     Attributes:
-        config: The configuration.
-        versions: Versions of the libraries.
         counts: By method, ``(len(clusters), num_seeds)``, before rounding; NaN for no gap.
         certified: Whether the default certified its count, same shape.
         products: Products of one count by method, mean over seeds, ``(len(clusters),)``.
@@ -144,8 +140,6 @@ class Result:
         real: Counts of the real graphs.
     """
 
-    config: Config
-    versions: dict[str, str]
     counts: dict[str, Tensor]
     certified: Tensor
     products: dict[str, Tensor]
@@ -175,29 +169,26 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
     counts = {name: torch.full(shape, torch.nan, dtype=torch.float64) for name in (*METHODS, FIRST)}
     products = {name: torch.zeros(shape, dtype=torch.float64) for name in METHODS}
     certified = torch.zeros(shape, dtype=torch.bool)
-    with tracking(progress, "graphs", math.prod(shape)) as bar:
-        for i, count in enumerate(config.clusters):
-            for j in range(config.num_seeds):
-                # The same seeds for every number of clusters; other configurations do not overlap.
-                seed = 1000 * config.seed + j
-                graph = graphs.cluster_graph(
-                    [config.size] * count,
-                    degree=config.degree,
-                    num_links=config.num_links * count,
-                    generator=seeded(seed),
-                )
-                for name in METHODS:
-                    result = _count(graph, name, config, seed)
-                    counts[name][i, j] = number(result)
-                    products[name][i, j] = result.num_products
-                    if name == "auto":
-                        certified[i, j] = result.certified
-                counts[FIRST][i, j] = _first_minimum(graph, config, seed)
-                bar.update(i * config.num_seeds + j + 1)
+    runs = list(product(enumerate(config.clusters), range(config.num_seeds)))
+    for (i, count), j in track(runs, "graphs", progress):
+        # The same seeds for every number of clusters; other configurations do not overlap.
+        seed = 1000 * config.seed + j
+        graph = graphs.cluster_graph(
+            [config.size] * count,
+            degree=config.degree,
+            num_links=config.num_links * count,
+            generator=seeded(seed),
+        )
+        for name in METHODS:
+            result = _count(graph, name, config, seed)
+            counts[name][i, j] = number(result)
+            products[name][i, j] = result.num_products
+            if name == "auto":
+                certified[i, j] = result.certified
+        counts[FIRST][i, j] = _first_minimum(graph, config, seed)
     mixed, seconds, by_moments = _mixed(config, progress)
     return Result(
         config=config,
-        versions=versions(),
         counts=counts,
         certified=certified,
         products={name: spent.mean(1) for name, spent in products.items()},
@@ -210,8 +201,6 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
 
 def figure(result: Result) -> "Figure":
     """Draw errors over the number of clusters; of mixed and real graphs over that of moments."""
-    from ritz import plots
-
     # A single number of clusters is a point, not a curve: it has no panel beside other graphs.
     alone = not (result.mixed or result.real)
     drawn = [draw_planted] * (alone or len(result.config.clusters) > 1)
@@ -255,62 +244,57 @@ def _first_minimum(graph: Graph, config: Config, seed: int) -> float:
 
 def _mixed(config: Config, progress: bool | Progress) -> tuple[Any, Any, Any]:
     """Return counts, times and counts by number of moments of the large graphs."""
-    counts: dict[str, dict[str, ClusterCount]] = {}
-    seconds: dict[str, dict[str, float]] = {}
-    sampled: dict[str, dict[str, Tensor]] = {}
+    counts: Any = {str(count): {} for count in config.mixed}
+    seconds, sampled = deepcopy(counts), deepcopy(counts)
     for count in config.mixed:
-        graph, key = _mixed_graph(config, count), str(count)
-        counts[key], seconds[key] = {}, {}
-        with tracking(progress, f"{count} clusters", len(METHODS)) as bar:
-            for i, name in enumerate(METHODS):
-                begin = time.perf_counter()
-                counts[key][name] = _count(graph, name, config, config.seed)
-                seconds[key][name] = time.perf_counter() - begin
-                bar.update(i + 1)
-        fewer = [replace(config, num_moments=count) for count in config.mixed_moments]
-        sampled[key] = {
-            name: column(number(_count(graph, name, one, config.seed)) for one in fewer)
-            for name in SAMPLED
-        }
+        num_nodes, low, high = MIXED[count]
+        generator, key = seeded(config.seed), str(count)
+        # Random sizes between the two bounds that sum to the number of vertices.
+        sizes = cluster_sizes(count, num_nodes=num_nodes, low=low, high=high, generator=generator)
+        graph = graphs.cluster_graph(
+            sizes,
+            kind="mixed",
+            degree=config.mixed_degree,
+            num_links=config.num_links * count,
+            generator=generator,
+        )
+        for name in track(METHODS, f"{count} clusters", progress):
+            begin = time.perf_counter()
+            counts[key][name] = _count(graph, name, config, config.seed)
+            seconds[key][name] = time.perf_counter() - begin
+        for name in PAPER:  # the sampled methods
+            sampled[key][name] = _by_moments(graph, name, config, config.mixed_moments)[0]
     return counts, seconds, sampled
 
 
-def _mixed_graph(config: Config, count: int) -> Graph:
-    num_nodes, low, high = MIXED[count]
-    generator = seeded(config.seed)
-    # Random sizes between the two bounds that sum to the number of vertices.
-    sizes = cluster_sizes(count, num_nodes=num_nodes, low=low, high=high, generator=generator)
-    return graphs.cluster_graph(
-        sizes,
-        kind="mixed",
-        degree=config.mixed_degree,
-        num_links=config.num_links * count,
-        generator=generator,
-    )
+def _by_moments(
+    graph: Graph, method: str, config: Config, moments: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Return the counts of a graph for several numbers of moments, and their standard errors."""
+    settings = [replace(config, num_moments=count) for count in moments]
+    counts = [_count(graph, method, one, config.seed) for one in settings]
+    return column(map(number, counts)), column(one.stderr for one in counts)
 
 
 def _real(config: Config, progress: bool | Progress) -> Iterator[Real]:
     folder = config.data or os.environ.get("RITZ_DATA", "")
     paths = [Path(folder) / "graphs" / name for name in REAL if folder]
     paths = [path for path in paths if path.is_file()]
-    with tracking(progress, "real graphs", len(paths)) as bar:
-        for i, path in enumerate(paths):
-            graph = graphs.read(path)
-            settings = [replace(config, num_moments=count) for count in config.moments]
-            counts = [_count(graph, "entropic", one, config.seed) for one in settings]
-            # The default draws from a new generator with seed 0, as a user would have it.
-            default = graphs.count_clusters(
-                graph, num_moments=config.moments[-1], num_probes=config.num_probes
-            )
-            yield Real(
-                name=path.name,
-                num_nodes=graph.num_nodes,
-                truth=_truth(graph) if graph.num_nodes <= EXACT else None,
-                estimates=column(map(number, counts)),
-                stderr=column(one.stderr for one in counts),
-                default=default,
-            )
-            bar.update(i + 1, path.name)
+    for path in track(paths, "real graphs", progress):
+        graph = graphs.read(path)
+        estimates, stderr = _by_moments(graph, "entropic", config, config.moments)
+        # The default draws from a new generator with seed 0, as a user would have it.
+        default = graphs.count_clusters(
+            graph, num_moments=config.moments[-1], num_probes=config.num_probes
+        )
+        yield Real(
+            name=path.name,
+            num_nodes=graph.num_nodes,
+            truth=_truth(graph) if graph.num_nodes <= EXACT else None,
+            estimates=estimates,
+            stderr=stderr,
+            default=default,
+        )
 
 
 def _truth(graph: Graph) -> int:
@@ -409,12 +393,9 @@ def real_lines(result: "Result") -> list[str]:
 
 def draw_planted(result: "Result", ax: "Axes") -> None:
     """Draw mean errors over the number of planted clusters, beside the published errors."""
-    from ritz.plots._shared import STYLE
-
     clusters = result.config.clusters
     colours = {"entropic": STYLE.blue, "lanczos": STYLE.vermilion, FIRST: STYLE.green}
-    # The first two have nearly the same errors: large hollow squares leave the crosses visible.
-    for name, style, size in (("entropic", "s-", 9), ("lanczos", "x--", 5), (FIRST, "o-", 5)):
+    for name, style, size in (*MARKS, (FIRST, "o-", 5)):
         errors = result.errors(name).nanmean(1).numpy()
         ax.plot(clusters, errors, style, color=colours[name], label=name, ms=size, mfc="none")
     for name, published in PAPER.items():
@@ -433,13 +414,11 @@ def draw_planted(result: "Result", ax: "Axes") -> None:
 
 def draw_mixed(result: "Result", ax: "Axes") -> None:
     """Draw errors of the large graphs over the number of moments."""
-    from ritz.plots._shared import STYLE
-
     c = result.config
     moments = [*c.mixed_moments, c.num_moments]
     for count, colour in zip(c.mixed, STYLE.palette, strict=False):
         fewer, last = result.by_moments[str(count)], result.mixed[str(count)]
-        for name, style, size in (("entropic", "s-", 9), ("lanczos", "x--", 5)):
+        for name, style, size in MARKS:
             counts = [*fewer[name].tolist(), number(last[name])]
             errors = [100 * (value - count) / count for value in counts]
             label = f"{count} clusters, {name}{_missing(moments, counts)}"
@@ -450,7 +429,7 @@ def draw_mixed(result: "Result", ax: "Axes") -> None:
     exact = all(result.mixed[str(count)]["auto"].count == count for count in c.mixed)
     title = "mixed kinds; default: exact" if exact else "mixed kinds; default: not exact"
     ax.set(xlabel="moments", ylabel="error of the count, %", title=title)
-    ax.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    ax.legend(**BESIDE)
 
 
 def draw_real(result: "Result", ax: "Axes") -> None:
@@ -470,7 +449,7 @@ def draw_real(result: "Result", ax: "Axes") -> None:
             label=one.name.split(".")[0] + _missing(moments, one.estimates.tolist()),
         )
     ax.set(yscale="log", xlabel="moments", ylabel="entropic count")
-    ax.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    ax.legend(**BESIDE)
 
 
 def _missing(moments: Sequence[int], counts: Sequence[float]) -> str:

@@ -1,13 +1,12 @@
-"""All measures of a small convolutional network that is trained on handwritten digits."""
+"""Spectra, sharpness and loss landscape of a small network trained on handwritten digits."""
 
-import math
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from ritz import data, training
+from ritz import data, plots, training
 from ritz._core.checks import check_choice, check_count
 from ritz._core.progress import Progress
 from ritz.curvature import Risk, curvature_operator, hessian
@@ -24,12 +23,10 @@ from ritz.measures import (
     sharpness,
     temperature,
 )
+from ritz.plots._shared import Figure, direction_title, share_legend
 from ritz.spectra import Spectrum, eigenpairs, lanczos
-from ritz.studies._protocol import check_minimums, record, seeded, versions
+from ritz.studies._protocol import StudyResult, check_minimums, record, seeded
 from ritz.training import TrainingResult
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 MATRICES: dict[str, tuple[Any, Any]] = {
     "Hessian, batch norm eval": ("hessian", "eval"),
@@ -86,12 +83,10 @@ QUICK: dict[str, Any] = {
 
 
 @record
-class Result:
+class Result(StudyResult[Config]):
     """A network and the loss around it.
 
     Attributes:
-        config: The configuration.
-        versions: Versions of the libraries.
         training: Result of the training.
         spectra: Spectra of the Hessian and the Gauss-Newton matrix in both batch-norm modes.
         landscape: Loss and accuracy along three Ritz vectors.
@@ -101,8 +96,6 @@ class Result:
         folded: Largest eigenvalue of the Hessian of the calibrated network without batch norm.
     """
 
-    config: Config
-    versions: dict[str, str]
     training: TrainingResult
     spectra: dict[str, Spectrum]
     landscape: Landscape
@@ -190,7 +183,6 @@ def run(
     ).values[-1]
     return Result(
         config=config,
-        versions=versions(),
         training=trained,
         spectra=spectra,
         landscape=lines,
@@ -201,16 +193,8 @@ def run(
     )
 
 
-def figures(result: Result) -> dict[str, "Figure"]:
+def figures(result: Result) -> dict[str, Figure]:
     """Draw the training curves, the spectra and the landscapes."""
-    from ritz import plots
-    from ritz.plots._shared import direction_title, share_legend
-
-    records = _records(result.training)
-    drawn: dict[str, Any] = {
-        "training": plots.training_curves({"digits": records})[0].figure,
-        "spectra": figure(result),
-    }
     # Three lines and the plane, on one scale of the loss.
     drawing, axes = plots.panels(2, 2, width=4.8, height=3.0)
     for ax, name in zip(axes, result.landscape.names, strict=False):
@@ -221,23 +205,11 @@ def figures(result: Result) -> dict[str, "Figure"]:
     plots.landscape2d(result.plane, ax=axes[-1])
     axes[-1].set_title("Ritz vectors of the two largest values", loc="left", fontsize="medium")
     share_legend(drawing)
-    return drawn | {"landscape": drawing}
+    curves = plots.plot(result.training)
+    return {"training": curves, "spectra": figure(result), "landscape": drawing}
 
 
-def figure(result: Result) -> "Figure":
+def figure(result: Result) -> Figure:
     """Draw the spectra."""
-    from ritz import plots
-
-    ordered = {name: result.spectra[name] for name in MATRICES}  # files do not keep the order
-    drawing: Any = plots.spectra(ordered, log=True)[0].figure
-    return cast("Figure", drawing)
-
-
-def _records(trained: TrainingResult) -> list[dict[str, Any]]:
-    """Return the numbers of each epoch in the form of a log."""
-    records: list[dict[str, Any]] = [{"kind": "epoch"} for _ in range(trained.num_epochs)]
-    for name, values in trained.history.items():
-        for entry, value in zip(records, values.tolist(), strict=True):
-            if math.isfinite(value):  # before averaging begins, its numbers are NaN
-                entry[name] = value
-    return records
+    # Files do not keep the order.
+    return plots.plot({name: result.spectra[name] for name in MATRICES})

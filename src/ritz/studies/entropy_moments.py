@@ -9,10 +9,9 @@ down, and its log determinant stays as far off as with two or three moments.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import scipy.io
@@ -21,20 +20,28 @@ import torch
 from numpy.polynomial import Chebyshev, Polynomial
 from torch import Tensor
 
-from ritz._core.checks import check_count, check_finite, check_interval
-from ritz._core.progress import Progress, tracking
-from ritz._core.results import Status
+from ritz import plots
+from ritz._core.checks import check_finite
+from ritz._core.progress import Progress
 from ritz.operators import LinearOperator, as_operator, read_matrix
+from ritz.plots._shared import Figure, share_legend
 from ritz.spectra import bounds, logdet, maxent, moments
-from ritz.studies._protocol import check_minimums, data_file, record, row, seeded, versions
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from ritz.studies._protocol import (
+    StudyResult,
+    chebyshev_moments,
+    check_minimums,
+    data_file,
+    record,
+    row,
+    seeded,
+    track,
+)
 
 # Fields of the result that are filled cell by cell.
 KINDS = ("entropies", "errors", "solved", "relaxations")
 SERIES = ("MEMe", "BMxnt", "MEMe, exact moments", "BMxnt, exact moments")
 TINY = 1e-300  # a moment that underflows still has a logarithm
+NODES = 512  # of the quadrature of BMxnt, which is exact for powers below 512
 
 
 @record
@@ -73,12 +80,10 @@ class Config:
 
 
 @record
-class Result:
+class Result(StudyResult[Config]):
     """Entropies and log determinants by the number of moments.
 
     Attributes:
-        config: The configuration.
-        versions: Versions of the libraries.
         names: Names of the matrices.
         orders: Their orders.
         exact: Their log determinants, by factorisation.
@@ -88,8 +93,6 @@ class Result:
         relaxations: Variance added to the moments because no density had them, same shape.
     """
 
-    config: Config
-    versions: dict[str, str]
     names: tuple[str, ...]
     orders: tuple[int, ...]
     exact: tuple[float, ...]
@@ -134,41 +137,32 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
     """Return the densities of both methods for the same moments of every matrix."""
     names = (*config.matrices, *config.graphs)
     paths = [data_file(name, config.data, fields="matrices= and graphs=") for name in names]
-    empty = torch.full((len(names), len(config.counts)), math.nan, dtype=torch.float64)
-    numbers = {kind: {series: empty.clone() for series in SERIES} for kind in KINDS}
+    shape = (len(KINDS), len(SERIES), len(names), len(config.counts))
+    cells = torch.full(shape, math.nan, dtype=torch.float64)
     orders, exact = [], []
-    with tracking(progress, "matrices", len(names)) as bar:
-        for place, path in enumerate(paths):
-            graph = place >= len(config.matrices)
-            op = _identity_and_laplacian(path) if graph else read_matrix(path)
-            orders.append(op.shape[0])
-            exact.append(float(logdet(op, method="cholesky")))
-            for series, count, density in _densities(op, config):
-                cell = (place, config.counts.index(count))
-                low, high = density.interval
-                # Relative to the flat density on the interval, whose entropy is log(high - low).
-                numbers["entropies"][series][cell] = density.entropy - math.log(high - low)
-                # log det A = n E[log lambda]
-                value = op.shape[0] * density.expectation(torch.log)
-                numbers["errors"][series][cell] = abs(value / exact[-1] - 1)
-                numbers["solved"][series][cell] = float(density.status.ok)
-                numbers["relaxations"][series][cell] = density.relaxation
-            bar.update(place + 1)
+    for place, path in enumerate(track(paths, "matrices", progress)):
+        graph = place >= len(config.matrices)
+        op = _identity_and_laplacian(path) if graph else read_matrix(path)
+        orders.append(op.shape[0])
+        exact.append(float(logdet(op, method="cholesky")))
+        for series, column, (entropy, mean_log, solved, relaxation) in _densities(op, config):
+            # log det A = n E[log lambda]
+            error = abs(op.shape[0] * mean_log / exact[-1] - 1)
+            numbers = (entropy, error, float(solved), relaxation)
+            cells[:, series, place, column] = torch.tensor(numbers, dtype=torch.float64)
+    tables = {kind: dict(zip(SERIES, cells[k], strict=True)) for k, kind in enumerate(KINDS)}
+    stems = [Path(name).name.partition(".")[0] for name in names]
     return Result(
         config=config,
-        versions=versions(),
-        names=tuple(_title(config, name) for name in names),
+        names=tuple(f"I + L, {x}" if k >= len(config.matrices) else x for k, x in enumerate(stems)),
         orders=tuple(orders),
         exact=tuple(exact),
-        **numbers,
+        **tables,
     )
 
 
 def figure(result: Result) -> "Figure":
     """Draw the entropy above and the error below, one column per matrix."""
-    from ritz import plots
-    from ritz.plots._shared import share_legend
-
     columns = len(result.names)
     drawing, axes = plots.panels(2, columns, width=2.7, height=2.5)
     # Colour tells the method, line style the kind of moments.
@@ -191,94 +185,70 @@ def figure(result: Result) -> "Figure":
 # Moments and the two methods.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScaledDensity:
-    r"""Density of BMxnt as shares of its mass at quadrature nodes.
+class Density(NamedTuple):
+    r"""What the study records of a density on ``[0, bound]``.
 
     Attributes:
-        interval: The support.
-        points: Nodes on the interval, ``(G,)``.
-        shares: Mass of the density at each node, ``(G,)``, summing to 1.
-        entropy: :math:`-\int q \log q`.
-        status: Whether the moments were reached, and after how many sweeps.
-        relaxation: Always 0: BMxnt does not relax its moments.
+        entropy: :math:`-\int q \log q`, minus that of the flat density, which is the logarithm of
+            the bound.
+        mean_log: Mean of the logarithm of an eigenvalue.
+        solved: Whether the moments were matched.
+        relaxation: Variance added to the moments because no density had them.
     """
 
-    interval: tuple[float, float]
-    points: Tensor
-    shares: Tensor
     entropy: float
-    status: Status
+    mean_log: float
+    solved: bool
     relaxation: float = 0.0
-
-    def expectation(self, function: Callable[[Tensor], Tensor]) -> float:
-        """Mean of an elementwise function of an eigenvalue."""
-        return float((self.shares * function(self.points)).sum())
 
 
 def bmxnt(
-    moments: Tensor,
-    *,
-    interval: tuple[float, float] = (0.0, 1.0),
-    rtol: float = 1e-5,
-    max_sweeps: int = 1000,
-    grid_size: int = 512,
-) -> ScaledDensity:
+    moments: Tensor, *, bound: float = 1.0, rtol: float = 1e-5, max_sweeps: int = 1000
+) -> Density:
     r"""Return the density that Bandyopadhyay's iteration finds for power moments.
 
     .. math:: q(t) \propto \exp\Big(-\sum_{i=1}^m \gamma_i t^i\Big), \quad
         \gamma_i \leftarrow \gamma_i + \log \frac{\langle t^i \rangle_q}{\mu_i}
 
-    for :math:`i = 1, \dots, m` in turn, where :math:`t` is the variable mapped to ``[0, 1]``. It is
-    a baseline that does not converge for more than a few moments: its entropy rises with their
+    for :math:`i = 1, \dots, m` in turn, where :math:`t` is the eigenvalue divided by the bound. It
+    is a baseline that does not converge for more than a few moments: its entropy rises with their
     number, which that of :func:`ritz.maxent` never does.
 
     Args:
-        moments: Power moments of the variable mapped to ``[0, 1]``, degree ``0, ..., m``, all
-            positive, ``(m + 1,)``.
-        interval: ``(a, b)``, the support.
+        moments: Power moments of :math:`t`, degree ``0, ..., m``, all positive, ``(m + 1,)``.
+        bound: Upper end of the support, which begins at 0.
         rtol: Largest relative error of a moment at which the iteration stops.
-        max_sweeps: Maximum of sweeps over the moments.
-        grid_size: Nodes of the quadrature.
+        max_sweeps: Maximum number of sweeps over the moments.
 
     Reference: Bandyopadhyay, Bhattacharya, Biswas and Drabold (2005), as used in section 2.6.1 of
     *Spectral Machine Learning*.
     """
-    targets = torch.as_tensor(moments, dtype=torch.float64).numpy()
-    if targets.ndim != 1 or len(targets) < 2 or not (targets > 0).all():
-        raise ValueError("moments must be positive power moments on [0, 1], (m + 1,), m >= 1")
-    # NaN fails the comparison above, and infinity does not.
     check_finite("moments", moments)
-    check_interval("interval", interval)
-    check_count("grid_size", grid_size, low=2 * len(targets))
-    # Gauss-Legendre nodes on [0, 1]: exact for all powers that occur.
-    nodes, weights = np.polynomial.legendre.leggauss(grid_size)
-    t, weights = 0.5 * (nodes + 1), 0.5 * weights
-    powers = t ** np.arange(1, len(targets))[:, None]
+    targets = moments.double().numpy()[1:]
+    if moments.ndim != 1 or not (targets.size and (targets > 0).all()):
+        raise ValueError("moments must be positive power moments on [0, 1], (m + 1,), m >= 1")
+    # Fejér's rule on [0, 1], the one of ritz.maxent, so that both methods have the same error where
+    # log(t) is singular: nodes t = (1 - cos a) / 2, and weights
+    # (1 - 2 sum_j cos(2 j a) / (4 j^2 - 1)) / G, j = 1, ..., G / 2 (the last would count half, but
+    # is cos(G a) = 0).
+    angles = (np.arange(NODES) + 0.5) * (np.pi / NODES)
+    j = np.arange(1, NODES // 2)
+    t = 0.5 * (1 - np.cos(angles))
+    weights = (1 - 2 * np.cos(2 * angles[:, None] * j) @ (1 / (4 * j**2 - 1))) / NODES
+    powers = t ** np.arange(1, len(targets) + 1)[:, None]
     # log(weight * q) up to a constant, which every step changes by -step * t^i.
-    exponent, error = np.log(weights), math.inf
+    exponent = np.log(weights)
     for sweep in range(max_sweeps + 1):
         shares = _softmax(exponent)
-        error = float(np.abs(powers @ shares / targets[1:] - 1).max())
-        if error <= rtol or sweep == max_sweeps:
+        solved = bool((np.abs(powers @ shares / targets - 1) <= rtol).all())
+        if solved or sweep == max_sweeps:
             break
-        for power, target in zip(powers, targets[1:], strict=True):
+        for power, target in zip(powers, targets, strict=True):
             ratio = float(power @ _softmax(exponent)) / target
             exponent -= math.log(max(ratio, TINY)) * power
-    width = interval[1] - interval[0]
-    points = torch.from_numpy(interval[0] + width * t)
-    # q = share / (weight * width) at a node, so -int q log q = -sum share log q.
-    entropy = -float(shares @ np.log(np.maximum(shares, TINY) / weights)) + math.log(width)
-    outcome: Any = "converged" if error <= rtol else "max_steps"
-    message = f"largest relative error of a moment {error:.1g} after {sweep} sweeps"
-    advice = "" if error <= rtol else "use maxent, which solves the problem"
-    return ScaledDensity(
-        interval=interval,
-        points=points,
-        shares=torch.from_numpy(shares),
-        entropy=entropy,
-        status=Status(outcome=outcome, message=message, advice=advice),
-    )
+    # q = share / weight on [0, 1], so -int q log q = -sum share log q.
+    entropy = -float(shares @ np.log(np.maximum(shares, TINY) / weights))
+    return Density(entropy, float(shares @ np.log(bound * t)), solved)
 
 
 def _softmax(exponent: Any) -> Any:
@@ -286,8 +256,8 @@ def _softmax(exponent: Any) -> Any:
     return shares / shares.sum()
 
 
-def _densities(op: LinearOperator, config: Config) -> Iterator[tuple[str, int, Any]]:
-    """Yield series, number of moments and density, for both methods and all numbers."""
+def _densities(op: LinearOperator, config: Config) -> Iterator[tuple[int, int, Density]]:
+    """Yield the places of series and number of moments, and the density of both."""
     degree = config.counts[-1]
     # Power moments need [0, 1]: the matrices are positive definite, so 0 is a lower end.
     interval = (0.0, bounds(op, generator=seeded(config.seed)).high)
@@ -301,18 +271,19 @@ def _densities(op: LinearOperator, config: Config) -> Iterator[tuple[str, int, A
     means: list[tuple[Tensor, Tensor | None]] = [(sampled.mean, sampled.stderr)]
     if op.shape[0] <= config.dense_order:
         values = torch.linalg.eigvalsh(op.matmat(torch.eye(op.shape[0], dtype=op.dtype)).double())
-        # T_k(x) = cos(k arccos x), x the eigenvalue mapped to [-1, 1].
-        angles = torch.arccos((2 * values / interval[1] - 1).clamp(-1.0, 1.0))
-        degrees = torch.arange(degree + 1, dtype=torch.float64)
-        means.append((torch.cos(degrees[:, None] * angles).mean(1), None))
+        means.append((chebyshev_moments(2 * values / interval[1] - 1, degree), None))
     for place, (mean, stderr) in enumerate(means):
         powers = _powers(degree) @ mean
-        for count in config.counts:
+        for column, count in enumerate(config.counts):
             few = slice(count + 1)
             errors = None if stderr is None else stderr[few]
-            yield SERIES[2 * place], count, maxent(mean[few], interval=interval, stderr=errors)
-            scaled = bmxnt(powers[few], interval=interval, max_sweeps=config.max_sweeps)
-            yield SERIES[2 * place + 1], count, scaled
+            density = maxent(mean[few], interval=interval, stderr=errors)
+            # Relative to the flat density on the interval, whose entropy is log(high - low).
+            entropy = density.entropy - math.log(interval[1])
+            mean_log, solved = density.expectation(torch.log), density.status.ok
+            yield 2 * place, column, Density(entropy, mean_log, solved, density.relaxation)
+            scaled = bmxnt(powers[few], bound=interval[1], max_sweeps=config.max_sweeps)
+            yield 2 * place + 1, column, scaled
 
 
 def _powers(degree: int) -> Tensor:
@@ -336,8 +307,3 @@ def _identity_and_laplacian(path: Path) -> LinearOperator:
     degrees = np.asarray(adjacency.sum(1)).ravel()
     # I + L = I + D - A
     return as_operator((scipy.sparse.diags_array(1 + degrees) - adjacency).tocsr())
-
-
-def _title(config: Config, name: str) -> str:
-    stem = Path(name).name.partition(".")[0]
-    return f"I + L, {stem}" if name in config.graphs else stem

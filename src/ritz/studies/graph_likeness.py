@@ -1,4 +1,4 @@
-"""How alike real graphs are, by their spectra: Spectral Machine Learning, Figure 3.4.
+"""Similarity of real graphs by their spectra: Spectral Machine Learning, Figure 3.4.
 
 The published classes are biological, citation (collaborations) and road networks. The study has
 the last two: every divergence within one class is below every divergence between them. Social
@@ -9,20 +9,17 @@ result names every such pair. Then every graph is cut into two random halves, an
 whether the nearest graph to a half is its other half.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ritz import graphs
-from ritz._core.progress import Progress, tracking
+from ritz import graphs, plots
+from ritz._core.progress import Progress
+from ritz.plots._shared import Figure
 from ritz.spectra import Moments
-from ritz.studies._protocol import check_minimums, data_file, record, seeded, versions
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from ritz.studies._protocol import StudyResult, check_minimums, data_file, record, seeded, track
 
 PUBLISHED = ("citation", "road")  # kinds that were published
 # All measures of ritz.graphs.similarity; the published one is the first.
@@ -75,12 +72,10 @@ class Config:
 
 
 @record
-class Result:
+class Result(StudyResult[Config]):
     """Divergences between graphs and between their halves.
 
     Attributes:
-        config: The configuration.
-        versions: Versions of the libraries.
         sizes: Vertices and edges of each graph.
         kinds: Kind of each graph.
         likeness: Similarity of the graphs, by measure.
@@ -91,8 +86,6 @@ class Result:
         others: Least divergence of either half from another graph or its halves, ``(N,)``.
     """
 
-    config: Config
-    versions: dict[str, str]
     sizes: tuple[tuple[int, int], ...]
     kinds: tuple[str, ...]
     likeness: dict[str, graphs.Similarity]
@@ -108,18 +101,18 @@ class Result:
             lines += _kind_lines(self.likeness[measure].matrix, self.kinds, f"{measure:15}")
         published = [place for place, kind in enumerate(self.kinds) if kind in PUBLISHED]
         matrix = nearest.matrix[published][:, published]
-        kinds = tuple(self.kinds[place] for place in published)
-        lines += ["The published kinds alone:", *_kind_lines(matrix, kinds, "")]
+        lines += [
+            "The published kinds alone:",
+            *_kind_lines(matrix, [self.kinds[place] for place in published], ""),
+        ]
         lines.append(
             "Share of pairs within a kind that are nearer than those between, treated otherwise:"
         )
         for name, matrix in sorted(self.treated.items()):
-            shares = [
-                f"{kind} {separation(matrix, self.kinds, kind)['ordered']:.0%}"
-                for kind in dict.fromkeys(self.kinds)
-                if 2 <= self.kinds.count(kind) < len(self.kinds)
-            ]
-            lines.append(f"  {name:40}{', '.join(shares)}")
+            kinds = [kind for kind in dict.fromkeys(self.kinds) if _separable(self.kinds, kind)]
+            shares = {kind: separation(matrix, self.kinds, kind)["ordered"] for kind in kinds}
+            text = ", ".join(f"{kind} {share:.0%}" for kind, share in shares.items())
+            lines.append(f"  {name:40}{text}")
         pairs = misplaced(nearest.matrix, nearest.names, self.kinds) or ["none"]
         lines.append("Nearer to a graph of another kind than to one of its own:")
         lines += [f"  {pair}" for pair in pairs]
@@ -140,23 +133,19 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
     halves: dict[str, Moments] = {}
     treated: dict[str, list[Moments]] = {}
     sizes = []
-    with tracking(progress, "graphs", len(paths)) as bar:
-        for _, path in paths:
-            graph, name = graphs.read(path), path.name.partition(".")[0]
-            sizes.append((graph.num_nodes, graph.num_edges))
-            wholes[name] = _moments(graph, config, generator)
-            for title, other in _treatments(graph, config, aside):
-                treated.setdefault(title, []).append(other)
-            order = torch.randperm(graph.num_nodes, generator=generator)
-            for letter, part in zip("ab", order.tensor_split([graph.num_nodes // 2]), strict=True):
-                # Edges between the halves are lost: a half has about half of every degree.
-                half = graph.subgraph(part)
-                halves[f"{name} {letter}"] = _moments(half, config, generator)
-            bar.update(len(sizes))
+    for _, path in track(paths, "graphs", progress):
+        graph, name = graphs.read(path), path.name.partition(".")[0]
+        sizes.append((graph.num_nodes, graph.num_edges))
+        wholes[name] = _moments(graph, config, generator)
+        for title, other in _treatments(graph, config, aside):
+            treated.setdefault(title, []).append(other)
+        order = torch.randperm(graph.num_nodes, generator=generator)
+        for letter, part in zip("ab", order.tensor_split([graph.num_nodes // 2]), strict=True):
+            # Edges between the halves are lost: a half has about half of every degree.
+            halves[f"{name} {letter}"] = _moments(graph.subgraph(part), config, generator)
     apart, others = _halves_apart(graphs.similarity(halves | wholes).matrix, len(sizes))
     return Result(
         config=config,
-        versions=versions(),
         sizes=tuple(sizes),
         kinds=tuple(kind for kind, _ in paths),
         likeness={one: graphs.similarity(wholes, measure=one) for one in MEASURES},  # type: ignore[arg-type]
@@ -169,25 +158,23 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
 
 def figure(result: Result) -> "Figure":
     """Draw the heat map of the graphs, and halves against others."""
-    from ritz import plots
-
-    found = result.likeness["symmetric_kl"]
-    side = 2.0 + 0.45 * len(found.names)
+    likeness = result.likeness["symmetric_kl"]
+    names, places = likeness.names, range(len(likeness.names))
+    side = 2.0 + 0.45 * len(names)
     drawing, axes = plots.panels(1, 2, width=side, height=side - 1)
     groups = tuple(len(names) for names in result.config.kinds.values())
-    plots.similarity(found, ax=axes[0], groups=groups)
+    plots.similarity(likeness, ax=axes[0], groups=groups)
     axes[0].set_title("symmetric KL divergence", loc="left", fontsize="small")
-    places = range(len(found.names))
     axes[1].plot(result.apart.numpy(), places, "o", color="#0072B2", label="its own other half")
     axes[1].plot(result.others.numpy(), places, "x", color="#D55E00", label="nearest other graph")
-    axes[1].set_yticks(places, found.names, fontsize="small")
+    axes[1].set_yticks(places, names, fontsize="small")
     axes[1].invert_yaxis()
     axes[1].set(xscale="log", xlabel="divergence of a random half")
     axes[1].legend(fontsize="small", frameon=False)
     return drawing
 
 
-def separation(matrix: Tensor, kinds: tuple[str, ...], kind: str) -> dict[str, float]:
+def separation(matrix: Tensor, kinds: Sequence[str], kind: str) -> dict[str, float]:
     """Return distances within a kind and between it and others: means, extremes, and order.
 
     Args:
@@ -205,7 +192,7 @@ def separation(matrix: Tensor, kinds: tuple[str, ...], kind: str) -> dict[str, f
     within = matrix[mine[:, None] & mine[None] & upper]
     # Exclusive or: one of the pair is of the kind.
     between = matrix[(mine[:, None] ^ mine[None]) & upper]
-    if not len(within) or not len(between):
+    if not _separable(kinds, kind):
         raise ValueError(f"kind must have two graphs or more, beside other kinds, got {kind!r}")
     return {
         "within": float(within.mean()),
@@ -227,11 +214,9 @@ def misplaced(matrix: Tensor, names: tuple[str, ...], kinds: tuple[str, ...]) ->
     """
     lines = []
     for place, kind in enumerate(kinds):
-        same = [i for i, other in enumerate(kinds) if other == kind and i != place]
-        others = [i for i, other in enumerate(kinds) if other != kind]
-        for i in same:
-            nearer = [names[j] for j in others if matrix[place, j] < matrix[place, i]]
-            if nearer:
+        others = [j for j, other in enumerate(kinds) if other != kind]
+        for i in (i for i, other in enumerate(kinds) if other == kind and i != place):
+            if nearer := [names[j] for j in others if matrix[place, j] < matrix[place, i]]:
                 far = f"{names[i]} ({float(matrix[place, i]):.3g})"
                 lines.append(f"{names[place]}: {', '.join(nearer)} before {far}")
     return lines
@@ -262,11 +247,16 @@ def _without_trees(graph: graphs.Graph) -> graphs.Graph:
         core = core.subgraph(inner)
 
 
-def _kind_lines(matrix: Tensor, kinds: tuple[str, ...], title: str) -> list[str]:
+def _separable(kinds: Sequence[str], kind: str) -> bool:
+    """Return whether a kind has two graphs and there is another kind."""
+    return 2 <= kinds.count(kind) < len(kinds)
+
+
+def _kind_lines(matrix: Tensor, kinds: Sequence[str], title: str) -> list[str]:
     lines = []
     for kind in dict.fromkeys(kinds):
         text = "one graph, or no other kind"
-        if 2 <= kinds.count(kind) < len(kinds):
+        if _separable(kinds, kind):
             text = (
                 "mean {within:.3g}, largest {largest_within:.3g}; between mean {between:.3g}, "
                 "least {least_between:.3g}; ordered {ordered:.0%}"

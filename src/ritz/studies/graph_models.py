@@ -13,19 +13,17 @@ The publication does not say how many neighbours its Watts-Strogatz graphs had: 
 and repeats the rows with fewer and more.
 """
 
-from typing import TYPE_CHECKING
+from itertools import product
 
 import torch
 from torch import Tensor
 
-from ritz import graphs
+from ritz import graphs, plots
 from ritz._core.checks import check_count
-from ritz._core.progress import Progress, tracking
+from ritz._core.progress import Progress
 from ritz.graphs._shared import Model
-from ritz.studies._protocol import check_minimums, column, record, row, seeded, versions
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from ritz.plots._shared import Figure
+from ritz.studies._protocol import StudyResult, check_minimums, column, record, row, seeded, track
 
 MODELS: tuple[Model, ...] = ("erdos_renyi", "watts_strogatz", "barabasi_albert")
 TITLES = {
@@ -86,12 +84,10 @@ class Config:
 
 
 @record
-class Result:
+class Result(StudyResult[Config]):
     """Estimated parameters, and divergences of the large graphs.
 
     Attributes:
-        config: The configuration.
-        versions: Versions of the libraries.
         truths: True parameters by row of the table, ``(sizes,)``.
         estimates: Estimated parameters by row, ``(sizes, num_seeds)``.
         covered: Whether the interval holds the truth, by row, same shape.
@@ -102,8 +98,6 @@ class Result:
         large_estimates: Estimated edges of each new vertex, ``(large_edges, large_seeds)``.
     """
 
-    config: Config
-    versions: dict[str, str]
     truths: dict[str, Tensor]
     estimates: dict[str, Tensor]
     covered: dict[str, Tensor]
@@ -168,33 +162,29 @@ class Result:
 
 def run(config: Config, *, progress: bool | Progress = False) -> Result:
     """Return the estimated parameters, and the divergences of the large graphs."""
-    shape = (len(config.sizes), config.num_seeds)
-    estimates = {case: torch.zeros(shape, dtype=torch.float64) for case in config.cases}
-    covered = {case: torch.zeros(shape, dtype=torch.float64) for case in config.cases}
+    shape = (2, len(config.sizes), config.num_seeds)
+    # Estimate, and whether its interval holds the truth.
+    cells = {case: torch.zeros(shape, dtype=torch.float64) for case in config.cases}
     truths = {case: column(_truth(model, size) for size in config.sizes)
               for case, (model, _) in config.cases.items()}  # fmt: skip
-    drawn = torch.zeros(shape, dtype=torch.float64)
-    steps = len(config.cases) * len(config.sizes) + len(config.large_edges)
-    with tracking(progress, "tables", steps) as bar:
-        for place, (case, (model, k)) in enumerate(config.cases.items()):
-            for i, size in enumerate(config.sizes):
-                for j in range(config.num_seeds):
-                    graph, estimates[case][i, j], covered[case][i, j] = _search(
-                        model, k, size, seeded(100_000 * config.seed + j), config.num_draws
-                    )
-                    if model == "erdos_renyi":
-                        # Pairs: n (n - 1) / 2.
-                        drawn[i, j] = 2 * graph.num_edges / size / (size - 1)
-                bar.update(place * len(config.sizes) + i + 1, case)
-        # Three divergences, three errors and one parameter in the last dimension.
-        large = torch.stack([_large(edges, config) for edges in config.large_edges])
-        bar.update(steps)
+    drawn = torch.zeros(shape[1:], dtype=torch.float64)
+    rows = list(product(config.cases.items(), enumerate(config.sizes)))
+    for (case, (model, k)), (i, size) in track(rows, "parameters", progress):
+        for j in range(config.num_seeds):
+            generator = seeded(100_000 * config.seed + j)
+            graph = _draw(model, size, float(truths[case][i]), k, generator)
+            cells[case][:, i, j] = _search(graph, model, truths[case][i], config, generator)
+            if model == "erdos_renyi":
+                # Pairs: n (n - 1) / 2.
+                drawn[i, j] = 2 * graph.num_edges / size / (size - 1)
+    # Three divergences, three errors and one parameter in the last dimension.
+    edges = track(config.large_edges, "large graphs", progress)
+    large = torch.stack([_large(number, config) for number in edges])
     return Result(
         config=config,
-        versions=versions(),
         truths=truths,
-        estimates=estimates,
-        covered=covered,
+        estimates={case: numbers[0] for case, numbers in cells.items()},
+        covered={case: numbers[1] for case, numbers in cells.items()},
         drawn=drawn,
         divergences=large[..., :3],
         stderr=large[..., 3:6],
@@ -204,8 +194,6 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
 
 def figure(result: Result) -> "Figure":
     """Draw the estimates over the truth, and the divergences of the large graphs."""
-    from ritz import plots
-
     c = result.config
     drawing, axes = plots.panels(1, 4, width=3.0, height=2.8)
     for ax, model in zip(axes, MODELS, strict=False):
@@ -235,16 +223,14 @@ def figure(result: Result) -> "Figure":
 
 
 def _search(
-    model: Model, k: int, size: int, generator: torch.Generator, num_draws: int
-) -> tuple[graphs.Graph, float, float]:
-    """Return a graph, the parameter estimated from it, and whether the interval holds the truth."""
-    truth = _truth(model, size)
-    graph = _draw(model, size, truth, k, generator)
-    (fit,) = graphs.fit(graph, models=[model], num_draws=num_draws, generator=generator).fits
+    graph: graphs.Graph, model: Model, truth: Tensor, config: Config, generator: torch.Generator
+) -> Tensor:
+    """Return the parameter estimated from a graph, and whether its interval holds the truth."""
+    (fit,) = graphs.fit(graph, models=[model], num_draws=config.num_draws, generator=generator).fits
     name = "num_edges" if model == "barabasi_albert" else "p"
-    # Two standard deviations of what graphs of the model scatter.
+    # Two standard deviations of the scatter between graphs of the model.
     low, high = fit.interval[name]
-    return graph, fit.parameters[name], float(low <= truth <= high)
+    return column([fit.parameters[name], bool(low <= truth <= high)])
 
 
 def _draw(model: str, size: int, value: float, k: int, generator: torch.Generator) -> graphs.Graph:
@@ -262,7 +248,7 @@ def _large(edges: int, config: Config) -> Tensor:
         # Beyond the seeds of the first table.
         generator = seeded(100_000 * config.seed + 1000 + seed)
         graph = graphs.barabasi_albert(config.large, num_edges=edges, generator=generator)
-        # Spectra of sparse graphs hardly depend on their size: small graphs stand for large ones.
+        # Graphs of the models have `small` vertices, which is cheaper than the size of the graph.
         result = graphs.fit(
             graph, models=MODELS, num_probes=128, num_nodes=config.small, generator=generator
         )

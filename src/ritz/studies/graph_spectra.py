@@ -1,4 +1,4 @@
-"""Entropic spectra over exact ones: Spectral Machine Learning, Figures 3.1, 3.2 and 3.3.
+"""Maximum-entropy spectra over exact ones: Spectral Machine Learning, Figures 3.1, 3.2 and 3.3.
 
 A semicircle from its analytic moments, and a sparse Erdős-Rényi graph and a Barabási-Albert graph
 from sampled moments, for several numbers of moments. The divergence from the exact histogram falls
@@ -6,20 +6,25 @@ with the moments, fast at first. What remains is the scatter of the histogram an
 """
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ritz import graphs
+from ritz import graphs, plots
 from ritz._core.checks import check_range
-from ritz._core.progress import Progress, tracking
+from ritz._core.progress import Progress
+from ritz.plots._shared import Axes, Figure, share_legend
 from ritz.spectra import EntropicDensity, Moments, maxent
-from ritz.studies._protocol import check_minimums, column, record, row, seeded, versions
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from ritz.studies._protocol import (
+    StudyResult,
+    chebyshev_moments,
+    check_minimums,
+    column,
+    record,
+    row,
+    seeded,
+    track,
+)
 
 ANGLES = 4000  # nodes of the quadrature over the semicircle
 
@@ -57,12 +62,10 @@ class Config:
 
 
 @record
-class Result:
+class Result(StudyResult[Config]):
     """Densities by the number of moments, and how far they are from the exact spectra.
 
     Attributes:
-        config: The configuration.
-        versions: Versions of the libraries.
         names: Names of the graphs.
         eigenvalues: Exact eigenvalues by graph, ``(n,)`` each.
         densities: Densities by graph, one for each number of moments in ``drawn``.
@@ -74,8 +77,6 @@ class Result:
             standard errors, by graph, ``(counts,)``.
     """
 
-    config: Config
-    versions: dict[str, str]
     names: tuple[str, ...]
     eigenvalues: dict[str, Tensor]
     densities: dict[str, tuple[EntropicDensity, ...]]
@@ -118,28 +119,24 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
     divergences = {"semicircle": column(map(semicircle_divergence, circles))}
     entropies = {"semicircle": column(one.entropy for one in circles)}
     exact, densities, errors = {}, {}, {}
-    with tracking(progress, "graphs", len(made)) as bar:
-        for place, (name, graph) in enumerate(made.items()):
-            values = graphs.eigenvalues(graph)
-            sampled = graphs.moments(
-                graph,
-                num_moments=max(*config.counts, *config.drawn),
-                num_probes=config.num_probes,
-                exact=False,
-                generator=generator,
-            )
-            fits = [_density(sampled, count) for count in config.counts]
-            exact[name] = values
-            divergences[name] = column(
-                histogram_divergence(values, one, config.num_bins) for one in fits
-            )
-            entropies[name] = column(one.entropy for one in fits)
-            errors[name] = column(_moment_error(values, sampled, one) for one in fits)
-            densities[name] = tuple(_density(sampled, count) for count in config.drawn)
-            bar.update(place + 1)
+    for name, graph in track(made.items(), "graphs", progress):
+        exact[name] = values = graphs.eigenvalues(graph)
+        sampled = graphs.moments(
+            graph,
+            num_moments=max(*config.counts, *config.drawn),
+            num_probes=config.num_probes,
+            exact=False,
+            generator=generator,
+        )
+        fits = [_density(sampled, count) for count in config.counts]
+        divergences[name] = column(
+            histogram_divergence(values, one, config.num_bins) for one in fits
+        )
+        entropies[name] = column(one.entropy for one in fits)
+        errors[name] = column(_moment_error(values, sampled, one) for one in fits)
+        densities[name] = tuple(_density(sampled, count) for count in config.drawn)
     return Result(
         config=config,
-        versions=versions(),
         names=tuple(made),
         eigenvalues=exact,
         densities=densities,
@@ -152,9 +149,6 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
 
 def figure(result: Result) -> "Figure":
     """Draw the semicircle, both graphs by the number of moments, and the divergences."""
-    from ritz import plots
-    from ritz.plots._shared import share_legend
-
     drawn = result.config.drawn
     columns = max(len(drawn), len(result.semicircle) + 1)
     drawing, axes = plots.panels(3, columns, width=3.2, height=2.4)
@@ -231,9 +225,8 @@ def _density(sampled: Moments, count: int) -> EntropicDensity:
 def _moment_error(values: Tensor, sampled: Moments, density: EntropicDensity) -> float:
     """Return the largest error of a fitted moment, in standard errors."""
     m = len(density.alphas)
-    # T_k(x) = cos(k arccos x); eigenvalues of a normalized Laplacian lie in [0, 2].
-    angles = torch.arccos((values - 1).clamp(-1.0, 1.0))
-    exact = column(float(torch.cos(k * angles).mean()) for k in range(1, m + 1))
+    # Eigenvalues of a normalized Laplacian lie in [0, 2].
+    exact = chebyshev_moments(values - 1, m)[1:]
     # A moment without sampling error, such as the first, must not divide by zero.
     scale = sampled.stderr[1 : m + 1].clamp_min(1e-12)
     return float(((density.fitted - exact).abs() / scale).max())

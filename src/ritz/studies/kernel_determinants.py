@@ -2,19 +2,19 @@
 
 import math
 import time
-from typing import TYPE_CHECKING
+from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ritz._core.progress import Progress, tracking
+from ritz import plots
+from ritz._core.progress import Progress
 from ritz._core.results import Estimate
 from ritz.operators import DenseOperator, KernelOperator
+from ritz.plots._shared import Figure
 from ritz.spectra import logdet
-from ritz.studies._protocol import check_minimums, record, row, seeded, versions
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from ritz.studies._protocol import StudyResult, check_minimums, record, row, seeded, track
 
 # The columns of Table 2.1.
 LENGTHSCALES = (0.05, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85)
@@ -24,7 +24,7 @@ NOISE = 1e-8
 # those of the published table from a length scale of 0.15 on.
 SPREAD = 0.22
 # Methods with probes share num_products among them: 50 probes take 30 products each.
-METHODS = {
+METHODS: dict[str, Any] = {
     "krylov": {"method": "krylov"},
     "lanczos 10 probes": {"method": "lanczos", "num_probes": 10},
     "lanczos 50 probes": {"method": "lanczos", "num_probes": 50},
@@ -64,12 +64,10 @@ class Config:
 
 
 @record
-class Result:
+class Result(StudyResult[Config]):
     """Relative errors of every run.
 
     Attributes:
-        config: The configuration.
-        versions: Versions of the libraries.
         conditions: Condition numbers, ``(9, num_draws)``.
         errors: Relative errors by method, ``(9, num_draws, num_seeds)``.
         covered: Whether the truth is within four combined error bars, same shape.
@@ -77,8 +75,6 @@ class Result:
         names: The methods in their order.
     """
 
-    config: Config
-    versions: dict[str, str]
     conditions: Tensor
     errors: dict[str, Tensor]
     covered: dict[str, Tensor]
@@ -115,28 +111,24 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
     covered = {name: torch.zeros(shape, dtype=torch.bool) for name in METHODS}
     seconds = dict.fromkeys(METHODS, 0.0)
     conditions = torch.zeros(shape[:2], dtype=torch.float64)
-    with tracking(progress, "matrices", shape[0] * shape[1]) as bar:
-        for i, lengthscale in enumerate(LENGTHSCALES):
-            for draw in range(config.num_draws):
-                op, exact, conditions[i, draw] = _matrix(config, lengthscale, draw)
-                for name in METHODS:
-                    # The same seeds for all methods.
-                    for seed in range(config.num_seeds):
-                        begin = time.perf_counter()
-                        estimate = logdet(
-                            op,
-                            floor=NOISE,
-                            num_products=config.num_products,
-                            generator=seeded(1000 * config.seed + seed),
-                            **METHODS[name],  # type: ignore[arg-type]
-                        )
-                        seconds[name] += (time.perf_counter() - begin) / math.prod(shape)
-                        errors[name][i, draw, seed] = (float(estimate) - exact) / abs(exact)
-                        covered[name][i, draw, seed] = _covers(estimate, exact)
-                bar.update(i * config.num_draws + draw + 1)
+    matrices = list(product(enumerate(LENGTHSCALES), range(config.num_draws)))
+    for (i, lengthscale), draw in track(matrices, "matrices", progress):
+        op, exact, conditions[i, draw] = _matrix(config, lengthscale, draw)
+        # The same seeds for all methods.
+        for (name, options), seed in product(METHODS.items(), range(config.num_seeds)):
+            begin = time.perf_counter()
+            estimate = logdet(
+                op,
+                floor=NOISE,
+                num_products=config.num_products,
+                generator=seeded(1000 * config.seed + seed),
+                **options,
+            )
+            seconds[name] += (time.perf_counter() - begin) / math.prod(shape)
+            errors[name][i, draw, seed] = (float(estimate) - exact) / abs(exact)
+            covered[name][i, draw, seed] = _covers(estimate, exact)
     return Result(
         config=config,
-        versions=versions(),
         conditions=conditions,
         errors=errors,
         covered=covered,
@@ -147,8 +139,6 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
 
 def figure(result: Result) -> "Figure":
     """Draw the errors of every method over the length scale, beside the published ones."""
-    from ritz import plots
-
     drawing, (axis,) = plots.panels(1, 1, width=8.5, height=3.6)
     for name, marker in zip(result.names, "oDs^v", strict=True):
         rms = result.rms(name).clamp_min(1e-16)  # zero has no logarithm

@@ -1,14 +1,16 @@
 """All estimators on a network-like matrix: Spectral Machine Learning, section 4.5.2."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ritz import plots
 from ritz._core.checks import check_count
 from ritz._core.progress import Progress
 from ritz._core.results import Estimate, format_uncertain
 from ritz.operators import LinearOperator
+from ritz.plots._shared import STYLE, Figure
 from ritz.spectra import (
     Density,
     Spectrum,
@@ -19,11 +21,8 @@ from ritz.spectra import (
     trace,
     trace_function,
 )
-from ritz.studies._protocol import check_minimums, record, seeded, versions
+from ritz.studies._protocol import StudyResult, check_minimums, record, seeded
 from ritz.testing import network_like
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 LISTED = 6  # largest values that the table shows
 ZERO = 0.1  # eigenvalues below it count as zero; the bulk ends at 15
@@ -62,20 +61,16 @@ class Quantity:
 
 
 @record
-class Result:
+class Result(StudyResult[Config]):
     """Estimates from products alone, beside the exact answers.
 
     Attributes:
-        config: The configuration.
-        versions: Versions of the libraries.
         exact: All eigenvalues, ascending, ``(n,)``.
         spectrum: Ritz values, weights and residuals from one probe.
         density: Smoothed density, with the error of its probes.
         quantities: Trace, norms and the number of eigenvalues at zero.
     """
 
-    config: Config
-    versions: dict[str, str]
     exact: Tensor
     spectrum: Spectrum
     density: Density
@@ -114,7 +109,6 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
     )
     return Result(
         config=config,
-        versions=versions(),
         exact=exact,
         spectrum=spectrum,
         density=smooth,
@@ -124,9 +118,6 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
 
 def figure(result: Result) -> "Figure":
     """Draw the stems of one probe, and the density of several over the exact histogram."""
-    from ritz import plots
-    from ritz.plots._shared import STYLE
-
     drawing, (top, bottom) = plots.panels(2, 1, width=8.0, height=3.0)
     plots.against_exact(result.spectrum, result.exact, ax=top)
     top.set_title(f"One probe, {len(result.spectrum.values)} products", loc="left")

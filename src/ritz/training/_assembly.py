@@ -1,9 +1,8 @@
-"""Optimiser, average, schedule and step of a run: created by name, put together and checked."""
+"""Optimiser, average and schedule of a run, created from the options and checked."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import ceil
-from typing import Any, final
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +17,9 @@ from ritz._core.modes import batch_norms
 from ritz._core.params import parameters
 from ritz._core.registry import Registry
 from ritz._core.training_config import TrainingConfig
-from ritz.curvature._shared import Adapter, Forward, check_reduction
+from ritz.curvature._shared import Adapter
 from ritz.training._data import Feed
-from ritz.training._processes import distributed
-from ritz.training._step import CapturedStep, Piece, Step
+from ritz.training._step import nested
 
 # ------------------------------------------------------------------------------------------
 # Optimisers by name.
@@ -122,75 +120,18 @@ _BUILT_IN: dict[str, OptimizerFactory] = {
 for _name, _factory in _BUILT_IN.items():
     _OPTIMIZERS.register(_name)(_factory)
 
-
-def innermost(optimizer: Optimizer) -> Optimizer:
-    """Return the optimiser that Lookahead wraps, or the optimiser itself."""
-    while isinstance(optimizer, optim.Lookahead):
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
 # ------------------------------------------------------------------------------------------
 # The parts of a run.
 
 
-@final
-class Parts:
-    """Objects that a run works with, created from the options and checked.
-
-    Args:
-        model: Any module; it is moved to the device.
-        feed: Training data.
-        config: Options.
-        optimizer: An optimiser, or a function that returns one. Defaults to that of ``config``.
-        schedule: A scheduler, or a function of the time. Defaults to that of ``config``.
-        average: User-defined average of the weights.
-        loss_fn: Mean loss of outputs and target.
-        forward: Calls the model on a batch.
-        device: Device of all of these.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        feed: Feed,
-        config: TrainingConfig,
-        *,
-        optimizer: OptimizerChoice | None,
-        schedule: Any,
-        average: optim.IterateAverage | optim.AutoAverage | None,
-        loss_fn: Callable[..., Any] | None,
-        forward: Forward | None,
-        device: torch.device,
-    ) -> None:
-        check_reduction(loss_fn)
-        self.model, self.feed, self.device = model.to(device), feed, device
-        self.steps_per_epoch = config.steps_per_epoch  # None if unknown
-        if self.steps_per_epoch is None and feed.num_batches is not None:
-            self.steps_per_epoch = ceil(feed.num_batches / config.accumulate)
-        plan = _plan(config, self.steps_per_epoch)
-        self.optimizer = _optimizer(optimizer, model, config, plan, device)
-        self.average, self.auto = _average(self.optimizer, average, config, plan)
-        if config.final == "average" and self.average is None:
-            raise ValueError("final='average' needs an average: give average_from or patience")
-        self.schedule = _schedule(schedule, self.optimizer, config, self.steps_per_epoch)
-        compiled: Any = torch.compile(model) if config.compile else model
-        adapter = Adapter(distributed(compiled, device), loss_fn, forward)
-        captured = _captures(config, self.optimizer, device)
-        self.step = Step(adapter, self.optimizer, config, device, cached=not captured)
-        # The same step, perhaps replayed from a CUDA graph.
-        self.take: Callable[[Sequence[Piece]], None] = self.step
-        if captured:
-            self.take = CapturedStep(self.step, required=bool(config.capture))
-
-
-def _optimizer(
+def make_optimizer(
     choice: OptimizerChoice | None,
     model: nn.Module,
     config: TrainingConfig,
     plan: dict[str, int],
     device: torch.device,
 ) -> Optimizer:
+    """Return the optimiser that was chosen, or that of the options; see :func:`average_plan`."""
     optimizer: Any = choice
     if choice is None or isinstance(choice, str):
         single = device.type == "cuda" and world_size() == 1
@@ -211,9 +152,9 @@ def _optimizer(
     return optimizer
 
 
-def _captures(config: TrainingConfig, optimizer: Optimizer, device: torch.device) -> bool:
+def is_captured(optimizer: Optimizer, config: TrainingConfig, device: torch.device) -> bool:
     """Return whether to capture steps in a CUDA graph; raise if that is required but impossible."""
-    inner = innermost(optimizer)
+    inner = nested(optimizer)[-1]
     # All that changes between two steps must be on the device.
     stays = all(p.is_cuda for p in parameters(inner)) and all(
         isinstance(rate := group.get("lr"), Tensor)
@@ -235,7 +176,7 @@ def _captures(config: TrainingConfig, optimizer: Optimizer, device: torch.device
     return missing is None and config.capture is not False
 
 
-def _plan(config: TrainingConfig, length: int | None) -> dict[str, int]:
+def average_plan(config: TrainingConfig, length: int | None) -> dict[str, int]:
     """Return the first step and the interval of the average, in steps."""
     if config.average_from is None:
         return {}
@@ -247,35 +188,38 @@ def _plan(config: TrainingConfig, length: int | None) -> dict[str, int]:
     return {"start": (config.average_from - 1) * length + 1, "interval": interval}
 
 
-def _average(
+def make_average(
+    choice: optim.IterateAverage | optim.AutoAverage | None,
     optimizer: Optimizer,
-    average: optim.IterateAverage | optim.AutoAverage | None,
     config: TrainingConfig,
     plan: dict[str, int],
 ) -> tuple[optim.IterateAverage | None, optim.AutoAverage | None]:
-    if average is not None:
+    """Return the average of a run, and the rule that starts it if patience does."""
+    if choice is not None:
         if plan or config.patience:
             raise ValueError("average must not be given with average_from or patience")
-        auto = average if isinstance(average, optim.AutoAverage) else None
-        iterates = average.average if isinstance(average, optim.AutoAverage) else average
-        if iterates.optimizer not in (optimizer, innermost(optimizer)):
+        auto = choice if isinstance(choice, optim.AutoAverage) else None
+        average = choice.average if isinstance(choice, optim.AutoAverage) else choice
+        if average.optimizer not in nested(optimizer):
             raise ValueError("average must be of the optimiser of the run, got one of another")
-        return iterates, auto
+        return average, auto
     built_in = getattr(optimizer, "average", None)
     if not isinstance(built_in, optim.IterateAverage):
         built_in = None
     if config.patience is not None:
         auto = optim.AutoAverage(built_in or optimizer, patience=config.patience)
         return auto.average, auto
+    if built_in is None and plan:
+        return optim.IterateAverage(optimizer, start=plan["start"], interval=plan["interval"]), None
     if built_in is not None and plan and built_in.planned != plan["start"]:
         raise ValueError(f"average_from must be left out for an optimiser with a built-in average, "
                          f"got {config.average_from}")  # fmt: skip
-    if built_in is None and plan:
-        return optim.IterateAverage(optimizer, start=plan["start"], interval=plan["interval"]), None
     return built_in, None
 
 
-def _schedule(choice: Any, optimizer: Optimizer, config: TrainingConfig, length: int | None) -> Any:
+def make_schedule(
+    choice: Any, optimizer: Optimizer, config: TrainingConfig, length: int | None
+) -> Any:
     """Return a scheduler with ``step``, ``state_dict`` and ``load_state_dict``."""
     if isinstance(choice, ReduceLROnPlateau):
         raise ValueError("schedule must be a function of the time, got ReduceLROnPlateau, which "
@@ -287,43 +231,43 @@ def _schedule(choice: Any, optimizer: Optimizer, config: TrainingConfig, length:
     if unit is None and name in ("linear", "step"):
         raise ValueError(f"steps_per_epoch must be given with schedule={name!r} by step, for data "
                          "of no known length")  # fmt: skip
-    unit = unit or 1
-    whole = config.num_epochs * unit
+    whole = config.num_epochs * (unit or 1)
     if name == "linear" and config.average_from is not None:
         # GADAM, equations 12 and 13: the rate falls up to the start of the average.
-        shape = optim.averaging_decay(max(1, (config.average_from - 1) * unit))
+        shape = optim.averaging_decay(max(1, (config.average_from - 1) * (unit or 1)))
     elif name == "linear":
         shape = optim.linear_decay(whole)
     elif name == "step":
         shape = optim.step_decay(sorted({whole // 2, whole * 3 // 4}))
     else:
         shape = choice if callable(choice) else lambda time: 1.0
-    return optim.Schedule(
-        optimizer, optim.warmup(config.warmup, then=shape) if config.warmup else shape
-    )
+    shape = optim.warmup(config.warmup, then=shape) if config.warmup else shape
+    return optim.Schedule(optimizer, shape)
 
 
 # ------------------------------------------------------------------------------------------
 # Batches of one row, which batch norm in train mode cannot take.
 
 
-def check_last_batch(parts: Parts, config: TrainingConfig) -> None:
+def check_last_batch(
+    adapter: Adapter, model: nn.Module, feed: Feed, config: TrainingConfig, device: torch.device
+) -> None:
     """Raise if the last batch of an epoch leaves a process one row and batch norm cannot take it.
 
     Convolutions have several values per channel in one row, so only a forward pass of one row can
     tell. It is made before the first step: the error would otherwise end the first epoch.
     """
-    rows, model, step = parts.feed.last_rows, parts.model, parts.step.adapter
+    rows = feed.last_rows
     if rows is None or rows // world_size() > 1 or not batch_norms(model):
         return
     if any(is_lazy(x) for x in (*model.parameters(), *model.buffers())):
         return  # the pass would give lazy layers their shape
-    adapter = Adapter(model.train(), step.loss_fn.call, step.custom)  # not wrapped, not compiled
+    plain = Adapter(model.train(), adapter.loss_fn.call, adapter.custom)  # not wrapped or compiled
     copies = {f"model.{name}": buffer.clone() for name, buffer in model.named_buffers()}
-    cuda = [parts.device] if parts.device.type == "cuda" else []
+    cuda = [device] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices=cuda), torch.no_grad():
-            functional_call(adapter, copies, (parts.feed.row(),))
+            functional_call(plain, copies, (feed.row(),))
     except ValueError as error:
         raise explain_one_row(error, rows, config) from error
 

@@ -216,9 +216,11 @@ WEIGHTS, AVERAGE = "weights.safetensors", "average.safetensors"
 
 
 @storable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Checkpoint:
     """The state of a run between two steps.
+
+    A run counts in one of these. Tensors and states of other objects are added when it is written.
 
     Attributes:
         model: Parameters and buffers by name.
@@ -239,21 +241,21 @@ class Checkpoint:
         carried: State of a recurrent model within the epoch, one row per process.
     """
 
-    model: dict[str, Tensor]
-    optimizer: dict[str, Any]
-    schedule: dict[str, Any]
-    scaler: dict[str, Any]
-    patience: dict[str, Any] | None
-    generators: dict[str, Tensor]
-    beginning: dict[str, Tensor]
-    epoch: int
-    batch: int
-    step: int
-    totals: Tensor
-    records: list[dict[str, Any]]
-    log_bytes: int
     settings: dict[str, Any]
-    finished: bool
+    beginning: dict[str, Tensor]
+    epoch: int = 0
+    batch: int = 0
+    step: int = 0
+    finished: bool = False
+    records: list[dict[str, Any]] = field(default_factory=list)
+    log_bytes: int = 0
+    model: dict[str, Tensor] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    schedule: dict[str, Any] = field(default_factory=dict)
+    scaler: dict[str, Any] = field(default_factory=dict)
+    patience: dict[str, Any] | None = None
+    generators: dict[str, Tensor] = field(default_factory=dict)
+    totals: Any = None
     carried: dict[str, Tensor] = field(default_factory=dict)
 
 

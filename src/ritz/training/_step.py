@@ -1,25 +1,34 @@
-"""One training step, also captured as a CUDA graph, and the state of recurrent models."""
+"""One training step, also captured as a CUDA graph; evaluation; the state of recurrent models."""
 
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from ritz._core.batches import num_rows, tensors
 from ritz._core.distributed import all_max, all_sum, rank, shard
-from ritz._core.modes import unwrapped
+from ritz._core.modes import evaluating, unwrapped
 from ritz._core.params import parameters
 from ritz._core.training_config import TrainingConfig
-from ritz.curvature._shared import Adapter, check_labels, is_kept, term_mass
+from ritz.curvature._shared import (
+    Adapter,
+    Forward,
+    check_labels,
+    is_kept,
+    known_loss,
+    term_mass,
+)
 from ritz.optim import Lookahead
+from ritz.training._data import Feed, own_rows
 from ritz.training._processes import gathered
 
 # ------------------------------------------------------------------------------------------
@@ -161,10 +170,6 @@ class Totals:
             self._right.add_(((outputs.detach().argmax(1) == target) & counted).sum())
             self._labels.add_(counted.sum())
 
-    def reset(self) -> None:
-        """Set all sums to zero, in place."""
-        self.sums.zero_()
-
     def means(self) -> dict[str, float]:
         """Return mean loss and, for classes, accuracy over all processes; waits for the device."""
         loss, mass, right, labels = all_sum(self.sums).tolist()
@@ -265,6 +270,73 @@ def autocast(
 
 
 # ------------------------------------------------------------------------------------------
+# Loss and accuracy of a model.
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    loss_fn: Callable[..., Any] | None = cross_entropy,
+    forward: Forward | None = None,
+    precision: str = "float32",
+    carry_state: bool | None = None,
+) -> dict[str, float]:
+    """Return the mean ``loss`` of a model in eval mode and, for classes, its ``accuracy``.
+
+    The mean is over targets that the loss does not ignore, so batches of different sizes count
+    correctly. The mode of the model is restored. With several processes, each is given all batches
+    and computes its rows; all return the same numbers.
+
+    Args:
+        model: Any module.
+        batches: Batches on the device of the model, each ``(*inputs, target)`` or a dictionary.
+        loss_fn: Mean loss of outputs and target; ``None`` if the model returns its loss.
+        forward: Takes the model and a batch and returns ``(outputs, target)``, for other batches.
+        precision: ``bfloat16`` or ``float16`` computes in half precision where this is safe.
+        carry_state: Pass the state of a recurrent model from batch to batch; see ``CarriedState``.
+            Defaults to ``batches.consecutive``, which is true for text. Each call starts with the
+            initial state. Not possible with ``forward``.
+    """
+    adapter = Adapter(model, loss_fn, forward)
+    wanted = getattr(batches, "consecutive", False) if carry_state is None else carry_state
+    carried, totals = carried_state(adapter, wanted=wanted), None
+    half = HALF.get(precision)
+    with evaluating(model, batch_statistics=False):
+        for batch in batches:
+            rows, count, real = own_rows(batch)
+            totals = totals or Totals(device_of(model, rows))
+            if not real:
+                continue
+            state = None if carried is None else carried.of(count)
+            with autocast(half, totals.sums.device):
+                outputs, target, after = call_model(adapter, rows, state)
+                check_labels(adapter.loss_fn.call, outputs, target, "batches", some=False)
+                loss = adapter.loss(outputs, target)
+            overwrite(state, after)
+            totals.add(adapter, rows, loss, outputs, target)
+    if totals is None:
+        raise ValueError("batches must hold at least one batch, got none")
+    return totals.means()
+
+
+def with_perplexity(means: dict[str, float], feed: Feed, loss_fn: Any) -> dict[str, float]:
+    """Return means with the perplexity, exp(loss), if the loss is the cross-entropy of a text."""
+    known = known_loss(loss_fn)
+    if not feed.is_text or known is None or known.kind != "cross_entropy" or known.smoothing:
+        return means
+    # As a tensor: for a huge loss math.exp raises, and this is infinite.
+    return means | {"perplexity": float(torch.tensor(means["loss"], dtype=torch.float64).exp())}
+
+
+def device_of(model: nn.Module, batch: Any = ()) -> torch.device:
+    """Return the device of a model, or of a batch if the model has no parameters."""
+    first = next(model.parameters(), next(iter(tensors(batch)), None))
+    return torch.device("cpu") if first is None else first.device
+
+
+# ------------------------------------------------------------------------------------------
 # Steps as CUDA graphs: recorded once for each shape of batch, and replayed.
 
 # Ordinary steps before a recording. They fill the state of the optimiser and choose algorithms;
@@ -289,6 +361,7 @@ class CapturedStep:
 
     def __init__(self, step: Step, *, required: bool) -> None:
         self._step, self._required = step, required
+        self._optimizers = nested(step.optimizer)
         self._stream = torch.cuda.Stream()
         self._seen: Counter[Signature] = Counter()
         self._graphs: dict[Signature, tuple[torch.cuda.CUDAGraph, list[Tensor]]] = {}
@@ -302,9 +375,11 @@ class CapturedStep:
             graph, inputs = self._graphs[key]
             for static, new in zip(inputs, _inputs(pieces), strict=True):
                 static.copy_(new, non_blocking=True)
-            _run_hooks(self._step.optimizer, before=True)
+            for optimizer in self._optimizers:
+                _call(optimizer._optimizer_step_pre_hooks, optimizer)
             graph.replay()
-            _run_hooks(self._step.optimizer, before=False)
+            for optimizer in reversed(self._optimizers):
+                _call(optimizer._optimizer_step_post_hooks, optimizer)
         else:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
@@ -354,18 +429,18 @@ def _inputs(pieces: Sequence[Piece]) -> list[Tensor]:
     return tensors([(piece.batch, piece.share) for piece in pieces])
 
 
-def _hooks(optimizer: Optimizer) -> Iterator[tuple[Optimizer, dict[int, Any], dict[int, Any]]]:
-    """Yield the optimiser and those inside it, outermost first, with hooks before and after."""
-    while True:
-        yield optimizer, optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-        if not isinstance(optimizer, Lookahead):
-            return
-        optimizer = optimizer.optimizer
+def nested(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimiser and those that Lookahead wraps, outermost first."""
+    chain = [optimizer]
+    while isinstance(optimizer := chain[-1], Lookahead):
+        chain.append(optimizer.optimizer)
+    return chain
 
 
 @contextmanager
 def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
-    tables = [table for _, *both in _hooks(optimizer) for table in both]
+    both = [(x._optimizer_step_pre_hooks, x._optimizer_step_post_hooks) for x in nested(optimizer)]
+    tables: list[Any] = [table for pair in both for table in pair]
     before = [table.copy() for table in tables]
     for table in tables:
         table.clear()
@@ -376,8 +451,6 @@ def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
             table.update(hooks)
 
 
-def _run_hooks(optimizer: Optimizer, *, before: bool) -> None:
-    chain = list(_hooks(optimizer))
-    for one, early, late in chain if before else reversed(chain):
-        for hook in (early if before else late).values():
-            hook(one, (), {})
+def _call(hooks: dict[int, Any], optimizer: Optimizer) -> None:
+    for hook in hooks.values():
+        hook(optimizer, (), {})

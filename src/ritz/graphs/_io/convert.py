@@ -1,6 +1,7 @@
 """``as_graph`` and ``to_undirected``: graphs from the objects of other libraries."""
 
 import os
+from dataclasses import asdict
 from typing import Any, Literal, TypeAlias, Union
 
 import numpy as np
@@ -9,10 +10,9 @@ import torch
 from torch import Tensor
 
 from ritz._core.checks import check_choice, check_count
-from ritz.graphs._graph import Graph, GraphError
-from ritz.graphs._io.assembly import MAX_NODES, Float, Records, Rules, assemble, check_size
-from ritz.graphs._io.files import read
-from ritz.graphs._io.networkx_graphs import check_weights, from_networkx
+from ritz.graphs._graph import Array, Graph, GraphError
+from ritz.graphs._io.assembly import MAX_NODES, Records, Rules, assemble, check_size
+from ritz.graphs._io.files import check_weights, from_networkx, read
 from ritz.operators._shared import NetworkXGraph, is_networkx
 
 # Types in quotes are generic for type checkers only.
@@ -62,10 +62,10 @@ def as_graph(
         return x
     rules = Rules(directed=directed, self_loops=self_loops, multi_edges=multi_edges)
     if isinstance(x, str | os.PathLike):
-        choices: Any = {name: getattr(rules, name) for name in Rules.__slots__}
-        return read(x, weights=weights, num_nodes=num_nodes, **choices)  # type: ignore[arg-type]
-    records = _records(x, weights, num_nodes)
-    return assemble(_matrix_records(_matrix(x), x) if records is None else records, rules)
+        column = weights if isinstance(weights, str | bool) else None
+        return read(x, weights=column, num_nodes=num_nodes, **asdict(rules))
+    edges = _records_or_matrix(x, weights, num_nodes)
+    return assemble(edges if isinstance(edges, Records) else _matrix_records(edges, x), rules)
 
 
 def to_undirected(
@@ -98,18 +98,15 @@ def to_undirected(
         )
     if is_networkx(x):
         x = x.to_directed(as_view=True)  # type: ignore[union-attr]  # an edge becomes two arcs
-    records = None if isinstance(x, Graph) else _records(x, weights, num_nodes)
-    if records is not None:
-        matrix = _arc_matrix(records, sums=multi_edges == "sum")
-    else:
-        matrix = x.to_scipy() if isinstance(x, Graph) else _matrix(x)
+    matrix = x.to_scipy() if isinstance(x, Graph) else _records_or_matrix(x, weights, num_nodes)
+    if isinstance(matrix, Records):
+        matrix = _arc_matrix(matrix, sums=multi_edges == "sum")
     check_weights(matrix.data, "the matrix")
     both = matrix.maximum(matrix.T) if combine == "max" else matrix + matrix.T
     both = both / 2 if combine == "mean" else both
     # The rule is for pairs of vertices: A_ii stays as it was.
     both = both - scipy.sparse.diags_array(both.diagonal() - matrix.diagonal())
-    records = _matrix_records(scipy.sparse.csr_array(both), x)
-    return assemble(records, Rules(self_loops=self_loops))
+    return assemble(_matrix_records(scipy.sparse.csr_array(both), x), Rules(self_loops=self_loops))
 
 
 def _arc_matrix(records: Records, *, sums: bool) -> Any:
@@ -127,62 +124,11 @@ def _arc_matrix(records: Records, *, sums: bool) -> Any:
     return matrix.tocsr()
 
 
-def _records(x: Any, weights: Any, num_nodes: int | None) -> Records | None:
-    """The edges of a NetworkX graph or an ``edge_index``, ``None`` for anything else."""
+def _records_or_matrix(x: Any, weights: Any, num_nodes: int | None) -> Any:
+    """Records of a NetworkX graph or an ``edge_index``; otherwise a matrix in compressed rows."""
     if is_networkx(x):
         return from_networkx(x, weights or "weight", source=type(x).__name__)
-    if _is_edge_index(x, unambiguous=weights is not None or num_nodes is not None):
-        return _edge_index_records(x, weights, num_nodes)
-    if weights is not None or num_nodes is not None:
-        raise ValueError("weights and num_nodes are for an edge_index (2, E) of integers")
-    return None
-
-
-def _is_edge_index(x: Any, *, unambiguous: bool) -> bool:
-    if isinstance(x, Tensor) and x.layout != torch.strided:
-        return False
-    if not isinstance(x, Tensor | np.ndarray) or x.ndim != 2 or x.shape[0] != 2:
-        return False
-    # Two rows are an edge_index, since no square matrix has them, unless there are two columns.
-    if x.shape[1] != 2:
-        return True
-    if np.asarray(x.detach().cpu() if isinstance(x, Tensor) else x).dtype.kind not in "iu":
-        return False
-    if not unambiguous:
-        raise ValueError(
-            "graph is a (2, 2) array of integers, which may be an edge_index of two edges or a "
-            "weight matrix of two vertices: pass num_nodes for the first, floats for the second"
-        )
-    return True
-
-
-def _edge_index_records(x: Any, weights: Any, num_nodes: int | None) -> Records:
-    ends = x.detach().cpu().numpy() if isinstance(x, Tensor) else np.asarray(x)
-    if ends.dtype.kind not in "iu":
-        raise TypeError(f"edge_index must hold integers, got {ends.dtype}")
-    largest = int(ends.max(initial=-1))
-    n = largest + 1 if num_nodes is None else num_nodes
-    check_count("num_nodes", n, low=0, high=MAX_NODES)
-    check_size("edge_index", n, ends.shape[1], num_nodes)
-    if largest >= n or ends.min(initial=0) < 0:
-        raise GraphError(f"edge_index must lie between 0 and {n - 1}, got {ends.min()}..{largest}")
-    # As a list: edges that occur once, in either order, are an undirected graph too.
-    records = Records(source="edge_index", kind="list", num_nodes=n)
-    u, v = ends.astype(np.int64)
-    records.add(u, v, None if weights is None else _edge_weights(weights, ends.shape[1]))
-    return records
-
-
-def _edge_weights(weights: Any, count: int) -> Float:
-    values = np.asarray(weights.detach().cpu() if isinstance(weights, Tensor) else weights)
-    if values.shape != (count,):
-        raise ValueError(f"weights must be ({count},), one per edge, got {values.shape}")
-    check_weights(values := values.astype(np.float64), "weights")
-    return values
-
-
-def _matrix(x: Any) -> Any:
-    """A weight matrix in compressed rows, with repeated entries summed."""
+    unambiguous = weights is not None or num_nodes is not None
     if isinstance(x, Tensor):
         x = x.detach().cpu()
         if x.layout == torch.strided:
@@ -191,6 +137,10 @@ def _matrix(x: Any) -> Any:
             coo = x.to_sparse_coo().coalesce()
             entries = coo.values().numpy(), tuple(coo.indices().numpy())
             x = scipy.sparse.coo_array(entries, shape=tuple(coo.shape))
+    if isinstance(x, np.ndarray) and _is_edge_index(x, unambiguous=unambiguous):
+        return _edge_index_records(x, weights, num_nodes)
+    if unambiguous:
+        raise ValueError("weights and num_nodes are for an edge_index (2, E) of integers")
     supported = isinstance(x, np.ndarray) or scipy.sparse.issparse(x)
     if not supported:
         raise TypeError(
@@ -207,6 +157,41 @@ def _matrix(x: Any) -> Any:
         matrix = matrix.copy()
         matrix.sum_duplicates()
     return matrix
+
+
+def _is_edge_index(x: Array, *, unambiguous: bool) -> bool:
+    # Two rows are an edge_index, since no square matrix has them, unless there are two columns.
+    if x.ndim != 2 or x.shape != (2, 2):
+        return x.ndim == 2 and x.shape[0] == 2
+    if x.dtype.kind in "iu" and not unambiguous:
+        raise ValueError(
+            "graph is a (2, 2) array of integers, which may be an edge_index of two edges or a "
+            "weight matrix of two vertices: pass num_nodes for the first, floats for the second"
+        )
+    return x.dtype.kind in "iu"
+
+
+def _edge_index_records(ends: Array, weights: Any, num_nodes: int | None) -> Records:
+    if ends.dtype.kind not in "iu":
+        raise TypeError(f"edge_index must hold integers, got {ends.dtype}")
+    largest = int(ends.max(initial=-1))
+    n = largest + 1 if num_nodes is None else num_nodes
+    check_count("num_nodes", n, low=0, high=MAX_NODES)
+    check_size("edge_index", n, ends.shape[1], num_nodes)
+    if largest >= n or ends.min(initial=0) < 0:
+        raise GraphError(f"edge_index must lie between 0 and {n - 1}, got {ends.min()}..{largest}")
+    if weights is not None:
+        weights = np.asarray(weights.detach().cpu() if isinstance(weights, Tensor) else weights)
+        if weights.shape != ends.shape[1:]:
+            raise ValueError(
+                f"weights must be ({ends.shape[1]},), one per edge, got {weights.shape}"
+            )
+        check_weights(weights := weights.astype(np.float64), "weights")
+    # As a list: edges that occur once, in either order, are an undirected graph too.
+    records = Records(source="edge_index", kind="list", num_nodes=n)
+    u, v = ends.astype(np.int64)
+    records.add(u, v, weights)
+    return records
 
 
 def _matrix_records(matrix: Any, x: Any) -> Records:

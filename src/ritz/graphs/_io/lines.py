@@ -1,21 +1,125 @@
-"""Graphs in text files of numbers: edge lists, Matrix Market and METIS."""
+"""Graphs in text files of numbers: edge lists, Matrix Market and METIS, plain or gzip."""
 
+import gzip
 import io
 import math
+import os
 import re
 import warnings
+import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from pathlib import Path
+from typing import IO, Any, cast
 
 import numpy as np
 import scipy.io
 import torch
 
+from ritz._core.progress import Progress, tracking
 from ritz.graphs._graph import Array, GraphError
 from ritz.graphs._io.assembly import Float, Int, Records, check_size
-from ritz.graphs._io.source import Source
+
+# ------------------------------------------------------------------------------------------
+# Files as streams of whole lines, in bounded memory.
+
+CHUNK = 2**20  # bytes per block: large enough to hide Python, small enough for the cache
+MAX_LINE = 2**20  # bytes of one line of an edge list
+_BOM = b"\xef\xbb\xbf"
+_COMPRESSED = {
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"PK\x03\x04": "zip",
+    b"\x28\xb5\x2f\xfd": "zstandard",
+}
+
+
+@dataclass(slots=True)
+class Source:
+    """An open file of a graph.
+
+    Attributes:
+        name: File name for messages.
+        stream: Decompressed bytes.
+        raw: The file itself, whose position is the progress.
+        tracker: Receives the progress.
+        shift: Progress is in units of ``2**shift`` bytes.
+    """
+
+    name: str
+    stream: IO[bytes]
+    raw: IO[bytes]
+    tracker: Progress
+    shift: int
+
+    def read(self, size: int) -> bytes:
+        """Return the next bytes, fewer than ``size`` only at the end."""
+        block = self.stream.read(size)
+        # The position in the compressed file; a reader may look beyond the end.
+        done = min(self.raw.tell(), os.fstat(self.raw.fileno()).st_size)
+        self.tracker.update(done >> self.shift)
+        return block
+
+    def lines(self, max_line: int = MAX_LINE) -> Iterator[tuple[bytes, int]]:
+        """Yield blocks of whole lines that end in a newline, with the number of the first line."""
+        number, rest = 1, b""
+        while block := self.read(CHUNK):
+            block = rest + (block if number > 1 or rest else block.removeprefix(_BOM))
+            # Whole lines now; the beginning of the last line waits for the next block.
+            cut = block.rfind(b"\n") + 1
+            rest = block[cut:]
+            if len(rest) > max_line:
+                line = number + block.count(b"\n")
+                raise GraphError(f"{self.name}, line {line}: longer than {max_line} bytes")
+            if cut:
+                yield block[:cut], number
+                number += block.count(b"\n", 0, cut)
+        if rest:
+            yield rest + b"\n", number
+
+
+@contextmanager
+def open_source(path: str | os.PathLike[str], progress: bool | Progress) -> Iterator[Source]:
+    """Open a plain or gzip file, recognised by its first bytes."""
+    file = Path(path)
+    name = file.name
+    if not file.exists():
+        raise FileNotFoundError(f"no graph file {str(path)!r}")
+    if not file.is_file():
+        raise GraphError(f"{name} is not a file")
+    size = file.stat().st_size
+    if not size:
+        raise GraphError(f"{name} is empty")
+    shift, unit = (10, "KiB") if size >= 2**20 else (0, "bytes")
+    label = f"reading {name} ({unit})"
+    with file.open("rb") as raw, tracking(progress, label, size >> shift) as tracker:
+        head = raw.read(8)
+        raw.seek(0)
+        for magic, kind in _COMPRESSED.items():
+            if head.startswith(magic):
+                raise GraphError(f"{name} is compressed by {kind}; unpack it, only gzip is read")
+        packed = head.startswith(b"\x1f\x8b")
+        stream = cast(IO[bytes], gzip.GzipFile(fileobj=raw)) if packed else raw
+        try:
+            yield Source(name=name, stream=stream, raw=raw, tracker=tracker, shift=shift)
+        except EOFError as error:
+            raise GraphError(f"{name} is a truncated gzip file") from error
+        except (gzip.BadGzipFile, zlib.error) as error:
+            raise GraphError(f"{name} is a damaged gzip file: {error}") from error
+
+
+def peek(path: str | os.PathLike[str], size: int = 2**16) -> bytes:
+    """Return the first bytes of a file, decompressed; raise if they are not text."""
+    with open_source(path, progress=False) as source:
+        head = source.read(size).removeprefix(_BOM)
+        if b"\0" in head:
+            raise GraphError(f"{source.name} is a binary file, not a text that describes a graph")
+        if not head.strip():
+            head += source.read(size)
+    return head
+
 
 # ------------------------------------------------------------------------------------------
 # Edge lists: lines of two ids and perhaps a weight. NumPy parses blocks of lines; a block that it
@@ -30,147 +134,121 @@ _Blocks = Iterator[tuple[bytes, int]]
 _FEW_LINES = 64  # parsed one by one in Python, where NumPy refuses a block
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """What a line of data must look like.
+@dataclass(slots=True, kw_only=True)
+class LineReader:
+    """Parse blocks of lines and add their edges to records.
 
     Attributes:
+        records: Receives edges and rejected lines.
+        strict: Raise at the first invalid line instead of counting it as rejected.
         columns: Number of words per line; ``None`` until the first valid line.
         weights: Whether the third word is a weight. ``None``: it is one if it exists.
         low: Smallest valid id.
         high: Largest valid id.
     """
 
+    records: Records
+    strict: bool
     columns: int | None = None
     weights: bool | None = None
     low: int = 0
     high: int = MAX_ID
 
-    @property
-    def weighted(self) -> bool:
-        """Whether a weight is read."""
-        return self.weights is not False and (self.columns or 0) > 2
+    def read(self, blocks: _Blocks) -> None:
+        """Add the edges of blocks of whole lines, each with the number of its first line."""
+        for block, number in blocks:
+            text = block.translate(_SEPARATORS)
+            if b"#" in text or b"%" in text:
+                text = _COMMENT.sub(b"", text)
+            self._add(text, number)
 
-
-class LineReader:
-    """Parse blocks of lines and add their edges to records.
-
-    Args:
-        records: Receives edges and rejected lines.
-        layout: What a line must look like.
-        strict: Raise at the first invalid line instead of counting it as rejected.
-    """
-
-    def __init__(self, records: Records, layout: Layout, *, strict: bool) -> None:
-        self.records, self.layout, self.strict = records, layout, strict
-
-    def feed(self, block: bytes, number: int) -> None:
-        """Read a block of whole lines, the first of which is line ``number`` of the file."""
-        text = block.translate(_SEPARATORS)
-        if b"#" in text or b"%" in text:
-            text = _COMMENT.sub(b"", text)
-        self._feed(text, number)
-
-    def _feed(self, text: bytes, number: int) -> None:
+    def _add(self, text: bytes, number: int) -> None:
+        # One by one until a valid line says how many columns there are.
         start = 0
-        while self.layout.columns is None and start < len(text):
-            stop = text.index(b"\n", start)
-            self._feed_line(text[start:stop], number)
-            start, number = stop + 1, number + 1
+        while start < len(text) and self.columns is None:
+            stop = text.index(b"\n", start) + 1
+            if not self._is_edge(text[start:stop].split(), number):
+                start, number = stop, number + 1
         text = text[start:]
-        if not text.strip():
+        if self.columns is None or not text.strip():
             return
         try:
-            self.records.add(*_columns(text, self.layout))
+            self.records.add(*self._parse(text, self.columns))
         except ValueError:
             lines = text.splitlines(keepends=True)
             middle = len(lines) // 2
-            if len(lines) <= _FEW_LINES:
-                for index, line in enumerate(lines):
-                    self._feed_line(line, number + index)
+            if len(lines) > _FEW_LINES:
+                # One invalid line costs three passes over its block: n + n + n/2 + n/4 + ...
+                self._add(b"".join(lines[:middle]), number)
+                self._add(b"".join(lines[middle:]), number + middle)
                 return
-            # One invalid line costs three passes over its block: n + n + n/2 + n/4 + ...
-            self._feed(b"".join(lines[:middle]), number)
-            self._feed(b"".join(lines[middle:]), number + middle)
+            valid = [one for i, one in enumerate(lines) if self._is_edge(one.split(), number + i)]
+            if valid:
+                self.records.add(*self._parse(b"".join(valid), self.columns))
 
-    def _feed_line(self, line: bytes, number: int) -> None:
-        words = line.split()
-        edge = _parse(words, self.layout) if words else None
-        if isinstance(edge, str):
-            if self.strict:
-                raise GraphError(f"{self.records.source}, line {number}: {edge}")
-            self.records.reject(f"line {number}: {edge}")
-        elif edge is not None:
+    def _is_edge(self, words: list[bytes], number: int) -> bool:
+        """Whether a line is an edge; an invalid one is rejected, a blank one ignored."""
+        fault = self._fault(words) if words else None
+        if fault and self.strict:
+            raise GraphError(f"{self.records.source}, line {number}: {fault}")
+        if fault:
+            self.records.reject(f"line {number}: {fault}")
+        elif words:
             # The first valid line sets the number of columns.
-            self.layout = replace(self.layout, columns=len(words))
-            u, v = (np.array([end - self.layout.low]) for end in edge[:2])
-            self.records.add(u, v, np.array([edge[2]]) if self.layout.weighted else None)
+            self.columns = len(words)
+        return bool(words and not fault)
 
+    def _parse(self, text: bytes, width: int) -> tuple[Int, Int, Float | None]:
+        """Both ends, counted from zero, and the weights; ``ValueError`` if a line is invalid."""
+        weighted = self.weights is not False and width > 2
+        columns: list[tuple[str, Any]] = [("u", np.int64), ("v", np.int64)]
+        columns += [("weight", np.float64)] * weighted
+        # Columns that are not used are strings, cut to one character.
+        columns += [(f"unused{i}", "S1") for i in range(len(columns), width)]
+        # NumPy checks the number of words of every line and rounds as Python does.
+        plain = text.decode("ascii", "replace").replace("\ufffd", "?")
+        table = np.loadtxt(io.StringIO(plain), columns, comments=None, ndmin=1)
+        u, v = table["u"], table["v"]
+        if min(u.min(), v.min()) < self.low or max(u.max(), v.max()) > self.high:
+            raise ValueError("an id is out of range")
+        weights = np.abs(table["weight"]) if weighted else None  # -0.0 is zero
+        if weights is not None and not (np.isfinite(weights) & (table["weight"] >= 0)).all():
+            raise ValueError("a weight is negative or not finite")
+        return u - self.low, v - self.low, weights
 
-def _columns(text: bytes, layout: Layout) -> tuple[Int, Int, Float | None]:
-    """Both ends, counted from zero, and the weights; ``ValueError`` if a line is invalid."""
-    columns: list[tuple[str, Any]] = [("u", np.int64), ("v", np.int64)]
-    if layout.weighted:
-        columns.append(("weight", np.float64))
-    # Columns that are not used are strings, cut to one character.
-    columns += [(f"unused{i}", "S1") for i in range(len(columns), layout.columns or 0)]
-    # NumPy checks the number of words of every line and rounds as Python does.
-    table = np.loadtxt(io.StringIO(text.decode("ascii")), columns, comments=None, ndmin=1)
-    u, v = table["u"], table["v"]
-    if min(u.min(), v.min()) < layout.low or max(u.max(), v.max()) > layout.high:
-        raise ValueError("an id is out of range")
-    if not layout.weighted:
-        return u - layout.low, v - layout.low, None
-    weights = np.abs(table["weight"])  # -0.0 is zero
-    if not np.isfinite(weights).all() or (table["weight"] < 0).any():
-        raise ValueError("a weight is negative or not finite")
-    return u - layout.low, v - layout.low, weights
-
-
-def _parse(words: list[bytes], layout: Layout) -> tuple[int, int, float] | str:
-    """Both ends and the weight of a line, or what is wrong with it."""
-    wrong = _wrong_count(len(words), layout)
-    for word in words[:2]:
-        wrong = wrong or _wrong_id(word, layout)
-    if wrong:
-        return wrong
-    if not replace(layout, columns=len(words)).weighted:
-        return int(words[0]), int(words[1]), 1.0
-    shown = _quoted(words[2])
-    if words[2].lower().lstrip(b"+-") in (b"nan", b"inf", b"infinity"):
-        return f"the weight is {shown}, not a finite number"
-    if not _NUMBER.fullmatch(words[2]):
-        return f"the weight {shown} is not a number"
-    weight = float(words[2])
-    if math.isinf(weight) or weight < 0:
-        return f"the weight {shown} is {'negative' if weight < 0 else 'beyond float64'}"
-    return int(words[0]), int(words[1]), abs(weight)
-
-
-def _wrong_count(count: int, layout: Layout) -> str | None:
-    if layout.columns is not None and count != layout.columns:
-        return f"has {count} columns, expected {layout.columns}"
-    if count < 2 or (layout.weights and count < 3):
-        return f"has {count} columns, expected two vertices{' and a weight' * (count > 1)}"
-    if count > 3 and layout.weights is None:
-        return (
-            f"has {count} columns, expected two vertices and perhaps a weight; say whether the "
-            "third column is a weight by weights=True or weights=False (--weights or --no-weights)"
-        )
-    return None
-
-
-def _wrong_id(word: bytes, layout: Layout) -> str | None:
-    shown = _quoted(word)
-    if not re.fullmatch(rb"\+?\d+", word):
-        kind = "is negative" if re.fullmatch(rb"-\d+", word) else "is not a whole number"
-        return f"the vertex id {shown} {kind}"
-    # The length first: Python refuses to convert very long integers.
-    if len(word.lstrip(b"+0")) > 19 or int(word) > MAX_ID:
-        return f"the vertex id {shown} is beyond 64 bits"
-    if not layout.low <= int(word) <= layout.high:
-        return f"the vertex id {shown} is not between {layout.low} and {layout.high}"
-    return None
+    def _fault(self, words: list[bytes]) -> str | None:
+        """What is wrong with a line; at least what :meth:`_parse` refuses."""
+        count = len(words)
+        if self.columns is not None and count != self.columns:
+            return f"has {count} columns, expected {self.columns}"
+        if count < 2 or (self.weights and count < 3):
+            return f"has {count} columns, expected two vertices{' and a weight' * (count > 1)}"
+        if count > 3 and self.weights is None:
+            return (
+                f"has {count} columns, expected two vertices and perhaps a weight; say whether the "
+                "third column is a weight by weights=True or weights=False "
+                "(--weights or --no-weights)"
+            )
+        for word in words[:2]:
+            if not re.fullmatch(rb"\+?\d+", word):
+                kind = "is negative" if re.fullmatch(rb"-\d+", word) else "is not a whole number"
+                return f"the vertex id {_quoted(word)} {kind}"
+            # The length first: Python refuses to convert very long integers.
+            if len(word.lstrip(b"+0")) > 19 or int(word) > MAX_ID:
+                return f"the vertex id {_quoted(word)} is beyond 64 bits"
+            if not self.low <= int(word) <= self.high:
+                return f"the vertex id {_quoted(word)} is not between {self.low} and {self.high}"
+        if count == 2 or self.weights is False:
+            return None
+        shown = _quoted(words[2])
+        if words[2].lower().lstrip(b"+-") in (b"nan", b"inf", b"infinity"):
+            return f"the weight is {shown}, not a finite number"
+        if not _NUMBER.fullmatch(words[2]):
+            return f"the weight {shown} is not a number"
+        weight = float(words[2])
+        if math.isinf(weight) or weight < 0:
+            return f"the weight {shown} is {'negative' if weight < 0 else 'beyond float64'}"
+        return None
 
 
 def _quoted(word: bytes) -> str:
@@ -184,9 +262,7 @@ def read_edge_list(
     """Return the edges of a list; arguments as for :func:`ritz.graphs.read`."""
     records = Records(source=source.name, kind="list", num_nodes=num_nodes)
     high = MAX_ID if num_nodes is None else num_nodes - 1
-    reader = LineReader(records, Layout(weights=weights, high=high), strict=strict)
-    for block, number in source.lines():
-        reader.feed(block, number)
+    LineReader(records=records, strict=strict, weights=weights, high=high).read(source.lines())
     if not records.num_accepted:
         raise GraphError(f"{source.name} holds no edge ({records.num_rejected} lines rejected)")
     return records
@@ -237,10 +313,9 @@ def read_matrix_market(
         source=name, kind="edges" if symmetry == "symmetric" else "arcs", num_nodes=rows
     )
     width = 2 if field == "pattern" else 3
-    ids = Layout(columns=width, weights=None if weights is not False else False, low=1, high=rows)
-    reader = LineReader(records, ids, strict=strict)
-    for block, number in blocks:
-        reader.feed(block, number)
+    LineReader(
+        records=records, strict=strict, columns=width, weights=weights, low=1, high=rows
+    ).read(blocks)
     num_read = records.num_accepted + records.num_rejected
     if num_read != num_entries:
         raise GraphError(f"{name} holds {num_read} entries, its header says {num_entries}")

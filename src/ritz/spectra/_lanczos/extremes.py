@@ -16,15 +16,14 @@ from ritz._core.results import Estimate, HasStatus, Status
 from ritz._core.storage import storable
 from ritz.operators import LinearOperator, OperatorLike, as_operator
 from ritz.operators._shared import gershgorin
-from ritz.spectra._lanczos.recurrence import (
-    TUNING,
-    Placement,
-    Recurrence,
-    Reorthogonalization,
-    step,
+from ritz.spectra._lanczos.recurrence import TUNING, Placement, Reorthogonalization, step
+from ritz.spectra._lanczos.run import (
+    LanczosResult,
+    SavedRuns,
+    invariant_status,
+    random_start,
+    start_vector,
 )
-from ritz.spectra._lanczos.run import invariant_status, random_start, start_vector
-from ritz.spectra._lanczos.state import SavedRuns
 
 BoundsMethod = Literal["auto", "gershgorin", "lanczos"]
 
@@ -34,7 +33,7 @@ BoundsMethod = Literal["auto", "gershgorin", "lanczos"]
 
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Eigenpairs(HasStatus):
+class Eigenpairs(LanczosResult):
     r"""Extreme eigenvalues of a symmetric matrix with residuals and eigenvectors.
 
     Attributes:
@@ -54,19 +53,6 @@ class Eigenpairs(HasStatus):
         seed: Seed of the start vector, ``None`` if the caller gave one.
         status: Whether all wanted pairs have converged.
     """
-
-    values: Tensor
-    residuals: Tensor
-    roundoff: float
-    vectors: Tensor | None
-    dimension: int
-    num_products: int
-    operator: str
-    matrix: str | None = None
-    batch_norm: str | None = None
-    settings: dict[str, str | int | float | bool | None]
-    seed: int | None
-    status: Status
 
     def __str__(self) -> str:
         lines = [
@@ -142,19 +128,17 @@ def eigenpairs(
     goal = _Goal(op, largest, smallest, rtol, max_steps, max_vectors, reorthogonalize)
     check_choice("placement", placement, get_args(Placement))
     generator = resolve_generator(generator)
-    first, seed = start_vector(op, start, generator)
     # A restart needs room for the residual vector beside the basis.
     capacity = goal.max_vectors + goal.restarts
-    run = Recurrence(
-        first, capacity=capacity, mode=reorthogonalize, placement=placement, group=group
-    )
     settings = goal.settings | {"placement": placement}
-    saved = SavedRuns(op, [run], [first], settings, state, save_interval, group)
-    del first  # the basis has a copy
-    search = _Search(goal, run, saved, generator.initial_seed())
+    starts = [start_vector(op, start, generator)]
+    saved = SavedRuns(op, starts, capacity, settings, state, save_interval, group)
+    starts.clear()  # the basis has a copy
+    search = _Search(goal, saved, generator.initial_seed())
     with tracking(progress, "Lanczos", goal.max_steps) as bar:
         status = search.advance(bar)
-    values, coefficients, residuals = search.ritz_pairs()
+    run = search.run
+    values, coefficients, residuals = run.ritz_pairs()
     chosen = goal.extremes(len(values))
     roundoff = run.roundoff(search.progress["restarts"])
     return Eigenpairs(
@@ -162,14 +146,10 @@ def eigenpairs(
         residuals=residuals[chosen] + roundoff,
         roundoff=roundoff,
         vectors=run.basis.combine(coefficients[:, chosen]).T if vectors else None,
-        dimension=op.shape[0],
         num_products=search.progress["spent"],
-        operator=repr(op),
-        matrix=op.origin.get("matrix"),
-        batch_norm=op.origin.get("batch_norm"),
-        settings=settings,
-        seed=seed,
+        seed=search.seed if start is None else None,
         status=status,
+        **saved.facts,
     )
 
 
@@ -223,8 +203,9 @@ class _Goal:
 class _Search:
     """One run in progress: step, check, restart, continue in a fresh direction, save."""
 
-    def __init__(self, goal: _Goal, run: Recurrence, saved: SavedRuns, seed: int) -> None:
-        self.op, self.goal, self.run, self.saved, self.seed = saved.op, goal, run, saved, seed
+    def __init__(self, goal: _Goal, saved: SavedRuns, seed: int) -> None:
+        self.op, self.goal, self.saved, self.seed = saved.op, goal, saved, seed
+        self.run = saved.runs[0]
         # "closed" is the step at which the space first became invariant, or 0.
         self.progress = {"spent": 0, "restarts": 0, "closed": 0}
         self.progress["next_check"] = goal.wanted + TUNING.patience
@@ -241,11 +222,6 @@ class _Search:
                 return status
             self._prepare()
 
-    def ritz_pairs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return Ritz values, eigenvectors of T, and residuals without roundoff."""
-        values, coefficients = torch.linalg.eigh(self.run.projected())
-        return values, coefficients, self.run.residuals(coefficients)
-
     def _prepare(self) -> None:
         """Before the next step: restart if the basis is full, find a vector, save."""
         run, closed = self.run, self.run.exhausted
@@ -260,7 +236,7 @@ class _Search:
     def _restart(self) -> None:
         """Keep the wanted pairs and, in half of the room left, their neighbours."""
         goal = self.goal
-        values, coefficients, _ = self.ritz_pairs()
+        values, coefficients, _ = self.run.ritz_pairs()
         extra = (goal.max_vectors - goal.wanted) // 2
         below = round(extra * goal.smallest / goal.wanted)
         keep = goal.extremes(len(values), below=below, above=extra - below)
@@ -278,7 +254,7 @@ class _Search:
             return None
         # A check costs O(size^3), so checks become rarer as the basis grows.
         self.progress["next_check"] = run.size + max(5, run.size // 10)
-        _, _, residuals = self.ritz_pairs()
+        _, _, residuals = run.ritz_pairs()
         chosen = residuals[goal.extremes(len(residuals))]
         tolerance = goal.rtol * run.scale
         met = int((chosen <= tolerance).sum())

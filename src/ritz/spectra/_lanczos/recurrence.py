@@ -200,17 +200,7 @@ class Recurrence:
     """
 
     # The state between two steps, besides the basis and ``omega``.
-    _STATE = (
-        "kept",
-        "couplings",
-        "alphas",
-        "betas",
-        "removed",
-        "again",
-        "scale",
-        "noise",
-        "newest",
-    )
+    STATE = ("kept", "couplings", "alphas", "betas", "removed", "again", "scale", "noise", "newest")
 
     def __init__(
         self,
@@ -307,15 +297,16 @@ class Recurrence:
         matrix[rows, rows + 1] = matrix[rows + 1, rows] = self.betas[: len(rows)]
         return torch.from_numpy(matrix)
 
-    def residuals(self, coefficients: Tensor) -> Tensor:
-        r"""Return the residuals, without roundoff, of Ritz vectors :math:`V^\top e_k`.
+    def ritz_pairs(self) -> tuple[Tensor, Tensor, Tensor]:
+        r"""Return Ritz values, eigenvectors :math:`e` of :math:`T`, and residuals without roundoff.
 
-        :math:`|\beta_m (e_k)_m|` for ``coefficients`` :math:`e` of shape ``(size, r)``, and for
+        The residual of the Ritz vector :math:`V^\top e_k` is :math:`|\beta_m (e_k)_m|`, and for
         ``partial`` the part that re-orthogonalisation removed.
         """
+        values, coefficients = torch.linalg.eigh(self.projected())
         removed = torch.tensor(self.removed or [0.0], dtype=torch.float64)
         beside = removed @ coefficients[: len(removed)].abs()
-        return (self.betas[-1] * coefficients[-1]).abs() + beside
+        return values, coefficients, (self.betas[-1] * coefficients[-1]).abs() + beside
 
     def roundoff(self, restarts: int = 0) -> float:
         """Return the part of each residual that is roundoff."""
@@ -338,11 +329,11 @@ class Recurrence:
     def memory(self) -> dict[str, Any]:
         """Return the state of the run, apart from the rows of its basis, for :meth:`recall`."""
         omega = [torch.from_numpy(bounds.copy()) for bounds in self.omega]
-        return {name: getattr(self, name) for name in self._STATE} | {"omega": omega}
+        return {name: getattr(self, name) for name in self.STATE} | {"omega": omega}
 
     def recall(self, memory: dict[str, Any]) -> None:
         """Return to the state of :meth:`memory`, with a basis that is yet to be filled."""
-        for name in self._STATE:
+        for name in self.STATE:
             setattr(self, name, memory[name])
         older, newer = (bounds.numpy() for bounds in memory["omega"])
         self.omega = (older, newer)

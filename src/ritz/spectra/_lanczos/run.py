@@ -1,6 +1,8 @@
 """Lanczos runs: the spectrum of a symmetric operator, from one start vector or from several."""
 
+import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -8,23 +10,194 @@ import torch
 from torch import Tensor
 
 from ritz._core.checks import check_choice, check_count, check_finite, check_tensor
-from ritz._core.distributed import Group
+from ritz._core.distributed import Group, all_min
+from ritz._core.journal import ADVICE, Journal, Vectors
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import resolve_generator
 from ritz._core.results import HasStatus, Status
 from ritz._core.sampling import draw_probes
 from ritz._core.storage import storable
 from ritz.operators import LinearOperator, OperatorLike, as_operator
-from ritz.spectra._lanczos.recurrence import Placement, Recurrence, Reorthogonalization, advance
-from ritz.spectra._lanczos.state import SavedRuns
+from ritz.spectra._lanczos.recurrence import (
+    TUNING,
+    Placement,
+    Recurrence,
+    Reorthogonalization,
+    advance,
+)
+
+# ------------------------------------------------------------------------------------------
+# Runs with a saved state, and the check that a resumed run has the same operator.
+
+
+class SavedRuns:
+    """Runs that advance together and are saved in one journal.
+
+    Args:
+        op: The operator of the runs.
+        starts: Start vectors of the runs, each ``(n,)``.
+        capacity: Rows of each basis that are allocated at once.
+        settings: Settings of the run, among them ``reorthogonalize`` and ``placement``.
+        path: File of the state; ``None`` if none is saved.
+        interval: Seconds between saves.
+        group: The processes of the run.
+    """
+
+    def __init__(
+        self,
+        op: LinearOperator,
+        starts: Sequence[Tensor],
+        capacity: int,
+        settings: dict[str, Any],
+        path: str | os.PathLike[str] | None,
+        interval: float,
+        group: Group | None,
+    ) -> None:
+        self.op, self.settings = op, settings
+        mode, placement = settings["reorthogonalize"], settings["placement"]
+        self.runs = [
+            Recurrence(start, capacity=capacity, mode=mode, placement=placement, group=group)
+            for start in starts
+        ]
+        kind = {"n": op.shape[0], "dtype": str(op.dtype), "probes": len(starts)}
+        identity = settings | kind | {"start": list(starts)}
+        self.journal = Journal(path, identity, interval=interval, group=group)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Fields of every :class:`LanczosResult` of these runs."""
+        return {
+            "dimension": self.op.shape[0],
+            "operator": repr(self.op),
+            "matrix": self.op.origin.get("matrix"),
+            "batch_norm": self.op.origin.get("batch_norm"),
+            "settings": self.settings,
+        }
+
+    def load(self) -> dict[str, int] | None:
+        """Return the runs to the newest usable state; return its progress, ``None`` if none.
+
+        Cost: one product, which shows whether the operator is that of the saved state.
+        """
+        state = self.journal.load(self._restore)
+        if state is None:
+            return None
+        run = next((run for run in self.runs if not run.exhausted), self.runs[0])
+        change = difference(self.op, run)
+        # All processes raise together: one that continued would wait for the others for ever.
+        if not all_min(int(change is None), self.journal.group):
+            raise ValueError(
+                f"state at {self.journal.path} was made with another operator, of other weights or "
+                f"data: {change or 'another process found a difference'}; {ADVICE}"
+            )
+        progress: dict[str, int] = state["progress"]
+        return progress
+
+    def save(self, progress: dict[str, int]) -> None:
+        """Save the runs after ``progress["spent"]`` steps, if that is due."""
+        if not self.journal.due():
+            return
+        # Rows of the basis change at a restart, and in each step if there are two of them.
+        changing = "spent" if self.runs[0].mode == "none" else "restarts"
+        self.journal.save(
+            {"progress": progress, "runs": [run.memory() for run in self.runs]},
+            step=progress["spent"],
+            vectors=[run.basis.rows[: run.basis.size] for run in self.runs],
+            generation=progress.get(changing, 0),
+        )
+
+    def _restore(self, state: Any, vectors: Vectors) -> None:
+        for run, memory in zip(self.runs, state["runs"], strict=True):
+            run.recall(memory)
+        for blocks in vectors:
+            for run, rows in zip(self.runs, blocks, strict=True):
+                run.basis.extend(rows)
+
+
+def difference(op: LinearOperator, run: Recurrence) -> str | None:
+    r"""Return how the operator differs from the one of the run, or ``None`` if it does not.
+
+    One product with a row of the basis is computed again:
+
+    .. math:: A v_k = \sum_i T_{ik} v_i + c_k v_{m+1}
+
+    Its norm and :math:`v_k^\top A v_k` must agree to the square root of roundoff, which detects a
+    matrix scaled by 1.001 even in single precision: noise in the product enters the norm squared
+    and the quadratic form as an average. The vector itself, in which noise is not reduced, must
+    agree as well as products must be symmetric. That detects other data of the same norm.
+
+    Cost: one product and one read of the basis.
+    """
+    basis = run.basis
+    row, column, outside = _known_product(run)
+    vector = basis.whole(basis.rows[row])
+    product = basis.local(op.matmat(vector[:, None])[:, 0].contiguous())
+    norm, diagonal = basis.norm(product), basis.dot(row, product)
+    basis.subtract(product, column.to(product.device))
+    size, known = max(run.scale, run.magnitude), math.hypot(float(column.norm()), outside)
+    number = run.eps**0.5 * known + TUNING.repeated * run.eps * size
+    removed = run.removed[row] if run.mode == "partial" else 0.0
+    allowed = (
+        (f"a product of norm {known:.9g} now has {norm:.9g}", norm - known, number),
+        (f"a quadratic form of {float(column[row]):.9g} is now {diagonal:.9g}",
+         diagonal - float(column[row]), number),
+        (f"a product of norm {known:.9g} is another vector", basis.norm(product) - outside,
+         TUNING.asymmetry * run.eps**0.5 * size + removed),
+    )  # fmt: skip
+    # Not "gap > limit": NaN is a difference too.
+    return next((change for change, gap, limit in allowed if not abs(gap) <= limit), None)
+
+
+def _known_product(run: Recurrence) -> tuple[int, Tensor, float]:
+    """Return a row, its product in terms of the rows, and the norm of the part outside of them."""
+    size, basis_size = run.size, run.basis.size
+    if run.mode == "none":
+        # Two rows are stored. A v_j = beta_{j-1} v_{j-1} + alpha_j v_j + beta_j v_{j+1}: the last
+        # product known is that of the older row, whose predecessor is gone.
+        column = torch.zeros(basis_size, dtype=torch.float64)
+        before = run.betas[-2] if size > 1 else 0.0
+        row = run.newest if run.exhausted else 1 - run.newest
+        column[row] = run.alphas[-1]
+        if basis_size > 1:
+            column[1 - row] = before if run.exhausted else run.betas[-1]
+        return row, column, 0.0 if run.exhausted else before
+    columns = torch.zeros(basis_size, size, dtype=torch.float64)
+    columns[:size] = run.projected()
+    if basis_size > size:
+        if run.alphas:
+            columns[-1, -1] = run.betas[-1]
+        else:
+            columns[-1] = torch.tensor(run.couplings, dtype=torch.float64)
+    # The row with the largest product: roundoff is relative to the whole matrix.
+    row = int(columns.norm(dim=0).argmax())
+    return row, columns[:, row], 0.0
+
 
 # ------------------------------------------------------------------------------------------
 # The result.
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LanczosResult(HasStatus):
+    """What all results of Lanczos runs record; :class:`Spectrum` documents the attributes."""
+
+    values: Tensor
+    residuals: Tensor
+    roundoff: float
+    vectors: Tensor | None
+    dimension: int
+    num_products: int
+    operator: str
+    matrix: str | None = None
+    batch_norm: str | None = None
+    settings: dict[str, str | int | float | bool | None]
+    seed: int | None
+    status: Status
+
+
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spectrum(HasStatus):
+class Spectrum(LanczosResult):
     r"""Ritz values with Gauss weights and residuals: a picture of the whole spectrum.
 
     The weighted values are a discrete density that matches the moments
@@ -53,21 +226,11 @@ class Spectrum(HasStatus):
         status: How the run ended.
     """
 
-    values: Tensor
     weights: Tensor
-    residuals: Tensor
     roundoff: float = field(repr=False)
     vectors: Tensor | None = field(repr=False)
     diagonal: Tensor = field(repr=False)
     off_diagonal: Tensor = field(repr=False)
-    dimension: int
-    num_products: int
-    operator: str
-    matrix: str | None = None
-    batch_norm: str | None = None
-    settings: dict[str, str | int | float | bool | None]
-    seed: int | None
-    status: Status
     cosines: Tensor | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
@@ -194,15 +357,13 @@ def lanczos(
     _check_settings(op, num_steps, vectors, reorthogonalize)
     check_choice("placement", placement, get_args(Placement))
     generator = resolve_generator(generator)
-    first, seed = start_vector(op, start, generator)
-    run = Recurrence(
-        first, capacity=num_steps, mode=reorthogonalize, placement=placement, group=group
-    )
     settings = {"num_steps": num_steps, "reorthogonalize": reorthogonalize, "placement": placement}
-    saved = SavedRuns(op, [run], [first], settings, state, save_interval, group)
-    del first  # the basis has a copy
+    starts = [start_vector(op, start, generator)]
+    saved = SavedRuns(op, starts, num_steps, settings, state, save_interval, group)
+    starts.clear()  # the basis has a copy
     _advance(saved, num_steps, progress)
-    return _spectrum(op, run, settings, seed, vectors, None)
+    seed = generator.initial_seed() if start is None else None
+    return _spectrum(saved, saved.runs[0], seed, vectors, None)
 
 
 def lanczos_block(
@@ -252,14 +413,12 @@ def lanczos_block(
         if start.ndim != 2 or not start.shape[1]:
             raise ValueError(f"start must be ({op.shape[0]}, k), got {tuple(start.shape)}")
         columns = [column.contiguous() for column in start.T]
-    starts = [start_vector(op, column, generator)[0] for column in columns]
-    seed = generator.initial_seed() if start is None else None
-    runs = [Recurrence(first, capacity=num_steps, mode=reorthogonalize) for first in starts]
+    starts = [start_vector(op, column, generator) for column in columns]
     settings = {"num_steps": num_steps, "reorthogonalize": reorthogonalize, "placement": "device"}
-    _advance(
-        SavedRuns(op, runs, starts, settings, state, save_interval, group), num_steps, progress
-    )
-    return tuple(_spectrum(op, run, settings, seed, vectors, against) for run in runs)
+    saved = SavedRuns(op, starts, num_steps, settings, state, save_interval, group)
+    _advance(saved, num_steps, progress)
+    seed = generator.initial_seed() if start is None else None
+    return tuple(_spectrum(saved, run, seed, vectors, against) for run in saved.runs)
 
 
 def random_start(op: LinearOperator, generator: torch.Generator) -> Tensor:
@@ -267,19 +426,17 @@ def random_start(op: LinearOperator, generator: torch.Generator) -> Tensor:
     return draw_probes(op, 1, kind="gaussian", generator=generator)[:, 0]
 
 
-def start_vector(
-    op: LinearOperator, start: Tensor | None, generator: torch.Generator
-) -> tuple[Tensor, int | None]:
-    """Return the start vector of the caller, or a random one and its seed."""
+def start_vector(op: LinearOperator, start: Tensor | None, generator: torch.Generator) -> Tensor:
+    """Return the start vector of the caller, or a random one."""
     if start is None:
-        return random_start(op, generator), generator.initial_seed()
+        return random_start(op, generator)
     check_tensor("start", start, dtype=op.dtype, device=op.device, rows=op.shape[0])
     if start.ndim != 1:
         raise ValueError(f"start must be a vector ({op.shape[0]},), got {tuple(start.shape)}")
     check_finite("start", start)
     if not bool(start.any()):
         raise ValueError("start must not be zero")
-    return start, None
+    return start
 
 
 def invariant_status(size: int, n: int) -> Status:
@@ -300,33 +457,24 @@ def _advance(saved: SavedRuns, num_steps: int, progress: bool | Progress) -> Non
 
 
 def _spectrum(
-    op: LinearOperator,
-    run: Recurrence,
-    settings: dict[str, Any],
-    seed: int | None,
-    vectors: bool,
-    against: Tensor | None,
+    saved: SavedRuns, run: Recurrence, seed: int | None, vectors: bool, against: Tensor | None
 ) -> Spectrum:
-    values, coefficients = torch.linalg.eigh(run.projected())
+    values, coefficients, residuals = run.ritz_pairs()
     completed = Status(outcome="completed", message=f"{run.size} steps")
     roundoff = run.roundoff()
     return Spectrum(
         values=values,
         weights=coefficients[0].square(),
-        residuals=run.residuals(coefficients) + roundoff,
+        residuals=residuals + roundoff,
         roundoff=roundoff,
         cosines=None if against is None else _cosines(run, against) @ coefficients,
         vectors=run.basis.combine(coefficients).T if vectors else None,
         diagonal=torch.tensor(run.alphas, dtype=torch.float64),
         off_diagonal=torch.tensor(run.betas[:-1], dtype=torch.float64),
-        dimension=op.shape[0],
         num_products=run.size,
-        operator=repr(op),
-        matrix=op.origin.get("matrix"),
-        batch_norm=op.origin.get("batch_norm"),
-        settings=settings,
         seed=seed,
-        status=invariant_status(run.size, op.shape[0]) if run.exhausted else completed,
+        status=invariant_status(run.size, saved.op.shape[0]) if run.exhausted else completed,
+        **saved.facts,
     )
 
 

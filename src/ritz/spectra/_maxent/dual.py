@@ -25,6 +25,7 @@ from ritz._core.checks import check_choice, check_finite
 # As :math:`2 T_i T_j = T_{i+j} + T_{|i-j|}`, the Hessian follows from :math:`2m` moments.
 
 Array = npt.NDArray[Any]
+Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ def chebyshev(x: Tensor, degree: int) -> Tensor:
     return torch.cos(angles[..., None] * torch.arange(degree + 1, dtype=torch.float64))
 
 
-def in_interval(x: Tensor, interval: tuple[float, float]) -> Tensor:
+def in_interval(x: Tensor, interval: Interval) -> Tensor:
     """Map points of ``[-1, 1]`` to an interval."""
     low, high = interval
     return 0.5 * ((high - low) * x + (low + high))
@@ -378,7 +379,7 @@ class Rule:
         return (self.log_prior + self.grid.weights.log()).logsumexp(0)
 
 
-def quadrature(prior: Prior, interval: tuple[float, float], size: int, degree: int) -> Rule:
+def quadrature(prior: Prior, interval: Interval, size: int, degree: int) -> Rule:
     """Return a rule of ``size`` nodes for a prior, with polynomials up to a degree.
 
     For a prior with a factor :math:`1/x` the nodes are spread over the logarithm, so that the
@@ -397,7 +398,7 @@ def quadrature(prior: Prior, interval: tuple[float, float], size: int, degree: i
     return Rule(grid, points, values)
 
 
-def log_prior(prior: Prior, x: Tensor, interval: tuple[float, float]) -> Tensor:
+def log_prior(prior: Prior, x: Tensor, interval: Interval) -> Tensor:
     r"""Return the logarithm of a prior at points inside an interval, up to a constant.
 
     Args:

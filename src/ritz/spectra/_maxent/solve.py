@@ -1,7 +1,7 @@
 """Densities of maximum entropy from moments."""
 
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict, Unpack, get_args, overload
+from typing import Any, NamedTuple, TypedDict, Unpack, get_args, overload
 
 import numpy as np
 import torch
@@ -9,9 +9,11 @@ from numpy.polynomial import Chebyshev, Polynomial
 from torch import Tensor
 
 from ritz._core.checks import check_choice, check_count, check_finite, check_interval, check_range
+from ritz._core.density import as_points
 from ritz._core.results import Status
 from ritz.spectra._maxent.dual import (
     TUNING,
+    Interval,
     Prior,
     Rule,
     Solution,
@@ -110,7 +112,7 @@ class MaxentOptions(TypedDict, total=False):
     """The keywords of :func:`maxent`."""
 
     basis: MomentBasis
-    interval: tuple[float, float] | None
+    interval: Interval | None
     stderr: Tensor | None
     prior: Prior
     relax: float | None
@@ -128,7 +130,7 @@ def maxent(
     moments: Moments | Tensor,
     *,
     basis: MomentBasis = "chebyshev",
-    interval: tuple[float, float] | None = None,
+    interval: Interval | None = None,
     stderr: Tensor | None = None,
     prior: Prior = "flat",
     relax: float | None = None,
@@ -184,11 +186,12 @@ def maxent(
         >>> round(float(density.pdf(torch.tensor(0.3))), 6)
         0.5
     """
-    problem = _Problem.make(moments, basis, interval, stderr)
-    problem.check(relax)
+    problem = _problem(moments, basis, interval, stderr)
+    if relax is not None:
+        check_range("relax", relax, low=0.0, high=TUNING.largest)
     check_range("atol", atol, low=0.0)
     check_count("max_steps", max_steps)
-    raw = problem.raw.reshape(-1, problem.raw.shape[-1])
+    raw = torch.atleast_2d(problem.raw)
     m = raw.shape[1] - 1
     change = _to_chebyshev(problem.basis, m, problem.variable)
     targets = (raw @ change.T)[:, 1:]
@@ -204,17 +207,24 @@ def maxent(
     solver = Solver(rule, fine, blur, atol, max_steps)
     # The change of basis magnifies the roundoff of power moments.
     roundoff = (1e-16 * raw.abs() @ change.abs().T).square()[:, 1:] * (problem.basis == "power")
-    levels = problem.levels(change, relax)
+    # Var(C mu) = C^2 Var(mu) for independent errors. Clamped before squaring: squares may
+    # overflow, and zero times infinity is NaN.
+    squares = torch.atleast_2d(problem.stderr).clamp_max(TUNING.largest**0.5).square()
+    errors = (squares @ change.square().T)[:, 1:].clamp_max(TUNING.largest)
+    levels = [errors.clamp_min(level) for level in TUNING.ladder]
+    if relax is not None:
+        levels = [torch.full_like(errors, relax)]
     densities: list[EntropicDensity] = []
-    for rows in torch.arange(len(raw)).split(max(1, TUNING.block // len(solver.rule.points))):
-        variances = [level.expand_as(targets)[rows] + roundoff[rows] for level in levels]
+    for rows in torch.arange(len(raw)).split(max(1, TUNING.block // len(rule.points))):
+        variances = [level[rows] + roundoff[rows] for level in levels]
         solution, ridge = solver.solve(targets[rows], variances)
         resolves = solver.resolves(solution).tolist()
         for i, row in enumerate(rows.tolist()):
             relaxation = float((ridge[i] - variances[0][i]).max())
             error = float((solution.fitted[i] - targets[row]).abs().max())
-            gradient = float(solution.gradient[i]) if resolves[i] else None
-            steps, rounded = int(solution.iterations[i]), float(roundoff[row].max())
+            steps, gradient = int(solution.iterations[i]), float(solution.gradient[i])
+            rounded = float(roundoff[row].max())
+            status = _status(solver, steps, gradient, error, rounded, relaxation)
             density = EntropicDensity(
                 alphas=solution.alphas[i],
                 log_partition=float(solution.log_partition[i]),
@@ -224,9 +234,9 @@ def maxent(
                 fitted=solution.fitted[i],
                 ridge=ridge[i],
                 relaxation=relaxation,
-                grid_size=len(solver.rule.points),
+                grid_size=len(rule.points),
                 num_steps=steps,
-                status=_status(solver, steps, gradient, error, rounded, relaxation),
+                status=status if resolves[i] else UNRESOLVED,
             )
             densities.append(density)
     if isinstance(moments, Moments):
@@ -234,8 +244,7 @@ def maxent(
     return tuple(densities) if problem.raw.ndim == 2 else densities[0]
 
 
-@dataclass(frozen=True, slots=True)
-class _Problem:
+class _Problem(NamedTuple):
     """Moments as the caller gave them.
 
     Attributes:
@@ -249,86 +258,59 @@ class _Problem:
     raw: Tensor
     stderr: Tensor
     basis: str
-    interval: tuple[float, float]
-    variable: tuple[float, float]
+    interval: Interval
+    variable: Interval
 
-    @classmethod
-    def make(
-        cls,
-        moments: Moments | Tensor,
-        basis: str,
-        interval: tuple[float, float] | None,
-        stderr: Tensor | None,
-    ) -> "_Problem":
-        default = moments.interval if isinstance(moments, Moments) else (-1.0, 1.0)
-        support = default if interval is None else interval
-        check_interval("interval", support)
-        support = variable = (float(support[0]), float(support[1]))
-        if isinstance(moments, Moments):
-            variable, basis = (-1.0, 1.0), moments.basis
-            if basis == "power" and moments.interval == variable:
-                _check_reach(moments.samples, support)
-                variable = support
-            elif support != moments.interval:
-                raise ValueError(
-                    f"interval must be that of the moments, {moments.interval}, got {support}"
-                )
-            stderr = moments.stderr if stderr is None else stderr
-            moments = moments.mean
-        raw = _double(moments)
-        errors = torch.zeros_like(raw) if stderr is None else _double(stderr)
-        return cls(raw, errors, basis, support, variable)
 
-    def check(self, relax: float | None) -> None:
-        """Raise unless the moments are finite, begin with 1 and have errors like them."""
-        raw, stderr = self.raw, self.stderr
-        check_choice("basis", self.basis, get_args(MomentBasis))
-        if raw.ndim not in (1, 2) or raw.shape[-1] < 2:
-            shape = tuple(raw.shape)
-            raise ValueError(f"moments must be (m + 1,) or (N, m + 1), m >= 1, got {shape}")
-        check_finite("moments", raw)
-        if not bool(((raw[..., 0] - 1).abs() < 1e-6).all()):
-            first = float(raw.reshape(-1, raw.shape[-1])[0, 0])
+def _problem(
+    moments: Moments | Tensor, basis: str, interval: Interval | None, stderr: Tensor | None
+) -> _Problem:
+    default = moments.interval if isinstance(moments, Moments) else (-1.0, 1.0)
+    support = default if interval is None else interval
+    check_interval("interval", support)
+    support = variable = (float(support[0]), float(support[1]))
+    if isinstance(moments, Moments):
+        variable, basis = (-1.0, 1.0), moments.basis
+        if basis == "power" and moments.interval == variable:
+            _check_reach(moments.samples, support)
+            variable = support
+        elif support != moments.interval:
             raise ValueError(
-                f"moments must begin with that of degree 0, which is 1, got {first:.6g}"
+                f"interval must be that of the moments, {moments.interval}, got {support}"
             )
-        if stderr.shape != raw.shape:
-            raise ValueError(
-                f"stderr must be {tuple(raw.shape)}, as the moments, got {tuple(stderr.shape)}"
-            )
-        check_finite("stderr", stderr)
-        if bool((stderr < 0).any()):
-            check_range("stderr", float(stderr.min()), low=0.0)
-        if relax is not None:
-            check_range("relax", relax, low=0.0, high=TUNING.largest)
+        stderr = moments.stderr if stderr is None else stderr
+        moments = moments.mean
+    check_choice("basis", basis, get_args(MomentBasis))
+    raw = as_points(moments).detach()
+    errors = torch.zeros_like(raw) if stderr is None else as_points(stderr).detach()
+    if raw.ndim not in (1, 2) or raw.shape[-1] < 2:
+        shape = tuple(raw.shape)
+        raise ValueError(f"moments must be (m + 1,) or (N, m + 1), m >= 1, got {shape}")
+    check_finite("moments", raw)
+    if not bool(((raw[..., 0] - 1).abs() < 1e-6).all()):
+        first = float(raw.flatten()[0])
+        raise ValueError(f"moments must begin with that of degree 0, which is 1, got {first:.6g}")
+    if errors.shape != raw.shape:
+        raise ValueError(
+            f"stderr must be {tuple(raw.shape)}, as the moments, got {tuple(errors.shape)}"
+        )
+    check_finite("stderr", errors)
+    if errors.numel():
+        check_range("stderr", float(errors.min()), low=0.0)
+    return _Problem(raw, errors, basis, support, variable)
 
-    def levels(self, change: Tensor, relax: float | None) -> list[Tensor]:
-        """Return the variances of the Chebyshev moments to try, ascending."""
-        if relax is not None:
-            return [torch.full((1, 1), relax, dtype=torch.float64)]
-        errors = self.stderr.reshape(-1, self.stderr.shape[-1])
-        # Var(C mu) = C^2 Var(mu) for independent errors. Clamped before squaring: squares may
-        # overflow, and zero times infinity is NaN.
-        squares = errors.clamp_max(TUNING.largest**0.5).square()
-        variances = (squares @ change.square().T)[:, 1:].clamp_max(TUNING.largest)
-        return [variances.clamp_min(level) for level in TUNING.ladder]
+
+UNRESOLVED = Status(
+    outcome="max_steps",
+    message="the density has peaks narrower than the quadrature resolves",
+    advice="give relax=, a larger variance of the moments, or a larger grid_size",
+)
 
 
 def _status(
-    solver: Solver,
-    steps: int,
-    gradient: float | None,
-    error: float,
-    roundoff: float,
-    relaxation: float,
+    solver: Solver, steps: int, gradient: float, error: float, roundoff: float, relaxation: float
 ) -> Status:
-    """Return the status; ``gradient`` is ``None`` if the density is not resolved."""
-    if gradient is None:
-        return Status(
-            outcome="max_steps",
-            message="the density has peaks narrower than the quadrature resolves",
-            advice="give relax=, a larger variance of the moments, or a larger grid_size",
-        )
+    """Return the status of a density that the quadrature resolves."""
     how, advice = f"{steps} steps", ""
     if not gradient <= solver.atol:
         return Status(
@@ -350,7 +332,7 @@ def _status(
     return Status(outcome="converged", message=how, advice=advice)
 
 
-def _to_chebyshev(basis: str, m: int, interval: tuple[float, float]) -> Tensor:
+def _to_chebyshev(basis: str, m: int, interval: Interval) -> Tensor:
     """Return the matrix that maps moments in a basis to Chebyshev moments."""
     if basis == "chebyshev":
         return torch.eye(m + 1, dtype=torch.float64)
@@ -365,11 +347,7 @@ def _to_chebyshev(basis: str, m: int, interval: tuple[float, float]) -> Tensor:
     return torch.from_numpy(rows)
 
 
-def _double(numbers: Tensor) -> Tensor:
-    return torch.as_tensor(numbers, dtype=torch.float64, device="cpu").detach()
-
-
-def _check_reach(samples: Tensor, interval: tuple[float, float]) -> None:
+def _check_reach(samples: Tensor, interval: Interval) -> None:
     """Raise if a probe has a power moment that no spectrum in the interval can have."""
     # |mu_j| <= max(|a|, |b|)^j
     reach = max(abs(end) for end in interval) * (1 + 1e-6)
