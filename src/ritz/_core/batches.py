@@ -26,9 +26,10 @@ def num_rows(batch: Batch, name: str = "a batch") -> int:
     for tensor in tensors(batch):
         if tensor.ndim:
             return len(tensor)
-    raise TypeError(f"{name} must hold a tensor whose length is the number of samples, got "
-                    f"{type(batch).__name__}: pass count= if samples are counted otherwise"
-                    )  # fmt: skip
+    raise TypeError(
+        f"{name} must hold a tensor whose length is the number of samples, got "
+        f"{type(batch).__name__}: pass count= if samples are counted otherwise"
+    )
 
 
 def common_rows(batch: Batch, name: str = "data") -> int:
@@ -83,15 +84,19 @@ def join_rows(batches: Sequence[Batch], sizes: Sequence[int]) -> Batch:
     columns = list(zip(*map(tree_leaves, batches), strict=True))
     by_sample = [all(map(is_rows, column, sizes)) for column in columns]
     if not any(by_sample):
-        raise ValueError("data must hold tensors with one row per sample, got none with "
-                         f"{sizes[0]} rows in a batch")  # fmt: skip
+        raise ValueError(
+            "data must hold tensors with one row per sample, got none with "
+            f"{sizes[0]} rows in a batch"
+        )
     for place, column in enumerate(columns):
         shapes = sorted({tuple(leaf.shape) for leaf in column if isinstance(leaf, Tensor)})
         if by_sample[place] and len({shape[1:] for shape in shapes}) == 1:
             leaves[place] = torch.cat(column)
         elif not all(_equal(leaf, column[0]) for leaf in column):
-            raise ValueError("batches can be joined if tensors have rows of one shape and all "
-                             f"other values are equal, got {shapes or set(column)}")  # fmt: skip
+            raise ValueError(
+                "batches can be joined if tensors have rows of one shape and all "
+                f"other values are equal, got {shapes or set(column)}"
+            )
     return tree_unflatten(leaves, spec)
 
 

@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, final
 
 import torch
@@ -69,8 +70,10 @@ class Batches:
         streams = not isinstance(data, Sequence)
         self._source, self._compared = data, streams and not freeze
         if self._compared and isinstance(data, Iterator):
-            raise TypeError("data must be iterable more than once, got an iterator: pass a list, a "
-                            "DataLoader, or freeze=True")  # fmt: skip
+            raise TypeError(
+                "data must be iterable more than once, got an iterator: pass a list, a "
+                "DataLoader, or freeze=True"
+            )
         if self._compared and isinstance(getattr(data, "sampler", None), RandomSampler):
             raise ValueError(
                 f"data must come in a fixed order, got a loader that shuffles; {FREEZE}"
@@ -132,8 +135,9 @@ class Batches:
             if index % self._world != self._rank:
                 continue
             if done >= len(numbers) or _checksum(batch) != self._checksums[done]:
-                raise ValueError(f"data must be the same in every pass: batch {index} has changed; "
-                                 + FREEZE)  # fmt: skip
+                raise ValueError(
+                    f"data must be the same in every pass: batch {index} has changed; " + FREEZE
+                )
             done += 1
             yield index, self._move(batch)
         if done != len(numbers):
@@ -149,14 +153,12 @@ class Batches:
         return tree_map_only(Tensor, move, batch)
 
     def _compare_first(self) -> None:
-        for index, batch in enumerate(map(as_plain, self._source)):
-            if index == self._rank:
-                if _checksum(batch) != self._checksums[0]:
-                    raise ValueError(
-                        f"data must be the same in every pass: batch {index} came differently the "
-                        f"second time, as shuffling or random augmentation would; {FREEZE}"
-                    )
-                return
+        again = next(islice(map(as_plain, self._source), self._rank, None))
+        if _checksum(again) != self._checksums[0]:
+            raise ValueError(
+                f"data must be the same in every pass: batch {self._rank} came differently the "
+                f"second time, as shuffling or random augmentation would; {FREEZE}"
+            )
 
 
 def _size(batch: Batch, index: int, count: Callable[[Batch], int] | None) -> int:

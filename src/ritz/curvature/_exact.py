@@ -80,8 +80,11 @@ def structure_plan(risk: Risk, *, roots: bool = True) -> Plan:
     counts = torch.tensor(flags, dtype=torch.float64, device=risk.theta.device)
     gap, *whole = risk.sum_over_processes(counts).tolist()
     names = tuple(name for name, flag in zip(risk.space.shapes, whole, strict=True) if flag)
-    modules = {module: keys for module, keys in plan.modules.items()
-               if not {full_name(module, key) for key in keys} & set(names)}  # fmt: skip
+    modules = {
+        module: keys
+        for module, keys in plan.modules.items()
+        if not {full_name(module, key) for key in keys} & set(names)
+    }
     reason = plan.gap or ("another process found it impossible" if gap else "")
     return replace(plan, modules=modules, whole=names, gap=reason)
 
@@ -198,11 +201,18 @@ def passes(risk: Risk, plan: Plan, columns: Columns) -> Iterator[tuple[float, Fo
         size = risk.batch_sizes[index]
         full = forward_pass(risk, context, plan.modules, size)
         # An argument may have as many rows as there are samples by coincidence.
-        calls = {name: call for name, call in full.calls.items()
-                 if call.by_sample() == plan.by_sample[name]}  # fmt: skip
+        calls = {
+            name: call
+            for name, call in full.calls.items()
+            if call.by_sample() == plan.by_sample[name]
+        }
         full = replace(full, calls=calls)
-        lost = [full_name(module, key) for module, keys in plan.modules.items()
-                if module not in calls for key in keys]  # fmt: skip
+        lost = [
+            full_name(module, key)
+            for module, keys in plan.modules.items()
+            if module not in calls
+            for key in keys
+        ]
         whole = tuple(name for name in risk.space.shapes if name in (*plan.whole, *lost))
         yield weight, full, _parts(risk, context, full, columns(index, full), whole)
 
@@ -226,13 +236,11 @@ def _whole_gradients(
     chosen = {name: params[name] for name in names}
 
     def forward(point: Params, sample: Any) -> Tensor:
-        batch, masks = sample
-        alone = replace(context, batch=batch, masks=masks)
-        outputs: Tensor = risk.evaluate(params | point, alone)[0]
+        outputs: Tensor = risk.evaluate(params | point, context.on(sample))[0]
         return outputs
 
     for part, some in rules.chunks(columns, risk.space.size):
-        samples = take_rows((context.batch, context.masks), some, size)
+        samples = take_rows(context.samples, some, size)
         yield rules.mapped_gradients(forward, chosen, samples, columns[part, some])
 
 

@@ -125,8 +125,10 @@ class LayerOperator(LinearOperator):
         for name in ("inputs", "outputs"):
             value = getattr(factors, name)
             if value.ndim != 2 or len(value) != value.shape[1] or value.dtype != like.dtype:
-                raise ValueError(f"{name} must be square and of {like.dtype}, got "
-                                 f"{tuple(value.shape)} of {value.dtype}")  # fmt: skip
+                raise ValueError(
+                    f"{name} must be square and of {like.dtype}, got "
+                    f"{tuple(value.shape)} of {value.dtype}"
+                )
             check_finite(name, value)
         super().__init__(len(like) * len(factors.outputs), dtype=like.dtype, device=like.device)
         self.factors, self.bias, self.shift = factors, bias, shift

@@ -48,13 +48,8 @@ class KnownLoss:
 
     def hessian(self, outputs: Tensor, target: Tensor, tangent: Tensor) -> Tensor:
         """Return the Hessian in the outputs times ``tangent``, of the same shape."""
-        if self.kind == "squared_error":
-            # d^2/df^2 (f - y)^2 = 2
-            return tangent * (2 / outputs.numel())
-        if self.kind == "binary_cross_entropy":
-            # p (1 - p), with p = sigmoid(f)
-            p = outputs.sigmoid()
-            return tangent * (p * (1 - p) / outputs.numel())
+        if self.kind != "cross_entropy":
+            return tangent * self._second_derivative(outputs)
         # (diag(p) - p p') t, with p = softmax(f)
         p = outputs.softmax(1)
         mixed = p * tangent
@@ -69,15 +64,22 @@ class KnownLoss:
         size = outputs[0].numel()
         units = torch.eye(size, dtype=outputs.dtype, device=outputs.device)
         units = units.view(size, 1, *outputs.shape[1:])
-        if self.kind == "squared_error":
-            return units.expand(size, *outputs.shape) * math.sqrt(2 / outputs.numel())
-        p = outputs.sigmoid() if self.kind == "binary_cross_entropy" else outputs.softmax(1)
-        if self.kind == "binary_cross_entropy":
-            return units * (p * (1 - p) / outputs.numel()).sqrt()
+        if self.kind != "cross_entropy":
+            return units * self._second_derivative(outputs).sqrt()
+        p = outputs.softmax(1)
         # s_c = sqrt(p_c) (e_c - p): sum_c s_c s_c' = diag(p) - p p'. At other positions s_c = 0.
         root_p = (units * p).sum(2, keepdim=True).sqrt()
         weights = self.weights(target, outputs).sqrt().unsqueeze(1)
         return root_p * (units - p) * weights
+
+    def _second_derivative(self, outputs: Tensor) -> Tensor:
+        """Return the diagonal Hessian of a loss that is a sum over outputs."""
+        if self.kind == "squared_error":
+            # d^2/df^2 (f - y)^2 = 2
+            return torch.full_like(outputs, 2 / outputs.numel())
+        # p (1 - p), with p = sigmoid(f)
+        p = outputs.sigmoid()
+        return p * (1 - p) / outputs.numel()
 
     def score(self, outputs: Tensor, target: Any, drawn: Tensor) -> Tensor:
         r"""Return :math:`s`, the gradient in the outputs at drawn labels, scaled by term.
@@ -174,7 +176,7 @@ def _described(loss_fn: Any) -> tuple[Kind | None, dict[str, Any]]:
 
 
 def output_hessian(
-    loss_fn: Any, outputs: Any, target: Any, tangent: Any, *, reverse: bool = False
+    loss_fn: Any, outputs: Any, target: Any, tangent: Any, reverse: bool = False
 ) -> Any:
     """Return the Hessian of a loss in the outputs times a tangent, in closed form if known.
 
@@ -259,8 +261,10 @@ def check_labels(loss_fn: Any, outputs: Any, target: Any, where: str, *, some: b
         return
     low, high, classes = int(labels.min()), int(labels.max()), outputs.shape[1]
     if low < 0 or high >= classes:
-        raise ValueError(f"labels of {where} must be between 0 and {classes - 1}, as the outputs "
-                         f"have {classes} classes; got {low if low < 0 else high}")  # fmt: skip
+        raise ValueError(
+            f"labels of {where} must be between 0 and {classes - 1}, as the outputs "
+            f"have {classes} classes; got {low if low < 0 else high}"
+        )
 
 
 def outputs_and_labels(loss_fn: Any, outputs: Any, target: Any) -> tuple[Tensor, Tensor] | None:
@@ -334,11 +338,15 @@ class Adapter(nn.Module):
         if without_loss:
             raise TypeError("loss_fn must be given for batches of (inputs, target), got None")
         if named and "labels" not in batch:
-            raise KeyError(f"a batch must have 'labels' for loss_fn, got {sorted(batch)}: pass "
-                           "forward= to say how it is used")  # fmt: skip
+            raise KeyError(
+                f"a batch must have 'labels' for loss_fn, got {sorted(batch)}: pass "
+                "forward= to say how it is used"
+            )
         if not named and (not isinstance(batch, tuple | list) or len(batch) < 2):
-            raise TypeError(f"a batch must be (inputs, target) or a dictionary, got a "
-                            f"{type(batch).__name__}: pass forward= to use it")  # fmt: skip
+            raise TypeError(
+                f"a batch must be (inputs, target) or a dictionary, got a "
+                f"{type(batch).__name__}: pass forward= to use it"
+            )
         args, kwargs, target = split_labels(batch)
         outputs = self.model(*args, **kwargs)
         if isinstance(outputs, Mapping) or hasattr(outputs, "logits"):
@@ -358,8 +366,10 @@ class Adapter(nn.Module):
         if not self.squared:
             return self.loss_fn.call(outputs, target)
         if outputs.shape != target.shape:
-            raise ValueError(f"target must be of the shape of the outputs, "
-                             f"{tuple(outputs.shape)}, got {tuple(target.shape)}")  # fmt: skip
+            raise ValueError(
+                f"target must be of the shape of the outputs, "
+                f"{tuple(outputs.shape)}, got {tuple(target.shape)}"
+            )
         # The mse_loss of torch has no forward rule for its backward pass.
         return (outputs - target).square().mean()
 
@@ -374,6 +384,8 @@ class _Callable:
 def _field(outputs: Any, name: str) -> Any:
     value = outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
     if value is None:
-        raise ValueError(f"the model must return its {name!r}, got {type(outputs).__name__}; "
-                         "pass forward= to say where it is")  # fmt: skip
+        raise ValueError(
+            f"the model must return its {name!r}, got {type(outputs).__name__}; "
+            "pass forward= to say where it is"
+        )
     return value

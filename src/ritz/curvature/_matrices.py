@@ -45,21 +45,24 @@ def hessian(risk: Risk, **options: Unpack[ProductOptions]) -> HessianOperator:
         block_size: Columns multiplied at once. Defaults to 8; to 1 for convolutions on the CPU.
     """
     _check_risk(risk)
-    ways = (("forward over reverse", _hessian_forward), ("reverse over reverse", _hessian_reverse))
+    ways = (
+        ("forward over reverse", partial(_hessian_product, False)),
+        ("reverse over reverse", partial(_hessian_product, True)),
+    )
     return HessianOperator(Products(risk, ways, shift=risk.l2, **options))
 
 
-def _hessian_forward(risk: Risk, params: Params, context: Context, vector: Params) -> Params:
-    # H v = d/dt grad L(theta + t v)
+def _hessian_product(
+    reverse: bool, risk: Risk, params: Params, context: Context, vector: Params
+) -> Params:
     gradient = grad(lambda point: risk.batch_loss(point, context))
-    product: Params = jvp(gradient, (params,), (vector,))[1]
-    return product
-
-
-def _hessian_reverse(risk: Risk, params: Params, context: Context, vector: Params) -> Params:
-    # H is symmetric, so H v = H' v, which reverse mode computes.
-    gradient = grad(lambda point: risk.batch_loss(point, context))
-    product: Params = vjp(gradient, params)[1](vector)[0]
+    product: Params
+    if reverse:
+        # H is symmetric, so H v = H' v, which reverse mode computes.
+        (product,) = vjp(gradient, params)[1](vector)
+    else:
+        # H v = d/dt grad L(theta + t v)
+        product = jvp(gradient, (params,), (vector,))[1]
     return product
 
 
@@ -68,43 +71,39 @@ def _hessian_reverse(risk: Risk, params: Params, context: Context, vector: Param
 
 # The function with Jacobian J, (risk, params, context) to (values, target).
 Evaluate = Callable[[Risk, Params, Context], tuple[Any, Any]]
-# The product M t: (risk, context, values, target, t, reverse). ``reverse``: by reverse rules alone.
-Middle = Callable[[Risk, Context, Any, Any, Any, bool], Any]
-
-
-class _Values:
-    """The values as a function of the parameters. ``target`` is the target of the last call."""
-
-    def __init__(self, evaluate: Evaluate, risk: Risk, context: Context) -> None:
-        self._call, self.target = partial(evaluate, risk), None
-        self._context = context
-
-    def __call__(self, params: Params) -> Any:
-        values, self.target = self._call(params, self._context)
-        return values
+# The product M t: (context, values, target, t, reverse). ``reverse``: by reverse rules alone.
+Middle = Callable[[Context, Any, Any, Any, bool], Any]
 
 
 def _jacobian_ways(evaluate: Evaluate, middle: Middle) -> tuple[tuple[str, Column], ...]:
     """Return the two ways of multiplying by J' M J."""
 
-    def forward(risk: Risk, params: Params, context: Context, vector: Params) -> Params:
-        # t = J v by forward mode, then J' (M t) by reverse mode.
-        call = _Values(evaluate, risk, context)
-        values, tangent = jvp(call, (params,), (vector,))[:2]
-        pull = vjp(call, params)[1]
-        product: Params = pull(middle(risk, context, values, call.target, tangent, False))[0]
+    def multiply(
+        reverse: bool, risk: Risk, params: Params, context: Context, vector: Params
+    ) -> Params:
+        targets: list[Any] = []  # one per call; torch.func would accept tensors alone
+
+        def call(point: Params) -> Any:
+            values, target = evaluate(risk, point, context)
+            targets.append(target)
+            return values
+
+        if reverse:
+            # u -> J' u is linear, so its own transpose at any point, such as u = 0, is v -> J v.
+            values, pull = vjp(call, params)[:2]
+            zero = tree_map(lambda leaf: leaf * 0, values)
+            tangent = vjp(lambda cotangent: pull(cotangent)[0], zero)[1](vector)[0]
+        else:
+            values, tangent = jvp(call, (params,), (vector,))[:2]
+            pull = vjp(call, params)[1]
+        # J' (M t) with t = J v
+        product: Params = pull(middle(context, values, targets[-1], tangent, reverse))[0]
         return product
 
-    def reverse(risk: Risk, params: Params, context: Context, vector: Params) -> Params:
-        # u -> J' u is linear, so its own transpose at any point, such as u = 0, is v -> J v.
-        call = _Values(evaluate, risk, context)
-        values, pull = vjp(call, params)[:2]
-        zero = tree_map(lambda leaf: leaf * 0, values)
-        tangent = vjp(lambda cotangent: pull(cotangent)[0], zero)[1](vector)[0]
-        product: Params = pull(middle(risk, context, values, call.target, tangent, True))[0]
-        return product
-
-    return ("forward and reverse", forward), ("reverse twice", reverse)
+    return (
+        ("forward and reverse", partial(multiply, False)),
+        ("reverse twice", partial(multiply, True)),
+    )
 
 
 @final
@@ -133,22 +132,18 @@ def ggn(risk: Risk, **options: Unpack[ProductOptions]) -> GGNOperator:
         block_size: Columns multiplied at once. Defaults to 8; to 1 for convolutions on the CPU.
     """
     require_outputs(risk, "ggn()")
-    ways = _jacobian_ways(Risk.evaluate, _loss_hessian)
+    ways = _jacobian_ways(Risk.evaluate, lambda context, *call: output_hessian(risk.loss_fn, *call))
     return GGNOperator(Products(risk, ways, shift=risk.l2, **options))
-
-
-def _loss_hessian(
-    risk: Risk, context: Context, outputs: Any, target: Any, tangent: Any, reverse: bool
-) -> Any:
-    return output_hessian(risk.loss_fn, outputs, target, tangent, reverse=reverse)
 
 
 def require_outputs(risk: Risk, caller: str) -> None:
     """Raise unless the risk has outputs that are separate from its loss."""
     _check_risk(risk)
     if risk.loss_fn is None:
-        raise ValueError(f"{caller} needs outputs that are separate from the loss, got a risk with "
-                         "loss_fn=None: pass loss_fn, and forward if necessary")  # fmt: skip
+        raise ValueError(
+            f"{caller} needs outputs that are separate from the loss, got a risk with "
+            "loss_fn=None: pass loss_fn, and forward if necessary"
+        )
 
 
 def _check_risk(risk: Any) -> None:
@@ -203,7 +198,10 @@ def fisher(
     if kind == "empirical":
         risk.require_sample_mean(alone=False)
         # J is the Jacobian of the N sample losses of a batch, and M = I / N.
-        ways = _jacobian_ways(_losses, lambda *call: call[4] / len(call[2]))
+        ways = _jacobian_ways(
+            lambda risk, *point: (sample_losses(risk.loss_fn, *risk.evaluate(*point)), None),
+            lambda context, losses, target, tangent, reverse: tangent / len(losses),
+        )
         return FisherOperator(Products(risk, ways, **options))
     check_count("num_draws", num_draws)
     known = likelihood(risk)
@@ -215,28 +213,14 @@ def fisher(
             rng = torch.Generator().manual_seed(seeds[index])
             draws = [known.draw(outputs, target, rng) for _ in range(num_draws)]
             labels[index] = torch.stack(draws, 1)
-    ways = _jacobian_ways(Risk.evaluate, partial(_drawn_hessian, known))
+
+    def middle(context: Context, outputs: Any, target: Any, tangent: Any, reverse: bool) -> Any:
+        # M t = mean over draws of s (s' t), with the gradient s of the loss of a drawn label.
+        product = partial(known.sampled_hessian, outputs, target, tangent=tangent)
+        return vmap(product, in_dims=1)(context.extra).mean(0)
+
+    ways = _jacobian_ways(Risk.evaluate, middle)
     return FisherOperator(Products(risk, ways, extra=labels.get, **options))
-
-
-def _losses(risk: Risk, params: Params, context: Context) -> tuple[Tensor, None]:
-    return sample_losses(risk.loss_fn, *risk.evaluate(params, context)), None
-
-
-def _drawn_hessian(
-    known: KnownLoss,
-    risk: Risk,
-    context: Context,
-    outputs: Tensor,
-    target: Any,
-    tangent: Tensor,
-    reverse: bool,
-) -> Tensor:
-    # M t = mean over draws of s (s' t), with the gradient s of the loss of a drawn label.
-    products: Tensor = vmap(
-        lambda draw: known.sampled_hessian(outputs, target, draw, tangent), in_dims=1
-    )(context.extra)
-    return products.mean(0)
 
 
 def likelihood(risk: Risk) -> KnownLoss:

@@ -84,10 +84,18 @@ class Context:
     masks: list[Tensor] | None
     extra: Any = None
 
+    @property
+    def samples(self) -> Batch:
+        """All that may have one row per sample."""
+        return self.batch, self.masks, self.extra
+
+    def on(self, samples: Batch) -> "Context":
+        """Return the context of other samples, in the form of :attr:`samples`."""
+        return Context(self.constants, *samples)
+
     def rows(self, part: slice, size: int) -> "Context":
         """Return the context of some samples of a batch of ``size`` samples."""
-        varying = take_rows((self.batch, self.masks, self.extra), part, size)
-        return Context(self.constants, *varying)
+        return self.on(take_rows(self.samples, part, size))
 
 
 _pytree.register_dataclass(Context, field_names=["constants", "batch", "masks", "extra"])
@@ -109,8 +117,10 @@ def copy_state(
     chosen = free if selection is None else select_names(free, selection)
     devices = {parameters[name].device.type for name in chosen}
     if len(devices) > 1 or "meta" in devices:
-        raise ValueError("model must have all its parameters, with their values, on one device, "
-                         f"got {sorted(devices)}")  # fmt: skip
+        raise ValueError(
+            "model must have all its parameters, with their values, on one device, "
+            f"got {sorted(devices)}"
+        )
     cast = _cast({parameters[name].dtype for name in chosen}, precision)
     with outside_inference():
         state = {
@@ -139,12 +149,15 @@ def select_names(names: list[str], selection: Selection) -> list[str]:
     else:
         wanted = set(selection)
         if unknown := sorted(wanted - set(names)):
-            raise ValueError(f"params must be names of parameters that require a gradient, got "
-                             f"{unknown}; there are {names}")  # fmt: skip
+            raise ValueError(
+                f"params must be names of parameters that require a gradient, got "
+                f"{unknown}; there are {names}"
+            )
         chosen = [name for name in names if name in wanted]
     if not chosen:
-        raise ValueError(f"params must choose at least one parameter, got {selection!r}; there are "
-                         f"{names}")  # fmt: skip
+        raise ValueError(
+            f"params must choose at least one parameter, got {selection!r}; there are {names}"
+        )
     return chosen
 
 
@@ -161,8 +174,10 @@ def _cast(dtypes: set[torch.dtype], precision: Precision | None) -> torch.dtype 
     if wide != dtypes and wide <= {torch.float32}:
         return torch.float32
     if len(dtypes) > 1:
-        raise ValueError(f"parameters must be of one dtype, got {sorted(map(str, dtypes))}: pass "
-                         "precision= to say which")  # fmt: skip
+        raise ValueError(
+            f"parameters must be of one dtype, got {sorted(map(str, dtypes))}: pass "
+            "precision= to say which"
+        )
     return None
 
 

@@ -255,7 +255,7 @@ class Risk:
     @property
     def batch_sizes(self) -> list[int]:
         """Number of samples in each batch."""
-        return list(self._batches.sizes)
+        return self._batches.sizes
 
     @property
     def separable(self) -> bool:
@@ -267,8 +267,10 @@ class Risk:
     def require_separable(self, caller: str) -> None:
         """Raise if the samples of a batch depend on each other."""
         if not self.separable:
-            raise ValueError(f"{caller} needs samples that do not depend on each other, got "
-                             "batch_norm='train': use 'eval' or 'recomputed'")  # fmt: skip
+            raise ValueError(
+                f"{caller} needs samples that do not depend on each other, got "
+                "batch_norm='train': use 'eval' or 'recomputed'"
+            )
 
     def sample_gap(self, *, alone: bool) -> str:
         """Return why the loss of a batch is not the mean over its samples, or ``""`` if it is.
@@ -289,8 +291,11 @@ class Risk:
         gap = self.sample_gap(alone=alone)
         flag = torch.tensor(float(bool(gap)), device=self.theta.device)
         if float(self.sum_over_processes(flag)):
-            raise ValueError(gap or "the loss of a batch must be the mean of the losses of its "
-                             "samples, got another one in another process")  # fmt: skip
+            raise ValueError(
+                gap
+                or "the loss of a batch must be the mean of the losses of its "
+                "samples, got another one in another process"
+            )
 
     def join_batches(self) -> tuple[Batch, int]:
         """Return all samples of this process as one batch, with their number."""
@@ -324,10 +329,12 @@ class Risk:
             return self._constants
         if self._statistics is None:
             weighted = [
-                (Context(self._constants, batch, self._masks(index, batch)),
-                 self._batches.sizes[index] / self.num_samples)
+                (
+                    Context(self._constants, batch, self._masks(index, batch)),
+                    self._batches.sizes[index] / self.num_samples,
+                )
                 for index, batch in self._batches
-            ]  # fmt: skip
+            ]
             # Inside the modes of products, which differ in the batch statistics alone.
             statistics = modes.evaluating(self.adapter, batch_statistics=True)
             with modes.outside_inference(), self.settings(), statistics:
@@ -358,8 +365,10 @@ class Risk:
                 gradient, loss = self.batch_gradient(context)
                 _check_loss(loss, index)
                 if not bool(torch.isfinite(gradient).all()):
-                    raise ValueError(f"the gradient of batch {index} must be finite, got NaN or "
-                                     f"Inf at a loss of {float(loss):.6g}")  # fmt: skip
+                    raise ValueError(
+                        f"the gradient of batch {index} must be finite, got NaN or "
+                        f"Inf at a loss of {float(loss):.6g}"
+                    )
 
     def __repr__(self) -> str:
         parts = {
@@ -400,15 +409,18 @@ class Risk:
 
     def _check_batch_norm(self, mode: BatchNormMode) -> None:
         if mode == "train" and self._batches.defaulted and batch_norms(self.model):
-            raise ValueError("batch_size must be given if batch_norm='train', got None: it is part "
-                             "of the definition of the loss")  # fmt: skip
+            raise ValueError(
+                "batch_size must be given if batch_norm='train', got None: it is part "
+                "of the definition of the loss"
+            )
 
     def _require_finite(self, total: Tensor) -> None:
         if not bool(torch.isfinite(total.sum())):
             self.diagnose()
-            raise ValueError(f"loss and gradient must be finite in all processes, got "
-                             f"{total.sum()} in sum, and no fault in the batches of this process"
-                             )  # fmt: skip
+            raise ValueError(
+                f"loss and gradient must be finite in all processes, got "
+                f"{total.sum()} in sum, and no fault in the batches of this process"
+            )
 
     def _on_batches(self, batches: list[Batch], sizes: list[int]) -> "Risk":
         other = self._changed(sharing="none", num_samples=sum(sizes))
@@ -436,11 +448,12 @@ def _inspect_first_batch(risk: Risk) -> Any:
     Returns:
         The outputs of one sample, or ``None`` if the outputs are not a tensor.
     """
-    if not bool(torch.isfinite(risk.theta).all()):
-        bad = {name: int((~value.isfinite()).sum()) for name, value in risk.params.items()}
-        name = next(name for name, count in bad.items() if count)
-        raise ValueError(f"parameter {name!r} must be finite, got NaN or Inf in {bad[name]} of its "
-                         f"{risk.params[name].numel()} values")  # fmt: skip
+    for name, value in risk.params.items():
+        if bad := int((~value.isfinite()).sum()):
+            raise ValueError(
+                f"parameter {name!r} must be finite, got NaN or Inf in {bad} of its "
+                f"{value.numel()} values"
+            )
     before = risk.theta.clone()
     for index, context, _ in risk.contexts():
         with torch.no_grad(), risk.settings():
@@ -452,9 +465,10 @@ def _inspect_first_batch(risk: Risk) -> Any:
                 )
             known = known_loss(risk.loss_fn)
             if known is not None and not isinstance(outputs, Tensor):
-                raise TypeError("model must return a tensor for this loss_fn, got "
-                                f"{type(outputs).__name__}: pass forward= to choose from it"
-                                )  # fmt: skip
+                raise TypeError(
+                    "model must return a tensor for this loss_fn, got "
+                    f"{type(outputs).__name__}: pass forward= to choose from it"
+                )
             check_labels(risk.loss_fn, outputs, target, f"batch {index}")
             first = risk.adapter.loss(outputs, target)
             again = risk.batch_loss(risk.params, context)
@@ -474,8 +488,10 @@ def _inspect_first_batch(risk: Risk) -> Any:
 def _check_loss(loss: Any, index: int) -> None:
     if not isinstance(loss, Tensor) or loss.ndim:
         got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(f"loss_fn must return one number, the mean over the batch, got {got} in "
-                         f"batch {index}: use reduction='mean'")  # fmt: skip
+        raise ValueError(
+            f"loss_fn must return one number, the mean over the batch, got {got} in "
+            f"batch {index}: use reduction='mean'"
+        )
     if not bool(torch.isfinite(loss)):
         raise ValueError(f"the loss of batch {index} must be finite, got {float(loss)}")
 
@@ -515,12 +531,16 @@ def _sample_gap(risk: Risk, alone: bool) -> str:
             by_row = risk.loss_fn is not None and is_rows(outputs, size)
             if not by_row and not alone:
                 tensor = isinstance(outputs, Tensor)
-                return (f"outputs must be one tensor with a row for each of {size} samples, got "
-                        f"{tuple(outputs.shape) if tensor else type(outputs).__name__} in batch "
-                        f"{index}")  # fmt: skip
+                return (
+                    f"outputs must be one tensor with a row for each of {size} samples, got "
+                    f"{tuple(outputs.shape) if tensor else type(outputs).__name__} in batch "
+                    f"{index}"
+                )
             if alone and not any(is_rows(leaf, size) for leaf in tensors(context.batch)):
-                return (f"data must hold tensors with one row per sample, got none with {size} "
-                        f"rows in batch {index}")  # fmt: skip
+                return (
+                    f"data must hold tensors with one row per sample, got none with {size} "
+                    f"rows in batch {index}"
+                )
             if alone and by_row and size > 1 and (coupled := _coupling(risk, context, outputs)):
                 return f"{coupled} in batch {index}"
             pair = _gap_by_outputs(risk, outputs, target, alone) if by_row else None
@@ -529,9 +549,10 @@ def _sample_gap(risk: Risk, alone: bool) -> str:
         if not math.isfinite(gap):
             risk.diagnose()
         if not gap <= _rtol(risk) * scale:
-            return ("the loss of a batch must be the mean of the losses of its samples, got "
-                    f"derivatives that differ by {gap:.2g} of {scale:.2g} in batch {index}"
-                    )  # fmt: skip
+            return (
+                "the loss of a batch must be the mean of the losses of its samples, got "
+                f"derivatives that differ by {gap:.2g} of {scale:.2g} in batch {index}"
+            )
     return ""
 
 
@@ -542,8 +563,10 @@ def _coupling(risk: Risk, context: Context, outputs: Tensor) -> str:
     gap, scale = float((alone - outputs[half]).norm()), float(outputs.norm())
     if gap <= _rtol(risk) * scale:
         return ""
-    return ("the loss of a batch must be the mean of the losses of its samples, got outputs that "
-            f"differ by {gap:.2g} of {scale:.2g} without the other samples")  # fmt: skip
+    return (
+        "the loss of a batch must be the mean of the losses of its samples, got outputs that "
+        f"differ by {gap:.2g} of {scale:.2g} without the other samples"
+    )
 
 
 def _rtol(risk: Risk) -> float:

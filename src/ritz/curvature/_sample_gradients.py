@@ -118,14 +118,20 @@ def forward_pass(
     with recording(), ExitStack() as stack:
         for name, chosen in modules.items():
             prefix = f"{name}." if name else ""
-            inner = {key.removeprefix(prefix): value for key, value in state.items()
-                     if key.startswith(prefix)}  # fmt: skip
+            inner = {
+                key.removeprefix(prefix): value
+                for key, value in state.items()
+                if key.startswith(prefix)
+            }
             hook = partial(_record, calls[name], inner, chosen)
             stack.callback(layers[name].register_forward_hook(hook, with_kwargs=True).remove)
         outputs, target = risk.evaluate(risk.params, context)
     single = {name: each[0] for name, each in calls.items() if len(each) == 1}
-    by_row = {name: call for name, call in single.items()
-              if is_rows(call.output, size) and call.by_sample()}  # fmt: skip
+    by_row = {
+        name: call
+        for name, call in single.items()
+        if is_rows(call.output, size) and call.by_sample()
+    }
     return ForwardPass(outputs=outputs, target=target, calls=by_row)
 
 

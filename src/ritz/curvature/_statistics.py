@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
 
+from ritz._core.batches import take_rows
 from ritz._core.checks import check_choice, check_count
 from ritz._core.modes import batch_norms
 from ritz._core.progress import Progress, tracking
@@ -80,8 +81,7 @@ class Distance:
 
     def __str__(self) -> str:
         whole = (self.l2, self.linf, self.cosine, self.initial_norm)
-        rows = {"all": whole} | {name: self.layers[name] for name in self.names}
-        return _table(rows, ("L2", "Linf", "cosine", "from norm"))
+        return _table(self, whole, ("L2", "Linf", "cosine", "from norm"))
 
 
 @storable
@@ -115,12 +115,14 @@ class GradientStatistics:
 
     def __str__(self) -> str:
         whole = (self.mean_square, self.gradient_square, self.total_variance)
-        rows = {"all": whole} | {name: self.layers[name] for name in self.names}
-        table = _table(rows, ("E|g_i|^2", "|E g_i|^2", "variance"))
+        table = _table(self, whole, ("E|g_i|^2", "|E g_i|^2", "variance"))
         return f"{self.num_gradients:,} gradients, one per {self.by} ({self.method})\n{table}"
 
 
-def _table(rows: Mapping[str, Sequence[float]], titles: Sequence[str]) -> str:
+def _table(
+    result: Distance | GradientStatistics, whole: Sequence[float], titles: Sequence[str]
+) -> str:
+    rows = {"all": whole} | {name: result.layers[name] for name in result.names}
     width = max(map(len, rows))
     lines = ["".join([" " * width, *(f"{title:>12}" for title in titles)])]
     for name, values in rows.items():
@@ -191,8 +193,9 @@ def _flatten(risk: Risk, initial: Tensor | Mapping[str, Tensor] | nn.Module) -> 
         return initial.detach().to(risk.theta.device).double()
     named = initial.state_dict() if isinstance(initial, nn.Module) else initial
     if not isinstance(named, Mapping):
-        raise TypeError("initial must be a vector, a state_dict or a module, got "
-                        f"{type(initial).__name__}")  # fmt: skip
+        raise TypeError(
+            f"initial must be a vector, a state_dict or a module, got {type(initial).__name__}"
+        )
     if missing := [name for name in risk.space.shapes if name not in named]:
         raise ValueError(f"initial must hold every parameter of the risk, got none named {missing}")
     chosen = {name: named[name].detach().to(risk.theta.device) for name in risk.space.shapes}
@@ -243,14 +246,14 @@ def gradient_statistics(
     if by == "sample":
         risk.require_separable("gradient_statistics(by='sample')")
         risk.require_sample_mean(alone=True)
-    moments, gradients = _Moments(risk), _SampleGradients(risk, chunk_size)
+    moments, problems = _Moments(risk), list[str]()
     with tracking(progress, "gradients", risk.num_batches) as bar, risk.settings():
         for done, (index, context, _) in enumerate(risk.contexts(), 1):
             size = risk.batch_sizes[index]
             if by == "batch":
                 moments.add(risk.batch_gradient(context)[0][None], size)
             else:
-                for chunk in gradients.chunks(context, size):
+                for chunk in _sample_gradients(risk, context, size, chunk_size, problems):
                     moments.add(chunk, len(chunk))
             bar.update(done)
     mean, variance, count = moments.totals()
@@ -262,8 +265,8 @@ def gradient_statistics(
     layers = {name: _squares(means[name], variances[name]) for name in means}
     mean_square, gradient_square, total_variance = _squares(mean, variance)
     method = "side by side" if by == "sample" else "one by one"
-    if gradients.problem is not None:
-        method = f"one by one, as they cannot be vectorised: {gradients.problem}"
+    if problems:
+        method = f"one by one, as they cannot be vectorised: {problems[0]}"
     return GradientStatistics(
         mean=mean,
         variance=variance,
@@ -320,36 +323,29 @@ class _Moments:
         return mean, risk.sum_over_processes(squares).div_(weight), int(count)
 
 
-@final
-class _SampleGradients:
-    """Gradients of single samples, vectorised if possible, else one by one."""
+def _sample_gradients(
+    risk: Risk, context: Context, size: int, chunk_size: int, problems: list[str]
+) -> Iterator[Tensor]:
+    """Yield chunks ``(c, P)`` of the gradients of a batch of ``size`` samples.
 
-    def __init__(self, risk: Risk, chunk_size: int) -> None:
-        self._risk, self._chunk_size = risk, chunk_size
-        self.problem: str | None = None
+    They are vectorised until that fails, which is noted in ``problems``, then one by one.
+    """
 
-    def chunks(self, context: Context, size: int) -> Iterator[Tensor]:
-        """Yield chunks ``(c, P)`` of the gradients of a batch of ``size`` samples."""
-        for start in range(0, size, self._chunk_size):
-            stop = min(size, start + self._chunk_size)
-            if self.problem is None:
-                try:
-                    yield self._vectorised(context.rows(slice(start, stop), size), stop - start)
-                    continue
-                except torch.OutOfMemoryError:
-                    raise
-                except (RuntimeError, NotImplementedError, ValueError) as error:
-                    self.problem = first_line(error)
-            rows = (context.rows(slice(row, row + 1), size) for row in range(start, stop))
-            yield torch.stack([self._risk.batch_gradient(row)[0] for row in rows])
+    def loss(params: Params, sample: Any) -> Tensor:
+        return risk.batch_loss(params, context.on(sample)).unsqueeze(0)
 
-    def _vectorised(self, context: Context, count: int) -> Tensor:
-        def loss(params: Params, sample: Any) -> Tensor:
-            batch, masks = sample
-            point = replace(context, batch=batch, masks=masks)
-            return self._risk.batch_loss(params, point).unsqueeze(0)
-
-        samples = (context.batch, context.masks)
-        ones = self._risk.theta.new_ones(1, count)
-        gradients = mapped_gradients(loss, self._risk.params, samples, ones)
-        return torch.cat([gradient[0].flatten(1) for gradient in gradients.values()], 1)
+    for start in range(0, size, chunk_size):
+        stop = min(size, start + chunk_size)
+        if not problems:
+            try:
+                samples = take_rows(context.samples, slice(start, stop), size)
+                ones = risk.theta.new_ones(1, stop - start)
+                gradients = mapped_gradients(loss, risk.params, samples, ones)
+                yield torch.cat([gradient[0].flatten(1) for gradient in gradients.values()], 1)
+                continue
+            except torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, NotImplementedError, ValueError) as error:
+                problems.append(first_line(error))
+        rows = (context.rows(slice(row, row + 1), size) for row in range(start, stop))
+        yield torch.stack([risk.batch_gradient(row)[0] for row in rows])
