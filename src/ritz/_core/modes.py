@@ -1,7 +1,7 @@
 """Context managers for the modes of a computation: precision, batch norm, dropout."""
 
 from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import chain, islice
 from math import ceil
 from typing import Any, Literal
@@ -28,30 +28,33 @@ def arithmetic(precision: Precision | None) -> Iterator[None]:
 
     A surrounding autocast is switched off: half precision is meant for training.
     """
-    with ExitStack() as stack:
+    backends = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    changes = [(backend, "allow_tf32", precision == "tf32") for backend in backends]
+    with _attributes(changes if precision is not None else []), ExitStack() as stack:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
-        backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
-        for backend in backends if precision is not None else ():
-            stack.callback(setattr, backend, "allow_tf32", backend.allow_tf32)
-            backend.allow_tf32 = precision == "tf32"
         yield
 
 
-@contextmanager
-def searched_convolutions(wanted: bool) -> Iterator[None]:
+def searched_convolutions(wanted: bool) -> AbstractContextManager[None]:
     """Let cuDNN choose convolution algorithms by timing them, unless torch is deterministic."""
     # Without a search, cuDNN picks a Fourier transform for the gradient of a weight with many
     # columns, at several times the cost. Two searches may pick different algorithms, so a
     # deterministic run must not search.
-    before = torch.backends.cudnn.benchmark
-    fixed = torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
-    torch.backends.cudnn.benchmark = before or (wanted and not fixed)
-    try:
+    cudnn = torch.backends.cudnn
+    fixed = cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
+    return _attributes([(cudnn, "benchmark", cudnn.benchmark or (wanted and not fixed))])
+
+
+@contextmanager
+def _attributes(changes: Iterable[tuple[object, str, object]]) -> Iterator[None]:
+    # Sets attributes for the block. They are restored in reverse order, so one may occur twice.
+    with ExitStack() as stack:
+        for target, name, value in changes:
+            stack.callback(setattr, target, name, getattr(target, name))
+            setattr(target, name, value)
         yield
-    finally:
-        torch.backends.cudnn.benchmark = before
 
 
 # ------------------------------------------------------------------------------------------
@@ -93,37 +96,26 @@ def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
 
 
-@contextmanager
-def evaluating(model: nn.Module, *, batch_statistics: bool) -> Iterator[None]:
+def evaluating(model: nn.Module, *, batch_statistics: bool) -> AbstractContextManager[None]:
     """Put all modules in eval mode, and restore their modes afterwards.
 
     With ``batch_statistics``, batch norm normalises by the statistics of each batch instead, and
     its running statistics stay unchanged.
     """
-    with ExitStack() as stack:
-        for module in model.modules():
-            stack.callback(setattr, module, "training", module.training)
-            module.training = False
-        for layer in batch_norms(model).values() if batch_statistics else ():
-            stack.callback(setattr, layer, "track_running_stats", layer.track_running_stats)
-            # In train mode, a layer that tracks no running statistics writes to no buffer.
-            layer.training, layer.track_running_stats = True, False
-        yield
+    changes: list[tuple[object, str, object]]
+    changes = [(module, "training", False) for module in model.modules()]
+    for layer in batch_norms(model).values() if batch_statistics else ():
+        # In train mode, a layer that tracks no running statistics writes to no buffer.
+        changes += [(layer, "training", True), (layer, "track_running_stats", False)]
+    return _attributes(changes)
 
 
-@contextmanager
-def masked_dropout(model: nn.Module, masks: list[Tensor] | None) -> Iterator[None]:
+def masked_dropout(model: nn.Module, masks: list[Tensor] | None) -> AbstractContextManager[None]:
     """Multiply the outputs of dropout layers by ``masks``, in the order of the calls."""
     if masks is None:
-        yield
-        return
+        return nullcontext()
     remaining = iter(masks)
-
-    def hook(layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return output * next(remaining)
-
-    with _hooked(model, _DropoutNd, hook):
-        yield
+    return _hooked(model, _DropoutNd, lambda layer, args, output: output * next(remaining))
 
 
 def dropout_shapes(
@@ -248,7 +240,9 @@ def with_statistics(
     check_choice("sharing", sharing, ("own", "none"))
     shared = sharing == "own" and world_size(group) > 1
     # Layers that exchange data must be called the same number of times in all processes.
-    in_step = shared and any(map(_exchanges_data, plain.modules()))
+    in_step = shared and any(
+        _is_sharded(module) or isinstance(module, nn.SyncBatchNorm) for module in plain.modules()
+    )
     batches = _weigh_batches(
         _first_batches(data, fraction), plain, count or num_rows, in_step, group
     )
@@ -282,12 +276,9 @@ def with_statistics(
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model without the wrappers of DDP and ``torch.compile``."""
-    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
-        inner = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod
-        if not isinstance(inner, nn.Module):
-            break
-        model = inner
-    return model
+    name = "module" if isinstance(model, DistributedDataParallel) else "_orig_mod"
+    inner = getattr(model, name, None)
+    return unwrapped(inner) if isinstance(inner, nn.Module) else model
 
 
 def reshard(model: nn.Module) -> None:
@@ -300,10 +291,6 @@ def reshard(model: nn.Module) -> None:
 def _is_sharded(module: nn.Module) -> bool:
     # FSDP2 adds these methods to the class of the module.
     return hasattr(module, "reshard") and hasattr(module, "unshard")
-
-
-def _exchanges_data(module: nn.Module) -> bool:
-    return _is_sharded(module) or isinstance(module, nn.SyncBatchNorm)
 
 
 def _first_batches(data: Iterable[Any], fraction: float) -> Iterable[Any]:
