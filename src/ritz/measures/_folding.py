@@ -4,6 +4,7 @@ import copy
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -82,11 +83,11 @@ def _pairs(module: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
     sources: dict[str, list[str | None]] = {}
     for node in graph.nodes:
         if node.op == "call_module" and isinstance(module.get_submodule(node.target), _BatchNorm):
-            source = node.args[0] if node.args else None
+            source: Any = node.args[0] if node.args else None
             # Only a layer whose output nothing else uses may be scaled.
             alone = isinstance(source, fx.Node) and len(source.users) == 1
-            layer = source.target if alone and source.op == "call_module" else None
-            sources.setdefault(node.target, []).append(layer)
+            target = source.target if alone and source.op == "call_module" else None
+            sources.setdefault(node.target, []).append(target)
     # How often each module is called, or a tensor of it is read.
     uses = Counter(
         node.target if node.op == "call_module" else node.target.rpartition(".")[0]

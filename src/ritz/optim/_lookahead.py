@@ -109,9 +109,9 @@ class Lookahead(Optimizer):
             after(self)
 
     # Groups, state and defaults are those of the inner optimiser.
-    param_groups = property(attrgetter("optimizer.param_groups"))  # type: ignore[assignment]
-    state = property(attrgetter("optimizer.state"))  # type: ignore[assignment]
-    defaults = property(attrgetter("optimizer.defaults"))  # type: ignore[assignment]
+    param_groups = property(attrgetter("optimizer.param_groups"))
+    state = property(attrgetter("optimizer.state"))
+    defaults = property(attrgetter("optimizer.defaults"))
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in SETTINGS} | {"numbers": self._slow.numbers}

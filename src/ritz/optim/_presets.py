@@ -79,7 +79,8 @@ _PRESETS: Registry[Preset] = Registry("preset")
 
 def _add(name: str, *entry: Any, **settings: Any) -> None:
     # The optimiser, epochs, first averaged epoch and source, in the order of Preset.
-    _PRESETS.register(name)(Preset(*entry, MappingProxyType(settings)))
+    make: Any = Preset
+    _PRESETS.register(name)(make(*entry, MappingProxyType(settings)))
 
 
 _FLAT = "Granziol (2020), Flatness is a false friend, section 5 (decay); " + CIFAR

@@ -232,8 +232,9 @@ def update(buffers: Buffers, rule: Rule, lr: Number, foreach: bool | None = None
     torch._foreach_add_(buffers.steps, torch.tensor(1.0) if once else 1)
     groups = [buffers]
     if foreach:  # one list for each device and dtype
-        by_kind: Any = Optimizer._group_tensors_by_device_and_dtype(list(buffers))
-        groups = [Buffers(*lists) for lists, _ in by_kind.values()]
+        lists: Any = list(buffers)
+        by_kind: Any = Optimizer._group_tensors_by_device_and_dtype(lists)
+        groups = [Buffers(*kind) for kind, _ in by_kind.values()]
     for group in groups:
         numbers = _numbers(group.steps, lr, rule)
         whole = foreach or torch.compiler.is_compiling()
