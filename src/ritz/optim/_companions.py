@@ -1,6 +1,6 @@
 """Tensors that belong to the parameters of an optimiser and are saved in its state."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any, final
 
@@ -32,10 +32,10 @@ class Companions:
         optimizer: Any optimiser. Hooks for saving and loading are registered with it; the owner of
             the companions calls :meth:`before_step` and :meth:`after_step`.
         key: Name of the tensor in the state.
-        numbers: The integers with their initial values.
+        numbers: The integers with their initial values. Once a ``count`` among them is above zero,
+            adding parameters is an error.
         dtype: Dtype of the tensors; complex parameters use the complex dtype of that precision.
             Defaults to float32, or the dtype of the parameter if it is wider.
-        closed: Returns whether, with these integers, adding parameters is an error.
     """
 
     def __init__(
@@ -45,10 +45,8 @@ class Companions:
         key: str,
         numbers: Mapping[str, int],
         dtype: torch.dtype | None = None,
-        closed: Callable[[Mapping[str, int]], bool] = lambda numbers: False,
     ) -> None:
-        self.key: str = key
-        self.dtype, self.closed = dtype, closed
+        self.key, self.dtype = key, dtype
         if any(isinstance(owner, Companions) and owner.key == key for owner in owners(optimizer)):
             raise ValueError(f"optimizer must not have {key} weights already, got one that does")
         self.numbers, self._first_numbers = dict(numbers), dict(numbers)
@@ -107,7 +105,8 @@ class Companions:
         self.write_numbers(optimizer)
 
     def _collect(self, optimizer: Optimizer) -> None:
-        if self._num_groups and self.closed(self.numbers):
+        # A mean over iterates that began without the new parameters would not be their mean.
+        if self._num_groups and self.numbers.get("count"):
             raise ValueError(
                 f"optimizer must keep its parameters once the {self.key} has begun, got "
                 f"{len(optimizer.param_groups)} groups of them where there were {self._num_groups}"

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ritz._core.checks import check_count, check_range
+from ritz.optim._companions import check_optimizer
 
 Shape: TypeAlias = Callable[[int], float]
 
@@ -200,8 +201,7 @@ def _warmup(num_steps: int, then: Shape | None, step: int) -> float:
 
 
 def _shapes(optimizer: Optimizer, shape: Shape | list[Shape]) -> list[Shape]:
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be a torch optimiser, got {type(optimizer).__name__}")
+    check_optimizer(optimizer)
     count = len(optimizer.param_groups)
     shapes = list(shape) if isinstance(shape, list) else [shape] * count
     if len(shapes) != count or not all(callable(one) for one in shapes):
