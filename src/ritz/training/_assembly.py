@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,7 +75,8 @@ def create_optimizer(
     if plan and "start" in known:
         settings = dict(plan) | settings
     params = list(params)
-    sgd = make is SGD or getattr(make, "inner", None) is SGD
+    # SGD itself, with other defaults, or inside Lookahead.
+    sgd = SGD in (make, getattr(make, "func", None), *getattr(make, "args", ()))
     if sgd:
         # A fused step is one kernel, and the only step of SGD that a CUDA graph can capture.
         other = any(settings.get(way) is not None for way in ("foreach", "differentiable"))
@@ -90,23 +92,14 @@ def create_optimizer(
     return make(params, **settings)
 
 
-def _lookahead(inner: OptimizerFactory, rate: float, **fixed: Any) -> OptimizerFactory:
-    def make(
-        params: Any, lr: Any = rate, *, k: int = 5, alpha: float = 0.5, **settings: Any
-    ) -> Optimizer:
-        return optim.Lookahead(inner(params, lr=lr, **(fixed | settings)), k=k, alpha=alpha)
-
-    make.inner = inner  # type: ignore[attr-defined]
-    return make
+def _lookahead(
+    inner: OptimizerFactory, params: Any, *, k: int = 5, alpha: float = 0.5, **settings: Any
+) -> Optimizer:
+    return optim.Lookahead(inner(params, **settings), k=k, alpha=alpha)
 
 
-def _sgd(params: Any, lr: Any = 0.1, *, momentum: float = 0.9, **settings: Any) -> Optimizer:
-    return SGD(params, lr=lr, momentum=momentum, **settings)
-
-
-_sgd.inner = SGD  # type: ignore[attr-defined]
 _BUILT_IN: dict[str, OptimizerFactory] = {
-    "sgd": _sgd,
+    "sgd": partial(SGD, lr=0.1, momentum=0.9),
     "adam": Adam,
     "adamw": AdamW,
     "damped_adamw": optim.DampedAdamW,
@@ -114,8 +107,8 @@ _BUILT_IN: dict[str, OptimizerFactory] = {
     "padamw": optim.PadamW,
     "gadam": optim.Gadam,
     "gadamx": optim.GadamX,
-    "lookahead_sgd": _lookahead(SGD, 0.1, momentum=0.9),
-    "lookahead_adamw": _lookahead(AdamW, 1e-3),
+    "lookahead_sgd": partial(_lookahead, SGD, lr=0.1, momentum=0.9),
+    "lookahead_adamw": partial(_lookahead, AdamW, lr=1e-3),
 }
 for _name, _factory in _BUILT_IN.items():
     _OPTIMIZERS.register(_name)(_factory)

@@ -1,7 +1,7 @@
 """Training data: parts to train and measure on, and epochs of batches for every process."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import ceil
 from typing import Any, final
@@ -80,10 +80,11 @@ class _IndexedBatches(Sequence[Any]):
 
 
 @final
+@dataclass(kw_only=True, eq=False)
 class Feed:
     """Epochs of batches on a device.
 
-    Args:
+    Attributes:
         source: All samples as a tuple of tensors; an object whose ``batches(batch_size,
             generator=...)`` returns batches; a loader or list of batches; or a function that takes
             the number of the epoch and returns batches.
@@ -95,85 +96,75 @@ class Feed:
         name: Name of the data in errors.
     """
 
-    def __init__(
-        self,
-        source: Any,
-        *,
-        batch_size: int | None,
-        device: torch.device,
-        shuffled: bool,
-        augment: Any = None,
-        drop_last: bool = False,
-        name: str = "data",
-    ) -> None:
+    source: Any = field(kw_only=False)
+    batch_size: int | None
+    device: torch.device
+    shuffled: bool
+    augment: Any = None
+    drop_last: bool = False
+    name: str = "data"
+
+    def __post_init__(self) -> None:
+        source, name = self.source, self.name
+        self.ready = _in_memory(source)
+        # Whether the rows of a batch continue those of the batch before, as in a text.
+        self.consecutive = bool(getattr(source, "consecutive", False))
+        # Whether a loader has persistent workers, whose seed is drawn in the first epoch only.
+        self.keeps_workers = bool(getattr(source, "persistent_workers", False))
         if is_tensors(source):
             common_rows(source, name)
             for index, part in enumerate(source):
                 if part.is_floating_point() and not bool(part.isfinite().all()):
                     raise ValueError(f"{name} must be finite, got NaN or Inf in tensor {index}")
-        self.ready = _in_memory(source)
-        self._source: Any = IndexedData(source) if is_tensors(source) else source
-        self._device, self._shuffled, self._augment = device, shuffled, augment
+            self.source = IndexedData(source)
         # Whether ``batch_size`` cuts the samples into batches, or they come in batches.
-        self.cuts = hasattr(self._source, "batches")
-        if self.cuts and batch_size is None:
+        self.cuts = hasattr(self.source, "batches")
+        if self.cuts and self.batch_size is None:
             raise ValueError(f"batch_size must be given for {name} that do not come in batches")
         if not (self.cuts or callable(source) or isinstance(source, Iterable)):
             raise TypeError(f"{name} must be tensors, have batches(), be a loader or a function of "
                             f"the epoch, got {type(source).__name__}")  # fmt: skip
-        # Whether the rows of a batch continue those of the batch before, as in a text.
-        self.consecutive = bool(getattr(source, "consecutive", False))
-        # Whether a loader has persistent workers, whose seed is drawn in the first epoch only.
-        self.keeps_workers = bool(getattr(source, "persistent_workers", False))
-        self.is_text = isinstance(source, TextSplit)
-        self._size = batch_size or 1
-        self._whole = self._whole_batches() if drop_last else None
-
-    def _whole_batches(self) -> int:
-        """Return the number of batches of an epoch that have all their samples."""
-        count = self._num_samples
+        self._size = self.batch_size or 1
+        count = self._num_samples if self.drop_last else self._size
         if count is None:
             raise ValueError("drop_last needs samples that batch_size cuts, got data whose batches "
                              "are their own")  # fmt: skip
         if count < self._size:
             raise ValueError(f"batch_size must be at most {count}, the number of samples, with "
                              f"drop_last, got {self._size}")  # fmt: skip
-        return count // self._size
+        # Batches of an epoch that have all their samples, if only those are wanted.
+        self._whole = count // self._size if self.drop_last else None
 
     @property
     def _num_samples(self) -> int | None:
         """The number of samples, if samples are cut into batches and can be counted."""
-        count = _length(self._source) if self.cuts else None
-        if count is None:
-            return None
+        count = _length(self.source) if self.cuts else None
         # Only if as many batches result does the length count samples: that of text does not.
-        batches = _length(self._source.batches(self._size))
-        return count if batches == ceil(count / self._size) else None
+        if count and _length(self.source.batches(self._size)) != ceil(count / self._size):
+            return None
+        return count
 
     @property
     def last_rows(self) -> int | None:
         """The number of rows of the last batch of an epoch, if samples are cut into batches."""
         count = self._num_samples
-        if count is None or self._whole is not None:
-            return None if count is None else self._size
-        return count % self._size or min(count, self._size)
+        rest = count % self._size if count and not self.drop_last else 0
+        return count and (rest or self._size)
 
     def row(self) -> Batch:
         """Return a batch of one row, of samples that are cut into batches."""
-        return to_device(next(iter(self._source.batches(1))), self._device)
+        return to_device(next(iter(self.source.batches(1))), self.device)
 
     @property
     def num_batches(self) -> int | None:
         """The number of batches of an epoch, or ``None`` if only an epoch would tell."""
-        if self._whole is not None:
-            return self._whole
-        return _length(self._source.batches(self._size) if self.cuts else self._source)
+        return self._whole or _length(self.source.batches(self._size) if self.cuts else self.source)
 
     @property
     def generators(self) -> list[torch.Generator]:
         """The generators that a loader and its samplers were given."""
-        batches = getattr(self._source, "batch_sampler", None)
-        places = (self._source, getattr(self._source, "sampler", None), batches,
+        batches = getattr(self.source, "batch_sampler", None)
+        places = (self.source, getattr(self.source, "sampler", None), batches,
                   getattr(batches, "sampler", None))  # fmt: skip
         generators = [getattr(place, "generator", None) for place in places]
         return list(dict.fromkeys(each for each in generators if isinstance(each, torch.Generator)))
@@ -184,12 +175,12 @@ class Feed:
         seed: int,
         *,
         skip: int = 0,
-        look: Callable[[Batch], None] = lambda batch: None,
+        look: Callable[[Batch], Batch] = lambda batch: batch,
     ) -> Iterator[Batch]:
         """Return the batches of an epoch on the device; they depend on seed and number only.
 
         ``skip`` leaves out the first batches before this returns; those of a sequence are not even
-        made. ``look`` is called with each batch before it is moved: on the CPU it waits for nobody.
+        made. ``look`` takes and returns a batch before it is moved: on the CPU it waits for nobody.
         """
         batches = self._batches(number, epoch_generator(seed, number))
         if isinstance(batches, Sequence) and (skip or self._whole is not None):
@@ -198,7 +189,7 @@ class Feed:
         remaining = islice(batches, self._whole)
         for _ in islice(remaining, skip):
             pass
-        return (self._placed(batch, look) for batch in remaining)
+        return (to_device(look(batch), self.device, non_blocking=True) for batch in remaining)
 
     def part(self, fraction: float) -> Iterator[Batch]:
         """Yield this process's rows of the first batches of an epoch, a fraction of all."""
@@ -212,11 +203,11 @@ class Feed:
                 yield rows
 
     def _batches(self, number: int, generator: torch.Generator) -> Iterable[Batch]:
-        source = self._source
+        source = self.source
         if self.cuts:
-            options = {"generator": generator} if self._shuffled else {}
-            if self._augment is not None:
-                options["augment"] = self._augment
+            options = {"generator": generator} if self.shuffled else {}
+            if self.augment is not None:
+                options["augment"] = self.augment
             return source.batches(self._size, **options)  # type: ignore[no-any-return]
         if not isinstance(source, Iterable):
             return source(number)  # type: ignore[no-any-return]
@@ -224,10 +215,6 @@ class Feed:
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(number)
         return source
-
-    def _placed(self, batch: Batch, look: Callable[[Batch], None]) -> Batch:
-        look(batch)
-        return to_device(batch, self._device, non_blocking=True)
 
 
 def own_rows(batch: Batch) -> tuple[Batch, int, bool]:
@@ -261,16 +248,6 @@ def _length(source: Any) -> int | None:
         return len(source)
     except (TypeError, NotImplementedError):
         return None
-
-
-def splits(data: Any, validation: Any, test: Any) -> tuple[Any, dict[str, Any]]:
-    """Return training data, and data to evaluate on by name."""
-    held = {"validation": validation, "test": test}
-    if hasattr(data, "train") and hasattr(data, "test"):
-        held = {name: getattr(data, name, None) if part is None else part
-                for name, part in held.items()}  # fmt: skip
-        data = data.train
-    return data, {name: part for name, part in held.items() if part is not None}
 
 
 # ------------------------------------------------------------------------------------------
@@ -397,9 +374,8 @@ def limited(source: Any, count: int, *, seed: int) -> Any:
         return replace(source, tokens=source.tokens[:count])
     if is_tensors(source):
         check_count("num_samples", count, high=len(source[0]))
-        return IndexedData(source).batch(
-            torch.randperm(len(source[0]), generator=generator)[:count]
-        )
+        rows = torch.randperm(len(source[0]), generator=generator)[:count]
+        return IndexedData(source).batch(rows)
     if hasattr(source, "batches") and hasattr(source, "take"):
         check_count("num_samples", count, high=len(source))
         return source.take(count, generator=generator)

@@ -1,6 +1,5 @@
 """``CurvatureMonitor``: curvature measured while a model trains, without changing the training."""
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, final, get_args
@@ -105,10 +104,7 @@ class CurvatureMonitor:
                              f"{self.quantities!r}")  # fmt: skip
         for name in self.quantities:
             check_choice("quantities", name, QUANTITIES)
-        self._log: Log | None = None
-        if self.log is not None:
-            size = os.path.getsize(self.log) if os.path.exists(self.log) else 0
-            self._log = Log(self.log, size=size)
+        self._log = None if self.log is None else Log(self.log, size=None)
 
     def __call__(
         self, count: int, model: nn.Module, optimizer: Optimizer | None = None
@@ -139,14 +135,12 @@ class CurvatureMonitor:
         record: Record = {"matrix": self.matrix}
         if "lambda_max" in self.quantities:
             record |= self._lambda_max(op, optimizer)
-        sampling: Any = {"num_probes": self.num_probes}
         if "trace" in self.quantities:
-            estimate = trace(op, generator=self._generator(), **sampling)
+            estimate = trace(op, num_probes=self.num_probes, generator=self._generator())
             record |= {"trace": float(estimate.mean), "trace_stderr": float(estimate.stderr)}
         if "variance" in self.quantities:
-            estimate = curvature_variance(
-                risk, matrix=self.matrix, generator=self._generator(), **sampling
-            )
+            estimate = curvature_variance(risk, matrix=self.matrix, num_probes=self.num_probes,
+                                          generator=self._generator())  # fmt: skip
             record |= {"variance": float(estimate.mean), "variance_stderr": float(estimate.stderr)}
         if "spectrum" in self.quantities:
             steps = min(self.num_steps, op.shape[0])

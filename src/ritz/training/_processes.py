@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -77,7 +78,15 @@ def arranged(config: TrainingConfig, device: torch.device) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(arithmetic("float32" if config.precision == "float32" else "tf32"))
         if config.deterministic:
-            stack.enter_context(_deterministic())
+            if WORKSPACE not in os.environ:  # cuBLAS is deterministic with fixed workspaces
+                os.environ[WORKSPACE] = ":4096:8"
+                stack.callback(os.environ.pop, WORKSPACE)
+            before = torch.are_deterministic_algorithms_enabled()
+            stack.callback(torch.use_deterministic_algorithms, before)
+            torch.use_deterministic_algorithms(True)
+            cudnn: Any = torch.backends.cudnn
+            stack.callback(setattr, cudnn, "deterministic", cudnn.deterministic)
+            cudnn.deterministic = True
         stack.enter_context(searched_convolutions(device.type == "cuda"))
         cuda = [device] if device.type == "cuda" else []
         stack.enter_context(torch.random.fork_rng(devices=cuda))
@@ -129,20 +138,3 @@ def gathered(values: Tensor) -> Tensor:
     rows = [torch.empty_like(values) for _ in range(world_size())]
     dist.all_gather(rows, values)
     return torch.stack(rows).cpu()
-
-
-@contextmanager
-def _deterministic() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    workspace = os.environ.get(WORKSPACE)
-    os.environ.setdefault(WORKSPACE, ":4096:8")  # cuBLAS is deterministic with fixed workspaces
-    cudnn = torch.backends.cudnn.deterministic
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.deterministic = True
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.deterministic = cudnn
-        torch.use_deterministic_algorithms(before)
-        if workspace is None:
-            del os.environ[WORKSPACE]

@@ -256,9 +256,7 @@ class Run:
                 self.folder.clear()
         if self.log is not None and is_writer():
             self._log = Log(self.log, size=self.state.log_bytes)
-            times = _folder.times_path(self.log)
-            old = 0 if self._new or not times.exists() else times.stat().st_size
-            self._times = Log(times, size=old)
+            self._times = Log(_folder.times_path(self.log), size=0 if self._new else None)
         if self.folder is not None and is_writer():
             self.folder.write_texts()  # after all files of another run are gone
         if self._new:
@@ -267,7 +265,9 @@ class Run:
     def _epoch(self, bar: Progress) -> TrainingStatus | None:
         """Take the remaining steps of an epoch; return how the run ends, if it does."""
         state, first, seen = self.state, self.state.step, 0
-        started, note = time.perf_counter(), self._note()
+        started, head = time.perf_counter(), f"epoch {state.epoch + 1}/{self.config.num_epochs}"
+        loss = state.records[-1].get("train_loss") if state.records else None
+        note = "" if loss is None else f", loss {loss:.4g}"
         self.model.train()
         if self._carried is not None and not state.batch:
             self._carried.reset()
@@ -284,7 +284,8 @@ class Run:
             self._begin()
             self._watch("step", state.step)
             seen += sum(num_rows(batch) for batch in group)
-            bar.update(state.step - self._first_step, note(seen / (time.perf_counter() - started)))
+            rate = f"{seen / (time.perf_counter() - started):,.0f} samples/s"
+            bar.update(state.step - self._first_step, f"{head}, {rate}{note}")
             if (status := self._poll()) is not None:
                 return status
         self._work = state.step - first, seen, started
@@ -328,15 +329,15 @@ class Run:
     def _mass(self, batch: Any) -> Any:
         return batch_mass(self._adapter, batch, self._adapter.target(batch))
 
-    def _check_labels(self, batch: Any) -> None:
-        """Raise for a label without an output: on CUDA, torch would end the process.
+    def _check_labels(self, batch: Any) -> Any:
+        """Return the batch; raise for a label without an output, which on CUDA ends the process.
 
         The first step checks its own batch and finds the number of classes. Data in memory are then
         checked at once, other batches one by one during the first epoch.
         """
         classes, ready = self._step.num_classes, self.feed.ready
         if self._labels_checked or self.state.epoch or not classes:
-            return
+            return batch
         first, batches = (self.state.batch + 1, [batch]) if ready is None else (1, ready)
         for number, each in enumerate(batches, start=first):
             target = self._adapter.target(each)
@@ -344,6 +345,7 @@ class Run:
                 outputs = target.new_empty(0, classes)
                 check_labels(self.loss_fn, outputs, target, f"batch {number}", some=False)
         self._labels_checked = ready is not None
+        return batch
 
     def _close_epoch(self) -> TrainingStatus | None:
         """Step the schedule, evaluate, log and save after the last step of an epoch."""
@@ -413,14 +415,6 @@ class Run:
         self.state.records.append(record)
         if self._log is not None:
             self._log.write(record)
-
-    def _note(self) -> Callable[[float], str]:
-        """Return the text of the progress bar as a function of the samples per second."""
-        records, number = self.state.records, self.state.epoch + 1
-        loss = records[-1].get("train_loss") if records else None
-        head = f"epoch {number}/{self.config.num_epochs}, "
-        tail = " samples/s" if loss is None else f" samples/s, loss {loss:.4g}"
-        return lambda rate: f"{head}{rate:,.0f}{tail}"
 
     # --------------------------------------------------------------------------------------
     # Evaluation of the weights and of their average.

@@ -5,6 +5,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 import torch
@@ -19,14 +20,8 @@ from ritz._core.distributed import all_max, all_sum, rank, shard
 from ritz._core.modes import evaluating, unwrapped
 from ritz._core.params import parameters
 from ritz._core.training_config import TrainingConfig
-from ritz.curvature._shared import (
-    Adapter,
-    Forward,
-    check_labels,
-    is_kept,
-    recognised,
-    term_mass,
-)
+from ritz.curvature._shared import Adapter, Forward, check_labels, is_kept, recognised, term_mass
+from ritz.data import TextSplit
 from ritz.optim import Lookahead
 from ritz.training._data import Feed, own_rows
 from ritz.training._processes import gathered
@@ -186,10 +181,11 @@ def num_classes(outputs: Any, target: Any) -> int:
 
 
 @final
+@dataclass(eq=False)
 class Step:
     """Forward and backward pass over the pieces of a step, and the update.
 
-    Args:
+    Attributes:
         adapter: The model, perhaps wrapped, with its loss.
         optimizer: Updates the weights.
         config: Precision and ``clip_norm``; half precisions run the forward pass under autocast.
@@ -197,21 +193,17 @@ class Step:
         cached: Cache casts of weights within a forward pass; not possible in a CUDA graph.
     """
 
-    def __init__(
-        self,
-        adapter: Adapter,
-        optimizer: Optimizer,
-        config: TrainingConfig,
-        device: torch.device,
-        *,
-        cached: bool = True,
-    ) -> None:
-        self.adapter, self.optimizer = adapter, optimizer
-        self.totals = Totals(device)
+    adapter: Adapter
+    optimizer: Optimizer
+    config: TrainingConfig
+    device: torch.device
+    cached: bool = True
+
+    def __post_init__(self) -> None:
+        self.totals = Totals(self.device)
         self.num_classes: int | None = None  # known after the first forward pass
-        self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "float16")
-        self._half, self._clip_norm = HALF.get(config.precision), config.clip_norm
-        self._device, self._cached = device, cached
+        half = self.config.precision == "float16"
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=half)
 
     def __call__(self, pieces: Sequence[Piece]) -> None:
         """Take the step."""
@@ -224,19 +216,18 @@ class Step:
                 quiet = model.no_sync()
             with quiet:
                 self._backward(piece)
-        if self._clip_norm is not None:
+        if self.config.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(parameters(self.optimizer), self._clip_norm)
+            nn.utils.clip_grad_norm_(parameters(self.optimizer), self.config.clip_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
     def _backward(self, piece: Piece) -> None:
-        with autocast(self._half, self._device, cached=self._cached):
+        with autocast(self.config.precision, self.device, cached=self.cached):
             outputs, target, after = call_model(self.adapter, piece.batch, piece.state)
             if self.num_classes is None:
-                check_labels(
-                    self.adapter.loss_fn.call, outputs, target, "the first batch", some=False
-                )
+                loss_fn = self.adapter.loss_fn.call
+                check_labels(loss_fn, outputs, target, "the first batch", some=False)
                 self.num_classes = num_classes(outputs, target)
             loss = part = self.adapter.loss(outputs, target)
         if isinstance(piece.share, Tensor):
@@ -261,9 +252,10 @@ def batch_mass(adapter: Adapter, batch: Any, target: Any) -> int | Tensor:
 
 
 def autocast(
-    half: torch.dtype | None, device: torch.device, *, cached: bool = True
+    precision: str, device: torch.device, *, cached: bool = True
 ) -> AbstractContextManager[Any]:
-    """Compute in half precision where this is safe, for the block; ``None`` changes nothing."""
+    """Compute in half precision where this is safe, for the block; others change nothing."""
+    half = HALF.get(precision)
     if half is None:
         return nullcontext()
     return torch.autocast(device.type, dtype=half, cache_enabled=cached)
@@ -302,7 +294,6 @@ def evaluate(
     adapter = Adapter(model, loss_fn, forward)
     wanted = getattr(batches, "consecutive", False) if carry_state is None else carry_state
     carried, totals = carried_state(adapter, wanted=wanted), None
-    half = HALF.get(precision)
     with evaluating(model, batch_statistics=False):
         for batch in batches:
             rows, count, real = own_rows(batch)
@@ -310,7 +301,7 @@ def evaluate(
             if not real:
                 continue
             state = None if carried is None else carried.of(count)
-            with autocast(half, totals.sums.device):
+            with autocast(precision, totals.sums.device):
                 outputs, target, after = call_model(adapter, rows, state)
                 check_labels(adapter.loss_fn.call, outputs, target, "batches", some=False)
                 loss = adapter.loss(outputs, target)
@@ -324,7 +315,8 @@ def evaluate(
 def with_perplexity(means: dict[str, float], feed: Feed, loss_fn: Any) -> dict[str, float]:
     """Return means with the perplexity, exp(loss), if the loss is the cross-entropy of a text."""
     known = recognised(loss_fn)
-    if not feed.is_text or known is None or known.kind != "cross_entropy" or known.smoothing:
+    text = isinstance(feed.source, TextSplit)
+    if not text or known is None or known.kind != "cross_entropy" or known.smoothing:
         return means
     # As a tensor: for a huge loss math.exp raises, and this is infinite.
     return means | {"perplexity": float(torch.tensor(means["loss"], dtype=torch.float64).exp())}
