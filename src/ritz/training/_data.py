@@ -9,6 +9,7 @@ from typing import Any, final
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from ritz._core.batches import Batch, common_rows, is_tensors, num_rows, take_rows, to_device
@@ -338,17 +339,15 @@ def _as_part(part: Any, name: str) -> Any:
 
 def _to_tensors(data: Any) -> Any:
     """Return data with tensors in place of NumPy arrays."""
-    if isinstance(data, np.ndarray):
+
+    def convert(array: Any) -> Tensor:
         try:
-            return torch.from_numpy(np.require(data, requirements=["C", "W"]))
+            return torch.from_numpy(np.require(array, requirements=["C", "W"]))
         except TypeError as error:
             raise TypeError(f"data must be numbers that torch knows, got an array of dtype "
-                            f"{data.dtype}") from error  # fmt: skip
-    if type(data) in (tuple, list):
-        return type(data)(map(_to_tensors, data))
-    if type(data) is dict:
-        return {name: _to_tensors(part) for name, part in data.items()}
-    return data
+                            f"{array.dtype}") from error  # fmt: skip
+
+    return tree_map_only(np.ndarray, convert, data)
 
 
 def _guess_shape(train: Any) -> dict[str, Any]:
@@ -372,13 +371,11 @@ def limited(source: Any, count: int, *, seed: int) -> Any:
     if isinstance(source, TextSplit):
         check_count("num_samples", count, low=2, high=len(source.tokens))
         return replace(source, tokens=source.tokens[:count])
-    if is_tensors(source):
-        check_count("num_samples", count, high=len(source[0]))
-        rows = torch.randperm(len(source[0]), generator=generator)[:count]
-        return IndexedData(source).batch(rows)
-    if hasattr(source, "batches") and hasattr(source, "take"):
-        check_count("num_samples", count, high=len(source))
-        return source.take(count, generator=generator)
+    pool = IndexedData(source) if is_tensors(source) else source
+    if hasattr(pool, "batches") and hasattr(pool, "take"):
+        check_count("num_samples", count, high=len(pool))
+        chosen = pool.take(count, generator=generator)
+        return chosen.batches(count)[0] if is_tensors(source) else chosen
     check_count("num_samples", count)
     batches: list[Any] = []
     for batch in islice(source, count):

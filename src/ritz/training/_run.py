@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from math import ceil
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -17,26 +16,13 @@ from ritz._core.distributed import all_max, rank, world_size
 from ritz._core.progress import Progress, tracking
 from ritz._core.storage import storable
 from ritz._core.training_config import TrainingConfig, check_same
-from ritz.curvature._shared import Adapter, Forward, check_labels, check_reduction
+from ritz.curvature._shared import Adapter, Forward, check_labels, check_reduction, recognised
+from ritz.data import TextSplit
 from ritz.training import _assembly, _folder
 from ritz.training._data import Feed, own_rows
 from ritz.training._folder import Checkpoint, Folder, Log, Record
-from ritz.training._processes import (
-    distributed,
-    gathered,
-    generator_states,
-    is_writer,
-    set_generator_states,
-)
-from ritz.training._step import (
-    CapturedStep,
-    Piece,
-    Step,
-    batch_mass,
-    carried_state,
-    evaluate,
-    with_perplexity,
-)
+from ritz.training._processes import Generators, distributed, gathered, is_writer
+from ritz.training._step import CapturedStep, Piece, Step, batch_mass, carried_state, evaluate
 
 # ------------------------------------------------------------------------------------------
 # The result of a run.
@@ -170,9 +156,10 @@ class Run:
         self._assemble()
         # Generators of loaders, in the order of first use, each once: loaders may share one.
         feeds = (self.feed, *self.held.values())
-        self._generators = list(dict.fromkeys(each for feed in feeds for each in feed.generators))
+        loaders = dict.fromkeys(each for feed in feeds for each in feed.generators)
+        self._generators = Generators(self.device, list(loaders))
         self.state = Checkpoint(settings=self.config.fingerprint() | self.classes,
-                                beginning=self._generator_states())  # fmt: skip
+                                beginning=self._generators.states())  # fmt: skip
         self._saved, self._labels_checked = time.monotonic(), False
         self._work = 0, 0, time.perf_counter()  # steps, samples and start of the present epoch
         self._log: Log | None = None
@@ -192,7 +179,7 @@ class Run:
         check_reduction(self.loss_fn)
         self.steps_per_epoch = config.steps_per_epoch  # None if unknown
         if self.steps_per_epoch is None and self.feed.num_batches is not None:
-            self.steps_per_epoch = ceil(self.feed.num_batches / config.accumulate)
+            self.steps_per_epoch = math.ceil(self.feed.num_batches / config.accumulate)
         plan = _assembly.average_plan(config, self.steps_per_epoch)
         optimizer = _assembly.make_optimizer(self.optimizer, model, config, plan, device)
         self.average, self._auto = _assembly.make_average(self.average, optimizer, config, plan)
@@ -213,9 +200,6 @@ class Run:
         if captured:
             self._take = CapturedStep(self._step, required=bool(config.capture))
         self._carried = carried_state(self._adapter, wanted=self.feed.consecutive)
-
-    def _generator_states(self) -> dict[str, Tensor]:
-        return generator_states(self.device, self._generators)
 
     def train(self, progress: bool | Progress) -> TrainingStatus:
         """Train for the remaining epochs and return how the run ended."""
@@ -293,17 +277,17 @@ class Run:
 
     def _groups(self) -> Iterator[list[Any]]:
         """Yield the remaining batches of an epoch, grouped by step."""
-        state, now = self.state, self._generator_states()
+        state, now = self.state, self._generators.states()
         if state.batch:
             # A loader draws its order when an epoch starts, from its generator or the global ones.
             # Let it draw the same order again.
-            set_generator_states(state.beginning, self.device, self._generators)
+            self._generators.restore(state.beginning)
         else:
             state.beginning = now
         batches = self.feed.epoch(state.epoch + 1, self.config.seed, skip=state.batch,
                                   look=self._check_labels)  # fmt: skip
         if state.batch:
-            set_generator_states(now, self.device, self._generators)
+            self._generators.restore(now)
         while group := list(islice(batches, self.config.accumulate)):
             yield group
         if not state.batch:
@@ -351,14 +335,18 @@ class Run:
         """Step the schedule, evaluate, log and save after the last step of an epoch."""
         self._begin()
         config, state, number = self.config, self.state, self.state.epoch + 1
-        means = with_perplexity(self._step.totals.means(), self.feed, self.loss_fn)
+        means = self._named(self._step.totals.means(), self.feed, "train_")
         steps, samples, started = self._work
         spent = time.perf_counter() - started  # after `means`, which waits for the device
-        if not math.isfinite(means["loss"]):
+        if not math.isfinite(means["train_loss"]):
             return _diverged(number)
-        record: Record = {"kind": "epoch", "epoch": number, "step": state.step}
-        record |= {"rate": float(self.optimizer.param_groups[0]["lr"])}
-        record |= {f"train_{name}": value for name, value in means.items()}
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        record: Record = {
+            "kind": "epoch",
+            "epoch": number,
+            "step": state.step,
+            "rate": rate,
+        } | means
         if config.schedule_unit == "epoch":
             self.schedule.step()
         last, stop = number == config.num_epochs, False
@@ -444,9 +432,18 @@ class Run:
                 precision=self.config.precision,
                 carry_state=feed.consecutive,
             )
-            means = with_perplexity(means, feed, self.loss_fn)
-            record |= {f"{prefix}{name}_{key}": value for key, value in means.items()}
+            record |= self._named(means, feed, f"{prefix}{name}_")
         return record
+
+    def _named(self, means: dict[str, float], feed: Feed, prefix: str) -> Record:
+        """Return means by name, with the perplexity if the loss is the cross-entropy of a text."""
+        known = recognised(self.loss_fn)
+        entropy = known is not None and known.kind == "cross_entropy" and not known.smoothing
+        if entropy and isinstance(feed.source, TextSplit):
+            # exp(loss) as a tensor: for a huge loss math.exp raises, and this is infinite.
+            loss = torch.tensor(means["loss"], dtype=torch.float64)
+            means = means | {"perplexity": float(loss.exp())}
+        return {f"{prefix}{name}": value for name, value in means.items()}
 
     def _is_out_of_patience(self, record: Record) -> bool:
         if self._auto is None:
@@ -486,27 +483,24 @@ class Run:
             return True
         if not bool(torch.isfinite(self._step.totals.sums).all()):
             return False
-        # All processes take part in these three.
-        shared: dict[str, Any] = {
-            "generators": self._generator_states(),
-            "totals": gathered(self._step.totals.sums),
-            "carried": {} if self._carried is None else self._carried.rows(),
-        }
+        if self._log is not None:
+            size = self._log.flush()
+            # The checkpoint of a finished run excludes the record of its end: a longer run resumes
+            # the log before that record.
+            self.state.log_bytes = self.state.log_bytes if self.state.finished else size
+        checkpoint = replace(
+            self.state,
+            model=_folder.tensor_state(self.model),
+            optimizer=_folder.optimizer_state(self.optimizer),
+            schedule=dict(self.schedule.state_dict()),
+            scaler=self._step.scaler.state_dict(),
+            patience=None if self._auto is None else self._auto.state_dict(),
+            # All processes take part in these three.
+            generators=self._generators.states(),
+            totals=gathered(self._step.totals.sums),
+            carried={} if self._carried is None else self._carried.rows(),
+        )
         if is_writer():
-            if self._log is not None:
-                size = self._log.flush()
-                # The checkpoint of a finished run excludes the record of its end: a longer run
-                # resumes the log before that record.
-                self.state.log_bytes = self.state.log_bytes if self.state.finished else size
-            checkpoint = replace(
-                self.state,
-                model=_folder.tensor_state(self.model),
-                optimizer=_folder.optimizer_state(self.optimizer),
-                schedule=dict(self.schedule.state_dict()),
-                scaler=self._step.scaler.state_dict(),
-                patience=None if self._auto is None else self._auto.state_dict(),
-                **shared,
-            )
             self.folder.write(checkpoint)
         all_max(0)  # a barrier: no process continues, and perhaps reads, before the file is there
         self._saved = time.monotonic()
@@ -533,7 +527,7 @@ class Run:
             self._auto.load_state_dict(saved.patience)
         if self._carried is not None:
             self._carried.load(saved.carried)
-        set_generator_states(saved.generators, self.device, self._generators)
+        self._generators.restore(saved.generators)
         self._step.totals.sums.copy_(saved.totals[rank()])
         over = saved.epoch >= num_epochs or (self._auto is not None and self._auto.finished)
         # Weights and optimiser are not needed twice. An end that was recorded may no longer be one.

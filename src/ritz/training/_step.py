@@ -2,9 +2,9 @@
 
 import math
 import warnings
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
@@ -13,17 +13,16 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
 from ritz._core.batches import num_rows, tensors
 from ritz._core.distributed import all_max, all_sum, rank, shard
 from ritz._core.modes import evaluating, unwrapped
 from ritz._core.params import parameters
 from ritz._core.training_config import TrainingConfig
-from ritz.curvature._shared import Adapter, Forward, check_labels, is_kept, recognised, term_mass
-from ritz.data import TextSplit
+from ritz.curvature._shared import Adapter, Forward, check_labels, is_kept, term_mass
 from ritz.optim import Lookahead
-from ritz.training._data import Feed, own_rows
+from ritz.training._data import own_rows
 from ritz.training._processes import gathered
 
 # ------------------------------------------------------------------------------------------
@@ -312,16 +311,6 @@ def evaluate(
     return totals.means()
 
 
-def with_perplexity(means: dict[str, float], feed: Feed, loss_fn: Any) -> dict[str, float]:
-    """Return means with the perplexity, exp(loss), if the loss is the cross-entropy of a text."""
-    known = recognised(loss_fn)
-    text = isinstance(feed.source, TextSplit)
-    if not text or known is None or known.kind != "cross_entropy" or known.smoothing:
-        return means
-    # As a tensor: for a huge loss math.exp raises, and this is infinite.
-    return means | {"perplexity": float(torch.tensor(means["loss"], dtype=torch.float64).exp())}
-
-
 def device_of(model: nn.Module, batch: Any = ()) -> torch.device:
     """Return the device of a model, or of a batch if the model has no parameters."""
     first = next(model.parameters(), next(iter(tensors(batch)), None))
@@ -384,10 +373,8 @@ class CapturedStep:
         if self._failed or self._seen[key] <= WARM_UP or len(self._graphs) >= MAX_GRAPHS:
             return False
         # The graph reads batches and shares from these copies; a state stays where it is.
-        static = [
-            piece._replace(batch=tree_map(_clone, piece.batch), share=_clone(piece.share))
-            for piece in pieces
-        ]
+        copies = [tree_map_only(Tensor, torch.clone, piece[:2]) for piece in pieces]
+        static = [Piece._make((*copy, *x[2:])) for copy, x in zip(copies, pieces, strict=True)]
         graph = torch.cuda.CUDAGraph()
         try:
             with (
@@ -413,10 +400,6 @@ def _signature(pieces: Sequence[Piece]) -> Signature:
                           for leaf in leaves))  # fmt: skip
 
 
-def _clone(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
 def _inputs(pieces: Sequence[Piece]) -> list[Tensor]:
     return tensors([(piece.batch, piece.share) for piece in pieces])
 
@@ -431,16 +414,12 @@ def nested(optimizer: Optimizer) -> list[Optimizer]:
 
 @contextmanager
 def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
-    both = [(x._optimizer_step_pre_hooks, x._optimizer_step_post_hooks) for x in nested(optimizer)]
-    tables: list[Any] = [table for pair in both for table in pair]
-    before = [table.copy() for table in tables]
-    for table in tables:
-        table.clear()
-    try:
+    with ExitStack() as stack:
+        for one in nested(optimizer):
+            for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+                stack.callback(setattr, one, name, getattr(one, name))
+                setattr(one, name, OrderedDict())
         yield
-    finally:
-        for table, hooks in zip(tables, before, strict=True):
-            table.update(hooks)
 
 
 def _call(hooks: dict[int, Any], optimizer: Optimizer) -> None:
