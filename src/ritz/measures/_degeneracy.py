@@ -193,7 +193,8 @@ def _terms(known: KnownLoss | None, outputs: Any, target: Any, size: int) -> lis
 
 def _hidden_units(model: nn.Module) -> int | None:
     layers = [each for each in model.modules() if isinstance(each, nn.Linear | _ConvNd)]
-    units = [each.out_features if isinstance(each, nn.Linear) else each.out_channels
-             for each in layers]  # fmt: skip
+    units = [
+        each.out_features if isinstance(each, nn.Linear) else each.out_channels for each in layers
+    ]
     # The last layer gives the outputs.
     return sum(units[:-1]) if units else None

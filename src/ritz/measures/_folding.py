@@ -58,8 +58,10 @@ def fold_batch_norm(model: nn.Module, *, strict: bool = True) -> nn.Module:
             pairs.append((layer, norm))
     if reasons and strict:
         listed = "; ".join(f"{name or 'itself'}: {reason}" for name, reason in reasons.items())
-        raise ValueError(f"model must have batch norm that can be folded, but not {listed}; pass "
-                         "strict=False to leave it unchanged")  # fmt: skip
+        raise ValueError(
+            f"model must have batch norm that can be folded, but not {listed}; pass "
+            "strict=False to leave it unchanged"
+        )
     for layer, norm in pairs:
         _fold(layer, norm)
         _replace(folded, norm)

@@ -132,12 +132,16 @@ def named_directions(directions: Directions, risk: Risk) -> dict[str, Tensor]:
     elif isinstance(directions, Tensor):
         columns = directions.unsqueeze(1) if directions.ndim == 1 else directions
         if columns.ndim != 2:
-            raise ValueError(f"directions must be ({len(risk.theta)},) or ({len(risk.theta)}, k), "
-                             f"got {tuple(directions.shape)}")  # fmt: skip
+            raise ValueError(
+                f"directions must be ({len(risk.theta)},) or ({len(risk.theta)}, k), "
+                f"got {tuple(directions.shape)}"
+            )
         named = {f"direction {k + 1}": column for k, column in enumerate(columns.unbind(1))}
     else:
-        raise TypeError(f"directions must be a Spectrum, a tensor or a dictionary of tensors, got "
-                        f"{type(directions).__name__}")  # fmt: skip
+        raise TypeError(
+            f"directions must be a Spectrum, a tensor or a dictionary of tensors, got "
+            f"{type(directions).__name__}"
+        )
     if not named:
         raise ValueError("directions must hold at least one direction, got none")
     for name, direction in named.items():
@@ -372,8 +376,9 @@ def _along(
         test = test.with_batch_norm("eval" if mode == "recomputed" else mode)
     settings |= {"points": list(shape), "risk": repr(risk), "weights": risk.theta}
     settings["test"] = None if test is None else repr(test)
-    journal = Journal(state, settings, interval=save_interval, group=risk.group,
-                      together=risk.sharing != "none")  # fmt: skip
+    journal = Journal(
+        state, settings, interval=save_interval, group=risk.group, together=risk.sharing != "none"
+    )
     rows: list[Row] = journal.load() or []
     if rows:
         # Losses alone: on a GPU a sample may change sides by roundoff.

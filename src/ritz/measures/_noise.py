@@ -200,8 +200,14 @@ def shrinkage(
     for size in sizes:
         check_count("batch_sizes", size, high=count)
     generator = resolve_generator(generator)
-    variance = curvature_variance(risk, matrix=matrix, group_size=group_size, num_probes=num_probes,
-                                  generator=generator, progress=progress)  # fmt: skip
+    variance = curvature_variance(
+        risk,
+        matrix=matrix,
+        group_size=group_size,
+        num_probes=num_probes,
+        generator=generator,
+        progress=progress,
+    )
     signal = _signal(risk, matrix, num_probes, generator)
     # e^2 = P (P sigma^2) (1/B - 1/N) N/(N - 1)
     factors = [(1 / size - 1 / count) * count / (count - 1) for size in sizes]
@@ -230,11 +236,15 @@ def shrinkage(
 def _check_groups(risk: Risk) -> None:
     risk.require_separable("curvature_variance()")
     if risk.dropout != "off":
-        raise ValueError("curvature_variance() needs dropout='off', got 'fixed': masks belong to "
-                         "batches, not to samples")  # fmt: skip
+        raise ValueError(
+            "curvature_variance() needs dropout='off', got 'fixed': masks belong to "
+            "batches, not to samples"
+        )
     if risk.sharing != "none" and world_size(risk.group) > 1:
-        raise ValueError(f"curvature_variance() needs all samples in one process, got a risk with "
-                         f"sharing={risk.sharing!r}: use 'none'")  # fmt: skip
+        raise ValueError(
+            f"curvature_variance() needs all samples in one process, got a risk with "
+            f"sharing={risk.sharing!r}: use 'none'"
+        )
     if risk.num_samples < 2:
         raise ValueError(f"curvature_variance() needs at least 2 samples, got {risk.num_samples}")
 
@@ -298,6 +308,10 @@ def _signal(
     samples = size * (square - 2 * m * along + m * m)
     # The square of a sampled mean is too large by its variance.
     bias = size * stderr(along).square()
-    estimate = Estimate.of(samples, method="mean of |H z - m z|^2", num_products=num_probes,
-                           seed=generator.initial_seed())  # fmt: skip
+    estimate = Estimate.of(
+        samples,
+        method="mean of |H z - m z|^2",
+        num_products=num_probes,
+        seed=generator.initial_seed(),
+    )
     return replace(estimate, mean=estimate.mean + bias)

@@ -312,8 +312,13 @@ def sharpness(
     parts = Parts(
         Journal(state, settings, interval=save_interval, group=risk.group, together=together)
     )
-    run = partial(lanczos_block, num_steps=num_steps, group=risk.group, save_interval=save_interval,
-                  progress=progress)  # fmt: skip
+    run = partial(
+        lanczos_block,
+        num_steps=num_steps,
+        group=risk.group,
+        save_interval=save_interval,
+        progress=progress,
+    )
     rows, summaries = [], {}
     for mode, centre in _modes(risk, batch_norm):
         summaries[mode or ""] = _summary(parts, centre, mode)
@@ -399,8 +404,14 @@ def _measure(op: CurvatureOperator, runs: list[Spectrum], seed: int, **labels: A
         torch.cat([getattr(run, k) for run in runs]) for k in ("values", "residuals")
     )
     place = values.abs().argmax()
-    norm = Estimate.exact(values[place].abs(), method="Lanczos", num_products=num_products,
-                          truncation=residuals[place], status=first.status, seed=seed)  # fmt: skip
+    norm = Estimate.exact(
+        values[place].abs(),
+        method="Lanczos",
+        num_products=num_products,
+        truncation=residuals[place],
+        status=first.status,
+        seed=seed,
+    )
     # Some eigenvalues are zero within their residuals, and may be negative.
     undecided = (possible.mean - negative.mean) / size
     return SharpnessRow(

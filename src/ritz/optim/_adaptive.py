@@ -27,8 +27,14 @@ from ritz.optim._update import Buffers, CompiledStep, Form, Number, Rule, update
 
 FORMS = ("inside", "outside", "published")
 # Settings of a group that the rule of its update has under the same name.
-COPIED = ("weight_decay", "decoupled_weight_decay", "partial", "maximize", "capturable",
-          "differentiable")  # fmt: skip
+COPIED = (
+    "weight_decay",
+    "decoupled_weight_decay",
+    "partial",
+    "maximize",
+    "capturable",
+    "differentiable",
+)
 STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")
 
 
@@ -138,8 +144,10 @@ class AdaptiveOptimizer(Optimizer):
             raise RuntimeError(f"{type(self).__name__} does not support sparse gradients")
         states = [self._param_state(param, rule, fused) for param in params]
         # Without AMSGrad the largest moments are not used, even if the state has them.
-        lists = ([state[key] for state in states if rule.amsgrad or key != "max_exp_avg_sq"]
-                 for key in STATE)  # fmt: skip
+        lists = (
+            [state[key] for state in states if rule.amsgrad or key != "max_exp_avg_sq"]
+            for key in STATE
+        )
         buffers = Buffers(params, [param.grad for param in params], *lists)
         if rule.form == "outside":
             torch_step: Any = adam
@@ -232,8 +240,10 @@ def _check_flags(settings: dict[str, Any]) -> None:
     if form == "outside" and partial != 0.5:
         raise ValueError(f"form='outside' needs partial=0.5, got partial={partial}")
     if settings["fused"] and _form(settings) != "outside":
-        raise ValueError("fused=True needs partial=0.5 with epsilon outside the root, got "
-                         f"partial={partial} and form={form!r}")  # fmt: skip
+        raise ValueError(
+            "fused=True needs partial=0.5 with epsilon outside the root, got "
+            f"partial={partial} and form={form!r}"
+        )
     # The words of torch's own optimisers, which its conformance tests expect.
     if settings["fused"] and settings["differentiable"]:
         raise RuntimeError("`fused` does not support `differentiable`")
@@ -290,8 +300,17 @@ class Padam(AdaptiveOptimizer):
         form: Form | None = None,
         **flags: Unpack[Flags],
     ) -> None:
-        super().__init__(params, flags, lr, betas, eps, weight_decay, partial=partial, form=form,
-                         decoupled_weight_decay=False)  # fmt: skip
+        super().__init__(
+            params,
+            flags,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            partial=partial,
+            form=form,
+            decoupled_weight_decay=False,
+        )
 
 
 @final
@@ -407,8 +426,17 @@ class Gadam(AveragedOptimizer):
         decoupled_weight_decay: bool = True,
         **flags: Unpack[Flags],
     ) -> None:
-        super().__init__(params, flags, lr, betas, eps, weight_decay, partial=partial, form=form,
-                         decoupled_weight_decay=decoupled_weight_decay)  # fmt: skip
+        super().__init__(
+            params,
+            flags,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            partial=partial,
+            form=form,
+            decoupled_weight_decay=decoupled_weight_decay,
+        )
         self._attach(start, interval)
 
 
@@ -454,8 +482,17 @@ class GadamX(AveragedOptimizer):
         decoupled_weight_decay: bool = True,
         **flags: Unpack[Flags],
     ) -> None:
-        super().__init__(params, flags, lr, betas, eps, weight_decay, partial=partial, form=form,
-                         decoupled_weight_decay=decoupled_weight_decay)  # fmt: skip
+        super().__init__(
+            params,
+            flags,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            partial=partial,
+            form=form,
+            decoupled_weight_decay=decoupled_weight_decay,
+        )
         self._attach(start, interval)
 
 
@@ -500,8 +537,16 @@ class DampedAdamW(AdaptiveOptimizer):
         decoupled_weight_decay: bool = True,
         **flags: Unpack[Flags],
     ) -> None:
-        super().__init__(params, flags, lr, betas, delta, weight_decay, partial=0.5,
-                         decoupled_weight_decay=decoupled_weight_decay)  # fmt: skip
+        super().__init__(
+            params,
+            flags,
+            lr,
+            betas,
+            delta,
+            weight_decay,
+            partial=0.5,
+            decoupled_weight_decay=decoupled_weight_decay,
+        )
 
 
 def delta_to_shrinkage(delta: float) -> float:

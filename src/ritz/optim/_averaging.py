@@ -86,8 +86,9 @@ class IterateAverage:
         check_count("interval", interval)
         check_range("decay", decay, low=0.0, high=1.0)
         if kind == "polyak" and start not in (0, 1):
-            raise ValueError(f"start must be 0 for kind='polyak', which averages from the "
-                             f"beginning, got {start}")  # fmt: skip
+            raise ValueError(
+                f"start must be 0 for kind='polyak', which averages from the beginning, got {start}"
+            )
         if dtype not in (None, torch.float32, torch.float64):
             raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
         self.optimizer, self.kind, self.interval, self.decay = optimizer, kind, interval, decay
@@ -167,8 +168,15 @@ class IterateAverage:
         self._applied = True
         try:
             _write(pairs)
-            with with_statistics(model, data, fraction=fraction, forward=forward, count=count,
-                                 sharing=sharing, group=group):  # fmt: skip
+            with with_statistics(
+                model,
+                data,
+                fraction=fraction,
+                forward=forward,
+                count=count,
+                sharing=sharing,
+                group=group,
+            ):
                 yield model
         finally:
             # FSDP2 may have gathered the parameters in the block.
@@ -199,8 +207,10 @@ class IterateAverage:
             **statistics: As in :meth:`applied`.
         """
         if any(hasattr(p, "to_local") for p in model.parameters()):
-            raise TypeError("model must not be sharded to be copied; save its state inside "
-                            "applied(model) instead")  # fmt: skip
+            raise TypeError(
+                "model must not be sharded to be copied; save its state inside "
+                "applied(model) instead"
+            )
         with self.applied(model, **statistics):
             return copy.deepcopy(unwrapped(model))
 
@@ -385,11 +395,14 @@ class AutoAverage:
         if isinstance(average, Optimizer):
             average = attached_to(average) or IterateAverage(average, start=None)
         if not isinstance(average, IterateAverage):
-            raise TypeError(f"average must be an IterateAverage or an optimiser, got "
-                            f"{type(average).__name__}")  # fmt: skip
+            raise TypeError(
+                f"average must be an IterateAverage or an optimiser, got {type(average).__name__}"
+            )
         if average.planned is not None:
-            raise ValueError(f"average must be made with start=None, so that it begins when the "
-                             f"metric says so, got start={average.planned}")  # fmt: skip
+            raise ValueError(
+                f"average must be made with start=None, so that it begins when the "
+                f"metric says so, got start={average.planned}"
+            )
         self.average = average
         self.patience, self.mode, self.min_delta = patience, mode, min_delta
         self.averaging, self.finished = False, False
@@ -449,7 +462,8 @@ class AutoAverage:
         if missing:
             raise ValueError(f"state_dict must be one of AutoAverage, got one without {missing}")
         if state_dict["mode"] != self.mode:
-            raise ValueError(f"state_dict was made with mode={state_dict['mode']!r}, this is "
-                             f"{self.mode!r}")  # fmt: skip
+            raise ValueError(
+                f"state_dict was made with mode={state_dict['mode']!r}, this is {self.mode!r}"
+            )
         for name in self.state_dict():
             setattr(self, name, state_dict[name])

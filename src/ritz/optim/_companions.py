@@ -161,16 +161,20 @@ def check_optimizer(optimizer: Any) -> None:
 def check_shape(key: str, value: Tensor, name: str, param: Tensor) -> None:
     """Raise unless a tensor of a loaded state has the shape of its parameter."""
     if value.shape != param.shape:
-        raise ValueError(f"state_dict is of another model: its {key} of {name} has shape "
-                         f"{tuple(value.shape)}, the parameter {tuple(param.shape)}")  # fmt: skip
+        raise ValueError(
+            f"state_dict is of another model: its {key} of {name} has shape "
+            f"{tuple(value.shape)}, the parameter {tuple(param.shape)}"
+        )
 
 
 def owners(optimizer: Optimizer) -> Iterator[object]:
     """Yield the objects with hooks on the loading of an optimiser, or of those that it wraps."""
     inner: Any = optimizer
     while isinstance(inner, Optimizer):
-        hooks = (inner._optimizer_load_state_dict_pre_hooks,
-                 inner._optimizer_load_state_dict_post_hooks)  # fmt: skip
+        hooks = (
+            inner._optimizer_load_state_dict_pre_hooks,
+            inner._optimizer_load_state_dict_post_hooks,
+        )
         for hook in chain.from_iterable(table.values() for table in hooks):
             yield getattr(hook, "__self__", None)
         inner = getattr(inner, "optimizer", None)
@@ -190,8 +194,10 @@ def _pairs(optimizer: Optimizer, state_dict: StateDict) -> Iterator[tuple[Any, t
             raise ValueError(f"state_dict is of another model: it has {saved} in place of {name}")
         yield place, (name or f"parameter {index}", p)
     if len(here) != len(there):
-        raise ValueError(f"state_dict is of another model: it has {len(there)} parameters, the "
-                         f"optimiser {len(here)}")  # fmt: skip
+        raise ValueError(
+            f"state_dict is of another model: it has {len(there)} parameters, the "
+            f"optimiser {len(here)}"
+        )
 
 
 def _bare(name: str) -> str:

@@ -168,9 +168,15 @@ class Lookahead(Optimizer):
 
     def _momenta(self) -> list[tuple[dict[str, Any], Tensor]]:
         states = [self.optimizer.state.get(p, {}) for p in parameters(self.optimizer)]
-        pairs = [(s, s[name]) for s in states for name in MOMENTUM_BUFFERS
-                 if isinstance(s.get(name), Tensor)]  # fmt: skip
+        pairs = [
+            (s, s[name])
+            for s in states
+            for name in MOMENTUM_BUFFERS
+            if isinstance(s.get(name), Tensor)
+        ]
         if not pairs:
-            raise ValueError(f"optimizer must have momentum for momentum={self.momentum!r}, got "
-                             f"{type(self.optimizer).__name__} without")  # fmt: skip
+            raise ValueError(
+                f"optimizer must have momentum for momentum={self.momentum!r}, got "
+                f"{type(self.optimizer).__name__} without"
+            )
         return pairs

@@ -146,8 +146,10 @@ class GroupSchedule:
             value = group.get(key)
             if isinstance(value, bool) or not isinstance(value, int | float | Tensor):
                 numbers = [name for name, held in group.items() if type(held) in (int, float)]
-                raise ValueError(f"key must name a number in every group of the optimiser, such "
-                                 f"as {', '.join(numbers)}; got {key!r}")  # fmt: skip
+                raise ValueError(
+                    f"key must name a number in every group of the optimiser, such "
+                    f"as {', '.join(numbers)}; got {key!r}"
+                )
             initial = value.clone() if isinstance(value, Tensor) else value
             # Already there when a run is resumed.
             group.setdefault(f"initial_{key}", initial)
