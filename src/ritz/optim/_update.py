@@ -1,5 +1,6 @@
 """The adaptive update of lists of tensors, in place: eager, foreach or compiled."""
 
+import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -138,12 +139,11 @@ def move(b: Buffers, numbers: Numbers, rule: Rule) -> None:
 
     On CUDA each operation is one launch for the whole list, on the CPU a loop in C++.
     """
-    columns: Any = zip(*numbers, strict=True)
-    decays, rates, corrections, shifts = (list(column) for column in columns)
+    rates: Any = [number.rate for number in numbers]
     grads: Any = torch._foreach_neg(b.grads) if rule.maximize else b.grads
     if rule.decays:
         # w <- (1 - lr lambda) w, one factor for all: in their own dtype it takes one launch.
-        decay: Any = decays[0]
+        decay: Any = numbers[0].decay
         decay = decay.to(b.params[0].dtype) if isinstance(decay, Tensor) else decay
         torch._foreach_mul_(b.params, decay)
     elif rule.weight_decay:
@@ -157,7 +157,7 @@ def move(b: Buffers, numbers: Numbers, rule: Rule) -> None:
     if rule.amsgrad:
         # v_max <- max(v_max, v_hat)
         if rule.form == "inside":
-            moments = torch._foreach_div(moments, corrections)
+            moments = torch._foreach_div(moments, [number.correction for number in numbers])
         torch._foreach_maximum_(b.max_exp_avg_sqs, moments)
         moments = _saved(b.max_exp_avg_sqs, rule)
     # w <- w - lr m_hat (v_hat + eps)^-p, where rates are negative
@@ -167,7 +167,7 @@ def move(b: Buffers, numbers: Numbers, rule: Rule) -> None:
         steps: Any = b.exp_avgs if one_rate else torch._foreach_mul(_saved(b.exp_avgs, rule), rates)
         torch._foreach_add_(b.params, steps, alpha=rates[0] if one_rate else 1)
         return
-    scales = _scales(moments, shifts, rule)
+    scales = _scales(moments, numbers, rule)
     if isinstance(rates[0], Tensor):
         torch._foreach_mul_(scales, rates)
         torch._foreach_addcmul_(b.params, _saved(b.exp_avgs, rule), scales)
@@ -180,7 +180,7 @@ def _saved(tensors: Any, rule: Rule) -> Any:
     return [tensor.clone() for tensor in tensors] if rule.differentiable else tensors
 
 
-def _scales(moments: Any, shifts: Any, rule: Rule) -> Any:
+def _scales(moments: Any, numbers: Numbers, rule: Rule) -> Any:
     """Return the inverse powers of the second moments."""
     # An epsilon of 1e-8 is zero in float16, and 0/0 would follow.
     moments = [v.float() if v.dtype == torch.float16 else v for v in moments]
@@ -190,18 +190,19 @@ def _scales(moments: Any, shifts: Any, rule: Rule) -> Any:
         bases, power = _saved(torch._foreach_sqrt(moments), rule), 2 * power
         torch._foreach_add_(bases, rule.eps)
     else:
-        bases = torch._foreach_add(moments, rule.eps if rule.amsgrad else shifts)
+        shifts: Any = rule.eps if rule.amsgrad else [number.shift for number in numbers]
+        bases = torch._foreach_add(moments, shifts)
     if rule.differentiable:
         return torch._foreach_pow(bases, -power)
     # Square roots are several times cheaper than pow: four in a row at most.
-    roots = {0.5**k: k for k in range(5)}.get(power)
-    if roots is None:
+    roots = -math.log2(power)
+    if roots not in range(5):
         torch._foreach_pow_(bases, -power)
     elif roots == 0:
         torch._foreach_reciprocal_(bases)
     else:
         torch._foreach_rsqrt_(bases)
-        for _ in range(roots - 1):
+        for _ in range(int(roots) - 1):
             torch._foreach_sqrt_(bases)
     return bases
 
@@ -274,8 +275,9 @@ def _chunks(b: Buffers, numbers: Numbers, rule: Rule) -> Iterator[tuple[Buffers,
 
 
 def _pieces(row: Any, size: int) -> list[Any]:
-    plain = all(type(t) in (Tensor, Parameter) and t.is_contiguous() for t in row)
-    if row[0].numel() <= size or not plain:
+    if row[0].numel() <= size:
+        return [row]
+    if not all(type(t) in (Tensor, Parameter) and t.is_contiguous() for t in row):
         return [row]
     return list(zip(*(t.detach().view(-1).split(size) for t in row), strict=True))
 

@@ -16,7 +16,7 @@ from ritz._core.distributed import all_max, rank, world_size
 from ritz._core.progress import Progress, tracking
 from ritz._core.storage import storable
 from ritz._core.training_config import TrainingConfig, check_same
-from ritz.curvature._shared import Adapter, Forward, check_labels, check_reduction, recognised
+from ritz.curvature._shared import Adapter, Forward, check_labels, check_reduction, known_loss
 from ritz.data import TextSplit
 from ritz.training import _assembly, _folder
 from ritz.training._data import Feed, own_rows
@@ -447,7 +447,7 @@ class Run:
 
     def _named(self, means: dict[str, float], feed: Feed, prefix: str) -> Record:
         """Return means by name, with the perplexity if the loss is the cross-entropy of a text."""
-        known = recognised(self.loss_fn)
+        known = known_loss(self.loss_fn)
         entropy = known is not None and known.kind == "cross_entropy" and not known.smoothing
         if entropy and isinstance(feed.source, TextSplit):
             # exp(loss) as a tensor: for a huge loss math.exp raises, and this is infinite.
