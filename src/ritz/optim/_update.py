@@ -157,7 +157,8 @@ def move(b: Buffers, numbers: Numbers, rule: Rule) -> None:
     if rule.amsgrad:
         # v_max <- max(v_max, v_hat)
         if rule.form == "inside":
-            moments = torch._foreach_div(moments, [number.correction for number in numbers])
+            corrections: Any = [number.correction for number in numbers]
+            moments = torch._foreach_div(moments, corrections)
         torch._foreach_maximum_(b.max_exp_avg_sqs, moments)
         moments = _saved(b.max_exp_avg_sqs, rule)
     # w <- w - lr m_hat (v_hat + eps)^-p, where rates are negative
