@@ -93,7 +93,7 @@ def test_a_compiled_product_is_right_at_every_width(columns, dtype, num_threads,
     expected = outer[:, None] * (dense @ u) + diagonal[:, None] * u
     found = rows.multiply(block, (inner, outer, diagonal))
     close(found, expected)
-    close(rows._plain(block, inner, outer, diagonal), expected)
+    close(rows._plain(block, (inner, outer, diagonal)), expected)
 
 
 @needs_compiler
@@ -105,7 +105,7 @@ def test_every_type_of_index_gives_the_same_product(path, pointer, column, patte
     dense = matrix()
     rows = compressed_rows(dense, pointer=pointer, column=column, pattern=pattern)
     block = drawn(300, 11)
-    multiply = rows.multiply if path == "compiled" else lambda x: rows._plain(x, None, None, None)
+    multiply = rows.multiply if path == "compiled" else rows._plain
     close(multiply(block), ((dense != 0).double() if pattern else dense) @ block)
     assert bool(loops) == (path == "compiled")
 
