@@ -231,7 +231,7 @@ def test_samples_must_have_matrices_of_their_own():
         batch_norm="train",
         batch_size=9,
     )
-    with pytest.raises(ValueError, match=r"curvature_variance\(\) needs samples"):
+    with pytest.raises(ValueError, match=r"curvature_variance\(\) needs batch_norm="):
         curvature_variance(normed)
     dropped = Risk(network(nn.Dropout()), functional.cross_entropy, data(), dropout="fixed")
     with pytest.raises(ValueError, match="needs dropout='off'"):
