@@ -164,7 +164,7 @@ def test_the_default_device_and_dtype_are_followed():
 
 
 def test_a_layer_without_known_weights_is_refused():
-    with pytest.raises(TypeError, match=r"no initial weights are known for Bilinear.*'weight'"):
+    with pytest.raises(TypeError, match=r"no initial weights are defined for Bilinear.*'weight'"):
         draw_weights(nn.Sequential(nn.Bilinear(1, 1, 1)), torch.Generator())
 
 
