@@ -33,7 +33,7 @@ def test_it_is_the_spectrum_of_the_risk_at_these_weights(here, finished, tmp_pat
     assert ritz("spectrum", "run", *OWN, *options, "--json", "--out", tmp_path) == 0
     found = library.load(tmp_path / "spectrum-ggn-eval-average-steps30-float64.safetensors")
     parts = make_data("own_data:load", data_dir=None, options={})
-    model = make_model("own_model:net", parts=parts, options={})
+    model = make_model("own_model:net", parts, {})
     model.load_state_dict(read_weights(finished / "average.safetensors"))
     risk = library.Risk(model, torch.nn.functional.cross_entropy, parts.train, precision="float64")
     exact = torch.linalg.eigvalsh(library.ggn(risk).dense())
@@ -139,8 +139,8 @@ def test_wrong_places_are_one_line(here, finished, tmp_path, refused):
         (["--set-model", "width=5"], "1.weight has shape (4, 6) there, (5, 6) in the model"),
         (["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
         (["--steps", "0"], "--steps must be at least 1, got 0"),
-        (["--samples", "0"], "num_samples must be between 1 and 48, got 0"),
-        (["--samples", "17", "--split", "test"], "num_samples must be between 1 and 16, got 17"),
+        (["--samples", "0"], "--samples must be at least 1, got 0"),
+        (["--samples", "17", "--split", "test"], "--samples must be between 1 and 16, got 17"),
         (
             ["--save-interval", "-1"],
             "--save-interval must be at least 0.0, got -1.0",
