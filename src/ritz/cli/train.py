@@ -36,6 +36,7 @@ class Options(shared.PrintOptions):
     data: str = option(MISSING, "Name (ritz list datasets) or module:factory.", NETWORK,
                        metavar="NAME")
     out: Path = option(MISSING, "Folder of the run, created if missing.", OUTPUT, metavar="FOLDER")
+    # No default here: each optimiser has its own.
     lr: float | None = option(None, "Learning rate (default: that of the optimiser).", RATE)
     weight_decay: float | None = option(None, "Weight decay (default: that of the optimiser).",
                                         RATE)
