@@ -145,7 +145,7 @@ def test_a_result_is_saved_and_read(drawn, tmp_path):
 def test_too_few_steps_are_reported(drawn):
     found = temperature(risk_of(1e6 * drawn[0], drawn[1]), max_steps=2)
     assert found.status.outcome == "max_steps"
-    with pytest.raises(ritz.NotConvergedError, match="raise max_steps"):
+    with pytest.raises(ritz.NotConvergedError, match="increase max_steps"):
         found.raise_if_failed()
 
 

@@ -44,7 +44,7 @@ def test_the_mass_of_a_kernel_is_its_share():
     assert abs(float(found.value.mean)) < 1e-12
     assert found.mass.num_products == sum(spectrum.num_products for spectrum in spectra)
     assert len(found.mass.samples) == 200
-    assert "of the eigenvalues at" in str(found)
+    assert "of the eigenvalues is near zero, at" in str(found)
 
 
 def test_the_hessian_adds_the_two_nearest():
@@ -62,9 +62,9 @@ def test_the_hessian_adds_the_two_nearest():
 
 def test_spectra_must_be_whole():
     some = eigenpairs(with_kernel(), largest=2)
-    with pytest.raises(TypeError, match="spectra must be whole spectra"):
+    with pytest.raises(TypeError, match="spectra must be results of lanczos"):
         rank_degeneracy(some, matrix="ggn")
-    with pytest.raises(ValueError, match="spectra must hold at least one spectrum"):
+    with pytest.raises(ValueError, match="spectra must not be empty"):
         rank_degeneracy([], matrix="ggn")
     whole = lanczos(with_kernel(), num_steps=3)
     with pytest.raises(ValueError, match="matrix must be one of hessian, ggn; got 'fisher'"):
@@ -127,7 +127,7 @@ def test_the_argument_about_single_samples_is_no_bound():
 def test_the_report_says_what_is_no_bound():
     risk = Risk(network(4, 6, 3), functional.cross_entropy, data(4, 4, 3), l2=0.5)
     text = str(rank_bound(risk))
-    assert "<= 8 = min(51 parameters, 12 outputs - 4 terms): mass 0.8431 at least at 0.5" in text
+    assert "<= 8 = min(51 parameters, 12 outputs - 4 terms): a fraction of at least 0.8431" in text
     assert "for comparison only, no bound: 4 d_y (sum N_l + d_x) = 120" in text
 
 

@@ -161,10 +161,10 @@ def test_the_report_is_a_table(plain):
         f"Sharpness of Sequential: {risk.space.size} parameters, 24 samples in batches of 8"
     )
     assert lines[1] == (
-        "  31 Lanczos steps, 12 probes (± a standard error, itself uncertain by 21%), seed 5"
+        "  31 Lanczos steps, 12 probes (± standard error, accurate to about 21%), seed 5"
     )
     assert lines[2].split() == ["hessian", "ggn"]
-    for name in ("accuracy", "loss", "spectral norm", "negative mass", "mass at the origin"):
+    for name in ("accuracy", "loss", "spectral norm", "negative fraction", "fraction near zero"):
         assert sum(line.strip().startswith(name) for line in lines) == 1
     assert len({len(line) for line in lines[2:]}) == 1
 
@@ -207,7 +207,7 @@ def test_the_model_is_left_as_it_was():
         ({"matrix": ()}, r"matrix must be one or several of hessian, ggn; got \(\)"),
         ({"matrix": ("fisher",)}, "matrix must be one of hessian, ggn; got 'fisher'"),
         ({"batch_norm": "both"}, "batch_norm must be one of train, eval, recomputed; got 'both'"),
-        ({"batch_norm": ()}, "batch_norm must hold at least one mode, got none"),
+        ({"batch_norm": ()}, "batch_norm must not be empty"),
     ],
 )
 def test_bad_options_are_named(bad, message):

@@ -320,7 +320,7 @@ def test_arguments_are_checked(regression, bad, match):
         ({"u": torch.ones(4, 2).double()}, ValueError, r"u must be \(4,\), got \(4, 2\)"),
         ({"u": torch.zeros(4).double()}, ValueError, "u must not be zero"),
         ({"u": torch.full((4,), math.nan).double()}, ValueError, "u must be finite"),
-        ({}, ValueError, "directions must hold at least one"),
+        ({}, ValueError, "directions must not be empty"),
         ([1.0], TypeError, "directions must be a Spectrum, a tensor or a dictionary"),
     ],
 )
@@ -337,12 +337,12 @@ def test_a_spectrum_without_vectors_says_how_to_get_them(regression):
 
 def test_rows_of_a_spread_basis_are_not_directions(spectrum):
     half = dataclasses.replace(spectrum, vectors=spectrum.vectors[:2])
-    with pytest.raises(ValueError, match="2 rows of a spread basis"):
+    with pytest.raises(ValueError, match="rows, got 2: use placement"):
         ritz_directions(half)
 
 
 def test_test_data_must_be_for_the_same_parameters(regression, normed):
-    with pytest.raises(ValueError, match="test must be a risk of the same parameters"):
+    with pytest.raises(ValueError, match="test must have the parameters of risk"):
         landscape(regression[0], torch.ones(4, dtype=torch.float64), test=normed[1])
 
 

@@ -216,7 +216,7 @@ def test_bad_options_are_named(risk, bad, error, message):
 
 @pytest.mark.parametrize(
     ("bad", "message"),
-    [([], "batch_sizes must hold at least one size"), ([0], "batch_sizes must be between 1 and")],
+    [([], "batch_sizes must not be empty"), ([0], "batch_sizes must be between 1 and")],
 )
 def test_bad_batch_sizes_are_named(risk, bad, message):
     with pytest.raises(ValueError, match=message):

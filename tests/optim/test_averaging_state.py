@@ -185,9 +185,7 @@ def walked_once(model, optimizer, step):
 def test_parameters_added_later_are_refused():
     model, optimizer, _, _ = trained()
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-    with pytest.raises(
-        ValueError, match="must keep its parameters once the average has begun, got 2 groups"
-    ):
+    with pytest.raises(ValueError, match="added after the average had begun"):
         walked(model, optimizer, 1)
 
 
@@ -202,7 +200,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_name():
     state = optimizer.state_dict()
     wide = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2))
     with pytest.raises(
-        ValueError, match=r"another model: its average of parameter 0 has shape \(5, 3\), "
+        ValueError, match=r"does not match: its average of parameter 0 has shape \(5, 3\), "
         r"the parameter \(6, 3\)",
     ):  # fmt: skip
         trained(wide)[1].load_state_dict(state)
@@ -216,7 +214,7 @@ def test_names_of_another_model_are_compared_first():
     optimizer = named(model)
     walked(model, optimizer, 2)
     other = nn.ModuleDict({"a": nn.Linear(3, 5), "b": nn.Linear(5, 2)})
-    with pytest.raises(ValueError, match=r"another model: it has 0\.weight in place of a\.weight"):
+    with pytest.raises(ValueError, match=r"expected parameter a\.weight, got 0\.weight"):
         named(other).load_state_dict(optimizer.state_dict())
 
 

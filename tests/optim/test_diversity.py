@@ -78,7 +78,7 @@ def test_it_is_printed_and_stored(rng, tmp_path):
 @pytest.mark.parametrize(
     ("logits", "match"),
     [
-        (torch.zeros(1, 3, 2), "two solutions or more, got 1"),
+        (torch.zeros(1, 3, 2), "at least two models, got 1"),
         ([torch.zeros(3, 2), torch.zeros(4, 2)], r"one shape \(n, c\).*\(4, 2\)"),
         (torch.zeros(2, 3), "one shape"),
         (torch.zeros(2, 0, 3), "one shape"),

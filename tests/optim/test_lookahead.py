@@ -31,31 +31,19 @@ INNER = {
 EXACT = {"rtol": 1e-13, "atol": 1e-13}  # a few roundings a synchronisation
 
 
-def reference(make, num_steps, *, k=5, alpha=0.5, until=10**9, momentum="keep"):
+def reference(make, num_steps, *, k=5, alpha=0.5, until=10**9):
     """The published algorithm: the slow weights are there from the start."""
     model = network(torch.float64)
     optimizer = make(model.parameters())
-    slow, path, cached = weights(model), [weights(model)], {}
+    slow, path = weights(model), [weights(model)]
     for t in range(1, num_steps + 1):
         take_step(model, optimizer, t - 1)
         if t % k == 0 and t < until:
             for p, s in zip(model.parameters(), slow, strict=True):
                 s += alpha * (p.detach() - s)
                 p.data.copy_(s)
-                change_momentum(optimizer.state[p], momentum, alpha, cached, p)
         path.append(weights(model))
     return path
-
-
-def change_momentum(state, momentum, alpha, cached, p):
-    if momentum == "keep":
-        return
-    name = "momentum_buffer" if "momentum_buffer" in state else "exp_avg"
-    before = cached.get(p, torch.zeros_like(p))
-    state[name] = alpha * state[name] + (1 - alpha) * before
-    cached[p] = state[name].clone()
-    if momentum == "reset":
-        state[name].zero_()
 
 
 def assert_same_path(found, expected):
@@ -81,25 +69,6 @@ def test_the_first_synchronisation_pulls_towards_the_initial_weights():
     middle = [(a + b) / 2 for a, b in zip(fast[0], fast[2], strict=True)]
     assert_near(path[2], middle, **EXACT)
     assert_near(path[1], fast[1], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("momentum", ["reset", "pullback"])
-@pytest.mark.parametrize("name", ["momentum", "adam"])
-def test_momentum_is_reset_or_pulled_back_on_request(name, momentum):
-    model = network(torch.float64)
-    optimizer = Lookahead(INNER[name](model.parameters()), k=3, momentum=momentum)
-    expected = reference(INNER[name], 14, k=3, momentum=momentum)
-    assert_same_path(walked(model, optimizer, 14), expected)
-    kept = reference(INNER[name], 14, k=3)
-    assert any(not torch.equal(a, b) for a, b in zip(expected[-1], kept[-1], strict=True))
-
-
-@pytest.mark.parametrize("momentum", ["reset", "pullback"])
-def test_momentum_that_is_not_there_is_refused(momentum):
-    model = network()
-    optimizer = Lookahead(SGD(model.parameters(), lr=0.1), k=2, momentum=momentum)
-    with pytest.raises(ValueError, match=r"must have momentum for momentum=.* got SGD without"):
-        walked(model, optimizer, 2)
 
 
 @pytest.mark.parametrize("until", [1, 5, 6, 11])
@@ -268,7 +237,6 @@ def test_a_deep_copy_goes_on_alone():
         ({"k": 0}, "k must be at least 1"),
         ({"alpha": 1.5}, "alpha must be between 0.0 and 1.0"),
         ({"until": 0}, "until must be at least 1"),
-        ({"momentum": "drop"}, "momentum must be one of keep, reset, pullback"),
     ],
 )
 def test_settings_out_of_range_are_named(bad, match):

@@ -124,7 +124,7 @@ def test_settings_out_of_range_are_named(bad, match):
 
 def test_an_average_that_begins_by_itself_is_refused():
     optimizer = SGD(network().parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"must be made with start=None, .* got start=5"):
+    with pytest.raises(ValueError, match=r"average must have start=None, got start=5"):
         AutoAverage(IterateAverage(optimizer, start=5))
     with pytest.raises(TypeError, match="average must be an IterateAverage or an optimiser, got S"):
         AutoAverage(network())
@@ -134,5 +134,5 @@ def test_states_of_other_things_are_refused():
     found = auto()
     with pytest.raises(ValueError, match="state_dict must be one of AutoAverage, got one without"):
         found.load_state_dict({"best": 1.0})
-    with pytest.raises(ValueError, match="was made with mode='max', this is 'min'"):
+    with pytest.raises(ValueError, match="state_dict must have mode='min', got 'max'"):
         found.load_state_dict(auto(mode="max").state_dict())

@@ -201,7 +201,7 @@ def test_a_tensor_setting_is_set_in_place():
 
 @pytest.mark.parametrize("key", ["amsgrad", "betas", "params", "damping"])
 def test_what_is_no_number_cannot_be_scheduled(key):
-    with pytest.raises(ValueError, match=f"such as lr, eps, weight_decay.*got '{key}'"):
+    with pytest.raises(ValueError, match=f"numeric setting .lr, eps, weight_decay.*got '{key}'"):
         GroupSchedule(optimizer(), linear_decay(10), key=key)
 
 

@@ -38,8 +38,8 @@ class CurvatureMonitor:
       :math:`2 / \alpha` at which gradient descent with learning rate :math:`\alpha` becomes
       unstable, and ``sharpness_ratio`` :math:`= \alpha \lambda_1 / 2`.
     * ``trace``: :math:`\operatorname{tr} H` with its standard error.
-    * ``variance``: :math:`P \sigma^2`, how much the matrices of single samples differ, with its
-      standard error.
+    * ``variance``: :math:`\mathbb{E} \|(H_i - H) v\|^2` over samples :math:`i` and random unit
+      vectors :math:`v`, with its standard error; see :func:`ritz.measures.curvature_variance`.
     * ``spectrum``: Ritz values and weights of a short Lanczos run.
 
     The model, its gradients, buffers and mode, and the global generators are not changed: the
@@ -56,8 +56,8 @@ class CurvatureMonitor:
     ``num_steps`` for ``spectrum``. One product costs two to three gradients.
 
     Args:
-        source: The sub-sample, as data for :class:`ritz.Risk`; or a function that takes the model
-            and returns its risk.
+        source: A fixed subset of the data, in any form that :class:`ritz.Risk` accepts; or a
+            function that takes the model and returns its risk.
         loss_fn: Mean loss of outputs and target; unused if ``source`` is a function.
         quantities: Quantities to measure.
         every: Steps or epochs between measurements.
@@ -69,11 +69,11 @@ class CurvatureMonitor:
             for text the number of tokens.
         rtol: Residual of ``lambda_max`` relative to the norm. The error of the eigenvalue is of the
             order of its square.
-        num_steps: Lanczos steps of ``spectrum``; ``lambda_max`` takes at most ten times as many.
+        num_steps: Lanczos steps of ``spectrum``; ``lambda_max`` uses at most ``10 * num_steps``.
         num_probes: Probes of ``trace`` and ``variance``.
         seed: Seed of the probes.
         log: File of JSON lines to append to. Not needed in ``fit``, which logs what is returned.
-        writer: Receives each number under ``curvature/``.
+        writer: A TensorBoard ``SummaryWriter``; tags begin with ``curvature/``.
     """
 
     source: Any = field(kw_only=False)
