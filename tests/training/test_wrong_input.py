@@ -47,7 +47,7 @@ GOOD = {"num_epochs": 2, "batch_size": 12}
             {"average": IterateAverage(torch.optim.SGD([nn.Parameter(torch.ones(2))]))},
             "average must be created for the optimizer",
         ),
-        ({"capture": True}, "capture=True needs a CUDA device, got cpu"),
+        ({"capture": True}, "capture=True needs a CUDA device.* on cpu"),
         ({"device": "gpu"}, "device must be cpu, cuda or cuda:<number>, got 'gpu'"),
         ({"augment": "flip"}, "augment must be auto, None or an Augmentation"),
         ({"loss_fn": nn.CrossEntropyLoss(reduction="sum")}, "reduction"),
@@ -134,8 +134,8 @@ def test_a_run_is_resumed_with_the_same_settings(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"quantities": "trace"}, "quantities must be some of lambda_max"),
-        ({"quantities": []}, "quantities must be some of"),
+        ({"quantities": "trace"}, "quantities must be a list of lambda_max"),
+        ({"quantities": []}, "quantities must be a list of"),
         ({"quantities": ["norm"]}, "quantities must be one of"),
         ({"every": 0}, "every must be at least 1"),
         ({"unit": "hour"}, "unit must be one of step, epoch"),

@@ -51,7 +51,7 @@ def fold_batch_norm(model: nn.Module, *, strict: bool = True) -> nn.Module:
     for name, norm in batch_norms(folded).items():
         layer = modules.get(before[name]) if name in before else None
         if not isinstance(layer, Layer):
-            reasons[name] = "its input is not that of one convolution or linear layer used once"
+            reasons[name] = "its input is not the output of a convolution or linear layer used once"
         elif reason := _obstacle(folded, layer, norm):
             reasons[name] = reason
         else:

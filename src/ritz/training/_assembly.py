@@ -158,18 +158,15 @@ def is_captured(optimizer: Optimizer, config: TrainingConfig, device: torch.devi
         and (group.get("capturable") or (isinstance(inner, SGD) and group["fused"]))
         for group in inner.param_groups
     )
-    conditions = {
-        f"a CUDA device, got {device}": device.type == "cuda",
-        "a single process": world_size() == 1,
-        # The gradient scaler reads from the device whether to skip the step.
-        "a precision other than float16": config.precision != "float16",
-        "an optimiser with capturable=True (SGD: fused=True) and lr as a CUDA tensor, got "
-        f"{type(optimizer).__name__} with other settings": stays,
-    }
-    missing = next((need for need, met in conditions.items() if not met), None)
-    if missing is not None and config.capture:
-        raise ValueError(f"capture=True needs {missing}")
-    return missing is None and config.capture is not False
+    # The gradient scaler of float16 reads from the device whether to skip the step.
+    single = device.type == "cuda" and world_size() == 1 and config.precision != "float16"
+    if config.capture and not (single and stays):
+        raise ValueError(
+            "capture=True needs a CUDA device, a single process, a precision other than float16 "
+            "and an optimiser with capturable=True (SGD: fused=True) and lr as a CUDA tensor, got "
+            f"{type(optimizer).__name__} on {device} in {config.precision}"
+        )
+    return single and stays and config.capture is not False
 
 
 def average_plan(config: TrainingConfig, length: int | None) -> dict[str, int]:
@@ -194,7 +191,7 @@ def make_average(
         if plan or config.patience:
             raise ValueError("pass either average or one of average_from and patience")
         auto = choice if isinstance(choice, optim.AutoAverage) else None
-        average = choice.average if isinstance(choice, optim.AutoAverage) else choice
+        average: Any = auto.average if auto else choice
         if average.optimizer not in nested(optimizer):
             raise ValueError("average must be created for the optimizer that you pass to fit")
         return average, auto

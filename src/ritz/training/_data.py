@@ -128,24 +128,19 @@ class Feed:
                 f"batches(), or a function epoch -> batches, got {type(source).__name__}"
             )
         self._size = self.batch_size or 1
-        count = self._num_samples if self.drop_last else self._size
-        if count is None:
+        # Batches of an epoch that have all their samples, if only those are wanted.
+        self._whole = self._num_whole_batches() if self.drop_last else None
+
+    def _num_whole_batches(self) -> int:
+        count = _length(self.source) if self.cuts else None
+        # Only if as many batches result does the length count samples: that of text does not.
+        if not count or _length(self.source.batches(self._size)) != ceil(count / self._size):
             raise ValueError(
                 "drop_last needs tensors or a dataset: for other data set it in the DataLoader"
             )
         if count < self._size:
             raise ValueError(f"batch_size must be at most {count} with drop_last, got {self._size}")
-        # Batches of an epoch that have all their samples, if only those are wanted.
-        self._whole = count // self._size if self.drop_last else None
-
-    @property
-    def _num_samples(self) -> int | None:
-        """The number of samples, if samples are cut into batches and can be counted."""
-        count = _length(self.source) if self.cuts else None
-        # Only if as many batches result does the length count samples: that of text does not.
-        if count and _length(self.source.batches(self._size)) != ceil(count / self._size):
-            return None
-        return count
+        return count // self._size
 
     @property
     def num_batches(self) -> int | None:
@@ -155,15 +150,10 @@ class Feed:
     @property
     def generators(self) -> list[torch.Generator]:
         """The generators that a loader and its samplers were given."""
-        batches = getattr(self.source, "batch_sampler", None)
-        places = (
-            self.source,
-            getattr(self.source, "sampler", None),
-            batches,
-            getattr(batches, "sampler", None),
-        )
-        generators = [getattr(place, "generator", None) for place in places]
-        return list(dict.fromkeys(each for each in generators if isinstance(each, torch.Generator)))
+        loaders = (self.source, getattr(self.source, "batch_sampler", None))
+        places = [place for each in loaders for place in (each, getattr(each, "sampler", None))]
+        generators = dict.fromkeys(getattr(place, "generator", None) for place in places)
+        return [each for each in generators if isinstance(each, torch.Generator)]
 
     def epoch(
         self,

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, Unpack, final
 
 import torch
@@ -337,10 +336,6 @@ class RunConfig:
     data_dir: str | None = None
     loss: str = "cross_entropy"
     training: TrainingConfig = field(default_factory=TrainingConfig)
-
-    def __post_init__(self) -> None:
-        for name in ("model_options", "data_options"):
-            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     @property
     def batch_size(self) -> int:

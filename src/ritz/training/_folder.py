@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from ritz._core import storage
 from ritz._core.distributed import all_max, rank
@@ -375,10 +376,7 @@ def _remove(paths: Iterable[Path]) -> None:
 def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
     """Return the state of an optimiser with string keys, which JSON needs."""
     state = optimizer.state_dict()
-    return {
-        "state": {str(key): entry for key, entry in state["state"].items()},
-        "param_groups": state["param_groups"],
-    }
+    return state | {"state": {str(key): entry for key, entry in state["state"].items()}}
 
 
 def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any], device: torch.device) -> None:
@@ -388,13 +386,7 @@ def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any], device: to
         int(key): {name: _like(value, params[int(key)]) for name, value in entry.items()}
         for key, entry in state["state"].items()
     }
-    groups = [
-        {
-            name: value.to(device) if isinstance(value, Tensor) else value
-            for name, value in group.items()
-        }
-        for group in state["param_groups"]
-    ]
+    groups = tree_map_only(Tensor, lambda value: value.to(device), state["param_groups"])
     optimizer.load_state_dict({"state": entries, "param_groups": groups})
 
 

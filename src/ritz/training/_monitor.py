@@ -100,9 +100,8 @@ class CurvatureMonitor:
         check_count("num_steps", self.num_steps)
         check_count("num_probes", self.num_probes, low=2)
         if isinstance(self.quantities, str) or not self.quantities:
-            raise ValueError(
-                f"quantities must be some of {', '.join(QUANTITIES)}; got {self.quantities!r}"
-            )
+            names = ", ".join(QUANTITIES)
+            raise ValueError(f"quantities must be a list of {names}; got {self.quantities!r}")
         for name in self.quantities:
             check_choice("quantities", name, QUANTITIES)
         self._log = None if self.log is None else Log(self.log, size=None)
@@ -155,33 +154,20 @@ class CurvatureMonitor:
             risk: Risk = self.source(model)
             return risk
         # Only the first process measures, so processes must not share the data.
-        return Risk(
-            model,
-            self.loss_fn,
-            self.source,
-            batch_norm=self.batch_norm,
-            batch_size=self.batch_size,
-            count=self.count,
-            sharing="none",
-        )
+        options: Any = {name: getattr(self, name) for name in ("batch_norm", "batch_size", "count")}
+        return Risk(model, self.loss_fn, self.source, sharing="none", **options)
 
     def _lambda_max(self, op: CurvatureOperator, optimizer: Optimizer | None) -> Record:
-        run = eigenpairs(
-            op,
-            largest=1,
-            rtol=self.rtol,
-            max_steps=10 * self.num_steps,
-            vectors=False,
-            generator=self._generator(),
-        )
+        limits: Any = {"rtol": self.rtol, "max_steps": 10 * self.num_steps}
+        run = eigenpairs(op, largest=1, vectors=False, generator=self._generator(), **limits)
         value = float(run.values[-1])
         record = {"lambda_max": value, "lambda_max_residual": float(run.residuals[-1])}
         rate = 0.0 if optimizer is None else float(optimizer.param_groups[0]["lr"])
         # A step multiplies the error along an eigenvector by 1 - rate * lambda, which is stable
         # for lambda < 2 / rate.
-        return record | (
-            {"threshold": 2 / rate, "sharpness_ratio": rate * value / 2} if rate else {}
-        )
+        if rate:
+            record |= {"threshold": 2 / rate, "sharpness_ratio": rate * value / 2}
+        return record
 
     def _generator(self) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed)

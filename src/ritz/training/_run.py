@@ -415,15 +415,9 @@ class Run:
         self._watch("epoch", number)
         if self._times is not None:
             rest = time.perf_counter() - started - spent
-            self._times.write(
-                {
-                    "epoch": number,
-                    "steps": steps,
-                    "seconds": spent,
-                    "samples_per_second": samples / spent,
-                    "evaluation_seconds": rest,
-                }
-            )
+            times = {"epoch": number, "steps": steps, "seconds": spent}
+            times |= {"samples_per_second": samples / spent, "evaluation_seconds": rest}
+            self._times.write(times)
         if self.folder is not None and number in config.keep:
             self._save_weights(f"epoch-{number:04d}.safetensors", epoch=number)
         if stop:

@@ -225,13 +225,13 @@ class Step:
         self.scaler.update()
 
     def _backward(self, piece: Piece) -> None:
+        adapter = self.adapter
         with autocast(self.config.precision, self.device, cached=self.cached):
-            outputs, target, after = call_model(self.adapter, piece.batch, piece.state)
+            outputs, target, after = call_model(adapter, piece.batch, piece.state)
             if self.num_classes is None:
-                loss_fn = self.adapter.loss_fn.call
-                check_labels(loss_fn, outputs, target, "the first batch", some=False)
+                check_labels(adapter.loss_fn.call, outputs, target, "the first batch", some=False)
                 self.num_classes = num_classes(outputs, target)
-            loss = part = self.adapter.loss(outputs, target)
+            loss = part = adapter.loss(outputs, target)
         if isinstance(piece.share, Tensor):
             part = loss * piece.share.to(loss.dtype)
         elif piece.share != 1:
@@ -239,7 +239,7 @@ class Step:
         self.scaler.scale(part).backward()
         overwrite(piece.state, after)  # only now: the backward pass reads the old state
         if piece.real:
-            self.totals.add(self.adapter, piece.batch, loss, outputs, target)
+            self.totals.add(adapter, piece.batch, loss, outputs, target)
 
 
 def batch_mass(adapter: Adapter, batch: Any, target: Any) -> int | Tensor:
