@@ -261,7 +261,7 @@ torch.testing.assert_close(found.rows[0].trace.mean, same.rows[0].trace.mean)
 try:
     curvature_variance(split)
 except ValueError as error:
-    assert "sharing='split': use 'none'" in str(error)
+    assert "needs sharing='none', got 'split'" in str(error)
 else:
     raise AssertionError("samples of other processes must not be left out")
 assert float(curvature_variance(alone, num_probes=2)) > 0
