@@ -169,7 +169,7 @@ def test_a_run_whose_names_are_given_again_is_measured_with_its_options(here, tm
             ["sharpness", "run", *OWN, "--steps", "5000"],
             "--steps must be between 1 and 51, got 5000",
         ),
-        (["sharpness", "run", *OWN, "--model", "own_model:smooth"], "is of another architecture"),
+        (["sharpness", "run", *OWN, "--model", "own_model:smooth"], "does not match the model"),
         (["sharpness", "elsewhere"], "no such folder or file: elsewhere"),
     ],
 )
