@@ -91,7 +91,7 @@ def test_labels_out_of_range_name_the_batch(model, index, label, classes, memory
         def __iter__(self):
             return iter(data)
 
-    match = f"labels of batch {index}, for 3 outputs, must be between 0 and 2, {classes}"
+    match = f"labels of batch {index} must be between 0 and 2, {classes}"
     with pytest.raises(ValueError, match=match):
         Risk(model, CE, Again()).loss()
     with pytest.raises(ValueError, match=match):

@@ -257,9 +257,7 @@ def check_labels(loss_fn: Any, outputs: Any, target: Any, where: str, *, some: b
     if some and not len(labels):
         raise ValueError(f"labels of {where} must not all be ignored")
     for label in labels.aminmax() if len(labels) else ():
-        check_range(
-            f"labels of {where}, for {classes} outputs,", int(label), low=0, high=classes - 1
-        )
+        check_range(f"labels of {where}", int(label), low=0, high=classes - 1)
 
 
 def outputs_and_labels(loss_fn: Any, outputs: Any, target: Any) -> tuple[Tensor, Tensor] | None:
