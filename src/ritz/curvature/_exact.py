@@ -59,7 +59,7 @@ class Plan:
         text = f"structure: {self.columns} backward pass{'es' * (self.columns > 1)} per batch"
         if self.whole:
             few = ", ".join(self.whole[:3]) + (", ..." if len(self.whole) > 3 else "")
-            text += f"; through the whole model for {few}, used in several places"
+            text += f"; through the whole model for {few}, which no rule covers"
         return text
 
 
