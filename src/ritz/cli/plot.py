@@ -81,7 +81,7 @@ def _read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def _draw_results(paths: dict[str, Path]) -> "Figure":
-    from ritz.plots._shared import titled
+    from ritz.plots._shared import style
 
     results = {name: ritz.load(path) for name, path in paths.items()}
     if len(results) == 1:
@@ -91,4 +91,4 @@ def _draw_results(paths: dict[str, Path]) -> "Figure":
             raise ValueError(f"several results share a picture only if all are spectra, {name} is "
                              f"of class {type(result).__name__}")  # fmt: skip
     # Spectra say what they are: Hessian or Gauss-Newton, and the mode of batch norm.
-    return ritz.plots.plot(titled(results))
+    return ritz.plots.plot(style.titled(results))

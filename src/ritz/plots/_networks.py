@@ -22,7 +22,6 @@ def landscape(
     *,
     direction: str | int = 0,
     ax: "Axes | None" = None,
-    accuracy: bool = True,
     log: bool = False,
 ) -> "Axes":
     """Draw the loss along a direction, with the accuracy on a second scale, and return the axes.
@@ -34,7 +33,6 @@ def landscape(
         landscape: Landscape along one or several directions.
         direction: Name or number of the direction.
         ax: Axes to draw on. Defaults to a new figure.
-        accuracy: Draw the accuracy, if the landscape has it.
         log: Logarithmic scale of the loss.
     """
     check_drawn("landscape", landscape, Landscape)
@@ -48,7 +46,7 @@ def landscape(
     if log:
         style.log_scale(ax)
     handles = ax.get_lines()
-    if accuracy and lines["accuracy"]:
+    if lines["accuracy"]:
         right = _add_accuracy_scale(ax)
         _draw_lines(right, t, "accuracy", lines["accuracy"], STYLE.vermilion)
         handles = [*handles, *right.get_lines()]
@@ -93,9 +91,7 @@ def _(result: Landscape) -> "Figure":
     return figure
 
 
-def landscape2d(
-    landscape: Landscape2d, *, ax: "Axes | None" = None, test: bool = False, num_levels: int = 12
-) -> "Axes":
+def landscape2d(landscape: Landscape2d, *, ax: "Axes | None" = None, test: bool = False) -> "Axes":
     """Draw contours of the loss on a plane, with a cross at its centre, and return the axes.
 
     Levels have equal ratios if all losses are positive.
@@ -104,12 +100,11 @@ def landscape2d(
         landscape: Landscape on a grid.
         ax: Axes to draw on. Defaults to a new figure.
         test: Draw the loss on the test data.
-        num_levels: Number of contours.
     """
     from matplotlib.colors import LogNorm, Normalize
 
     check_drawn("landscape", landscape, Landscape2d)
-    z, levels = landscape_surface(landscape, test=test, num_levels=num_levels)
+    z, levels = landscape_surface(landscape, test=test)
     ax = ax or style.panels(width=5.2, height=4.2)[1][0]
     low, high = float(levels[0]), float(levels[-1])
     norm = LogNorm(low, high) if low > 0 else Normalize(low, high)

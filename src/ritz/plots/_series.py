@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from ritz._core.checks import check_count, check_range
 from ritz._core.results import Estimate
-from ritz.measures import Degeneracy, Landscape, Landscape2d
-from ritz.spectra import Density, DiscreteDensity, Spectrum
+from ritz.measures import Landscape, Landscape2d
+from ritz.spectra import Density, Spectrum
 
 Array = NDArray[np.float64]
 Record = Mapping[str, Any]
@@ -93,18 +93,6 @@ def spectrum_stems(spectrum: Spectrum, *, rtol: float = 1e-3) -> Stems:
     )
 
 
-def one_probe_density(spectrum: Spectrum) -> DiscreteDensity:
-    """Return the Ritz values and weights of a spectrum as the discrete density of one probe."""
-    return DiscreteDensity(
-        nodes=spectrum.values[None].cpu(),
-        weights=spectrum.weights[None].cpu(),
-        roundoff=spectrum.roundoff,
-        dimension=spectrum.dimension,
-        num_products=spectrum.num_products,
-        seed=spectrum.seed or 0,
-    )
-
-
 def density_curve(
     density: Density, *, cumulative: bool = False, sigmas: float = 2.0, num_points: int = 2000
 ) -> Curve:
@@ -143,8 +131,7 @@ def landscape_lines(landscape: Landscape, direction: str | int = 0) -> dict[str,
         Arrays ``(n,)`` of the data sets that the landscape has: ``train``, ``test``.
     """
     names = landscape.names
-    known = direction in names if isinstance(direction, str) else 0 <= direction < len(names)
-    if not known:
+    if direction not in (*names, *range(len(names))):
         raise ValueError(f"direction must be one of {', '.join(names)}, or a number below "
                          f"{len(names)}; got {direction!r}")  # fmt: skip
     k = names.index(direction) if isinstance(direction, str) else direction
@@ -271,20 +258,13 @@ def curvature_points(records: Iterable[Record], name: str) -> Points:
     )
 
 
-def degeneracy_points(degeneracies: Mapping[float, Degeneracy]) -> Points:
-    """Return the mass near zero over time, from degeneracies by epoch."""
-    check_named("degeneracies", degeneracies, "epochs to degeneracies")
-    return points(list(degeneracies), [one.mass for one in degeneracies.values()])
-
-
 def points(x: Sequence[float], values: Sequence[Number]) -> Points:
     """Return estimates or numbers sorted by ``x``, with standard errors (zero for numbers)."""
     if len(x) != len(values) or not len(x):
         raise ValueError(f"values must be one for each of {len(x)} places, got {len(values)}")
     order = np.argsort(x, kind="stable")
     errors = [float(value.stderr) if isinstance(value, Estimate) else 0.0 for value in values]
-    columns = [np.array(column, dtype=np.float64)[order] for column in (x, [*map(float, values)],
-                                                                        errors)]  # fmt: skip
+    columns = np.array([x, [*map(float, values)], errors], dtype=np.float64)[:, order]
     return Points(x=columns[0], y=columns[1], stderr=columns[2])
 
 

@@ -152,8 +152,12 @@ def share_legend(figure: "Figure", *, first: Sequence[str] = ()) -> None:
 
 def line(ax: "Axes", x: Any, y: Any, colour: str, label: str | None, **options: Any) -> "Line2D":
     """Draw a line through points ``(n,)``, with gaps where a value cannot be drawn."""
-    style = {"color": colour, "label": label, "linewidth": STYLE.line, "markersize": STYLE.marker}
-    return ax.plot(drawable(x), drawable(y), **style | options)[0]
+    usual: Any = {"color": colour, "label": label, "linewidth": STYLE.line}
+    # No line reaches a point without neighbours: a dash shows it.
+    alone = np.flatnonzero(isolated(drawable(y)))
+    dashes: Any = {"marker": "_", "markersize": 14, "markevery": alone} if alone.size else {}
+    usual |= {"markersize": STYLE.marker} if "marker" in options else dashes
+    return ax.plot(drawable(x), drawable(y), **usual | options)[0]
 
 
 def bars(ax: "Axes", x: Any, y: Any, **options: Any) -> Any:
@@ -200,7 +204,9 @@ def series_look(index: int) -> tuple[str, str]:
     return colours[index % len(colours)], markers[(index + lap) % len(markers)]
 
 
-def finish(ax: "Axes", xlabel: str, ylabel: str, title: str | None = None, **settings: Any) -> None:
+def finish(
+    ax: "Axes", xlabel: str, ylabel: str = "", title: str | None = None, **settings: Any
+) -> None:
     """Set labels, title and other properties of axes, and draw their legend."""
     ax.set(xlabel=xlabel, ylabel=ylabel, **settings)
     if title is not None:

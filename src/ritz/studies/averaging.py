@@ -20,20 +20,11 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import skip_init
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from ritz import plots
+from ritz import optim, plots
 from ritz._core.checks import check_count, check_range
 from ritz._core.progress import Progress
 from ritz._core.results import format_uncertain
-from ritz.optim import (
-    Gadam,
-    GadamX,
-    IterateAverage,
-    Schedule,
-    averaging_decay,
-    linear_decay,
-    solution_diversity,
-)
-from ritz.plots._shared import STYLE, Figure
+from ritz.plots._shared import style
 from ritz.studies._protocol import StudyResult, check_minimums, record, seeded, track
 
 CLASSES = 10
@@ -54,8 +45,8 @@ class Method:
 # Learning rates are the published defaults. As published, weight decays are chosen for each
 # optimiser without averaging: the best of four or five by held-out loss, on other seeds.
 METHODS = {
-    "Gadam": Method(make=Gadam, rate=1e-3, decay=0.25),
-    "GadamX": Method(make=GadamX, rate=0.1, decay=0.005),
+    "Gadam": Method(make=optim.Gadam, rate=1e-3, decay=0.25),
+    "GadamX": Method(make=optim.GadamX, rate=0.1, decay=0.005),
     "Adam + average": Method(make=Adam, rate=1e-3, decay=1e-3),
     "AdamW": Method(make=AdamW, rate=1e-3, decay=0.25, averaged=False),
     "SGD + average": Method(make=partial(SGD, momentum=0.9), rate=0.1, decay=2e-3),
@@ -162,20 +153,20 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
     )
 
 
-def figure(result: Result) -> "Figure":
+def figure(result: Result) -> style.Figure:
     """Draw the error of every seed, from the last iterate to the average of the same run."""
     drawing, (axis,) = plots.panels(1, 1, width=6.4, height=3.2)
+    colours = [style.STYLE.grey, style.STYLE.blue]
     for i in range(len(result.names)):
         for last, average in zip(result.last_errors[i], result.average_errors[i], strict=True):
             ends = [100 * float(last), 100 * float(average)]
-            axis.plot([i - 0.2, i + 0.2], ends, color=STYLE.grey, linewidth=1, zorder=1)
-            axis.scatter([i - 0.2, i + 0.2], ends, color=[STYLE.grey, STYLE.blue], s=18, zorder=2)
-    axis.scatter([], [], color=STYLE.grey, s=18, label="last iterate")
-    axis.scatter([], [], color=STYLE.blue, s=18, label="average of the same run")
+            axis.plot([i - 0.2, i + 0.2], ends, color=style.STYLE.grey, linewidth=1, zorder=1)
+            axis.scatter([i - 0.2, i + 0.2], ends, color=colours, s=18, zorder=2)
+    axis.scatter([], [], color=style.STYLE.grey, s=18, label="last iterate")
+    axis.scatter([], [], color=style.STYLE.blue, s=18, label="average of the same run")
     axis.set_xticks(range(len(result.names)), result.names)
-    axis.set_ylabel("held-out error (%)")
-    axis.set_title(f"Digits, {result.config.label_noise:.0%} of the labels wrong", loc="left")
-    axis.legend(frameon=False, fontsize="small")
+    title = f"Digits, {result.config.label_noise:.0%} of the labels wrong"
+    style.finish(axis, "", "held-out error (%)", title)
     return drawing
 
 
@@ -194,8 +185,9 @@ def _train(config: Config, method: Method, seed: int) -> Tensor:
     optimizer, average = _optimizer(method, model, start=config.start * length + 1, interval=length)
     # An averaged run keeps half of its learning rate after the start, so that its iterates differ.
     # Without an average the learning rate decays to the end.
-    shape = averaging_decay(config.start) if method.averaged else linear_decay(config.num_epochs)
-    schedule = Schedule(optimizer, shape)
+    falling = optim.linear_decay(config.num_epochs)
+    shape = optim.averaging_decay(config.start) if method.averaged else falling
+    schedule = optim.Schedule(optimizer, shape)
     tail = []
     for epoch in range(1, config.num_epochs + 1):
         order = torch.randperm(config.num_train, generator=generator)
@@ -212,7 +204,7 @@ def _train(config: Config, method: Method, seed: int) -> Tensor:
         averaged = _outputs(model, held_inputs)
     # Iterates from the end backwards, so that the last one is always compared.
     stride = max(1, len(tail) // COMPARED)
-    diversity = solution_diversity(tail[::-1][: stride * COMPARED : stride]).kl
+    diversity = optim.solution_diversity(tail[::-1][: stride * COMPARED : stride]).kl
     scores = (*_scores(tail[-1], held_labels), *_scores(averaged, held_labels), diversity)
     return torch.tensor(scores, dtype=torch.float64)
 
@@ -248,13 +240,13 @@ def _linear(inputs: int, outputs: int, generator: torch.Generator) -> nn.Module:
     return layer
 
 
-def _optimizer(method: Method, model: nn.Module, **when: Any) -> tuple[Optimizer, IterateAverage]:
+def _optimizer(method: Method, model: nn.Module, **when: Any) -> tuple[Optimizer, Any]:
     settings: Any = {"lr": method.rate, "weight_decay": method.decay}
-    if method.make in (Gadam, GadamX):  # these average by themselves
+    if method.make in (optim.Gadam, optim.GadamX):  # these average by themselves
         averaging: Any = method.make(model.parameters(), **settings, **when)
         return averaging, averaging.average
     optimizer = method.make(model.parameters(), **settings)
-    return optimizer, IterateAverage(optimizer, **when)
+    return optimizer, optim.IterateAverage(optimizer, **when)
 
 
 @torch.no_grad()

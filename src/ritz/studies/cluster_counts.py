@@ -23,7 +23,7 @@ from ritz import graphs, plots
 from ritz._core.progress import Progress
 from ritz.graphs import ClusterCount, Graph
 from ritz.graphs._shared import cluster_sizes, sample_density
-from ritz.plots._shared import STYLE, Axes, Figure
+from ritz.plots._shared import style
 from ritz.studies._protocol import StudyResult, check_minimums, column, record, row, seeded, track
 
 METHODS = ("auto", "krylov", "entropic", "lanczos")
@@ -199,7 +199,7 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
     )
 
 
-def figure(result: Result) -> "Figure":
+def figure(result: Result) -> style.Figure:
     """Draw errors over the number of clusters; of mixed and real graphs over that of moments."""
     # A single number of clusters is a point, not a curve: it has no panel beside other graphs.
     alone = not (result.mixed or result.real)
@@ -391,13 +391,13 @@ def real_lines(result: "Result") -> list[str]:
 # The figure.
 
 
-def draw_planted(result: "Result", ax: "Axes") -> None:
+def draw_planted(result: "Result", ax: style.Axes) -> None:
     """Draw mean errors over the number of planted clusters, beside the published errors."""
     clusters = result.config.clusters
-    colours = {"entropic": STYLE.blue, "lanczos": STYLE.vermilion, FIRST: STYLE.green}
-    for name, style, size in (*MARKS, (FIRST, "o-", 5)):
+    colours = dict(zip(("entropic", "lanczos", FIRST), style.STYLE.palette, strict=False))
+    for name, line, size in (*MARKS, (FIRST, "o-", 5)):
         errors = result.errors(name).nanmean(1).numpy()
-        ax.plot(clusters, errors, style, color=colours[name], label=name, ms=size, mfc="none")
+        ax.plot(clusters, errors, line, color=colours[name], label=name, ms=size, mfc="none")
     for name, published in PAPER.items():
         label = f"published: {name}"
         ax.plot(list(published), list(published.values()), ":", color=colours[name], label=label)
@@ -412,17 +412,17 @@ def draw_planted(result: "Result", ax: "Axes") -> None:
     ax.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(0, 0.9))
 
 
-def draw_mixed(result: "Result", ax: "Axes") -> None:
+def draw_mixed(result: "Result", ax: style.Axes) -> None:
     """Draw errors of the large graphs over the number of moments."""
     c = result.config
     moments = [*c.mixed_moments, c.num_moments]
-    for count, colour in zip(c.mixed, STYLE.palette, strict=False):
+    for count, colour in zip(c.mixed, style.STYLE.palette, strict=False):
         fewer, last = result.by_moments[str(count)], result.mixed[str(count)]
-        for name, style, size in MARKS:
+        for name, line, size in MARKS:
             counts = [*fewer[name].tolist(), number(last[name])]
             errors = [100 * (value - count) / count for value in counts]
             label = f"{count} clusters, {name}{_missing(moments, counts)}"
-            ax.plot(moments, errors, style, color=colour, label=label, ms=size, mfc="none")
+            ax.plot(moments, errors, line, color=colour, label=label, ms=size, mfc="none")
         # The shaded band is one standard deviation of the probes.
         limit = 100 * probe_limit(count, c.num_probes)
         ax.axhspan(-limit, limit, color=colour, alpha=0.12, label=f"{count}: limit of the probes")
@@ -432,7 +432,7 @@ def draw_mixed(result: "Result", ax: "Axes") -> None:
     ax.legend(**BESIDE)
 
 
-def draw_real(result: "Result", ax: "Axes") -> None:
+def draw_real(result: "Result", ax: style.Axes) -> None:
     """Draw the counts of the real graphs over the number of moments; labels name missing gaps."""
     moments = result.config.moments
     # Curves coincide: every other one is dashed, with small markers inside the large ones.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ritz import graphs, plots
 from ritz._core.progress import Progress
-from ritz.plots._shared import Figure
+from ritz.plots._shared import style
 from ritz.spectra import Moments
 from ritz.studies._protocol import StudyResult, check_minimums, data_file, record, seeded, track
 
@@ -156,7 +156,7 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
     )
 
 
-def figure(result: Result) -> "Figure":
+def figure(result: Result) -> style.Figure:
     """Draw the heat map of the graphs, and halves against others."""
     likeness = result.likeness["symmetric_kl"]
     names, places = likeness.names, range(len(likeness.names))
@@ -164,13 +164,12 @@ def figure(result: Result) -> "Figure":
     drawing, axes = plots.panels(1, 2, width=side, height=side - 1)
     groups = tuple(len(names) for names in result.config.kinds.values())
     plots.similarity(likeness, ax=axes[0], groups=groups)
-    axes[0].set_title("symmetric KL divergence", loc="left", fontsize="small")
+    style.set_title(axes[0], "symmetric KL divergence")
     axes[1].plot(result.apart.numpy(), places, "o", color="#0072B2", label="its own other half")
     axes[1].plot(result.others.numpy(), places, "x", color="#D55E00", label="nearest other graph")
     axes[1].set_yticks(places, names, fontsize="small")
     axes[1].invert_yaxis()
-    axes[1].set(xscale="log", xlabel="divergence of a random half")
-    axes[1].legend(fontsize="small", frameon=False)
+    style.finish(axes[1], "divergence of a random half", xscale="log")
     return drawing
 
 

@@ -22,7 +22,7 @@ from ritz import graphs, plots
 from ritz._core.checks import check_count
 from ritz._core.progress import Progress
 from ritz.graphs._shared import Model
-from ritz.plots._shared import Figure
+from ritz.plots._shared import style
 from ritz.studies._protocol import StudyResult, check_minimums, column, record, row, seeded, track
 
 MODELS: tuple[Model, ...] = ("erdos_renyi", "watts_strogatz", "barabasi_albert")
@@ -192,7 +192,7 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
     )
 
 
-def figure(result: Result) -> "Figure":
+def figure(result: Result) -> style.Figure:
     """Draw the estimates over the truth, and the divergences of the large graphs."""
     c = result.config
     drawing, axes = plots.panels(1, 4, width=3.0, height=2.8)
@@ -208,17 +208,14 @@ def figure(result: Result) -> "Figure":
                 label = "published mean" if place == 0 else None
                 ax.plot(size, mean, "x", color="#D55E00", markersize=8, label=label)
         ax.axhline(1.0, color="#999999", linewidth=0.8)
-        ax.set(xlabel="vertices", xticks=c.sizes)
-        ax.set_title(_title(model, c.num_neighbors), loc="left", fontsize="small")
-    axes[0].set_ylabel("parameter over the truth")
-    axes[0].legend(fontsize="small", frameon=False)
+        ylabel = "parameter over the truth" if ax is axes[0] else ""
+        style.finish(ax, "vertices", ylabel, _title(model, c.num_neighbors), xticks=c.sizes)
     for place, model in enumerate(MODELS):
         heights = result.divergences[..., place].mean(1).numpy()
         axes[3].plot(range(len(heights)), heights, "o-", label=TITLES[model].partition(",")[0])
-    axes[3].set(yscale="log", xlabel="edges of a new vertex", ylabel="divergence")
     axes[3].set_xticks(range(len(c.large_edges)), [str(edges) for edges in c.large_edges])
-    axes[3].set_title(f"Barabási-Albert, n = {c.large:,}", loc="left", fontsize="small")
-    axes[3].legend(fontsize="small", frameon=False)
+    title = f"Barabási-Albert, n = {c.large:,}"
+    style.finish(axes[3], "edges of a new vertex", "divergence", title, yscale="log")
     return drawing
 
 
