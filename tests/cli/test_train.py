@@ -137,7 +137,7 @@ def test_a_refused_learning_rate_leaves_the_folder_usable(here, tmp_path, refuse
     ("setting", "shapes"),
     [("hidden=64", [64]), ("hidden=6,3", [6, 3]), ("hidden=(6,)", [6]), ("hidden=()", [])],
 )
-def test_widths_are_one_number_or_several(tmp_path, setting, shapes):
+def test_a_model_option_is_one_number_or_a_list(tmp_path, setting, shapes):
     arguments = ["--model", "mlp", "--data", "digits", "--set-model", setting, "--epochs", "1",
                  "--batch-size", "1024", "--json", "--out", tmp_path / "run"]  # fmt: skip
     assert ritz("train", *arguments) == 0
@@ -163,7 +163,7 @@ def test_widths_are_one_number_or_several(tmp_path, setting, shapes):
         ("", ""),
     ],
 )
-def test_values_are_json_or_numbers_by_commas_or_text(text, value):
+def test_values_of_settings_are_json_lists_or_text(text, value):
     assert parse_settings("--set", [f"key={text}"]) == {"key": value}
 
 
@@ -179,7 +179,7 @@ def test_values_are_json_or_numbers_by_commas_or_text(text, value):
         ("own_model:broken", "own_data:load", "raised RuntimeError: no such layer"),
         ("own model:net", "own_data:load", "must be of the form module:factory"),
         ("own_model:net", "own_data:net", "own_data has no function 'net'"),
-        ("mlp", "cifar10", "no folder for 'cifar10'"),
+        ("mlp", "cifar10", "must be given for 'cifar10'"),
     ],
 )  # fmt: skip
 def test_a_wrong_name_suggests_the_nearest(here, tmp_path, monkeypatch, refused, model, data, line):
@@ -203,7 +203,7 @@ def test_cuda_without_a_device_is_refused(here, tmp_path, refused):
     ("words", "expected"),
     [("ritz tr", {"train"}), ("ritz train --schedule l", {"linear"}), ("ritz list m", {"models"})],
 )
-def test_the_shell_completes(monkeypatch, capsys, words, expected):
+def test_the_shell_completes_names(monkeypatch, capsys, words, expected):
     monkeypatch.setenv("_RITZ_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", words)
     monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))

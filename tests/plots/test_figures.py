@@ -11,7 +11,7 @@ from ritz import plots
 from ritz.measures import Landscape, Landscape2d
 from ritz.plots._style import share_legend
 
-KINDS = ["Ritz value < 0", "zero within its residual, unconverged", "Ritz value > 0",
+KINDS = ["Ritz value < 0", "sign not known, unconverged", "Ritz value > 0",
          "Ritz value > 0, unconverged"]  # fmt: skip
 
 
@@ -56,7 +56,7 @@ def test_a_value_within_its_residual_of_zero_is_drawn_as_zero(matrix, ax):
     place = int(values.abs().argmin())
     values[place] = -1e-9
     plots.spectrum(replace(found, values=values, residuals=0 * values + 1e-6), ax=ax)
-    assert legend(ax) == ["Ritz value < 0", "zero within its residual", "Ritz value > 0"]
+    assert legend(ax) == ["Ritz value < 0", "sign not known", "Ritz value > 0"]
     negative, zero, positive = ax.get_lines()
     assert zero.get_xdata().tolist() == [-1e-9]
     assert (negative.get_xdata() < 0).all()
@@ -191,7 +191,7 @@ def test_spectra_are_drawn_on_given_axes(matrix):
     one = ritz.lanczos(matrix, num_steps=5)
     assert plots.spectra({"a": one, "b": one}, axes=axes) == axes
     assert not figure.legends
-    with pytest.raises(ValueError, match="axes must be one for each of 1 spectra, got 2"):
+    with pytest.raises(ValueError, match="axes must be 1, one for each spectrum, got 2"):
         plots.spectra({"a": one}, axes=axes)
     with pytest.raises(ValueError, match="spectra must hold at least one"):
         plots.spectra({})

@@ -141,8 +141,8 @@ QUANTITIES = {
     "spectral_norm": "spectral norm",
     "trace": "trace",
     "frobenius_norm": "Frobenius norm",
-    "negative_mass": "share below 0",
-    "degeneracy": "share near 0",
+    "negative_mass": "fraction below 0",
+    "degeneracy": "fraction near 0",
 }
 
 
@@ -161,7 +161,7 @@ def _(result: Any) -> "Figure":
         ax.locator_params(axis="x", nbins=4)
         if ax is not axes[0]:
             ax.tick_params(labelleft=False)
-        if label.startswith("share"):
+        if label.startswith("fraction"):
             ax.set_xlim(-0.05, 1.05)
             ax.set_xticks([0, 0.5, 1], ["0", "0.5", "1"])
     figure.supxlabel(f"± {STYLE.sigmas:g} stderr", fontsize="small")
@@ -179,7 +179,7 @@ def _(result: Degeneracy, ax: "Axes") -> None:
               markersize=5, label=MEAN if any(errors) else "one probe")  # fmt: skip
     ax.axvline(0, linestyle="--", **style.REFERENCE)
     ax.margins(0.15)
-    style.finish(ax, r"where it lies, $\lambda$", "share of eigenvalues near 0")
+    style.finish(ax, r"mean eigenvalue near 0, $\lambda$", "fraction of eigenvalues near 0")
 
 
 # ------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def _(shrinkage: Any, ax: "Axes") -> None:
               yerr=STYLE.sigmas * as_array(beta.stderr),
               label=rf"$\beta$ ± {STYLE.sigmas:g} stderr")  # fmt: skip
     style.batch_size_x(ax, shrinkage.batch_sizes)
-    style.finish(ax, ax.get_xlabel(), r"best weight $\beta$", ylim=(0, 1.05))
+    style.finish(ax, ax.get_xlabel(), r"shrinkage coefficient $\beta$", ylim=(0, 1.05))
 
 
 # ------------------------------------------------------------------------------------------

@@ -70,14 +70,15 @@ def spectra(
     Args:
         spectra: Spectra by the titles of their panels.
         axes: Axes to draw on, one per spectrum. Defaults to a new figure with one legend.
-        log: Logarithmic horizontal axis on both sides of zero, for spectra that differ by orders of
-            magnitude. Between -1 % and 1 % of the largest absolute value the scale is linear.
+        log: Logarithmic horizontal axis on both sides of zero (symlog), for spectra that differ by
+            orders of magnitude. Between -1 % and 1 % of the largest absolute value the scale is
+            linear.
     """
     arrays.check_named("spectra", spectra, "titles to spectra")
     for title, one in spectra.items():
         arrays.check_drawn(f"spectra[{title!r}]", one, Spectrum)
     if axes is not None and len(axes) != len(spectra):
-        raise ValueError(f"axes must be one for each of {len(spectra)} spectra, got {len(axes)}")
+        raise ValueError(f"axes must be {len(spectra)}, one for each spectrum, got {len(axes)}")
     stems = [arrays.spectrum_stems(one) for one in spectra.values()]
     drawn = list(axes or style.panel_grid(len(stems), 2, width=4.5, height=2.6)[1])
     _draw_spectra(drawn, stems)
@@ -229,7 +230,8 @@ def against_exact(
 ) -> "Axes":
     """Draw a spectrum over the histogram of the exact eigenvalues, and return the axes.
 
-    Bars and stems are shares that sum to 1, on a logarithmic scale.
+    Bars and stems are fractions that sum to 1, on a logarithmic scale. :func:`over_histogram` draws
+    a density in the same way.
 
     Args:
         spectrum: Result of :func:`ritz.lanczos`.
@@ -267,8 +269,8 @@ def over_histogram(
 ) -> "Axes":
     """Draw a density over the histogram of the exact eigenvalues, and return the axes.
 
-    Bins of repeated eigenvalues may be cut: the vertical axis ends at 1.5 times the highest bin
-    after the ten highest.
+    The vertical axis is limited, so that very high bins, such as those of a repeated eigenvalue,
+    are cut off. :func:`against_exact` draws a spectrum in the same way.
 
     Args:
         density: Density of any kind, or a spectrum. Points are smoothed, as by :func:`density`.

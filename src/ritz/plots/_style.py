@@ -59,7 +59,7 @@ STEMS = {
     (sign, converged): (name if converged else f"{name}, unconverged", colour)
     for sign, name, colour in (
         (-1, "Ritz value < 0", STYLE.vermilion),
-        (0, "zero within its residual", STYLE.dark_grey),
+        (0, "sign not known", STYLE.dark_grey),
         (1, "Ritz value > 0", STYLE.blue),
     )
     for converged in (True, False)
@@ -74,8 +74,8 @@ def panels(
 ) -> tuple["Figure", list["Axes"]]:
     """Return a figure and its axes, row by row, each ``width`` by ``height`` inches.
 
-    If you have imported pyplot, the figure belongs to it, so that ``show`` and notebooks display
-    it. Otherwise pyplot is not imported and no display is needed.
+    To use ``pyplot.show`` or see the figure in a notebook, import ``matplotlib.pyplot`` before. It
+    is not imported here, so that no display is needed.
     """
     try:
         import matplotlib as mpl

@@ -153,13 +153,13 @@ def degeneracy(
     *,
     ax: "Axes | None" = None,
 ) -> "Axes":
-    """Draw the share of eigenvalues near zero over epochs, and return the axes.
+    """Draw the fraction of eigenvalues near zero for each epoch, and return the axes.
 
     The band is two standard errors. A log has spectra of one probe, which have no band.
 
     Args:
-        degeneracies: Degeneracies by epoch, by name (such as ``Hessian, batch norm eval``); or the
-            records of a log with a ``CurvatureMonitor`` that measures ``spectrum``.
+        degeneracies: ``{name: {epoch: Degeneracy}}``, or the records of a log with a
+            ``CurvatureMonitor`` that measures ``spectrum``.
         ax: Axes to draw on. Defaults to a new figure.
     """
     if isinstance(degeneracies, Mapping):
@@ -174,7 +174,7 @@ def degeneracy(
     for index, (name, one) in enumerate(series.items()):
         _draw_line(ax, one, index, name, band=band)
     ax.set_ylim(0, 1.03)
-    _finish_monitor(ax, list(series.values()), "share of eigenvalues near 0")
+    _finish_monitor(ax, list(series.values()), "fraction of eigenvalues near 0")
     return ax
 
 

@@ -1,4 +1,4 @@
-"""Averaged weights against the last ones, on digits with wrong labels: Gadam paper, section 5.
+"""Averaged and final weights compared on digits with wrong labels: Gadam paper, section 5.
 
 After Granziol et al., *Beyond SGD: iterate averaged adaptive gradient methods*, section 5. A small
 network with batch norm learns the digits of scikit-learn with part of the training labels wrong.
@@ -61,12 +61,12 @@ class Config:
     Attributes:
         width: Units of each of two hidden layers.
         num_train: Training digits, of 1,797.
-        label_noise: Share of them with a wrong label.
+        label_noise: Fraction of the training labels that are wrong.
         batch_size: Batch size.
         num_epochs: Epochs of every run.
-        start: Epochs after which averaging begins, once per epoch.
+        start: Number of epochs before averaging starts. Weights enter it once per epoch.
         num_seeds: Runs of every method.
-        seed: Seed of the first run; the others count up from it.
+        seed: Run ``i`` has the seed ``seed + i``.
     """
 
     width: int = 128
@@ -96,7 +96,7 @@ class Result(StudyResult[Config]):
         average_errors: The same of the average.
         last_losses: Cross entropy of the last iterate, same shape.
         average_losses: The same of the average.
-        diversities: Symmetrised divergence of the averaged iterates, same shape.
+        diversities: Mean KL divergence between pairs of the averaged iterates, same shape.
         seconds: Mean time of one run, by method.
     """
 
@@ -113,8 +113,8 @@ class Result(StudyResult[Config]):
         lines = [
             f"Held-out error in %, {c.label_noise:.0%} of {c.num_train} labels wrong, averages of "
             f"epochs {c.start} to {c.num_epochs}; mean over {c.num_seeds} seeds",
-            f"{'':16}{'last':>8}{'average':>9}   {'average - last':18}{'loss, paired':18}"
-            f"{'KL':>8}{'s':>7}",
+            f"{'':16}{'last':>8}{'average':>9}   {'average - last':18}{'the same, loss':18}"
+            f"{'KL':>8}{'seconds':>9}",
         ]
         # Differences within one run: the scatter between seeds cancels.
         errors = 100 * (self.average_errors - self.last_errors)
@@ -124,9 +124,9 @@ class Result(StudyResult[Config]):
             lines.append(
                 f"{name:16}{100 * last:>8.2f}{100 * average:>9.2f}   {_paired(errors[i]):18}"
                 f"{_paired(losses[i]):18}{self.diversities[i].mean():>8.3f}"
-                f"{self.seconds[name]:>7.1f}"
+                f"{self.seconds[name]:>9.1f}"
             )
-        lines.append(f"average - last iterate of {BASELINE}, paired by seed:")
+        lines.append(f"average minus last iterate of {BASELINE} with the same seed:")
         against = 100 * (self.average_errors - self.last_errors[self.names.index(BASELINE)])
         lines += [f"{name:16}{_paired(against[i])}" for i, name in enumerate(self.names)]
         return "\n".join(lines)

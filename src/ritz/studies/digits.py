@@ -38,7 +38,7 @@ class Config:
         sharpness_steps: Lanczos steps per probe for the sharpness.
         num_probes: Probes for the sharpness.
         num_points: Points per line, and per side of the plane.
-        engine: Engine of the products; for few products, tracing does not pay.
+        engine: Engine of the products. Tracing is slower for few products.
         seed: Seed of the weights, the order of the samples and every probe.
     """
 
@@ -93,7 +93,7 @@ class Result(StudyResult[Config]):
     folded: float
 
     def __str__(self) -> str:
-        last = f"largest eigenvalue, calibrated and without batch norm: {self.folded:.4g}"
+        last = f"largest eigenvalue after calibration and batch-norm folding: {self.folded:.4g}"
         parts = (self.training, self.sharpness, self.landscape, self.temperature, last)
         return "\n".join(map(str, parts))
 

@@ -1,11 +1,12 @@
 """Entropy and log determinant by the number of moments: Spectral Machine Learning, Figure 2.1.
 
-Maximum entropy (MEMe) and the iteration of Bandyopadhyay (BMxnt) receive the same moments of the
-same matrices on ``[0, bound]``. The entropy of MEMe falls with every moment, except for small steps
-up where exact moments had to be relaxed further. Its log determinant improves until only the error
-of the probes is left; where eigenvalues crowd at zero (bcsstk16), it is worse at first and then
-improves slowly. BMxnt does not reach its moments, mostly from the third on: its entropy goes up and
-down, and its log determinant stays as far off as with two or three moments.
+Two methods get the same moments of the same matrices on ``[0, bound]``: maximum entropy (MEMe, the
+method of :func:`ritz.maxent`) and the older iteration of Bandyopadhyay et al. (BMxnt). The entropy
+of MEMe falls with every moment, apart from small rises where exact moments had to be relaxed. Its
+log determinant improves until only the error of the probes is left. For bcsstk16, which has many
+eigenvalues near zero, it gets worse first and then improves slowly. BMxnt mostly fails to match its
+moments from the third on. Its entropy then goes up and down, and its log determinant does not
+improve.
 """
 
 import math
@@ -202,8 +203,8 @@ def bmxnt(
         \gamma_i \leftarrow \gamma_i + \log \frac{\langle t^i \rangle_q}{\mu_i}
 
     for :math:`i = 1, \dots, m` in turn, where :math:`t` is the eigenvalue divided by the bound. It
-    is a baseline that does not converge for more than a few moments: its entropy rises with their
-    number, which that of :func:`ritz.maxent` never does.
+    is a baseline that does not converge for more than a few moments. With more moments the entropy
+    should fall, as that of :func:`ritz.maxent` does; here it rises.
 
     Args:
         moments: Power moments of :math:`t`, degree ``0, ..., m``, all positive, ``(m + 1,)``.

@@ -1,8 +1,8 @@
 """Maximum-entropy spectra over exact ones: Spectral Machine Learning, Figures 3.1, 3.2 and 3.3.
 
-A semicircle from its analytic moments, and a sparse Erdős-Rényi graph and a Barabási-Albert graph
-from sampled moments, for several numbers of moments. The divergence from the exact histogram falls
-with the moments, fast at first. What remains is the scatter of the histogram and of the probes.
+The study fits a semicircle from its analytic moments, and a sparse Erdős-Rényi graph and a
+Barabási-Albert graph from sampled moments. With more moments the divergence from the exact
+histogram falls, fast at first. The rest is the sampling error of the histogram and of the probes.
 """
 
 import math
@@ -86,7 +86,7 @@ class Result(study.StudyResult[Config]):
         tables = {
             "divergence": self.divergences,
             "entropy": self.entropies,
-            "moments off, in errors": self.moment_errors,
+            "moment error (stderr)": self.moment_errors,
         }
         for title, table in tables.items():
             for name in ("semicircle", *self.names):

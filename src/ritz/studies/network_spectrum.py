@@ -52,7 +52,7 @@ class Quantity:
 
 @record
 class Result(StudyResult[Config]):
-    """Estimates from products alone, beside the exact answers.
+    """Estimates from matrix-vector products alone, and the exact values.
 
     Attributes:
         exact: All eigenvalues, ascending, ``(n,)``.

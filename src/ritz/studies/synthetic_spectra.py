@@ -1,4 +1,4 @@
-"""Random matrices from one probe and 30 steps: Spectral Machine Learning, figures 4.3 to 4.6."""
+"""Spectra of random matrices from 30 Lanczos steps: Spectral Machine Learning, Figures 4.3-4.6."""
 
 from collections.abc import Callable
 from typing import Any, Literal
