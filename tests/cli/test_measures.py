@@ -165,7 +165,7 @@ def test_repeated_names_keep_the_options_of_the_run(here, tmp_path, capsys):
             ["sharpness", "run", *OWN, "--steps", "5000"],
             "--steps must be between 1 and 51, got 5000",
         ),
-        (["sharpness", "run", *OWN, "--model", "own_model:smooth"], "is of another architecture"),
+        (["sharpness", "run", *OWN, "--model", "own_model:smooth"], "does not match the model"),
         (["sharpness", "elsewhere"], "no such folder or file: elsewhere"),
     ],
 )

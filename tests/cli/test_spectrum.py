@@ -135,7 +135,7 @@ def test_a_missing_run_or_file_is_one_line(here, finished, tmp_path, refused):
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--model", "own_model:smooth"], "is of another architecture: it has no 0.weight"),
+        (["--model", "own_model:smooth"], "does not match the model: 0.weight is missing"),
         (["--set-model", "width=5"], "1.weight has shape (4, 6) there, (5, 6) in the model"),
         (["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
         (["--steps", "0"], "--steps must be at least 1, got 0"),
@@ -145,7 +145,7 @@ def test_a_missing_run_or_file_is_one_line(here, finished, tmp_path, refused):
             ["--save-interval", "-1"],
             "--save-interval must be at least 0.0, got -1.0",
         ),
-        (["--split", "validation"], "split must be one that the data have, got 'validation'"),
+        (["--split", "validation"], "split must be part of the data, got 'validation'"),
         (["--matrix", "fisher"], "Invalid value for '--matrix'"),
         (["--model", "vgg61"], "no model is named 'vgg61'; did you mean"),
     ],
@@ -168,5 +168,5 @@ def test_weights_that_contain_code_are_refused(here, tmp_path, refused):
 
     (tmp_path / "weights.pt").write_bytes(pickle.dumps(Malicious(), protocol=2))
     line = refused("spectrum", tmp_path / "weights.pt", *OWN)
-    assert "is refused: it holds more than tensors" in line
+    assert "is refused: it has pickled Python objects" in line
     assert not (tmp_path / "ran").exists()

@@ -98,7 +98,7 @@ def test_the_result_and_its_figure_are_written_and_read(result, tmp_path):
 def test_a_missing_data_file_is_named(monkeypatch, tmp_path):
     monkeypatch.delenv("RITZ_DATA", raising=False)
     with pytest.raises(
-        FileNotFoundError, match="give data= \(--set data=FOLDER\), or set RITZ_DATA"
+        FileNotFoundError, match=r"give data= \(--set data=FOLDER\), or set RITZ_DATA"
     ):
         run(Config())
     with pytest.raises(FileNotFoundError, match="no file 'graphs/ca-AstroPh"):
