@@ -62,7 +62,7 @@ def test_bad_input_is_one_line(finished, spectra, tmp_path, refused):
     library.save(library.trace(torch.eye(3)), tmp_path / "trace.safetensors")
     assert "Estimate without samples has no plot" in refused("plot", tmp_path / "trace.safetensors")
     both = [spectra[0], tmp_path / "trace.safetensors"]
-    assert "only if all are spectra" in refused("plot", *both, "--out", tmp_path / "x.png")
+    assert "must all be spectra" in refused("plot", *both, "--out", tmp_path / "x.png")
     (tmp_path / "empty.jsonl").write_text("")
     assert "at least one epoch, got none" in refused("plot", tmp_path / "empty.jsonl")
 
