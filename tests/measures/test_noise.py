@@ -231,7 +231,7 @@ def test_variance_raises_if_samples_have_no_separate_matrices():
         batch_norm="train",
         batch_size=9,
     )
-    with pytest.raises(ValueError, match=r"curvature_variance\(\) needs samples"):
+    with pytest.raises(ValueError, match=r"curvature_variance\(\) needs batch_norm="):
         curvature_variance(normed)
     dropped = Risk(network(nn.Dropout()), functional.cross_entropy, data(), dropout="fixed")
     with pytest.raises(ValueError, match="needs dropout='off'"):

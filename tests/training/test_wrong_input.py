@@ -156,7 +156,7 @@ def test_a_monitor_names_what_is_wrong(change, message):
         ((torch.ones(4, 6), torch.ones(3).long()), r"tensors of one length, got \[4, 3"),
         ((torch.full((4, 6), torch.nan), torch.ones(4).long()), "finite, got NaN or Inf in"),
         ((torch.ones(4, 6), torch.tensor([0, 1, 2, 3])),
-         "labels of the first batch must be between 0 and 2, as the outputs have 3 classes; got 3"),
+         "labels of the first batch must be between 0 and 2, got 3"),
         ((torch.ones(40, 6), torch.tensor([0] * 39 + [7])), "labels of .* must be between 0 and 2"),
     ],
 )  # fmt: skip

@@ -2,5 +2,3 @@
 
 from ritz.plots import _style as style
 from ritz.plots._plot import check_picture
-
-__all__ = ["check_picture", "style"]
