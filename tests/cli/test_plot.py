@@ -64,7 +64,7 @@ def test_bad_input_is_one_line(finished, spectra, tmp_path, refused):
     both = [spectra[0], tmp_path / "trace.safetensors"]
     assert "must all be spectra" in refused("plot", *both, "--out", tmp_path / "x.png")
     (tmp_path / "empty.jsonl").write_text("")
-    assert "at least one epoch, got none" in refused("plot", tmp_path / "empty.jsonl")
+    assert "at least one finished epoch, got none" in refused("plot", tmp_path / "empty.jsonl")
 
 
 @pytest.mark.parametrize("text", ["{not: json}\n", "[1, 2]\n", '{"epoch": 1}\n', "\udcff\n"])
