@@ -10,7 +10,7 @@ from cli.own import ritz
         ("models", "vgg16_bn", "num_classes"),
         ("datasets", "cifar100", "32 x 32"),
         ("optimizers", "gadamx/vgg16/cifar", "averaging from epoch 161"),
-        ("studies", "synthetic_spectra", "Random matrices"),
+        ("studies", "synthetic_spectra", "Spectra of random matrices"),
     ],
 )
 def test_names_are_listed_with_a_description(capsys, what, name, words):

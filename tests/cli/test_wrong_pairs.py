@@ -16,7 +16,7 @@ def test_weights_that_are_not_finite_are_named(here, finished, tmp_path, refused
     save_file(weights, tmp_path / "weights.safetensors")
     (tmp_path / "run.json").write_bytes((finished / "run.json").read_bytes())
     line = refused(command, tmp_path, *OWN)
-    assert "parameter '1.weight' must be finite, got NaN or Inf in 3 of its 24 values" in line
+    assert "parameter '1.weight' must be finite, got 3 NaN or Inf of 24 entries" in line
 
 
 def test_a_model_that_returns_its_loss_has_no_gauss_newton_matrix(here, tmp_path, refused, capsys):
@@ -25,7 +25,7 @@ def test_a_model_that_returns_its_loss_has_no_gauss_newton_matrix(here, tmp_path
     assert ritz("train", *loss, "--epochs", "1", "--out", run, "--json") == 0
     for arguments in (["sharpness", run, *loss], ["spectrum", run, *loss, "--matrix", "ggn"]):
         line = refused(*arguments)
-        assert "with --loss model the network returns the loss alone: give --matrix hessian" in line
+        assert "with --loss model it returns only the loss: give --matrix hessian" in line
     few = [*loss, "--matrix", "hessian", "--steps", "3", "--json"]
     assert ritz("sharpness", run, "--probes", "2", *few) == 0
     assert ritz("spectrum", run, *few) == 0
