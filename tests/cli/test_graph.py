@@ -65,7 +65,7 @@ def test_a_graph_without_a_gap_gives_json_without_nan(random, tmp_path, capsys):
     assert found["reason"].startswith("no gap")
     assert not labels.exists()
     assert _app.run(["graph", "clusters", random, *QUICK, "--labels", str(labels)]) == 0
-    assert f"{labels} was not written, because the number of clusters is not known" in capsys.readouterr().err
+    assert f"{labels} was not written, because the number" in capsys.readouterr().err
     assert _app.run(["graph", "clusters", random, *QUICK, "--out", str(tmp_path / "a.svg")]) == 0
     assert "no count: no gap" in capsys.readouterr().out
 

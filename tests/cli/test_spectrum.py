@@ -136,7 +136,10 @@ def test_a_missing_run_or_file_is_one_line(here, finished, tmp_path, refused):
     ("arguments", "line"),
     [
         (["--model", "own_model:smooth"], "does not match the model: 0.weight is missing"),
-        (["--set-model", "width=5"], "1.weight is of shape (4, 6) in the file and of shape (5, 6) in the model"),
+        (
+            ["--set-model", "width=5"],
+            "1.weight is of shape (4, 6) in the file and of shape (5, 6) in the model",
+        ),
         (["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
         (["--steps", "0"], "--steps must be at least 1, got 0"),
         (["--samples", "0"], "--samples must be at least 1, got 0"),
