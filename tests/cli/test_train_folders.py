@@ -74,7 +74,7 @@ def test_a_second_command_in_one_folder_is_refused(here, tmp_path, refused):
 
 
 @pytest.mark.parametrize("name", [".lock", "log.jsonl"])
-def test_a_link_to_a_file_of_the_user_is_refused(here, tmp_path, refused, name):
+def test_a_link_to_another_file_is_refused(here, tmp_path, refused, name):
     precious = tmp_path / "precious"
     precious.write_text("mine")
     (tmp_path / "run").mkdir()
@@ -83,14 +83,14 @@ def test_a_link_to_a_file_of_the_user_is_refused(here, tmp_path, refused, name):
     assert precious.read_text() == "mine"
 
 
-def test_a_last_batch_of_one_row_has_an_option(here, tmp_path, refused, capsys):
+def test_a_last_batch_of_one_row_suggests_drop_last(here, tmp_path, refused, capsys):
     usual = ["train", *OWN, "--set-data", "rows=33", *SMALL, "--out", tmp_path / "run"]
     assert "--drop-last" in refused(*usual)
     assert ritz(*usual, "--drop-last", "--restart") == 0
     assert json.loads(capsys.readouterr().out)["result"]["num_steps"] == 4
 
 
-def test_averages_schedules_and_quantities_by_option(here, tmp_path, capsys):
+def test_averages_schedules_and_quantities_are_options(here, tmp_path, capsys):
     options = ["--average-from", "1", "--average-every", "step", "--schedule", "linear",
                "--schedule-unit", "step", "--warmup", "3", "--watch", "2", "--quantity", "variance",
                "--quantity", "trace", "--no-augment"]  # fmt: skip
@@ -116,7 +116,7 @@ def test_patience_ends_a_run(here, tmp_path, capsys):
     ("arguments", "line"),
     [
         (["--patience", "0"], "--patience must be at least 1, got 0"),
-        (["--quantity", "trace"], "--quantity trace needs --watch, got none"),
+        (["--quantity", "trace"], "--quantity trace needs --watch: add --watch 1"),
         (["--watch", "1", "--quantity", "norm"], "--quantity must be one of lambda_max, trace"),
         (["--average-every", "hour"], "Invalid value for '--average-every'"),
     ],
