@@ -41,6 +41,10 @@ def load(rows=48):
     y = (x[:, 0] > 0).long() + (x[:, 1] > 0)
     return (x[:rows], y[:rows]), (x[rows:], y[rows:])
 
+def parts():
+    (x, y), test = load()
+    return {"train": (x[:32], y[:32]), "validation": (x[32:], y[32:]), "test": test}
+
 def named():
     x, y = load()[0]
     return [{"x": x[:24], "labels": y[:24]}, {"x": x[24:], "labels": y[24:]}]

@@ -103,9 +103,25 @@ def test_averages_schedules_and_quantities_are_options(here, tmp_path, capsys):
     assert "lambda_max" not in watched[0]
 
 
+def test_steps_milestones_ratio_interval_and_lookahead_are_options(here, tmp_path, capsys):
+    first = ["--steps", "7", "--schedule", "step", "--milestones", "1", "--milestones", "2",
+             "--optimizer", "lookahead_sgd", "--lookahead-until", "2"]  # fmt: skip
+    second = ["--schedule", "linear", "--final-ratio", "0.2", "--average-from", "1",
+              "--average-interval", "2"]  # fmt: skip
+    assert ritz("train", *OWN, *SMALL, *first, "--out", tmp_path / "first") == 0
+    result = json.loads(capsys.readouterr().out)["result"]
+    assert (result["num_steps"], result["num_epochs"]) == (7, 3)
+    training = read_run(tmp_path / "first").training
+    assert (training.milestones, training.lookahead_until) == ((1, 2), 2)
+    assert ritz("train", *OWN, *SMALL, *second, "--out", tmp_path / "second") == 0
+    training = read_run(tmp_path / "second").training
+    assert (training.final_ratio, training.average_interval) == (0.2, 2)
+
+
 def test_patience_ends_a_run(here, tmp_path, capsys):
     usual = ["--epochs", "60", "--batch-size", "16", "--json", "--lr", "1", "--patience", "1"]
-    assert ritz("train", *OWN, *usual, "--out", tmp_path / "run") == 0
+    data = ["--model", "own_model:net", "--data", "own_data:parts", "--patience-metric", "loss"]
+    assert ritz("train", *data, *usual, "--out", tmp_path / "run") == 0
     found = json.loads(capsys.readouterr().out)["result"]
     assert found["status"]["outcome"] == "stopped"
     assert found["num_epochs"] < 60
@@ -116,6 +132,8 @@ def test_patience_ends_a_run(here, tmp_path, capsys):
     ("arguments", "line"),
     [
         (["--patience", "0"], "--patience must be at least 1, got 0"),
+        (["--final-ratio", "0.1"], "--final-ratio must be given with schedule linear, got con"),
+        (["--milestones", "3"], "--milestones must be given with schedule step, got constant"),
         (["--quantity", "trace"], "--quantity trace needs --watch: add --watch 1"),
         (["--watch", "1", "--quantity", "norm"], "--quantity must be one of lambda_max, trace"),
         (["--average-every", "hour"], "Invalid value for '--average-every'"),
@@ -124,3 +142,17 @@ def test_patience_ends_a_run(here, tmp_path, capsys):
 def test_bad_input_is_one_line(here, tmp_path, refused, arguments, line):
     assert line in refused("train", *OWN, *SMALL, "--out", tmp_path / "run", *arguments)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--patience", "2"], "--patience must be given with validation data: pass validation=, "),
+        (["--lookahead-until", "2"], "--lookahead-until must agree with the optimiser, got 2"),
+    ],
+)
+def test_options_that_do_not_fit_data_or_optimiser_write_no_file(
+    here, tmp_path, refused, arguments, line
+):
+    assert line in refused("train", *OWN, *SMALL, "--out", tmp_path / "run", *arguments)
+    assert not list((tmp_path / "run").glob("*"))

@@ -19,6 +19,10 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import LBFGS, SGD, Adam, AdamW
 from torch.optim.lr_scheduler import StepLR
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from ritz.optim import AutoAverage, Gadam, IterateAverage, Lookahead
 
@@ -158,6 +162,50 @@ def test_lookahead_works_with_schedulers_hooks_closures_and_groups():
     assert optimizer.param_groups is inner.param_groups
     assert isinstance(optimizer, torch.optim.Optimizer)
     assert "lr: 0.5" in repr(optimizer)
+
+
+def test_frozen_parameters_are_left_alone():
+    model = network(torch.float64)
+    model.requires_grad_(False)
+    before = weights(model)
+    optimizer = Lookahead(AdamW(model.parameters()), k=2)
+    for _ in range(4):
+        optimizer.step()
+    assert_same(weights(model), before)
+
+
+def test_tensors_with_a_gradient_that_require_none_are_followed():
+    """torch updates them, so slow weights and averages must include them."""
+    tensor = torch.ones(3, dtype=torch.float64)
+    tensor.grad = torch.ones_like(tensor)
+    optimizer = Lookahead(SGD([tensor], lr=0.1), k=2)
+    IterateAverage(optimizer, start=1)
+    optimizer.step()
+    optimizer.step()
+    # phi = 1 + (0.8 - 1) / 2, and the average is that of 1, 0.9 and 0.9.
+    torch.testing.assert_close(tensor, torch.full_like(tensor, 0.9), **EXACT)
+    average = optimizer.state[tensor]["average"]
+    torch.testing.assert_close(average, torch.full_like(tensor, 2.8 / 3), **EXACT)
+
+
+def test_global_hooks_run_once_per_step():
+    seen = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: seen.append("before")),
+        register_optimizer_step_post_hook(lambda *_: seen.append("after")),
+    ]
+    model = network()
+    optimizer = copy.deepcopy(Lookahead(SGD(model.parameters(), lr=0.1)))
+    optimizer.step()
+    for handle in handles:
+        handle.remove()
+    assert seen == ["before", "after"]
+
+
+def test_a_pre_hook_of_lookahead_may_replace_the_closure():
+    optimizer = Lookahead(SGD(network().parameters(), lr=0.1))
+    optimizer.register_step_pre_hook(lambda _, args, kwargs: ((args[0], lambda: 7.0), kwargs))
+    assert optimizer.step() == 7.0
 
 
 def test_state_dict_hooks_of_lookahead_change_what_is_saved_and_loaded():

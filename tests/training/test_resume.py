@@ -223,6 +223,38 @@ def test_patience_is_resumed(tmp_path):
     assert fit(network(), data, checkpoint=tmp_path, **common).num_epochs == 6
 
 
+@pytest.mark.parametrize("step", [5, 9, 12, 13, 18])
+def test_patience_with_lookahead_and_an_interval_is_resumed_bit_for_bit(tmp_path, step):
+    x, y = samples()
+    common = {"num_epochs": 5, "batch_size": 12, "validation": (x, (y + 1) % 3), "patience": 2,
+              "optimizer": "lookahead_sgd", "optimizer_settings": {"lr": 0.05, "k": 3},
+              "final": "average"}  # fmt: skip
+    whole, parts = network(), network()
+    fit(whole, (x, y), log=tmp_path / "whole.jsonl", **common)
+    common |= {"checkpoint": tmp_path / "run", "log": tmp_path / "parts.jsonl"}
+    fit(network(), (x, y), monitors=[Interrupt(step)], **common)
+    fit(parts, (x, y), **common)
+    assert_same_bits(state(parts), state(whole))
+    assert (tmp_path / "parts.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("step", [3, 8, 9, 10])
+@pytest.mark.parametrize("kind", ["tensors", "loader"])
+def test_a_run_of_so_many_steps_is_resumed_bit_for_bit(tmp_path, kind, step):
+    make, more = KINDS[kind]
+    common = {"num_steps": 10, "average_from": 2, "validation": samples(seed=1), **more}
+    data = samples(35)  # four steps per epoch
+    whole, parts = network(dropout=0.4), network(dropout=0.4)
+    fit(whole, make(data), log=tmp_path / "whole.jsonl", **common)
+    common |= {"checkpoint": tmp_path / "run", "log": tmp_path / "parts.jsonl"}
+    fit(network(dropout=0.4), make(data), monitors=[Interrupt(step)], **common)
+    result = fit(parts, make(data), **common)
+    assert (result.num_epochs, result.num_steps) == (3, 10)
+    assert_same_bits(state(parts), state(whole))
+    assert (tmp_path / "parts.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert fit(network(), make(data), **common).num_steps == 10
+
+
 def test_a_monitor_changes_nothing():
     data = samples()
     common = {"num_epochs": 2, "batch_size": 12, "optimizer_settings": {"lr": 0.1}}

@@ -22,7 +22,18 @@ GOOD = {"num_epochs": 2, "batch_size": 12}
         ({"precision": "float64"}, "precision must be one of float32, tf32, bfloat16, float16"),
         ({"average_from": 3}, "average_from must be between 1 and 2, got 3"),
         ({"average_from": 1, "patience": 3}, "average_from must not be given with patience"),
-        ({"patience": 3}, "patience needs validation data"),
+        ({"patience": 3}, "patience must be given with validation data: pass validation="),
+        ({"patience": 3, "test": samples()}, "patience must be given with validation data"),
+        ({"patience_metric": "loss"}, "patience_metric must be given with patience"),
+        ({"patience": 2, "patience_metric": "f1"}, "patience_metric must be one of auto, acc"),
+        ({"average_interval": 2}, "average_interval must be given with average_from or patience"),
+        ({"milestones": [1]}, "milestones must be given with schedule step, got constant"),
+        ({"milestones": [2, 1], "schedule": "step"}, "milestones must ascend, got 2, 1"),
+        ({"final_ratio": 0.1}, "final_ratio must be given with schedule linear, got constant"),
+        ({"final_ratio": 2.0, "schedule": "linear"}, "final_ratio must be between 0"),
+        ({"lookahead_until": 2}, "lookahead_until must agree .* SGD with until=None"),
+        ({"num_steps": 0}, "num_steps must be at least 1, got 0"),
+        ({"num_steps": 5, "average_from": 3}, "average_from must be between 1 and 2, got 3"),
         ({"schedule": "cosine"}, "schedule must be one of constant, linear, step; got 'cosine'"),
         ({"schedule_unit": "hour"}, "schedule_unit must be one of step, epoch"),
         ({"clip_norm": -1.0}, "clip_norm must be finite and above 0, got -1.0"),
@@ -99,13 +110,24 @@ def test_a_user_defined_average_excludes_average_from_and_patience(change):
 
 def test_an_optimiser_with_a_built_in_average_is_not_given_another():
     model = network()
-    optimizer = Gadam(model.parameters(), start=1)
-    with pytest.raises(ValueError, match="average_from=2 differs from the start"):
+    optimizer = Gadam(model.parameters(), start=1, interval=4)
+    with pytest.raises(ValueError, match=r"must agree .* got start=5, .* with start=1, interval=4"):
         fit(model, samples(), optimizer=optimizer, average_from=2, **GOOD)
+    with pytest.raises(ValueError, match=r"got start=1, interval=1 for a Gadam with .*interval=4"):
+        fit(model, samples(), optimizer=optimizer, average_from=1, average_every="step", **GOOD)
+    with pytest.raises(ValueError, match="got start=None, interval=4 for a Gadam with start=1"):
+        fit(model, samples(), optimizer=optimizer, patience=1, **GOOD)
 
 
 @pytest.mark.parametrize(
-    "change", [{"average_from": 2}, {"schedule": "linear", "schedule_unit": "step"}]
+    "change",
+    [
+        {"average_from": 2},
+        {"lookahead_until": 2},
+        {"patience": 2},
+        {"num_steps": 7},
+        {"schedule": "linear", "schedule_unit": "step"},
+    ],
 )
 def test_data_without_a_length_need_steps_per_epoch(change):
     with pytest.raises(ValueError, match="steps_per_epoch is required"):

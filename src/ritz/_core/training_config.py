@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 TrainingPrecision = Literal["float32", "tf32", "bfloat16", "float16"]
 ScheduleName = Literal["constant", "linear", "step"]
 Unit = Literal["step", "epoch"]
+PatienceMetric = Literal["auto", "accuracy", "loss"]
 # Panels of ``ritz train --help``.
 RATE, AVERAGE, EVALUATION = "Optimiser and learning rate", "Averaged weights", "Evaluation"
 SPEED, FILES = "Precision and speed", "Output"
@@ -49,6 +50,8 @@ class TrainingConfig:
     # fmt: off
     num_epochs: int = _option(10, "Total number of epochs. A resumed run counts those it has done.",
                               low=1, free=True, flags="--epochs")
+    num_steps: int | None = _option(None, "Total number of steps, in place of epochs. The last "
+                                    "epoch may be cut short.", low=1, flags="--steps")
     # 128, and an average once per epoch: Granziol et al., Iterate averaging, appendix B.2.
     batch_size: int | None = _option(128, "Batch size, summed over all processes. Ignored if the "
                                      "data are a DataLoader, which has its own.", low=1)
@@ -73,13 +76,31 @@ class TrainingConfig:
                                      "average, to 50 % until it starts); step multiplies it by 0.1 "
                                      "after 1/2 and 3/4 of the run.", RATE)
     schedule_unit: Unit = _option("epoch", "When the learning rate changes.", RATE)
+    milestones: Sequence[int] = _option((), "Number of epochs, or of steps if schedule_unit is "
+                                        "step, after which schedule step multiplies the learning "
+                                        "rate by 0.1. May be repeated (default: 1/2 and 3/4 of the "
+                                        "run).", RATE, kind=list[int], metavar="NUMBER")
+    final_ratio: float | None = _option(None, "Ratio of the final to the initial learning rate of "
+                                        "schedule linear (default: 0.01, with an average 0.5).",
+                                        RATE, low=0.0, high=1.0)
     warmup: int = _option(0, "Number of epochs, or of steps if schedule_unit is step, over which "
                           "the learning rate rises linearly at the start.", RATE)
     average_from: int | None = _option(None, "First epoch whose weights enter the average, "
                                        "counted from 1 (default: no average).", AVERAGE, low=1)
     average_every: Unit = _option("epoch", "How often the weights enter the average.", AVERAGE)
-    patience: int | None = _option(None, "Evaluations without a better loss before averaging "
-                                   "starts, and again before training stops.", AVERAGE, low=1)
+    average_interval: int = _option(1, "Number of epochs or steps (see average_every) between two "
+                                    "weights that enter the average.", AVERAGE, low=1)
+    # Granziol et al., Iterate averaging, appendix .2: Lookahead up to the average.
+    lookahead_until: int | None = _option(None, "First epoch without Lookahead, for lookahead_sgd "
+                                          "and lookahead_adamw, counted from 1 (default: the first "
+                                          "epoch of the average).", AVERAGE, low=1)
+    patience: int | None = _option(None, "Evaluations on validation data without improvement "
+                                   "before averaging starts, and again before training stops.",
+                                   AVERAGE, low=1)
+    # Appendix A.2: "validation accuracy stagnation". A text has its perplexity, exp(loss).
+    patience_metric: PatienceMetric = _option("auto", "Validation metric of patience. auto is the "
+                                              "accuracy for classes, and the loss for text and "
+                                              "where there is no accuracy.", AVERAGE)
     # The statistics cost a forward pass per batch, so an evaluation on the way uses a tenth.
     statistics_fraction: float = _option(0.1, "Fraction of the training batches from which "
                                          "batch-norm statistics of the average are recomputed at "
@@ -124,13 +145,15 @@ class TrainingConfig:
             if get_origin(entry.type) is Literal:
                 check_choice(entry.name, value, get_args(entry.type))
             elif bounds and value is not None:
-                check = check_range if entry.type is float else check_count
+                real = entry.type in (float, float | None)
+                check = check_range if real else check_count
                 check(entry.name, value, **bounds)
         # The number of steps is not known here: it depends on the data.
-        longest = self.num_epochs if self.schedule_unit == "epoch" else None
+        epochs = self.num_epochs if self.num_steps is None else None
+        longest = epochs if self.schedule_unit == "epoch" else self.num_steps
         check_count("warmup", self.warmup, low=0, high=longest)
         if self.average_from is not None:
-            check_count("average_from", self.average_from, high=self.num_epochs)
+            check_count("average_from", self.average_from, high=epochs)
         if self.average_from is not None and self.patience is not None:
             raise ValueError(f"average_from must not be given with patience, which chooses the "
                              f"first epoch itself, got {self.average_from}")  # fmt: skip
@@ -139,12 +162,24 @@ class TrainingConfig:
             if not (self.clip_norm > 0 and math.isfinite(self.clip_norm)):
                 raise ValueError(f"clip_norm must be finite and above 0, got {self.clip_norm}")
         for epoch in self.keep:
-            check_count("keep", epoch, high=self.num_epochs)
+            check_count("keep", epoch, high=epochs)
+        for time in self.milestones:
+            check_count("milestones", time)
+        if list(self.milestones) != sorted(set(self.milestones)):
+            raise ValueError(f"milestones must ascend, got {', '.join(map(str, self.milestones))}")
+        if self.milestones and self.schedule != "step":
+            raise ValueError(f"milestones must be given with schedule step, got {self.schedule}")
+        if self.final_ratio is not None and self.schedule != "linear":
+            raise ValueError(f"final_ratio must be given with schedule linear, got {self.schedule}")
+        if self.patience is None and self.patience_metric != "auto":
+            raise ValueError(f"patience_metric must be given with patience, got it alone: "
+                             f"{self.patience_metric}")  # fmt: skip
         if isinstance(self.augment, str) and self.augment != "auto":
             raise ValueError(f"augment must be auto, None or an Augmentation, got {self.augment!r}")
         # Read-only, and equal to what run.json gives back.
         stored = {
             "keep": tuple(self.keep),
+            "milestones": tuple(self.milestones),
             "optimizer_settings": MappingProxyType(dict(self.optimizer_settings)),
             "augment": self.augment == "auto" or self.augment or False,
             "device": None if self.device is None else str(self.device),
@@ -162,7 +197,8 @@ class TrainingConfig:
         plain["optimizer_settings"] = {k: repr(v) for k, v in self.optimizer_settings.items()}
         # The length of a run sets a schedule that falls over all of it. With an average, the linear
         # schedule falls up to the start of the average instead.
-        falls = self.schedule == "step" or (self.schedule == "linear" and not self.average_from)
+        step, linear = self.schedule == "step", self.schedule == "linear"
+        falls = (step and not self.milestones) or (linear and not self.average_from)
         free = {entry.name for entry in fields(self) if entry.metadata.get("free")}
         return {k: v for k, v in plain.items() if k not in free or (falls and k == "num_epochs")}
 
@@ -174,6 +210,7 @@ class TrainingOptions(TypedDict, total=False):
     """
 
     num_epochs: int
+    num_steps: int | None
     batch_size: int | None
     drop_last: bool
     augment: Any
@@ -183,10 +220,15 @@ class TrainingOptions(TypedDict, total=False):
     steps_per_epoch: int | None
     seed: int
     schedule_unit: Unit
+    milestones: Sequence[int]
+    final_ratio: float | None
     warmup: int
     average_from: int | None
     average_every: Unit
+    average_interval: int
+    lookahead_until: int | None
     patience: int | None
+    patience_metric: PatienceMetric
     statistics_fraction: float
     final: Literal["last", "average"]
     evaluate_every: int

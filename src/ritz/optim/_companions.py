@@ -73,11 +73,12 @@ class Companions:
             self._bind(optimizer, ready)
 
     def allocate(self, optimizer: Optimizer) -> None:
-        """Give every parameter that requires a gradient its tensor, a copy of its weights."""
+        """Give every parameter that may be updated its tensor, a copy of its weights."""
         if self._num_groups != len(optimizer.param_groups):
             self._collect(optimizer)
-        # A frozen parameter waits: it may be unfrozen later.
-        for p in [p for p in self._waiting if p.requires_grad]:
+        # A frozen parameter waits: it may be unfrozen later. A tensor with a gradient is updated by
+        # the optimiser even if it does not require one.
+        for p in [p for p in self._waiting if p.requires_grad or p.grad is not None]:
             # At least float32: averages of half-precision weights would stall by rounding.
             self.tensors[p] = p.detach().to(self._kind(p), copy=True)
             self._unbound.append(p)

@@ -71,7 +71,18 @@ class Lookahead(Optimizer):
         self._slow.numbers["stop"] = self._slow.numbers["step"] + 1
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        return self.optimizer.step(closure)
+        args: tuple[Any, ...] = (self, closure)
+        kwargs: dict[str, Any] = {}
+        for before in self._optimizer_step_pre_hooks.values():
+            args, kwargs = before(self, args, kwargs) or (args, kwargs)
+        loss = self.optimizer.step(*args[1:], **kwargs)
+        for after in self._optimizer_step_post_hooks.values():
+            after(self, args, kwargs)
+        return loss
+
+    # torch then leaves this step as it is. Its wrapper would run the global hooks, which the step
+    # of the inner optimiser runs already.
+    step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)
@@ -140,6 +151,8 @@ class Lookahead(Optimizer):
     @torch.no_grad()
     def _synchronise(self) -> None:
         slow, fast = list(self._slow.tensors.values()), list(self._slow.tensors)
+        if not slow:  # all parameters are frozen, and torch refuses empty lists
+            return
         # phi <- phi + alpha (theta - phi), then theta <- phi
         move(slow, fast, self.alpha)
         torch._foreach_copy_([local(p) for p in fast], [local(s) for s in slow])

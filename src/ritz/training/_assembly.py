@@ -30,7 +30,8 @@ def register_optimizer(name: str) -> Callable[[OptimizerFactory], OptimizerFacto
 
     The decorated function takes parameters and keyword arguments and returns an optimiser. An
     optimiser with a built-in average takes ``start`` and ``interval``, in steps, and exposes the
-    average as ``.average``.
+    average as ``.average``. A Lookahead optimiser takes ``until``, its first step without
+    Lookahead.
 
     Args:
         name: Name, which must not be registered yet.
@@ -47,7 +48,7 @@ def create_optimizer(
     name: str,
     params: Iterable[nn.Parameter],
     *,
-    plan: Mapping[str, int] | None = None,
+    plan: Mapping[str, int | None] | None = None,
     capturable: bool = False,
     **settings: Any,
 ) -> Optimizer:
@@ -56,8 +57,8 @@ def create_optimizer(
     Args:
         name: One of :func:`optimizer_names` or of ``ritz.optim.preset_names()``.
         params: Parameters to train.
-        plan: ``start`` and ``interval`` of the average of Gadam and GadamX, in steps. Defaults to
-            those of the optimiser.
+        plan: ``start`` and ``interval`` of the average of Gadam and GadamX, and ``until`` of
+            Lookahead, in steps. Defaults to those of the optimiser.
         capturable: Create an optimiser whose steps can be captured in a CUDA graph, if possible.
         **settings: Keyword arguments of the optimiser: ``lr``, ``weight_decay`` and so on.
     """
@@ -68,8 +69,9 @@ def create_optimizer(
     else:
         make = _OPTIMIZERS[name]
     known = inspect.signature(make).parameters
-    if plan and "start" in known:
-        settings = dict(plan) | settings
+    # Without a start, the interval of an optimiser is that of something else.
+    names = {"start", "until"} & known.keys() | ({"interval"} if "start" in known else set())
+    settings = {name: value for name, value in (plan or {}).items() if name in names} | settings
     params = list(params)
     # SGD itself, with other defaults, or inside Lookahead.
     sgd = SGD in (make, getattr(make, "func", None), *getattr(make, "args", ()))
@@ -89,9 +91,15 @@ def create_optimizer(
 
 
 def _lookahead(
-    inner: OptimizerFactory, params: Any, *, k: int = 5, alpha: float = 0.5, **settings: Any
+    inner: OptimizerFactory,
+    params: Any,
+    *,
+    k: int = 5,
+    alpha: float = 0.5,
+    until: int | None = None,
+    **settings: Any,
 ) -> Optimizer:
-    return optim.Lookahead(inner(params, **settings), k=k, alpha=alpha)
+    return optim.Lookahead(inner(params, **settings), k=k, alpha=alpha, until=until)
 
 
 _BUILT_IN: dict[str, OptimizerFactory] = {
@@ -117,7 +125,7 @@ def make_optimizer(
     choice: OptimizerChoice | None,
     model: nn.Module,
     config: TrainingConfig,
-    plan: dict[str, int],
+    plan: dict[str, int | None],
     device: torch.device,
 ) -> Optimizer:
     """Return the optimiser that was chosen, or that of the options; see :func:`average_plan`."""
@@ -145,6 +153,13 @@ def make_optimizer(
         raise ValueError(f"optimizer must have parameters of the model, got a {kind} of others")
     if isinstance(optimizer, LBFGS):
         raise ValueError("optimizer must not be LBFGS, whose step() needs a closure")
+    until = getattr(optimizer, "until", None)
+    if config.lookahead_until is not None and until != plan["until"]:
+        raise ValueError(
+            f"lookahead_until must agree with the optimiser, got {config.lookahead_until}, which "
+            f"is step {plan['until']}, and {type(optimizer).__name__} with until={until}: use "
+            "lookahead_sgd or lookahead_adamw, or a Lookahead with that until="
+        )
     return optimizer
 
 
@@ -169,26 +184,50 @@ def is_captured(optimizer: Optimizer, config: TrainingConfig, device: torch.devi
     return single and stays and config.capture is not False
 
 
-def average_plan(config: TrainingConfig, length: int | None) -> dict[str, int]:
-    """Return the first step and the interval of the average, in steps."""
-    if config.average_from is None:
-        return {}
-    if length is None:
-        raise ValueError("steps_per_epoch is required for average_from: the data have no length")
-    interval = length if config.average_every == "epoch" else 1
+def average_plan(config: TrainingConfig, length: int | None) -> dict[str, int | None]:
+    """Return ``start`` and ``interval`` of the average, and ``until`` of Lookahead, in steps.
+
+    ``start`` is ``None`` if patience decides. Without an average only ``until`` may be there.
+    """
+    averages = config.average_from is not None or config.patience is not None
+    if config.average_interval != 1 and not averages:
+        raise ValueError(
+            f"average_interval must be given with average_from or patience, got it alone: "
+            f"{config.average_interval}"
+        )
+    by_epoch = {
+        "average_from": config.average_from,
+        "lookahead_until": config.lookahead_until,
+        "average_every='epoch'": averages and config.average_every == "epoch",
+    }
+    option = next((name for name, value in by_epoch.items() if value), None)
+    if option and length is None:
+        raise ValueError(f"steps_per_epoch is required for {option}: the data have no length")
+    plan: dict[str, int | None] = {}
+    steps = length or 1  # of an epoch
+    if averages:
+        unit = steps if config.average_every == "epoch" else 1
+        plan = {"start": _first_step(config.average_from, steps)}
+        plan["interval"] = unit * config.average_interval
+    # Lookahead hands over to the average: Granziol et al., Iterate averaging, appendix .2.
+    until = _first_step(config.lookahead_until or config.average_from, steps)
+    return plan if until is None else plan | {"until": until}
+
+
+def _first_step(epoch: int | None, length: int) -> int | None:
     # Epoch e begins at step (e - 1) * length + 1.
-    return {"start": (config.average_from - 1) * length + 1, "interval": interval}
+    return None if epoch is None else (epoch - 1) * length + 1
 
 
 def make_average(
     choice: optim.IterateAverage | optim.AutoAverage | None,
     optimizer: Optimizer,
     config: TrainingConfig,
-    plan: dict[str, int],
+    plan: dict[str, int | None],
 ) -> tuple[optim.IterateAverage | None, optim.AutoAverage | None]:
     """Return the average of a run, and the rule that starts it if patience does."""
     if choice is not None:
-        if plan or config.patience:
+        if "interval" in plan:
             raise ValueError("pass either average or one of average_from and patience")
         auto = choice if isinstance(choice, optim.AutoAverage) else None
         average: Any = auto.average if auto else choice
@@ -197,19 +236,21 @@ def make_average(
             raise ValueError("average must be created for the optimizer that you pass to fit")
         return average, auto
     # Gadam and GadamX have an average; something else may have the same name elsewhere.
-    built_in = getattr(optimizer, "average", None)
-    if not isinstance(built_in, optim.IterateAverage):
-        built_in = None
-    if config.patience is not None:
-        auto = optim.AutoAverage(built_in or optimizer, patience=config.patience)
-        return auto.average, auto
-    if built_in is None and plan:
-        return optim.IterateAverage(optimizer, start=plan["start"], interval=plan["interval"]), None
-    if built_in is not None and plan and built_in.planned != plan["start"]:
+    named = (getattr(each, "average", None) for each in nested(optimizer))
+    built_in = next((each for each in named if isinstance(each, optim.IterateAverage)), None)
+    start, interval = plan.get("start"), plan.get("interval")
+    if interval is None:  # the settings of the optimiser alone decide
+        return built_in, None
+    average = built_in or optim.IterateAverage(optimizer, start=start, interval=interval)
+    if (average.planned, average.interval) != (start, interval):
         raise ValueError(
-            f"average_from={config.average_from} differs from the start of the optimiser's average"
+            f"average_from, average_every and average_interval must agree with the average of the "
+            f"optimiser, got start={start}, interval={interval} for a {type(optimizer).__name__} "
+            f"with start={average.planned}, interval={average.interval}"
         )
-    return built_in, None
+    if config.patience is None:
+        return average, None
+    return average, optim.AutoAverage(average, patience=config.patience)
 
 
 def make_schedule(
@@ -226,14 +267,16 @@ def make_schedule(
         raise ValueError(
             f"steps_per_epoch is required for schedule={name!r} by step: the data have no length"
         )
-    whole = config.num_epochs * (unit or 1)
+    by_step = config.num_steps if config.schedule_unit == "step" else None
+    whole = by_step or config.num_epochs * (unit or 1)
+    ratio: Any = {} if config.final_ratio is None else {"final": config.final_ratio}
     if name == "linear" and config.average_from is not None:
         # GADAM, equations 12 and 13: the rate falls up to the start of the average.
-        shape = optim.averaging_decay(max(1, (config.average_from - 1) * (unit or 1)))
+        shape = optim.averaging_decay(max(1, (config.average_from - 1) * (unit or 1)), **ratio)
     elif name == "linear":
-        shape = optim.linear_decay(whole)
+        shape = optim.linear_decay(whole, **ratio)
     elif name == "step":
-        shape = optim.step_decay(sorted({whole // 2, whole * 3 // 4}))
+        shape = optim.step_decay(config.milestones or sorted({whole // 2, whole * 3 // 4}))
     else:
         shape = choice if callable(choice) else lambda time: 1.0
     shape = optim.warmup(config.warmup, then=shape) if config.warmup else shape

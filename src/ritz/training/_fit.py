@@ -96,11 +96,13 @@ def fit(
         optimizer: A name (:func:`optimizer_names`, or a published setting of
             ``ritz.optim.preset_names()``), a torch optimiser, or a function of the parameters.
         schedule: ``constant``; ``linear``: the full learning rate for half of the training, then a
-            linear decrease to 1 % until 90 % of the training (with an average: to 50 % until it
-            starts), then constant; ``step``: divides the learning rate by 10 at 50 % and again at
-            75 % of the training; a function of the number of epochs or steps done (see
-            ``schedule_unit``) that returns the factor on the learning rate; or a torch scheduler.
-        average: An average that you created for the same ``optimizer``.
+            linear decrease to 1 % (``final_ratio``) until 90 % of the training (with an average: to
+            50 % until it starts), then constant; ``step``: divides the learning rate by 10 at 50 %
+            and again at 75 % of the training (``milestones``); a function of the number of epochs
+            or steps done (see ``schedule_unit``) that returns the factor on the learning rate; or a
+            torch scheduler.
+        average: An average that you created for the same ``optimizer``. An ``AutoAverage`` is
+            given the validation accuracy with ``mode="max"``, otherwise the validation loss.
         monitors: Called as ``monitor(count, model, optimizer)`` with the number of steps done after
             every step, or of epochs after every epoch if ``monitor.unit == "epoch"``. A returned
             dictionary is logged.
@@ -192,7 +194,7 @@ def fit(
         checkpoint=None if checkpoint is None else os.fspath(checkpoint),
         seconds=time.perf_counter() - started,
         seed=config.seed,
-        settings=config.to_plain() | classes,
+        settings=run.config.to_plain() | classes,
         status=status,
     )
 

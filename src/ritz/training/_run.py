@@ -19,6 +19,7 @@ from ritz._core.storage import storable
 from ritz._core.training_config import TrainingConfig, check_same
 from ritz.curvature._shared import Adapter, Forward, check_labels, check_reduction, known_loss
 from ritz.data import TextSplit
+from ritz.optim import Lookahead
 from ritz.training import _assembly, _folder
 from ritz.training._data import Feed, own_rows
 from ritz.training._folder import Checkpoint, Folder, Log, Record
@@ -30,6 +31,7 @@ from ritz.training._step import (
     carried_state,
     evaluate,
     gathered,
+    nested,
 )
 
 # ------------------------------------------------------------------------------------------
@@ -238,13 +240,27 @@ class Run:
         self.steps_per_epoch = config.steps_per_epoch  # None if unknown
         if self.steps_per_epoch is None and self.feed.num_batches is not None:
             self.steps_per_epoch = math.ceil(self.feed.num_batches / config.accumulate)
+        if config.num_steps is not None:
+            if self.steps_per_epoch is None:
+                raise ValueError(
+                    "steps_per_epoch is required for num_steps: the data have no length"
+                )
+            num_epochs = math.ceil(config.num_steps / self.steps_per_epoch)
+            # Checks the other options against the number of epochs, now that it is known.
+            known = replace(config, num_epochs=num_epochs, num_steps=None)
+            self.config = config = replace(known, num_steps=config.num_steps)
         plan = _assembly.average_plan(config, self.steps_per_epoch)
         optimizer = _assembly.make_optimizer(self.optimizer, model, config, plan, device)
         self.average, self._auto = _assembly.make_average(self.average, optimizer, config, plan)
         if config.final == "average" and self.average is None:
             raise ValueError("final='average' needs an average: pass average_from or patience")
-        if self._auto is not None and not self.held:
-            raise ValueError("patience needs validation data: pass validation=")
+        if self._auto is not None and "validation" not in self.held:
+            # The test data must not decide when the run ends.
+            raise ValueError(
+                "patience must be given with validation data: pass validation=, hold out images of "
+                "a data set by name (--set-data validation=500), or let the function of the data "
+                "return a dictionary with train, validation and test"
+            )
         self.schedule = _assembly.make_schedule(
             self.schedule, optimizer, config, self.steps_per_epoch
         )
@@ -266,11 +282,13 @@ class Run:
         """Train for the remaining epochs and return how the run ended."""
         config, length, state = self.config, self.steps_per_epoch, self.state
         # The steps that the bar shows; unknown for data without a length.
-        left = None if length is None else config.num_epochs * length - state.step
+        left = None
+        if length is not None:
+            left = (config.num_steps or config.num_epochs * length) - state.step
         status = None
         try:
             with tracking(progress if rank() == 0 else False, "training", left) as bar:
-                while status is None and not state.finished and state.epoch < config.num_epochs:
+                while status is None and not state.finished and not self._is_over(state):
                     status = self._epoch(bar) or self._close_epoch()
             if status is None or status.ok:
                 self._finish()
@@ -294,6 +312,11 @@ class Run:
         if self._begun:
             return
         self._begun = True
+        if self._metric == "accuracy" and self._step.num_classes == 0:
+            raise ValueError(
+                "patience_metric must be loss, got accuracy, which needs integer targets: the "
+                "outputs are not scores of classes"
+            )
         if self.folder is not None:
             self._step.totals.sums.tolist()  # CUDA reports failures when it is waited for
             if self._new and rank() == 0:
@@ -350,7 +373,8 @@ class Run:
         )
         if state.batch:
             self._generators.restore(now)
-        while group := list(islice(batches, self.config.accumulate)):
+        accumulate, last = self.config.accumulate, self.config.num_steps
+        while state.step != last and (group := list(islice(batches, accumulate))):
             yield group
         if not state.batch:
             raise ValueError(f"data gave no batch in epoch {state.epoch + 1}")
@@ -407,7 +431,7 @@ class Run:
         record |= means
         if config.schedule_unit == "epoch":
             self.schedule.step()
-        last, stop = number == config.num_epochs, False
+        last, stop = self._is_over(replace(state, epoch=number, batch=0)), False
         if last or number % config.evaluate_every == 0:
             record |= self._evaluate(1.0 if last else config.statistics_fraction)
             stop = self._is_out_of_patience(record)
@@ -425,6 +449,13 @@ class Run:
         if stop:
             return TrainingStatus(outcome="stopped", message=f"patience ran out in epoch {number}")
         return self._poll(agreed=True)
+
+    def _is_over(self, state: Checkpoint) -> bool:
+        """Return whether the last epoch of training is complete, perhaps cut short."""
+        if self.config.num_steps is None:
+            return state.epoch >= self.config.num_epochs
+        # After the last step, the epoch still has to be evaluated and logged.
+        return state.step >= self.config.num_steps and not state.batch
 
     def _finish(self) -> None:
         """Evaluate and write what belongs to the end of the run."""
@@ -502,11 +533,32 @@ class Run:
         return {f"{prefix}{name}": value for name, value in means.items()}
 
     def _is_out_of_patience(self, record: Record) -> bool:
-        if self._auto is None:
+        auto = self._auto
+        if auto is None:
             return False
-        # The data of an epoch come first. Once there is an average, its loss decides.
-        name = f"{next(iter(self.held))}_loss"
-        return self._auto.update(record[f"average_{name}" if f"average_{name}" in record else name])
+        averaging, metric = auto.averaging, self._metric
+        # Once there is an average, it decides.
+        part = "average_validation" if averaging else "validation"
+        if metric == "auto":
+            # Granziol et al., Iterate averaging, A.2, judge the accuracy of images. A text is
+            # judged by its perplexity, that is, by its loss.
+            classes = f"{part}_accuracy" in record and f"{part}_perplexity" not in record
+            metric = "accuracy" if classes else "loss"
+        value = record[f"{part}_{metric}"]
+        out = auto.update(-value if metric == "accuracy" and auto.mode == "min" else value)
+        if auto.averaging and not averaging and "optimizer" not in self.classes:
+            # Lookahead hands over to the average, unless its end was chosen.
+            for each in nested(self.optimizer):
+                if isinstance(each, Lookahead) and each.until is None:
+                    each.stop()
+        return out
+
+    @property
+    def _metric(self) -> str:
+        """The metric of patience; the mode of a user-defined AutoAverage says which it expects."""
+        if self._auto is None or self.config.patience is not None:
+            return self.config.patience_metric
+        return "accuracy" if self._auto.mode == "max" else "loss"
 
     # --------------------------------------------------------------------------------------
     # Saving and resuming.
@@ -568,7 +620,7 @@ class Run:
         num_epochs = self.config.num_epochs
         check_same(saved.settings, self.state.settings, path)
         started = saved.epoch + (saved.batch > 0)
-        if started > num_epochs:
+        if started > num_epochs and self.config.num_steps is None:
             raise ValueError(
                 f"num_epochs must be at least {started}, the epoch that {path.parent} has reached, "
                 f"got {num_epochs}: pass a larger number, or start again with resume=False "
@@ -590,7 +642,7 @@ class Run:
             self._carried.load(saved.carried)
         self._generators.restore(saved.generators)
         self._step.totals.sums.copy_(saved.totals[rank()])
-        over = saved.epoch >= num_epochs or (self._auto is not None and self._auto.finished)
+        over = self._is_over(saved) or (self._auto is not None and self._auto.finished)
         # Weights and optimiser are not needed twice. An end that was recorded may no longer be one.
         self.state = replace(
             saved,
