@@ -35,7 +35,8 @@ def from_networkx(x: Any, weight: Any, *, source: str) -> Records:
 
     Args:
         x: The graph.
-        weight: Attribute that is the weight of an edge; an edge without it has weight one.
+        weight: Attribute that is the weight of an edge; an edge without it has weight one. With
+            ``False`` all have.
         source: Name for messages.
     """
     nodes = list(x.nodes)
@@ -46,14 +47,14 @@ def from_networkx(x: Any, weight: Any, *, source: str) -> Records:
     )
 
     def numbers() -> Iterator[float]:
-        for u, v, value in x.edges(data=weight, default=1.0):
+        for u, v, value in x.edges(data=weight, default=1.0) if weight is not False else ():
             try:
                 yield float(value)
             except (TypeError, ValueError, OverflowError):
                 edge = f"the attribute {weight!r} of the edge {u!r} - {v!r}"
                 raise TypeError(f"{edge} must be a number, got {repr(value)[:40]}") from None
 
-    values = np.fromiter(numbers(), np.float64, count)
+    values = np.fromiter(numbers(), np.float64)
     check_weights(values, f"the attribute {weight!r}")
     names = None if nodes == list(range(len(nodes))) else integer_names(tuple(map(str, nodes)))
     # A directed graph whose arcs all have their reverse, of the same weight, is undirected.
