@@ -14,7 +14,7 @@ from ritz.cli import landscape, sharpness, spectrum
 from ritz.cli._options import MeasureOptions
 from ritz.cli._session import LONGEST, Measurement
 from ritz.training import TrainingConfig
-from ritz.training._workflow import RunConfig
+from ritz.training._fit import RunConfig
 
 FEW = ["--steps", "4"]
 COMMANDS = {

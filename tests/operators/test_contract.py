@@ -7,7 +7,6 @@ import torch
 from scipy.sparse.linalg import LinearOperator as ScipyOperator
 from scipy.sparse.linalg import aslinearoperator, eigsh
 
-from ritz._core.params import ParamSpace
 from ritz.operators import (
     BlockDiagonalOperator,
     DeflatedOperator,
@@ -282,15 +281,6 @@ def function_on_columns(dtype):
 @case
 def function_that_returns_its_input(dtype):
     return FunctionOperator(lambda block: block, n=6, dtype=dtype), torch.eye(6)
-
-
-@case
-def function_on_named_tensors(dtype):
-    space = ParamSpace({"weight": torch.zeros(2, 2, dtype=dtype), "bias": torch.zeros(3).to(dtype)})
-    op = FunctionOperator.on_params(
-        lambda p: {"weight": 2 * p["weight"], "bias": -p["bias"]}, space
-    )
-    return op, torch.diag(torch.tensor([2.0, 2, 2, 2, -1, -1, -1]))
 
 
 @case

@@ -227,5 +227,5 @@ def test_wrong_shapes_are_named(make, match):
 
 
 def test_only_optimisers_are_scheduled():
-    with pytest.raises(TypeError, match="optimizer must be a torch optimiser, got Linear"):
+    with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer, got Linear"):
         Schedule(torch.nn.Linear(1, 1), warmup(2))

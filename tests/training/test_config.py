@@ -17,7 +17,7 @@ from ritz.cli import train
 from ritz.cli._app import build
 from ritz.data import Augmentation
 from ritz.training import TrainingConfig, fit
-from ritz.training._workflow import RunConfig
+from ritz.training._fit import RunConfig
 
 
 def kinds(cls):

@@ -15,8 +15,8 @@ from training.examples import assert_same_bits, network, samples, state
 
 from ritz.training import CheckpointError, TrainingConfig, fit, read_log, read_weights
 from ritz.training._data import as_parts
+from ritz.training._fit import RunConfig, read_run, run_weights, train_run
 from ritz.training._folder import sole_writer
-from ritz.training._workflow import RunConfig, read_run, run_weights, train_run
 
 RUN = {"num_epochs": 2, "batch_size": 12}
 

@@ -44,6 +44,7 @@ Data = Annotated[
     str, option("--data", "Name (ritz list datasets) or module:factory.", NETWORK, "NAME")
 ]
 Out = Annotated[Path, option("--out", "Folder of the run, created if missing.", OUTPUT, "FOLDER")]
+# Learning rate and weight decay have no default here: each optimiser has its own.
 OWN = "(default: that of the optimiser)"
 Rate = Annotated[float | None, option("--lr", f"Learning rate {OWN}.", RATE)]
 Decay = Annotated[float | None, option("--weight-decay", f"Weight decay {OWN}.", RATE)]
@@ -116,6 +117,8 @@ def command(
         loss=loss or "cross_entropy",
         training=_training(options),
     )
+    # The default is CUDA if there is any. run.json holds what was given, so that a run can be
+    # resumed on another machine.
     device = default_device(options["device"])
     parts = make_data(data, data_dir=data_dir, options=config.data_options)
     loss_fn = loss_function(config.loss)
@@ -146,6 +149,7 @@ def command(
 
 def _training(options: dict[str, Any]) -> TrainingConfig:
     """Return the options of training; errors name the option of the command line."""
+    # Typer gives None for an option that may be repeated and was not given.
     try:
         return TrainingConfig(**(options | {"keep": options["keep"] or ()}))
     except (TypeError, ValueError) as error:

@@ -132,6 +132,7 @@ class LayerOperator(LinearOperator):
             check_finite(name, value)
         super().__init__(len(like) * len(factors.outputs), dtype=like.dtype, device=like.device)
         self.factors, self.bias, self.shift = factors, bias, shift
+        self._detail = str(factors)
 
     def _matmat(self, block: Tensor) -> Tensor:
         # V -> G V A + mu V, for each column as a matrix [W b].
@@ -151,9 +152,6 @@ class LayerOperator(LinearOperator):
         if not self.bias:
             return joint.flatten(0, 1)
         return torch.cat([joint[:, :-1].flatten(0, 1), joint[:, -1]])
-
-    def _detail(self) -> str:
-        return str(self.factors)
 
 
 @exact.register

@@ -302,21 +302,15 @@ class CurvatureOperator(LinearOperator):
 
     def __init__(self, products: Products) -> None:
         risk = products.risk
-        mode = {"batch_norm": risk.batch_norm} if batch_norms(risk.model) else {}
-        super().__init__(
-            risk.space.size,
-            dtype=risk.theta.dtype,
-            device=risk.theta.device,
-            block_size=products.block_size,
-            origin={"matrix": self.matrix, **mode},
-        )
-        self.risk, self.products = risk, products
+        n, dtype, device = risk.space.size, risk.theta.dtype, risk.theta.device
+        super().__init__(n, dtype=dtype, device=device, block_size=products.block_size)
+        self.risk, self.products, self._detail = risk, products, repr(risk)
+        self.origin["matrix"] = self.matrix
+        if batch_norms(risk.model):
+            self.origin["batch_norm"] = risk.batch_norm
 
     def _matmat(self, block: Tensor) -> Tensor:
         return self.products.matmat(block)
-
-    def _detail(self) -> str:
-        return repr(self.risk)
 
 
 def _asymmetry(u: Tensor, Au: Tensor, v: Tensor, Av: Tensor) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves
 
 from ritz._core.batches import is_rows
@@ -147,13 +148,15 @@ def rank_bound(risk: Risk) -> RankBound:
             outputs, target = risk.evaluate(risk.params, context)
             size = risk.batch_sizes[index]
             counts += counts.new_tensor(_terms(known, outputs, target, size))
-            inputs = _inputs(context.batch, size)
+            samples = [leaf for leaf in tree_leaves(context.batch) if is_rows(leaf, size)]
+            inputs = int(samples[0][0].numel()) if samples else None
     num_terms, num_outputs = risk.sum_over_processes(counts).tolist()
-    # Each term has a curvature of rank d_y in its outputs; softmax is blind to a shift of them all.
-    # d_y, the outputs of one term
-    classes = num_outputs // num_terms
     hidden = _hidden_units(risk.model)
-    compared = hidden is not None and inputs is not None
+    comparison = None
+    if hidden is not None and inputs is not None:
+        # 4 d_y (sum_l N_l + d_x), with d_y the outputs of one term
+        comparison = 4 * (num_outputs // num_terms) * (hidden + inputs)
+    # Each term has a curvature of rank d_y in its outputs; softmax is blind to a shift of them all.
     return RankBound(
         bound=min(risk.space.size, num_outputs - num_terms if softmax else num_outputs),
         num_parameters=risk.space.size,
@@ -162,7 +165,7 @@ def rank_bound(risk: Risk) -> RankBound:
         softmax=softmax,
         hidden_units=hidden,
         num_inputs=inputs,
-        comparison=4 * classes * ((hidden or 0) + (inputs or 0)) if compared else None,
+        comparison=comparison,
         l2=risk.l2,
     )
 
@@ -188,19 +191,10 @@ def _terms(known: KnownLoss | None, outputs: Any, target: Any, size: int) -> lis
     return [labels, labels * classes]
 
 
-def _inputs(batch: Any, size: int) -> int | None:
-    for leaf in tree_leaves(batch):
-        if is_rows(leaf, size):
-            return int(leaf[0].numel())
-    return None
-
-
 def _hidden_units(model: nn.Module) -> int | None:
-    units = []
-    for layer in model.modules():
-        if isinstance(layer, nn.Linear):
-            units.append(layer.out_features)
-        elif isinstance(layer, nn.modules.conv._ConvNd):
-            units.append(layer.out_channels)
+    layers = [each for each in model.modules() if isinstance(each, nn.Linear | _ConvNd)]
+    units = [
+        each.out_features if isinstance(each, nn.Linear) else each.out_channels for each in layers
+    ]
     # The last layer gives the outputs.
     return sum(units[:-1]) if units else None

@@ -18,7 +18,18 @@ from ritz.curvature import Risk, curvature_operator
 from ritz.curvature._shared import CurvatureMatrix, batch_products
 from ritz.measures._landscape import random_vectors
 
-BLOCK = 8  # probes per block of products
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Sizes of the work of :func:`curvature_variance`."""
+
+    # Probes per block of products: each group costs one pass per block, and four blocks of memory.
+    block: int = 8
+    # Groups by default: the standard error is then known to 1 / sqrt(2 * 127), or 6 %.
+    num_groups: int = 128
+
+
+TUNING = Tuning()
 
 
 @storable
@@ -113,8 +124,7 @@ def curvature_variance(
     _check_groups(risk)
     count = risk.num_samples
     if group_size is None:
-        # With 128 groups the standard error is known to 1 / sqrt(2 * 127), or 6 %.
-        group_size = max(1, count // 128)
+        group_size = max(1, count // TUNING.num_groups)
     # Fewer than three groups have no standard error.
     check_count("group_size", group_size, high=max(1, count // 3))
     generator = resolve_generator(generator)
@@ -123,14 +133,33 @@ def curvature_variance(
         vectors = _unit_probes(risk, num_probes, probe, generator)
     else:
         vectors = _unit_block(risk, along)
-    groups = _groups(risk, group_size, generator)
+    order = torch.randperm(count, generator=generator, device=generator.device)
+    # Groups of one size, as the formula assumes: the rest is left out.
+    used = order[: count // group_size * group_size].to(risk.theta.device)
+    groups = risk.samples(used, batch_size=group_size)
     risk.require_sample_mean(alone=True)
     gaps = _contrasts(groups, vectors, matrix, progress)
     # V = (N - 1)/N g/(M - 1) sum |y_j - mean|^2; the mean over contrasts divides by M - 1.
     gaps *= group_size * (count - 1) / count
     # Groups see M - 1 of the N - 1 contrasts of the samples: all of them if g = 1.
     unseen = (count - groups.num_batches) / (count - 1)
-    return _estimate(gaps, unseen, groups, count, generator, averaged=along is None)
+    by_groups = gaps.mean(1) if along is None else gaps
+    error = stderr(by_groups) * math.sqrt(unseen) if unseen else torch.zeros(())
+    whole = group_size == 1
+    method = "single samples" if whole else f"{groups.num_batches} random groups of {group_size}"
+    if len(used) < count:
+        method += f", {count - len(used)} of {count} samples left out at random"
+    make, kind = (Estimate.of, "probes") if along is None else (Estimate.exact, "directions")
+    num_vectors = vectors.shape[1]
+    estimate = make(
+        gaps.mean(0),
+        method=method,
+        num_products=num_vectors,
+        status=Status(outcome="completed", message=f"{num_vectors} {kind}"),
+        seed=None if whole and along is not None else generator.initial_seed(),
+    )
+    # Probes and groups are independent sources of error.
+    return replace(estimate, stderr=estimate.stderr.hypot(error.double()))
 
 
 def shrinkage(
@@ -207,22 +236,17 @@ def shrinkage(
 def _check_groups(risk: Risk) -> None:
     risk.require_separable("curvature_variance()")
     if risk.dropout != "off":
-        raise ValueError("curvature_variance() needs dropout='off', got 'fixed': masks belong to "
-                         "batches, not to samples")  # fmt: skip
+        raise ValueError(
+            "curvature_variance() needs dropout='off', got 'fixed': masks belong to "
+            "batches, not to samples"
+        )
     if risk.sharing != "none" and world_size(risk.group) > 1:
-        raise ValueError(f"curvature_variance() needs all samples in one process, got a risk with "
-                         f"sharing={risk.sharing!r}: use 'none'")  # fmt: skip
+        raise ValueError(
+            f"curvature_variance() needs all samples in one process, got a risk with "
+            f"sharing={risk.sharing!r}: use 'none'"
+        )
     if risk.num_samples < 2:
         raise ValueError(f"curvature_variance() needs at least 2 samples, got {risk.num_samples}")
-
-
-def _groups(risk: Risk, group_size: int, generator: torch.Generator) -> Risk:
-    """Return the risk whose batches are random disjoint groups of samples."""
-    count = risk.num_samples
-    order = torch.randperm(count, generator=generator, device=generator.device)
-    # Groups of one size, as the formula assumes: the rest is left out.
-    used = order[: count // group_size * group_size].to(risk.theta.device)
-    return risk.samples(used, batch_size=group_size)
 
 
 def _unit_probes(risk: Risk, count: int, probe: Probe, generator: torch.Generator) -> Tensor:
@@ -251,7 +275,7 @@ def _contrasts(
     cancellation (Welford). Over random groups they have one mean and are uncorrelated to first
     order.
     """
-    blocks, done = vectors.split(BLOCK, 1), 0
+    blocks, done = vectors.split(TUNING.block, 1), 0
     parts: list[Tensor] = []
     with tracking(progress, "curvature of groups", len(blocks) * groups.num_batches) as bar:
         for block in blocks:
@@ -269,31 +293,6 @@ def _contrasts(
     return torch.cat(parts, 1)
 
 
-def _estimate(
-    gaps: Tensor,
-    unseen: float,
-    groups: Risk,
-    count: int,
-    generator: torch.Generator,
-    *,
-    averaged: bool,
-) -> Estimate:
-    """Return the mean over contrasts ``(M - 1, k)`` and, if ``averaged``, over probes."""
-    samples = gaps.mean(0)
-    by_groups = stderr(gaps.mean(1) if averaged else gaps) * math.sqrt(unseen) if unseen else 0.0
-    size = groups.batch_sizes[0]
-    method = "single samples" if size == 1 else f"{groups.num_batches} random groups of {size}"
-    if (left := count - groups.num_samples) > 0:
-        method += f", {left} of {count} samples left out at random"
-    kind = "probes" if averaged else "directions"
-    status = Status(outcome="completed", message=f"{len(samples)} {kind}")
-    seed = generator.initial_seed() if averaged or size > 1 else None
-    make = Estimate.of if averaged else Estimate.exact
-    estimate = make(samples, method=method, num_products=len(samples), status=status, seed=seed)
-    # Probes and groups are independent sources of error.
-    return replace(estimate, stderr=estimate.stderr.hypot(torch.as_tensor(by_groups).double()))
-
-
 def _signal(
     risk: Risk, matrix: CurvatureMatrix, num_probes: int, generator: torch.Generator
 ) -> Estimate:
@@ -309,6 +308,10 @@ def _signal(
     samples = size * (square - 2 * m * along + m * m)
     # The square of a sampled mean is too large by its variance.
     bias = size * stderr(along).square()
-    estimate = Estimate.of(samples, method="mean of |H z - m z|^2", num_products=num_probes,
-                           seed=generator.initial_seed())  # fmt: skip
+    estimate = Estimate.of(
+        samples,
+        method="mean of |H z - m z|^2",
+        num_products=num_probes,
+        seed=generator.initial_seed(),
+    )
     return replace(estimate, mean=estimate.mean + bias)

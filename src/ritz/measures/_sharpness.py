@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -311,8 +312,13 @@ def sharpness(
     parts = Parts(
         Journal(state, settings, interval=save_interval, group=risk.group, together=together)
     )
-    run = partial(lanczos_block, num_steps=num_steps, group=risk.group, save_interval=save_interval,
-                  progress=progress)  # fmt: skip
+    run = partial(
+        lanczos_block,
+        num_steps=num_steps,
+        group=risk.group,
+        save_interval=save_interval,
+        progress=progress,
+    )
     rows, summaries = [], {}
     for mode, centre in _modes(risk, batch_norm):
         summaries[mode or ""] = _summary(parts, centre, mode)
@@ -380,16 +386,11 @@ def _row(
         against = None if index or start.shape[1] == 1 else start
         runs += parts.get(f"{name}-{index}", partial(run, op, start=block, against=against))
     # This is a part as well: an exact trace may cost as much as a run.
-    return parts.get(name, lambda state: _measure(op, runs, matrix, mode, seed))
+    labels = {"matrix": matrix, "batch_norm": mode}
+    return parts.get(name, lambda state: _measure(op, runs, seed, **labels))
 
 
-def _measure(
-    op: CurvatureOperator,
-    runs: list[Spectrum],
-    matrix: CurvatureMatrix,
-    mode: str | None,
-    seed: int,
-) -> SharpnessRow:
+def _measure(op: CurvatureOperator, runs: list[Spectrum], seed: int, **labels: Any) -> SharpnessRow:
     size, num_products = op.shape[0], sum(run.num_products for run in runs)
     samples, num_split = traces(runs, _FUNCTIONS)
     method = "Lanczos quadrature" + (f", {num_split} eigenvalues split off" if num_split else "")
@@ -403,13 +404,18 @@ def _measure(
         torch.cat([getattr(run, k) for run in runs]) for k in ("values", "residuals")
     )
     place = values.abs().argmax()
-    norm = Estimate.exact(values[place].abs(), method="Lanczos", num_products=num_products,
-                          truncation=residuals[place], status=first.status, seed=seed)  # fmt: skip
+    norm = Estimate.exact(
+        values[place].abs(),
+        method="Lanczos",
+        num_products=num_products,
+        truncation=residuals[place],
+        status=first.status,
+        seed=seed,
+    )
     # Some eigenvalues are zero within their residuals, and may be negative.
     undecided = (possible.mean - negative.mean) / size
     return SharpnessRow(
-        matrix=matrix,
-        batch_norm=mode,
+        **labels,
         spectral_norm=norm,
         largest=float(values.max()),
         smallest=float(values.min()),
@@ -417,7 +423,7 @@ def _measure(
         mean_eigenvalue=whole.scaled(1 / size),
         frobenius_norm=_root(second, max(map(least_frobenius_norm, runs))),
         negative_mass=replace(negative.scaled(1 / size), truncation=undecided),
-        degeneracy=rank_degeneracy(runs, matrix=matrix),
+        degeneracy=rank_degeneracy(runs, matrix=labels["matrix"]),
         num_products=num_products,
         status=min((run.status for run in runs), key=lambda status: status.outcome == "breakdown"),
     )

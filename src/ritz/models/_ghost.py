@@ -1,6 +1,6 @@
 """Ghost batch norm: batch norm with the statistics of small groups of a batch."""
 
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -12,17 +12,9 @@ from ritz._core.checks import check_count
 class _GhostBatchNorm(_BatchNorm):
     # Comes before a batch norm of torch in the bases, which checks the number of dimensions.
 
-    def __init__(
-        self,
-        num_features: int,
-        size: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
-    ) -> None:
+    def __init__(self, num_features: int, size: int, *args: Any, **options: Any) -> None:
         check_count("size", size, low=2)
-        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        super().__init__(num_features, *args, **options)
         self.size = size
 
     def forward(self, input: Tensor) -> Tensor:
@@ -89,10 +81,8 @@ def with_ghost_batch_norm(model: nn.Module, size: int) -> nn.Module:
     ghosts = {nn.BatchNorm1d: GhostBatchNorm1d, nn.BatchNorm2d: GhostBatchNorm2d}
     for name, layer in norms:
         if type(layer) not in (*ghosts, *ghosts.values()):
-            raise TypeError(
-                f"model must have batch norms 1d or 2d, but {name or 'it'} is a "
-                f"{type(layer).__name__}"
-            )
+            kind = type(layer).__name__
+            raise TypeError(f"model must have batch norms 1d or 2d, but {name or 'it'} is a {kind}")
     for _, layer in norms:
         # A ghost batch norm has the state of a batch norm, and the size.
         layer.__class__ = ghosts.get(type(layer), type(layer))

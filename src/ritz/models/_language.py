@@ -2,6 +2,7 @@
 
 import warnings
 from contextlib import nullcontext
+from functools import partial
 from itertools import pairwise
 from typing import Any, final
 
@@ -157,8 +158,7 @@ class Head(nn.Module):
 
 @draw_layer.register
 def _(module: Head, generator: torch.Generator) -> None:
-    if module.weight is not None:
-        uniform(module.weight, 0.1, generator)
+    uniform(module.weight, 0.1, generator)
     fill(module.bias, 0.0)
 
 
@@ -205,11 +205,7 @@ def draw_gpt(model: nn.Module, generator: torch.Generator) -> None:
             draw_layer(module, generator)
 
 
-GPT2 = {"num_classes": 50_257, "input_shape": (1024,), "width": 768, "depth": 12, "heads": 12}
-
-
 @register("gpt", draw=draw_gpt)
-@register("gpt2", draw=draw_gpt, defaults=GPT2)
 @final
 class GPT(nn.Module):
     """A decoder like GPT-2, by default six layers of 384; ``gpt2`` has 124,439,808 parameters.
@@ -243,12 +239,10 @@ class GPT(nn.Module):
             raise ValueError(f"input_shape must be (length,), got {tuple(input_shape)}")
         if width % heads:
             raise ValueError(f"width must be a multiple of heads ({heads}), got {width}")
-        self.tokens, self.places = (
-            nn.Embedding(num_classes, width),
-            nn.Embedding(*input_shape, width),
-        )
+        self.tokens = nn.Embedding(num_classes, width)
+        self.places = nn.Embedding(*input_shape, width)
         self.drop = dropout_layer(dropout)
-        self.blocks = nn.ModuleList(DecoderBlock(width, heads, dropout) for _ in range(depth))
+        self.blocks = nn.Sequential(*(DecoderBlock(width, heads, dropout) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -257,7 +251,10 @@ class GPT(nn.Module):
         The head is the embedding of the tokens, transposed.
         """
         places = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.drop(self.tokens(tokens) + self.places(places))
-        for block in self.blocks:
-            x = block(x)
+        x = self.blocks(self.drop(self.tokens(tokens) + self.places(places)))
         return functional.linear(self.norm(x), self.tokens.weight).transpose(1, 2)
+
+
+register("gpt2", draw=draw_gpt)(
+    partial(GPT, num_classes=50_257, input_shape=(1024,), width=768, depth=12, heads=12)
+)

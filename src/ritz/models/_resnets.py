@@ -59,15 +59,12 @@ class Residual(nn.Module):
         self.pre, self.name, path = pre, name, []
         for number, layer in enumerate(convolutions, 1):
             conv, norm = f"conv{number}", f"bn{number}"
+            maps = layer.in_channels if pre else layer.out_channels
+            modules: dict[str, nn.Module] = {conv: layer, norm: nn.BatchNorm2d(maps)}
             # The order of registration is that of the published code: weights are drawn in it.
-            if pre:
-                self.add_module(norm, nn.BatchNorm2d(layer.in_channels))
-                self.add_module(conv, layer)
-                path += [norm, "relu", conv]
-            else:
-                self.add_module(conv, layer)
-                self.add_module(norm, nn.BatchNorm2d(layer.out_channels))
-                path += [conv, norm, "relu"]
+            for key in (norm, conv) if pre else (conv, norm):
+                self.add_module(key, modules[key])
+            path += [norm, "relu", conv] if pre else [conv, norm, "relu"]
             if number == 1 and dropout is not None:
                 self.add_module("dropout", dropout_layer(dropout))
                 path.append("dropout")
@@ -151,8 +148,7 @@ def wide(channels: int, width: int, stride: int, *, dropout: float) -> Residual:
 
 def stem(channels: int, width: int, kernel: int = 3, stride: int = 1) -> dict[str, nn.Module]:
     """Return the first convolution and its norm, by name."""
-    first = convolution(channels, width, kernel, stride)
-    return {"conv1": first, "bn1": nn.BatchNorm2d(width)}
+    return {"conv1": convolution(channels, width, kernel, stride), "bn1": nn.BatchNorm2d(width)}
 
 
 @final

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, final
 
 import numpy as np
@@ -20,7 +20,7 @@ class LinearOperator(ABC):
 
     A subclass calls ``super().__init__`` and implements ``_matmat``, which receives a block of the
     right shape, dtype and device with at least one column. It must not change the block, and must
-    return a new tensor.
+    return a new tensor. It may set ``_detail``, a text for ``repr``.
 
     Attributes:
         shape: ``(n, n)``.
@@ -31,14 +31,10 @@ class LinearOperator(ABC):
             ``laplacian``, and ``batch_norm``, the mode of batch norm of the network.
     """
 
+    _detail = ""
+
     def __init__(
-        self,
-        n: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        block_size: int = 8,
-        origin: Mapping[str, str] | None = None,
+        self, n: int, *, dtype: torch.dtype, device: torch.device | str, block_size: int = 8
     ) -> None:
         if n < 1:
             raise ValueError(f"an operator must have at least one row, got {n}")
@@ -47,11 +43,9 @@ class LinearOperator(ABC):
                 f"an operator must be made of torch tensors, got {dtype!r}: see ritz.as_operator"
             )
         check_real_floating("an operator", dtype)
-        self.shape = (n, n)
-        self.dtype = dtype
-        self.device = torch.device(device)
+        self.shape, self.dtype, self.device = (n, n), dtype, torch.device(device)
         self.block_size = block_size
-        self.origin = dict(origin or {})
+        self.origin: dict[str, str] = {}
 
     @abstractmethod
     def _matmat(self, block: Tensor) -> Tensor:
@@ -100,12 +94,9 @@ class LinearOperator(ABC):
             block = torch.tensor(array, dtype=self.dtype, device=self.device)
             return self.matmat(block).cpu().numpy()
 
-        def matvec(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-            return matmat(array.reshape(-1))
-
         dtype = torch.empty(0, dtype=self.dtype).numpy().dtype
         # A' = A, so products from the left are the same functions.
-        products = {"matvec": matvec, "rmatvec": matvec, "matmat": matmat, "rmatmat": matmat}
+        products = dict.fromkeys(("matvec", "rmatvec", "matmat", "rmatmat"), matmat)
         return ScipyOperator(shape=self.shape, dtype=dtype, **products)
 
     def __add__(self, other: "LinearOperator") -> "SumOperator":
@@ -124,12 +115,8 @@ class LinearOperator(ABC):
 
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        parts = [f"{self.shape[0]:,} x {self.shape[1]:,}", dtype, str(self.device), self._detail()]
+        parts = [f"{self.shape[0]:,} x {self.shape[1]:,}", dtype, str(self.device), self._detail]
         return f"{type(self).__name__}({', '.join(filter(None, parts))})"
-
-    def _detail(self) -> str:
-        """Text that a subclass adds to its ``repr``, such as the number of stored entries."""
-        return ""
 
 
 def check_symmetric(
@@ -172,6 +159,7 @@ class SumOperator(LinearOperator):
         width = min(term.block_size for term in terms)
         super().__init__(first.shape[0], dtype=first.dtype, device=first.device, block_size=width)
         self.terms = terms
+        self._detail = " + ".join(type(term).__name__ for term in terms)
 
     def _matmat(self, block: Tensor) -> Tensor:
         # Not in place: a user-defined operator may return a tensor that it still uses.
@@ -180,44 +168,44 @@ class SumOperator(LinearOperator):
             total = total + term.matmat(block)
         return total
 
-    def _detail(self) -> str:
-        return " + ".join(type(term).__name__ for term in self.terms)
+
+class WrappingOperator(LinearOperator):
+    """An operator made of one other operator, ``op``, with its dtype, device and block size."""
+
+    def __init__(self, op: LinearOperator, detail: str, *, n: int | None = None) -> None:
+        n = op.shape[0] if n is None else n
+        super().__init__(n, dtype=op.dtype, device=op.device, block_size=op.block_size)
+        self.op, self._detail = op, detail
 
 
 @final
-class ScaledOperator(LinearOperator):
+class ScaledOperator(WrappingOperator):
     r"""The multiple :math:`c A`."""
 
     def __init__(self, op: LinearOperator, factor: float) -> None:
         _check_number("factor", factor)
-        super().__init__(op.shape[0], dtype=op.dtype, device=op.device, block_size=op.block_size)
-        self.op, self.factor = op, float(factor)
+        super().__init__(op, f"{factor:g} * {type(op).__name__}")
+        self.factor = float(factor)
 
     def _matmat(self, block: Tensor) -> Tensor:
         return self.op.matmat(block) * self.factor
 
-    def _detail(self) -> str:
-        return f"{self.factor:g} * {type(self.op).__name__}"
-
 
 @final
-class ShiftedOperator(LinearOperator):
+class ShiftedOperator(WrappingOperator):
     r"""The shift :math:`A + \mu I`."""
 
     def __init__(self, op: LinearOperator, shift: float) -> None:
         _check_number("shift", shift)
-        super().__init__(op.shape[0], dtype=op.dtype, device=op.device, block_size=op.block_size)
-        self.op, self.shift = op, float(shift)
+        super().__init__(op, f"{type(op).__name__} {shift:+g} I")
+        self.shift = float(shift)
 
     def _matmat(self, block: Tensor) -> Tensor:
         return torch.add(self.op.matmat(block), block, alpha=self.shift)
 
-    def _detail(self) -> str:
-        return f"{type(self.op).__name__} {self.shift:+g} I"
-
 
 @final
-class DeflatedOperator(LinearOperator):
+class DeflatedOperator(WrappingOperator):
     r"""The projection :math:`(I - Q Q^\top) A (I - Q Q^\top)`: ``A`` with a subspace removed.
 
     Args:
@@ -227,10 +215,11 @@ class DeflatedOperator(LinearOperator):
 
     def __init__(self, op: LinearOperator, vectors: Tensor) -> None:
         check_tensor("vectors", vectors, dtype=op.dtype, device=op.device, rows=op.shape[0])
-        super().__init__(op.shape[0], dtype=op.dtype, device=op.device, block_size=op.block_size)
-        self.op, self.vectors = op, (vectors if vectors.ndim == 2 else vectors[:, None]).detach()
+        self.vectors = vectors.detach().reshape(op.shape[0], -1)
+        super().__init__(op, f"{type(op).__name__} without {self.vectors.shape[1]} directions")
         gram = self.vectors.double().T @ self.vectors.double()
         error = float((gram - torch.eye(len(gram)).to(gram)).abs().max())
+        # Q'Q = I must hold to half the digits of the dtype.
         if not error <= torch.finfo(op.dtype).eps ** 0.5:
             raise ValueError(f"vectors must have orthonormal columns, got |Q'Q - I| = {error:.2g}")
 
@@ -238,14 +227,12 @@ class DeflatedOperator(LinearOperator):
         return self._project(self.op.matmat(self._project(block)))
 
     def _project(self, block: Tensor) -> Tensor:
+        # (I - Q Q') B, associated so that Q Q', (n, n), is not formed.
         return block - self.vectors @ (self.vectors.T @ block)
-
-    def _detail(self) -> str:
-        return f"{type(self.op).__name__} without {self.vectors.shape[1]} directions"
 
 
 @final
-class RestrictedOperator(LinearOperator):
+class RestrictedOperator(WrappingOperator):
     r"""The principal submatrix :math:`A_{SS}` on a subset of coordinates.
 
     Args:
@@ -254,7 +241,7 @@ class RestrictedOperator(LinearOperator):
     """
 
     def __init__(self, op: LinearOperator, indices: Tensor) -> None:
-        indices = torch.as_tensor(indices, device=op.device)
+        self.indices = indices = torch.as_tensor(indices, device=op.device)
         if indices.ndim != 1 or indices.dtype.is_floating_point or indices.dtype == torch.bool:
             raise TypeError(
                 f"indices must be a vector of integers, got {indices.dtype} {tuple(indices.shape)}"
@@ -263,8 +250,7 @@ class RestrictedOperator(LinearOperator):
             check_range("indices", int(end), low=0, high=op.shape[0] - 1)
         if len(indices.unique()) != len(indices):
             raise ValueError("indices must be distinct, got repeated ones")
-        super().__init__(len(indices), dtype=op.dtype, device=op.device, block_size=op.block_size)
-        self.op, self.indices = op, indices
+        super().__init__(op, f"{len(indices):,} coordinates of {type(op).__name__}", n=len(indices))
 
     def _matmat(self, block: Tensor) -> Tensor:
         # A_SS = P A P', where P' embeds the coordinates S among zeros.
@@ -272,12 +258,9 @@ class RestrictedOperator(LinearOperator):
         embedded[self.indices] = block
         return self.op.matmat(embedded)[self.indices]
 
-    def _detail(self) -> str:
-        return f"{len(self.indices):,} coordinates of {type(self.op).__name__}"
-
 
 @final
-class ShardedOperator(LinearOperator):
+class ShardedOperator(WrappingOperator):
     r"""The sum :math:`\sum_r A_r` over processes, each of which has its own :math:`A_r`.
 
     All processes pass the same block and get the same product, by one all-reduce. Parts are summed,
@@ -289,16 +272,13 @@ class ShardedOperator(LinearOperator):
     """
 
     def __init__(self, op: LinearOperator, *, group: Group | None = None) -> None:
-        super().__init__(op.shape[0], dtype=op.dtype, device=op.device, block_size=op.block_size)
-        self.op, self.group = op, group
+        super().__init__(op, f"sum over {world_size(group)} processes of {type(op).__name__}")
+        self.group = group
 
     def _matmat(self, block: Tensor) -> Tensor:
         # A copy, since the sum is in place and the local operator may still use its result.
         product = self.op.matmat(block).clone(memory_format=torch.contiguous_format)
         return all_sum(product, self.group)
-
-    def _detail(self) -> str:
-        return f"sum over {world_size(self.group)} processes of {type(self.op).__name__}"
 
 
 def check_alike(name: str, ops: Sequence[LinearOperator], *, shape: bool = False) -> LinearOperator:

@@ -14,7 +14,6 @@ import torch
 from scipy.sparse.linalg import LinearOperator as ScipyOperator
 from torch import Tensor
 
-from ritz._core.params import ParamSpace
 from ritz.operators._base import LinearOperator
 from ritz.operators._laplacian import is_networkx
 from ritz.operators._sparse import SparseOperator
@@ -53,21 +52,8 @@ class FunctionOperator(LinearOperator):
     ) -> None:
         super().__init__(n, dtype=dtype, device=device)
         self.function, self.columnwise = function, columnwise
-        self.name = _name(function) if name is None else name
-
-    @classmethod
-    def on_params(
-        cls, function: Callable[[dict[str, Tensor]], dict[str, Tensor]], space: ParamSpace
-    ) -> "FunctionOperator":
-        """Return the operator of a product on named tensors, such as parameters of a model."""
-        return cls(
-            lambda vector: space.flatten(function(space.unflatten(vector))),
-            n=space.size,
-            dtype=space.dtype,
-            device=space.device,
-            columnwise=True,
-            name=_name(function),
-        )
+        default = getattr(function, "__name__", type(function).__name__)
+        self._detail = default if name is None else name
 
     def _matmat(self, block: Tensor) -> Tensor:
         if not self.columnwise:
@@ -76,18 +62,11 @@ class FunctionOperator(LinearOperator):
             product = torch.stack([self.function(column) for column in block.T], dim=1)
         if not isinstance(product, Tensor) or product.shape != block.shape:
             got = tuple(product.shape) if isinstance(product, Tensor) else type(product).__name__
-            raise ValueError(f"{self.name} must return {tuple(block.shape)}, got {got}")
+            raise ValueError(f"{self._detail} must return {tuple(block.shape)}, got {got}")
         product = product.detach()  # a product by autograd may still have its graph
         # Callers write into products, and a function may return its argument.
         shared = product.untyped_storage().data_ptr() == block.untyped_storage().data_ptr()
         return product.clone() if shared else product
-
-    def _detail(self) -> str:
-        return self.name
-
-
-def _name(function: object) -> str:
-    return str(getattr(function, "__name__", type(function).__name__))
 
 
 # ------------------------------------------------------------------------------------------

@@ -1,10 +1,13 @@
 """Adaptive optimisers: Padam, PadamW, DampedAdamW, and with an average Gadam and GadamX."""
 
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, ClassVar, TypedDict, Unpack, final
 
 import torch
 from torch import Tensor
+from torch.optim.adam import adam
 from torch.optim.optimizer import (
     Optimizer,
     ParamsT,
@@ -24,15 +27,15 @@ from ritz.optim._update import Buffers, CompiledStep, Form, Number, Rule, update
 
 FORMS = ("inside", "outside", "published")
 # Settings of a group that the rule of its update has under the same name.
-COPIED = ("weight_decay", "decoupled_weight_decay", "partial", "maximize", "capturable",
-          "differentiable")  # fmt: skip
-STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")
-# Raises during the capture of a step that cannot be captured. Older releases name it after CUDA.
-CAPTURE_CHECK = (
-    "_accelerator_graph_capture_health_check"
-    if hasattr(Optimizer, "_accelerator_graph_capture_health_check")
-    else "_cuda_graph_capture_health_check"
+COPIED = (
+    "weight_decay",
+    "decoupled_weight_decay",
+    "partial",
+    "maximize",
+    "capturable",
+    "differentiable",
 )
+STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")
 
 
 class Flags(TypedDict, total=False):
@@ -80,9 +83,7 @@ class AdaptiveOptimizer(Optimizer):
 
     _eps_key: ClassVar[str] = "eps"
 
-    def __init__(
-        self, params: ParamsT, flags: Flags, common: tuple[Any, ...], **settings: Any
-    ) -> None:
+    def __init__(self, params: ParamsT, flags: Flags, *common: Any, **settings: Any) -> None:
         unknown = sorted(flags.keys() - Flags.__annotations__.keys())
         if unknown:
             raise TypeError(f"{type(self).__name__} got unknown arguments {', '.join(unknown)}")
@@ -90,7 +91,7 @@ class AdaptiveOptimizer(Optimizer):
         names = ("lr", "betas", self._eps_key, "weight_decay")
         defaults = DEFAULTS | dict(zip(names, common, strict=True)) | settings | flags
         self._check(defaults)
-        self._graphs: dict[int, CompiledStep] = {}
+        self._graphs: dict[int, CompiledStep] = defaultdict(CompiledStep)
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -99,7 +100,7 @@ class AdaptiveOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.__dict__.setdefault("_graphs", {})
+        self.__dict__.setdefault("_graphs", defaultdict(CompiledStep))
         for group in self.param_groups:
             # Settings that an older pickle does not have.
             group |= DEFAULTS | self.defaults | group
@@ -125,11 +126,11 @@ class AdaptiveOptimizer(Optimizer):
     @_use_grad_for_differentiable
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step, and return the loss of ``closure`` if there is one."""
-        getattr(self, CAPTURE_CHECK)()
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        # Raises if a step is captured that cannot be. Older releases name it after CUDA.
+        check = getattr(self, "_accelerator_graph_capture_health_check", None)
+        (check or self._cuda_graph_capture_health_check)()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         for index, group in enumerate(self.param_groups):
             self._step_group(index, group)
         return loss
@@ -142,26 +143,28 @@ class AdaptiveOptimizer(Optimizer):
         if any(param.grad.is_sparse for param in params):
             raise RuntimeError(f"{type(self).__name__} does not support sparse gradients")
         states = [self._param_state(param, rule, fused) for param in params]
-        buffers = Buffers(
-            params,
-            [param.grad for param in params],
-            *([] if key.startswith("max") and not rule.amsgrad else [state[key] for state in states]
-              for key in STATE),
-        )  # fmt: skip
-        if group["compile"] and rule.form != "outside" and not torch.compiler.is_compiling():
-            if index not in self._graphs:
-                self._graphs[index] = CompiledStep()
-            self._graphs[index](buffers, rule, group["lr"])
-            return
-        update(
-            buffers,
-            rule,
-            lr=group["lr"],
-            foreach=group["foreach"],
-            fused=fused,
-            grad_scale=getattr(self, "grad_scale", None),
-            found_inf=getattr(self, "found_inf", None),
+        # Without AMSGrad the largest moments are not used, even if the state has them.
+        lists = (
+            [state[key] for state in states if rule.amsgrad or key != "max_exp_avg_sq"]
+            for key in STATE
         )
+        buffers = Buffers(params, [param.grad for param in params], *lists)
+        if rule.form == "outside":
+            torch_step: Any = adam
+            torch_step(
+                *buffers,
+                lr=group["lr"],
+                foreach=False if fused else group["foreach"],
+                fused=fused or None,  # None: torch decides between the other two
+                grad_scale=getattr(self, "grad_scale", None),
+                found_inf=getattr(self, "found_inf", None),
+                has_complex=any(param.is_complex() for param in params),
+                **{each.name: getattr(rule, each.name) for each in fields(rule)[2:]},
+            )
+        elif group["compile"] and not torch.compiler.is_compiling():
+            self._graphs[index](buffers, rule, group["lr"])
+        else:
+            update(buffers, rule, group["lr"], group["foreach"])
 
     def _rule(self, group: dict[str, Any]) -> Rule:
         form, amsgrad = _form(group), group["amsgrad"]
@@ -199,7 +202,12 @@ class AdaptiveOptimizer(Optimizer):
     def _check(self, settings: dict[str, Any]) -> None:
         """Raise unless the settings of a group are possible, each and together."""
         _check_lr(settings)
-        _check_betas(settings["betas"])
+        if not isinstance(betas := settings["betas"], tuple | list) or len(betas) != 2:
+            raise ValueError(f"betas must be two numbers, got {betas}")
+        for index, beta in enumerate(betas):
+            check_range(f"betas[{index}]", beta, low=0)
+            if beta >= 1:
+                raise ValueError(f"betas[{index}] must be less than 1, got {beta}")
         for name in (self._eps_key, "weight_decay"):
             check_range(name, settings[name], low=0)
         check_range("partial", settings["partial"], low=0, high=0.5)
@@ -225,15 +233,6 @@ def _check_lr(settings: dict[str, Any]) -> None:
     check_range("lr", lr, low=0)
 
 
-def _check_betas(betas: tuple[float, float]) -> None:
-    if not isinstance(betas, tuple | list) or len(betas) != 2:
-        raise ValueError(f"betas must be two numbers, got {betas}")
-    for index, beta in enumerate(betas):
-        check_range(f"betas[{index}]", beta, low=0)
-        if beta >= 1:
-            raise ValueError(f"betas[{index}] must be less than 1, got {beta}")
-
-
 def _check_flags(settings: dict[str, Any]) -> None:
     form, partial = settings["form"], settings["partial"]
     if form is not None:
@@ -241,8 +240,10 @@ def _check_flags(settings: dict[str, Any]) -> None:
     if form == "outside" and partial != 0.5:
         raise ValueError(f"form='outside' needs partial=0.5, got partial={partial}")
     if settings["fused"] and _form(settings) != "outside":
-        raise ValueError("fused=True needs partial=0.5 with epsilon outside the root, got "
-                         f"partial={partial} and form={form!r}")  # fmt: skip
+        raise ValueError(
+            "fused=True needs partial=0.5 with epsilon outside the root, got "
+            f"partial={partial} and form={form!r}"
+        )
     # The words of torch's own optimisers, which its conformance tests expect.
     if settings["fused"] and settings["differentiable"]:
         raise RuntimeError("`fused` does not support `differentiable`")
@@ -299,9 +300,16 @@ class Padam(AdaptiveOptimizer):
         form: Form | None = None,
         **flags: Unpack[Flags],
     ) -> None:
-        common = (lr, betas, eps, weight_decay)
         super().__init__(
-            params, flags, common, partial=partial, form=form, decoupled_weight_decay=False
+            params,
+            flags,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            partial=partial,
+            form=form,
+            decoupled_weight_decay=False,
         )
 
 
@@ -340,7 +348,7 @@ class PadamW(AdaptiveOptimizer):
         form: Form | None = None,
         **flags: Unpack[Flags],
     ) -> None:
-        super().__init__(params, flags, (lr, betas, eps, weight_decay), partial=partial, form=form)
+        super().__init__(params, flags, lr, betas, eps, weight_decay, partial=partial, form=form)
 
 
 # ------------------------------------------------------------------------------------------
@@ -348,39 +356,28 @@ class PadamW(AdaptiveOptimizer):
 
 
 class AveragedOptimizer(AdaptiveOptimizer):
-    """Base class of Gadam and GadamX: adaptive steps with a tail average of the iterates."""
+    """Base class of Gadam and GadamX: adaptive steps with a tail average of the iterates.
 
-    def __init__(
-        self,
-        params: ParamsT,
-        flags: Flags,
-        common: tuple[Any, ...],
-        plan: tuple[int | None, int],
-        **settings: Any,
-    ) -> None:
-        super().__init__(params, flags, common, **settings)
-        self._plan = plan
-        self._attach()
+    Attributes:
+        average: The average.
+    """
 
-    @property
-    def average(self) -> IterateAverage:
-        """The average of the iterates."""
-        return self._average
+    average: IterateAverage
 
     def __getstate__(self) -> dict[str, Any]:
         self.state_dict()  # the average writes its counts into the state
-        return super().__getstate__() | {"_plan": self._plan}
+        plan = (self.average.planned, self.average.interval)
+        return super().__getstate__() | {"_plan": plan}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "_average" not in self.__dict__:
+        if "average" not in self.__dict__:
             # Copying and pickling lose hooks: attach anew, and continue from the state.
-            self._attach()
+            self._attach(*state["_plan"])
             self.load_state_dict(self.state_dict())
 
-    def _attach(self) -> None:
-        start, interval = self._plan
-        self._average = IterateAverage(self, start=start, interval=interval)
+    def _attach(self, start: int | None, interval: int) -> None:
+        self.average = IterateAverage(self, start=start, interval=interval)
 
 
 @final
@@ -429,9 +426,18 @@ class Gadam(AveragedOptimizer):
         decoupled_weight_decay: bool = True,
         **flags: Unpack[Flags],
     ) -> None:
-        power = {"partial": partial, "form": form}
-        super().__init__(params, flags, (lr, betas, eps, weight_decay), (start, interval),
-                         decoupled_weight_decay=decoupled_weight_decay, **power)  # fmt: skip
+        super().__init__(
+            params,
+            flags,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            partial=partial,
+            form=form,
+            decoupled_weight_decay=decoupled_weight_decay,
+        )
+        self._attach(start, interval)
 
 
 @final
@@ -476,9 +482,18 @@ class GadamX(AveragedOptimizer):
         decoupled_weight_decay: bool = True,
         **flags: Unpack[Flags],
     ) -> None:
-        power = {"partial": partial, "form": form}
-        super().__init__(params, flags, (lr, betas, eps, weight_decay), (start, interval),
-                         decoupled_weight_decay=decoupled_weight_decay, **power)  # fmt: skip
+        super().__init__(
+            params,
+            flags,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            partial=partial,
+            form=form,
+            decoupled_weight_decay=decoupled_weight_decay,
+        )
+        self._attach(start, interval)
 
 
 # ------------------------------------------------------------------------------------------
@@ -522,9 +537,15 @@ class DampedAdamW(AdaptiveOptimizer):
         decoupled_weight_decay: bool = True,
         **flags: Unpack[Flags],
     ) -> None:
-        common = (lr, betas, delta, weight_decay)
         super().__init__(
-            params, flags, common, partial=0.5, decoupled_weight_decay=decoupled_weight_decay
+            params,
+            flags,
+            lr,
+            betas,
+            delta,
+            weight_decay,
+            partial=0.5,
+            decoupled_weight_decay=decoupled_weight_decay,
         )
 
 

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, final
 
@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ritz._core.checks import check_choice, check_count, check_range
-from ritz._core.modes import reshard, unwrapped, with_statistics
+from ritz._core.distributed import Group
+from ritz._core.modes import Count, Forward, Sharing, reshard, unwrapped, with_statistics
 from ritz.optim._companions import NEVER, Companions, check_optimizer, local, owners
 
 # ------------------------------------------------------------------------------------------
@@ -85,8 +86,9 @@ class IterateAverage:
         check_count("interval", interval)
         check_range("decay", decay, low=0.0, high=1.0)
         if kind == "polyak" and start not in (0, 1):
-            raise ValueError(f"start must be 0 for kind='polyak', which averages from the "
-                             f"beginning, got {start}")  # fmt: skip
+            raise ValueError(
+                f"start must be 0 for kind='polyak', which averages from the beginning, got {start}"
+            )
         if dtype not in (None, torch.float32, torch.float64):
             raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
         self.optimizer, self.kind, self.interval, self.decay = optimizer, kind, interval, decay
@@ -99,7 +101,6 @@ class IterateAverage:
             key="average",
             numbers={"count": 0, "step": 0, "start": self.planned or NEVER},
             dtype=dtype,
-            closed=lambda numbers: numbers["count"] > 0,
         )
         # Not compiled: a compiled step would be traced again whenever a count changes.
         optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step))
@@ -134,20 +135,32 @@ class IterateAverage:
         self._begin()
 
     @contextmanager
-    def applied(self, model: nn.Module, **statistics: Any) -> Iterator[nn.Module]:
+    def applied(
+        self,
+        model: nn.Module,
+        *,
+        data: Iterable[Any] | None = None,
+        fraction: float = 1.0,
+        forward: Forward | None = None,
+        count: Count | None = None,
+        sharing: Sharing = "own",
+        group: Group | None = None,
+    ) -> Iterator[nn.Module]:
         r"""Put the averaged weights into a model for the block, and restore its weights after it.
 
         Args:
             model: Model with parameters of the optimiser, possibly wrapped (DDP, FSDP2, compiled).
                 Its other parameters are not changed.
-            **statistics: Keywords for the statistics of batch norm. ``data`` are batches on which
-                they are computed again for the averaged weights, and restored with them; by default
-                they are not changed. ``fraction`` is the fraction of the batches to use, the first
-                ones. ``forward`` takes the model and a batch, and calls the model; by default the
-                last item of a tuple or list, and ``"labels"`` of a dictionary, are left out.
-                ``count`` takes a batch and returns its number of samples, by default the length of
-                its first tensor. ``sharing`` is ``own`` (every process of ``group`` has batches of
-                its own, and all make this call) or ``none`` (this process alone).
+            data: Batches on which the statistics of batch norm are computed again for the averaged
+                weights. They are restored after the block. Defaults to no change of them.
+            fraction: Fraction of the batches to use, beginning with the first.
+            forward: Called with the model and a batch. Defaults to a call of the model without the
+                last item of a tuple or list, or without ``"labels"`` of a dictionary.
+            count: Returns the number of samples of a batch. Defaults to the length of its first
+                tensor.
+            sharing: ``own``: every process of ``group`` passes different batches, and all make this
+                call. ``none``: this process computes the statistics alone.
+            group: Process group. Defaults to all processes.
         """
         self._check_not_applied("applied")
         pairs = self._matched(model)
@@ -155,7 +168,15 @@ class IterateAverage:
         self._applied = True
         try:
             _write(pairs)
-            with with_statistics(model, **statistics):
+            with with_statistics(
+                model,
+                data,
+                fraction=fraction,
+                forward=forward,
+                count=count,
+                sharing=sharing,
+                group=group,
+            ):
                 yield model
         finally:
             # FSDP2 may have gathered the parameters in the block.
@@ -186,8 +207,10 @@ class IterateAverage:
             **statistics: As in :meth:`applied`.
         """
         if any(hasattr(p, "to_local") for p in model.parameters()):
-            raise TypeError("model must not be sharded to be copied; save its state inside "
-                            "applied(model) instead")  # fmt: skip
+            raise TypeError(
+                "model must not be sharded to be copied; save its state inside "
+                "applied(model) instead"
+            )
         with self.applied(model, **statistics):
             return copy.deepcopy(unwrapped(model))
 
@@ -369,7 +392,18 @@ class AutoAverage:
         check_count("patience", patience)
         check_choice("mode", mode, ("min", "max"))
         check_range("min_delta", min_delta, low=0.0)
-        self.average = _average_of(average)
+        if isinstance(average, Optimizer):
+            average = attached_to(average) or IterateAverage(average, start=None)
+        if not isinstance(average, IterateAverage):
+            raise TypeError(
+                f"average must be an IterateAverage or an optimiser, got {type(average).__name__}"
+            )
+        if average.planned is not None:
+            raise ValueError(
+                f"average must be made with start=None, so that it begins when the "
+                f"metric says so, got start={average.planned}"
+            )
+        self.average = average
         self.patience, self.mode, self.min_delta = patience, mode, min_delta
         self.averaging, self.finished = False, False
         self.best: float | None = None  # of the weights, or of their average once averaging
@@ -401,12 +435,20 @@ class AutoAverage:
             raise ValueError("metric must be a number, got nan")
         if self.finished:
             return True
-        if self._improves(value):
+        gain = math.inf
+        if self.best is not None:
+            gain = self.best - value if self.mode == "min" else value - self.best
+        if gain > self.min_delta:
             self.best, self.waited = value, 0
         else:
             self.waited += 1
-        if self.waited >= self.patience:
-            self._end_part()
+        if self.waited >= self.patience and self.averaging:
+            self.finished = True
+        elif self.waited >= self.patience:
+            self.average.restart()
+            # The metric is that of the average from now on, so its best value is unknown.
+            self.averaging, self.waited = True, 0
+            self.best_before, self.best = self.best, None
         return self.finished
 
     def state_dict(self) -> dict[str, Any]:
@@ -420,34 +462,8 @@ class AutoAverage:
         if missing:
             raise ValueError(f"state_dict must be one of AutoAverage, got one without {missing}")
         if state_dict["mode"] != self.mode:
-            raise ValueError(f"state_dict was made with mode={state_dict['mode']!r}, this is "
-                             f"{self.mode!r}")  # fmt: skip
+            raise ValueError(
+                f"state_dict was made with mode={state_dict['mode']!r}, this is {self.mode!r}"
+            )
         for name in self.state_dict():
             setattr(self, name, state_dict[name])
-
-    def _improves(self, value: float) -> bool:
-        if self.best is None:
-            return True
-        gain = self.best - value if self.mode == "min" else value - self.best
-        return gain > self.min_delta
-
-    def _end_part(self) -> None:
-        if self.averaging:
-            self.finished = True
-            return
-        self.average.restart()
-        # The metric is that of the average from now on, so its best value is unknown.
-        self.averaging, self.waited = True, 0
-        self.best_before, self.best = self.best, None
-
-
-def _average_of(average: IterateAverage | Optimizer) -> IterateAverage:
-    if isinstance(average, Optimizer):
-        average = attached_to(average) or IterateAverage(average, start=None)
-    if not isinstance(average, IterateAverage):
-        raise TypeError(f"average must be an IterateAverage or an optimiser, got "
-                        f"{type(average).__name__}")  # fmt: skip
-    if average.planned is not None:
-        raise ValueError(f"average must be made with start=None, so that it begins when the "
-                         f"metric says so, got start={average.planned}")  # fmt: skip
-    return average

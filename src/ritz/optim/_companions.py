@@ -1,6 +1,6 @@
 """Tensors that belong to the parameters of an optimiser and are saved in its state."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any, final
 
@@ -32,10 +32,10 @@ class Companions:
         optimizer: Any optimiser. Hooks for saving and loading are registered with it; the owner of
             the companions calls :meth:`before_step` and :meth:`after_step`.
         key: Name of the tensor in the state.
-        numbers: The integers with their initial values.
+        numbers: The integers with their initial values. Once a ``count`` among them is above zero,
+            adding parameters is an error.
         dtype: Dtype of the tensors; complex parameters use the complex dtype of that precision.
             Defaults to float32, or the dtype of the parameter if it is wider.
-        closed: Returns whether, with these integers, adding parameters is an error.
     """
 
     def __init__(
@@ -45,10 +45,8 @@ class Companions:
         key: str,
         numbers: Mapping[str, int],
         dtype: torch.dtype | None = None,
-        closed: Callable[[Mapping[str, int]], bool] = lambda numbers: False,
     ) -> None:
-        self.key: str = key
-        self.dtype, self.closed = dtype, closed
+        self.key, self.dtype = key, dtype
         if any(isinstance(owner, Companions) and owner.key == key for owner in owners(optimizer)):
             raise ValueError(f"optimizer must not have {key} weights already, got one that does")
         self.numbers, self._first_numbers = dict(numbers), dict(numbers)
@@ -107,7 +105,8 @@ class Companions:
         self.write_numbers(optimizer)
 
     def _collect(self, optimizer: Optimizer) -> None:
-        if self._num_groups and self.closed(self.numbers):
+        # A mean over iterates that began without the new parameters would not be their mean.
+        if self._num_groups and self.numbers.get("count"):
             raise ValueError(
                 f"optimizer must keep its parameters once the {self.key} has begun, got "
                 f"{len(optimizer.param_groups)} groups of them where there were {self._num_groups}"
@@ -162,16 +161,20 @@ def check_optimizer(optimizer: Any) -> None:
 def check_shape(key: str, value: Tensor, name: str, param: Tensor) -> None:
     """Raise unless a tensor of a loaded state has the shape of its parameter."""
     if value.shape != param.shape:
-        raise ValueError(f"state_dict is of another model: its {key} of {name} has shape "
-                         f"{tuple(value.shape)}, the parameter {tuple(param.shape)}")  # fmt: skip
+        raise ValueError(
+            f"state_dict is of another model: its {key} of {name} has shape "
+            f"{tuple(value.shape)}, the parameter {tuple(param.shape)}"
+        )
 
 
 def owners(optimizer: Optimizer) -> Iterator[object]:
     """Yield the objects with hooks on the loading of an optimiser, or of those that it wraps."""
     inner: Any = optimizer
     while isinstance(inner, Optimizer):
-        hooks = (inner._optimizer_load_state_dict_pre_hooks,
-                 inner._optimizer_load_state_dict_post_hooks)  # fmt: skip
+        hooks = (
+            inner._optimizer_load_state_dict_pre_hooks,
+            inner._optimizer_load_state_dict_post_hooks,
+        )
         for hook in chain.from_iterable(table.values() for table in hooks):
             yield getattr(hook, "__self__", None)
         inner = getattr(inner, "optimizer", None)
@@ -191,8 +194,10 @@ def _pairs(optimizer: Optimizer, state_dict: StateDict) -> Iterator[tuple[Any, t
             raise ValueError(f"state_dict is of another model: it has {saved} in place of {name}")
         yield place, (name or f"parameter {index}", p)
     if len(here) != len(there):
-        raise ValueError(f"state_dict is of another model: it has {len(there)} parameters, the "
-                         f"optimiser {len(here)}")  # fmt: skip
+        raise ValueError(
+            f"state_dict is of another model: it has {len(there)} parameters, the "
+            f"optimiser {len(here)}"
+        )
 
 
 def _bare(name: str) -> str:

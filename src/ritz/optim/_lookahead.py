@@ -1,6 +1,7 @@
 """Lookahead: slow weights that follow those of any optimiser."""
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, Literal, final
 
 import torch
@@ -52,12 +53,6 @@ class Lookahead(Optimizer):
             it like the weights and stores another vector, ``state[p]["slow_momentum"]``.
     """
 
-    optimizer: Optimizer
-    k: int
-    alpha: float
-    planned: int | None
-    momentum: MomentumRule
-
     def __init__(
         self,
         optimizer: Optimizer,
@@ -73,8 +68,9 @@ class Lookahead(Optimizer):
         if until is not None:
             check_count("until", until)
         check_choice("momentum", momentum, ("keep", "reset", "pullback"))
-        values = (optimizer, k, alpha, until, momentum)
-        self._attach(dict(zip(SETTINGS, values, strict=True)))
+        self.optimizer, self.k, self.alpha = optimizer, k, alpha
+        self.planned, self.momentum = until, momentum
+        self._attach()
 
     @property
     def until(self) -> int | None:
@@ -112,32 +108,24 @@ class Lookahead(Optimizer):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Parameter groups or defaults of the inner optimiser."""
-        return self.optimizer.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """State of the inner optimiser."""
-        return self.optimizer.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """Parameter groups or defaults of the inner optimiser."""
-        return self.optimizer.defaults
+    # Groups, state and defaults are those of the inner optimiser.
+    param_groups = property(attrgetter("optimizer.param_groups"))
+    state = property(attrgetter("optimizer.state"))
+    defaults = property(attrgetter("optimizer.defaults"))
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in SETTINGS} | {"numbers": self._slow.numbers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._attach({name: state[name] for name in SETTINGS})
+        for name in SETTINGS:
+            setattr(self, name, state[name])
+        self._attach()
         # Copying loses hooks: continue with the slow weights in the state of the copy.
         self._slow.adopt(self.optimizer, state["numbers"])
 
-    def _attach(self, settings: dict[str, Any]) -> None:
+    def _attach(self) -> None:
         # Creates the tables of hooks without registering the parameters a second time.
-        super().__setstate__(settings)
+        super().__setstate__({})
         numbers = {"step": 0, "stop": NEVER}
         self._slow = Companions(self.optimizer, key="slow", numbers=numbers)
         self.optimizer.register_step_pre_hook(torch.compiler.disable(self._before_inner))
@@ -180,9 +168,15 @@ class Lookahead(Optimizer):
 
     def _momenta(self) -> list[tuple[dict[str, Any], Tensor]]:
         states = [self.optimizer.state.get(p, {}) for p in parameters(self.optimizer)]
-        pairs = [(s, s[name]) for s in states for name in MOMENTUM_BUFFERS
-                 if isinstance(s.get(name), Tensor)]  # fmt: skip
+        pairs = [
+            (s, s[name])
+            for s in states
+            for name in MOMENTUM_BUFFERS
+            if isinstance(s.get(name), Tensor)
+        ]
         if not pairs:
-            raise ValueError(f"optimizer must have momentum for momentum={self.momentum!r}, got "
-                             f"{type(self.optimizer).__name__} without")  # fmt: skip
+            raise ValueError(
+                f"optimizer must have momentum for momentum={self.momentum!r}, got "
+                f"{type(self.optimizer).__name__} without"
+            )
         return pairs

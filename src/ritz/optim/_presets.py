@@ -77,16 +77,10 @@ def from_preset(
 _PRESETS: Registry[Preset] = Registry("preset")
 
 
-def _add(
-    name: str,
-    optimizer: type[AdaptiveOptimizer],
-    epochs: int,
-    average_from: int | None,
-    source: str,
-    **settings: Any,
-) -> None:
-    entry = Preset(optimizer, epochs, average_from, source, MappingProxyType(settings))
-    _PRESETS.register(name)(entry)
+def _add(name: str, *entry: Any, **settings: Any) -> None:
+    # The optimiser, epochs, first averaged epoch and source, in the order of Preset.
+    make: Any = Preset
+    _PRESETS.register(name)(make(*entry, MappingProxyType(settings)))
 
 
 _FLAT = "Granziol (2020), Flatness is a false friend, section 5 (decay); " + CIFAR

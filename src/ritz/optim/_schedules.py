@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ritz._core.checks import check_count, check_range
+from ritz.optim._companions import check_optimizer
 
 Shape: TypeAlias = Callable[[int], float]
 
@@ -145,8 +146,10 @@ class GroupSchedule:
             value = group.get(key)
             if isinstance(value, bool) or not isinstance(value, int | float | Tensor):
                 numbers = [name for name, held in group.items() if type(held) in (int, float)]
-                raise ValueError(f"key must name a number in every group of the optimiser, such "
-                                 f"as {', '.join(numbers)}; got {key!r}")  # fmt: skip
+                raise ValueError(
+                    f"key must name a number in every group of the optimiser, such "
+                    f"as {', '.join(numbers)}; got {key!r}"
+                )
             initial = value.clone() if isinstance(value, Tensor) else value
             # Already there when a run is resumed.
             group.setdefault(f"initial_{key}", initial)
@@ -200,8 +203,7 @@ def _warmup(num_steps: int, then: Shape | None, step: int) -> float:
 
 
 def _shapes(optimizer: Optimizer, shape: Shape | list[Shape]) -> list[Shape]:
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be a torch optimiser, got {type(optimizer).__name__}")
+    check_optimizer(optimizer)
     count = len(optimizer.param_groups)
     shapes = list(shape) if isinstance(shape, list) else [shape] * count
     if len(shapes) != count or not all(callable(one) for one in shapes):

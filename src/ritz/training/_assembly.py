@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,7 +75,8 @@ def create_optimizer(
     if plan and "start" in known:
         settings = dict(plan) | settings
     params = list(params)
-    sgd = make is SGD or getattr(make, "inner", None) is SGD
+    # SGD itself, with other defaults, or inside Lookahead.
+    sgd = SGD in (make, getattr(make, "func", None), *getattr(make, "args", ()))
     if sgd:
         # A fused step is one kernel, and the only step of SGD that a CUDA graph can capture.
         other = any(settings.get(way) is not None for way in ("foreach", "differentiable"))
@@ -90,23 +92,14 @@ def create_optimizer(
     return make(params, **settings)
 
 
-def _lookahead(inner: OptimizerFactory, rate: float, **fixed: Any) -> OptimizerFactory:
-    def make(
-        params: Any, lr: Any = rate, *, k: int = 5, alpha: float = 0.5, **settings: Any
-    ) -> Optimizer:
-        return optim.Lookahead(inner(params, lr=lr, **(fixed | settings)), k=k, alpha=alpha)
-
-    make.inner = inner  # type: ignore[attr-defined]
-    return make
+def _lookahead(
+    inner: OptimizerFactory, params: Any, *, k: int = 5, alpha: float = 0.5, **settings: Any
+) -> Optimizer:
+    return optim.Lookahead(inner(params, **settings), k=k, alpha=alpha)
 
 
-def _sgd(params: Any, lr: Any = 0.1, *, momentum: float = 0.9, **settings: Any) -> Optimizer:
-    return SGD(params, lr=lr, momentum=momentum, **settings)
-
-
-_sgd.inner = SGD  # type: ignore[attr-defined]
 _BUILT_IN: dict[str, OptimizerFactory] = {
-    "sgd": _sgd,
+    "sgd": partial(SGD, lr=0.1, momentum=0.9),
     "adam": Adam,
     "adamw": AdamW,
     "damped_adamw": optim.DampedAdamW,
@@ -114,8 +107,8 @@ _BUILT_IN: dict[str, OptimizerFactory] = {
     "padamw": optim.PadamW,
     "gadam": optim.Gadam,
     "gadamx": optim.GadamX,
-    "lookahead_sgd": _lookahead(SGD, 0.1, momentum=0.9),
-    "lookahead_adamw": _lookahead(AdamW, 1e-3),
+    "lookahead_sgd": partial(_lookahead, SGD, lr=0.1, momentum=0.9),
+    "lookahead_adamw": partial(_lookahead, AdamW, lr=1e-3),
 }
 for _name, _factory in _BUILT_IN.items():
     _OPTIMIZERS.register(_name)(_factory)
@@ -137,16 +130,25 @@ def make_optimizer(
         single = device.type == "cuda" and world_size() == 1
         capturable = single and config.precision != "float16" and config.capture is not False
         trainable = [p for p in model.parameters() if p.requires_grad]
-        optimizer = create_optimizer(config.optimizer, trainable, plan=plan, capturable=capturable,
-                                     **config.optimizer_settings)  # fmt: skip
+        optimizer = create_optimizer(
+            config.optimizer,
+            trainable,
+            plan=plan,
+            capturable=capturable,
+            **config.optimizer_settings,
+        )
     elif callable(choice) and not isinstance(choice, Optimizer):
         optimizer = choice(model.parameters(), **config.optimizer_settings)
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be a name, a torch optimiser or a function of the "
-                        f"parameters that returns one, got {type(optimizer).__name__}")  # fmt: skip
+        raise TypeError(
+            f"optimizer must be a name, a torch optimiser or a function of the "
+            f"parameters that returns one, got {type(optimizer).__name__}"
+        )
     if not set(model.parameters()) & set(parameters(optimizer)):
-        raise ValueError(f"optimizer must move parameters of the model, got a "
-                         f"{type(optimizer).__name__} with none of them")  # fmt: skip
+        raise ValueError(
+            f"optimizer must move parameters of the model, got a "
+            f"{type(optimizer).__name__} with none of them"
+        )
     if isinstance(optimizer, LBFGS):
         raise ValueError("optimizer must take a step without computing the loss again, got LBFGS")
     return optimizer
@@ -181,8 +183,9 @@ def average_plan(config: TrainingConfig, length: int | None) -> dict[str, int]:
     if config.average_from is None:
         return {}
     if length is None:
-        raise ValueError("steps_per_epoch must be given with average_from, for data of no known "
-                         "length")  # fmt: skip
+        raise ValueError(
+            "steps_per_epoch must be given with average_from, for data of no known length"
+        )
     interval = length if config.average_every == "epoch" else 1
     # Epoch e begins at step (e - 1) * length + 1.
     return {"start": (config.average_from - 1) * length + 1, "interval": interval}
@@ -212,8 +215,10 @@ def make_average(
     if built_in is None and plan:
         return optim.IterateAverage(optimizer, start=plan["start"], interval=plan["interval"]), None
     if built_in is not None and plan and built_in.planned != plan["start"]:
-        raise ValueError(f"average_from must be left out for an optimiser with a built-in average, "
-                         f"got {config.average_from}")  # fmt: skip
+        raise ValueError(
+            f"average_from must be left out for an optimiser with a built-in average, "
+            f"got {config.average_from}"
+        )
     return built_in, None
 
 
@@ -222,15 +227,19 @@ def make_schedule(
 ) -> Any:
     """Return a scheduler with ``step``, ``state_dict`` and ``load_state_dict``."""
     if isinstance(choice, ReduceLROnPlateau):
-        raise ValueError("schedule must be a function of the time, got ReduceLROnPlateau, which "
-                         "needs a loss: see patience")  # fmt: skip
+        raise ValueError(
+            "schedule must be a function of the time, got ReduceLROnPlateau, which "
+            "needs a loss: see patience"
+        )
     if hasattr(choice, "step") and hasattr(choice, "load_state_dict"):
         return choice
     name = config.schedule if choice is None or isinstance(choice, str) else ""
     unit = 1 if config.schedule_unit == "epoch" else length
     if unit is None and name in ("linear", "step"):
-        raise ValueError(f"steps_per_epoch must be given with schedule={name!r} by step, for data "
-                         "of no known length")  # fmt: skip
+        raise ValueError(
+            f"steps_per_epoch must be given with schedule={name!r} by step, for data "
+            "of no known length"
+        )
     whole = config.num_epochs * (unit or 1)
     if name == "linear" and config.average_from is not None:
         # GADAM, equations 12 and 13: the rate falls up to the start of the average.
@@ -278,7 +287,11 @@ def explain_one_row(error: ValueError, rows: int, config: TrainingConfig) -> Val
         return error
     advice = "give drop_last=True to the loader, or another batch size"
     if config.batch_size is not None:
-        advice = ("give drop_last=True (--drop-last), or another batch_size (--batch-size) than "
-                  f"{config.batch_size}")  # fmt: skip
-    return ValueError(f"batch norm needs two rows or more to train on, got a batch of {rows} in "
-                      f"{world_size()} process{'es' * (world_size() > 1)}: {advice}")  # fmt: skip
+        advice = (
+            "give drop_last=True (--drop-last), or another batch_size (--batch-size) than "
+            f"{config.batch_size}"
+        )
+    return ValueError(
+        f"batch norm needs two rows or more to train on, got a batch of {rows} in "
+        f"{world_size()} process{'es' * (world_size() > 1)}: {advice}"
+    )

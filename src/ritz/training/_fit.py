@@ -1,11 +1,14 @@
-"""``fit``: train a model, with a checkpoint from which a run resumes bit for bit."""
+"""``fit``: train a model, with a checkpoint from which a run resumes bit for bit; run folders."""
 
+import json
 import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence, Sized
-from dataclasses import replace
-from typing import Any, Unpack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, Unpack, final
 
 import torch
 from torch import nn
@@ -13,13 +16,18 @@ from torch.nn.functional import cross_entropy
 
 from ritz import optim
 from ritz._core.checks import check_device
+from ritz._core.modes import BatchNormMode
 from ritz._core.progress import Progress
 from ritz._core.signals import noted_signals
-from ritz._core.training_config import TrainingConfig, TrainingOptions, combine
+from ritz._core.storage import CorruptFileError, to_json
+from ritz._core.training_config import TrainingConfig, TrainingOptions, check_same, combine
+from ritz.curvature import Risk
 from ritz.curvature._shared import Forward
+from ritz.data import TextSplit
 from ritz.training._assembly import OptimizerChoice, optimizer_names
-from ritz.training._data import Feed, splits
-from ritz.training._folder import held_folder
+from ritz.training._data import DataParts, Feed, limited, measurable, sample
+from ritz.training._folder import AVERAGE, NAME, WEIGHTS, FilePath, Folder, held_folder, times_path
+from ritz.training._monitor import CurvatureMonitor, Quantity
 from ritz.training._processes import arranged, channels_last, is_writer, joined_processes
 from ritz.training._run import Monitor, Run, TrainingResult, history_of
 from ritz.training._step import device_of
@@ -41,8 +49,8 @@ def fit(
     schedule: Any = None,
     average: optim.IterateAverage | optim.AutoAverage | None = None,
     monitors: Sequence[Monitor] = (),
-    checkpoint: str | os.PathLike[str] | None = None,
-    log: str | os.PathLike[str] | None = None,
+    checkpoint: FilePath | None = None,
+    log: FilePath | None = None,
     progress: bool | Progress = False,
     **options: Unpack[TrainingOptions],
 ) -> TrainingResult:
@@ -121,8 +129,10 @@ def fit(
     texts = {name: choice for name, choice in named.items() if isinstance(choice, str)}
     config = _with_preset(combine(config, options | texts))
     if not (isinstance(schedule, str | None) or callable(schedule) or hasattr(schedule, "step")):
-        raise TypeError("schedule must be one of constant, linear, step, a function of the time or "
-                        f"a torch scheduler, got {type(schedule).__name__}")  # fmt: skip
+        raise TypeError(
+            "schedule must be one of constant, linear, step, a function of the time or "
+            f"a torch scheduler, got {type(schedule).__name__}"
+        )
     # Objects have no plain form. Their class stands for them in the result and in checkpoints.
     classes = {}
     if not isinstance(optimizer, str | None):
@@ -188,8 +198,12 @@ def _with_preset(config: TrainingConfig) -> TrainingConfig:
 def _feeds(
     data: Any, validation: Any, test: Any, config: TrainingConfig, device: torch.device
 ) -> tuple[Feed, dict[str, Feed]]:
-    train, held = splits(data, validation, test)
-    usual = getattr(data, "augmentation", None)
+    parts = {"validation": validation, "test": test}
+    train, usual = data, getattr(data, "augmentation", None)
+    if hasattr(data, "train") and hasattr(data, "test"):
+        train = data.train
+        for name in parts:
+            parts[name] = getattr(data, name, None) if parts[name] is None else parts[name]
     feed = Feed(
         train,
         batch_size=config.batch_size,
@@ -206,13 +220,207 @@ def _feeds(
 
     return feed, {
         name: Feed(part, batch_size=size(part), device=device, shuffled=False, name=name)
-        for name, part in held.items()
+        for name, part in parts.items()
+        if part is not None
     }
 
 
 def _warn_of_persistent_workers(feeds: Mapping[str, Feed]) -> None:
     names = [name for name, feed in feeds.items() if feed.keeps_workers]
     if names:
-        warnings.warn(f"a run with this loader is not resumed bit for bit ({', '.join(names)}): "
-                      "persistent workers draw their seed in the first epoch only; give it "
-                      "persistent_workers=False", UserWarning, stacklevel=3)  # fmt: skip
+        warnings.warn(
+            f"a run with this loader is not resumed bit for bit ({', '.join(names)}): "
+            "persistent workers draw their seed in the first epoch only; give it "
+            "persistent_workers=False",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+# ------------------------------------------------------------------------------------------
+# Run folders: train into one, read its ``run.json``, measure the network that it holds.
+
+CONFIG, LOG = "run.json", "log.jsonl"
+WATCHED = 1024  # samples, or tokens of a text, on which curvature is watched: seconds per epoch
+# A resumed run must share these with its beginning; `fit` compares the options of training.
+FIXED = ("model", "model_options", "data", "data_options", "loss")
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """Names and options from which a run can be built again; ``run.json`` holds them.
+
+    Attributes:
+        model: A registered name, or ``module:factory``.
+        data: Likewise.
+        model_options: Keyword arguments of the model.
+        data_options: Keyword arguments of the data set.
+        data_dir: Folder of data sets, or ``None``.
+        loss: ``cross_entropy``, ``mse``, ``model`` (the model returns its loss) or
+            ``module:function``.
+        training: Options of training, with batch size and seed.
+    """
+
+    model: str
+    data: str
+    model_options: Mapping[str, Any] = field(default_factory=dict)
+    data_options: Mapping[str, Any] = field(default_factory=dict)
+    data_dir: str | None = None
+    loss: str = "cross_entropy"
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("model_options", "data_options"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+
+    @property
+    def batch_size(self) -> int:
+        """The batch size; 1 for data that come in batches."""
+        return self.training.batch_size or 1
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> "RunConfig":
+        """Return the configuration of values of JSON."""
+        names = dict(plain)
+        training = dict(names.pop("training", {}))
+        # Files of earlier versions have these two beside the other options.
+        training |= {name: names.pop(name) for name in ("seed", "batch_size") if name in names}
+        return cls(**names, training=TrainingConfig(**training))
+
+
+def train_run(
+    config: RunConfig,
+    model: nn.Module,
+    parts: DataParts,
+    folder: FilePath,
+    *,
+    loss_fn: Callable[..., Any] | None,
+    device: torch.device | None = None,
+    watch: int | None = None,
+    quantities: Sequence[Quantity] = ("lambda_max", "trace"),
+    progress: bool | Progress = False,
+) -> TrainingResult:
+    """Train as a configuration says, with all files in one folder.
+
+    The folder has ``run.json``, ``log.jsonl``, ``checkpoint.safetensors`` and, at the end,
+    ``weights.safetensors`` and ``average.safetensors``. Nothing is written, and no file of an
+    earlier run is removed, before the first step.
+
+    Args:
+        config: Names and options.
+        model: The model that ``config.model`` names.
+        parts: The data that ``config.data`` names.
+        folder: Created if missing.
+        loss_fn: The loss that ``config.loss`` names.
+        device: Device, if other than that of ``config``.
+        watch: Epochs between measurements of the curvature, on ``WATCHED`` samples. Defaults to
+            none.
+        quantities: Quantities to measure; see :class:`CurvatureMonitor`.
+        progress: Show a progress bar, or a :class:`Progress` to report to.
+    """
+    target = Path(folder)
+    started = any((target / name).exists() for name in (NAME, WEIGHTS))
+    if config.training.resume and started and (target / CONFIG).is_file():
+        before, now = (json.loads(to_json(each)) for each in (read_run(target), config))
+        check_same(before, {name: now[name] for name in FIXED}, target / CONFIG)
+    return fit(
+        model,
+        parts,
+        config.training,
+        loss_fn=loss_fn,
+        device=device or config.training.device,
+        log=target / LOG,
+        checkpoint=Folder(target, texts={CONFIG: to_json(config, indent=2) + "\n"}),
+        monitors=[] if watch is None else [_monitor(config, parts, loss_fn, watch, quantities)],
+        progress=progress,
+    )
+
+
+def _monitor(
+    config: RunConfig, parts: DataParts, loss_fn: Any, every: int, quantities: Sequence[Quantity]
+) -> CurvatureMonitor:
+    size, seed = config.batch_size, config.training.seed
+    if isinstance(parts.train, TextSplit):
+        # Each stream of a text must have at least one whole segment.
+        tokens = min(WATCHED, len(parts.train.tokens))
+        size = max(1, min(size, tokens // (parts.train.length + 1)))
+    batches, options = sample(parts.train, WATCHED, batch_size=size, seed=seed)
+    return CurvatureMonitor(
+        batches, loss_fn=loss_fn, quantities=quantities, every=every, seed=seed, **options
+    )
+
+
+def read_run(folder: FilePath) -> RunConfig:
+    """Return the configuration of a run.
+
+    Args:
+        folder: A folder that :func:`train_run` wrote.
+    """
+    path = Path(folder) / CONFIG
+    if not path.is_file():
+        raise FileNotFoundError(f"no run in {folder}: it has no {CONFIG}, which ritz train writes")
+    try:
+        return RunConfig.from_plain(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise CorruptFileError(f"{path} does not describe a run of ritz: {error}") from error
+
+
+def run_weights(folder: FilePath, *, average: bool = False) -> Path:
+    """Return the file of weights of a run: the last ones, or the checkpoint of an unfinished run.
+
+    Args:
+        folder: Folder of a run.
+        average: Return the file of averaged weights instead.
+    """
+    names = (AVERAGE,) if average else (WEIGHTS, NAME)
+    for name in names:
+        if (path := Path(folder) / name).is_file():
+            return path
+    reason = ", which a run with an average writes at its end" if average else ""
+    raise FileNotFoundError(f"no weights in {folder}: it has no {' nor '.join(names)}{reason}")
+
+
+def run_files(folder: FilePath) -> list[Path]:
+    """Return the files that training has written to a folder, without results of measurements."""
+    names = {CONFIG, LOG, times_path(LOG).name, NAME, WEIGHTS, AVERAGE}
+    paths = sorted(Path(folder).iterdir())
+    return [path for path in paths if path.name in names or path.match("epoch-[0-9]*.safetensors")]
+
+
+def measured_risk(
+    model: nn.Module,
+    loss_fn: Callable[..., Any] | None,
+    parts: DataParts,
+    *,
+    split: Literal["train", "validation", "test"] = "train",
+    num_samples: int | None = None,
+    batch_size: int,
+    batch_norm: BatchNormMode = "eval",
+    precision: Any = None,
+    seed: int = 0,
+) -> Risk:
+    """Return the risk of a model on a part of its data, in an order that depends on the seed only.
+
+    Args:
+        model: The model, on the device to compute on.
+        loss_fn: Mean loss of outputs and target.
+        parts: The data.
+        split: Which part; it is not augmented.
+        num_samples: Number of samples, drawn without replacement. Defaults to all. For text, the
+            first tokens; for a loader, whole batches.
+        batch_size: Batch size, on which ``batch_norm="train"`` depends.
+        batch_norm: Mode of batch norm.
+        precision: Precision of the arithmetic.
+        seed: Seed of the draw.
+    """
+    source = getattr(parts, split)
+    if source is None:
+        raise ValueError(f"split must be one that the data have, got {split!r}, which is not there")
+    chosen = source if num_samples is None else limited(source, num_samples, seed=seed)
+    data, options = measurable(chosen, batch_size)
+    with torch.random.fork_rng(devices=[]):  # a loader may shuffle with the global generator
+        torch.default_generator.manual_seed(seed)
+        return Risk(
+            model, loss_fn, data, batch_norm=batch_norm, precision=precision, freeze=True, **options
+        )

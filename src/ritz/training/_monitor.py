@@ -1,6 +1,5 @@
 """``CurvatureMonitor``: curvature measured while a model trains, without changing the training."""
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, final, get_args
@@ -101,14 +100,12 @@ class CurvatureMonitor:
         check_count("num_steps", self.num_steps)
         check_count("num_probes", self.num_probes, low=2)
         if isinstance(self.quantities, str) or not self.quantities:
-            raise ValueError(f"quantities must be some of {', '.join(QUANTITIES)}; got "
-                             f"{self.quantities!r}")  # fmt: skip
+            raise ValueError(
+                f"quantities must be some of {', '.join(QUANTITIES)}; got {self.quantities!r}"
+            )
         for name in self.quantities:
             check_choice("quantities", name, QUANTITIES)
-        self._log: Log | None = None
-        if self.log is not None:
-            size = os.path.getsize(self.log) if os.path.exists(self.log) else 0
-            self._log = Log(self.log, size=size)
+        self._log = None if self.log is None else Log(self.log, size=None)
 
     def __call__(
         self, count: int, model: nn.Module, optimizer: Optimizer | None = None
@@ -139,13 +136,12 @@ class CurvatureMonitor:
         record: Record = {"matrix": self.matrix}
         if "lambda_max" in self.quantities:
             record |= self._lambda_max(op, optimizer)
-        sampling: Any = {"num_probes": self.num_probes}
         if "trace" in self.quantities:
-            estimate = trace(op, generator=self._generator(), **sampling)
+            estimate = trace(op, num_probes=self.num_probes, generator=self._generator())
             record |= {"trace": float(estimate.mean), "trace_stderr": float(estimate.stderr)}
         if "variance" in self.quantities:
             estimate = curvature_variance(
-                risk, matrix=self.matrix, generator=self._generator(), **sampling
+                risk, matrix=self.matrix, num_probes=self.num_probes, generator=self._generator()
             )
             record |= {"variance": float(estimate.mean), "variance_stderr": float(estimate.stderr)}
         if "spectrum" in self.quantities:
@@ -159,8 +155,15 @@ class CurvatureMonitor:
             risk: Risk = self.source(model)
             return risk
         # Only the first process measures, so processes must not share the data.
-        return Risk(model, self.loss_fn, self.source, batch_norm=self.batch_norm,
-                    batch_size=self.batch_size, count=self.count, sharing="none")  # fmt: skip
+        return Risk(
+            model,
+            self.loss_fn,
+            self.source,
+            batch_norm=self.batch_norm,
+            batch_size=self.batch_size,
+            count=self.count,
+            sharing="none",
+        )
 
     def _lambda_max(self, op: CurvatureOperator, optimizer: Optimizer | None) -> Record:
         run = eigenpairs(

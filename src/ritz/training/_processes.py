@@ -3,6 +3,8 @@
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -77,7 +79,15 @@ def arranged(config: TrainingConfig, device: torch.device) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(arithmetic("float32" if config.precision == "float32" else "tf32"))
         if config.deterministic:
-            stack.enter_context(_deterministic())
+            if WORKSPACE not in os.environ:  # cuBLAS is deterministic with fixed workspaces
+                os.environ[WORKSPACE] = ":4096:8"
+                stack.callback(os.environ.pop, WORKSPACE)
+            before = torch.are_deterministic_algorithms_enabled()
+            stack.callback(torch.use_deterministic_algorithms, before)
+            torch.use_deterministic_algorithms(True)
+            cudnn: Any = torch.backends.cudnn
+            stack.callback(setattr, cudnn, "deterministic", cudnn.deterministic)
+            cudnn.deterministic = True
         stack.enter_context(searched_convolutions(device.type == "cuda"))
         cuda = [device] if device.type == "cuda" else []
         stack.enter_context(torch.random.fork_rng(devices=cuda))
@@ -89,37 +99,50 @@ def arranged(config: TrainingConfig, device: torch.device) -> Iterator[None]:
         yield
 
 
-def generator_states(
-    device: torch.device, loaders: Sequence[torch.Generator] = ()
-) -> dict[str, Tensor]:
-    """Return the states of the global generators and of those of loaders, one row per process."""
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    states |= {f"{LOADER}{number}": each.get_state() for number, each in enumerate(loaders)}
-    # NCCL gathers tensors on the GPU only.
-    return {name: gathered(state.to(device)) for name, state in states.items()}
+@final
+@dataclass(frozen=True, eq=False)
+class Generators:
+    """The random generators that a run depends on.
 
+    Attributes:
+        device: Device whose global generator counts, besides that of the CPU.
+        loaders: Generators that loaders and their samplers were given.
+    """
 
-def set_generator_states(
-    states: dict[str, Tensor], device: torch.device, loaders: Sequence[torch.Generator] = ()
-) -> None:
-    """Restore the states that :func:`generator_states` returned."""
-    count = sum(name.startswith(LOADER) for name in states)
-    if count != len(loaders):
-        raise ValueError(f"a run must be resumed with loaders that have as many generators as at "
-                         f"its start, {count}, got {len(loaders)}")  # fmt: skip
-    for name, rows in states.items():
-        if len(rows) != world_size():
-            raise ValueError(f"a run must be resumed by as many processes as at its start, "
-                             f"{len(rows)}, got {world_size()}")  # fmt: skip
-        state = rows[rank()].cpu().clone()  # torch reads a state from the start of its storage
-        if name == "cpu":
-            torch.set_rng_state(state)
-        elif name.startswith(LOADER):
-            loaders[int(name.removeprefix(LOADER))].set_state(state)
-        elif device.type == "cuda":
-            torch.cuda.set_rng_state(state, device)
+    device: torch.device
+    loaders: Sequence[torch.Generator] = ()
+
+    def states(self) -> dict[str, Tensor]:
+        """Return the states of all generators by name, one row per process."""
+        states = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            states["cuda"] = torch.cuda.get_rng_state(self.device)
+        for number, loader in enumerate(self.loaders):
+            states[f"{LOADER}{number}"] = loader.get_state()
+        # NCCL gathers tensors on the GPU only.
+        return {name: gathered(state.to(self.device)) for name, state in states.items()}
+
+    def restore(self, states: dict[str, Tensor]) -> None:
+        """Restore the states that :meth:`states` returned."""
+        count = sum(name.startswith(LOADER) for name in states)
+        if count != len(self.loaders):
+            raise ValueError(
+                f"a run must be resumed with loaders that have as many generators as "
+                f"at its start, {count}, got {len(self.loaders)}"
+            )
+        for name, rows in states.items():
+            if len(rows) != world_size():
+                raise ValueError(
+                    f"a run must be resumed by as many processes as at its start, "
+                    f"{len(rows)}, got {world_size()}"
+                )
+            state = rows[rank()].cpu().clone()  # torch reads a state from the start of its storage
+            if name == "cpu":
+                torch.set_rng_state(state)
+            elif name.startswith(LOADER):
+                self.loaders[int(name.removeprefix(LOADER))].set_state(state)
+            elif self.device.type == "cuda":
+                torch.cuda.set_rng_state(state, self.device)
 
 
 def gathered(values: Tensor) -> Tensor:
@@ -129,20 +152,3 @@ def gathered(values: Tensor) -> Tensor:
     rows = [torch.empty_like(values) for _ in range(world_size())]
     dist.all_gather(rows, values)
     return torch.stack(rows).cpu()
-
-
-@contextmanager
-def _deterministic() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    workspace = os.environ.get(WORKSPACE)
-    os.environ.setdefault(WORKSPACE, ":4096:8")  # cuBLAS is deterministic with fixed workspaces
-    cudnn = torch.backends.cudnn.deterministic
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.deterministic = True
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.deterministic = cudnn
-        torch.use_deterministic_algorithms(before)
-        if workspace is None:
-            del os.environ[WORKSPACE]

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from math import ceil
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -17,26 +16,13 @@ from ritz._core.distributed import all_max, rank, world_size
 from ritz._core.progress import Progress, tracking
 from ritz._core.storage import storable
 from ritz._core.training_config import TrainingConfig, check_same
-from ritz.curvature._shared import Adapter, Forward, check_labels, check_reduction
+from ritz.curvature._shared import Adapter, Forward, check_labels, check_reduction, known_loss
+from ritz.data import TextSplit
 from ritz.training import _assembly, _folder
 from ritz.training._data import Feed, own_rows
 from ritz.training._folder import Checkpoint, Folder, Log, Record
-from ritz.training._processes import (
-    distributed,
-    gathered,
-    generator_states,
-    is_writer,
-    set_generator_states,
-)
-from ritz.training._step import (
-    CapturedStep,
-    Piece,
-    Step,
-    batch_mass,
-    carried_state,
-    evaluate,
-    with_perplexity,
-)
+from ritz.training._processes import Generators, distributed, gathered, is_writer
+from ritz.training._step import CapturedStep, Piece, Step, batch_mass, carried_state, evaluate
 
 # ------------------------------------------------------------------------------------------
 # The result of a run.
@@ -100,8 +86,10 @@ class TrainingResult:
     status: TrainingStatus
 
     def __str__(self) -> str:
-        lines = [f"{self.num_epochs} epochs, {self.num_steps} steps in {self.seconds:.1f} s; "
-                 f"{self.status}"]  # fmt: skip
+        lines = [
+            f"{self.num_epochs} epochs, {self.num_steps} steps in {self.seconds:.1f} s; "
+            f"{self.status}"
+        ]
         width = max((len(name) for name in self.metrics), default=0)
         lines += [f"  {name:<{width}}  {value:.6g}" for name, value in self.metrics.items()]
         return "\n".join(lines)
@@ -170,9 +158,11 @@ class Run:
         self._assemble()
         # Generators of loaders, in the order of first use, each once: loaders may share one.
         feeds = (self.feed, *self.held.values())
-        self._generators = list(dict.fromkeys(each for feed in feeds for each in feed.generators))
-        self.state = Checkpoint(settings=self.config.fingerprint() | self.classes,
-                                beginning=self._generator_states())  # fmt: skip
+        loaders = dict.fromkeys(each for feed in feeds for each in feed.generators)
+        self._generators = Generators(self.device, list(loaders))
+        self.state = Checkpoint(
+            settings=self.config.fingerprint() | self.classes, beginning=self._generators.states()
+        )
         self._saved, self._labels_checked = time.monotonic(), False
         self._work = 0, 0, time.perf_counter()  # steps, samples and start of the present epoch
         self._log: Log | None = None
@@ -192,7 +182,7 @@ class Run:
         check_reduction(self.loss_fn)
         self.steps_per_epoch = config.steps_per_epoch  # None if unknown
         if self.steps_per_epoch is None and self.feed.num_batches is not None:
-            self.steps_per_epoch = ceil(self.feed.num_batches / config.accumulate)
+            self.steps_per_epoch = math.ceil(self.feed.num_batches / config.accumulate)
         plan = _assembly.average_plan(config, self.steps_per_epoch)
         optimizer = _assembly.make_optimizer(self.optimizer, model, config, plan, device)
         self.average, self._auto = _assembly.make_average(self.average, optimizer, config, plan)
@@ -213,9 +203,6 @@ class Run:
         if captured:
             self._take = CapturedStep(self._step, required=bool(config.capture))
         self._carried = carried_state(self._adapter, wanted=self.feed.consecutive)
-
-    def _generator_states(self) -> dict[str, Tensor]:
-        return generator_states(self.device, self._generators)
 
     def train(self, progress: bool | Progress) -> TrainingStatus:
         """Train for the remaining epochs and return how the run ended."""
@@ -256,9 +243,7 @@ class Run:
                 self.folder.clear()
         if self.log is not None and is_writer():
             self._log = Log(self.log, size=self.state.log_bytes)
-            times = _folder.times_path(self.log)
-            old = 0 if self._new or not times.exists() else times.stat().st_size
-            self._times = Log(times, size=old)
+            self._times = Log(_folder.times_path(self.log), size=0 if self._new else None)
         if self.folder is not None and is_writer():
             self.folder.write_texts()  # after all files of another run are gone
         if self._new:
@@ -267,7 +252,9 @@ class Run:
     def _epoch(self, bar: Progress) -> TrainingStatus | None:
         """Take the remaining steps of an epoch; return how the run ends, if it does."""
         state, first, seen = self.state, self.state.step, 0
-        started, note = time.perf_counter(), self._note()
+        started, head = time.perf_counter(), f"epoch {state.epoch + 1}/{self.config.num_epochs}"
+        loss = state.records[-1].get("train_loss") if state.records else None
+        note = "" if loss is None else f", loss {loss:.4g}"
         self.model.train()
         if self._carried is not None and not state.batch:
             self._carried.reset()
@@ -284,7 +271,8 @@ class Run:
             self._begin()
             self._watch("step", state.step)
             seen += sum(num_rows(batch) for batch in group)
-            bar.update(state.step - self._first_step, note(seen / (time.perf_counter() - started)))
+            rate = f"{seen / (time.perf_counter() - started):,.0f} samples/s"
+            bar.update(state.step - self._first_step, f"{head}, {rate}{note}")
             if (status := self._poll()) is not None:
                 return status
         self._work = state.step - first, seen, started
@@ -292,17 +280,18 @@ class Run:
 
     def _groups(self) -> Iterator[list[Any]]:
         """Yield the remaining batches of an epoch, grouped by step."""
-        state, now = self.state, self._generator_states()
+        state, now = self.state, self._generators.states()
         if state.batch:
             # A loader draws its order when an epoch starts, from its generator or the global ones.
             # Let it draw the same order again.
-            set_generator_states(state.beginning, self.device, self._generators)
+            self._generators.restore(state.beginning)
         else:
             state.beginning = now
-        batches = self.feed.epoch(state.epoch + 1, self.config.seed, skip=state.batch,
-                                  look=self._check_labels)  # fmt: skip
+        batches = self.feed.epoch(
+            state.epoch + 1, self.config.seed, skip=state.batch, look=self._check_labels
+        )
         if state.batch:
-            set_generator_states(now, self.device, self._generators)
+            self._generators.restore(now)
         while group := list(islice(batches, self.config.accumulate)):
             yield group
         if not state.batch:
@@ -328,15 +317,15 @@ class Run:
     def _mass(self, batch: Any) -> Any:
         return batch_mass(self._adapter, batch, self._adapter.target(batch))
 
-    def _check_labels(self, batch: Any) -> None:
-        """Raise for a label without an output: on CUDA, torch would end the process.
+    def _check_labels(self, batch: Any) -> Any:
+        """Return the batch; raise for a label without an output, which on CUDA ends the process.
 
         The first step checks its own batch and finds the number of classes. Data in memory are then
         checked at once, other batches one by one during the first epoch.
         """
         classes, ready = self._step.num_classes, self.feed.ready
         if self._labels_checked or self.state.epoch or not classes:
-            return
+            return batch
         first, batches = (self.state.batch + 1, [batch]) if ready is None else (1, ready)
         for number, each in enumerate(batches, start=first):
             target = self._adapter.target(each)
@@ -344,19 +333,24 @@ class Run:
                 outputs = target.new_empty(0, classes)
                 check_labels(self.loss_fn, outputs, target, f"batch {number}", some=False)
         self._labels_checked = ready is not None
+        return batch
 
     def _close_epoch(self) -> TrainingStatus | None:
         """Step the schedule, evaluate, log and save after the last step of an epoch."""
         self._begin()
         config, state, number = self.config, self.state, self.state.epoch + 1
-        means = with_perplexity(self._step.totals.means(), self.feed, self.loss_fn)
+        means = self._named(self._step.totals.means(), self.feed, "train_")
         steps, samples, started = self._work
         spent = time.perf_counter() - started  # after `means`, which waits for the device
-        if not math.isfinite(means["loss"]):
+        if not math.isfinite(means["train_loss"]):
             return _diverged(number)
-        record: Record = {"kind": "epoch", "epoch": number, "step": state.step}
-        record |= {"rate": float(self.optimizer.param_groups[0]["lr"])}
-        record |= {f"train_{name}": value for name, value in means.items()}
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        record: Record = {
+            "kind": "epoch",
+            "epoch": number,
+            "step": state.step,
+            "rate": rate,
+        } | means
         if config.schedule_unit == "epoch":
             self.schedule.step()
         last, stop = number == config.num_epochs, False
@@ -371,9 +365,15 @@ class Run:
         self._watch("epoch", number)
         if self._times is not None:
             rest = time.perf_counter() - started - spent
-            self._times.write({"epoch": number, "steps": steps, "seconds": spent,
-                               "samples_per_second": samples / spent,
-                               "evaluation_seconds": rest})  # fmt: skip
+            self._times.write(
+                {
+                    "epoch": number,
+                    "steps": steps,
+                    "seconds": spent,
+                    "samples_per_second": samples / spent,
+                    "evaluation_seconds": rest,
+                }
+            )
         if self.folder is not None and number in config.keep:
             self._save_weights(f"epoch-{number:04d}.safetensors", epoch=number)
         if stop:
@@ -414,14 +414,6 @@ class Run:
         if self._log is not None:
             self._log.write(record)
 
-    def _note(self) -> Callable[[float], str]:
-        """Return the text of the progress bar as a function of the samples per second."""
-        records, number = self.state.records, self.state.epoch + 1
-        loss = records[-1].get("train_loss") if records else None
-        head = f"epoch {number}/{self.config.num_epochs}, "
-        tail = " samples/s" if loss is None else f" samples/s, loss {loss:.4g}"
-        return lambda rate: f"{head}{rate:,.0f}{tail}"
-
     # --------------------------------------------------------------------------------------
     # Evaluation of the weights and of their average.
 
@@ -450,9 +442,18 @@ class Run:
                 precision=self.config.precision,
                 carry_state=feed.consecutive,
             )
-            means = with_perplexity(means, feed, self.loss_fn)
-            record |= {f"{prefix}{name}_{key}": value for key, value in means.items()}
+            record |= self._named(means, feed, f"{prefix}{name}_")
         return record
+
+    def _named(self, means: dict[str, float], feed: Feed, prefix: str) -> Record:
+        """Return means by name, with the perplexity if the loss is the cross-entropy of a text."""
+        known = known_loss(self.loss_fn)
+        entropy = known is not None and known.kind == "cross_entropy" and not known.smoothing
+        if entropy and isinstance(feed.source, TextSplit):
+            # exp(loss) as a tensor: for a huge loss math.exp raises, and this is infinite.
+            loss = torch.tensor(means["loss"], dtype=torch.float64)
+            means = means | {"perplexity": float(loss.exp())}
+        return {f"{prefix}{name}": value for name, value in means.items()}
 
     def _is_out_of_patience(self, record: Record) -> bool:
         if self._auto is None:
@@ -492,27 +493,24 @@ class Run:
             return True
         if not bool(torch.isfinite(self._step.totals.sums).all()):
             return False
-        # All processes take part in these three.
-        shared: dict[str, Any] = {
-            "generators": self._generator_states(),
-            "totals": gathered(self._step.totals.sums),
-            "carried": {} if self._carried is None else self._carried.rows(),
-        }
+        if self._log is not None:
+            size = self._log.flush()
+            # The checkpoint of a finished run excludes the record of its end: a longer run resumes
+            # the log before that record.
+            self.state.log_bytes = self.state.log_bytes if self.state.finished else size
+        checkpoint = replace(
+            self.state,
+            model=_folder.tensor_state(self.model),
+            optimizer=_folder.optimizer_state(self.optimizer),
+            schedule=dict(self.schedule.state_dict()),
+            scaler=self._step.scaler.state_dict(),
+            patience=None if self._auto is None else self._auto.state_dict(),
+            # All processes take part in these three.
+            generators=self._generators.states(),
+            totals=gathered(self._step.totals.sums),
+            carried={} if self._carried is None else self._carried.rows(),
+        )
         if is_writer():
-            if self._log is not None:
-                size = self._log.flush()
-                # The checkpoint of a finished run excludes the record of its end: a longer run
-                # resumes the log before that record.
-                self.state.log_bytes = self.state.log_bytes if self.state.finished else size
-            checkpoint = replace(
-                self.state,
-                model=_folder.tensor_state(self.model),
-                optimizer=_folder.optimizer_state(self.optimizer),
-                schedule=dict(self.schedule.state_dict()),
-                scaler=self._step.scaler.state_dict(),
-                patience=None if self._auto is None else self._auto.state_dict(),
-                **shared,
-            )
             self.folder.write(checkpoint)
         all_max(0)  # a barrier: no process continues, and perhaps reads, before the file is there
         self._saved = time.monotonic()
@@ -524,13 +522,17 @@ class Run:
         check_same(saved.settings, self.state.settings, path)
         started = saved.epoch + (saved.batch > 0)
         if started > num_epochs:
-            raise ValueError(f"num_epochs must be at least {started}, the epochs that are started "
-                             f"in {path.parent}, got {num_epochs}: nothing is left to do; start "
-                             "again with resume=False (--restart)")  # fmt: skip
+            raise ValueError(
+                f"num_epochs must be at least {started}, the epochs that are started "
+                f"in {path.parent}, got {num_epochs}: nothing is left to do; start "
+                "again with resume=False (--restart)"
+            )
         if saved.step and bool(saved.carried) != (self._carried is not None):
             made = "with" if saved.carried else "without"
-            raise ValueError(f"{path} was made {made} a state carried from batch to batch, "
-                             "unlike this run: give the same, or another folder")  # fmt: skip
+            raise ValueError(
+                f"{path} was made {made} a state carried from batch to batch, "
+                "unlike this run: give the same, or another folder"
+            )
         _folder.copy_weights(self.model, saved.model, path)
         _folder.load_optimizer_state(self.optimizer, saved.optimizer, self.device)
         self.schedule.load_state_dict(saved.schedule)
@@ -539,7 +541,7 @@ class Run:
             self._auto.load_state_dict(saved.patience)
         if self._carried is not None:
             self._carried.load(saved.carried)
-        set_generator_states(saved.generators, self.device, self._generators)
+        self._generators.restore(saved.generators)
         self._step.totals.sums.copy_(saved.totals[rank()])
         over = saved.epoch >= num_epochs or (self._auto is not None and self._auto.finished)
         # Weights and optimiser are not needed twice. An end that was recorded may no longer be one.

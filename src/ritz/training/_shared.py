@@ -1,9 +1,7 @@
 """Names that other packages of ritz need and users do not."""
 
 from ritz.training._data import DataParts, as_parts, first_batch
-from ritz.training._folder import NAME, WEIGHTS, tensor_state
-from ritz.training._monitor import QUANTITIES
-from ritz.training._workflow import (
+from ritz.training._fit import (
     CONFIG,
     LOG,
     RunConfig,
@@ -13,6 +11,8 @@ from ritz.training._workflow import (
     run_weights,
     train_run,
 )
+from ritz.training._folder import NAME, WEIGHTS, tensor_state
+from ritz.training._monitor import QUANTITIES
 
 __all__ = [
     "CONFIG",

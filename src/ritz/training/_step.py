@@ -2,9 +2,10 @@
 
 import math
 import warnings
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 import torch
@@ -12,23 +13,16 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
 from ritz._core.batches import num_rows, tensors
 from ritz._core.distributed import all_max, all_sum, rank, shard
 from ritz._core.modes import evaluating, unwrapped
 from ritz._core.params import parameters
 from ritz._core.training_config import TrainingConfig
-from ritz.curvature._shared import (
-    Adapter,
-    Forward,
-    check_labels,
-    is_kept,
-    known_loss,
-    term_mass,
-)
+from ritz.curvature._shared import Adapter, Forward, check_labels, is_kept, term_mass
 from ritz.optim import Lookahead
-from ritz.training._data import Feed, own_rows
+from ritz.training._data import own_rows
 from ritz.training._processes import gathered
 
 # ------------------------------------------------------------------------------------------
@@ -186,10 +180,11 @@ def num_classes(outputs: Any, target: Any) -> int:
 
 
 @final
+@dataclass(eq=False)
 class Step:
     """Forward and backward pass over the pieces of a step, and the update.
 
-    Args:
+    Attributes:
         adapter: The model, perhaps wrapped, with its loss.
         optimizer: Updates the weights.
         config: Precision and ``clip_norm``; half precisions run the forward pass under autocast.
@@ -197,21 +192,17 @@ class Step:
         cached: Cache casts of weights within a forward pass; not possible in a CUDA graph.
     """
 
-    def __init__(
-        self,
-        adapter: Adapter,
-        optimizer: Optimizer,
-        config: TrainingConfig,
-        device: torch.device,
-        *,
-        cached: bool = True,
-    ) -> None:
-        self.adapter, self.optimizer = adapter, optimizer
-        self.totals = Totals(device)
+    adapter: Adapter
+    optimizer: Optimizer
+    config: TrainingConfig
+    device: torch.device
+    cached: bool = True
+
+    def __post_init__(self) -> None:
+        self.totals = Totals(self.device)
         self.num_classes: int | None = None  # known after the first forward pass
-        self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "float16")
-        self._half, self._clip_norm = HALF.get(config.precision), config.clip_norm
-        self._device, self._cached = device, cached
+        half = self.config.precision == "float16"
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=half)
 
     def __call__(self, pieces: Sequence[Piece]) -> None:
         """Take the step."""
@@ -224,19 +215,18 @@ class Step:
                 quiet = model.no_sync()
             with quiet:
                 self._backward(piece)
-        if self._clip_norm is not None:
+        if self.config.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(parameters(self.optimizer), self._clip_norm)
+            nn.utils.clip_grad_norm_(parameters(self.optimizer), self.config.clip_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
     def _backward(self, piece: Piece) -> None:
-        with autocast(self._half, self._device, cached=self._cached):
+        with autocast(self.config.precision, self.device, cached=self.cached):
             outputs, target, after = call_model(self.adapter, piece.batch, piece.state)
             if self.num_classes is None:
-                check_labels(
-                    self.adapter.loss_fn.call, outputs, target, "the first batch", some=False
-                )
+                loss_fn = self.adapter.loss_fn.call
+                check_labels(loss_fn, outputs, target, "the first batch", some=False)
                 self.num_classes = num_classes(outputs, target)
             loss = part = self.adapter.loss(outputs, target)
         if isinstance(piece.share, Tensor):
@@ -261,9 +251,10 @@ def batch_mass(adapter: Adapter, batch: Any, target: Any) -> int | Tensor:
 
 
 def autocast(
-    half: torch.dtype | None, device: torch.device, *, cached: bool = True
+    precision: str, device: torch.device, *, cached: bool = True
 ) -> AbstractContextManager[Any]:
-    """Compute in half precision where this is safe, for the block; ``None`` changes nothing."""
+    """Compute in half precision where this is safe, for the block; others change nothing."""
+    half = HALF.get(precision)
     if half is None:
         return nullcontext()
     return torch.autocast(device.type, dtype=half, cache_enabled=cached)
@@ -302,7 +293,6 @@ def evaluate(
     adapter = Adapter(model, loss_fn, forward)
     wanted = getattr(batches, "consecutive", False) if carry_state is None else carry_state
     carried, totals = carried_state(adapter, wanted=wanted), None
-    half = HALF.get(precision)
     with evaluating(model, batch_statistics=False):
         for batch in batches:
             rows, count, real = own_rows(batch)
@@ -310,7 +300,7 @@ def evaluate(
             if not real:
                 continue
             state = None if carried is None else carried.of(count)
-            with autocast(half, totals.sums.device):
+            with autocast(precision, totals.sums.device):
                 outputs, target, after = call_model(adapter, rows, state)
                 check_labels(adapter.loss_fn.call, outputs, target, "batches", some=False)
                 loss = adapter.loss(outputs, target)
@@ -319,15 +309,6 @@ def evaluate(
     if totals is None:
         raise ValueError("batches must hold at least one batch, got none")
     return totals.means()
-
-
-def with_perplexity(means: dict[str, float], feed: Feed, loss_fn: Any) -> dict[str, float]:
-    """Return means with the perplexity, exp(loss), if the loss is the cross-entropy of a text."""
-    known = known_loss(loss_fn)
-    if not feed.is_text or known is None or known.kind != "cross_entropy" or known.smoothing:
-        return means
-    # As a tensor: for a huge loss math.exp raises, and this is infinite.
-    return means | {"perplexity": float(torch.tensor(means["loss"], dtype=torch.float64).exp())}
 
 
 def device_of(model: nn.Module, batch: Any = ()) -> torch.device:
@@ -392,10 +373,8 @@ class CapturedStep:
         if self._failed or self._seen[key] <= WARM_UP or len(self._graphs) >= MAX_GRAPHS:
             return False
         # The graph reads batches and shares from these copies; a state stays where it is.
-        static = [
-            piece._replace(batch=tree_map(_clone, piece.batch), share=_clone(piece.share))
-            for piece in pieces
-        ]
+        copies = [tree_map_only(Tensor, torch.clone, piece[:2]) for piece in pieces]
+        static = [Piece._make((*copy, *x[2:])) for copy, x in zip(copies, pieces, strict=True)]
         graph = torch.cuda.CUDAGraph()
         try:
             with (
@@ -406,8 +385,10 @@ class CapturedStep:
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             if self._required:
-                raise ValueError(f"capture=True needs a step without waits for the device, got one "
-                                 f"that cannot be recorded: {reason}") from error  # fmt: skip
+                raise ValueError(
+                    f"capture=True needs a step without waits for the device, got one "
+                    f"that cannot be recorded: {reason}"
+                ) from error
             warnings.warn(f"steps are not captured in a CUDA graph: {reason}", stacklevel=2)
             self._failed = True
             return False
@@ -417,12 +398,10 @@ class CapturedStep:
 
 def _signature(pieces: Sequence[Piece]) -> Signature:
     leaves, shape = tree_flatten([tuple(piece) for piece in pieces])
-    return (str(shape), *((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf
-                          for leaf in leaves))  # fmt: skip
-
-
-def _clone(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+    return (
+        str(shape),
+        *((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves),
+    )
 
 
 def _inputs(pieces: Sequence[Piece]) -> list[Tensor]:
@@ -439,16 +418,12 @@ def nested(optimizer: Optimizer) -> list[Optimizer]:
 
 @contextmanager
 def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
-    both = [(x._optimizer_step_pre_hooks, x._optimizer_step_post_hooks) for x in nested(optimizer)]
-    tables: list[Any] = [table for pair in both for table in pair]
-    before = [table.copy() for table in tables]
-    for table in tables:
-        table.clear()
-    try:
+    with ExitStack() as stack:
+        for one in nested(optimizer):
+            for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+                stack.callback(setattr, one, name, getattr(one, name))
+                setattr(one, name, OrderedDict())
         yield
-    finally:
-        for table, hooks in zip(tables, before, strict=True):
-            table.update(hooks)
 
 
 def _call(hooks: dict[int, Any], optimizer: Optimizer) -> None:
