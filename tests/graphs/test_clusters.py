@@ -1,5 +1,5 @@
-import dataclasses
 import math
+import time
 
 import networkx
 import pytest
@@ -9,7 +9,7 @@ import ritz
 from ritz import graphs
 from ritz.graphs._clusters import Sampled, reconciled, sample_density
 from ritz.graphs._gaps import (
-    Found,
+    Below,
     Gap,
     NullSpace,
     count_below,
@@ -43,17 +43,60 @@ class Quiet:
     def finish(self): ...
 
 
+@pytest.fixture
+def sampling(monkeypatch):
+    """Count as in a large graph, for which not all eigenvalues are computed."""
+    monkeypatch.setattr("ritz.graphs._clusters.SMALL", 0)
+
+
+@pytest.mark.parametrize("count", [2, 9, 30])
+def test_planted_clusters_of_a_small_graph_are_counted_from_all_eigenvalues(count):
+    result = graphs.count_clusters(planted(count))
+
+    assert (result.count, result.stderr, result.certified) == (count, 0.0, True)
+    assert result.num_products == 30 * count
+    assert (result.found, result.estimate, result.estimate_stderr) == (None, count, 0.0)
+    values = graphs.eigenvalues(planted(count))
+    assert result.gap == pytest.approx(values[count - 1 : count + 1].tolist())
+
+
 @pytest.mark.parametrize("count", [2, 9, 30, 90])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_the_default_is_exact_on_planted_clusters(count, seed):
-    found = graphs.count_clusters(
+def test_planted_clusters_are_counted_and_certified_by_two_methods(sampling, count, seed):
+    result = graphs.count_clusters(
         planted(count, seed=seed), generator=torch.Generator().manual_seed(seed)
     )
-    assert (found.count, found.found, found.stderr, found.certified) == (count, count, 0.0, True)
-    assert found.gap[0] < found.threshold < found.gap[1]
-    assert found.missed < 0.01
-    assert abs(found.estimate - count) < 4 * found.estimate_stderr
-    found.raise_if_failed()
+
+    assert (result.count, result.found, result.stderr) == (count, count, 0.0)
+    assert result.certified
+    assert result.gap[0] < result.threshold < result.gap[1]
+    assert result.missed < 0.01
+    assert abs(result.estimate - count) < 4 * result.estimate_stderr
+    result.raise_if_failed()
+
+
+@pytest.mark.parametrize("sizes", [(200, 400), (200, 1000)])
+@pytest.mark.parametrize("method", ["auto", "krylov", "entropic"])
+def test_a_random_bipartite_graph_has_no_clusters(sizes, method):
+    # Its eigenvalues left of 1 lie in a band with a gap above it, as many as the smaller side has
+    # vertices. Their mean is 0.7.
+    graph = networkx.bipartite.random_graph(*sizes, 0.05, seed=0)
+
+    result = graphs.count_clusters(graph, method=method, num_probes=20)
+
+    assert result.count is None
+    assert result.reason.startswith(("no clusters: the ", "the two methods disagree"))
+    assert "clusters\n" not in str(result)
+
+
+def test_the_karate_club_takes_milliseconds():
+    graph = graphs.as_graph(networkx.karate_club_graph())
+    start = time.process_time()
+
+    result = graphs.count_clusters(graph)
+
+    assert time.process_time() - start < 0.5  # entropic and block Krylov took 2.7 s
+    assert result.num_products == 34
 
 
 @pytest.mark.parametrize("kind", ["watts_strogatz", "barabasi_albert", "mixed"])
@@ -127,7 +170,7 @@ def test_weights_make_clusters():
     assert graphs.spectral_clusters(heavy, 3).tolist() == [0] * 20 + [1] * 20 + [2] * 20
 
 
-def test_too_few_vectors_are_reported_and_not_trusted():
+def test_without_enough_vectors_there_is_no_count(sampling):
     graph = planted(30)
     alone = graphs.count_clusters(graph, method="krylov", max_vectors=10)
     assert alone.count is None
@@ -138,13 +181,13 @@ def test_too_few_vectors_are_reported_and_not_trusted():
     with pytest.raises(ritz.NotConvergedError, match="under-run"):
         alone.raise_if_failed()
     both = graphs.count_clusters(graph, max_vectors=10)
-    assert both.status.message.startswith("not certified: block Krylov would need")
-    assert both.stderr > 0
-    assert not both.certified
-    assert both.count == pytest.approx(30, abs=4 * both.stderr)
+    assert both.reason.startswith("not certified: block Krylov would need")
+    assert not both.status.ok
+    assert both.count is None
+    assert both.estimate == pytest.approx(30, abs=4 * both.estimate_stderr)
 
 
-def test_blocks_grow_until_they_hold_everything(monkeypatch):
+def test_blocks_grow_until_they_hold_all_eigenvectors(monkeypatch, sampling):
     monkeypatch.setattr("ritz.graphs._clusters._width", lambda *_: 4)
     found = graphs.count_clusters(planted(30))
     assert (found.count, found.certified) == (30, True)
@@ -167,27 +210,28 @@ FACTS = {"num_nodes": 900, "num_components": 1, "num_products": 0, "method": "au
 GAP = Gap(low=0.03, high=0.5, threshold=0.2)
 
 
-def found(count, missed=0.0, full=False):
-    return Found(count=count, gap=GAP, missed=missed, full=full, num_products=0)
+def below(count, missed=0.0, full=False, mean=0.01):
+    return Below(count=count, mean=mean, gap=GAP, missed=missed, full=full, num_products=0)
 
 
-def test_what_two_ways_say_is_reported_and_never_averaged(sampled):
-    agreed = reconciled(found(30), sampled, FACTS, trusted=True)
+def test_there_is_no_count_unless_two_methods_agree(sampled):
+    agreed = reconciled(below(30), sampled, FACTS, trusted=True)
     assert (agreed.count, agreed.certified, agreed.status.ok) == (30, True, True)
-    fewer = reconciled(found(15), sampled, FACTS, trusted=True)
-    assert (fewer.count, fewer.found, fewer.certified) == (15, 15, False)
-    assert fewer.status.message.startswith("the two ways disagree: 15 found, ")
+    fewer = reconciled(below(15), sampled, FACTS, trusted=True)
+    assert (fewer.count, fewer.found, fewer.certified) == (None, 15, False)
+    assert fewer.status.message.startswith("the two methods disagree: 15 found, ")
     assert not fewer.status.ok
-    for doubtful in (found(29, missed=1.1), found(29, full=True)):
+    for doubtful in (below(29, missed=1.1), below(29, full=True)):
         missed = reconciled(doubtful, sampled, FACTS, trusted=True)
-        assert missed.found == 29
-        assert missed.count == round(missed.estimate)
-        assert missed.stderr == missed.estimate_stderr
+        assert (missed.count, missed.found) == (None, 29)
         assert "under-run" in missed.status.message
+    large = reconciled(below(30, mean=0.6), sampled, FACTS, trusted=True)
+    assert large.count is None
+    assert large.reason.startswith("no clusters: the 30 eigenvalues left of the gap")
 
 
 def test_a_count_is_stored_and_read(tmp_path, sampled):
-    before = reconciled(found(30), sampled, FACTS, trusted=True)
+    before = reconciled(below(30), sampled, FACTS, trusted=True)
     ritz.save(before, tmp_path / "count.safetensors")
     assert ritz.load(tmp_path / "count.safetensors") == before
 
@@ -266,7 +310,7 @@ def test_the_same_seed_gives_the_same_numbers():
     first, second = (
         graphs.count_clusters(graph, generator=torch.Generator().manual_seed(5)) for _ in range(2)
     )
-    assert dataclasses.asdict(first) == dataclasses.asdict(second)
+    assert first == second
     assert first.seed == 5
 
 

@@ -159,7 +159,13 @@ NAN = np.array([[0, np.nan], [np.nan, 0]])
         (np.ones((3, 4)), {}, "must be square, got"),
         (np.ones((3, 3)) * 1j, {}, "must hold real numbers"),
         (np.array([[0, 1.0], [0, 0]]), {"directed": "refuse"}, "ndarray is directed"),
-        (np.ones((3, 3)), {"num_nodes": 3}, "weights and num_nodes are for an edge_index"),
+        (np.ones((3, 3)), {"num_nodes": 4}, "num_nodes must be 3, the rows of the matrix, got 4"),
+        (np.ones((3, 3)), {"weights": torch.ones(9)}, "weights .* are for an edge_index"),
+        (
+            nx.Graph([(0, 1)]),
+            {"weights": torch.ones(1)},
+            "weights must be the name of an attribute",
+        ),
         (torch.rand(2, 5), {}, "edge_index must hold integers"),
         (torch.tensor([[0, 1], [1, 5]]), {"num_nodes": 3}, "between 0 and 2, got 0..5"),
         (torch.tensor([[0, -1], [1, 1]]), {"num_nodes": 2}, "between 0 and 1, got -1..1"),
@@ -172,7 +178,7 @@ NAN = np.array([[0, np.nan], [np.nan, 0]])
         (nx.empty_graph(4), {}, "Graph holds no edge between two vertices, it has 4 vertices$"),
         (nx.empty_graph(1), {}, "Graph holds no edge between two vertices, it has 1 vertex$"),
         (nx.Graph([(0, 1, {"weight": -1})]), {}, "attribute 'weight' must be finite and not neg"),
-        ({"a": 1}, {}, "graph must be a ritz, NetworkX or sparse graph.*got dict"),
+        ({"a": 1}, {}, "graph must be a ritz, NetworkX, igraph or sparse graph.*got dict"),
     ],
 )
 def test_wrong_objects(x, options, message):
@@ -197,3 +203,57 @@ def test_an_edge_without_direction_is_two_arcs(combine, factor):
     graph.add_edge(0, 1, weight=3.0)
     found = to_undirected(graph, combine=combine).to_scipy().toarray()
     np.testing.assert_array_equal(found, factor * np.array([[0.0, 3.0], [3.0, 0.0]]))
+
+
+class IGraph:
+    """The part of the interface of igraph that ritz uses; igraph itself is tested if installed."""
+
+    class Table(dict):
+        def attributes(self):
+            return list(self)
+
+    def __init__(self, edges, count, *, directed=False, weights=None, names=None):
+        self.edges, self.count, self.directed = edges, count, directed
+        self.es = self.Table({} if weights is None else {"weight": weights})
+        self.vs = self.Table({} if names is None else {"name": names})
+
+    def get_edgelist(self):
+        return self.edges
+
+    def vcount(self):
+        return self.count
+
+    def is_directed(self):
+        return self.directed
+
+
+def test_igraph_objects_are_converted_with_names_and_weights():
+    x = IGraph([(0, 1), (1, 2)], 4, weights=[2, None], names=["a", "b", "c", "d"])
+
+    graph = as_graph(x)
+
+    assert graph.names == ("a", "b", "c", "d")
+    assert dense(graph).tolist() == [[0, 2, 0, 0], [2, 0, 1, 0], [0, 1, 0, 0], [0, 0, 0, 0]]
+    assert as_graph(x, weights=False).weights is None
+    arcs = IGraph([(0, 1), (1, 0), (1, 2)], 3, directed=True)
+    assert as_graph(arcs).intake.directed
+    assert dense(to_undirected(arcs, combine="sum"))[0].tolist() == [0, 2, 0]
+
+
+def test_igraph_itself():
+    igraph = pytest.importorskip("igraph")
+    x = igraph.Graph.Famous("Zachary")
+
+    graph = as_graph(x)
+
+    np.testing.assert_array_equal(dense(graph), np.array(x.get_adjacency().data))
+
+
+def test_to_undirected_accepts_what_as_graph_accepts():
+    matrix = np.array([[0, 1.0, 0], [0, 0, 2], [0, 0, 0]])
+    expected = [[0, 1, 0], [1, 0, 2], [0, 2, 0]]
+
+    for convert in (as_graph, to_undirected):
+        assert dense(convert(matrix, weights="weight", num_nodes=3)).tolist() == expected
+        assert dense(convert(matrix > 0)).tolist() == (np.array(expected) > 0).tolist()
+        assert convert(nx.Graph([(0, 1, {"weight": 3})]), weights=False).weights is None

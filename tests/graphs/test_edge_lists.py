@@ -1,6 +1,8 @@
 """Edge lists: separators, comments, ids, weights, and what repeats, loops and directions mean."""
 
 import gzip
+import random
+import time
 from itertools import pairwise
 
 import numpy as np
@@ -211,3 +213,48 @@ def test_progress_is_told(written):
         assert watch.label == f"reading graph.txt ({unit})"
         assert watch.done == watch.total == total
         assert watch.finished
+
+
+@pytest.mark.parametrize("decimals", [0, 1, 6, 15, 17])
+def test_decimal_weights_are_rounded_as_python_rounds_them(written, decimals):
+    rng = random.Random(decimals)
+    words = [f"{rng.random() * 9:.{decimals}f}" for _ in range(500)]
+
+    graph = read(written("".join(f"{i} {i + 1} {word}\n" for i, word in enumerate(words))))
+
+    matrix = graph.to_scipy()
+    assert [matrix[i, i + 1] for i in range(500)] == [float(word) for word in words]
+
+
+@pytest.mark.parametrize("line", ["3 4 1 .5", "3 4.5 1", "3.5 4 1", "3 4 1.5 2", "3 4 .", "3-4 1"])
+def test_a_line_of_another_form_is_not_taken_for_a_decimal(written, line):
+    file = written("0 1 0.5\n1 2 1.5\n" + line + "\n2 3 2.5\n")
+
+    graph = read(file, errors="report")
+
+    assert (graph.num_edges, graph.intake.num_rejected) == (3, 1)
+    assert graph.intake.reasons[0].startswith("line 3: ")
+
+
+def test_a_late_invalid_line_is_named_without_reading_lines_one_by_one(written):
+    file = written("0 1\n" * 400_000 + "0 x\n")
+    start = time.process_time()
+
+    with pytest.raises(GraphError, match=r"line 400001: the vertex id 'x' is not a whole number"):
+        read(file)
+
+    assert time.process_time() - start < 0.5  # 0.05 s; one by one takes a second
+
+
+def test_one_invalid_line_in_a_hundred_costs_no_more_than_a_few_times_a_clean_file(written):
+    def seconds(text, name):
+        file = written(text, name)
+        start = time.process_time()
+        read(file, errors="report")
+        return time.process_time() - start
+
+    lines = [f"{i} {i + 1}\n" for i in range(200_000)]
+    clean = seconds("".join(lines), "clean.txt")
+    lines[50::100] = [f"{i} x{i}\n" for i in range(2000)]
+
+    assert seconds("".join(lines), "bad.txt") < 10 * clean + 0.1

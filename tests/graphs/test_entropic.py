@@ -11,6 +11,12 @@ from ritz import graphs
 from ritz.graphs import GraphError
 
 
+@pytest.fixture(autouse=True)
+def sampling(monkeypatch):
+    """Sample moments from 257 vertices on, as large graphs do."""
+    monkeypatch.setattr("ritz.graphs._density.SMALL", 256)
+
+
 def seeded(seed):
     return torch.Generator().manual_seed(seed)
 

@@ -1,6 +1,8 @@
 """Matrix Market, GML, GraphML and METIS, against what NetworkX and SciPy read."""
 
+import bz2
 import gzip
+import lzma
 import sys
 
 import networkx as nx
@@ -220,3 +222,55 @@ def test_the_content_tells_the_format(tmp_path, name):
         '<node id="b"/><edge source="a" target="b"/></graph></graphml>'
     )
     assert read(path).names == ("a", "b")
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress])
+def test_compressed_files_are_recognised_by_their_first_bytes(tmp_path, compress):
+    path = tmp_path / "edges"
+    path.write_bytes(compress(b"0 1\n1 2\n"))
+
+    graph = read(path)
+
+    assert (graph.num_nodes, graph.num_edges) == (3, 2)
+
+
+@pytest.mark.parametrize("name", ["graph.mtx.bz2", "graph.mtx.xz"])
+def test_the_suffix_of_a_compressed_file_is_ignored(tmp_path, name):
+    compress = bz2.compress if name.endswith("bz2") else lzma.compress
+    (tmp_path / name).write_bytes(compress(b"2 1\n2\n1\n"))
+    with pytest.raises(GraphError, match="has no valid Matrix Market header"):
+        read(tmp_path / name)
+
+
+@pytest.mark.parametrize("symmetry", ["symmetric", "general"])
+@pytest.mark.parametrize("field", ["real", "integer"])
+def test_a_dense_matrix_market_file_is_read(tmp_path, field, symmetry):
+    path = tmp_path / "graph.mtx"
+    matrix = expected(karate())
+    scipy.io.mmwrite(path, matrix, field=field, symmetry=symmetry)
+
+    graph = read(path)
+
+    np.testing.assert_array_equal(graph.to_scipy().toarray(), matrix)
+    assert graph.names.tolist() == list(range(1, 36))
+
+
+def test_named_vertices_are_numbered_as_they_occur(tmp_path):
+    path = tmp_path / "friends.csv"
+    path.write_text("# who, whom, how much\nann,bob,2\nbob,Zoë,0.5\n\nann,7,1\n")
+
+    graph = read(path)
+
+    assert graph.names == ("ann", "bob", "Zoë", "7")
+    dense = graph.to_scipy().toarray()
+    assert dense.tolist() == [[0, 2, 0, 1], [2, 0, 0.5, 0], [0, 0.5, 0, 0], [1, 0, 0, 0]]
+
+
+def test_invalid_lines_between_names_are_reported(tmp_path):
+    path = tmp_path / "friends.txt"
+    path.write_text("from to\nann bob\nbob\nbob cy\n")
+
+    graph = read(path, errors="report")
+
+    assert graph.names == ("ann", "bob", "cy")
+    assert [reason.split(":")[0] for reason in graph.intake.reasons] == ["line 1", "line 3"]

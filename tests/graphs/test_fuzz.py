@@ -75,15 +75,16 @@ def fuzzed(rng):
 
 def reference(data):
     """Edges and the number of rejects by the plainest means, line after line."""
-    columns, edges, rejected = None, [], 0
+    columns, edges, rejected, lines = None, [], 0, []
     for line in data.removeprefix(b"\xef\xbb\xbf").split(b"\n"):
         words = re.split(rb"[ \t\r\n\x0b\x0c,;]+", re.split(rb"[#%]", line)[0])
-        words = [word for word in words if word]
-        if not words:
-            continue
+        lines += [[word for word in words if word]] if any(words) else []
+    # Names, if most lines have one.
+    named = 2 * sum(any(map(is_name, words[:2])) for words in lines) > len(lines)
+    for words in lines:
         edge = None
         if columns in (None, len(words)) and len(words) in (2, 3):
-            edge = plain_edge(words)
+            edge = plain_edge(words, named)
         if edge is None:
             rejected += 1
         else:
@@ -92,12 +93,23 @@ def reference(data):
     return edges, rejected
 
 
-def plain_edge(words):
-    if not all(re.fullmatch(rb"\+?[0-9]+", word) for word in words[:2]):
+def is_name(word):
+    try:
+        float(word)
+    except ValueError:
+        return any(code > 127 or chr(code).isalpha() for code in word)
+    return False
+
+
+def plain_edge(words, named):
+    if named:
+        u, v = (word.decode("utf-8", "backslashreplace") for word in words[:2])
+    elif not all(re.fullmatch(rb"\+?[0-9]+", word) for word in words[:2]):
         return None
-    u, v = int(words[0]), int(words[1])
-    if max(u, v) >= 2**63:
-        return None
+    else:
+        u, v = int(words[0]), int(words[1])
+        if max(u, v) >= 2**63:
+            return None
     if len(words) == 2:
         return u, v, 1.0
     if not re.fullmatch(rb"[0-9.eE+-]+", words[2]):
@@ -131,9 +143,10 @@ def check(path, data):
         assert not expected
         return
     coo = graph.to_scipy().tocoo()
-    names = range(graph.num_nodes) if graph.names is None else graph.names.tolist()
+    names = range(graph.num_nodes) if graph.names is None else graph.names
+    names = names if isinstance(names, tuple | range) else names.tolist()
     upper = {
-        (names[i], names[j]): w
+        (min(names[i], names[j]), max(names[i], names[j])): w
         for i, j, w in zip(coo.row.tolist(), coo.col.tolist(), coo.data.tolist(), strict=True)
         if i < j
     }

@@ -11,6 +11,7 @@ import torch
 from ritz.graphs import GraphError, as_graph, read
 from ritz.graphs._io import assembly
 
+ARRAY = "%%MatrixMarket matrix array real general\n"
 MTX = "%%MatrixMarket matrix coordinate real general\n"
 NODES = "node [ id 0 ] node [ id 1 ]"
 XML = '<graphml><graph edgedefault="undirected"><node id="a"/><node id="b"/>'
@@ -36,13 +37,33 @@ WRONG = {
     "bytes that are no text": ("e.txt", b"0 1\n\xff\xfe 2\n", "line 2: the vertex id '.*xff"),
     "a binary file": ("e.txt", b"\x7fELF\0\0\0\1", "e.txt is a binary file"),
     "an endless line": ("e.txt", "0 1\n" + "7" * 3_000_000, "line 2: longer than 1048576 bytes"),
-    "bzip2": ("e.txt", b"BZh91AY", "compressed by bzip2"),
+    "bzip2": ("e.txt", b"BZh91AY", "e.txt is a truncated bzip2 file"),
+    "bzip2 noise": ("e.txt", b"BZh91AY&SY" + b"noise" * 9, "e.txt is a damaged bzip2 file"),
+    "xz": ("e.txt", b"\xfd7zXZ\0\0\0", "e.txt is a (truncated|damaged) xz file"),
+    "zip": ("e.txt", b"PK\x03\x04...", "compressed by zip; unpack it, only gzip, bzip2 and xz"),
+    "huge array": ("e.mtx", f"{ARRAY}99999 99999\n1\n", "holds fewer numbers than its header says"),
+    "short array": ("e.mtx", f"{ARRAY}2 2\n0\n1\n1\n", "e.mtx cannot be read"),
+    "negative array": ("e.mtx", f"{ARRAY}2 2\n0\n-1\n-1\n0\n", "the matrix of e.mtx must be fin"),
+    "title of columns": (
+        "e.csv",
+        "source,target\nann,bob\nbob,cy\n",
+        "line 1: is the title of",
+    ),
+    "weight after names": (
+        "e.txt",
+        "ann bob 1\nbob cy x\n",
+        "line 2: the weight 'x' is not",
+    ),
+    "a name among numbers": (
+        "e.txt",
+        "0 1\n1 2\n2 x\n",
+        "line 3: the vertex id 'x' is",
+    ),
     "mtx banner": (
         "e.mtx",
         "%%MatrixMarket matrix real general\n",
         "no valid Matrix Market header",
     ),
-    "mtx dense": ("e.mtx", "%%MatrixMarket matrix array real general\n2 2\n", "got array real"),
     "mtx skew": (
         "e.mtx",
         "%%MatrixMarket matrix coordinate real skew-symmetric\n2 2 1\n",
@@ -51,7 +72,7 @@ WRONG = {
     "mtx complex": (
         "e.mtx",
         "%%MatrixMarket matrix coordinate complex general\n2 2 1\n",
-        "got coordinate co",
+        "got complex",
     ),
     "mtx without a size": ("e.mtx", MTX + "% c\n", "no valid Matrix Market header: .*EOF"),
     "mtx size": ("e.mtx", MTX + "2 2\n", "no valid Matrix Market header"),

@@ -23,13 +23,14 @@ def option(
     panel: str | None = None,
     metavar: str | None = None,
     low: float | None = None,
+    high: float | None = None,
 ) -> Any:
-    """Return an option of Typer: names, help text, panel of the help, and smallest value."""
+    """Return an option of Typer: names, help text, panel of the help, and limits of the value."""
 
     def check(value: Any) -> Any:
         # Typer has min=, but its message does not tell the value.
         if value is not None and low is not None:
-            check_range(names.split()[0], value, low=low)
+            check_range(names.split()[0], value, low=low, high=high)
         return value
 
     return typer.Option(
@@ -45,7 +46,8 @@ def choice(names: str, help: str, panel: str | None = None) -> Any:
     return option(names, help, panel, "NAME")
 
 
-Seed = Annotated[int, option("--seed", "Seed of all random numbers.")]
+# The seeds that torch accepts.
+Seed = Annotated[int, option("--seed", "Seed of all random numbers.", low=-(2**63), high=2**64 - 1)]
 Json = Annotated[bool, option("--json", "Print JSON, without a progress bar.")]
 LOSS = "cross_entropy, mse, model (the model returns its loss) or module:function"
 Loss = Annotated[

@@ -1,13 +1,14 @@
 """``ritz graph``: densities, similarity, clusters and models of graphs in files."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 import ritz
+from ritz._core.checks import check_range
 from ritz.cli._options import OUTPUT, Json, Seed, choice, flatten_options, option, print_result
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True,
     help="Measure graphs in files: edge lists, Matrix Market, GML, GraphML or METIS; plain or "
-    "gzip.",
+    "compressed (gzip, bzip2, xz).",
     epilog="Example: ritz graph clusters friends.txt.gz",
 )
 
@@ -105,15 +106,21 @@ class SampleOptions:
     """How many numbers the spectrum is computed from."""
 
     moments: Annotated[
-        int | None, option("--moments", "Number of moments (default: 100, for clusters 80).", low=1)
+        int | None, option("--moments", "Number of moments (default: 100, for clusters 80).")
     ] = None
     probes: Annotated[
         int | None,
         option("--probes", "Number of random probes (default: 64, for clusters 100).", low=2),
     ] = None
 
-    def keywords(self) -> Any:
-        """Return the options that were given as keywords of the library."""
+    def keywords(self, *, low: int = 1) -> Any:
+        """Return the options that were passed, as keywords of the library.
+
+        Args:
+            low: Fewest moments that the command needs. It is checked before a file is read.
+        """
+        if self.moments is not None:
+            check_range("--moments", self.moments, low=low)
         numbers = {"num_moments": self.moments, "num_probes": self.probes}
         return {name: number for name, number in numbers.items() if number is not None}
 
@@ -137,29 +144,30 @@ def density(
     """Print the spectral density of a graph, and draw it."""
     import torch
 
+    options = samples.keywords(low=1 if method == "maxent" else 2)
     graph = graphs.read(file)
-    found: Any = ritz.graphs.density(
-        graph,
-        method=method,
-        matrix=matrix,
-        **samples.keywords(),
-        **graphs.common(),
+    spectrum: Any = ritz.graphs.density(
+        graph, method=method, matrix=matrix, **options, **graphs.common()
     )
     # mean = tr(L) / n, which is 1 for a normalized Laplacian without isolated vertices.
-    numbers = {"mean": found.moment(1), "mean_square": found.moment(2)}
-    text = f"{graph}\n{matrix}: {found}"
+    numbers = {"mean": spectrum.moment(1), "mean_square": spectrum.moment(2)}
+    text = f"{graph}\n{matrix}: {spectrum}"
     if matrix != "adjacency":  # a Laplacian has eigenvalues from 0 on; small ones mean clusters
         # The cdf starts at the support, so begin below it to include an eigenvalue at its end.
-        numbers["mass_below_0.1"] = found.mass(found.support[0] - 1.0, 0.1)
+        numbers["mass_below_0.1"] = spectrum.mass(spectrum.support[0] - 1.0, 0.1)
         text += f"\nmass below 0.1: {numbers['mass_below_0.1']:.4g}"
     if method == "maxent":
-        numbers |= {"entropy": found.entropy, "alphas": found.alphas, "status": found.status}
+        numbers |= {
+            "entropy": spectrum.entropy,
+            "alphas": spectrum.alphas,
+            "status": spectrum.status,
+        }
     facts = _facts(file, graph) | {"matrix": matrix, "method": method, "density": numbers}
     # An eigenvalue of high multiplicity, such as 0 or 1, must not flatten the rest of the picture.
-    low, high = found.support
+    low, high = spectrum.support
     x = torch.linspace(low, high, 2001, dtype=torch.float64)[1:-1]
-    smooth = getattr(found, "smoothed", lambda: found)()
-    graphs.finish(facts, text, found, top=1.5 * float(smooth.pdf(x).quantile(0.98)))
+    smooth = getattr(spectrum, "smoothed", lambda: spectrum)()
+    graphs.finish(facts, text, spectrum, top=1.5 * float(smooth.pdf(x).quantile(0.98)))
 
 
 @app.command(epilog="Example: ritz graph compare a.txt b.txt c.mtx --out likeness.png")
@@ -175,13 +183,13 @@ def compare(
     samples: SampleOptions,
 ) -> None:
     """Print the distances between the spectra of graphs, with their errors."""
-    found = ritz.graphs.similarity(
+    options = samples.keywords() | graphs.common()
+    distances = ritz.graphs.similarity(
         {name: graphs.read(file) for name, file in _names(files).items()},
         measure=measure,
-        **samples.keywords(),
-        **graphs.common(),
+        **options,
     )
-    graphs.finish({"files": files, "similarity": found}, str(found), found)
+    graphs.finish({"files": files, "similarity": distances}, str(distances), distances)
 
 
 @app.command(epilog="Example: ritz graph clusters friends.txt.gz --labels clusters.txt")
@@ -204,18 +212,15 @@ def clusters(
     # Before the count, which may take minutes.
     if labels is not None and not labels.parent.is_dir():
         raise ValueError(f"--labels must be in an existing folder, got {labels}")
+    options = samples.keywords(low=4) | graphs.common()
     graph = graphs.read(file)
-    found = ritz.graphs.count_clusters(
-        graph,
-        method=method,
-        **samples.keywords(),
-        **graphs.common(),
-    )
-    written = [] if labels is None else _write_labels(graph, found, labels, graphs)
-    facts = _facts(file, graph) | {"clusters": found}
-    graphs.finish(facts, f"{graph}\n{found}", found, written)
+    count = ritz.graphs.count_clusters(graph, method=method, **options)
+    written = [] if labels is None else _write_labels(graph, count, labels, graphs)
+    # The density is for the picture.
+    facts = _facts(file, graph) | {"clusters": replace(count, density=None)}
+    graphs.finish(facts, f"{graph}\n{count}", count, written)
     # Exit code 1 if the count is uncertain, after everything was printed and written.
-    found.raise_if_failed()
+    count.raise_if_failed()
 
 
 @app.command(epilog="Example: ritz graph model friends.txt.gz --largest")
@@ -223,9 +228,9 @@ def clusters(
 def model(file: File, graphs: GraphOptions) -> None:
     """Print the random graph model with the nearest spectrum, and its parameters."""
     graph = graphs.read(file)
-    found = ritz.graphs.fit(graph, **graphs.common())
-    facts = _facts(file, graph) | {"model": found.model, "fits": found.fits}
-    graphs.finish(facts, f"{graph}\n{found}", found)
+    nearest = ritz.graphs.fit(graph, **graphs.common())
+    facts = _facts(file, graph) | {"model": nearest.model, "fits": nearest.fits}
+    graphs.finish(facts, f"{graph}\n{nearest}", nearest)
 
 
 def _facts(file: Path, graph: "Graph") -> dict[str, Any]:
@@ -244,16 +249,16 @@ def _names(files: list[Path]) -> dict[str, Path]:
 
 
 def _write_labels(
-    graph: "Graph", found: "ClusterCount", labels: Path, options: GraphOptions
+    graph: "Graph", count: "ClusterCount", labels: Path, options: GraphOptions
 ) -> list[Path]:
     """Write the name of each vertex, a tab and its cluster, if the clusters were counted."""
     from ritz._core.storage import write_text
 
-    if found.count is None:
+    if count.count is None:
         typer.echo(f"nothing was written to {labels}: there is no count of clusters", err=True)
         return []
     # k-means on the eigenvectors of as many small eigenvalues as there are clusters.
-    groups = ritz.graphs.spectral_clusters(graph, found.count, **options.common())
+    groups = ritz.graphs.spectral_clusters(graph, count.count, **options.common())
     names: Any = range(graph.num_nodes) if graph.names is None else graph.names
     names = getattr(names, "tolist", lambda: names)()
     # Tabs and line ends separate names, so those within a name are escaped.

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -11,27 +11,36 @@ from torch import Tensor
 from ritz._core.checks import check_choice, check_count
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import resolve_generator
-from ritz._core.results import Status, format_uncertain
+from ritz._core.results import HasStatus, Status, format_uncertain
 from ritz._core.storage import storable
-from ritz.graphs._density import moments
+from ritz.graphs._density import SMALL, moments
 from ritz.graphs._gaps import (
     TUNING,
-    Found,
+    Below,
     Gap,
     NullSpace,
+    all_below,
     angle,
     count_below,
     find_gap,
     low_stretches,
     point,
+    resolved_spacings,
     stands_out,
     widest_between,
     widest_crowded,
 )
 from ritz.graphs._graph import Graph
 from ritz.graphs._io import GraphLike
-from ritz.graphs._matrices import laplacian, with_edges
-from ritz.spectra import Density, PolynomialDensity, SmoothedDensity, density, maxent
+from ritz.graphs._matrices import eigenvalues, laplacian, with_edges
+from ritz.spectra import (
+    DiscreteDensity,
+    EntropicDensity,
+    PolynomialDensity,
+    SmoothedDensity,
+    density,
+    maxent,
+)
 
 CountMethod = Literal["auto", "krylov", "entropic", "lanczos"]
 COUNT_METHODS: tuple[CountMethod, ...] = ("auto", "krylov", "entropic", "lanczos")
@@ -39,22 +48,24 @@ COUNT_METHODS: tuple[CountMethod, ...] = ("auto", "krylov", "entropic", "lanczos
 
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterCount:
+class ClusterCount(HasStatus):
     r"""The number of clusters of a graph: eigenvalues left of the gap of its spectrum.
 
     Attributes:
         count: Number of clusters. It is the number of components if nothing beyond them was
-            found, and ``None`` if a connected graph has no gap, or none that can be trusted.
+            found. ``None`` if a connected graph has no gap, or if the eigenvalues left of it could
+            not be certified.
         stderr: Standard error of the count; zero if eigenvalues were counted one by one and none
             was missed.
         threshold: :math:`\lambda_*`, in the gap.
         gap: Ends of the gap.
-        mass: Sampled fraction of the eigenvalues left of the threshold.
-        estimate: Their sampled number, ``n`` times the mass.
+        mass: Fraction of the eigenvalues left of the threshold, as sampled.
+        estimate: Their number, ``n`` times the mass.
         estimate_stderr: Standard error of the estimate.
         found: Number found by block Krylov, a lower bound; ``None`` if that was not used.
         missed: Sampled number of eigenvalues that block Krylov missed.
-        certified: Both ways agree and nothing was missed.
+        certified: The count is exact: both methods agree and nothing was missed, or all
+            eigenvalues were computed.
         reason: Why there is no count, or only that of the components.
         num_nodes: Vertices of the graph.
         num_components: Connected components, including isolated vertices: eigenvalues 0.
@@ -62,6 +73,7 @@ class ClusterCount:
         num_products: Matrix-vector products.
         status: Whether the count can be trusted, and what to do if not.
         seed: Seed of the generator.
+        density: Density of the eigenvalues in which the gap was found.
     """
 
     count: int | None
@@ -81,10 +93,9 @@ class ClusterCount:
     num_products: int
     status: Status
     seed: int
-
-    def raise_if_failed(self) -> None:
-        """Raise :class:`ritz.NotConvergedError` unless the count can be trusted."""
-        self.status.raise_if_failed()
+    density: EntropicDensity | SmoothedDensity | DiscreteDensity | None = field(
+        default=None, repr=False, compare=False
+    )
 
     def __str__(self) -> str:
         if self.count is None:
@@ -124,39 +135,51 @@ class Sampled:
     """A sampled density of a graph with its gap.
 
     Attributes:
-        density: Entropic or smoothed.
+        density: Entropic, smoothed, or all eigenvalues.
         gap: The widest gap, or why there is none.
         stretches: All low stretches, ascending.
         num_nodes: Vertices.
         num_moments: Moments of the density, or Lanczos steps.
         num_products: Matrix-vector products.
-        spread: A density with one sample per probe, which gives the error.
+        spread: A density with one sample per probe, which gives the error; ``None`` if the density
+            is exact.
     """
 
-    density: Density
+    density: EntropicDensity | SmoothedDensity | DiscreteDensity
     gap: Gap | str
     stretches: list[Gap]
     num_nodes: int
     num_moments: int
     num_products: int
-    spread: PolynomialDensity | SmoothedDensity
+    spread: PolynomialDensity | SmoothedDensity | None = None
 
     def below(self, threshold: float) -> tuple[float, float]:
         """Number of eigenvalues below a point, and its standard error."""
         at = torch.tensor([threshold], dtype=torch.float64)
+        count = self.num_nodes * float(self.density.cdf(at))
+        if self.spread is None:
+            return float(round(count)), 0.0
         # A band of one standard deviation either way is two standard errors wide.
         low, high = self.spread.cdf_band(at, sigmas=1.0)
-        return self.num_nodes * float(self.density.cdf(at)), self.num_nodes * float(high - low) / 2
+        return count, self.num_nodes * float(high - low) / 2
+
+    def mean_below(self, threshold: float) -> float:
+        """Mean of the eigenvalues below a point."""
+        # Integration by parts: int_0^t x dF = t F(t) - int_0^t F.
+        x = torch.linspace(0, threshold, 2001, dtype=torch.float64)
+        cdf = self.density.cdf(x)
+        return threshold - float(torch.trapezoid(cdf, x) / cdf[-1].clamp_min(1e-300))
 
     def next_gap(self, first: Gap) -> Gap | None:
         """The widest low stretch right of a first one; none if others are about as wide."""
         joined: list[Gap] = []
         for one in self.stretches:
-            between = self.below(one.low)[0] - self.below(joined[-1].high)[0] if joined else 1.0
-            if between < TUNING.noise:
+            # Just below the upper end, where an exact density has an eigenvalue.
+            end = math.nextafter(joined[-1].high, 0.0) if joined else 0.0
+            if joined and self.below(one.low)[0] - self.below(end)[0] < TUNING.noise:
                 one = replace(one, low=joined.pop().low)
             joined.append(replace(one, threshold=one.middle))
-        after = sorted((gap for gap in joined if gap.low > first.high), key=lambda gap: gap.width)
+        after = sorted((gap for gap in joined if gap.low >= first.high), key=lambda gap: gap.width)
         if not after or after[-1].width < math.pi / self.num_moments:
             return None
         higher = [gap.width for gap in after if gap.low > after[-1].high]
@@ -199,7 +222,7 @@ def sample_density(
         "progress": progress,
     }
     spread: PolynomialDensity | SmoothedDensity
-    shape: Density
+    shape: EntropicDensity | SmoothedDensity
     if lanczos:
         # One step per moment, as in the paper.
         steps = min(num_moments, graph.num_nodes)
@@ -215,13 +238,38 @@ def sample_density(
         spread = PolynomialDensity(moments=sampled, dimension=graph.num_nodes)
         num_products = sampled.num_products
     stretches = low_stretches(shape, num_moments=num_moments, bulk=bulk)
+    return _sampled(shape, stretches, graph, num_moments, num_products, spread)
+
+
+def exact_density(graph: Graph, *, num_moments: int, bulk: float, num_zeros: int) -> Sampled:
+    """Return all eigenvalues as a density, with its gap: the widest of their spacings."""
+    values = eigenvalues(graph)
+    # Exactly as many are 0 as there are components.
+    values[:num_zeros] = 0.0
+    n = len(values)
+    exact = DiscreteDensity(
+        nodes=values[None],
+        weights=torch.full((1, n), 1 / n, dtype=torch.float64),
+        roundoff=n * torch.finfo(torch.float64).eps,
+        dimension=n,
+        num_products=n,
+        seed=0,
+        matrix="normalized",
+    )
+    stretches = resolved_spacings(values[: math.ceil(bulk * n)], num_moments=num_moments)
+    return _sampled(exact, stretches, graph, num_moments, n)
+
+
+def _sampled(
+    shape: Any, stretches: list[Gap] | str, graph: Graph, m: int, products: int, spread: Any = None
+) -> Sampled:
     return Sampled(
         density=shape,
-        gap=find_gap(stretches, num_moments=num_moments),
+        gap=find_gap(stretches, num_moments=m),
         stretches=[] if isinstance(stretches, str) else stretches,
         num_nodes=graph.num_nodes,
-        num_moments=num_moments,
-        num_products=num_products,
+        num_moments=m,
+        num_products=products,
         spread=spread,
     )
 
@@ -265,9 +313,15 @@ def count_clusters(
     ``lanczos``       mass of Lanczos quadrature, smoothed by a Gaussian
     ``krylov``        eigenvalues found one by one in a block filtered by Chebyshev
                       polynomials, a lower bound; fresh probes say how many it missed
-    ``auto``          ``entropic`` and ``krylov``; ``status`` says if they differ by more
-                      than four standard errors, or something was missed
+    ``auto``          all eigenvalues of a graph with at most 2,000 vertices; otherwise
+                      ``entropic`` and ``krylov``, and no count if they differ by more than
+                      four standard errors or something was missed
     ================  ===================================================================
+
+    Clusters that have more edges inside than outside have a conductance :math:`\phi_i` below one
+    half, and then the mean of the eigenvalues left of the gap is below one half too (Ky Fan):
+    :math:`\sum_{i \le k} \lambda_i \le \sum_{i \le k} \phi_i`. There is no count otherwise; a
+    random bipartite graph has such a gap left of 1.
 
     Cost: ``num_probes * num_moments / 2`` products for ``entropic``, twice that for ``lanczos``,
     about 10 products per eigenvalue for ``krylov``, more if the gap is narrow. Memory beyond the
@@ -280,7 +334,7 @@ def count_clusters(
             :math:`\arccos(1 - \lambda)` is not seen.
         num_probes: Probes ``d``.
         max_vectors: Maximum number of vectors for ``krylov``. Defaults to as many as 4 GiB hold.
-            If these are too few, ``auto`` counts as ``entropic`` does, and says so.
+            If these are too few, ``auto`` has no count, only the sampled ``estimate``.
         generator: Source of randomness. Defaults to a new generator with seed 0.
         progress: Show a progress bar, or a :class:`Progress` to report to.
 
@@ -303,22 +357,28 @@ def count_clusters(
     num_probes = min(num_probes, TUNING.locating) if method == "krylov" else num_probes
     # The middle of the bulk is the median of the eigenvalues that are not 0.
     zeros = null.dimension / graph.num_nodes
-    few = method != "entropic" and graph.num_nodes - null.dimension <= TUNING.few
-    sampled = sample_density(
-        graph,
-        lanczos=method == "lanczos" or few,
-        num_moments=num_moments,
-        num_probes=num_probes,
-        bulk=zeros + (1 - zeros) / 2,
-        generator=generator,
-        progress=progress,
-    )
+    place: dict[str, Any] = {"num_moments": num_moments, "bulk": zeros + (1 - zeros) / 2}
+    if method == "auto" and graph.num_nodes <= SMALL:
+        sampled = exact_density(graph, num_zeros=null.dimension, **place)
+        description = f"all eigenvalues, gaps as {num_moments} moments resolve them"
+    else:
+        few = method != "entropic" and graph.num_nodes - null.dimension <= TUNING.few
+        sampled = sample_density(
+            graph,
+            lanczos=method == "lanczos" or few,
+            num_probes=num_probes,
+            generator=generator,
+            progress=progress,
+            **place,
+        )
+        description = f"{method}, {num_moments} moments x {num_probes} probes"
     facts: dict[str, Any] = {
         "num_nodes": graph.num_nodes,
         "num_components": null.dimension,
         "num_products": sampled.num_products,
-        "method": f"{method}, {num_moments} moments x {num_probes} probes",
+        "method": description,
         "seed": generator.initial_seed(),
+        "density": sampled.density,
     }
     if isinstance(sampled.gap, str):
         return _components_only(f"no gap: {sampled.gap}", facts)
@@ -326,20 +386,20 @@ def count_clusters(
     most = TUNING.memory // (4 * graph.num_nodes) if max_vectors is None else max_vectors
     width = _width(sampled, sampled.gap, null)
     short = ""
-    if method == "auto" and width > most:
-        short = f"not certified: block Krylov would need {width:,} vectors, max_vectors is {most:,}"
+    if method == "auto" and width > most and sampled.spread is not None:
+        short = f"block Krylov would need {width:,} vectors, max_vectors is {most:,}"
     if short or method in ("entropic", "lanczos"):
         return _sampled_count(sampled, _sampled_gap(sampled, sampled.gap, null), facts, short)
-    # Each way certifies the other: sampling has an error but misses nothing, block Krylov is exact
-    # but may miss eigenvalues.
-    krylov = _BlockKrylov(graph, null, max(1, most), generator, progress)
-    found = krylov.find(sampled.gap, width)
-    facts["num_products"] += found.num_products
-    if found.count == 1 and found.missed <= TUNING.missed:
-        further = krylov.find_further(sampled, sampled.gap)
+    # Each method certifies the other: sampling has an error but misses nothing, block Krylov is
+    # exact but may miss eigenvalues.
+    krylov = _BlockKrylov(graph, null, max(1, most), sampled, generator, progress)
+    below = krylov.count(sampled.gap, width)
+    facts["num_products"] += below.num_products
+    if below.count == 1 and below.missed <= TUNING.missed:
+        further = krylov.count_further(sampled.gap)
         facts["num_products"] += further.num_products if further else 0
-        found = further if further and _is_real(further, sampled) else found
-    return reconciled(found, sampled, facts, trusted=method == "auto")
+        below = further if further and _is_real(further, sampled) else below
+    return reconciled(below, sampled, facts, trusted=method == "auto")
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,13 +407,16 @@ class _BlockKrylov:
     graph: Graph
     null: NullSpace
     max_vectors: int
+    sampled: Sampled
     generator: torch.Generator
     progress: bool | Progress
 
-    def find(
+    def count(
         self, gap: Gap, width: int, pick: Callable[[Tensor, Gap], Gap] = widest_between
-    ) -> Found:
+    ) -> Below:
         """Count below a gap, and double the number of vectors until they are enough."""
+        if isinstance(self.sampled.density, DiscreteDensity):
+            return all_below(self.sampled.density.nodes[0], self.null.dimension, gap, pick)
         num_products, n = 0, self.graph.num_nodes
         most = min(self.max_vectors, n - self.null.dimension)
         width = min(width, self.max_vectors)
@@ -362,26 +425,26 @@ class _BlockKrylov:
             op = laplacian(self.graph, dtype=torch.float32 if large else torch.float64)
             null = replace(self.null, entries=self.null.entries.to(op.dtype))
             with tracking(self.progress, "eigenvalues", width) as bar:
-                found = count_below(
+                below = count_below(
                     op, null, gap, width=width, generator=self.generator, bar=bar, pick=pick
                 )
-            num_products += found.num_products
-            enough = not found.full and found.missed <= TUNING.missed
+            num_products += below.num_products
+            enough = not below.full and below.missed <= TUNING.missed
             if enough or width >= most:
-                return replace(found, num_products=num_products)
+                return replace(below, num_products=num_products)
             width = min(2 * width, most)
 
-    def find_further(self, sampled: Sampled, first: Gap) -> Found | None:
+    def count_further(self, first: Gap) -> Below | None:
         """Count below the next stretch, or somewhat above it if its spacings must be known."""
-        gap = sampled.next_gap(first)
+        gap = self.sampled.next_gap(first)
         if gap is None:
             return None
-        sure = sampled.crowd(gap) >= TUNING.sure
-        gap = gap if sure else sampled.beyond(gap)
-        width = _width(sampled, gap, self.null)
+        sure = self.sampled.crowd(gap) >= TUNING.sure
+        gap = gap if sure else self.sampled.beyond(gap)
+        width = _width(self.sampled, gap, self.null)
         if width > self.max_vectors:
             return None
-        return self.find(gap, width, widest_between if sure else widest_crowded)
+        return self.count(gap, width, widest_between if sure else widest_crowded)
 
 
 def _width(sampled: Sampled, gap: Gap, null: NullSpace) -> int:
@@ -392,47 +455,45 @@ def _width(sampled: Sampled, gap: Gap, null: NullSpace) -> int:
     return min(math.ceil(1.1 * wanted) + 10, sampled.num_nodes - null.dimension)
 
 
-def _is_real(found: Found, sampled: Sampled) -> bool:
+def _is_real(below: Below, sampled: Sampled) -> bool:
     """Whether a gap divides a connected graph, and is wide beside the spacings above it."""
-    if found.count == 1:
+    if below.count == 1:
         return False
-    return sampled.crowd(found.gap) >= TUNING.sure or stands_out(found.gap, found.above)
+    return sampled.crowd(below.gap) >= TUNING.sure or stands_out(below.gap, below.above)
 
 
 def reconciled(
-    found: Found, sampled: Sampled, facts: dict[str, Any], *, trusted: bool
+    below: Below, sampled: Sampled, facts: dict[str, Any], *, trusted: bool
 ) -> ClusterCount:
-    """Return the count that two ways agree on, or what each of them says; nothing is averaged.
+    """Return the count that both methods agree on; otherwise no count, and what each found.
 
     Args:
-        found: Result of block Krylov.
+        below: Result of block Krylov.
         sampled: The density.
         facts: Other fields of the result.
         trusted: The density has enough probes to count by it.
     """
-    mean, stderr = sampled.below(found.gap.threshold)
-    facts = facts | _gap_facts(sampled, found.gap, mean, stderr)
-    facts |= {"found": found.count, "missed": found.missed}
-    both = f"{found.count:,} found, {format_uncertain(mean, stderr)} sampled"
-    if found.full or found.missed > TUNING.missed:
-        why = f"block Krylov was under-run, {found.missed:.3g} missed: {both}"
-        advice = "raise max_vectors or num_moments"
-        status = Status(outcome="max_steps", message=why, advice=advice)
-        if not trusted:
-            return _no_count(f"at least {found.count:,}: {why}", facts, status)
-        return ClusterCount(count=round(mean), stderr=stderr, status=status, **facts)
-    if found.count == 1:
+    mean, stderr = sampled.below(below.gap.threshold)
+    facts = facts | _gap_facts(sampled, below.gap, mean, stderr)
+    exact = sampled.spread is None
+    facts |= {} if exact else {"found": below.count, "missed": below.missed}
+    both = f"{below.count:,} found, {format_uncertain(mean, stderr)} sampled"
+    if below.full or below.missed > TUNING.missed:
+        why = f"block Krylov was under-run, {below.missed:.3g} missed: {both}"
+        return _failed(
+            f"at least {below.count:,}: {why}", "raise max_vectors or num_moments", facts
+        )
+    if below.count == 1:
         return _whole(facts)
     # Half an eigenvalue more than the error: the sampled number is not whole.
-    if trusted and abs(found.count - mean) > TUNING.agreement * stderr + 0.5:
-        status = Status(
-            outcome="max_steps",
-            message=f"the two ways disagree: {both}",
-            advice="raise num_moments: the gap is barely resolved",
-        )
-        return ClusterCount(count=found.count, stderr=0.0, status=status, **facts)
-    status = Status(outcome="converged", message=f"{both}, none missed")
-    return ClusterCount(count=found.count, stderr=0.0, certified=trusted, status=status, **facts)
+    if trusted and abs(below.count - mean) > TUNING.agreement * stderr + 0.5:
+        advice = "raise num_moments: the gap is barely resolved"
+        return _failed(f"the two methods disagree: {both}", advice, facts)
+    if below.mean > TUNING.conductance:
+        return _not_clusters(below.count, below.mean, facts)
+    message = "all eigenvalues were computed" if exact else f"{both}, none missed"
+    status = Status(outcome="converged", message=message)
+    return ClusterCount(count=below.count, stderr=0.0, certified=trusted, status=status, **facts)
 
 
 def _gap_facts(sampled: Sampled, gap: Gap, mean: float, stderr: float) -> dict[str, Any]:
@@ -456,12 +517,15 @@ def _sampled_count(sampled: Sampled, gap: Gap, facts: dict[str, Any], short: str
     count = max(round(mean), facts["num_components"])
     if count <= 1:
         return _whole(facts)
-    status = Status(
-        outcome="completed",
-        message=short or f"sampled, {unsure:.2g} eigenvalues in the gap itself",
-        advice="raise max_vectors" if short else "",
-    )
-    return ClusterCount(count=count, stderr=facts["estimate_stderr"], status=status, **facts)
+    if (average := sampled.mean_below(gap.threshold)) > TUNING.conductance:
+        return _not_clusters(count, average, facts)
+    stderr = facts["estimate_stderr"]
+    if short:
+        reason = f"not certified: {short}; sampled {format_uncertain(mean, stderr)}"
+        return _failed(reason, "raise max_vectors, or use method entropic", facts)
+    message = f"sampled, {unsure:.2g} eigenvalues in the gap itself"
+    status = Status(outcome="completed", message=message)
+    return ClusterCount(count=count, stderr=stderr, status=status, **facts)
 
 
 def _sampled_gap(sampled: Sampled, first: Gap, null: NullSpace) -> Gap:
@@ -488,6 +552,18 @@ def _components_only(reason: str, facts: dict[str, Any]) -> ClusterCount:
     reason = f"{reason}; counted are the {count:,} components, as many as eigenvalues 0"
     status = Status(outcome="completed", message="the components alone, no gap beyond them")
     return ClusterCount(count=count, stderr=0.0, reason=reason, status=status, **facts)
+
+
+def _not_clusters(count: int, mean: float, facts: dict[str, Any]) -> ClusterCount:
+    reason = (
+        f"no clusters: the {count:,} eigenvalues left of the gap have the mean {mean:.2g}; as many "
+        f"clusters with more edges inside than outside would have one below {TUNING.conductance}"
+    )
+    return _no_count(reason, facts, Status(outcome="completed", message="no clusters"))
+
+
+def _failed(reason: str, advice: str, facts: dict[str, Any]) -> ClusterCount:
+    return _no_count(reason, facts, Status(outcome="max_steps", message=reason, advice=advice))
 
 
 def _no_count(reason: str, facts: dict[str, Any], status: Status) -> ClusterCount:

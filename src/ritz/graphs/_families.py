@@ -60,6 +60,8 @@ class Tuning:
     close: float = 0.25
     # Draws at the minimum: as many times those of other values.
     final: int = 3
+    # Vertices of drawn graphs up to which all eigenvalues cost less than 64 probes.
+    exact_nodes: int = 256
     # Vertices of drawn graphs, by default.
     fewest_nodes: int = 8
     most_nodes: int = 1000

@@ -181,6 +181,7 @@ class _Search:
         generator: torch.Generator,
     ) -> None:
         self.sampled, self.num_probes, self.num_draws = sampled, num_probes, num_draws
+        self.size = size
         # One eigenvalue of a drawn graph has the mass 1 / size: nothing finer can be distinguished.
         errors = sampled.stderr.clamp_min(1 / size)
         self.density: EntropicDensity = maxent(sampled.mean, interval=INTERVAL, stderr=errors)
@@ -260,6 +261,7 @@ class _Search:
                 family.draw(value, generator),
                 num_moments=len(self.errors) - 1,
                 num_probes=self.num_probes,
+                exact=self.size <= TUNING.exact_nodes,
                 generator=generator,
             )
             rows.append(sampled.mean)
@@ -370,8 +372,8 @@ def fit(
         models: Models to compare.
         num_moments: Number of moments. More resolve finer structure, and more of the randomness of
             a single graph.
-        num_probes: Probes for graphs of more than 256 vertices; the moments of smaller ones are
-            exact.
+        num_probes: Probes for drawn graphs of more than 256 vertices, and for a graph of more than
+            2,000. The moments of smaller ones are exact.
         num_nodes: Vertices of drawn graphs. Defaults to those of the graph, at most 1,000. If it
             differs, degrees and sizes of blocks are preserved: ``p`` of Erdős-Rényi and
             ``num_blocks`` are converted to the vertices of the graph, and intervals are as wide as

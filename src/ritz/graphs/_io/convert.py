@@ -12,7 +12,8 @@ from torch import Tensor
 from ritz._core.checks import check_choice, check_count
 from ritz.graphs._graph import Array, Graph, GraphError
 from ritz.graphs._io.assembly import MAX_NODES, Records, Rules, assemble, check_size
-from ritz.graphs._io.files import check_weights, from_networkx, integer_names, read
+from ritz.graphs._io.files import from_networkx, integer_names, read
+from ritz.graphs._io.lines import check_weights
 from ritz.operators._shared import NetworkXGraph, is_networkx
 
 
@@ -163,7 +164,8 @@ def _records_or_matrix(x: Any, weights: Any, num_nodes: int | None) -> Any:
             x = scipy.sparse.coo_array(entries, shape=tuple(coo.shape))
     if isinstance(x, np.ndarray) and _is_edge_index(x, unambiguous=unambiguous):
         return _edge_index_records(x, weights, num_nodes)
-    if not (isinstance(x, np.ndarray) or scipy.sparse.issparse(x)):
+    supported = isinstance(x, np.ndarray) or scipy.sparse.issparse(x)
+    if not supported:
         raise TypeError(
             "graph must be a ritz, NetworkX, igraph or sparse graph, a weight matrix, an "
             f"edge_index (2, E), or a path, got {type(x).__name__}"

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from ritz._core.checks import check_choice, check_count
 from ritz._core.progress import Progress
-from ritz.graphs._graph import Array, Graph, GraphError
+from ritz.graphs._graph import Graph, GraphError
 from ritz.graphs._io.assembly import MAX_NODES, Records, Rules, assemble
 from ritz.graphs._io.lines import (
     BANNER,
+    MAX_BYTES,
     Source,
+    check_weights,
     open_source,
     peek,
     read_edge_list,
@@ -64,17 +66,6 @@ def from_networkx(x: Any, weight: Any, *, source: str) -> Records:
     return records
 
 
-def check_weights(values: Array, name: str) -> None:
-    """Raise unless all weights are finite and none is negative."""
-    valid = np.isfinite(values) & (values >= 0)
-    if not valid.all():
-        bad = int(valid.argmin())
-        raise GraphError(
-            f"{name} must be finite and not negative, got {values[bad]} at entry {bad} of "
-            f"{len(values)}"
-        )
-
-
 def integer_names(names: tuple[str, ...]) -> Tensor | tuple[str, ...] | None:
     """Return names as integers if all are, and ``None`` if vertex ``i`` is called ``i``."""
     # 007 and +7 are names that are not the integer 7.
@@ -87,7 +78,6 @@ def integer_names(names: tuple[str, ...]) -> Tensor | tuple[str, ...] | None:
 # ------------------------------------------------------------------------------------------
 # GML and GraphML: small files, whose whole text is given to the parsers of NetworkX.
 
-_MAX_BYTES = 2**30  # of a file that is read at once; a decompressed file may be far larger
 _WEIGHT_NAMES = ("weight", "value")
 # Entities can expand without bound, and only a document type declares them.
 _DECLARATION = re.compile(rb"<!(DOCTYPE|ENTITY)", re.IGNORECASE)
@@ -108,9 +98,9 @@ def read_markup(
         import networkx
     except ImportError as error:
         raise ImportError(f"reading {kind} needs networkx: pip install 'ritz[graphs]'") from error
-    data = source.read(_MAX_BYTES + 1)
-    if len(data) > _MAX_BYTES:
-        raise GraphError(f"{source.name} has more than {_MAX_BYTES:,} bytes: use an edge list")
+    data = source.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise GraphError(f"{source.name} has more than {MAX_BYTES:,} bytes: use an edge list")
     if kind == "graphml" and _DECLARATION.search(data):
         raise GraphError(f"{source.name} declares a document type or an entity, which are refused")
     if kind == "graphml" and _count_tags(data, b"graph") > 1:
@@ -194,12 +184,14 @@ def read(
     largest_component: bool = False,
     progress: bool | Progress = False,
 ) -> Graph:
-    r"""Return the undirected graph of a file, plain or gzip.
+    r"""Return the undirected graph of a file, plain or compressed by gzip, bzip2 or xz.
 
     Args:
-        path: An edge list, Matrix Market (coordinate), GML, GraphML or METIS. A line of an edge
-            list has two ids below :math:`2^{63}` and perhaps a weight, separated by spaces, tabs,
-            commas or semicolons; ``#`` and ``%`` begin comments.
+        path: An edge list, Matrix Market, GML, GraphML or METIS. A line of an edge list has two
+            vertices and perhaps a weight, separated by spaces, tabs, commas or semicolons; ``#``
+            and ``%`` begin comments. Vertices are numbers below :math:`2^{63}`. If most lines have
+            words with letters instead, these are names: vertices are numbered as they occur, and
+            ``graph.names`` has the names.
         format: ``edges``, ``mtx``, ``gml``, ``graphml`` or ``metis``. By default the first bytes
             and the name of the file decide.
         directed: What to do with a directed graph: ``drop`` the directions (an arc and its reverse
@@ -223,7 +215,7 @@ def read(
             Pass it for files that declare millions of vertices for few edges, which are refused
             otherwise.
         errors: ``raise`` at the first invalid line and name it, or ``report``: skip such lines and
-            count them in ``graph.intake`` (edge lists and Matrix Market).
+            count them in ``graph.intake`` (edge lists and Matrix Market coordinates).
         largest_component: Return the largest connected component only.
         progress: Show a progress bar, or a :class:`Progress` to report to.
 
@@ -269,5 +261,6 @@ def _guess(path: Path, head: bytes) -> Format:
         return "graphml"
     if _GML.search(head):
         return "gml"
-    suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() != ".gz"]
+    packed = (".gz", ".bz2", ".xz")
+    suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in packed]
     return _SUFFIXES.get(suffixes[-1], "edges") if suffixes else "edges"

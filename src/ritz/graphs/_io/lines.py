@@ -1,7 +1,9 @@
-"""Graphs in text files of numbers: edge lists, Matrix Market and METIS, plain or gzip."""
+"""Graphs in text files of lines: edge lists, Matrix Market and METIS, plain or compressed."""
 
+import bz2
 import gzip
 import io
+import lzma
 import math
 import os
 import re
@@ -12,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 import numpy as np
 import scipy.io
@@ -27,12 +29,15 @@ from ritz.graphs._io.assembly import Float, Int, Records, check_size
 
 CHUNK = 2**17  # bytes per block: large enough to hide Python, small enough for the cache
 MAX_LINE = 2**20  # bytes of one line of an edge list
+MAX_BYTES = 2**30  # of a file that is read at once; a decompressed file may be far larger
 _BOM = b"\xef\xbb\xbf"
-_COMPRESSED = {
-    b"BZh": "bzip2",
-    b"\xfd7zXZ": "xz",
-    b"PK\x03\x04": "zip",
-    b"\x28\xb5\x2f\xfd": "zstandard",
+# Compressed files by their first bytes, and how to open them.
+_COMPRESSED: dict[bytes, tuple[str, Any]] = {
+    b"\x1f\x8b": ("gzip", gzip.open),
+    b"BZh": ("bzip2", bz2.open),
+    b"\xfd7zXZ": ("xz", lzma.open),
+    b"PK\x03\x04": ("zip", None),
+    b"\x28\xb5\x2f\xfd": ("zstandard", None),
 }
 
 
@@ -82,7 +87,7 @@ class Source:
 
 @contextmanager
 def open_source(path: str | os.PathLike[str], progress: bool | Progress) -> Iterator[Source]:
-    """Open a plain or gzip file, recognised by its first bytes."""
+    """Open a plain or compressed file, recognised by its first bytes."""
     file = Path(path)
     name = file.name
     if not file.exists():
@@ -97,17 +102,22 @@ def open_source(path: str | os.PathLike[str], progress: bool | Progress) -> Iter
     with file.open("rb") as raw, tracking(progress, label, size >> shift) as tracker:
         head = raw.read(8)
         raw.seek(0)
-        for magic, kind in _COMPRESSED.items():
+        stream: IO[bytes] = raw
+        for magic, (kind, opener) in _COMPRESSED.items():
+            if head.startswith(magic) and opener is None:
+                raise GraphError(
+                    f"{name} is compressed by {kind}; unpack it, only gzip, bzip2 and xz are read"
+                )
             if head.startswith(magic):
-                raise GraphError(f"{name} is compressed by {kind}; unpack it, only gzip is read")
-        packed = head.startswith(b"\x1f\x8b")
-        stream = cast(IO[bytes], gzip.GzipFile(fileobj=raw)) if packed else raw
+                stream = opener(raw)
+                break
         try:
             yield Source(name=name, stream=stream, raw=raw, tracker=tracker, shift=shift)
-        except EOFError as error:
-            raise GraphError(f"{name} is a truncated gzip file") from error
-        except (gzip.BadGzipFile, zlib.error) as error:
-            raise GraphError(f"{name} is a damaged gzip file: {error}") from error
+        except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+            if stream is raw:
+                raise
+            state = "truncated" if isinstance(error, EOFError) else "damaged"
+            raise GraphError(f"{name} is a {state} {kind} file: {error}") from error
 
 
 def peek(path: str | os.PathLike[str], size: int = 2**16) -> bytes:
@@ -132,6 +142,10 @@ _COMMENT = re.compile(rb"[#%][^\n]*")
 _NUMBER = re.compile(rb"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 _Blocks = Iterator[tuple[bytes, int]]
 _Edges = tuple[Int, Int, Float | None]
+# Titles of columns that tables of edges have. Between names they would be an edge.
+_TITLES = frozenset(
+    b"source target src dst from to u v node1 node2 id1 id2 node_1 node_2 head tail".split()
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -145,6 +159,7 @@ class LineReader:
         weights: Whether the third word is a weight. ``None``: it is one if it exists.
         low: Smallest valid id.
         high: Largest valid id.
+        names: Vertices by name, in the order in which they occur; ``None`` if ids are numbers.
     """
 
     records: Records
@@ -153,6 +168,7 @@ class LineReader:
     weights: bool | None = None
     low: int = 0
     high: int = MAX_ID
+    names: dict[bytes, int] | None = None
 
     @property
     def weighted(self) -> bool:
@@ -165,10 +181,25 @@ class LineReader:
             text = block.translate(_SEPARATORS)
             if b"#" in text or b"%" in text:
                 text = _COMMENT.sub(b"", text)
+            if self.names is not None:
+                self._add_named(text, number, self.names)
+                continue
             try:
                 self._add(text)
             except ValueError:
                 self._add_valid(text, number)
+
+    def _add_named(self, text: bytes, number: int, names: dict[bytes, int]) -> None:
+        """Add the edges of lines whose vertices have names, which are numbered as they occur."""
+        edges = []
+        for place, line in enumerate(text.split(b"\n")):
+            words = line.split()
+            if self._is_edge(words, number + place):
+                u, v = (names.setdefault(word, len(names)) for word in words[:2])
+                edges.append((u, v, abs(float(words[2])) if self.weighted else 1.0))
+        if edges:
+            ends, weights = np.array(edges).T[:2].astype(np.int64), np.array(edges)[:, 2]
+            self.records.add(ends[0], ends[1], weights if self.weighted else None)
 
     def _add(self, text: bytes) -> None:
         """Add the edges of lines; ``ValueError`` if one of them is invalid."""
@@ -236,7 +267,11 @@ class LineReader:
                 "third column is a weight by weights=True or weights=False "
                 "(--weights or --no-weights)"
             )
-        for word in words[:2]:
+        if self.columns is None and self.names is not None:
+            titles = {word.lower() for word in words[:2]}
+            if titles <= _TITLES:
+                return "is the title of columns, not an edge: delete it, or begin it with #"
+        for word in words[:2] if self.names is None else ():
             if not re.fullmatch(rb"\+?\d+", word):
                 kind = "is negative" if re.fullmatch(rb"-\d+", word) else "is not a whole number"
                 return f"the vertex id {_quoted(word)} {kind}"
@@ -328,10 +363,40 @@ def read_edge_list(
     """Return the edges of a list; arguments as for :func:`ritz.graphs.read`."""
     records = Records(source=source.name, kind="list", num_nodes=num_nodes)
     high = MAX_ID if num_nodes is None else num_nodes - 1
-    LineReader(records=records, strict=strict, weights=weights, high=high).read(source.lines())
+    reader = LineReader(records=records, strict=strict, weights=weights, high=high)
+    blocks = source.lines()
+    first, number = next(blocks, (b"", 1))
+    if num_nodes is None and _has_names(first):
+        reader.names = {}
+    reader.read(chain([(first, number)], blocks))
     if not records.num_accepted:
         raise GraphError(f"{source.name} holds no edge ({records.num_rejected} lines rejected)")
+    if reader.names is not None:
+        records.num_nodes = len(reader.names)
+        records.names = tuple(name.decode("utf-8", "backslashreplace") for name in reader.names)
     return records
+
+
+def _has_names(text: bytes) -> bool:
+    """Whether most lines name a vertex by a word that is no number.
+
+    If fewer do, the ids are numbers and these lines are invalid.
+    """
+    text = _COMMENT.sub(b"", text.translate(_SEPARATORS))
+    lines = [words[:2] for line in text.split(b"\n") if (words := line.split())]
+    named = sum(any(map(_is_name, words)) for words in lines)
+    return 2 * named > len(lines)
+
+
+def _is_name(word: bytes) -> bool:
+    """Whether a word has a letter and is not a number such as ``1e5`` or ``nan``."""
+    if not re.search(rb"[A-Za-z\x80-\xff]", word):
+        return False
+    try:
+        float(word)
+    except ValueError:
+        return True
+    return False
 
 
 # ------------------------------------------------------------------------------------------
@@ -364,16 +429,16 @@ def read_matrix_market(
     except (ValueError, OverflowError) as error:
         raise GraphError(f"{name} has no valid Matrix Market header: {error}") from None
     layout, field, symmetry = kind
-    if layout != "coordinate" or field not in ("pattern", "real", "integer"):
-        raise GraphError(
-            f"{name} must be coordinate pattern, real or integer, got {layout} {field}"
-        )
+    if field not in ("pattern", "real", "integer"):
+        raise GraphError(f"{name} must be pattern, real or integer, got {field}")
     if symmetry not in ("symmetric", "general"):
         raise GraphError(f"{name} must be symmetric or general, got {symmetry}")
     if rows != columns:
         raise GraphError(f"{name} must be a square matrix, got {rows} x {columns}")
     if field == "pattern" and weights:
         raise GraphError(f"{name} is a pattern: it has no weights")
+    if layout == "array":
+        return _read_array(name, header, blocks, rows, weights)
     check_size(name, rows, num_entries, num_nodes)
     records = Records(
         source=name, kind="edges" if symmetry == "symmetric" else "arcs", num_nodes=rows
@@ -387,6 +452,40 @@ def read_matrix_market(
         raise GraphError(f"{name} holds {num_read} entries, its header says {num_entries}")
     records.names = torch.arange(1, rows + 1)
     return records
+
+
+def _read_array(name: str, header: bytes, blocks: _Blocks, n: int, weights: bool | None) -> Records:
+    """Arcs of a dense matrix, which SciPy reads: the file is about as large as the matrix."""
+    text = header
+    for block, _ in blocks:
+        text += block
+        if len(text) > MAX_BYTES:
+            raise GraphError(f"{name} has more than {MAX_BYTES:,} bytes: use the coordinate format")
+    # A symmetric matrix has n (n + 1) / 2 numbers of two bytes each, or more.
+    if n * (n + 1) > len(text):
+        raise GraphError(f"{name} holds fewer numbers than its header says")
+    try:
+        matrix = np.asarray(scipy.io.mmread(io.BytesIO(text)), np.float64)
+    except (ValueError, OverflowError) as error:
+        raise GraphError(f"{name} cannot be read: {error}") from None
+    u, v = np.nonzero(matrix)
+    values = matrix[u, v]
+    check_weights(values, f"the matrix of {name}")
+    records = Records(source=name, kind="arcs", num_nodes=n)
+    records.names = torch.arange(1, n + 1)
+    records.add(u, v, None if weights is False or (values == 1).all() else values)
+    return records
+
+
+def check_weights(values: Array, name: str) -> None:
+    """Raise unless all weights are finite and none is negative."""
+    valid = np.isfinite(values) & (values >= 0)
+    if not valid.all():
+        bad = int(valid.argmin())
+        raise GraphError(
+            f"{name} must be finite and not negative, got {values[bad]} at entry {bad} of "
+            f"{len(values)}"
+        )
 
 
 def _split_header(blocks: _Blocks) -> tuple[bytes, _Blocks]:
