@@ -60,7 +60,8 @@ class Tuning:
     close: float = 0.25
     # Draws at the minimum: as many times those of other values.
     final: int = 3
-    # Vertices of drawn graphs up to which all eigenvalues cost less than 64 probes.
+    # Vertices up to which all eigenvalues cost less than 64 probes. Both sides of a comparison are
+    # sampled beyond: with exact moments of the graph alone, three blocks of 150 are taken for two.
     exact_nodes: int = 256
     # Vertices of drawn graphs, by default.
     fewest_nodes: int = 8

@@ -372,8 +372,8 @@ def fit(
         models: Models to compare.
         num_moments: Number of moments. More resolve finer structure, and more of the randomness of
             a single graph.
-        num_probes: Probes for drawn graphs of more than 256 vertices, and for a graph of more than
-            2,000. The moments of smaller ones are exact.
+        num_probes: Probes for graphs of more than 256 vertices; the moments of smaller ones are
+            exact.
         num_nodes: Vertices of drawn graphs. Defaults to those of the graph, at most 1,000. If it
             differs, degrees and sizes of blocks are preserved: ``p`` of Erdős-Rényi and
             ``num_blocks`` are converted to the vertices of the graph, and intervals are as wide as
@@ -404,7 +404,13 @@ def fit(
     if graph.num_loops:
         degrees = degrees - torch.from_numpy(graph.to_scipy().diagonal() != 0).long()
     outline = Outline(degrees=degrees, num_nodes=size)
-    sampled = moments(graph, num_moments=num_moments, num_probes=num_probes, generator=generator)
+    sampled = moments(
+        graph,
+        num_moments=num_moments,
+        num_probes=num_probes,
+        exact=graph.num_nodes <= TUNING.exact_nodes,
+        generator=generator,
+    )
     search = _Search(sampled, size, num_probes, num_draws, num_repeats, generator)
     choices = [families(model, outline) for model in models]
     totals = [search.max_drawn(some) for some in choices]
