@@ -40,7 +40,7 @@ def test_fewer_epochs_than_are_completed_are_refused(here, tmp_path, refused):
     assert ritz(*usual) == 0
     before = contents(tmp_path / "run")
     line = refused(*usual, "--epochs", "1")
-    assert "num_epochs must be at least 2" in line
+    assert "--epochs must be at least 2" in line
     assert "nothing is left to do" in line
     assert contents(tmp_path / "run") == before
 

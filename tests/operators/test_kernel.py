@@ -21,7 +21,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", _kernel.KERNELS)
-def test_a_product_never_makes_more_than_a_tile_or_a_block(name, monkeypatch, rng):
+def test_a_product_allocates_no_more_than_a_tile_or_a_block(name, monkeypatch, rng):
     monkeypatch.setattr(_kernel, "TILE", 16)
     op = KernelOperator(torch.randn(300, 2, generator=rng), kernel=name)
     block = torch.randn(300, 4, generator=rng)
@@ -31,7 +31,7 @@ def test_a_product_never_makes_more_than_a_tile_or_a_block(name, monkeypatch, rn
 
 
 @pytest.mark.parametrize("name", _kernel.KERNELS)
-def test_the_size_of_a_tile_does_not_matter(name, monkeypatch, rng):
+def test_products_do_not_depend_on_the_size_of_a_tile(name, monkeypatch, rng):
     points = torch.randn(70, 3, generator=rng, dtype=torch.float64)
     whole = KernelOperator(points, kernel=name, noise=0.3).dense()
     for tile in (1, 7, 35, 70):
@@ -45,13 +45,13 @@ def test_close_points_far_from_the_origin_lose_no_digits():
     assert float(off_diagonal) == pytest.approx(math.exp(-0.125), rel=1e-12)
 
 
-def test_distances_on_other_devices_are_those_on_this_one(rng):
+def test_distances_by_axes_equal_those_of_cdist(rng):
     x, y = (torch.randn(n, 4, generator=rng, dtype=torch.float64) for n in (9, 13))
     torch.testing.assert_close(_kernel._distances_by_axes(x, y), _kernel._distances(x, y))
     assert not _kernel._distances_by_axes(x, x).diagonal().any()
 
 
-def test_the_diagonal_is_the_outputscale_and_the_noise_exactly(rng):
+def test_the_diagonal_is_exactly_outputscale_plus_noise(rng):
     points = torch.randn(20, 5, generator=rng)
     for name in _kernel.KERNELS:
         found = KernelOperator(points, kernel=name, outputscale=2.0, noise=0.25).dense()
@@ -70,7 +70,7 @@ def parameters(dtype=torch.float64, axes=3):
 @pytest.mark.parametrize("name", _kernel.KERNELS)
 @pytest.mark.parametrize("axes", [3, 0])
 @pytest.mark.parametrize("tile", [7, 100])
-def test_slopes_are_those_of_the_matrix(name, axes, tile, monkeypatch, rng):
+def test_slopes_equal_the_autograd_gradients_of_the_matrix(name, axes, tile, monkeypatch, rng):
     monkeypatch.setattr(_kernel, "TILE", tile)
     points = torch.randn(30, 3, generator=rng, dtype=torch.float64)
     points[7] = points[3]  # twins have no distance to differentiate
@@ -84,7 +84,7 @@ def test_slopes_are_those_of_the_matrix(name, axes, tile, monkeypatch, rng):
             torch.testing.assert_close(slopes[key][column], slope)
 
 
-def test_slopes_of_the_matrix_are_those_of_finite_differences(rng):
+def test_slopes_agree_with_finite_differences(rng):
     points = torch.randn(12, 2, generator=rng, dtype=torch.float64)
     u = torch.randn(12, 1, generator=rng, dtype=torch.float64)
     for name in _kernel.KERNELS:
@@ -103,7 +103,7 @@ def test_slopes_of_the_matrix_are_those_of_finite_differences(rng):
                 assert (forms[1] - forms[0]) / 2e-5 == pytest.approx(slope, rel=1e-6, abs=1e-7)
 
 
-def test_the_matrix_with_a_graph_is_that_of_products(rng):
+def test_the_differentiable_matrix_equals_the_products(rng):
     points = torch.randn(40, 3, generator=rng, dtype=torch.float64)
     for name in _kernel.KERNELS:
         op = KernelOperator(points, kernel=name, **parameters())
@@ -112,7 +112,7 @@ def test_the_matrix_with_a_graph_is_that_of_products(rng):
         assert not op.dense().requires_grad
 
 
-def test_slopes_make_no_more_than_a_tile_or_a_block(monkeypatch, rng):
+def test_slopes_allocate_no_more_than_a_tile_or_a_block(monkeypatch, rng):
     monkeypatch.setattr(_kernel, "TILE", 16)
     op = KernelOperator(torch.randn(300, 2, generator=rng), **parameters(torch.float32, axes=2))
     block = torch.randn(300, 4, generator=rng)
@@ -121,7 +121,7 @@ def test_slopes_make_no_more_than_a_tile_or_a_block(monkeypatch, rng):
     assert seen.elements == block.numel()
 
 
-def test_only_what_requires_gradients_is_a_parameter(rng):
+def test_only_tensors_that_require_gradients_are_parameters(rng):
     points, noise = torch.randn(5, 2, generator=rng), torch.tensor(0.1, requires_grad=True)
     op = KernelOperator(points, lengthscale=torch.ones(2), outputscale=torch.tensor(2.0))
     assert op.parameters == {}

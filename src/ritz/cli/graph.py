@@ -1,15 +1,15 @@
 """``ritz graph``: densities, similarity, clusters and models of graphs in files."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
 import ritz
 from ritz._core.checks import check_range
-from ritz.cli._options import OUTPUT, Json, Seed, choice, flatten_options, option, print_result
+from ritz.cli._options import OUTPUT, SeedOptions, flatten_options, option, print_result
 
 if TYPE_CHECKING:
     from ritz.graphs import ClusterCount, Graph
@@ -23,42 +23,25 @@ app = typer.Typer(
 
 READING = "Reading of files"
 WEIGHTS = "Require weights, or ignore them (default: read them if there are any)."
-File = Annotated[Path, typer.Argument(metavar="FILE", help="File of a graph.")]
-Files = Annotated[
-    list[Path], typer.Argument(metavar="FILE...", help="Files of two or more graphs.")
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GraphOptions:
+class GraphOptions(SeedOptions):
     """How files are read, and where the result goes."""
 
-    directed: Annotated[
-        Literal["drop", "refuse"],
-        choice("--directed", "drop directions of edges, or refuse them.", READING),
-    ] = "drop"
-    weights: Annotated[bool | None, option("--weights/--no-weights", WEIGHTS, READING)] = None
-    self_loops: Annotated[
-        Literal["drop", "keep", "refuse"],
-        choice("--self-loops", "drop, keep or refuse self-loops.", READING),
-    ] = "drop"
-    multi_edges: Annotated[
-        Literal["merge", "sum", "refuse"],
-        choice("--multi-edges", "merge repeated edges, sum their weights, or refuse.", READING),
-    ] = "merge"
-    nodes: Annotated[
-        int | None,
-        option("--nodes", "Number of vertices (default: those that have an edge).", READING),
-    ] = None
-    largest: Annotated[bool, option("--largest", "Take the largest component only.", READING)] = (
-        False
-    )
-    out: Annotated[
-        Path | None,
-        option("--out", "Picture to write: .png, .svg or .pdf (default: none).", OUTPUT, "FILE"),
-    ] = None
-    seed: Seed = 0
-    json: Json = False
+    # fmt: off
+    directed: Literal["drop", "refuse"] = option(
+        "drop", "Directions of edges.", READING)
+    weights: bool | None = option(None, WEIGHTS, READING, flags="--weights/--no-weights")
+    self_loops: Literal["drop", "keep", "refuse"] = option("drop", "Self-loops.", READING)
+    multi_edges: Literal["merge", "sum", "refuse"] = option(
+        "merge", "Repeated edges (sum adds their weights).", READING)
+    nodes: int | None = option(None, "Number of vertices (default: those that have an edge).",
+                               READING)
+    largest: bool = option(False, "Take the largest component only.", READING)
+    out: Path | None = option(None, "Picture to write: .png, .svg or .pdf (default: none).", OUTPUT,
+                              metavar="FILE")
+    # fmt: on
 
     def read(self, file: Path) -> "Graph":
         """Return the graph of a file; a picture that could not be written fails first."""
@@ -102,53 +85,47 @@ class GraphOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampleOptions:
+class SampleOptions(GraphOptions):
     """How many numbers the spectrum is computed from."""
 
-    moments: Annotated[
-        int | None, option("--moments", "Number of moments (default: 100, for clusters 80).")
-    ] = None
-    probes: Annotated[
-        int | None,
-        option("--probes", "Number of random probes (default: 64, for clusters 100).", low=2),
-    ] = None
+    # fmt: off
+    moments: int | None = option(None, "Number of moments (default: 100, for clusters 80).")
+    probes: int | None = option(None, "Number of random probes (default: 64, for clusters 100).",
+                                low=2)
+    # fmt: on
 
     def keywords(self, *, low: int = 1) -> Any:
-        """Return the options that were passed, as keywords of the library.
-
-        Args:
-            low: Fewest moments that the command needs. It is checked before a file is read.
-        """
+        """Return the keywords of a computation from at least ``low`` moments."""
         if self.moments is not None:
             check_range("--moments", self.moments, low=low)
         numbers = {"num_moments": self.moments, "num_probes": self.probes}
-        return {name: number for name, number in numbers.items() if number is not None}
+        chosen = {name: number for name, number in numbers.items() if number is not None}
+        return chosen | self.common()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DensityOptions(SampleOptions):
+    """Options of ``ritz graph density``."""
+
+    file: Path = option(MISSING, "File of a graph.", metavar="FILE", argument=True)
+    method: Literal["maxent", "lanczos", "kpm"] = option(
+        "maxent", "Method (maximum entropy, Lanczos quadrature, kernel polynomials)."
+    )
+    matrix: Literal["normalized", "laplacian", "adjacency"] = option(
+        "normalized", "Matrix (normalized is the normalized Laplacian)."
+    )
 
 
 @app.command(epilog="Example: ritz graph density web.txt.gz --moments 100 --out web.png")
 @flatten_options
-def density(
-    file: File,
-    *,
-    method: Annotated[
-        Literal["maxent", "lanczos", "kpm"],
-        choice("--method", "maxent (maximum entropy), lanczos or kpm (kernel polynomials)."),
-    ] = "maxent",
-    matrix: Annotated[
-        Literal["normalized", "laplacian", "adjacency"],
-        choice("--matrix", "normalized (Laplacian), laplacian or adjacency."),
-    ] = "normalized",
-    graphs: GraphOptions,
-    samples: SampleOptions,
-) -> None:
+def density(options: DensityOptions) -> None:
     """Print the spectral density of a graph, and draw it."""
     import torch
 
-    options = samples.keywords(low=1 if method == "maxent" else 2)
-    graph = graphs.read(file)
-    spectrum: Any = ritz.graphs.density(
-        graph, method=method, matrix=matrix, **options, **graphs.common()
-    )
+    # Options are checked before the file is read.
+    keywords = options.keywords(low=1 if options.method == "maxent" else 2)
+    graph, matrix = options.read(options.file), options.matrix
+    spectrum: Any = ritz.graphs.density(graph, method=options.method, matrix=matrix, **keywords)
     # mean = tr(L) / n, which is 1 for a normalized Laplacian without isolated vertices.
     numbers = {"mean": spectrum.moment(1), "mean_square": spectrum.moment(2)}
     text = f"{graph}\n{matrix}: {spectrum}"
@@ -156,81 +133,88 @@ def density(
         # The cdf starts at the support, so begin below it to include an eigenvalue at its end.
         numbers["mass_below_0.1"] = spectrum.mass(spectrum.support[0] - 1.0, 0.1)
         text += f"\nmass below 0.1: {numbers['mass_below_0.1']:.4g}"
-    if method == "maxent":
+    if options.method == "maxent":
         numbers |= {
             "entropy": spectrum.entropy,
             "alphas": spectrum.alphas,
             "status": spectrum.status,
         }
-    facts = _facts(file, graph) | {"matrix": matrix, "method": method, "density": numbers}
+    facts = _facts(options.file, graph)
+    facts |= {"matrix": matrix, "method": options.method, "density": numbers}
     # An eigenvalue of high multiplicity, such as 0 or 1, must not flatten the rest of the picture.
     low, high = spectrum.support
     x = torch.linspace(low, high, 2001, dtype=torch.float64)[1:-1]
     smooth = getattr(spectrum, "smoothed", lambda: spectrum)()
-    graphs.finish(facts, text, spectrum, top=1.5 * float(smooth.pdf(x).quantile(0.98)))
+    options.finish(facts, text, spectrum, top=1.5 * float(smooth.pdf(x).quantile(0.98)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareOptions(SampleOptions):
+    """Options of ``ritz graph compare``."""
+
+    files: list[Path] = option(
+        MISSING, "Files of two or more graphs.", metavar="FILE...", argument=True
+    )
+    measure: Literal["symmetric_kl", "jensen_shannon", "wasserstein", "heat"] = option(
+        "symmetric_kl", "Distance of spectra."
+    )
 
 
 @app.command(epilog="Example: ritz graph compare a.txt b.txt c.mtx --out likeness.png")
 @flatten_options
-def compare(
-    files: Files,
-    *,
-    measure: Annotated[
-        Literal["symmetric_kl", "jensen_shannon", "wasserstein", "heat"],
-        choice("--measure", "symmetric_kl, jensen_shannon, wasserstein or heat."),
-    ] = "symmetric_kl",
-    graphs: GraphOptions,
-    samples: SampleOptions,
-) -> None:
+def compare(options: CompareOptions) -> None:
     """Print the distances between the spectra of graphs, with their errors."""
-    options = samples.keywords() | graphs.common()
-    distances = ritz.graphs.similarity(
-        {name: graphs.read(file) for name, file in _names(files).items()},
-        measure=measure,
-        **options,
+    keywords = options.keywords()
+    files = {name: options.read(file) for name, file in _names(options.files).items()}
+    distances = ritz.graphs.similarity(files, measure=options.measure, **keywords)
+    options.finish({"files": options.files, "similarity": distances}, str(distances), distances)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterOptions(SampleOptions):
+    """Options of ``ritz graph clusters``."""
+
+    file: Path = option(MISSING, "File of a graph.", metavar="FILE", argument=True)
+    method: Literal["auto", "krylov", "entropic", "lanczos"] = option("auto", "Method.")
+    labels: Path | None = option(
+        None, "File for the cluster of each vertex, one per line.", OUTPUT, metavar="FILE"
     )
-    graphs.finish({"files": files, "similarity": distances}, str(distances), distances)
 
 
 @app.command(epilog="Example: ritz graph clusters friends.txt.gz --labels clusters.txt")
 @flatten_options
-def clusters(
-    file: File,
-    *,
-    method: Annotated[
-        Literal["auto", "krylov", "entropic", "lanczos"],
-        choice("--method", "auto, krylov, entropic or lanczos."),
-    ] = "auto",
-    labels: Annotated[
-        Path | None,
-        option("--labels", "File for the cluster of each vertex, one per line.", OUTPUT, "FILE"),
-    ] = None,
-    graphs: GraphOptions,
-    samples: SampleOptions,
-) -> None:
+def clusters(options: ClusterOptions) -> None:
     """Print the number of clusters of a graph, and assign its vertices to them."""
     # Before the count, which may take minutes.
+    labels = options.labels
     if labels is not None and not labels.parent.is_dir():
         raise ValueError(f"--labels must be in an existing folder, got {labels}")
-    options = samples.keywords(low=4) | graphs.common()
-    graph = graphs.read(file)
-    count = ritz.graphs.count_clusters(graph, method=method, **options)
-    written = [] if labels is None else _write_labels(graph, count, labels, graphs)
+    keywords = options.keywords(low=4)
+    graph = options.read(options.file)
+    count = ritz.graphs.count_clusters(graph, method=options.method, **keywords)
+    written = [] if labels is None else _write_labels(graph, count, labels, options)
     # The density is for the picture.
-    facts = _facts(file, graph) | {"clusters": replace(count, density=None)}
-    graphs.finish(facts, f"{graph}\n{count}", count, written)
+    facts = _facts(options.file, graph) | {"clusters": replace(count, density=None)}
+    options.finish(facts, f"{graph}\n{count}", count, written)
     # Exit code 1 if the count is uncertain, after everything was printed and written.
     count.raise_if_failed()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions(GraphOptions):
+    """Options of ``ritz graph model``."""
+
+    file: Path = option(MISSING, "File of a graph.", metavar="FILE", argument=True)
+
+
 @app.command(epilog="Example: ritz graph model friends.txt.gz --largest")
 @flatten_options
-def model(file: File, graphs: GraphOptions) -> None:
+def model(options: ModelOptions) -> None:
     """Print the random graph model with the nearest spectrum, and its parameters."""
-    graph = graphs.read(file)
-    nearest = ritz.graphs.fit(graph, **graphs.common())
-    facts = _facts(file, graph) | {"model": nearest.model, "fits": nearest.fits}
-    graphs.finish(facts, f"{graph}\n{nearest}", nearest)
+    graph = options.read(options.file)
+    nearest = ritz.graphs.fit(graph, **options.common())
+    facts = _facts(options.file, graph) | {"model": nearest.model, "fits": nearest.fits}
+    options.finish(facts, f"{graph}\n{nearest}", nearest)
 
 
 def _facts(file: Path, graph: "Graph") -> dict[str, Any]:

@@ -14,25 +14,20 @@ from ritz._core.checks import check_choice
 from ritz._core.results import Estimate, plain_estimate
 from ritz._core.storage import storable
 from ritz.curvature import Risk
-from ritz.curvature._shared import (
-    MATRICES,
-    CurvatureMatrix,
-    KnownLoss,
-    known_loss,
-    require_outputs,
-)
+from ritz.curvature._shared import MATRICES, CurvatureMatrix, KnownLoss, known_loss, require_outputs
 from ritz.spectra import Spectrum
 
 
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Degeneracy:
-    """The mass of a spectrum nearest to the origin.
+    """The eigenvalues nearest to zero.
 
     Attributes:
-        mass: Fraction of the eigenvalues, over probes.
-        value: Position of that mass, over probes: how close to zero the "zero" is.
-        matrix: ``hessian`` (the two Ritz values nearest to zero) or ``ggn`` (the nearest).
+        mass: Estimated fraction of eigenvalues that are nearly zero.
+        value: Mean of these eigenvalues, which should be close to 0.
+        matrix: ``hessian``, for which the two Ritz values nearest to zero are used, or ``ggn``, for
+            which one is.
     """
 
     mass: Estimate
@@ -42,7 +37,7 @@ class Degeneracy:
     def __str__(self) -> str:
         mass = plain_estimate(self.mass)
         value = f"{float(self.value.mean):.2g} ± {float(self.value.stderr):.1g}"
-        return f"{mass} of the eigenvalues at {value}"
+        return f"a fraction {mass} of the eigenvalues is near zero, at {value}"
 
 
 @storable
@@ -79,8 +74,8 @@ class RankBound:
         less = f" - {self.num_terms:,} terms" if self.softmax else ""
         lines = [
             f"rank of the Gauss-Newton matrix <= {self.bound:,} = min({self.num_parameters:,} "
-            f"parameters, {self.num_outputs:,} outputs{less}): mass {share:.4g} at least at "
-            + (f"{self.l2:g}, the L2 coefficient" if self.l2 else "zero")
+            f"parameters, {self.num_outputs:,} outputs{less}): a fraction of at least {share:.4g} "
+            "of the eigenvalues is " + (f"{self.l2:g}, the L2 coefficient" if self.l2 else "zero")
         ]
         if self.comparison is not None:
             lines.append(
@@ -109,10 +104,10 @@ def rank_degeneracy(
     check_choice("matrix", matrix, MATRICES)
     runs = list(spectra) if isinstance(spectra, Iterable) else [spectra]
     if not runs:
-        raise ValueError("spectra must hold at least one spectrum, got none")
+        raise ValueError("spectra must not be empty")
     for run in runs:
         if not isinstance(run, Spectrum):
-            raise TypeError(f"spectra must be whole spectra, as of ritz.lanczos, got {type(run)}")
+            raise TypeError(f"spectra must be results of lanczos or lanczos_block, got {type(run)}")
     nearest = torch.stack([_nearest(run, 1 if matrix == "ggn" else 2) for run in runs])
     spent = sum(run.num_products for run in runs)
     method = "Ritz value nearest to 0" if matrix == "ggn" else "two Ritz values nearest to 0"
@@ -130,8 +125,9 @@ def rank_bound(risk: Risk) -> RankBound:
 
     for softmax cross-entropy, and :math:`\min(P, N d_y)` for any other loss: the matrix is a sum of
     that many terms of rank one. Ignored labels have no term. The result also has
-    :math:`4 d_y (\sum_l N_l + d_x)` for comparison, an argument about single samples: a tanh
-    network 20-60-2 on 4000 samples has rank 1260, above 640. Cost: one forward pass.
+    :math:`4 d_y (\sum_l N_l + d_x)`, the heuristic bound of the reference, for comparison. It does
+    not hold for many samples: a tanh network 20-60-2 on 4000 samples has rank 1260, above 640.
+    Cost: one forward pass.
 
     Args:
         risk: The loss at a point, with a ``loss_fn`` separate from the model.

@@ -25,7 +25,7 @@ def fold_batch_norm(model: nn.Module, *, strict: bool = True) -> nn.Module:
 
     The copy has the same outputs as the model in eval mode, to roundoff, and an identity in place
     of each batch norm. A model with batch norm does not change when the layer before it is scaled,
-    but its curvature does. Fold it before you compare largest eigenvalues of networks.
+    but its curvature does. Fold batch norm before you compare eigenvalues of networks.
 
     Batch norm is folded into a convolution, transposed convolution or linear layer if its input is
     the output of that layer and nothing else uses the layer. Calls are traced by ``torch.fx``. If a
@@ -51,17 +51,14 @@ def fold_batch_norm(model: nn.Module, *, strict: bool = True) -> nn.Module:
     for name, norm in batch_norms(folded).items():
         layer = modules.get(before[name]) if name in before else None
         if not isinstance(layer, Layer):
-            reasons[name] = "no convolution or linear layer that only it uses is found before it"
+            reasons[name] = "its input is not the output of a convolution or linear layer used once"
         elif reason := _obstacle(folded, layer, norm):
             reasons[name] = reason
         else:
             pairs.append((layer, norm))
     if reasons and strict:
         listed = "; ".join(f"{name or 'itself'}: {reason}" for name, reason in reasons.items())
-        raise ValueError(
-            f"model must have batch norm that can be folded, but not {listed}; pass "
-            "strict=False to leave it unchanged"
-        )
+        raise ValueError(f"batch norm cannot be folded ({listed}); pass strict=False to skip it")
     for layer, norm in pairs:
         _fold(layer, norm)
         _replace(folded, norm)

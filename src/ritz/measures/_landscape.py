@@ -4,7 +4,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -28,8 +28,8 @@ Directions = Spectrum | Tensor | Mapping[str, Tensor]
 def ritz_directions(spectrum: Spectrum) -> dict[str, Tensor]:
     """Return the Ritz vectors ``(P,)`` of the largest, smallest and smallest-magnitude values.
 
-    Their names are ``largest``, ``smallest`` and ``smallest magnitude``. A vector that has two of
-    these names is returned once, with the first. Vectors have unit length and an arbitrary sign.
+    Their names are ``largest``, ``smallest`` and ``smallest magnitude``. If one vector belongs to
+    two names, it is returned under the first only. Vectors have unit length and an arbitrary sign.
 
     Args:
         spectrum: A spectrum with vectors: ``ritz.lanczos(op, num_steps=..., vectors=True)``.
@@ -38,8 +38,8 @@ def ritz_directions(spectrum: Spectrum) -> dict[str, Tensor]:
         raise ValueError("spectrum must have vectors, got none: pass vectors=True to lanczos")
     if len(spectrum.vectors) != spectrum.dimension:
         raise ValueError(
-            f"spectrum must have whole vectors ({spectrum.dimension} rows), got "
-            f"{len(spectrum.vectors)} rows of a spread basis: use placement='device' or 'host'"
+            f"spectrum must have vectors of {spectrum.dimension} rows, got "
+            f"{len(spectrum.vectors)}: use placement='device' or 'host'"
         )
     chosen = {
         "largest": len(spectrum.values) - 1,
@@ -74,9 +74,7 @@ def random_vectors(
     return probes(shape, kind=kind, generator=generator, dtype=theta.dtype, device=theta.device)
 
 
-def filter_normalized(
-    risk: Risk, direction: Tensor, *, vectors: Literal["zero", "scaled"] = "zero"
-) -> Tensor:
+def filter_normalized(risk: Risk, direction: Tensor) -> Tensor:
     r"""Return a direction ``(P,)`` rescaled so that its filters have the norms of the weights'.
 
     .. math:: d_{l,j} \leftarrow \frac{\|\theta_{l,j}\|}{\|d_{l,j}\|} d_{l,j}
@@ -84,25 +82,23 @@ def filter_normalized(
     for each filter :math:`j` of each layer :math:`l`. A filter is a slice along the first axis of a
     parameter with two or more axes, such as a row of a linear layer. The landscape then does not
     change when a filter is rescaled and batch norm or the next layer undoes it. A filter that is
-    zero in the direction or in the weights is zero in the result.
+    zero in the direction or in the weights is zero in the result, and so are biases, scales and
+    shifts, which have no filters.
 
     Args:
         risk: Risk at the weights :math:`\theta`.
         direction: Any direction, ``(P,)``.
-        vectors: How to treat biases, scales and shifts, which have no filters: ``zero`` sets them
-            to zero, ``scaled`` treats each as one filter.
 
     Reference: Li, Xu, Taylor, Studer and Goldstein (2018), section 4.
     """
-    check_choice("vectors", vectors, ("zero", "scaled"))
     check_direction("direction", direction, risk)
     weights, parts = risk.params, {}
     for name, part in risk.space.unflatten(direction).items():
-        if part.ndim < 2 and vectors == "zero":
+        if part.ndim < 2:
             parts[name] = torch.zeros_like(part)
             continue
         # d_lj <- d_lj |theta_lj| / |d_lj|, one filter per row
-        rows = part.reshape(len(part) if part.ndim >= 2 else 1, -1)
+        rows = part.flatten(1)
         target = weights[name].reshape(rows.shape).norm(dim=1, keepdim=True)
         norms = rows.norm(dim=1, keepdim=True)
         scaled = torch.where(norms > 0, rows * (target / norms), torch.zeros_like(rows))
@@ -138,12 +134,10 @@ def named_directions(directions: Directions, risk: Risk) -> dict[str, Tensor]:
             )
         named = {f"direction {k + 1}": column for k, column in enumerate(columns.unbind(1))}
     else:
-        raise TypeError(
-            f"directions must be a Spectrum, a tensor or a dictionary of tensors, got "
-            f"{type(directions).__name__}"
-        )
+        kind = type(directions).__name__
+        raise TypeError(f"directions must be a Spectrum, a tensor or a dictionary, got {kind}")
     if not named:
-        raise ValueError("directions must hold at least one direction, got none")
+        raise ValueError("directions must not be empty")
     for name, direction in named.items():
         check_direction(name, direction, risk)
     return named
@@ -196,7 +190,7 @@ class Landscape(Surface):
         ends = f"t = {float(self.t[0]):g}", f"t = {float(self.t[-1]):g}"
         lines = [f"Landscape of {self.risk}, {len(self.t)} points"]
         lines.append(
-            f"  {'':{width}}{'loss at ' + ends[0]:>18}{ends[1]:>12}{'least':>12}{'at':>10}"
+            f"  {'':{width}}{'loss at ' + ends[0]:>18}{ends[1]:>12}{'minimum':>12}{'at t =':>10}"
         )
         for k, name in enumerate(self.names):
             low = int(self.loss[k].argmin())
@@ -269,10 +263,10 @@ def landscape(
         batch_norm: Mode of batch norm for both risks. Defaults to the modes of the risks.
             ``recomputed`` computes the running statistics again at each point, from the data of
             ``risk``, and uses them for both.
-        state: File to resume from, and to save to every ``save_interval`` seconds. The result is
-            reproducible bit for bit (on the CPU). A state of other weights, directions or settings
-            is refused; its last point is computed again to check that the data are the same. The
-            files stay when the run ends; their names begin with that of the state.
+        state: File to resume from, and to save to every ``save_interval`` seconds; further files
+            have names that begin with its name. They are not deleted at the end. A resumed
+            computation gives the same result bit for bit (on the CPU). Raises ``ValueError`` if the
+            state belongs to other weights, directions, data or settings.
         save_interval: Seconds between saves.
         progress: Show a progress bar, or a :class:`Progress` to report to.
 
@@ -368,7 +362,7 @@ def _along(
     if batch_norm is not None:
         check_choice("batch_norm", batch_norm, BATCH_NORM_MODES)
     if test is not None and test.space.shapes != risk.space.shapes:
-        raise ValueError(f"test must be a risk of the same parameters, got {test} beside {risk}")
+        raise ValueError(f"test must have the parameters of risk, got {test} and {risk}")
     mode = batch_norm or risk.batch_norm
     risk = risk.with_batch_norm(mode)
     # Each risk has a mode, except that statistics are recomputed for both, on the training data.

@@ -86,8 +86,10 @@ def curvature_variance(
     .. math:: P \sigma^2 = \mathbb{E}_v V(v), \quad
         V(v) = \frac{1}{N} \sum_i \|H_i v\|^2 - \|H v\|^2, \quad \|v\| = 1
 
-    with :math:`\sigma^2` the variance of an element. The variance of a matrix of ``B`` samples is
-    this times :math:`(1/B - 1/N) N / (N - 1)` without replacement, and :math:`1/B` with it.
+    :math:`\sigma^2` is the mean variance of one entry of :math:`H_i` over the samples, and
+    :math:`P \sigma^2` the mean of :math:`\|(H_i - H) v\|^2` over samples and random unit vectors.
+    The variance of the matrix of a batch is this times :math:`(1/B - 1/N) N / (N - 1)` for ``B``
+    samples drawn without replacement, and times :math:`1/B` for samples drawn with replacement.
 
     Random disjoint groups of ``g`` samples may replace single samples. With :math:`M` groups of
     matrices :math:`H_j`,
@@ -95,20 +97,18 @@ def curvature_variance(
     .. math:: \hat V(v) = \frac{N - 1}{N} \frac{g}{M - 1}
         \sum_j \|(H_j - \bar H) v\|^2
 
-    has mean :math:`V(v)` over the draw of the groups, for any ``N``: if ``g`` does not divide it,
-    the remaining samples are left out at random, and the result says how many. For ``g = 1`` it
-    *is* :math:`V(v)`. The standard error combines those of probes and of groups; the latter is too
-    large by up to a factor of about two if groups are small and few samples have most of the
-    variance.
+    is an unbiased estimate of :math:`V(v)`. If ``g`` does not divide ``N``, the remaining samples
+    are left out at random, and the result says how many. For ``g = 1`` it *is* :math:`V(v)`. The
+    standard error combines the errors of probes and of groups. It may be too large by a factor of
+    about two if groups are small and few samples have most of the variance.
 
-    Cost: one product with the whole matrix for each block of 8 probes or directions, for any number
-    of groups, though small groups use hardware less well. Memory: four blocks and a copy of the
-    data.
+    Cost: one product with the whole matrix per probe or direction, in blocks of 8. Small groups are
+    slower, because they use the hardware less well. Memory: four blocks and a copy of the data.
 
     Args:
         risk: The loss at a point, a mean over samples (which is checked). Batch norm must not be in
-            ``train`` mode, in which single samples have no matrix, and the samples must not be
-            shared between processes.
+            ``train`` mode, because the matrix of one sample is not defined then. With several
+            processes use ``sharing="none"``.
         matrix: ``hessian`` or ``ggn``.
         group_size: Samples ``g`` per group. Defaults to 1 below 256 samples, and otherwise to the
             largest that gives at least 128 groups.
@@ -119,7 +119,7 @@ def curvature_variance(
         generator: Source of groups and probes. Defaults to a new generator with seed 0.
         progress: Show a progress bar, or a :class:`Progress` to report to.
 
-    Reference: Algorithm 8 of *Spectral Machine Learning*, corrected.
+    Reference: Algorithm 8 of *Spectral Machine Learning*, corrected to the formulas above.
     """
     _check_groups(risk)
     count = risk.num_samples
@@ -174,14 +174,15 @@ def shrinkage(
 ) -> Shrinkage:
     r"""Return the optimal linear shrinkage of the matrix of a mini-batch.
 
-    Of all :math:`\beta H_B + (1 - \beta) m I`, :math:`m = \operatorname{tr} H / P`, the closest to
-    :math:`H` in mean square has
+    The matrix of a batch is a noisy estimate of that of all data, and shrinking it reduces the
+    error. Of all :math:`\beta H_B + (1 - \beta) m I`, :math:`m = \operatorname{tr} H / P`, the
+    closest to :math:`H` in mean square has
 
     .. math:: \beta = \frac{d^2}{d^2 + e^2}, \quad d^2 = \|H - m I\|_F^2, \quad
         e^2 = \mathbb{E} \|H_B - H\|_F^2 = P (P \sigma^2) \Big(\frac1B - \frac1N\Big) \frac{N}{N-1}
 
-    Cost: ``num_probes`` products for :math:`d^2`, from :math:`\|H z - m z\|^2`, and as many with
-    other probes for :math:`P \sigma^2`. Errors are propagated to first order.
+    Cost: ``num_probes`` products for :math:`d^2`, from :math:`\|H z - m z\|^2`, and ``num_probes``
+    more for :math:`P \sigma^2`. Errors are propagated to first order.
 
     Args:
         risk: The loss at a point; see :func:`curvature_variance`.
@@ -196,7 +197,7 @@ def shrinkage(
     """
     sizes, count = tuple(batch_sizes), risk.num_samples
     if not sizes:
-        raise ValueError("batch_sizes must hold at least one size, got none")
+        raise ValueError("batch_sizes must not be empty")
     for size in sizes:
         check_count("batch_sizes", size, high=count)
     generator = resolve_generator(generator)
@@ -236,15 +237,10 @@ def shrinkage(
 def _check_groups(risk: Risk) -> None:
     risk.require_separable("curvature_variance()")
     if risk.dropout != "off":
-        raise ValueError(
-            "curvature_variance() needs dropout='off', got 'fixed': masks belong to "
-            "batches, not to samples"
-        )
+        # Masks belong to batches, not to samples.
+        raise ValueError("curvature_variance() needs dropout='off', got 'fixed'")
     if risk.sharing != "none" and world_size(risk.group) > 1:
-        raise ValueError(
-            f"curvature_variance() needs all samples in one process, got a risk with "
-            f"sharing={risk.sharing!r}: use 'none'"
-        )
+        raise ValueError(f"curvature_variance() needs sharing='none', got {risk.sharing!r}")
     if risk.num_samples < 2:
         raise ValueError(f"curvature_variance() needs at least 2 samples, got {risk.num_samples}")
 

@@ -165,17 +165,16 @@ class SharpnessRow:
     Attributes:
         matrix: ``hessian`` or ``ggn``.
         batch_norm: Mode of batch norm; ``None`` for a model without batch norm.
-        spectral_norm: Largest :math:`|\theta_k|` of all probes, with the residual as truncation.
+        spectral_norm: Largest :math:`|\theta_k|` of all probes; its truncation is the residual.
         largest: The largest Ritz value.
         smallest: The smallest Ritz value.
         trace: :math:`\operatorname{tr} H`.
         mean_eigenvalue: :math:`\operatorname{tr} H / P`.
-        frobenius_norm: :math:`\|H\|_F`; its samples are those of the square. Never below the root
-            of a probe's sum of :math:`\theta_k^2`, a rigorous lower bound.
-        negative_mass: Fraction of eigenvalues that are below zero by more than roundoff and the
-            residuals of their Ritz values. Its truncation is the fraction that is zero within the
-            residuals, and may be negative.
-        degeneracy: Mass at the origin.
+        frobenius_norm: :math:`\|H\|_F`; its samples are squared norms. It is at least
+            :math:`(\sum_k \theta_k^2)^{1/2}` of each probe, a rigorous lower bound.
+        negative_mass: Fraction of eigenvalues that are certainly negative: below zero by more than
+            roundoff and residual. Its truncation is the fraction whose sign is not determined.
+        degeneracy: Fraction of eigenvalues near zero.
         num_products: Number of matrix-vector products.
         status: How the Lanczos runs ended.
     """
@@ -253,13 +252,13 @@ def sharpness(
 ) -> Sharpness:
     r"""Return spectral and Frobenius norm, trace, negative mass and rank degeneracy.
 
-    It measures the Hessian and the Gauss-Newton matrix, and a model with batch norm in both modes:
-    the two differ by orders of magnitude. All numbers of a row come from the same Lanczos runs with
-    Ritz values :math:`\theta_k` and weights :math:`\tau_k`: :math:`\operatorname{tr} H = P\,
-    \mathbb{E} \sum_k \tau_k \theta_k`, :math:`\|H\|_F^2 = P\, \mathbb{E} \sum_k \tau_k \theta_k^2`.
-    If the structure of the operator gives the trace, that value is used. Simple eigenvalues that
-    every probe has found are counted exactly and only the rest is sampled, since their weights
-    cause most of the variance between probes. All rows use the same start vectors.
+    By default both the Hessian and the Gauss-Newton matrix are measured, and a model with batch
+    norm in eval and in train mode. The results of the two modes can differ by orders of magnitude.
+    All numbers of a row come from the same Lanczos runs with Ritz values :math:`\theta_k` and
+    weights :math:`\tau_k`: :math:`\operatorname{tr} H = P\, \mathbb{E} \sum_k \tau_k \theta_k`,
+    :math:`\|H\|_F^2 = P\, \mathbb{E} \sum_k \tau_k \theta_k^2`. An exact trace is used if the
+    operator has one. Simple eigenvalues that all probes have found are counted exactly, which
+    reduces the variance. All rows use the same start vectors.
 
     Cost: ``num_steps * num_probes`` products per row, a gradient and a forward pass per mode, and
     the exact trace, if there is one (a backward pass for each output). Memory: ``num_steps + 4``
@@ -271,16 +270,15 @@ def sharpness(
         num_probes: Number ``d`` of random start vectors. The relative uncertainty of the standard
             error is about :math:`1 / \sqrt{2 (d - 1)}`; a single probe has no error bars.
         matrix: ``hessian``, ``ggn`` or a sequence of them.
-        batch_norm: Mode or modes. Defaults to both ``eval`` (or ``recomputed``, if the risk has
-            that mode) and ``train`` with the batches of the risk, whose size must be known then. A
-            model without batch norm has one row.
+        batch_norm: Mode or modes. Defaults to ``eval`` (``recomputed`` if the risk has that mode)
+            and ``train``. The mode ``train`` needs a risk whose batch size is known. A model
+            without batch norm has one row per matrix.
         block_size: Probes per block. Defaults to what suits the operator.
         engine: ``linearized`` (traced once), ``eager``, or ``auto``, which prefers the first.
-        state: File to resume from, and to save to. Finished parts are saved at once, running
-            Lanczos runs every ``save_interval`` seconds with the vectors of their block, in files
-            whose names begin with that of the state. The result is reproducible bit for bit (on the
-            CPU). A state of other weights, data or settings is refused. Small files stay when the
-            run ends.
+        state: File to resume from, and to save to every ``save_interval`` seconds; further files
+            have names that begin with its name. They are not deleted at the end. A resumed
+            computation gives the same result bit for bit (on the CPU). Raises ``ValueError`` if the
+            state belongs to other weights, data or settings.
         save_interval: Seconds between saves.
         generator: Source of the start vectors. Defaults to a new generator with seed 0.
         progress: Show progress bars, or a :class:`Progress` to report to.
@@ -342,7 +340,7 @@ def _probes(count: int) -> str:
         return "one probe (no error bars)"
     # Relative standard deviation of a standard deviation of normal samples: 1 / sqrt(2 (d - 1)).
     share = (2 * (count - 1)) ** -0.5
-    return f"{count} probes (± a standard error, itself uncertain by {share:.0%})"
+    return f"{count} probes (± standard error, accurate to about {share:.0%})"
 
 
 def _modes(
@@ -353,7 +351,7 @@ def _modes(
     several = (running, "train") if chosen is None else chosen
     modes: Sequence[BatchNormMode] = (several,) if isinstance(several, str) else tuple(several)
     if not modes:
-        raise ValueError("batch_norm must hold at least one mode, got none")
+        raise ValueError("batch_norm must not be empty")
     for mode in modes:
         check_choice("batch_norm", mode, BATCH_NORM_MODES)
     if not batch_norms(risk.model):
@@ -454,9 +452,9 @@ def _column(row: SharpnessRow, at: Summary) -> dict[str, str]:
         "trace": plain_estimate(row.trace),
         "mean eigenvalue": plain_estimate(row.mean_eigenvalue),
         "Frobenius norm": plain_estimate(row.frobenius_norm),
-        "negative mass": plain_estimate(row.negative_mass),
-        "  undecided": "" if undecided is None else f"{float(undecided):.2g}",
-        "mass at the origin": plain_estimate(mass),
-        "  which is at": f"{float(value.mean):.2g} ± {float(value.stderr):.1g}",
+        "negative fraction": plain_estimate(row.negative_mass),
+        "  sign unknown": "" if undecided is None else f"{float(undecided):.2g}",
+        "fraction near zero": plain_estimate(mass),
+        "  their mean": f"{float(value.mean):.2g} ± {float(value.stderr):.1g}",
         "products": f"{row.num_products:,}",
     }

@@ -26,10 +26,10 @@ def draw_weights(model: nn.Module, generator: torch.Generator) -> None:
 
     Convolutions are :math:`\mathcal{N}(0, 2 / n_\text{out})` with
     :math:`n_\text{out} = k_h k_w c_\text{out}` and zero biases (He et al., 2015). Linear layers and
-    their biases are uniform on :math:`\pm n_\text{in}^{-1/2}`, recurrent layers likewise with the
-    hidden size, embeddings uniform on :math:`\pm 0.1`. Norms are the identity. Numbers are drawn in
-    float32 on the device of the generator and then moved, so that the network depends on neither
-    device nor dtype.
+    their biases are uniform on :math:`\pm n_\text{in}^{-1/2}`, and so are recurrent layers, with
+    :math:`n_\text{in}` the hidden size. Embeddings are uniform on :math:`\pm 0.1`. Normalisation
+    layers start as the identity. Numbers are drawn in float32 on the device of the generator and
+    then moved, so that the network depends on neither device nor dtype.
     """
     for module in model.modules():
         draw_layer(module, generator)
@@ -49,7 +49,7 @@ def draw_layer(module: nn.Module, generator: torch.Generator) -> None:
     """Fill the tensors of a layer, not of its children; an unknown layer with tensors raises."""
     tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
     if names := [name for name, _ in tensors]:
-        raise TypeError(f"no initial weights are known for {type(module).__name__}, with {names}")
+        raise TypeError(f"no initial weights are defined for {type(module).__name__}, with {names}")
 
 
 @draw_layer.register
@@ -204,14 +204,15 @@ def create(
 
     Args:
         name: One of :func:`available`. Case, ``-`` and ``_`` are ignored.
-        num_classes: Number of outputs, or size of the vocabulary of a language model. Defaults to
-            that of the data which the model was published for.
+        num_classes: Number of outputs, or size of the vocabulary of a language model. The default
+            is that of the data of the paper, such as 100 for ``vgg16`` on CIFAR-100.
         input_shape: Shape of one sample: ``(channels, height, width)``, or ``(length,)`` for a
-            language model.
-        generator: Source of the initial weights.
+            language model. The default is that of the data of the paper.
+        generator: Source of the initial weights. Defaults to a new generator with seed 0, so that
+            repeated calls return the same weights.
         device: Device of the parameters. Defaults to torch's default device. On ``meta`` no
             weights are drawn.
-        dtype: Of the parameters. Defaults to torch's default.
+        dtype: Data type of the parameters. Defaults to torch's default.
         **more: Options of the model; :func:`options` lists them.
 
     Example:
@@ -227,7 +228,7 @@ def create(
     chosen = {key: value for key, value in shape.items() if value is not None} | more
     known = options(name)
     if unknown := [key for key in chosen if key not in known]:
-        raise TypeError(f"{name} takes no option {unknown[0]!r}; it takes {', '.join(known)}")
+        raise TypeError(f"{name} has no option {unknown[0]!r}; it has {', '.join(known)}")
     check_options(chosen)
     with torch.device("meta"):  # no weights are drawn by the constructors of torch
         model = entry.build(**entry.fixed, **chosen).to(dtype=dtype)

@@ -46,7 +46,7 @@ class GhostBatchNorm2d(_GhostBatchNorm, nn.BatchNorm2d):
     .. math:: m \leftarrow (1 - \eta) m + \eta \, \mu(B_g).
 
     In eval mode this is batch norm. The last group may be smaller. A single remaining sample, which
-    may have no variance, joins the group before.
+    may have no variance, joins the previous group.
 
     The class is a subclass of torch's batch norm and has the same state, so checkpoints of either
     load into the other. Where ritz recomputes running statistics, it uses whole batches.
@@ -64,11 +64,11 @@ class GhostBatchNorm2d(_GhostBatchNorm, nn.BatchNorm2d):
 
 
 def with_ghost_batch_norm(model: nn.Module, size: int) -> nn.Module:
-    """Turn the batch norms of a model into ghost batch norms, and return it.
+    """Turn the batch norms of a model into ghost batch norms in place, and return the model.
 
-    The model is changed in place. Layers, parameters and buffers stay the same objects under the
-    same names, so existing optimizers, averages and hooks remain valid. Ghost batch norms get the
-    new size.
+    Layers, parameters and buffers stay the same objects under the same names, so existing
+    optimizers, averages and hooks remain valid. Existing ghost batch norms are changed to the new
+    size.
 
     Args:
         model: Any module.

@@ -36,10 +36,10 @@ class LSTMLanguageModel(nn.Module):
     their size, and the biases of the head are zero.
 
     Dropout is done by dropout layers only, so that ``Risk(..., dropout="fixed")`` fixes a mask per
-    batch in all four places: whole words (``embedding_drop``), the recurrent matrices
-    (``weight_drops``), and features, with one mask for all positions (``drops``). A forward hook on
-    ``drops[-1]`` receives the last activations before and after dropout, as ``(batch, features,
-    length)``, from which activation penalties are computed.
+    batch everywhere: for whole words (``embedding_drop``), for the recurrent matrices
+    (``weight_drops``), and for features, with one mask for all positions (``drops``). A forward
+    hook on ``drops[-1]`` receives the last activations before and after dropout, as ``(batch,
+    features, length)``: use it to add activation penalties to the loss.
 
     Args:
         num_classes: Number of words in the vocabulary.
@@ -48,12 +48,13 @@ class LSTMLanguageModel(nn.Module):
         hidden: Size of all layers but the last, which has ``width`` if the head is tied.
         depth: Number of layers.
         tied: Use the embedding as the matrix of the head (Inan et al., 2017).
-        dropout: Dropout of the features before the head, with one mask for all positions (Gal and
-            Ghahramani, 2016).
-        input_dropout: Likewise, of the embedded words.
-        hidden_dropout: Likewise, between layers.
-        embedding_dropout: Dropout of words, at all their positions.
-        weight_drop: Dropout of the entries of the recurrent matrices, once per sequence.
+        dropout: Probability of dropout of the features before the head, with one mask for all
+            positions (Gal and Ghahramani, 2016).
+        input_dropout: The same, for the embedded words.
+        hidden_dropout: The same, between layers.
+        embedding_dropout: Probability of dropout of a word, at all its positions.
+        weight_drop: Probability of dropout of the entries of the recurrent matrices, with one mask
+            per sequence.
 
     Reference: Merity et al. (2018), *Regularizing and optimizing LSTM language models*.
     """
@@ -85,7 +86,7 @@ class LSTMLanguageModel(nn.Module):
         self.weight_drops = nn.ModuleList(dropout_layer(weight_drop) for _ in range(depth))
 
     def forward(self, tokens: Tensor, state: State | None = None) -> Any:
-        """Logits ``(batch, vocabulary, length)`` of the next token.
+        """Logits ``(batch, vocabulary, length)`` of the next token, the axes of ``cross_entropy``.
 
         Args:
             tokens: ``(batch, length)``.
@@ -210,7 +211,7 @@ def draw_gpt(model: nn.Module, generator: torch.Generator) -> None:
 class GPT(nn.Module):
     """A decoder like GPT-2, by default six layers of 384; ``gpt2`` has 124,439,808 parameters.
 
-    Norms come first, the head is tied to the embedding, attention is
+    Blocks are pre-norm, the head is tied to the embedding, attention is
     ``scaled_dot_product_attention``, and initial weights are those of GPT-2.
 
     Args:
@@ -219,7 +220,7 @@ class GPT(nn.Module):
         width: Size of the embedding; a multiple of ``heads``.
         depth: Number of blocks.
         heads: Number of attention heads.
-        dropout: Dropout of the embedded tokens and of what a block adds; attention has none.
+        dropout: Probability of embedding and residual dropout. There is no attention dropout.
 
     Reference: Radford et al. (2019), *Language models are unsupervised multitask learners*.
     """

@@ -18,17 +18,25 @@ from ritz._core.random import probes, resolve_generator
 class LinearOperator(ABC):
     """A real symmetric matrix ``(n, n)``, represented by its products with blocks ``(n, k)``.
 
+    A block is a tensor whose ``k`` columns are vectors that are multiplied at once.
     A subclass calls ``super().__init__`` and implements ``_matmat``, which receives a block of the
     right shape, dtype and device with at least one column. It must not change the block, and must
     return a new tensor. It may set ``_detail``, a text for ``repr``.
 
     Attributes:
         shape: ``(n, n)``.
-        dtype: Of the operator, and of the blocks it takes and returns.
-        device: Likewise.
+        dtype: Data type of the operator and of its blocks.
+        device: Device of the operator and of its blocks.
         block_size: Number of columns at which a product is cheapest per column.
-        origin: Facts about the matrix that results record: ``matrix``, such as ``hessian`` or
+        origin: Metadata that is copied into results: ``matrix``, such as ``hessian`` or
             ``laplacian``, and ``batch_norm``, the mode of batch norm of the network.
+
+    Example:
+        >>> class Identity(LinearOperator):
+        ...     def _matmat(self, block):
+        ...         return block.clone()
+        >>> Identity(3, dtype=torch.float32, device="cpu") @ torch.ones(3)
+        tensor([1., 1., 1.])
     """
 
     _detail = ""
@@ -76,7 +84,7 @@ class LinearOperator(ABC):
         size = n * n * self.dtype.itemsize
         if size > max_bytes:
             raise ValueError(
-                f"dense() would write {size / 2**30:.1f} GiB; pass max_bytes={size} to allow it"
+                f"dense() would allocate {size / 2**30:.1f} GiB; pass max_bytes={size} to allow it"
             )
         # A = A I, in blocks of 256 columns of the identity.
         matrix = torch.empty(n, n, dtype=self.dtype, device=self.device)
@@ -124,8 +132,8 @@ def check_symmetric(
 ) -> None:
     r"""Raise unless :math:`u^\top A v = v^\top A u` for two random vectors; two products.
 
-    A matrix whose antisymmetric part has the relative size ``rtol`` (root of machine precision by
-    default) raises with near certainty, at the price of one block product.
+    Detects an antisymmetric part of relative size ``rtol`` with high probability. ``rtol`` defaults
+    to the square root of machine precision. Costs one product with two vectors.
     """
     n = op.shape[0]
     generator = resolve_generator(generator)
@@ -141,8 +149,8 @@ def check_symmetric(
     allowed = rtol * scale / n**0.5 + n * torch.finfo(op.dtype).tiny / peak  # underflow
     if not gap <= allowed:
         raise ValueError(
-            f"{op!r} must be symmetric: u'Av and v'Au differ by {peak * gap:.2g} "
-            f"where roundoff would leave {peak * allowed:.1g}"
+            f"{op!r} must be symmetric, but u'Av and v'Au differ by {peak * gap:.2g} (tolerance "
+            f"{peak * allowed:.1g})"
         )
 
 
@@ -268,7 +276,7 @@ class ShardedOperator(WrappingOperator):
 
     Args:
         op: :math:`A_r` of this process.
-        group: The processes. Defaults to all of them, or to one without torch.distributed.
+        group: The processes. Defaults to all of them.
     """
 
     def __init__(self, op: LinearOperator, *, group: Group | None = None) -> None:
@@ -290,7 +298,7 @@ def check_alike(name: str, ops: Sequence[LinearOperator], *, shape: bool = False
         alike = (op.dtype, op.device) == (first.dtype, first.device)
         if not alike or (shape and op.shape != first.shape):
             kinds = "shape, dtype and device" if shape else "dtype and device"
-            raise ValueError(f"{name} must agree in {kinds}: {first!r}, {op!r}")
+            raise ValueError(f"{name} must agree in {kinds}, got {first!r} and {op!r}")
     return first
 
 

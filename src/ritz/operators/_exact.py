@@ -65,8 +65,8 @@ def exact(op: LinearOperator, quantity: Quantity) -> Exact:
 def gershgorin(op: LinearOperator) -> tuple[float, float] | None:
     r"""Return :math:`\min_i (a_{ii} - r_i), \max_i (a_{ii} + r_i)`, or ``None`` if not explicit.
 
-    :math:`r_i = \sum_{j \ne i} |a_{ij}|`: every eigenvalue lies between the two. Where as much is
-    known with closer ends, as for the normalised matrices of a graph, it is these.
+    :math:`r_i = \sum_{j \ne i} |a_{ij}|`: every eigenvalue lies between the two. If a smaller
+    interval is known, such as [0, 2] for the normalised Laplacian, that interval is returned.
     """
     return None
 

@@ -33,11 +33,16 @@ class FunctionOperator(LinearOperator):
     Args:
         function: Takes a block ``(n, k)`` and returns the product ``(n, k)``. With
             ``columnwise`` it takes and returns a vector ``(n,)``.
-        n: Order of the matrix.
-        dtype: Of the blocks.
-        device: Of the blocks.
-        columnwise: Whether the function takes single vectors only.
+        n: Number of rows of the matrix.
+        dtype: Data type of the blocks. Defaults to ``torch.float32``.
+        device: Device of the blocks. Defaults to the CPU.
+        columnwise: The function takes one vector at a time. Defaults to ``False``.
         name: Name in ``repr``. Defaults to the name of the function.
+
+    Example:
+        >>> op = FunctionOperator(lambda block: 2 * block, n=3)
+        >>> op @ torch.ones(3)
+        tensor([2., 2., 2.])
     """
 
     def __init__(
@@ -103,12 +108,13 @@ def as_operator(x: OperatorLike) -> LinearOperator:
         return _from_scipy(x)
     if is_networkx(x) or type(x).__module__.startswith("ritz.graphs"):
         raise TypeError(
-            "op must be one matrix, and a graph has several: "
-            "choose one with ritz.graphs.laplacian(graph, matrix=...)"
+            "op must be one matrix, but a graph has several: "
+            "pass ritz.graphs.laplacian(graph, matrix=...)"
         )
     raise TypeError(
-        "op must be a ritz operator, a symmetric tensor or array, a SciPy sparse matrix or a SciPy "
-        f"LinearOperator, got {type(x).__name__}"
+        "op must be a symmetric matrix (tensor, NumPy array or SciPy sparse matrix), an operator "
+        "of ritz or SciPy, or a function in ritz.operators.FunctionOperator(function, n=...), "
+        f"got {type(x).__name__}"
     )
 
 
@@ -129,7 +135,7 @@ def _from_scipy(x: Any) -> FunctionOperator:
 
 
 def read_matrix(path: str | os.PathLike[str]) -> LinearOperator:
-    """Return the symmetric matrix of a file; nothing in the file is executed.
+    """Return the symmetric matrix of a file. Pickled objects are not loaded.
 
     Args:
         path: Matrix Market (``.mtx``, ``.mtx.gz``), or ``.npz`` as written by

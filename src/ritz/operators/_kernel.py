@@ -26,20 +26,20 @@ class KernelOperator(LinearOperator):
     :math:`(1 + \sqrt5 r + \tfrac53 r^2) e^{-\sqrt5 r}` (``matern52``).
 
     A product evaluates each pair of points once (half the matrix, by symmetry), from differences of
-    coordinates, which are accurate for close points. Memory: the points, twice the input and the
-    output, and four tiles of 256 x 256 (4096 x 4096 on a GPU).
+    coordinates, which are accurate for close points. Memory: the points, twice the size of input
+    and output, and four tiles of 256 x 256 (4096 x 4096 on a GPU).
 
     Length scale, output scale and noise may be tensors that require gradients; the points are
-    constants. Products record no graph. :meth:`slopes` returns derivatives of quadratic forms, on
-    which gradients of log determinants and likelihoods are based. :meth:`cross` and
-    :meth:`matrix` return stored matrices with a graph.
+    constants. Autograd cannot differentiate products: use :meth:`slopes`, which returns derivatives
+    of quadratic forms, as the gradients of log determinants and likelihoods do. Autograd can
+    differentiate :meth:`cross` and :meth:`matrix`, which return stored matrices.
 
     Args:
         points: :math:`x`, ``(n, d)``.
-        kernel: Which :math:`k`.
-        lengthscale: :math:`\ell`, one number or ``(d,)``.
-        outputscale: :math:`s^2`.
-        noise: :math:`\sigma^2`.
+        kernel: ``squared_exponential`` (the default), ``matern12``, ``matern32`` or ``matern52``.
+        lengthscale: :math:`\ell`, one number or ``(d,)``. Defaults to 1.
+        outputscale: :math:`s^2`. Defaults to 1.
+        noise: The variance :math:`\sigma^2` of the noise. Defaults to 0.
 
     Attributes:
         parameters: The tensors among ``lengthscale``, ``outputscale`` and ``noise`` that require
@@ -67,7 +67,7 @@ class KernelOperator(LinearOperator):
         scale = torch.as_tensor(lengthscale, dtype=points.dtype, device=points.device)
         if scale.shape not in ((), (points.shape[1],)) or not bool((scale > 0).all()):
             raise ValueError(
-                f"lengthscale must be positive, one or one per dimension, got {lengthscale}"
+                f"lengthscale must be a positive number or one per dimension, got {lengthscale}"
             )
         self.lengthscale = scale.detach()
         self._arguments = {"lengthscale": lengthscale, "outputscale": outputscale, "noise": noise}
@@ -124,7 +124,7 @@ class KernelOperator(LinearOperator):
         }
 
     def cross(self, points: Tensor) -> Tensor:
-        r"""Return the matrix :math:`s^2 k(x_i, x_j')`, ``(n, m)``, with a graph to the parameters.
+        r"""Return the matrix :math:`s^2 k(x_i, x_j')`, ``(n, m)``, differentiable by autograd.
 
         Args:
             points: :math:`x'`, ``(m, d)``.
@@ -140,7 +140,7 @@ class KernelOperator(LinearOperator):
         return outputscale * radial(self.kernel, distances)
 
     def matrix(self) -> Tensor:
-        """Return the matrix itself, ``(n, n)``, with a graph to the parameters."""
+        """Return the matrix itself, ``(n, n)``, differentiable by autograd."""
         noise = torch.as_tensor(self._arguments["noise"], dtype=self.dtype, device=self.device)
         return self.cross(self.points) + torch.diag(noise.expand(self.shape[0]))
 

@@ -35,8 +35,8 @@ class LaplacianOperator(LinearOperator):
     ``laplacian``             :math:`D - W`, eigenvalues from 0
     ``normalized``            :math:`I - D^{-1/2} W D^{-1/2}`, eigenvalues from 0 to 2
     ``normalized_adjacency``  :math:`D^{-1/2} W D^{-1/2}`, eigenvalues from -1 to 1
-    ``random_walk``           the same matrix. :math:`D^{-1} W` is not symmetric, but similar to
-                              it: same eigenvalues, and eigenvectors :math:`D^{-1/2} v`
+    ``random_walk``           ``normalized_adjacency``: :math:`D^{-1} W`, which is not symmetric,
+                              has the same eigenvalues, and eigenvectors :math:`D^{-1/2} v`
     ``modularity``            :math:`W - d d^\top / \sum_i d_i`
     ========================  ====================================================================
 
@@ -44,23 +44,23 @@ class LaplacianOperator(LinearOperator):
     repeated edges are summed. A self-loop is one entry :math:`W_{ii}` and counts once in the
     degree, as in NetworkX; it cancels in :math:`D - W`.
 
-    Degrees are applied when a block is packed and when a row is written, so a product is one pass
-    over :math:`W`, and no scaled copy of it is stored. The modularity needs a second pass over the
-    block.
+    A product is one pass over :math:`W`, and no scaled copy of :math:`W` is stored. The modularity
+    needs a second pass over the block.
 
     Args:
         weights: :math:`W`, symmetric and non-negative: SciPy sparse, torch sparse, NetworkX graph
             (edge attribute ``weight``, default one), or :class:`CompressedRows`, whose values may
             be ``None`` if all are one.
         matrix: Which matrix.
-        dtype: Of the matrix. Defaults to that of the weights, or float64 if they are integers.
+        dtype: Data type of the matrix. Defaults to that of the weights, or float64 if they are
+            integers.
 
     Attributes:
         degrees: :math:`d`, ``(n,)``, float64.
         total: :math:`\sum_i d_i`, twice the weight of all edges.
 
     Memory: the weights, which take 4 bytes per entry if all are one, so 8 GB for a billion edges;
-    six vectors; and one cache line per row after the first packed product.
+    six vectors; and 64 bytes per row after the first product.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ def _check_weights(rows: CompressedRows) -> None:
             place = (row, int(rows.columns[entry]))
             raise ValueError(
                 "weights must be non-negative and finite, "
-                f"got {float(rows.values[entry])} at {place}, {int(bad.sum())} such in all"
+                f"got {float(rows.values[entry])} at {place} and {int(bad.sum())} in all"
             )
     try:
         SparseOperator(rows)

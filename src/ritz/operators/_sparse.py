@@ -54,7 +54,7 @@ Scaling: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 @final
 class CompressedRows:
-    r"""A square sparse matrix :math:`W` stored by rows, which the sparse operators multiply with.
+    r"""A square sparse matrix :math:`W`, stored by rows.
 
     Row ``i`` has the entries ``pointers[i]:pointers[i + 1]``. Repeated entries add up, and columns
     may be in any order. The tensors are shared, not copied, and must not be changed.
@@ -68,8 +68,8 @@ class CompressedRows:
     Args:
         pointers: ``(n + 1,)``, int32 or int64.
         columns: ``(num_entries,)``, int32 or int64.
-        values: ``(num_entries,)``; ``None`` if all are one, which need not be stored.
-        dtype: Of the matrix. Defaults to that of the values, or float64 without values.
+        values: ``(num_entries,)``. ``None`` means that all values are one.
+        dtype: Data type of the matrix. Defaults to that of the values, or float64 without values.
 
     Memory: the tensors, and one strip of ``n`` cache lines after the first packed product. Without
     values, torch's product creates them.
@@ -253,7 +253,7 @@ class CompressedRows:
         first, last = int(self.pointers[0]), int(self.pointers[-1])
         if (first, last) != (0, self.num_entries) or bool((self.pointers.diff() < 0).any()):
             raise ValueError(
-                f"pointers must rise from 0 to the number of entries, {self.num_entries}, "
+                f"pointers must not decrease, from 0 to {self.num_entries} entries, "
                 f"got {first} to {last}"
             )
         # The compiled loop reads x at these columns, unchecked.
@@ -305,6 +305,8 @@ SparseLike: TypeAlias = Union[
 @final
 class SparseOperator(LinearOperator):
     """A symmetric sparse matrix with both triangles stored. Symmetry is checked with two products.
+
+    A matrix with only one triangle stored raises.
 
     Args:
         matrix: SciPy sparse matrix or array of any format, torch sparse tensor (CSR, COO), or

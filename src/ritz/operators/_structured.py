@@ -92,7 +92,9 @@ class LowRankOperator(LinearOperator):
 
 @final
 class BlockDiagonalOperator(LinearOperator):
-    r"""The matrix :math:`\operatorname{diag}(A_1, \dots, A_m)`; a product is one with each block.
+    r"""The matrix :math:`\operatorname{diag}(A_1, \dots, A_m)`.
+
+    A product costs one product with each block.
 
     Args:
         ops: The blocks, in order, of one dtype and device.
@@ -121,8 +123,10 @@ class KroneckerOperator(LinearOperator):
 
     Args:
         left: :math:`A`, of order ``p``.
-        right: :math:`B`, of order ``q``. The Kronecker product has order ``p q``. Its product with
-            ``k`` columns takes one of ``B`` with ``p k`` columns and one of ``A`` with ``q k``.
+        right: :math:`B`, of order ``q``. The Kronecker product has order ``p q``.
+
+    A product with ``k`` columns costs one product of ``B`` with ``p k`` columns and one of ``A``
+    with ``q k`` columns.
     """
 
     def __init__(self, left: LinearOperator, right: LinearOperator) -> None:

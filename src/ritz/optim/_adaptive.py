@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, ClassVar, TypedDict, Unpack, final
+from typing import Any, ClassVar, TypedDict, Unpack, final, get_args
 
 import torch
 from torch import Tensor
@@ -25,22 +25,14 @@ from ritz.optim._update import Buffers, CompiledStep, Form, Number, Rule, update
 # ------------------------------------------------------------------------------------------
 # What the adaptive optimisers share: checks, state, and the step.
 
-FORMS = ("inside", "outside", "published")
-# Settings of a group that the rule of its update has under the same name.
-COPIED = (
-    "weight_decay",
-    "decoupled_weight_decay",
-    "partial",
-    "maximize",
-    "capturable",
-    "differentiable",
-)
 STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")
 
 
 class Flags(TypedDict, total=False):
     """Keywords that every adaptive optimiser takes; see :class:`AdaptiveOptimizer`."""
 
+    form: Form | None
+    decoupled_weight_decay: bool
     amsgrad: bool | None
     maximize: bool
     foreach: bool | None
@@ -65,18 +57,20 @@ class AdaptiveOptimizer(Optimizer):
 
     All of them take these keywords:
 
+    * ``form``: Position of epsilon in the denominator; see :class:`~ritz.optim.Padam`.
+    * ``decoupled_weight_decay``: False adds the weight decay to the gradient, as an L2 term.
     * ``amsgrad``: Divide by the largest second moment so far. Defaults to True for
       ``form="published"`` only.
     * ``maximize``: Maximize the objective.
-    * ``foreach``: Take all parameters through each operation together. Defaults to True on CUDA,
-      unless the fused kernel is used.
-    * ``fused``: Use torch's fused kernel, for power 1/2 with epsilon outside the root. Defaults to
-      True where the device has one.
+    * ``foreach``: Use the multi-tensor implementation, as in ``torch.optim``. Defaults to True on
+      CUDA, unless the fused kernel is used.
+    * ``fused``: Use torch's fused kernel, for ``form="outside"``. Defaults to True where the device
+      has one.
     * ``compile``: Compile the step of a group to one graph with ``torch.compile``. The first step
       takes seconds to a minute. Learning rates, decoupled decays and step counts may change
-      freely. Other settings, and the set of parameters with gradients, are constants of the graph:
-      if they change at every step, as betas do with ``OneCycleLR``, compilation is given up with a
-      warning. Ignored if torch's own AdamW takes the step.
+      freely. A change of another setting, or of the set of parameters with gradients, compiles
+      again; after too many changes the optimiser warns and stops compiling. Not used where the
+      step is that of ``torch.optim.AdamW``.
     * ``capturable``: Keep the step count on the device, for CUDA graphs.
     * ``differentiable``: Let gradients flow through the step.
     """
@@ -84,10 +78,11 @@ class AdaptiveOptimizer(Optimizer):
     _eps_key: ClassVar[str] = "eps"
 
     def __init__(self, params: ParamsT, flags: Flags, *common: Any, **settings: Any) -> None:
-        unknown = sorted(flags.keys() - Flags.__annotations__.keys())
+        # DampedAdamW calls its epsilon delta, which has one place.
+        known = Flags.__annotations__.keys() - ({"form"} if self._eps_key == "delta" else set())
+        unknown = sorted(flags.keys() - known)
         if unknown:
             raise TypeError(f"{type(self).__name__} got unknown arguments {', '.join(unknown)}")
-        # DampedAdamW calls its epsilon delta.
         names = ("lr", "betas", self._eps_key, "weight_decay")
         defaults = DEFAULTS | dict(zip(names, common, strict=True)) | settings | flags
         self._check(defaults)
@@ -110,7 +105,8 @@ class AdaptiveOptimizer(Optimizer):
                     state["step"] = torch.tensor(float(state["step"]), dtype=_get_scalar_dtype())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state. One of another model raises: the fused kernel would write beyond it."""
+        """Load a state; raise if the shapes of its parameters differ."""
+        # The fused kernel would write beyond a tensor that is too small.
         here, there = listed(self.param_groups), listed(state_dict["param_groups"])
         for index, ((name, param), (_, place)) in enumerate(zip(here, there, strict=False)):
             for key, value in state_dict["state"].get(place, {}).items():
@@ -167,12 +163,12 @@ class AdaptiveOptimizer(Optimizer):
             update(buffers, rule, group["lr"], group["foreach"])
 
     def _rule(self, group: dict[str, Any]) -> Rule:
-        form, amsgrad = _form(group), group["amsgrad"]
-        beta1, beta2 = group["betas"]
-        amsgrad = form == "published" if amsgrad is None else amsgrad
-        rest: Any = {name: group[name] for name in COPIED}
-        eps = group[self._eps_key]
-        return Rule(beta1=beta1, beta2=beta2, eps=eps, form=form, amsgrad=amsgrad, **rest)
+        form, (beta1, beta2) = _form(group), group["betas"]
+        settings: Any = {name: group[name] for name in Rule.__slots__ if name in group}
+        settings |= {"beta1": beta1, "beta2": beta2, "eps": group[self._eps_key], "form": form}
+        if group["amsgrad"] is None:
+            settings["amsgrad"] = form == "published"
+        return Rule(**settings)
 
     def _runs_fused(self, group: dict[str, Any]) -> bool:
         if _form(group) != "outside":
@@ -236,7 +232,7 @@ def _check_lr(settings: dict[str, Any]) -> None:
 def _check_flags(settings: dict[str, Any]) -> None:
     form, partial = settings["form"], settings["partial"]
     if form is not None:
-        check_choice("form", form, FORMS)
+        check_choice("form", form, get_args(Form))
     if form == "outside" and partial != 0.5:
         raise ValueError(f"form='outside' needs partial=0.5, got partial={partial}")
     if settings["fused"] and _form(settings) != "outside":
@@ -267,9 +263,9 @@ class Padam(AdaptiveOptimizer):
         g \leftarrow \nabla L(w) + \lambda w, \qquad
         w \leftarrow w - \alpha\, \hat m / (\hat v + \epsilon)^p
 
-    Power 0 is SGD with momentum, 1/2 is Adam. At 1/2 the denominator is :math:`\sqrt{\hat v} +
-    \epsilon`, as in ``torch.optim.Adam``, and torch's fused kernel takes the step, unless
-    ``form="inside"``: there :math:`\epsilon` acts like :math:`\sqrt\epsilon` outside the root.
+    Power 0 is SGD with momentum, 1/2 is Adam. At 1/2 the denominator defaults to
+    :math:`\sqrt{\hat v} + \epsilon`, as in ``torch.optim.Adam``, and the step uses torch's fused
+    kernel. With ``form="inside"``, :math:`\epsilon` acts like :math:`\sqrt\epsilon` outside it.
 
     Args:
         params: Parameters or groups of them.
@@ -278,12 +274,12 @@ class Padam(AdaptiveOptimizer):
         eps: Term :math:`\epsilon` in the denominator.
         weight_decay: Coefficient :math:`\lambda`.
         partial: Power :math:`p`, from 0 to 1/2. Powers 1/2, 1/4, 1/8 and 1/16 are the fastest.
-        form: Where :math:`\epsilon` stands: ``"inside"`` the power, ``"outside"`` the root
-            (:math:`p = 1/2`), or ``"published"``, the authors' code: :math:`(\sqrt{v_{\max}} +
-            \epsilon)^{2p}` with AMSGrad. There the factor :math:`\sqrt{1 - \beta_2^t}`, applied for
-            every :math:`p`, acts as a warm-up. Defaults to ``"outside"`` at 1/2, otherwise to
-            ``"inside"``.
-        **flags: See :class:`~ritz.optim._adaptive.AdaptiveOptimizer`.
+        **flags: ``form`` is the position of :math:`\epsilon`: ``"inside"`` the power,
+            ``"outside"`` the root (:math:`p = 1/2`), or ``"published"``, the formula of the
+            authors' code, :math:`(\sqrt{v_{\max}} + \epsilon)^{2p}` with AMSGrad, whose bias
+            correction acts like a warm-up. It defaults to ``"outside"`` at 1/2, otherwise to
+            ``"inside"``. ``amsgrad``, ``maximize``, ``foreach``, ``fused``, ``capturable`` and
+            ``differentiable`` are as in ``torch.optim.AdamW``. ``compile=True`` compiles the step.
 
     Reference: Chen and Gu (2018), Closing the generalization gap of adaptive gradient methods.
     """
@@ -297,20 +293,10 @@ class Padam(AdaptiveOptimizer):
         weight_decay: float = 0.0,
         *,
         partial: float = 0.125,
-        form: Form | None = None,
         **flags: Unpack[Flags],
     ) -> None:
-        super().__init__(
-            params,
-            flags,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            partial=partial,
-            form=form,
-            decoupled_weight_decay=False,
-        )
+        flags.setdefault("decoupled_weight_decay", False)
+        super().__init__(params, flags, lr, betas, eps, weight_decay, partial=partial)
 
 
 @final
@@ -329,8 +315,7 @@ class PadamW(AdaptiveOptimizer):
         eps: Term :math:`\epsilon` in the denominator.
         weight_decay: Decoupled decay :math:`\lambda`.
         partial: Power :math:`p`, from 0 to 1/2.
-        form: Where :math:`\epsilon` stands; see :class:`Padam`.
-        **flags: See :class:`~ritz.optim._adaptive.AdaptiveOptimizer`.
+        **flags: See :class:`Padam`.
 
     Reference: Granziol et al. (2021), Iterate averaged adaptive gradient methods, Algorithm 1
     without the average.
@@ -345,10 +330,9 @@ class PadamW(AdaptiveOptimizer):
         weight_decay: float = 5e-4,
         *,
         partial: float = 0.125,
-        form: Form | None = None,
         **flags: Unpack[Flags],
     ) -> None:
-        super().__init__(params, flags, lr, betas, eps, weight_decay, partial=partial, form=form)
+        super().__init__(params, flags, lr, betas, eps, weight_decay, partial=partial)
 
 
 # ------------------------------------------------------------------------------------------
@@ -382,16 +366,25 @@ class AveragedOptimizer(AdaptiveOptimizer):
 
 @final
 class Gadam(AveragedOptimizer):
-    r"""Adam that generalises: AdamW with a tail average of its iterates.
+    r"""AdamW with an average of the weights over the last steps (tail average).
 
     .. math::
         w_t = (1 - \alpha\lambda)\, w_{t-1} - \alpha\, \hat m / (\sqrt{\hat v} + \epsilon), \qquad
         \bar w \leftarrow \frac{n \bar w + w_t}{n + 1} \text{ for } t \ge T
 
-    The step is ``torch.optim.AdamW``'s, on its fused kernel. ``optimizer.average`` is the
-    :class:`~ritz.optim.IterateAverage`; evaluate inside ``with optimizer.average.applied(model):``.
+    The step is that of ``torch.optim.AdamW``, with its fused kernel. ``optimizer.average`` is the
+    :class:`~ritz.optim.IterateAverage`.
     To average once per epoch of ``m`` steps, from the weights after ``e`` epochs on, use
-    ``start=e * m + 1, interval=m``. Memory: three vectors, one of them the average.
+    ``start=e * m + 1, interval=m``: with ``m = 100`` and ``e = 5`` it averages the weights after
+    steps 500, 600, 700 and so on. Memory: three times that of the parameters::
+
+        optimizer = Gadam(model.parameters(), start=501, interval=100)
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            loss_fn(model(inputs), targets).backward()
+            optimizer.step()
+        with optimizer.average.applied(model):
+            evaluate(model)
 
     Args:
         params: Parameters or groups of them.
@@ -399,14 +392,13 @@ class Gadam(AveragedOptimizer):
         betas: Decay rates of the running means of the gradient and of its square.
         eps: Term :math:`\epsilon` in the denominator.
         weight_decay: Decay :math:`\lambda`.
-        start: First step :math:`T` of the average, counted from one; 0 also means the first. None
-            waits for ``optimizer.average.restart()``.
-        interval: Steps from one averaged iterate to the next.
+        start: First step :math:`T` of the average, counted from one; 0 also means the first. With
+            None averaging starts when you call ``optimizer.average.restart()``.
+        interval: Number of steps between two averaged weights.
         partial: Power :math:`p` of the second moment, from 0 to 1/2; below 1/2 :math:`\epsilon`
-            moves inside it.
-        form: Where :math:`\epsilon` stands; see :class:`~ritz.optim.Padam`.
-        decoupled_weight_decay: False puts the decay into the gradient, as an L2 term.
-        **flags: See :class:`~ritz.optim._adaptive.AdaptiveOptimizer`.
+            is inside the power.
+        **flags: See :class:`Padam`. ``decoupled_weight_decay=False`` adds the decay to the
+            gradient, as an L2 term.
 
     Reference: Granziol et al. (2021), Iterate averaged adaptive gradient methods, Algorithm 1.
     """
@@ -422,21 +414,9 @@ class Gadam(AveragedOptimizer):
         start: int | None = None,
         interval: int = 1,
         partial: float = 0.5,
-        form: Form | None = None,
-        decoupled_weight_decay: bool = True,
         **flags: Unpack[Flags],
     ) -> None:
-        super().__init__(
-            params,
-            flags,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            partial=partial,
-            form=form,
-            decoupled_weight_decay=decoupled_weight_decay,
-        )
+        super().__init__(params, flags, lr, betas, eps, weight_decay, partial=partial)
         self._attach(start, interval)
 
 
@@ -448,8 +428,9 @@ class GadamX(AveragedOptimizer):
         w_t = (1 - \alpha\lambda)\, w_{t-1} - \alpha\, \hat m / (\hat v + \epsilon)^p, \qquad
         \bar w \leftarrow \frac{n \bar w + w_t}{n + 1} \text{ for } t \ge T
 
-    Use learning rates on the scale of SGD. With ``compile=True`` a step costs about as much as
-    torch's fused AdamW, without it as much as the unfused one.
+    Use learning rates as for SGD, such as 0.1, not as for Adam. With ``compile=True`` a step costs
+    about as much as torch's fused AdamW, without it as much as the unfused one. See :class:`Gadam`
+    for an example.
 
     Args:
         params: Parameters or groups of them.
@@ -458,11 +439,9 @@ class GadamX(AveragedOptimizer):
         eps: Term :math:`\epsilon` in the denominator.
         weight_decay: Decay :math:`\lambda`.
         start: First step :math:`T` of the average; see :class:`Gadam`.
-        interval: Steps from one averaged iterate to the next.
+        interval: Number of steps between two averaged weights.
         partial: Power :math:`p`; 0.2 in the published language models.
-        form: Where :math:`\epsilon` stands; see :class:`~ritz.optim.Padam`.
-        decoupled_weight_decay: False puts the decay into the gradient, as an L2 term.
-        **flags: See :class:`~ritz.optim._adaptive.AdaptiveOptimizer`.
+        **flags: See :class:`Gadam`.
 
     Reference: Granziol et al. (2021), Iterate averaged adaptive gradient methods, Algorithm 1.
     """
@@ -478,21 +457,9 @@ class GadamX(AveragedOptimizer):
         start: int | None = None,
         interval: int = 1,
         partial: float = 0.125,
-        form: Form | None = None,
-        decoupled_weight_decay: bool = True,
         **flags: Unpack[Flags],
     ) -> None:
-        super().__init__(
-            params,
-            flags,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            partial=partial,
-            form=form,
-            decoupled_weight_decay=decoupled_weight_decay,
-        )
+        super().__init__(params, flags, lr, betas, eps, weight_decay, partial=partial)
         self._attach(start, interval)
 
 
@@ -516,10 +483,9 @@ class DampedAdamW(AdaptiveOptimizer):
         params: Parameters or groups of them.
         lr: Learning rate :math:`\alpha`, a number or a tensor of one element.
         betas: Decay rates of the running means of the gradient and of its square.
-        delta: Damping :math:`\delta`; see :func:`delta_to_shrinkage`.
+        delta: Damping :math:`\delta`. 1e-8 is Adam's epsilon; the reference tunes values up to 1.
         weight_decay: Decay :math:`\lambda`.
-        decoupled_weight_decay: False puts the decay into the gradient, as an L2 term.
-        **flags: See :class:`~ritz.optim._adaptive.AdaptiveOptimizer`.
+        **flags: See :class:`Gadam`.
 
     Reference: Granziol et al. (2020), Explaining the adaptive generalisation gap, section 3.2.
     """
@@ -533,31 +499,20 @@ class DampedAdamW(AdaptiveOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         delta: float = 1e-8,
         weight_decay: float = 1e-2,
-        *,
-        decoupled_weight_decay: bool = True,
         **flags: Unpack[Flags],
     ) -> None:
-        super().__init__(
-            params,
-            flags,
-            lr,
-            betas,
-            delta,
-            weight_decay,
-            partial=0.5,
-            decoupled_weight_decay=decoupled_weight_decay,
-        )
+        super().__init__(params, flags, lr, betas, delta, weight_decay, partial=0.5)
 
 
 def delta_to_shrinkage(delta: float) -> float:
-    r"""Return the weight :math:`\beta` of the curvature in the shrinkage equivalent to damping.
+    r"""Convert a damping to the equivalent shrinkage coefficient :math:`\beta = 1 / (1 + \delta)`.
 
     .. math::
-        \frac{\alpha}{\lambda + \delta} = \frac{\alpha\beta}{\beta\lambda + (1 - \beta)}, \qquad
-        \beta = \frac{1}{1 + \delta}
+        \frac{\alpha}{\lambda + \delta} = \frac{\alpha\beta}{\beta\lambda + (1 - \beta)}
 
-    A damped step of learning rate :math:`\alpha` on :math:`H` is a step of learning rate
-    :math:`\alpha\beta` on :math:`\beta H + (1 - \beta) I`.
+    for each eigenvalue :math:`\lambda` of the curvature :math:`H`. A damped step of learning rate
+    :math:`\alpha` on :math:`H` is a step of learning rate :math:`\alpha\beta` on
+    :math:`\beta H + (1 - \beta) I`.
 
     Args:
         delta: Damping, at least 0.
@@ -585,6 +540,6 @@ def shrinkage_to_delta(beta: float) -> float:
     """
     check_range("beta", beta, low=0, high=1)
     if beta == 0:
-        raise ValueError("beta must be above 0: no damping shrinks the curvature away, got 0")
+        raise ValueError("beta must be above 0, got 0, which would need infinite damping")
     # beta = 1 / (1 + delta)
     return (1 - beta) / beta

@@ -48,7 +48,7 @@ class Companions:
     ) -> None:
         self.key, self.dtype = key, dtype
         if any(isinstance(owner, Companions) and owner.key == key for owner in owners(optimizer)):
-            raise ValueError(f"optimizer must not have {key} weights already, got one that does")
+            raise ValueError(f"optimizer must not have {key} weights already")
         self.numbers, self._first_numbers = dict(numbers), dict(numbers)
         self.tensors: dict[Tensor, Tensor] = {}
         self.initialising = False
@@ -107,10 +107,7 @@ class Companions:
     def _collect(self, optimizer: Optimizer) -> None:
         # A mean over iterates that began without the new parameters would not be their mean.
         if self._num_groups and self.numbers.get("count"):
-            raise ValueError(
-                f"optimizer must keep its parameters once the {self.key} has begun, got "
-                f"{len(optimizer.param_groups)} groups of them where there were {self._num_groups}"
-            )
+            raise ValueError(f"parameter groups were added after the {self.key} had begun")
         self._waiting |= {p: None for p in parameters(optimizer) if p not in self.tensors}
         self._num_groups = len(optimizer.param_groups)
 
@@ -150,21 +147,11 @@ class Companions:
         self._collect(optimizer)
 
 
-def check_optimizer(optimizer: Any) -> None:
-    """Raise unless ``optimizer`` is an optimiser of torch."""
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
-        )
-
-
 def check_shape(key: str, value: Tensor, name: str, param: Tensor) -> None:
     """Raise unless a tensor of a loaded state has the shape of its parameter."""
     if value.shape != param.shape:
-        raise ValueError(
-            f"state_dict is of another model: its {key} of {name} has shape "
-            f"{tuple(value.shape)}, the parameter {tuple(param.shape)}"
-        )
+        shapes = f"has shape {tuple(value.shape)}, the parameter {tuple(param.shape)}"
+        raise ValueError(f"state_dict does not match: its {key} of {name} {shapes}")
 
 
 def owners(optimizer: Optimizer) -> Iterator[object]:
@@ -191,13 +178,10 @@ def _pairs(optimizer: Optimizer, state_dict: StateDict) -> Iterator[tuple[Any, t
     here, there = listed(optimizer.param_groups), listed(state_dict["param_groups"])
     for index, ((name, p), (saved, place)) in enumerate(zip(here, there, strict=False)):
         if name is not None and saved is not None and _bare(name) != _bare(saved):
-            raise ValueError(f"state_dict is of another model: it has {saved} in place of {name}")
+            raise ValueError(f"state_dict does not match: expected parameter {name}, got {saved}")
         yield place, (name or f"parameter {index}", p)
     if len(here) != len(there):
-        raise ValueError(
-            f"state_dict is of another model: it has {len(there)} parameters, the "
-            f"optimiser {len(here)}"
-        )
+        raise ValueError(f"state_dict must have {len(here)} parameters, got {len(there)}")
 
 
 def _bare(name: str) -> str:

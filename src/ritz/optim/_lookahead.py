@@ -2,20 +2,18 @@
 
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any, Literal, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ritz._core.checks import check_choice, check_count, check_range
-from ritz._core.params import parameters
+from ritz._core.checks import check_count, check_range
+from ritz._core.params import check_optimizer
 from ritz.optim._averaging import move
-from ritz.optim._companions import NEVER, Companions, StateDict, check_optimizer, local
+from ritz.optim._companions import NEVER, Companions, StateDict, local
 
-MOMENTUM_BUFFERS = ("momentum_buffer", "exp_avg")
-SETTINGS = ("optimizer", "k", "alpha", "planned", "momentum")
-MomentumRule = Literal["keep", "reset", "pullback"]
+SETTINGS = ("optimizer", "k", "alpha", "planned")
 
 
 @final
@@ -46,30 +44,19 @@ class Lookahead(Optimizer):
         optimizer: The inner optimiser.
         k: Steps from one synchronisation to the next.
         alpha: Step size :math:`\alpha` of the slow weights.
-        until: First step, counted from one, without Lookahead. Defaults to never, unless
-            :meth:`stop` is called.
-        momentum: What to do with the inner momentum (``momentum_buffer`` or ``exp_avg``) at a
-            synchronisation: ``keep`` it, ``reset`` it to zero, or ``pullback``, which interpolates
-            it like the weights and stores another vector, ``state[p]["slow_momentum"]``.
+        until: Lookahead is switched off from this step on, counted from one. Defaults to never,
+            unless :meth:`stop` is called.
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        *,
-        k: int = 5,
-        alpha: float = 0.5,
-        until: int | None = None,
-        momentum: MomentumRule = "keep",
+        self, optimizer: Optimizer, *, k: int = 5, alpha: float = 0.5, until: int | None = None
     ) -> None:
         check_optimizer(optimizer)
         check_count("k", k)
         check_range("alpha", alpha, low=0.0, high=1.0)
         if until is not None:
             check_count("until", until)
-        check_choice("momentum", momentum, ("keep", "reset", "pullback"))
-        self.optimizer, self.k, self.alpha = optimizer, k, alpha
-        self.planned, self.momentum = until, momentum
+        self.optimizer, self.k, self.alpha, self.planned = optimizer, k, alpha, until
         self._attach()
 
     @property
@@ -139,9 +126,6 @@ class Lookahead(Optimizer):
 
     def _after_inner(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._slow.after_step(optimizer)
-        for state, buffer in self._momenta() if self.momentum == "pullback" else ():
-            if "slow_momentum" not in state:
-                state["slow_momentum"] = torch.zeros_like(buffer)
         # Set by a gradient scaler for fused optimisers: such a step changed nothing.
         found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
         if self._slow.initialising or (found_inf is not None and bool(found_inf > 0)):
@@ -158,25 +142,3 @@ class Lookahead(Optimizer):
         # phi <- phi + alpha (theta - phi), then theta <- phi
         move(slow, fast, self.alpha)
         torch._foreach_copy_([local(p) for p in fast], [local(s) for s in slow])
-        for state, buffer in self._momenta() if self.momentum != "keep" else ():
-            if self.momentum == "reset":
-                buffer.zero_()
-            else:
-                # buffer <- slow + alpha (buffer - slow)
-                buffer.lerp_(state["slow_momentum"], 1 - self.alpha)
-                state["slow_momentum"].copy_(buffer)
-
-    def _momenta(self) -> list[tuple[dict[str, Any], Tensor]]:
-        states = [self.optimizer.state.get(p, {}) for p in parameters(self.optimizer)]
-        pairs = [
-            (s, s[name])
-            for s in states
-            for name in MOMENTUM_BUFFERS
-            if isinstance(s.get(name), Tensor)
-        ]
-        if not pairs:
-            raise ValueError(
-                f"optimizer must have momentum for momentum={self.momentum!r}, got "
-                f"{type(self.optimizer).__name__} without"
-            )
-        return pairs

@@ -318,8 +318,8 @@ class CompiledStep:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"compile=True: more than {TUNING.max_graphs} sets of settings, or of parameters "
-                "with gradients; steps with further ones are not compiled",
+                "compile=True: settings, or the parameters with gradients, changed too often (more "
+                f"than {TUNING.max_graphs} variants); further variants are not compiled",
                 stacklevel=2,
             )
         return False

@@ -121,45 +121,26 @@ class Feed:
         # Whether ``batch_size`` cuts the samples into batches, or they come in batches.
         self.cuts = hasattr(self.source, "batches")
         if self.cuts and self.batch_size is None:
-            raise ValueError(f"batch_size must be given for {name} that do not come in batches")
+            raise ValueError(f"batch_size is required for {name} of tensors or datasets")
         if not (self.cuts or callable(source) or isinstance(source, Iterable)):
             raise TypeError(
-                f"{name} must be tensors, have batches(), be a loader or a function of "
-                f"the epoch, got {type(source).__name__}"
+                f"{name} must be tensors, a DataLoader, a list of batches, an object with "
+                f"batches(), or a function epoch -> batches, got {type(source).__name__}"
             )
         self._size = self.batch_size or 1
-        count = self._num_samples if self.drop_last else self._size
-        if count is None:
-            raise ValueError(
-                "drop_last needs samples that batch_size cuts, got data whose batches are their own"
-            )
-        if count < self._size:
-            raise ValueError(
-                f"batch_size must be at most {count}, the number of samples, with "
-                f"drop_last, got {self._size}"
-            )
         # Batches of an epoch that have all their samples, if only those are wanted.
-        self._whole = count // self._size if self.drop_last else None
+        self._whole = self._num_whole_batches() if self.drop_last else None
 
-    @property
-    def _num_samples(self) -> int | None:
-        """The number of samples, if samples are cut into batches and can be counted."""
+    def _num_whole_batches(self) -> int:
         count = _length(self.source) if self.cuts else None
         # Only if as many batches result does the length count samples: that of text does not.
-        if count and _length(self.source.batches(self._size)) != ceil(count / self._size):
-            return None
-        return count
-
-    @property
-    def last_rows(self) -> int | None:
-        """The number of rows of the last batch of an epoch, if samples are cut into batches."""
-        count = self._num_samples
-        rest = count % self._size if count and not self.drop_last else 0
-        return count and (rest or self._size)
-
-    def row(self) -> Batch:
-        """Return a batch of one row, of samples that are cut into batches."""
-        return to_device(next(iter(self.source.batches(1))), self.device)
+        if not count or _length(self.source.batches(self._size)) != ceil(count / self._size):
+            raise ValueError(
+                "drop_last needs tensors or a dataset: for other data set it in the DataLoader"
+            )
+        if count < self._size:
+            raise ValueError(f"batch_size must be at most {count} with drop_last, got {self._size}")
+        return count // self._size
 
     @property
     def num_batches(self) -> int | None:
@@ -169,15 +150,10 @@ class Feed:
     @property
     def generators(self) -> list[torch.Generator]:
         """The generators that a loader and its samplers were given."""
-        batches = getattr(self.source, "batch_sampler", None)
-        places = (
-            self.source,
-            getattr(self.source, "sampler", None),
-            batches,
-            getattr(batches, "sampler", None),
-        )
-        generators = [getattr(place, "generator", None) for place in places]
-        return list(dict.fromkeys(each for each in generators if isinstance(each, torch.Generator)))
+        loaders = (self.source, getattr(self.source, "batch_sampler", None))
+        places = [place for each in loaders for place in (each, getattr(each, "sampler", None))]
+        generators = dict.fromkeys(getattr(place, "generator", None) for place in places)
+        return [each for each in generators if isinstance(each, torch.Generator)]
 
     def epoch(
         self,
@@ -295,10 +271,11 @@ def as_parts(data: Any) -> DataParts:
 
     Args:
         data: An object with ``train`` and ``test``, such as ``ritz.data.load`` returns; a
-            dictionary with ``train`` and perhaps ``validation`` and ``test``; a pair
-            ``(train, test)``; or training data alone. Each part is a tuple ``(inputs, targets)`` of
-            tensors or NumPy arrays, a torch dataset or loader, a list of batches, or an object with
-            ``batches``.
+            dictionary with the key ``train`` and the optional keys ``validation`` and ``test``; a
+            pair ``(train, test)``; or training data alone. Each part is a tuple
+            ``(inputs, targets)`` of tensors or NumPy arrays, a torch dataset or loader, a list of
+            batches, or an object with ``batches``. A pair of tensors or arrays is always
+            ``(inputs, targets)``.
     """
     data = _to_tensors(data)
     known: dict[str, Any] = {}
@@ -338,7 +315,7 @@ def _as_part(part: Any, name: str) -> Any:
     if isinstance(part, Dataset) and not isinstance(part, IterableDataset):
         part = IndexedData(part)
     if isinstance(part, IndexedData | list | DataLoader) and _length(part) == 0:
-        raise ValueError(f"{name} data must hold samples, got none")
+        raise ValueError(f"{name} data must not be empty")
     several = isinstance(part, Iterable) and not isinstance(part, Tensor | str | bytes | Mapping)
     # The first of a list must be a batch; an iterator would lose it by being looked at.
     first = part[0] if isinstance(part, list | tuple) else ()
@@ -359,7 +336,7 @@ def _to_tensors(data: Any) -> Any:
             return torch.from_numpy(np.require(array, requirements=["C", "W"]))
         except TypeError as error:
             raise TypeError(
-                f"data must be numbers that torch knows, got an array of dtype {array.dtype}"
+                f"data must have a numeric dtype of torch, got an array of {array.dtype}"
             ) from error
 
     return tree_map_only(np.ndarray, convert, data)
@@ -383,7 +360,7 @@ def _guess_shape(train: Any) -> dict[str, Any]:
 
 
 def limited(source: Any, count: int, *, seed: int) -> Any:
-    """Return a random sample of data: the first tokens of a text, the first batches of a loader."""
+    """Return a random subset; of a text the first tokens, of a loader the first batches."""
     generator = torch.Generator().manual_seed(seed)
     if isinstance(source, TextSplit):
         check_count("num_samples", count, low=2, high=len(source.tokens))

@@ -38,8 +38,8 @@ class CurvatureMonitor:
       :math:`2 / \alpha` at which gradient descent with learning rate :math:`\alpha` becomes
       unstable, and ``sharpness_ratio`` :math:`= \alpha \lambda_1 / 2`.
     * ``trace``: :math:`\operatorname{tr} H` with its standard error.
-    * ``variance``: :math:`P \sigma^2`, how much the matrices of single samples differ, with its
-      standard error.
+    * ``variance``: :math:`\mathbb{E} \|(H_i - H) v\|^2` over samples :math:`i` and random unit
+      vectors :math:`v`, with its standard error; see :func:`ritz.measures.curvature_variance`.
     * ``spectrum``: Ritz values and weights of a short Lanczos run.
 
     The model, its gradients, buffers and mode, and the global generators are not changed: the
@@ -56,8 +56,8 @@ class CurvatureMonitor:
     ``num_steps`` for ``spectrum``. One product costs two to three gradients.
 
     Args:
-        source: The sub-sample, as data for :class:`ritz.Risk`; or a function that takes the model
-            and returns its risk.
+        source: A fixed subset of the data, in any form that :class:`ritz.Risk` accepts; or a
+            function that takes the model and returns its risk.
         loss_fn: Mean loss of outputs and target; unused if ``source`` is a function.
         quantities: Quantities to measure.
         every: Steps or epochs between measurements.
@@ -69,11 +69,11 @@ class CurvatureMonitor:
             for text the number of tokens.
         rtol: Residual of ``lambda_max`` relative to the norm. The error of the eigenvalue is of the
             order of its square.
-        num_steps: Lanczos steps of ``spectrum``; ``lambda_max`` takes at most ten times as many.
+        num_steps: Lanczos steps of ``spectrum``; ``lambda_max`` uses at most ``10 * num_steps``.
         num_probes: Probes of ``trace`` and ``variance``.
         seed: Seed of the probes.
         log: File of JSON lines to append to. Not needed in ``fit``, which logs what is returned.
-        writer: Receives each number under ``curvature/``.
+        writer: A TensorBoard ``SummaryWriter``; tags begin with ``curvature/``.
     """
 
     source: Any = field(kw_only=False)
@@ -100,9 +100,8 @@ class CurvatureMonitor:
         check_count("num_steps", self.num_steps)
         check_count("num_probes", self.num_probes, low=2)
         if isinstance(self.quantities, str) or not self.quantities:
-            raise ValueError(
-                f"quantities must be some of {', '.join(QUANTITIES)}; got {self.quantities!r}"
-            )
+            names = ", ".join(QUANTITIES)
+            raise ValueError(f"quantities must be a list of {names}; got {self.quantities!r}")
         for name in self.quantities:
             check_choice("quantities", name, QUANTITIES)
         self._log = None if self.log is None else Log(self.log, size=None)
@@ -155,33 +154,20 @@ class CurvatureMonitor:
             risk: Risk = self.source(model)
             return risk
         # Only the first process measures, so processes must not share the data.
-        return Risk(
-            model,
-            self.loss_fn,
-            self.source,
-            batch_norm=self.batch_norm,
-            batch_size=self.batch_size,
-            count=self.count,
-            sharing="none",
-        )
+        options: Any = {name: getattr(self, name) for name in ("batch_norm", "batch_size", "count")}
+        return Risk(model, self.loss_fn, self.source, sharing="none", **options)
 
     def _lambda_max(self, op: CurvatureOperator, optimizer: Optimizer | None) -> Record:
-        run = eigenpairs(
-            op,
-            largest=1,
-            rtol=self.rtol,
-            max_steps=10 * self.num_steps,
-            vectors=False,
-            generator=self._generator(),
-        )
+        limits: Any = {"rtol": self.rtol, "max_steps": 10 * self.num_steps}
+        run = eigenpairs(op, largest=1, vectors=False, generator=self._generator(), **limits)
         value = float(run.values[-1])
         record = {"lambda_max": value, "lambda_max_residual": float(run.residuals[-1])}
         rate = 0.0 if optimizer is None else float(optimizer.param_groups[0]["lr"])
         # A step multiplies the error along an eigenvector by 1 - rate * lambda, which is stable
         # for lambda < 2 / rate.
-        return record | (
-            {"threshold": 2 / rate, "sharpness_ratio": rate * value / 2} if rate else {}
-        )
+        if rate:
+            record |= {"threshold": 2 / rate, "sharpness_ratio": rate * value / 2}
+        return record
 
     def _generator(self) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed)

@@ -10,6 +10,7 @@ from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ritz._core.batches import num_rows
 from ritz._core.distributed import all_max, rank, world_size
@@ -21,8 +22,15 @@ from ritz.data import TextSplit
 from ritz.training import _assembly, _folder
 from ritz.training._data import Feed, own_rows
 from ritz.training._folder import Checkpoint, Folder, Log, Record
-from ritz.training._processes import Generators, distributed, gathered, is_writer
-from ritz.training._step import CapturedStep, Piece, Step, batch_mass, carried_state, evaluate
+from ritz.training._step import (
+    CapturedStep,
+    Piece,
+    Step,
+    batch_mass,
+    carried_state,
+    evaluate,
+    gathered,
+)
 
 # ------------------------------------------------------------------------------------------
 # The result of a run.
@@ -34,7 +42,7 @@ class TrainingStatus:
     """How a training run ended, and what to do about it.
 
     Attributes:
-        outcome: ``completed`` (all epochs), ``stopped`` (patience ran out, as it should),
+        outcome: ``completed`` (all epochs), ``stopped`` (early stopping by patience, a normal end),
             ``interrupted`` (by a signal, after saving), ``diverged`` (the loss is not finite).
         message: What happened, in one sentence.
         advice: What to do; empty if nothing needs to be done.
@@ -59,11 +67,11 @@ class TrainingResult:
     """Result of a training run.
 
     Attributes:
-        history: All numbers that were logged per epoch, by name, each ``(num_epochs,)``, float64,
-            NaN where a number was not measured: ``rate`` (the learning rate), ``train_loss``,
-            ``train_accuracy``, ``validation_loss``, ``average_validation_loss`` and so on; for text
-            also ``train_perplexity`` and so on.
-        metrics: The last value of each number, including those measured at the end of the run.
+        history: Logged quantities by name. Each is a float64 tensor ``(num_epochs,)``, with NaN
+            for epochs in which it was not measured. Names: ``rate`` (the learning rate),
+            ``train_loss``, ``train_accuracy``, ``validation_loss``, ``average_validation_loss``
+            and so on; for text also ``train_perplexity`` and so on.
+        metrics: The last value of each quantity, including those measured at the end of the run.
         num_epochs: Completed epochs.
         num_steps: Completed steps.
         log: Path of the log, or ``None``.
@@ -108,9 +116,55 @@ def history_of(records: Sequence[Record]) -> dict[str, Tensor]:
 # ------------------------------------------------------------------------------------------
 # The run.
 
-# Steps between two agreements of several processes whether to save or to stop. Each agreement
-# waits for all processes; a signal waits for 50 steps at most.
-AGREEMENT = 50
+LOADER = "loader."  # names of the generators of loaders begin with it
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Generators:
+    """The random generators that a run depends on.
+
+    Attributes:
+        device: Device whose global generator counts, besides that of the CPU.
+        loaders: Generators that loaders and their samplers were given.
+    """
+
+    device: torch.device
+    loaders: Sequence[torch.Generator] = ()
+
+    def states(self) -> dict[str, Tensor]:
+        """Return the states of all generators by name, one row per process."""
+        states = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            states["cuda"] = torch.cuda.get_rng_state(self.device)
+        for number, loader in enumerate(self.loaders):
+            states[f"{LOADER}{number}"] = loader.get_state()
+        # NCCL gathers tensors on the GPU only.
+        return {name: gathered(state.to(self.device)) for name, state in states.items()}
+
+    def restore(self, states: dict[str, Tensor]) -> None:
+        """Restore the states that :meth:`states` returned."""
+        count = sum(name.startswith(LOADER) for name in states)
+        if count != len(self.loaders):
+            got = len(self.loaders)
+            raise ValueError(
+                f"the loaders of the run had {count} generators at its start, got {got}"
+            )
+        for name, rows in states.items():
+            if len(rows) != world_size():
+                raise ValueError(
+                    f"the run was started with {len(rows)} processes, got {world_size()}"
+                )
+            state = rows[rank()].cpu().clone()  # torch reads a state from the start of its storage
+            if name == "cpu":
+                torch.set_rng_state(state)
+            elif name.startswith(LOADER):
+                self.loaders[int(name.removeprefix(LOADER))].set_state(state)
+            elif self.device.type == "cuda":
+                torch.cuda.set_rng_state(state, self.device)
+
+
+AGREEMENT = 50  # steps between two agreements of several processes to save or to stop
 Monitor = Callable[[int, nn.Module, Any], Record | None]
 
 
@@ -167,8 +221,9 @@ class Run:
         self._work = 0, 0, time.perf_counter()  # steps, samples and start of the present epoch
         self._log: Log | None = None
         self._times: Log | None = None
-        for path in () if self.log is None else (Path(self.log), _folder.times_path(self.log)):
-            _folder.check_no_link(path)  # before files of an earlier run are removed
+        if self.log is not None:  # before files of an earlier run are removed
+            _folder.check_no_link(Path(self.log))
+            _folder.check_no_link(_folder.times_path(self.log))
         checkpoint = self.folder.read() if self.folder and self.config.resume else None
         self._new, self._begun = checkpoint is None, False
         if self.folder is not None and checkpoint is not None:
@@ -187,14 +242,17 @@ class Run:
         optimizer = _assembly.make_optimizer(self.optimizer, model, config, plan, device)
         self.average, self._auto = _assembly.make_average(self.average, optimizer, config, plan)
         if config.final == "average" and self.average is None:
-            raise ValueError("final='average' needs an average: give average_from or patience")
+            raise ValueError("final='average' needs an average: pass average_from or patience")
         if self._auto is not None and not self.held:
-            raise ValueError("validation must be given with patience, got none")
+            raise ValueError("patience needs validation data: pass validation=")
         self.schedule = _assembly.make_schedule(
             self.schedule, optimizer, config, self.steps_per_epoch
         )
         compiled: Any = torch.compile(model) if config.compile else model
-        self._adapter = Adapter(distributed(compiled, device), self.loss_fn, self.forward)
+        if world_size() > 1:
+            ids = [device.index] if device.type == "cuda" else None
+            compiled = DistributedDataParallel(compiled, device_ids=ids)
+        self._adapter = Adapter(compiled, self.loss_fn, self.forward)
         captured = _assembly.is_captured(optimizer, config, device)
         self.optimizer = optimizer
         self._step = Step(self._adapter, optimizer, config, device, cached=not captured)
@@ -209,10 +267,8 @@ class Run:
         config, length, state = self.config, self.steps_per_epoch, self.state
         left = None if length is None else config.num_epochs * length - state.step
         status = None
-        if not state.finished:
-            _assembly.check_last_batch(self._adapter, self.model, self.feed, config, self.device)
         try:
-            with tracking(progress if is_writer() else False, "training", left) as bar:
+            with tracking(progress if rank() == 0 else False, "training", left) as bar:
                 while status is None and not state.finished and state.epoch < config.num_epochs:
                     status = self._epoch(bar) or self._close_epoch()
             if status is None or status.ok:
@@ -239,12 +295,12 @@ class Run:
         self._begun = True
         if self.folder is not None:
             self._step.totals.sums.tolist()  # CUDA reports failures when it is waited for
-            if self._new and is_writer():
+            if self._new and rank() == 0:
                 self.folder.clear()
-        if self.log is not None and is_writer():
+        if self.log is not None and rank() == 0:
             self._log = Log(self.log, size=self.state.log_bytes)
             self._times = Log(_folder.times_path(self.log), size=0 if self._new else None)
-        if self.folder is not None and is_writer():
+        if self.folder is not None and rank() == 0:
             self.folder.write_texts()  # after all files of another run are gone
         if self._new:
             self._save()
@@ -295,7 +351,7 @@ class Run:
         while group := list(islice(batches, self.config.accumulate)):
             yield group
         if not state.batch:
-            raise ValueError("data must hold at least one batch an epoch, got none")
+            raise ValueError(f"data gave no batch in epoch {state.epoch + 1}")
 
     def _pieces(self, group: list[Any]) -> list[Piece]:
         """Return the rows of this process, each batch with its share of the gradient."""
@@ -345,19 +401,13 @@ class Run:
         if not math.isfinite(means["train_loss"]):
             return _diverged(number)
         rate = float(self.optimizer.param_groups[0]["lr"])
-        record: Record = {
-            "kind": "epoch",
-            "epoch": number,
-            "step": state.step,
-            "rate": rate,
-        } | means
+        record: Record = {"kind": "epoch", "epoch": number, "step": state.step, "rate": rate}
+        record |= means
         if config.schedule_unit == "epoch":
             self.schedule.step()
         last, stop = number == config.num_epochs, False
         if last or number % config.evaluate_every == 0:
-            record |= self._evaluate(
-                at_end=False, fraction=1.0 if last else config.statistics_fraction
-            )
+            record |= self._evaluate(1.0 if last else config.statistics_fraction)
             stop = self._is_out_of_patience(record)
         self._step.totals.sums.zero_()
         state.epoch, state.batch = number, 0
@@ -365,15 +415,9 @@ class Run:
         self._watch("epoch", number)
         if self._times is not None:
             rest = time.perf_counter() - started - spent
-            self._times.write(
-                {
-                    "epoch": number,
-                    "steps": steps,
-                    "seconds": spent,
-                    "samples_per_second": samples / spent,
-                    "evaluation_seconds": rest,
-                }
-            )
+            times = {"epoch": number, "steps": steps, "seconds": spent}
+            times |= {"samples_per_second": samples / spent, "evaluation_seconds": rest}
+            self._times.write(times)
         if self.folder is not None and number in config.keep:
             self._save_weights(f"epoch-{number:04d}.safetensors", epoch=number)
         if stop:
@@ -400,7 +444,7 @@ class Run:
         self._save()
 
     def _watch(self, unit: str, count: int) -> None:
-        for monitor in self.monitors if is_writer() else ():
+        for monitor in self.monitors if rank() == 0 else ():
             if getattr(monitor, "unit", "step") != unit:
                 continue
             record = monitor(count, self.model, self.optimizer)
@@ -421,7 +465,7 @@ class Run:
         # Running statistics belong to the last weights: batch norm needs those of the average.
         return {"data": self.feed.part(fraction), "forward": self.forward}
 
-    def _evaluate(self, *, at_end: bool, fraction: float = 1.0) -> Record:
+    def _evaluate(self, fraction: float = 1.0, *, at_end: bool = False) -> Record:
         """Return loss and accuracy on the data of the end of a run, or on those of an epoch."""
         later = "test" if "validation" in self.held else None
         feeds = {name: feed for name, feed in self.held.items() if (name == later) == at_end}
@@ -470,6 +514,7 @@ class Run:
         due = time.monotonic() - self._saved >= self.config.save_interval
         code = 2 if self.signals else int(due and self.folder is not None)
         if world_size() > 1:
+            # Agreeing waits for all processes, so they do not agree after every step.
             if not agreed and self.state.step % AGREEMENT:
                 return None
             code = all_max(code)
@@ -477,14 +522,14 @@ class Run:
             return _diverged(self.state.epoch + 1)
         if code < 2:
             return None
-        saved, advice = "", "give a checkpoint folder to resume from"
+        saved, advice = "; nothing was saved", "pass checkpoint= to be able to resume"
         if self.folder is not None:
             saved, advice = f", saved in {self.folder.path}", "repeat the call to resume"
         message = f"{next(iter(self.signals), 'a signal')} after {self.state.step} steps{saved}"
         return TrainingStatus(outcome="interrupted", message=message, advice=advice)
 
     def _save_weights(self, name: str, **header: Any) -> None:
-        if self.folder is not None and is_writer():
+        if self.folder is not None and rank() == 0:
             _folder.save_weights(self.model, self.folder.path / name, **header)
 
     def _save(self) -> bool:
@@ -510,7 +555,7 @@ class Run:
             totals=gathered(self._step.totals.sums),
             carried={} if self._carried is None else self._carried.rows(),
         )
-        if is_writer():
+        if rank() == 0:
             self.folder.write(checkpoint)
         all_max(0)  # a barrier: no process continues, and perhaps reads, before the file is there
         self._saved = time.monotonic()
@@ -523,15 +568,15 @@ class Run:
         started = saved.epoch + (saved.batch > 0)
         if started > num_epochs:
             raise ValueError(
-                f"num_epochs must be at least {started}, the epochs that are started "
-                f"in {path.parent}, got {num_epochs}: nothing is left to do; start "
-                "again with resume=False (--restart)"
+                f"num_epochs must be at least {started}, the epoch that {path.parent} has reached, "
+                f"got {num_epochs}: pass a larger number, or start again with resume=False "
+                "(--restart)"
             )
         if saved.step and bool(saved.carried) != (self._carried is not None):
             made = "with" if saved.carried else "without"
             raise ValueError(
-                f"{path} was made {made} a state carried from batch to batch, "
-                "unlike this run: give the same, or another folder"
+                f"{path} was trained {made} a recurrent state carried across batches, unlike this "
+                "run: use the same data and forward, or another folder"
             )
         _folder.copy_weights(self.model, saved.model, path)
         _folder.load_optimizer_state(self.optimizer, saved.optimizer, self.device)
@@ -562,5 +607,5 @@ def _diverged(number: int) -> TrainingStatus:
     return TrainingStatus(
         outcome="diverged",
         message=f"the loss of epoch {number} is not finite",
-        advice="lower the learning rate, warm it up, clip the gradient, or find NaN in the data",
+        advice="lower the learning rate, warm it up, clip the gradient, or check the data for NaN",
     )

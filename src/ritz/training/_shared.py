@@ -13,21 +13,3 @@ from ritz.training._fit import (
 )
 from ritz.training._folder import NAME, WEIGHTS, tensor_state
 from ritz.training._monitor import QUANTITIES
-
-__all__ = [
-    "CONFIG",
-    "LOG",
-    "NAME",
-    "QUANTITIES",
-    "WEIGHTS",
-    "DataParts",
-    "RunConfig",
-    "as_parts",
-    "first_batch",
-    "measured_risk",
-    "read_run",
-    "run_files",
-    "run_weights",
-    "tensor_state",
-    "train_run",
-]

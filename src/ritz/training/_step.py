@@ -16,14 +16,13 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
 from ritz._core.batches import num_rows, tensors
-from ritz._core.distributed import all_max, all_sum, rank, shard
+from ritz._core.distributed import all_gather_rows, all_max, all_sum, rank, shard, world_size
 from ritz._core.modes import evaluating, unwrapped
 from ritz._core.params import parameters
 from ritz._core.training_config import TrainingConfig
 from ritz.curvature._shared import Adapter, Forward, check_labels, is_kept, term_mass
 from ritz.optim import Lookahead
 from ritz.training._data import own_rows
-from ritz.training._processes import gathered
 
 # ------------------------------------------------------------------------------------------
 # The state of a recurrent model, carried from one batch of a text to the next.
@@ -36,9 +35,9 @@ class CarriedState:
     .. math:: (\text{outputs}_k, h_k) = f(w, \text{inputs}_k, h_{k-1}),
 
     without gradient through :math:`h_{k-1}`: truncated back-propagation through time. A model with
-    a state has ``initial_state(rows)``, tensors in any nesting, and returns ``(outputs, state)``
-    when it is called with ``state=``. The model itself stores no state and stays a function of
-    weights and batch, so that its curvature can be measured and evaluations do not disturb it.
+    a state has a method ``initial_state(batch_size)``, which returns a nested structure of tensors,
+    and ``model(inputs, state=state)`` returns ``(outputs, new_state)``. The model itself stores no
+    state, so that its curvature can be measured and evaluations do not disturb it.
 
     Batches with different numbers of rows have separate states. The tensors are overwritten and
     never replaced, because a CUDA graph may have recorded their addresses.
@@ -111,6 +110,12 @@ def overwrite(state: Any, after: Any) -> None:
             old.copy_(new.detach())
 
 
+def gathered(values: Tensor) -> Tensor:
+    """Return vectors of equal length of all processes, one row each, on the CPU."""
+    count = world_size()
+    return all_gather_rows(values, count * len(values)).reshape(count, -1).cpu().clone()
+
+
 def _padded(tensor: Tensor) -> Tensor:
     # Gathering needs equal lengths, and processes may differ by one row.
     padded = tensor.new_zeros(all_max(tensor.numel()))
@@ -120,8 +125,6 @@ def _padded(tensor: Tensor) -> Tensor:
 
 # ------------------------------------------------------------------------------------------
 # One step: forward pass, backward pass and update, with losses summed on the device.
-
-HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Piece(NamedTuple):
@@ -222,13 +225,13 @@ class Step:
         self.scaler.update()
 
     def _backward(self, piece: Piece) -> None:
+        adapter = self.adapter
         with autocast(self.config.precision, self.device, cached=self.cached):
-            outputs, target, after = call_model(self.adapter, piece.batch, piece.state)
+            outputs, target, after = call_model(adapter, piece.batch, piece.state)
             if self.num_classes is None:
-                loss_fn = self.adapter.loss_fn.call
-                check_labels(loss_fn, outputs, target, "the first batch", some=False)
+                check_labels(adapter.loss_fn.call, outputs, target, "the first batch", some=False)
                 self.num_classes = num_classes(outputs, target)
-            loss = part = self.adapter.loss(outputs, target)
+            loss = part = adapter.loss(outputs, target)
         if isinstance(piece.share, Tensor):
             part = loss * piece.share.to(loss.dtype)
         elif piece.share != 1:
@@ -236,7 +239,7 @@ class Step:
         self.scaler.scale(part).backward()
         overwrite(piece.state, after)  # only now: the backward pass reads the old state
         if piece.real:
-            self.totals.add(self.adapter, piece.batch, loss, outputs, target)
+            self.totals.add(adapter, piece.batch, loss, outputs, target)
 
 
 def batch_mass(adapter: Adapter, batch: Any, target: Any) -> int | Tensor:
@@ -254,10 +257,9 @@ def autocast(
     precision: str, device: torch.device, *, cached: bool = True
 ) -> AbstractContextManager[Any]:
     """Compute in half precision where this is safe, for the block; others change nothing."""
-    half = HALF.get(precision)
-    if half is None:
+    if precision not in ("bfloat16", "float16"):
         return nullcontext()
-    return torch.autocast(device.type, dtype=half, cache_enabled=cached)
+    return torch.autocast(device.type, dtype=getattr(torch, precision), cache_enabled=cached)
 
 
 # ------------------------------------------------------------------------------------------
@@ -277,15 +279,15 @@ def evaluate(
     """Return the mean ``loss`` of a model in eval mode and, for classes, its ``accuracy``.
 
     The mean is over targets that the loss does not ignore, so batches of different sizes count
-    correctly. The mode of the model is restored. With several processes, each is given all batches
-    and computes its rows; all return the same numbers.
+    correctly. The mode of the model is restored. With several processes, pass all batches to every
+    process; each computes its share, and all return the same result.
 
     Args:
         model: Any module.
         batches: Batches on the device of the model, each ``(*inputs, target)`` or a dictionary.
         loss_fn: Mean loss of outputs and target; ``None`` if the model returns its loss.
         forward: Takes the model and a batch and returns ``(outputs, target)``, for other batches.
-        precision: ``bfloat16`` or ``float16`` computes in half precision where this is safe.
+        precision: ``float32``, ``tf32``, ``bfloat16`` or ``float16``; the last two use autocast.
         carry_state: Pass the state of a recurrent model from batch to batch; see ``CarriedState``.
             Defaults to ``batches.consecutive``, which is true for text. Each call starts with the
             initial state. Not possible with ``forward``.
@@ -320,10 +322,6 @@ def device_of(model: nn.Module, batch: Any = ()) -> torch.device:
 # ------------------------------------------------------------------------------------------
 # Steps as CUDA graphs: recorded once for each shape of batch, and replayed.
 
-# Ordinary steps before a recording. They fill the state of the optimiser and choose algorithms;
-# torch's own recipe for capturing a training step takes three.
-WARM_UP = 3
-MAX_GRAPHS = 2  # the usual batch, and the smaller one at the end of an epoch
 Signature = tuple[Any, ...]
 
 
@@ -370,7 +368,10 @@ class CapturedStep:
     def _record(self, pieces: Sequence[Piece], key: Signature) -> bool:
         """Record the step; return False if it is too early or not possible."""
         self._seen[key] += 1
-        if self._failed or self._seen[key] <= WARM_UP or len(self._graphs) >= MAX_GRAPHS:
+        # Three ordinary steps before a recording fill the state of the optimiser and choose
+        # algorithms, as in torch's recipe for capturing a training step. Two graphs: the usual
+        # batch, and the smaller one at the end of an epoch.
+        if self._failed or self._seen[key] <= 3 or len(self._graphs) >= 2:
             return False
         # The graph reads batches and shares from these copies; a state stays where it is.
         copies = [tree_map_only(Tensor, torch.clone, piece[:2]) for piece in pieces]
@@ -385,10 +386,8 @@ class CapturedStep:
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             if self._required:
-                raise ValueError(
-                    f"capture=True needs a step without waits for the device, got one "
-                    f"that cannot be recorded: {reason}"
-                ) from error
+                message = f"capture=True: the step cannot be captured in a CUDA graph: {reason}"
+                raise ValueError(message) from error
             warnings.warn(f"steps are not captured in a CUDA graph: {reason}", stacklevel=2)
             self._failed = True
             return False
