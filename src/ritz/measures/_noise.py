@@ -213,6 +213,7 @@ def shrinkage(
     # e^2 = P (P sigma^2) (1/B - 1/N) N/(N - 1)
     factors = [(1 / size - 1 / count) * count / (count - 1) for size in sizes]
     scale = risk.space.size * torch.tensor(factors, dtype=torch.float64)
+    # beta = d^2 / (d^2 + e^2)
     d2, e2 = signal.mean, variance.mean * scale
     # d beta = (e^2 d(d^2) - d^2 d(e^2)) / (d^2 + e^2)^2
     error = torch.hypot(e2 * signal.stderr, d2 * variance.stderr * scale) / (d2 + e2).square()

@@ -167,6 +167,7 @@ class IterateAverage:
             group: Process group. Defaults to all processes.
         """
         self._check_not_applied("applied")
+        # A copy, because the average takes the place of the weights.
         pairs = self._matched(model)
         before = [p.detach().clone() for p, _ in pairs]
         self._applied = True
@@ -261,6 +262,7 @@ class IterateAverage:
         self._numbers["step"] += 1
         found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
         if found_inf is not None:
+            # Counted on the device: reading it here would wait for every step.
             skipped = (found_inf > 0).sum()
             self._skipped = skipped if self._skipped is None else self._skipped + skipped
         if self._is_due():
@@ -434,6 +436,7 @@ class AutoAverage:
             raise ValueError("metric must be a number, got nan")
         if self.finished:
             return True
+        # The first value of a phase is always the best so far.
         gain = math.inf
         if self.best is not None:
             gain = self.best - value if self.mode == "min" else value - self.best

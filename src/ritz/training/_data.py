@@ -197,6 +197,7 @@ class Feed:
             return source.batches(self._size, **options)  # type: ignore[no-any-return]
         if not isinstance(source, Iterable):
             return source(number)  # type: ignore[no-any-return]
+        # DistributedSampler shuffles by the number of the epoch, which it must be told.
         sampler: Any = getattr(source, "sampler", None)
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(number)
@@ -316,6 +317,7 @@ def _as_part(part: Any, name: str) -> Any:
         part = IndexedData(part)
     if isinstance(part, IndexedData | list | DataLoader) and _length(part) == 0:
         raise ValueError(f"{name} data must not be empty")
+    # Texts and dictionaries can be iterated over, but are no batches.
     several = isinstance(part, Iterable) and not isinstance(part, Tensor | str | bytes | Mapping)
     # The first of a list must be a batch; an iterator would lose it by being looked at.
     first = part[0] if isinstance(part, list | tuple) else ()
