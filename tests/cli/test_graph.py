@@ -65,7 +65,7 @@ def test_no_gap_is_an_answer_and_json_has_no_nan(random, tmp_path, capsys):
     assert found["reason"].startswith("no gap")
     assert not labels.exists()
     assert _app.run(["graph", "clusters", random, *QUICK, "--labels", str(labels)]) == 0
-    assert f"nothing was written to {labels}: there is no count" in capsys.readouterr().err
+    assert f"{labels} was not written: the number of clusters" in capsys.readouterr().err
     assert _app.run(["graph", "clusters", random, *QUICK, "--out", str(tmp_path / "a.svg")]) == 0
     assert "no count: no gap" in capsys.readouterr().out
 
@@ -167,7 +167,7 @@ def test_wrong_options_are_one_line_and_code_two(blocks, tmp_path, capsys):
             "--labels",
             "no/such/labels",
         ],
-        "graphs must be at least two": ["compare", blocks],
+        "graphs must hold at least two": ["compare", blocks],
         "Invalid value for '--measure'": ["compare", blocks, blocks + "", "--measure", "cosine"],
         "Invalid value for '--directed'": ["model", blocks, "--directed", "maybe"],
     }

@@ -85,7 +85,7 @@ def test_a_random_bipartite_graph_has_no_clusters(sizes, method):
     result = graphs.count_clusters(graph, method=method, num_probes=20)
 
     assert result.count is None
-    assert result.reason.startswith(("no clusters: the ", "the two methods disagree"))
+    assert result.reason.startswith(("no clusters: the ", "the two counts disagree"))
     assert "clusters\n" not in str(result)
 
 
@@ -133,8 +133,8 @@ def test_a_path_and_a_random_graph_have_no_gap(method):
     random = graphs.erdos_renyi(500, p=0.04, generator=torch.Generator().manual_seed(0))
     found = graphs.count_clusters(random, method=method, num_probes=30)
     assert found.count is None
-    assert found.reason.startswith("no gap between clusters: the whole graph is one, connected")
-    assert found.status.message == "one cluster, the whole"
+    assert found.reason.startswith("no gap between clusters: the graph is connected")
+    assert found.status.message == "the graph is one cluster"
 
 
 @pytest.mark.parametrize("method", ["entropic", "lanczos"])
@@ -177,8 +177,8 @@ def test_without_enough_vectors_there_is_no_count(sampling):
     assert alone.found == 11  # ten, and the one of the component
     assert alone.missed > 5
     assert not alone.status.ok
-    assert alone.reason.startswith("at least 11: block Krylov was under-run")
-    with pytest.raises(ritz.NotConvergedError, match="under-run"):
+    assert alone.reason.startswith("at least 11: block Krylov had too few vectors")
+    with pytest.raises(ritz.NotConvergedError, match="too few vectors"):
         alone.raise_if_failed()
     both = graphs.count_clusters(graph, max_vectors=10)
     assert both.reason.startswith("not certified: block Krylov would need")
@@ -219,12 +219,12 @@ def test_there_is_no_count_unless_two_methods_agree(sampled):
     assert (agreed.count, agreed.certified, agreed.status.ok) == (30, True, True)
     fewer = reconciled(below(15), sampled, FACTS, trusted=True)
     assert (fewer.count, fewer.found, fewer.certified) == (None, 15, False)
-    assert fewer.status.message.startswith("the two methods disagree: 15 found, ")
+    assert fewer.status.message.startswith("the two counts disagree: Krylov 15, ")
     assert not fewer.status.ok
     for doubtful in (below(29, missed=1.1), below(29, full=True)):
         missed = reconciled(doubtful, sampled, FACTS, trusted=True)
         assert (missed.count, missed.found) == (None, 29)
-        assert "under-run" in missed.status.message
+        assert "too few vectors" in missed.status.message
     large = reconciled(below(30, mean=0.6), sampled, FACTS, trusted=True)
     assert large.count is None
     assert large.reason.startswith("no clusters: the 30 eigenvalues left of the gap")
@@ -302,7 +302,7 @@ def test_a_density_without_a_bulk_has_no_gap(sampled):
     assert isinstance(sampled, Sampled)
     assert "no bulk" in low_stretches(sampled.density, num_moments=80, bulk=0.0)
     uniform = maxent(torch.tensor([1.0, 0.0, -1 / 3], dtype=torch.float64), interval=(0.0, 2.0))
-    assert "no minimum" in low_stretches(uniform, num_moments=80, bulk=0.5)
+    assert "nowhere falls below" in low_stretches(uniform, num_moments=80, bulk=0.5)
 
 
 def test_the_same_seed_gives_the_same_numbers():

@@ -264,8 +264,8 @@ def test_moments_of_another_matrix_are_those_of_its_eigenvalues(ring):
     [
         ({"method": "fft"}, "method must be one of maxent, lanczos, kpm"),
         ({"matrix": "hessian"}, "matrix must be one of"),
-        ({"method": "kpm", "width": 0.1}, "width belongs to method='lanczos'"),
-        ({"method": "lanczos", "exact": True}, "exact belongs to method='maxent'"),
+        ({"method": "kpm", "width": 0.1}, "width is only used with method='lanczos'"),
+        ({"method": "lanczos", "exact": True}, "exact is only used with method='maxent'"),
         ({"method": "lanczos", "num_moments": 1}, "num_moments must be at least 2"),
     ],
 )

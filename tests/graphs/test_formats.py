@@ -178,7 +178,7 @@ def test_an_entity_bomb_is_refused_before_it_is_parsed(tmp_path):
     path = tmp_path / "bomb.graphml"
     entities = "".join(f'<!ENTITY e{i + 1} "{f"&e{i};" * 10}">' for i in range(12))
     path.write_text(f'<!DOCTYPE g [<!ENTITY e0 "lol">{entities}]><graphml>&e12;</graphml>')
-    with pytest.raises(GraphError, match="declares a document type or an entity"):
+    with pytest.raises(GraphError, match="has a DOCTYPE or ENTITY declaration"):
         read(path)
 
 

@@ -40,10 +40,10 @@ WRONG = {
     "bzip2": ("e.txt", b"BZh91AY", "e.txt is a truncated bzip2 file"),
     "bzip2 noise": ("e.txt", b"BZh91AY&SY" + b"noise" * 9, "e.txt is a damaged bzip2 file"),
     "xz": ("e.txt", b"\xfd7zXZ\0\0\0", "e.txt is a (truncated|damaged) xz file"),
-    "zip": ("e.txt", b"PK\x03\x04...", "compressed by zip; unpack it, only gzip, bzip2 and xz"),
+    "zip": ("e.txt", b"PK\x03\x04...", "is a zip file: unpack it first, only gzip, bzip2 and xz"),
     "huge array": ("e.mtx", f"{ARRAY}99999 99999\n1\n", "holds fewer numbers than its header says"),
     "short array": ("e.mtx", f"{ARRAY}2 2\n0\n1\n1\n", "e.mtx cannot be read"),
-    "negative array": ("e.mtx", f"{ARRAY}2 2\n0\n-1\n-1\n0\n", "the matrix of e.mtx must be fin"),
+    "negative array": ("e.mtx", f"{ARRAY}2 2\n0\n-1\n-1\n0\n", "e.mtx: the entries must be finite"),
     "title of columns": (
         "e.csv",
         "source,target\nann,bob\nbob,cy\n",
@@ -80,7 +80,7 @@ WRONG = {
     "mtx index": ("e.mtx", MTX + "2 2 1\n1 3 1\n", "line 3: .*'3' is not between 1 and 2"),
     "mtx truncated": ("e.mtx", MTX + "2 2 2\n1 2 1\n", "holds 1 entries, its header says 2"),
     "mtx negative": ("e.mtx", MTX + "2 2 1\n1 2 -3\n", "line 3: the weight '-3' is negative"),
-    "mtx too large": ("e.mtx", MTX + f"{2**40} {2**40} 1\n", "vertices, 2147483647 are possible"),
+    "mtx too large": ("e.mtx", MTX + f"{2**40} {2**40} 1\n", "vertices; the maximum is 2147483647"),
     "mtx roomy": (
         "e.mtx",
         MTX + "1000000000 1000000000 1\n1 2 1\n",
@@ -143,7 +143,7 @@ WRONG = {
     "xml entities": (
         "e.graphml",
         '<?xml version="1.0"?>\n<!DOCTYPE g [<!ENTITY a "aaaa"><!ENTITY b "&a;&a;">]><graphml/>',
-        "declares a document type or an entity",
+        "has a DOCTYPE or ENTITY declaration",
     ),
     "metis header": ("e.metis", "x\n", "line 1: expected vertices, edges"),
     "metis without": ("e.metis", "% c\n", "line 1: expected vertices, edges"),
@@ -158,7 +158,7 @@ WRONG = {
     ),
     "metis pair": ("e.metis", "2 1 1\n2 5\n1\n", "line 3: a neighbour without its weight"),
     "metis weight": ("e.metis", "2 1 1\n2 5\n1 -5\n", "line 3: a weight is negative"),
-    "metis huge": ("e.metis", f"{2**40} 1\n", "vertices, 2147483647 are possible"),
+    "metis huge": ("e.metis", f"{2**40} 1\n", "vertices; the maximum is 2147483647"),
 }
 
 
@@ -246,7 +246,7 @@ def test_a_gzip_bomb_takes_time_but_no_memory(tmp_path, filler):
         ({"errors": "ignore"}, "errors must be one of raise, report"),
         ({"num_nodes": 0}, "num_nodes must be at least 1|num_nodes must be between 1"),
         ({"weights": "cost"}, "weights may name an attribute in GML and GraphML"),
-        ({"format": "gml", "num_nodes": 3}, "num_nodes is not for gml"),
+        ({"format": "gml", "num_nodes": 3}, "num_nodes cannot be used with gml"),
         ({"format": "gml", "errors": "report"}, 'errors must be "raise" for gml'),
     ],
 )

@@ -31,13 +31,13 @@ class GraphOptions(SeedOptions):
 
     # fmt: off
     directed: Literal["drop", "refuse"] = option(
-        "drop", "Directions of edges.", READING)
+        "drop", "Directions of edges: ignore them, or refuse directed files.", READING)
     weights: bool | None = option(None, WEIGHTS, READING, flags="--weights/--no-weights")
     self_loops: Literal["drop", "keep", "refuse"] = option("drop", "Self-loops.", READING)
     multi_edges: Literal["merge", "sum", "refuse"] = option(
         "merge", "Repeated edges (sum adds their weights).", READING)
-    nodes: int | None = option(None, "Number of vertices (default: those that have an edge).",
-                               READING)
+    nodes: int | None = option(
+        None, "Number of vertices, if some have no edge (default: count them).", READING)
     largest: bool = option(False, "Take the largest component only.", READING)
     out: Path | None = option(None, "Picture to write: .png, .svg or .pdf (default: none).", OUTPUT,
                               metavar="FILE")
@@ -156,7 +156,7 @@ class CompareOptions(SampleOptions):
         MISSING, "Files of two or more graphs.", metavar="FILE...", argument=True
     )
     measure: Literal["symmetric_kl", "jensen_shannon", "wasserstein", "heat"] = option(
-        "symmetric_kl", "Distance of spectra."
+        "symmetric_kl", "Distance of spectra (heat compares heat traces, as NetLSD does)."
     )
 
 
@@ -177,7 +177,7 @@ class ClusterOptions(SampleOptions):
     file: Path = option(MISSING, "File of a graph.", metavar="FILE", argument=True)
     method: Literal["auto", "krylov", "entropic", "lanczos"] = option("auto", "Method.")
     labels: Path | None = option(
-        None, "File for the cluster of each vertex, one per line.", OUTPUT, metavar="FILE"
+        None, "File to write with a line VERTEX<TAB>CLUSTER per vertex.", OUTPUT, metavar="FILE"
     )
 
 
@@ -239,7 +239,7 @@ def _write_labels(
     from ritz._core.storage import write_text
 
     if count.count is None:
-        typer.echo(f"nothing was written to {labels}: there is no count of clusters", err=True)
+        typer.echo(f"{labels} was not written: the number of clusters is not known", err=True)
         return []
     # k-means on the eigenvectors of as many small eigenvalues as there are clusters.
     groups = ritz.graphs.spectral_clusters(graph, count.count, **options.common())

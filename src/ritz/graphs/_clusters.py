@@ -13,7 +13,7 @@ from ritz._core.progress import Progress, tracking
 from ritz._core.random import resolve_generator
 from ritz._core.results import HasStatus, Status, format_uncertain
 from ritz._core.storage import storable
-from ritz.graphs._density import SMALL, moments
+from ritz.graphs._density import SMALL, eigenvalues, laplacian, moments, with_edges
 from ritz.graphs._gaps import (
     TUNING,
     Below,
@@ -32,7 +32,6 @@ from ritz.graphs._gaps import (
 )
 from ritz.graphs._graph import Graph
 from ritz.graphs._io import GraphLike
-from ritz.graphs._matrices import eigenvalues, laplacian, with_edges
 from ritz.spectra import (
     DiscreteDensity,
     EntropicDensity,
@@ -49,23 +48,22 @@ COUNT_METHODS: tuple[CountMethod, ...] = ("auto", "krylov", "entropic", "lanczos
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterCount(HasStatus):
-    r"""The number of clusters of a graph: eigenvalues left of the gap of its spectrum.
+    r"""The number of clusters of a graph: eigenvalues below the gap of its spectrum.
 
     Attributes:
-        count: Number of clusters. It is the number of components if nothing beyond them was
-            found. ``None`` if a connected graph has no gap, or if the eigenvalues left of it could
-            not be certified.
+        count: Number of clusters. It is the number of components if no gap was found beyond them.
+            It is ``None`` if a connected graph has no gap, or if the count could not be certified.
         stderr: Standard error of the count; zero if eigenvalues were counted one by one and none
             was missed.
         threshold: :math:`\lambda_*`, in the gap.
         gap: Ends of the gap.
-        mass: Fraction of the eigenvalues left of the threshold, as sampled.
-        estimate: Their number, ``n`` times the mass.
+        mass: Estimated fraction of eigenvalues below the threshold.
+        estimate: Their estimated number, ``n`` times the mass.
         estimate_stderr: Standard error of the estimate.
         found: Number found by block Krylov, a lower bound; ``None`` if that was not used.
-        missed: Sampled number of eigenvalues that block Krylov missed.
-        certified: The count is exact: both methods agree and nothing was missed, or all
-            eigenvalues were computed.
+        missed: Estimated number of eigenvalues that block Krylov missed.
+        certified: The count is exact: the entropic and the Krylov count agree and no eigenvalue was
+            missed, or all eigenvalues were computed.
         reason: Why there is no count, or only that of the components.
         num_nodes: Vertices of the graph.
         num_components: Connected components, including isolated vertices: eigenvalues 0.
@@ -107,13 +105,13 @@ class ClusterCount(HasStatus):
         if not math.isnan(self.threshold):
             ends = f"{self.gap[0]:.4g} {{}} {self.gap[1]:.4g}; mass below {self.mass:.4g}"
             if self.reason.startswith("no gap"):
-                lines.append(f"  nothing between {ends.format('and')}")
+                lines.append(f"  no eigenvalues between {ends.format('and')}")
             else:
                 lines.append(f"  threshold {self.threshold:.4g} in the gap {ends.format('to')}")
         if self.found is not None:
             lines.append(
-                f"  found {self.found:,} one by one, {self.missed:.2g} missed; "
-                f"sampled {_uncertain(self.estimate, self.estimate_stderr)}"
+                f"  Krylov: {self.found:,} eigenvalues, about {self.missed:.2g} missed; "
+                f"density: {_uncertain(self.estimate, self.estimate_stderr)}"
             )
         lines.append(
             f"  {self.num_nodes:,} vertices, {self.num_components:,} components; {self.method}, "
@@ -136,8 +134,7 @@ class Sampled:
 
     Attributes:
         density: Entropic, smoothed, or all eigenvalues.
-        gap: The widest gap, or why there is none.
-        stretches: All low stretches, ascending.
+        stretches: All low stretches, ascending, or why there are none.
         num_nodes: Vertices.
         num_moments: Moments of the density, or Lanczos steps.
         num_products: Matrix-vector products.
@@ -146,12 +143,16 @@ class Sampled:
     """
 
     density: EntropicDensity | SmoothedDensity | DiscreteDensity
-    gap: Gap | str
-    stretches: list[Gap]
+    stretches: list[Gap] | str
     num_nodes: int
     num_moments: int
     num_products: int
     spread: PolynomialDensity | SmoothedDensity | None = None
+
+    @property
+    def gap(self) -> Gap | str:
+        """The widest gap, or why there is none."""
+        return find_gap(self.stretches, num_moments=self.num_moments)
 
     def below(self, threshold: float) -> tuple[float, float]:
         """Number of eigenvalues below a point, and its standard error."""
@@ -173,7 +174,7 @@ class Sampled:
     def next_gap(self, first: Gap) -> Gap | None:
         """The widest low stretch right of a first one; none if others are about as wide."""
         joined: list[Gap] = []
-        for one in self.stretches:
+        for one in self.stretches if isinstance(self.stretches, list) else ():
             # Just below the upper end, where an exact density has an eigenvalue.
             end = math.nextafter(joined[-1].high, 0.0) if joined else 0.0
             if joined and self.below(one.low)[0] - self.below(end)[0] < TUNING.noise:
@@ -237,8 +238,14 @@ def sample_density(
         shape = maxent(sampled, grid_size=grid)
         spread = PolynomialDensity(moments=sampled, dimension=graph.num_nodes)
         num_products = sampled.num_products
-    stretches = low_stretches(shape, num_moments=num_moments, bulk=bulk)
-    return _sampled(shape, stretches, graph, num_moments, num_products, spread)
+    return Sampled(
+        density=shape,
+        stretches=low_stretches(shape, num_moments=num_moments, bulk=bulk),
+        num_nodes=graph.num_nodes,
+        num_moments=num_moments,
+        num_products=num_products,
+        spread=spread,
+    )
 
 
 def exact_density(graph: Graph, *, num_moments: int, bulk: float, num_zeros: int) -> Sampled:
@@ -256,21 +263,13 @@ def exact_density(graph: Graph, *, num_moments: int, bulk: float, num_zeros: int
         seed=0,
         matrix="normalized",
     )
-    stretches = resolved_spacings(values[: math.ceil(bulk * n)], num_moments=num_moments)
-    return _sampled(exact, stretches, graph, num_moments, n)
-
-
-def _sampled(
-    shape: Any, stretches: list[Gap] | str, graph: Graph, m: int, products: int, spread: Any = None
-) -> Sampled:
+    left = values[: math.ceil(bulk * n)]
     return Sampled(
-        density=shape,
-        gap=find_gap(stretches, num_moments=m),
-        stretches=[] if isinstance(stretches, str) else stretches,
-        num_nodes=graph.num_nodes,
-        num_moments=m,
-        num_products=products,
-        spread=spread,
+        density=exact,
+        stretches=resolved_spacings(left, num_moments=num_moments),
+        num_nodes=n,
+        num_moments=num_moments,
+        num_products=n,
     )
 
 
@@ -293,26 +292,29 @@ def count_clusters(
     .. math:: N_c = \#\{i : \lambda_i < \lambda_*\} \approx n \int_0^{\lambda_*} p(\lambda)\,
         d\lambda
 
-    :math:`\lambda_*` lies in the widest low stretch of the density left of the bulk. If only the
-    single eigenvalue 0 of a connected graph is left of it, the next stretch is tried: it counts if
-    it is wide beside the spacings above it and no other above is about as wide. ``count`` is
-    ``None`` with a ``reason`` if a connected graph has no gap (a path, a grid), or only the one
-    above 0 (a random graph, a complete one: the whole is one cluster).
+    The bulk is the main part of the spectrum. :math:`\lambda_*` is chosen in the widest interval
+    left of the bulk in which the density is close to zero. If only the eigenvalue 0 of a connected
+    graph lies below this interval, the next one is tried. It is accepted if it is much wider than
+    the spacings of the eigenvalues above it and no other interval above has a similar width.
 
-    Each connected component, and so each isolated vertex, has an eigenvalue 0 and counts. With
-    several components the gap above 0 may be the widest, or there may be none (cycles). ``count``
-    is then the number of components, which is exact, and ``reason`` says if no gap was found. To
-    count clusters within the largest component, pass
+    ``count`` is ``None``, and ``reason`` says why, if a connected graph has no gap (paths, grids)
+    or only the gap above the eigenvalue 0 (random graphs, complete graphs). In the second case the
+    graph is one cluster, but its spectrum cannot tell whether that is meant.
+
+    Every connected component, also an isolated vertex, adds one eigenvalue 0 and is counted as one
+    cluster. If several components have no further gap, ``count`` is the number of components,
+    which is exact, and ``reason`` says so. To count clusters within the largest component, pass
     :meth:`ritz.graphs.Graph.largest_component`.
 
     ================  ===================================================================
     method            count
     ================  ===================================================================
-    ``entropic``      mass of the entropic spectrum (Algorithm 5), with standard deviation
-                      at most :math:`\sqrt{2 N_c / d}`
+    ``entropic``      mass of the entropic spectrum, Algorithm 5 of the reference below;
+                      standard deviation at most :math:`\sqrt{2 N_c / d}`
     ``lanczos``       mass of Lanczos quadrature, smoothed by a Gaussian
     ``krylov``        eigenvalues found one by one in a block filtered by Chebyshev
-                      polynomials, a lower bound; fresh probes say how many it missed
+                      polynomials, a lower bound; new random probes estimate how many it
+                      missed
     ``auto``          all eigenvalues of a graph with at most 2,000 vertices; otherwise
                       ``entropic`` and ``krylov``, and no count if they differ by more than
                       four standard errors or something was missed
@@ -325,7 +327,7 @@ def count_clusters(
 
     Cost: ``num_probes * num_moments / 2`` products for ``entropic``, twice that for ``lanczos``,
     about 10 products per eigenvalue for ``krylov``, more if the gap is narrow. Memory beyond the
-    graph: five vectors per probe of a block, and 1.1 vectors per eigenvalue for ``krylov``.
+    graph: about 40 vectors, and 1.1 vectors per eigenvalue for ``krylov``.
 
     Args:
         graph: Anything :func:`ritz.graphs.as_graph` accepts, with at least one edge.
@@ -333,7 +335,7 @@ def count_clusters(
         num_moments: Moments ``m``, or Lanczos steps. A gap narrower than :math:`\pi / m` in
             :math:`\arccos(1 - \lambda)` is not seen.
         num_probes: Probes ``d``.
-        max_vectors: Maximum number of vectors for ``krylov``. Defaults to as many as 4 GiB hold.
+        max_vectors: Maximum number of vectors for ``krylov``. Defaults to as many as fit in 4 GiB.
             If these are too few, ``auto`` has no count, only the sampled ``estimate``.
         generator: Source of randomness. Defaults to a new generator with seed 0.
         progress: Show a progress bar, or a :class:`Progress` to report to.
@@ -477,9 +479,9 @@ def reconciled(
     facts = facts | _gap_facts(sampled, below.gap, mean, stderr)
     exact = sampled.spread is None
     facts |= {} if exact else {"found": below.count, "missed": below.missed}
-    both = f"{below.count:,} found, {format_uncertain(mean, stderr)} sampled"
+    both = f"Krylov {below.count:,}, density {format_uncertain(mean, stderr)}"
     if below.full or below.missed > TUNING.missed:
-        why = f"block Krylov was under-run, {below.missed:.3g} missed: {both}"
+        why = f"block Krylov had too few vectors and missed about {below.missed:.2g}: {both}"
         return _failed(
             f"at least {below.count:,}: {why}", "raise max_vectors or num_moments", facts
         )
@@ -488,7 +490,7 @@ def reconciled(
     # Half an eigenvalue more than the error: the sampled number is not whole.
     if trusted and abs(below.count - mean) > TUNING.agreement * stderr + 0.5:
         advice = "raise num_moments: the gap is barely resolved"
-        return _failed(f"the two methods disagree: {both}", advice, facts)
+        return _failed(f"the two counts disagree: {both}", advice, facts)
     if below.mean > TUNING.conductance:
         return _not_clusters(below.count, below.mean, facts)
     message = "all eigenvalues were computed" if exact else f"{both}, none missed"
@@ -521,9 +523,9 @@ def _sampled_count(sampled: Sampled, gap: Gap, facts: dict[str, Any], short: str
         return _not_clusters(count, average, facts)
     stderr = facts["estimate_stderr"]
     if short:
-        reason = f"not certified: {short}; sampled {format_uncertain(mean, stderr)}"
+        reason = f"not certified: {short}; the density has {format_uncertain(mean, stderr)}"
         return _failed(reason, "raise max_vectors, or use method entropic", facts)
-    message = f"sampled, {unsure:.2g} eigenvalues in the gap itself"
+    message = f"estimated from the density; about {unsure:.2g} eigenvalues lie inside the gap"
     status = Status(outcome="completed", message=message)
     return ClusterCount(count=count, stderr=stderr, status=status, **facts)
 
@@ -539,18 +541,18 @@ def _sampled_gap(sampled: Sampled, first: Gap, null: NullSpace) -> Gap:
 def _whole(facts: dict[str, Any]) -> ClusterCount:
     high = facts["gap"][1]
     reason = (
-        "no gap between clusters: the whole graph is one, connected; beyond the eigenvalue 0 that "
-        f"it must have, those from {high:.3g} on have no gap that stands out"
+        "no gap between clusters: the graph is connected, and its eigenvalues above 0, from "
+        f"{high:.3g} on, have no clear gap"
     )
-    return _no_count(reason, facts, Status(outcome="completed", message="one cluster, the whole"))
+    return _no_count(reason, facts, Status(outcome="completed", message="the graph is one cluster"))
 
 
 def _components_only(reason: str, facts: dict[str, Any]) -> ClusterCount:
     count = facts["num_components"]
     if count == 1:
         return _no_count(reason, facts, Status(outcome="completed", message="there is no gap"))
-    reason = f"{reason}; counted are the {count:,} components, as many as eigenvalues 0"
-    status = Status(outcome="completed", message="the components alone, no gap beyond them")
+    reason = f"{reason}; the count is the number of connected components"
+    status = Status(outcome="completed", message="no clusters inside the components were found")
     return ClusterCount(count=count, stderr=0.0, reason=reason, status=status, **facts)
 
 

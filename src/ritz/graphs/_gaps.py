@@ -134,15 +134,12 @@ def find_gap(stretches: list[Gap] | str, *, num_moments: int) -> Gap | str:
     widest = max(stretches, key=lambda gap: gap.width)
     if widest.width < math.pi / num_moments:
         return (
-            f"the widest low stretch, {widest.low:.2g} to {widest.high:.2g}, is narrower than "
-            f"{num_moments} moments resolve"
+            f"the widest gap, {widest.low:.2g} to {widest.high:.2g}, is narrower than "
+            f"{num_moments} moments resolve; raise num_moments"
         )
     alike = sum(gap.width > TUNING.alike * widest.width for gap in stretches)
     if alike > TUNING.rungs:
-        return (
-            f"{alike} low stretches are as wide as each other, as between the eigenvalues of a "
-            "cycle: none stands out"
-        )
+        return f"{alike} gaps have about the same width, as in a cycle, so that none can be chosen"
     return widest
 
 
@@ -174,8 +171,8 @@ def low_stretches(density: Density, *, num_moments: int, bulk: float) -> list[Ga
     runs = _runs(heights < TUNING.low * torch.minimum(left, right))
     if not len(runs):
         return (
-            "the density has no minimum left of the bulk that is below "
-            f"{TUNING.low:.0%} of the mean on either side"
+            f"the density left of the bulk nowhere falls below {TUNING.low:.0%} of its mean on "
+            "either side; more num_moments may resolve a gap"
         )
     return [
         Gap(

@@ -23,12 +23,12 @@ def similarity(
     Args:
         similarity: Distances of up to a few dozen graphs, so that the numbers stay readable.
         ax: Axes to draw on. Defaults to a new figure.
-        groups: Numbers of consecutive graphs that belong together. Lines separate the groups.
+        groups: Sizes of groups of consecutive graphs. Lines are drawn between groups.
     """
     check_drawn("similarity", similarity, Similarity)
     names = similarity.names
     if sum(groups) > len(names):
-        raise ValueError(f"groups must hold at most {len(names)} graphs, got {groups}")
+        raise ValueError(f"groups must have a sum of at most {len(names)}, got {groups}")
     side = 1.6 + 0.55 * len(names)
     ax = ax or style.panels(width=side + 0.6, height=side)[1][0]
     measure = similarity.measure.replace("_", " ").replace("kl", "KL")
@@ -115,7 +115,7 @@ def _(model: Any, ax: "Axes") -> None:
     x, y = model.values[order].numpy(), model.divergences[order].numpy()
     style.line(ax, x, y, STYLE.blue, "divergence", marker="o", markersize=3)
     # A graph of the model itself has a divergence below this in 95 % of draws.
-    ax.axhline(model.typical, linestyle=":", label="95 % of the model's own graphs below",
+    ax.axhline(model.typical, linestyle=":", label="95 % quantile of graphs drawn from the model",
                **style.REFERENCE)  # fmt: skip
     name = next(iter(model.interval), next(iter(model.parameters), ""))
     if len(x) > 1:

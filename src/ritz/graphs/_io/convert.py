@@ -65,9 +65,8 @@ def as_graph(
         num_nodes: For an ``edge_index``: vertices are ``0 .. num_nodes - 1``. Defaults to one more
             than the largest index. A ``(2, 2)`` array of integers is ambiguous and refused: pass
             ``num_nodes`` for an ``edge_index``, or floats for a matrix. For a matrix: its rows.
-        directed: ``drop`` the directions of a matrix that is not symmetric, of a directed
-            NetworkX graph, or of arcs without their reverse (:math:`\max(W_{uv}, W_{vu})`), or
-            ``refuse``. :func:`to_undirected` has other rules.
+        directed: For a directed graph :math:`A`: ``drop`` the directions, :math:`W_{uv} =
+            \max(A_{uv}, A_{vu})`, or ``refuse``. :func:`to_undirected` has other rules.
         self_loops: As in :func:`ritz.graphs.read`.
         multi_edges: As in :func:`ritz.graphs.read`. Repeated entries of a sparse matrix are always
             summed, as in SciPy and torch.

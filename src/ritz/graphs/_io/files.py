@@ -18,7 +18,7 @@ from ritz.graphs._graph import Graph, GraphError
 from ritz.graphs._io.assembly import MAX_NODES, Records, Rules, assemble
 from ritz.graphs._io.lines import (
     BANNER,
-    MAX_BYTES,
+    CHUNK,
     Source,
     check_weights,
     open_source,
@@ -98,11 +98,9 @@ def read_markup(
         import networkx
     except ImportError as error:
         raise ImportError(f"reading {kind} needs networkx: pip install 'ritz[graphs]'") from error
-    data = source.read(MAX_BYTES + 1)
-    if len(data) > MAX_BYTES:
-        raise GraphError(f"{source.name} has more than {MAX_BYTES:,} bytes: use an edge list")
+    data = source.whole(iter(lambda: source.read(CHUNK), b""))
     if kind == "graphml" and _DECLARATION.search(data):
-        raise GraphError(f"{source.name} declares a document type or an entity, which are refused")
+        raise GraphError(f"{source.name} has a DOCTYPE or ENTITY declaration, which is not safe")
     if kind == "graphml" and _count_tags(data, b"graph") > 1:
         raise GraphError(f"{source.name} holds a second graph; a file must hold one")
     try:
@@ -192,28 +190,26 @@ def read(
             and ``%`` begin comments. Vertices are numbers below :math:`2^{63}`. If most lines have
             words with letters instead, these are names: vertices are numbered as they occur, and
             ``graph.names`` has the names.
-        format: ``edges``, ``mtx``, ``gml``, ``graphml`` or ``metis``. By default the first bytes
-            and the name of the file decide.
+        format: ``edges``, ``mtx``, ``gml``, ``graphml`` or ``metis``. By default it is detected
+            from the content and the file name.
         directed: What to do with a directed graph: ``drop`` the directions (an arc and its reverse
             become one edge with the larger weight), or ``refuse`` it. A file is directed if it
             says so, if its matrix is not symmetric, or if an edge list has some edges in both
             orders and others in one.
-        weights: In an edge list: ``None``, a third column is the weight; ``True``, a third column
-            is required; ``False``, columns after the second are ignored (for lists with times).
-            In GML and GraphML: the name of the attribute, by default ``weight`` or ``value``; an
-            edge without it has weight one. Weights must be finite and not negative. An edge of
-            weight zero is no edge.
+        weights: In an edge list: ``None`` uses a third column as the weight if there is one,
+            ``True`` requires it, ``False`` ignores it (such as time stamps). In GML and GraphML:
+            the name of the attribute, by default ``weight`` or ``value``; an edge without it has
+            weight one. Weights must be finite and not negative. An edge of weight zero is no edge.
         self_loops: ``drop``; ``keep`` as one entry :math:`W_{ii}`, which counts once in the
             degree; or ``refuse``.
         multi_edges: What to do with an edge that is listed more than once: ``merge`` into one with
-            the largest weight; ``sum`` the weights (without weights, this counts); or ``refuse``.
-            In an edge list either order is the same edge, and ``refuse`` raises if an edge is
-            listed twice in one order.
+            the largest weight; ``sum`` the weights (without weights, the weight becomes the number
+            of repetitions); or ``refuse``. In an edge list, ``u v`` and ``v u`` are the same edge,
+            and ``refuse`` accepts one of each, but not two of either.
         num_nodes: In an edge list: vertices are ``0 .. num_nodes - 1``, and those without an edge
             are isolated. By default the vertices are the ids that occur, in ascending order. In
-            Matrix Market and METIS, whose headers declare vertices ``1 .. n``: the same ``n``.
-            Pass it for files that declare millions of vertices for few edges, which are refused
-            otherwise.
+            Matrix Market and METIS it must equal the number in the header. There it is only needed
+            for files with millions of vertices and few edges, which are refused otherwise.
         errors: ``raise`` at the first invalid line and name it, or ``report``: skip such lines and
             count them in ``graph.intake`` (edge lists and Matrix Market coordinates).
         largest_component: Return the largest connected component only.
@@ -239,9 +235,9 @@ def read(
     if num_nodes is not None:
         check_count("num_nodes", num_nodes, high=MAX_NODES)
     if num_nodes is not None and markup:
-        raise ValueError(f"num_nodes is not for {kind}, which declares each vertex")
+        raise ValueError(f"num_nodes cannot be used with {kind}, which declares each vertex")
     if errors == "report" and kind not in ("edges", "mtx"):
-        raise ValueError(f'errors must be "raise" for {kind}: its lines depend on each other')
+        raise ValueError(f'errors must be "raise" for {kind}, got "report"')
     options: Any = {"kind": kind} if markup else {"num_nodes": num_nodes}
     if kind in ("edges", "mtx"):
         options["strict"] = errors == "raise"

@@ -9,7 +9,7 @@ import os
 import re
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -67,6 +67,16 @@ class Source:
         self.tracker.update(done >> self.shift)
         return block
 
+    def whole(self, blocks: Iterable[bytes]) -> bytes:
+        """Return the whole text of a file that must be small."""
+        parts, size = [], 0
+        for block in blocks:
+            parts.append(block)
+            size += len(block)
+            if size > MAX_BYTES:
+                raise GraphError(f"{self.name} has more than {MAX_BYTES:,} bytes: use an edge list")
+        return b"".join(parts)
+
     def lines(self, max_line: int = MAX_LINE) -> Iterator[tuple[bytes, int]]:
         """Yield blocks of whole lines that end in a newline, with the number of the first line."""
         number, rest = 1, b""
@@ -106,7 +116,7 @@ def open_source(path: str | os.PathLike[str], progress: bool | Progress) -> Iter
         for magic, (kind, opener) in _COMPRESSED.items():
             if head.startswith(magic) and opener is None:
                 raise GraphError(
-                    f"{name} is compressed by {kind}; unpack it, only gzip, bzip2 and xz are read"
+                    f"{name} is a {kind} file: unpack it first, only gzip, bzip2 and xz are read"
                 )
             if head.startswith(magic):
                 stream = opener(raw)
@@ -263,9 +273,9 @@ class LineReader:
             return f"has {count} columns, expected two vertices{' and a weight' * (count > 1)}"
         if count > 3 and self.weights is None:
             return (
-                f"has {count} columns, expected two vertices and perhaps a weight; say whether the "
-                "third column is a weight by weights=True or weights=False "
-                "(--weights or --no-weights)"
+                f"has {count} columns, expected two vertices and perhaps a weight; pass "
+                "weights=True (--weights) if the third column is a weight, weights=False "
+                "(--no-weights) to ignore it"
             )
         if self.columns is None and self.names is not None:
             titles = {word.lower() for word in words[:2]}
@@ -438,7 +448,8 @@ def read_matrix_market(
     if field == "pattern" and weights:
         raise GraphError(f"{name} is a pattern: it has no weights")
     if layout == "array":
-        return _read_array(name, header, blocks, rows, weights)
+        text = source.whole(chain([header], (block for block, _ in blocks)))
+        return _read_array(name, text, rows, weights)
     check_size(name, rows, num_entries, num_nodes)
     records = Records(
         source=name, kind="edges" if symmetry == "symmetric" else "arcs", num_nodes=rows
@@ -454,13 +465,8 @@ def read_matrix_market(
     return records
 
 
-def _read_array(name: str, header: bytes, blocks: _Blocks, n: int, weights: bool | None) -> Records:
+def _read_array(name: str, text: bytes, n: int, weights: bool | None) -> Records:
     """Arcs of a dense matrix, which SciPy reads: the file is about as large as the matrix."""
-    text = header
-    for block, _ in blocks:
-        text += block
-        if len(text) > MAX_BYTES:
-            raise GraphError(f"{name} has more than {MAX_BYTES:,} bytes: use the coordinate format")
     # A symmetric matrix has n (n + 1) / 2 numbers of two bytes each, or more.
     if n * (n + 1) > len(text):
         raise GraphError(f"{name} holds fewer numbers than its header says")
@@ -470,7 +476,7 @@ def _read_array(name: str, header: bytes, blocks: _Blocks, n: int, weights: bool
         raise GraphError(f"{name} cannot be read: {error}") from None
     u, v = np.nonzero(matrix)
     values = matrix[u, v]
-    check_weights(values, f"the matrix of {name}")
+    check_weights(values, f"{name}: the entries")
     records = Records(source=name, kind="arcs", num_nodes=n)
     records.names = torch.arange(1, n + 1)
     records.add(u, v, None if weights is False or (values == 1).all() else values)
