@@ -199,7 +199,9 @@ def test_it_is_written_and_read(moments, tmp_path):
 def test_wrong_graphs_are_named(several, moments):
     with pytest.raises(ValueError, match="graphs must hold at least two graphs, got 1"):
         graphs.similarity([several["ring"]])
-    with pytest.raises(TypeError, match="graphs must be a sequence or by name, got Graph"):
+    with pytest.raises(
+        TypeError, match="graphs must be a list or a dictionary of graphs by name, got Graph"
+    ):
         graphs.similarity(several["ring"])
     with pytest.raises(GraphError, match="must have an edge"):
         graphs.similarity([several["ring"], graphs.erdos_renyi(5, p=0.0)])

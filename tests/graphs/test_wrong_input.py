@@ -88,7 +88,7 @@ WRONG = {
     ),
     "metis roomy": ("e.metis", "900000000 1\n2\n1\n", "900,000,000 vertices for 1 edges.* 23 GiB"),
     "weights that overflow": ("e.txt", "0 1 1e308\n1 2 1e308\n", "up to 1e.308, that their sum"),
-    "four columns": ("e.txt", "0 1 2 3\n", "weights=False .--weights or --no-weights"),
+    "four columns": ("e.txt", "0 1 2 3\n", "weights=False .--no-weights. to ignore"),
     "mtx without edges": ("e.mtx", MTX + "2 2 0\n", "no edge between two vertices"),
     "gml truncated": ("e.gml", f"graph [ {NODES}", "expected ']', found EOF"),
     "gml bracket": ("e.gml", "graph [ ] ]", "found ']' at"),
