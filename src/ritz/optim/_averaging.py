@@ -4,7 +4,7 @@ import copy
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, final
+from typing import Any, Literal, final, get_args
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from ritz.optim._companions import NEVER, Companions, local, owners
 
 Pairs = list[tuple[Tensor, Tensor]]
 AverageKind = Literal["tail", "ema", "polyak"]
-KINDS = ("tail", "ema", "polyak")
 
 
 @final
@@ -85,7 +84,7 @@ class IterateAverage:
         dtype: torch.dtype | None = None,
     ) -> None:
         check_optimizer(optimizer)
-        check_choice("kind", kind, KINDS)
+        check_choice("kind", kind, get_args(AverageKind))
         if start is not None:
             check_count("start", start, low=0)
         check_count("interval", interval)

@@ -12,7 +12,6 @@ from ritz._core.params import parameters
 
 StateDict = dict[str, Any]
 NEVER = -1  # as the number of a step
-WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module")  # DDP, compiled, FSDP
 
 
 @final
@@ -189,7 +188,8 @@ def _pairs(optimizer: Optimizer, state_dict: StateDict) -> Iterator[tuple[Any, t
 
 def _bare(name: str) -> str:
     """Return the name of a parameter without the names of wrappers in it."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+    wrappers = ("module", "_orig_mod", "_fsdp_wrapped_module")  # DDP, compiled, FSDP
+    return ".".join(part for part in name.split(".") if part not in wrappers)
 
 
 def listed(groups: list[dict[str, Any]]) -> list[tuple[str | None, Any]]:
