@@ -89,7 +89,7 @@ def test_a_random_bipartite_graph_has_no_clusters(sizes, method):
     assert "clusters\n" not in str(result)
 
 
-def test_the_karate_club_takes_milliseconds():
+def test_counting_the_clusters_of_the_karate_club_takes_milliseconds():
     graph = graphs.as_graph(networkx.karate_club_graph())
     start = time.process_time()
 
@@ -100,13 +100,13 @@ def test_the_karate_club_takes_milliseconds():
 
 
 @pytest.mark.parametrize("kind", ["watts_strogatz", "barabasi_albert", "mixed"])
-def test_clusters_of_other_models(kind):
+def test_clusters_of_other_random_models_are_counted(kind):
     graph = planted(20, size=40, kind=kind, degree=10)
     assert graphs.count_clusters(graph).count == 20
 
 
 @pytest.mark.parametrize("method", ["entropic", "lanczos"])
-def test_sampled_counts_are_within_four_of_their_errors(method):
+def test_sampled_counts_are_within_four_standard_errors(method):
     found = graphs.count_clusters(planted(60), method=method)
     assert abs(found.estimate - 60) < 4 * found.stderr
     assert found.count == round(found.estimate)
@@ -138,7 +138,7 @@ def test_a_path_and_a_random_graph_have_no_gap(method):
 
 
 @pytest.mark.parametrize("method", ["entropic", "lanczos"])
-def test_the_error_of_many_equal_eigenvalues_is_that_of_the_probes(method):
+def test_the_error_of_a_repeated_eigenvalue_is_that_of_independent_probes(method):
     # 40 separate edges: half of all eigenvalues are 0, half 2, and every diagonal entry of the
     # projection is 1/2. Random signs then leave sqrt(2 (40 - 80 / 4) / 100).
     pairs = networkx.from_edgelist([(2 * i, 2 * i + 1) for i in range(40)])
@@ -148,7 +148,7 @@ def test_the_error_of_many_equal_eigenvalues_is_that_of_the_probes(method):
 
 
 @pytest.mark.parametrize("method", ["auto", "krylov", "entropic"])
-def test_components_and_isolated_vertices_count(method):
+def test_components_and_isolated_vertices_are_counted_as_clusters(method):
     parts = [networkx.complete_graph(12) for _ in range(7)]
     graph = networkx.disjoint_union_all(parts)
     graph.add_nodes_from(range(1000, 1005))
@@ -158,7 +158,7 @@ def test_components_and_isolated_vertices_count(method):
     assert found.estimate == pytest.approx(12, abs=4 * found.estimate_stderr)
 
 
-def test_weights_make_clusters():
+def test_weights_of_edges_can_separate_clusters():
     # One complete graph, whose edges are a thousand times as heavy within three parts.
     weights = torch.full((60, 60), 0.001, dtype=torch.float64).fill_diagonal_(0)
     for part in range(3):
@@ -230,14 +230,14 @@ def test_there_is_no_count_unless_two_methods_agree(sampled):
     assert large.reason.startswith("no clusters: the 30 eigenvalues left of the gap")
 
 
-def test_a_count_is_stored_and_read(tmp_path, sampled):
+def test_a_count_is_equal_after_saving_and_loading(tmp_path, sampled):
     before = reconciled(below(30), sampled, FACTS, trusted=True)
     ritz.save(before, tmp_path / "count.safetensors")
     assert ritz.load(tmp_path / "count.safetensors") == before
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_filtered_block_counts_what_eigenvalues_say(rng, dtype):
+def test_a_filtered_block_counts_the_exact_eigenvalues(rng, dtype):
     graph = planted(12)
     exact = graphs.eigenvalues(graph)
     op = graphs.laplacian(graph, dtype=dtype)
@@ -249,7 +249,7 @@ def test_a_filtered_block_counts_what_eigenvalues_say(rng, dtype):
     assert counted.missed < 0.01
 
 
-def test_probes_see_what_a_narrow_block_missed(rng):
+def test_probes_detect_eigenvalues_that_a_narrow_block_missed(rng):
     graph = planted(12)
     null = NullSpace.of(graph, torch.float64)
     counted = count_below(graphs.laplacian(graph), null, GAP, width=8, generator=rng, bar=Quiet())
@@ -278,7 +278,7 @@ def test_the_polynomial_is_one_at_the_lower_end_and_small_above():
     assert float(out[1:].max()) == pytest.approx(1 / math.cosh(10 * math.acosh(1 + 0.94 / 1.5)))
 
 
-def test_the_gap_is_the_widest_low_stretch_and_not_the_first_minimum():
+def test_the_gap_is_the_widest_interval_and_not_the_first_minimum():
     # Atoms at 0 and 0.1 make a band; the bulk is from 0.8 on.
     values = torch.cat([torch.zeros(10), torch.full((10,), 0.1), torch.linspace(0.8, 1.2, 180)])
     angles = (values.double() - 1).acos()
@@ -290,7 +290,7 @@ def test_the_gap_is_the_widest_low_stretch_and_not_the_first_minimum():
     assert 200 * density.mass(0, gap.threshold) == pytest.approx(20, abs=0.5)
 
 
-def test_the_widest_gap_between_eigenvalues_is_by_angles():
+def test_the_width_of_a_gap_is_measured_in_angles():
     values = torch.tensor([0.0, 0.001, 0.1, 0.15, 0.2], dtype=torch.float64)
     gap = widest_between(values, Gap(low=0.0005, high=0.25, threshold=0.1))
     assert (gap.low, gap.high) == (0.001, 0.1)
@@ -320,7 +320,7 @@ def test_settings_out_of_range_name_the_argument(bad):
         graphs.count_clusters(planted(2), **bad)
 
 
-def test_wrong_graphs_and_methods():
+def test_graphs_without_edges_and_unknown_methods_are_refused():
     with pytest.raises(ValueError, match="method must be one of auto, krylov"):
         graphs.count_clusters(planted(2), method="magic")
     lonely = graphs.erdos_renyi(1, p=0.0)

@@ -49,14 +49,14 @@ def edges(graph):
     ],
 )
 @pytest.mark.parametrize("name", ["graph.txt", "graph.txt.gz", "graph"])
-def test_separators_comments_and_gzip(written, text, name):
+def test_separators_comments_and_gzip_are_understood(written, text, name):
     graph = read(written(text, name))
     assert edges(graph) == {(0, 1): 1, (1, 2): 1}
     assert graph.names is None
     assert graph.intake.num_records == 2
 
 
-def test_any_ids_of_64_bits_are_vertices_in_ascending_order(written):
+def test_vertices_are_the_64_bit_ids_in_ascending_order(written):
     big = 2**63 - 1
     graph = read(written(f"7 {big}\n{big} 100000000000000000\n7 5\n"))
     assert graph.names.tolist() == [5, 7, 10**17, big]
@@ -64,7 +64,7 @@ def test_any_ids_of_64_bits_are_vertices_in_ascending_order(written):
 
 
 @pytest.mark.parametrize("digits", [1, 7, 8, 9, 15, 16, 17, 18, 19])
-def test_ids_of_every_length(written, digits):
+def test_ids_of_every_length_are_parsed(written, digits):
     ids = [10 ** (digits - 1) + k for k in (0, 3, 7)]
     graph = read(written("".join(f"{a} {b}\n" for a, b in pairwise(ids))))
     assert graph.names.tolist() == ids
@@ -91,11 +91,11 @@ def test_a_weight_of_zero_is_no_edge_but_its_ends_are_vertices(written):
     assert (graph.num_nodes, graph.num_isolated, graph.intake.num_zero_weights) == (3, 1, 1)
 
 
-def test_weights_that_are_all_one_are_none(written):
+def test_weights_that_are_all_one_make_an_unweighted_graph(written):
     assert read(written("0 1 1\n1 2 1.0\n")).weights is None
 
 
-def test_the_third_column_may_be_passed_over_or_asked_for(written):
+def test_the_third_column_may_be_ignored_or_required(written):
     path = written("0 1 99 -3\n1 2 98 x\n")
     assert edges(read(path, weights=False)) == {(0, 1): 1, (1, 2): 1}
     assert edges(read(path, weights=True)) == {(0, 1): 99, (1, 2): 98}
@@ -109,13 +109,13 @@ def test_the_third_column_may_be_passed_over_or_asked_for(written):
     ("rule", "expected"),
     [("merge", {(0, 1): 4, (1, 2): 2}), ("sum", {(0, 1): 8, (1, 2): 2})],
 )
-def test_repeated_edges_of_weighted_lists(written, rule, expected):
+def test_repeated_edges_of_weighted_lists_are_merged_summed_or_refused(written, rule, expected):
     graph = read(written("0 1 1\n0 1 4\n1 0 3\n1 2 2\n"), multi_edges=rule)
     assert edges(graph) == expected
     assert (graph.intake.num_merged, graph.intake.num_reciprocal) == (2, 1)
 
 
-def test_repeated_edges_of_unweighted_lists(written):
+def test_repeated_edges_of_unweighted_lists_are_merged_counted_or_refused(written):
     path = written("0 1\n0 1\n1 0\n1 2\n")
     assert edges(read(path)) == {(0, 1): 1, (1, 2): 1}
     assert edges(read(path, multi_edges="sum")) == {(0, 1): 3, (1, 2): 1}
@@ -123,7 +123,7 @@ def test_repeated_edges_of_unweighted_lists(written):
         read(path, multi_edges="refuse")
 
 
-def test_self_loops(written):
+def test_self_loops_are_dropped_kept_or_refused(written):
     path = written("5 5 2\n5 6 1\n5 5 3\n")
     assert edges(read(path)) == {(5, 6): 1}
     kept = read(path, self_loops="keep")
@@ -135,7 +135,7 @@ def test_self_loops(written):
         read(path, self_loops="refuse")
 
 
-def test_unweighted_self_loops_leave_a_graph_unweighted(written):
+def test_a_graph_with_unweighted_self_loops_stays_unweighted(written):
     kept = read(written("0 0\n0 1\n"), self_loops="keep")
     assert kept.weights is None
     assert edges(kept) == {(0, 0): 1, (0, 1): 1}
@@ -160,7 +160,7 @@ def test_a_list_is_directed_if_only_some_edges_have_their_reverse(written, text,
         assert read(path, directed="refuse").num_edges == read(path).num_edges
 
 
-def test_the_largest_component_on_request(written):
+def test_only_the_largest_component_is_returned_on_request(written):
     graph = read(written("0 1\n5 6\n6 7\n"), largest_component=True)
     assert graph.names.tolist() == [5, 6, 7]
 
@@ -178,7 +178,7 @@ def test_rejected_lines_are_counted_and_quoted(written):
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_chunks_do_not_show(written, monkeypatch, chunk):
+def test_the_block_size_does_not_change_the_graph(written, monkeypatch, chunk):
     generator = np.random.default_rng(3)
     rows = generator.integers(0, 10**12, (400, 2))
     text = "".join(f"{a} {b} {a % 7 + 0.5}\n" for a, b in rows)
@@ -193,7 +193,7 @@ def test_chunks_do_not_show(written, monkeypatch, chunk):
     assert whole.intake.reasons == ("line 402: the weight 'x' is not a number",)
 
 
-def test_progress_is_told(written):
+def test_progress_reaches_the_size_of_the_file(written):
     class Watch:
         done = -1
 

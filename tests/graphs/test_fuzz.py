@@ -169,7 +169,7 @@ SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_fuzzed_edge_lists(tmp_path, seed):
+def test_random_edge_lists_agree_with_a_plain_parser(tmp_path, seed):
     rng, count = random.Random(seed), 1_000
     kinds = {"accepted": 0, "rejected": 0}
     for _ in range(count):

@@ -163,7 +163,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_one_clear_line(tmp_path, name):
+def test_an_invalid_file_raises_one_line_with_its_name(tmp_path, name):
     file, text, message = WRONG[name]
     path = tmp_path / file
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -173,7 +173,7 @@ def test_one_clear_line(tmp_path, name):
     assert "\n" not in str(caught.value)
 
 
-def test_many_isolated_vertices_are_taken_where_they_are_meant(tmp_path, monkeypatch):
+def test_many_isolated_vertices_need_num_nodes(tmp_path, monkeypatch):
     monkeypatch.setattr(assembly, "SIZES", replace(assembly.SIZES, free_nodes=100))
     path = tmp_path / "e.mtx"
     path.write_text(MTX + "101 101 1\n3 2 1\n")
@@ -189,7 +189,7 @@ def test_many_isolated_vertices_are_taken_where_they_are_meant(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("keep", [5, 30, 200, -4])
-def test_a_truncated_gzip(tmp_path, keep):
+def test_a_truncated_gzip_file_is_refused(tmp_path, keep):
     path = tmp_path / "edges.txt.gz"
     text = "".join(f"{i} {i * i % 97}\n" for i in range(1000))
     path.write_bytes(gzip.compress(text.encode(), mtime=0)[:keep])
@@ -197,7 +197,7 @@ def test_a_truncated_gzip(tmp_path, keep):
         read(path)
 
 
-def test_a_damaged_gzip(tmp_path):
+def test_a_damaged_gzip_file_is_refused(tmp_path):
     path = tmp_path / "edges.txt.gz"
     data = bytearray(gzip.compress(b"0 1\n" * 50, mtime=0))
     data[-6] ^= 1
@@ -206,7 +206,7 @@ def test_a_damaged_gzip(tmp_path):
         read(path)
 
 
-def test_no_file(tmp_path):
+def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no graph file .*none.txt"):
         read(tmp_path / "none.txt")
     with pytest.raises(GraphError, match="is not a file"):

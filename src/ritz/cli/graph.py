@@ -24,7 +24,7 @@ app = typer.Typer(
 READING = "Reading of files"
 METHOD = (
     "Count small eigenvalues one by one (krylov), or from a density by maximum entropy or Lanczos. "
-    "auto uses krylov, checked by a density."
+    "auto takes all eigenvalues of a small graph, otherwise krylov, checked by a density."
 )
 WEIGHTS = "Require weights, or ignore them (default: read them if there are any)."
 
