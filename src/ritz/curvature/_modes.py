@@ -35,8 +35,6 @@ class Limits:
     cache: int = 2 * 2**30
     # A trace takes seconds. Data in batches have two shapes; padded text has one per length.
     max_traces: int = 8
-    # Rows transposed at once. A tile of 16384 x 8 doubles is 1 MB and stays in the L2 cache.
-    tile: int = 2**14
     # Columns multiplied at once. On an H200 a column of a block of 8 takes 1.1 ms against 9.0 ms
     # alone (MLP); on the CPU both take 18 ms (benchmarks/results/products*.json).
     block_size: int = 8
@@ -76,29 +74,32 @@ class Context:
         constants: Frozen parameters, parameters that were not chosen, and buffers, by name.
         batch: The samples.
         masks: Masks of the dropout layers in the order of their calls; ``None`` without dropout.
+        size: Number of samples in the batch.
         extra: Further data of an operator, such as drawn labels.
     """
 
     constants: Params
     batch: Batch
     masks: list[Tensor] | None
+    size: int
     extra: Any = None
 
-    @property
-    def samples(self) -> Batch:
-        """All that may have one row per sample."""
-        return self.batch, self.masks, self.extra
+    def rows(self, part: slice) -> "Context":
+        """Return the context of some of the samples."""
+        batch, masks, extra = self.samples(part)
+        return Context(self.constants, batch, masks, len(range(self.size)[part]), extra)
 
-    def on(self, samples: Batch) -> "Context":
-        """Return the context of other samples, in the form of :attr:`samples`."""
-        return Context(self.constants, *samples)
+    def samples(self, part: slice) -> Batch:
+        """Return everything that may have one row per sample, for some of the samples."""
+        return take_rows((self.batch, self.masks, self.extra), part, self.size)
 
-    def rows(self, part: slice, size: int) -> "Context":
-        """Return the context of some samples of a batch of ``size`` samples."""
-        return self.on(take_rows(self.samples, part, size))
+    def on(self, sample: Batch) -> "Context":
+        """Return the context of a single sample, in the form of :meth:`samples`."""
+        batch, masks, extra = sample
+        return Context(self.constants, batch, masks, 1, extra)
 
 
-_pytree.register_dataclass(Context, field_names=["constants", "batch", "masks", "extra"])
+_pytree.register_dataclass(Context, field_names=["constants", "batch", "masks", "size", "extra"])
 
 
 def copy_state(
