@@ -88,7 +88,7 @@ def test_the_first_example_prints_the_output_shown_in_the_readme(session):
 
 def test_the_readme_runs_from_top_to_bottom(session):
     written = {path.name for path in session[1].iterdir()}
-    assert written == {"spectrum.png", "spectrum.safetensors"}
+    assert written == {"spectrum.png", "spectrum.safetensors", "density.png"}
 
 
 # Additional options that make the commands of the README fast.

@@ -3,7 +3,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args, get_origin
 
@@ -199,9 +199,16 @@ class TrainingOptions(TypedDict, total=False):
     keep: Sequence[int]
 
 
+def _document(entry: Field[Any]) -> str:
+    text = entry.metadata["help"].removesuffix(" May be repeated.")
+    # A default of None is explained in the help.
+    shown = entry.default not in (None, MISSING)
+    return f"{entry.name}: {text}" + (f" Defaults to ``{entry.default!r}``." if shown else "")
+
+
 # Sphinx, help() and the command line show the same text.
 TrainingConfig.__doc__ = f"{TrainingConfig.__doc__}\n    Attributes:\n" + "\n".join(
-    f"        {entry.name}: {entry.metadata['help']}" for entry in fields(TrainingConfig)
+    f"        {_document(entry)}" for entry in fields(TrainingConfig)
 )
 
 
