@@ -86,7 +86,7 @@ def test_a_link_to_another_file_is_refused(here, tmp_path, refused, name):
 def test_a_last_batch_of_one_row_suggests_drop_last(here, tmp_path, refused, capsys):
     usual = ["train", *OWN, "--set-data", "rows=33", *SMALL, "--out", tmp_path / "run"]
     assert "--drop-last" in refused(*usual)
-    assert ritz(*usual, "--drop-last") == 0
+    assert ritz(*usual, "--drop-last", "--restart") == 0
     assert json.loads(capsys.readouterr().out)["result"]["num_steps"] == 4
 
 

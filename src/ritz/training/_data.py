@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, pairwise
 from math import ceil
 from typing import Any, final
 
@@ -10,7 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
 from ritz._core.batches import Batch, common_rows, is_tensors, num_rows, take_rows, to_device
 from ritz._core.checks import check_count
@@ -272,10 +279,10 @@ def as_parts(data: Any) -> DataParts:
     Args:
         data: An object with ``train`` and ``test``, such as ``ritz.data.load`` returns; a
             dictionary with the key ``train`` and the optional keys ``validation`` and ``test``; a
-            pair ``(train, test)``; or training data alone. Each part is a tuple
-            ``(inputs, targets)`` of tensors or NumPy arrays, a torch dataset or loader, a list of
-            batches, or an object with ``batches``. A pair of tensors or arrays is always
-            ``(inputs, targets)``.
+            tuple ``(train, test)`` or ``(train, validation, test)``; or training data alone. Each
+            part is a tuple ``(inputs, targets)`` of tensors or NumPy arrays, a torch dataset or
+            loader, a list of batches, an object with ``batches``, or a function
+            ``epoch -> batches``. A tuple of tensors or arrays is always ``(inputs, targets)``.
     """
     data = _to_tensors(data)
     known: dict[str, Any] = {}
@@ -291,18 +298,18 @@ def as_parts(data: Any) -> DataParts:
                 f"{', '.join(map(str, data)) or 'none'}"
             )
         parts = dict(data)
-    elif isinstance(data, tuple) and len(data) == 2 and not is_tensors(data):
-        parts = {"train": data[0], "test": data[1]}
+    elif isinstance(data, tuple) and len(data) in (2, 3) and not is_tensors(data):
+        parts = dict(zip(PARTS if len(data) == 3 else ("train", "test"), data, strict=True))
     else:
         parts = {"train": data}
     plain: dict[str, Any] = {
-        name: None if part is None and name != "train" else _as_part(part, name)
+        name: None if part is None and name != "train" else as_part(part, name)
         for name, part in parts.items()
     }
     return DataParts(**plain, **(known or _guess_shape(plain["train"])))
 
 
-def _as_part(part: Any, name: str) -> Any:
+def as_part(part: Any, name: str) -> Any:
     """Return a part as a tuple of tensors, an object with ``batches``, or batches."""
     part = _to_tensors(part)
     if isinstance(part, TensorDataset):
@@ -316,10 +323,19 @@ def _as_part(part: Any, name: str) -> Any:
         part = IndexedData(part)
     if isinstance(part, IndexedData | list | DataLoader) and _length(part) == 0:
         raise ValueError(f"{name} data must not be empty")
+    if isinstance(part, Iterator):
+        raise TypeError(
+            f"{name} data must be readable once per epoch, got {type(part).__name__}, which can be "
+            "read once only: use a list of batches, or a function of the epoch that returns batches"
+        )
+    if isinstance(part, tuple):
+        raise TypeError(f"{name} data must be (inputs, targets), both tensors or arrays, got a "
+                        f"tuple of {len(part)}: batches must be a list")  # fmt: skip
     several = isinstance(part, Iterable) and not isinstance(part, Tensor | str | bytes | Mapping)
-    # The first of a list must be a batch; an iterator would lose it by being looked at.
-    first = part[0] if isinstance(part, list | tuple) else ()
-    if hasattr(part, "batches") or (several and isinstance(first, tuple | list | Mapping)):
+    # The first of a list must be a batch; other iterables would lose it by being looked at.
+    first = part[0] if isinstance(part, list) else ()
+    usable = hasattr(part, "batches") or (callable(part) and not isinstance(part, type))
+    if usable or (several and isinstance(first, tuple | list | Mapping)):
         return part
     kind = f"{type(part).__name__} of {type(first).__name__}" if several else type(part).__name__
     raise TypeError(
@@ -360,7 +376,7 @@ def _guess_shape(train: Any) -> dict[str, Any]:
 
 
 def limited(source: Any, count: int, *, seed: int) -> Any:
-    """Return a random subset; of a text the first tokens, of a loader the first batches."""
+    """Return ``count`` random samples; of a text, and of data without a length, the first ones."""
     generator = torch.Generator().manual_seed(seed)
     if isinstance(source, TextSplit):
         check_count("num_samples", count, low=2, high=len(source.tokens))
@@ -368,13 +384,28 @@ def limited(source: Any, count: int, *, seed: int) -> Any:
     pool = IndexedData(source) if is_tensors(source) else source
     if hasattr(pool, "batches") and hasattr(pool, "take"):
         check_count("num_samples", count, high=len(pool))
-        chosen = pool.take(count, generator=generator)
-        return chosen.batches(count)[0] if is_tensors(source) else chosen
+        taken = pool.take(count, generator=generator)
+        return taken.batches(count)[0] if is_tensors(source) else taken
+    if isinstance(source, DataLoader) and isinstance(source.dataset, Sized):
+        check_count("num_samples", count, high=len(source.dataset))
+        order = torch.randperm(len(source.dataset), generator=generator)
+        subset: Any = Subset(source.dataset, order[:count].tolist())
+        size = source.batch_size or 1
+        return list(DataLoader(subset, batch_size=size, collate_fn=source.collate_fn))
     check_count("num_samples", count)
+    if isinstance(source, list):
+        sizes = [num_rows(batch) for batch in source]
+        check_count("num_samples", count, high=sum(sizes))
+        picked = torch.randperm(sum(sizes), generator=generator)[:count].sort().values
+        starts = torch.tensor([0, *sizes]).cumsum(0)
+        rows = [picked[(picked >= a) & (picked < b)] - a for a, b in pairwise(starts.tolist())]
+        chosen = zip(source, rows, sizes, strict=True)
+        return [take_rows(batch, row, size) for batch, row, size in chosen if len(row)]
     batches: list[Any] = []
-    for batch in islice(source, count):
-        batches.append(batch)
-        count -= num_rows(batch)
+    for batch in source:  # of data without a length, the first samples
+        size = num_rows(batch)
+        batches.append(take_rows(batch, slice(count), size) if size > count else batch)
+        count -= size
         if count <= 0:
             break
     return batches

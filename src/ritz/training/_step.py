@@ -232,6 +232,13 @@ class Step:
                 check_labels(adapter.loss_fn.call, outputs, target, "the first batch", some=False)
                 self.num_classes = num_classes(outputs, target)
             loss = part = adapter.loss(outputs, target)
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                got = (
+                    f"shape {tuple(loss.shape)}"
+                    if isinstance(loss, Tensor)
+                    else type(loss).__name__
+                )
+                raise ValueError(f"the loss must be a number, the mean over a batch, got {got}")
         if isinstance(piece.share, Tensor):
             part = loss * piece.share.to(loss.dtype)
         elif piece.share != 1:
