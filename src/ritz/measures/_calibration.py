@@ -109,6 +109,7 @@ def temperature(
     check_count("num_bins", num_bins)
     check_range("atol", atol, low=0.0)
     check_count("max_steps", max_steps, low=2)
+    # Newton's method needs f at several beta, but the outputs only once.
     pairs = _pairs(risk)
     loss = _CrossEntropy(risk, pairs)
     _check_minimum(loss)

@@ -137,6 +137,7 @@ def rank_bound(risk: Risk) -> RankBound:
     require_outputs(risk, "rank_bound()")
     known = known_loss(risk.loss_fn)
     softmax = known is not None and known.kind == "cross_entropy"
+    # Terms and outputs are counted by batch: labels may be ignored.
     counts = torch.zeros(2, dtype=torch.int64, device=risk.theta.device)
     inputs = None
     with torch.no_grad(), risk.settings():

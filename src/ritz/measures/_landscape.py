@@ -91,6 +91,7 @@ def filter_normalized(risk: Risk, direction: Tensor) -> Tensor:
 
     Reference: Li, Xu, Taylor, Studer and Goldstein (2018), section 4.
     """
+    # In the layout of the weights, so that filters are slices of their tensors.
     check_direction("direction", direction, risk)
     weights, parts = risk.params, {}
     for name, part in risk.space.unflatten(direction).items():

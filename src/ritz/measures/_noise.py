@@ -10,7 +10,7 @@ from torch import Tensor
 from ritz._core.checks import check_count, check_tensor
 from ritz._core.distributed import world_size
 from ritz._core.progress import Progress, tracking
-from ritz._core.random import Probe, resolve_generator
+from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate, Status, format_uncertain, plain_estimate, stderr
 from ritz._core.sampling import check_samples, column_dots
 from ritz._core.storage import storable
@@ -77,7 +77,6 @@ def curvature_variance(
     group_size: int | None = None,
     num_probes: int = 8,
     along: Tensor | None = None,
-    probe: Probe = "rademacher",
     generator: torch.Generator | None = None,
     progress: bool | Progress = False,
 ) -> Estimate:
@@ -112,10 +111,9 @@ def curvature_variance(
         matrix: ``hessian`` or ``ggn``.
         group_size: Samples ``g`` per group. Defaults to 1 below 256 samples, and otherwise to the
             largest that gives at least 128 groups.
-        num_probes: Number of random unit vectors :math:`v`.
+        num_probes: Number of random unit vectors :math:`v`, multiples of Rademacher vectors.
         along: Unit vectors ``(P,)`` or ``(P, k)`` in place of random ones, such as Ritz vectors.
             The result is :math:`V(v)` along each, exact for ``g = 1``.
-        probe: ``rademacher`` or ``gaussian``, normalised to unit length.
         generator: Source of groups and probes. Defaults to a new generator with seed 0.
         progress: Show a progress bar, or a :class:`Progress` to report to.
 
@@ -130,7 +128,7 @@ def curvature_variance(
     generator = resolve_generator(generator)
     if along is None:
         check_count("num_probes", num_probes, low=2)
-        vectors = _unit_probes(risk, num_probes, probe, generator)
+        vectors = _unit_probes(risk, num_probes, generator)
     else:
         vectors = _unit_block(risk, along)
     order = torch.randperm(count, generator=generator, device=generator.device)
@@ -213,6 +211,7 @@ def shrinkage(
     # e^2 = P (P sigma^2) (1/B - 1/N) N/(N - 1)
     factors = [(1 / size - 1 / count) * count / (count - 1) for size in sizes]
     scale = risk.space.size * torch.tensor(factors, dtype=torch.float64)
+    # beta = d^2 / (d^2 + e^2)
     d2, e2 = signal.mean, variance.mean * scale
     # d beta = (e^2 d(d^2) - d^2 d(e^2)) / (d^2 + e^2)^2
     error = torch.hypot(e2 * signal.stderr, d2 * variance.stderr * scale) / (d2 + e2).square()
@@ -245,8 +244,8 @@ def _check_groups(risk: Risk) -> None:
         raise ValueError(f"curvature_variance() needs at least 2 samples, got {risk.num_samples}")
 
 
-def _unit_probes(risk: Risk, count: int, probe: Probe, generator: torch.Generator) -> Tensor:
-    block = random_vectors(risk, count, generator, kind=probe)
+def _unit_probes(risk: Risk, count: int, generator: torch.Generator) -> Tensor:
+    block = random_vectors(risk, count, generator, kind="rademacher")
     return block.div_(block.norm(dim=0))
 
 
@@ -295,7 +294,7 @@ def _signal(
     r"""Estimate the squared distance :math:`\|H - m I\|_F^2` from the nearest multiple of I."""
     op = curvature_operator(risk, matrix)
     size = risk.space.size
-    block = _unit_probes(risk, num_probes, "rademacher", generator)
+    block = _unit_probes(risk, num_probes, generator)
     image = torch.cat([op.matmat(part) for part in block.split(op.block_size, 1)], 1)
     along, square = column_dots(block, image).cpu(), column_dots(image, image).cpu()
     # E |H v - m v|^2 = |H - m I|_F^2 / P for unit probes, and E v'Hv = m. To first order m may come

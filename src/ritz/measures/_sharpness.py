@@ -100,6 +100,7 @@ def simple_eigenvalues(runs: Sequence[Spectrum]) -> Tensor:
         return torch.empty(len(runs), 0, dtype=torch.int64)
     angles = [_angles(run) for run in runs]
     simple = []
+    # Candidates are the converged values of the first run; every other run must confirm them.
     for index in (angles[0] <= TUNING.converged).nonzero()[:, 0].tolist():
         nearest = [int((run.values - first.values[index]).abs().argmin()) for run in others]
         places = [index, *nearest]

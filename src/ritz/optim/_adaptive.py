@@ -186,6 +186,7 @@ class AdaptiveOptimizer(Optimizer):
             if fused:
                 _device_dtype_check_for_fused(param)
             state["step"] = torch.tensor(0.0, dtype=_get_scalar_dtype())
+            # m_0 = v_0 = 0, which the factors 1 - beta^t correct.
             state["exp_avg"] = torch.zeros_like(param)
             state["exp_avg_sq"] = torch.zeros_like(param)
         if rule.amsgrad and "max_exp_avg_sq" not in state:

@@ -4,7 +4,7 @@ import copy
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, final
+from typing import Any, Literal, final, get_args
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from ritz.optim._companions import NEVER, Companions, local, owners
 
 Pairs = list[tuple[Tensor, Tensor]]
 AverageKind = Literal["tail", "ema", "polyak"]
-KINDS = ("tail", "ema", "polyak")
 
 
 @final
@@ -85,7 +84,7 @@ class IterateAverage:
         dtype: torch.dtype | None = None,
     ) -> None:
         check_optimizer(optimizer)
-        check_choice("kind", kind, KINDS)
+        check_choice("kind", kind, get_args(AverageKind))
         if start is not None:
             check_count("start", start, low=0)
         check_count("interval", interval)
@@ -167,6 +166,7 @@ class IterateAverage:
             group: Process group. Defaults to all processes.
         """
         self._check_not_applied("applied")
+        # A copy, because the average takes the place of the weights.
         pairs = self._matched(model)
         before = [p.detach().clone() for p, _ in pairs]
         self._applied = True
@@ -261,6 +261,7 @@ class IterateAverage:
         self._numbers["step"] += 1
         found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
         if found_inf is not None:
+            # Counted on the device: reading it here would wait for every step.
             skipped = (found_inf > 0).sum()
             self._skipped = skipped if self._skipped is None else self._skipped + skipped
         if self._is_due():
@@ -434,6 +435,7 @@ class AutoAverage:
             raise ValueError("metric must be a number, got nan")
         if self.finished:
             return True
+        # The first value of a phase is always the best so far.
         gain = math.inf
         if self.best is not None:
             gain = self.best - value if self.mode == "min" else value - self.best

@@ -12,7 +12,6 @@ from ritz._core.params import parameters
 
 StateDict = dict[str, Any]
 NEVER = -1  # as the number of a step
-WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module")  # DDP, compiled, FSDP
 
 
 @final
@@ -79,6 +78,7 @@ class Companions:
             self._collect(optimizer)
         # A frozen parameter waits: it may be unfrozen later.
         for p in [p for p in self._waiting if p.requires_grad]:
+            # At least float32: averages of half-precision weights would stall by rounding.
             self.tensors[p] = p.detach().to(self._kind(p), copy=True)
             self._unbound.append(p)
             del self._waiting[p]
@@ -94,6 +94,7 @@ class Companions:
         written = [(f"{self.key}_{name}", self.numbers[name]) for name in names or self.numbers]
         for p in self.tensors:
             state = optimizer.state.get(p, {})
+            # Only where the tensor itself is: the optimiser creates the state of a parameter.
             for name, value in written if self.key in state else ():
                 state[name].fill_(value)
 
@@ -127,6 +128,7 @@ class Companions:
         """Take the companions out of a state that torch is about to load and to cast."""
         keys = (self.key, *(f"{self.key}_{name}" for name in self.numbers))
         places = dict(_pairs(optimizer, state_dict))
+        # torch casts state to the dtype of its parameter, which would round a float32 average.
         self._loaded, state = {}, dict(state_dict["state"])
         for place, entry in state_dict["state"].items():
             if isinstance(entry, dict) and self.key in entry:
@@ -186,7 +188,8 @@ def _pairs(optimizer: Optimizer, state_dict: StateDict) -> Iterator[tuple[Any, t
 
 def _bare(name: str) -> str:
     """Return the name of a parameter without the names of wrappers in it."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+    wrappers = ("module", "_orig_mod", "_fsdp_wrapped_module")  # DDP, compiled, FSDP
+    return ".".join(part for part in name.split(".") if part not in wrappers)
 
 
 def listed(groups: list[dict[str, Any]]) -> list[tuple[str | None, Any]]:

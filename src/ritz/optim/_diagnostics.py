@@ -114,8 +114,6 @@ def _as_samples(logits: list[Tensor]) -> list[Tensor]:
 # ------------------------------------------------------------------------------------------
 # Norms of weights, and effective learning rates of normalised layers.
 
-FACTOR = 2.0  # above one: the epsilon of a normalisation then matters less
-
 
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +192,8 @@ def scale_invariant_weights(model: nn.Module, *inputs: Any, rtol: float = 0.01) 
                 continue
             # The control: the same entries at other places.
             shuffled = weight.flatten().roll(1).view_as(weight)
-            scaled = _change(before, _outputs(model, {name: FACTOR * weight}, inputs))
+            # Doubled rather than halved: the epsilon of a normalisation then matters less.
+            scaled = _change(before, _outputs(model, {name: 2.0 * weight}, inputs))
             control = _change(before, _outputs(model, {name: shuffled}, inputs))
             if control > 0 and scaled <= rtol * control:
                 names.append(name)

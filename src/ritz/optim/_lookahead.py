@@ -132,6 +132,7 @@ class Lookahead(Optimizer):
             return
         numbers = self._slow.numbers
         numbers["step"] += 1
+        # phi is updated after steps k, 2k, ..., up to the step before `until`.
         over = self.until is not None and numbers["step"] >= self.until
         if numbers["step"] % self.k == 0 and not over:
             self._synchronise()

@@ -11,10 +11,6 @@ from ritz._core.checks import check_count
 from ritz._core.registry import Registry
 from ritz.optim._adaptive import AdaptiveOptimizer, AveragedOptimizer, Gadam, GadamX, Padam
 
-GADAM = "Granziol et al. (2021), Iterate averaged adaptive gradient methods, "
-CIFAR = GADAM + "appendix B.2; averaging from epoch 161"
-SEARCHED = "; the paper does not give the weight decay, so this is the default"
-
 
 @dataclass(frozen=True, slots=True)
 class Preset:
@@ -85,34 +81,41 @@ def _add(name: str, *entry: Any, **settings: Any) -> None:
     _PRESETS.register(name)(make(*entry, MappingProxyType(settings)))
 
 
-_FLAT = "Granziol (2020), Flatness is a false friend, section 5 (decay); " + CIFAR
-_add("gadam/vgg16/cifar10", Gadam, 300, 161, _FLAT, lr=5e-4, weight_decay=0.35)
-_add("gadam/vgg16/cifar100", Gadam, 300, 161, _FLAT, lr=5e-4, weight_decay=0.25)
-_add("gadam/preresnet110/cifar", Gadam, 300, 161, CIFAR + SEARCHED, lr=1e-3)
-_add("gadamx/vgg16/cifar", GadamX, 300, 161, CIFAR + SEARCHED, lr=0.1)
-_add("gadamx/preresnet110/cifar", GadamX, 300, 161, CIFAR + SEARCHED, lr=0.1)
-_add("padam/cifar", Padam, 300, None, CIFAR + SEARCHED, lr=0.1)
+def _register_all() -> None:
+    gadam = "Granziol et al. (2021), Iterate averaged adaptive gradient methods, "
+    cifar = gadam + "appendix B.2; averaging from epoch 161"
+    searched = "; the paper does not give the weight decay, so this is the default"
+    flat = "Granziol (2020), Flatness is a false friend, section 5 (decay); " + cifar
+    _add("gadam/vgg16/cifar10", Gadam, 300, 161, flat, lr=5e-4, weight_decay=0.35)
+    _add("gadam/vgg16/cifar100", Gadam, 300, 161, flat, lr=5e-4, weight_decay=0.25)
+    _add("gadam/preresnet110/cifar", Gadam, 300, 161, cifar + searched, lr=1e-3)
+    _add("gadamx/vgg16/cifar", GadamX, 300, 161, cifar + searched, lr=0.1)
+    _add("gadamx/preresnet110/cifar", GadamX, 300, 161, cifar + searched, lr=0.1)
+    _add("padam/cifar", Padam, 300, None, cifar + searched, lr=0.1)
 
-_WRN = GADAM + "appendix B.2; averaging from epoch 30"
-_add("padam/wideresnet28x10/imagenet32", Padam, 50, None, _WRN, lr=0.03, weight_decay=1e-4)
-_add("gadam/wideresnet28x10/imagenet32", Gadam, 50, 30, _WRN, lr=1e-3, weight_decay=0.01)
-_add("gadamx/wideresnet28x10/imagenet32", GadamX, 50, 30, _WRN, lr=0.03, weight_decay=3e-4)
+    wide = gadam + "appendix B.2; averaging from epoch 30"
+    _add("padam/wideresnet28x10/imagenet32", Padam, 50, None, wide, lr=0.03, weight_decay=1e-4)
+    _add("gadam/wideresnet28x10/imagenet32", Gadam, 50, 30, wide, lr=1e-3, weight_decay=0.01)
+    _add("gadamx/wideresnet28x10/imagenet32", GadamX, 50, 30, wide, lr=0.03, weight_decay=3e-4)
 
-_PRN = GADAM + "appendix B.2; the paper does not give the start of the average"
-_add("padam/preresnet110/imagenet32", Padam, 200, None, _PRN, lr=0.1, weight_decay=1e-5)
-_add("gadam/preresnet110/imagenet32", Gadam, 200, None, _PRN, lr=1e-3, weight_decay=1e-3)
-_add("gadamx/preresnet110/imagenet32", GadamX, 200, None, _PRN, lr=0.1, weight_decay=3e-4)
+    deep = gadam + "appendix B.2; the paper does not give the start of the average"
+    _add("padam/preresnet110/imagenet32", Padam, 200, None, deep, lr=0.1, weight_decay=1e-5)
+    _add("gadam/preresnet110/imagenet32", Gadam, 200, None, deep, lr=1e-3, weight_decay=1e-3)
+    _add("gadamx/preresnet110/imagenet32", GadamX, 200, None, deep, lr=0.1, weight_decay=3e-4)
 
-# With eps = 1 the step of Gadam is nearly that of SGD, hence the large learning rate.
-_RESNET = GADAM + "section 5.3; averaging from epoch 61, one of three that were tried"
-_add("gadam/resnet50/imagenet", Gadam, 90, 61, _RESNET, lr=0.5, eps=1.0, weight_decay=1e-4)
-_BEST = _RESNET + "; the best learning rate, the largest that was tried" + SEARCHED
-_add("gadamx/resnet50/imagenet", GadamX, 90, 61, _BEST, lr=0.5, eps=1e-4)
+    # With eps = 1 the step of Gadam is nearly that of SGD, hence the large learning rate.
+    resnet = gadam + "section 5.3; averaging from epoch 61, one of three that were tried"
+    _add("gadam/resnet50/imagenet", Gadam, 90, 61, resnet, lr=0.5, eps=1.0, weight_decay=1e-4)
+    best = resnet + "; the best learning rate, the largest that was tried" + searched
+    _add("gadamx/resnet50/imagenet", GadamX, 90, 61, best, lr=0.5, eps=1e-4)
 
-_LSTM: dict[str, Any] = {"weight_decay": 1.2e-6}
-_L2 = _LSTM | {"decoupled_weight_decay": False}
-_PTB = GADAM + "appendix B.3; averaging from epoch 100 at a constant learning rate"
-_TUNED = _PTB + "; the paper does not give the learning rate of Gadam, so this is the default"
-_add("padam/lstm/ptb", Padam, 200, None, GADAM + "appendix B.3", lr=1.0, partial=0.2, **_LSTM)
-_add("gadam/lstm/ptb", Gadam, 200, 100, _TUNED, **_L2)
-_add("gadamx/lstm/ptb", GadamX, 200, 100, _PTB, lr=1.0, partial=0.2, **_L2)
+    lstm: dict[str, Any] = {"weight_decay": 1.2e-6}
+    coupled = lstm | {"decoupled_weight_decay": False}
+    ptb = gadam + "appendix B.3; averaging from epoch 100 at a constant learning rate"
+    tuned = ptb + "; the paper does not give the learning rate of Gadam, so this is the default"
+    _add("padam/lstm/ptb", Padam, 200, None, gadam + "appendix B.3", lr=1.0, partial=0.2, **lstm)
+    _add("gadam/lstm/ptb", Gadam, 200, 100, tuned, **coupled)
+    _add("gadamx/lstm/ptb", GadamX, 200, 100, ptb, lr=1.0, partial=0.2, **coupled)
+
+
+_register_all()

@@ -118,6 +118,7 @@ class Schedule(LRScheduler):
 
     def get_lr(self) -> list[float | Tensor]:
         """Return the learning rates of all groups."""
+        # alpha_t = alpha_0 shape(t), from the initial value, so that roundoff does not add up.
         factors = [shape(self.last_epoch) for shape in self._shapes]
         return [base * factor for base, factor in zip(self.base_lrs, factors, strict=True)]
 

@@ -197,9 +197,11 @@ def make_average(
             raise ValueError("pass either average or one of average_from and patience")
         auto = choice if isinstance(choice, optim.AutoAverage) else None
         average: Any = auto.average if auto else choice
+        # Hooks of an average on another optimiser would never run.
         if average.optimizer not in nested(optimizer):
             raise ValueError("average must be created for the optimizer that you pass to fit")
         return average, auto
+    # Gadam and GadamX have an average; something else may have the same name elsewhere.
     built_in = getattr(optimizer, "average", None)
     if not isinstance(built_in, optim.IterateAverage):
         built_in = None

@@ -204,6 +204,7 @@ class Feed:
             return source.batches(self._size, **options)  # type: ignore[no-any-return]
         if not isinstance(source, Iterable):
             return source(number)  # type: ignore[no-any-return]
+        # DistributedSampler shuffles by the number of the epoch, which it must be told.
         sampler: Any = getattr(source, "sampler", None)
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(number)
@@ -331,6 +332,7 @@ def as_part(part: Any, name: str) -> Any:
     if isinstance(part, tuple):
         raise TypeError(f"{name} data must be (inputs, targets), both tensors or arrays, got a "
                         f"tuple of {len(part)}: batches must be a list")  # fmt: skip
+    # Texts and dictionaries can be iterated over, but are no batches.
     several = isinstance(part, Iterable) and not isinstance(part, Tensor | str | bytes | Mapping)
     # The first of a list must be a batch; other iterables would lose it by being looked at.
     first = part[0] if isinstance(part, list) else ()

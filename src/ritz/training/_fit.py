@@ -203,6 +203,7 @@ def _with_preset(config: TrainingConfig) -> TrainingConfig:
     known = config.optimizer in optimizer_names() or config.optimizer not in optim.preset_names()
     if known or config.average_from is not None or config.patience is not None:
         return config
+    # A shorter run than the published one may end before its average would start.
     start = optim.preset(config.optimizer).average_from
     fits = start is not None and start <= config.num_epochs
     return replace(config, average_from=start) if fits else config
@@ -243,6 +244,7 @@ def joined_processes(device: str | torch.device | None) -> Iterator[str | torch.
 
     In a single process, or if torch.distributed is in use already, nothing is changed.
     """
+    # torchrun sets both; WORLD_SIZE alone may come from elsewhere.
     launched = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
     if not launched or not dist.is_available() or dist.is_initialized():
         yield device
@@ -251,6 +253,7 @@ def joined_processes(device: str | torch.device | None) -> Iterator[str | torch.
     if cuda:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
+    # NCCL exchanges tensors on GPUs only, gloo on the CPU.
     dist.init_process_group("nccl" if cuda else "gloo")
     try:
         yield device
@@ -296,6 +299,7 @@ def channels_last(model: nn.Module, precision: str, device: torch.device) -> Ite
     if device.type != "cuda" or precision == "float32":
         kernels = []
     changed = [p for p in kernels if not p.is_contiguous(memory_format=torch.channels_last)]
+    # Through .data, so that the optimiser keeps its parameters.
     for p in changed:
         p.data = p.data.contiguous(memory_format=torch.channels_last)
     try:

@@ -104,6 +104,7 @@ class CurvatureMonitor:
             raise ValueError(f"quantities must be a list of {names}; got {self.quantities!r}")
         for name in self.quantities:
             check_choice("quantities", name, QUANTITIES)
+        # Appends: the monitor does not know where a run began.
         self._log = None if self.log is None else Log(self.log, size=None)
 
     def __call__(
@@ -144,6 +145,7 @@ class CurvatureMonitor:
             )
             record |= {"variance": float(estimate.mean), "variance_stderr": float(estimate.stderr)}
         if "spectrum" in self.quantities:
+            # A Krylov space is never larger than the matrix.
             steps = min(self.num_steps, op.shape[0])
             run = lanczos(op, num_steps=steps, generator=self._generator())
             record |= {"ritz_values": run.values.tolist(), "ritz_weights": run.weights.tolist()}
@@ -159,6 +161,7 @@ class CurvatureMonitor:
 
     def _lambda_max(self, op: CurvatureOperator, optimizer: Optimizer | None) -> Record:
         limits: Any = {"rtol": self.rtol, "max_steps": 10 * self.num_steps}
+        # Without vectors, which would take memory and are not logged.
         run = eigenpairs(op, largest=1, vectors=False, generator=self._generator(), **limits)
         value = float(run.values[-1])
         record = {"lambda_max": value, "lambda_max_residual": float(run.residuals[-1])}

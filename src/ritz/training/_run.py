@@ -265,6 +265,7 @@ class Run:
     def train(self, progress: bool | Progress) -> TrainingStatus:
         """Train for the remaining epochs and return how the run ended."""
         config, length, state = self.config, self.steps_per_epoch, self.state
+        # The steps that the bar shows; unknown for data without a length.
         left = None if length is None else config.num_epochs * length - state.step
         status = None
         try:
@@ -312,6 +313,7 @@ class Run:
         loss = state.records[-1].get("train_loss") if state.records else None
         note = "" if loss is None else f", loss {loss:.4g}"
         self.model.train()
+        # A text is read from its beginning in each epoch; a resumed epoch continues.
         if self._carried is not None and not state.batch:
             self._carried.reset()
         for group in self._groups():

@@ -162,6 +162,7 @@ class Totals:
         else:
             self._loss.add_(loss.detach(), alpha=mass)
         self._mass.add_(mass)
+        # Accuracy leaves out the labels that the loss ignores.
         if num_classes(outputs, target):
             counted = is_kept(adapter.loss_fn.call, target)
             self._right.add_(((outputs.detach().argmax(1) == target) & counted).sum())
@@ -219,6 +220,7 @@ class Step:
             with quiet:
                 self._backward(piece)
         if self.config.clip_norm is not None:
+            # The limit is on the gradient itself, not on its multiple by the scaler.
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(parameters(self.optimizer), self.config.clip_norm)
         self.scaler.step(self.optimizer)
