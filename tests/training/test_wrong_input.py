@@ -113,13 +113,15 @@ def test_data_without_a_length_need_steps_per_epoch(change):
 
 
 def test_data_without_batches_are_refused():
-    with pytest.raises(TypeError, match="data must be tensors, a DataLoader"):
+    with pytest.raises(TypeError, match=r"train data must be \(inputs, targets\), both tensors"):
         fit(network(), 3, num_epochs=1)
-    with pytest.raises(ValueError, match="data gave no batch in epoch 1"):
+    with pytest.raises(ValueError, match="train data must not be empty"):
         fit(network(), [], num_epochs=1)
+    with pytest.raises(ValueError, match="data gave no batch in epoch 1"):
+        fit(network(), lambda epoch: [], num_epochs=1)
     with pytest.raises(ValueError, match="batches must hold at least one batch"):
         evaluate(network(), [])
-    with pytest.raises(TypeError, match="a batch must hold a tensor"):
+    with pytest.raises(TypeError, match="got list of str"):
         fit(network(), ["a"], num_epochs=1)
 
 

@@ -251,10 +251,7 @@ def check_labels(loss_fn: Any, outputs: Any, target: Any, where: str, *, some: b
     """
     kind = _described(loss_fn)[0]
     labelled = kind == "cross_entropy" or isinstance(loss_fn, nn.CrossEntropyLoss)
-    if not labelled or not isinstance(target, Tensor):
-        return
-    _check_scores(outputs, target, where)
-    if target.is_floating_point():  # probabilities of classes
+    if not labelled or not isinstance(target, Tensor) or target.is_floating_point():
         return
     labels, classes = target[is_kept(loss_fn, target)], outputs.shape[1]
     if some and not len(labels):
@@ -263,8 +260,11 @@ def check_labels(loss_fn: Any, outputs: Any, target: Any, where: str, *, some: b
         check_range(f"labels of {where}", int(label), low=0, high=classes - 1)
 
 
-def _check_scores(outputs: Any, target: Tensor, where: str) -> None:
-    """Raise unless the outputs are scores of classes, and the labels go with them."""
+def check_scores(loss_fn: Any, outputs: Any, target: Any, where: str) -> None:
+    """Raise unless outputs are scores of classes that go with the labels of cross-entropy."""
+    labelled = _described(loss_fn)[0] == "cross_entropy" or isinstance(loss_fn, nn.CrossEntropyLoss)
+    if not labelled or not isinstance(target, Tensor):
+        return
     _check_one_tensor(outputs)
     shape, expected = tuple(outputs.shape), outputs.shape[:1] + outputs.shape[2:]
     if outputs.ndim < 2 and target.ndim:
@@ -276,8 +276,7 @@ def _check_scores(outputs: Any, target: Tensor, where: str) -> None:
             f"labels of {where} must be integers for cross-entropy, got {str(target.dtype)[6:]}: "
             "convert them by .long()"
         )
-    # Without outputs only the range of the labels is checked.
-    if not target.is_floating_point() and len(outputs) and target.shape != expected:
+    if not target.is_floating_point() and target.shape != expected:
         advice = ": remove the last dimension by .squeeze(-1)" if target.shape[-1:] == (1,) else ""
         raise ValueError(
             f"labels of {where} must be of shape {tuple(expected)} for outputs of shape {shape}, "

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
-from itertools import islice, pairwise
+from itertools import accumulate, islice, pairwise
 from math import ceil
 from typing import Any, final
 
@@ -377,32 +377,40 @@ def _guess_shape(train: Any) -> dict[str, Any]:
 # Some of the data, to measure on.
 
 
+def num_samples(source: Any) -> int | None:
+    """Return the number of samples of data, or ``None`` if only an epoch would tell."""
+    if isinstance(source, DataLoader):  # without a sampler the dataset yields batches
+        return None if source.batch_sampler is None else _length(source.dataset)
+    if isinstance(source, list):
+        return sum(num_rows(batch) for batch in source)
+    return _length(source[0] if is_tensors(source) else source)
+
+
 def limited(source: Any, count: int, *, seed: int) -> Any:
     """Return ``count`` random samples; of a text, and of data without a length, the first ones."""
     generator = torch.Generator().manual_seed(seed)
     if isinstance(source, TextSplit):
         check_count("num_samples", count, low=2, high=len(source.tokens))
         return replace(source, tokens=source.tokens[:count])
+    if (total := num_samples(source)) is not None:
+        check_count("num_samples", count, high=total)
     pool = IndexedData(source) if is_tensors(source) else source
     if hasattr(pool, "batches") and hasattr(pool, "take"):
-        check_count("num_samples", count, high=len(pool))
         taken = pool.take(count, generator=generator)
         return taken.batches(count)[0] if is_tensors(source) else taken
-    if isinstance(source, DataLoader) and isinstance(source.dataset, Sized):
-        check_count("num_samples", count, high=len(source.dataset))
-        order = torch.randperm(len(source.dataset), generator=generator)
-        subset: Any = Subset(source.dataset, order[:count].tolist())
-        size = source.batch_size or 1
+    order = torch.randperm(total or 0, generator=generator)[:count]
+    if isinstance(source, DataLoader) and total is not None:
+        subset: Any = Subset(source.dataset, order.tolist())
+        size = getattr(source.batch_sampler, "batch_size", 1)
         return list(DataLoader(subset, batch_size=size, collate_fn=source.collate_fn))
-    check_count("num_samples", count)
     if isinstance(source, list):
-        sizes = [num_rows(batch) for batch in source]
-        check_count("num_samples", count, high=sum(sizes))
-        picked = torch.randperm(sum(sizes), generator=generator)[:count].sort().values
-        starts = torch.tensor([0, *sizes]).cumsum(0)
-        rows = [picked[(picked >= a) & (picked < b)] - a for a, b in pairwise(starts.tolist())]
-        chosen = zip(source, rows, sizes, strict=True)
-        return [take_rows(batch, row, size) for batch, row, size in chosen if len(row)]
+        sizes, chosen = [num_rows(batch) for batch in source], order.sort().values
+        # Row r of all samples is row r - a of the batch that holds the samples a to b.
+        bounds = pairwise([0, *accumulate(sizes)])
+        rows = [chosen[(chosen >= a) & (chosen < b)] - a for a, b in bounds]
+        parts = zip(source, rows, sizes, strict=True)
+        return [take_rows(batch, row, size) for batch, row, size in parts if len(row)]
+    check_count("num_samples", count)
     batches: list[Any] = []
     for batch in source:  # of data without a length, the first samples
         size = num_rows(batch)
@@ -424,10 +432,8 @@ def measurable(source: Any, batch_size: int) -> tuple[Any, dict[str, Any]]:
 
 def sample(source: Any, count: int, *, batch_size: int, seed: int) -> tuple[Any, dict[str, Any]]:
     """Return at most ``count`` samples in memory for ``ritz.Risk``, and its keyword arguments."""
-    whole = source.tokens if isinstance(source, TextSplit) else source
-    whole = whole[0] if is_tensors(whole) else whole
-    if isinstance(whole, Sized) and not isinstance(whole, DataLoader | list):
-        count = min(count, len(whole))
+    total = len(source.tokens) if isinstance(source, TextSplit) else num_samples(source)
+    count = count if total is None else min(count, total)
     data, options = measurable(limited(source, count, seed=seed), batch_size)
     return (data if is_tensors(data) else list(data)), options
 
