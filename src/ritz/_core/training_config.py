@@ -139,7 +139,8 @@ class TrainingConfig:
                 kind = "True or False" if entry.type is bool else "text"
                 raise TypeError(f"{entry.name} must be {kind}, got {value!r:.40}")
             elif bounds and value is not None:
-                check = check_range if entry.type is float else check_count
+                real = float in (entry.type, *get_args(entry.type))
+                check = check_range if real else check_count
                 check(entry.name, value, **bounds)
         # The number of steps is not known here: it depends on the data.
         longest = self.num_epochs if self.schedule_unit == "epoch" else None

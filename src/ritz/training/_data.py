@@ -19,7 +19,15 @@ from torch.utils.data import (
     default_collate,
 )
 
-from ritz._core.batches import Batch, common_rows, is_tensors, num_rows, take_rows, to_device
+from ritz._core.batches import (
+    Batch,
+    common_rows,
+    is_tensors,
+    num_rows,
+    take_rows,
+    tensors,
+    to_device,
+)
 from ritz._core.checks import check_count
 from ritz._core.distributed import shard, world_size
 from ritz._core.random import epoch_generator
@@ -336,8 +344,9 @@ def as_part(part: Any, name: str) -> Any:
     several = isinstance(part, Iterable) and not isinstance(part, Tensor | str | bytes | Mapping)
     # The first of a list must be a batch; other iterables would lose it by being looked at.
     first = part[0] if isinstance(part, list) else ()
+    batched = isinstance(first, tuple | list | Mapping) and (first == () or tensors(first))
     usable = hasattr(part, "batches") or (callable(part) and not isinstance(part, type))
-    if usable or (several and isinstance(first, tuple | list | Mapping)):
+    if usable or (several and batched):
         return part
     kind = f"{type(part).__name__} of {type(first).__name__}" if several else type(part).__name__
     raise TypeError(
