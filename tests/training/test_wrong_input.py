@@ -210,11 +210,11 @@ def test_max_steps_ends_a_run_within_an_epoch(steps):
 
 
 def test_milestones_and_the_final_ratio_set_the_schedule():
-    usual = {"num_epochs": 6, "batch_size": 48, "optimizer_settings": {"lr": 1e-3}}
+    usual = {"num_epochs": 10, "batch_size": 48, "optimizer_settings": {"lr": 1e-3}}
     steps = fit(network(), samples(48), schedule="step", milestones=[1, 3], **usual)
     falls = fit(network(), samples(48), schedule="linear", final_ratio=0.2, **usual)
 
-    rates = torch.tensor([1, 0.1, 0.1, 0.01, 0.01, 0.01]).double() * 1e-3
+    rates = torch.tensor([1, 0.1, 0.1, *[0.01] * 7], dtype=torch.float64) * 1e-3
     torch.testing.assert_close(steps.history["rate"], rates)
     assert float(falls.history["rate"][-1]) == pytest.approx(2e-4)
 
