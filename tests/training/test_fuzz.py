@@ -8,9 +8,8 @@ import torch
 from fuzz import CASES, cheap, damaged
 from torch import nn
 
-from ritz.training import load_weights
+from ritz.training import load_weights, save_weights
 from ritz.training._fit import RunConfig, read_run, to_json
-from ritz.training._folder import save_weights
 
 pytestmark = pytest.mark.slow
 
