@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args, get_origin
 
-from ritz._core.checks import check_choice, check_count, check_range
+from ritz._core.checks import MAX_SEED, check_choice, check_count, check_range
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +69,7 @@ class TrainingConfig:
     steps_per_epoch: int | None = _option(None, "Number of steps per epoch. Only needed if the "
                                           "data have no length (iterable datasets).", low=1)
     # Fixed rather than drawn, so that the same command gives the same run.
-    seed: int = _option(0, "Seed of all random numbers.", low=0, high=2**32 - 1)
+    seed: int = _option(0, "Seed of all random numbers.", low=0, high=MAX_SEED)
     schedule: ScheduleName = _option("constant", "Schedule of the learning rate. linear is "
                                      "constant for half of the run and then falls to 1 % (with an "
                                      "average, to 50 % until it starts); step multiplies it by 0.1 "

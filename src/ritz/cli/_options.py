@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
-from ritz._core.checks import check_range
+from ritz._core.checks import MAX_SEED, check_range
 
 # Titles of the panels that --help shows.
 NETWORK, OUTPUT, MACHINE = "Network and data", "Output", "Arithmetic"
@@ -42,7 +42,7 @@ class PrintOptions:
 class SeedOptions(PrintOptions):
     """Options of all commands that draw random numbers."""
 
-    seed: int = option(0, "Seed of all random numbers.", low=0, high=2**32 - 1)
+    seed: int = option(0, "Seed of all random numbers.", low=0, high=MAX_SEED)
 
 
 Matrix = Literal["hessian", "ggn", "both"]
