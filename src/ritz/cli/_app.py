@@ -59,7 +59,9 @@ def run(arguments: Sequence[str]) -> int:
         if len(plain) < len(arguments):
             raise
         if hasattr(error, "format_message"):  # usage errors of the parser
-            return _complain(error.format_message() or "no command given: try ritz --help", 2)
+            # "Value error, " is of the library that checks choices.
+            line = error.format_message().replace("Value error, ", "")
+            return _complain(line or "no command given: try ritz --help", 2)
         return _complain(_line(error, command, plain), 2 if isinstance(error, BAD_INPUT) else 1)
     if code == BY_KEYBOARD:
         return _complain("interrupted", 1)
