@@ -81,7 +81,7 @@ def test_options_replace_fields_of_the_configuration():
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("num_epoch", "did you mean num_epochs"), ("xyz", "known: num_epochs, batch")],
+    [("num_epoch", "did you mean num_epochs"), ("xyz", "known: num_epochs, max_steps, batch")],
 )
 def test_an_unknown_option_is_named_with_the_nearest(name, hint):
     with pytest.raises(TypeError, match=f"no option '{name}'; {hint}"):
