@@ -1,7 +1,9 @@
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader, TensorDataset
 from training.examples import network, samples
 
 from ritz._core.registry import UnknownNameError
@@ -226,3 +228,24 @@ def test_the_averaging_interval_counts_epochs_or_steps(every, interval):
     plan = average_plan(TrainingConfig(num_epochs=5, **options), length=4)
 
     assert plan == {"start": 5, "interval": interval}
+
+
+def numpy_batches(rows):
+    return tuple(np.stack([np.asarray(row[place]) for row in rows]) for place in (0, 1))
+
+
+@pytest.mark.parametrize("kind", ["list", "arrays", "loader of arrays", "batches of arrays"])
+def test_lists_and_arrays_are_accepted_like_tensors(kind):
+    x, y = samples(48)
+    sources = {
+        "list": [x, y],
+        "arrays": (x.numpy(), y.numpy()),
+        "loader of arrays": DataLoader(TensorDataset(x, y), 12, collate_fn=numpy_batches),
+        "batches of arrays": [
+            (a.numpy(), b.numpy()) for a, b in zip(x.split(12), y.split(12), strict=True)
+        ],
+    }
+
+    result = fit(network(), sources[kind], **GOOD)
+
+    assert result.num_steps == 8

@@ -149,6 +149,8 @@ def _parameters(group: Any) -> Iterator[inspect.Parameter]:
         flags = known.get("flags", "--" + name.replace("_", "-"))
         if flags is None:
             continue
+        for other in (key for key in entries if "_" in key):  # help of the library names fields
+            text = text.replace(other, "--" + other.replace("_", "-"))
         # Typer shows choices beside the name, where four of them leave no room for the text.
         if get_origin(kind) is Literal:
             *others, last = get_args(kind)
