@@ -104,8 +104,9 @@ def test_averages_schedules_and_quantities_are_options(here, tmp_path, capsys):
 
 
 def test_steps_milestones_ratio_interval_and_lookahead_are_options(here, tmp_path, capsys):
-    first = ["--steps", "7", "--schedule", "step", "--milestones", "1", "--milestones", "2",
-             "--optimizer", "lookahead_sgd", "--lookahead-until", "2"]  # fmt: skip
+    first = ["--max-steps", "7", "--epochs", "9", "--schedule", "step", "--milestones", "1",
+             "--milestones", "2", "--optimizer", "lookahead_sgd",
+             "--lookahead-until", "2"]  # fmt: skip
     second = ["--schedule", "linear", "--final-ratio", "0.2", "--average-from", "1",
               "--average-interval", "2"]  # fmt: skip
     assert ritz("train", *OWN, *SMALL, *first, "--out", tmp_path / "first") == 0

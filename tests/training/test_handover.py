@@ -8,7 +8,7 @@ from torch.nn.functional import mse_loss
 from training.examples import assert_same_bits, network, samples, state
 from training.texts import recurrent, text
 
-from ritz.optim import AutoAverage, Gadam, Lookahead, linear_decay
+from ritz.optim import AutoAverage, Gadam, Lookahead
 from ritz.training import fit, load_weights
 
 LENGTH = 4  # steps per epoch
@@ -187,7 +187,7 @@ def test_lookahead_around_gadam_uses_its_average():
 
 
 # ------------------------------------------------------------------------------------------
-# Milestones, final ratio and number of steps.
+# Milestones and final ratio.
 
 
 @pytest.mark.parametrize(
@@ -216,18 +216,3 @@ def test_a_schedule_with_milestones_can_be_extended(tmp_path):
     result = fit(network(), samples(), num_epochs=3, **common)
 
     assert result.history["train_loss"].tolist() == whole.history["train_loss"].tolist()
-
-
-def test_a_number_of_steps_cuts_the_last_epoch_short():
-    path, longer = Path(), Path()
-    falling = linear_decay(10)
-
-    result = fit(network(), samples(), num_steps=10, monitors=[path], schedule="linear",
-                 schedule_unit="step", **USUAL)  # fmt: skip
-    fit(network(), samples(), num_epochs=3, monitors=[longer], schedule=falling,
-        schedule_unit="step", **USUAL)  # fmt: skip
-
-    assert (result.num_steps, result.num_epochs, result.settings["num_epochs"]) == (10, 3, 3)
-    assert len(result.history["train_loss"]) == 3
-    for found, expected in zip(path.weights, longer.weights[:10], strict=True):
-        assert_same_bits(found, expected)

@@ -240,9 +240,15 @@ def test_patience_with_lookahead_and_an_interval_is_resumed_bit_for_bit(tmp_path
 
 @pytest.mark.parametrize("step", [3, 8, 9, 10])
 @pytest.mark.parametrize("kind", ["tensors", "loader"])
-def test_a_run_of_so_many_steps_is_resumed_bit_for_bit(tmp_path, kind, step):
+def test_a_run_with_a_largest_number_of_steps_is_resumed_bit_for_bit(tmp_path, kind, step):
     make, more = KINDS[kind]
-    common = {"num_steps": 10, "average_from": 2, "validation": samples(seed=1), **more}
+    common = {
+        "max_steps": 10,
+        "num_epochs": 9,
+        "average_from": 2,
+        "validation": samples(seed=1),
+        **more,
+    }
     data = samples(35)  # four steps per epoch
     whole, parts = network(dropout=0.4), network(dropout=0.4)
     fit(whole, make(data), log=tmp_path / "whole.jsonl", **common)

@@ -1,12 +1,15 @@
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader, TensorDataset
 from training.examples import network, samples
 
 from ritz._core.registry import UnknownNameError
 from ritz.optim import Gadam, IterateAverage
-from ritz.training import CurvatureMonitor, evaluate, fit, register_optimizer
+from ritz.training import CurvatureMonitor, TrainingConfig, evaluate, fit, register_optimizer
+from ritz.training._assembly import average_plan
 
 GOOD = {"num_epochs": 2, "batch_size": 12}
 
@@ -21,19 +24,15 @@ GOOD = {"num_epochs": 2, "batch_size": 12}
         ({"evaluate_every": 0}, "evaluate_every must be at least 1"),
         ({"precision": "float64"}, "precision must be one of float32, tf32, bfloat16, float16"),
         ({"average_from": 3}, "average_from must be between 1 and 2, got 3"),
-        ({"average_from": 1, "patience": 3}, "average_from must not be given with patience"),
+        ({"average_from": 1, "patience": 3}, "average_from must be None if patience is set"),
         ({"patience": 3}, "patience must be given with validation data: pass validation="),
         ({"patience": 3, "test": samples()}, "patience must be given with validation data"),
         ({"patience_metric": "loss"}, "patience_metric must be given with patience"),
         ({"patience": 2, "patience_metric": "f1"}, "patience_metric must be one of auto, acc"),
         ({"average_interval": 2}, "average_interval must be given with average_from or patience"),
         ({"milestones": [1]}, "milestones must be given with schedule step, got constant"),
-        ({"milestones": [2, 1], "schedule": "step"}, "milestones must ascend, got 2, 1"),
         ({"final_ratio": 0.1}, "final_ratio must be given with schedule linear, got constant"),
-        ({"final_ratio": 2.0, "schedule": "linear"}, "final_ratio must be between 0"),
         ({"lookahead_until": 2}, "lookahead_until must agree .* SGD with until=None"),
-        ({"num_steps": 0}, "num_steps must be at least 1, got 0"),
-        ({"num_steps": 5, "average_from": 3}, "average_from must be between 1 and 2, got 3"),
         ({"schedule": "cosine"}, "schedule must be one of constant, linear, step; got 'cosine'"),
         ({"schedule_unit": "hour"}, "schedule_unit must be one of step, epoch"),
         ({"clip_norm": -1.0}, "clip_norm must be finite and above 0, got -1.0"),
@@ -60,7 +59,7 @@ GOOD = {"num_epochs": 2, "batch_size": 12}
         ),
         ({"capture": True}, "capture=True needs a CUDA device.* on cpu"),
         ({"device": "gpu"}, "device must be cpu, cuda or cuda:<number>, got 'gpu'"),
-        ({"augment": "flip"}, "augment must be auto, None or an Augmentation"),
+        ({"augment": "flip"}, "augment must be a bool or an Augmentation"),
         ({"loss_fn": nn.CrossEntropyLoss(reduction="sum")}, "reduction"),
     ],
 )
@@ -125,7 +124,6 @@ def test_an_optimiser_with_a_built_in_average_is_not_given_another():
         {"average_from": 2},
         {"lookahead_until": 2},
         {"patience": 2},
-        {"num_steps": 7},
         {"schedule": "linear", "schedule_unit": "step"},
     ],
 )
@@ -135,13 +133,15 @@ def test_data_without_a_length_need_steps_per_epoch(change):
 
 
 def test_data_without_batches_are_refused():
-    with pytest.raises(TypeError, match="data must be tensors, a DataLoader"):
+    with pytest.raises(TypeError, match=r"train data must be \(inputs, targets\), both tensors"):
         fit(network(), 3, num_epochs=1)
-    with pytest.raises(ValueError, match="data gave no batch in epoch 1"):
+    with pytest.raises(ValueError, match="train data must not be empty"):
         fit(network(), [], num_epochs=1)
+    with pytest.raises(ValueError, match="data gave no batch in epoch 1"):
+        fit(network(), lambda epoch: [], num_epochs=1)
     with pytest.raises(ValueError, match="batches must hold at least one batch"):
         evaluate(network(), [])
-    with pytest.raises(TypeError, match="a batch must hold a tensor"):
+    with pytest.raises(TypeError, match="got list of str"):
         fit(network(), ["a"], num_epochs=1)
 
 
@@ -174,8 +174,8 @@ def test_a_monitor_names_what_is_wrong(change, message):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ((torch.ones(0, 6), torch.ones(0).long()), "data must hold samples, got none"),
-        ((torch.ones(4, 6), torch.ones(3).long()), r"tensors of one length, got \[4, 3"),
+        ((torch.ones(0, 6), torch.ones(0).long()), "data must have at least one sample"),
+        ((torch.ones(4, 6), torch.ones(3).long()), r"tensors of the same length, got \[4, 3"),
         ((torch.full((4, 6), torch.nan), torch.ones(4).long()), "finite, got NaN or Inf in"),
         ((torch.ones(4, 6), torch.tensor([0, 1, 2, 3])),
          "labels of the first batch must be between 0 and 2, got 3"),
@@ -200,3 +200,69 @@ def test_the_batch_with_a_label_without_an_output_is_named(as_loader):
     source = (lambda epoch: iter(batches)) if as_loader else batches
     with pytest.raises(ValueError, match="labels of batch 3 must be between 0 and 2"):
         fit(network(), source, num_epochs=1, optimizer_settings={"lr": 0.0})
+
+
+def test_three_pairs_are_training_validation_and_test_data():
+    train, validation, test = samples(48), samples(24), samples(12)
+
+    result = fit(network(), (train, validation, test), **GOOD)
+
+    assert result.num_steps == 8  # four batches of the training data alone in each of two epochs
+    assert {"train_loss", "validation_loss", "test_loss"} <= result.metrics.keys()
+
+
+def test_a_wrong_test_label_leaves_the_folder_empty(tmp_path):
+    x, y = samples(24)
+
+    with pytest.raises(ValueError, match="labels of the test data must be between"):
+        fit(network(), ((x, y), (x, y + 7)), checkpoint=tmp_path, log=tmp_path / "log", **GOOD)
+
+    assert [path.name for path in tmp_path.iterdir() if path.name != ".lock"] == []
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+def test_max_steps_ends_a_run_within_an_epoch(steps):
+    result = fit(network(), samples(48), num_epochs=9, batch_size=12, max_steps=steps)
+
+    assert (result.num_steps, result.status.outcome) == (steps, "completed")
+    assert result.num_epochs == 1 + (steps > 4)
+
+
+def test_milestones_and_the_final_ratio_set_the_schedule():
+    usual = {"num_epochs": 10, "batch_size": 48, "optimizer_settings": {"lr": 1e-3}}
+    steps = fit(network(), samples(48), schedule="step", milestones=[1, 3], **usual)
+    falls = fit(network(), samples(48), schedule="linear", final_ratio=0.2, **usual)
+
+    rates = torch.tensor([1, 0.1, 0.1, *[0.01] * 7], dtype=torch.float64) * 1e-3
+    torch.testing.assert_close(steps.history["rate"], rates)
+    assert float(falls.history["rate"][-1]) == pytest.approx(2e-4)
+
+
+@pytest.mark.parametrize(("every", "interval"), [("epoch", 12), ("step", 3)])
+def test_the_averaging_interval_counts_epochs_or_steps(every, interval):
+    options = {"average_from": 2, "average_every": every, "average_interval": 3}
+
+    plan = average_plan(TrainingConfig(num_epochs=5, **options), length=4)
+
+    assert plan == {"start": 5, "interval": interval, "until": 5}
+
+
+def numpy_batches(rows):
+    return tuple(np.stack([np.asarray(row[place]) for row in rows]) for place in (0, 1))
+
+
+@pytest.mark.parametrize("kind", ["list", "arrays", "loader of arrays", "batches of arrays"])
+def test_lists_and_arrays_are_accepted_like_tensors(kind):
+    x, y = samples(48)
+    sources = {
+        "list": [x, y],
+        "arrays": (x.numpy(), y.numpy()),
+        "loader of arrays": DataLoader(TensorDataset(x, y), 12, collate_fn=numpy_batches),
+        "batches of arrays": [
+            (a.numpy(), b.numpy()) for a, b in zip(x.split(12), y.split(12), strict=True)
+        ],
+    }
+
+    result = fit(network(), sources[kind], **GOOD)
+
+    assert result.num_steps == 8

@@ -1,14 +1,14 @@
 """``TrainingConfig``: every option of a training run, declared once. Imports no torch."""
 # ruff: noqa: RUF009 - _option returns a field of a dataclass
 
-import difflib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args, get_origin
 
-from ritz._core.checks import check_choice, check_count, check_range
+from ritz._core.checks import MAX_SEED, check_choice, check_count, check_range
+from ritz._core.registry import suggest
 
 if TYPE_CHECKING:
     import torch
@@ -50,8 +50,8 @@ class TrainingConfig:
     # fmt: off
     num_epochs: int = _option(10, "Total number of epochs. A resumed run counts those it has done.",
                               low=1, free=True, flags="--epochs")
-    num_steps: int | None = _option(None, "Total number of steps, in place of epochs. The last "
-                                    "epoch may be cut short.", low=1, flags="--steps")
+    max_steps: int | None = _option(None, "Stop after this many steps, even within an epoch "
+                                    "(default: no limit).", low=1)
     # 128, and an average once per epoch: Granziol et al., Iterate averaging, appendix B.2.
     batch_size: int | None = _option(128, "Batch size, summed over all processes. Ignored if the "
                                      "data are a DataLoader, which has its own.", low=1)
@@ -70,26 +70,27 @@ class TrainingConfig:
     steps_per_epoch: int | None = _option(None, "Number of steps per epoch. Only needed if the "
                                           "data have no length (iterable datasets).", low=1)
     # Fixed rather than drawn, so that the same command gives the same run.
-    seed: int = _option(0, "Seed of all random numbers.", low=0)
+    seed: int = _option(0, "Seed of all random numbers.", low=0, high=MAX_SEED)
     schedule: ScheduleName = _option("constant", "Schedule of the learning rate. linear is "
                                      "constant for half of the run and then falls to 1 % (with an "
                                      "average, to 50 % until it starts); step multiplies it by 0.1 "
                                      "after 1/2 and 3/4 of the run.", RATE)
+    milestones: Sequence[int] = _option((), "Time at which the schedule step multiplies the "
+                                        "learning rate by 0.1, in epochs or steps (see "
+                                        "schedule_unit). May be repeated (default: 1/2 and 3/4 of "
+                                        "the run).", RATE,
+                                        kind=list[int], metavar="TIME")
+    final_ratio: float | None = _option(None, "Final learning rate of the schedule linear, as a "
+                                        "fraction of the initial one (default: 0.01; 0.5 with an "
+                                        "average).", RATE, low=0.0)
     schedule_unit: Unit = _option("epoch", "When the learning rate changes.", RATE)
-    milestones: Sequence[int] = _option((), "Number of epochs, or of steps if schedule_unit is "
-                                        "step, after which schedule step multiplies the learning "
-                                        "rate by 0.1. May be repeated (default: 1/2 and 3/4 of the "
-                                        "run).", RATE, kind=list[int], metavar="NUMBER")
-    final_ratio: float | None = _option(None, "Ratio of the final to the initial learning rate of "
-                                        "schedule linear (default: 0.01, with an average 0.5).",
-                                        RATE, low=0.0, high=1.0)
     warmup: int = _option(0, "Number of epochs, or of steps if schedule_unit is step, over which "
                           "the learning rate rises linearly at the start.", RATE)
     average_from: int | None = _option(None, "First epoch whose weights enter the average, "
                                        "counted from 1 (default: no average).", AVERAGE, low=1)
+    average_interval: int = _option(1, "Number of epochs, or of steps if average_every is step, "
+                                    "between weights that enter the average.", AVERAGE, low=1)
     average_every: Unit = _option("epoch", "How often the weights enter the average.", AVERAGE)
-    average_interval: int = _option(1, "Number of epochs or steps (see average_every) between two "
-                                    "weights that enter the average.", AVERAGE, low=1)
     # Granziol et al., Iterate averaging, appendix .2: Lookahead up to the average.
     lookahead_until: int | None = _option(None, "First epoch without Lookahead, for lookahead_sgd "
                                           "and lookahead_adamw, counted from 1 (default: the first "
@@ -138,35 +139,31 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         for entry in fields(self):
-            value = getattr(self, entry.name)
-            bounds: Any = {
-                end: entry.metadata[end] for end in ("low", "high") if end in entry.metadata
-            }
+            value, ends = getattr(self, entry.name), entry.metadata.keys() & {"low", "high"}
+            bounds: Any = {end: entry.metadata[end] for end in ends}
             if get_origin(entry.type) is Literal:
                 check_choice(entry.name, value, get_args(entry.type))
+            elif entry.type in (bool, str) and not isinstance(value, entry.type):
+                kind = "True or False" if entry.type is bool else "text"
+                raise TypeError(f"{entry.name} must be {kind}, got {value!r:.40}")
             elif bounds and value is not None:
-                real = entry.type in (float, float | None)
+                real = float in (entry.type, *get_args(entry.type))
                 check = check_range if real else check_count
                 check(entry.name, value, **bounds)
         # The number of steps is not known here: it depends on the data.
-        epochs = self.num_epochs if self.num_steps is None else None
-        longest = epochs if self.schedule_unit == "epoch" else self.num_steps
+        longest = self.num_epochs if self.schedule_unit == "epoch" else None
         check_count("warmup", self.warmup, low=0, high=longest)
         if self.average_from is not None:
-            check_count("average_from", self.average_from, high=epochs)
+            check_count("average_from", self.average_from, high=self.num_epochs)
         if self.average_from is not None and self.patience is not None:
-            raise ValueError(f"average_from must not be given with patience, which chooses the "
+            raise ValueError(f"average_from must be None if patience is set, which chooses the "
                              f"first epoch itself, got {self.average_from}")  # fmt: skip
         if self.clip_norm is not None:
             check_range("clip_norm", self.clip_norm)
             if not (self.clip_norm > 0 and math.isfinite(self.clip_norm)):
                 raise ValueError(f"clip_norm must be finite and above 0, got {self.clip_norm}")
         for epoch in self.keep:
-            check_count("keep", epoch, high=epochs)
-        for time in self.milestones:
-            check_count("milestones", time)
-        if list(self.milestones) != sorted(set(self.milestones)):
-            raise ValueError(f"milestones must ascend, got {', '.join(map(str, self.milestones))}")
+            check_count("keep", epoch, high=self.num_epochs)
         if self.milestones and self.schedule != "step":
             raise ValueError(f"milestones must be given with schedule step, got {self.schedule}")
         if self.final_ratio is not None and self.schedule != "linear":
@@ -174,14 +171,14 @@ class TrainingConfig:
         if self.patience is None and self.patience_metric != "auto":
             raise ValueError(f"patience_metric must be given with patience, got it alone: "
                              f"{self.patience_metric}")  # fmt: skip
-        if isinstance(self.augment, str) and self.augment != "auto":
-            raise ValueError(f"augment must be auto, None or an Augmentation, got {self.augment!r}")
+        if isinstance(self.augment, str):
+            raise ValueError(f"augment must be a bool or an Augmentation, got {self.augment!r}")
         # Read-only, and equal to what run.json gives back.
         stored = {
             "keep": tuple(self.keep),
             "milestones": tuple(self.milestones),
             "optimizer_settings": MappingProxyType(dict(self.optimizer_settings)),
-            "augment": self.augment == "auto" or self.augment or False,
+            "augment": self.augment or False,
             "device": None if self.device is None else str(self.device),
         }
         for name, value in stored.items():
@@ -210,7 +207,7 @@ class TrainingOptions(TypedDict, total=False):
     """
 
     num_epochs: int
-    num_steps: int | None
+    max_steps: int | None
     batch_size: int | None
     drop_last: bool
     augment: Any
@@ -219,13 +216,13 @@ class TrainingOptions(TypedDict, total=False):
     clip_norm: float | None
     steps_per_epoch: int | None
     seed: int
-    schedule_unit: Unit
     milestones: Sequence[int]
     final_ratio: float | None
+    schedule_unit: Unit
     warmup: int
     average_from: int | None
-    average_every: Unit
     average_interval: int
+    average_every: Unit
     lookahead_until: int | None
     patience: int | None
     patience_metric: PatienceMetric
@@ -243,9 +240,17 @@ class TrainingOptions(TypedDict, total=False):
     keep: Sequence[int]
 
 
+def _document(entry: Field[Any]) -> str:
+    # A default of None is explained in the help.
+    shown = entry.default not in (None, MISSING)
+    return f"{entry.name}: {entry.metadata['help']}" + (
+        f" Defaults to ``{entry.default!r}``." if shown else ""
+    )
+
+
 # Sphinx, help() and the command line show the same text.
 TrainingConfig.__doc__ = f"{TrainingConfig.__doc__}\n    Attributes:\n" + "\n".join(
-    f"        {entry.name}: {entry.metadata['help']}" for entry in fields(TrainingConfig)
+    f"        {_document(entry)}" for entry in fields(TrainingConfig)
 )
 
 
@@ -254,9 +259,10 @@ def combine(config: TrainingConfig | None, options: Mapping[str, Any]) -> Traini
     known = [entry.name for entry in fields(TrainingConfig)]
     for name in options:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=3)
-            hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
-            raise TypeError(f"fit has no option {name!r}; {hint}")
+            # Settings of an optimiser are what people try first.
+            settings = name in ("lr", "weight_decay", "momentum", "betas", "eps")
+            hint = "pass optimizer_settings={" + f"{name!r}: ...}}" if settings else ""
+            raise TypeError(f"fit has no option {name!r}; {hint or suggest(name, known)}")
     return replace(config or TrainingConfig(), **options)
 
 
@@ -265,7 +271,7 @@ def check_same(before: Mapping[str, Any], now: Mapping[str, Any], path: Any) -> 
     for name, value in now.items():
         if name in before and before[name] != value:
             raise ValueError(
-                f"{path} was made with {name}={before[name]!r}, this run has {value!r}: give the "
+                f"{path} was made with {name}={before[name]!r}, this run has {value!r}: pass the "
                 "same value or another folder, or start again with resume=False (--restart)"
             )
 

@@ -87,7 +87,12 @@ def create_optimizer(
         # A graph reads the learning rate from memory, where the schedule writes it.
         settings["lr"] = torch.tensor(float(rate), device=params[0].device)
         settings |= {} if sgd else {"capturable": True}
-    return make(params, **settings)
+    try:
+        return make(params, **settings)
+    except TypeError as error:
+        takes = ", ".join(key for key in known if key not in ("params", "inner", "settings"))
+        raise ValueError(f"optimizer {name} cannot be made with {settings}: {error}; it takes "
+                         f"{takes}") from error  # fmt: skip
 
 
 def _lookahead(
@@ -267,16 +272,18 @@ def make_schedule(
         raise ValueError(
             f"steps_per_epoch is required for schedule={name!r} by step: the data have no length"
         )
-    by_step = config.num_steps if config.schedule_unit == "step" else None
-    whole = by_step or config.num_epochs * (unit or 1)
-    ratio: Any = {} if config.final_ratio is None else {"final": config.final_ratio}
+    whole = config.num_epochs * (unit or 1)
+    if config.schedule_unit == "step" and config.max_steps is not None:
+        whole = min(whole, config.max_steps)
+    final: Any = {} if config.final_ratio is None else {"final": config.final_ratio}
     if name == "linear" and config.average_from is not None:
         # GADAM, equations 12 and 13: the rate falls up to the start of the average.
-        shape = optim.averaging_decay(max(1, (config.average_from - 1) * (unit or 1)), **ratio)
+        start = max(1, (config.average_from - 1) * (unit or 1))
+        shape = optim.averaging_decay(start, **final)
     elif name == "linear":
-        shape = optim.linear_decay(whole, **ratio)
+        shape = optim.linear_decay(whole, **final)
     elif name == "step":
-        shape = optim.step_decay(config.milestones or sorted({whole // 2, whole * 3 // 4}))
+        shape = optim.step_decay(sorted(config.milestones or {whole // 2, whole * 3 // 4}))
     else:
         shape = choice if callable(choice) else lambda time: 1.0
     shape = optim.warmup(config.warmup, then=shape) if config.warmup else shape

@@ -240,15 +240,6 @@ class Run:
         self.steps_per_epoch = config.steps_per_epoch  # None if unknown
         if self.steps_per_epoch is None and self.feed.num_batches is not None:
             self.steps_per_epoch = math.ceil(self.feed.num_batches / config.accumulate)
-        if config.num_steps is not None:
-            if self.steps_per_epoch is None:
-                raise ValueError(
-                    "steps_per_epoch is required for num_steps: the data have no length"
-                )
-            num_epochs = math.ceil(config.num_steps / self.steps_per_epoch)
-            # Checks the other options against the number of epochs, now that it is known.
-            known = replace(config, num_epochs=num_epochs, num_steps=None)
-            self.config = config = replace(known, num_steps=config.num_steps)
         plan = _assembly.average_plan(config, self.steps_per_epoch)
         optimizer = _assembly.make_optimizer(self.optimizer, model, config, plan, device)
         self.average, self._auto = _assembly.make_average(self.average, optimizer, config, plan)
@@ -282,9 +273,9 @@ class Run:
         """Train for the remaining epochs and return how the run ended."""
         config, length, state = self.config, self.steps_per_epoch, self.state
         # The steps that the bar shows; unknown for data without a length.
-        left = None
-        if length is not None:
-            left = (config.num_steps or config.num_epochs * length) - state.step
+        left = None if length is None else config.num_epochs * length - state.step
+        if left is not None and config.max_steps is not None:
+            left = min(left, config.max_steps - state.step)
         status = None
         try:
             with tracking(progress if rank() == 0 else False, "training", left) as bar:
@@ -345,6 +336,7 @@ class Run:
             except ValueError as error:
                 rows = min(num_rows(batch) for batch in group)
                 raise _assembly.explain_one_row(error, rows, self.config) from error
+            self._check_held_labels()
             state.step += 1
             state.batch += len(group)
             if self.config.schedule_unit == "step":
@@ -373,7 +365,7 @@ class Run:
         )
         if state.batch:
             self._generators.restore(now)
-        accumulate, last = self.config.accumulate, self.config.num_steps
+        accumulate, last = self.config.accumulate, self.config.max_steps
         while state.step != last and (group := list(islice(batches, accumulate))):
             yield group
         if not state.batch:
@@ -417,6 +409,16 @@ class Run:
         self._labels_checked = ready is not None
         return batch
 
+    def _check_held_labels(self) -> None:
+        """Check the labels of data to evaluate on, if in memory, before anything is written."""
+        classes = (0 if self._begun else self._step.num_classes) or 0
+        for name, feed in self.held.items() if classes else ():
+            for batch in feed.ready or ():
+                target = self._adapter.target(batch)
+                if isinstance(target, Tensor):
+                    outputs = target.new_empty(0, classes)
+                    check_labels(self.loss_fn, outputs, target, f"the {name} data", some=False)
+
     def _close_epoch(self) -> TrainingStatus | None:
         """Step the schedule, evaluate, log and save after the last step of an epoch."""
         self._begin()
@@ -452,10 +454,9 @@ class Run:
 
     def _is_over(self, state: Checkpoint) -> bool:
         """Return whether the last epoch of training is complete, perhaps cut short."""
-        if self.config.num_steps is None:
-            return state.epoch >= self.config.num_epochs
         # After the last step, the epoch still has to be evaluated and logged.
-        return state.step >= self.config.num_steps and not state.batch
+        cut = state.step == self.config.max_steps and not state.batch
+        return cut or state.epoch >= self.config.num_epochs
 
     def _finish(self) -> None:
         """Evaluate and write what belongs to the end of the run."""
@@ -620,7 +621,7 @@ class Run:
         num_epochs = self.config.num_epochs
         check_same(saved.settings, self.state.settings, path)
         started = saved.epoch + (saved.batch > 0)
-        if started > num_epochs and self.config.num_steps is None:
+        if started > num_epochs:
             raise ValueError(
                 f"num_epochs must be at least {started}, the epoch that {path.parent} has reached, "
                 f"got {num_epochs}: pass a larger number, or start again with resume=False "
