@@ -155,7 +155,7 @@ def test_wrong_options_are_one_line_and_exit_code_2(blocks, tmp_path, capsys):
         "no graph file": ["clusters", str(tmp_path / "none.txt")],
         "Invalid value for '--method'": ["clusters", blocks, "--method", "magic"],
         "--probes must be at least 2, got 1": ["clusters", blocks, "--probes", "1"],
-        "weights=False (--no-weights)": ["clusters", times],
+        "--no-weights to ignore it": ["clusters", times],
         "expected two vertices and a weight": ["clusters", blocks, "--weights"],
         "Invalid value for '--self-loops'": ["density", blocks, "--self-loops", "maybe"],
         "Invalid value for '--multi-edges'": ["model", blocks, "--multi-edges", "maybe"],
