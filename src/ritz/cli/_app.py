@@ -107,8 +107,8 @@ def _line(error: Exception, command: Any, arguments: Sequence[str]) -> str:
     for parameter in command.params:
         name, flag = f"(num_)?{parameter.name}", parameter.opts[0]
         if flag.startswith("--"):
-            # "resume=False (--restart)", "num_steps must be ...", "give seed=1", "average_from"
-            text = re.sub(rf"\b{name}(=\S+)? \((--[\w-]+)\)", r"\3", text)
+            # "weights=False (--no-weights)", "num_steps must be ...", "give seed=1", "average_from"
+            text = re.sub(rf"\b{name}(=\S+)? \((?P<flag>--[^)]+)\)", r"\g<flag>", text)
             text = re.sub(rf"^{name}(?= )|\b{name}=True\b", flag, text)
             text = re.sub(rf"\b{name}=(?=\S)", f"{flag} ", text)
             if "_" in parameter.name:  # others may be words of the sentence
