@@ -1,9 +1,9 @@
-# Everything runs in environments made here: Python 3.11 or later, pip and make are all it takes.
+# All targets run in virtual environments that are created here. You need Python 3.11, pip and make.
 PYTHON ?= python3
 VENV := .venv
 PEERS := .venv-peers
 BIN := $(VENV)/bin
-# This exact version first: whatever asks for torch afterwards finds it there.
+# Installed first, so that all dependencies use this version of torch.
 TORCH := torch==2.13.0
 FAST := not slow and not gpu
 
@@ -14,16 +14,16 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.ready ## train a small network on digits; its spectra, sharpness and landscape
+demo: $(VENV)/.ready ## train a small network on digits and print its spectra, sharpness and landscape
 	@$(BIN)/python -m ritz demo --out out/demo
 
 test: $(VENV)/.ready ## run the fast tests, the doctests and the examples
 	$(BIN)/python -m pytest -q --doctest-modules src tests -m "$(FAST)" -n 2 --dist loadfile $(OPTIONS)
 
 coverage: OPTIONS := --cov --cov-report=term
-coverage: test ## the same with the coverage of the code, which takes half as long again
+coverage: test ## the same with code coverage; takes 50 % longer
 
-check: format lint types test ## all that must pass before a change goes in
+check: format lint types test ## format, lint, types and tests: run this before you submit a change
 
 format: $(VENV)/.ready ## check the format
 	$(BIN)/ruff format --check .
@@ -37,17 +37,17 @@ types: $(VENV)/.ready ## check the types
 test-slow: $(VENV)/.ready ## run the slow tests
 	$(BIN)/python -m pytest -q tests -m "slow and not gpu" --timeout 1800
 
-# The environment holds a build of torch for the CPU: this uses the Python at hand, with its own
-# torch and pytest, and only the files that have such tests, so that it needs nothing else.
-test-gpu: ## run the tests that need a CUDA device, with the Python at hand
+# The virtual environment has torch for the CPU. This target uses the current Python with its torch
+# and pytest, and runs only files with GPU tests, so that it needs no other package.
+test-gpu: ## run the tests that need a CUDA device, with the current Python
 	@$(PYTHON) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else \
 		"torch finds no CUDA device: make PYTHON=... test-gpu takes another Python")'
 	$(PYTHON) -m pytest -q -m gpu $$(grep -rl --include='*.py' 'mark[.]gpu' tests)
 
-test-peers: $(PEERS)/.ready ## compare with other libraries, in an environment of its own
+test-peers: $(PEERS)/.ready ## compare with other libraries, in a separate environment
 	$(PEERS)/bin/python -m pytest -q tests/peers --timeout 600
 
-bench: $(PEERS)/.ready ## run every benchmark and print its ratios
+bench: $(PEERS)/.ready ## run all benchmarks and print their ratios
 	@set -e; for script in $$(grep -l __main__ benchmarks/*.py); do \
 		echo "== $$script"; $(PEERS)/bin/python $$script; done
 
@@ -66,7 +66,7 @@ $(PEERS)/.ready: pyproject.toml tests/peers/requirements.txt tests/peers/constra
 		-e ".[dev]" -r tests/peers/requirements.txt
 	@touch $@
 
-# Some systems ship venv without the pip it would install: then the outer pip installs one.
+# On some systems venv cannot install pip. Then the pip outside installs it.
 define environment
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	{ echo "ritz needs Python 3.11 or later: make PYTHON=python3.11 ..." >&2; exit 1; }

@@ -1,9 +1,9 @@
-"""Probes in blocks against one at a time: Lanczos quadrature on a sparse matrix.
+"""Probes in blocks against single probes: Lanczos quadrature on a sparse matrix.
 
-A random graph with 200,000 nodes and 2 million edges; ``ritz.trace_function`` of the exponential
-of its scaled adjacency, 30 steps, one block of probes, no re-orthogonalisation. ``run`` is the cost
-a probe of the whole estimate and ``product`` that of a bare block product, each over one at a
-time; ``outside`` is the share of the run that is not products.
+The matrix is the scaled adjacency of a random graph with 200,000 nodes and 2 million edges, and the
+job is ``ritz.trace_function`` of its exponential with 30 steps, one block of probes and no
+re-orthogonalisation. ``run`` is the cost per probe of the estimate and ``product`` that of a block
+product, both over single probes. ``outside`` is the share of the run that is not products.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from timing import interleaved, median, ratio, write
 import ritz
 
 NUM_STEPS = 30
-PROBES = {1: 4, 4: 4, 8: 8, 16: 16}  # by width of the block: one block, or four of one column
+PROBES = {1: 4, 4: 4, 8: 8, 16: 16}  # probes by block width
 
 
 def rows(adjacency, dtype, threads, rounds):
@@ -39,7 +39,7 @@ def rows(adjacency, dtype, threads, rounds):
         for job in (run, products)
     }
     seconds = interleaved(jobs, rounds=rounds)
-    run_cost = {w: [t / PROBES[w] for t in seconds[run, w]] for w in PROBES}  # a probe
+    run_cost = {w: [t / PROBES[w] for t in seconds[run, w]] for w in PROBES}  # per probe
     bare_cost = {w: [5 * t / PROBES[w] for t in seconds[products, w]] for w in PROBES}
     for width in PROBES:
         yield {

@@ -1,14 +1,14 @@
 #!/bin/sh
-# A VGG-16 with batch norm on CIFAR-100, as in Table 2 of the paper on Gadam: SGD with the linear
-# schedule (74.15 % there), GadamX averaged from epoch 161 on (76.85 %); then, at the end of each,
-# the spectra of Hessian and GGN in both modes of batch norm, and the landscape.
+# Train a VGG-16 with batch norm on CIFAR-100, as in Table 2 of the Gadam paper: SGD with the linear
+# schedule (74.15 % in the paper), or GadamX averaged from epoch 161 on (76.85 %). Then compute the
+# spectra of Hessian and Gauss-Newton matrix in both batch-norm modes, and the landscape.
 #
 #   benchmarks/cifar100.sh FOLDER_OF_DATA_SETS OUT sgd|gadamx [SEED]
 #
-# Seed 0 goes to OUT/sgd or OUT/gadamx; a run of another seed, to OUT/sgd-1 say, is trained only.
-# The decay of GadamX is not printed there; 2.5e-3 times its rate is what the decay of SGD, 5e-4,
-# comes to with its rate and momentum. MODEL, DATA, EPOCHS, START, SAMPLES and PRECISION make a
-# rehearsal of it.
+# Seed 0 is written to OUT/sgd or OUT/gadamx. Other seeds are written to OUT/sgd-1 and so on, and are
+# only trained. The paper does not state the weight decay of GadamX: 2.5e-3 times its learning rate
+# equals the decay 5e-4 of SGD with its learning rate and momentum. For a short test, set the
+# variables MODEL, DATA, EPOCHS, START, SAMPLES and PRECISION.
 set -eu
 data=$1 name=$3 seed=${4:-0}
 out=$2/$name

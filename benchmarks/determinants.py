@@ -1,10 +1,10 @@
-"""Log determinants beside other libraries: kernel matrices, and a million sparse rows.
+"""Log determinants compared with other libraries: kernel matrices, and a million sparse rows.
 
-Kernel matrices are those of ``ritz.studies.kernel_determinants``, known by products alone; every
-library gets the same 1,500 products, the others as 30 steps x 50 probes. The sparse matrix is a
-shifted graph Laplacian; there ritz is asked for one per cent, and so is imate, with its default of
-20 steps, and with the fewest steps that make it as accurate as ritz, which only the truth can show:
-that of a factor, or of a run with error bars of a fiftieth of a per cent.
+The kernel matrices are those of ``ritz.studies.kernel_determinants``. Each library gets products
+only, 1,500 of them; the other libraries use 30 steps x 50 probes. The sparse matrix is a shifted
+graph Laplacian, and the goal is an error of 1 %. imate runs with its default of 20 steps, and with
+the fewest steps that make it as accurate as ritz. The exact value for this comparison comes from a
+factorisation, or from a run with error bars of 0.02 %.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from ritz.operators import FunctionOperator, SparseOperator
 from ritz.studies import kernel_determinants as study
 
 STEPS, PROBES = 30, 50
-SHIFT = 1e-2  # of the Laplacian, and so a floor of its spectrum
+SHIFT = 1e-2  # added to the Laplacian: its smallest eigenvalue
 
 
 def by_imate(matrix, steps=STEPS, probes=PROBES, seed=0, **options):
@@ -54,7 +54,7 @@ def by_gpytorch(matrix, seed=0):
 
 
 def kernels(args):
-    """Root mean square of relative errors on one draw of each matrix."""
+    """Return root-mean-square relative errors on one draw of each matrix."""
     peers = {"imate": by_imate, "primate": by_primate, "gpytorch": by_gpytorch}
     config = study.Config(size=args.size)
     for lengthscale in args.lengthscales:
@@ -89,7 +89,7 @@ def attempt(peer, matrix, exact, seeds):
 
 
 def lattice(n, seed=0):
-    """A grid of as many nodes with some long links: a factor fills, though the rows are short."""
+    """Return a grid with some long links, whose factor fills although its rows are short."""
     side = round(n**0.5)
     line = sparse.diags_array([-1.0, -1.0], offsets=[-1, 1], shape=(side, side))
     links = -sparse.kronsum(line, line)
@@ -101,7 +101,7 @@ def lattice(n, seed=0):
 
 
 def long_rows(args):
-    """Seconds for one per cent of the log determinant of a long sparse matrix."""
+    """Return the seconds to get the log determinant of a large sparse matrix to 1 %."""
     matrix = lattice(args.rows)
     op = SparseOperator(matrix)
     begin = time.perf_counter()
@@ -132,13 +132,13 @@ def long_rows(args):
 
 
 def asked(steps):
-    """One per cent, of imate: it judges the sampling alone."""
+    """Return options of imate for 1 %, which count the sampling error only."""
     return {"steps": steps, "error_rtol": 0.01, "orthogonalize": 0, "min_num_samples": 5,
             "max_num_samples": 50}  # fmt: skip
 
 
 def fewest(matrix, exact, error):
-    """The fewest steps with which imate is no further off than that."""
+    """Return the fewest steps with which the error of imate is not larger."""
     for steps in range(3, 20):
         if abs(float(by_imate(matrix, **asked(steps))) - exact) <= error:
             return steps

@@ -1,4 +1,4 @@
-"""The spectra that ``spectra.py`` has left in ``results/``, drawn to ``docs/images/``."""
+"""Draw the spectra that ``spectra.py`` wrote to ``results/`` into ``docs/images/``."""
 
 from pathlib import Path
 

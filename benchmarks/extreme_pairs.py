@@ -1,9 +1,9 @@
-"""Extreme eigenpairs of sparse matrices with a million rows, against ``scipy.sparse.linalg.eigsh``.
+"""Extreme eigenpairs of sparse matrices with a million rows, against SciPy's ``eigsh``.
 
-Ten pairs with vectors at one end, float64, both libraries asked for residuals of 1e-6 of the norm.
-ARPACK's own test is relative to a Ritz value, so its tolerance is scaled by norm over edge; the
-true residuals of both, relative to the norm, stand in the table. ``over best eigsh`` compares with
-the faster of its settings.
+Ten eigenpairs at one end of the spectrum, float64, with residuals of 1e-6 of the norm. ARPACK tests
+residuals relative to a Ritz value, so its tolerance is scaled by the norm over the eigenvalue at
+the edge. The table has the true residuals of both libraries, relative to the norm. ``over best
+eigsh`` compares with the faster setting of ``eigsh``.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def by_scipy(matrix, end, ncv, norm):
     op = sla.LinearOperator(matrix.shape, matvec=product, dtype=matrix.dtype)
     start = np.random.default_rng(0).standard_normal(matrix.shape[0])
     which = {"largest": "LA", "smallest": "SA"}[end]
-    # ARPACK stops at tol |theta|: where the wanted values are smaller than the norm, ask for less.
+    # ARPACK stops at tol |theta|: scale tol if the values are smaller than the norm.
     values, vectors = sla.eigsh(op, k=WANTED, which=which, tol=RTOL * norm, ncv=ncv, v0=start)
     return values, vectors, count
 
@@ -89,7 +89,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-vectors", type=int, nargs="*", default=[0, 24, 30, 60])
     parser.add_argument("--ncv", type=int, nargs="*", default=[0, 40])
-    parser.add_argument("--matrix", default="", help="only those whose name has this in it")
+    parser.add_argument("--matrix", default="", help="only matrices whose name contains this")
     options = parser.parse_args()
     torch.set_num_threads(2)
     widths, ncvs = ([m or None for m in group] for group in (options.max_vectors, options.ncv))

@@ -1,10 +1,10 @@
 """tr f(A) of a sparse matrix by Lanczos quadrature, against imate and scikit-primate.
 
-The Laplacian of a random graph with 200,000 nodes and a million edges, plus the identity; 32 probes
-x 30 steps, float64, two threads, no re-orthogonalisation for anyone. All get equal probes and
-steps, so equal accuracy is expected and shown: ``stderr`` is the spread of each library's own
-samples and ``off`` the distance from a reference of other probes (by ritz), in combined standard
-errors. Setting up ritz's operator is not timed; imate and primate take the matrix as it is.
+The matrix is the Laplacian of a random graph with 200,000 nodes and a million edges, plus the
+identity. All libraries use 32 probes x 30 steps, float64, two threads and no re-orthogonalisation,
+so their accuracy should be equal. ``stderr`` is the standard error of the samples of each library,
+and ``off`` the distance from a reference by ritz with other probes, in combined standard errors.
+Building the operator of ritz is not timed; imate and primate take the matrix directly.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def rows(name, matrix, op, reference, num_probes, rounds):
         "ritz": lambda: keep("ritz", by_ritz, op),
         "primate": lambda: keep("primate", by_primate, matrix),
     }
-    if name != "exp(-x)":  # imate has powers and the logarithm only
+    if name != "exp(-x)":  # imate has only powers and the logarithm
         jobs["imate"] = lambda: keep("imate", by_imate, matrix)
     seconds = interleaved(jobs, rounds=rounds)
     truth, spread = reference.mean(), reference.std(ddof=1) / len(reference) ** 0.5

@@ -1,9 +1,9 @@
-"""A CUDA device: re-orthogonalisation against its bandwidth, blocks, and a basis on the host.
+"""Re-orthogonalisation, blocks and a basis on the host, on a CUDA device.
 
-``step`` is a whole ``ritz.lanczos`` of 100 steps on a diagonal matrix of 15,291,300 rows (a VGG-16)
-less its products, over four reads of the basis at the rate of a large copy on the device; for a
-basis on the host, over four reads at the host's. ``blocks`` is Lanczos quadrature on a random
-graph, the cost a probe in blocks over one at a time, and beside the host's processors.
+``step`` is ``ritz.lanczos`` with 100 steps on a diagonal matrix of 15,291,300 rows (as a VGG-16),
+without its products, over the time of four reads of the basis at the rate of a large copy on the
+device, or on the host for a basis on the host. ``blocks`` is Lanczos quadrature on a random graph:
+the cost per probe in blocks over single probes, and compared with the CPU.
 """
 
 import numpy as np

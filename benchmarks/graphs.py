@@ -1,18 +1,21 @@
-"""Sparse block products of graphs: against SciPy, torch, imate and the bandwidth of memory.
+"""Sparse block products of graphs, against SciPy, torch, imate and the memory bandwidth.
 
-``speed``: a random graph with 200,000 nodes and 2 million edges, weighted at random; milliseconds a
-vector of 32 probes, in blocks of several widths, cut beforehand. ``over ritz`` is over ritz at its
-own width, a cache line, in which its estimators multiply their probes. ``bound`` is what must be
-read and written for one such block (entries, indices, block, product) at the rate of a large copy
-measured in the same rounds. Every job runs three times and the third is timed, as in a loop. The
-normalised Laplacian has no values to read. ``quadrature`` is Lanczos quadrature with 32 probes and
-30 steps, a probe and step, beside imate, which multiplies one vector at a time and has no bare
-product. ``growth``: the normalised Laplacian of random regular graphs of degree 20, without values;
-``MB`` is the graph and, after the plus, strip, block and product of 16 columns in float32. That is
-8.4 bytes an edge and 192 a node: a billion edges between 100 million nodes take 8.4 GB, and 19 GB
-more to be multiplied by such a block, 1.2 GB a column. ``moments``: 100 moments with 100 probes of
-web-NotreDame, where ``--data-dir`` or ``RITZ_DATA`` has it, in a process of its own; ``MB`` is the
-graph and the rise of the high-water mark of memory while they are computed.
+``speed``: milliseconds per vector for 32 probes, in blocks of several widths, on a random graph
+with 200,000 nodes, 2 million edges and random weights. ``over ritz`` is relative to ritz at its
+block width, one cache line, which its estimators use. ``bound`` is the time to read and write
+everything that one such block needs (entries, indices, block, product) at the rate of a large copy,
+measured in the same rounds. Each job runs three times and the third run is timed. The normalised
+Laplacian has no values to read. ``quadrature`` is Lanczos quadrature with 32 probes and 30 steps,
+per probe and step, compared with imate, which multiplies single vectors and has no separate
+product.
+
+``growth``: the normalised Laplacian of random regular graphs of degree 20, without values. ``MB``
+is the graph plus strip, block and product of 16 columns in float32: 8.4 bytes per edge and 192 per
+node. A billion edges between 100 million nodes take 8.4 GB, and 19 GB more for a product with such
+a block, 1.2 GB per column.
+
+``moments``: 100 moments of web-NotreDame with 100 probes, in a separate process, if ``--data-dir``
+or ``RITZ_DATA`` contains the graph. ``MB`` is the graph plus the increase of the peak memory.
 """
 
 import argparse
@@ -50,7 +53,7 @@ NUM_MOMENTS = 100  # and as many probes
 
 
 def timed(job, device):
-    """The job, and on a CUDA device what it started."""
+    """Return the job; on a CUDA device it waits for the kernels."""
     if device == "cpu":
         return job
 
@@ -68,7 +71,7 @@ def weighted(n, num_edges, dtype):
 
 
 def speed_jobs(matrix, op, block, device):
-    """Name to number of columns and job."""
+    """Return the number of columns and the job by name."""
     rows = op.rows
     graph = LaplacianOperator(CompressedRows(rows.pointers, rows.columns, dtype=op.dtype))
     width = min(op.block_size, NUM_PROBES)
@@ -90,7 +93,7 @@ def speed_jobs(matrix, op, block, device):
 
 
 def strip_bytes(op):
-    """What one strip of a cache line must move at the least."""
+    """Return the bytes that a product with one strip must move."""
     n, rows = op.shape[0], op.rows
     entries = rows.num_entries * (rows.columns.itemsize + op.dtype.itemsize)
     return entries + n * rows.pointers.itemsize + 2 * n * LINE
@@ -145,7 +148,7 @@ def by_imate(matrix, threads):
 
 
 def quadrature_rows(matrix, options):
-    """Positive definite by a large diagonal, so that imate's logarithm is defined."""
+    """Return the matrix with a large diagonal: imate needs it to be positive definite."""
     shifted = matrix.copy()
     shifted.setdiag(np.asarray(matrix.sum(1)).ravel() + 1)
     shifted = shifted.tocsr()
@@ -192,14 +195,14 @@ def growth_row(num_edges, options):
 
 
 def web(options):
-    """The file of the web graph, or ``None``."""
+    """Return the file of the web graph, or ``None``."""
     folder = options.data_dir or os.environ.get("RITZ_DATA")
     path = None if folder is None else Path(folder) / WEB
     return path if path is not None and path.is_file() else None
 
 
 def measured_moments(dtype, options):
-    """In the child: print seconds, and bytes of the graph and beyond it."""
+    """In the child process: print seconds, bytes of the graph and additional bytes."""
     graph = graphs.read(web(options))
     graphs.moments(graph, num_moments=4, num_probes=2, exact=False, dtype=dtype)  # loops compile
     Path("/proc/self/clear_refs").write_text("5")
@@ -233,7 +236,7 @@ def moments_rows(options):
 
 
 def kept(script, parts):
-    """Rows of an earlier run that are not measured again."""
+    """Return the rows of an earlier run that are not measured again."""
     path = RESULTS / f"{script}.json"
     if set(parts) == set(PARTS) or not path.is_file():
         return []
@@ -241,7 +244,7 @@ def kept(script, parts):
 
 
 def order(row):
-    """The first two parts by precision, the others after them."""
+    """Return the first two parts by precision, followed by the others."""
     part = PARTS.index(row["what"])
     return (0, row["dtype"] != "float64", part) if part < 2 else (part, False, 0)
 
@@ -249,12 +252,16 @@ def order(row):
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--n", type=int, default=200_000)
-    parser.add_argument("--largest", type=int, default=50_000_000, help="edges of the last graph")
+    parser.add_argument(
+        "--largest", type=int, default=50_000_000, help="edges of the largest graph"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--data-dir", help="folder of the data; RITZ_DATA by default")
-    parser.add_argument("--only", choices=PARTS, help="this part; other rows stay as they are")
+    parser.add_argument("--data-dir", help="folder of data sets; defaults to RITZ_DATA")
+    parser.add_argument(
+        "--only", choices=PARTS, help="measure this part only; other rows are not changed"
+    )
     parser.add_argument("--moments-of", choices=("float64", "float32"), help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -1,9 +1,9 @@
-"""Log determinants of kernel matrices of order 20,000 that are never formed, and their gradients.
+"""Log determinants of kernel matrices of order 20,000 that are never stored, and their gradients.
 
-Points in six dimensions, squared exponential kernel, float64. Each row is a process of its own:
-the high-water mark of resident memory is reset after the operator is made, and what it rises by
-until the end is the peak. The exact value is that of a Cholesky factor in place, again in a
-process of its own: the memory of the dense matrix, and minutes.
+Points in six dimensions, squared exponential kernel, float64. Each row runs in a separate process.
+The peak of the resident memory is reset after the operator is built, and the table has its increase
+until the end. The exact value comes from an in-place Cholesky factorisation, also in a separate
+process, which takes the memory of the dense matrix, and minutes.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import ritz
 from ritz.operators import KernelOperator
 from ritz.spectra import logdet_gradient
 
-SPREAD = 0.22  # of the points in each dimension, as in the study of log determinants
+SPREAD = 0.22  # standard deviation of the points, as in the study kernel_determinants
 # length scale, noise
 CASES = [(0.45, 1e-2), (0.45, 1e-4), (0.25, 1e-2)]
 
@@ -42,7 +42,7 @@ def exact(op, _):
         for columns in range(0, n, 512):
             matrix[columns : columns + 512] = op.cross(op.points[columns : columns + 512]).T
         matrix.diagonal().add_(op.noise)
-    # Column by column, as LAPACK wants it to overwrite it: the matrix is its own transpose.
+    # LAPACK overwrites column-major matrices only; the matrix is symmetric, so .T is free.
     factor = cholesky(matrix.numpy().T, lower=True, overwrite_a=True, check_finite=False)
     return {"value": float(2 * torch.from_numpy(factor).diagonal().log().sum())}
 
@@ -72,8 +72,8 @@ JOBS = {"value": value, "gradient": gradient, "exact": exact}
 
 
 def measure(job, n, lengthscale, noise, num_products):
-    """In the child: print what was found, seconds, and the rise of the high-water mark."""
-    JOBS["value"](operator(64, 1.0, 0.1), 20)  # libraries load what they need
+    """In the child process: print the result, seconds and the increase of the peak memory."""
+    JOBS["value"](operator(64, 1.0, 0.1), 20)  # warm-up: libraries are loaded
     op = operator(n, lengthscale, noise)
     op @ torch.ones(n, 1, dtype=torch.float64)
     Path("/proc/self/clear_refs").write_text("5")
@@ -111,10 +111,10 @@ def row(job, options, lengthscale, noise, truth):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--case", help="measure this one in this process")
+    parser.add_argument("--case", help="run this case in this process")
     parser.add_argument("--n", type=int, default=20_000)
     parser.add_argument("--num-products", type=int, default=1500)
-    parser.add_argument("--cases", type=int, default=len(CASES), help="only the first of them")
+    parser.add_argument("--cases", type=int, default=len(CASES), help="number of cases to run")
     options = parser.parse_args()
     if options.case:
         measure(*json.loads(options.case))

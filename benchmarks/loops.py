@@ -1,8 +1,8 @@
-"""The loop of sparse products: numba as ritz has it, its variants, and the LLVM IR it replaced.
+"""The loop of sparse products: the numba loop of ritz, variants, and the LLVM IR that it replaced.
 
-A random graph with 200,000 nodes and 2 million edges, weighted at random, times a packed block of
-one cache line per row. ``IR`` is the loop of commit aa10dda, read with git; ``numba`` is the loop
-of ritz; the others are variants of it. All run in one process, in random order in every round.
+A random graph with 200,000 nodes, 2 million edges and random weights times a packed block with one
+cache line per row. ``IR`` is the loop of commit aa10dda, read with git. ``numba`` is the loop of
+ritz, and the other rows are variants of it. All run in one process, in random order in every round.
 ``over IR`` is the median over rounds of the ratio of times in the same round, with its quartiles.
 ``first call`` is the CPU time of the first product in a fresh process, including the import of
 numba, without and with the cache on disk.
@@ -40,7 +40,7 @@ print(time.process_time() - begin)
 
 
 def ir_module():
-    """The module of that commit."""
+    """Return the module of that commit."""
     source = subprocess.run(["git", "show", IR], check=True, capture_output=True, text=True).stdout
     module = python_types.ModuleType("ir")
     exec(source, module.__dict__)
@@ -48,7 +48,7 @@ def ir_module():
 
 
 def variant(width, *, ahead, parallel):
-    """The loop of ritz with values, with another prefetch, or with the threads of numba."""
+    """Return the loop of ritz with values, another prefetch, or the threads of numba."""
     size, ahead = np.uint64(width), np.uint64(ahead)
 
     @njit(nogil=True)
@@ -71,7 +71,7 @@ def variant(width, *, ahead, parallel):
 
 
 def jobs(rows, width, x, y):
-    """Name to a job that writes the product to ``y``."""
+    """Return jobs by name; each writes the product to ``y``."""
     pointers, columns, values = (t.numpy() for t in (rows.pointers, rows.columns, rows.values))
     flat_x, flat_y = x.view(-1).numpy(), y.view(-1).numpy()
     ir = ir_module().product_loop(
@@ -96,7 +96,7 @@ def jobs(rows, width, x, y):
 
 
 def timed(todo, rounds):
-    """Seconds of every job in every round; each runs once, untimed, just before."""
+    """Return the seconds of each job in each round, after one untimed run."""
     seconds = {name: [] for name in todo}
     order = np.random.default_rng(0)
     for _ in range(rounds):

@@ -1,11 +1,11 @@
-"""Sparse matrices to measure on, as SciPy CSR arrays."""
+"""Sparse matrices for benchmarks, as SciPy CSR arrays."""
 
 import numpy as np
 import scipy.sparse as sp
 
 
 def random_graph(n, num_edges, *, dtype=np.float64, seed=0):
-    """Adjacency of ``num_edges`` uniform random edges, symmetric, without loops."""
+    """Return the adjacency of ``num_edges`` uniform random edges, symmetric, without loops."""
     rng = np.random.default_rng(seed)
     i, j = rng.integers(0, n, (2, num_edges))
     upper = sp.coo_array((np.ones(num_edges, dtype), (i, j)), shape=(n, n)).tocsr()
@@ -17,7 +17,7 @@ def random_graph(n, num_edges, *, dtype=np.float64, seed=0):
 
 
 def power_law_graph(n, num_edges, *, exponent=0.35, dtype=np.float64, seed=0):
-    """Adjacency of random edges whose ends are drawn with weights ``rank ** -exponent``."""
+    """Return the adjacency of random edges with end points of weight ``rank ** -exponent``."""
     rng = np.random.default_rng(seed)
     weights = np.arange(1, n + 1) ** -exponent
     ends = np.searchsorted(np.cumsum(weights) / weights.sum(), rng.random((2, num_edges)))
@@ -31,12 +31,12 @@ def power_law_graph(n, num_edges, *, exponent=0.35, dtype=np.float64, seed=0):
 
 
 def laplacian(adjacency):
-    """Degrees less adjacency."""
+    """Return degrees minus adjacency."""
     return (sp.diags_array(np.asarray(adjacency.sum(1)).ravel()) - adjacency).tocsr()
 
 
 def grid(side, *, potential=4.0, dtype=np.float64, seed=0):
-    """Laplacian of a square grid, a uniform random potential and 30 deep wells: a dirty crystal."""
+    """Return the Laplacian of a grid plus a random potential with 30 deep wells."""
     ones = np.ones(side - 1)
     line = sp.diags_array([np.full(side, 2.0), -ones, -ones], offsets=[0, 1, -1])
     plain = sp.kron(line, sp.eye_array(side)) + sp.kron(sp.eye_array(side), line)
@@ -47,7 +47,7 @@ def grid(side, *, potential=4.0, dtype=np.float64, seed=0):
 
 
 def regular_graph(n, degree, *, seed=0):
-    """Row pointers and columns of ``degree / 2`` random permutations and their inverses.
+    """Return row pointers and columns of ``degree / 2`` random permutations and their inverses.
 
     Every vertex has ``degree`` entries, some of which may coincide; the columns are not sorted.
     """

@@ -1,10 +1,10 @@
 """Densities of maximum entropy: one solve, and a thousand at once, on one core.
 
-Four spectra of order 500: smooth (quantiles of a beta law), a kernel matrix of condition 1e10, five
-clusters, four atoms. Moments come with the standard errors of 16 probes, exactly, or exactly from
-probes but with no errors given, which few densities have. Processor time, the least over rounds in
-which all cases run once; all of it counts, grids and checks included. No library that can be
-installed solves the same problem.
+Four spectra of order 500: smooth (quantiles of a beta distribution), a kernel matrix of condition
+1e10, five clusters, and four atoms. Moments are exact, from 16 probes with their standard errors,
+or from probes without errors, which few densities match exactly. The time is CPU time, the minimum
+over rounds in which all cases run once, including grids and checks. No other installable library
+solves this problem.
 """
 
 import argparse
@@ -19,11 +19,11 @@ import ritz
 
 ORDER, PROBES = 500, 16
 TARGETS = {30: 10.0, 100: 50.0}  # milliseconds of one solve
-TARGET_MANY = 1500.0  # of a thousand with 30 moments
+TARGET_MANY = 1500.0  # milliseconds of a thousand with 30 moments
 
 
 def spectra():
-    """Eigenvalues by the name of the spectrum."""
+    """Return eigenvalues by the name of the spectrum."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape):
@@ -43,7 +43,7 @@ def spectra():
 
 
 def polynomials(values, degree):
-    """Chebyshev polynomials of the eigenvalues in an interval a thousandth wider, and that."""
+    """Return Chebyshev polynomials of the eigenvalues and their interval, widened by 0.1 %."""
     low, high = float(values.min()), float(values.max())
     low, high = low - 1e-3 * (high - low), high + 1e-3 * (high - low)
     angles = torch.arccos((2 * values - (low + high)) / (high - low))
@@ -51,7 +51,7 @@ def polynomials(values, degree):
 
 
 def sampled(values, degree, seed):
-    """Moments from probes and their standard errors."""
+    """Return moments from probes, with their standard errors."""
     table, interval = polynomials(values, degree)
     generator = torch.Generator().manual_seed(seed)
     weights = torch.randn(PROBES, ORDER, generator=generator, dtype=torch.float64) ** 2
@@ -60,7 +60,7 @@ def sampled(values, degree, seed):
 
 
 def single(found):
-    """Jobs of one solve each, by moments, spectrum and kind."""
+    """Return jobs of one solve each, by moments, spectrum and kind."""
     for m in TARGETS:
         for name, values in found.items():
             table, interval = polynomials(values, m)
@@ -74,7 +74,7 @@ def single(found):
 
 
 def many(found, count):
-    """Jobs of many solves at once: one spectrum, and all four in turn."""
+    """Return jobs of many solves at once: of one spectrum, and of all four."""
     names = list(found)
     for title, turn in (("smooth", ["smooth"]), ("all four", names)):
         rows = [sampled(found[turn[i % len(turn)]], 30, i) for i in range(count)]
@@ -84,9 +84,9 @@ def many(found, count):
 
 
 def measure(jobs, rounds):
-    """Least milliseconds of each job, and what it gave."""
+    """Return the shortest time of each job in milliseconds, and its result."""
     best, answers = dict.fromkeys(jobs, float("inf")), {}
-    for _ in range(rounds + 1):  # the first to warm up: a least time is none the worse for it
+    for _ in range(rounds + 1):  # the first is a warm-up
         for key, job in jobs.items():
             begin = time.process_time()
             answers[key] = job()

@@ -1,7 +1,7 @@
-"""Peak memory beyond the operator, in gigabytes and in vectors, against what docstrings state.
+"""Peak memory without the operator, in gigabytes and in vectors, against the docstrings.
 
-Each case runs in a process of its own: the high-water mark of resident memory is reset after the
-operator is made (``/proc/self/clear_refs``), and what it rises by until the end is the peak.
+Each case runs in a separate process. The peak of the resident memory is reset after the operator is
+built (``/proc/self/clear_refs``), and the table has its increase until the end.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import ritz
 from ritz.operators import DiagonalOperator
 
 LARGE, SMALL = 10_000_000, 1_000_000
-# name: (order, what the docstring states in vectors, target in GB)
+# name: (order, vectors according to the docstring, target in GB)
 CASES = {
     "lanczos, 100 steps, basis on host": (LARGE, 104, 5.0),
     "eigenpairs, largest=5, max_vectors=20": (LARGE, 25, 1.5),
@@ -32,9 +32,9 @@ CASES = {
 
 
 def job(name, n):
-    """The function to measure, with its operator and arguments made beforehand."""
+    """Return the function to measure, with its operator and arguments prepared."""
     spread = torch.rand(n, generator=torch.Generator().manual_seed(1)) + 1
-    # With a restart, outliers so near the bulk that the basis fills several times.
+    # For restarts: outliers so close to the bulk that the basis fills several times.
     spread[:5] = torch.arange(1, 6) * (0.1 if "max_vectors" in name else 1.0) + 2
     op = DiagonalOperator(spread)
     right = torch.ones(n, 8) if name.startswith("solve") else None
@@ -69,8 +69,8 @@ def kilobytes(field):
 
 
 def measure(name):
-    """In the child: print the rise of the high-water mark in bytes."""
-    ritz.lanczos(torch.diag(torch.arange(1.0, 50.0)), num_steps=10)  # libraries load what they need
+    """In the child process: print the increase of the peak memory in bytes."""
+    ritz.lanczos(torch.diag(torch.arange(1.0, 50.0)), num_steps=10)  # warm-up: libraries are loaded
     run = job(name, CASES[name][0])
     Path("/proc/self/clear_refs").write_text("5")
     before = kilobytes("VmRSS")
@@ -81,7 +81,7 @@ def measure(name):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--case", help="measure this one in this process")
+    parser.add_argument("--case", help="run this case in this process")
     options = parser.parse_args()
     if options.case:
         measure(options.case)

@@ -1,4 +1,4 @@
-"""Networks that curvature is measured on, with random data of the right shapes."""
+"""Networks for benchmarks of curvature, with random data of the right shapes."""
 
 import torch
 import torch.nn.functional as F  # noqa: N812

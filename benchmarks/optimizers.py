@@ -1,7 +1,7 @@
-"""Steps of the adaptive optimisers over one of torch's fused AdamW, on the weights of a VGG.
+"""Steps of the adaptive optimisers over a step of the fused AdamW of torch, on a VGG.
 
-All jobs take turns in one process; a round of each is an epoch of ``--steps`` steps, and ratios are
-medians over rounds. ``once an epoch`` averages the weights once in that many steps.
+All jobs run in turn in one process. A round is one epoch of ``--steps`` steps, and ratios are
+medians over rounds. ``once an epoch`` averages the weights once per round.
 """
 
 import argparse
@@ -20,7 +20,7 @@ WIDTHS = {"5M": 37, "15M": 64, "100M": 168}
 
 
 def shapes(width):
-    """A VGG-16 with batch norm: kernels, scales and shifts, and a classifier of 100 classes."""
+    """Return the weights of a VGG-16 with batch norm and 100 classes."""
     outer = [3, *(width * factor for factor in CHANNELS)]
     for before, after in itertools.pairwise(outer):
         yield from ((after, before, 3, 3), (after,), (after,))
@@ -71,7 +71,7 @@ def rows(args):
     chosen = [one for one in optimizers(args) if args.only in one[0] or one[0].startswith("AdamW")]
     jobs = {name: job(args, cls, settings) for name, cls, settings in chosen}
     count = sum(torch.Size(shape).numel() for shape in shapes(WIDTHS[args.size]))
-    gc.disable()  # a collection would fall on whichever job runs then
+    gc.disable()  # a collection would count for the job that runs at that time
     seconds = interleaved(jobs, rounds=args.rounds)
     for name in jobs:
         yield {
@@ -88,9 +88,11 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--size", choices=tuple(WIDTHS), default="5M")
-    parser.add_argument("--steps", type=int, default=100, help="steps in a round, and an epoch")
+    parser.add_argument("--steps", type=int, default=100, help="steps per round (one epoch)")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--only", default="", help="of ours, those whose name has this in it")
+    parser.add_argument(
+        "--only", default="", help="only optimisers of ritz whose name contains this"
+    )
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

@@ -1,7 +1,7 @@
-"""Partial re-orthogonalisation against full, on a matrix with five well separated outliers.
+"""Partial against full re-orthogonalisation, on a matrix with five well separated outliers.
 
-Each is the time of a run less that of a run that does not re-orthogonalise. ``twice`` is the
-textbook's full re-orthogonalisation, which subtracts the basis twice in every step.
+Each time is that of a run minus that of a run without re-orthogonalisation. ``twice`` is the full
+re-orthogonalisation of textbooks, which subtracts the basis twice per step.
 """
 
 import argparse
@@ -17,7 +17,7 @@ OUTLIERS = (3.0, 4.0, 5.0, 6.0, 8.0)
 
 
 def partial_row(n, num_steps, dtype, threads, rounds):
-    """Full, and the textbook's way, over partial: times less that of no re-orthogonalisation."""
+    """Return full and textbook over partial, minus the time without re-orthogonalisation."""
     torch.set_num_threads(threads)
     values = torch.rand(n, generator=torch.Generator().manual_seed(1), dtype=dtype)
     values[: len(OUTLIERS)] = torch.tensor(OUTLIERS)

@@ -1,8 +1,8 @@
 """Products with Hessian and Gauss-Newton matrices, over one gradient of the same samples.
 
-Each row is one way to form one product (or, where it says so, one column of a block of eight), in
-one process beside the gradient, double backward and the other libraries. ``memory`` is what it adds
-at its peak to the model and the data, in MiB (on a CUDA device only).
+Each row is one way to compute a product (or one column of a block of eight), in one process with
+the gradient, double backward and the other libraries. ``memory`` is the peak memory in MiB without
+the model and the data, on a CUDA device only.
 """
 
 import argparse
@@ -20,7 +20,7 @@ WIDTH = 8
 
 
 class Setting:
-    """A network with its batches, and vectors in every shape that libraries want them in."""
+    """A network with its batches, and vectors in the shapes that the libraries need."""
 
     def __init__(self, name, device, batch):
         torch.manual_seed(0)
@@ -39,7 +39,7 @@ class Setting:
         self.device = device
 
     def summed(self, product):
-        """A job: the sum over batches of what ``product`` returns, weighted by their size."""
+        """Return a job: the sum of ``product`` over batches, weighted by their size."""
 
         def job():
             total = [torch.zeros_like(p) for p in self.params]
@@ -59,9 +59,9 @@ class Setting:
 
 
 def own_jobs(s, compiled):
-    """ritz: compiled, as it comes, nothing kept, in blocks.
+    """Return jobs of ritz: compiled, default, without cache, in blocks.
 
-    Compiled first: what is found there of the fastest convolutions serves every library after it.
+    Compiled first: the fastest convolutions found there are used by all libraries afterwards.
     """
     width = None if s.device == "cpu" else WIDTH
     for kind, make in (("Hessian", ritz.hessian), ("GGN", ritz.ggn)):
@@ -137,7 +137,7 @@ def eigenthings_jobs(s):
 
 
 def timed(s, job):
-    """A job that ends when the device has ended it."""
+    """Return a job that waits for the device."""
 
     def run():
         job()
@@ -159,7 +159,7 @@ def peak(s, job):
 
 
 def gathered(makers, s):
-    """Jobs of all libraries that are there and can do it."""
+    """Return jobs of all installed libraries that support the matrix."""
     for name, maker in makers.items():
         try:
             for label, job in maker(s):

@@ -1,15 +1,16 @@
-"""An LSTM on Penn Treebank by Adam and by Gadam: perplexity by epoch, and the time of a step.
+"""An LSTM on Penn Treebank with Adam and with Gadam: perplexity by epoch, and the time of a step.
 
-The three-layer AWD-LSTM of Granziol et al. (2021), 5.4 and B.3, on its settings where they are
-printed: a constant rate, an L2 term of 1.2e-6, segments of 70 words, averaging from the middle of
-the run on; its rate is not printed, so the default of Adam stands, and gradients are cut at a norm
-of 0.25 as in the code that it used. It trains for 200 epochs of batches of 20; ``--epochs`` and
-``--batch-size`` are smaller and larger here, so what to look at is the gain of the average, not
-the last word on perplexity. Segments are of one length, and activations are not penalised.
+The three-layer AWD-LSTM of Granziol et al. (2021), 5.4 and B.3, with the published settings: a
+constant learning rate, an L2 term of 1.2e-6, segments of 70 words, and averaging over the second
+half of the run. The learning rate is not published, so it is the default of Adam. Gradients are
+clipped at a norm of 0.25, as in the code used there. The paper trains for 200 epochs with batch
+size 20. Here ``--epochs`` is smaller and ``--batch-size`` larger, so compare the gain from
+averaging, not the final perplexity. All segments have the same length, and activations are not
+penalised.
 
-Both optimisers begin with the same weights and draw the same dropout. Perplexities are those of
-whole texts, read in ten streams with the state carried on. Beside the table,
-``results/ptb*_<optimizer>.jsonl`` are the logs of the runs, with times beside them.
+Both optimisers start from the same weights and draw the same dropout. Perplexities are over whole
+texts, read in ten streams with the hidden state carried over. The logs of the runs, with times, are
+written to ``results/ptb*_<optimizer>.jsonl``.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from ritz import data, models
 from ritz.training import evaluate, fit, read_log
 from ritz.training._folder import times_path
 
-STREAMS = 10  # of an evaluation
+STREAMS = 10  # parallel streams of an evaluation
 DECAY = 1.2e-6
 OPTIMIZERS = {
     "adam": {"weight_decay": DECAY},
@@ -33,7 +34,7 @@ OPTIMIZERS = {
 
 
 class Perplexities:
-    """Perplexity on validation and test words after every epoch, of the weights and their mean."""
+    """Validation and test perplexity after each epoch, of the weights and their average."""
 
     unit = "epoch"
 
@@ -58,7 +59,7 @@ class Perplexities:
 
 
 def words(args):
-    """The text, all three parts of it cut where steps are counted."""
+    """Return the text; ``--steps-per-epoch`` shortens all three parts."""
     found = data.load("ptb", data_dir=args.data_dir, length=args.length, device=args.device)
     steps = args.steps_per_epoch
     count = None if steps is None else args.batch_size * (steps * args.length + 1)
@@ -68,7 +69,7 @@ def words(args):
 
 
 def train(args, name, text):
-    """Train one network; return the path of its log."""
+    """Train one network and return the path of its log."""
     model = models.create(
         "lstm",
         num_classes=text.num_classes,
@@ -101,7 +102,7 @@ def train(args, name, text):
 
 
 def rows(name, path):
-    """One row an epoch, of what was logged."""
+    """Return one row per epoch of the log."""
     log, times = read_log(path), read_log(times_path(path))
     epochs = [record for record in log if record["kind"] == "epoch"]
     scores = [record for record in log if record["kind"] == "perplexity"]
@@ -124,14 +125,18 @@ def rows(name, path):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--data-dir", default=None, help="folder with ptb; or RITZ_DATA")
+    parser.add_argument("--data-dir", default=None, help="folder with ptb; defaults to RITZ_DATA")
     parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--width", type=int, default=400, help="of the embedding")
+    parser.add_argument("--width", type=int, default=400, help="width of the embedding")
     parser.add_argument("--batch-size", type=int, default=40)
-    parser.add_argument("--length", type=int, default=70, help="words a segment")
-    parser.add_argument("--steps-per-epoch", type=int, default=None, help="of less text")
+    parser.add_argument("--length", type=int, default=70, help="words per segment")
+    parser.add_argument(
+        "--steps-per-epoch", type=int, default=None, help="shorten the text to this many steps"
+    )
     parser.add_argument("--rate", type=float, default=1e-3)
-    parser.add_argument("--average-from", type=int, default=None, help="epoch; half by default")
+    parser.add_argument(
+        "--average-from", type=int, default=None, help="first averaged epoch; defaults to half"
+    )
     parser.add_argument("--average-every", choices=("step", "epoch"), default="epoch")
     parser.add_argument("--precision", choices=("float32", "tf32"), default=None)
     parser.add_argument("--capture", choices=("auto", "yes", "no"), default="auto")
@@ -140,7 +145,7 @@ def main():
     args.average_from = args.average_from or args.epochs // 2 + 1
     args.precision = args.precision or ("tf32" if args.device == "cuda" else "float32")
     args.name = "ptb" if args.device == "cpu" else f"ptb_{args.device}"
-    warnings.simplefilter("default")  # a step that cannot be captured is told of, and taken
+    warnings.simplefilter("default")  # warn about a step that cannot be captured, but continue
     RESULTS.mkdir(exist_ok=True)
     text = words(args)
     found = [row for name in OPTIMIZERS for row in rows(name, train(args, name, text))]

@@ -1,10 +1,10 @@
-"""Full re-orthogonalisation against the bandwidth of memory.
+"""Full re-orthogonalisation against the memory bandwidth.
 
-Bound: four reads of the basis at the rate of a large copy, which counts bytes read and written.
-``twice`` times project, subtract, project, subtract at basis sizes 10, 20, ..., 100: the
-textbook's full re-orthogonalisation. ``run`` is a whole ``ritz.lanczos`` of 100 steps on a diagonal
-matrix less its 100 products, so norms, scaling and storing of vectors count as well; it subtracts
-the basis once from what the recurrence leaves, and so may beat the bound.
+The bound is four reads of the basis at the rate of a large copy, which counts bytes read and
+written. ``twice`` is the full re-orthogonalisation of textbooks (project, subtract, project,
+subtract) at basis sizes 10, 20, ..., 100. ``run`` is ``ritz.lanczos`` with 100 steps on a diagonal
+matrix without its 100 products, including norms, scaling and storing of vectors. It subtracts the
+basis once from the remainder of the recurrence, and can therefore be faster than the bound.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""Whole spectra of large networks: seconds a Lanczos step, peak memory, and the spectra themselves.
+"""Whole spectra of large networks: seconds per Lanczos step, peak memory, and the spectra.
 
-``vgg16``: VGG-16 (15,291,300 parameters), trained for some steps on the first 45,000 images of
-CIFAR-100, and its Hessian and Gauss-Newton matrix over all of them. ``gpt``: a decoder of 124
-million parameters with default attention, trained for some steps on WikiText-2, over 32 pieces of
-1024 words. A CUDA device is needed. Spectra are written beside the figures, to be drawn.
+``vgg16``: Hessian and Gauss-Newton matrix of a VGG-16 (15,291,300 parameters) over the first 45,000
+images of CIFAR-100, after some training steps on them. ``gpt``: a decoder with 124 million
+parameters and default attention, after some training steps on WikiText-2, over 32 segments of 1024
+words. Needs a CUDA device. The spectra are written next to the figures, for ``drawing.py``.
 """
 
 import argparse
@@ -25,7 +25,7 @@ KEYS = ("network", "matrix", "precision", "steps", "s a step", "peak GiB", "setu
 
 
 def images(path, num_samples):
-    """CIFAR-100 as ``images`` (n, 32, 32, 3) and ``labels`` in an npz file, normalised."""
+    """Return CIFAR-100 from ``images`` (n, 32, 32, 3) and ``labels`` in an npz file, normalised."""
     with np.load(path) as file:
         x = torch.from_numpy(file["images"][:num_samples]).permute(0, 3, 1, 2)
         y = torch.from_numpy(file["labels"][:num_samples]).long()
@@ -34,7 +34,7 @@ def images(path, num_samples):
 
 
 def words(path, length=1024, pieces=32, vocabulary=50257):
-    """Numbered words of a gzipped text, the most frequent first, in pieces, and the next words."""
+    """Return segments of a gzipped text as word numbers by frequency, and the next words."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         text = file.read().replace("\n", " <eos> ").split()
     known = {word: i for i, (word, _) in enumerate(Counter(text).most_common(vocabulary))}
@@ -63,7 +63,7 @@ def train(model, x, y, optimizer, *, steps, batch):
 
 
 def measured(name, risk, kind, *, steps, precision, out, compile):
-    """One run of Lanczos; the first product, with its trace and compilation, is timed apart."""
+    """Run Lanczos; time the first product, with tracing and compilation, separately."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     op = getattr(ritz, kind)(risk, compile=compile)
@@ -129,16 +129,18 @@ def gpt(args):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("network", nargs="?", choices=("vgg16", "gpt"))
-    parser.add_argument("--data", type=Path, help="npz of images, or gzipped text")
+    parser.add_argument("--data", type=Path, help="npz file of images, or gzipped text")
     parser.add_argument("--samples", type=int, default=45_000)
     parser.add_argument("--batch", type=int, default=512)
-    parser.add_argument("--training", type=int, default=3000, help="steps of training")
+    parser.add_argument("--training", type=int, default=3000, help="training steps")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--precisions", nargs="+", default=["tf32", "float32", "float64"])
     parser.add_argument("--matrices", nargs="+", default=["hessian", "ggn"])
-    parser.add_argument("--name", help="of the file of figures")
+    parser.add_argument("--name", help="name of the file of results")
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--seconds", type=float, default=1e9, help="start nothing after this")
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="start no further run after this many seconds"
+    )
     parser.add_argument("--out", type=Path, help="folder for the spectra")
     args = parser.parse_args()
     if args.network is None or not torch.cuda.is_available():

@@ -1,7 +1,8 @@
-"""A whole Lanczos step, and an exact trace, over one gradient of the same samples.
+"""A Lanczos step, and an exact trace, over one gradient of the same samples.
 
 ``step`` is a run of 200 steps on the Hessian of the MLP with full re-orthogonalisation, divided by
-200, beside hessian-eigenthings; ``trace`` is that of the Gauss-Newton matrix by structure.
+200, compared with hessian-eigenthings. ``trace`` is the exact trace of the Gauss-Newton matrix from
+the structure of the network.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What the benchmarks share: interleaved medians, the machine they ran on, tables and JSON."""
+"""Shared by all benchmarks: interleaved medians, machine and versions, tables and JSON."""
 
 import datetime
 import json
@@ -35,10 +35,10 @@ def interleaved(
     warm_up: bool = True,
     before: int = 0,
 ) -> dict[str, list[float]]:
-    """Seconds of each job in each round: all jobs run once a round, so noise falls on all alike.
+    """Return the seconds of each job in each round. All jobs run once per round, in turn.
 
-    ``before`` runs each so many times, untimed, just before: as in a loop of its own, it finds its
-    data where it left them, not what another job left in the caches.
+    Each job runs ``before`` times untimed just before it is timed, so that its data are cached
+    as in a loop of this job alone.
     """
     if warm_up:
         for job in jobs.values():
@@ -55,17 +55,17 @@ def interleaved(
 
 
 def median(seconds: Sequence[float]) -> float:
-    """The middle value."""
+    """Return the median."""
     return statistics.median(seconds)
 
 
 def ratio(above: Sequence[float], below: Sequence[float]) -> float:
-    """Median over rounds of the ratio of two jobs of the same round."""
+    """Return the median over rounds of the ratio of two jobs in the same round."""
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
 def machine() -> dict[str, Any]:
-    """Date, processor, and versions of what was measured."""
+    """Return date, processor and versions."""
     lines = (
         Path("/proc/cpuinfo").read_text().splitlines() if os.path.exists("/proc/cpuinfo") else []
     )
@@ -82,7 +82,7 @@ def machine() -> dict[str, Any]:
 
 
 def write(script: str, results: Sequence[Mapping[str, Any]]) -> None:
-    """Print the rows as a table, and write them with the machine to ``results/<script>.json``."""
+    """Print rows as a table, and write them with the machine to ``results/<script>.json``."""
     print(table(results), flush=True)
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{Path(script).stem}.json"
@@ -90,7 +90,7 @@ def write(script: str, results: Sequence[Mapping[str, Any]]) -> None:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows of the same keys as aligned text."""
+    """Return rows with equal keys as aligned text."""
     heads = list(rows[0])
     cells = [heads, *([_text(row[head]) for head in heads] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(heads))]

@@ -1,10 +1,11 @@
-"""The training loop over the bare forward-backward-step on the same batches.
+"""The training loop over bare steps (forward, backward, optimiser step) on the same batches.
 
-Both train their own copy of a network on batches that lie on the device. ``bare`` is the loop that
-one would write without log, schedule, totals or checkpoints: zero, forward, backward, step, or the
-replay of a CUDA graph of these. Rounds of ``--epochs`` epochs take turns; ratios are medians over
-rounds. On the CPU a small convolutional network; on CUDA a VGG-16 with batch norm on shapes of
-CIFAR-100 at batch 128, eager and captured, in TF32, where the network leaves the loop least time.
+Both train a copy of the same network on batches that are already on the device. ``bare`` has no
+log, schedule, totals or checkpoints: it zeroes gradients, runs forward, backward and step, or
+replays a CUDA graph of them. Rounds of ``--epochs`` epochs alternate, and ratios are medians over
+rounds. On the CPU the network is a small convolutional one. On CUDA it is a VGG-16 with batch norm
+on CIFAR-100 shapes with batch size 128, eager and as a CUDA graph, in TF32, where the overhead of
+the loop counts most.
 """
 
 import argparse
@@ -85,7 +86,7 @@ def bare_captured(args, model, data):
                 graph.replay()
         wait(args)
 
-    run.held = model, optimizer  # a graph knows addresses alone
+    run.held = model, optimizer  # the graph refers to their memory
     return run
 
 
@@ -111,7 +112,7 @@ def jobs(args, data):
     model = models.create("vgg16_bn", num_classes=100) if args.device == "cuda" else small(100)
     model.to(args.device)
     if args.device == "cuda":
-        model.to(memory_format=torch.channels_last)  # as the loop does
+        model.to(memory_format=torch.channels_last)  # as in the training loop
 
     def fresh():
         return copy.deepcopy(model).train()
@@ -127,7 +128,7 @@ def rows(args):
     torch.manual_seed(0)
     data = batches(args)
     made = dict(jobs(args, data))
-    gc.disable()  # a collection would fall on whichever job runs then
+    gc.disable()  # a collection would count for the job that runs at that time
     seconds = interleaved(made, rounds=args.rounds)
     steps = args.epochs * args.batches
     for name in made:
@@ -145,8 +146,8 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--batch-size", type=int, default=None)
-    parser.add_argument("--batches", type=int, default=None, help="in an epoch")
-    parser.add_argument("--epochs", type=int, default=2, help="in a round")
+    parser.add_argument("--batches", type=int, default=None, help="batches per epoch")
+    parser.add_argument("--epochs", type=int, default=2, help="epochs per round")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     args.batch_size = args.batch_size or (128 if args.device == "cuda" else 32)

@@ -1,10 +1,10 @@
-"""Two checkouts of ritz side by side: the time of the new one over that of the old one.
+"""Two checkouts of ritz compared: the time of the new one over the time of the old one.
 
     python benchmarks/versions.py --old ../before --new .
 
-Each checkout runs in a process of its own. The two processes take turns, job by job and round by
-round, so that noise of the machine falls on both; ``ratio`` is the median over rounds of new over
-old, with the quartiles beside it.
+Each checkout runs in a separate process. The two processes alternate, job by job and round by
+round, so that noise of the machine affects both. ``ratio`` is the median over rounds of new over
+old, with its quartiles.
 """
 
 import argparse

@@ -6,7 +6,7 @@ One training label in five is wrong, so a network that fits the training data me
 GadamX averages its weights over the second half of the run. The training loop is plain PyTorch:
 only the optimiser and the block that applies the average are particular to ritz. Both optimisers
 shrink the weights by about the same factor per step. This is one seed, and the settings are not
-tuned; ``ritz study run averaging`` compares more optimisers on five seeds. Takes about 20 seconds
+tuned; ``ritz study averaging`` compares more optimisers on five seeds. Takes about 20 seconds
 on one core.
 """
 

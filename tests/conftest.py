@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-# Matrices of tests are small: threads would wait for each other more than they work. The libraries
-# below read it as they load, and so do those of processes that tests start.
+# Matrices of tests are small, and threads would spend their time waiting for each other. Libraries
+# read the variable when they are imported, also in processes that tests start.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import numpy as np
@@ -18,26 +18,26 @@ import torch
 try:
     from hypothesis import settings
 except ModuleNotFoundError:
-    pass  # no test that needs a GPU needs it, and a machine with one may have nothing but pytest
+    pass  # tests on a GPU do not need it, and such a machine may have only pytest
 else:
-    # The first example of a run pays for imports and threads, and two cores are shared.
+    # No deadline: the first example includes imports, and cores may be shared.
     settings.register_profile("ritz", deadline=None, max_examples=60, derandomize=True)
     settings.load_profile("ritz")
 
-# Processes that tests start find the library as the tests do, installed or not.
+# Processes that tests start find ritz in the source folder, even if it is not installed.
 SOURCE = str(Path(__file__).parents[1] / "src")
 os.environ["PYTHONPATH"] = os.pathsep.join([SOURCE, os.environ.get("PYTHONPATH", "")])
 
 
-# Runs by itself, with torch's own tests.
+# A script that runs torch's own tests in a separate process.
 collect_ignore = ["optim/torch_suite.py"]
 
 
 @pytest.fixture(autouse=True, scope="session")
 def no_stacks_of_traces() -> Iterator[None]:
-    """Let torch not read the whole stack of calls at every operation that it traces.
+    """Keep torch from reading the call stack at every operation that it traces.
 
-    The stack of a test is deep: that is two fifths of the time of a trace, for a line of one error.
+    The stack of a test is deep, and reading it takes two fifths of the time of a trace.
     """
     without = SimpleNamespace(**(vars(traceback) | {"extract_stack": list}))
     with pytest.MonkeyPatch.context() as patch:
@@ -47,7 +47,7 @@ def no_stacks_of_traces() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_figures_left() -> Iterator[None]:
-    """Close what a test drew: matplotlib keeps figures, and warns of many."""
+    """Close the figures of a test: pyplot keeps them and warns if there are many."""
     yield
     if "matplotlib.pyplot" in sys.modules:
         sys.modules["matplotlib.pyplot"].close("all")
@@ -60,9 +60,9 @@ def rng() -> torch.Generator:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Handle signals as at a terminal, here and in processes that the test starts.
+    """Use the default signal handlers, here and in processes that the test starts.
 
-    A process that is started in the background inherits SIGINT as ignored.
+    A process that was started in the background inherits SIGINT as ignored.
     """
     handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
@@ -79,18 +79,18 @@ def seed_global_generators() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_fixture_setup() -> None:
-    """Let no fixture depend on the tests and fixtures that came before it."""
+    """Seed before every fixture, so that it does not depend on earlier tests."""
     seed_global_generators()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_call() -> None:
-    """Let no test depend on the tests that came before it."""
+    """Seed before every test, so that it does not depend on earlier tests."""
     seed_global_generators()
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
-    """Name bytes after their argument: a test has a name that can be read and typed."""
+    """Name byte strings after their argument, so that test ids stay readable."""
     return argname if isinstance(val, bytes) else None
 
 

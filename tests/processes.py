@@ -1,6 +1,6 @@
-"""Processes for one test: several gloo processes, or one that is there to be killed.
+"""Processes for tests: groups of gloo processes, or one process that the test kills.
 
-They are forked from a server that has imported torch and the library, which takes seconds, once.
+They are forked from a server that has already imported torch and ritz, which takes seconds.
 """
 
 import multiprocessing
@@ -25,9 +25,9 @@ dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=
 
 
 def run_processes(script, count, folder):
-    """Run a script in that many processes; return each one's exit code and error stream.
+    """Run a script in ``count`` processes; return the exit code and error stream of each.
 
-    The script finds ``folder``, ``rank`` and ``size``, and the process group ready for use.
+    The script can use ``folder``, ``rank`` and ``size``. The process group is initialised.
     """
     text = PREAMBLE + textwrap.dedent(script)
     (folder / "rendezvous").unlink(missing_ok=True)
@@ -46,7 +46,7 @@ def run_processes(script, count, folder):
 
 
 def start(script, *arguments, errors):
-    """Start a script with ``sys.argv[1:]``, its error stream to a file; return the process."""
+    """Start a script with these arguments and its error stream in a file; return the process."""
     process = FORKS.Process(target=_run, args=(script, [str(a) for a in arguments], errors))
     process.start()
     return process
@@ -55,7 +55,7 @@ def start(script, *arguments, errors):
 def _run(script, arguments, errors):
     with open(errors, "w") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
-    # As at a terminal, whatever the tests were started with.
+    # Default signal handlers, whatever the test process inherited.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     sys.argv[1:] = arguments

@@ -1,4 +1,4 @@
-"""The architecture, read from the source: layers, borders, the map, the number of names."""
+"""Checks of the architecture: layers, borders, the module map and the number of names."""
 
 import ast
 import importlib
@@ -37,7 +37,7 @@ EXEMPT = {"ritz", "ritz.__main__", "ritz._version"}
 CORE = {"_core", "operators", "rmt", "spectra", "testing", "curvature", "measures", "optim"}
 CORE_IMPORTS = {"torch", "numpy", "scipy", "safetensors", "ritz", *sys.stdlib_module_names}
 OPTIONAL = {"ritz.operators._native": {"numba", "llvmlite"}}  # imported only if it is installed
-# What packages share with others although users do not need it, and with whom.
+# Packages that may import from the _shared.py of a package.
 SHARED = {
     "operators": {"spectra", "curvature", "graphs", "measures"},
     "spectra": {"graphs", "measures", "plots", "studies"},
@@ -47,7 +47,6 @@ SHARED = {
     "plots": {"studies", "cli"},
 }
 LONGEST_CHAIN = 6
-CYCLE = ("ritz.operators._base", "ritz.operators._algebra")  # ``a + b`` makes an operator
 
 
 def module_name(path):
@@ -57,19 +56,20 @@ def module_name(path):
 
 MODULES = {module_name(path): path for path in sorted(SOURCE.rglob("*.py"))}
 PACKAGES = {name for name, path in MODULES.items() if path.name == "__init__.py"}
-FACADES = PACKAGES | {name for name in MODULES if name.endswith("._shared")}  # they only re-export
+# Modules that only re-export.
+FACADES = PACKAGES | {name for name in MODULES if name.endswith("._shared")}
 TOP_PACKAGES = sorted(
     name for name in PACKAGES if name.count(".") == 1 and not name.startswith("ritz._")
 )
 
 
 def package(module):
-    """``spectra`` of ``ritz.spectra._lanczos.run``."""
+    """Return ``spectra`` for ``ritz.spectra._lanczos.run``."""
     return module.split(".")[1] if "." in module else ""
 
 
 def imports(module, source):
-    """Pairs of a module that is imported and the name taken from it, wherever it is imported."""
+    """Yield pairs of an imported module and the imported name, also inside functions."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, None) for alias in node.names)
@@ -88,49 +88,49 @@ def layer_breaches(module, source):
             yield f"{module} must not import {name}"
         if name.split(".")[0] != "ritz" or name == "ritz._version" or package(name) == own:
             continue
-        if name == "ritz" and own == "cli":  # above all packages; it imports them when it runs
+        if name == "ritz" and own == "cli":  # commands import ritz, which loads packages lazily
             continue
         if RANKS.get(package(name), 99) >= RANKS[own]:
             yield f"{module} (rank {RANKS[own]}) must not import {name}"
 
 
 def border_breaches(module, source):
-    """Imports of what another package, or another sub-package, keeps to itself."""
+    """Yield imports of private modules of another package or sub-package."""
     for name, _ in imports(module, source):
         parts = name.split(".")
         if parts[0] != "ritz" or len(parts) < 3 or package(name) == "_core":
             continue
         if package(name) == package(module):
-            # ritz.spectra._lanczos.run is for the modules of ritz.spectra._lanczos alone.
+            # Only modules of ritz.spectra._lanczos import ritz.spectra._lanczos.run.
             if len(parts) == 4 and module.split(".")[:3] != parts[:3]:
                 yield f"{module} must import from {'.'.join(parts[:3])}, not from {name}"
         elif parts[2] == "_shared" and package(module) in SHARED.get(package(name), ()):
             continue
         elif parts[2].startswith("_"):
-            yield f"{module} must not import {name}, which {package(name)} keeps to itself"
+            yield f"{module} must not import {name}, which is private to {package(name)}"
 
 
 @cache
 def chain(module):
-    """The longest chain of imports from a module through modules of its package."""
+    """Return the longest chain of imports from a module through modules of its package."""
     longest = ()
     for name, _ in imports(module, MODULES[module].read_text()):
         inside = name in MODULES and name not in FACADES and package(name) == package(module)
-        if inside and name != module and (module, name) != CYCLE:
+        if inside and name != module:
             longest = max(longest, chain(name), key=len)
     return (module, *longest)
 
 
 @cache
 def rooms(name):
-    """What a module or sub-package imports of its siblings, but for the algebra of operators."""
+    """Return the siblings that a module or sub-package imports, except in ``CYCLE``."""
     inside = [module for module in MODULES if (module + ".").startswith(name + ".")]
     found = set()
     for module in inside:
         for other, _ in imports(module, MODULES[module].read_text()):
             room = ".".join(other.split(".")[:3])
             sibling = package(other) == package(name) and other.count(".") > 1 and room != name
-            if sibling and (name, room) != CYCLE and room not in FACADES - PACKAGES:
+            if sibling and room not in FACADES - PACKAGES:
                 found.add(room)
     return frozenset(found)
 
@@ -148,7 +148,7 @@ def test_every_package_has_a_rank():
 
 
 @pytest.mark.parametrize("module", sorted(set(MODULES) - EXEMPT))
-def test_imports_go_down_and_stay_outside_of_other_packages(module):
+def test_imports_respect_layers_and_borders(module):
     source = MODULES[module].read_text()
     assert not [*layer_breaches(module, source), *border_breaches(module, source)]
 
@@ -166,7 +166,7 @@ def test_imports_go_down_and_stay_outside_of_other_packages(module):
         ("ritz.measures._noise", "from ritz.optim import Gadam"),
     ],
 )
-def test_a_breach_of_the_layers_is_seen(module, source):
+def test_a_breach_of_the_layers_is_detected(module, source):
     assert list(layer_breaches(module, source))
 
 
@@ -180,17 +180,17 @@ def test_a_breach_of_the_layers_is_seen(module, source):
         ("ritz.cli.train", "from ritz.curvature._shared import Adapter"),
     ],
 )
-def test_a_breach_of_a_border_is_seen(module, source):
+def test_a_breach_of_a_border_is_detected(module, source):
     assert list(border_breaches(module, source))
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").rglob("*.py")), ids=lambda p: p.name)
-def test_examples_use_public_names_alone(path):
+def test_examples_use_public_names_only(path):
     assert "ritz._" not in path.read_text()
     assert not list(border_breaches("examples", path.read_text()))
 
 
-def test_tests_import_public_names_from_where_they_are_public():
+def test_tests_import_public_names_from_the_package():
     wrong = []
     for path in sorted((ROOT / "tests").rglob("*.py")):
         for name, taken in imports(str(path), path.read_text()):
@@ -210,22 +210,22 @@ def test_chains_of_imports_inside_a_package_are_short(name):
 
 
 @pytest.mark.parametrize("name", TOP_PACKAGES)
-def test_modules_are_private_unless_they_are_exported_or_found_by_name(name):
-    if name in ("ritz.cli", "ritz.studies"):  # a command or a study is found by being there
+def test_modules_are_private_unless_they_are_exported(name):
+    if name in ("ritz.cli", "ritz.studies"):  # commands and studies are found by file name
         return
     public = {found.name for found in pkgutil.iter_modules([str(SOURCE / package(name))])}
     assert {module for module in public if not module.startswith("_")} <= exported(name)
 
 
 @pytest.mark.parametrize("name", sorted(PACKAGES))
-def test_no_module_bears_the_name_of_a_function_beside_it(name):
+def test_no_module_has_the_name_of_an_exported_function(name):
     module = importlib.import_module(name)
     names = {found.name for found in pkgutil.iter_modules(module.__path__)}
     public = {name for name in dir(module) if not name.startswith("_")}
     assert not {name for name in names & public if not inspect.ismodule(getattr(module, name))}
 
 
-def test_the_map_lists_every_module_and_no_other():
+def test_the_module_map_is_complete():
     text = (ROOT / "docs" / "architecture.md").read_text()
     listed = set(re.findall(r"^\s*(?:- |\| )`([a-z0-9_/]+\.py)`", text, flags=re.MULTILINE))
     there = {str(path.relative_to(SOURCE)) for path in MODULES.values()}
@@ -233,7 +233,7 @@ def test_the_map_lists_every_module_and_no_other():
     assert not listed - there
 
 
-def test_names_are_few():
+def test_the_number_of_public_names_is_limited():
     top = set(ritz.__all__)
     everywhere = {
         id(getattr(importlib.import_module(name), public))

@@ -1,4 +1,4 @@
-"""The same probes give the same results on a GPU as on the CPU."""
+"""Results on a GPU equal those on the CPU for the same probes."""
 
 from functools import partial
 
@@ -57,7 +57,7 @@ OPERATORS = {
 
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
 @pytest.mark.parametrize("build", OPERATORS.values(), ids=OPERATORS.keys())
-def test_every_operator_keeps_the_contract_on_a_gpu(build, dtype):
+def test_every_operator_satisfies_check_operator_on_a_gpu(build, dtype):
     op = build(MATRIX.to(dtype).cuda())
     assert op.device.type == "cuda"
     check_operator(op, dense=build(MATRIX).dense(), rtol=2e-4 if dtype == torch.float32 else None)
@@ -98,7 +98,7 @@ GRAPH_FUNCTIONS = ("lanczos", "hutchinson", "spectral_norm", "bounds", "moments"
 
 
 def numbers(result):
-    """What a result says, but for nodes of no weight and the signs of vectors."""
+    """Return the numbers of a result, without nodes and vectors, which are not unique."""
     names = ("mean", "stderr", "samples", "values", "residuals", "diagonal", "low", "high")
     found = {name: getattr(result, name) for name in names if hasattr(result, name)}
     if hasattr(result, "moment"):
@@ -111,7 +111,7 @@ def numbers(result):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS.keys())
-def test_a_cpu_generator_gives_the_same_numbers_on_a_gpu(function):
+def test_a_cpu_generator_gives_the_same_results_on_a_gpu(function):
     here, there = numbers(function(hidden(MATRIX))), numbers(function(hidden(MATRIX.cuda())))
     assert here.keys() == there.keys()
     for name in here:
@@ -119,7 +119,7 @@ def test_a_cpu_generator_gives_the_same_numbers_on_a_gpu(function):
 
 
 @pytest.mark.parametrize("name", GRAPH_FUNCTIONS)
-def test_a_graph_has_the_same_numbers_on_a_gpu(name):
+def test_a_graph_gives_the_same_results_on_a_gpu(name):
     function = FUNCTIONS[name]
     here = numbers(function(graph(MATRIX, "normalized")))
     there = numbers(function(graph(MATRIX.cuda(), "normalized")))
@@ -128,7 +128,7 @@ def test_a_graph_has_the_same_numbers_on_a_gpu(name):
         torch.testing.assert_close(there[key], here[key], rtol=1e-8, atol=1e-9)
 
 
-def test_moments_of_a_graph_are_made_on_a_gpu_and_come_back():
+def test_moments_of_a_graph_computed_on_a_gpu_equal_those_on_the_cpu():
     drawn = ritz.graphs.erdos_renyi(400, p=0.02)
     here, there = (
         ritz.graphs.moments(drawn, num_moments=20, num_probes=8, device=device)
@@ -137,7 +137,7 @@ def test_moments_of_a_graph_are_made_on_a_gpu_and_come_back():
     torch.testing.assert_close(there.samples, here.samples, rtol=1e-8, atol=1e-9)
 
 
-def test_a_run_resumes_on_a_gpu(tmp_path):
+def test_eigenpairs_resume_on_a_gpu(tmp_path):
     op = DenseOperator(MATRIX.cuda())
     settings = {"largest": 4, "max_vectors": 14, "state": tmp_path / "state"}
     first = ritz.eigenpairs(op, save_interval=0.0, **settings)
@@ -145,7 +145,7 @@ def test_a_run_resumes_on_a_gpu(tmp_path):
     torch.testing.assert_close(again.values, first.values)
 
 
-def test_a_system_is_solved_on_a_gpu():
+def test_solve_works_on_a_gpu():
     b = torch.randn(40, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     found = ritz.solve(
         DenseOperator(MATRIX.cuda()),
@@ -157,7 +157,7 @@ def test_a_system_is_solved_on_a_gpu():
     torch.testing.assert_close(found.x.cpu(), torch.linalg.solve(MATRIX, b), rtol=1e-6, atol=1e-6)
 
 
-def test_a_spectrum_can_be_chosen_on_a_gpu():
+def test_with_spectrum_works_on_a_gpu():
     eigenvalues = torch.linspace(1, 2, 20, dtype=torch.float64).cuda()
     for dense in (True, False):
         op = with_spectrum(eigenvalues, dense=dense)
@@ -165,6 +165,6 @@ def test_a_spectrum_can_be_chosen_on_a_gpu():
         torch.testing.assert_close(torch.linalg.eigvalsh(op.dense()), eigenvalues)
 
 
-def test_a_block_on_another_device_is_refused():
+def test_a_block_on_another_device_is_rejected():
     with pytest.raises(ValueError, match=r"block must be on cuda:0, like the operator, got cpu"):
         as_operator(MATRIX.cuda()) @ MATRIX[:, 0]

@@ -1,4 +1,4 @@
-"""Every script in ``examples``, and every block of code in the README, runs as it is printed."""
+"""Every script in ``examples`` and every code block of the README runs as written."""
 
 import re
 import shlex
@@ -24,19 +24,19 @@ def run(*arguments, cwd):
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_an_example_runs(script, tmp_path):
+def test_example_script_runs(script, tmp_path):
     run(script, "--quick", "--out", "found", cwd=tmp_path)
     assert list(tmp_path.glob("found/*.png"))
     assert list(tmp_path.glob("found/*.safetensors"))
 
 
 def section(title):
-    """The text of a section of the README."""
+    """Return the text of a section of the README."""
     return re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", README, flags=re.DOTALL | re.MULTILINE)[1]
 
 
 def code(title):
-    """The one block of Python in a section of the README."""
+    """Return the Python block of a section of the README."""
     (block,) = re.findall(r"```python\n(.*?)```", section(title), flags=re.DOTALL)
     return block
 
@@ -45,7 +45,7 @@ def without_numbers(line):
     return re.sub(r"-?\d[\d.,]*(?:e[+-]?\d+)?", "#", " ".join(line.split()))
 
 
-# Sections after the first go on from it, as in one session: smaller, and else as printed.
+# Sections of the README, run one after the other in one session, with smaller sizes.
 SMALLER = {
     "A network": {},
     "Error bars": {},
@@ -57,7 +57,7 @@ SMALLER = {
 
 @pytest.fixture(scope="module")
 def session(tmp_path_factory):
-    """What the README prints when its code is run from top to bottom, and where it was run."""
+    """Run the code of the README from top to bottom; return its output and the folder."""
     program = ""
     for title, changes in SMALLER.items():
         block = code(title)
@@ -69,13 +69,13 @@ def session(tmp_path_factory):
     return run("-c", program, cwd=folder).splitlines(), folder
 
 
-def test_every_section_of_the_readme_with_python_is_run():
+def test_every_python_block_of_the_readme_is_tested():
     titles = re.findall(r"^## (.*)$", README, flags=re.MULTILINE)
     assert [title for title in titles if "```python" in section(title)] == list(SMALLER)
     assert README.count("```python") == len(SMALLER)
 
 
-def test_the_first_example_prints_what_the_readme_shows(session):
+def test_the_first_example_prints_the_output_shown_in_the_readme(session):
     shown = re.search(r"```text\n(.*?)```", section("A network"), flags=re.DOTALL)[1].splitlines()
     printed = session[0][: len(shown)]
 
@@ -91,7 +91,7 @@ def test_the_readme_runs_from_top_to_bottom(session):
     assert written == {"spectrum.png", "spectrum.safetensors"}
 
 
-# Fewer epochs, steps and points; all else as it is printed.
+# Additional options that make the commands of the README fast.
 QUICK = {
     "train": ["--epochs", "2"],
     "spectrum": ["--steps", "5"],
@@ -101,14 +101,14 @@ QUICK = {
 }
 
 
-def test_a_user_defined_model_and_data_set_in_five_commands(tmp_path):
+def test_the_commands_of_the_readme_run_with_a_user_defined_model(tmp_path):
     for name in ("model.py", "data.py"):
         shutil.copy(ROOT / "examples" / "own" / name, tmp_path)
     shell = re.search(r"```\n(ritz train --model model:net.*?)```", README, flags=re.DOTALL)[1]
     commands = [shlex.split(line) for line in shell.splitlines()]
     assert [(command[0], command[1]) for command in commands] == [("ritz", name) for name in QUICK]
     given = [[name, *rest, *QUICK[name]] for _, name, *rest in commands]
-    # One process for all five, which spares four imports of torch.
+    # One process for all commands, because importing torch takes seconds.
     code = f"from ritz.cli import _app\nfor given in {given!r}: assert _app.run(given) == 0, given"
     run("-c", code, cwd=tmp_path)
     for found in ("weights.safetensors", "sharpness*.safetensors", "spectrum*.png",
@@ -116,7 +116,7 @@ def test_a_user_defined_model_and_data_set_in_five_commands(tmp_path):
         assert list((tmp_path / "run").glob(found)), found
 
 
-def test_the_printed_run_has_the_settings_of_the_figure_above_it():
+def test_the_command_in_the_gallery_has_the_settings_of_its_figure():
     text = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8").replace("\\\n", "")
     printed = re.search(r"ritz train .*gadamx.*", text)[0]
     script = (ROOT / "benchmarks" / "cifar100.sh").read_text(encoding="utf-8")
@@ -129,12 +129,12 @@ def test_the_printed_run_has_the_settings_of_the_figure_above_it():
         assert variable in script
 
 
-def test_there_are_examples():
+def test_examples_are_found():
     assert SCRIPTS
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_links_between_pages_lead_somewhere(page):
+def test_links_between_pages_are_valid(page):
     links = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
     local = [link.partition("#")[0] for link in links if "://" not in link]
     assert not [link for link in local if not (page.parent / link).exists()]

@@ -1,4 +1,4 @@
-"""What a user of the library sees first: its names, and what importing it costs."""
+"""The public names of ritz, and what importing it loads."""
 
 import ast
 import subprocess
@@ -13,19 +13,19 @@ LIBRARIES = ["torch", "numpy", "scipy", "safetensors"]
 EXTRAS = ["matplotlib", "typer", "rich", "networkx", "sklearn", "PIL", "numba"]
 
 
-def test_at_most_forty_five_names():
+def test_ritz_exports_at_most_45_names():
     public = [name for name in dir(ritz) if not name.startswith("_")]
     assert len(public) <= 45
     assert set(public) | {"__version__"} == set(ritz.__all__)
 
 
 @pytest.mark.parametrize("name", ritz.__all__)
-def test_every_name_is_there_and_described(name):
+def test_every_public_name_exists_and_has_a_docstring(name):
     thing = getattr(ritz, name)
     assert name == "__version__" or thing.__doc__
 
 
-def test_a_type_checker_sees_the_same_names():
+def test_type_checkers_see_the_same_names():
     tree = ast.parse(Path(ritz.__file__).read_text())
     branch = next(node for node in tree.body if isinstance(node, ast.If))
     assert ast.unparse(branch.test) == "TYPE_CHECKING"
@@ -35,17 +35,17 @@ def test_a_type_checker_sees_the_same_names():
     assert sorted([*names, "__version__"]) == sorted(ritz.__all__)
 
 
-def test_a_name_is_looked_up_once():
+def test_a_public_name_is_cached_after_first_use():
     assert ritz.lanczos is ritz.spectra.lanczos
     assert {"lanczos", "spectra"} <= set(vars(ritz))
 
 
-def test_an_unknown_name_is_an_attribute_error():
+def test_an_unknown_name_raises_attribute_error():
     with pytest.raises(AttributeError, match="module 'ritz' has no attribute 'eigs'"):
         _ = ritz.eigs
 
 
-def test_importing_ritz_imports_no_library_and_no_package_of_its_own():
+def test_import_ritz_imports_neither_torch_nor_sub_packages():
     code = (
         "import sys, ritz\n"
         f"print([name for name in {LIBRARIES + EXTRAS} if name in sys.modules])\n"
@@ -55,7 +55,7 @@ def test_importing_ritz_imports_no_library_and_no_package_of_its_own():
     assert done.stdout == "[]\n['ritz._version']\n"
 
 
-def test_importing_costs_no_extra():
+def test_core_packages_import_no_optional_dependency():
     code = (
         "import sys, ritz, ritz.operators, ritz.spectra, ritz.testing\n"
         f"print([name for name in {EXTRAS} if name in sys.modules])\n"
@@ -65,7 +65,7 @@ def test_importing_costs_no_extra():
     assert done.stdout == "[]\nFalse False\n"
 
 
-def test_sub_packages_come_on_first_use():
+def test_sub_packages_are_imported_on_first_use():
     code = "import ritz; print(ritz.plots.__name__, ritz.studies.__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "ritz.plots ritz.studies\n"

@@ -1,4 +1,4 @@
-"""The suite itself: its tests have the same readable names in every process."""
+"""The test suite itself: every process collects the same tests, with readable names."""
 
 import os
 import re
@@ -11,13 +11,13 @@ import pytest
 TESTS = Path(__file__).parent
 COLLECT = ["-m", "pytest", "--collect-only", "-q", "--assert=plain", "-p", "no:cacheprovider"]
 LONGEST = 200
-# Addresses of objects, and the escapes of control characters: somebody's bytes.
+# Addresses of objects, and escaped control characters of byte strings.
 UNREADABLE = re.compile(r"0x[0-9a-f]{4}|\\x[0189][0-9a-f]")
 
 
 @pytest.fixture(scope="module")
 def others():
-    """The names of all tests, as a process with other hashes of strings collects them."""
+    """The ids of all tests, collected by a process with another hash seed."""
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
     process = subprocess.run(
         [sys.executable, *COLLECT, str(TESTS)],
@@ -32,15 +32,15 @@ def others():
 
 
 def by_file(names):
-    """The tests of each file, in their order."""
+    """Group test ids by file, in order."""
     files = {}
     for name in names:
         files.setdefault(name.partition("::")[0], []).append(name)
     return files
 
 
-def test_tests_have_the_same_names_in_the_same_order_in_every_process(others, request):
-    # This process has collected too: some of the tests perhaps, in the order of its files.
+def test_every_process_collects_the_same_tests_in_the_same_order(others, request):
+    # This process may have collected only some of the tests.
     here = [item.nodeid for item in request.session.items if item.nodeid.startswith("tests/")]
     chosen = set(here)
 
@@ -48,7 +48,7 @@ def test_tests_have_the_same_names_in_the_same_order_in_every_process(others, re
     assert by_file(here) == by_file(name for name in others if name in chosen)
 
 
-def test_the_names_of_tests_can_be_read_and_typed(others):
+def test_test_ids_are_short_and_printable(others):
     wrong = [name for name in others if len(name) > LONGEST or UNREADABLE.search(name)]
 
     assert wrong == []

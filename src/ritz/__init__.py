@@ -1,6 +1,7 @@
-"""Spectra of matrices too large to write down, from products alone, with error bars."""
+"""Spectra of matrices that are too large to store, from matrix-vector products, with error bars."""
 
 import importlib
+import os
 from typing import TYPE_CHECKING
 
 from ritz._version import __version__
@@ -45,50 +46,22 @@ if TYPE_CHECKING:
         trace_function,
     )
 
-# The module of each name, imported when the name is first used: `import ritz` imports no torch.
+# Modules of the public names, imported when a name is first used: `import ritz` imports no torch.
+# Names that are not listed are packages, such as `ritz.plots`, or belong to `ritz.spectra`.
 _MODULES = {
-    "Density": "ritz.spectra",
-    "Eigenpairs": "ritz.spectra",
     "Estimate": "ritz._core.results",
     "LinearOperator": "ritz.operators",
     "NotConvergedError": "ritz._core.results",
     "Risk": "ritz.curvature",
-    "Spectrum": "ritz.spectra",
     "as_operator": "ritz.operators",
-    "bounds": "ritz.spectra",
-    "curvature": "ritz.curvature",
-    "data": "ritz.data",
-    "density": "ritz.spectra",
-    "diagonal": "ritz.spectra",
-    "eigenpairs": "ritz.spectra",
     "fisher": "ritz.curvature",
-    "frobenius_norm": "ritz.spectra",
     "ggn": "ritz.curvature",
     "gradient_covariance": "ritz.curvature",
-    "graphs": "ritz.graphs",
     "hessian": "ritz.curvature",
-    "lanczos": "ritz.spectra",
     "landscape": "ritz.measures",
     "load": "ritz._core.storage",
-    "logdet": "ritz.spectra",
-    "maxent": "ritz.spectra",
-    "measures": "ritz.measures",
-    "models": "ritz.models",
-    "moments": "ritz.spectra",
-    "operators": "ritz.operators",
-    "optim": "ritz.optim",
-    "plots": "ritz.plots",
-    "rmt": "ritz.rmt",
     "save": "ritz._core.storage",
     "sharpness": "ritz.measures",
-    "solve": "ritz.spectra",
-    "spectra": "ritz.spectra",
-    "spectral_norm": "ritz.spectra",
-    "studies": "ritz.studies",
-    "testing": "ritz.testing",
-    "trace": "ritz.spectra",
-    "trace_function": "ritz.spectra",
-    "training": "ritz.training",
 }
 
 __all__ = [
@@ -138,14 +111,16 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # a type checker would believe that every name exists
+# A type checker would take every name to exist because of __getattr__.
+if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        if name not in _MODULES:
+        if name not in __all__:
             raise AttributeError(f"module 'ritz' has no attribute {name!r}")
-        module = importlib.import_module(_MODULES[name])
-        value = module if module.__name__ == f"ritz.{name}" else getattr(module, name)
-        globals()[name] = value  # found without this function from now on
+        if os.path.isdir(os.path.join(__path__[0], name)):
+            return importlib.import_module(f"ritz.{name}")
+        value = getattr(importlib.import_module(_MODULES.get(name, "ritz.spectra")), name)
+        globals()[name] = value  # the next use does not call this function
         return value
 
 

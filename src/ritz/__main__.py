@@ -1,4 +1,4 @@
-"""``python -m ritz`` and the ``ritz`` command."""
+"""Entry point of ``python -m ritz`` and of the ``ritz`` command."""
 
 import contextlib
 import os
@@ -6,12 +6,12 @@ import sys
 
 
 def main() -> None:
-    """Run the command line and exit with its code."""
+    """Run the command line and exit with its exit code."""
     try:
         from ritz.cli._app import run
 
         code = run(sys.argv[1:])
-    except KeyboardInterrupt:  # while commands are being imported
+    except KeyboardInterrupt:  # during the import of the commands
         print("ritz: interrupted", file=sys.stderr)
         code = 1
     except ModuleNotFoundError as error:
@@ -23,11 +23,11 @@ def main() -> None:
 
 
 def _put_installed_modules_first() -> None:
-    """Move the current folder, which ``python -m`` puts in front, to the end of the path.
+    """Move the current folder, which ``python -m`` puts first in ``sys.path``, to the end.
 
-    Otherwise a ``matplotlib.py`` in a folder that was downloaded would run.
+    Otherwise a file ``matplotlib.py`` in a downloaded folder would be executed.
     """
-    with contextlib.suppress(FileNotFoundError):  # the current folder is gone
+    with contextlib.suppress(FileNotFoundError):  # the current folder was deleted
         if not sys.flags.safe_path and sys.path[0] in ("", os.getcwd()):
             sys.path.append(sys.path.pop(0))
 

@@ -273,7 +273,7 @@ def test_killed_at_every_point_of_a_save_it_ends_with_the_same_bits(tmp_path):
 
 SHARED = """
     from pathlib import Path
-    from ritz._core.journal import Journal
+    from ritz._core.journal import Journal, remove_state
     path = Path(folder) / "state"
     journal = Journal(path, {}, interval=0.0)
     for step in (1, 2):
@@ -282,7 +282,7 @@ SHARED = """
     if rank == 1:  # as if this one had been killed before its last save
         path.with_name("state.rank1.previous").replace(path.with_name("state.rank1"))
     assert Journal(path, {}).load() == [1]
-    journal.remove()
+    remove_state(journal.path)
     assert not path.with_name(f"state.rank{rank}").exists()
     alone = Journal(path, {}, together=False)
     if rank == 1:

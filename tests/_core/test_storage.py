@@ -322,3 +322,18 @@ def test_json_shows_results_without_internal_fields_and_large_tensors_by_shape()
 
     shown = json.loads(storage.to_json([Inner(torch.zeros(257, 2), 1), Path("x.png")]))
     assert shown == [{"values": {"shape": [257, 2]}}, "x.png"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        torch.arange(14.0).reshape(1, 2, 7)[..., :1, 6],  # one element, stride 7
+        torch.arange(12.0).reshape(3, 4)[:, ::2],
+        torch.zeros(0, 3),
+        torch.tensor(1.5, dtype=torch.bfloat16),
+    ],
+)
+def test_tensors_of_any_strides_are_saved(tmp_path, content):
+    save(Box(content=content), tmp_path / "box.safetensors")
+    assert torch.equal(load(tmp_path / "box.safetensors").content, content)
+    assert storage.digest([content]) == storage.digest([content.clone()])

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from cli.own import ritz
+from cli.own import OWN, ritz
 
-OWN = ["--model", "own_model:net", "--data", "own_data:load", "--batch-size", "16"]
+TRAIN = ["train", *OWN, "--batch-size", "16"]
 MEASURES = {
     "spectrum": ["--steps", "6"],
     "landscape": ["--points", "3", "--directions", "random"],
@@ -47,7 +47,7 @@ def test_training_on_a_full_disk_leaves_the_last_good_checkpoint(
     here, finished, tmp_path, refused, capsys
 ):
     run = tmp_path / "run"
-    few = ["train", *OWN, "--json", "--out", run, "--epochs"]
+    few = [*TRAIN, "--json", "--out", run, "--epochs"]
     assert ritz(*few, "2") == 0
     checkpoint = (run / "checkpoint.safetensors").read_bytes()
     with quota(2000):
@@ -58,7 +58,7 @@ def test_training_on_a_full_disk_leaves_the_last_good_checkpoint(
     assert (run / "checkpoint.safetensors").read_bytes() == checkpoint
     assert not list(run.glob(".*"))
     assert ritz(*few, "4") == 0
-    assert ritz("train", *OWN, "--json", "--out", tmp_path / "whole", "--epochs", "4") == 0
+    assert ritz(*TRAIN, "--json", "--out", tmp_path / "whole", "--epochs", "4") == 0
     name = "weights.safetensors"
     assert (run / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
@@ -67,7 +67,7 @@ def test_training_on_a_full_disk_leaves_the_last_good_checkpoint(
 def test_a_full_disk_is_one_line_and_leaves_earlier_results(
     here, finished, tmp_path, refused, command
 ):
-    arguments = [command, "run", "--json", *MEASURES[command], "--out", tmp_path]
+    arguments = [command, "run", *OWN, "--json", *MEASURES[command], "--out", tmp_path]
     assert ritz(*arguments) == 0
     before = contents(tmp_path)
     with quota(300):
@@ -81,9 +81,9 @@ def test_a_full_disk_is_one_line_and_leaves_earlier_results(
 def test_a_read_only_folder_is_one_line(here, finished, tmp_path, refused, monkeypatch, command):
     shutil.copytree(finished, tmp_path / "run")
     before = contents(tmp_path / "run")
-    arguments = {"train": ["train", *OWN, "--out", tmp_path / "run", "--epochs", "4",
+    arguments = {"train": [*TRAIN, "--out", tmp_path / "run", "--epochs", "4",
                            "--average-from", "2", "--watch", "1"]}  # fmt: skip
-    measured = [command, tmp_path / "run", *MEASURES.get(command, ())]
+    measured = [command, tmp_path / "run", *OWN, *MEASURES.get(command, ())]
     with read_only(monkeypatch):
         line = refused(*arguments.get(command, measured), "--json")
     assert f"cannot write to {tmp_path / 'run'}: Read-only file system" in line
@@ -96,7 +96,7 @@ def test_a_read_only_folder_is_seen_before_the_work(
 ):
     monkeypatch.setattr("ritz.cli._session.measured_risk", lambda *a, **k: pytest.fail("too late"))
     with read_only(monkeypatch):
-        line = refused(command, "run", *MEASURES[command], "--json", "--out", tmp_path)
+        line = refused(command, "run", *OWN, *MEASURES[command], "--json", "--out", tmp_path)
     assert line == f"ritz: cannot write to {tmp_path}: Read-only file system\n"
 
 
@@ -107,7 +107,7 @@ def test_what_a_killed_run_was_writing_is_removed(here, finished, tmp_path, caps
     for path in (left, old, new):
         path.write_bytes(b"half")
     os.utime(old, (0, 0))
-    assert ritz("train", *OWN, "--out", tmp_path / "run", "--epochs", "2", "--average-from", "2",
+    assert ritz(*TRAIN, "--out", tmp_path / "run", "--epochs", "2", "--average-from", "2",
                 "--watch", "1", "--json") == 0  # fmt: skip
     assert not left.exists()
     assert not old.exists()

@@ -8,7 +8,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from cli.own import ritz, stopping_after
+from cli.own import OWN, ritz, stopping_after
 
 from ritz import studies
 from ritz.__main__ import main
@@ -45,13 +45,13 @@ def test_an_interrupted_command_says_so_and_goes_on(
 ):
     whole, torn, handler = tmp_path / "whole", tmp_path / "torn", signal.getsignal(signal.SIGTERM)
     function, few = COMMANDS[command]
-    arguments = [command, "run", *few, "--json", "--save-interval", "0", "--out"]
+    arguments = [command, "run", *OWN, *few, "--json", "--save-interval", "0", "--out"]
     assert ritz(*arguments, whole) == 0
     capsys.readouterr()
     with stopping_after(4, function, monkeypatch, end):
         assert ritz(*arguments, torn) == 1
     out, err = capsys.readouterr()
-    assert (out, err) == ("", "ritz: interrupted; the same command goes on from the last save "
+    assert (out, err) == ("", "ritz: interrupted; the same command resumes from the last save "
                           "(--save-interval is 0 s)\n")  # fmt: skip
     assert signal.getsignal(signal.SIGTERM) is handler
     assert ritz(*arguments, torn) == 0
@@ -66,16 +66,16 @@ def test_nothing_saved_is_not_said_to_be_saved(
 ):
     function, few = COMMANDS[command]
     with stopping_after(4, function, monkeypatch, by_keyboard):
-        assert ritz(command, "run", *few, "--json", "--out", tmp_path) == 1
+        assert ritz(command, "run", *OWN, *few, "--json", "--out", tmp_path) == 1
     assert capsys.readouterr().err == (
         "ritz: interrupted before the first save (--save-interval is 30 s): the same command "
-        "begins anew\n"
+        "starts again\n"
     )
     assert list(tmp_path.iterdir()) == []
 
 
 def test_ctrl_c_in_a_real_process(here, finished, tmp_path):
-    command = [sys.executable, "-m", "ritz", "landscape", "run", "--directions", "random",
+    command = [sys.executable, "-m", "ritz", "landscape", "run", *OWN, "--directions", "random",
                "--points", "100000", "--save-interval", "0", "--out", str(tmp_path)]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while process.poll() is None and not list(tmp_path.glob(".landscape*.state")):
@@ -84,7 +84,7 @@ def test_ctrl_c_in_a_real_process(here, finished, tmp_path):
     out, err = process.communicate()
     assert process.returncode == 1, err
     assert out == ""
-    assert err.endswith("ritz: interrupted; the same command goes on from the last save "
+    assert err.endswith("ritz: interrupted; the same command resumes from the last save "
                         "(--save-interval is 0 s)\n")  # fmt: skip
     assert "Traceback" not in err
 
@@ -95,7 +95,7 @@ def test_a_signal_that_the_process_ignores_stays_ignored(
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until the test ends
     function, few = COMMANDS["spectrum"]
     with stopping_after(4, function, monkeypatch, by_system):
-        assert ritz("spectrum", "run", *few, "--json", "--out", tmp_path) == 0
+        assert ritz("spectrum", "run", *OWN, *few, "--json", "--out", tmp_path) == 0
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
 
 
@@ -105,7 +105,7 @@ def interrupt(*arguments):
 
 def test_ctrl_c_in_any_other_command(monkeypatch, capsys):
     monkeypatch.setattr(studies, "find", interrupt)
-    assert _app.run(["study", "run", "x"]) == 1
+    assert _app.run(["study", "x"]) == 1
     assert capsys.readouterr().err == "ritz: interrupted\n"
 
 
@@ -129,10 +129,10 @@ def test_of_several_processes_the_first_speaks_first(monkeypatch, capsys):
     waited = []
     monkeypatch.setattr("ritz.cli._app.time.sleep", waited.append)
     monkeypatch.setenv("RANK", "0")
-    assert _app.run(["study", "run", "x"]) == 2
+    assert _app.run(["study", "x"]) == 2
     assert waited == []
     monkeypatch.setenv("RANK", "3")
-    assert _app.run(["study", "run", "x"]) == 2
+    assert _app.run(["study", "x"]) == 2
     assert waited == [_app.PATIENCE]
     first, other = capsys.readouterr().err.splitlines()
     assert first.startswith("ritz: no study is named 'x'")

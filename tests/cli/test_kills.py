@@ -20,9 +20,9 @@ def net(num_classes):
 COMMANDS = (
     ("train", "--model", "net:net", "--data", "digits", "--epochs", "40", "--average-from", "20",
      "--optimizer", "gadam", "--watch", "10", "--out", "run"),
-    ("spectrum", "run", "--matrix", "both", "--steps", "120", "--vectors"),
-    ("landscape", "run", "--plane", "--points", "25", "--steps", "60"),
-    ("sharpness", "run", "--probes", "2", "--steps", "60"),
+    ("spectrum", "run", "--model", "net:net", "--matrix", "both", "--steps", "120", "--vectors"),
+    ("landscape", "run", "--model", "net:net", "--plane", "--points", "25", "--steps", "60"),
+    ("sharpness", "run", "--model", "net:net", "--probes", "2", "--steps", "60"),
 )  # fmt: skip
 KILLS = 7  # a command
 TIMES = "log.times.jsonl"  # what differs from run to run has a file of its own

@@ -18,7 +18,7 @@ def test_names_are_listed_with_a_few_words(capsys, what, name, words):
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.split()[0] == name)
     assert words in line
     assert ritz("list", what, "--json") == 0
-    assert words in json.loads(capsys.readouterr().out)[name]
+    assert words in json.loads(capsys.readouterr().out)["result"][name]
 
 
 def test_a_wrong_kind_is_one_line(refused):

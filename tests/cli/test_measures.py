@@ -2,11 +2,12 @@ import json
 
 import pytest
 import torch
-from cli.own import ritz, stopping_after
+from cli.own import OWN, ritz, stopping_after
 from torch.nn.functional import cross_entropy
 
 import ritz as library
-from ritz.cli._session import Choice, _config
+from ritz.cli._options import MeasureOptions
+from ritz.cli._session import merge_config
 from ritz.measures import Landscape, Landscape2d, Sharpness
 from ritz.training._workflow import RunConfig
 
@@ -14,7 +15,7 @@ FEW = ["--steps", "6"]
 
 
 def test_sharpness_of_a_run_in_both_modes(here, finished, tmp_path, capsys):
-    assert ritz("sharpness", "run", *FEW, "--probes", "2", "--out", tmp_path) == 0
+    assert ritz("sharpness", "run", *OWN, *FEW, "--probes", "2", "--out", tmp_path) == 0
     out, err = capsys.readouterr()
     assert "spectral norm" in out
     assert "Lanczos" in err
@@ -27,7 +28,7 @@ def test_sharpness_of_a_run_in_both_modes(here, finished, tmp_path, capsys):
 
 def test_sharpness_of_one_matrix_for_machines(here, finished, tmp_path, capsys):
     arguments = ["--matrix", "ggn", "--batch-norm", "train", "--probes", "2", "--average"]
-    assert ritz("sharpness", "run", *FEW, *arguments, "--json", "--out", tmp_path) == 0
+    assert ritz("sharpness", "run", *OWN, *FEW, *arguments, "--json", "--out", tmp_path) == 0
     out, err = capsys.readouterr()
     rows = json.loads(out)["result"]["sharpness"]["rows"]
     assert err == ""
@@ -36,7 +37,7 @@ def test_sharpness_of_one_matrix_for_machines(here, finished, tmp_path, capsys):
 
 def test_a_landscape_with_its_plane_and_test_data(here, finished, tmp_path, capsys):
     arguments = ["--points", "3", "--plane", "--batch-norm", "recomputed", "--picture", "svg"]
-    assert ritz("landscape", "run", *FEW, *arguments, "--out", tmp_path) == 0
+    assert ritz("landscape", "run", *OWN, *FEW, *arguments, "--out", tmp_path) == 0
     assert "Landscape of" in capsys.readouterr().out
     lines, plane = (
         library.load(tmp_path / f"{name}-recomputed-steps6-points3.safetensors")
@@ -53,7 +54,7 @@ def test_a_landscape_that_stops_in_any_part_goes_on_to_the_same_files(
     here, finished, tmp_path, monkeypatch
 ):
     whole = tmp_path / "whole"
-    arguments = ["landscape", "run", "--plane", "--points", "4", *FEW, "--json",
+    arguments = ["landscape", "run", *OWN, "--plane", "--points", "4", *FEW, "--json",
                  "--save-interval", "0", "--out"]  # fmt: skip
     assert ritz(*arguments, whole) == 0
     for stage in ("spectra.lanczos", "measures.landscape", "measures.landscape2d"):
@@ -72,7 +73,7 @@ def test_directions_are_of_the_mode_that_is_drawn(here, finished, tmp_path, mode
     from ritz.cli._targets import make_data, make_model
 
     arguments = ["--points", "3", "--distance", "1e-3", "--steps", "51", "--precision", "float64"]
-    assert ritz("landscape", "run", *arguments, "--batch-norm", mode, "--json",
+    assert ritz("landscape", "run", *OWN, *arguments, "--batch-norm", mode, "--json",
                 "--out", tmp_path) == 0  # fmt: skip
     (file,) = tmp_path.glob("*.safetensors")
     found = library.load(file)
@@ -89,14 +90,14 @@ def test_directions_are_of_the_mode_that_is_drawn(here, finished, tmp_path, mode
 
 def test_samples_are_of_the_training_data_and_test_data_are_whole(here, finished, tmp_path, capsys):
     arguments = ["--points", "3", "--samples", "20", *FEW, "--json", "--out", tmp_path]
-    assert ritz("landscape", "run", *arguments) == 0  # there are 16 to test on
+    assert ritz("landscape", "run", *OWN, *arguments) == 0  # there are 16 to test on
     assert "20 samples" in json.loads(capsys.readouterr().out)["result"]["landscape"]["risk"]
 
 
 @pytest.mark.parametrize("kind", ["random", "filter"])
 def test_directions_that_are_drawn(here, finished, tmp_path, capsys, kind):
     arguments = ["--points", "3", "--directions", kind, "--json"]
-    assert ritz("landscape", "run", *arguments, "--out", tmp_path) == 0
+    assert ritz("landscape", "run", *OWN, *arguments, "--out", tmp_path) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)["result"]["landscape"]
     assert err == ""
@@ -110,53 +111,65 @@ def test_without_matplotlib_the_numbers_are_written_all_the_same(
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name: None if name == "matplotlib" else real(name)
     )
-    assert ritz("landscape", "run", "--points", "3", "--json", *FEW, "--out", tmp_path) == 0
+    assert ritz("landscape", "run", *OWN, "--points", "3", "--json", *FEW, "--out", tmp_path) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["landscape-steps6-points3.safetensors"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "model", "data"),
+    ("options", "model", "data"),
     [
-        (["--model", "own_model:net", "--data", "own_data:load"], {"width": 5}, {"rows": 40}),
-        (["--set-data", "rows=24"], {"width": 5}, {"rows": 24}),
-        (["--data", "own_data:load", "--set-data", "rows=24"], {"width": 5}, {"rows": 24}),
-        (["--model", "own_model:net", "--set-model", "width=3"], {"width": 3}, {"rows": 40}),
-        (["--model", "mlp", "--data", "digits", "--set-model", "hidden=2"], {"hidden": 2}, {}),
+        ({}, {"width": 5}, {"rows": 40}),
+        ({"set_data": ["rows=24"]}, {"width": 5}, {"rows": 24}),
+        ({"set_model": ["width=3"]}, {"width": 3}, {"rows": 40}),
+        ({"model": "mlp", "data": "digits", "set_model": ["hidden=2"]}, {"hidden": 2}, {}),
     ],
 )
-def test_options_of_the_run_hold_for_its_model_and_data_alone(tmp_path, arguments, model, data):
+def test_options_of_the_run_hold_only_for_its_model_and_data(tmp_path, options, model, data):
     made = RunConfig(model="own_model:net", model_options={"width": 5}, data="own_data:load",
                      data_options={"rows": 40})  # fmt: skip
-    given = {f"{name[2:].replace('-', '_')}": [value] if "set" in name else value
-             for name, value in zip(arguments[::2], arguments[1::2], strict=True)}  # fmt: skip
-    config = _config(Choice(source=tmp_path, **given), tmp_path, made)
+    names = {"model": "own_model:net", "data": "own_data:load"}
+    config = merge_config(MeasureOptions(source=tmp_path, **(names | options)), made, tmp_path)
     assert (config.model_options, config.data_options) == (model, data)
 
 
 def test_a_run_whose_names_are_given_again_is_measured_with_its_options(here, tmp_path, capsys):
     options = ["--set-model", "width=2", "--set-data", "rows=20", "--epochs", "1", "--json"]
-    names = ["--model", "own_model:net", "--data", "own_data:load"]
-    assert ritz("train", *names, *options, "--out", tmp_path) == 0
+    assert ritz("train", *OWN, *options, "--out", tmp_path) == 0
     capsys.readouterr()
-    assert ritz("spectrum", tmp_path, *names, "--steps", "3", "--json") == 0
+    assert ritz("spectrum", tmp_path, *OWN, "--steps", "3", "--json") == 0
     assert "20 samples" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["landscape", "run", "--points", "1"], "--points must be at least 2, got 1"),
-        (["landscape", "run", "--distance", "-1"], "--distance must be finite and above 0"),
-        (["landscape", "run", "--distance", "0"], "--distance must be finite and above 0, got 0.0"),
-        (["landscape", "run", "--distance", "inf"], "--distance must be finite and above 0"),
-        (["landscape", "run", "--directions", "up"], "Invalid value for '--directions'"),
-        (["landscape", "run", "--save-interval", "-1"], "--save-interval must be at least 0.0"),
+        (
+            ["landscape", "run", *OWN, "--points", "1"],
+            "--points must be at least 2, got 1",
+        ),
+        (["landscape", "run", *OWN, "--distance", "-1"], "--distance must be finite and above 0"),
+        (
+            ["landscape", "run", *OWN, "--distance", "0"],
+            "--distance must be finite and above 0, got 0.0",
+        ),
+        (["landscape", "run", *OWN, "--distance", "inf"], "--distance must be finite and above 0"),
+        (["landscape", "run", *OWN, "--directions", "up"], "Invalid value for '--directions'"),
+        (
+            ["landscape", "run", *OWN, "--save-interval", "-1"],
+            "--save-interval must be at least 0.0",
+        ),
         (["landscape", "elsewhere"], "no such folder or file: elsewhere"),
-        (["sharpness", "run", "--probes", "0"], "--probes must be at least 1, got 0"),
-        (["sharpness", "run", "--save-interval", "-1"], "--save-interval must be at least 0.0"),
-        (["sharpness", "run", "--batch-size", "0"], "--batch-size must be at least 1, got 0"),
-        (["sharpness", "run", "--steps", "5000"], "num_steps must be between 1 and 51, got 5000"),
-        (["sharpness", "run", "--model", "own_model:smooth"], "is of another architecture"),
+        (["sharpness", "run", *OWN, "--probes", "0"], "--probes must be at least 1, got 0"),
+        (
+            ["sharpness", "run", *OWN, "--save-interval", "-1"],
+            "--save-interval must be at least 0.0",
+        ),
+        (["sharpness", "run", *OWN, "--batch-size", "0"], "--batch-size must be at least 1, got 0"),
+        (
+            ["sharpness", "run", *OWN, "--steps", "5000"],
+            "num_steps must be between 1 and 51, got 5000",
+        ),
+        (["sharpness", "run", *OWN, "--model", "own_model:smooth"], "is of another architecture"),
         (["sharpness", "elsewhere"], "no such folder or file: elsewhere"),
     ],
 )

@@ -2,14 +2,17 @@
 
 import shutil
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from cli.own import ritz, stopping_after
+from cli.own import OWN, ritz, stopping_after
+from torch import nn
 
 from ritz.cli import landscape, sharpness, spectrum
-from ritz.cli._session import LONGEST, Choice, Names
+from ritz.cli._options import MeasureOptions
+from ritz.cli._session import LONGEST, Measurement
 from ritz.training import TrainingConfig
 from ritz.training._workflow import RunConfig
 
@@ -39,7 +42,10 @@ AVERAGE, TEST, TRAIN = ["--average"], ["--split", "test"], ["--batch-norm", "tra
 def test_no_variant_of_a_command_overwrites_another(here, finished, tmp_path, command, variants):
     names = set()
     for ending, options in variants.items():
-        assert ritz(command, "run", *COMMANDS[command], *options, "--json", "--out", tmp_path) == 0
+        assert (
+            ritz(command, "run", *OWN, *COMMANDS[command], *options, "--json", "--out", tmp_path)
+            == 0
+        )
         names |= {name.format(ending) for name in FILES[command]}
         assert {path.name for path in tmp_path.iterdir()} == names
     contents = [path.read_bytes() for path in tmp_path.iterdir()]
@@ -57,7 +63,10 @@ def test_a_file_of_weights_is_named_unless_it_is_the_last(
     if weights == "epoch-0002":
         shutil.copy(run / "weights.safetensors", run / "epoch-0002.safetensors")
     before = set(run.iterdir())
-    assert ritz("sharpness", run / f"{weights}.safetensors", *COMMANDS["sharpness"], "--json") == 0
+    assert (
+        ritz("sharpness", run / f"{weights}.safetensors", *OWN, *COMMANDS["sharpness"], "--json")
+        == 0
+    )
     name = FILES["sharpness"][0].format(ending)
     assert set(run.iterdir()) - before == {run / name}
 
@@ -66,7 +75,7 @@ def test_variants_that_were_stopped_go_on_from_their_own_states(
     here, finished, tmp_path, monkeypatch
 ):
     whole, torn = tmp_path / "whole", tmp_path / "torn"
-    command = ["spectrum", "run", "--steps", "12", "--save-interval", "0", "--json", "--out"]
+    command = ["spectrum", "run", *OWN, "--steps", "12", "--save-interval", "0", "--json", "--out"]
     variants = ([], AVERAGE + TEST)
     for options in variants:
         assert ritz(*command, whole, *options) == 0
@@ -83,54 +92,59 @@ def test_variants_that_were_stopped_go_on_from_their_own_states(
 
 MADE = RunConfig(model="net", data="digits", data_options={"rows": 20},
                  training=TrainingConfig(batch_size=16))  # fmt: skip
+NET = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
 
 
-def opened(*, config=MADE, made=MADE, weights="weights", has_batch_norm=True, **choice):
-    """What names depend on of an opened run."""
-    return SimpleNamespace(
-        choice=Choice(source=Path("run"), **choice),
-        made=made,
-        config=config,
-        weights=Path(f"{weights}.safetensors"),
-        has_batch_norm=has_batch_norm,
+def name(command, result, *, leading=None, config=MADE, made=MADE, weights="weights", net=NET,
+         options=None, **common):  # fmt: skip
+    """The name of a result of a command."""
+    run = SimpleNamespace(
+        config=config, made=made, model=net, weights=Path(f"{weights}.safetensors")
     )
+    defaults = {key: p.default for key, p in signature(command.command).parameters.items()}
+    session = Measurement(run, MeasureOptions(source=Path("run"), **common), Path("run"),
+                          defaults, options or {})  # fmt: skip
+    return session.name(result, **(leading or {}))
 
 
 def test_defaults_have_the_short_name():
     options = {"split": "train", "steps": None, "probes": 8}
-    names = Names(sharpness.command, opened(), **options)
-    assert names("sharpness", matrix="both", batch_norm="both") == "sharpness"
+    leading = {"matrix": "both", "batch_norm": "both"}
+    assert name(sharpness, "sharpness", leading=leading, options=options) == "sharpness"
     options = {"steps": 30, "distance": 1.0, "points": 21}
-    names = Names(landscape.command, opened(), **options)
-    assert names("plane", directions="ritz", batch_norm="eval") == "plane"
-    names = Names(spectrum.command, opened(), split="train", steps=100, vectors=False)
-    assert names("spectrum", matrix="hessian", batch_norm="eval") == "spectrum"
+    leading = {"directions": "ritz", "batch_norm": "eval"}
+    assert name(landscape, "plane", leading=leading, options=options) == "plane"
+    options = {"split": "train", "steps": 100, "vectors": False}
+    leading = {"matrix": "hessian", "batch_norm": "eval"}
+    assert name(spectrum, "spectrum", leading=leading, options=options) == "spectrum"
 
 
-def test_every_option_is_told_in_its_order():
-    run = opened(weights="average", samples=50, precision="float64", seed=3)
-    names = Names(landscape.command, run, steps=31, distance=2.5, points=5)
-    name = names("landscape", directions="filter", batch_norm="train")
-    assert name == (
-        "landscape-filter-train-average-steps31-distance2.5-points5-samples50-float64-seed3"
+def test_every_option_is_mentioned_in_its_order():
+    options = {"steps": 31, "distance": 2.5, "points": 5}
+    network = {"samples": 50, "precision": "float64", "seed": 3}
+    leading = {"directions": "filter", "batch_norm": "train"}
+    assert (
+        name(landscape, "landscape", leading=leading, options=options, weights="average", **network)
+        == "landscape-filter-train-average-steps31-distance2.5-points5-samples50-float64-seed3"
     )
-    names = Names(spectrum.command, opened(), split="test", steps=7, vectors=True)
-    assert names("spectrum", matrix="hessian", batch_norm="both") == (
+    options = {"split": "test", "steps": 7, "vectors": True}
+    leading = {"matrix": "hessian", "batch_norm": "both"}
+    assert name(spectrum, "spectrum", leading=leading, options=options) == (
         "spectrum-eval-train-test-steps7-vectors"
     )
-    assert names("spectrum", matrix="both", batch_norm="eval") == (
+    leading = {"matrix": "both", "batch_norm": "eval"}
+    assert name(spectrum, "spectrum", leading=leading, options=options) == (
         "spectrum-hessian-ggn-test-steps7-vectors"
     )
 
 
 def test_whole_numbers_have_no_point():
-    names = Names(landscape.command, opened(), distance=2.0)
-    assert names("landscape") == "landscape-distance2"
+    assert name(landscape, "landscape", options={"distance": 2.0}) == "landscape-distance2"
 
 
-def test_a_mode_says_nothing_of_a_model_without_batch_norm():
-    names = Names(landscape.command, opened(has_batch_norm=False))
-    assert names("landscape", batch_norm="train") == "landscape"
+def test_a_model_without_batch_norm_has_no_mode_in_its_name():
+    leading = {"batch_norm": "train"}
+    assert name(landscape, "landscape", leading=leading, net=nn.Linear(2, 2)) == "landscape"
 
 
 @pytest.mark.parametrize(
@@ -144,21 +158,20 @@ def test_a_mode_says_nothing_of_a_model_without_batch_norm():
         ({"training": TrainingConfig(batch_size=32)}, "batch32"),
     ],
 )
-def test_what_the_run_was_not_made_with_is_told(changes, ending):
-    names = Names(sharpness.command, opened(config=replace(MADE, **changes)))
-    assert names("sharpness") == f"sharpness-{ending}"
+def test_differences_from_the_run_are_mentioned(changes, ending):
+    config = replace(MADE, **changes)
+    assert name(sharpness, "sharpness", config=config) == f"sharpness-{ending}"
 
 
-def test_where_no_run_says_so_model_and_data_are_told():
-    run = opened(made=RunConfig(model="", data=""), config=RunConfig(model="m:net", data="d:load"))
-    assert Names(spectrum.command, run)("spectrum") == "spectrum-m_net-d_load"
+def test_without_a_run_model_and_data_are_mentioned():
+    made, config = RunConfig(model="", data=""), RunConfig(model="m:net", data="d:load")
+    assert name(spectrum, "spectrum", made=made, config=config) == "spectrum-m_net-d_load"
 
 
 def test_long_names_are_cut_and_still_tell_the_files_apart():
-    found = set()
+    names = set()
     for path in ("x" * 300 + "1", "x" * 300 + "2", "ж" * 300):
         config = replace(MADE, data_options={"file": path})
-        name = Names(sharpness.command, opened(config=config))("sharpness")
-        assert len(name.encode()) <= LONGEST
-        found.add(name)
-    assert len(found) == 3
+        names.add(name(sharpness, "sharpness", config=config))
+    assert len(names) == 3
+    assert all(len(one.encode()) <= LONGEST for one in names)

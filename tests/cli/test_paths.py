@@ -1,4 +1,4 @@
-"""What is installed is not shadowed by files of the current folder, except by one that is named."""
+"""Files of the current folder do not hide installed modules, except the one that is named."""
 
 import importlib.util
 import os
@@ -10,7 +10,7 @@ import pytest
 from cli.own import ritz
 
 import ritz as ritz_itself
-from ritz.cli._targets import own
+from ritz.cli._targets import import_target
 
 NET = """
 def net():
@@ -39,28 +39,19 @@ def work(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-@pytest.mark.parametrize("written", [False, True])
-def test_the_current_folder_is_first_for_what_is_named_and_then_last(work, written):
+def test_the_current_folder_is_first_for_the_module_named_and_last_afterwards(work):
     before = list(sys.path)
-    factory = own("named_of_mine:net", written_in=work / "run" if written else None)
+    factory = import_target("named_of_mine:net")
     assert sys.path == [*before, str(work)]
     assert factory() == str(work / "beside_of_mine.py")
-    assert own("named_of_mine:place")() == str(work / "named_of_mine.py")
+    assert import_target("named_of_mine:place")() == str(work / "named_of_mine.py")
     assert importlib.util.find_spec("shared_of_mine").origin.startswith(before[0])
-
-
-@pytest.mark.parametrize("run", [".", ".."])
-def test_the_folder_of_a_run_is_never_on_the_path(work, run):
-    before = list(sys.path)
-    with pytest.raises(ValueError, match="not a Python file of your own"):
-        own("named_of_mine:net", written_in=work / run)
-    assert sys.path == before
 
 
 def test_a_path_that_the_user_chose_stays_as_it_is(work, monkeypatch):
     monkeypatch.setattr(sys, "path", ["first", str(work), *sys.path])
     before = list(sys.path)
-    own("named_of_mine:net")
+    import_target("named_of_mine:net")
     assert sys.path == before
 
 

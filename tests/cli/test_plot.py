@@ -30,7 +30,9 @@ def test_a_log_becomes_a_picture_by_ending(finished, tmp_path, capsys, kind):
 
 def test_results_alone_and_together(spectra, tmp_path, capsys):
     assert ritz("plot", spectra[0], "--json") == 0
-    assert json.loads(capsys.readouterr().out) == {"files": [str(tmp_path / "spectrum0.png")]}
+    assert json.loads(capsys.readouterr().out) == {
+        "result": None, "files": [str(tmp_path / "spectrum0.png")]
+    }  # fmt: skip
     assert ritz("plot", *spectra, "--out", tmp_path / "both.png") == 0
     assert (tmp_path / "both.png").read_bytes() != (tmp_path / "spectrum0.png").read_bytes()
 
@@ -51,7 +53,7 @@ def test_bad_input_is_one_line(finished, spectra, tmp_path, refused):
     assert "no such file: nowhere" in refused("plot", "nowhere")
     assert "a picture must end in .png, .svg, .pdf" in refused("plot", log, "--out", "x.gif")
     assert "is not a folder" in refused("plot", log, "--out", tmp_path / "no" / "x.png")
-    assert "logs and results make no one picture" in refused("plot", log, spectra[0])
+    assert "logs and results cannot share a picture" in refused("plot", log, spectra[0])
     (tmp_path / "again.jsonl").write_bytes(log.read_bytes())
     assert "takes one log, got 2" in refused("plot", log, tmp_path / "again.jsonl", "--what",
                                              "curvature", "--out", tmp_path / "x.png")  # fmt: skip
@@ -60,7 +62,7 @@ def test_bad_input_is_one_line(finished, spectra, tmp_path, refused):
     library.save(library.trace(torch.eye(3)), tmp_path / "trace.safetensors")
     assert "Estimate without samples has no plot" in refused("plot", tmp_path / "trace.safetensors")
     both = [spectra[0], tmp_path / "trace.safetensors"]
-    assert "must all be spectra" in refused("plot", *both, "--out", tmp_path / "x.png")
+    assert "only if all are spectra" in refused("plot", *both, "--out", tmp_path / "x.png")
     (tmp_path / "empty.jsonl").write_text("")
     assert "at least one epoch, got none" in refused("plot", tmp_path / "empty.jsonl")
 

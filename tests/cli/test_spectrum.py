@@ -3,7 +3,7 @@ import shutil
 
 import pytest
 import torch
-from cli.own import ritz, stopping_after
+from cli.own import OWN, ritz, stopping_after
 
 import ritz as library
 from ritz.training import read_weights
@@ -12,7 +12,7 @@ FEW = ["--steps", "6"]
 
 
 def test_a_run_folder_is_all_that_is_needed(here, finished, capsys, tmp_path):
-    assert ritz("spectrum", "run", *FEW, "--matrix", "both", "--batch-norm", "both",
+    assert ritz("spectrum", "run", *OWN, *FEW, "--matrix", "both", "--batch-norm", "both",
                 "--out", tmp_path) == 0  # fmt: skip
     out, err = capsys.readouterr()
     for title in ("Hessian, batch norm eval", "Gauss-Newton, batch norm train"):
@@ -30,7 +30,7 @@ def test_it_is_the_spectrum_of_the_risk_at_these_weights(here, finished, tmp_pat
     from ritz.cli._targets import make_data, make_model
 
     options = ["--matrix", "ggn", "--precision", "float64", "--average", "--steps", "30"]
-    assert ritz("spectrum", "run", *options, "--json", "--out", tmp_path) == 0
+    assert ritz("spectrum", "run", *OWN, *options, "--json", "--out", tmp_path) == 0
     found = library.load(tmp_path / "spectrum-ggn-eval-average-steps30-float64.safetensors")
     parts = make_data("own_data:load", data_dir=None, options={})
     model = make_model("own_model:net", parts=parts, options={})
@@ -42,7 +42,7 @@ def test_it_is_the_spectrum_of_the_risk_at_these_weights(here, finished, tmp_pat
 
 
 def test_json_tells_values_and_files(here, finished, tmp_path, capsys):
-    assert ritz("spectrum", "run", *FEW, "--samples", "20", "--json", "--out", tmp_path) == 0
+    assert ritz("spectrum", "run", *OWN, *FEW, "--samples", "20", "--json", "--out", tmp_path) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)
     assert err == ""
@@ -53,7 +53,17 @@ def test_json_tells_values_and_files(here, finished, tmp_path, capsys):
 
 def test_a_stopped_computation_goes_on_to_the_same_bits(here, finished, tmp_path, monkeypatch):
     whole, torn = tmp_path / "whole", tmp_path / "torn"
-    arguments = ["spectrum", "run", "--json", "--steps", "12", "--save-interval", "0", "--out"]
+    arguments = [
+        "spectrum",
+        "run",
+        *OWN,
+        "--json",
+        "--steps",
+        "12",
+        "--save-interval",
+        "0",
+        "--out",
+    ]
     assert ritz(*arguments, whole) == 0
     with stopping_after(7, "ritz.spectra.lanczos", monkeypatch):
         assert ritz(*arguments, torn) == 1
@@ -67,14 +77,25 @@ def test_a_stopped_computation_goes_on_to_the_same_bits(here, finished, tmp_path
 def test_a_state_of_other_samples_is_not_gone_on_from(here, finished, tmp_path, monkeypatch):
     few = ["--samples", "16", "--json", "--steps", "12", "--save-interval", "0", "--out", tmp_path]
     with stopping_after(7, "ritz.spectra.lanczos", monkeypatch):
-        assert ritz("spectrum", "run", "--split", "train", *few) == 1
-    assert ritz("spectrum", "run", "--split", "test", *few) == 0
+        assert ritz("spectrum", "run", *OWN, "--split", "train", *few) == 1
+    assert ritz("spectrum", "run", *OWN, "--split", "test", *few) == 0
     assert list(tmp_path.glob(".*.state"))  # that of the first, for when it is given again
 
 
 def test_samples_of_the_test_data_are_counted(here, finished, tmp_path, capsys):
     """As many as were asked for, and the same ones for the same seed."""
-    arguments = ["spectrum", "run", "--split", "test", "--samples", "9", *FEW, "--json", "--out"]
+    arguments = [
+        "spectrum",
+        "run",
+        *OWN,
+        "--split",
+        "test",
+        "--samples",
+        "9",
+        *FEW,
+        "--json",
+        "--out",
+    ]
     assert ritz(*arguments, tmp_path / "one") == 0
     assert "9 samples" in capsys.readouterr().out
     assert ritz(*arguments, tmp_path / "two") == 0
@@ -89,9 +110,9 @@ def test_samples_of_the_test_data_are_counted(here, finished, tmp_path, capsys):
 
 def test_weights_of_torch_with_model_and_data_named(here, finished, tmp_path, capsys):
     torch.save(read_weights(finished / "weights.safetensors"), tmp_path / "weights.pt")
-    arguments = ["--model", "own_model:net", "--data", "own_data:load", "--batch-size", "16"]
+    arguments = [*OWN, "--batch-size", "16"]
     assert ritz("spectrum", tmp_path / "weights.pt", *arguments, *FEW, "--json") == 0
-    assert ritz("spectrum", "run", *FEW, "--json", "--out", tmp_path / "again") == 0
+    assert ritz("spectrum", "run", *OWN, *FEW, "--json", "--out", tmp_path / "again") == 0
     (first,), (again,) = (
         map(library.load, folder.glob("spectrum*.safetensors"))
         for folder in (tmp_path, tmp_path / "again")
@@ -120,19 +141,22 @@ def test_wrong_places_are_one_line(here, finished, tmp_path, refused):
         (["--steps", "0"], "--steps must be at least 1, got 0"),
         (["--samples", "0"], "num_samples must be between 1 and 48, got 0"),
         (["--samples", "17", "--split", "test"], "num_samples must be between 1 and 16, got 17"),
-        (["--save-interval", "-1"], "--save-interval must be at least 0.0, got -1.0"),
+        (
+            ["--save-interval", "-1"],
+            "--save-interval must be at least 0.0, got -1.0",
+        ),
         (["--split", "validation"], "split must be one that the data have, got 'validation'"),
         (["--matrix", "fisher"], "Invalid value for '--matrix'"),
         (["--model", "vgg61"], "no model is named 'vgg61'; did you mean"),
     ],
 )
 def test_bad_input_is_one_line(here, finished, refused, arguments, line):
-    assert line in refused("spectrum", "run", *arguments)
+    assert line in refused("spectrum", "run", *OWN, *arguments)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_cuda_where_there_is_none(here, finished, refused):
-    assert "torch finds no CUDA device" in refused("spectrum", "run", "--device", "cuda:0")
+    assert "torch finds no CUDA device" in refused("spectrum", "run", *OWN, "--device", "cuda:0")
 
 
 def test_weights_with_code_in_them_are_refused(here, tmp_path, refused):
@@ -143,7 +167,6 @@ def test_weights_with_code_in_them_are_refused(here, tmp_path, refused):
             return (open, (str(tmp_path / "ran"), "w"))
 
     (tmp_path / "weights.pt").write_bytes(pickle.dumps(Malicious(), protocol=2))
-    arguments = ["--model", "own_model:net", "--data", "own_data:load"]
-    line = refused("spectrum", tmp_path / "weights.pt", *arguments)
+    line = refused("spectrum", tmp_path / "weights.pt", *OWN)
     assert "is refused: it holds more than tensors" in line
     assert not (tmp_path / "ran").exists()

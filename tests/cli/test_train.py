@@ -15,7 +15,7 @@ from ritz.training._workflow import read_run
 OWN = ["--model", "own_model:net", "--data", "own_data:load"]
 
 
-def test_a_run_folder_holds_all_that_it_takes(finished):
+def test_a_run_folder_has_configuration_log_checkpoint_and_weights(finished):
     names = {path.name for path in finished.glob("*.*")}
     assert {"run.json", "log.jsonl", "checkpoint.safetensors", "weights.safetensors",
             "average.safetensors"} <= names  # fmt: skip
@@ -39,7 +39,7 @@ def test_a_registered_model_takes_shape_and_classes_from_the_data(tmp_path, caps
     assert shapes == {"1.weight": (3, 64), "1.bias": (3,), "3.weight": (10, 3), "3.bias": (10,)}
 
 
-def test_json_for_machines_is_silent_otherwise(here, tmp_path, capsys):
+def test_json_output_is_all_that_is_printed(here, tmp_path, capsys):
     assert ritz("train", *OWN, *SMALL, "--out", tmp_path / "run", "--seed", "3") == 0
     out, err = capsys.readouterr()
     found = json.loads(out)
@@ -49,7 +49,7 @@ def test_json_for_machines_is_silent_otherwise(here, tmp_path, capsys):
     assert str(tmp_path / "run/weights.safetensors") in found["files"]
 
 
-def test_what_was_measured_before_is_not_said_to_be_written(here, finished, tmp_path, capsys):
+def test_results_of_measurements_are_not_listed_as_written(here, finished, tmp_path, capsys):
     run = shutil.copytree(finished, tmp_path / "run")
     for name in ("spectrum-hessian.safetensors", "spectrum.png", "notes.epoch-0001.safetensors"):
         (run / name).touch()
@@ -62,7 +62,7 @@ def test_what_was_measured_before_is_not_said_to_be_written(here, finished, tmp_
     ]  # fmt: skip
 
 
-def test_the_seed_decides_and_a_run_that_is_over_is_left_as_it_is(here, tmp_path, capsys):
+def test_the_seed_fixes_the_weights_and_a_finished_run_is_unchanged(here, tmp_path, capsys):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         assert ritz("train", *OWN, *SMALL, "--out", tmp_path / name, "--seed", seed) == 0
     files = {name: (tmp_path / name / "weights.safetensors").read_bytes() for name in "abc"}
@@ -71,9 +71,7 @@ def test_the_seed_decides_and_a_run_that_is_over_is_left_as_it_is(here, tmp_path
     assert (tmp_path / "a" / "weights.safetensors").read_bytes() == files["a"]
 
 
-def test_another_model_in_the_folder_of_a_run_is_refused_unless_it_begins_anew(
-    here, finished, tmp_path, refused
-):
+def test_another_model_in_the_folder_of_a_run_needs_restart(here, finished, tmp_path, refused):
     shutil.copytree(finished, tmp_path / "run")
     other = ["--model", "own_model:smooth", "--data", "own_data:load", *SMALL]
     line = refused("train", *other, "--out", tmp_path / "run")
@@ -83,13 +81,13 @@ def test_another_model_in_the_folder_of_a_run_is_refused_unless_it_begins_anew(
     assert read_run(tmp_path / "run").model == "own_model:smooth"
 
 
-def test_loaders_of_torch_are_data_too(here, tmp_path, capsys):
+def test_torch_loaders_are_accepted_as_data(here, tmp_path, capsys):
     arguments = ["--model", "own_model:smooth", "--data", "own_data:loaders", "--epochs", "1"]
     assert ritz("train", *arguments, "--out", tmp_path / "run", "--json") == 0
     assert json.loads(capsys.readouterr().out)["result"]["num_steps"] == 3
 
 
-def test_a_rate_that_diverges_is_code_one(here, tmp_path, capsys):
+def test_a_run_that_diverges_exits_with_code_one(here, tmp_path, capsys):
     model = ["--model", "own_model:smooth", "--data", "own_data:load", "--loss", "own_model:worse"]
     assert ritz("train", *model, *SMALL, "--lr", "1e6", "--out", tmp_path / "run") == 1
     assert "diverged: the loss of epoch" in capsys.readouterr().err
@@ -127,7 +125,7 @@ def test_bad_input_is_one_line(here, tmp_path, refused, arguments, line):
     assert not (tmp_path / "run" / "weights.safetensors").exists()
 
 
-def test_a_rate_that_was_refused_leaves_the_folder_to_the_right_one(here, tmp_path, refused):
+def test_a_refused_learning_rate_leaves_the_folder_usable(here, tmp_path, refused):
     refused("train", *OWN, *SMALL, "--out", tmp_path / "run", "--lr", "nan")
     assert ritz("train", *OWN, *SMALL, "--out", tmp_path / "run", "--lr", "0.1",
                 "--weight-decay", "0", "--clip-norm", "5", "--warmup", "2") == 0  # fmt: skip
@@ -139,7 +137,7 @@ def test_a_rate_that_was_refused_leaves_the_folder_to_the_right_one(here, tmp_pa
     ("setting", "shapes"),
     [("hidden=64", [64]), ("hidden=6,3", [6, 3]), ("hidden=(6,)", [6]), ("hidden=()", [])],
 )
-def test_widths_are_a_number_or_several(tmp_path, setting, shapes):
+def test_widths_are_one_number_or_several(tmp_path, setting, shapes):
     arguments = ["--model", "mlp", "--data", "digits", "--set-model", setting, "--epochs", "1",
                  "--batch-size", "1024", "--json", "--out", tmp_path / "run"]  # fmt: skip
     assert ritz("train", *arguments) == 0
@@ -184,21 +182,19 @@ def test_values_are_json_or_numbers_by_commas_or_text(text, value):
         ("mlp", "cifar10", "no folder for 'cifar10'"),
     ],
 )  # fmt: skip
-def test_a_wrong_name_is_answered_with_the_nearest(
-    here, tmp_path, monkeypatch, refused, model, data, line
-):
+def test_a_wrong_name_suggests_the_nearest(here, tmp_path, monkeypatch, refused, model, data, line):
     monkeypatch.delenv("RITZ_DATA", raising=False)
     assert line in refused("train", "--model", model, "--data", data, "--out", tmp_path / "run")
 
 
-def test_a_folder_of_data_that_is_not_there(tmp_path, refused):
+def test_a_missing_data_folder_is_named(tmp_path, refused):
     arguments = ["--model", "mlp", "--data", "mnist", "--out", tmp_path / "run"]
     line = refused("train", *arguments, "--data-dir", tmp_path / "nowhere")
     assert "data_dir must be a folder, got" in line
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_cuda_where_there_is_none(here, tmp_path, refused):
+def test_cuda_without_a_device_is_refused(here, tmp_path, refused):
     line = refused("train", *OWN, *SMALL, "--out", tmp_path / "run", "--device", "cuda")
     assert "device must be one of this machine, got 'cuda': torch finds no CUDA device" in line
 
@@ -217,7 +213,7 @@ def test_the_shell_completes(monkeypatch, capsys, words, expected):
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_ctrl_c_saves_and_says_how_to_go_on(here, tmp_path):
+def test_ctrl_c_saves_and_says_how_to_resume(here, tmp_path):
     command = [sys.executable, "-m", "ritz", "train", *OWN, "--epochs", "100000",
                "--batch-size", "4", "--json", "--out", str(tmp_path / "run")]  # fmt: skip
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=here)

@@ -25,7 +25,7 @@ def contents(folder):
     [["--optimizer", "adam"], ["--weight-decay", "0.1"], ["--schedule", "linear"], ["--seed", "5"],
      ["--drop-last"], ["--no-augment"]],
 )  # fmt: skip
-def test_a_refused_command_leaves_the_run_and_says_how_to_begin_anew(
+def test_a_refused_command_leaves_the_run_and_mentions_restart(
     here, finished, tmp_path, refused, change
 ):
     shutil.copytree(finished, tmp_path / "run")
@@ -35,7 +35,7 @@ def test_a_refused_command_leaves_the_run_and_says_how_to_begin_anew(
     assert contents(tmp_path / "run") == before
 
 
-def test_fewer_epochs_than_are_done_are_nothing_to_do(here, tmp_path, refused):
+def test_fewer_epochs_than_are_completed_are_refused(here, tmp_path, refused):
     usual = ["train", *OWN, *SMALL, "--out", tmp_path / "run"]
     assert ritz(*usual) == 0
     before = contents(tmp_path / "run")
@@ -48,14 +48,14 @@ def test_fewer_epochs_than_are_done_are_nothing_to_do(here, tmp_path, refused):
 @pytest.mark.parametrize(
     "wrong", [["--optimizer", "gadm"], ["--model", "own_model:number"], ["--device", "tpu"]]
 )
-def test_a_first_command_that_fails_is_not_in_the_way(here, tmp_path, refused, wrong):
+def test_a_first_command_that_fails_does_not_block_the_folder(here, tmp_path, refused, wrong):
     usual = ["train", *OWN, *SMALL, "--out", tmp_path / "run"]
     refused(*usual, *wrong)
     assert ritz(*usual, "--seed", "3", "--batch-size", "24") == 0
     assert read_run(tmp_path / "run").training.seed == 3
 
 
-def test_two_commands_in_one_folder_are_one_too_many(here, tmp_path, refused):
+def test_a_second_command_in_one_folder_is_refused(here, tmp_path, refused):
     usual = [*OWN, "--out", tmp_path / "run", "--json", "--epochs", "100000"]
     first = subprocess.Popen([sys.executable, "-m", "ritz", "train", *map(str, usual)],
                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip

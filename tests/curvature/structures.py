@@ -8,7 +8,8 @@ from torch import nn
 from torch.func import jacrev
 from torch.nn import functional
 
-from ritz.curvature import Risk
+from ritz import diagonal, trace
+from ritz.curvature import Risk, ggn
 
 CROSS_ENTROPY = functional.cross_entropy
 CASES = {}
@@ -179,3 +180,11 @@ def exact_matrix(risk):
 def built(function):
     model, data, loss, options = function()
     return Risk(randomised(model), loss, data, **options)
+
+
+def ggn_diagonal(risk):
+    return diagonal(ggn(risk), method="exact").mean
+
+
+def ggn_trace(risk):
+    return float(trace(ggn(risk), method="exact"))

@@ -9,7 +9,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
 from ritz.curvature import Risk, hessian
-from ritz.curvature._risk import batches
+from ritz.curvature import _risk as risks
+from ritz.curvature._modes import Limits
 
 CE = functional.cross_entropy
 X, Y = noise(10, 3), labels(3, 10)
@@ -48,7 +49,7 @@ def model():
 
 @pytest.fixture
 def streamed(monkeypatch):
-    monkeypatch.setattr(batches, "CACHE", 0)
+    monkeypatch.setattr(risks, "LIMITS", Limits(data=0))
 
 
 def shuffling(**options):
@@ -131,9 +132,9 @@ def test_what_differs_from_pass_to_pass_is_refused_unless_frozen(model, source, 
 
 
 @pytest.mark.parametrize("freeze", [False, True])
-@pytest.mark.parametrize("held", [batches.CACHE, 0])
-def test_a_pass_over_a_loader_leaves_every_generator_as_it_was(model, freeze, held, monkeypatch):
-    monkeypatch.setattr(batches, "CACHE", held)
+@pytest.mark.parametrize("memory", [2**30, 0])
+def test_a_pass_over_a_loader_leaves_every_generator_as_it_was(model, freeze, memory, monkeypatch):
+    monkeypatch.setattr(risks, "LIMITS", Limits(data=memory))
     own = seeded(3)
     loaders = [
         DataLoader(PAIRS, batch_size=4),

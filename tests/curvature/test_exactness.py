@@ -121,8 +121,8 @@ def test_nothing_kept_gives_the_same_bits(name, kind):
     anew = curvature_operator(risk, kind, engine="linearized", memory=0)
     assert torch.equal(kept @ block, anew @ block)
     assert torch.equal(kept @ block, anew @ block)
-    assert len(kept.products._kept) == risk.num_batches
-    assert not anew.products._kept
+    assert len(kept.products._cached) == risk.num_batches
+    assert not anew.products._cached
 
 
 @pytest.mark.parametrize("name", ["cnn train", "encoder"])

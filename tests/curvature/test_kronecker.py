@@ -10,8 +10,9 @@ from torch.nn import functional
 
 from ritz import diagonal, load, save, trace
 from ritz.curvature import Risk, ggn, kfac
-from ritz.curvature._persample import KroneckerFactors, layers
-from ritz.curvature._persample.layers import LayerOperator
+from ritz.curvature import _layers as layers
+from ritz.curvature._layers import KroneckerFactors, LayerOperator
+from ritz.curvature._modes import Limits
 from ritz.operators import DenseOperator, DiagonalOperator
 from ritz.testing import check_operator
 
@@ -153,7 +154,7 @@ def test_any_other_module_has_its_exact_block(mixed):
 
 
 def test_or_the_diagonal_of_it_where_that_is_large(mixed, monkeypatch):
-    monkeypatch.setattr(layers, "MAX_DENSE", 3)
+    monkeypatch.setattr(layers, "LIMITS", Limits(dense_block=3))
     op = kfac(mixed)
     assert [type(block) for block in op.ops].count(DiagonalOperator) == 4
     exact = gauss_newton_blocks(mixed, op.sizes).diagonal()
@@ -250,7 +251,7 @@ def test_what_cannot_be_is_refused(network):
         kfac(Risk(network, nn.MSELoss(), data), kind="fisher")
     with pytest.raises(ValueError, match="loss_fn must be one whose Hessian is known"):
         kfac(Risk(network, nn.HuberLoss(), data))
-    with pytest.raises(ValueError, match="kind='monte_carlo' needs a loss that is a likelihood"):
+    with pytest.raises(ValueError, match="loss_fn must be a likelihood to draw labels from"):
         kfac(Risk(network, nn.HuberLoss(), data), kind="monte_carlo")
     norm = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
     risk = Risk(norm, nn.MSELoss(), data, batch_norm="train", batch_size=5)
@@ -263,7 +264,8 @@ def test_processes_that_share_the_batches_agree_with_one(tmp_path):
     script = """
         from torch import nn
         from ritz.curvature import Risk, kfac
-        from ritz.curvature._persample.exact import ggn_diagonal, ggn_trace
+        from ritz.curvature import ggn
+        from ritz.operators import exact
 
         generator = torch.Generator().manual_seed(1)
         x = torch.randn(7, 3, dtype=torch.float64, generator=generator)
@@ -275,7 +277,8 @@ def test_processes_that_share_the_batches_agree_with_one(tmp_path):
             for batch_size in (3, 7):  # three batches, and one that a process does not see
                 risk = Risk(model, nn.CrossEntropyLoss(), (x, y), batch_size=batch_size,
                             sharing=sharing)
-                found.append((ggn_diagonal(risk), torch.tensor(ggn_trace(risk)),
+                diagonal, trace = (exact(ggn(risk), name).value for name in ("diagonal", "trace"))
+                found.append((diagonal, torch.tensor(trace),
                               kfac(risk).dense(), kfac(risk, kind="monte_carlo").dense()))
         for one, other in zip(found[:2], found[2:], strict=True):
             for a, b in zip(one, other, strict=True):
@@ -298,3 +301,15 @@ def test_a_module_must_be_called_as_often_on_every_batch():
     risk = Risk(randomised(Fickle()), nn.MSELoss(), (noise(11, 2), noise(11, 2)), batch_size=6)
     with pytest.raises(ValueError, match=r"modules must be called once on every batch, .*'a'"):
         kfac(risk)
+
+
+def test_a_class_that_is_ignored_as_a_label_can_still_be_drawn():
+    y = torch.tensor([0, 1, 2, 0, 2, 1, 0, 2])
+    model, found = randomised(nn.Linear(4, 3)), []
+    risk = Risk(model, nn.CrossEntropyLoss(ignore_index=1), (noise(8, 4), y))
+    for seed in range(400):
+        generator = torch.Generator().manual_seed(seed)
+        found.append(kfac(risk, kind="monte_carlo", generator=generator).ops[0].factors.outputs)
+    samples = torch.stack(found)
+    gap = samples.mean(0) - kfac(risk).ops[0].factors.outputs
+    assert bool((gap.abs() < 4 * samples.std(0) / 20).all())

@@ -10,7 +10,7 @@ from torch.func import grad, jacfwd
 from torch.nn import functional
 
 from ritz.curvature import Risk, fisher, ggn, gradient_covariance
-from ritz.curvature._risk.losses import output_hessian, recognised, sample_losses
+from ritz.curvature._losses import known_loss, output_hessian, sample_losses
 
 CE, BCE, MSE = (
     functional.cross_entropy,
@@ -54,7 +54,7 @@ def dense(loss_fn, outputs, target):
 @pytest.mark.parametrize("name", KNOWN)
 def test_closed_forms_are_the_hessian_in_the_outputs(name):
     loss_fn, shape, target = KNOWN[name]
-    assert recognised(loss_fn) is not None
+    assert known_loss(loss_fn) is not None
     outputs = noise(*shape, seed=2)
     size = outputs.numel()
     units = torch.eye(size, dtype=torch.float64).view(size, *shape)
@@ -66,7 +66,7 @@ def test_closed_forms_are_the_hessian_in_the_outputs(name):
 def test_roots_multiply_to_the_hessian_of_each_sample(name):
     loss_fn, shape, target = KNOWN[name]
     outputs = noise(*shape, seed=2)
-    roots = recognised(loss_fn).root(outputs, target)
+    roots = known_loss(loss_fn).root(outputs, target)
     assert roots.shape[1:] == outputs.shape
     flat = roots.flatten(2) if len(shape) > 1 else roots.unsqueeze(2)
     blocks = torch.einsum("cni,cnj->nij", flat, flat)
@@ -78,7 +78,7 @@ def test_roots_multiply_to_the_hessian_of_each_sample(name):
 @pytest.mark.parametrize("name", [n for n in KNOWN if "smooth" not in n])
 def test_gradients_at_drawn_labels_have_the_hessian_as_second_moment(name):
     loss_fn, shape, target = KNOWN[name]
-    known, outputs, tangent = recognised(loss_fn), noise(*shape, seed=2), noise(*shape, seed=4)
+    known, outputs, tangent = known_loss(loss_fn), noise(*shape, seed=2), noise(*shape, seed=4)
     rng = seeded(1)
     found = torch.stack(
         [
@@ -96,7 +96,7 @@ def test_gradients_at_drawn_labels_have_the_hessian_as_second_moment(name):
 )
 def test_a_sampled_gradient_is_that_of_the_negative_log_likelihood(loss_fn, shape, target):
     """For one sample the mean loss is its log likelihood, for squares at the variance of draws."""
-    known, tangent = recognised(loss_fn), noise(1, *shape[1:], seed=4)
+    known, tangent = known_loss(loss_fn), noise(1, *shape[1:], seed=4)
     outputs = noise(1, *shape[1:], seed=2)
     drawn = known.draw(outputs, target[:1], seeded(0))
     slope = grad(lambda o: plain(loss_fn)(o, drawn))(outputs)
@@ -112,7 +112,7 @@ def test_drawn_labels_follow_the_model_and_leave_ignored_ones():
     outputs = torch.tensor([[0.0, 1.0, 2.0]], dtype=torch.float64).expand(4000, 3)
     target = torch.zeros(4000, dtype=torch.long)
     target[0] = -100
-    drawn = recognised(CE).draw(outputs, target, seeded(0))
+    drawn = known_loss(CE).draw(outputs, target, seeded(0))
     assert drawn[0] == -100
     shares = torch.bincount(drawn[1:], minlength=3) / 3999
     chances = outputs[0].softmax(0)
@@ -132,7 +132,7 @@ def test_drawn_labels_follow_the_model_and_leave_ignored_ones():
     ],
 )
 def test_other_losses_are_not_taken_for_known_ones(loss_fn):
-    assert recognised(loss_fn) is None
+    assert known_loss(loss_fn) is None
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_samples_that_have_no_loss_of_their_own_are_found_out(call):
         return (outputs - outputs.mean(0)).square().mean()
 
     risk = Risk(mlp().double(), contrast, vectors(4))
-    with pytest.raises(ValueError, match="must be the mean of those of its samples"):
+    with pytest.raises(ValueError, match="must be the mean of the losses of its samples"):
         call(risk)
 
 

@@ -122,7 +122,7 @@ def test_a_process_that_dies_ends_the_others_with_a_clear_error(tmp_path):
     (code, error), (dead, _) = run_processes(NETWORK + DYING, 2, tmp_path)
     assert dead == 5
     assert code not in (0, 5)
-    assert "could not exchange data with the others; one of them has probably ended" in error
+    assert "could not exchange data with the others; one of them has probably failed" in error
 
 
 def test_a_batch_of_one_process_that_is_not_finite_ends_all(tmp_path):

@@ -21,11 +21,11 @@ from curvature.networks import (
     vectors,
 )
 from curvature.oracles import dense_hessian
+from curvature.structures import ggn_trace
 from torch import nn
 from torch.nn import functional
 
 from ritz.curvature import Risk, ggn, gradient_statistics, hessian, kfac
-from ritz.curvature._persample.exact import ggn_trace
 
 CE = functional.cross_entropy
 
@@ -284,7 +284,7 @@ def test_inference_mode_changes_nothing_inside_or_after():
 def test_autocast_does_not_round_recomputed_statistics():
     risk = case("cnn recomputed").risk()
     data = [(x.float(), y) for x, y in case("cnn recomputed").data]
-    single = Risk(risk.model.float(), CE, data, batch_norm="recomputed")
+    single = Risk(copy.deepcopy(risk.model).float(), CE, data, batch_norm="recomputed")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = Risk(single.model, CE, data, batch_norm="recomputed")
     assert inside.loss() == single.loss()

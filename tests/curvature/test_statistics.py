@@ -218,7 +218,7 @@ def test_gradients_of_samples_need_samples():
     tokens = Risk(
         network(), functional.cross_entropy, [(inputs(), labels())], count=lambda batch: 99
     )
-    with pytest.raises(ValueError, match="got none of 99 rows"):
+    with pytest.raises(ValueError, match="got none with 99 rows"):
         gradient_statistics(tokens)
 
 
@@ -247,7 +247,7 @@ def test_a_loss_that_is_no_mean_over_samples_is_refused():
     ignored = labels()
     ignored[3] = -100  # the others count for more
     risk = Risk(network(), functional.cross_entropy, (inputs(), ignored))
-    with pytest.raises(ValueError, match="must be the mean of those of its samples"):
+    with pytest.raises(ValueError, match="must be the mean of the losses of its samples"):
         gradient_statistics(risk)
 
 

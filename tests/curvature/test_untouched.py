@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 from curvature.networks import images, moved, noise
+from curvature.structures import ggn_diagonal, ggn_trace
 from torch import nn
 from torch.nn import functional
 
 import ritz
 from ritz import curvature, measures
 from ritz.curvature import Risk, hessian
-from ritz.curvature._persample.exact import ggn_diagonal, ggn_trace
 from ritz.curvature._shared import batch_products
 
 PACKAGES = (curvature, measures)
@@ -130,7 +130,7 @@ METHODS = {
     "batch": lambda r: r.batch(1).gradient(),
     "samples": lambda r: r.samples(torch.tensor([1, 0])).loss(),
     "with_batch_norm": lambda r: r.with_batch_norm("recomputed").loss(),
-    "joined": lambda r: r.joined(),
+    "join_batches": lambda r: r.join_batches(),
     "diagnose": lambda r: r.diagnose(),
     "lanczos": spectrum,
     "batch_products": lambda r: list(batch_products(r, vector(r))),

@@ -17,7 +17,8 @@ from ritz.curvature import (
     gradient_covariance,
     hessian,
 )
-from ritz.curvature._risk import batches
+from ritz.curvature import _risk as risks
+from ritz.curvature._modes import Limits
 from ritz.curvature._shared import batch_products
 
 CE = functional.cross_entropy
@@ -64,7 +65,7 @@ def test_a_model_whose_two_calls_differ(noise):
         ([], ValueError, "data must hold at least one batch, got none"),
         ((), ValueError, "data must hold at least one batch, got none"),
         (None, TypeError, "data must be a loader, a list of batches, or tensors, got NoneType"),
-        (changed(1, lambda x: x[:0], lambda y: y[:0]), ValueError, "got an empty batch 1"),
+        (changed(1, lambda x: x[:0], lambda y: y[:0]), ValueError, "samples in batch 1 must be at"),
         ((noise(0, 3), labels(3, 0)), ValueError, "must hold samples, got none"),
         ((noise(4, 3), labels(3, 5)), ValueError, r"tensors of one length, got \[4, 5\]"),
         (noise(4, 3), TypeError, r"must be \(inputs, target\) or a dictionary, got a tuple"),
@@ -79,11 +80,11 @@ def test_data_that_are_none(model, data, error, match):
         Risk(model, CE, data)
 
 
-@pytest.mark.parametrize("held", [batches.CACHE, 0])
+@pytest.mark.parametrize("memory", [2**30, 0])
 @pytest.mark.parametrize("index", [0, 2])
 @pytest.mark.parametrize(("label", "classes"), [(3, "got 3"), (-1, "got -1")])
-def test_labels_out_of_range_name_the_batch(model, index, label, classes, held, monkeypatch):
-    monkeypatch.setattr(batches, "CACHE", held)
+def test_labels_out_of_range_name_the_batch(model, index, label, classes, memory, monkeypatch):
+    monkeypatch.setattr(risks, "LIMITS", Limits(data=memory))
     data = changed(index, target=lambda y: torch.full_like(y, label))
 
     class Again:
@@ -200,7 +201,11 @@ def test_no_parameters_that_require_a_gradient(model):
             ValueError,
             "batch_size must not be given for data that come in batches",
         ),
-        ({"count": lambda batch: 0}, ValueError, "count of batch 0 must be at least 1, got 0"),
+        (
+            {"count": lambda batch: 0},
+            ValueError,
+            "number of samples in batch 0 must be at least 1, got 0",
+        ),
         (
             {"forward": lambda model, batch: 1},
             TypeError,
@@ -237,9 +242,9 @@ def test_dtypes_that_do_not_meet(model):
 @pytest.mark.parametrize("data", [images(4)[0], TensorDataset(*images(4)[0])])
 def test_batch_statistics_need_to_know_their_batches(data):
     model = cnn().double()
-    with pytest.raises(ValueError, match="batch_size must be given where batch_norm='train'"):
+    with pytest.raises(ValueError, match="batch_size must be given if batch_norm='train'"):
         Risk(model, CE, data, batch_norm="train")
-    with pytest.raises(ValueError, match="batch_size must be given where batch_norm='train'"):
+    with pytest.raises(ValueError, match="batch_size must be given if batch_norm='train'"):
         Risk(model, CE, data).with_batch_norm("train")
     assert Risk(model, CE, data, batch_norm="train", batch_size=4).num_batches == 1
 
@@ -284,7 +289,7 @@ def test_parts_that_are_none():
 
 def test_dropout_that_cannot_be_fixed(model):
     layers = nn.Sequential(nn.Linear(3, 3), nn.AlphaDropout(0.5)).double()
-    with pytest.raises(ValueError, match=r"masks are zeros and ones, got AlphaDropout"):
+    with pytest.raises(ValueError, match=r"masks of zeros and ones, got AlphaDropout"):
         Risk(layers, CE, vectors(4), dropout="fixed")
     layers = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)).double()
     with pytest.raises(ValueError, match="needs dropout='off', got 'fixed': masks belong"):

@@ -113,7 +113,7 @@ def test_no_samples(write_cifar100):
 
 def test_a_packed_file_of_more_than_the_limit_is_left_alone(write_cifar100, monkeypatch):
     root, _ = write_cifar100()
-    monkeypatch.setattr("ritz.data._cifar.LIMIT", 10_000)
+    monkeypatch.setattr("ritz.data._image_sets.LIMIT", 10_000)
     packed = gzip.compress(
         cifar_bytes(np.zeros((50, 3, 32, 32), np.uint8), fine_labels=[0] * 50), mtime=0
     )

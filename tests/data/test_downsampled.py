@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ritz import data
-from ritz.data._imagenet32 import read_member
+from ritz.data._image_sets import read_member
 
 FILES = [*(f"train_data_batch_{n}.npz" for n in range(1, 11)), "val_data.npz"]
 
@@ -44,7 +44,7 @@ def test_objects_are_refused_and_nothing_in_them_runs(folder, tmp_path):
     marker = tmp_path / "ran"
     array = np.array([Command(marker)], dtype=object)
     np.savez(folder / "val_data.npz", data=array, labels=array)
-    with pytest.raises(data.DataError, match="an array of objects is refused, and nothing"):
+    with pytest.raises(data.DataError, match="Object arrays cannot be loaded"):
         data.load("imagenet32", data_dir=folder)
     assert not marker.exists()
     with np.load(folder / "val_data.npz", allow_pickle=True) as file:
@@ -74,9 +74,9 @@ def test_files_of_something_else(folder, arrays, message):
         data.load("imagenet32", data_dir=folder)
 
 
-def npy_bytes(shape, body, *, fortran=False):
+def npy_bytes(shape, body):
     file = io.BytesIO()
-    header = {"descr": "|u1", "fortran_order": fortran, "shape": shape}
+    header = {"descr": "|u1", "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(file, header)
     return file.getvalue() + body
 
@@ -84,10 +84,8 @@ def npy_bytes(shape, body, *, fortran=False):
 @pytest.mark.parametrize(
     ("member", "message"),
     [
-        (npy_bytes((10**12,), b"0" * 10), "declares 1000000000000 bytes .* more than the file"),
-        (npy_bytes((2, 5), b"0" * 10, fortran=True), "row-major order"),
-        (npy_bytes((11,), b"0" * 10), "array 'data' is truncated"),
-        (npy_bytes((9,), b"0" * 10), "has more bytes than its shape"),
+        (npy_bytes((10**12,), b"0" * 10), "Unable to allocate|expected 10+ bytes"),
+        (npy_bytes((11,), b"0" * 10), "expected 11 bytes got 10"),
         (b"\x93NUMPX" + bytes(40), "is truncated or not an npz file"),
         (b"\x93NUMPY\x01\x00\x10\x00__import__('os')", "is truncated or not an npz file"),
     ],

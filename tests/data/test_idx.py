@@ -7,7 +7,7 @@ import torch
 from data.formats import idx_bytes
 
 from ritz import data
-from ritz.data._digits import read_idx
+from ritz.data._image_sets import read_idx
 
 
 def test_mnist_is_read_as_it_was_written(mnist_folder):
@@ -74,7 +74,7 @@ LABELS = idx_bytes(np.arange(6, dtype=np.uint8))
         (b"\x00\x00\x08\x03" + LABELS[4:], "must begin with 00000801, got 00000803"),
         (b"\x00\x00\x0d\x01" + LABELS[4:], "got 00000d01"),
         (LABELS[:6], "ends in its header"),
-        (LABELS[:-1], r"declares 6 bytes \[6\], more than the file can hold"),
+        (LABELS[:-1], r"declares 6 bytes \[6\], but has fewer"),
         (LABELS + b"!", r"declares 6 bytes \[6\], but has more"),
         (gzip.compress(LABELS[:-1], mtime=0), r"declares 6 bytes \[6\], but has fewer"),
     ],
@@ -92,7 +92,7 @@ def test_a_header_of_a_million_million_images_takes_no_memory(tmp_path, packed):
     path = tmp_path / "images"
     content = struct.pack(">HBB3I", 0, 8, 3, 2**32 - 1, 2**32 - 1, 2**32 - 1) + bytes(100)
     path.write_bytes(gzip.compress(content, mtime=0) if packed else content)
-    with pytest.raises(data.DataError, match="more than the file can hold"):
+    with pytest.raises(data.DataError, match="but has fewer"):
         read_idx(path, ndim=3)
 
 

@@ -111,8 +111,8 @@ def test_a_whole_path_is_not_looked_for_below_itself(places):
 
 @pytest.mark.parametrize(
     ("file", "looked"),
-    [("no.txt", r"no no\.txt .* looked for in .*data/text, .*data, .*here;"),
-     ("./no.txt", r"no no\.txt .* looked for in [^,]*here; file= names any text")],
+    [("no.txt", r"no no\.txt .* searched in .*data/text, .*data, .*here;"),
+     ("./no.txt", r"no no\.txt .* searched in [^,]*here; file= names any text")],
 )  # fmt: skip
 def test_a_text_that_is_nowhere_says_where_it_was_looked_for(places, file, looked):
     with pytest.raises(FileNotFoundError, match=looked):

@@ -8,7 +8,7 @@ import torch
 
 from ritz import graphs
 from ritz.graphs._clusters import Sampled
-from ritz.graphs._gaps import CROWD, Gap, stands_out, widest_crowded
+from ritz.graphs._gaps import TUNING, Gap, stands_out, widest_crowded
 
 PLANTED = {  # sizes, probability of an edge within and between
     "8 of 60": ([60] * 8, 0.3, 0.03),
@@ -149,17 +149,17 @@ def values(*parts):
 
 def test_a_gap_stands_out_beside_the_spacings_above_it():
     gap = Gap(low=0.3, high=0.6, threshold=0.4)
-    close = torch.linspace(0.6, 0.7, CROWD + 1, dtype=torch.float64)
+    close = torch.linspace(0.6, 0.7, TUNING.crowd + 1, dtype=torch.float64)
     assert stands_out(gap, close)
     assert not stands_out(gap, close[:-1])  # too few to tell
-    assert not stands_out(gap, torch.linspace(0.6, 1.4, CROWD + 1, dtype=torch.float64))
+    assert not stands_out(gap, torch.linspace(0.6, 1.4, TUNING.crowd + 1, dtype=torch.float64))
     # All in an equal stretch, but with a gap between them that is two thirds as wide.
-    ladder = values([0.6], torch.linspace(0.82, 0.84, CROWD))
+    ladder = values([0.6], torch.linspace(0.82, 0.84, TUNING.crowd))
     assert not stands_out(gap, ladder)
 
 
 def test_the_gap_above_zero_is_passed_by():
-    above = torch.linspace(0.7, 0.8, CROWD + 1, dtype=torch.float64)
+    above = torch.linspace(0.7, 0.8, TUNING.crowd + 1, dtype=torch.float64)
     stretch = Gap(low=0.81, high=0.9, threshold=0.85)
     gap = widest_crowded(values([0.4, 0.45], above), stretch)
     assert (gap.low, gap.high) == (0.45, 0.7)

@@ -110,7 +110,6 @@ def test_the_jackknife_finds_the_bias_of_a_square_exactly():
     groups = samples.reshape(10, 5).mean(1)
     expected = groups.var() / 10
     assert float(bias(left.square(), mean.square())) == pytest.approx(float(expected))
-    assert float(bias(left[:0], mean)) == 0
 
 
 def test_no_negative_zero_is_printed():
@@ -191,15 +190,15 @@ def test_it_is_written_and_read(moments, tmp_path):
 
 
 def test_wrong_graphs_are_named(several, moments):
-    with pytest.raises(ValueError, match="graphs must be two at least, got 1"):
+    with pytest.raises(ValueError, match="graphs must be at least two, got 1"):
         graphs.similarity([several["ring"]])
-    with pytest.raises(TypeError, match="graphs must be several, in a row or by name, got Graph"):
+    with pytest.raises(TypeError, match="graphs must be a sequence or by name, got Graph"):
         graphs.similarity(several["ring"])
     with pytest.raises(GraphError, match="must have an edge"):
         graphs.similarity([several["ring"], graphs.erdos_renyi(5, p=0.0)])
     with pytest.raises(ValueError, match="measure must be one of symmetric_kl"):
         graphs.similarity(moments, measure="euclid")
-    with pytest.raises(ValueError, match="as many moments each, got 30 and 100"):
+    with pytest.raises(ValueError, match="equally many moments, got 30 and 100"):
         graphs.similarity([moments["ring"], several["random"]])
 
 

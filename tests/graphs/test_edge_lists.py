@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ritz.graphs import GraphError, read
-from ritz.graphs._io import source
+from ritz.graphs._io import lines
 
 
 @pytest.fixture
@@ -182,7 +182,7 @@ def test_chunks_do_not_show(written, monkeypatch, chunk):
     text = "".join(f"{a} {b} {a % 7 + 0.5}\n" for a, b in rows)
     path = written("# header\n" + text + "1 2 x\n")
     whole = read(path, errors="report")
-    monkeypatch.setattr(source, "CHUNK", chunk)
+    monkeypatch.setattr(lines, "CHUNK", chunk)
     pieces = read(path, errors="report")
     assert torch.equal(pieces.col, whole.col)
     assert torch.equal(pieces.weights, whole.weights)
@@ -205,9 +205,9 @@ def test_progress_is_told(written):
             self.finished = True
 
     # Small files are counted in bytes: in KiB they would be of none.
-    for lines, unit, total in ((2, "bytes", 8), (2000, "bytes", 8000), (300_000, "KiB", 1171)):
+    for count, unit, total in ((2, "bytes", 8), (2000, "bytes", 8000), (300_000, "KiB", 1171)):
         watch = Watch()
-        read(written("0 1\n" * lines), progress=watch)
+        read(written("0 1\n" * count), progress=watch)
         assert watch.label == f"reading graph.txt ({unit})"
         assert watch.done == watch.total == total
         assert watch.finished

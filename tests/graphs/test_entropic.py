@@ -207,7 +207,7 @@ def test_lanczos_has_the_moments_of_the_graph(ring, ring_values):
         ({"num_moments": 0}, "num_moments must be at least 1, got 0"),
         ({"num_probes": 1}, "num_probes must be at least 2, got 1"),
         ({"generator": 3}, "generator must be a torch.Generator"),
-        ({"dtype": torch.int64, "exact": False}, "dtype must be of a real floating-point"),
+        ({"dtype": torch.int64, "exact": False}, "dtype must be torch.float32 or torch.float64"),
     ],
 )
 def test_wrong_arguments_are_named(ring, options, match):

@@ -195,7 +195,7 @@ def test_a_bar_counts_the_graphs_that_are_drawn_to_its_end():
     ("options", "match"),
     [
         ({"models": ["small_world"]}, "models must be one of erdos_renyi"),
-        ({"models": []}, "models must name one at least"),
+        ({"models": []}, "models must name at least one"),
         ({"num_draws": 1}, "num_draws must be at least 2"),
         ({"num_repeats": 1}, "num_repeats must be at least 2"),
         ({"num_nodes": 4}, "num_nodes must be at least 8"),

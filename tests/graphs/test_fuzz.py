@@ -93,7 +93,7 @@ def reference(data):
 
 
 def plain_edge(words):
-    if not all(re.fullmatch(rb"[0-9]+", word) for word in words[:2]):
+    if not all(re.fullmatch(rb"\+?[0-9]+", word) for word in words[:2]):
         return None
     u, v = int(words[0]), int(words[1])
     if max(u, v) >= 2**63:

@@ -157,7 +157,7 @@ def test_perfect_outputs_have_no_best_temperature(drawn):
 
 def test_outputs_worse_than_chance_have_none_either(drawn):
     logits, _ = drawn
-    with pytest.raises(ValueError, match="say no more of the classes than chance"):
+    with pytest.raises(ValueError, match="are no better than chance"):
         temperature(risk_of(logits, logits.argmin(1)))
 
 

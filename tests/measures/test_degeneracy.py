@@ -149,7 +149,9 @@ def test_a_model_without_layers_has_no_comparison():
 def test_the_bound_needs_outputs():
     model = nn.Linear(3, 1).double()
     risk = Risk(model, None, data(2, 3, 3), forward=lambda m, batch: m(batch[0]).square().mean())
-    with pytest.raises(ValueError, match=r"rank_bound\(\) needs the outputs apart from the loss"):
+    with pytest.raises(
+        ValueError, match=r"rank_bound\(\) needs outputs that are separate from the loss"
+    ):
         rank_bound(risk)
 
 

@@ -208,10 +208,10 @@ def hooked():
 
 
 UNFOLDED = {
-    "pre-activation": (PreActivation(), "norm: no convolution or linear layer of its own"),
-    "forked": (Forked(), "norm: no convolution or linear layer of its own"),
-    "weights used": (Peeking(), "norm: no convolution or linear layer of its own"),
-    "two layers": (TwoInputs(), "norm: no convolution or linear layer of its own"),
+    "pre-activation": (PreActivation(), "norm: no convolution or linear layer that only it uses"),
+    "forked": (Forked(), "norm: no convolution or linear layer that only it uses"),
+    "weights used": (Peeking(), "norm: no convolution or linear layer that only it uses"),
+    "two layers": (TwoInputs(), "norm: no convolution or linear layer that only it uses"),
     "backwards": (Backwards(nn.Linear(3, 3), nn.BatchNorm1d(3)), "1: no convolution"),
     "alone": (nn.BatchNorm1d(3), "itself: no convolution"),
     "after a pool": (
@@ -230,7 +230,7 @@ UNFOLDED = {
         nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(4)),
         "1: the Linear before it has 5 outputs, not 4",
     ),
-    "shared": (shared_layer(), "0.1: the Linear before it, or its weights, stand in several"),
+    "shared": (shared_layer(), "0.1: the Linear before it, or its weights, are used in several"),
     "hooks": (hooked(), "1: it or the Linear before it has hooks"),
 }
 

@@ -99,7 +99,7 @@ def test_accuracy_is_the_share_of_largest_outputs(normed):
     for column, t in enumerate((-3.0, 3.0)):
         state = risk.space.unflatten(risk.theta + t * u)
         for part, accuracy in ((risk, found.accuracy), (test, found.test_accuracy)):
-            (x, y), _ = part.joined()
+            (x, y), _ = part.join_batches()
             chosen = torch.func.functional_call(model, state, (x,)).argmax(1)
             assert float(accuracy[0, column]) == float((chosen == y).double().mean())
 
@@ -158,7 +158,7 @@ def test_statistics_are_those_of_the_training_data_at_each_point(normed):
     for column, t in enumerate((-1.0, 1.0)):
         there = risk.with_batch_norm("recomputed").at(risk.theta + t * u)
         assert float(found.loss[0, column]) == pytest.approx(there.loss(), rel=1e-12)
-        (x, y), _ = test.joined()
+        (x, y), _ = test.join_batches()
         state = there.params | there.constants()
         expected = float(cross_entropy(torch.func.functional_call(model, state, (x,)), y))
         assert float(found.test_loss[0, column]) == pytest.approx(expected, rel=1e-12)

@@ -164,7 +164,7 @@ def test_the_default_device_and_dtype_are_followed():
 
 
 def test_a_layer_without_known_weights_is_refused():
-    with pytest.raises(TypeError, match=r"no first weights are known for Bilinear.*'weight'"):
+    with pytest.raises(TypeError, match=r"no initial weights are known for Bilinear.*'weight'"):
         draw_weights(nn.Sequential(nn.Bilinear(1, 1, 1)), torch.Generator())
 
 
@@ -201,7 +201,7 @@ def test_a_wrong_option_is_named():
     [
         ("vgg16", {"input_shape": (3, 28, 28)}, "input_shape must have sides of at least 32"),
         ("vgg16", {"input_shape": (32, 32)}, r"input_shape must be \(channels, height, width\)"),
-        ("lenet", {"input_shape": (1, 28.0, 28)}, r"input_shape must be \(channels, height"),
+        ("lenet", {"input_shape": (1, 0, 28)}, "input_shape must be at least 1, got 0"),
         ("vgg16", {"dropout": 1.5}, "dropout must be between 0.0 and 1.0, got 1.5"),
         ("resnet44", {"num_classes": 0}, "num_classes must be at least 1, got 0"),
         ("lenet", {"hidden": 64}, "hidden must be two widths, got 64"),

@@ -11,26 +11,34 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import ritz
 from ritz._core.modes import batch_norms, evaluating
 from ritz.models._resnets import (
-    BasicBlock,
-    Bottleneck,
-    CifarResNet,
-    ImageResNet,
-    PreBottleneck,
-    PreResNet,
-    ResNeXt,
-    WideResNet,
+    ResNet,
+    basic,
+    bottleneck,
+    cifar_resnet,
+    preresnet,
+    resnext29,
+    stem,
+    wideresnet,
 )
 
 LOSS = nn.functional.cross_entropy
 
-# A block a stage where the registered depths would take seconds to trace.
+TINY = {"num_classes": 3, "input_shape": (1, 8, 8), "width": 2}
+
+
+def image_resnet(block, expansion):
+    """One block per stage, since the registered depths would take seconds to trace."""
+    first = stem(1, 2, 7, 2) | {"maxpool": nn.MaxPool2d(3, stride=2, padding=1)}
+    return ResNet(first, block, (1, 1, 1, 1), (2, 1, 3), expansion=expansion)
+
+
 SHALLOW = {
-    "resnet": partial(CifarResNet, 1, 3, 1, 2),
-    "image resnet": partial(ImageResNet, 1, 3, BasicBlock, (1, 1, 1, 1), 2),
-    "image bottlenecks": partial(ImageResNet, 1, 3, Bottleneck, (1, 1, 1, 1), 1),
-    "bottlenecks": partial(PreResNet, 1, 3, PreBottleneck, 1, 2),
-    "wide": partial(WideResNet, 1, 3, 1, 2, 2, 0.0),
-    "resnext": partial(ResNeXt, 1, 3, 1, 2, 1, 2),
+    "resnet": partial(cifar_resnet, depth=8, **TINY),
+    "image resnet": partial(image_resnet, basic, 1),
+    "image bottlenecks": partial(image_resnet, bottleneck, 4),
+    "bottlenecks": partial(preresnet, depth=11, block="bottleneck", **TINY),
+    "wide": partial(wideresnet, depth=10, factor=2, **TINY),
+    "resnext": partial(resnext29, groups=2, breadth=1, **TINY),
 }
 NAMED = ["logistic", "mlp", "lenet", "alexnet", "allcnn", "vgg6", "vgg6_bn", "preresnet8", "lstm",
          "gpt"]  # fmt: skip

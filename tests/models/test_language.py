@@ -1,7 +1,5 @@
 """The language models: dropout in its places, state, ties and causality."""
 
-import warnings
-
 import pytest
 import torch
 from models.tiny import fill, sample, tiny
@@ -9,7 +7,6 @@ from torch import nn
 
 import ritz
 from ritz import models
-from ritz.models._language import _compacted
 
 PLACES = ("dropout", "input_dropout", "hidden_dropout", "embedding_dropout", "weight_drop")
 
@@ -101,14 +98,6 @@ def test_weights_stay_where_they_are_and_so_does_what_the_layer_holds():
     ritz.Risk(model, nn.functional.cross_entropy, (TOKENS, TOKENS.roll(1, 1))).loss()
     assert all(layer._flat_weights is held
                for layer, held in zip(model.layers, before, strict=True))  # fmt: skip
-
-
-def test_cudnn_may_compact_weights_without_advice():
-    advice = "RNN module weights are not part of single contiguous chunk of memory"
-    with _compacted(on=True):
-        warnings.warn(advice, stacklevel=1)
-    with pytest.warns(UserWarning, match="contiguous chunk"), _compacted(on=False):
-        warnings.warn(advice, stacklevel=1)
 
 
 def test_tied_heads_have_no_matrix_of_their_own():

@@ -25,7 +25,7 @@ from ritz.operators import (
     _kernel,
     as_operator,
 )
-from ritz.operators._algebra import ScaledOperator, SumOperator
+from ritz.operators._base import ScaledOperator, SumOperator
 from ritz.operators._laplacian import GRAPH_MATRICES
 from ritz.operators._sparse import CompressedRows
 from ritz.testing import check_operator

@@ -21,7 +21,7 @@ from ritz.operators import (
     as_operator,
     check_symmetric,
 )
-from ritz.operators._algebra import ScaledOperator, SumOperator
+from ritz.operators._base import ScaledOperator, SumOperator
 
 EYE = torch.eye(3, dtype=torch.float64)
 OP = DenseOperator(EYE)
@@ -103,7 +103,7 @@ WRONG = {
     "kernel lengthscales": (
         lambda: KernelOperator(EYE, lengthscale=torch.ones(2)),
         ValueError,
-        "one a dimension",
+        "one per dimension",
     ),
     "kernel noise": (lambda: KernelOperator(EYE, noise=-1.0), ValueError, "noise must be at least"),
     "kernel outputscale": (

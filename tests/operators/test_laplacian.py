@@ -222,7 +222,7 @@ WRONG = {
     "complex of torch": (
         lambda: LaplacianOperator(torch.eye(2).cfloat().to_sparse_csr()),
         TypeError,
-        "weights must be real, got torch.complex64",
+        "weights must be real, got complex64",
     ),
     "not square": (
         lambda: LaplacianOperator(scipy.sparse.csr_array(np.ones((2, 3)))),

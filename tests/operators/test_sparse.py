@@ -78,7 +78,7 @@ def loops(monkeypatch):
 
 
 @needs_compiler
-@pytest.mark.parametrize("columns", [*range(1, 19), 31, 32, 33])
+@pytest.mark.parametrize("columns", [1, 2, 3, 7, 8, 9, 16, 17, 33])
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_a_compiled_product_is_right_at_every_width(columns, dtype, num_threads, loops, threads):

@@ -202,8 +202,8 @@ def test_a_checkpoint_of_another_model_is_refused_by_name():
     state = optimizer.state_dict()
     wide = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2))
     with pytest.raises(
-        ValueError, match=r"another model: its average of parameter 0 is of shape \(5, 3\), "
-        r"the parameter of \(6, 3\)",
+        ValueError, match=r"another model: its average of parameter 0 has shape \(5, 3\), "
+        r"the parameter \(6, 3\)",
     ):  # fmt: skip
         trained(wide)[1].load_state_dict(state)
     deep = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2), nn.Linear(2, 2))
@@ -262,5 +262,5 @@ def test_only_optimisers_without_an_average_are_taken():
     with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer, got Seq"):
         IterateAverage(network())
     _, optimizer, _, _ = trained()
-    with pytest.raises(ValueError, match="optimizer must not keep average weights already"):
+    with pytest.raises(ValueError, match="optimizer must not have average weights already"):
         IterateAverage(optimizer)

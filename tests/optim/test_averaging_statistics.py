@@ -109,7 +109,7 @@ def test_an_error_in_the_data_brings_weights_and_statistics_back():
     ("options", "error", "match"),
     [
         ({"fraction": 1.5}, ValueError, "fraction must be between 0"),
-        ({"fraction": 0.5, "data": iter([])}, TypeError, "data must have a length for a fraction"),
+        ({"fraction": 0.5, "data": iter([])}, TypeError, "data must have a length if fraction"),
         ({"sharing": "all"}, ValueError, "sharing must be one of own, none"),
         ({"data": [{"name": "x"}]}, TypeError, "a batch must hold a tensor whose length"),
         ({"data": []}, ValueError, "data must hold at least one batch"),

@@ -280,9 +280,9 @@ def test_one_average_and_one_lookahead_at_a_time():
     params = list(network().parameters())
     optimizer = Lookahead(Gadam(params))
     assert AutoAverage(optimizer).average is optimizer.optimizer.average
-    with pytest.raises(ValueError, match="optimizer must not keep average weights already"):
+    with pytest.raises(ValueError, match="optimizer must not have average weights already"):
         IterateAverage(optimizer)
-    with pytest.raises(ValueError, match="optimizer must not keep slow weights already"):
+    with pytest.raises(ValueError, match="optimizer must not have slow weights already"):
         Lookahead(optimizer)
 
 

@@ -1,4 +1,4 @@
-"""Operators of networks against curvlinops, which computes them by other ways."""
+"""Curvature operators against curvlinops."""
 
 from functools import partial
 
@@ -59,7 +59,7 @@ CASES = [
     for network in NETWORKS
     for loss in LOSSES
     for kind in OPERATORS
-    # Where a sample has several terms, their empirical matrix is of the terms.
+    # If a sample has several loss terms, curvlinops sums over terms instead of samples.
     if (kind != "empirical" or loss == "cross-entropy")
     and (network, kind) != ("layer norm", "hessian")
 ]
@@ -81,22 +81,22 @@ def dense(model, loss_fn, data, kind):
 
 
 @pytest.mark.parametrize(("network", "loss", "kind"), CASES)
-def test_matrices_are_those_of_curvlinops(network, loss, kind):
+def test_matrices_equal_those_of_curvlinops(network, loss, kind):
     model, loss_fn, data = problem(network, loss, (4, 4))
     found = OPERATORS[kind][0](Risk(model, loss_fn, data), engine="eager")
     check_operator(found, dense=dense(model, loss_fn, data, kind), rtol=1e-9)
 
 
 @pytest.mark.parametrize("kind", ["hessian", "ggn"])
-def test_a_ragged_batch_weighs_what_it_does_there(kind):
+def test_a_smaller_last_batch_has_the_same_weight_as_in_curvlinops(kind):
     model, loss_fn, data = problem("mlp", "cross-entropy", (5, 2))
     found = OPERATORS[kind][0](Risk(model, loss_fn, data))
     check_operator(found, dense=dense(model, loss_fn, data, kind), rtol=1e-9)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_through_layer_norm_finite_differences_side_with_us(loss):
-    """Theirs is torch's forward over its jacrev, which is wrong there."""
+def test_layer_norm_products_agree_with_finite_differences(loss):
+    """curvlinops uses torch's forward mode over jacrev, which is wrong for layer norm."""
     model, loss_fn, data = problem("layer norm", loss, (4, 4))
     risk = Risk(model, loss_fn, data)
     vector, step = noise(len(risk.theta)), 1e-4

@@ -1,4 +1,4 @@
-"""Extreme pairs against ARPACK, and whole spectra of graphs against networkx."""
+"""Extreme eigenpairs against ARPACK, and spectra of graphs against networkx."""
 
 import networkx
 import numpy as np
@@ -17,7 +17,7 @@ def sparse_matrix(n=2000, seed=3):
 
 @pytest.mark.parametrize(("end", "which"), [("largest", "LA"), ("smallest", "SA")])
 @pytest.mark.parametrize("max_vectors", [None, 25])
-def test_ends_of_a_sparse_matrix_are_those_of_arpack(end, which, max_vectors):
+def test_extreme_eigenvalues_equal_those_of_arpack(end, which, max_vectors):
     matrix = sparse_matrix()
     found = ritz.lanczos(
         matrix, **{end: 6}, rtol=1e-9, max_vectors=max_vectors, vectors=True, num_steps=5000
@@ -30,7 +30,7 @@ def test_ends_of_a_sparse_matrix_are_those_of_arpack(end, which, max_vectors):
     np.testing.assert_allclose(overlaps, 1, atol=1e-8)
 
 
-def test_arpack_finds_the_same_values_through_our_operator():
+def test_arpack_gets_the_same_values_from_a_ritz_operator():
     matrix = sparse_matrix(500)
     ours = eigsh(ritz.as_operator(matrix).to_scipy(), k=4, which="LA", tol=1e-12)[0]
     theirs = eigsh(matrix, k=4, which="LA", tol=1e-12)[0]
@@ -46,12 +46,12 @@ GRAPHS = {
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_laplacian_spectrum_of_a_graph_is_that_of_networkx(name):
+def test_laplacian_spectrum_equals_that_of_networkx(name):
     graph = GRAPHS[name]
     expected = np.unique(np.sort(networkx.laplacian_spectrum(graph, weight=None)).round(8))
     matrix = networkx.laplacian_matrix(graph, weight=None).astype(float)
     found = ritz.lanczos(matrix, num_steps=len(graph))
-    # One start vector sees one copy of a repeated eigenvalue.
+    # One start vector finds a repeated eigenvalue once.
     certain = found.values[found.residuals < 1e-8].numpy()
     gaps = np.abs(certain[:, None] - expected).min(axis=1)
     assert gaps.max() < 1e-7
@@ -60,7 +60,7 @@ def test_laplacian_spectrum_of_a_graph_is_that_of_networkx(name):
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_closed_walks_of_a_graph_are_the_estrada_index_of_networkx(name):
+def test_trace_of_the_exponential_is_the_estrada_index_of_networkx(name):
     graph = GRAPHS[name]
     matrix = networkx.adjacency_matrix(graph, weight=None).astype(float)
     found = ritz.trace_function(matrix, torch.exp, num_steps=20, num_probes=200)

@@ -48,7 +48,7 @@ def of_primate(matrix, name):
 
 @pytest.mark.parametrize("peer", [of_imate, of_primate])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_trace_of_a_function_agrees_with_peer_and_truth(name, peer):
+def test_trace_of_a_function_agrees_with_the_peer_and_with_dense_algebra(name, peer):
     matrix = sparse_matrix()
     truth = exact(matrix, FUNCTIONS[name][1])
     found = ritz.trace_function(
@@ -62,7 +62,7 @@ def test_trace_of_a_function_agrees_with_peer_and_truth(name, peer):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_one_probe_gives_what_primate_gives(name):
+def test_one_probe_gives_the_quadrature_of_primate(name):
     matrix = sparse_matrix()
     generator = torch.Generator().manual_seed(8)
     found = ritz.trace_function(

@@ -34,15 +34,15 @@ class Model(gpytorch.models.ExactGP):
 
 
 def of_gpytorch(name):
-    """Log likelihood, and its gradient by length scales, output scale and noise."""
+    """Return the log likelihood and its gradient with respect to scales and noise."""
     points, y = data()
     likelihood = gpytorch.likelihoods.GaussianLikelihood().double()
     model = Model(points, y, name, likelihood).double().train()
-    # Tensors, and after the change to double precision, or they would be rounded to single.
+    # Set as tensors after the change to float64; otherwise gpytorch rounds them to float32.
     likelihood.noise, model.covar_module.outputscale = NOISE, OUTPUTSCALE
     model.covar_module.base_kernel.lengthscale = SCALES
     objective = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, model)
-    # Its own default, made sure of: Cholesky up to 800 points.
+    # The default of gpytorch, set explicitly: Cholesky up to 800 points.
     with gpytorch.settings.max_cholesky_size(1000):
         value = len(y) * objective(model(points), y)
         value.backward()
@@ -55,7 +55,7 @@ def of_gpytorch(name):
 
 
 def slope(module, name):
-    """By the parameter itself, where theirs is by what a constraint makes it of."""
+    """Return the gradient by the parameter, not by the raw parameter before the constraint."""
     raw = getattr(module, name)
     transformed = getattr(module, f"{name}_constraint").transform(raw)
     return raw.grad / torch.autograd.grad(transformed.sum(), raw)[0]
@@ -74,9 +74,9 @@ def of_ritz(name, **options):
 
 
 @pytest.mark.parametrize("name", THEIRS)
-def test_the_exact_likelihood_and_its_gradient_are_those_of_gpytorch(name):
+def test_exact_likelihood_and_gradient_equal_those_of_gpytorch(name):
     found, (value, gradient) = of_ritz(name), of_gpytorch(name)
-    # Theirs takes distances from squares, and so to the root of roundoff at the diagonal.
+    # gpytorch computes distances from squares: on the diagonal they are the root of roundoff.
     assert found.mean.item() == pytest.approx(value, rel=1e-8)
     for key, ours in backward_gradient(found).items():
         theirs = gradient[key].reshape(ours.mean.shape)
@@ -84,7 +84,7 @@ def test_the_exact_likelihood_and_its_gradient_are_those_of_gpytorch(name):
 
 
 @pytest.mark.parametrize("name", THEIRS)
-def test_sampled_they_lie_within_four_standard_errors_of_gpytorch(name):
+def test_sampled_likelihood_and_gradient_lie_within_four_standard_errors_of_gpytorch(name):
     found, (value, gradient) = of_ritz(name, method="krylov", num_products=200), of_gpytorch(name)
     bars = torch.hypot(found.stderr, found.truncation).item()
     assert abs(found.mean.item() - value) < 4 * bars

@@ -1,4 +1,4 @@
-"""Traces against curvlinops: the same truth, and no more variance for the same products."""
+"""Traces and diagonals against curvlinops: equal means, and no larger variance at equal cost."""
 
 import curvlinops
 import pytest
@@ -51,7 +51,7 @@ def test_estimators_agree_with_curvlinops_in_mean_and_variance(name, method):
 
 
 @pytest.mark.parametrize("method", ["hutchinson", "hutch++", "xtrace"])
-def test_stated_errors_cover_the_scatter_over_runs(method):
+def test_standard_errors_agree_with_the_spread_over_runs(method):
     op = matrices()["flat"]
     mine = [ours(op, method, seed) for seed in range(NUM_RUNS)]
     scatter = torch.stack([estimate.mean for estimate in mine]).std()
@@ -59,12 +59,12 @@ def test_stated_errors_cover_the_scatter_over_runs(method):
     assert (scatter / stated).log().abs() < 4 / NUM_RUNS**0.5
 
 
-def test_diagonal_is_that_of_curvlinops_within_errors():
+def test_diagonal_agrees_with_curvlinops_within_errors():
     matrix = matrices()["flat"].matrix
     with torch.random.fork_rng():
         torch.manual_seed(5)
         peer = curvlinops.hutchinson_diag(matrix, 190)
-    # A function, so that no structure gives the diagonal away.
+    # A FunctionOperator has no structure, so the diagonal has to be sampled.
     op = ritz.operators.FunctionOperator(lambda x: matrix @ x, n=200, dtype=matrix.dtype)
     found = ritz.diagonal(op, num_probes=190)
     error = (found.mean - peer).norm() / found.stderr.norm()

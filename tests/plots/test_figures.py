@@ -36,7 +36,7 @@ def save(ax, tmp_path):
     assert (tmp_path / "picture.png").stat().st_size > 5000
 
 
-def test_a_spectrum_tells_signs_and_convergence_apart(matrix, ax, tmp_path):
+def test_colours_show_signs_and_filled_markers_convergence(matrix, ax, tmp_path):
     assert plots.spectrum(ritz.lanczos(matrix, num_steps=20), ax=ax) is ax
     assert ax.get_yscale() == "log"
     assert ax.get_xlabel() == r"Ritz value $\theta$"
@@ -49,8 +49,8 @@ def test_a_spectrum_tells_signs_and_convergence_apart(matrix, ax, tmp_path):
     save(ax, tmp_path)
 
 
-def test_a_value_within_its_residual_of_zero_has_no_sign(matrix, ax):
-    """As the value of most of the weight in the Hessian of a network: it is no positive one."""
+def test_a_value_within_its_residual_of_zero_is_drawn_as_zero(matrix, ax):
+    """The Ritz value with most weight of a Hessian is such a value."""
     found = ritz.lanczos(matrix, num_steps=20)
     values = found.values.clone()
     place = int(values.abs().argmin())
@@ -65,7 +65,7 @@ def test_a_value_within_its_residual_of_zero_has_no_sign(matrix, ax):
 
 @pytest.mark.parametrize(("cumulative", "ylabel"), [(False, "density"), (True, "mass below")])
 @pytest.mark.parametrize("log", [False, True])
-def test_a_density_has_a_band(matrix, ax, tmp_path, cumulative, ylabel, log):
+def test_a_density_has_an_error_band(matrix, ax, tmp_path, cumulative, ylabel, log):
     smooth = ritz.density(matrix, num_probes=4, num_steps=20, width=0.2)
     assert plots.density(smooth, ax=ax, cumulative=cumulative, log=log) is ax
     assert ax.get_ylabel() == ylabel
@@ -74,7 +74,7 @@ def test_a_density_has_a_band(matrix, ax, tmp_path, cumulative, ylabel, log):
     save(ax, tmp_path)
 
 
-def test_exact_and_lanczos_share_one_picture(matrix, ax, tmp_path):
+def test_a_spectrum_is_drawn_over_exact_eigenvalues(matrix, ax, tmp_path):
     spectrum = ritz.lanczos(matrix, num_steps=20)
     exact = matrix.diagonal()
     assert plots.against_exact(spectrum, exact, diagonal=exact, ax=ax) is ax
@@ -93,7 +93,7 @@ def test_panels_share_one_legend(matrix):
 
 
 def assert_within_its_figure(legend, *panels):
-    """The legend cuts no edge, and no panel lies under it."""
+    """The legend is inside the figure and covers no panel."""
     figure = legend.figure
     figure.canvas.draw()
     box = legend.get_window_extent()
@@ -123,14 +123,14 @@ def test_panels_keep_their_height_under_a_legend_of_many_rows():
     assert heights[1] == pytest.approx(heights[0], rel=0.1)  # rows are not quite alike
 
 
-def test_without_labels_there_is_no_shared_legend():
+def test_no_shared_legend_without_labels():
     figure, _ = plots.panels()
     share_legend(figure)
     assert not figure.legends
     pyplot.close(figure)
 
 
-def test_a_shared_legend_runs_from_negative_to_positive_whichever_panel_comes_first(matrix):
+def test_a_shared_legend_lists_negative_before_positive_values(matrix):
     found = {"first": ritz.lanczos(matrix.abs(), num_steps=20),
              "second": ritz.lanczos(matrix, num_steps=20)}  # fmt: skip
     figure = plots.spectra(found)[0].figure
@@ -138,7 +138,7 @@ def test_a_shared_legend_runs_from_negative_to_positive_whichever_panel_comes_fi
     pyplot.close(figure)
 
 
-def test_a_shared_legend_has_what_is_asked_for_then_ritz_values_then_the_rest(matrix):
+def test_a_shared_legend_begins_with_chosen_labels_and_ritz_values(matrix):
     figure, axes = plots.panels(1, 2)
     for ax, one in zip(axes, (matrix.abs(), matrix), strict=True):
         plots.against_exact(
@@ -150,7 +150,7 @@ def test_a_shared_legend_has_what_is_asked_for_then_ritz_values_then_the_rest(ma
     pyplot.close(figure)
 
 
-def test_a_long_label_keeps_off_the_edge():
+def test_a_long_tick_label_is_not_cut_at_the_edge():
     figure, (ax,) = plots.panels()
     ax.set_xticks([0, 1], ["first", "a label that is long enough to stand out"])
     ax.set_xlim(-0.1, 1.1)
@@ -162,7 +162,7 @@ def test_a_long_label_keeps_off_the_edge():
 
 @pytest.mark.parametrize("log", [False, True])
 @pytest.mark.parametrize("count", [1, 3])
-def test_spectra_stand_side_by_side_on_common_scales(matrix, count, log, tmp_path):
+def test_several_spectra_have_common_scales(matrix, count, log, tmp_path):
     found = {f"matrix {k}": ritz.lanczos(10.0**-k * matrix, num_steps=20) for k in range(count)}
     axes = plots.spectra(found, log=log)
     assert [ax.get_title("left") for ax in axes] == list(found)
@@ -177,7 +177,7 @@ def test_spectra_stand_side_by_side_on_common_scales(matrix, count, log, tmp_pat
     pyplot.close(axes[0].figure)
 
 
-def test_a_short_negative_side_has_a_tick(matrix):
+def test_a_short_negative_side_of_a_log_scale_has_a_tick(matrix):
     (ax,) = plots.spectra({"one": ritz.lanczos(matrix.clamp(min=-0.05), num_steps=20)}, log=True)
     low, high = ax.get_xlim()
     assert [x for x in ax.get_xticks() if low <= x <= high] == [-0.1, 0, 0.1, 1, 10]
@@ -186,7 +186,7 @@ def test_a_short_negative_side_has_a_tick(matrix):
     pyplot.close("all")
 
 
-def test_spectra_go_where_they_are_told(matrix):
+def test_spectra_are_drawn_on_given_axes(matrix):
     figure, axes = plots.panels(1, 2)
     one = ritz.lanczos(matrix, num_steps=5)
     assert plots.spectra({"a": one, "b": one}, axes=axes) == axes
@@ -215,7 +215,7 @@ def valley(**changes):
     return Landscape(**(fields | changes))
 
 
-def test_a_landscape_has_loss_and_accuracy_on_scales_of_their_own(ax, tmp_path):
+def test_a_landscape_has_separate_scales_for_loss_and_accuracy(ax, tmp_path):
     assert plots.landscape(valley(), direction="smallest", ax=ax) is ax
     left, right = ax.figure.axes
     assert (left.get_ylabel(), right.get_ylabel()) == ("loss", "accuracy (%)")
@@ -228,7 +228,7 @@ def test_a_landscape_has_loss_and_accuracy_on_scales_of_their_own(ax, tmp_path):
     save(ax, tmp_path)
 
 
-def test_a_landscape_of_loss_alone_is_one_line(ax):
+def test_a_landscape_without_accuracy_is_one_line(ax):
     bare = valley(accuracy=None, test_loss=None, test_accuracy=None)
     plots.landscape(bare, ax=ax, log=True)
     assert len(ax.figure.axes) == len(ax.get_lines()) == 1
@@ -236,7 +236,7 @@ def test_a_landscape_of_loss_alone_is_one_line(ax):
     assert ax.get_yscale() == "log"
 
 
-def test_accuracy_is_left_out_on_request(ax):
+def test_accuracy_false_leaves_the_accuracy_out(ax):
     plots.landscape(valley(), ax=ax, accuracy=False)
     assert legend(ax) == ["loss, train", "loss, test"]
 
@@ -255,7 +255,7 @@ def test_landscapes_share_one_legend():
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan"), 1e300])
-def test_losses_that_no_scale_holds_are_gaps_within_the_range_computed(ax, bad):
+def test_infinite_losses_are_gaps_and_keep_the_range_of_steps(ax, bad):
     loss = valley().loss.clone()
     loss[:, :2] = bad
     plots.landscape(valley(loss=loss), ax=ax, accuracy=False, log=True)
@@ -265,7 +265,7 @@ def test_losses_that_no_scale_holds_are_gaps_within_the_range_computed(ax, bad):
     assert ax.get_ylim()[1] < 10
 
 
-def test_every_point_of_a_landscape_is_marked_whole(ax):
+def test_every_computed_point_of_a_landscape_has_a_marker(ax):
     plots.landscape(valley(), ax=ax)
     for one in ax.figure.axes:
         low, high = one.get_xlim()
@@ -275,7 +275,7 @@ def test_every_point_of_a_landscape_is_marked_whole(ax):
             assert len(line.get_xdata()) == 9
 
 
-def test_labels_of_neighbouring_panels_stand_apart():
+def test_labels_of_neighbouring_panels_do_not_touch():
     figure, axes = plots.panels(1, 2, width=4.4, height=3.0)
     for ax in axes:
         plots.landscape(valley(), ax=ax)
@@ -318,14 +318,14 @@ def test_without_axes_a_new_figure_is_made(matrix):
     pyplot.close("all")
 
 
-def test_a_figure_is_pyplots_where_pyplot_is_in_use():
+def test_a_figure_belongs_to_pyplot_if_pyplot_is_imported():
     figure, axes = plots.panels(2, 3)
     assert len(axes) == 6
     assert figure.number in pyplot.get_fignums()
     pyplot.close(figure)
 
 
-def test_a_program_without_pyplot_never_loads_it(tmp_path):
+def test_drawing_does_not_import_pyplot(tmp_path):
     code = (
         "import sys, torch, ritz\n"
         "ax = ritz.plots.spectrum(ritz.lanczos(torch.eye(4), num_steps=1))\n"
@@ -336,18 +336,18 @@ def test_a_program_without_pyplot_never_loads_it(tmp_path):
     assert (tmp_path / "p.png").exists()
 
 
-def test_a_missing_matplotlib_says_what_to_install(monkeypatch):
+def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r'pip install "ritz\[plots\]"'):
         plots.panels()
 
 
-def test_bins_are_counted(matrix):
+def test_zero_bins_are_rejected(matrix):
     with pytest.raises(ValueError, match="num_bins"):
         plots.against_exact(ritz.lanczos(matrix, num_steps=5), matrix.diagonal(), num_bins=0)
 
 
-def test_lines_take_colours_that_everybody_tells_apart():
+def test_lines_use_the_palette_of_okabe_and_ito():
     _, axes = plots.panels(1, 2)
     for ax in axes:
         found = [ax.plot([0, 1], [0, k])[0].get_color() for k in range(3)]

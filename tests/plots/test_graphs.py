@@ -4,7 +4,7 @@ import torch
 from ritz import graphs, plots
 
 
-def test_a_heat_map_has_all_names_numbers_and_lines():
+def test_a_heat_map_has_names_numbers_and_lines_between_groups():
     made = [graphs.watts_strogatz(60, num_neighbors=4, p=p) for p in (0.0, 0.2, 0.9)]
     found = graphs.similarity(dict(zip("abc", made, strict=True)), num_moments=8)
     ax = plots.similarity(found, groups=(2, 1))

@@ -1,4 +1,4 @@
-"""Every result has its plot, and what has none says what can be drawn."""
+"""Every result has a plot, and other objects are rejected."""
 
 import math
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ def ring():
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFit:
-    """What the fit of one model has; its class is not public."""
+    """Stands for the fit of one model, whose class is not public."""
 
     model: str
     values: torch.Tensor
@@ -81,8 +81,8 @@ def degeneracy():
     return measures.rank_degeneracy(hessian_spectra(), matrix="hessian")
 
 
-# Of each result: how to make it, and what its figure shows: number of axes, label of the first
-# horizontal axis, and its title.
+# How to make each result, and what its figure shows: number of axes, label of the first horizontal
+# axis, and its title.
 SHARE = "share of eigenvalues near 0"
 RESULTS = {
     "spectrum": (lambda: ritz.lanczos(ritz.hessian(network()), num_steps=6),
@@ -126,9 +126,11 @@ RESULTS = {
     "reliability": (lambda: measures.temperature(network()).before, (1, "confidence", None)),
     "shrinkage": (lambda: measures.shrinkage(network(), batch_sizes=(2, 4), num_probes=4),
                   (1, "batch size $B$ (samples)", "Hessian")),
-    "norms of layers": (lambda: optim.weight_norms(nn.Linear(3, 2)), (1, "", "")),
-    "distances of layers": (lambda: curvature.distance(network(), torch.zeros(53)), (1, "", "")),
-    "gradients of layers": (lambda: curvature.gradient_statistics(network()), (1, "", "")),
+    "norms of layers": (lambda: optim.weight_norms(nn.Linear(3, 2)), (1, "norm", "")),
+    "distances of layers": (lambda: curvature.distance(network(), torch.zeros(53)),
+                            (1, "distance", "")),
+    "gradients of layers": (lambda: curvature.gradient_statistics(network()),
+                            (1, "squared gradient", "")),
     "diversity": (lambda: optim.solution_diversity([torch.randn(9, 3) for _ in range(3)]),
                   (6, "solution", None)),
     "training": (trained, (2, "epoch", "")),
@@ -144,7 +146,7 @@ RESULTS = {
 
 
 @pytest.mark.parametrize("name", RESULTS)
-def test_every_result_has_its_plot(name, tmp_path):
+def test_every_result_has_a_plot(name, tmp_path):
     make, (count, label, title) = RESULTS[name]
     figure = plots.plot(make())
     path = plots.save_figure(figure, tmp_path / "plot.png")
@@ -164,23 +166,23 @@ def test_every_result_has_its_plot(name, tmp_path):
      (DONE, "Status"), (measures.rank_bound(network()), "RankBound"),
      (curvature.summary(network()), "Summary"), ({"a": 3, "b": 4}, "int")],
 )  # fmt: skip
-def test_what_has_no_plot_says_what_has_one(result, name):
+def test_a_result_without_a_plot_is_rejected(result, name):
     with pytest.raises(TypeError, match=rf"{name}.*no plot"):
         plots.plot(result)
 
 
-def test_results_that_cannot_be_drawn_together_are_refused():
+def test_results_of_different_kinds_are_not_drawn_together():
     spectrum = ritz.lanczos(symmetric(), num_steps=5)
     with pytest.raises(TypeError, match="got Spectrum and, by the name of 'b', Estimate"):
         plots.plot({"a": spectrum, "b": number()})
     with pytest.raises(TypeError, match="several results of class Temperature have no plot"):
         plots.plot(dict.fromkeys("ab", measures.temperature(network())))
-    with pytest.raises(ValueError, match="at least one result, got none"):
+    with pytest.raises(ValueError, match="result must hold at least one entry, got none"):
         plots.plot({})
     assert len(plots.plot({"only": spectrum}).axes) == 1
 
 
-def test_a_class_of_a_user_is_registered():
+def test_a_user_defined_class_can_be_registered():
     class Own:
         pass
 
@@ -189,12 +191,12 @@ def test_a_class_of_a_user_is_registered():
     assert plots.plot(Own()) is figure
 
 
-def test_a_number_that_was_not_sampled_is_to_be_printed():
+def test_an_exact_number_has_no_plot():
     with pytest.raises(ValueError, match="an Estimate without samples has no plot, print it"):
         plots.plot(ritz.trace(symmetric(), method="exact"))
 
 
-def test_a_long_diagonal_is_thinned_but_for_its_ends():
+def test_a_long_diagonal_is_thinned_and_keeps_both_ends():
     mean = torch.linspace(-1, 1, 50_000, dtype=torch.float64)
     found = Estimate(
         mean=mean, stderr=0.1 + 0 * mean, num_products=9, method="a " * 99, status=DONE
@@ -208,18 +210,18 @@ def test_a_long_diagonal_is_thinned_but_for_its_ends():
     assert max(map(len, ax.get_title("left").splitlines())) <= 70
 
 
-def test_samples_of_a_square_are_drawn_beside_its_root():
+def test_samples_of_a_frobenius_norm_are_drawn_as_roots():
     (ax,) = plots.plot(ritz.frobenius_norm(symmetric(), num_probes=20)).axes
     mean, samples = ax.lines
     low, high = samples.get_ydata().min(), samples.get_ydata().max()
     assert low < mean.get_ydata()[0] < high
 
 
-def test_eigenpairs_are_ranked_from_either_end_with_residuals_as_bars():
+def test_eigenpairs_are_ranked_from_both_ends_with_residuals_as_bars():
     found = ritz.eigenpairs(symmetric(), largest=2, smallest=2)
     (ax,) = plots.plot(found).axes
     assert [label.get_text() for label in ax.get_xticklabels()] == ["1", "2", "$n-1$", "$n$"]
-    assert ax.get_xticks().tolist() == [1, 2, 4, 5]  # a gap for what lies between
+    assert ax.get_xticks().tolist() == [1, 2, 4, 5]  # a gap between both ends
     labels = [text.get_text() for text in ax.get_legend().get_texts()]
     assert labels == ["eigenvalue < 0", "eigenvalue ≥ 0"]
     bars = [line for box in ax.containers for line in box.lines[0].get_ydata()]
@@ -229,7 +231,7 @@ def test_eigenpairs_are_ranked_from_either_end_with_residuals_as_bars():
     assert ax.get_xticks().tolist() == [1, 2, 3, 4]
 
 
-def test_one_sample_has_no_bar(tmp_path):
+def test_a_single_sample_has_no_error_band(tmp_path):
     (ax,) = plots.plot(ritz.trace(symmetric(), method="hutchinson", num_probes=2)).axes
     assert legend(ax) == ["mean ± 2 stderr", "sample"]
     one = Estimate(mean=torch.tensor(2.0), stderr=torch.tensor(math.nan), num_products=1,
@@ -239,7 +241,7 @@ def test_one_sample_has_no_bar(tmp_path):
     assert legend(figure.axes[0]) == ["mean", "sample"]
 
 
-def test_moments_begin_at_degree_one():
+def test_moments_are_drawn_from_degree_one():
     found = ritz.moments(symmetric(), num_moments=5)
     (ax,) = plots.plot(found).axes
     (points,) = ax.containers
@@ -247,14 +249,14 @@ def test_moments_begin_at_degree_one():
     assert points.lines[0].get_ydata().tolist() == found.mean[1:].tolist()
 
 
-def test_a_log_is_drawn_as_the_training_result_is():
+def test_a_training_result_is_drawn_like_its_log():
     result = trained()
     (loss, accuracy) = plots.plot(result).axes
     assert loss.lines[0].get_ydata().tolist() == result.history["train_loss"].tolist()
     assert len(accuracy.lines) == 2
 
 
-def test_a_count_without_clusters_says_why():
+def test_a_failed_cluster_count_shows_the_reason():
     none = graphs.ClusterCount(count=None, reason="no gap", num_nodes=9, num_components=1,
                                method="krylov", num_products=1, status=DONE, seed=0)  # fmt: skip
     (ax,) = plots.plot(none).axes
@@ -263,14 +265,14 @@ def test_a_count_without_clusters_says_why():
 
 
 # ------------------------------------------------------------------------------------------
-# Defaults compose: what one function returns, the other draws or refuses in one line.
+# Functions that draw on given axes.
 
 
 def legend(ax):
     return [text.get_text() for text in ax.get_legend().get_texts()]
 
 
-def test_a_discrete_density_is_smoothed_by_its_width_and_says_so():
+def test_a_discrete_density_is_smoothed_and_the_legend_states_the_width():
     found = ritz.density(symmetric())
     width = f"smoothed by {found.smoothed().width:.2g}"
     ax = plots.density(found)
@@ -291,19 +293,19 @@ def test_a_spectrum_is_drawn_as_the_density_of_one_probe():
     assert legend(plots.density(found, cumulative=True)) == ["one probe"]
 
 
-def test_an_entropic_density_has_no_error_to_speak_of():
+def test_an_entropic_density_has_no_band():
     ax = plots.density(ritz.maxent(ritz.moments(symmetric(), num_moments=6)))
     assert legend(ax) == ["maximum entropy, 6 moments"]
     assert not ax.collections
 
 
-def test_densities_on_the_same_axes_have_a_colour_each():
+def test_densities_on_the_same_axes_have_different_colours():
     ax = plots.density(ritz.density(symmetric()), label="a")
     plots.density(graphs.density(ring()), label="b", ax=ax)
     assert len({line.get_color() for line in ax.lines}) == 2
 
 
-def test_a_histogram_takes_points_too():
+def test_over_histogram_smooths_discrete_densities_and_spectra():
     matrix = symmetric()
     exact = torch.linalg.eigvalsh(matrix)
     for found in (ritz.density(matrix), ritz.lanczos(matrix, num_steps=20)):
@@ -314,20 +316,20 @@ def test_a_histogram_takes_points_too():
     ("draw", "make", "message"),
     [
         (plots.spectrum, lambda: ritz.eigenpairs(symmetric(), largest=1),
-         "spectrum must be a Spectrum, got Eigenpairs; plots.plot draws that"),
+         "spectrum must be a Spectrum, got Eigenpairs; plots.plot draws it"),
         (plots.spectrum, lambda: ritz.density(symmetric()),
-         "spectrum must be a Spectrum, got DiscreteDensity; plots.density draws that"),
+         "spectrum must be a Spectrum, got DiscreteDensity; plots.plot draws it"),
         (plots.spectrum, lambda: [1.0], "spectrum must be a Spectrum, got list$"),
         (plots.density, lambda: ritz.eigenpairs(symmetric(), largest=1),
-         "density must be a density or a Spectrum, got Eigenpairs; plots.plot draws that"),
+         "density must be a density or a Spectrum, got Eigenpairs; plots.plot draws it"),
         (plots.density, lambda: torch.ones(3),
          "density must be a density or a Spectrum, got Tensor$"),
         (plots.landscape, lambda: ritz.lanczos(symmetric(), num_steps=3),
-         "landscape must be a Landscape, got Spectrum; plots.spectrum draws that"),
-        (plots.landscape2d, number, "must be a Landscape2d, got Estimate; plots.plot draws that"),
-        (plots.similarity, number, "must be a Similarity, got Estimate; plots.plot draws that"),
+         "landscape must be a Landscape, got Spectrum; plots.plot draws it"),
+        (plots.landscape2d, number, "must be a Landscape2d, got Estimate; plots.plot draws it"),
+        (plots.similarity, number, "must be a Similarity, got Estimate; plots.plot draws it"),
         (plots.spectra, lambda: ritz.lanczos(symmetric(), num_steps=3),
-         "spectra must be a mapping of titles to spectra, .* got Spectrum"),
+         "spectra must be a mapping of titles to spectra, got Spectrum"),
         (plots.spectra, lambda: {"a": number()}, r"spectra\['a'\] must be a Spectrum"),
         (lambda found: plots.against_exact(found, torch.ones(3)), number,
          "spectrum must be a Spectrum, got Estimate"),
@@ -335,6 +337,6 @@ def test_a_histogram_takes_points_too():
          "density must be a density or a Spectrum, got Estimate"),
     ],
 )  # fmt: skip
-def test_the_wrong_class_is_told_which_function_draws_it(draw, make, message):
+def test_a_result_of_the_wrong_class_is_rejected(draw, make, message):
     with pytest.raises(TypeError, match=message):
         draw(make())

@@ -7,7 +7,7 @@ import torch
 
 from ritz import lanczos
 from ritz.measures import Landscape, Landscape2d
-from ritz.plots._series import density_curve, landscape_slice, landscape_surface, spectrum_stems
+from ritz.plots._series import density_curve, landscape_lines, landscape_surface, spectrum_stems
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def normal(width=None):
     )
 
 
-def test_stems_are_the_spectrum_itself(spectrum):
+def test_stems_have_the_values_and_weights_of_the_spectrum(spectrum):
     stems = spectrum_stems(spectrum)
     np.testing.assert_array_equal(stems.values, spectrum.values.numpy())
     np.testing.assert_array_equal(stems.weights, spectrum.weights.numpy())
@@ -39,7 +39,7 @@ def test_converged_stems_have_small_residuals(spectrum, rtol):
     assert spectrum_stems(spectrum, rtol=rtol).converged.tolist() == expected
 
 
-def test_zero_to_roundoff_is_not_negative(rng):
+def test_a_zero_eigenvalue_is_not_drawn_as_negative(rng):
     basis = torch.linalg.qr(torch.randn(60, 60, generator=rng)).Q
     values = torch.cat([torch.tensor([-2.0]), torch.zeros(40), torch.linspace(1, 2, 19)])
     matrix = (basis * values) @ basis.T
@@ -49,8 +49,8 @@ def test_zero_to_roundoff_is_not_negative(rng):
     assert (stems.signs[stems.values > 0.5] == 1).all()  # below there are copies of zero
 
 
-def test_a_sign_is_known_beyond_the_residual_alone_converged_or_not(spectrum):
-    """Within it an eigenvalue of either sign may be meant, however small the residual is."""
+def test_a_sign_is_known_only_beyond_the_residual(spectrum):
+    """Within the residual the eigenvalue can have either sign."""
     found = replace(
         spectrum,
         values=torch.tensor([-3.0, -2.0, -2.5e-4, 0.0, 0.02, 0.5, 900.0]),
@@ -62,7 +62,7 @@ def test_a_sign_is_known_beyond_the_residual_alone_converged_or_not(spectrum):
     assert stems.converged.tolist() == [True, False, True, True, True, False, True]
 
 
-def test_a_curve_is_the_density_over_its_support():
+def test_a_curve_covers_the_support_of_the_density():
     curve = density_curve(normal(), sigmas=3.0, num_points=5)
     np.testing.assert_allclose(curve.x, [-3, -1, 1, 3, 5])
     np.testing.assert_allclose(curve.y, np.exp(-(curve.x**2)))
@@ -76,21 +76,21 @@ def test_a_cumulative_curve_is_the_distribution_function():
     assert (curve.high == 1).all()
 
 
-def test_a_density_without_a_band_is_a_line():
+def test_the_band_of_a_density_without_errors_is_nan():
     bare = normal()
     del bare.pdf_band
     curve = density_curve(bare, num_points=4)
-    np.testing.assert_array_equal(curve.low, curve.y)
-    np.testing.assert_array_equal(curve.high, curve.y)
+    assert np.isnan(curve.low).all()
+    assert np.isnan(curve.high).all()
 
 
-def test_a_narrow_density_gets_points_enough():
+def test_a_narrow_density_gets_enough_points():
     curve = density_curve(normal(width=0.001))
     assert curve.x[1] - curve.x[0] <= 0.001 / 4 * 1.001
     assert len(density_curve(normal(width=1e-9)).x) == 100_000
 
 
-def test_arguments_are_checked(spectrum):
+def test_wrong_arguments_are_rejected(spectrum):
     with pytest.raises(ValueError, match="rtol must be at least 0"):
         spectrum_stems(spectrum, rtol=-1.0)
     with pytest.raises(ValueError, match="num_points must be at least 2"):
@@ -124,52 +124,47 @@ PLANE = torch.tensor([[1.0, 2.0], [4.0, 8.0], [16.0, 100.0]]).double()
 
 
 @pytest.mark.parametrize("direction", [1, "smallest"])
-def test_a_slice_is_one_direction_of_a_landscape(direction):
-    found = landscape_slice(along(), direction)
-    np.testing.assert_array_equal(found.t, [-1, 0, 1])
-    np.testing.assert_array_equal(found.loss, [5, 4, 6])
-    np.testing.assert_allclose(found.accuracy, [50, 40, 60])  # per cent
-    np.testing.assert_array_equal(found.test_loss, [10, 8, 12])
-    np.testing.assert_allclose(found.test_accuracy, [25, 20, 30])
+def test_lines_are_one_direction_of_a_landscape(direction):
+    lines = landscape_lines(along(), direction)
+    np.testing.assert_array_equal(lines["loss"]["train"], [5, 4, 6])
+    np.testing.assert_allclose(lines["accuracy"]["train"], [50, 40, 60])  # per cent
+    np.testing.assert_array_equal(lines["loss"]["test"], [10, 8, 12])
+    np.testing.assert_allclose(lines["accuracy"]["test"], [25, 20, 30])
 
 
-def test_a_slice_has_what_the_landscape_has():
-    found = landscape_slice(along(accuracy=None, test_loss=None, test_accuracy=None))
-    assert found.accuracy is found.test_loss is found.test_accuracy is None
+def test_missing_accuracy_and_test_data_are_left_out():
+    lines = landscape_lines(along(accuracy=None, test_loss=None, test_accuracy=None))
+    assert [list(parts) for parts in lines.values()] == [["train"], []]
 
 
 @pytest.mark.parametrize("direction", [2, -1, "second"])
-def test_a_direction_is_one_of_those_there(direction):
+def test_an_unknown_direction_is_rejected(direction):
     with pytest.raises(ValueError, match="direction must be one of largest, smallest, or a number"):
-        landscape_slice(along(), direction)
+        landscape_lines(along(), direction)
 
 
-def test_a_surface_has_its_first_direction_to_the_right():
-    found = landscape_surface(plane(PLANE), num_levels=3)
-    np.testing.assert_array_equal(found.x, [-2, 0, 2])
-    np.testing.assert_array_equal(found.y, [-1, 1])
-    np.testing.assert_array_equal(found.z, PLANE.numpy().T)
-    np.testing.assert_allclose(found.levels, [1, 10, 100])
-    assert found.logarithmic
+def test_the_first_direction_of_a_surface_is_horizontal():
+    z, levels = landscape_surface(plane(PLANE), num_levels=3)
+    np.testing.assert_array_equal(z, PLANE.numpy().T)
+    np.testing.assert_allclose(levels, [1, 10, 100])
 
 
-def test_levels_are_even_where_a_loss_is_not_positive():
-    found = landscape_surface(plane(PLANE - 1), num_levels=3)
-    np.testing.assert_allclose(found.levels, [0, 49.5, 99])
-    assert not found.logarithmic
+def test_levels_have_equal_steps_if_a_loss_is_not_positive():
+    _, levels = landscape_surface(plane(PLANE - 1), num_levels=3)
+    np.testing.assert_allclose(levels, [0, 49.5, 99])
 
 
-def test_a_surface_has_holes_where_the_loss_is_not_finite():
+def test_a_surface_is_nan_where_the_loss_is_not_finite():
     loss = PLANE.clone()
     loss[2, 1] = float("inf")
-    found = landscape_surface(plane(loss))
-    assert np.isnan(found.z[1, 2])
-    assert found.levels[-1] == 16
+    z, levels = landscape_surface(plane(loss))
+    assert np.isnan(z[1, 2])
+    assert levels[-1] == 16
 
 
-def test_a_surface_of_the_test_data_needs_them():
-    found = landscape_surface(plane(PLANE, test_loss=3 * PLANE), test=True)
-    np.testing.assert_array_equal(found.z, 3 * PLANE.numpy().T)
+def test_a_surface_of_the_test_loss_needs_test_data():
+    z, _ = landscape_surface(plane(PLANE, test_loss=3 * PLANE), test=True)
+    np.testing.assert_array_equal(z, 3 * PLANE.numpy().T)
     with pytest.raises(ValueError, match="must have a loss on test data"):
         landscape_surface(plane(PLANE), test=True)
     with pytest.raises(ValueError, match="two finite values that differ"):

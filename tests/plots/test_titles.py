@@ -1,4 +1,4 @@
-"""What spectra and directions are called in pictures."""
+"""Titles of spectra and directions."""
 
 import os
 
@@ -10,8 +10,8 @@ from torch.nn.functional import cross_entropy
 import ritz
 from ritz import plots
 from ritz.cli import _app
-from ritz.plots._scales import result_title
 from ritz.plots._shared import direction_title, titled
+from ritz.plots._style import result_title
 
 
 def network(*layers):
@@ -33,19 +33,19 @@ def normed():
     ("matrix", "name"),
     [(ritz.hessian, "Hessian"), (ritz.ggn, "Gauss-Newton"), (ritz.fisher, "Fisher")],
 )
-def test_a_spectrum_says_what_it_is_of(normed, matrix, name):
+def test_the_title_has_matrix_and_batch_norm_mode(normed, matrix, name):
     trained = matrix(normed.with_batch_norm("train"))
     assert result_title(spectrum(matrix(normed))) == f"{name}, batch norm eval"
     assert result_title(spectrum(trained)) == f"{name}, batch norm train"
     assert result_title(spectrum(matrix(network()))) == name
 
 
-def test_what_is_no_curvature_has_no_title(normed):
+def test_other_matrices_have_no_title(normed):
     assert result_title(spectrum(torch.eye(5))) == ""
     assert result_title(spectrum(2 * ritz.hessian(normed))) == ""
 
 
-def test_spectra_are_named_by_what_they_are_where_that_tells_them_apart(normed):
+def test_spectra_get_titles_only_if_all_titles_differ(normed):
     files = {"spectrum-1": spectrum(ritz.hessian(normed)), "spectrum-2": spectrum(ritz.ggn(normed))}
     found = titled(files)
     assert list(found) == ["Hessian, batch norm eval", "Gauss-Newton, batch norm eval"]
@@ -56,7 +56,7 @@ def test_spectra_are_named_by_what_they_are_where_that_tells_them_apart(normed):
     assert titled(other) == other
 
 
-def test_files_are_drawn_with_titles_of_what_they_hold(normed, tmp_path):
+def test_files_are_drawn_with_the_titles_of_their_results(normed, tmp_path):
     for name, op in (("a", ritz.hessian(normed)), ("b", ritz.ggn(normed))):
         ritz.save(spectrum(op), tmp_path / f"{name}.safetensors")
     files = [os.fspath(tmp_path / name) for name in ("b.safetensors", "a.safetensors", "c.svg")]
@@ -66,12 +66,12 @@ def test_files_are_drawn_with_titles_of_what_they_hold(normed, tmp_path):
     assert 0 < drawn.index(titles[0]) < drawn.index(titles[1])  # in the order of the files
 
 
-def test_the_picture_of_one_spectrum_has_its_title(normed):
+def test_the_plot_of_one_spectrum_has_its_title(normed):
     (ax,) = plots.plot(spectrum(ritz.hessian(normed))).axes
     assert ax.get_title("left") == "Hessian, batch norm eval"
 
 
-def test_directions_are_called_by_their_values():
+def test_titles_of_directions():
     assert direction_title("largest") == "Ritz vector of the largest value"
     assert direction_title("smallest magnitude") == "Ritz vector of the value nearest zero"
     assert direction_title("towards the average") == "towards the average"

@@ -8,9 +8,9 @@ import ritz
 from ritz import plots
 from ritz._core.results import Estimate, Status
 from ritz.measures import rank_degeneracy
-from ritz.plots._scales import monitor_title
 from ritz.plots._series import curvature_points, points, training_series
 from ritz.plots._shared import check_picture
+from ritz.plots._style import result_title
 
 AVERAGED = {"average_test_loss": 0.4, "average_test_accuracy": 0.9}
 
@@ -51,28 +51,28 @@ def estimate(mean, stderr):
     )  # fmt: skip
 
 
-def test_series_of_a_log_in_per_cent_with_gaps_where_nothing_was_measured(log):
+def test_series_of_a_log_are_in_per_cent_and_have_gaps(log):
     found = training_series(log)
     np.testing.assert_array_equal(found.epoch, [1, 2, 3])
-    assert list(found.loss) == ["train", "test", "average test"]
-    np.testing.assert_allclose(found.loss["train"], [1, 1 / 2, 1 / 3])
-    np.testing.assert_array_equal(found.loss["average test"], [np.nan, np.nan, 0.4])
-    np.testing.assert_allclose(found.accuracy["test"], [75.0] * 3)
+    assert list(found.quantities["loss"]) == ["train", "test", "average test"]
+    np.testing.assert_allclose(found.quantities["loss"]["train"], [1, 1 / 2, 1 / 3])
+    np.testing.assert_array_equal(found.quantities["loss"]["average test"], [np.nan, np.nan, 0.4])
+    np.testing.assert_allclose(found.quantities["accuracy"]["test"], [75.0] * 3)
     assert found.average_from == 3
 
 
-def test_null_in_a_log_is_a_gap():
+def test_null_in_a_log_becomes_a_gap():
     found = training_series([epoch(1, test_loss=None), epoch(2)])
-    np.testing.assert_array_equal(found.loss["test"], [np.nan, 0.5])
+    np.testing.assert_array_equal(found.quantities["loss"]["test"], [np.nan, 0.5])
     assert found.average_from is None
 
 
-def test_a_log_without_an_epoch_is_refused(log):
+def test_a_log_without_an_epoch_is_rejected(log):
     with pytest.raises(ValueError, match="at least one epoch, got none"):
         training_series([record for record in log if record["kind"] == "curvature"])
 
 
-def test_points_of_a_monitor_by_epoch_or_step(log):
+def test_points_of_a_monitor_are_by_epoch_or_by_step(log):
     found = curvature_points(log, "lambda_max")
     np.testing.assert_array_equal(found.x, [1, 2, 3])
     np.testing.assert_array_equal(found.y, [6, 7, 8])
@@ -83,13 +83,13 @@ def test_points_of_a_monitor_by_epoch_or_step(log):
         curvature_points(log, "trace")
 
 
-def test_the_mass_at_the_origin_is_that_of_two_values_or_of_one(log):
+def test_mass_near_zero_is_of_two_ritz_values_for_a_hessian_and_one_for_ggn(log):
     np.testing.assert_allclose(curvature_points(log, "degeneracy").y, [0.9] * 3)
     ggn = [curvature(1, matrix="ggn")]
     np.testing.assert_allclose(curvature_points(ggn, "degeneracy").y, [0.7])
 
 
-def test_points_are_sorted_and_carry_errors():
+def test_points_are_sorted_and_have_errors():
     found = points([8, 2], [estimate(3.0, 0.5), 4.0])
     np.testing.assert_array_equal(found.x, [2, 8])
     np.testing.assert_array_equal(found.y, [4, 3])
@@ -98,10 +98,10 @@ def test_points_are_sorted_and_carry_errors():
         points([1, 2], [3.0])
 
 
-def test_curves_of_one_run_have_a_colour_each_and_a_mark_where_averaging_begins(log):
+def test_curves_of_one_run_show_where_averaging_begins(log):
     loss, accuracy = plots.training_curves({"run": log})
     parts = ["train", "test", "average test"]
-    # The mark is named where no curve is: texts beside it lay on the accuracy.
+    # The line where averaging begins is named in the legend: a text could cover a curve.
     assert legend(loss) == legend(accuracy) == [*parts, "averaging begins"]
     assert not loss.texts
     assert not accuracy.texts
@@ -116,25 +116,26 @@ def test_curves_of_one_run_have_a_colour_each_and_a_mark_where_averaging_begins(
 
 
 @pytest.mark.parametrize(("first", "scale"), [(1.0, "linear"), (40.0, "log")])
-def test_losses_are_on_a_logarithmic_scale_where_they_span_a_decade(first, scale):
+def test_losses_that_span_a_decade_have_a_logarithmic_scale(first, scale):
     loss, accuracy = plots.training_curves({"run": [epoch(1, train_loss=first), epoch(2)]})
     assert (loss.get_yscale(), accuracy.get_yscale()) == (scale, "linear")
 
 
 @pytest.mark.parametrize(("first", "scale"), [(40.0, "linear"), (900.0, "log")])
-def test_a_text_shows_its_perplexity_in_place_of_its_accuracy(first, scale):
+def test_texts_show_perplexity_instead_of_accuracy(first, scale):
     log = [epoch(k, train_perplexity=first / k, test_perplexity=None) for k in (1, 2, 3)]
     log[-1]["test_perplexity"] = 25.0
     found = training_series(log)
-    np.testing.assert_allclose(found.perplexity["train"], [first, first / 2, first / 3])
+    perplexities = found.quantities["perplexity"]
+    np.testing.assert_allclose(perplexities["train"], [first, first / 2, first / 3])
     loss, perplexity = plots.training_curves({"run": log})
     assert (loss.get_ylabel(), perplexity.get_ylabel()) == ("loss", "perplexity")
     assert perplexity.get_yscale() == scale
-    np.testing.assert_allclose(perplexity.get_lines()[0].get_ydata(), found.perplexity["train"])
+    np.testing.assert_allclose(perplexity.get_lines()[0].get_ydata(), perplexities["train"])
     np.testing.assert_array_equal(perplexity.get_lines()[1].get_ydata(), [25.0])
 
 
-def test_curves_of_several_runs_have_a_colour_a_run(log):
+def test_several_runs_have_one_colour_each(log):
     loss, accuracy = plots.training_curves({"sgd": log[:4], "gadam": log})
     names = ["sgd, train", "sgd, test", "gadam, train", "gadam, test", "gadam, average test"]
     (shared,) = loss.figure.legends
@@ -149,7 +150,7 @@ def test_curves_of_several_runs_have_a_colour_a_run(log):
 
 
 @pytest.mark.parametrize("count", [4, 9])
-def test_many_runs_are_told_apart_under_a_legend_that_hides_none(log, count):
+def test_many_runs_look_different_and_their_legend_covers_no_panel(log, count):
     axes = plots.training_curves({f"run with a long name {k}": log for k in range(count)})
     figure = axes[0].figure
     figure.canvas.draw()
@@ -164,15 +165,17 @@ def test_many_runs_are_told_apart_under_a_legend_that_hides_none(log, count):
     assert len(set(looks)) == count
 
 
-def test_series_beyond_the_seventh_have_a_marker_of_their_own():
+def test_series_beyond_the_seventh_have_another_marker():
     ax = plots.batch_scaling([1, 2], {f"quantity {k}": [1.0, 2.0] for k in range(9)})
     looks = {(line.get_color(), line.get_marker()) for line in ax.get_lines()}
     assert len({colour for colour, _ in looks}) == 7
     assert len({look for look in looks if look[1] != "|"}) >= 9
 
 
-def test_runs_without_names_are_refused(log):
-    with pytest.raises(TypeError, match=r"must be a mapping of names to the records .* got list"):
+def test_runs_without_names_are_rejected(log):
+    with pytest.raises(
+        TypeError, match=r"must be a mapping of names to the records of logs, got list"
+    ):
         plots.training_curves([log])
 
 
@@ -182,7 +185,7 @@ def test_a_log_without_accuracy_has_one_panel():
     assert loss.get_yscale() == "linear"
     with pytest.raises(ValueError, match="axes must be 1 for these runs, got 2"):
         plots.training_curves({"run": [bare]}, axes=[loss, loss])
-    with pytest.raises(ValueError, match="at least one run, got none"):
+    with pytest.raises(ValueError, match="runs must hold at least one entry, got none"):
         plots.training_curves({})
 
 
@@ -191,7 +194,7 @@ def ticks_seen(ax):
     return [x for x in ax.get_xticks() if low <= x <= high]
 
 
-def test_a_single_epoch_has_a_single_tick_and_is_seen(log):
+def test_a_single_epoch_is_visible_and_has_one_tick(log):
     loss, _ = plots.training_curves({"run": log[:1]})
     assert ticks_seen(loss) == [1]
     assert {line.get_marker() for line in loss.get_lines()} == {"o"}
@@ -204,8 +207,8 @@ def test_a_single_epoch_has_a_single_tick_and_is_seen(log):
     assert bound.get_markevery().tolist() == [0]
 
 
-def test_a_residual_that_is_not_known_is_a_gap_of_the_band():
-    """A band pinched to a point would say that the value is exact."""
+def test_an_unknown_residual_is_a_gap_in_the_band():
+    """A band of zero width would say that the value is exact."""
     errors = [0.1, 0.1, None, 0.1, None]
     records = [curvature(k, lambda_max_residual=one) for k, one in enumerate(errors, start=1)]
     assert np.isnan(curvature_points(records, "lambda_max").stderr).tolist() == [
@@ -219,7 +222,7 @@ def test_a_residual_that_is_not_known_is_a_gap_of_the_band():
 
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan, 1e300, None])
-def test_losses_that_no_scale_holds_keep_their_epochs(bad):
+def test_infinite_losses_keep_the_range_of_epochs(bad):
     records = [
         epoch(k, train_loss=bad if k in (1, 5) else 1 / k, test_loss=bad) for k in range(1, 6)
     ]
@@ -228,10 +231,10 @@ def test_losses_that_no_scale_holds_keep_their_epochs(bad):
     low, high = loss.get_xlim()
     assert low < 1 < 5 < high
     assert loss.get_ylim()[1] < 1
-    assert legend(loss) == ["train"]  # a line that is not there is not named
+    assert legend(loss) == ["train"]  # a line without points is not in the legend
 
 
-def test_a_run_of_nan_alone_is_an_empty_picture_without_a_legend():
+def test_a_run_of_nan_is_an_empty_plot_without_legend():
     bare = {"kind": "epoch", "epoch": 1, "train_loss": np.nan}
     (loss,) = plots.training_curves({"run": [bare]})
     assert loss.get_legend() is None
@@ -240,7 +243,7 @@ def test_a_run_of_nan_alone_is_an_empty_picture_without_a_legend():
     assert legend(ax) == [r"$2/\alpha$"]
 
 
-def test_the_largest_eigenvalue_against_the_stable_rate(log):
+def test_largest_eigenvalue_is_drawn_beside_two_over_the_learning_rate(log):
     ax = plots.curvature_over_time(log)
     label = r"largest eigenvalue $\lambda_1$"
     assert legend(ax) == [f"{label} ± residual", "$2/\\alpha$"]
@@ -257,7 +260,7 @@ def test_the_largest_eigenvalue_against_the_stable_rate(log):
     assert not bare.collections
 
 
-def test_rank_degeneracy_over_time_of_results_and_of_a_log(log):
+def test_degeneracy_over_time_from_results_and_from_a_log(log):
     spectrum = ritz.lanczos(torch.diag(torch.linspace(0, 1, 20)), num_steps=5)
     found = rank_degeneracy(spectrum, matrix="ggn")
     ax = plots.degeneracy({"Gauss-Newton": {5.0: found, 1.0: found}})
@@ -268,11 +271,11 @@ def test_rank_degeneracy_over_time_of_results_and_of_a_log(log):
     logged = plots.degeneracy(log)
     assert logged.get_legend() is None
     assert logged.get_title("left") == "Hessian"
-    with pytest.raises(ValueError, match="at least one epoch, got none"):
+    with pytest.raises(ValueError, match="at least one entry, got none"):
         plots.degeneracy({"Gauss-Newton": {}})
 
 
-def test_a_share_with_an_error_has_a_band(log):
+def test_a_degeneracy_with_errors_has_a_band(log):
     spectrum = ritz.lanczos(torch.diag(torch.linspace(0, 1, 20)), num_steps=5)
     found = replace(rank_degeneracy(spectrum, matrix="ggn"), mass=estimate(0.7, 0.05))
     ax = plots.degeneracy({"Gauss-Newton": {1.0: found, 2.0: found}})
@@ -283,19 +286,20 @@ def test_a_share_with_an_error_has_a_band(log):
 
 
 @pytest.mark.parametrize("draw", [plots.curvature_over_time, plots.degeneracy])
-def test_ticks_of_time_are_whole(log, draw):
+def test_ticks_of_epochs_are_whole_numbers(log, draw):
     assert ticks_seen(draw(log)) == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
     ("matrices", "title"),
-    [(["ggn", "ggn"], "Gauss-Newton"), (["ggn", "hessian"], ""), (["other"], ""), ([], "")],
+    [(["ggn", "ggn"], "Gauss-Newton"), (["ggn", "hessian"], ""), (["hessian"], "Hessian")],
 )
-def test_the_matrix_that_was_watched(matrices, title):
-    assert monitor_title([epoch(1), *(curvature(1, matrix=name) for name in matrices)]) == title
+def test_the_title_is_the_matrix_of_the_monitor(matrices, title):
+    records = [epoch(1), *(curvature(1, matrix=name) for name in matrices)]
+    assert result_title(curvature_points(records, "lambda_max")) == title
 
 
-def test_batch_sizes_on_logarithmic_scales_with_predictions_of_the_same_colour():
+def test_predictions_over_batch_sizes_have_the_colour_of_their_measurement():
     measured = {"Hessian": [estimate(8.0, 0.5), estimate(4.0, 0.2)]}
     ax = plots.batch_scaling([16, 64], measured, predicted={"Hessian": [8.0, 4.1]})
     assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
@@ -305,15 +309,15 @@ def test_batch_sizes_on_logarithmic_scales_with_predictions_of_the_same_colour()
     assert ax.get_xlabel() == "batch size $B$ (samples)"
     one = plots.batch_scaling([16], {"a": [8.0], "b": [2.0]}, predicted={"b": [3.0], "c": [1.0]})
     assert legend(one) == ["a", "b", "b, predicted", "c, predicted"]
-    assert one.get_lines()[-1].get_marker() == "_"  # a line of one point is not seen
-    with pytest.raises(ValueError, match="at least one quantity, got none"):
+    assert one.get_lines()[-1].get_marker() == "_"  # a line through one point would be invisible
+    with pytest.raises(ValueError, match="measured must hold at least one entry, got none"):
         plots.batch_scaling([1], {})
 
 
 @pytest.mark.parametrize(
     ("kind", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")]
 )
-def test_the_same_picture_is_the_same_bytes(log, tmp_path, kind, start):
+def test_the_same_figure_gives_the_same_bytes(log, tmp_path, kind, start):
     paths = [tmp_path / f"{name}.{kind}" for name in "ab"]
     for path in paths:
         figure = plots.training_curves({"run": log})[0].figure
@@ -322,7 +326,7 @@ def test_the_same_picture_is_the_same_bytes(log, tmp_path, kind, start):
     assert paths[0].read_bytes().startswith(start)
 
 
-def test_pictures_that_cannot_be_written_are_refused(tmp_path):
+def test_check_picture_rejects_unknown_types_and_missing_folders(tmp_path):
     with pytest.raises(ValueError, match=r"must end in .png, .svg, .pdf; got 'x.gif'"):
         check_picture(tmp_path / "x.gif")
     with pytest.raises(FileNotFoundError, match="is not a folder"):

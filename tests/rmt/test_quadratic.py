@@ -173,7 +173,7 @@ def test_the_average_forgets_the_rate_and_falls_as_one_over_n():
         )
 
 
-def test_every_direction_may_have_a_rate_of_its_own():
+def test_each_direction_may_have_its_own_learning_rate():
     eigenvalues = torch.tensor([0.3, 5.0])
     both = quadratic.iterate(eigenvalues, rate=torch.tensor([0.2, 0.1]), num_steps=9)
     for i, rate in enumerate((0.2, 0.1)):
@@ -200,7 +200,7 @@ def test_wrong_settings_are_named(change, match):
         quadratic.ema(torch.ones(2), **({"decay": 0.5} | SETTINGS | change))
 
 
-def test_a_simulation_has_settings_of_its_own():
+def test_a_simulation_records_its_seed_and_checks_its_settings():
     ones = torch.ones(2)
     drawn = quadratic.simulate(ones, num_paths=3, decay=0.5, **SETTINGS)
     again = quadratic.simulate(

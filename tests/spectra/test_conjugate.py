@@ -131,7 +131,7 @@ def test_an_initial_guess_is_not_changed():
     assert torch.equal(initial, torch.ones_like(b))
 
 
-def test_too_few_steps_are_said_and_raise_when_asked():
+def test_too_few_steps_are_reported_and_raise_if_failed_raises():
     op, b = system()
     found = solve(op, b, max_steps=3)
     assert found.status.outcome == "max_steps"
@@ -141,7 +141,7 @@ def test_too_few_steps_are_said_and_raise_when_asked():
         found.raise_if_failed()
 
 
-def test_the_absolute_tolerance_is_enough_anyway():
+def test_the_absolute_tolerance_suffices():
     op, b = system()
     found = solve(op, b, rtol=0.0, atol=0.01)
     assert found.status.ok
@@ -201,7 +201,7 @@ def test_the_scale_of_the_matrix_does_not_matter(dtype, scale):
 
 
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
-def test_eigenvalues_over_sixty_decades_are_said_to_be_too_many_but_preconditioned_are_not(dtype):
+def test_eigenvalues_over_sixty_decades_need_a_preconditioner(dtype):
     matrix = torch.diag(torch.logspace(-30, 30, 61, dtype=torch.float64).to(dtype))
     b = torch.ones(61, dtype=dtype)
     found = solve(matrix, b, max_steps=100)

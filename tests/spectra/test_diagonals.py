@@ -75,7 +75,7 @@ def test_the_scale_does_not_matter(matrix, dtype, scale):
     torch.testing.assert_close(found.stderr / scale, whole.stderr, rtol=1e-4, atol=1e-5)
 
 
-def test_the_accuracy_asked_for_is_reached_or_said_not_to_be(matrix):
+def test_the_tolerance_is_reached_or_its_failure_reported(matrix):
     op = hidden(matrix + 3 * torch.eye(40, dtype=torch.float64))
     found = diagonal(op, num_probes=4, rtol=0.05)
     assert found.status.outcome == "converged"

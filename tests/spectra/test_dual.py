@@ -118,7 +118,7 @@ def test_a_hard_vector_does_not_disturb_an_easy_one():
     assert int(together.iterations[1]) > 30
 
 
-def test_the_steps_are_no_more_than_allowed_and_none_where_the_prior_does():
+def test_max_steps_is_respected_and_the_prior_itself_needs_no_step():
     grid = Grid.make(64, 4)
     flat = torch.zeros(64, dtype=torch.float64)
     targets = torch.tensor([[0.0, -1 / 3], [0.2, 0.1]], dtype=torch.float64)
@@ -173,7 +173,7 @@ def solve_one(targets, ridge=1e-12, **options):
     )
 
 
-def test_from_the_solution_it_takes_no_step_and_from_nearby_a_few():
+def test_a_start_at_the_solution_needs_no_step_and_one_nearby_a_few():
     targets = moments_of(0.5 * normal(2, 300).clamp(-1.9, 1.9), M)
     found = solve_one(targets)
     assert solve_one(targets, start=found.alphas).iterations.tolist() == [0, 0]
@@ -184,7 +184,7 @@ def test_from_the_solution_it_takes_no_step_and_from_nearby_a_few():
     assert torch.equal(start, found.alphas + 0.01)
 
 
-def test_a_density_that_the_grid_does_not_see_any_more_is_given_up():
+def test_a_density_that_the_grid_no_longer_resolves_is_given_up():
     targets = torch.cat([
         moments_of(0.5 * normal(1, 300).clamp(-1.9, 1.9), M),
         moments_of(torch.full((1, 4), 0.3, dtype=torch.float64), M),

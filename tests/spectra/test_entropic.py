@@ -64,7 +64,7 @@ def flat():
     return of_law(bump(1.5, 0.4), 7)
 
 
-def test_it_is_a_density(found):
+def test_the_result_satisfies_the_density_protocol(found):
     assert isinstance(found, Density)
     assert found.support == INTERVAL
     assert found.status.outcome == "converged"
@@ -219,7 +219,7 @@ def test_the_divergence_is_infinite_where_the_other_vanishes(flat):
     assert flat.symmetric_kl(narrower) == math.inf
 
 
-def test_what_underflows_has_no_divergence():
+def test_underflow_of_the_density_adds_no_divergence():
     """A peak has no mass where the other vanishes, as far as can be computed: not NaN."""
     peak = of_law(bump(0.3, 0.01), 2, interval=(-1.0, 1.0))
     other = maxent(torch.tensor([1.0, 0.0]), interval=(-1.0, 0.9))
@@ -253,7 +253,7 @@ def test_the_pdf_has_a_gradient(flat):
 
 
 @pytest.mark.parametrize("cumulative", [False, True])
-def test_it_can_be_drawn(found, cumulative):
+def test_an_entropic_density_can_be_plotted(found, cumulative):
     from matplotlib import pyplot as plt
 
     ax = plots.density(found, cumulative=cumulative)
@@ -263,7 +263,7 @@ def test_it_can_be_drawn(found, cumulative):
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "own"])
-def test_it_can_be_saved(name, tmp_path):
+def test_an_entropic_density_survives_save_and_load(name, tmp_path):
     found = of_law(bump(1.5, 0.4), 7, **CASES[name])
     save(found, tmp_path / "density.safetensors")
     back = load(tmp_path / "density.safetensors")
@@ -288,11 +288,11 @@ def test_a_prior_that_is_a_function_cannot_be_saved(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_it_says_what_it_is(found):
+def test_the_text_names_moments_prior_and_status(found):
     text = str(found)
     assert text.startswith("EntropicDensity on [0.5, 3.5], 7 moments (")
     assert "converged" in text
-    assert ("own prior" in text) == callable(found.prior)
+    assert ("user-defined prior" in text) == callable(found.prior)
 
 
 def test_quantiles_of_narrow_peaks_invert_the_cdf_too():

@@ -137,7 +137,7 @@ def test_power_moments_that_were_not_mapped_need_the_interval():
     assert found.expectation(torch.log) == pytest.approx(float(values.log().mean()), rel=0.02)
 
 
-def test_power_moments_of_a_spectrum_inside_the_unit_interval_need_none():
+def test_power_moments_of_a_spectrum_inside_the_unit_interval_need_no_interval():
     values = torch.linspace(-0.8, 0.9, 200)
     found = maxent(measured(values, num_moments=6, basis="power"))
     assert found.interval == (-1.0, 1.0)

@@ -53,7 +53,7 @@ def test_atoms(nodes, m):
 
 @pytest.mark.parametrize("m", [1, 2, 10, 30, 100])
 @pytest.mark.parametrize("kind", ["too large", "no variance", "random", "wild", "alternating"])
-def test_moments_that_no_density_has(kind, m):
+def test_infeasible_moments(kind, m):
     given = {
         "too large": torch.full((m,), 1.5),
         "no variance": torch.full((m,), -1.0),
@@ -143,7 +143,7 @@ def test_wildly_large_standard_errors_leave_the_prior(error):
     assert found.relaxation == 0.0
 
 
-def test_one_moment_without_an_error_among_wild_ones_is_matched():
+def test_one_moment_without_an_error_is_matched_beside_moments_with_large_errors():
     errors = torch.full((6,), 1e200, dtype=torch.float64)
     errors[2] = 0.0
     found = maxent(atoms([-0.5, 0.5], 5), stderr=errors)
@@ -153,7 +153,7 @@ def test_one_moment_without_an_error_among_wild_ones_is_matched():
 
 
 @pytest.mark.parametrize("basis", ["legendre", "power"])
-def test_wild_errors_in_another_basis_are_wild_in_this(basis):
+def test_large_errors_in_another_basis_stay_large_in_the_chebyshev_basis(basis):
     errors = torch.full((5,), 1e200, dtype=torch.float64)
     found = maxent(torch.tensor([1.0, 0.1, 0.2, 0.0, 0.1]), basis=basis, stderr=errors)
     assert found.status.outcome == "converged"

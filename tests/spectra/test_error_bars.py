@@ -45,14 +45,14 @@ def test_without_a_floor_the_truth_lies_within_four_bars(name, method, rng):
 
 
 @pytest.mark.parametrize("power", [-1.5, -1.0, 0.5])
-def test_traces_of_slowly_converging_functions_do_too(power, rng):
+def test_traces_of_slowly_converging_functions_lie_within_four_bars(power, rng):
     values = torch.logspace(-3, 1, 200, dtype=DOUBLE)
     op = with_spectrum(values, generator=rng)
     found = ritz.trace_function(op, lambda x: x**power, num_steps=10)
     assert bars(found, float((values**power).sum())) <= 4
 
 
-def test_a_space_of_one_block_does_not_know_how_far_it_is_off(rng):
+def test_a_space_of_one_block_has_unknown_truncation(rng):
     op = hidden(with_spectrum(SPECTRA["decaying"], generator=rng).matrix)
     found = ritz.trace_function(op, torch.sqrt, method="krylov", num_steps=3, num_probes=16)
     assert math.isnan(float(found.truncation))

@@ -101,7 +101,7 @@ def test_an_eigenvalue_the_start_vector_hardly_meets_is_still_inside():
     assert bounds(op, generator=seeded(1)).high >= 1.5
 
 
-def test_too_few_steps_are_said_and_raise_when_asked():
+def test_too_few_steps_are_reported_and_raise_if_failed_raises():
     matrix = wigner(300).matrix
     for found in (
         bounds(matrix, rtol=1e-6, max_steps=10, method="lanczos"),

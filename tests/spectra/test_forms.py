@@ -14,7 +14,7 @@ def forms(mixed):
     return Forms(Brackets(mixed, mixed, mixed, zeros), PLAIN[: len(mixed)], 3, 3 * len(mixed))
 
 
-def test_what_the_trace_explains_is_taken_out_and_its_degree_of_freedom_counted():
+def test_the_control_variate_removes_the_regression_and_counts_its_degree_of_freedom():
     mixed = 2 * PLAIN + 0.1 * ODD
     found, how = forms(mixed).samples(lambda: Known(4.0, 0.0))
     assert "controlled by the trace" in how
@@ -36,7 +36,7 @@ def test_what_the_trace_explains_is_taken_out_and_its_degree_of_freedom_counted(
     ],
     ids=["unknown", "noisy", "unrelated", "few"],
 )
-def test_samples_are_left_alone_where_the_trace_does_not_help(mixed, known):
+def test_samples_are_unchanged_if_the_trace_does_not_help(mixed, known):
     found, how = forms(mixed).samples(lambda: known)
     assert torch.equal(found, mixed)
     assert how == ""

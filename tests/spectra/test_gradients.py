@@ -50,7 +50,7 @@ def test_the_truth_lies_within_four_standard_errors(name, seed):
 
 @pytest.mark.parametrize("noise", [1e-1, 1e-4, 1e-7])
 @pytest.mark.parametrize("lengthscale", [0.1, 0.6, 3.0])
-def test_it_does_so_for_any_condition_number(noise, lengthscale):
+def test_the_truth_lies_within_the_bars_for_any_condition_number(noise, lengthscale):
     op = operator(noise=noise, lengthscale=lengthscale)
     found = logdet_gradient(op, method="lanczos")
     assert_within(found, exact(op))
@@ -99,7 +99,7 @@ def test_the_preconditioner_saves_products():
     assert few < many / 3
 
 
-def test_backward_gives_the_gradient_times_what_comes_from_above():
+def test_backward_multiplies_the_gradient_by_the_upstream_gradient():
     op = operator()
     log_noise = torch.tensor(math.log(0.02), dtype=torch.float64, requires_grad=True)
     op = KernelOperator(op.points, lengthscale=op.lengthscale, noise=log_noise.exp())
@@ -121,7 +121,7 @@ def test_two_passes_and_two_generators_alike_give_the_same_gradient():
     assert len({float(gradient) for gradient in found}) == 1
 
 
-def test_what_needs_no_gradient_is_left_alone():
+def test_an_estimate_without_parameters_is_returned_unchanged():
     op = operator()
     estimate = logdet(op)
     plain = KernelOperator(op.points, noise=0.1)
@@ -131,14 +131,14 @@ def test_what_needs_no_gradient_is_left_alone():
         assert attach_gradient(estimate, op) is estimate
 
 
-def test_a_gradient_that_was_not_found_raises_in_backward():
+def test_a_gradient_that_did_not_converge_raises_in_backward():
     op = operator(noise=1e-6)
     found = attach_gradient(logdet(op), op, method="lanczos", max_steps=3, rank=5)
     with pytest.raises(NotConvergedError, match=r"roots not found after 3 steps.*max_steps"):
         found.mean.backward()
 
 
-def test_too_few_steps_are_said():
+def test_too_few_steps_are_reported():
     found = logdet_gradient(operator(noise=1e-6), method="lanczos", max_steps=3, rank=5)
     assert isinstance(found["noise"].status, Status)
     assert found["noise"].status.outcome == "max_steps"

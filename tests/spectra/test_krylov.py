@@ -158,7 +158,7 @@ def test_pairs_are_saved_with_the_name_of_their_matrix(tmp_path):
     assert ritz.load(tmp_path / "pairs").matrix == "laplacian"
 
 
-def test_a_large_kernel_does_not_keep_a_wanted_run_busy():
+def test_a_large_kernel_space_does_not_delay_convergence():
     entries = torch.zeros(100_000)
     entries[:3] = torch.tensor([3.0, 2.0, -1.0])
     found = eigenpairs(DiagonalOperator(entries), largest=2, smallest=1, max_vectors=8)

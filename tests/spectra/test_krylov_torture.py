@@ -34,7 +34,7 @@ def test_identity(dtype, mode):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_by_one(dtype, mode):
+def test_a_matrix_of_one_row(dtype, mode):
     found = lanczos(
         DenseOperator(torch.tensor([[-3.0]], dtype=dtype)), num_steps=1, reorthogonalize=mode
     )

@@ -138,7 +138,7 @@ def test_power_moments_that_overflow_ask_for_an_interval():
         moments(1e6 * torch.eye(3), num_moments=20, basis="power")
 
 
-def test_the_accuracy_asked_for_is_reached_or_said_not_to_be():
+def test_the_tolerance_is_reached_or_its_failure_reported():
     found = moments(counting([]), num_moments=4, interval=INTERVAL, num_probes=4, rtol=0.01)
     assert found.status.outcome == "converged"
     assert found.stderr.max() <= 0.01

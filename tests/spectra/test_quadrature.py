@@ -71,7 +71,7 @@ def test_the_truncation_says_how_much_more_steps_would_change():
     assert full.truncation < 0.005 * abs(full.mean)  # which error bars of sampling exceed
 
 
-def test_a_single_step_does_not_know_its_truncation():
+def test_a_single_step_has_unknown_truncation():
     op = matrix_with(torch.linspace(0.5, 4.0, 40))
     assert trace_function(op, torch.log, num_steps=1).truncation.isnan()
 
@@ -126,7 +126,7 @@ def test_the_block_size_does_not_matter(mode):
         torch.testing.assert_close(run.samples, runs[0].samples)
 
 
-def test_the_accuracy_asked_for_is_reached_or_said_not_to_be():
+def test_the_tolerance_is_reached_or_its_failure_reported():
     op = matrix_with(torch.linspace(0.5, 4.0, 40, dtype=torch.float64))
     found = trace_function(op, torch.sqrt, num_steps=12, num_probes=4, rtol=0.005)
     assert found.status.outcome == "converged"

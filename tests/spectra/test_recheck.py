@@ -85,7 +85,7 @@ def test_data_of_the_same_norms_are_noticed_by_the_vector(rng, tmp_path, mode, d
 
 @pytest.mark.parametrize("mode", ["full", "partial", "none"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_runs_side_by_side_are_not_continued_either(tmp_path, mode, dtype):
+def test_runs_side_by_side_refuse_another_operator(tmp_path, mode, dtype):
     op = ritz.as_operator(torch.diag(torch.linspace(1.0, 2.0, 30, dtype=dtype)))
     starts = torch.zeros(30, 3, dtype=dtype)
     starts[0, 0] = starts[:2, 1] = starts[:, 2] = 1  # the first closes at once, the last goes on

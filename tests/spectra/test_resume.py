@@ -8,10 +8,10 @@ import torch
 from processes import start
 
 import ritz
+from ritz._core import journal
 from ritz._core.storage import CorruptFileError
 from ritz.operators import FunctionOperator
 from ritz.spectra import eigenpairs, lanczos, lanczos_block
-from ritz.spectra._lanczos import state
 from ritz.testing import wigner
 
 RUNS = {
@@ -110,13 +110,13 @@ def test_a_state_of_another_number_of_probes_is_refused(rng, tmp_path):
 
 def test_every_vector_of_the_basis_is_written_once(rng, tmp_path, monkeypatch):
     """A save costs what is new since the last one, however long the run has been."""
-    real, written = state.write_tensors, []
+    real, written = journal.write_tensors, []
 
     def count(path, tensors, header):
         written.append(sum(tensor.numel() for tensor in tensors.values() if tensor.ndim == 2))
         real(path, tensors, header)
 
-    monkeypatch.setattr(state, "write_tensors", count)
+    monkeypatch.setattr(journal, "write_tensors", count)
     op = wigner(150, generator=rng)
     lanczos(op, num_steps=40, vectors=True, state=tmp_path / "state", save_interval=0.0)
     assert sum(written) == 40 * 150

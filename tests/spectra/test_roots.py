@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from ritz.spectra import NotPositiveDefiniteError
-from ritz.spectra._gradients import TUNING, inverse_roots
+from ritz.spectra._gradients import inverse_roots
+from ritz.spectra._lanczos import TUNING
 from ritz.testing import with_spectrum
 
 
@@ -62,7 +63,7 @@ def test_an_invariant_space_ends_the_run():
     torch.testing.assert_close(found.vectors, block)
 
 
-def test_too_few_steps_are_said():
+def test_too_few_steps_are_reported():
     op, block = system()
     found = inverse_roots(op, block, rtol=1e-6, max_steps=4)
     assert found.status.outcome == "max_steps"

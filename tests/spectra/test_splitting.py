@@ -44,7 +44,7 @@ def test_eigenvalues_are_exact(name, rng):
     assert float(found.stderr) == float(found.truncation) == 0
 
 
-def test_a_krylov_space_that_is_everything_is_exact(rng):
+def test_a_krylov_space_of_full_dimension_is_exact(rng):
     values = torch.linspace(-2, 2, 60, dtype=torch.float64)
     op = with_spectrum(values, generator=rng)
     found = ritz.trace_function(op, torch.exp, method="krylov", num_steps=10, num_probes=6)
@@ -52,7 +52,7 @@ def test_a_krylov_space_that_is_everything_is_exact(rng):
     assert "the whole space" in found.method
 
 
-def test_a_krylov_space_takes_what_few_eigenvalues_hold(rng):
+def test_a_krylov_space_is_accurate_if_few_eigenvalues_dominate(rng):
     values = torch.cat([torch.linspace(0, 1, 480), torch.linspace(50, 90, 20)]).double()
     op = with_spectrum(values, generator=rng)
     options = {"num_steps": 20, "num_probes": 10}
@@ -69,7 +69,7 @@ def test_a_function_that_is_not_finite_on_the_spectrum_is_named(method, rng):
         ritz.trace_function(op, torch.log, method=method, num_steps=5, num_probes=10)
 
 
-def test_a_method_nobody_knows_is_named(rng):
+def test_an_unknown_method_is_named(rng):
     op = with_spectrum(torch.ones(10, dtype=torch.float64), generator=rng)
     with pytest.raises(ValueError, match="method must be one of lanczos, krylov"):
         ritz.trace_function(op, torch.exp, method="magic", num_steps=5)
@@ -89,7 +89,7 @@ def chain(n, shift):
     return FunctionOperator(product, n=n, dtype=torch.float64), exact
 
 
-def test_auto_stops_where_the_accuracy_asked_for_is_reached():
+def test_auto_stops_when_the_tolerance_is_reached():
     op, exact = chain(20_000, 1.0)
     found = ritz.logdet(op, rtol=0.01)
     assert found.status.outcome == "converged"
@@ -98,7 +98,7 @@ def test_auto_stops_where_the_accuracy_asked_for_is_reached():
     assert abs(float(found) - exact) < 0.04 * exact
 
 
-def test_auto_asks_for_a_thousandth_and_says_whether_it_got_there():
+def test_auto_aims_at_a_thousandth_and_reports_whether_it_was_reached():
     op, exact = chain(20_000, 1.0)
     found = ritz.logdet(op)
     assert found.status.outcome == "converged"

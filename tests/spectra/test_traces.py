@@ -176,7 +176,7 @@ def test_a_low_rank_has_an_exact_trace_at_any_scale(method, rank, dtype, scale):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_accuracy_asked_for_is_reached(method):
+def test_the_tolerance_is_reached(method):
     matrix = decaying(200)
     found = trace(hidden(matrix), method=method, num_probes=4, rtol=0.02, max_probes=4000)
     assert found.status.outcome == "converged"
@@ -192,7 +192,7 @@ def test_xtrace_counts_every_product_on_its_way_to_the_accuracy():
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_too_few_probes_are_said_and_raise_when_asked(method):
+def test_too_few_probes_are_reported_and_raise_if_failed_raises(method):
     found = trace(hidden(decaying(200)), method=method, num_probes=4, rtol=1e-6, max_probes=8)
     assert found.status.outcome == "max_steps"
     assert "times as many probes" in found.status.advice
@@ -215,7 +215,7 @@ def test_the_frobenius_norm_is_within_four_standard_errors(dtype):
     assert found.num_products == 50
 
 
-def test_the_frobenius_norm_reaches_the_accuracy_asked_for():
+def test_the_frobenius_norm_reaches_its_tolerance():
     found = frobenius_norm(hidden(decaying(100)), num_probes=4, rtol=0.02, max_probes=5000)
     assert found.status.outcome == "converged"
     assert 0.01 < float(found.stderr / found.mean) <= 0.02

@@ -1,13 +1,16 @@
+from itertools import pairwise
+
 import networkx as nx
 import numpy as np
 import pytest
 import scipy.io
 import scipy.sparse
 import torch
+from scipy import stats
 
 import ritz
 from ritz.studies import configure, entropy_moments, find, write
-from ritz.studies.entropy_moments import SERIES, Config, figure, run
+from ritz.studies.entropy_moments import SERIES, Config, bmxnt, figure, run
 
 NEW, OLD, NEW_EXACT, OLD_EXACT = SERIES
 COUNTS = (2, 4, 8, 16)
@@ -128,3 +131,69 @@ def test_the_folder_may_come_from_the_environment(folder, monkeypatch):
 def test_misuse_is_refused(field, text, message):
     with pytest.raises(ValueError, match=message):
         configure(find("entropy-moments").Config, {field: text})
+
+
+BETA = stats.beta(2, 3)
+
+
+def power_moments(law, m):
+    return torch.tensor([float(law.moment(k)) if k else 1.0 for k in range(m + 1)]).double()
+
+
+def test_bmxnt_solves_one_moment_as_maximum_entropy_does():
+    density = bmxnt(power_moments(BETA, 1), rtol=1e-12)
+    exact = ritz.maxent(power_moments(BETA, 1), basis="power", interval=(0.0, 1.0))
+
+    assert density.solved
+    assert density.entropy == pytest.approx(exact.entropy)
+    assert density.mean_log == pytest.approx(exact.expectation(torch.log), rel=1e-5)
+
+
+def test_bmxnt_finds_an_exponential_density_from_two_moments():
+    law = stats.truncexpon(b=3, scale=1 / 3)
+    density = bmxnt(power_moments(law, 2))
+
+    assert density.mean_log == pytest.approx(law.expect(np.log), rel=2e-3)
+    assert density.entropy == pytest.approx(law.entropy(), abs=2e-3)
+
+
+def test_bmxnt_needs_no_sweep_for_uniform_moments():
+    density = bmxnt(1 / torch.arange(1, 9, dtype=torch.float64), max_sweeps=0)
+
+    assert density.solved
+    assert density.entropy == pytest.approx(0.0, abs=1e-12)
+    assert density.mean_log == pytest.approx(-1.0, abs=1e-5)
+
+
+def test_the_entropy_of_bmxnt_rises_with_the_moments_and_that_of_maxent_does_not():
+    """With more moments more is known, so the entropy must fall: BMxnt stops too early."""
+    counts = (2, 3, 5, 8)
+    old = [bmxnt(power_moments(BETA, m)) for m in counts]
+    new = [ritz.maxent(power_moments(BETA, m), basis="power", interval=(0.0, 1.0)) for m in counts]
+
+    assert all(b.entropy > a.entropy + 1e-3 for a, b in pairwise(old))
+    assert all(b.entropy <= a.entropy for a, b in pairwise(new))
+    assert not any(density.solved for density in old)
+
+
+def test_the_bound_of_bmxnt_scales_the_density():
+    targets = power_moments(BETA, 2)
+    unit, wide = bmxnt(targets), bmxnt(targets, bound=4.0)
+
+    assert wide.mean_log == pytest.approx(unit.mean_log + np.log(4))
+    assert wide.entropy == unit.entropy  # relative to the flat density
+
+
+@pytest.mark.parametrize(
+    ("moments", "message"),
+    [
+        ([1.0], "positive power moments"),
+        ([[1.0, 0.5]], "positive power moments"),
+        ([1.0, -0.5], "positive power moments"),
+        ([1.0, float("nan")], "moments must be finite"),
+        ([1.0, float("inf")], "moments must be finite"),
+    ],
+)
+def test_bmxnt_refuses_misuse(moments, message):
+    with pytest.raises(ValueError, match=message):
+        bmxnt(torch.tensor(moments))

@@ -64,7 +64,7 @@ def test_separation_counts_each_pair_once():
     found = separation(matrix, ("a", "a", "b"), "a")
     expected = {"within": 1, "largest_within": 1, "between": 1.25, "least_between": 0.5}
     assert found == expected | {"ordered": 0.5}
-    with pytest.raises(ValueError, match="kind must be of two graphs at least"):
+    with pytest.raises(ValueError, match="kind must have two graphs or more"):
         separation(matrix, ("a", "a", "b"), "b")
 
 
@@ -101,5 +101,5 @@ def test_missing_data_is_named(monkeypatch, tmp_path):
         run(Config())
     with pytest.raises(FileNotFoundError, match="no file 'graphs/ca-AstroPh"):
         run(Config(data=str(tmp_path)))
-    with pytest.raises(ValueError, match="must name two graphs at least"):
+    with pytest.raises(ValueError, match="must name at least two graphs"):
         Config(citation=(), road=(), social=())

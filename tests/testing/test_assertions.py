@@ -41,12 +41,12 @@ def test_a_broken_contract_is_named(product, match):
         check_operator(Broken(product))
 
 
-def test_asymmetry_is_found():
+def test_asymmetry_fails():
     with pytest.raises(ValueError, match="must be symmetric"):
         check_operator(Broken(lambda block: block.cumsum(0)))
 
 
-def test_another_matrix_than_the_one_expected_is_found():
+def test_a_matrix_other_than_the_expected_one_fails():
     op = DiagonalOperator(ENTRIES)
     check_operator(op)
     check_operator(op, dense=torch.diag(ENTRIES))
@@ -86,7 +86,7 @@ def test_four_standard_errors_are_the_border():
     assert_within_stderr(estimate(1.41, 0.1), 1.0, sigmas=5.0)
 
 
-def test_the_truncation_is_granted_besides():
+def test_the_truncation_is_added_to_the_tolerance():
     assert_within_stderr(estimate(1.41, 0.1, 0.05), 1.0)
 
 

@@ -8,7 +8,7 @@ import torch
 from training.examples import assert_same_bits, network, samples, state
 
 from ritz.optim import IterateAverage, Lookahead
-from ritz.training import _step, fit
+from ritz.training import TrainingConfig, _step, fit
 from ritz.training._folder import load_optimizer_state, optimizer_state
 from ritz.training._processes import channels_last
 from ritz.training._step import Piece, Step
@@ -63,15 +63,15 @@ def played(monkeypatch):
 def walk(kind, take_of):
     from torch.nn.functional import cross_entropy
 
-    from ritz.curvature._risk.losses import Adapter
+    from ritz.curvature._shared import Adapter
 
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if kind == "lookahead":
         optimizer = Lookahead(optimizer, k=2)
     average = IterateAverage(optimizer, start=3, interval=2)
-    step = Recording(Adapter(model, cross_entropy, None), optimizer, precision="float32",
-                     clip_norm=None, device=torch.device("cpu"))  # fmt: skip
+    adapter = Adapter(model, cross_entropy, None)
+    step = Recording(adapter, optimizer, TrainingConfig(), torch.device("cpu"))
     take = take_of(step)
     x, y = samples(48)
     for i in range(12):
@@ -94,7 +94,7 @@ def test_replays_run_hooks_and_count_as_steps_do(played, kind):
     assert torch.equal(found_totals.sums, totals.sums)
 
 
-def test_a_step_that_cannot_be_recorded_is_taken_as_it_is(played, monkeypatch):
+def test_a_step_that_cannot_be_recorded_runs_as_an_ordinary_step(played, monkeypatch):
     @contextmanager
     def refusing(graph, pool, stream):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
@@ -111,7 +111,7 @@ def test_a_step_that_cannot_be_recorded_is_taken_as_it_is(played, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("optimizer", ["sgd", "gadam", "gadamx", "adamw", "lookahead_sgd"])
-def test_captured_runs_are_those_of_ordinary_steps(optimizer):
+def test_captured_runs_equal_runs_of_ordinary_steps(optimizer):
     rate = 0.1 if "sgd" in optimizer else 0.01
     found = []
     for capture in (False, True):
@@ -144,7 +144,7 @@ def convolutions():
     )  # fmt: skip
 
 
-def test_kernels_are_turned_for_a_run_on_cuda_and_back():
+def test_kernels_are_channels_last_during_a_run_on_cuda():
     model = convolutions()
     kernel, before = model[1].weight, model[1].weight.detach().clone()
     with channels_last(model, "tf32", torch.device("cuda")):

@@ -15,7 +15,7 @@ from training.examples import assert_same_bits, network, samples, state
 import ritz
 from ritz._core.storage import CorruptFileError
 from ritz.training import CheckpointError, fit, load_weights, read_log, read_weights, save_weights
-from ritz.training._folder import Log, LogError
+from ritz.training._folder import Log
 
 RUN = {"num_epochs": 2, "batch_size": 12}
 
@@ -89,7 +89,7 @@ def test_the_first_tensor_that_differs_is_named(tmp_path):
     assert_same_bits(state(wide), before)
 
 
-def test_files_that_are_none_of_these_are_refused(tmp_path):
+def test_files_of_other_formats_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="no such file"):
         load_weights(network(), tmp_path / "missing.pt")
     (tmp_path / "text").write_text("hello, this is no model")
@@ -154,7 +154,7 @@ except CheckpointError as error:
 """
 
 
-def test_a_quota_of_the_system_leaves_it_too(tmp_path):
+def test_a_quota_of_the_system_leaves_the_last_good_checkpoint(tmp_path):
     run, errors = tmp_path / "run", tmp_path / "errors"
     process = start(LIMITED, run, errors=errors)
     process.join()
@@ -170,7 +170,7 @@ def test_a_read_only_folder_is_seen_before_training(tmp_path, monkeypatch):
         raise PermissionError(errno.EROFS, os.strerror(errno.EROFS))
 
     # The first thing that writing does.
-    monkeypatch.setattr("ritz.training._folder.open_own", refuse)
+    monkeypatch.setattr("ritz.training._folder.open_file", refuse)
     model = network()
     with pytest.raises(CheckpointError, match="Read-only file system; none is there"):
         fit(model, samples(), checkpoint=tmp_path, **RUN)
@@ -201,13 +201,13 @@ def test_a_log_that_cannot_be_written_keeps_its_lines(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "write", half)
-    with pytest.raises(LogError, match="No space left on device"):
+    with pytest.raises(CheckpointError, match="No space left on device"):
         log.write({"a": 1})
     monkeypatch.undo()
     assert (tmp_path / "log.jsonl").read_bytes() == whole
     assert read_log(tmp_path / "log.jsonl") == [{"kind": "epoch", "loss": None}]
     log.close()
-    with pytest.raises(LogError, match="cannot write the log"):
+    with pytest.raises(CheckpointError, match="cannot write the log"):
         Log(tmp_path / "missing" / "log.jsonl")
 
 

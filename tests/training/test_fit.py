@@ -132,7 +132,7 @@ def test_the_average_is_that_of_the_ends_of_epochs(tmp_path):
     assert_same_bits(state(other), state(model))
 
 
-def test_averaged_weights_are_judged_with_statistics_of_their_own():
+def test_averaged_weights_are_evaluated_with_recomputed_batch_norm():
     data = samples(60)
     model = network(norm=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
@@ -156,7 +156,7 @@ def test_patience_begins_the_average_and_ends_training():
     assert "average_validation_loss" in result.metrics
 
 
-def test_patience_of_ones_own_is_used():
+def test_a_user_defined_auto_average_is_used():
     model, data = network(), samples()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     auto = AutoAverage(optimizer, patience=1)
@@ -166,7 +166,7 @@ def test_patience_of_ones_own_is_used():
     assert result.num_epochs == 4
 
 
-def test_data_of_every_kind_are_taken():
+def test_data_of_every_kind_are_accepted():
     x, y = samples(24)
     pairs = [(x[:12], y[:12]), (x[12:], y[12:])]
 
@@ -202,7 +202,7 @@ def test_registered_data_and_models_are_trained():
     assert result.metrics["train_accuracy"] > 0.85
 
 
-def test_a_regression_has_a_loss_alone():
+def test_a_regression_has_a_loss_and_no_accuracy():
     x, _ = samples()
     y = x[:, :1] * 2
     result = fit(nn.Linear(6, 1), (x, y), num_epochs=40, batch_size=12, loss_fn=mse_loss,
@@ -211,7 +211,7 @@ def test_a_regression_has_a_loss_alone():
     assert "train_accuracy" not in result.metrics
 
 
-def test_batches_as_dictionaries_and_a_forward_of_ones_own():
+def test_batches_may_be_dictionaries_or_have_a_user_defined_forward():
     x, y = samples(24)
     found = []
     for data, forward in (
@@ -267,7 +267,7 @@ def test_runs_depend_on_their_seed_alone():
     assert not torch.equal(found[0]["0.weight"], found[2]["0.weight"])
 
 
-def test_schedules_by_step_and_of_ones_own():
+def test_schedules_may_be_stepped_per_step_or_be_user_defined():
     times = []
     fit(network(), samples(), schedule=lambda t: times.append(t) or 1.0, schedule_unit="step",
         **SHORT)  # fmt: skip
@@ -291,7 +291,7 @@ def test_a_divergent_run_says_so_and_keeps_its_checkpoint(tmp_path):
     assert all(value.isfinite().all() for value in weights.values())
 
 
-def test_the_bar_counts_steps_and_tells_the_rate():
+def test_the_progress_bar_counts_steps_and_shows_the_speed():
     told = []
 
     class Told:
@@ -311,7 +311,7 @@ def test_the_bar_counts_steps_and_tells_the_rate():
     assert "samples/s, loss" in told[-1][1]
 
 
-def test_the_log_has_a_line_an_epoch(tmp_path):
+def test_the_log_has_one_line_per_epoch(tmp_path):
     data = samples()
     result = fit(network(), data, validation=data, test=data, evaluate_every=2, num_epochs=3,
                  batch_size=12, log=tmp_path / "log.jsonl")  # fmt: skip

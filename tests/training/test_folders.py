@@ -42,7 +42,7 @@ def names(folder):
     return sorted(path.name for path in Path(folder).iterdir())
 
 
-def test_a_run_that_begins_anew_leaves_nothing_of_the_one_before(tmp_path):
+def test_a_restarted_run_removes_the_files_of_the_run_before(tmp_path):
     fit(network(), samples(), checkpoint=tmp_path, average_from=1, keep=[1], **RUN)
     assert names(tmp_path) == ["average.safetensors", "checkpoint.safetensors",
                                "epoch-0001.safetensors", "weights.safetensors"]  # fmt: skip
@@ -90,7 +90,7 @@ def test_files_of_others_are_not_removed(tmp_path):
 
 
 @pytest.mark.parametrize("gone", [[], ["weights.safetensors"]])
-def test_weights_without_their_checkpoint_are_not_removed_unasked(tmp_path, gone):
+def test_weights_without_a_checkpoint_are_removed_only_on_restart(tmp_path, gone):
     fit(network(), samples(), checkpoint=tmp_path, keep=[1], **RUN)
     for name in ["checkpoint.safetensors", *gone]:
         (tmp_path / name).unlink()
@@ -103,7 +103,7 @@ def test_weights_without_their_checkpoint_are_not_removed_unasked(tmp_path, gone
     assert names(tmp_path) == ["checkpoint.safetensors", "weights.safetensors"]
 
 
-def test_fewer_epochs_than_are_done_are_refused(tmp_path):
+def test_fewer_epochs_than_are_completed_are_refused(tmp_path):
     fit(network(), samples(), checkpoint=tmp_path, **RUN)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(ValueError, match=r"num_epochs must be at least 2.* got 1.*--restart"):
@@ -111,7 +111,7 @@ def test_fewer_epochs_than_are_done_are_refused(tmp_path):
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_the_log_of_a_longer_run_is_that_of_one_that_was_never_stopped(tmp_path):
+def test_the_log_of_an_extended_run_equals_that_of_an_uninterrupted_run(tmp_path):
     held = {"validation": samples(seed=1), "test": samples(seed=2), "batch_size": 12}
     for name, parts in {"whole": [3], "parts": [1, 3], "thrice": [1, 2, 2, 3]}.items():
         for count in parts:
@@ -142,7 +142,7 @@ def run(folder, model=None, data=None, *, resume=True, **training):
         ({"data": (torch.ones(4, 6), torch.ones(5).long())}, "one length"),
     ],
 )
-def test_a_first_command_that_fails_leaves_nothing(tmp_path, wrong, error):
+def test_a_first_run_that_fails_leaves_no_files(tmp_path, wrong, error):
     with pytest.raises((ValueError, RuntimeError, KeyError), match=error):
         run(tmp_path / "run", **wrong)
     assert not (tmp_path / "run").exists() or names(tmp_path / "run") == []
@@ -150,7 +150,7 @@ def test_a_first_command_that_fails_leaves_nothing(tmp_path, wrong, error):
     assert run(tmp_path / "run", network(features=5), samples(features=5)).status.ok
 
 
-def test_a_failure_to_begin_anew_leaves_the_run_that_is_there(tmp_path):
+def test_a_restart_that_fails_leaves_the_existing_run(tmp_path):
     run(tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
@@ -173,7 +173,7 @@ def test_a_folder_has_one_writer(tmp_path):
     assert fit(network(), samples(), checkpoint=tmp_path, **RUN).status.ok
 
 
-def test_where_there_are_no_locks_a_run_goes_on(tmp_path, monkeypatch):
+def test_a_file_system_without_locks_does_not_stop_a_run(tmp_path, monkeypatch):
     def refuse(file, operation):
         raise OSError(95, os.strerror(95))  # not supported
 
@@ -195,7 +195,7 @@ with sole_writer(Path(sys.argv[1])):
 """
 
 
-def test_a_killed_writer_keeps_nobody_out(tmp_path):
+def test_a_killed_process_leaves_no_lock(tmp_path):
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], text=True,
                               stdout=subprocess.PIPE, start_new_session=True)  # fmt: skip
     try:
@@ -216,7 +216,7 @@ def test_a_killed_writer_keeps_nobody_out(tmp_path):
 
 @pytest.mark.parametrize("stop", [3, 4, 6])
 @pytest.mark.parametrize("where", ["loader", "sampler", "replacement"])
-def test_a_loader_with_a_generator_of_its_own_goes_on_bit_for_bit(tmp_path, where, stop):
+def test_a_loader_with_a_generator_resumes_bit_for_bit(tmp_path, where, stop):
     def loaders():
         generator, other = (torch.Generator().manual_seed(seed) for seed in (5, 6))
         data = TensorDataset(*samples())
@@ -241,9 +241,9 @@ def test_a_loader_with_a_generator_of_its_own_goes_on_bit_for_bit(tmp_path, wher
     assert log == lines
 
 
-def test_a_loader_without_the_generator_of_before_is_refused(tmp_path):
+def test_a_resumed_loader_without_its_generator_is_refused(tmp_path):
     data, generator = TensorDataset(*samples()), torch.Generator()
     fit(network(), DataLoader(data, 12, shuffle=True, generator=generator), num_epochs=1,
         checkpoint=tmp_path)  # fmt: skip
-    with pytest.raises(ValueError, match=r"as many generators of their own .* 1, got 0"):
+    with pytest.raises(ValueError, match=r"as many generators as at its start, 1, got 0"):
         fit(network(), DataLoader(data, 12, shuffle=True), num_epochs=2, checkpoint=tmp_path)

@@ -24,7 +24,7 @@ def exact(model, data, kind="hessian"):
 
 
 @pytest.mark.parametrize("kind", ["hessian", "ggn"])
-def test_numbers_are_those_of_the_dense_matrix(kind):
+def test_quantities_agree_with_the_dense_matrix(kind):
     data, model = samples(12), network(width=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
     monitor = CurvatureMonitor(data, matrix=kind, quantities=EVERYTHING, num_probes=8, num_steps=8)
@@ -46,7 +46,7 @@ def test_numbers_are_those_of_the_dense_matrix(kind):
     assert float(weights.sum()) == pytest.approx(1)
 
 
-def test_the_log_of_training_has_its_lines(tmp_path):
+def test_fit_logs_what_monitors_return(tmp_path):
     data = samples()
     by_step = CurvatureMonitor(data, quantities=["lambda_max"], every=3, unit="step")
     by_epoch = CurvatureMonitor(data, quantities=["spectrum"], every=2, num_steps=3)
@@ -66,7 +66,7 @@ class Writer:
         self.told.append((tag, global_step))
 
 
-def test_a_loop_of_ones_own_is_watched_and_unchanged(tmp_path):
+def test_a_user_defined_loop_is_monitored_and_unchanged(tmp_path):
     data, models = samples(), [network(norm=True, dropout=0.3) for _ in range(2)]
     writer = Writer()
     monitor = CurvatureMonitor(
@@ -93,7 +93,7 @@ def test_a_loop_of_ones_own_is_watched_and_unchanged(tmp_path):
     assert ("curvature/sharpness_ratio", 2) in writer.told
 
 
-def test_a_risk_of_ones_own_is_measured():
+def test_a_user_defined_risk_is_measured():
     data, model = samples(), network()
     monitor = CurvatureMonitor(
         lambda model: ritz.Risk(model, cross_entropy, data, l2=10.0), quantities=["lambda_max"]
@@ -104,7 +104,7 @@ def test_a_risk_of_ones_own_is_measured():
     assert found["lambda_max"] == pytest.approx(expected, rel=1e-3)
 
 
-def test_a_text_is_watched_by_its_tokens():
+def test_a_text_is_monitored_by_its_tokens():
     """Segments of unequal length count by tokens, and streams have whole segments."""
     tokens = torch.randint(7, (300,), generator=torch.Generator().manual_seed(0))
     split = TextSplit(tokens=tokens, length=50)

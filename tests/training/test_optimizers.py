@@ -22,7 +22,7 @@ def chosen(monkeypatch):
     return lambda params, **settings: _assembly.create_optimizer("recorded", params, **settings)
 
 
-def test_steps_on_cuda_are_fused_where_all_parameters_are_there(chosen):
+def test_sgd_is_fused_if_all_parameters_are_on_cuda(chosen):
     assert chosen([CUDA, CUDA]) == {"fused": True}
     assert chosen([CUDA, CPU]) == {}
     assert chosen([]) == {}
@@ -32,5 +32,5 @@ def test_steps_on_cuda_are_fused_where_all_parameters_are_there(chosen):
 @pytest.mark.parametrize(
     "way", [{"foreach": True}, {"foreach": False}, {"fused": False}, {"differentiable": True}]
 )
-def test_a_way_of_stepping_that_is_asked_for_is_taken(chosen, way, capturable):
+def test_a_requested_implementation_of_the_step_is_used(chosen, way, capturable):
     assert chosen([CUDA], capturable=capturable, lr=0.1, **way) == {"lr": 0.1, **way}

@@ -41,7 +41,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.distributed
-def test_two_processes_train_as_one_even_where_rows_do_not_divide(tmp_path):
+def test_two_processes_train_as_one_even_if_rows_do_not_divide(tmp_path):
     for code, error in run_processes(SCRIPT, 2, tmp_path):
         assert code == 0, error
     model = network()
@@ -69,7 +69,7 @@ def test_two_processes_train_as_one_even_where_rows_do_not_divide(tmp_path):
 
 def test_a_checkpoint_of_two_processes_is_not_resumed_by_one(tmp_path):
     states = {"cpu": torch.stack([torch.get_rng_state()] * 2)}
-    with pytest.raises(ValueError, match="as many processes as it was begun with, 2, got 1"):
+    with pytest.raises(ValueError, match="as many processes as at its start, 2, got 1"):
         set_generator_states(states, torch.device("cpu"))
 
 

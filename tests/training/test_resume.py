@@ -89,7 +89,7 @@ OPTIMIZERS = ("sgd", "adamw", "padam", "lookahead_sgd", "gadam")
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("step", [1, 7, 10])
-def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path, kind, step):
+def test_an_interrupted_run_resumes_bit_for_bit(tmp_path, kind, step):
     make, more = KINDS[kind]
     models = [network(dropout=0.4) for _ in range(3)]
     logs = [tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"]
@@ -120,7 +120,7 @@ def test_every_kind_of_state_is_saved(tmp_path, optimizer):
     assert_same_bits(state(parts), state(whole))
 
 
-def test_the_signal_to_terminate_saves_too(tmp_path):
+def test_sigterm_saves_a_checkpoint(tmp_path):
     result = fit(network(), samples(), num_epochs=4, batch_size=12, checkpoint=tmp_path,
                  monitors=[Interrupt(3, signal.SIGTERM)])  # fmt: skip
     assert "SIGTERM after 3 steps" in result.status.message
@@ -141,7 +141,7 @@ def test_a_signal_that_the_process_ignores_stays_ignored():
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
-def test_a_second_interrupt_is_not_held_back():
+def test_a_second_interrupt_is_raised():
     class Twice(Interrupt):
         def __call__(self, count, model, optimizer):
             os.kill(os.getpid(), signal.SIGINT)
@@ -192,7 +192,7 @@ def test_convolutions_are_resumed_again_and_again(tmp_path, optimizer):
 
 
 @pytest.mark.parametrize("name", ["data", "validation"])
-def test_loaders_that_keep_their_workers_are_warned_of(tmp_path, name):
+def test_loaders_with_persistent_workers_cause_a_warning(tmp_path, name):
     def parts(**options):
         loader = DataLoader(TensorDataset(*samples()), 12, num_workers=1, **options)
         return {"data": samples(), "batch_size": 12} | {name: loader}
@@ -205,7 +205,7 @@ def test_loaders_that_keep_their_workers_are_warned_of(tmp_path, name):
     assert fit(network(), **parts(persistent_workers=True), num_epochs=1).status.ok
 
 
-def test_a_falling_rate_is_not_stretched(tmp_path):
+def test_a_decaying_schedule_cannot_be_extended(tmp_path):
     common = {"batch_size": 12, "checkpoint": tmp_path, "schedule": "linear"}
     fit(network(), samples(), num_epochs=2, **common)
     with pytest.raises(ValueError, match="was made with num_epochs=2, this run has 4"):

@@ -20,7 +20,7 @@ def indexed(count):
 
 
 @pytest.mark.parametrize("source", [samples, indexed])
-def test_a_last_batch_of_fewer_is_left_out(source):
+def test_drop_last_leaves_out_a_smaller_last_batch(source):
     feed = Feed(source(57), batch_size=8, device=CPU, shuffled=True, drop_last=True)
     batches = list(feed.epoch(1, 3))
     assert [len(batch[0]) for batch in batches] == [8] * 7
@@ -32,7 +32,7 @@ def test_a_last_batch_of_fewer_is_left_out(source):
     assert len(rest) == 2
 
 
-def test_it_counts_in_steps_and_in_the_settings_of_a_run(tmp_path):
+def test_drop_last_changes_the_steps_and_must_match_on_resume(tmp_path):
     result = fit(network(norm=True), samples(57), num_epochs=2, batch_size=8, drop_last=True,
                  checkpoint=tmp_path)  # fmt: skip
     assert result.num_steps == 14
@@ -49,13 +49,13 @@ def test_a_batch_of_one_row_is_explained_before_the_first_step(tmp_path, source)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_batch_of_one_row_of_a_loader_is_explained_when_it_comes():
+def test_a_batch_of_one_row_of_a_loader_is_explained_in_its_step():
     loader = DataLoader(TensorDataset(*samples(25)), 8)
     with pytest.raises(ValueError, match=r"batch of 1 .*give drop_last=True to the loader"):
         fit(network(norm=True), loader, num_epochs=1)
 
 
-def test_maps_of_several_pixels_are_trained_on_one_row_and_asking_changes_nothing():
+def test_convolutions_train_on_one_row_and_the_check_changes_nothing():
     def model():
         found = nn.Sequential(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 2, 3), nn.BatchNorm1d(2),
                               nn.Flatten(), nn.Dropout(0.5), nn.Linear(8, 3))  # fmt: skip
@@ -81,7 +81,7 @@ def test_maps_of_several_pixels_are_trained_on_one_row_and_asking_changes_nothin
         (text(), "drop_last needs samples that batch_size cuts"),
     ],
 )
-def test_where_there_is_nothing_to_leave_out_it_is_refused(data, message):
+def test_drop_last_is_refused_for_data_that_come_in_batches(data, message):
     with pytest.raises(ValueError, match=message):
         fit(network(), data, num_epochs=1, batch_size=8, drop_last=True)
 
@@ -91,7 +91,7 @@ class Stream(IterableDataset):
         return zip(*samples(24), strict=True)
 
 
-def test_a_loader_of_data_without_a_length_is_gone_through():
+def test_a_loader_of_data_without_a_length_is_accepted():
     assert Feed(DataLoader(Stream(), 8), batch_size=None, device=CPU,
                 shuffled=True).num_batches is None  # fmt: skip
     assert fit(network(), DataLoader(Stream(), 8), num_epochs=2).num_steps == 6

@@ -38,12 +38,12 @@ def test_pairs_and_dictionaries_are_parts(found):
     assert (parts.shape, parts.num_classes) == ((2,), 3)
 
 
-def test_tensors_alone_are_to_train_on():
+def test_tensors_alone_are_training_data():
     assert as_parts(SAMPLES).test is None
     assert as_parts((X, X)).num_classes is None
 
 
-def test_a_data_set_keeps_what_it_knows():
+def test_a_data_set_keeps_its_shape_and_classes():
     parts = as_parts(data.load("digits"))
     assert (parts.shape, parts.num_classes, len(parts.test)) == ((1, 8, 8), 10, 517)
 
@@ -73,12 +73,12 @@ def test_arrays_are_tensors():
 
 
 @pytest.mark.parametrize("wrong", [(X, Y[:5]), TensorDataset(X[:0], Y[:0]), [], (X, [1, 2]), X])
-def test_parts_that_hold_nothing_or_no_pairs_are_refused(wrong):
+def test_parts_without_samples_or_pairs_are_refused(wrong):
     with pytest.raises((ValueError, TypeError), match=r"train data must (be|hold)"):
         as_parts({"train": wrong, "test": SAMPLES})
 
 
-def test_the_first_samples_are_looked_at_and_nothing_goes_on():
+def test_the_first_batch_is_read_without_using_generators():
     generator = torch.Generator().manual_seed(0)
     before = generator.get_state()
     loader = DataLoader(TensorDataset(*SAMPLES), batch_size=5, shuffle=True, generator=generator)
@@ -93,7 +93,7 @@ def test_the_first_samples_are_looked_at_and_nothing_goes_on():
     assert first_batch(DataLoader(Squares(), batch_size=None)) is None
 
 
-def test_a_dataset_is_cut_shuffled_and_cut_down():
+def test_a_dataset_is_batched_shuffled_and_sampled():
     found = as_parts(Squares()).train
     assert isinstance(found, IndexedData)
     batches = found.batches(5)
@@ -129,7 +129,7 @@ def test_a_loader_gives_whole_batches_and_a_text_its_first_tokens():
     assert [options["count"](batch) for batch in batches] == [14, 4]
 
 
-def test_a_sample_is_at_most_all():
+def test_a_sample_has_at_most_all_samples():
     held, options = sample(SAMPLES, 100, batch_size=4, seed=0)
     assert len(held[0]) == 12
     assert options == {"batch_size": 4}
@@ -151,7 +151,7 @@ CONFIG = RunConfig(
 )
 
 
-def test_a_run_folder_is_read_again_as_it_was_written(tmp_path):
+def test_a_run_folder_is_read_as_it_was_written(tmp_path):
     result = train_run(CONFIG, model(), as_parts(SAMPLES), tmp_path, loss_fn=cross_entropy)
     assert result.num_steps == 3
     assert read_run(tmp_path) == CONFIG

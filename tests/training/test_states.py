@@ -14,8 +14,8 @@ from training.test_resume import Interrupt
 from training.texts import broken_loss, recurrent, text, unbroken_loss
 
 import ritz
-from ritz.curvature._risk.losses import Adapter
-from ritz.training import CurvatureMonitor, _step, evaluate, fit, read_log
+from ritz.curvature._shared import Adapter
+from ritz.training import CurvatureMonitor, TrainingConfig, _step, evaluate, fit, read_log
 from ritz.training._folder import Folder
 from ritz.training._step import CarriedState, Piece
 
@@ -25,7 +25,7 @@ MOVING = {"optimizer_settings": {"lr": 0.5}, "batch_size": 4, "num_epochs": 3}
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_segments_with_a_state_are_one_long_sequence(rows):
+def test_segments_with_a_carried_state_equal_one_long_sequence(rows):
     model, split = recurrent(), text()
     whole, broken = unbroken_loss(model, split, rows), broken_loss(model, split, rows)
     assert abs(whole - broken) > 1e-3  # the state matters
@@ -37,7 +37,7 @@ def test_segments_with_a_state_are_one_long_sequence(rows):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_every_epoch_begins_anew(accumulate):
+def test_every_epoch_starts_with_the_initial_state(accumulate):
     model, split = recurrent(), text()
     found = fit(model, split, num_epochs=3, accumulate=accumulate, validation=text(90, seed=1),
                 evaluation_batch_size=3, **STILL)  # fmt: skip
@@ -48,7 +48,7 @@ def test_every_epoch_begins_anew(accumulate):
     assert found.metrics["validation_loss"] == pytest.approx(held, rel=1e-12)
 
 
-def test_a_text_may_be_read_in_pieces():
+def test_a_text_may_be_read_without_a_carried_state():
     split = text(consecutive=False)
     found = fit(recurrent(), split, num_epochs=1, **STILL)
     expected = broken_loss(recurrent(), split, 4)
@@ -78,7 +78,7 @@ def test_no_gradient_goes_back_beyond_a_segment():
 
 
 @pytest.mark.parametrize("step", [2, 9, 15])
-def test_an_interrupted_epoch_goes_on_bit_for_bit(tmp_path, step):
+def test_an_interrupted_epoch_resumes_bit_for_bit(tmp_path, step):
     common = MOVING | {"average_from": 2, "validation": text(90, seed=1), "seed": 3}
     whole, parts = recurrent(0.3), recurrent(0.3)
     fit(whole, text(), log=tmp_path / "whole.jsonl", **common)
@@ -94,7 +94,7 @@ def test_an_interrupted_epoch_goes_on_bit_for_bit(tmp_path, step):
     assert (tmp_path / "parts.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 
-def test_a_run_is_not_resumed_the_other_way(tmp_path):
+def test_a_run_with_a_carried_state_is_not_resumed_without_it(tmp_path):
     common = MOVING | {"checkpoint": tmp_path}
     fit(recurrent(), text(), monitors=[Interrupt(2)], **common)
     with pytest.raises(ValueError, match=r"made with a state carried .* unlike this run"):
@@ -140,7 +140,7 @@ class Uneven(list):
     consecutive = True
 
 
-def test_batches_of_other_rows_begin_anew(tmp_path):
+def test_batches_with_other_rows_have_a_state_of_their_size(tmp_path):
     first, second = text().batches(4), text(60, seed=1).batches(2)
     batches, model = Uneven([*first[:3], *second]), recurrent()
     found = fit(model, batches, num_epochs=2, optimizer_settings={"lr": 0.0})
@@ -159,7 +159,7 @@ def test_batches_of_other_rows_begin_anew(tmp_path):
     assert_same_bits(state(parts), state(whole))
 
 
-def test_a_forward_of_ones_own_carries_nothing():
+def test_a_user_defined_forward_carries_no_state():
     model, split = recurrent(), text()
     found = evaluate(
         model, split.batches(4), forward=lambda model, batch: (model(batch[0]), batch[1])
@@ -169,9 +169,9 @@ def test_a_forward_of_ones_own_carries_nothing():
 
 def walk(take_of):
     model, split = recurrent(dtype=torch.float32), text(300)
-    step = Recording(Adapter(model, cross_entropy, None),
-                     torch.optim.SGD(model.parameters(), lr=0.5), precision="float32",
-                     clip_norm=None, device=torch.device("cpu"))  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    adapter = Adapter(model, cross_entropy, None)
+    step = Recording(adapter, optimizer, TrainingConfig(), torch.device("cpu"))
     take, carried = take_of(step), CarriedState(model)
     for _ in range(2):
         carried.reset()
@@ -256,7 +256,7 @@ class Places:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("chance", [0.0, 0.3])
-def test_captured_runs_of_a_text_are_those_of_ordinary_steps(chance):
+def test_captured_runs_of_a_text_equal_runs_of_ordinary_steps(chance):
     found = []
     for capture in (False, True):
         model, places = recurrent(chance, dtype=torch.float32), Places()

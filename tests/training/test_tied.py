@@ -33,7 +33,7 @@ class Tied(nn.Module):
 NAMES = ["first.weight", "first.bias", "second.weight", "second.bias"]
 
 
-def test_a_run_with_tied_weights_is_saved_whole_and_goes_on(tmp_path):
+def test_a_run_with_tied_weights_is_saved_and_resumed(tmp_path):
     data = samples(classes=6)
     common = {"batch_size": 12, "average_from": 1, "seed": 1}
     fit(Tied(), data, num_epochs=1, checkpoint=tmp_path, keep=[1], **common)
@@ -66,7 +66,7 @@ def test_a_file_with_one_of_the_names_is_loaded(tmp_path):
         load_weights(Tied(tied=False), tmp_path / "one.safetensors")
 
 
-def test_two_values_for_what_the_model_ties_are_refused(tmp_path):
+def test_different_values_for_tied_weights_are_refused(tmp_path):
     save_weights(Tied(tied=False), tmp_path / "two.safetensors")
     model = Tied(seed=1)
     with pytest.raises(ValueError, match=r"first\.weight and second\.weight differ there"):
@@ -90,7 +90,7 @@ def test_names_of_compiled_models_are_those_of_the_model(tmp_path):
     assert_same_bits(read_weights(tmp_path / "own.safetensors"), state(model))
 
 
-def test_pickles_under_the_name_of_safetensors(tmp_path):
+def test_pickles_named_safetensors_are_recognised(tmp_path):
     path = tmp_path / "weights.safetensors"
     torch.save(state(Tied()), path)
     assert_same_bits(read_weights(path), state(Tied()))

@@ -78,7 +78,7 @@ def test_a_device_that_is_not_there_is_refused():
         fit(network(), samples(), device="cuda", **GOOD)
 
 
-def test_a_wrong_optimiser_is_answered_with_the_nearest():
+def test_a_wrong_optimiser_name_suggests_the_nearest():
     with pytest.raises(UnknownNameError, match=r"'gadamy'; did you mean .*gadamx"):
         fit(network(), samples(), optimizer="gadamy", **GOOD)
 
@@ -89,7 +89,7 @@ def test_a_name_is_registered_once():
 
 
 @pytest.mark.parametrize("change", [{"average_from": 2}, {"patience": 2}])
-def test_an_average_of_ones_own_stands_alone(change):
+def test_a_user_defined_average_excludes_average_from_and_patience(change):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     average = IterateAverage(optimizer)
@@ -97,7 +97,7 @@ def test_an_average_of_ones_own_stands_alone(change):
         fit(model, samples(), optimizer=optimizer, average=average, **change, **GOOD)
 
 
-def test_an_optimiser_that_brings_its_average_is_not_given_another():
+def test_an_optimiser_with_a_built_in_average_is_not_given_another():
     model = network()
     optimizer = Gadam(model.parameters(), start=1)
     with pytest.raises(ValueError, match="average_from must be left out"):
@@ -107,12 +107,12 @@ def test_an_optimiser_that_brings_its_average_is_not_given_another():
 @pytest.mark.parametrize(
     "change", [{"average_from": 2}, {"schedule": "linear", "schedule_unit": "step"}]
 )
-def test_data_of_no_length_need_the_steps_of_an_epoch(change):
+def test_data_without_a_length_need_steps_per_epoch(change):
     with pytest.raises(ValueError, match="steps_per_epoch must be given"):
         fit(network(), lambda epoch: iter([samples()]), num_epochs=2, **change)
 
 
-def test_data_that_are_none_are_refused():
+def test_data_without_batches_are_refused():
     with pytest.raises(TypeError, match="data must be tensors, have batches"):
         fit(network(), 3, num_epochs=1)
     with pytest.raises(ValueError, match="at least one batch an epoch, got none"):

@@ -5,7 +5,7 @@ one row per sample is cut and joined by rows. Everything else belongs to the bat
 is passed on unchanged.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,9 +26,10 @@ def num_rows(batch: Batch, name: str = "a batch") -> int:
     for tensor in tensors(batch):
         if tensor.ndim:
             return len(tensor)
-    raise TypeError(f"{name} must hold a tensor whose length is the number of samples, got "
-                    f"{type(batch).__name__}: pass count= if samples are counted otherwise"
-                    )  # fmt: skip
+    raise TypeError(
+        f"{name} must hold a tensor whose length is the number of samples, got "
+        f"{type(batch).__name__}: pass count= if samples are counted otherwise"
+    )
 
 
 def common_rows(batch: Batch, name: str = "data") -> int:
@@ -58,21 +59,44 @@ def split_rows(batch: Batch, batch_size: int) -> list[Batch]:
     return [take_rows(batch, slice(start, start + batch_size), size) for start in starts]
 
 
+def split_samples(
+    batch: Batch, size: int
+) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Batch]]:
+    """Return the tensors with one row per sample, and a function from one row of each to a batch.
+
+    The function makes a batch of one sample, for use inside ``vmap`` over the tensors.
+    """
+    leaves, spec = tree_flatten(batch)
+    places = [place for place, leaf in enumerate(leaves) if is_rows(leaf, size)]
+
+    def rebuild(sample: Sequence[Tensor]) -> Batch:
+        single = list(leaves)
+        for place, row in zip(places, sample, strict=True):
+            single[place] = row.unsqueeze(0)
+        return tree_unflatten(single, spec)
+
+    return [leaves[place] for place in places], rebuild
+
+
 def join_rows(batches: Sequence[Batch], sizes: Sequence[int]) -> Batch:
     """Return one batch with the samples of several; values other than rows must be equal."""
     leaves, spec = tree_flatten(batches[0])
     columns = list(zip(*map(tree_leaves, batches), strict=True))
     by_sample = [all(map(is_rows, column, sizes)) for column in columns]
     if not any(by_sample):
-        raise ValueError("data must hold tensors with one row per sample, got none with "
-                         f"{sizes[0]} rows in a batch")  # fmt: skip
+        raise ValueError(
+            "data must hold tensors with one row per sample, got none with "
+            f"{sizes[0]} rows in a batch"
+        )
     for place, column in enumerate(columns):
         shapes = sorted({tuple(leaf.shape) for leaf in column if isinstance(leaf, Tensor)})
         if by_sample[place] and len({shape[1:] for shape in shapes}) == 1:
             leaves[place] = torch.cat(column)
         elif not all(_equal(leaf, column[0]) for leaf in column):
-            raise ValueError("batches can be joined if tensors have rows of one shape and all "
-                             f"other values are equal, got {shapes or set(column)}")  # fmt: skip
+            raise ValueError(
+                "batches can be joined if tensors have rows of one shape and all "
+                f"other values are equal, got {shapes or set(column)}"
+            )
     return tree_unflatten(leaves, spec)
 
 

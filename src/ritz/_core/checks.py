@@ -55,6 +55,7 @@ def check_finite(name: str, tensor: "Tensor") -> None:
     """Raise if ``tensor`` has NaN or Inf entries; report their number and the first index."""
     import torch
 
+    # The common case costs one reduction; the index is looked up only for the error.
     if bool(torch.isfinite(tensor).all()):
         return
     bad = ~torch.isfinite(tensor)

@@ -75,5 +75,6 @@ def as_points(x: Tensor) -> Tensor:
 
 def band(samples: Tensor, sigmas: float) -> Band:
     """Return the mean over the first axis minus and plus ``sigmas`` standard errors."""
+    # NaN for a single probe, which has no standard error.
     mean, error = samples.mean(0), stderr(samples)
     return mean - sigmas * error, mean + sigmas * error

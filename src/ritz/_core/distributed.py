@@ -21,6 +21,7 @@ def rank(group: Group | None = None) -> int:
 
 def shard(n: int, group: Group | None = None) -> slice:
     """Return this process's part of ``range(n)``. Lengths differ by at most one."""
+    # Part i of p begins at floor(i n / p).
     size, index = world_size(group), rank(group)
     return slice(n * index // size, n * (index + 1) // size)
 
@@ -71,6 +72,7 @@ def _guard(call: Callable[[], object]) -> None:
     try:
         call()
     except RuntimeError as error:
+        # gloo and NCCL report a lost process by a socket error, which says nothing to a user.
         raise RuntimeError(
             f"process {rank()} could not exchange data with the others; one of them has probably "
             f"failed: {error}"

@@ -76,7 +76,7 @@ class Journal:
     costs what is new.
 
     With several processes each one writes its own files, and all continue from a step that all
-    have. The files stay until :meth:`remove`: whoever saves the final result calls it.
+    have. The files stay until :func:`remove_state`: whoever saves the final result calls it.
 
     Args:
         path: File of the newest state. ``None`` turns the journal off: nothing is due, saved or
@@ -104,7 +104,7 @@ class Journal:
         self.group = group
         self._settings = {} if path is None else {k: _plain(v) for k, v in settings.items()}
         self._interval, self._together = interval, together
-        self._generation, self._parts, self._num_rows = 0, list[str](), 0
+        self._generation, self._parts = 0, list[str]()
         self._saved_at = time.monotonic()
 
     def due(self) -> bool:
@@ -112,7 +112,7 @@ class Journal:
         if self.path is None:
             return False
         late = time.monotonic() - self._saved_at >= self._interval
-        return bool(all_max(int(late), self.group)) if self._together else late
+        return bool(self._agree(all_max, int(late)))
 
     def save(
         self, state: Any, *, step: int, vectors: Sequence[Tensor] = (), generation: int = 0
@@ -131,13 +131,15 @@ class Journal:
             return
         before = self._parts
         if generation != self._generation:
-            self._generation, self._parts, self._num_rows = generation, [], 0
-        num_rows = max(map(len, vectors), default=0)
-        if num_rows > self._num_rows:
-            name = f"{self.path.name}.{generation}.{self._num_rows}-{num_rows}"
-            new = {str(k): block[self._num_rows :] for k, block in enumerate(vectors)}
+            self._generation, self._parts = generation, []
+        # The name of a file of vectors ends with its first row and the end of its rows.
+        first = int(self._parts[-1].rpartition("-")[2]) if self._parts else 0
+        end = max(map(len, vectors), default=0)
+        if end > first:
+            name = f"{self.path.name}.{generation}.{first}-{end}"
+            new = {str(k): block[first:] for k, block in enumerate(vectors)}
             write_tensors(self.path.with_name(name), new, {})
-            self._parts, self._num_rows = [*self._parts, name], num_rows
+            self._parts = [*self._parts, name]
         pending = _beside(self.path, "next")
         saved = SavedState(settings=self._settings, step=step, state=state,
                            generation=generation, parts=self._parts)  # fmt: skip
@@ -146,7 +148,11 @@ class Journal:
         if self.path.exists():
             os.replace(self.path, _beside(self.path, "previous"))
         os.replace(pending, self.path)
-        self._remove_unused(self.path, {*before, *self._parts})
+        # The previous state still needs the files that it names.
+        for file in state_files(self.path):
+            vectors_of_this = VECTORS.fullmatch(file.name.removeprefix(self.path.name))
+            if vectors_of_this and file.name not in (*before, *self._parts):
+                file.unlink()
         self._saved_at = time.monotonic()
 
     def load(self, restore: Callable[[Any, Vectors], None] | None = None) -> Any:
@@ -180,7 +186,6 @@ class Journal:
         if source == previous:  # the next save must not replace it by the damaged one
             os.replace(previous, newest)
         self._generation, self._parts = saved.generation, saved.parts
-        self._num_rows = max((int(name.rpartition("-")[2]) for name in saved.parts), default=0)
         return saved.state
 
     def check_repeats(
@@ -202,11 +207,6 @@ class Journal:
         """Wait until all processes are here."""
         self._agree(all_min, 0)
 
-    def remove(self) -> None:
-        """Remove the files of this process: nothing is left to resume."""
-        if self.path is not None:
-            remove_state(self.path)
-
     def _agree(self, reduce: Callable[[int, Group | None], int], value: int) -> int:
         return reduce(value, self.group) if self._together else value
 
@@ -218,7 +218,10 @@ class Journal:
             if not isinstance(saved, SavedState):
                 raise ValueError(f"state must be a path of its own, got {path}, which holds "
                                  f"{type(saved).__name__}")  # fmt: skip
-            self._check_settings(path, saved.settings)
+            for key, value in self._settings.items():
+                if (before := saved.settings.get(key)) != value:
+                    raise ValueError(f"state at {path} was made with {key}={before}, this run has "
+                                     f"{key}={value}: {ADVICE}")  # fmt: skip
             if restore is not None:
                 restore(saved.state, (_read_vectors(path.with_name(name)) for name in saved.parts))
         except FileNotFoundError:
@@ -228,19 +231,6 @@ class Journal:
             warnings.warn(message, RuntimeWarning, stacklevel=3)
             return None
         return saved
-
-    def _check_settings(self, path: Path, settings: Mapping[str, Any]) -> None:
-        for key, value in self._settings.items():
-            if settings.get(key) != value:
-                raise ValueError(
-                    f"state at {path} was made with {key}={settings.get(key)}, this run has "
-                    f"{key}={value}: {ADVICE}"
-                )
-
-    def _remove_unused(self, path: Path, used: set[str]) -> None:
-        for file in state_files(path):
-            if VECTORS.fullmatch(file.name.removeprefix(path.name)) and file.name not in used:
-                file.unlink()
 
 
 @final
@@ -266,24 +256,19 @@ class Parts:
             compute: Called with the keyword ``state``, the path for the state of the part, or
                 ``None`` if none is saved.
         """
-        if name not in self._results:
-            self._results[name] = self._compute(name, compute)
-        result: T = self._results[name]
-        return result
-
-    def _compute(self, name: str, compute: Callable[..., T]) -> T:
+        if name in self._results:
+            finished: T = self._results[name]
+            return finished
         path = self.journal.path
-        if path is None:
-            return compute(state=None)
         # Without the number of the process, which the journal of the part adds itself.
         suffix = process_suffix(self.journal.group)
-        state = path.with_name(f"{path.name.removesuffix(suffix)}.{name}.run")
-        result = compute(state=state)
-        results = self._results | {name: result}
-        self.journal.save(results, step=len(results))
-        # Another process may have to compute this part again, all of them together.
-        self.journal.wait()
-        remove_state(state.with_name(state.name + suffix))
+        state = path and path.with_name(f"{path.name.removesuffix(suffix)}.{name}.run")
+        result = self._results[name] = compute(state=state)
+        self.journal.save(self._results, step=len(self._results))
+        if state is not None:
+            # Another process may have to compute this part again, all of them together.
+            self.journal.wait()
+            remove_state(state.with_name(state.name + suffix))
         return result
 
 

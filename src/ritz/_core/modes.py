@@ -1,7 +1,7 @@
 """Context managers for the modes of a computation: precision, batch norm, dropout."""
 
 from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import chain, islice
 from math import ceil
 from typing import Any, Literal
@@ -28,30 +28,60 @@ def arithmetic(precision: Precision | None) -> Iterator[None]:
 
     A surrounding autocast is switched off: half precision is meant for training.
     """
-    with ExitStack() as stack:
+    backends = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    changes = [(backend, "allow_tf32", precision == "tf32") for backend in backends]
+    with _attributes(changes if precision is not None else []), ExitStack() as stack:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
-        backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
-        for backend in backends if precision is not None else ():
-            stack.callback(setattr, backend, "allow_tf32", backend.allow_tf32)
-            backend.allow_tf32 = precision == "tf32"
         yield
 
 
-@contextmanager
-def searched_convolutions(wanted: bool) -> Iterator[None]:
+def searched_convolutions(wanted: bool) -> AbstractContextManager[None]:
     """Let cuDNN choose convolution algorithms by timing them, unless torch is deterministic."""
     # Without a search, cuDNN picks a Fourier transform for the gradient of a weight with many
     # columns, at several times the cost. Two searches may pick different algorithms, so a
     # deterministic run must not search.
-    before = torch.backends.cudnn.benchmark
-    fixed = torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
-    torch.backends.cudnn.benchmark = before or (wanted and not fixed)
-    try:
+    cudnn = torch.backends.cudnn
+    fixed = cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
+    return _attributes([(cudnn, "benchmark", cudnn.benchmark or (wanted and not fixed))])
+
+
+@contextmanager
+def _attributes(changes: Iterable[tuple[object, str, object]]) -> Iterator[None]:
+    # Sets attributes for the block. They are restored in reverse order, so one may occur twice.
+    with ExitStack() as stack:
+        for target, name, value in changes:
+            stack.callback(setattr, target, name, getattr(target, name))
+            setattr(target, name, value)
         yield
-    finally:
-        torch.backends.cudnn.benchmark = before
+
+
+# ------------------------------------------------------------------------------------------
+# Tensors that have derivatives, even if the caller is in inference mode.
+
+
+@contextmanager
+def outside_inference() -> Iterator[None]:
+    """Leave inference mode for the block: tensors made in that mode never have a gradient."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Record operations for a backward pass, whatever the mode outside the block."""
+    with outside_inference(), torch.enable_grad():
+        yield
+
+
+def differentiable(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy if it was made in inference mode."""
+    with outside_inference():
+        return tensor.clone() if tensor.is_inference() else tensor
 
 
 # ------------------------------------------------------------------------------------------
@@ -66,43 +96,26 @@ def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
 
 
-@contextmanager
-def evaluating(model: nn.Module, *, batch_statistics: bool) -> Iterator[None]:
+def evaluating(model: nn.Module, *, batch_statistics: bool) -> AbstractContextManager[None]:
     """Put all modules in eval mode, and restore their modes afterwards.
 
     With ``batch_statistics``, batch norm normalises by the statistics of each batch instead, and
     its running statistics stay unchanged.
     """
-    before = [(module, module.training) for module in model.modules()]
-    layers = batch_norms(model).values() if batch_statistics else ()
-    tracking = [(layer, layer.track_running_stats) for layer in layers]
-    try:
-        for module, _ in before:
-            module.training = False
-        for layer, _ in tracking:
-            # In train mode, a layer that tracks no running statistics writes to no buffer.
-            layer.training, layer.track_running_stats = True, False
-        yield
-    finally:
-        for layer, tracked in tracking:
-            layer.track_running_stats = tracked
-        for module, mode in before:
-            module.training = mode
+    changes: list[tuple[object, str, object]]
+    changes = [(module, "training", False) for module in model.modules()]
+    for layer in batch_norms(model).values() if batch_statistics else ():
+        # In train mode, a layer that tracks no running statistics writes to no buffer.
+        changes += [(layer, "training", True), (layer, "track_running_stats", False)]
+    return _attributes(changes)
 
 
-@contextmanager
-def masked_dropout(model: nn.Module, masks: list[Tensor] | None) -> Iterator[None]:
+def masked_dropout(model: nn.Module, masks: list[Tensor] | None) -> AbstractContextManager[None]:
     """Multiply the outputs of dropout layers by ``masks``, in the order of the calls."""
     if masks is None:
-        yield
-        return
+        return nullcontext()
     remaining = iter(masks)
-
-    def hook(layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return output * next(remaining)
-
-    with _hooked(model, _DropoutNd, hook):
-        yield
+    return _hooked(model, _DropoutNd, lambda layer, args, output: output * next(remaining))
 
 
 def dropout_shapes(
@@ -185,7 +198,7 @@ def _hooked(
 
 
 # ------------------------------------------------------------------------------------------
-# Statistics of batch norm for the weights that a model has now, by sample.
+# Batch-norm statistics for the present weights of a model, weighted by sample.
 
 Forward = Callable[[nn.Module, Any], Any]
 Count = Callable[[Any], int]
@@ -204,126 +217,110 @@ def with_statistics(
     group: Group | None = None,
     keep: bool = False,
 ) -> Iterator[None]:
-    """Let batch norm have the statistics of the present weights on ``data`` for the block.
+    """Give batch norm the statistics of ``data`` for the present weights of the model.
 
-    The convention of torch, with every batch weighted by its samples: the mean and the unbiased
-    variance of each batch, as normalised by its own statistics in the layers below.
+    See :func:`recomputed_statistics`. Each batch is weighted by its number of samples.
 
     Args:
-        model: Itself or wrapped (DDP, FSDP2, compiled). Nothing happens without batch norm.
-        data: Batches; ``None`` leaves the statistics alone.
-        fraction: Part of the batches to use, the first ones.
-        forward: Takes the model and a batch, and calls the one on the other.
-        count: Takes a batch and returns its number of samples.
-        sharing: ``own``: the processes of ``group`` bring batches of their own, any number of
-            them, and all enter the block. ``none``: this process alone.
-        group: The processes.
-        keep: Whether the model keeps the statistics after the block.
+        model: The model, plain or wrapped (DDP, FSDP2, compiled). Without batch norm nothing
+            happens.
+        data: Batches. ``None`` leaves the statistics unchanged.
+        fraction: Fraction of the batches to use, beginning with the first.
+        forward: Called with the model and a batch. Defaults to ``model(*inputs)``.
+        count: Returns the number of samples of a batch. Defaults to the length of its first tensor.
+        sharing: ``own``: each process of ``group`` passes its own batches, any number of them.
+            ``none``: this process computes the statistics alone.
+        group: Process group. Defaults to all processes.
+        keep: Keep the new statistics after the block instead of restoring the old ones.
     """
     plain = unwrapped(model)
     if data is None or not batch_norms(plain):
         yield
         return
     check_choice("sharing", sharing, ("own", "none"))
-    call = forward or _default_forward
     shared = sharing == "own" and world_size(group) > 1
-    batches = _placed(_part(data, fraction), plain)
-    # A model whose layers exchange data must be called as often by all processes.
-    if shared and any(map(_exchanges, plain.modules())):
-        batches = _in_step(batches, group)
-    sizes: list[int] = []
+    # Layers that exchange data must be called the same number of times in all processes.
+    in_step = shared and any(
+        _is_sharded(module) or isinstance(module, nn.SyncBatchNorm) for module in plain.modules()
+    )
+    batches = _weigh_batches(
+        _first_batches(data, fraction), plain, count or num_rows, in_step, group
+    )
+    calls = 0
+
+    def call(batch: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if forward is not None:
+            return forward(plain, batch)
+        inputs, keywords, _ = split_labels(batch)
+        return plain(*inputs, **keywords)
+
+    def reduce(total: Tensor) -> Tensor:
+        return all_sum(total, group) if shared else total
+
     with evaluating(plain, batch_statistics=True):
-        found = recomputed_statistics(
-            plain,
-            lambda batch: call(plain, batch),
-            _weighted(batches, sizes, count or num_rows),
-            reduce=(lambda total: all_sum(total, group)) if shared else (lambda total: total),
-        )
-    if not (all_max(sum(sizes), group) if shared else sum(sizes)):
+        statistics = recomputed_statistics(plain, call, batches, reduce=reduce)
+    if not (all_max(calls, group) if shared else calls):
         raise ValueError("data must hold at least one batch, got none")
-    with _replaced(plain, found, keep=keep):
+    buffers = {name: plain.get_buffer(name) for name in statistics}
+    before = {name: buffer.clone() for name, buffer in buffers.items()}
+    try:
+        for name, buffer in buffers.items():
+            buffer.copy_(statistics[name])
         yield
+    finally:
+        for name, buffer in buffers.items() if not keep else ():
+            buffer.copy_(before[name])
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model itself, without what distributes or compiles it."""
-    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
-        inner = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod
-        if not isinstance(inner, nn.Module):
-            break
-        model = inner
-    return model
+    """Return the model without the wrappers of DDP and ``torch.compile``."""
+    name = "module" if isinstance(model, DistributedDataParallel) else "_orig_mod"
+    inner = getattr(model, name, None)
+    return unwrapped(inner) if isinstance(inner, nn.Module) else model
 
 
 def reshard(model: nn.Module) -> None:
-    """Have a sharded model drop gathered weights, which would outlive a change of the shards."""
+    """Let a sharded model drop gathered weights, which do not follow a change of the shards."""
     for module in model.modules():
         if _is_sharded(module):
             module.reshard()  # type: ignore[operator]
 
 
 def _is_sharded(module: nn.Module) -> bool:
+    # FSDP2 adds these methods to the class of the module.
     return hasattr(module, "reshard") and hasattr(module, "unshard")
 
 
-def _exchanges(module: nn.Module) -> bool:
-    return _is_sharded(module) or isinstance(module, nn.SyncBatchNorm)
-
-
-def _part(data: Iterable[Any], fraction: float) -> Iterable[Any]:
+def _first_batches(data: Iterable[Any], fraction: float) -> Iterable[Any]:
     check_range("fraction", fraction, low=0.0, high=1.0)
     if fraction == 1.0:
         return data
     if not isinstance(data, Sized):
-        raise TypeError(f"data must have a length for a fraction of {fraction} to be taken, got "
-                        f"{type(data).__name__}")  # fmt: skip
+        raise TypeError(
+            f"data must have a length if fraction is below 1, got {type(data).__name__}"
+        )
     return islice(data, ceil(fraction * len(data)))
 
 
-def _placed(data: Iterable[Any], model: nn.Module) -> Iterator[tuple[Any, bool]]:
-    device = next(chain(model.parameters(), model.buffers())).device
-    for batch in data:
-        yield to_device(batch, device), True
-
-
-def _in_step(
-    batches: Iterator[tuple[Any, bool]], group: Group | None
-) -> Iterator[tuple[Any, bool]]:
-    """Batches, and after the last it again, marked so, until no process has any."""
-    last = None
-    while True:
-        item = next(batches, None)
-        if not all_max(int(item is not None), group):
-            return
-        last = item or last
-        if last is None:
-            raise ValueError("data must hold at least one batch in every process where the model "
-                             "is sharded or its batch norm synchronised, got none")  # fmt: skip
-        yield last[0], item is not None
-
-
-def _weighted(
-    batches: Iterable[tuple[Any, bool]], sizes: list[int], count: Count
+def _weigh_batches(
+    data: Iterable[Any], model: nn.Module, count: Count, in_step: bool, group: Group | None
 ) -> Iterator[tuple[Any, float]]:
-    """Batches by their samples, those that only keep step by nothing; notes down the samples."""
-    for batch, real in batches:
-        sizes.append(count(batch) if real else 0)
-        yield batch, float(sizes[-1])
+    """Yield batches on the device of the model, with their numbers of samples as weights.
 
-
-def _default_forward(model: nn.Module, batch: Any) -> Any:
-    args, kwargs, _ = split_labels(batch)
-    return model(*args, **kwargs)
-
-
-@contextmanager
-def _replaced(model: nn.Module, found: dict[str, Tensor], *, keep: bool) -> Iterator[None]:
-    buffers = {name: model.get_buffer(name) for name in found}
-    before = {name: buffer.clone() for name, buffer in buffers.items()}
-    try:
-        for name, buffer in buffers.items():
-            buffer.copy_(found[name])
-        yield
-    finally:
-        for name, buffer in buffers.items() if not keep else ():
-            buffer.copy_(before[name])
+    With ``in_step``, a process without further batches repeats its last one with weight 0 until no
+    process has any.
+    """
+    device = next(chain(model.parameters(), model.buffers())).device
+    batches, last = iter(data), None
+    while True:
+        batch = next(batches, None)
+        more = int(batch is not None)
+        if not (all_max(more, group) if in_step else more):
+            return
+        last = to_device(batch, device) if more else last
+        if last is None:
+            raise ValueError("data must hold at least one batch in every process if the model is "
+                             "sharded or its batch norm synchronised, got none")  # fmt: skip
+        yield last, float(count(last)) if more else 0.0

@@ -18,6 +18,7 @@ class ParamSpace:
     def __init__(self, like: Mapping[str, Tensor]) -> None:
         if not like:
             raise ValueError("like must contain at least one tensor, got none")
+        # One vector has one dtype and one device.
         kinds = {(tensor.dtype, tensor.device) for tensor in like.values()}
         if len(kinds) > 1:
             raise ValueError(f"like must have one dtype and device, got {sorted(map(str, kinds))}")
@@ -33,12 +34,14 @@ class ParamSpace:
                 raise ValueError(f"{name} must have shape {tuple(shape)}, got {got}")
         if extra := sorted(set(tensors) - set(self.shapes)):
             raise ValueError(f"tensors must have the names of the space, but also has {extra}")
+        # The order of the space, not that of the argument.
         return torch.cat([tensors[name].reshape(-1) for name in self.shapes])
 
     def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
         """Return the named tensors of a flat vector ``(size,)``, as views of it."""
         if vector.shape != (self.size,):
             raise ValueError(f"vector must be ({self.size},), got {tuple(vector.shape)}")
+        # split and view copy nothing: writing to a piece changes the vector.
         pieces = vector.split([shape.numel() for shape in self.shapes.values()])
         return {
             name: piece.view(shape)

@@ -31,6 +31,7 @@ class Bar:
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
+        # A notebook is no terminal, but it also redraws a line after \r.
         self._live = self._stream.isatty() or "ipykernel" in sys.modules
 
     def start(self, label: str, total: int | None) -> None:
@@ -87,6 +88,7 @@ def tracking(progress: bool | Progress, label: str, total: int | None) -> Iterat
         raise TypeError(
             f"progress must be a bool or have start, update and finish, got {progress!r}"
         )
+    # finish() also runs after an error, so that the next output begins on a new line.
     tracker.start(label, total)
     try:
         yield tracker

@@ -35,6 +35,7 @@ class Registry(Generic[T]):
     def __getitem__(self, name: str) -> T:
         if name in self._entries:
             return self._entries[name]
+        # difflib compares characters, so "ADAM" would be far from "adam".
         lower = {known.lower(): known for known in self._entries}
         close = [lower[match] for match in difflib.get_close_matches(name.lower(), lower, n=3)]
         hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(self)}"
@@ -59,4 +60,5 @@ class Registry(Generic[T]):
 
 
 def _fold(name: str) -> str:
+    # "Gadam-X", "gadam_x" and "gadamx" are one name.
     return name.lower().replace("-", "").replace("_", "")

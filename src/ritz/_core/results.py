@@ -39,6 +39,7 @@ class Status:
     @property
     def ok(self) -> bool:
         """Whether the error is known, and below the tolerance if one was set."""
+        # A breakdown is exact: the Krylov space is invariant and contains the answer.
         return self.outcome not in ("max_steps", "uncertain")
 
     def raise_if_failed(self) -> None:
@@ -50,9 +51,20 @@ class Status:
         return f"{self.outcome}: {self.message}" + (f" ({self.advice})" if self.advice else "")
 
 
+class HasStatus:
+    """Base class of results with a status."""
+
+    __slots__ = ()
+    status: Status
+
+    def raise_if_failed(self) -> None:
+        """Raise :class:`NotConvergedError` unless the tolerance was reached."""
+        self.status.raise_if_failed()
+
+
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
+class Estimate(HasStatus):
     """Estimate of a number or of an array, with error bars.
 
     Attributes:
@@ -87,7 +99,7 @@ class Estimate:
         value: float | Tensor,
         *,
         method: str,
-        truncation: float | Tensor,
+        truncation: float | Tensor = 0.0,
         num_products: int = 0,
         status: Status | None = None,
         seed: int | None = None,
@@ -111,7 +123,7 @@ class Estimate:
         *,
         method: str,
         num_products: int,
-        truncation: float | Tensor,
+        truncation: float | Tensor = 0.0,
         status: Status | None = None,
         seed: int | None = None,
     ) -> "Estimate":
@@ -174,7 +186,7 @@ class Estimate:
         if not math.isfinite(error):
             status = Status(
                 outcome="uncertain",
-                message=f"the truncation error is unknown; stderr {float(self.stderr.max()):.2g}",
+                message=f"the error is unknown; stderr {float(self.stderr.max()):.2g}",
                 advice=advice,
             )
         elif rtol is None:
@@ -201,11 +213,8 @@ class Estimate:
     def __float__(self) -> float:
         return float(self.mean.detach())
 
-    def raise_if_failed(self) -> None:
-        """Raise :class:`NotConvergedError` if the tolerance was not reached."""
-        self.status.raise_if_failed()
-
     def __str__(self) -> str:
+        # Arrays are too long to print: the largest error bounds all of them.
         if self.mean.ndim:
             shape, error = tuple(self.mean.shape), float(self.stderr.max())
             value = f"Estimate of shape {shape}, largest stderr {error:.2g}"
@@ -246,6 +255,7 @@ def format_uncertain(mean: float, stderr: float) -> str:
         return f"{mean:.8g}" if stderr == 0 else f"{mean:.4g} ± {stderr:.2g}"
     # Two digits of the error: 0.0123 has floor(log10) = -2 and needs three decimal places.
     places = 1 - math.floor(math.log10(abs(stderr)))
+    # Outside this range plain digits would be mostly zeros, so use the exponent.
     if -6 <= places <= 12 and abs(mean) < 1e9:
         digits = max(places, 0)
         return f"{mean:.{digits}f} ± {stderr:.{digits}f}"

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -16,10 +16,18 @@ from ritz._core.results import Estimate
 # Entries per step of column_dots: small enough that the elementwise product stays in cache.
 CHUNK = 2**17
 
+# Units of roundoff in a sum of products. In the table of docs/intervals.md no exact value is off by
+# more than 2.
+ROUNDOFF = 4.0
+
+# Equal samples are taken for an exact result from this many on: 2^(1-6) < 0.05.
+FEWEST = 6
+
 
 def column_dots(left: Tensor, right: Tensor) -> Tensor:
     r"""Return the inner products of columns :math:`\sum_i x_{il} y_{il}`, ``(k,)``, in float64."""
     rows = max(1, CHUNK // max(1, left.shape[1]))
+    # In float64: the rounding error of a float32 sum would look like sampling error.
     total = torch.zeros(left.shape[1], dtype=torch.float64, device=left.device)
     for x, y in zip(left.split(rows), right.split(rows), strict=True):
         total += (x.double() * y).sum(0)
@@ -67,13 +75,20 @@ class Samples:
     ) -> Estimate:
         """Return the mean, with its standard error unless it is exact."""
         if not self.complete:
-            return Estimate.of(
+            estimate = Estimate.of(
                 self.values,
                 method=method,
                 num_products=num_products,
                 truncation=truncation,
                 seed=seed,
             )
+            # Samples of random signs may coincide: two values come out N times alike with
+            # probability 2^(1-N). Fewer than FEWEST equal samples say nothing about their spread.
+            blind = estimate.stderr <= estimate.truncation
+            if len(self.values) < FEWEST and bool(blind.any()):
+                unknown = torch.where(blind, torch.inf, estimate.truncation)
+                estimate = replace(estimate, truncation=unknown)
+            return estimate
         mean, how = self.values.mean(0), f"{method}, with a whole basis in place of random probes"
         return Estimate.exact(mean, method=how, num_products=num_products, truncation=truncation)
 
@@ -170,7 +185,9 @@ class Sampling:
         # With z_i = sqrt(n) e_i the mean of z_i' B z_i over i is tr B: no random probe is needed.
         n = op.shape[0]
         basis = math.sqrt(n) * torch.eye(n, dtype=op.dtype, device=op.device)
-        values = torch.cat([measure(block).double().cpu() for block in basis.split(self.width(op), 1)])
+        values = torch.cat(
+            [measure(block).double().cpu() for block in basis.split(self.width(op), 1)]
+        )
         check_samples(values, 0)
         return finish(Samples(values, complete=True)).judged(self.rtol, advice)
 

@@ -272,7 +272,7 @@ def digest(tensors: Iterable[Tensor]) -> str:
     """Return 16 hexadecimal digits that identify the values of tensors."""
     sha = hashlib.sha256()
     for tensor in tensors:
-        sha.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+        sha.update(_bytes(tensor.detach().cpu()))
     return sha.hexdigest()[:16]
 
 
@@ -281,9 +281,15 @@ def _digest(tensors: Mapping[str, Tensor], body: Any) -> str:
     for name in sorted(tensors):
         tensor = tensors[name]
         sha.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
-        if tensor.numel():  # an empty tensor has no view as bytes
-            sha.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        sha.update(_bytes(tensor))
     return sha.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    # Torch calls a tensor with one element contiguous whatever its strides, and cannot view it as
+    # bytes unless they are 1.
+    whole = tensor.contiguous()
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def _flush(path: Path) -> None:

@@ -17,8 +17,8 @@ TrainingPrecision = Literal["float32", "tf32", "bfloat16", "float16"]
 ScheduleName = Literal["constant", "linear", "step"]
 Unit = Literal["step", "epoch"]
 # Panels of ``ritz train --help``.
-RATE, AVERAGE, EVALUATION = "Learning rate", "Averaged weights", "Evaluation"
-SPEED, FILES = "Precision and speed", "Checkpoints"
+RATE, AVERAGE, EVALUATION = "Optimiser and learning rate", "Averaged weights", "Evaluation"
+SPEED, FILES = "Precision and speed", "Output"
 
 
 def _option(default: Any, help: str, panel: str | None = None, **metadata: Any) -> Any:
@@ -41,22 +41,27 @@ def _option(default: Any, help: str, panel: str | None = None, **metadata: Any) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingConfig:
-    """Options of :func:`ritz.training.fit` and ``ritz train``, checked when they are set."""
+    """Options of :func:`ritz.training.fit` and ``ritz train``, checked when they are set.
+
+    In the library, ``augment`` may also be a ``ritz.data.Augmentation``.
+    """
 
     # fmt: off
-    num_epochs: int = _option(10, "Number of epochs in all, before and after a resumption.",
+    num_epochs: int = _option(10, "Number of epochs, including those before a resumption.",
                               low=1, free=True, flags="--epochs")
-    batch_size: int | None = _option(128, "Batch size over all processes; not for data in batches.",
+    batch_size: int | None = _option(128, "Batch size over all processes, for data not in batches.",
                                      low=1)
     drop_last: bool = _option(False, "Leave out the last batch of an epoch if it is smaller.")
-    augment: Any = _option(True, "Augment data for which this is usual, or with an Augmentation.",
+    augment: Any = _option(True, "Augment training images as is usual for the data set.",
                            kind=bool, flags="--augment/--no-augment")
-    optimizer: str = _option("sgd", "Name of an optimiser or of a published setting.",
+    optimizer: str = _option("sgd", "Optimiser (ritz list optimizers) or published setting.", RATE,
                              metavar="NAME")
     optimizer_settings: Mapping[str, Any] = _option({}, "Keyword arguments of the optimiser: lr, "
                                                     "weight_decay and so on.", flags=None)
-    accumulate: int = _option(1, "Batches per step; the gradient is that of their union.", low=1)
-    clip_norm: float | None = _option(None, "Largest norm of the gradient (default: no limit).")
+    accumulate: int = _option(1, "Batches per step; the gradient is that of their union.", RATE,
+                              low=1)
+    clip_norm: float | None = _option(None, "Largest norm of the gradient (default: no limit).",
+                                      RATE)
     steps_per_epoch: int | None = _option(None, "Steps per epoch, for schedules and averages on "
                                           "data without a length.", low=1)
     seed: int = _option(0, "Seed of all random numbers.", low=0)
@@ -78,15 +83,15 @@ class TrainingConfig:
     evaluation_batch_size: int | None = _option(None, "Batch size of evaluations (default: at "
                                                 "least 512; of text the batch size).", EVALUATION,
                                                 low=1)
-    precision: TrainingPrecision = _option("float32", "Precision; the half ones are mixed.", SPEED,
+    precision: TrainingPrecision = _option("float32", "Precision; half precision is mixed.", SPEED,
                                            flags="--precision --dtype")
-    device: "str | torch.device | None" = _option(None, "Device such as cpu or cuda:1 (default: "
-                                                  "that of the model; of a command cuda if any).",
+    device: "str | torch.device | None" = _option(None, "Device, such as cpu or cuda:1 (default: "
+                                                  "that of the model; in ritz train CUDA if any).",
                                                   SPEED, free=True, kind=str | None, metavar="NAME")
     compile: bool = _option(False, "Compile the model with torch.compile.", SPEED)
     capture: bool | None = _option(None, "Replay steps from a CUDA graph (default: if possible).",
                                    SPEED, free=True, flags="--capture/--no-capture")
-    deterministic: bool = _option(False, "Reproducible bit for bit on CUDA too.", SPEED)
+    deterministic: bool = _option(False, "Be reproducible bit for bit on CUDA as well.", SPEED)
     resume: bool = _option(True, "Resume from the checkpoint in the folder, or start again.", FILES,
                            free=True, flags="--resume/--restart")
     save_interval: float = _option(60.0, "Seconds between checkpoints.", FILES, low=0.0, free=True)
@@ -176,7 +181,7 @@ class TrainingOptions(TypedDict, total=False):
 
 
 # Sphinx, help() and the command line show the same text.
-TrainingConfig.__doc__ = f"{TrainingConfig.__doc__}\n\n    Attributes:\n" + "\n".join(
+TrainingConfig.__doc__ = f"{TrainingConfig.__doc__}\n    Attributes:\n" + "\n".join(
     f"        {entry.name}: {entry.metadata['help']}" for entry in fields(TrainingConfig)
 )
 

@@ -1,4 +1,4 @@
-"""Finds the commands, runs one, and turns what it raises into one line and an exit code."""
+"""Find the commands, run one, and turn an exception into one line and an exit code."""
 
 import importlib
 import os
@@ -13,65 +13,71 @@ import typer
 from ritz import cli
 from ritz._core.registry import UnknownNameError
 from ritz._version import __version__
+from ritz.cli._options import flatten_options
 
-# What a user can put right: everything else is a failure of the work itself.
+# Errors of the input, which the user can correct, have exit code 2; all others have 1.
 BAD_INPUT = (ValueError, TypeError, UnknownNameError, OSError)
-BY_KEYBOARD = 130  # what the parser makes of ctrl-C
-PATIENCE = 2.0  # seconds that a process of several leaves to the first to speak
+BY_KEYBOARD = 130  # exit code with which the parser reports ctrl-C
+# Seconds that other processes wait before they print an error: long enough for the first process
+# to print it and for the launcher to end the others.
+PATIENCE = 2.0
 
 
 class Interrupted(Exception):  # noqa: N818 - nothing went wrong
-    """A user, or the system, stopped a command; the message says what there is of it."""
+    """A command was stopped by ctrl-C or SIGTERM; the message says whether it can be resumed."""
 
 
 def build() -> typer.Typer:
-    """Return the application with every command that is there."""
-    app = typer.Typer(name="ritz", no_args_is_help=True)
+    """Return the application: every module of this package without an underscore is a command."""
+    start = "Start with: ritz demo, or ritz train --help"
+    # Without arguments, show the help instead of an error.
+    app = typer.Typer(name="ritz", no_args_is_help=True, epilog=start)
     app.callback()(_options)
-    for found in pkgutil.iter_modules(cli.__path__):
-        if found.name.startswith("_"):
-            continue
-        module = importlib.import_module(f"{cli.__name__}.{found.name}")
+    for name in (info.name for info in pkgutil.iter_modules(cli.__path__) if info.name[0] != "_"):
+        module = importlib.import_module(f"{cli.__name__}.{name}")
         if hasattr(module, "app"):
-            app.add_typer(module.app, name=found.name)
+            app.add_typer(module.app, name=name)
         else:
-            app.command(name=found.name, epilog=getattr(module, "EPILOG", None))(module.command)
+            app.command(name=name, epilog=module.EPILOG)(flatten_options(module.command))
     return app
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command and return the exit code: 0 well, 1 the work failed, 2 bad input."""
-    command = _with_plain_flags(typer.main.get_command(build()))
-    plain = [argument for argument in arguments if argument != "--debug"]  # wherever it stands
+    """Run a command and return the exit code: 0 success, 1 the work failed, 2 bad input."""
+    command = _simplify_help(typer.main.get_command(build()))
+    plain = [argument for argument in arguments if argument != "--debug"]  # at any position
     try:
+        # standalone_mode=False: errors are raised, so that all of them end in one line here.
         code = command.main(plain, prog_name="ritz", standalone_mode=False)
     except (typer.Abort, KeyboardInterrupt):
         return _complain("interrupted", 1)
     except Interrupted as stop:
         return _complain(str(stop), 1)
     except Exception as error:
+        # With --debug the exception itself is shown.
         if len(plain) < len(arguments):
             raise
-        if hasattr(error, "format_message"):  # a usage error of the parser
+        if hasattr(error, "format_message"):  # usage errors of the parser
             return _complain(error.format_message() or "no command given: try ritz --help", 2)
         return _complain(_line(error), 2 if isinstance(error, BAD_INPUT) else 1)
     if code == BY_KEYBOARD:
         return _complain("interrupted", 1)
+    # Typer returns the code of typer.Exit, and otherwise what the command returns: None.
     return code if isinstance(code, int) else 0
 
 
-def _with_plain_flags(command: Any) -> Any:
-    """The same without ``<bool>`` after options that take no value."""
+def _simplify_help(command: Any) -> Any:
+    """Remove ``<bool>`` after options that take no value."""
     for parameter in (*command.params, command.get_help_option(typer.Context(command))):
         if getattr(parameter, "is_flag", False):
             parameter.metavar = ""
     for inner in getattr(command, "commands", {}).values():
-        _with_plain_flags(inner)
+        _simplify_help(inner)
     return command
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(version: bool) -> None:
+    if version:
         typer.echo(f"ritz {__version__}")
         raise typer.Exit
 
@@ -84,22 +90,25 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 
 
 def _options(version: Version = False, debug: Debug = False) -> None:
-    """Spectra of matrices too large to write down."""
+    """Spectra of matrices that are too large to store: networks, kernels and graphs."""
 
 
 def _line(error: Exception) -> str:
+    # Messages of torch have several lines.
     text = " ".join(str(error).split())
     return text if isinstance(error, BAD_INPUT) and text else f"{type(error).__name__}: {text}"
 
 
 def _complain(line: str, code: int) -> int:
-    """Print the line; of several processes, whose input is the same, the first does so at once.
+    """Print an error as one line, and return the exit code.
 
-    The launcher ends the others when the first has failed, before they have said the same.
+    All processes of a distributed run see the same input. The first one prints at once, and the
+    launcher ends the others before they print the same.
     """
     rank = int(os.environ.get("RANK", "0"))
     if rank:
         time.sleep(PATIENCE)
-    sys.stderr.write(f"ritz: {f'rank {rank}: ' if rank else ''}{line}\n")  # at once
+    # torchrun mixes the output of all processes, so others name their rank.
+    sys.stderr.write(f"ritz: {f'rank {rank}: ' if rank else ''}{line}\n")
     sys.stderr.flush()
     return code

@@ -1,36 +1,41 @@
-"""What ``spectrum``, ``sharpness`` and ``landscape`` share: open a run, name and save results."""
+"""One measurement of a trained network: open the run, resume, save, draw and print."""
 
 import hashlib
 import importlib.util
 import inspect
 import os
 import re
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, NoReturn, final
+from typing import Any, final
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves, tree_map
 
-from ritz._core.checks import check_count, check_device
-from ritz._core.modes import batch_norms, evaluating
-from ritz._core.storage import digest
+from ritz._core.checks import check_device
+from ritz._core.journal import has_state, remove_state
+from ritz._core.modes import batch_norms
+from ritz._core.signals import terminate_as_interrupt
+from ritz._core.storage import digest, save
 from ritz.cli._app import Interrupted
-from ritz.cli._options import Precision, Split
-from ritz.cli._targets import loss_function, make_data, make_model, parse_settings
+from ritz.cli._options import MeasureOptions, print_result
+from ritz.cli._targets import (
+    check_target,
+    loss_function,
+    make_data,
+    make_model,
+    parse_settings,
+    summary,
+)
 from ritz.curvature import Risk
 from ritz.training import load_weights
 from ritz.training._shared import (
+    CONFIG,
     NAME,
     WEIGHTS,
     DataParts,
@@ -42,197 +47,30 @@ from ritz.training._shared import (
     tensor_state,
 )
 
-# ------------------------------------------------------------------------------------------
-# Whether a model takes some data: a few samples are tried, before work that may be long.
-
-LABELS = (torch.int64, torch.uint8)
-HALF = (torch.float16, torch.bfloat16)
-
-
-def check_pair(
-    model: nn.Module,
-    parts: DataParts,
-    *,
-    name: str,
-    loss_fn: Any = None,
-    device: torch.device | None = None,
-) -> None:
-    """Raise unless a model can be called on the first samples of its training data.
-
-    The model, its mode and the generators are as before. What cannot be tried passes: batches that
-    come only once, layers that take their shape from the first batch, half precision, which may
-    need a device.
-
-    Args:
-        model: On any device.
-        parts: The data.
-        name: Of the model.
-        loss_fn: Cross-entropy takes labels of two types alone.
-        device: Where to try what fails on the CPU: it may have parts that are for a GPU alone.
-    """
-    with torch.random.fork_rng(devices=[]):
-        batch = _batch(parts)
-        inputs = _inputs(batch)
-        if loss_fn is cross_entropy:
-            _check_labels(batch, parts)
-        if inputs is None or not _can_be_tried(model, inputs):
-            return
-        error = _failure(model, inputs)
-        before = _device(model)
-        if error is not None and device not in (None, before):
-            error = error if _failure(model.to(device), inputs) else None
-            model.to(before)
-    if error is not None:
-        raise ValueError(f"model {name} does not take the data {parts.name}, with inputs of "
-                         f"{_described(inputs)}: {_first_line(error)}"
-                         f"{_advice(model, inputs)}") from error  # fmt: skip
-
-
-def _batch(parts: DataParts) -> Any:
-    try:
-        return first_batch(parts.train)
-    except Exception as error:
-        raise ValueError(f"the first samples of the data {parts.name} raised "
-                         f"{_first_line(error)}") from error  # fmt: skip
-
-
-def _inputs(batch: Any) -> Any:
-    """A batch without its target; ``None`` where there is none to look at."""
-    if isinstance(batch, Mapping):
-        return dict(batch)
-    return tuple(batch[:-1]) if isinstance(batch, tuple | list) and len(batch) > 1 else None
-
-
-def _check_labels(batch: Any, parts: DataParts) -> None:
-    labels = batch[-1] if isinstance(batch, tuple | list) and batch else None
-    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype in LABELS:
-        return
-    raise TypeError(f"the targets of the data {parts.name} must be int64 or uint8 for "
-                    f"cross-entropy, got {_plain_text(labels.dtype)}")  # fmt: skip
-
-
-def _advice(model: nn.Module, inputs: Any) -> str:
-    """What to do about inputs of double precision, as NumPy has them unless told otherwise."""
-    leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
-    double = any(leaf.dtype == torch.float64 for leaf in leaves)
-    single = any(tensor.dtype == torch.float32 for tensor in model.parameters())
-    if not (double and single):
-        return ""
-    return '; the model is float32: give float32 inputs (for NumPy: .astype("float32"))'
-
-
-def _can_be_tried(model: nn.Module, inputs: Any) -> bool:
-    tensors = list(chain(model.parameters(), model.buffers()))
-    if any(is_lazy(tensor) for tensor in tensors):
-        return False
-    leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
-    return not any(tensor.dtype in HALF for tensor in chain(tensors, leaves))
-
-
-def _failure(model: nn.Module, inputs: Any) -> Exception | None:
-    """What a model raises; by name, it may take the labels or not."""
-    device = _device(model)
-    moved = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, inputs)
-    first: Exception | None = None
-    for chosen in _ways(moved):
-        try:
-            with _unchanged(model), torch.no_grad():
-                model(**chosen) if isinstance(chosen, dict) else model(*chosen)
-        except torch.OutOfMemoryError:
-            return None  # others may be using the device
-        except Exception as error:
-            first = first or error
-        else:
-            return None
-    return first
-
-
-def _ways(inputs: Any) -> list[Any]:
-    if isinstance(inputs, dict) and "labels" in inputs:
-        return [{name: part for name, part in inputs.items() if name != "labels"}, inputs]
-    return [inputs]
-
-
-@contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    # Tables with a largest norm are the parameters that a call changes: those it looks up.
-    bounded = (each for each in model.modules() if getattr(each, "max_norm", None) is not None)
-    tables = chain.from_iterable(each.parameters(recurse=False) for each in bounded)
-    kept = [(each, each.detach().clone()) for each in chain(tables, model.buffers())]
-    try:
-        with evaluating(model, batch_statistics=False):
-            yield
-    finally:
-        with torch.no_grad():
-            for tensor, before in kept:
-                tensor.copy_(before)
-
-
-def _device(model: nn.Module) -> torch.device:
-    first = next(chain(model.parameters(), model.buffers()), None)
-    return torch.device("cpu") if first is None else first.device
-
-
-def _described(inputs: Any) -> str:
-    named = inputs.items() if isinstance(inputs, dict) else (("", part) for part in inputs)
-    found = [f"{name} {_shape(part)}".lstrip() for name, part in named]
-    return " and ".join(found)
-
-
-def _shape(part: Any) -> str:
-    if not isinstance(part, Tensor):
-        return type(part).__name__
-    return f"shape {tuple(part.shape)}, {_plain_text(part.dtype)}"
-
-
-def _plain_text(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
+LAST = {Path(name).stem for name in (WEIGHTS, NAME)}  # names of results do not mention these
+# Bytes of a name: file systems allow 255, and temporary names of a file being written add 50.
+LONGEST = 160
+BOTH = {"matrix": "hessian-ggn", "batch_norm": "eval-train"}
+TITLES = {"hessian": "Hessian", "ggn": "Gauss-Newton"}
 
 # ------------------------------------------------------------------------------------------
-# What ``spectrum``, ``sharpness`` and ``landscape`` share: a trained model, opened by name.
+# Opening a run: its model, weights, data and loss.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """What to open, as it was asked for."""
-
-    source: Path
-    average: bool = False
-    model: str | None = None
-    data: str | None = None
-    set_model: list[str] | None = None
-    set_data: list[str] | None = None
-    loss: str | None = None
-    data_dir: Path | None = None
-    samples: int | None = None
-    batch_size: int | None = None
-    device: str | None = None
-    precision: Precision = "float32"
-    seed: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
-    """A model with its weights, its data and its loss.
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A trained network with its data and its loss.
 
     Attributes:
-        choice: What was asked for.
-        folder: Of the run, or of the file of weights.
-        weights: That file.
-        made: What the run was made with; defaults, without model and data, where nothing says so.
-        config: The same with what was asked for in its place.
-        model: On the device.
+        folder: Folder of the run, or of the file of weights.
+        weights: The file of weights.
+        made: Configuration that the run was made with; empty names if there is no ``run.json``.
+        config: The same with the options of the command line in place.
+        model: The network, on its device.
         parts: The data.
-        loss_fn: The loss.
+        loss_fn: The loss; ``None`` if the model returns it.
     """
 
-    choice: Choice
     folder: Path
     weights: Path
     made: RunConfig
@@ -241,91 +79,129 @@ class Opened:
     parts: DataParts
     loss_fn: Callable[..., Any] | None
 
-    def risk(self, split: Split = "train", *, whole: bool = False) -> Risk:
-        """The risk on a part of the data: the samples asked for, or all of them."""
-        try:
-            return measured_risk(
-                self.model,
-                self.loss_fn,
-                self.parts,
-                split=split,
-                num_samples=None if whole else self.choice.samples,
-                batch_size=self.config.batch_size,
-                precision=self.choice.precision,
-                seed=self.choice.seed,
-            )
-        except ValueError:
-            raise  # which says what is wrong
-        except Exception:
-            check_pair(self.model, self.parts, name=self.config.model, loss_fn=self.loss_fn)
-            raise
 
-    def matrices(self, asked: str) -> tuple[Any, ...]:
-        """The matrices that ``--matrix`` names."""
-        if asked != "hessian" and self.loss_fn is None:
-            raise ValueError(f"--matrix {asked}: the Gauss-Newton matrix is of the outputs and a "
-                             "loss of them, and with --loss model the network returns the loss "
-                             "alone: give --matrix hessian")  # fmt: skip
-        return ("hessian", "ggn") if asked == "both" else (asked,)
-
-    @property
-    def has_batch_norm(self) -> bool:
-        """Whether modes of batch norm make a difference."""
-        return bool(batch_norms(self.model))
+def default_device(name: str | None) -> torch.device:
+    """Return the device of a name, which must exist; by default CUDA if there is one."""
+    return check_device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def default_device(device: str | None) -> torch.device:
-    """The device asked for, which must be there, or the best one."""
-    return check_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-
-
-def open_run(choice: Choice) -> Opened:
-    """Build the model and the data of a run, and put the weights in.
-
-    What the run's ``run.json`` says holds where nothing else is asked for.
-    """
-    if choice.batch_size is not None:
-        check_count("--batch-size", choice.batch_size)
-    device = default_device(choice.device)
-    folder, weights = _located(choice.source, choice.average)
-    made = read_run(folder) if (folder / "run.json").is_file() else None
-    config = _config(choice, folder, made)
-    data_dir = choice.data_dir or (None if config.data_dir is None else Path(config.data_dir))
-    loss_fn = loss_function(config.loss, written_in=folder if choice.loss is None else None)
-    parts = make_data(
-        config.data,
-        data_dir=data_dir,
-        options=config.data_options,
-        written_in=folder if choice.data is None else None,
-    )
-    # Without a forward pass of its own: what is measured begins with one.
-    model = make_model(
-        config.model,
-        parts=parts,
-        options=config.model_options,
-        written_in=folder if choice.model is None else None,
-    )
+def open_run(options: MeasureOptions) -> Run:
+    """Build the model and the data of a run, and load the weights."""
+    device = default_device(options.device)
+    folder, weights = _find_weights(options)
+    made = read_run(folder) if (folder / CONFIG).is_file() else RunConfig(model="", data="")
+    config = merge_config(options, made, folder)
+    data_dir = options.data_dir or (None if config.data_dir is None else Path(config.data_dir))
+    # The data come before the model, which may need their shape and number of classes.
+    loss_fn = loss_function(config.loss)
+    parts = make_data(config.data, data_dir=data_dir, options=config.data_options)
+    model = make_model(config.model, parts=parts, options=config.model_options)
     load_weights(model, weights)
-    return Opened(
-        choice=choice,
-        folder=folder,
-        weights=weights,
-        made=RunConfig(model="", data="") if made is None else made,
-        config=config,
-        model=model.to(device),
-        parts=parts,
-        loss_fn=loss_fn,
-    )
+    return Run(folder, weights, made, config, model.to(device), parts, loss_fn)
+
+
+def _find_weights(options: MeasureOptions) -> tuple[Path, Path]:
+    source = options.source
+    if source.is_dir():
+        return source, run_weights(source, average=options.average)
+    if not source.exists():
+        raise FileNotFoundError(f"no such folder or file: {source}")
+    if options.average:
+        raise ValueError(f"--average needs the folder of a run, got the file {source}")
+    return source.parent, source
+
+
+def merge_config(options: MeasureOptions, made: RunConfig, folder: Path) -> RunConfig:
+    """Return the configuration of a run with the options of the command line in place.
+
+    A run folder is data that anybody may have written. A name in it that would import code is
+    therefore used only if the command line repeats it.
+    """
+    names = {name: getattr(options, name) for name in ("model", "data", "loss")}
+    changes: dict[str, Any] = {name: value for name, value in names.items() if value is not None}
+    # A file of weights alone does not say what it belongs to.
+    missing = [name for name in ("model", "data") if not (names[name] or getattr(made, name))]
+    if missing:
+        raise ValueError(f"{folder} has no {CONFIG}, which names model and data: give "
+                         f"{' and '.join(f'--{name}' for name in missing)}")  # fmt: skip
+    unnamed = [name for name in ("model", "data", "loss")
+               if names[name] is None and ":" in getattr(made, name)]  # fmt: skip
+    for name in unnamed:
+        check_target(getattr(made, name))  # what is to be repeated in a shell is harmless there
+    if unnamed:
+        repeat = " ".join(f"--{name} {getattr(made, name)}" for name in unnamed)
+        raise ValueError(f"{folder / CONFIG} names code to import; to run it, repeat: {repeat}")
+    for kind in ("model", "data"):
+        settings = parse_settings(f"--set-{kind}", getattr(options, f"set_{kind}"))
+        # Options of the run belong to its model and data, not to another one.
+        same = names[kind] in (None, getattr(made, kind))
+        inherited = getattr(made, f"{kind}_options") if same else {}
+        changes[f"{kind}_options"] = {**inherited, **settings}
+    if options.batch_size is not None:
+        changes["training"] = replace(made.training, batch_size=options.batch_size)
+    return replace(made, **changes)
+
+
+# ------------------------------------------------------------------------------------------
+# Errors that name what is wrong: a model that does not take its data, a folder without room.
+
+
+@contextmanager
+def explain_mismatch(
+    model: nn.Module, parts: DataParts, *, name: str, loss_fn: Callable[..., Any] | None
+) -> Iterator[None]:
+    """If the block fails, try the model on two samples, and name it and the data if that fails too.
+
+    Nothing is tried beforehand: the first real step is the test.
+    """
+    try:
+        yield
+    except (ValueError, torch.OutOfMemoryError):
+        raise  # the message says what is wrong
+    except Exception:
+        if mismatch := _find_mismatch(model, parts, name, loss_fn):
+            raise mismatch from None
+        raise
+
+
+def _find_mismatch(
+    model: nn.Module, parts: DataParts, name: str, loss_fn: Callable[..., Any] | None
+) -> Exception | None:
+    try:
+        batch = first_batch(parts.train)
+    except Exception as error:
+        return ValueError(f"the first samples of the data {parts.name} raised {summary(error)}")
+    if not isinstance(batch, tuple | list) or len(batch) < 2:
+        return None
+    *inputs, labels = batch
+    accepted = (torch.int64, torch.uint8)
+    whole = isinstance(labels, Tensor) and not labels.is_floating_point()
+    if loss_fn is cross_entropy and whole and labels.dtype not in accepted:
+        return TypeError(f"the targets of the data {parts.name} must be int64 or uint8 for "
+                         f"cross-entropy, got {str(labels.dtype)[6:]}")  # fmt: skip
+    device = next(chain(model.parameters(), model.buffers()), torch.empty(0)).device
+    try:
+        with torch.no_grad():
+            model(*(part.to(device) if isinstance(part, Tensor) else part for part in inputs))
+    except Exception as error:
+        shown = [f"shape {tuple(part.shape)}, {str(part.dtype)[6:]}" for part in inputs
+                 if isinstance(part, Tensor)]  # fmt: skip
+        # NumPy computes in float64 by default, and models have float32 weights.
+        advice = '; for NumPy: .astype("float32")' if "float64" in " ".join(shown) else ""
+        return ValueError(f"model {name} does not take the data {parts.name}, with inputs of "
+                          f"{' and '.join(shown)}: {summary(error)}{advice}")  # fmt: skip
+    return None
 
 
 @contextmanager
 def writing(folder: Path) -> Iterator[Path]:
-    """Give a folder for results, made where it is missing; say so where it takes none, or no more.
+    """Make a folder for results, and name it in errors of the disk.
 
-    That it takes none is seen before the block, which may be the work of hours.
+    Whether it can be written to is tested before the block, which may take hours.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # The process number keeps two commands in one folder apart.
         probe = folder / f".writable.{os.getpid()}"
         probe.touch()
         probe.unlink()
@@ -333,206 +209,213 @@ def writing(folder: Path) -> Iterator[Path]:
         raise OSError(f"cannot write to {folder}: {error.strerror}") from error
     try:
         yield folder
-    except SafetensorError as error:  # which has what the system said in words of its own
-        raise _unwritable(folder, str(error)) from error
-    except OSError as error:
-        elsewhere = error.filename is not None and not Path(error.filename).is_relative_to(folder)
-        if error.strerror is None or elsewhere:
+    except (OSError, SafetensorError) as error:
+        # An error of safetensors has no error number, only the text of the system.
+        reason = getattr(error, "strerror", str(error))
+        file = getattr(error, "filename", None)
+        if reason is None or (file is not None and not Path(file).is_relative_to(folder)):
             raise
-        raise _unwritable(folder, error.strerror) from error
-
-
-def _unwritable(folder: Path, reason: str) -> OSError:
-    return OSError(f"cannot write to {folder}: {reason}; what was whole before is so still, and "
-                   "the same command, given again, goes on from there")  # fmt: skip
-
-
-def _located(source: Path, average: bool) -> tuple[Path, Path]:
-    if source.is_dir():
-        return source, run_weights(source, average=average)
-    if not source.exists():
-        raise FileNotFoundError(f"no such folder or file: {source}")
-    if average:
-        raise ValueError(f"--average needs the folder of a run, got the file {source}")
-    return source.parent, source
-
-
-def _config(choice: Choice, folder: Path, made: RunConfig | None) -> RunConfig:
-    """What the run was made with, with what is asked for in its place."""
-    names = {name: getattr(choice, name) for name in ("model", "data", "loss")}
-    changes: dict[str, Any] = {name: value for name, value in names.items() if value is not None}
-    for kind in ("model", "data"):
-        changes[f"{kind}_options"] = _options(choice, kind, made)
-    missing = [f"--{name}" for name in ("model", "data") if names[name] is None]
-    if made is None and missing:
-        raise ValueError(f"{folder} has no run.json, which says what {choice.source.name} was made "
-                         f"from: give {' and '.join(missing)}")  # fmt: skip
-    config = replace(made or RunConfig(model="", data=""), **changes)
-    size = choice.batch_size or config.batch_size
-    return replace(config, training=replace(config.training, batch_size=size))
-
-
-def _options(choice: Choice, kind: str, made: RunConfig | None) -> dict[str, Any]:
-    """Those asked for, and the others of the run, unless they belong to another name."""
-    asked = parse_settings(f"--set-{kind}", getattr(choice, f"set_{kind}"))
-    if made is None or getattr(choice, kind) not in (None, getattr(made, kind)):
-        return asked
-    return {**getattr(made, f"{kind}_options"), **asked}
-
-
-def draw(result: Any, path: Path) -> list[Path]:
-    """Draw a result where matplotlib is there; return the picture, or nothing."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return []
-    from ritz import plots
-
-    return [plots.save_figure(plots.plot(result), path)]
+        raise OSError(f"cannot write to {folder}: {reason}; files written before are intact, and "
+                      "the same command resumes from there") from error  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------
-# How results are named: after what was asked for beyond the defaults of a command.
+# The session of one command.
 
-LAST = {Path(name).stem for name in (WEIGHTS, NAME)}  # of a run: results do not name them
-LONGEST = 160  # bytes: file systems take 255, and a file that is being written has 50 more
-BOTH = {"matrix": "hessian-ggn", "batch_norm": "eval-train"}
+
+@contextmanager
+def measurement(
+    command: Callable[..., None], common: MeasureOptions, **options: Any
+) -> Iterator["Measurement"]:
+    """Open a run, let the block measure it, and then print what the block saved.
+
+    Within the block, SIGTERM acts as ctrl-C, and both end in :class:`Interrupted`.
+
+    Args:
+        command: Function of the command, whose defaults names of files leave out.
+        common: Options that the measuring commands share.
+        options: Options of this command that all its results depend on.
+    """
+    run = open_run(common)
+    # Names of files leave out options that have the default of this command.
+    defaults = {key: p.default for key, p in inspect.signature(command).parameters.items()}
+    # Errors of the disk are outermost: whatever fails, they name the folder.
+    with writing(common.out or run.folder) as folder, terminate_as_interrupt():
+        session = Measurement(run, common, folder, defaults, options)
+        try:
+            with explain_mismatch(run.model, run.parts, name=run.config.model, loss_fn=run.loss_fn):
+                yield session
+        except KeyboardInterrupt as error:
+            raise Interrupted(session.progress_saved()) from error
+        for state in session.states:
+            remove_state(state)
+    print_result(session.results, session.files, as_json=common.json)
 
 
 @final
-class Names:
-    """Names of the results of one command, without their ending: another question, another name.
+@dataclass(slots=True)
+class Measurement:
+    """What one command measures: names of results, states to resume from, files written.
 
-    They tell weights, options, model, data and loss, each where it is neither the default of the
-    command nor what the run was made with. So a result is overwritten by the same command alone.
-
-    Args:
-        command: The function of the command, which has the defaults.
-        opened: The model, its weights and data.
-        options: What else the results depend on, by the names of the function's arguments.
+    Attributes:
+        run: The trained network.
+        common: Options that the measuring commands share.
+        folder: Folder of the results.
+        defaults: Default of every option of the command, by name.
+        options: Options of the command that all its results depend on.
+        results: Results by title, in the order in which they were saved.
+        files: Files written.
+        states: Files to resume from, which are removed once all results are saved.
     """
 
-    def __init__(self, command: Callable[..., None], opened: Opened, **options: Any) -> None:
-        signature = inspect.signature(command)
-        self._defaults = {key: known.default for key, known in signature.parameters.items()}
-        self._ignored = () if opened.has_batch_norm else ("batch_norm",)
-        weights = [] if opened.weights.stem in LAST else [opened.weights.stem]
-        drawn = {key: getattr(opened.choice, key) for key in ("samples", "precision", "seed")}
-        self._ending = [*weights, *self._told(options), *_changes(opened), *self._told(drawn)]
+    run: Run
+    common: MeasureOptions
+    folder: Path
+    defaults: dict[str, Any]
+    options: dict[str, Any]
+    results: dict[str, Any] = field(default_factory=dict)
+    files: list[Path] = field(default_factory=list)
+    states: list[Path] = field(default_factory=list)
 
-    def __call__(self, result: str, **words: str) -> str:
-        """The name of a result, with the options, by their names, whose values tell it."""
-        name = "-".join([result, *self._told(words), *self._ending])
+    @property
+    def has_batch_norm(self) -> bool:
+        """Whether modes of batch norm make a difference."""
+        return bool(batch_norms(self.run.model))
+
+    def risk(self, split: Any = "train", *, whole: bool = False) -> Risk:
+        """Return the risk on a part of the data, on all samples if ``whole``."""
+        return measured_risk(
+            self.run.model,
+            self.run.loss_fn,
+            self.run.parts,
+            split=split,
+            num_samples=None if whole else self.common.samples,
+            batch_size=self.run.config.batch_size,
+            precision=self.common.precision,
+            seed=self.common.seed,
+        )
+
+    def generator(self) -> torch.Generator:
+        """Return a new generator with the seed of the command."""
+        return torch.Generator().manual_seed(self.common.seed)
+
+    def matrices(self, matrix: str) -> tuple[Any, ...]:
+        """Return the matrices that ``--matrix`` names."""
+        if matrix != "hessian" and self.run.loss_fn is None:
+            raise ValueError(
+                f"--matrix {matrix} needs a loss of the outputs, and with --loss model the network "
+                "returns the loss alone: give --matrix hessian"
+            )
+        return ("hessian", "ggn") if matrix == "both" else (matrix,)
+
+    def modes(self, batch_norm: str) -> tuple[Any, ...]:
+        """Return the modes that ``--batch-norm`` names; one suffices without batch norm."""
+        if not self.has_batch_norm:
+            return ("eval",)
+        return ("eval", "train") if batch_norm == "both" else (batch_norm,)
+
+    def title(self, matrix: str, mode: str) -> str:
+        """Return the name of a matrix in pictures and tables."""
+        return TITLES[matrix] + (f", batch norm {mode}" if self.has_batch_norm else "")
+
+    def name(self, result: str, **options: Any) -> str:
+        """Return the name of a result, without its ending.
+
+        It mentions weights, options, model, data and loss where they are neither the default of
+        the command nor those of the run. So only the same command overwrites a result.
+
+        Args:
+            result: What it is.
+            options: Further options it depends on, mentioned first.
+        """
+        if not self.has_batch_norm:  # all modes are the same
+            options.pop("batch_norm", None)
+        run, shared = self.run, {f.name: f.default for f in fields(MeasureOptions)}
+        drawn = {key: getattr(self.common, key) for key in ("samples", "precision", "seed")}
+        # Order: result and its variant, weights, cost, differences from the run, random choices.
+        words = [
+            result,
+            *_words(options, self.defaults),
+            *([] if run.weights.stem in LAST else [run.weights.stem]),
+            *_words(self.options, self.defaults),
+            *_changes(run.config, run.made),
+            *_words(drawn, shared),
+        ]
+        name = "-".join(words)
         if len(name.encode()) <= LONGEST:
             return name
-        whole = hashlib.sha256(name.encode()).hexdigest()[:8]
-        return f"{name.encode()[: LONGEST - 9].decode(errors='ignore')}-{whole}"
+        # A tag of the whole name tells names apart that agree up to the cut.
+        tag = hashlib.sha256(name.encode()).hexdigest()[:8]
+        return f"{name.encode()[: LONGEST - 9].decode(errors='ignore')}-{tag}"
 
-    def _told(self, options: Mapping[str, Any]) -> list[str]:
-        asked = {key: value for key, value in options.items() if value != self._defaults[key]}
-        return [_word(key, value) for key, value in asked.items() if key not in self._ignored]
+    def resume(self, name: str) -> dict[str, Any]:
+        """Return the keywords with which a computation saves its state and shows its progress.
+
+        The state lies in a hidden file named after the result and the weights, so that the same
+        command finds it again and no other one does.
+        """
+        # Options are in the name already. What else the numbers depend on: the weights, and data
+        # and kernels, which may differ by folder and by device.
+        weights = digest(tensor_state(self.run.model).values())
+        places = f"{weights} {self.common.data_dir} {self.common.device}"
+        key = hashlib.sha256(places.encode()).hexdigest()[:16]
+        self.states.append(self.folder / f".{name}-{key}.state")
+        return {
+            "state": self.states[-1],
+            "save_interval": self.common.save_interval,
+            "progress": not self.common.json,
+        }
+
+    def save(self, title: str, result: Any, name: str, *, picture: str | None = None) -> None:
+        """Save a result, and draw it if a format of pictures is given."""
+        self.results[title] = result
+        self.files.append(self.folder / f"{name}.safetensors")
+        save(result, self.files[-1])
+        if picture is not None:
+            self.draw(result, f"{name}.{picture}")
+
+    def draw(self, result: Any, file: str) -> None:
+        """Draw a result, or several by title, if Matplotlib is installed."""
+        if importlib.util.find_spec("matplotlib") is not None:
+            from ritz import plots
+
+            self.files.append(plots.save_figure(plots.plot(result), self.folder / file))
+
+    def progress_saved(self) -> str:
+        """Return the message of an interrupted command: whether it can be resumed."""
+        every = f"--save-interval is {self.common.save_interval:g} s"
+        if any(map(has_state, self.states)):
+            return f"interrupted; the same command resumes from the last save ({every})"
+        return f"interrupted before the first save ({every}): the same command starts again"
 
 
-def _word(key: str, value: Any) -> str:
-    if isinstance(value, str):
-        return BOTH[key] if value == "both" else value
-    return key if value is True else f"{key}{value}".removesuffix(".0")
+def _words(options: dict[str, Any], defaults: dict[str, Any]) -> list[str]:
+    """Return a word for each option that does not have its default."""
+    words = []
+    for key, value in options.items():
+        if value == defaults[key]:
+            continue
+        if isinstance(value, str):
+            words.append(BOTH[key] if value == "both" else value)
+        else:
+            words.append(key if value is True else f"{key}{value}".removesuffix(".0"))
+    return words
 
 
-def _plain_word(value: Any) -> str:
-    """A value of an option as it is given: several numbers with commas between them."""
+def _changes(config: RunConfig, made: RunConfig) -> list[str]:
+    """Return a word for everything that differs from what the run was made with."""
+    words = []
+    for kind in ("model", "data"):
+        now, before = (
+            (getattr(one, kind), dict(getattr(one, f"{kind}_options"))) for one in (config, made)
+        )
+        if now != before:
+            words += [now[0], *(f"{key}={_text(value)}" for key, value in now[1].items())]
+    words += [config.loss] if config.loss != made.loss else []
+    words += [f"batch{config.batch_size}"] if config.batch_size != made.batch_size else []
+    # Paths and module:factory have characters that file systems refuse.
+    return [re.sub(r"[^\w.,=+-]+", "_", word) for word in words]
+
+
+def _text(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-
-
-def _changes(opened: Opened) -> list[str]:
-    """What was given in place of what the run was made with."""
-    now, before, found = opened.config, opened.made, []
-    for key in ("model", "data"):
-        name, options = (getattr(now, part) for part in (key, f"{key}_options"))
-        if (name, options) != (getattr(before, key), getattr(before, f"{key}_options")):
-            found += [
-                name,
-                *(f"{option}={_plain_word(value)}" for option, value in options.items()),
-            ]
-    found += [now.loss] if now.loss != before.loss else []
-    found += [f"batch{now.batch_size}"] if now.batch_size != before.batch_size else []
-    return [re.sub(r"[^\w.,=+-]+", "_", text) for text in found]
-
-
-# ------------------------------------------------------------------------------------------
-# Where a command that was stopped goes on from: hidden files in the folder of its results.
-
-# Vectors of a state, and one that was being written: no use without the file that names them.
-PARTS = re.compile(r".*(\.\d+\.\d+-\d+|\.next)")
-
-
-@final
-class States:
-    """The states of one command, named after all that its numbers depend on.
-
-    So the same command finds them when it is given again, and no other one does. For the block,
-    the signal to terminate is as good as ctrl-C, and either ends in :class:`Interrupted`.
-
-    Args:
-        folder: Of the results.
-        opened: The model, its weights and data.
-        save_interval: Seconds between saves, which the numbers do not depend on.
-        settings: What else was asked for.
-    """
-
-    def __init__(
-        self, folder: Path, opened: Opened, *, save_interval: float, **settings: Any
-    ) -> None:
-        # The weights stand for the place that they came from.
-        asked = replace(opened.choice, source=Path(opened.weights.name))
-        weights = digest(tensor_state(opened.model).values())
-        text = f"{weights} {asked} {opened.config.batch_size} {sorted(settings.items())}"
-        self._folder, self._key = folder, hashlib.sha256(text.encode()).hexdigest()[:16]
-        self._used: list[Path] = []
-        self._interval = save_interval
-        self._before: Any = signal.SIG_DFL
-
-    def __enter__(self) -> "States":
-        self._before = signal.getsignal(signal.SIGTERM)
-        if self._handles_signals():
-            signal.signal(signal.SIGTERM, _interrupt)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._handles_signals():
-            signal.signal(signal.SIGTERM, self._before)
-        if isinstance(error, KeyboardInterrupt):
-            every = f"--save-interval is {self._interval:g} s"
-            raise Interrupted(
-                f"interrupted; the same command goes on from the last save ({every})"
-                if self._any_saved()
-                else f"interrupted before the first save ({every}): the same command begins anew"
-            ) from error
-
-    def path(self, name: str) -> Path:
-        """The state of one part of the work."""
-        self._used.append(self._folder / f".{name}-{self._key}.state")
-        return self._used[-1]
-
-    def remove(self) -> None:
-        """All results are written: remove what they were resumed from."""
-        for path in self._used:
-            # A file that a kill left half written has a point more before its name.
-            for spent in self._folder.glob(f"*{path.name}*"):
-                spent.unlink(missing_ok=True)
-
-    def _handles_signals(self) -> bool:
-        # Python lets nobody else; and what was started to ignore the signal goes on ignoring it.
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        return in_main_thread and self._before is not signal.SIG_IGN
-
-    def _any_saved(self) -> bool:
-        names = [path.name for used in self._used for path in self._folder.glob(f"{used.name}*")]
-        return any(PARTS.fullmatch(name) is None for name in names)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt

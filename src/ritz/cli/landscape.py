@@ -1,164 +1,95 @@
 """``ritz landscape``: loss and accuracy around a trained network, along lines and on a plane."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
-
-import ritz
-from ritz._core.checks import check_count, check_range
-from ritz.cli._options import (
-    Average,
-    BatchSize,
-    Data,
-    DataDir,
-    Device,
-    Json,
-    Loss,
-    Model,
-    Out,
-    Picture,
-    PrecisionOption,
-    Samples,
-    SaveInterval,
-    Seed,
-    SetData,
-    SetModel,
-    Source,
-    check_size,
-    print_results,
-)
+from ritz.cli._options import MeasureOptions, Picture, check_size, choice, examples, option
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ritz.cli._session import Measurement
     from ritz.curvature import Risk
 
-EPILOG = """
-Examples:
+EPILOG = examples(
+    "ritz landscape runs/digits",
+    "ritz landscape runs/vgg --plane --batch-norm recomputed --points 31",
+    "ritz landscape runs/digits --directions filter --picture pdf",
+    "Solid lines are training data; dashed lines are all test data, if there are any.",
+    file="landscape-filter-train-average-points31.safetensors",
+)
 
-ritz landscape runs/digits
-
-ritz landscape runs/vgg --plane --batch-norm recomputed --distance 2 --points 31 --samples 5000
-
-ritz landscape runs/digits --directions filter --picture pdf
-
-Solid lines are the training data, dashes the test data where there are any, all of them.
-Files are named after options other than the defaults and those of the run:
-landscape-filter-train-average-points31.safetensors, plane-filter-train-average-points31.png.
-A computation that was stopped goes on when the same command is given again.
-"""
-
-Kind = Literal["ritz", "random", "filter"]
-Directions = Annotated[
-    Kind,
-    typer.Option(
-        "--directions",
-        help="ritz: of the largest, smallest and flattest Ritz value; random; filter-normalised.",
-    ),
-]
-Plane = Annotated[bool, typer.Option("--plane", help="Also the plane of two directions.")]
-Distance = Annotated[float, typer.Option("--distance", help="Largest step to either side.")]
-Points = Annotated[int, typer.Option("--points", help="Points a line, and a side of the plane.")]
-Steps = Annotated[int, typer.Option("--steps", help="Lanczos steps for the Ritz vectors.")]
-BatchNorm = Annotated[
-    Literal["eval", "train", "recomputed"], typer.Option("--batch-norm", help="Mode of batch norm.")
+KINDS = (
+    "ritz (Ritz vectors of the largest, the smallest and the flattest Ritz value), random, or "
+    "filter (random, filter-normalized)."
+)
+Directions = Annotated[Literal["ritz", "random", "filter"], choice("--directions", KINDS)]
+Plane = Annotated[bool, option("--plane", "Measure the plane of the first two directions as well.")]
+Distance = Annotated[float, option("--distance", "Largest distance from the weights.")]
+Points = Annotated[int, option("--points", "Points per line, and per side of the plane.", low=2)]
+Steps = Annotated[int, option("--steps", "Lanczos steps for the Ritz vectors.", low=2)]
+Mode = Annotated[
+    Literal["eval", "train", "recomputed"], choice("--batch-norm", "eval, train or recomputed.")
 ]
 
 
 def command(
-    source: Source,
+    *,
     directions: Directions = "ritz",
     plane: Plane = False,
     distance: Distance = 1.0,
     points: Points = 21,
     steps: Steps = 30,
-    batch_norm: BatchNorm = "eval",
-    average: Average = False,
-    samples: Samples = None,
-    batch_size: BatchSize = None,
-    model: Model = None,
-    data: Data = None,
-    loss: Loss = None,
-    set_model: SetModel = None,
-    set_data: SetData = None,
-    data_dir: DataDir = None,
-    precision: PrecisionOption = "float32",
-    device: Device = None,
-    out: Out = None,
-    save_interval: SaveInterval = 30.0,
+    batch_norm: Mode = "eval",
     picture: Picture = "png",
-    seed: Seed = 0,
-    json: Json = False,
+    common: MeasureOptions,
 ) -> None:
-    """Compute loss and accuracy along directions from trained weights, and draw them."""
-    from ritz.cli._session import Choice, Names, States, draw, open_run, writing
+    """Measure loss and accuracy along directions from trained weights, and draw them."""
+    from ritz import measures
+    from ritz.cli._session import measurement
 
-    check_count("--points", points, low=2)
-    check_count("--steps", steps, low=2)
     check_size("--distance", distance)
-    check_range("--save-interval", save_interval, low=0.0)
-    opened = open_run(Choice(
-        source=source, average=average, model=model, data=data, set_model=set_model,
-        set_data=set_data, loss=loss, data_dir=data_dir, samples=samples, batch_size=batch_size,
-        device=device, precision=precision, seed=seed,
-    ))  # fmt: skip
-    with (
-        writing(out or opened.folder) as folder,
-        States(folder, opened, save_interval=save_interval, directions=directions,
-               distance=distance, points=points, steps=steps, batch_norm=batch_norm) as states,
-    ):  # fmt: skip
-        risk = opened.risk().with_batch_norm(batch_norm if opened.has_batch_norm else "eval")
-        saving: Any = {"save_interval": save_interval, "progress": not json}
-        vectors = _directions(
-            risk, directions, steps, seed, state=states.path("directions"), **saving
-        )
-        common: Any = saving | {
+    options = {"steps": steps, "distance": distance, "points": points}
+    leading = {"directions": directions, "batch_norm": batch_norm}
+    with measurement(command, common, **options) as session:
+        risk = session.risk().with_batch_norm(session.modes(batch_norm)[0])
+        vectors = _directions(session, risk, directions, steps)
+        # All test data, whatever --samples: the test loss needs no products, so it is cheap.
+        grid: Any = {
             "distance": distance,
             "num_points": points,
-            "test": None if opened.parts.test is None else opened.risk("test", whole=True),
+            "test": None if session.run.parts.test is None else session.risk("test", whole=True),
             "batch_norm": risk.batch_norm,
         }
-        found: dict[str, Any] = {
-            "landscape": ritz.measures.landscape(
-                risk, vectors, state=states.path("landscape"), **common
-            )
-        }
+        name = session.name("landscape", **leading)
+        lines = measures.landscape(risk, vectors, **grid, **session.resume(name))
+        session.save("landscape", lines, name, picture=picture)
         if plane:
-            found["plane"] = _plane(risk, vectors, common | {"state": states.path("plane")})
-        names = Names(command, opened, steps=steps, distance=distance, points=points)
-        files: list[Path] = []
-        for kind, result in found.items():
-            name = names(kind, directions=directions, batch_norm=batch_norm)
-            files.append(folder / f"{name}.safetensors")
-            ritz.save(result, files[-1])
-            files += draw(result, folder / f"{name}.{picture}")
-        states.remove()
-    print_results(found, files, as_json=json)
+            if len(vectors) < 2:
+                raise ValueError(
+                    f"--plane needs two directions, got {len(vectors)}: give more --steps"
+                )
+            # Ritz vectors are ordered by importance: largest, smallest, flattest.
+            (first, u), (second, v), *_ = vectors.items()
+            name = session.name("plane", **leading)
+            grid |= {"names": (first, second)} | session.resume(name)
+            session.save("plane", measures.landscape2d(risk, u, v, **grid), name, picture=picture)
 
 
-def _directions(
-    risk: "Risk", kind: Kind, steps: int, seed: int, **saving: Any
-) -> "dict[str, Tensor]":
-    """Directions by name; Ritz vectors are of the mode of batch norm that is drawn."""
-    import torch
-
+def _directions(session: "Measurement", risk: "Risk", kind: str, steps: int) -> "dict[str, Tensor]":
+    """Return directions by name; Ritz vectors are those of the batch-norm mode of the risk."""
+    from ritz import measures
     from ritz.curvature import hessian
     from ritz.spectra import lanczos
 
-    generator = torch.Generator().manual_seed(seed)
+    generator = session.generator()
     if kind == "ritz":
-        steps = min(steps, risk.space.size)
-        run = lanczos(hessian(risk), num_steps=steps, vectors=True, generator=generator, **saving)
-        return ritz.measures.ritz_directions(run)
-    drawn = [ritz.measures.random_direction(risk, generator=generator) for _ in range(2)]
+        saving = session.resume(session.name(f"directions-{risk.batch_norm}"))
+        size = min(steps, risk.space.size)
+        run = lanczos(hessian(risk), num_steps=size, vectors=True, generator=generator, **saving)
+        return measures.ritz_directions(run)
+    drawn = [measures.random_direction(risk, generator=generator) for _ in range(2)]
     if kind == "filter":
-        drawn = [ritz.measures.filter_normalized(risk, direction) for direction in drawn]
+        # Each filter of the direction gets the norm of the filter of the weights, so that the
+        # picture does not change if a layer is rescaled before batch norm.
+        drawn = [measures.filter_normalized(risk, direction) for direction in drawn]
     return {f"{kind} direction {k}": direction for k, direction in enumerate(drawn, start=1)}
-
-
-def _plane(risk: "Risk", chosen: "dict[str, Tensor]", common: Any) -> Any:
-    if len(chosen) < 2:
-        raise ValueError(f"--plane needs two directions, got {len(chosen)}: give more --steps")
-    (first, u), (second, v), *_ = chosen.items()
-    return ritz.measures.landscape2d(risk, u, v, names=(first, second), **common)

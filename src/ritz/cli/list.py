@@ -1,21 +1,13 @@
-"""``ritz list``: what can be chosen by name."""
+"""``ritz list``: everything that can be chosen by name."""
 
-import json as json_format
-from collections.abc import Callable
 from typing import Annotated, Literal
 
 import typer
 
 import ritz
-from ritz.cli._options import Json
+from ritz.cli._options import Json, examples, print_result
 
-EPILOG = """
-Examples:
-
-ritz list models
-
-ritz list optimizers --json
-"""
+EPILOG = examples("ritz list models", "ritz list optimizers --json")
 
 What = Annotated[
     Literal["models", "datasets", "optimizers", "studies"],
@@ -24,41 +16,20 @@ What = Annotated[
 
 
 def command(what: What, json: Json = False) -> None:
-    """List the models, data sets, optimisers or studies that have a name."""
-    found = KINDS[what]()
-    if json:
-        typer.echo(json_format.dumps(found, indent=2))
-        return
-    width = max(map(len, found), default=0)
-    for name, words in found.items():
-        typer.echo(f"{name:{width}}  {words}".rstrip())
-
-
-def _models() -> dict[str, str]:
-    return {
-        name: "options: " + ", ".join(ritz.models.options(name)) for name in ritz.models.available()
-    }
-
-
-def _datasets() -> dict[str, str]:
-    return {name: ritz.data.describe(name) for name in ritz.data.available()}
-
-
-def _optimizers() -> dict[str, str]:
-    found = dict.fromkeys(ritz.training.optimizer_names(), "")
-    return found | {name: ritz.optim.preset(name).source for name in ritz.optim.preset_names()}
-
-
-def _studies() -> dict[str, str]:
-    return {
-        name: (ritz.studies.find(name).__doc__ or "").splitlines()[0]
-        for name in ritz.studies.available()
-    }
-
-
-KINDS: dict[str, Callable[[], dict[str, str]]] = {
-    "models": _models,
-    "datasets": _datasets,
-    "optimizers": _optimizers,
-    "studies": _studies,
-}
+    """List the models, data sets, optimisers or studies that can be chosen by name."""
+    if what == "models":
+        names = {name: f"options: {', '.join(ritz.models.options(name))}"
+                 for name in ritz.models.available()}  # fmt: skip
+    elif what == "datasets":
+        names = {name: ritz.data.describe(name) for name in ritz.data.available()}
+    elif what == "optimizers":
+        # Presets are optimisers with published settings, and know where these were published.
+        names = dict.fromkeys(ritz.training.optimizer_names(), "")
+        names |= {name: ritz.optim.preset(name).source for name in ritz.optim.preset_names()}
+    else:
+        # The first line of a study names the table or figure.
+        documents = {name: ritz.studies.find(name).__doc__ for name in ritz.studies.available()}
+        names = {name: (text or "").splitlines()[0] for name, text in documents.items()}
+    width = max(map(len, names))
+    lines = [f"{name:{width}}  {words}".rstrip() for name, words in names.items()]
+    print_result(names, as_json=json, text="\n".join(lines))

@@ -1,16 +1,26 @@
 """``ritz train``: train a network into a folder from which it can be measured."""
 
-import inspect
 import os
-from dataclasses import Field, fields
+from dataclasses import Field, field, fields, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
-from ritz._core.checks import check_choice, check_count
-from ritz._core.training_config import EVALUATION, TrainingConfig
-from ritz.cli._options import DataDir, Json, Loss, SetData, SetModel, check_size, print_result
+from ritz._core.checks import check_choice
+from ritz._core.training_config import EVALUATION, RATE, TrainingConfig
+from ritz.cli._options import (
+    NETWORK,
+    OUTPUT,
+    DataDir,
+    Json,
+    Loss,
+    SetData,
+    SetModel,
+    check_size,
+    option,
+    print_result,
+)
 
 EPILOG = """
 Examples:
@@ -28,96 +38,75 @@ loaders. A run that was stopped resumes when the same command is repeated.
 """
 
 Model = Annotated[
-    str, typer.Option("--model", metavar="NAME", help="Name (ritz list models) or module:factory.")
+    str, option("--model", "Name (ritz list models) or module:factory.", NETWORK, "NAME")
 ]
 Data = Annotated[
-    str, typer.Option("--data", metavar="NAME", help="Name (ritz list datasets) or module:factory.")
+    str, option("--data", "Name (ritz list datasets) or module:factory.", NETWORK, "NAME")
 ]
-Out = Annotated[
-    Path, typer.Option("--out", metavar="FOLDER", help="Folder of the run, created if missing.")
-]
-Rate = Annotated[
-    float | None, typer.Option("--lr", help="Learning rate (default: that of the optimiser).")
-]
-Decay = Annotated[
-    float | None,
-    typer.Option("--weight-decay", help="Weight decay (default: that of the optimiser)."),
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Other option of the optimiser, such as momentum=0.8. May be repeated.",
-    ),
-]
-Watch = Annotated[
-    int | None,
-    typer.Option(
-        "--watch",
-        metavar="K",
-        help="Log the curvature every K epochs (default: never).",
-        rich_help_panel=EVALUATION,
-    ),
-]
-Quantities = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--quantity",
-        metavar="NAME",
-        help="Curvature to log: lambda_max, trace, spectrum or variance (P sigma^2). May be "
-        "repeated (default: the first three).",
-        rich_help_panel=EVALUATION,
-    ),
-]
+Out = Annotated[Path, option("--out", "Folder of the run, created if missing.", OUTPUT, "FOLDER")]
+OWN = "(default: that of the optimiser)"
+Rate = Annotated[float | None, option("--lr", f"Learning rate {OWN}.", RATE)]
+Decay = Annotated[float | None, option("--weight-decay", f"Weight decay {OWN}.", RATE)]
+OTHER = "Other option of the optimiser, such as momentum=0.8. May be repeated."
+Settings = Annotated[list[str] | None, option("--set", OTHER, RATE, "KEY=VALUE")]
+EVERY = "Log the curvature every K epochs (default: never)."
+Watch = Annotated[int | None, option("--watch", EVERY, EVALUATION, "K", low=1)]
+LOGGED = (
+    "Curvature to log: lambda_max, trace, spectrum or variance (P sigma^2). May be repeated "
+    "(default: the first three)."
+)
+Quantities = Annotated[list[str] | None, option("--quantity", LOGGED, EVALUATION, "NAME")]
 
 
-def _flags(entry: Field[Any]) -> list[str]:
-    flags = entry.metadata.get("flags", "--" + entry.name.replace("_", "-"))
-    return [] if flags is None else flags.split()
+def _flags(entry: Field[Any]) -> str:
+    """Return the names of a field of :class:`TrainingConfig` on the command line."""
+    flags: str | None = entry.metadata.get("flags", "--" + entry.name.replace("_", "-"))
+    return flags or ""
 
 
-def _parameter(entry: Field[Any]) -> inspect.Parameter:
-    """Return a field of :class:`TrainingConfig` as a parameter that Typer makes an option of."""
+def _option(entry: Field[Any]) -> tuple[str, Any, Any]:
+    """Return a field of :class:`TrainingConfig` as a field with an option of Typer."""
     known, kind = entry.metadata, entry.metadata.get("kind", entry.type)
     text, metavar = known["help"], known.get("metavar")
+    # Typer shows choices beside the name, where four of them leave no room for the text.
     if get_origin(kind) is Literal:
         text, metavar = f"{text[:-1]}: {', '.join(get_args(kind))}.", "NAME"
-    option = typer.Option(
-        *_flags(entry), help=text, metavar=metavar, rich_help_panel=known["panel"]
-    )
     default = None if entry.default == () else entry.default
-    place = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(entry.name, place, default=default, annotation=Annotated[kind, option])
+    flags = option(_flags(entry), text, known["panel"], metavar)
+    return entry.name, Annotated[kind, flags], field(default=default)
 
 
+# One option per field. `flatten_options` puts those of this dataclass into the signature of the
+# command, from which Typer reads them.
 OPTIONS = {entry.name: entry for entry in fields(TrainingConfig) if _flags(entry)}
+Training = make_dataclass("Training", map(_option, OPTIONS.values()), kw_only=True)
 
 
 def command(
     model: Model,
     data: Data,
     out: Out,
-    *,
+    training: Training,  # type: ignore[valid-type]
+    lr: Rate = None,
+    weight_decay: Decay = None,
+    settings: Settings = None,
     loss: Loss = None,
     set_model: SetModel = None,
     set_data: SetData = None,
     data_dir: DataDir = None,
-    lr: Rate = None,
-    weight_decay: Decay = None,
-    settings: Settings = None,
     watch: Watch = None,
     quantity: Quantities = None,
     json: Json = False,
-    **options: Any,
 ) -> None:
     """Train a network and write weights, checkpoint and log into a folder."""
-    from ritz.cli._session import check_pair, default_device, writing
+    from ritz.cli._session import default_device, explain_mismatch, writing
     from ritz.cli._targets import loss_function, make_data, make_model, parse_settings
     from ritz.training._shared import RunConfig, run_files, train_run
 
     quantities = _quantities(watch, quantity)
-    training = _training(options | {"optimizer_settings": _settings(lr, weight_decay, settings)})
+    options: dict[str, Any] = vars(training) | {
+        "optimizer_settings": _settings(lr, weight_decay, settings)
+    }
     config = RunConfig(
         model=model,
         data=data,
@@ -125,14 +114,17 @@ def command(
         data_options=parse_settings("--set-data", set_data),
         data_dir=None if data_dir is None else str(data_dir.expanduser().resolve()),
         loss=loss or "cross_entropy",
-        training=training,
+        training=_training(options),
     )
     device = default_device(options["device"])
     parts = make_data(data, data_dir=data_dir, options=config.data_options)
     loss_fn = loss_function(config.loss)
-    network = make_model(model, parts=parts, options=config.model_options, seed=training.seed)
-    check_pair(network, parts, name=model, loss_fn=loss_fn, device=device)
-    with writing(out) as folder:
+    network = make_model(
+        model, parts=parts, options=config.model_options, seed=config.training.seed
+    )
+    mismatch = explain_mismatch(network, parts, name=model, loss_fn=loss_fn)
+    # The folder first: an error of the first step must leave it as it was.
+    with writing(out) as folder, mismatch:
         result = train_run(
             config,
             network,
@@ -152,15 +144,6 @@ def command(
         raise typer.Exit(1)
 
 
-# Typer reads the options of a command from its signature.
-_fixed = list(inspect.signature(command).parameters.values())[:-1]
-_all = [*_fixed[:3], *map(_parameter, OPTIONS.values()), *_fixed[3:]]
-command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-    [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in _all]
-)
-command.__annotations__ = {each.name: each.annotation for each in _all}
-
-
 def _training(options: dict[str, Any]) -> TrainingConfig:
     """Return the options of training; errors name the option of the command line."""
     try:
@@ -169,7 +152,9 @@ def _training(options: dict[str, Any]) -> TrainingConfig:
         name, _, rest = str(error).partition(" ")
         if name not in OPTIONS:
             raise
-        raise type(error)(f"{_flags(OPTIONS[name])[0].split('/')[0]} {rest}") from error
+        # --resume of "--resume/--restart", --precision of "--precision --dtype"
+        flag = _flags(OPTIONS[name]).replace("/", " ").split()[0]
+        raise type(error)(f"{flag} {rest}") from error
 
 
 def _quantities(every: int | None, names: list[str] | None) -> tuple[Any, ...]:
@@ -177,9 +162,7 @@ def _quantities(every: int | None, names: list[str] | None) -> tuple[Any, ...]:
 
     for name in names or ():
         check_choice("--quantity", name, QUANTITIES)
-    if every is not None:
-        check_count("--watch", every)
-    elif names:
+    if every is None and names:
         raise ValueError(f"--quantity {names[0]} needs --watch, got none")
     return tuple(names or ("lambda_max", "trace", "spectrum"))
 
@@ -191,10 +174,10 @@ def _settings(
     from ritz.cli._targets import parse_settings
 
     others = parse_settings("--set", settings)
-    own = {"lr": ("--lr", lr), "weight_decay": ("--weight-decay", weight_decay)}
-    for name, (option, value) in own.items():
-        for flag, number in ((option, value), (f"--set {name}", others.get(name))):
+    named = {"lr": ("--lr", lr), "weight_decay": ("--weight-decay", weight_decay)}
+    for name, (flag, value) in named.items():
+        for source, number in ((flag, value), (f"--set {name}", others.get(name))):
             if number is not None:
-                check_size(flag, number, zero=name == "weight_decay")
-                others.setdefault(name, number)
+                check_size(source, number, zero=name == "weight_decay")
+                others.setdefault(name, number)  # --set lr=... takes precedence over --lr
     return others

@@ -1,5 +1,6 @@
 """Curvature of networks: a risk at a point, and its Hessian, Gauss-Newton and Fisher matrices."""
 
+from ritz.curvature._layers import block_diagonal, kfac
 from ritz.curvature._matrices import (
     curvature_operator,
     fisher,
@@ -8,7 +9,6 @@ from ritz.curvature._matrices import (
     gradient_covariance,
     hessian,
 )
-from ritz.curvature._persample import block_diagonal, kfac
 from ritz.curvature._products import CurvatureOperator
 from ritz.curvature._risk import Risk
 from ritz.curvature._statistics import distance, gradient_statistics, summary

@@ -1,4 +1,4 @@
-"""A product traced once and cut in two: what depends on the vector, and what does not."""
+"""A linear product, traced once and split into a primal part and a tangent part."""
 
 import operator
 import warnings
@@ -11,47 +11,32 @@ from torch.func import functionalize, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ritz.curvature._risk import without_warnings_of_fallbacks
+from ritz._core.batches import tensors
+from ritz.curvature._modes import without_warnings_of_fallbacks
 
 # ------------------------------------------------------------------------------------------
-# Graphs of tensor operations made smaller: no copies, nothing twice, no arithmetic with
-# zeros.
+# Simplification of graphs: no copies, no operation twice, no arithmetic with zeros.
 #
-# Traces of derivatives are full of them: an input has no tangent, which is traced as a tensor
-# of zeros that is multiplied by the weights and added to what is wanted.
+# Traces of derivatives are full of these. An input has no tangent, which is traced as a tensor
+# of zeros that is multiplied by the weights and added to the result.
 
 aten = torch.ops.aten
 
-# Zero where their first argument is.
+# f(0, ...) = 0: zero if their first argument is.
 _LINEAR = {
-    aten.t.default,
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.expand.default,
-    aten.permute.default,
-    aten.transpose.int,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.slice.Tensor,
-    aten.select.int,
-    aten.clone.default,
-    aten.alias.default,
-    aten.detach.default,
-    aten.neg.default,
-    aten.sum.default,
-    aten.sum.dim_IntList,
-    aten.threshold_backward.default,
-    aten.mul.Scalar,
-    aten.div.Tensor,
-    aten.div.Scalar,
-}
+    aten.t.default, aten.view.default, aten._unsafe_view.default, aten.expand.default,
+    aten.permute.default, aten.transpose.int, aten.unsqueeze.default, aten.squeeze.dim,
+    aten.slice.Tensor, aten.select.int, aten.clone.default, aten.alias.default,
+    aten.detach.default, aten.neg.default, aten.sum.default, aten.sum.dim_IntList,
+    aten.threshold_backward.default, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar,
+}  # fmt: skip
 _ZEROS = {aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default}
-# Zero where either of their first two arguments is.
+# 0 * x = x * 0 = 0: zero if one of their first two arguments is.
 _PRODUCTS = {aten.mul.Tensor, aten.mm.default, aten.bmm.default}
 
 
-def simplified(module: fx.GraphModule) -> fx.GraphModule:
-    """The same graph without copies of nothing, arithmetic with zeros, and things done twice."""
+def simplify(module: fx.GraphModule) -> fx.GraphModule:
+    """Remove copies, arithmetic with zeros and repeated operations from a graph."""
     seen: dict[Any, fx.Node] = {}
     zeros: set[fx.Node] = set()
     for node in list(module.graph.nodes):
@@ -59,10 +44,9 @@ def simplified(module: fx.GraphModule) -> fx.GraphModule:
             continue
         if _is_zero(node, zeros):
             zeros.add(node)
-        same = _nothing_done(node, zeros)
-        if same is None:
-            key = _key(node)
-            same = None if key is None else seen.setdefault(key, node)
+        same = _identity(node, zeros)
+        if same is None and (key := _key(node)) is not None:
+            same = seen.setdefault(key, node)
         if same is not None and same is not node:
             node.replace_all_uses_with(same)
             module.graph.erase_node(node)
@@ -71,8 +55,8 @@ def simplified(module: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
-def _nothing_done(node: fx.Node, zeros: set[fx.Node]) -> fx.Node | None:
-    """The input that a node returns unchanged."""
+def _identity(node: fx.Node, zeros: set[fx.Node]) -> fx.Node | None:
+    """Return the input that a node returns unchanged, or ``None``."""
     if node.target in (aten.alias.default, aten.detach.default, aten.lift_fresh.default):
         return _input(node, 0)
     source = _input(node, 0)
@@ -83,24 +67,24 @@ def _nothing_done(node: fx.Node, zeros: set[fx.Node]) -> fx.Node | None:
     if node.target is aten.add.Tensor and not node.kwargs and len(node.args) == 2:
         for here, other in ((0, 1), (1, 0)):
             zero, rest = _input(node, here), _input(node, other)
-            if zero in zeros:
-                return rest if rest is None or _like(rest) == _like(node) else _spread(node, rest)
+            if zero in zeros:  # 0 + x = x
+                return rest if rest is None or _like(rest) == _like(node) else _expand(node, rest)
     return None
 
 
-def _spread(node: fx.Node, source: fx.Node) -> fx.Node | None:
-    """A smaller tensor as large as a node, in front of it."""
+def _expand(node: fx.Node, source: fx.Node) -> fx.Node | None:
+    """Expand a smaller tensor to the shape of a node, before the node."""
     small, large = source.meta["val"], node.meta["val"]
     if small.dtype != large.dtype or small.shape == large.shape:
         return None
     with node.graph.inserting_before(node):
-        spread = node.graph.call_function(aten.expand.default, (source, list(large.shape)))
-    spread.meta["val"] = small.expand(large.shape)
-    return spread
+        expanded = node.graph.call_function(aten.expand.default, (source, list(large.shape)))
+    expanded.meta["val"] = small.expand(large.shape)
+    return expanded
 
 
 def _is_zero(node: fx.Node, zeros: set[fx.Node]) -> bool:
-    """Whether a node is known to be zero, given those before it that are."""
+    """Return whether a node is known to be zero, given the zeros before it."""
     first, second = _input(node, 0), _input(node, 1)
     if node.target in _ZEROS:
         return True
@@ -111,18 +95,18 @@ def _is_zero(node: fx.Node, zeros: set[fx.Node]) -> bool:
     if node.target is aten.convolution.default:
         return node.args[2] is None and (first in zeros or second in zeros)
     if node.target is aten.convolution_backward.default:
-        # Wanted is the gradient of the input (from the weights) or of the weights (from the input).
-        weights = _input(node, 2)
-        wanted = {"[True, False, False]": weights, "[False, True, False]": second}
-        other = wanted.get(str(node.args[-1]))
+        # The mask says which gradient is computed: of the input, from the output and the weights
+        # (argument 2), or of the weights, from the output and the input (argument 1).
+        factors = {"[True, False, False]": _input(node, 2), "[False, True, False]": second}
+        other = factors.get(str(node.args[-1]))
         return first in zeros or (other is not None and other in zeros)
     return False
 
 
 def _written(node: fx.Node) -> fx.Node | None:
-    """What a copy into another tensor, made functional, returns: the source, or one of its layout.
+    """Return the source of a copy into another tensor, or turn the copy into a clone.
 
-    vmap has a rule for a clone and none for such a copy.
+    vmap has a rule for a clone and none for a functionalised copy.
     """
     source = _input(node, 1)
     if source is None or _like(source) == _like(node):
@@ -135,8 +119,8 @@ def _written(node: fx.Node) -> fx.Node | None:
 
 
 def _input(node: fx.Node, position: int) -> fx.Node | None:
-    found = node.args[position] if len(node.args) > position else None
-    return found if isinstance(found, fx.Node) else None
+    argument = node.args[position] if len(node.args) > position else None
+    return argument if isinstance(argument, fx.Node) else None
 
 
 def _like(node: fx.Node) -> Any:
@@ -147,40 +131,27 @@ def _like(node: fx.Node) -> Any:
 
 
 def _key(node: fx.Node) -> Any:
-    """What two nodes that compute the same have in common; ``None`` if a node may not be merged."""
+    """Return a key that two nodes share if they compute the same; ``None`` if not mergeable."""
     target = node.target
     if target is not operator.getitem:
         if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
             return None
         if torch.Tag.nondeterministic_seeded in target.tags:
             return None
-    try:
-        key = (target, _frozen(node.args), _frozen(node.kwargs))
-        hash(key)
-    except TypeError:
-        return None
-    return key
-
-
-def _frozen(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return tuple(_frozen(item) for item in value)
-    if isinstance(value, dict):
-        return tuple((key, _frozen(item)) for key, item in value.items())
-    # 1, 1.0 and True are equal as keys and not as arguments.
-    return (type(value), value) if isinstance(value, bool | int | float) else value
+    # By their text: 1, 1.0 and True are equal as keys but not as arguments.
+    return target, repr(node.args), repr(node.kwargs)
 
 
 # ------------------------------------------------------------------------------------------
-# A product traced once and cut in two: what the vector changes, and what it does not.
+# The two parts of a product.
 #
-# A product :math:`v \mapsto H v` at a fixed point is linear. Its trace is a graph of
-# operations on tensors; those that do not depend on :math:`v` - the forward pass, the
-# backward pass, the masks - are the *primal* part, the others the *tangent* part. The primal
-# part is computed once and kept, or again where keeping it would cost too much memory; a
-# product is then the tangent part alone, which is near the least arithmetic a product can do.
+# A product v -> H v at a fixed point is linear in v. Its trace is a graph of tensor operations.
+# Those that do not depend on v, such as forward pass, backward pass and masks, are the *primal*
+# part. It is computed once and cached, or computed again if it does not fit into memory. The
+# others are the *tangent* part. A product then computes the tangent part alone, which is close
+# to the least arithmetic that a product needs.
 
-Graph = Callable[..., Any]
+Graph = Callable[..., Sequence[Tensor]]
 
 
 @final
@@ -188,74 +159,65 @@ class Linearization:
     """The two parts of a product that is linear in its first argument.
 
     Args:
-        product: Takes a tangent and a point, trees of tensors; returns a sequence of tensors.
-        tangent: Tensors like those it will be called with.
-        point: Likewise; graphs hold for every point of the same shapes.
-        compiled: Whether to compile both parts.
+        product: Takes a vector and a point, a tree of tensors. Returns a tensor.
+        vector: Example of a vector. The trace holds for all vectors of this shape.
+        point: Example of a point. The trace holds for all points of these shapes.
+        compiled: Compile both parts.
     """
 
     def __init__(
         self,
-        product: Callable[[Any, Any], Sequence[Tensor]],
-        tangent: Sequence[Tensor],
+        product: Callable[[Tensor, Any], Tensor],
+        vector: Tensor,
         point: Any,
         *,
         compiled: bool = False,
     ) -> None:
-        leaves, self._spec = tree_flatten(point)
-        positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        fixed = list(leaves)
+        leaves, spec = tree_flatten(point)
 
-        def flat(*args: Tensor) -> list[Tensor]:
-            given = list(fixed)
-            for position, leaf in zip(positions, args[len(tangent) :], strict=True):
-                given[position] = leaf
-            return list(product(list(args[: len(tangent)]), tree_unflatten(given, self._spec)))
+        def flat(vector: Tensor, *inputs: Tensor) -> Tensor:
+            values = iter(inputs)
+            point = [next(values) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            return product(vector, tree_unflatten(point, spec))
 
-        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, from jvp
-            traced = make_fx(functionalize(flat))(*tangent, *inputs)
+            traced = make_fx(functionalize(flat))(vector, *tensors(point))
         _require_fixed_shapes(traced)
         self._compiled = compiled
-        self._num_tangents = len(tangent)
-        self._primal, self._tangent = _cut(simplified(traced), len(tangent))
-        self._run_primal: Graph = _ready(self._primal, compiled)
-        self._run_tangent: dict[int, Graph] = {1: _ready(self._tangent, compiled)}
+        self._primal, self._tangent = _split(simplify(traced))
+        self._run_primal: Graph = _prepare(self._primal, compiled)
+        self._run_tangent: dict[int, Graph] = {1: _prepare(self._tangent, compiled)}
 
     def primal(self, point: Any) -> list[Tensor]:
-        """What the tangent part needs of a point."""
-        leaves = [leaf for leaf in tree_flatten(point)[0] if isinstance(leaf, Tensor)]
+        """Return the tensors of the primal part at a point."""
         with torch.no_grad():
-            return list(self._run_primal(*leaves))
+            return list(self._run_primal(*tensors(point)))
 
-    def tangent(self, kept: Sequence[Tensor], tangent: Sequence[Tensor]) -> list[Tensor]:
-        """The product, ``(k, *shape)`` each, with ``k`` vectors of tensors ``(k, *shape)``.
-
-        What it returns is to be read only: it may be what it was given.
-        """
-        width = len(tangent[0])
+    def tangent(self, primal: Sequence[Tensor], vectors: Tensor) -> Tensor:
+        """Return the products with ``k`` vectors, both ``(k, *shape)``."""
+        width = len(vectors)
         with torch.no_grad():
             if width == 1:
-                single = [leaf[0] for leaf in tangent]
-                return [leaf.unsqueeze(0) for leaf in self._run_tangent[1](*kept, *single)]
+                return self._run_tangent[1](*primal, vectors[0])[0].unsqueeze(0)
             if width not in self._run_tangent:
-                self._run_tangent[width] = self._widened(kept, tangent)
-            return list(self._run_tangent[width](*kept, *tangent))
+                self._run_tangent[width] = self._widened(primal, vectors)
+            # A product that does not depend on the vector comes as one row, expanded.
+            return self._run_tangent[width](*primal, vectors)[0].contiguous()
 
-    def _widened(self, kept: Sequence[Tensor], tangent: Sequence[Tensor]) -> Graph:
-        """The tangent part for blocks, traced through vmap so that vmap itself costs nothing."""
-        axes = (None,) * len(kept) + (0,) * self._num_tangents
+    def _widened(self, primal: Sequence[Tensor], vectors: Tensor) -> Graph:
+        """Trace the tangent part for blocks through vmap, so that vmap costs nothing later."""
         with without_warnings_of_fallbacks():
-            traced = make_fx(vmap(self._tangent, in_dims=axes))(*kept, *tangent)
-        return _ready(simplified(traced), self._compiled)
+            mapped = vmap(self._tangent, in_dims=(None,) * len(primal) + (0,))
+            traced = make_fx(mapped)(*primal, vectors)
+        return _prepare(simplify(traced), self._compiled)
 
 
-def nbytes(tensors: Sequence[Tensor], *, beside: Sequence[Tensor] = ()) -> int:
-    """Bytes of memory that tensors hold, shared memory counted once, ``beside`` not at all."""
+def nbytes(leaves: Sequence[Tensor], *, beside: Sequence[Tensor] = ()) -> int:
+    """Return the bytes that tensors hold, without shared memory and the memory of ``beside``."""
     known = {tensor.untyped_storage().data_ptr() for tensor in beside}
     total = 0
-    for tensor in tensors:
+    for tensor in leaves:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in known:
             known.add(storage.data_ptr())
@@ -264,7 +226,7 @@ def nbytes(tensors: Sequence[Tensor], *, beside: Sequence[Tensor] = ()) -> int:
 
 
 def _require_fixed_shapes(module: fx.GraphModule) -> None:
-    """Raise where shapes depend on values: the trace holds those of the point it was made at."""
+    """Raise if shapes depend on values: the trace would fix those of its own point."""
     for node in module.graph.nodes:
         if torch.Tag.dynamic_output_shape not in getattr(node.target, "tags", ()):
             continue
@@ -275,30 +237,26 @@ def _require_fixed_shapes(module: fx.GraphModule) -> None:
         raise RuntimeError(f"shapes depend on the values of tensors, by {node.target}")
 
 
-def _ready(module: fx.GraphModule, compiled: bool) -> Graph:
-    return torch.compile(module, dynamic=False) if compiled else module
+def _prepare(module: fx.GraphModule, compiled: bool) -> Graph:
+    graph: Graph = torch.compile(module, dynamic=False) if compiled else module
+    return graph
 
 
-def _cut(module: fx.GraphModule, num_tangents: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+def _split(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
     nodes = list(module.graph.nodes)
-    inputs = [node for node in nodes if node.op == "placeholder"]
-    tangents, points = inputs[:num_tangents], inputs[num_tangents:]
-    moving = set(tangents)
+    vector, *points = (node for node in nodes if node.op == "placeholder")
+    (result,) = (node for node in nodes if node.op == "output")
+    # Nodes that depend on the vector. The product is always computed anew: it is not the caller's
+    # to change if it is cached.
+    moving = {vector, result, result.args[0]}
     for node in nodes:
         if any(source in moving for source in node.all_input_nodes):
             moving.add(node)
-    (result,) = (node for node in nodes if node.op == "output")
-    wanted = list(result.args[0])
-    needed = {
-        source: None
-        for node in nodes
-        if node in moving and node is not result
-        for source in node.all_input_nodes
-        if source not in moving
-    } | {node: None for node in wanted if node not in moving}
-    kept = list(needed)
-    primal = _part(module, points, [n for n in nodes if n not in moving], kept)
-    tangent = _part(module, kept + tangents, [n for n in nodes if n in moving], wanted)
+    # The border: primal nodes that the tangent part reads.
+    users = [source for node in nodes if node in moving for source in node.all_input_nodes]
+    border = list(dict.fromkeys(node for node in users if node not in moving))
+    primal = _part(module, points, [n for n in nodes if n not in moving], border)
+    tangent = _part(module, [*border, vector], [n for n in nodes if n in moving], result.args)
     return primal, tangent
 
 
@@ -313,6 +271,9 @@ def _part(
     for node in nodes:
         if node not in copies and node.op not in ("placeholder", "output"):
             copies[node] = graph.node_copy(node, lambda source: copies[source])
+            if node.target is aten.view.default:
+                # What is a view for one vector may be none for a block, which has other strides.
+                copies[node].target = aten.reshape.default
     graph.output(tuple(copies[node] for node in outputs))
     graph.eliminate_dead_code()
     return fx.GraphModule(module, graph)

@@ -1,98 +1,109 @@
 """Hessian, Gauss-Newton and Fisher matrices of a risk, and the covariance of gradients."""
 
-import math
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, final
+from functools import partial
+from typing import Any, Literal, Unpack, final
 
 import torch
 from torch import Tensor
 from torch.func import grad, jvp, vjp, vmap
 from torch.utils._pytree import tree_map
 
-from ritz._core.batches import is_rows
 from ritz._core.checks import check_choice, check_count, check_tensor
 from ritz._core.random import resolve_generator
-from ritz.curvature._products import Column, CurvatureOperator, EngineName, Products
-from ritz.curvature._risk import (
-    Context,
-    KnownLoss,
-    Params,
-    Risk,
-    output_hessian,
-    recognised,
-    sample_losses,
-)
+from ritz.curvature._losses import KnownLoss, known_loss, output_hessian, sample_losses
+from ritz.curvature._modes import Context, Params
+from ritz.curvature._products import Column, CurvatureOperator, ProductOptions, Products
+from ritz.curvature._risk import Risk
 from ritz.operators import LowRankOperator
 from ritz.operators._shared import SumOperator
 
 # ------------------------------------------------------------------------------------------
-# The Hessian of an empirical risk.
+# The Hessian.
 
 
 @final
 class HessianOperator(CurvatureOperator):
-    r"""The Hessian :math:`H = \nabla^2 L(\theta)`, never formed; made by :func:`hessian`."""
+    r"""The Hessian :math:`H = \nabla^2 L(\theta)`, which is never formed. See :func:`hessian`."""
 
     matrix = "hessian"
 
 
-def hessian(
-    risk: Risk,
-    *,
-    engine: EngineName = "auto",
-    compile: bool = False,
-    memory: int | None = None,
-    block_size: int | None = None,
-) -> HessianOperator:
+def hessian(risk: Risk, **options: Unpack[ProductOptions]) -> HessianOperator:
     r"""Return the Hessian :math:`H = \frac{1}{N} \sum_i \nabla^2 \ell_i(\theta) + \mu I`.
 
-    A product streams the batches once. It costs from one gradient (a linearisation kept in
-    memory) to three; memory of a gradient of one batch, times the columns of a block, and what is
-    kept.
+    A product goes through the batches once. It costs about one gradient if the linearisation is
+    cached, and up to three otherwise. Memory: a gradient of one batch per column of a block, and
+    the cached linearisations.
 
     Args:
         risk: The loss at a point.
-        engine: ``linearized`` (traced once), ``eager``, or ``auto``, the first if it can be traced.
-        compile: Whether to compile the products.
-        memory: Bytes for linearisations that are kept from product to product.
-        block_size: Columns multiplied at once.
+        engine: ``linearized`` (traced once), ``eager``, or ``auto``: ``linearized`` if the model
+            can be traced.
+        compile: Compile the products. Defaults to ``False``.
+        memory: Bytes for cached linearisations. Defaults to 2 GiB, or half the free GPU memory.
+        block_size: Columns multiplied at once. Defaults to 8; to 1 for convolutions on the CPU.
     """
-    columns = (
-        ("forward over reverse", _hessian_forward),
-        ("reverse over reverse", _hessian_reverse),
+    _check_risk(risk)
+    ways = (
+        ("forward over reverse", partial(_hessian_product, False)),
+        ("reverse over reverse", partial(_hessian_product, True)),
     )
-    return HessianOperator(
-        Products(
-            risk,
-            columns,
-            engine=engine,
-            compiled=compile,
-            memory=memory,
-            block_size=block_size,
-            shift=risk.l2,
-        )
-    )
+    return HessianOperator(Products(risk, ways, shift=risk.l2, **options))
 
 
-def _hessian_forward(risk: Risk, params: Params, context: Context, vector: Params) -> Params:
+def _hessian_product(
+    reverse: bool, risk: Risk, params: Params, context: Context, vector: Params
+) -> Params:
     gradient = grad(lambda point: risk.batch_loss(point, context))
-    product: Params = jvp(gradient, (params,), (vector,))[1]
-    return product
-
-
-def _hessian_reverse(risk: Risk, params: Params, context: Context, vector: Params) -> Params:
-    # The Hessian is its own transpose.
-    gradient = grad(lambda point: risk.batch_loss(point, context))
-    product: Params = vjp(gradient, params)[1](vector)[0]
+    product: Params
+    if reverse:
+        # H is symmetric, so H v = H' v, which reverse mode computes.
+        (product,) = vjp(gradient, params)[1](vector)
+    else:
+        # H v = d/dt grad L(theta + t v)
+        product = jvp(gradient, (params,), (vector,))[1]
     return product
 
 
 # ------------------------------------------------------------------------------------------
-# The generalised Gauss-Newton matrix of an empirical risk.
+# Matrices J' M J, with the Jacobian J of a function of the parameters: Gauss-Newton and Fisher.
 
-Evaluate = Callable[[Params], tuple[Any, Any]]  # outputs and target
-# Takes outputs, target and a tangent of the outputs; returns a cotangent.
-Middle = Callable[[Any, Any, Any], Any]
+# The function with Jacobian J, (risk, params, context) to (values, target).
+Evaluate = Callable[[Risk, Params, Context], tuple[Any, Any]]
+# The product M t: (context, values, target, t, reverse). ``reverse``: by reverse rules alone.
+Middle = Callable[[Context, Any, Any, Any, bool], Any]
+
+
+def _jacobian_ways(evaluate: Evaluate, middle: Middle) -> tuple[tuple[str, Column], ...]:
+    """Return the two ways of multiplying by J' M J."""
+
+    def multiply(
+        reverse: bool, risk: Risk, params: Params, context: Context, vector: Params
+    ) -> Params:
+        targets: list[Any] = []  # one per call; torch.func would accept tensors alone
+
+        def call(point: Params) -> Any:
+            values, target = evaluate(risk, point, context)
+            targets.append(target)
+            return values
+
+        if reverse:
+            # u -> J' u is linear, so its own transpose at any point, such as u = 0, is v -> J v.
+            values, pull = vjp(call, params)[:2]
+            zero = tree_map(lambda leaf: leaf * 0, values)
+            tangent = vjp(lambda cotangent: pull(cotangent)[0], zero)[1](vector)[0]
+        else:
+            values, tangent = jvp(call, (params,), (vector,))[:2]
+            pull = vjp(call, params)[1]
+        # J' (M t) with t = J v
+        product: Params = pull(middle(context, values, targets[-1], tangent, reverse))[0]
+        return product
+
+    return (
+        ("forward and reverse", partial(multiply, False)),
+        ("reverse twice", partial(multiply, True)),
+    )
 
 
 @final
@@ -102,99 +113,42 @@ class GGNOperator(CurvatureOperator):
     matrix = "ggn"
 
 
-def ggn(
-    risk: Risk,
-    *,
-    engine: EngineName = "auto",
-    compile: bool = False,
-    memory: int | None = None,
-    block_size: int | None = None,
-) -> GGNOperator:
+def ggn(risk: Risk, **options: Unpack[ProductOptions]) -> GGNOperator:
     r"""Return the generalised Gauss-Newton matrix, positive semi-definite for a convex loss.
 
     .. math:: G = \frac{1}{N} \sum_i J_i^\top \, \nabla^2_f \ell_i(f_i) \, J_i + \mu I,
         \quad J_i = \partial f_i / \partial \theta
 
-    The Hessian of the loss in the outputs is in closed form for cross-entropy, binary
-    cross-entropy with logits and squared error, and differentiated for any other loss. One
-    linearisation is pushed forward and pulled back: about 1.3 gradients where it is kept.
+    The Hessian of the loss in the outputs has a closed form for cross-entropy, binary cross-entropy
+    with logits and squared error. Any other loss is differentiated. A product costs about 1.3
+    gradients if the linearisation is cached.
 
     Args:
-        risk: The loss at a point; its ``loss_fn`` must be separate from the model.
-        engine: ``linearized`` (traced once), ``eager``, or ``auto``, the first if it can be traced.
-        compile: Whether to compile the products.
-        memory: Bytes for linearisations that are kept from product to product.
-        block_size: Columns multiplied at once.
+        risk: The loss at a point. Its ``loss_fn`` must be separate from the model.
+        engine: ``linearized`` (traced once), ``eager``, or ``auto``: ``linearized`` if the model
+            can be traced.
+        compile: Compile the products. Defaults to ``False``.
+        memory: Bytes for cached linearisations. Defaults to 2 GiB, or half the free GPU memory.
+        block_size: Columns multiplied at once. Defaults to 8; to 1 for convolutions on the CPU.
     """
     require_outputs(risk, "ggn()")
-    columns = (("forward and reverse", _ggn_forward), ("reverse twice", _ggn_reverse))
-    return GGNOperator(
-        Products(
-            risk,
-            columns,
-            engine=engine,
-            compiled=compile,
-            memory=memory,
-            block_size=block_size,
-            shift=risk.l2,
-        )
-    )
+    ways = _jacobian_ways(Risk.evaluate, lambda context, *call: output_hessian(risk.loss_fn, *call))
+    return GGNOperator(Products(risk, ways, shift=risk.l2, **options))
 
 
-def require_outputs(risk: Risk, what: str) -> None:
-    """Raise unless outputs and loss are separate."""
+def require_outputs(risk: Risk, caller: str) -> None:
+    """Raise unless the risk has outputs that are separate from its loss."""
+    _check_risk(risk)
     if risk.loss_fn is None:
-        raise ValueError(f"{what} needs the outputs apart from the loss, got a risk with "
-                         "loss_fn=None: pass loss_fn, and forward if need be")  # fmt: skip
+        raise ValueError(
+            f"{caller} needs outputs that are separate from the loss, got a risk with "
+            "loss_fn=None: pass loss_fn, and forward if necessary"
+        )
 
 
-class _Outputs:
-    """The outputs as a function of the parameters; the target of the last call beside it."""
-
-    def __init__(self, evaluate: Evaluate) -> None:
-        self._evaluate, self.target = evaluate, None
-
-    def __call__(self, params: Params) -> Any:
-        found, self.target = self._evaluate(params)
-        return found
-
-
-def pushed_and_pulled(evaluate: Evaluate, params: Params, vector: Params, middle: Middle) -> Params:
-    r"""The product :math:`J^\top M J v` with the Jacobian of the outputs of ``evaluate``."""
-    outputs = _Outputs(evaluate)
-    found, tangent = jvp(outputs, (params,), (vector,))[:2]
-    pull = vjp(outputs, params)[1]
-    product: Params = pull(middle(found, outputs.target, tangent))[0]
-    return product
-
-
-def pulled_twice(evaluate: Evaluate, params: Params, vector: Params, middle: Middle) -> Params:
-    r"""The same by reverse rules alone: :math:`J v` transposes :math:`u \mapsto J^\top u`."""
-    outputs = _Outputs(evaluate)
-    found, pull = vjp(outputs, params)[:2]
-    zero = tree_map(lambda leaf: leaf * 0, found)
-    push = vjp(lambda cotangent: pull(cotangent)[0], zero)[1]
-    product: Params = pull(middle(found, outputs.target, push(vector)[0]))[0]
-    return product
-
-
-def _ggn_forward(risk: Risk, params: Params, context: Context, vector: Params) -> Params:
-    return pushed_and_pulled(_evaluation(risk, context), params, vector, _middle(risk))
-
-
-def _ggn_reverse(risk: Risk, params: Params, context: Context, vector: Params) -> Params:
-    middle = _middle(risk, reverse=True)
-    return pulled_twice(_evaluation(risk, context), params, vector, middle)
-
-
-def _evaluation(risk: Risk, context: Context) -> Evaluate:
-    return lambda point: risk.evaluate(point, context)
-
-
-def _middle(risk: Risk, *, reverse: bool = False) -> Middle:
-    return lambda outputs, target, tangent: output_hessian(
-        risk.loss_fn, outputs, target, tangent, reverse=reverse
-    )
+def _check_risk(risk: Any) -> None:
+    if not isinstance(risk, Risk):
+        raise TypeError(f"risk must be a ritz.Risk, got {type(risk).__name__}")
 
 
 # ------------------------------------------------------------------------------------------
@@ -205,7 +159,7 @@ FisherKind = Literal["monte_carlo", "empirical"]
 
 @final
 class FisherOperator(CurvatureOperator):
-    r"""A Fisher matrix :math:`\frac{1}{N} \sum_i g_i g_i^\top`; made by :func:`fisher`."""
+    r"""A Fisher matrix :math:`\frac{1}{N} \sum_i g_i g_i^\top`. See :func:`fisher`."""
 
     matrix = "fisher"
 
@@ -216,120 +170,64 @@ def fisher(
     kind: FisherKind = "monte_carlo",
     num_draws: int = 1,
     generator: torch.Generator | None = None,
-    engine: EngineName = "auto",
-    compile: bool = False,
-    memory: int | None = None,
-    block_size: int | None = None,
+    **options: Unpack[ProductOptions],
 ) -> FisherOperator:
     r"""Return a Fisher matrix :math:`F = \frac{1}{N} \sum_i g_i g_i^\top`.
 
-    ``empirical``: :math:`g_i` is the gradient of the loss of sample :math:`i`. ``monte_carlo``: of
-    the negative log likelihood of labels drawn from the model, ``num_draws`` of them a sample,
-    drawn once and then fixed; its expectation is the Gauss-Newton matrix. For outputs with
-    positions, such as tokens, every position is a sample of its own there. The L2 term of the risk
-    does not enter. A product costs what one with the Gauss-Newton matrix does.
+    ``empirical``: :math:`g_i` is the gradient of the loss of sample :math:`i`. ``monte_carlo``:
+    :math:`g_i` is the gradient of the negative log likelihood of a label drawn from the model. The
+    labels are drawn once, ``num_draws`` per sample; the expectation of the matrix is the
+    Gauss-Newton matrix. For outputs with positions, such as tokens, each position counts as a
+    sample. The L2 term of the risk does not enter. A product costs as much as one with the
+    Gauss-Newton matrix.
 
     Args:
-        risk: The loss at a point; its ``loss_fn`` must be separate from the model.
-        kind: See above. ``monte_carlo`` needs a loss that is a likelihood: cross-entropy, binary
-            cross-entropy with logits or squared error.
-        num_draws: Labels drawn for each sample; memory for as many copies of the targets.
+        risk: The loss at a point. Its ``loss_fn`` must be separate from the model.
+        kind: ``monte_carlo`` or ``empirical``. ``monte_carlo`` needs a loss that is a likelihood:
+            cross-entropy, binary cross-entropy with logits or squared error.
+        num_draws: Labels drawn per sample. Memory: as many copies of the targets.
         generator: Source of the labels.
-        engine: ``linearized`` (traced once), ``eager``, or ``auto``, the first if it can be traced.
-        compile: Whether to compile the products.
-        memory: Bytes for linearisations that are kept from product to product.
-        block_size: Columns multiplied at once.
+        engine: ``linearized`` (traced once), ``eager``, or ``auto``: ``linearized`` if the model
+            can be traced.
+        compile: Compile the products. Defaults to ``False``.
+        memory: Bytes for cached linearisations. Defaults to 2 GiB, or half the free GPU memory.
+        block_size: Columns multiplied at once. Defaults to 8; to 1 for convolutions on the CPU.
     """
     check_choice("kind", kind, ("monte_carlo", "empirical"))
     require_outputs(risk, "fisher()")
     if kind == "empirical":
-        _check_samples(risk)
-        forward, reverse, labels = _empirical(pushed_and_pulled), _empirical(pulled_twice), {}
-    else:
-        check_count("num_draws", num_draws)
-        known = _likelihood(risk)
-        labels = _drawn(risk, known, num_draws, resolve_generator(generator))
-        forward, reverse = _sampled(pushed_and_pulled, known), _sampled(pulled_twice, known)
-    return FisherOperator(
-        Products(
-            risk,
-            (("forward and reverse", forward), ("reverse twice", reverse)),
-            engine=engine,
-            compiled=compile,
-            memory=memory,
-            block_size=block_size,
-            extra=labels.get,
+        risk.require_sample_mean(alone=False)
+        # J is the Jacobian of the N sample losses of a batch, and M = I / N.
+        ways = _jacobian_ways(
+            lambda risk, *point: (sample_losses(risk.loss_fn, *risk.evaluate(*point)), None),
+            lambda context, losses, target, tangent, reverse: tangent / len(losses),
         )
-    )
-
-
-def gradient_covariance(
-    risk: Risk,
-    *,
-    engine: EngineName = "auto",
-    compile: bool = False,
-    memory: int | None = None,
-    block_size: int | None = None,
-) -> SumOperator:
-    r"""Return the centred covariance :math:`\frac{1}{N} \sum_i g_i g_i^\top - g g^\top`.
-
-    :math:`g` is the mean of the sample gradients :math:`g_i`. One gradient at the outset; a product
-    costs what one with the Gauss-Newton matrix does.
-
-    Args:
-        risk: The loss at a point; its ``loss_fn`` must be separate from the model.
-        engine: ``linearized`` (traced once), ``eager``, or ``auto``, the first if it can be traced.
-        compile: Whether to compile the products.
-        memory: Bytes for linearisations that are kept from product to product.
-        block_size: Columns multiplied at once.
-    """
-    second_moment = fisher(
-        risk,
-        kind="empirical",
-        engine=engine,
-        compile=compile,
-        memory=memory,
-        block_size=block_size,
-    )
-    mean = risk.gradient().sub_(risk.theta, alpha=risk.l2)[:, None]
-    covariance = second_moment + LowRankOperator(mean, scales=-torch.ones_like(mean[0]))
-    covariance.origin = second_moment.origin | {"matrix": "covariance"}
-    return covariance
-
-
-def _check_samples(risk: Risk) -> None:
-    """Raise unless the loss of a batch is the mean of those of its samples; by the first batch."""
-    for index, context, _ in risk.contexts():
-        with torch.no_grad(), risk.settings():
+        return FisherOperator(Products(risk, ways, **options))
+    check_count("num_draws", num_draws)
+    known = likelihood(risk)
+    labels = {}
+    seeds = batch_seeds(risk, generator)
+    with torch.no_grad(), risk.settings():
+        for index, context, _ in risk.contexts():
             outputs, target = risk.evaluate(risk.params, context)
-            if not is_rows(outputs, risk.batch_sizes[index]):
-                tensor = isinstance(outputs, Tensor)
-                raise ValueError(
-                    f"outputs must be one tensor with a row for each of {risk.batch_sizes[index]} "
-                    "samples, got "
-                    f"{tuple(outputs.shape) if tensor else type(outputs).__name__} in batch {index}"
-                )
-            gap, scale = _mean_gap(risk, outputs, target)
-        if gap > 10 * math.sqrt(torch.finfo(risk.theta.dtype).eps) * scale:
-            raise ValueError(f"the loss of a batch must be the mean of those of its samples, got "
-                             f"derivatives by the outputs that differ by {gap:.2g} of "
-                             f"{scale:.2g} in batch {index}")  # fmt: skip
-        return
+            rng = torch.Generator().manual_seed(seeds[index])
+            draws = [known.draw(outputs, target, rng) for _ in range(num_draws)]
+            labels[index] = torch.stack(draws, 1)
+
+    def middle(context: Context, outputs: Any, target: Any, tangent: Any, reverse: bool) -> Any:
+        # M t = mean over draws of s (s' t), with the gradient s of the loss of a drawn label.
+        product = partial(known.sampled_hessian, outputs, target, tangent=tangent)
+        return vmap(product, in_dims=1)(context.extra).mean(0)
+
+    ways = _jacobian_ways(Risk.evaluate, middle)
+    return FisherOperator(Products(risk, ways, extra=labels.get, **options))
 
 
-def _mean_gap(risk: Risk, outputs: Tensor, target: Any) -> tuple[float, float]:
-    """How far the derivative of the loss is from that of the mean over samples; its own size.
-
-    Weights of classes may hardly change the loss itself.
-    """
-    whole = grad(lambda point: risk.adapter.loss(point, target))(outputs)
-    mean = grad(lambda point: sample_losses(risk.loss_fn, point, target).mean())(outputs)
-    return float((whole - mean).norm()), float(whole.norm())
-
-
-def _likelihood(risk: Risk) -> KnownLoss:
-    known = recognised(risk.loss_fn)
-    if known is None or not known.sampled:
+def likelihood(risk: Risk) -> KnownLoss:
+    """Return the loss of a risk as a likelihood, or raise if it is none."""
+    known = known_loss(risk.loss_fn)
+    # A smoothed loss is not the negative log likelihood of a label.
+    if known is None or known.smoothing:
         raise ValueError(
             "loss_fn must be a likelihood to draw labels from: cross_entropy, "
             "binary_cross_entropy_with_logits or mse_loss, neither weighted nor smoothed, got "
@@ -338,63 +236,46 @@ def _likelihood(risk: Risk) -> KnownLoss:
     return known
 
 
-def _drawn(
-    risk: Risk, known: KnownLoss, num_draws: int, generator: torch.Generator
-) -> dict[int, Any]:
-    """Labels ``(batch, num_draws, ...)`` by batch, the same whichever process draws them."""
-    labels = {}
-    seeds = torch.randint(0, 2**62, (risk.num_batches,), generator=generator).tolist()
-    with torch.no_grad(), risk.settings():
-        for index, context, _ in risk.contexts():
-            outputs, target = risk.evaluate(risk.params, context)
-            own = torch.Generator().manual_seed(seeds[index])
-            draws = [known.draw(outputs, target, own) for _ in range(num_draws)]
-            labels[index] = torch.stack(draws, 1)
-    return labels
+def batch_seeds(risk: Risk, generator: torch.Generator | None) -> list[int]:
+    """Draw a seed for each batch, so that labels do not depend on which process draws them."""
+    rng = resolve_generator(generator)
+    seeds: list[int] = torch.randint(0, 2**62, (risk.num_batches,), generator=rng).tolist()
+    return seeds
 
 
-def _sampled(product: Any, known: KnownLoss) -> Column:
-    def column(risk: Risk, params: Params, context: Context, vector: Params) -> Params:
-        def middle(outputs: Tensor, target: Tensor, tangent: Tensor) -> Tensor:
-            terms: Tensor = vmap(
-                lambda draw: known.sampled_hessian(outputs, target, draw, tangent), in_dims=1
-            )(context.extra)
-            return terms.mean(0)
+def gradient_covariance(risk: Risk, **options: Unpack[ProductOptions]) -> SumOperator:
+    r"""Return the covariance of gradients :math:`\frac{1}{N} \sum_i g_i g_i^\top - g g^\top`.
 
-        return _multiplied(product, lambda point: risk.evaluate(point, context), params, vector,
-                           middle)  # fmt: skip
+    :math:`g_i` is the gradient of the loss of sample :math:`i`, and :math:`g` the mean. One
+    gradient is computed at once. A product costs as much as one with the Gauss-Newton matrix.
 
-    return column
-
-
-def _empirical(product: Any) -> Column:
-    def column(risk: Risk, params: Params, context: Context, vector: Params) -> Params:
-        def losses(point: Params) -> tuple[Tensor, None]:
-            outputs, target = risk.evaluate(point, context)
-            return sample_losses(risk.loss_fn, outputs, target), None
-
-        return _multiplied(product, losses, params, vector,
-                           lambda found, _, tangent: tangent / len(found))  # fmt: skip
-
-    return column
-
-
-def _multiplied(
-    product: Any, evaluate: Evaluate, params: Params, vector: Params, middle: Middle
-) -> Params:
-    found: Params = product(evaluate, params, vector, middle)
-    return found
+    Args:
+        risk: The loss at a point. Its ``loss_fn`` must be separate from the model.
+        engine: ``linearized`` (traced once), ``eager``, or ``auto``: ``linearized`` if the model
+            can be traced.
+        compile: Compile the products. Defaults to ``False``.
+        memory: Bytes for cached linearisations. Defaults to 2 GiB, or half the free GPU memory.
+        block_size: Columns multiplied at once. Defaults to 8; to 1 for convolutions on the CPU.
+    """
+    second_moment = fisher(risk, kind="empirical", **options)
+    # The L2 term shifts every gradient alike and leaves the covariance unchanged.
+    mean = risk.gradient().sub_(risk.theta, alpha=risk.l2)[:, None]
+    covariance = second_moment + LowRankOperator(mean, scales=-torch.ones_like(mean[0]))
+    covariance.origin = second_moment.origin | {"matrix": "covariance"}
+    return covariance
 
 
 # ------------------------------------------------------------------------------------------
-# Curvature of parts of the data, and how it differs from that of the whole.
+# Matrices by name, and of parts of the data.
 
 CurvatureMatrix = Literal["hessian", "ggn"]
 MATRICES = ("hessian", "ggn")
 
 
-def curvature_operator(risk: Risk, matrix: CurvatureMatrix, **options: Any) -> CurvatureOperator:
-    """Return the Hessian or the Gauss-Newton matrix, by name; options are theirs."""
+def curvature_operator(
+    risk: Risk, matrix: CurvatureMatrix, **options: Unpack[ProductOptions]
+) -> CurvatureOperator:
+    """Return the Hessian or the Gauss-Newton matrix by name; see there for the options."""
     check_choice("matrix", matrix, MATRICES)
     return hessian(risk, **options) if matrix == "hessian" else ggn(risk, **options)
 
@@ -405,7 +286,7 @@ def batch_products(
     r"""Yield weight :math:`w_b` and product :math:`H_b V`, ``(P, k)``, of each batch in turn.
 
     Weights sum to one over all processes, and :math:`\sum_b w_b H_b` is the matrix of the risk
-    without its L2 term. All of them cost one product with the whole; one product in memory.
+    without its L2 term. All batches together cost one product. Memory: the product of one batch.
 
     Args:
         risk: The loss at a point, with its batches.
@@ -415,15 +296,15 @@ def batch_products(
     theta = risk.theta
     check_tensor("block", block, dtype=theta.dtype, device=theta.device, rows=len(theta))
     columns = block if block.ndim == 2 else block[:, None]
-    # One pass: what one product leaves behind would never be used.
+    # Each batch is multiplied once, so nothing is cached.
     yield from curvature_operator(risk, matrix, memory=0).products.each(columns)
 
 
 def fluctuation(risk: Risk, part: Risk, *, matrix: CurvatureMatrix = "hessian") -> SumOperator:
-    r"""Return :math:`H_\text{part} - H`: what a batch or some samples see beside what all do.
+    r"""Return :math:`H_\text{part} - H`: the deviation of a batch or a few samples from all data.
 
     Args:
-        risk: The whole.
+        risk: The loss of all data.
         part: A part of it, such as ``risk.batch(3)`` or ``risk.samples(indices)``.
         matrix: ``hessian`` or ``ggn``.
     """

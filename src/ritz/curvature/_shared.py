@@ -1,19 +1,19 @@
-"""Names that other packages of ritz need and users do not."""
+"""Names for other packages of ritz."""
 
-from ritz.curvature._matrices import MATRICES, CurvatureMatrix, batch_products, require_outputs
-from ritz.curvature._products import ENGINES, EngineName
-from ritz.curvature._risk import (
+from ritz.curvature._losses import (
     Adapter,
     Forward,
     KnownLoss,
     check_labels,
     check_reduction,
     is_kept,
-    labelled,
+    known_loss,
     num_correct,
-    recognised,
+    outputs_and_labels,
     term_mass,
 )
+from ritz.curvature._matrices import MATRICES, CurvatureMatrix, batch_products, require_outputs
+from ritz.curvature._products import ENGINES, EngineName
 from ritz.curvature._statistics import Summary
 
 __all__ = [
@@ -29,9 +29,9 @@ __all__ = [
     "check_labels",
     "check_reduction",
     "is_kept",
-    "labelled",
+    "known_loss",
     "num_correct",
-    "recognised",
+    "outputs_and_labels",
     "require_outputs",
     "term_mass",
 ]

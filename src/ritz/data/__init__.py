@@ -1,7 +1,6 @@
-"""Data sets by name: images held as bytes on a device, and text as tokens; nothing downloads."""
+"""Data sets by name: images stored as bytes on a device, and texts as tokens."""
 
-# Imported for what they register.
-from ritz.data import _cifar, _corpora, _digits, _folders, _imagenet32  # noqa: F401
+from ritz.data import _image_sets  # noqa: F401  (it registers data sets)
 from ritz.data._catalogue import available, describe, load
 from ritz.data._files import DataError
 from ritz.data._images import Augmentation, ImageData, Split

@@ -1,58 +1,51 @@
-"""Text as tokens on a device, cut into segments for truncated back-propagation."""
+"""Texts as tokens on a device, cut into segments for truncated back-propagation; text corpora."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import final, overload
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ritz._core.checks import check_count
+from ritz.data._files import DATASETS, DataError, locate, read_whole
+from ritz.data._images import Epoch, Samples
 
-Segment = tuple[Tensor, Tensor]
-LENGTH = 70  # tokens a segment, as in AWD-LSTM
-_LEAST, _SPREAD, _HALVED = 5, 5.0, 0.05  # of segments of random length, as in AWD-LSTM
+LENGTH = 70  # tokens per segment, as in AWD-LSTM
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Segments(Sequence[Segment]):
-    """A sequence of pairs ``(inputs, targets)``, targets being one token ahead.
+class Segments(Epoch):
+    """Segments of a text; targets are one token ahead.
 
     Attributes:
-        streams: Contiguous pieces of the text, one a row, of shape ``(batch_size, m)``.
-        bounds: First and one past the last token of each segment in every row.
-        consecutive: Whether a recurrent state is to be handed on from segment to segment.
+        streams: Contiguous pieces of the text, one per row, ``(batch_size, m)``.
+        consecutive: Whether a recurrent state is passed on from segment to segment.
     """
 
     streams: Tensor
-    bounds: tuple[tuple[int, int], ...]
     consecutive: bool = True
 
-    def __len__(self) -> int:
-        return len(self.bounds)
-
-    @overload
-    def __getitem__(self, index: int) -> Segment: ...
-    @overload
-    def __getitem__(self, index: slice) -> "Segments": ...
-    def __getitem__(self, index: int | slice) -> "Segment | Segments":
-        if isinstance(index, slice):
-            return replace(self, bounds=self.bounds[index])
-        start, stop = self.bounds[index]
-        return self.streams[:, start:stop], self.streams[:, start + 1 : stop + 1]
+    def pair(self, positions: slice) -> Samples:
+        """Return a segment, and the segment one token ahead."""
+        ahead = slice(positions.start + 1, positions.stop + 1)
+        return self.streams[:, positions], self.streams[:, ahead]
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TextSplit:
-    """A text.
+    """A text as tokens.
 
     Attributes:
-        tokens: Numbers in the vocabulary, of shape ``(n,)``, int64.
-        length: Tokens a segment, unless :meth:`batches` is told otherwise.
-        consecutive: Whether a model with a state is to hand it on from segment to segment, in
-            training and evaluation, or to begin each anew.
+        tokens: Indices into the vocabulary, ``(n,)``, int64.
+        length: Default number of tokens per segment.
+        consecutive: Whether a recurrent model passes its state on from segment to segment, in
+            training and evaluation, or starts each segment with a new state.
     """
 
     tokens: Tensor
@@ -64,11 +57,11 @@ class TextSplit:
 
     @property
     def device(self) -> torch.device:
-        """Where the tokens are held."""
+        """Device that stores the tokens."""
         return self.tokens.device
 
     def to(self, device: torch.device | str) -> "TextSplit":
-        """Return the text held on a device."""
+        """Return the text on another device."""
         return replace(self, tokens=self.tokens.to(device))
 
     def batches(
@@ -82,16 +75,16 @@ class TextSplit:
         r"""Return one epoch as a sequence of ``(inputs, targets)``, both ``(batch_size, length)``.
 
         The text is cut into ``batch_size`` streams of :math:`m = \lfloor n / b \rfloor` tokens,
-        which are read side by side: row ``i`` of a segment goes on where row ``i`` of the one
-        before stopped, so that a recurrent state can be handed on. The last segment may be
-        shorter. Both tensors are views; ``epoch[k:]`` is the rest of an interrupted epoch.
+        which are read in parallel: row ``i`` of a segment continues row ``i`` of the segment
+        before, so that a recurrent state can be passed on. The last segment may be shorter. Both
+        tensors are views, and ``epoch[k:]`` is the rest of an interrupted epoch.
 
         Args:
             batch_size: :math:`b`, the number of streams.
-            length: Tokens a segment; that of the split by default.
-            variable: Whether lengths are drawn as AWD-LSTM does: normal with standard deviation 5
-                about ``length``, or about half of it once in twenty times, and never below 5.
-            generator: Draws them. Nothing else about a text is random: it is never shuffled.
+            length: Tokens per segment. Defaults to that of the split.
+            variable: Draw lengths as in AWD-LSTM: normal with standard deviation 5 and mean
+                ``length``, or half of it with probability 0.05, and at least 5.
+            generator: Source of the lengths. Nothing else is random; a text is never shuffled.
 
         References:
             Merity, Keskar and Socher, Regularizing and Optimizing LSTM Language Models, 2017,
@@ -108,10 +101,21 @@ class TextSplit:
             )
         if variable and generator is None:
             raise ValueError("variable needs a generator to draw lengths from, got None")
+        # Tokens that do not fill a last column of the streams are dropped.
         streams = self.tokens[: size * batch_size].view(batch_size, size)
-        lengths = _lengths(size - 1, length, generator) if variable and generator else None
-        bounds = _bounds(size - 1, length, lengths)
+        total = size - 1  # the last token of a stream is only a target
+        lengths = _lengths(total, length, generator) if variable and generator else None
+        starts = accumulate(lengths, initial=0) if lengths else range(0, total, length)
+        bounds = tuple(pairwise([*(at for at in starts if at < total), total]))
         return Segments(streams=streams, bounds=bounds, consecutive=self.consecutive)
+
+
+def _lengths(total: int, length: int, generator: torch.Generator) -> list[int]:
+    count, device = total // 5 + 1, generator.device  # no segment but the last is shorter than 5
+    halved = torch.rand(count, generator=generator, device=device) < 0.05
+    mean = torch.where(halved, length / 2, float(length))
+    lengths = mean + 5.0 * torch.randn(count, generator=generator, device=device)
+    return lengths.clamp(min=5).int().tolist()
 
 
 @final
@@ -120,11 +124,11 @@ class TextData:
     """A text in three parts and its vocabulary.
 
     Attributes:
-        name: The name it is loaded by.
-        train: What to train on.
-        validation: What to choose by.
-        test: What to test on.
-        vocabulary: What each number stands for: words, or characters.
+        name: Name of the data set.
+        train: Training text.
+        validation: Validation text.
+        test: Test text.
+        vocabulary: The word or character of each token.
     """
 
     name: str
@@ -139,32 +143,93 @@ class TextData:
         return len(self.vocabulary)
 
     def to(self, device: torch.device | str) -> "TextData":
-        """Return the data held on a device."""
-        return TextData(
-            name=self.name,
-            train=self.train.to(device),
-            validation=self.validation.to(device),
-            test=self.test.to(device),
-            vocabulary=self.vocabulary,
+        """Return the data on another device."""
+        train, validation, test = (s.to(device) for s in (self.train, self.validation, self.test))
+        return replace(self, train=train, validation=validation, test=test)
+
+
+def _text_data(name: str, parts: Sequence[Tensor], vocabulary: list[str], length: int) -> TextData:
+    train, validation, test = (TextSplit(tokens=tokens, length=length) for tokens in parts)
+    return TextData(
+        name=name, train=train, validation=validation, test=test, vocabulary=tuple(vocabulary)
+    )
+
+
+# ------------------------------------------------------------------------------------------
+# Penn Treebank and WikiText-2 as words, from their standard text files, compressed or not.
+
+
+@DATASETS.register("ptb")
+def ptb(root: Path | None, *, length: int = LENGTH) -> TextData:
+    """Penn Treebank: 929,589 / 73,760 / 82,430 words, 10,000 different ones."""
+    files = [f"ptb.{part}.txt" for part in ("train", "valid", "test")]
+    folders = ("ptb", "penn", "simple-examples/data", ".")
+    hint = "take data/ptb.*.txt of https://www.fit.vutbr.cz/~imikolov/rnnlm/simple-examples.tgz"
+    return _words_data("ptb", locate("ptb", files, root=root, folders=folders, hint=hint), length)
+
+
+@DATASETS.register("wikitext-2")
+def wikitext_2(root: Path | None, *, length: int = LENGTH) -> TextData:
+    """WikiText-2: 2,088,628 / 217,646 / 245,569 words, 33,278 different ones."""
+    files = [f"wiki.{part}.tokens" for part in ("train", "valid", "test")]
+    hint = "unpack the published word-level archive wikitext-2-v1.zip"
+    paths = locate("wikitext-2", files, root=root, folders=("wikitext-2", "."), hint=hint)
+    return _words_data("wikitext-2", paths, length)
+
+
+def _words_data(name: str, paths: list[Path], length: int) -> TextData:
+    # Every line ends with the word <eos>, also an empty line and a last one without "\n".
+    texts = [_read_text(path).removesuffix("\n") + "\n" for path in paths]
+    words = [text.replace("\n", " <eos> ").split() for text in texts]
+    numbers = {word: number for number, word in enumerate(dict.fromkeys(words[0]))}
+    parts = [_tokens(path, part, numbers) for path, part in zip(paths, words, strict=True)]
+    return _text_data(name, parts, list(numbers), length)
+
+
+def _tokens(path: Path, words: list[str], numbers: dict[str, int]) -> Tensor:
+    # Words that the training text does not have become <unk>, if it has that.
+    tokens = [numbers.get(word, numbers.get("<unk>", -1)) for word in words]
+    if -1 in tokens:
+        word = words[tokens.index(-1)]
+        raise DataError(
+            f"{path} has the word {word[:40]!r}, but the training text has neither it nor <unk>"
         )
+    return torch.tensor(tokens, dtype=torch.int64)
 
 
-def _lengths(total: int, length: int, generator: torch.Generator) -> list[int]:
-    where = {"generator": generator, "device": generator.device}
-    count = total // _LEAST + 1  # no segment but the last is shorter
-    halved = torch.rand(count, **where) < _HALVED  # type: ignore[call-overload]
-    centre = torch.where(halved, length / 2, float(length))
-    drawn = centre + _SPREAD * torch.randn(count, **where)  # type: ignore[call-overload]
-    return [int(size) for size in drawn.clamp(min=_LEAST).tolist()]
+def _read_text(path: Path) -> str:
+    try:
+        text = read_whole(path, limit=2**31).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not a text in UTF-8: {error}") from error
+    if not text:
+        raise DataError(f"{path} is empty")
+    return text
 
 
-def _bounds(total: int, length: int, lengths: list[int] | None) -> tuple[tuple[int, int], ...]:
-    if lengths is None:
-        return tuple((at, min(at + length, total)) for at in range(0, total, length))
-    bounds, at = list[tuple[int, int]](), 0
-    for size in lengths:
-        if at >= total:
-            break
-        bounds.append((at, min(at + size, total)))
-        at += size
-    return tuple(bounds)
+# ------------------------------------------------------------------------------------------
+# Any text as characters.
+
+
+@DATASETS.register("text")
+def text(root: Path | None, *, file: str, length: int = LENGTH) -> TextData:
+    """Characters of any text file: 90 % for training, then 5 % each for validation and test."""
+    path = Path(file).expanduser()
+    # A path that says where it is, as opposed to a name in a folder of data sets.
+    explicit = path.is_absolute() or file.startswith(("./", "../"))
+    (path,) = locate(
+        "text",
+        [path.name if explicit else file],
+        root=None if explicit else root,
+        folders=("text", "."),
+        hint="file= names any text in UTF-8, plain or compressed with gzip",
+        others=[path.absolute().parent if explicit else Path.cwd()],
+    )
+    # In UTF-32 every character is one integer, so NumPy counts the alphabet of large texts fast.
+    codes = np.frombuffer(_read_text(path).encode("utf-32-le"), np.uint32)
+    vocabulary, tokens = np.unique(codes, return_inverse=True)
+    numbers = torch.from_numpy(tokens.astype(np.int64))
+    cuts = [int(share * len(numbers)) for share in (0.9, 0.95)]
+    if not 0 < cuts[0] < cuts[1] < len(numbers):
+        raise DataError(f"{path} is too short to be cut into three: {len(numbers)} characters")
+    return _text_data("text", numbers.tensor_split(cuts), [*map(chr, vocabulary)], length)

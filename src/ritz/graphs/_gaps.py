@@ -13,28 +13,80 @@ from ritz.graphs._graph import Graph
 from ritz.operators import LinearOperator
 from ritz.spectra import Density
 
+TOP = 2.0  # largest possible eigenvalue of a normalised Laplacian
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """Thresholds of ``count_clusters``.
+
+    The graphs of ``tests/graphs/test_clusters.py`` and ``test_cluster_gaps.py`` decide: planted
+    clusters with few and with moderate links, and random graphs, grids, paths and cycles, which
+    have none.
+    """
+
+    # A stretch is low if the density is below this fraction of the mean on either side. Half of it
+    # gives the same counts for eleven of these graphs.
+    low: float = 0.05
+    # Grid points per resolved angle.
+    points: int = 32
+    # Stretches within this fraction of the widest count as equally wide; more than `rungs` of them
+    # are the spacings of a short cycle (a cycle of 50 vertices).
+    alike: float = 0.95
+    rungs: int = 3
+    # A gap stands out if an equally wide stretch above it holds this many eigenvalues. The bulks of
+    # sparse random graphs have up to six there.
+    crowd: int = 8
+    # So many sampled eigenvalues above a gap, and their spacings need not be computed.
+    sure: int = 32
+    # Fewer eigenvalues between two low stretches are noise, and the stretches are one.
+    noise: float = 0.25
+    # A stretch with another above it, wider than this fraction of its width, divides nothing: the
+    # gaps of grids and paths have about the same width everywhere.
+    ladder: float = 0.67
+    # Grid of the maximum entropy problem. The peak of many eigenvalues 0 is as narrow as the
+    # square of the resolution, so that the grid grows as 2 m^2 up to here.
+    largest_grid: int = 2**16
+    # Amplification of the eigenvectors below a gap over all others together.
+    strength: float = 100.0
+    # Probes for missed eigenvalues: one missed leaves 1 +- sqrt(2/16) in their mean square.
+    num_checks: int = 16
+    # A missed eigenvalue leaves about one, none leaves 1 / strength^2 = 1e-4: anything between will
+    # do.
+    missed: float = 0.25
+    # Standard errors by which the two counts may differ.
+    agreement: float = 4.0
+    # Probes that find the gap, where they need not count.
+    locating: int = 10
+    # With so few eigenvalues apart from 0, Lanczos finds all, and maximum entropy has no density.
+    few: int = 32
+    # Bytes of a filtered block: all that it may take, and from which on it is float32.
+    memory: int = 2**32
+    large: int = 2**30
+    # Columns multiplied at once, and rows summed in the precision of the operator: sums of 8192
+    # products in float32 keep five digits, enough for a gap.
+    columns: int = 128
+    rows: int = 8192
+
+
+TUNING = Tuning()
+
 # ------------------------------------------------------------------------------------------
 # The gaps of a spectral density: low stretches left of the bulk.
 #
-# Eigenvalues of the normalised Laplacian are written :math:`\lambda = 1 - \cos\theta`: the
-# first ``m`` moments resolve :math:`\pi / m` in the angle, wherever that is, so that
-# stretches are compared and the density is taken by angles.
-
-LOW = 0.05  # of the mean density on either side: less is a low stretch
-POINTS = 32  # of the grid to what is resolved
-ALIKE = 0.95  # of the width of the widest: a stretch that is as wide
-RUNGS = 3  # stretches of the same width: more are the spacings of a short cycle
-CROWD = 8  # eigenvalues in an equal stretch above a gap that stands out: random bulks have six
+# With lambda = 1 - cos(theta), the Chebyshev polynomial T_j(lambda - 1) is (-1)^j cos(j theta):
+# the first m moments resolve pi / m in the angle, at every angle. Stretches are therefore compared
+# by angles, and the density is taken per angle.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    r"""A stretch that holds hardly an eigenvalue.
+    r"""A stretch with hardly an eigenvalue.
 
     Attributes:
-        low: Where it begins.
-        high: Where it ends.
-        threshold: Where the density is least, :math:`\lambda_*`.
+        low: Lower end.
+        high: Upper end.
+        threshold: Point where the density is smallest, :math:`\lambda_*`.
     """
 
     low: float
@@ -52,76 +104,74 @@ class Gap:
         return angle(self.high) - angle(self.low)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NoGap:
-    """That there is none, and why."""
-
-    reason: str
-
-
 def angle(value: float) -> float:
     r"""Return :math:`\theta` with :math:`\lambda = 1 - \cos\theta`."""
-    return math.acos(1 - min(max(value, 0.0), 2.0))
+    return math.acos(1 - min(max(value, 0.0), TOP))
 
 
 def point(theta: float) -> float:
-    r"""Return :math:`1 - \cos\theta`, 2 for what is beyond :math:`\pi`."""
+    r"""Return :math:`1 - \cos\theta`, 2 beyond :math:`\pi`."""
     return 1 - math.cos(min(theta, math.pi))
 
 
-def find_gap(density: Density, *, num_moments: int, bulk: float) -> Gap | NoGap:
-    """Return the widest of :func:`low_stretches`, or why it is none.
+def _angles(values: Tensor) -> Tensor:
+    return (1 - values.clamp(0, TOP)).acos()
+
+
+def find_gap(stretches: list[Gap] | str, *, num_moments: int) -> Gap | str:
+    """Return the widest of :func:`low_stretches`, or why none is a gap.
 
     Args:
-        density: Of the normalised Laplacian.
-        num_moments: What it was made of: a stretch that these do not resolve is none.
-        bulk: Share of the eigenvalues left of the middle of the bulk.
+        stretches: All low stretches, or why there are none.
+        num_moments: Moments of the density; a stretch that these do not resolve is no gap.
     """
-    found = low_stretches(density, num_moments=num_moments, bulk=bulk)
-    if isinstance(found, NoGap):
-        return found
-    widest = max(found, key=lambda gap: gap.width)
+    if isinstance(stretches, str):
+        return stretches
+    widest = max(stretches, key=lambda gap: gap.width)
     if widest.width < math.pi / num_moments:
-        return NoGap(
-            reason=f"the widest low stretch, {widest.low:.2g} to {widest.high:.2g}, is narrower "
-            f"than {num_moments} moments resolve"
+        return (
+            f"the widest low stretch, {widest.low:.2g} to {widest.high:.2g}, is narrower than "
+            f"{num_moments} moments resolve"
         )
-    alike = sum(gap.width > ALIKE * widest.width for gap in found)
-    if alike > RUNGS:
-        return NoGap(
-            reason=f"{alike} low stretches are as wide as each other, as between the eigenvalues "
-            "of a cycle: none stands out"
+    alike = sum(gap.width > TUNING.alike * widest.width for gap in stretches)
+    if alike > TUNING.rungs:
+        return (
+            f"{alike} low stretches are as wide as each other, as between the eigenvalues of a "
+            "cycle: none stands out"
         )
     return widest
 
 
-def low_stretches(density: Density, *, num_moments: int, bulk: float) -> list[Gap] | NoGap:
-    r"""Return the stretches where the density is low beside both its sides, ascending.
+def low_stretches(density: Density, *, num_moments: int, bulk: float) -> list[Gap] | str:
+    r"""Return the stretches where the density is low beside both sides, or why there are none.
 
-    The first minimum (Algorithm 5) may lie within the band of the clusters: what is low is
-    below ``LOW`` times the mean on the left and the mean between it and the middle of the bulk.
-    Means, as the height of an atom says nothing.
+    The first minimum (Algorithm 5) may lie within the band of the clusters. Here a stretch is low
+    if it is below 5 % of the mean density on its left, and of the mean between it and the middle
+    of the bulk. Means, because the height of an atom depends on the resolution.
 
     Args:
-        density: Of the normalised Laplacian.
-        num_moments: What it was made of.
-        bulk: Share of the eigenvalues left of the middle of the bulk.
+        density: Density of the normalised Laplacian.
+        num_moments: Moments it was made of.
+        bulk: Fraction of the eigenvalues left of the middle of the bulk.
     """
     resolved = math.pi / num_moments
-    angles = (torch.arange(POINTS * num_moments, dtype=torch.float64) + 0.5) * resolved / POINTS
+    grid = torch.arange(TUNING.points * num_moments, dtype=torch.float64) + 0.5
+    angles = grid * resolved / TUNING.points
     values = 1 - angles.cos()
     below = density.cdf(values)
     inside = below < bulk
     if not bool(inside.any()):
-        return NoGap(reason="the density has no bulk: nearly all eigenvalues are zero")
+        return "the density has no bulk: nearly all eigenvalues are zero"
     angles, values, below = angles[inside], values[inside], below[inside]
+    # d lambda = sin(theta) d theta: the density per angle.
     heights = density.pdf(values) * angles.sin()
-    left, right = below / angles, (bulk - below) / (angles[-1] + resolved / POINTS - angles)
-    runs = _runs(heights < LOW * torch.minimum(left, right))
+    end = angles[-1] + resolved / TUNING.points
+    left, right = below / angles, (bulk - below) / (end - angles)
+    runs = _runs(heights < TUNING.low * torch.minimum(left, right))
     if not len(runs):
-        return NoGap(
-            reason=f"the density has no minimum left of the bulk that is below {LOW:.0%} of the "
-            "mean on either side"
+        return (
+            "the density has no minimum left of the bulk that is below "
+            f"{TUNING.low:.0%} of the mean on either side"
         )
     return [
         Gap(
@@ -133,37 +183,46 @@ def low_stretches(density: Density, *, num_moments: int, bulk: float) -> list[Ga
     ]
 
 
+def _runs(flags: Tensor) -> Tensor:
+    """First and last index of each run of true flags that does not begin at 0, ``(r, 2)``."""
+    steps = torch.nn.functional.pad(flags.int(), (1, 1)).diff()
+    runs = torch.stack([(steps == 1).nonzero()[:, 0], (steps == -1).nonzero()[:, 0] - 1], dim=1)
+    return runs[runs[:, 0] > 0]
+
+
 def widest_between(values: Tensor, gap: Gap) -> Gap:
-    """Return the widest gap between eigenvalues of a stretch, by angles.
+    """Return the widest gap between the eigenvalues of a stretch, by angles.
 
     Args:
-        values: Eigenvalues, ascending, all those below ``gap.high``, ``(k,)``.
+        values: All eigenvalues below ``gap.high``, ascending, ``(k,)``.
         gap: The stretch.
     """
     before = float(values[values <= gap.low].max()) if bool((values <= gap.low).any()) else 0.0
     within = values[(values > gap.low) & (values < gap.high)]
     ends = torch.cat([values.new_tensor([before]), within, values.new_tensor([gap.high])])
-    angles = (1 - ends.clamp(0, 2)).acos()
-    i = int(angles.diff().argmax())
-    middle = point(0.5 * float(angles[i] + angles[i + 1]))
-    return Gap(low=float(ends[i]), high=float(ends[i + 1]), threshold=middle)
+    return _widest(ends, len(ends))
 
 
 def widest_crowded(values: Tensor, gap: Gap) -> Gap:
-    """Return the widest gap between eigenvalues that has ``CROWD`` of them and one more above.
+    """Return the widest gap with enough eigenvalues above it to know their spacings.
 
-    The gap from 0 to the least of them is none of these, unless there are too few.
+    The gap from 0 to the smallest one is not among these, unless there are too few.
 
     Args:
-        values: Eigenvalues but 0, ascending, ``(k,)``.
-        gap: Those up to its upper end are all there.
+        values: Eigenvalues except 0, ascending, ``(k,)``.
+        gap: All eigenvalues below its upper end are known.
     """
     ends = values[values < gap.high]
-    if len(ends) < CROWD + 2:
+    if len(ends) < TUNING.crowd + 2:
         high = float(ends[0]) if len(ends) else gap.high
         return Gap(low=0.0, high=high, threshold=high / 2)
-    angles = (1 - ends.clamp(0, 2)).acos()
-    i = int(angles[: len(ends) - CROWD].diff().argmax())
+    return _widest(ends, len(ends) - TUNING.crowd)
+
+
+def _widest(ends: Tensor, count: int) -> Gap:
+    """The widest gap between the first ``count`` of some values, by angles."""
+    angles = _angles(ends)
+    i = int(angles[:count].diff().argmax())
     middle = point(0.5 * float(angles[i] + angles[i + 1]))
     return Gap(low=float(ends[i]), high=float(ends[i + 1]), threshold=middle)
 
@@ -171,48 +230,35 @@ def widest_crowded(values: Tensor, gap: Gap) -> Gap:
 def stands_out(gap: Gap, above: Tensor) -> bool:
     """Return whether a gap is wide beside the spacings of the eigenvalues above it, ``(k,)``.
 
-    ``CROWD`` of them and one more must lie in a stretch as wide as the gap, with no gap between
-    them that is half as wide: a grid and a path have gaps of much the same width everywhere.
+    Nine of them must lie in a stretch as wide as the gap, and no gap between them may be half as
+    wide. The gaps of a grid and of a path have about the same width everywhere.
     """
-    angles = (1 - above[: CROWD + 1].clamp(0, 2)).acos()
-    if len(angles) <= CROWD:
+    angles = _angles(above[: TUNING.crowd + 1])
+    if len(angles) <= TUNING.crowd:
         return False
     near = float(angles[-1] - angles[0]) <= gap.width
     return near and float(angles.diff().max()) <= gap.width / 2
 
 
-def _runs(flags: Tensor) -> Tensor:
-    """First and last index of each run of true flags that has a side on its left, ``(r, 2)``."""
-    padded = torch.nn.functional.pad(flags.int(), (1, 1))
-    steps = padded.diff()
-    runs = torch.stack([(steps == 1).nonzero()[:, 0], (steps == -1).nonzero()[:, 0] - 1], dim=1)
-    return runs[runs[:, 0] > 0]
-
-
 # ------------------------------------------------------------------------------------------
 # Eigenvalues of a graph below a gap, counted in a block that a polynomial has filtered.
 #
-# A random block of more vectors than there are eigenvalues to find is multiplied by a
-# polynomial of the normalised Laplacian :math:`L` that is small above the gap; by Rayleigh
-# and Ritz it holds all eigenvectors below. Each Ritz value below a threshold stands for an
-# eigenvalue below it: what is found is a lower bound, whatever was done. What was missed is
-# sampled: fresh probes, projected off what was found, must have nothing left below the gap.
-
-TOP = 2.0  # largest possible eigenvalue
-STRENGTH = 100.0  # of what is below a gap to all that is above, in a filtered vector
-NUM_CHECKS = 16  # probes for what was missed
-COLUMNS = 128  # multiplied at once for the projected matrices
-ROWS = 8192  # summed in the operator's precision
+# A random block with more columns than there are eigenvalues below the gap is multiplied by a
+# polynomial of the normalised Laplacian L that is small above the gap; its span then contains the
+# eigenvectors below. By Courant and Fischer the i-th Ritz value is at least the i-th eigenvalue, so
+# that the number of Ritz values below a threshold is a lower bound of the number of eigenvalues.
+# Missed ones are sampled: fresh probes, projected off the Ritz vectors, must have nothing left
+# below the gap.
 
 
 @dataclass(frozen=True, slots=True)
 class NullSpace:
-    r"""The eigenvalue 0: :math:`D^{1/2} 1_C` for each component :math:`C`, unit vectors.
+    r"""The null space of L, spanned by unit vectors :math:`D^{1/2} 1_C`, one per component.
 
     Attributes:
         labels: Component of each vertex, ``(n,)``.
-        entries: Of the vector of its component, for each vertex, ``(n,)``.
-        dimension: Number of components, isolated vertices among them.
+        entries: Entry of each vertex in the vector of its component, ``(n,)``.
+        dimension: Number of components, including isolated vertices.
     """
 
     labels: Tensor
@@ -223,29 +269,31 @@ class NullSpace:
     def of(cls, graph: Graph, dtype: torch.dtype) -> "NullSpace":
         count, labels = graph.components()
         labels, degrees = labels.long(), graph.degrees
+        # An isolated vertex is its own unit vector.
         degrees = torch.where(degrees > 0, degrees, 1.0)
         volumes = torch.zeros(count, dtype=torch.float64).index_add_(0, labels, degrees)
         return cls(labels, (degrees / volumes[labels]).sqrt().to(dtype), count)
 
     def project_off(self, block: Tensor) -> Tensor:
-        """Take the space out of a block ``(n, k)``, in place."""
+        """Project a block ``(n, k)`` onto the orthogonal complement, in place."""
+        # B - sum_C v_C (v_C' B); the vectors v_C have disjoint supports.
         entries = self.entries[:, None]
-        shares = block.new_zeros(self.dimension, block.shape[1])
-        shares.index_add_(0, self.labels, entries * block)
-        return block.sub_(entries * shares[self.labels])
+        products = block.new_zeros(self.dimension, block.shape[1])
+        products.index_add_(0, self.labels, entries * block)
+        return block.sub_(entries * products[self.labels])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What a filtered block holds.
+    """Eigenvalues in a filtered block.
 
     Attributes:
-        count: Eigenvalues below the gap, those of the null space among them: a lower bound.
-        gap: Between Ritz values.
-        missed: Eigenvalues below the gap that it has not, as sampled; about zero if there are none.
-        full: Whether all vectors were needed, so that more would find more.
-        num_products: Products spent.
-        above: Ritz values above the gap, up to the end of the stretch that was asked for.
+        count: Eigenvalues below the gap, including the null space: a lower bound.
+        gap: The gap between Ritz values.
+        missed: Sampled number of eigenvalues below the gap that the block lacks.
+        full: All columns were needed, so that more would find more.
+        num_products: Matrix-vector products.
+        above: Ritz values above the gap, up to the end of the stretch.
     """
 
     count: int
@@ -266,65 +314,75 @@ def count_below(
     bar: Progress,
     pick: Callable[[Tensor, Gap], Gap] = widest_between,
 ) -> Found:
-    r"""Return the number of eigenvalues left of a gap, and what was missed.
+    r"""Count the eigenvalues left of a gap.
 
     Args:
         op: The normalised Laplacian, ``(n, n)``.
         null: Its null space.
-        gap: A stretch: what is below it is found, what is above is filtered out.
-        width: Vectors of the block. Memory: as many vectors, and ``COLUMNS`` more.
-        generator: Source of the block.
-        bar: Told of columns.
-        pick: Which gap between the eigenvalues that were found counts; the widest of the stretch
-            by default.
+        gap: A stretch; eigenvectors below it are amplified, those above are filtered out.
+        width: Columns of the block. Memory: as many vectors and 128 more.
+        generator: Source of randomness.
+        bar: Receives the number of filtered columns.
+        pick: Chooses the gap between Ritz values, by default the widest of the stretch.
     """
     degree = filter_degree(gap, op.shape[0])
-    block = _filtered(op, null, gap, degree, width, generator, bar)
+    block = torch.empty(op.shape[0], width, dtype=op.dtype, device=op.device)
+    for start in range(0, width, op.block_size):
+        stop = min(start + op.block_size, width)
+        part = null.project_off(_gaussian(op, stop - start, generator))
+        # Once more after filtering: rounding brings back the eigenvalue 0, the most amplified.
+        block[:, start:stop] = null.project_off(polynomial(op, part, gap, degree))
+        bar.update(stop)
     values, coefficients = _rayleigh_ritz(op, block)
     near = pick(values, gap)
     below = values < near.threshold
     coefficients = coefficients[:, below].to(block)
-    again = filter_degree(near, op.shape[0])
-    fresh = null.project_off(_gaussian(op, NUM_CHECKS, generator))
+    fresh = null.project_off(_gaussian(op, TUNING.num_checks, generator))
+    # z - Q Q' z with Q = block @ coefficients, twice, as in Gram-Schmidt.
     for _ in range(2):
         fresh -= block @ (coefficients @ (coefficients.T @ (block.T @ fresh)))
-    left = polynomial(op, fresh, near, again).double().square().sum(0)
+    check_degree = filter_degree(near, op.shape[0])
+    # The filter is at least 1 below the gap, so that E ||p(L) z||^2 is at least the number missed.
+    left = polynomial(op, fresh, near, check_degree).double().square().sum(0)
     return Found(
         count=null.dimension + int(below.sum()),
         gap=near,
         missed=float(left.mean()),
         full=int((values < gap.high).sum()) >= width < op.shape[0] - null.dimension,
-        num_products=width * (degree + 1) + NUM_CHECKS * again,
+        num_products=width * (degree + 1) + TUNING.num_checks * check_degree,
         above=values[~below & (values < gap.high)],
     )
 
 
 def filter_degree(gap: Gap, n: int) -> int:
-    """Return the degree at which a filtered random vector is all but free of what is above."""
-    return math.ceil(math.acosh(STRENGTH * math.sqrt(n)) / _growth(gap))
+    """Return the degree at which a filtered random vector is nearly free of what is above."""
+    # cosh(k growth) = strength sqrt(n): what is above has norm sqrt(n) at most.
+    return math.ceil(math.acosh(TUNING.strength * math.sqrt(n)) / _growth(gap))
 
 
 def polynomial(op: LinearOperator, block: Tensor, gap: Gap, degree: int) -> Tensor:
     r"""Return :math:`T_k(\tilde L) x / |T_k(\tilde\lambda)|`, a Chebyshev polynomial.
 
-    It is bounded above the gap, where :math:`\tilde L` has its spectrum in ``[-1, 1]``, and at
-    least one in size below; :math:`\lambda` is the lower end of the gap.
+    :math:`\tilde L` maps the spectrum above the gap to ``[-1, 1]``, where the polynomial is at
+    most one over the denominator; at the lower end :math:`\lambda` of the gap it is one, and more
+    below.
     """
-    high = gap.high
-    before, current = block, _mapped(op, block, high)
+
+    def mapped(x: Tensor) -> Tensor:
+        # (2 L - (2 + high)) / (2 - high), in place in the product.
+        scale = 2 / (TOP - gap.high)
+        return op.matmat(x).mul_(scale).sub_(x, alpha=scale * (TOP + gap.high) / 2)
+
+    before, current = block, mapped(block)
     for _ in range(degree - 1):
-        before, current = current, _mapped(op, current, high).mul_(2).sub_(before)
+        # T_{k+1}(x) = 2 x T_k(x) - T_{k-1}(x)
+        before, current = current, mapped(current).mul_(2).sub_(before)
     return current / math.cosh(degree * _growth(gap))
 
 
 def _growth(gap: Gap) -> float:
-    """Rate a degree at which what lies at the lower end of a gap outgrows what lies above."""
+    """Growth rate per degree at the lower end of a gap: |T_k(x)| = cosh(k arccosh |x|)."""
     return math.acosh(1 + 2 * (gap.high - gap.low) / (TOP - gap.high))
-
-
-def _mapped(op: LinearOperator, block: Tensor, low: float) -> Tensor:
-    scale = 2 / (TOP - low)
-    return op.matmat(block).mul_(scale).sub_(block, alpha=scale * (TOP + low) / 2)
 
 
 def _gaussian(op: LinearOperator, count: int, generator: torch.Generator) -> Tensor:
@@ -332,53 +390,30 @@ def _gaussian(op: LinearOperator, count: int, generator: torch.Generator) -> Ten
     return probes(shape, kind="gaussian", generator=generator, dtype=op.dtype, device=op.device)
 
 
-def _filtered(
-    op: LinearOperator,
-    null: NullSpace,
-    gap: Gap,
-    degree: int,
-    width: int,
-    generator: torch.Generator,
-    bar: Progress,
-) -> Tensor:
-    block = torch.empty(op.shape[0], width, dtype=op.dtype, device=op.device)
-    for columns in torch.arange(width).split(op.block_size):
-        part = null.project_off(_gaussian(op, len(columns), generator))
-        part = null.project_off(polynomial(op, part, gap, degree))
-        block[:, columns[0] : columns[-1] + 1] = part
-        bar.update(int(columns[-1]) + 1)
-    return block
-
-
 def _rayleigh_ritz(op: LinearOperator, block: Tensor) -> tuple[Tensor, Tensor]:
     """Ritz values, ascending, ``(r,)``, and coefficients ``(k, r)`` of orthonormal Ritz vectors."""
     k = block.shape[1]
-    gram = torch.zeros(k, k, dtype=torch.float64)
-    projected = torch.zeros(k, k, dtype=torch.float64)
-    for first in range(0, k, COLUMNS):
-        part = slice(first, min(k, first + COLUMNS))
+    gram, projected = torch.zeros(2, k, k, dtype=torch.float64)
+    for first in range(0, k, TUNING.columns):
+        part = slice(first, min(k, first + TUNING.columns))
         product = op.matmat(block[:, part])
-        # Only the half that stands on and below the diagonal.
+        # B' B and B' L B are symmetric: only on and below the diagonal.
         gram[first:, part] = _inner(block[:, first:], block[:, part])
         projected[first:, part] = _inner(block[:, first:], product)
+    # Columns of length one, since filtered columns differ in length by orders of magnitude.
     scale = gram.diagonal().clamp_min(torch.finfo(torch.float64).tiny).rsqrt()
-    gram = _symmetric(gram) * scale[:, None] * scale
-    sizes, directions = torch.linalg.eigh(gram)
-    # What is below the roundoff of the block has no direction of its own.
-    kept = sizes > 10 * math.sqrt(k) * torch.finfo(block.dtype).eps * float(sizes[-1])
-    basis = scale[:, None] * directions[:, kept] * sizes[kept].rsqrt()
-    values, rotation = torch.linalg.eigh(basis.T @ _symmetric(projected) @ basis)
+    sizes, directions = torch.linalg.eigh(gram * scale[:, None] * scale)  # reads the lower half
+    # Directions below the rounding error of the block are noise.
+    real = sizes > 10 * math.sqrt(k) * torch.finfo(block.dtype).eps * float(sizes[-1])
+    basis = scale[:, None] * directions[:, real] * sizes[real].rsqrt()
+    lower = projected.tril()
+    values, rotation = torch.linalg.eigh(basis.T @ (lower + lower.tril(-1).T) @ basis)
     return values, basis @ rotation
 
 
 def _inner(left: Tensor, right: Tensor) -> Tensor:
-    # Long sums of single precision lose digits that the eigenvalues need.
+    # Long sums in single precision lose digits that the eigenvalues need.
     total = torch.zeros(left.shape[1], right.shape[1], dtype=torch.float64)
-    for a, b in zip(left.split(ROWS), right.split(ROWS), strict=True):
+    for a, b in zip(left.split(TUNING.rows), right.split(TUNING.rows), strict=True):
         total += (a.T @ b).double().cpu()
     return total
-
-
-def _symmetric(lower: Tensor) -> Tensor:
-    half = lower.tril()
-    return half + half.tril(-1).T

@@ -1,5 +1,6 @@
-"""The container of a graph: compressed rows of its weight matrix, and where they came from."""
+"""The container of a graph: compressed rows of its weight matrix, and how it was made."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -14,32 +15,32 @@ from ritz._core.storage import storable
 
 Array = npt.NDArray[Any]
 
-NUM_REASONS = 5  # rejected lines that are quoted; all of them are counted
+NUM_REASONS = 5  # rejected records with a reason; all are counted
 
 
 class GraphError(ValueError):
-    """What was given is not a graph ritz can use; the message says where and why."""
+    """The input is not a graph that ritz can use; the message says where and why."""
 
 
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Intake:
-    """What became of the records (lines, entries, edges) a graph was made from.
+    """How the records (lines, entries, edges) of a source became a graph.
 
-    Every record is accounted for: ``num_records`` is the sum of the edges of the graph without
+    Every record is counted: ``num_records`` is the sum of the edges of the graph without
     self-loops, ``num_self_loops``, ``num_zero_weights``, ``num_merged`` and ``num_rejected``.
 
     Attributes:
-        source: A file name, or what kind of object it was.
-        num_records: Records that were there.
-        num_self_loops: Of these, self-loops.
-        loops_kept: Whether self-loops are entries of the diagonal or were dropped.
-        num_zero_weights: Edges of weight zero, which are no edges.
-        num_merged: Records of an edge that another record had named already.
-        num_reciprocal: Pairs of vertices named in both orders.
-        directed: Whether the source was directed, so that directions were dropped.
-        num_rejected: Records that could not be read, with ``errors="report"``.
-        reasons: The first few of these, each with its line.
+        source: Name of the file, or type of the object.
+        num_records: Number of records.
+        num_self_loops: Self-loops.
+        loops_kept: Self-loops are entries of the diagonal; otherwise they were dropped.
+        num_zero_weights: Edges of weight zero, which were dropped.
+        num_merged: Records of an edge that an earlier record has.
+        num_reciprocal: Pairs of vertices that occur in both orders.
+        directed: The source was directed, and its directions were dropped.
+        num_rejected: Invalid records, with ``errors="report"``.
+        reasons: What is wrong with the first few of these, with line numbers.
     """
 
     source: str
@@ -54,17 +55,18 @@ class Intake:
     reasons: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        loops = f"self-loops {'kept' if self.loops_kept else 'dropped'}"
         counts = {
             "merged into others": self.num_merged,
-            loops: self.num_self_loops,
+            f"self-loops {'kept' if self.loops_kept else 'dropped'}": self.num_self_loops,
             "of weight zero dropped": self.num_zero_weights,
             "rejected": self.num_rejected,
         }
-        parts = [f"{count:,} {what}" for what, count in counts.items() if count]
-        directions = ["directions dropped"] if self.directed else []
-        text = f"{self.source}: {self.num_records:,} records"
-        return "; ".join([text, ", ".join(parts), *directions] if parts else [text, *directions])
+        parts = [
+            f"{self.source}: {self.num_records:,} records",
+            ", ".join(f"{count:,} {kind}" for kind, count in counts.items() if count),
+            "directions dropped" if self.directed else "",
+        ]
+        return "; ".join(part for part in parts if part)
 
 
 @storable
@@ -73,19 +75,18 @@ class Intake:
 class Graph:
     r"""An undirected graph: the symmetric weight matrix :math:`W \ge 0` in compressed rows.
 
-    Columns ascend within each row, no entry is repeated and none is zero. A self-loop, where kept,
-    is one entry :math:`W_{ii}` and counts once in the degree :math:`d_i = \sum_j W_{ij}`. Indices
-    have 32 bits where they fit: 8 bytes an edge, 24 with weights. The tensors are not to be
-    changed.
+    Columns ascend within each row, no entry is repeated and none is zero. A self-loop, if kept, is
+    one entry :math:`W_{ii}` and counts once in the degree :math:`d_i = \sum_j W_{ij}`. Indices have
+    32 bits if they fit: 8 bytes per edge, 24 with weights. The tensors are read-only.
 
     Attributes:
         crow: Row ``i`` has the entries ``crow[i]:crow[i + 1]``, ``(num_nodes + 1,)``.
         col: Columns of the entries, ``(num_entries,)``.
-        weights: Their weights, ``(num_entries,)``, float64; ``None`` where all are one.
-        names: What the source called the vertices, integers ``(num_nodes,)`` or strings; ``None``
-            where vertex ``i`` was ``i``.
-        num_loops: Entries of the diagonal.
-        intake: What the graph was made from.
+        weights: Their weights, ``(num_entries,)``, float64; ``None`` if all are one.
+        names: Names of the vertices in the source, integers ``(num_nodes,)`` or strings; ``None``
+            if vertex ``i`` is called ``i``.
+        num_loops: Number of entries of the diagonal.
+        intake: How the graph was made.
     """
 
     crow: Tensor
@@ -97,12 +98,13 @@ class Graph:
 
     @property
     def num_nodes(self) -> int:
-        """Number of vertices, isolated ones included."""
+        """Number of vertices, including isolated ones."""
         return len(self.crow) - 1
 
     @property
     def num_edges(self) -> int:
-        """Number of edges, each counted once, kept self-loops included."""
+        """Number of edges, each counted once, including self-loops that were kept."""
+        # An edge has two entries, a self-loop has one.
         return (len(self.col) + self.num_loops) // 2
 
     @property
@@ -119,42 +121,43 @@ class Graph:
         return int((self.crow.diff() == 0).sum())
 
     def to_scipy(self) -> "scipy.sparse.csr_array[Any]":
-        """Return the weight matrix as a SciPy CSR array of float64; indices are shared."""
-        data = np.ones(len(self.col)) if self.weights is None else self.weights.numpy()
-        matrix: scipy.sparse.csr_array[Any] = _sparse(self, data)
+        """Return the weight matrix as a SciPy CSR array of float64, which shares the indices."""
+        matrix: scipy.sparse.csr_array[Any] = self._csr(np.float64)
+        return matrix
+
+    def _csr(self, dtype: Any) -> Any:
+        data = np.ones(len(self.col), dtype) if self.weights is None else self.weights.numpy()
+        parts = (data, self.col.numpy(), self.crow.numpy())
+        matrix = scipy.sparse.csr_array(parts, shape=(self.num_nodes, self.num_nodes), copy=False)
+        matrix.has_sorted_indices = matrix.has_canonical_format = True
         return matrix
 
     def components(self) -> tuple[int, Tensor]:
-        """Return the number of connected components and that of each vertex, ``(num_nodes,)``."""
-        # In a symmetric matrix strong components are components; asking for weak ones would
-        # build the transpose first.
+        """Return the number of components, and the component of each vertex ``(num_nodes,)``."""
+        # The strong components of a symmetric matrix are its components. Weak ones are the same,
+        # but SciPy would build the transpose first.
         count, labels = scipy.sparse.csgraph.connected_components(
             self.to_scipy(), directed=True, connection="strong"
         )
         return int(count), torch.from_numpy(labels)
 
     def largest_component(self) -> "Graph":
-        """Return the largest connected component; of equals, that of the first vertex."""
+        """Return the largest connected component; of equals, the one with the first vertex."""
         count, labels = self.components()
         if count == 1:
             return self
-        sizes = labels.bincount()
-        first = torch.full((count,), len(labels)).scatter_reduce(
-            0, labels.long(), torch.arange(len(labels)), "amin"
-        )
-        largest = min(range(count), key=lambda c: (-int(sizes[c]), int(first[c])))
-        return self.subgraph(labels == largest)
+        sizes = labels.bincount()[labels.long()]
+        return self.subgraph(labels == labels[sizes.argmax()])  # argmax is the first of equals
 
     def subgraph(self, nodes: Tensor | Array | list[int]) -> "Graph":
-        """Return the graph of some vertices and the edges between them, in the order given.
+        """Return the graph of some vertices and the edges between them, in the given order.
 
         Args:
-            nodes: Indices ``(k,)``, each once, or a mask ``(num_nodes,)``.
+            nodes: Distinct indices ``(k,)``, or a mask ``(num_nodes,)``.
         """
         index = _indices(nodes, self.num_nodes)
-        data = np.ones(len(self.col), np.int8) if self.weights is None else self.weights.numpy()
-        # The selection writes explicit entries only, so that no weight is touched.
-        matrix = _sparse(self, data)[index][:, index]
+        # Without weights only the places matter: one byte per entry.
+        matrix = self._csr(np.int8)[index][:, index]
         matrix.sort_indices()
         names = torch.arange(self.num_nodes) if self.names is None else self.names
         return replace(
@@ -167,37 +170,31 @@ class Graph:
         )
 
     def __str__(self) -> str:
-        kind = "unweighted" if self.weights is None else f"weighted, {_span(self.weights)}"
+        kind = "unweighted"
+        if self.weights is not None:
+            low, high = self.weights.aminmax() if len(self.weights) else (math.nan, math.nan)
+            kind = f"weighted, {float(low):.4g} to {float(high):.4g}"
         counts = self.crow.diff()
-        degrees = f"mean {float(counts.double().mean()):.4g}, median {int(counts.median()):,}, "
-        degrees += f"largest {int(counts.max()):,}; {self.num_isolated:,} isolated"
         loops = f", {self.num_loops:,} of them self-loops" if self.num_loops else ""
         lines = [
             f"Graph of {self.num_nodes:,} vertices and {self.num_edges:,} edges{loops}, {kind}",
-            f"  neighbours: {degrees}",
+            f"  neighbours: mean {float(counts.double().mean()):.4g}, median "
+            f"{int(counts.median()):,}, largest {int(counts.max()):,}; "
+            f"{self.num_isolated:,} isolated",
             f"  from {self.intake}",
             *(f"    rejected: {reason}" for reason in self.intake.reasons),
         ]
         return "\n".join(lines)
 
 
-def _sparse(graph: Graph, data: Array) -> Any:
-    n = graph.num_nodes
-    parts = (data, graph.col.numpy(), graph.crow.numpy())
-    matrix = scipy.sparse.csr_array(parts, shape=(n, n), copy=False)
-    matrix.has_sorted_indices = True
-    matrix.has_canonical_format = True
-    return matrix
-
-
 def _indices(nodes: Tensor | Array | list[int], n: int) -> Array:
     index = np.asarray(nodes)
-    if not index.size or (index.dtype == bool and not index.any()):
-        raise ValueError("nodes must name at least one vertex")
-    if index.dtype == bool:
+    if index.dtype == bool and index.size:
         if index.shape != (n,):
             raise ValueError(f"nodes must be a mask of {n} entries, got shape {index.shape}")
-        return np.flatnonzero(index)
+        index = np.flatnonzero(index)
+    if not index.size:
+        raise ValueError("nodes must name at least one vertex")
     if index.ndim != 1 or not np.issubdtype(index.dtype, np.integer):
         raise ValueError(f"nodes must be a mask or a list of indices, got {nodes!r}")
     if index.min() < 0 or index.max() >= n:
@@ -205,9 +202,3 @@ def _indices(nodes: Tensor | Array | list[int], n: int) -> Array:
     if len(np.unique(index)) != len(index):
         raise ValueError("nodes must name each vertex once")
     return index
-
-
-def _span(weights: Tensor) -> str:
-    if not len(weights):
-        return "none"
-    return f"{float(weights.min()):.4g} to {float(weights.max()):.4g}"

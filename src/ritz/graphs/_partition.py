@@ -2,6 +2,7 @@
 
 from typing import final
 
+import numpy as np
 import scipy.linalg
 import torch
 from torch import Tensor
@@ -9,16 +10,17 @@ from torch import Tensor
 from ritz._core.checks import check_count
 from ritz._core.progress import Progress
 from ritz._core.random import resolve_generator
-from ritz.graphs._gaps import NullSpace
+from ritz.graphs._gaps import TOP, NullSpace
 from ritz.graphs._graph import Graph
 from ritz.graphs._io import GraphLike
 from ritz.graphs._matrices import laplacian, with_edges
 from ritz.operators import LinearOperator
 from ritz.spectra import eigenpairs
 
-TOP = 2.0  # largest possible eigenvalue
-RTOL = 1e-4  # of residuals: what lies within the band of the clusters need not be told apart
-EQUAL = 1e-6  # eigenvalues this near may be one that is repeated
+# Residuals: eigenvectors within the band of the clusters need not be separated from each other.
+_RTOL = 1e-4
+# Eigenvalues this close may be a repeated one; their errors are squares of residuals, 1e-8.
+_EQUAL = 1e-6
 
 
 def spectral_clusters(
@@ -29,21 +31,21 @@ def spectral_clusters(
     generator: torch.Generator | None = None,
     progress: bool | Progress = False,
 ) -> Tensor:
-    r"""Return the cluster of each vertex, ``(n,)``, numbers from 0.
+    r"""Return the cluster of each vertex, ``(n,)``, numbered from 0 by their first vertices.
 
-    Rows of the eigenvectors of the ``k`` smallest eigenvalues of the normalised Laplacian, brought
-    to length one, are sorted into ``k`` groups by k-means, from ``k`` rows that are as independent
-    as any (by QR with pivots), so that no restarts are needed. The eigenvectors of the eigenvalue
-    0 are those of the components and need not be computed; the others are by Lanczos, run again
-    until no further one is as small. An isolated vertex is a cluster of its own. Clusters are
-    numbered in the order of their first vertices. Memory: ``4 k`` vectors.
+    The eigenvectors of the ``k`` smallest eigenvalues of the normalised Laplacian have one row per
+    vertex. The rows are scaled to length one and sorted into ``k`` groups by k-means, which starts
+    from ``k`` nearly orthogonal rows (QR with pivoting), so that no restarts are needed. The
+    eigenvectors of the eigenvalue 0 are those of the components; Lanczos computes the others, and
+    runs again until no further eigenvalue is as small. An isolated vertex is a cluster. Memory:
+    ``4 k`` vectors.
 
     Args:
-        graph: Whatever :func:`ritz.graphs.as_graph` takes, with an edge at least.
-        num_clusters: ``k``, such as :func:`ritz.graphs.count_clusters` gives; at least the number
-            of components.
-        max_steps: Most products of a Lanczos run.
-        generator: Source of the start vectors.
+        graph: Anything :func:`ritz.graphs.as_graph` accepts, with at least one edge.
+        num_clusters: ``k``, at least the number of components;
+            :func:`ritz.graphs.count_clusters` estimates it.
+        max_steps: Maximum number of products per Lanczos run.
+        generator: Source of the start vectors. Defaults to a new generator with seed 0.
         progress: Show a progress bar, or a :class:`Progress` to report to.
 
     Raises:
@@ -69,21 +71,7 @@ def spectral_clusters(
         )
     if num_clusters == null.dimension:
         return _renumbered(null.labels)
-    vectors = _eigenvectors(
-        graph, null, num_clusters - null.dimension, max_steps, generator, progress
-    )
-    return _renumbered(_grouped(graph, null, vectors, num_clusters))
-
-
-def _eigenvectors(
-    graph: Graph,
-    null: NullSpace,
-    count: int,
-    max_steps: int | None,
-    generator: torch.Generator,
-    progress: bool | Progress,
-) -> Tensor:
-    """Those of the smallest eigenvalues above those of the null space, ``(n, count)``."""
+    count = num_clusters - null.dimension
     op = laplacian(graph)
     values = torch.empty(0, dtype=torch.float64)
     vectors = torch.empty(graph.num_nodes, 0, dtype=torch.float64)
@@ -93,17 +81,17 @@ def _eigenvectors(
             LiftedOperator(op, null, vectors),
             smallest=wanted,
             max_steps=max_steps,
-            rtol=RTOL,
+            rtol=_RTOL,
             generator=generator,
             progress=progress,
         )
         pairs.raise_if_failed()
-        full = len(values) == count
-        if full and float(pairs.values[0]) > float(values[-1]) - EQUAL:
-            return vectors
+        if len(values) == count and float(pairs.values[0]) > float(values[-1]) - _EQUAL:
+            return _renumbered(_groups(graph, null, vectors, num_clusters))
         if pairs.vectors is None:
             raise RuntimeError("Lanczos returned no vectors")
-        # A run finds a repeated eigenvalue once: the next one is without what was found.
+        # A run finds a repeated eigenvalue once. The next run has the vectors lifted to 2 and looks
+        # for one that is still as small.
         values, order = torch.cat([values, pairs.values]).sort()
         vectors = torch.cat([vectors, pairs.vectors], dim=1)[:, order[:count]]
         values, wanted = values[:count], 1
@@ -111,7 +99,7 @@ def _eigenvectors(
 
 @final
 class LiftedOperator(LinearOperator):
-    r"""A Laplacian whose null space, and some eigenvectors, have the eigenvalue 2 or more.
+    r"""A Laplacian whose null space, and some eigenvectors, are lifted to 2 or more.
 
     .. math:: L + 2 P_0 + 2 Q Q^\top
     """
@@ -126,31 +114,27 @@ class LiftedOperator(LinearOperator):
         return product + TOP * (self.vectors @ (self.vectors.T @ block))
 
 
-def _grouped(graph: Graph, null: NullSpace, vectors: Tensor, count: int) -> Tensor:
+def _groups(graph: Graph, null: NullSpace, vectors: Tensor, count: int) -> Tensor:
     from sklearn.cluster import KMeans
 
     joined = graph.crow.diff() > 0
-    num_alone = int((~joined).sum())
+    num_isolated = graph.num_isolated
     labels = torch.empty(graph.num_nodes, dtype=torch.int64)
-    labels[~joined] = torch.arange(num_alone)
+    labels[~joined] = torch.arange(num_isolated)
     components, place = null.labels[joined].unique(return_inverse=True)
     rows = torch.zeros(len(place), len(components), dtype=torch.float64)
     rows[torch.arange(len(place)), place] = null.entries[joined]
     rows = torch.cat([rows, vectors[joined]], dim=1)
+    # Without links, rows of one cluster are equal and rows of different ones are orthogonal.
     rows /= rows.norm(dim=1, keepdim=True)
-    wanted = count - num_alone
+    wanted = count - num_isolated
     _, pivots = scipy.linalg.qr(rows.T.numpy(), mode="r", pivoting=True)
     means = KMeans(wanted, init=rows.numpy()[pivots[:wanted]], n_init=1)
-    labels[joined] = num_alone + torch.from_numpy(means.fit_predict(rows.numpy())).long()
+    labels[joined] = num_isolated + torch.from_numpy(means.fit_predict(rows.numpy())).long()
     return labels
 
 
 def _renumbered(labels: Tensor) -> Tensor:
     """Labels in the order of their first appearance."""
-    found, place = labels.unique(return_inverse=True)
-    first = torch.full((len(found),), len(labels)).scatter_reduce(
-        0, place, torch.arange(len(labels)), "amin"
-    )
-    rank = torch.empty_like(first)
-    rank[first.argsort()] = torch.arange(len(found))
-    return rank[place]
+    _, first, place = np.unique(labels.numpy(), return_index=True, return_inverse=True)
+    return torch.from_numpy(first.argsort().argsort()[place])

@@ -30,12 +30,13 @@ from ritz.graphs._matrices import with_edges
 from ritz.spectra import EntropicDensity, Moments, maxent
 from ritz.spectra._shared import chebyshev
 
-# ------------------------------------------------------------------------------------------
-# Distances between many spectra at once, each by what it needs of them.
+Measure = Literal["symmetric_kl", "jensen_shannon", "wasserstein", "heat"]
 
-POINTS = 4096  # at which densities are integrated, crowded towards both ends
-Features = Callable[[Tensor, Sequence[EntropicDensity]], Tensor]
-Distance = Callable[[Tensor, Tensor], Tensor]
+# ------------------------------------------------------------------------------------------
+# Distances between many spectra at once. Each measure needs features of the spectra, from mean
+# moments ``(N, m + 1)`` and ``N`` densities, and a distance between all pairs of features.
+
+_POINTS = 4096  # of the quadrature; three thousand points are good to a thousandth in the tests
 
 
 def multipliers(means: Tensor, densities: Sequence[EntropicDensity]) -> Tensor:
@@ -44,78 +45,68 @@ def multipliers(means: Tensor, densities: Sequence[EntropicDensity]) -> Tensor:
 
 
 def symmetric_kl(a: Tensor, b: Tensor) -> Tensor:
-    r"""Half the sum of both divergences: :math:`\tfrac12 \sum (\alpha - \beta)(\mu^q - \mu^p)`.
-
-    Differences are taken before they are multiplied: the multipliers may be large and alike.
-    """
+    r"""Symmetric divergence :math:`\tfrac12 \sum (\alpha - \beta)(\mu^q - \mu^p)`."""
+    # log p - log q = -sum (alpha_i - beta_i) T_i + const, so that KL(p|q) + KL(q|p) needs no
+    # integral. Differences before products: the multipliers may be large and alike.
     difference = a[:, None] - b[None]
     # Rounding may take it below zero, and the sum of nothing is a negative zero.
     return (-0.5 * (difference[:, :, 0] * difference[:, :, 1]).sum(-1)).clamp_min(0.0) + 0.0
 
 
-def shares(means: Tensor, densities: Sequence[EntropicDensity]) -> Tensor:
-    """Masses of densities at points of a quadrature, ``(N, POINTS)``; each row sums to one."""
+def _masses(means: Tensor, densities: Sequence[EntropicDensity]) -> Tensor:
+    """Masses of densities at the points of a quadrature, ``(N, _POINTS)``; rows sum to one."""
     angles = _angles()
     table = chebyshev(torch.cos(angles), densities[0].alphas.shape[0])[:, 1:]
     alphas = torch.stack([one.alphas for one in densities])
-    log_masses = torch.sin(angles).log() - alphas @ table.T
-    return log_masses.softmax(1)
+    # p(x) dx with dx = sin(a) da; the softmax normalises without overflow.
+    return (torch.sin(angles).log() - alphas @ table.T).softmax(1)
 
 
-def jensen_shannon(a: Tensor, b: Tensor) -> Tensor:
-    r"""Mean divergence of two densities from their mean, at most :math:`\log 2`."""
+def _jensen_shannon(a: Tensor, b: Tensor) -> Tensor:
+    # JS(p, q) = (KL(p | m) + KL(q | m)) / 2 with m = (p + q) / 2.
+    def divergence(p: Tensor, q: Tensor) -> Tensor:
+        # Where both underflow there is nothing to distinguish.
+        terms: Tensor = torch.special.xlogy(p, p / q.clamp_min(1e-300))
+        return terms.sum(-1)
+
+    middles = (0.5 * (one + b) for one in a)
     rows = [
-        0.5 * (_divergence(one, 0.5 * (one + b)) + _divergence(b, 0.5 * (one + b))) for one in a
+        0.5 * (divergence(one, middle) + divergence(b, middle))
+        for one, middle in zip(a, middles, strict=True)
     ]
     return torch.stack(rows)
 
 
-def wasserstein(a: Tensor, b: Tensor) -> Tensor:
-    r"""The area :math:`\int |F_p - F_q|` between distribution functions."""
-    angles = _angles()
-    steps = torch.sin(angles) * (math.pi / POINTS)
-    below = [rows.cumsum(1) - 0.5 * rows for rows in (a, b)]
-    return torch.stack([((one - below[1]).abs() * steps).sum(1) for one in below[0]])
+def _wasserstein(a: Tensor, b: Tensor) -> Tensor:
+    # In one dimension the distance is the area int |F_p - F_q| between distribution functions.
+    steps = torch.sin(_angles()) * (math.pi / _POINTS)
+    below_a, below_b = (rows.cumsum(1) - 0.5 * rows for rows in (a, b))
+    return torch.stack([((one - below_b).abs() * steps).sum(1) for one in below_a])
 
 
-def heat_traces(means: Tensor, densities: Sequence[EntropicDensity]) -> Tensor:
-    """Heat traces at the default times, from moments alone, ``(N, T)``."""
+def _heat_traces(means: Tensor, densities: Sequence[EntropicDensity]) -> Tensor:
     return means @ heat_weights(default_times(), means.shape[1] - 1).T
 
 
-def root_mean_square(a: Tensor, b: Tensor) -> Tensor:
-    """Root mean square difference of rows."""
+def _root_mean_square(a: Tensor, b: Tensor) -> Tensor:
     return (a[:, None] - b[None]).square().mean(-1).sqrt()
 
 
 def _angles() -> Tensor:
-    """Midpoints in the angle whose cosine is the variable: from the upper end down."""
-    return (torch.arange(POINTS, dtype=torch.float64) + 0.5).flip(0) * (math.pi / POINTS)
+    """Midpoints in the angle whose cosine is the variable, from the upper end down."""
+    return (torch.arange(_POINTS, dtype=torch.float64) + 0.5).flip(0) * (math.pi / _POINTS)
 
 
-def _divergence(p: Tensor, q: Tensor) -> Tensor:
-    # Where both underflow there is nothing to tell apart.
-    terms: Tensor = torch.special.xlogy(p, p / q.clamp_min(1e-300))
-    return terms.sum(-1)
-
-
-FEATURES: dict[str, Features] = {
-    "symmetric_kl": multipliers,
-    "jensen_shannon": shares,
-    "wasserstein": shares,
-    "heat": heat_traces,
-}
-DISTANCES: dict[str, Distance] = {
-    "symmetric_kl": symmetric_kl,
-    "jensen_shannon": jensen_shannon,
-    "wasserstein": wasserstein,
-    "heat": root_mean_square,
+_Features = Callable[[Tensor, Sequence[EntropicDensity]], Tensor]
+_MEASURES: dict[str, tuple[_Features, Callable[[Tensor, Tensor], Tensor]]] = {
+    "symmetric_kl": (multipliers, symmetric_kl),
+    "jensen_shannon": (_masses, _jensen_shannon),
+    "wasserstein": (_masses, _wasserstein),
+    "heat": (_heat_traces, _root_mean_square),
 }
 
 # ------------------------------------------------------------------------------------------
-# How alike graphs are: divergences between their spectra, with errors.
-
-Measure = Literal["symmetric_kl", "jensen_shannon", "wasserstein", "heat"]
+# How alike graphs are.
 
 
 @storable
@@ -124,13 +115,13 @@ class Similarity:
     """Distances between the spectra of graphs.
 
     Attributes:
-        names: Of the graphs, ``N`` of them.
-        measure: What was measured.
+        names: Names of the ``N`` graphs.
+        measure: The distance.
         matrix: Distances, symmetric ``(N, N)``, zero on the diagonal.
-        stderr: Their Monte-Carlo errors likewise, by the jackknife over probes: the root of the
-            variance and the squared bias, which spectra that are alike have more of.
+        stderr: Monte-Carlo errors ``(N, N)`` by the jackknife over probes: the root of the
+            variance plus the squared bias, which dominates for similar spectra.
         densities: The entropic spectra, all matched to within the same errors.
-        num_products: Products spent on all moments.
+        num_products: Matrix-vector products for all moments.
         seed: Seed of the generator.
     """
 
@@ -144,9 +135,8 @@ class Similarity:
 
     def __str__(self) -> str:
         width = max(len(name) for name in self.names)
-        many = len(self.names)
-        title = f"{self.measure.replace('_', ' ')} between {many} graphs, largest standard error"
-        lines = [f"{title} {float(self.stderr.max()):.2g}"]
+        title = f"{self.measure.replace('_', ' ')} between {len(self.names)} graphs"
+        lines = [f"{title}, largest standard error {float(self.stderr.max()):.2g}"]
         for name, row in zip(self.names, self.matrix.tolist(), strict=True):
             lines.append(f"  {name:{width}}" + "".join(f"{value + 0.0:>9.3g}" for value in row))
         return "\n".join(lines)
@@ -163,24 +153,24 @@ def similarity(
     generator: torch.Generator | None = None,
     progress: bool | Progress = False,
 ) -> Similarity:
-    r"""Return how far the spectra of graphs are from each other.
+    r"""Estimate the distances between the spectra of graphs.
 
     .. math:: D(p, q) = \tfrac12 \big(KL(p \| q) + KL(q \| p)\big) =
         \tfrac12 \sum_i (\alpha_i - \beta_i)(\mu_i^q - \mu_i^p)
 
-    between entropic spectra, or another distance between them. All are densities on ``[0, 2]``
-    from as many moments, matched to within the same errors, the largest that any of them has or
-    needs: otherwise a spectrum known better, and so sharper, would seem different. No error is
-    below :math:`1/n`, the share of one eigenvalue. A distance between noisy spectra is too large by
-    what the noise of each adds to it, and so never zero for different probes of one graph: this is
-    part of the error, and not subtracted, for distances are those of ``densities``.
+    between entropic spectra, or another distance. All spectra are densities on ``[0, 2]`` from
+    equally many moments, matched to within the same errors, the largest that any of them has or
+    needs. Otherwise a spectrum with smaller errors would be sharper and seem different. No error is
+    below :math:`1/n`, the mass of one eigenvalue. Noise makes every distance too large, so that it
+    is never zero for different probes of one graph. This bias is part of ``stderr`` and is not
+    subtracted, since ``matrix`` holds the distances of ``densities``.
 
-    Cost: the moments of every graph once, and for each eleven densities for the jackknife, a few
+    Cost: the moments of every graph, and eleven densities per graph for the jackknife, a few
     hundredths of a second each.
 
     Args:
-        graphs: Two or more by their names, or in a row: whatever :func:`ritz.graphs.as_graph`
-            takes, or moments of :func:`ritz.graphs.moments`.
+        graphs: Two or more graphs, by name or in a sequence: anything
+            :func:`ritz.graphs.as_graph` accepts, or moments of :func:`ritz.graphs.moments`.
         measure: ``symmetric_kl``; ``jensen_shannon``, at most :math:`\log 2`; ``wasserstein``,
             :math:`\int |F_p - F_q|`; or ``heat``, the root mean square difference of the heat
             traces over the logarithm of time (NetLSD), which needs no density.
@@ -188,7 +178,7 @@ def similarity(
         num_probes: As for :func:`ritz.graphs.moments`.
         dtype: As for :func:`ritz.graphs.moments`.
         device: As for :func:`ritz.graphs.moments`.
-        generator: Source of all probes.
+        generator: Source of the probes. Defaults to a new generator with seed 0.
         progress: Show a progress bar, or a :class:`Progress` to report to.
 
     Reference: Equation 3.12 and section 3.6 of *Spectral Machine Learning*.
@@ -196,100 +186,92 @@ def similarity(
     Example:
         >>> from ritz import graphs
         >>> rings = [graphs.watts_strogatz(200, num_neighbors=4, p=p) for p in (0.0, 0.1, 0.9)]
-        >>> found = graphs.similarity(rings, num_moments=20).matrix
-        >>> bool(found[0, 1] < found[0, 2])
+        >>> distances = graphs.similarity(rings, num_moments=20).matrix
+        >>> bool(distances[0, 1] < distances[0, 2])
         True
     """
-    check_choice("measure", measure, tuple(DISTANCES))
-    named = _named(graphs)
+    check_choice("measure", measure, tuple(_MEASURES))
+    named = _by_name(graphs)
     generator = resolve_generator(generator)
-    options: dict[str, Any] = {
-        "num_moments": num_moments,
-        "num_probes": num_probes,
-        "dtype": dtype,
-        "device": device,
-        "generator": generator,
-    }
-    found, floors = [], []
+    spectra: list[Moments] = []
     with tracking(progress, "graphs", len(named)) as bar:
         for graph in named.values():
-            is_moments = isinstance(graph, Moments)
-            found.append(graph if is_moments else moments(with_edges(graph), **options))
-            floors.append(0.0 if is_moments else 1 / as_graph(graph).num_nodes)
-            bar.update(len(found))
-    _check_alike(found)
-    densities, errors = common_densities(found, floors)
-    matrix, error = _compared(found, densities, errors, measure)
+            if not isinstance(graph, Moments):
+                graph = moments(
+                    with_edges(graph),
+                    num_moments=num_moments,
+                    num_probes=num_probes,
+                    dtype=dtype,
+                    device=device,
+                    generator=generator,
+                )
+            spectra.append(graph)
+            bar.update(len(spectra))
+    # Moments do not say how many vertices there were.
+    floors = [0.0 if isinstance(one, Moments) else 1 / one.num_nodes for one in named.values()]
+    for one in spectra:
+        check_moments("graphs", one)
+    counts = sorted({len(one.mean) - 1 for one in spectra})
+    if len(counts) > 1:
+        raise ValueError(f"graphs must have equally many moments, got {counts[0]} and {counts[-1]}")
+    densities, errors = _common_densities(spectra, floors)
+    matrix, error = _distances(spectra, densities, errors, measure)
     return Similarity(
         names=tuple(named),
         measure=measure,
         matrix=matrix,
         stderr=error,
         densities=densities,
-        num_products=sum(one.num_products for one in found),
+        num_products=sum(one.num_products for one in spectra),
         seed=generator.initial_seed(),
     )
 
 
-def common_densities(
-    found: Sequence[Moments], floors: Sequence[float]
-) -> tuple[tuple[EntropicDensity, ...], Tensor]:
-    """Return densities matched to within the same errors, and these errors ``(m + 1,)``.
+def _by_name(graphs: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
+    if isinstance(graphs, Sequence) and not isinstance(graphs, str):
+        graphs = {str(place): graph for place, graph in enumerate(graphs)}
+    if not isinstance(graphs, Mapping):
+        raise TypeError(f"graphs must be a sequence or by name, got {type(graphs).__name__}")
+    if len(graphs) < 2:
+        raise ValueError(f"graphs must be at least two, got {len(graphs)}")
+    return {
+        str(name): graph if isinstance(graph, Moments) else as_graph(graph)
+        for name, graph in graphs.items()
+    }
 
-    Args:
-        found: Moments of as many degrees each.
-        floors: Least standard error of the moments of each.
-    """
-    means = torch.stack([one.mean for one in found])
+
+def _common_densities(
+    spectra: Sequence[Moments], floors: Sequence[float]
+) -> tuple[tuple[EntropicDensity, ...], Tensor]:
+    """Densities matched to within the same errors, and these errors ``(m + 1,)``."""
+    means = torch.stack([one.mean for one in spectra])
     errors = torch.stack(
-        [one.stderr.clamp_min(floor) for one, floor in zip(found, floors, strict=True)]
+        [one.stderr.clamp_min(floor) for one, floor in zip(spectra, floors, strict=True)]
     )
     alone = maxent(means, interval=INTERVAL, stderr=errors)
     common = torch.stack([matched_within(one) for one in alone]).amax(0)
     return maxent(means, interval=INTERVAL, stderr=common.expand_as(means)), common
 
 
-def _compared(
-    found: Sequence[Moments],
+def _distances(
+    spectra: Sequence[Moments],
     densities: Sequence[EntropicDensity],
     errors: Tensor,
-    measure: str,
+    measure: Measure,
 ) -> tuple[Tensor, Tensor]:
-    """Distances and their errors: leaving out probes of either graph, one independently."""
-    features, distance = FEATURES[measure], DISTANCES[measure]
-    whole = features(torch.stack([one.mean for one in found]), densities)
+    """Distances and their errors, by leaving out probes of one graph at a time."""
+    features, distance = _MEASURES[measure]
+    whole = features(torch.stack([one.mean for one in spectra]), densities)
     matrix = distance(whole, whole)
     matrix = 0.5 * (matrix + matrix.T).fill_diagonal_(0.0)
     variance, offset = torch.zeros_like(matrix), torch.zeros_like(matrix)
-    for i, one in enumerate(found):
+    for i, one in enumerate(spectra):
         left = leave_out(one.samples)
         if len(left):
             parts = maxent(left, interval=INTERVAL, stderr=errors.expand_as(left))
             values = distance(features(left, parts), whole)
             variance[i] = jackknife(values).square()
             offset[i] = bias(values, matrix[i])
+    # The probes of both graphs are independent: variances add, and so do the two biases.
     variance = variance + variance.T + (offset + offset.T).square()
     return matrix, variance.fill_diagonal_(0.0).sqrt()
-
-
-def _named(graphs: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
-    if isinstance(graphs, Mapping):
-        named = {str(name): graph for name, graph in graphs.items()}
-    elif isinstance(graphs, Sequence) and not isinstance(graphs, str):
-        named = {str(place): graph for place, graph in enumerate(graphs)}
-    else:
-        raise TypeError(f"graphs must be several, in a row or by name, got {type(graphs).__name__}")
-    if len(named) < 2:
-        raise ValueError(f"graphs must be two at least, got {len(named)}")
-    return {
-        name: graph if isinstance(graph, Moments) else as_graph(graph)
-        for name, graph in named.items()
-    }
-
-
-def _check_alike(found: Sequence[Moments]) -> None:
-    for one in found:
-        check_moments("graphs", one)
-    counts = sorted({len(one.mean) - 1 for one in found})
-    if len(counts) > 1:
-        raise ValueError(f"graphs must have as many moments each, got {counts[0]} and {counts[-1]}")

@@ -1,4 +1,4 @@
-"""Temperature calibration: logits on the scale on which their softmax is a probability."""
+"""Temperature calibration: rescale logits so that their softmax is a probability."""
 
 import math
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from ritz._core.checks import check_count, check_range
 from ritz._core.results import Status
 from ritz._core.storage import storable
 from ritz.curvature import Risk
-from ritz.curvature._shared import labelled
+from ritz.curvature._shared import outputs_and_labels
 
 Pairs = list[tuple[Tensor, Tensor]]
 
@@ -20,15 +20,16 @@ Pairs = list[tuple[Tensor, Tensor]]
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reliability:
-    r"""Confidence beside accuracy, by bins of confidence.
+    r"""Confidence and accuracy by bins of confidence.
 
     Attributes:
         error: Expected calibration error
             :math:`\sum_b \frac{n_b}{N} |\text{accuracy}_b - \text{confidence}_b|`.
-        edges: Of the bins, ``(num_bins + 1,)``, even from 0 to 1; an upper edge is in its bin.
-        counts: Samples in each, ``(num_bins,)``.
-        confidence: Mean largest probability in each, ``(num_bins,)``; NaN in an empty one.
-        accuracy: Share that is right in each, ``(num_bins,)``; NaN in an empty one.
+        edges: Evenly spaced edges of the bins from 0 to 1, ``(num_bins + 1,)``. A bin includes its
+            upper edge.
+        counts: Number of samples per bin, ``(num_bins,)``.
+        confidence: Mean of the largest probability per bin, ``(num_bins,)``; NaN if it is empty.
+        accuracy: Fraction of correct predictions per bin, ``(num_bins,)``; NaN if it is empty.
     """
 
     error: float
@@ -41,17 +42,17 @@ class Reliability:
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Temperature:
-    """The temperature that calibrates a network, and what it changes.
+    """Temperature that calibrates a network.
 
     Attributes:
-        temperature: Divide the logits by it; above 1 the network was too sure of itself.
-        slope: Derivative of the cross-entropy by the logarithm of the temperature there.
-        loss: Cross-entropy of the logits as they are.
-        loss_scaled: Of those divided by the temperature.
-        before: Confidence and accuracy of the logits as they are.
-        after: Of those divided by the temperature.
-        num_samples: Labels it was found from.
-        status: Whether the slope is as small as was asked for.
+        temperature: Divide the logits by it. Above 1 the network was overconfident.
+        slope: Derivative of the cross-entropy with respect to the logarithm of the temperature.
+        loss: Cross-entropy of the original logits.
+        loss_scaled: Cross-entropy of the logits divided by the temperature.
+        before: Confidence and accuracy of the original logits.
+        after: Confidence and accuracy of the logits divided by the temperature.
+        num_samples: Number of labels.
+        status: Whether the slope is below ``atol``.
     """
 
     temperature: float
@@ -86,23 +87,24 @@ def temperature(
     .. math:: f(\beta) = \frac{1}{N} \sum_i \log \sum_c e^{\beta (z_{ic} - z_{i y_i})},
         \qquad T = 1 / \beta
 
-    is convex in :math:`\beta`: Newton's method, kept inside an interval where :math:`f'` changes
-    sign. One forward pass; the outputs of all samples are kept.
+    is convex in :math:`\beta`. It is minimised by Newton's method inside an interval in which
+    :math:`f'` changes sign. Calibrate networks before you compare their largest eigenvalues. Cost:
+    one forward pass. Memory: the outputs of all samples.
 
     Args:
-        risk: Of *held-out* data with class labels, whatever its loss; on the data it was trained
-            on a network is always sure of itself.
-        num_bins: Bins of confidence for the calibration error.
-        atol: Largest :math:`|\beta f'(\beta)|`, the slope by the logarithm of :math:`T`.
-        max_steps: Most evaluations of :math:`f`.
+        risk: Risk of *held-out* data with class labels, with any loss. On its training data a
+            network is always overconfident.
+        num_bins: Number of bins of confidence for the calibration error.
+        atol: Largest :math:`|\beta f'(\beta)|`, the slope with respect to :math:`\log T`.
+        max_steps: Maximum number of evaluations of :math:`f`.
 
     Raises:
-        ValueError: There is no such temperature: every sample is classified correctly, so that a
-            lower one is always better, or the outputs say no more of the classes than chance.
+        ValueError: There is no such temperature, because every sample is classified correctly, or
+            the outputs are no better than chance.
 
-    Reference: Guo, Pleiss, Sun and Weinberger (2017), section 4.2; before largest eigenvalues of
-    networks are compared: Wen et al., *Interplay between optimization and generalization of
-    stochastic gradient descent with covariance noise*, section 5.3.
+    Reference: Guo, Pleiss, Sun and Weinberger (2017), section 4.2; Wen et al., *Interplay between
+    optimization and generalization of stochastic gradient descent with covariance noise*, section
+    5.3.
     """
     check_count("num_bins", num_bins)
     check_range("atol", atol, low=0.0)
@@ -126,12 +128,11 @@ def temperature(
 def scaled(model: nn.Module, temperature: float | Temperature) -> nn.Module:
     """Return a module whose outputs are those of ``model`` divided by a temperature.
 
-    It shares the parameters of the model, which is not changed; their names are preceded by
-    ``model.``
+    It shares the parameters of the model, which is not changed; their names begin with ``model.``.
 
     Args:
-        model: Returns a tensor of logits.
-        temperature: Positive.
+        model: A model that returns a tensor of logits.
+        temperature: Positive temperature.
     """
     value = float(temperature)
     if not 0 < value < math.inf:
@@ -141,15 +142,16 @@ def scaled(model: nn.Module, temperature: float | Temperature) -> nn.Module:
 
 @final
 class ScaledModel(nn.Module):
-    """A model and the temperature its outputs are divided by; made by :func:`scaled`."""
+    """A model with its outputs divided by a temperature; see :func:`scaled`."""
 
     def __init__(self, model: nn.Module, temperature: float) -> None:
         super().__init__()
         self.model, self.temperature = model, temperature
+        # A module begins in training mode, whatever the mode of the model.
         self.training = model.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The model's outputs, divided by the temperature."""
+        """Return the model's outputs divided by the temperature."""
         outputs = self.model(*args, **kwargs)
         if not isinstance(outputs, Tensor):
             raise TypeError(f"model must return a tensor, got {type(outputs).__name__}")
@@ -160,32 +162,35 @@ class ScaledModel(nn.Module):
 
 
 def _pairs(risk: Risk) -> Pairs:
-    """Outputs and labels of every batch of this process."""
+    """Return outputs and labels of every batch of this process."""
     pairs = []
     with torch.no_grad(), risk.settings():
         for index, context, _ in risk.contexts():
-            found = labelled(risk.loss_fn, *risk.evaluate(risk.params, context))
-            if found is None:
+            pair = outputs_and_labels(risk.loss_fn, *risk.evaluate(risk.params, context))
+            if pair is None:
                 raise TypeError(
                     f"risk must have class labels, one integer for each vector of outputs, got "
                     f"other targets in batch {index}"
                 )
-            pairs.append(found)
+            pairs.append(pair)
     return pairs
 
 
 class _CrossEntropy:
-    """The function to minimise, with two derivatives, over all processes."""
+    """The function :math:`f` with two derivatives, over all processes."""
 
     def __init__(self, risk: Risk, pairs: Pairs) -> None:
         self._risk, self._pairs = risk, pairs
-        # Only differences from the right class matter, and the largest is never negative.
-        ends = self._sum(lambda gaps: [gaps.new_ones(len(gaps)), gaps.mean(1), gaps.amax(1)])
-        self.count = int(ends[0])
-        self.slope_at_zero, self.slope_at_infinity = ends[1] / ends[0], ends[2] / ends[0]
+        # f'(0) is the mean gap to the right class, and f'(infinity) the largest, never negative.
+        count, mean, largest = self._sum(
+            lambda gaps: [gaps.new_ones(len(gaps)), gaps.mean(1), gaps.amax(1)]
+        )
+        self.count = int(count)
+        self.slope_at_zero, self.slope_at_infinity = mean / count, largest / count
 
     def __call__(self, beta: float) -> tuple[float, float, float]:
         def terms(gaps: Tensor) -> list[Tensor]:
+            # f' = E_p[gap] and f'' = Var_p[gap], with p the softmax of beta times the gaps.
             chances = (beta * gaps).softmax(1)
             means = (chances * gaps).sum(1)
             spreads = (chances * (gaps - means.unsqueeze(1)).square()).sum(1)
@@ -198,37 +203,42 @@ class _CrossEntropy:
         total = torch.zeros(3, dtype=torch.float64, device=self._risk.theta.device)
         for outputs, labels in self._pairs:
             scores = outputs.double()
+            # z_c - z_y: only differences from the right class matter.
             gaps = scores - scores.gather(1, labels.unsqueeze(1))
             total += torch.stack([term.sum() for term in terms(gaps)])
-        found: list[float] = self._risk.reduced(total).tolist()
-        return found
+        sums: list[float] = self._risk.sum_over_processes(total).tolist()
+        return sums
 
 
 def _check_minimum(loss: _CrossEntropy) -> None:
     if not all(map(math.isfinite, (loss.slope_at_zero, loss.slope_at_infinity))):
         raise ValueError("outputs must be finite, got NaN or Inf")
+    # No gap is positive: the loss decreases for ever.
     if loss.slope_at_infinity == 0:
         raise ValueError(
             f"no temperature is best: all {loss.count} samples are classified correctly, so that "
-            "a lower one always has a lower loss; use held-out data, or more of them"
+            "a lower temperature always has a lower loss; use held-out data, or more samples"
         )
+    # A convex function with a slope of at least zero at zero grows from there on.
     if loss.slope_at_zero >= 0:
         raise ValueError(
-            "no temperature is best: the outputs say no more of the classes than chance, so that "
-            "a higher one always has a lower loss"
+            "no temperature is best: the outputs are no better than chance, so that a higher "
+            "temperature always has a lower loss"
         )
 
 
 def _minimum(loss: _CrossEntropy, atol: float, max_steps: int) -> tuple[float, float, Status]:
-    """The minimiser, the slope there, and how it was reached."""
+    """Return the minimiser, the slope there and the status."""
     low, high, beta, slope = 0.0, math.inf, 1.0, math.nan
     for step in range(1, max_steps + 1):
         _, slope, curvature = loss(beta)
         if abs(beta * slope) <= atol:
             message = f"slope {abs(beta * slope):.1e} after {step} steps"
             return beta, slope, Status(outcome="converged", message=message)
+        # f is convex: the minimum lies above beta where the slope is negative.
         low, high = (beta, high) if slope < 0 else (low, beta)
         following = beta - slope / curvature if curvature > 0 else math.inf
+        # Newton's step must stay inside the interval; otherwise bisect, or go up by a factor of 4.
         if not low < following < min(high, 4 * beta):
             following = 4 * beta if high == math.inf else (low + high) / 2
         last, beta = beta, following
@@ -241,11 +251,12 @@ def _reliability(risk: Risk, pairs: Pairs, beta: float, num_bins: int) -> Reliab
     sums = torch.zeros(3, num_bins, dtype=torch.float64, device=risk.theta.device)
     for outputs, labels in pairs:
         confidence, chosen = (beta * outputs.double()).softmax(1).max(1)
+        # Bin b holds (b / n, (b + 1) / n].
         bins = (confidence * num_bins).ceil().long().sub_(1).clamp_(0, num_bins - 1)
         right = (chosen == labels).double()
-        rows = torch.stack([torch.ones_like(right), confidence, right])
-        sums.index_add_(1, bins, rows)
-    counts, confidence, right = risk.reduced(sums).cpu()
+        sums.index_add_(1, bins, torch.stack([torch.ones_like(right), confidence, right]))
+    # sum_b n_b/N |acc_b - conf_b| = sum_b |right_b - confidence_b| / N
+    counts, confidence, right = risk.sum_over_processes(sums).cpu()
     return Reliability(
         error=float((right - confidence).abs().sum() / counts.sum()),
         edges=torch.linspace(0, 1, num_bins + 1, dtype=torch.float64),

@@ -1,4 +1,4 @@
-"""How much of a spectrum lies at the origin, and how much must."""
+"""Mass of a spectrum at the origin, and a bound on the rank of the Gauss-Newton matrix."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from torch.utils._pytree import tree_leaves
 
 from ritz._core.batches import is_rows
 from ritz._core.checks import check_choice
-from ritz._core.results import Estimate, Status, format_uncertain, stderr
+from ritz._core.results import Estimate, plain_estimate
 from ritz._core.storage import storable
 from ritz.curvature import Risk
 from ritz.curvature._shared import (
     MATRICES,
     CurvatureMatrix,
     KnownLoss,
-    recognised,
+    known_loss,
     require_outputs,
 )
 from ritz.spectra import Spectrum
@@ -29,8 +29,8 @@ class Degeneracy:
     """The mass of a spectrum nearest to the origin.
 
     Attributes:
-        mass: Share of the eigenvalues, over probes.
-        value: Where it lies: how close to zero the "zero" is, over probes.
+        mass: Fraction of the eigenvalues, over probes.
+        value: Position of that mass, over probes: how close to zero the "zero" is.
         matrix: ``hessian`` (the two Ritz values nearest to zero) or ``ggn`` (the nearest).
     """
 
@@ -39,7 +39,7 @@ class Degeneracy:
     matrix: str
 
     def __str__(self) -> str:
-        mass = format_uncertain(float(self.mass.mean), float(self.mass.stderr))
+        mass = plain_estimate(self.mass)
         value = f"{float(self.value.mean):.2g} ± {float(self.value.stderr):.1g}"
         return f"{mass} of the eigenvalues at {value}"
 
@@ -47,19 +47,20 @@ class Degeneracy:
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankBound:
-    r"""What the rank of the Gauss-Newton matrix, without L2 term, cannot exceed.
+    r"""Bound on the rank of the Gauss-Newton matrix without L2 term.
 
     Attributes:
-        bound: The bound; rigorous.
-        num_parameters: :math:`P`.
-        num_terms: Terms of the loss: samples, times their positions for softmax cross-entropy.
-        num_outputs: Outputs that they compare, over all samples.
-        softmax: Whether each term takes one from the rank, as shifts of its logits do not matter.
+        bound: The rigorous bound.
+        num_parameters: Number of parameters :math:`P`.
+        num_terms: Number of terms of the loss: samples, times positions for softmax cross-entropy.
+        num_outputs: Number of outputs over all samples.
+        softmax: Whether each term reduces the rank by one, since the loss does not depend on shifts
+            of its logits.
         hidden_units: Output features and channels of all linear and convolutional layers but the
-            last; ``None`` where there is no such layer.
-        num_inputs: Entries of one sample's input.
+            last; ``None`` if there is no such layer.
+        num_inputs: Number of entries of one sample's input.
         comparison: :math:`4 d_y (\sum_l N_l + d_x)`, *not* a bound on the matrix of many samples.
-        l2: The coefficient of the L2 term, which raises every eigenvalue by as much.
+        l2: Coefficient of the L2 term, which is added to every eigenvalue.
     """
 
     bound: int
@@ -91,15 +92,16 @@ class RankBound:
 def rank_degeneracy(
     spectra: Spectrum | Sequence[Spectrum], *, matrix: CurvatureMatrix
 ) -> Degeneracy:
-    r"""Return the mass at the origin, and where it is, with error bars over probes.
+    r"""Return the mass at the origin and its position, with error bars over probes.
 
-    Gauss-Newton: weight :math:`\tau` and value of the Ritz value nearest to 0. Hessian: the two
-    nearest, as the mass at the origin splits there; masses are added, the value is their weighted
-    mean. No product. The error bars are those of random probes; for one spectrum there are none.
+    For the Gauss-Newton matrix these are the weight :math:`\tau` and the value of the Ritz value
+    nearest to 0. For the Hessian the mass at the origin splits between the two nearest: their
+    weights are added, and the value is their weighted mean. Cost: no products. A single spectrum
+    has no error bars.
 
     Args:
-        spectra: Whole spectra, one a probe, as of :func:`ritz.spectra.lanczos_block`.
-        matrix: ``hessian`` or ``ggn``: of which matrix.
+        spectra: Whole spectra, one per probe, as from :func:`ritz.spectra.lanczos_block`.
+        matrix: Matrix of the spectra, ``hessian`` or ``ggn``.
 
     Reference: Section 3.2 of *Flatness is a False Friend*.
     """
@@ -110,10 +112,13 @@ def rank_degeneracy(
     for run in runs:
         if not isinstance(run, Spectrum):
             raise TypeError(f"spectra must be whole spectra, as of ritz.lanczos, got {type(run)}")
-    found = torch.stack([_nearest(run, 1 if matrix == "ggn" else 2) for run in runs])
+    nearest = torch.stack([_nearest(run, 1 if matrix == "ggn" else 2) for run in runs])
     spent = sum(run.num_products for run in runs)
     method = "Ritz value nearest to 0" if matrix == "ggn" else "two Ritz values nearest to 0"
-    mass, value = (_over_probes(samples, spent, method, runs[0].seed) for samples in found.T)
+    mass, value = (
+        Estimate.of(samples, method=method, num_products=spent, seed=runs[0].seed)
+        for samples in nearest.T
+    )
     return Degeneracy(mass=mass, value=value, matrix=matrix)
 
 
@@ -122,18 +127,18 @@ def rank_bound(risk: Risk) -> RankBound:
 
     .. math:: \operatorname{rank} G \le \min(P, N (d_y - 1))
 
-    for softmax cross-entropy, :math:`\min(P, N d_y)` for any other loss: the sum has that many
-    terms of rank one. Labels that are ignored have none. For comparison it has
-    :math:`4 d_y (\sum_l N_l + d_x)`, an argument about single samples: a tanh network 20-60-2 on
-    4000 samples has rank 1260 where that is 640. Cost: one forward pass.
+    for softmax cross-entropy, and :math:`\min(P, N d_y)` for any other loss: the matrix is a sum of
+    that many terms of rank one. Ignored labels have no term. The result also has
+    :math:`4 d_y (\sum_l N_l + d_x)` for comparison, an argument about single samples: a tanh
+    network 20-60-2 on 4000 samples has rank 1260, above 640. Cost: one forward pass.
 
     Args:
-        risk: The loss at a point; its ``loss_fn`` must be separate from the model.
+        risk: The loss at a point, with a ``loss_fn`` separate from the model.
 
     Reference: Section 3.2 of *Flatness is a False Friend*, for the comparison.
     """
     require_outputs(risk, "rank_bound()")
-    known = recognised(risk.loss_fn)
+    known = known_loss(risk.loss_fn)
     softmax = known is not None and known.kind == "cross_entropy"
     counts = torch.zeros(2, dtype=torch.int64, device=risk.theta.device)
     inputs = None
@@ -143,7 +148,9 @@ def rank_bound(risk: Risk) -> RankBound:
             size = risk.batch_sizes[index]
             counts += counts.new_tensor(_terms(known, outputs, target, size))
             inputs = _inputs(context.batch, size)
-    num_terms, num_outputs = risk.reduced(counts).tolist()
+    num_terms, num_outputs = risk.sum_over_processes(counts).tolist()
+    # Each term has a curvature of rank d_y in its outputs; softmax is blind to a shift of them all.
+    # d_y, the outputs of one term
     classes = num_outputs // num_terms
     hidden = _hidden_units(risk.model)
     compared = hidden is not None and inputs is not None
@@ -161,35 +168,24 @@ def rank_bound(risk: Risk) -> RankBound:
 
 
 def _nearest(run: Spectrum, count: int) -> Tensor:
-    """Mass and value of the Ritz values nearest to 0."""
+    # The weights of Ritz values are the fractions of eigenvalues near them.
     chosen = run.values.abs().argsort()[:count]
     mass, values = run.weights[chosen], run.values[chosen]
-    # Weights may vanish where the start vector has no part in either.
+    # The weights vanish if the start vector has no part in either.
     value = mass @ values / mass.sum() if float(mass.sum()) > 0 else values.mean()
     return torch.stack([mass.sum(), value])
 
 
-def _over_probes(samples: Tensor, spent: int, method: str, seed: int | None) -> Estimate:
-    return Estimate(
-        mean=samples.mean(),
-        stderr=stderr(samples),
-        samples=samples,
-        num_products=spent,
-        method=method,
-        status=Status(outcome="completed", message=f"{len(samples)} probes"),
-        seed=seed,
-    )
-
-
 def _terms(known: KnownLoss | None, outputs: Any, target: Any, size: int) -> list[int]:
-    """Terms of the loss of a batch and outputs in them; a term is a sample where not softmax."""
+    """Return the terms of the loss of a batch and their outputs; without softmax, its samples."""
     if known is None or known.kind != "cross_entropy":
         return [size, sum(leaf.numel() for leaf in tree_leaves(outputs))]
     classes = outputs.shape[1]
     if target.is_floating_point():
         return [outputs.numel() // classes, outputs.numel()]
-    kept = int((target != known.ignore_index).sum())
-    return [kept, kept * classes]
+    # Ignored labels have no gradient, and so no curvature.
+    labels = int((target != known.ignore_index).sum())
+    return [labels, labels * classes]
 
 
 def _inputs(batch: Any, size: int) -> int | None:
@@ -206,4 +202,5 @@ def _hidden_units(model: nn.Module) -> int | None:
             units.append(layer.out_features)
         elif isinstance(layer, nn.modules.conv._ConvNd):
             units.append(layer.out_channels)
+    # The last layer gives the outputs.
     return sum(units[:-1]) if units else None

@@ -1,4 +1,4 @@
-"""Batch norm folded into the layers before it: the same function of fewer parameters."""
+"""Fold batch norm into the layers before it: the same function with fewer parameters."""
 
 import copy
 from collections import Counter
@@ -22,19 +22,18 @@ def fold_batch_norm(model: nn.Module, *, strict: bool = True) -> nn.Module:
     .. math:: \gamma \frac{W x + b - m}{\sqrt{v + \epsilon}} + \beta = (S W) x + S (b - m) + \beta,
         \qquad S = \operatorname{diag}\frac{\gamma}{\sqrt{v + \epsilon}}
 
-    The copy has the outputs that the model has in eval mode, to roundoff, and an identity where
-    batch norm was. Its curvature does not change when a layer is scaled and batch norm undoes it:
-    compare largest eigenvalues of networks after folding.
+    The copy has the same outputs as the model in eval mode, to roundoff, and an identity in place
+    of each batch norm. A model with batch norm does not change when the layer before it is scaled,
+    but its curvature does. Fold it before you compare largest eigenvalues of networks.
 
-    A layer and a batch norm are a pair where the batch norm is called on the output of one
-    convolution, transposed convolution or linear layer alone, and nothing else uses that layer.
-    Calls are followed by ``torch.fx``. Where it cannot follow a module, the parts of that module
-    are taken one by one, each as called as a whole, and the neighbours in an ``nn.Sequential``.
-    A linear layer is taken to act on ``(n, features)``.
+    Batch norm is folded into a convolution, transposed convolution or linear layer if its input is
+    the output of that layer and nothing else uses the layer. Calls are traced by ``torch.fx``. If a
+    module cannot be traced, each of its children is traced alone, and neighbours in an
+    ``nn.Sequential`` are taken as pairs. A linear layer is assumed to act on ``(n, features)``.
 
     Args:
-        model: Any; it is not changed.
-        strict: Whether a batch norm that cannot be folded is an error, or left as it is.
+        model: Any model; it is not changed.
+        strict: Raise if a batch norm cannot be folded; otherwise leave it unchanged.
 
     Reference: Wen et al., *Interplay between optimization and generalization of stochastic gradient
     descent with covariance noise*, section 5.3.
@@ -45,12 +44,13 @@ def fold_batch_norm(model: nn.Module, *, strict: bool = True) -> nn.Module:
     with evaluating(folded, batch_statistics=False):
         before = dict(_pairs(folded, ""))
     modules = dict(folded.named_modules())
+    # All are checked before any is folded.
     pairs: list[tuple[Layer, _BatchNorm]] = []
     reasons: dict[str, str] = {}
     for name, norm in batch_norms(folded).items():
         layer = modules.get(before[name]) if name in before else None
         if not isinstance(layer, Layer):
-            reasons[name] = "no convolution or linear layer of its own is found before it"
+            reasons[name] = "no convolution or linear layer that only it uses is found before it"
         elif reason := _obstacle(folded, layer, norm):
             reasons[name] = reason
         else:
@@ -58,7 +58,7 @@ def fold_batch_norm(model: nn.Module, *, strict: bool = True) -> nn.Module:
     if reasons and strict:
         listed = "; ".join(f"{name or 'itself'}: {reason}" for name, reason in reasons.items())
         raise ValueError(f"model must have batch norm that can be folded, but not {listed}; pass "
-                         "strict=False to leave it as it is")  # fmt: skip
+                         "strict=False to leave it unchanged")  # fmt: skip
     for layer, norm in pairs:
         _fold(layer, norm)
         _replace(folded, norm)
@@ -66,13 +66,16 @@ def fold_batch_norm(model: nn.Module, *, strict: bool = True) -> nn.Module:
 
 
 def _pairs(module: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
-    """Names of batch norms with those of the layers before them."""
+    """Yield the names of batch norms with those of the layers before them."""
     if not batch_norms(module):
         return
     try:
         graph = fx.Tracer().trace(module)
-    except Exception:  # a user's forward may fail on what fx gives it in any way
-        yield from _neighbours(module, prefix)
+    except Exception:  # a user-defined forward may fail in any way on the proxies of fx
+        if type(module).forward is nn.Sequential.forward:
+            for (before, _), (name, layer) in pairwise(module.named_children()):
+                if isinstance(layer, _BatchNorm):
+                    yield prefix + name, prefix + before
         for name, child in module.named_children():
             yield from _pairs(child, f"{prefix}{name}.")
         return
@@ -80,41 +83,30 @@ def _pairs(module: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
     for node in graph.nodes:
         if node.op == "call_module" and isinstance(module.get_submodule(node.target), _BatchNorm):
             source = node.args[0] if node.args else None
-            known = source if isinstance(source, fx.Node) else None
-            sources.setdefault(node.target, []).append(known)
-    uses = _uses(graph)
+            sources.setdefault(node.target, []).append(
+                source if isinstance(source, fx.Node) else None
+            )
+    # How often each module is called, or a tensor of it is read.
+    uses = Counter(
+        node.target if node.op == "call_module" else node.target.rpartition(".")[0]
+        for node in graph.nodes
+        if node.op in ("call_module", "get_attr")
+    )
     for name, calls in sources.items():
         first = calls[0]
         if first is None or first.op != "call_module":
             continue
-        together = all(
+        # Every call of the batch norm follows a call of one layer, whose output nothing else uses.
+        paired = all(
             call is not None and call.target == first.target and len(call.users) == 1
             for call in calls
         )
-        if together and len(calls) == uses[str(first.target)] == uses[name]:
+        if paired and len(calls) == uses[str(first.target)] == uses[name]:
             yield prefix + name, f"{prefix}{first.target}"
 
 
-def _uses(graph: fx.Graph) -> Counter[str]:
-    """How often each module is called or a tensor of it read."""
-    uses: Counter[str] = Counter()
-    for node in graph.nodes:
-        if node.op == "call_module":
-            uses[node.target] += 1
-        elif node.op == "get_attr":
-            uses[node.target.rpartition(".")[0]] += 1
-    return uses
-
-
-def _neighbours(module: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
-    if type(module).forward is nn.Sequential.forward:
-        for (before, _), (name, layer) in pairwise(module.named_children()):
-            if isinstance(layer, _BatchNorm):
-                yield prefix + name, prefix + before
-
-
 def _obstacle(model: nn.Module, layer: Layer, norm: _BatchNorm) -> str:
-    """Why a batch norm cannot be folded into a layer; empty where it can."""
+    """Return why a batch norm cannot be folded into a layer; empty if it can."""
     kind = type(layer).__name__
     if norm.running_mean is None:
         return "it has no running statistics"
@@ -125,16 +117,17 @@ def _obstacle(model: nn.Module, layer: Layer, norm: _BatchNorm) -> str:
     features = layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
     if features != norm.num_features:
         return f"the {kind} before it has {features} outputs, not {norm.num_features}"
-    own = {id(tensor) for tensor in layer.parameters()}
+    weights = {id(tensor) for tensor in layer.parameters()}
     every = model.named_parameters(remove_duplicate=False)
-    if sum(id(tensor) in own for _, tensor in every) > len(own):
-        return f"the {kind} before it, or its weights, stand in several places"
+    if sum(id(tensor) in weights for _, tensor in every) > len(weights):
+        return f"the {kind} before it, or its weights, are used in several places"
     return ""
 
 
 @torch.no_grad()
 def _fold(layer: Layer, norm: _BatchNorm) -> None:
     mean, variance = (norm.get_buffer(name).double() for name in ("running_mean", "running_var"))
+    # S = diag(gamma / sqrt(v + eps)): W <- S W and b <- S (b - m) + beta, in float64
     scale = (variance + norm.eps).rsqrt()
     if norm.weight is not None:
         scale = scale * norm.weight.double()
@@ -146,16 +139,17 @@ def _fold(layer: Layer, norm: _BatchNorm) -> None:
 
 
 def _scaled(layer: Layer, weight: Tensor, scale: Tensor) -> Tensor:
-    """Weights with each output multiplied by its scale."""
+    """Return weights with each output multiplied by its scale."""
     if not isinstance(layer, _ConvTransposeNd):
         return weight * scale.view(-1, *(1,) * (weight.ndim - 1))
-    # (inputs, outputs a group, ...): the group of an output is that of its inputs.
+    # Shape (inputs, outputs per group, ...): the group of an output is that of its inputs.
     groups = weight.view(layer.groups, -1, *weight.shape[1:])
     factors = scale.view(layer.groups, 1, -1, *(1,) * (weight.ndim - 2))
     return (groups * factors).view_as(weight)
 
 
 def _replace(model: nn.Module, norm: nn.Module) -> None:
+    # A module may be registered in several places.
     for parent in model.modules():
         for name, child in parent.named_children():
             if child is norm:

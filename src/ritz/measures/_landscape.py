@@ -13,14 +13,14 @@ from ritz._core.checks import check_choice, check_count, check_finite, check_ran
 from ritz._core.journal import Journal
 from ritz._core.modes import BATCH_NORM_MODES, BatchNormMode, batch_norms
 from ritz._core.progress import Progress, tracking
-from ritz._core.random import probes, resolve_generator
+from ritz._core.random import Probe, probes, resolve_generator
 from ritz._core.storage import storable
 from ritz.curvature import Risk
 from ritz.curvature._shared import num_correct
 from ritz.spectra import Spectrum
 
 # ------------------------------------------------------------------------------------------
-# Directions in weight space along which a landscape is worth looking at.
+# Directions in weight space.
 
 Directions = Spectrum | Tensor | Mapping[str, Tensor]
 
@@ -28,12 +28,11 @@ Directions = Spectrum | Tensor | Mapping[str, Tensor]
 def ritz_directions(spectrum: Spectrum) -> dict[str, Tensor]:
     """Return the Ritz vectors ``(P,)`` of the largest, smallest and smallest-magnitude values.
 
-    By name: ``largest``, ``smallest`` and ``smallest magnitude``; one that is another already,
-    as the last is where no value is negative, is left out. Each is of unit length and its sign is
-    arbitrary.
+    Their names are ``largest``, ``smallest`` and ``smallest magnitude``. A vector that has two of
+    these names is returned once, with the first. Vectors have unit length and an arbitrary sign.
 
     Args:
-        spectrum: With vectors: ``ritz.lanczos(op, num_steps=..., vectors=True)``.
+        spectrum: A spectrum with vectors: ``ritz.lanczos(op, num_steps=..., vectors=True)``.
     """
     if spectrum.vectors is None:
         raise ValueError("spectrum must have vectors, got none: pass vectors=True to lanczos")
@@ -47,6 +46,7 @@ def ritz_directions(spectrum: Spectrum) -> dict[str, Tensor]:
         "smallest": 0,
         "smallest magnitude": int(spectrum.values.abs().argmin()),
     }
+    # By index, so that a vector has the first of its names.
     first: dict[int, str] = {}
     for name, index in chosen.items():
         first.setdefault(index, name)
@@ -57,58 +57,62 @@ def random_direction(risk: Risk, *, generator: torch.Generator | None = None) ->
     """Return a direction ``(P,)`` of unit length, uniform over the sphere.
 
     Args:
-        risk: Says how many parameters there are.
-        generator: Source of the randomness; seed 0 by default.
+        risk: Risk of the weights.
+        generator: Source of randomness. Defaults to a new generator with seed 0.
     """
-    theta = risk.theta
-    drawn = probes(
-        (len(theta), 1),
-        kind="gaussian",
-        generator=resolve_generator(generator),
-        dtype=theta.dtype,
-        device=theta.device,
-    )[:, 0]
-    unit: Tensor = drawn / drawn.norm()
+    vector = random_vectors(risk, 1, resolve_generator(generator))[:, 0]
+    # The direction of a Gaussian vector is uniform on the sphere.
+    unit: Tensor = vector / vector.norm()
     return unit
+
+
+def random_vectors(
+    risk: Risk, count: int, generator: torch.Generator, *, kind: Probe = "gaussian"
+) -> Tensor:
+    """Return random vectors ``(P, count)`` in weight space, of the dtype of the weights."""
+    theta = risk.theta
+    shape = (len(theta), count)
+    return probes(shape, kind=kind, generator=generator, dtype=theta.dtype, device=theta.device)
 
 
 def filter_normalized(
     risk: Risk, direction: Tensor, *, vectors: Literal["zero", "scaled"] = "zero"
 ) -> Tensor:
-    r"""Return a direction ``(P,)`` whose filters are as long as those of the weights.
+    r"""Return a direction ``(P,)`` rescaled so that its filters have the norms of the weights'.
 
     .. math:: d_{l,j} \leftarrow \frac{\|\theta_{l,j}\|}{\|d_{l,j}\|} d_{l,j}
 
-    for each filter :math:`j` of each layer :math:`l`: a slice of the first axis of a parameter of
-    two axes or more, so a row of a linear layer. Rescaling a filter, which batch norm or the next
-    layer undoes, then leaves the picture as it is. A filter that is zero in the direction or in
-    the weights is zero.
+    for each filter :math:`j` of each layer :math:`l`. A filter is a slice along the first axis of a
+    parameter with two or more axes, such as a row of a linear layer. The landscape then does not
+    change when a filter is rescaled and batch norm or the next layer undoes it. A filter that is
+    zero in the direction or in the weights is zero in the result.
 
     Args:
-        risk: At the weights :math:`\theta`.
-        direction: Any, ``(P,)``.
-        vectors: What becomes of biases, scales and shifts, which have no filters: ``zero`` leaves
-            them out of the direction, ``scaled`` takes each of them as one filter.
+        risk: Risk at the weights :math:`\theta`.
+        direction: Any direction, ``(P,)``.
+        vectors: How to treat biases, scales and shifts, which have no filters: ``zero`` sets them
+            to zero, ``scaled`` treats each as one filter.
 
     Reference: Li, Xu, Taylor, Studer and Goldstein (2018), section 4.
     """
     check_choice("vectors", vectors, ("zero", "scaled"))
     check_direction("direction", direction, risk)
-    weights, found = risk.params, {}
+    weights, parts = risk.params, {}
     for name, part in risk.space.unflatten(direction).items():
         if part.ndim < 2 and vectors == "zero":
-            found[name] = torch.zeros_like(part)
+            parts[name] = torch.zeros_like(part)
             continue
+        # d_lj <- d_lj |theta_lj| / |d_lj|, one filter per row
         rows = part.reshape(len(part) if part.ndim >= 2 else 1, -1)
-        lengths = weights[name].reshape(rows.shape).norm(dim=1, keepdim=True)
-        own = rows.norm(dim=1, keepdim=True)
-        scaled = torch.where(own > 0, rows * (lengths / own), torch.zeros_like(rows))
-        found[name] = scaled.reshape(part.shape)
-    return risk.space.flatten(found)
+        target = weights[name].reshape(rows.shape).norm(dim=1, keepdim=True)
+        norms = rows.norm(dim=1, keepdim=True)
+        scaled = torch.where(norms > 0, rows * (target / norms), torch.zeros_like(rows))
+        parts[name] = scaled.reshape(part.shape)
+    return risk.space.flatten(parts)
 
 
 def check_direction(name: str, direction: Tensor, risk: Risk) -> None:
-    """Raise unless ``direction`` is one vector ``(P,)`` of the risk's kind, finite, not zero."""
+    """Raise unless ``direction`` is a finite nonzero vector ``(P,)`` of the weights' dtype."""
     theta = risk.theta
     check_tensor(name, direction, dtype=theta.dtype, device=theta.device, rows=len(theta))
     if direction.ndim != 1:
@@ -119,31 +123,31 @@ def check_direction(name: str, direction: Tensor, risk: Risk) -> None:
 
 
 def named_directions(directions: Directions, risk: Risk) -> dict[str, Tensor]:
-    """The directions by name, whatever they came as, and checked."""
+    """Return the directions by name, checked."""
     if isinstance(directions, Spectrum):
-        # A basis may have been kept on the host.
+        # The basis may be on the host.
         vectors = ritz_directions(directions)
-        found = {name: vector.to(risk.theta.device) for name, vector in vectors.items()}
+        named = {name: vector.to(risk.theta.device) for name, vector in vectors.items()}
     elif isinstance(directions, Mapping):
-        found = dict(directions)
+        named = dict(directions)
     elif isinstance(directions, Tensor):
         columns = directions.unsqueeze(1) if directions.ndim == 1 else directions
         if columns.ndim != 2:
             raise ValueError(f"directions must be ({len(risk.theta)},) or ({len(risk.theta)}, k), "
                              f"got {tuple(directions.shape)}")  # fmt: skip
-        found = {f"direction {k + 1}": column for k, column in enumerate(columns.unbind(1))}
+        named = {f"direction {k + 1}": column for k, column in enumerate(columns.unbind(1))}
     else:
         raise TypeError(f"directions must be a Spectrum, a tensor or a dictionary of tensors, got "
                         f"{type(directions).__name__}")  # fmt: skip
-    if not found:
+    if not named:
         raise ValueError("directions must hold at least one direction, got none")
-    for name, direction in found.items():
+    for name, direction in named.items():
         check_direction(name, direction, risk)
-    return found
+    return named
 
 
 # ------------------------------------------------------------------------------------------
-# Loss and accuracy along directions in weight space, and on planes of two of them.
+# Loss and accuracy on lines and planes.
 
 Row = tuple[float, ...]  # loss and accuracy on the data, then on test data; NaN if there is none
 KEYS = ("running_mean", "running_var")
@@ -155,16 +159,16 @@ class Landscape:
     r"""Loss and accuracy at :math:`\theta + t u_k`, for each of ``k`` directions.
 
     Attributes:
-        names: Of the directions.
-        t: Steps along each, ascending, ``(n,)``.
-        norms: Lengths of the directions, ``(k,)``: a step :math:`t` goes :math:`t \|u_k\|` far.
-        loss: On the data of the risk, with its L2 term, ``(k, n)``, float64.
-        accuracy: Share of samples whose largest output is their class, ``(k, n)``; ``None`` where
+        names: Names of the directions.
+        t: Steps along each direction, ascending, ``(n,)``.
+        norms: Lengths of the directions, ``(k,)``; a step :math:`t` has length :math:`t \|u_k\|`.
+        loss: Loss on the data of the risk, with its L2 term, ``(k, n)``, float64.
+        accuracy: Fraction of samples whose largest output is their class, ``(k, n)``; ``None`` if
             targets are not class labels.
-        test_loss: On the test data, ``(k, n)``, or ``None``.
-        test_accuracy: Likewise.
-        batch_norm: Mode of batch norm; ``None`` for a model without.
-        risk: What the risk said it was.
+        test_loss: Loss on the test data, ``(k, n)``, or ``None``.
+        test_accuracy: Accuracy on the test data, ``(k, n)``, or ``None``.
+        batch_norm: Mode of batch norm; ``None`` for a model without batch norm.
+        risk: Description of the risk.
     """
 
     names: tuple[str, ...]
@@ -200,17 +204,17 @@ class Landscape2d:
     r"""Loss and accuracy at :math:`\theta + s u + t v`.
 
     Attributes:
-        names: Of the two directions.
-        s: Steps along the first, ascending, ``(n,)``.
-        t: Steps along the second, ascending, ``(n,)``.
+        names: Names of the two directions.
+        s: Steps along the first direction, ascending, ``(n,)``.
+        t: Steps along the second direction, ascending, ``(n,)``.
         norms: Lengths of the directions, ``(2,)``.
-        loss: On the data of the risk, with its L2 term, ``(n, n)``, float64; a row for each
-            :math:`s`.
-        accuracy: ``(n, n)``, or ``None`` where targets are not class labels.
-        test_loss: On the test data, ``(n, n)``, or ``None``.
-        test_accuracy: Likewise.
-        batch_norm: Mode of batch norm; ``None`` for a model without.
-        risk: What the risk said it was.
+        loss: Loss on the data of the risk, with its L2 term, ``(n, n)``, float64, with a row for
+            each :math:`s`.
+        accuracy: Accuracy ``(n, n)``, or ``None`` if targets are not class labels.
+        test_loss: Loss on the test data, ``(n, n)``, or ``None``.
+        test_accuracy: Accuracy on the test data, ``(n, n)``, or ``None``.
+        batch_norm: Mode of batch norm; ``None`` for a model without batch norm.
+        risk: Description of the risk.
     """
 
     names: tuple[str, str]
@@ -247,26 +251,25 @@ def landscape(
 ) -> Landscape:
     r"""Return loss and accuracy at :math:`\theta + t u_k`, :math:`|t| \le` ``distance``.
 
-    One forward pass over the data a point and direction, two where batch norm is recomputed.
+    Cost: one forward pass over the data per point and direction, two if batch norm is recomputed.
 
     Args:
         risk: The loss at the centre :math:`\theta`; the model is not changed.
-        directions: A spectrum with vectors (those of the largest, the smallest and the
-            smallest-magnitude Ritz value are taken), one direction ``(P,)``, several as columns
-            ``(P, k)``, or named ones; see :func:`random_direction` and :func:`filter_normalized`.
-        distance: Largest :math:`|t|`, in lengths of each direction: Ritz vectors and random
-            directions have unit length, so it is a distance in weight space; for filter-normalised
-            ones it is the share of each filter's norm.
-        num_points: Evenly spaced; an odd number has the centre among them.
+        directions: A spectrum with vectors (see :func:`ritz_directions`), one direction ``(P,)``,
+            several as columns ``(P, k)``, or a dictionary of named directions. See also
+            :func:`random_direction` and :func:`filter_normalized`.
+        distance: Largest :math:`|t|`, in units of the length of each direction. For Ritz vectors
+            and random directions, which have unit length, it is a distance in weight space; for
+            filter-normalised ones it is relative to the norm of each filter.
+        num_points: Number of evenly spaced points; an odd number includes the centre.
         test: A risk of the same parameters on other data, evaluated at the same points.
-        batch_norm: Mode for both risks in place of their own. ``recomputed`` estimates the
-            running statistics again at each point, from the data of ``risk``, and uses
-            them for both.
+        batch_norm: Mode of batch norm for both risks. Defaults to the modes of the risks.
+            ``recomputed`` computes the running statistics again at each point, from the data of
+            ``risk``, and uses them for both.
         state: File to resume from, and to save to every ``save_interval`` seconds. The result is
-            bit for bit that of an uninterrupted run (on the CPU); a state of other weights,
-            directions or settings is refused, and its last point is computed again to see that
-            the data are the same. The files stay when the run ends; their names begin with that
-            of the file.
+            reproducible bit for bit (on the CPU). A state of other weights, directions or settings
+            is refused; its last point is computed again to check that the data are the same. The
+            files stay when the run ends; their names begin with that of the state.
         save_interval: Seconds between saves.
         progress: Show a progress bar, or a :class:`Progress` to report to.
 
@@ -278,19 +281,17 @@ def landscape(
     steps = _steps("distance", distance, num_points)
     shape, vectors = (len(chosen), num_points), list(chosen.values())
     settings = {"names": list(chosen), "distance": float(distance), "points": list(shape)}
-    journal = probe.journal(state, save_interval, vectors, settings)
 
     def point(index: int) -> Tensor:
         return risk.theta + steps[index % num_points] * vectors[index // num_points]
 
+    journal = probe.journal(state, save_interval, settings | {"directions": vectors})
     rows = probe.along(point, math.prod(shape), journal, progress)
     return Landscape(
         names=tuple(chosen),
         t=torch.tensor(steps, dtype=torch.float64),
         norms=torch.stack([u.double().norm().cpu() for u in chosen.values()]),
-        batch_norm=probe.mode if batch_norms(risk.model) else None,
-        risk=repr(probe.risk),
-        **_arrays(rows, shape, tested=test is not None),
+        **probe.fields(rows, shape),
     )
 
 
@@ -310,18 +311,18 @@ def landscape2d(
 ) -> Landscape2d:
     r"""Return loss and accuracy at :math:`\theta + s u + t v` on a grid of :math:`s` and :math:`t`.
 
-    One forward pass over the data for each of ``num_points**2`` points, two where batch norm is
+    Cost: one forward pass over the data for each of ``num_points**2`` points, two if batch norm is
     recomputed.
 
     Args:
         risk: The loss at the centre :math:`\theta`; the model is not changed.
         first: The direction :math:`u`, ``(P,)``.
         second: The direction :math:`v`, ``(P,)``, not parallel to it.
-        distance: Largest :math:`|s|` and :math:`|t|`, or one for each, in lengths of the direction.
-        num_points: Along each; an odd number has the centre among them.
-        names: Of the directions.
+        distance: Largest :math:`|s|` and :math:`|t|`, or a pair, in units of each direction.
+        num_points: Number of points along each direction; an odd number includes the centre.
+        names: Names of the directions.
         test: A risk of the same parameters on other data, evaluated at the same points.
-        batch_norm: Mode for both risks in place of their own; see :func:`landscape`.
+        batch_norm: Mode of batch norm for both risks; see :func:`landscape`.
         state: File to resume from, and to save to; see :func:`landscape`.
         save_interval: Seconds between saves.
         progress: Show a progress bar, or a :class:`Progress` to report to.
@@ -330,7 +331,9 @@ def landscape2d(
     check_direction("first", first, risk)
     check_direction("second", second, risk)
     norms = torch.stack([first.double().norm(), second.double().norm()]).cpu()
+    # In float64: cosines near one lose half the digits.
     cosine = float(first.double() @ second.double()) / float(norms.prod())
+    # 1 - |cos| = angle^2 / 2: an angle below 1.4e-3.
     if 1 - abs(cosine) < 1e-6:
         raise ValueError(f"second must not be parallel to first, got a cosine of {cosine:.9g}")
     probe = _Probe(risk, test, batch_norm)
@@ -338,20 +341,18 @@ def landscape2d(
     s, t = (_steps("distance", one, num_points) for one in reach)
     shape = (num_points, num_points)
     settings = {"names": list(names), "distance": list(map(float, reach)), "points": list(shape)}
-    journal = probe.journal(state, save_interval, [first, second], settings)
 
     def point(index: int) -> Tensor:
         return risk.theta + s[index // num_points] * first + t[index % num_points] * second
 
+    journal = probe.journal(state, save_interval, settings | {"directions": [first, second]})
     rows = probe.along(point, math.prod(shape), journal, progress)
     return Landscape2d(
         names=names,
         s=torch.tensor(s, dtype=torch.float64),
         t=torch.tensor(t, dtype=torch.float64),
         norms=norms,
-        batch_norm=probe.mode if batch_norms(risk.model) else None,
-        risk=repr(probe.risk),
-        **_arrays(rows, shape, tested=test is not None),
+        **probe.fields(rows, shape),
     )
 
 
@@ -366,24 +367,17 @@ class _Probe:
                              f"{risk}")  # fmt: skip
         self.mode: BatchNormMode = mode or risk.batch_norm
         self.risk = risk.with_batch_norm(self.mode)
+        # Without mode= each risk has its own, except that statistics are recomputed for both.
         if test is not None and (mode is not None or self.mode == "recomputed"):
-            # What was estimated on the training data holds for the test data.
+            # The statistics are those of the training data.
             test = test.with_batch_norm("eval" if self.mode == "recomputed" else self.mode)
         self._test = test
 
     def journal(
-        self,
-        state: str | os.PathLike[str] | None,
-        interval: float,
-        directions: list[Tensor],
-        settings: dict[str, Any],
+        self, state: str | os.PathLike[str] | None, interval: float, settings: dict[str, Any]
     ) -> Journal:
-        settings |= {
-            "risk": repr(self.risk),
-            "test": None if self._test is None else repr(self._test),
-            "weights": self.risk.theta,
-            "directions": directions,
-        }
+        test = None if self._test is None else repr(self._test)
+        settings |= {"risk": repr(self.risk), "test": test, "weights": self.risk.theta}
         together = self.risk.sharing != "none"
         return Journal(state, settings, interval=interval, group=self.risk.group, together=together)
 
@@ -394,7 +388,7 @@ class _Probe:
         journal: Journal,
         progress: bool | Progress,
     ) -> list[Row]:
-        """Loss and accuracy at each of ``total`` points, on the data and on the test data."""
+        """Return a row for each of ``total`` points, resumed from the journal."""
         rows: list[Row] = journal.load() or []
         if rows:
             # Losses alone: on a GPU a sample may change sides by roundoff.
@@ -412,12 +406,29 @@ class _Probe:
 
     def _row(self, theta: Tensor) -> Row:
         risk = self.risk.at(theta)
-        own = _values(risk)
+        row = _values(risk)
         if self._test is None:
-            return (*own, math.nan, math.nan)
-        return (*own, *_values(self._test.at(theta), self._statistics(risk)))
+            return (*row, math.nan, math.nan)
+        return (*row, *_values(self._test.at(theta), self._statistics(risk)))
+
+    def fields(self, rows: list[Row], shape: tuple[int, int]) -> dict[str, Any]:
+        """Return the fields that both kinds of landscape have."""
+        loss, accuracy, test_loss, test_accuracy = (
+            torch.tensor(column, dtype=torch.float64).reshape(shape)
+            for column in zip(*rows, strict=True)
+        )
+        # If the first point has no accuracy, none has.
+        return {
+            "loss": loss,
+            "accuracy": None if math.isnan(rows[0][1]) else accuracy,
+            "test_loss": None if self._test is None else test_loss,
+            "test_accuracy": None if math.isnan(rows[0][3]) else test_accuracy,
+            "batch_norm": self.mode if batch_norms(self.risk.model) else None,
+            "risk": repr(self.risk),
+        }
 
     def _statistics(self, risk: Risk) -> dict[str, Tensor]:
+        """Return the running statistics that were recomputed for the training data."""
         if self.mode != "recomputed":
             return {}
         constants = risk.constants()
@@ -426,37 +437,26 @@ class _Probe:
 
 
 def _values(risk: Risk, statistics: dict[str, Tensor] | None = None) -> Row:
-    """Loss and accuracy by one forward pass, with other statistics of batch norm if given."""
+    """Return loss and accuracy by one forward pass, with other statistics of batch norm if any."""
+    # Summed in float64 over batches, and over processes by one reduction.
     sums = torch.zeros(3, dtype=torch.float64, device=risk.theta.device)
     with torch.no_grad(), risk.settings():
         for _, context, weight in risk.contexts():
-            if statistics:
+            if statistics:  # of the same weights on the training data
                 context = replace(context, constants=context.constants | statistics)
             outputs, target = risk.evaluate(risk.params, context)
             loss = weight * float(risk.adapter.loss(outputs, target))
             sums += sums.new_tensor([loss, *num_correct(risk.loss_fn, outputs, target)])
-    loss, correct, counted = risk.reduced(sums).tolist()
+    loss, correct, counted = risk.sum_over_processes(sums).tolist()
+    # L2 term: (l2 / 2) |theta|^2
     penalty = 0.5 * risk.l2 * float(risk.theta.double().square().sum())
     return loss + penalty, correct / counted if counted else math.nan
 
 
 def _steps(name: str, distance: float, num_points: int) -> list[float]:
-    """Evenly spaced from ``-distance`` to ``distance``, the middle of an odd number exactly 0."""
+    """Return steps from ``-distance`` to ``distance``; the middle of an odd number is exactly 0."""
     check_range(name, distance, low=0.0)
     if not 0 < distance < math.inf:
         raise ValueError(f"{name} must be positive and finite, got {distance}")
+    # 2 k / (n - 1) is exactly 1 in the middle; a linspace may round there.
     return [distance * (2 * k / (num_points - 1) - 1) for k in range(num_points)]
-
-
-def _arrays(rows: list[Row], shape: tuple[int, int], *, tested: bool) -> dict[str, Any]:
-    """The rows as fields of a result; an accuracy that the first row has not, none has."""
-    loss, accuracy, test_loss, test_accuracy = (
-        torch.tensor(column, dtype=torch.float64).reshape(shape)
-        for column in zip(*rows, strict=True)
-    )
-    return {
-        "loss": loss,
-        "accuracy": None if math.isnan(rows[0][1]) else accuracy,
-        "test_loss": test_loss if tested else None,
-        "test_accuracy": None if math.isnan(rows[0][3]) else test_accuracy,
-    }

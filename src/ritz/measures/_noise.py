@@ -1,8 +1,8 @@
-"""How much the curvature of samples differs, and what that does to mini-batches."""
+"""Variance of the curvature over samples, and shrinkage of mini-batch matrices."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -10,24 +10,25 @@ from torch import Tensor
 from ritz._core.checks import check_count, check_tensor
 from ritz._core.distributed import world_size
 from ritz._core.progress import Progress, tracking
-from ritz._core.random import Probe, probes, resolve_generator
+from ritz._core.random import Probe, resolve_generator
 from ritz._core.results import Estimate, Status, format_uncertain, plain_estimate, stderr
 from ritz._core.sampling import check_samples, column_dots
 from ritz._core.storage import storable
 from ritz.curvature import Risk, curvature_operator
 from ritz.curvature._shared import CurvatureMatrix, batch_products
+from ritz.measures._landscape import random_vectors
 
-BLOCK = 8  # probes multiplied at once
+BLOCK = 8  # probes per block of products
 
 
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shrinkage:
-    r"""The best weight of a mini-batch matrix against the multiple of the identity beside it.
+    r"""Optimal weight of a mini-batch matrix in a shrinkage towards the identity.
 
     Attributes:
-        batch_sizes: Sizes :math:`B` of the batches, drawn without replacement.
-        beta: :math:`\beta(B)` with its error, ``(len(batch_sizes),)``.
+        batch_sizes: Batch sizes :math:`B`; batches are drawn without replacement.
+        beta: Weights :math:`\beta(B)`, ``(len(batch_sizes),)``.
         signal: :math:`d^2 = \|H - m I\|_F^2`.
         variance: :math:`P \sigma^2`, of single samples.
         matrix: ``hessian`` or ``ggn``.
@@ -74,36 +75,37 @@ def curvature_variance(
     .. math:: P \sigma^2 = \mathbb{E}_v V(v), \quad
         V(v) = \frac{1}{N} \sum_i \|H_i v\|^2 - \|H v\|^2, \quad \|v\| = 1
 
-    with :math:`\sigma^2` the variance of an element. A matrix of ``B`` samples drawn without
-    replacement has :math:`(1/B - 1/N) N / (N - 1)` of it, with replacement :math:`1/B`.
+    with :math:`\sigma^2` the variance of an element. The variance of a matrix of ``B`` samples is
+    this times :math:`(1/B - 1/N) N / (N - 1)` without replacement, and :math:`1/B` with it.
 
-    Random disjoint groups of ``g`` samples may stand for :math:`i`. With :math:`M` groups of
+    Random disjoint groups of ``g`` samples may replace single samples. With :math:`M` groups of
     matrices :math:`H_j`,
 
     .. math:: \hat V(v) = \frac{N - 1}{N} \frac{g}{M - 1}
         \sum_j \|(H_j - \bar H) v\|^2
 
-    has mean :math:`V(v)` over the draw of the groups, exactly and for any ``N``: where ``g`` does
-    not divide it, the samples left over are left out (at random, and the result says how many).
-    For ``g = 1`` it *is* :math:`V(v)`. The standard error holds that of probes and that of groups;
-    the latter is too large, by up to a factor of about two, where groups are small and few samples
-    have most of the variance.
+    has mean :math:`V(v)` over the draw of the groups, for any ``N``: if ``g`` does not divide it,
+    the remaining samples are left out at random, and the result says how many. For ``g = 1`` it
+    *is* :math:`V(v)`. The standard error combines those of probes and of groups; the latter is too
+    large by up to a factor of about two if groups are small and few samples have most of the
+    variance.
 
-    Cost: one product with the whole for each block of 8 probes or directions, however many groups,
-    though small groups use hardware less well. Memory: four blocks and a copy of the data.
+    Cost: one product with the whole matrix for each block of 8 probes or directions, for any number
+    of groups, though small groups use hardware less well. Memory: four blocks and a copy of the
+    data.
 
     Args:
-        risk: The loss at a point, a mean over samples (which is checked on the first batch); not
-            with batch statistics, where samples have no matrix of their own, nor shared between
-            processes.
+        risk: The loss at a point, a mean over samples (which is checked). Batch norm must not be in
+            ``train`` mode, in which single samples have no matrix, and the samples must not be
+            shared between processes.
         matrix: ``hessian`` or ``ggn``.
-        group_size: ``g``; by default 1 below 256 samples, else such that there are at least 128
-            groups.
-        num_probes: Random unit vectors :math:`v`.
-        along: Unit vectors ``(P,)`` or ``(P, k)`` instead, such as Ritz vectors: the result is
-            :math:`V(v)` along each, exact for ``g = 1``.
-        probe: ``rademacher`` or ``gaussian``, each then of unit length.
-        generator: Source of groups and probes.
+        group_size: Samples ``g`` per group. Defaults to 1 below 256 samples, and otherwise to the
+            largest that gives at least 128 groups.
+        num_probes: Number of random unit vectors :math:`v`.
+        along: Unit vectors ``(P,)`` or ``(P, k)`` in place of random ones, such as Ritz vectors.
+            The result is :math:`V(v)` along each, exact for ``g = 1``.
+        probe: ``rademacher`` or ``gaussian``, normalised to unit length.
+        generator: Source of groups and probes. Defaults to a new generator with seed 0.
         progress: Show a progress bar, or a :class:`Progress` to report to.
 
     Reference: Algorithm 8 of *Spectral Machine Learning*, corrected.
@@ -111,6 +113,7 @@ def curvature_variance(
     _check_groups(risk)
     count = risk.num_samples
     if group_size is None:
+        # With 128 groups the standard error is known to 1 / sqrt(2 * 127), or 6 %.
         group_size = max(1, count // 128)
     # Fewer than three groups have no standard error.
     check_count("group_size", group_size, high=max(1, count // 3))
@@ -119,14 +122,15 @@ def curvature_variance(
         check_count("num_probes", num_probes, low=2)
         vectors = _unit_probes(risk, num_probes, probe, generator)
     else:
-        vectors = _checked(risk, along)
+        vectors = _unit_block(risk, along)
     groups = _groups(risk, group_size, generator)
-    _check_mean(risk, group_size)
+    risk.require_sample_mean(alone=True)
     gaps = _contrasts(groups, vectors, matrix, progress)
+    # V = (N - 1)/N g/(M - 1) sum |y_j - mean|^2; the mean over contrasts divides by M - 1.
     gaps *= group_size * (count - 1) / count
-    # Of N - 1 contrasts of the samples M - 1 are seen: all of them where g = 1.
+    # Groups see M - 1 of the N - 1 contrasts of the samples: all of them if g = 1.
     unseen = (count - groups.num_batches) / (count - 1)
-    return _estimate(gaps, unseen, groups, count, averaged=along is None, seed=generator)
+    return _estimate(gaps, unseen, groups, count, generator, averaged=along is None)
 
 
 def shrinkage(
@@ -147,19 +151,19 @@ def shrinkage(
     .. math:: \beta = \frac{d^2}{d^2 + e^2}, \quad d^2 = \|H - m I\|_F^2, \quad
         e^2 = \mathbb{E} \|H_B - H\|_F^2 = P (P \sigma^2) \Big(\frac1B - \frac1N\Big) \frac{N}{N-1}
 
-    Cost: ``num_probes`` products for :math:`d^2`, from :math:`\|H z - m z\|^2`, and as many for
-    :math:`P \sigma^2`, with probes of their own. Errors are propagated to first order.
+    Cost: ``num_probes`` products for :math:`d^2`, from :math:`\|H z - m z\|^2`, and as many with
+    other probes for :math:`P \sigma^2`. Errors are propagated to first order.
 
     Args:
         risk: The loss at a point; see :func:`curvature_variance`.
         batch_sizes: Sizes ``B``, from 1 to ``N``.
         matrix: ``hessian`` or ``ggn``.
-        group_size: Samples that stand for one; see :func:`curvature_variance`.
-        num_probes: Random vectors for either part.
-        generator: Source of groups and probes.
+        group_size: Samples per group; see :func:`curvature_variance`.
+        num_probes: Number of random vectors for each of the two parts.
+        generator: Source of groups and probes. Defaults to a new generator with seed 0.
         progress: Show a progress bar, or a :class:`Progress` to report to.
 
-    Reference: Ledoit and Wolf (2004), for matrices of which only products are known.
+    Reference: Ledoit and Wolf (2004), here for matrices known by their products only.
     """
     sizes, count = tuple(batch_sizes), risk.num_samples
     if not sizes:
@@ -176,22 +180,22 @@ def shrinkage(
         progress=progress,
     )
     signal = _signal(risk, matrix, num_probes, generator)
-    rates = [(1 / size - 1 / count) * count / (count - 1) for size in sizes]
-    error = risk.space.size * torch.tensor(rates, dtype=torch.float64)
-    d2, e2 = signal.mean, variance.mean * error
-    total = (d2 + e2).square()
-    spread = torch.hypot(e2 * signal.stderr, d2 * variance.stderr * error) / total
-    beta = Estimate(
-        mean=d2 / (d2 + e2),
-        stderr=spread,
-        num_products=variance.num_products + signal.num_products,
+    # e^2 = P (P sigma^2) (1/B - 1/N) N/(N - 1)
+    factors = [(1 / size - 1 / count) * count / (count - 1) for size in sizes]
+    scale = risk.space.size * torch.tensor(factors, dtype=torch.float64)
+    d2, e2 = signal.mean, variance.mean * scale
+    # d beta = (e^2 d(d^2) - d^2 d(e^2)) / (d^2 + e^2)^2
+    error = torch.hypot(e2 * signal.stderr, d2 * variance.stderr * scale) / (d2 + e2).square()
+    beta = Estimate.exact(
+        d2 / (d2 + e2),
         method=f"d^2 / (d^2 + e^2); P sigma^2 from {variance.method}",
+        num_products=variance.num_products + signal.num_products,
         status=signal.status,
         seed=generator.initial_seed(),
     )
     return Shrinkage(
         batch_sizes=sizes,
-        beta=beta,
+        beta=replace(beta, stderr=error),
         signal=signal,
         variance=variance,
         matrix=matrix,
@@ -212,52 +216,27 @@ def _check_groups(risk: Risk) -> None:
         raise ValueError(f"curvature_variance() needs at least 2 samples, got {risk.num_samples}")
 
 
-def _check_mean(risk: Risk, group_size: int) -> None:
-    """Raise unless the gradient of a batch is the mean of those of its groups; by the first batch.
-
-    Classes with weights, or as many labels a sample as are not ignored, make it another.
-    """
-    batch = risk.batch(0)
-    groups = batch.samples(
-        torch.arange(batch.num_samples, device=risk.theta.device), batch_size=group_size
-    )
-    mean, square = torch.zeros_like(risk.theta), 0.0
-    with risk.settings():
-        whole = next(batch.batch_gradient(context)[0] for _, context, _ in batch.contexts())
-        for _, context, weight in groups.contexts():
-            gradient = groups.batch_gradient(context)[0]
-            mean.add_(gradient, alpha=weight)
-            square += weight * float(gradient.square().sum())
-    gap, size = float((whole - mean).norm()), math.sqrt(square)
-    if not math.isfinite(gap):
-        risk.diagnose()
-    if not gap <= 10 * math.sqrt(torch.finfo(mean.dtype).eps) * size:
-        raise ValueError("the loss of a batch must be the mean of those of its samples, got "
-                         f"gradients that differ by {gap:.2g} of {size:.2g}")  # fmt: skip
-
-
 def _groups(risk: Risk, group_size: int, generator: torch.Generator) -> Risk:
-    """The risk whose batches are random disjoint groups of samples."""
+    """Return the risk whose batches are random disjoint groups of samples."""
     count = risk.num_samples
     order = torch.randperm(count, generator=generator, device=generator.device)
+    # Groups of one size, as the formula assumes: the rest is left out.
     used = order[: count // group_size * group_size].to(risk.theta.device)
     return risk.samples(used, batch_size=group_size)
 
 
 def _unit_probes(risk: Risk, count: int, probe: Probe, generator: torch.Generator) -> Tensor:
-    theta = risk.theta
-    block = probes(
-        (len(theta), count), kind=probe, generator=generator, dtype=theta.dtype, device=theta.device
-    )
+    block = random_vectors(risk, count, generator, kind=probe)
     return block.div_(block.norm(dim=0))
 
 
-def _checked(risk: Risk, along: Tensor) -> Tensor:
+def _unit_block(risk: Risk, along: Tensor) -> Tensor:
     theta = risk.theta
     check_tensor("along", along, dtype=theta.dtype, device=theta.device, rows=len(theta))
     block = along if along.ndim == 2 else along[:, None]
     norms = block.double().norm(dim=0)
     worst = float(norms[(norms - 1).abs().argmax()])
+    # Ritz vectors of partial re-orthogonalisation are unit vectors to the root of roundoff.
     if not abs(worst - 1) <= 10 * math.sqrt(torch.finfo(theta.dtype).eps):
         raise ValueError(f"along must hold vectors of unit length, got one of length {worst:.6g}")
     return block
@@ -268,70 +247,68 @@ def _contrasts(
 ) -> Tensor:
     r"""Return :math:`\frac{j-1}{j} \|y_j - \bar y_{j-1}\|^2`, :math:`y_j = H_j v`, ``(M - 1, k)``.
 
-    Their sum over groups is that of :math:`\|y_j - \bar y\|^2`, in one pass and with nothing to
-    cancel; over random groups they have one mean and are uncorrelated to first order.
+    Their sum over groups is that of :math:`\|y_j - \bar y\|^2`, in one pass and without
+    cancellation (Welford). Over random groups they have one mean and are uncorrelated to first
+    order.
     """
     blocks, done = vectors.split(BLOCK, 1), 0
-    found = []
+    parts: list[Tensor] = []
     with tracking(progress, "curvature of groups", len(blocks) * groups.num_batches) as bar:
         for block in blocks:
             mean = torch.zeros_like(block, dtype=torch.float64)
             gaps = []
             for j, (_, product) in enumerate(batch_products(groups, block, matrix=matrix), start=1):
+                # mean_j = mean_{j-1} + (y_j - mean_{j-1}) / j
                 step = product.double() - mean
                 gaps.append(column_dots(step, step) * ((j - 1) / j))
                 mean.add_(step, alpha=1 / j)
                 done += 1
                 bar.update(done)
-            found.append(torch.stack(gaps[1:]).cpu())
-            check_samples(found[-1].T, sum(part.shape[1] for part in found[:-1]))
-    return torch.cat(found, 1)
+            parts.append(torch.stack(gaps[1:]).cpu())
+            check_samples(parts[-1].T, sum(part.shape[1] for part in parts[:-1]))
+    return torch.cat(parts, 1)
 
 
 def _estimate(
-    gaps: Tensor, unseen: float, groups: Risk, count: int, *, averaged: bool, seed: torch.Generator
+    gaps: Tensor,
+    unseen: float,
+    groups: Risk,
+    count: int,
+    generator: torch.Generator,
+    *,
+    averaged: bool,
 ) -> Estimate:
-    """Mean over contrasts ``(M - 1, k)`` and, if ``averaged``, over probes."""
+    """Return the mean over contrasts ``(M - 1, k)`` and, if ``averaged``, over probes."""
     samples = gaps.mean(0)
     by_groups = stderr(gaps.mean(1) if averaged else gaps) * math.sqrt(unseen) if unseen else 0.0
     size = groups.batch_sizes[0]
     method = "single samples" if size == 1 else f"{groups.num_batches} random groups of {size}"
     if (left := count - groups.num_samples) > 0:
         method += f", {left} of {count} samples left out at random"
-    what = "probes" if averaged else "directions"
-    return Estimate(
-        mean=samples.mean() if averaged else samples,
-        stderr=(stderr(samples) if averaged else torch.zeros_like(samples)).hypot(
-            torch.as_tensor(by_groups, dtype=torch.float64)
-        ),
-        samples=samples if averaged else None,
-        num_products=len(samples),
-        method=method,
-        status=Status(outcome="completed", message=f"{len(samples)} {what}"),
-        seed=seed.initial_seed() if averaged or size > 1 else None,
-    )
+    kind = "probes" if averaged else "directions"
+    status = Status(outcome="completed", message=f"{len(samples)} {kind}")
+    seed = generator.initial_seed() if averaged or size > 1 else None
+    make = Estimate.of if averaged else Estimate.exact
+    estimate = make(samples, method=method, num_products=len(samples), status=status, seed=seed)
+    # Probes and groups are independent sources of error.
+    return replace(estimate, stderr=estimate.stderr.hypot(torch.as_tensor(by_groups).double()))
 
 
 def _signal(
     risk: Risk, matrix: CurvatureMatrix, num_probes: int, generator: torch.Generator
 ) -> Estimate:
-    r"""The squared distance :math:`\|H - m I\|_F^2` from the nearest multiple of the identity."""
+    r"""Estimate the squared distance :math:`\|H - m I\|_F^2` from the nearest multiple of I."""
     op = curvature_operator(risk, matrix)
     size = risk.space.size
     block = _unit_probes(risk, num_probes, "rademacher", generator)
     image = torch.cat([op.matmat(part) for part in block.split(op.block_size, 1)], 1)
     along, square = column_dots(block, image).cpu(), column_dots(image, image).cpu()
-    # |H v - m v|^2 at the m of these probes: to first order that m need not be sampled again.
+    # E |H v - m v|^2 = |H - m I|_F^2 / P for unit probes, and E v'Hv = m. To first order m may come
+    # from the same probes.
     m = along.mean()
     samples = size * (square - 2 * m * along + m * m)
     # The square of a sampled mean is too large by its variance.
     bias = size * stderr(along).square()
-    return Estimate(
-        mean=samples.mean() + bias,
-        stderr=stderr(samples),
-        samples=samples,
-        num_products=num_probes,
-        method="mean of |H z - m z|^2",
-        status=Status(outcome="completed", message=f"{num_probes} probes"),
-        seed=generator.initial_seed(),
-    )
+    estimate = Estimate.of(samples, method="mean of |H z - m z|^2", num_products=num_probes,
+                           seed=generator.initial_seed())  # fmt: skip
+    return replace(estimate, mean=estimate.mean + bias)

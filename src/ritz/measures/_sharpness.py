@@ -13,25 +13,40 @@ from ritz._core.checks import check_choice, check_count
 from ritz._core.journal import Journal, Parts
 from ritz._core.modes import BATCH_NORM_MODES, BatchNormMode, batch_norms
 from ritz._core.progress import Progress
-from ritz._core.random import probes, resolve_generator
-from ritz._core.results import Estimate, Status, plain_estimate, stderr
+from ritz._core.random import resolve_generator
+from ritz._core.results import Estimate, Status, plain_estimate
 from ritz._core.storage import storable
 from ritz.curvature import CurvatureOperator, Risk, curvature_operator, summary
 from ritz.curvature._shared import MATRICES, CurvatureMatrix, EngineName, Summary
 from ritz.measures._degeneracy import Degeneracy, rank_degeneracy
+from ritz.measures._landscape import random_vectors
 from ritz.operators import exact
 from ritz.spectra import Spectrum, lanczos_block
 from ritz.spectra._shared import least_frobenius_norm, negative_values
 
 # ------------------------------------------------------------------------------------------
-# Traces of functions from the runs of several probes, their simple eigenvalues counted
+# Traces of functions from the Lanczos runs of several probes, with simple eigenvalues counted
 # exactly.
 
 Function = Callable[[Spectrum], Tensor]
-# Most that a Ritz vector may be off its eigenvector (a sine) for its eigenvalue to be split off.
-CONVERGED = 1e-4
-# Part of a probe, of entries of order one, along a Ritz vector: what roundoff may change in it.
-ROUNDOFF = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """When an eigenvalue counts as simple and as found by every probe."""
+
+    # Largest sine of the angle from a Ritz vector to its eigenvector. With 1e-3 the cases of
+    # tests/measures/test_outliers.py no longer all hold.
+    converged: float = 1e-4
+    # Difference that roundoff may make in the part of a probe along a Ritz vector, where entries of
+    # the probe are of order one.
+    roundoff: float = 1e-4
+    # Other directions have parts of the same order in the angles, of which four standard deviations
+    # are allowed.
+    deviations: float = 4.0
+
+
+TUNING = Tuning()
 
 
 def traces(runs: Sequence[Spectrum], functions: Sequence[Function]) -> tuple[Tensor, int]:
@@ -40,69 +55,72 @@ def traces(runs: Sequence[Spectrum], functions: Sequence[Function]) -> tuple[Ten
     .. math:: \operatorname{tr} f(A) = \sum_{k \in S} f(\theta_k) + (n - |S|)\, \mathbb{E}\,
         \frac{\sum_{k \notin S} \tau_k f(\theta_k)}{\sum_{k \notin S} \tau_k}
 
-    with the simple eigenvalues :math:`S` that every probe has found: a probe without its part in
-    their directions is, made a unit vector again, a uniform probe of what is left. Plain quadrature
-    multiplies :math:`f(\theta_k)` by :math:`n \tau_k`, which is one in the mean and a
-    :math:`\chi^2` of one degree of freedom: a standard deviation of :math:`\sqrt 2` about a number
-    that is known. Where a few eigenvalues hold most of the trace of a function, that is nearly all
-    of its error.
+    with :math:`S` the simple eigenvalues that every probe has found. A probe minus its part in
+    their directions, normalised again, is a uniform probe of the remaining space. Plain quadrature
+    multiplies :math:`f(\theta_k)` by :math:`n \tau_k`, which has mean one and a :math:`\chi^2`
+    distribution of one degree of freedom: a standard deviation of :math:`\sqrt 2` on a number that
+    is known. If a few eigenvalues hold most of the trace of a function, that is nearly all of the
+    error.
 
-    The formula holds for a fixed :math:`S`. Whether an eigenvalue is in it depends on all probes
-    having found it, which large weights favour: where it is just about to converge, two or three
-    probes have been seen to be off by a part of a standard error in the mean.
+    The formula holds for a fixed :math:`S`. An eigenvalue is in :math:`S` if all probes have found
+    it, which is more likely if its weights are large. If it is just converging, the mean over two
+    or three probes was seen to be biased by a fraction of a standard error.
 
-    No product.
+    Cost: no products.
 
     Args:
-        runs: One a probe, all values with their weights; the first with the cosines of all starts.
-        functions: From a run to :math:`f` at its values, ``(m,)``.
+        runs: One run per probe, with all values and weights; the first with the cosines of all
+            start vectors.
+        functions: Functions from a run to :math:`f` at its values, ``(m,)``.
     """
-    chosen = simple_eigenvalues(runs)
+    places = simple_eigenvalues(runs)
     samples = [
-        torch.stack([_sample(run, own, function(run)) for function in functions])
-        for run, own in zip(runs, chosen, strict=True)
+        torch.stack([_sample(run, chosen, function(run)) for function in functions])
+        for run, chosen in zip(runs, places, strict=True)
     ]
-    return torch.stack(samples, 1), chosen.shape[1]
+    return torch.stack(samples, 1), places.shape[1]
 
 
 def simple_eigenvalues(runs: Sequence[Spectrum]) -> Tensor:
-    r"""Return where each run has the simple eigenvalues that all have found, ``(k, s)`` indices.
+    r"""Return the indices ``(k, s)``, in each run, of the simple eigenvalues that all have found.
 
-    A run finds an eigenvalue once, whatever its multiplicity, as the part of its start vector in
-    the eigenspace. If that is a line, every other start has the part
-    :math:`|z_j^\top u| / \|z_j\| = \sqrt{\tau_j}` along the first run's :math:`u`; in a plane the
-    two are at a random angle. So two probes tell what weights alone would need dozens for, but for
-    one double eigenvalue in about a hundred that they take for simple; three hardly ever do.
+    A run finds an eigenvalue once, whatever its multiplicity, as the projection of its start vector
+    onto the eigenspace. If that space is a line, every other start vector has the part
+    :math:`|z_j^\top u| / \|z_j\| = \sqrt{\tau_j}` along the Ritz vector :math:`u` of the first
+    run. In a plane the two projections are at a random angle. So two probes suffice, except that
+    they take about one double eigenvalue in a hundred for simple; three hardly ever do.
 
     Args:
-        runs: One a probe; the first with the cosines of all starts, or nothing is found.
+        runs: One run per probe. Without the cosines of all start vectors in the first, no
+            eigenvalue is returned.
     """
     first, others = runs[0], runs[1:]
     if first.cosines is None or not others:
         return torch.empty(len(runs), 0, dtype=torch.int64)
     angles = [_angles(run) for run in runs]
-    found = []
-    for index in (angles[0] <= CONVERGED).nonzero()[:, 0].tolist():
-        places = [index] + [
-            int((run.values - first.values[index]).abs().argmin()) for run in others
-        ]
+    simple = []
+    for index in (angles[0] <= TUNING.converged).nonzero()[:, 0].tolist():
+        nearest = [int((run.values - first.values[index]).abs().argmin()) for run in others]
+        places = [index, *nearest]
         if all(_same(runs, angles, places, other) for other in range(1, len(runs))):
-            found.append(places)
-    return torch.tensor(found, dtype=torch.int64).reshape(-1, len(runs)).T
+            simple.append(places)
+    return torch.tensor(simple, dtype=torch.int64).reshape(-1, len(runs)).T
 
 
 def _sample(run: Spectrum, chosen: Tensor, at: Tensor) -> Tensor:
     rest = run.weights.clone()
     rest[chosen] = 0
     left, mass = run.dimension - len(chosen), rest.sum()
-    # Not a product of BLAS, whose last bit depends on where in memory a run was read to.
+    # (n - |S|) sum tau f / sum tau over the rest. Not by BLAS, whose last bit depends on where in
+    # memory a run was read to.
     sampled = left * (rest * at).sum() / mass if left and mass > 0 else torch.zeros_like(mass)
     return at[chosen].sum() + sampled
 
 
 def _angles(run: Spectrum) -> Tensor:
-    r"""Bounds :math:`\|A u - \theta u\| / \text{gap}` of the sines from Ritz to eigenvectors."""
+    # sin(u, eigenvector) <= |A u - theta u| / gap, with the gap to the nearest other Ritz value.
     distances = (run.values[:, None] - run.values).abs()
+    # A value is not its own neighbour.
     distances.fill_diagonal_(math.inf)
     return run.residuals / distances.min(1).values
 
@@ -110,25 +128,26 @@ def _angles(run: Spectrum) -> Tensor:
 def _same(
     runs: Sequence[Spectrum], angles: Sequence[Tensor], places: Sequence[int], other: int
 ) -> bool:
-    """Whether a run's value is the first run's, and its start has no other part in that space."""
+    """Return whether a run's value is that of the first run, with a one-dimensional eigenspace."""
     first, run, here, there = runs[0], runs[other], places[0], places[other]
+    # An eigenvalue lies within the residual of each Ritz value: both may have found the same one.
     gap = abs(float(first.values[here] - run.values[there]))
     if gap > float(first.residuals[here] + run.residuals[there]):
         return False
-    if first.cosines is None or float(angles[other][there]) > CONVERGED:
+    if first.cosines is None or float(angles[other][there]) > TUNING.converged:
         return False
+    # On a line |z'u| / |z| = sqrt(tau).
     along = abs(float(first.cosines[other, here]))
     part = math.sqrt(float(run.weights[there]))
-    # Other directions have parts of the same order, of which four deviations may come in.
-    slack = ROUNDOFF + 4 * float(angles[0][here] + angles[other][there])
-    return abs(along - part) * math.sqrt(run.dimension) <= slack
+    slack = TUNING.deviations * float(angles[0][here] + angles[other][there])
+    return abs(along - part) * math.sqrt(run.dimension) <= TUNING.roundoff + slack
 
 
 # ------------------------------------------------------------------------------------------
 # Sharpness: norms, trace, negative mass and rank of the curvature, in every batch-norm mode.
 
-# Whose traces are the trace, the square of the Frobenius norm, and the numbers of eigenvalues that
-# are below zero, and that may be.
+# Their traces are tr H, |H|_F^2, the number of negative eigenvalues, and the number of those that
+# may be negative.
 _FUNCTIONS: tuple[Function, ...] = (
     lambda run: run.values,
     lambda run: run.values.square(),
@@ -140,23 +159,23 @@ _FUNCTIONS: tuple[Function, ...] = (
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharpnessRow:
-    r"""How sharp one matrix is.
+    r"""Sharpness of one matrix.
 
     Attributes:
         matrix: ``hessian`` or ``ggn``.
-        batch_norm: The mode of batch norm; ``None`` for a model without.
-        spectral_norm: The largest :math:`|\theta_k|` of all probes; its truncation is the residual.
+        batch_norm: Mode of batch norm; ``None`` for a model without batch norm.
+        spectral_norm: Largest :math:`|\theta_k|` of all probes, with the residual as truncation.
         largest: The largest Ritz value.
         smallest: The smallest Ritz value.
         trace: :math:`\operatorname{tr} H`.
         mean_eigenvalue: :math:`\operatorname{tr} H / P`.
         frobenius_norm: :math:`\|H\|_F`; its samples are those of the square. Never below the root
-            of a probe's sum of :math:`\theta_k^2`, which is proven.
-        negative_mass: Share of the eigenvalues below zero by more than roundoff and the residuals
-            of their Ritz values; its truncation is the share that is zero within its residuals, and
-            may be negative too.
-        degeneracy: Mass at the origin, and where it lies.
-        num_products: Products spent.
+            of a probe's sum of :math:`\theta_k^2`, a rigorous lower bound.
+        negative_mass: Fraction of eigenvalues that are below zero by more than roundoff and the
+            residuals of their Ritz values. Its truncation is the fraction that is zero within the
+            residuals, and may be negative.
+        degeneracy: Mass at the origin.
+        num_products: Number of matrix-vector products.
         status: How the Lanczos runs ended.
     """
 
@@ -180,15 +199,15 @@ class Sharpness:
     """The curvature of a risk, one row for each matrix and batch-norm mode.
 
     Attributes:
-        rows: What was measured.
-        summaries: Loss, accuracy and norms in each batch-norm mode, by its name (``""`` for a
-            model without).
+        rows: One row per matrix and batch-norm mode.
+        summaries: Loss, accuracy and norms by batch-norm mode (``""`` for a model without batch
+            norm).
         model: Name of the model's class.
-        num_steps: Lanczos steps a probe.
-        num_probes: Probes a row.
-        batch_sizes: Smallest and largest batch: part of what ``train`` mode measures.
-        l2: Coefficient of the L2 term, which is in every eigenvalue.
-        seed: Of the probes, the same in all rows.
+        num_steps: Lanczos steps per probe.
+        num_probes: Probes per row.
+        batch_sizes: Smallest and largest batch, on which ``train`` mode depends.
+        l2: Coefficient of the L2 term, which is added to every eigenvalue.
+        seed: Seed of the probes, the same in all rows.
     """
 
     rows: tuple[SharpnessRow, ...]
@@ -201,7 +220,20 @@ class Sharpness:
     seed: int
 
     def __str__(self) -> str:
-        return describe(self)
+        first = next(iter(self.summaries.values()))
+        sizes = " to ".join(map(str, sorted(set(self.batch_sizes))))
+        lines = [
+            f"Sharpness of {self.model}: {first.num_parameters:,} parameters, "
+            f"{first.num_samples:,} samples in batches of {sizes}"
+            + (f", l2 {self.l2:g}" if self.l2 else ""),
+            f"  {self.num_steps} Lanczos steps, {_probes(self.num_probes)}, seed {self.seed}",
+        ]
+        columns = [_column(row, self.summaries[row.batch_norm or ""]) for row in self.rows]
+        width = max(len(cell) for column in columns for cell in column.values())
+        for name in columns[0]:
+            cells = "  ".join(f"{column[name]:>{width}}" for column in columns)
+            lines.append(f"  {name:<18}  {cells}")
+        return "\n".join(lines)
 
 
 def sharpness(
@@ -220,37 +252,36 @@ def sharpness(
 ) -> Sharpness:
     r"""Return spectral and Frobenius norm, trace, negative mass and rank degeneracy.
 
-    For the Hessian and the Gauss-Newton matrix, and for a model with batch norm in both modes: the
-    two differ by orders of magnitude. All numbers of a row come from the same Lanczos runs, of
+    It measures the Hessian and the Gauss-Newton matrix, and a model with batch norm in both modes:
+    the two differ by orders of magnitude. All numbers of a row come from the same Lanczos runs with
     Ritz values :math:`\theta_k` and weights :math:`\tau_k`: :math:`\operatorname{tr} H = P\,
-    \mathbb{E} \sum_k \tau_k \theta_k`, :math:`\|H\|_F^2 = P\, \mathbb{E} \sum_k \tau_k \theta_k^2`
-    (but a trace that the structure of the operator knows is taken from there). Simple eigenvalues
-    that every probe has found count once each, whatever their weights, and the rest is sampled:
-    those weights are most of what differs between probes. All rows have the same start vectors, so
-    what differs between them is not their luck.
+    \mathbb{E} \sum_k \tau_k \theta_k`, :math:`\|H\|_F^2 = P\, \mathbb{E} \sum_k \tau_k \theta_k^2`.
+    If the structure of the operator gives the trace, that value is used. Simple eigenvalues that
+    every probe has found are counted exactly and only the rest is sampled, since their weights
+    cause most of the variance between probes. All rows use the same start vectors.
 
-    Cost: ``num_steps * num_probes`` products a row, a gradient and a forward pass a mode, and what
-    the exact trace costs, where there is one (a backward pass for each output). Memory:
-    ``num_steps + 4`` vectors for each probe of a block, and ``num_probes`` more.
+    Cost: ``num_steps * num_probes`` products per row, a gradient and a forward pass per mode, and
+    the exact trace, if there is one (a backward pass for each output). Memory: ``num_steps + 4``
+    vectors for each probe of a block, and ``num_probes`` more.
 
     Args:
         risk: The loss at a point.
-        num_steps: Lanczos steps ``m`` a probe; by default 100, or ``P`` if that is less.
-        num_probes: Random start vectors. An error bar of ``d`` of them, a standard error, is itself
-            uncertain by a share of about :math:`1 / \sqrt{2 (d - 1)}`; one has none.
+        num_steps: Lanczos steps ``m`` per probe. Defaults to 100, or ``P`` if that is less.
+        num_probes: Number ``d`` of random start vectors. The relative uncertainty of the standard
+            error is about :math:`1 / \sqrt{2 (d - 1)}`; a single probe has no error bars.
         matrix: ``hessian``, ``ggn`` or a sequence of them.
-        batch_norm: Mode or modes; by default both ``eval`` (or ``recomputed``, if the risk is so)
-            and ``train`` with the batches of the risk, whose size must then have been given. A
+        batch_norm: Mode or modes. Defaults to both ``eval`` (or ``recomputed``, if the risk has
+            that mode) and ``train`` with the batches of the risk, whose size must be known then. A
             model without batch norm has one row.
-        block_size: Probes that advance side by side; what suits the operator by default.
-        engine: ``linearized`` (traced once), ``eager``, or ``auto``, the first if it can be traced.
-        state: Where to resume from: what the names of files begin with. What is finished is kept
-            there, and the Lanczos runs on their way every ``save_interval`` seconds, with the
-            vectors of their block. The result is bit for bit that of an uninterrupted run (on the
-            CPU); a state of other weights, data or settings is refused. The files of what is
-            finished, which are small, stay when the run ends.
+        block_size: Probes per block. Defaults to what suits the operator.
+        engine: ``linearized`` (traced once), ``eager``, or ``auto``, which prefers the first.
+        state: File to resume from, and to save to. Finished parts are saved at once, running
+            Lanczos runs every ``save_interval`` seconds with the vectors of their block, in files
+            whose names begin with that of the state. The result is reproducible bit for bit (on the
+            CPU). A state of other weights, data or settings is refused. Small files stay when the
+            run ends.
         save_interval: Seconds between saves.
-        generator: Source of the start vectors.
+        generator: Source of the start vectors. Defaults to a new generator with seed 0.
         progress: Show progress bars, or a :class:`Progress` to report to.
 
     Reference: *Flatness is a False Friend*.
@@ -259,19 +290,13 @@ def sharpness(
     num_steps = min(100, size) if num_steps is None else num_steps
     check_count("num_steps", num_steps, high=size)
     check_count("num_probes", num_probes)
-    wanted: Sequence[CurvatureMatrix] = (matrix,) if isinstance(matrix, str) else matrix
-    if not wanted:
+    matrices: Sequence[CurvatureMatrix] = (matrix,) if isinstance(matrix, str) else matrix
+    if not matrices:
         raise ValueError(f"matrix must be one or several of {', '.join(MATRICES)}; got {matrix!r}")
-    for name in wanted:
+    for name in matrices:
         check_choice("matrix", name, MATRICES)
     generator = resolve_generator(generator)
-    start = probes(
-        (size, num_probes),
-        kind="gaussian",
-        generator=generator,
-        dtype=risk.theta.dtype,
-        device=risk.theta.device,
-    )
+    start = random_vectors(risk, num_probes, generator)
     settings = {
         "num_steps": num_steps,
         "engine": engine,
@@ -281,6 +306,7 @@ def sharpness(
         "weights": risk.theta,
         "start": start,
     }
+    # Otherwise the processes may do different things, and must not wait for each other.
     together = risk.sharing != "none"
     parts = Parts(
         Journal(state, settings, interval=save_interval, group=risk.group, together=together)
@@ -290,7 +316,7 @@ def sharpness(
     rows, summaries = [], {}
     for mode, centre in _modes(risk, batch_norm):
         summaries[mode or ""] = _summary(parts, centre, mode)
-        for name in wanted:
+        for name in matrices:
             op = curvature_operator(centre, name, engine=engine, block_size=block_size)
             rows.append(_row(parts, op, run, start, name, mode, generator.initial_seed()))
     return Sharpness(
@@ -305,27 +331,10 @@ def sharpness(
     )
 
 
-def describe(report: Sharpness) -> str:
-    """Return the report as a table, a line for each number and a column for each matrix."""
-    first = next(iter(report.summaries.values()))
-    low, high = report.batch_sizes
-    lines = [
-        f"Sharpness of {report.model}: {first.num_parameters:,} parameters, "
-        f"{first.num_samples:,} samples in batches of {low if low == high else f'{low} to {high}'}"
-        + (f", l2 {report.l2:g}" if report.l2 else ""),
-        f"  {report.num_steps} Lanczos steps, {_probes(report.num_probes)}, seed {report.seed}",
-    ]
-    columns = [_column(row, report.summaries[row.batch_norm or ""]) for row in report.rows]
-    width = max(len(cell) for column in columns for cell in column.values())
-    for name in columns[0]:
-        cells = "  ".join(f"{column[name]:>{width}}" for column in columns)
-        lines.append(f"  {name:<18}  {cells}")
-    return "\n".join(lines)
-
-
 def _probes(count: int) -> str:
     if count == 1:
         return "one probe (no error bars)"
+    # Relative standard deviation of a standard deviation of normal samples: 1 / sqrt(2 (d - 1)).
     share = (2 * (count - 1)) ** -0.5
     return f"{count} probes (± a standard error, itself uncertain by {share:.0%})"
 
@@ -333,12 +342,10 @@ def _probes(count: int) -> str:
 def _modes(
     risk: Risk, chosen: BatchNormMode | Sequence[BatchNormMode] | None
 ) -> list[tuple[str | None, Risk]]:
-    """Batch-norm modes with the risk in each."""
-    modes: Sequence[BatchNormMode]
-    if chosen is None:
-        modes = ("recomputed" if risk.batch_norm == "recomputed" else "eval", "train")
-    else:
-        modes = (chosen,) if isinstance(chosen, str) else tuple(chosen)
+    """Return the batch-norm modes with the risk in each."""
+    running: BatchNormMode = "recomputed" if risk.batch_norm == "recomputed" else "eval"
+    several = (running, "train") if chosen is None else chosen
+    modes: Sequence[BatchNormMode] = (several,) if isinstance(several, str) else tuple(several)
     if not modes:
         raise ValueError("batch_norm must hold at least one mode, got none")
     for mode in modes:
@@ -349,7 +356,7 @@ def _modes(
 
 
 def _summary(parts: Parts, risk: Risk, mode: str | None) -> Summary:
-    """The risk in a few numbers, which also tell whether a state is of the same data."""
+    """Return the summary of a risk, after checking that a state was made with the same data."""
     now = summary(risk)
     saved = parts.get(mode or "none", lambda state: now)
     parts.journal.check_repeats("loss", [now.loss], [saved.loss], dtype=risk.theta.dtype)
@@ -365,99 +372,64 @@ def _row(
     mode: str | None,
     seed: int,
 ) -> SharpnessRow:
-    """One matrix, each of whose blocks of runs is a part that can be resumed."""
+    """Measure one matrix; each block of Lanczos runs is a part that can be resumed."""
     name, runs = f"{mode or 'none'}-{matrix}", list[Spectrum]()
     for index, block in enumerate(start.split(op.block_size, 1)):
-        # The first run's angles with all starts: which of its values are simple eigenvalues.
+        # The cosines of all start vectors with the first run's Ritz vectors: they tell which of its
+        # values are simple eigenvalues.
         against = None if index or start.shape[1] == 1 else start
         runs += parts.get(f"{name}-{index}", partial(run, op, start=block, against=against))
-    # A part as well: an exact trace may cost as much as a run.
-    return parts.get(name, lambda state: _measured(op, runs, matrix, mode, seed))
+    # This is a part as well: an exact trace may cost as much as a run.
+    return parts.get(name, lambda state: _measure(op, runs, matrix, mode, seed))
 
 
-def _measured(
+def _measure(
     op: CurvatureOperator,
     runs: list[Spectrum],
     matrix: CurvatureMatrix,
     mode: str | None,
     seed: int,
 ) -> SharpnessRow:
-    size, spent = op.shape[0], sum(run.num_products for run in runs)
-    samples, split = traces(runs, _FUNCTIONS)
-    how = "Lanczos quadrature" + (f", {split} eigenvalues split off" if split else "")
+    size, num_products = op.shape[0], sum(run.num_products for run in runs)
+    samples, num_split = traces(runs, _FUNCTIONS)
+    method = "Lanczos quadrature" + (f", {num_split} eigenvalues split off" if num_split else "")
     first, second, negative, possible = (
-        _estimate(row, spent, len(runs), seed, how) for row in samples
+        Estimate.of(row, method=method, num_products=num_products, seed=seed) for row in samples
     )
     known, note = exact(op, "trace")
     whole = first if known is None else Estimate.exact(known, method=f"exact, by {note}")
-    extreme, residual = _extreme(runs)
+    # |H| is the largest |theta|, to its residual |H u - theta u|.
+    values, residuals = (
+        torch.cat([getattr(run, k) for run in runs]) for k in ("values", "residuals")
+    )
+    place = values.abs().argmax()
+    norm = Estimate.exact(values[place].abs(), method="Lanczos", num_products=num_products,
+                          truncation=residuals[place], status=first.status, seed=seed)  # fmt: skip
+    # Some eigenvalues are zero within their residuals, and may be negative.
+    undecided = (possible.mean - negative.mean) / size
     return SharpnessRow(
         matrix=matrix,
         batch_norm=mode,
-        spectral_norm=_estimate(extreme.abs()[None], spent, len(runs), seed, "Lanczos", residual),
-        largest=max(float(run.values[-1]) for run in runs),
-        smallest=min(float(run.values[0]) for run in runs),
+        spectral_norm=norm,
+        largest=float(values.max()),
+        smallest=float(values.min()),
         trace=whole,
-        mean_eigenvalue=_scaled(whole, 1 / size),
+        mean_eigenvalue=whole.scaled(1 / size),
         frobenius_norm=_root(second, max(map(least_frobenius_norm, runs))),
-        negative_mass=replace(
-            _scaled(negative, 1 / size), truncation=(possible.mean - negative.mean) / size
-        ),
+        negative_mass=replace(negative.scaled(1 / size), truncation=undecided),
         degeneracy=rank_degeneracy(runs, matrix=matrix),
-        num_products=spent,
+        num_products=num_products,
         status=min((run.status for run in runs), key=lambda status: status.outcome == "breakdown"),
     )
 
 
-def _extreme(runs: list[Spectrum]) -> tuple[Tensor, Tensor]:
-    """The Ritz value largest in magnitude, and its residual."""
-    values, residuals = (
-        torch.cat([getattr(run, name) for run in runs]) for name in ("values", "residuals")
-    )
-    place = values.abs().argmax()
-    return values[place], residuals[place]
-
-
-def _estimate(
-    samples: Tensor, spent: int, count: int, seed: int, how: str, truncation: Tensor | None = None
-) -> Estimate:
-    """A mean over probes; with a truncation, one value that is not sampled."""
-    return Estimate(
-        mean=samples.mean(),
-        stderr=stderr(samples) if truncation is None else torch.zeros_like(samples[0]),
-        truncation=truncation,
-        samples=samples if truncation is None else None,
-        num_products=spent,
-        method=how,
-        status=Status(outcome="completed", message=f"{count} probes"),
-        seed=seed,
-    )
-
-
-def _scaled(estimate: Estimate, factor: float) -> Estimate:
-    return Estimate(
-        mean=estimate.mean * factor,
-        stderr=estimate.stderr * factor,
-        samples=None if estimate.samples is None else estimate.samples * factor,
-        num_products=estimate.num_products,
-        method=estimate.method,
-        status=estimate.status,
-        seed=estimate.seed,
-    )
-
-
 def _root(square: Estimate, least: float) -> Estimate:
+    # |V'HV|_F <= |H|_F for orthonormal V: the Ritz values of one run bound the norm from below.
     mean = square.mean.sqrt().clamp(min=least)
+    # d sqrt(x) = dx / (2 sqrt(x))
     error = square.stderr / (2 * mean) if mean > 0 else torch.zeros_like(mean)
-    return Estimate(
-        mean=mean,
-        stderr=error,
-        samples=square.samples,
-        num_products=square.num_products,
-        method=square.method + ", root of the mean square",
-        status=square.status,
-        seed=square.seed,
-    )
+    method = square.method + ", root of the mean square"
+    return replace(square, mean=mean, stderr=error, method=method)
 
 
 def _column(row: SharpnessRow, at: Summary) -> dict[str, str]:

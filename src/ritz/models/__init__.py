@@ -1,7 +1,6 @@
-"""Networks by name, with the parameter counts and first weights of the papers they come from."""
+"""Networks by name, with the parameter counts and initial weights of their papers."""
 
-# Imported for what they register.
-from ritz.models import _feedforward, _language, _resnets  # noqa: F401
+from ritz.models import _feedforward, _language, _resnets  # noqa: F401  (they register models)
 from ritz.models._catalogue import available, create, options
 from ritz.models._ghost import GhostBatchNorm1d, GhostBatchNorm2d, with_ghost_batch_norm
 

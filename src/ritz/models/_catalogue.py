@@ -1,4 +1,4 @@
-"""Models by name: what there is, how one is made, and its first weights."""
+"""Models by name: the registry, how a model is created, and its initial weights."""
 
 import difflib
 import inspect
@@ -6,66 +6,74 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import singledispatch
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ritz._core.checks import check_choice, check_count, check_device
+from ritz._core.checks import check_choice, check_count, check_device, check_range
 from ritz._core.random import resolve_generator
 from ritz._core.registry import Registry
 
+Shape = tuple[int, ...]
+
 # ------------------------------------------------------------------------------------------
-# First weights of layers, drawn from a generator alone.
+# Initial weights of layers, drawn from a generator.
 
 
 def draw_weights(model: nn.Module, generator: torch.Generator) -> None:
     r"""Fill every parameter and buffer of a model, layer by layer.
 
     Convolutions are :math:`\mathcal{N}(0, 2 / n_\text{out})` with
-    :math:`n_\text{out} = k_h k_w c_\text{out}` and zero biases (He et al., 2015); linear layers
-    uniform on :math:`\pm n_\text{in}^{-1/2}`, biases too; recurrent ones likewise with the hidden
-    size; embeddings uniform on :math:`\pm 0.1`; norms the identity. Numbers are drawn in
-    float32 on the device of the generator and then moved, so that neither device nor dtype
-    changes the network.
+    :math:`n_\text{out} = k_h k_w c_\text{out}` and zero biases (He et al., 2015). Linear layers and
+    their biases are uniform on :math:`\pm n_\text{in}^{-1/2}`, recurrent layers likewise with the
+    hidden size, embeddings uniform on :math:`\pm 0.1`. Norms are the identity. Numbers are drawn in
+    float32 on the device of the generator and then moved, so that the network depends on neither
+    device nor dtype.
     """
     for module in model.modules():
         draw_layer(module, generator)
 
 
 def draw_by_fan_in(model: nn.Module, generator: torch.Generator) -> None:
-    r"""As :func:`draw_weights`, but convolutions too uniform on :math:`\pm n_\text{in}^{-1/2}`."""
+    r"""As :func:`draw_weights`, with convolutions uniform on :math:`\pm n_\text{in}^{-1/2}` too."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
-            _fan_in(module.weight, module.bias, generator)
+            _fan_in(module, generator)
         else:
             draw_layer(module, generator)
 
 
 @singledispatch
 def draw_layer(module: nn.Module, generator: torch.Generator) -> None:
-    """Fill what a layer owns itself; one of an unknown kind raises if it owns anything."""
-    own = [name for name, _ in module.named_parameters(recurse=False)]
-    own += [name for name, _ in module.named_buffers(recurse=False)]
-    if own:
-        raise TypeError(f"no first weights are known for {type(module).__name__}, which owns {own}")
+    """Fill the tensors of a layer, not of its children; an unknown layer with tensors raises."""
+    names = [name for name, _ in module.named_parameters(recurse=False)]
+    names += [name for name, _ in module.named_buffers(recurse=False)]
+    if names:
+        raise TypeError(f"no initial weights are known for {type(module).__name__}, with {names}")
 
 
 @draw_layer.register
 def _(module: nn.Conv2d, generator: torch.Generator) -> None:
+    # This variance keeps that of the gradients through a layer with ReLU (He et al., 2015).
     rows, _, height, width = module.weight.shape
     normal(module.weight, math.sqrt(2 / (rows * height * width)), generator)
     fill(module.bias, 0.0)
 
 
-@draw_layer.register
-def _(module: nn.Linear, generator: torch.Generator) -> None:
-    _fan_in(module.weight, module.bias, generator)
+@draw_layer.register(nn.Linear)
+def _fan_in(module: nn.Linear | nn.Conv2d, generator: torch.Generator) -> None:
+    # n_in is the number of weights of one output.
+    bound = module.weight[0].numel() ** -0.5
+    uniform(module.weight, bound, generator)
+    uniform(module.bias, bound, generator)
 
 
 @draw_layer.register
 def _(module: nn.LSTM, generator: torch.Generator) -> None:
+    # torch's own choice: biases are drawn too.
     for parameter in module.parameters(recurse=False):
         uniform(parameter, module.hidden_size**-0.5, generator)
 
@@ -75,58 +83,60 @@ def _(module: nn.Embedding, generator: torch.Generator) -> None:
     uniform(module.weight, 0.1, generator)
 
 
-@draw_layer.register
-def _(module: _BatchNorm, generator: torch.Generator) -> None:
-    module.reset_parameters()
-
-
-@draw_layer.register
-def _(module: nn.LayerNorm, generator: torch.Generator) -> None:
+@draw_layer.register(_BatchNorm)
+@draw_layer.register(nn.LayerNorm)
+def _(module: _BatchNorm | nn.LayerNorm, generator: torch.Generator) -> None:
     module.reset_parameters()
 
 
 @torch.no_grad()
 def normal(tensor: Tensor, std: float, generator: torch.Generator) -> None:
-    """Fill with normal numbers of mean zero."""
+    """Fill with normal random numbers of mean zero."""
     noise = torch.empty(tensor.shape, dtype=torch.float32, device=generator.device)
     tensor.copy_(noise.normal_(0.0, std, generator=generator))
 
 
 @torch.no_grad()
-def uniform(tensor: Tensor, bound: float, generator: torch.Generator) -> None:
-    """Fill with numbers uniform between ``-bound`` and ``bound``."""
-    noise = torch.empty(tensor.shape, dtype=torch.float32, device=generator.device)
-    tensor.copy_(noise.uniform_(-bound, bound, generator=generator))
+def uniform(tensor: Tensor | None, bound: float, generator: torch.Generator) -> None:
+    """Fill with numbers uniform between ``-bound`` and ``bound``; ``None`` is ignored."""
+    if tensor is not None:
+        noise = torch.empty(tensor.shape, dtype=torch.float32, device=generator.device)
+        tensor.copy_(noise.uniform_(-bound, bound, generator=generator))
 
 
 @torch.no_grad()
 def fill(tensor: Tensor | None, value: float) -> None:
-    """Fill with one number, where there is a tensor."""
+    """Fill with one number; ``None`` is ignored."""
     if tensor is not None:
         tensor.fill_(value)
 
 
-def _fan_in(weight: Tensor, bias: Tensor | None, generator: torch.Generator) -> None:
-    bound = weight[0].numel() ** -0.5
-    uniform(weight, bound, generator)
-    if bias is not None:
-        uniform(bias, bound, generator)
-
-
 # ------------------------------------------------------------------------------------------
-# What the builders check: shapes of samples, and names of activations.
+# Checks and layers that the builders share.
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "relu": nn.ReLU, "tanh": nn.Tanh, "gelu": nn.GELU, "silu": nn.SiLU, "sigmoid": nn.Sigmoid,
 }  # fmt: skip
 
 
-def check_image(
-    num_classes: int, input_shape: tuple[int, ...], *, side: int = 1
-) -> tuple[int, int, int]:
-    """Return ``(channels, height, width)``; raise unless the sides are at least ``side``."""
-    check_count("num_classes", num_classes)
-    if len(input_shape) != 3 or not all(_is_count(size) for size in input_shape):
+COUNTS = ["num_classes", "input_shape", "width", "hidden", "depth", "heads", "groups", "breadth"]
+RATES = ["dropout", "input_dropout", "hidden_dropout", "embedding_dropout", "weight_drop"]
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise unless counts are positive integers, rates in [0, 1], and the activation known."""
+    for name, value in options.items():
+        for number in value if isinstance(value, tuple | list) else (value,):
+            if name in COUNTS:
+                check_count(name, number)
+            elif name in RATES:
+                check_range(name, number, low=0.0, high=1.0)
+    check_choice("activation", options.get("activation", "relu"), ACTIVATIONS)
+
+
+def check_image(input_shape: Shape, *, side: int = 1) -> tuple[int, int, int]:
+    """Return ``(channels, height, width)``; raise unless the sides are large enough."""
+    if len(input_shape) != 3:
         raise ValueError(f"input_shape must be (channels, height, width), got {tuple(input_shape)}")
     channels, height, width = input_shape
     if min(height, width) < side:
@@ -136,18 +146,15 @@ def check_image(
     return channels, height, width
 
 
-def activation_named(name: str) -> type[nn.Module]:
-    """Return the class of an activation."""
-    check_choice("activation", name, ACTIVATIONS)
-    return ACTIVATIONS[name]
-
-
-def _is_count(size: object) -> bool:
-    return isinstance(size, int) and not isinstance(size, bool) and size > 0
+def dropout_layer(
+    rate: float, kind: type[nn.Dropout] | type[nn.Dropout1d] = nn.Dropout
+) -> nn.Module:
+    """Return a dropout layer, or the identity for rate 0."""
+    return kind(rate) if rate else nn.Identity()
 
 
 # ------------------------------------------------------------------------------------------
-# Models by name: what there is, and one of them made.
+# Models by name.
 
 Build = TypeVar("Build", bound=Callable[..., nn.Module])
 Draw = Callable[[nn.Module, torch.Generator], None]
@@ -155,26 +162,28 @@ Draw = Callable[[nn.Module, torch.Generator], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """How a model is built, what its name says already, and how its first weights are drawn."""
+    """A builder, the options that the name fixes, other defaults, and the initial weights."""
 
     build: Callable[..., nn.Module]
     fixed: Mapping[str, Any]
+    defaults: Mapping[str, Any]
     draw: Draw
-
-    def options(self) -> tuple[str, ...]:
-        """Names of what a caller may choose."""
-        return tuple(key for key in inspect.signature(self.build).parameters
-                     if key not in self.fixed)  # fmt: skip
 
 
 _MODELS: Registry[Entry] = Registry("model")
 
 
-def register(name: str, *, draw: Draw = draw_weights, **fixed: Any) -> Callable[[Build], Build]:
-    """Decorator that files a builder under ``name``, with the options that the name stands for."""
+def register(
+    name: str,
+    *,
+    draw: Draw = draw_weights,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+    **fixed: Any,
+) -> Callable[[Build], Build]:
+    """Decorator that registers a builder as ``name``, with fixed options and other defaults."""
 
     def add(build: Build) -> Build:
-        _MODELS.register(name)(Entry(build=build, fixed=fixed, draw=draw))
+        _MODELS.register(name)(Entry(build=build, fixed=fixed, defaults=defaults, draw=draw))
         return build
 
     return add
@@ -187,7 +196,11 @@ def available() -> tuple[str, ...]:
 
 def options(name: str) -> tuple[str, ...]:
     """Return the names of the options that a model takes."""
-    return _entry(name).options()
+    return _options(_entry(name))
+
+
+def _options(entry: Entry) -> tuple[str, ...]:
+    return tuple(key for key in inspect.signature(entry.build).parameters if key not in entry.fixed)
 
 
 def create(
@@ -200,21 +213,22 @@ def create(
     dtype: torch.dtype | None = None,
     **options: Any,
 ) -> nn.Module:
-    """Return a new model, in train mode, with first weights as published.
+    """Return a new model, in train mode, with initial weights as published.
 
-    Neither draws from nor seeds the global generator; the same generator gives the same network
-    on every device and, up to rounding, in every dtype.
+    The global generator is neither used nor seeded. The same generator gives the same network on
+    every device and, up to rounding, in every dtype.
 
     Args:
-        name: One of :func:`available`, in any case, with ``-``, ``_`` or neither between its parts.
-        num_classes: Outputs; the size of the vocabulary for a language model. Each family has the
-            default of the data it was published for.
-        input_shape: Of one sample: ``(channels, height, width)``, or ``(length,)`` for a language
-            model.
-        generator: Source of the first weights.
-        device: Where; the default device if not given. On ``meta`` there are shapes alone.
-        dtype: Of the parameters; torch's default if not given.
-        **options: Those of the family; :func:`options` lists them.
+        name: One of :func:`available`. Case, ``-`` and ``_`` are ignored.
+        num_classes: Number of outputs, or size of the vocabulary of a language model. Defaults to
+            that of the data which the model was published for.
+        input_shape: Shape of one sample: ``(channels, height, width)``, or ``(length,)`` for a
+            language model.
+        generator: Source of the initial weights.
+        device: Device of the parameters. Defaults to torch's default device. On ``meta`` no
+            weights are drawn.
+        dtype: Of the parameters. Defaults to torch's default.
+        **options: Options of the model; :func:`options` lists them.
 
     Example:
         >>> from ritz import models
@@ -224,10 +238,16 @@ def create(
     """
     entry = _entry(name)
     shape = {"num_classes": num_classes, "input_shape": input_shape}
-    given = {key: value for key, value in shape.items() if value is not None} | options
-    _check_options(name, entry, given)
-    with torch.device("meta"):  # shapes first, so that nothing is drawn twice
-        model = entry.build(**entry.fixed, **given).to(dtype=dtype)
+    chosen = {key: value for key, value in shape.items() if value is not None} | options
+    known = _options(entry)
+    for key in chosen:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {close[0]}? " if close else ""
+            raise TypeError(f"{name} takes no option {key!r}; {hint}it takes {', '.join(known)}")
+    check_options(chosen)
+    with torch.device("meta"):  # no weights are drawn by the constructors of torch
+        model = entry.build(**{**entry.defaults, **entry.fixed, **chosen}).to(dtype=dtype)
     target = torch.get_default_device() if device is None else check_device(device)
     if target.type != "meta":
         model.to_empty(device=target)
@@ -239,13 +259,3 @@ def _entry(name: str) -> Entry:
     if not isinstance(name, str):
         raise TypeError(f"name must be a string, got {type(name).__name__}")
     return _MODELS.find(name)
-
-
-def _check_options(name: str, entry: Entry, given: Mapping[str, Any]) -> None:
-    known = entry.options()
-    for key in given:
-        if key in known:
-            continue
-        close = difflib.get_close_matches(key, known, n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
-        raise TypeError(f"{name} takes no option {key!r}; {hint}it takes {', '.join(known)}")

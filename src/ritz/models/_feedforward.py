@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ritz._core.checks import check_count, check_range
 from ritz.models._catalogue import (
-    activation_named,
+    ACTIVATIONS,
+    Shape,
     check_image,
     draw_by_fan_in,
     fill,
@@ -18,47 +18,32 @@ from ritz.models._catalogue import (
 )
 
 # ------------------------------------------------------------------------------------------
-# Linear layers alone: logistic regression and perceptrons.
+# Logistic regression and perceptrons.
 
 
-@register("logistic")
-def logistic(*, num_classes: int = 10, input_shape: tuple[int, ...] = (1, 28, 28)) -> nn.Sequential:
-    """Softmax regression: one linear layer, 7,850 parameters on MNIST.
-
-    Reference: Granziol (2020), *Flatness is a false friend*, section 5.
-    """
-    return mlp(num_classes=num_classes, input_shape=input_shape, hidden=())
-
-
+@register("logistic", hidden=(), activation="relu")
 @register("mlp")
 def mlp(
     *,
     num_classes: int = 10,
-    input_shape: tuple[int, ...] = (1, 28, 28),
+    input_shape: Shape = (1, 28, 28),
     hidden: int | Sequence[int] = (100,),
     activation: str = "relu",
 ) -> nn.Sequential:
     """A perceptron, by default with one hidden layer of 100 units.
 
-    The 9,960 parameters of Granziol (2020), *Flatness is a false friend*, section 5, are those of
-    ``hidden=(10, 100)`` on MNIST.
+    ``logistic`` has none: softmax regression, with 7,850 parameters on MNIST. The 9,960 parameters
+    of Granziol (2020), *Flatness is a false friend*, section 5, are those of ``hidden=(10, 100)``.
 
     Args:
-        num_classes: Outputs.
-        input_shape: Any; samples are flattened.
-        hidden: Widths of the hidden layers, or that of the only one.
+        num_classes: Number of outputs.
+        input_shape: Any shape; samples are flattened.
+        hidden: Widths of the hidden layers, or the width of one hidden layer.
         activation: ``relu``, ``tanh``, ``gelu``, ``silu`` or ``sigmoid``.
     """
-    check_count("num_classes", num_classes)
-    for size in input_shape:
-        check_count("input_shape", size)
-    # Text is a sequence of characters, none of which is a width.
-    widths = (hidden,) if isinstance(hidden, int | float | str) else hidden
-    for width in widths:
-        check_count("hidden", width)
-    make, features = activation_named(activation), math.prod(input_shape)
+    make, features = ACTIVATIONS[activation], math.prod(input_shape)
     layers: list[nn.Module] = [nn.Flatten()]
-    for width in widths:
+    for width in (hidden,) if isinstance(hidden, int) else hidden:
         layers += [nn.Linear(features, width), make()]
         features = width
     return nn.Sequential(*layers, nn.Linear(features, num_classes))
@@ -72,32 +57,30 @@ def mlp(
 def lenet(
     *,
     num_classes: int = 10,
-    input_shape: tuple[int, ...] = (1, 28, 28),
+    input_shape: Shape = (1, 28, 28),
     width: int = 6,
     hidden: tuple[int, int] = (120, 84),
     activation: str = "relu",
 ) -> nn.Sequential:
     """LeNet-5 with max pooling: 61,706 parameters on MNIST.
 
-    Two convolutions of 5 x 5, the first padded (28 x 28 images are those of 32 x 32 without
-    their margin), every map joined to every other, and three linear layers.
+    Two convolutions of 5 x 5, of which the first is padded (28 x 28 images are those of 32 x 32
+    without their margin), and three linear layers. Every map is connected to every map.
 
     Args:
-        num_classes: Outputs.
+        num_classes: Number of outputs.
         input_shape: ``(channels, height, width)``, sides of at least 12.
-        width: Maps of the first convolution; the second has 16 for 6.
+        width: Number of maps of the first convolution; the second has 16/6 times as many.
         hidden: Widths of the two hidden linear layers.
-        activation: ``relu``, or ``tanh`` as in 1998.
+        activation: ``relu``, or ``tanh`` as in the paper.
 
     Reference: LeCun et al. (1998), *Gradient-based learning applied to document recognition*.
     """
-    channels, rows, columns = check_image(num_classes, input_shape, side=12)
-    check_count("width", width)
+    channels, rows, columns = check_image(input_shape, side=12)
     if not isinstance(hidden, tuple | list) or len(hidden) != 2:
         raise ValueError(f"hidden must be two widths, got {hidden!r}")
-    for one in hidden:
-        check_count("hidden", one)
-    make, second = activation_named(activation), round(width * 16 / 6)
+    make, second = ACTIVATIONS[activation], round(width * 16 / 6)
+    # Pooling halves a side, and the second convolution, without padding, takes four pixels of it.
     features = second * ((rows // 2 - 4) // 2) * ((columns // 2 - 4) // 2)
     return nn.Sequential(
         nn.Conv2d(channels, width, 5, padding=2), make(), nn.MaxPool2d(2),
@@ -111,37 +94,38 @@ def lenet(
 
 @register("alexnet", draw=draw_by_fan_in)
 def alexnet(
-    *, num_classes: int = 10, input_shape: tuple[int, ...] = (3, 32, 32), width: int = 64
+    *, num_classes: int = 10, input_shape: Shape = (3, 32, 32), width: int = 64
 ) -> nn.Sequential:
     """AlexNet cut to CIFAR: five convolutions and one linear layer, 2,472,266 parameters.
 
-    The convolutions of Krizhevsky's one-column network with its strides, padded so that a map of
-    one pixel is left of 32 x 32, as in the collection of CIFAR networks that the baselines of
-    Granziol et al. (2021), B.4, come from.
+    The convolutions and strides of Krizhevsky's network with one column, padded so that an image of
+    32 x 32 becomes one pixel, as in the code behind the baselines of Granziol et al. (2021), B.4.
 
     Args:
-        num_classes: Outputs.
+        num_classes: Number of outputs.
         input_shape: ``(channels, height, width)``, sides of at least 29.
-        width: Maps of the first convolution; the others in proportion (3, 6, 4, 4).
+        width: Number of maps of the first convolution; the others have 3, 6, 4 and 4 times as many.
 
     Reference: Krizhevsky et al. (2012), *ImageNet classification with deep convolutional neural
     networks*.
     """
-    channels, rows, columns = check_image(num_classes, input_shape, side=29)
-    check_count("width", width)
+    channels, rows, columns = check_image(input_shape, side=29)
     last = 4 * width
+    # The first stride leaves ceil(side / 4), and three poolings an eighth of that.
     features = last * math.prod((side + 3) // 4 // 8 for side in (rows, columns))
-    layers: dict[str, nn.Module] = {
-        "features": nn.Sequential(
-            nn.Conv2d(channels, width, 11, stride=4, padding=5), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Conv2d(width, 3 * width, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Conv2d(3 * width, 6 * width, 3, padding=1), nn.ReLU(),
-            nn.Conv2d(6 * width, last, 3, padding=1), nn.ReLU(),
-            nn.Conv2d(last, last, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        ),
-        "flatten": nn.Flatten(),
-        "classifier": nn.Linear(features, num_classes),
-    }  # fmt: skip
+    layers = nn.Sequential(
+        nn.Conv2d(channels, width, 11, stride=4, padding=5), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(width, 3 * width, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(3 * width, 6 * width, 3, padding=1), nn.ReLU(),
+        nn.Conv2d(6 * width, last, 3, padding=1), nn.ReLU(),
+        nn.Conv2d(last, last, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+    )  # fmt: skip
+    return _with_classifier(layers, nn.Linear(features, num_classes))
+
+
+def _with_classifier(features: nn.Module, classifier: nn.Module) -> nn.Sequential:
+    # The names of the published CIFAR code, whose weights load.
+    layers = {"features": features, "flatten": nn.Flatten(), "classifier": classifier}
     return nn.Sequential(OrderedDict(layers))
 
 
@@ -158,30 +142,27 @@ def draw_allcnn(model: nn.Module, generator: torch.Generator) -> None:
 def allcnn(
     *,
     num_classes: int = 100,
-    input_shape: tuple[int, ...] = (3, 32, 32),
+    input_shape: Shape = (3, 32, 32),
     width: int = 96,
     dropout: float = 0.5,
     input_dropout: float = 0.2,
 ) -> nn.Sequential:
     """All-CNN-C, nine convolutions: 1,387,108 parameters on CIFAR-100.
 
-    The nine-layer network of Granziol (2020), *Flatness is a false friend*, section 5. No pooling
-    but strides, no linear layer: the logits are means over positions, of values that have passed
-    a last ReLU as in the paper. Glorot weights and biases of 0.1 as in Deep Curvature and DeepOBS.
+    The network of nine layers of Granziol (2020), *Flatness is a false friend*, section 5. It has
+    strides instead of pooling, and no linear layer: the logits are means over positions after a
+    last ReLU, as in the paper. Glorot weights and biases of 0.1 as in Deep Curvature and DeepOBS.
 
     Args:
-        num_classes: Outputs.
+        num_classes: Number of outputs.
         input_shape: ``(channels, height, width)``, sides of at least 9.
-        width: Maps of the first three convolutions; the others have twice as many.
-        dropout: After each strided convolution.
-        input_dropout: On the pixels.
+        width: Number of maps of the first three convolutions; the others have twice as many.
+        dropout: Dropout after each strided convolution.
+        input_dropout: Dropout of the pixels.
 
     Reference: Springenberg et al. (2015), *Striving for simplicity: the all convolutional net*.
     """
-    channels, _, _ = check_image(num_classes, input_shape, side=9)
-    check_count("width", width)
-    check_range("dropout", dropout, low=0.0, high=1.0)
-    check_range("input_dropout", input_dropout, low=0.0, high=1.0)
+    channels, _, _ = check_image(input_shape, side=9)
     wide = 2 * width
     layers: list[nn.Module] = [nn.Dropout(input_dropout)]
     plan = [
@@ -200,7 +181,8 @@ def allcnn(
 # ------------------------------------------------------------------------------------------
 # VGG networks for CIFAR, with and without batch norm.
 
-# Convolutions between poolings; the maps double until they are eight times the first.
+# Number of convolutions before each pooling. The number of maps doubles with each stage, up to
+# eight times the first.
 STAGES = {
     6: (1, 1, 1, 1, 1),
     11: (1, 1, 2, 2, 2),
@@ -215,35 +197,32 @@ def vgg(
     depth: int,
     batch_norm: bool,
     num_classes: int = 100,
-    input_shape: tuple[int, ...] = (3, 32, 32),
+    input_shape: Shape = (3, 32, 32),
     width: int = 64,
     hidden: int = 512,
     dropout: float = 0.5,
 ) -> nn.Sequential:
     """VGG for small images: 15,291,300 parameters for 16 layers and 100 classes.
 
-    That figure (Granziol, thesis, 4.6.1) is the one without batch norm, with biases on the
-    convolutions and a head of two hidden layers of 512 and dropout. Batch norm follows every
-    convolution and adds 8,448. Names in the state are those of the published CIFAR code
-    (``features.0.weight``, ``classifier.1.weight``).
+    This number (Granziol, thesis, 4.6.1) is without batch norm, with biases of the convolutions
+    and a head of two hidden layers of 512 and dropout. Batch norm follows every convolution and
+    adds 8,448. Names of parameters are those of the published CIFAR code (``features.0.weight``,
+    ``classifier.1.weight``).
 
     Args:
-        depth: 11, 13, 16 or 19 as in the paper; 6 is one convolution between poolings, named as
-            in Deep Curvature.
-        batch_norm: Whether batch norm follows the convolutions.
-        num_classes: Outputs.
+        depth: 11, 13, 16 or 19 as in the paper; 6 has one convolution before each pooling, named
+            as in Deep Curvature.
+        batch_norm: Add batch norm after the convolutions.
+        num_classes: Number of outputs.
         input_shape: ``(channels, height, width)``, sides of at least 32.
-        width: Maps of the first convolution.
+        width: Number of maps of the first convolution.
         hidden: Width of the two hidden linear layers.
-        dropout: Before each hidden linear layer.
+        dropout: Dropout before each hidden linear layer.
 
     Reference: Simonyan and Zisserman (2015), *Very deep convolutional networks for large-scale
     image recognition*, Table 1.
     """
-    channels, rows, columns = check_image(num_classes, input_shape, side=32)
-    check_count("width", width)
-    check_count("hidden", hidden)
-    check_range("dropout", dropout, low=0.0, high=1.0)
+    channels, rows, columns = check_image(input_shape, side=32)
     features: list[nn.Module] = []
     for stage, count in enumerate(STAGES[depth]):
         for _ in range(count):
@@ -252,18 +231,14 @@ def vgg(
             features += [nn.BatchNorm2d(maps), nn.ReLU()] if batch_norm else [nn.ReLU()]
             channels = maps
         features.append(nn.MaxPool2d(2))
+    # Five poolings leave 1/32 of each side.
     pixels = (rows // 32) * (columns // 32)
     classifier = nn.Sequential(
         nn.Dropout(dropout), nn.Linear(channels * pixels, hidden), nn.ReLU(),
         nn.Dropout(dropout), nn.Linear(hidden, hidden), nn.ReLU(),
         nn.Linear(hidden, num_classes),
     )  # fmt: skip
-    layers = {
-        "features": nn.Sequential(*features),
-        "flatten": nn.Flatten(),
-        "classifier": classifier,
-    }
-    return nn.Sequential(OrderedDict(layers))
+    return _with_classifier(nn.Sequential(*features), classifier)
 
 
 for _depth in STAGES:

@@ -1,4 +1,4 @@
-"""Ghost batch norm: the statistics of small batches, however large the batch."""
+"""Ghost batch norm: batch norm with the statistics of small groups of a batch."""
 
 from typing import final
 
@@ -10,7 +10,7 @@ from ritz._core.checks import check_count
 
 
 class _GhostBatchNorm(_BatchNorm):
-    # In front of a batch norm of torch, which checks the number of dimensions.
+    # Comes before a batch norm of torch in the bases, which checks the number of dimensions.
 
     def __init__(
         self,
@@ -26,13 +26,13 @@ class _GhostBatchNorm(_BatchNorm):
         self.size = size
 
     def forward(self, input: Tensor) -> Tensor:
-        """Of the shape of ``input``."""
-        normalised = super().forward
-        # As torch has it: where there are none to run, those of the batch serve in eval mode too.
+        """Return the normalized input, of the same shape."""
+        normalize = super().forward
+        # As in torch, a layer without running statistics uses those of the batch in eval mode too.
         if not self.training and self.running_mean is not None:
-            return normalised(input)
+            return normalize(input)
         groups = input.split(group_sizes(len(input), self.size))
-        return torch.cat([normalised(group) for group in groups])
+        return torch.cat([normalize(group) for group in groups])
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, size={self.size}"  # type: ignore[no-untyped-call]
@@ -47,81 +47,63 @@ class GhostBatchNorm1d(_GhostBatchNorm, nn.BatchNorm1d):
 class GhostBatchNorm2d(_GhostBatchNorm, nn.BatchNorm2d):
     r"""Batch norm of ``(n, c, h, w)`` over groups of samples.
 
-    In training every group :math:`B_g` of ``size`` successive samples is normalised by its own
-    mean and variance, so that a large batch sees the noise of small ones. The running statistics
-    are shared: each group in turn moves them,
+    In training, each group :math:`B_g` of ``size`` successive samples is normalized with the mean
+    and variance of the group, so that a large batch has the noise of small ones. Running statistics
+    are shared. Each group updates them like a batch,
 
-    .. math:: m \leftarrow (1 - \eta) m + \eta \, \mu(B_g),
+    .. math:: m \leftarrow (1 - \eta) m + \eta \, \mu(B_g).
 
-    as a batch of its own would (and counts as one). In eval mode it is batch norm. The last group
-    has what remains; a single sample, which may have no variance, joins the group before.
+    In eval mode this is batch norm. The last group may be smaller. A single remaining sample, which
+    may have no variance, joins the group before.
 
-    It is torch's batch norm in kind and in state: checkpoints of either load into the other.
-    Statistics are recomputed over whole batches, as their mean and unbiased variance, of which
-    those of groups are estimates.
+    The class is a subclass of torch's batch norm and has the same state, so checkpoints of either
+    load into the other. Where ritz recomputes running statistics, it uses whole batches.
 
     Args:
-        num_features: Channels.
-        size: Samples in a group, two at least.
+        num_features: Number of channels.
+        size: Number of samples per group, at least 2.
         eps: Added to the variance.
-        momentum: The factor :math:`\eta`; ``None`` for plain means over all groups.
-        affine: Whether there are a scale and a shift.
-        track_running_stats: Whether there are running statistics.
+        momentum: The factor :math:`\eta`. ``None`` averages over all groups.
+        affine: Learn a scale and a shift.
+        track_running_stats: Update running statistics.
 
     Reference: Hoffer et al. (2017), *Train longer, generalize better*, Algorithm 1.
     """
 
 
-GHOSTS: dict[type, type[GhostBatchNorm1d] | type[GhostBatchNorm2d]] = {
-    nn.BatchNorm1d: GhostBatchNorm1d, GhostBatchNorm1d: GhostBatchNorm1d,
-    nn.BatchNorm2d: GhostBatchNorm2d, GhostBatchNorm2d: GhostBatchNorm2d,
-}  # fmt: skip
-
-
 def with_ghost_batch_norm(model: nn.Module, size: int) -> nn.Module:
-    """Replace the batch norms of a model by ghost batch norms, and return it.
+    """Turn the batch norms of a model into ghost batch norms, and return it.
 
-    The model is changed. Parameters and buffers are the same tensors under the same names, so an
-    optimiser or an average made before goes on; ghost batch norms get the new size. Hooks on
-    layers that are replaced are lost.
+    The model is changed in place. Layers, parameters and buffers stay the same objects under the
+    same names, so existing optimizers, averages and hooks remain valid. Ghost batch norms get the
+    new size.
 
     Args:
-        model: Any; if it is itself a batch norm, what is returned is another module.
-        size: Samples in a group, two at least.
+        model: Any module.
+        size: Number of samples per group, at least 2.
     """
     check_count("size", size, low=2)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    ghosts: dict[nn.Module | None, nn.Module] = {
-        layer: _ghost(name, layer, size)
-        for name, layer in model.named_modules()
-        if isinstance(layer, _BatchNorm)
-    }
-    for module in list(model.modules()):
-        for name, child in module._modules.items():
-            if child in ghosts:
-                module._modules[name] = ghosts[child]
-    return ghosts.get(model, model)
+    norms = [(name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm)]
+    ghosts = {nn.BatchNorm1d: GhostBatchNorm1d, nn.BatchNorm2d: GhostBatchNorm2d}
+    for name, layer in norms:
+        if type(layer) not in (*ghosts, *ghosts.values()):
+            raise TypeError(
+                f"model must have batch norms 1d or 2d, but {name or 'it'} is a "
+                f"{type(layer).__name__}"
+            )
+    for _, layer in norms:
+        # A ghost batch norm has the state of a batch norm, and the size.
+        layer.__class__ = ghosts.get(type(layer), type(layer))
+        layer.size = size  # type: ignore[assignment]
+    return model
 
 
 def group_sizes(samples: int, size: int) -> list[int]:
     """Return the sizes of the groups of a batch."""
     full, rest = divmod(samples, size)
+    # The variance of a single value per channel is not defined.
     if rest == 1 and full:
         return [size] * (full - 1) + [size + 1]
     return [size] * full + [rest] * (rest > 0)
-
-
-def _ghost(name: str, layer: _BatchNorm, size: int) -> _GhostBatchNorm:
-    kind = GHOSTS.get(type(layer))
-    if kind is None:
-        raise TypeError(
-            f"model must have batch norms 1d or 2d, but {name or 'it'} is a {type(layer).__name__}"
-        )
-    settings = layer.eps, layer.momentum, layer.affine, layer.track_running_stats
-    with torch.device("meta"):  # what it owns comes from the old one
-        ghost = kind(layer.num_features, size, *settings)
-    ghost._parameters.update(layer._parameters)
-    ghost._buffers.update(layer._buffers)
-    ghost.training = layer.training
-    return ghost

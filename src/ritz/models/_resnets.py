@@ -1,23 +1,86 @@
 """Residual networks: ResNet, PreResNet, WideResNet and ResNeXt."""
 
 import math
-from itertools import pairwise
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ritz._core.checks import check_choice, check_count, check_range
-from ritz.models._catalogue import check_image, draw_weights, fill, normal, register
+from ritz._core.checks import check_choice
+from ritz.models._catalogue import (
+    Shape,
+    check_image,
+    draw_weights,
+    dropout_layer,
+    fill,
+    normal,
+    register,
+)
 
 # ------------------------------------------------------------------------------------------
-# Residual networks: those of six n + 2 layers for CIFAR, and 18 and 50 layers for ImageNet.
+# Residual blocks, and networks made of them. The names of layers are those of published weights.
 
 
-def convolution(channels: int, maps: int, kernel: int, stride: int = 1) -> nn.Conv2d:
-    """A convolution without bias that keeps the size but for its stride."""
-    return nn.Conv2d(channels, maps, kernel, stride, padding=kernel // 2, bias=False)
+def convolution(
+    channels: int, maps: int, kernel: int, stride: int = 1, *, groups: int = 1, bias: bool = False
+) -> nn.Conv2d:
+    """Return a padded convolution, which changes the size of an image by its stride only."""
+    return nn.Conv2d(channels, maps, kernel, stride, padding=kernel // 2, groups=groups, bias=bias)
+
+
+@final
+class Residual(nn.Module):
+    """Convolutions around a shortcut, :math:`s(x) + f(x)`.
+
+    Batch norm and ReLU follow each convolution, and the last ReLU follows the sum (He et al.,
+    2016a). With ``pre`` they precede each convolution (He et al., 2016b).
+
+    Args:
+        convolutions: The convolutions of :math:`f`; layers are named ``conv1``, ``bn1`` and so on.
+        shortcut: :math:`s`.
+        pre: Whether norm and ReLU come first.
+        name: Name of the shortcut.
+        dropout: Dropout after the first convolution; ``None`` adds no such layer.
+    """
+
+    def __init__(
+        self,
+        convolutions: Sequence[nn.Conv2d],
+        shortcut: nn.Module,
+        *,
+        pre: bool = False,
+        name: str = "downsample",
+        dropout: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.pre, self.name, path = pre, name, []
+        for number, layer in enumerate(convolutions, 1):
+            conv, norm = f"conv{number}", f"bn{number}"
+            # The order of registration is that of the published code: weights are drawn in it.
+            if pre:
+                self.add_module(norm, nn.BatchNorm2d(layer.in_channels))
+                self.add_module(conv, layer)
+                path += [norm, "relu", conv]
+            else:
+                self.add_module(conv, layer)
+                self.add_module(norm, nn.BatchNorm2d(layer.out_channels))
+                path += [conv, norm, "relu"]
+            if number == 1 and dropout is not None:
+                self.add_module("dropout", dropout_layer(dropout))
+                path.append("dropout")
+        self.add_module(name, shortcut)
+        self.path = path if pre else path[:-1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(n, c, h, w)`` to ``(n, maps, h / stride, w / stride)``."""
+        inner = x
+        for name in self.path:
+            inner = torch.relu(inner) if name == "relu" else self.get_submodule(name)(inner)
+        total: Tensor = inner + self.get_submodule(self.name)(x)
+        return total if self.pre else torch.relu(total)
 
 
 @final
@@ -30,100 +93,121 @@ class Subsample(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(n, c, h, w)`` to ``(n, c + extra, h / stride, w / stride)``."""
+        # The missing maps are zeros, half of them before and half behind the others.
         near = x[:, :, :: self.stride, :: self.stride]
         return functional.pad(near, (0, 0, 0, 0, self.extra // 2, self.extra - self.extra // 2))
 
 
-@final
-class BasicBlock(nn.Module):
-    """Two convolutions of 3 x 3, each with batch norm, around a shortcut."""
-
-    expansion = 1
-
-    def __init__(self, channels: int, width: int, stride: int, *, projection: bool) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = convolution(channels, width, 3, stride), nn.BatchNorm2d(width)
-        self.conv2, self.bn2 = convolution(width, width, 3), nn.BatchNorm2d(width)
-        self.downsample = _shortcut(channels, width, stride, projection)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``(n, c, h, w)`` to ``(n, width, h / stride, w / stride)``."""
-        inner = torch.relu(self.bn1(self.conv1(x)))
-        return torch.relu(self.bn2(self.conv2(inner)) + self.downsample(x))
+def shortcut(
+    channels: int, maps: int, stride: int, *, norm: bool = False, bias: bool = False
+) -> nn.Module:
+    """Return the identity if it fits, otherwise a convolution of 1 x 1, with or without norm."""
+    if channels == maps and stride == 1:
+        return nn.Identity()
+    layer = convolution(channels, maps, 1, stride, bias=bias)
+    return nn.Sequential(layer, nn.BatchNorm2d(maps)) if norm else nn.Sequential(layer)
 
 
-@final
-class Bottleneck(nn.Module):
-    """Convolutions of 1 x 1, 3 x 3 (with the stride) and 1 x 1 to four times the maps."""
-
-    expansion = 4
-
-    def __init__(self, channels: int, width: int, stride: int, *, projection: bool) -> None:
-        super().__init__()
-        maps = self.expansion * width
-        self.conv1, self.bn1 = convolution(channels, width, 1), nn.BatchNorm2d(width)
-        self.conv2, self.bn2 = convolution(width, width, 3, stride), nn.BatchNorm2d(width)
-        self.conv3, self.bn3 = convolution(width, maps, 1), nn.BatchNorm2d(maps)
-        self.downsample = _shortcut(channels, maps, stride, projection)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``(n, c, h, w)`` to ``(n, 4 width, h / stride, w / stride)``."""
-        inner = torch.relu(self.bn1(self.conv1(x)))
-        inner = torch.relu(self.bn2(self.conv2(inner)))
-        return torch.relu(self.bn3(self.conv3(inner)) + self.downsample(x))
+def basic(
+    channels: int, width: int, stride: int, *, pre: bool = False, project: bool = True
+) -> Residual:
+    """Return a block of two convolutions of 3 x 3."""
+    layers = [convolution(channels, width, 3, stride), convolution(width, width, 3)]
+    around = shortcut(channels, width, stride, norm=not pre)
+    if not project and not isinstance(around, nn.Identity):
+        around = Subsample(width - channels, stride)
+    return Residual(layers, around, pre=pre)
 
 
-Block = type[BasicBlock] | type[Bottleneck]
+def bottleneck(
+    channels: int,
+    width: int,
+    stride: int,
+    *,
+    maps: int | None = None,
+    groups: int = 1,
+    pre: bool = False,
+    name: str = "downsample",
+) -> Residual:
+    """Return a block of convolutions of 1 x 1, 3 x 3 with the stride, and 1 x 1 to ``maps``."""
+    maps = 4 * width if maps is None else maps
+    layers = [
+        convolution(channels, width, 1),
+        convolution(width, width, 3, stride, groups=groups),
+        convolution(width, maps, 1),
+    ]
+    return Residual(layers, shortcut(channels, maps, stride, norm=not pre), pre=pre, name=name)
 
 
-@final
-class CifarResNet(nn.Module):
-    """Three stages of basic blocks at full, half and quarter size, and a mean over positions."""
+def wide(channels: int, width: int, stride: int, *, dropout: float) -> Residual:
+    """Return a block of two convolutions of 3 x 3 with biases, the second one strided."""
+    layers = [
+        convolution(channels, width, 3, bias=True),
+        convolution(width, width, 3, stride, bias=True),
+    ]
+    around = shortcut(channels, width, stride, bias=True)
+    return Residual(layers, around, pre=True, name="shortcut", dropout=dropout)
 
-    def __init__(self, channels: int, num_classes: int, blocks: int, width: int) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = convolution(channels, width, 3), nn.BatchNorm2d(width)
-        widths = (width, width, 2 * width, 4 * width)
-        self.layer1, self.layer2, self.layer3 = (
-            _stage(BasicBlock, before, after, blocks, stride, projection=False)
-            for (before, after), stride in zip(pairwise(widths), (1, 2, 2), strict=True)
-        )
-        self.fc = nn.Linear(4 * width, num_classes)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Images ``(n, c, h, w)`` to logits ``(n, num_classes)``."""
-        x = torch.relu(self.bn1(self.conv1(x)))
-        x = self.layer3(self.layer2(self.layer1(x)))
-        logits: Tensor = self.fc(x.mean((2, 3)))
-        return logits
+def stem(channels: int, width: int, kernel: int = 3, stride: int = 1) -> dict[str, nn.Module]:
+    """Return the first convolution and its norm, by name."""
+    first = convolution(channels, width, kernel, stride)
+    return {"conv1": first, "bn1": nn.BatchNorm2d(width)}
 
 
 @final
-class ImageResNet(nn.Module):
-    """A strided stem, four stages of blocks, and a mean over positions."""
+class ResNet(nn.Module):
+    """First layers, stages of blocks, a last norm, and a head on the mean over positions.
+
+    ReLU follows the norms. Each stage doubles the width, and each but the first halves the sides.
+
+    Args:
+        first: First layers by name.
+        block: Makes a block of so many input channels, width and stride.
+        counts: Number of blocks of each stage.
+        sizes: Input channels and width of the first stage, and number of outputs.
+        expansion: Maps that a block returns, relative to its width.
+        norm: Name of a norm after the last stage, or ``None``.
+        head: Name of the head.
+    """
 
     def __init__(
-        self, channels: int, num_classes: int, block: Block, blocks: tuple[int, ...], width: int
+        self,
+        first: Mapping[str, nn.Module],
+        block: Callable[[int, int, int], Residual],
+        counts: Sequence[int],
+        sizes: tuple[int, int, int],
+        *,
+        expansion: int = 1,
+        norm: str | None = None,
+        head: str = "fc",
     ) -> None:
         super().__init__()
-        self.conv1, self.bn1 = convolution(channels, width, 7, stride=2), nn.BatchNorm2d(width)
-        self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
-        inside = [width * 2**stage for stage in range(4)]
-        before = [width] + [block.expansion * inner for inner in inside[:-1]]
-        self.layer1, self.layer2, self.layer3, self.layer4 = (
-            _stage(block, channels, inner, count, stride, projection=True)
-            for channels, inner, count, stride in zip(
-                before, inside, blocks, (1, 2, 2, 2), strict=True
-            )
-        )
-        self.fc = nn.Linear(block.expansion * inside[-1], num_classes)
+        layers, (channels, width, num_classes) = dict(first), sizes
+        for stage, count in enumerate(counts):
+            blocks = []
+            for index in range(count):
+                stride = 2 if stage and not index else 1
+                blocks.append(block(channels, width * 2**stage, stride))
+                channels = expansion * width * 2**stage
+            layers[f"layer{stage + 1}"] = nn.Sequential(*blocks)
+        if norm is not None:
+            layers[norm] = nn.BatchNorm2d(channels)
+        self.path, self.head = list(layers), head
+        for key, layer in (*layers.items(), (head, nn.Linear(channels, num_classes))):
+            self.add_module(key, layer)
 
     def forward(self, x: Tensor) -> Tensor:
         """Images ``(n, c, h, w)`` to logits ``(n, num_classes)``."""
-        x = self.maxpool(torch.relu(self.bn1(self.conv1(x))))
-        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
-        logits: Tensor = self.fc(x.mean((2, 3)))
+        for name in self.path:
+            x = self.get_submodule(name)(x)
+            x = torch.relu(x) if name.startswith("bn") else x
+        logits: Tensor = self.get_submodule(self.head)(x.mean((2, 3)))
         return logits
+
+
+# ------------------------------------------------------------------------------------------
+# ResNets: those of 6 n + 2 layers for CIFAR, and of 18 and 50 layers for ImageNet.
 
 
 @register("resnet20", depth=20)
@@ -131,199 +215,55 @@ class ImageResNet(nn.Module):
 @register("resnet44x2", depth=44, width=32)
 @register("resnet56", depth=56)
 def cifar_resnet(
-    *,
-    depth: int,
-    num_classes: int = 10,
-    input_shape: tuple[int, ...] = (3, 32, 32),
-    width: int = 16,
-) -> CifarResNet:
-    """ResNet for CIFAR, shortcuts without parameters: 658,586 of them at 44 layers, 10 classes.
+    *, depth: int, num_classes: int = 10, input_shape: Shape = (3, 32, 32), width: int = 16
+) -> ResNet:
+    """ResNet for CIFAR, shortcuts without parameters: 658,586 parameters at 44 layers, 10 classes.
 
-    ``resnet44x2`` has twice the filters (Wen et al., 2020, *Covariance noise*, 5.1). First weights
-    are those of He et al. (2015) by fan-out.
+    ``resnet44x2`` has twice the filters (Wen et al., 2020, *Covariance noise*, 5.1). Initial
+    weights follow He et al. (2015) by fan-out.
 
     Args:
         depth: 6 n + 2.
-        num_classes: Outputs.
+        num_classes: Number of outputs.
         input_shape: ``(channels, height, width)``.
-        width: Maps of the first stage.
+        width: Number of maps in the first stage.
 
     Reference: He et al. (2016), *Deep residual learning for image recognition*, 4.2.
     """
-    channels, _, _ = check_image(num_classes, input_shape)
-    check_count("width", width)
-    return CifarResNet(channels, num_classes, (depth - 2) // 6, width)
+    channels, _, _ = check_image(input_shape)
+    # Three stages of n blocks of two layers, the first convolution and the head: 6 n + 2 layers.
+    block, counts = partial(basic, project=False), [(depth - 2) // 6] * 3
+    return ResNet(stem(channels, width), block, counts, (width, width, num_classes))
 
 
 @register("resnet18", depth=18)
 @register("resnet50", depth=50)
 def image_resnet(
-    *,
-    depth: int,
-    num_classes: int = 1000,
-    input_shape: tuple[int, ...] = (3, 224, 224),
-    width: int = 64,
-) -> ImageResNet:
+    *, depth: int, num_classes: int = 1000, input_shape: Shape = (3, 224, 224), width: int = 64
+) -> ResNet:
     """ResNet for ImageNet: 11,689,512 parameters with 18 layers, 25,557,032 with 50.
 
-    The stride of a bottleneck is on its 3 x 3 convolution, and names in the state are those of
-    torchvision, whose weights load. First weights are those of He et al. (2015) by fan-out.
+    The stride of a bottleneck is on its 3 x 3 convolution. Names of parameters are those of
+    torchvision, so its weights load. Initial weights follow He et al. (2015) by fan-out.
 
     Args:
         depth: 18 or 50.
-        num_classes: Outputs.
+        num_classes: Number of outputs.
         input_shape: ``(channels, height, width)``.
-        width: Maps of the stem.
+        width: Number of maps of the first convolution.
 
     Reference: He et al. (2016), *Deep residual learning for image recognition*, Table 1.
     """
-    channels, _, _ = check_image(num_classes, input_shape)
-    check_count("width", width)
-    block: Block = BasicBlock if depth == 18 else Bottleneck
-    blocks = (2, 2, 2, 2) if depth == 18 else (3, 4, 6, 3)
-    return ImageResNet(channels, num_classes, block, blocks, width)
-
-
-def _shortcut(channels: int, maps: int, stride: int, projection: bool) -> nn.Module:
-    if channels == maps and stride == 1:
-        return nn.Identity()
-    if projection:
-        return nn.Sequential(convolution(channels, maps, 1, stride), nn.BatchNorm2d(maps))
-    return Subsample(maps - channels, stride)
-
-
-def _stage(
-    block: Block, channels: int, width: int, count: int, stride: int, *, projection: bool
-) -> nn.Sequential:
-    maps = block.expansion * width
-    first = block(channels, width, stride, projection=projection)
-    rest = (block(maps, width, 1, projection=projection) for _ in range(count - 1))
-    return nn.Sequential(first, *rest)
+    channels, _, _ = check_image(input_shape)
+    # 18 = 2 (2 + 2 + 2 + 2) + 2 layers of basic blocks, 50 = 3 (3 + 4 + 6 + 3) + 2 of bottlenecks.
+    expansion, counts = (1, (2, 2, 2, 2)) if depth == 18 else (4, (3, 4, 6, 3))
+    block = basic if depth == 18 else bottleneck
+    first = stem(channels, width, 7, 2) | {"maxpool": nn.MaxPool2d(3, stride=2, padding=1)}
+    return ResNet(first, block, counts, (width, width, num_classes), expansion=expansion)
 
 
 # ------------------------------------------------------------------------------------------
-# Residual networks whose blocks begin with norm and ReLU: PreResNet and WideResNet.
-
-
-@final
-class PreBlock(nn.Module):
-    """Two convolutions of 3 x 3, each after batch norm and ReLU, around a shortcut."""
-
-    expansion = 1
-
-    def __init__(self, channels: int, width: int, stride: int) -> None:
-        super().__init__()
-        self.bn1, self.conv1 = nn.BatchNorm2d(channels), convolution(channels, width, 3, stride)
-        self.bn2, self.conv2 = nn.BatchNorm2d(width), convolution(width, width, 3)
-        self.downsample = _projection(channels, width, stride, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``(n, c, h, w)`` to ``(n, width, h / stride, w / stride)``."""
-        inner = self.conv1(torch.relu(self.bn1(x)))
-        inner = self.conv2(torch.relu(self.bn2(inner)))
-        mapped: Tensor = inner + self.downsample(x)
-        return mapped
-
-
-@final
-class PreBottleneck(nn.Module):
-    """Convolutions of 1 x 1, 3 x 3 and 1 x 1, each after batch norm and ReLU."""
-
-    expansion = 4
-
-    def __init__(self, channels: int, width: int, stride: int) -> None:
-        super().__init__()
-        maps = self.expansion * width
-        self.bn1, self.conv1 = nn.BatchNorm2d(channels), convolution(channels, width, 1)
-        self.bn2, self.conv2 = nn.BatchNorm2d(width), convolution(width, width, 3, stride)
-        self.bn3, self.conv3 = nn.BatchNorm2d(width), convolution(width, maps, 1)
-        self.downsample = _projection(channels, maps, stride, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``(n, c, h, w)`` to ``(n, 4 width, h / stride, w / stride)``."""
-        inner = self.conv1(torch.relu(self.bn1(x)))
-        inner = self.conv2(torch.relu(self.bn2(inner)))
-        inner = self.conv3(torch.relu(self.bn3(inner)))
-        mapped: Tensor = inner + self.downsample(x)
-        return mapped
-
-
-@final
-class WideBlock(nn.Module):
-    """Two convolutions of 3 x 3 with biases, the second strided, and dropout between them."""
-
-    expansion = 1
-
-    def __init__(self, channels: int, width: int, stride: int, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.bn1, self.conv1 = nn.BatchNorm2d(channels), nn.Conv2d(channels, width, 3, padding=1)
-        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
-        self.bn2, self.conv2 = nn.BatchNorm2d(width), nn.Conv2d(width, width, 3, stride, padding=1)
-        self.shortcut = _projection(channels, width, stride, bias=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``(n, c, h, w)`` to ``(n, width, h / stride, w / stride)``."""
-        inner = self.dropout(self.conv1(torch.relu(self.bn1(x))))
-        inner = self.conv2(torch.relu(self.bn2(inner)))
-        mapped: Tensor = inner + self.shortcut(x)
-        return mapped
-
-
-@final
-class PreResNet(nn.Module):
-    """Three stages of preactivated blocks, a last norm and ReLU, and a mean over positions."""
-
-    def __init__(
-        self,
-        channels: int,
-        num_classes: int,
-        block: type[PreBlock] | type[PreBottleneck],
-        blocks: int,
-        width: int,
-    ) -> None:
-        super().__init__()
-        self.conv1 = convolution(channels, width, 3)
-        before, stages = width, []
-        for stage in range(3):
-            inner = width * 2**stage
-            parts = [block(before, inner, 2 if stage else 1)]
-            before = block.expansion * inner
-            parts += [block(before, inner, 1) for _ in range(blocks - 1)]
-            stages.append(nn.Sequential(*parts))
-        self.layer1, self.layer2, self.layer3 = stages
-        self.bn, self.fc = nn.BatchNorm2d(before), nn.Linear(before, num_classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Images ``(n, c, h, w)`` to logits ``(n, num_classes)``."""
-        x = self.layer3(self.layer2(self.layer1(self.conv1(x))))
-        logits: Tensor = self.fc(torch.relu(self.bn(x)).mean((2, 3)))
-        return logits
-
-
-@final
-class WideResNet(nn.Module):
-    """As :class:`PreResNet`, of wide blocks behind a narrow stem, all with biases."""
-
-    def __init__(
-        self, channels: int, num_classes: int, blocks: int, width: int, factor: int, dropout: float
-    ) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(channels, width, 3, padding=1)
-        before, stages = width, []
-        for stage in range(3):
-            wide = width * factor * 2**stage
-            parts = [WideBlock(before, wide, 2 if stage else 1, dropout)]
-            parts += [WideBlock(wide, wide, 1, dropout) for _ in range(blocks - 1)]
-            stages.append(nn.Sequential(*parts))
-            before = wide
-        self.layer1, self.layer2, self.layer3 = stages
-        self.bn1, self.linear = nn.BatchNorm2d(before), nn.Linear(before, num_classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Images ``(n, c, h, w)`` to logits ``(n, num_classes)``."""
-        x = self.layer3(self.layer2(self.layer1(self.conv1(x))))
-        logits: Tensor = self.linear(torch.relu(self.bn1(x)).mean((2, 3)))
-        return logits
+# Networks whose blocks begin with norm and ReLU: PreResNet and WideResNet.
 
 
 @register("preresnet8", depth=8)
@@ -336,34 +276,35 @@ def preresnet(
     *,
     depth: int,
     num_classes: int = 100,
-    input_shape: tuple[int, ...] = (3, 32, 32),
+    input_shape: Shape = (3, 32, 32),
     width: int = 16,
     block: str = "auto",
-) -> PreResNet:
+) -> ResNet:
     """Preactivated ResNet for CIFAR: 1,726,388 parameters with 164 layers and 100 classes.
 
-    First weights are those of He et al. (2015) by fan-out.
+    Initial weights follow He et al. (2015) by fan-out.
 
     Args:
         depth: 9 n + 2 layers of bottlenecks, 6 n + 2 of basic blocks.
-        num_classes: Outputs.
+        num_classes: Number of outputs.
         input_shape: ``(channels, height, width)``.
-        width: Maps of the stem.
-        block: ``bottleneck``, ``basic``, or ``auto``: bottlenecks from 44 layers on, as in the
-            code behind Granziol et al. (2021). In the paper of He et al. the network of 110
+        width: Number of maps of the first convolution.
+        block: ``bottleneck``, ``basic``, or ``auto``, which is bottlenecks from 44 layers on, as in
+            the code behind Granziol et al. (2021). In the paper of He et al. the network of 110
             layers has basic blocks.
 
     Reference: He et al. (2016), *Identity mappings in deep residual networks*.
     """
-    channels, _, _ = check_image(num_classes, input_shape)
-    check_count("width", width)
+    channels, _, _ = check_image(input_shape)
     check_choice("block", block, ("auto", "basic", "bottleneck"))
     if block == "auto":
         block = "bottleneck" if depth >= 44 else "basic"
-    kind, period = (PreBlock, 6) if block == "basic" else (PreBottleneck, 9)
+    make, period, expansion = (basic, 6, 1) if block == "basic" else (bottleneck, 9, 4)
     if (depth - 2) % period:
         raise ValueError(f"block must fit {depth} layers, but {block} blocks need {period} n + 2")
-    return PreResNet(channels, num_classes, kind, (depth - 2) // period, width)
+    first, counts = {"conv1": convolution(channels, width, 3)}, [(depth - 2) // period] * 3
+    block_of, sizes = partial(make, pre=True), (width, width, num_classes)
+    return ResNet(first, block_of, counts, sizes, expansion=expansion, norm="bn")
 
 
 @register("wideresnet16x4", depth=16, factor=4)
@@ -373,89 +314,35 @@ def wideresnet(
     depth: int,
     factor: int,
     num_classes: int = 100,
-    input_shape: tuple[int, ...] = (3, 32, 32),
+    input_shape: Shape = (3, 32, 32),
     width: int = 16,
     dropout: float = 0.0,
-) -> WideResNet:
+) -> ResNet:
     """WideResNet: 36,546,980 parameters with 28 layers, ten times as wide, and 100 classes.
 
-    That figure has biases on the convolutions, as in the code behind Granziol et al. (2021); the
-    36,536,884 without them are those of the paper. The stride is on the second convolution of a
-    block. First weights are those of He et al. (2015) by fan-out, as the authors' code has them.
+    This number includes biases of the convolutions, as in the code behind Granziol et al. (2021);
+    without them it is 36,536,884 as in the paper. The stride is on the second convolution of a
+    block. Initial weights follow He et al. (2015) by fan-out, as in the code of the authors.
 
     Args:
         depth: 6 n + 4.
-        factor: How many times as wide as a ResNet.
-        num_classes: Outputs.
+        factor: Width relative to a ResNet.
+        num_classes: Number of outputs.
         input_shape: ``(channels, height, width)``.
-        width: Maps of the stem, and of the first stage before widening.
-        dropout: Between the convolutions of a block.
+        width: Number of maps of the first convolution, and of the first stage before widening.
+        dropout: Dropout between the convolutions of a block.
 
     Reference: Zagoruyko and Komodakis (2016), *Wide residual networks*.
     """
-    channels, _, _ = check_image(num_classes, input_shape)
-    check_count("width", width)
-    check_range("dropout", dropout, low=0.0, high=1.0)
-    return WideResNet(channels, num_classes, (depth - 4) // 6, width, factor, dropout)
-
-
-def _projection(channels: int, maps: int, stride: int, *, bias: bool) -> nn.Module:
-    if channels == maps and stride == 1:
-        return nn.Identity()
-    return nn.Sequential(nn.Conv2d(channels, maps, 1, stride, bias=bias))
+    channels, _, _ = check_image(input_shape)
+    first = {"conv1": convolution(channels, width, 3, bias=True)}
+    block, counts = partial(wide, dropout=dropout), [(depth - 4) // 6] * 3
+    sizes = (width, factor * width, num_classes)
+    return ResNet(first, block, counts, sizes, norm="bn1", head="linear")
 
 
 # ------------------------------------------------------------------------------------------
 # ResNeXt for CIFAR: bottlenecks of grouped convolutions.
-
-
-@final
-class GroupedBottleneck(nn.Module):
-    """Convolutions of 1 x 1, 3 x 3 in groups, and 1 x 1, each with batch norm."""
-
-    def __init__(self, channels: int, inner: int, maps: int, groups: int, stride: int) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = convolution(channels, inner, 1), nn.BatchNorm2d(inner)
-        self.conv2 = nn.Conv2d(inner, inner, 3, stride, padding=1, groups=groups, bias=False)
-        self.bn2 = nn.BatchNorm2d(inner)
-        self.conv3, self.bn3 = convolution(inner, maps, 1), nn.BatchNorm2d(maps)
-        self.shortcut: nn.Module = nn.Identity()
-        if channels != maps:
-            projection = convolution(channels, maps, 1, stride)
-            self.shortcut = nn.Sequential(projection, nn.BatchNorm2d(maps))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``(n, c, h, w)`` to ``(n, maps, h / stride, w / stride)``."""
-        inner = torch.relu(self.bn1(self.conv1(x)))
-        inner = torch.relu(self.bn2(self.conv2(inner)))
-        return torch.relu(self.bn3(self.conv3(inner)) + self.shortcut(x))
-
-
-@final
-class ResNeXt(nn.Module):
-    """Three stages of bottlenecks, and a mean over positions."""
-
-    def __init__(
-        self, channels: int, num_classes: int, blocks: int, groups: int, breadth: int, width: int
-    ) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = convolution(channels, width, 3), nn.BatchNorm2d(width)
-        before, stages = width, []
-        for stage in range(3):
-            inner, maps = groups * breadth * 2**stage, 4 * width * 2**stage
-            parts = [GroupedBottleneck(before, inner, maps, groups, 2 if stage else 1)]
-            parts += [GroupedBottleneck(maps, inner, maps, groups, 1) for _ in range(blocks - 1)]
-            stages.append(nn.Sequential(*parts))
-            before = maps
-        self.layer1, self.layer2, self.layer3 = stages
-        self.fc = nn.Linear(before, num_classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Images ``(n, c, h, w)`` to logits ``(n, num_classes)``."""
-        x = torch.relu(self.bn1(self.conv1(x)))
-        x = self.layer3(self.layer2(self.layer1(x)))
-        logits: Tensor = self.fc(x.mean((2, 3)))
-        return logits
 
 
 def draw_resnext(model: nn.Module, generator: torch.Generator) -> None:
@@ -471,26 +358,30 @@ def draw_resnext(model: nn.Module, generator: torch.Generator) -> None:
 def resnext29(
     *,
     num_classes: int = 100,
-    input_shape: tuple[int, ...] = (3, 32, 32),
+    input_shape: Shape = (3, 32, 32),
     groups: int = 8,
     breadth: int = 64,
     width: int = 64,
-) -> ResNeXt:
+) -> ResNet:
     """ResNeXt-29 (8 x 64d): 34.4 million parameters (34,518,948 for 100 classes).
 
-    First weights are those of He et al. (2015) by fan-out, by fan-in in the linear layer.
+    Initial weights follow He et al. (2015) by fan-out, and by fan-in in the linear layer.
 
     Args:
-        num_classes: Outputs.
+        num_classes: Number of outputs.
         input_shape: ``(channels, height, width)``.
         groups: Cardinality.
-        breadth: Maps of a group in the first stage.
-        width: Maps of the stem; a stage puts out four times as many, doubling.
+        breadth: Number of maps per group in the first stage.
+        width: Number of maps of the first convolution; stages have 4, 8 and 16 times as many.
 
     Reference: Xie et al. (2017), *Aggregated residual transformations for deep neural networks*,
     5.3.
     """
-    channels, _, _ = check_image(num_classes, input_shape)
-    for name, value in (("groups", groups), ("breadth", breadth), ("width", width)):
-        check_count(name, value)
-    return ResNeXt(channels, num_classes, 3, groups, breadth, width)
+    channels, _, _ = check_image(input_shape)
+
+    def block(channels: int, maps: int, stride: int) -> Residual:
+        # Groups keep their number and double their breadth with each stage, as maps do.
+        inner = groups * breadth * maps // (4 * width)
+        return bottleneck(channels, inner, stride, maps=maps, groups=groups, name="shortcut")
+
+    return ResNet(stem(channels, width), block, (3, 3, 3), (width, 4 * width, num_classes))

@@ -1,15 +1,15 @@
 """Symmetric matrices as products with blocks of vectors."""
 
-from ritz.operators._algebra import (
+from ritz.operators._base import (
     DeflatedOperator,
+    LinearOperator,
     RestrictedOperator,
     ShardedOperator,
     ShiftedOperator,
+    check_symmetric,
 )
-from ritz.operators._base import LinearOperator, check_symmetric
 from ritz.operators._exact import Exact, exact
-from ritz.operators._function import FunctionOperator
-from ritz.operators._interop import OperatorLike, as_operator, read_matrix
+from ritz.operators._interop import FunctionOperator, OperatorLike, as_operator, read_matrix
 from ritz.operators._kernel import KernelOperator
 from ritz.operators._laplacian import LaplacianOperator
 from ritz.operators._sparse import SparseOperator

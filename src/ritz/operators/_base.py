@@ -1,37 +1,34 @@
-"""The one interface everything else needs: a symmetric matrix that multiplies blocks."""
+"""The base class of operators, and operators made of operators: sums, multiples, shifts, parts."""
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any, final
 
 import numpy as np
 import torch
 from scipy.sparse.linalg import LinearOperator as ScipyOperator
 from torch import Tensor
 
-from ritz._core.checks import check_real_floating, check_tensor
+from ritz._core.checks import check_range, check_real_floating, check_tensor
+from ritz._core.distributed import Group, all_sum, world_size
 from ritz._core.random import probes, resolve_generator
-
-if TYPE_CHECKING:
-    from ritz.operators._algebra import ScaledOperator, SumOperator
-
-DENSE_LIMIT = 2**31  # bytes: what dense() writes without being told that it may
 
 
 class LinearOperator(ABC):
-    """A real symmetric matrix ``(n, n)``, known by its products with blocks ``(n, k)``.
+    """A real symmetric matrix ``(n, n)``, represented by its products with blocks ``(n, k)``.
 
-    A subclass calls ``super().__init__`` and implements ``_matmat``; it may assume a block of
-    the right shape, dtype and device with at least one column, must not change it, and must
+    A subclass calls ``super().__init__`` and implements ``_matmat``, which receives a block of the
+    right shape, dtype and device with at least one column. It must not change the block, and must
     return a new tensor.
 
     Attributes:
         shape: ``(n, n)``.
-        dtype: Of the operator, and so of every block it takes and returns.
+        dtype: Of the operator, and of the blocks it takes and returns.
         device: Likewise.
         block_size: Number of columns at which a product is cheapest per column.
-        origin: What results say of the matrix: ``matrix``, such as ``hessian`` or ``laplacian``,
-            and ``batch_norm``, the mode of a network that has it; empty where nothing is known.
+        origin: Facts about the matrix that results record: ``matrix``, such as ``hessian`` or
+            ``laplacian``, and ``batch_norm``, the mode of batch norm of the network.
     """
 
     def __init__(
@@ -61,7 +58,7 @@ class LinearOperator(ABC):
         """The product ``(n, k)`` of this matrix with a block ``(n, k)``."""
 
     def matmat(self, block: Tensor) -> Tensor:
-        """Return the product with a block ``(n, k)`` or a vector ``(n,)``; the input is kept."""
+        """Return the product with a block ``(n, k)`` or a vector ``(n,)``, which is not changed."""
         check_tensor("block", block, dtype=self.dtype, device=self.device, rows=self.shape[0])
         columns = block if block.ndim == 2 else block[:, None]
         product = self._matmat(columns) if columns.shape[1] else torch.empty_like(columns)
@@ -75,11 +72,11 @@ class LinearOperator(ABC):
     def __matmul__(self, block: Tensor) -> Tensor:
         return self.matmat(block)
 
-    def dense(self, *, max_bytes: int = DENSE_LIMIT) -> Tensor:
-        """Return the matrix itself, ``(n, n)``; costs ``n`` products and ``n`` vectors of memory.
+    def dense(self, *, max_bytes: int = 2**31) -> Tensor:
+        """Return the matrix itself, ``(n, n)``, from ``n`` products.
 
         Args:
-            max_bytes: Refuse to write a larger matrix than this.
+            max_bytes: Raise if the matrix would be larger than this.
         """
         n = self.shape[0]
         size = n * n * self.dtype.itemsize
@@ -87,6 +84,7 @@ class LinearOperator(ABC):
             raise ValueError(
                 f"dense() would write {size / 2**30:.1f} GiB; pass max_bytes={size} to allow it"
             )
+        # A = A I, in blocks of 256 columns of the identity.
         matrix = torch.empty(n, n, dtype=self.dtype, device=self.device)
         for start in range(0, n, 256):
             columns = torch.zeros(n, min(256, n - start), dtype=self.dtype, device=self.device)
@@ -95,34 +93,28 @@ class LinearOperator(ABC):
         return matrix
 
     def to_scipy(self) -> "ScipyOperator[Any]":
-        """Return a ``scipy.sparse.linalg.LinearOperator`` on NumPy arrays, moved as needed."""
+        """Return a ``scipy.sparse.linalg.LinearOperator``, which takes and returns NumPy arrays."""
 
-        def product(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-            # A copy: SciPy's own arrays may be read-only, or change under way.
+        def matmat(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+            # A copy, since arrays of SciPy may be read-only, or change during the product.
             block = torch.tensor(array, dtype=self.dtype, device=self.device)
             return self.matmat(block).cpu().numpy()
 
+        def matvec(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+            return matmat(array.reshape(-1))
+
         dtype = torch.empty(0, dtype=self.dtype).numpy().dtype
-        return ScipyOperator(
-            shape=self.shape,
-            matvec=lambda x: product(x.reshape(-1)),
-            rmatvec=lambda x: product(x.reshape(-1)),
-            matmat=product,
-            rmatmat=product,
-            dtype=dtype,
-        )
+        # A' = A, so products from the left are the same functions.
+        products = {"matvec": matvec, "rmatvec": matvec, "matmat": matmat, "rmatmat": matmat}
+        return ScipyOperator(shape=self.shape, dtype=dtype, **products)
 
     def __add__(self, other: "LinearOperator") -> "SumOperator":
-        from ritz.operators._algebra import SumOperator
-
         return SumOperator(self, other) if isinstance(other, LinearOperator) else NotImplemented
 
     def __sub__(self, other: "LinearOperator") -> "SumOperator":
         return self + (-other) if isinstance(other, LinearOperator) else NotImplemented
 
     def __mul__(self, factor: float) -> "ScaledOperator":
-        from ritz.operators._algebra import ScaledOperator
-
         return ScaledOperator(self, factor) if isinstance(factor, int | float) else NotImplemented
 
     __rmul__ = __mul__
@@ -132,15 +124,11 @@ class LinearOperator(ABC):
 
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        detail = self._detail()
-        return (
-            f"{type(self).__name__}({self.shape[0]:,} x {self.shape[1]:,}, {dtype}, {self.device}"
-            + (f", {detail}" if detail else "")
-            + ")"
-        )
+        parts = [f"{self.shape[0]:,} x {self.shape[1]:,}", dtype, str(self.device), self._detail()]
+        return f"{type(self).__name__}({', '.join(filter(None, parts))})"
 
     def _detail(self) -> str:
-        """What a subclass has to add to its ``repr``, such as the number of stored entries."""
+        """Text that a subclass adds to its ``repr``, such as the number of stored entries."""
         return ""
 
 
@@ -149,28 +137,184 @@ def check_symmetric(
 ) -> None:
     r"""Raise unless :math:`u^\top A v = v^\top A u` for two random vectors; two products.
 
-    A matrix whose antisymmetric part is of relative size ``rtol`` (root of machine precision by
-    default) is found with near certainty, at the price of one block product.
+    A matrix whose antisymmetric part has the relative size ``rtol`` (root of machine precision by
+    default) raises with near certainty, at the price of one block product.
     """
     n = op.shape[0]
-    block = probes(
-        (n, 2),
-        kind="gaussian",
-        generator=resolve_generator(generator),
-        dtype=op.dtype,
-        device=op.device,
-    )
+    generator = resolve_generator(generator)
+    block = probes((n, 2), kind="gaussian", generator=generator, dtype=op.dtype, device=op.device)
     product = op.matmat(block).double()
-    peak = float(product.abs().max())
-    product /= peak or 1.0  # the square of a norm may be out of range where the norm is not
+    peak = float(product.abs().max()) or 1.0
+    product /= peak  # the square of a norm may overflow where the norm does not
     cross = block.double().T @ product
     scale = float(product.norm() * block.double().norm()) / 2
     rtol = torch.finfo(op.dtype).eps ** 0.5 if rtol is None else rtol
-    # The two numbers are each about scale / sqrt(n) for a random matrix: hence the root.
+    # u'Av and v'Au are each about |u| |Av| / sqrt(n) for random vectors: hence the root.
     gap = abs(float(cross[0, 1] - cross[1, 0]))
-    allowed = rtol * scale / n**0.5 + n * torch.finfo(op.dtype).tiny / (peak or 1.0)  # underflow
+    allowed = rtol * scale / n**0.5 + n * torch.finfo(op.dtype).tiny / peak  # underflow
     if not gap <= allowed:
         raise ValueError(
             f"{op!r} must be symmetric: u'Av and v'Au differ by {peak * gap:.2g} "
             f"where roundoff would leave {peak * allowed:.1g}"
         )
+
+
+# ------------------------------------------------------------------------------------------
+# Operators made of operators.
+
+
+@final
+class SumOperator(LinearOperator):
+    r"""The sum :math:`\sum_i A_i` of operators of one shape, dtype and device."""
+
+    def __init__(self, *terms: LinearOperator) -> None:
+        first = check_alike("terms", terms, shape=True)
+        width = min(term.block_size for term in terms)
+        super().__init__(first.shape[0], dtype=first.dtype, device=first.device, block_size=width)
+        self.terms = terms
+
+    def _matmat(self, block: Tensor) -> Tensor:
+        # Not in place: a user-defined operator may return a tensor that it still uses.
+        total = self.terms[0].matmat(block)
+        for term in self.terms[1:]:
+            total = total + term.matmat(block)
+        return total
+
+    def _detail(self) -> str:
+        return " + ".join(type(term).__name__ for term in self.terms)
+
+
+@final
+class ScaledOperator(LinearOperator):
+    r"""The multiple :math:`c A`."""
+
+    def __init__(self, op: LinearOperator, factor: float) -> None:
+        _check_number("factor", factor)
+        super().__init__(op.shape[0], dtype=op.dtype, device=op.device, block_size=op.block_size)
+        self.op, self.factor = op, float(factor)
+
+    def _matmat(self, block: Tensor) -> Tensor:
+        return self.op.matmat(block) * self.factor
+
+    def _detail(self) -> str:
+        return f"{self.factor:g} * {type(self.op).__name__}"
+
+
+@final
+class ShiftedOperator(LinearOperator):
+    r"""The shift :math:`A + \mu I`."""
+
+    def __init__(self, op: LinearOperator, shift: float) -> None:
+        _check_number("shift", shift)
+        super().__init__(op.shape[0], dtype=op.dtype, device=op.device, block_size=op.block_size)
+        self.op, self.shift = op, float(shift)
+
+    def _matmat(self, block: Tensor) -> Tensor:
+        return torch.add(self.op.matmat(block), block, alpha=self.shift)
+
+    def _detail(self) -> str:
+        return f"{type(self.op).__name__} {self.shift:+g} I"
+
+
+@final
+class DeflatedOperator(LinearOperator):
+    r"""The projection :math:`(I - Q Q^\top) A (I - Q Q^\top)`: ``A`` with a subspace removed.
+
+    Args:
+        op: :math:`A`.
+        vectors: :math:`Q` of shape ``(n, r)`` with orthonormal columns, such as Ritz vectors.
+    """
+
+    def __init__(self, op: LinearOperator, vectors: Tensor) -> None:
+        check_tensor("vectors", vectors, dtype=op.dtype, device=op.device, rows=op.shape[0])
+        super().__init__(op.shape[0], dtype=op.dtype, device=op.device, block_size=op.block_size)
+        self.op, self.vectors = op, (vectors if vectors.ndim == 2 else vectors[:, None]).detach()
+        gram = self.vectors.double().T @ self.vectors.double()
+        error = float((gram - torch.eye(len(gram)).to(gram)).abs().max())
+        if not error <= torch.finfo(op.dtype).eps ** 0.5:
+            raise ValueError(f"vectors must have orthonormal columns, got |Q'Q - I| = {error:.2g}")
+
+    def _matmat(self, block: Tensor) -> Tensor:
+        return self._project(self.op.matmat(self._project(block)))
+
+    def _project(self, block: Tensor) -> Tensor:
+        return block - self.vectors @ (self.vectors.T @ block)
+
+    def _detail(self) -> str:
+        return f"{type(self.op).__name__} without {self.vectors.shape[1]} directions"
+
+
+@final
+class RestrictedOperator(LinearOperator):
+    r"""The principal submatrix :math:`A_{SS}` on a subset of coordinates.
+
+    Args:
+        op: :math:`A`.
+        indices: The subset :math:`S`, distinct integers in ``[0, n)``, ``(s,)``.
+    """
+
+    def __init__(self, op: LinearOperator, indices: Tensor) -> None:
+        indices = torch.as_tensor(indices, device=op.device)
+        if indices.ndim != 1 or indices.dtype.is_floating_point or indices.dtype == torch.bool:
+            raise TypeError(
+                f"indices must be a vector of integers, got {indices.dtype} {tuple(indices.shape)}"
+            )
+        for end in indices.aminmax() if len(indices) else ():
+            check_range("indices", int(end), low=0, high=op.shape[0] - 1)
+        if len(indices.unique()) != len(indices):
+            raise ValueError("indices must be distinct, got repeated ones")
+        super().__init__(len(indices), dtype=op.dtype, device=op.device, block_size=op.block_size)
+        self.op, self.indices = op, indices
+
+    def _matmat(self, block: Tensor) -> Tensor:
+        # A_SS = P A P', where P' embeds the coordinates S among zeros.
+        embedded = block.new_zeros(self.op.shape[0], block.shape[1])
+        embedded[self.indices] = block
+        return self.op.matmat(embedded)[self.indices]
+
+    def _detail(self) -> str:
+        return f"{len(self.indices):,} coordinates of {type(self.op).__name__}"
+
+
+@final
+class ShardedOperator(LinearOperator):
+    r"""The sum :math:`\sum_r A_r` over processes, each of which has its own :math:`A_r`.
+
+    All processes pass the same block and get the same product, by one all-reduce. Parts are summed,
+    not averaged, so they may have different sizes.
+
+    Args:
+        op: :math:`A_r` of this process.
+        group: The processes. Defaults to all of them, or to one without torch.distributed.
+    """
+
+    def __init__(self, op: LinearOperator, *, group: Group | None = None) -> None:
+        super().__init__(op.shape[0], dtype=op.dtype, device=op.device, block_size=op.block_size)
+        self.op, self.group = op, group
+
+    def _matmat(self, block: Tensor) -> Tensor:
+        # A copy, since the sum is in place and the local operator may still use its result.
+        product = self.op.matmat(block).clone(memory_format=torch.contiguous_format)
+        return all_sum(product, self.group)
+
+    def _detail(self) -> str:
+        return f"sum over {world_size(self.group)} processes of {type(self.op).__name__}"
+
+
+def check_alike(name: str, ops: Sequence[LinearOperator], *, shape: bool = False) -> LinearOperator:
+    """Return the first operator; raise unless there is one and all agree in dtype and device."""
+    if not ops:
+        raise ValueError(f"{name} must hold at least one operator, got none")
+    first = ops[0]
+    for op in ops[1:]:
+        alike = (op.dtype, op.device) == (first.dtype, first.device)
+        if not alike or (shape and op.shape != first.shape):
+            kinds = "shape, dtype and device" if shape else "dtype and device"
+            raise ValueError(f"{name} must agree in {kinds}: {first!r}, {op!r}")
+    return first
+
+
+def _check_number(name: str, value: float) -> None:
+    check_range(name, value)
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value}")

@@ -12,8 +12,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ritz.operators._algebra import RestrictedOperator, ScaledOperator, ShiftedOperator, SumOperator
-from ritz.operators._base import LinearOperator
+from ritz.operators._base import (
+    LinearOperator,
+    RestrictedOperator,
+    ScaledOperator,
+    ShiftedOperator,
+    SumOperator,
+)
 from ritz.operators._kernel import KernelOperator
 from ritz.operators._laplacian import LaplacianOperator
 from ritz.operators._sparse import SparseOperator

@@ -1,11 +1,11 @@
-"""Operators from tensors, arrays, SciPy matrices and files."""
+"""Operators from functions, tensors, arrays, SciPy matrices and files."""
 
-import gzip
 import os
 import zipfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias, Union
+from typing import Any, TypeAlias, Union, final
 
 import numpy as np
 import scipy.io
@@ -14,14 +14,84 @@ import torch
 from scipy.sparse.linalg import LinearOperator as ScipyOperator
 from torch import Tensor
 
+from ritz._core.params import ParamSpace
 from ritz.operators._base import LinearOperator
-from ritz.operators._function import FunctionOperator
 from ritz.operators._laplacian import is_networkx
 from ritz.operators._sparse import SparseOperator
 from ritz.operators._structured import DenseOperator
 
 # ------------------------------------------------------------------------------------------
-# Operators from what people have.
+# User-defined products.
+
+
+@final
+class FunctionOperator(LinearOperator):
+    """The matrix whose product with a block is computed by a function.
+
+    Its symmetry is not checked here: :func:`ritz.operators.check_symmetric` tests it with two
+    products, and every Lanczos run checks it without extra products.
+
+    Args:
+        function: Takes a block ``(n, k)`` and returns the product ``(n, k)``. With
+            ``columnwise`` it takes and returns a vector ``(n,)``.
+        n: Order of the matrix.
+        dtype: Of the blocks.
+        device: Of the blocks.
+        columnwise: Whether the function takes single vectors only.
+        name: Name in ``repr``. Defaults to the name of the function.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[Tensor], Tensor],
+        *,
+        n: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        columnwise: bool = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(n, dtype=dtype, device=device)
+        self.function, self.columnwise = function, columnwise
+        self.name = _name(function) if name is None else name
+
+    @classmethod
+    def on_params(
+        cls, function: Callable[[dict[str, Tensor]], dict[str, Tensor]], space: ParamSpace
+    ) -> "FunctionOperator":
+        """Return the operator of a product on named tensors, such as parameters of a model."""
+        return cls(
+            lambda vector: space.flatten(function(space.unflatten(vector))),
+            n=space.size,
+            dtype=space.dtype,
+            device=space.device,
+            columnwise=True,
+            name=_name(function),
+        )
+
+    def _matmat(self, block: Tensor) -> Tensor:
+        if not self.columnwise:
+            product = self.function(block)
+        else:
+            product = torch.stack([self.function(column) for column in block.T], dim=1)
+        if not isinstance(product, Tensor) or product.shape != block.shape:
+            got = tuple(product.shape) if isinstance(product, Tensor) else type(product).__name__
+            raise ValueError(f"{self.name} must return {tuple(block.shape)}, got {got}")
+        product = product.detach()  # a product by autograd may still have its graph
+        # Callers write into products, and a function may return its argument.
+        shared = product.untyped_storage().data_ptr() == block.untyped_storage().data_ptr()
+        return product.clone() if shared else product
+
+    def _detail(self) -> str:
+        return self.name
+
+
+def _name(function: object) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+# ------------------------------------------------------------------------------------------
+# Matrices of other libraries.
 
 
 # Types in quotes are generic for type checkers alone.
@@ -36,7 +106,7 @@ OperatorLike: TypeAlias = Union[
 
 
 def as_operator(x: OperatorLike) -> LinearOperator:
-    """Return ``x`` as an operator: every function that takes an operator calls this.
+    """Return ``x`` as an operator. Every function that takes an operator calls this.
 
     Args:
         x: A :class:`LinearOperator` (returned as it is); a symmetric matrix as a torch tensor
@@ -69,7 +139,7 @@ def _from_scipy(x: Any) -> FunctionOperator:
     dtype = torch.from_numpy(np.empty(0, dtype=x.dtype or np.float64)).dtype
 
     def scipy_product(block: Tensor) -> Tensor:
-        # A copy: what SciPy's operator returns may be its argument, or read-only.
+        # A copy, since SciPy may return its argument, or a read-only array.
         return torch.tensor(x.matmat(block.numpy()), dtype=dtype)
 
     return FunctionOperator(scipy_product, n=x.shape[0], dtype=dtype, name=type(x).__name__)
@@ -78,41 +148,26 @@ def _from_scipy(x: Any) -> FunctionOperator:
 # ------------------------------------------------------------------------------------------
 # Symmetric matrices from files.
 
-# What decompressing raises; a file cut short is no end of input, which stops a command in silence.
-_DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error)
-
 
 def read_matrix(path: str | os.PathLike[str]) -> LinearOperator:
-    """Return the symmetric matrix of a file; nothing in it is executed.
+    """Return the symmetric matrix of a file; nothing in the file is executed.
 
     Args:
-        path: Matrix Market (``.mtx``, ``.mtx.gz``), or ``.npz`` as ``scipy.sparse.save_npz`` writes
-            it.
+        path: Matrix Market (``.mtx``, ``.mtx.gz``), or ``.npz`` as written by
+            ``scipy.sparse.save_npz``.
     """
     file = Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"no matrix file {str(file)!r}")
-    if file.suffix == ".npz":
-        return as_operator(_sparse(file))
-    if file.name.endswith((".mtx", ".mtx.gz")):
-        try:
-            return as_operator(_real(scipy.io.mmread(file), file))
-        except (ValueError, TypeError, OverflowError, MemoryError, *_DAMAGED) as error:
-            raise ValueError(f"{str(file)!r} must hold a symmetric matrix: {error}") from error
-    raise ValueError(f"a matrix file must end in .mtx, .mtx.gz or .npz, got {str(file)!r}")
-
-
-def _sparse(file: Path) -> Any:
+    if not file.name.endswith((".mtx", ".mtx.gz", ".npz")):
+        raise ValueError(f"a matrix file must end in .mtx, .mtx.gz or .npz, got {str(file)!r}")
+    saved = file.suffix == ".npz"
     try:
-        return _real(scipy.sparse.load_npz(file), file)
-    except (ValueError, KeyError, OSError, zipfile.BadZipFile, *_DAMAGED) as error:
-        raise ValueError(
-            f"{str(file)!r} must be a sparse matrix saved by scipy.sparse.save_npz, with no "
-            f"objects in it: {error}"
-        ) from error
-
-
-def _real(matrix: Any, file: Path) -> Any:
-    if np.issubdtype(matrix.dtype, np.complexfloating):
-        raise ValueError(f"{str(file)!r} must hold real numbers, got {matrix.dtype}")
-    return matrix.astype(np.float64)
+        matrix: Any = scipy.sparse.load_npz(file) if saved else scipy.io.mmread(file)
+        if np.issubdtype(matrix.dtype, np.complexfloating):
+            raise ValueError(f"it must hold real numbers, got {matrix.dtype}")
+        return as_operator(matrix.astype(np.float64))
+    except (ValueError, TypeError, KeyError, OSError, OverflowError, MemoryError,
+            EOFError, zipfile.BadZipFile, zlib.error) as error:  # fmt: skip
+        kind = "a sparse matrix saved by scipy.sparse.save_npz" if saved else "a symmetric matrix"
+        raise ValueError(f"{str(file)!r} must hold {kind}: {error}") from error

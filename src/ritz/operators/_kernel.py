@@ -1,8 +1,8 @@
-"""Kernel matrices, multiplied tile by tile and never formed."""
+"""Kernel matrices, multiplied tile by tile and never stored."""
 
 import math
 from collections.abc import Iterator
-from typing import Literal, final
+from typing import Literal, final, get_args
 
 import torch
 from torch import Tensor
@@ -11,10 +11,9 @@ from ritz._core.checks import check_choice, check_finite, check_range, check_ten
 from ritz.operators._base import LinearOperator
 
 Kernel = Literal["squared_exponential", "matern12", "matern32", "matern52"]
-KERNELS = ("squared_exponential", "matern12", "matern32", "matern52")
-TILE = 256  # points a side of a tile, which stays in the cache of a CPU
-LARGE_TILE = 4096  # on other devices, which it must fill
-BLOCK = 32  # columns at which evaluating a tile costs no more than multiplying by it
+KERNELS: tuple[Kernel, ...] = get_args(Kernel)
+TILE = 256  # points per side of a tile: 512 KB in float64, which fit the cache of a CPU core
+LARGE_TILE = 4096  # the same on other devices, which a tile must keep busy
 
 
 @final
@@ -26,14 +25,14 @@ class KernelOperator(LinearOperator):
     :math:`(1 + \sqrt3 r) e^{-\sqrt3 r}` (``matern32``) or
     :math:`(1 + \sqrt5 r + \tfrac53 r^2) e^{-\sqrt5 r}` (``matern52``).
 
-    A product evaluates each pair of points once (half the matrix, by symmetry) from coordinate
-    differences, so close points lose no digits. Memory: the points, input and output twice, and
-    four tiles of 256 x 256 (4096 x 4096 on a GPU).
+    A product evaluates each pair of points once (half the matrix, by symmetry), from differences of
+    coordinates, which are accurate for close points. Memory: the points, twice the input and the
+    output, and four tiles of 256 x 256 (4096 x 4096 on a GPU).
 
     Length scale, output scale and noise may be tensors that require gradients; the points are
-    constants. Products leave no graph: :meth:`slopes` has the derivatives of forms, from which
-    those of log determinants and likelihoods are made, and :meth:`cross` and :meth:`matrix`, which
-    form what they return, have a graph.
+    constants. Products record no graph. :meth:`slopes` returns derivatives of quadratic forms, on
+    which gradients of log determinants and likelihoods are based. :meth:`cross` and
+    :meth:`matrix` return stored matrices with a graph.
 
     Args:
         points: :math:`x`, ``(n, d)``.
@@ -43,8 +42,8 @@ class KernelOperator(LinearOperator):
         noise: :math:`\sigma^2`.
 
     Attributes:
-        parameters: Those of ``lengthscale``, ``outputscale`` and ``noise`` that require gradients,
-            as they were given.
+        parameters: The tensors among ``lengthscale``, ``outputscale`` and ``noise`` that require
+            gradients.
     """
 
     def __init__(
@@ -58,9 +57,8 @@ class KernelOperator(LinearOperator):
     ) -> None:
         if points.ndim != 2:
             raise ValueError(f"points must be (n, d), got {tuple(points.shape)}")
-        super().__init__(
-            points.shape[0], dtype=points.dtype, device=points.device, block_size=BLOCK
-        )
+        # At 32 columns, evaluating a tile costs no more than multiplying with it.
+        super().__init__(points.shape[0], dtype=points.dtype, device=points.device, block_size=32)
         check_choice("kernel", kernel, KERNELS)
         check_finite("points", points)
         self.points, self.kernel = points.detach(), kernel
@@ -69,24 +67,24 @@ class KernelOperator(LinearOperator):
         scale = torch.as_tensor(lengthscale, dtype=points.dtype, device=points.device)
         if scale.shape not in ((), (points.shape[1],)) or not bool((scale > 0).all()):
             raise ValueError(
-                f"lengthscale must be positive, one or one a dimension, got {lengthscale}"
+                f"lengthscale must be positive, one or one per dimension, got {lengthscale}"
             )
         self.lengthscale = scale.detach()
-        self._given = {"lengthscale": lengthscale, "outputscale": outputscale, "noise": noise}
+        self._arguments = {"lengthscale": lengthscale, "outputscale": outputscale, "noise": noise}
         self.parameters = {
             name: value
-            for name, value in self._given.items()
+            for name, value in self._arguments.items()
             if isinstance(value, Tensor) and value.requires_grad
         }
         self._scaled = self.points / self.lengthscale
 
     def _matmat(self, block: Tensor) -> Tensor:
-        # Rows times tiles run at up to twice the speed of tiles times columns.
+        # K = K', so (K x)' = x' K: rows times tiles are up to twice as fast as tiles times columns.
         rows = block.T.contiguous()
         out = torch.zeros_like(rows)
         for i, j, tile in self._tiles():
             profile = radial(self.kernel, tile)
-            # Not added in place: cuBLAS refuses to write into part of a single row.
+            # Not addmm_ in place, which cuBLAS refuses for part of a single row.
             out[:, i] += rows[:, j] @ profile.T
             if i is not j:
                 out[:, j] += rows[:, i] @ profile
@@ -95,15 +93,14 @@ class KernelOperator(LinearOperator):
     def slopes(self, left: Tensor, right: Tensor) -> dict[str, Tensor]:
         r"""Return :math:`\partial(u_l^\top K v_l)/\partial\theta` for each parameter.
 
-        Tile by tile, in as much memory as a product. Cost: about one product for each length
-        scale.
+        Takes as much memory as a product, and about the time of one product per length scale.
 
         Args:
             left: :math:`u`, ``(n, k)``.
             right: :math:`v`, ``(n, k)``.
 
         Returns:
-            ``(k, *s)`` for each of :attr:`parameters`, which has shape ``s``; float64 on the CPU.
+            ``(k, *s)`` for each of :attr:`parameters` of shape ``s``; float64 on the CPU.
         """
         for name, block in (("left", left), ("right", right)):
             check_tensor(name, block, dtype=self.dtype, device=self.device, rows=self.shape[0])
@@ -112,25 +109,25 @@ class KernelOperator(LinearOperator):
             raise ValueError(f"left and right must be blocks of the same shape, got {shapes}")
         u = left.detach().T.contiguous()
         v = u if right is left else right.detach().T.contiguous()
-        found = {
+        slopes = {
             name: torch.zeros(len(u), value.numel(), dtype=torch.float64, device=self.device)
             for name, value in self.parameters.items()
         }
-        if "noise" in found:
-            found["noise"][:, 0] = _dots(u, v)
-        if found.keys() - {"noise"}:
+        if "noise" in slopes:  # dK / d sigma^2 = I
+            slopes["noise"][:, 0] = _dots(u, v)
+        if slopes.keys() - {"noise"}:
             for i, j, tile in self._tiles():
                 for name, axis, slope in self._derivatives(i, j, tile):
-                    found[name][:, axis] += _form(u, v, i, j, slope)
-        if "lengthscale" in found:
-            found["lengthscale"] *= self.outputscale / self.lengthscale
+                    slopes[name][:, axis] += _form(u, v, i, j, slope)
+        if "lengthscale" in slopes:
+            slopes["lengthscale"] *= self.outputscale / self.lengthscale
         return {
-            name: found[name].reshape(len(u), *value.shape).cpu()
+            name: slopes[name].reshape(len(u), *value.shape).cpu()
             for name, value in self.parameters.items()
         }
 
     def cross(self, points: Tensor) -> Tensor:
-        r"""Return :math:`s^2 k(x_i, x_j')`, ``(n, m)``, formed, with a graph to the parameters.
+        r"""Return the matrix :math:`s^2 k(x_i, x_j')`, ``(n, m)``, with a graph to the parameters.
 
         Args:
             points: :math:`x'`, ``(m, d)``.
@@ -139,7 +136,7 @@ class KernelOperator(LinearOperator):
             expected = f"(m, {self.points.shape[1]})"
             raise ValueError(f"points must be {expected}, got {tuple(points.shape)}")
         scale, outputscale = (
-            torch.as_tensor(self._given[name], dtype=self.dtype, device=self.device)
+            torch.as_tensor(self._arguments[name], dtype=self.dtype, device=self.device)
             for name in ("lengthscale", "outputscale")
         )
         distances = _distances(self.points / scale, points.to(self.points) / scale)
@@ -147,7 +144,7 @@ class KernelOperator(LinearOperator):
 
     def matrix(self) -> Tensor:
         """Return the matrix itself, ``(n, n)``, with a graph to the parameters."""
-        noise = torch.as_tensor(self._given["noise"], dtype=self.dtype, device=self.device)
+        noise = torch.as_tensor(self._arguments["noise"], dtype=self.dtype, device=self.device)
         return self.cross(self.points) + torch.diag(noise.expand(self.shape[0]))
 
     def _tiles(self) -> Iterator[tuple[slice, slice, Tensor]]:
@@ -159,15 +156,19 @@ class KernelOperator(LinearOperator):
                 yield i, j, _distances(self._scaled[i], self._scaled[j])
 
     def _derivatives(self, i: slice, j: slice, tile: Tensor) -> Iterator[tuple[str, int, Tensor]]:
-        """Of a tile, by output scale and length scale over the ratio of the two."""
+        """Derivatives of a tile with respect to output scale and length scales.
+
+        Those of the length scales lack the factor ``outputscale / lengthscale``.
+        """
         if "outputscale" in self.parameters:
             yield "outputscale", 0, radial(self.kernel, tile)
         if "lengthscale" not in self.parameters:
             return
         falling = falloff(self.kernel, tile)
-        if not self.lengthscale.ndim:
+        if not self.lengthscale.ndim:  # l dk/dl = -r k'(r)
             yield "lengthscale", 0, falling * tile.square()
             return
+        # With r^2 = sum_a ((x_a - y_a) / l_a)^2, l_a dk/dl_a = -k'(r)/r ((x_a - y_a) / l_a)^2.
         for axis in range(len(self.lengthscale)):
             x, y = self._scaled[i, axis], self._scaled[j, axis]
             yield "lengthscale", axis, (x[:, None] - y).square_().mul_(falling)
@@ -205,7 +206,7 @@ def _distances(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _distances_by_axes(x: Tensor, y: Tensor) -> Tensor:
-    # A GPU's own cdist is made for long vectors: it gives each pair of points many threads.
+    # cdist on a GPU is made for long vectors: it uses many threads per pair of points.
     squares = torch.zeros(len(x), len(y), dtype=x.dtype, device=x.device)
     for of_x, of_y in zip(x.T, y.T, strict=True):
         difference = of_x[:, None] - of_y
@@ -214,7 +215,7 @@ def _distances_by_axes(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _form(u: Tensor, v: Tensor, i: slice, j: slice, tile: Tensor) -> Tensor:
-    """Of each row of ``u`` and ``v``, ``(k, n)``, what a tile and its mirror image add."""
+    # u_i' T v_j of each row of u and v, (k, n), plus u_j' T' v_i of the mirror image of the tile.
     form = _dots(v[:, j] @ tile.T, u[:, i])
     if i is j:
         return form

@@ -1,9 +1,8 @@
 """The matrices of a graph: adjacency, Laplacians, random walk, modularity."""
 
 import sys
-from typing import Any, Literal, Protocol, final
+from typing import Any, Literal, Protocol, final, get_args
 
-import numpy as np
 import scipy.sparse
 import torch
 from torch import Tensor
@@ -20,18 +19,11 @@ GraphMatrix = Literal[
     "random_walk",
     "modularity",
 ]
-GRAPH_MATRICES: tuple[GraphMatrix, ...] = (
-    "adjacency",
-    "laplacian",
-    "normalized",
-    "normalized_adjacency",
-    "random_walk",
-    "modularity",
-)
+GRAPH_MATRICES: tuple[GraphMatrix, ...] = get_args(GraphMatrix)
 
 
 class NetworkXGraph(Protocol):
-    """What a graph of NetworkX has; NetworkX itself need not be installed."""
+    """The interface of a NetworkX graph; NetworkX need not be installed."""
 
     @property
     def nodes(self) -> Any: ...
@@ -43,7 +35,7 @@ class NetworkXGraph(Protocol):
 
 @final
 class LaplacianOperator(LinearOperator):
-    r"""A matrix of an undirected graph with weights :math:`W`, made by products with it.
+    r"""A matrix of an undirected graph with weights :math:`W`, multiplied without storing it.
 
     With the degrees :math:`d_i = \sum_j W_{ij}` and :math:`D = \operatorname{diag}(d)`:
 
@@ -52,32 +44,32 @@ class LaplacianOperator(LinearOperator):
     ``laplacian``             :math:`D - W`, eigenvalues from 0
     ``normalized``            :math:`I - D^{-1/2} W D^{-1/2}`, eigenvalues from 0 to 2
     ``normalized_adjacency``  :math:`D^{-1/2} W D^{-1/2}`, eigenvalues from -1 to 1
-    ``random_walk``           the same matrix: :math:`D^{-1} W` is not symmetric, but similar to
-                              it, so the eigenvalues agree; its eigenvectors are :math:`D^{-1/2} v`
+    ``random_walk``           the same matrix. :math:`D^{-1} W` is not symmetric, but similar to
+                              it: same eigenvalues, and eigenvectors :math:`D^{-1/2} v`
     ``modularity``            :math:`W - d d^\top / \sum_i d_i`
     ========================  ====================================================================
 
-    An isolated vertex has a row of zeros, and so an eigenvalue 0, in all of them. Repeated edges
-    are one edge of the sum of their weights. A self-loop is one entry :math:`W_{ii}` and counts
-    once in the degree, as in NetworkX: it cancels in :math:`D - W`.
+    An isolated vertex has a row of zeros in all of them, and so an eigenvalue 0. Weights of
+    repeated edges are summed. A self-loop is one entry :math:`W_{ii}` and counts once in the
+    degree, as in NetworkX; it cancels in :math:`D - W`.
 
-    Degrees are applied where a block is packed and where a row is written: a product is one pass
-    over :math:`W` as it was given, and no scaled copy of it exists. The modularity needs another
-    pass over the block.
+    Degrees are applied when a block is packed and when a row is written, so a product is one pass
+    over :math:`W`, and no scaled copy of it is stored. The modularity needs a second pass over the
+    block.
 
     Args:
         weights: :math:`W`, symmetric and non-negative: SciPy sparse, torch sparse, NetworkX graph
-            (edge attribute ``weight``, one where there is none), or :class:`CompressedRows`, whose
-            values may be left out where all are one.
+            (edge attribute ``weight``, default one), or :class:`CompressedRows`, whose values may
+            be ``None`` if all are one.
         matrix: Which matrix.
-        dtype: Of the matrix; that of the weights by default, float64 if they are no floats.
+        dtype: Of the matrix. Defaults to that of the weights, or float64 if they are integers.
 
     Attributes:
         degrees: :math:`d`, ``(n,)``, float64.
         total: :math:`\sum_i d_i`, twice the weight of all edges.
 
-    Memory: the weights; 4 bytes an entry where all are one, so 8 GB for a billion edges; six
-    vectors, and one cache line a row once a block was packed.
+    Memory: the weights, which take 4 bytes per entry if all are one, so 8 GB for a billion edges;
+    six vectors; and one cache line per row after the first packed product.
     """
 
     def __init__(
@@ -90,7 +82,7 @@ class LaplacianOperator(LinearOperator):
         check_choice("matrix", matrix, GRAPH_MATRICES)
         if dtype is not None:
             check_real_floating("the matrix of a graph", dtype)
-        rows = _without_ones(_weights(weights, dtype))
+        rows = _weights(weights, dtype)
         super().__init__(
             rows.num_rows,
             dtype=rows.dtype,
@@ -109,13 +101,15 @@ class LaplacianOperator(LinearOperator):
             block, inner=self._inner, outer=self._outer, diagonal=self._diagonal
         )
         if self.matrix == "modularity" and self.total:
+            # B x = W x - d (d' x) / sum(d).
             d = self.degrees.to(self.dtype)[:, None]
             product.addmm_(d, d.T @ block, alpha=-1 / self.total)
         return product
 
     def _sides(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        # With u = s x and s = d^(-1/2), the x of the normalised Laplacian is d^(1/2) u: what was
-        # packed is all that a row needs.
+        # multiply() returns a * (W u) + b * u with u = s * x. For the Laplacian, s = 1, a = -1 and
+        # b = d give d x - W x. For the normalized one s = d^(-1/2), and x = d^(1/2) u:
+        # x - d^(-1/2) W u = a * (W u) + b * u with a = -d^(-1/2) and b = d^(1/2).
         d = self.degrees
         inverse = torch.where(d > 0, d.rsqrt(), 0.0).to(self.dtype)
         if self.matrix == "laplacian":
@@ -131,7 +125,7 @@ class LaplacianOperator(LinearOperator):
 
 
 def is_networkx(x: Any) -> bool:
-    """Return whether ``x`` is a graph of NetworkX, which is not imported for the question."""
+    """Return whether ``x`` is a NetworkX graph, without importing NetworkX."""
     networkx = sys.modules.get("networkx")
     return networkx is not None and isinstance(x, networkx.Graph)
 
@@ -139,18 +133,15 @@ def is_networkx(x: Any) -> bool:
 def _weights(weights: Any, dtype: torch.dtype | None) -> CompressedRows:
     if is_networkx(weights):
         weights = _from_networkx(weights)
-    if isinstance(weights, CompressedRows):
-        return compressed_rows(weights, name="weights", dtype=dtype)
-    if isinstance(weights, Tensor):
-        complex_valued, floating = weights.is_complex(), weights.dtype.is_floating_point
-    else:
-        kind = getattr(weights, "dtype", np.dtype(float))
-        complex_valued, floating = kind.kind == "c", kind in (np.float32, np.float64)
-    if complex_valued:
-        raise TypeError(f"weights must be real, got {weights.dtype}")
-    if dtype is None and not floating:
+    name = str(getattr(weights, "dtype", "float64")).removeprefix("torch.")
+    if name.startswith("complex"):
+        raise TypeError(f"weights must be real, got {name}")
+    if dtype is None and name not in ("float32", "float64", "float16", "bfloat16"):
         dtype = torch.float64
-    return compressed_rows(weights, name="weights", dtype=dtype)
+    rows = compressed_rows(weights, name="weights", dtype=dtype)
+    if rows.values is not None and bool((rows.values == 1).all()):
+        return CompressedRows(rows.pointers, rows.columns, dtype=rows.dtype)
+    return rows
 
 
 def _from_networkx(graph: Any) -> Any:
@@ -164,18 +155,13 @@ def _from_networkx(graph: Any) -> Any:
     return sys.modules["networkx"].to_scipy_sparse_array(graph, dtype=float)
 
 
-def _without_ones(rows: CompressedRows) -> CompressedRows:
-    if rows.values is None or not bool((rows.values == 1).all()):
-        return rows
-    return CompressedRows(rows.pointers, rows.columns, dtype=rows.dtype)
-
-
 def _check_weights(rows: CompressedRows) -> None:
     if rows.values is not None:
         bad = ~((rows.values >= 0) & torch.isfinite(rows.values))
         if bool(bad.any()):
             entry = int(bad.int().argmax())
-            place = (rows.row_of(entry), int(rows.columns[entry]))
+            row = int(torch.searchsorted(rows.pointers, entry, right=True)) - 1
+            place = (row, int(rows.columns[entry]))
             raise ValueError(
                 "weights must be non-negative and finite, "
                 f"got {float(rows.values[entry])} at {place}, {int(bad.sum())} such in all"

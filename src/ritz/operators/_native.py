@@ -44,9 +44,10 @@ class _LineModel(models.PrimitiveModel):
         super().__init__(manager, line, ir.VectorType(scalar, line.width))
 
 
-def _pointer(context: Any, builder: Any, kind: Any, array: Any, offset: Any) -> Any:
+def _pointer(context: Any, builder: Any, kind: Any, target: Any, array: Any, offset: Any) -> Any:
+    # The address of an element of an array, as a pointer to another type.
     data = context.make_array(kind)(context, builder, array).data
-    return builder.gep(data, [offset])
+    return builder.bitcast(builder.gep(data, [offset]), target.as_pointer())
 
 
 @intrinsic(prefer_literal=True)
@@ -62,9 +63,9 @@ def load(_: Any, array: Any, offset: Any, width: Any) -> Any:
     line = Line(array.dtype, width.literal_value)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = _pointer(context, builder, array, *arguments[:2])
-        vector = context.get_value_type(line).as_pointer()
-        return builder.load(builder.bitcast(pointer, vector), align=array.dtype.bitwidth // 8)
+        vector = context.get_value_type(line)
+        pointer = _pointer(context, builder, array, vector, *arguments[:2])
+        return builder.load(pointer, align=array.dtype.bitwidth // 8)
 
     return line(array, types.uintp, width), generate
 
@@ -74,9 +75,8 @@ def store(_: Any, array: Any, offset: Any, line: Any) -> Any:
     """Write a line to ``array`` from ``offset`` on."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = _pointer(context, builder, array, *arguments[:2])
-        vector = arguments[2].type.as_pointer()
-        builder.store(arguments[2], builder.bitcast(pointer, vector), array.dtype.bitwidth // 8)
+        pointer = _pointer(context, builder, array, arguments[2].type, *arguments[:2])
+        builder.store(arguments[2], pointer, align=array.dtype.bitwidth // 8)
         return context.get_dummy_value()
 
     return types.void(array, types.uintp, line), generate
@@ -87,15 +87,11 @@ def prefetch(_: Any, array: Any, offset: Any) -> Any:
     """Request the cache line of ``array`` at ``offset`` without waiting for it."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        i32 = ir.IntType(32)
-        pointer = _pointer(context, builder, array, *arguments)
-        kinds = [cgutils.voidptr_t, i32, i32, i32]
-        function = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(ir.VoidType(), kinds), "llvm.prefetch.p0"
-        )
+        i32, pointer = ir.IntType(32), _pointer(context, builder, array, ir.IntType(8), *arguments)
+        kind = ir.FunctionType(ir.VoidType(), [pointer.type, i32, i32, i32])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
         # A read (0) of data (1) into the second-level cache (2), which has more requests under
         # way at a time than the first.
-        pointer = builder.bitcast(pointer, cgutils.voidptr_t)
         builder.call(function, [pointer, i32(0), i32(2), i32(1)])
         return context.get_dummy_value()
 
@@ -155,12 +151,7 @@ def product_loop(width: int) -> Loop:
 
 @njit(nogil=True, cache=True)
 def pack_loop(begin: Any, end: Any, inner: Any, block: Any, packed: Any) -> None:
-    """Write ``inner * block`` to the first columns of ``packed``, and zeros to the others."""
+    """Write ``inner * block`` to ``packed``, whose rows follow each other in memory."""
     for i in range(begin, end):
         for k in range(packed.shape[1]):
-            if k >= block.shape[1]:
-                packed[i, k] = 0
-            elif inner is None:
-                packed[i, k] = block[i, k]
-            else:
-                packed[i, k] = inner[i] * block[i, k]
+            packed[i, k] = block[i, k] if inner is None else inner[i] * block[i, k]

@@ -1,8 +1,8 @@
 """Names that other packages of ritz need and users do not."""
 
-from ritz.operators._algebra import SumOperator
+from ritz.operators._base import SumOperator
 from ritz.operators._exact import Quantity, gershgorin
-from ritz.operators._laplacian import GraphMatrix, NetworkXGraph
+from ritz.operators._laplacian import GraphMatrix, NetworkXGraph, is_networkx
 from ritz.operators._sparse import CompressedRows
 
 __all__ = [
@@ -12,4 +12,5 @@ __all__ = [
     "Quantity",
     "SumOperator",
     "gershgorin",
+    "is_networkx",
 ]

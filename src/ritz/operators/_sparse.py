@@ -146,11 +146,6 @@ class CompressedRows:
             diagonal.index_add_(0, index, values)
         return diagonal
 
-    def row_of(self, entry: int) -> int:
-        """Return the row of the entry with this number."""
-        number = torch.tensor(entry, dtype=self.pointers.dtype, device=self.device)
-        return int(torch.searchsorted(self.pointers, number, right=True)) - 1
-
     @cached_property
     def tensor(self) -> Tensor:
         """The matrix as a torch CSR tensor ``(n, n)``, with indices of one type."""
@@ -173,29 +168,25 @@ class CompressedRows:
     def _compiled(
         self, block: Tensor, inner: Tensor | None, outer: Tensor | None, diagonal: Tensor | None
     ) -> Tensor:
-        # Strips have 1, 2, 4, ... columns, since every width is compiled: the last is padded.
         n, k = block.shape
-        strips, rest = divmod(k, self.width)
-        padded = strips * self.width + (1 << (rest - 1).bit_length() if rest else 0)
         block = block.detach() if block.stride(1) == 1 else block.detach().contiguous()
-        out = _lines(n * padded * self.dtype.itemsize).view(self.dtype).view(n, padded)
+        out = _lines(block.numel() * self.dtype.itemsize).view(self.dtype)
         matrix = [_array(x) for x in (self.pointers, self.columns, self.values, outer, diagonal)]
         loops = native_loops()
+        # One pass over the matrix per strip: all columns of a strip share its entries.
         for first in range(0, k, self.width):
-            x, width = block[:, first : first + self.width], min(self.width, padded - first)
-            strip = None
-            if inner is not None or x.shape[1] < width or _off_lines(x):
+            x, strip = block[:, first : first + self.width], None
+            width = x.shape[1]
+            if inner is not None or not x.is_contiguous() or x.data_ptr() % LINE:
                 strip = self._borrow()
                 packed = strip.view(self.dtype)[: n * width].view(n, width)
                 self._spread(loops.pack_loop, width, _array(inner), x.numpy(), packed.numpy())
                 x = packed
-            y = out.view(-1).numpy()
-            self._spread(
-                loops.product_loop(width), width, *matrix, x.view(-1).numpy(), y, first, padded
-            )
+            arrays = (*matrix, x.view(-1).numpy(), out.numpy())
+            self._spread(loops.product_loop(width), width, *arrays, first, k)
             if strip is not None:
                 self._spare.append(strip)
-        return out[:, :k].contiguous()
+        return out.view(n, k)
 
     def _borrow(self) -> Tensor:
         try:
@@ -241,7 +232,7 @@ class CompressedRows:
 
     def _pieces(self, number: int) -> list[tuple[int, int]]:
         if number not in self._cuts:
-            # A row costs about as much as two entries, besides its own.
+            # Cost of a row: its entries, and about two more for its start and its end.
             cost = self.pointers + 2 * torch.arange(self.num_rows + 1)
             shares = torch.arange(1, number) * int(cost[-1]) // number
             cuts = [0, *torch.searchsorted(cost, shares).tolist(), self.num_rows]
@@ -308,10 +299,6 @@ def _lines(num_bytes: int) -> Tensor:
     return torch.from_numpy(raw[start : start + num_bytes])
 
 
-def _off_lines(x: Tensor) -> bool:
-    return not x.is_contiguous() or x.data_ptr() % LINE != 0
-
-
 def _array(tensor: Tensor | None) -> "np.ndarray[Any, Any] | None":
     return None if tensor is None else tensor.numpy()
 
@@ -334,14 +321,14 @@ SparseLike: TypeAlias = Union[
 
 @final
 class SparseOperator(LinearOperator):
-    """A symmetric sparse matrix with both triangles stored; symmetry is checked by two products.
+    """A symmetric sparse matrix with both triangles stored. Symmetry is checked with two products.
 
     Args:
         matrix: SciPy sparse matrix or array of any format, torch sparse tensor (CSR, COO), or
             :class:`CompressedRows`. Repeated entries are summed, as SciPy and torch do.
 
-    Indices are kept in 32 bits where they fit, which halves what a product reads of them.
-    Memory: 12 bytes an entry in float64, 8 in float32; 4 where ``CompressedRows`` has no values.
+    Indices are stored in 32 bits if they fit, since a product is limited by memory bandwidth.
+    Memory: 12 bytes per entry in float64, 8 in float32, 4 if ``CompressedRows`` has no values.
     """
 
     def __init__(self, matrix: SparseLike | CompressedRows) -> None:
@@ -365,34 +352,31 @@ class SparseOperator(LinearOperator):
 
 
 def compressed_rows(matrix: Any, *, name: str, dtype: torch.dtype | None = None) -> CompressedRows:
-    """Return any sparse matrix as compressed rows, sharing its memory where it can.
+    """Return any sparse matrix as compressed rows, sharing memory if possible.
 
     Args:
         matrix: See :class:`SparseOperator`.
-        name: What errors call it.
-        dtype: Of the values, which may then be integers; their own by default.
+        name: Name of the argument, for errors.
+        dtype: Of the values, which may then be integers. Defaults to their dtype.
     """
     if isinstance(matrix, CompressedRows):
         if dtype in (None, matrix.dtype):
             return matrix
         return CompressedRows(matrix.pointers, matrix.columns, matrix.values, dtype=dtype)
-    pointers, columns, values, shape = _parts(matrix, name, dtype)
+    pointers, columns, values = _parts(matrix, name, dtype)
+    shape = matrix.shape
     if len(shape) != 2 or shape[0] != shape[1]:
         raise ValueError(f"{name} must be square, got {tuple(shape)}")
     if shape[0] < 1:
         raise ValueError("an operator must have at least one row, got 0")
-    return CompressedRows(
-        pointers.to(_index(len(values))), columns.to(_index(shape[0])), values, dtype=dtype
+    pointers, columns = (
+        index.to(torch.int32 if bound < 2**31 else torch.int64)
+        for index, bound in ((pointers, len(values)), (columns, shape[0]))
     )
+    return CompressedRows(pointers, columns, values, dtype=dtype)
 
 
-def _index(bound: int) -> torch.dtype:
-    return torch.int32 if bound < 2**31 else torch.int64
-
-
-def _parts(
-    matrix: Any, name: str, dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
+def _parts(matrix: Any, name: str, dtype: torch.dtype | None) -> tuple[Tensor, Tensor, Tensor]:
     if isinstance(matrix, Tensor):
         matrix = matrix.detach()
         if matrix.layout == torch.strided:
@@ -401,11 +385,11 @@ def _parts(
         if matrix.layout == torch.sparse_coo:
             matrix = matrix.coalesce()
         matrix = matrix.to_sparse_csr()
-        return matrix.crow_indices(), matrix.col_indices(), matrix.values(), tuple(matrix.shape)
+        return matrix.crow_indices(), matrix.col_indices(), matrix.values()
     if not scipy.sparse.issparse(matrix):
         raise TypeError(f"{name} must be sparse (SciPy or torch), got {type(matrix).__name__}")
     csr: Any = matrix
-    if dtype is not None:  # before anything is summed: the sum of two booleans is one
+    if dtype is not None:  # before duplicates are summed: the sum of two booleans is one
         csr = csr.astype(torch.empty(0, dtype=dtype).numpy().dtype, copy=False)
     csr = scipy.sparse.csr_array(csr)
     if not csr.has_canonical_format:
@@ -413,9 +397,9 @@ def _parts(
         csr.sum_duplicates()
     if csr.dtype not in (np.float32, np.float64):
         raise TypeError(f"{name} must be float32 or float64, got {csr.dtype}: convert with astype")
-    # Copied where read-only, as the arrays of a memory-mapped file are.
+    # Read-only arrays, such as those of a memory-mapped file, are copied.
     pointers, columns, values = (
         torch.from_numpy(np.require(part, requirements="W"))
         for part in (csr.indptr, csr.indices, csr.data)
     )
-    return pointers, columns, values, csr.shape
+    return pointers, columns, values

@@ -1,4 +1,4 @@
-"""Operators given by few numbers: dense, diagonal, low rank, block diagonal, Kronecker."""
+"""Operators with a structure: dense, diagonal, low-rank, block-diagonal and Kronecker."""
 
 from collections.abc import Sequence
 from typing import final
@@ -7,18 +7,18 @@ import torch
 from torch import Tensor
 
 from ritz._core.checks import check_finite, check_tensor
-from ritz.operators._base import LinearOperator, check_symmetric
+from ritz.operators._base import LinearOperator, check_alike, check_symmetric
 
 # ------------------------------------------------------------------------------------------
-# A symmetric matrix that is written down.
+# Dense matrices.
 
 
 @final
 class DenseOperator(LinearOperator):
-    """A symmetric matrix given as a tensor; its symmetry is checked by two products.
+    """A symmetric matrix stored as a tensor. Symmetry is checked with two products.
 
     Args:
-        matrix: ``(n, n)``, kept, not copied.
+        matrix: ``(n, n)``, not copied.
     """
 
     def __init__(self, matrix: Tensor) -> None:
@@ -34,12 +34,12 @@ class DenseOperator(LinearOperator):
 
 
 # ------------------------------------------------------------------------------------------
-# Diagonal matrices, alone and with a low-rank part.
+# Diagonal matrices, and low-rank matrices plus a diagonal.
 
 
 @final
 class DiagonalOperator(LinearOperator):
-    """The matrix with the entries ``(n,)`` on its diagonal."""
+    """The diagonal matrix with the entries ``(n,)``."""
 
     def __init__(self, entries: Tensor) -> None:
         if entries.ndim != 1:
@@ -57,9 +57,9 @@ class LowRankOperator(LinearOperator):
     r"""The matrix :math:`U \operatorname{diag}(s) U^\top + \operatorname{diag}(d)`.
 
     Args:
-        factors: :math:`U` of shape ``(n, r)``; its columns need not be orthogonal.
-        scales: :math:`s` of shape ``(r,)``, of either sign; ones if not given.
-        entries: :math:`d` of shape ``(n,)``; zeros if not given.
+        factors: :math:`U` of shape ``(n, r)``. Its columns need not be orthogonal.
+        scales: :math:`s` of shape ``(r,)``, of either sign. Defaults to ones.
+        entries: :math:`d` of shape ``(n,)``. Defaults to zeros.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class LowRankOperator(LinearOperator):
             check_finite(name, getattr(self, name))
 
     def _matmat(self, block: Tensor) -> Tensor:
+        # U (s * (U' B)) + d * B, associated so that nothing larger than (n, k) is formed.
         inner = self.scales[:, None] * (self.factors.T @ block)
         return torch.addmm(self.entries[:, None] * block, self.factors, inner)
 
@@ -93,27 +94,18 @@ class LowRankOperator(LinearOperator):
 
 @final
 class BlockDiagonalOperator(LinearOperator):
-    r"""The matrix :math:`\operatorname{diag}(A_1, \dots, A_m)` of blocks on coordinates in order.
+    r"""The matrix :math:`\operatorname{diag}(A_1, \dots, A_m)`; a product is one with each block.
 
     Args:
-        ops: The blocks, in order; of one dtype and device. A product is one with each of them.
+        ops: The blocks, in order, of one dtype and device.
     """
 
     def __init__(self, ops: Sequence[LinearOperator]) -> None:
-        ops = tuple(ops)
-        if not ops:
-            raise ValueError("ops must hold at least one operator, got none")
-        for op in ops[1:]:
-            if (op.dtype, op.device) != (ops[0].dtype, ops[0].device):
-                raise ValueError(f"ops must agree in dtype and device: {ops[0]!r}, {op!r}")
+        self.ops = tuple(ops)
+        first = check_alike("ops", self.ops)
         self.sizes = [op.shape[0] for op in ops]
-        super().__init__(
-            sum(self.sizes),
-            dtype=ops[0].dtype,
-            device=ops[0].device,
-            block_size=min(op.block_size for op in ops),
-        )
-        self.ops = ops
+        width = min(op.block_size for op in ops)
+        super().__init__(sum(self.sizes), dtype=first.dtype, device=first.device, block_size=width)
 
     def _matmat(self, block: Tensor) -> Tensor:
         parts = block.split(self.sizes)
@@ -133,17 +125,17 @@ class KroneckerOperator(LinearOperator):
 
     Args:
         left: :math:`A`, of order ``p``.
-        right: :math:`B`, of order ``q``; the product has order ``p q``. A product with ``k``
-            columns is one of ``B`` with ``p k`` columns and one of ``A`` with ``q k``.
+        right: :math:`B`, of order ``q``. The Kronecker product has order ``p q``. Its product with
+            ``k`` columns takes one of ``B`` with ``p k`` columns and one of ``A`` with ``q k``.
     """
 
     def __init__(self, left: LinearOperator, right: LinearOperator) -> None:
-        if (left.dtype, left.device) != (right.dtype, right.device):
-            raise ValueError(f"factors must agree in dtype and device: {left!r}, {right!r}")
+        check_alike("factors", (left, right))
         super().__init__(left.shape[0] * right.shape[0], dtype=left.dtype, device=left.device)
         self.left, self.right = left, right
 
     def _matmat(self, block: Tensor) -> Tensor:
+        # (A x B) vec(X) = vec(B X A') for X of shape (q, p): first B, then A, by reshaping.
         p, q, k = self.left.shape[0], self.right.shape[0], block.shape[1]
         inner = block.reshape(p, q, k).transpose(0, 1).reshape(q, p * k)
         inner = self.right.matmat(inner).reshape(q, p, k).transpose(0, 1).reshape(p, q * k)

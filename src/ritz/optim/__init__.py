@@ -1,6 +1,14 @@
 """Optimisers that generalise, averages of their iterates, and schedules."""
 
-from ritz.optim._adaptive import DampedAdamW, Padam, PadamW, delta_to_shrinkage, shrinkage_to_delta
+from ritz.optim._adaptive import (
+    DampedAdamW,
+    Gadam,
+    GadamX,
+    Padam,
+    PadamW,
+    delta_to_shrinkage,
+    shrinkage_to_delta,
+)
 from ritz.optim._averaging import AutoAverage, IterateAverage
 from ritz.optim._diagnostics import (
     effective_rates,
@@ -8,7 +16,6 @@ from ritz.optim._diagnostics import (
     solution_diversity,
     weight_norms,
 )
-from ritz.optim._gadam import Gadam, GadamX
 from ritz.optim._lookahead import Lookahead
 from ritz.optim._presets import from_preset, preset, preset_names
 from ritz.optim._schedules import (

@@ -1,8 +1,8 @@
-"""Averages of the iterates of any optimiser: tail, exponential, Polyak, and started by patience."""
+"""Averages of the iterates of any optimiser: tail, exponential, Polyak, started by patience."""
 
 import copy
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, final
 
@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ritz._core.checks import check_choice, check_count, check_range
-from ritz._core.distributed import Group
-from ritz._core.modes import Count, Forward, Sharing, reshard, unwrapped, with_statistics
+from ritz._core.modes import reshard, unwrapped, with_statistics
 from ritz.optim._companions import NEVER, Companions, check_optimizer, local, owners
 
 # ------------------------------------------------------------------------------------------
@@ -25,7 +24,7 @@ KINDS = ("tail", "ema", "polyak")
 
 @final
 class IterateAverage:
-    r"""The average of the weights that an optimiser goes through, kept in its state.
+    r"""The average of the iterates of an optimiser, stored in its state.
 
     With :math:`w_t` the weights after step :math:`t` and :math:`T` the step ``start``,
 
@@ -38,37 +37,35 @@ class IterateAverage:
 
     after the steps :math:`t = T - 1 + k, T - 1 + 2k, \dots` with :math:`k` the ``interval``. With
     ``start`` 0 or 1 the tail average is that of :math:`w_0, w_k, w_{2k}, \dots`; the Polyak average
-    leaves the initial weights out. Averaging at the end of every epoch of ``m`` steps, beginning
-    with the weights after ``e`` epochs, is ``start=e * m + 1, interval=m``. SWA is the tail average
-    around SGD.
+    leaves the initial weights out. To average once per epoch of ``m`` steps, from the weights after
+    ``e`` epochs on, use ``start=e * m + 1, interval=m``. SWA is the tail average around SGD.
 
-    Attach it once the optimiser has its parameters; from then on ``optimizer.step()`` is all that
-    is needed, with closures, compiled steps and gradient scalers too. A step that mixed precision
-    skips is not counted. For a parameter ``p`` the state holds, from the first step on,
-    ``optimizer.state[p]["average"]`` (float32 for half-precision weights; a DTensor where ``p`` is
-    one) and, as tensors without dimensions, ``"average_count"`` (iterates in the average, 0 until
-    it begins), ``"average_step"`` (steps taken) and ``"average_start"``; the last two are brought
-    up to date by ``state_dict()``. They are saved and loaded with the optimiser, also by
-    ``torch.distributed.checkpoint``, bit for bit. Once begun, an average goes on from the start
-    that the checkpoint has; a checkpoint without one begins at step 0. Steps replayed from a CUDA
-    graph run no hooks and are not seen.
+    The average is updated by ``optimizer.step()``, with closures, compiled steps and gradient
+    scalers too. A step that mixed precision skips is not counted. For a parameter ``p`` the state
+    holds, from the first step on, ``optimizer.state[p]["average"]`` (float32 for half-precision
+    weights; a DTensor if ``p`` is one) and, as tensors without dimensions, ``"average_count"``
+    (iterates in the average, 0 until it begins), ``"average_step"`` (steps taken) and
+    ``"average_start"``; the last two are updated by ``state_dict()``. They are saved and loaded
+    with the optimiser, also by ``torch.distributed.checkpoint``, bit for bit. An average that has
+    begun continues with the start of the checkpoint; a checkpoint without an average counts as
+    step 0. Steps replayed from a CUDA graph run no hooks and are not averaged.
 
     Cost: one pass over weights and average on the steps that are averaged, nothing on others.
-    Memory: one vector, and one more while :meth:`applied`. Only where a fused optimiser is given a
-    gradient scaler does a step that is to be averaged wait for the device, to learn whether it was
-    skipped.
+    Memory: one vector, and one more while :meth:`applied`. With a fused optimiser and a gradient
+    scaler, a step that is averaged waits for the device, to learn whether it was skipped.
 
     Reference: Granziol et al., Iterate averaging in the quest for best test error, Alg. 1; Polyak
     and Juditsky (1992); Izmailov et al. (2018).
 
     Args:
-        optimizer: Any; its parameters are averaged.
+        optimizer: Any optimiser; its parameters are averaged.
         kind: ``tail``, ``ema`` or ``polyak``.
-        start: First step :math:`T` of the average, counted from one; 0 is the beginning, ``None``
-            waits for :meth:`restart`.
+        start: First step :math:`T` of the average, counted from one; 0 also means the first.
+            ``None`` waits for :meth:`restart`.
         interval: Steps :math:`k` from one averaged iterate to the next.
         decay: The decay :math:`\rho` of ``ema``.
-        dtype: Of the average, float32 or float64; ``None``: float32, or float64 for such weights.
+        dtype: Dtype of the average, float32 or float64. Defaults to float32, or float64 for float64
+            weights.
     """
 
     def __init__(
@@ -93,6 +90,7 @@ class IterateAverage:
         if dtype not in (None, torch.float32, torch.float64):
             raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
         self.optimizer, self.kind, self.interval, self.decay = optimizer, kind, interval, decay
+        # Steps count from one, so 0 and 1 both mean the first step.
         self.planned = None if start is None else max(start, 1)
         self._applied = False
         self._skipped: Tensor | None = None
@@ -103,8 +101,10 @@ class IterateAverage:
             dtype=dtype,
             closed=lambda numbers: numbers["count"] > 0,
         )
+        # Not compiled: a compiled step would be traced again whenever a count changes.
         optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step))
         optimizer.register_step_post_hook(torch.compiler.disable(self._after_step))
+        # Before the hook of the companions, which writes the counts.
         optimizer.register_state_dict_pre_hook(lambda _: self._resolve(), prepend=True)
         optimizer.register_load_state_dict_post_hook(self._after_load)
 
@@ -121,12 +121,12 @@ class IterateAverage:
 
     @property
     def start(self) -> int | None:
-        """First step of the average, counted from one; ``None`` where it is not settled."""
+        """First step of the average, counted from one; ``None`` if it is not known yet."""
         start = self._numbers["start"]
         return None if start == NEVER else start
 
     def restart(self) -> None:
-        """Forget the average, if there is one, and begin anew with the weights as they are."""
+        """Discard the average, if there is one, and begin again with the present weights."""
         self._check_not_applied("restart")
         self._resolve()
         self._companions.allocate(self.optimizer)
@@ -134,32 +134,20 @@ class IterateAverage:
         self._begin()
 
     @contextmanager
-    def applied(
-        self,
-        model: nn.Module,
-        *,
-        data: Iterable[Any] | None = None,
-        fraction: float = 1.0,
-        forward: Forward | None = None,
-        count: Count | None = None,
-        sharing: Sharing = "own",
-        group: Group | None = None,
-    ) -> Iterator[nn.Module]:
-        r"""Put the averaged weights into a model for the block, and then the very weights it had.
+    def applied(self, model: nn.Module, **statistics: Any) -> Iterator[nn.Module]:
+        r"""Put the averaged weights into a model for the block, and restore its weights after it.
 
         Args:
-            model: Holds parameters of the optimiser, itself or wrapped (DDP, FSDP2, compiled);
-                its other parameters stay as they are.
-            data: Batches on which the statistics of batch norm are computed anew for the averaged
-                weights, by sample, and restored with them; ``None`` leaves them alone.
-            fraction: Part of the batches of ``data`` to use, the first ones.
-            forward: Takes the model and a batch, and calls the one on the other; by default the
-                last item of a tuple or list is left out, and so is ``"labels"`` of a dictionary.
-            count: Takes a batch and returns its number of samples; by default the length of the
-                first tensor in it.
-            sharing: Where there are several processes: ``own`` (each brings its own batches, any
-                number of them, and all make this call) or ``none`` (this process alone).
-            group: The processes.
+            model: Model with parameters of the optimiser, possibly wrapped (DDP, FSDP2, compiled).
+                Its other parameters are not changed.
+            **statistics: Keywords for the statistics of batch norm. ``data`` are batches on which
+                they are computed again for the averaged weights, and restored with them; by default
+                they are not changed. ``fraction`` is the fraction of the batches to use, the first
+                ones. ``forward`` takes the model and a batch, and calls the model; by default the
+                last item of a tuple or list, and ``"labels"`` of a dictionary, are left out.
+                ``count`` takes a batch and returns its number of samples, by default the length of
+                its first tensor. ``sharing`` is ``own`` (every process of ``group`` has batches of
+                its own, and all make this call) or ``none`` (this process alone).
         """
         self._check_not_applied("applied")
         pairs = self._matched(model)
@@ -167,28 +155,20 @@ class IterateAverage:
         self._applied = True
         try:
             _write(pairs)
-            with with_statistics(
-                model,
-                data,
-                fraction=fraction,
-                forward=forward,
-                count=count,
-                sharing=sharing,
-                group=group,
-            ):
+            with with_statistics(model, **statistics):
                 yield model
         finally:
+            # FSDP2 may have gathered the parameters in the block.
             reshard(model)
             _write([(p, weights) for (p, _), weights in zip(pairs, before, strict=True)])
             self._applied = False
 
     def copy_to(self, model: nn.Module, **statistics: Any) -> None:
-        """Put the averaged weights into a model for good.
+        """Copy the averaged weights into a model.
 
         Args:
             model: As in :meth:`applied`.
-            **statistics: ``data``, ``fraction``, ``forward``, ``count``, ``sharing`` and
-                ``group``, as there.
+            **statistics: As in :meth:`applied`.
         """
         self._check_not_applied("copy_to")
         _write(self._matched(model))
@@ -198,13 +178,12 @@ class IterateAverage:
     def to_averaged_model(self, model: nn.Module, **statistics: Any) -> nn.Module:
         """Return a copy of a model with the averaged weights, without wrappers or gradients.
 
-        Its state has the keys of the plain model's. A sharded model cannot be copied: save it
-        inside :meth:`applied`.
+        Its state dict has the keys of the model without wrappers. A sharded model cannot be copied:
+        save it inside :meth:`applied`.
 
         Args:
             model: As in :meth:`applied`.
-            **statistics: ``data``, ``fraction``, ``forward``, ``count``, ``sharing`` and
-                ``group``, as there.
+            **statistics: As in :meth:`applied`.
         """
         if any(hasattr(p, "to_local") for p in model.parameters()):
             raise TypeError("model must not be sharded to be copied; save its state inside "
@@ -222,10 +201,10 @@ class IterateAverage:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "IterateAverage":
         optimizer = copy.deepcopy(self.optimizer, memo)
-        brought = attached_to(optimizer)  # an optimiser with an average of its own copies it
-        if brought is not None:
-            return brought
-        found = IterateAverage(
+        copied = attached_to(optimizer)  # Gadam copies its average
+        if copied is not None:
+            return copied
+        copied = IterateAverage(
             optimizer,
             kind=self.kind,
             start=self.planned,
@@ -234,9 +213,9 @@ class IterateAverage:
             dtype=self._companions.dtype,
         )
         self._resolve()
-        # Copying loses hooks: take up the average from the state of the copy.
-        found._companions.adopt(optimizer, self._numbers)
-        return found
+        # Copying loses hooks: continue with the average in the state of the copy.
+        copied._companions.adopt(optimizer, self._numbers)
+        return copied
 
     @property
     def _numbers(self) -> dict[str, int]:
@@ -256,13 +235,13 @@ class IterateAverage:
         if self._companions.initialising:
             return
         self._numbers["step"] += 1
-        found: Tensor | None = getattr(optimizer, "found_inf", None)
-        if found is not None:
-            skipped = (found > 0).sum()
+        found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
+        if found_inf is not None:
+            skipped = (found_inf > 0).sum()
             self._skipped = skipped if self._skipped is None else self._skipped + skipped
         if self._is_due():
             self._resolve()
-            if self._is_due() and (found is None or not bool(found > 0)):
+            if self._is_due() and (found_inf is None or not bool(found_inf > 0)):
                 self._update()
 
     def _is_to_begin(self) -> bool:
@@ -271,16 +250,19 @@ class IterateAverage:
         return waits and self._numbers["step"] + 1 >= start and not self._companions.initialising
 
     def _is_due(self) -> bool:
+        # Due at t = T - 1 + k, T - 1 + 2k, ...
         since = self._numbers["step"] + 1 - self._numbers["start"]
         begun = self.count > 0 or self.kind == "polyak"
         return begun and since > 0 and since % self.interval == 0
 
     def _begin(self) -> None:
         self._companions.copy_weights()
+        # The Polyak average leaves the initial weights out.
         self._numbers["count"] = 0 if self.kind == "polyak" else 1
         self._companions.write_numbers(self.optimizer)
 
     def _update(self) -> None:
+        # ema: a <- a + (1 - rho)(w - a); tail and Polyak: a <- a + (w - a) / (n + 1)
         share = 1 - self.decay if self.kind == "ema" else 1 / (self.count + 1)
         tensors = self._companions.tensors
         move(list(tensors.values()), list(tensors), share)
@@ -288,7 +270,7 @@ class IterateAverage:
         self._companions.write_numbers(self.optimizer, "count")
 
     def _resolve(self) -> None:
-        """Take the steps that the device has skipped since the last time out of the count."""
+        """Subtract the steps that the device has skipped since the last call from the count."""
         if self._skipped is not None:
             self._numbers["step"] -= int(self._skipped)
             self._skipped = None
@@ -303,13 +285,13 @@ class IterateAverage:
             raise RuntimeError(f"{call} must not be called while the averaged weights are applied")
 
     def _matched(self, model: nn.Module) -> Pairs:
-        """The parameters of a model that have an average, with it."""
+        """Return the parameters of a model that have an average, with their averages."""
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if not self.count:
             when = "waits for restart()" if self.start is None else f"starts at step {self.start}"
-            raise RuntimeError(f"the average has not begun: it {when}, and the optimiser has taken "
-                               f"{self.step} steps")  # fmt: skip
+            message = f"the average has not begun: it {when}, and the optimiser has taken "
+            raise RuntimeError(f"{message}{self.step} steps")
         reshard(model)
         tensors = self._companions.tensors
         pairs: Pairs = [(p, tensors[p]) for p in model.parameters() if p in tensors]
@@ -318,14 +300,15 @@ class IterateAverage:
         return pairs
 
 
+@torch.no_grad()
 def move(averages: list[Tensor], weights: list[Tensor], share: float) -> None:
-    r"""Move averages by a share of the way to the weights, :math:`a \leftarrow a + s (w - a)`.
+    r"""Move averages towards the weights in place, :math:`a \leftarrow a + s (w - a)`.
 
-    In place, in one pass; an average that equals the weights keeps its bits.
+    An average that equals the weights does not change by a bit.
     """
     pairs = [(local(a), local(w)) for a, w in zip(averages, weights, strict=True)]
     same = [(a, w) for a, w in pairs if a.dtype == w.dtype]
-    if same:
+    if same:  # a list of one dtype takes one launch on a GPU
         torch._foreach_lerp_([a for a, _ in same], [w for _, w in same], share)
     for a, w in pairs:
         if a.dtype != w.dtype:
@@ -339,22 +322,22 @@ def _write(pairs: Pairs) -> None:
 
 
 def attached_to(optimizer: Optimizer) -> IterateAverage | None:
-    """The average of an optimiser, or of one that it wraps."""
+    """Return the average of an optimiser, or of one that it wraps."""
     return next((one for one in owners(optimizer) if isinstance(one, IterateAverage)), None)
 
 
 # ------------------------------------------------------------------------------------------
-# When to begin averaging and when to stop training, by patience (GadamAuto).
+# GadamAuto: when to begin averaging, and when to stop training.
 
 
 @final
 class AutoAverage:
-    """Begins an average, and ends training, after so many evaluations without improvement.
+    """Start averaging, and later stop training, when a metric no longer improves.
 
-    First the metric is that of the weights; after ``patience`` evaluations in a row that do not
-    improve on the best, averaging begins with the weights as they are. From then on the metric is
-    that of the averaged weights, with a best of its own, and after another such run
-    :attr:`finished` is true. The rate is meant to stay constant throughout::
+    At first the metric is that of the weights. After ``patience`` evaluations in a row without a
+    new best value, averaging begins with the present weights. From then on the metric is that of
+    the averaged weights, with a new best value, and after another ``patience`` evaluations without
+    improvement :attr:`finished` is true. The learning rate stays constant::
 
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         auto = AutoAverage(optimizer)
@@ -368,11 +351,11 @@ class AutoAverage:
     Reference: Granziol et al., Iterate averaging in the quest for best test error, A.2.
 
     Args:
-        average: An average made with ``start=None``, or an optimiser: the average that it has (as
-            Gadam with ``start=None``), or else a tail average of every iterate, attached to it.
-        patience: Evaluations without improvement that end each of the two parts.
-        mode: Whether the metric is better when smaller (``min``) or larger (``max``).
-        min_delta: How much better than the best counts as an improvement: more than this.
+        average: An average made with ``start=None``, or an optimiser. An optimiser without an
+            average gets a tail average of every iterate.
+        patience: Evaluations without improvement that end each of the two phases.
+        mode: ``min`` if a smaller metric is better, ``max`` if a larger one is.
+        min_delta: An improvement must exceed this.
     """
 
     def __init__(
@@ -401,19 +384,18 @@ class AutoAverage:
         )
 
     def applied(self, model: nn.Module, **statistics: Any) -> AbstractContextManager[nn.Module]:
-        """Put the weights to be judged into a model for the block: averaged ones, once there are.
+        """Put the averaged weights into a model for the block, once averaging has begun.
 
         Args:
             model: As in :meth:`IterateAverage.applied`.
-            **statistics: ``data``, ``fraction``, ``forward``, ``count``, ``sharing`` and
-                ``group``, as there.
+            **statistics: As there.
         """
         if self.averaging:
             return self.average.applied(model, **statistics)
         return nullcontext(model)
 
     def update(self, metric: float | Tensor) -> bool:
-        """Take in the metric of one more evaluation; return whether to stop training."""
+        """Record the metric of one more evaluation; return whether to stop training."""
         value = float(metric)
         if math.isnan(value):
             raise ValueError("metric must be a number, got nan")
@@ -428,12 +410,12 @@ class AutoAverage:
         return self.finished
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where it is, in plain numbers; the average itself is in the optimiser's state."""
+        """Return the state in plain numbers; the average itself is in the optimiser's state."""
         names = ("averaging", "finished", "best", "best_before", "waited", "mode")
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned."""
+        """Continue from what :meth:`state_dict` returned."""
         missing = sorted(set(self.state_dict()) - set(state_dict))
         if missing:
             raise ValueError(f"state_dict must be one of AutoAverage, got one without {missing}")
@@ -454,18 +436,18 @@ class AutoAverage:
             self.finished = True
             return
         self.average.restart()
+        # The metric is that of the average from now on, so its best value is unknown.
         self.averaging, self.waited = True, 0
         self.best_before, self.best = self.best, None
 
 
 def _average_of(average: IterateAverage | Optimizer) -> IterateAverage:
-    found = average
-    if isinstance(found, Optimizer):
-        found = attached_to(found) or IterateAverage(found, start=None)
-    if not isinstance(found, IterateAverage):
+    if isinstance(average, Optimizer):
+        average = attached_to(average) or IterateAverage(average, start=None)
+    if not isinstance(average, IterateAverage):
         raise TypeError(f"average must be an IterateAverage or an optimiser, got "
                         f"{type(average).__name__}")  # fmt: skip
-    if found.planned is not None:
+    if average.planned is not None:
         raise ValueError(f"average must be made with start=None, so that it begins when the "
-                         f"metric says so, got start={found.planned}")  # fmt: skip
-    return found
+                         f"metric says so, got start={average.planned}")  # fmt: skip
+    return average

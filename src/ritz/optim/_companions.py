@@ -1,4 +1,4 @@
-"""A tensor beside every parameter of an optimiser, which lives and travels in its state."""
+"""Tensors that belong to the parameters of an optimiser and are saved in its state."""
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
@@ -17,25 +17,25 @@ WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module")  # DDP, compiled, FSD
 
 @final
 class Companions:
-    r"""One tensor a parameter, and a few integers, kept in ``optimizer.state``.
+    r"""One tensor per parameter, and a few integers, stored in ``optimizer.state``.
 
-    For a parameter ``p`` they are ``state[p][key]``, of the shape of ``p`` (and sharded as it is),
-    and ``state[p][f"{key}_{name}"]``, tensors without dimensions. So ``optimizer.state_dict()``,
-    ``load_state_dict`` and ``torch.distributed.checkpoint`` carry them like the optimiser's own,
-    and loading gives back the same bits: torch would round them to the dtype of the parameter.
+    For a parameter ``p`` they are ``state[p][key]``, of the shape and sharding of ``p``, and
+    ``state[p][f"{key}_{name}"]``, tensors without dimensions. So ``optimizer.state_dict()``,
+    ``load_state_dict`` and ``torch.distributed.checkpoint`` treat them like the optimiser's own
+    state. Loading restores them bit for bit; torch alone would round them to the dtype of ``p``.
 
-    Many optimisers fill the state of a parameter when it has none yet, so nothing is put there
-    before the optimiser has taken a step with the parameter's gradient. A parameter without a
-    gradient has not moved, and one that is frozen costs no memory.
+    Many optimisers initialise the state of a parameter if it is empty. So nothing is stored there
+    before the optimiser has taken a step with the parameter's gradient. Frozen parameters cost no
+    memory.
 
     Args:
-        optimizer: Any; hooks for saving and loading are registered with it. Its owner calls
-            :meth:`before_step` and :meth:`after_step`.
+        optimizer: Any optimiser. Hooks for saving and loading are registered with it; the owner of
+            the companions calls :meth:`before_step` and :meth:`after_step`.
         key: Name of the tensor in the state.
-        numbers: The integers with the values they begin with.
-        dtype: Of the tensors of real parameters (complex ones get the complex type of that
-            precision); ``None``: float32, or that of the parameter where it is wider.
-        closed: Whether, with these integers, it is an error that parameters were added.
+        numbers: The integers with their initial values.
+        dtype: Dtype of the tensors; complex parameters use the complex dtype of that precision.
+            Defaults to float32, or the dtype of the parameter if it is wider.
+        closed: Returns whether, with these integers, adding parameters is an error.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Companions:
         self.key: str = key
         self.dtype, self.closed = dtype, closed
         if any(isinstance(owner, Companions) and owner.key == key for owner in owners(optimizer)):
-            raise ValueError(f"optimizer must not keep {key} weights already, got one that does")
+            raise ValueError(f"optimizer must not have {key} weights already, got one that does")
         self.numbers, self._first_numbers = dict(numbers), dict(numbers)
         self.tensors: dict[Tensor, Tensor] = {}
         self.initialising = False
@@ -63,34 +63,36 @@ class Companions:
         optimizer.register_load_state_dict_post_hook(self._after_load)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Make what is missing; to be called before every step."""
+        """Allocate tensors for new parameters; call it before every step."""
         self.initialising = _is_initialising(optimizer)
         if self._waiting or self._num_groups != len(optimizer.param_groups):
             self.allocate(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Put into the state what is not there yet; to be called after every step."""
+        """Put new tensors into the state; call it after every step."""
         if self._unbound:
+            # A parameter without gradient has no state, and the optimiser has yet to create it.
             ready = [p for p in self._unbound if p.grad is not None or optimizer.state.get(p)]
             self._bind(optimizer, ready)
 
     def allocate(self, optimizer: Optimizer) -> None:
-        """Give every parameter that can move its tensor, a copy of its weights now."""
+        """Give every parameter that requires a gradient its tensor, a copy of its weights."""
         if self._num_groups != len(optimizer.param_groups):
             self._collect(optimizer)
+        # A frozen parameter waits: it may be unfrozen later.
         for p in [p for p in self._waiting if p.requires_grad]:
             self.tensors[p] = p.detach().to(self._kind(p), copy=True)
             self._unbound.append(p)
             del self._waiting[p]
 
     def copy_weights(self) -> None:
-        """Set every tensor to the weights as they are now."""
+        """Set every tensor to the present weights."""
         with torch.no_grad():
             for p, tensor in self.tensors.items():
                 tensor.copy_(p)
 
     def write_numbers(self, optimizer: Optimizer, *names: str) -> None:
-        """Bring integers in the state up to date, all of them unless some are named."""
+        """Write integers into the state, all of them unless some are named."""
         written = [(f"{self.key}_{name}", self.numbers[name]) for name in names or self.numbers]
         for p in self.tensors:
             state = optimizer.state.get(p, {})
@@ -98,7 +100,8 @@ class Companions:
                 state[name].fill_(value)
 
     def adopt(self, optimizer: Optimizer, numbers: Mapping[str, int]) -> None:
-        """Take up tensors that are in the state already, of an optimiser that was copied."""
+        """Continue with the tensors in the state of an optimiser that was copied."""
+        # Loading its own state runs the hooks below, which find the tensors.
         optimizer.load_state_dict(optimizer.state_dict())
         self.numbers = dict(numbers)
         self.write_numbers(optimizer)
@@ -125,44 +128,46 @@ class Companions:
         return self.dtype.to_complex() if p.is_complex() else self.dtype
 
     def _before_load(self, optimizer: Optimizer, state_dict: StateDict) -> StateDict:
-        """Take what is ours out of a state that torch is about to load, and cast."""
-        ours = (self.key, *(f"{self.key}_{name}" for name in self.numbers))
+        """Take the companions out of a state that torch is about to load and to cast."""
+        keys = (self.key, *(f"{self.key}_{name}" for name in self.numbers))
         places = dict(_pairs(optimizer, state_dict))
-        self._loaded, state = {}, {}
+        self._loaded, state = {}, dict(state_dict["state"])
         for place, entry in state_dict["state"].items():
-            own = isinstance(entry, dict) and self.key in entry
-            state[place] = {k: v for k, v in entry.items() if k not in ours} if own else entry
-            if own:
+            if isinstance(entry, dict) and self.key in entry:
                 name, p = places[place]
-                if entry[self.key].shape != p.shape:
-                    raise ValueError(
-                        f"state_dict is of another model: its {self.key} of {name} is of shape "
-                        f"{tuple(entry[self.key].shape)}, the parameter of {tuple(p.shape)}"
-                    )
-                self._loaded[p] = {k: entry[k] for k in ours}
+                check_shape(self.key, entry[self.key], name, p)
+                self._loaded[p] = {k: entry[k] for k in keys}
+                state[place] = {k: v for k, v in entry.items() if k not in keys}
         return state_dict | {"state": state}
 
     def _after_load(self, optimizer: Optimizer) -> None:
         self.tensors, self._waiting, self._unbound, self._num_groups = {}, {}, [], 0
         self.numbers = dict(self._first_numbers)
-        for p, own in self._loaded.items():
-            self.numbers = {name: int(own[f"{self.key}_{name}"]) for name in self.numbers}
-            self.tensors[p] = own[self.key].to(p.device, self._kind(p), copy=True)
+        for p, entry in self._loaded.items():
+            self.numbers = {name: int(entry[f"{self.key}_{name}"]) for name in self.numbers}
+            self.tensors[p] = entry[self.key].to(p.device, self._kind(p), copy=True)
         self._bind(optimizer, list(self._loaded))
         self._loaded = {}
         self._collect(optimizer)
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raise unless it is one."""
+    """Raise unless ``optimizer`` is an optimiser of torch."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
         )
 
 
+def check_shape(key: str, value: Tensor, name: str, param: Tensor) -> None:
+    """Raise unless a tensor of a loaded state has the shape of its parameter."""
+    if value.shape != param.shape:
+        raise ValueError(f"state_dict is of another model: its {key} of {name} has shape "
+                         f"{tuple(value.shape)}, the parameter {tuple(param.shape)}")  # fmt: skip
+
+
 def owners(optimizer: Optimizer) -> Iterator[object]:
-    """Whatever has hooks on the loading of an optimiser, or of the ones that it wraps."""
+    """Yield the objects with hooks on the loading of an optimiser, or of those that it wraps."""
     inner: Any = optimizer
     while isinstance(inner, Optimizer):
         hooks = (inner._optimizer_load_state_dict_pre_hooks,
@@ -173,14 +178,13 @@ def owners(optimizer: Optimizer) -> Iterator[object]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The numbers of a tensor on this process, real, in the same memory."""
-    own = tensor.detach()
-    own = own.to_local() if hasattr(own, "to_local") else own
-    return torch.view_as_real(own) if own.is_complex() else own
+    """Return the part of a tensor on this process as real numbers, in the same memory."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return torch.view_as_real(part) if part.is_complex() else part
 
 
 def _pairs(optimizer: Optimizer, state_dict: StateDict) -> Iterator[tuple[Any, tuple[str, Tensor]]]:
-    """The keys of a state to load, with the names and parameters they belong to."""
+    """Yield the keys of a state to load, with the names and parameters they belong to."""
     here, there = listed(optimizer.param_groups), listed(state_dict["param_groups"])
     for index, ((name, p), (saved, place)) in enumerate(zip(here, there, strict=False)):
         if name is not None and saved is not None and _bare(name) != _bare(saved):
@@ -192,29 +196,27 @@ def _pairs(optimizer: Optimizer, state_dict: StateDict) -> Iterator[tuple[Any, t
 
 
 def _bare(name: str) -> str:
-    """The name of a parameter without what wrappers put into it."""
+    """Return the name of a parameter without the names of wrappers in it."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def listed(groups: list[dict[str, Any]]) -> list[tuple[str | None, Any]]:
-    """Names, where an optimiser was given them, and parameters of all groups."""
-    return [
-        pair
-        for group in groups
-        for pair in zip(
-            group.get("param_names", [None] * len(group["params"])), group["params"], strict=True
-        )
-    ]
+    """Return the names (``None`` if there are none) and the parameters of all groups."""
+    params = chain.from_iterable(group["params"] for group in groups)
+    names = chain.from_iterable(
+        group.get("param_names", [None] * len(group["params"])) for group in groups
+    )
+    return list(zip(names, params, strict=True))
 
 
 def _is_initialising(optimizer: Optimizer) -> bool:
-    """Whether a step only fills the state, as torch.distributed.checkpoint has it do."""
+    """Return whether a step only initialises the state, for torch.distributed.checkpoint."""
+    # It takes a step with learning rate 0 and zero gradients, which must not count.
     if optimizer.state or not all(bool(g.get("lr", 1) == 0) for g in optimizer.param_groups):
         return False
     grads = [p.grad for p in parameters(optimizer) if p.grad is not None]
-    return bool(grads) and not any(bool(_whole(grad.any())) for grad in grads)
-
-
-def _whole(tensor: Any) -> Tensor:
-    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole
+    entries: list[Any] = [grad.any() for grad in grads]
+    # Of a sharded gradient, over all processes.
+    return bool(grads) and not any(
+        bool(entry.full_tensor() if hasattr(entry, "full_tensor") else entry) for entry in entries
+    )

@@ -18,7 +18,7 @@ from ritz._core.modes import evaluating
 from ritz._core.storage import storable
 
 # ------------------------------------------------------------------------------------------
-# Diversity of solutions: how much the iterates that are averaged disagree.
+# Diversity of solutions: how much the averaged iterates disagree.
 
 
 @storable
@@ -30,11 +30,11 @@ class Diversity:
         kl: Symmetrised Kullback-Leibler divergence in nats.
         total_variation: Square of the total variation distance.
         distance: Squared Euclidean distance of the probabilities.
-        kl_pairs: The divergence of every two solutions, ``(m, m)`` in float64, zero on the
+        kl_pairs: The divergence of every pair of solutions, ``(m, m)`` in float64, zero on the
             diagonal.
-        total_variation_pairs: The squared total variation, likewise.
-        distance_pairs: The squared distance, likewise.
-        num_samples: Samples that each of these is the mean over.
+        total_variation_pairs: The squared total variation of every pair, ``(m, m)``.
+        distance_pairs: The squared distance of every pair, ``(m, m)``.
+        num_samples: Number of samples.
     """
 
     kl: float
@@ -59,30 +59,31 @@ def solution_diversity(logits: Tensor | Iterable[Tensor]) -> Diversity:
     .. math:: \tfrac12 \sum_c (p_c - q_c)(\log p_c - \log q_c), \qquad
         \Big(\tfrac12 \sum_c |p_c - q_c|\Big)^2, \qquad \sum_c (p_c - q_c)^2
 
-    of every sample, averaged over samples and then over pairs. The first is the mean of the two
-    Kullback-Leibler divergences, the second the squared total variation; the reference writes
-    :math:`\|p - q\|^2` for a total variation, which is the third. Computed in float64 from logits,
-    so that probabilities too small for a float still count: only a class that one solution
-    excludes outright, by a logit of :math:`-\infty`, makes the divergence infinite.
+    averaged over samples and then over pairs. The first is the mean of the two Kullback-Leibler
+    divergences, the second the squared total variation. The third is what the reference calls total
+    variation. All are computed from logits in float64, so that probabilities too small for a float
+    still count. The divergence is infinite only if one solution gives a class the logit
+    :math:`-\infty`.
 
     Cost: ``m (m - 1) / 2`` passes over ``(n, c)`` arrays; memory: the logits twice in float64.
 
     Args:
         logits: Outputs of the solutions for the same samples, ``(m, n, c)`` or ``m`` of ``(n, c)``
-            (further dimensions, as of tokens, count as samples).
+            (further dimensions, such as tokens, count as samples).
 
     Reference: Granziol et al., *Beyond SGD: iterate averaged adaptive gradient methods*, section 3
     and Fig. 4.
     """
-    logs = [functional.log_softmax(one, -1) for one in _checked(list(logits))]
+    logs = [functional.log_softmax(one, -1) for one in _as_samples(list(logits))]
     probabilities = [one.exp() for one in logs]
     pairs = torch.zeros(3, len(logs), len(logs), dtype=torch.float64)
     for i, j in combinations(range(len(logs)), 2):
         step = probabilities[i] - probabilities[j]
         # A class that both exclude adds nothing; as a difference of infinities it would be NaN.
         ratio = torch.where(logs[i] == logs[j], 0.0, logs[i] - logs[j])
-        found = (0.5 * step * ratio, 0.5 * step.abs(), step.square())
-        kl, variation, distance = (value.sum(-1) for value in found)
+        # (KL(p, q) + KL(q, p)) / 2 = sum (p - q)(log p - log q) / 2, and TV = sum |p - q| / 2
+        terms = (0.5 * step * ratio, 0.5 * step.abs(), step.square())
+        kl, variation, distance = (term.sum(-1) for term in terms)
         values = torch.stack([kl.mean(), variation.square().mean(), distance.mean()])
         pairs[:, i, j] = pairs[:, j, i] = values.cpu()
     kl, variation, distance = (pairs.sum((1, 2)) / (len(logs) * (len(logs) - 1))).tolist()
@@ -97,7 +98,7 @@ def solution_diversity(logits: Tensor | Iterable[Tensor]) -> Diversity:
     )
 
 
-def _checked(logits: list[Tensor]) -> list[Tensor]:
+def _as_samples(logits: list[Tensor]) -> list[Tensor]:
     if len(logits) < 2:
         raise ValueError(f"logits must be of two solutions or more, got {len(logits)}")
     first = logits[0]
@@ -112,9 +113,9 @@ def _checked(logits: list[Tensor]) -> list[Tensor]:
 
 
 # ------------------------------------------------------------------------------------------
-# Norms of weights, and the rate that normalised layers really learn at.
+# Norms of weights, and effective learning rates of normalised layers.
 
-FACTOR = 2.0  # upwards: the epsilon of a normalisation matters less, not more
+FACTOR = 2.0  # above one: the epsilon of a normalisation then matters less
 
 
 @storable
@@ -123,10 +124,10 @@ class WeightNorms:
     r"""Norms of the weights of a model.
 
     Attributes:
-        l2: :math:`\|\theta\|_2` of all.
-        linf: :math:`\|\theta\|_\infty` of all.
-        layers: ``(l2, linf)`` of every parameter tensor by its name.
-        names: The names in their order.
+        l2: :math:`\|\theta\|_2` of all weights.
+        linf: :math:`\|\theta\|_\infty` of all weights.
+        layers: ``(l2, linf)`` of every parameter tensor by name.
+        names: Names of the parameter tensors in order.
     """
 
     l2: float
@@ -145,7 +146,7 @@ class WeightNorms:
 
 @torch.no_grad()
 def weight_norms(model: nn.Module | Mapping[str, Tensor]) -> WeightNorms:
-    r"""Return :math:`\|\theta\|_2` and :math:`\|\theta\|_\infty`, whole and by parameter tensor.
+    r"""Return :math:`\|\theta\|_2` and :math:`\|\theta\|_\infty`, in all and by parameter tensor.
 
     Computed in float64, so that half-precision weights neither overflow nor lose digits.
 
@@ -158,7 +159,9 @@ def weight_norms(model: nn.Module | Mapping[str, Tensor]) -> WeightNorms:
     layers = {}
     for name, value in named.items():
         sizes = value.detach().abs().double()
+        # An empty tensor has no largest entry.
         layers[name] = (float(sizes.norm()), float(sizes.max()) if sizes.numel() else 0.0)
+    # |theta|^2 is the sum of the squared norms of its parts.
     l2 = float(torch.tensor([l2 for l2, _ in layers.values()], dtype=torch.float64).norm())
     linf = max(linf for _, linf in layers.values())
     return WeightNorms(l2=l2, linf=linf, layers=layers, names=tuple(layers))
@@ -168,61 +171,62 @@ def weight_norms(model: nn.Module | Mapping[str, Tensor]) -> WeightNorms:
 def scale_invariant_weights(model: nn.Module, *inputs: Any, rtol: float = 0.01) -> tuple[str, ...]:
     r"""Return the names of the weights :math:`w` for which :math:`f(c w) = f(w)`.
 
-    These are the weights that a normalisation follows, whatever the architecture: nothing is read
-    off the graph. Each weight of two or more dimensions is doubled, and the outputs are compared,
-    with batch norm on the statistics of the batch, dropout off, and the model unchanged. What
-    counts as no change is a change of less than ``rtol`` of the one that shuffling the same
-    entries makes, so that weights without any effect are not taken for normalised ones. The
-    epsilon of a normalisation spoils the invariance where activations before it have a variance
-    not far above it, and so does a bias that it does not remove (before layer or group norm): such
-    a weight is rightly left out.
+    These are the weights before a normalisation. They are found by experiment, for any
+    architecture: each weight of two or more dimensions is doubled, and the outputs are compared,
+    with batch norm in training mode and dropout off. The model is not changed. An output counts as
+    unchanged if it changes by less than ``rtol`` times what shuffling the entries of the weight
+    does; so weights without any effect are not taken for normalised ones. The epsilon of a
+    normalisation breaks the invariance if the variance of its inputs is small, and so does a bias
+    that it does not remove (before layer or group norm). Such weights are not returned.
 
-    Cost: two forward passes for every such weight. Call it once, and keep the names.
+    Cost: two forward passes for every weight of two or more dimensions.
 
     Args:
-        model: Any; called as ``model(*inputs)``, with tensors anywhere in what it returns.
+        model: Any model, called as ``model(*inputs)``; it may return nested tensors.
         *inputs: A batch of several samples.
         rtol: Largest change, relative to that of shuffling.
     """
     check_range("rtol", rtol, low=0.0, high=1.0)
-    found = []
+    names = []
     with evaluating(model, batch_statistics=True):
         before = _outputs(model, {}, inputs)
         for name, weight in model.named_parameters():
             if weight.ndim < 2:
                 continue
+            # The control: the same entries at other places.
             shuffled = weight.flatten().roll(1).view_as(weight)
             scaled = _change(before, _outputs(model, {name: FACTOR * weight}, inputs))
             control = _change(before, _outputs(model, {name: shuffled}, inputs))
             if control > 0 and scaled <= rtol * control:
-                found.append(name)
-    return tuple(found)
+                names.append(name)
+    return tuple(names)
 
 
 @torch.no_grad()
 def effective_rates(
     model: nn.Module, optimizer: Optimizer, names: Iterable[str]
 ) -> dict[str, float]:
-    r"""Return the effective rates :math:`\alpha / \|w\|^2` of normalised layers by name.
+    r"""Return the effective learning rates :math:`\alpha / \|w\|^2` of normalised layers by name.
 
-    Where outputs do not depend on the length of :math:`w`, gradients are orthogonal to it and
-    inversely proportional to its length, so this is the rate at which its direction moves.
+    If the outputs do not depend on the length of :math:`w`, its gradient is orthogonal to it and
+    inversely proportional to its length. The direction of :math:`w` then moves at this rate.
 
     Args:
-        model: Where the weights are.
-        optimizer: Whose groups have them, with their rates.
-        names: Names of weights, as :func:`scale_invariant_weights` finds them.
+        model: Model with the weights.
+        optimizer: Optimiser of these weights.
+        names: Names of weights, as :func:`scale_invariant_weights` returns them.
 
     Reference: Hoffer et al., *Norm matters*, 2018; Granziol et al., *Beyond SGD: iterate
     averaged adaptive gradient methods*, section 3.2.
     """
     weights = dict(model.named_parameters())
+    # By identity: tensors compare element by element.
     rates = {
         id(weight): float(group["lr"])
         for group in optimizer.param_groups
         for weight in group["params"]
     }
-    found = {}
+    effective = {}
     for name in names:
         if name not in weights:
             raise ValueError(f"names must be those of parameters of the model, got {name!r}")
@@ -230,8 +234,8 @@ def effective_rates(
         if id(weight) not in rates:
             raise ValueError(f"optimizer must hold every weight that is named, but not {name!r}")
         square = float(weight.abs().double().square().sum())
-        found[name] = rates[id(weight)] / square if square else math.inf
-    return found
+        effective[name] = rates[id(weight)] / square if square else math.inf
+    return effective
 
 
 def _outputs(model: nn.Module, weights: dict[str, Tensor], inputs: tuple[Any, ...]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Lookahead: slow weights that follow any optimiser, k steps forward, one step back."""
+"""Lookahead: slow weights that follow those of any optimiser."""
 
 from collections.abc import Callable
 from typing import Any, Literal, final
@@ -25,18 +25,18 @@ class Lookahead(Optimizer):
 
     .. math:: \phi \leftarrow \phi + \alpha (\theta - \phi), \qquad \theta \leftarrow \phi.
 
-    It is an optimiser itself: schedulers, gradient scalers, hooks, ``zero_grad`` and
-    ``add_param_group`` work, and ``state_dict()`` is that of the inner optimiser, which holds the
-    slow weights as ``state[p]["slow"]`` (float32 for half-precision weights) and, up to date after
-    ``state_dict()``, ``"slow_step"`` (steps taken) and ``"slow_stop"``. The inner optimiser's own
-    ``step()`` does the same as this one's.
+    It is an optimiser: schedulers, gradient scalers, hooks, ``zero_grad`` and ``add_param_group``
+    work. ``state_dict()`` is that of the inner optimiser, which holds the slow weights as
+    ``state[p]["slow"]`` (float32 for half-precision weights) and, updated by ``state_dict()``,
+    ``"slow_step"`` (steps taken) and ``"slow_stop"``. Calling ``step()`` of the inner optimiser has
+    the same effect as calling it here.
 
-    Before averaging (Gadam + Lookahead) it hands over at the step where the average starts::
+    To combine it with averaging (Gadam + Lookahead), stop it when the average starts::
 
         optimizer = Lookahead(torch.optim.AdamW(model.parameters()), until=start)
         average = IterateAverage(optimizer, start=start)
 
-    Cost: one pass over fast and slow weights every k steps. Memory: one vector.
+    Cost: one pass over fast and slow weights every ``k`` steps. Memory: one vector.
 
     Reference: Zhang, Lucas, Ba, Hinton (2019), Lookahead optimizer: k steps forward, 1 step back,
     Alg. 1.
@@ -44,12 +44,12 @@ class Lookahead(Optimizer):
     Args:
         optimizer: The inner optimiser.
         k: Steps from one synchronisation to the next.
-        alpha: Part of the way that the slow weights go.
-        until: First step, counted from one, that is the inner optimiser's alone; the weights then
-            go on from where they are. ``None``: never, unless :meth:`stop` is called.
-        momentum: At a synchronisation ``keep`` the inner momentum (``momentum_buffer`` or
-            ``exp_avg``), ``reset`` it to zero, or ``pullback``: interpolate it as the weights are,
-            at the cost of another vector, ``state[p]["slow_momentum"]``.
+        alpha: Step size :math:`\alpha` of the slow weights.
+        until: First step, counted from one, without Lookahead. Defaults to never, unless
+            :meth:`stop` is called.
+        momentum: What to do with the inner momentum (``momentum_buffer`` or ``exp_avg``) at a
+            synchronisation: ``keep`` it, ``reset`` it to zero, or ``pullback``, which interpolates
+            it like the weights and stores another vector, ``state[p]["slow_momentum"]``.
     """
 
     optimizer: Optimizer
@@ -78,12 +78,13 @@ class Lookahead(Optimizer):
 
     @property
     def until(self) -> int | None:
-        """First step that is the inner optimiser's alone."""
+        """First step without Lookahead."""
+        # A call of stop() takes precedence over the plan.
         stopped = self._slow.numbers["stop"]
         return self.planned if stopped == NEVER else stopped
 
     def stop(self) -> None:
-        """Hand over to the inner optimiser now."""
+        """Continue with the inner optimiser alone."""
         self._slow.numbers["stop"] = self._slow.numbers["step"] + 1
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -98,10 +99,10 @@ class Lookahead(Optimizer):
     def state_dict(self) -> StateDict:
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        found: StateDict = self.optimizer.state_dict()
+        state_dict: StateDict = self.optimizer.state_dict()
         for after in self._optimizer_state_dict_post_hooks.values():
-            found = after(self, found) or found
-        return found
+            state_dict = after(self, state_dict) or state_dict
+        return state_dict
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         state_dict = state_dict.copy()
@@ -113,17 +114,17 @@ class Lookahead(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of the inner optimiser."""
+        """Parameter groups or defaults of the inner optimiser."""
         return self.optimizer.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """That of the inner optimiser."""
+        """State of the inner optimiser."""
         return self.optimizer.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """Those of the inner optimiser."""
+        """Parameter groups or defaults of the inner optimiser."""
         return self.optimizer.defaults
 
     def __getstate__(self) -> dict[str, Any]:
@@ -131,11 +132,11 @@ class Lookahead(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._attach({name: state[name] for name in SETTINGS})
-        # Copying loses hooks: take up the slow weights from the state of the copy.
+        # Copying loses hooks: continue with the slow weights in the state of the copy.
         self._slow.adopt(self.optimizer, state["numbers"])
 
     def _attach(self, settings: dict[str, Any]) -> None:
-        # Makes the tables of hooks without taking the parameters a second time.
+        # Creates the tables of hooks without registering the parameters a second time.
         super().__setstate__(settings)
         numbers = {"step": 0, "stop": NEVER}
         self._slow = Companions(self.optimizer, key="slow", numbers=numbers)
@@ -144,15 +145,18 @@ class Lookahead(Optimizer):
 
     def _before_inner(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._slow.before_step(optimizer)
+        # phi_0 = theta_0: weights may have been loaded since the slow ones were allocated.
         if self._slow.numbers["step"] == 0:
             self._slow.copy_weights()
 
     def _after_inner(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._slow.after_step(optimizer)
-        if self.momentum == "pullback":
-            self._remember_momentum()
-        found: Tensor | None = getattr(optimizer, "found_inf", None)
-        if self._slow.initialising or (found is not None and bool(found > 0)):
+        for state, buffer in self._momenta() if self.momentum == "pullback" else ():
+            if "slow_momentum" not in state:
+                state["slow_momentum"] = torch.zeros_like(buffer)
+        # Set by a gradient scaler for fused optimisers: such a step changed nothing.
+        found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
+        if self._slow.initialising or (found_inf is not None and bool(found_inf > 0)):
             return
         numbers = self._slow.numbers
         numbers["step"] += 1
@@ -160,31 +164,25 @@ class Lookahead(Optimizer):
         if numbers["step"] % self.k == 0 and not over:
             self._synchronise()
 
+    @torch.no_grad()
     def _synchronise(self) -> None:
         slow, fast = list(self._slow.tensors.values()), list(self._slow.tensors)
+        # phi <- phi + alpha (theta - phi), then theta <- phi
         move(slow, fast, self.alpha)
         torch._foreach_copy_([local(p) for p in fast], [local(s) for s in slow])
-        if self.momentum != "keep":
-            self._change_momentum()
-
-    def _change_momentum(self) -> None:
-        for state, buffer in self._momenta():
+        for state, buffer in self._momenta() if self.momentum != "keep" else ():
             if self.momentum == "reset":
                 buffer.zero_()
             else:
+                # buffer <- slow + alpha (buffer - slow)
                 buffer.lerp_(state["slow_momentum"], 1 - self.alpha)
                 state["slow_momentum"].copy_(buffer)
 
-    def _remember_momentum(self) -> None:
-        for state, buffer in self._momenta():
-            if "slow_momentum" not in state:
-                state["slow_momentum"] = torch.zeros_like(buffer)
-
     def _momenta(self) -> list[tuple[dict[str, Any], Tensor]]:
         states = [self.optimizer.state.get(p, {}) for p in parameters(self.optimizer)]
-        found = [(s, s[name]) for s in states for name in MOMENTUM_BUFFERS
+        pairs = [(s, s[name]) for s in states for name in MOMENTUM_BUFFERS
                  if isinstance(s.get(name), Tensor)]  # fmt: skip
-        if not found:
+        if not pairs:
             raise ValueError(f"optimizer must have momentum for momentum={self.momentum!r}, got "
                              f"{type(self.optimizer).__name__} without")  # fmt: skip
-        return found
+        return pairs

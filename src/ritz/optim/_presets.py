@@ -1,7 +1,7 @@
 """Published settings of the adaptive optimisers, by name."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -9,35 +9,35 @@ from torch.optim.optimizer import ParamsT
 
 from ritz._core.checks import check_count
 from ritz._core.registry import Registry
-from ritz.optim._adaptive import AdaptiveOptimizer, Padam
-from ritz.optim._gadam import AveragedOptimizer, Gadam, GadamX
+from ritz.optim._adaptive import AdaptiveOptimizer, AveragedOptimizer, Gadam, GadamX, Padam
 
 GADAM = "Granziol et al. (2021), Iterate averaged adaptive gradient methods, "
 CIFAR = GADAM + "B.2; averaging from epoch 161, section .2"
 SEARCHED = "; decay searched for and not printed, so the default stands"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Preset:
     """Settings of one published experiment.
 
-    ``settings`` are the keywords of the optimiser; ``epochs`` the length of training;
-    ``average_from`` the epoch, counted from one, at whose end averaging, once an epoch, begins to
-    move the average (None without averaging); ``source`` says where the numbers stand.
+    Attributes:
+        optimizer: Class of the optimiser.
+        epochs: Length of training.
+        average_from: First epoch, counted from one, that is averaged; the weights are averaged once
+            per epoch. None without averaging.
+        source: Where the settings were published.
+        settings: Keywords of the optimiser, read-only.
     """
 
     optimizer: type[AdaptiveOptimizer]
-    settings: Mapping[str, Any] = field(default_factory=dict)
     epochs: int
-    average_from: int | None = None
+    average_from: int | None
     source: str
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "settings", MappingProxyType(dict(self.settings)))
+    settings: Mapping[str, Any]
 
 
 def preset(name: str) -> Preset:
-    """The published settings of that name.
+    """Return the published settings with a name.
 
     Args:
         name: ``optimiser/network/data``; :func:`preset_names` lists them.
@@ -46,30 +46,31 @@ def preset(name: str) -> Preset:
 
 
 def preset_names() -> tuple[str, ...]:
-    """The names of all published settings."""
+    """Return the names of all published settings."""
     return tuple(_PRESETS)
 
 
 def from_preset(
     name: str, params: ParamsT, *, steps_per_epoch: int | None = None, **changes: Any
 ) -> AdaptiveOptimizer:
-    """An optimiser with published settings, averaging once an epoch where they do.
+    """Return an optimiser with published settings, which averages once per epoch if they do.
 
     Args:
         name: ``optimiser/network/data``; :func:`preset_names` lists them.
         params: Parameters or groups of them.
-        steps_per_epoch: Optimiser steps in an epoch, which place the average; None leaves its
-            beginning to the caller.
-        **changes: Keywords of the optimiser that replace or add to the published ones.
+        steps_per_epoch: Optimiser steps per epoch, needed to place the average. With None the
+            average does not start by itself.
+        **changes: Keywords of the optimiser, which take precedence over the published ones.
     """
-    found = preset(name)
-    settings = dict(found.settings)
+    chosen = preset(name)
+    settings = dict(chosen.settings)
     if steps_per_epoch is not None:
         check_count("steps_per_epoch", steps_per_epoch)
-        if issubclass(found.optimizer, AveragedOptimizer) and found.average_from is not None:
-            settings["start"] = (found.average_from - 1) * steps_per_epoch + 1
+        if issubclass(chosen.optimizer, AveragedOptimizer) and chosen.average_from is not None:
+            # The average begins with the weights at the end of the epoch before.
+            settings["start"] = (chosen.average_from - 1) * steps_per_epoch + 1
             settings["interval"] = steps_per_epoch
-    build: Any = found.optimizer
+    build: Any = chosen.optimizer
     return build(params, **(settings | changes))  # type: ignore[no-any-return]
 
 
@@ -84,13 +85,7 @@ def _add(
     source: str,
     **settings: Any,
 ) -> None:
-    entry = Preset(
-        optimizer=optimizer,
-        settings=settings,
-        epochs=epochs,
-        average_from=average_from,
-        source=source,
-    )
+    entry = Preset(optimizer, epochs, average_from, source, MappingProxyType(settings))
     _PRESETS.register(name)(entry)
 
 
@@ -112,6 +107,7 @@ _add("padam/preresnet110/imagenet32", Padam, 200, None, _PRN, lr=0.1, weight_dec
 _add("gadam/preresnet110/imagenet32", Gadam, 200, None, _PRN, lr=1e-3, weight_decay=1e-3)
 _add("gadamx/preresnet110/imagenet32", GadamX, 200, None, _PRN, lr=0.1, weight_decay=3e-4)
 
+# With eps = 1 the step of Gadam is nearly that of SGD, hence the large learning rate.
 _RESNET = GADAM + "5.3; averaging from epoch 61 of the three tried"
 _add("gadam/resnet50/imagenet", Gadam, 90, 61, _RESNET, lr=0.5, eps=1.0, weight_decay=1e-4)
 _BEST = _RESNET + ", the largest rate tried, which was best" + SEARCHED

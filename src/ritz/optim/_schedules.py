@@ -1,7 +1,7 @@
-"""Schedules: shapes over time, followed by the rate or by any other setting of an optimiser.
+"""Schedules of the learning rate, or of any other setting of an optimiser.
 
-A shape is a function of the number of steps done, the factor on the initial value. Whether a step
-is one of the optimiser or an epoch is a matter of how often the schedule is stepped::
+A shape is a function of the number of steps done. It returns the factor on the initial value. Call
+``step()`` once per epoch or once per step of the optimiser, as suits the shape::
 
     rate = Schedule(optimizer, warmup(5, then=linear_decay(200)))
     damping = GroupSchedule(optimizer, linear_decay(200), key="delta")
@@ -10,7 +10,7 @@ is one of the optimiser or an epoch is a matter of how often the schedule is ste
         rate.step()
         damping.step()
 
-Any function will do; those of this module can also be pickled.
+A shape may be any function. Those of this module can be pickled.
 
 Reference: Granziol et al., *Beyond SGD: iterate averaged adaptive gradient methods*, equations 12
 and 13.
@@ -18,7 +18,7 @@ and 13.
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias, final
 
 from torch import Tensor
@@ -33,44 +33,44 @@ Shape: TypeAlias = Callable[[int], float]
 def linear_decay(
     num_steps: int, *, final: float = 0.01, hold: float = 0.5, until: float = 0.9
 ) -> Shape:
-    r"""Return the shape that is flat, falls on a line and is flat again.
+    r"""Return a shape that is constant, then falls linearly, then is constant again.
 
     .. math:: \frac{\alpha_t}{\alpha_0} = 1 \; \Big(\frac tT \le h\Big), \quad
         1 - (1 - r) \frac{t/T - h}{u - h} \; \Big(h < \frac tT \le u\Big), \quad r \text{ after it}
 
     Args:
-        num_steps: :math:`T`, in the steps that the schedule is stepped by.
-        final: :math:`r`.
-        hold: :math:`h`, the share of time that the whole value is held for.
-        until: :math:`u`, the share of time by which the final value is reached.
+        num_steps: Number of steps :math:`T` of the schedule.
+        final: Final factor :math:`r`.
+        hold: Fraction :math:`h` of the steps at the initial value.
+        until: Fraction :math:`u` of the steps after which the final value is reached.
     """
     check_count("num_steps", num_steps)
     check_range("final", final, low=0.0)
     check_range("hold", hold, low=0.0, high=1.0)
     check_range("until", until, low=hold, high=1.0)
-    return _Linear(num_steps, final, hold, until)
+    return partial(_linear, num_steps, final, hold, until)
 
 
 def averaging_decay(start: int, *, final: float = 0.5) -> Shape:
-    r"""Return :func:`linear_decay` over the time before averaging begins, and flat from then on.
+    r"""Return :func:`linear_decay` until averaging begins, and a constant from then on.
 
-    Iterates are averaged at a rate that is still large, :math:`\alpha_\text{avg} = \alpha_0 / 2`,
-    so that they differ.
+    The learning rate during averaging stays large, :math:`\alpha_\text{avg} = \alpha_0 / 2`, so
+    that the averaged iterates differ.
 
     Args:
-        start: :math:`T_\text{avg}`, when averaging begins.
-        final: :math:`\alpha_\text{avg} / \alpha_0`.
+        start: Step :math:`T_\text{avg}` at which averaging begins.
+        final: Factor :math:`\alpha_\text{avg} / \alpha_0`.
     """
     check_count("start", start)
     return linear_decay(start, final=final)
 
 
 def step_decay(milestones: Iterable[int], *, factor: float = 0.1) -> Shape:
-    """Return the shape that is multiplied by ``factor`` at every milestone.
+    """Return a shape that is multiplied by ``factor`` at every milestone.
 
     Args:
-        milestones: When, ascending; the new value holds from that step on.
-        factor: By how much.
+        milestones: Ascending steps from which on the new value holds.
+        factor: Factor at each milestone.
     """
     milestones = tuple(milestones)
     for milestone in milestones:
@@ -78,35 +78,35 @@ def step_decay(milestones: Iterable[int], *, factor: float = 0.1) -> Shape:
     if list(milestones) != sorted(set(milestones)):
         raise ValueError(f"milestones must ascend, got {milestones}")
     check_range("factor", factor, low=0.0)
-    return _Steps(milestones, factor)
+    return partial(_steps, milestones, factor)
 
 
 def warmup(num_steps: int, *, then: Shape | None = None) -> Shape:
     r"""Return a shape multiplied by :math:`\min(1, (t + 1) / n)`.
 
-    The first step already moves, the :math:`n`-th has the whole value, and the shape behind it
-    keeps its own time: it does not begin later.
+    The first step has a learning rate above zero, and the :math:`n`-th has all of it. The shape
+    ``then`` is not delayed by the warm-up.
 
     Args:
-        num_steps: :math:`n`.
-        then: The shape that is warmed up to; constant if not given.
+        num_steps: Number of warm-up steps :math:`n`.
+        then: Shape that is multiplied. Defaults to a constant.
     """
     check_count("num_steps", num_steps)
-    return _Warmup(num_steps, then)
+    return partial(_warmup, num_steps, then)
 
 
 @final
 class Schedule(LRScheduler):
-    """A torch scheduler whose rates are the initial ones times a shape.
+    """Scheduler that multiplies the initial learning rates by a shape.
 
-    It does what those of torch do: several groups, tensor rates (set in place), use in
-    ``SequentialLR``, and a ``state_dict`` of plain numbers. The shape is no part of that state: it
-    is given again when a run is resumed.
+    It works like the schedulers of torch: with several groups, tensor learning rates (set in
+    place), ``SequentialLR``, and a ``state_dict`` of plain numbers. The shape is not part of that
+    state: pass it again to resume a run.
 
     Args:
-        optimizer: Whose groups have rates.
-        shape: Factor after so many steps; a list has one for every group.
-        last_epoch: Steps already done less one, as in torch.
+        optimizer: Optimiser to schedule.
+        shape: Factor as a function of the steps done, or a list with one for every group.
+        last_epoch: Steps already done minus one, as in torch.
     """
 
     def __init__(
@@ -116,26 +116,26 @@ class Schedule(LRScheduler):
         super().__init__(optimizer, last_epoch)
 
     def get_lr(self) -> list[float | Tensor]:
-        """Return the rates of all groups."""
+        """Return the learning rates of all groups."""
         factors = [shape(self.last_epoch) for shape in self._shapes]
         return [base * factor for base, factor in zip(self.base_lrs, factors, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where it is, without the shapes."""
+        """Return the state without the shapes."""
         return {key: value for key, value in super().state_dict().items() if key != "_shapes"}
 
 
 @final
 class GroupSchedule:
-    """Sets any number in the groups of an optimiser to its initial value times a shape.
+    """Scheduler that multiplies the initial value of any setting by a shape.
 
-    For a damping ``delta``, a decay, a momentum. It is stepped, saved and loaded as a torch
-    scheduler is, alone or beside one of the rate in a ``ChainedScheduler``. The initial value is
-    kept in the group, as ``initial_<key>``, and so is saved with the optimiser.
+    Use it for a damping ``delta``, a weight decay or a momentum. It has the interface of a torch
+    scheduler, and may stand in a ``ChainedScheduler``. The initial value is stored in the group as
+    ``initial_<key>``, and so is saved with the optimiser.
 
     Args:
-        optimizer: Its groups have ``key``.
-        shape: Factor after so many steps; a list has one for every group.
+        optimizer: Optimiser whose groups have ``key``.
+        shape: Factor as a function of the steps done, or a list with one for every group.
         key: Name of the setting.
     """
 
@@ -147,71 +147,56 @@ class GroupSchedule:
                 numbers = [name for name, held in group.items() if type(held) in (int, float)]
                 raise ValueError(f"key must name a number in every group of the optimiser, such "
                                  f"as {', '.join(numbers)}; got {key!r}")  # fmt: skip
-            begun = value.clone() if isinstance(value, Tensor) else value
-            group.setdefault(f"initial_{key}", begun)
+            initial = value.clone() if isinstance(value, Tensor) else value
+            # Already there when a run is resumed.
+            group.setdefault(f"initial_{key}", initial)
         self.optimizer, self.key, self.num_steps = optimizer, key, 0
         self._apply()
 
     def step(self) -> None:
-        """Go on by one step."""
+        """Advance by one step."""
         self.num_steps += 1
         self._apply()
 
     def get_last_values(self) -> list[float]:
-        """Return the values of all groups as they are now."""
+        """Return the present values of all groups."""
         return [float(group[self.key]) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, int]:
-        """Return where it is; the initial values are in the state of the optimiser."""
+        """Return the number of steps; the initial values are in the state of the optimiser."""
         return {"num_steps": self.num_steps}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Go on from a state, with the optimiser loaded before or after."""
+        """Continue from a state; load the optimiser before or after."""
         self.num_steps = state_dict["num_steps"]
         self._apply()
 
     def _apply(self) -> None:
         for group, shape in zip(self.optimizer.param_groups, self._shapes, strict=True):
             value = float(group[f"initial_{self.key}"] * shape(self.num_steps))
-            if isinstance(held := group[self.key], Tensor):
-                held.fill_(value)  # in place: a captured or compiled step reads it there
+            if isinstance(setting := group[self.key], Tensor):
+                setting.fill_(value)  # in place: a captured or compiled step reads it there
             else:
                 group[self.key] = value
 
 
-@dataclass(frozen=True)
-class _Linear:
-    num_steps: int
-    final: float
-    hold: float
-    until: float
-
-    def __call__(self, step: int) -> float:
-        time = step / self.num_steps
-        if time <= self.hold:
-            return 1.0
-        if time > self.until:
-            return self.final
-        return 1 - (1 - self.final) * (time - self.hold) / (self.until - self.hold)
+def _linear(num_steps: int, final: float, hold: float, until: float, step: int) -> float:
+    time = step / num_steps
+    if time <= hold:
+        return 1.0
+    # A line from 1 at hold to final at until.
+    return final if time > until else 1 - (1 - final) * (time - hold) / (until - hold)
 
 
-@dataclass(frozen=True)
-class _Steps:
-    milestones: tuple[int, ...]
-    factor: float
-
-    def __call__(self, step: int) -> float:
-        return float(self.factor ** bisect_right(self.milestones, step))
+def _steps(milestones: tuple[int, ...], factor: float, step: int) -> float:
+    # One factor for each milestone at or before the step.
+    return float(factor ** bisect_right(milestones, step))
 
 
-@dataclass(frozen=True)
-class _Warmup:
-    num_steps: int
-    then: Shape | None
-
-    def __call__(self, step: int) -> float:
-        factor = min(1.0, (step + 1) / self.num_steps)
-        return factor if self.then is None else factor * self.then(step)
+def _warmup(num_steps: int, then: Shape | None, step: int) -> float:
+    # (t + 1) / n: the first step, t = 0, has a factor above zero.
+    factor = min(1.0, (step + 1) / num_steps)
+    return factor if then is None else factor * then(step)
 
 
 def _shapes(optimizer: Optimizer, shape: Shape | list[Shape]) -> list[Shape]:

@@ -1,15 +1,17 @@
-"""Results as pictures; needs the ``plots`` extra, which nothing else does."""
+"""Results as Matplotlib figures. Needs the ``plots`` extra.
 
-from ritz.plots._graphs import over_histogram, similarity
-from ritz.plots._landscape import landscape, landscape2d
+:func:`plot` draws any result. The other functions draw on axes that you pass: spectra and densities
+(``spectrum``, ``spectra``, ``density``), also over exact eigenvalues (``against_exact``,
+``over_histogram``); ``landscape``, ``landscape2d``; ``similarity`` of graphs; training logs
+(``training_curves``, ``curvature_over_time``, ``degeneracy``); and quantities over
+batch sizes (``batch_scaling``). ``panels`` makes a figure, and ``save_figure`` writes it.
+"""
+
+from ritz.plots._graphs import similarity
+from ritz.plots._networks import landscape, landscape2d
 from ritz.plots._plot import plot, save_figure
-from ritz.plots._spectra import (
-    against_exact,
-    density,
-    panels,
-    spectra,
-    spectrum,
-)
+from ritz.plots._spectra import against_exact, density, over_histogram, spectra, spectrum
+from ritz.plots._style import panels
 from ritz.plots._training import batch_scaling, curvature_over_time, degeneracy, training_curves
 
 __all__ = [

@@ -1,16 +1,12 @@
 """Names that other packages of ritz need and users do not."""
 
 from ritz.plots._plot import check_picture
-from ritz.plots._scales import direction_title, titled
-from ritz.plots._spectra import BLUE, GREEN, GREY, LEGEND, PALETTE, VERMILION, share_legend
+from ritz.plots._style import STYLE, Axes, Figure, direction_title, share_legend, titled
 
 __all__ = [
-    "BLUE",
-    "GREEN",
-    "GREY",
-    "LEGEND",
-    "PALETTE",
-    "VERMILION",
+    "STYLE",
+    "Axes",
+    "Figure",
     "check_picture",
     "direction_title",
     "share_legend",

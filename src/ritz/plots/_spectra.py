@@ -1,111 +1,67 @@
-"""Plots of spectra and densities, drawn on the axes they are given."""
+"""Plots of the results of a matrix: spectra, densities, estimates, moments, solutions."""
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from textwrap import fill
+from typing import Any, cast
 
 import numpy as np
 from torch import Tensor
 
 from ritz._core.checks import check_count
-from ritz.plots._series import (
-    Stems,
-    check_drawn,
-    density_curve,
-    is_density,
-    not_drawn,
-    one_probe_density,
-    spectrum_stems,
+from ritz._core.results import Estimate, plain_estimate
+from ritz.plots import _series as arrays
+from ritz.plots import _style as style
+from ritz.plots._plot import draw, plot_several, with_fields
+from ritz.plots._series import as_array
+from ritz.plots._style import STYLE, Axes, Figure
+from ritz.spectra import (
+    Density,
+    DiscreteDensity,
+    Eigenpairs,
+    EntropicDensity,
+    Moments,
+    Spectrum,
 )
-from ritz.spectra import Density, DiscreteDensity, EntropicDensity, Spectrum
+from ritz.spectra._shared import Solution
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+DensityLike = with_fields("pdf", "support")
 
-# Okabe and Ito's colours, told apart by every kind of colour vision.
-BLUE, ORANGE, VERMILION, GREY = "#0072B2", "#E69F00", "#D55E00", "#999999"
-GREEN, PURPLE, SKY = "#009E73", "#CC79A7", "#56B4E9"
-PALETTE = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY, "black")
-# By sign, from left to right; grey dark enough to stand on bars of the other one.
-STEMS = {-1: ("Ritz value < 0", VERMILION), 0: ("zero within its residual", "#666666"),
-         1: ("Ritz value > 0", BLUE)}  # fmt: skip
-STYLE = {"axes.spines.top": False, "axes.spines.right": False}
-LEGEND: dict[str, Any] = {"frameon": False, "fontsize": "small"}
-# Inches about each panel: twice as much lies between the label of one and that of the next.
-ROOM: dict[str, Any] = {"w_pad": 0.1, "h_pad": 0.06}
+# ------------------------------------------------------------------------------------------
+# Spectra as stems.
 
 
-def panels(
-    rows: int = 1, columns: int = 1, *, width: float = 6.0, height: float = 3.4
-) -> tuple["Figure", list["Axes"]]:
-    """Return a figure and its axes, row by row, each ``width`` by ``height`` inches.
+def spectrum(
+    spectrum: Spectrum, *, ax: "Axes | None" = None, rtol: float = STYLE.converged
+) -> "Axes":
+    """Draw Ritz values as stems with their weights as heights, and return the axes.
 
-    The figure belongs to pyplot only where the caller has imported pyplot, so that its ``show``
-    and notebooks find it; elsewhere no display is ever asked for.
-    """
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-        from matplotlib.layout_engine import ConstrainedLayoutEngine
-    except ImportError as error:
-        raise ImportError('drawing needs matplotlib: pip install "ritz[plots]"') from error
-    layout = ConstrainedLayoutEngine(**ROOM)
-    shape: dict[str, Any] = {"figsize": (width * columns, height * rows), "layout": layout}
-    pyplot = sys.modules.get("matplotlib.pyplot")
-    with mpl.rc_context(STYLE):  # type: ignore[arg-type]
-        figure = pyplot.figure(**shape) if pyplot else Figure(**shape)
-        axes = figure.subplots(rows, columns, squeeze=False)
-    for ax in axes.flat:
-        ax.set_prop_cycle(color=PALETTE)
-    return figure, list(axes.flat)
-
-
-def share_legend(figure: "Figure", *, first: Sequence[str] = ()) -> None:
-    """Put one legend above all panels in place of one in each.
-
-    It has as many columns as fit the width; for rows beyond the first the figure grows, so that
-    panels keep their height.
+    Colours show the sign of a Ritz value, or that it is zero within its residual. A filled marker
+    is a converged eigenvalue. An empty one stands for a part of the spectrum.
 
     Args:
-        figure: Whose axes have labels; equal ones are taken for the same thing.
-        first: Labels that come first where they occur; then Ritz values, from negative to
-            positive; the others follow as they appear.
+        spectrum: Result of :func:`ritz.lanczos`.
+        ax: Axes to draw on. Defaults to a new figure.
+        rtol: Largest residual of a filled marker, relative to the largest absolute value.
     """
-    entries: dict[str, Any] = {}
-    for ax in figure.axes:
-        handles, labels = ax.get_legend_handles_labels()
-        entries |= dict(zip(labels, handles, strict=True))
-        if (own := ax.get_legend()) is not None:
-            own.remove()
-    # From left to right as in the panels, whichever of them has which.
-    stems = [_stem_label(sign, converged) for sign in STEMS for converged in (True, False)]
-    labels = [label for label in dict.fromkeys((*first, *stems, *entries)) if label in entries]
-    if labels:
-        _legend_above(figure, [entries[label] for label in labels], labels)
-
-
-def spectrum(spectrum: Spectrum, *, ax: "Axes | None" = None, rtol: float = 1e-3) -> "Axes":
-    """Draw Ritz values as stems of their weights, on a logarithmic scale, and return the axes.
-
-    Negative values have a colour of their own, and so have those within their residuals of zero;
-    a full marker is an eigenvalue, an empty one stands for a whole stretch of the spectrum.
-
-    Args:
-        spectrum: A run without restarts, so that it has weights.
-        ax: Where to draw; a new figure if not given.
-        rtol: Largest residual, relative to the largest absolute value, of a full marker.
-    """
-    check_drawn("spectrum", spectrum, Spectrum)
-    ax = ax or panels()[1][0]
-    stems = spectrum_stems(spectrum, rtol=rtol)
-    floor = max(0.5 * float(stems.weights.min()), 1e-18)
-    _draw_stems(ax, stems, floor)
-    ax.set_yscale("log")
-    ax.set(xlabel=r"Ritz value $\theta$", ylabel=r"weight $\tau$", ylim=(floor, 2.0))
-    ax.legend(loc="upper right", **LEGEND)
+    arrays.check_drawn("spectrum", spectrum, Spectrum)
+    ax = ax or style.panels()[1][0]
+    _draw_spectra([ax], [arrays.spectrum_stems(spectrum, rtol=rtol)])
+    style.legend(ax, loc="upper right")
     return ax
+
+
+@draw.register(Spectrum)
+def _(result: Spectrum, ax: "Axes") -> None:
+    spectrum(result, ax=ax)
+    # In the panel the legend would cover stems.
+    style.share_legend(cast("Figure", ax.figure))
+
+
+@plot_several.register(Spectrum)
+def _(first: Spectrum, results: Mapping[Any, Spectrum]) -> "Figure":
+    titles = {str(name): one for name, one in results.items()}
+    return cast("Figure", spectra(titles, log=True)[0].figure)
 
 
 def spectra(
@@ -113,44 +69,87 @@ def spectra(
     *,
     axes: "Sequence[Axes] | None" = None,
     columns: int = 2,
-    rtol: float = 1e-3,
+    rtol: float = STYLE.converged,
     log: bool = False,
 ) -> list["Axes"]:
-    """Draw several spectra in panels of their own on common scales, and return the axes.
+    """Draw several spectra, each in its own panel, on common scales, and return the axes.
 
     Args:
-        spectra: By the titles of their panels; each as for :func:`spectrum`.
-        axes: Where to draw, one for each; a new figure with one legend if not given.
-        columns: Panels beside each other in a new figure.
-        rtol: Largest residual, relative to the largest absolute value, of a full marker.
-        log: Logarithmic horizontal axis on both sides of zero, linear below a hundredth to a
-            thousandth of the largest absolute value; where spectra differ by orders of magnitude.
+        spectra: Spectra by the titles of their panels.
+        axes: Axes to draw on, one per spectrum. Defaults to a new figure with one legend.
+        columns: Number of columns of a new figure.
+        rtol: Largest residual of a filled marker, relative to the largest absolute value.
+        log: Logarithmic horizontal axis on both sides of zero, for spectra that differ by orders of
+            magnitude. Between -1 % and 1 % of the largest absolute value the scale is linear.
     """
     check_count("columns", columns)
-    if not isinstance(spectra, Mapping):
-        raise TypeError(f"spectra must be a mapping of titles to spectra, such as "
-                        f"{{'Hessian': spectrum}}, got {type(spectra).__name__}")  # fmt: skip
-    if not spectra:
-        raise ValueError("spectra must hold at least one spectrum, got none")
-    for title, found in spectra.items():
-        check_drawn(f"spectra[{title!r}]", found, Spectrum)
+    arrays.check_named("spectra", spectra, "titles to spectra")
+    for title, one in spectra.items():
+        arrays.check_drawn(f"spectra[{title!r}]", one, Spectrum)
     if axes is not None and len(axes) != len(spectra):
         raise ValueError(f"axes must be one for each of {len(spectra)} spectra, got {len(axes)}")
-    stems = [spectrum_stems(found, rtol=rtol) for found in spectra.values()]
-    drawn = _grid(len(stems), columns) if axes is None else list(axes)
-    floor = max(0.5 * min(float(one.weights.min()) for one in stems), 1e-18)
-    for ax, title, one in zip(drawn, spectra, stems, strict=True):
-        _draw_stems(ax, one, floor)
-        ax.set_yscale("log")
-        ax.set_title(title, loc="left", fontsize="medium")
-        ax.set(xlabel=r"Ritz value $\theta$", ylabel=r"weight $\tau$", ylim=(floor, 2.0))
+    stems = [arrays.spectrum_stems(one, rtol=rtol) for one in spectra.values()]
+    drawn = list(axes or style.panel_grid(len(stems), columns, width=4.5, height=2.6)[1])
+    _draw_spectra(drawn, stems)
     values = np.concatenate([one.values for one in stems])
-    for ax in drawn:
-        _scale(ax, float(values.min()), float(values.max()), log)
+    for ax, title in zip(drawn, spectra, strict=True):
+        style.set_title(ax, title)
+        _set_x_scale(ax, float(values.min()), float(values.max()), log)
     if axes is None:
-        _label_outer(drawn, columns)
-        share_legend(drawn[0].figure)  # type: ignore[arg-type]
+        _label_outer(drawn, min(columns, len(drawn)))
+        style.share_legend(cast("Figure", drawn[0].figure))
     return drawn
+
+
+def _draw_spectra(axes: "Sequence[Axes]", spectra: Sequence[arrays.Stems]) -> None:
+    # A logarithmic scale has no zero: stems begin at half the smallest weight.
+    floor = max(0.5 * min(float(stems.weights.min()) for stems in spectra), 1e-18)
+    for ax, stems in zip(axes, spectra, strict=True):
+        _draw_stems(ax, stems, floor)
+        ax.set(xlabel=r"Ritz value $\theta$", ylabel=r"weight $\tau$", ylim=(floor, 2.0))
+
+
+def _draw_stems(ax: "Axes", stems: arrays.Stems, floor: float) -> None:
+    for (sign, converged), (label, colour) in style.STEMS.items():
+        chosen = (stems.signs == sign) & (stems.converged == converged)
+        if chosen.any():  # only kinds that occur are in the legend
+            style.stems(ax, stems.values[chosen], stems.weights[chosen], floor, color=colour,
+                        markerfacecolor=colour if converged else "white", label=label)  # fmt: skip
+    ax.set_yscale("log")
+
+
+def _label_outer(axes: "Sequence[Axes]", columns: int) -> None:
+    # Axes.label_outer would leave the panel above a removed one without labels.
+    for index, ax in enumerate(axes):
+        if index + columns < len(axes):
+            ax.set_xlabel("")
+            ax.tick_params(labelbottom=False)
+        if index % columns:
+            ax.set_ylabel("")
+            ax.tick_params(labelleft=False)
+
+
+def _set_x_scale(ax: "Axes", low: float, high: float, log: bool) -> None:
+    from matplotlib.ticker import NullLocator
+
+    if not log:
+        margin = 0.04 * (high - low) or 1.0
+        ax.set_xlim(low - margin, high + margin)
+        return
+    # Four powers of ten up to the largest absolute value; linear below the smallest of them.
+    least = math.floor(math.log10(max(-low, high) or 1.0)) - 2
+    powers = [10.0**k for k in range(least, least + 4)]
+    ax.set_xscale("symlog", linthresh=powers[0], linscale=0.5)
+    # Both sides reach the first power, so that a short side has a tick as well.
+    left, right = min(1.5 * low, -powers[0]), max(1.5 * high, powers[0])
+    below, above = [-p for p in powers if -p >= left], [p for p in powers if p <= right]
+    ax.set_xticks([*(below if low < 0 else []), 0, *above])
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.set_xlim(left, right)
+
+
+# ------------------------------------------------------------------------------------------
+# Densities as curves.
 
 
 def density(
@@ -158,59 +157,77 @@ def density(
     *,
     ax: "Axes | None" = None,
     cumulative: bool = False,
-    sigmas: float = 2.0,
+    sigmas: float = STYLE.sigmas,
     log: bool = False,
     label: str | None = None,
 ) -> "Axes":
-    """Draw a density, or its cumulative form, with its error band, and return the axes.
+    """Draw a density, or its distribution function, with its error band, and return the axes.
 
-    What is made of points, a discrete density or a spectrum, is smoothed by its automatic width,
-    which the legend states; call ``.smoothed(width)`` first for another. Several densities on the
-    same axes have a colour each.
+    A discrete density or a spectrum is smoothed with its automatic width, which the legend states.
+    Call ``.smoothed(width)`` first to choose another width. Densities on the same axes have
+    different colours.
 
     Args:
-        density: Of any kind, or a spectrum, which is the density of one probe.
-        ax: Where to draw; a new figure if not given.
-        cumulative: The distribution function in place of the density; points are not smoothed.
+        density: Density of any kind, or a spectrum, which is the density of one probe.
+        ax: Axes to draw on. Defaults to a new figure.
+        cumulative: Draw the distribution function, without smoothing.
         sigmas: Half width of the band in standard errors.
         log: Logarithmic vertical axis.
-        label: In the legend; says what curve and band are if not given.
+        label: Label in the legend. Defaults to a description of curve and band.
     """
-    smooth, width = with_pdf(density, cumulative=cumulative)
-    ax = ax or panels()[1][0]
-    curve = density_curve(smooth, cumulative=cumulative, sigmas=sigmas)
-    # One probe has no error, and what is no mean over probes has no band.
-    has_band = hasattr(smooth, "cdf_band") and bool(np.isfinite(curve.low).any())
-    usual = f"mean ± {sigmas:g} stderr" if has_band else _density_label(smooth)
-    parts = (label or usual, width)
-    (line,) = ax.plot(curve.x, curve.y, linewidth=1.2, label=", ".join(filter(None, parts)))
+    curve_density, width = _smooth(density, cumulative=cumulative)
+    ax = ax or style.panels()[1][0]
+    curve = arrays.density_curve(curve_density, cumulative=cumulative, sigmas=sigmas)
+    # One probe has no standard error, and a density of maximum entropy no probes.
+    has_band = bool(np.isfinite(curve.low).any())
+    if label is None:
+        label = f"mean ± {sigmas:g} stderr" if has_band else _describe(curve_density)
+    (line,) = ax.plot(curve.x, curve.y, linewidth=STYLE.line, label=label + width)
     if has_band:
-        band: Any = {"color": line.get_color(), "alpha": 0.25, "linewidth": 0}
-        ax.fill_between(curve.x, curve.low, curve.high, **band)
-    ax.set_ylim(bottom=0)
+        style.band(ax, curve.x, curve.low, curve.high, line.get_color())
+    ax.set_ylim(bottom=0, auto=not log)  # a second density may be higher
     if log:
         ax.set_yscale("log")
+        # Five decades below the maximum are negligible.
         ax.set_ylim(bottom=max(float(curve.y.max()) * 1e-5, float(curve.y.min()) or 1e-18))
-    ax.set(xlabel=r"eigenvalue $\lambda$", ylabel="mass below" if cumulative else "density")
-    ax.legend(loc="best", **LEGEND)
+    style.finish(ax, r"eigenvalue $\lambda$", "mass below" if cumulative else "density")
     return ax
 
 
-def with_pdf(density: Any, *, cumulative: bool = False) -> tuple[Density, str]:
-    """Return the density that is drawn, and the width by which points were smoothed, in words.
+@draw.register(DensityLike)
+def _(result: Density, ax: "Axes") -> None:
+    density(result, ax=ax)
 
-    Args:
-        density: Of any kind, or a spectrum.
-        cumulative: Whether the distribution function is drawn, which points have too.
-    """
+
+@plot_several.register(DensityLike)
+def _(first: Density, results: Mapping[Any, Density]) -> "Figure":
+    figure, (ax,) = style.panels()
+    for name, one in results.items():
+        density(one, ax=ax, label=str(name))
+    return figure
+
+
+def _smooth(density: Any, *, cumulative: bool = False) -> tuple[Density, str]:
+    """Return the density to draw, and the width of the smoothing as text for the legend."""
     if isinstance(density, Spectrum):
-        density = one_probe_density(density)
-    elif not is_density(density):
-        raise not_drawn("density", "a density or a Spectrum", density)
+        density = arrays.one_probe_density(density)
+    elif not isinstance(density, DensityLike):
+        raise arrays.not_drawn("density", "a density or a Spectrum", density)
+    # Points have a distribution function, but no density.
     if cumulative or not isinstance(density, DiscreteDensity):
-        return density, ""
+        return cast("Density", density), ""
     smooth = density.smoothed()
-    return smooth, f"smoothed by {smooth.width:.2g}"
+    return smooth, f", smoothed by {smooth.width:.2g}"
+
+
+def _describe(density: Density) -> str:
+    if isinstance(density, EntropicDensity):
+        return f"maximum entropy, {len(density.alphas)} moments"
+    return "one probe" if hasattr(density, "cdf_band") else "density"
+
+
+# ------------------------------------------------------------------------------------------
+# Estimates over the histogram of the exact eigenvalues.
 
 
 def against_exact(
@@ -221,110 +238,213 @@ def against_exact(
     ax: "Axes | None" = None,
     num_bins: int = 60,
 ) -> "Axes":
-    r"""Draw a spectrum over the histogram of the exact eigenvalues, and return the axes.
+    """Draw a spectrum over the histogram of the exact eigenvalues, and return the axes.
 
-    Bars and stems are both shares of the whole that sum to 1, on a logarithmic scale.
+    Bars and stems are shares that sum to 1, on a logarithmic scale.
 
     Args:
-        spectrum: A run without restarts, so that it has weights.
+        spectrum: Result of :func:`ritz.lanczos`.
         exact: All eigenvalues, ``(n,)``.
-        diagonal: The diagonal of the matrix, ``(n,)``, as the approximation it often is.
-        ax: Where to draw; a new figure if not given.
-        num_bins: Bins of the histograms over the range of the eigenvalues.
+        diagonal: Diagonal of the matrix, ``(n,)``, to compare as a cheap approximation.
+        ax: Axes to draw on. Defaults to a new figure.
+        num_bins: Number of bins over the range of the eigenvalues.
     """
-    check_drawn("spectrum", spectrum, Spectrum)
+    arrays.check_drawn("spectrum", spectrum, Spectrum)
     check_count("num_bins", num_bins)
-    ax = ax or panels()[1][0]
-    stems = spectrum_stems(spectrum)
-    # Below a thousandth of an eigenvalue a stem is noise of the start vector.
-    floor = min(0.3, max(1e-3, 0.5 * float(stems.weights.min()) * len(exact))) / len(exact)
-    edges = np.histogram_bin_edges(exact.cpu().numpy(), bins=num_bins)
-    if diagonal is not None:
-        _draw_bars(ax, diagonal, edges, color=ORANGE, alpha=0.7, label="diagonal")
-    _draw_bars(ax, exact, edges, color=GREY, alpha=0.6, label="exact")
+    ax = ax or style.panels()[1][0]
+    stems, n = arrays.spectrum_stems(spectrum), len(exact)
+    # One eigenvalue has the share 1/n. A stem below a thousandth of it is noise of the probe.
+    floor = min(0.3, max(1e-3, 0.5 * float(stems.weights.min()) * n)) / n
+    edges: Any = np.histogram_bin_edges(exact.cpu().numpy(), bins=num_bins)
+    for values, label, colour, alpha in (
+        (diagonal, "diagonal", STYLE.orange, 0.7),
+        (exact, "exact", STYLE.grey, 0.6),
+    ):
+        if values is not None:
+            shares = np.full(len(values), 1 / len(values))
+            ax.hist(values.cpu().numpy(), bins=edges, weights=shares, color=colour, alpha=alpha,
+                    label=label)  # fmt: skip
     _draw_stems(ax, stems, floor)
-    ax.set_yscale("log")
     ax.set(xlabel=r"eigenvalue $\lambda$", ylabel="share", ylim=(floor, 3.0))
-    ax.legend(loc="upper right", **LEGEND)
+    style.legend(ax, loc="upper right")
     return ax
 
 
-def _density_label(density: Density) -> str:
-    """What a density without a band is called."""
-    if isinstance(density, EntropicDensity):
-        return f"maximum entropy, {len(density.alphas)} moments"
-    return "one probe" if hasattr(density, "cdf_band") else "density"
+def over_histogram(
+    density: Density | Spectrum,
+    exact: Tensor,
+    *,
+    ax: "Axes | None" = None,
+    num_bins: int = 100,
+    label: str | None = None,
+) -> "Axes":
+    """Draw a density over the histogram of the exact eigenvalues, and return the axes.
+
+    Bins of repeated eigenvalues may be cut: the vertical axis ends at 1.5 times the highest bin
+    after the ten highest.
+
+    Args:
+        density: Density of any kind, or a spectrum. Points are smoothed, as by :func:`density`.
+        exact: All eigenvalues, ``(n,)``.
+        ax: Axes to draw on. Defaults to a new figure.
+        num_bins: Number of bins over the support of the density.
+        label: Label of the density in the legend.
+    """
+    smooth, width = _smooth(density)
+    check_count("num_bins", num_bins)
+    ax = ax or style.panels()[1][0]
+    eigenvalues = exact.cpu().numpy()
+    heights, edges = np.histogram(eigenvalues, bins=num_bins, range=smooth.support, density=True)
+    ax.stairs(heights, edges, fill=True, color=STYLE.grey, alpha=0.6, label="exact")
+    curve = arrays.density_curve(smooth)
+    style.line(ax, curve.x, curve.y, STYLE.blue, (label or "density") + width)
+    # An eigenvalue of high multiplicity would flatten everything else.
+    top = np.sort(heights)[-11] if num_bins > 20 else heights.max()
+    ax.set(xlabel=r"eigenvalue $\lambda$", ylabel="density", ylim=(0, 1.5 * top or None))
+    style.legend(ax, loc="upper right")
+    return ax
 
 
-def _grid(count: int, columns: int) -> list["Axes"]:
-    """That many axes in a new figure, row by row."""
-    columns = min(columns, count)
-    found = panels(-(-count // columns), columns, width=4.5, height=2.6)[1]
-    for spare in found[count:]:
-        spare.remove()
-    return found[:count]
+# ------------------------------------------------------------------------------------------
+# Estimates.
+
+MEAN = f"mean ± {STYLE.sigmas:g} stderr"
 
 
-def _label_outer(axes: "Sequence[Axes]", columns: int) -> None:
-    """Labels only where no panel stands below, or to the left."""
-    for index, ax in enumerate(axes):
-        if index + columns < len(axes):
-            ax.set_xlabel("")
-            ax.tick_params(labelbottom=False)
-        if index % columns:
-            ax.set_ylabel("")
-            ax.tick_params(labelleft=False)
-
-
-def _scale(ax: "Axes", low: float, high: float, log: bool) -> None:
-    """A horizontal scale from ``low`` to ``high`` with a margin, logarithmic about zero or not."""
-    from matplotlib.ticker import NullLocator
-
-    if log:
-        least = math.floor(math.log10(max(-low, high) or 1.0)) - 2
-        powers = [10.0**k for k in range(least, least + 4)]
-        ax.set_xscale("symlog", linthresh=10.0**least, linscale=0.5)
-        # Both sides reach the first power at least, so that each that is used has a tick.
-        left, right = min(1.5 * low, -powers[0]), max(1.5 * high, powers[0])
-        below, above = [-p for p in powers if -p >= left], [p for p in powers if p <= right]
-        ax.set_xticks([*(below if low < 0 else []), 0, *above])
-        ax.xaxis.set_minor_locator(NullLocator())
-        ax.set_xlim(left, right)
+@draw.register(Estimate)
+def _(estimate: Estimate, ax: "Axes") -> None:
+    if estimate.mean.ndim:
+        _draw_array(estimate, ax)
+    elif estimate.samples is None:
+        raise ValueError(f"an Estimate without samples has no plot, print it: {estimate}")
     else:
-        margin = 0.04 * (high - low) or 1.0
-        ax.set_xlim(low - margin, high + margin)
+        _draw_samples(estimate, ax)
 
 
-def _draw_bars(ax: "Axes", values: Tensor, edges: Any, **style: Any) -> None:
-    values_array = values.cpu().numpy()
-    ax.hist(values_array, bins=edges, weights=np.full(len(values), 1 / len(values)), **style)
+def _draw_array(estimate: Estimate, ax: "Axes") -> None:
+    mean, stderr = as_array(estimate.mean).ravel(), as_array(estimate.stderr).ravel()
+    order, size = np.argsort(-mean), len(mean)
+    # Evenly spaced ranks, with the first and the last.
+    ranks = np.unique(np.linspace(0, size - 1, min(size, STYLE.max_points)).astype(int))
+    x, y, error = ranks + 1.0, mean[order[ranks]], STYLE.sigmas * stderr[order[ranks]]
+    if len(y) <= STYLE.max_bars:
+        style.bars(ax, x, y, yerr=error, label=MEAN if error.any() else None)
+    else:
+        # Sorted means are a smooth curve. Errors of neighbours differ and look like a haze.
+        style.band(ax, x, style.drawable(y - error), style.drawable(y + error))
+        style.line(ax, x, y, STYLE.blue, MEAN if error.any() else None)
+    ax.axhline(0, **style.REFERENCE)
+    title = fill(f"{size:,} entries, {estimate.method}", STYLE.title_width)
+    style.finish(ax, "rank, from the largest", "value", title)
 
 
-def _legend_above(figure: "Figure", handles: list[Any], labels: list[str]) -> None:
-    for rows in range(1, len(labels) + 1):
-        style = LEGEND | {"loc": "outside upper center", "ncols": -(-len(labels) // rows)}
-        legend = figure.legend(handles, labels, **style)
-        taken = legend.get_window_extent()
-        if taken.width <= figure.bbox.width or rows == len(labels):
-            more = taken.height * (rows - 1) / rows / figure.dpi
-            figure.set_figheight(figure.get_figheight() + more)
-            return
-        legend.remove()
+def _draw_samples(estimate: Estimate, ax: "Axes") -> None:
+    samples = as_array(estimate.samples).ravel()
+    mean, error = float(estimate), STYLE.sigmas * float(estimate.stderr)
+    # ||A||_F = sqrt(E ||Az||^2): the samples of a Frobenius norm are squares.
+    if not np.isclose(samples.mean(), mean) and np.isclose(samples.mean(), mean**2):
+        samples = np.sqrt(samples.clip(min=0))
+    x = np.arange(1.0, len(samples) + 1)
+    known = bool(np.isfinite(error))  # NaN for a single sample
+    if known:
+        ax.axhspan(mean - error, mean + error, color=STYLE.blue, alpha=STYLE.band, linewidth=0)
+    ax.axhline(mean, color=STYLE.blue, linewidth=STYLE.line, label=MEAN if known else "mean")
+    style.line(ax, x, samples, STYLE.grey, "sample", marker="o", linestyle="")
+    style.whole_x(ax, x)
+    title = fill(f"{plain_estimate(estimate)}, {estimate.method}", STYLE.title_width)
+    style.finish(ax, "sample", "value", title)
 
 
-def _stem_label(sign: int, converged: bool) -> str:
-    return f"{STEMS[sign][0]}{'' if converged else ', unconverged'}"
+@plot_several.register(Estimate)
+def _(first: Estimate, results: Mapping[Any, Estimate]) -> "Figure":
+    if any(one.mean.ndim for one in results.values()):
+        return plot_several.dispatch(object)(first, results)
+    figure, (ax,) = style.panels(height=1.2 + 0.3 * len(results))
+    draw_estimates(ax, [*map(str, results)], list(results.values()))
+    sampled = any(float(one.stderr) for one in results.values())
+    ax.set(xlabel=MEAN if sampled else "value")
+    return figure
 
 
-# Full markers converged, empty ones not; only kinds that occur reach the legend.
-def _draw_stems(ax: "Axes", stems: Stems, floor: float) -> None:
-    for sign, (_, colour) in STEMS.items():
-        for converged in (True, False):
-            keep = (stems.signs == sign) & (stems.converged == converged)
-            if not keep.any():
-                continue
-            x, y = stems.values[keep], stems.weights[keep]
-            label = _stem_label(sign, converged)
-            face = colour if converged else "white"
-            ax.vlines(x, floor, y, color=colour, linewidth=0.9)
-            ax.plot(x, y, "o", markersize=4.5, color=colour, markerfacecolor=face, label=label)
+def draw_estimates(ax: "Axes", names: Sequence[str], estimates: Sequence[Estimate]) -> None:
+    """Draw one number per row, the first on top, with error bars."""
+    errors = [STYLE.sigmas * float(one.stderr) for one in estimates]
+    places = style.name_rows(ax, names)
+    style.bars(ax, [*map(float, estimates)], places, xerr=errors, markersize=5)
+    ax.margins(x=0.12)
+
+
+# ------------------------------------------------------------------------------------------
+# Eigenpairs, moments and solutions of linear systems.
+
+
+@draw.register(Eigenpairs)
+def _(eigenpairs: Eigenpairs, ax: "Axes") -> None:
+    values, residuals = (as_array(part)[::-1] for part in (eigenpairs.values, eigenpairs.residuals))
+    converged = residuals <= STYLE.converged * np.abs(values).max()
+    x = _set_ranks(ax, eigenpairs)
+    for (sign, full), (_, colour) in style.STEMS.items():
+        chosen = (np.where(values < 0, -1, 1) == sign) & (converged == full)
+        if chosen.any():
+            label = f"eigenvalue {'<' if sign < 0 else '≥'} 0{'' if full else ', unconverged'}"
+            # An eigenvalue lies within the residual of each value.
+            style.stems(ax, x[chosen], values[chosen], 0.0, yerr=residuals[chosen], color=colour,
+                        label=label, markerfacecolor=colour if full else "white")  # fmt: skip
+    ax.axhline(0, **style.REFERENCE)
+    style.finish(ax, "rank, from the largest", r"eigenvalue $\lambda$ ± residual")
+
+
+def _set_ranks(ax: "Axes", eigenpairs: Eigenpairs) -> arrays.Array:
+    """Set ticks 1, 2, ... and, after a gap, ..., n - 1, n; return the places of the values."""
+    count = len(eigenpairs.values)
+    low = min(int(eigenpairs.settings.get("smallest") or 0), count)
+    if count == eigenpairs.dimension:  # all eigenvalues: no gap
+        low = 0
+    top, x = count - low, np.arange(1.0, count + 1)
+    x[top:] += 1 if top and low else 0
+    names = [str(rank) for rank in range(1, top + 1)]
+    names += [f"$n{-back if back else ''}$" for back in range(low - 1, -1, -1)]
+    # Counted from both ends, so that 1 and n have a tick.
+    step = -(-count // STYLE.max_ranks)
+    shown = [*range(0, top, step), *sorted(range(count - 1, top - 1, -step))]
+    ax.set_xticks(x[shown], [names[index] for index in shown])
+    return x
+
+
+@draw.register(Moments)
+def _(moments: Moments, ax: "Axes") -> None:
+    # The moment of degree 0 is always 1.
+    mean, error = (
+        as_array(moments.mean)[1:],
+        STYLE.sigmas * as_array(moments.stderr)[1:],
+    )
+    x = np.arange(1.0, len(mean) + 1)
+    style.stems(ax, x, mean, 0.0, yerr=error, label=MEAN if error.any() else "exact")
+    ax.axhline(0, **style.REFERENCE)
+    style.whole_x(ax, x)
+    low, high = moments.interval
+    basis = "power" if moments.basis == "power" else moments.basis.capitalize()
+    title = f"{len(mean)} moments on [{low:.3g}, {high:.3g}]"
+    style.finish(ax, "degree", f"{basis} moment", title)
+
+
+@draw.register(Solution)
+def _(solution: Solution, ax: "Axes") -> None:
+    # A residual of zero has no place on a logarithmic scale.
+    history, final = as_array(solution.history), as_array(solution.residuals)
+    history, final = (np.where(part > 0, part, np.nan) for part in (history, final))
+    x, count = np.arange(float(len(history))), history.shape[1]
+    many = count > len(STYLE.palette)
+    for column in range(count):
+        name: str | None = "residual" if count == 1 else f"right-hand side {column + 1}"
+        if many:  # one colour for all, and one entry of the legend
+            name = None if column else f"{count:,} right-hand sides"
+        colour = STYLE.blue if many else STYLE.palette[column]
+        style.line(ax, x, history[:, column], colour, name, alpha=0.5 if many else 1.0)
+    # The recurrence of the residual drifts from b - Ax, which is computed once at the end.
+    style.line(ax, np.full(len(final), x[-1]), final, "black", r"$\|b - A x\|$ at the end",
+               marker="x", linestyle="", markersize=6, clip_on=False)  # fmt: skip
+    style.log_scale(ax, history)
+    style.whole_x(ax, x)
+    title = f"{solution.status.outcome} after {len(history) - 1} steps"
+    style.finish(ax, "step", "residual norm", title)

@@ -1,269 +1,266 @@
-"""Pictures of training: curves, curvature over time, and what the batch size does."""
+"""Plots of training: loss and accuracy, curvature over time, effects of the batch size."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 import numpy as np
 
 from ritz.measures import Degeneracy
-from ritz.plots._scales import drawable, isolated, log_y, monitor_title, spans_decade, whole_x
-from ritz.plots._series import (
-    Array,
-    Number,
-    Points,
-    Record,
-    TrainingSeries,
-    curvature_points,
-    degeneracy_points,
-    points,
-    training_series,
-)
-from ritz.plots._spectra import (
-    BLUE,
-    GREY,
-    LEGEND,
-    ORANGE,
-    PALETTE,
-    SKY,
-    VERMILION,
-    panels,
-    share_legend,
-)
+from ritz.plots import _series as arrays
+from ritz.plots import _style as style
+from ritz.plots._plot import plot, plot_several, with_fields
+from ritz.plots._style import STYLE, Axes, Figure, Line2D
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.lines import Line2D
-
-MARKERS = "osD^vPX"
-# By data: colour where there is one run, and line where there are several.
+# Lines by data set: colour (for a single run), line style and width.
 LINES: dict[str, tuple[str, Any, float]] = {
-    "train": (GREY, ":", 1.2),
-    "validation": (SKY, "-.", 1.4),
-    "test": (BLUE, "-", 1.4),
-    "average validation": (ORANGE, (0, (5, 1)), 1.6),
-    "average test": (VERMILION, (0, (5, 1)), 1.6),
+    "train": (STYLE.grey, ":", 1.2),
+    "validation": (STYLE.sky, "-.", 1.4),
+    "test": (STYLE.blue, "-", 1.4),
+    "average validation": (STYLE.orange, (0, (5, 1)), 1.6),
+    "average test": (STYLE.vermilion, (0, (5, 1)), 1.6),
 }
-Runs = Mapping[str, Iterable[Record]]
+TrainingLike = with_fields("history", "num_epochs")
+
+# ------------------------------------------------------------------------------------------
+# Curves by epoch.
 
 
-def training_curves(runs: Runs, *, axes: "Sequence[Axes] | None" = None) -> list["Axes"]:
-    """Draw loss and accuracy by epoch, with those of the averaged iterate; return the axes.
+def training_curves(
+    runs: Mapping[str, Iterable[arrays.Record]], *, axes: "Sequence[Axes] | None" = None
+) -> list["Axes"]:
+    """Draw loss and accuracy by epoch, also of averaged weights, and return the axes.
 
-    One run has a colour for each part of the data, and a mark where averaging begins; several have
-    a colour each, beyond the seventh with a marker too, and a line for each part. Texts have
-    perplexities in place of accuracies. Losses and perplexities that span a decade are on a
-    logarithmic scale. What is infinite or NaN is left out.
+    A single run has one colour per data set, and a line where averaging begins. Several runs have
+    one colour each and one line style per data set; from the eighth on they have markers as well.
+    Texts show perplexity instead of accuracy. Losses and perplexities that span a decade have a
+    logarithmic scale. Infinite and NaN values are left out.
 
     Args:
-        runs: Records of logs, as :func:`ritz.training.read_log` returns them, by name.
-        axes: One for the loss and, where there are any, one for accuracies or perplexities; new
-            ones otherwise, with one legend above both where there are several runs.
+        runs: Records of logs by name, as :func:`ritz.training.read_log` returns them.
+        axes: Axes for the loss and, if there are any, for accuracies or perplexities. Defaults to a
+            new figure, with one legend above it if there are several runs.
     """
-    if not isinstance(runs, Mapping):
-        raise TypeError(f"runs must be a mapping of names to the records of logs, such as "
-                        f"{{'sgd': read_log(folder)}}, got {type(runs).__name__}")  # fmt: skip
-    if not runs:
-        raise ValueError("runs must hold at least one run, got none")
-    found = {name: training_series(list(records)) for name, records in runs.items()}
-    second = [what for what in ("perplexity", "accuracy")
-              if any(getattr(one, what) for one in found.values())]  # fmt: skip
-    shown = ("loss", *second[:1])
+    arrays.check_named("runs", runs, "names to the records of logs")
+    series = {name: arrays.training_series(records) for name, records in runs.items()}
+    measured = [name for name in ("perplexity", "accuracy")
+                if any(one.quantities[name] for one in series.values())]  # fmt: skip
+    shown = ("loss", *measured[:1])
     if axes is not None and len(axes) != len(shown):
         raise ValueError(f"axes must be {len(shown)} for these runs, got {len(axes)}")
-    drawn = panels(1, len(shown), width=4.4, height=3.1)[1] if axes is None else list(axes)
-    for ax, what in zip(drawn, shown, strict=True):
-        _draw_runs(ax, found, what)
-    if axes is None and len(found) > 1:
-        share_legend(drawn[0].figure)  # type: ignore[arg-type]
+    drawn = list(axes or style.panels(1, len(shown), width=4.4, height=3.1)[1])
+    for ax, quantity in zip(drawn, shown, strict=True):
+        _draw_runs(ax, series, quantity)
+    if axes is None and len(series) > 1:
+        style.share_legend(cast("Figure", drawn[0].figure))
     return drawn
 
 
-def curvature_over_time(
-    records: Iterable[Record], *, ax: "Axes | None" = None, log: bool = True
-) -> "Axes":
-    r"""Draw the largest eigenvalue against :math:`2 / \alpha` over time, and return the axes.
+def _draw_runs(ax: "Axes", runs: Mapping[str, arrays.TrainingSeries], quantity: str) -> None:
+    alone = len(runs) == 1
+    for index, (name, series) in enumerate(runs.items()):
+        for part, values in series.quantities[quantity].items():
+            y = style.drawable(values)
+            _draw_run(ax, series.epoch, y, part, None if alone else name, index)
+        if alone and series.average_from is not None:
+            # Named in the legend: a text beside the line could cover a curve.
+            ax.axvline(series.average_from, linestyle="--", label="averaging begins",
+                       **style.REFERENCE)  # fmt: skip
+    ax.set(xlabel="epoch", ylabel="accuracy (%)" if quantity == "accuracy" else quantity)
+    style.whole_x(ax, np.concatenate([series.epoch for series in runs.values()]))
+    if quantity != "accuracy":
+        curves = [y for one in runs.values() for y in one.quantities[quantity].values()]
+        style.log_scale(ax, [], *curves)
+    # The legend of a single run is opaque, because it may cover the line where averaging begins.
+    opaque: Any = {"frameon": True, "edgecolor": "none", "framealpha": 1.0}
+    style.legend(ax, **(opaque if alone else {}))
 
-    A band is the residual, within which an eigenvalue lies.
+
+def _draw_run(
+    ax: "Axes", epoch: arrays.Array, y: arrays.Array, part: str, run: str | None, index: int
+) -> None:
+    colour, line, width = LINES[part]
+    finite = np.isfinite(y)
+    if not finite.any():
+        return
+    # A line through one point is invisible, and colours repeat after the seventh run.
+    lap = index // len(STYLE.palette)
+    marker = STYLE.markers[lap % len(STYLE.markers)] if lap or finite.sum() == 1 else ""
+    if run is not None:
+        colour, part = style.series_look(index)[0], f"{run}, {part}"
+    style.line(ax, epoch[finite], y[finite], colour, part, linestyle=line, linewidth=width,
+               marker=marker, markersize=4.5 if lap else 3.0,
+               markevery=0.1 if finite.sum() > 10 else None)  # fmt: skip
+
+
+@plot.register(TrainingLike)
+def _(result: Any) -> "Figure":
+    return plot_several(result, {"": result})
+
+
+@plot_several.register(TrainingLike)
+def _(first: Any, results: Mapping[Any, Any]) -> "Figure":
+    return plot_several([], {str(name): _records(one) for name, one in results.items()})
+
+
+@plot_several.register(list)
+@plot_several.register(tuple)
+def _(first: Sequence[arrays.Record], results: Mapping[Any, Any]) -> "Figure":
+    return cast("Figure", training_curves(results)[0].figure)
+
+
+def _records(result: Any) -> list[dict[str, Any]]:
+    """Return the history of a training result as records of a log."""
+    records: list[dict[str, Any]] = [{"kind": "epoch"} for _ in range(result.num_epochs)]
+    for name, values in result.history.items():
+        for record, value in zip(records, values.tolist(), strict=True):
+            if not np.isnan(value):  # not measured, such as averages before averaging begins
+                record[name] = value
+    return records
+
+
+# ------------------------------------------------------------------------------------------
+# Curvature over time.
+
+
+def curvature_over_time(
+    records: Iterable[arrays.Record], *, ax: "Axes | None" = None, log: bool = True
+) -> "Axes":
+    r"""Draw the largest eigenvalue over time, beside :math:`2 / \alpha`, and return the axes.
+
+    Gradient descent with the learning rate :math:`\alpha` diverges along eigenvectors whose
+    eigenvalue is above :math:`2 / \alpha`. The band is the residual of the eigenvalue.
 
     Args:
-        records: Of a log with a ``CurvatureMonitor`` that measures ``lambda_max``.
-        ax: Where to draw; a new figure if not given.
-        log: Logarithmic scale of the eigenvalue, where it spans a decade.
+        records: Records of a log with a ``CurvatureMonitor`` that measures ``lambda_max``.
+        ax: Axes to draw on. Defaults to a new figure.
+        log: Logarithmic scale if the eigenvalue spans a decade.
     """
-    ax = ax or panels(width=4.4, height=3.1)[1][0]
+    ax = ax or style.panels(width=4.4, height=3.1)[1][0]
     records = list(records)
-    largest = curvature_points(records, "lambda_max")
+    largest = arrays.curvature_points(records, "lambda_max")
     label = r"largest eigenvalue $\lambda_1$"
-    _draw_line(ax, largest, BLUE, "o", label, band=(1.0, "residual"))
+    _draw_line(ax, largest, 0, label, band=(1.0, "residual"))
     drawn = [largest.y]
     if any(record.get("threshold") is not None for record in records):
-        bound = curvature_points(records, "threshold")
+        bound = arrays.curvature_points(records, "threshold")
         drawn.append(bound.y)
-        _draw_curve(ax, bound, VERMILION, r"$2/\alpha$", linestyle="--")
-    if log and spans_decade(*drawn):
-        log_y(ax)
-    ax.set(xlabel=_unit(records), ylabel="eigenvalue")
-    ax.set_title(monitor_title(records), loc="left", fontsize="medium")
-    whole_x(ax, largest.x)
-    _legend(ax)
+        _draw_curve(ax, bound, STYLE.vermilion, r"$2/\alpha$", linestyle="--")
+    if log:
+        style.log_scale(ax, *drawn)
+    _finish_monitor(ax, [largest], "eigenvalue")
     return ax
 
 
 def degeneracy(
-    found: Mapping[str, Mapping[float, Degeneracy]] | Iterable[Record],
+    found: Mapping[str, Mapping[float, Degeneracy]] | Iterable[arrays.Record],
     *,
     ax: "Axes | None" = None,
 ) -> "Axes":
-    """Draw the share of eigenvalues at the origin over epochs, and return the axes.
+    """Draw the share of eigenvalues near zero over epochs, and return the axes.
 
-    A band is two standard errors; a spectrum from one probe, as a log has it, has none.
+    The band is two standard errors. A log has spectra of one probe, which have no band.
 
     Args:
-        found: Degeneracies by epoch, by name (such as ``Hessian, batch norm eval``); or the
-            records of a log with a ``CurvatureMonitor`` that measures ``spectrum``.
-        ax: Where to draw; a new figure if not given.
+        found: Degeneracies by epoch, by name (such as ``Hessian, batch norm eval``); or the records
+            of a log with a ``CurvatureMonitor`` that measures ``spectrum``.
+        ax: Axes to draw on. Defaults to a new figure.
     """
-    ax = ax or panels(width=4.4, height=3.1)[1][0]
     if isinstance(found, Mapping):
-        series = {name: degeneracy_points(one) for name, one in found.items()}
-        unit = "epoch"
+        series = {str(name): arrays.degeneracy_points(one) for name, one in found.items()}
     else:
-        records = list(found)
-        series, unit = {"": curvature_points(records, "degeneracy")}, _unit(records)
-        ax.set_title(monitor_title(records), loc="left", fontsize="medium")
+        series = {"": arrays.curvature_points(found, "degeneracy")}
+    ax = ax or style.panels(width=4.4, height=3.1)[1][0]
+    band = (STYLE.sigmas, f"{STYLE.sigmas:g} stderr")
     for index, (name, one) in enumerate(series.items()):
-        _draw_line(ax, one, *_look(index), name, band=(2.0, "2 stderr"))
-    ax.set(xlabel=unit, ylabel="share of eigenvalues near 0", ylim=(0, 1.03))
-    whole_x(ax, np.concatenate([one.x for one in series.values()]))
-    _legend(ax)
+        _draw_line(ax, one, index, name, band=band)
+    ax.set_ylim(0, 1.03)
+    _finish_monitor(ax, list(series.values()), "share of eigenvalues near 0")
     return ax
+
+
+@plot_several.register(Mapping)
+def _(first: Mapping[Any, Degeneracy], results: Mapping[Any, Any]) -> "Figure":
+    return cast("Figure", degeneracy(results).figure)
+
+
+@plot_several.register(Degeneracy)
+def _(first: Degeneracy, results: Mapping[Any, Degeneracy]) -> "Figure":
+    if all(isinstance(key, int | float) for key in results):  # by epoch
+        return cast("Figure", degeneracy({"": results}).figure)
+    return plot_several.dispatch(object)(first, results)
+
+
+def _finish_monitor(ax: "Axes", series: Sequence[arrays.Points], ylabel: str) -> None:
+    style.whole_x(ax, np.concatenate([one.x for one in series]))
+    style.finish(ax, series[0].unit, ylabel, style.result_title(series[0]) or None)
+
+
+def _draw_line(
+    ax: "Axes", series: arrays.Points, index: int, label: str, *, band: tuple[float, str]
+) -> None:
+    """Draw points joined by a line, with a band of ``band[0]`` errors, named ``band[1]``."""
+    colour, marker = style.series_look(index)
+    y, error = style.drawable(series.y), style.drawable(band[0] * series.stderr)
+    # NaN where an error is unknown: a gap in the band, since a width of zero would mean exact.
+    known = np.isfinite(y + error)
+    if (error[known] > 0).any():
+        style.band(ax, series.x, y - error, y + error, colour)
+        label = f"{label} ± {band[1]}".lstrip()
+        # A band through one point has no area.
+        if (alone := style.isolated(y + error)).any():
+            ax.errorbar(series.x[alone], y[alone], yerr=error[alone], fmt="none", ecolor=colour,
+                        elinewidth=STYLE.line, capsize=3)  # fmt: skip
+    named = label and np.isfinite(y).any()
+    style.line(ax, series.x, y, colour, label if named else None, marker=marker)
+
+
+def _draw_curve(
+    ax: "Axes", series: arrays.Points, colour: str, label: str, *, linestyle: str = "-"
+) -> "Line2D":
+    """Draw a line without markers, except a dash at points without neighbours."""
+    alone = np.flatnonzero(style.isolated(style.drawable(series.y)))
+    dashes: Any = {"marker": "_", "markersize": 14, "markevery": alone} if alone.size else {}
+    return style.line(ax, series.x, series.y, colour, label, linestyle=linestyle, **dashes)
+
+
+# ------------------------------------------------------------------------------------------
+# Effects of the batch size.
 
 
 def batch_scaling(
     batch_sizes: Sequence[int],
-    measured: Mapping[str, Sequence[Number]],
+    measured: Mapping[str, Sequence[arrays.Number]],
     *,
-    predicted: Mapping[str, Sequence[Number]] | None = None,
+    predicted: Mapping[str, Sequence[arrays.Number]] | None = None,
     quantity: str = "largest eigenvalue",
     ax: "Axes | None" = None,
 ) -> "Axes":
-    """Draw quantities over batch sizes, both on logarithmic scales, and return the axes.
+    """Draw quantities over batch sizes on logarithmic scales, and return the axes.
 
     Args:
-        batch_sizes: In samples, in any order.
-        measured: Estimates, drawn with two standard errors, or numbers; one for each batch size,
-            by name.
-        predicted: Likewise, drawn as lines; one with the name of a measurement has its colour.
-        quantity: What it is, for the vertical axis.
-        ax: Where to draw; a new figure if not given.
+        batch_sizes: Batch sizes in samples, in any order.
+        measured: Estimates, drawn with two standard errors, or numbers; one per batch size, by
+            name.
+        predicted: Predictions, drawn as lines. A prediction has the colour of the measurement of
+            the same name.
+        quantity: Label of the vertical axis.
+        ax: Axes to draw on. Defaults to a new figure.
     """
-    if not measured:
-        raise ValueError("measured must hold at least one quantity, got none")
-    ax = ax or panels(width=4.4, height=3.1)[1][0]
-    names = [*measured, *(name for name in predicted or {} if name not in measured)]
+    arrays.check_named("measured", measured, "names to estimates")
+    ax, predicted = ax or style.panels(width=4.4, height=3.1)[1][0], predicted or {}
     handles = []
-    for index, name in enumerate(names):
-        colour, marker = _look(index)
+    for index, name in enumerate(dict.fromkeys((*measured, *predicted))):
+        colour, marker = style.series_look(index)
         if name in measured:
-            found = points(batch_sizes, measured[name])
-            handles.append(_draw_points(ax, found, colour, marker, name))
-        if name in (predicted or {}):
-            line = points(batch_sizes, (predicted or {})[name])
-            handles.append(_draw_curve(ax, line, colour, f"{name}, predicted"))
-    ax.set_xscale("log", base=2)
-    log_y(ax)
-    ax.set_xticks(sorted(set(batch_sizes)), [f"{size:,}" for size in sorted(set(batch_sizes))])
-    ax.tick_params(axis="x", which="minor", bottom=False)
-    ax.set(xlabel="batch size $B$ (samples)", ylabel=quantity)
-    # In the order they are drawn in: matplotlib's own has all lines before all error bars.
-    ax.legend(handles=handles, loc="best", **LEGEND)
+            series = arrays.points(batch_sizes, measured[name])
+            handles.append(style.bars(ax, series.x, series.y, yerr=STYLE.sigmas * series.stderr,
+                                     color=colour, fmt=marker, capsize=2, label=name))  # fmt: skip
+        if name in predicted:
+            series = arrays.points(batch_sizes, predicted[name])
+            handles.append(_draw_curve(ax, series, colour, f"{name}, predicted"))
+    style.batch_size_x(ax, batch_sizes)
+    style.log_scale(ax)
+    ax.set_ylabel(quantity)
+    # In the order of drawing: matplotlib would put all lines before all error bars.
+    style.legend(ax, handles=handles)
     return ax
-
-
-def _draw_runs(ax: "Axes", runs: Mapping[str, TrainingSeries], what: str) -> None:
-    alone = len(runs) == 1
-    for index, (name, series) in enumerate(runs.items()):
-        _draw_run(ax, series, getattr(series, what), None if alone else name, index)
-    ax.set(xlabel="epoch", ylabel="accuracy (%)" if what == "accuracy" else what)
-    whole_x(ax, np.concatenate([series.epoch for series in runs.values()]))
-    values = [y for series in runs.values() for y in getattr(series, what).values()]
-    if what != "accuracy" and values and spans_decade(*values):
-        log_y(ax)
-    # White behind the legend of one run: the mark of averaging may run there.
-    _legend(ax, **({"frameon": True, "edgecolor": "none", "framealpha": 1.0} if alone else {}))
-
-
-def _draw_run(
-    ax: "Axes", series: TrainingSeries, values: Mapping[str, Array], run: str | None, index: int
-) -> None:
-    for part, found in values.items():
-        own, line, width = LINES[part]
-        y = drawable(found)
-        keep = np.isfinite(y)
-        if not keep.any():
-            continue
-        # A line of one point is not seen, and colours begin again after the seventh run.
-        lap = index // len(PALETTE)
-        marker = MARKERS[lap % len(MARKERS)] if lap or keep.sum() == 1 else ""
-        ax.plot(series.epoch[keep], y[keep], linestyle=line, linewidth=width, marker=marker,
-                markersize=3 if lap == 0 else 4.5, markevery=0.1 if keep.sum() > 10 else None,
-                color=own if run is None else _look(index)[0],
-                label=part if run is None else f"{run}, {part}")  # fmt: skip
-    if run is None and series.average_from is not None:
-        # Named in the legend: a word beside the line would lie on a curve sooner or later.
-        ax.axvline(series.average_from, color=GREY, linewidth=0.8, linestyle="--", zorder=0,
-                   label="averaging begins")  # fmt: skip
-
-
-def _draw_line(
-    ax: "Axes", found: Points, colour: str, marker: str, label: str, *, band: tuple[float, str]
-) -> None:
-    """Points joined by a line, between so many errors, which the legend names."""
-    sigmas, what = band
-    y, error = drawable(found.y), drawable(sigmas * found.stderr)
-    known = np.isfinite(y + error)  # NaN where a single probe has no error: a gap of the band
-    if (error[known] > 0).any():
-        ax.fill_between(found.x, y - error, y + error, color=colour, alpha=0.25, linewidth=0)
-        label = f"{label} ± {what}".lstrip()
-        single = isolated(y + error)  # where a band has no width
-        if single.any():
-            ax.errorbar(found.x[single], y[single], yerr=error[single], fmt="none",
-                        ecolor=colour, elinewidth=1.2, capsize=3)  # fmt: skip
-    ax.plot(found.x, y, color=colour, marker=marker, markersize=4, linewidth=1.2,
-            label=label if label and np.isfinite(y).any() else None)  # fmt: skip
-
-
-def _draw_curve(
-    ax: "Axes", found: Points, colour: str, label: str, *, linestyle: str = "-"
-) -> "Line2D":
-    """A line without markers but where a point has no neighbour: there it is a dash."""
-    y = drawable(found.y)
-    single = np.flatnonzero(isolated(y))
-    (line,) = ax.plot(found.x, y, linestyle=linestyle, color=colour, linewidth=1.2, label=label,
-                      marker="_" if single.size else "", markersize=14,
-                      markevery=single if single.size else None)  # fmt: skip
-    return line
-
-
-def _draw_points(ax: "Axes", found: Points, colour: str, marker: str, label: str) -> Any:
-    return ax.errorbar(
-        found.x, drawable(found.y), yerr=2 * found.stderr if found.stderr.any() else None,
-        color=colour, marker=marker, markersize=4, linewidth=1.2, capsize=2,
-        linestyle="none", label=label)  # fmt: skip
-
-
-def _look(index: int) -> tuple[str, str]:
-    """Colour and marker; a colour that comes again has another marker."""
-    lap = index // len(PALETTE)
-    return PALETTE[index % len(PALETTE)], MARKERS[(index + lap) % len(MARKERS)]
-
-
-def _legend(ax: "Axes", **style: Any) -> None:
-    if ax.get_legend_handles_labels()[1]:
-        ax.legend(loc="best", **LEGEND | style)
-
-
-def _unit(records: Iterable[Record]) -> str:
-    found = [record for record in records if record.get("kind") == "curvature"]
-    epochs = [record.get("epoch") for record in found]
-    return "epoch" if None not in epochs and len(set(epochs)) == len(epochs) else "step"

@@ -1,4 +1,4 @@
-"""Random matrices and noisy quadratics: what theory says before anything is measured."""
+"""Random matrix theory and models of noisy training, in closed form."""
 
 from ritz.rmt import quadratic
 

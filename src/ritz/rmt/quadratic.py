@@ -1,11 +1,11 @@
-r"""The noisy quadratic in closed form: last iterate, averages and moving averages.
+r"""SGD on a noisy quadratic in closed form: last iterate, averages and moving averages.
 
-Gradient descent on :math:`\frac12 \lambda w^2` with gradients of noise :math:`\xi_t`, of mean zero
-and variance :math:`g^2`, is in every eigen-direction on its own
+Gradient descent on :math:`\frac12 \lambda w^2`, with gradient noise :math:`\xi_t` of mean zero and
+variance :math:`g^2`, decouples into the eigen-directions:
 
-.. math:: w_{t+1} = \varphi w_t - \alpha \xi_t, \qquad \varphi = 1 - \alpha \lambda,
+.. math:: w_{t+1} = \varphi w_t - \alpha \xi_t, \qquad \varphi = 1 - \alpha \lambda.
 
-so that whatever is linear in the iterates has a mean and a variance that can be written down.
+So the mean and the variance of anything linear in the iterates have closed forms.
 
 Reference: Granziol et al., *Beyond SGD: iterate averaged adaptive gradient methods*, section 4.
 """
@@ -25,7 +25,7 @@ from ritz._core.storage import storable
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterateMoments:
-    """Mean and variance over all noise in every eigen-direction, both ``(d,)`` in float64."""
+    """Mean and variance over the noise in each eigen-direction, both ``(d,)`` in float64."""
 
     mean: Tensor
     variance: Tensor
@@ -34,14 +34,14 @@ class IterateMoments:
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paths:
-    """Where simulated runs end, all ``(num_paths, d)`` in float64.
+    """The ends of simulated runs, all ``(num_paths, d)`` in float64.
 
     Attributes:
         iterate: The last iterate.
-        average: The average of every ``interval``-th iterate, the start left out.
+        average: The average of every ``interval``-th iterate, without the start.
         average_with_start: The same with the start.
-        ema: The moving average, begun at the start.
-        seed: Of the generator.
+        ema: The exponential moving average, initialised with the start.
+        seed: Seed of the generator.
     """
 
     iterate: Tensor
@@ -64,16 +64,16 @@ def iterate(
     .. math:: \mathbb{E} w_n = \varphi^n w_0, \qquad
         \operatorname{Var} w_n = \alpha^2 g^2 \frac{1 - \varphi^{2n}}{1 - \varphi^2}
 
-    Exact to roundoff for every :math:`\varphi`, also where it is close to 1 or -1. Directions that
-    are flat or unstable are followed as far as float64 reaches.
+    The result is exact to roundoff for any :math:`\varphi`, also close to 1 or -1, and for flat or
+    unstable directions within the range of float64.
 
     Args:
-        eigenvalues: :math:`\lambda`, ``(d,)``, of either sign.
-        rate: :math:`\alpha`; of every direction where it is a tensor, as with preconditioning.
-        num_steps: :math:`n`.
-        start: :math:`w_0`.
-        noise: :math:`g^2`, the variance of the gradient noise (that of a sample over the batch
-            size).
+        eigenvalues: Eigenvalues :math:`\lambda`, ``(d,)``, of either sign.
+        rate: Learning rate :math:`\alpha`; a tensor ``(d,)`` gives each direction its own, as with
+            preconditioning.
+        num_steps: Number of steps :math:`n`.
+        start: Start :math:`w_0`.
+        noise: Variance :math:`g^2` of the gradient noise: that of one sample over the batch size.
     """
     system = _System(eigenvalues, rate, start, noise, num_steps)
     return system.moments(system.power(num_steps), system.squares(num_steps))
@@ -96,23 +96,24 @@ def average(
         \Big(\frac{1 - \phi^m}{1 - \phi}\Big)^2, \qquad \phi = \varphi^k, \quad
         s^2 = \alpha^2 g^2 \frac{1 - \varphi^{2k}}{1 - \varphi^2}
 
-    For :math:`k = 1` the variance tends to :math:`g^2 / (\lambda^2 n)`, whatever the rate. With
+    For :math:`k = 1` the variance tends to :math:`g^2 / (\lambda^2 n)` for any learning rate. With
     the start, :math:`n` becomes :math:`n + 1` and the mean gains :math:`w_0 / (n + 1)`. The closed
-    form of the sum cancels where :math:`n \alpha \lambda` is small; it is built by doubling
-    instead, of terms that do not, in about :math:`\log_2 n` operations.
+    form of the sum cancels if :math:`n \alpha \lambda` is small. Therefore the sum is built by
+    doubling, in about :math:`\log_2 n` operations without cancellation.
 
     Args:
-        eigenvalues: :math:`\lambda`, ``(d,)``, of either sign.
-        rate: :math:`\alpha`, one for all or one for each.
-        num_steps: Steps that are taken; every ``interval``-th is averaged.
-        start: :math:`w_0`.
-        noise: :math:`g^2`.
-        interval: :math:`k`.
-        include_start: Whether :math:`w_0` is averaged too, as Gadam does from where it begins.
+        eigenvalues: Eigenvalues :math:`\lambda`, ``(d,)``, of either sign.
+        rate: Learning rate :math:`\alpha`, one number or ``(d,)``.
+        num_steps: Number of steps; every ``interval``-th iterate is averaged.
+        start: Start :math:`w_0`.
+        noise: Variance :math:`g^2` of the gradient noise.
+        interval: Steps :math:`k` between averaged iterates.
+        include_start: Average :math:`w_0` as well, as Gadam does.
     """
     system = _System(eigenvalues, rate, start, noise, num_steps, interval)
     count = num_steps // interval
     sums = system.sums(1.0, count)
+    # sum_{m=1}^n phi^m = phi D_n with rho = 1
     total = sums.weight * system.power(interval)
     if include_start:
         total, count = total + 1, count + 1
@@ -135,22 +136,23 @@ def ema(
         \operatorname{Var} e_n = s^2 (1 - \rho)^2 \sum_{m=1}^n D_m^2, \qquad
         D_m = \frac{\phi^m - \rho^m}{\phi - \rho}
 
-    with :math:`\phi` and :math:`s^2` as in :func:`average`. Built by doubling from
-    :math:`D_m = \sum_i \phi^i \rho^{m-1-i}`, so that :math:`\phi = \rho` is a point like any other.
+    with :math:`\phi` and :math:`s^2` as in :func:`average`. The sums are built by doubling from
+    :math:`D_m = \sum_i \phi^i \rho^{m-1-i}`, which has no singularity at :math:`\phi = \rho`.
 
     Args:
-        eigenvalues: :math:`\lambda`, ``(d,)``, of either sign.
-        rate: :math:`\alpha`, one for all or one for each.
-        num_steps: Steps that are taken; every ``interval``-th enters.
-        decay: :math:`\rho`, from 0 (the iterate itself) to 1.
-        start: :math:`w_0`.
-        noise: :math:`g^2`.
-        interval: :math:`k`.
+        eigenvalues: Eigenvalues :math:`\lambda`, ``(d,)``, of either sign.
+        rate: Learning rate :math:`\alpha`, one number or ``(d,)``.
+        num_steps: Number of steps; every ``interval``-th iterate enters.
+        decay: Decay :math:`\rho`, from 0 (the iterate itself) to 1.
+        start: Start :math:`w_0`.
+        noise: Variance :math:`g^2` of the gradient noise.
+        interval: Steps :math:`k` between updates of the moving average.
     """
     check_range("decay", decay, low=0.0, high=1.0)
     system = _System(eigenvalues, rate, start, noise, num_steps, interval)
     count = num_steps // interval
     sums = system.sums(decay, count)
+    # e_n = rho^n w_0 + (1 - rho) sum_m rho^{n-m} w_m
     mean = decay**count + (1 - decay) * system.power(interval) * sums.weight
     return system.moments(mean, (1 - decay) ** 2 * sums.squares * system.squares(interval))
 
@@ -169,14 +171,14 @@ def stationary(
         \frac{\operatorname{Var} e_\infty}{\operatorname{Var} w_\infty} =
         \frac{1 - \rho}{1 + \rho} \, \frac{1 + \phi \rho}{1 - \phi \rho}
 
-    The second factor is what correlated iterates cost: for independent ones it is 1.
+    The second factor is due to correlated iterates; for independent ones it is 1.
 
     Args:
-        eigenvalues: :math:`\lambda`, ``(d,)``, all between 0 and :math:`2 / \alpha`.
-        rate: :math:`\alpha`, one for all or one for each.
-        noise: :math:`g^2`.
-        decay: :math:`\rho`, below 1; 0 is the iterate itself.
-        interval: :math:`k`, every how many steps the moving average is updated.
+        eigenvalues: Eigenvalues :math:`\lambda`, ``(d,)``, all between 0 and :math:`2 / \alpha`.
+        rate: Learning rate :math:`\alpha`, one number or ``(d,)``.
+        noise: Variance :math:`g^2` of the gradient noise.
+        decay: Decay :math:`\rho`, below 1; 0 is the iterate itself.
+        interval: Steps :math:`k` between updates of the moving average.
     """
     check_range("decay", decay, low=0.0, high=math.nextafter(1.0, 0.0))
     system = _System(eigenvalues, rate, 0.0, noise, interval, interval)
@@ -203,18 +205,18 @@ def simulate(
     interval: int = 1,
     generator: torch.Generator | None = None,
 ) -> Paths:
-    """Return the ends of runs with Gaussian noise, step by step: the check of all else here.
+    """Simulate runs with Gaussian noise and return their ends, to check the closed forms.
 
     Args:
-        eigenvalues: Of the quadratic, ``(d,)``.
-        rate: One for all or one for each.
-        num_steps: Steps of every run.
-        num_paths: Independent runs.
-        decay: Of the moving average.
-        start: Of every run.
+        eigenvalues: Eigenvalues of the quadratic, ``(d,)``.
+        rate: Learning rate, one number or ``(d,)``.
+        num_steps: Number of steps.
+        num_paths: Number of independent runs.
+        decay: Decay of the moving average.
+        start: Start of all runs.
         noise: Variance of the gradient noise.
-        interval: Every how many steps an iterate enters the averages.
-        generator: Source of the noise.
+        interval: Steps between iterates that enter the averages.
+        generator: Source of the noise. Defaults to a new generator with seed 0.
     """
     check_count("num_paths", num_paths)
     check_range("decay", decay, low=0.0, high=1.0)
@@ -224,6 +226,7 @@ def simulate(
     total, moving, scale = torch.zeros_like(w), w.clone(), system.step_variance.sqrt()
     for step in range(1, num_steps + 1):
         drawn = torch.randn(w.shape, generator=generator, dtype=w.dtype, device=generator.device)
+        # w <- (1 - alpha lambda) w - alpha xi
         w = w - system.x * w + scale * drawn.to(w.device)
         if step % interval == 0:
             total += w
@@ -251,7 +254,7 @@ class _Sums:
 
 @final
 class _System:
-    """The recursion in every direction, with powers of phi that keep their relative accuracy."""
+    """The recursion in each direction, with powers of phi to full relative accuracy."""
 
     def __init__(
         self,
@@ -273,36 +276,38 @@ class _System:
         self.step_variance = alpha.square() * _like("noise", noise, values, low=0.0)
         self.interval = interval
         self.x = alpha * values
-        # log |1 - x|: 1 - x itself would lose the digits of a small x, and 2 - x those near -1.
+        # log |1 - x| by log1p: 1 - x would lose the digits of x near 0, and those of 2 - x near 2.
         self._log = torch.log1p(torch.where(self.x < 1, -self.x, self.x - 2))
 
     def power(self, exponent: int) -> Tensor:
-        """``phi ** exponent`` for an exponent of at least one."""
+        """Return ``phi ** exponent`` for an exponent of at least one."""
         size = torch.exp(exponent * self._log)
         return torch.where(self.x > 1, -size, size) if exponent % 2 else size
 
     def gap(self, exponent: int) -> Tensor:
-        """``1 - phi ** exponent``."""
+        """Return ``1 - phi ** exponent``."""
+        # By expm1 for positive powers: 1 - phi^n would cancel where phi^n is close to 1.
         power = self.power(exponent)
         return torch.where(power > 0, -torch.expm1(exponent * self._log), 1 - power)
 
     def squares(self, count: int) -> Tensor:
-        """The sum of ``phi ** 2m`` over ``m`` from 0 to ``count - 1``."""
+        """Return the sum of ``phi ** 2m`` over ``m`` from 0 to ``count - 1``."""
+        # (1 - phi^2n) / (1 - phi^2), and n where |phi| = 1
         ratio = torch.expm1(2 * count * self._log) / torch.expm1(2 * self._log)
         return torch.where(self._log == 0, float(count), ratio)
 
     def sums(self, rho: float, count: int) -> _Sums:
-        """The sums of ``count`` terms for ``phi ** interval``, by its binary digits."""
+        """Return the sums of ``count`` terms for ``phi ** interval``."""
+        # By the binary digits of count: double for each digit, and add one term for each 1.
         one = torch.ones_like(self.x)
-        unit = _Sums(1, one, rho**2 * one, rho * one, one)
-        found = unit
+        unit = total = _Sums(1, one, rho**2 * one, rho * one, one)
         for digit in f"{count:b}"[1:]:
-            found = self._joined(found, found, rho)
+            total = self._join(total, total, rho)
             if digit == "1":
-                found = self._joined(found, unit, rho)
-        return found
+                total = self._join(total, unit, rho)
+        return total
 
-    def _joined(self, a: _Sums, b: _Sums, rho: float) -> _Sums:
+    def _join(self, a: _Sums, b: _Sums, rho: float) -> _Sums:
         # D_{a+m} = rho^m D_a + phi^a D_m, squared and summed over the m of b.
         phi, decay = self.power(self.interval * a.length), rho**a.length
         return _Sums(
@@ -317,7 +322,7 @@ class _System:
         )
 
     def moments(self, mean: Tensor, variance: Tensor) -> IterateMoments:
-        """Mean and variance from those of a unit start and of unit noise in a step."""
+        """Return mean and variance from those of a unit start and of unit noise per step."""
         mean, variance = mean * self.start, variance * self.step_variance
         if not bool(torch.isfinite(mean + variance).all()):
             worst = float(torch.exp(self._log.max()))
@@ -327,10 +332,10 @@ class _System:
 
 
 def _like(name: str, value: float | Tensor, like: Tensor, low: float | None = None) -> Tensor:
-    found = torch.as_tensor(value, dtype=torch.float64, device=like.device).detach()
-    check_finite(name, found)
-    if found.ndim > 1 or found.numel() not in (1, like.numel()):
-        raise ValueError(f"{name} must be a number or ({like.numel()},), got {tuple(found.shape)}")
+    tensor = torch.as_tensor(value, dtype=torch.float64, device=like.device).detach()
+    check_finite(name, tensor)
+    if tensor.ndim > 1 or tensor.numel() not in (1, like.numel()):
+        raise ValueError(f"{name} must be a number or ({like.numel()},), got {tuple(tensor.shape)}")
     if low is not None:
-        check_range(name, float(found.min()), low=low)
-    return found.expand_as(like)
+        check_range(name, float(tensor.min()), low=low)
+    return tensor.expand_as(like)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ritz._core.checks import check_count, check_finite, check_range, check_tensor
 from ritz._core.progress import Progress, tracking
-from ritz._core.results import Status
+from ritz._core.results import HasStatus, Status
 from ritz._core.sampling import column_dots
 from ritz._core.storage import storable
 from ritz.operators import FunctionOperator, LinearOperator, OperatorLike, as_operator
@@ -36,7 +36,7 @@ def cholesky_factor(matrix: Tensor, *, kind: str = "an eigenvalue") -> Tensor:
 
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Solution:
+class Solution(HasStatus):
     r"""Solutions of :math:`A x = b`.
 
     Attributes:
@@ -52,10 +52,6 @@ class Solution:
     history: Tensor
     num_products: int
     status: Status
-
-    def raise_if_failed(self) -> None:
-        """Raise :class:`ritz.NotConvergedError` unless the residuals reached the tolerance."""
-        self.status.raise_if_failed()
 
     def __str__(self) -> str:
         return (

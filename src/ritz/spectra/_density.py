@@ -1,9 +1,9 @@
-"""Spectral densities from products: weighted points, their smoothing, Chebyshev series."""
+"""Spectral densities: weighted points of Lanczos runs, their smoothing, Chebyshev series."""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Literal, final, get_args
 
 import torch
 from torch import Tensor
@@ -11,34 +11,36 @@ from torch import Tensor
 from ritz._core.checks import check_choice, check_count, check_range
 from ritz._core.density import Band, SampledDensity, as_points, band
 from ritz._core.progress import Progress, tracking
-from ritz._core.random import Probe, probes, resolve_generator
+from ritz._core.random import Probe, resolve_generator
+from ritz._core.sampling import draw_probes
 from ritz._core.storage import storable
-from ritz.operators import LinearOperator, OperatorLike, as_operator
+from ritz.operators import OperatorLike, as_operator
 from ritz.spectra._functions import ritz_rules
-from ritz.spectra._lanczos import REORTHOGONALIZATIONS, ROUNDOFF, Reorthogonalization
+from ritz.spectra._lanczos import TUNING as LANCZOS
+from ritz.spectra._lanczos import Reorthogonalization
 from ritz.spectra._moments import Moments, moments
 
 # ------------------------------------------------------------------------------------------
-# Densities made of weighted points, and their Gaussian smoothing.
+# Weighted points and their Gaussian smoothing.
 
 
 @final
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiscreteDensity:
-    r"""Weighted points, the mean over probes of their Gauss rules.
+    r"""The mean over probes of Gauss rules: weighted points.
 
     .. math:: p(\lambda) = \frac1d \sum_l \sum_k \tau_k^{(l)} \delta(\lambda - \theta_k^{(l)})
 
     Attributes:
-        nodes: Ritz values, one row a probe, ``(num_probes, m)``, float64.
-        weights: Gauss weights likewise; each row sums to 1.
+        nodes: Ritz values, one row per probe, ``(num_probes, m)``, float64.
+        weights: Gauss weights of the same shape; each row has sum 1.
         roundoff: Nodes this close to zero may be zero.
         dimension: Order ``n`` of the operator.
-        num_products: Products spent.
+        num_products: Number of products.
         seed: Seed of the probes.
         matrix: Which matrix of a network or graph it is; ``None`` if unknown.
-        batch_norm: The batch-norm mode of the network; ``None`` without batch norm.
+        batch_norm: Batch-norm mode of the network; ``None`` without batch norm.
     """
 
     nodes: Tensor
@@ -57,30 +59,30 @@ class DiscreteDensity:
         return float(used.min()), float(used.max())
 
     def pdf(self, x: Tensor) -> Tensor:
-        """Raise: points have no density; :meth:`smoothed` has."""
+        """Raise ``TypeError``: only the :meth:`smoothed` density has a pdf."""
         raise TypeError("a discrete density has no pdf: use .smoothed(width) first")
 
     def cdf(self, x: Tensor) -> Tensor:
-        """Share of the eigenvalues at or below the points."""
+        """Return the fraction of eigenvalues at or below points."""
         return self._samples(x).mean(0)
 
     def cdf_band(self, x: Tensor, *, sigmas: float = 2.0) -> Band:
-        """Lower and upper end of the cdf, that many standard errors over probes away."""
+        """Return the cdf minus and plus ``sigmas`` standard errors over probes."""
         return band(self._samples(x), sigmas)
 
     def mass(self, low: float, high: float) -> float:
-        """Share of the eigenvalues in ``(low, high]``."""
+        """Return the fraction of eigenvalues in ``(low, high]``."""
         inside = (self.nodes > low) & (self.nodes <= high)
         return float((self.weights * inside).sum(1).mean())
 
     def moment(self, degree: int) -> float:
-        """Mean of that power: that of the operator, for degrees below twice the steps."""
+        """Return the mean of a power; unbiased for degrees below twice the number of steps."""
         return float((self.weights * self.nodes**degree).sum(1).mean())
 
     def smoothed(self, width: float | None = None) -> "SmoothedDensity":
-        """Return the density with points widened to Gaussians of standard deviation ``width``.
+        """Return the density with points replaced by Gaussians of standard deviation ``width``.
 
-        By default the width is the extent of the support over the number of steps, about the
+        The width defaults to the length of the support over the number of steps. That is about the
         distance between neighbouring Ritz values, below which nothing is resolved.
         """
         if width is None:
@@ -103,6 +105,7 @@ class DiscreteDensity:
         )
 
     def _samples(self, x: Tensor) -> Tensor:
+        # Step functions: the sum of the weights of the nodes at or below x, one row per probe.
         x = as_points(x)
         order = self.nodes.argsort(1)
         nodes, weights = self.nodes.gather(1, order), self.weights.gather(1, order)
@@ -122,7 +125,7 @@ class SmoothedDensity(SampledDensity):
     Smoothing biases moments: the mean square grows by ``width`` squared.
 
     Attributes:
-        discrete: What was smoothed.
+        discrete: The density before smoothing.
         width: Standard deviation of the Gaussian.
     """
 
@@ -136,17 +139,17 @@ class SmoothedDensity(SampledDensity):
 
     @property
     def batch_norm(self) -> str | None:
-        """The batch-norm mode of the network; ``None`` without batch norm."""
+        """Batch-norm mode of the network; ``None`` without batch norm."""
         return self.discrete.batch_norm
 
     @property
     def support(self) -> tuple[float, float]:
-        """The nodes and five widths beyond."""
+        """From five widths below the smallest node to five above the largest."""
         low, high = self.discrete.support
         return low - 5 * self.width, high + 5 * self.width
 
     def moment(self, degree: int) -> float:
-        r"""Mean of that power, :math:`\sum_j \binom{m}{2j} \sigma^{2j} (2j-1)!! \mu_{m-2j}`."""
+        r"""Return :math:`\sum_j \binom{m}{2j} \sigma^{2j} (2j-1)!! \mu_{m-2j}`, a power's mean."""
         terms = (
             math.comb(degree, 2 * j)
             * self.width ** (2 * j)
@@ -169,11 +172,11 @@ class SmoothedDensity(SampledDensity):
         return self._mixture(x, torch.special.ndtr)
 
     def _mixture(self, x: Tensor, kernel: Callable[[Tensor], Tensor]) -> Tensor:
-        """Sum of the kernel over the nodes, one row a probe; rows one at a time to spare memory."""
+        """Return the sum of the kernel over the nodes, one row per probe."""
         x = as_points(x)
         nodes, weights = self.discrete.nodes, self.discrete.weights
         scaled = x.reshape(-1, 1) / self.width
-        rows = [
+        rows = [  # one at a time: all together would need (probes, points, nodes) of memory
             kernel(scaled - node / self.width) @ weight
             for node, weight in zip(nodes, weights, strict=True)
         ]
@@ -181,7 +184,7 @@ class SmoothedDensity(SampledDensity):
 
 
 # ------------------------------------------------------------------------------------------
-# Densities made of Chebyshev moments: the kernel polynomial method.
+# The kernel polynomial method.
 
 
 @final
@@ -207,7 +210,7 @@ class PolynomialDensity(SampledDensity):
 
     @property
     def batch_norm(self) -> str | None:
-        """The batch-norm mode of the network; ``None`` without batch norm."""
+        """Batch-norm mode of the network; ``None`` without batch norm."""
         return self.moments.batch_norm
 
     @property
@@ -222,7 +225,8 @@ class PolynomialDensity(SampledDensity):
         return math.pi / len(self.moments.mean) * (high - low) / 2
 
     def moment(self, degree: int) -> float:
-        """Mean of that power, by a Gauss-Chebyshev rule that is exact for it."""
+        """Return the mean of a power, by a Gauss-Chebyshev rule that is exact for it."""
+        # int g(t) dt / (pi sqrt(1 - t^2)) = mean of g(cos angle) at the Chebyshev angles
         count = len(self.moments.mean) + degree
         angles = (torch.arange(count, dtype=torch.float64) + 0.5) * (math.pi / count)
         low, high = self.support
@@ -234,7 +238,7 @@ class PolynomialDensity(SampledDensity):
         return f"{name} from {self.moments}, width {self.width:.3g}"
 
     def _series(self, angles: Tensor) -> Tensor:
-        """The bracket of the formula at ``t = cos(angle)``, one row a probe."""
+        """Return the bracket of the formula at ``t = cos(angle)``, one row per probe."""
         degrees = torch.arange(len(self.moments.mean), dtype=torch.float64)
         factors = torch.where(degrees > 0, 2.0, 1.0) * _jackson(len(degrees))
         return (self.moments.samples * factors) @ torch.cos(
@@ -255,7 +259,7 @@ class PolynomialDensity(SampledDensity):
         return torch.where((x > low) & (x < high), values, 0.0)
 
     def _cdf_samples(self, x: Tensor) -> Tensor:
-        # The integral of cos(j angle) d(angle) from the lower end, where the angle is pi.
+        # T_j(cos a) = cos(j a) and dt / sqrt(1 - t^2) = -da: integrate cos(j a) from a = pi down.
         x = as_points(x)
         angles = self._angles(x).reshape(1, -1)
         degrees = torch.arange(1, len(self.moments.mean), dtype=torch.float64)
@@ -267,6 +271,8 @@ class PolynomialDensity(SampledDensity):
 
 
 def _jackson(count: int) -> Tensor:
+    # g_j = [(N - j + 1) cos(pi j / (N + 1)) + sin(pi j / (N + 1)) cot(pi / (N + 1))] / (N + 1),
+    # Weisse et al. (2006), equation 71
     j = torch.arange(count, dtype=torch.float64)
     step = math.pi / (count + 1)
     return ((count - j + 1) * torch.cos(step * j) + torch.sin(step * j) / math.tan(step)) / (
@@ -275,7 +281,7 @@ def _jackson(count: int) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------
-# Spectral densities from products: Lanczos quadrature or Chebyshev moments.
+# Spectral densities from products.
 
 DensityMethod = Literal["lanczos", "kpm"]
 
@@ -293,35 +299,36 @@ def density(
     generator: torch.Generator | None = None,
     progress: bool | Progress = False,
 ) -> DiscreteDensity | SmoothedDensity | PolynomialDensity:
-    r"""Return the spectral density :math:`p(\lambda) = \frac1n \sum_i \delta(\lambda - \lambda_i)`.
+    r"""Estimate the density of eigenvalues :math:`\frac1n \sum_i \delta(\lambda - \lambda_i)`.
 
-    ``lanczos``: the Gauss rules of ``num_probes`` Lanczos runs, discrete without a ``width`` and
-    Gaussian-smoothed with one. ``kpm``: ``2 num_steps`` Chebyshev moments with Jackson's kernel.
-    Both cost ``num_steps`` products a probe. Memory: ``num_steps + 5`` vectors a probe of the block
-    for ``lanczos`` with re-orthogonalisation, 5 without it and for ``kpm``.
+    ``lanczos`` averages the Gauss rules of ``num_probes`` Lanczos runs. The density is discrete
+    without a ``width``, and smoothed by a Gaussian with one. ``kpm`` computes ``2 num_steps``
+    Chebyshev moments and applies Jackson's kernel. Both cost ``num_steps`` products per probe.
+    Memory per probe of a block: ``num_steps + 5`` vectors for ``lanczos`` with
+    re-orthogonalisation, 5 without it and for ``kpm``.
 
     Args:
         op: Symmetric :math:`A`, ``(n, n)``.
-        num_probes: Probes ``d``; their spread is the band of ``pdf_band`` and ``cdf_band``.
-        num_steps: Steps ``m`` a probe, at most ``n``; by default 80, or ``n`` if that is less.
+        num_probes: Number of probes ``d``; their spread gives ``pdf_band`` and ``cdf_band``.
+        num_steps: Number of steps ``m`` per probe, at most ``n``. Defaults to ``min(80, n)``.
         width: Standard deviation of the Gaussian; ``None`` for a discrete density.
         method: ``lanczos`` or ``kpm``.
         reorthogonalize: ``full``, ``partial`` or ``none``; see :func:`ritz.lanczos`.
-        block_size: Probes multiplied at once; what suits the operator by default.
+        block_size: Probes per product. Defaults to the block size of the operator.
         probe: ``rademacher`` or ``gaussian``.
-        generator: Source of the probes.
+        generator: Source of the probes. Defaults to a new generator with seed 0.
         progress: Show a progress bar, or a :class:`Progress` to report to.
 
     Reference: Section 4.4 of *Spectral Machine Learning*; Lin, Saad and Yang (2016).
 
     Example:
         >>> import torch, ritz
-        >>> found = ritz.density(torch.eye(50), num_probes=2, num_steps=3)
-        >>> found.mass(0.9, 1.1)
+        >>> spectrum = ritz.density(torch.eye(50), num_probes=2, num_steps=3)
+        >>> spectrum.mass(0.9, 1.1)
         1.0
     """
     op = as_operator(op)
-    check_choice("method", method, ("lanczos", "kpm"))
+    check_choice("method", method, get_args(DensityMethod))
     check_count("num_probes", num_probes, low=2 if method == "kpm" else 1)
     if block_size is not None:
         check_count("block_size", block_size)
@@ -333,7 +340,7 @@ def density(
                 "width belongs to method='lanczos'; that of 'kpm' follows from num_steps"
             )
         check_count("num_steps", num_steps)
-        found = moments(
+        measured = moments(
             op,
             num_moments=2 * num_steps,
             num_probes=num_probes,
@@ -342,46 +349,24 @@ def density(
             generator=generator,
             progress=progress,
         )
-        return PolynomialDensity(moments=found, dimension=op.shape[0])
+        return PolynomialDensity(moments=measured, dimension=op.shape[0])
     check_count("num_steps", num_steps, high=op.shape[0])
-    check_choice("reorthogonalize", reorthogonalize, REORTHOGONALIZATIONS)
-    discrete = _discrete(
-        op,
-        num_probes,
-        num_steps,
-        block_size or op.block_size,
-        reorthogonalize,
-        probe,
-        generator,
-        progress,
-    )
-    return discrete if width is None else discrete.smoothed(width)
-
-
-def _discrete(
-    op: LinearOperator,
-    num_probes: int,
-    num_steps: int,
-    block_size: int,
-    reorthogonalize: Reorthogonalization,
-    probe: Probe,
-    generator: torch.Generator,
-    progress: bool | Progress,
-) -> DiscreteDensity:
+    check_choice("reorthogonalize", reorthogonalize, get_args(Reorthogonalization))
     nodes, weights, spent = [], [], 0
+    block_size = block_size or op.block_size
     with tracking(progress, "density", num_probes) as bar:
         for start in range(0, num_probes, block_size):
-            shape = (op.shape[0], min(block_size, num_probes - start))
-            block = probes(shape, kind=probe, generator=generator, dtype=op.dtype, device=op.device)
+            count = min(block_size, num_probes - start)
+            block = draw_probes(op, count, kind=probe, generator=generator)
             rules = ritz_rules(op, block, num_steps=num_steps, reorthogonalize=reorthogonalize)
             nodes.append(rules.last[0].T)
             weights.append(rules.last[1].T)
             spent += rules.num_products
-            bar.update(start + shape[1])
-    found = torch.cat(nodes)
-    return DiscreteDensity(
-        nodes=found,
-        roundoff=ROUNDOFF * torch.finfo(op.dtype).eps * float(found.abs().max()),
+            bar.update(start + count)
+    largest = max(float(part.abs().max()) for part in nodes)
+    discrete = DiscreteDensity(
+        nodes=torch.cat(nodes),
+        roundoff=LANCZOS.residual * torch.finfo(op.dtype).eps * largest,
         weights=torch.cat(weights),
         dimension=op.shape[0],
         num_products=spent,
@@ -389,3 +374,4 @@ def _discrete(
         matrix=op.origin.get("matrix"),
         batch_norm=op.origin.get("batch_norm"),
     )
+    return discrete if width is None else discrete.smoothed(width)

@@ -15,6 +15,7 @@ from ritz._core.results import Estimate, Status
 from ritz._core.sampling import draw_probes
 from ritz.operators import FunctionOperator, KernelOperator, LinearOperator
 from ritz.spectra._cg import cholesky_factor, not_positive
+from ritz.spectra._lanczos import TUNING as LANCZOS
 from ritz.spectra._lanczos import Recurrence, step
 
 GradientMethod = Literal["auto", "cholesky", "lanczos"]
@@ -27,9 +28,7 @@ class Tuning:
     # A pivot below this fraction of the output scale is roundoff: it is a difference of numbers of
     # the size of the output scale, and the factor grows as its inverse square root.
     pivot: float = 1e-10
-    # Rows by which the basis of a Lanczos run grows; the number of steps is not known beforehand.
-    growth: int = 64
-    # A matrix of up to 32 MiB, which is 2048 rows in float64, is factored: it takes 0.1 s.
+    # A matrix of up to 32 MiB, which is 2048 rows in float64, is factored: a second on one thread.
     dense: int = 2**25
 
 
@@ -163,59 +162,43 @@ def inverse_roots(
             lambda x: root(op.matmat(root(x))), n=n, dtype=dtype, device=device, name="op"
         )
     limit = min(max_steps, op.shape[0])
-    runs = [_Run(start.contiguous(), limit) for start in block.T]
+    capacity = min(limit, LANCZOS.growth) + 1
+    runs = [Recurrence(z.contiguous(), capacity=capacity, mode="full") for z in block.T]
+    pivots, residuals = [0.0] * len(runs), [1.0] * len(runs)
     for _ in range(limit):
-        active = [run for run in runs if run.residual > rtol]
+        active = [k for k, residual in enumerate(residuals) if residual > rtol]
         if not active:
             break
-        for run in active:
-            run.make_room()
-        step(system, [run.recurrence for run in active])
-        for run in active:
-            run.update_residual()
-    vectors = torch.stack([run.combination() for run in runs], dim=1) * block.norm(dim=0)
-    residuals = torch.tensor([run.residual for run in runs], dtype=torch.float64)
+        step(system, [runs[k] for k in active])
+        for k in active:
+            pivots[k] = _next_pivot(runs[k], pivots[k])
+            # The residual of conjugate gradients is prod_j beta_j / d_j.
+            residuals[k] *= runs[k].betas[-1] / pivots[k]
+    vectors = torch.stack([_root(run) for run in runs], dim=1) * block.norm(dim=0)
+    errors = torch.tensor(residuals, dtype=torch.float64)
     return Roots(
         vectors=vectors if root is None else root(vectors),
-        residuals=residuals,
-        num_products=sum(run.recurrence.size for run in runs),
-        status=_status(residuals, rtol, max(run.recurrence.size for run in runs)),
+        residuals=errors,
+        num_products=sum(run.size for run in runs),
+        status=_status(errors, rtol, max(run.size for run in runs)),
     )
 
 
-@final
-class _Run:
-    """A recurrence, and the residual that conjugate gradients would have after as many steps."""
+def _next_pivot(run: Recurrence, pivot: float) -> float:
+    # T = L D L' with pivots d_j = alpha_j - beta_{j-1}^2 / d_{j-1}
+    following = run.alphas[-1] - (run.betas[-2] ** 2 / pivot if run.size > 1 else 0.0)
+    if not following > 0:
+        raise not_positive("a Ritz value", float(torch.linalg.eigvalsh(run.projected())[0]))
+    return following
 
-    def __init__(self, start: Tensor, limit: int) -> None:
-        self.recurrence = Recurrence(start, capacity=min(limit, TUNING.growth) + 1, mode="full")
-        self.residual = 1.0
-        self._pivot = 0.0
 
-    def make_room(self) -> None:
-        """Lengthen a basis that is full."""
-        basis = self.recurrence.basis
-        if basis.size == len(basis.rows):
-            more = basis.rows.new_empty(TUNING.growth, basis.rows.shape[1])
-            basis.rows = torch.cat([basis.rows, more])
-
-    def update_residual(self) -> None:
-        # T = L D L' with pivots d_j = alpha_j - beta_{j-1}^2 / d_{j-1}; the residual of conjugate
-        # gradients is prod_j beta_j / d_j.
-        run = self.recurrence
-        before = run.betas[-2] ** 2 / self._pivot if run.size > 1 else 0.0
-        self._pivot = run.alphas[-1] - before
-        if not self._pivot > 0:
-            raise not_positive("a Ritz value", float(torch.linalg.eigvalsh(run.projected())[0]))
-        self.residual *= run.betas[-1] / self._pivot
-
-    def combination(self) -> Tensor:
-        # V T^{-1/2} e_1
-        values, vectors = torch.linalg.eigh(self.recurrence.projected())
-        coefficients = vectors @ (vectors[0] * values.clamp_min(0.0) ** -0.5)
-        rows = self.recurrence.basis.rows[: len(coefficients)]
-        combined: Tensor = coefficients.to(rows) @ rows
-        return combined
+def _root(run: Recurrence) -> Tensor:
+    # V T^{-1/2} e_1
+    values, vectors = torch.linalg.eigh(run.projected())
+    coefficients = vectors @ (vectors[0] * values.clamp_min(0.0) ** -0.5)
+    rows = run.basis.rows[: len(coefficients)]
+    combined: Tensor = coefficients.to(rows) @ rows
+    return combined
 
 
 def _status(residuals: Tensor, rtol: float, steps: int) -> Status:
@@ -225,7 +208,7 @@ def _status(residuals: Tensor, rtol: float, steps: int) -> Status:
     return Status(
         outcome="max_steps",
         message=f"{int((residuals > rtol).sum())} of {len(residuals)} roots not found after "
-        f"{steps} steps; relative error {worst:.2g} where {rtol:.2g} was asked for",
+        f"{steps} steps; relative error {worst:.2g}, above rtol {rtol:.2g}",
         advice="raise max_steps, rank or rtol, or use float64",
     )
 
@@ -339,26 +322,28 @@ def attach_gradient(
         generator: Source of the vectors. Defaults to a new generator with seed 0.
         **options: Passed to :func:`logdet_gradient`.
     """
-    if not (isinstance(op, KernelOperator) and op.parameters and torch.is_grad_enabled()):
+    if not isinstance(op, KernelOperator):
         return estimate
     source = copy_generator(resolve_generator(generator))
-    mean = differentiable(
-        estimate.mean.detach(),
-        op.parameters,
-        lambda: logdet_gradient(op, generator=copy_generator(source), **options),
-    )
-    return replace(estimate, mean=mean)
+
+    def gradient() -> dict[str, Estimate]:
+        return logdet_gradient(op, generator=copy_generator(source), **options)
+
+    return differentiable(estimate, op.parameters, gradient)
 
 
 def differentiable(
-    value: Tensor, parameters: dict[str, Tensor], gradient: Callable[[], dict[str, Estimate]]
-) -> Tensor:
-    """Return the scalar ``value`` with a graph to parameters; backward calls ``gradient``.
+    estimate: Estimate, parameters: dict[str, Tensor], gradient: Callable[[], dict[str, Estimate]]
+) -> Estimate:
+    """Return the estimate of a scalar with a graph to parameters; backward calls ``gradient``.
 
     The backward pass raises if an estimate of the gradient has not converged.
     """
-    attached: Tensor = _Attached.apply(value, gradient, list(parameters), *parameters.values())  # type: ignore[no-untyped-call]
-    return attached
+    if not (parameters and torch.is_grad_enabled()):
+        return estimate
+    value, names = estimate.mean.detach(), list(parameters)
+    attached = _Attached.apply(value, gradient, names, *parameters.values())  # type: ignore[no-untyped-call]
+    return replace(estimate, mean=attached)
 
 
 def backward_gradient(value: Tensor | Estimate) -> dict[str, Estimate]:

@@ -1,4 +1,4 @@
-"""The marginal likelihood of a Gaussian process and its quadratic term."""
+"""The marginal likelihood of a Gaussian process."""
 
 import math
 from dataclasses import replace
@@ -27,50 +27,6 @@ from ritz.spectra._gradients import (
 LikelihoodMethod = Literal["auto", "cholesky", "krylov", "lanczos"]
 
 
-def inverse_form(
-    op: OperatorLike,
-    y: Tensor,
-    *,
-    rtol: float | None = None,
-    max_steps: int | None = None,
-    rank: int = 200,
-    progress: bool | Progress = False,
-) -> Estimate:
-    r"""Return :math:`y^\top A^{-1} y` of a positive definite matrix, by conjugate gradients.
-
-    With :math:`x \approx A^{-1} y` and :math:`r = y - A x`,
-
-    .. math:: y^\top A^{-1} y = y^\top x + x^\top r + r^\top A^{-1} r.
-
-    The last term is at most :math:`\|r\|^2` over the noise of a kernel matrix: that is the
-    ``truncation``. The mean is differentiable in ``y`` and in the parameters of a kernel operator,
-    :math:`\partial = 2 x^\top \partial y - x^\top (\partial A) x`. The backward pass raises if the
-    system was not solved.
-
-    Cost: the steps of conjugate gradients and two products. Kernel matrices are preconditioned, see
-    :class:`ritz.spectra.LowRankPreconditioner`.
-
-    Args:
-        op: Positive definite :math:`A`, ``(n, n)``.
-        y: Vector ``(n,)``.
-        rtol: Residual to reach, relative to the norm of ``y``. For a kernel matrix it defaults to a
-            value that brings the truncation to a millionth of :math:`\|y\|^2/K_{11}`; otherwise to
-            the square root of machine precision.
-        max_steps: Maximum number of steps. Defaults to ``max(n, 1000)``.
-        rank: Rank of the preconditioner.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
-    """
-    op = as_operator(op)
-    estimate, x = _solve(op, y, rtol, max_steps, rank, progress)
-    parameters = _parameters(op, y)
-    if not parameters:
-        return estimate
-    mean = differentiable(
-        estimate.mean, parameters, lambda: _form_gradient(op, x, parameters, estimate)
-    )
-    return replace(estimate, mean=mean)
-
-
 def log_likelihood(
     op: OperatorLike,
     y: Tensor,
@@ -87,8 +43,10 @@ def log_likelihood(
 
     .. math:: -2 \log p = y^\top K^{-1} y + \log \det K + n \log 2 \pi
 
-    The log determinant is that of :func:`ritz.logdet`, the quadratic term that of
-    :func:`inverse_form`. ``stderr`` and ``truncation`` are half the sums of theirs. The mean is
+    The log determinant is that of :func:`ritz.logdet`. Conjugate gradients compute the quadratic
+    term :math:`y^\top x + x^\top r` with :math:`x \approx K^{-1} y` and :math:`r = y - K x`, up to
+    :math:`r^\top K^{-1} r`, which is at most :math:`\|r\|^2` over the noise. ``stderr`` and
+    ``truncation`` are half the sums of the errors of the two terms. The mean is
     differentiable in the parameters of a kernel operator and in ``y``. The gradient is sampled in
     the backward pass as by :func:`ritz.spectra.logdet_gradient`;
     :func:`ritz.spectra.backward_gradient` returns it with its error bars. A kernel matrix of up to
@@ -100,7 +58,9 @@ def log_likelihood(
         method: Method for the log determinant; ``cholesky`` factors the matrix for all terms.
         num_products: Maximum number of products for the log determinant.
         num_probes: Number of random vectors, for the log determinant and for its gradient.
-        rtol: Relative residual of :func:`inverse_form`.
+        rtol: Residual of conjugate gradients, relative to the norm of ``y``. For a kernel matrix it
+            defaults to a value that brings the truncation to a millionth of
+            :math:`\|y\|^2/K_{11}`; otherwise to the square root of machine precision.
         rank: Rank of the preconditioner.
         generator: Source of the vectors. Defaults to a new generator with seed 0.
         progress: Show a progress bar, or a :class:`Progress` to report to.
@@ -125,7 +85,7 @@ def log_likelihood(
     if isinstance(op, KernelOperator) and (method == "cholesky" or (method == "auto" and fits(op))):
         return _by_factor(op, y)
     source = resolve_generator(generator)
-    form, x = _solve(op, y, rtol, None, rank, progress)
+    form, x = inverse_form(op, y, rtol=rtol, rank=rank, progress=progress)
     with torch.no_grad():
         volume = logdet(
             op,
@@ -146,18 +106,13 @@ def log_likelihood(
         seed=volume.seed,
     )
     parameters, state = _parameters(op, y), copy_generator(source)
-    if not parameters:
-        return estimate
 
     def gradient() -> dict[str, Estimate]:
-        gradients = _form_gradient(op, x, parameters, form)
+        gradients = form_gradient(op, x, parameters, form)
         if isinstance(op, KernelOperator) and op.parameters:
+            again = copy_generator(state)
             volumes = logdet_gradient(
-                op,
-                method="lanczos",
-                num_probes=num_probes,
-                rank=rank,
-                generator=copy_generator(state),
+                op, method="lanczos", num_probes=num_probes, rank=rank, generator=again
             )
             for name, part in volumes.items():
                 slope, samples = gradients[name].mean, part.samples
@@ -166,7 +121,7 @@ def log_likelihood(
         # d log p = -1/2 (d form + d log det K)
         return {name: part.scaled(-0.5) for name, part in gradients.items()}
 
-    return replace(estimate, mean=differentiable(estimate.mean, parameters, gradient))
+    return differentiable(estimate, parameters, gradient)
 
 
 def _by_factor(op: KernelOperator, y: Tensor) -> Estimate:
@@ -180,26 +135,31 @@ def _by_factor(op: KernelOperator, y: Tensor) -> Estimate:
         mean = value(cholesky_factor(op.matrix().double())).cpu()
     method = f"exact, by the factor of a matrix of order {op.shape[0]:,}"
     estimate = Estimate.exact(mean, method=method)
-    if not parameters:
-        return estimate
-    attached = differentiable(mean, parameters, lambda: exact_gradient(op, value, parameters))
-    return replace(estimate, mean=attached)
+    return differentiable(estimate, parameters, lambda: exact_gradient(op, value, parameters))
 
 
 def _log_density(form: Tensor, volume: Tensor, n: int) -> Tensor:
     return -0.5 * (form + volume + n * math.log(2 * math.pi))
 
 
-def _solve(
+def inverse_form(
     op: LinearOperator,
     y: Tensor,
-    rtol: float | None,
-    max_steps: int | None,
-    rank: int,
-    progress: bool | Progress,
+    *,
+    rtol: float | None = None,
+    max_steps: int | None = None,
+    rank: int = 200,
+    progress: bool | Progress = False,
 ) -> tuple[Estimate, Tensor]:
-    r"""Return :math:`y^\top A^{-1} y` and :math:`A^{-1} y`, both without a graph."""
-    _check_observations(op, y)
+    r"""Return :math:`y^\top A^{-1} y` and :math:`x \approx A^{-1} y`, by conjugate gradients.
+
+    With :math:`r = y - A x`,
+
+    .. math:: y^\top A^{-1} y = y^\top x + x^\top r + r^\top A^{-1} r.
+
+    The last term is at most :math:`\|r\|^2` over the noise of a kernel matrix: that is the
+    ``truncation``.
+    """
     y = y.detach()
     noise = op.noise if isinstance(op, KernelOperator) else 0.0
     preconditioner = None
@@ -221,13 +181,13 @@ def _solve(
     return estimate, solution.x
 
 
-def _form_gradient(
+def form_gradient(
     op: LinearOperator, x: Tensor, parameters: dict[str, Tensor], form: Estimate
 ) -> dict[str, Estimate]:
+    r"""Return :math:`2 x^\top \partial y - x^\top (\partial A) x`, the gradient of the form."""
     form.raise_if_failed()
-    gradients = {}
+    gradients, block = {}, x[:, None]
     if isinstance(op, KernelOperator) and op.parameters:
-        block = x[:, None]
         slopes = op.slopes(block, block)  # x'(dK)x; cheaper if both are the same tensor
         gradients = {name: -slope[0] for name, slope in slopes.items()}
     if "y" in parameters:
@@ -236,8 +196,6 @@ def _form_gradient(
 
 
 def _parameters(op: LinearOperator, y: Tensor) -> dict[str, Tensor]:
-    if not torch.is_grad_enabled():
-        return {}
     of_kernel = op.parameters if isinstance(op, KernelOperator) else {}
     return of_kernel | ({"y": y} if y.requires_grad else {})
 

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -13,32 +13,31 @@ from torch import Tensor
 from ritz._core.checks import check_choice, check_count, check_interval
 from ritz._core.progress import Progress
 from ritz._core.random import Probe, resolve_generator
-from ritz._core.results import Status, stderr
-from ritz._core.sampling import Sampling, column_dots
+from ritz._core.results import Estimate, HasStatus, Status
+from ritz._core.sampling import ROUNDOFF, Samples, Sampling, column_dots
 from ritz._core.storage import storable
 from ritz.operators import LinearOperator, OperatorLike, as_operator
 from ritz.spectra._lanczos import Bounds, bounds
 
 MomentBasis = Literal["chebyshev", "legendre", "power"]
-BASES = ("chebyshev", "legendre", "power")
 
 
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moments:
-    r"""Moments :math:`\mu_j = \frac1n \operatorname{tr} \phi_j(\tilde A)` with their errors.
+class Moments(HasStatus):
+    r"""Moments :math:`\mu_j = \frac1n \operatorname{tr} \phi_j(\tilde A)` with standard errors.
 
     Attributes:
-        mean: ``(m + 1,)``, of degree ``0, ..., m``; the first is 1.
+        mean: Moments of degree ``0, ..., m``, ``(m + 1,)``; the first is 1.
         stderr: Standard errors, ``(m + 1,)``.
-        samples: One row a probe, ``(num_probes, m + 1)``.
-        basis: ``chebyshev``, ``legendre`` or ``power``: what :math:`\phi_j` is.
+        samples: One row per probe, ``(num_probes, m + 1)``.
+        basis: The polynomials :math:`\phi_j`: ``chebyshev``, ``legendre`` or ``power``.
         interval: ``(a, b)``, mapped to ``[-1, 1]`` by :math:`\tilde A = (2 A - (a + b))/(b - a)`.
-        num_products: Products with single vectors that were spent, bounds included.
-        status: Whether the accuracy asked for was reached.
+        num_products: Number of matrix-vector products, including those for bounds.
+        status: Whether the tolerance was reached.
         seed: Seed of the generator.
         matrix: Which matrix of a network or graph it is; ``None`` if unknown.
-        batch_norm: The batch-norm mode of the network; ``None`` without batch norm.
+        batch_norm: Batch-norm mode of the network; ``None`` without batch norm.
     """
 
     mean: Tensor
@@ -51,10 +50,6 @@ class Moments:
     seed: int
     matrix: str | None = None
     batch_norm: str | None = None
-
-    def raise_if_failed(self) -> None:
-        """Raise :class:`ritz.NotConvergedError` unless the accuracy asked for was reached."""
-        self.status.raise_if_failed()
 
     def __str__(self) -> str:
         low, high = self.interval
@@ -79,122 +74,128 @@ def moments(
     generator: torch.Generator | None = None,
     progress: bool | Progress = False,
 ) -> Moments:
-    r"""Return the moments of degree ``0`` to ``num_moments`` of the spectral density.
+    r"""Estimate the moments of degree ``0`` to ``num_moments`` of the spectral density.
 
     .. math:: \mu_j = \frac1n \mathbb{E}\, z^\top T_j(\tilde A) z, \qquad
         \mu_{2j} = 2 \langle t_j, t_j\rangle - \mu_0, \quad
         \mu_{2j+1} = 2 \langle t_j, t_{j+1}\rangle - \mu_1, \quad t_j = T_j(\tilde A) z
 
-    Two moments a product in every basis: Legendre moments are sums of Chebyshev moments with
-    non-negative coefficients that add up to one, so nothing is lost on the way. Memory: 4 vectors a
-    probe of the block.
+    Each product gives two moments, in any basis. Legendre moments are sums of Chebyshev moments
+    with non-negative coefficients of sum one, so the conversion loses no accuracy. Memory: 4
+    vectors per probe of a block.
 
     Args:
         op: Symmetric :math:`A`, ``(n, n)``.
         num_moments: Highest degree ``m``.
         basis: ``chebyshev``, ``legendre`` or ``power``.
-        interval: ``(a, b)`` that holds the spectrum, mapped to ``[-1, 1]``. By default
-            :func:`ritz.bounds` finds it; for ``power`` the default is no map, so that the moments
-            are those of :math:`A` itself.
-        num_probes: Probes; with ``rtol``, the least number.
-        rtol: Go on until the largest standard error is below this share of the largest moment.
-        max_probes: Most probes for that; the status says if they were not enough.
-        block_size: Probes multiplied at once; what suits the operator by default.
+        interval: ``(a, b)`` that contains the spectrum, mapped to ``[-1, 1]``. Defaults to
+            :func:`ritz.bounds`; for ``power`` to no map, so that the moments are those of
+            :math:`A` itself.
+        num_probes: Number of probes. With ``rtol``, the smallest number.
+        rtol: Add probes until the 95 % interval is within this fraction of the moments, both in the
+            Euclidean norm.
+        max_probes: Maximum number of probes with ``rtol``; the status says if they did not suffice.
+        block_size: Probes per product. Defaults to the block size of the operator.
         probe: ``rademacher`` or ``gaussian``.
-        generator: Source of the probes.
+        generator: Source of the probes. Defaults to a new generator with seed 0.
         progress: Show a progress bar, or a :class:`Progress` to report to.
 
     Raises:
-        ValueError: The interval does not hold the spectrum, or the operator is not symmetric (seen
-            from the moments themselves).
+        ValueError: The interval does not contain the spectrum, or the operator is not symmetric;
+            the moments themselves show both.
 
     Reference: Algorithms 2 and 6 of *Spectral Machine Learning*.
     """
     op = as_operator(op)
     check_count("num_moments", num_moments)
-    check_choice("basis", basis, BASES)
+    check_choice("basis", basis, get_args(MomentBasis))
     generator = resolve_generator(generator)
     spent = 0
     if interval is None and basis != "power":
-        found = bounds(op, generator=generator)
-        interval, spent = _widened(found, torch.finfo(op.dtype).eps), found.num_products
+        ends = bounds(op, generator=generator)
+        interval, spent = _widened(ends, torch.finfo(op.dtype).eps), ends.num_products
     interval = (-1.0, 1.0) if interval is None else interval
     check_interval("interval", interval)
     low, high = interval
     plan = Sampling(num_probes, rtol, max_probes, block_size, probe)
-    rows = _power_rows if basis == "power" else _chebyshev_rows
 
     def measure(block: Tensor) -> Tensor:
-        columns = rows(op, block, num_moments, interval)
+        columns = _rows(op, block, num_moments, interval, basis)
         return torch.stack(list(columns), 1) / column_dots(block, block)[:, None]
 
-    samples, status = plan.run(op, measure, generator=generator, progress=progress, label="moments")
-    if basis == "legendre":
-        samples = samples @ chebyshev_from_legendre(num_moments).T
+    samples = torch.empty(0)
+
+    def finish(drawn: Samples) -> Estimate:
+        nonlocal samples
+        samples = drawn.values
+        if basis == "legendre":
+            samples = samples @ chebyshev_from_legendre(num_moments).T
+        # |T_j| <= 1 on [-1, 1], so the roundoff is relative to 1; that of powers to their size.
+        roundoff = ROUNDOFF * torch.finfo(op.dtype).eps * samples.abs().amax(0).clamp_min(1.0)
+        return replace(drawn, values=samples).estimate(
+            method="moments",
+            num_products=spent + len(samples) * ((num_moments + 1) // 2),
+            truncation=roundoff,
+            seed=generator.initial_seed(),
+        )
+
+    label = "moments"
+    estimate = plan.run(op, measure, finish, generator=generator, progress=progress, label=label)
     return Moments(
-        mean=samples.mean(0),
-        stderr=stderr(samples),
+        mean=estimate.mean,
+        stderr=estimate.stderr,
         samples=samples,
         basis=basis,
         interval=(float(low), float(high)),
-        num_products=spent + len(samples) * ((num_moments + 1) // 2),
-        status=status,
+        num_products=estimate.num_products,
+        status=estimate.status,
         seed=generator.initial_seed(),
         matrix=op.origin.get("matrix"),
         batch_norm=op.origin.get("batch_norm"),
     )
 
 
-def _chebyshev_rows(
-    op: LinearOperator, block: Tensor, num_moments: int, interval: tuple[float, float]
+def _rows(
+    op: LinearOperator,
+    block: Tensor,
+    num_moments: int,
+    interval: tuple[float, float],
+    basis: MomentBasis,
 ) -> Iterator[Tensor]:
-    before, current = block, _mapped(op, block, interval)
-    zeroth, first = column_dots(block, block), column_dots(block, current)
-    _check_inside(first, zeroth, 1, interval)
+    """Yield z'T_j(A)z, or z'A^j z for powers, for the columns of a block; two per product."""
+    chebyshev, (low, high) = basis != "power", interval
+    before, current = block, block
+    zeroth = first = column_dots(block, block)
     yield zeroth
-    yield first
-    for degree in range(2, num_moments + 1):
-        if degree % 2 == 0:
-            found = 2 * column_dots(current, current) - zeroth
-        else:
-            before, current = current, _mapped(op, current, interval, factor=2.0).sub_(before)
-            found = 2 * column_dots(before, current) - first
-            if degree == 3:
-                # T_2 by its own vector: equal to 2 <t_1, t_1> - <t_0, t_0> for symmetric A alone.
-                _check_symmetric(op, block, current, 2 * column_dots(before, before) - zeroth)
-        _check_inside(found, zeroth, degree, interval)
-        yield found
-
-
-def _power_rows(
-    op: LinearOperator, block: Tensor, num_moments: int, interval: tuple[float, float]
-) -> Iterator[Tensor]:
-    current = block
-    yield column_dots(block, block)
     for degree in range(1, num_moments + 1):
+        doubled = chebyshev and degree > 1
         if degree % 2:
-            before, current = current, _mapped(op, current, interval)
-            found = column_dots(before, current)
+            # t_{j+1} = 2 A t_j - t_{j-1} and t_1 = A t_0; for powers t_{j+1} = A t_j. Here A is
+            # (2 A - (a + b)) / (b - a), in place: new memory per step costs more than the sums.
+            following, k = op.matmat(current), 2.0 if doubled else 1.0
+            if (scale := 2 * k / (high - low)) != 1.0:
+                following.mul_(scale)
+            if shift := k * (low + high) / (high - low):
+                following.sub_(current, alpha=shift)
+            before, current = current, following.sub_(before) if doubled else following
+            moment = column_dots(before, current)
+            first = moment if degree == 1 else first
         else:
-            found = column_dots(current, current)
-        if not bool(torch.isfinite(found).all()):
+            moment = column_dots(current, current)
+        if doubled:
+            # T_{2j} = 2 T_j^2 - T_0 and T_{2j+1} = 2 T_j T_{j+1} - T_1
+            moment = 2 * moment - (first if degree % 2 else zeroth)
+        if chebyshev:
+            _check_inside(moment, zeroth, degree, interval)
+        elif not bool(torch.isfinite(moment).all()):
             raise ValueError(
                 f"op must give finite products; the power moment of degree {degree} is NaN or Inf: "
                 "where it overflows, give an interval"
             )
-        yield found
-
-
-def _mapped(
-    op: LinearOperator, block: Tensor, interval: tuple[float, float], *, factor: float = 1.0
-) -> Tensor:
-    # In place: new memory at every step would cost more than the arithmetic.
-    low, high = interval
-    product = op.matmat(block)
-    scale, shift = 2 * factor / (high - low), factor * (low + high) / (high - low)
-    if scale != 1.0:
-        product.mul_(scale)
-    return product.sub_(block, alpha=shift) if shift else product
+        if doubled and degree == 3:
+            # <t_0, t_2> = 2 <t_1, t_1> - <t_0, t_0> only if A is symmetric.
+            _check_symmetric(op, block, current, 2 * column_dots(before, before) - zeroth)
+        yield moment
 
 
 def _check_symmetric(op: LinearOperator, block: Tensor, second: Tensor, doubled: Tensor) -> None:
@@ -208,9 +209,10 @@ def _check_symmetric(op: LinearOperator, block: Tensor, second: Tensor, doubled:
 
 
 def _check_inside(
-    found: Tensor, zeroth: Tensor, degree: int, interval: tuple[float, float]
+    moment: Tensor, zeroth: Tensor, degree: int, interval: tuple[float, float]
 ) -> None:
-    worst = float((found.abs() / zeroth).max())
+    # |T_j| <= 1 on [-1, 1], and grows exponentially outside.
+    worst = float((moment.abs() / zeroth).max())
     if math.isnan(worst):
         raise ValueError(f"op must give finite products; the moment of degree {degree} is NaN")
     if worst > 1.001:
@@ -220,16 +222,17 @@ def _check_inside(
         )
 
 
-def _widened(found: Bounds, eps: float) -> tuple[float, float]:
-    # A spectrum of one point has no interval of its own, but roundoff that must not be magnified.
-    size = max(abs(found.low), abs(found.high))
-    if found.high - found.low > eps**0.5 * size:
-        return found.low, found.high
-    return found.low - (size or 1.0), found.high + (size or 1.0)
+def _widened(ends: Bounds, eps: float) -> tuple[float, float]:
+    # The spectrum of a multiple of the identity is a point: an interval of the length of roundoff
+    # would magnify roundoff.
+    size = max(abs(ends.low), abs(ends.high))
+    if ends.high - ends.low > eps**0.5 * size:
+        return ends.low, ends.high
+    return ends.low - (size or 1.0), ends.high + (size or 1.0)
 
 
 def chebyshev_from_legendre(degree: int) -> Tensor:
-    """Rows are Legendre polynomials, columns their coefficients in Chebyshev polynomials."""
+    """Return the coefficients of Legendre polynomials (rows) in Chebyshev polynomials (columns)."""
     nodes, _ = legendre.leggauss(degree + 1)
     chebyshev_values = chebyshev.chebvander(nodes, degree)
     legendre_values = legendre.legvander(nodes, degree)

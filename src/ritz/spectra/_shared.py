@@ -2,6 +2,6 @@
 
 from ritz.spectra._cg import Solution
 from ritz.spectra._lanczos import least_frobenius_norm, negative_values
-from ritz.spectra._maxent import bmxnt, chebyshev
+from ritz.spectra._maxent import chebyshev
 
-__all__ = ["Solution", "bmxnt", "chebyshev", "least_frobenius_norm", "negative_values"]
+__all__ = ["Solution", "chebyshev", "least_frobenius_norm", "negative_values"]

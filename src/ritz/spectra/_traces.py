@@ -1,6 +1,5 @@
 """Traces, diagonals and the Frobenius norm by random probes."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
@@ -11,15 +10,18 @@ from ritz._core.checks import check_choice
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import Probe, resolve_generator
 from ritz._core.results import Estimate, Status, power_of_two
-from ritz._core.sampling import Samples, Sampling, check_samples, column_dots, draw_probes
+from ritz._core.sampling import (
+    ROUNDOFF,
+    Samples,
+    Sampling,
+    check_samples,
+    column_dots,
+    draw_probes,
+)
 from ritz.operators import LinearOperator, OperatorLike, as_operator, exact
 
 # ------------------------------------------------------------------------------------------
 # Traces and the Frobenius norm.
-
-# Units of roundoff in a sum of products. The coverage table (docs/intervals.md) has no case of exact
-# arithmetic off by more than 2.
-ROUNDOFF = 4.0
 
 TraceMethod = Literal["auto", "exact", "hutchinson", "hutch++", "xtrace"]
 
@@ -72,17 +74,14 @@ def trace(
     """
     op = as_operator(op)
     check_choice("method", method, ("auto", "exact", "hutchinson", "hutch++", "xtrace"))
-    reason = ""
-    if method in ("auto", "exact"):
-        known, reason = _by_structure(op, "trace", method)
-        if known is not None:
-            return known
+    known, reason = _by_structure(op, "trace", method)
+    if known is not None:
+        return known
     generator = resolve_generator(generator)
     plan = Sampling(num_probes, rtol, max_probes, probe=probe)
-    if method == "hutchinson":
-        return _hutchinson(op, plan, generator, progress)
-    if method == "hutch++":
-        return _hutch_plus_plus(op, plan, generator, progress)
+    if method in ("hutchinson", "hutch++"):
+        rank = min(num_probes, op.shape[0]) if method == "hutch++" else 0
+        return _hutchinson(op, plan, generator, progress, rank)
     estimate = _xtrace(op, plan, generator, progress)
     return replace(estimate, method=estimate.method + reason)
 
@@ -138,7 +137,7 @@ def _by_structure(
     op: LinearOperator, quantity: Literal["trace", "diagonal"], method: str
 ) -> tuple[Estimate | None, str]:
     """Return the exact value if the structure of the operator knows it, and otherwise why not."""
-    value, note = exact(op, quantity)
+    value, note = exact(op, quantity) if method in ("auto", "exact") else (None, "")
     if value is not None:
         size = torch.as_tensor(value).abs()
         return Estimate.exact(value, method=f"exact, by {note}", truncation=_eps(op) * size), ""
@@ -161,49 +160,36 @@ def _forms(block: Tensor, product: Tensor) -> Tensor:
     return unit * torch.stack([column_dots(block, scaled), norms], 1)
 
 
-def _mean_of_forms(
-    op: LinearOperator, method: str, seed: int, *, inside: float = 0.0, spent: int = 0
-) -> Callable[[Samples], Estimate]:
-    """Return what makes an estimate of :func:`_forms`, to which ``inside`` is added."""
+def _hutchinson(
+    op: LinearOperator,
+    plan: Sampling,
+    generator: torch.Generator,
+    progress: bool | Progress,
+    rank: int,
+) -> Estimate:
+    """Sample the trace, after a part of rank ``rank`` that is treated exactly (Hutch++)."""
+    method = f"Hutch++, sketch of rank {rank}" if rank else "Hutchinson"
+    basis, inside = None, 0.0
+    if rank:
+        image = op.matmat(draw_probes(op, rank, kind=plan.probe, generator=generator))
+        check_samples(image.T, 0)
+        basis = torch.linalg.qr(image).Q
+        inside = float(column_dots(basis, op.matmat(basis)).sum())
+
+    def measure(block: Tensor) -> Tensor:
+        # tr A = tr Q'AQ + tr PAP with P = I - QQ': the first term exactly, the second by probes P z
+        rest = block if basis is None else block - basis @ (basis.T @ block)
+        return _forms(rest, op.matmat(rest))
 
     def finish(samples: Samples) -> Estimate:
         forms, magnitudes = samples.values.unbind(1)
         return replace(samples, values=forms + inside).estimate(
             method=method,
-            num_products=len(forms) + spent,
+            num_products=len(forms) + 2 * rank,
             truncation=_eps(op) * (magnitudes.mean() + abs(inside)),
-            seed=seed,
+            seed=generator.initial_seed(),
         )
 
-    return finish
-
-
-def _hutchinson(
-    op: LinearOperator, plan: Sampling, generator: torch.Generator, progress: bool | Progress
-) -> Estimate:
-    def measure(block: Tensor) -> Tensor:
-        return _forms(block, op.matmat(block))
-
-    finish = _mean_of_forms(op, "Hutchinson", generator.initial_seed())
-    return plan.run(op, measure, finish, generator=generator, progress=progress, label="trace")
-
-
-def _hutch_plus_plus(
-    op: LinearOperator, plan: Sampling, generator: torch.Generator, progress: bool | Progress
-) -> Estimate:
-    rank = min(plan.num_probes, op.shape[0])
-    image = op.matmat(draw_probes(op, rank, kind=plan.probe, generator=generator))
-    check_samples(image.T, 0)
-    # tr A = tr Q'AQ + tr PAP with P = I - QQ': the first term exactly, the second by probes P z.
-    basis = torch.linalg.qr(image).Q
-    inside = float(column_dots(basis, op.matmat(basis)).sum())
-
-    def measure(block: Tensor) -> Tensor:
-        rest = block - basis @ (basis.T @ block)
-        return _forms(rest, op.matmat(rest))
-
-    method, seed = f"Hutch++, sketch of rank {rank}", generator.initial_seed()
-    finish = _mean_of_forms(op, method, seed, inside=inside, spent=2 * rank)
     return plan.run(op, measure, finish, generator=generator, progress=progress, label="trace")
 
 
@@ -331,11 +317,9 @@ def diagonal(
     """
     op = as_operator(op)
     check_choice("method", method, ("auto", "exact", "probes"))
-    reason = ""
-    if method != "probes":
-        known, reason = _by_structure(op, "diagonal", method)
-        if known is not None:
-            return known
+    known, reason = _by_structure(op, "diagonal", method)
+    if known is not None:
+        return known
     generator = resolve_generator(generator)
     plan = Sampling(num_probes, rtol, max_probes, block_size, probe)
     looks, seed = plan.looks(op.shape[0]), generator.initial_seed()
@@ -343,9 +327,7 @@ def diagonal(
     with tracking(progress, "diagonal", looks[-1]) as bar:
         for goal in looks:
             if goal == op.shape[0]:
-                return replace(
-                    _by_unit_vectors(op, "diagonal"), num_products=running.count + goal
-                )
+                return replace(_by_unit_vectors(op, "diagonal"), num_products=running.count + goal)
             while running.count < goal:
                 width = min(plan.width(op), goal - running.count)
                 block = draw_probes(op, width, kind=probe, generator=generator)

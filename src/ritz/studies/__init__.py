@@ -1,5 +1,5 @@
 """Published tables and figures, one module each: ``Config`` and ``run(config) -> Result``."""
 
-from ritz.studies._protocol import available, configure, describe, find, write
+from ritz.studies._protocol import available, configure, find, write
 
-__all__ = ["available", "configure", "describe", "find", "write"]
+__all__ = ["available", "configure", "find", "write"]

@@ -1,8 +1,8 @@
-"""What a study is, how it is found, configured from text, and written to a folder.
+"""What a study is, and how it is found, configured from text and written to a folder.
 
 A study is a module of this package with a frozen ``Config`` that has a ``seed``, a function
-``run(config, *, progress=False)`` and the ``Result`` it returns, both storable; it may have
-``figure(result)``. Being there is enough: nothing is registered by hand.
+``run(config, *, progress=False)`` and the ``Result`` it returns, both storable. It may have
+``figure(result)``. A module in this folder is found by its name; nothing is registered by hand.
 """
 
 import dataclasses
@@ -13,23 +13,24 @@ import pkgutil
 import platform
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 import scipy
 import torch
 from torch import Tensor
 
+from ritz._core.checks import check_count, check_range
+from ritz._core.progress import Progress, tracking
 from ritz._core.registry import Registry
-from ritz._core.storage import save
+from ritz._core.storage import save, storable
 from ritz._version import __version__
 from ritz.plots import save_figure
 
 C = TypeVar("C")
-
-LISTED = 256  # entries of a tensor that describe() writes out
+T = TypeVar("T")
 
 
 class Study(Protocol):
@@ -48,7 +49,8 @@ def available() -> tuple[str, ...]:
 
 
 def find(name: str) -> Study:
-    """Return the study of that name; a wrong one is answered with the nearest."""
+    """Return the study of that name; a wrong name is answered with the nearest one."""
+    # Names of modules have underscores; people type hyphens.
     module = _registry()[name.replace("-", "_")]
     return typing.cast(Study, importlib.import_module(f"{__package__}.{module}"))
 
@@ -58,8 +60,8 @@ def configure(config_class: type[C], overrides: Mapping[str, str]) -> C:
 
     Args:
         config_class: A dataclass whose fields are numbers, booleans, text, choices, or tuples
-            of these (separated by commas), possibly ``none``.
-        overrides: Field names and values; a name that is no field raises.
+            of these (separated by commas), or ``none``.
+        overrides: Field names and values; a name that is not a field raises.
 
     Example:
         >>> @dataclasses.dataclass(frozen=True)
@@ -78,6 +80,27 @@ def configure(config_class: type[C], overrides: Mapping[str, str]) -> C:
     )
 
 
+def write(study: Study, result: Any, folder: str | os.PathLike[str]) -> tuple[Path, ...]:
+    """Write the result, and its picture if Matplotlib is installed; return the files."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    # The numbers first: a figure that fails must not lose hours of work.
+    save(result, folder / "result.safetensors")
+    figure = getattr(study, "figure", None)
+    if figure is None or importlib.util.find_spec("matplotlib") is None:
+        return (folder / "result.safetensors",)
+    from matplotlib import pyplot
+
+    drawing = figure(result)
+    picture = save_figure(drawing, folder / "figure.png", dpi=150)
+    pyplot.close(drawing)  # pyplot holds every open figure, and a session may run many studies
+    return folder / "result.safetensors", picture
+
+
+# ------------------------------------------------------------------------------------------
+# What studies share.
+
+
 def versions() -> dict[str, str]:
     """Return the versions that a result depends on."""
     return {
@@ -89,43 +112,74 @@ def versions() -> dict[str, str]:
     }
 
 
-def describe(result: Any) -> Any:
-    """Return a result as JSON can hold it; long tensors only by their shape."""
-    if isinstance(result, Tensor):
-        return result.tolist() if result.numel() <= LISTED else {"shape": list(result.shape)}
-    if dataclasses.is_dataclass(result):
-        fields = dataclasses.fields(result)
-        return {field.name: describe(getattr(result, field.name)) for field in fields}
-    if isinstance(result, Mapping):
-        return {str(key): describe(value) for key, value in result.items()}
-    if isinstance(result, tuple | list):
-        return [describe(item) for item in result]
-    return result
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StudyResult(Generic[C]):
+    """What the result of every study has.
+
+    Attributes:
+        config: The configuration.
+        versions: Versions of the libraries.
+    """
+
+    config: C
+    versions: dict[str, str] = dataclasses.field(default_factory=versions)
 
 
-def write(study: Study, result: Any, folder: str | os.PathLike[str]) -> tuple[Path, ...]:
-    """Write the result, and its picture where matplotlib is there; return the files."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    save(result, folder / "result.safetensors")
-    figure = getattr(study, "figure", None)
-    if figure is None or importlib.util.find_spec("matplotlib") is None:
-        return (folder / "result.safetensors",)
-    from matplotlib import pyplot
+@typing.dataclass_transform(frozen_default=True, kw_only_default=True)
+def record(cls: type[C]) -> type[C]:
+    """Class decorator: a frozen dataclass with keywords only, which :func:`ritz.save` can store."""
+    return storable(dataclasses.dataclass(frozen=True, slots=True, kw_only=True)(cls))
 
-    drawing = figure(result)
-    drawn = save_figure(drawing, folder / "figure.png", dpi=150)
-    pyplot.close(drawing)  # which would keep it for a session that may run many studies
-    return folder / "result.safetensors", drawn
+
+def check_minimums(config: Any, **lows: float) -> None:
+    """Raise unless each field of a configuration, or each of its entries, reaches its minimum."""
+    for name, low in lows.items():
+        value = getattr(config, name)
+        # Tuples are checked entry by entry.
+        for entry in value if isinstance(value, tuple) else (value,):
+            check: Any = check_count if isinstance(low, int) else check_range
+            check(name, entry, low=low)
+
+
+def track(items: Collection[T], label: str, progress: bool | Progress) -> Iterator[T]:
+    """Yield items, and report each of them to ``progress`` when it is done."""
+    with tracking(progress, label, len(items)) as bar:
+        for done, item in enumerate(items, start=1):
+            yield item
+            bar.update(done)
+
+
+def seeded(seed: int) -> torch.Generator:
+    """Return a new generator."""
+    return torch.Generator().manual_seed(seed)
+
+
+def column(values: Iterable[float]) -> Tensor:
+    """Return numbers as a tensor in float64."""
+    return torch.tensor(list(values), dtype=torch.float64)
+
+
+def chebyshev_moments(values: Tensor, degree: int) -> Tensor:
+    """Return the mean of each ``T_k`` over eigenvalues that were mapped to ``[-1, 1]``."""
+    # T_k(x) = cos(k arccos x); roundoff may put an eigenvalue just outside the interval.
+    angles = torch.arccos(values.clamp(-1.0, 1.0))
+    return torch.cos(torch.arange(degree + 1, dtype=torch.float64)[:, None] * angles).mean(1)
+
+
+def row(title: str, values: Iterable[Any], spec: str, *, width: int = 20) -> str:
+    """Return a line of a table: a title of some width, and the values in one format."""
+    # A format applies to numbers, not to tensors.
+    numbers = values.tolist() if isinstance(values, Tensor) else values
+    return f"{title:{width}}" + "".join(f"{value:{spec}}" for value in numbers)
 
 
 def data_file(name: str, folder: str | None, *, fields: str) -> Path:
-    """Return the path of a file of real data, or say where it was looked for.
+    """Return the path of a data file, or say where it was looked for.
 
     Args:
-        name: Of the file, below the folder.
-        folder: That of the configuration; ``RITZ_DATA`` of the environment by default.
-        fields: Of the configuration that name other files.
+        name: Path of the file below the folder.
+        folder: Folder of the configuration; defaults to the environment variable ``RITZ_DATA``.
+        fields: Fields of the configuration that choose other files.
     """
     folder = folder or os.environ.get("RITZ_DATA")
     if folder is None:
@@ -142,7 +196,7 @@ def _registry() -> Registry[str]:
     package = importlib.import_module(__package__ or "ritz.studies")
     registry = Registry[str]("study")
     for module in pkgutil.iter_modules(package.__path__):
-        if module.name != "protocol" and not module.name.startswith("_"):
+        if not module.name.startswith("_"):
             registry.register(module.name)(module.name)
     return registry
 
@@ -154,7 +208,9 @@ def _parse(name: str, text: str, kind: Any) -> Any:
     if origin in (typing.Union, types.UnionType):
         if text.lower() == "none" and type(None) in arguments:
             return None
+        # Of "int | None" the other type.
         return _parse(name, text, next(kind for kind in arguments if kind is not type(None)))
+    # bool("false") is True, so booleans are choices too.
     if origin is Literal or kind is bool:
         choices = {str(value).lower(): value for value in arguments or (False, True)}
         if text.lower() not in choices:

@@ -1,17 +1,18 @@
-"""Averages of iterates against the last one, on digits with wrong labels.
+"""Averaged weights against the last ones, on digits with wrong labels: Gadam paper, section 5.
 
 After Granziol et al., *Beyond SGD: iterate averaged adaptive gradient methods*, section 5. A small
-network with batch norm learns scikit-learn's digits with part of the training labels wrong; what
-counts is the error on held-out digits with right labels. Every method sees, for every seed, the
-same split, the same wrong labels, the same initial weights and the same batches, so that
-differences are paired.
+network with batch norm learns the digits of scikit-learn with part of the training labels wrong.
+Its error is measured on held-out digits with correct labels. For every seed, all methods have the
+same split, wrong labels, initial weights and batches, so that differences are paired.
 """
 
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +20,10 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import skip_init
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from ritz import plots
 from ritz._core.checks import check_count, check_range
-from ritz._core.progress import Progress, tracking
+from ritz._core.progress import Progress
 from ritz._core.results import format_uncertain
-from ritz._core.storage import storable
 from ritz.optim import (
     Gadam,
     GadamX,
@@ -32,52 +33,49 @@ from ritz.optim import (
     linear_decay,
     solution_diversity,
 )
-from ritz.studies._protocol import versions
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from ritz.plots._shared import STYLE, Figure
+from ritz.studies._protocol import StudyResult, check_minimums, record, seeded, track
 
 CLASSES = 10
-COMPARED = 10  # iterates, evenly spaced over the tail, whose diversity is taken
+# Pairs grow with the square of their number; ten iterates make 45.
+COMPARED = 10  # iterates, evenly spaced over the tail, whose diversity is measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """An optimiser with its rate and decay; whether it is meant to be averaged."""
+    """An optimiser with its learning rate and weight decay, and whether it is averaged."""
 
     make: Callable[..., Optimizer]
     rate: float
     decay: float
     averaged: bool = True
-    options: tuple[tuple[str, float], ...] = ()
 
 
-# Rates are the published defaults. Decays are, as there, chosen for each optimiser without
-# averaging: the best of four or five by held-out loss, on seeds that the study does not use.
+# Learning rates are the published defaults. As published, weight decays are chosen for each
+# optimiser without averaging: the best of four or five by held-out loss, on other seeds.
 METHODS = {
     "Gadam": Method(make=Gadam, rate=1e-3, decay=0.25),
     "GadamX": Method(make=GadamX, rate=0.1, decay=0.005),
     "Adam + average": Method(make=Adam, rate=1e-3, decay=1e-3),
     "AdamW": Method(make=AdamW, rate=1e-3, decay=0.25, averaged=False),
-    "SGD + average": Method(make=SGD, rate=0.1, decay=2e-3, options=(("momentum", 0.9),)),
+    "SGD + average": Method(make=partial(SGD, momentum=0.9), rate=0.1, decay=2e-3),
 }
 BASELINE = "AdamW"
 
 
-@storable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Config:
-    """What is trained, for how long, and how often.
+    """Network, data and number of the runs.
 
     Attributes:
         width: Units of each of two hidden layers.
-        num_train: Digits to learn from, of 1,797.
+        num_train: Training digits, of 1,797.
         label_noise: Share of them with a wrong label.
-        batch_size: Of training.
-        num_epochs: Of every run.
-        start: Epochs after which averaging begins, once an epoch.
+        batch_size: Batch size.
+        num_epochs: Epochs of every run.
+        start: Epochs after which averaging begins, once per epoch.
         num_seeds: Runs of every method.
-        seed: Of the first run; those that follow count up.
+        seed: Seed of the first run; the others count up from it.
     """
 
     width: int = 128
@@ -90,35 +88,27 @@ class Config:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_count("width", self.width)
+        check_minimums(self, width=1, num_epochs=3, num_seeds=2, seed=0)
         check_count("num_train", self.num_train, low=2, high=1700)
         check_range("label_noise", self.label_noise, low=0.0, high=1.0)
         check_count("batch_size", self.batch_size, low=2, high=self.num_train)
-        check_count("num_epochs", self.num_epochs, low=3)
         check_count("start", self.start, high=self.num_epochs - 2)
-        check_count("num_seeds", self.num_seeds, low=2)
-        check_count("seed", self.seed, low=0)
 
 
-@storable
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+@record
+class Result(StudyResult[Config]):
     """Held-out errors of the last iterate and of the average, for every method and seed.
 
     Attributes:
-        config: What was asked for.
-        versions: What computed it.
         names: The methods in their order.
         last_errors: Share of wrong answers of the last iterate, ``(methods, num_seeds)``.
         average_errors: The same of the average.
-        last_losses: Cross entropy of the last iterate, likewise.
+        last_losses: Cross entropy of the last iterate, same shape.
         average_losses: The same of the average.
-        diversities: Symmetrised divergence of the averaged iterates, likewise.
-        seconds: Of one run, mean over all, by method.
+        diversities: Symmetrised divergence of the averaged iterates, same shape.
+        seconds: Mean time of one run, by method.
     """
 
-    config: Config
-    versions: dict[str, str]
     names: tuple[str, ...]
     last_errors: Tensor
     average_errors: Tensor
@@ -135,14 +125,14 @@ class Result:
             f"{'':16}{'last':>8}{'average':>9}   {'average - last':18}{'loss, paired':18}"
             f"{'KL':>8}{'s':>7}",
         ]
+        # Differences within one run: the scatter between seeds cancels.
         errors = 100 * (self.average_errors - self.last_errors)
         losses = self.average_losses - self.last_losses
         for i, name in enumerate(self.names):
-            last, average = (100 * float(x[i].mean()) for x in (self.last_errors,
-                                                                self.average_errors))  # fmt: skip
+            last, average = self.last_errors[i].mean(), self.average_errors[i].mean()
             lines.append(
-                f"{name:16}{last:>8.2f}{average:>9.2f}   {_paired(errors[i]):18}"
-                f"{_paired(losses[i]):18}{float(self.diversities[i].mean()):>8.3f}"
+                f"{name:16}{100 * last:>8.2f}{100 * average:>9.2f}   {_paired(errors[i]):18}"
+                f"{_paired(losses[i]):18}{self.diversities[i].mean():>8.3f}"
                 f"{self.seconds[name]:>7.1f}"
             )
         lines.append(f"average - last iterate of {BASELINE}, paired by seed:")
@@ -153,67 +143,63 @@ class Result:
 
 def run(config: Config, *, progress: bool | Progress = False) -> Result:
     """Return the errors of all methods for all seeds."""
-    shape = (len(METHODS), config.num_seeds)
-    found = torch.zeros(5, *shape, dtype=torch.float64)
+    scores = torch.zeros(5, len(METHODS), config.num_seeds, dtype=torch.float64)
     seconds = dict.fromkeys(METHODS, 0.0)
-    with tracking(progress, "runs", shape[0] * shape[1]) as bar:
-        for j in range(config.num_seeds):
-            for i, (name, method) in enumerate(METHODS.items()):
-                begin = time.perf_counter()
-                found[:, i, j] = _trained(config, method, config.seed + j)
-                seconds[name] += (time.perf_counter() - begin) / config.num_seeds
-                bar.update(j * shape[0] + i + 1, name)
+    runs = list(product(range(config.num_seeds), enumerate(METHODS.items())))
+    for j, (i, (name, method)) in track(runs, "runs", progress):
+        begin = time.perf_counter()
+        scores[:, i, j] = _train(config, method, config.seed + j)
+        seconds[name] += (time.perf_counter() - begin) / config.num_seeds
     return Result(
         config=config,
-        versions=versions(),
         names=tuple(METHODS),
-        last_errors=found[0],
-        last_losses=found[1],
-        average_errors=found[2],
-        average_losses=found[3],
-        diversities=found[4],
+        last_errors=scores[0],
+        last_losses=scores[1],
+        average_errors=scores[2],
+        average_losses=scores[3],
+        diversities=scores[4],
         seconds=seconds,
     )
 
 
 def figure(result: Result) -> "Figure":
     """Draw the error of every seed, from the last iterate to the average of the same run."""
-    from ritz import plots
-    from ritz.plots._shared import BLUE, GREY, LEGEND
-
     drawing, (axis,) = plots.panels(1, 1, width=6.4, height=3.2)
     for i in range(len(result.names)):
         for last, average in zip(result.last_errors[i], result.average_errors[i], strict=True):
             ends = [100 * float(last), 100 * float(average)]
-            axis.plot([i - 0.2, i + 0.2], ends, color=GREY, linewidth=1, zorder=1)
-            axis.scatter([i - 0.2, i + 0.2], ends, color=[GREY, BLUE], s=18, zorder=2)
-    axis.scatter([], [], color=GREY, s=18, label="last iterate")
-    axis.scatter([], [], color=BLUE, s=18, label="average of the same run")
+            axis.plot([i - 0.2, i + 0.2], ends, color=STYLE.grey, linewidth=1, zorder=1)
+            axis.scatter([i - 0.2, i + 0.2], ends, color=[STYLE.grey, STYLE.blue], s=18, zorder=2)
+    axis.scatter([], [], color=STYLE.grey, s=18, label="last iterate")
+    axis.scatter([], [], color=STYLE.blue, s=18, label="average of the same run")
     axis.set_xticks(range(len(result.names)), result.names)
     axis.set_ylabel("held-out error (%)")
     axis.set_title(f"Digits, {result.config.label_noise:.0%} of the labels wrong", loc="left")
-    axis.legend(**LEGEND)
+    axis.legend(frameon=False, fontsize="small")
     return drawing
 
 
 def _paired(differences: Tensor) -> str:
-    return format_uncertain(
-        float(differences.mean()), float(differences.std()) / math.sqrt(len(differences))
-    )
+    error = float(differences.std()) / math.sqrt(len(differences))
+    return format_uncertain(float(differences.mean()), error)
 
 
-def _trained(config: Config, method: Method, seed: int) -> Tensor:
-    """Error and loss of the last iterate, of the average, and the diversity in between."""
-    generator = torch.Generator().manual_seed(seed)
+def _train(config: Config, method: Method, seed: int) -> Tensor:
+    """Return error and loss of the last iterate, both of the average, and the diversity."""
+    generator = seeded(seed)
     inputs, labels, held_inputs, held_labels = _digits(config, generator)
     model = _network(config, generator)
     length = config.num_train // config.batch_size
+    # Average once per epoch (interval = steps per epoch), from the first step after the start.
     optimizer, average = _optimizer(method, model, start=config.start * length + 1, interval=length)
+    # An averaged run keeps half of its learning rate after the start, so that its iterates differ.
+    # Without an average the learning rate decays to the end.
     shape = averaging_decay(config.start) if method.averaged else linear_decay(config.num_epochs)
     schedule = Schedule(optimizer, shape)
     tail = []
     for epoch in range(1, config.num_epochs + 1):
         order = torch.randperm(config.num_train, generator=generator)
+        # Only whole batches, so that all steps have gradients of the same noise.
         for rows in order.split(config.batch_size)[:length]:
             optimizer.zero_grad()
             cross_entropy(model(inputs[rows]), labels[rows]).backward()
@@ -221,8 +207,10 @@ def _trained(config: Config, method: Method, seed: int) -> Tensor:
         schedule.step()
         if epoch >= config.start:
             tail.append(_outputs(model, held_inputs))
+    # The averaged weights have other activations, so batch-norm statistics are recomputed.
     with average.applied(model, data=inputs.split(config.batch_size)[:length]):
         averaged = _outputs(model, held_inputs)
+    # Iterates from the end backwards, so that the last one is always compared.
     stride = max(1, len(tail) // COMPARED)
     diversity = solution_diversity(tail[::-1][: stride * COMPARED : stride]).kl
     scores = (*_scores(tail[-1], held_labels), *_scores(averaged, held_labels), diversity)
@@ -237,34 +225,34 @@ def _digits(config: Config, generator: torch.Generator) -> tuple[Tensor, Tensor,
     inputs, labels = torch.tensor(images / 16).float()[order], torch.tensor(classes)[order]
     held_inputs, held_labels = inputs[config.num_train :], labels[config.num_train :]
     inputs, labels = inputs[: config.num_train], labels[: config.num_train].clone()
+    # Wrong labels are drawn without replacement: their share is exact in every seed.
     wrong = torch.randperm(config.num_train, generator=generator)
     wrong = wrong[: round(config.label_noise * config.num_train)]
+    # A shift by 1 to 9 modulo 10 reaches every other class with the same probability.
     labels[wrong] += torch.randint(1, CLASSES, wrong.shape, generator=generator)
     return inputs, labels % CLASSES, held_inputs, held_labels
 
 
 def _network(config: Config, generator: torch.Generator) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    for inputs in (64, config.width):
-        layers.append(_linear(inputs, config.width, generator))
-        layers += [nn.BatchNorm1d(config.width), nn.ReLU()]
-    return nn.Sequential(*layers, _linear(config.width, CLASSES, generator))
+    width, layers = config.width, []
+    for inputs in (64, width):
+        layers += [_linear(inputs, width, generator), nn.BatchNorm1d(width), nn.ReLU()]
+    return nn.Sequential(*layers, _linear(width, CLASSES, generator))
 
 
 def _linear(inputs: int, outputs: int, generator: torch.Generator) -> nn.Module:
-    layer: nn.Module = skip_init(
-        nn.Linear, inputs, outputs, bias=False
-    )  # which would draw globally
+    # nn.Linear itself would draw its weights from the global generator.
+    layer: nn.Module = skip_init(nn.Linear, inputs, outputs, bias=False)
+    # Variance 2 / fan-in keeps the scale of ReLU layers; batch norm makes a bias redundant.
     nn.init.kaiming_normal_(layer.get_parameter("weight"), generator=generator)
     return layer
 
 
 def _optimizer(method: Method, model: nn.Module, **when: Any) -> tuple[Optimizer, IterateAverage]:
-    settings: dict[str, Any] = {"lr": method.rate, "weight_decay": method.decay}
-    settings |= dict(method.options)
-    if method.make in (Gadam, GadamX):
-        own: Any = method.make(model.parameters(), **settings, **when)
-        return own, own.average
+    settings: Any = {"lr": method.rate, "weight_decay": method.decay}
+    if method.make in (Gadam, GadamX):  # these average by themselves
+        averaging: Any = method.make(model.parameters(), **settings, **when)
+        return averaging, averaging.average
     optimizer = method.make(model.parameters(), **settings)
     return optimizer, IterateAverage(optimizer, **when)
 
@@ -279,4 +267,5 @@ def _outputs(model: nn.Module, inputs: Tensor) -> Tensor:
 
 def _scores(logits: Tensor, labels: Tensor) -> tuple[float, float]:
     wrong = float((logits.argmax(1) != labels).double().mean())
+    # float64: differences of losses between iterates are small.
     return wrong, float(cross_entropy(logits.double(), labels))

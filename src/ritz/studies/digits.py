@@ -1,17 +1,14 @@
-"""All that ritz says of a small convolutional network that it has trained on handwritten digits."""
+"""Spectra, sharpness and loss landscape of a small network trained on handwritten digits."""
 
-import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from ritz import data, training
+from ritz import data, plots, training
 from ritz._core.checks import check_choice, check_count
 from ritz._core.progress import Progress
-from ritz._core.storage import storable
 from ritz.curvature import Risk, curvature_operator, hessian
 from ritz.curvature._shared import ENGINES, EngineName
 from ritz.measures import (
@@ -26,12 +23,10 @@ from ritz.measures import (
     sharpness,
     temperature,
 )
+from ritz.plots._shared import Figure, direction_title, share_legend
 from ritz.spectra import Spectrum, eigenpairs, lanczos
-from ritz.studies._protocol import versions
+from ritz.studies._protocol import StudyResult, check_minimums, record, seeded
 from ritz.training import TrainingResult
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 MATRICES: dict[str, tuple[Any, Any]] = {
     "Hessian, batch norm eval": ("hessian", "eval"),
@@ -39,25 +34,24 @@ MATRICES: dict[str, tuple[Any, Any]] = {
     "Hessian, batch norm train": ("hessian", "train"),
     "Gauss-Newton, batch norm train": ("ggn", "train"),
 }
-FIRST = next(iter(MATRICES))  # whose Ritz vectors are followed
+FIRST = next(iter(MATRICES))  # its Ritz vectors are the directions of the landscape
 PLANE = ("first Ritz vector", "second Ritz vector")
 
 
-@storable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Config:
-    """How the network is trained and looked at.
+    """Training of the network, and cost of the measures.
 
     Attributes:
-        num_samples: Of the 1280 images to train on; 517 others are there to test on.
-        num_epochs: Of training, the last third of them averaged.
-        batch_size: Samples a batch, in training and in measuring.
-        num_steps: Lanczos steps, for the spectra.
-        sharpness_steps: Lanczos steps a probe, for the sharpness.
-        num_probes: Probes for it.
-        num_points: Along each line, and each side of the plane.
-        engine: Of the products; a few do not pay for a trace.
-        seed: Of the weights, the order of the samples and every probe.
+        num_samples: Training images, of 1280; 517 others are test images.
+        num_epochs: Epochs; the last third is averaged.
+        batch_size: Batch size, in training and in measuring.
+        num_steps: Lanczos steps for the spectra.
+        sharpness_steps: Lanczos steps per probe for the sharpness.
+        num_probes: Probes for the sharpness.
+        num_points: Points per line, and per side of the plane.
+        engine: Engine of the products; for few products, tracing does not pay.
+        seed: Seed of the weights, the order of the samples and every probe.
     """
 
     num_samples: int = 1280
@@ -72,12 +66,8 @@ class Config:
 
     def __post_init__(self) -> None:
         check_count("num_samples", self.num_samples, high=1280)
-        check_count("num_epochs", self.num_epochs, low=2)
-        check_count("batch_size", self.batch_size)
-        check_count("num_steps", self.num_steps, low=3)
-        check_count("sharpness_steps", self.sharpness_steps)
-        check_count("num_probes", self.num_probes)
-        check_count("num_points", self.num_points, low=2)
+        check_minimums(self, num_epochs=2, batch_size=1, num_steps=3, sharpness_steps=1)
+        check_minimums(self, num_probes=1, num_points=2)
         check_choice("engine", self.engine, ENGINES)
 
 
@@ -92,25 +82,20 @@ QUICK: dict[str, Any] = {
 }
 
 
-@storable
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+@record
+class Result(StudyResult[Config]):
     """A network and the loss around it.
 
     Attributes:
-        config: What was asked for.
-        versions: What computed it.
-        training: How training went.
-        spectra: Of the Hessian and the Gauss-Newton matrix in both modes of batch norm, by name.
+        training: Result of the training.
+        spectra: Spectra of the Hessian and the Gauss-Newton matrix in both batch-norm modes.
         landscape: Loss and accuracy along three Ritz vectors.
         plane: The same on the plane of the first two.
         sharpness: Norms, trace and masses of all four matrices.
-        temperature: What calibrates the network on the test data.
+        temperature: Temperature that calibrates the network on the test data.
         folded: Largest eigenvalue of the Hessian of the calibrated network without batch norm.
     """
 
-    config: Config
-    versions: dict[str, str]
     training: TrainingResult
     spectra: dict[str, Spectrum]
     landscape: Landscape
@@ -142,75 +127,16 @@ def run(
 ) -> Result:
     """Return the training of the network, and the spectra, sharpness and landscape at its end."""
     digits: Any = data.load("digits")
+    # The first samples, so that smaller configurations measure a subset.
     images = digits.train.take(config.num_samples)
+    # Layers draw from the global generator, which the user may have seeded.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(config.seed)
         model = network().to(device)
-    trained = _train(model, images, digits.test, config, progress)
-    risk = Risk(model, cross_entropy, images.tensors(), batch_size=config.batch_size)
-    test = Risk(model, cross_entropy, digits.test.tensors())
-    spectra = _spectra(risk, config, progress)
-    lines, plane = _landscapes(risk, test, spectra[FIRST], config, progress)
-    report = sharpness(
-        risk,
-        num_steps=config.sharpness_steps,
-        num_probes=config.num_probes,
-        engine=config.engine,
-        generator=_generator(config),
-        progress=progress,
-    )
-    calibration = temperature(test)
-    return Result(
-        config=config,
-        versions=versions(),
-        training=trained,
-        spectra=spectra,
-        landscape=lines,
-        plane=plane,
-        sharpness=report,
-        temperature=calibration,
-        folded=_folded(model, calibration, images.tensors(), config),
-    )
-
-
-def figures(result: Result) -> dict[str, "Figure"]:
-    """Draw the course of training, the spectra, and the landscapes."""
-    from ritz import plots
-    from ritz.plots._shared import direction_title, share_legend
-
-    records = _records(result.training)
-    drawn: dict[str, Any] = {
-        "training": plots.training_curves({"digits": records})[0].figure,
-        "spectra": figure(result),
-    }
-    drawing, axes = plots.panels(2, 2, width=4.8, height=3.0)
-    for ax, name in zip(axes, result.landscape.names, strict=False):
-        if ax is not axes[0]:
-            ax.sharey(axes[0])
-        plots.landscape(result.landscape, direction=name, ax=ax, log=True)
-        ax.set_title(direction_title(name), loc="left", fontsize="medium")
-    plots.landscape2d(result.plane, ax=axes[-1])
-    axes[-1].set_title("Ritz vectors of the two largest values", loc="left", fontsize="medium")
-    share_legend(drawing)
-    return drawn | {"landscape": drawing}
-
-
-def figure(result: Result) -> "Figure":
-    """Draw the spectra."""
-    from ritz import plots
-
-    ordered = {name: result.spectra[name] for name in MATRICES}  # which a file need not be
-    drawing: Any = plots.spectra(ordered, log=True)[0].figure
-    return cast("Figure", drawing)
-
-
-def _train(
-    model: nn.Module, images: Any, test: Any, config: Config, progress: bool | Progress
-) -> TrainingResult:
-    return training.fit(
+    trained = training.fit(
         model,
         images,
-        test=test,
+        test=digits.test,
         num_epochs=config.num_epochs,
         batch_size=config.batch_size,
         optimizer="sgd",
@@ -220,47 +146,70 @@ def _train(
         seed=config.seed,
         progress=progress,
     )
-
-
-def _spectra(risk: Risk, config: Config, progress: bool | Progress) -> dict[str, Spectrum]:
-    return {
+    risk = Risk(model, cross_entropy, images.tensors(), batch_size=config.batch_size)
+    test = Risk(model, cross_entropy, digits.test.tensors())
+    spectra = {
         name: lanczos(
             curvature_operator(risk.with_batch_norm(mode), kind, engine=config.engine),
             num_steps=config.num_steps,
+            # Only these vectors are needed; they take num_steps times the size of the weights.
             vectors=name == FIRST,
-            generator=_generator(config),
+            generator=seeded(config.seed),
             progress=progress,
         )
         for name, (kind, mode) in MATRICES.items()
     }
-
-
-def _landscapes(
-    risk: Risk, test: Risk, spectrum: Spectrum, config: Config, progress: bool | Progress
-) -> tuple[Landscape, Landscape2d]:
-    common: Any = {"num_points": config.num_points, "test": test, "progress": progress}
-    vectors: Any = spectrum.vectors
-    plane = landscape2d(risk, vectors[:, -1], vectors[:, -2], names=PLANE, **common)
-    return landscape(risk, spectrum, **common), plane
-
-
-def _folded(model: nn.Module, calibration: Temperature, images: Any, config: Config) -> float:
-    folded = fold_batch_norm(scaled(model, calibration))
-    op = hessian(Risk(folded, cross_entropy, images), engine=config.engine)
-    return float(
-        eigenpairs(op, largest=1, rtol=1e-2, vectors=False, generator=_generator(config)).values[-1]
+    around: Any = {"num_points": config.num_points, "test": test, "progress": progress}
+    vectors: Any = spectra[FIRST].vectors
+    # Ritz values ascend: the last two columns belong to the largest two.
+    plane = landscape2d(risk, vectors[:, -1], vectors[:, -2], names=PLANE, **around)
+    lines = landscape(risk, spectra[FIRST], **around)
+    report = sharpness(
+        risk,
+        num_steps=config.sharpness_steps,
+        num_probes=config.num_probes,
+        engine=config.engine,
+        generator=seeded(config.seed),
+        progress=progress,
+    )
+    calibration = temperature(test)
+    # Batch norm and the temperature are affine, so they fold into the convolutions.
+    folded = Risk(fold_batch_norm(scaled(model, calibration)), cross_entropy, images.tensors())
+    op = hessian(folded, engine=config.engine)
+    # Sharpness depends on the scale of the weights, which batch norm leaves free: after folding
+    # and calibration the eigenvalue can be compared between networks.
+    largest = eigenpairs(
+        op, largest=1, rtol=1e-2, vectors=False, generator=seeded(config.seed)
+    ).values[-1]
+    return Result(
+        config=config,
+        training=trained,
+        spectra=spectra,
+        landscape=lines,
+        plane=plane,
+        sharpness=report,
+        temperature=calibration,
+        folded=float(largest),
     )
 
 
-def _records(trained: TrainingResult) -> list[dict[str, Any]]:
-    """The numbers of each epoch as a log would have them."""
-    found: list[dict[str, Any]] = [{"kind": "epoch"} for _ in range(trained.num_epochs)]
-    for name, values in trained.history.items():
-        for record, value in zip(found, values.tolist(), strict=True):
-            if math.isfinite(value):  # there is no average before it begins
-                record[name] = value
-    return found
+def figures(result: Result) -> dict[str, Figure]:
+    """Draw the training curves, the spectra and the landscapes."""
+    # Three lines and the plane, on one scale of the loss.
+    drawing, axes = plots.panels(2, 2, width=4.8, height=3.0)
+    for ax, name in zip(axes, result.landscape.names, strict=False):
+        if ax is not axes[0]:
+            ax.sharey(axes[0])
+        plots.landscape(result.landscape, direction=name, ax=ax, log=True)
+        ax.set_title(direction_title(name), loc="left", fontsize="medium")
+    plots.landscape2d(result.plane, ax=axes[-1])
+    axes[-1].set_title("Ritz vectors of the two largest values", loc="left", fontsize="medium")
+    share_legend(drawing)
+    curves = plots.plot(result.training)
+    return {"training": curves, "spectra": figure(result), "landscape": drawing}
 
 
-def _generator(config: Config) -> torch.Generator:
-    return torch.Generator().manual_seed(config.seed)
+def figure(result: Result) -> Figure:
+    """Draw the spectra."""
+    # Files do not keep the order.
+    return plots.plot({name: result.spectra[name] for name in MATRICES})

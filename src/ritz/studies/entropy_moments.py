@@ -1,17 +1,17 @@
 """Entropy and log determinant by the number of moments: Spectral Machine Learning, Figure 2.1.
 
-Maximum entropy (MEMe) and the iteration of Bandyopadhyay (BMxnt) get the same moments of the same
-matrices on ``[0, bound]``. The entropy of the first falls with every moment, but for small steps
-up where exact moments had to be relaxed further; its log determinant gets better until the error
-of the probes is left or, where eigenvalues crowd at zero (bcsstk16), worse at first and then better
-slowly. The sweeps of the second stop short of the moments, mostly from the third on: its entropy
-goes up and down, and its log determinant stays as far off as it was with two or three.
+Maximum entropy (MEMe) and the iteration of Bandyopadhyay (BMxnt) receive the same moments of the
+same matrices on ``[0, bound]``. The entropy of MEMe falls with every moment, except for small steps
+up where exact moments had to be relaxed further. Its log determinant improves until only the error
+of the probes is left; where eigenvalues crowd at zero (bcsstk16), it is worse at first and then
+improves slowly. BMxnt does not reach its moments, mostly from the third on: its entropy goes up and
+down, and its log determinant stays as far off as with two or three moments.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import scipy.io
@@ -20,35 +20,43 @@ import torch
 from numpy.polynomial import Chebyshev, Polynomial
 from torch import Tensor
 
-from ritz._core.checks import check_count, check_range
-from ritz._core.progress import Progress, tracking
-from ritz._core.storage import storable
+from ritz import plots
+from ritz._core.checks import check_finite
+from ritz._core.progress import Progress
 from ritz.operators import LinearOperator, as_operator, read_matrix
-from ritz.spectra import EntropicDensity, bounds, logdet, maxent, moments
-from ritz.spectra._shared import bmxnt
-from ritz.studies._protocol import data_file, versions
+from ritz.plots._shared import Figure, share_legend
+from ritz.spectra import bounds, logdet, maxent, moments
+from ritz.studies._protocol import (
+    StudyResult,
+    chebyshev_moments,
+    check_minimums,
+    data_file,
+    record,
+    row,
+    seeded,
+    track,
+)
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
+# Fields of the result that are filled cell by cell.
 KINDS = ("entropies", "errors", "solved", "relaxations")
 SERIES = ("MEMe", "BMxnt", "MEMe, exact moments", "BMxnt, exact moments")
+TINY = 1e-300  # a moment that underflows still has a logarithm
+NODES = 512  # of the quadrature of BMxnt, which is exact for powers below 512
 
 
-@storable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Config:
-    """What is computed, and where it lies.
+    """Matrices, numbers of moments, and where the files are.
 
     Attributes:
-        matrices: Positive definite matrices: Matrix Market files in the folder.
-        graphs: Adjacency matrices likewise, for the identity plus the Laplacian of each.
+        matrices: Matrix Market files of positive definite matrices, below the folder.
+        graphs: Files of adjacency matrices; the study uses the identity plus the Laplacian of each.
         counts: Numbers of moments, ascending.
         num_probes: Probes of the sampled moments.
-        dense_order: Largest order of a matrix whose moments are also computed from all eigenvalues.
-        max_sweeps: Most sweeps of the iteration of Bandyopadhyay.
-        data: The folder; ``RITZ_DATA`` of the environment by default.
-        seed: Of the probes.
+        dense_order: Largest order for which moments are computed from all eigenvalues as well.
+        max_sweeps: Maximum of sweeps of BMxnt.
+        data: The folder; defaults to the environment variable ``RITZ_DATA``.
+        seed: Seed of the probes.
     """
 
     matrices: tuple[str, ...] = (
@@ -68,32 +76,23 @@ class Config:
     def __post_init__(self) -> None:
         if not (self.counts and list(self.counts) == sorted(set(self.counts))):
             raise ValueError(f"counts must be numbers of moments, ascending, got {self.counts}")
-        check_count("counts", self.counts[0])
-        check_count("num_probes", self.num_probes, low=2)
-        check_count("dense_order", self.dense_order, low=0)
-        check_count("max_sweeps", self.max_sweeps)
-        check_range("seed", self.seed, low=0)
+        check_minimums(self, counts=1, num_probes=2, dense_order=0, max_sweeps=1, seed=0)
 
 
-@storable
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+@record
+class Result(StudyResult[Config]):
     """Entropies and log determinants by the number of moments.
 
     Attributes:
-        config: What was asked for.
-        versions: What computed it.
-        names: Of the matrices.
-        orders: Of the matrices.
+        names: Names of the matrices.
+        orders: Their orders.
         exact: Their log determinants, by factorisation.
         entropies: By series, ``(matrices, counts)``; NaN where eigenvalues were not computed.
-        errors: Relative errors of the log determinants, likewise.
-        solved: Whether the moments were matched to the tolerance, likewise.
-        relaxations: Variance that the moments were given because no density had them, likewise.
+        errors: Relative errors of the log determinants, same shape.
+        solved: Whether the moments were matched to the tolerance, same shape.
+        relaxations: Variance added to the moments because no density had them, same shape.
     """
 
-    config: Config
-    versions: dict[str, str]
     names: tuple[str, ...]
     orders: tuple[int, ...]
     exact: tuple[float, ...]
@@ -107,133 +106,194 @@ class Result:
         lines = [
             f"Entropy of the density on [0, bound] (0 is flat) and relative error of its log det, "
             f"moments from {c.num_probes} probes; * not solved, ~ moments relaxed",
-            f"{'moments':38}" + "".join(f"{count:>9}" for count in c.counts),
+            row("moments", c.counts, ">9", width=38),
         ]
-        for row, (name, order) in enumerate(zip(self.names, self.orders, strict=True)):
-            lines.append(f"{name}, order {order}, log det {self.exact[row]:.8g}")
+        for place, (name, order) in enumerate(zip(self.names, self.orders, strict=True)):
+            lines.append(f"{name}, order {order}, log det {self.exact[place]:.8g}")
             for series in SERIES:
-                lines += self._rows(series, row)
+                lines += self._rows(series, place)
         return "\n".join(lines)
 
-    def _rows(self, series: str, row: int) -> list[str]:
-        entropies, errors = self.entropies[series][row], self.errors[series][row]
+    def _rows(self, series: str, place: int) -> list[str]:
+        entropies, errors = self.entropies[series][place], self.errors[series][place]
         if bool(entropies.isnan().all()):
             return []
-        relaxed = (self.relaxations[series][row] > 0).tolist()
-        marks = [
-            "*" if not done else "~" if loose else ""
-            for done, loose in zip(self.solved[series][row].tolist(), relaxed, strict=True)
-        ]
-        cells = [
-            [f"{value:.3f}{mark}" for value, mark in zip(entropies.tolist(), marks, strict=True)],
-            [f"{value:.1e}{mark}" for value, mark in zip(errors.tolist(), marks, strict=True)],
-        ]
-        titles = (f"  {series}: entropy", f"  {series}: error")
+        flags = zip(self.solved[series][place], self.relaxations[series][place] > 0, strict=True)
+        # Not solved outranks relaxed.
+        marks = ["~" * bool(relaxed) if solved else "*" for solved, relaxed in flags]
+        tables = {"entropy": (entropies, ".3f"), "error": (errors, ".1e")}
         return [
-            f"{title:38}" + "".join(f"{cell:>9}" for cell in line)
-            for title, line in zip(titles, cells, strict=True)
+            row(
+                f"  {series}: {title}",
+                [f"{x:{spec}}{mark}" for x, mark in zip(numbers.tolist(), marks, strict=True)],
+                ">9",
+                width=38,
+            )
+            for title, (numbers, spec) in tables.items()
         ]
 
 
 def run(config: Config, *, progress: bool | Progress = False) -> Result:
-    """Return what both iterations make of the same moments, of every matrix."""
+    """Return the densities of both methods for the same moments of every matrix."""
     names = (*config.matrices, *config.graphs)
     paths = [data_file(name, config.data, fields="matrices= and graphs=") for name in names]
-    shape = (len(names), len(config.counts))
-    numbers = {kind: _empty(shape) for kind in KINDS}
+    shape = (len(KINDS), len(SERIES), len(names), len(config.counts))
+    cells = torch.full(shape, math.nan, dtype=torch.float64)
     orders, exact = [], []
-    with tracking(progress, "matrices", len(names)) as bar:
-        for row, path in enumerate(paths):
-            graph = row >= len(config.matrices)
-            op = _identity_and_laplacian(path) if graph else read_matrix(path)
-            orders.append(op.shape[0])
-            exact.append(float(logdet(op, method="cholesky")))
-            for series, found in _densities(op, config):
-                column = config.counts.index(len(found.alphas))
-                value = op.shape[0] * found.expectation(torch.log)
-                error = abs(value / exact[-1] - 1)
-                width = found.interval[1] - found.interval[0]
-                numbers["entropies"][series][row, column] = found.entropy - math.log(width)
-                numbers["errors"][series][row, column] = error
-                numbers["solved"][series][row, column] = float(found.status.ok)
-                numbers["relaxations"][series][row, column] = found.relaxation
-            bar.update(row + 1)
+    for place, path in enumerate(track(paths, "matrices", progress)):
+        graph = place >= len(config.matrices)
+        op = _identity_and_laplacian(path) if graph else read_matrix(path)
+        orders.append(op.shape[0])
+        exact.append(float(logdet(op, method="cholesky")))
+        for series, column, (entropy, mean_log, solved, relaxation) in _densities(op, config):
+            # log det A = n E[log lambda]
+            error = abs(op.shape[0] * mean_log / exact[-1] - 1)
+            numbers = (entropy, error, float(solved), relaxation)
+            cells[:, series, place, column] = torch.tensor(numbers, dtype=torch.float64)
+    tables = {kind: dict(zip(SERIES, cells[k], strict=True)) for k, kind in enumerate(KINDS)}
+    stems = [Path(name).name.partition(".")[0] for name in names]
     return Result(
         config=config,
-        versions=versions(),
-        names=tuple(_title(config, name) for name in names),
+        names=tuple(f"I + L, {x}" if k >= len(config.matrices) else x for k, x in enumerate(stems)),
         orders=tuple(orders),
         exact=tuple(exact),
-        **numbers,
+        **tables,
     )
 
 
 def figure(result: Result) -> "Figure":
-    """Draw entropy above and error below, a column for each matrix."""
-    from ritz import plots
-    from ritz.plots._shared import share_legend
-
+    """Draw the entropy above and the error below, one column per matrix."""
     columns = len(result.names)
     drawing, axes = plots.panels(2, columns, width=2.7, height=2.5)
+    # Colour tells the method, line style the kind of moments.
     colours, lines = ("#0072B2", "#D55E00") * 2, ("-", "-", ":", ":")
     for series, colour, line in zip(SERIES, colours, lines, strict=True):
         style: dict[str, Any] = {"color": colour, "linestyle": line, "marker": ".", "label": series}
-        for row, name in enumerate(result.names):
-            above, below = axes[row], axes[columns + row]
-            above.plot(result.config.counts, result.entropies[series][row].numpy(), **style)
-            below.plot(result.config.counts, result.errors[series][row].numpy(), **style)
-            below.set_yscale("log")
-            above.set_title(f"{name}\nn = {result.orders[row]:,}", loc="left", fontsize="small")
-            below.set_xlabel("moments")
+        for place, name in enumerate(result.names):
+            above, below = axes[place], axes[columns + place]
+            above.plot(result.config.counts, result.entropies[series][place].numpy(), **style)
+            below.plot(result.config.counts, result.errors[series][place].numpy(), **style)
+            below.set(yscale="log", xlabel="moments")
+            above.set_title(f"{name}\nn = {result.orders[place]:,}", loc="left", fontsize="small")
     axes[0].set_ylabel("entropy")
     axes[columns].set_ylabel("relative error of log det")
     share_legend(drawing)
     return drawing
 
 
-def _densities(op: LinearOperator, config: Config) -> Any:
-    """The densities of every number of moments: the series, and what it gives."""
+# ------------------------------------------------------------------------------------------
+# Moments and the two methods.
+
+
+class Density(NamedTuple):
+    r"""What the study records of a density on ``[0, bound]``.
+
+    Attributes:
+        entropy: :math:`-\int q \log q`, minus that of the flat density, which is the logarithm of
+            the bound.
+        mean_log: Mean of the logarithm of an eigenvalue.
+        solved: Whether the moments were matched.
+        relaxation: Variance added to the moments because no density had them.
+    """
+
+    entropy: float
+    mean_log: float
+    solved: bool
+    relaxation: float = 0.0
+
+
+def bmxnt(
+    moments: Tensor, *, bound: float = 1.0, rtol: float = 1e-5, max_sweeps: int = 1000
+) -> Density:
+    r"""Return the density that Bandyopadhyay's iteration finds for power moments.
+
+    .. math:: q(t) \propto \exp\Big(-\sum_{i=1}^m \gamma_i t^i\Big), \quad
+        \gamma_i \leftarrow \gamma_i + \log \frac{\langle t^i \rangle_q}{\mu_i}
+
+    for :math:`i = 1, \dots, m` in turn, where :math:`t` is the eigenvalue divided by the bound. It
+    is a baseline that does not converge for more than a few moments: its entropy rises with their
+    number, which that of :func:`ritz.maxent` never does.
+
+    Args:
+        moments: Power moments of :math:`t`, degree ``0, ..., m``, all positive, ``(m + 1,)``.
+        bound: Upper end of the support, which begins at 0.
+        rtol: Largest relative error of a moment at which the iteration stops.
+        max_sweeps: Maximum number of sweeps over the moments.
+
+    Reference: Bandyopadhyay, Bhattacharya, Biswas and Drabold (2005), as used in section 2.6.1 of
+    *Spectral Machine Learning*.
+    """
+    check_finite("moments", moments)
+    targets = moments.double().numpy()[1:]
+    if moments.ndim != 1 or not (targets.size and (targets > 0).all()):
+        raise ValueError("moments must be positive power moments on [0, 1], (m + 1,), m >= 1")
+    # Fejér's rule on [0, 1], the one of ritz.maxent, so that both methods have the same error where
+    # log(t) is singular: nodes t = (1 - cos a) / 2, and weights
+    # (1 - 2 sum_j cos(2 j a) / (4 j^2 - 1)) / G, j = 1, ..., G / 2 (the last would count half, but
+    # is cos(G a) = 0).
+    angles = (np.arange(NODES) + 0.5) * (np.pi / NODES)
+    j = np.arange(1, NODES // 2)
+    t = 0.5 * (1 - np.cos(angles))
+    weights = (1 - 2 * np.cos(2 * angles[:, None] * j) @ (1 / (4 * j**2 - 1))) / NODES
+    powers = t ** np.arange(1, len(targets) + 1)[:, None]
+    # log(weight * q) up to a constant, which every step changes by -step * t^i.
+    exponent = np.log(weights)
+    for sweep in range(max_sweeps + 1):
+        shares = _softmax(exponent)
+        solved = bool((np.abs(powers @ shares / targets - 1) <= rtol).all())
+        if solved or sweep == max_sweeps:
+            break
+        for power, target in zip(powers, targets, strict=True):
+            ratio = float(power @ _softmax(exponent)) / target
+            exponent -= math.log(max(ratio, TINY)) * power
+    # q = share / weight on [0, 1], so -int q log q = -sum share log q.
+    entropy = -float(shares @ np.log(np.maximum(shares, TINY) / weights))
+    return Density(entropy, float(shares @ np.log(bound * t)), solved)
+
+
+def _softmax(exponent: Any) -> Any:
+    shares = np.exp(exponent - exponent.max())
+    return shares / shares.sum()
+
+
+def _densities(op: LinearOperator, config: Config) -> Iterator[tuple[int, int, Density]]:
+    """Yield the places of series and number of moments, and the density of both."""
     degree = config.counts[-1]
-    interval = (0.0, bounds(op, generator=_seeded(config)).high)
+    # Power moments need [0, 1]: the matrices are positive definite, so 0 is a lower end.
+    interval = (0.0, bounds(op, generator=seeded(config.seed)).high)
     sampled = moments(
         op,
         num_moments=degree,
         interval=interval,
         num_probes=config.num_probes,
-        generator=_seeded(config),
+        generator=seeded(config.seed),
     )
-    yield from _both(sampled.mean, sampled.stderr, interval, config, SERIES[:2])
+    means: list[tuple[Tensor, Tensor | None]] = [(sampled.mean, sampled.stderr)]
     if op.shape[0] <= config.dense_order:
         values = torch.linalg.eigvalsh(op.matmat(torch.eye(op.shape[0], dtype=op.dtype)).double())
-        angles = torch.arccos((2 * values / interval[1] - 1).clamp(-1.0, 1.0))
-        degrees = torch.arange(degree + 1, dtype=torch.float64)
-        exact = torch.cos(degrees[:, None] * angles).mean(1)
-        yield from _both(exact, None, interval, config, SERIES[2:])
-
-
-def _both(
-    mean: Tensor,
-    stderr: Tensor | None,
-    interval: tuple[float, float],
-    config: Config,
-    series: tuple[str, ...],
-) -> Any:
-    powers = _powers(len(mean) - 1) @ mean
-    for count in config.counts:
-        errors = None if stderr is None else stderr[: count + 1]
-        new: EntropicDensity = maxent(mean[: count + 1], interval=interval, stderr=errors)
-        yield series[0], new
-        yield (
-            series[1],
-            bmxnt(powers[: count + 1], interval=interval, max_sweeps=config.max_sweeps),
-        )
+        means.append((chebyshev_moments(2 * values / interval[1] - 1, degree), None))
+    for place, (mean, stderr) in enumerate(means):
+        powers = _powers(degree) @ mean
+        for column, count in enumerate(config.counts):
+            few = slice(count + 1)
+            errors = None if stderr is None else stderr[few]
+            density = maxent(mean[few], interval=interval, stderr=errors)
+            # Relative to the flat density on the interval, whose entropy is log(high - low).
+            entropy = density.entropy - math.log(interval[1])
+            mean_log, solved = density.expectation(torch.log), density.status.ok
+            yield 2 * place, column, Density(entropy, mean_log, solved, density.relaxation)
+            scaled = bmxnt(powers[few], bound=interval[1], max_sweeps=config.max_sweeps)
+            yield 2 * place + 1, column, scaled
 
 
 def _powers(degree: int) -> Tensor:
-    """Rows take Chebyshev to power moments on ``[0, 1]``: positive shares of one, so stably."""
+    """Return the matrix from Chebyshev moments to power moments on ``[0, 1]``.
+
+    Its entries are positive and each row sums to one, so the change of basis is stable.
+    """
     rows = np.zeros((degree + 1, degree + 1))
     power = Chebyshev([1.0])
-    half = Polynomial([0.5, 0.5]).convert(kind=Chebyshev)
+    half = Polynomial([0.5, 0.5]).convert(kind=Chebyshev)  # t = (1 + x) / 2
     for k in range(degree + 1):
         rows[k, : len(power.coef)] = power.coef
         power = power * half
@@ -241,21 +301,9 @@ def _powers(degree: int) -> Tensor:
 
 
 def _identity_and_laplacian(path: Path) -> LinearOperator:
-    read: Any = scipy.io.mmread(path)
-    adjacency = scipy.sparse.csr_array(((abs(read) + abs(read.T)) > 0).astype(np.float64))
+    matrix: Any = scipy.io.mmread(path)
+    adjacency = scipy.sparse.csr_array(((abs(matrix) + abs(matrix.T)) > 0).astype(np.float64))
     adjacency.setdiag(0)
     degrees = np.asarray(adjacency.sum(1)).ravel()
+    # I + L = I + D - A
     return as_operator((scipy.sparse.diags_array(1 + degrees) - adjacency).tocsr())
-
-
-def _title(config: Config, name: str) -> str:
-    stem = Path(name).name.partition(".")[0]
-    return f"I + L, {stem}" if name in config.graphs else stem
-
-
-def _empty(shape: tuple[int, int]) -> dict[str, Tensor]:
-    return {name: torch.full(shape, math.nan, dtype=torch.float64) for name in SERIES}
-
-
-def _seeded(config: Config) -> torch.Generator:
-    return torch.Generator().manual_seed(config.seed)

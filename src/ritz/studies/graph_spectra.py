@@ -1,47 +1,48 @@
-"""Entropic spectra over exact ones: Spectral Machine Learning, Figures 3.1, 3.2 and 3.3.
+"""Maximum-entropy spectra over exact ones: Spectral Machine Learning, Figures 3.1, 3.2 and 3.3.
 
-A semicircle from its analytic moments, a sparse Erdős-Rényi graph and a Barabási-Albert graph from
-sampled ones, each by the number of moments. The divergence from the exact histogram falls with the
-moments, fast at first; what is left is the scatter of the histogram itself and that of the probes.
+A semicircle from its analytic moments, and a sparse Erdős-Rényi graph and a Barabási-Albert graph
+from sampled moments, for several numbers of moments. The divergence from the exact histogram falls
+with the moments, fast at first. What remains is the scatter of the histogram and of the probes.
 """
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ritz import graphs
-from ritz._core.checks import check_count, check_range
-from ritz._core.progress import Progress, tracking
-from ritz._core.storage import storable
+from ritz import graphs, plots
+from ritz._core.checks import check_range
+from ritz._core.progress import Progress
+from ritz.plots._shared import Axes, Figure, share_legend
 from ritz.spectra import EntropicDensity, Moments, maxent
-from ritz.studies._protocol import versions
+from ritz.studies._protocol import (
+    StudyResult,
+    chebyshev_moments,
+    check_minimums,
+    column,
+    record,
+    row,
+    seeded,
+    track,
+)
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-SEMICIRCLE = (0.0, 1.0)
-ANGLES = 4000
+ANGLES = 4000  # nodes of the quadrature over the semicircle
 
 
-@storable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Config:
-    """What is computed.
+    """Graphs, numbers of moments, and probes.
 
     Attributes:
         num_nodes: Vertices of both graphs.
         p: Probability of an edge of the Erdős-Rényi graph.
         num_edges: Edges of each new vertex of the Barabási-Albert graph.
-        semicircle: Numbers of moments of the semicircle that are drawn.
-        drawn: Numbers of moments of the graphs that are drawn.
+        semicircle: Numbers of moments for the panels of the semicircle.
+        drawn: Numbers of moments for the panels of the graphs.
         counts: Numbers of moments at which divergences are measured, ascending.
         num_probes: Probes of the moments.
-        num_bins: Of the histograms on ``[0, 2]`` that divergences are measured from.
-        seed: Of graphs and probes.
+        num_bins: Bins of the histograms on ``[0, 2]`` that divergences are measured from.
+        seed: Seed of graphs and probes.
     """
 
     num_nodes: int = 5000
@@ -55,38 +56,27 @@ class Config:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_count("num_nodes", self.num_nodes, low=50)
+        check_minimums(self, num_nodes=50, num_edges=1, num_probes=2, num_bins=2, seed=0)
+        check_minimums(self, semicircle=1, drawn=1, counts=1)
         check_range("p", self.p, low=0.0, high=1.0)
-        check_count("num_edges", self.num_edges)
-        check_count("num_probes", self.num_probes, low=2)
-        check_count("num_bins", self.num_bins, low=2)
-        check_range("seed", self.seed, low=0)
-        for name in ("semicircle", "drawn", "counts"):
-            for count in getattr(self, name):
-                check_count(name, count)
 
 
-@storable
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+@record
+class Result(StudyResult[Config]):
     """Densities by the number of moments, and how far they are from the exact spectra.
 
     Attributes:
-        config: What was asked for.
-        versions: What computed it.
-        names: Of the graphs.
-        eigenvalues: Exact, by graph, ``(n,)`` each.
-        densities: By graph, one for each number of moments that is drawn.
-        semicircle: Densities of the semicircle on ``[0, 1]`` likewise.
+        names: Names of the graphs.
+        eigenvalues: Exact eigenvalues by graph, ``(n,)`` each.
+        densities: Densities by graph, one for each number of moments in ``drawn``.
+        semicircle: Densities of the semicircle on ``[0, 1]``, one for each number of moments.
         divergences: Kullback-Leibler divergences by spectrum, ``(counts,)``: from the semicircle
             itself, and from the histograms of the graphs.
-        entropies: Likewise.
+        entropies: Entropies by spectrum, ``(counts,)``.
         moment_errors: Largest difference of a fitted moment from the exact one of the graph, in
             standard errors, by graph, ``(counts,)``.
     """
 
-    config: Config
-    versions: dict[str, str]
     names: tuple[str, ...]
     eigenvalues: dict[str, Tensor]
     densities: dict[str, tuple[EntropicDensity, ...]]
@@ -100,7 +90,7 @@ class Result:
         lines = [
             f"Divergence of entropic spectra from the exact ones by the number of moments; graphs "
             f"of {c.num_nodes:,} vertices, {c.num_probes} probes, {c.num_bins} bins",
-            f"{'moments':34}" + "".join(f"{count:>9}" for count in c.counts),
+            row("moments", c.counts, ">9", width=34),
         ]
         tables = {
             "divergence": self.divergences,
@@ -109,40 +99,44 @@ class Result:
         }
         for title, table in tables.items():
             for name in ("semicircle", *self.names):
-                if name not in table:
-                    continue
-                cells = "".join(f"{value:>9.2g}" for value in table[name].tolist())
-                lines.append(f"{name + ': ' + title:34}{cells}")
+                if name in table:
+                    lines.append(row(f"{name}: {title}", table[name], ">9.2g", width=34))
         return "\n".join(lines)
 
 
 def run(config: Config, *, progress: bool | Progress = False) -> Result:
     """Return the spectra and their divergences."""
-    generator = torch.Generator().manual_seed(config.seed)
+    generator = seeded(config.seed)
     n = config.num_nodes
+    # Mean degrees p n = 5 and 2 num_edges = 10: sparse, so the spectra have spikes.
     made = {
         "Erdős-Rényi": graphs.erdos_renyi(n, p=config.p, generator=generator),
         "Barabási-Albert": graphs.barabasi_albert(
             n, num_edges=config.num_edges, generator=generator
         ),
     }
-    own = [semicircle_density(count) for count in config.counts]
-    divergences = {"semicircle": _column([semicircle_divergence(one) for one in own])}
-    entropies = {"semicircle": _column([one.entropy for one in own])}
+    circles = [semicircle_density(count) for count in config.counts]
+    divergences = {"semicircle": column(map(semicircle_divergence, circles))}
+    entropies = {"semicircle": column(one.entropy for one in circles)}
     exact, densities, errors = {}, {}, {}
-    with tracking(progress, "graphs", len(made)) as bar:
-        for place, (name, graph) in enumerate(made.items()):
-            values, found = graphs.eigenvalues(graph), _moments(graph, config, generator)
-            rows = [_density(found, count) for count in config.counts]
-            apart = [histogram_divergence(values, one, config.num_bins) for one in rows]
-            exact[name], divergences[name] = values, _column(apart)
-            entropies[name] = _column([one.entropy for one in rows])
-            errors[name] = _column([_off(values, found, one) for one in rows])
-            densities[name] = tuple(_density(found, count) for count in config.drawn)
-            bar.update(place + 1)
+    for name, graph in track(made.items(), "graphs", progress):
+        exact[name] = values = graphs.eigenvalues(graph)
+        sampled = graphs.moments(
+            graph,
+            num_moments=max(*config.counts, *config.drawn),
+            num_probes=config.num_probes,
+            exact=False,
+            generator=generator,
+        )
+        fits = [_density(sampled, count) for count in config.counts]
+        divergences[name] = column(
+            histogram_divergence(values, one, config.num_bins) for one in fits
+        )
+        entropies[name] = column(one.entropy for one in fits)
+        errors[name] = column(_moment_error(values, sampled, one) for one in fits)
+        densities[name] = tuple(_density(sampled, count) for count in config.drawn)
     return Result(
         config=config,
-        versions=versions(),
         names=tuple(made),
         eigenvalues=exact,
         densities=densities,
@@ -155,9 +149,6 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
 
 def figure(result: Result) -> "Figure":
     """Draw the semicircle, both graphs by the number of moments, and the divergences."""
-    from ritz import plots
-    from ritz.plots._shared import share_legend
-
     drawn = result.config.drawn
     columns = max(len(drawn), len(result.semicircle) + 1)
     drawing, axes = plots.panels(3, columns, width=3.2, height=2.4)
@@ -168,9 +159,10 @@ def figure(result: Result) -> "Figure":
             exact = result.eigenvalues[name]
             plots.over_histogram(one, exact, ax=ax, num_bins=200, label="entropic")
             ax.set_title(f"{name}, {len(one.alphas)} moments", loc="left", fontsize="small")
-    share_legend(drawing)  # in the panels, legends would lie on the curves
+    share_legend(drawing)  # within the panels, legends would hide the curves
     last = axes[columns - 1]
     for name in ("semicircle", *result.names):
+        # A logarithmic axis needs positive values; the semicircle goes below 1e-7.
         heights = result.divergences[name].clamp_min(1e-7).numpy()
         last.plot(result.config.counts, heights, marker=".", label=name)
     last.set(yscale="log", xlabel="moments", ylabel="divergence from exact")
@@ -178,7 +170,7 @@ def figure(result: Result) -> "Figure":
     for ax in axes:
         if not ax.has_data():
             ax.remove()
-    # The divergences take what the semicircles leave of the first row.
+    # The divergences fill the rest of the first row.
     grid = last.get_gridspec()
     if grid is not None:
         last.set_subplotspec(grid[0, len(result.semicircle) : columns])
@@ -193,13 +185,16 @@ def semicircle_density(num_moments: int) -> EntropicDensity:
     """
     moments = torch.zeros(num_moments + 1, dtype=torch.float64)
     moments[0] = 1.0
+    # E[T_2] = E[2 x^2 - 1] = 2 / 4 - 1 = -1/2 for the semicircle on [-1, 1]; E[T_2k] = 0 for k > 1.
     moments[2:3] = -0.5
-    density: EntropicDensity = maxent(moments, interval=SEMICIRCLE)
+    density: EntropicDensity = maxent(moments, interval=(0.0, 1.0))
     return density
 
 
 def semicircle_divergence(density: EntropicDensity) -> float:
     r"""Return :math:`KL(p \| q)` of a density :math:`q` from the semicircle on ``[0, 1]``."""
+    # x = (1 + cos a) / 2 turns p(x) dx into (2 / pi) sin(a)^2 da: the midpoint rule is spectrally
+    # accurate for periodic integrands.
     angles = (torch.arange(ANGLES, dtype=torch.float64) + 0.5) * (math.pi / ANGLES)
     x, height = 0.5 + 0.5 * torch.cos(angles), 4 / math.pi * torch.sin(angles)
     weights = 2 / math.pi * torch.sin(angles).square() * (math.pi / ANGLES)
@@ -210,48 +205,38 @@ def histogram_divergence(values: Tensor, density: EntropicDensity, num_bins: int
     """Return the divergence of a density from the histogram of eigenvalues on its support."""
     low, high = density.support
     edges = torch.linspace(low, high, num_bins + 1, dtype=torch.float64)
+    # Roundoff may put eigenvalues just outside the support.
     inside = values.clamp(low, high)
     bins = torch.bucketize(inside, edges[1:-1], right=True)
     shares = torch.bincount(bins, minlength=num_bins).double() / len(values)
     masses = density.cdf(edges).diff().clamp_min(1e-300)
+    # KL = sum_b s_b log(s_b / m_b); xlogy makes empty bins count 0.
     return float(torch.special.xlogy(shares, shares / masses).sum())
 
 
-def _moments(graph: graphs.Graph, config: Config, generator: torch.Generator) -> Moments:
-    return graphs.moments(
-        graph,
-        num_moments=max(*config.counts, *config.drawn),
-        num_probes=config.num_probes,
-        exact=False,
-        generator=generator,
-    )
-
-
-def _density(found: Moments, count: int) -> EntropicDensity:
-    errors = found.stderr[: count + 1]
+def _density(sampled: Moments, count: int) -> EntropicDensity:
+    few = slice(count + 1)
     density: EntropicDensity = maxent(
-        found.mean[: count + 1], interval=found.interval, stderr=errors
+        sampled.mean[few], interval=sampled.interval, stderr=sampled.stderr[few]
     )
     return density
 
 
-def _off(values: Tensor, found: Moments, density: EntropicDensity) -> float:
-    """Largest distance of a fitted moment from the exact one, in standard errors."""
+def _moment_error(values: Tensor, sampled: Moments, density: EntropicDensity) -> float:
+    """Return the largest error of a fitted moment, in standard errors."""
     m = len(density.alphas)
-    angles = torch.arccos((values - 1).clamp(-1.0, 1.0))
-    exact = _column([float(torch.cos(k * angles).mean()) for k in range(1, m + 1)])
-    scale = found.stderr[1 : m + 1].clamp_min(1e-12)
+    # Eigenvalues of a normalized Laplacian lie in [0, 2].
+    exact = chebyshev_moments(values - 1, m)[1:]
+    # A moment without sampling error, such as the first, must not divide by zero.
+    scale = sampled.stderr[1 : m + 1].clamp_min(1e-12)
     return float(((density.fitted - exact).abs() / scale).max())
 
 
 def _draw_semicircle(ax: "Axes", density: EntropicDensity) -> None:
     x = torch.linspace(0.0, 1.0, 500, dtype=torch.float64)
+    # p(x) = (8 / pi) sqrt(1/4 - (x - 1/2)^2) on [0, 1].
     exact = 8 / math.pi * (0.25 - (x - 0.5).square()).clamp_min(0.0).sqrt()
     ax.plot(x, exact, color="#999999", linewidth=3, label="exact")
     ax.plot(x[1:-1], density.pdf(x[1:-1]), color="#0072B2", linewidth=1.2, label="entropic")
     ax.set(xlabel=r"eigenvalue $\lambda$", ylabel="density", ylim=(0, None))
     ax.set_title(f"Semicircle, {len(density.alphas)} moments", loc="left", fontsize="small")
-
-
-def _column(values: list[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)

@@ -1,16 +1,16 @@
-"""All that ritz says of a network-like matrix: Spectral Machine Learning, section 4.5.2."""
+"""All estimators on a network-like matrix: Spectral Machine Learning, section 4.5.2."""
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ritz._core.checks import check_count, check_range
+from ritz import plots
+from ritz._core.checks import check_count
 from ritz._core.progress import Progress
 from ritz._core.results import Estimate, format_uncertain
-from ritz._core.storage import storable
 from ritz.operators import LinearOperator
+from ritz.plots._shared import STYLE, Figure
 from ritz.spectra import (
     Density,
     Spectrum,
@@ -21,27 +21,23 @@ from ritz.spectra import (
     trace,
     trace_function,
 )
-from ritz.studies._protocol import versions
+from ritz.studies._protocol import StudyResult, check_minimums, record, seeded
 from ritz.testing import network_like
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-LISTED = 6  # largest values shown
-ZERO = 0.1  # what counts as zero, on a scale where the bulk ends at 15
+LISTED = 6  # largest values that the table shows
+ZERO = 0.1  # eigenvalues below it count as zero; the bulk ends at 15
 
 
-@storable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Config:
-    """How the matrix is drawn and looked at.
+    """The matrix, and the cost of the estimates.
 
     Attributes:
-        size: Its order; half of its eigenvalues are zero.
-        num_steps: Lanczos steps from one probe, for the spectrum.
+        size: Order of the matrix; half of its eigenvalues are zero.
+        num_steps: Lanczos steps per probe.
         num_probes: Probes for the density, the trace and the norm.
-        width: Width of the smoothed density.
-        seed: Of the matrix and of every probe.
+        width: Standard deviation of the smoothing of the density.
+        seed: Seed of the matrix and of every probe.
     """
 
     size: int = 1000
@@ -51,14 +47,11 @@ class Config:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_count("size", self.size, low=100)
+        check_minimums(self, size=100, num_probes=2, width=1e-3)
         check_count("num_steps", self.num_steps, low=LISTED, high=self.size)
-        check_count("num_probes", self.num_probes, low=2)
-        check_range("width", self.width, low=1e-3)
 
 
-@storable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Quantity:
     """A number that is known exactly, and its estimate."""
 
@@ -67,22 +60,17 @@ class Quantity:
     estimate: Estimate
 
 
-@storable
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """What products alone say, beside the exact answers.
+@record
+class Result(StudyResult[Config]):
+    """Estimates from products alone, beside the exact answers.
 
     Attributes:
-        config: What was asked for.
-        versions: What computed it.
         exact: All eigenvalues, ascending, ``(n,)``.
         spectrum: Ritz values, weights and residuals from one probe.
-        density: Smoothed, with the error of its probes.
+        density: Smoothed density, with the error of its probes.
         quantities: Trace, norms and the number of eigenvalues at zero.
     """
 
-    config: Config
-    versions: dict[str, str]
     exact: Tensor
     spectrum: Spectrum
     density: Density
@@ -107,8 +95,9 @@ class Result:
 
 def run(config: Config, *, progress: bool | Progress = False) -> Result:
     """Return the spectrum, density, trace and norms of the matrix, beside the exact ones."""
-    generator = torch.Generator().manual_seed(config.seed)
+    generator = seeded(config.seed)
     op, exact = network_like(config.size, generator=generator, dtype=torch.float64)
+    # One probe: each Ritz value has as weight its share in the start vector.
     spectrum = lanczos(op, num_steps=config.num_steps, generator=generator, progress=progress)
     smooth = density(
         op,
@@ -120,7 +109,6 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
     )
     return Result(
         config=config,
-        versions=versions(),
         exact=exact,
         spectrum=spectrum,
         density=smooth,
@@ -130,17 +118,15 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
 
 def figure(result: Result) -> "Figure":
     """Draw the stems of one probe, and the density of several over the exact histogram."""
-    from ritz import plots
-    from ritz.plots._shared import GREY
-
     drawing, (top, bottom) = plots.panels(2, 1, width=8.0, height=3.0)
     plots.against_exact(result.spectrum, result.exact, ax=top)
     top.set_title(f"One probe, {len(result.spectrum.values)} products", loc="left")
     exact = result.exact.numpy()
-    bottom.hist(exact, bins=140, density=True, color=GREY, alpha=0.6, label="exact")
+    bottom.hist(exact, bins=140, density=True, color=STYLE.grey, alpha=0.6, label="exact")
     plots.density(result.density, ax=bottom, log=True)
     title = f"{result.config.num_probes} probes, smoothed to a width of {result.config.width:g}"
     bottom.set_title(title, loc="left")
+    # Stems and density on the same eigenvalues.
     bottom.sharex(top)
     return drawing
 
@@ -149,11 +135,12 @@ def _quantities(
     op: LinearOperator, exact: Tensor, config: Config, generator: torch.Generator
 ) -> tuple[Quantity, ...]:
     drawn: dict[str, Any] = {"num_probes": config.num_probes, "generator": generator}
+    # #{|lambda| < z} = tr f(A) with the indicator function f.
     at_zero = trace_function(
         op, lambda x: (x.abs() < ZERO).double(), num_steps=config.num_steps, **drawn
     )
     found = {
-        # The trace is on the diagonal of this matrix: sampled all the same, as if it were not.
+        # The diagonal of this matrix is known, so auto would sum it: sample nevertheless.
         "trace": (exact.sum(), trace(op, method="xtrace", **drawn)),
         "Frobenius norm": (exact.norm(), frobenius_norm(op, **drawn)),
         "spectral norm": (exact.abs().max(), spectral_norm(op, generator=generator)),

@@ -1,36 +1,34 @@
 """Random matrices from one probe and 30 steps: Spectral Machine Learning, figures 4.3 to 4.6."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from ritz import plots
 from ritz._core.checks import check_choice, check_count
-from ritz._core.progress import Progress, tracking
-from ritz._core.storage import storable
+from ritz._core.progress import Progress
 from ritz.operators import DenseOperator, LinearOperator
+from ritz.plots._shared import Figure, share_legend
 from ritz.spectra import Spectrum, diagonal, lanczos
-from ritz.studies._protocol import versions
+from ritz.studies._protocol import StudyResult, check_minimums, record, seeded, track
 from ritz.testing import network_like, wigner, wishart
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+NETWORK = "network-like"
 
 
-@storable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Config:
-    """What is drawn and how it is looked at.
+    """The random matrices, and the Lanczos runs on them.
 
     Attributes:
         size: Order of the Wigner and Marchenko-Pastur matrices.
         network_size: Order of the network-like matrix.
         num_steps: Lanczos steps on the random matrices.
-        network_steps: Lanczos steps on the network-like matrix, one picture each.
-        precision: Of the matrices, and so of their exact eigenvalues.
-        seed: Of the matrices and of the start vector.
+        network_steps: Lanczos steps on the network-like matrix, one panel for each number.
+        precision: Precision of the matrices and of their exact eigenvalues.
+        seed: Seed of the matrices and of the start vector.
     """
 
     size: int = 10_000
@@ -41,22 +39,20 @@ class Config:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_count("size", self.size, low=4)
-        check_count("network_size", self.network_size, low=100)
+        check_minimums(self, size=4, network_size=100)
         check_count("num_steps", self.num_steps, high=self.size)
         for steps in self.network_steps:
             check_count("network_steps", steps, high=self.network_size)
         check_choice("precision", self.precision, ("float32", "float64"))
 
 
-@storable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Case:
-    """One matrix, of order ``n``, seen in three ways.
+    """One matrix of order ``n`` and its spectrum in three ways.
 
     Attributes:
-        name: Which matrix.
-        spectrum: What Lanczos says.
+        name: Name of the matrix.
+        spectrum: Result of Lanczos.
         exact: All eigenvalues, ascending, ``(n,)``.
         diagonal: The diagonal of the matrix, ``(n,)``.
     """
@@ -67,13 +63,10 @@ class Case:
     diagonal: Tensor
 
 
-@storable
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """The cases, and what made them."""
+@record
+class Result(StudyResult[Config]):
+    """The cases of all matrices."""
 
-    config: Config
-    versions: dict[str, str]
     cases: tuple[Case, ...]
 
     def __str__(self) -> str:
@@ -86,28 +79,41 @@ class Result:
 
 
 def run(config: Config, *, progress: bool | Progress = False) -> Result:
-    """Return every matrix's exact spectrum, its Ritz values and its diagonal.
+    """Return the exact spectrum, the Ritz values and the diagonal of every matrix.
 
-    Cost: the exact eigenvalues of three matrices of order ``size``, which takes minutes at
-    10,000 on two cores; the Lanczos runs take seconds.
+    The exact eigenvalues of three matrices of order 10,000 take minutes on two cores; the Lanczos
+    runs take seconds.
     """
-    cases: list[Case] = []
-    with tracking(progress, "matrices", 4) as bar:
-        for name, op, exact, steps in _matrices(config):
-            cases += [_case(name, op, exact, num_steps, config.seed) for num_steps in steps]
-            bar.update(len({case.name for case in cases}), name)
-    return Result(config=config, versions=versions(), cases=tuple(cases))
+    n, generator = config.size, seeded(config.seed)
+    common: Any = {"dtype": getattr(torch, config.precision), "generator": generator}
+    # Functions, so that only one matrix of order 10,000 is in memory.
+    ensembles: dict[str, Callable[[], tuple[LinearOperator, Tensor]]] = {
+        # Semicircle, and Marchenko-Pastur laws of aspect ratio q = n / samples; with q = 2, half of
+        # the mass is at 0.
+        "Wigner": lambda: _with_eigenvalues(wigner(n, **common)),
+        "Marchenko-Pastur, q = 1/2": lambda: _with_eigenvalues(wishart(n, 2 * n, **common)),
+        "Marchenko-Pastur, q = 2": lambda: _with_eigenvalues(wishart(n, n // 2, **common)),
+        NETWORK: lambda: network_like(config.network_size, **common),
+    }
+    cases = []
+    for name, draw in track(ensembles.items(), "matrices", progress):
+        op, exact = draw()
+        # The diagonal as an approximation of the spectrum, as used by diagonal Hessians.
+        entries = diagonal(op).mean.clone()
+        for steps in config.network_steps if name == NETWORK else (config.num_steps,):
+            # The same start vector for every number of steps: panels differ by nothing else.
+            spectrum = lanczos(op, num_steps=steps, generator=seeded(config.seed + 1))
+            cases.append(Case(name=name, spectrum=spectrum, exact=exact, diagonal=entries))
+    return Result(config=config, cases=tuple(cases))
 
 
 def figure(result: Result) -> "Figure":
-    """Draw every case: exact histogram, Lanczos stems, and the diagonal approximation."""
-    from ritz.plots import against_exact, panels
-    from ritz.plots._shared import share_legend
-
+    """Draw the exact histogram, the Lanczos stems and the diagonal of every case."""
+    # Two columns, rounded up.
     rows = -(-len(result.cases) // 2)
-    drawing, axes = panels(rows, 2, height=2.9)
+    drawing, axes = plots.panels(rows, 2, height=2.9)
     for ax, case in zip(axes, result.cases, strict=False):
-        against_exact(case.spectrum, case.exact, diagonal=case.diagonal, ax=ax)
+        plots.against_exact(case.spectrum, case.exact, diagonal=case.diagonal, ax=ax)
         ax.set_title(f"{case.name}, {len(case.spectrum.values)} steps", loc="left")
     for ax in axes[len(result.cases) :]:
         ax.remove()
@@ -115,24 +121,5 @@ def figure(result: Result) -> "Figure":
     return drawing
 
 
-# Each is drawn when its turn comes, so that only one is in memory.
-def _matrices(config: Config) -> Iterator[tuple[str, LinearOperator, Tensor, tuple[int, ...]]]:
-    n, dtype = config.size, getattr(torch, config.precision)
-    generator = torch.Generator().manual_seed(config.seed)
-    ensembles: dict[str, Callable[[], DenseOperator]] = {
-        "Wigner": lambda: wigner(n, dtype=dtype, generator=generator),
-        "Marchenko-Pastur, q = 1/2": lambda: wishart(n, 2 * n, dtype=dtype, generator=generator),
-        "Marchenko-Pastur, q = 2": lambda: wishart(n, n // 2, dtype=dtype, generator=generator),
-    }
-    for name, draw in ensembles.items():
-        op = draw()
-        yield name, op, torch.linalg.eigvalsh(op.matrix), (config.num_steps,)
-    network, exact = network_like(config.network_size, dtype=dtype, generator=generator)
-    yield "network-like", network, exact, config.network_steps
-
-
-# The start vector is the same for every number of steps: only the view sharpens.
-def _case(name: str, op: LinearOperator, exact: Tensor, num_steps: int, seed: int) -> Case:
-    start = torch.Generator().manual_seed(seed + 1)
-    spectrum = lanczos(op, num_steps=num_steps, generator=start)
-    return Case(name=name, spectrum=spectrum, exact=exact, diagonal=diagonal(op).mean.clone())
+def _with_eigenvalues(op: DenseOperator) -> tuple[LinearOperator, Tensor]:
+    return op, torch.linalg.eigvalsh(op.matrix)

@@ -1,10 +1,11 @@
-"""What every operator must do, and what every estimate must satisfy."""
+"""Assertions for operators and estimates."""
 
 import torch
 from torch import Tensor
 
-from ritz._core.random import probes, resolve_generator
+from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate
+from ritz._core.sampling import draw_probes
 from ritz.operators import LinearOperator, check_symmetric
 
 
@@ -15,57 +16,56 @@ def check_operator(
     rtol: float | None = None,
     generator: torch.Generator | None = None,
 ) -> None:
-    """Raise ``AssertionError`` unless ``op`` keeps the contract of a linear operator.
+    """Raise ``AssertionError`` unless ``op`` satisfies the contract of a linear operator.
 
-    Linear, symmetric, a block equal to its columns, a vector equal to a column, the input kept,
-    twice the same, of its dtype and device, agreeing with SciPy's view, and equal to ``dense``.
+    Products must be linear, symmetric, repeatable bit for bit, and of the dtype and device of the
+    operator. They must leave their input unchanged. The product of a block must equal those of its
+    columns, that of the SciPy view, and that of the matrix ``dense``.
 
     Args:
-        op: What to check.
-        dense: The matrix it should be, ``(n, n)``; its own ``dense()`` by default.
-        rtol: Relative tolerance; 100 units of roundoff times the root of ``n`` by default.
-        generator: Source of the test vectors.
+        op: The operator.
+        dense: Expected matrix, ``(n, n)``. Defaults to ``op.dense()``.
+        rtol: Relative tolerance. Defaults to 100 times roundoff times the square root of ``n``.
+        generator: Source of the test vectors. Defaults to a new generator with seed 0.
     """
     n = op.shape[0]
-    block = probes(
-        (n, 3),
-        kind="gaussian",
-        generator=resolve_generator(generator),
-        dtype=op.dtype,
-        device=op.device,
-    )
-    kept, product = block.clone(), op.matmat(block)
+    block = draw_probes(op, 3, kind="gaussian", generator=resolve_generator(generator))
+    before, product = block.clone(), op.matmat(block)
+    # Errors of n random terms add up as a random walk: eps sqrt(n), and a factor of 100.
     rtol = 100 * n**0.5 * torch.finfo(op.dtype).eps if rtol is None else rtol
     atol = rtol * float(product.abs().max())
 
-    def same(left: Tensor, right: Tensor, what: str) -> None:
-        torch.testing.assert_close(left, right, rtol=rtol, atol=atol, msg=lambda m: f"{what}: {m}")
+    def assert_same(left: Tensor, right: Tensor, name: str) -> None:
+        torch.testing.assert_close(left, right, rtol=rtol, atol=atol, msg=lambda m: f"{name}: {m}")
 
+    # A view of the input would change when the caller changes the product in place.
     kind = (product.shape, product.dtype, product.device)
     _require(
         kind == (block.shape, op.dtype, op.device), f"a product must be like its block: {kind}"
     )
-    _require(torch.equal(block, kept), "a product must not change its input")
+    _require(torch.equal(block, before), "a product must not change its input")
     _require(product.data_ptr() != block.data_ptr(), "a product must be a new tensor")
     _require(torch.equal(op.matmat(block), product), "equal products must be equal bit for bit")
     mixed = op.matmat(2.0 * block[:, :1] - 3.0 * block[:, 1:2])
-    same(mixed, 2.0 * product[:, :1] - 3.0 * product[:, 1:2], "linear")
+    # A (2 x - 3 y) = 2 A x - 3 A y
+    assert_same(mixed, 2.0 * product[:, :1] - 3.0 * product[:, 1:2], "linear")
     for i in range(3):
-        same(op @ block[:, i], product[:, i], "block equals columns")
+        assert_same(op @ block[:, i], product[:, i], "block equals columns")
     check_symmetric(op, generator=generator)
     matrix = op.dense() if dense is None else dense.to(op.dtype).to(op.device)
-    same(matrix @ block, product, "dense match")
+    assert_same(matrix @ block, product, "dense match")
     scipy_product = torch.from_numpy(op.to_scipy() @ block.cpu().numpy())
-    same(scipy_product, product.cpu(), "SciPy's view")
+    assert_same(scipy_product, product.cpu(), "SciPy's view")
 
 
 def assert_within_stderr(estimate: Estimate, exact: float | Tensor, *, sigmas: float = 4.0) -> None:
-    """Raise ``AssertionError`` unless every mean is within ``sigmas`` standard errors of the truth.
+    """Raise ``AssertionError`` unless all means are within ``sigmas`` standard errors of ``exact``.
 
-    A zero standard error asks for equality to roundoff.
+    The truncation of the estimate is added. Without a standard error, they must agree to roundoff.
     """
     mean = estimate.mean.double().cpu()
     truth = torch.as_tensor(exact, dtype=torch.float64).cpu()
+    # |mean - truth| <= roundoff + sigmas stderr + truncation
     slack = 1e-12 * truth.abs().max() + sigmas * estimate.stderr.double().cpu()
     if estimate.truncation is not None:
         slack = slack + estimate.truncation.double().cpu()
@@ -77,6 +77,6 @@ def assert_within_stderr(estimate: Estimate, exact: float | Tensor, *, sigmas: f
 
 
 def _require(condition: bool, message: str) -> None:
-    # Not the assert statement, which python -O drops.
+    # Not the assert statement, which python -O removes.
     if not condition:
         raise AssertionError(message)

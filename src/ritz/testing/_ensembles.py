@@ -18,11 +18,12 @@ def with_spectrum(
     r"""Return :math:`Q \operatorname{diag}(\lambda) Q^\top` with a random orthogonal :math:`Q`.
 
     Args:
-        eigenvalues: :math:`\lambda`, ``(n,)``, in any order; dtype and device are the operator's.
-        dense: With ``True``, ``Q`` is uniform (Haar) and the matrix is written down: ``n`` vectors.
-            With ``False``, ``Q`` is a product of three reflections and nothing is written down: a
-            product costs 12 vector operations and memory is 4 vectors, for millions of rows.
-        generator: Source of ``Q``.
+        eigenvalues: Eigenvalues :math:`\lambda`, ``(n,)``, in any order. The operator gets their
+            dtype and device.
+        dense: If true, ``Q`` is uniform (Haar) and the matrix is formed. If false, ``Q`` is a
+            product of three reflections and the matrix is not formed: a product costs 12 vector
+            operations and the memory is 4 vectors, for millions of rows.
+        generator: Source of ``Q``. Defaults to a new generator with seed 1.
     """
     if eigenvalues.ndim != 1:
         raise ValueError(f"eigenvalues must be a vector, got {tuple(eigenvalues.shape)}")
@@ -33,15 +34,17 @@ def with_spectrum(
         product = _reflected(eigenvalues, _gaussian(3, n, generator, dtype).to(device))
         return FunctionOperator(product, n=n, dtype=dtype, device=device, name="chosen spectrum")
     q, r = torch.linalg.qr(_gaussian(n, n, generator, torch.float64).to(device))
-    q *= r.diagonal().sign()  # without it Q is not uniform
+    # Q is uniform only if the diagonal of R is positive (Mezzadri 2007).
+    q *= r.diagonal().sign()
     matrix = (q * eigenvalues.double()) @ q.T
+    # Roundoff makes Q diag(lambda) Q' slightly unsymmetric, which check_symmetric would notice.
     return DenseOperator(((matrix + matrix.T) / 2).to(dtype))
 
 
 def wigner(
     n: int, *, dtype: torch.dtype = torch.float64, generator: torch.Generator | None = None
 ) -> DenseOperator:
-    r"""Return a Wigner matrix, entries of variance :math:`1/n`: a semicircle on ``[-2, 2]``."""
+    r"""Return a Wigner matrix of entries with variance :math:`1/n`: a semicircle on ``[-2, 2]``."""
     return spiked_wigner(n, spikes=(), dtype=dtype, generator=generator)
 
 
@@ -58,6 +61,7 @@ def spiked_wigner(
     """
     check_count("n", n, low=max(1, len(spikes)))
     generator = _source(generator)
+    # (G + G') / sqrt(2 n) has off-diagonal entries of variance 1/n.
     noise = _gaussian(n, n, generator, dtype)
     matrix = noise.add_(noise.T.clone()).div_((2 * n) ** 0.5)
     return DenseOperator(_with_spikes(matrix, spikes, generator))
@@ -70,7 +74,7 @@ def wishart(
     dtype: torch.dtype = torch.float64,
     generator: torch.Generator | None = None,
 ) -> DenseOperator:
-    r"""Return :math:`X X^\top / T`, Gaussian ``X (n, T)``: Marchenko-Pastur, ratio ``n/T``."""
+    r"""Return :math:`X X^\top / T`, ``X (n, T)`` Gaussian: Marchenko-Pastur of ratio ``n/T``."""
     return spiked_wishart(n, num_samples, spikes=(), dtype=dtype, generator=generator)
 
 
@@ -91,6 +95,7 @@ def spiked_wishart(
     check_count("num_samples", num_samples)
     if any(spike <= 0 for spike in spikes):
         raise ValueError(f"spikes must be positive variances, got {spikes}")
+    # Rows scaled by sqrt(s) have variance s.
     samples = _gaussian(n, num_samples, _source(generator), dtype)
     samples[: len(spikes)] *= torch.tensor(spikes, dtype=dtype).sqrt()[:, None]
     return DenseOperator(samples @ samples.T / num_samples)
@@ -102,10 +107,10 @@ def network_like(
     dtype: torch.dtype = torch.float64,
     generator: torch.Generator | None = None,
 ) -> tuple[LinearOperator, Tensor]:
-    """Return a matrix with a spectrum like that of a network's Hessian, and its eigenvalues.
+    """Return a matrix with a spectrum like that of the Hessian of a network, and its eigenvalues.
 
-    Of every 1000 eigenvalues 470 are uniform on ``[0, 15]``, 20 on ``[0, 60]``, 10 on
-    ``[-10, 0]``, and 500 are zero; ascending.
+    Of 1000 eigenvalues 470 are uniform on ``[0, 15]``, 20 on ``[0, 60]``, 10 on ``[-10, 0]``, and
+    500 are zero. They are returned in ascending order.
 
     Reference: Section 4.5.2 of *Spectral Machine Learning*.
     """
@@ -116,6 +121,7 @@ def network_like(
         (20 * n // 1000, 0.0, 60.0),
         (10 * n // 1000, -10.0, 0.0),
     ]
+    # Drawn in float32 whatever the dtype, so that all dtypes have the same eigenvalues.
     drawn = [low + (high - low) * _uniform(k, generator) for k, low, high in counts]
     values = torch.zeros(n, dtype=dtype)
     values[: sum(k for k, _, _ in counts)] = torch.cat(drawn).to(dtype)
@@ -124,7 +130,7 @@ def network_like(
 
 
 def _source(generator: torch.Generator | None) -> torch.Generator:
-    # A seed of its own: a matrix drawn by default must not know the probes drawn by default.
+    # Another seed than that of probes: default matrices must be independent of default probes.
     return resolve_generator(generator or torch.Generator().manual_seed(DEFAULT_SEED))
 
 
@@ -142,15 +148,17 @@ def _with_spikes(matrix: Tensor, spikes: tuple[float, ...], generator: torch.Gen
     directions: Tensor = torch.linalg.qr(
         _gaussian(len(matrix), len(spikes), generator, matrix.dtype)
     ).Q
+    # W + sum_i s_i u_i u_i', with orthonormal u_i from a QR decomposition
     return matrix + (directions * torch.tensor(spikes, dtype=matrix.dtype)) @ directions.T
 
 
 def _reflected(eigenvalues: Tensor, normals: Tensor) -> Callable[[Tensor], Tensor]:
+    # Q = H_3 H_2 H_1 with H_i = I - 2 u_i u_i', so A = Q' diag(lambda) Q needs no matrix.
     normals = normals / normals.norm(dim=1, keepdim=True)
 
     def reflect(block: Tensor, order: range) -> Tensor:
         for i in order:
-            # The inner products in float64: in float32 a reflection of many rows is none.
+            # (I - 2 u u') x, with u'x in float64: in float32 the result would not be orthogonal.
             inner = (normals[i].double() @ block.double()).to(block.dtype)
             block = torch.addmm(block, normals[i, :, None], inner[None], alpha=-2)
         return block

@@ -2,7 +2,6 @@
 
 from ritz._core.training_config import TrainingConfig
 from ritz.training._assembly import optimizer_names, register_optimizer
-from ritz.training._evaluate import TrainingResult, evaluate
 from ritz.training._fit import fit
 from ritz.training._folder import (
     CheckpointError,
@@ -12,6 +11,8 @@ from ritz.training._folder import (
     save_weights,
 )
 from ritz.training._monitor import CurvatureMonitor
+from ritz.training._run import TrainingResult
+from ritz.training._step import evaluate
 
 __all__ = [
     "CheckpointError",

@@ -1,9 +1,7 @@
-"""Optimiser, average, schedule and step of a run: created by name, put together and checked."""
+"""Optimiser, average and schedule of a run, created from the options and checked."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from math import ceil
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,10 +17,9 @@ from ritz._core.modes import batch_norms
 from ritz._core.params import parameters
 from ritz._core.registry import Registry
 from ritz._core.training_config import TrainingConfig
-from ritz.curvature._shared import Adapter, Forward, check_reduction
+from ritz.curvature._shared import Adapter
 from ritz.training._data import Feed
-from ritz.training._processes import distributed
-from ritz.training._step import CapturedStep, Piece, Step
+from ritz.training._step import nested
 
 # ------------------------------------------------------------------------------------------
 # Optimisers by name.
@@ -123,134 +120,63 @@ _BUILT_IN: dict[str, OptimizerFactory] = {
 for _name, _factory in _BUILT_IN.items():
     _OPTIMIZERS.register(_name)(_factory)
 
-
-def innermost(optimizer: Optimizer) -> Optimizer:
-    """Return the optimiser that Lookahead wraps, or the optimiser itself."""
-    while isinstance(optimizer, optim.Lookahead):
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
 # ------------------------------------------------------------------------------------------
 # The parts of a run.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """Objects that a run works with.
-
-    Attributes:
-        model: The model without wrappers, on the device.
-        feed: Training data.
-        optimizer: Updates the model.
-        schedule: Sets the learning rate.
-        average: Average of the weights, or ``None``.
-        auto: Starts the average when patience runs out, or ``None``.
-        step: Forward pass, backward pass and update.
-        take: The same, perhaps replayed from a CUDA graph.
-        steps_per_epoch: ``None`` if unknown.
-        device: Device of all of these.
-    """
-
-    model: nn.Module
-    feed: Feed
-    optimizer: Optimizer
-    schedule: Any
-    average: optim.IterateAverage | None
-    auto: optim.AutoAverage | None
-    step: Step
-    take: Callable[[Sequence[Piece]], None]
-    steps_per_epoch: int | None
-    device: torch.device
-
-
-def assemble(
+def make_optimizer(
+    choice: OptimizerChoice | None,
     model: nn.Module,
-    feed: Feed,
     config: TrainingConfig,
-    *,
-    optimizer: OptimizerChoice | None,
-    schedule: Any,
-    average: optim.IterateAverage | optim.AutoAverage | None,
-    loss_fn: Callable[..., Any] | None,
-    forward: Forward | None,
+    plan: dict[str, int],
     device: torch.device,
-) -> Parts:
-    """Return the parts of a run; the model is moved to the device."""
-    check_reduction(loss_fn)
-    model.to(device)
-    length = config.steps_per_epoch
-    if length is None and feed.num_batches is not None:
-        length = ceil(feed.num_batches / config.accumulate)
-    capture = _wants_capture(config, device)
-    plan = _plan(config, length)
-    if optimizer is None or isinstance(optimizer, str):
+) -> Optimizer:
+    """Return the optimiser that was chosen, or that of the options; see :func:`average_plan`."""
+    optimizer: Any = choice
+    if choice is None or isinstance(choice, str):
+        single = device.type == "cuda" and world_size() == 1
+        capturable = single and config.precision != "float16" and config.capture is not False
         trainable = [p for p in model.parameters() if p.requires_grad]
-        optimizer = create_optimizer(
-            config.optimizer, trainable, plan=plan, capturable=capture, **config.optimizer_settings
-        )
-    elif callable(optimizer) and not isinstance(optimizer, Optimizer):
-        optimizer = optimizer(model.parameters(), **config.optimizer_settings)
-    _check_optimizer(optimizer, model)
-    iterates, auto = _average(optimizer, average, config, plan)
-    if config.final == "average" and iterates is None:
-        raise ValueError("final='average' needs an average: give average_from or patience")
-    shape = _schedule(schedule, optimizer, config, length)
-    runner = distributed(torch.compile(model) if config.compile else model, device)  # type: ignore[arg-type]
-    capture = capture and _can_capture(optimizer, config)
-    step = Step(
-        Adapter(runner, loss_fn, forward),
-        optimizer,
-        precision=config.precision,
-        clip_norm=config.clip_norm,
-        device=device,
-        cached=not capture,
-    )
-    return Parts(
-        model=model,
-        feed=feed,
-        optimizer=optimizer,
-        schedule=shape,
-        average=iterates,
-        auto=auto,
-        step=step,
-        take=CapturedStep(step, required=bool(config.capture)) if capture else step,
-        steps_per_epoch=length,
-        device=device,
-    )
+        optimizer = create_optimizer(config.optimizer, trainable, plan=plan, capturable=capturable,
+                                     **config.optimizer_settings)  # fmt: skip
+    elif callable(choice) and not isinstance(choice, Optimizer):
+        optimizer = choice(model.parameters(), **config.optimizer_settings)
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be a name, a torch optimiser or a function of the "
+                        f"parameters that returns one, got {type(optimizer).__name__}")  # fmt: skip
+    if not set(model.parameters()) & set(parameters(optimizer)):
+        raise ValueError(f"optimizer must move parameters of the model, got a "
+                         f"{type(optimizer).__name__} with none of them")  # fmt: skip
+    if isinstance(optimizer, LBFGS):
+        raise ValueError("optimizer must take a step without computing the loss again, got LBFGS")
+    return optimizer
 
 
-def _wants_capture(config: TrainingConfig, device: torch.device) -> bool:
-    """Return whether to try CUDA graphs; raise if they are required but impossible."""
-    reasons = {
-        f"a CUDA device, got {device}": device.type != "cuda",
-        "a single process": world_size() > 1,
-        # The gradient scaler reads from the device whether the step is to be skipped.
-        "a precision other than float16": config.precision == "float16",
-    }
-    reason = next((reason for reason, holds in reasons.items() if holds), None)
-    if reason is not None and config.capture:
-        raise ValueError(f"capture=True needs {reason}")
-    return reason is None and config.capture is not False
-
-
-def _can_capture(optimizer: Optimizer, config: TrainingConfig) -> bool:
-    """Return whether all that changes between two steps is on the device."""
-    inner = innermost(optimizer)
-    able = all(p.is_cuda for p in parameters(inner)) and all(
-        isinstance(group["lr"], Tensor)
-        and group["lr"].is_cuda
+def is_captured(optimizer: Optimizer, config: TrainingConfig, device: torch.device) -> bool:
+    """Return whether to capture steps in a CUDA graph; raise if that is required but impossible."""
+    inner = nested(optimizer)[-1]
+    # All that changes between two steps must be on the device.
+    stays = all(p.is_cuda for p in parameters(inner)) and all(
+        isinstance(rate := group.get("lr"), Tensor)
+        and rate.is_cuda
         and (group.get("capturable") or (isinstance(inner, SGD) and group["fused"]))
         for group in inner.param_groups
     )
-    if config.capture and not able:
-        raise ValueError("capture=True needs an optimiser whose step stays on the device, with "
-                         "capturable=True (fused=True for SGD) and lr a CUDA tensor, got "
-                         f"{type(optimizer).__name__} without")  # fmt: skip
-    return able
+    conditions = {
+        f"a CUDA device, got {device}": device.type == "cuda",
+        "a single process": world_size() == 1,
+        # The gradient scaler reads from the device whether to skip the step.
+        "a precision other than float16": config.precision != "float16",
+        "an optimiser whose step stays on the device, with capturable=True (fused=True for SGD) "
+        f"and lr a CUDA tensor, got {type(optimizer).__name__} without": stays,
+    }
+    missing = next((need for need, met in conditions.items() if not met), None)
+    if missing is not None and config.capture:
+        raise ValueError(f"capture=True needs {missing}")
+    return missing is None and config.capture is not False
 
 
-def _plan(config: TrainingConfig, length: int | None) -> dict[str, int]:
+def average_plan(config: TrainingConfig, length: int | None) -> dict[str, int]:
     """Return the first step and the interval of the average, in steps."""
     if config.average_from is None:
         return {}
@@ -262,46 +188,38 @@ def _plan(config: TrainingConfig, length: int | None) -> dict[str, int]:
     return {"start": (config.average_from - 1) * length + 1, "interval": interval}
 
 
-def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be a name, a torch optimiser or a function of the "
-                        f"parameters that returns one, got {type(optimizer).__name__}")  # fmt: skip
-    if not set(model.parameters()) & set(parameters(optimizer)):
-        raise ValueError(f"optimizer must move parameters of the model, got a "
-                         f"{type(optimizer).__name__} with none of them")  # fmt: skip
-    if isinstance(optimizer, LBFGS):
-        raise ValueError("optimizer must take a step without computing the loss again, got LBFGS")
-
-
-def _average(
+def make_average(
+    choice: optim.IterateAverage | optim.AutoAverage | None,
     optimizer: Optimizer,
-    average: optim.IterateAverage | optim.AutoAverage | None,
     config: TrainingConfig,
     plan: dict[str, int],
 ) -> tuple[optim.IterateAverage | None, optim.AutoAverage | None]:
-    if average is not None:
+    """Return the average of a run, and the rule that starts it if patience does."""
+    if choice is not None:
         if plan or config.patience:
             raise ValueError("average must not be given with average_from or patience")
-        auto = average if isinstance(average, optim.AutoAverage) else None
-        iterates = average.average if isinstance(average, optim.AutoAverage) else average
-        if iterates.optimizer not in (optimizer, innermost(optimizer)):
+        auto = choice if isinstance(choice, optim.AutoAverage) else None
+        average = choice.average if isinstance(choice, optim.AutoAverage) else choice
+        if average.optimizer not in nested(optimizer):
             raise ValueError("average must be of the optimiser of the run, got one of another")
-        return iterates, auto
+        return average, auto
     built_in = getattr(optimizer, "average", None)
     if not isinstance(built_in, optim.IterateAverage):
         built_in = None
     if config.patience is not None:
         auto = optim.AutoAverage(built_in or optimizer, patience=config.patience)
         return auto.average, auto
+    if built_in is None and plan:
+        return optim.IterateAverage(optimizer, start=plan["start"], interval=plan["interval"]), None
     if built_in is not None and plan and built_in.planned != plan["start"]:
         raise ValueError(f"average_from must be left out for an optimiser with a built-in average, "
                          f"got {config.average_from}")  # fmt: skip
-    if built_in is None and plan:
-        return optim.IterateAverage(optimizer, start=plan["start"], interval=plan["interval"]), None
     return built_in, None
 
 
-def _schedule(choice: Any, optimizer: Optimizer, config: TrainingConfig, length: int | None) -> Any:
+def make_schedule(
+    choice: Any, optimizer: Optimizer, config: TrainingConfig, length: int | None
+) -> Any:
     """Return a scheduler with ``step``, ``state_dict`` and ``load_state_dict``."""
     if isinstance(choice, ReduceLROnPlateau):
         raise ValueError("schedule must be a function of the time, got ReduceLROnPlateau, which "
@@ -313,43 +231,43 @@ def _schedule(choice: Any, optimizer: Optimizer, config: TrainingConfig, length:
     if unit is None and name in ("linear", "step"):
         raise ValueError(f"steps_per_epoch must be given with schedule={name!r} by step, for data "
                          "of no known length")  # fmt: skip
-    unit = unit or 1
-    whole = config.num_epochs * unit
+    whole = config.num_epochs * (unit or 1)
     if name == "linear" and config.average_from is not None:
         # GADAM, equations 12 and 13: the rate falls up to the start of the average.
-        shape = optim.averaging_decay(max(1, (config.average_from - 1) * unit))
+        shape = optim.averaging_decay(max(1, (config.average_from - 1) * (unit or 1)))
     elif name == "linear":
         shape = optim.linear_decay(whole)
     elif name == "step":
         shape = optim.step_decay(sorted({whole // 2, whole * 3 // 4}))
     else:
         shape = choice if callable(choice) else lambda time: 1.0
-    return optim.Schedule(
-        optimizer, optim.warmup(config.warmup, then=shape) if config.warmup else shape
-    )
+    shape = optim.warmup(config.warmup, then=shape) if config.warmup else shape
+    return optim.Schedule(optimizer, shape)
 
 
 # ------------------------------------------------------------------------------------------
 # Batches of one row, which batch norm in train mode cannot take.
 
 
-def check_last_batch(parts: Parts, config: TrainingConfig) -> None:
+def check_last_batch(
+    adapter: Adapter, model: nn.Module, feed: Feed, config: TrainingConfig, device: torch.device
+) -> None:
     """Raise if the last batch of an epoch leaves a process one row and batch norm cannot take it.
 
     Convolutions have several values per channel in one row, so only a forward pass of one row can
     tell. It is made before the first step: the error would otherwise end the first epoch.
     """
-    rows, model, step = parts.feed.last_rows, parts.model, parts.step.adapter
+    rows = feed.last_rows
     if rows is None or rows // world_size() > 1 or not batch_norms(model):
         return
     if any(is_lazy(x) for x in (*model.parameters(), *model.buffers())):
         return  # the pass would give lazy layers their shape
-    adapter = Adapter(model.train(), step.loss_fn.call, step.custom)  # not wrapped, not compiled
+    plain = Adapter(model.train(), adapter.loss_fn.call, adapter.custom)  # not wrapped or compiled
     copies = {f"model.{name}": buffer.clone() for name, buffer in model.named_buffers()}
-    cuda = [parts.device] if parts.device.type == "cuda" else []
+    cuda = [device] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices=cuda), torch.no_grad():
-            functional_call(adapter, copies, (parts.feed.row(),))
+            functional_call(plain, copies, (feed.row(),))
     except ValueError as error:
         raise explain_one_row(error, rows, config) from error
 

@@ -43,9 +43,7 @@ class IndexedData:
         order = torch.randperm(len(self), generator=generator)[:count]
         return IndexedData(self._dataset, self._chosen[order])
 
-    def batches(
-        self, batch_size: int, *, generator: torch.Generator | None = None
-    ) -> "_IndexedBatches":
+    def batches(self, batch_size: int, *, generator: torch.Generator | None = None) -> Any:
         """Return the batches of an epoch, shuffled if a generator is given."""
         order = self._chosen
         if generator is not None:
@@ -123,6 +121,11 @@ class Feed:
         if not (self.cuts or callable(source) or isinstance(source, Iterable)):
             raise TypeError(f"{name} must be tensors, have batches(), be a loader or a function of "
                             f"the epoch, got {type(source).__name__}")  # fmt: skip
+        # Whether the rows of a batch continue those of the batch before, as in a text.
+        self.consecutive = bool(getattr(source, "consecutive", False))
+        # Whether a loader has persistent workers, whose seed is drawn in the first epoch only.
+        self.keeps_workers = bool(getattr(source, "persistent_workers", False))
+        self.is_text = isinstance(source, TextSplit)
         self._size = batch_size or 1
         self._whole = self._whole_batches() if drop_last else None
 
@@ -167,11 +170,6 @@ class Feed:
         return _length(self._source.batches(self._size) if self.cuts else self._source)
 
     @property
-    def consecutive(self) -> bool:
-        """Whether the rows of a batch continue those of the batch before, as in a text."""
-        return bool(getattr(self._source, "consecutive", False))
-
-    @property
     def generators(self) -> list[torch.Generator]:
         """The generators that a loader and its samplers were given."""
         batches = getattr(self._source, "batch_sampler", None)
@@ -179,16 +177,6 @@ class Feed:
                   getattr(batches, "sampler", None))  # fmt: skip
         generators = [getattr(place, "generator", None) for place in places]
         return list(dict.fromkeys(each for each in generators if isinstance(each, torch.Generator)))
-
-    @property
-    def keeps_workers(self) -> bool:
-        """Whether a loader has persistent workers, whose seed is drawn in the first epoch only."""
-        return bool(getattr(self._source, "persistent_workers", False))
-
-    @property
-    def is_text(self) -> bool:
-        """Whether the data are a text, whose loss has a perplexity."""
-        return isinstance(self._source, TextSplit)
 
     def epoch(
         self,

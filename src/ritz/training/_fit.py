@@ -17,14 +17,15 @@ from ritz._core.progress import Progress
 from ritz._core.signals import noted_signals
 from ritz._core.training_config import TrainingConfig, TrainingOptions, combine
 from ritz.curvature._shared import Forward
-from ritz.training._assembly import OptimizerChoice, assemble, optimizer_names
+from ritz.training._assembly import OptimizerChoice, optimizer_names
 from ritz.training._data import Feed, splits
-from ritz.training._evaluate import TrainingResult, history_of, last_metrics
 from ritz.training._folder import held_folder
 from ritz.training._processes import arranged, channels_last, is_writer, joined_processes
-from ritz.training._run import Judge, Monitor, Run
+from ritz.training._run import Monitor, Run, TrainingResult, history_of
+from ritz.training._step import device_of
 
 EVALUATED = 512  # smallest default batch size of evaluations, which need no memory for gradients
+PLACES = ("kind", "epoch", "step")  # entries of records that are not measured
 
 
 def fit(
@@ -133,40 +134,38 @@ def fit(
         joined_processes(config.device) as place,
         held_folder(checkpoint) as folder,
     ):
-        device = _device(model) if place is None else check_device(place)
+        device = device_of(model) if place is None else check_device(place)
         with arranged(config, device), channels_last(model, config.precision, device):
             feed, held = _feeds(data, validation, test, config, device)
             if not feed.cuts:
                 config = replace(config, batch_size=None)
             if folder is not None and is_writer():
                 _warn_of_persistent_workers({"data": feed} | held)
-            parts = assemble(
-                model,
-                feed,
-                config,
+            run = Run(
+                model=model,
+                feed=feed,
+                held=held,
+                config=config,
+                device=device,
+                loss_fn=loss_fn,
+                forward=forward,
                 optimizer=optimizer,
                 schedule=schedule,
                 average=average,
-                loss_fn=loss_fn,
-                forward=forward,
-                device=device,
-            )
-            run = Run(
-                parts,
-                config,
-                fingerprint=config.fingerprint() | classes,
-                judge=Judge(parts, config, held),
                 monitors=monitors,
                 signals=signals,
                 log=log,
                 folder=folder,
+                classes=classes,
             )
             status = run.train(progress)
+    records = run.state.records
+    metrics = {name: value for record in records for name, value in record.items()}
     return TrainingResult(
-        history=history_of(run.records),
-        metrics=last_metrics(run.records),
-        num_epochs=run.epoch,
-        num_steps=run.step,
+        history=history_of(records),
+        metrics={name: float(x) for name, x in metrics.items() if name not in PLACES},
+        num_epochs=run.state.epoch,
+        num_steps=run.state.step,
         log=None if log is None else os.fspath(log),
         checkpoint=None if checkpoint is None else os.fspath(checkpoint),
         seconds=time.perf_counter() - started,
@@ -174,11 +173,6 @@ def fit(
         settings=config.to_plain() | classes,
         status=status,
     )
-
-
-def _device(model: nn.Module) -> torch.device:
-    first = next(model.parameters(), None)
-    return torch.device("cpu") if first is None else first.device
 
 
 def _with_preset(config: TrainingConfig) -> TrainingConfig:

@@ -34,168 +34,147 @@ from ritz._core.storage import (
 )
 from ritz.training._processes import is_writer
 
+try:
+    import fcntl
+except ImportError:  # not a POSIX system: folders are not locked
+    fcntl = None  # type: ignore[assignment]
+
+FilePath = str | os.PathLike[str]
+
+
+class CheckpointError(OSError):
+    """A file of a run cannot be written; the message says why and what is left."""
+
+
 # ------------------------------------------------------------------------------------------
-# Files of a run are no links: what is written goes to the file that has the name, or nowhere.
+# One process at a time writes in a folder. The lock belongs to an open file, so the system
+# releases it when the process ends, however it ends.
 
-
-class LinkError(OSError):
-    """A file that is to be written is a link to another."""
+LOCK = ".lock"
+_locks: set[int] = set()  # descriptors of this process
 
 
 def check_no_link(path: Path) -> None:
-    """Raise where a file that is to be written is a link, whether or not it leads anywhere."""
+    """Raise if a file to be written is a symbolic link, which would redirect what is written."""
     if path.is_symlink():
-        raise LinkError(f"{path} is a link, and what it leads to would be overwritten: remove it, "
-                        "or give another path")  # fmt: skip
+        raise CheckpointError(f"{path} is a link, and the file that it points to would be "
+                              "overwritten: remove it, or give another path")  # fmt: skip
 
 
-def open_own(path: Path, flags: int) -> int:
-    """A descriptor of a file that is no link, made where it is missing."""
+def open_file(path: Path, flags: int) -> int:
+    """Return a descriptor of a file, created if missing, that is not a link."""
     check_no_link(path)
-    never = getattr(os, "O_NOFOLLOW", 0)  # not even one that was made just now
-    return os.open(path, flags | os.O_CREAT | never, 0o666)
-
-
-# ------------------------------------------------------------------------------------------
-# One process at a time writes in a folder: the kernel has the lock, and ends it with its
-# owner.
-
-try:
-    import fcntl
-except ImportError:  # not a POSIX system: nobody is kept out
-    fcntl = None  # type: ignore[assignment]
-
-LOCK = ".lock"
-TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
-_held: set[int] = set()  # of this process, which the workers of a loader must not inherit
-
-
-class FolderInUseError(OSError):
-    """Another process is writing in the folder."""
+    # O_NOFOLLOW closes the gap between the check and opening.
+    return os.open(path, flags | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
 @contextmanager
 def sole_writer(folder: Path) -> Iterator[None]:
-    """Be the one process that writes in a folder, for the block.
+    """Lock a folder for the block; raise if another process has locked it.
 
-    A file ``.lock`` is there meanwhile. One that a killed process left is no lock: that ended when
-    the process did. Where the file system knows no locks, nobody is kept out.
+    Meanwhile there is a file ``.lock``. A file that a killed process left does not lock. File
+    systems without locks are not locked.
     """
     path = folder / LOCK
-    file = _locked(path)
-    _held.add(file)
+    file = _lock(path)
+    _locks.add(file)
     try:
         yield
     finally:
-        _held.discard(file)
+        _locks.discard(file)
         with contextlib.suppress(OSError):
-            path.unlink()  # before it is open to others: see _locked
+            path.unlink()  # before the lock is released: see _lock
         os.close(file)
 
 
-def _locked(path: Path) -> int:
-    """A descriptor of the file that has the name ``path`` and is locked by it."""
+def _lock(path: Path) -> int:
+    """Return a locked descriptor of the file that has the name ``path``."""
     while True:
-        file = open_own(path, os.O_RDWR)
+        file = open_file(path, os.O_RDWR)
         try:
-            _lock(file, path)
-            # The owner before may have removed the name between opening and locking.
-            if _is_at(file, path):
-                os.ftruncate(file, 0)
-                os.write(file, f"{os.getpid()}".encode())
-                return file
+            _acquire(file, path.parent)
+            # The previous owner may have removed the name between opening and locking.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file), path.lstat()):
+                    os.ftruncate(file, 0)
+                    os.write(file, f"{os.getpid()}".encode())
+                    return file
         except BaseException:
             os.close(file)
             raise
         os.close(file)
 
 
-def _is_at(file: int, path: Path) -> bool:
+def _acquire(file: int, folder: Path) -> None:
     try:
-        return os.path.samestat(os.fstat(file), path.lstat())
-    except FileNotFoundError:
-        return False
-
-
-def _lock(file: int, path: Path) -> None:
-    if fcntl is None:
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if fcntl is not None:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno not in TAKEN:
-            return
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            return  # the file system has no locks
         owner = os.read(file, 20).decode(errors="replace").strip()
-        whose = f" (pid {owner})" if owner.isdigit() else ""
-        raise FolderInUseError(f"another process is writing in {path.parent}{whose}: wait until it "
-                               "is done, or give another folder") from error  # fmt: skip
+        pid = f" (pid {owner})" if owner.isdigit() else ""
+        raise CheckpointError(f"another process is writing in {folder}{pid}: wait until it is "
+                              "done, or give another folder") from error  # fmt: skip
 
 
-def _let_go() -> None:
-    """Close what a fork has inherited: a lock lasts as long as anybody has it open."""
-    for file in _held:
+def _release_in_child() -> None:
+    # A lock lasts while any process has the file open: workers of a loader must not inherit it.
+    for file in _locks:
         os.close(file)
-    _held.clear()
+    _locks.clear()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go)
+    os.register_at_fork(after_in_child=_release_in_child)
 
 # ------------------------------------------------------------------------------------------
-# The log of a run: JSON lines, whole whenever the process ends, cut back when it is resumed.
+# The log of a run: JSON lines, which are complete whenever the process ends, and which are cut
+# when the run resumes.
 #
-# Every line is one record with a ``kind``: ``epoch``, ``curvature`` (of a monitor) or
-# ``final``. No record holds a time, so that a run that was interrupted and resumed has the
-# log of one that was not, byte for byte; times go to a second file beside it, whose name ends
-# in ``.times.jsonl``.
+# Each line is one record with a ``kind``: ``epoch``, ``curvature`` (of a monitor) or ``final``.
+# No record holds a time, so that a run that was interrupted and resumed has the log of one that
+# was not, byte for byte. Times go to a second file, whose name ends in ``.times.jsonl``.
 
 Record = dict[str, Any]
-
-
-class LogError(OSError):
-    """The log cannot be written; the message says why and what is left of it."""
 
 
 @final
 class Log:
     """Appends records to a file of JSON lines, each in one write.
 
-    A kill leaves whole lines. A line that cannot be written whole (disk full) is taken out again.
+    A kill leaves complete lines. A line that cannot be written completely is removed again.
 
     Args:
-        path: The file, made where it is missing, and no link; its folder must exist.
-        size: Bytes to keep of a file that is there; what follows them is cut.
+        path: The file, created if missing; its folder must exist.
+        size: Bytes of an existing file to keep; the rest is cut.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, size: int = 0) -> None:
-        self.path = Path(path)
-        check_no_link(self.path)
+    def __init__(self, path: FilePath, *, size: int = 0) -> None:
+        self.path, self._size = Path(path), size
         present = self.path.stat().st_size if self.path.exists() else 0
         if present < size:
             raise ValueError(f"log must be that of the run that is resumed, with {size} bytes or "
                              f"more; {self.path} has {present}")  # fmt: skip
-        try:
-            self._file = open_own(self.path, os.O_WRONLY | os.O_APPEND)
+        with self._writing():
+            self._file = open_file(self.path, os.O_WRONLY | os.O_APPEND)
             os.ftruncate(self._file, size)
-        except OSError as error:
-            raise LogError(f"cannot write the log {self.path}: {error.strerror}") from error
-        self._size = size
 
     def write(self, record: Record) -> None:
         """Append one record."""
         line = (to_json(record) + "\n").encode()
-        try:
-            written = os.write(self._file, line)
-            while written < len(line):
-                written += os.write(self._file, line[written:])
-        except OSError as error:
-            os.ftruncate(self._file, self._size)
-            raise LogError(f"cannot write the log {self.path}: {error.strerror}; the {self._size} "
-                           "bytes before are whole") from error  # fmt: skip
+        with self._writing():
+            try:
+                written = os.write(self._file, line)
+                while written < len(line):
+                    written += os.write(self._file, line[written:])
+            except OSError:
+                os.ftruncate(self._file, self._size)
+                raise
         self._size += len(line)
 
     def flush(self) -> int:
-        """Have the lines on the disk; return their bytes."""
+        """Write all lines to the disk; return their number of bytes."""
         os.fsync(self._file)
         return self._size
 
@@ -203,9 +182,19 @@ class Log:
         """Close the file."""
         os.close(self._file)
 
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except OSError as error:
+            raise CheckpointError(f"cannot write the log {self.path}: {error.strerror}; its first "
+                                  f"{self._size} bytes are whole") from error  # fmt: skip
 
-def read_log(path: str | os.PathLike[str]) -> list[Record]:
-    """The records of a log, in their order; half a line at the end is left out.
+
+def read_log(path: FilePath) -> list[Record]:
+    """Return the records of a log in order, without an incomplete line at the end.
 
     Args:
         path: A file of JSON lines.
@@ -214,71 +203,59 @@ def read_log(path: str | os.PathLike[str]) -> list[Record]:
     return [json.loads(line) for line in whole.split(b"\n") if line]
 
 
-def size_without_final(path: str | os.PathLike[str], size: int) -> int:
-    """Bytes of a log of ``size`` bytes without a record of the end of the run, if it has one."""
-    if not Path(path).is_file():
-        return size
-    with open(path, "rb") as file:
-        lines = file.read(size).splitlines(keepends=True)
-    last = json.loads(lines[-1]) if lines and lines[-1].endswith(b"\n") else {}
-    return size - len(lines[-1]) if last.get("kind") == "final" else size
-
-
-def times_path(path: str | os.PathLike[str]) -> Path:
-    """Where the times beside a log are."""
+def times_path(path: FilePath) -> Path:
+    """Return the file of times beside a log."""
     return Path(path).with_suffix(".times.jsonl")
 
 
 # ------------------------------------------------------------------------------------------
-# Where a run is: all that it needs to go on bit for bit, in one file.
+# The checkpoint: all that a run needs to resume bit for bit, in one file.
 
 NAME = "checkpoint.safetensors"
 WEIGHTS, AVERAGE = "weights.safetensors", "average.safetensors"
 
 
-class CheckpointError(OSError):
-    """A checkpoint cannot be written; the message says why and what is left."""
-
-
 @storable
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Checkpoint:
     """The state of a run between two steps.
 
+    A run counts in one of these. Tensors and states of other objects are added when it is written.
+
     Attributes:
         model: Parameters and buffers by name.
-        optimizer: The state of the optimiser, with its average and Lookahead.
-        schedule: That of the schedule.
-        scaler: That of the scaler of gradients.
-        patience: That of what waits for averaging to begin, or ``None``.
-        generators: States of the global generators now, by device, a row for each process.
-        beginning: The same at the beginning of the epoch, which data may have drawn from.
-        epoch: Whole epochs done.
-        batch: Batches done of the next one.
-        step: Steps done.
-        totals: Sums of loss and right answers of the epoch so far, by process.
-        records: What was logged of every epoch.
+        optimizer: State of the optimiser, with its average and Lookahead.
+        schedule: State of the schedule.
+        scaler: State of the gradient scaler.
+        patience: State of ``AutoAverage``, or ``None``.
+        generators: Present states of the global generators, by device, one row per process.
+        beginning: The same at the beginning of the epoch, where loaders draw their order.
+        epoch: Completed epochs.
+        batch: Completed batches of the next epoch.
+        step: Completed steps.
+        totals: Sums of losses and correct answers of the epoch so far, one row per process.
+        records: Logged records of all epochs.
         log_bytes: Length of the log.
-        settings: What the run was asked to do.
-        finished: Whether it has ended.
-        carried: State of a recurrent model within the epoch, a row for each process.
+        settings: Options that a resumed run must share.
+        finished: Whether the run has ended.
+        carried: State of a recurrent model within the epoch, one row per process.
     """
 
-    model: dict[str, Tensor]
-    optimizer: dict[str, Any]
-    schedule: dict[str, Any]
-    scaler: dict[str, Any]
-    patience: dict[str, Any] | None
-    generators: dict[str, Tensor]
-    beginning: dict[str, Tensor]
-    epoch: int
-    batch: int
-    step: int
-    totals: Tensor
-    records: list[dict[str, Any]]
-    log_bytes: int
     settings: dict[str, Any]
-    finished: bool
+    beginning: dict[str, Tensor]
+    epoch: int = 0
+    batch: int = 0
+    step: int = 0
+    finished: bool = False
+    records: list[dict[str, Any]] = field(default_factory=list)
+    log_bytes: int = 0
+    model: dict[str, Tensor] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    schedule: dict[str, Any] = field(default_factory=dict)
+    scaler: dict[str, Any] = field(default_factory=dict)
+    patience: dict[str, Any] | None = None
+    generators: dict[str, Tensor] = field(default_factory=dict)
+    totals: Any = None
     carried: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -286,19 +263,18 @@ class Checkpoint:
 class Folder(os.PathLike[str]):
     """A folder with the last good checkpoint of a run, and files of weights of the same run.
 
-    A new checkpoint replaces the old when it is whole on the disk: whatever happens in between, one
-    of the two is there. Weights and average are there at the end of a run alone: they are gone
-    before there is a checkpoint of more steps.
+    A new checkpoint replaces the old one when it is completely on the disk, so there is always one
+    of the two. Final weights exist only beside the checkpoint of a finished run: they are removed
+    before a checkpoint with more steps is written.
 
     Args:
-        path: Made where it is missing.
-        texts: Files to write once a run has begun, by name.
+        path: Created if missing.
+        texts: Files to write when a run has started, by name.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str], *, texts: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, path: FilePath, *, texts: Mapping[str, str] | None = None) -> None:
         self.path = Path(path)
+        self.file = self.path / NAME
         self._texts, self._good = dict(texts or {}), ""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -309,20 +285,15 @@ class Folder(os.PathLike[str]):
     def __fspath__(self) -> str:
         return str(self.path)
 
-    @property
-    def file(self) -> Path:
-        """The checkpoint."""
-        return self.path / NAME
-
     def clear(self) -> None:
-        """Remove what another run has left."""
+        """Remove the files of another run."""
         with self._writing("begin a run in", self.path):
-            # The checkpoint first: without it nothing goes on from what is left.
+            # The checkpoint first: no run resumes from the files that a crash leaves after that.
             _remove([self.file, *self._weights()])
         self._good = ""
 
     def write_texts(self) -> None:
-        """Say whose the folder is now."""
+        """Write the texts, which describe the run."""
         with self._writing("begin a run in", self.path):
             for name, text in self._texts.items():
                 write_text(self.path / name, text)
@@ -333,239 +304,221 @@ class Folder(os.PathLike[str]):
             if not checkpoint.finished:
                 _remove([self.path / WEIGHTS, self.path / AVERAGE])
             save(checkpoint, self.file)
-        self._good = _place(checkpoint)
+        self._good = f"of {checkpoint.epoch} epochs and {checkpoint.step} steps"
 
     def read(self) -> Checkpoint | None:
-        """The checkpoint, if there is one; raise where weights of a run are there without it."""
+        """Return the checkpoint, if there is one; raise for weights of a run without it."""
         if not self.file.exists():
             left = next((path for path in self._weights() if is_own(path)), None)
             if left is not None:
-                raise CheckpointError(f"{left} is of a run whose checkpoint is gone: begin anew "
+                raise CheckpointError(f"{left} is of a run whose checkpoint is gone: start again "
                                       "with resume=False (--restart), which removes it, or give "
                                       "another folder")  # fmt: skip
             return None
-        found = load(self.file)
-        if not isinstance(found, Checkpoint):
+        checkpoint = load(self.file)
+        if not isinstance(checkpoint, Checkpoint):
             raise ValueError(f"{self.file} must be a checkpoint of training, got "
-                             f"{type(found).__name__}")  # fmt: skip
-        self._good = _place(found)
-        return found
+                             f"{type(checkpoint).__name__}")  # fmt: skip
+        self._good = f"of {checkpoint.epoch} epochs and {checkpoint.step} steps"
+        return checkpoint
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Be the one process that writes in it, for the block; what was left half is removed."""
+        """Lock the folder for the block, and remove temporary files of killed processes."""
         with ExitStack() as stack:
             with self._writing("write to", self.path):
                 stack.enter_context(sole_writer(self.path))
-                self._remove_unfinished()
+                for name in (NAME, WEIGHTS, AVERAGE):
+                    _unlink(self.path.glob(f".{name}.*"))
+                # safetensors picks these names itself. They may be in use by anybody if new.
+                old = time.time() - UNTOUCHED
+                _unlink(x for x in self.path.glob(".tmp??????") if x.stat().st_mtime < old)
             yield
 
     @contextmanager
-    def _writing(self, what: str, path: Path) -> Iterator[None]:
-        """Say what is left where the system refuses."""
+    def _writing(self, action: str, path: Path) -> Iterator[None]:
+        """Turn errors of the system into errors that say which checkpoint is left."""
         try:
             yield
         except CheckpointError:
             raise
-        except (FolderInUseError, LinkError) as error:
-            raise CheckpointError(str(error)) from error
         except (OSError, SafetensorError) as error:
-            # safetensors reports what the system said in words of its own
+            # safetensors has no strerror, but quotes the message of the system.
             reason = getattr(error, "strerror", None) or str(error)
             left = "what is there is whole" if self.file.exists() else "none is there"
             if self._good:
                 left = f"the last good one, {self._good}, is whole"
-            raise CheckpointError(f"cannot {what} {path}: {reason}; {left}") from error
+            raise CheckpointError(f"cannot {action} {path}: {reason}; {left}") from error
 
     def _weights(self) -> list[Path]:
-        """The files of weights that are there."""
-        kept = sorted(self.path.glob("epoch-[0-9]*.safetensors"))
-        found = [self.path / WEIGHTS, self.path / AVERAGE, *kept]
-        return [path for path in found if path.exists()]
-
-    def _remove_unfinished(self) -> None:
-        """Remove what a run that was killed while it wrote has left: as large as a checkpoint."""
-        for name in (NAME, WEIGHTS, AVERAGE):
-            for path in self.path.glob(f".{name}.*"):
-                path.unlink(missing_ok=True)
-        # Names that safetensors gives do not tell whose they are: a new one may be in use.
-        for path in self.path.glob(".tmp??????"):
-            if time.time() - path.stat().st_mtime > UNTOUCHED:
-                path.unlink(missing_ok=True)
+        copies = sorted(self.path.glob("epoch-[0-9]*.safetensors"))
+        paths = [self.path / WEIGHTS, self.path / AVERAGE, *copies]
+        return [path for path in paths if path.exists()]
 
 
 @contextmanager
-def held_folder(place: str | os.PathLike[str] | None) -> Iterator[Folder | None]:
-    """The folder of a run, held by the process that writes; raise in all where it cannot be."""
+def held_folder(place: FilePath | None) -> Iterator[Folder | None]:
+    """Yield the folder of a run, locked by the process that writes; all raise if it fails."""
     if place is None:
         yield None
         return
     folder = place if isinstance(place, Folder) else Folder(place)
     with ExitStack() as stack:
-        refused: CheckpointError | None = None
+        refusal: CheckpointError | None = None
         if is_writer():
             try:
                 stack.enter_context(folder.held())
             except CheckpointError as error:
-                refused = error
-        if all_max(int(refused is not None)):
-            raise refused or CheckpointError(f"the first process cannot write in {folder.path}")
+                refusal = error
+        if all_max(int(refusal is not None)):
+            raise refusal or CheckpointError(f"the first process cannot write in {folder.path}")
         yield folder
 
 
-def _remove(paths: Iterable[Path]) -> None:
-    """Remove files of an earlier run; where one is another's, all stay."""
-    found = [path for path in paths if path.exists()]
-    for path in found:
-        if not is_own(path):
-            raise CheckpointError(f"{path} is not of a run: move it, or give another folder")
-    for path in found:
+def _unlink(paths: Iterable[Path]) -> None:
+    for path in paths:
         path.unlink(missing_ok=True)
 
 
+def _remove(paths: Iterable[Path]) -> None:
+    """Remove files of an earlier run, or none of them if one was not written by ritz."""
+    present = [path for path in paths if path.exists()]
+    for path in present:
+        if not is_own(path):
+            raise CheckpointError(f"{path} is not of a run: move it, or give another folder")
+    _unlink(present)
+
+
 def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
-    """The state of an optimiser with keys that a file may have."""
-    found = optimizer.state_dict()
-    return {"state": {str(key): entry for key, entry in found["state"].items()},
-            "param_groups": found["param_groups"]}  # fmt: skip
+    """Return the state of an optimiser with string keys, which JSON needs."""
+    state = optimizer.state_dict()
+    return {"state": {str(key): entry for key, entry in state["state"].items()},
+            "param_groups": state["param_groups"]}  # fmt: skip
 
 
 def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any], device: torch.device) -> None:
-    """Put a state from a file into an optimiser, with rates that are tensors on the device."""
+    """Load the state of :func:`optimizer_state`; learning rates that are tensors to the device."""
     params = list(parameters(optimizer))
-    entries = {int(key): {name: _arranged(value, params[int(key)]) for name, value in entry.items()}
+    entries = {int(key): {name: _like(value, params[int(key)]) for name, value in entry.items()}
                for key, entry in state["state"].items()}  # fmt: skip
     groups = [{name: value.to(device) if isinstance(value, Tensor) else value
                for name, value in group.items()} for group in state["param_groups"]]  # fmt: skip
     optimizer.load_state_dict({"state": entries, "param_groups": groups})
 
 
-def _arranged(value: Any, param: Tensor) -> Any:
-    """A tensor of a state in the order of its parameter, which fused kernels want."""
+def _like(value: Any, param: Tensor) -> Any:
+    # Files hold contiguous tensors. Fused kernels need the memory format of the parameter.
     if not isinstance(value, Tensor) or value.ndim != 4 or value.shape != param.shape:
         return value
     return torch.empty_like(param, dtype=value.dtype, device=value.device).copy_(value)
 
 
-def _place(checkpoint: Checkpoint) -> str:
-    return f"of {checkpoint.epoch} epochs and {checkpoint.step} steps"
-
-
 # ------------------------------------------------------------------------------------------
-# Weights of models in files: our own, safetensors, and ``.pt`` without what could run.
+# Weights of models: files of ritz, other safetensors files, and ``.pt`` files of tensors.
 
-PREFIX = "model."  # of the weights in a checkpoint of training
-COMPILED = "_orig_mod"  # the part that torch.compile puts into names
-NESTED = ("state_dict", "model_state_dict", "model")  # where others put them in a .pt file
+PREFIX = "model."  # names of the weights in a checkpoint begin with it
+COMPILED = "_orig_mod"  # torch.compile puts this part into names
+NESTED = ("state_dict", "model_state_dict", "model")  # keys of weights in .pt files of others
 
 
-def save_weights(model: nn.Module, path: str | os.PathLike[str], **header: Any) -> None:
+def save_weights(model: nn.Module, path: FilePath, **header: Any) -> None:
     """Write the parameters and buffers of a model as one safetensors file, atomically.
 
     Args:
         model: Any module.
         path: The file.
-        **header: What else to say, in plain values.
+        **header: Further plain values to store.
     """
     write_tensors(path, tensor_state(model), {"kind": "weights"} | header)
 
 
-def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Put the weights and buffers of a file into a model, in place.
+def load_weights(model: nn.Module, path: FilePath) -> None:
+    """Load the weights and buffers of a file into a model, in place.
 
     Args:
-        model: Of the architecture that the file was made from; the first tensor that differs is
-            named otherwise, and the model left as it was. Weights that it ties stay tied: the file
-            may have them under all their names, which must agree, or under one.
+        model: A model of the architecture of the file. Otherwise the error names the first tensor
+            that differs, and the model is unchanged. Tied weights stay tied: the file may have them
+            under all their names, with equal values, or under one.
         path: A checkpoint or weights of ritz, any other safetensors file of named tensors, or a
-            ``.pt`` file, which is read with ``weights_only=True``: nothing in it runs.
+            ``.pt`` file. The latter is read with ``weights_only=True``: nothing in it is executed.
     """
-    held = tensor_state(model)
-    found = _with_tied(held, read_weights(path), path)
-    check_matches(held, found, path)
+    copy_weights(model, _untie(tensor_state(model), read_weights(path), path), path)
+
+
+def copy_weights(model: nn.Module, tensors: Mapping[str, Tensor], path: FilePath) -> None:
+    """Copy tensors into a model; raise, naming the first that differs, unless all fit."""
+    state = tensor_state(model)
+    other = f"{path} is of another architecture"
+    for name, tensor in state.items():
+        if name not in tensors:
+            raise ValueError(f"{other}: it has no {name}, which the model has")
+        if tensors[name].shape != tensor.shape:
+            raise ValueError(f"{other}: {name} has shape {tuple(tensors[name].shape)} there, "
+                             f"{tuple(tensor.shape)} in the model")  # fmt: skip
+    for name in tensors:
+        if name not in state:
+            raise ValueError(f"{other}: it has {name}, which the model has not")
     with torch.no_grad():
-        for name, tensor in held.items():
-            tensor.copy_(found[name])
+        for name, tensor in state.items():
+            tensor.copy_(tensors[name])
 
 
-def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """The named tensors of a file, on the CPU; see :func:`load_weights` for which files."""
+def read_weights(path: FilePath) -> dict[str, Tensor]:
+    """Return the named tensors of a file, on the CPU; see :func:`load_weights` for which files."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"no such file: {path}")
-    found = _plain_names(_read_pickle(path) if _is_pickle(path) else _read_safetensors(path))
-    wrapped = all(name.startswith("module.") for name in found)  # by DistributedDataParallel
-    return {name.removeprefix("module."): x for name, x in found.items()} if wrapped else found
+    with open(path, "rb") as file:
+        start = file.read(2)
+    # Zip archives are the format of torch; a lone pickle begins with its protocol.
+    pickled = start == b"PK" or start[:1] == b"\x80"
+    tensors = _plain_names(_read_pickle(path) if pickled else _read_safetensors(path))
+    wrapped = all(name.startswith("module.") for name in tensors)  # by DistributedDataParallel
+    return {name.removeprefix("module."): x for name, x in tensors.items()} if wrapped else tensors
 
 
 def tensor_state(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and persistent buffers of a model by name."""
-    found = {name: x for name, x in model.state_dict().items() if isinstance(x, Tensor)}
-    return _plain_names(found)
+    """Return the parameters and persistent buffers of a model by name."""
+    state = model.state_dict()
+    return _plain_names({name: x for name, x in state.items() if isinstance(x, Tensor)})
 
 
 def _plain_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same under the names that they have where neither model nor part of it is compiled."""
-    if not any(COMPILED in name.split(".") for name in tensors):
-        return tensors
+    """Return tensors under the names that they have if no part of the model is compiled."""
     return {".".join(part for part in name.split(".") if part != COMPILED): x
             for name, x in tensors.items()}  # fmt: skip
 
 
-def _with_tied(
-    held: Mapping[str, Tensor], found: dict[str, Tensor], path: str | os.PathLike[str]
+def _untie(
+    state: Mapping[str, Tensor], tensors: dict[str, Tensor], path: FilePath
 ) -> dict[str, Tensor]:
-    """The tensors of a file with those that the model ties under all their names."""
+    """Return the tensors of a file, with those that the model ties under all their names."""
     groups: dict[Any, list[str]] = {}
-    for name, x in held.items():
-        # Alike in all this, two are one; an empty tensor lies nowhere.
+    for name, x in state.items():
+        # Tied tensors agree in all of these. An empty tensor has no address.
         place = (x.data_ptr(), x.dtype, x.shape, x.stride()) if x.numel() else name
         groups.setdefault(place, []).append(name)
     for names in groups.values():
         for name in names:
-            first = next((each for each in names if each in found), name)
-            if first in found and not _equal(found.setdefault(name, found[first]), found[first]):
+            first = next((each for each in names if each in tensors), name)
+            if first in tensors and not _equal(
+                tensors.setdefault(name, tensors[first]), tensors[first]
+            ):
                 raise ValueError(f"{path} is of another architecture: {first} and {name} differ "
                                  "there, and are one in the model")  # fmt: skip
-    return found
+    return tensors
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    if one is other or one.shape != other.shape:
-        return one is other
-    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+    same = one.shape == other.shape
+    return same and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
-def check_matches(
-    held: Mapping[str, Tensor], found: Mapping[str, Tensor], path: str | os.PathLike[str]
-) -> None:
-    """Raise unless a file has the tensors of a model, naming the first that differs."""
-    for name, tensor in held.items():
-        if name not in found:
-            raise ValueError(f"{path} is of another architecture: it has no {name}, which the "
-                             f"model has")  # fmt: skip
-        if found[name].shape != tensor.shape:
-            raise ValueError(f"{path} is of another architecture: {name} has shape "
-                             f"{tuple(found[name].shape)} there, {tuple(tensor.shape)} in the "
-                             f"model")  # fmt: skip
-    extra = next((name for name in found if name not in held), None)
-    if extra is not None:
-        raise ValueError(f"{path} is of another architecture: it has {extra}, which the model has "
-                         f"not")  # fmt: skip
-
-
-def _is_pickle(path: str | os.PathLike[str]) -> bool:
-    with open(path, "rb") as file:
-        start = file.read(2)
-    # Zip archives are torch's format; a lone pickle begins with its protocol.
-    return start == b"PK" or start[:1] == b"\x80"
-
-
-def _read_pickle(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+def _read_pickle(path: FilePath) -> dict[str, Tensor]:
     try:
-        # Open, for torch goes by the names of files, and this one may be called .safetensors.
+        # As an open file, because torch goes by the name, and this one may end in .safetensors.
         with open(path, "rb") as file, warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of an unknown protocol: then it raises
-            found = torch.load(file, map_location="cpu", weights_only=True)
+            warnings.simplefilter("ignore", UserWarning)  # of an unknown protocol, which raises
+            content = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CorruptFileError(f"{path} is refused: it holds more than tensors and plain values, "
                                "and reading that could run anything, or has another protocol of "
@@ -573,14 +526,14 @@ def _read_pickle(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     except (RuntimeError, EOFError, OSError) as error:
         raise CorruptFileError(f"{path} is damaged or not a file of torch: {error}") from error
     for key in NESTED:
-        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
-            found = found[key]
-    if not isinstance(found, Mapping) or not all(isinstance(x, Tensor) for x in found.values()):
-        raise CorruptFileError(f"{path} must hold named tensors, got {type(found).__name__}")
-    return dict(found)
+        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
+            content = content[key]
+    if not isinstance(content, Mapping) or not all(isinstance(x, Tensor) for x in content.values()):
+        raise CorruptFileError(f"{path} must hold named tensors, got {type(content).__name__}")
+    return dict(content)
 
 
-def _read_safetensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+def _read_safetensors(path: FilePath) -> dict[str, Tensor]:
     if is_own(path):
         tensors, header = read_tensors(path)
         if isinstance(header, Mapping) and header.get("kind") == "weights":

@@ -1,214 +1,184 @@
-"""Curvature watched while a model trains, without a change to the training."""
+"""``CurvatureMonitor``: curvature measured while a model trains, without changing the training."""
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, final, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
 from ritz._core.checks import check_choice, check_count, check_range
 from ritz._core.modes import BatchNormMode, unwrapped
-from ritz._core.results import Estimate
 from ritz._core.training_config import Unit
 from ritz.curvature import CurvatureOperator, Risk, curvature_operator
 from ritz.curvature._shared import MATRICES, CurvatureMatrix
 from ritz.measures import curvature_variance
 from ritz.spectra import eigenpairs, lanczos, trace
-from ritz.training._folder import Log, Record
+from ritz.training._folder import FilePath, Log, Record
 
 Quantity = Literal["lambda_max", "trace", "variance", "spectrum"]
 QUANTITIES = get_args(Quantity)
 
 
 class Writer(Protocol):
-    """What takes numbers over time: ``torch.utils.tensorboard.SummaryWriter`` does."""
+    """Receives numbers over time, such as ``torch.utils.tensorboard.SummaryWriter``."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
-        """Take one number."""
+        """Receive one number."""
 
 
 @final
+@dataclass(kw_only=True, eq=False)
 class CurvatureMonitor:
-    r"""Measures curvature on a fixed sub-sample, every so many steps or epochs of any loop.
+    r"""Measures curvature on a fixed sub-sample, every few steps or epochs of a training loop.
 
-    * ``lambda_max``: the largest eigenvalue :math:`\lambda_1` with its residual, beside the
-      threshold :math:`2 / \alpha` at which plain gradient descent turns unstable, and
-      ``sharpness_ratio`` :math:`= \alpha \lambda_1 / 2`.
+    * ``lambda_max``: the largest eigenvalue :math:`\lambda_1` with its residual, the threshold
+      :math:`2 / \alpha` at which gradient descent with learning rate :math:`\alpha` becomes
+      unstable, and ``sharpness_ratio`` :math:`= \alpha \lambda_1 / 2`.
     * ``trace``: :math:`\operatorname{tr} H` with its standard error.
-    * ``variance``: :math:`P \sigma^2`, how much the matrices of samples differ, with its standard
-      error.
+    * ``variance``: :math:`P \sigma^2`, how much the matrices of single samples differ, with its
+      standard error.
     * ``spectrum``: Ritz values and weights of a short Lanczos run.
 
-    The model, its gradients and buffers, its mode and the global generators are left as they are:
-    weights are bit for bit those of a run without. Every measurement has the same seed, so what
-    changes over time is not the luck of the probes. In your own training loop::
+    The model, its gradients, buffers and mode, and the global generators are not changed: the
+    weights equal those of a run without monitor bit for bit. All measurements use the same seed,
+    so differences over time are not due to the probes. In your own training loop::
 
         monitor = CurvatureMonitor((inputs, targets), every=100, log="curvature.jsonl")
         for step, batch in enumerate(batches, start=1):
             ...
             monitor(step, model, optimizer)
 
-    Cost of a measurement: about 20 to 60 products with the sub-sample for ``lambda_max``,
-    ``2 num_probes`` for ``trace``, ``num_probes`` for ``variance`` and ``num_steps`` for
-    ``spectrum``; one product is two to three gradients.
+    Cost of a measurement in matrix-vector products with the sub-sample: about 20 to 60 for
+    ``lambda_max``, ``2 num_probes`` for ``trace``, ``num_probes`` for ``variance`` and
+    ``num_steps`` for ``spectrum``. One product costs two to three gradients.
 
     Args:
-        source: The sub-sample: whatever :class:`ritz.Risk` takes as data; or a function that makes
-            a risk of a model.
-        loss_fn: Mean loss of outputs and target; not for a function.
-        quantities: Which to measure.
-        every: Counts from one measurement to the next.
-        unit: What is counted; :func:`ritz.training.fit` calls it so.
+        source: The sub-sample, as data for :class:`ritz.Risk`; or a function that takes the model
+            and returns its risk.
+        loss_fn: Mean loss of outputs and target; unused if ``source`` is a function.
+        quantities: Quantities to measure.
+        every: Steps or epochs between measurements.
+        unit: ``step`` or ``epoch``: when :func:`ritz.training.fit` calls the monitor.
         matrix: ``hessian`` or ``ggn``.
-        batch_norm: ``eval``, ``train`` or ``recomputed``; not for a function.
-        batch_size: Of the sub-sample where it is tensors.
-        count: Takes a batch of the sub-sample and returns how much it counts, as for
-            :class:`ritz.Risk`; for a text its tokens.
-        rtol: Residual of ``lambda_max`` relative to the norm; its own error is of the order of the
-            square.
-        num_steps: Lanczos steps of ``spectrum``, and the most for ``lambda_max`` times ten.
+        batch_norm: ``eval``, ``train`` or ``recomputed``; unused if ``source`` is a function.
+        batch_size: Batch size of a sub-sample of tensors.
+        count: Takes a batch of the sub-sample and returns its weight, as for :class:`ritz.Risk`;
+            for text the number of tokens.
+        rtol: Residual of ``lambda_max`` relative to the norm. The error of the eigenvalue is of the
+            order of its square.
+        num_steps: Lanczos steps of ``spectrum``; ``lambda_max`` takes at most ten times as many.
         num_probes: Probes of ``trace`` and ``variance``.
-        seed: Of the probes.
-        log: File of JSON lines to append to; not needed in ``fit``, which logs what is returned.
-        writer: Told every number, under ``curvature/``.
+        seed: Seed of the probes.
+        log: File of JSON lines to append to. Not needed in ``fit``, which logs what is returned.
+        writer: Receives each number under ``curvature/``.
     """
 
-    def __init__(
-        self,
-        source: Any,
-        *,
-        loss_fn: Callable[..., Any] | None = cross_entropy,
-        quantities: Sequence[Quantity] = ("lambda_max", "trace"),
-        every: int = 1,
-        unit: Unit = "epoch",
-        matrix: CurvatureMatrix = "hessian",
-        batch_norm: BatchNormMode = "eval",
-        batch_size: int | None = None,
-        count: Callable[[Any], int] | None = None,
-        rtol: float = 0.01,
-        num_steps: int = 20,
-        num_probes: int = 8,
-        seed: int = 0,
-        log: str | os.PathLike[str] | None = None,
-        writer: Writer | None = None,
-    ) -> None:
-        check_count("every", every)
-        check_choice("unit", unit, get_args(Unit))
-        check_choice("matrix", matrix, MATRICES)
-        check_range("rtol", rtol, low=0.0)
-        check_count("num_steps", num_steps)
-        check_count("num_probes", num_probes, low=2)
-        if isinstance(quantities, str) or not quantities:
+    source: Any = field(kw_only=False)
+    loss_fn: Callable[..., Any] | None = cross_entropy
+    quantities: Sequence[Quantity] = ("lambda_max", "trace")
+    every: int = 1
+    unit: Unit = "epoch"
+    matrix: CurvatureMatrix = "hessian"
+    batch_norm: BatchNormMode = "eval"
+    batch_size: int | None = None
+    count: Callable[[Any], int] | None = None
+    rtol: float = 0.01
+    num_steps: int = 20
+    num_probes: int = 8
+    seed: int = 0
+    log: FilePath | None = None
+    writer: Writer | None = None
+
+    def __post_init__(self) -> None:
+        check_count("every", self.every)
+        check_choice("unit", self.unit, get_args(Unit))
+        check_choice("matrix", self.matrix, MATRICES)
+        check_range("rtol", self.rtol, low=0.0)
+        check_count("num_steps", self.num_steps)
+        check_count("num_probes", self.num_probes, low=2)
+        if isinstance(self.quantities, str) or not self.quantities:
             raise ValueError(f"quantities must be some of {', '.join(QUANTITIES)}; got "
-                             f"{quantities!r}")  # fmt: skip
-        for name in quantities:
+                             f"{self.quantities!r}")  # fmt: skip
+        for name in self.quantities:
             check_choice("quantities", name, QUANTITIES)
-        self.quantities, self.every, self.unit, self.matrix = tuple(quantities), every, unit, matrix
-        self._risk = (
-            source if callable(source) else _risk_of(source, loss_fn, batch_norm, batch_size, count)
-        )
-        self._rtol, self._num_steps, self._num_probes, self._seed = (
-            rtol,
-            num_steps,
-            num_probes,
-            seed,
-        )
-        self._log, self._writer = None if log is None else _appending(log), writer
+        self._log: Log | None = None
+        if self.log is not None:
+            size = os.path.getsize(self.log) if os.path.exists(self.log) else 0
+            self._log = Log(self.log, size=size)
 
     def __call__(
         self, count: int, model: nn.Module, optimizer: Optimizer | None = None
     ) -> Record | None:
-        r"""Measure where it is due; return what was found, or ``None``.
+        r"""Measure if it is time; return the numbers, or ``None``.
 
         Args:
-            count: Steps or epochs done.
-            model: As it is now, itself or wrapped.
-            optimizer: Has the rate :math:`\alpha`; without one there is no threshold.
+            count: Completed steps or epochs.
+            model: The model, possibly wrapped.
+            optimizer: Has the learning rate :math:`\alpha` that the threshold depends on.
         """
         if count % self.every:
             return None
-        found = self.measure(model, optimizer)
-        record: Record = {"kind": "curvature", self.unit: count, **found}
+        numbers = self.measure(model, optimizer)
+        record: Record = {"kind": "curvature", self.unit: count, **numbers}
         if self._log is not None:
             self._log.write(record)
-        if self._writer is not None:
-            for name, value in found.items():
+        if self.writer is not None:
+            for name, value in numbers.items():
                 if isinstance(value, float):
-                    self._writer.add_scalar(f"curvature/{name}", value, count)
+                    self.writer.add_scalar(f"curvature/{name}", value, count)
         return record
 
     def measure(self, model: nn.Module, optimizer: Optimizer | None = None) -> Record:
-        """The chosen quantities of a model as it is now."""
-        risk: Risk = self._risk(unwrapped(model))
+        """Return the chosen quantities of a model."""
+        risk = self._risk(unwrapped(model))
         op = curvature_operator(risk, self.matrix)
-        found: Record = {"matrix": self.matrix}
+        record: Record = {"matrix": self.matrix}
         if "lambda_max" in self.quantities:
-            found |= self._lambda_max(op, optimizer)
+            record |= self._lambda_max(op, optimizer)
+        sampling: Any = {"num_probes": self.num_probes}
         if "trace" in self.quantities:
-            found |= _with_error("trace", trace(
-                op, num_probes=self._num_probes, generator=self._generator()))  # fmt: skip
+            estimate = trace(op, generator=self._generator(), **sampling)
+            record |= {"trace": float(estimate.mean), "trace_stderr": float(estimate.stderr)}
         if "variance" in self.quantities:
-            found |= _with_error("variance", curvature_variance(
-                risk, matrix=self.matrix, num_probes=self._num_probes, generator=self._generator()
-            ))  # fmt: skip
+            estimate = curvature_variance(
+                risk, matrix=self.matrix, generator=self._generator(), **sampling
+            )
+            record |= {"variance": float(estimate.mean), "variance_stderr": float(estimate.stderr)}
         if "spectrum" in self.quantities:
-            found |= self._spectrum(op)
-        return found
+            steps = min(self.num_steps, op.shape[0])
+            run = lanczos(op, num_steps=steps, generator=self._generator())
+            record |= {"ritz_values": run.values.tolist(), "ritz_weights": run.weights.tolist()}
+        return record
+
+    def _risk(self, model: nn.Module) -> Risk:
+        if callable(self.source):
+            risk: Risk = self.source(model)
+            return risk
+        # Only the first process measures, so processes must not share the data.
+        return Risk(model, self.loss_fn, self.source, batch_norm=self.batch_norm,
+                    batch_size=self.batch_size, count=self.count, sharing="none")  # fmt: skip
 
     def _lambda_max(self, op: CurvatureOperator, optimizer: Optimizer | None) -> Record:
         run = eigenpairs(
             op,
             largest=1,
-            rtol=self._rtol,
-            max_steps=10 * self._num_steps,
+            rtol=self.rtol,
+            max_steps=10 * self.num_steps,
             vectors=False,
             generator=self._generator(),
         )
         value = float(run.values[-1])
-        found = {"lambda_max": value, "lambda_max_residual": float(run.residuals[-1])}
-        rate = _rate(optimizer)
-        if rate is None or rate == 0:
-            return found
-        return found | {"threshold": 2 / rate, "sharpness_ratio": rate * value / 2}
-
-    def _spectrum(self, op: CurvatureOperator) -> Record:
-        steps = min(self._num_steps, op.shape[0])
-        run = lanczos(op, num_steps=steps, generator=self._generator())
-        return {"ritz_values": run.values.tolist(), "ritz_weights": run.weights.tolist()}
+        record = {"lambda_max": value, "lambda_max_residual": float(run.residuals[-1])}
+        rate = 0.0 if optimizer is None else float(optimizer.param_groups[0]["lr"])
+        # A step multiplies the error along an eigenvector by 1 - rate * lambda, which is stable
+        # for lambda < 2 / rate.
+        return record | (
+            {"threshold": 2 / rate, "sharpness_ratio": rate * value / 2} if rate else {}
+        )
 
     def _generator(self) -> torch.Generator:
-        return torch.Generator().manual_seed(self._seed)
-
-
-def _risk_of(
-    data: Any,
-    loss_fn: Callable[..., Any] | None,
-    batch_norm: BatchNormMode,
-    batch_size: int | None,
-    count: Callable[[Any], int] | None,
-) -> Callable[[nn.Module], Risk]:
-    """A function that makes the risk of a model on a sub-sample, in this process alone."""
-
-    def make(model: nn.Module) -> Risk:
-        return Risk(model, loss_fn, data, batch_norm=batch_norm, batch_size=batch_size,
-                    count=count, sharing="none")  # fmt: skip
-
-    return make
-
-
-def _appending(path: str | os.PathLike[str]) -> Log:
-    return Log(path, size=os.path.getsize(path) if os.path.exists(path) else 0)
-
-
-def _with_error(name: str, estimate: Estimate) -> Record:
-    return {name: float(estimate.mean), f"{name}_stderr": float(estimate.stderr)}
-
-
-def _rate(optimizer: Optimizer | None) -> float | None:
-    if optimizer is None:
-        return None
-    rate: float | Tensor = optimizer.param_groups[0]["lr"]
-    return float(rate)
+        return torch.Generator().manual_seed(self.seed)

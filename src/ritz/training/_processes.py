@@ -13,18 +13,15 @@ from ritz._core.distributed import rank, world_size
 from ritz._core.modes import arithmetic, searched_convolutions
 from ritz._core.training_config import TrainingConfig
 
-# ------------------------------------------------------------------------------------------
-# Processes of torchrun, and the state of torch that a run sets and puts back.
-
-OWN = "loader."  # generators that loaders were given
+LOADER = "loader."  # names of the generators of loaders begin with it
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 @contextmanager
 def joined_processes(device: str | torch.device | None) -> Iterator[str | torch.device | None]:
-    """Join the processes that ``torchrun`` has started, for the block; give this one's device.
+    """Join the processes that ``torchrun`` has started, for the block; yield this one's device.
 
-    Nothing happens in a lone process, or where torch.distributed is in use already.
+    In a single process, or if torch.distributed is in use already, nothing is changed.
     """
     launched = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
     if not launched or not dist.is_available() or dist.is_initialized():
@@ -47,7 +44,7 @@ def is_writer() -> bool:
 
 
 def distributed(model: nn.Module, device: torch.device) -> nn.Module:
-    """The model, wrapped where several processes train it."""
+    """Return the model, wrapped if several processes train it."""
     if world_size() == 1:
         return model
     ids = [device.index] if device.type == "cuda" else None
@@ -56,22 +53,21 @@ def distributed(model: nn.Module, device: torch.device) -> nn.Module:
 
 @contextmanager
 def channels_last(model: nn.Module, precision: str, device: torch.device) -> Iterator[None]:
-    """Keep the kernels of convolutions pixel by pixel for the block, and then as they were.
+    """Store the kernels of convolutions channels-last for the block; the numbers are the same.
 
-    That is the order of tensor cores: with another every step turns all maps round and back. The
-    numbers are the same.
+    Tensor cores use this format. With another, each step converts all feature maps and back.
     """
     layers = (layer for layer in model.modules() if isinstance(layer, nn.Conv2d))
     kernels = [p for layer in layers for p in layer.parameters(recurse=False) if p.ndim == 4]
     if device.type != "cuda" or precision == "float32":
         kernels = []
-    turned = [p for p in kernels if not p.is_contiguous(memory_format=torch.channels_last)]
-    for p in turned:
+    changed = [p for p in kernels if not p.is_contiguous(memory_format=torch.channels_last)]
+    for p in changed:
         p.data = p.data.contiguous(memory_format=torch.channels_last)
     try:
         yield
     finally:
-        for p in turned:
+        for p in changed:
             p.data = p.data.contiguous()
 
 
@@ -85,6 +81,7 @@ def arranged(config: TrainingConfig, device: torch.device) -> Iterator[None]:
         stack.enter_context(searched_convolutions(device.type == "cuda"))
         cuda = [device] if device.type == "cuda" else []
         stack.enter_context(torch.random.fork_rng(devices=cuda))
+        # Processes draw different dropout masks for their different rows.
         torch.default_generator.manual_seed(config.seed + rank())
         if cuda:
             with torch.cuda.device(device):
@@ -93,48 +90,44 @@ def arranged(config: TrainingConfig, device: torch.device) -> Iterator[None]:
 
 
 def generator_states(
-    device: torch.device, own: Sequence[torch.Generator] = ()
+    device: torch.device, loaders: Sequence[torch.Generator] = ()
 ) -> dict[str, Tensor]:
-    """States of the global generators, by device, and of others, a row for each process."""
-    found = {"cpu": torch.get_rng_state()}
+    """Return the states of the global generators and of those of loaders, one row per process."""
+    states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
-        found["cuda"] = torch.cuda.get_rng_state(device)
-    found |= {f"{OWN}{number}": each.get_state() for number, each in enumerate(own)}
-    return {name: _gathered(state, device) for name, state in found.items()}
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    states |= {f"{LOADER}{number}": each.get_state() for number, each in enumerate(loaders)}
+    # NCCL gathers tensors on the GPU only.
+    return {name: gathered(state.to(device)) for name, state in states.items()}
 
 
 def set_generator_states(
-    states: dict[str, Tensor], device: torch.device, own: Sequence[torch.Generator] = ()
+    states: dict[str, Tensor], device: torch.device, loaders: Sequence[torch.Generator] = ()
 ) -> None:
-    """Go on from such states."""
-    count = sum(name.startswith(OWN) for name in states)
-    if count != len(own):
-        raise ValueError(f"a run must be resumed with loaders of as many generators of their own "
-                         f"as it was begun with, {count}, got {len(own)}")  # fmt: skip
+    """Restore the states that :func:`generator_states` returned."""
+    count = sum(name.startswith(LOADER) for name in states)
+    if count != len(loaders):
+        raise ValueError(f"a run must be resumed with loaders that have as many generators as at "
+                         f"its start, {count}, got {len(loaders)}")  # fmt: skip
     for name, rows in states.items():
         if len(rows) != world_size():
-            raise ValueError(f"a run must be resumed by as many processes as it was begun with, "
+            raise ValueError(f"a run must be resumed by as many processes as at its start, "
                              f"{len(rows)}, got {world_size()}")  # fmt: skip
-        state = rows[rank()].cpu().clone()  # torch reads a state from where its storage begins
+        state = rows[rank()].cpu().clone()  # torch reads a state from the start of its storage
         if name == "cpu":
             torch.set_rng_state(state)
-        elif name.startswith(OWN):
-            own[int(name.removeprefix(OWN))].set_state(state)
+        elif name.startswith(LOADER):
+            loaders[int(name.removeprefix(LOADER))].set_state(state)
         elif device.type == "cuda":
             torch.cuda.set_rng_state(state, device)
 
 
 def gathered(values: Tensor) -> Tensor:
-    """The values of all processes, a row for each, on the CPU."""
-    return _gathered(values, values.device)
-
-
-def _gathered(state: Tensor, device: torch.device) -> Tensor:
+    """Return the values of all processes, one row each, on the CPU."""
     if world_size() == 1:
-        return state.cpu()[None].clone()
-    here = state.to(device)
-    rows = [torch.empty_like(here) for _ in range(world_size())]
-    dist.all_gather(rows, here)
+        return values.cpu()[None].clone()
+    rows = [torch.empty_like(values) for _ in range(world_size())]
+    dist.all_gather(rows, values)
     return torch.stack(rows).cpu()
 
 
@@ -142,14 +135,14 @@ def _gathered(state: Tensor, device: torch.device) -> Tensor:
 def _deterministic() -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled()
     workspace = os.environ.get(WORKSPACE)
-    os.environ.setdefault(WORKSPACE, ":4096:8")
-    chosen = torch.backends.cudnn.deterministic
+    os.environ.setdefault(WORKSPACE, ":4096:8")  # cuBLAS is deterministic with fixed workspaces
+    cudnn = torch.backends.cudnn.deterministic
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic = True
     try:
         yield
     finally:
-        torch.backends.cudnn.deterministic = chosen
+        torch.backends.cudnn.deterministic = cudnn
         torch.use_deterministic_algorithms(before)
         if workspace is None:
             del os.environ[WORKSPACE]

@@ -1,130 +1,120 @@
-"""A training run: its epochs, evaluation on the way, saving and resuming."""
+"""A training run: its epochs, evaluation on the way, saving and resuming; its result."""
 
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
+from math import ceil
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
 
-from ritz import optim
 from ritz._core.batches import num_rows
 from ritz._core.distributed import all_max, rank, world_size
 from ritz._core.progress import Progress, tracking
+from ritz._core.storage import storable
 from ritz._core.training_config import TrainingConfig, check_same
-from ritz.curvature._shared import check_labels
-from ritz.training._assembly import Parts, check_last_batch, explain_one_row
+from ritz.curvature._shared import Adapter, Forward, check_labels, check_reduction
+from ritz.training import _assembly, _folder
 from ritz.training._data import Feed, own_rows
-from ritz.training._evaluate import TrainingStatus, evaluate, with_perplexity
-from ritz.training._folder import (
-    AVERAGE,
-    WEIGHTS,
-    Checkpoint,
-    Folder,
-    Log,
-    Record,
-    check_matches,
-    check_no_link,
-    load_optimizer_state,
-    optimizer_state,
-    save_weights,
-    size_without_final,
-    tensor_state,
-    times_path,
+from ritz.training._folder import Checkpoint, Folder, Log, Record
+from ritz.training._processes import (
+    distributed,
+    gathered,
+    generator_states,
+    is_writer,
+    set_generator_states,
 )
-from ritz.training._processes import gathered, generator_states, is_writer, set_generator_states
-from ritz.training._step import Piece, batch_mass, carried_state
+from ritz.training._step import (
+    CapturedStep,
+    Piece,
+    Step,
+    batch_mass,
+    carried_state,
+    evaluate,
+    with_perplexity,
+)
 
 # ------------------------------------------------------------------------------------------
-# Evaluation of the weights and of their average.
+# The result of a run.
 
 
-@final
-class Judge:
-    """Evaluates the model of a run and says when patience has run out.
+@storable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingStatus:
+    """How a training run ended, and what to do about it.
 
-    Args:
-        parts: Parts of the run.
-        config: Options of the run.
-        held: Data to evaluate on, by name. If both are given, ``validation`` is evaluated during
-            the run and ``test`` at its end.
+    Attributes:
+        outcome: ``completed`` (all epochs), ``stopped`` (patience ran out, as it should),
+            ``interrupted`` (by a signal, after saving), ``diverged`` (the loss is not finite).
+        message: What happened, in one sentence.
+        advice: What to do; empty if nothing needs to be done.
     """
 
-    def __init__(self, parts: Parts, config: TrainingConfig, held: Mapping[str, Feed]) -> None:
-        self._parts, self._config = parts, config
-        later = "test" if "validation" in held else None
-        self._now = {name: feed for name, feed in held.items() if name != later}
-        self._later = {name: feed for name, feed in held.items() if name == later}
-        # The generators that loaders of these data draw from.
-        self.generators = [each for feed in held.values() for each in feed.generators]
-        if parts.auto is not None and not held:
-            raise ValueError("validation must be given with patience, got none")
-
-    def measure(self, *, last: bool) -> Record:
-        """Return loss and accuracy on the data that are evaluated during the run."""
-        return self._scores(self._now, 1.0 if last else self._config.statistics_fraction)
-
-    def measure_at_end(self) -> Record:
-        """Return loss and accuracy on the data that are evaluated at the end of the run."""
-        return self._scores(self._later, 1.0)
-
-    def wants_to_stop(self, record: Record) -> bool:
-        """Return whether patience has run out, given one more evaluation."""
-        if self._parts.auto is None:
-            return False
-        name = f"{next(iter(self._now))}_loss"
-        value = record[f"average_{name}" if f"average_{name}" in record else name]
-        return self._parts.auto.update(value)
-
-    def write_weights(self, folder: Path) -> None:
-        """Write the last weights and, if there is one, their average; called by all processes."""
-        model = self._parts.model
-        if is_writer():
-            save_weights(model, folder / WEIGHTS)
-        if self._average is not None:
-            with self._average.applied(model, **self._statistics(1.0)):
-                if is_writer():
-                    save_weights(model, folder / AVERAGE)
-
-    def load_final_weights(self) -> None:
-        """Load the averaged weights into the model if the options say so."""
-        if self._config.final == "average" and self._average is not None:
-            self._average.copy_to(self._parts.model, **self._statistics(1.0))
+    outcome: Literal["completed", "stopped", "interrupted", "diverged"]
+    message: str
+    advice: str = ""
 
     @property
-    def _average(self) -> optim.IterateAverage | None:
-        average = self._parts.average
-        return average if average is not None and average.count else None
+    def ok(self) -> bool:
+        """Whether training reached its end."""
+        return self.outcome in ("completed", "stopped")
 
-    def _statistics(self, fraction: float) -> dict[str, Any]:
-        # Running statistics belong to the last weights: batch norm needs those of the average.
-        return {"data": self._parts.feed.part(fraction), "forward": self._parts.step.adapter.custom}
+    def __str__(self) -> str:
+        return f"{self.outcome}: {self.message}" + (f" ({self.advice})" if self.advice else "")
 
-    def _scores(self, feeds: Mapping[str, Feed], fraction: float) -> Record:
-        record = self._evaluated(feeds, "")
-        if feeds and self._average is not None:
-            with self._average.applied(self._parts.model, **self._statistics(fraction)):
-                record |= self._evaluated(feeds, "average_")
-        return record
 
-    def _evaluated(self, feeds: Mapping[str, Feed], prefix: str) -> Record:
-        record: Record = {}
-        adapter = self._parts.step.adapter
-        for name, feed in feeds.items():
-            means = evaluate(
-                self._parts.model,
-                feed.epoch(0, 0),
-                loss_fn=adapter.loss_fn.call,
-                forward=adapter.custom,
-                precision=self._config.precision,
-                carry_state=feed.consecutive,
-            )
-            means = with_perplexity(means, feed, adapter.loss_fn.call)
-            record |= {f"{prefix}{name}_{key}": value for key, value in means.items()}
-        return record
+@storable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingResult:
+    """Result of a training run.
+
+    Attributes:
+        history: All numbers that were logged per epoch, by name, each ``(num_epochs,)``, float64,
+            NaN where a number was not measured: ``rate`` (the learning rate), ``train_loss``,
+            ``train_accuracy``, ``validation_loss``, ``average_validation_loss`` and so on; for text
+            also ``train_perplexity`` and so on.
+        metrics: The last value of each number, including those measured at the end of the run.
+        num_epochs: Completed epochs.
+        num_steps: Completed steps.
+        log: Path of the log, or ``None``.
+        checkpoint: Path of the checkpoint folder, or ``None``.
+        seconds: Duration of this call, without the run that it resumed.
+        seed: Seed of the run.
+        settings: Options in plain values.
+        status: How the run ended.
+    """
+
+    history: dict[str, Tensor]
+    metrics: dict[str, float]
+    num_epochs: int
+    num_steps: int
+    log: str | None
+    checkpoint: str | None
+    seconds: float
+    seed: int
+    settings: dict[str, Any]
+    status: TrainingStatus
+
+    def __str__(self) -> str:
+        lines = [f"{self.num_epochs} epochs, {self.num_steps} steps in {self.seconds:.1f} s; "
+                 f"{self.status}"]  # fmt: skip
+        width = max((len(name) for name in self.metrics), default=0)
+        lines += [f"  {name:<{width}}  {value:.6g}" for name, value in self.metrics.items()]
+        return "\n".join(lines)
+
+
+def history_of(records: Sequence[Record]) -> dict[str, Tensor]:
+    """Return the numbers of the records of epochs, by name."""
+    epochs = [record for record in records if record["kind"] == "epoch"]
+    names = dict.fromkeys(name for record in epochs for name in record if name != "kind")
+    return {
+        name: torch.tensor([each.get(name, math.nan) for each in epochs], dtype=torch.float64)
+        for name in names
+    }
 
 
 # ------------------------------------------------------------------------------------------
@@ -137,75 +127,120 @@ Monitor = Callable[[int, nn.Module, Any], Record | None]
 
 
 @final
+@dataclass(kw_only=True, eq=False)
 class Run:
     """A training run, from its start or from its checkpoint.
 
-    Args:
-        parts: Model, data, optimiser and the rest.
+    Attributes:
+        model: Any module; it is moved to the device.
+        feed: Training data.
+        held: Data to evaluate on, by name. If both are given, ``validation`` is evaluated during
+            the run and ``test`` at its end.
         config: Options.
-        fingerprint: Options that a resumed run must share with its beginning.
-        judge: Evaluates.
+        device: Device of model and data.
+        loss_fn: Mean loss of outputs and target.
+        forward: Calls the model on a batch.
+        optimizer: An optimiser, or a function that returns one. Defaults to that of ``config``.
+        schedule: A scheduler, or a function of the time. Defaults to that of ``config``.
+        average: User-defined average of the weights.
         monitors: Called after every step, or after every epoch if their ``unit`` is ``epoch``.
         signals: Names of the signals received so far: a reason to stop.
         log: Path of the log, or ``None``.
         folder: Folder of the checkpoint, or ``None``.
+        classes: Classes of user-defined objects, which a resumed run must share.
     """
 
-    def __init__(
-        self,
-        parts: Parts,
-        config: TrainingConfig,
-        *,
-        fingerprint: dict[str, Any],
-        judge: Judge,
-        monitors: Sequence[Monitor],
-        signals: Sequence[str],
-        log: Any,
-        folder: Folder | None,
-    ) -> None:
-        self._parts, self._config, self._fingerprint = parts, config, fingerprint
-        self._judge, self._monitors = judge, monitors
-        self._signals, self._folder, self._log_path = signals, folder, log
-        self.epoch, self.batch, self.step, self.finished = 0, 0, 0, False
-        self.records: list[Record] = []
+    model: nn.Module
+    feed: Feed
+    held: Mapping[str, Feed]
+    config: TrainingConfig
+    device: torch.device
+    loss_fn: Callable[..., Any] | None
+    forward: Forward | None
+    optimizer: Any
+    schedule: Any
+    average: Any
+    monitors: Sequence[Monitor]
+    signals: Sequence[str]
+    log: Any
+    folder: Folder | None
+    classes: dict[str, str]
+
+    def __post_init__(self) -> None:
+        self._assemble()
         # Generators of loaders, in the order of first use, each once: loaders may share one.
-        self._generators = list(dict.fromkeys([*parts.feed.generators, *judge.generators]))
-        self._epoch_start = generator_states(parts.device, self._generators)
-        self._carried = carried_state(parts.step.adapter, wanted=parts.feed.consecutive)
+        feeds = (self.feed, *self.held.values())
+        self._generators = list(dict.fromkeys(each for feed in feeds for each in feed.generators))
+        self.state = Checkpoint(settings=self.config.fingerprint() | self.classes,
+                                beginning=self._generator_states())  # fmt: skip
         self._saved, self._labels_checked = time.monotonic(), False
         self._work = 0, 0, time.perf_counter()  # steps, samples and start of the present epoch
-        self._log_bytes = 0
         self._log: Log | None = None
         self._times: Log | None = None
-        for path in () if log is None else (Path(log), times_path(log)):
-            check_no_link(path)  # before files of an earlier run are removed
-        checkpoint = folder.read() if folder is not None and config.resume else None
-        self._new, self._extended, self._begun = checkpoint is None, False, False
-        if folder is not None and checkpoint is not None:
-            self._load(checkpoint, folder.file)
+        for path in () if self.log is None else (Path(self.log), _folder.times_path(self.log)):
+            _folder.check_no_link(path)  # before files of an earlier run are removed
+        checkpoint = self.folder.read() if self.folder and self.config.resume else None
+        self._new, self._begun = checkpoint is None, False
+        if self.folder is not None and checkpoint is not None:
+            self._load(checkpoint, self.folder.file)
         all_max(0)  # a barrier: no process writes before all have read
-        self._first_step = self.step
+        self._first_step = self.state.step
+
+    def _assemble(self) -> None:
+        """Create optimiser, average, schedule and step from the options, and check them."""
+        config, model, device = self.config, self.model.to(self.device), self.device
+        check_reduction(self.loss_fn)
+        self.steps_per_epoch = config.steps_per_epoch  # None if unknown
+        if self.steps_per_epoch is None and self.feed.num_batches is not None:
+            self.steps_per_epoch = ceil(self.feed.num_batches / config.accumulate)
+        plan = _assembly.average_plan(config, self.steps_per_epoch)
+        optimizer = _assembly.make_optimizer(self.optimizer, model, config, plan, device)
+        self.average, self._auto = _assembly.make_average(self.average, optimizer, config, plan)
+        if config.final == "average" and self.average is None:
+            raise ValueError("final='average' needs an average: give average_from or patience")
+        if self._auto is not None and not self.held:
+            raise ValueError("validation must be given with patience, got none")
+        self.schedule = _assembly.make_schedule(
+            self.schedule, optimizer, config, self.steps_per_epoch
+        )
+        compiled: Any = torch.compile(model) if config.compile else model
+        self._adapter = Adapter(distributed(compiled, device), self.loss_fn, self.forward)
+        captured = _assembly.is_captured(optimizer, config, device)
+        self.optimizer = optimizer
+        self._step = Step(self._adapter, optimizer, config, device, cached=not captured)
+        # The same step, perhaps replayed from a CUDA graph.
+        self._take: Callable[[Sequence[Piece]], None] = self._step
+        if captured:
+            self._take = CapturedStep(self._step, required=bool(config.capture))
+        self._carried = carried_state(self._adapter, wanted=self.feed.consecutive)
+
+    def _generator_states(self) -> dict[str, Tensor]:
+        return generator_states(self.device, self._generators)
 
     def train(self, progress: bool | Progress) -> TrainingStatus:
         """Train for the remaining epochs and return how the run ended."""
-        config, length = self._config, self._parts.steps_per_epoch
-        left = None if length is None else config.num_epochs * length - self.step
+        config, length, state = self.config, self.steps_per_epoch, self.state
+        left = None if length is None else config.num_epochs * length - state.step
         status = None
-        if not self.finished:
-            check_last_batch(self._parts, config)
+        if not state.finished:
+            _assembly.check_last_batch(self._adapter, self.model, self.feed, config, self.device)
         try:
             with tracking(progress if is_writer() else False, "training", left) as bar:
-                while status is None and not self.finished and self.epoch < config.num_epochs:
+                while status is None and not state.finished and state.epoch < config.num_epochs:
                     status = self._epoch(bar) or self._close_epoch()
             if status is None or status.ok:
                 self._finish()
-                self._judge.load_final_weights()
+                if config.final == "average" and self.average.count:
+                    self.average.copy_to(self.model, **self._statistics())
         finally:
             for file in (self._log, self._times):
                 if file is not None:
                     file.close()
-        message = f"{self.epoch} epochs, {self.step} steps"
+        message = f"{state.epoch} epochs, {state.step} steps"
         return status or TrainingStatus(outcome="completed", message=message)
+
+    # --------------------------------------------------------------------------------------
+    # Steps and epochs.
 
     def _begin(self) -> None:
         """Take over folder and log, after the first step.
@@ -215,69 +250,62 @@ class Run:
         if self._begun:
             return
         self._begun = True
-        if self._folder is not None:
-            self._parts.step.totals.sums.tolist()  # CUDA reports failures when it is waited for
+        if self.folder is not None:
+            self._step.totals.sums.tolist()  # CUDA reports failures when it is waited for
             if self._new and is_writer():
-                self._folder.clear()
-        if self._extended and self._log_path is not None:
-            # Save before the log is cut: a log shorter than its checkpoint says is refused.
-            whole = self._log_bytes
-            self._log_bytes = size_without_final(self._log_path, whole)
-            if not self._save():
-                self._log_bytes = whole
-        if self._log_path is not None and is_writer():
-            self._log = Log(self._log_path, size=self._log_bytes)
-            times = times_path(self._log_path)
+                self.folder.clear()
+        if self.log is not None and is_writer():
+            self._log = Log(self.log, size=self.state.log_bytes)
+            times = _folder.times_path(self.log)
             old = 0 if self._new or not times.exists() else times.stat().st_size
             self._times = Log(times, size=old)
-        if self._folder is not None and is_writer():
-            self._folder.write_texts()  # after all files of another run are gone
+        if self.folder is not None and is_writer():
+            self.folder.write_texts()  # after all files of another run are gone
         if self._new:
             self._save()
 
     def _epoch(self, bar: Progress) -> TrainingStatus | None:
         """Take the remaining steps of an epoch; return how the run ends, if it does."""
-        number, first, seen = self.epoch + 1, self.step, 0
-        started, note = time.perf_counter(), self._note(number)
-        self._parts.model.train()
-        if self._carried is not None and not self.batch:
+        state, first, seen = self.state, self.state.step, 0
+        started, note = time.perf_counter(), self._note()
+        self.model.train()
+        if self._carried is not None and not state.batch:
             self._carried.reset()
-        for group in self._groups(number):
+        for group in self._groups():
             try:
-                self._parts.take(self._pieces(group))
+                self._take(self._pieces(group))
             except ValueError as error:
                 rows = min(num_rows(batch) for batch in group)
-                raise explain_one_row(error, rows, self._config) from error
-            self.step += 1
-            self.batch += len(group)
-            if self._config.schedule_unit == "step":
-                self._parts.schedule.step()
+                raise _assembly.explain_one_row(error, rows, self.config) from error
+            state.step += 1
+            state.batch += len(group)
+            if self.config.schedule_unit == "step":
+                self.schedule.step()
             self._begin()
-            self._watch("step", self.step)
+            self._watch("step", state.step)
             seen += sum(num_rows(batch) for batch in group)
-            bar.update(self.step - self._first_step, note(seen / (time.perf_counter() - started)))
-            status = self._poll()
-            if status is not None:
+            bar.update(state.step - self._first_step, note(seen / (time.perf_counter() - started)))
+            if (status := self._poll()) is not None:
                 return status
-        self._work = self.step - first, seen, started
+        self._work = state.step - first, seen, started
         return None
 
-    def _groups(self, number: int) -> Iterator[list[Any]]:
+    def _groups(self) -> Iterator[list[Any]]:
         """Yield the remaining batches of an epoch, grouped by step."""
-        feed, device, seed = self._parts.feed, self._parts.device, self._config.seed
-        now = generator_states(device, self._generators)
-        if self.batch:
+        state, now = self.state, self._generator_states()
+        if state.batch:
             # A loader draws its order when an epoch starts, from its generator or the global ones.
             # Let it draw the same order again.
-            set_generator_states(self._epoch_start, device, self._generators)
-            batches = feed.epoch(number, seed, skip=self.batch, look=self._check_labels)
-            set_generator_states(now, device, self._generators)
+            set_generator_states(state.beginning, self.device, self._generators)
         else:
-            self._epoch_start = now
-            batches = feed.epoch(number, seed, look=self._check_labels)
-        while group := list(islice(batches, self._config.accumulate)):
+            state.beginning = now
+        batches = self.feed.epoch(state.epoch + 1, self.config.seed, skip=state.batch,
+                                  look=self._check_labels)  # fmt: skip
+        if state.batch:
+            set_generator_states(now, self.device, self._generators)
+        while group := list(islice(batches, self.config.accumulate)):
             yield group
-        if not self.batch:
+        if not state.batch:
             raise ValueError("data must hold at least one batch an epoch, got none")
 
     def _pieces(self, group: list[Any]) -> list[Piece]:
@@ -298,8 +326,7 @@ class Run:
         return pieces
 
     def _mass(self, batch: Any) -> Any:
-        adapter = self._parts.step.adapter
-        return batch_mass(adapter, batch, adapter.target(batch))
+        return batch_mass(self._adapter, batch, self._adapter.target(batch))
 
     def _check_labels(self, batch: Any) -> None:
         """Raise for a label without an output: on CUDA, torch would end the process.
@@ -307,142 +334,194 @@ class Run:
         The first step checks its own batch and finds the number of classes. Data in memory are then
         checked at once, other batches one by one during the first epoch.
         """
-        step = self._parts.step
-        if self._labels_checked or self.epoch or not step.num_classes:
+        classes, ready = self._step.num_classes, self.feed.ready
+        if self._labels_checked or self.state.epoch or not classes:
             return
-        ready = self._parts.feed.ready
-        first, batches = (self.batch + 1, [batch]) if ready is None else (1, ready)
+        first, batches = (self.state.batch + 1, [batch]) if ready is None else (1, ready)
         for number, each in enumerate(batches, start=first):
-            target = step.adapter.target(each)
+            target = self._adapter.target(each)
             if isinstance(target, Tensor):
-                outputs = target.new_empty(0, step.num_classes)
-                check_labels(step.adapter.loss_fn.call, outputs, target,
-                             f"batch {number}", some=False)  # fmt: skip
+                outputs = target.new_empty(0, classes)
+                check_labels(self.loss_fn, outputs, target, f"batch {number}", some=False)
         self._labels_checked = ready is not None
 
     def _close_epoch(self) -> TrainingStatus | None:
         """Step the schedule, evaluate, log and save after the last step of an epoch."""
         self._begin()
-        parts, config, number = self._parts, self._config, self.epoch + 1
-        means = parts.step.totals.means()  # waits for the device
-        means = with_perplexity(means, parts.feed, parts.step.adapter.loss_fn.call)
+        config, state, number = self.config, self.state, self.state.epoch + 1
+        means = with_perplexity(self._step.totals.means(), self.feed, self.loss_fn)
         steps, samples, started = self._work
-        spent = time.perf_counter() - started
+        spent = time.perf_counter() - started  # after `means`, which waits for the device
         if not math.isfinite(means["loss"]):
             return _diverged(number)
-        record: Record = {"kind": "epoch", "epoch": number, "step": self.step}
-        record |= {"rate": float(parts.optimizer.param_groups[0]["lr"])}
+        record: Record = {"kind": "epoch", "epoch": number, "step": state.step}
+        record |= {"rate": float(self.optimizer.param_groups[0]["lr"])}
         record |= {f"train_{name}": value for name, value in means.items()}
         if config.schedule_unit == "epoch":
-            parts.schedule.step()
-        last = number == config.num_epochs
-        stop = False
+            self.schedule.step()
+        last, stop = number == config.num_epochs, False
         if last or number % config.evaluate_every == 0:
-            record |= self._judge.measure(last=last)
-            stop = self._judge.wants_to_stop(record)
-        parts.step.totals.reset()
-        self.epoch, self.batch = number, 0
-        self.records.append(record)
-        self._write(record)
+            record |= self._evaluate(
+                at_end=False, fraction=1.0 if last else config.statistics_fraction
+            )
+            stop = self._is_out_of_patience(record)
+        self._step.totals.sums.zero_()
+        state.epoch, state.batch = number, 0
+        self._record(record)
         self._watch("epoch", number)
         if self._times is not None:
             rest = time.perf_counter() - started - spent
             self._times.write({"epoch": number, "steps": steps, "seconds": spent,
                                "samples_per_second": samples / spent,
                                "evaluation_seconds": rest})  # fmt: skip
-        if self._folder is not None and number in config.keep and is_writer():
-            save_weights(parts.model, self._folder.path / f"epoch-{number:04d}.safetensors",
-                         epoch=number)  # fmt: skip
+        if self.folder is not None and number in config.keep:
+            self._save_weights(f"epoch-{number:04d}.safetensors", epoch=number)
         if stop:
             return TrainingStatus(outcome="stopped", message=f"patience ran out in epoch {number}")
         return self._poll(agreed=True)
 
     def _finish(self) -> None:
-        if self.finished:
+        """Evaluate and write what belongs to the end of the run."""
+        state = self.state
+        if state.finished:
             return
         self._begin()
-        record = self._judge.measure_at_end()
+        record = self._evaluate(at_end=True)
+        if self._log is not None:
+            state.log_bytes = self._log.flush()
         if record:
-            self.records.append({"kind": "final", "epoch": self.epoch, "step": self.step, **record})
-            self._write(self.records[-1])
-        if self._folder is not None:
-            self._judge.write_weights(self._folder.path)
-        self.finished = True
+            self._record({"kind": "final", "epoch": state.epoch, "step": state.step, **record})
+        if self.folder is not None:
+            self._save_weights(_folder.WEIGHTS)
+            if self.average is not None and self.average.count:
+                with self.average.applied(self.model, **self._statistics()):
+                    self._save_weights(_folder.AVERAGE)
+        state.finished = True
         self._save()
 
     def _watch(self, unit: str, count: int) -> None:
-        for monitor in self._monitors if is_writer() else ():
+        for monitor in self.monitors if is_writer() else ():
             if getattr(monitor, "unit", "step") != unit:
                 continue
-            record = monitor(count, self._parts.model, self._parts.optimizer)
-            if record is not None:
+            record = monitor(count, self.model, self.optimizer)
+            if record is not None and self._log is not None:
                 # A step belongs to the epoch that is not yet complete.
-                number = self.epoch + 1 if unit == "step" else self.epoch
-                self._write({**record, "epoch": number, "step": self.step})
+                number = self.state.epoch + (unit == "step")
+                self._log.write({**record, "epoch": number, "step": self.state.step})
 
-    def _write(self, record: Record) -> None:
+    def _record(self, record: Record) -> None:
+        self.state.records.append(record)
         if self._log is not None:
             self._log.write(record)
 
+    def _note(self) -> Callable[[float], str]:
+        """Return the text of the progress bar as a function of the samples per second."""
+        records, number = self.state.records, self.state.epoch + 1
+        loss = records[-1].get("train_loss") if records else None
+        head = f"epoch {number}/{self.config.num_epochs}, "
+        tail = " samples/s" if loss is None else f" samples/s, loss {loss:.4g}"
+        return lambda rate: f"{head}{rate:,.0f}{tail}"
+
+    # --------------------------------------------------------------------------------------
+    # Evaluation of the weights and of their average.
+
+    def _statistics(self, fraction: float = 1.0) -> dict[str, Any]:
+        # Running statistics belong to the last weights: batch norm needs those of the average.
+        return {"data": self.feed.part(fraction), "forward": self.forward}
+
+    def _evaluate(self, *, at_end: bool, fraction: float = 1.0) -> Record:
+        """Return loss and accuracy on the data of the end of a run, or on those of an epoch."""
+        later = "test" if "validation" in self.held else None
+        feeds = {name: feed for name, feed in self.held.items() if (name == later) == at_end}
+        record = self._scores(feeds, "")
+        if feeds and self.average is not None and self.average.count:
+            with self.average.applied(self.model, **self._statistics(fraction)):
+                record |= self._scores(feeds, "average_")
+        return record
+
+    def _scores(self, feeds: Mapping[str, Feed], prefix: str) -> Record:
+        record: Record = {}
+        for name, feed in feeds.items():
+            means = evaluate(
+                self.model,
+                feed.epoch(0, 0),
+                loss_fn=self.loss_fn,
+                forward=self.forward,
+                precision=self.config.precision,
+                carry_state=feed.consecutive,
+            )
+            means = with_perplexity(means, feed, self.loss_fn)
+            record |= {f"{prefix}{name}_{key}": value for key, value in means.items()}
+        return record
+
+    def _is_out_of_patience(self, record: Record) -> bool:
+        if self._auto is None:
+            return False
+        # The data of an epoch come first. Once there is an average, its loss decides.
+        name = f"{next(iter(self.held))}_loss"
+        return self._auto.update(record[f"average_{name}" if f"average_{name}" in record else name])
+
+    # --------------------------------------------------------------------------------------
+    # Saving and resuming.
+
     def _poll(self, *, agreed: bool = False) -> TrainingStatus | None:
         """Save if it is time or a signal was received; return how the run ends, if it does."""
-        due = time.monotonic() - self._saved >= self._config.save_interval
-        code = 2 if self._signals else int(due and self._folder is not None)
+        due = time.monotonic() - self._saved >= self.config.save_interval
+        code = 2 if self.signals else int(due and self.folder is not None)
         if world_size() > 1:
-            if not agreed and self.step % AGREEMENT:
+            if not agreed and self.state.step % AGREEMENT:
                 return None
             code = all_max(code)
         if code and not self._save():
-            return _diverged(self.epoch + 1)
+            return _diverged(self.state.epoch + 1)
         if code < 2:
             return None
-        saved = "" if self._folder is None else f", saved in {self._folder.path}"
-        return TrainingStatus(
-            outcome="interrupted",
-            message=f"{next(iter(self._signals), 'a signal')} after {self.step} steps{saved}",
-            advice="repeat the call to resume"
-            if saved
-            else "give a checkpoint folder to resume from",
-        )
+        saved, advice = "", "give a checkpoint folder to resume from"
+        if self.folder is not None:
+            saved, advice = f", saved in {self.folder.path}", "repeat the call to resume"
+        message = f"{next(iter(self.signals), 'a signal')} after {self.state.step} steps{saved}"
+        return TrainingStatus(outcome="interrupted", message=message, advice=advice)
+
+    def _save_weights(self, name: str, **header: Any) -> None:
+        if self.folder is not None and is_writer():
+            _folder.save_weights(self.model, self.folder.path / name, **header)
 
     def _save(self) -> bool:
         """Write a checkpoint; return False, and write nothing, if the loss is not finite."""
-        parts = self._parts
-        if self._folder is None:
+        if self.folder is None:
             return True
-        if not bool(torch.isfinite(parts.step.totals.sums).all()):
+        if not bool(torch.isfinite(self._step.totals.sums).all()):
             return False
         # All processes take part in these three.
-        states = generator_states(parts.device, self._generators)
-        totals = gathered(parts.step.totals.sums)
-        carried = {} if self._carried is None else self._carried.rows()
+        shared: dict[str, Any] = {
+            "generators": self._generator_states(),
+            "totals": gathered(self._step.totals.sums),
+            "carried": {} if self._carried is None else self._carried.rows(),
+        }
         if is_writer():
-            self._folder.write(Checkpoint(
-                model=tensor_state(parts.model),
-                optimizer=optimizer_state(parts.optimizer),
-                schedule=dict(parts.schedule.state_dict()),
-                scaler=parts.step.scaler.state_dict(),
-                patience=None if parts.auto is None else parts.auto.state_dict(),
-                generators=states,
-                beginning=self._epoch_start,
-                epoch=self.epoch,
-                batch=self.batch,
-                step=self.step,
-                totals=totals,
-                records=self.records,
-                log_bytes=self._log_bytes if self._log is None else self._log.flush(),
-                settings=self._fingerprint,
-                finished=self.finished,
-                carried=carried,
-            ))  # fmt: skip
+            if self._log is not None:
+                size = self._log.flush()
+                # The checkpoint of a finished run excludes the record of its end: a longer run
+                # resumes the log before that record.
+                self.state.log_bytes = self.state.log_bytes if self.state.finished else size
+            checkpoint = replace(
+                self.state,
+                model=_folder.tensor_state(self.model),
+                optimizer=_folder.optimizer_state(self.optimizer),
+                schedule=dict(self.schedule.state_dict()),
+                scaler=self._step.scaler.state_dict(),
+                patience=None if self._auto is None else self._auto.state_dict(),
+                **shared,
+            )
+            self.folder.write(checkpoint)
         all_max(0)  # a barrier: no process continues, and perhaps reads, before the file is there
         self._saved = time.monotonic()
         return True
 
     def _load(self, saved: Checkpoint, path: Path) -> None:
         """Continue from a checkpoint."""
-        parts, num_epochs = self._parts, self._config.num_epochs
-        check_same(saved.settings, self._fingerprint, path)
+        num_epochs = self.config.num_epochs
+        check_same(saved.settings, self.state.settings, path)
         started = saved.epoch + (saved.batch > 0)
         if started > num_epochs:
             raise ValueError(f"num_epochs must be at least {started}, the epochs that are started "
@@ -452,38 +531,29 @@ class Run:
             made = "with" if saved.carried else "without"
             raise ValueError(f"{path} was made {made} a state carried from batch to batch, "
                              "unlike this run: give the same, or another folder")  # fmt: skip
-        tensors = tensor_state(parts.model)
-        check_matches(tensors, saved.model, path)
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                tensor.copy_(saved.model[name])
-        load_optimizer_state(parts.optimizer, saved.optimizer, parts.device)
-        parts.schedule.load_state_dict(saved.schedule)
-        parts.step.scaler.load_state_dict(saved.scaler)
-        if saved.patience is not None and parts.auto is not None:
-            parts.auto.load_state_dict(saved.patience)
+        _folder.copy_weights(self.model, saved.model, path)
+        _folder.load_optimizer_state(self.optimizer, saved.optimizer, self.device)
+        self.schedule.load_state_dict(saved.schedule)
+        self._step.scaler.load_state_dict(saved.scaler)
+        if saved.patience is not None and self._auto is not None:
+            self._auto.load_state_dict(saved.patience)
         if self._carried is not None:
             self._carried.load(saved.carried)
-        set_generator_states(saved.generators, parts.device, self._generators)
-        parts.step.totals.sums.copy_(saved.totals[rank()])
-        self.epoch, self.batch, self.step = saved.epoch, saved.batch, saved.step
-        self.records, self._epoch_start = list(saved.records), saved.beginning
-        stopped = parts.auto is not None and parts.auto.finished
-        over = saved.epoch >= num_epochs or stopped
-        self.finished, self._extended = saved.finished and over, saved.finished and not over
-        if self._log_path is not None:
-            self._log_bytes = saved.log_bytes
-        if self._extended:  # the end that was recorded is no longer the end
-            self.records = [record for record in self.records if record["kind"] != "final"]
-        if self.step:  # prevents the warning that the schedule is stepped before the optimiser
-            parts.optimizer._opt_called = True  # type: ignore[attr-defined]
-
-    def _note(self, number: int) -> Callable[[float], str]:
-        """Return the text of the progress bar as a function of the samples per second."""
-        loss = self.records[-1].get("train_loss") if self.records else None
-        head = f"epoch {number}/{self._config.num_epochs}, "
-        tail = " samples/s" if loss is None else f" samples/s, loss {loss:.4g}"
-        return lambda rate: f"{head}{rate:,.0f}{tail}"
+        set_generator_states(saved.generators, self.device, self._generators)
+        self._step.totals.sums.copy_(saved.totals[rank()])
+        over = saved.epoch >= num_epochs or (self._auto is not None and self._auto.finished)
+        # Weights and optimiser are not needed twice. An end that was recorded may no longer be one.
+        self.state = replace(
+            saved,
+            model={},
+            optimizer={},
+            settings=self.state.settings,
+            finished=saved.finished and over,
+            log_bytes=0 if self.log is None else saved.log_bytes,
+            records=[each for each in saved.records if over or each["kind"] != "final"],
+        )
+        if saved.step:  # prevents the warning that the schedule is stepped before the optimiser
+            self.optimizer._opt_called = True
 
 
 def _diverged(number: int) -> TrainingStatus:

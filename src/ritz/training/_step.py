@@ -1,23 +1,34 @@
-"""One training step, also captured as a CUDA graph, and the state of recurrent models."""
+"""One training step, also captured as a CUDA graph; evaluation; the state of recurrent models."""
 
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from ritz._core.batches import num_rows
+from ritz._core.batches import num_rows, tensors
 from ritz._core.distributed import all_max, all_sum, rank, shard
-from ritz._core.modes import unwrapped
-from ritz.curvature._shared import Adapter, check_labels, is_kept, term_mass
+from ritz._core.modes import evaluating, unwrapped
+from ritz._core.params import parameters
+from ritz._core.training_config import TrainingConfig
+from ritz.curvature._shared import (
+    Adapter,
+    Forward,
+    check_labels,
+    is_kept,
+    known_loss,
+    term_mass,
+)
 from ritz.optim import Lookahead
+from ritz.training._data import Feed, own_rows
 from ritz.training._processes import gathered
 
 # ------------------------------------------------------------------------------------------
@@ -26,106 +37,104 @@ from ritz.training._processes import gathered
 
 @final
 class CarriedState:
-    r"""What the rows of a batch hand on to those of the next, in tensors that stay where they are.
+    r"""The state of a recurrent model after each batch, which the next batch starts from.
 
     .. math:: (\text{outputs}_k, h_k) = f(w, \text{inputs}_k, h_{k-1}),
 
-    with no gradient through :math:`h_{k-1}`: truncated back-propagation through time. A model with
+    without gradient through :math:`h_{k-1}`: truncated back-propagation through time. A model with
     a state has ``initial_state(rows)``, tensors in any nesting, and returns ``(outputs, state)``
-    when it is called with ``state=``. It keeps nothing itself and stays a function of weights and
-    batch, so that curvature can be measured, and an evaluation has a state of its own.
+    when it is called with ``state=``. The model itself stores no state and stays a function of
+    weights and batch, so that its curvature can be measured and evaluations do not disturb it.
 
-    Every number of rows has a state of its own. Its tensors are written to and never replaced: a
-    CUDA graph may have recorded them.
+    Batches with different numbers of rows have separate states. The tensors are overwritten and
+    never replaced, because a CUDA graph may have recorded their addresses.
 
     Args:
-        model: Without wrappers.
+        model: The model without wrappers.
     """
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._held: dict[int, Any] = {}  # by rows of the whole batch, alike in all processes
+        self._states: dict[int, Any] = {}  # by rows of the whole batch, equal in all processes
 
     def of(self, count: int) -> Any:
-        """The state of this process's rows of a batch of ``count``: the tensors themselves."""
-        if count not in self._held:
-            self._held[count] = tree_map(_copied_state, self._initial(count))
-        return self._held[count]
+        """Return the tensors of the state of this process's rows of a batch of ``count``."""
+        if count not in self._states:
+            self._states[count] = tree_map(
+                lambda x: x.detach().clone(memory_format=torch.contiguous_format),
+                self._initial(count),
+            )
+        return self._states[count]
 
     def reset(self) -> None:
-        """Go back to the beginning, in the same memory."""
-        for count, held in self._held.items():
-            keep(held, self._initial(count))
+        """Overwrite all states by the initial one."""
+        for count, state in self._states.items():
+            overwrite(state, self._initial(count))
 
     def rows(self) -> dict[str, Tensor]:
-        """What a checkpoint holds: each tensor flat, with zeros behind, a row for each process."""
+        """Return the states for a checkpoint: flat tensors, one row per process."""
         return {
             f"{count}.{index}": gathered(_padded(tensor))
-            for count, held in self._held.items()
-            for index, tensor in enumerate(tree_leaves(held))
+            for count, state in self._states.items()
+            for index, tensor in enumerate(tree_leaves(state))
         }
 
     def load(self, rows: dict[str, Tensor]) -> None:
-        """Go on from there, with as many processes."""
-        for name, found in rows.items():
+        """Load the states of a checkpoint of as many processes."""
+        for name, row in rows.items():
             count, index = map(int, name.split("."))
-            held = tree_leaves(self.of(count))[index]
-            held.copy_(found[rank()][: held.numel()].view_as(held))
+            state = tree_leaves(self.of(count))[index]
+            state.copy_(row[rank()][: state.numel()].view_as(state))
 
     def _initial(self, count: int) -> Any:
-        mine = shard(count)
+        rows = shard(count)
         with torch.no_grad():
-            return self._model.initial_state(max(1, mine.stop - mine.start))
+            return self._model.initial_state(max(1, rows.stop - rows.start))
 
 
 def carried_state(adapter: Adapter, *, wanted: bool) -> CarriedState | None:
-    """A new state for a model that has one, where it is wanted; ``None`` for any other.
+    """Return a new state if it is wanted and the model has one.
 
-    A user-defined ``forward`` calls the model itself, and no state is carried.
+    A user-defined ``forward`` calls the model itself, so no state is carried.
     """
     model = unwrapped(adapter.model)
     plain = adapter.custom is None and adapter.loss_fn.call is not None
     return CarriedState(model) if wanted and plain and hasattr(model, "initial_state") else None
 
 
-def meet(adapter: Adapter, batch: Any, state: Any) -> tuple[Any, Any, Any]:
-    """Outputs and target of a batch, and the state after it; ``None`` where there is none."""
+def call_model(adapter: Adapter, batch: Any, state: Any) -> tuple[Any, Any, Any]:
+    """Return outputs and target of a batch, and the state after it or ``None``."""
     if state is None:
         return *adapter(batch), None
     outputs, after = adapter.model(*batch[:-1], state=state)
     return outputs, batch[-1], after
 
 
-def keep(held: Any, after: Any) -> None:
-    """Write a state into the tensors of another; nothing where there is none."""
-    if held is None:
-        return
-    for old, new in zip(tree_leaves(held), tree_leaves(after), strict=True):
-        old.copy_(new.detach())
-
-
-def _copied_state(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
+def overwrite(state: Any, after: Any) -> None:
+    """Copy a state into the tensors of another; do nothing for ``None``."""
+    if state is not None:
+        for old, new in zip(tree_leaves(state), tree_leaves(after), strict=True):
+            old.copy_(new.detach())
 
 
 def _padded(tensor: Tensor) -> Tensor:
-    # Processes may differ by a row, and gathering takes equal lengths.
+    # Gathering needs equal lengths, and processes may differ by one row.
     padded = tensor.new_zeros(all_max(tensor.numel()))
     padded[: tensor.numel()] = tensor.flatten()
     return padded
 
 
 # ------------------------------------------------------------------------------------------
-# One step: forward, backward, update, with the loss added up on the device.
+# One step: forward pass, backward pass and update, with losses summed on the device.
 
 HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Piece(NamedTuple):
-    """A batch and its share of the gradient of the step.
+    """A batch and its share of the gradient of a step.
 
-    A batch that is not ``real`` stands in where a process has no rows, and counts for nothing. With
-    a state, which the batch begins with and leaves its own in.
+    A piece that is not ``real`` stands in for a process without rows and has no weight. The batch
+    starts from ``state``, which is then overwritten by the state after the batch.
     """
 
     batch: Any
@@ -136,128 +145,114 @@ class Piece(NamedTuple):
 
 @final
 class Totals:
-    """Loss, right answers and labels of many batches, added up where they are computed.
+    """Sums of losses, correct answers and labels over batches, on the device.
 
-    Nothing is read from the device before :meth:`means`. The mean is over what the loss itself
-    averages over: labels that are not ignored, with their weights where classes have some.
+    Nothing is read from the device before :meth:`means`. The mean is over what the loss averages
+    over: labels that are not ignored, by the weights of their classes.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.sums = torch.zeros(4, dtype=torch.float64, device=device)
-        # Views: adding takes no indexing.
+        # Views, so that adding needs no indexing.
         self._loss, self._mass, self._right, self._labels = self.sums.unbind()
 
     def add(self, adapter: Adapter, batch: Any, loss: Tensor, outputs: Any, target: Any) -> None:
-        """Add a batch of mean loss ``loss``."""
+        """Add a batch with mean loss ``loss``."""
         mass = batch_mass(adapter, batch, target)
         if isinstance(mass, Tensor):
-            # Where all labels are ignored the mean is none.
+            # If all labels are ignored, the mean is 0/0 and the sum is 0.
             self._loss.add_((loss.detach().double() * mass).masked_fill(mass == 0, 0.0))
         else:
             self._loss.add_(loss.detach(), alpha=mass)
         self._mass.add_(mass)
-        if is_classification(outputs, target):
-            kept = is_kept(adapter.loss_fn.call, target)
-            self._right.add_(((outputs.detach().argmax(1) == target) & kept).sum())
-            self._labels.add_(kept.sum())
-
-    def reset(self) -> None:
-        """Begin anew, in the same memory."""
-        self.sums.zero_()
+        if num_classes(outputs, target):
+            counted = is_kept(adapter.loss_fn.call, target)
+            self._right.add_(((outputs.detach().argmax(1) == target) & counted).sum())
+            self._labels.add_(counted.sum())
 
     def means(self) -> dict[str, float]:
-        """Mean loss and, for classes, accuracy over all processes; one wait for the device."""
+        """Return mean loss and, for classes, accuracy over all processes; waits for the device."""
         loss, mass, right, labels = all_sum(self.sums).tolist()
-        found = {"loss": loss / mass if mass else math.nan}
-        return found | ({"accuracy": right / labels} if labels else {})
+        means = {"loss": loss / mass if mass else math.nan}
+        return means | ({"accuracy": right / labels} if labels else {})
 
 
-def is_classification(outputs: Any, target: Any) -> bool:
-    """Whether outputs are scores of classes, in dimension 1, and targets their numbers."""
-    return (isinstance(outputs, Tensor) and isinstance(target, Tensor)
-            and not target.is_floating_point() and outputs.ndim == target.ndim + 1
-            and outputs.ndim > 1)  # fmt: skip
+def num_classes(outputs: Any, target: Any) -> int:
+    """Return the number of classes if outputs are scores of classes in dimension 1, else 0."""
+    if not (isinstance(outputs, Tensor) and isinstance(target, Tensor)):
+        return 0
+    classes = not target.is_floating_point() and outputs.ndim == target.ndim + 1 > 1
+    return outputs.shape[1] if classes else 0
 
 
 @final
 class Step:
-    """Forward and backward over the pieces of a step, and the update.
+    """Forward and backward pass over the pieces of a step, and the update.
 
     Args:
         adapter: The model, perhaps wrapped, with its loss.
-        optimizer: Takes the step.
-        precision: ``bfloat16`` and ``float16`` run the forward pass in it where that is safe.
-        clip_norm: Largest norm of the gradient.
-        device: Where.
-        cached: Whether casts of weights are kept within a forward pass; not in a CUDA graph.
+        optimizer: Updates the weights.
+        config: Precision and ``clip_norm``; half precisions run the forward pass under autocast.
+        device: Device of model and batches.
+        cached: Cache casts of weights within a forward pass; not possible in a CUDA graph.
     """
 
     def __init__(
         self,
         adapter: Adapter,
         optimizer: Optimizer,
-        *,
-        precision: str,
-        clip_norm: float | None,
+        config: TrainingConfig,
         device: torch.device,
+        *,
         cached: bool = True,
     ) -> None:
-        self.adapter, self.optimizer, self.clip_norm = adapter, optimizer, clip_norm
+        self.adapter, self.optimizer = adapter, optimizer
         self.totals = Totals(device)
-        self.num_classes: int | None = None  # of the outputs, once there were some
-        self.scaler = torch.amp.GradScaler(device.type, enabled=precision == "float16")
-        self._half, self._device, self._cached = HALF.get(precision), device, cached
+        self.num_classes: int | None = None  # known after the first forward pass
+        self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "float16")
+        self._half, self._clip_norm = HALF.get(config.precision), config.clip_norm
+        self._device, self._cached = device, cached
 
     def __call__(self, pieces: Sequence[Piece]) -> None:
         """Take the step."""
         self.optimizer.zero_grad(set_to_none=True)
+        model = self.adapter.model
         for number, piece in enumerate(pieces, start=1):
-            with self._quiet(last=number == len(pieces)):
+            # Processes exchange gradients after the last piece only.
+            quiet: AbstractContextManager[Any] = nullcontext()
+            if number < len(pieces) and isinstance(model, DistributedDataParallel):
+                quiet = model.no_sync()
+            with quiet:
                 self._backward(piece)
-        self._update()
-
-    def _backward(self, piece: Piece) -> None:
-        with autocast(self._half, self._device, cached=self._cached):
-            outputs, target, after = meet(self.adapter, piece.batch, piece.state)
-            if self.num_classes is None:
-                self.num_classes = self._checked(outputs, target)
-            loss = self.adapter.loss(outputs, target)
-        self.scaler.scale(_part(loss, piece.share)).backward()
-        keep(piece.state, after)  # not before: the backward pass reads what was there
-        if piece.real:
-            self.totals.add(self.adapter, piece.batch, loss, outputs, target)
-
-    def _checked(self, outputs: Any, target: Any) -> int:
-        """Classes of the outputs, 0 where there are none; the labels are among them."""
-        check_labels(self.adapter.loss_fn.call, outputs, target, "the first batch", some=False)
-        return outputs.shape[1] if is_classification(outputs, target) else 0
-
-    def _update(self) -> None:
-        if self.clip_norm is not None:
+        if self._clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
-            held = [p for group in self.optimizer.param_groups for p in group["params"]]
-            nn.utils.clip_grad_norm_(held, self.clip_norm)
+            nn.utils.clip_grad_norm_(parameters(self.optimizer), self._clip_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
-    def _quiet(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Let processes exchange gradients after the last piece alone."""
-        model = self.adapter.model
-        if last or not isinstance(model, DistributedDataParallel):
-            return nullcontext()
-        return model.no_sync()
-
-
-def _part(loss: Tensor, share: float | Tensor) -> Tensor:
-    if isinstance(share, Tensor):
-        return loss * share.to(loss.dtype)
-    return loss if share == 1 else loss * share
+    def _backward(self, piece: Piece) -> None:
+        with autocast(self._half, self._device, cached=self._cached):
+            outputs, target, after = call_model(self.adapter, piece.batch, piece.state)
+            if self.num_classes is None:
+                check_labels(
+                    self.adapter.loss_fn.call, outputs, target, "the first batch", some=False
+                )
+                self.num_classes = num_classes(outputs, target)
+            loss = part = self.adapter.loss(outputs, target)
+        if isinstance(piece.share, Tensor):
+            part = loss * piece.share.to(loss.dtype)
+        elif piece.share != 1:
+            part = loss * piece.share
+        self.scaler.scale(part).backward()
+        overwrite(piece.state, after)  # only now: the backward pass reads the old state
+        if piece.real:
+            self.totals.add(self.adapter, piece.batch, loss, outputs, target)
 
 
 def batch_mass(adapter: Adapter, batch: Any, target: Any) -> int | Tensor:
-    """How much a batch counts in means: what its loss divides by, or its rows where that is unseen.
+    """Return the weight of a batch in means: what its loss divides by, or its rows if unknown.
 
-    A tensor where labels may be ignored: nobody waits for how many are.
+    This is a tensor if labels may be ignored, because counting them would wait for the device.
     """
     mass = term_mass(adapter.loss_fn.call, target)
     if mass is not None:
@@ -268,72 +263,137 @@ def batch_mass(adapter: Adapter, batch: Any, target: Any) -> int | Tensor:
 def autocast(
     half: torch.dtype | None, device: torch.device, *, cached: bool = True
 ) -> AbstractContextManager[Any]:
-    """Half precision where that is safe, for the block; ``None``: as it is."""
+    """Compute in half precision where this is safe, for the block; ``None`` changes nothing."""
     if half is None:
         return nullcontext()
     return torch.autocast(device.type, dtype=half, cache_enabled=cached)
 
 
 # ------------------------------------------------------------------------------------------
-# Steps as CUDA graphs: recorded once for every shape of batch, and replayed.
+# Loss and accuracy of a model.
 
-WARM_UP = 3  # steps before a recording: they fill the optimiser's state and choose algorithms
-MAX_GRAPHS = 2  # the batch of every step, and the shorter one at the end of an epoch
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    loss_fn: Callable[..., Any] | None = cross_entropy,
+    forward: Forward | None = None,
+    precision: str = "float32",
+    carry_state: bool | None = None,
+) -> dict[str, float]:
+    """Return the mean ``loss`` of a model in eval mode and, for classes, its ``accuracy``.
+
+    The mean is over targets that the loss does not ignore, so batches of different sizes count
+    correctly. The mode of the model is restored. With several processes, each is given all batches
+    and computes its rows; all return the same numbers.
+
+    Args:
+        model: Any module.
+        batches: Batches on the device of the model, each ``(*inputs, target)`` or a dictionary.
+        loss_fn: Mean loss of outputs and target; ``None`` if the model returns its loss.
+        forward: Takes the model and a batch and returns ``(outputs, target)``, for other batches.
+        precision: ``bfloat16`` or ``float16`` computes in half precision where this is safe.
+        carry_state: Pass the state of a recurrent model from batch to batch; see ``CarriedState``.
+            Defaults to ``batches.consecutive``, which is true for text. Each call starts with the
+            initial state. Not possible with ``forward``.
+    """
+    adapter = Adapter(model, loss_fn, forward)
+    wanted = getattr(batches, "consecutive", False) if carry_state is None else carry_state
+    carried, totals = carried_state(adapter, wanted=wanted), None
+    half = HALF.get(precision)
+    with evaluating(model, batch_statistics=False):
+        for batch in batches:
+            rows, count, real = own_rows(batch)
+            totals = totals or Totals(device_of(model, rows))
+            if not real:
+                continue
+            state = None if carried is None else carried.of(count)
+            with autocast(half, totals.sums.device):
+                outputs, target, after = call_model(adapter, rows, state)
+                check_labels(adapter.loss_fn.call, outputs, target, "batches", some=False)
+                loss = adapter.loss(outputs, target)
+            overwrite(state, after)
+            totals.add(adapter, rows, loss, outputs, target)
+    if totals is None:
+        raise ValueError("batches must hold at least one batch, got none")
+    return totals.means()
+
+
+def with_perplexity(means: dict[str, float], feed: Feed, loss_fn: Any) -> dict[str, float]:
+    """Return means with the perplexity, exp(loss), if the loss is the cross-entropy of a text."""
+    known = known_loss(loss_fn)
+    if not feed.is_text or known is None or known.kind != "cross_entropy" or known.smoothing:
+        return means
+    # As a tensor: for a huge loss math.exp raises, and this is infinite.
+    return means | {"perplexity": float(torch.tensor(means["loss"], dtype=torch.float64).exp())}
+
+
+def device_of(model: nn.Module, batch: Any = ()) -> torch.device:
+    """Return the device of a model, or of a batch if the model has no parameters."""
+    first = next(model.parameters(), next(iter(tensors(batch)), None))
+    return torch.device("cpu") if first is None else first.device
+
+
+# ------------------------------------------------------------------------------------------
+# Steps as CUDA graphs: recorded once for each shape of batch, and replayed.
+
+# Ordinary steps before a recording. They fill the state of the optimiser and choose algorithms;
+# torch's own recipe for capturing a training step takes three.
+WARM_UP = 3
+MAX_GRAPHS = 2  # the usual batch, and the smaller one at the end of an epoch
 Signature = tuple[Any, ...]
 
 
 @final
 class CapturedStep:
-    """A step that is replayed from a CUDA graph once it has been taken a few times.
+    """A step that is replayed from a CUDA graph after a few ordinary steps.
 
-    The first steps of every shape are ordinary ones, on the stream that records, so nothing is
-    computed twice and the weights are those of ordinary steps. The hooks of the optimiser, and so
-    averages and Lookahead, run at every replay, before and after it.
+    The first steps of each shape are ordinary ones on the stream that records. So nothing is
+    computed twice, and the weights are those of ordinary steps. The hooks of the optimiser, and
+    with them averages and Lookahead, run before and after each replay.
 
     Args:
-        step: The step, whose optimiser keeps all that changes on the device.
-        required: Whether a step that cannot be recorded is an error, and not just taken as it is.
+        step: A step whose optimiser keeps all that changes on the device.
+        required: Raise, instead of warning, if the step cannot be recorded.
     """
 
     def __init__(self, step: Step, *, required: bool) -> None:
         self._step, self._required = step, required
+        self._optimizers = nested(step.optimizer)
         self._stream = torch.cuda.Stream()
         self._seen: Counter[Signature] = Counter()
         self._graphs: dict[Signature, tuple[torch.cuda.CUDAGraph, list[Tensor]]] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        self._given_up = False
+        self._failed = False
 
     def __call__(self, pieces: Sequence[Piece]) -> None:
         """Take the step."""
         key = _signature(pieces)
-        if key not in self._graphs and not self._record(pieces, key):
-            self._ordinary(pieces)
+        if key in self._graphs or self._record(pieces, key):
+            graph, inputs = self._graphs[key]
+            for static, new in zip(inputs, _inputs(pieces), strict=True):
+                static.copy_(new, non_blocking=True)
+            for optimizer in self._optimizers:
+                _call(optimizer._optimizer_step_pre_hooks, optimizer)
+            graph.replay()
+            for optimizer in reversed(self._optimizers):
+                _call(optimizer._optimizer_step_post_hooks, optimizer)
         else:
-            self._replay(pieces, key)
-
-    def _ordinary(self, pieces: Sequence[Piece]) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            self._step(pieces)
-        torch.cuda.current_stream().wait_stream(self._stream)
-
-    def _replay(self, pieces: Sequence[Piece], key: Signature) -> None:
-        graph, inputs = self._graphs[key]
-        for held, new in zip(inputs, _tensors(pieces), strict=True):
-            held.copy_(new, non_blocking=True)
-        _run_hooks(self._step.optimizer, before=True)
-        graph.replay()
-        _run_hooks(self._step.optimizer, before=False)
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                self._step(pieces)
+            torch.cuda.current_stream().wait_stream(self._stream)
 
     def _record(self, pieces: Sequence[Piece], key: Signature) -> bool:
-        """Record the step; False where it is too early or not possible."""
+        """Record the step; return False if it is too early or not possible."""
         self._seen[key] += 1
-        if self._given_up or self._seen[key] <= WARM_UP or len(self._graphs) >= MAX_GRAPHS:
+        if self._failed or self._seen[key] <= WARM_UP or len(self._graphs) >= MAX_GRAPHS:
             return False
-        held = [
-            piece._replace(
-                batch=tree_map(_static_copies, piece.batch), share=_static_copies(piece.share)
-            )
+        # The graph reads batches and shares from these copies; a state stays where it is.
+        static = [
+            piece._replace(batch=tree_map(_clone, piece.batch), share=_clone(piece.share))
             for piece in pieces
         ]
         graph = torch.cuda.CUDAGraph()
@@ -342,20 +402,17 @@ class CapturedStep:
                 _without_hooks(self._step.optimizer),
                 torch.cuda.graph(graph, pool=self._pool, stream=self._stream),
             ):
-                self._step(held)
+                self._step(static)
         except RuntimeError as error:
-            return self._give_up(error)
-        self._graphs[key] = graph, _tensors(held)
+            reason = str(error).splitlines()[0]
+            if self._required:
+                raise ValueError(f"capture=True needs a step without waits for the device, got one "
+                                 f"that cannot be recorded: {reason}") from error  # fmt: skip
+            warnings.warn(f"steps are not captured in a CUDA graph: {reason}", stacklevel=2)
+            self._failed = True
+            return False
+        self._graphs[key] = graph, _inputs(static)
         return True
-
-    def _give_up(self, error: RuntimeError) -> bool:
-        reason = str(error).splitlines()[0]
-        if self._required:
-            raise ValueError(f"capture=True needs a step without waits for the device, got one "
-                             f"that cannot be recorded: {reason}") from error  # fmt: skip
-        warnings.warn(f"steps are not captured in a CUDA graph: {reason}", stacklevel=2)
-        self._given_up = True
-        return False
 
 
 def _signature(pieces: Sequence[Piece]) -> Signature:
@@ -364,29 +421,26 @@ def _signature(pieces: Sequence[Piece]) -> Signature:
                           for leaf in leaves))  # fmt: skip
 
 
-def _static_copies(value: Any) -> Any:
+def _clone(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _tensors(pieces: Sequence[Piece]) -> list[Tensor]:
-    """What is new in every step; a state stays where it is."""
-    leaves, _ = tree_flatten([(piece.batch, piece.share) for piece in pieces])
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+def _inputs(pieces: Sequence[Piece]) -> list[Tensor]:
+    return tensors([(piece.batch, piece.share) for piece in pieces])
 
 
-def _wrapped(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """The optimiser and those inside it, outermost first."""
-    yield optimizer
-    while isinstance(optimizer, Lookahead):
-        optimizer = optimizer.optimizer
-        yield optimizer
+def nested(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimiser and those that Lookahead wraps, outermost first."""
+    chain = [optimizer]
+    while isinstance(optimizer := chain[-1], Lookahead):
+        chain.append(optimizer.optimizer)
+    return chain
 
 
 @contextmanager
 def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
-    tables: list[dict[int, Any]] = []
-    for one in _wrapped(optimizer):
-        tables += [one._optimizer_step_pre_hooks, one._optimizer_step_post_hooks]
+    both = [(x._optimizer_step_pre_hooks, x._optimizer_step_post_hooks) for x in nested(optimizer)]
+    tables: list[Any] = [table for pair in both for table in pair]
     before = [table.copy() for table in tables]
     for table in tables:
         table.clear()
@@ -397,9 +451,6 @@ def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
             table.update(hooks)
 
 
-def _run_hooks(optimizer: Optimizer, *, before: bool) -> None:
-    chain = list(_wrapped(optimizer))
-    for one in chain if before else reversed(chain):
-        table: Any = one._optimizer_step_pre_hooks if before else one._optimizer_step_post_hooks
-        for hook in table.values():
-            hook(one, (), {})
+def _call(hooks: dict[int, Any], optimizer: Optimizer) -> None:
+    for hook in hooks.values():
+        hook(optimizer, (), {})

@@ -18,10 +18,10 @@ from ritz._core.training_config import TrainingConfig, check_same
 from ritz.curvature import Risk
 from ritz.data import TextSplit
 from ritz.training._data import DataParts, limited, measurable, sample
-from ritz.training._evaluate import TrainingResult
 from ritz.training._fit import fit
 from ritz.training._folder import AVERAGE, NAME, WEIGHTS, Folder, times_path
 from ritz.training._monitor import CurvatureMonitor, Quantity
+from ritz.training._run import TrainingResult
 
 CONFIG, LOG = "run.json", "log.jsonl"
 WATCHED = 1024  # samples, or tokens of a text, on which curvature is watched: seconds per epoch

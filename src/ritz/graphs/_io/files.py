@@ -1,21 +1,173 @@
-"""Graphs from files of the usual formats."""
+"""``read``: graphs from files of the usual formats, and from NetworkX, which reads two of these."""
 
+import io
 import os
 import re
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from ritz._core.checks import check_choice, check_count
 from ritz._core.progress import Progress
-from ritz.graphs._graph import Graph, GraphError
+from ritz.graphs._graph import Array, Graph, GraphError
 from ritz.graphs._io.assembly import MAX_NODES, Records, Rules, assemble
-from ritz.graphs._io.columns import Layout, LineReader
-from ritz.graphs._io.markup_formats import read_gml, read_graphml
-from ritz.graphs._io.matrix_formats import BANNER, read_matrix_market, read_metis
-from ritz.graphs._io.source import Source, open_source, peek
+from ritz.graphs._io.lines import (
+    BANNER,
+    Source,
+    open_source,
+    peek,
+    read_edge_list,
+    read_matrix_market,
+    read_metis,
+)
+
+# ------------------------------------------------------------------------------------------
+# Objects of NetworkX.
+
+
+def from_networkx(x: Any, weight: Any, *, source: str) -> Records:
+    """Return the edges of a NetworkX graph.
+
+    Args:
+        x: The graph.
+        weight: Attribute that is the weight of an edge; an edge without it has weight one.
+        source: Name for messages.
+    """
+    nodes = list(x.nodes)
+    index = {node: i for i, node in enumerate(nodes)}
+    count = x.number_of_edges()
+    ends = np.fromiter(
+        (index[node] for edge in x.edges() for node in edge[:2]), np.int64, 2 * count
+    )
+
+    def numbers() -> Iterator[float]:
+        for u, v, value in x.edges(data=weight, default=1.0):
+            try:
+                yield float(value)
+            except (TypeError, ValueError, OverflowError):
+                edge = f"the attribute {weight!r} of the edge {u!r} - {v!r}"
+                raise TypeError(f"{edge} must be a number, got {repr(value)[:40]}") from None
+
+    values = np.fromiter(numbers(), np.float64, count)
+    check_weights(values, f"the attribute {weight!r}")
+    names = None if nodes == list(range(len(nodes))) else integer_names(tuple(map(str, nodes)))
+    # A directed graph whose arcs all have their reverse, of the same weight, is undirected.
+    kind: Literal["arcs", "edges"] = "arcs" if x.is_directed() else "edges"
+    records = Records(source=source, kind=kind, num_nodes=len(nodes), names=names)
+    records.add(ends[0::2], ends[1::2], None if (values == 1).all() else values)
+    return records
+
+
+def check_weights(values: Array, name: str) -> None:
+    """Raise unless all weights are finite and none is negative."""
+    valid = np.isfinite(values) & (values >= 0)
+    if not valid.all():
+        bad = int(valid.argmin())
+        raise GraphError(
+            f"{name} must be finite and not negative, got {values[bad]} at entry {bad} of "
+            f"{len(values)}"
+        )
+
+
+def integer_names(names: tuple[str, ...]) -> Tensor | tuple[str, ...] | None:
+    """Return names as integers if all are, and ``None`` if vertex ``i`` is called ``i``."""
+    # 007 and +7 are names that are not the integer 7.
+    if not all(re.fullmatch(r"0|-?[1-9][0-9]{0,17}", name) for name in names):
+        return names
+    numbers = [int(name) for name in names]
+    return None if numbers == list(range(len(names))) else torch.tensor(numbers)
+
+
+# ------------------------------------------------------------------------------------------
+# GML and GraphML: small files, whose whole text is given to the parsers of NetworkX.
+
+_MAX_BYTES = 2**30  # of a file that is read at once; a decompressed file may be far larger
+_WEIGHT_NAMES = ("weight", "value")
+# Entities can expand without bound, and only a document type declares them.
+_DECLARATION = re.compile(rb"<!(DOCTYPE|ENTITY)", re.IGNORECASE)
+
+
+def read_markup(
+    source: Source, *, kind: Literal["gml", "graphml"], weights: str | bool | None
+) -> Records:
+    """Return the edges of the graph in a GML or GraphML file.
+
+    Args:
+        source: An open file.
+        kind: The format.
+        weights: Attribute that is the weight of an edge. ``None`` or ``True``: ``weight`` or
+            ``value``. ``False``: none.
+    """
+    try:
+        import networkx
+    except ImportError as error:
+        raise ImportError(f"reading {kind} needs networkx: pip install 'ritz[graphs]'") from error
+    data = source.read(_MAX_BYTES + 1)
+    if len(data) > _MAX_BYTES:
+        raise GraphError(f"{source.name} has more than {_MAX_BYTES:,} bytes: use an edge list")
+    if kind == "graphml" and _DECLARATION.search(data):
+        raise GraphError(f"{source.name} declares a document type or an entity, which are refused")
+    if kind == "graphml" and _count_tags(data, b"graph") > 1:
+        raise GraphError(f"{source.name} holds a second graph; a file must hold one")
+    try:
+        # Warnings are about types and shapes of attributes that nobody reads here.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            graph = _parse_gml(data) if kind == "gml" else networkx.read_graphml(io.BytesIO(data))
+        _choose_weights(graph, weights)
+        records = from_networkx(graph, "weight", source=source.name)
+    except Exception as error:  # of whatever kind: the file is at fault, and not the caller
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise GraphError(f"{source.name} cannot be read as {kind}: {reason}") from None
+    if kind == "graphml" and graph.number_of_nodes() > _count_tags(data, b"node"):
+        raise GraphError(f"{source.name} has an edge whose vertex is not declared")
+    if kind == "gml":
+        labels = tuple(str(data.get("label", node)) for node, data in graph.nodes(data=True))
+        records.names = integer_names(labels)
+    records.directed = graph.is_directed()
+    return records
+
+
+def _count_tags(data: bytes, name: bytes) -> int:
+    return len(re.findall(rb"<(?:\w+:)?" + name + rb"[\s/>]", data))
+
+
+def _parse_gml(data: bytes) -> Any:
+    import networkx
+
+    text = data.decode("utf-8-sig", "backslashreplace").encode("ascii", "xmlcharrefreplace")
+    # NetworkX refuses an edge that is listed twice unless the file says that it may be.
+    text = re.sub(rb"(?m)^([ \t]*graph\s*\[)", rb"\1 multigraph 1 ", text, count=1)
+    return networkx.parse_gml(text.decode(), label="id")
+
+
+def _choose_weights(graph: Any, weights: str | bool | None) -> None:
+    """Set the attribute ``weight`` of every edge to the chosen attribute, or its default, or 1."""
+    names = (weights,) if isinstance(weights, str) else _WEIGHT_NAMES * (weights is not False)
+    defaults = graph.graph.get("edge_default", {})
+    for u, v, data in graph.edges(data=True):
+        values = [table[name] for table in (data, defaults) for name in names if name in table]
+        if isinstance(weights, str) and not values:
+            raise GraphError(f"the edge {u!r} - {v!r} has no attribute {weights!r}")
+        data["weight"] = values[0] if values else 1.0
+
+
+# ------------------------------------------------------------------------------------------
+# Files of all formats.
 
 Format = Literal["edges", "mtx", "gml", "graphml", "metis"]
-FORMATS = ("edges", "mtx", "gml", "graphml", "metis")
+_READERS: dict[Format, Callable[..., Records]] = {
+    "edges": read_edge_list,
+    "mtx": read_matrix_market,
+    "gml": read_markup,
+    "graphml": read_markup,
+    "metis": read_metis,
+}
 _SUFFIXES: dict[str, Format] = {
     ".gml": "gml",
     ".graphml": "graphml",
@@ -24,7 +176,7 @@ _SUFFIXES: dict[str, Format] = {
     ".graph": "metis",
     ".mtx": "mtx",
 }
-# Written so that no text makes it look at a byte more than twice.
+# No text makes this look at a byte more than twice.
 _GML = re.compile(rb"(?m)^[ \t]*graph\s*\[")
 
 
@@ -44,69 +196,71 @@ def read(
     r"""Return the undirected graph of a file, plain or gzip.
 
     Args:
-        path: An edge list (two ids of at most 64 bits and perhaps a weight a line, separated by
-            spaces, tabs or commas; ``#`` and ``%`` begin comments), Matrix Market (coordinate),
-            GML, GraphML or METIS.
-        format: ``edges``, ``mtx``, ``gml``, ``graphml`` or ``metis``; ``None``: told from the
-            first bytes and the name.
-        directed: What to do with a directed graph: ``drop`` the directions (an arc and its
-            reverse are one edge, of the larger weight), or ``refuse`` it. A file is directed if
-            it says so, if its matrix is not symmetric, or if a list names some edges in both
+        path: An edge list, Matrix Market (coordinate), GML, GraphML or METIS. A line of an edge
+            list has two ids below :math:`2^{63}` and perhaps a weight, separated by spaces, tabs,
+            commas or semicolons; ``#`` and ``%`` begin comments.
+        format: ``edges``, ``mtx``, ``gml``, ``graphml`` or ``metis``. By default the first bytes
+            and the name of the file decide.
+        directed: What to do with a directed graph: ``drop`` the directions (an arc and its reverse
+            become one edge with the larger weight), or ``refuse`` it. A file is directed if it
+            says so, if its matrix is not symmetric, or if an edge list has some edges in both
             orders and others in one.
-        weights: Of an edge list: ``None``, a third column is the weight; ``True``, there must be
-            one; ``False``, columns after the second are passed over (a list with times needs
-            it). Of GML and GraphML: the name of the attribute, else ``weight`` or ``value``; an
-            edge without it has weight one. Weights are finite and not negative; an edge of weight
-            zero is no edge.
-        self_loops: ``drop``, ``keep`` (one entry :math:`W_{ii}`, once in the degree) or
-            ``refuse``.
-        multi_edges: An edge named more than once, in a list in either order: ``merge`` makes it
-            one, of the largest weight; ``sum`` adds the weights (unweighted: it counts);
-            ``refuse`` raises (in a list: when named twice in one order).
-        num_nodes: Of an edge list: vertices are ``0 .. num_nodes - 1``, those without an edge
-            isolated. ``None``: vertices are the ids that occur, in ascending order. Of Matrix
-            Market and METIS, whose vertices are called ``1 .. n`` and are counted in the header:
-            the same number, for files that declare millions of vertices for next to no edges and
-            are refused otherwise.
-        errors: ``raise`` at the first line that cannot be read, with its number, or skip, count
-            and ``report`` such lines in ``graph.intake`` (edge lists and Matrix Market).
-        largest_component: Return the largest connected component alone.
-        progress: Show a bar, or report to an object.
+        weights: In an edge list: ``None``, a third column is the weight; ``True``, a third column
+            is required; ``False``, columns after the second are ignored (for lists with times).
+            In GML and GraphML: the name of the attribute, by default ``weight`` or ``value``; an
+            edge without it has weight one. Weights must be finite and not negative. An edge of
+            weight zero is no edge.
+        self_loops: ``drop``; ``keep`` as one entry :math:`W_{ii}`, which counts once in the
+            degree; or ``refuse``.
+        multi_edges: What to do with an edge that is listed more than once: ``merge`` into one with
+            the largest weight; ``sum`` the weights (without weights, this counts); or ``refuse``.
+            In an edge list either order is the same edge, and ``refuse`` raises if an edge is
+            listed twice in one order.
+        num_nodes: In an edge list: vertices are ``0 .. num_nodes - 1``, and those without an edge
+            are isolated. By default the vertices are the ids that occur, in ascending order. In
+            Matrix Market and METIS, whose headers declare vertices ``1 .. n``: the same ``n``.
+            Pass it for files that declare millions of vertices for few edges, which are refused
+            otherwise.
+        errors: ``raise`` at the first invalid line and name it, or ``report``: skip such lines and
+            count them in ``graph.intake`` (edge lists and Matrix Market).
+        largest_component: Return the largest connected component only.
+        progress: Show a progress bar, or a :class:`Progress` to report to.
 
     Raises:
-        GraphError: The file is not such a graph; the message has its name, the line and why.
+        GraphError: The file does not hold such a graph; the message has its name and the reason.
         FileNotFoundError: There is no such file.
+        ImportError: The file is GML or GraphML, and NetworkX is not installed.
 
-    Cost: lists, Matrix Market and METIS are read by arrays; GML and GraphML by a Python step a
-    word. Memory: two to three times that of the graph (8 bytes an edge, 24 with weights).
+    Cost: edge lists, Matrix Market and METIS are read in blocks by NumPy, at about three times the
+    memory of the graph (8 bytes per edge, 24 with weights). NetworkX reads GML and GraphML, at
+    about a kilobyte per edge.
     """
     check_choice("errors", errors, ("raise", "report"))
     rules = Rules(directed=directed, self_loops=self_loops, multi_edges=multi_edges)
     head = peek(path)
     kind = _guess(Path(path), head) if format is None else format
-    check_choice("format", kind, FORMATS)
-    _check_options(kind, weights, num_nodes, errors)
+    check_choice("format", kind, _READERS)
+    markup = kind in ("gml", "graphml")
+    if isinstance(weights, str) and not markup:
+        raise ValueError(f"weights may name an attribute in GML and GraphML, got {weights!r}")
+    if num_nodes is not None:
+        check_count("num_nodes", num_nodes, high=MAX_NODES)
+    if num_nodes is not None and markup:
+        raise ValueError(f"num_nodes is not for {kind}, which declares each vertex")
+    if errors == "report" and kind not in ("edges", "mtx"):
+        raise ValueError(f'errors must be "raise" for {kind}: its lines depend on each other')
+    options: Any = {"kind": kind} if markup else {"num_nodes": num_nodes}
+    if kind in ("edges", "mtx"):
+        options["strict"] = errors == "raise"
     with open_source(path, progress) as source:
-        records = _read(source, kind, weights, num_nodes, strict=errors == "raise")
+        records = _READERS[kind](source, weights=weights, **options)
     graph = assemble(records, rules)
     return graph.largest_component() if largest_component else graph
 
 
-def _check_options(
-    kind: Format, weights: bool | str | None, num_nodes: int | None, errors: str
-) -> None:
-    if isinstance(weights, str) and kind not in ("gml", "graphml"):
-        raise ValueError(f"weights may name an attribute in GML and GraphML, got {weights!r}")
-    if num_nodes is not None:
-        check_count("num_nodes", num_nodes, high=MAX_NODES)
-        if kind in ("gml", "graphml"):
-            raise ValueError(f"num_nodes is not for {kind}: each vertex is declared by itself")
-    if errors == "report" and kind not in ("edges", "mtx"):
-        raise ValueError(f'errors must be "raise" for {kind}: its lines depend on each other')
-
-
 def _guess(path: Path, head: bytes) -> Format:
-    """The format by content where that tells, else by the last part of the name."""
+    """The format by the first bytes if these are distinctive, otherwise by the suffix."""
+    # XML and the banner of Matrix Market cannot begin an edge list, nor can "graph [".
     start = head.lstrip()
     if start[: len(BANNER)].lower() == BANNER.lower():
         return "mtx"
@@ -116,33 +270,3 @@ def _guess(path: Path, head: bytes) -> Format:
         return "gml"
     suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() != ".gz"]
     return _SUFFIXES.get(suffixes[-1], "edges") if suffixes else "edges"
-
-
-def _read(
-    source: Source, kind: Format, weights: bool | str | None, num_nodes: int | None, *, strict: bool
-) -> Records:
-    if kind == "gml":
-        return read_gml(source, weights=weights)
-    if kind == "graphml":
-        return read_graphml(source, weights=weights)
-    flag = weights if isinstance(weights, bool) else None
-    if kind == "mtx":
-        return read_matrix_market(source, weights=flag, num_nodes=num_nodes, strict=strict)
-    if kind == "metis":
-        return read_metis(source, weights=flag, num_nodes=num_nodes)
-    return _read_edges(source, flag, num_nodes, strict=strict)
-
-
-def _read_edges(
-    source: Source, weights: bool | None, num_nodes: int | None, *, strict: bool
-) -> Records:
-    records = Records(source=source.name, kind="list", num_nodes=num_nodes)
-    layout = Layout(weights=weights)
-    if num_nodes is not None:
-        layout = Layout(weights=weights, high=num_nodes - 1)
-    reader = LineReader(records, layout, strict=strict)
-    for block, number in source.lines():
-        reader.feed(block, number)
-    if not records.num_accepted:
-        raise GraphError(f"{source.name} holds no edge ({records.num_rejected} lines rejected)")
-    return records

@@ -28,9 +28,9 @@ from ritz.operators import (
     exact,
 )
 from ritz.spectra._cg import NotPositiveDefiniteError, cholesky_factor, not_positive
-from ritz.spectra._functions.quadrature import Budget, Expansion, Known, Sampler
+from ritz.spectra._functions.quadrature import Budget, Known, Sampler
 from ritz.spectra._functions.splitting import Deflation, block_krylov, krylov_dimension
-from ritz.spectra._functions.trace_functions import as_estimate, by_chebyshev, by_maxent
+from ritz.spectra._functions.trace_functions import by_chebyshev, by_maxent, judged
 from ritz.spectra._gradients import attach_gradient
 
 LogdetMethod = Literal["auto", "cholesky", "krylov", "lanczos", "maxent", "chebyshev"]
@@ -150,7 +150,7 @@ def logdet(
         rtol = TUNING.rtol if rtol is None else rtol
         method = "cholesky" if is_small(op) else "auto"
     budget = Budget(num_products, num_probes, floor, rtol, generator, progress)
-    estimate = as_estimate(_METHODS[method](op, budget), budget)
+    estimate = judged(_METHODS[method](op, budget), budget)
     return attach_gradient(estimate, op, generator=generator)
 
 
@@ -158,7 +158,7 @@ def logdet(
 # From products: quadrature, a block Krylov space, and the choice between them.
 
 
-def _by_auto(op: LinearOperator, budget: Budget) -> Expansion:
+def _by_auto(op: LinearOperator, budget: Budget) -> Estimate:
     """Use quadrature if a few probes show that it suffices, else a factor or a Krylov space."""
     if budget.num_probes is not None or op.shape[0] <= budget.num_products:
         return _by_krylov(op, budget)
@@ -172,17 +172,16 @@ def _by_auto(op: LinearOperator, budget: Budget) -> Expansion:
         # error / sqrt(probes) = 0.8 wanted
         probes = (error / (TUNING.sampling * wanted)) ** 2 if wanted else math.inf
         if truncation <= TUNING.truncation * wanted and probes <= left + len(samples):
-            expansion = sampler.scaled(sampler.extend(pilot, left))
-            why = f"as the first {len(samples)} probes predicted"
-            return replace(expansion, how=f"Lanczos quadrature, {why}: {expansion.how}")
+            label = f"Lanczos quadrature, as the first {len(samples)} probes predicted: "
+            return sampler.scaled(sampler.extend(pilot, left), label)
     rest = replace(budget, num_products=budget.num_products - pilot.num_products)
-    expansion = logdet_by_factor(op) if is_narrow(op) else _by_krylov(op, rest)
+    estimate = logdet_by_factor(op) if is_narrow(op) else _by_krylov(op, rest)
     why = f"Lanczos quadrature would not do after {pilot.num_steps} steps"
-    spent = expansion.num_products + pilot.num_products
-    return replace(expansion, how=f"{expansion.how} ({why})", num_products=spent)
+    spent = estimate.num_products + pilot.num_products
+    return replace(estimate, method=f"{estimate.method} ({why})", num_products=spent)
 
 
-def _by_krylov(op: LinearOperator, budget: Budget) -> Expansion:
+def _by_krylov(op: LinearOperator, budget: Budget) -> Estimate:
     n = op.shape[0]
     size = krylov_dimension(n, budget.num_products, op.dtype.itemsize)
     if budget.num_probes is not None and size < n:  # leave at least one product per probe
@@ -191,8 +190,9 @@ def _by_krylov(op: LinearOperator, budget: Budget) -> Expansion:
         space = block_krylov(op, dimension=size, generator=budget.generator, bar=bar)
         split = Deflation(op, space)
         if split.complement is None:
-            how = "block Krylov: the whole space"
-            return Expansion.exact(split.logdet, n, how, split.roundoff)
+            roundoff = torch.tensor(split.roundoff, dtype=torch.float64)
+            method = "block Krylov: the whole space"
+            return Estimate.exact(split.logdet, method=method, num_products=n, truncation=roundoff)
         # log det A = log det T + tr log S, and tr S = tr A - split.trace is known with tr A.
         sampler = Sampler(
             op=split.complement,
@@ -202,21 +202,19 @@ def _by_krylov(op: LinearOperator, budget: Budget) -> Expansion:
             dimension=split.dimension,
             bar=bar,
             spent=size,
-            offset=split.logdet / split.dimension,
+            inside=split.logdet,
+            error=split.roundoff,
             known=lambda: _known(op, split.trace, split.dimension),
             magnitude=split.magnitude,
         )
-        rest = sampler.expansion(budget.num_products - size, budget.num_probes)
-    how = f"block Krylov: {size} directions split off, {rest.how}"
-    truncation = rest.truncation + split.roundoff
-    return Expansion(split.logdet + rest.samples, truncation, size + rest.num_products, how)
+        label = f"block Krylov: {size} directions split off, "
+        return sampler.estimate(budget.num_products - size, budget.num_probes, label)
 
 
-def _by_lanczos(op: LinearOperator, budget: Budget) -> Expansion:
+def _by_lanczos(op: LinearOperator, budget: Budget) -> Estimate:
     with tracking(budget.progress, "log determinant", budget.num_products) as bar:
-        sampler = _whole(op, budget, bar)
-        expansion = sampler.expansion(budget.num_products, budget.num_probes)
-    return replace(expansion, how=f"Lanczos quadrature: {expansion.how}")
+        sampler, label = _whole(op, budget, bar), "Lanczos quadrature: "
+        return sampler.estimate(budget.num_products, budget.num_probes, label)
 
 
 def _whole(op: LinearOperator, budget: Budget, bar: Progress) -> Sampler:
@@ -270,24 +268,24 @@ def is_narrow(op: LinearOperator) -> bool:
     return isinstance(op, SparseOperator) and _envelope(_columns(op)) <= TUNING.envelope
 
 
-def logdet_by_factor(op: LinearOperator) -> Expansion:
+def logdet_by_factor(op: LinearOperator) -> Estimate:
     """Return the log determinant of a matrix by its Cholesky or LU factor."""
     size = f"of order {op.shape[0]:,}"
     if isinstance(op, DenseOperator):
         # A = L L', so log det A = 2 sum_i log L_ii
         factor = cholesky_factor(op.matrix.double())
         value = float(2 * factor.diagonal().log().sum())
-        return Expansion.exact(value, 0, f"exact, by the factor of a dense matrix {size}")
+        return Estimate.exact(value, method=f"exact, by the factor of a dense matrix {size}")
     if not isinstance(op, SparseOperator):
         raise ValueError(f"method='cholesky' needs a dense or sparse matrix, got {op!r}")
     matrix = _columns(op)
     try:
         cholmod: Any = importlib.import_module("sksparse.cholmod")
     except ImportError:
-        how = f"exact, by the factor of a sparse matrix {size}"
-        return Expansion.exact(_superlu(matrix), 0, how)
-    how = f"exact, by CHOLMOD's factor of a sparse matrix {size}"
-    return Expansion.exact(_cholmod(cholmod, matrix), 0, how)
+        method = f"exact, by the factor of a sparse matrix {size}"
+        return Estimate.exact(_superlu(matrix), method=method)
+    method = f"exact, by CHOLMOD's factor of a sparse matrix {size}"
+    return Estimate.exact(_cholmod(cholmod, matrix), method=method)
 
 
 def _columns(op: SparseOperator) -> Any:
@@ -328,10 +326,10 @@ def _superlu(matrix: Any) -> float:
     options = {"SymmetricMode": True}
     try:
         factor = splu(matrix, permc_spec="MMD_AT_PLUS_A", diag_pivot_thresh=0.0, options=options)
-    except RuntimeError as error:
-        raise NotPositiveDefiniteError("op must be positive definite, got a zero pivot") from error
+    except RuntimeError:  # the matrix is singular
+        factor = None
     # Rows are exchanged only if a pivot on the diagonal is zero.
-    if not np.array_equal(factor.perm_r, factor.perm_c):
+    if factor is None or not np.array_equal(factor.perm_r, factor.perm_c):
         raise NotPositiveDefiniteError("op must be positive definite, got a zero pivot")
     # P A P' = L U with unit diagonal of L, so log det A = sum_i log U_ii
     pivots = torch.from_numpy(factor.U.diagonal())
@@ -340,7 +338,7 @@ def _superlu(matrix: Any) -> float:
     return float(pivots.log().sum())
 
 
-_METHODS: dict[str, Callable[[LinearOperator, Budget], Expansion]] = {
+_METHODS: dict[str, Callable[[LinearOperator, Budget], Estimate]] = {
     "auto": _by_auto,
     "cholesky": lambda op, budget: logdet_by_factor(op),
     "krylov": _by_krylov,

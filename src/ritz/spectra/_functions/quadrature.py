@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ritz._core.progress import Progress
-from ritz._core.results import stderr
+from ritz._core.results import Estimate, stderr
 from ritz.operators import LinearOperator
 from ritz.spectra._lanczos import Recurrence, Reorthogonalization, advance, step
 
@@ -22,16 +22,19 @@ class Tuning:
     """Constants of the error bars and of the split between probes and steps."""
 
     # A doubling of the steps is expected to leave at most this fraction of the change of the
-    # doubling before: a ratio near 1 says that the outer eigenvalues are not found yet.
-    # tests/spectra/test_error_bars.py: with 0.9 the bars cover the error of power-law spectra.
+    # doubling before: a ratio near 1 says that the outer eigenvalues are not found yet. On the
+    # spectra of tests/spectra/test_error_bars.py the largest error is 1.2 bars with 0.9 and 8 bars
+    # with 0.5; with 0.99 the bars are ten times too wide.
     stalled: float = 0.9
-    # Below this ratio convergence counts as fast and the change of the last steps is the bar.
+    # Below this ratio convergence counts as fast, and the change of the last steps is the bar.
+    # Without it the bar of 5,000 rows with condition 1,000 is five times as wide, and a sparse
+    # matrix needs 60 products where 40 suffice. No error above exceeds its bar either way.
     fast: float = 0.1
-    # Ritz values may lie this many eps |A| below a floor of the spectrum before the floor is
-    # refused: the largest seen in float32 with kernel matrices was a few thousand.
+    # Ritz values may lie this many eps |A| below a floor before the floor is refused. In float32
+    # kernel matrices of 1,500 rows reach 0.14; the margin is for the roundoff of larger sums.
     below_floor: float = 5000.0
-    # Roundoff in the products moves the spectrum by at most this many eps |A|; float32 against
-    # float64 on the kernels of benchmarks/determinants.py.
+    # Roundoff in the products moves the spectrum by at most this many eps |A|: on the same
+    # matrices the error of krylov, mostly roundoff, is then a tenth of the truncation.
     shift: float = 0.25
     # Probes whose runs grow until truncation no longer matters, and the number of probes that the
     # longest such run must leave products for; benchmarks/determinants.py, rows "sparse".
@@ -40,8 +43,9 @@ class Tuning:
     # Bytes of Lanczos bases beyond which reading them costs more than the additional steps of
     # runs without re-orthogonalisation; benchmarks/determinants.py, a million rows.
     basis: int = 2**28
-    # A regression on the trace needs this many samples, roundoff in the trace below this fraction
-    # of their standard error, and must leave at most this fraction of the deviation.
+    # A regression on the trace needs this many samples, and roundoff in the trace below this
+    # fraction of their standard error. It must leave at most this fraction of their deviation: a
+    # smaller gain is not worth the degree of freedom.
     controlled: int = 8
     control_noise: float = 0.01
     control_gain: float = 0.9
@@ -283,32 +287,8 @@ class Budget:
     progress: bool | Progress
 
 
-@dataclass(frozen=True, slots=True)
-class Expansion:
-    """Samples ``(d,)`` of a trace, their truncation error, and how they were computed.
-
-    A single sample is exact: it has no sampling error.
-    """
-
-    samples: Tensor
-    truncation: Tensor
-    num_products: int
-    how: str
-
-    @classmethod
-    def exact(cls, value: float, num_products: int, how: str, roundoff: float = 0.0) -> "Expansion":
-        """Return a value without sampling error."""
-        whole, rounded = torch.tensor([[value], [roundoff]], dtype=torch.float64)
-        return cls(whole, rounded[0], num_products, how)
-
-
 class Known(NamedTuple):
-    r"""The exact mean of :math:`z^\top A z`, which is the trace over the dimension.
-
-    Attributes:
-        mean: The mean.
-        noise: Roundoff in it.
-    """
+    r"""The exact mean of :math:`z^\top A z`, the trace over the dimension, and its noise."""
 
     mean: float
     noise: float
@@ -360,7 +340,7 @@ class Forms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampler:
-    r"""Samples quadratic forms and scales them to a trace.
+    r"""Samples quadratic forms and scales them to a trace, within a budget of products.
 
     Attributes:
         op: :math:`A`.
@@ -370,7 +350,8 @@ class Sampler:
         dimension: Dimension of the space of the vectors; no run is longer.
         bar: Progress bar, which counts products.
         spent: Products before this sampler.
-        offset: Part of the trace that is known otherwise, over the dimension.
+        inside: Part of the trace that these products gave.
+        error: Error of that part.
         known: Returns the exact mean of :math:`z^\top A z`, if it is known.
         magnitude: Norm to which roundoff in the products is relative, if it exceeds that of ``op``.
     """
@@ -382,31 +363,35 @@ class Sampler:
     dimension: int
     bar: Progress
     spent: int = 0
-    offset: float = 0.0
+    inside: float = 0.0
+    error: float = 0.0
     known: Callable[[], Known | None] = lambda: None
     magnitude: float = 0.0
 
-    def expansion(self, num_products: int, num_probes: int | None) -> Expansion:
+    def estimate(self, num_products: int, num_probes: int | None, label: str) -> Estimate:
         """Return the trace from that many probes; ``None``: as the two error bars suggest."""
         if num_probes is not None:
             num_steps = min(max(1, num_products // num_probes), self.dimension)
             width = min(self.op.block_size, num_probes)
             forms = self._grow(self._runs(width, num_steps), num_steps)
-            return self.scaled(self.extend(forms, num_probes - width))
+            return self.scaled(self.extend(forms, num_probes - width), label)
         forms = self.pilot(num_products // 2, num_products)
         probes_left = (num_products - forms.num_products) // forms.num_steps
-        return self.scaled(self.extend(forms, probes_left))
+        return self.scaled(self.extend(forms, probes_left), label)
 
-    def scaled(self, forms: Forms) -> Expansion:
-        """Return the trace: the dimension times the mean over unit vectors."""
+    def scaled(self, forms: Forms, label: str) -> Estimate:
+        """Return the trace: the dimension times the mean over unit vectors, and the part inside."""
         samples, control = forms.samples(self.known)
-        how = f"{len(samples)} probes x {forms.num_steps} steps{control}"
-        n = self.dimension
-        return Expansion(n * samples, n * forms.brackets.truncation, forms.num_products, how)
+        return Estimate.of(
+            self.inside + self.dimension * samples,
+            truncation=self.dimension * forms.brackets.truncation + self.error,
+            num_products=self.spent + forms.num_products,
+            method=f"{label}{len(samples)} probes x {forms.num_steps} steps{control}",
+        )
 
     def target(self, mean: float) -> float:
         """Return the error per dimension at which to stop."""
-        return (self.budget.rtol or 0.0) * abs(self.offset + mean)
+        return (self.budget.rtol or 0.0) * abs(self.inside / self.dimension + mean)
 
     def pilot(self, num_products: int, later: int) -> Forms:
         """Return forms of a few vectors, with runs that grow until truncation does not matter.

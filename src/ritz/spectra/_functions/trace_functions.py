@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from ritz._core.sampling import Sampling, column_dots
 from ritz.operators import LinearOperator, OperatorLike, as_operator
 from ritz.spectra._functions.quadrature import (
     Budget,
-    Expansion,
     Function,
     Rule,
     finite_function,
@@ -27,7 +26,7 @@ from ritz.spectra._functions.quadrature import (
     shorter,
 )
 from ritz.spectra._functions.splitting import by_krylov
-from ritz.spectra._lanczos import REORTHOGONALIZATIONS, Bounds, Reorthogonalization, bounds
+from ritz.spectra._lanczos import Bounds, Reorthogonalization, bounds
 from ritz.spectra._maxent import EntropicDensity, Grid, in_interval, maxent
 from ritz.spectra._moments import Moments, moments
 
@@ -111,12 +110,12 @@ def trace_function(
     op = as_operator(op)
     check_choice("method", method, ("lanczos", *_METHODS))
     check_count("num_steps", num_steps, high=op.shape[0])
-    check_choice("reorthogonalize", reorthogonalize, REORTHOGONALIZATIONS)
+    check_choice("reorthogonalize", reorthogonalize, get_args(Reorthogonalization))
     generator = resolve_generator(generator)
     plan = Sampling(num_probes, rtol, max_probes, block_size, probe)
     if method != "lanczos":
         budget = Budget(num_steps * num_probes, num_probes, floor, rtol, generator, progress)
-        return as_estimate(_METHODS[method](op, budget, finite_function(function)), budget)
+        return judged(_METHODS[method](op, budget, finite_function(function)), budget)
 
     spent, exact = 0, True
 
@@ -151,52 +150,40 @@ def _apply(function: Function, rule: Rule) -> Tensor:
     return (weights * values).sum(0)
 
 
-def as_estimate(expansion: Expansion, budget: Budget) -> Estimate:
-    """Return the mean of the samples with both error bars, judged by the ``rtol`` of the budget."""
-    samples, truncation = expansion.samples, expansion.truncation
-    method, spent = expansion.how, expansion.num_products
-    seed = budget.generator.initial_seed()
-    if len(samples) > 1:
-        estimate = Estimate.of(
-            samples, truncation=truncation, method=method, num_products=spent, seed=seed
-        )
-    else:
-        estimate = Estimate.exact(
-            samples.mean(), truncation=truncation, method=method, num_products=spent, seed=seed
-        )
-    return replace(estimate, status=_status(estimate, float(truncation), budget.rtol))
-
-
-def _status(estimate: Estimate, truncation: float, rtol: float | None) -> Status:
+def judged(estimate: Estimate, budget: Budget) -> Estimate:
+    """Return the estimate with a status that compares both error bars with the ``rtol``."""
     mean, error = float(estimate.mean), float(estimate.stderr)
-    if rtol is None:
-        return Status(outcome="completed", message=f"error bars {error:.2g} and {truncation:.2g}")
-    both = math.hypot(error, truncation)
-    if both <= rtol * abs(mean):
-        return Status(outcome="converged", message=f"relative error below {rtol:.2g}")
-    advice = "more probes" if error > truncation else "more products, or a floor of the spectrum"
-    return Status(
-        outcome="max_steps",
-        message=f"relative error {both / abs(mean):.2g} where {rtol:.2g} was asked for",
-        advice=f"{advice} would lower the larger error bar",
-    )
+    bar = torch.zeros_like(estimate.mean) if estimate.truncation is None else estimate.truncation
+    truncation = float(bar)
+    if budget.rtol is None:
+        message = f"error bars {error:.2g} and {truncation:.2g}"
+        status = Status(outcome="completed", message=message)
+    else:
+        status = accuracy(mean, math.hypot(error, truncation), budget.rtol)
+    if not status.ok:
+        more = "more probes" if error > truncation else "more products, or a floor of the spectrum"
+        status = replace(status, advice=f"{more} would lower the larger error bar")
+    return replace(estimate, truncation=bar, status=status, seed=budget.generator.initial_seed())
 
 
 # ------------------------------------------------------------------------------------------
 # The methods that use moments or eigenvalues.
 
 
-def by_chebyshev(op: LinearOperator, budget: Budget, function: Function) -> Expansion:
+def by_chebyshev(op: LinearOperator, budget: Budget, function: Function) -> Estimate:
     r"""Interpolate :math:`f` between the floor and the norm: :math:`\sum_j c_j \mu_j`."""
     measured = _moments(op, budget, budget.num_products, function)
     n, degree = op.shape[0], len(measured.mean) - 1
     series, gap = _interpolation(function, measured.interval, degree)
-    samples = n * (measured.samples @ series)
-    how = f"Chebyshev series of degree {degree}, {len(samples)} probes"
-    return Expansion(samples, n * gap, measured.num_products, how)
+    return Estimate.of(
+        n * (measured.samples @ series),
+        truncation=n * gap,
+        num_products=measured.num_products,
+        method=f"Chebyshev series of degree {degree}, {len(measured.samples)} probes",
+    )
 
 
-def by_maxent(op: LinearOperator, budget: Budget, function: Function) -> Expansion:
+def by_maxent(op: LinearOperator, budget: Budget, function: Function) -> Estimate:
     r"""Take :math:`n \int q f` of the density :math:`q` of maximum entropy.
 
     To first order :math:`\int q f` changes with the moments by the coefficients of the regression
@@ -211,18 +198,22 @@ def by_maxent(op: LinearOperator, budget: Budget, function: Function) -> Expansi
     values = density.expectation(function) + (measured.samples[:, 1:] - measured.mean[1:]) @ slopes
     # Two densities with the same moments agree on the interpolating polynomial p. Their means of f
     # differ by at most 2 max |f - p|.
-    truncation = 2 * n * _interpolation(function, measured.interval, degree)[1]
-    how = f"maximum entropy, {degree} moments, {len(values)} probes"
-    return Expansion(n * values, truncation, measured.num_products, how)
+    return Estimate.of(
+        n * values,
+        truncation=2 * n * _interpolation(function, measured.interval, degree)[1],
+        num_products=measured.num_products,
+        method=f"maximum entropy, {degree} moments, {len(values)} probes",
+    )
 
 
-def _by_eigenvalues(op: LinearOperator, budget: Budget, function: Function) -> Expansion:
+def _by_eigenvalues(op: LinearOperator, budget: Budget, function: Function) -> Estimate:
     n = op.shape[0]
     values = torch.linalg.eigvalsh(op.dense().double()).cpu()
-    return Expansion.exact(float(function(values).sum()), n, f"all {n:,} eigenvalues")
+    method = f"all {n:,} eigenvalues"
+    return Estimate.exact(float(function(values).sum()), method=method, num_products=n)
 
 
-_METHODS: dict[str, Callable[[LinearOperator, Budget, Function], Expansion]] = {
+_METHODS: dict[str, Callable[[LinearOperator, Budget, Function], Estimate]] = {
     "krylov": by_krylov,
     "chebyshev": by_chebyshev,
     "maxent": by_maxent,

@@ -1,20 +1,17 @@
 """Lanczos: the recurrence, its saved state, whole spectra, extreme eigenpairs and bounds."""
 
 from ritz.spectra._lanczos.extremes import Bounds, Eigenpairs, bounds, eigenpairs, spectral_norm
-from ritz.spectra._lanczos.recurrence import (
-    REORTHOGONALIZATIONS,
-    ROUNDOFF,
-    Recurrence,
-    Reorthogonalization,
-    advance,
-    step,
+from ritz.spectra._lanczos.recurrence import TUNING, Recurrence, Reorthogonalization, advance, step
+from ritz.spectra._lanczos.run import (
+    Spectrum,
+    lanczos,
+    lanczos_block,
+    least_frobenius_norm,
+    negative_values,
 )
-from ritz.spectra._lanczos.run import lanczos, lanczos_block
-from ritz.spectra._lanczos.spectrum import Spectrum, least_frobenius_norm, negative_values
 
 __all__ = [
-    "REORTHOGONALIZATIONS",
-    "ROUNDOFF",
+    "TUNING",
     "Bounds",
     "Eigenpairs",
     "Recurrence",

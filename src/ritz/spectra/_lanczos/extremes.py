@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -12,70 +12,47 @@ from ritz._core.checks import check_choice, check_count, check_range
 from ritz._core.distributed import Group
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import resolve_generator
-from ritz._core.results import Estimate, Status
+from ritz._core.results import Estimate, HasStatus, Status
 from ritz._core.storage import storable
 from ritz.operators import LinearOperator, OperatorLike, as_operator
 from ritz.operators._shared import gershgorin
-from ritz.spectra._lanczos.recurrence import (
-    PLACEMENTS,
-    Placement,
-    Recurrence,
-    Reorthogonalization,
-    step,
-)
+from ritz.spectra._lanczos.recurrence import TUNING, Placement, Reorthogonalization, step
 from ritz.spectra._lanczos.run import (
-    check_start,
-    closing,
-    open_journal,
+    LanczosResult,
+    SavedRuns,
+    invariant_status,
     random_start,
-    roundoff_of,
+    start_vector,
 )
-from ritz.spectra._lanczos.state import Journal
 
 BoundsMethod = Literal["auto", "gershgorin", "lanczos"]
-# Steps in a fresh direction before a found invariant subspace is believed to hold what is wanted.
-FRESH_STEPS = 10
+
+# ------------------------------------------------------------------------------------------
+# Extreme eigenpairs.
 
 
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Eigenpairs:
-    r"""Extreme eigenvalues of a symmetric matrix with their residuals and eigenvectors.
+class Eigenpairs(LanczosResult):
+    r"""Extreme eigenvalues of a symmetric matrix with residuals and eigenvectors.
 
     Attributes:
-        values: Eigenvalues :math:`\theta_k`, the smallest wanted and then the largest, ascending,
+        values: Eigenvalues :math:`\theta_k`, first the smallest and then the largest, ascending,
             ``(k,)``, float64.
-        residuals: :math:`\|A u_k - \theta_k u_k\|` with the part that roundoff adds, ``(k,)``: an
-            eigenvalue lies within this distance of each value.
-        roundoff: The part of every residual that is roundoff.
-        vectors: Eigenvectors :math:`u_k` as columns, ``(n, k)``; ``None`` if not asked for. With
-            a spread basis: this process's rows.
-        dimension: The order ``n`` of the operator.
-        num_products: Products spent.
-        operator: What the operator said it was.
+        residuals: :math:`\|A u_k - \theta_k u_k\|` including roundoff, ``(k,)``. An eigenvalue lies
+            within this distance of each value.
+        roundoff: The part of each residual that is roundoff.
+        vectors: Eigenvectors :math:`u_k` as columns, ``(n, k)``, or ``None``. With a spread basis:
+            the rows of this process.
+        dimension: Order ``n`` of the operator.
+        num_products: Number of products.
+        operator: ``repr`` of the operator.
         matrix: Which matrix of a network or graph it is, such as ``hessian``; ``None`` if unknown.
-        batch_norm: The batch-norm mode of the network; ``None`` without batch norm.
-        settings: How the run was made.
-        seed: Seed of the start vector, ``None`` if the start vector was given.
+        batch_norm: Batch-norm mode of the network; ``None`` without batch norm.
+        settings: Settings of the run.
+        seed: Seed of the start vector, ``None`` if the caller gave one.
         status: Whether all wanted pairs have converged.
     """
-
-    values: Tensor
-    residuals: Tensor
-    roundoff: float
-    vectors: Tensor | None
-    dimension: int
-    num_products: int
-    operator: str
-    matrix: str | None = None
-    batch_norm: str | None = None
-    settings: dict[str, str | int | float | bool | None]
-    seed: int | None
-    status: Status
-
-    def raise_if_failed(self) -> None:
-        """Raise :class:`ritz.NotConvergedError` unless the wanted pairs have converged."""
-        self.status.raise_if_failed()
 
     def __str__(self) -> str:
         lines = [
@@ -84,9 +61,8 @@ class Eigenpairs:
             f"  {'value':>14}  {'residual':>9}",
         ]
         pairs = zip(self.values.flip(0), self.residuals.flip(0), strict=True)
-        return "\n".join(
-            lines + [f"  {float(value):14.8g}  {float(error):9.1g}" for value, error in pairs]
-        )
+        lines += [f"  {float(value):14.8g}  {float(error):9.1g}" for value, error in pairs]
+        return "\n".join(lines)
 
 
 def eigenpairs(
@@ -109,24 +85,23 @@ def eigenpairs(
 ) -> Eigenpairs:
     r"""Return extreme eigenvalues and eigenvectors to a tolerance, by Lanczos with thick restarts.
 
-    Compare :func:`scipy.sparse.linalg.eigsh`. A repeated eigenvalue counts once, unless the space
-    closes and the run goes on in a fresh direction.
+    Compare :func:`scipy.sparse.linalg.eigsh`. A repeated eigenvalue counts once, unless the Krylov
+    space is invariant and the run continues in a fresh direction.
 
     Cost: one product per step, and ``2 j`` vector reads of re-orthogonalisation in step ``j``.
     Memory beyond the operator: ``max_vectors + 5`` vectors.
 
     Args:
-        op: Symmetric :math:`A`, ``(n, n)``; anything :func:`ritz.as_operator` takes.
-        largest: Number of algebraically largest eigenpairs wanted.
-        smallest: Number of algebraically smallest eigenpairs wanted.
-        rtol: Pairs have converged when their residuals are below ``rtol`` times the norm of
-            :math:`A`; the eigenvalue error is of the order of its square. Defaults to the root of
-            machine precision.
-        max_steps: Most products to spend. Defaults to 100 per wanted pair, at least 1000.
-        max_vectors: Most basis vectors to keep: beyond it the run restarts from the best Ritz
+        op: Symmetric :math:`A`, ``(n, n)``; anything that :func:`ritz.as_operator` accepts.
+        largest: Number of algebraically largest eigenpairs.
+        smallest: Number of algebraically smallest eigenpairs.
+        rtol: A pair has converged when its residual is below ``rtol`` times the norm of :math:`A`.
+            The error of the eigenvalue is of the order of the square. Defaults to the square root
+            of machine precision.
+        max_steps: Maximum number of products. Defaults to 100 per wanted pair, at least 1000.
+        max_vectors: Maximum number of basis vectors; beyond it the run restarts from the best Ritz
             vectors. Defaults to ``2 k + 4`` for ``k`` wanted pairs, at least 20.
-        vectors: Whether to return the eigenvectors. They overwrite the basis, so they need no more
-            memory than it did.
+        vectors: Return the eigenvectors. They overwrite the basis, so they need no more memory.
         start: Start vector ``(n,)``. Defaults to a random one.
         reorthogonalize: ``full``, or ``partial``, which is cheaper per step but cannot restart: its
             ``max_vectors`` defaults to ``max_steps``. See :func:`ritz.lanczos`.
@@ -150,54 +125,173 @@ def eigenpairs(
         ([99.0, 100.0], torch.Size([100, 2]))
     """
     op = as_operator(op)
-    goal = _Goal.make(op, largest, smallest, rtol, max_steps, max_vectors, reorthogonalize)
-    check_choice("placement", placement, PLACEMENTS)
+    goal = _Goal(op, largest, smallest, rtol, max_steps, max_vectors, reorthogonalize)
+    check_choice("placement", placement, get_args(Placement))
     generator = resolve_generator(generator)
-    seed = generator.initial_seed() if start is None else None
-    first = random_start(op, generator) if start is None else check_start(op, start)
-    run = Recurrence(
-        first, capacity=goal.capacity, mode=goal.mode, placement=placement, group=group
-    )
-    settings = goal.settings() | {"placement": placement}
-    journal = open_journal(op, state, settings, [first], save_interval, group)
-    del first
-    driver = _Driver(op, goal, run, journal, generator.initial_seed())
+    # A restart needs room for the residual vector beside the basis.
+    capacity = goal.max_vectors + goal.restarts
+    settings = goal.settings | {"placement": placement}
+    starts = [start_vector(op, start, generator)]
+    saved = SavedRuns(op, starts, capacity, settings, state, save_interval, group)
+    starts.clear()  # the basis has a copy
+    search = _Search(goal, saved, generator.initial_seed())
     with tracking(progress, "Lanczos", goal.max_steps) as bar:
-        status = driver.advance(bar)
-    values, coefficients, residuals = driver.ritz()
-    chosen = goal.extremes(len(values), goal.smallest, goal.largest)
-    roundoff = roundoff_of(run, restarts=driver.progress["restarts"])
+        status = search.advance(bar)
+    run = search.run
+    values, coefficients, residuals = run.ritz_pairs()
+    chosen = goal.extremes(len(values))
+    roundoff = run.roundoff(search.progress["restarts"])
     return Eigenpairs(
         values=values[chosen],
         residuals=residuals[chosen] + roundoff,
         roundoff=roundoff,
         vectors=run.basis.combine(coefficients[:, chosen]).T if vectors else None,
-        dimension=op.shape[0],
-        num_products=driver.progress["spent"],
-        operator=repr(op),
-        matrix=op.origin.get("matrix"),
-        batch_norm=op.origin.get("batch_norm"),
-        settings=settings,
-        seed=seed,
+        num_products=search.progress["spent"],
+        seed=search.seed if start is None else None,
         status=status,
+        **saved.facts,
     )
+
+
+class _Goal:
+    """The wanted pairs and the limits of a search, checked and with defaults filled in."""
+
+    def __init__(
+        self,
+        op: LinearOperator,
+        largest: int,
+        smallest: int,
+        rtol: float | None,
+        max_steps: int | None,
+        max_vectors: int | None,
+        mode: Reorthogonalization,
+    ) -> None:
+        n, eps = op.shape[0], torch.finfo(op.dtype).eps
+        check_count("largest", largest, low=0, high=n)
+        check_count("smallest", smallest, low=0, high=n - largest)
+        self.largest, self.smallest, self.wanted = largest, smallest, largest + smallest
+        if not self.wanted:
+            raise ValueError("largest or smallest must be at least 1, got 0 for both")
+        self.max_steps = max(1000, 100 * self.wanted) if max_steps is None else max_steps
+        check_count("max_steps", self.max_steps)
+        self.rtol = eps**0.5 if rtol is None else rtol
+        check_range("rtol", self.rtol, low=eps, high=1.0)
+        check_choice("reorthogonalize", mode, ("full", "partial"))
+        if max_vectors is None:
+            max_vectors = max(2 * self.wanted + 4, 20) if mode == "full" else self.max_steps
+        else:
+            check_count("max_vectors", max_vectors, low=self.wanted + 2)
+        self.max_vectors = min(max_vectors, self.max_steps, n)
+        self.restarts = self.max_vectors < min(self.max_steps, n)
+        if self.restarts and mode != "full":
+            raise ValueError(f"a restart needs reorthogonalize='full', got {mode!r}")
+        names = ("largest", "smallest", "rtol", "max_steps", "max_vectors")
+        self.settings: dict[str, Any] = {name: getattr(self, name) for name in names}
+        self.settings["reorthogonalize"] = mode
+
+    def extremes(self, size: int, *, below: int = 0, above: int = 0) -> Tensor:
+        """Return the indices of the wanted ones of ``size`` ascending values, and of some more.
+
+        ``below`` more at the lower end and ``above`` more at the upper end.
+        """
+        low, high = min(self.smallest + below, size), min(self.largest + above, size)
+        if low + high >= size:
+            return torch.arange(size)
+        return torch.cat([torch.arange(low), torch.arange(size - high, size)])
+
+
+class _Search:
+    """One run in progress: step, check, restart, continue in a fresh direction, save."""
+
+    def __init__(self, goal: _Goal, saved: SavedRuns, seed: int) -> None:
+        self.op, self.goal, self.saved, self.seed = saved.op, goal, saved, seed
+        self.run = saved.runs[0]
+        # "closed" is the step at which the space first became invariant, or 0.
+        self.progress = {"spent": 0, "restarts": 0, "closed": 0}
+        self.progress["next_check"] = goal.wanted + TUNING.patience
+
+    def advance(self, bar: Progress) -> Status:
+        self.progress = self.saved.load() or self.progress
+        while True:
+            last = self.run.size + 1 == self.goal.max_vectors and not self.goal.restarts
+            step(self.op, [self.run], last=last)
+            self.progress["spent"] += 1
+            bar.update(self.progress["spent"])
+            status = self._check()
+            if status is not None:
+                return status
+            self._prepare()
+
+    def _prepare(self) -> None:
+        """Before the next step: restart if the basis is full, find a vector, save."""
+        run, closed = self.run, self.run.exhausted
+        if run.size == self.goal.max_vectors:
+            self._restart()
+        if closed:  # wanted pairs may lie in the complement of the invariant subspace
+            fresh = torch.Generator().manual_seed((self.seed + self.progress["spent"]) % 2**63)
+            run.begin(random_start(self.op, fresh))
+            self.progress["closed"] = self.progress["closed"] or self.progress["spent"]
+        self.saved.save(self.progress)
+
+    def _restart(self) -> None:
+        """Keep the wanted pairs and, in half of the room left, their neighbours."""
+        goal = self.goal
+        values, coefficients, _ = self.run.ritz_pairs()
+        extra = (goal.max_vectors - goal.wanted) // 2
+        below = round(extra * goal.smallest / goal.wanted)
+        keep = goal.extremes(len(values), below=below, above=extra - below)
+        self.run.restart(values[keep], coefficients[:, keep])
+        self.progress["restarts"] += 1
+        self.progress["next_check"] = goal.max_vectors
+
+    def _check(self) -> Status | None:
+        """Return the status if the run is over, ``None`` if it continues."""
+        run, goal, spent = self.run, self.goal, self.progress["spent"]
+        if run.size == self.op.shape[0]:
+            return invariant_status(run.size, run.size)
+        final = spent == goal.max_steps
+        if not (final or run.size == goal.max_vectors or run.size >= self.progress["next_check"]):
+            return None
+        # A check costs O(size^3), so checks become rarer as the basis grows.
+        self.progress["next_check"] = run.size + max(5, run.size // 10)
+        _, _, residuals = run.ritz_pairs()
+        chosen = residuals[goal.extremes(len(residuals))]
+        tolerance = goal.rtol * run.scale
+        met = int((chosen <= tolerance).sum())
+        closed = self.progress["closed"] or (spent if run.exhausted else 0)
+        if met == goal.wanted and (not closed or spent >= closed + TUNING.patience):
+            message = f"{met} pairs to rtol {goal.rtol:.1g} in {spent} products"
+            return Status(outcome="converged", message=message)
+        if not final:
+            return None
+        return Status(
+            outcome="max_steps",
+            message=f"{met} of {goal.wanted} pairs reached rtol {goal.rtol:.1g} in {spent} "
+            f"products; the largest residual is {float(chosen.max()):.1g}, "
+            f"the goal {tolerance:.1g}",
+            advice="raise max_steps, max_vectors or rtol",
+        )
+
+
+# ------------------------------------------------------------------------------------------
+# Bounds of the spectrum, and its norm.
 
 
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
-    """An interval that holds a spectrum; ``low, high = bounds`` unpacks it.
+class Bounds(HasStatus):
+    """An interval that contains a spectrum; ``low, high = bounds`` unpacks it.
 
     Attributes:
         low: Lower end.
         high: Upper end.
-        rigorous: Whether every eigenvalue is certain to lie inside; from Lanczos it is so with
-            probability near one over the start vector.
-        num_products: Products spent.
-        method: How the ends were found.
-        status: Whether the ends are as close as asked for.
-        ritz: Smallest and largest Ritz value, between which the spectrum reaches at least; ``None``
-            where no product was spent.
+        rigorous: Whether the interval certainly contains all eigenvalues. Bounds by Lanczos do so
+            with probability near one over the start vector.
+        num_products: Number of products.
+        method: How the ends were computed.
+        status: Whether the ends reached the tolerance.
+        ritz: Smallest and largest Ritz value, which lie within the spectrum; ``None`` if no product
+            was computed.
     """
 
     low: float
@@ -211,14 +305,10 @@ class Bounds:
     def __iter__(self) -> Iterator[float]:
         return iter((self.low, self.high))
 
-    def raise_if_failed(self) -> None:
-        """Raise :class:`ritz.NotConvergedError` unless the ends are as close as asked for."""
-        self.status.raise_if_failed()
-
     def __str__(self) -> str:
         kind = "certainly" if self.rigorous else "almost certainly"
-        where = f"[{self.low:.6g}, {self.high:.6g}] {kind} holds the spectrum"
-        return f"{where} ({self.method}; {self.status})"
+        interval = f"[{self.low:.6g}, {self.high:.6g}] {kind} holds the spectrum"
+        return f"{interval} ({self.method}; {self.status})"
 
 
 def bounds(
@@ -230,23 +320,23 @@ def bounds(
     generator: torch.Generator | None = None,
     progress: bool | Progress = False,
 ) -> Bounds:
-    r"""Return an interval that holds the spectrum.
+    r"""Return an interval that contains the spectrum.
 
-    ``gershgorin`` needs an explicit matrix, no product, and is certain but wide. ``lanczos`` takes
-    the extreme Ritz values and moves them out by ``rtol`` times the norm once their residuals
-    are below that, so an eigenvalue the start vector hardly met is still inside. ``auto`` takes
-    what the two have in common.
+    ``gershgorin`` needs an explicit matrix and no product. It is certain but wide. ``lanczos``
+    computes the extreme Ritz values until their residuals are below ``rtol`` times the norm, and
+    widens the interval by as much, for eigenvalues to which the start vector is nearly orthogonal.
+    ``auto`` intersects the two.
 
     Args:
         op: Symmetric :math:`A`, ``(n, n)``.
         method: See above.
-        rtol: Margin, as a share of the norm.
-        max_steps: Most products to spend; 20 to 60 are usual.
+        rtol: Margin, relative to the norm.
+        max_steps: Maximum number of products; 20 to 60 are usual.
         generator: Source of the start vector. Defaults to a new generator with seed 0.
         progress: Show a progress bar, or a :class:`Progress` to report to.
     """
     op = as_operator(op)
-    check_choice("method", method, ("auto", "gershgorin", "lanczos"))
+    check_choice("method", method, get_args(BoundsMethod))
     discs = gershgorin(op) if method != "lanczos" else None
     if method == "gershgorin":
         if discs is None:
@@ -255,9 +345,9 @@ def bounds(
         return Bounds(
             low=discs[0], high=discs[1], rigorous=True, num_products=0, method=method, status=exact
         )
-    found = _ends(op, rtol, max_steps, generator, progress)
-    values, margin = found.values, float(found.residuals.max())
-    if found.status.outcome != "breakdown":
+    pairs = _ends(op, rtol=rtol, max_steps=max_steps, generator=generator, progress=progress)
+    values, margin = pairs.values, float(pairs.residuals.max())
+    if pairs.status.outcome != "breakdown":
         margin = max(margin, rtol * float(values.abs().max()))
     low, high = float(values[0]) - margin, float(values[-1]) + margin
     if discs is not None:
@@ -266,9 +356,9 @@ def bounds(
         low=low,
         high=high,
         rigorous=False,
-        num_products=found.num_products,
+        num_products=pairs.num_products,
         method="Lanczos" if discs is None else "Lanczos within Gershgorin",
-        status=found.status,
+        status=pairs.status,
         ritz=(float(values[0]), float(values[-1])),
     )
 
@@ -283,206 +373,30 @@ def spectral_norm(
 ) -> Estimate:
     r"""Return the spectral norm :math:`\max_i |\lambda_i|`.
 
-    Both ends of the spectrum by Lanczos until their residuals are below ``rtol`` times the norm;
-    the error of the value is of the order of the square of that. ``truncation`` is the residual: an
-    eigenvalue lies within it. Nothing is averaged, so ``stderr`` is zero.
+    Lanczos computes both ends of the spectrum until their residuals are below ``rtol`` times the
+    norm. The error of the value is of the order of the square of that. ``truncation`` is the
+    residual: an eigenvalue lies within it. Nothing is sampled, so ``stderr`` is zero.
 
     Args:
         op: Symmetric :math:`A`, ``(n, n)``.
         rtol: Residual to reach, relative to the norm.
-        max_steps: Most products to spend.
+        max_steps: Maximum number of products.
         generator: Source of the start vector. Defaults to a new generator with seed 0.
         progress: Show a progress bar, or a :class:`Progress` to report to.
     """
     op = as_operator(op)
-    found = _ends(op, rtol, max_steps, generator, progress)
-    largest = int(found.values.abs().argmax())
-    return Estimate(
-        mean=found.values[largest].abs(),
-        stderr=torch.zeros((), dtype=torch.float64),
-        truncation=found.residuals[largest],
-        num_products=found.num_products,
+    pairs = _ends(op, rtol=rtol, max_steps=max_steps, generator=generator, progress=progress)
+    largest = int(pairs.values.abs().argmax())
+    return Estimate.exact(
+        pairs.values[largest].abs(),
+        truncation=pairs.residuals[largest],
+        num_products=pairs.num_products,
         method="Lanczos",
-        status=found.status,
-        seed=found.seed,
+        status=pairs.status,
+        seed=pairs.seed,
     )
 
 
-def _ends(
-    op: LinearOperator,
-    rtol: float,
-    max_steps: int,
-    generator: torch.Generator | None,
-    progress: bool | Progress,
-) -> Eigenpairs:
-    return eigenpairs(
-        op,
-        largest=1,
-        smallest=min(1, op.shape[0] - 1),
-        rtol=rtol,
-        max_steps=max_steps,
-        vectors=False,
-        generator=generator,
-        progress=progress,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Goal:
-    """What is asked of a run, checked and with its defaults filled in."""
-
-    largest: int
-    smallest: int
-    rtol: float
-    max_steps: int
-    max_vectors: int
-    mode: Reorthogonalization
-    restarts: bool
-
-    @classmethod
-    def make(
-        cls,
-        op: LinearOperator,
-        largest: int,
-        smallest: int,
-        rtol: float | None,
-        max_steps: int | None,
-        max_vectors: int | None,
-        mode: Reorthogonalization,
-    ) -> "_Goal":
-        n, eps = op.shape[0], torch.finfo(op.dtype).eps
-        check_count("largest", largest, low=0, high=n)
-        check_count("smallest", smallest, low=0, high=n - largest)
-        wanted = largest + smallest
-        if not wanted:
-            raise ValueError("largest or smallest must be at least 1, got 0 for both")
-        max_steps = max(1000, 100 * wanted) if max_steps is None else max_steps
-        check_count("max_steps", max_steps)
-        rtol = eps**0.5 if rtol is None else rtol
-        check_range("rtol", rtol, low=eps, high=1.0)
-        check_choice("reorthogonalize", mode, ("full", "partial"))
-        if max_vectors is None:
-            max_vectors = max(2 * wanted + 4, 20) if mode == "full" else max_steps
-        else:
-            check_count("max_vectors", max_vectors, low=wanted + 2)
-        max_vectors = min(max_vectors, max_steps, n)
-        restarts = max_vectors < min(max_steps, n)
-        if restarts and mode != "full":
-            raise ValueError(f"a restart needs reorthogonalize='full', got {mode!r}")
-        return cls(largest, smallest, rtol, max_steps, max_vectors, mode, restarts)
-
-    @property
-    def wanted(self) -> int:
-        return self.largest + self.smallest
-
-    @property
-    def capacity(self) -> int:
-        return self.max_vectors + self.restarts
-
-    def settings(self) -> dict[str, Any]:
-        return {
-            "largest": self.largest,
-            "smallest": self.smallest,
-            "rtol": self.rtol,
-            "max_steps": self.max_steps,
-            "max_vectors": self.max_vectors,
-            "reorthogonalize": self.mode,
-        }
-
-    def extremes(self, size: int, count_low: int, count_high: int) -> Tensor:
-        """Indices of that many values at either end of ``size`` ascending ones."""
-        low, high = min(count_low, size), min(count_high, size)
-        if low + high >= size:
-            return torch.arange(size)
-        return torch.cat([torch.arange(low), torch.arange(size - high, size)])
-
-
-class _Driver:
-    """One run in progress: step, judge, restart, begin afresh, save."""
-
-    def __init__(
-        self, op: LinearOperator, goal: _Goal, run: Recurrence, journal: Journal | None, seed: int
-    ) -> None:
-        self.op, self.goal, self.run, self.journal, self.seed = op, goal, run, journal, seed
-        # Two or three steps meet the bulk alone: an outlier needs some more to show.
-        first = goal.wanted + FRESH_STEPS
-        self.progress = {"spent": 0, "restarts": 0, "closed": 0, "next_check": first}
-
-    def advance(self, bar: Progress) -> Status:
-        if self.journal is not None:
-            self.progress = self.journal.load([self.run], self.op) or self.progress
-        status = None
-        while status is None:
-            self._step()
-            bar.update(self.progress["spent"])
-            status = self._judge()
-            if status is None:
-                self._make_ready()
-        return status
-
-    def ritz(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Ritz values, eigenvectors of the projected matrix, and residuals without roundoff."""
-        values, coefficients = torch.linalg.eigh(self.run.projected())
-        return values, coefficients, self.run.residuals(coefficients)
-
-    def _step(self) -> None:
-        last = self.run.size + 1 == self.goal.max_vectors and not self.goal.restarts
-        step(self.op, [self.run], last=last)
-        self.progress["spent"] += 1
-
-    def _make_ready(self) -> None:
-        """Make room for the next step, find it a vector, and save, where these are due."""
-        run, closed = self.run, self.run.exhausted
-        if run.size == self.goal.max_vectors:
-            self._restart()
-        if closed:  # wanted pairs may hide in the complement of the space found so far
-            fresh = torch.Generator().manual_seed((self.seed + self.progress["spent"]) % 2**63)
-            run.begin(random_start(self.op, fresh))
-            self.progress["closed"] = self.progress["closed"] or self.progress["spent"]
-        if self.journal is not None and self.journal.due():
-            self.journal.save([run], self.progress)
-
-    def _judge(self) -> Status | None:
-        """The status if the run is over, ``None`` if it goes on."""
-        run, goal, spent = self.run, self.goal, self.progress["spent"]
-        if run.size == self.op.shape[0]:
-            return closing(run.size, run.size)
-        full = spent == goal.max_steps or run.size == goal.max_vectors
-        if not (full or run.size >= self.progress["next_check"]):
-            return None
-        self.progress["next_check"] = run.size + max(5, run.size // 10)
-        return self._convergence(final=spent == goal.max_steps)
-
-    def _convergence(self, *, final: bool) -> Status | None:
-        goal, run, spent = self.goal, self.run, self.progress["spent"]
-        _, _, residuals = self.ritz()
-        chosen = residuals[goal.extremes(len(residuals), goal.smallest, goal.largest)]
-        tolerance = goal.rtol * run.scale
-        met = int((chosen <= tolerance).sum())
-        closed = self.progress["closed"] or (spent if run.exhausted else 0)
-        settled = not closed or spent >= closed + FRESH_STEPS
-        if met == goal.wanted and settled:
-            return Status(
-                outcome="converged",
-                message=f"{met} pairs to rtol {goal.rtol:.1g} in {spent} products",
-            )
-        if not final:
-            return None
-        return Status(
-            outcome="max_steps",
-            message=f"{met} of {goal.wanted} pairs reached rtol {goal.rtol:.1g} in {spent} "
-            f"products; the largest residual is {float(chosen.max()):.1g}, "
-            f"the goal {tolerance:.1g}",
-            advice="raise max_steps, max_vectors or rtol",
-        )
-
-    def _restart(self) -> None:
-        """Keep the wanted pairs and half of what room is left, nearest to them."""
-        goal, run = self.goal, self.run
-        values, coefficients, _ = self.ritz()
-        extra = (goal.max_vectors - goal.wanted) // 2
-        low = round(extra * goal.smallest / goal.wanted)
-        keep = goal.extremes(len(values), goal.smallest + low, goal.largest + extra - low)
-        run.restart(values[keep], coefficients[:, keep])
-        self.progress["restarts"] += 1
-        self.progress["next_check"] = goal.max_vectors
+def _ends(op: LinearOperator, **options: Any) -> Eigenpairs:
+    smallest = min(1, op.shape[0] - 1)  # a number has one eigenvalue only
+    return eigenpairs(op, largest=1, smallest=smallest, vectors=False, **options)

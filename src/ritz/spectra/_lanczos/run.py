@@ -1,32 +1,298 @@
 """Lanczos runs: the spectrum of a symmetric operator, from one start vector or from several."""
 
-import hashlib
 import math
 import os
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from ritz._core.checks import check_choice, check_count, check_finite, check_tensor
-from ritz._core.distributed import Group
+from ritz._core.distributed import Group, all_min
+from ritz._core.journal import ADVICE, Journal, Vectors
 from ritz._core.progress import Progress, tracking
-from ritz._core.random import probes, resolve_generator
-from ritz._core.results import Status
+from ritz._core.random import resolve_generator
+from ritz._core.results import HasStatus, Status
+from ritz._core.sampling import draw_probes
+from ritz._core.storage import storable
 from ritz.operators import LinearOperator, OperatorLike, as_operator
 from ritz.spectra._lanczos.recurrence import (
-    PLACEMENTS,
-    REORTHOGONALIZATIONS,
-    ROUNDOFF,
+    TUNING,
     Placement,
     Recurrence,
     Reorthogonalization,
     advance,
 )
-from ritz.spectra._lanczos.spectrum import Spectrum
-from ritz.spectra._lanczos.state import Journal
+
+# ------------------------------------------------------------------------------------------
+# Runs with a saved state, and the check that a resumed run has the same operator.
+
+
+class SavedRuns:
+    """Runs that advance together and are saved in one journal.
+
+    Args:
+        op: The operator of the runs.
+        starts: Start vectors of the runs, each ``(n,)``.
+        capacity: Rows of each basis that are allocated at once.
+        settings: Settings of the run, among them ``reorthogonalize`` and ``placement``.
+        path: File of the state; ``None`` if none is saved.
+        interval: Seconds between saves.
+        group: The processes of the run.
+    """
+
+    def __init__(
+        self,
+        op: LinearOperator,
+        starts: Sequence[Tensor],
+        capacity: int,
+        settings: dict[str, Any],
+        path: str | os.PathLike[str] | None,
+        interval: float,
+        group: Group | None,
+    ) -> None:
+        self.op, self.settings = op, settings
+        mode, placement = settings["reorthogonalize"], settings["placement"]
+        self.runs = [
+            Recurrence(start, capacity=capacity, mode=mode, placement=placement, group=group)
+            for start in starts
+        ]
+        kind = {"n": op.shape[0], "dtype": str(op.dtype), "probes": len(starts)}
+        identity = settings | kind | {"start": list(starts)}
+        self.journal = Journal(path, identity, interval=interval, group=group)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Fields of every :class:`LanczosResult` of these runs."""
+        return {
+            "dimension": self.op.shape[0],
+            "operator": repr(self.op),
+            "matrix": self.op.origin.get("matrix"),
+            "batch_norm": self.op.origin.get("batch_norm"),
+            "settings": self.settings,
+        }
+
+    def load(self) -> dict[str, int] | None:
+        """Return the runs to the newest usable state; return its progress, ``None`` if none.
+
+        Cost: one product, which shows whether the operator is that of the saved state.
+        """
+        state = self.journal.load(self._restore)
+        if state is None:
+            return None
+        run = next((run for run in self.runs if not run.exhausted), self.runs[0])
+        change = difference(self.op, run)
+        # All processes raise together: one that continued would wait for the others for ever.
+        if not all_min(int(change is None), self.journal.group):
+            raise ValueError(
+                f"state at {self.journal.path} was made with another operator, of other weights or "
+                f"data: {change or 'another process found a difference'}; {ADVICE}"
+            )
+        progress: dict[str, int] = state["progress"]
+        return progress
+
+    def save(self, progress: dict[str, int]) -> None:
+        """Save the runs after ``progress["spent"]`` steps, if that is due."""
+        if not self.journal.due():
+            return
+        # Rows of the basis change at a restart, and in each step if there are two of them.
+        changing = "spent" if self.runs[0].mode == "none" else "restarts"
+        self.journal.save(
+            {"progress": progress, "runs": [run.memory() for run in self.runs]},
+            step=progress["spent"],
+            vectors=[run.basis.rows[: run.basis.size] for run in self.runs],
+            generation=progress.get(changing, 0),
+        )
+
+    def _restore(self, state: Any, vectors: Vectors) -> None:
+        for run, memory in zip(self.runs, state["runs"], strict=True):
+            run.recall(memory)
+        for blocks in vectors:
+            for run, rows in zip(self.runs, blocks, strict=True):
+                run.basis.extend(rows)
+
+
+def difference(op: LinearOperator, run: Recurrence) -> str | None:
+    r"""Return how the operator differs from the one of the run, or ``None`` if it does not.
+
+    One product with a row of the basis is computed again:
+
+    .. math:: A v_k = \sum_i T_{ik} v_i + c_k v_{m+1}
+
+    Its norm and :math:`v_k^\top A v_k` must agree to the square root of roundoff, which detects a
+    matrix scaled by 1.001 even in single precision: noise in the product enters the norm squared
+    and the quadratic form as an average. The vector itself, in which noise is not reduced, must
+    agree as well as products must be symmetric. That detects other data of the same norm.
+
+    Cost: one product and one read of the basis.
+    """
+    basis = run.basis
+    row, column, outside = _known_product(run)
+    vector = basis.whole(basis.rows[row])
+    product = basis.local(op.matmat(vector[:, None])[:, 0].contiguous())
+    norm, diagonal = basis.norm(product), basis.dot(row, product)
+    basis.subtract(product, column.to(product.device))
+    size, known = max(run.scale, run.magnitude), math.hypot(float(column.norm()), outside)
+    number = run.eps**0.5 * known + TUNING.repeated * run.eps * size
+    removed = run.removed[row] if run.mode == "partial" else 0.0
+    allowed = (
+        (f"a product of norm {known:.9g} now has {norm:.9g}", norm - known, number),
+        (f"a quadratic form of {float(column[row]):.9g} is now {diagonal:.9g}",
+         diagonal - float(column[row]), number),
+        (f"a product of norm {known:.9g} is another vector", basis.norm(product) - outside,
+         TUNING.asymmetry * run.eps**0.5 * size + removed),
+    )  # fmt: skip
+    # Not "gap > limit": NaN is a difference too.
+    return next((change for change, gap, limit in allowed if not abs(gap) <= limit), None)
+
+
+def _known_product(run: Recurrence) -> tuple[int, Tensor, float]:
+    """Return a row, its product in terms of the rows, and the norm of the part outside of them."""
+    size, basis_size = run.size, run.basis.size
+    if run.mode == "none":
+        # Two rows are stored. A v_j = beta_{j-1} v_{j-1} + alpha_j v_j + beta_j v_{j+1}: the last
+        # product known is that of the older row, whose predecessor is gone.
+        column = torch.zeros(basis_size, dtype=torch.float64)
+        before = run.betas[-2] if size > 1 else 0.0
+        row = run.newest if run.exhausted else 1 - run.newest
+        column[row] = run.alphas[-1]
+        if basis_size > 1:
+            column[1 - row] = before if run.exhausted else run.betas[-1]
+        return row, column, 0.0 if run.exhausted else before
+    columns = torch.zeros(basis_size, size, dtype=torch.float64)
+    columns[:size] = run.projected()
+    if basis_size > size:
+        if run.alphas:
+            columns[-1, -1] = run.betas[-1]
+        else:
+            columns[-1] = torch.tensor(run.couplings, dtype=torch.float64)
+    # The row with the largest product: roundoff is relative to the whole matrix.
+    row = int(columns.norm(dim=0).argmax())
+    return row, columns[:, row], 0.0
+
+
+# ------------------------------------------------------------------------------------------
+# The result.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LanczosResult(HasStatus):
+    """What all results of Lanczos runs record; :class:`Spectrum` documents the attributes."""
+
+    values: Tensor
+    residuals: Tensor
+    roundoff: float
+    vectors: Tensor | None
+    dimension: int
+    num_products: int
+    operator: str
+    matrix: str | None = None
+    batch_norm: str | None = None
+    settings: dict[str, str | int | float | bool | None]
+    seed: int | None
+    status: Status
+
+
+@storable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spectrum(LanczosResult):
+    r"""Ritz values with Gauss weights and residuals: a picture of the whole spectrum.
+
+    The weighted values are a discrete density that matches the moments
+    :math:`z^\top A^j z`, :math:`j \le 2m - 1`, of the unit start vector :math:`z`.
+    They are *not* the ``m`` largest eigenvalues; the residuals say which are eigenvalues at all.
+
+    Attributes:
+        values: Ritz values :math:`\theta_k`, ascending, ``(m,)``, float64.
+        weights: Gauss weights :math:`\tau_k`, ``(m,)``, with sum 1.
+        residuals: :math:`\|A u_k - \theta_k u_k\|` including roundoff, ``(m,)``. An eigenvalue lies
+            within this distance of each value.
+        roundoff: The part of each residual that is roundoff. Values this close to zero may be zero.
+        cosines: Cosines between the Ritz vectors and the vectors ``against``, ``(c, m)``, or
+            ``None``.
+        vectors: Ritz vectors :math:`u_k` as columns, ``(n, m)``, or ``None``. With a spread basis:
+            the rows of this process.
+        diagonal: Diagonal of the tridiagonal matrix, ``(m,)``.
+        off_diagonal: Its off-diagonal, ``(m - 1,)``.
+        dimension: Order ``n`` of the operator.
+        num_products: Number of products.
+        operator: ``repr`` of the operator.
+        matrix: Which matrix of a network or graph it is, such as ``hessian``; ``None`` if unknown.
+        batch_norm: Batch-norm mode of the network; ``None`` without batch norm.
+        settings: Settings of the run.
+        seed: Seed of the start vector, ``None`` if the caller gave one.
+        status: How the run ended.
+    """
+
+    weights: Tensor
+    roundoff: float = field(repr=False)
+    vectors: Tensor | None = field(repr=False)
+    diagonal: Tensor = field(repr=False)
+    off_diagonal: Tensor = field(repr=False)
+    cosines: Tensor | None = field(default=None, repr=False)
+
+    def __str__(self) -> str:
+        values, residuals, count = self.values, self.residuals, len(self.values)
+        lines = [
+            f"Spectrum of {self.operator}",
+            f"  {count} Ritz values from {self.num_products} products; {self.status}",
+            f"  {'value':>14}  {'residual':>9}  {'weight':>9}",
+        ]
+        for i in reversed(range(count)):  # the five largest and the five smallest
+            if 5 <= i < count - 5:
+                if i == 5:
+                    lines.append(f"  {'...':>14}")
+                continue
+            weight = float(self.weights[i])
+            lines.append(f"  {float(values[i]):14.8g}  {float(residuals[i]):9.1g}  {weight:9.2g}")
+        return "\n".join([*lines, *_totals(self)])
+
+
+def _totals(spectrum: Spectrum) -> list[str]:
+    weights, values, n = spectrum.weights, spectrum.values, spectrum.dimension
+    # One probe: tr A ~ n sum_k tau_k theta_k and |A|_F^2 ~ n sum_k tau_k theta_k^2
+    trace, square = float(weights @ values), float(weights @ values.square())
+    norm = max((n * square) ** 0.5, least_frobenius_norm(spectrum))
+    nearest = int(values.abs().argmin())
+    low, high = (float(weights[some].sum()) for some in negative_values(spectrum))
+    undecided = f", undecided {high - low:.3g}" if high > low else ""
+    return [
+        f"  trace ~ {n * trace:.5g}, Frobenius norm ~ {norm:.5g}, "
+        f"spectral norm >= {float(values.abs().max()):.6g}",
+        f"  mass nearest zero {float(weights[nearest]):.3g} at {float(values[nearest]):.2g}, "
+        f"negative mass {low:.3g}{undecided} (one probe: no error bars)",
+    ]
+
+
+def least_frobenius_norm(spectrum: Spectrum) -> float:
+    r"""Return a lower bound of the Frobenius norm, up to roundoff.
+
+    .. math:: \|A\|_F \ge \|V^\top A V\|_F = \Bigl(\sum_k \theta_k^2\Bigr)^{1/2}
+
+    for an orthonormal basis, whether or not the Ritz values have converged. Without
+    re-orthogonalisation values repeat, and only the largest one counts.
+    """
+    if spectrum.settings.get("reorthogonalize") == "none":
+        return float(spectrum.values.abs().max())
+    return float(spectrum.values.norm())
+
+
+def negative_values(spectrum: Spectrum) -> tuple[Tensor, Tensor]:
+    """Return masks ``(m,)`` of the values that are certainly negative and that may be negative.
+
+    A value within its residual of zero may stand for eigenvalues of either sign. A value within
+    roundoff of zero, whose residual is no larger, is zero.
+    """
+    error = spectrum.residuals.clamp(min=spectrum.roundoff)
+    undecided = (spectrum.values.abs() <= error) & (spectrum.residuals > spectrum.roundoff)
+    certain = spectrum.values < -error
+    return certain, certain | undecided
+
+
+# ------------------------------------------------------------------------------------------
+# The runs.
 
 
 def lanczos(
@@ -48,37 +314,35 @@ def lanczos(
     .. math:: A V = V T + \beta_m v_{m+1} e_m^\top, \quad T e_k = \theta_k e_k, \quad
         u_k = V e_k, \quad \tau_k = (e_k)_1^2
 
-    The ``m`` Ritz values are a discrete picture of the whole density of eigenvalues, not the ``m``
-    largest eigenvalues: for those see :func:`ritz.eigenpairs`.
+    The ``m`` Ritz values are a discrete picture of the density of all eigenvalues, not the ``m``
+    largest eigenvalues. For those see :func:`ritz.eigenpairs`.
 
     Cost: one product per step, and ``2 j`` vector reads of re-orthogonalisation in step ``j``.
     Memory beyond the operator: ``num_steps + 4`` vectors, or 6 for ``reorthogonalize="none"``.
 
     Args:
-        op: Symmetric :math:`A`, ``(n, n)``; anything :func:`ritz.as_operator` takes.
+        op: Symmetric :math:`A`, ``(n, n)``; anything that :func:`ritz.as_operator` accepts.
         num_steps: Number of steps :math:`m`, at most ``n``.
         start: Start vector ``(n,)``. Defaults to a random one.
-        vectors: Whether to return Ritz vectors. They overwrite the basis, so they need no more
-            memory than it did.
-        reorthogonalize: ``full`` (every step, to machine precision), ``partial`` (where needed,
-            to its root; several times cheaper) or ``none`` (two vectors of
-            memory; converged values repeat).
+        vectors: Return Ritz vectors. They overwrite the basis, so they need no more memory.
+        reorthogonalize: ``full`` (in each step, to machine precision), ``partial`` (if needed, to
+            its square root; several times cheaper) or ``none`` (two vectors of memory; converged
+            values repeat).
         placement: Where the basis is stored: ``device``, ``host``, or ``spread`` over processes.
         group: Processes for ``spread``.
-        state: File to resume from, and to save to every ``save_interval`` seconds. The result is
-            bit for bit that of an uninterrupted run (on the CPU). A save writes the vectors that
-            are new since the last one; the files take as much room as the basis. They stay when
-            the run ends; their names begin with that of the file. Resuming costs one product more,
-            which is not counted: one that the state knows is made again, and a state of another
-            operator is refused.
+        state: File to resume from, and to save to every ``save_interval`` seconds. The result of a
+            resumed run is bit for bit that of an uninterrupted one (on the CPU). A save writes the
+            vectors that are new since the last one. The files take as much room as the basis and
+            remain when the run ends; their names begin with that of ``state``. Resuming costs one
+            additional product, which is not counted: it detects a state of another operator.
         save_interval: Seconds between saves.
         generator: Source of the start vector. Defaults to a new generator with seed 0.
         progress: Show a progress bar, or a :class:`Progress` to report to.
 
     Raises:
-        ValueError: The products hold NaN or Inf, are not those of a symmetric matrix, or change
-            from call to call. All three are noticed during the run, at no cost. Or the
-            state is of other settings or of another operator.
+        ValueError: The products contain NaN or Inf, are not those of a symmetric matrix, or change
+            from call to call; the run detects all three at no cost. Or the state belongs to other
+            settings or to another operator.
 
     Reference: Algorithm 7 and section 4.4 of *Spectral Machine Learning*; Simon (1984) for partial
     re-orthogonalisation.
@@ -91,18 +355,15 @@ def lanczos(
     """
     op = as_operator(op)
     _check_settings(op, num_steps, vectors, reorthogonalize)
-    check_choice("placement", placement, PLACEMENTS)
+    check_choice("placement", placement, get_args(Placement))
     generator = resolve_generator(generator)
-    seed = generator.initial_seed() if start is None else None
-    first = random_start(op, generator) if start is None else check_start(op, start)
-    run = Recurrence(
-        first, capacity=num_steps, mode=reorthogonalize, placement=placement, group=group
-    )
     settings = {"num_steps": num_steps, "reorthogonalize": reorthogonalize, "placement": placement}
-    journal = open_journal(op, state, settings, [first], save_interval, group)
-    del first
-    _advance(op, [run], num_steps, journal, progress)
-    return _spectrum(op, run, settings, seed, vectors=vectors)
+    starts = [start_vector(op, start, generator)]
+    saved = SavedRuns(op, starts, num_steps, settings, state, save_interval, group)
+    starts.clear()  # the basis has a copy
+    _advance(saved, num_steps, progress)
+    seed = generator.initial_seed() if start is None else None
+    return _spectrum(saved, saved.runs[0], seed, vectors, None)
 
 
 def lanczos_block(
@@ -120,21 +381,22 @@ def lanczos_block(
     generator: torch.Generator | None = None,
     progress: bool | Progress = False,
 ) -> tuple[Spectrum, ...]:
-    r"""Return one spectrum per start vector, of runs that advance side by side.
+    r"""Return one spectrum per start vector, from runs that advance together.
 
-    A step is one product with a block of all their vectors, which is where blocks save: each run
-    has the numbers it would have alone, to roundoff. Memory: ``num_steps + 4`` vectors per probe.
+    A step is one product with a block of all their vectors, which is cheaper than single products.
+    Each run gives the same numbers as alone, to roundoff. Memory: ``num_steps + 4`` vectors per
+    probe.
 
     Args:
         op: Symmetric :math:`A`, ``(n, n)``.
         num_steps: Number of steps, at most ``n``.
-        num_probes: Number of runs, unless ``start`` says it.
+        num_probes: Number of runs, unless ``start`` is given.
         start: Start vectors ``(n, k)``. Defaults to random ones.
-        against: Vectors ``(n, c)`` whose cosines with the Ritz vectors to return: one read of the
-            basis each, and no Ritz vector is formed.
-        vectors: Whether to return Ritz vectors.
+        against: Vectors ``(n, c)`` whose cosines with the Ritz vectors to return. Each costs one
+            read of the basis; the Ritz vectors are not formed.
+        vectors: Return Ritz vectors.
         reorthogonalize: ``full``, ``partial`` or ``none``; see :func:`lanczos`.
-        group: Processes that make the runs together, for ``state``.
+        group: Processes that run together, for ``state``.
         state: File to resume from, and to save to; see :func:`lanczos`.
         save_interval: Seconds between saves.
         generator: Source of the start vectors. Defaults to a new generator with seed 0.
@@ -146,32 +408,28 @@ def lanczos_block(
     if against is not None:
         _check_against(op, against, reorthogonalize)
     generator = resolve_generator(generator)
-    seed = generator.initial_seed() if start is None else None
-    if start is None:
-        columns = [random_start(op, generator) for _ in range(num_probes)]
-    elif start.ndim == 2 and start.shape[1]:
-        columns = [check_start(op, column.contiguous()) for column in start.T]
-    else:
-        raise ValueError(f"start must be ({op.shape[0]}, k), got {tuple(start.shape)}")
-    runs = [Recurrence(column, capacity=num_steps, mode=reorthogonalize) for column in columns]
+    columns: list[Tensor | None] = [None] * num_probes
+    if start is not None:
+        if start.ndim != 2 or not start.shape[1]:
+            raise ValueError(f"start must be ({op.shape[0]}, k), got {tuple(start.shape)}")
+        columns = [column.contiguous() for column in start.T]
+    starts = [start_vector(op, column, generator) for column in columns]
     settings = {"num_steps": num_steps, "reorthogonalize": reorthogonalize, "placement": "device"}
-    journal = open_journal(op, state, settings, columns, save_interval, group)
-    _advance(op, runs, num_steps, journal, progress)
-    return tuple(
-        _spectrum(op, run, settings, seed, vectors=vectors, against=against) for run in runs
-    )
+    saved = SavedRuns(op, starts, num_steps, settings, state, save_interval, group)
+    _advance(saved, num_steps, progress)
+    seed = generator.initial_seed() if start is None else None
+    return tuple(_spectrum(saved, run, seed, vectors, against) for run in saved.runs)
 
 
 def random_start(op: LinearOperator, generator: torch.Generator) -> Tensor:
-    """A Gaussian start vector ``(n,)``."""
-    shape = (op.shape[0], 1)
-    return probes(shape, kind="gaussian", generator=generator, dtype=op.dtype, device=op.device)[
-        :, 0
-    ]
+    """Return a Gaussian start vector ``(n,)``."""
+    return draw_probes(op, 1, kind="gaussian", generator=generator)[:, 0]
 
 
-def check_start(op: LinearOperator, start: Tensor) -> Tensor:
-    """Return a start vector that was given, or raise if it is none."""
+def start_vector(op: LinearOperator, start: Tensor | None, generator: torch.Generator) -> Tensor:
+    """Return the start vector of the caller, or a random one."""
+    if start is None:
+        return random_start(op, generator)
     check_tensor("start", start, dtype=op.dtype, device=op.device, rows=op.shape[0])
     if start.ndim != 1:
         raise ValueError(f"start must be a vector ({op.shape[0]},), got {tuple(start.shape)}")
@@ -181,93 +439,51 @@ def check_start(op: LinearOperator, start: Tensor) -> Tensor:
     return start
 
 
-def open_journal(
-    op: LinearOperator,
-    state: str | os.PathLike[str] | None,
-    settings: dict[str, Any],
-    starts: Sequence[Tensor],
-    save_interval: float,
-    group: Group | None,
-) -> Journal | None:
-    """Return the journal of a run that is saved, with what a state must have in common with it."""
-    if state is None:
-        return None
-    sha = hashlib.sha256()
-    for start in starts:
-        sha.update(start.contiguous().cpu().view(torch.uint8).numpy().data)
-    own = {"n": op.shape[0], "dtype": str(op.dtype), "probes": len(starts)}
-    return Journal.open(
-        state, settings | own | {"start": sha.hexdigest()[:16]}, save_interval, group
-    )
-
-
-def closing(size: int, n: int) -> Status:
-    """The status of a run whose space of that dimension is invariant."""
-    what = "the whole space" if size == n else "an invariant subspace"
-    message = f"{what} of dimension {size} was found: its values are exact to roundoff"
+def invariant_status(size: int, n: int) -> Status:
+    """Return the status of a run whose space of dimension ``size`` is invariant."""
+    space = "the whole space" if size == n else "an invariant subspace"
+    message = f"{space} of dimension {size} was found: its values are exact to roundoff"
     return Status(outcome="breakdown", message=message)
 
 
-def roundoff_of(run: Recurrence, *, restarts: int = 0) -> float:
-    """The part of every residual that is roundoff."""
-    # Every restart mixes the basis anew; without re-orthogonalisation every step adds its own.
-    growth = 1 + restarts + (run.size if run.mode == "none" else 0)
-    return ROUNDOFF * run.eps * run.scale * math.sqrt(growth)
+def _advance(saved: SavedRuns, num_steps: int, progress: bool | Progress) -> None:
+    first = (saved.load() or {"spent": 0})["spent"]
 
+    def save(done: int) -> None:
+        saved.save({"spent": done})
 
-def _advance(
-    op: LinearOperator,
-    runs: Sequence[Recurrence],
-    num_steps: int,
-    journal: Journal | None,
-    progress: bool | Progress,
-) -> None:
-    first, between = 0, None
-    if journal is not None:
-        first, between = journal.begin(runs, op), partial(journal.keep, runs)
     with tracking(progress, "Lanczos", num_steps) as bar:
-        advance(op, runs, num_steps, bar, first=first, between=between)
+        advance(saved.op, saved.runs, num_steps, first=first, bar=bar, between=save)
 
 
 def _spectrum(
-    op: LinearOperator,
-    run: Recurrence,
-    settings: dict[str, Any],
-    seed: int | None,
-    *,
-    vectors: bool,
-    against: Tensor | None = None,
+    saved: SavedRuns, run: Recurrence, seed: int | None, vectors: bool, against: Tensor | None
 ) -> Spectrum:
-    values, coefficients = torch.linalg.eigh(run.projected())
-    done = Status(outcome="completed", message=f"{run.size} steps")
-    roundoff = roundoff_of(run)
+    values, coefficients, residuals = run.ritz_pairs()
+    completed = Status(outcome="completed", message=f"{run.size} steps")
+    roundoff = run.roundoff()
     return Spectrum(
         values=values,
         weights=coefficients[0].square(),
-        residuals=run.residuals(coefficients) + roundoff,
+        residuals=residuals + roundoff,
         roundoff=roundoff,
         cosines=None if against is None else _cosines(run, against) @ coefficients,
         vectors=run.basis.combine(coefficients).T if vectors else None,
         diagonal=torch.tensor(run.alphas, dtype=torch.float64),
         off_diagonal=torch.tensor(run.betas[:-1], dtype=torch.float64),
-        dimension=op.shape[0],
         num_products=run.size,
-        operator=repr(op),
-        matrix=op.origin.get("matrix"),
-        batch_norm=op.origin.get("batch_norm"),
-        settings=settings,
         seed=seed,
-        status=closing(run.size, op.shape[0]) if run.exhausted else done,
+        status=invariant_status(run.size, saved.op.shape[0]) if run.exhausted else completed,
+        **saved.facts,
     )
 
 
 def _cosines(run: Recurrence, against: Tensor) -> Tensor:
-    """Parts ``(c, size)`` of unit vectors along the rows of the basis."""
-    found = []
-    for column in against.T:
-        local = run.basis.local(column.contiguous())
-        found.append(run.basis.project(local, last=run.size).cpu() / run.basis.norm(local))
-    return torch.stack(found)
+    """Return the coordinates ``(c, size)`` of unit vectors along the rows of the basis."""
+    basis = run.basis
+    columns = [basis.local(column.contiguous()) for column in against.T]
+    rows = [basis.project(column, last=run.size).cpu() / basis.norm(column) for column in columns]
+    return torch.stack(rows)
 
 
 def _check_against(op: LinearOperator, against: Tensor, mode: Reorthogonalization) -> None:
@@ -283,7 +499,7 @@ def _check_against(op: LinearOperator, against: Tensor, mode: Reorthogonalizatio
 def _check_settings(
     op: LinearOperator, num_steps: int, vectors: bool, mode: Reorthogonalization
 ) -> None:
-    check_choice("reorthogonalize", mode, REORTHOGONALIZATIONS)
+    check_choice("reorthogonalize", mode, get_args(Reorthogonalization))
     check_count("num_steps", num_steps, high=op.shape[0])
     if vectors and mode == "none":
         raise ValueError("vectors need a basis, which reorthogonalize='none' does not keep")

@@ -2,7 +2,6 @@
 
 from ritz.spectra._maxent.dual import Grid, chebyshev, in_interval
 from ritz.spectra._maxent.entropic import EntropicDensity
-from ritz.spectra._maxent.scaling import bmxnt
 from ritz.spectra._maxent.solve import maxent
 
-__all__ = ["EntropicDensity", "Grid", "bmxnt", "chebyshev", "in_interval", "maxent"]
+__all__ = ["EntropicDensity", "Grid", "chebyshev", "in_interval", "maxent"]

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -22,19 +22,67 @@ from ritz._core.checks import check_choice, check_finite
 #     \quad \partial_i F = \mu_i - \langle T_i \rangle_q + r_i \alpha_i,
 #     \quad \partial_i \partial_j F = \operatorname{cov}_q(T_i, T_j) + r_i \delta_{ij}.
 #
-# Products of Chebyshev polynomials are sums of two, so the Hessian is made of :math:`2m`
-# moments.
+# As :math:`2 T_i T_j = T_{i+j} + T_{|i-j|}`, the Hessian follows from :math:`2m` moments.
 
 Array = npt.NDArray[Any]
-ALONE = 250_000  # multiplications in a product of matrices that OpenBLAS gives to one thread
-NEAR = 1e-4  # error of moments that are matched slowly, but surely
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Constants of the dual, of its relaxation and of integrals of the density."""
+
+    # First damping of Levenberg-Marquardt, its factors after a good and a bad step, and the value
+    # at which a vector is given up: no step then lowers the dual.
+    damping: float = 0.1
+    shrink: float = 0.1
+    grow: float = 10.0
+    largest_damping: float = 1e15
+    # A vector whose gradient is below this when patience ends converges slowly but surely.
+    near: float = 1e-4
+    # The dual has fallen if it changed by more than this fraction: a few hundred roundoffs.
+    level: float = 1e-13
+    # Variances tried if exact moments have no density, or one too peaked to be computed. On kernel,
+    # cluster and four-atom spectra (tests/spectra/test_entropy_torture.py) one of them succeeds.
+    ladder: tuple[float, ...] = (1e-18, 1e-12, 1e-10, 1e-8, 1e-6, 1e-4, 1e-2)
+    # Steps in which a variance that has a density shows it: 12 to 22 are usual.
+    patience: int = 25
+    # First damping with a smaller variance, in units of it: the solution of the larger is near.
+    relaxed_damping: float = 100.0
+    # Total variation of the shares of the nodes at which most of them lie in peaks as narrow as the
+    # grid; it is 2 if all do.
+    blurred: float = 1.6
+    # Variance of a moment that says nothing: moments are at most 1, and squares must not overflow.
+    largest: float = 1e12
+    # Nodes of the grid: at least 512, 16 per moment, and doubled up to 16,384 for a prior.
+    grid_size: int = 512
+    nodes_per_moment: int = 16
+    largest_grid: int = 16_384
+    # The integral of a density may change by this much on a grid twice as fine, that of the prior
+    # by a hundredth of it.
+    resolved: float = 1e-3
+    # Points of the Gauss-Legendre rule between neighbouring nodes: the exponent is a polynomial of
+    # degree m on at least 16 m panels, so each panel has a sixteenth of an oscillation.
+    panel: int = 5
+    # Below this log density, density times weight may underflow: exp(-745) is the smallest double,
+    # and weights and interval lengths take up to 1e-41.
+    underflow: float = -650.0
+    # Newton or bisection steps for a quantile, and the error of the share at which they stop.
+    quantile_steps: int = 60
+    accuracy: float = 1e-15
+    # Numbers in a block of densities at their nodes: 512 KiB, which stays in the cache.
+    block: int = 65_536
+    # Multiplications in a product of matrices below which OpenBLAS uses one thread. More threads
+    # cost more than they save here: 4 ms for 30 moments with one, benchmarks/maxent.py.
+    one_thread: int = 250_000
+
+
+TUNING = Tuning()
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Fejér's quadrature on ``[-1, 1]``: positive weights, exact below the degree of its size.
-
-    Its logarithmic form has them in another variable, and is for what varies with that.
+    """Fejér's quadrature on ``[-1, 1]``: positive weights, exact for degrees below its size.
 
     Attributes:
         nodes: Ascending, ``(G,)``.
@@ -48,31 +96,31 @@ class Grid:
 
     @classmethod
     def make(cls, size: int, degree: int) -> "Grid":
-        r"""Nodes :math:`-\cos((g + 1/2) \pi / G)`, denser towards the ends."""
+        r"""Return the rule with nodes :math:`-\cos((g + 1/2) \pi / G)`, denser towards the ends."""
         angles = (torch.arange(size, dtype=torch.float64) + 0.5) * (math.pi / size)
         nodes = -torch.cos(angles)
         return cls(nodes, _fejer(size), _doubled(nodes, degree))
 
     @classmethod
     def logarithmic(cls, size: int, degree: int, ratio: float) -> "Grid":
-        r"""The same in the logarithm of :math:`\lambda` in ``[1, ratio]``, which ``x`` maps to."""
+        r"""Return the rule in :math:`\log \lambda` for :math:`\lambda` in ``[1, ratio]``."""
         plain, span = cls.make(size, 0), math.log(ratio)
         exponents = 0.5 * span * (plain.nodes + 1)
+        # x = 2 (lambda - 1)/(ratio - 1) - 1 with lambda = e^t, so dx = 2 lambda dt / (ratio - 1)
         nodes = 2 * torch.expm1(exponents) / math.expm1(span) - 1
         weights = plain.weights * exponents.exp() * (span / math.expm1(span))
         return cls(nodes, weights, _doubled(nodes, degree))
 
 
-@dataclass(frozen=True, slots=True)
-class Solution:
-    r"""What minimises the dual, for ``N`` moment vectors.
+class Solution(NamedTuple):
+    r"""The minimum of the dual, for ``N`` moment vectors.
 
     Attributes:
         alphas: ``(N, m)``.
         log_partition: :math:`\log Z`, ``(N,)``.
         fitted: Moments of the density, ``(N, m)``.
         gradient: Largest entry of the gradient, ``(N,)``.
-        iterations: Steps tried, ``(N,)``.
+        iterations: Number of steps, ``(N,)``.
     """
 
     alphas: Tensor
@@ -83,13 +131,14 @@ class Solution:
 
 
 def chebyshev(x: Tensor, degree: int) -> Tensor:
-    """Chebyshev polynomials of degree ``0, ..., degree`` at points of ``[-1, 1]``, last axis."""
+    """Return Chebyshev polynomials of degree ``0, ..., degree`` at points, along the last axis."""
+    # T_j(x) = cos(j arccos x)
     angles = torch.arccos(x.clamp(-1.0, 1.0))
     return torch.cos(angles[..., None] * torch.arange(degree + 1, dtype=torch.float64))
 
 
-def in_interval(x: Tensor, interval: tuple[float, float]) -> Tensor:
-    """Points of ``[-1, 1]`` where they lie in an interval."""
+def in_interval(x: Tensor, interval: Interval) -> Tensor:
+    """Map points of ``[-1, 1]`` to an interval."""
     low, high = interval
     return 0.5 * ((high - low) * x + (low + high))
 
@@ -103,11 +152,11 @@ def minimise(
     atol: float,
     max_steps: int,
     start: Tensor | None = None,
-    damping: float = 0.1,
+    damping: float = TUNING.damping,
     blurred: float = math.inf,
     patience: int | None = None,
 ) -> Solution:
-    r"""Levenberg-Marquardt, each vector with its own damping.
+    r"""Minimise the dual by Levenberg-Marquardt, with one damping per vector.
 
     Args:
         targets: Chebyshev moments of degree 1 to ``m``, ``(N, m)``.
@@ -115,23 +164,27 @@ def minimise(
         log_prior: :math:`\log q_0` at the nodes, ``(G,)``.
         grid: With polynomials up to degree ``2 m``.
         atol: Largest entry of the gradient to stop at.
-        max_steps: Most steps to try.
-        start: Multipliers to begin with, ``(N, m)``; zeros, that is the prior, by default.
-        damping: Of the first step.
-        blurred: Total variation of the shares of the nodes, 2 where every peak has one node to
-            itself, at which to give a vector up: the quadrature does not see its density any more.
-        patience: Steps after which to give up a vector whose gradient is above 1e-4 still.
+        max_steps: Maximum number of steps.
+        start: First multipliers, ``(N, m)``. Defaults to zeros, which give the prior.
+        damping: Damping of the first step.
+        blurred: Total variation of the shares of the nodes at which to give up a vector. It is 2 if
+            each peak has one node to itself: the quadrature no longer resolves the density.
+        patience: Number of steps after which to give up a vector whose gradient is above 1e-4.
     """
     dual = _Dual.make(targets.numpy(), ridge.numpy(), log_prior.numpy(), grid)
     alphas = np.zeros(targets.shape) if start is None else start.numpy().copy()
-    with np.errstate(all="ignore"):  # what overflows is not finite, and hence not better
+    with np.errstate(all="ignore"):  # a step that overflows is not finite, hence not better
         every = here = dual.at(alphas)
         live, steps = np.arange(len(alphas)), np.zeros(len(alphas), dtype=np.int64)
         dampings = np.full(len(alphas), damping)
         for count in range(max_steps):
-            going = (here.error > atol) & (dampings < 1e15) & (here.variation < blurred)
+            going = (
+                (here.error > atol)
+                & (dampings < TUNING.largest_damping)
+                & (here.variation < blurred)
+            )
             if count == patience:
-                going &= here.error < NEAR
+                going &= here.error < TUNING.near
             if not going.all():
                 every.put(live, here)
                 live, dampings = live[going], dampings[going]
@@ -140,7 +193,7 @@ def minimise(
                 break
             trial, sound = dual.step(here, dampings)
             better = trial.better_than(here) & sound
-            dampings = dampings * np.where(better, 0.1, 10.0)
+            dampings = dampings * np.where(better, TUNING.shrink, TUNING.grow)
             steps[live] += 1
             if better.all():
                 here = trial
@@ -148,25 +201,25 @@ def minimise(
                 here.put(better, trial.only(better))
         every.put(live, here)
     fitted = every.moments[:, 1 : alphas.shape[1] + 1]
-    found = (every.alphas, every.log_partition, fitted, every.error, steps)
-    return Solution(*(torch.from_numpy(array) for array in found))
+    arrays = (every.alphas, every.log_partition, fitted, every.error, steps)
+    return Solution(*(torch.from_numpy(array) for array in arrays))
 
 
-def log_mass(found: Solution, log_prior: Tensor, grid: Grid) -> Tensor:
-    """Logarithm of the integral of the densities by another grid, ``(N,)``: 0 if both resolve it.
+def log_mass(solution: Solution, log_prior: Tensor, grid: Grid) -> Tensor:
+    """Return log integrals ``(N,)`` of the densities by another grid: 0 if both resolve them.
 
     Args:
-        found: What was minimised.
-        log_prior: At the nodes of the other grid.
-        grid: With polynomials up to degree ``m``.
+        solution: The minimum of the dual.
+        log_prior: Logarithm of the prior at the nodes of the other grid.
+        grid: The other grid, with polynomials up to degree ``m``.
     """
-    m = found.alphas.shape[1]
-    exponents = log_prior + grid.weights.log() - found.alphas @ grid.polynomials[:, 1 : m + 1].T
-    return exponents.logsumexp(1) - found.log_partition
+    m = solution.alphas.shape[1]
+    exponents = log_prior + grid.weights.log() - solution.alphas @ grid.polynomials[:, 1 : m + 1].T
+    return exponents.logsumexp(1) - solution.log_partition
 
 
 def _fejer(size: int) -> Tensor:
-    r"""Weights :math:`\frac{2}{G} (1 - 2 \sum_k \cos(2 k \theta_g) / (4 k^2 - 1))`, by one FFT."""
+    r"""Return :math:`\frac{2}{G} (1 - 2 \sum_k \cos(2 k \theta_g) / (4 k^2 - 1))`, by one FFT."""
     orders = torch.arange(size, dtype=torch.float64)
     waves = torch.where(orders % 2 == 0, 2 / (1 - orders**2), 0.0)
     waves[0] = 1.0
@@ -176,9 +229,9 @@ def _fejer(size: int) -> Tensor:
 
 
 def _doubled(nodes: Tensor, degree: int) -> Tensor:
-    r"""Chebyshev polynomials by :math:`T_{n+k} = 2 T_n T_k - T_{n-k}`, a block of them at a time.
+    r"""Return Chebyshev polynomials by :math:`T_{n+k} = 2 T_n T_k - T_{n-k}`, in blocks.
 
-    A tenth of the time of as many cosines, to an error of ``degree ** 1.6`` roundoffs.
+    This takes a tenth of the time of the cosines, with an error of ``degree ** 1.6`` roundoffs.
     """
     rows = torch.ones(degree + 1, len(nodes), dtype=torch.float64)
     if degree:
@@ -192,9 +245,8 @@ def _doubled(nodes: Tensor, degree: int) -> Tensor:
     return rows.T
 
 
-@dataclass(slots=True)
-class _Points:
-    """Where the dual was evaluated: arrays with a row, or a number, for each vector."""
+class _Points(NamedTuple):
+    """Values of the dual and its derivatives: arrays with one row, or number, per vector."""
 
     alphas: Array
     value: Array
@@ -206,45 +258,33 @@ class _Points:
     length: Array
 
     def only(self, which: Array) -> "_Points":
-        return _Points(*(array[which] for array in self._arrays()))
+        return _Points(*(array[which] for array in self))
 
     def put(self, which: Array, other: "_Points") -> None:
-        for mine, new in zip(self._arrays(), other._arrays(), strict=True):
-            mine[which] = new
+        for array, new in zip(self, other, strict=True):
+            array[which] = new
 
     def better_than(self, old: "_Points") -> Array:
-        """Whether the dual fell, or, where that is below roundoff, the gradient did."""
-        level = 1e-13 * (1 + np.abs(old.value))
+        """Return whether the dual fell, or, if its change is roundoff, the gradient did."""
+        level = TUNING.level * (1 + np.abs(old.value))
         fell = self.value < old.value - level
         flat = (self.value <= old.value + level) & (self.length < old.length)
         better: Array = np.isfinite(self.value) & (fell | flat)
         return better
 
-    def _arrays(self) -> tuple[Array, ...]:
-        return (
-            self.alphas,
-            self.value,
-            self.gradient,
-            self.moments,
-            self.log_partition,
-            self.variation,
-            self.error,
-            self.length,
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class _Dual:
-    """The dual of some vectors, in NumPy: a step is many small operations, which cost less there.
+    """The dual of some vectors, in NumPy: many small operations, which cost less than in torch.
 
     Attributes:
         targets: ``(N, m)``.
         ridge: ``(N, m)``.
         base: Logarithm of prior times weights, ``(G,)``.
         rows: Polynomials of degree 1 to ``m`` at the nodes, ``(m, G)``.
-        columns: Those of degree 0 to ``2 m``, ``(G, 2 m + 1)``.
-        sums: Degrees :math:`i + j` of the Hessian, ``(m, m)``.
-        gaps: Degrees :math:`|i - j|`, likewise.
+        columns: Polynomials of degree 0 to ``2 m``, ``(G, 2 m + 1)``.
+        sums: Degrees :math:`i + j`, ``(m, m)``.
+        gaps: Degrees :math:`|i - j|`, ``(m, m)``.
     """
 
     targets: Array
@@ -259,7 +299,7 @@ class _Dual:
     def make(cls, targets: Array, ridge: Array, log_prior: Array, grid: Grid) -> "_Dual":
         m = targets.shape[1]
         columns = grid.polynomials.numpy()
-        rows = columns[:, 1 : m + 1].T  # contiguous, as a grid lays them out
+        rows = columns[:, 1 : m + 1].T  # contiguous, because of the layout of a grid
         index = np.arange(1, m + 1)
         sums, gaps = index[:, None] + index, np.abs(index[:, None] - index)
         base = log_prior + grid.weights.log().numpy()
@@ -269,12 +309,14 @@ class _Dual:
         return replace(self, targets=self.targets[which], ridge=self.ridge[which])
 
     def at(self, alphas: Array) -> _Points:
+        # log(q_0 w) - sum_i alpha_i T_i at the nodes; shares are q w, and log Z their log-sum-exp.
         exponents = self.base - _product(alphas, self.rows)
         top = exponents.max(1, keepdims=True)
         shares = np.exp(exponents - top)
         total = shares.sum(1, keepdims=True)
         shares /= total
         log_partition = (top + np.log(total))[:, 0]
+        # F = log Z + alpha'mu + alpha'(r alpha)/2, with gradient mu - <T> + r alpha
         moments = _product(shares, self.columns)
         pull = self.ridge * alphas
         value = log_partition + (alphas * (self.targets + 0.5 * pull)).sum(1)
@@ -285,9 +327,10 @@ class _Dual:
         return _Points(alphas, value, gradient, moments, log_partition, variation, error, length)
 
     def step(self, here: _Points, dampings: Array) -> tuple[_Points, Array]:
-        """Where a damped Newton step leads, and whether the Hessian was positive definite."""
+        """Return the point of a damped Newton step, and whether the Hessian was definite."""
         moments = here.moments
         first = moments[:, 1 : here.alphas.shape[1] + 1]
+        # <T_i T_j> - <T_i><T_j> = (<T_{i+j}> + <T_{|i-j|}>)/2 - <T_i><T_j>
         hessian = 0.5 * (moments.take(self.sums, axis=1) + moments.take(self.gaps, axis=1))
         hessian -= first[:, :, None] * first[:, None, :]
         diagonal = hessian.reshape(len(hessian), -1)[:, :: hessian.shape[1] + 1]  # a view
@@ -300,11 +343,8 @@ class _Dual:
 
 
 def _product(left: Array, right: Array) -> Array:
-    """Some rows at a time, too few to wake other threads, which cost more than they help here."""
-    count = max(1, ALONE // right.size)
-    if len(left) <= count:
-        found: Array = left @ right
-        return found
+    """Return ``left @ right``, in blocks of rows so small that BLAS uses one thread."""
+    count = max(1, TUNING.one_thread // right.size)
     out = np.empty((len(left), right.shape[1]))
     for begin in range(0, len(left), count):
         np.matmul(left[begin : begin + count], right, out=out[begin : begin + count])
@@ -312,22 +352,21 @@ def _product(left: Array, right: Array) -> Array:
 
 
 # ------------------------------------------------------------------------------------------
-# Base measures on an interval, against which entropy is measured, and quadratures for them.
+# Priors on an interval, and quadratures for them.
 
 PriorName = Literal["flat", "semicircle", "marchenko_pastur", "log_uniform"]
 Prior = PriorName | Callable[[Tensor], Tensor]
-PRIORS = ("flat", "semicircle", "marchenko_pastur", "log_uniform")
-RECIPROCAL = ("marchenko_pastur", "log_uniform")  # with a factor 1/x
+RECIPROCAL = ("marchenko_pastur", "log_uniform")  # priors with a factor 1/x
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    r"""A quadrature on an interval, and a base measure at its nodes.
+    r"""A quadrature on an interval, and a prior at its nodes.
 
     Attributes:
         grid: Nodes, weights and polynomials on ``[-1, 1]``.
-        points: The nodes in the interval, ``(G,)``.
-        log_prior: :math:`\log q_0` at them, ``(G,)``.
+        points: The nodes mapped to the interval, ``(G,)``.
+        log_prior: :math:`\log q_0` at the points, ``(G,)``.
     """
 
     grid: Grid
@@ -340,49 +379,43 @@ class Rule:
         return (self.log_prior + self.grid.weights.log()).logsumexp(0)
 
 
-def quadrature(prior: Prior, interval: tuple[float, float], size: int, degree: int) -> Rule:
-    """Return a rule of that size that suits a base measure.
+def quadrature(prior: Prior, interval: Interval, size: int, degree: int) -> Rule:
+    """Return a rule of ``size`` nodes for a prior, with polynomials up to a degree.
 
-    Where it has a factor :math:`1/x`, nodes are spread over the logarithm, so that it does not
-    matter how many orders of magnitude the interval spans.
-
-    Args:
-        prior: As for :func:`log_prior`.
-        interval: ``(a, b)``.
-        size: Nodes.
-        degree: Of the polynomials to tabulate.
+    For a prior with a factor :math:`1/x` the nodes are spread over the logarithm, so that the
+    interval may span many orders of magnitude.
     """
     low, high = interval
     if isinstance(prior, str) and prior in RECIPROCAL and low > 0:
         grid = Grid.logarithmic(size, degree, high / low)
-        # From the logarithm again: the smallest of them have no digits left in [-1, 1].
+        # From the logarithm, not from the nodes: near -1 these lack the digits of small points.
         points = low * (0.5 * math.log(high / low) * (Grid.make(size, 0).nodes + 1)).exp()
     else:
         grid = Grid.make(size, degree)
         points = in_interval(grid.nodes, interval)
-    found = log_prior(prior, points, interval)
-    check_finite("logarithm of the prior", found)
-    return Rule(grid, points, found)
+    values = log_prior(prior, points, interval)
+    check_finite("logarithm of the prior", values)
+    return Rule(grid, points, values)
 
 
-def log_prior(prior: Prior, x: Tensor, interval: tuple[float, float]) -> Tensor:
-    """The logarithm of a base measure at points inside an interval, up to a constant.
+def log_prior(prior: Prior, x: Tensor, interval: Interval) -> Tensor:
+    r"""Return the logarithm of a prior at points inside an interval, up to a constant.
 
     Args:
-        prior: ``flat``; ``semicircle`` on the interval; ``marchenko_pastur`` with the interval's
-            ends as its edges; ``log_uniform``, :math:`1/x`; or a user-defined density, positive
+        prior: ``flat``; ``semicircle``, :math:`\sqrt{(x - a)(b - x)}`; ``marchenko_pastur``, the
+            same over :math:`x`; ``log_uniform``, :math:`1/x`; or a user-defined density, positive
             inside the interval.
         x: Points, any shape.
-        interval: ``(a, b)``; ``a`` must be positive for the last two named ones.
+        interval: ``(a, b)``; ``a`` must be positive if the prior has a factor :math:`1/x`.
     """
     low, high = interval
     if callable(prior):
         values = prior(x)
-        kept = isinstance(values, Tensor) and values.shape == x.shape
-        if not (kept and bool((values > 0).all())):
+        same_shape = isinstance(values, Tensor) and values.shape == x.shape
+        if not (same_shape and bool((values > 0).all())):
             raise ValueError("prior must be positive inside the interval, and keep the shape of x")
         return values.double().log()
-    check_choice("prior", prior, PRIORS)
+    check_choice("prior", prior, get_args(PriorName))
     if prior in RECIPROCAL and low <= 0:
         raise ValueError(f"prior {prior!r} needs an interval of positive numbers, got {interval}")
     edges = 0.5 * ((x - low) * (high - x)).log()

@@ -1,9 +1,8 @@
-"""The density of maximum entropy, and what can be asked of it."""
+"""The density of maximum entropy: values, integrals, quantiles, entropy and divergences."""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, final
 
 import torch
@@ -13,18 +12,15 @@ from torch import Tensor
 from ritz._core.checks import check_count
 from ritz._core.density import Density, as_points
 from ritz._core.random import resolve_generator
-from ritz._core.results import Status
+from ritz._core.results import HasStatus, Status
 from ritz._core.storage import storable
-from ritz.spectra._maxent.dual import Rule, chebyshev, log_prior, quadrature
-
-PANEL = 5  # points of the Gauss rule between neighbouring nodes
-UNDERFLOW = -650.0  # below it, a density times a weight of the quadrature may be zero
+from ritz.spectra._maxent.dual import TUNING, Rule, chebyshev, log_prior, quadrature
 
 
 @final
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EntropicDensity:
+class EntropicDensity(HasStatus):
     r"""The density of largest entropy with given moments.
 
     .. math:: q(\lambda) = \frac{2}{b - a} \frac{q_0(x)}{Z}
@@ -33,19 +29,18 @@ class EntropicDensity:
     Attributes:
         alphas: Multipliers of the Chebyshev polynomials, ``(m,)``.
         log_partition: :math:`\log Z`.
-        interval: ``(a, b)``, its support.
-        prior: The base measure :math:`q_0`.
-        targets: Chebyshev moments asked for, degree 1 to ``m``, ``(m,)``.
-        fitted: Chebyshev moments it has, ``(m,)``.
+        interval: ``(a, b)``, the support.
+        prior: The prior :math:`q_0`.
+        targets: Wanted Chebyshev moments of degree 1 to ``m``, ``(m,)``.
+        fitted: Chebyshev moments of the density, ``(m,)``.
         ridge: Variances :math:`r_i` within which moments were matched, ``(m,)``.
-        grid_size: Nodes of the quadrature that it was computed with.
-        num_steps: Newton steps.
-        status: Whether the dual was solved, how far moments were relaxed, and how far off they are
-            then.
-        relaxation: By how much the largest variance exceeds what was asked for; 0 where no moment
-            was relaxed.
+        grid_size: Number of nodes of the quadrature.
+        num_steps: Number of Newton steps.
+        status: Whether the dual was solved, and how far the moments had to be relaxed.
+        relaxation: By how much the largest variance exceeds the given one; 0 if no moment was
+            relaxed.
         matrix: Which matrix of a network or graph it is; ``None`` if unknown.
-        batch_norm: The batch-norm mode of the network; ``None`` without batch norm.
+        batch_norm: Batch-norm mode of the network; ``None`` without batch norm.
     """
 
     alphas: Tensor
@@ -69,17 +64,19 @@ class EntropicDensity:
 
     @property
     def moment_error(self) -> float:
-        """Largest difference between a Chebyshev moment asked for and the one it has."""
+        """Largest difference between a wanted Chebyshev moment and that of the density."""
         return float((self.fitted - self.targets).abs().max())
 
     @property
     def chi_squared(self) -> float:
-        r"""Distance of the moments, in their errors, squared: :math:`\sum r_i \alpha_i^2`."""
+        r"""Squared distance of the moments in standard errors, :math:`\sum r_i \alpha_i^2`."""
+        # At the minimum mu_i - <T_i> = -r_i alpha_i, whose square over r_i is r_i alpha_i^2.
         return float((self.ridge * self.alphas.square()).sum())
 
     @property
     def entropy(self) -> float:
         r"""Shannon's :math:`-\int q \log q` for the flat prior, else :math:`-KL(q \| q_0)`."""
+        # -<log q> = log Z + sum_i alpha_i <T_i> - <log q_0>
         inner = self.log_partition + float(self.alphas @ self.fitted)
         low, high = self.interval
         if isinstance(self.prior, str) and self.prior == "flat":
@@ -87,7 +84,7 @@ class EntropicDensity:
         return inner - float(self._rule().log_mass)
 
     def log_pdf(self, x: Tensor) -> Tensor:
-        """Logarithm of the density at the points, minus infinity outside the interval."""
+        """Return the log density at points, minus infinity outside the interval."""
         x = as_points(x)
         low, high = self.interval
         inside = (x > low) & (x < high)
@@ -95,15 +92,15 @@ class EntropicDensity:
         mapped = (2 * safe - (low + high)) / (high - low)
         exponent = chebyshev(mapped, len(self.alphas))[..., 1:] @ self.alphas
         base = log_prior(self.prior, safe, self.interval)
-        found = base - exponent - self.log_partition - math.log((high - low) / 2)
-        return torch.where(inside, found, -torch.inf)
+        values = base - exponent - self.log_partition - math.log((high - low) / 2)
+        return torch.where(inside, values, -torch.inf)
 
     def pdf(self, x: Tensor) -> Tensor:
-        """Density at the points."""
+        """Return the density at points."""
         return self.log_pdf(x).exp()
 
     def cdf(self, x: Tensor) -> Tensor:
-        """Share of the eigenvalues at or below the points."""
+        """Return the fraction of eigenvalues at or below points."""
         x = as_points(x)
         edges, below = self._panels()
         inside = x.clamp(*self.interval).reshape(-1)
@@ -112,7 +109,7 @@ class EntropicDensity:
         return ((below[panel] + part) / below[-1]).clamp(0.0, 1.0).reshape(x.shape)
 
     def quantile(self, share: Tensor) -> Tensor:
-        """Points below which these shares of the eigenvalues lie."""
+        """Return the points below which given fractions of the eigenvalues lie."""
         share = as_points(share)
         if not bool(((share >= 0) & (share <= 1)).all()):
             raise ValueError("share must be between 0 and 1")
@@ -124,52 +121,48 @@ class EntropicDensity:
         )
 
     def sample(self, count: int, *, generator: torch.Generator | None = None) -> Tensor:
-        """Independent draws, ``(count,)``."""
+        """Return independent draws, ``(count,)``."""
         check_count("count", count)
         generator = resolve_generator(generator)
         return self.quantile(torch.rand(count, generator=generator, dtype=torch.float64))
 
     def mass(self, low: float, high: float) -> float:
-        """Share of the eigenvalues in ``(low, high]``."""
+        """Return the fraction of eigenvalues in ``(low, high]``."""
         ends = self.cdf(torch.tensor([low, high], dtype=torch.float64))
         return float(ends[1] - ends[0])
 
     def expectation(self, function: Callable[[Tensor], Tensor]) -> float:
-        """Mean of an elementwise function of an eigenvalue."""
+        """Return the mean of an elementwise function of an eigenvalue."""
         rule = self._rule()
         scale = (self.interval[1] - self.interval[0]) / 2
         shares = rule.grid.weights * scale * self.pdf(rule.points)
         return float((shares * function(rule.points)).sum())
 
     def moment(self, degree: int) -> float:
-        """Mean of that power of an eigenvalue."""
+        """Return the mean of a power of an eigenvalue."""
         return self.expectation(lambda x: x**degree)
 
     def kl(self, other: Density) -> float:
-        r"""Kullback-Leibler divergence :math:`\int p \log(p/q)` to another density.
+        r"""Return the Kullback-Leibler divergence :math:`\int p \log(p/q)` to another density.
 
-        Infinite where the other vanishes and this does not.
+        It is infinite if the other density vanishes where this one does not.
         """
-        log_other = partial(_log_pdf, other)
 
         def ratio(x: Tensor) -> Tensor:
-            # No mass, no divergence: where the density underflows, zero times infinity is zero.
+            # p log(p/q) -> 0 as p -> 0: where p underflows the product would be NaN.
             here = self.log_pdf(x)
-            return torch.where(here > UNDERFLOW, here - log_other(x), 0.0)
+            there = other.log_pdf(x) if isinstance(other, EntropicDensity) else other.pdf(x).log()
+            return torch.where(here > TUNING.underflow, here - there, 0.0)
 
         return self.expectation(ratio)
 
     def symmetric_kl(self, other: "EntropicDensity") -> float:
-        """Half the sum of the divergences to and from another such density."""
+        """Return half the sum of the divergences to and from another entropic density."""
         return 0.5 * (self.kl(other) + other.kl(self))
-
-    def raise_if_failed(self) -> None:
-        """Raise :class:`ritz.NotConvergedError` unless the dual was solved."""
-        self.status.raise_if_failed()
 
     def __str__(self) -> str:
         low, high = self.interval
-        prior = self.prior if isinstance(self.prior, str) else "own prior"
+        prior = self.prior if isinstance(self.prior, str) else "user-defined prior"
         return (
             f"EntropicDensity on [{low:.4g}, {high:.4g}], {len(self.alphas)} moments ({prior}); "
             f"entropy {self.entropy:.4g}, largest moment error {self.moment_error:.1g}; "
@@ -180,7 +173,7 @@ class EntropicDensity:
         return quadrature(self.prior, self.interval, self.grid_size, 0)
 
     def _panels(self) -> tuple[Tensor, Tensor]:
-        """Edges between which the density is smooth, and the integral up to each."""
+        """Return edges of panels in which the density is smooth, and the integral up to each."""
         low, high = self.interval
         inner = self._rule().points
         edges = torch.cat([inner.new_tensor([low]), inner, inner.new_tensor([high])])
@@ -188,27 +181,23 @@ class EntropicDensity:
         return edges, torch.cat([torch.zeros(1, dtype=torch.float64), parts.cumsum(0)])
 
     def _inverse(self, low: Tensor, high: Tensor, mass: Tensor) -> Tensor:
-        """Where the integrals from ``low`` reach a mass, before ``high``."""
-        begin, found, live = low, 0.5 * (low + high), torch.arange(len(mass))
-        for _ in range(60):  # Newton's steps, or bisection where they lead out of what is left
-            x = found[live]
+        """Return the points, before ``high``, at which the integrals from ``low`` reach a mass."""
+        begin, points, live = low, 0.5 * (low + high), torch.arange(len(mass))
+        for _ in range(TUNING.quantile_steps):  # Newton, or bisection if a step leaves the bracket
+            x = points[live]
             gap = self._integral(begin[live], x) - mass[live]
             low, high = torch.where(gap < 0, x, low), torch.where(gap < 0, high, x)
             following = x - gap / self.pdf(x)
             inside = (following >= low) & (following <= high)
-            found[live] = torch.where(inside, following, 0.5 * (low + high))
-            going = (gap.abs() > 1e-15) & (high - low > 1e-15 * x.abs())
+            points[live] = torch.where(inside, following, 0.5 * (low + high))
+            going = (gap.abs() > TUNING.accuracy) & (high - low > TUNING.accuracy * x.abs())
             if not bool(going.any()):
                 break
             live, low, high = live[going], low[going], high[going]
-        return found
+        return points
 
     def _integral(self, low: Tensor, high: Tensor) -> Tensor:
-        nodes, weights = (torch.from_numpy(array) for array in leggauss(PANEL))
+        nodes, weights = (torch.from_numpy(array) for array in leggauss(TUNING.panel))
         half = 0.5 * (high - low)
         points = (low + half)[:, None] + half[:, None] * nodes
         return half * (self.pdf(points) @ weights)
-
-
-def _log_pdf(density: Density, x: Tensor) -> Tensor:
-    return density.log_pdf(x) if isinstance(density, EntropicDensity) else density.pdf(x).log()

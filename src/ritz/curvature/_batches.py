@@ -3,26 +3,19 @@
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, RandomSampler
 
-from ritz._core.batches import (
-    Batch,
-    as_one_batch,
-    as_plain,
-    num_rows,
-    split_rows,
-    tensors,
-)
+from ritz._core.batches import Batch, as_one_batch, as_plain, num_rows, split_rows, tensors
 from ritz._core.checks import check_count
 from ritz._core.distributed import Group, rank, world_size
-from ritz.curvature._risk.modes import differentiable
+from ritz._core.modes import differentiable
 
-CACHE = 4 * 2**30  # bytes of batches held in memory; more are loaded again for every product
 FREEZE = "pass freeze=True to hold the batches of one pass, or turn it off in the loader"
 
 
@@ -36,6 +29,7 @@ class Batches:
         batch_size: Samples per batch if all samples come at once. Defaults to 512.
         freeze: Hold the batches of the first pass in memory, however many there are. Accepts
             loaders that shuffle or augment.
+        memory: Bytes of batches held in memory; others are loaded again in every pass.
         count: Number of samples in a batch. Defaults to the length of its first tensor.
         device: Device of the batches.
         dtype: Dtype of floating-point tensors. Defaults to the dtype they come in.
@@ -50,6 +44,7 @@ class Batches:
         *,
         batch_size: int | None,
         freeze: bool,
+        memory: int,
         count: Callable[[Batch], int] | None,
         device: torch.device,
         dtype: torch.dtype | None,
@@ -73,10 +68,17 @@ class Batches:
                 f"data must be a loader, a list of batches, or tensors, got {type(data).__name__}"
             )
         streams = not isinstance(data, Sequence)
-        if streams and not freeze:
-            _refuse_shuffling(data)
         self._source, self._compared = data, streams and not freeze
-        self._read(count, room=float("inf") if freeze or not streams else CACHE)
+        if self._compared and isinstance(data, Iterator):
+            raise TypeError(
+                "data must be iterable more than once, got an iterator: pass a list, a "
+                "DataLoader, or freeze=True"
+            )
+        if self._compared and isinstance(getattr(data, "sampler", None), RandomSampler):
+            raise ValueError(
+                f"data must come in a fixed order, got a loader that shuffles; {FREEZE}"
+            )
+        self._read(count, room=float("inf") if freeze or not streams else memory)
 
     def _read(self, count: Callable[[Batch], int] | None, room: float) -> None:
         """Go through the data once: sizes, checksums, and batches in memory while they fit."""
@@ -95,7 +97,9 @@ class Batches:
                 if batches is None or room < 0:
                     batches = None
                 else:
-                    batches.append(self._move(tree_map(_copy, batch) if reused else batch))
+                    batches.append(
+                        self._move(tree_map_only(Tensor, Tensor.clone, batch) if reused else batch)
+                    )
             if not self.sizes:
                 raise ValueError("data must hold at least one batch, got none")
             self._in_memory = batches
@@ -131,8 +135,9 @@ class Batches:
             if index % self._world != self._rank:
                 continue
             if done >= len(numbers) or _checksum(batch) != self._checksums[done]:
-                raise ValueError(f"data must be the same in every pass: batch {index} has changed; "
-                                 + FREEZE)  # fmt: skip
+                raise ValueError(
+                    f"data must be the same in every pass: batch {index} has changed; " + FREEZE
+                )
             done += 1
             yield index, self._move(batch)
         if done != len(numbers):
@@ -141,48 +146,35 @@ class Batches:
             )
 
     def _move(self, batch: Batch) -> Batch:
-        def move(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            dtype = self._dtype if leaf.is_floating_point() else None
-            return differentiable(leaf.detach().to(device=self._device, dtype=dtype))
+        def move(tensor: Tensor) -> Tensor:
+            dtype = self._dtype if tensor.is_floating_point() else None
+            return differentiable(tensor.detach().to(device=self._device, dtype=dtype))
 
-        return tree_map(move, batch)
+        return tree_map_only(Tensor, move, batch)
 
     def _compare_first(self) -> None:
-        for index, batch in enumerate(map(as_plain, self._source)):
-            if index == self._rank:
-                if _checksum(batch) != self._checksums[0]:
-                    raise ValueError(
-                        f"data must be the same in every pass: batch {index} came differently the "
-                        f"second time, as shuffling or random augmentation would; {FREEZE}"
-                    )
-                return
+        again = next(islice(map(as_plain, self._source), self._rank, None))
+        if _checksum(again) != self._checksums[0]:
+            raise ValueError(
+                f"data must be the same in every pass: batch {self._rank} came differently the "
+                f"second time, as shuffling or random augmentation would; {FREEZE}"
+            )
 
 
 def _size(batch: Batch, index: int, count: Callable[[Batch], int] | None) -> int:
     size = num_rows(batch, f"batch {index}") if count is None else count(batch)
-    if count is None and not size:
-        raise ValueError(f"data must hold samples, got an empty batch {index}")
-    check_count(f"count of batch {index}", size)
+    check_count(f"number of samples in batch {index}", size)
     return size
-
-
-def _refuse_shuffling(source: Any) -> None:
-    if isinstance(source, Iterator):
-        raise TypeError("data must be iterable more than once, got an iterator: pass a list, a "
-                        "DataLoader, or freeze=True")  # fmt: skip
-    if isinstance(source, DataLoader) and isinstance(source.sampler, RandomSampler):
-        raise ValueError(f"data must come in a fixed order, got a loader that shuffles; {FREEZE}")
 
 
 @contextmanager
 def _generators_restored(source: Any) -> Iterator[None]:
     """Restore the generators that a loader draws from: measuring must not change training."""
     loader = source if isinstance(source, DataLoader) else None
-    places = (loader, getattr(loader, "sampler", None))
-    own = [getattr(place, "generator", None) for place in places]
-    generators = [torch.default_generator, *(g for g in own if isinstance(g, torch.Generator))]
+    drawn = [
+        getattr(each, "generator", None) for each in (loader, getattr(loader, "sampler", None))
+    ]
+    generators = [torch.default_generator, *(g for g in drawn if isinstance(g, torch.Generator))]
     states = [generator.get_state() for generator in generators]
     try:
         yield
@@ -197,7 +189,3 @@ def _checksum(batch: Batch) -> int:
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         checksum = zlib.crc32(data.numpy().data, checksum)
     return checksum
-
-
-def _copy(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf

@@ -1,0 +1,325 @@
+r"""Exact diagonals and traces of Gauss-Newton matrices, by the structure of the network.
+
+.. math:: G = \frac{1}{N} \sum_i J_i^\top S_i S_i^\top J_i + \mu I, \qquad
+    \operatorname{diag} G = \frac{1}{N} \sum_{i c} (J_i^\top s_{ic})^2 + \mu
+
+The root :math:`S_i` of the Hessian of the loss in the outputs has a closed form for the usual
+losses, with as many columns :math:`s_{ic}` as a sample has outputs. Each column costs a backward
+pass down to the outputs of the modules; sample gradients follow by a rule for each kind of module.
+
+Reference: Dangel, Kunstner and Hennig (2020).
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ritz._core.batches import is_rows, take_rows
+from ritz._core.modes import recording
+from ritz.curvature import _sample_gradients as rules
+from ritz.curvature._losses import known_loss
+from ritz.curvature._matrices import GGNOperator, HessianOperator
+from ritz.curvature._modes import LIMITS, Context, Params
+from ritz.curvature._risk import Risk
+from ritz.curvature._sample_gradients import ForwardPass, forward_pass, full_name, owners
+from ritz.operators import Exact, exact
+from ritz.operators._shared import Quantity
+
+Columns = Callable[[int, ForwardPass], Tensor]  # (number, pass) of a batch to (c, *outputs.shape)
+Parts = Iterator[tuple[dict[str, Tensor], Params]]  # derivatives by module; gradients by name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How the gradients of single samples are computed.
+
+    Attributes:
+        modules: Modules that own chosen parameters and have a rule, with the parameters' names.
+        by_sample: Which arguments of each module have one row per sample.
+        whole: Parameters that are not used by exactly one call of their module. For these the
+            whole model is differentiated, sample by sample.
+        columns: Number of outputs per sample.
+        gap: Why it is not possible, or ``""``.
+    """
+
+    modules: dict[str, tuple[str, ...]]
+    by_sample: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    whole: tuple[str, ...] = ()
+    columns: int = 0
+    gap: str = ""
+
+    def note(self) -> str:
+        """Return the plan in words."""
+        count = "1 column" if self.columns == 1 else f"{self.columns} columns"
+        text = f"structure: {count} of the root of the output Hessian, one backward pass each"
+        if self.whole:
+            few = ", ".join(self.whole[:3]) + (", ..." if len(self.whole) > 3 else "")
+            text += f"; through the whole model for {few}: not used by one call of a module alone"
+        return text
+
+
+# ------------------------------------------------------------------------------------------
+# The plan: which modules have a rule that gives the right gradients.
+
+
+def structure_plan(risk: Risk, *, roots: bool = True) -> Plan:
+    """Plan how to compute sample gradients, and check the plan on a few samples.
+
+    Args:
+        risk: The loss at a point.
+        roots: The columns are those of a root: the loss must be known, and outputs not too many.
+    """
+    plan = _plan(risk, roots)
+    # All processes must agree. If one cannot use a rule, none does.
+    flags = [bool(plan.gap)] + [name in plan.whole for name in risk.space.shapes]
+    counts = torch.tensor(flags, dtype=torch.float64, device=risk.theta.device)
+    gap, *whole = risk.sum_over_processes(counts).tolist()
+    names = tuple(name for name, flag in zip(risk.space.shapes, whole, strict=True) if flag)
+    modules = {
+        module: keys
+        for module, keys in plan.modules.items()
+        if not {full_name(module, key) for key in keys} & set(names)
+    }
+    reason = plan.gap or ("another process found it impossible" if gap else "")
+    return replace(plan, modules=modules, whole=names, gap=reason)
+
+
+def _plan(risk: Risk, roots: bool) -> Plan:
+    modules = owners(list(risk.space.shapes))
+    if roots and known_loss(risk.loss_fn) is None:
+        return Plan(modules={}, gap="the Hessian of the loss in the outputs has no known root")
+    if not risk.separable:
+        return Plan(modules={}, gap="batch norm in train mode couples samples")
+    for index, context, _ in risk.contexts():
+        size = risk.batch_sizes[index]
+        count = min(LIMITS.checked_samples, size)
+        few = context.rows(slice(0, count), size)
+        with risk.settings():
+            return _checked_plan(risk, few, count, modules, LIMITS.max_columns if roots else None)
+    return Plan(modules=modules)
+
+
+def _checked_plan(
+    risk: Risk,
+    few: Context,
+    size: int,
+    modules: dict[str, tuple[str, ...]],
+    max_columns: int | None,
+) -> Plan:
+    r"""Compare :math:`\sum_i r_i g_i` with one gradient, for random weights and cotangents.
+
+    The comparison fails if a parameter is used elsewhere too, if a module does not do what its
+    class says, if samples lie along another axis, or if samples depend on each other.
+    """
+    recorded_pass = forward_pass(risk, few, _untied(risk.model, modules), size)
+    outputs = recorded_pass.outputs
+    if not is_rows(outputs, size):
+        return Plan(modules={}, gap="the outputs are not one tensor with a row for each sample")
+    columns = outputs[0].numel()
+    if max_columns is not None and columns > max_columns:
+        gap = f"probes cost less than backward passes for {columns} outputs per sample"
+        return Plan(modules={}, gap=gap)
+    rng = torch.Generator().manual_seed(0)
+    cotangent = torch.randn(outputs.shape, generator=rng, dtype=torch.float64).to(outputs)
+    weights = torch.rand(size, generator=rng, dtype=torch.float64).to(outputs) + 0.5
+    weighted = cotangent * weights.view(-1, *(1,) * (cotangent.ndim - 1))
+    expected = _gradient(risk, few, weighted)
+    norm = torch.stack([value.double().norm() for value in expected.values()]).norm()
+    eps = torch.finfo(risk.theta.dtype).eps
+
+    def agrees(name: str, gradients: Tensor) -> bool:
+        gap = (torch.tensordot(weights, gradients[0], 1) - expected[name]).double().norm()
+        # Some gradients are pure roundoff, such as that of a bias before a softmax.
+        return bool(gap <= 10 * eps**0.5 * expected[name].double().norm() + 100 * eps * norm)
+
+    good, layers = {}, dict(risk.model.named_modules())
+    for name, deltas in (_attempt(lambda: recorded_pass.pull(cotangent[None])) or {}).items():
+        call = recorded_pass.calls[name]
+        gradients = _attempt(partial(rules.sample_gradients, layers[name], call, deltas))
+        if gradients and all(agrees(full_name(name, key), gradients[key]) for key in modules[name]):
+            good[name] = modules[name]
+    by_module = {full_name(module, key) for module, keys in good.items() for key in keys}
+    whole = tuple(name for name in risk.space.shapes if name not in by_module)
+    gap = ""
+    if whole:
+        parts = _attempt(lambda: list(_whole_gradients(risk, few, whole, cotangent[None])))
+        if parts is None:
+            gap = f"torch cannot map the gradient in {whole[0]} over samples"
+        elif not all(agrees(name, torch.cat([p[name] for p in parts], 1)) for name in whole):
+            gap = "the samples of a batch depend on each other"
+    by_sample = {name: recorded_pass.calls[name].by_sample() for name in good}
+    return Plan(modules=good, by_sample=by_sample, whole=whole, columns=columns, gap=gap)
+
+
+def _gradient(risk: Risk, few: Context, cotangent: Tensor) -> Params:
+    # Not by torch.func, which cannot differentiate checkpointed activations.
+    with recording():
+        params = {name: value.detach().requires_grad_() for name, value in risk.params.items()}
+        outputs = risk.evaluate(params, few)[0]
+    if not outputs.requires_grad:
+        return {name: torch.zeros_like(value) for name, value in params.items()}
+    leaves = list(params.values())
+    gradients = torch.autograd.grad(outputs, leaves, cotangent, materialize_grads=True)
+    return dict(zip(params, gradients, strict=True))
+
+
+def _attempt(call: Callable[[], Any]) -> Any:
+    """Return the result of a call, or ``None`` if it fails as unsuitable modules do."""
+    try:
+        return call()
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, TypeError, LookupError, NotImplementedError):
+        return None
+
+
+def _untied(model: nn.Module, modules: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Return the modules that share no parameter with another module."""
+    users: dict[int, set[str]] = {}
+    for name, value in model.named_parameters(remove_duplicate=False):
+        users.setdefault(id(value), set()).add(name.rpartition(".")[0])
+    shared = {module for several in users.values() if len(several) > 1 for module in several}
+    return {module: keys for module, keys in modules.items() if module not in shared}
+
+
+# ------------------------------------------------------------------------------------------
+# Passes over the data by a plan, and sums of squares.
+
+
+def passes(risk: Risk, plan: Plan, columns: Columns) -> Iterator[tuple[float, ForwardPass, Parts]]:
+    """Yield weight, forward pass and derivatives of each batch. Call inside ``settings``.
+
+    The derivatives come in parts of the columns: by module, or as sample gradients
+    ``(c, batch, *shape)`` of parameters for which the whole model is differentiated.
+    """
+    for index, context, weight in risk.contexts():
+        size = risk.batch_sizes[index]
+        full = forward_pass(risk, context, plan.modules, size)
+        # An argument may have as many rows as there are samples by coincidence.
+        calls = {
+            name: call
+            for name, call in full.calls.items()
+            if call.by_sample() == plan.by_sample[name]
+        }
+        full = replace(full, calls=calls)
+        lost = [
+            full_name(module, key)
+            for module, keys in plan.modules.items()
+            if module not in calls
+            for key in keys
+        ]
+        whole = tuple(name for name in risk.space.shapes if name in (*plan.whole, *lost))
+        yield weight, full, _parts(risk, context, full, columns(index, full), whole)
+
+
+def _parts(
+    risk: Risk, context: Context, full: ForwardPass, columns: Tensor, whole: tuple[str, ...]
+) -> Parts:
+    entries = sum(call.output.numel() for call in full.calls.values())
+    for part in columns.split(max(1, LIMITS.derivatives // max(1, entries))):
+        yield full.pull(part), {}
+    if whole:
+        for gradients in _whole_gradients(risk, context, whole, columns):
+            yield {}, gradients
+
+
+def _whole_gradients(
+    risk: Risk, context: Context, names: tuple[str, ...], columns: Tensor
+) -> Iterator[Params]:
+    """Yield gradients ``(c, batch, *shape)`` through the whole model, in parts."""
+    params, size = risk.params, columns.shape[1]
+    chosen = {name: params[name] for name in names}
+
+    def forward(point: Params, sample: Any) -> Tensor:
+        outputs: Tensor = risk.evaluate(params | point, context.on(sample))[0]
+        return outputs
+
+    for part, some in rules.chunks(columns, risk.space.size):
+        samples = take_rows(context.samples, some, size)
+        yield rules.mapped_gradients(forward, chosen, samples, columns[part, some])
+
+
+def root_columns(risk: Risk) -> Columns:
+    """Return the columns of the root of the Hessian in the outputs."""
+    known = known_loss(risk.loss_fn)
+    if known is None:
+        raise ValueError(f"loss_fn must be one whose Hessian is known, got {risk.loss_fn}")
+    return lambda index, full: known.root(full.outputs.detach(), full.target)
+
+
+def _by_structure(risk: Risk, quantity: Quantity) -> Exact:
+    plan = structure_plan(risk)
+    if plan.gap:
+        return Exact(None, plan.gap)
+    diagonal = {name: torch.zeros_like(value) for name, value in risk.params.items()}
+    trace = torch.zeros((), dtype=torch.float64, device=risk.theta.device)
+    layers = dict(risk.model.named_modules())
+    with risk.settings():
+        for weight, full, parts in passes(risk, plan, root_columns(risk)):
+            for derivatives, gradients in parts:
+                for name, deltas in derivatives.items():
+                    layer, call = layers[name], full.calls[name]
+                    if quantity == "trace":
+                        # Cheaper than the diagonal: |delta a'| is known without forming delta a'.
+                        trace += weight * rules.squared_norm(layer, call, deltas)
+                        continue
+                    for key, square in rules.squared_gradients(layer, call, deltas).items():
+                        diagonal[full_name(name, key)].add_(square, alpha=weight)
+                for name, gradient in gradients.items():
+                    squares = gradient.square().sum((0, 1))
+                    diagonal[name].add_(squares, alpha=weight)
+                    trace += weight * squares.sum(dtype=torch.float64)
+    if quantity == "trace":
+        return Exact(float(risk.sum_over_processes(trace)) + risk.l2 * risk.space.size, plan.note())
+    return Exact(risk.sum_over_processes(risk.space.flatten(diagonal)) + risk.l2, plan.note())
+
+
+@exact.register
+def _(op: GGNOperator, quantity: Quantity) -> Exact:
+    return _by_structure(op.risk, quantity)
+
+
+# ------------------------------------------------------------------------------------------
+# Hessians of piecewise-linear networks.
+#
+# If linear layers and piecewise-linear functions use every parameter once, the outputs are linear
+# in each single parameter: d^2 f / d theta_p^2 = 0, and so H_pp = G_pp.
+
+LEAVES = {
+    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d,
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
+    nn.ReLU, nn.LeakyReLU, nn.Identity, nn.Flatten, nn.Unflatten,
+    nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d,
+    nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d,
+    nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d,
+}  # fmt: skip
+
+
+def piecewise_gap(risk: Risk) -> str:
+    """Return why the outputs may not be piecewise linear in single parameters, or ``""``."""
+    if risk.adapter.custom is not None:
+        return "forward= may do anything with the outputs"
+    for name, module in risk.model.named_modules():
+        kind, label = type(module), name or "the model"
+        if kind is not nn.Sequential and kind not in LEAVES:
+            return f"{label} is a {kind.__name__}, not known to be piecewise linear"
+        if module._forward_hooks or module._forward_pre_hooks:
+            return f"{label} has hooks"
+        if isinstance(module, _BatchNorm) and module.running_mean is None:
+            return f"{label} has no running statistics and couples samples"
+    values = [id(value) for _, value in risk.model.named_parameters(remove_duplicate=False)]
+    return "parameters are tied" if len(set(values)) < len(values) else ""
+
+
+@exact.register
+def _(op: HessianOperator, quantity: Quantity) -> Exact:
+    if gap := piecewise_gap(op.risk):
+        return Exact(None, gap)
+    value, note = _by_structure(op.risk, quantity)
+    same = "; a piecewise-linear network has the diagonal of its Gauss-Newton matrix"
+    return Exact(value, note if value is None else note + same)

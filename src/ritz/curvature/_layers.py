@@ -1,0 +1,315 @@
+"""Curvature layer by layer: block-diagonal matrices and Kronecker factors (K-FAC)."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, final
+
+import torch
+from torch import Tensor, nn
+
+from ritz import operators
+from ritz._core.checks import check_choice, check_finite
+from ritz._core.modes import recording
+from ritz._core.progress import Progress, tracking
+from ritz._core.storage import storable
+from ritz.curvature import _matrices as matrices
+from ritz.curvature import _sample_gradients as rules
+from ritz.curvature._exact import Columns, passes, root_columns, structure_plan
+from ritz.curvature._matrices import MATRICES, CurvatureMatrix, curvature_operator
+from ritz.curvature._modes import LIMITS, Selection, select_names
+from ritz.curvature._products import EngineName
+from ritz.curvature._risk import Risk
+from ritz.curvature._sample_gradients import Call, ForwardPass, full_name, owners
+from ritz.operators import BlockDiagonalOperator, Exact, LinearOperator, exact
+from ritz.operators._shared import Quantity
+
+# ------------------------------------------------------------------------------------------
+# Blocks of layers.
+
+
+def block_diagonal(
+    risk: Risk,
+    *,
+    matrix: CurvatureMatrix = "hessian",
+    by: Sequence[Selection] | None = None,
+    engine: EngineName = "auto",
+    memory: int = 2 * 2**30,
+) -> BlockDiagonalOperator:
+    r"""Return the block-diagonal part :math:`\operatorname{diag}(A_{11}, \dots, A_{mm})` by layer.
+
+    Each block is the matrix of the risk as a function of the parameters of the block. A product
+    costs one product with each block.
+
+    Args:
+        risk: The loss at a point.
+        matrix: ``hessian`` or ``ggn``.
+        by: The blocks, as regular expressions that match the beginning of names, lists of names or
+            functions of a name. They must take every parameter once, in the order of
+            ``risk.theta``. Defaults to one block per module that owns parameters.
+        engine: ``linearized`` (traced once), ``eager``, or ``auto``: ``linearized`` if the model
+            can be traced.
+        memory: Bytes for cached linearisations of all blocks.
+    """
+    check_choice("matrix", matrix, MATRICES)
+    names = list(risk.space.shapes)
+    groups = [[full_name(module, key) for key in keys] for module, keys in owners(names).items()]
+    if by is not None:
+        groups = _groups(names, by)
+    return BlockDiagonalOperator(
+        [
+            curvature_operator(risk.on(group), matrix, engine=engine, memory=memory // len(groups))
+            for group in groups
+        ]
+    )
+
+
+def _groups(names: list[str], by: Sequence[Selection]) -> list[list[str]]:
+    if isinstance(by, str) or not isinstance(by, Sequence) or not by:
+        raise TypeError(
+            f"by must be a list of choices of parameters, one for each block, got {by!r}"
+        )
+    groups = [select_names(names, choice) for choice in by]
+    taken = [name for group in groups for name in group]
+    if taken != names:
+        raise ValueError(f"by must take every parameter once, in the order {names}, got {taken}")
+    return groups
+
+
+# ------------------------------------------------------------------------------------------
+# Kronecker-factored curvature (K-FAC): the block of a layer as a product of two factors.
+#
+# The gradient of a linear layer for a sample is sum_t delta_t a_t', summed over positions t. If
+# inputs a and derivatives delta were independent of each other and at different positions,
+#
+#     G_layer = E[sum_t delta_t delta_t'] (x) E[(1 / T) sum_t a_t a_t'],
+#
+# with a 1 appended to a for the bias.
+
+KFACKind = Literal["ggn", "monte_carlo", "empirical"]
+
+
+@storable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KroneckerFactors:
+    """The two factors of the block of a layer.
+
+    Attributes:
+        inputs: Second moment of the inputs, ``(i, i)``. If the bias is chosen, the last input is
+            the constant 1.
+        outputs: Second moment of the derivatives in the outputs, ``(o, o)``.
+    """
+
+    inputs: Tensor
+    outputs: Tensor
+
+    def __str__(self) -> str:
+        return f"{len(self.inputs)} inputs by {len(self.outputs)} outputs"
+
+
+@final
+class LayerOperator(LinearOperator):
+    r"""The matrix :math:`G \otimes A + \mu I` on weight and bias of a layer, in their flat order.
+
+    The weight ``(o, i)`` comes first, row by row, then the bias ``(o,)``. The product with
+    :math:`V = [W\ b]` is :math:`G V A + \mu V`.
+
+    Args:
+        factors: :math:`A` and :math:`G`.
+        bias: The last input is that of a bias.
+        shift: :math:`\mu`.
+    """
+
+    def __init__(self, factors: KroneckerFactors, *, bias: bool, shift: float = 0.0) -> None:
+        like = factors.inputs
+        for name in ("inputs", "outputs"):
+            value = getattr(factors, name)
+            if value.ndim != 2 or len(value) != value.shape[1] or value.dtype != like.dtype:
+                raise ValueError(
+                    f"{name} must be square and of {like.dtype}, got "
+                    f"{tuple(value.shape)} of {value.dtype}"
+                )
+            check_finite(name, value)
+        super().__init__(len(like) * len(factors.outputs), dtype=like.dtype, device=like.device)
+        self.factors, self.bias, self.shift = factors, bias, shift
+
+    def _matmat(self, block: Tensor) -> Tensor:
+        # V -> G V A + mu V, for each column as a matrix [W b].
+        A, G = self.factors.inputs, self.factors.outputs
+        V = self._joint(block)
+        return self._flat(torch.einsum("pq,qik,ij->pjk", G, V, A).add_(V, alpha=self.shift))
+
+    def _joint(self, block: Tensor) -> Tensor:
+        """Return a block ``(n, k)`` as ``(o, i, k)``."""
+        width, count = len(self.factors.outputs), block.shape[1]
+        if not self.bias:
+            return block.reshape(width, -1, count)
+        weight = block[:-width].reshape(width, len(self.factors.inputs) - 1, count)
+        return torch.cat([weight, block[-width:].unsqueeze(1)], 1)
+
+    def _flat(self, joint: Tensor) -> Tensor:
+        if not self.bias:
+            return joint.flatten(0, 1)
+        return torch.cat([joint[:, :-1].flatten(0, 1), joint[:, -1]])
+
+    def _detail(self) -> str:
+        return str(self.factors)
+
+
+@exact.register
+def _(op: LayerOperator, quantity: Quantity) -> Exact:
+    A, G = op.factors.inputs, op.factors.outputs
+    if quantity == "trace":
+        # tr (G (x) A) = tr G tr A
+        return Exact(float(G.double().trace() * A.double().trace()) + op.shift * op.shape[0])
+    entries = torch.outer(G.diagonal(), A.diagonal())
+    return Exact(op._flat(entries.unsqueeze(2))[:, 0] + op.shift)
+
+
+def kfac(
+    risk: Risk,
+    *,
+    kind: KFACKind = "ggn",
+    generator: torch.Generator | None = None,
+    progress: bool | Progress = False,
+) -> BlockDiagonalOperator:
+    r"""Return a Kronecker-factored Gauss-Newton or Fisher matrix, one block per module.
+
+    The blocks of linear layers and of convolutions without groups are :class:`LayerOperator`, whose
+    ``factors`` are :math:`A` and :math:`G`. Positions count as samples; for convolutions :math:`A`
+    is summed over them and :math:`G` averaged, as in the paper. It is exact for one sample without
+    positions, and for deep linear networks with squared error. Any other module has its exact block
+    if it has up to 2048 parameters, and the diagonal of the block otherwise.
+
+    Args:
+        risk: The loss at a point, of samples that do not depend on each other.
+        kind: The columns :math:`\delta` starts from: ``ggn`` (every column of a root of the Hessian
+            in the outputs: no sampling, one backward pass per output), ``monte_carlo`` (the loss of
+            a label drawn from the model, one pass) or ``empirical`` (the loss itself, one pass).
+        generator: Source of the labels.
+        progress: Show a progress bar over batches, or a :class:`Progress` to report to.
+
+    Reference: Martens and Grosse (2015); Grosse and Martens (2016), equation 30; Eschenhagen,
+    Immer, Turner, Schneider and Hennig (2023), expand setting; Bernacchia, Lengyel and
+    Hennequin (2018) for linear networks.
+    """
+    check_choice("kind", kind, ("ggn", "monte_carlo", "empirical"))
+    matrices.require_outputs(risk, "kfac()")
+    columns = _columns(risk, kind, generator)
+    plan = structure_plan(risk, roots=kind == "ggn")
+    if plan.gap:
+        raise ValueError(f"kfac() is not possible here: {plan.gap}")
+    layers = dict(risk.model.named_modules())
+    blocks = {
+        name: _Block(risk, name, keys, layers[name], alone=name in plan.modules)
+        for name, keys in owners(list(risk.space.shapes)).items()
+    }
+    with risk.settings(), tracking(progress, "K-FAC", risk.num_batches) as bar:
+        for done, (weight, full, parts) in enumerate(passes(risk, plan, columns), 1):
+            if lost := sorted(set(plan.modules) - set(full.calls)):
+                raise ValueError(f"modules must be called once on every batch, not so {lost}")
+            for number, (derivatives, gradients) in enumerate(parts):
+                for name, deltas in derivatives.items():
+                    blocks[name].add(full.calls[name], deltas, weight, first=number == 0)
+                for name in {name.rpartition(".")[0] for name in gradients}:
+                    blocks[name].add_gradients(gradients, weight)
+            bar.update(done)
+    return BlockDiagonalOperator([block.operator() for block in blocks.values()])
+
+
+def _columns(risk: Risk, kind: KFACKind, generator: torch.Generator | None) -> Columns:
+    if kind == "ggn":
+        return root_columns(risk)
+    if kind == "empirical":
+        return lambda index, full: _loss_column(risk, full)
+    known, seeds = matrices.likelihood(risk), matrices.batch_seeds(risk, generator)
+
+    def columns(index: int, full: ForwardPass) -> Tensor:
+        outputs = full.outputs.detach()
+        labels = known.draw(outputs, full.target, torch.Generator().manual_seed(seeds[index]))
+        return known.score(outputs, full.target, labels)[None]
+
+    return columns
+
+
+def _loss_column(risk: Risk, full: ForwardPass) -> Tensor:
+    with recording():
+        outputs = full.outputs.detach().requires_grad_()
+        loss = risk.adapter.loss(outputs, full.target)
+    # L = (1 / N) sum_i l_i: the derivative of L is that of l_i over N, and the mean of l_i's
+    # squares needs it over sqrt(N).
+    return torch.autograd.grad(loss, outputs)[0].unsqueeze(0) * math.sqrt(len(outputs))
+
+
+class _Block:
+    """The sums for one module: two factors, a matrix, or a diagonal."""
+
+    def __init__(
+        self, risk: Risk, name: str, keys: tuple[str, ...], module: nn.Module, *, alone: bool
+    ) -> None:
+        self.risk, self.module, self.keys = risk, module, keys
+        self.names = {key: full_name(name, key) for key in keys}
+        self.size = sum(risk.space.shapes[full].numel() for full in self.names.values())
+        linear = rules.unroll.dispatch(type(module)) is not rules.unroll.dispatch(object)
+        plain = keys in (("weight",), ("bias",), ("weight", "bias"))
+        self.factored = alone and linear and plain and getattr(module, "groups", 1) == 1
+        zeros = risk.theta.new_zeros
+        if self.factored:
+            # The weight is (o, ...). A bias alone is (o,) and has one input.
+            shape = risk.space.shapes[full_name(name, keys[0])]
+            width = shape[1:].numel() + (len(keys) > 1)
+            self.inputs, self.outputs = zeros(width, width), zeros(shape[0], shape[0])
+        else:
+            self.total = zeros(*(self.size,) * (2 if self.size <= LIMITS.dense_block else 1))
+
+    def add(self, call: Call, deltas: Tensor, weight: float, *, first: bool) -> None:
+        if self.factored:
+            self._add_factors(call, deltas, weight, first)
+        elif self.total.ndim == 1:
+            squares = rules.squared_gradients(self.module, call, deltas)
+            self.total.add_(torch.cat([squares[key].flatten() for key in self.keys]), alpha=weight)
+        else:
+            for columns, part in rules.chunks(deltas, self.size):
+                gradients = rules.sample_gradients(
+                    self.module, call.rows(part), deltas[columns, part]
+                )
+                self.add_gradients({self.names[key]: gradients[key] for key in self.keys}, weight)
+
+    def add_gradients(self, gradients: dict[str, Tensor], weight: float) -> None:
+        # Gradients ``(c, batch, *shape)``, each as a row.
+        parts = [gradients[name] for name in self.names.values()]
+        rows = torch.cat([part.reshape(part.shape[:2].numel(), -1) for part in parts], 1)
+        if self.total.ndim == 1:
+            self.total.add_(rows.square().sum(0), alpha=weight)
+        else:
+            self.total.addmm_(rows.T, rows, alpha=weight)
+
+    def _add_factors(self, call: Call, deltas: Tensor, weight: float, first: bool) -> None:
+        parts = rules.unroll(self.module, call, deltas)
+        if parts is None:
+            raise RuntimeError(f"{type(self.module).__name__} must be linear at positions")
+        # a is (batch, T, i), delta is (c, batch, o, T).
+        a, delta = parts[0][:, 0].transpose(1, 2), parts[1][:, :, 0]
+        batch, positions = a.shape[:2]
+        # 1 / T goes to either factor: their product is the same, but not if they are damped.
+        convolves = isinstance(self.module, nn.modules.conv._ConvNd)
+        split = (1, 1 / positions) if convolves else (1 / positions, 1)
+        if first:
+            ones = a.new_ones(batch, positions, 1)
+            both = [a] * ("weight" in self.keys) + [ones] * ("bias" in self.keys)
+            rows = torch.cat(both, 2).flatten(0, 1)
+            self.inputs.addmm_(rows.T, rows, alpha=weight * split[0] / batch)
+        rows = delta.transpose(2, 3).flatten(0, 2)
+        self.outputs.addmm_(rows.T, rows, alpha=weight * split[1])
+
+    def operator(self) -> LinearOperator:
+        """Return the block, summed over processes."""
+        total_of, shift = self.risk.sum_over_processes, self.risk.l2
+        if self.factored:
+            pair = KroneckerFactors(inputs=total_of(self.inputs), outputs=total_of(self.outputs))
+            return LayerOperator(pair, bias="bias" in self.keys, shift=shift)
+        total = total_of(self.total)
+        if total.ndim == 1:
+            return operators.DiagonalOperator(total + shift)
+        total.diagonal().add_(shift)
+        return operators.DenseOperator(total)

@@ -1,0 +1,391 @@
+"""Losses: closed forms of known ones, losses of samples, labels; and how a batch meets a model."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor, nn
+from torch.func import grad, jvp, vjp, vmap
+from torch.nn import functional
+
+from ritz._core.batches import split_labels
+
+# ------------------------------------------------------------------------------------------
+# Losses of torch as functions of the outputs f, with derivatives in closed form.
+
+LossFunction = Callable[[Any, Any], Tensor]
+Kind = Literal["cross_entropy", "binary_cross_entropy", "squared_error"]
+
+_KINDS: dict[Any, Kind] = {
+    nn.CrossEntropyLoss: "cross_entropy",
+    nn.BCEWithLogitsLoss: "binary_cross_entropy",
+    nn.MSELoss: "squared_error",
+    functional.cross_entropy: "cross_entropy",
+    functional.binary_cross_entropy_with_logits: "binary_cross_entropy",
+    functional.mse_loss: "squared_error",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownLoss:
+    r"""A loss of torch, the mean over terms, with its derivatives in the outputs.
+
+    A term is a sample (squared error), an output (binary cross-entropy) or a label
+    (cross-entropy; several per sample for outputs with positions, such as tokens).
+
+    Attributes:
+        kind: ``cross_entropy``, ``binary_cross_entropy`` or ``squared_error``.
+        ignore_index: Label whose term is left out, for ``cross_entropy``.
+        smoothing: Probability spread over all classes, for ``cross_entropy``.
+    """
+
+    kind: Kind
+    ignore_index: int = -100
+    smoothing: float = 0.0
+
+    def hessian(self, outputs: Tensor, target: Tensor, tangent: Tensor) -> Tensor:
+        """Return the Hessian in the outputs times ``tangent``, of the same shape."""
+        if self.kind != "cross_entropy":
+            return tangent * self._second_derivative(outputs)
+        # (diag(p) - p p') t, with p = softmax(f)
+        p = outputs.softmax(1)
+        mixed = p * tangent
+        product = mixed - p * mixed.sum(1, keepdim=True)
+        return product * self.weights(target, outputs).unsqueeze(1)
+
+    def root(self, outputs: Tensor, target: Tensor) -> Tensor:
+        r"""Return columns of a root of the Hessian of each sample, ``(c, *outputs.shape)``.
+
+        :math:`\nabla^2 \ell = \sum_c s_c s_c^\top`, with as many columns as a sample has outputs.
+        """
+        size = outputs[0].numel()
+        units = torch.eye(size, dtype=outputs.dtype, device=outputs.device)
+        units = units.view(size, 1, *outputs.shape[1:])
+        if self.kind != "cross_entropy":
+            return units * self._second_derivative(outputs).sqrt()
+        p = outputs.softmax(1)
+        # s_c = sqrt(p_c) (e_c - p): sum_c s_c s_c' = diag(p) - p p'. At other positions s_c = 0.
+        root_p = (units * p).sum(2, keepdim=True).sqrt()
+        weights = self.weights(target, outputs).sqrt().unsqueeze(1)
+        return root_p * (units - p) * weights
+
+    def _second_derivative(self, outputs: Tensor) -> Tensor:
+        """Return the diagonal Hessian of a loss that is a sum over outputs."""
+        if self.kind == "squared_error":
+            # d^2/df^2 (f - y)^2 = 2
+            return torch.full_like(outputs, 2 / outputs.numel())
+        # p (1 - p), with p = sigmoid(f)
+        p = outputs.sigmoid()
+        return p * (1 - p) / outputs.numel()
+
+    def score(self, outputs: Tensor, target: Any, drawn: Tensor) -> Tensor:
+        r"""Return :math:`s`, the gradient in the outputs at drawn labels, scaled by term.
+
+        :math:`\mathbb{E}[s s^\top]` is the Hessian, if the labels are drawn by :meth:`draw`.
+        """
+        if self.kind == "squared_error":
+            return (outputs - drawn) * (2 / outputs[0].numel() / math.sqrt(len(outputs)))
+        if self.kind == "binary_cross_entropy":
+            return (outputs.sigmoid() - drawn) / math.sqrt(outputs.numel())
+        # p - e_y. An ignored label has weight zero, so any class may stand in for it.
+        if not target.is_floating_point():
+            drawn = torch.where(target == self.ignore_index, 0, drawn)
+        one_hot = functional.one_hot(drawn, outputs.shape[1]).movedim(-1, 1)
+        weights = self.weights(target, outputs).sqrt().unsqueeze(1)
+        return (outputs.softmax(1) - one_hot.to(outputs.dtype)) * weights
+
+    def sampled_hessian(
+        self, outputs: Tensor, target: Any, drawn: Tensor, tangent: Tensor
+    ) -> Tensor:
+        r"""Return :math:`s (s^\top t)`, with a product for each term, at drawn labels."""
+        score = self.score(outputs, target, drawn)
+        along = score * tangent
+        if self.kind == "squared_error" and along.ndim > 1:
+            along = along.sum(tuple(range(1, along.ndim)), keepdim=True)
+        elif self.kind == "cross_entropy":
+            along = along.sum(1, keepdim=True)
+        return score * along
+
+    def draw(self, outputs: Tensor, target: Tensor, generator: torch.Generator) -> Tensor:
+        """Draw labels from the model whose negative log likelihood is the loss."""
+        outputs = outputs.detach()
+        if self.kind == "squared_error":
+            # The mean of d squares is the negative log likelihood of a Gaussian of variance d / 2.
+            noise = torch.randn(outputs.shape, generator=generator, dtype=torch.float64)
+            return outputs + noise.to(outputs) * math.sqrt(outputs.shape[1:].numel() / 2)
+        binary = self.kind == "binary_cross_entropy"
+        shape = outputs.shape if binary else (len(outputs), *outputs.shape[2:])
+        uniform = torch.rand(shape, generator=generator, dtype=torch.float64).to(outputs.device)
+        if binary:
+            return (uniform < outputs.sigmoid()).to(outputs.dtype)
+        # The class whose interval of the cumulative distribution holds the uniform number.
+        below = outputs.double().softmax(1).cumsum(1) < uniform.unsqueeze(1)
+        drawn = below.sum(1).clamp_max(outputs.shape[1] - 1)  # roundoff: the sum may be below 1
+        if target.is_floating_point():
+            return drawn
+        return torch.where(target == self.ignore_index, target, drawn)
+
+    def weights(self, target: Tensor, outputs: Tensor) -> Tensor:
+        """Return the weight of each label in the mean, of the shape of class labels."""
+        if target.is_floating_point():
+            # Probabilities of all classes. torch does not require that they sum to one.
+            mass = (1 - self.smoothing) * target.sum(1) + self.smoothing
+            return mass.to(outputs.dtype) * (outputs.shape[1] / outputs.numel())
+        counted = (target != self.ignore_index).to(outputs.dtype)
+        return counted / counted.sum()
+
+
+def known_loss(loss_fn: Any) -> KnownLoss | None:
+    """Return the closed forms of a loss of torch: a module, a function or a partial of one."""
+    kind, options = _described(loss_fn)
+    weighted = options.get("weight") is not None or options.get("pos_weight") is not None
+    if kind is None or weighted or options.get("reduction", "mean") != "mean":
+        return None
+    return KnownLoss(
+        kind=kind,
+        ignore_index=options.get("ignore_index", -100),
+        smoothing=options.get("label_smoothing", 0.0),
+    )
+
+
+def check_reduction(loss_fn: Any) -> None:
+    """Raise for a loss of torch that is a sum over the batch."""
+    options = _described(loss_fn)[1]
+    if old := [name for name in ("size_average", "reduce") if options.get(name) is not None]:
+        raise ValueError(f"loss_fn must say by reduction='mean' what it returns, got {old}")
+    if options.get("reduction") == "sum":
+        raise ValueError("loss_fn must return the mean over a batch, got one with reduction='sum'")
+
+
+def _described(loss_fn: Any) -> tuple[Kind | None, dict[str, Any]]:
+    """Return the kind of a loss of torch, if it is one, and its options."""
+    options: dict[str, Any] = {}
+    if isinstance(loss_fn, nn.Module):
+        names = ("reduction", "weight", "pos_weight", "ignore_index", "label_smoothing")
+        options = {name: getattr(loss_fn, name) for name in names if hasattr(loss_fn, name)}
+        return _KINDS.get(type(loss_fn)), options
+    while isinstance(loss_fn, partial):
+        if loss_fn.args:
+            return None, options
+        options = loss_fn.keywords | options
+        loss_fn = loss_fn.func
+    return _KINDS.get(loss_fn) if callable(loss_fn) and loss_fn.__hash__ else None, options
+
+
+def output_hessian(
+    loss_fn: Any, outputs: Any, target: Any, tangent: Any, reverse: bool = False
+) -> Any:
+    """Return the Hessian of a loss in the outputs times a tangent, in closed form if known.
+
+    Some losses have no forward rule for their backward pass; ``reverse`` uses reverse rules alone.
+    """
+    known = known_loss(loss_fn)
+    if known is not None:
+        return known.hessian(outputs, target, tangent)
+    gradient = grad(lambda point: loss_fn(point, target))
+    if reverse:
+        return vjp(gradient, outputs)[1](tangent)[0]
+    return jvp(gradient, (outputs,), (tangent,))[1]
+
+
+def sample_losses(loss_fn: Any, outputs: Tensor, target: Any) -> Tensor:
+    """Return the loss of each sample, ``(batch,)``, from a loss that returns the mean of a batch.
+
+    For cross-entropy the mean over all samples is the loss of the batch even if labels are ignored:
+    a sample counts by its labels. Any other loss is called on batches of one sample.
+    """
+    known = known_loss(loss_fn)
+    if known is None or known.kind != "cross_entropy" or target.is_floating_point():
+        return losses_alone(loss_fn, outputs, target)
+    terms = functional.cross_entropy(
+        outputs,
+        target,
+        reduction="none",
+        ignore_index=known.ignore_index,
+        label_smoothing=known.smoothing,
+    )
+    shares = terms * known.weights(target, outputs)
+    return shares.reshape(len(outputs), -1).sum(1) * len(outputs)
+
+
+def losses_alone(loss_fn: Any, outputs: Tensor, target: Any) -> Tensor:
+    """Return the loss of each sample as a batch of one, ``(batch,)``."""
+    losses: Tensor = vmap(lambda output, label: loss_fn(output.unsqueeze(0), label.unsqueeze(0)))(
+        outputs, target
+    )
+    return losses
+
+
+# ------------------------------------------------------------------------------------------
+# Class labels.
+
+
+def is_kept(loss_fn: Any, labels: Tensor) -> Tensor:
+    """Return which labels a loss does not ignore."""
+    ignored: int = _described(loss_fn)[1].get("ignore_index", -100)
+    return labels != ignored
+
+
+def term_mass(loss_fn: Any, target: Any) -> Tensor | None:
+    """Return what cross-entropy divides by: the number of labels, or the sum of their weights.
+
+    ``None`` if the loss is the mean over all elements of the target, or is not known.
+    """
+    kind, options = _described(loss_fn)
+    if kind != "cross_entropy" or not isinstance(target, Tensor) or target.is_floating_point():
+        return None
+    counted = is_kept(loss_fn, target)
+    weight: Tensor | None = options.get("weight")
+    if weight is None:
+        return counted.sum()
+    return (weight.to(target.device)[torch.where(counted, target, 0)] * counted).sum()
+
+
+def check_labels(loss_fn: Any, outputs: Any, target: Any, where: str, *, some: bool = True) -> None:
+    """Raise if class labels of cross-entropy are out of range, which crashes a GPU process.
+
+    With ``some``, raise as well if all labels are ignored.
+    """
+    kind = _described(loss_fn)[0]
+    if kind != "cross_entropy" and not isinstance(loss_fn, nn.CrossEntropyLoss):
+        return
+    if not isinstance(target, Tensor) or target.is_floating_point():
+        return
+    labels = target[is_kept(loss_fn, target)]
+    if not len(labels):
+        if some:
+            raise ValueError(f"labels of {where} must not all be ignored")
+        return
+    low, high, classes = int(labels.min()), int(labels.max()), outputs.shape[1]
+    if low < 0 or high >= classes:
+        raise ValueError(
+            f"labels of {where} must be between 0 and {classes - 1}, as the outputs "
+            f"have {classes} classes; got {low if low < 0 else high}"
+        )
+
+
+def outputs_and_labels(loss_fn: Any, outputs: Any, target: Any) -> tuple[Tensor, Tensor] | None:
+    """Return outputs ``(n, classes)`` and labels ``(n,)`` of a batch, without ignored labels.
+
+    ``None`` if the target does not hold class labels as in cross-entropy: integers, one for each
+    vector of at least two outputs along axis 1.
+    """
+    if not isinstance(outputs, Tensor) or not isinstance(target, Tensor):
+        return None
+    if target.is_floating_point() or target.dtype == torch.bool or outputs.ndim < 2:
+        return None
+    if outputs.shape[1] < 2 or outputs.shape[:1] + outputs.shape[2:] != target.shape:
+        return None
+    rows, labels = outputs.movedim(1, -1).reshape(-1, outputs.shape[1]), target.reshape(-1)
+    counted = is_kept(loss_fn, labels)
+    return rows[counted], labels[counted]
+
+
+def num_correct(loss_fn: Any, outputs: Any, target: Any) -> tuple[int, int]:
+    """Return the number of labels with the largest output, and of all; zeros without labels."""
+    pair = outputs_and_labels(loss_fn, outputs, target)
+    if pair is None:
+        return 0, 0
+    return int((pair[0].argmax(1) == pair[1]).sum()), len(pair[1])
+
+
+# ------------------------------------------------------------------------------------------
+# The model with its loss, called on batches.
+
+Forward = Callable[[nn.Module, Any], Any]
+
+
+@final
+class Adapter(nn.Module):
+    """A model with a loss, called on whole batches.
+
+    It is a module around the model, so that one functional call replaces all parameters, whichever
+    method of the model a user-defined ``forward`` calls. The model itself is not modified.
+
+    Args:
+        model: The user's model.
+        loss_fn: Takes outputs and target, returns the mean loss of the batch. ``None`` if the
+            model returns the loss itself.
+        forward: Takes the model and a batch, returns ``(outputs, target)``; without ``loss_fn`` it
+            returns the loss.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFunction | None, forward: Forward | None
+    ) -> None:
+        super().__init__()
+        self.model, self.loss_fn, self.custom = model, _Callable(loss_fn), forward
+        known = known_loss(loss_fn)
+        self.squared = known is not None and known.kind == "squared_error"
+
+    def forward(self, batch: Any) -> tuple[Any, Any]:
+        """Return outputs and target of a batch; loss and ``None`` if the model returns the loss."""
+        without_loss, named = self.loss_fn.call is None, isinstance(batch, Mapping)
+        if self.custom is not None:
+            result = self.custom(self.model, batch)
+            if without_loss:
+                return result, None
+            if not isinstance(result, tuple) or len(result) != 2:
+                raise TypeError(
+                    f"forward must return (outputs, target), got {type(result).__name__}"
+                )
+            return result
+        if without_loss and named:
+            return _field(self.model(**batch), "loss"), None
+        if without_loss:
+            raise TypeError("loss_fn must be given for batches of (inputs, target), got None")
+        if named and "labels" not in batch:
+            raise KeyError(
+                f"a batch must have 'labels' for loss_fn, got {sorted(batch)}: pass "
+                "forward= to say how it is used"
+            )
+        if not named and (not isinstance(batch, tuple | list) or len(batch) < 2):
+            raise TypeError(
+                f"a batch must be (inputs, target) or a dictionary, got a "
+                f"{type(batch).__name__}: pass forward= to use it"
+            )
+        args, kwargs, target = split_labels(batch)
+        outputs = self.model(*args, **kwargs)
+        if isinstance(outputs, Mapping) or hasattr(outputs, "logits"):
+            outputs = _field(outputs, "logits")
+        return outputs, target
+
+    def target(self, batch: Any) -> Any:
+        """Return the target of a batch if it is known without a call of the model, or ``None``."""
+        if self.custom is not None or self.loss_fn.call is None:
+            return None
+        return split_labels(batch)[2]
+
+    def loss(self, outputs: Any, target: Any) -> Any:
+        """Return the mean loss of a batch."""
+        if self.loss_fn.call is None:
+            return outputs  # the loss itself
+        if not self.squared:
+            return self.loss_fn.call(outputs, target)
+        if outputs.shape != target.shape:
+            raise ValueError(
+                f"target must be of the shape of the outputs, "
+                f"{tuple(outputs.shape)}, got {tuple(target.shape)}"
+            )
+        # The mse_loss of torch has no forward rule for its backward pass.
+        return (outputs - target).square().mean()
+
+
+class _Callable:
+    """Hides a loss that is a module, whose parameters are not those of the model."""
+
+    def __init__(self, call: LossFunction | None) -> None:
+        self.call = call
+
+
+def _field(outputs: Any, name: str) -> Any:
+    value = outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
+    if value is None:
+        raise ValueError(
+            f"the model must return its {name!r}, got {type(outputs).__name__}; "
+            "pass forward= to say where it is"
+        )
+    return value

@@ -1,0 +1,278 @@
+"""A point in weight space, and the modes of model and torch in which all derivatives exist."""
+
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils.parametrizations import _WeightNorm
+from torch.nn.utils.weight_norm import WeightNorm
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree
+
+from ritz._core.batches import Batch, take_rows
+from ritz._core.checks import check_choice, check_real_floating
+from ritz._core.modes import Precision, arithmetic, evaluating, outside_inference
+from ritz._core.params import ParamSpace
+
+# ------------------------------------------------------------------------------------------
+# Sizes.
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Sizes at which computations are cut into parts, cached, or done in another way."""
+
+    # Bytes of batches in memory. Further data are loaded again for every product.
+    data: int = 4 * 2**30
+    # Bytes of primal parts that are cached on the CPU. A GPU offers half of its free memory.
+    cache: int = 2 * 2**30
+    # A trace takes seconds. Data in batches have two shapes; padded text has one per length.
+    max_traces: int = 8
+    # Rows transposed at once. A tile of 16384 x 8 doubles is 1 MB and stays in the L2 cache.
+    tile: int = 2**14
+    # Columns multiplied at once. On an H200 a column of a block of 8 takes 1.1 ms against 9.0 ms
+    # alone (MLP); on the CPU both take 18 ms (benchmarks/results/products*.json).
+    block_size: int = 8
+    # Error allowed in float32 on a GPU, where products may be in TF32 with 10 bits of mantissa.
+    gpu_rtol: float = 0.05
+    # Backward passes per batch for an exact diagonal. XTrace costs as much with its default of 32
+    # probes: 64 products of about 1.3 gradients, or 4 passes, each.
+    max_columns: int = 256
+    # Entries of derivatives in the outputs of modules at once: 128 MB of doubles.
+    derivatives: int = 2**24
+    # Entries of sample gradients of one module at once on the CPU: 32 MB of doubles, about the size
+    # of an L3 cache. A GPU takes 16 times as many, to be busy.
+    gradients: int = 2**22
+    # Entries of whole sample gradients in gradient_statistics: 256 MB in float64.
+    statistics: int = 2**25
+    # Parameters of a module without Kronecker factors whose block is formed: 32 MB of doubles.
+    dense_block: int = 2048
+    # Samples on which rules are checked. Two show that samples are coupled; four cost little.
+    checked_samples: int = 4
+
+
+LIMITS = Limits()
+
+# ------------------------------------------------------------------------------------------
+# A point in weight space: the parameters that vary, and everything that stays constant.
+
+Params = dict[str, Tensor]
+Selection = str | Sequence[str] | Callable[[str], bool]
+_DTYPES = {"float32": torch.float32, "tf32": torch.float32, "float64": torch.float64}
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Everything a loss depends on except the chosen parameters, as one tree of tensors.
+
+    Attributes:
+        constants: Frozen parameters, parameters that were not chosen, and buffers, by name.
+        batch: The samples.
+        masks: Masks of the dropout layers in the order of their calls; ``None`` without dropout.
+        extra: Further data of an operator, such as drawn labels.
+    """
+
+    constants: Params
+    batch: Batch
+    masks: list[Tensor] | None
+    extra: Any = None
+
+    @property
+    def samples(self) -> Batch:
+        """All that may have one row per sample."""
+        return self.batch, self.masks, self.extra
+
+    def on(self, samples: Batch) -> "Context":
+        """Return the context of other samples, in the form of :attr:`samples`."""
+        return Context(self.constants, *samples)
+
+    def rows(self, part: slice, size: int) -> "Context":
+        """Return the context of some samples of a batch of ``size`` samples."""
+        return self.on(take_rows(self.samples, part, size))
+
+
+_pytree.register_dataclass(Context, field_names=["constants", "batch", "masks", "extra"])
+
+
+def copy_state(
+    model: nn.Module, selection: Selection | None, precision: Precision | None
+) -> tuple[ParamSpace, Tensor, Params, torch.dtype | None]:
+    """Copy the state of a model.
+
+    Returns:
+        The space of the chosen parameters, their values ``(P,)``, all other parameters and buffers,
+        and the dtype that inputs must be converted to, or ``None``.
+    """
+    parameters = dict(model.named_parameters())
+    free = [name for name, tensor in parameters.items() if tensor.requires_grad and tensor.numel()]
+    if not free:
+        raise ValueError("model must have parameters that require a gradient, got none")
+    chosen = free if selection is None else select_names(free, selection)
+    devices = {parameters[name].device.type for name in chosen}
+    if len(devices) > 1 or "meta" in devices:
+        raise ValueError(
+            "model must have all its parameters, with their values, on one device, "
+            f"got {sorted(devices)}"
+        )
+    cast = _cast({parameters[name].dtype for name in chosen}, precision)
+    with outside_inference():
+        state = {
+            name: tensor.detach().to(
+                tensor.device, dtype=cast if tensor.is_floating_point() else None, copy=True
+            )
+            for name, tensor in (parameters | dict(model.named_buffers())).items()
+        }
+        values = {name: state.pop(name) for name in chosen}
+        space = ParamSpace(values)
+        return space, space.flatten(values), state, cast
+
+
+def select_names(names: list[str], selection: Selection) -> list[str]:
+    """Return the names that a selection chooses, in their order."""
+    if isinstance(selection, str):
+        try:
+            pattern = re.compile(selection)
+        except re.error as error:
+            raise ValueError(
+                f"params must be a regular expression, got {selection!r}: {error}"
+            ) from error
+        chosen = [name for name in names if pattern.match(name)]
+    elif callable(selection):
+        chosen = [name for name in names if selection(name)]
+    else:
+        wanted = set(selection)
+        if unknown := sorted(wanted - set(names)):
+            raise ValueError(
+                f"params must be names of parameters that require a gradient, got "
+                f"{unknown}; there are {names}"
+            )
+        chosen = [name for name in names if name in wanted]
+    if not chosen:
+        raise ValueError(
+            f"params must choose at least one parameter, got {selection!r}; there are {names}"
+        )
+    return chosen
+
+
+def _cast(dtypes: set[torch.dtype], precision: Precision | None) -> torch.dtype | None:
+    """Return the dtype to convert the model to, or ``None`` if it stays as it is."""
+    for dtype in dtypes:
+        check_real_floating("parameters", dtype)
+    if precision is not None:
+        check_choice("precision", precision, tuple(_DTYPES))
+        wanted = _DTYPES[precision]
+        return wanted if dtypes != {wanted} else None
+    # float32 holds all values of half precision exactly, and its products are far more accurate.
+    wide = dtypes - {torch.float16, torch.bfloat16}
+    if wide != dtypes and wide <= {torch.float32}:
+        return torch.float32
+    if len(dtypes) > 1:
+        raise ValueError(
+            f"parameters must be of one dtype, got {sorted(map(str, dtypes))}: pass "
+            "precision= to say which"
+        )
+    return None
+
+
+# ------------------------------------------------------------------------------------------
+# The modes of model and torch in which derivatives of every order exist.
+
+
+@contextmanager
+def product_modes(
+    model: nn.Module, *, batch_statistics: bool, precision: Precision | None, device: torch.device
+) -> Iterator[None]:
+    """Set the modes in which a model is differentiated for the block."""
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    with ExitStack() as stack:
+        stack.enter_context(evaluating(model, batch_statistics=batch_statistics))
+        # The other attention kernels have no second derivatives.
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        stack.callback(torch.backends.mha.set_fastpath_enabled, fast_path)
+        torch.backends.mha.set_fastpath_enabled(False)
+        stack.enter_context(arithmetic(precision))
+        stack.enter_context(without_warnings_of_fallbacks())
+        if device.type == "cuda" and any(isinstance(m, nn.RNNBase) for m in model.modules()):
+            # The recurrent kernels of cuDNN have no second derivatives either.
+            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+        if any(map(_needs_formulas, model.modules())):
+            stack.enter_context(_Formulas())
+        yield
+
+
+@contextmanager
+def without_warnings_of_fallbacks() -> Iterator[None]:
+    """Silence the warning of vmap that it computes an operation column by column."""
+    warn: Any = getattr(torch._C._functorch, "_set_vmap_fallback_warning_enabled")  # noqa: B009
+    warn(False)
+    try:
+        yield
+    finally:
+        warn(True)  # the default
+
+
+@contextmanager
+def without_warnings_of_torch() -> Iterator[None]:
+    """Ignore warnings of torch about its own code while it traces and compiles."""
+    with warnings.catch_warnings():
+        # torch.func.jvp loads code that torch itself deprecates.
+        warnings.filterwarnings("ignore", "`torch.jit.script", DeprecationWarning)
+        # The compiler reports how it splits reductions.
+        warnings.filterwarnings("ignore", r"\s*Online softmax", UserWarning)
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\._inductor")
+        yield
+
+
+class _Formulas(TorchFunctionMode):
+    """Replaces operations of torch whose derivatives are not those of a function by formulas."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        replacement = _REPLACEMENTS.get(func, func) if func.__hash__ else func
+        return replacement(*args, **(kwargs or {}))
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    # In torch it has no forward rule, and reverse over reverse treats |v| as a constant.
+    return v * (g / torch.norm_except_dim(v, 2, dim))
+
+
+def _embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    *gradients: bool,
+    **more: bool,
+) -> Tensor:
+    # Gradients in torch may be sparse or scaled by frequency; here they are plain.
+    rows = functional.embedding(input, weight, None, max_norm, norm_type)
+    if padding_idx is None:
+        return rows
+    # The row of the padding has no gradient in torch, but a tangent. Here it is a constant.
+    padding = (input == padding_idx % len(weight)).unsqueeze(-1)
+    return torch.where(padding, rows.detach(), rows)
+
+
+_REPLACEMENTS: dict[Any, Callable[..., Tensor]] = {
+    torch._weight_norm: _weight_norm,
+    functional.embedding: _embedding,
+}
+
+
+def _needs_formulas(module: nn.Module) -> bool:
+    plain = not isinstance(module, nn.Embedding) or not (
+        module.padding_idx is not None or module.sparse or module.scale_grad_by_freq
+    )
+    hooks = module._forward_pre_hooks.values()
+    normed = isinstance(module, _WeightNorm) or any(isinstance(hook, WeightNorm) for hook in hooks)
+    return normed or not plain

@@ -1,0 +1,418 @@
+r"""Gradients of single samples in the parameters of single modules.
+
+The gradient of a sample in the parameters of a module needs the input of the module and the
+derivative :math:`\delta` in its output. One backward pass down to the outputs of all modules
+therefore serves every module at once.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial, singledispatch
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vjp, vmap
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ritz._core.batches import is_rows, split_samples, take_rows
+from ritz._core.modes import recording
+from ritz.curvature._modes import LIMITS, Context, Params
+from ritz.curvature._risk import Risk
+
+# ------------------------------------------------------------------------------------------
+# Inputs and outputs of modules in a forward pass.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """The only call of a module in a forward pass.
+
+    Attributes:
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        output: The output, ``(batch, ...)``.
+        state: Parameters and buffers during the call, by their names in the module.
+        chosen: Names of the parameters that vary.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Tensor
+    state: Params
+    chosen: tuple[str, ...]
+
+    def by_sample(self) -> tuple[int, ...]:
+        """Return which leaves of the arguments have one row per sample."""
+        leaves = tree_leaves((self.args, self.kwargs))
+        return tuple(i for i, leaf in enumerate(leaves) if is_rows(leaf, len(self.output)))
+
+    def rows(self, part: slice) -> "Call":
+        """Return the call on some of the samples."""
+        args, kwargs = take_rows((self.args, self.kwargs), part, len(self.output))
+        return replace(self, args=args, kwargs=kwargs, output=self.output[part])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardPass:
+    """Outputs and target of a batch, and the modules that were called once on whole samples."""
+
+    outputs: Tensor
+    target: Any
+    calls: dict[str, Call]
+
+    def pull(self, columns: Tensor) -> dict[str, Tensor]:
+        """Return derivatives ``(c, batch, ...)`` in the output of each module.
+
+        Args:
+            columns: Cotangents of the outputs, ``(c, *outputs.shape)``. One backward pass each.
+        """
+        points = [call.output for call in self.calls.values()]
+        if not points:
+            return {}
+        if not self.outputs.requires_grad:  # the outputs depend on no module
+            return {
+                name: call.output.new_zeros(len(columns), *call.output.shape)
+                for name, call in self.calls.items()
+            }
+        passes = [
+            torch.autograd.grad(
+                self.outputs, points, column, retain_graph=True, materialize_grads=True
+            )
+            for column in columns
+        ]
+        return {
+            name: torch.stack(deltas)
+            for name, deltas in zip(self.calls, zip(*passes, strict=True), strict=True)
+        }
+
+
+def owners(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Group parameters by the module that owns them, with their names in it, in order."""
+    modules: dict[str, tuple[str, ...]] = {}
+    for name in names:
+        module, _, key = name.rpartition(".")
+        modules[module] = (*modules.get(module, ()), key)
+    return modules
+
+
+def full_name(module: str, key: str) -> str:
+    """Return the name in the model of a parameter of a module."""
+    return f"{module}.{key}" if module else key
+
+
+def forward_pass(
+    risk: Risk, context: Context, modules: dict[str, tuple[str, ...]], size: int
+) -> ForwardPass:
+    """Evaluate a batch of ``size`` samples and record its modules. Call inside ``settings``.
+
+    A module is left out if it is not called, is called several times, or does not return one
+    tensor with one row per sample.
+    """
+    calls: dict[str, list[Call]] = {name: [] for name in modules}
+    state, layers = risk.params | context.constants, dict(risk.model.named_modules())
+    with recording(), ExitStack() as stack:
+        for name, chosen in modules.items():
+            prefix = f"{name}." if name else ""
+            inner = {
+                key.removeprefix(prefix): value
+                for key, value in state.items()
+                if key.startswith(prefix)
+            }
+            hook = partial(_record, calls[name], inner, chosen)
+            stack.callback(layers[name].register_forward_hook(hook, with_kwargs=True).remove)
+        outputs, target = risk.evaluate(risk.params, context)
+    single = {name: each[0] for name, each in calls.items() if len(each) == 1}
+    by_row = {
+        name: call
+        for name, call in single.items()
+        if is_rows(call.output, size) and call.by_sample()
+    }
+    return ForwardPass(outputs=outputs, target=target, calls=by_row)
+
+
+def _record(
+    calls: list[Call],
+    state: Params,
+    chosen: tuple[str, ...],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: Any,
+) -> Any:
+    if not isinstance(output, Tensor) or not output.is_floating_point():
+        return None
+    point = output if output.requires_grad else output.detach().requires_grad_()
+    args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+    calls.append(Call(args=args, kwargs=kwargs, output=point, state=state, chosen=chosen))
+    return point.clone()  # the next operation may be in place
+
+
+# ------------------------------------------------------------------------------------------
+# Gradients of single samples in the parameters of one module, and sums of their squares.
+#
+# Each function dispatches on the class of the module. Register a rule for a user-defined module
+# with ``sample_gradients.register(MyModule)(rule)``. A module without a rule is differentiated
+# alone, at its recorded inputs. ``deltas`` ``(c, batch, ...)`` are derivatives in the output of
+# the module, one for each of ``c`` columns.
+
+
+@singledispatch
+def unroll(module: nn.Module, call: Call, deltas: Tensor) -> tuple[Tensor, Tensor] | None:
+    r"""Return :math:`a` and :math:`\delta` of a module that is linear at positions, else ``None``.
+
+    The gradient of a sample is :math:`\sum_t \delta_t a_t^\top` in the weight, group by group, and
+    :math:`\sum_t \delta_t` in the bias. Inputs are ``(batch, groups, i, T)``, deltas
+    ``(c, batch, groups, o, T)``.
+    """
+    return None
+
+
+@unroll.register
+def _(module: nn.Linear, call: Call, deltas: Tensor) -> tuple[Tensor, Tensor] | None:
+    x, (count, batch) = call.args[0], deltas.shape[:2]
+    a = x.reshape(batch, 1, -1, x.shape[-1]).transpose(-1, -2)
+    return a, deltas.reshape(count, batch, 1, -1, deltas.shape[-1]).transpose(-1, -2)
+
+
+@unroll.register(nn.Conv1d)
+@unroll.register(nn.Conv2d)
+@unroll.register(nn.Conv3d)
+def _(module: Any, call: Call, deltas: Tensor) -> tuple[Tensor, Tensor] | None:
+    # A convolution is a linear layer on patches, ``(batch, channels, *kernel, *positions)``.
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    x = functional.pad(call.args[0], module._reversed_padding_repeated_twice, mode=mode)
+    dims = len(module.kernel_size)
+    for axis, (size, step, gap) in enumerate(
+        zip(module.kernel_size, module.stride, module.dilation, strict=True)
+    ):
+        x = x.unfold(2 + axis, gap * (size - 1) + 1, step)[..., ::gap]
+    patches = x.permute(0, 1, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims))
+    (count, batch, channels), groups = deltas.shape[:3], module.groups
+    return (
+        patches.reshape(batch, groups, -1, math.prod(deltas.shape[3:])),
+        deltas.reshape(count, batch, groups, channels // groups, -1),
+    )
+
+
+@singledispatch
+def sample_gradients(module: nn.Module, call: Call, deltas: Tensor) -> Params:
+    """Return the gradients ``(c, batch, *shape)`` of the chosen parameters, by name."""
+    parts = unroll(module, call, deltas)
+    if parts is None:
+        return _differentiated(module, call, deltas)
+    a, delta = parts
+    gradients = {"weight": _products(a, delta).movedim(2, 0), "bias": delta.sum(-1)}
+    lead = deltas.shape[:2]
+    return {name: gradients[name].reshape(*lead, *call.state[name].shape) for name in call.chosen}
+
+
+@singledispatch
+def squared_gradients(module: nn.Module, call: Call, deltas: Tensor) -> Params:
+    """Return the sums of squares ``(*shape)`` over columns and samples, by name."""
+    parts = unroll(module, call, deltas)
+    total = {name: torch.zeros_like(call.state[name]) for name in call.chosen}
+    if parts is None:
+        for columns, part in chunks(deltas, sum(value.numel() for value in total.values())):
+            gradients = sample_gradients(module, call.rows(part), deltas[columns, part])
+            for name, gradient in gradients.items():
+                total[name] += gradient.square().sum((0, 1))
+        return total
+    a, delta = parts
+    if "weight" in total:
+        total["weight"] = _weight_squares(a, delta).reshape(call.state["weight"].shape)
+    if "bias" in total:
+        total["bias"] = delta.sum(-1).square().sum((0, 1)).reshape(call.state["bias"].shape)
+    return total
+
+
+@singledispatch
+def squared_norm(module: nn.Module, call: Call, deltas: Tensor) -> Tensor:
+    """Return the sum of squares over columns, samples and parameters, in float64."""
+    parts = unroll(module, call, deltas)
+    if parts is None:
+        squares = squared_gradients(module, call, deltas).values()
+        return torch.stack([square.sum(dtype=torch.float64) for square in squares]).sum()
+    a, delta = parts
+    total = torch.zeros((), dtype=torch.float64, device=deltas.device)
+    if "weight" in call.chosen:
+        total += _weight_norm(a, delta)
+    if "bias" in call.chosen:
+        total += delta.sum(-1).square().sum(dtype=torch.float64)
+    return total
+
+
+@sample_gradients.register
+def _(module: nn.Embedding, call: Call, deltas: Tensor) -> Params:
+    # A row of the table has the sum of the deltas of the positions that use it.
+    (count, batch), (vocabulary, width) = deltas.shape[:2], module.weight.shape
+    gradient = deltas.new_zeros(count, batch * vocabulary, width)
+    gradient.index_add_(1, _used_rows(module, call).flatten(), deltas.reshape(count, -1, width))
+    gradient = gradient.view(count, batch, vocabulary, width)
+    if module.padding_idx is not None:
+        gradient[:, :, module.padding_idx] = 0
+    return {"weight": gradient}
+
+
+@squared_gradients.register
+def _(module: nn.Embedding, call: Call, deltas: Tensor) -> Params:
+    # Nearly all entries of a sample gradient are zero: only the rows that are used are summed.
+    vocabulary, width = module.weight.shape
+    pairs, inverse = torch.unique(_used_rows(module, call), return_inverse=True)
+    total = deltas.new_zeros(vocabulary, width)
+    for delta in deltas:
+        sums = deltas.new_zeros(len(pairs), width)
+        sums.index_add_(0, inverse.flatten(), delta.reshape(-1, width))
+        total.index_add_(0, pairs % vocabulary, sums.square_())
+    if module.padding_idx is not None:
+        total[module.padding_idx] = 0
+    return {"weight": total}
+
+
+def _used_rows(module: nn.Embedding, call: Call) -> Tensor:
+    """Return the rows ``(batch, T)`` that samples use, as if each sample had its own table."""
+    ids: Tensor = call.args[0].flatten(1)
+    first = torch.arange(len(ids), device=ids.device)[:, None] * module.num_embeddings
+    return first + ids
+
+
+def chunks(deltas: Tensor, entries: int) -> Iterator[tuple[slice, slice]]:
+    """Yield columns and rows to process at once if each pair has so many entries."""
+    count, batch = deltas.shape[:2]
+    limit = LIMITS.gradients * (1 if deltas.device.type == "cpu" else 16)
+    columns = min(count, max(1, limit // entries))
+    size = min(batch, max(1, limit // (entries * columns)))
+    for start in range(0, count, columns):
+        for first in range(0, batch, size):
+            yield slice(start, start + columns), slice(first, first + size)
+
+
+def _folded(delta: Tensor) -> Tensor:
+    """Return columns beside outputs, ``(batch, groups, c * o, T)``: one product for all."""
+    count, batch, groups, width, positions = delta.shape
+    return delta.permute(1, 2, 0, 3, 4).reshape(batch, groups, count * width, positions)
+
+
+def _products(a: Tensor, delta: Tensor) -> Tensor:
+    """Return sample gradients in the weight, ``(batch, groups, c, o, i)``."""
+    count, batch, groups, width, _ = delta.shape
+    return (_folded(delta) @ a.transpose(-1, -2)).view(batch, groups, count, width, -1)
+
+
+def _weight_squares(a: Tensor, delta: Tensor) -> Tensor:
+    groups, inputs, positions = a.shape[1:]
+    outputs = delta.shape[3]
+    if positions == 1:
+        # (delta_o a_i)^2 = delta_o^2 a_i^2
+        energy = delta[..., 0].square().sum(0)
+        return torch.einsum("bgo,bgi->goi", energy, a[..., 0].square())
+    total = a.new_zeros(groups, outputs, inputs)
+    for columns, part in chunks(delta, groups * outputs * inputs):
+        total += _products(a[part], delta[columns, part]).square_().sum((0, 2))
+    return total
+
+
+def _weight_norm(a: Tensor, delta: Tensor) -> Tensor:
+    groups, inputs, positions = a.shape[1:]
+    count, outputs = delta.shape[0], delta.shape[3]
+    if positions == 1:
+        # |delta a'|^2 = |delta|^2 |a|^2
+        norms = delta.square().sum((0, 3, 4)) * a.square().sum((2, 3))
+        return norms.sum(dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device=a.device)
+    if positions * (count * outputs + inputs) < count * outputs * inputs:
+        # |sum_t delta_t a_t'|^2 = sum_ts (delta_t' delta_s) (a_t' a_s): T^2 numbers, not o * i.
+        for columns, part in chunks(delta, groups * max(outputs * positions, positions**2)):
+            d = _folded(delta[columns, part])
+            inner = (d.transpose(-1, -2) @ d) * (a[part].transpose(-1, -2) @ a[part])
+            total += inner.sum(dtype=torch.float64)
+        return total
+    for columns, part in chunks(delta, groups * outputs * inputs):
+        flat = _products(a[part], delta[columns, part]).flatten()
+        total += flat.dot(flat)
+    return total
+
+
+def _differentiated(module: nn.Module, call: Call, deltas: Tensor) -> Params:
+    """Differentiate a module without a rule, called on each sample alone."""
+
+    def forward(params: Params, sample: Any) -> Tensor:
+        args, kwargs = sample
+        output: Tensor = functional_call(module, call.state | params, args, kwargs)
+        return output
+
+    chosen = {name: call.state[name] for name in call.chosen}
+    return mapped_gradients(forward, chosen, (call.args, call.kwargs), deltas)
+
+
+def mapped_gradients(
+    forward: Callable[[Params, Any], Tensor], params: Params, batch: Any, columns: Tensor
+) -> Params:
+    """Return gradients ``(c, batch, *shape)`` of a function that is called on one sample at a time.
+
+    Args:
+        forward: Takes parameters and a batch of one sample, returns its output, a batch of one.
+        params: The point, and the parameters to differentiate in.
+        batch: All samples. Tensors with one row per sample are cut, everything else is passed on.
+        columns: Cotangents of the output, ``(c, batch, ...)``.
+    """
+    rows, rebuild = split_samples(batch, columns.shape[1])
+
+    def one(column: Tensor, *sample: Tensor) -> Params:
+        alone = rebuild(sample)
+        gradients: Params = vjp(lambda point: forward(point, alone)[0], params)[1](column)[0]
+        return gradients
+
+    # A second vmap, over columns, would be faster, but some operations of torch then sum wrongly.
+    by_column = [vmap(one)(column, *rows) for column in columns]
+    return {name: torch.stack([part[name] for part in by_column]) for name in params}
+
+
+# ------------------------------------------------------------------------------------------
+# Modules y = w * z + b with a normalised input z, and PReLU, y = max(x, 0) + w min(x, 0).
+
+
+@sample_gradients.register
+def _(module: _BatchNorm, call: Call, deltas: Tensor) -> Params:
+    mean, variance = call.state.get("running_mean"), call.state.get("running_var")
+    normalised = functional.batch_norm(call.args[0], mean, variance, eps=module.eps)
+    return _by_channel(call, deltas, normalised)
+
+
+@sample_gradients.register
+def _(module: nn.GroupNorm, call: Call, deltas: Tensor) -> Params:
+    normalised = functional.group_norm(call.args[0], module.num_groups, eps=module.eps)
+    return _by_channel(call, deltas, normalised)
+
+
+@sample_gradients.register
+def _(module: nn.LayerNorm, call: Call, deltas: Tensor) -> Params:
+    shape = module.normalized_shape
+    normalised = functional.layer_norm(call.args[0], shape, eps=module.eps)
+    # Positions come before the normalised axes, not after them.
+    return {
+        name: part.reshape(*deltas.shape[:2], -1, *shape).sum(2)
+        for name, part in _scale_and_shift(call, deltas, normalised).items()
+    }
+
+
+@sample_gradients.register
+def _(module: nn.PReLU, call: Call, deltas: Tensor) -> Params:
+    return _by_channel(call, deltas, call.args[0].clamp_max(0))
+
+
+def _by_channel(call: Call, deltas: Tensor, z: Tensor) -> Params:
+    """Sum for parameters by channel, the second axis of a batch, or for a single parameter."""
+    return {
+        name: part.reshape(*deltas.shape[:2], len(call.state[name]), -1).sum(-1)
+        for name, part in _scale_and_shift(call, deltas, z).items()
+    }
+
+
+def _scale_and_shift(call: Call, deltas: Tensor, z: Tensor) -> Params:
+    # dl/dw = sum delta * z and dl/db = sum delta
+    return {name: deltas * z if name == "weight" else deltas for name in call.chosen}

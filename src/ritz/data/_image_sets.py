@@ -1,0 +1,444 @@
+"""Sets of images: digits, MNIST, Fashion-MNIST, CIFAR, ImageNet-32, and folders of image files."""
+
+import io
+import math
+import pickle
+import warnings
+import zipfile
+import zlib
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.lib.format import read_array
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ritz._core.checks import check_choice, check_count, check_range
+from ritz.data._files import (
+    DATASETS,
+    DataError,
+    existing,
+    locate,
+    open_file,
+    read_up_to,
+    read_whole,
+)
+from ritz.data._images import (
+    Augmentation,
+    ImageData,
+    Samples,
+    check_classes,
+    held_out,
+    image_data,
+    select,
+)
+
+# What a damaged file raises; NotImplementedError is a RuntimeError.
+DAMAGED = (ValueError, EOFError, MemoryError, RuntimeError)
+LIMIT = 2**29  # bytes of one decompressed file of CIFAR: the largest has 155 million
+
+
+# ------------------------------------------------------------------------------------------
+# The handwritten digits that scikit-learn includes.
+
+
+@DATASETS.register("digits")
+def digits(root: Path | None, *, validation: int = 0) -> ImageData:
+    """Digits: 1,280 + 517 grey images of 8 x 8 pixels, embedded in scikit-learn."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ImportError("digits ship inside scikit-learn: pip install scikit-learn") from error
+    table = load_digits()
+    # Levels 0 to 16 become 0 to 240: integers, in about the range of other images.
+    images = (15 * torch.from_numpy(table.images)).to(torch.uint8).unsqueeze(1)
+    samples = images, torch.from_numpy(table.target).to(torch.int64)
+    # 517 test images leave 1280, which are five batches of 256.
+    train, test = (select(samples, part) for part in held_out(len(images), 517))
+    return image_data(
+        "digits", train=train, test=test, classes="0123456789", validation=validation, seeded=True
+    )
+
+
+# ------------------------------------------------------------------------------------------
+# MNIST and Fashion-MNIST, from idx files, compressed or not.
+
+IDX_FOLDERS = {
+    "mnist": ("mnist", "MNIST", "MNIST/raw"),
+    "fashion-mnist": ("fashion-mnist", "FashionMNIST", "FashionMNIST/raw"),
+}
+
+
+@DATASETS.register("mnist")
+def mnist(root: Path | None, *, validation: int = 0) -> ImageData:
+    """MNIST: 60,000 + 10,000 grey images of 28 x 28 pixels of the ten digits."""
+    page = "https://yann.lecun.com/exdb/mnist"
+    return _idx_data("mnist", root, "0123456789", validation, page)
+
+
+@DATASETS.register("fashion-mnist")
+def fashion_mnist(root: Path | None, *, validation: int = 0) -> ImageData:
+    """Fashion-MNIST: 60,000 + 10,000 grey images of 28 x 28 pixels of ten kinds of clothes."""
+    classes = "T-shirt/top,Trouser,Pullover,Dress,Coat,Sandal,Shirt,Sneaker,Bag,Ankle boot"
+    page = "https://github.com/zalandoresearch/fashion-mnist"
+    return _idx_data("fashion-mnist", root, classes.split(","), validation, page)
+
+
+def _idx_data(
+    name: str, root: Path | None, classes: Sequence[str], validation: int, page: str
+) -> ImageData:
+    folders = [*IDX_FOLDERS[name], "."]
+    # The files of both sets have the same names: those in a folder of the other set are ignored.
+    if root is not None and any(
+        root.name in places for other, places in IDX_FOLDERS.items() if other != name
+    ):
+        folders.remove(".")
+    kinds = ("images-idx3", "labels-idx1")
+    files = [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in kinds]
+    hint = f"get the four files of {page}"
+    paths = locate(name, files, root=root, folders=folders, hint=hint)
+    train, test = (_idx_samples(paths[i], paths[i + 1], len(classes)) for i in (0, 2))
+    return image_data(name, train=train, test=test, classes=classes, validation=validation)
+
+
+def _idx_samples(images_path: Path, labels_path: Path, num_classes: int) -> Samples:
+    images, labels = read_idx(images_path, ndim=3), read_idx(labels_path, ndim=1)
+    if len(images) != len(labels):
+        raise DataError(
+            f"{images_path} has {len(images)} images, but {labels_path} {len(labels)} labels"
+        )
+    return images.unsqueeze(1), check_classes(labels_path, labels, num_classes)
+
+
+def read_idx(path: Path, *, ndim: int) -> Tensor:
+    """Return the bytes of an idx file with ``ndim`` dimensions, in its shape."""
+    magic = bytes([0, 0, 0x08, ndim])  # 0x08 is the code of unsigned bytes
+    with open_file(path) as stream:
+        head = bytes(read_up_to(stream, 4 * (1 + ndim)))
+        if head[:4] != magic:
+            raise DataError(
+                f"{path} is not an idx file of bytes with {ndim} dimensions: it must begin with "
+                f"{magic.hex()}, got {head[:4].hex() or 'nothing'}"
+            )
+        if len(head) < 4 * (1 + ndim):
+            raise DataError(f"{path} is truncated: it ends in its header")
+        # Sizes are big-endian. As Python integers, their product cannot overflow.
+        shape = np.frombuffer(head, ">u4", offset=4).tolist()
+        size = math.prod(shape)
+        # Memory is allocated as bytes arrive, whatever the header declares. One byte more than that
+        # is requested, to notice a longer file.
+        body = read_up_to(stream, size + 1)
+    if len(body) != size:
+        relation = "fewer" if len(body) < size else "more"
+        raise DataError(f"{path} declares {size} bytes {shape}, but has {relation}")
+    return torch.from_numpy(np.frombuffer(body, np.uint8).reshape(shape))
+
+
+# ------------------------------------------------------------------------------------------
+# CIFAR-10 and CIFAR-100, from the pickles of their Python version.
+
+
+@DATASETS.register("cifar10")
+def cifar10(root: Path | None, *, validation: int = 0) -> ImageData:
+    """CIFAR-10: 50,000 + 10,000 colour images of 32 x 32 pixels in 10 classes."""
+    files = ["batches.meta", *(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
+    names = "airplane automobile bird cat deer dog frog horse ship truck"
+    unpacked, classes = "cifar-10-batches-py", names.split()
+    return _cifar_data("cifar-10", unpacked, files, root, "", classes, validation)
+
+
+@DATASETS.register("cifar100")
+def cifar100(
+    root: Path | None, *, validation: int = 0, labels: Literal["fine", "coarse"] = "fine"
+) -> ImageData:
+    """CIFAR-100: 50,000 + 10,000 colour images of 32 x 32 pixels in 100 classes, or 20 coarse."""
+    check_choice("labels", labels, ("fine", "coarse"))
+    classes = [str(number) for number in range(100 if labels == "fine" else 20)]
+    files, kind = ["meta", "train", "test"], f"{labels}_"
+    return _cifar_data("cifar-100", "cifar-100-python", files, root, kind, classes, validation)
+
+
+def _cifar_data(
+    archive: str, unpacked: str, files: list[str], root: Path | None,
+    kind: str, classes: list[str], validation: int,
+) -> ImageData:  # fmt: skip
+    # The first file has the names of the classes, the last one the test images.
+    name, (meta, *files) = archive.replace("-", ""), files
+    folders = (unpacked, name, archive, f"{name}/{unpacked}", ".")
+    hint = f"unpack {archive}-python.tar.gz of https://www.cs.toronto.edu/~kriz/cifar.html there"
+    paths = locate(name, files, root=root, folders=folders, hint=hint)
+    if path := existing(paths[0].parent, meta):
+        classes = _cifar_classes(path, f"{kind}label_names", len(classes))
+    *parts, test = (_cifar_samples(path, f"{kind}labels", len(classes)) for path in paths)
+    images, targets = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    return image_data(
+        name, train=(images, targets), test=test, classes=classes, validation=validation,
+        augmentation=Augmentation(),
+    )  # fmt: skip
+
+
+def _cifar_samples(path: Path, key: str, num_classes: int) -> Samples:
+    contents = read_pickle(read_whole(path, limit=LIMIT), name=str(path))
+    images, labels = contents.get("data"), contents.get(key)
+    if not isinstance(images, np.ndarray) or images.shape[1:] != (3 * 32 * 32,):
+        shape = getattr(images, "shape", type(images).__name__)
+        raise DataError(f"{path} must have images (n, 3072) under 'data', got {shape}")
+    if not isinstance(labels, list) or [type(x) for x in labels] != [int] * len(images):
+        raise DataError(f"{path} must have a list of {len(images)} integers under {key!r}")
+    targets = check_classes(path, torch.tensor(labels, dtype=torch.int64), num_classes)
+    # Copied, since the array is a read-only view of the bytes of the file.
+    return torch.from_numpy(images.copy()).view(-1, 3, 32, 32), targets
+
+
+def _cifar_classes(path: Path, key: str, count: int) -> list[str]:
+    names = read_pickle(read_whole(path, limit=2**20), name=str(path)).get(key)
+    names = [_text(name) for name in names] if isinstance(names, list) else []
+    if [type(name) for name in names] != [str] * count:
+        raise DataError(f"{path} must have a list of {count} names under {key!r}")
+    return names
+
+
+def read_pickle(data: bytes | bytearray, *, name: str) -> dict[str, Any]:
+    """Return the dictionary in a pickle, as Python 2 and 3 write it.
+
+    Nothing in the file is executed: a pickle can only call what ``find_class`` returns, and the
+    names that NumPy writes for an array refer to classes of this module, which only read bytes.
+
+    Args:
+        data: The pickle.
+        name: Name of the file, for messages.
+
+    Returns:
+        Keys as text; values as lists, numbers, text, bytes and arrays of bytes. Text of Python 2
+        becomes bytes.
+    """
+    try:
+        contents = _Unpickler(io.BytesIO(data), encoding="bytes").load()
+        if type(contents) is not dict:
+            raise TypeError(f"it must be one dictionary, got {type(contents).__name__}")
+        return {_text(key): getattr(value, "array", value) for key, value in contents.items()}
+    except PermissionError as error:
+        message = f"{name} is refused, and nothing in it was executed: {error}"
+        raise DataError(message) from error
+    except Exception as error:  # a damaged pickle can raise anything
+        raise DataError(f"{name} is truncated or not a pickle of a dictionary: {error}") from error
+
+
+class _Byte:
+    """The dtype of an array of bytes."""
+
+    def __init__(self, code: Any, *_: Any) -> None:
+        if _text(code) not in ("u1", "|u1"):
+            raise ValueError(f"an array must have bytes, got dtype {str(_text(code))[:8]!r}")
+
+    def __setstate__(self, state: Any) -> None:
+        """Ignore byte order and alignment, which a byte does not have."""
+
+
+class _Array:
+    """An array of bytes."""
+
+    def __init__(self, *_: Any) -> None:
+        self.array: NDArray[np.uint8] | None = None
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, dtype, fortran, content = state
+        if not isinstance(dtype, _Byte) or fortran:
+            raise ValueError("only arrays of bytes in row-major order are read")
+        # A view of the content: an array cannot have more elements than the file has bytes.
+        self.array = np.frombuffer(content, np.uint8).reshape(shape)
+
+
+NAMES: dict[str, type] = {
+    "numpy.core.multiarray._reconstruct": _Array,
+    "numpy._core.multiarray._reconstruct": _Array,
+    "numpy.ndarray": _Array,
+    "numpy.dtype": _Byte,
+    "_codecs.encode": bytes,  # Python 3 writes bytes as text and its encoding
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> type:
+        if (key := f"{module}.{name}") not in NAMES:
+            raise PermissionError(f"it has the name {key[:80]}, which no file of images needs")
+        return NAMES[key]
+
+
+def _text(value: Any) -> Any:
+    return value.decode("latin1") if isinstance(value, bytes) else value
+
+
+# ------------------------------------------------------------------------------------------
+# ImageNet-32, from npz files.
+
+
+@DATASETS.register("imagenet32")
+def imagenet32(root: Path | None, *, validation: int = 0) -> ImageData:
+    """ImageNet-32: 1,281,167 + 50,000 colour images of 32 x 32 pixels in 1,000 classes."""
+    files = [*(f"train_data_batch_{number}.npz" for number in range(1, 11)), "val_data.npz"]
+    folders = ("imagenet32", "Imagenet32_train_npz", "imagenet-32", ".")
+    hint = (
+        "get the npz files of 32 x 32 pixels of https://image-net.org/download-images.php "
+        "(an account is needed), training and validation into one folder"
+    )
+    paths = locate("imagenet32", files, root=root, folders=folders, hint=hint)
+    return image_data(
+        "imagenet32",
+        train=_npz_samples(paths[:-1]),
+        test=_npz_samples(paths[-1:]),
+        classes=[str(number) for number in range(1, 1001)],
+        validation=validation,
+        augmentation=Augmentation(),
+    )
+
+
+def _npz_samples(paths: list[Path]) -> Samples:
+    # One block for the images of all files, which are read one after the other.
+    labels = [_npz_labels(path) for path in paths]
+    images = torch.empty(sum(map(len, labels)), 3, 32, 32, dtype=torch.uint8)
+    for path, part in zip(paths, images.split([len(part) for part in labels]), strict=True):
+        pixels = read_member(path, "data")
+        if pixels.shape != (len(part), 3072) or pixels.dtype != np.uint8:
+            kind = f"{pixels.dtype} {pixels.shape}"
+            raise DataError(f"{path}: 'data' must be uint8 ({len(part)}, 3072), got {kind}")
+        part.copy_(torch.from_numpy(pixels).view(part.shape))
+    return images, torch.cat(labels)
+
+
+def _npz_labels(path: Path) -> Tensor:
+    labels = read_member(path, "labels")
+    if labels.ndim != 1 or labels.dtype.kind not in "iu":
+        kind = f"{labels.dtype} {labels.shape}"
+        raise DataError(f"{path} must have integers (n,) under 'labels', got {kind}")
+    # The files count classes from 1.
+    return check_classes(path, torch.from_numpy(labels.astype(np.int64)) - 1, 1000)
+
+
+def read_member(path: Path, key: str) -> NDArray[Any]:
+    """Return one array of an npz file; arrays of objects raise, and nothing in them is executed."""
+    try:
+        with zipfile.ZipFile(path) as archive, archive.open(f"{key}.npy") as stream:
+            array: NDArray[Any] = read_array(stream, allow_pickle=False)
+            return array
+    except KeyError as error:
+        raise DataError(f"{path} has no array {key!r}") from error
+    except (*DAMAGED, zipfile.BadZipFile, zlib.error) as error:
+        raise DataError(f"{path} is truncated or not an npz file of numbers: {error}") from error
+
+
+# ------------------------------------------------------------------------------------------
+# Folders of images with one sub-folder per class, read with Pillow.
+
+# Formats that hold pixels only. Others can refer to programs or files.
+FORMATS = {
+    ".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".bmp": "BMP", ".gif": "GIF",
+    ".webp": "WEBP", ".ppm": "PPM", ".pgm": "PPM", ".tif": "TIFF", ".tiff": "TIFF",
+}  # fmt: skip
+
+
+@DATASETS.register("folder")
+def folder(
+    root: Path | None,
+    *,
+    validation: int = 0,
+    size: int | None = None,
+    channels: int = 3,
+    test_fraction: float = 0.1,
+) -> ImageData:
+    """Any images in folders CLASS/FILE, or train/CLASS/FILE with test or val beside train."""
+    check_choice("channels", str(channels), ("1", "3"))
+    if size is not None:
+        check_count("size", size)
+    if root is None or not root.is_dir():
+        raise FileNotFoundError(
+            f"no folder of images {str(root or '')!r}: data_dir= must hold a folder for each class "
+            "with its images, or such folders in train and test"
+        )
+    check_range("test_fraction", test_fraction, low=0, high=0.9)
+    names = ["."]
+    if separate := (root / "train").is_dir():
+        others = ("test", "val", "valid", "validation")
+        names = ["train", *(name for name in others if (root / name).is_dir())]
+        if len(names) == 1:
+            raise FileNotFoundError(f"{root} has a folder train, but no test or val beside it")
+    classes = _folder_classes(root / names[0])
+    files = [_folder_files(root / name, classes) for name in names]
+    samples, lengths = _folder_samples([*chain(*files)], size, channels), list(map(len, files))
+    train, *parts = zip(*(tensor.split(lengths) for tensor in samples), strict=True)
+    if not separate:
+        count = max(1, round(test_fraction * lengths[0]))
+        train, *parts = (select(samples, part) for part in held_out(lengths[0], count))
+    # Without a test folder the validation images are the test images, as for ImageNet.
+    held = parts[1] if len(parts) > 1 else None
+    return image_data(
+        "folder", train=train, test=parts[0], held=held, classes=classes, validation=validation,
+        seeded=not separate,
+    )  # fmt: skip
+
+
+def _folder_classes(root: Path) -> tuple[str, ...]:
+    names = sorted(path.name for path in root.iterdir() if path.is_dir() and _visible(path))
+    if not names:
+        raise DataError(f"{root} must hold a folder for each class, got none")
+    return tuple(names)
+
+
+def _folder_files(root: Path, classes: tuple[str, ...]) -> list[tuple[Path, int]]:
+    unknown = sorted(set(_folder_classes(root)) - set(classes))
+    if unknown:
+        raise DataError(f"{root} has a class {unknown[0]!r} that the training images do not have")
+    files: list[tuple[Path, int]] = []
+    for number, place in enumerate(root / name for name in classes):
+        # Hidden files and files with other endings are skipped.
+        paths = sorted(place.iterdir()) if place.is_dir() else []
+        images = [path for path in paths if path.suffix.lower() in FORMATS and _visible(path)]
+        if not images:
+            raise DataError(f"{place} holds no images ({', '.join(FORMATS)})")
+        files += [(path, number) for path in images]
+    return files
+
+
+def _folder_samples(files: list[tuple[Path, int]], size: int | None, channels: int) -> Samples:
+    mode = "L" if channels == 1 else "RGB"
+    first = _pixels(files[0][0], size, mode)
+    # One block for all images, which are read one after the other.
+    images = torch.empty(len(files), *first.shape, dtype=torch.uint8)
+    for image, (path, _) in zip(images, files, strict=True):
+        pixels = _pixels(path, size, mode)
+        if pixels.shape != first.shape:
+            (_, height, width), (_, rows, columns) = first.shape, pixels.shape
+            raise DataError(
+                f"images must be of one size, got {width} x {height} in {files[0][0]} and "
+                f"{columns} x {rows} in {path}; give size="
+            )
+        image.copy_(pixels)
+    return images, torch.tensor([target for _, target in files], dtype=torch.int64)
+
+
+def _pixels(path: Path, size: int | None, mode: str) -> Tensor:
+    try:
+        from PIL import Image, ImageOps
+    except ImportError as error:
+        raise ImportError("folders of images are read by Pillow: pip install Pillow") from error
+    bombs = (Image.DecompressionBombWarning, Image.DecompressionBombError)
+    try:
+        with warnings.catch_warnings():
+            # Pillow warns above 89 million pixels, and raises above twice as many.
+            warnings.simplefilter("error", bombs[0])
+            with Image.open(path, formats=[FORMATS[path.suffix.lower()]]) as image:
+                pixels = image.convert(mode)
+    except (OSError, SyntaxError, ValueError, *bombs) as error:
+        raise DataError(f"{path} is not an image that can be read: {error}") from error
+    if size is not None:
+        pixels = ImageOps.fit(pixels, (size, size))  # the central square, resampled
+    array = np.array(pixels, dtype=np.uint8)
+    return torch.from_numpy(array.reshape(*array.shape[:2], -1)).permute(2, 0, 1)
+
+
+def _visible(path: Path) -> bool:
+    return not path.name.startswith(".")
