@@ -183,9 +183,9 @@ def _functions(
     function: Callable[[Tensor], Tensor], method: str, needs: str = "", **settings: Any
 ) -> Estimator:
     def run(op: Any, generator: Any, **more: Any) -> Any:
-        steps = min(20, op.shape[0])
+        steps = min(12, op.shape[0])
         return ritz.trace_function(
-            op, function, num_steps=steps, num_probes=16, method=method,
+            op, function, num_steps=steps, num_probes=8, method=method,
             generator=generator, **settings, **more,
         )  # fmt: skip
 
@@ -194,7 +194,7 @@ def _functions(
 
 def _logdets(method: str) -> Estimator:
     def run(op: Any, generator: Any, **more: Any) -> Any:
-        return ritz.logdet(op, method=method, num_products=300, generator=generator, **more)
+        return ritz.logdet(op, method=method, num_products=150, generator=generator, **more)
 
     return Estimator(run, _sum(torch.log), "positive", rtol=0.02)
 
@@ -208,6 +208,7 @@ def _moments(op: Any, generator: Any, **more: Any) -> Any:
         result.samples,
         method="moments",
         num_products=result.num_products,
+        truncation=1e-14,
         status=result.status,
     )
 

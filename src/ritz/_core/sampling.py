@@ -156,28 +156,19 @@ class Sampling:
                     taken += width
                     bar.update(taken)
                 estimate = finish(Samples(torch.cat(parts))).judged(self.rtol, advice)
-                if self.settled(estimate):
+                if is_settled(estimate, self.rtol):
                     break
         return estimate
 
     def looks(self, n: int) -> list[int]:
-        """Return the numbers of probes at which the error is judged.
+        """Return the numbers of probes at which the error is judged; ``n`` means a whole basis.
 
-        They double: judging after every block would stop too early too often. ``n`` orthogonal
-        probes give the exact mean, so no more than that are worth their products.
+        ``n`` orthogonal probes give the exact mean, so no more than that are worth their products.
         """
-        limit = self.num_probes if self.rtol is None else self.max_probes
-        counts = [self.num_probes]
-        while counts[-1] < limit:
-            counts.append(min(2 * counts[-1], limit))
+        counts = doubling(
+            self.num_probes, self.num_probes if self.rtol is None else self.max_probes
+        )
         return [count for count in counts if count < n] + [n] * any(count >= n for count in counts)
-
-    def settled(self, estimate: Estimate) -> bool:
-        """Return whether more probes are not needed, or of no use."""
-        if estimate.status.ok:
-            return True
-        goal = (self.rtol or 0.0) * float(estimate.mean.norm())
-        return not is_below(float(estimate.truncation.norm()), goal)
 
     def _complete(
         self, op: Probed, measure: Callable[[Tensor], Tensor], finish: Finish, advice: str
@@ -194,6 +185,23 @@ class Sampling:
     def width(self, op: Probed) -> int:
         """Return the number of probes per block product."""
         return op.block_size if self.block_size is None else self.block_size
+
+
+def doubling(first: int, limit: int) -> list[int]:
+    """Return ``first``, twice that, and so on up to ``limit``.
+
+    Comparing the error with a tolerance after every block would stop too early too often.
+    """
+    counts = [min(first, limit)]
+    while counts[-1] < limit:
+        counts.append(min(2 * counts[-1], limit))
+    return counts
+
+
+def is_settled(estimate: Estimate, rtol: float | None) -> bool:
+    """Return whether more probes are not needed, or of no use."""
+    goal = (rtol or 0.0) * float(estimate.mean.norm())
+    return estimate.status.ok or not is_below(float(estimate.truncation.norm()), goal)
 
 
 def check_samples(samples: Tensor, taken: int) -> None:

@@ -17,6 +17,7 @@ from ritz._core.sampling import (
     check_samples,
     column_dots,
     draw_probes,
+    is_settled,
 )
 from ritz.operators import LinearOperator, OperatorLike, as_operator, exact
 
@@ -217,7 +218,7 @@ def _xtrace(
             # and exponential spectra, the naive error is too small by 1 to 1.6.
             estimate = replace(estimate, stderr=2**0.5 * estimate.stderr).judged(plan.rtol)
             bar.update(count)
-            if plan.settled(estimate):
+            if is_settled(estimate, plan.rtol):
                 break
     return estimate
 
@@ -336,7 +337,7 @@ def diagonal(
                 running.add(samples.double())
                 bar.update(running.count)
             estimate = running.estimate("mean of z * (A z)" + reason, seed).judged(rtol)
-            if plan.settled(estimate):
+            if is_settled(estimate, plan.rtol):
                 break
     return estimate
 

@@ -11,13 +11,12 @@ import torch
 from scipy.sparse import csc_array
 from scipy.sparse.csgraph import reverse_cuthill_mckee
 from scipy.sparse.linalg import splu
-from torch import Tensor
 
-from ritz._core.checks import check_choice, check_count, check_range
+from ritz._core.checks import check_choice, check_count, check_range, is_below
 from ritz._core.progress import Progress, tracking
-from ritz._core.random import Probe, resolve_generator
+from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate
-from ritz._core.sampling import draw_probes
+from ritz._core.sampling import doubling
 from ritz.operators import (
     DenseOperator,
     KernelOperator,
@@ -27,12 +26,19 @@ from ritz.operators import (
     as_operator,
     exact,
 )
-from ritz.spectra._cg import NotPositiveDefiniteError, cholesky_factor, not_positive
+from ritz.spectra._cg import (
+    NotPositiveDefiniteError,
+    cholesky_factor,
+    factor_roundoff,
+    not_positive,
+)
+from ritz.spectra._functions.quadrature import TUNING as QUADRATURE
 from ritz.spectra._functions.quadrature import Budget, Known, Sampler
 from ritz.spectra._functions.splitting import Deflation, block_krylov, krylov_dimension
-from ritz.spectra._functions.trace_functions import by_chebyshev, by_maxent, judged
+from ritz.spectra._functions.trace_functions import by_chebyshev, by_maxent, judged, unit_probes
 from ritz.spectra._gradients import attach_gradient
 
+Solve = Callable[[Any], Any]
 LogdetMethod = Literal["auto", "cholesky", "krylov", "lanczos", "maxent", "chebyshev"]
 
 
@@ -49,13 +55,10 @@ class Tuning:
     envelope: float = 2e11
     # Relative error that `auto` aims at if the caller gives none.
     rtol: float = 1e-3
-    # With fewer rows the random signs of several probes coincide, and their spread is zero.
-    few: int = 10
-    # `auto` spends this fraction of the products on a pilot, and continues with quadrature if the
-    # truncation is below 0.6 of the target and sampling can reach 0.8 of it: hypot(.6, .8) = 1.
+    # `auto` spends this fraction of the products on a pilot, and continues with quadrature if that
+    # promises an error of at most so much of the target.
     pilot: int = 6
-    truncation: float = 0.6
-    sampling: float = 0.8
+    reached: float = 1.0
 
 
 TUNING = Tuning()
@@ -163,21 +166,19 @@ def _by_auto(op: LinearOperator, budget: Budget) -> Estimate:
     if budget.num_probes is not None or op.shape[0] <= budget.num_products:
         return _by_krylov(op, budget)
     with tracking(budget.progress, "log determinant", budget.num_products) as bar:
-        sampler = _whole(op, budget, bar)
-        pilot = sampler.pilot(budget.num_products // TUNING.pilot, budget.num_products)
-        samples, _ = pilot.samples(sampler.known)
-        wanted = sampler.target(float(samples.mean()))
-        error, truncation = float(samples.std()), float(pilot.brackets.truncation)
-        left = (budget.num_products - pilot.num_products) // pilot.num_steps
-        # error / sqrt(probes) = 0.8 wanted
-        probes = (error / (TUNING.sampling * wanted)) ** 2 if wanted else math.inf
-        if truncation <= TUNING.truncation * wanted and probes <= left + len(samples):
-            label = f"Lanczos quadrature, as the first {len(samples)} probes predicted: "
-            return sampler.scaled(sampler.extend(pilot, left), label)
-    rest = replace(budget, num_products=budget.num_products - pilot.num_products)
+        sampler = _whole(op, budget, bar, "Lanczos quadrature, as the first probes predicted: ")
+        pilot, spent = sampler.pilot(budget.num_products // TUNING.pilot, budget.num_products)
+        first, num_steps = sampler.scaled(pilot, spent), pilot.matrices.shape[1]
+        wanted = (budget.rtol or 0.0) * abs(float(first))
+        most = len(pilot.matrices) + (budget.num_products - spent) // num_steps
+        # stderr sqrt(probes / most) is what all probes leave; 95 % is two standard errors.
+        sampling = 2 * float(first.stderr) * math.sqrt(len(pilot.matrices) / most)
+        if is_below(float(first.truncation) + sampling, TUNING.reached * wanted):
+            return sampler.extended([pilot], num_steps, doubling(QUADRATURE.judged, most), spent)
+    rest = replace(budget, num_products=budget.num_products - spent)
     estimate = logdet_by_factor(op) if is_narrow(op) else _by_krylov(op, rest)
-    why = f"Lanczos quadrature would not do after {pilot.num_steps} steps"
-    spent = estimate.num_products + pilot.num_products
+    why = f"Lanczos quadrature would not do after {num_steps} steps"
+    spent += estimate.num_products
     return replace(estimate, method=f"{estimate.method} ({why})", num_products=spent)
 
 
@@ -197,43 +198,37 @@ def _by_krylov(op: LinearOperator, budget: Budget) -> Estimate:
         sampler = Sampler(
             op=split.complement,
             draw=lambda count: space.draw(count, budget.generator),
-            function=_log,
+            function=torch.log,
             budget=budget,
             dimension=split.dimension,
             bar=bar,
+            label=f"block Krylov: {size} directions split off, ",
             spent=size,
             inside=split.logdet,
             error=split.roundoff,
             known=lambda: _known(op, split.trace, split.dimension),
             magnitude=split.magnitude,
         )
-        label = f"block Krylov: {size} directions split off, "
-        return sampler.estimate(budget.num_products - size, budget.num_probes, label)
+        return sampler.estimate(budget.num_products - size, budget.num_probes)
 
 
 def _by_lanczos(op: LinearOperator, budget: Budget) -> Estimate:
     with tracking(budget.progress, "log determinant", budget.num_products) as bar:
-        sampler, label = _whole(op, budget, bar), "Lanczos quadrature: "
-        return sampler.estimate(budget.num_products, budget.num_probes, label)
+        sampler = _whole(op, budget, bar, "Lanczos quadrature: ")
+        return sampler.estimate(budget.num_products, budget.num_probes)
 
 
-def _whole(op: LinearOperator, budget: Budget, bar: Progress) -> Sampler:
+def _whole(op: LinearOperator, budget: Budget, bar: Progress, label: str) -> Sampler:
     """Return the sampler of tr log A by probes in the whole space."""
     n = op.shape[0]
-    kind: Probe = "gaussian" if n < TUNING.few else "rademacher"
-
-    def draw(count: int) -> Tensor:
-        drawn = draw_probes(op, count, kind=kind, generator=budget.generator)
-        unit: Tensor = drawn / drawn.norm(dim=0)
-        return unit
-
     return Sampler(
         op=op,
-        draw=draw,
-        function=_log,
+        draw=lambda count: unit_probes(op, count, "rademacher", budget.generator),
+        function=torch.log,
         budget=budget,
         dimension=n,
         bar=bar,
+        label=label,
         known=lambda: _known(op, 0.0, n),
     )
 
@@ -243,13 +238,6 @@ def _known(op: LinearOperator, less: float, dimension: int) -> Known | None:
         return None
     noise = 100 * torch.finfo(op.dtype).eps * abs(trace)
     return Known((trace - less) / dimension, noise / dimension)
-
-
-def _log(values: Tensor) -> Tensor:
-    smallest = float(values.min())
-    if not smallest > 0:
-        raise not_positive("a Ritz value", smallest)
-    return values.log()
 
 
 # ------------------------------------------------------------------------------------------
@@ -275,17 +263,21 @@ def logdet_by_factor(op: LinearOperator) -> Estimate:
         # A = L L', so log det A = 2 sum_i log L_ii
         factor = cholesky_factor(op.matrix.double())
         value = float(2 * factor.diagonal().log().sum())
-        return Estimate.exact(value, method=f"exact, by the factor of a dense matrix {size}")
+        error = factor_roundoff(op, lambda block: torch.cholesky_solve(block, factor))
+        method = f"exact, by the factor of a dense matrix {size}"
+        return Estimate.exact(value, method=method, truncation=error)
     if not isinstance(op, SparseOperator):
         raise ValueError(f"method='cholesky' needs a dense or sparse matrix, got {op!r}")
-    matrix = _columns(op)
+    matrix, name = _columns(op), "CHOLMOD's factor"
     try:
         cholmod: Any = importlib.import_module("sksparse.cholmod")
     except ImportError:
-        method = f"exact, by the factor of a sparse matrix {size}"
-        return Estimate.exact(_superlu(matrix), method=method)
-    method = f"exact, by CHOLMOD's factor of a sparse matrix {size}"
-    return Estimate.exact(_cholmod(cholmod, matrix), method=method)
+        name, (value, solve) = "the factor", _superlu(matrix)
+    else:
+        value, solve = _cholmod(cholmod, matrix)
+    error = factor_roundoff(op, lambda block: torch.from_numpy(solve(block.cpu().numpy())))
+    method = f"exact, by {name} of a sparse matrix {size}"
+    return Estimate.exact(value, method=method, truncation=error)
 
 
 def _columns(op: SparseOperator) -> Any:
@@ -310,11 +302,13 @@ def _envelope(matrix: Any) -> float:
     return float((widths**2).sum())
 
 
-def _cholmod(cholmod: Any, matrix: Any) -> float:
+def _cholmod(cholmod: Any, matrix: Any) -> tuple[float, Solve]:
     try:
         if hasattr(cholmod, "cho_factor"):  # from version 0.5 on
-            return float(cholmod.cho_factor(matrix).logdet())
-        return float(cholmod.cholesky(matrix, mode="supernodal").logdet())
+            factor = cholmod.cho_factor(matrix)
+            return float(factor.logdet()), factor.solve
+        factor = cholmod.cholesky(matrix, mode="supernodal")
+        return float(factor.logdet()), factor.solve_A
     except cholmod.CholmodNotPositiveDefiniteError as error:
         _superlu(matrix)  # raises with the pivot, which CHOLMOD does not report
         raise NotPositiveDefiniteError(
@@ -322,7 +316,7 @@ def _cholmod(cholmod: Any, matrix: Any) -> float:
         ) from error
 
 
-def _superlu(matrix: Any) -> float:
+def _superlu(matrix: Any) -> tuple[float, Solve]:
     options = {"SymmetricMode": True}
     try:
         factor = splu(matrix, permc_spec="MMD_AT_PLUS_A", diag_pivot_thresh=0.0, options=options)
@@ -335,7 +329,7 @@ def _superlu(matrix: Any) -> float:
     pivots = torch.from_numpy(factor.U.diagonal())
     if not bool((pivots > 0).all()):
         raise not_positive("a pivot", float(pivots.min()))
-    return float(pivots.log().sum())
+    return float(pivots.log().sum()), factor.solve
 
 
 _METHODS: dict[str, Callable[[LinearOperator, Budget], Estimate]] = {
@@ -343,6 +337,6 @@ _METHODS: dict[str, Callable[[LinearOperator, Budget], Estimate]] = {
     "cholesky": lambda op, budget: logdet_by_factor(op),
     "krylov": _by_krylov,
     "lanczos": _by_lanczos,
-    "maxent": lambda op, budget: by_maxent(op, budget, _log),
-    "chebyshev": lambda op, budget: by_chebyshev(op, budget, _log),
+    "maxent": lambda op, budget: by_maxent(op, budget, torch.log),
+    "chebyshev": lambda op, budget: by_chebyshev(op, budget, torch.log),
 }

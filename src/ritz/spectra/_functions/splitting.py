@@ -15,14 +15,22 @@ from typing import final
 import torch
 from torch import Tensor
 
+from ritz._core.checks import is_below
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import probes
 from ritz._core.results import Estimate
 from ritz._core.sampling import draw_probes
 from ritz.operators import LinearOperator
 from ritz.spectra._cg import cholesky_factor
+from ritz.spectra._functions.quadrature import (
+    ALTERNATING,
+    Budget,
+    Function,
+    Projections,
+    Sampler,
+    brackets,
+)
 from ritz.spectra._functions.quadrature import TUNING as QUADRATURE
-from ritz.spectra._functions.quadrature import Budget, Function, Sampler
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +172,9 @@ class Deflation:
         # d log det T = tr(T^{-1} dT) with |dT| of the order of eps |A|.
         inverse = torch.cholesky_inverse(factor)
         unit = QUADRATURE.shift * torch.finfo(op.dtype).eps * self.magnitude
-        self.roundoff = unit * float(inverse.diagonal().sum())
+        # Where |dT| |T^{-1}| reaches 1, the matrix may be singular.
+        singular = not is_below(unit * float(inverse.norm()), 1.0)
+        self.roundoff = math.inf if singular else unit * float(inverse.diagonal().sum())
         if self.dimension:
             # B (T^{-1})_last B', the part of S that couples through the last block.
             last = space.width
@@ -214,11 +224,23 @@ def by_krylov(op: LinearOperator, budget: Budget, function: Function) -> Estimat
     size = krylov_dimension(n, budget.num_products, op.dtype.itemsize)
     with tracking(budget.progress, "trace of a function", min(n, budget.num_products)) as bar:
         space = block_krylov(op, dimension=size, generator=budget.generator, bar=bar)
-        fewer = size - space.width
-        first = n if size == n else max(1, min(int(TUNING.exact * size), fewer or size))
-        inside = _share(space, size, first, function)
+        first = (
+            n if size == n else max(1, min(int(TUNING.exact * size), size - space.width or size))
+        )
+        coupling = space.coupling if size < n else torch.zeros(1, 1, dtype=torch.float64)
+        unit = torch.finfo(op.dtype).eps * float(space.projected.diagonal().abs().max())
+        # The leading block of f(T) is a block Gauss rule; its error is that of the other rules.
+        inside = brackets(
+            Projections(space.projected[None], coupling[None], unit),
+            function,
+            floor=budget.floor,
+            bounds=function in ALTERNATING,
+            first=first,
+        )
+        value, error = float(inside.mixed), float(inside.truncation)
         if size == n:
-            return Estimate.exact(inside, method="block Krylov: the whole space", num_products=n)
+            method = "block Krylov: the whole space"
+            return Estimate.exact(value, method=method, num_products=n, truncation=error)
         sampler = Sampler(
             op=op,
             draw=lambda count: space.draw(count, budget.generator, first=first),
@@ -226,16 +248,9 @@ def by_krylov(op: LinearOperator, budget: Budget, function: Function) -> Estimat
             budget=budget,
             dimension=n - first,
             bar=bar,
+            label=f"block Krylov: {first} directions of {size}, ",
             spent=size,
-            inside=inside,
-            # A single block has no shorter space to compare with: its error is unknown.
-            error=abs(inside - _share(space, fewer, first, function)) if fewer else math.nan,
+            inside=value,
+            error=error,
         )
-        label = f"block Krylov: {first} directions of {size}, "
-        return sampler.estimate(budget.num_products - size, None, label)
-
-
-def _share(space: Space, size: int, first: int, function: Function) -> float:
-    # tr of the leading (first, first) part of f(T) = sum_k f(theta_k) sum_{i < first} (e_k)_i^2
-    values, vectors = torch.linalg.eigh(space.projected[:size, :size])
-    return float((vectors[:first].square() @ function(values)).sum())
+        return sampler.estimate(budget.num_products - size, None)

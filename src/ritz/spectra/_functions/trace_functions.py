@@ -1,6 +1,5 @@
 """Traces of functions of a matrix, by quadrature, polynomials, maximum entropy or eigenvalues."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -9,33 +8,36 @@ import torch
 from torch import Tensor
 
 from ritz._core.checks import check_choice, check_count
-from ritz._core.progress import Progress
+from ritz._core.progress import Progress, tracking
 from ritz._core.random import Probe, resolve_generator
-from ritz._core.results import Estimate, Status
-from ritz._core.sampling import Sampling, column_dots
+from ritz._core.results import Estimate
+from ritz._core.sampling import Sampling, doubling, draw_probes
 from ritz.operators import LinearOperator, OperatorLike, as_operator
 from ritz.spectra._functions.quadrature import (
+    ADVICE,
     Budget,
     Function,
-    Rule,
+    Sampler,
     finite_function,
     floor_error,
-    gauss_rule,
-    remainder,
-    ritz_rules,
-    shorter,
+    roundoff_error,
 )
 from ritz.spectra._functions.splitting import by_krylov
 from ritz.spectra._lanczos import Bounds, Reorthogonalization, bounds
 from ritz.spectra._maxent import EntropicDensity, Grid, in_interval, maxent
 from ritz.spectra._moments import Moments, moments
 
-TraceFunctionMethod = Literal["lanczos", "krylov", "chebyshev", "maxent", "eigenvalues"]
+TraceFunctionMethod = Literal["auto", "lanczos", "krylov", "chebyshev", "maxent", "eigenvalues"]
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Constants of the methods that use moments."""
+    """Constants of the choice of a method, and of the methods that use moments."""
+
+    # `auto` diagonalises matrices of up to this many rows if the products suffice: 3 s at 3,000.
+    dense: int = 3000
+    # With fewer rows probes are Gaussian: of ten rows, 32 sign vectors still have a spread.
+    few: int = 10
 
     # Probes where the caller gives no number; the default of `trace`.
     probes: int = 32
@@ -54,7 +56,7 @@ def trace_function(
     *,
     num_steps: int,
     num_probes: int = 32,
-    method: TraceFunctionMethod = "lanczos",
+    method: TraceFunctionMethod = "auto",
     floor: float | None = None,
     rtol: float | None = None,
     max_probes: int = 1000,
@@ -108,62 +110,47 @@ def trace_function(
     ``krylov``.
     """
     op = as_operator(op)
-    check_choice("method", method, ("lanczos", *_METHODS))
-    check_count("num_steps", num_steps, high=op.shape[0])
+    check_choice("method", method, get_args(TraceFunctionMethod))
+    n = op.shape[0]
+    check_count("num_steps", num_steps, high=n)
     check_choice("reorthogonalize", reorthogonalize, get_args(Reorthogonalization))
     generator = resolve_generator(generator)
     plan = Sampling(num_probes, rtol, max_probes, block_size, probe)
+    budget = Budget(num_steps * num_probes, num_probes, floor, rtol, generator, progress)
+    if method == "auto":
+        affordable = n <= min(budget.num_products, TUNING.dense)
+        method = "eigenvalues" if affordable else "lanczos"
     if method != "lanczos":
-        budget = Budget(num_steps * num_probes, num_probes, floor, rtol, generator, progress)
-        return judged(_METHODS[method](op, budget, finite_function(function)), budget)
-
-    spent, exact = 0, True
-
-    def measure(block: Tensor) -> Tensor:
-        nonlocal spent, exact
-        rules = ritz_rules(op, block, num_steps=num_steps, reorthogonalize=reorthogonalize)
-        spent, exact = spent + rules.num_products, exact and bool(rules.exact.all())
-        norms = column_dots(block, block).cpu()
-        last = norms * _apply(function, rules.last)
-        before = (gauss_rule(rules.projected[:, :less, :less]) for less in shorter(num_steps))
-        fewer = (norms * _apply(function, rule) for rule in before)
-        return torch.stack([last, *(torch.where(rules.exact, last, form) for form in fewer)], dim=1)
-
-    label = "trace of a function"
-    samples, _ = plan.run(op, measure, generator=generator, progress=progress, label=label)
-    values, change = samples[:, 0], remainder(*samples.mean(0)).abs()
-    return Estimate.of(
-        values,
-        truncation=change if exact or num_steps > 1 else torch.full_like(change, torch.nan),
-        num_products=spent,
-        method=f"Lanczos quadrature, {num_steps} steps",
-        status=plan.status(values),
-        seed=generator.initial_seed(),
-    )
+        return judged(_METHODS[method](op, budget, function), budget)
+    with tracking(progress, "trace of a function", budget.num_products) as bar:
+        sampler = Sampler(
+            op=op,
+            draw=lambda count: unit_probes(op, count, probe, generator),
+            function=function,
+            budget=budget,
+            dimension=n,
+            bar=bar,
+            label="Lanczos quadrature, ",
+            mode=reorthogonalize,
+            block_size=block_size,
+        )
+        limit = num_probes if rtol is None else max_probes
+        return sampler.extended([], num_steps, doubling(plan.num_probes, limit))
 
 
-def _apply(function: Function, rule: Rule) -> Tensor:
-    nodes, weights = rule
-    used = weights > 0
-    # Nodes of weight zero are padding: they may lie outside the domain of the function.
-    values = finite_function(function)(torch.where(used, nodes, nodes[used][0]))
-    return (weights * values).sum(0)
+def unit_probes(op: LinearOperator, count: int, kind: Probe, generator: torch.Generator) -> Tensor:
+    """Return random vectors ``(n, count)`` of norm one."""
+    # With few rows the random signs of several probes coincide, and their spread is zero.
+    kind = "gaussian" if op.shape[0] < TUNING.few else kind
+    drawn = draw_probes(op, count, kind=kind, generator=generator)
+    unit: Tensor = drawn / drawn.norm(dim=0)
+    return unit
 
 
 def judged(estimate: Estimate, budget: Budget) -> Estimate:
-    """Return the estimate with a status that compares both error bars with the ``rtol``."""
-    mean, error = float(estimate.mean), float(estimate.stderr)
-    bar = torch.zeros_like(estimate.mean) if estimate.truncation is None else estimate.truncation
-    truncation = float(bar)
-    if budget.rtol is None:
-        message = f"error bars {error:.2g} and {truncation:.2g}"
-        status = Status(outcome="completed", message=message)
-    else:
-        status = accuracy(mean, math.hypot(error, truncation), budget.rtol)
-    if not status.ok:
-        more = "more probes" if error > truncation else "more products, or a floor of the spectrum"
-        status = replace(status, advice=f"{more} would lower the larger error bar")
-    return replace(estimate, truncation=bar, status=status, seed=budget.generator.initial_seed())
+    """Return the estimate with the seed, and the status that its errors give it."""
+    seeded = replace(estimate, seed=budget.generator.initial_seed())
+    return seeded.judged(budget.rtol, ADVICE)
 
 
 # ------------------------------------------------------------------------------------------
@@ -172,6 +159,7 @@ def judged(estimate: Estimate, budget: Budget) -> Estimate:
 
 def by_chebyshev(op: LinearOperator, budget: Budget, function: Function) -> Estimate:
     r"""Interpolate :math:`f` between the floor and the norm: :math:`\sum_j c_j \mu_j`."""
+    function = finite_function(function)
     measured = _moments(op, budget, budget.num_products, function)
     n, degree = op.shape[0], len(measured.mean) - 1
     series, gap = _interpolation(function, measured.interval, degree)
@@ -189,6 +177,7 @@ def by_maxent(op: LinearOperator, budget: Budget, function: Function) -> Estimat
     To first order :math:`\int q f` changes with the moments by the coefficients of the regression
     of :math:`f` on the polynomials under :math:`q`. That gives one sample per probe.
     """
+    function = finite_function(function)
     most = (budget.num_probes or TUNING.probes) * TUNING.maxent_moments // 2
     measured = _moments(op, budget, min(budget.num_products, most), function)
     n, degree = op.shape[0], len(measured.mean) - 1
@@ -196,11 +185,14 @@ def by_maxent(op: LinearOperator, budget: Budget, function: Function) -> Estimat
     density.raise_if_failed()
     slopes = _regression(density, function)
     values = density.expectation(function) + (measured.samples[:, 1:] - measured.mean[1:]) @ slopes
+    series, gap = _interpolation(function, measured.interval, degree)
     # Two densities with the same moments agree on the interpolating polynomial p. Their means of f
-    # differ by at most 2 max |f - p|.
+    # differ by at most 2 max |f - p|. Where the dual is relaxed, the moments differ by ridge times
+    # alpha, and the means of p by that times the series.
+    relaxed = (series[1:] * density.ridge * density.alphas).abs().sum()
     return Estimate.of(
         n * values,
-        truncation=2 * n * _interpolation(function, measured.interval, degree)[1],
+        truncation=n * (2 * gap + relaxed),
         num_products=measured.num_products,
         method=f"maximum entropy, {degree} moments, {len(values)} probes",
     )
@@ -209,8 +201,13 @@ def by_maxent(op: LinearOperator, budget: Budget, function: Function) -> Estimat
 def _by_eigenvalues(op: LinearOperator, budget: Budget, function: Function) -> Estimate:
     n = op.shape[0]
     values = torch.linalg.eigvalsh(op.dense().double()).cpu()
+    size = float(values.abs().max())
+    value = float(finite_function(function)(values).sum())
+    # The eigenvalues of the matrix as it was computed, in its dtype, are within eps |A| of these.
+    unit = torch.finfo(op.dtype).eps * size
+    error = roundoff_error(values, torch.ones_like(values), unit, function)
     method = f"all {n:,} eigenvalues"
-    return Estimate.exact(float(function(values).sum()), method=method, num_products=n)
+    return Estimate.exact(value, method=method, num_products=n, truncation=error)
 
 
 _METHODS: dict[str, Callable[[LinearOperator, Budget, Function], Estimate]] = {
@@ -231,8 +228,10 @@ def _interpolation(
     values = function(in_interval(grid.nodes, interval))
     series = (2 / (degree + 1)) * grid.polynomials.T @ values
     series[0] /= 2
-    fine = Grid.make(20 * degree + 200, degree)
-    gap = fine.polynomials @ series - function(in_interval(fine.nodes, interval))
+    # The largest error is often at an end, which is no Chebyshev node: T_j(cos t) = cos(j t).
+    angles = torch.linspace(0, torch.pi, 20 * degree + 200, dtype=torch.float64)
+    polynomials = torch.cos(angles[:, None] * torch.arange(degree + 1))
+    gap = polynomials @ series - function(in_interval(torch.cos(angles), interval))
     return series, gap.abs().max()
 
 
