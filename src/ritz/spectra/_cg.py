@@ -11,7 +11,7 @@ from ritz._core.checks import check_count, check_finite, check_range, check_tens
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import resolve_generator
 from ritz._core.results import HasStatus, Status
-from ritz._core.sampling import column_dots, draw_probes
+from ritz._core.sampling import ROUNDOFF, column_dots, draw_probes
 from ritz._core.storage import storable
 from ritz.operators import FunctionOperator, LinearOperator, OperatorLike, as_operator, exact
 
@@ -42,8 +42,8 @@ def factor_roundoff(op: LinearOperator, solve: Callable[[Tensor], Tensor]) -> fl
     Infinite if the matrix may be singular.
     """
     # The factor is that of A + E with |E_ij| of the order of eps max_k A_kk (Higham 2002, Theorem
-    # 10.3), and d log det A = tr(A^{-1} E). By random vectors, tr A^{-1} is the mean of z'A^{-1}z and
-    # |A^{-1}|_F^2 that of |A^{-1}z|^2.
+    # 10.3), and d log det A = tr(A^{-1} E). For random vectors z, the mean of z'A^{-1}z is the trace
+    # of A^{-1}, and that of |A^{-1}z|^2 is |A^{-1}|_F^2. The sum of n logarithms rounds as well.
     probes = draw_probes(op, 8, kind="gaussian", generator=resolve_generator(None)).double()
     inverse = solve(probes).to(probes)
     unit = torch.finfo(op.dtype).eps * float(
@@ -51,7 +51,8 @@ def factor_roundoff(op: LinearOperator, solve: Callable[[Tensor], Tensor]) -> fl
     )
     if not is_below(unit * float(inverse.norm()) / 8**0.5, 1.0):
         return math.inf
-    return unit * float((probes * inverse).sum(0).abs().mean())
+    summed = torch.finfo(torch.float64).eps * len(probes)
+    return ROUNDOFF * (unit * float((probes * inverse).sum(0).abs().mean()) + summed)
 
 
 @storable

@@ -16,7 +16,6 @@ from ritz._core.checks import check_choice, check_count, check_range, is_below
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate
-from ritz._core.sampling import doubling
 from ritz.operators import (
     DenseOperator,
     KernelOperator,
@@ -32,7 +31,6 @@ from ritz.spectra._cg import (
     factor_roundoff,
     not_positive,
 )
-from ritz.spectra._functions.quadrature import TUNING as QUADRATURE
 from ritz.spectra._functions.quadrature import Budget, Known, Sampler
 from ritz.spectra._functions.splitting import Deflation, block_krylov, krylov_dimension
 from ritz.spectra._functions.trace_functions import by_chebyshev, by_maxent, judged, unit_probes
@@ -56,9 +54,8 @@ class Tuning:
     # Relative error that `auto` aims at if the caller gives none.
     rtol: float = 1e-3
     # `auto` spends this fraction of the products on a pilot, and continues with quadrature if that
-    # promises an error of at most so much of the target.
+    # promises to reach the tolerance.
     pilot: int = 6
-    reached: float = 1.0
 
 
 TUNING = Tuning()
@@ -169,12 +166,12 @@ def _by_auto(op: LinearOperator, budget: Budget) -> Estimate:
         sampler = _whole(op, budget, bar, "Lanczos quadrature, as the first probes predicted: ")
         pilot, spent = sampler.pilot(budget.num_products // TUNING.pilot, budget.num_products)
         first, num_steps = sampler.scaled(pilot, spent), pilot.matrices.shape[1]
-        wanted = (budget.rtol or 0.0) * abs(float(first))
-        most = len(pilot.matrices) + (budget.num_products - spent) // num_steps
+        looks = sampler.looks(budget.num_products, pilot, spent)
+        wanted = (budget.rtol or 0.0) * float(first)
         # stderr sqrt(probes / most) is what all probes leave; 95 % is two standard errors.
-        sampling = 2 * float(first.stderr) * math.sqrt(len(pilot.matrices) / most)
-        if is_below(float(first.truncation) + sampling, TUNING.reached * wanted):
-            return sampler.extended([pilot], num_steps, doubling(QUADRATURE.judged, most), spent)
+        sampling = 2 * float(first.stderr) * math.sqrt(len(pilot.matrices) / looks[-1])
+        if is_below(float(first.truncation) + sampling, abs(wanted)):
+            return sampler.extended([pilot], num_steps, looks, spent)
     rest = replace(budget, num_products=budget.num_products - spent)
     estimate = logdet_by_factor(op) if is_narrow(op) else _by_krylov(op, rest)
     why = f"Lanczos quadrature would not do after {num_steps} steps"

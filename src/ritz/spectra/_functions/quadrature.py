@@ -31,9 +31,9 @@ class Tuning:
     # Ritz values may lie this many eps |A| below a floor before the floor is refused. In float32
     # kernel matrices of 1,500 rows reach 0.14; the margin is for the roundoff of larger sums.
     below_floor: float = 5000.0
-    # Roundoff in the products moves the spectrum by at most this many eps |A|: on the same
-    # matrices the error of krylov, mostly roundoff, is then a tenth of the truncation.
-    shift: float = 0.25
+    # Roundoff in the products moves the spectrum by at most this many eps |A|. With 0.25 a third
+    # of the exact determinants of up to seven rows lies outside; of kernel matrices none.
+    shift: float = 1.0
     # Probes whose runs grow until truncation no longer matters, and the number of probes that the
     # longest such run must leave products for; benchmarks/determinants.py, rows "sparse".
     pilot: int = 4
@@ -212,15 +212,21 @@ def brackets(
         bounds: The function is one of :data:`ALTERNATING`.
         first: Sum the forms of this many leading vectors of each basis, rather than of one.
     """
-    known = function if floor is None else _above(floor, TUNING.below_floor * spaces.unit, function)
-    evaluate = finite_function(known)
+    low = -math.inf if floor is None else floor
+
+    def evaluate(points: Tensor) -> Tensor:
+        return finite_function(function)(points.clamp_min(low))
+
     values, vectors = torch.linalg.eigh(spaces.matrices)
     weights = vectors[:, :first].square().sum(1)
     # e_1' f(T) e_1 = sum_k tau_k f(theta_k). Nodes of weight zero are padding.
     used = weights > 0
     nodes = torch.where(used, values, values[used][0])
+    if float(nodes.min()) < low - TUNING.below_floor * spaces.unit:
+        finite_function(function)(nodes)  # a logarithm names a value that is not positive
+        raise floor_error(low, float(nodes.min()))
     gauss = (weights * evaluate(nodes)).sum(1)
-    roundoff = roundoff_error(nodes, weights, spaces.unit, known)
+    roundoff = roundoff_error(nodes, weights, spaces.unit, function, low)
     unknown = spaces.couplings.abs().amax((1, 2)) > 0  # the spaces of the others are invariant
     if not bool(unknown.any()):
         return Brackets(gauss, torch.zeros_like(gauss), roundoff)
@@ -290,29 +296,19 @@ def floor_error(floor: float, smallest: float) -> ValueError:
     )
 
 
-def _above(floor: float, roundoff: float, function: Function) -> Function:
-    """Return the function with arguments that roundoff put below the floor moved to it."""
-
-    def evaluate(values: Tensor) -> Tensor:
-        smallest = float(values.min())
-        if floor - roundoff <= smallest:
-            return function(values.clamp_min(floor))
-        finite_function(function)(values)  # a logarithm names a value that is not positive
-        raise floor_error(floor, smallest)
-
-    return evaluate
-
-
-def roundoff_error(values: Tensor, weights: Tensor, unit: float, function: Function) -> Tensor:
+def roundoff_error(
+    values: Tensor, weights: Tensor, unit: float, function: Function, floor: float = -math.inf
+) -> Tensor:
     r"""Return the error of :math:`\sum_k \tau_k f(\theta_k)` by roundoff.
 
     That is the change if roundoff moves the values, and the roundoff of the sum. Infinite if a pole
     of the function is that close.
     """
-    shift, at = TUNING.shift * unit, function(values)
+    shift, values = TUNING.shift * unit, values.clamp_min(floor)
+    at = function(values)
     change = ROUNDOFF * torch.finfo(values.dtype).eps * at.abs()
     pole = ~function(torch.zeros_like(values)).isfinite()
-    for moved in (values - shift, values + shift):
+    for moved in ((values - shift).clamp_min(floor), values + shift):
         moves = (function(moved) - at).abs()
         lost = moves.isnan() | (pole & (values * moved <= 0))
         change = change.maximum(torch.where(lost, torch.inf, moves))
@@ -394,8 +390,12 @@ class Sampler:
             return self.extended([], num_steps, [num_probes])
         spaces, used = self.pilot(num_products // 2, num_products)
         num_steps = spaces.matrices.shape[1]
-        most = len(spaces.matrices) + (num_products - used) // num_steps
-        return self.extended([spaces], num_steps, doubling(TUNING.judged, most), used)
+        return self.extended([spaces], num_steps, self.looks(num_products, spaces, used), used)
+
+    def looks(self, num_products: int, spaces: Projections, used: int) -> list[int]:
+        """Return the numbers of probes at which to compare the error with the tolerance."""
+        most = len(spaces.matrices) + (num_products - used) // spaces.matrices.shape[1]
+        return [most] if self.budget.rtol is None else doubling(TUNING.judged, most)
 
     def extended(
         self, parts: Sequence[Projections], num_steps: int, looks: Sequence[int], used: int = 0

@@ -19,7 +19,7 @@ from ritz._core.checks import is_below
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import probes
 from ritz._core.results import Estimate
-from ritz._core.sampling import draw_probes
+from ritz._core.sampling import ROUNDOFF, draw_probes
 from ritz.operators import LinearOperator
 from ritz.spectra._cg import cholesky_factor
 from ritz.spectra._functions.quadrature import (
@@ -174,7 +174,11 @@ class Deflation:
         unit = QUADRATURE.shift * torch.finfo(op.dtype).eps * self.magnitude
         # Where |dT| |T^{-1}| reaches 1, the matrix may be singular.
         singular = not is_below(unit * float(inverse.norm()), 1.0)
-        self.roundoff = math.inf if singular else unit * float(inverse.diagonal().sum())
+        summed = (
+            ROUNDOFF * torch.finfo(torch.float64).eps * float(factor.diagonal().log().abs().sum())
+        )
+        moved = unit * float(inverse.diagonal().sum())
+        self.roundoff = math.inf if singular else moved + summed
         if self.dimension:
             # B (T^{-1})_last B', the part of S that couples through the last block.
             last = space.width
