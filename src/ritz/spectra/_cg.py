@@ -42,8 +42,8 @@ def factor_roundoff(op: LinearOperator, solve: Callable[[Tensor], Tensor]) -> fl
     Infinite if the matrix may be singular.
     """
     # The factor is that of A + E with |E_ij| of the order of eps max_k A_kk (Higham 2002, Theorem
-    # 10.3), and d log det A = tr(A^{-1} E). For random vectors z, the mean of z'A^{-1}z is the trace
-    # of A^{-1}, and that of |A^{-1}z|^2 is |A^{-1}|_F^2. The sum of n logarithms rounds as well.
+    # 10.3), and d log det A = tr(A^{-1} E). For random vectors z, z'A^{-1}z has mean tr A^{-1}, and
+    # |A^{-1}z|^2 has mean |A^{-1}|_F^2. The sum of n logarithms rounds as well.
     probes = draw_probes(op, 8, kind="gaussian", generator=resolve_generator(None)).double()
     inverse = solve(probes).to(probes)
     unit = torch.finfo(op.dtype).eps * float(

@@ -32,7 +32,7 @@ from ritz.spectra._cg import (
     not_positive,
 )
 from ritz.spectra._functions.quadrature import Budget, Known, Sampler
-from ritz.spectra._functions.splitting import Deflation, block_krylov, krylov_dimension
+from ritz.spectra._functions.splitting import Deflation, block_krylov, krylov_size
 from ritz.spectra._functions.trace_functions import by_chebyshev, by_maxent, judged, unit_probes
 from ritz.spectra._gradients import attach_gradient
 
@@ -53,6 +53,8 @@ class Tuning:
     envelope: float = 2e11
     # Relative error that `auto` aims at if the caller gives none.
     rtol: float = 1e-3
+    # As many rows are not worth random probes: each run would span the whole space.
+    few: int = 10
     # `auto` spends this fraction of the products on a pilot, and continues with quadrature if that
     # promises to reach the tolerance.
     pilot: int = 6
@@ -149,7 +151,10 @@ def logdet(
     if method == "auto":
         rtol = TUNING.rtol if rtol is None else rtol
         method = "cholesky" if is_small(op) else "auto"
-    budget = Budget(num_products, num_probes, floor, rtol, generator, progress)
+    # A whole basis costs no more than as many random probes, and is exact.
+    if method != "cholesky" and op.shape[0] <= (num_probes or TUNING.few):
+        method = "krylov"
+    budget = Budget(num_products, num_probes, num_probes or 0, floor, rtol, generator, progress)
     estimate = judged(_METHODS[method](op, budget), budget)
     return attach_gradient(estimate, op, generator=generator)
 
@@ -181,11 +186,11 @@ def _by_auto(op: LinearOperator, budget: Budget) -> Estimate:
 
 def _by_krylov(op: LinearOperator, budget: Budget) -> Estimate:
     n = op.shape[0]
-    size = krylov_dimension(n, budget.num_products, op.dtype.itemsize)
+    size, width = krylov_size(n, budget.num_products, op.dtype.itemsize)
     if budget.num_probes is not None and size < n:  # leave at least one product per probe
         size = min(size, budget.num_products - budget.num_probes)
     with tracking(budget.progress, "log determinant", min(n, budget.num_products)) as bar:
-        space = block_krylov(op, dimension=size, generator=budget.generator, bar=bar)
+        space = block_krylov(op, dimension=size, width=width, generator=budget.generator, bar=bar)
         split = Deflation(op, space)
         if split.complement is None:
             roundoff = torch.tensor(split.roundoff, dtype=torch.float64)

@@ -326,6 +326,7 @@ class Budget:
     Attributes:
         num_products: Maximum number of products.
         num_probes: Number of probes; ``None``: chosen by the error bars.
+        max_probes: Maximum number of probes for the methods that use moments.
         floor: A number below the spectrum, if one is known.
         rtol: Relative error at which to stop, if any.
         generator: Source of the probes.
@@ -334,6 +335,7 @@ class Budget:
 
     num_products: int
     num_probes: int | None
+    max_probes: int
     floor: float | None
     rtol: float | None
     generator: torch.Generator

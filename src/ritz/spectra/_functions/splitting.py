@@ -40,6 +40,8 @@ class Tuning:
     # Vectors per block. On kernel matrices of 1,500 rows the errors with 5, 10 and 25 are within a
     # factor of two of each other; wide blocks make products cheap.
     width: int = 25
+    # Fewest blocks. Errors of block Gauss rules are judged from four blocks on.
+    blocks: int = 5
     # Fraction of the products for the space. 36 blocks of 25 and 60 probes x 10 steps were the best
     # split of 1,500 products on nine kernel matrices (benchmarks/determinants.py).
     share: float = 0.6
@@ -85,27 +87,29 @@ class Space:
         return unit
 
 
-def krylov_dimension(n: int, num_products: int, itemsize: int) -> int:
-    """Return the dimension of the space: whole blocks, or ``n`` if the products allow it."""
+def krylov_size(n: int, num_products: int, itemsize: int) -> tuple[int, int]:
+    """Return dimension and block width of the space: whole blocks, or ``n`` if products suffice."""
     if num_products >= n and n * n * itemsize <= TUNING.basis:
-        return n
+        return n, min(n, TUNING.width)
     wanted = min(int(TUNING.share * num_products), TUNING.basis // (n * itemsize), n - 1)
-    return max(1, wanted // TUNING.width) * min(TUNING.width, max(1, wanted))
+    width = max(1, min(TUNING.width, wanted // TUNING.blocks))
+    return max(1, wanted // width) * width, width
 
 
 def block_krylov(
-    op: LinearOperator, *, dimension: int, generator: torch.Generator, bar: Progress
+    op: LinearOperator, *, dimension: int, width: int, generator: torch.Generator, bar: Progress
 ) -> Space:
     """Return the block Krylov space of a random block.
 
     Args:
         op: ``(n, n)``.
-        dimension: A multiple of the width of a block, or ``n``. It is also the number of products,
+        dimension: A multiple of ``width``, or ``n``. It is also the number of products,
             and of vectors in memory.
+        width: Vectors per block.
         generator: Source of the first block.
         bar: Progress bar, which counts products.
     """
-    n, width = op.shape[0], min(TUNING.width, op.shape[0])
+    n = op.shape[0]
     basis = torch.empty(n, dimension, dtype=op.dtype, device=op.device)
     projected = torch.zeros(dimension, dimension, dtype=torch.float64)
     drawn = draw_probes(op, min(width, dimension), kind="gaussian", generator=generator)
@@ -225,9 +229,9 @@ def by_krylov(op: LinearOperator, budget: Budget, function: Function) -> Estimat
     :math:`Q_1^\top f(A) Q_1`, to which it converges as the space grows beyond them.
     """
     n = op.shape[0]
-    size = krylov_dimension(n, budget.num_products, op.dtype.itemsize)
+    size, width = krylov_size(n, budget.num_products, op.dtype.itemsize)
     with tracking(budget.progress, "trace of a function", min(n, budget.num_products)) as bar:
-        space = block_krylov(op, dimension=size, generator=budget.generator, bar=bar)
+        space = block_krylov(op, dimension=size, width=width, generator=budget.generator, bar=bar)
         first = (
             n if size == n else max(1, min(int(TUNING.exact * size), size - space.width or size))
         )

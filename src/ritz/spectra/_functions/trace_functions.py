@@ -10,8 +10,8 @@ from torch import Tensor
 from ritz._core.checks import check_choice, check_count
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import Probe, resolve_generator
-from ritz._core.results import Estimate
-from ritz._core.sampling import Sampling, doubling, draw_probes
+from ritz._core.results import Estimate, stderr
+from ritz._core.sampling import ROUNDOFF, Sampling, doubling, draw_probes, is_settled
 from ritz.operators import LinearOperator, OperatorLike, as_operator
 from ritz.spectra._functions.quadrature import (
     ADVICE,
@@ -115,10 +115,12 @@ def trace_function(
     check_count("num_steps", num_steps, high=n)
     check_choice("reorthogonalize", reorthogonalize, get_args(Reorthogonalization))
     generator = resolve_generator(generator)
-    plan = Sampling(num_probes, rtol, max_probes, block_size, probe)
-    budget = Budget(num_steps * num_probes, num_probes, floor, rtol, generator, progress)
-    if method == "auto":
-        affordable = n <= min(budget.num_products, TUNING.dense)
+    Sampling(num_probes, rtol, max_probes, block_size, probe)  # checks the arguments
+    limit = num_probes if rtol is None else max_probes
+    budget = Budget(num_steps * num_probes, num_probes, limit, floor, rtol, generator, progress)
+    # A whole basis costs no more than as many random probes, and is exact.
+    affordable = n <= (min(budget.num_products, TUNING.dense) if method == "auto" else num_probes)
+    if affordable or method == "auto":
         method = "eigenvalues" if affordable else "lanczos"
     if method != "lanczos":
         return judged(_METHODS[method](op, budget, function), budget)
@@ -134,8 +136,7 @@ def trace_function(
             mode=reorthogonalize,
             block_size=block_size,
         )
-        limit = num_probes if rtol is None else max_probes
-        return sampler.extended([], num_steps, doubling(plan.num_probes, limit))
+        return sampler.extended([], num_steps, doubling(num_probes, limit))
 
 
 def unit_probes(op: LinearOperator, count: int, kind: Probe, generator: torch.Generator) -> Tensor:
@@ -159,16 +160,19 @@ def judged(estimate: Estimate, budget: Budget) -> Estimate:
 
 def by_chebyshev(op: LinearOperator, budget: Budget, function: Function) -> Estimate:
     r"""Interpolate :math:`f` between the floor and the norm: :math:`\sum_j c_j \mu_j`."""
-    function = finite_function(function)
-    measured = _moments(op, budget, budget.num_products, function)
-    n, degree = op.shape[0], len(measured.mean) - 1
-    series, gap = _interpolation(function, measured.interval, degree)
-    return Estimate.of(
-        n * (measured.samples @ series),
-        truncation=n * gap,
-        num_products=measured.num_products,
-        method=f"Chebyshev series of degree {degree}, {len(measured.samples)} probes",
-    )
+    n, function = op.shape[0], finite_function(function)
+
+    def finish(measured: Moments) -> Estimate:
+        degree = len(measured.mean) - 1
+        series, gap = _interpolation(function, measured.interval, degree)
+        return Estimate.of(
+            n * (measured.samples @ series),
+            truncation=n * (gap + ROUNDOFF * torch.finfo(op.dtype).eps * series.abs().sum()),
+            num_products=measured.num_products,
+            method=f"Chebyshev series of degree {degree}, {len(measured.samples)} probes",
+        )
+
+    return _by_moments(op, budget, budget.num_products, function, finish)
 
 
 def by_maxent(op: LinearOperator, budget: Budget, function: Function) -> Estimate:
@@ -177,25 +181,29 @@ def by_maxent(op: LinearOperator, budget: Budget, function: Function) -> Estimat
     To first order :math:`\int q f` changes with the moments by the coefficients of the regression
     of :math:`f` on the polynomials under :math:`q`. That gives one sample per probe.
     """
-    function = finite_function(function)
+    n, function = op.shape[0], finite_function(function)
+
+    def finish(measured: Moments) -> Estimate:
+        degree = len(measured.mean) - 1
+        density: EntropicDensity = maxent(measured)
+        density.raise_if_failed()
+        slopes, moved = _regression(density, function)
+        off = (measured.samples - measured.mean)[:, 1:]
+        series, gap = _interpolation(function, measured.interval, degree)
+        # Two densities with the same moments agree on the interpolating polynomial p. Their means
+        # of f differ by at most 2 max |f - p|. The moments of a relaxed dual differ from those
+        # measured, and the means of p by the differences times the series.
+        relaxed = (series * (moved - measured.mean)).abs().sum()
+        return Estimate.of(
+            n * (density.expectation(function) + off @ slopes),
+            truncation=n
+            * (2 * gap + relaxed + ROUNDOFF * torch.finfo(op.dtype).eps * series.abs().sum()),
+            num_products=measured.num_products,
+            method=f"maximum entropy, {degree} moments, {len(measured.samples)} probes",
+        )
+
     most = (budget.num_probes or TUNING.probes) * TUNING.maxent_moments // 2
-    measured = _moments(op, budget, min(budget.num_products, most), function)
-    n, degree = op.shape[0], len(measured.mean) - 1
-    density: EntropicDensity = maxent(measured)
-    density.raise_if_failed()
-    slopes = _regression(density, function)
-    values = density.expectation(function) + (measured.samples[:, 1:] - measured.mean[1:]) @ slopes
-    series, gap = _interpolation(function, measured.interval, degree)
-    # Two densities with the same moments agree on the interpolating polynomial p. Their means of f
-    # differ by at most 2 max |f - p|. Where the dual is relaxed, the moments differ by ridge times
-    # alpha, and the means of p by that times the series.
-    relaxed = (series[1:] * density.ridge * density.alphas).abs().sum()
-    return Estimate.of(
-        n * values,
-        truncation=n * (2 * gap + relaxed),
-        num_products=measured.num_products,
-        method=f"maximum entropy, {degree} moments, {len(values)} probes",
-    )
+    return _by_moments(op, budget, min(budget.num_products, most), function, finish)
 
 
 def _by_eigenvalues(op: LinearOperator, budget: Budget, function: Function) -> Estimate:
@@ -235,20 +243,38 @@ def _interpolation(
     return series, gap.abs().max()
 
 
-def _moments(op: LinearOperator, budget: Budget, num_products: int, function: Function) -> Moments:
+def _by_moments(
+    op: LinearOperator,
+    budget: Budget,
+    num_products: int,
+    function: Function,
+    finish: Callable[[Moments], Estimate],
+) -> Estimate:
+    """Return the estimate that ``finish`` makes of the moments of enough probes."""
     steps = min(TUNING.bound_steps, max(2, num_products // 3))
     ends = bounds(op, max_steps=steps, generator=budget.generator)
     left = num_products - ends.num_products
-    num_probes = budget.num_probes or max(2, min(TUNING.probes, left))
-    measured = moments(
-        op,
-        num_moments=max(2, 2 * (left // num_probes)),
-        interval=_interval(ends, budget.floor, function, torch.finfo(op.dtype).eps),
-        num_probes=num_probes,
-        generator=budget.generator,
-        progress=budget.progress,
-    )
-    return replace(measured, num_products=measured.num_products + ends.num_products)
+    first = budget.num_probes or max(2, min(TUNING.probes, left))
+    interval = _interval(ends, budget.floor, function, torch.finfo(op.dtype).eps)
+    drawn, spent = torch.empty(0, dtype=torch.float64), ends.num_products
+    for goal in doubling(first, max(first, budget.max_probes)):
+        measured = moments(
+            op,
+            num_moments=max(2, 2 * (left // first)),
+            interval=interval,
+            num_probes=max(2, goal - len(drawn)),
+            generator=budget.generator,
+            progress=budget.progress,
+        )
+        drawn = torch.cat([drawn, measured.samples]) if len(drawn) else measured.samples
+        spent += measured.num_products
+        together = replace(
+            measured, samples=drawn, mean=drawn.mean(0), stderr=stderr(drawn), num_products=spent
+        )
+        estimate = judged(finish(together), budget)
+        if is_settled(estimate, budget.rtol):
+            break
+    return estimate
 
 
 def _interval(
@@ -274,8 +300,8 @@ def _interval(
     return low, ends.high + margin
 
 
-def _regression(density: EntropicDensity, function: Function) -> Tensor:
-    """Return the coefficients of the function on the polynomials under the density."""
+def _regression(density: EntropicDensity, function: Function) -> tuple[Tensor, Tensor]:
+    """Return the coefficients of the function on the polynomials, and the moments of the density."""
     grid = Grid.make(density.grid_size, len(density.alphas))
     points = in_interval(grid.nodes, density.interval)
     shares = grid.weights * density.pdf(points)
@@ -285,4 +311,4 @@ def _regression(density: EntropicDensity, function: Function) -> Tensor:
     centred = polynomials - shares @ polynomials
     covariance = centred.T @ (shares[:, None] * centred) + torch.diag(density.ridge)
     slopes: Tensor = torch.linalg.solve(covariance, centred.T @ (shares * values))
-    return slopes
+    return slopes, shares @ grid.polynomials
