@@ -301,7 +301,7 @@ def _interval(
 
 
 def _regression(density: EntropicDensity, function: Function) -> tuple[Tensor, Tensor]:
-    """Return the coefficients of the function on the polynomials, and the moments of the density."""
+    """Return the coefficients of the function on the polynomials, and the density's moments."""
     grid = Grid.make(density.grid_size, len(density.alphas))
     points = in_interval(grid.nodes, density.interval)
     shares = grid.weights * density.pdf(points)
