@@ -9,8 +9,8 @@ import json
 import math
 import statistics
 import time
-from concurrent.futures import ProcessPoolExecutor
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -403,7 +403,7 @@ def summary(results: dict[Key, Cell]) -> list[dict[str, Any]]:
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows in Markdown."""
     lines = [
-        "| estimator | rtol | runs | 95 % held | 99.9 % held | lowest of a matrix | width | converged |",
+        "| estimator | rtol | runs | 95 % held | 99.9 % held | lowest matrix | width | converged |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
