@@ -74,6 +74,13 @@ class Space:
     coupling: Tensor
     width: int
 
+    @property
+    def roundoff(self) -> float:
+        """Error of the projected matrix: each block adds its roundoff, as in a random walk."""
+        size = float(self.projected.diagonal().abs().max())
+        blocks = len(self.projected) / self.width
+        return torch.finfo(self.basis.dtype).eps * size * math.sqrt(blocks)
+
     def draw(self, count: int, generator: torch.Generator, *, first: int | None = None) -> Tensor:
         """Return random unit vectors ``(n, count)`` orthogonal to the ``first`` directions."""
         basis = self.basis if first is None else self.basis[:, :first]
@@ -175,7 +182,7 @@ class Deflation:
         self.magnitude = float(space.projected.diagonal().max())
         # d log det T = tr(T^{-1} dT) with |dT| of the order of eps |A|.
         inverse = torch.cholesky_inverse(factor)
-        unit = QUADRATURE.shift * torch.finfo(op.dtype).eps * self.magnitude
+        unit = QUADRATURE.shift * space.roundoff
         # Where |dT| |T^{-1}| reaches 1, the matrix may be singular.
         singular = not is_below(unit * float(inverse.norm()), 1.0)
         summed = (
@@ -236,10 +243,9 @@ def by_krylov(op: LinearOperator, budget: Budget, function: Function) -> Estimat
             n if size == n else max(1, min(int(TUNING.exact * size), size - space.width or size))
         )
         coupling = space.coupling if size < n else torch.zeros(1, 1, dtype=torch.float64)
-        unit = torch.finfo(op.dtype).eps * float(space.projected.diagonal().abs().max())
         # The leading block of f(T) is a block Gauss rule; its error is that of the other rules.
         inside = brackets(
-            Projections(space.projected[None], coupling[None], unit),
+            Projections(space.projected[None], coupling[None], space.roundoff),
             function,
             floor=budget.floor,
             bounds=function in ALTERNATING,
