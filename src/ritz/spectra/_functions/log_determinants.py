@@ -4,6 +4,7 @@ import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import numpy as np
@@ -270,13 +271,9 @@ def logdet_by_factor(op: LinearOperator) -> Estimate:
         return Estimate.exact(value, method=method, truncation=error)
     if not isinstance(op, SparseOperator):
         raise ValueError(f"method='cholesky' needs a dense or sparse matrix, got {op!r}")
-    matrix, name = _columns(op), "CHOLMOD's factor"
-    try:
-        cholmod: Any = importlib.import_module("sksparse.cholmod")
-    except ImportError:
-        name, (value, solve) = "the factor", _superlu(matrix)
-    else:
-        value, solve = _cholmod(cholmod, matrix)
+    matrix, installed = _columns(op), find_spec("sksparse") is not None
+    value, solve = _cholmod(matrix) if installed else _superlu(matrix)
+    name = "CHOLMOD's factor" if installed else "the factor"
     error = factor_roundoff(op, lambda block: torch.from_numpy(solve(block.cpu().numpy())))
     method = f"exact, by {name} of a sparse matrix {size}"
     return Estimate.exact(value, method=method, truncation=error)
@@ -304,7 +301,8 @@ def _envelope(matrix: Any) -> float:
     return float((widths**2).sum())
 
 
-def _cholmod(cholmod: Any, matrix: Any) -> tuple[float, Solve]:
+def _cholmod(matrix: Any) -> tuple[float, Solve]:
+    cholmod: Any = importlib.import_module("sksparse.cholmod")
     try:
         if hasattr(cholmod, "cho_factor"):  # from version 0.5 on
             factor = cholmod.cho_factor(matrix)
