@@ -43,23 +43,25 @@ def trace(
     ===============  ==================  ==================  ====================================
     method           products per probe  vectors in memory   use it if
     ===============  ==================  ==================  ====================================
-    ``exact``        0                   0                   the operator knows its trace
+    ``exact``        0                   0                   an exact trace is available
     ``hutchinson``   1                   one block           eigenvalues do not decay
     ``hutch++``      3                   ``2 num_probes``    eigenvalues decay
     ``xtrace``       2                   ``5 num_probes``    eigenvalues decay fast
     ===============  ==================  ==================  ====================================
 
     The variance of ``hutchinson`` with Rademacher probes is
-    :math:`2 (\|A\|_F^2 - \sum_i A_{ii}^2)`. ``hutch++`` takes the trace on the range of a sketch
-    exactly and samples the complement. ``xtrace`` does so with each probe left out in turn. Its
-    samples share probes, so its standard error is multiplied by :math:`\sqrt 2`. With as many
-    probes as rows it multiplies the unit vectors instead, which is exact.
+    :math:`2 (\|A\|_F^2 - \sum_i A_{ii}^2)`. ``hutch++`` computes the trace on the range of a random
+    sketch exactly and estimates the rest by sampling. ``xtrace`` averages this over all choices of
+    one probe that is left out. Its samples share probes, so its standard error is multiplied by
+    :math:`\sqrt 2`. If ``num_probes`` is at least ``n``, products with unit vectors give the exact
+    trace.
 
     Args:
         op: Symmetric :math:`A`, ``(n, n)``.
         method: One of the table. ``auto`` is ``exact`` if possible, otherwise ``xtrace``.
-        num_probes: Number of probes. With ``rtol``, the smallest number.
-        rtol: Add probes until the standard error is below this fraction of the trace.
+        num_probes: Number of probes. If ``rtol`` is given, the minimum number.
+        rtol: Add probes until the 95 % interval is within this fraction of the trace. Without it,
+            ``num_probes`` probes are used.
         max_probes: Maximum number of probes with ``rtol``; the status says if they did not suffice.
         probe: ``rademacher`` or ``gaussian``, for ``hutchinson`` and ``hutch++``.
         generator: Source of the probes. Defaults to a new generator with seed 0.
@@ -99,12 +101,13 @@ def frobenius_norm(
 ) -> Estimate:
     r"""Estimate the Frobenius norm, from :math:`\|A\|_F^2 = \mathbb{E} \|A z\|^2`.
 
-    Cost: one product per probe. ``samples`` holds the *squared* norms.
+    Cost: one product per probe. ``samples`` holds the norms :math:`\|A z\|`. If ``num_probes``
+    is at least ``n``, products with unit vectors give the exact norm.
 
     Args:
         op: Symmetric :math:`A`, ``(n, n)``.
-        num_probes: Number of probes. With ``rtol``, the smallest number.
-        rtol: Add probes until the standard error is below this fraction of the norm.
+        num_probes: Number of probes. If ``rtol`` is given, the minimum number.
+        rtol: Add probes until the 95 % interval is within this fraction of the norm.
         max_probes: Maximum number of probes with ``rtol``.
         probe: ``rademacher`` or ``gaussian``.
         generator: Source of the probes. Defaults to a new generator with seed 0.
@@ -143,9 +146,9 @@ def _by_structure(
         size = torch.as_tensor(value).abs()
         return Estimate.exact(value, method=f"exact, by {note}", truncation=_eps(op) * size), ""
     if method == "exact":
-        message = f"method='exact' needs a structure that knows its {quantity}, got {op!r}"
+        message = f"method='exact': no exact {quantity} is available for {op!r}"
         raise ValueError(f"{message}: {note}" if note else message)
-    return None, f"; the structure does not know: {note}" if note else ""
+    return None, f"; not exact, because {note}" if note else ""
 
 
 def _eps(op: LinearOperator) -> float:
@@ -297,19 +300,21 @@ def diagonal(
 ) -> Estimate:
     r"""Estimate the diagonal ``(n,)``, from :math:`A_{ii} = \mathbb{E}[z_i (A z)_i]`.
 
-    ``exact`` asks the structure of the operator and needs no product. ``probes`` samples: one
-    product per probe, with variance :math:`\sum_{j \ne i} A_{ij}^2` for Rademacher probes. ``auto``
-    is ``exact`` if possible. Memory: 4 blocks and 3 vectors, half of them in float64. The samples
-    are not stored.
+    ``exact`` uses the entries that the operator has and needs no product. ``probes`` is a random
+    estimate: one product per probe, with variance :math:`\sum_{j \ne i} A_{ij}^2` for Rademacher
+    probes. ``auto`` is ``exact`` if possible. If ``num_probes`` is at least ``n``, products with
+    unit vectors give the exact diagonal. Memory: 4 blocks of ``block_size`` vectors and 3 vectors,
+    half of them in float64. The samples are not stored.
 
     Args:
         op: Symmetric :math:`A`, ``(n, n)``.
         method: See above.
-        num_probes: Number of probes. With ``rtol``, the smallest number.
-        rtol: Add probes until the norm of the standard errors is below this fraction of the norm
-            of the diagonal.
+        num_probes: Number of probes. If ``rtol`` is given, the minimum number.
+        rtol: Add probes until the norm of the half-widths of the 95 % intervals is below this
+            fraction of the norm of the diagonal.
         max_probes: Maximum number of probes with ``rtol``; the status says if they did not suffice.
-        block_size: Probes per product. Defaults to the block size of the operator.
+        block_size: Number of probes that are multiplied together. Defaults to the block size of the
+            operator.
         probe: ``rademacher`` or ``gaussian``.
         generator: Source of the probes. Defaults to a new generator with seed 0.
         progress: Show a progress bar, or a :class:`Progress` to report to.

@@ -88,40 +88,44 @@ def logdet(
     ==============  =======================================================  =================
 
     ``lanczos``: the quadratic form of a probe lies between a Gauss rule and, with a ``floor``, a
-    Gauss-Radau rule. The estimate is the mix of the two that was stationary over the last steps,
-    and ``truncation`` is the larger distance to either. Runs grow until truncation no longer
-    matters, and the other products go to further probes. If the operator knows its trace, the trace
-    is a control variate. ``krylov`` spends six tenths of the products on a block Krylov space,
-    split off exactly by :math:`\det A = \det T \det S`, and the rest on quadrature of the Schur
-    complement :math:`S`. With as many products as rows it is exact. ``chebyshev`` and ``maxent``
-    (up to 60 moments) get two moments per product. They are far less accurate if the condition
-    number is large.
+    Gauss-Radau rule. The estimate is a combination of both, and ``truncation`` is the larger of its
+    distances to the two rules. Without a floor, ``truncation`` is an estimate as in
+    :func:`ritz.trace_function`; it is infinite if the smallest Ritz value and its residual do not
+    exclude zero. The number of steps is increased until the truncation error is small, and the
+    remaining products are used for more probes. If the exact trace is known, it is used as a
+    control variate. ``krylov`` uses 60 % of the products for a block Krylov space, split off
+    exactly by :math:`\det A = \det T \det S`, and the rest for quadrature of the Schur complement
+    :math:`S`. With as many products as rows it is exact. ``chebyshev`` and ``maxent`` (up to 60
+    moments) get two moments per product. They are far less accurate if the condition number is
+    large.
 
     ``auto`` is ``cholesky`` for a dense matrix that fits and for a sparse one of up to 20,000 rows;
     otherwise ``lanczos`` if a few probes show that it reaches ``rtol``; otherwise ``cholesky`` for
-    a sparse matrix of a narrow graph; otherwise ``krylov`` with the products that are left. The
-    ``method`` of the result says which one was used, and why.
+    a sparse matrix of small bandwidth; otherwise ``krylov`` with the products that are left. The
+    ``method`` of the result says which one was used, and why. A matrix of up to ten rows, or of no
+    more than ``num_probes``, is always treated exactly.
 
-    Memory of ``krylov``: 0.6 ``num_products`` vectors, up to 4 GiB, and as many vectors as steps
-    for each probe of a block. ``lanczos`` needs the latter only, or 6 vectors per probe where that
-    would exceed 256 MiB: there it runs without re-orthogonalisation and needs more steps. The
-    others need a few vectors per probe. The ``truncation`` of ``chebyshev`` is the largest error of
-    the interpolation, and that of ``maxent`` twice as much: densities with the same moments differ
-    by no more.
+    Memory: ``lanczos`` stores as many vectors as steps for each probe of a block. If that exceeds
+    256 MiB, it stores 6 vectors per probe, does not re-orthogonalise and needs more steps.
+    ``krylov`` stores 0.6 ``num_products`` vectors more, up to 4 GiB. The others need a few vectors
+    per probe. The ``truncation`` of ``chebyshev`` is the largest error of the interpolation. That
+    of ``maxent`` is twice as much, because densities with the same moments differ by no more, and the
+    effect of moments that were matched approximately.
 
-    The mean is differentiable in the parameters of a kernel operator that require gradients. The
-    gradient is sampled in the backward pass (:func:`ritz.spectra.logdet_gradient`).
+    The mean is differentiable in the parameters of a kernel operator that require gradients:
+    ``backward()`` estimates the gradient with random probes; see
+    :func:`ritz.spectra.logdet_gradient`.
 
     Args:
         op: Positive definite :math:`A`, ``(n, n)``.
         method: See above.
         num_products: Maximum number of products.
         num_probes: Number of probes, at most ``num_products / 2``. Defaults to 32 for ``chebyshev``
-            and ``maxent``; otherwise the error bars decide.
-        floor: A positive number below the spectrum, such as the noise of a Gaussian process.
-            Defaults to the noise for a kernel operator.
-        rtol: Relative error, both bars together, at which to stop. The status says whether it was
-            reached. Defaults to 1e-3 for ``auto``.
+            and ``maxent``; otherwise it is chosen from the error bars.
+        floor: Positive lower bound of the eigenvalues, such as the noise variance of a Gaussian
+            process. Defaults to the noise for a kernel operator.
+        rtol: Stop when the 95 % interval is within this fraction of the value. The status says
+            whether it is. Defaults to 1e-3 for ``auto``.
         generator: Source of the probes. Defaults to a new generator with seed 0.
         progress: Show a progress bar, or a :class:`Progress` to report to.
 
@@ -169,7 +173,7 @@ def _by_auto(op: LinearOperator, budget: Budget) -> Estimate:
     if budget.num_probes is not None or op.shape[0] <= budget.num_products:
         return _by_krylov(op, budget)
     with tracking(budget.progress, "log determinant", budget.num_products) as bar:
-        sampler = _whole(op, budget, bar, "Lanczos quadrature, as the first probes predicted: ")
+        sampler = _whole(op, budget, bar, "Lanczos quadrature, which reaches rtol: ")
         pilot, spent = sampler.pilot(budget.num_products // TUNING.pilot, budget.num_products)
         first, num_steps = sampler.scaled(pilot, spent), pilot.matrices.shape[1]
         looks = sampler.looks(budget.num_products, pilot, spent)
@@ -180,7 +184,7 @@ def _by_auto(op: LinearOperator, budget: Budget) -> Estimate:
             return sampler.extended([pilot], num_steps, looks, spent)
     rest = replace(budget, num_products=budget.num_products - spent)
     estimate = logdet_by_factor(op) if is_narrow(op) else _by_krylov(op, rest)
-    why = f"Lanczos quadrature would not do after {num_steps} steps"
+    why = f"Lanczos quadrature would not reach rtol, by {num_steps} steps"
     spent += estimate.num_products
     return replace(estimate, method=f"{estimate.method} ({why})", num_products=spent)
 
@@ -312,7 +316,8 @@ def _cholmod(matrix: Any) -> tuple[float, Solve]:
     except cholmod.CholmodNotPositiveDefiniteError as error:
         _superlu(matrix)  # raises with the pivot, which CHOLMOD does not report
         raise NotPositiveDefiniteError(
-            "op must be positive definite, got a pivot that is roundoff"
+            "op must be positive definite, got a pivot at the level of roundoff: the matrix is "
+            "singular, so add a small multiple of the identity"
         ) from error
 
 

@@ -54,7 +54,7 @@ class Tuning:
 
 TUNING = Tuning()
 
-ADVICE = "use more steps or products, or give a floor of the spectrum"
+ADVICE = "use more steps or products, or pass floor=, a lower bound of the eigenvalues"
 
 # ------------------------------------------------------------------------------------------
 # Gauss rules of several start vectors.
@@ -164,7 +164,9 @@ def finite_function(function: Function) -> Function:
             bad = float(nodes[~finite].min())
             if function is torch.log:
                 raise not_positive("a Ritz value", bad)
-            raise ValueError(f"function must be finite on the spectrum, but is not at {bad:.6g}")
+            raise ValueError(
+                f"function must be finite on the spectrum, got NaN or Inf at {bad:.6g}"
+            )
         return values
 
     return evaluate
@@ -292,7 +294,7 @@ def _within(node: float, sign: float, function: Function) -> Function:
 def floor_error(floor: float, smallest: float) -> ValueError:
     """Return the error for a floor above the smallest Ritz value."""
     return ValueError(
-        f"floor must be below the spectrum, got {floor:.6g} where a Ritz value is {smallest:.6g}"
+        f"floor must be below all eigenvalues, got {floor:.6g} and a Ritz value of {smallest:.6g}"
     )
 
 

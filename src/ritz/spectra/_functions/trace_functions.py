@@ -72,21 +72,28 @@ def trace_function(
 
     .. math:: z^\top f(A) z \approx \|z\|^2 \sum_{k=1}^m \tau_k f(\theta_k)
 
-    at ``num_steps`` products per probe. Memory: 6 vectors per probe of a block, or
-    ``num_steps + 5`` with re-orthogonalisation. By default the runs are not re-orthogonalised. Ritz
-    values then repeat and share their weight, which delays convergence, but the quadrature stays
-    accurate (Greenbaum 1989). ``"full"`` converges in fewer steps if eigenvalues are far apart.
-    ``truncation`` is an estimate, not a bound, of the change that more steps would bring. It is
-    zero if the Krylov spaces are invariant, and NaN (unknown) for a single step.
+    at ``num_steps`` products per probe. Memory: 6 vectors for each of the ``block_size`` probes
+    that are multiplied together, or ``num_steps + 5`` with re-orthogonalisation. By default the
+    runs are not re-orthogonalised. Ritz values then repeat and share their weight, which delays
+    convergence, but the quadrature stays accurate (Greenbaum 1989). ``"full"`` converges in fewer
+    steps if eigenvalues are far apart.
 
-    The other methods spend ``num_steps * num_probes`` products in all. ``krylov`` spends six tenths
-    of them, and as many vectors of memory, on a block Krylov space, whose share of the trace it
-    takes from the projected matrix. The rest goes to quadrature with probes orthogonal to the
-    space; the two error bars decide how many probes and steps. Use it if few eigenvalues dominate.
-    ``chebyshev`` interpolates the function between ``floor`` and the norm. ``maxent`` takes its
-    mean under the density of maximum entropy with up to 60 moments. ``eigenvalues`` forms the
-    matrix by ``n`` products and diagonalises it, which is exact. With a ``floor``, Gauss-Radau
-    rules bracket the quadrature of ``krylov`` as in :func:`ritz.logdet`.
+    ``truncation`` is the error of the quadrature. With a ``floor`` it is a bound for ``torch.log``,
+    ``torch.reciprocal``, ``torch.sqrt`` and ``torch.rsqrt``: Gauss and Gauss-Radau rules bracket
+    the quadratic form. For other functions, and without a floor, it is an estimate: twice the
+    largest change by a node at either end of the spectrum or by the last eighth of the steps. It is
+    infinite, and the outcome ``uncertain``, if there are fewer than four steps or if the spectrum
+    may reach a pole of the function, such as zero for the logarithm.
+
+    The other methods use ``num_steps * num_probes`` products in all. ``krylov`` uses 60 % of them
+    to build a block Krylov space, stores as many vectors, and computes the trace on this space from
+    the projected matrix. The rest goes to quadrature with probes orthogonal to the space. Use it if
+    few eigenvalues dominate. ``chebyshev`` interpolates the function between ``floor`` and the
+    norm. ``maxent`` takes its mean under the density of maximum entropy with up to 60 moments.
+    ``eigenvalues`` forms the matrix by ``n`` products and diagonalises it, which is exact.
+
+    ``auto`` is ``eigenvalues`` if ``n`` is at most 3,000 and at most ``num_steps * num_probes``,
+    and ``lanczos`` otherwise. Other methods take all eigenvalues if ``n`` is at most ``num_probes``.
 
     Args:
         op: Symmetric :math:`A`, ``(n, n)``. It may be indefinite.
@@ -94,13 +101,14 @@ def trace_function(
             ``torch.reciprocal``, ``torch.exp``, ``torch.special.entr`` (:math:`-x \log x`) or
             ``lambda x: x**p``.
         num_steps: Krylov dimension ``m``; exact for polynomials of degree ``2 m - 1``.
-        num_probes: Number of probes. With ``rtol``, the smallest number.
+        num_probes: Number of probes. If ``rtol`` is given, the minimum number.
         method: See above.
-        floor: A number below the spectrum, for ``krylov``, ``chebyshev`` and ``maxent``.
-        rtol: Add probes until the standard error is below this fraction of the mean (``lanczos``,
-            ``krylov``). The status says whether it is.
+        floor: A number below all eigenvalues.
+        rtol: Add probes until the 95 % interval is within this fraction of the mean. The status
+            says whether it is. ``krylov`` stays within its products.
         max_probes: Maximum number of probes with ``rtol``.
-        block_size: Probes per product. Defaults to the block size of the operator.
+        block_size: Number of probes that are multiplied together. Defaults to the block size of the
+            operator.
         reorthogonalize: ``none``, ``partial`` or ``full``.
         probe: ``rademacher`` or ``gaussian``.
         generator: Source of the probes. Defaults to a new generator with seed 0.
@@ -294,8 +302,8 @@ def _interval(
         function(torch.tensor([low], dtype=torch.float64))
     except ValueError as error:
         raise ValueError(
-            f"floor must be given where bounds of the spectrum reach beyond the domain of the "
-            f"function, got [{ends.low:.3g}, {ends.high:.3g}] and no floor"
+            f"floor must be given: the bounds [{ends.low:.3g}, {ends.high:.3g}] of the spectrum "
+            "reach beyond the domain of the function"
         ) from error
     return low, ends.high + margin
 
