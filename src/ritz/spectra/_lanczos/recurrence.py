@@ -49,8 +49,6 @@ class Tuning:
     # Products between (largest number)^-0.3 and its 0.3th power are not scaled: squares of their
     # entries are in range, and so are squares of what is left of them at roundoff.
     ordinary: float = 0.3
-    # Steps beyond the number of wanted pairs before they are first checked.
-    patience: int = 10
     # Rows by which a basis grows beyond its capacity, where the number of steps is not known
     # beforehand.
     growth: int = 64
@@ -237,6 +235,7 @@ class Recurrence:
         self.locked: list[float] = []
         self.roots: list[float] = []
         self.log_betas = 0.0
+        self._active: tuple[Tensor, Tensor] | None = None  # cache of active_pairs
         self.newest = 0  # index of the row to be multiplied
         self.scale = 0.0  # lower bound of the norm of the matrix
         # For "partial": bounds of |v_j'v_k| for the last two rows j; rows that the next step must
@@ -281,6 +280,7 @@ class Recurrence:
             product: The product.
             last: Do not store the next vector, which will not be multiplied.
         """
+        self._active = None
         if not self.scale:
             self.unit = _unit(product)
         vector = self.basis.local(product)
@@ -321,9 +321,13 @@ class Recurrence:
         matrix[rows, rows + 1] = matrix[rows + 1, rows] = self.betas[: len(rows)]
         return torch.from_numpy(matrix)
 
-    def active(self) -> Tensor:
-        """Return the part of ``T`` that is not locked."""
-        return self.projected()[len(self.locked) :, len(self.locked) :]
+    def active_pairs(self) -> tuple[Tensor, Tensor]:
+        """Return eigenvalues and eigenvectors of the part of ``T`` that is not locked."""
+        if self._active is None:
+            first = len(self.locked)
+            values, vectors = torch.linalg.eigh(self.projected()[first:, first:])
+            self._active = values, vectors
+        return self._active
 
     def ritz_pairs(self) -> tuple[Tensor, Tensor, Tensor]:
         r"""Return Ritz values, eigenvectors :math:`e` of :math:`T`, and residuals without roundoff.
@@ -332,7 +336,7 @@ class Recurrence:
         ``partial`` the part that re-orthogonalisation removed.
         """
         first = len(self.locked)
-        values, coefficients = torch.linalg.eigh(self.active())
+        values, coefficients = self.active_pairs()
         removed = torch.tensor(self.removed or [0.0], dtype=torch.float64)
         beside = removed @ coefficients[: len(removed)].abs()
         residuals = (self.betas[-1] * coefficients[-1]).abs() + beside
@@ -346,8 +350,8 @@ class Recurrence:
         order = values.argsort()
         return values[order], coefficients[:, order], residuals[order]
 
-    def log_christoffel(self, point: float) -> float:
-        r"""Return :math:`\log \sum_{j=0}^m p_j(x)^2` at a point outside of the Ritz values.
+    def log_christoffel(self) -> Callable[[float], float]:
+        r"""Return :math:`\log \sum_{j=0}^m p_j(x)^2` as a function outside of the Ritz values.
 
         The rows of the basis are :math:`v_{j+1} = p_j(A) z` of the start vector :math:`z`. A unit
         eigenvector :math:`u` of the eigenvalue :math:`x` has :math:`u^\top v_{j+1} = p_j(x)\,
@@ -362,15 +366,20 @@ class Recurrence:
         Reference: Van Dorsselaer, Hochstenbach and Van der Vorst (2000), with the sum over all
         polynomials in place of the last one.
         """
-        values, vectors = np.linalg.eigh(self.active().numpy())
+        values, vectors = (part.numpy() for part in self.active_pairs())
         # Below roundoff beta says nothing more.
         last = max(self.betas[-1], TUNING.breakdown * self.eps * self.scale)
-        # Distances that underflow make the sum minus infinity, as they should.
-        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-            factors = np.log(np.abs(point - np.concatenate([self.roots, values])))
-            betas = np.log([*self.betas[:-1], last]).sum() + self.log_betas
-            ratios = last * vectors[-1] / (point - values)
-            return float(2 * (factors.sum() - betas) + np.log1p(ratios @ ratios))
+        roots = np.concatenate([self.roots, values])
+        betas = float(np.log([*self.betas[:-1], last]).sum()) + self.log_betas
+
+        def log_sum(point: float) -> float:
+            # At a Ritz value the sum is minus infinity, as it should be.
+            with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+                ratios = last * vectors[-1] / (point - values)
+                log_last = float(np.log(np.abs(point - roots)).sum()) - betas
+                return 2 * log_last + float(np.log1p(ratios @ ratios))
+
+        return log_sum
 
     def roundoff(self, restarts: int = 0) -> float:
         """Return the part of each residual that is roundoff."""
@@ -382,7 +391,7 @@ class Recurrence:
     def restart(self, low: int, high: int) -> None:
         """Continue from the locked pairs, the ``low`` smallest and the ``high`` largest others."""
         first = len(self.locked)
-        values, coefficients = torch.linalg.eigh(self.active())
+        values, coefficients = self.active_pairs()
         kept = extremes(len(values), low, high)
         discarded = torch.ones(len(values), dtype=torch.bool)
         discarded[kept] = False
@@ -394,7 +403,7 @@ class Recurrence:
         self.kept = self.kept[:first] + values[kept].tolist()
         mix = torch.block_diag(torch.eye(first, dtype=torch.float64), coefficients[:, kept])
         self.basis.combine(mix)
-        self.alphas, self.betas = [], []
+        self.alphas, self.betas, self._active = [], [], None
         self._push(residual)  # a row beyond those that were overwritten
 
     def lock(self, chosen: Tensor) -> None:
@@ -408,7 +417,7 @@ class Recurrence:
         self.couplings = [0.0] * len(self.kept)
         self.basis.combine(coefficients[:, chosen])
         self.alphas, self.betas, self.removed, self.again = [], [], [], []
-        self.roots, self.log_betas = [], 0.0
+        self.roots, self.log_betas, self._active = [], 0.0, None
         # "partial" cannot continue from Ritz vectors, and the basis is small again.
         self.mode = "full"
 
@@ -421,6 +430,7 @@ class Recurrence:
         """Return to the state of :meth:`memory`, with a basis that is yet to be filled."""
         for name in self.STATE:
             setattr(self, name, memory[name])
+        self._active = None
         older, newer = (bounds.numpy() for bounds in memory["omega"])
         self.omega = (older, newer)
         self.basis.size = 0
