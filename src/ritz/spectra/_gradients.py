@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ritz._core.checks import check_choice, check_count, check_range
+from ritz._core.checks import check_choice, check_count, check_range, is_below
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate, Status
@@ -166,7 +166,7 @@ def inverse_roots(
     runs = [Recurrence(z.contiguous(), capacity=capacity, mode="full") for z in block.T]
     pivots, residuals = [0.0] * len(runs), [1.0] * len(runs)
     for _ in range(limit):
-        active = [k for k, residual in enumerate(residuals) if residual > rtol]
+        active = [k for k, residual in enumerate(residuals) if not is_below(residual, rtol)]
         if not active:
             break
         step(system, [runs[k] for k in active])
@@ -186,7 +186,7 @@ def inverse_roots(
 
 def _next_pivot(run: Recurrence, pivot: float) -> float:
     # T = L D L' with pivots d_j = alpha_j - beta_{j-1}^2 / d_{j-1}
-    following = run.alphas[-1] - (run.betas[-2] ** 2 / pivot if run.size > 1 else 0.0)
+    following = run.alphas[-1] - (run.betas[-2] * (run.betas[-2] / pivot) if run.size > 1 else 0.0)
     if not following > 0:
         raise not_positive("a Ritz value", float(torch.linalg.eigvalsh(run.projected())[0]))
     return following
@@ -203,11 +203,11 @@ def _root(run: Recurrence) -> Tensor:
 
 def _status(residuals: Tensor, rtol: float, steps: int) -> Status:
     worst = float(residuals.max())
-    if worst <= rtol:
+    if is_below(residuals, rtol):
         return Status(outcome="converged", message=f"{len(residuals)} roots in {steps} steps")
     return Status(
         outcome="max_steps",
-        message=f"{int((residuals > rtol).sum())} of {len(residuals)} roots not found after "
+        message=f"{int((~(residuals <= rtol)).sum())} of {len(residuals)} roots not found after "
         f"{steps} steps; relative error {worst:.2g}, above rtol {rtol:.2g}",
         advice="raise max_steps, rank or rtol, or use float64",
     )

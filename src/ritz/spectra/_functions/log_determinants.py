@@ -109,8 +109,8 @@ def logdet(
     256 MiB, it stores 6 vectors per probe, does not re-orthogonalise and needs more steps.
     ``krylov`` stores 0.6 ``num_products`` vectors more, up to 4 GiB. The others need a few vectors
     per probe. The ``truncation`` of ``chebyshev`` is the largest error of the interpolation. That
-    of ``maxent`` is twice as much, because densities with the same moments differ by no more, and the
-    effect of moments that were matched approximately.
+    of ``maxent`` is twice as much, because densities with the same moments differ by no more, plus
+    the effect of moments that were matched approximately.
 
     The mean is differentiable in the parameters of a kernel operator that require gradients:
     ``backward()`` estimates the gradient with random probes; see

@@ -93,7 +93,7 @@ def trace_function(
     ``eigenvalues`` forms the matrix by ``n`` products and diagonalises it, which is exact.
 
     ``auto`` is ``eigenvalues`` if ``n`` is at most 3,000 and at most ``num_steps * num_probes``,
-    and ``lanczos`` otherwise. Other methods take all eigenvalues if ``n`` is at most ``num_probes``.
+    and ``lanczos`` otherwise. All methods take all eigenvalues if ``n`` is at most ``num_probes``.
 
     Args:
         op: Symmetric :math:`A`, ``(n, n)``. It may be indefinite.
