@@ -10,6 +10,7 @@ def estimate(mean, stderr, **more):
     return Estimate(
         mean=torch.tensor(mean),
         stderr=torch.tensor(stderr),
+        truncation=more.pop("truncation", torch.zeros(torch.tensor(mean).shape)),
         num_products=8,
         method="hutchinson",
         status=more.pop("status", DONE),
@@ -18,15 +19,18 @@ def estimate(mean, stderr, **more):
 
 
 @pytest.mark.parametrize("outcome", ["completed", "converged", "breakdown"])
-def test_outcomes_other_than_max_steps_do_not_raise(outcome):
+def test_outcomes_that_are_ok_do_not_raise(outcome):
     status = Status(outcome=outcome, message="so it was")
     status.raise_if_failed()
     assert status.ok
 
 
-def test_max_steps_raises_with_message_and_advice():
-    status = Status(outcome="max_steps", message="residual 1e-2", advice="raise num_steps")
-    assert not status.ok
+def test_a_failure_raises_with_message_and_advice():
+    for outcome in ("max_steps", "uncertain"):
+        status = Status(outcome=outcome, message="residual 1e-2", advice="raise num_steps")
+        assert not status.ok
+        with pytest.raises(NotConvergedError, match=f"^{outcome}: residual 1e-2"):
+            status.raise_if_failed()
     with pytest.raises(NotConvergedError, match=r"residual 1e-2 \(raise num_steps\)"):
         estimate(1.0, 0.5, status=status).raise_if_failed()
 
@@ -69,12 +73,8 @@ def test_an_estimate_of_samples_has_their_mean_and_standard_error():
 
 def test_an_exact_estimate_has_no_error():
     exact = Estimate.exact(2.5, method="exact, by structure")
-    assert (float(exact), float(exact.stderr), exact.samples, exact.truncation) == (
-        2.5,
-        0,
-        None,
-        None,
-    )
+    assert (float(exact), float(exact.stderr), float(exact.truncation)) == (2.5, 0.0, 0.0)
+    assert (exact.samples, exact.degrees) == (None, 0)
     assert exact.mean.dtype == torch.float64
 
 
