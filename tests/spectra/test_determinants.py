@@ -290,3 +290,34 @@ def test_no_more_products_are_spent_than_allowed(method, options, rng):
 def test_one_row(method):
     found = ritz.logdet(hidden(torch.tensor([[3.0]], dtype=torch.float64)), method=method)
     assert float(found) == pytest.approx(math.log(3), rel=1e-6)
+
+
+def test_the_truncation_of_a_chebyshev_series_includes_the_ends_of_its_interval():
+    # All but one eigenvalue are at the lower end, where the interpolation is worst.
+    values = torch.full((500,), 1e-3, dtype=torch.float64)
+    values[0] = 500.0
+    found = ritz.logdet(torch.diag(values), method="chebyshev", num_products=400, floor=1e-3)
+    error = abs(float(found) - float(values.log().sum()))
+    assert error <= float(found.truncation) < 2 * error
+
+
+@pytest.mark.parametrize("method", ["chebyshev", "maxent"])
+@pytest.mark.parametrize("function", [torch.special.entr, torch.log, torch.sqrt])
+def test_polynomials_that_do_not_reach_the_function_say_by_how_much(method, function, rng):
+    # Six large eigenvalues and many small ones: no density of few moments is near.
+    factor = torch.randn(200, 6, generator=rng, dtype=torch.float64)
+    matrix = factor @ factor.T + 1e-3 * torch.eye(200, dtype=torch.float64)
+    truth = float(function(torch.linalg.eigvalsh(matrix)).sum())
+    for seed in range(3):
+        found = ritz.trace_function(
+            hidden(matrix),
+            function,
+            num_steps=20,
+            num_probes=8,
+            method=method,
+            floor=0.999e-3,
+            rtol=0.05,
+            generator=torch.Generator().manual_seed(seed),
+        )
+        assert float(found.error()) >= abs(float(found) - truth)
+        assert not found.status.ok or abs(float(found) - truth) <= 0.05 * abs(truth)

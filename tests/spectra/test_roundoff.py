@@ -2,6 +2,7 @@
 
 import mpmath
 import pytest
+import scipy.sparse as sparse
 import torch
 from scipy.linalg import hadamard, hilbert, invhilbert
 
@@ -145,3 +146,19 @@ def test_a_singular_matrix_has_no_log_determinant(method, noise, rng):
             continue
         assert estimate.status.outcome == "uncertain"
         assert float(estimate.truncation) == torch.inf
+
+
+@pytest.mark.parametrize("form", ["dense", "sparse"])
+@pytest.mark.parametrize("n", [10, 37, 100, 301])
+def test_a_singular_matrix_has_no_factor(form, n):
+    # Roundoff decides whether the last pivot is negative, zero or positive.
+    entries = [-1.0, 2.0, -1.0]
+    matrix = sparse.diags_array(entries, offsets=[-1, 0, 1], shape=(n, n)).tolil()
+    matrix[0, 0] = matrix[n - 1, n - 1] = 1.0
+    matrix = matrix / 3
+    try:
+        estimate = ritz.logdet(matrix.toarray() if form == "dense" else matrix.tocsr())
+    except ritz.spectra.NotPositiveDefiniteError:
+        return
+    assert estimate.status.outcome == "uncertain"
+    assert float(estimate.truncation) == torch.inf
