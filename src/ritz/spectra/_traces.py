@@ -1,5 +1,6 @@
 """Traces, diagonals and the Frobenius norm by random probes."""
 
+import math
 from dataclasses import replace
 from typing import Literal
 
@@ -23,6 +24,9 @@ from ritz.operators import LinearOperator, OperatorLike, as_operator, exact
 
 # ------------------------------------------------------------------------------------------
 # Traces and the Frobenius norm.
+
+# Norms between these need no scaling: their squares are normal numbers of single precision.
+EASY = (1e-15, 1e15)
 
 TraceMethod = Literal["auto", "exact", "hutchinson", "hutch++", "xtrace"]
 
@@ -158,10 +162,17 @@ def _eps(op: LinearOperator) -> float:
 
 def _forms(block: Tensor, product: Tensor) -> Tensor:
     r"""Return :math:`z^\top A z` and :math:`|z| |A z|`, which bounds its roundoff, ``(k, 2)``."""
-    unit = power_of_two(product)
-    scaled = product / unit
-    norms = (column_dots(block, block) * column_dots(scaled, scaled)).sqrt()
-    return unit * torch.stack([column_dots(block, scaled), norms], 1)
+    unit, norm = 1.0, float(product.norm())
+    # Sums of small numbers would vanish, and those of large ones overflow.
+    if not EASY[0] < norm < EASY[1]:
+        unit = power_of_two(product)
+        product = product / unit
+        norm = float(product.norm())
+    forms = column_dots(block, product)
+    # |z|^2 is close to n; the mean over the block stands for each |A z|.
+    n, count = block.shape
+    magnitudes = torch.full_like(forms, norm * math.sqrt(n / count))
+    return unit * torch.stack([forms, magnitudes], 1)
 
 
 def _hutchinson(
