@@ -171,7 +171,8 @@ def _forms(block: Tensor, product: Tensor) -> Tensor:
     forms = column_dots(block, product)
     # |z|^2 is close to n; the mean over the block stands for each |A z|.
     n, count = block.shape
-    magnitudes = torch.full_like(forms, norm * math.sqrt(n / count))
+    size = norm if math.isfinite(norm) else 0.0  # the forms tell which product is not finite
+    magnitudes = torch.full_like(forms, size * math.sqrt(n / count))
     return unit * torch.stack([forms, magnitudes], 1)
 
 
