@@ -433,7 +433,7 @@ def _root(square: Estimate, least: float) -> Estimate:
 
 
 def _column(row: SharpnessRow, at: Summary) -> dict[str, str]:
-    mass, value = row.degeneracy.mass, row.degeneracy.value
+    mass, (low, high) = row.degeneracy.mass, row.degeneracy.interval
     column = {"": row.matrix, "batch norm": row.batch_norm or "none"}
     if at.accuracy is not None:
         column["accuracy"] = f"{at.accuracy:.2%}"
@@ -451,6 +451,7 @@ def _column(row: SharpnessRow, at: Summary) -> dict[str, str]:
         "negative mass": plain_estimate(row.negative_mass),
         "  undecided": "" if undecided is None else f"{float(undecided):.2g}",
         "mass at the origin": plain_estimate(mass),
-        "  which is at": f"{float(value.mean):.2g} ± {float(value.stderr):.1g}",
+        "  of which doubtful": f"{float(mass.truncation):.2g}",
+        "  in the interval": f"[{low:.2g}, {high:.2g}]",
         "products": f"{row.num_products:,}",
     }
