@@ -70,9 +70,7 @@ def pairs(n: int, size: float) -> Tensor:
 
 
 def wishart(n: int, samples: int, shift: float = 0.0) -> Tensor:
-    draws = torch.randn(
-        n, samples, generator=torch.Generator().manual_seed(3), dtype=torch.float64
-    )
+    draws = torch.randn(n, samples, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     return draws @ draws.T / samples + shift * torch.eye(n, dtype=torch.float64)
 
 
@@ -172,9 +170,7 @@ def _sum(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Ten
 
 def _traces(method: str, **settings: Any) -> Estimator:
     def run(op: Any, generator: Any, **more: Any) -> Any:
-        return ritz.trace(
-            op, method=method, num_probes=16, generator=generator, **settings, **more
-        )
+        return ritz.trace(op, method=method, num_probes=16, generator=generator, **settings, **more)
 
     return Estimator(run, _sum(lambda values: values))
 
@@ -288,7 +284,9 @@ class Cell:
         return statistics.median(self.widths) / (2 * rms)
 
 
-def measure(matrix: str, estimator: str, *, rtol: bool, seeds: int, seconds: float = math.inf) -> Cell:
+def measure(
+    matrix: str, estimator: str, *, rtol: bool, seeds: int, seconds: float = math.inf
+) -> Cell:
     """Run an estimator on a matrix with many seeds; stop early where it takes too long."""
     cell, (dense, values), call = Cell(), built(matrix), ESTIMATORS[estimator]
     op, truth = products_only(dense), call.truth(dense, values)
