@@ -405,7 +405,8 @@ class _Search:
         active = self.run.active_pairs()[0]
         ends = {-1: float(active[0]), 1: float(active[-1])}
         beyond = any(side * ends[side] > side * edge for side, edge in edges.items())
-        return beyond or not self.progress["random"] or self.goal.certify == "inertia"
+        counted = self.goal.certify == "inertia" and not self.run.locked
+        return beyond or counted or not self.progress["random"]
 
     def _certain(self, values: Tensor, edges: dict[int, float], hidden: bool) -> bool:
         """Return whether no eigenvalue beyond the edges is missing."""
