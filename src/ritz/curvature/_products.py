@@ -1,5 +1,6 @@
 """Matrix-vector products that are means over batches, by the fastest way that works."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -12,7 +13,7 @@ from torch.func import vmap
 from torch.utils._pytree import tree_flatten
 
 from ritz._core.batches import tensors
-from ritz._core.checks import check_choice, check_count
+from ritz._core.checks import check_choice, check_count, is_below
 from ritz._core.modes import arithmetic, batch_norms, differentiable, searched_convolutions
 from ritz.curvature._linearize import Linearization, nbytes
 from ritz.curvature._modes import LIMITS, Context, Params, without_warnings_of_torch
@@ -250,7 +251,9 @@ class Products:
         except Exception as error:  # tracing a model can raise any error
             return None, first_line(error)
         gap, size = float((product - Au).norm()), float(Au.norm())
-        problem = f"its product differs by {gap / size:.1g}" if gap > _rtol(u) * size else ""
+        # A direct product with NaN is reported later, with the batch that causes it.
+        alike = is_below(gap, _rtol(u) * size) or not math.isfinite(size)
+        problem = "" if alike else f"its product differs by {gap / size:.1g}"
         if problem := problem or _asymmetry(u, Au, v, Av):
             return None, problem
         self._traces[_shape(context)] = trace
@@ -323,8 +326,9 @@ def _asymmetry(u: Tensor, Au: Tensor, v: Tensor, Av: Tensor) -> str:
     # u'Av = v'Au. Some double derivatives of torch are wrong, and then this does not hold.
     gap = abs(float(v @ Au - u @ Av))
     size = float(v.norm() * Au.norm() + u.norm() * Av.norm())
-    # A NaN passes: it is reported with the batch that causes it.
-    return f"it is not symmetric, by {gap / size:.1g}" if gap > _rtol(u) * size else ""
+    # Products with NaN are reported with the batch that causes it.
+    alike = is_below(gap, _rtol(u) * size) or not math.isfinite(size)
+    return "" if alike else f"it is not symmetric, by {gap / size:.1g}"
 
 
 def _rtol(like: Tensor) -> float:

@@ -13,7 +13,7 @@ from torch.func import functional_call, grad, grad_and_value
 
 from ritz._core import modes
 from ritz._core.batches import Batch, is_rows, join_rows, take_rows, tensors
-from ritz._core.checks import check_choice, check_count, check_range, check_tensor
+from ritz._core.checks import check_choice, check_count, check_range, check_tensor, is_below
 from ritz._core.distributed import Group, all_sum
 from ritz._core.modes import BATCH_NORM_MODES, BatchNormMode, Precision, batch_norms
 from ritz._core.params import ParamSpace
@@ -476,7 +476,7 @@ def _inspect_first_batch(risk: Risk) -> Any:
         if known is None:
             _check_not_sum(risk, context, index)
         gap = abs(float(first) - float(again))
-        if not gap <= 100 * torch.finfo(risk.theta.dtype).eps * abs(float(first)):
+        if not is_below(gap, 100 * torch.finfo(risk.theta.dtype).eps * abs(float(first))):
             raise ValueError(
                 f"model must give the same loss in two calls, got {float(first):.9g} and "
                 f"{float(again):.9g}: has it dropout or noise that eval mode does not turn off?"
@@ -548,7 +548,7 @@ def _sample_gap(risk: Risk, alone: bool) -> str:
             gap, scale = pair or _gap_by_gradients(risk, context, size)
         if not math.isfinite(gap):
             risk.diagnose()
-        if not gap <= _rtol(risk) * scale:
+        if not is_below(gap, _rtol(risk) * scale):
             return (
                 "the loss of a batch must be the mean of the losses of its samples, got "
                 f"derivatives that differ by {gap:.2g} of {scale:.2g} in batch {index}"
@@ -561,7 +561,7 @@ def _coupling(risk: Risk, context: Context, outputs: Tensor) -> str:
     size, half = len(outputs), slice(0, len(outputs) // 2)
     alone = risk.evaluate(risk.params, context.rows(half, size))[0]
     gap, scale = float((alone - outputs[half]).norm()), float(outputs.norm())
-    if gap <= _rtol(risk) * scale:
+    if is_below(gap, _rtol(risk) * scale):
         return ""
     return (
         "the loss of a batch must be the mean of the losses of its samples, got outputs that "

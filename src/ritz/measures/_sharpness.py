@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ritz._core.checks import check_choice, check_count
+from ritz._core.checks import check_choice, check_count, is_below
 from ritz._core.journal import Journal, Parts
 from ritz._core.modes import BATCH_NORM_MODES, BatchNormMode, batch_norms
 from ritz._core.progress import Progress
@@ -132,15 +132,15 @@ def _same(
     first, run, here, there = runs[0], runs[other], places[0], places[other]
     # An eigenvalue lies within the residual of each Ritz value: both may have found the same one.
     gap = abs(float(first.values[here] - run.values[there]))
-    if gap > float(first.residuals[here] + run.residuals[there]):
+    if not is_below(gap, float(first.residuals[here] + run.residuals[there])):
         return False
-    if first.cosines is None or float(angles[other][there]) > TUNING.converged:
+    if first.cosines is None or not is_below(float(angles[other][there]), TUNING.converged):
         return False
     # On a line |z'u| / |z| = sqrt(tau).
     along = abs(float(first.cosines[other, here]))
     part = math.sqrt(float(run.weights[there]))
     slack = TUNING.deviations * float(angles[0][here] + angles[other][there])
-    return abs(along - part) * math.sqrt(run.dimension) <= TUNING.roundoff + slack
+    return is_below(abs(along - part) * math.sqrt(run.dimension), TUNING.roundoff + slack)
 
 
 # ------------------------------------------------------------------------------------------
@@ -433,7 +433,7 @@ def _root(square: Estimate, least: float) -> Estimate:
 
 
 def _column(row: SharpnessRow, at: Summary) -> dict[str, str]:
-    mass, value = row.degeneracy.mass, row.degeneracy.value
+    mass, (low, high) = row.degeneracy.mass, row.degeneracy.interval
     column = {"": row.matrix, "batch norm": row.batch_norm or "none"}
     if at.accuracy is not None:
         column["accuracy"] = f"{at.accuracy:.2%}"
@@ -451,6 +451,7 @@ def _column(row: SharpnessRow, at: Summary) -> dict[str, str]:
         "negative mass": plain_estimate(row.negative_mass),
         "  undecided": "" if undecided is None else f"{float(undecided):.2g}",
         "mass at the origin": plain_estimate(mass),
-        "  which is at": f"{float(value.mean):.2g} ± {float(value.stderr):.1g}",
+        "  of which doubtful": f"{float(mass.truncation):.2g}",
+        "  in the interval": f"[{low:.2g}, {high:.2g}]",
         "products": f"{row.num_products:,}",
     }
