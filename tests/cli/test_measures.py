@@ -9,7 +9,7 @@ import ritz as library
 from ritz.cli._options import MeasureOptions
 from ritz.cli._session import merge_config
 from ritz.measures import Landscape, Landscape2d, Sharpness
-from ritz.training._workflow import RunConfig
+from ritz.training._fit import RunConfig
 
 FEW = ["--steps", "6"]
 
@@ -79,7 +79,7 @@ def test_directions_are_of_the_mode_that_is_drawn(here, finished, tmp_path, mode
     found = library.load(file)
     second = (found.loss[:, 0] + found.loss[:, 2] - 2 * found.loss[:, 1]) / 1e-6
     parts = make_data("own_data:load", data_dir=None, options={})
-    model = make_model("own_model:net", parts=parts, options={})
+    model = make_model("own_model:net", parts, {})
     library.training.load_weights(model, finished / "weights.safetensors")
     risk = library.Risk(model, cross_entropy, parts.train, batch_size=16, batch_norm=mode,
                         precision="float64")  # fmt: skip
@@ -167,9 +167,9 @@ def test_a_run_whose_names_are_given_again_is_measured_with_its_options(here, tm
         (["sharpness", "run", *OWN, "--batch-size", "0"], "--batch-size must be at least 1, got 0"),
         (
             ["sharpness", "run", *OWN, "--steps", "5000"],
-            "num_steps must be between 1 and 51, got 5000",
+            "--steps must be between 1 and 51, got 5000",
         ),
-        (["sharpness", "run", *OWN, "--model", "own_model:smooth"], "is of another architecture"),
+        (["sharpness", "run", *OWN, "--model", "own_model:smooth"], "does not match the model"),
         (["sharpness", "elsewhere"], "no such folder or file: elsewhere"),
     ],
 )

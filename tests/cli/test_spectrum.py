@@ -33,7 +33,7 @@ def test_it_is_the_spectrum_of_the_risk_at_these_weights(here, finished, tmp_pat
     assert ritz("spectrum", "run", *OWN, *options, "--json", "--out", tmp_path) == 0
     found = library.load(tmp_path / "spectrum-ggn-eval-average-steps30-float64.safetensors")
     parts = make_data("own_data:load", data_dir=None, options={})
-    model = make_model("own_model:net", parts=parts, options={})
+    model = make_model("own_model:net", parts, {})
     model.load_state_dict(read_weights(finished / "average.safetensors"))
     risk = library.Risk(model, torch.nn.functional.cross_entropy, parts.train, precision="float64")
     exact = torch.linalg.eigvalsh(library.ggn(risk).dense())
@@ -135,17 +135,17 @@ def test_wrong_places_are_one_line(here, finished, tmp_path, refused):
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--model", "own_model:smooth"], "is of another architecture: it has no 0.weight"),
+        (["--model", "own_model:smooth"], "does not match the model: 0.weight is missing"),
         (["--set-model", "width=5"], "1.weight has shape (4, 6) there, (5, 6) in the model"),
         (["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
         (["--steps", "0"], "--steps must be at least 1, got 0"),
-        (["--samples", "0"], "num_samples must be between 1 and 48, got 0"),
-        (["--samples", "17", "--split", "test"], "num_samples must be between 1 and 16, got 17"),
+        (["--samples", "0"], "--samples must be at least 1, got 0"),
+        (["--samples", "17", "--split", "test"], "--samples must be between 1 and 16, got 17"),
         (
             ["--save-interval", "-1"],
             "--save-interval must be at least 0.0, got -1.0",
         ),
-        (["--split", "validation"], "split must be one that the data have, got 'validation'"),
+        (["--split", "validation"], "split must be part of the data, got 'validation'"),
         (["--matrix", "fisher"], "Invalid value for '--matrix'"),
         (["--model", "vgg61"], "no model is named 'vgg61'; did you mean"),
     ],
@@ -168,5 +168,5 @@ def test_weights_with_code_in_them_are_refused(here, tmp_path, refused):
 
     (tmp_path / "weights.pt").write_bytes(pickle.dumps(Malicious(), protocol=2))
     line = refused("spectrum", tmp_path / "weights.pt", *OWN)
-    assert "is refused: it holds more than tensors" in line
+    assert "is refused: it has pickled Python objects" in line
     assert not (tmp_path / "ran").exists()

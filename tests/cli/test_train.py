@@ -10,7 +10,7 @@ from cli.own import SMALL, ritz
 
 from ritz.cli._targets import parse_settings
 from ritz.training import read_log, read_weights
-from ritz.training._workflow import read_run
+from ritz.training._fit import read_run
 
 OWN = ["--model", "own_model:net", "--data", "own_data:load"]
 
@@ -105,7 +105,7 @@ def test_a_run_that_diverges_exits_with_code_one(here, tmp_path, capsys):
         (["--set", "momentum"], "--set takes KEY=VALUE, got 'momentum'"),
         (["--device", "tpu"], "device must be cpu, cuda or cuda:<number>, got 'tpu'"),
         (["--loss", "cross_entropi"], "did you mean cross_entropy?"),
-        (["--set-model", "depth=3"], "'own_model:net' takes no option 'depth'"),
+        (["--set-model", "depth=3"], "got an unexpected keyword argument 'depth'; its options are"),
         (["--lr", "nan"], "--lr must be finite and above 0, got nan"),
         (["--lr", "-1"], "--lr must be finite and above 0, got -1.0"),
         (["--set", "lr=NaN"], "--set lr must be finite and above 0, got nan"),
@@ -190,7 +190,7 @@ def test_a_wrong_name_suggests_the_nearest(here, tmp_path, monkeypatch, refused,
 def test_a_missing_data_folder_is_named(tmp_path, refused):
     arguments = ["--model", "mlp", "--data", "mnist", "--out", tmp_path / "run"]
     line = refused("train", *arguments, "--data-dir", tmp_path / "nowhere")
-    assert "data_dir must be a folder, got" in line
+    assert "--data-dir must be a folder, got" in line
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

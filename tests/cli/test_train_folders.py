@@ -11,7 +11,7 @@ import pytest
 from cli.own import SMALL, ritz
 
 from ritz.training import read_log
-from ritz.training._workflow import read_run
+from ritz.training._fit import read_run
 
 OWN = ["--model", "own_model:net", "--data", "own_data:load"]
 
@@ -40,7 +40,7 @@ def test_fewer_epochs_than_are_completed_are_refused(here, tmp_path, refused):
     assert ritz(*usual) == 0
     before = contents(tmp_path / "run")
     line = refused(*usual, "--epochs", "1")
-    assert "num_epochs must be at least 2" in line
+    assert "--epochs must be at least 2" in line
     assert "nothing is left to do" in line
     assert contents(tmp_path / "run") == before
 

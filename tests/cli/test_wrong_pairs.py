@@ -128,11 +128,11 @@ CASES = [
     ("pairs:net", "pairs:arrays", ["--set-data", "targets=40"], MANY),
     ("pairs:net", "pairs:arrays", ["--set-data", "targets=40", *WATCH], MANY),
     ("pairs:net", "pairs:empty", WATCH, "data pairs:empty: train data must hold samples, got none"),
-    ("pairs:net", "pairs:words", [], "numbers that torch knows, got an array of dtype object"),
+    ("pairs:net", "pairs:words", [], "numeric dtype of torch, got an array of object"),
     ("pairs:net", "pairs:a_list", [], "train data must be (inputs, targets), both tensors or "
      "arrays, a dataset, a loader, or have batches(), got Tensor"),
     ("pairs:net", "pairs:one", [], "got Tensor"),
-    ("pairs:net", "pairs:no_batches", [], "train data must hold samples, got none"),
+    ("pairs:net", "pairs:no_batches", [], "train data must not be empty"),
     ("pairs:net", "pairs:failing", [], "the first samples of the data pairs:failing raised "
      "OSError: no such image"),
 ]  # fmt: skip

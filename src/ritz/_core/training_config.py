@@ -49,6 +49,7 @@ class TrainingConfig:
     # fmt: off
     num_epochs: int = _option(10, "Number of epochs, including those before a resumption.",
                               low=1, free=True, flags="--epochs")
+    # 128, and an average once per epoch: Granziol et al., Iterate averaging, appendix B.2.
     batch_size: int | None = _option(128, "Batch size over all processes, for data not in batches.",
                                      low=1)
     drop_last: bool = _option(False, "Leave out the last batch of an epoch if it is smaller.")
@@ -64,6 +65,7 @@ class TrainingConfig:
                                       RATE)
     steps_per_epoch: int | None = _option(None, "Steps per epoch, for schedules and averages on "
                                           "data without a length.", low=1)
+    # Fixed rather than drawn, so that the same command gives the same run.
     seed: int = _option(0, "Seed of all random numbers.", low=0)
     schedule: ScheduleName = _option("constant", "Schedule of the learning rate.", RATE)
     schedule_unit: Unit = _option("epoch", "Unit of time of the schedule.", RATE)
@@ -74,6 +76,7 @@ class TrainingConfig:
     average_every: Unit = _option("epoch", "How often weights enter the average.", AVERAGE)
     patience: int | None = _option(None, "Evaluations without a better loss before averaging "
                                    "starts, and again before training stops.", AVERAGE, low=1)
+    # The statistics cost a forward pass per batch, so an evaluation on the way uses a tenth.
     statistics_fraction: float = _option(0.1, "Part of the batches for batch-norm statistics of "
                                          "averaged weights; all at the end.", AVERAGE, low=0.0,
                                          high=1.0)
@@ -83,6 +86,7 @@ class TrainingConfig:
     evaluation_batch_size: int | None = _option(None, "Batch size of evaluations (default: at "
                                                 "least 512; of text the batch size).", EVALUATION,
                                                 low=1)
+    # Lower precisions change the weights, so they have to be chosen.
     precision: TrainingPrecision = _option("float32", "Precision; half precision is mixed.", SPEED,
                                            flags="--precision --dtype")
     device: "str | torch.device | None" = _option(None, "Device, such as cpu or cuda:1 (default: "
@@ -91,9 +95,11 @@ class TrainingConfig:
     compile: bool = _option(False, "Compile the model with torch.compile.", SPEED)
     capture: bool | None = _option(None, "Replay steps from a CUDA graph (default: if possible).",
                                    SPEED, free=True, flags="--capture/--no-capture")
+    # Costs speed: cuDNN must not search for fast convolutions; see `searched_convolutions`.
     deterministic: bool = _option(False, "Be reproducible bit for bit on CUDA as well.", SPEED)
     resume: bool = _option(True, "Resume from the checkpoint in the folder, or start again.", FILES,
                            free=True, flags="--resume/--restart")
+    # A kill loses this much work and a step. Several processes agree every 50 steps only.
     save_interval: float = _option(60.0, "Seconds between checkpoints.", FILES, low=0.0, free=True)
     keep: Sequence[int] = _option((), "Epoch after which a copy of the weights is kept. May be "
                                   "repeated.", FILES, free=True, kind=list[int], metavar="EPOCH")
@@ -101,12 +107,16 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         for entry in fields(self):
-            value, bounds = getattr(self, entry.name), _bounds(entry.metadata)
+            value = getattr(self, entry.name)
+            bounds: Any = {
+                end: entry.metadata[end] for end in ("low", "high") if end in entry.metadata
+            }
             if get_origin(entry.type) is Literal:
                 check_choice(entry.name, value, get_args(entry.type))
             elif bounds and value is not None:
                 check = check_range if entry.type is float else check_count
                 check(entry.name, value, **bounds)
+        # The number of steps is not known here: it depends on the data.
         longest = self.num_epochs if self.schedule_unit == "epoch" else None
         check_count("warmup", self.warmup, low=0, high=longest)
         if self.average_from is not None:
@@ -122,6 +132,7 @@ class TrainingConfig:
             check_count("keep", epoch, high=self.num_epochs)
         if isinstance(self.augment, str) and self.augment != "auto":
             raise ValueError(f"augment must be auto, None or an Augmentation, got {self.augment!r}")
+        # Read-only, and equal to what run.json gives back.
         stored = {
             "keep": tuple(self.keep),
             "optimizer_settings": MappingProxyType(dict(self.optimizer_settings)),
@@ -205,10 +216,6 @@ def check_same(before: Mapping[str, Any], now: Mapping[str, Any], path: Any) -> 
                 f"{path} was made with {name}={before[name]!r}, this run has {value!r}: give the "
                 "same value or another folder, or start again with resume=False (--restart)"
             )
-
-
-def _bounds(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    return {end: metadata[end] for end in ("low", "high") if end in metadata}
 
 
 def _to_plain(value: Any) -> Any:

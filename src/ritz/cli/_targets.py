@@ -1,5 +1,6 @@
 """Models, data sets and losses by name: registered names, or ``module:factory`` of the user."""
 
+import ast
 import difflib
 import importlib
 import inspect
@@ -27,7 +28,7 @@ for _name, _loss in (("cross_entropy", cross_entropy), ("mse", mse_loss), ("mode
 
 
 def make_model(
-    target: str, *, parts: DataParts, options: Mapping[str, Any], seed: int = 0
+    target: str, parts: DataParts, options: Mapping[str, Any], *, seed: int = 0
 ) -> nn.Module:
     """Return a new model for a data set, on the CPU.
 
@@ -139,20 +140,17 @@ def _call(
 ) -> Any:
     """Call a factory with all options, and with those known values that it has parameters for."""
     try:
-        parameters: Mapping[str, inspect.Parameter] = inspect.signature(factory).parameters
-    except ValueError:  # a built-in without a signature
-        parameters = {}
-    keywords = {name: known[name] for name in known if name in parameters} | dict(options)
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        signature = inspect.signature(factory)
+    except ValueError:  # a built-in without a signature takes anything
+        signature = inspect.signature(lambda **keywords: None)
+    keywords = {name: known[name] for name in known if name in signature.parameters} | dict(options)
     # Check before the call: a TypeError of the factory itself may have another reason.
-    for name in options:
-        if name not in parameters and not takes_any:
-            raise ValueError(f"{target!r} takes no option {name!r}{_suggestion(name, parameters)}")
-    for name, parameter in parameters.items():
-        variable = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-        if parameter.default is parameter.empty and not variable and name not in keywords:
-            raise ValueError(f"{target!r} needs {name!r}: give --set-model or --set-data "
-                             f"{name}=VALUE")  # fmt: skip
+    try:
+        signature.bind(**keywords)
+    except TypeError as error:
+        names = ", ".join(signature.parameters) or "none"
+        raise ValueError(f"{target!r}: {error}; its options are {names}: give --set-model or "
+                         "--set-data NAME=VALUE") from error  # fmt: skip
     try:
         return factory(**keywords)
     except Exception as error:
@@ -174,17 +172,15 @@ def parse_settings(option: str, settings: Iterable[str] | None) -> dict[str, Any
 
 
 def _value(text: str) -> Any:
-    plain = text.replace("True", "true").replace("False", "false")
-    # JSON reads numbers, true, false, null, lists and quoted text.
-    with suppress(json.JSONDecodeError):
-        return json.loads(plain)
-    bracketed = plain.startswith("(") and plain.endswith(")")  # a tuple of Python
-    inner = plain[1:-1] if bracketed else plain
-    with suppress(json.JSONDecodeError):
-        items = json.loads(f"[{inner.strip().removesuffix(',')}]")
-        # "64,32" are numbers, but "a,b" is text that has a comma.
-        if all(type(item) in (int, float) for item in items) and (items or bracketed):
-            return items
+    # JSON has numbers, true, false, null, lists and quoted text; Python has True and 64,32.
+    for read in (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError):
+            value = read(text)
+            if not isinstance(value, tuple):
+                return value
+            # "64,32" are numbers, but "'a','b'" is text that has a comma.
+            if all(type(item) in (int, float) for item in value):
+                return list(value)
     return text
 
 

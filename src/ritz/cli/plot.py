@@ -1,12 +1,11 @@
 """``ritz plot``: pictures of result files and training logs."""
 
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-import typer
+from typing import TYPE_CHECKING, Any, Literal
 
 import ritz
-from ritz.cli._options import Json, choice, examples, option, print_result
+from ritz.cli._options import PrintOptions, examples, option, print_result
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -18,35 +17,36 @@ EPILOG = examples(
     "ritz plot runs/digits --what curvature --out sharpness.svg",
 )
 
-Files = Annotated[
-    list[Path],
-    typer.Argument(
-        metavar="FILE...",
-        help="Results, logs or run folders. Several spectra, or several logs, share a picture.",
-    ),
-]
-What = Annotated[
-    Literal["auto", "curves", "curvature", "degeneracy"],
-    choice("--what", "Of a log: curves, or with --watch curvature or degeneracy; auto is curves."),
-]
-Out = Annotated[
-    Path | None,
-    option("--out", "Picture: .png, .svg or .pdf (default: a .png beside it).", None, "FILE"),
-]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options(PrintOptions):
+    """Options of the command."""
+
+    # fmt: off
+    files: list[Path] = option(
+        MISSING, "Results, logs or run folders. Several spectra, or several logs, share a picture.",
+        metavar="FILE...", argument=True)
+    what: Literal["auto", "curves", "curvature", "degeneracy"] = option(
+        "auto", "What to draw of a log (curves: loss and accuracy; the others need --watch).")
+    out: Path | None = option(None, "Picture: .png, .svg or .pdf (default: a .png beside it).",
+                              metavar="FILE")
+    # fmt: on
 
 
-def command(files: Files, what: What = "auto", out: Out = None, json: Json = False) -> None:
+def command(options: Options) -> None:
     """Draw results and training logs as PNG, SVG or PDF."""
     from ritz.plots._shared import check_picture
     from ritz.training._shared import LOG
 
-    paths = [path / LOG if path.is_dir() else path for path in files]
+    what = options.what
+    paths = [path / LOG if path.is_dir() else path for path in options.files]
     for path in paths:
         if not path.is_file():
             raise FileNotFoundError(f"no such file: {path}")
     logs = [path for path in paths if path.suffix == ".jsonl"]
     beside = "curves" if what == "auto" else what
-    target = check_picture(out or paths[0].with_name(f"{beside if logs else paths[0].stem}.png"))
+    usual = paths[0].with_name(f"{beside if logs else paths[0].stem}.png")
+    target = check_picture(options.out or usual)
     if logs and len(logs) < len(paths):
         raise ValueError("logs and results cannot share a picture: plot them one after the other")
     # Runs are named after their folder, results after their file, in the legend.
@@ -54,7 +54,7 @@ def command(files: Files, what: What = "auto", out: Out = None, json: Json = Fal
     titles = short if len(set(short)) == len(short) else map(str, paths)
     named = dict(zip(titles, paths, strict=True))
     ritz.plots.save_figure(_draw_logs(named, what) if logs else _draw_results(named), target)
-    print_result(None, [target], as_json=json, text="")
+    print_result(None, [target], as_json=options.json, text="")
 
 
 def _draw_logs(paths: dict[str, Path], what: str) -> "Figure":

@@ -35,15 +35,12 @@ def load(
     """
     reader = DATASETS[name]
     # The first parameter of a reader is the folder; the others are its options.
-    _, *parameters = inspect.signature(reader).parameters.values()
-    names = [parameter.name for parameter in parameters]
-    for option in options:
-        if option not in names:
-            known = ", ".join(names)
-            raise TypeError(f"the data set {name!r} has no option {option!r}, but has: {known}")
-    for parameter in parameters:
-        if parameter.default is parameter.empty and parameter.name not in options:
-            raise TypeError(f"the data set {name!r} needs the option {parameter.name!r}")
+    signature = inspect.signature(reader)
+    try:
+        signature.bind(None, **options)
+    except TypeError as error:
+        known = ", ".join([*signature.parameters][1:])
+        raise TypeError(f"the data set {name!r} has the options {known}: {error}") from error
     target = check_device(device)
     folder = data_dir if data_dir is not None else os.environ.get("RITZ_DATA") or None
     data: ImageData | TextData = reader(folder and Path(folder).expanduser(), **options)

@@ -2,13 +2,3 @@
 
 from ritz.plots._plot import check_picture
 from ritz.plots._style import STYLE, Axes, Figure, direction_title, share_legend, titled
-
-__all__ = [
-    "STYLE",
-    "Axes",
-    "Figure",
-    "check_picture",
-    "direction_title",
-    "share_legend",
-    "titled",
-]
