@@ -17,6 +17,7 @@ from ritz._core.sampling import (
     Sampling,
     check_samples,
     column_dots,
+    doubted,
     draw_probes,
     is_settled,
 )
@@ -136,6 +137,7 @@ def frobenius_norm(
         mean = estimate.mean.sqrt()
         error = estimate.stderr / (2 * mean) if mean > 0 else torch.zeros_like(mean)
         root = replace(estimate, mean=mean, stderr=error, truncation=_eps(op) * mean)
+        root = root if samples.complete else doubted(root)
         return replace(root.scaled(unit), samples=None if samples.complete else samples.values)
 
     return plan.run(op, measure, finish, generator=generator, progress=progress, label="norm")
@@ -217,7 +219,8 @@ def _xtrace(
     with tracking(progress, "trace", looks[-1]) as bar:
         for count in looks:
             if count == op.shape[0]:
-                return replace(_by_unit_vectors(op), num_products=spent + count)
+                known = replace(_by_unit_vectors(op), num_products=spent + count)
+                return known.judged(plan.rtol)
             fresh = draw_probes(op, count - omega.shape[1], kind="gaussian", generator=generator)
             omega, image = torch.cat([omega, fresh], 1), torch.cat([image, op.matmat(fresh)], 1)
             check_samples(image.T, 0)
@@ -345,7 +348,8 @@ def diagonal(
     with tracking(progress, "diagonal", looks[-1]) as bar:
         for goal in looks:
             if goal == op.shape[0]:
-                return replace(_by_unit_vectors(op, "diagonal"), num_products=running.count + goal)
+                known = _by_unit_vectors(op, "diagonal")
+                return replace(known, num_products=running.count + goal).judged(rtol)
             while running.count < goal:
                 width = min(plan.width(op), goal - running.count)
                 block = draw_probes(op, width, kind=probe, generator=generator)
@@ -353,7 +357,7 @@ def diagonal(
                 check_samples(samples.T, running.count)
                 running.add(samples.double())
                 bar.update(running.count)
-            estimate = running.estimate("mean of z * (A z)" + reason, seed).judged(rtol)
+            estimate = doubted(running.estimate("mean of z * (A z)" + reason, seed)).judged(rtol)
             if is_settled(estimate, plan.rtol):
                 break
     return estimate
