@@ -37,7 +37,7 @@ AVERAGE, TEST, TRAIN = ["--average"], ["--split", "test"], ["--batch-norm", "tra
         ("landscape", {"": [], "-train": TRAIN, "-average": AVERAGE}),
     ],
 )
-def test_no_variant_of_a_command_overwrites_another(here, finished, tmp_path, command, variants):
+def test_variants_of_a_command_write_different_files(here, finished, tmp_path, command, variants):
     names = set()
     for ending, options in variants.items():
         assert (
@@ -54,9 +54,7 @@ def test_no_variant_of_a_command_overwrites_another(here, finished, tmp_path, co
     ("weights", "ending"),
     [("average", "-average"), ("checkpoint", ""), ("weights", ""), ("epoch-0002", "-epoch-0002")],
 )
-def test_a_file_of_weights_is_named_unless_it_is_the_last(
-    here, finished, tmp_path, weights, ending
-):
+def test_the_name_mentions_weights_other_than_the_last(here, finished, tmp_path, weights, ending):
     run = shutil.copytree(finished, tmp_path / "run")
     if weights == "epoch-0002":
         shutil.copy(run / "weights.safetensors", run / "epoch-0002.safetensors")
@@ -69,9 +67,7 @@ def test_a_file_of_weights_is_named_unless_it_is_the_last(
     assert set(run.iterdir()) - before == {run / name}
 
 
-def test_variants_that_were_stopped_go_on_from_their_own_states(
-    here, finished, tmp_path, monkeypatch
-):
+def test_interrupted_variants_resume_from_separate_states(here, finished, tmp_path, monkeypatch):
     whole, torn = tmp_path / "whole", tmp_path / "torn"
     command = ["spectrum", "run", *OWN, "--steps", "12", "--save-interval", "0", "--json", "--out"]
     variants = ([], AVERAGE + TEST)
@@ -151,17 +147,17 @@ def test_a_model_without_batch_norm_has_no_mode_in_its_name():
         ({"training": TrainingConfig(batch_size=32)}, "batch32"),
     ],
 )
-def test_differences_from_the_run_are_mentioned(changes, ending):
+def test_the_name_mentions_differences_from_the_run(changes, ending):
     config = replace(MADE, **changes)
     assert name(sharpness, "sharpness", config=config) == f"sharpness-{ending}"
 
 
-def test_without_a_run_model_and_data_are_mentioned():
+def test_without_a_run_the_name_mentions_model_and_data():
     made, config = RunConfig(model="", data=""), RunConfig(model="m:net", data="d:load")
     assert name(spectrum, "spectrum", made=made, config=config) == "spectrum-m_net-d_load"
 
 
-def test_long_names_are_cut_and_still_tell_the_files_apart():
+def test_long_names_are_cut_and_stay_different():
     names = set()
     for path in ("x" * 300 + "1", "x" * 300 + "2", "ж" * 300):
         config = replace(MADE, data_options={"file": path})

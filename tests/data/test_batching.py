@@ -134,7 +134,7 @@ def test_a_part_without_samples_is_refused(split):
     empty = Split(
         inputs=split.inputs[:0], targets=split.targets[:0], mean=split.mean, std=split.std
     )
-    with pytest.raises(ValueError, match="must hold samples to be cut into batches, got none"):
+    with pytest.raises(ValueError, match="the split must have samples, got none"):
         empty.batches(8)
 
 

@@ -34,10 +34,12 @@ def test_an_unknown_name_suggests_the_nearest(wrong, right):
 
 
 def test_an_unknown_or_missing_option_names_the_known_ones():
-    message = "the data set 'mnist' has the options validation: .*unexpected .*'labels'"
+    message = "the data set 'mnist' got an .*'labels'; its options are: validation"
     with pytest.raises(TypeError, match=message):
         data.load("mnist", labels="fine")
-    with pytest.raises(TypeError, match=r"the data set 'text' has .*missing .*argument: 'file'"):
+    with pytest.raises(
+        TypeError, match=r"the data set 'text' missing .*argument: 'file'; its options"
+    ):
         data.load("text")
 
 
@@ -60,13 +62,15 @@ def test_the_folder_defaults_to_the_environment_variable(mnist_folder, monkeypat
     monkeypatch.setenv("RITZ_DATA", str(mnist_folder.parent))
     assert len(data.load("mnist").train) == 40
     # An argument goes before it.
-    with pytest.raises(FileNotFoundError, match="data_dir must be a folder, got 'nowhere'"):
+    message = "data_dir must be an existing folder, got 'nowhere'"
+    with pytest.raises(FileNotFoundError, match=message):
         data.load("mnist", data_dir="nowhere")
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("digits", "text")])
 def test_a_missing_folder_says_which_option_to_give(name):
-    with pytest.raises(FileNotFoundError, match=rf"no folder (for '{name}'|of images).*data_dir="):
+    message = rf"data_dir.* must be (given for '{name}'|a folder of images)"
+    with pytest.raises(FileNotFoundError, match=message):
         data.load(name)
 
 
@@ -75,7 +79,7 @@ def test_a_missing_file_is_named_with_the_folders_searched_and_its_source(mnist_
     with pytest.raises(FileNotFoundError) as raised:
         data.load("mnist", data_dir=mnist_folder.parent)
     message = str(raised.value)
-    assert message.startswith("no t10k-images-idx3-ubyte (or .gz) for 'mnist'")
+    assert message.startswith("'mnist' is not complete: t10k-images-idx3-ubyte (or .gz)")
     assert str(mnist_folder) in message
     assert "yann.lecun.com" in message
     assert "\n" not in message

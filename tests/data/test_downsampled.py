@@ -101,7 +101,7 @@ def test_an_array_that_contradicts_its_header_is_refused(tmp_path, member, messa
 def test_an_array_larger_than_the_limit_is_not_decompressed(folder, monkeypatch):
     monkeypatch.setattr("ritz.data._image_sets.LIMIT", 3000)
 
-    with pytest.raises(data.DataError, match=r"'data' has 3200 bytes, more than the 3000"):
+    with pytest.raises(data.DataError, match=r"'data' has 3200 bytes; at most 3000"):
         data.load("imagenet32", data_dir=folder)
 
 

@@ -146,7 +146,9 @@ def test_wrong_options_name_the_option(root, options, message):
 
 
 def test_a_missing_folder_of_images_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no folder of images .*nowhere.*for each class"):
+    with pytest.raises(
+        FileNotFoundError, match=r"data_dir must be a folder of images.*nowhere.*for each class"
+    ):
         data.load("folder", data_dir=tmp_path / "nowhere")
 
 

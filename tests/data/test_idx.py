@@ -40,7 +40,7 @@ def test_files_are_found_in_the_folder_and_in_sub_folders(mnist_folder, tmp_path
 
 def test_mnist_files_are_not_read_as_fashion_mnist(mnist_folder):
     with pytest.raises(
-        FileNotFoundError, match=r"no train-images.*nor 3 other files.*zalandoresearch"
+        FileNotFoundError, match=r"train-images.*and 3 other files not found.*zalandoresearch"
     ):
         data.load("fashion-mnist", data_dir=mnist_folder)
     mnist_folder.rename(mnist_folder.with_name("fashion-mnist"))
@@ -90,7 +90,7 @@ def test_a_file_that_contradicts_its_header_is_refused(tmp_path, content, messag
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
     ("sizes", "message"),
-    [((2**32 - 1,) * 3, "more than the 536870912"), ((2**9, 2**9, 2**11), "but has fewer")],
+    [((2**32 - 1,) * 3, "at most 536870912"), ((2**9, 2**9, 2**11), "but has fewer")],
 )
 def test_a_large_size_in_the_header_takes_no_memory(tmp_path, packed, sizes, message):
     path = tmp_path / "images"

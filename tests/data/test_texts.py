@@ -111,8 +111,8 @@ def test_an_absolute_path_is_not_searched_in_the_data_folder(places):
 
 @pytest.mark.parametrize(
     ("file", "looked"),
-    [("no.txt", r"no no\.txt .* searched in .*data/text, .*data, .*here;"),
-     ("./no.txt", r"no no\.txt .* searched in [^,]*here; file= names any text")],
+    [("no.txt", r"no\.txt .* not found in .*data/text, .*data, .*here;"),
+     ("./no.txt", r"no\.txt .* not found in [^,]*here; file= \(--set-data file=PATH\)")],
 )  # fmt: skip
 def test_a_missing_text_names_the_folders_searched(places, file, looked):
     with pytest.raises(FileNotFoundError, match=looked):
@@ -121,7 +121,9 @@ def test_a_missing_text_names_the_folders_searched(places, file, looked):
 
 def test_a_text_too_short_for_three_parts_is_refused(tmp_path):
     (tmp_path / "short").write_text("abc")
-    with pytest.raises(data.DataError, match="too short to be cut into three: 3 characters"):
+    with pytest.raises(
+        data.DataError, match="too short for training, validation and test: 3 characters"
+    ):
         data.load("text", data_dir=tmp_path, file="short")
 
 
@@ -175,7 +177,10 @@ def test_a_generator_without_variable_lengths_changes_nothing():
     ("settings", "message"),
     [
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
-        ({"batch_size": 51}, "batch_size must leave every stream two of 100 tokens, got 51"),
+        (
+            {"batch_size": 51},
+            "batch_size must be at most half of the 100 tokens of the text, got 51",
+        ),
         ({"length": 0}, "length must be at least 1, got 0"),
         ({"variable": True}, "variable needs a generator"),
     ],

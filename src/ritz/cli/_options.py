@@ -46,21 +46,23 @@ class SeedOptions(PrintOptions):
 
 
 Matrix = Literal["hessian", "ggn", "both"]
-MATRIX = "Matrix (ggn is Gauss-Newton)."
+MATRIX = "ggn is the Gauss-Newton matrix."
 Modes = Literal["eval", "train", "recomputed", "both"]
-MODES = "Mode of batch norm (recomputed computes new statistics; both is eval and train)."
+MODES = (
+    "Batch-norm mode: running statistics, statistics of each batch, running statistics recomputed "
+    "on the data, or eval and train."
+)
 Split = Literal["train", "validation", "test"]
 SPLIT = "Part of the data to measure on."
 Picture = Literal["png", "svg", "pdf"]
-PICTURE = "Format of pictures."
-OF_RUN = "Name or module:factory (default: that of the run)."
-LOSS = (
-    "Loss: cross_entropy, mse, model (the model returns its loss) or module:function (default: "
-    "that of the run, or cross_entropy)."
+PICTURE = "Format of the figures."
+OF_RUN = (
+    "Name or module:factory (default: as in the run). Repeat it if the run used module:factory."
 )
+LOSS = "cross_entropy, mse, model (the model returns its loss) or module:function (default: {})."
 SET_MODEL = "Option of the model, such as width=32 or hidden=64,32. May be repeated."
 SET_DATA = "Option of the data set, such as file=./story.txt. May be repeated."
-DATA_DIR = "Folder of data sets (default: $RITZ_DATA)."
+DATA_DIR = "Folder of data sets (default: the environment variable RITZ_DATA)."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,17 +75,18 @@ class MeasureOptions(SeedOptions):
     average: bool = option(False, "Measure the averaged weights.", NETWORK)
     model: str | None = option(None, OF_RUN, NETWORK, metavar="NAME")
     data: str | None = option(None, OF_RUN, NETWORK, metavar="NAME")
-    loss: str | None = option(None, LOSS, NETWORK, metavar="NAME")
+    loss: str | None = option(None, LOSS.format("as in the run"), NETWORK, metavar="NAME")
     set_model: list[str] | None = option(None, SET_MODEL, NETWORK, metavar="KEY=VALUE")
     set_data: list[str] | None = option(None, SET_DATA, NETWORK, metavar="KEY=VALUE")
     data_dir: Path | None = option(None, DATA_DIR, NETWORK, metavar="FOLDER")
-    samples: int | None = option(None, "Number of random samples (default: all).", NETWORK, low=1)
-    batch_size: int | None = option(None, "Batch size (default: that of the run).", NETWORK, low=1)
+    samples: int | None = option(None, "Measure on a random subset of this many samples (default: "
+                                 "all).", NETWORK, low=1)
+    batch_size: int | None = option(None, "Batch size (default: as in the run).", NETWORK, low=1)
     precision: Literal["float32", "tf32", "float64"] = option(
-        "float32", "Precision of the products.", MACHINE, flags="--precision --dtype")
-    device: str | None = option(None, "Device, such as cpu or cuda:1 (default: cuda if present).",
+        "float32", "Precision of the matrix-vector products.", MACHINE, flags="--precision --dtype")
+    device: str | None = option(None, "Device, such as cpu or cuda:1 (default: cuda if available).",
                                 MACHINE, metavar="NAME")
-    out: Path | None = option(None, "Folder for results (default: that of the run).", OUTPUT,
+    out: Path | None = option(None, "Folder for results (default: the folder of the run).", OUTPUT,
                               metavar="FOLDER")
     save_interval: float = option(30.0, "Seconds between saves of unfinished work.", OUTPUT,
                                   low=0.0)
@@ -97,8 +100,8 @@ def examples(*lines: str, file: str = "") -> str:
         lines: Commands, and remarks.
         file: Name of a file that the command may write, as an example.
     """
-    names = f"The name of a file mentions every option that is not the default, such as {file}."
-    resuming = "To resume an interrupted command, repeat it."
+    names = f"Files are named after the options that differ from their defaults, such as {file}."
+    resuming = "If the command is interrupted, run it again. It resumes from the last save."
     return "\n\n".join(["Examples:", *lines, *([names, resuming] if file else [])])
 
 
@@ -146,7 +149,8 @@ def _parameters(group: Any) -> Iterator[inspect.Parameter]:
             continue
         # Typer shows choices beside the name, where four of them leave no room for the text.
         if get_origin(kind) is Literal:
-            text, metavar = f"{text[:-1]}: {', '.join(get_args(kind))}.", "NAME"
+            *others, last = get_args(kind)
+            text, metavar = f"{', '.join(others)} or {last}. {text}", "NAME"
         shown: Any = {"help": text, "metavar": metavar, "rich_help_panel": known["panel"]}
         argument = known.get("argument")
         declared = typer.Argument(**shown) if argument else typer.Option(*flags.split(), **shown)

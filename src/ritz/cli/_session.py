@@ -121,7 +121,7 @@ def merge_config(options: MeasureOptions, made: RunConfig, folder: Path) -> RunC
     # A file of weights alone does not say what it belongs to.
     missing = [name for name in ("model", "data") if not (names[name] or getattr(made, name))]
     if missing:
-        raise ValueError(f"{folder} has no {CONFIG}, which names model and data: give "
+        raise ValueError(f"{folder} has no {CONFIG}, so model and data are not known: give "
                          f"{' and '.join(f'--{name}' for name in missing)}")  # fmt: skip
     unnamed = [name for name in ("model", "data", "loss")
                if names[name] is None and ":" in getattr(made, name)]  # fmt: skip
@@ -129,7 +129,8 @@ def merge_config(options: MeasureOptions, made: RunConfig, folder: Path) -> RunC
         check_target(getattr(made, name))  # what is to be repeated in a shell is harmless there
     if unnamed:
         repeat = " ".join(f"--{name} {getattr(made, name)}" for name in unnamed)
-        raise ValueError(f"{folder / CONFIG} names code to import; to run it, repeat: {repeat}")
+        raise ValueError(f"{folder / CONFIG} refers to code of yours, which is imported only if "
+                         f"the command names it: add {repeat}")  # fmt: skip
     for kind in ("model", "data"):
         settings = parse_settings(f"--set-{kind}", getattr(options, f"set_{kind}"))
         # Options of the run belong to its model and data, not to another one.
@@ -169,7 +170,9 @@ def _find_mismatch(
     try:
         batch = first_batch(parts.train)
     except Exception as error:
-        return ValueError(f"the first samples of the data {parts.name} raised {summary(error)}")
+        return ValueError(
+            f"reading the first samples of data {parts.name} failed: {summary(error)}"
+        )
     if not isinstance(batch, tuple | list) or len(batch) < 2:
         return None
     *inputs, labels = batch
@@ -187,7 +190,7 @@ def _find_mismatch(
                  if isinstance(part, Tensor)]  # fmt: skip
         # NumPy computes in float64 by default, and models have float32 weights.
         advice = '; for NumPy: .astype("float32")' if "float64" in " ".join(shown) else ""
-        return ValueError(f"model {name} does not take the data {parts.name}, with inputs of "
+        return ValueError(f"model {name} failed on data {parts.name}, with inputs of "
                           f"{' and '.join(shown)}: {summary(error)}{advice}")  # fmt: skip
     return None
 
@@ -289,8 +292,8 @@ class Measurement:
         """Return the matrices that ``--matrix`` names."""
         if matrix != "hessian" and self.run.loss_fn is None:
             raise ValueError(
-                f"--matrix {matrix} needs a loss of the outputs, and with --loss model the network "
-                "returns the loss alone: give --matrix hessian"
+                f"--matrix {matrix} needs the outputs of the model, but with --loss model it "
+                "returns only the loss: give --matrix hessian"
             )
         return ("hessian", "ggn") if matrix == "both" else (matrix,)
 
@@ -380,8 +383,8 @@ class Measurement:
         """Return the message of an interrupted command: whether it can be resumed."""
         every = f"--save-interval is {self.options.save_interval:g} s"
         if any(map(has_state, self.states)):
-            return f"interrupted; the same command resumes from the last save ({every})"
-        return f"interrupted before the first save ({every}): the same command starts again"
+            return f"interrupted; run the command again to resume from the last save ({every})"
+        return f"interrupted before the first save ({every}); run the command again to restart"
 
 
 def _changes(config: RunConfig, made: RunConfig) -> list[str]:

@@ -45,11 +45,10 @@ def make_model(
         accepted = models.options(target)
         keywords = {name: known[name] for name in known if name in accepted} | dict(options)
         return models.create(target, generator=torch.Generator().manual_seed(seed), **keywords)
-    factory = import_target(target)
     # User code draws its weights from the global generator, which is seeded and then restored.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        model = _call(target, factory, known, options)
+        model = _call("model", target, known, options)
     if not isinstance(model, nn.Module):
         raise TypeError(f"{target} must return a torch.nn.Module, got {type(model).__name__}")
     return model
@@ -67,7 +66,7 @@ def make_data(target: str, *, data_dir: Path | None, options: Mapping[str, Any])
     if ":" not in target:
         return replace(as_parts(data.load(target, data_dir=data_dir, **options)), name=target)
     known = {} if data_dir is None else {"data_dir": data_dir}
-    source = _call(target, import_target(target), known, options)
+    source = _call("data", target, known, options)
     try:
         return replace(as_parts(source), name=target)
     except (TypeError, ValueError) as error:
@@ -135,10 +134,16 @@ def _import(name: str, target: str) -> ModuleType:
         raise ValueError(f"{target!r}: importing {name} raised {summary(error)}") from error
 
 
-def _call(
-    target: str, factory: Callable[..., Any], known: Mapping[str, Any], options: Mapping[str, Any]
-) -> Any:
-    """Call a factory with all options, and with those known values that it has parameters for."""
+def _call(kind: str, target: str, known: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+    """Call a factory with all options, and with those known values that it has parameters for.
+
+    Args:
+        kind: ``model`` or ``data``.
+        target: The factory, as ``module:factory``.
+        known: Values that it gets if it has parameters of these names.
+        options: Further keywords.
+    """
+    factory = import_target(target)
     try:
         signature = inspect.signature(factory)
     except ValueError:  # a built-in without a signature takes anything
@@ -149,8 +154,8 @@ def _call(
         signature.bind(**keywords)
     except TypeError as error:
         names = ", ".join(signature.parameters) or "none"
-        raise ValueError(f"{target!r}: {error}; its options are {names}: give --set-model or "
-                         "--set-data NAME=VALUE") from error  # fmt: skip
+        raise ValueError(f"{target!r}: {error}; it takes {names}: give them with --set-{kind} "
+                         "NAME=VALUE") from error  # fmt: skip
     try:
         return factory(**keywords)
     except Exception as error:

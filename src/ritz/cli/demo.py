@@ -20,7 +20,9 @@ class Options(SeedOptions):
     """Options of the command."""
 
     out: Path = option(Path("out/demo"), "Folder for results and pictures.", metavar="FOLDER")
-    quick: bool = option(False, "Use one batch and a few steps of everything.")
+    quick: bool = option(
+        False, "Test run: train on one batch and take few Lanczos steps. Results mean nothing."
+    )
     device: str = option("cpu", "Device, such as cpu or cuda:1.", metavar="NAME")
 
 

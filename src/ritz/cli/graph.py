@@ -21,6 +21,10 @@ app = typer.Typer(
 )
 
 READING = "Reading of files"
+METHOD = (
+    "Count small eigenvalues one by one (krylov), or from a density by maximum entropy or Lanczos. "
+    "auto uses krylov, checked by a density."
+)
 WEIGHTS = "Require weights, or ignore them (default: read them if there are any)."
 
 
@@ -30,14 +34,15 @@ class GraphOptions(SeedOptions):
 
     # fmt: off
     directed: Literal["drop", "refuse"] = option(
-        "drop", "Directions of edges.", READING)
+        "drop", "Ignore directions of edges, or fail if the file has any.", READING)
     weights: bool | None = option(None, WEIGHTS, READING, flags="--weights/--no-weights")
-    self_loops: Literal["drop", "keep", "refuse"] = option("drop", "Self-loops.", READING)
+    self_loops: Literal["drop", "keep", "refuse"] = option(
+        "drop", "Ignore self-loops, keep them, or fail if the file has any.", READING)
     multi_edges: Literal["merge", "sum", "refuse"] = option(
-        "merge", "Repeated edges (sum adds their weights).", READING)
-    nodes: int | None = option(None, "Number of vertices (default: those that have an edge).",
-                               READING)
-    largest: bool = option(False, "Take the largest component only.", READING)
+        "merge", "Merge repeated edges, add their weights, or fail if there are any.", READING)
+    nodes: int | None = option(None, "Number of vertices, if some have no edge (default: those in "
+                               "the file).", READING)
+    largest: bool = option(False, "Take only the largest connected component.", READING)
     out: Path | None = option(None, "Picture to write: .png, .svg or .pdf (default: none).", OUTPUT,
                               metavar="FILE")
     # fmt: on
@@ -106,10 +111,10 @@ class DensityOptions(SampleOptions):
 
     file: Path = option(MISSING, "File of a graph.", metavar="FILE", argument=True)
     method: Literal["maxent", "lanczos", "kpm"] = option(
-        "maxent", "Method (maximum entropy, Lanczos quadrature, kernel polynomials)."
+        "maxent", "Maximum entropy, Lanczos quadrature or kernel polynomial method."
     )
     matrix: Literal["normalized", "laplacian", "adjacency"] = option(
-        "normalized", "Matrix (normalized is the normalized Laplacian)."
+        "normalized", "normalized is the normalized Laplacian."
     )
 
 
@@ -149,7 +154,7 @@ class CompareOptions(SampleOptions):
         MISSING, "Files of two or more graphs.", metavar="FILE...", argument=True
     )
     measure: Literal["symmetric_kl", "jensen_shannon", "wasserstein", "heat"] = option(
-        "symmetric_kl", "Distance of spectra."
+        "symmetric_kl", "Distance of two spectra; heat compares heat traces (NetLSD)."
     )
 
 
@@ -170,9 +175,12 @@ class ClusterOptions(SampleOptions):
     """Options of ``ritz graph clusters``."""
 
     file: Path = option(MISSING, "File of a graph.", metavar="FILE", argument=True)
-    method: Literal["auto", "krylov", "entropic", "lanczos"] = option("auto", "Method.")
+    method: Literal["auto", "krylov", "entropic", "lanczos"] = option("auto", METHOD)
     labels: Path | None = option(
-        None, "File for the cluster of each vertex, one per line.", OUTPUT, metavar="FILE"
+        None,
+        "Write a line VERTEX<TAB>CLUSTER for each vertex to this file.",
+        OUTPUT,
+        metavar="FILE",
     )
 
 
@@ -232,7 +240,9 @@ def _write_labels(
     from ritz._core.storage import write_text
 
     if found.count is None:
-        typer.echo(f"nothing was written to {labels}: there is no count of clusters", err=True)
+        typer.echo(
+            f"{labels} was not written, because the number of clusters is not known", err=True
+        )
         return []
     # k-means on the eigenvectors of as many small eigenvalues as there are clusters.
     groups = ritz.graphs.spectral_clusters(graph, found.count, **options.common())

@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     from ritz.cli._session import Measurement
     from ritz.curvature import Risk
 
-MODE = "Mode of batch norm (recomputed computes new statistics)."
+MODE = "Batch-norm mode: running statistics, those of each batch, or recomputed on the data."
 KINDS = (
-    "Directions (ritz: Ritz vectors of the largest, the smallest and the flattest Ritz value; "
-    "filter: random, each filter with the norm of that of the weights)."
+    "ritz: Ritz vectors of the largest, the smallest and the nearest-to-zero Ritz value. filter: "
+    "random, with each filter scaled to the norm of the trained one."
 )
 EPILOG = shared.examples(
     "ritz landscape runs/digits",
     "ritz landscape runs/vgg --plane --batch-norm recomputed --points 31",
     "ritz landscape runs/digits --directions filter --picture pdf",
-    "Solid lines are training data; dashed lines are all test data, if there are any.",
+    "Solid lines: training loss and accuracy. Dashed lines: on all test data, if there are any.",
     file="landscape-filter-train-average-points31.safetensors",
 )
 
@@ -31,11 +31,11 @@ class Options(shared.MeasureOptions):
     """Options of the command."""
 
     directions: Literal["ritz", "random", "filter"] = option("ritz", KINDS, free=True)
-    plane: bool = option(False, "Measure the plane of the first two directions as well.", free=True)
+    plane: bool = option(False, "Also measure the plane of the first two directions.", free=True)
     batch_norm: Literal["eval", "train", "recomputed"] = option("eval", MODE, free=True)
     steps: int = option(30, "Lanczos steps for the Ritz vectors.", low=2)
-    distance: float = option(1.0, "Largest distance from the weights.")
-    points: int = option(21, "Points per line, and per side of the plane.", low=2)
+    distance: float = option(1.0, "Largest distance from the weights, in lengths of a direction.")
+    points: int = option(21, "Number of points per line. A plane has points x points.", low=2)
     picture: shared.Picture = option("png", shared.PICTURE, shared.OUTPUT, free=True)
 
 

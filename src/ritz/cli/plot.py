@@ -24,12 +24,14 @@ class Options(PrintOptions):
 
     # fmt: off
     files: list[Path] = option(
-        MISSING, "Results, logs or run folders. Several spectra, or several logs, share a picture.",
+        MISSING, "Results, logs or run folders. Several spectra, or several logs, are drawn in one "
+        "figure.",
         metavar="FILE...", argument=True)
     what: Literal["auto", "curves", "curvature", "degeneracy"] = option(
-        "auto", "What to draw of a log (curves: loss and accuracy; the others need --watch).")
-    out: Path | None = option(None, "Picture: .png, .svg or .pdf (default: a .png beside it).",
-                              metavar="FILE")
+        "auto", "Of a training log: loss and accuracy, largest eigenvalue, or fraction of "
+        "eigenvalues near 0. The last two need a run of ritz train --watch. auto means curves.")
+    out: Path | None = option(None, "Output file: .png, .svg or .pdf (default: a .png next to the "
+                              "input file).", metavar="FILE")
     # fmt: on
 
 
@@ -48,7 +50,7 @@ def command(options: Options) -> None:
     usual = paths[0].with_name(f"{beside if logs else paths[0].stem}.png")
     target = check_picture(options.out or usual)
     if logs and len(logs) < len(paths):
-        raise ValueError("logs and results cannot share a picture: plot them one after the other")
+        raise ValueError("logs and results cannot be drawn in one figure: plot them separately")
     # Runs are named after their folder, results after their file, in the legend.
     short = [path.parent.name if path.name == LOG else path.stem for path in paths]
     titles = short if len(set(short)) == len(short) else map(str, paths)
@@ -76,19 +78,19 @@ def _read_log(path: Path) -> list[dict[str, Any]]:
         raise ValueError(f"{path} is not a log of ritz train: {error}") from error
     # Any JSON lines can be read, but only those of ritz train have a kind.
     if not all(isinstance(record, dict) and "kind" in record for record in records):
-        raise ValueError(f"{path} is not a log of ritz train: its lines have no kind")
+        raise ValueError(f"{path} is not a log of ritz train: its lines have no 'kind'")
     return records
 
 
 def _draw_results(paths: dict[str, Path]) -> "Figure":
-    from ritz.plots._shared import titled
+    from ritz.plots._shared import style
 
     results = {name: ritz.load(path) for name, path in paths.items()}
     if len(results) == 1:
         return ritz.plots.plot(*results.values())
     for name, result in results.items():
         if not isinstance(result, ritz.Spectrum):
-            raise ValueError(f"several results share a picture only if all are spectra, {name} is "
-                             f"of class {type(result).__name__}")  # fmt: skip
+            raise ValueError(f"several results must all be spectra to be drawn in one figure, but "
+                             f"{name} is a {type(result).__name__}")  # fmt: skip
     # Spectra say what they are: Hessian or Gauss-Newton, and the mode of batch norm.
-    return ritz.plots.plot(titled(results))
+    return ritz.plots.plot(style.titled(results))

@@ -25,7 +25,7 @@ class Options(shared.MeasureOptions):
 
 
 def command(options: Options) -> None:
-    """Measure how sharp the loss is at trained weights, with error bars."""
+    """Measure sharpness: spectral and Frobenius norm, trace, negative and near-zero eigenvalues."""
     from ritz import measures
     from ritz.cli._session import measurement
 

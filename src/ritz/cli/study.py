@@ -11,7 +11,7 @@ EPILOG = examples(
     "ritz study kernel_determinants --out tables --seed 3",
 )
 
-SETTING = "Field of the study's configuration, such as size=2000. May be repeated."
+SETTING = "Option of the study, such as size=2000; an unknown name lists all. May be repeated."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,9 +18,9 @@ EPILOG = shared.examples(
     "--average-from 161 --schedule linear --data-dir ~/data --out runs/gadamx",
     "ritz train --model model:net --data data:load --epochs 30 --out runs/spirals",
     "The last example calls net() in model.py and load() in data.py, both in the current folder. "
-    "load() returns (inputs, targets), or one such pair to train on and one to test on, or torch "
-    "datasets or loaders.",
-    "To resume a run that was stopped, repeat the command.",
+    "load() returns (inputs, targets), or ((inputs, targets), (inputs, targets)) for training and "
+    "test data, or torch datasets or DataLoaders.",
+    "If the command is interrupted, run it again. It resumes from the last checkpoint.",
 )
 # What --watch logs unless --quantity names something else.
 USUAL = ("lambda_max", "trace", "spectrum")
@@ -37,21 +37,22 @@ class Options(shared.PrintOptions):
                        metavar="NAME")
     out: Path = option(MISSING, "Folder of the run, created if missing.", OUTPUT, metavar="FOLDER")
     # No default here: each optimiser has its own.
-    lr: float | None = option(None, "Learning rate (default: that of the optimiser).", RATE)
-    weight_decay: float | None = option(None, "Weight decay (default: that of the optimiser).",
+    lr: float | None = option(None, "Learning rate (default: see ritz list optimizers).", RATE)
+    weight_decay: float | None = option(None, "Weight decay (default: see ritz list optimizers).",
                                         RATE)
     settings: list[str] | None = option(
         None, "Other option of the optimiser, such as momentum=0.8. May be repeated.", RATE,
         flags="--set", metavar="KEY=VALUE")
-    loss: str | None = option(None, shared.LOSS, NETWORK, metavar="NAME")
+    loss: str | None = option(None, shared.LOSS.format("cross_entropy"), NETWORK, metavar="NAME")
     set_model: list[str] | None = option(None, shared.SET_MODEL, NETWORK, metavar="KEY=VALUE")
     set_data: list[str] | None = option(None, shared.SET_DATA, NETWORK, metavar="KEY=VALUE")
     data_dir: Path | None = option(None, shared.DATA_DIR, NETWORK, metavar="FOLDER")
     watch: int | None = option(None, "Log the curvature every K epochs (default: never).",
                                EVALUATION, metavar="K", low=1)
     quantity: list[str] | None = option(
-        None, "Curvature to log: lambda_max, trace, spectrum or variance (P sigma^2). May be "
-        "repeated (default: the first three).", EVALUATION, metavar="NAME")
+        None, "Curvature to log with --watch: lambda_max, trace, spectrum or variance (of the "
+        "Hessian between samples). May be repeated (default: the first three).", EVALUATION,
+        metavar="NAME")
     # fmt: on
 
 
@@ -65,7 +66,7 @@ def command(options: Options, training: TrainingConfig) -> None:
     for name in quantities:
         check_choice("--quantity", name, QUANTITIES)
     if options.watch is None and options.quantity:
-        raise ValueError(f"--quantity {options.quantity[0]} needs --watch, got none")
+        raise ValueError(f"--quantity {options.quantity[0]} needs --watch: add --watch 1")
     config = RunConfig(
         model=options.model,
         data=options.data,

@@ -47,11 +47,11 @@ STEPS = 2**20  # reads of one pickle: CIFAR-100 needs 0.4 million
 
 @DATASETS.register("digits")
 def digits(root: Path | None, *, validation: int = 0) -> ImageData:
-    """Digits: 1,280 + 517 grey images of 8 x 8 pixels, embedded in scikit-learn."""
+    """Digits: 1,280 training and 517 test images of 8 x 8 grey pixels, part of scikit-learn."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise ImportError("digits ship inside scikit-learn: pip install scikit-learn") from error
+        raise ImportError("digits need scikit-learn: pip install scikit-learn") from error
     table = load_digits()
     # Levels 0 to 16 become 0 to 240: integers, in about the range of other images.
     images = (15 * torch.from_numpy(table.images)).to(torch.uint8).unsqueeze(1)
@@ -72,14 +72,14 @@ IDX_FOLDERS = {
 
 @DATASETS.register("mnist")
 def mnist(root: Path | None, *, validation: int = 0) -> ImageData:
-    """MNIST: 60,000 + 10,000 grey images of 28 x 28 pixels of the ten digits."""
+    """MNIST: 60,000 training and 10,000 test images of digits, 28 x 28 grey pixels."""
     page = "https://yann.lecun.com/exdb/mnist"
     return _idx_data("mnist", root, "0123456789", validation, page)
 
 
 @DATASETS.register("fashion-mnist")
 def fashion_mnist(root: Path | None, *, validation: int = 0) -> ImageData:
-    """Fashion-MNIST: 60,000 + 10,000 grey images of 28 x 28 pixels of ten kinds of clothes."""
+    """Fashion-MNIST: 60,000 training and 10,000 test images of clothes, 28 x 28 grey pixels."""
     classes = "T-shirt/top,Trouser,Pullover,Dress,Coat,Sandal,Shirt,Sneaker,Bag,Ankle boot"
     page = "https://github.com/zalandoresearch/fashion-mnist"
     return _idx_data("fashion-mnist", root, classes.split(","), validation, page)
@@ -127,7 +127,7 @@ def read_idx(path: Path, *, ndim: int) -> Tensor:
         shape = np.frombuffer(head, ">u4", offset=4).tolist()
         size = math.prod(shape)
         if size > LIMIT:
-            raise DataError(f"{path} declares {size} bytes, more than the {LIMIT} of such a file")
+            raise DataError(f"{path} declares {size} bytes; at most {LIMIT} are read")
         # Memory is allocated as bytes arrive, whatever the header declares. One byte more than that
         # is requested, to notice a longer file.
         body = read_up_to(stream, size + 1)
@@ -143,7 +143,7 @@ def read_idx(path: Path, *, ndim: int) -> Tensor:
 
 @DATASETS.register("cifar10")
 def cifar10(root: Path | None, *, validation: int = 0) -> ImageData:
-    """CIFAR-10: 50,000 + 10,000 colour images of 32 x 32 pixels in 10 classes."""
+    """CIFAR-10: 50,000 training and 10,000 test images of 32 x 32 colour pixels, 10 classes."""
     files = ["batches.meta", *(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
     names = "airplane automobile bird cat deer dog frog horse ship truck"
     unpacked, classes = "cifar-10-batches-py", names.split()
@@ -154,7 +154,7 @@ def cifar10(root: Path | None, *, validation: int = 0) -> ImageData:
 def cifar100(
     root: Path | None, *, validation: int = 0, labels: Literal["fine", "coarse"] = "fine"
 ) -> ImageData:
-    """CIFAR-100: 50,000 + 10,000 colour images of 32 x 32 pixels in 100 classes, or 20 coarse."""
+    """CIFAR-100: 50,000 training and 10,000 test images, 32 x 32 pixels, 100 or 20 classes."""
     check_choice("labels", labels, ("fine", "coarse"))
     classes = [str(number) for number in range(100 if labels == "fine" else 20)]
     files, kind = ["meta", "train", "test"], f"{labels}_"
@@ -168,7 +168,7 @@ def _cifar_data(
     # The first file has the names of the classes, the last one the test images.
     name, (meta, *files) = archive.replace("-", ""), files
     folders = (unpacked, name, archive, f"{name}/{unpacked}", ".")
-    hint = f"unpack {archive}-python.tar.gz of https://www.cs.toronto.edu/~kriz/cifar.html there"
+    hint = f"unpack {archive}-python.tar.gz of https://www.cs.toronto.edu/~kriz/cifar.html into it"
     paths = locate(name, files, root=root, folders=folders, hint=hint)
     if path := existing(paths[0].parent, meta):
         classes = _cifar_classes(path, f"{kind}label_names", len(classes))
@@ -221,7 +221,7 @@ def read_pickle(data: bytes | bytearray, *, name: str) -> dict[str, Any]:
         # One array only: each is a copy, and a small file can refer to its bytes a thousand times.
         return contents | {key: _byte_array(contents[key]) for key in ("data",) if key in contents}
     except PermissionError as error:
-        message = f"{name} is refused, and nothing in it was executed: {error}"
+        message = f"{name} is not read, because it could execute code: {error}"
         raise DataError(message) from error
     except Exception as error:  # a damaged pickle can raise anything
         raise DataError(f"{name} is truncated or not a pickle of a dictionary: {error}") from error
@@ -264,7 +264,7 @@ class _Instructions(io.BytesIO):
     def read(self, size: int | None = -1) -> bytes:
         self.steps += 1
         if self.steps > STEPS:
-            raise ValueError(f"it has more than {STEPS} instructions")
+            raise ValueError(f"it is too long for a file of this data set: {STEPS} instructions")
         return super().read(size)
 
 
@@ -289,7 +289,7 @@ class _Unpickler(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> Callable[..., Any]:
         if (key := f"{module}.{name}") not in NAMES:
-            raise PermissionError(f"it has the name {key[:80]}, which no file of images needs")
+            raise PermissionError(f"it refers to {key[:80]}, which a data file does not need")
         return NAMES[key]
 
 
@@ -303,7 +303,7 @@ def _text(value: Any) -> Any:
 
 @DATASETS.register("imagenet32")
 def imagenet32(root: Path | None, *, validation: int = 0) -> ImageData:
-    """ImageNet-32: 1,281,167 + 50,000 colour images of 32 x 32 pixels in 1,000 classes."""
+    """ImageNet-32: 1,281,167 training and 50,000 test images, 32 x 32 pixels, 1,000 classes."""
     files = [*(f"train_data_batch_{number}.npz" for number in range(1, 11)), "val_data.npz"]
     folders = ("imagenet32", "Imagenet32_train_npz", "imagenet-32", ".")
     hint = (
@@ -344,7 +344,7 @@ def read_member(path: Path, key: str) -> NDArray[Any]:
         with zipfile.ZipFile(path) as archive, archive.open(f"{key}.npy") as stream:
             # No more bytes are decompressed than the archive declares.
             if (size := archive.getinfo(f"{key}.npy").file_size) > LIMIT:
-                raise ValueError(f"{key!r} has {size} bytes, more than the {LIMIT} of such a file")
+                raise ValueError(f"{key!r} has {size} bytes; at most {LIMIT} are read")
             array: NDArray[Any] = read_array(stream, allow_pickle=False)
             return array
     except KeyError as error:
@@ -380,14 +380,14 @@ def folder(
     channels: int = 3,
     test_fraction: float = 0.1,
 ) -> ImageData:
-    """Any images in folders CLASS/FILE, or train/CLASS/FILE with test or val beside train."""
+    """Your images: data_dir/CLASS/FILE, or data_dir/train/CLASS/FILE and data_dir/test (or val)."""
     check_choice("channels", str(channels), ("1", "3"))
     if size is not None:
         check_count("size", size)
     if root is None or not root.is_dir():
         raise FileNotFoundError(
-            f"no folder of images {str(root or '')!r}: data_dir= must hold a folder for each class "
-            "with its images, or such folders in train and test"
+            f"data_dir must be a folder of images, got {str(root or '')!r}: it holds a folder for "
+            "each class, or the folders train and test with a folder for each class"
         )
     check_range("test_fraction", test_fraction, low=0, high=0.9)
     names = ["."]
@@ -442,7 +442,7 @@ def _folder_samples(files: list[tuple[Path, int]], size: int | None, channels: i
             (_, height, width), (_, rows, columns) = first.shape, pixels.shape
             raise DataError(
                 f"images must be of one size, got {width} x {height} in {files[0][0]} and "
-                f"{columns} x {rows} in {path}; give size="
+                f"{columns} x {rows} in {path}: give size= (--set-data size=64) to resize them"
             )
         image.copy_(pixels)
     return images, torch.tensor([target for _, target in files], dtype=torch.int64)

@@ -185,15 +185,15 @@ class Split:
 
         Args:
             batch_size: Number of samples per batch; the last batch may have fewer.
-            generator: Source of the order and the augmentation. ``None`` is the order of the
-                files, which ``ritz.Risk`` needs.
+            generator: Source of the order and the augmentation. ``None``: no shuffling, which
+                ``ritz.Risk`` needs.
             augment: Random crops and flips; needs a generator.
-            dtype: Of the inputs.
+            dtype: Data type of the inputs.
         """
         count = len(self)
         check_count("batch_size", batch_size)
         if not count:
-            raise ValueError("the split must hold samples to be cut into batches, got none")
+            raise ValueError("the split must have samples, got none")
         if generator is not None and not isinstance(generator, torch.Generator):
             raise TypeError(f"generator must be a torch.Generator or None, got {generator!r}")
         if augment is not None and not isinstance(augment, Augmentation):
@@ -243,8 +243,9 @@ class ImageData:
         test: Test images.
         validation: Images held out of the training images, or ``None``.
         classes: Names of the classes.
-        augmentation: The usual augmentation in training, or ``None``.
-        split_seed: Seed of the held-out parts, or ``None`` if all parts are those of the files.
+        augmentation: The standard augmentation in training (CIFAR: crops with a border of 4 pixels,
+            and flips), or ``None``.
+        split_seed: Seed of the held-out parts, or ``None`` if the parts are those of the files.
     """
 
     name: str

@@ -77,7 +77,7 @@ class TextSplit:
         size = len(self.tokens) // batch_size
         if size < 2:
             raise ValueError(
-                f"batch_size must leave every stream two of {len(self.tokens)} tokens, "
+                f"batch_size must be at most half of the {len(self.tokens)} tokens of the text, "
                 f"got {batch_size}"
             )
         if variable and generator is None:
@@ -147,7 +147,7 @@ def _text_data(name: str, parts: Sequence[Tensor], words: Iterable[str], length:
 
 @DATASETS.register("ptb")
 def ptb(root: Path | None, *, length: int = LENGTH) -> TextData:
-    """Penn Treebank: 929,589 / 73,760 / 82,430 words, 10,000 different ones."""
+    """Penn Treebank: 929,589 training, 73,760 validation, 82,430 test words; vocabulary 10,000."""
     files = [f"ptb.{part}.txt" for part in ("train", "valid", "test")]
     folders = ("ptb", "penn", "simple-examples/data", ".")
     hint = "take data/ptb.*.txt of https://www.fit.vutbr.cz/~imikolov/rnnlm/simple-examples.tgz"
@@ -156,7 +156,7 @@ def ptb(root: Path | None, *, length: int = LENGTH) -> TextData:
 
 @DATASETS.register("wikitext-2")
 def wikitext_2(root: Path | None, *, length: int = LENGTH) -> TextData:
-    """WikiText-2: 2,088,628 / 217,646 / 245,569 words, 33,278 different ones."""
+    """WikiText-2: 2,088,628 training, 217,646 validation, 245,569 test words; vocabulary 33,278."""
     files = [f"wiki.{part}.tokens" for part in ("train", "valid", "test")]
     hint = "unpack the published word-level archive wikitext-2-v1.zip"
     paths = locate("wikitext-2", files, root=root, folders=("wikitext-2", "."), hint=hint)
@@ -178,7 +178,7 @@ def _tokens(path: Path, words: list[str], numbers: dict[str, int]) -> Tensor:
     if -1 in tokens:
         word = words[tokens.index(-1)]
         raise DataError(
-            f"{path} has the word {word[:40]!r}, but the training text has neither it nor <unk>"
+            f"{path} has the word {word[:40]!r}, which is not in the training text, nor is <unk>"
         )
     return torch.tensor(tokens, dtype=torch.int64)
 
@@ -201,7 +201,7 @@ def _read_text(path: Path) -> str:
 def text(root: Path | None, *, file: str, length: int = LENGTH) -> TextData:
     """Characters of any text file: 90 % for training, then 5 % each for validation and test."""
     path = Path(file).expanduser()
-    others, hint = [Path.cwd()], "file= names any text in UTF-8, plain or compressed with gzip"
+    others, hint = [Path.cwd()], "file= (--set-data file=PATH) is a text in UTF-8, plain or gzip"
     # A path that says where it is, as opposed to a name in a folder of data sets.
     if path.is_absolute() or file.startswith(("./", "../")):
         root, file, others = None, path.name, [path.absolute().parent]
@@ -212,5 +212,7 @@ def text(root: Path | None, *, file: str, length: int = LENGTH) -> TextData:
     numbers = torch.from_numpy(tokens.astype(np.int64))
     cuts = [int(share * len(numbers)) for share in (0.9, 0.95)]
     if not 0 < cuts[0] < cuts[1] < len(numbers):
-        raise DataError(f"{path} is too short to be cut into three: {len(numbers)} characters")
+        raise DataError(
+            f"{path} is too short for training, validation and test: {len(numbers)} characters"
+        )
     return _text_data("text", numbers.tensor_split(cuts), map(chr, vocabulary), length)

@@ -247,5 +247,6 @@ def explain_one_row(error: ValueError, rows: int, config: TrainingConfig) -> Val
     return ValueError(
         f"batch norm needs at least two samples per process to train on, got a batch of {rows} in "
         f"{world_size()} process{'es' * (world_size() > 1)}: use drop_last=True (--drop-last) or "
-        f"a batch size (--batch-size) other than {config.batch_size or 'that of the loader'}"
+        f"a batch size (--batch-size) other than {config.batch_size or 'that of the loader'}, and "
+        "start again with resume=False (--restart)"
     )
