@@ -82,13 +82,7 @@ class Samples:
                 truncation=truncation,
                 seed=seed,
             )
-            # Samples of random signs may coincide: two values come out N times alike with
-            # probability 2^(1-N). Fewer than FEWEST equal samples say nothing about their spread.
-            blind = estimate.stderr <= estimate.truncation
-            if len(self.values) < FEWEST and bool(blind.any()):
-                unknown = torch.where(blind, torch.inf, estimate.truncation)
-                estimate = replace(estimate, truncation=unknown)
-            return estimate
+            return doubted(estimate)
         mean, how = self.values.mean(0), f"{method}, with a whole basis in place of random probes"
         return Estimate.exact(mean, method=how, num_products=num_products, truncation=truncation)
 
@@ -187,6 +181,16 @@ class Sampling:
         return op.block_size if self.block_size is None else self.block_size
 
 
+def doubted(estimate: Estimate) -> Estimate:
+    """Return the estimate with unknown error where few samples agree by chance."""
+    # Two values come out N times alike with probability 2^(1-N). Fewer than FEWEST equal samples
+    # say nothing about their spread.
+    blind = estimate.stderr <= estimate.truncation
+    if estimate.degrees + 1 >= FEWEST or not bool(blind.any()):
+        return estimate
+    return replace(estimate, truncation=torch.where(blind, torch.inf, estimate.truncation))
+
+
 def doubling(first: int, limit: int) -> list[int]:
     """Return ``first``, twice that, and so on up to ``limit``.
 
@@ -201,7 +205,9 @@ def doubling(first: int, limit: int) -> list[int]:
 def is_settled(estimate: Estimate, rtol: float | None) -> bool:
     """Return whether more probes are not needed, or of no use."""
     goal = (rtol or 0.0) * float(estimate.mean.norm())
-    return estimate.status.ok or not is_below(float(estimate.truncation.norm()), goal)
+    judged = estimate.degrees + 1 >= FEWEST  # before that, more probes may tell the spread
+    hopeless = judged and not is_below(float(estimate.truncation.norm()), goal)
+    return estimate.status.ok or hopeless
 
 
 def check_samples(samples: Tensor, taken: int) -> None:

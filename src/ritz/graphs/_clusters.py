@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ritz._core.checks import check_choice, check_count
+from ritz._core.checks import check_choice, check_count, is_below
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import resolve_generator
 from ritz._core.results import Status, format_uncertain
@@ -424,7 +424,7 @@ def reconciled(
     if found.count == 1:
         return _whole(facts)
     # Half an eigenvalue more than the error: the sampled number is not whole.
-    if trusted and abs(found.count - mean) > TUNING.agreement * stderr + 0.5:
+    if trusted and not is_below(abs(found.count - mean), TUNING.agreement * stderr + 0.5):
         status = Status(
             outcome="max_steps",
             message=f"the two ways disagree: {both}",

@@ -201,7 +201,7 @@ def form_gradient(
     form.raise_if_failed()
     gradients, block = {}, x[:, None]
     if isinstance(op, KernelOperator) and op.parameters:
-        slopes = op.slopes(block, block)  # x'(dK)x; cheaper if both are the same tensor
+        slopes = op.slopes(block)  # x'(dK)x
         gradients = {name: -slope[0] for name, slope in slopes.items()}
     if "y" in parameters:
         gradients["y"] = 2 * x.double().cpu()

@@ -131,12 +131,14 @@ def moments(
             samples = samples @ chebyshev_from_legendre(num_moments).T
         # |T_j| <= 1 on [-1, 1], so the roundoff is relative to 1; that of powers to their size.
         roundoff = ROUNDOFF * torch.finfo(op.dtype).eps * samples.abs().amax(0).clamp_min(1.0)
-        return replace(drawn, values=samples).estimate(
+        estimate = replace(drawn, values=samples).estimate(
             method="moments",
             num_products=spent + len(samples) * ((num_moments + 1) // 2),
             truncation=roundoff,
             seed=generator.initial_seed(),
         )
+        estimate.truncation[0] = 0.0  # every sample of the moment of degree 0 is 1
+        return estimate
 
     label = "moments"
     estimate = plan.run(op, measure, finish, generator=generator, progress=progress, label=label)

@@ -1,5 +1,6 @@
 """Traces, diagonals and the Frobenius norm by random probes."""
 
+import math
 from dataclasses import replace
 from typing import Literal
 
@@ -16,6 +17,7 @@ from ritz._core.sampling import (
     Sampling,
     check_samples,
     column_dots,
+    doubted,
     draw_probes,
     is_settled,
 )
@@ -23,6 +25,9 @@ from ritz.operators import LinearOperator, OperatorLike, as_operator, exact
 
 # ------------------------------------------------------------------------------------------
 # Traces and the Frobenius norm.
+
+# Norms between these need no scaling: their squares are normal numbers of single precision.
+EASY = (1e-15, 1e15)
 
 TraceMethod = Literal["auto", "exact", "hutchinson", "hutch++", "xtrace"]
 
@@ -132,6 +137,7 @@ def frobenius_norm(
         mean = estimate.mean.sqrt()
         error = estimate.stderr / (2 * mean) if mean > 0 else torch.zeros_like(mean)
         root = replace(estimate, mean=mean, stderr=error, truncation=_eps(op) * mean)
+        root = root if samples.complete else doubted(root)
         return replace(root.scaled(unit), samples=None if samples.complete else samples.values)
 
     return plan.run(op, measure, finish, generator=generator, progress=progress, label="norm")
@@ -158,10 +164,18 @@ def _eps(op: LinearOperator) -> float:
 
 def _forms(block: Tensor, product: Tensor) -> Tensor:
     r"""Return :math:`z^\top A z` and :math:`|z| |A z|`, which bounds its roundoff, ``(k, 2)``."""
-    unit = power_of_two(product)
-    scaled = product / unit
-    norms = (column_dots(block, block) * column_dots(scaled, scaled)).sqrt()
-    return unit * torch.stack([column_dots(block, scaled), norms], 1)
+    unit, norm = 1.0, float(product.norm())
+    # Sums of small numbers would vanish, and those of large ones overflow.
+    if not EASY[0] < norm < EASY[1]:
+        unit = power_of_two(product)
+        product = product / unit
+        norm = float(product.norm())
+    forms = column_dots(block, product)
+    # |z|^2 is close to n; the mean over the block stands for each |A z|.
+    n, count = block.shape
+    size = norm if math.isfinite(norm) else 0.0  # the forms tell which product is not finite
+    magnitudes = torch.full_like(forms, size * math.sqrt(n / count))
+    return unit * torch.stack([forms, magnitudes], 1)
 
 
 def _hutchinson(
@@ -205,7 +219,8 @@ def _xtrace(
     with tracking(progress, "trace", looks[-1]) as bar:
         for count in looks:
             if count == op.shape[0]:
-                return replace(_by_unit_vectors(op), num_products=spent + count)
+                known = replace(_by_unit_vectors(op), num_products=spent + count)
+                return known.judged(plan.rtol)
             fresh = draw_probes(op, count - omega.shape[1], kind="gaussian", generator=generator)
             omega, image = torch.cat([omega, fresh], 1), torch.cat([image, op.matmat(fresh)], 1)
             check_samples(image.T, 0)
@@ -333,7 +348,8 @@ def diagonal(
     with tracking(progress, "diagonal", looks[-1]) as bar:
         for goal in looks:
             if goal == op.shape[0]:
-                return replace(_by_unit_vectors(op, "diagonal"), num_products=running.count + goal)
+                known = _by_unit_vectors(op, "diagonal")
+                return replace(known, num_products=running.count + goal).judged(rtol)
             while running.count < goal:
                 width = min(plan.width(op), goal - running.count)
                 block = draw_probes(op, width, kind=probe, generator=generator)
@@ -341,7 +357,7 @@ def diagonal(
                 check_samples(samples.T, running.count)
                 running.add(samples.double())
                 bar.update(running.count)
-            estimate = running.estimate("mean of z * (A z)" + reason, seed).judged(rtol)
+            estimate = doubted(running.estimate("mean of z * (A z)" + reason, seed)).judged(rtol)
             if is_settled(estimate, plan.rtol):
                 break
     return estimate

@@ -11,7 +11,7 @@ from torch import Tensor
 from ritz._core.checks import is_below
 from ritz._core.progress import Progress
 from ritz._core.results import Estimate, stderr
-from ritz._core.sampling import ROUNDOFF, doubling, is_settled
+from ritz._core.sampling import ROUNDOFF, doubling, doubted, is_settled
 from ritz.operators import LinearOperator
 from ritz.spectra._cg import not_positive
 from ritz.spectra._lanczos import Recurrence, Reorthogonalization, advance, step
@@ -437,7 +437,7 @@ class Sampler:
         )
         if control:  # the slope took a degree of freedom
             estimate = replace(estimate, degrees=estimate.degrees - 1)
-        return estimate.judged(self.budget.rtol, ADVICE)
+        return doubted(estimate).judged(self.budget.rtol, ADVICE)
 
     def pilot(self, num_products: int, later: int) -> tuple[Projections, int]:
         """Return spaces of a few vectors, with runs that grow until truncation does not matter.

@@ -213,6 +213,7 @@ class SchurOperator(LinearOperator):
         super().__init__(op.shape[0], dtype=op.dtype, device=op.device, block_size=op.block_size)
         self.op, self.basis, self.block = op, space.basis, space.block
         self.correction, self.filling = correction, filling
+        self._detail = f"{type(op).__name__} without {space.basis.shape[1]} directions"
 
     def _matmat(self, block: Tensor) -> Tensor:
         # P (A - V C V') P x + filling Q Q'x
@@ -221,9 +222,6 @@ class SchurOperator(LinearOperator):
         product = self.op.matmat(inside)
         product = product - self.block @ (self.correction @ (self.block.T @ inside))
         return product - self.basis @ (self.basis.T @ product - self.filling * outside)
-
-    def _detail(self) -> str:
-        return f"{type(self.op).__name__} without {self.basis.shape[1]} directions"
 
 
 def by_krylov(op: LinearOperator, budget: Budget, function: Function) -> Estimate:

@@ -4,7 +4,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import scipy.linalg
 import scipy.sparse
@@ -192,7 +192,7 @@ def eigenpairs(
     starts.clear()  # the basis has a copy
     search = _Search(goal, saved, generator.initial_seed(), random=start is None)
     status = search.advance(progress)
-    values, coefficients, residuals = search.pairs()
+    values, coefficients, residuals = search.run.ritz_pairs()
     chosen = goal.extremes(len(values))
     roundoff = search.roundoff
     return Eigenpairs(
@@ -334,13 +334,6 @@ class _Search:
                     return status
                 self.saved.save(self.progress)
 
-    def pairs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the Ritz pairs, with residuals that include what locking neglects."""
-        values, coefficients, residuals = self.run.ritz_pairs()
-        locked = coefficients[: len(self.run.locked)].any(0)
-        neglected = torch.tensor(math.hypot(*self.run.locked), dtype=torch.float64)
-        return values, coefficients, torch.where(locked, residuals, residuals.hypot(neglected))
-
     def bound(self, side: int) -> float:
         """Return the point beyond which an eigenvalue is missed with probability ``missed``."""
         values, log_missed = self.run.ritz_pairs()[0], self._log_missed()
@@ -369,8 +362,9 @@ class _Search:
         # A check costs O(size^3), so checks become rarer as the basis grows.
         spacing = TUNING.spacing_bounds if goal.ends else TUNING.spacing_pairs
         self.progress["next_check"] = run.size + max(spacing, run.size // 10)
-        values, _, residuals = self.pairs()
-        errors = residuals[goal.extremes(len(residuals))]
+        values, _, residuals = run.ritz_pairs()
+        chosen = goal.extremes(len(values))
+        errors = residuals[chosen]
         met = int((errors <= self.tolerance).sum())
         reached = run.size >= goal.wanted if goal.ends else met == goal.wanted
         edges = self._edges(values) if run.size >= goal.wanted else {}
@@ -382,7 +376,8 @@ class _Search:
         if run.exhausted:
             doubts = map(self._log_missed(), edges.values())
             self._begin(doubt=0.0 if hidden else max(doubts))
-        elif reached and hidden and self._lockable():
+        elif reached and hidden and is_below(2**0.5 * run.neglect(chosen), self.tolerance):
+            # Half of the tolerance, in squares, is left for pairs that are found later.
             self._begin(doubt=0.0)
         elif run.size == goal.max_vectors:
             self._restart()
@@ -401,13 +396,6 @@ class _Search:
             edges[1] = float(values[-goal.largest]) + margin
         return edges
 
-    def _lockable(self) -> bool:
-        """Return whether locking the wanted pairs leaves the others room within the tolerance."""
-        # Locking neglects the residuals R of all locked pairs, and adds |R| to each later residual.
-        residuals = self.run.ritz_pairs()[2]
-        neglected = math.hypot(*residuals[self.goal.extremes(len(residuals))].tolist())
-        return is_below(2**0.5 * neglected, self.tolerance)
-
     def _hidden(self, edges: dict[int, float]) -> bool:
         """Return whether the present start vector cannot have found all pairs beyond the edges.
 
@@ -417,7 +405,8 @@ class _Search:
         active = self.run.active_pairs()[0]
         ends = {-1: float(active[0]), 1: float(active[-1])}
         beyond = any(side * ends[side] > side * edge for side, edge in edges.items())
-        return beyond or not self.progress["random"]
+        counted = self.goal.certify == "inertia" and not self.run.locked
+        return beyond or counted or not self.progress["random"]
 
     def _certain(self, values: Tensor, edges: dict[int, float], hidden: bool) -> bool:
         """Return whether no eigenvalue beyond the edges is missing."""
@@ -478,7 +467,7 @@ def _count_below(op: LinearOperator, shift: float) -> int:
         # D has blocks of order 1 and 2.
         signs = scipy.linalg.eigvalsh_tridiagonal(pivots.diagonal(), pivots.diagonal(1))
         return int((signs < 0).sum())
-    rows = op.matrix.cpu().double()
+    rows = cast(SparseOperator, op).matrix.cpu().double()
     parts = (rows.values().numpy(), rows.col_indices().numpy(), rows.crow_indices().numpy())
     shifted = scipy.sparse.csc_array(parts, shape=op.shape) - shift * scipy.sparse.eye_array(
         op.shape[0], format="csc"

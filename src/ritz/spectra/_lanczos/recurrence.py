@@ -210,8 +210,8 @@ class Recurrence:
 
     # The state between two steps, besides the basis and ``omega``.
     STATE = (
-        "mode", "unit", "kept", "couplings", "alphas", "betas", "locked", "roots", "log_betas",
-        "removed", "again", "scale", "noise", "newest",
+        "mode", "unit", "kept", "couplings", "alphas", "betas", "locked", "neglected", "roots",
+        "log_betas", "removed", "again", "scale", "noise", "newest",
     )  # fmt: skip
 
     def __init__(
@@ -232,9 +232,11 @@ class Recurrence:
         self.couplings: list[float] = []
         self.alphas: list[float] = []
         self.betas: list[float] = []
-        # Residuals of the locked rows; Ritz values that restarts have discarded since the last
-        # start vector, and the sum of the logarithms of the betas up to the last restart.
+        # Residuals of the locked rows, and the norm of what locking neglects; Ritz values that
+        # restarts have discarded since the last start vector, and the sum of the logarithms of the
+        # betas up to the last restart.
         self.locked: list[float] = []
+        self.neglected = 0.0
         self.roots: list[float] = []
         self.log_betas = 0.0
         self._active: tuple[Tensor, Tensor] | None = None  # cache of active_pairs
@@ -349,9 +351,8 @@ class Recurrence:
         """
         first = len(self.locked)
         values, coefficients = self.active_pairs()
-        removed = torch.tensor(self.removed or [0.0], dtype=torch.float64)
-        beside = removed @ coefficients[: len(removed)].abs()
-        residuals = (self.betas[-1] * coefficients[-1]).abs() + beside
+        # What locking neglected is a part of later residuals.
+        residuals = self._outside().hypot(torch.tensor(self.neglected, dtype=torch.float64))
         if not first:
             return values, coefficients, residuals
         # T is block diagonal. The blocks are solved one by one: eigenvectors of a value that both
@@ -361,6 +362,13 @@ class Recurrence:
         residuals = torch.cat([torch.tensor(self.locked, dtype=torch.float64), residuals])
         order = values.argsort()
         return values[order], coefficients[:, order], residuals[order]
+
+    def _outside(self) -> Tensor:
+        """Norms of the parts of the products of active Ritz vectors outside of the basis."""
+        _, coefficients = self.active_pairs()
+        removed = torch.tensor(self.removed or [0.0], dtype=torch.float64)
+        beside = removed @ coefficients[: len(removed)].abs()
+        return (self.betas[-1] * coefficients[-1]).abs() + beside
 
     def log_christoffel(self) -> Callable[[float], float]:
         r"""Return :math:`\log \sum_{j=0}^m p_j(x)^2` as a function outside of the Ritz values.
@@ -418,13 +426,24 @@ class Recurrence:
         self.alphas, self.betas, self._active = [], [], None
         self._push(residual)  # a row beyond those that were overwritten
 
-    def lock(self, chosen: Tensor) -> None:
-        r"""Keep the chosen ones of :meth:`ritz_pairs` as eigenvectors, and forget the rest.
+    def neglect(self, chosen: Tensor) -> float:
+        r"""Return the norm of the residuals :math:`R` that locking the chosen pairs neglects.
 
-        Next comes :meth:`begin`. The matrix without their residuals :math:`R` differs from
-        :math:`A` by a matrix of norm :math:`\|R\|`.
+        The matrix without them differs from :math:`A` by a matrix of that norm.
+        """
+        first = len(self.locked)
+        kept = torch.tensor(self.kept[:first], dtype=torch.float64)
+        order = torch.cat([kept, self.active_pairs()[0]]).argsort()
+        parts = torch.cat([torch.zeros(first, dtype=torch.float64), self._outside()])
+        return math.hypot(self.neglected, *parts[order][chosen].tolist())
+
+    def lock(self, chosen: Tensor) -> None:
+        """Keep the chosen ones of :meth:`ritz_pairs` as eigenvectors, and forget the rest.
+
+        Next comes :meth:`begin`.
         """
         values, coefficients, residuals = self.ritz_pairs()
+        self.neglected = self.neglect(chosen)
         self.locked, self.kept = residuals[chosen].tolist(), values[chosen].tolist()
         self.couplings = [0.0] * len(self.kept)
         self.basis.combine(coefficients[:, chosen])
@@ -552,7 +571,7 @@ class Recurrence:
         gap = float(np.linalg.norm(overlap[: len(expected)] - expected))
         size = max(max(self.scale, self.magnitude) / self.unit, float(np.abs(overlap).max()))
         # Products of locked vectors have parts beside them, of the size of their residuals.
-        slack += math.hypot(*self.locked) / self.unit / (size or 1.0)
+        slack += self.neglected / self.unit / (size or 1.0)
         if not is_below(gap, (TUNING.asymmetry * self.eps**0.5 + slack) * size):
             raise AsymmetryError(
                 f"at step {self.size + 1} products differ by {gap * self.unit:.2g} "

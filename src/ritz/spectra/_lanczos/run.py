@@ -9,7 +9,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from ritz._core.checks import check_choice, check_count, check_finite, check_tensor
+from ritz._core.checks import check_choice, check_count, check_finite, check_tensor, is_below
 from ritz._core.distributed import Group, all_min
 from ritz._core.journal import ADVICE, Journal, Vectors
 from ritz._core.progress import Progress, tracking
@@ -144,8 +144,7 @@ def difference(op: LinearOperator, run: Recurrence) -> str | None:
         (f"a product of norm {known:.9g} is another vector", basis.norm(product) - outside,
          TUNING.asymmetry * run.eps**0.5 * size + removed),
     )  # fmt: skip
-    # Not "gap > limit": NaN is a difference too.
-    return next((change for change, gap, limit in allowed if not abs(gap) <= limit), None)
+    return next((change for change, gap, limit in allowed if not is_below(abs(gap), limit)), None)
 
 
 def _known_product(run: Recurrence) -> tuple[int, Tensor, float]:
