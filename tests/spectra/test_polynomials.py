@@ -155,7 +155,6 @@ def test_the_tolerance_is_reached_or_its_failure_reported():
         short.raise_if_failed()
 
 
-@pytest.mark.xfail(strict=True)
 @pytest.mark.parametrize("num_probes", [2, 4])
 def test_the_constant_moment_does_not_end_a_search_for_a_tolerance(num_probes):
     found = moments(counting([]), num_moments=4, interval=INTERVAL, num_probes=num_probes, rtol=0.2)

@@ -316,7 +316,6 @@ def test_only_the_entries_with_equal_samples_are_unknown():
     assert mean_of(Samples(values)).truncation.tolist() == [torch.inf, 0.0]
 
 
-OPEN = pytest.mark.xfail(strict=True)
 TWO_VALUES = torch.eye(60, dtype=torch.float64)
 TWO_VALUES[0, 1] = TWO_VALUES[1, 0] = 20.0
 FEW = {
@@ -336,9 +335,7 @@ TRUTHS = {
 
 
 @pytest.mark.parametrize("num_probes", [2, 3, 4, 5])
-@pytest.mark.parametrize(
-    "name", ["hutchinson", *(pytest.param(name, marks=OPEN) for name in list(FEW)[1:])]
-)
+@pytest.mark.parametrize("name", FEW)
 def test_samples_that_agree_by_chance_are_not_exact(name, num_probes):
     # Random signs give samples of two values, which coincide with probability 2^(1 - num_probes).
     for seed in range(20):
@@ -349,9 +346,9 @@ def test_samples_that_agree_by_chance_are_not_exact(name, num_probes):
         assert known or float(estimate.stderr.max()) > 1e-9
 
 
-@OPEN
 @pytest.mark.parametrize("num_probes", [2, 4])
 def test_few_probes_that_agree_by_chance_do_not_end_a_search_for_a_tolerance(num_probes):
+    right = 0
     for seed in range(20):
         estimate = ritz.trace(
             hidden(TWO_VALUES),
@@ -361,7 +358,8 @@ def test_few_probes_that_agree_by_chance_do_not_end_a_search_for_a_tolerance(num
             generator=seeded(seed),
         )
         assert estimate.status.outcome == "converged"
-        assert abs(float(estimate) - 60) < 0.6 * 60
+        right += abs(float(estimate) - 60) < 0.3 * 60
+    assert right >= 19
 
 
 def test_samples_that_are_not_finite_name_their_probe():
