@@ -4,7 +4,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import scipy.linalg
 import scipy.sparse
@@ -420,7 +420,7 @@ class _Search:
             )
         n = self.op.shape[0]
         for side, edge in edges.items():
-            below = _count_below(self.op, edge)
+            below = _count_below(cast("SparseOperator", self.op), edge)
             beyond = int((side * values > side * edge).sum())
             if beyond != (below if side < 0 else n - below):
                 return False
@@ -458,7 +458,7 @@ class _Search:
         self.progress["next_check"] = self.run.size + TUNING.patience
 
 
-def _count_below(op: LinearOperator, shift: float) -> int:
+def _count_below(op: DenseOperator | SparseOperator, shift: float) -> int:
     """Return the number of eigenvalues below a shift, which is the number of negative pivots."""
     # Sylvester: A - s I = L D L' has as many negative eigenvalues as D.
     if isinstance(op, DenseOperator):
