@@ -33,7 +33,7 @@ def ritz_command(*arguments):
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_the_module_runs_and_says_its_version():
+def test_the_version_is_printed():
     done = ritz_command("--version")
     assert (done.returncode, done.stdout) == (0, f"ritz {ritz.__version__}\n")
 
@@ -55,7 +55,7 @@ def test_without_typer_it_says_what_to_install(monkeypatch, capsys):
     assert capsys.readouterr().err == 'the command line needs typer: pip install "ritz[cli]"\n'
 
 
-def test_a_mistake_in_a_real_process_is_one_line_and_code_two():
+def test_a_wrong_name_in_a_process_is_one_line_and_exit_code_2():
     done = ritz_command("study", "synthetic_spektra")
     assert done.returncode == 2
     assert done.stdout == ""
@@ -64,7 +64,7 @@ def test_a_mistake_in_a_real_process_is_one_line_and_code_two():
     )
 
 
-def test_every_module_is_a_command():
+def test_every_module_without_underscore_is_a_command():
     found = CliRunner().invoke(_app.build(), ["--help"])
     assert found.exit_code == 0
     assert "demo" in found.output
@@ -103,7 +103,7 @@ def test_the_help_of_a_command_imports_no_slow_library():
 
 
 @pytest.mark.parametrize("command", [[], ["train"], ["graph", "density"]])
-def test_options_without_a_value_show_none(capsys, command):
+def test_flags_show_no_value_in_the_help(capsys, command):
     assert _app.run([*command, "--help"]) == 0
     out = capsys.readouterr().out
     assert "--help" in out
@@ -136,7 +136,7 @@ def test_every_help_has_an_example_and_fits_80_columns(capsys, monkeypatch):
         (["study", "synthetic_spectra", "--set", "size=2"], "size must be at least 4"),
     ],
 )
-def test_bad_input_is_one_line_and_code_two(capsys, arguments, line):
+def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments, line):
     assert _app.run(arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -145,7 +145,7 @@ def test_bad_input_is_one_line_and_code_two(capsys, arguments, line):
     assert line in err
 
 
-def test_debug_shows_the_error_itself_wherever_it_stands():
+def test_debug_raises_the_error_at_any_position():
     for arguments in (["--debug", "study", "x"], ["study", "x", "--debug"]):
         with pytest.raises(KeyError, match="no study is named 'x'"):
             _app.run(arguments)
@@ -160,7 +160,7 @@ def test_debug_shows_the_error_itself_wherever_it_stands():
         (typer.Abort(), 1, "ritz: interrupted\n"),
     ],
 )
-def test_a_failure_of_the_work_is_code_one(monkeypatch, capsys, error, code, line):
+def test_a_failed_computation_has_exit_code_1(monkeypatch, capsys, error, code, line):
     def fail(name):
         raise error
 
@@ -169,7 +169,7 @@ def test_a_failure_of_the_work_is_code_one(monkeypatch, capsys, error, code, lin
     assert capsys.readouterr().err.lstrip() == line
 
 
-def test_a_study_is_run_for_people(here, capsys):
+def test_a_study_prints_a_table_and_writes_a_figure(here, capsys):
     assert _app.run(["study", "synthetic-spectra", *SMALL, "--out", "deep/down"]) == 0
     out, err = capsys.readouterr()
     assert "Marchenko-Pastur" in out
@@ -178,7 +178,7 @@ def test_a_study_is_run_for_people(here, capsys):
     assert ritz.load(here / "deep/down/result.safetensors").config.size == 60
 
 
-def test_a_study_is_run_for_machines(here, capsys):
+def test_a_study_prints_json(here, capsys):
     assert _app.run(["study", "synthetic_spectra", *SMALL, "--seed", "5", "--json"]) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)
@@ -194,7 +194,7 @@ def test_json_holds_the_result_and_the_files(capsys):
     assert shown == {"result": {"a": [1.5, None]}, "files": ["x.png"]}
 
 
-def test_without_matplotlib_the_numbers_are_written_all_the_same(here, monkeypatch, capsys):
+def test_without_matplotlib_results_are_still_written(here, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert _app.run(["study", "synthetic_spectra", *SMALL]) == 0
     assert [path.name for path in (here / "out").rglob("*.*")] == ["result.safetensors"]

@@ -43,7 +43,7 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_training_on_a_full_disk_leaves_the_last_good_checkpoint(
+def test_training_on_a_full_disk_keeps_the_last_checkpoint(
     here, finished, tmp_path, refused, capsys
 ):
     run = tmp_path / "run"
@@ -54,7 +54,7 @@ def test_training_on_a_full_disk_leaves_the_last_good_checkpoint(
         line = refused(*few, "4")
     assert "cannot write the checkpoint" in line
     assert "File too large" in line
-    assert "the last good one, of 2 epochs" in line
+    assert "the previous checkpoint (2 epochs" in line
     assert (run / "checkpoint.safetensors").read_bytes() == checkpoint
     assert not list(run.glob(".*"))
     assert ritz(*few, "4") == 0
@@ -64,7 +64,7 @@ def test_training_on_a_full_disk_leaves_the_last_good_checkpoint(
 
 
 @pytest.mark.parametrize("command", MEASURES)
-def test_a_full_disk_is_one_line_and_leaves_earlier_results(
+def test_a_full_disk_is_one_line_and_keeps_earlier_results(
     here, finished, tmp_path, refused, command
 ):
     arguments = [command, "run", *OWN, "--json", *MEASURES[command], "--out", tmp_path]
@@ -91,7 +91,7 @@ def test_a_read_only_folder_is_one_line(here, finished, tmp_path, refused, monke
 
 
 @pytest.mark.parametrize("command", MEASURES)
-def test_a_read_only_folder_is_seen_before_the_work(
+def test_a_read_only_folder_is_refused_before_the_computation(
     here, finished, tmp_path, refused, monkeypatch, command
 ):
     monkeypatch.setattr("ritz.cli._session.measured_risk", lambda *a, **k: pytest.fail("too late"))
@@ -100,7 +100,7 @@ def test_a_read_only_folder_is_seen_before_the_work(
     assert line == f"ritz: cannot write to {tmp_path}: Read-only file system\n"
 
 
-def test_what_a_killed_run_was_writing_is_removed(here, finished, tmp_path, capsys):
+def test_temporary_files_of_a_killed_run_are_removed(here, finished, tmp_path, capsys):
     shutil.copytree(finished, tmp_path / "run")
     names = (".checkpoint.safetensors.123.0a1b2c3d", ".tmpaB3dE6", ".tmpaB3dE7")
     left, old, new = (tmp_path / "run" / name for name in names)

@@ -30,7 +30,7 @@ def random(tmp_path):
     return edge_list(tmp_path / "random.txt", graph)
 
 
-def test_clusters_with_their_gap_and_a_bar(blocks, capsys):
+def test_clusters_are_printed_with_their_gap_and_error_bar(blocks, capsys):
     assert _app.run(["graph", "clusters", blocks, *QUICK]) == 0
     out, err = capsys.readouterr()
     assert "Graph of 270 vertices" in out
@@ -39,7 +39,7 @@ def test_clusters_with_their_gap_and_a_bar(blocks, capsys):
     assert "moments [####" in err
 
 
-def test_clusters_as_json_with_labels_and_a_picture(blocks, tmp_path, capsys):
+def test_clusters_are_written_as_json_labels_and_picture(blocks, tmp_path, capsys):
     labels, picture = tmp_path / "labels.txt", tmp_path / "blocks.png"
     command = ["graph", "clusters", blocks, *QUICK, "--json", "--seed", "3"]
     assert _app.run([*command, "--labels", str(labels), "--out", str(picture)]) == 0
@@ -56,7 +56,7 @@ def test_clusters_as_json_with_labels_and_a_picture(blocks, tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_no_gap_is_an_answer_and_json_has_no_nan(random, tmp_path, capsys):
+def test_a_graph_without_a_gap_gives_json_without_nan(random, tmp_path, capsys):
     labels = tmp_path / "labels.txt"
     assert _app.run(["graph", "clusters", random, *QUICK, "--json", "--labels", str(labels)]) == 0
     found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["result"]["clusters"]
@@ -65,12 +65,12 @@ def test_no_gap_is_an_answer_and_json_has_no_nan(random, tmp_path, capsys):
     assert found["reason"].startswith("no gap")
     assert not labels.exists()
     assert _app.run(["graph", "clusters", random, *QUICK, "--labels", str(labels)]) == 0
-    assert f"nothing was written to {labels}: there is no count" in capsys.readouterr().err
+    assert f"{labels} was not written, because the number" in capsys.readouterr().err
     assert _app.run(["graph", "clusters", random, *QUICK, "--out", str(tmp_path / "a.svg")]) == 0
     assert "no count: no gap" in capsys.readouterr().out
 
 
-def test_spectrum_with_a_picture(random, tmp_path, capsys):
+def test_a_density_is_printed_and_drawn(random, tmp_path, capsys):
     picture = tmp_path / "spectrum.pdf"
     command = ["graph", "density", random, *QUICK]
     assert _app.run([*command, "--out", str(picture)]) == 0
@@ -96,7 +96,7 @@ def test_a_repeated_eigenvalue_does_not_flatten_the_picture(tmp_path, monkeypatc
     assert 0 < ax.get_ylim()[1] < max(ax.lines[0].get_ydata()) / 2
 
 
-def test_compare_several_files(blocks, random, tmp_path, capsys):
+def test_several_files_are_compared(blocks, random, tmp_path, capsys):
     picture = tmp_path / "likeness.png"
     command = ["graph", "compare", blocks, random, *QUICK]
     assert _app.run([*command, "--json", "--out", str(picture)]) == 0
@@ -109,7 +109,7 @@ def test_compare_several_files(blocks, random, tmp_path, capsys):
     assert "jensen shannon between 2 graphs" in capsys.readouterr().out
 
 
-def test_model_of_a_random_graph(tmp_path, capsys):
+def test_the_model_of_a_random_graph_is_printed(tmp_path, capsys):
     generator = torch.Generator().manual_seed(1)
     graph = graphs.erdos_renyi(60, p=0.3, generator=generator)
     file, picture = edge_list(tmp_path / "er.txt", graph), tmp_path / "model.png"
@@ -120,7 +120,7 @@ def test_model_of_a_random_graph(tmp_path, capsys):
     assert picture.is_file()
 
 
-def test_the_same_seed_prints_the_same(blocks, capsys):
+def test_the_same_seed_prints_the_same_numbers(blocks, capsys):
     texts = []
     for _ in range(2):
         assert _app.run(["graph", "clusters", blocks, *QUICK, "--json", "--seed", "8"]) == 0
@@ -129,7 +129,7 @@ def test_the_same_seed_prints_the_same(blocks, capsys):
 
 
 @pytest.mark.parametrize("command", ["density", "clusters", "model"])
-def test_bad_files_are_one_line_and_code_two(command, tmp_path, capsys):
+def test_bad_files_are_one_line_and_exit_code_2(command, tmp_path, capsys):
     contents = {
         "empty.txt": (b"", "empty"),
         "binary.txt": (bytes(range(256)) * 20, "binary.txt"),
@@ -148,7 +148,7 @@ def test_bad_files_are_one_line_and_code_two(command, tmp_path, capsys):
         assert words in err
 
 
-def test_wrong_options_are_one_line_and_code_two(blocks, tmp_path, capsys):
+def test_wrong_options_are_one_line_and_exit_code_2(blocks, tmp_path, capsys):
     (tmp_path / "times.txt").write_text("0 1 2 3\n")
     times = str(tmp_path / "times.txt")
     wrong = {
@@ -160,7 +160,7 @@ def test_wrong_options_are_one_line_and_code_two(blocks, tmp_path, capsys):
         "Invalid value for '--self-loops'": ["density", blocks, "--self-loops", "maybe"],
         "Invalid value for '--multi-edges'": ["model", blocks, "--multi-edges", "maybe"],
         "a picture must end in .png": ["clusters", blocks, "--out", str(tmp_path / "x.doc")],
-        "no is not a folder": ["density", blocks, "--out", str(tmp_path / "no" / "x.png")],
+        "there is no folder": ["density", blocks, "--out", str(tmp_path / "no" / "x.png")],
         "--labels must be in an existing folder": [
             "clusters",
             blocks,
@@ -198,7 +198,7 @@ def test_a_file_compared_with_itself_has_two_names(random, capsys):
     assert found["matrix"][0][1] <= 4 * found["stderr"][0][1]
 
 
-def test_labels_have_the_names_of_the_file_whatever_is_in_them(tmp_path, capsys):
+def test_labels_keep_the_vertex_names_and_escape_tabs(tmp_path, capsys):
     labels = tmp_path / "labels.txt"
     file = tmp_path / "two.mtx"
     head = "%%MatrixMarket matrix coordinate pattern symmetric\n"
@@ -215,7 +215,7 @@ def test_labels_have_the_names_of_the_file_whatever_is_in_them(tmp_path, capsys)
     assert "written" in capsys.readouterr().out
 
 
-def test_weights_loops_and_repeats_as_the_library_reads_them(tmp_path, capsys):
+def test_reading_options_are_passed_to_the_library(tmp_path, capsys):
     file = tmp_path / "four.txt"
     file.write_text("0 1 2 9\n1 2 3 9\n2 2 1 9\n1 0 2 9\n")
     command = ["graph", "density", str(file), "--moments", "4"]

@@ -40,7 +40,7 @@ def by_system():
         ("landscape", by_system),
     ],
 )
-def test_an_interrupted_command_says_so_and_goes_on(
+def test_an_interrupted_command_resumes_to_the_same_result(
     here, finished, tmp_path, monkeypatch, capsys, command, end
 ):
     whole, torn, handler = tmp_path / "whole", tmp_path / "torn", signal.getsignal(signal.SIGTERM)
@@ -51,8 +51,8 @@ def test_an_interrupted_command_says_so_and_goes_on(
     with stopping_after(4, function, monkeypatch, end):
         assert ritz(*arguments, torn) == 1
     out, err = capsys.readouterr()
-    assert (out, err) == ("", "ritz: interrupted; the same command resumes from the last save "
-                          "(--save-interval is 0 s)\n")  # fmt: skip
+    line = "ritz: interrupted; run the command again to resume from the last save "
+    assert (out, err) == ("", f"{line}(--save-interval is 0 s)\n")
     assert signal.getsignal(signal.SIGTERM) is handler
     assert ritz(*arguments, torn) == 0
     assert {path.name: path.read_bytes() for path in torn.iterdir()} == {
@@ -61,20 +61,20 @@ def test_an_interrupted_command_says_so_and_goes_on(
 
 
 @pytest.mark.parametrize("command", ["spectrum", "landscape"])  # sharpness saves finished parts
-def test_nothing_saved_is_not_said_to_be_saved(
+def test_an_interrupt_before_the_first_save_says_so(
     here, finished, tmp_path, monkeypatch, capsys, command
 ):
     function, few = COMMANDS[command]
     with stopping_after(4, function, monkeypatch, by_keyboard):
         assert ritz(command, "run", *OWN, *few, "--json", "--out", tmp_path) == 1
     assert capsys.readouterr().err == (
-        "ritz: interrupted before the first save (--save-interval is 30 s): the same command "
-        "starts again\n"
+        "ritz: interrupted before the first save (--save-interval is 30 s); run the command again "
+        "to restart\n"
     )
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ctrl_c_in_a_real_process(here, finished, tmp_path):
+def test_ctrl_c_in_a_process_saves_and_resumes(here, finished, tmp_path):
     command = [sys.executable, "-m", "ritz", "landscape", "run", *OWN, "--directions", "random",
                "--points", "100000", "--save-interval", "0", "--out", str(tmp_path)]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -84,7 +84,7 @@ def test_ctrl_c_in_a_real_process(here, finished, tmp_path):
     out, err = process.communicate()
     assert process.returncode == 1, err
     assert out == ""
-    assert err.endswith("ritz: interrupted; the same command resumes from the last save "
+    assert err.endswith("ritz: interrupted; run the command again to resume from the last save "
                         "(--save-interval is 0 s)\n")  # fmt: skip
     assert "Traceback" not in err
 
@@ -103,13 +103,13 @@ def interrupt(*arguments):
     raise KeyboardInterrupt
 
 
-def test_ctrl_c_in_any_other_command(monkeypatch, capsys):
+def test_ctrl_c_in_other_commands_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(studies, "find", interrupt)
     assert _app.run(["study", "x"]) == 1
     assert capsys.readouterr().err == "ritz: interrupted\n"
 
 
-def test_ctrl_c_while_commands_are_imported(monkeypatch, capsys):
+def test_ctrl_c_during_start_up_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(_app, "build", interrupt)
     with pytest.raises(SystemExit) as caught:
         main()
@@ -117,7 +117,7 @@ def test_ctrl_c_while_commands_are_imported(monkeypatch, capsys):
     assert capsys.readouterr().err == "ritz: interrupted\n"
 
 
-def test_ctrl_c_while_a_command_imports_what_it_needs(monkeypatch, capsys):
+def test_ctrl_c_during_the_imports_of_a_command_is_one_line(monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "ritz.cli._session", raising=False)
     finder = SimpleNamespace(find_spec=interrupt)
     monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
@@ -125,7 +125,7 @@ def test_ctrl_c_while_a_command_imports_what_it_needs(monkeypatch, capsys):
     assert capsys.readouterr().err == "ritz: interrupted\n"
 
 
-def test_of_several_processes_the_first_speaks_first(monkeypatch, capsys):
+def test_the_first_of_several_processes_prints_the_error(monkeypatch, capsys):
     waited = []
     monkeypatch.setattr("ritz.cli._app.time.sleep", waited.append)
     monkeypatch.setenv("RANK", "0")

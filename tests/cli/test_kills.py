@@ -69,7 +69,7 @@ def contents(folder):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1700)
-def test_kills_of_training_spectrum_landscape_and_sharpness_leave_the_same_files(tmp_path):
+def test_killed_commands_resume_to_the_same_files(tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     clock, kills = random.Random(11), []
     for folder in (whole, broken):

@@ -10,10 +10,10 @@ from cli.own import ritz
         ("models", "vgg16_bn", "num_classes"),
         ("datasets", "cifar100", "32 x 32"),
         ("optimizers", "gadamx/vgg16/cifar", "averaging from epoch 161"),
-        ("studies", "synthetic_spectra", "Random matrices"),
+        ("studies", "synthetic_spectra", "Spectra of random matrices"),
     ],
 )
-def test_names_are_listed_with_a_few_words(capsys, what, name, words):
+def test_names_are_listed_with_a_description(capsys, what, name, words):
     assert ritz("list", what) == 0
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.split()[0] == name)
     assert words in line
@@ -21,7 +21,7 @@ def test_names_are_listed_with_a_few_words(capsys, what, name, words):
     assert words in json.loads(capsys.readouterr().out)["result"][name]
 
 
-def test_a_wrong_kind_is_one_line(refused):
+def test_an_unknown_list_is_one_line(refused):
     assert "is not one of 'models', 'datasets', 'optimizers', 'studies'" in refused(
         "list", "colours"
     )

@@ -15,14 +15,14 @@ def matrix(tmp_path):
     return str(path)
 
 
-def test_value_error_bar_method_products_and_time(matrix, capsys):
+def test_the_value_is_printed_with_error_bar_method_products_and_time(matrix, capsys):
     assert _app.run(["logdet", matrix]) == 0
     out = capsys.readouterr().out
     assert f"log det = {math.log(8):.7f}"[:16] in out
     assert "factor of a sparse matrix of order 3, 0 products" in out
 
 
-def test_json_for_machines(matrix, capsys):
+def test_json_has_the_estimate(matrix, capsys):
     assert _app.run(["logdet", matrix, "--method", "krylov", "--json", "--seed", "3"]) == 0
     result = json.loads(capsys.readouterr().out)["result"]
     estimate = result["logdet"]
@@ -30,7 +30,7 @@ def test_json_for_machines(matrix, capsys):
     assert (result["rows"], estimate["num_products"], estimate["stderr"]) == (3, 3, 0.0)
 
 
-def test_bad_input_is_one_line_and_code_two(matrix, tmp_path, capsys):
+def test_bad_input_is_one_line_and_exit_code_2(matrix, tmp_path, capsys):
     assert _app.run(["logdet", str(tmp_path / "none.mtx")]) == 2
     assert "ritz: no matrix file" in capsys.readouterr().err
     assert _app.run(["logdet", matrix, "--method", "magic"]) == 2

@@ -9,12 +9,12 @@ import ritz as library
 from ritz.cli._options import MeasureOptions
 from ritz.cli._session import merge_config
 from ritz.measures import Landscape, Landscape2d, Sharpness
-from ritz.training._workflow import RunConfig
+from ritz.training._fit import RunConfig
 
 FEW = ["--steps", "6"]
 
 
-def test_sharpness_of_a_run_in_both_modes(here, finished, tmp_path, capsys):
+def test_sharpness_is_measured_in_both_batch_norm_modes(here, finished, tmp_path, capsys):
     assert ritz("sharpness", "run", *OWN, *FEW, "--probes", "2", "--out", tmp_path) == 0
     out, err = capsys.readouterr()
     assert "spectral norm" in out
@@ -26,7 +26,7 @@ def test_sharpness_of_a_run_in_both_modes(here, finished, tmp_path, capsys):
     ]
 
 
-def test_sharpness_of_one_matrix_for_machines(here, finished, tmp_path, capsys):
+def test_sharpness_of_one_matrix_as_json(here, finished, tmp_path, capsys):
     arguments = ["--matrix", "ggn", "--batch-norm", "train", "--probes", "2", "--average"]
     assert ritz("sharpness", "run", *OWN, *FEW, *arguments, "--json", "--out", tmp_path) == 0
     out, err = capsys.readouterr()
@@ -35,7 +35,7 @@ def test_sharpness_of_one_matrix_for_machines(here, finished, tmp_path, capsys):
     assert [(row["matrix"], row["batch_norm"]) for row in rows] == [("ggn", "train")]
 
 
-def test_a_landscape_with_its_plane_and_test_data(here, finished, tmp_path, capsys):
+def test_a_landscape_has_a_plane_and_test_data(here, finished, tmp_path, capsys):
     arguments = ["--points", "3", "--plane", "--batch-norm", "recomputed", "--picture", "svg"]
     assert ritz("landscape", "run", *OWN, *FEW, *arguments, "--out", tmp_path) == 0
     assert "Landscape of" in capsys.readouterr().out
@@ -50,9 +50,7 @@ def test_a_landscape_with_its_plane_and_test_data(here, finished, tmp_path, caps
     assert {path.suffix for path in tmp_path.iterdir()} == {".safetensors", ".svg"}
 
 
-def test_a_landscape_that_stops_in_any_part_goes_on_to_the_same_files(
-    here, finished, tmp_path, monkeypatch
-):
+def test_an_interrupted_landscape_resumes_to_the_same_files(here, finished, tmp_path, monkeypatch):
     whole = tmp_path / "whole"
     arguments = ["landscape", "run", *OWN, "--plane", "--points", "4", *FEW, "--json",
                  "--save-interval", "0", "--out"]  # fmt: skip
@@ -69,7 +67,7 @@ def test_a_landscape_that_stops_in_any_part_goes_on_to_the_same_files(
 
 
 @pytest.mark.parametrize("mode", ["eval", "train"])
-def test_directions_are_of_the_mode_that_is_drawn(here, finished, tmp_path, mode):
+def test_ritz_directions_have_the_batch_norm_mode_of_the_landscape(here, finished, tmp_path, mode):
     from ritz.cli._targets import make_data, make_model
 
     arguments = ["--points", "3", "--distance", "1e-3", "--steps", "51", "--precision", "float64"]
@@ -79,7 +77,7 @@ def test_directions_are_of_the_mode_that_is_drawn(here, finished, tmp_path, mode
     found = library.load(file)
     second = (found.loss[:, 0] + found.loss[:, 2] - 2 * found.loss[:, 1]) / 1e-6
     parts = make_data("own_data:load", data_dir=None, options={})
-    model = make_model("own_model:net", parts=parts, options={})
+    model = make_model("own_model:net", parts, {})
     library.training.load_weights(model, finished / "weights.safetensors")
     risk = library.Risk(model, cross_entropy, parts.train, batch_size=16, batch_norm=mode,
                         precision="float64")  # fmt: skip
@@ -88,14 +86,14 @@ def test_directions_are_of_the_mode_that_is_drawn(here, finished, tmp_path, mode
     torch.testing.assert_close(second[:2], exact[[-1, 0]], rtol=1e-4, atol=1e-6)
 
 
-def test_samples_are_of_the_training_data_and_test_data_are_whole(here, finished, tmp_path, capsys):
+def test_samples_select_training_data_and_test_data_stay_whole(here, finished, tmp_path, capsys):
     arguments = ["--points", "3", "--samples", "20", *FEW, "--json", "--out", tmp_path]
     assert ritz("landscape", "run", *OWN, *arguments) == 0  # there are 16 to test on
     assert "20 samples" in json.loads(capsys.readouterr().out)["result"]["landscape"]["risk"]
 
 
 @pytest.mark.parametrize("kind", ["random", "filter"])
-def test_directions_that_are_drawn(here, finished, tmp_path, capsys, kind):
+def test_random_and_filter_directions_are_drawn(here, finished, tmp_path, capsys, kind):
     arguments = ["--points", "3", "--directions", kind, "--json"]
     assert ritz("landscape", "run", *OWN, *arguments, "--out", tmp_path) == 0
     out, err = capsys.readouterr()
@@ -104,9 +102,7 @@ def test_directions_that_are_drawn(here, finished, tmp_path, capsys, kind):
     assert found["names"] == [f"{kind} direction 1", f"{kind} direction 2"]
 
 
-def test_without_matplotlib_the_numbers_are_written_all_the_same(
-    here, finished, tmp_path, monkeypatch
-):
+def test_without_matplotlib_results_are_still_written(here, finished, tmp_path, monkeypatch):
     real = __import__("importlib").util.find_spec
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name: None if name == "matplotlib" else real(name)
@@ -124,7 +120,7 @@ def test_without_matplotlib_the_numbers_are_written_all_the_same(
         ({"model": "mlp", "data": "digits", "set_model": ["hidden=2"]}, {"hidden": 2}, {}),
     ],
 )
-def test_options_of_the_run_hold_only_for_its_model_and_data(tmp_path, options, model, data):
+def test_options_of_the_run_are_kept_only_for_its_model_and_data(tmp_path, options, model, data):
     made = RunConfig(model="own_model:net", model_options={"width": 5}, data="own_data:load",
                      data_options={"rows": 40})  # fmt: skip
     names = {"model": "own_model:net", "data": "own_data:load"}
@@ -132,7 +128,7 @@ def test_options_of_the_run_hold_only_for_its_model_and_data(tmp_path, options, 
     assert (config.model_options, config.data_options) == (model, data)
 
 
-def test_a_run_whose_names_are_given_again_is_measured_with_its_options(here, tmp_path, capsys):
+def test_repeated_names_keep_the_options_of_the_run(here, tmp_path, capsys):
     options = ["--set-model", "width=2", "--set-data", "rows=20", "--epochs", "1", "--json"]
     assert ritz("train", *OWN, *options, "--out", tmp_path) == 0
     capsys.readouterr()
@@ -167,9 +163,9 @@ def test_a_run_whose_names_are_given_again_is_measured_with_its_options(here, tm
         (["sharpness", "run", *OWN, "--batch-size", "0"], "--batch-size must be at least 1, got 0"),
         (
             ["sharpness", "run", *OWN, "--steps", "5000"],
-            "num_steps must be between 1 and 51, got 5000",
+            "--steps must be between 1 and 51, got 5000",
         ),
-        (["sharpness", "run", *OWN, "--model", "own_model:smooth"], "is of another architecture"),
+        (["sharpness", "run", *OWN, "--model", "own_model:smooth"], "does not match the model"),
         (["sharpness", "elsewhere"], "no such folder or file: elsewhere"),
     ],
 )

@@ -2,7 +2,6 @@
 
 import shutil
 from dataclasses import replace
-from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,10 +10,9 @@ from cli.own import OWN, ritz, stopping_after
 from torch import nn
 
 from ritz.cli import landscape, sharpness, spectrum
-from ritz.cli._options import MeasureOptions
 from ritz.cli._session import LONGEST, Measurement
 from ritz.training import TrainingConfig
-from ritz.training._workflow import RunConfig
+from ritz.training._fit import RunConfig
 
 FEW = ["--steps", "4"]
 COMMANDS = {
@@ -39,7 +37,7 @@ AVERAGE, TEST, TRAIN = ["--average"], ["--split", "test"], ["--batch-norm", "tra
         ("landscape", {"": [], "-train": TRAIN, "-average": AVERAGE}),
     ],
 )
-def test_no_variant_of_a_command_overwrites_another(here, finished, tmp_path, command, variants):
+def test_variants_of_a_command_write_different_files(here, finished, tmp_path, command, variants):
     names = set()
     for ending, options in variants.items():
         assert (
@@ -56,9 +54,7 @@ def test_no_variant_of_a_command_overwrites_another(here, finished, tmp_path, co
     ("weights", "ending"),
     [("average", "-average"), ("checkpoint", ""), ("weights", ""), ("epoch-0002", "-epoch-0002")],
 )
-def test_a_file_of_weights_is_named_unless_it_is_the_last(
-    here, finished, tmp_path, weights, ending
-):
+def test_the_name_mentions_weights_other_than_the_last(here, finished, tmp_path, weights, ending):
     run = shutil.copytree(finished, tmp_path / "run")
     if weights == "epoch-0002":
         shutil.copy(run / "weights.safetensors", run / "epoch-0002.safetensors")
@@ -71,9 +67,7 @@ def test_a_file_of_weights_is_named_unless_it_is_the_last(
     assert set(run.iterdir()) - before == {run / name}
 
 
-def test_variants_that_were_stopped_go_on_from_their_own_states(
-    here, finished, tmp_path, monkeypatch
-):
+def test_interrupted_variants_resume_from_separate_states(here, finished, tmp_path, monkeypatch):
     whole, torn = tmp_path / "whole", tmp_path / "torn"
     command = ["spectrum", "run", *OWN, "--steps", "12", "--save-interval", "0", "--json", "--out"]
     variants = ([], AVERAGE + TEST)
@@ -95,56 +89,51 @@ MADE = RunConfig(model="net", data="digits", data_options={"rows": 20},
 NET = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
 
 
-def name(command, result, *, leading=None, config=MADE, made=MADE, weights="weights", net=NET,
-         options=None, **common):  # fmt: skip
-    """The name of a result of a command."""
+def name(command, result, *leading, config=MADE, made=MADE, weights="weights", net=NET, **options):
+    """Return the name of a result of a command."""
     run = SimpleNamespace(
         config=config, made=made, model=net, weights=Path(f"{weights}.safetensors")
     )
-    defaults = {key: p.default for key, p in signature(command.command).parameters.items()}
-    session = Measurement(run, MeasureOptions(source=Path("run"), **common), Path("run"),
-                          defaults, options or {})  # fmt: skip
-    return session.name(result, **(leading or {}))
+    chosen = command.Options(source=Path("run"), **options)
+    return Measurement(run, chosen, Path("run")).name(result, *leading)
 
 
-def test_defaults_have_the_short_name():
-    options = {"split": "train", "steps": None, "probes": 8}
-    leading = {"matrix": "both", "batch_norm": "both"}
-    assert name(sharpness, "sharpness", leading=leading, options=options) == "sharpness"
-    options = {"steps": 30, "distance": 1.0, "points": 21}
-    leading = {"directions": "ritz", "batch_norm": "eval"}
-    assert name(landscape, "plane", leading=leading, options=options) == "plane"
-    options = {"split": "train", "steps": 100, "vectors": False}
-    leading = {"matrix": "hessian", "batch_norm": "eval"}
-    assert name(spectrum, "spectrum", leading=leading, options=options) == "spectrum"
+def test_a_command_with_default_options_has_a_short_name():
+    assert name(sharpness, "sharpness", "matrix", "batch_norm") == "sharpness"
+    assert name(landscape, "plane", "directions", "batch_norm") == "plane"
+    assert name(spectrum, "spectrum", "matrix", "batch_norm") == "spectrum"
 
 
-def test_every_option_is_mentioned_in_its_order():
-    options = {"steps": 31, "distance": 2.5, "points": 5}
-    network = {"samples": 50, "precision": "float64", "seed": 3}
-    leading = {"directions": "filter", "batch_norm": "train"}
+def test_the_name_mentions_every_option_that_is_not_the_default_in_order():
+    options = {"steps": 31, "distance": 2.5, "points": 5, "directions": "filter"}
+    network = {"batch_norm": "train", "samples": 50, "precision": "float64", "seed": 3}
+    leading = ("directions", "batch_norm")
     assert (
-        name(landscape, "landscape", leading=leading, options=options, weights="average", **network)
+        name(landscape, "landscape", *leading, weights="average", **options, **network)
         == "landscape-filter-train-average-steps31-distance2.5-points5-samples50-float64-seed3"
     )
     options = {"split": "test", "steps": 7, "vectors": True}
-    leading = {"matrix": "hessian", "batch_norm": "both"}
-    assert name(spectrum, "spectrum", leading=leading, options=options) == (
+    leading = ("matrix", "batch_norm")
+    assert name(spectrum, "spectrum", *leading, batch_norm="both", **options) == (
         "spectrum-eval-train-test-steps7-vectors"
     )
-    leading = {"matrix": "both", "batch_norm": "eval"}
-    assert name(spectrum, "spectrum", leading=leading, options=options) == (
+    assert name(spectrum, "spectrum", *leading, matrix="both", **options) == (
         "spectrum-hessian-ggn-test-steps7-vectors"
     )
 
 
-def test_whole_numbers_have_no_point():
-    assert name(landscape, "landscape", options={"distance": 2.0}) == "landscape-distance2"
+def test_options_that_no_result_depends_on_are_not_mentioned():
+    options = {"plane": True, "picture": "pdf", "json": True, "device": "cpu"}
+    assert name(landscape, "landscape", **options) == "landscape"
+
+
+def test_whole_numbers_have_no_decimal_point():
+    assert name(landscape, "landscape", distance=2.0) == "landscape-distance2"
 
 
 def test_a_model_without_batch_norm_has_no_mode_in_its_name():
-    leading = {"batch_norm": "train"}
-    assert name(landscape, "landscape", leading=leading, net=nn.Linear(2, 2)) == "landscape"
+    net = nn.Linear(2, 2)
+    assert name(landscape, "landscape", "batch_norm", batch_norm="train", net=net) == "landscape"
 
 
 @pytest.mark.parametrize(
@@ -158,17 +147,17 @@ def test_a_model_without_batch_norm_has_no_mode_in_its_name():
         ({"training": TrainingConfig(batch_size=32)}, "batch32"),
     ],
 )
-def test_differences_from_the_run_are_mentioned(changes, ending):
+def test_the_name_mentions_differences_from_the_run(changes, ending):
     config = replace(MADE, **changes)
     assert name(sharpness, "sharpness", config=config) == f"sharpness-{ending}"
 
 
-def test_without_a_run_model_and_data_are_mentioned():
+def test_without_a_run_the_name_mentions_model_and_data():
     made, config = RunConfig(model="", data=""), RunConfig(model="m:net", data="d:load")
     assert name(spectrum, "spectrum", made=made, config=config) == "spectrum-m_net-d_load"
 
 
-def test_long_names_are_cut_and_still_tell_the_files_apart():
+def test_long_names_are_cut_and_stay_different():
     names = set()
     for path in ("x" * 300 + "1", "x" * 300 + "2", "ж" * 300):
         config = replace(MADE, data_options={"file": path})

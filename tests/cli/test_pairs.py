@@ -21,25 +21,25 @@ def explained(model, data, loss_fn=cross_entropy, error=RuntimeError):
     return caught.value
 
 
-def test_inputs_that_the_model_does_not_take_are_described():
+def test_inputs_on_which_the_model_fails_are_described():
     error = explained(nn.Linear(5, 2), (INPUTS, LABELS))
     assert isinstance(error, ValueError)
-    assert "model net does not take the data" in str(error)
+    assert "model net failed on data" in str(error)
     assert "inputs of shape (2, 3), float32: RuntimeError: mat1 and mat2" in str(error)
 
 
-def test_an_error_of_a_model_that_takes_its_data_is_left_alone():
+def test_an_error_with_another_cause_is_not_changed():
     assert str(explained(nn.Linear(3, 2), (INPUTS, LABELS))) == "first step"
     assert str(explained(nn.Linear(5, 2), (INPUTS, LABELS), error=ValueError)) == "first step"
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.float32])
-def test_labels_that_cross_entropy_takes(dtype):
+def test_labels_of_cross_entropy_are_accepted(dtype):
     labels = torch.zeros((4, 2) if dtype.is_floating_point else (4,), dtype=dtype)
     assert str(explained(nn.Linear(3, 2), (INPUTS, labels))) == "first step"
 
 
-def test_labels_that_cross_entropy_does_not_take():
+def test_labels_of_another_type_are_refused_for_cross_entropy():
     data = (INPUTS, torch.zeros(4, dtype=torch.int16))
     error = explained(nn.Linear(3, 2), data)
     assert isinstance(error, TypeError)
@@ -47,5 +47,5 @@ def test_labels_that_cross_entropy_does_not_take():
     assert str(explained(nn.Linear(3, 2), data, mse_loss)) == "first step"
 
 
-def test_data_that_can_be_read_only_once_are_not_read_again():
+def test_an_iterator_is_not_read_twice():
     assert str(explained(nn.Linear(5, 2), iter([(INPUTS, LABELS)]))) == "first step"

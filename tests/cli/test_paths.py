@@ -39,7 +39,7 @@ def work(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_the_current_folder_is_first_for_the_module_named_and_last_afterwards(work):
+def test_the_current_folder_is_searched_first_for_the_named_module_only(work):
     before = list(sys.path)
     factory = import_target("named_of_mine:net")
     assert sys.path == [*before, str(work)]
@@ -48,14 +48,14 @@ def test_the_current_folder_is_first_for_the_module_named_and_last_afterwards(wo
     assert importlib.util.find_spec("shared_of_mine").origin.startswith(before[0])
 
 
-def test_a_path_that_the_user_chose_stays_as_it_is(work, monkeypatch):
+def test_a_python_path_set_by_the_user_is_not_changed(work, monkeypatch):
     monkeypatch.setattr(sys, "path", ["first", str(work), *sys.path])
     before = list(sys.path)
     import_target("named_of_mine:net")
     assert sys.path == before
 
 
-def test_a_module_in_the_folder_of_a_run_is_not_taken_for_an_installed_one(work, capsys):
+def test_a_module_in_the_run_folder_does_not_replace_an_installed_one(work, capsys):
     small = ["--set-model", "hidden=2", "--epochs", "1", "--out", "run", "--json"]
     assert ritz("train", "--model", "mlp", "--data", "digits", *small) == 0
     (work / "run" / "matplotlib.py").write_text("from pathlib import Path\nPath('ran').touch()\n")

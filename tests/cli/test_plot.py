@@ -21,14 +21,14 @@ def spectra(tmp_path):
 
 
 @pytest.mark.parametrize("kind", STARTS)
-def test_a_log_becomes_a_picture_by_ending(finished, tmp_path, capsys, kind):
+def test_a_log_is_drawn_in_the_format_of_the_file_name(finished, tmp_path, capsys, kind):
     picture = tmp_path / f"curves.{kind}"
     assert ritz("plot", finished, "--out", picture) == 0
     assert picture.read_bytes().startswith(STARTS[kind])
     assert capsys.readouterr().out == f"written: {picture}\n"
 
 
-def test_results_alone_and_together(spectra, tmp_path, capsys):
+def test_one_or_several_results_are_drawn(spectra, tmp_path, capsys):
     assert ritz("plot", spectra[0], "--json") == 0
     assert json.loads(capsys.readouterr().out) == {
         "result": None, "files": [str(tmp_path / "spectrum0.png")]
@@ -38,12 +38,12 @@ def test_results_alone_and_together(spectra, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("what", ["curvature", "degeneracy"])
-def test_what_a_monitor_saw(finished, tmp_path, what):
+def test_logged_curvature_is_drawn(finished, tmp_path, what):
     assert ritz("plot", finished, "--what", what, "--out", tmp_path / "seen.png") == 0
     assert (tmp_path / "seen.png").exists()
 
 
-def test_two_runs_in_one_picture(finished, tmp_path):
+def test_two_runs_are_drawn_in_one_figure(finished, tmp_path):
     (tmp_path / "log.jsonl").write_bytes((finished / "log.jsonl").read_bytes())
     assert ritz("plot", finished, tmp_path, "--out", tmp_path / "two.png") == 0
 
@@ -52,8 +52,8 @@ def test_bad_input_is_one_line(finished, spectra, tmp_path, refused):
     log = finished / "log.jsonl"
     assert "no such file: nowhere" in refused("plot", "nowhere")
     assert "a picture must end in .png, .svg, .pdf" in refused("plot", log, "--out", "x.gif")
-    assert "is not a folder" in refused("plot", log, "--out", tmp_path / "no" / "x.png")
-    assert "logs and results cannot share a picture" in refused("plot", log, spectra[0])
+    assert "there is no folder" in refused("plot", log, "--out", tmp_path / "no" / "x.png")
+    assert "logs and results cannot be drawn in one figure" in refused("plot", log, spectra[0])
     (tmp_path / "again.jsonl").write_bytes(log.read_bytes())
     assert "takes one log, got 2" in refused("plot", log, tmp_path / "again.jsonl", "--what",
                                              "curvature", "--out", tmp_path / "x.png")  # fmt: skip
@@ -62,13 +62,13 @@ def test_bad_input_is_one_line(finished, spectra, tmp_path, refused):
     library.save(library.trace(torch.eye(3)), tmp_path / "trace.safetensors")
     assert "Estimate without samples has no plot" in refused("plot", tmp_path / "trace.safetensors")
     both = [spectra[0], tmp_path / "trace.safetensors"]
-    assert "only if all are spectra" in refused("plot", *both, "--out", tmp_path / "x.png")
+    assert "must all be spectra" in refused("plot", *both, "--out", tmp_path / "x.png")
     (tmp_path / "empty.jsonl").write_text("")
-    assert "at least one epoch, got none" in refused("plot", tmp_path / "empty.jsonl")
+    assert "at least one finished epoch, got none" in refused("plot", tmp_path / "empty.jsonl")
 
 
 @pytest.mark.parametrize("text", ["{not: json}\n", "[1, 2]\n", '{"epoch": 1}\n', "\udcff\n"])
-def test_a_file_that_is_no_log_is_named(tmp_path, refused, text):
+def test_a_file_that_is_not_a_log_is_named(tmp_path, refused, text):
     bad = tmp_path / "bad.jsonl"
     bad.write_bytes(text.encode(errors="surrogateescape"))
     assert f"{bad} is not a log of ritz train: " in refused("plot", bad)

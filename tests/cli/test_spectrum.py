@@ -11,7 +11,7 @@ from ritz.training import read_weights
 FEW = ["--steps", "6"]
 
 
-def test_a_run_folder_is_all_that_is_needed(here, finished, capsys, tmp_path):
+def test_a_run_folder_is_enough_to_compute_a_spectrum(here, finished, capsys, tmp_path):
     assert ritz("spectrum", "run", *OWN, *FEW, "--matrix", "both", "--batch-norm", "both",
                 "--out", tmp_path) == 0  # fmt: skip
     out, err = capsys.readouterr()
@@ -26,14 +26,14 @@ def test_a_run_folder_is_all_that_is_needed(here, finished, capsys, tmp_path):
     }
 
 
-def test_it_is_the_spectrum_of_the_risk_at_these_weights(here, finished, tmp_path, capsys):
+def test_the_spectrum_equals_that_of_the_library(here, finished, tmp_path, capsys):
     from ritz.cli._targets import make_data, make_model
 
     options = ["--matrix", "ggn", "--precision", "float64", "--average", "--steps", "30"]
     assert ritz("spectrum", "run", *OWN, *options, "--json", "--out", tmp_path) == 0
     found = library.load(tmp_path / "spectrum-ggn-eval-average-steps30-float64.safetensors")
     parts = make_data("own_data:load", data_dir=None, options={})
-    model = make_model("own_model:net", parts=parts, options={})
+    model = make_model("own_model:net", parts, {})
     model.load_state_dict(read_weights(finished / "average.safetensors"))
     risk = library.Risk(model, torch.nn.functional.cross_entropy, parts.train, precision="float64")
     exact = torch.linalg.eigvalsh(library.ggn(risk).dense())
@@ -41,7 +41,7 @@ def test_it_is_the_spectrum_of_the_risk_at_these_weights(here, finished, tmp_pat
     torch.testing.assert_close(found.values[-1], exact[-1], rtol=1e-9, atol=0.0)
 
 
-def test_json_tells_values_and_files(here, finished, tmp_path, capsys):
+def test_json_has_values_and_files(here, finished, tmp_path, capsys):
     assert ritz("spectrum", "run", *OWN, *FEW, "--samples", "20", "--json", "--out", tmp_path) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)
@@ -51,7 +51,7 @@ def test_json_tells_values_and_files(here, finished, tmp_path, capsys):
     assert "20 samples" in spectrum["operator"]
 
 
-def test_a_stopped_computation_goes_on_to_the_same_bits(here, finished, tmp_path, monkeypatch):
+def test_an_interrupted_computation_resumes_bit_for_bit(here, finished, tmp_path, monkeypatch):
     whole, torn = tmp_path / "whole", tmp_path / "torn"
     arguments = [
         "spectrum",
@@ -74,7 +74,7 @@ def test_a_stopped_computation_goes_on_to_the_same_bits(here, finished, tmp_path
     assert not list(torn.glob(".*"))
 
 
-def test_a_state_of_other_samples_is_not_gone_on_from(here, finished, tmp_path, monkeypatch):
+def test_a_saved_state_of_other_samples_is_not_used(here, finished, tmp_path, monkeypatch):
     few = ["--samples", "16", "--json", "--steps", "12", "--save-interval", "0", "--out", tmp_path]
     with stopping_after(7, "ritz.spectra.lanczos", monkeypatch):
         assert ritz("spectrum", "run", *OWN, "--split", "train", *few) == 1
@@ -108,7 +108,7 @@ def test_samples_of_the_test_data_are_counted(here, finished, tmp_path, capsys):
     assert one == two != other
 
 
-def test_weights_of_torch_with_model_and_data_named(here, finished, tmp_path, capsys):
+def test_a_torch_file_of_weights_with_model_and_data_is_measured(here, finished, tmp_path, capsys):
     torch.save(read_weights(finished / "weights.safetensors"), tmp_path / "weights.pt")
     arguments = [*OWN, "--batch-size", "16"]
     assert ritz("spectrum", tmp_path / "weights.pt", *arguments, *FEW, "--json") == 0
@@ -120,7 +120,7 @@ def test_weights_of_torch_with_model_and_data_named(here, finished, tmp_path, ca
     torch.testing.assert_close(first.values, again.values, rtol=0.0, atol=0.0)
 
 
-def test_wrong_places_are_one_line(here, finished, tmp_path, refused):
+def test_a_missing_run_or_file_is_one_line(here, finished, tmp_path, refused):
     assert "no such folder or file: nowhere" in refused("spectrum", "nowhere")
     assert "no weights in" in refused("spectrum", tmp_path)
     shutil.copy(finished / "weights.safetensors", tmp_path)
@@ -135,17 +135,20 @@ def test_wrong_places_are_one_line(here, finished, tmp_path, refused):
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--model", "own_model:smooth"], "is of another architecture: it has no 0.weight"),
-        (["--set-model", "width=5"], "1.weight has shape (4, 6) there, (5, 6) in the model"),
+        (["--model", "own_model:smooth"], "does not match the model: 0.weight is missing"),
+        (
+            ["--set-model", "width=5"],
+            "1.weight is of shape (4, 6) in the file and of shape (5, 6) in the model",
+        ),
         (["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
         (["--steps", "0"], "--steps must be at least 1, got 0"),
-        (["--samples", "0"], "num_samples must be between 1 and 48, got 0"),
-        (["--samples", "17", "--split", "test"], "num_samples must be between 1 and 16, got 17"),
+        (["--samples", "0"], "--samples must be at least 1, got 0"),
+        (["--samples", "17", "--split", "test"], "--samples must be between 1 and 16, got 17"),
         (
             ["--save-interval", "-1"],
             "--save-interval must be at least 0.0, got -1.0",
         ),
-        (["--split", "validation"], "split must be one that the data have, got 'validation'"),
+        (["--split", "validation"], "--split must be a part of the data, got 'validation'"),
         (["--matrix", "fisher"], "Invalid value for '--matrix'"),
         (["--model", "vgg61"], "no model is named 'vgg61'; did you mean"),
     ],
@@ -155,11 +158,11 @@ def test_bad_input_is_one_line(here, finished, refused, arguments, line):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_cuda_where_there_is_none(here, finished, refused):
+def test_cuda_without_a_gpu_is_refused(here, finished, refused):
     assert "torch finds no CUDA device" in refused("spectrum", "run", *OWN, "--device", "cuda:0")
 
 
-def test_weights_with_code_in_them_are_refused(here, tmp_path, refused):
+def test_weights_that_contain_code_are_refused(here, tmp_path, refused):
     import pickle
 
     class Malicious:
@@ -168,5 +171,5 @@ def test_weights_with_code_in_them_are_refused(here, tmp_path, refused):
 
     (tmp_path / "weights.pt").write_bytes(pickle.dumps(Malicious(), protocol=2))
     line = refused("spectrum", tmp_path / "weights.pt", *OWN)
-    assert "is refused: it holds more than tensors" in line
+    assert "is refused: it has pickled Python objects" in line
     assert not (tmp_path / "ran").exists()

@@ -10,7 +10,7 @@ from cli.own import SMALL, ritz
 
 from ritz.cli._targets import parse_settings
 from ritz.training import read_log, read_weights
-from ritz.training._workflow import read_run
+from ritz.training._fit import read_run
 
 OWN = ["--model", "own_model:net", "--data", "own_data:load"]
 
@@ -105,7 +105,7 @@ def test_a_run_that_diverges_exits_with_code_one(here, tmp_path, capsys):
         (["--set", "momentum"], "--set takes KEY=VALUE, got 'momentum'"),
         (["--device", "tpu"], "device must be cpu, cuda or cuda:<number>, got 'tpu'"),
         (["--loss", "cross_entropi"], "did you mean cross_entropy?"),
-        (["--set-model", "depth=3"], "'own_model:net' takes no option 'depth'"),
+        (["--set-model", "depth=3"], "got an unexpected keyword argument 'depth'; it takes"),
         (["--lr", "nan"], "--lr must be finite and above 0, got nan"),
         (["--lr", "-1"], "--lr must be finite and above 0, got -1.0"),
         (["--set", "lr=NaN"], "--set lr must be finite and above 0, got nan"),
@@ -137,7 +137,7 @@ def test_a_refused_learning_rate_leaves_the_folder_usable(here, tmp_path, refuse
     ("setting", "shapes"),
     [("hidden=64", [64]), ("hidden=6,3", [6, 3]), ("hidden=(6,)", [6]), ("hidden=()", [])],
 )
-def test_widths_are_one_number_or_several(tmp_path, setting, shapes):
+def test_a_model_option_is_one_number_or_a_list(tmp_path, setting, shapes):
     arguments = ["--model", "mlp", "--data", "digits", "--set-model", setting, "--epochs", "1",
                  "--batch-size", "1024", "--json", "--out", tmp_path / "run"]  # fmt: skip
     assert ritz("train", *arguments) == 0
@@ -163,7 +163,7 @@ def test_widths_are_one_number_or_several(tmp_path, setting, shapes):
         ("", ""),
     ],
 )
-def test_values_are_json_or_numbers_by_commas_or_text(text, value):
+def test_values_of_settings_are_json_lists_or_text(text, value):
     assert parse_settings("--set", [f"key={text}"]) == {"key": value}
 
 
@@ -179,7 +179,7 @@ def test_values_are_json_or_numbers_by_commas_or_text(text, value):
         ("own_model:broken", "own_data:load", "raised RuntimeError: no such layer"),
         ("own model:net", "own_data:load", "must be of the form module:factory"),
         ("own_model:net", "own_data:net", "own_data has no function 'net'"),
-        ("mlp", "cifar10", "no folder for 'cifar10'"),
+        ("mlp", "cifar10", "must be given for 'cifar10'"),
     ],
 )  # fmt: skip
 def test_a_wrong_name_suggests_the_nearest(here, tmp_path, monkeypatch, refused, model, data, line):
@@ -190,7 +190,7 @@ def test_a_wrong_name_suggests_the_nearest(here, tmp_path, monkeypatch, refused,
 def test_a_missing_data_folder_is_named(tmp_path, refused):
     arguments = ["--model", "mlp", "--data", "mnist", "--out", tmp_path / "run"]
     line = refused("train", *arguments, "--data-dir", tmp_path / "nowhere")
-    assert "data_dir must be a folder, got" in line
+    assert "--data-dir must be an existing folder, got" in line
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -203,7 +203,7 @@ def test_cuda_without_a_device_is_refused(here, tmp_path, refused):
     ("words", "expected"),
     [("ritz tr", {"train"}), ("ritz train --schedule l", {"linear"}), ("ritz list m", {"models"})],
 )
-def test_the_shell_completes(monkeypatch, capsys, words, expected):
+def test_the_shell_completes_names(monkeypatch, capsys, words, expected):
     monkeypatch.setenv("_RITZ_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", words)
     monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))

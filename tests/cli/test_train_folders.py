@@ -11,7 +11,7 @@ import pytest
 from cli.own import SMALL, ritz
 
 from ritz.training import read_log
-from ritz.training._workflow import read_run
+from ritz.training._fit import read_run
 
 OWN = ["--model", "own_model:net", "--data", "own_data:load"]
 
@@ -40,8 +40,8 @@ def test_fewer_epochs_than_are_completed_are_refused(here, tmp_path, refused):
     assert ritz(*usual) == 0
     before = contents(tmp_path / "run")
     line = refused(*usual, "--epochs", "1")
-    assert "num_epochs must be at least 2" in line
-    assert "nothing is left to do" in line
+    assert "--epochs must be at least 2" in line
+    assert "pass a larger number" in line
     assert contents(tmp_path / "run") == before
 
 
@@ -64,7 +64,7 @@ def test_a_second_command_in_one_folder_is_refused(here, tmp_path, refused):
         while first.poll() is None and not checkpoint.exists():
             time.sleep(0.05)
         line = refused("train", *usual)
-        assert f"another process is writing in {tmp_path / 'run'} (pid {first.pid})" in line
+        assert f"another process (pid {first.pid}) is writing in {tmp_path / 'run'}" in line
     finally:
         first.send_signal(signal.SIGKILL)
         first.wait(10)
@@ -74,23 +74,23 @@ def test_a_second_command_in_one_folder_is_refused(here, tmp_path, refused):
 
 
 @pytest.mark.parametrize("name", [".lock", "log.jsonl"])
-def test_a_link_to_a_file_of_the_user_is_refused(here, tmp_path, refused, name):
+def test_a_link_to_another_file_is_refused(here, tmp_path, refused, name):
     precious = tmp_path / "precious"
     precious.write_text("mine")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / name).symlink_to(precious)
-    assert f"{name} is a link" in refused("train", *OWN, *SMALL, "--out", tmp_path / "run")
+    assert f"{name} is a symbolic link" in refused("train", *OWN, *SMALL, "--out", tmp_path / "run")
     assert precious.read_text() == "mine"
 
 
-def test_a_last_batch_of_one_row_has_an_option(here, tmp_path, refused, capsys):
+def test_a_last_batch_of_one_row_suggests_drop_last(here, tmp_path, refused, capsys):
     usual = ["train", *OWN, "--set-data", "rows=33", *SMALL, "--out", tmp_path / "run"]
     assert "--drop-last" in refused(*usual)
-    assert ritz(*usual, "--drop-last") == 0
+    assert ritz(*usual, "--drop-last", "--restart") == 0
     assert json.loads(capsys.readouterr().out)["result"]["num_steps"] == 4
 
 
-def test_averages_schedules_and_quantities_by_option(here, tmp_path, capsys):
+def test_averages_schedules_and_quantities_are_options(here, tmp_path, capsys):
     options = ["--average-from", "1", "--average-every", "step", "--schedule", "linear",
                "--schedule-unit", "step", "--warmup", "3", "--watch", "2", "--quantity", "variance",
                "--quantity", "trace", "--no-augment"]  # fmt: skip
@@ -116,7 +116,7 @@ def test_patience_ends_a_run(here, tmp_path, capsys):
     ("arguments", "line"),
     [
         (["--patience", "0"], "--patience must be at least 1, got 0"),
-        (["--quantity", "trace"], "--quantity trace needs --watch, got none"),
+        (["--quantity", "trace"], "--quantity trace needs --watch: add --watch 1"),
         (["--watch", "1", "--quantity", "norm"], "--quantity must be one of lambda_max, trace"),
         (["--average-every", "hour"], "Invalid value for '--average-every'"),
     ],

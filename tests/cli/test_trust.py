@@ -48,10 +48,11 @@ def write_run(folder, **names):
 
 
 @pytest.mark.parametrize("command", ["spectrum", "sharpness", "landscape"])
-def test_no_command_runs_code_that_only_the_run_names(work, mark, refused, command):
+def test_code_named_by_a_run_is_not_executed(work, mark, refused, command):
     run = write_run(work / "run", **NAMES)
     assert refused(command, run) == (
-        f"ritz: {run}/run.json names code to import; to run it, repeat: "
+        f"ritz: {run}/run.json refers to code of yours, which is imported only if the command "
+        "names it: add "
         "--model net_of_mine:net --data data_of_mine:load\n"
     )
     assert not mark.exists()
@@ -69,22 +70,22 @@ def test_no_command_runs_code_that_only_the_run_names(work, mark, refused, comma
         ({"model": "net_of_mine:net"}, "--model net_of_mine:net"),
     ],
 )
-def test_neither_model_nor_data_nor_loss_is_imported(work, mark, refused, names, repeat):
+def test_model_data_and_loss_named_by_a_run_are_not_imported(work, mark, refused, names, repeat):
     text = json.dumps(names).replace("MARK", str(mark))
     line = refused("spectrum", write_run(work / "run", **json.loads(text)))
-    assert line.endswith(f"to run it, repeat: {repeat}\n")
+    assert line.endswith(f"names it: add {repeat}\n")
     assert not mark.exists()
 
 
-def test_only_missing_names_are_to_be_repeated(work, mark, refused):
+def test_only_missing_names_have_to_be_repeated(work, mark, refused):
     run = write_run(work / "run", **NAMES)
     line = refused("spectrum", run, "--data", "data_of_mine:load")
-    assert line.endswith("repeat: --model net_of_mine:net\n")
+    assert line.endswith("add --model net_of_mine:net\n")
     assert not mark.exists()
 
 
 @pytest.mark.parametrize("name", ["net:net; rm -rf .", "$(touch x):net", ":net", "a b:net", "x:"])
-def test_a_name_that_would_harm_a_shell_is_not_to_be_repeated(work, refused, name):
+def test_a_name_that_could_harm_a_shell_is_refused(work, refused, name):
     line = refused("spectrum", write_run(work / "run", model=name))
     assert line == f"ritz: {name!r} must be of the form module:factory\n"
 
@@ -96,10 +97,10 @@ def test_a_run_is_measured_if_the_command_repeats_its_names(work, capsys):
     # Registered names run no code of the user, so another data set needs no more than its name.
     assert ritz("spectrum", "runs/x", "--model", "net_of_mine:net", "--data", "digits", "--json",
                 "--steps", "2") == 2  # fmt: skip
-    assert "does not take the data digits" in capsys.readouterr().err
+    assert "failed on data digits" in capsys.readouterr().err
 
 
-def test_a_name_that_nobody_has_suggests_a_near_one(work, refused):
+def test_an_unknown_module_suggests_a_similar_one(work, refused):
     line = refused("spectrum", write_run(work / "run"), "--model", "net_of_mina:net")
     assert "no module 'net_of_mina' in" in line
     assert "did you mean net_of_mine" in line

@@ -33,7 +33,7 @@ def moved(name, **options):
 @pytest.mark.parametrize("engine", ["linearized", "eager"])
 @pytest.mark.parametrize("kind", ["hessian", "ggn"])
 @pytest.mark.parametrize("name", NAMES)
-def test_products_are_those_of_the_cpu(name, kind, engine):
+def test_products_on_the_gpu_equal_products_on_the_cpu(name, kind, engine):
     expected = OPERATORS[kind](case(name).risk(), engine="eager").dense()
     op = OPERATORS[kind](moved(name), engine=engine)
     assert op.device.type == "cuda"
@@ -44,13 +44,13 @@ def test_products_are_those_of_the_cpu(name, kind, engine):
 
 
 @pytest.mark.parametrize("kind", ["empirical", "sampled", "covariance"])
-def test_fishers_are_those_of_the_cpu(kind):
+def test_fisher_matrices_on_the_gpu_equal_those_on_the_cpu(kind):
     expected = OPERATORS[kind](case("cnn eval").risk()).dense()
     found = OPERATORS[kind](moved("cnn eval")).dense().cpu()
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9 * float(expected.abs().max()))
 
 
-def test_single_precision_and_tf32_are_near_double():
+def test_float32_and_tf32_products_are_close_to_float64():
     exact = hessian(case("cnn train").risk(), engine="eager").dense()
     for precision, atol in (("float32", 1e-4), ("tf32", 3e-2)):
         op = hessian(moved("cnn train", precision=precision))

@@ -55,7 +55,7 @@ def eager_cases():
 
 
 @pytest.mark.parametrize(("name", "kind"), list(eager_cases()))
-def test_eager_products_are_the_dense_matrix(name, kind):
+def test_eager_products_equal_the_dense_matrix(name, kind):
     operator, dense = OPERATORS[kind]
     op = operator(case(name).risk(), engine="eager", block_size=8)
     expected = dense(case(name))
@@ -68,7 +68,7 @@ def test_eager_products_are_the_dense_matrix(name, kind):
     ("name", "kind"),
     [(name, kind) for kind, names in TRACED.items() for name in names],
 )
-def test_linearized_products_are_the_dense_matrix(name, kind):
+def test_linearized_products_equal_the_dense_matrix(name, kind):
     operator, dense = OPERATORS[kind]
     # Three columns at once, which is what the check multiplies by; then one by one.
     op = operator(case(name).risk(), engine="linearized", block_size=3)
@@ -80,7 +80,7 @@ def test_linearized_products_are_the_dense_matrix(name, kind):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_loss_and_gradient_are_those_of_the_formula(name):
+def test_loss_and_gradient_equal_the_formula(name):
     risk, loss = case(name).risk(), case(name).loss
     assert risk.loss() == pytest.approx(float(loss(case(name).theta)), rel=1e-13)
     assert torch.equal(risk.theta, case(name).theta)
@@ -96,7 +96,7 @@ def test_finite_differences_agree_with_the_oracle_and_the_operator(name):
 
 
 @pytest.mark.parametrize("name", ["layer norm", "cnn train"])
-def test_torch_is_watched_where_its_own_hessian_is_wrong(name):
+def test_torch_still_computes_these_hessians_wrongly(name):
     """The day this fails, torch has changed: the oracle, and the products, may be chosen anew."""
     judge = difference_hessian(case(name), step=1e-3)
     theirs = torch.func.hessian(case(name).loss)(case(name).theta)
@@ -114,7 +114,7 @@ def test_blocks_of_convolutions_equal_their_columns(engine, width):
 
 
 @pytest.mark.parametrize(("name", "kind"), [("cnn recomputed", "hessian"), ("mlp", "ggn")])
-def test_nothing_kept_gives_the_same_bits(name, kind):
+def test_products_without_a_cache_are_equal_bit_for_bit(name, kind):
     risk = case(name).risk()
     block = noise(len(risk.theta), 9)
     kept = curvature_operator(risk, kind, engine="linearized")

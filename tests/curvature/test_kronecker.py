@@ -62,7 +62,6 @@ def test_the_factors_of_softmax_regression_are_those_of_the_formula():
     outputs = torch.diag(chances.mean(0)) - chances.T @ chances / 6
     torch.testing.assert_close(factors.inputs, inputs.T @ inputs / 6)
     torch.testing.assert_close(factors.outputs, outputs)
-    assert str(factors) == "5 inputs by 3 outputs"
 
 
 @pytest.mark.parametrize("params", ["weight", "bias", None])
@@ -112,7 +111,7 @@ def joint(outputs, inputs):
     return torch.kron(outputs, inputs)[flat][:, flat]
 
 
-def test_positions_of_a_linear_layer_are_samples_of_their_own():
+def test_positions_of_a_linear_layer_count_as_samples():
     model = randomised(nn.Linear(4, 3))
     x = noise(2, 5, 4)
 
@@ -143,7 +142,7 @@ def mixed():
     return Risk(randomised(Mixed()), CROSS_ENTROPY, data, batch_size=4, l2=0.1)
 
 
-def test_any_other_module_has_its_exact_block(mixed):
+def test_a_small_module_without_factors_has_its_exact_block(mixed):
     op = kfac(mixed)
     kinds = [type(block) for block in op.ops]
     assert kinds == [DenseOperator] * 5 + [LayerOperator]
@@ -153,7 +152,7 @@ def test_any_other_module_has_its_exact_block(mixed):
     check_operator(op)
 
 
-def test_or_the_diagonal_of_it_where_that_is_large(mixed, monkeypatch):
+def test_a_large_module_without_factors_has_the_diagonal_of_its_block(mixed, monkeypatch):
     monkeypatch.setattr(layers, "LIMITS", Limits(dense_block=3))
     op = kfac(mixed)
     assert [type(block) for block in op.ops].count(DiagonalOperator) == 4
@@ -211,7 +210,7 @@ def seeded(seed):
     return torch.Generator().manual_seed(seed)
 
 
-def test_draws_repeat(network):
+def test_equal_seeds_draw_equal_labels(network):
     risk = Risk(network, CROSS_ENTROPY, (noise(5, 3), labels(3, 5)))
     one = kfac(risk, kind="monte_carlo").dense()
     same, other = (kfac(risk, kind="monte_carlo", generator=seeded(i)).dense() for i in (0, 1))
@@ -219,7 +218,7 @@ def test_draws_repeat(network):
     assert not torch.equal(one, other)
 
 
-def test_factors_are_kept_in_files(network, tmp_path):
+def test_factors_can_be_saved_and_loaded(network, tmp_path):
     factors = kfac(Risk(network, CROSS_ENTROPY, (noise(5, 3), labels(3, 5)))).ops[0].factors
     save(factors, tmp_path / "factors.safetensors")
     again = load(tmp_path / "factors.safetensors")
@@ -227,7 +226,7 @@ def test_factors_are_kept_in_files(network, tmp_path):
     assert torch.equal(again.outputs, factors.outputs)
 
 
-def test_a_model_of_one_module_is_its_own_layer():
+def test_kfac_of_a_model_that_is_one_linear_layer_is_exact_for_squared_error():
     model = randomised(nn.Linear(2, 2))
     x = noise(3, 2)
     risk = Risk(model, nn.MSELoss(), (x, x))
@@ -236,16 +235,13 @@ def test_a_model_of_one_module_is_its_own_layer():
     torch.testing.assert_close(kfac(risk).dense(), ggn(risk, engine="eager").dense())
 
 
-def test_factors_must_be_square_alike_and_finite():
+def test_factors_must_be_finite():
     square = torch.eye(2)
-    for bad in (torch.ones(2, 3), torch.ones(2), torch.eye(2).double()):
-        with pytest.raises(ValueError, match=r"outputs must be square and of torch\.float32"):
-            LayerOperator(KroneckerFactors(inputs=square, outputs=bad), bias=False)
     with pytest.raises(ValueError, match="inputs must be finite"):
         LayerOperator(KroneckerFactors(inputs=square / 0, outputs=square), bias=False)
 
 
-def test_what_cannot_be_is_refused(network):
+def test_kfac_names_what_it_cannot_do(network):
     data = noise(5, 3), noise(5, 3)
     with pytest.raises(ValueError, match="kind must be one of ggn, monte_carlo, empirical"):
         kfac(Risk(network, nn.MSELoss(), data), kind="fisher")
@@ -289,7 +285,7 @@ def test_processes_that_share_the_batches_agree_with_one(tmp_path):
         assert code == 0, error
 
 
-def test_a_module_must_be_called_as_often_on_every_batch():
+def test_a_module_that_a_later_batch_does_not_call_raises():
     class Fickle(nn.Module):
         def __init__(self):
             super().__init__()
@@ -299,7 +295,7 @@ def test_a_module_must_be_called_as_often_on_every_batch():
             return self.a(self.a(x)) if len(x) == 5 else self.a(x)
 
     risk = Risk(randomised(Fickle()), nn.MSELoss(), (noise(11, 2), noise(11, 2)), batch_size=6)
-    with pytest.raises(ValueError, match=r"modules must be called once on every batch, .*'a'"):
+    with pytest.raises(ValueError, match=r"needs one call of each module per batch, .*'a'"):
         kfac(risk)
 
 

@@ -64,7 +64,7 @@ def made(between, oracle=None, sizes=(5, 3)):
 
 
 @pytest.mark.parametrize(("operator", "dense"), [(hessian, dense_hessian), (ggn, dense_ggn)])
-def test_operations_without_a_forward_rule_go_by_reverse_rules(operator, dense):
+def test_operations_without_a_forward_rule_use_reverse_over_reverse(operator, dense):
     one = made(Sine.apply, oracle=torch.sin)
     op = operator(one.risk())
     torch.testing.assert_close(op @ noise(31), dense(one) @ noise(31))
@@ -77,7 +77,9 @@ def test_operations_without_a_forward_rule_go_by_reverse_rules(operator, dense):
 
 @pytest.mark.parametrize("between", [branching, scaled])
 @pytest.mark.parametrize(("operator", "dense"), [(hessian, dense_hessian), (ggn, dense_ggn)])
-def test_a_model_that_looks_at_its_values_is_not_traced_and_says_so(between, operator, dense):
+def test_a_model_with_data_dependent_control_flow_is_eager_and_the_plan_says_why(
+    between, operator, dense
+):
     one = made(between)
     op = operator(one.risk())
     torch.testing.assert_close(op.dense(), dense(one))
@@ -96,7 +98,7 @@ def gathered(outputs, target):
 
 @pytest.mark.parametrize("loss_fn", [masked, gathered])
 @pytest.mark.parametrize("counts", [(1, 3), (3, 1)])
-def test_a_loss_of_as_many_terms_as_there_are_labels_is_not_traced(loss_fn, counts):
+def test_a_loss_with_data_dependent_shapes_is_not_traced(loss_fn, counts):
     # Batches of one shape: the trace of the first would divide by its number of terms.
     data = []
     for (x, y), count in zip(vectors(4, 4), counts, strict=True):
@@ -108,7 +110,7 @@ def test_a_loss_of_as_many_terms_as_there_are_labels_is_not_traced(loss_fn, coun
     assert "not linearized: shapes depend on the values of tensors" in op.products.plan
 
 
-def test_a_shape_of_batches_that_cannot_be_traced_is_eager():
+def test_a_shape_of_batches_that_cannot_be_traced_is_computed_eagerly():
     def loss_fn(outputs, target):
         return gathered(outputs, target) if len(target) < 4 else squared(outputs, target)
 
@@ -130,7 +132,7 @@ def weight_normed(normed):
         return nn.Sequential(normed(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 3)).double()
 
 
-def test_weight_norm_is_right_where_that_of_torch_is_not():
+def test_products_through_weight_norm_are_right_although_those_of_torch_are_not():
     one = Case(model=weight_normed(nn.utils.parametrizations.weight_norm), data=vectors(5))
     judge = difference_hessian(one, step=1e-3)
     op = hessian(one.risk())
@@ -144,7 +146,7 @@ def test_weight_norm_is_right_where_that_of_torch_is_not():
 
 
 @pytest.mark.parametrize(("operator", "dense"), [(hessian, dense_hessian), (ggn, dense_ggn)])
-def test_the_row_of_an_embedding_for_padding_is_a_constant(operator, dense):
+def test_the_padding_row_of_an_embedding_is_a_constant(operator, dense):
     tokens = torch.tensor([[0, 1, 2], [3, 0, 0], [2, 2, 1]])
     one = Case(model=Padded(), data=[(tokens, torch.tensor([0, 2, 1]))])
     one.prepared.embed.padding_idx = None
@@ -158,7 +160,7 @@ def test_the_row_of_an_embedding_for_padding_is_a_constant(operator, dense):
 
 
 @pytest.mark.parametrize("engine", ["auto", "linearized", "eager"])
-def test_derivatives_that_are_those_of_no_function_are_found_out(engine):
+def test_a_product_that_is_not_symmetric_raises(engine):
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()
@@ -170,12 +172,14 @@ def test_derivatives_that_are_those_of_no_function_are_found_out(engine):
 
     data = [(torch.tensor([[1, 1, 1], [1, 2, 3]]), torch.tensor([0, 2]))]
     one = Case(model=Scaled(), data=data)
-    with pytest.raises(RuntimeError, match="no forward over reverse: it is not symmetric, by"):
+    with pytest.raises(
+        RuntimeError, match="no forward over reverse: the product is not symmetric, by"
+    ):
         hessian(one.risk(), engine=engine) @ one.theta
 
 
 @pytest.mark.parametrize("engine", ["eager", "linearized"])
-def test_surroundings_of_a_call_do_not_enter(engine):
+def test_no_grad_and_autocast_around_a_product_change_nothing(engine):
     model = mlp()
     data = [(x.float(), y) for x, y in vectors(5)]
     risk = Risk(model, nn.CrossEntropyLoss(), data)
@@ -200,12 +204,12 @@ def test_models_that_write_in_place_are_right(engine):
     torch.testing.assert_close(op.dense(), dense_hessian(one))
 
 
-def test_a_trace_that_gives_another_product_is_not_used(monkeypatch):
+def test_a_trace_with_a_wrong_product_is_not_used(monkeypatch):
     monkeypatch.setattr(Linearization, "tangent", lambda self, kept, tangent: tangent)
     risk, dense = case("mlp").risk(), dense_hessian(case("mlp"))
     op = hessian(risk)
     torch.testing.assert_close(op @ noise(31), dense @ noise(31))
-    assert "eager (not linearized: its product differs by" in op.products.plan
+    assert "eager (not linearized: the traced product differs by" in op.products.plan
 
 
 def test_a_trace_that_is_not_symmetric_is_not_used(monkeypatch):
@@ -219,7 +223,7 @@ def test_a_trace_that_is_not_symmetric_is_not_used(monkeypatch):
     monkeypatch.setattr(Linearization, "tangent", tangent)
     op = hessian(case("mlp").risk())
     torch.testing.assert_close(op @ noise(31), dense_hessian(case("mlp")) @ noise(31))
-    assert "eager (not linearized: it is not symmetric, by" in op.products.plan
+    assert "eager (not linearized: the product is not symmetric, by" in op.products.plan
 
 
 class Evaluations(TorchDispatchMode):
@@ -253,7 +257,7 @@ def test_the_primal_part_of_a_batch_is_computed_once(operator, eager, num_batche
     assert evaluations(lambda: op @ noise(31, 9)) == 0
 
 
-def test_the_primal_part_is_computed_once_per_product_where_it_is_not_cached():
+def test_the_primal_part_is_computed_once_per_product_without_a_cache():
     op = hessian(made(torch.tanh, sizes=(5, 5)).risk(), memory=0)
     assert evaluations(lambda: op @ noise(31)) == 2 + 2
     assert evaluations(lambda: op @ noise(31, seed=1)) == 2
@@ -323,7 +327,7 @@ def test_memory_is_counted_once():
     assert nbytes([base[:2], torch.zeros(4)], beside=[base]) == 16
 
 
-def test_what_is_kept_stays_within_the_memory_allowed():
+def test_the_cache_stays_within_its_memory():
     risk = case("mlp").risk()
     op = hessian(risk, engine="linearized")
     vector = noise(31)
@@ -334,7 +338,7 @@ def test_what_is_kept_stays_within_the_memory_allowed():
     assert 0 < len(some.products._cached) < risk.num_batches
 
 
-def test_arithmetic_with_zeros_is_left_out():
+def test_arithmetic_with_zeros_is_removed_from_a_trace():
     def product(vector, point):
         weights, bias, inputs = point
         nothing = torch.zeros_like(inputs)
@@ -350,7 +354,7 @@ def test_arithmetic_with_zeros_is_left_out():
 
 
 @pytest.mark.parametrize("wanted", ["input", "weight"])
-def test_convolutions_of_zeros_are_left_out(wanted):
+def test_convolutions_of_zeros_are_removed_from_a_trace(wanted):
     def product(vector, point):
         x, w = point
         zero = torch.zeros_like(w if wanted == "input" else x)

@@ -52,7 +52,7 @@ def dense(loss_fn, outputs, target):
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_closed_forms_are_the_hessian_in_the_outputs(name):
+def test_closed_forms_equal_the_hessian_in_the_outputs(name):
     loss_fn, shape, target = KNOWN[name]
     assert known_loss(loss_fn) is not None
     outputs = noise(*shape, seed=2)
@@ -94,7 +94,7 @@ def test_gradients_at_drawn_labels_have_the_hessian_as_second_moment(name):
 @pytest.mark.parametrize(
     ("loss_fn", "shape", "target"), [KNOWN["cross-entropy"], KNOWN["binary"], KNOWN["squares"]]
 )
-def test_a_sampled_gradient_is_that_of_the_negative_log_likelihood(loss_fn, shape, target):
+def test_a_score_is_the_gradient_of_the_negative_log_likelihood(loss_fn, shape, target):
     """For one sample the mean loss is its log likelihood, for squares at the variance of draws."""
     known, tangent = known_loss(loss_fn), noise(1, *shape[1:], seed=4)
     outputs = noise(1, *shape[1:], seed=2)
@@ -131,7 +131,7 @@ def test_drawn_labels_follow_the_model_and_leave_ignored_ones():
         None,
     ],
 )
-def test_other_losses_are_not_taken_for_known_ones(loss_fn):
+def test_weighted_and_summed_losses_have_no_closed_form(loss_fn):
     assert known_loss(loss_fn) is None
 
 
@@ -144,7 +144,7 @@ def test_other_losses_are_not_taken_for_known_ones(loss_fn):
         lambda outputs, target: CE(2 * outputs, target),
     ],
 )
-def test_gauss_newton_of_torch_losses_with_options_is_by_their_hessian(loss_fn):
+def test_the_gauss_newton_matrix_of_losses_with_options_uses_their_hessian(loss_fn):
     model = nn.Linear(3, 3).double()
     ((x, y),) = vectors(5)
     found = ggn(Risk(model, loss_fn, [(x, y)]), engine="eager").dense()
@@ -158,7 +158,7 @@ def test_gauss_newton_of_torch_losses_with_options_is_by_their_hessian(loss_fn):
     torch.testing.assert_close(found, jacobian.T @ middle @ jacobian)
 
 
-def test_losses_of_samples_are_those_of_batches_of_one():
+def test_losses_of_samples_equal_losses_of_batches_of_one():
     outputs, target = noise(4, 3, 2), labels(3, 4, 2)
     found = sample_losses(CE, outputs, target)
     expected = torch.stack([CE(outputs[i : i + 1], target[i : i + 1]) for i in range(4)])
@@ -166,7 +166,7 @@ def test_losses_of_samples_are_those_of_batches_of_one():
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_losses_of_samples_have_the_loss_of_the_batch_as_mean(name):
+def test_the_mean_of_the_losses_of_samples_is_the_loss_of_the_batch(name):
     loss_fn, shape, target = KNOWN[name]
     outputs = noise(*shape, seed=2)
     found = sample_losses(loss_fn, outputs, target)
@@ -174,7 +174,7 @@ def test_losses_of_samples_have_the_loss_of_the_batch_as_mean(name):
     torch.testing.assert_close(found.mean(), loss_fn(outputs, target))
 
 
-def test_a_covariance_over_sequences_of_unlike_lengths_is_one():
+def test_the_covariance_over_sequences_of_different_lengths_has_no_negative_eigenvalue():
     y = labels(6, 3, 4, seed=5)
     y[0, 1:] = y[1, :2] = -100
     risk = Risk(Decoder().double(), CE, [(labels(6, 3, 4), y)])
@@ -190,7 +190,7 @@ def test_a_covariance_over_sequences_of_unlike_lengths_is_one():
 
 
 @pytest.mark.parametrize("call", [partial(fisher, kind="empirical"), gradient_covariance])
-def test_samples_that_have_no_loss_of_their_own_are_found_out(call):
+def test_a_loss_that_is_no_mean_over_samples_raises(call):
     def contrast(outputs, target):
         return (outputs - outputs.mean(0)).square().mean()
 
@@ -200,7 +200,7 @@ def test_samples_that_have_no_loss_of_their_own_are_found_out(call):
 
 
 @pytest.mark.parametrize("loss_fn", [nn.CrossEntropyLoss(label_smoothing=0.1), nn.HuberLoss()])
-def test_labels_are_not_drawn_from_what_is_no_likelihood(loss_fn):
+def test_drawing_labels_raises_for_a_loss_that_is_no_likelihood(loss_fn):
     target = labels(3, 5) if isinstance(loss_fn, nn.CrossEntropyLoss) else noise(5, 3)
     risk = Risk(mlp().double(), loss_fn, [(noise(5, 3), target)])
     with pytest.raises(ValueError, match="a likelihood to draw labels from"):

@@ -81,7 +81,7 @@ def close(found, expected, what):
 
 
 @pytest.mark.parametrize(("count", "sizes"), [(2, (4, 4, 3)), (3, (4, 3))])
-def test_several_processes_give_what_one_does(count, sizes, tmp_path):
+def test_several_processes_give_the_results_of_one(count, sizes, tmp_path):
     """The last case has fewer batches than processes."""
     model, data = moved(cnn()), images(*sizes)
     stored(tmp_path, model, data)
@@ -125,7 +125,7 @@ def test_a_process_that_dies_ends_the_others_with_a_clear_error(tmp_path):
     assert "could not exchange data with the others; one of them has probably failed" in error
 
 
-def test_a_batch_of_one_process_that_is_not_finite_ends_all(tmp_path):
+def test_a_batch_that_is_not_finite_in_one_process_raises_in_all(tmp_path):
     data = vectors(4, 4, 3)
     data[1][0].fill_(float("nan"))
     stored(tmp_path, mlp().double(), data)

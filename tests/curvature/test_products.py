@@ -23,7 +23,7 @@ def limited(monkeypatch, op, *, samples, columns=1):
 
 
 @pytest.mark.parametrize("engine", ["linearized", "eager"])
-def test_blocks_and_batches_are_cut_to_fit(monkeypatch, engine):
+def test_blocks_and_batches_are_split_to_fit_memory(monkeypatch, engine):
     expected = hessian(case("mlp").risk(), engine="eager").dense()
     op = limited(monkeypatch, hessian(case("mlp").risk(), engine=engine), samples=2)
     torch.testing.assert_close(op.dense(), expected)
@@ -31,27 +31,27 @@ def test_blocks_and_batches_are_cut_to_fit(monkeypatch, engine):
     assert op.products.block_size == 1
 
 
-def test_blocks_are_cut_before_batches(monkeypatch):
+def test_blocks_are_split_before_batches(monkeypatch):
     op = limited(monkeypatch, hessian(case("mlp").risk(), engine="eager"), samples=9, columns=3)
     op @ torch.ones(op.shape[0], 6, dtype=torch.float64)
     assert op.products.block_size == 3
     assert "samples at a time" not in op.products.plan
 
 
-def test_drawn_labels_are_cut_with_their_batch(monkeypatch):
+def test_drawn_labels_are_split_with_their_batch(monkeypatch):
     expected = fisher(case("mlp").risk(), num_draws=3, engine="eager").dense()
     op = fisher(case("mlp").risk(), num_draws=3, engine="eager")
     torch.testing.assert_close(limited(monkeypatch, op, samples=2).dense(), expected)
 
 
-def test_a_batch_that_is_one_is_not_cut(monkeypatch):
+def test_batches_with_batch_statistics_are_not_split(monkeypatch):
     vector = torch.ones(case("cnn train").risk().space.size, dtype=torch.float64)
     op = limited(monkeypatch, hessian(case("cnn train").risk(), engine="eager"), samples=2)
     with pytest.raises(torch.OutOfMemoryError, match="no more"):
         op @ vector
 
 
-def test_a_mean_that_is_not_over_samples_is_not_cut(monkeypatch):
+def test_batches_of_a_loss_that_is_no_mean_over_samples_are_not_split(monkeypatch):
     target = torch.tensor([0, 1, -100, -100, -100, -100])
     model = nn.Linear(3, 2).double()
     data = [(torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator()), target)]
@@ -60,7 +60,7 @@ def test_a_mean_that_is_not_over_samples_is_not_cut(monkeypatch):
         limited(monkeypatch, op, samples=4) @ torch.ones(8, dtype=torch.float64)
 
 
-def test_what_is_kept_has_a_budget():
+def test_the_cache_has_a_budget():
     risk = case("mlp").risk()
     with pytest.raises(ValueError, match="memory must be at least 0"):
         hessian(risk, memory=-1)
@@ -68,7 +68,7 @@ def test_what_is_kept_has_a_budget():
         hessian(risk, block_size=0)
 
 
-def test_class_weights_are_not_cut(monkeypatch):
+def test_batches_with_class_weights_are_not_split(monkeypatch):
     loss = nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64))
     op = hessian(Risk(case("mlp").model, loss, case("mlp").data), engine="eager")
     with pytest.raises(torch.OutOfMemoryError, match="no more"):

@@ -35,7 +35,7 @@ def dropping(layer=None):
     return nn.Sequential(*layers).double()
 
 
-def test_a_ragged_last_batch_weighs_as_much_as_its_samples():
+def test_a_smaller_last_batch_is_weighted_by_its_samples():
     x, y = noise(11, 3), labels(3, 11)
     model = mlp().double()
     whole = Risk(model, CE, (x, y))
@@ -48,7 +48,7 @@ def test_a_ragged_last_batch_weighs_as_much_as_its_samples():
         torch.testing.assert_close(hessian(parts, engine="eager") @ block, expected)
 
 
-def test_the_risk_stays_where_the_model_was():
+def test_a_risk_does_not_follow_later_changes_of_the_model():
     model = moved(cnn())
     risk = Risk(model, CE, images(4, 2))
     op = hessian(risk, engine="eager")
@@ -88,7 +88,7 @@ def test_batch_norm_modes_differ_and_can_be_exchanged():
 
 
 @pytest.mark.parametrize("mode", ["eval", "train", "recomputed"])
-def test_parts_of_the_parameters_are_blocks_of_the_matrix(mode):
+def test_choosing_parameters_gives_blocks_of_the_matrix(mode):
     whole = case(f"cnn {mode}")
     risk = whole.risk()
     names = [name for name in risk.space.shapes if name.startswith("4")]
@@ -102,7 +102,7 @@ def test_parts_of_the_parameters_are_blocks_of_the_matrix(mode):
         assert part.loss() == pytest.approx(risk.loss(), rel=1e-14)
 
 
-def test_samples_are_those_of_the_data_in_their_order():
+def test_samples_are_chosen_by_their_position_in_the_data():
     risk = case("mlp").risk()
     x = torch.cat([batch[0] for batch in case("mlp").data])
     y = torch.cat([batch[1] for batch in case("mlp").data])
@@ -117,13 +117,13 @@ def test_samples_are_those_of_the_data_in_their_order():
     )
 
 
-def test_recomputed_statistics_of_the_whole_serve_its_parts():
+def test_batches_and_samples_use_the_recomputed_statistics_of_all_data():
     risk = case("cnn recomputed").risk()
     mean = sum(risk.batch(i).loss() for i in range(2)) / 2
     assert mean == pytest.approx(risk.loss(), rel=1e-13)
 
 
-def test_fixed_dropout_is_one_mask_a_batch_by_seed():
+def test_fixed_dropout_uses_one_mask_per_batch_and_seed():
     data = vectors(5, 3)
     model = dropping()
     off = Risk(model, CE, data)
@@ -155,7 +155,7 @@ def test_fixed_dropout_is_one_mask_a_batch_by_seed():
         torch.testing.assert_close(hessian(first, engine=engine).dense(), dense_hessian(expected))
 
 
-def test_the_default_dtype_does_not_choose_the_masks():
+def test_dropout_masks_do_not_depend_on_the_default_dtype():
     model, data = dropping(), vectors(5)
     losses = []
     for dtype in (torch.float64, torch.float32):
@@ -164,7 +164,7 @@ def test_the_default_dtype_does_not_choose_the_masks():
     assert losses[0] == losses[1]
 
 
-def test_a_batch_keeps_its_masks_when_alone():
+def test_a_single_batch_has_the_masks_it_has_among_all():
     risk = Risk(dropping(), CE, vectors(5, 3), dropout="fixed")
     parts = [risk.batch(index) for index in range(2)]
     total = sum(w * part.gradient() for w, part in zip([5 / 8, 3 / 8], parts, strict=True))
@@ -172,7 +172,7 @@ def test_a_batch_keeps_its_masks_when_alone():
     assert parts[1].batch(0).loss() == parts[1].loss()
 
 
-def test_dropout_of_channels_drops_whole_ones():
+def test_dropout_of_channels_drops_whole_channels():
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Dropout2d(0.5), nn.Flatten(), nn.Linear(64, 3))
     risk = Risk(model.double(), CE, images(4), dropout="fixed")
     ((_, context, _),) = risk.contexts()
@@ -184,7 +184,7 @@ def test_dropout_everywhere_gives_zeros():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_precision_models_are_those_with_the_same_weights_in_single(dtype):
+def test_half_precision_models_are_computed_in_float32(dtype):
     model = cnn().to(dtype)
     data = [(x.to(dtype), y) for x, y in images(4, 2)]
     raised = [(x.to(dtype).float(), y) for x, y in images(4, 2)]
@@ -197,7 +197,7 @@ def test_half_precision_models_are_those_with_the_same_weights_in_single(dtype):
     assert {p.dtype for p in model.parameters()} == {dtype}
 
 
-def test_half_and_single_precision_in_one_model_are_taken_in_single():
+def test_models_of_half_precision_and_float32_are_computed_in_float32():
     class Mixed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -214,7 +214,7 @@ def test_half_and_single_precision_in_one_model_are_taken_in_single():
     )
 
 
-def test_precision_raises_that_of_model_and_data():
+def test_precision_converts_model_and_data():
     model, data = cnn(), [(x.float(), y) for x, y in images(4, 2)]
     double = Risk(copy.deepcopy(model).double(), CE, [(x.double(), y) for x, y in data])
     risk = Risk(model, CE, data, precision="float64")
@@ -225,7 +225,7 @@ def test_precision_raises_that_of_model_and_data():
     torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)
 
 
-def test_tokenizers_mappings_are_dictionaries():
+def test_mappings_of_tokenizers_are_accepted_as_batches():
     model = Named().double()
     plain = Risk(model, CE, dictionaries(4, 3))
     assert Risk(model, CE, [UserDict(d) for d in dictionaries(4, 3)]).loss() == plain.loss()
@@ -244,7 +244,7 @@ def test_transformers_work_in_train_mode_with_default_attention_and_the_fast_pat
     assert torch.backends.mha.get_fastpath_enabled() == before
 
 
-def test_batch_norm_without_running_statistics_ties_samples_together():
+def test_batch_norm_without_running_statistics_couples_samples():
     layers = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, track_running_stats=False))
     risk = Risk(layers.double(), CE, vectors(4))
     assert not risk.separable
@@ -252,7 +252,7 @@ def test_batch_norm_without_running_statistics_ties_samples_together():
     assert case("cnn recomputed").risk().separable
 
 
-def test_a_risk_says_what_it_is():
+def test_the_repr_of_a_risk_lists_its_settings():
     risk = Risk(dropping(), CE, vectors(4), dropout="fixed", l2=0.1, precision="float64")
     assert (
         repr(risk) == "Risk(Sequential, 31 parameters, 4 samples, l2 0.1, dropout fixed, float64)"
@@ -290,7 +290,7 @@ def test_autocast_does_not_round_recomputed_statistics():
     assert inside.loss() == single.loss()
 
 
-def test_masks_of_a_transformer_with_padding():
+def test_a_transformer_with_padding_masks_has_the_right_products():
     layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.5, batch_first=True)
     encoder = nn.TransformerEncoder(layer, 1)
 

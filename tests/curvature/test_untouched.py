@@ -161,7 +161,7 @@ def takes_risk_or_model(function):
     return any(p.annotation in kinds for p in inspect.signature(function).parameters.values())
 
 
-def test_every_public_function_of_a_risk_is_in_the_table():
+def test_the_table_lists_every_public_function_of_a_risk():
     public = {
         name
         for package in PACKAGES
@@ -193,19 +193,19 @@ def run(call, mode):
 
 @pytest.mark.parametrize("mode", ["eval", "train", "recomputed"])
 @pytest.mark.parametrize("name", sorted(set(CALLS) & set(FUNCTIONS)))
-def test_functions_change_nothing(name, mode):
+def test_functions_leave_model_modes_and_generators_unchanged(name, mode):
     run(lambda risk: CALLS[name](FUNCTIONS[name], risk), mode)
 
 
 @pytest.mark.parametrize("mode", ["eval", "train", "recomputed"])
 @pytest.mark.parametrize("name", METHODS)
-def test_methods_change_nothing(name, mode):
+def test_methods_leave_model_modes_and_generators_unchanged(name, mode):
     run(METHODS[name], mode)
 
 
 @pytest.mark.parametrize("dropout", ["off", "fixed"])
 @pytest.mark.parametrize("mode", ["eval", "train", "recomputed"])
-def test_an_error_on_the_way_changes_nothing(mode, dropout):
+def test_an_error_leaves_model_modes_and_generators_unchanged(mode, dropout):
     model, data = network(), images(4, 4)
     risk = Risk(model, functional.cross_entropy, data, batch_norm=mode, dropout=dropout)
 

@@ -54,7 +54,7 @@ NOISES = {
 
 
 @pytest.mark.parametrize("noise", NOISES)
-def test_a_model_whose_two_calls_differ(noise):
+def test_a_model_whose_two_calls_differ_raises(noise):
     with torch.random.fork_rng(), pytest.raises(ValueError, match="same loss in two calls, got"):
         Risk(Noisy(NOISES[noise]).double(), CE, vectors(4))
 
@@ -68,14 +68,14 @@ def test_a_model_whose_two_calls_differ(noise):
         (changed(1, lambda x: x[:0], lambda y: y[:0]), ValueError, "samples in batch 1 must be at"),
         ((noise(0, 3), labels(3, 0)), ValueError, "must hold samples, got none"),
         ((noise(4, 3), labels(3, 5)), ValueError, r"tensors of one length, got \[4, 5\]"),
-        (noise(4, 3), TypeError, r"must be \(inputs, target\) or a dictionary, got a tuple"),
-        ([(noise(4, 3),)], TypeError, "pass forward= to use it"),
-        ([noise(4, 3)], TypeError, "got a Tensor: pass forward="),
+        (noise(4, 3), TypeError, r"\(inputs, target\) or a dictionary with 'labels', got tuple"),
+        ([(noise(4, 3),)], TypeError, "pass forward=lambda"),
+        ([noise(4, 3)], TypeError, "got Tensor: pass forward="),
         ([("a", 3)], TypeError, "batch 0 must hold a tensor .*, got tuple: pass count="),
         ([(torch.tensor(1.0), torch.tensor(0))], TypeError, "pass count="),
     ],
 )  # fmt: skip
-def test_data_that_are_none(model, data, error, match):
+def test_wrong_data_raise(model, data, error, match):
     with pytest.raises(error, match=match):
         Risk(model, CE, data)
 
@@ -91,14 +91,14 @@ def test_labels_out_of_range_name_the_batch(model, index, label, classes, memory
         def __iter__(self):
             return iter(data)
 
-    match = f"labels of batch {index} must be between 0 and 2, as the outputs have 3.*{classes}"
+    match = f"labels of batch {index} must be between 0 and 2, {classes}"
     with pytest.raises(ValueError, match=match):
         Risk(model, CE, Again()).loss()
     with pytest.raises(ValueError, match=match):
         Risk(model, nn.CrossEntropyLoss(weight=torch.ones(3).double()), Again()).gradient()
 
 
-def test_labels_that_are_all_ignored(model):
+def test_labels_that_are_all_ignored_raise(model):
     data = changed(1, target=lambda y: torch.full_like(y, -100))
     with pytest.raises(ValueError, match="labels of batch 1 must not all be ignored"):
         Risk(model, CE, data)
@@ -125,7 +125,7 @@ def test_a_loss_that_is_not_finite_names_the_batch(model, index, bad):
             call(Risk(model, loss_fn, data))
 
 
-def test_a_gradient_that_is_not_finite_at_a_finite_loss(model):
+def test_a_gradient_that_is_not_finite_at_a_finite_loss_raises(model):
     def loss_fn(outputs, target):
         return (outputs * 0).sum().sqrt() + CE(outputs, target)
 
@@ -133,7 +133,7 @@ def test_a_gradient_that_is_not_finite_at_a_finite_loss(model):
     assert risk.loss() > 0
     for call in (risk.gradient, lambda: hessian(risk) @ risk.theta):
         with pytest.raises(
-            ValueError, match="the gradient of batch 0 must be finite, got NaN or In"
+            ValueError, match=r"the gradient of batch 0, .* must be finite, got 31 NaN or Inf"
         ):
             call()
 
@@ -148,14 +148,14 @@ def test_a_gradient_that_is_not_finite_at_a_finite_loss(model):
         ),
         (lambda outputs, target: 3.0, ValueError, "one number, .* got float in batch 0"),
         (nn.CrossEntropyLoss(reduction="sum"), ValueError, "the mean over a batch, .*'sum'"),
-        (partial(CE, size_average=False), ValueError, r"reduction='mean' .*'size_average'"),
+        (partial(CE, size_average=False), ValueError, r"reduction='mean', .*size_average"),
         (nn.HuberLoss(reduction="sum"), ValueError, "the mean over a batch, .*'sum'"),
         ("cross_entropy", TypeError, "loss_fn must be callable or None, got str"),
-        (None, TypeError, r"loss_fn must be given for batches of \(inputs, target\), got None"),
+        (None, TypeError, r"loss_fn must be passed for batches of \(inputs, target\), got None"),
         (functional.mse_loss, ValueError, r"the shape of the outputs, \(4, 3\), got \(4,\)"),
     ],
 )
-def test_losses_that_are_none(model, loss_fn, error, match):
+def test_wrong_losses_raise(model, loss_fn, error, match):
     with pytest.raises(error, match=match):
         Risk(model, loss_fn, vectors(4))
 
@@ -163,18 +163,18 @@ def test_losses_that_are_none(model, loss_fn, error, match):
 @pytest.mark.parametrize(
     ("params", "match"),
     [
-        ("9", "params must choose at least one parameter, got '9'; there are"),
-        ([], "choose at least one parameter"),
-        (lambda name: False, "choose at least one parameter"),
+        ("9", "params must match at least one of .*, got '9'"),
+        ([], "match at least one of"),
+        (lambda name: False, "match at least one of"),
         (
             ["0.weight", "0.scale"],
-            r"names of parameters that require a gradient, got \['0.scale'\]",
+            r"among the trainable .*, got \['0.scale'\]",
         ),
         ("(", r"params must be a regular expression, got '\('"),
-        (["0.bias"], r"got \['0.bias'\]; there are \['0.weight'"),
+        (["0.bias"], r"among the trainable \['0.weight'.*, got \['0.bias'\]"),
     ],
 )
-def test_parameters_that_are_none(model, params, match):
+def test_wrong_choices_of_parameters_raise(model, params, match):
     model[0].bias.requires_grad_(False)
     with pytest.raises(ValueError, match=match):
         Risk(model, CE, vectors(4), params=params)
@@ -182,7 +182,7 @@ def test_parameters_that_are_none(model, params, match):
         Risk(model, CE, vectors(4)).on(params)
 
 
-def test_no_parameters_that_require_a_gradient(model):
+def test_a_model_without_trainable_parameters_raises(model):
     with pytest.raises(ValueError, match="parameters that require a gradient, got none"):
         Risk(model.requires_grad_(False), CE, vectors(4))
 
@@ -199,7 +199,7 @@ def test_no_parameters_that_require_a_gradient(model):
         (
             {"batch_size": 4},
             ValueError,
-            "batch_size must not be given for data that come in batches",
+            "batch_size must not be passed for data in batches",
         ),
         (
             {"count": lambda batch: 0},
@@ -213,25 +213,25 @@ def test_no_parameters_that_require_a_gradient(model):
         ),
     ],
 )
-def test_options_that_are_none(model, options, error, match):
+def test_wrong_options_of_a_risk_raise(model, options, error, match):
     with pytest.raises(error, match=match):
         Risk(model, CE, vectors(4), **options)
 
 
-def test_a_model_must_be_one():
+def test_a_model_that_is_no_module_raises():
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got function"):
         Risk(mlp, CE, vectors(4))
 
 
-def test_parameters_that_are_complex():
+def test_complex_parameters_raise():
     model = nn.Linear(3, 3, dtype=torch.complex128)
     with pytest.raises(TypeError, match="parameters must be of a real floating-point dtype"):
         Risk(model, lambda outputs, target: outputs.abs().mean(), vectors(4))
 
 
-def test_dtypes_that_do_not_meet(model):
+def test_parameters_of_several_dtypes_raise(model):
     model[2].float()
-    with pytest.raises(ValueError, match=r"of one dtype, got .* pass precision= to say which"):
+    with pytest.raises(ValueError, match=r"of one dtype, got .* pass precision= to choose"):
         Risk(model, CE, vectors(4))
     single = [(x.float(), y) for x, y in vectors(4)]
     assert Risk(model, CE, single, precision="float64").theta.dtype == torch.float64
@@ -240,16 +240,16 @@ def test_dtypes_that_do_not_meet(model):
 
 
 @pytest.mark.parametrize("data", [images(4)[0], TensorDataset(*images(4)[0])])
-def test_batch_statistics_need_to_know_their_batches(data):
+def test_batch_statistics_without_a_batch_size_raise(data):
     model = cnn().double()
-    with pytest.raises(ValueError, match="batch_size must be given if batch_norm='train'"):
+    with pytest.raises(ValueError, match="batch_size is required with batch_norm='train'"):
         Risk(model, CE, data, batch_norm="train")
-    with pytest.raises(ValueError, match="batch_size must be given if batch_norm='train'"):
+    with pytest.raises(ValueError, match="batch_size is required with batch_norm='train'"):
         Risk(model, CE, data).with_batch_norm("train")
     assert Risk(model, CE, data, batch_norm="train", batch_size=4).num_batches == 1
 
 
-def test_batch_statistics_of_one_value(model):
+def test_batch_statistics_of_one_value_raise(model):
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
     for mode in ("train", "recomputed"):
         with pytest.raises(ValueError, match="more than "):
@@ -265,50 +265,50 @@ def test_batch_statistics_of_one_value(model):
         ([0.0], TypeError, "theta must be a torch.Tensor, got list"),
     ],
 )
-def test_points_that_are_none(theta, error, match):
+def test_wrong_points_raise(theta, error, match):
     with pytest.raises(error, match=match):
         case("mlp").risk().at(theta)
 
 
-def test_parts_that_are_none():
+def test_wrong_batches_and_samples_raise():
     risk = case("mlp").risk()
     for index in (3, -1):
-        with pytest.raises(IndexError, match=f"one of 3 batches, got {index}"):
+        with pytest.raises(IndexError, match=f"index must be between 0 and 2, got {index}"):
             risk.batch(index)
-    with pytest.raises(ValueError, match="at least one sample, got none"):
+    with pytest.raises(ValueError, match="number of indices must be at least 1, got 0"):
         risk.samples(torch.tensor([], dtype=torch.long))
     with pytest.raises(TypeError, match=r"indices must be one vector of int64, got torch\.bool"):
         risk.samples(torch.ones(12, dtype=torch.bool))
-    with pytest.raises(ValueError, match="indices must be between 0 and 11, got -1 to 2"):
+    with pytest.raises(ValueError, match="indices must be between 0 and 11, got -1"):
         risk.samples(torch.tensor([2, -1]))
-    with pytest.raises(ValueError, match=r"samples\(\) needs samples that do not depend on each"):
+    with pytest.raises(ValueError, match=r"samples\(\) needs batch_norm='eval' or 'recomputed'"):
         case("cnn train").risk().samples(torch.tensor([0]))
     with pytest.raises(ValueError, match="batch_norm must be one of"):
         risk.with_batch_norm("best")
 
 
-def test_dropout_that_cannot_be_fixed(model):
+def test_dropout_that_cannot_be_fixed_raises(model):
     layers = nn.Sequential(nn.Linear(3, 3), nn.AlphaDropout(0.5)).double()
     with pytest.raises(ValueError, match=r"masks of zeros and ones, got AlphaDropout"):
         Risk(layers, CE, vectors(4), dropout="fixed")
     layers = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)).double()
-    with pytest.raises(ValueError, match="needs dropout='off', got 'fixed': masks belong"):
+    with pytest.raises(ValueError, match="needs dropout='off', got 'fixed'"):
         Risk(layers, CE, vectors(4), dropout="fixed").samples(torch.tensor([0]))
 
 
 @pytest.mark.parametrize("call", [ggn, fisher, gradient_covariance])
-def test_operators_of_outputs_need_a_loss_outside_the_model(call):
+def test_operators_of_outputs_raise_if_the_loss_is_inside_the_model(call):
     risk = case("loss inside").risk()
     with pytest.raises((TypeError, ValueError), match="loss_fn"):
         call(risk)
 
 
-def test_dictionaries_without_what_is_needed():
+def test_dictionaries_without_labels_or_a_loss_raise():
     model = Named().double()
     unlabelled = [{name: d[name] for name in ("inputs", "scale")} for d in dictionaries(4)]
-    with pytest.raises(KeyError, match="must have 'labels' for loss_fn, got"):
+    with pytest.raises(TypeError, match="a dictionary with 'labels', got the keys"):
         Risk(model, CE, unlabelled)
-    with pytest.raises(ValueError, match="the model must return its 'loss', got dict"):
+    with pytest.raises(ValueError, match="must return an output with 'loss', got dict"):
         Risk(model, None, unlabelled)
 
 
@@ -321,12 +321,12 @@ def test_dictionaries_without_what_is_needed():
         ({"memory": -1}, "memory must be at least 0"),
     ],
 )
-def test_products_that_are_none(options, match):
+def test_wrong_options_of_products_raise(options, match):
     with pytest.raises(ValueError, match=match):
         hessian(case("mlp").risk(), **options)
 
 
-def test_kinds_and_blocks_that_are_none():
+def test_wrong_kinds_and_blocks_raise():
     risk = case("mlp").risk()
     with pytest.raises(ValueError, match="matrix must be one of hessian, ggn"):
         curvature_operator(risk, "fisher")

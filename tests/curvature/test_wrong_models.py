@@ -17,7 +17,7 @@ def model():
     return mlp().double()
 
 
-def test_a_loss_that_cannot_be_differentiated_twice(model):
+def test_a_loss_that_cannot_be_differentiated_twice_raises(model):
     class Once(torch.autograd.Function):
         @staticmethod
         def forward(x):
@@ -36,8 +36,8 @@ def test_a_loss_that_cannot_be_differentiated_twice(model):
         hessian(risk) @ risk.theta
 
 
-def test_a_model_without_values(model):
-    with pytest.raises(ValueError, match=r"with their values, on one device, got \['meta'\]"):
+def test_a_model_on_the_meta_device_raises(model):
+    with pytest.raises(ValueError, match=r"must be on one device, got \['meta'\]"):
         Risk(model.to("meta"), CE, vectors(4))
 
 
@@ -45,12 +45,12 @@ def test_a_model_without_values(model):
 def test_a_parameter_that_is_not_finite_is_named(model, value):
     name, last = list(model.named_parameters())[-1]
     last.data[1] = value
-    line = f"parameter '{name}' must be finite, got NaN or Inf in 1 of its {last.numel()} values"
+    line = f"parameter '{name}' must be finite, got 1 NaN or Inf of {last.numel()} entries"
     with pytest.raises(ValueError, match=line):
         Risk(model, CE, vectors(4))
 
 
-def test_a_model_that_returns_several_outputs(model):
+def test_a_model_that_returns_several_outputs_raises_where_one_is_needed(model):
     class Twice(nn.Module):
         def __init__(self):
             super().__init__()
@@ -59,23 +59,23 @@ def test_a_model_that_returns_several_outputs(model):
         def forward(self, x):
             return self.net(x), self.net(x)
 
-    with pytest.raises(TypeError, match="must return a tensor for this loss_fn, got tuple"):
+    with pytest.raises(TypeError, match="must return a tensor for this loss, got tuple"):
         Risk(Twice(), CE, vectors(4))
     risk = Risk(Twice(), lambda outputs, target: CE(outputs[0], target), vectors(4))
-    with pytest.raises(ValueError, match="a row for each of 4 samples, got tuple in batch 0"):
+    with pytest.raises(ValueError, match="a row for each of 4 samples, got tuple"):
         fisher(risk, kind="empirical")
     flat = Risk(model, CE, [(noise(2, 5, 3), labels(3, 2, 5))],
                 forward=lambda model, b: (model(b[0]).flatten(0, 1), b[1].flatten()))  # fmt: skip
-    with pytest.raises(ValueError, match=r"each of 2 samples, got \(10, 3\) in batch 0"):
+    with pytest.raises(ValueError, match=r"each of 2 samples, got \(10, 3\)"):
         gradient_covariance(flat)
 
 
-def test_weights_of_classes_that_hardly_change_the_loss(model):
+def test_class_weights_that_hardly_change_the_loss_raise(model):
     # At equal outputs every weighted mean is the same, and derivatives are not.
     nn.init.zeros_(model[-1].weight)
     nn.init.zeros_(model[-1].bias)
     weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.1]).double())
-    with pytest.raises(ValueError, match="got derivatives that differ by"):
+    with pytest.raises(ValueError, match=r"derivatives of norm .* differ by"):
         fisher(Risk(model, weighted, vectors(8)), kind="empirical")
 
 
@@ -90,14 +90,14 @@ class Looked(nn.Module):
         return self.last(self.table(ids).mean(1))
 
 
-def test_a_model_that_changes_its_parameters():
+def test_a_model_that_changes_its_parameters_raises():
     data = [(labels(5, 4, 2), labels(3, 4))]
-    with torch.random.fork_rng(), pytest.raises(ValueError, match="an embedding with max_norm"):
+    with torch.random.fork_rng(), pytest.raises(ValueError, match="does it use max_norm"):
         Risk(Looked(max_norm=0.1), CE, data)
 
 
 @pytest.mark.parametrize("option", ["sparse", "scale_grad_by_freq"])
-def test_gradients_of_embeddings_are_gradients(option):
+def test_sparse_and_scaled_embeddings_have_plain_gradients(option):
     data = [(labels(5, 4, 2), labels(3, 4))]
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -108,7 +108,7 @@ def test_gradients_of_embeddings_are_gradients(option):
     torch.testing.assert_close(hessian(found).dense(), hessian(expected).dense())
 
 
-def test_a_model_that_torch_cannot_transform_says_why():
+def test_the_error_of_a_model_that_torch_cannot_transform_names_the_reason():
     class Packed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -123,9 +123,9 @@ def test_a_model_that_torch_cannot_transform_says_why():
         hessian(risk) @ risk.theta
 
 
-def test_a_loss_that_is_a_sum_is_told_from_a_mean():
+def test_a_loss_that_is_a_sum_raises():
     def summed(outputs, target):
         return torch.nn.functional.cross_entropy(outputs, target, reduction="sum")
 
-    with pytest.raises(ValueError, match=r"mean over a batch, got what seems to be a sum"):
+    with pytest.raises(ValueError, match=r"mean over a batch, but it seems to be a sum"):
         Risk(mlp().double(), summed, vectors(5, 2))

@@ -21,7 +21,7 @@ def by_loop(images, corners, flips, padding):
 @pytest.mark.parametrize("padding", [0, 1, 4])
 @pytest.mark.parametrize("shape", [(3, 8, 8), (1, 5, 7)])
 @pytest.mark.parametrize("flip", [False, True])
-def test_all_at_once_is_one_after_the_other(rng, padding, shape, flip):
+def test_crops_of_a_batch_equal_crops_of_single_images(rng, padding, shape, flip):
     images = torch.randint(0, 256, (40, *shape), generator=rng, dtype=torch.uint8)
     corners, flips = draw(Augmentation(padding=padding, flip=flip), 40, generator=rng)
     found = crop_and_flip(images, corners, flips, padding=padding)
@@ -29,7 +29,7 @@ def test_all_at_once_is_one_after_the_other(rng, padding, shape, flip):
     assert torch.equal(found, by_loop(images, corners, flips, padding))
 
 
-def test_every_corner_is_drawn_and_half_are_mirrored(rng):
+def test_corners_are_uniform_and_half_of_the_images_are_flipped(rng):
     count = 20_000
     corners, flips = draw(Augmentation(padding=2), count, generator=rng)
     cells = torch.bincount(corners[:, 0] * 5 + corners[:, 1], minlength=25) / count
@@ -39,11 +39,11 @@ def test_every_corner_is_drawn_and_half_are_mirrored(rng):
     assert abs(flips.double().mean() - 0.5) < 4 * (0.25 / count) ** 0.5
 
 
-def test_no_flips_where_none_are_asked_for(rng):
+def test_flip_false_flips_no_image(rng):
     assert not draw(Augmentation(flip=False), 50, generator=rng)[1].any()
 
 
-def test_wrong_settings():
+def test_wrong_settings_name_the_argument():
     with pytest.raises(ValueError, match="padding must be at least 0, got -1"):
         Augmentation(padding=-1)
     with pytest.raises(TypeError, match=r"padding must be an integer, got 1.5"):

@@ -68,7 +68,7 @@ def test_inputs_go_with_their_targets(split):
 
 
 @pytest.mark.parametrize("augment", [None, Augmentation(padding=2)])
-def test_an_epoch_can_be_gone_back_to_at_any_batch(split, augment):
+def test_an_epoch_can_be_resumed_at_any_batch(split, augment):
     whole = list(split.batches(8, generator=epoch_generator(3, 5), augment=augment))
     again = split.batches(8, generator=epoch_generator(3, 5), augment=augment)
     for start in range(8):
@@ -104,14 +104,7 @@ def test_augmentation_changes_from_epoch_to_epoch(split):
     assert not torch.equal(one[0][one[1].argsort()], two[0][two[1].argsort()])
 
 
-def test_drop_last(split):
-    assert [len(y) for _, y in split.batches(16, drop_last=True)] == [16, 16, 16]
-    assert len(split.batches(10, drop_last=True)) == len(split.batches(10)) == 5
-    with pytest.raises(ValueError, match="batch_size must be at most 50 with drop_last, got 51"):
-        split.batches(51, drop_last=True)
-
-
-def test_take(split):
+def test_take_returns_the_first_or_random_samples(split):
     assert split.take(5).targets.tolist() == [0, 1, 2, 3, 4]
     drawn = split.take(20, generator=torch.Generator().manual_seed(0))
     assert len(set(drawn.targets.tolist())) == 20
@@ -132,27 +125,27 @@ def test_take(split):
         ({"dtype": torch.int64}, TypeError, "dtype must be of a real floating-point dtype"),
     ],
 )
-def test_wrong_settings(split, settings, error, message):
+def test_wrong_settings_name_the_argument(split, settings, error, message):
     with pytest.raises(error, match=message):
         split.batches(**{"batch_size": 8} | settings)
 
 
-def test_no_samples(split):
+def test_a_part_without_samples_is_refused(split):
     empty = Split(
         inputs=split.inputs[:0], targets=split.targets[:0], mean=split.mean, std=split.std
     )
-    with pytest.raises(ValueError, match="must hold samples to be cut into batches, got none"):
+    with pytest.raises(ValueError, match="the split must have samples, got none"):
         empty.batches(8)
 
 
-def test_batches_and_tensors_are_what_a_risk_takes(split):
+def test_batches_and_tensors_can_be_passed_to_a_risk(split):
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(108, 50))
     loss = torch.nn.functional.cross_entropy
     whole = Risk(model, loss, split.tensors())
     assert Risk(model, loss, split.batches(16)).loss() == pytest.approx(whole.loss(), rel=1e-6)
 
 
-def test_the_global_generator_is_left_alone(split):
+def test_the_global_generator_is_not_changed(split):
     before = torch.get_rng_state()
     list(split.batches(8, generator=epoch_generator(0, 0), augment=Augmentation()))
     assert torch.equal(torch.get_rng_state(), before)
@@ -169,7 +162,7 @@ def test_a_generator_on_the_cpu_gives_the_same_epoch_on_cuda(split):
         torch.testing.assert_close(x, u.cpu())
 
 
-def test_device_placement(split):
+def test_data_move_to_another_device(split):
     moved = split.to("meta")
     x, y = moved.batches(16, generator=epoch_generator(0, 0), augment=Augmentation())[0]
     assert moved.device == x.device == y.device == torch.device("meta")

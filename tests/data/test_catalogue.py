@@ -14,12 +14,12 @@ NAMES = (
 )  # fmt: skip
 
 
-def test_names():
+def test_all_data_sets_are_listed():
     assert data.available() == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_data_set_is_described_in_a_line(name):
+def test_every_data_set_has_a_description_of_one_line(name):
     line = data.describe(name)
     assert line.endswith(".")
     assert len(line) < 100
@@ -28,20 +28,22 @@ def test_every_data_set_is_described_in_a_line(name):
 @pytest.mark.parametrize(
     ("wrong", "right"), [("minst", "mnist"), ("cifar-100", "cifar100"), ("wikitext", "wikitext-2")]
 )
-def test_a_wrong_name_is_answered_with_the_nearest(wrong, right):
+def test_an_unknown_name_suggests_the_nearest(wrong, right):
     with pytest.raises(UnknownNameError, match=rf"no data set is named '{wrong}'; did .*{right}"):
         data.load(wrong)
 
 
-def test_wrong_options_name_the_right_ones():
-    message = "the data set 'mnist' has no option 'labels', but has: validation"
+def test_an_unknown_or_missing_option_names_the_known_ones():
+    message = "the data set 'mnist' got an .*'labels'; its options are: validation"
     with pytest.raises(TypeError, match=message):
         data.load("mnist", labels="fine")
-    with pytest.raises(TypeError, match="the data set 'text' needs the option 'file'"):
+    with pytest.raises(
+        TypeError, match=r"the data set 'text' missing .*argument: 'file'; its options"
+    ):
         data.load("text")
 
 
-def test_digits_are_embedded():
+def test_digits_need_no_files():
     found = data.load("digits", validation=80)
     assert (len(found.train), len(found.validation), len(found.test)) == (1200, 80, 517)
     assert found.shape == (1, 8, 8)
@@ -50,45 +52,47 @@ def test_digits_are_embedded():
     assert found.split_seed == SPLIT_SEED
 
 
-def test_digits_without_scikit_learn(monkeypatch):
+def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(ImportError, match="pip install scikit-learn"):
         data.load("digits")
 
 
-def test_the_environment_names_the_folder(mnist_folder, monkeypatch):
+def test_the_folder_defaults_to_the_environment_variable(mnist_folder, monkeypatch):
     monkeypatch.setenv("RITZ_DATA", str(mnist_folder.parent))
     assert len(data.load("mnist").train) == 40
     # An argument goes before it.
-    with pytest.raises(FileNotFoundError, match="data_dir must be a folder, got 'nowhere'"):
+    message = "data_dir must be an existing folder, got 'nowhere'"
+    with pytest.raises(FileNotFoundError, match=message):
         data.load("mnist", data_dir="nowhere")
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("digits", "text")])
-def test_without_a_folder_the_message_says_what_to_give(name):
-    with pytest.raises(FileNotFoundError, match=rf"no folder (for '{name}'|of images).*data_dir="):
+def test_a_missing_folder_says_which_option_to_give(name):
+    message = rf"data_dir.* must be (given for '{name}'|a folder of images)"
+    with pytest.raises(FileNotFoundError, match=message):
         data.load(name)
 
 
-def test_a_missing_file_is_named_with_where_it_was_looked_for_and_how_to_get_it(mnist_folder):
+def test_a_missing_file_is_named_with_the_folders_searched_and_its_source(mnist_folder):
     (mnist_folder / "t10k-images-idx3-ubyte").unlink()
     with pytest.raises(FileNotFoundError) as raised:
         data.load("mnist", data_dir=mnist_folder.parent)
     message = str(raised.value)
-    assert message.startswith("no t10k-images-idx3-ubyte (or .gz) for 'mnist'")
+    assert message.startswith("'mnist' is not complete: t10k-images-idx3-ubyte (or .gz)")
     assert str(mnist_folder) in message
     assert "yann.lecun.com" in message
     assert "\n" not in message
 
 
-def test_data_are_held_where_asked_for(mnist_folder):
+def test_data_are_stored_on_the_device(mnist_folder):
     found = data.load("mnist", data_dir=mnist_folder, device="meta", validation=5)
     devices = {part.device.type for part in (found.train, found.test, found.validation)}
     assert devices == {"meta"}
     assert found.train.inputs.dtype == torch.uint8
 
 
-def test_devices_that_are_not_there(mnist_folder):
+def test_a_missing_device_is_refused(mnist_folder):
     count = torch.cuda.device_count()
     with pytest.raises(ValueError, match=f"got 'cuda:{count}': torch finds {count or 'no'} CUDA"):
         data.load("mnist", data_dir=mnist_folder, device=f"cuda:{count}")
@@ -96,7 +100,7 @@ def test_devices_that_are_not_there(mnist_folder):
         data.load("mnist", data_dir=mnist_folder, device="gpu")
 
 
-def test_importing_needs_no_extra():
+def test_the_package_imports_without_optional_libraries():
     code = "import sys, ritz.data; print([n for n in ('sklearn', 'PIL') if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

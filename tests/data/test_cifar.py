@@ -8,10 +8,10 @@ import torch
 from data.formats import cifar_bytes, python2_list, python2_pickle, python2_text
 
 from ritz import data
-from ritz.data._images import held_out
+from ritz.data._images import hold_out
 
 
-def test_cifar100_is_read_as_it_was_written(write_cifar100):
+def test_cifar100_round_trip(write_cifar100):
     root, (train, test) = write_cifar100()
     found = data.load("cifar100", data_dir=root)
     np.testing.assert_array_equal(found.train.inputs.numpy(), train)
@@ -21,7 +21,7 @@ def test_cifar100_is_read_as_it_was_written(write_cifar100):
     assert found.augmentation == data.Augmentation(padding=4, flip=True)
 
 
-def test_cifar100_coarse_labels_and_names(write_cifar100):
+def test_cifar100_reads_coarse_labels_and_class_names(write_cifar100):
     root, _ = write_cifar100()
     names = python2_list([python2_text(b"class%d" % n) for n in range(20)])
     meta = root / "cifar-100-python" / "meta"
@@ -67,17 +67,17 @@ def test_a_malicious_file_is_refused_and_nothing_in_it_runs(write_cifar100, tmp_
     marker = tmp_path / "ran"
     content = pickle.dumps({b"data": Command(marker)}, protocol=2)
     (root / "cifar-100-python" / file).write_bytes(content)
-    with pytest.raises(data.DataError, match=rf"{file} is refused.*the name posix.system"):
+    with pytest.raises(data.DataError, match=rf"{file} is not read.*refers to posix.system"):
         data.load("cifar100", data_dir=root)
     assert not marker.exists()
     pickle.loads(content)  # the file is what it is said to be
     assert marker.exists()
 
 
-def test_a_split_of_45_to_5_is_fixed(write_cifar100):
+def test_the_validation_split_is_fixed(write_cifar100):
     root, (train, _) = write_cifar100((100, 5))
     found = data.load("cifar100", data_dir=root, validation=10)
-    stay, out = held_out(100, 10)
+    stay, out = (part for part, _ in hold_out((torch.arange(100),) * 2, 10))
     assert (len(found.train), len(found.validation), found.split_seed) == (90, 10, 0)
     np.testing.assert_array_equal(found.train.inputs.numpy(), train[stay.numpy()])
     assert found.validation.targets.tolist() == out.tolist()
@@ -96,14 +96,14 @@ def test_a_split_of_45_to_5_is_fixed(write_cifar100):
         ({"data": np.zeros((1, 3072), np.uint8), "fine_labels": [-1]}, "label -1 at place 0"),
     ],
 )
-def test_files_of_something_else(write_cifar100, content, message):
+def test_files_with_other_content_are_refused(write_cifar100, content, message):
     root, _ = write_cifar100()
     (root / "cifar-100-python" / "test").write_bytes(pickle.dumps(content, protocol=2))
     with pytest.raises(data.DataError, match=message):
         data.load("cifar100", data_dir=root)
 
 
-def test_no_samples(write_cifar100):
+def test_a_part_without_samples_is_refused(write_cifar100):
     root, _ = write_cifar100()
     content = cifar_bytes(np.zeros((0, 3072), np.uint8), fine_labels=[])
     (root / "cifar-100-python" / "test").write_bytes(content)
@@ -111,18 +111,20 @@ def test_no_samples(write_cifar100):
         data.load("cifar100", data_dir=root)
 
 
-def test_a_packed_file_of_more_than_the_limit_is_left_alone(write_cifar100, monkeypatch):
+def test_a_compressed_file_above_the_limit_is_refused(write_cifar100, monkeypatch):
     root, _ = write_cifar100()
     monkeypatch.setattr("ritz.data._image_sets.LIMIT", 10_000)
     packed = gzip.compress(
         cifar_bytes(np.zeros((50, 3, 32, 32), np.uint8), fine_labels=[0] * 50), mtime=0
     )
     (root / "cifar-100-python" / "train").write_bytes(packed)
-    with pytest.raises(data.DataError, match="holds more than the 10000 bytes"):
+    with pytest.raises(
+        data.DataError, match="is too large for a file of this data set: more than 10000 bytes"
+    ):
         data.load("cifar100", data_dir=root)
 
 
-def test_the_tensors_are_ones_own(write_cifar100):
+def test_tensors_can_be_modified_in_place(write_cifar100):
     root, _ = write_cifar100()
     found = data.load("cifar100", data_dir=root)
     found.train.inputs.zero_()  # would warn or fail on the memory of a file

@@ -22,7 +22,7 @@ def folder(tmp_path, rgb):
     return place
 
 
-def test_the_parts_come_one_after_the_other(folder, rgb):
+def test_the_training_files_are_joined_in_order(folder, rgb):
     found = data.load("imagenet32", data_dir=folder.parent)
     images = np.concatenate([rgb(number + 1) for number in range(10)])
     np.testing.assert_array_equal(found.train.inputs.numpy(), images)
@@ -40,7 +40,7 @@ class Command:
         return os.system, (f"touch {self.marker}",)
 
 
-def test_objects_are_refused_and_nothing_in_them_runs(folder, tmp_path):
+def test_arrays_of_objects_are_refused_and_not_executed(folder, tmp_path):
     marker = tmp_path / "ran"
     array = np.array([Command(marker)], dtype=object)
     np.savez(folder / "val_data.npz", data=array, labels=array)
@@ -68,7 +68,7 @@ ROW = np.zeros((1, 3072), np.uint8)
         ({"data": ROW.astype(float), "labels": np.array([1])}, "must be uint8 .*got float64"),
     ],
 )
-def test_files_of_something_else(folder, arrays, message):
+def test_files_with_other_content_are_refused(folder, arrays, message):
     np.savez(folder / "val_data.npz", **arrays)
     with pytest.raises(data.DataError, match=message):
         data.load("imagenet32", data_dir=folder)
@@ -90,7 +90,7 @@ def npy_bytes(shape, body):
         (b"\x93NUMPY\x01\x00\x10\x00__import__('os')", "is truncated or not an npz file"),
     ],
 )
-def test_members_that_are_not_what_they_declare(tmp_path, member, message):
+def test_an_array_that_contradicts_its_header_is_refused(tmp_path, member, message):
     path = tmp_path / "file.npz"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("data.npy", member)
@@ -98,8 +98,15 @@ def test_members_that_are_not_what_they_declare(tmp_path, member, message):
         read_member(path, "data")
 
 
+def test_an_array_larger_than_the_limit_is_not_decompressed(folder, monkeypatch):
+    monkeypatch.setattr("ritz.data._image_sets.LIMIT", 3000)
+
+    with pytest.raises(data.DataError, match=r"'data' has 3200 bytes; at most 3000"):
+        data.load("imagenet32", data_dir=folder)
+
+
 @pytest.mark.parametrize("damage", ["cut", "changed", "text"])
-def test_damaged_archives(folder, damage):
+def test_a_damaged_archive_is_named(folder, damage):
     path = folder / "train_data_batch_4.npz"
     content = bytearray(path.read_bytes())
     if damage == "changed":

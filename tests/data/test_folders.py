@@ -24,7 +24,7 @@ def root(tmp_path):
     return tmp_path
 
 
-def test_one_folder_a_class_with_a_fixed_test_part(root):
+def test_a_folder_per_class_is_read_with_a_fixed_test_part(root):
     found = data.load("folder", data_dir=root, test_fraction=0.25)
     assert found.classes == ("cats", "dogs")
     assert (len(found.train), len(found.test), found.split_seed) == (9, 3, 0)
@@ -36,7 +36,7 @@ def test_one_folder_a_class_with_a_fixed_test_part(root):
     assert again.test.inputs.tolist() == found.test.inputs.tolist()
 
 
-def test_folders_of_train_val_and_test(tmp_path):
+def test_train_val_and_test_folders_become_the_parts(tmp_path):
     for part, value in (("train", 50), ("val", 60), ("test", 70)):
         for name in ("a", "b"):
             write(tmp_path / part / name / "0.png", value=value)
@@ -48,7 +48,7 @@ def test_folders_of_train_val_and_test(tmp_path):
         data.load("folder", data_dir=tmp_path, validation=1)
 
 
-def test_a_validation_folder_alone_is_tested_on(tmp_path):
+def test_a_validation_folder_without_a_test_folder_is_the_test_part(tmp_path):
     write(tmp_path / "train" / "a" / "0.png")
     write(tmp_path / "val" / "a" / "0.png", value=9)
     found = data.load("folder", data_dir=tmp_path)
@@ -57,7 +57,7 @@ def test_a_validation_folder_alone_is_tested_on(tmp_path):
 
 
 @pytest.mark.parametrize(("channels", "mode"), [(1, "L"), (3, "RGB"), (1, "RGB"), (3, "P")])
-def test_channels(tmp_path, channels, mode):
+def test_images_are_converted_to_one_or_three_channels(tmp_path, channels, mode):
     for name in ("a", "b"):
         write(tmp_path / name / "0.png", value=51, mode=mode)
     found = data.load("folder", data_dir=tmp_path, channels=channels)
@@ -67,14 +67,14 @@ def test_channels(tmp_path, channels, mode):
     }  # a colour that palettes have
 
 
-def test_size_cuts_the_middle_and_resamples(root):
+def test_size_crops_the_centre_and_resamples(root):
     write(root / "cats" / "wide.png", size=(40, 10), value=200)
     with pytest.raises(data.DataError, match=r"images must be of one size, got 6 x 5 .*40 x 10"):
         data.load("folder", data_dir=root)
     assert data.load("folder", data_dir=root, size=4).shape == (3, 4, 4)
 
 
-def test_files_that_are_no_images_are_passed_over(root):
+def test_files_that_are_not_images_are_skipped(root):
     (root / "cats" / "notes.txt").write_text("not an image")
     (root / "cats" / ".DS_Store").write_bytes(b"x")
     (root / ".hidden").mkdir()
@@ -87,13 +87,13 @@ def test_files_that_are_no_images_are_passed_over(root):
 @pytest.mark.parametrize(
     "content", [b"", b"GIF89a", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 6 5\n"]
 )
-def test_a_file_that_only_bears_the_name_of_an_image(root, content):
+def test_a_file_with_the_ending_of_an_image_but_other_content_is_refused(root, content):
     (root / "cats" / "0.png").write_bytes(content)
     with pytest.raises(data.DataError, match=r"0.png is not an image that can be read"):
         data.load("folder", data_dir=root)
 
 
-def test_a_truncated_image(root):
+def test_a_truncated_image_is_refused(root):
     path = root / "cats" / "0.png"
     path.write_bytes(path.read_bytes()[:-30])
     with pytest.raises(data.DataError, match=r"0.png is not an image that can be read"):
@@ -101,7 +101,7 @@ def test_a_truncated_image(root):
 
 
 @pytest.mark.parametrize("limit", [8, 20])
-def test_an_image_of_too_many_pixels(root, monkeypatch, limit):
+def test_an_image_of_too_many_pixels_is_refused(root, monkeypatch, limit):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)  # 30 pixels: an error, or a warning
     with pytest.raises(data.DataError, match=r"cats.0.png .*decompression bomb"):
         data.load("folder", data_dir=root)
@@ -116,14 +116,14 @@ def test_an_image_of_too_many_pixels(root, monkeypatch, limit):
         (["train/a/0.png", "train/b/0.png", "test/a/0.png"], data.DataError, "b holds no images"),
     ],
 )
-def test_folders_of_another_kind(tmp_path, files, error, message):
+def test_folders_without_classes_or_images_are_refused(tmp_path, files, error, message):
     for file in files:
         write(tmp_path / file)
     with pytest.raises(error, match=message):
         data.load("folder", data_dir=tmp_path)
 
 
-def test_training_and_test_images_of_different_sizes(tmp_path):
+def test_training_and_test_images_of_different_sizes_are_refused(tmp_path):
     write(tmp_path / "train" / "a" / "0.png")
     write(tmp_path / "test" / "a" / "0.png", size=(7, 7))
     with pytest.raises(
@@ -140,17 +140,19 @@ def test_training_and_test_images_of_different_sizes(tmp_path):
         ({"test_fraction": 1.0}, "test_fraction must be between 0 and 0.9, got 1.0"),
     ],
 )
-def test_wrong_options(root, options, message):
+def test_wrong_options_name_the_option(root, options, message):
     with pytest.raises(ValueError, match=message):
         data.load("folder", data_dir=root, **options)
 
 
-def test_no_folder(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no folder of images .*nowhere.*for each class"):
+def test_a_missing_folder_of_images_is_named(tmp_path):
+    with pytest.raises(
+        FileNotFoundError, match=r"data_dir must be a folder of images.*nowhere.*for each class"
+    ):
         data.load("folder", data_dir=tmp_path / "nowhere")
 
 
-def test_without_pillow(root, monkeypatch):
+def test_a_missing_pillow_says_what_to_install(root, monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(ImportError, match="pip install Pillow"):
         data.load("folder", data_dir=root)

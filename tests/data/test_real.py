@@ -9,7 +9,7 @@ import torch
 
 from ritz import data
 from ritz._core.random import epoch_generator
-from ritz.data._images import held_out
+from ritz.data._images import hold_out
 
 pytestmark = pytest.mark.slow
 
@@ -38,38 +38,38 @@ def load(name, **options):
 
 
 @pytest.mark.parametrize("name", IMAGES)
-def test_images(name):
+def test_published_images_have_the_known_counts_and_means(name):
     found = load(name)
     _, num_test, num_classes, mean, std = IMAGES[name]
     assert (len(found.train), len(found.test), found.num_classes) == IMAGES[name][:3]
     # Quoted to four places.
-    torch.testing.assert_close(found.mean, torch.tensor(mean).double(), atol=6e-5, rtol=0)
-    torch.testing.assert_close(found.std, torch.tensor(std).double(), atol=6e-5, rtol=0)
+    torch.testing.assert_close(found.train.mean, torch.tensor(mean).double(), atol=6e-5, rtol=0)
+    torch.testing.assert_close(found.train.std, torch.tensor(std).double(), atol=6e-5, rtol=0)
     counts = torch.bincount(found.test.targets, minlength=num_classes)
     assert name == "mnist" or (counts == num_test // num_classes).all()
 
 
-def test_imagenet32():
+def test_imagenet32_has_the_known_counts():
     found = load("imagenet32")
     assert (len(found.train), len(found.test)) == (1_281_167, 50_000)
     assert (torch.bincount(found.test.targets) == 50).all()
 
 
-def test_mnist_pixels_are_those_of_the_file():
+def test_mnist_pixels_match_the_file():
     found = load("mnist").test.inputs.numpy()
     head = bytes([0, 0, 8, 3, 0, 0, 39, 16, 0, 0, 0, 28, 0, 0, 0, 28])
     assert hashlib.sha256(head + found.tobytes()).hexdigest() == MNIST_TEST
 
 
-def test_cifar_in_45_000_and_5_000():
+def test_cifar_is_split_into_45_000_and_5_000():
     whole, cut = load("cifar100"), load("cifar100", validation=5000)
-    stay, out = held_out(50_000, 5000)
+    stay, out = (part for part, _ in hold_out((torch.arange(50_000),) * 2, 5000))
     assert torch.equal(cut.train.inputs, whole.train.inputs[stay])
     assert torch.equal(cut.validation.targets, whole.train.targets[out])
-    assert torch.equal(cut.mean, whole.mean)
+    assert torch.equal(cut.train.mean, whole.train.mean)
 
 
-def test_cifar100_names_and_coarse_labels():
+def test_cifar100_has_class_names_and_coarse_labels():
     fine, coarse = load("cifar100"), load("cifar100", labels="coarse")
     assert torch.equal(fine.train.inputs, coarse.train.inputs)
     names = {
@@ -90,12 +90,12 @@ def test_an_augmented_epoch_of_cifar_takes_seconds():
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_texts(name):
+def test_published_texts_have_the_known_counts(name):
     found = load(name)
     sizes = [len(part.tokens) for part in (found.train, found.validation, found.test)]
     assert (*sizes, found.num_classes) == TEXTS[name]
 
 
-def test_characters():
+def test_shakespeare_is_read_as_characters():
     found = load("text", file="tinyshakespeare.txt")
     assert (len(found.train.tokens), found.num_classes) == (1_003_854, 65)

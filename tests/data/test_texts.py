@@ -25,7 +25,7 @@ def words(found, split):
     return " ".join(found.vocabulary[token] for token in split.tokens)
 
 
-def test_words_in_the_order_of_their_first_use(ptb_folder):
+def test_words_are_numbered_by_first_use(ptb_folder):
     found = data.load("ptb", data_dir=ptb_folder)
     assert found.vocabulary == ("the", "cat", "<unk>", "<eos>", "dog", "sat")
     assert words(found, found.train) == "the cat <unk> <eos> the dog sat <eos> <eos>"
@@ -35,7 +35,7 @@ def test_words_in_the_order_of_their_first_use(ptb_folder):
     assert found.num_classes == 6
 
 
-def test_wikitext_has_names_of_its_own(ptb_folder):
+def test_wikitext_2_is_read_from_its_own_file_names(ptb_folder):
     folder = ptb_folder / "wikitext-2"
     folder.mkdir()
     for part in ("train", "valid", "test"):
@@ -45,7 +45,7 @@ def test_wikitext_has_names_of_its_own(ptb_folder):
     assert found.test.length == 2
 
 
-def test_a_word_that_training_never_showed(ptb_folder):
+def test_a_word_that_is_not_in_the_training_text_becomes_unknown(ptb_folder):
     (ptb_folder / "ptb" / "ptb.train.txt").write_text("the dog sat")
     with pytest.raises(data.DataError, match=r"ptb.valid.txt.gz has the word 'bird'"):
         data.load("ptb", data_dir=ptb_folder)
@@ -54,14 +54,14 @@ def test_a_word_that_training_never_showed(ptb_folder):
 @pytest.mark.parametrize(
     ("content", "message"), [(b"", "is empty"), (b"caf\xe9\n", "is not a text in UTF-8")]
 )
-def test_files_that_are_no_text(ptb_folder, content, message):
+def test_a_file_that_is_not_text_is_refused(ptb_folder, content, message):
     (ptb_folder / "ptb" / "ptb.test.txt").write_bytes(content)
     with pytest.raises(data.DataError, match=rf"ptb.test.txt {message}"):
         data.load("ptb", data_dir=ptb_folder)
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_characters_of_any_file(tmp_path, packed):
+def test_any_text_file_is_read_as_characters(tmp_path, packed):
     text = "żółw, " * 20
     content = text.encode()
     path = tmp_path / f"story.txt{'.gz' * packed}"
@@ -87,7 +87,7 @@ def places(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("file", ["story.txt", "./story.txt", "../here/story.txt", "~/story.txt"])
-def test_a_text_of_the_current_folder_needs_no_other(places, monkeypatch, file):
+def test_a_text_in_the_current_folder_needs_no_data_folder(places, monkeypatch, file):
     monkeypatch.setenv("HOME", str(places / "here"))
     assert data.load("text", file=file).vocabulary == ("h", "i")
 
@@ -96,14 +96,14 @@ def test_a_text_of_the_current_folder_needs_no_other(places, monkeypatch, file):
     ("file", "letters"),
     [("story.txt", "de"), ("./story.txt", "hi"), ("mine.txt", "mn"), ("deep/mine.txt", "op")],
 )
-def test_a_plain_name_is_looked_for_in_the_folder_of_data_first(places, file, letters):
+def test_a_plain_name_is_searched_in_the_data_folder_first(places, file, letters):
     (places / "here" / "mine.txt").write_text("mn" * 30)
     (places / "here" / "deep").mkdir()
     (places / "here" / "deep" / "mine.txt").write_text("op" * 30)
     assert data.load("text", data_dir=places / "data", file=file).vocabulary == tuple(letters)
 
 
-def test_a_whole_path_is_not_looked_for_below_itself(places):
+def test_an_absolute_path_is_not_searched_in_the_data_folder(places):
     (places / "here" / "text").mkdir()
     (places / "here" / "text" / "story.txt").write_text("xy" * 30)
     assert data.load("text", file=str(places / "here" / "story.txt")).vocabulary == ("h", "i")
@@ -111,21 +111,23 @@ def test_a_whole_path_is_not_looked_for_below_itself(places):
 
 @pytest.mark.parametrize(
     ("file", "looked"),
-    [("no.txt", r"no no\.txt .* searched in .*data/text, .*data, .*here;"),
-     ("./no.txt", r"no no\.txt .* searched in [^,]*here; file= names any text")],
+    [("no.txt", r"no\.txt .* not found in .*data/text, .*data, .*here;"),
+     ("./no.txt", r"no\.txt .* not found in [^,]*here; file= \(--set-data file=PATH\)")],
 )  # fmt: skip
-def test_a_text_that_is_nowhere_says_where_it_was_looked_for(places, file, looked):
+def test_a_missing_text_names_the_folders_searched(places, file, looked):
     with pytest.raises(FileNotFoundError, match=looked):
         data.load("text", data_dir=places / "data", file=file)
 
 
-def test_a_text_too_short_to_be_cut(tmp_path):
+def test_a_text_too_short_for_three_parts_is_refused(tmp_path):
     (tmp_path / "short").write_text("abc")
-    with pytest.raises(data.DataError, match="too short to be cut into three: 3 characters"):
+    with pytest.raises(
+        data.DataError, match="too short for training, validation and test: 3 characters"
+    ):
         data.load("text", data_dir=tmp_path, file="short")
 
 
-def test_segments_go_on_where_the_last_ones_stopped():
+def test_each_segment_continues_the_one_before():
     split = TextSplit(tokens=torch.arange(26))
     batches = split.batches(2, length=5)
     assert [inputs.tolist() for inputs, _ in batches] == [
@@ -140,18 +142,18 @@ def test_segments_go_on_where_the_last_ones_stopped():
 
 
 @pytest.mark.parametrize("consecutive", [True, False])
-def test_segments_say_whether_a_state_is_handed_on(consecutive):
+def test_segments_say_whether_the_recurrent_state_is_passed_on(consecutive):
     split = TextSplit(tokens=torch.arange(26), consecutive=consecutive).to("cpu")
     assert split.batches(2, length=5)[1:].consecutive is consecutive
     assert TextSplit(tokens=torch.arange(26)).batches(2).consecutive
 
 
-def test_one_stream_predicts_every_token_but_the_first():
+def test_one_stream_has_every_token_but_the_first_as_a_target():
     targets = [y for _, y in TextSplit(tokens=torch.arange(100), length=7).batches(1)]
     assert torch.cat(targets, 1).tolist() == [list(range(1, 100))]
 
 
-def test_random_lengths_cover_the_text_and_can_be_gone_back_to():
+def test_random_lengths_cover_the_text_and_are_reproducible():
     split = TextSplit(tokens=torch.arange(40_000))
     settings = {"length": 30, "variable": True}
     epoch = split.batches(4, generator=epoch_generator(0, 0), **settings)
@@ -166,7 +168,7 @@ def test_random_lengths_cover_the_text_and_can_be_gone_back_to():
     assert abs(lengths.mean() - mean) < 4 * lengths.std() / len(lengths) ** 0.5
 
 
-def test_a_generator_alone_changes_nothing():
+def test_a_generator_without_variable_lengths_changes_nothing():
     split = TextSplit(tokens=torch.arange(100))
     assert split.batches(2, generator=epoch_generator(0, 0)).bounds == split.batches(2).bounds
 
@@ -175,23 +177,26 @@ def test_a_generator_alone_changes_nothing():
     ("settings", "message"),
     [
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
-        ({"batch_size": 51}, "batch_size must leave every stream two of 100 tokens, got 51"),
+        (
+            {"batch_size": 51},
+            "batch_size must be at most half of the 100 tokens of the text, got 51",
+        ),
         ({"length": 0}, "length must be at least 1, got 0"),
         ({"variable": True}, "variable needs a generator"),
     ],
 )
-def test_wrong_settings(settings, message):
+def test_wrong_settings_name_the_argument(settings, message):
     with pytest.raises(ValueError, match=message):
         TextSplit(tokens=torch.arange(100)).batches(**{"batch_size": 2} | settings)
 
 
-def test_device_placement(ptb_folder):
+def test_data_move_to_another_device(ptb_folder):
     found = data.load("ptb", data_dir=ptb_folder, device="meta", length=2)
     assert found.train.device == found.test.device == torch.device("meta")
     assert found.train.batches(2)[0][0].device.type == "meta"
     assert found.train.length == 2
 
 
-def test_wrong_length_of_a_split(ptb_folder):
+def test_a_length_below_one_is_refused(ptb_folder):
     with pytest.raises(ValueError, match="length must be at least 1, got 0"):
         data.load("ptb", data_dir=ptb_folder, length=0)

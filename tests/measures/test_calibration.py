@@ -32,7 +32,7 @@ def drawn():
 
 
 @pytest.mark.parametrize("factor", [1e-3, 0.3, 1.0, 4.0, 1e4])
-def test_a_factor_of_the_logits_is_found(drawn, factor):
+def test_temperature_recovers_a_factor_of_the_logits(drawn, factor):
     logits, labels = drawn
     own = temperature(risk_of(logits, labels))
     found = temperature(risk_of(factor * logits, labels))
@@ -43,7 +43,7 @@ def test_a_factor_of_the_logits_is_found(drawn, factor):
     assert own.temperature == pytest.approx(1, abs=0.15)
 
 
-def test_no_temperature_of_a_fine_grid_is_better(drawn):
+def test_temperature_is_the_best_of_a_fine_grid(drawn):
     logits, labels = drawn
     found = temperature(risk_of(3 * logits, labels))
     grid = torch.logspace(-2, 2, 4001, dtype=torch.float64)
@@ -64,7 +64,7 @@ def test_the_gradient_is_zero_at_the_optimum(drawn):
     assert found.status.outcome == "converged"
 
 
-def test_calibration_error_by_hand():
+def test_calibration_error_equals_one_computed_by_hand():
     # Confidences 0.9, 0.9, 0.6, 0.6; right, wrong, right, right.
     chances = torch.tensor([[0.9, 0.1], [0.1, 0.9], [0.6, 0.4], [0.4, 0.6]], dtype=torch.float64)
     found = temperature(risk_of(chances.log(), torch.tensor([0, 0, 0, 1])), num_bins=4)
@@ -76,7 +76,7 @@ def test_calibration_error_by_hand():
     assert found.before.edges.tolist() == [0.0, 0.25, 0.5, 0.75, 1.0]
 
 
-def test_an_upper_edge_is_in_its_bin():
+def test_bin_includes_its_upper_edge():
     logits = torch.zeros(3, 2, dtype=torch.float64)
     logits[2, 0] = 800.0  # a confidence of exactly one
     logits[1, 0] = 0.1
@@ -84,7 +84,7 @@ def test_an_upper_edge_is_in_its_bin():
     assert found.before.counts.tolist() == [1, 2]
 
 
-def test_calibration_lowers_the_error_of_a_network_too_sure_of_itself(drawn):
+def test_temperature_lowers_the_calibration_error_of_an_overconfident_network(drawn):
     logits, labels = drawn
     found = temperature(risk_of(5 * logits, labels))
     assert found.temperature > 3
@@ -94,13 +94,13 @@ def test_calibration_lowers_the_error_of_a_network_too_sure_of_itself(drawn):
     assert found.num_samples == 400
 
 
-def test_batches_do_not_matter(drawn):
+def test_temperature_does_not_depend_on_the_batch_size(drawn):
     whole, cut = (temperature(risk_of(*drawn, batch_size=size)) for size in (400, 37))
     assert whole.temperature == pytest.approx(cut.temperature, rel=1e-12)
     assert whole.before.error == pytest.approx(cut.before.error, rel=1e-12)
 
 
-def test_ignored_labels_are_left_out(drawn):
+def test_temperature_leaves_out_ignored_labels(drawn):
     logits, labels = drawn
     some = labels.clone()
     some[100:] = -100
@@ -109,7 +109,7 @@ def test_ignored_labels_are_left_out(drawn):
     assert float(found) == pytest.approx(float(temperature(risk_of(logits[:100], labels[:100]))))
 
 
-def test_positions_count_as_samples(drawn):
+def test_temperature_counts_positions_as_samples(drawn):
     logits, labels = drawn
     model = nn.Conv1d(5, 5, 1, bias=False).double()
     with torch.no_grad():
@@ -136,26 +136,26 @@ def test_a_scaled_model_divides_its_outputs_and_shares_its_weights(drawn):
     assert "temperature=" in repr(calibrated)
 
 
-def test_a_result_is_saved_and_read(drawn, tmp_path):
+def test_temperature_is_saved_and_loaded(drawn, tmp_path):
     found = temperature(risk_of(*drawn))
     ritz.save(found, tmp_path / "found.safetensors")
     assert str(ritz.load(tmp_path / "found.safetensors")) == str(found)
 
 
-def test_too_few_steps_are_reported(drawn):
+def test_temperature_reports_max_steps(drawn):
     found = temperature(risk_of(1e6 * drawn[0], drawn[1]), max_steps=2)
     assert found.status.outcome == "max_steps"
-    with pytest.raises(ritz.NotConvergedError, match="raise max_steps"):
+    with pytest.raises(ritz.NotConvergedError, match="increase max_steps"):
         found.raise_if_failed()
 
 
-def test_perfect_outputs_have_no_best_temperature(drawn):
+def test_temperature_raises_if_all_samples_are_classified_correctly(drawn):
     logits, _ = drawn
     with pytest.raises(ValueError, match="all 400 samples are classified correctly"):
         temperature(risk_of(logits, logits.argmax(1)))
 
 
-def test_outputs_worse_than_chance_have_none_either(drawn):
+def test_temperature_raises_if_outputs_are_worse_than_chance(drawn):
     logits, _ = drawn
     with pytest.raises(ValueError, match="are no better than chance"):
         temperature(risk_of(logits, logits.argmin(1)))
@@ -192,12 +192,12 @@ def test_arguments_are_checked(drawn, bad, match):
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.inf, math.nan])
-def test_a_temperature_is_positive(bad):
+def test_scaled_raises_for_a_temperature_that_is_not_positive(bad):
     with pytest.raises(ValueError, match="temperature must be positive and finite"):
         scaled(nn.Linear(2, 2), bad)
 
 
-def test_only_tensors_are_divided():
+def test_scaled_model_raises_if_the_model_returns_no_tensor():
     class Pair(nn.Module):
         def forward(self, x):
             return x, x

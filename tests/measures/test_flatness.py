@@ -63,7 +63,7 @@ def plain():
     )
 
 
-def test_every_number_of_a_full_krylov_run_agrees_with_dense(plain):
+def test_sharpness_from_full_krylov_spaces_equals_the_dense_values(plain):
     risk, report = plain
     assert [(row.matrix, row.batch_norm) for row in report.rows] == [
         ("hessian", None),
@@ -74,7 +74,7 @@ def test_every_number_of_a_full_krylov_run_agrees_with_dense(plain):
         check_row(row, matrix, 12)
 
 
-def test_both_modes_of_batch_norm_agree_with_dense():
+def test_sharpness_in_both_batch_norm_modes_equals_the_dense_values():
     risk = normed()
     size = risk.space.size
     report = sharpness(risk, num_steps=size, num_probes=8, engine="eager", generator=seeded(6))
@@ -86,7 +86,7 @@ def test_both_modes_of_batch_norm_agree_with_dense():
         assert report.summaries[row.batch_norm].loss == pytest.approx(part.loss(), rel=1e-12)
 
 
-def test_the_products_reported_are_those_spent():
+def test_num_products_is_the_number_of_products_computed():
     risk = risk_of(network())
     report = sharpness(risk, num_steps=5, num_probes=3, matrix="ggn", engine="eager")
     (row,) = report.rows
@@ -95,7 +95,7 @@ def test_the_products_reported_are_those_spent():
     assert row.status.outcome == "completed"
 
 
-def test_a_trace_is_exact_where_the_structure_knows_it(monkeypatch):
+def test_trace_is_exact_if_the_operator_knows_it(monkeypatch):
     risk = risk_of(network())
     options = {"num_steps": 3, "num_probes": 2, "matrix": ("ggn",), "engine": "eager"}
     for known, method in ((7.0, "exact, by structure"), (None, "Lanczos quadrature")):
@@ -120,7 +120,7 @@ def test_the_frobenius_norm_is_not_below_the_spectral_norm(num_probes):
     assert raised >= 2  # after six steps too little has converged to be split off
 
 
-def test_eigenvalues_that_every_probe_found_are_not_sampled():
+def test_eigenvalues_found_by_every_probe_have_no_sampling_error():
     risk = risk_of(network())
     options = {"num_probes": 4, "matrix": ("ggn",), "engine": "eager", "generator": seeded(5)}
     (row,) = sharpness(risk, num_steps=risk.space.size, **options).rows
@@ -132,7 +132,7 @@ def test_eigenvalues_that_every_probe_found_are_not_sampled():
     assert float(row.frobenius_norm) == pytest.approx(float(values.norm()), rel=1e-6)
 
 
-def test_rows_have_the_same_probes_and_blocks_change_nothing():
+def test_rows_share_probes_and_do_not_depend_on_the_block_size():
     risk = risk_of(network())
     options = {"num_steps": 4, "num_probes": 3, "matrix": ("ggn", "ggn"), "engine": "eager"}
     one = sharpness(risk, **options)
@@ -143,7 +143,7 @@ def test_rows_have_the_same_probes_and_blocks_change_nothing():
     assert one.seed == two.seed == 0
 
 
-def test_the_default_of_a_recomputed_risk_is_recomputed():
+def test_sharpness_of_a_recomputed_risk_defaults_to_recomputed_and_train():
     options = {"num_steps": 2, "num_probes": 2, "matrix": ("ggn",), "engine": "eager"}
     report = sharpness(normed(batch_norm="recomputed"), **options)
     assert [row.batch_norm for row in report.rows] == ["recomputed", "train"]
@@ -153,7 +153,7 @@ def test_the_default_of_a_recomputed_risk_is_recomputed():
     assert [row.batch_norm for row in without.rows] == [None]
 
 
-def test_the_report_is_a_table(plain):
+def test_sharpness_is_printed_as_a_table(plain):
     risk, report = plain
     text = str(report)
     lines = text.splitlines()
@@ -161,15 +161,15 @@ def test_the_report_is_a_table(plain):
         f"Sharpness of Sequential: {risk.space.size} parameters, 24 samples in batches of 8"
     )
     assert lines[1] == (
-        "  31 Lanczos steps, 12 probes (± a standard error, itself uncertain by 21%), seed 5"
+        "  31 Lanczos steps, 12 probes (± standard error, accurate to about 21%), seed 5"
     )
     assert lines[2].split() == ["hessian", "ggn"]
-    for name in ("accuracy", "loss", "spectral norm", "negative mass", "mass at the origin"):
+    for name in ("accuracy", "loss", "spectral norm", "negative fraction", "fraction near zero"):
         assert sum(line.strip().startswith(name) for line in lines) == 1
     assert len({len(line) for line in lines[2:]}) == 1
 
 
-def test_the_report_names_l2_and_uneven_batches():
+def test_printed_sharpness_shows_l2_and_uneven_batches():
     x = torch.randn(5, INPUTS, generator=seeded(0), dtype=torch.float64)
     target = torch.zeros(5, CLASSES, dtype=torch.float64)
     risk = Risk(network(), functional.mse_loss, (x, target), batch_size=3, l2=0.5)
@@ -180,7 +180,7 @@ def test_the_report_names_l2_and_uneven_batches():
     assert report.rows[1].smallest >= 0.5 - 1e-12
 
 
-def test_a_report_is_saved_and_loaded(plain, tmp_path):
+def test_sharpness_is_saved_and_loaded(plain, tmp_path):
     _, report = plain
     ritz.save(report, tmp_path / "report.safetensors")
     loaded = ritz.load(tmp_path / "report.safetensors")
@@ -189,7 +189,7 @@ def test_a_report_is_saved_and_loaded(plain, tmp_path):
     assert type(loaded.rows[0].degeneracy) is type(report.rows[0].degeneracy)
 
 
-def test_the_model_is_left_as_it_was():
+def test_sharpness_does_not_change_the_model():
     risk = normed()
     before, mode = copy.deepcopy(risk.model.state_dict()), risk.model.training
     sharpness(risk, num_steps=2, num_probes=2, engine="eager")
@@ -207,15 +207,15 @@ def test_the_model_is_left_as_it_was():
         ({"matrix": ()}, r"matrix must be one or several of hessian, ggn; got \(\)"),
         ({"matrix": ("fisher",)}, "matrix must be one of hessian, ggn; got 'fisher'"),
         ({"batch_norm": "both"}, "batch_norm must be one of train, eval, recomputed; got 'both'"),
-        ({"batch_norm": ()}, "batch_norm must hold at least one mode, got none"),
+        ({"batch_norm": ()}, "batch_norm must not be empty"),
     ],
 )
-def test_bad_options_are_named(bad, message):
+def test_error_names_the_wrong_option(bad, message):
     with pytest.raises(ValueError, match=message):
         sharpness(risk_of(network()), **bad)
 
 
-def test_what_is_zero_within_its_residuals_is_told_of_the_negative_mass():
+def test_truncation_of_the_negative_mass_covers_eigenvalues_of_unknown_sign():
     risk = risk_of(network())
     matrix = curvature_operator(risk, "hessian").dense()
     truth = float((torch.linalg.eigvalsh(matrix) < -1e-9).double().mean())

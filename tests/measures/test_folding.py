@@ -129,7 +129,7 @@ FOLDED = {
 
 
 @pytest.mark.parametrize("name", FOLDED)
-def test_outputs_are_the_same_with_fewer_parameters(name):
+def test_folded_model_has_the_same_outputs_and_fewer_parameters(name):
     model, shape = FOLDED[name]
     model = ready(copy.deepcopy(model)).eval()
     folded = fold_batch_norm(model)
@@ -140,7 +140,7 @@ def test_outputs_are_the_same_with_fewer_parameters(name):
     assert size(folded) < size(model) if affine else size(folded) == size(model)
 
 
-def test_submodules_are_followed_one_by_one_where_the_whole_cannot_be():
+def test_submodules_are_traced_if_the_whole_model_cannot_be():
     model = ready(Branching()).eval()
     folded = fold_batch_norm(model)
     for x in (draw(4, 3), -draw(4, 3)):
@@ -149,7 +149,7 @@ def test_submodules_are_followed_one_by_one_where_the_whole_cannot_be():
     torch.testing.assert_close(folded.block(image), model.block(image))
 
 
-def test_the_model_itself_is_not_changed():
+def test_folding_does_not_change_the_model_itself():
     model = ready(FOLDED["conv2d"][0])
     model.train()
     before = copy.deepcopy(model.state_dict())
@@ -164,7 +164,7 @@ def test_the_model_itself_is_not_changed():
     assert model[0].weight.any()
 
 
-def test_the_mode_of_what_is_folded_does_not_matter():
+def test_folded_model_is_the_same_in_train_and_eval_mode():
     folded = fold_batch_norm(ready(copy.deepcopy(FOLDED["conv2d"][0])))
     x = draw(2, 2, 5, 5)
     torch.testing.assert_close(folded.train()(x), folded.eval()(x), rtol=0, atol=0)
@@ -177,7 +177,7 @@ def test_frozen_layers_stay_frozen():
     assert not any(tensor.requires_grad for tensor in folded[0].parameters())
 
 
-def test_the_loss_is_the_same_and_no_longer_depends_on_the_scale_of_a_layer():
+def test_folded_curvature_does_not_depend_on_the_scale_of_a_layer():
     model = ready(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 1)))
     other = copy.deepcopy(model)
     with torch.no_grad():
@@ -208,15 +208,15 @@ def hooked():
 
 
 UNFOLDED = {
-    "pre-activation": (PreActivation(), "norm: no convolution or linear layer that only it uses"),
-    "forked": (Forked(), "norm: no convolution or linear layer that only it uses"),
-    "weights used": (Peeking(), "norm: no convolution or linear layer that only it uses"),
-    "two layers": (TwoInputs(), "norm: no convolution or linear layer that only it uses"),
-    "backwards": (Backwards(nn.Linear(3, 3), nn.BatchNorm1d(3)), "1: no convolution"),
-    "alone": (nn.BatchNorm1d(3), "itself: no convolution"),
+    "pre-activation": (PreActivation(), "norm: its input is not the output"),
+    "forked": (Forked(), "norm: its input is not the output"),
+    "weights used": (Peeking(), "norm: its input is not the output"),
+    "two layers": (TwoInputs(), "norm: its input is not the output"),
+    "backwards": (Backwards(nn.Linear(3, 3), nn.BatchNorm1d(3)), "1: its input is not"),
+    "alone": (nn.BatchNorm1d(3), "itself: its input is not"),
     "after a pool": (
         nn.Sequential(nn.Conv2d(1, 2, 3), nn.AvgPool2d(2), nn.BatchNorm2d(2)),
-        "2: no convolution",
+        "2: its input is not",
     ),
     "batch statistics": (
         nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, track_running_stats=False)),
@@ -236,16 +236,16 @@ UNFOLDED = {
 
 
 @pytest.mark.parametrize("name", UNFOLDED)
-def test_what_cannot_be_folded_is_named_or_left(name):
+def test_batch_norm_that_cannot_be_folded_raises_or_is_skipped(name):
     model, match = UNFOLDED[name]
-    with pytest.raises(ValueError, match=f"model must have batch norm.*{match}.*strict=False"):
+    with pytest.raises(ValueError, match=f"batch norm cannot be folded.*{match}.*strict=False"):
         fold_batch_norm(model)
     left = fold_batch_norm(model, strict=False)
     assert size(left) == size(model)
     assert left.state_dict().keys() == model.state_dict().keys()
 
 
-def test_what_can_be_folded_is_where_the_rest_is_left():
+def test_strict_false_folds_the_other_batch_norms():
     model = ready(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.BatchNorm1d(4)))
     model.eval()
     folded = fold_batch_norm(model, strict=False)
@@ -254,13 +254,13 @@ def test_what_can_be_folded_is_where_the_rest_is_left():
     torch.testing.assert_close(folded(draw(5, 3)), model(draw(5, 3)))
 
 
-def test_a_model_without_batch_norm_comes_back_as_a_copy():
+def test_folding_a_model_without_batch_norm_returns_a_copy():
     model = nn.Linear(2, 2)
     folded = fold_batch_norm(model)
     assert folded is not model
     assert torch.equal(folded.weight, model.weight)
 
 
-def test_only_modules_are_folded():
+def test_folding_raises_for_something_that_is_not_a_module():
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got str"):
         fold_batch_norm("model")

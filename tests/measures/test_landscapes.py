@@ -54,7 +54,7 @@ def spectrum(regression):
     return ritz.lanczos(regression[1], num_steps=4, vectors=True)
 
 
-def test_linear_regression_is_exactly_quadratic(regression):
+def test_landscape_of_linear_regression_is_a_parabola(regression):
     risk, matrix = regression
     u = draw(4, seed=9)
     found = landscape(risk, u, distance=2.0, num_points=9)
@@ -65,7 +65,7 @@ def test_linear_regression_is_exactly_quadratic(regression):
     torch.testing.assert_close(found.norms, u.norm()[None])
 
 
-def test_the_second_difference_along_a_ritz_vector_is_its_value(regression, spectrum):
+def test_second_difference_along_a_ritz_vector_equals_its_ritz_value(regression, spectrum):
     risk, _ = regression
     found = landscape(risk, spectrum, num_points=3, distance=0.5)
     assert found.names == ("largest", "smallest")
@@ -73,7 +73,7 @@ def test_the_second_difference_along_a_ritz_vector_is_its_value(regression, spec
     torch.testing.assert_close(second, spectrum.values[[-1, 0]])
 
 
-def test_the_second_difference_of_a_network_is_its_dense_curvature(normed):
+def test_second_difference_of_a_network_equals_the_dense_curvature(normed):
     risk, _ = normed
     op = hessian(risk, engine="eager")
     full = ritz.lanczos(op, num_steps=op.shape[0], vectors=True)
@@ -84,14 +84,14 @@ def test_the_second_difference_of_a_network_is_its_dense_curvature(normed):
     torch.testing.assert_close(second, chosen, rtol=0, atol=1e-5)
 
 
-def test_the_centre_is_the_risk_itself(normed):
+def test_centre_of_a_landscape_is_the_loss_of_the_risk(normed):
     risk, test = normed
     found = landscape(risk, random_direction(risk), num_points=3, test=test)
     assert float(found.loss[0, 1]) == pytest.approx(risk.loss(), rel=1e-14)
     assert float(found.test_loss[0, 1]) == pytest.approx(test.loss(), rel=1e-14)
 
 
-def test_accuracy_is_the_share_of_largest_outputs(normed):
+def test_accuracy_is_the_fraction_of_correct_predictions(normed):
     risk, test = normed
     u = random_direction(risk)
     found = landscape(risk, u, num_points=2, distance=3.0, test=test)
@@ -149,7 +149,7 @@ def test_the_l2_term_is_part_of_the_loss():
         assert float(found.loss[0, column]) == pytest.approx(risk.at(risk.theta + t * u).loss())
 
 
-def test_statistics_are_those_of_the_training_data_at_each_point(normed):
+def test_recomputed_statistics_come_from_the_training_data_at_each_point(normed):
     risk, test = normed
     u = random_direction(risk)
     found = landscape(risk, u, num_points=2, test=test, batch_norm="recomputed")
@@ -164,7 +164,7 @@ def test_statistics_are_those_of_the_training_data_at_each_point(normed):
         assert float(found.test_loss[0, column]) == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_risk_already_recomputed_lends_its_statistics_too(normed):
+def test_test_data_use_the_statistics_of_a_recomputed_risk(normed):
     risk, test = normed
     u = random_direction(risk)
     asked = landscape(risk, u, num_points=2, test=test, batch_norm="recomputed")
@@ -172,7 +172,7 @@ def test_a_risk_already_recomputed_lends_its_statistics_too(normed):
     torch.testing.assert_close(own.test_loss, asked.test_loss)
 
 
-def test_batch_statistics_are_those_of_each_batch(normed):
+def test_train_mode_uses_the_statistics_of_each_batch(normed):
     risk, test = normed
     u = random_direction(risk)
     found = landscape(risk, u, num_points=2, test=test, batch_norm="train")
@@ -180,7 +180,7 @@ def test_batch_statistics_are_those_of_each_batch(normed):
     assert [float(found.loss[0, 0]), float(found.test_loss[0, 0])] == pytest.approx(there)
 
 
-def test_the_model_is_not_changed(normed):
+def test_landscape_does_not_change_the_model(normed):
     risk, test = normed
     before = {name: tensor.clone() for name, tensor in risk.model.state_dict().items()}
     modes = [module.training for module in risk.model.modules()]
@@ -191,7 +191,7 @@ def test_the_model_is_not_changed(normed):
         assert torch.equal(tensor, before[name])
 
 
-def test_ignored_labels_do_not_count():
+def test_landscape_leaves_out_ignored_labels():
     target = torch.tensor([0, -100, 1, 1])
     x = torch.tensor([[2.0, 0.0], [0.0, 9.0], [0.0, 1.0], [3.0, 0.0]]).double()
     model = nn.Linear(2, 2, bias=False).double()
@@ -213,7 +213,7 @@ def test_a_plane_of_linear_regression_is_a_quadratic_form(regression):
     assert (float(found.s[-1]), float(found.t[-1]), found.names) == (2.0, 1.0, ("u", "v"))
 
 
-def test_the_axes_of_a_plane_are_lines(normed):
+def test_axes_of_a_plane_equal_the_landscapes_along_lines(normed):
     risk, test = normed
     u, v = (random_direction(risk, generator=torch.Generator().manual_seed(k)) for k in (1, 2))
     plane = landscape2d(risk, u, v, num_points=3, test=test)
@@ -223,7 +223,7 @@ def test_the_axes_of_a_plane_are_lines(normed):
         torch.testing.assert_close(getattr(plane, name)[1], getattr(lines, name)[1])
 
 
-def test_results_are_saved_and_read(normed, tmp_path):
+def test_landscapes_are_saved_and_loaded(normed, tmp_path):
     risk, test = normed
     u, v = random_direction(risk), torch.ones_like(risk.theta)
     for found in (
@@ -282,7 +282,7 @@ SHARED = """
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("count", [2, 3])
-def test_processes_that_share_the_data_find_what_one_finds(count, tmp_path):
+def test_two_processes_give_the_landscape_of_one(count, tmp_path):
     for code, error in run_processes(SHARED, count, tmp_path):
         assert code == 0, error
     for rank in range(count):
@@ -320,7 +320,7 @@ def test_arguments_are_checked(regression, bad, match):
         ({"u": torch.ones(4, 2).double()}, ValueError, r"u must be \(4,\), got \(4, 2\)"),
         ({"u": torch.zeros(4).double()}, ValueError, "u must not be zero"),
         ({"u": torch.full((4,), math.nan).double()}, ValueError, "u must be finite"),
-        ({}, ValueError, "directions must hold at least one"),
+        ({}, ValueError, "directions must not be empty"),
         ([1.0], TypeError, "directions must be a Spectrum, a tensor or a dictionary"),
     ],
 )
@@ -335,18 +335,18 @@ def test_a_spectrum_without_vectors_says_how_to_get_them(regression):
         landscape(regression[0], bare)
 
 
-def test_rows_of_a_spread_basis_are_not_directions(spectrum):
+def test_distributed_ritz_vectors_raise_as_directions(spectrum):
     half = dataclasses.replace(spectrum, vectors=spectrum.vectors[:2])
-    with pytest.raises(ValueError, match="2 rows of a spread basis"):
+    with pytest.raises(ValueError, match="rows, got 2: use placement"):
         ritz_directions(half)
 
 
-def test_test_data_must_be_for_the_same_parameters(regression, normed):
-    with pytest.raises(ValueError, match="test must be a risk of the same parameters"):
+def test_test_risk_with_other_parameters_raises(regression, normed):
+    with pytest.raises(ValueError, match="test must have the parameters of risk"):
         landscape(regression[0], torch.ones(4, dtype=torch.float64), test=normed[1])
 
 
-def test_a_plane_needs_two_directions(regression):
+def test_parallel_directions_raise(regression):
     u = torch.ones(4, dtype=torch.float64)
     with pytest.raises(ValueError, match="second must not be parallel to first"):
         landscape2d(regression[0], u, -2 * u)

@@ -54,7 +54,7 @@ def units(risk, count, seed=5):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_along_directions_single_samples_are_exact(risk, dense, kind):
+def test_variance_along_directions_is_exact_for_single_samples(risk, dense, kind):
     vectors = units(risk, 3)
     found = curvature_variance(risk, matrix=kind, along=vectors, group_size=1)
     exact = (vectors * (covariance(dense[kind]) @ vectors)).sum(0)
@@ -78,7 +78,7 @@ def test_variance_is_within_four_standard_errors_of_dense(risk, dense, kind, gro
 
 
 @pytest.mark.parametrize("group_size", [2, 4, 5])
-def test_groups_are_unbiased_and_their_error_is_told(dense, group_size):
+def test_variance_from_groups_is_unbiased_with_a_correct_standard_error(dense, group_size):
     """Dense arithmetic over many draws of the groups, beside what one draw says of its error."""
     vectors = torch.linalg.qr(dense["hessian"][0]).Q[:, :2]
     products = dense["hessian"] @ vectors  # (N, P, 2)
@@ -104,7 +104,7 @@ def test_groups_are_unbiased_and_their_error_is_told(dense, group_size):
     assert bool((ratio < 6.0).all())
 
 
-def test_groups_along_a_direction_have_an_error(risk, dense):
+def test_variance_from_groups_along_a_direction_has_a_standard_error(risk, dense):
     vectors = units(risk, 2)
     found = curvature_variance(risk, along=vectors, group_size=3, generator=seeded(2))
     assert_within_stderr(found, (vectors * (covariance(dense["hessian"]) @ vectors)).sum(0))
@@ -113,7 +113,7 @@ def test_groups_along_a_direction_have_an_error(risk, dense):
 
 
 @pytest.mark.parametrize("batch_size", [2, 6, 18])
-def test_batches_without_replacement_have_the_share_that_is_stated(risk, dense, batch_size):
+def test_variance_of_batches_without_replacement_has_the_stated_factor(risk, dense, batch_size):
     v = units(risk, 1)
     variance = float(curvature_variance(risk, along=v, group_size=1).mean[0])
     products = (dense["hessian"] @ v)[:, :, 0]
@@ -129,7 +129,7 @@ def test_batches_without_replacement_have_the_share_that_is_stated(risk, dense, 
     assert abs(float(squares.mean()) - expected) < 4 * float(squares.std()) / 2000**0.5
 
 
-def test_one_batch_of_a_risk_is_what_the_dense_matrices_say(risk, dense):
+def test_matrix_of_one_batch_is_the_mean_over_its_samples(risk, dense):
     """The resampling above in its own terms: a batch is a risk of its own."""
     order = torch.randperm(N, generator=seeded(4))[:6]
     v = units(risk, 1)
@@ -139,7 +139,7 @@ def test_one_batch_of_a_risk_is_what_the_dense_matrices_say(risk, dense):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_shrinkage_against_dense(risk, dense, kind):
+def test_shrinkage_equals_the_dense_value(risk, dense, kind):
     sizes = (1, 4, 12, N)
     found = shrinkage(
         risk, batch_sizes=sizes, matrix=kind, num_probes=24, group_size=1, generator=seeded(6)
@@ -157,7 +157,7 @@ def test_shrinkage_against_dense(risk, dense, kind):
     assert "batch  beta" in str(found)
 
 
-def test_shrinkage_of_the_identity_is_the_best_of_all(dense):
+def test_shrinkage_weight_minimises_the_mean_square_error(dense):
     """The beta that least squares over batches would choose, by dense arithmetic."""
     matrices = dense["ggn"]
     mean, size, count = matrices.mean(0), matrices.shape[1], 4
@@ -182,7 +182,7 @@ def test_results_repeat_and_do_not_touch_the_global_generator(risk):
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_the_default_groups_number_at_least_128():
+def test_default_group_size_gives_at_least_128_groups():
     big = Risk(nn.Linear(1, 2).double(), functional.cross_entropy, long_data(700))
     assert curvature_variance(big, num_probes=2).method.startswith("140 random groups of 5")
 
@@ -209,21 +209,21 @@ def test_shrinkage_is_saved_and_loaded(risk, tmp_path):
         ({"along": torch.ones(3).double()}, ValueError, r"along must be \(31,\)"),
     ],
 )
-def test_bad_options_are_named(risk, bad, error, message):
+def test_error_names_the_wrong_option(risk, bad, error, message):
     with pytest.raises(error, match=message):
         curvature_variance(risk, **bad)
 
 
 @pytest.mark.parametrize(
     ("bad", "message"),
-    [([], "batch_sizes must hold at least one size"), ([0], "batch_sizes must be between 1 and")],
+    [([], "batch_sizes must not be empty"), ([0], "batch_sizes must be between 1 and")],
 )
-def test_bad_batch_sizes_are_named(risk, bad, message):
+def test_error_names_wrong_batch_sizes(risk, bad, message):
     with pytest.raises(ValueError, match=message):
         shrinkage(risk, batch_sizes=bad)
 
 
-def test_samples_must_have_matrices_of_their_own():
+def test_variance_raises_if_samples_have_no_separate_matrices():
     normed = Risk(
         network(nn.BatchNorm1d(4)),
         functional.cross_entropy,
@@ -231,7 +231,7 @@ def test_samples_must_have_matrices_of_their_own():
         batch_norm="train",
         batch_size=9,
     )
-    with pytest.raises(ValueError, match=r"curvature_variance\(\) needs samples"):
+    with pytest.raises(ValueError, match=r"curvature_variance\(\) needs batch_norm="):
         curvature_variance(normed)
     dropped = Risk(network(nn.Dropout()), functional.cross_entropy, data(), dropout="fixed")
     with pytest.raises(ValueError, match="needs dropout='off'"):
@@ -261,7 +261,7 @@ torch.testing.assert_close(found.rows[0].trace.mean, same.rows[0].trace.mean)
 try:
     curvature_variance(split)
 except ValueError as error:
-    assert "sharing='split': use 'none'" in str(error)
+    assert "needs sharing='none', got 'split'" in str(error)
 else:
     raise AssertionError("samples of other processes must not be left out")
 assert float(curvature_variance(alone, num_probes=2)) > 0
@@ -271,12 +271,12 @@ dist.destroy_process_group()
 
 
 @pytest.mark.distributed
-def test_samples_must_be_in_one_process(tmp_path):
+def test_variance_raises_if_processes_share_the_samples(tmp_path):
     assert run_processes(SHARED, 2, tmp_path) == [(0, ""), (0, "")]
 
 
 @pytest.mark.parametrize("group_size", [1, 4])
-def test_the_loss_must_be_a_mean_over_samples(group_size):
+def test_variance_raises_if_the_loss_is_not_a_mean_over_samples(group_size):
     class Centred(nn.Module):
         def __init__(self):
             super().__init__()

@@ -51,7 +51,7 @@ def runs_of(values, *, num_probes, seed=0, dtype=torch.float64, num_steps=40, sp
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_probes", [2, 8])
-def test_simple_outliers_are_found_and_multiple_ones_are_not(num_probes, dtype):
+def test_only_simple_outliers_are_split_off(num_probes, dtype):
     tolerance = 1e-5 if dtype == torch.float32 else 1e-10
     for values, expected in ((SIMPLE, [-6.0, 5.0, 8.0, 12.0]), (DOUBLE, [5.0, 12.0])):
         runs = runs_of(values, num_probes=num_probes, dtype=dtype)
@@ -63,7 +63,7 @@ def test_simple_outliers_are_found_and_multiple_ones_are_not(num_probes, dtype):
 
 
 @pytest.mark.parametrize("gap", [0.0, 1e-9, 1e-5, 1e-3])
-def test_a_pair_too_close_to_be_told_apart_is_not_split_off(gap):
+def test_pair_of_unresolved_eigenvalues_is_not_split_off(gap):
     """Two probes each, forty times: two lines in a plane are seldom within a degree."""
     values = spiked([5.0, 12.0, 12.0 + gap])
     slipped = 0
@@ -77,7 +77,7 @@ def test_a_pair_too_close_to_be_told_apart_is_not_split_off(gap):
 @pytest.mark.parametrize("dtype", OFTEN)
 @pytest.mark.parametrize("values", [SIMPLE, DOUBLE], ids=["simple", "multiple"])
 @pytest.mark.parametrize("num_probes", [2, 6])
-def test_means_over_many_repetitions_are_those_of_dense(values, dtype, num_probes):
+def test_split_traces_are_unbiased_over_many_repetitions(values, dtype, num_probes):
     repetitions = 60 if num_probes == 2 else 25
     means = []
     for seed in range(repetitions):
@@ -93,7 +93,7 @@ def test_means_over_many_repetitions_are_those_of_dense(values, dtype, num_probe
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_split_off_leaves_the_error_of_the_rest(dtype):
+def test_splitting_off_outliers_leaves_only_the_error_of_the_rest(dtype):
     """Nearly all of the square of the norm, 269, is that of four eigenvalues."""
     make = partial(runs_of, SIMPLE, num_probes=8, dtype=dtype)
     plain, none = traces(make(split=False), list(FUNCTIONS.values()))
@@ -105,7 +105,7 @@ def test_what_is_split_off_leaves_the_error_of_the_rest(dtype):
     assert abs(float(split[1].mean()) - float(SIMPLE.square().sum())) < 4 * float(split[1].std())
 
 
-def test_a_whole_space_of_simple_eigenvalues_is_not_sampled_at_all():
+def test_full_krylov_space_of_simple_eigenvalues_has_no_sampling_error():
     values = torch.linspace(-1.0, 2.0, 20, dtype=torch.float64)
     samples, count = traces(runs_of(values, num_probes=3, num_steps=20), list(FUNCTIONS.values()))
     assert count == 20
@@ -114,7 +114,7 @@ def test_a_whole_space_of_simple_eigenvalues_is_not_sampled_at_all():
         torch.testing.assert_close(row, exact, rtol=1e-10, atol=0)
 
 
-def test_one_probe_and_runs_without_cosines_split_nothing_off():
+def test_nothing_is_split_off_with_one_probe_or_without_cosines():
     runs = runs_of(SIMPLE, num_probes=1)
     assert simple_eigenvalues(runs).shape == (1, 0)
     samples, count = traces(runs, list(FUNCTIONS.values()))
@@ -125,7 +125,7 @@ def test_one_probe_and_runs_without_cosines_split_nothing_off():
     assert simple_eigenvalues(runs_of(SIMPLE, num_probes=3, split=False)).shape == (3, 0)
 
 
-def test_a_value_that_one_probe_has_not_found_stays_sampled():
+def test_eigenvalue_missed_by_one_probe_is_sampled():
     op = with_spectrum(SIMPLE, generator=seeded(1))
     top = torch.linalg.eigh(op.matrix).eigenvectors[:, -1:]
     start = torch.randn(300, 3, generator=seeded(0), dtype=torch.float64)

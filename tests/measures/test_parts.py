@@ -37,7 +37,7 @@ def stopped(state, *, after):
 
 
 @pytest.mark.slow
-def test_stopped_in_every_step_it_ends_with_the_same_file(tmp_path):
+def test_sharpness_interrupted_in_every_step_gives_the_same_file(tmp_path):
     one = {"matrix": ("ggn",), "batch_norm": "train"}
     expected = measured(risk(), **one)
     total, stops = BLOCKS * STEPS, 0
@@ -51,7 +51,7 @@ def test_stopped_in_every_step_it_ends_with_the_same_file(tmp_path):
     assert_same_files(measured(risk(), tmp_path / "state", **one), expected, tmp_path)
 
 
-def test_what_is_finished_is_not_done_again(tmp_path):
+def test_finished_parts_are_not_computed_again(tmp_path):
     expected = measured(risk())
     stopped(tmp_path / "state", after=2 * BLOCKS * STEPS + STEPS + 3)
     left = {path.name for path in tmp_path.iterdir()} - {"state", "state.previous"}
@@ -65,7 +65,7 @@ def test_what_is_finished_is_not_done_again(tmp_path):
     assert counted.done == BLOCKS * STEPS + STEPS - 2
 
 
-def test_a_sharpness_that_had_ended_is_read_again(tmp_path):
+def test_finished_sharpness_is_read_from_its_state(tmp_path):
     expected, counted = measured(risk(), tmp_path / "state"), Count()
     assert not list(tmp_path.glob("*.run*"))
     assert_same_files(measured(risk(), tmp_path / "state", progress=counted), expected, tmp_path)
@@ -83,19 +83,21 @@ def test_a_sharpness_that_had_ended_is_read_again(tmp_path):
         ({}, {"engine": "auto"}, "engine"),
     ],
 )
-def test_a_state_of_something_else_is_refused_by_name(tmp_path, centre, options, name):
+def test_state_of_other_settings_is_refused_and_the_difference_named(
+    tmp_path, centre, options, name
+):
     stopped(tmp_path / "state", after=3)
     with pytest.raises(ValueError, match=rf"state at .* was made with {name}="):
         measured(risk(**centre), tmp_path / "state", **options)
 
 
-def test_a_state_of_other_data_is_noticed(tmp_path):
+def test_state_of_other_data_raises(tmp_path):
     stopped(tmp_path / "state", after=STEPS + 1)
     with pytest.raises(ValueError, match="was made with other data or another model: its loss is"):
         measured(risk(data_seed=9), tmp_path / "state")
 
 
-def test_of_a_damaged_state_the_last_part_alone_is_computed_again(tmp_path):
+def test_damaged_part_of_a_state_is_computed_again(tmp_path):
     one, state = {"matrix": "ggn", "batch_norm": "eval"}, tmp_path / "state"
     expected = measured(risk(), state, **one)
     state.write_bytes(state.read_bytes()[:-5])
@@ -108,7 +110,7 @@ def test_of_a_damaged_state_the_last_part_alone_is_computed_again(tmp_path):
     assert_same_files(found, expected, tmp_path)
 
 
-def test_a_negative_interval_is_named(tmp_path):
+def test_negative_save_interval_raises(tmp_path):
     with pytest.raises(ValueError, match=r"save_interval must be at least 0.0, got -1"):
         sharpness(risk(), num_steps=2, num_probes=1, save_interval=-1.0)
 
@@ -148,6 +150,6 @@ SHARED = """
 
 
 @pytest.mark.distributed
-def test_two_processes_go_on_from_what_both_have(tmp_path):
+def test_two_processes_resume_from_the_parts_that_both_have(tmp_path):
     for code, error in run_processes(SHARED, 2, tmp_path):
         assert code == 0, error

@@ -48,7 +48,7 @@ def stopped(call, state, *, after, **options):
 
 @pytest.mark.parametrize("mode", ["eval", "recomputed"])
 @pytest.mark.parametrize("call", [lines, plane])
-def test_stopped_twice_it_ends_with_the_same_file(tmp_path, call, mode):
+def test_landscape_interrupted_twice_gives_the_same_file(tmp_path, call, mode):
     options = {"test": Risk(network(), cross_entropy, data(10, 2)), "batch_norm": mode}
     expected = call(risk(), **options)
     stopped(call, tmp_path / "state", after=2, **options)
@@ -65,14 +65,14 @@ def test_stopped_twice_it_ends_with_the_same_file(tmp_path, call, mode):
     assert counted == list(range(6, expected.loss.numel() + 1))
 
 
-def test_a_landscape_that_had_ended_is_read_again(tmp_path):
+def test_finished_landscape_is_read_from_its_state(tmp_path):
     state = {"state": tmp_path / "state", "save_interval": 0.0}
     expected = lines(risk(), **state)
     assert {path.name for path in tmp_path.iterdir()} == {"state", "state.previous"}
     assert_same_files(lines(risk(), **state), expected, tmp_path)
 
 
-def test_nothing_is_written_before_its_time(tmp_path):
+def test_no_state_is_written_before_the_save_interval_has_passed(tmp_path):
     lines(risk(), state=tmp_path / "state", save_interval=3600.0)
     assert not list(tmp_path.iterdir())
 
@@ -90,19 +90,19 @@ def test_nothing_is_written_before_its_time(tmp_path):
         (lambda **state: plane(risk(), **state), "names"),
     ],
 )
-def test_a_state_of_something_else_is_refused_by_name(tmp_path, call, name):
+def test_state_of_other_settings_is_refused_and_the_difference_named(tmp_path, call, name):
     stopped(lines, tmp_path / "state", after=3)
     with pytest.raises(ValueError, match=rf"state at .* was made with {name}="):
         call(state=tmp_path / "state")
 
 
-def test_a_state_of_other_data_is_noticed(tmp_path):
+def test_state_of_other_data_raises(tmp_path):
     stopped(lines, tmp_path / "state", after=3)
     with pytest.raises(ValueError, match="other data or another model: its loss at the last"):
         lines(risk(data_seed=9), state=tmp_path / "state")
 
 
-def test_a_damaged_state_is_refused_and_the_previous_one_used(tmp_path):
+def test_damaged_state_is_skipped_and_the_previous_one_used(tmp_path):
     state = tmp_path / "state"
     stopped(lines, state, after=4)
     state.write_bytes(state.read_bytes()[:-5])
@@ -111,7 +111,7 @@ def test_a_damaged_state_is_refused_and_the_previous_one_used(tmp_path):
     assert_same_files(found, lines(risk()), tmp_path)
 
 
-def test_a_negative_interval_is_named(tmp_path):
+def test_negative_save_interval_raises(tmp_path):
     with pytest.raises(ValueError, match=r"save_interval must be at least 0.0, got -1"):
         lines(risk(), state=tmp_path / "state", save_interval=-1.0)
 
@@ -148,6 +148,6 @@ SHARED = """
 
 
 @pytest.mark.distributed
-def test_two_processes_go_on_from_what_both_have(tmp_path):
+def test_two_processes_resume_from_the_parts_that_both_have(tmp_path):
     for code, error in run_processes(SHARED, 2, tmp_path):
         assert code == 0, error

@@ -53,7 +53,7 @@ def test_a_sum_multiplies_like_its_terms(drawn):
 
 
 @given(pairs(), numbers)
-def test_a_number_can_come_before_or_after(drawn, factor):
+def test_operators_can_be_scaled_from_the_left_and_the_right(drawn, factor):
     a, _, block = drawn
     op = DenseOperator(a)
     assert_same((factor * op) @ block, factor * (a @ block))
@@ -62,14 +62,14 @@ def test_a_number_can_come_before_or_after(drawn, factor):
 
 
 @given(matrices(low=2), st.data())
-def test_a_restriction_is_the_submatrix(matrix, data):
+def test_a_restriction_equals_the_submatrix(matrix, data):
     order = data.draw(st.permutations(range(len(matrix))))
     kept = torch.tensor(order[: data.draw(st.integers(1, len(order)))])
     assert_same(RestrictedOperator(DenseOperator(matrix), kept).dense(), matrix[kept][:, kept])
 
 
 @given(matrices(high=4), matrices(high=4))
-def test_kronecker_is_that_of_torch(left, right):
+def test_a_kronecker_operator_equals_torch_kron(left, right):
     op = KroneckerOperator(DenseOperator(left), DenseOperator(right))
     assert_same(op.dense(), torch.kron(left, right))
 
@@ -82,7 +82,7 @@ def test_a_deflated_eigenvector_has_eigenvalue_zero_and_the_others_stay(matrix):
     assert_same(torch.linalg.eigvalsh((rest + rest.T) / 2), expected)
 
 
-def test_an_operator_is_given_back_as_it_is():
+def test_as_operator_returns_an_operator_unchanged():
     op = DiagonalOperator(torch.ones(2))
     assert as_operator(op) is op
 
@@ -95,7 +95,7 @@ def test_a_function_that_returns_its_own_input_does_not_spoil_a_lanczos_run():
     torch.testing.assert_close(found.vectors.norm(dim=0), torch.ones(1, dtype=torch.float64))
 
 
-def test_a_function_that_keeps_its_result_does_not_spoil_a_lanczos_run():
+def test_a_function_that_reuses_its_result_does_not_spoil_a_lanczos_run():
     entries = torch.linspace(1, 2, 30, dtype=torch.float64)[:, None]
     kept = torch.empty(30, 1, dtype=torch.float64)
     op = FunctionOperator(lambda x: torch.mul(entries, x, out=kept), n=30, dtype=torch.float64)
@@ -117,7 +117,7 @@ def trained(matrix):
 
 
 @pytest.mark.parametrize("index", range(8))
-def test_tensors_that_are_trained_leave_no_graph_in_a_product(index):
+def test_products_of_tensors_that_require_gradients_have_no_graph(index):
     noise = torch.randn(6, 6, generator=torch.Generator().manual_seed(0))
     op = trained((noise + noise.T).requires_grad_())[index]
     assert not (op @ torch.ones(6)).requires_grad
@@ -170,5 +170,5 @@ SAID = [
 
 
 @pytest.mark.parametrize(("op", "text"), SAID, ids=lambda x: type(x).__name__)
-def test_an_operator_says_what_it_is(op, text):
+def test_the_repr_of_an_operator_describes_it(op, text):
     assert repr(op) == text

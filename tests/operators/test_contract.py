@@ -7,7 +7,6 @@ import torch
 from scipy.sparse.linalg import LinearOperator as ScipyOperator
 from scipy.sparse.linalg import aslinearoperator, eigsh
 
-from ritz._core.params import ParamSpace
 from ritz.operators import (
     BlockDiagonalOperator,
     DeflatedOperator,
@@ -285,15 +284,6 @@ def function_that_returns_its_input(dtype):
 
 
 @case
-def function_on_named_tensors(dtype):
-    space = ParamSpace({"weight": torch.zeros(2, 2, dtype=dtype), "bias": torch.zeros(3).to(dtype)})
-    op = FunctionOperator.on_params(
-        lambda p: {"weight": 2 * p["weight"], "bias": -p["bias"]}, space
-    )
-    return op, torch.diag(torch.tensor([2.0, 2, 2, 2, -1, -1, -1]))
-
-
-@case
 def scipy_linear_operator(dtype):
     matrix = symmetric(6, dtype)
     return as_operator(aslinearoperator(matrix.numpy())), matrix
@@ -323,7 +313,7 @@ def test_every_operator_keeps_the_contract(build, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("build", CASES.values(), ids=CASES.keys())
-def test_a_block_of_no_columns_gives_one(build):
+def test_a_block_without_columns_gives_a_block_without_columns(build):
     op, _ = build(torch.float64)
     empty = torch.empty(op.shape[0], 0, dtype=torch.float64)
     assert op.matmat(empty).shape == empty.shape
@@ -341,7 +331,7 @@ def test_a_sparse_product_is_right_at_every_width_of_its_strips(columns, dtype):
 
 
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
-def test_scipy_finds_the_eigenvalues_of_an_operator_and_we_those_of_scipys(dtype):
+def test_operators_convert_to_scipy_and_back(dtype):
     matrix = symmetric(30, dtype)
     there = DenseOperator(matrix).to_scipy()
     start = matrix[0].numpy()

@@ -31,7 +31,7 @@ SKEW = torch.tensor([[1.0, 2.0], [0.0, 1.0]])
 WRONG = {
     "dense not square": (lambda: DenseOperator(torch.ones(2, 3)), ValueError, "square, got"),
     "dense a vector": (lambda: DenseOperator(torch.ones(3)), ValueError, "square, got"),
-    "dense not symmetric": (lambda: DenseOperator(SKEW), ValueError, "must be symmetric: u'Av"),
+    "dense not symmetric": (lambda: DenseOperator(SKEW), ValueError, "must be symmetric, but u'Av"),
     "dense NaN": (lambda: DenseOperator(EYE * NAN), ValueError, r"matrix must be finite.*\(0, 0\)"),
     "dense integer": (lambda: DenseOperator(EYE.long()), TypeError, "floating-point dtype, got"),
     "dense complex": (lambda: DenseOperator(EYE.cfloat()), TypeError, "real floating-point"),
@@ -98,7 +98,7 @@ WRONG = {
     "kernel lengthscale": (
         lambda: KernelOperator(EYE, lengthscale=-1.0),
         ValueError,
-        "lengthscale must be positive",
+        "lengthscale must be a positive number",
     ),
     "kernel lengthscales": (
         lambda: KernelOperator(EYE, lengthscale=torch.ones(2)),
@@ -245,14 +245,14 @@ def test_a_wrong_block_is_refused(block, kind, match):
         (lambda block: block.float(), TypeError, "of torch.float64, got .* of torch.float32"),
     ],
 )
-def test_a_function_that_returns_something_else_is_named(function, kind, match):
+def test_a_function_that_returns_a_wrong_shape_or_type_raises(function, kind, match):
     op = FunctionOperator(function, n=3, dtype=torch.float64)
     with pytest.raises(kind, match=match):
         op.matmat(torch.ones(3, 2, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (3, 1), (3,)])
-def test_a_subclass_that_returns_another_shape_is_named(shape):
+def test_a_subclass_that_returns_a_wrong_shape_raises(shape):
     class Wrong(LinearOperator):
         def _matmat(self, block):
             return torch.ones(shape)
@@ -275,12 +275,12 @@ def test_one_small_asymmetric_entry_among_a_million_is_found(dtype):
 
 
 @pytest.mark.parametrize("scale", [5e-324, 1e-310, 1e-200, 1e200])
-def test_a_symmetric_matrix_of_any_scale_is_taken(scale):
+def test_symmetric_matrices_of_every_scale_are_accepted(scale):
     matrix = scale * torch.tensor([[1.0, 2.0, 3.0], [2.0, 5.0, 0.0], [3.0, 0.0, 7.0]]).double()
     assert torch.equal(DenseOperator(matrix).matrix, matrix)
 
 
-def test_a_read_only_array_is_taken_without_a_warning():
+def test_a_read_only_array_is_accepted_without_a_warning():
     array = np.eye(3)
     array.flags.writeable = False
     assert torch.equal(as_operator(array).dense(), EYE)

@@ -12,7 +12,7 @@ LINE = sparse.diags_array([-1.0, 2.5, -1.0], offsets=[-1, 0, 1], shape=(6, 6)).t
 
 
 @pytest.mark.parametrize("name", ["a.mtx", "a.mtx.gz", "a.npz"])
-def test_a_matrix_comes_back(name, tmp_path):
+def test_a_saved_matrix_is_read_back(name, tmp_path):
     path = tmp_path / name
     if name == "a.npz":
         sparse.save_npz(path, LINE)
@@ -23,14 +23,14 @@ def test_a_matrix_comes_back(name, tmp_path):
     torch.testing.assert_close(read_matrix(path).dense(), torch.from_numpy(LINE.toarray()))
 
 
-def test_dense_matrix_market(tmp_path):
+def test_a_dense_matrix_market_file_is_read(tmp_path):
     scipy.io.mmwrite(tmp_path / "a.mtx", LINE.toarray())
     torch.testing.assert_close(
         read_matrix(tmp_path / "a.mtx").dense(), torch.from_numpy(LINE.toarray())
     )
 
 
-def test_what_is_no_matrix_is_refused(tmp_path):
+def test_files_without_a_symmetric_matrix_raise(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no matrix file .*a\.mtx"):
         read_matrix(tmp_path / "a.mtx")
     (tmp_path / "a.txt").write_text("1")
@@ -54,7 +54,7 @@ def test_what_is_no_matrix_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "plain"])
-def test_a_damaged_compressed_file_is_named(damage, tmp_path):
+def test_a_damaged_compressed_file_raises(damage, tmp_path):
     scipy.io.mmwrite(tmp_path / "a.mtx", LINE)
     whole = bytearray(gzip.compress((tmp_path / "a.mtx").read_bytes(), mtime=0))
     whole[40] ^= 0xFF if damage == "flipped" else 0
@@ -70,7 +70,7 @@ def test_a_damaged_compressed_file_is_named(damage, tmp_path):
         read_matrix(tmp_path / "a.npz")
 
 
-def test_a_header_that_promises_more_than_memory_is_refused(tmp_path):
+def test_a_header_of_a_matrix_larger_than_memory_raises(tmp_path):
     header = "%%MatrixMarket matrix coordinate real symmetric\n99999999999999 99999999999999 1\n"
     (tmp_path / "a.mtx").write_text(header + "1 1 2.0\n")
     with pytest.raises(ValueError, match="must hold a symmetric matrix"):

@@ -58,7 +58,7 @@ def path(request, monkeypatch):
 @pytest.mark.parametrize("kind", GRAPH_MATRICES)
 @pytest.mark.parametrize("weights", [weighted, pattern], ids=["weighted", "pattern"])
 @pytest.mark.usefixtures("path")
-def test_every_kind_keeps_the_contract_and_is_its_formula(weights, kind, dtype):
+def test_every_graph_matrix_keeps_the_contract_and_equals_its_formula(weights, kind, dtype):
     w = weights()
     op = LaplacianOperator(scipy.sparse.csr_array(w), matrix=kind, dtype=dtype)
     expected = torch.from_numpy(formula(w, kind))
@@ -69,7 +69,7 @@ def test_every_kind_keeps_the_contract_and_is_its_formula(weights, kind, dtype):
 
 @pytest.mark.parametrize("kind", GRAPH_MATRICES)
 @pytest.mark.parametrize("weights", [weighted, pattern], ids=["weighted", "pattern"])
-def test_what_the_structure_knows_is_right(weights, kind):
+def test_exact_diagonals_and_traces_of_graph_matrices_are_right(weights, kind):
     op = LaplacianOperator(scipy.sparse.csr_array(weights()), matrix=kind)
     dense = torch.from_numpy(formula(weights(), kind))
     torch.testing.assert_close(exact(op, "diagonal").value, dense.diagonal())
@@ -81,7 +81,7 @@ def test_what_the_structure_knows_is_right(weights, kind):
     assert ritz.bounds(op, method="gershgorin").rigorous
 
 
-def test_the_ends_of_normalised_matrices_are_known_without_a_product():
+def test_the_bounds_of_normalised_matrices_need_no_product():
     w = scipy.sparse.csr_array(weighted())
     assert gershgorin(LaplacianOperator(w)) == (0.0, 2.0)
     assert gershgorin(LaplacianOperator(w, matrix="random_walk")) == (-1.0, 1.0)
@@ -141,7 +141,7 @@ def test_the_zeros_of_a_laplacian_count_components_and_isolated_vertices():
 
 
 @pytest.mark.parametrize("kind", GRAPH_MATRICES)
-def test_one_vertex_and_no_edges_are_zero(kind):
+def test_graphs_without_edges_have_zero_matrices(kind):
     for n in (1, 4):
         op = LaplacianOperator(scipy.sparse.csr_array((n, n)), matrix=kind)
         assert torch.equal(op.dense(), torch.zeros(n, n, dtype=torch.float64))
@@ -195,7 +195,11 @@ def bad(weight):
 
 
 WRONG = {
-    "negative": (lambda: LaplacianOperator(bad(-1.0)), ValueError, r"got -1.0 at \(2, 3\), 2 such"),
+    "negative": (
+        lambda: LaplacianOperator(bad(-1.0)),
+        ValueError,
+        r"got -1.0 at \(2, 3\) and 2 in all",
+    ),
     "NaN": (lambda: LaplacianOperator(bad(np.nan)), ValueError, r"weights .* got nan at \(2, 3\)"),
     "Inf": (lambda: LaplacianOperator(bad(np.inf)), ValueError, r"finite, got inf at \(2, 3\)"),
     "directed": (
@@ -242,7 +246,7 @@ WRONG = {
     "as_operator of a graph": (
         lambda: as_operator(nx.path_graph(2)),
         TypeError,
-        r"a graph has several: choose one with ritz.graphs.laplacian",
+        r"a graph has several: pass ritz.graphs.laplacian",
     ),
 }
 
@@ -253,6 +257,6 @@ def test_misuse_names_the_argument_and_the_entry(build, kind, match):
         build()
 
 
-def test_its_name_says_which_matrix():
+def test_the_repr_of_a_graph_matrix_names_it():
     op = LaplacianOperator(nx.path_graph(3), matrix="laplacian")
     assert repr(op) == "LaplacianOperator(3 x 3, float64, cpu, laplacian, 4 entries)"

@@ -49,7 +49,7 @@ def test_uneven_parts_sum_to_the_whole_on_every_process(count, tmp_path):
         assert torch.equal(product, found[0][0])  # every process has the same bits
 
 
-def test_a_part_that_owns_its_result_or_lays_it_out_otherwise_is_summed_all_the_same(tmp_path):
+def test_parts_that_reuse_or_transpose_their_result_are_summed_correctly(tmp_path):
     script = """
         kept = torch.empty(3, 12, dtype=torch.float64)
         def product(x):  # into memory of its own, in Fortran's order

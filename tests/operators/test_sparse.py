@@ -91,9 +91,9 @@ def test_a_compiled_product_is_right_at_every_width(columns, dtype, num_threads,
     inner, outer, diagonal = drawn(3, 300, dtype=dtype, seed=1)
     u = inner[:, None] * block
     expected = outer[:, None] * (dense @ u) + diagonal[:, None] * u
-    found = rows.multiply(block, inner=inner, outer=outer, diagonal=diagonal)
+    found = rows.multiply(block, (inner, outer, diagonal))
     close(found, expected)
-    close(rows._plain(block, inner, outer, diagonal), expected)
+    close(rows._plain(block, (inner, outer, diagonal)), expected)
 
 
 @needs_compiler
@@ -105,7 +105,7 @@ def test_every_type_of_index_gives_the_same_product(path, pointer, column, patte
     dense = matrix()
     rows = compressed_rows(dense, pointer=pointer, column=column, pattern=pattern)
     block = drawn(300, 11)
-    multiply = rows.multiply if path == "compiled" else lambda x: rows._plain(x, None, None, None)
+    multiply = rows.multiply if path == "compiled" else rows._plain
     close(multiply(block), ((dense != 0).double() if pattern else dense) @ block)
     assert bool(loops) == (path == "compiled")
 
@@ -113,7 +113,7 @@ def test_every_type_of_index_gives_the_same_product(path, pointer, column, patte
 @needs_compiler
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
 @pytest.mark.usefixtures("loops")
-def test_columns_and_threads_do_not_change_a_bit(dtype, threads):
+def test_products_are_equal_bit_for_bit_for_any_columns_and_threads(dtype, threads):
     rows = compressed_rows(matrix(dtype=dtype))
     block = drawn(300, 21, dtype=dtype)
     threads(1)
@@ -126,7 +126,7 @@ def test_columns_and_threads_do_not_change_a_bit(dtype, threads):
 
 
 @needs_compiler
-def test_blocks_of_any_layout_are_read_as_they_are(loops):
+def test_blocks_of_every_memory_layout_give_the_same_product(loops):
     dense = matrix()
     op = SparseOperator(compressed_rows(dense))
     wide = drawn(300, 40)
@@ -151,13 +151,13 @@ def test_blocks_of_any_layout_are_read_as_they_are(loops):
 @needs_compiler
 @pytest.mark.parametrize("path", ["compiled", "plain"])
 @pytest.mark.usefixtures("loops")
-def test_a_nan_stays_in_its_column_and_among_its_neighbours(path):
+def test_a_nan_spreads_only_to_neighbours_in_its_column(path):
     dense = matrix()
     rows = compressed_rows(dense)
     block = drawn(300, 10)
     clean = rows.multiply(block)
     block[3, 4] = float("nan")
-    found = rows.multiply(block) if path == "compiled" else rows._plain(block, None, None, None)
+    found = rows.multiply(block) if path == "compiled" else rows._plain(block)
     touched = torch.zeros_like(clean, dtype=torch.bool)
     touched[:, 4] = dense[:, 3] != 0
     assert torch.equal(found.isnan(), touched)
@@ -166,7 +166,7 @@ def test_a_nan_stays_in_its_column_and_among_its_neighbours(path):
 
 @needs_compiler
 @pytest.mark.usefixtures("loops")
-def test_one_row_and_no_entries_are_matrices_too(threads):
+def test_matrices_of_one_row_and_without_entries_are_multiplied(threads):
     threads(2)
     one = CompressedRows(torch.tensor([0, 1]), torch.tensor([0]), torch.tensor([2.5]))
     assert one.multiply(torch.tensor([[2.0, 4.0]])).tolist() == [[5.0, 10.0]]
@@ -181,7 +181,7 @@ def test_columns_out_of_order_and_repeated_add_up():
     rows = CompressedRows(
         torch.tensor([0, 3, 5]), torch.tensor([1, 0, 1, 0, 0]), torch.tensor([1.0, 5, 2, 1, 2])
     )
-    for product in (rows.multiply(torch.eye(2)), rows._plain(torch.eye(2), None, None, None)):
+    for product in (rows.multiply(torch.eye(2)), rows._plain(torch.eye(2))):
         assert product.tolist() == [[5.0, 3.0], [3.0, 0.0]]
     assert rows.diagonal().tolist() == [5.0, 0.0]
     assert rows.sums().tolist() == [8.0, 3.0]
@@ -189,7 +189,7 @@ def test_columns_out_of_order_and_repeated_add_up():
 
 @needs_compiler
 @pytest.mark.usefixtures("loops")
-def test_read_only_arrays_are_taken():
+def test_read_only_arrays_are_accepted():
     csr = scipy.sparse.csr_array(matrix().numpy())
     for part in (csr.data, csr.indices, csr.indptr):
         part.flags.writeable = False
@@ -199,7 +199,7 @@ def test_read_only_arrays_are_taken():
 
 @needs_compiler
 @pytest.mark.usefixtures("loops")
-def test_several_threads_may_multiply_by_one_operator(threads):
+def test_several_threads_can_multiply_with_one_operator(threads):
     threads(2)
     dense = matrix()
     op = SparseOperator(compressed_rows(dense))
@@ -219,7 +219,7 @@ def in_a_child(queue, rows, block):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
 @pytest.mark.usefixtures("loops")
-def test_a_forked_process_has_threads_of_its_own(threads):
+def test_a_forked_process_starts_its_own_threads(threads):
     threads(2)
     rows = compressed_rows(matrix(40, density=0.3))
     block = drawn(40, 9)
@@ -266,7 +266,7 @@ def test_a_small_matrix_compiles_nothing(monkeypatch):
 
 @needs_compiler
 @pytest.mark.usefixtures("loops")
-def test_a_block_that_is_differentiated_keeps_its_graph():
+def test_a_product_with_a_block_that_requires_gradients_is_differentiable():
     dense = matrix(40, density=0.3)
     op = SparseOperator(compressed_rows(dense))
     block = drawn(40, 3).requires_grad_()
@@ -276,7 +276,7 @@ def test_a_block_that_is_differentiated_keeps_its_graph():
         assert not (op @ block).requires_grad
 
 
-def test_pieces_share_the_work_and_cover_every_row():
+def test_pieces_balance_the_work_and_cover_every_row():
     rows = compressed_rows(matrix(500, density=0.1))
     for number in (2, 3, 8, 40):
         pieces = rows._pieces(number)
@@ -290,7 +290,7 @@ def test_pieces_share_the_work_and_cover_every_row():
 
 @pytest.mark.parametrize("chunk", [1, 7, 100])
 @pytest.mark.parametrize("pattern", [False, True], ids=["values", "pattern"])
-def test_diagonal_and_sums_of_rows_are_found_in_chunks(chunk, pattern, monkeypatch):
+def test_diagonal_and_row_sums_do_not_depend_on_chunks(chunk, pattern, monkeypatch):
     monkeypatch.setattr(_sparse, "TUNING", replace(TUNING, chunk=chunk))
     dense = matrix(120)
     rows = compressed_rows(dense, pattern=pattern)
@@ -299,30 +299,33 @@ def test_diagonal_and_sums_of_rows_are_found_in_chunks(chunk, pattern, monkeypat
     close(rows.sums(), expected.abs().sum(1))
 
 
-def test_rows_without_entries_have_sums_too():
+def test_row_sums_of_a_matrix_without_entries_are_zero():
     nothing = torch.empty(0, dtype=torch.int64)
     rows = CompressedRows(torch.zeros(4, dtype=torch.int64), nothing, torch.empty(0))
     assert rows.sums().tolist() == [0.0, 0.0, 0.0]
     assert rows.diagonal().tolist() == [0.0, 0.0, 0.0]
 
 
-def test_the_widest_block_of_one_line_is_the_size_of_a_block():
+def test_the_block_size_is_one_cache_line():
     assert SparseOperator(matrix(20).to_sparse_csr()).block_size == 8
     assert SparseOperator(matrix(20, dtype=torch.float32).to_sparse_csr()).block_size == 16
 
 
 EDGES = torch.tensor([0, 1, 2]), torch.tensor([1, 0])
 WRONG = {
-    "falling pointers": ((torch.tensor([0, 3, 2]), EDGES[1]), ValueError, "pointers must rise"),
-    "pointers from one": ((torch.tensor([1, 1, 2]), EDGES[1]), ValueError, "got 1 to 2"),
-    "pointers too far": ((torch.tensor([0, 1, 3]), EDGES[1]), ValueError, "entries, 2, got 0 to 3"),
-    "no row": ((torch.tensor([0]), EDGES[1][:0]), ValueError, "n at least 1, got 1"),
-    "a column beyond": (
-        (EDGES[0], torch.tensor([1, 2])),
+    "falling pointers": (
+        (torch.tensor([0, 3, 2]), EDGES[1]),
         ValueError,
-        "between 0 and 1, got 1 to 2",
+        "pointers must not decrease",
     ),
-    "a column below": ((EDGES[0], torch.tensor([-1, 0])), ValueError, "columns .* got -1 to 0"),
+    "pointers from one": ((torch.tensor([1, 1, 2]), EDGES[1]), ValueError, "got 1 to 2"),
+    "pointers too far": (
+        (torch.tensor([0, 1, 3]), EDGES[1]),
+        ValueError,
+        "to 2 entries, got 0 to 3",
+    ),
+    "a column beyond": ((EDGES[0], torch.tensor([1, 2])), ValueError, "between 0 and 1, got 2"),
+    "a column below": ((EDGES[0], torch.tensor([-1, 0])), ValueError, "columns .* got -1"),
     "short columns": ((EDGES[0].short(), EDGES[1]), TypeError, "pointers must be .* torch.int16"),
     "columns a block": ((EDGES[0], EDGES[1][None]), TypeError, r"columns must be .*\(1, 2\)"),
     "values": ((*EDGES, torch.ones(3)), ValueError, r"values must be \(2,\), got \(3,\)"),
@@ -331,11 +334,16 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("arguments", "kind", "match"), WRONG.values(), ids=WRONG.keys())
-def test_rows_that_are_none_are_refused(arguments, kind, match):
+def test_wrong_compressed_rows_raise(arguments, kind, match):
     with pytest.raises(kind, match=match):
         CompressedRows(*arguments)
 
 
-def test_a_matrix_that_is_not_symmetric_is_refused_by_rows_too():
+def test_an_operator_of_an_empty_matrix_raises():
+    with pytest.raises(ValueError, match="at least one row, got 0"):
+        SparseOperator(CompressedRows(torch.tensor([0]), EDGES[1][:0]))
+
+
+def test_compressed_rows_of_a_matrix_that_is_not_symmetric_raise():
     with pytest.raises(ValueError, match="must be symmetric"):
         SparseOperator(CompressedRows(torch.tensor([0, 1, 1]), torch.tensor([1])))

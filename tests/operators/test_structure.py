@@ -49,7 +49,7 @@ def known():
 
 
 @pytest.mark.parametrize("op", known(), ids=repr)
-def test_what_the_structure_knows_is_the_diagonal_of_the_matrix(op):
+def test_exact_diagonals_and_traces_equal_those_of_the_matrix(op):
     dense = op.dense()
     torch.testing.assert_close(exact(op, "diagonal").value, dense.diagonal())
     assert exact(op, "trace").value == pytest.approx(float(dense.trace()), abs=1e-12)
@@ -70,20 +70,20 @@ def unknown():
 
 
 @pytest.mark.parametrize("op", unknown(), ids=repr)
-def test_what_is_not_written_down_is_not_guessed(op):
+def test_operators_without_structure_have_no_exact_diagonal_or_bounds(op):
     assert exact(op, "diagonal").value is None
     assert exact(op, "trace").value is None
     assert gershgorin(op) is None
 
 
-def test_the_diagonal_is_the_callers_own_copy():
+def test_the_exact_diagonal_is_a_copy():
     op = DiagonalOperator(ENTRIES.clone())
     exact(op, "diagonal").value.zero_()
     assert torch.equal(op.entries, ENTRIES)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_gershgorin_holds_the_spectrum_and_is_that_of_dense(seed):
+def test_gershgorin_discs_contain_the_spectrum(seed):
     matrix = symmetric(12, seed)
     low, high = gershgorin(DenseOperator(matrix))
     radius = matrix.abs().sum(1) - matrix.diagonal().abs()
@@ -101,13 +101,13 @@ def test_gershgorin_of_a_diagonal_matrix_is_exact():
     assert gershgorin(DenseOperator(torch.diag(ENTRIES))) == (-1.0, 3.0)
 
 
-def test_gershgorin_keeps_a_radius_far_below_the_diagonal():
+def test_gershgorin_resolves_a_radius_far_below_the_diagonal():
     matrix = torch.tensor([[1e8, 3.0], [3.0, 1e8]])  # in float32 the sum of a row is 1e8
     for op in (DenseOperator(matrix), SparseOperator(matrix.to_sparse_csr())):
         assert gershgorin(op) == (1e8 - 3, 1e8 + 3)
 
 
-def test_a_new_operator_can_say_what_it_knows():
+def test_a_user_defined_operator_can_register_its_trace():
     class Ones(DiagonalOperator.__base__):
         def _matmat(self, block):
             return block.clone()

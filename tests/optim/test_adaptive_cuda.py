@@ -23,14 +23,14 @@ def assert_near(found, expected, **tolerance):
 
 @every
 @pytest.mark.parametrize("how", [{}, {"foreach": True}, {"foreach": False}, {"capturable": True}])
-def test_devices_take_the_same_steps(name, how):
+def test_steps_on_cuda_equal_steps_on_the_cpu(name, how):
     host, device = parameters(seeded()), on_cuda(parameters(seeded()))
     expected = run(build(name, host), host, seeded(1))
     assert_near(run(build(name, device, **how), device, seeded(1)), expected)
 
 
 @every
-def test_compiled_steps_are_the_same(name):
+def test_compiled_steps_on_cuda_equal_eager_steps(name):
     host, device = (parameters(seeded(), dtype=torch.float32) for _ in range(2))
     device = on_cuda(device)
     expected = run(build(name, host), host, seeded(1))
@@ -40,7 +40,7 @@ def test_compiled_steps_are_the_same(name):
 
 
 @every
-def test_checkpoint_of_the_host_goes_on_on_the_device(name):
+def test_checkpoint_from_the_cpu_resumes_on_cuda(name):
     host = parameters(seeded())
     first = build(name, host)
     run(first, host, seeded(1))
@@ -51,7 +51,7 @@ def test_checkpoint_of_the_host_goes_on_on_the_device(name):
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_step_is_captured_in_a_graph(name):
+def test_step_can_be_captured_in_a_cuda_graph(name):
     results = []
     for captured in (False, True):
         params = on_cuda(parameters(seeded()))
@@ -71,7 +71,7 @@ def test_step_is_captured_in_a_graph(name):
 
 
 @every
-def test_gradient_scaler_skips_overflow(name):
+def test_gradient_scaler_skips_steps_that_overflow(name):
     plain, scaled = on_cuda(parameters(seeded())), on_cuda(parameters(seeded()))
     first, second = build(name, plain), build(name, scaled)
     scaler = torch.amp.GradScaler("cuda", init_scale=8.0)

@@ -37,7 +37,7 @@ NEAR = {torch.float32: {"rtol": 1e-6, "atol": 1e-6}, torch.float64: {"rtol": 1e-
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", OPTIMISERS)
-def test_the_tail_average_of_any_optimiser_is_the_recurrence(name, dtype):
+def test_tail_average_of_any_optimiser_follows_the_recurrence(name, dtype):
     model = network(dtype)
     optimizer = OPTIMISERS[name](model.parameters())
     average = IterateAverage(optimizer, start=7)
@@ -47,7 +47,7 @@ def test_the_tail_average_of_any_optimiser_is_the_recurrence(name, dtype):
 
 
 @pytest.mark.parametrize("name", OPTIMISERS)
-def test_an_average_does_not_change_what_it_watches(name):
+def test_averaging_does_not_change_the_steps_of_the_optimiser(name):
     plain, watched = network(), network()
     path = walked(plain, OPTIMISERS[name](plain.parameters()), 10)
     optimizer = OPTIMISERS[name](watched.parameters())
@@ -58,7 +58,7 @@ def test_an_average_does_not_change_what_it_watches(name):
 
 @pytest.mark.parametrize(("start", "interval"), [(0, 1), (1, 1), (2, 3), (11, 10), (0, 4), (29, 5)])
 @pytest.mark.parametrize("kind", ["tail", "ema"])
-def test_start_and_interval_pick_the_iterates(kind, start, interval):
+def test_start_and_interval_select_the_averaged_iterates(kind, start, interval):
     model = network(torch.float64)
     optimizer = SGD(model.parameters(), lr=0.1)
     IterateAverage(optimizer, kind=kind, start=start, interval=interval, decay=0.8)
@@ -72,7 +72,7 @@ def test_start_and_interval_pick_the_iterates(kind, start, interval):
 
 
 @pytest.mark.parametrize("interval", [1, 4])
-def test_polyak_leaves_the_initial_weights_out_and_the_tail_from_zero_counts_them(interval):
+def test_initial_weights_are_in_the_tail_average_but_not_in_the_polyak_average(interval):
     model, other = network(torch.float64), network(torch.float64)
     optimizer, second = SGD(model.parameters(), lr=0.1), SGD(other.parameters(), lr=0.1)
     average = IterateAverage(optimizer, kind="polyak", interval=interval)
@@ -85,7 +85,7 @@ def test_polyak_leaves_the_initial_weights_out_and_the_tail_from_zero_counts_the
     assert_near(averages(other, second), everyone, **NEAR[torch.float64])
 
 
-def test_weights_loaded_after_attaching_are_where_an_average_from_zero_begins():
+def test_average_from_step_zero_begins_with_weights_loaded_after_it_was_created():
     model = network(torch.float64)
     optimizer = Adam(model.parameters(), lr=0.1)
     IterateAverage(optimizer)
@@ -94,7 +94,7 @@ def test_weights_loaded_after_attaching_are_where_an_average_from_zero_begins():
     assert_near(averages(model, optimizer), tail(path))
 
 
-def test_gradients_that_are_gone_after_the_step():
+def test_averaging_works_if_gradients_are_cleared_after_the_step():
     model = network(torch.float64)
     optimizer = Adam(model.parameters(), lr=0.1)
     optimizer.register_step_post_hook(lambda one, *_: one.zero_grad())
@@ -103,7 +103,7 @@ def test_gradients_that_are_gone_after_the_step():
     assert_near(averages(model, optimizer), tail(path), **NEAR[torch.float64])
 
 
-def test_closures_and_lbfgs():
+def test_averaging_works_with_closures_and_lbfgs():
     model = network(torch.float64)
     optimizer = LBFGS(model.parameters(), lr=0.5, max_iter=3)
     average = IterateAverage(optimizer, start=2)
@@ -113,7 +113,7 @@ def test_closures_and_lbfgs():
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
-def test_complex_weights(dtype):
+def test_complex_weights_are_averaged(dtype):
     start = torch.view_as_complex(inputs(0, 2).T.contiguous().double()).to(dtype)
     model = nn.ParameterList([nn.Parameter(start)])
     optimizer = AdamW(model.parameters(), lr=0.1)
@@ -131,7 +131,7 @@ def test_complex_weights(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_an_exponential_average_of_half_precision_weights_moves(dtype):
+def test_exponential_average_of_half_precision_weights_does_not_stall(dtype):
     """In the precision of the weights a ten-thousandth of the way rounds to nothing."""
     model = network(dtype)
     optimizer = SGD(model.parameters(), lr=0.1)
@@ -144,7 +144,7 @@ def test_an_exponential_average_of_half_precision_weights_moves(dtype):
     assert float((moved > 0).double().mean()) > 0.9
 
 
-def test_the_dtype_of_the_average_can_be_asked_for():
+def test_dtype_sets_the_dtype_of_the_average():
     model = network()
     optimizer = SGD(model.parameters(), lr=0.1)
     IterateAverage(optimizer, dtype=torch.float64)
@@ -152,7 +152,7 @@ def test_the_dtype_of_the_average_can_be_asked_for():
     assert_near(averages(model, optimizer), tail(path), **NEAR[torch.float64])
 
 
-def test_constant_weights_keep_their_bits():
+def test_average_of_constant_weights_equals_them_bit_for_bit():
     model = network()
     optimizer = SGD(model.parameters(), lr=0.0)
     IterateAverage(optimizer)
@@ -161,7 +161,7 @@ def test_constant_weights_keep_their_bits():
     assert_same(averages(model, optimizer), before)
 
 
-def test_a_first_step_at_rate_zero_is_a_step():
+def test_first_step_with_learning_rate_zero_is_counted():
     model = network(torch.float64)
     optimizer = SGD(model.parameters(), lr=0.1)
     average = IterateAverage(optimizer)
@@ -188,7 +188,7 @@ class Branches(nn.Module):
 
 
 @pytest.mark.parametrize("name", OPTIMISERS)
-def test_parameters_whose_first_gradient_comes_late_or_never(name):
+def test_parameters_with_a_late_or_no_gradient_are_averaged(name):
     torch.manual_seed(0)
     model = Branches().double()
     optimizer = OPTIMISERS[name](model.parameters())
@@ -207,7 +207,7 @@ def test_parameters_whose_first_gradient_comes_late_or_never(name):
         assert_near(weights(model), tail(path, start=2, interval=2), **NEAR[torch.float64])
 
 
-def test_compiled_steps_are_averaged_and_compiled_once_more_at_most():
+def test_averaging_compiles_a_step_at_most_once_more():
     torch._dynamo.reset()
     model = network(torch.float64)
     optimizer = Adam(model.parameters(), lr=0.05, foreach=True)
@@ -221,7 +221,7 @@ def test_compiled_steps_are_averaged_and_compiled_once_more_at_most():
     torch._dynamo.reset()
 
 
-def test_steps_that_are_not_averaged_touch_no_average():
+def test_steps_between_averages_do_not_write_the_average():
     model = network()
     optimizer = SGD(model.parameters(), lr=0.1)
     IterateAverage(optimizer, start=2, interval=100)
@@ -231,7 +231,7 @@ def test_steps_that_are_not_averaged_touch_no_average():
     assert [average._version for average in averages(model, optimizer)] == versions
 
 
-def test_restart_begins_anew_from_the_weights_as_they_are():
+def test_restart_begins_a_new_average_with_the_current_weights():
     model = network(torch.float64)
     optimizer = SGD(model.parameters(), lr=0.1)
     average = IterateAverage(optimizer, start=None)

@@ -13,7 +13,7 @@ from ritz.optim import IterateAverage
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_block_has_the_average_and_then_the_very_weights_come_back(dtype):
+def test_applied_uses_the_average_and_restores_the_weights_bit_for_bit(dtype):
     model, optimizer, average, path = trained(network(dtype))
     before = copies(model)
     with average.applied(model) as inside:
@@ -25,7 +25,7 @@ def test_the_block_has_the_average_and_then_the_very_weights_come_back(dtype):
     assert_near(averages(model, optimizer), tail(path), **near)
 
 
-def test_an_error_inside_brings_the_weights_back_too():
+def test_applied_restores_the_weights_after_an_error():
     model, _, average, _ = trained()
     before = copies(model)
     with pytest.raises(KeyError), average.applied(model):
@@ -35,7 +35,7 @@ def test_an_error_inside_brings_the_weights_back_too():
         pass
 
 
-def test_training_goes_on_as_if_nothing_had_been_applied():
+def test_applied_does_not_change_later_training():
     disturbed, optimizer, average, _ = trained()
     calm, other, _, _ = trained()
     with average.applied(disturbed):
@@ -47,7 +47,7 @@ def test_training_goes_on_as_if_nothing_had_been_applied():
 
 
 @pytest.mark.parametrize("call", ["applied", "copy_to", "step", "restart"])
-def test_what_must_not_happen_inside_is_refused(call):
+def test_calls_that_would_corrupt_the_average_raise_inside_applied(call):
     model, optimizer, average, _ = trained()
     calls = {
         "applied": lambda: average.applied(model).__enter__(),
@@ -57,20 +57,20 @@ def test_what_must_not_happen_inside_is_refused(call):
     }
     before = copies(model)
     with (
-        pytest.raises(RuntimeError, match=f"{call} must not be called while the averaged weights"),
+        pytest.raises(RuntimeError, match=f"{call} must not be called inside"),
         average.applied(model),
     ):
         calls[call]()
     assert_same(model.parameters(), before)
 
 
-def test_copy_to_is_for_good():
+def test_copy_to_changes_the_weights_permanently():
     model, optimizer, average, _ = trained()
     average.copy_to(model)
     assert_same(model.parameters(), averages(model, optimizer))
 
 
-def test_a_copy_loads_into_the_plain_model_and_has_no_gradients():
+def test_averaged_model_loads_into_the_plain_model_and_has_no_gradients():
     model, optimizer, average, _ = trained()
     before = copies(model)
     found = average.to_averaged_model(model)
@@ -84,7 +84,7 @@ def test_a_copy_loads_into_the_plain_model_and_has_no_gradients():
     assert next(found.parameters()).detach().any()
 
 
-def test_compiled_models_are_looked_into():
+def test_averages_are_applied_to_compiled_models():
     model, optimizer, average, _ = trained()
     compiled = torch.compile(model, backend="eager")
     with average.applied(compiled):
@@ -106,7 +106,7 @@ class Tied(nn.Module):
         return self.scale * self.frozen(self.out(self.embed(x)))
 
 
-def test_tied_weights_stay_tied_and_others_untouched():
+def test_applied_keeps_tied_weights_tied_and_other_parameters_unchanged():
     torch.manual_seed(0)
     model = Tied()
     mine = [p for p in model.parameters() if p is not model.scale]
@@ -124,16 +124,16 @@ def test_tied_weights_stay_tied_and_others_untouched():
     assert torch.equal(found.frozen.weight, frozen)
 
 
-def test_a_model_of_other_parameters_is_refused():
+def test_model_without_parameters_of_the_optimiser_raises():
     _, _, average, _ = trained()
     with (
-        pytest.raises(ValueError, match="model must hold parameters that the optimiser"),
+        pytest.raises(ValueError, match="model must have parameters of this optimiser"),
         average.applied(network()),
     ):
         pass
 
 
-def test_what_is_no_model_is_refused():
+def test_applied_raises_for_something_that_is_not_a_module():
     model, _, average, _ = trained()
     with (
         pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got list"),
@@ -142,7 +142,7 @@ def test_what_is_no_model_is_refused():
         pass
 
 
-def test_an_average_that_has_not_begun_is_refused():
+def test_applied_raises_before_the_average_has_begun():
     model, _, average, _ = trained(start=20)
     with (
         pytest.raises(
@@ -158,7 +158,7 @@ def test_an_average_that_has_not_begun_is_refused():
         average.to_averaged_model(model)
 
 
-def test_memory_is_one_vector_and_one_more_while_applied():
+def test_average_needs_one_copy_of_the_weights_and_one_more_inside_applied():
     model, optimizer, average, _ = trained()
     num = sum(p.numel() for p in model.parameters())
     held = [t for s in optimizer.state.values() for k, t in s.items() if k.startswith("average")]
@@ -178,7 +178,7 @@ def test_memory_is_one_vector_and_one_more_while_applied():
     assert sum(allocated) == num
 
 
-def test_a_deep_copy_of_model_optimiser_and_average_goes_on_alone():
+def test_deep_copy_of_model_optimiser_and_average_is_independent():
     model, optimizer, average, _ = trained(start=3)
     twin, second, third = copy.deepcopy((model, optimizer, average))
     assert third.optimizer is second

@@ -135,7 +135,7 @@ def alone(kind):
     }
 
 
-def test_two_processes_give_what_one_does_sharded_or_not_and_through_checkpoints(tmp_path):
+def test_two_processes_give_the_average_of_one_sharded_or_not_also_after_a_checkpoint(tmp_path):
     for code, error in run_processes(SCRIPT, 2, tmp_path):
         assert code == 0, error
     expected = {kind: alone(kind) for kind in ("sgd", "adamw", "lookahead")}
@@ -199,7 +199,7 @@ STATISTICS = (
             try:
                 average.to_averaged_model(model)
             except TypeError as error:
-                assert "must not be sharded to be copied" in str(error)
+                assert "must not be sharded" in str(error)
             else:
                 raise AssertionError("a sharded model was copied")
     torch.save(found, f"{folder}/found{rank}")
@@ -208,7 +208,7 @@ STATISTICS = (
 )
 
 
-def test_statistics_over_processes_with_unequal_data_are_those_of_all_samples(tmp_path):
+def test_batch_norm_statistics_over_processes_are_those_of_all_samples(tmp_path):
     noise = torch.Generator().manual_seed(1)
     sizes = (7, 3, 4, 6)
     batches = [torch.randn(n, 3, generator=noise, dtype=torch.float64) for n in sizes]
@@ -252,6 +252,6 @@ COMPILED = (
 
 
 @pytest.mark.slow
-def test_compiled_steps_of_sharded_weights_are_those_of_whole_ones(tmp_path):
+def test_compiled_steps_of_sharded_weights_equal_those_of_unsharded_weights(tmp_path):
     for code, error in run_processes(COMPILED, 2, tmp_path):
         assert code == 0, error

@@ -57,7 +57,7 @@ def leaves(state, name=""):
 
 
 @pytest.mark.timeout(300)
-def test_kills_at_random_moments_change_no_bit(tmp_path):
+def test_run_killed_at_random_moments_ends_with_the_same_bits(tmp_path):
     """Of weights in bfloat16, whose average and slow weights are in float32."""
 
     def run(name, step=1000, moment=0.0):

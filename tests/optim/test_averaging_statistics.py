@@ -26,7 +26,7 @@ def buffers(model):
     return [b.clone() for name, b in model.named_buffers() if "running" in name]
 
 
-def test_statistics_are_recomputed_for_the_averaged_weights_and_brought_back():
+def test_applied_recomputes_batch_norm_statistics_and_restores_them():
     model, _, average, _ = trained(normed())
     before, modes = copies(model), [m.training for m in model.modules()]
     theirs = average.to_averaged_model(model)
@@ -37,7 +37,7 @@ def test_statistics_are_recomputed_for_the_averaged_weights_and_brought_back():
     assert_same(copies(model), before)
 
 
-def test_statistics_are_left_alone_unless_asked_for():
+def test_applied_without_data_does_not_change_batch_norm_statistics():
     model, _, average, _ = trained(normed())
     before = buffers(model)
     with average.applied(model):
@@ -54,7 +54,7 @@ def by_hand(model, parts):
 
 
 @pytest.mark.parametrize(("fraction", "used"), [(1.0, 4), (0.5, 2), (0.3, 2), (0.01, 1)])
-def test_samples_count_and_not_batches_on_a_fraction_of_the_data(fraction, used):
+def test_statistics_weight_batches_by_samples_and_use_a_fraction_of_the_data(fraction, used):
     model, _, average, _ = trained(normed())
     data = batches(9, 2, 5, 3)
     found = average.to_averaged_model(model, data=data, fraction=fraction)
@@ -64,7 +64,7 @@ def test_samples_count_and_not_batches_on_a_fraction_of_the_data(fraction, used)
 
 
 @pytest.mark.parametrize("kind", ["tensor", "pair", "single", "dict", "mapping", "own"])
-def test_batches_of_any_kind(kind):
+def test_statistics_accept_tensors_lists_and_dictionaries_as_batches(kind):
     model, _, average, _ = trained(normed())
     data = batches(5, 4)
     expected = by_hand(average.to_averaged_model(model), data)
@@ -82,7 +82,7 @@ def test_batches_of_any_kind(kind):
     torch.testing.assert_close(model[1].running_var, expected[1])
 
 
-def test_batches_that_are_no_collections_are_counted_by_the_caller():
+def test_count_gives_the_samples_of_user_defined_batches():
     model, _, average, _ = trained(normed())
     data = batches(5, 2)
     expected = by_hand(average.to_averaged_model(model), data)
@@ -92,7 +92,7 @@ def test_batches_that_are_no_collections_are_counted_by_the_caller():
     torch.testing.assert_close(model[1].running_var, expected[1])
 
 
-def test_an_error_in_the_data_brings_weights_and_statistics_back():
+def test_weights_and_statistics_are_restored_after_an_error_in_the_data():
     model, _, average, _ = trained(normed())
     before = copies(model)
 
@@ -115,7 +115,7 @@ def test_an_error_in_the_data_brings_weights_and_statistics_back():
         ({"data": []}, ValueError, "data must hold at least one batch"),
     ],
 )
-def test_wrong_data_is_named_and_changes_nothing(options, error, match):
+def test_error_names_wrong_data_and_leaves_the_model_unchanged(options, error, match):
     model, _, average, _ = trained(normed())
     before = copies(model)
     with (
@@ -126,7 +126,7 @@ def test_wrong_data_is_named_and_changes_nothing(options, error, match):
     assert_same(copies(model), before)
 
 
-def test_data_is_not_gone_through_for_a_model_without_batch_norm():
+def test_data_are_not_iterated_for_a_model_without_batch_norm():
     model, _, average, _ = trained()
 
     def never():

@@ -27,7 +27,7 @@ def assert_near(found, expected, **tolerance):
 
 
 @pytest.mark.parametrize("name", ["Gadam", "GadamX"])
-def test_torch_compile_of_the_step_takes_the_same_steps(traced_only, name):
+def test_steps_under_torch_compile_equal_eager_steps(traced_only, name):
     ours, compiled = (parameters(seeded(), shapes=SHAPES) for _ in range(2))
     expected = run(build(name, ours), ours, seeded(1))
     optimizer = build(name, compiled)
@@ -36,7 +36,7 @@ def test_torch_compile_of_the_step_takes_the_same_steps(traced_only, name):
 
 
 @pytest.mark.parametrize("name", ["Gadam inside", "GadamX", "PadamW amsgrad"])
-def test_torch_compile_takes_the_whole_step_as_one_graph(name):
+def test_torch_compile_captures_the_whole_step_in_one_graph(name):
     torch._dynamo.reset()
     params = parameters(seeded(), shapes=((4, 3), (5,)) * 2)
     optimizer, counter = build(name, params), CompileCounter()
@@ -58,7 +58,7 @@ def test_torch_compile_takes_the_whole_step_as_one_graph(name):
         ),
     ],
 )
-def test_compile_keyword_takes_the_same_steps(traced_only, name, dtype):
+def test_steps_with_compile_true_equal_eager_steps(traced_only, name, dtype):
     ours, compiled = parameters(seeded(), dtype=dtype), parameters(seeded(), dtype=dtype)
     expected = run(build(name, ours), ours, seeded(1))
     # In float64 numbers of float32 would show.
@@ -67,7 +67,7 @@ def test_compile_keyword_takes_the_same_steps(traced_only, name, dtype):
 
 
 @pytest.mark.parametrize("name", ["GadamX", "PadamW amsgrad", "Padam published"])
-def test_new_rates_and_decays_do_not_compile_again(traced_only, name):
+def test_new_learning_rates_and_decays_do_not_recompile(traced_only, name):
     params = parameters(seeded())
     decay = 0.0 if name == "Padam published" else 0.1  # an L2 coefficient is a constant
     optimizer = build(name, params, compile=True, weight_decay=decay)
@@ -81,7 +81,7 @@ def test_new_rates_and_decays_do_not_compile_again(traced_only, name):
     assert optimizer.state[params[0]]["step"] == 7
 
 
-def test_many_optimisers_each_have_a_graph(traced_only):
+def test_each_of_many_optimisers_compiles_its_step(traced_only):
     # Graphs of one function are limited to eight; beyond it torch would run unfused.
     with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
         for size in range(2, 8):
@@ -100,7 +100,7 @@ def test_groups_may_be_added_to_a_compiled_optimiser(traced_only):
     assert_near(*results)
 
 
-def test_betas_on_a_schedule_give_compiling_up(traced_only):
+def test_betas_that_change_at_every_step_end_compilation_with_a_warning(traced_only):
     ours, compiled = parameters(seeded()), parameters(seeded())
     results = []
     for params, flag in ((ours, False), (compiled, True)):
@@ -108,7 +108,9 @@ def test_betas_on_a_schedule_give_compiling_up(traced_only):
         schedule = OneCycleLR(optimizer, 0.1, total_steps=20)
         noise = seeded(1)
         with (
-            pytest.warns(UserWarning, match="compile=True: more than 8") if flag else nullcontext()
+            pytest.warns(UserWarning, match="compile=True: settings.*more than 8")
+            if flag
+            else nullcontext()
         ):
             for _ in range(12):
                 found = run(optimizer, params, noise, steps=1)
@@ -117,7 +119,7 @@ def test_betas_on_a_schedule_give_compiling_up(traced_only):
     assert_near(*results)
 
 
-def test_a_step_that_cannot_be_compiled_is_not_counted(monkeypatch):
+def test_step_whose_compilation_fails_is_not_counted(monkeypatch):
     def broken(function, **options):
         def fail(*args):
             raise RuntimeError("no compiler")
@@ -134,7 +136,7 @@ def test_a_step_that_cannot_be_compiled_is_not_counted(monkeypatch):
 
 @pytest.mark.parametrize("name", ["GadamX", "GadamX L2", "PadamW amsgrad", "Padam published"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_compiled_steps_may_be_captured(traced_only, name, dtype):
+def test_compiled_steps_can_be_captured_in_a_cuda_graph(traced_only, name, dtype):
     expected, found = (parameters(seeded(), dtype=dtype) for _ in range(2))
     run(build(name, expected, lr=0.01), expected, seeded(1))
     rate = torch.tensor(0.01, dtype=torch.float64)
@@ -143,7 +145,7 @@ def test_compiled_steps_may_be_captured(traced_only, name, dtype):
     assert_near(found, expected)
 
 
-def test_compile_excludes_gradients_through_the_step():
+def test_compile_with_differentiable_raises():
     with pytest.raises(ValueError, match="compile=True does not support differentiable=True"):
         GadamX(parameters(seeded()), compile=True, differentiable=True)
 
@@ -151,7 +153,7 @@ def test_compile_excludes_gradients_through_the_step():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", ["GadamX", "GadamX L2", "PadamW amsgrad", "Padam published"])
-def test_generated_code_takes_the_same_steps(name):
+def test_generated_code_of_a_compiled_step_equals_the_eager_step(name):
     torch._dynamo.reset()
     ours, compiled = (parameters(seeded(), dtype=torch.float32) for _ in range(2))
     expected = run(build(name, ours), ours, seeded(1), steps=20)

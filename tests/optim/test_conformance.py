@@ -27,7 +27,7 @@ def assert_near(found, expected, **tolerance):
 @every
 @pytest.mark.parametrize("contiguous", [True, False])
 @pytest.mark.parametrize("schedule", [None, functools.partial(StepLR, step_size=5, gamma=0.9)])
-def test_loss_goes_down(rng, name, contiguous, schedule):
+def test_optimiser_reduces_the_loss(rng, name, contiguous, schedule):
     weights = torch.randn(10, 5, 2, generator=rng)
     weight = torch.nn.Parameter(weights[..., 0].clone() if contiguous else weights[..., 0])
     vector = torch.randn(5, generator=rng)
@@ -49,7 +49,7 @@ def test_loss_goes_down(rng, name, contiguous, schedule):
 
 
 @every
-def test_plateau_scheduler_lowers_the_rate(rng, name):
+def test_plateau_scheduler_lowers_the_learning_rate(rng, name):
     params = parameters(rng)
     optimizer = build(name, params)
     before = optimizer.param_groups[0]["lr"]
@@ -60,7 +60,7 @@ def test_plateau_scheduler_lowers_the_rate(rng, name):
 
 
 @every
-def test_maximize_mirrors_the_gradient(name):
+def test_maximize_equals_minimising_the_negative_loss(name):
     ours, mirrored = parameters(seeded()), parameters(seeded())
     up, down = build(name, ours, maximize=True), build(name, mirrored)
     for p, q in zip(ours, mirrored, strict=True):
@@ -71,7 +71,7 @@ def test_maximize_mirrors_the_gradient(name):
 
 
 @every
-def test_foreach_is_the_loop(name):
+def test_foreach_steps_equal_steps_one_by_one(name):
     results = []
     for foreach in (False, True):
         params = [*parameters(seeded()), torch.nn.Parameter(torch.empty(0, dtype=torch.float64))]
@@ -82,7 +82,7 @@ def test_foreach_is_the_loop(name):
 
 @every
 @pytest.mark.parametrize("foreach", [False, True])
-def test_parameters_without_gradient_stay(name, foreach):
+def test_parameters_without_gradient_do_not_change(name, foreach):
     params = parameters(seeded())
     optimizer = build(name, params, foreach=foreach)
     give_gradients(params, seeded(1))
@@ -97,7 +97,7 @@ def test_parameters_without_gradient_stay(name, foreach):
 
 
 @every
-def test_parameters_that_join_late_have_steps_of_their_own(name):
+def test_each_parameter_counts_its_steps_from_its_first_gradient(name):
     results = []
     for foreach in (False, True):
         params = parameters(seeded())
@@ -125,7 +125,7 @@ def test_zero_gradients_without_decay_change_nothing(name, how):
 
 @every
 @pytest.mark.parametrize("foreach", [None, False, True])
-def test_gradients_are_not_written_to(name, foreach):
+def test_step_does_not_change_the_gradients(name, foreach):
     params = parameters(seeded())
     optimizer = build(name, params, foreach=foreach, maximize=True)
     give_gradients(params, seeded(1))
@@ -136,7 +136,7 @@ def test_gradients_are_not_written_to(name, foreach):
 
 @every
 @pytest.mark.parametrize("foreach", [False, True])
-def test_complex_parameters_are_pairs_of_real_ones(name, foreach):
+def test_complex_parameters_are_updated_as_pairs_of_real_ones(name, foreach):
     values = parameters(seeded(), dtype=torch.complex128, shapes=((3, 2), (4,)))
     pairs = [torch.nn.Parameter(torch.view_as_real(p.detach()).clone()) for p in values]
     both = build(name, values, foreach=foreach), build(name, pairs, foreach=foreach)
@@ -151,7 +151,7 @@ def test_complex_parameters_are_pairs_of_real_ones(name, foreach):
 
 
 @every
-def test_tensor_rate_is_a_rate(name):
+def test_learning_rate_may_be_a_tensor(name):
     number, tensor = parameters(seeded()), parameters(seeded())
     rate = EVERY[name][1]["lr"]
     expected = run(build(name, number), number, seeded(1))
@@ -160,7 +160,7 @@ def test_tensor_rate_is_a_rate(name):
 
 
 @every
-def test_groups_are_optimisers_of_their_own(name):
+def test_groups_are_updated_as_by_separate_optimisers(name):
     together, apart = parameters(seeded()), parameters(seeded())
     rate = EVERY[name][1]["lr"]
     optimizer = build(name, together[:1])
@@ -180,7 +180,7 @@ def test_groups_are_optimisers_of_their_own(name):
 
 @every
 @pytest.mark.parametrize("how", ["state_dict", "file", "deepcopy", "pickle"])
-def test_saved_and_restored_it_goes_on_bit_for_bit(name, how):
+def test_optimiser_resumes_from_its_state_bit_for_bit(name, how):
     params = parameters(seeded())
     optimizer = build(name, params)
     run(optimizer, params, seeded(1), steps=6)
@@ -234,7 +234,7 @@ def test_every_setting_is_in_the_defaults_and_the_groups(name):
 
 
 @every
-def test_hooks_run_around_the_step(name):
+def test_step_hooks_run_before_and_after_the_step(name):
     params = parameters(seeded())
     optimizer, seen = build(name, params), []
     optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
@@ -260,7 +260,7 @@ def test_steps_can_be_differentiated(name):
     torch.autograd.gradcheck(after, inputs)
 
 
-def test_the_rate_can_be_differentiated():
+def test_gradient_with_respect_to_the_learning_rate_is_exact():
     start = torch.randn(3, generator=seeded(), dtype=torch.float64)
     rate = torch.tensor(0.1, dtype=torch.float64, requires_grad=True)
 
@@ -314,7 +314,7 @@ def test_parameters_may_be_named(name):
 @pytest.mark.parametrize("name", [name for name in EVERY if name not in FUSED])
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_capturable_steps_are_the_same(name, foreach, dtype):
+def test_capturable_steps_equal_ordinary_steps(name, foreach, dtype):
     results = []
     for capturable in (False, True):
         params = parameters(seeded(), dtype=dtype)
@@ -331,7 +331,7 @@ def test_a_state_of_other_shapes_is_refused(name):
     others = parameters(seeded(), shapes=((4, 3), (5, 3)))
     before = [p.detach().clone() for p in others]
     other = build(name, others)
-    with pytest.raises(ValueError, match=r"state_dict is of another model: its \w+ of parameter 1"):
+    with pytest.raises(ValueError, match=r"state_dict does not match: its \w+ of parameter 1"):
         other.load_state_dict(optimizer.state_dict())
     assert not other.state
     assert_near(others, before)

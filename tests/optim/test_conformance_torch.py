@@ -25,7 +25,7 @@ def torch_test_file():
 
 
 @pytest.mark.slow
-def test_torch_finds_no_fault(capsys):
+def test_optimiser_passes_the_tests_of_torch(capsys):
     command = [sys.executable, str(SUITE), str(torch_test_file())]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-5000:]

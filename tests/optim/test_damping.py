@@ -14,7 +14,7 @@ def test_damping_is_the_epsilon_of_adamw():
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_damping_is_scheduled_by_group():
+def test_damping_can_be_scheduled_per_group():
     ours, theirs = parameters(seeded()), parameters(seeded())
     damped = DampedAdamW(
         [{"params": ours[:1], "delta": 0.1}, {"params": ours[1:]}], lr=0.01, delta=1.0
@@ -32,7 +32,7 @@ def test_damping_is_scheduled_by_group():
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_large_damping_is_sgd_with_rate_over_damping():
+def test_large_damping_is_sgd_with_learning_rate_over_damping():
     p = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
     optimizer = DampedAdamW([p], lr=1e6 * 0.1, delta=1e6, weight_decay=0.0)
     p.grad = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
@@ -41,7 +41,7 @@ def test_large_damping_is_sgd_with_rate_over_damping():
     torch.testing.assert_close(p.detach(), -0.1 * p.grad, rtol=3e-6, atol=0)
 
 
-def test_coupled_decay_is_adam():
+def test_coupled_weight_decay_equals_torch_adam():
     ours, theirs = parameters(seeded()), parameters(seeded())
     settings = {"lr": 0.01, "weight_decay": 0.1}
     found = run(DampedAdamW(ours, decoupled_weight_decay=False, **settings), ours, seeded(1))
@@ -50,14 +50,14 @@ def test_coupled_decay_is_adam():
 
 
 @given(st.floats(0, 100), st.floats(1e-3, 100), st.floats(1e-3, 10))
-def test_damped_step_is_one_on_the_shrunk_matrix(delta, curvature, rate):
+def test_damped_step_equals_a_step_on_the_shrunk_matrix(delta, curvature, rate):
     beta = delta_to_shrinkage(delta)
     shrunk = rate * beta / (beta * curvature + (1 - beta))
     assert shrunk == pytest.approx(rate / (curvature + delta), rel=1e-9)
 
 
 @given(st.floats(0, 1e3))
-def test_shrinkage_turns_back_into_damping(delta):
+def test_shrinkage_and_damping_conversions_are_inverse(delta):
     assert shrinkage_to_delta(delta_to_shrinkage(delta)) == pytest.approx(
         delta, rel=1e-9, abs=1e-12
     )
@@ -75,12 +75,12 @@ def test_shrinkage_turns_back_into_damping(delta):
         ),
     ],
 )
-def test_values_out_of_range_are_named(call, match):
+def test_error_names_the_value_that_is_out_of_range(call, match):
     with pytest.raises(ValueError, match=match):
         call()
 
 
 @pytest.mark.parametrize("unknown", ["eps", "form"])
-def test_damping_has_one_name_and_one_place(unknown):
+def test_damped_adamw_refuses_eps_and_form(unknown):
     with pytest.raises(TypeError, match=f"unknown arguments {unknown}"):
         DampedAdamW(parameters(seeded()), **{unknown: None})

@@ -23,7 +23,7 @@ def looped(logits):
     return [kl / count, variation / count, distance / count]
 
 
-def test_it_equals_the_definitions(rng):
+def test_diversity_equals_its_definitions(rng):
     logits = 3 * torch.randn(4, 7, 5, generator=rng)
     found = solution_diversity(logits)
     assert [found.kl, found.total_variation, found.distance] == pytest.approx(looped(logits), 1e-12)
@@ -34,7 +34,7 @@ def test_it_equals_the_definitions(rng):
         assert all(bool(torch.equal(pair, pair.T)) for pair in pairs)
 
 
-def test_a_list_of_outputs_and_further_dimensions_are_samples(rng):
+def test_diversity_accepts_a_list_and_counts_further_dimensions_as_samples(rng):
     logits = torch.randn(3, 4, 6, 5, generator=rng)
     whole = solution_diversity(logits.flatten(1, 2))
     found = solution_diversity(list(logits))
@@ -42,7 +42,7 @@ def test_a_list_of_outputs_and_further_dimensions_are_samples(rng):
     assert found.kl == whole.kl
 
 
-def test_solutions_that_agree_have_none(rng):
+def test_diversity_of_equal_solutions_is_zero(rng):
     logits = torch.randn(1, 6, 3, generator=rng).expand(4, -1, -1)
     shift = torch.arange(4.0).view(4, 1, 1)  # the softmax does not see it
     found = solution_diversity((logits + shift).double())
@@ -50,7 +50,7 @@ def test_solutions_that_agree_have_none(rng):
     assert found.distance < 1e-14
 
 
-def test_what_float_probabilities_lose_still_counts():
+def test_diversity_does_not_underflow():
     # p = (1, e^-2000): its logarithm is known although it is zero as a float.
     logits = torch.tensor([[[0.0, -2000.0]], [[-2000.0, 0.0]]])
     found = solution_diversity(logits)
@@ -59,14 +59,14 @@ def test_what_float_probabilities_lose_still_counts():
     assert found.distance == pytest.approx(2.0)
 
 
-def test_classes_that_are_excluded():
+def test_diversity_of_classes_with_logit_minus_infinity():
     both = torch.tensor([[[0.0, 1.0, -math.inf]], [[1.0, 0.0, -math.inf]]])
     assert solution_diversity(both).kl == pytest.approx(solution_diversity(both[..., :2]).kl)
     one = torch.tensor([[[0.0, 1.0, 0.0]], [[1.0, 0.0, -math.inf]]])
     assert solution_diversity(one).kl == math.inf
 
 
-def test_it_is_printed_and_stored(rng, tmp_path):
+def test_diversity_is_printed_and_saved(rng, tmp_path):
     found = solution_diversity(torch.randn(3, 10, 4, generator=rng))
     assert "3 solutions, 10 samples" in str(found)
     ritz.save(found, tmp_path / "diversity.safetensors")
@@ -78,18 +78,18 @@ def test_it_is_printed_and_stored(rng, tmp_path):
 @pytest.mark.parametrize(
     ("logits", "match"),
     [
-        (torch.zeros(1, 3, 2), "two solutions or more, got 1"),
+        (torch.zeros(1, 3, 2), "at least two models, got 1"),
         ([torch.zeros(3, 2), torch.zeros(4, 2)], r"one shape \(n, c\).*\(4, 2\)"),
         (torch.zeros(2, 3), "one shape"),
         (torch.zeros(2, 0, 3), "one shape"),
         (torch.full((2, 3, 2), math.nan), "must not hold NaN"),
     ],
 )
-def test_wrong_outputs_are_named(logits, match):
+def test_diversity_error_names_wrong_logits(logits, match):
     with pytest.raises(ValueError, match=match):
         solution_diversity(logits)
 
 
-def test_labels_are_not_logits():
+def test_diversity_of_integer_tensors_raises():
     with pytest.raises(TypeError, match="logits must be of a real floating-point dtype"):
         solution_diversity(torch.zeros(2, 3, 2, dtype=torch.long))

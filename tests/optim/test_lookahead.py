@@ -31,31 +31,19 @@ INNER = {
 EXACT = {"rtol": 1e-13, "atol": 1e-13}  # a few roundings a synchronisation
 
 
-def reference(make, num_steps, *, k=5, alpha=0.5, until=10**9, momentum="keep"):
+def reference(make, num_steps, *, k=5, alpha=0.5, until=10**9):
     """The published algorithm: the slow weights are there from the start."""
     model = network(torch.float64)
     optimizer = make(model.parameters())
-    slow, path, cached = weights(model), [weights(model)], {}
+    slow, path = weights(model), [weights(model)]
     for t in range(1, num_steps + 1):
         take_step(model, optimizer, t - 1)
         if t % k == 0 and t < until:
             for p, s in zip(model.parameters(), slow, strict=True):
                 s += alpha * (p.detach() - s)
                 p.data.copy_(s)
-                change_momentum(optimizer.state[p], momentum, alpha, cached, p)
         path.append(weights(model))
     return path
-
-
-def change_momentum(state, momentum, alpha, cached, p):
-    if momentum == "keep":
-        return
-    name = "momentum_buffer" if "momentum_buffer" in state else "exp_avg"
-    before = cached.get(p, torch.zeros_like(p))
-    state[name] = alpha * state[name] + (1 - alpha) * before
-    cached[p] = state[name].clone()
-    if momentum == "reset":
-        state[name].zero_()
 
 
 def assert_same_path(found, expected):
@@ -65,7 +53,7 @@ def assert_same_path(found, expected):
 
 @pytest.mark.parametrize(("k", "alpha"), [(5, 0.5), (1, 0.3), (6, 0.8), (3, 1.0)])
 @pytest.mark.parametrize("name", INNER)
-def test_every_iterate_is_that_of_the_published_algorithm(name, k, alpha):
+def test_every_iterate_equals_the_published_algorithm(name, k, alpha):
     model = network(torch.float64)
     optimizer = Lookahead(INNER[name](model.parameters()), k=k, alpha=alpha)
     expected = reference(INNER[name], 17, k=k, alpha=alpha)
@@ -83,27 +71,8 @@ def test_the_first_synchronisation_pulls_towards_the_initial_weights():
     assert_near(path[1], fast[1], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("momentum", ["reset", "pullback"])
-@pytest.mark.parametrize("name", ["momentum", "adam"])
-def test_momentum_is_reset_or_pulled_back_on_request(name, momentum):
-    model = network(torch.float64)
-    optimizer = Lookahead(INNER[name](model.parameters()), k=3, momentum=momentum)
-    expected = reference(INNER[name], 14, k=3, momentum=momentum)
-    assert_same_path(walked(model, optimizer, 14), expected)
-    kept = reference(INNER[name], 14, k=3)
-    assert any(not torch.equal(a, b) for a, b in zip(expected[-1], kept[-1], strict=True))
-
-
-@pytest.mark.parametrize("momentum", ["reset", "pullback"])
-def test_momentum_that_is_not_there_is_refused(momentum):
-    model = network()
-    optimizer = Lookahead(SGD(model.parameters(), lr=0.1), k=2, momentum=momentum)
-    with pytest.raises(ValueError, match=r"must have momentum for momentum=.* got SGD without"):
-        walked(model, optimizer, 2)
-
-
 @pytest.mark.parametrize("until", [1, 5, 6, 11])
-def test_it_hands_over_to_averaging(until):
+def test_lookahead_stops_when_averaging_starts(until):
     model = network(torch.float64)
     optimizer = Lookahead(Adam(model.parameters(), lr=0.02), until=until)
     IterateAverage(optimizer, start=until)
@@ -113,7 +82,7 @@ def test_it_hands_over_to_averaging(until):
     assert_near(averages(model, optimizer), tail(expected, start=until), **EXACT)
 
 
-def test_stop_hands_over_at_once_and_is_remembered():
+def test_stop_acts_at_once_and_is_saved_in_the_state():
     model = network(torch.float64)
     optimizer = Lookahead(Adam(model.parameters(), lr=0.02))
     walked(model, optimizer, 7)
@@ -134,7 +103,7 @@ def test_stop_hands_over_at_once_and_is_remembered():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("stop", [1, 4, 5, 7])
-def test_going_on_from_a_state_gives_the_same_bits(stop, dtype):
+def test_resuming_from_a_state_dict_is_exact_bit_for_bit(stop, dtype):
     model = network(dtype)
     optimizer = Lookahead(SGD(model.parameters(), lr=0.1, momentum=0.9))
     walked(model, optimizer, stop)
@@ -151,7 +120,7 @@ def test_going_on_from_a_state_gives_the_same_bits(stop, dtype):
     assert slow[0][0].dtype == torch.promote_types(dtype, torch.float32)
 
 
-def test_an_average_around_it_travels_in_the_same_state():
+def test_average_and_slow_weights_are_saved_in_one_state():
     def made(seed=0):
         model = network(seed=seed)
         optimizer = Lookahead(Adam(model.parameters(), lr=0.02), until=6)
@@ -168,7 +137,7 @@ def test_an_average_around_it_travels_in_the_same_state():
     assert (other.count, other.step) == (average.count, 13)
 
 
-def test_schedulers_hooks_closures_and_groups_work_as_with_any_optimiser():
+def test_lookahead_works_with_schedulers_hooks_closures_and_groups():
     model = network(torch.float64)
     inner = SGD(model.parameters(), lr=0.1)
     optimizer = Lookahead(inner, k=2)
@@ -191,7 +160,7 @@ def test_schedulers_hooks_closures_and_groups_work_as_with_any_optimiser():
     assert "lr: 0.5" in repr(optimizer)
 
 
-def test_hooks_of_its_own_state_may_change_what_is_saved_and_loaded():
+def test_state_dict_hooks_of_lookahead_change_what_is_saved_and_loaded():
     model = network()
     optimizer = Lookahead(SGD(model.parameters(), lr=0.1))
     optimizer.register_state_dict_post_hook(lambda _, state: state | {"note": 3})
@@ -210,7 +179,7 @@ def test_hooks_of_its_own_state_may_change_what_is_saved_and_loaded():
     assert seen == [optimizer]
 
 
-def test_parameters_added_later_have_slow_weights_from_then_on():
+def test_parameters_added_later_get_slow_weights():
     model, late = network(torch.float64), nn.Parameter(torch.full((2,), 8.0, dtype=torch.float64))
     optimizer = Lookahead(SGD(model.parameters(), lr=0.5), k=4)
     walked(model, optimizer, 2)
@@ -223,7 +192,7 @@ def test_parameters_added_later_have_slow_weights_from_then_on():
     torch.testing.assert_close(late.detach(), torch.full((2,), 7.5, dtype=torch.float64))
 
 
-def test_lbfgs_inside():
+def test_lookahead_works_around_lbfgs():
     model = network(torch.float64)
     optimizer = Lookahead(LBFGS(model.parameters(), lr=0.5, max_iter=2), k=2)
     path = walked(model, optimizer, 2, closure=True)
@@ -250,7 +219,7 @@ def test_steps_that_mixed_precision_skips_are_not_counted(fused, outer):
     assert_near(weights(model), reference(make, 3, k=2)[-1], **EXACT)
 
 
-def test_a_deep_copy_goes_on_alone():
+def test_deep_copy_of_lookahead_is_independent():
     model = network()
     optimizer = Lookahead(Adam(model.parameters(), lr=0.02))
     walked(model, optimizer, 7)
@@ -268,15 +237,14 @@ def test_a_deep_copy_goes_on_alone():
         ({"k": 0}, "k must be at least 1"),
         ({"alpha": 1.5}, "alpha must be between 0.0 and 1.0"),
         ({"until": 0}, "until must be at least 1"),
-        ({"momentum": "drop"}, "momentum must be one of keep, reset, pullback"),
     ],
 )
-def test_settings_out_of_range_are_named(bad, match):
+def test_error_names_the_setting_that_is_out_of_range(bad, match):
     with pytest.raises(ValueError, match=match):
         Lookahead(SGD(network().parameters(), lr=0.1), **bad)
 
 
-def test_one_average_and_one_lookahead_at_a_time():
+def test_second_average_or_lookahead_on_one_optimiser_raises():
     params = list(network().parameters())
     optimizer = Lookahead(Gadam(params))
     assert AutoAverage(optimizer).average is optimizer.optimizer.average
@@ -286,6 +254,6 @@ def test_one_average_and_one_lookahead_at_a_time():
         Lookahead(optimizer)
 
 
-def test_only_optimisers_are_taken():
+def test_lookahead_raises_for_something_that_is_not_an_optimiser():
     with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer, got list"):
         Lookahead([1])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from optim.optimizer_cases import copied, give_gradients, parameters, run, seeded
 
-from ritz.optim import DampedAdamW, Gadam, GadamX, Padam, PadamW
+from ritz.optim import DampedAdamW, Gadam, GadamX, Padam, PadamW, _update
 
 BETAS = (0.9, 0.999)
 
@@ -52,7 +52,7 @@ FORMS = [
 @pytest.mark.parametrize("flags", list(itertools.product([False, True], repeat=3)))
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize(("partial", "form"), FORMS)
-def test_every_update_is_the_reference(problem, partial, form, foreach, flags):
+def test_every_update_equals_the_reference_formula(problem, partial, form, foreach, flags):
     amsgrad, maximize, decoupled = flags
     cls = PadamW if decoupled else Padam
     w, noise = problem
@@ -68,21 +68,21 @@ def test_every_update_is_the_reference(problem, partial, form, foreach, flags):
 
 @pytest.mark.parametrize("cls", [Gadam, GadamX])
 @pytest.mark.parametrize("decoupled", [False, True])
-def test_averaged_optimisers_take_the_same_steps(problem, cls, decoupled):
+def test_gadam_and_gadamx_take_the_steps_of_padamw(problem, cls, decoupled):
     found = taken(cls, *problem, decoupled_weight_decay=decoupled, weight_decay=0.1, start=50)
     base = PadamW if decoupled else Padam
     rule = {"lr": 1e-3, "partial": 0.5} if cls is Gadam else {"lr": 0.1, "partial": 0.125}
     assert torch.equal(found, taken(base, *problem, weight_decay=0.1, **rule))
 
 
-def test_published_form_has_amsgrad_unless_told_otherwise(problem):
+def test_published_form_defaults_to_amsgrad(problem):
     rule = {"lr": 0.03, "eps": 1e-8, "partial": 0.125, "form": "published", "maximize": False}
     found = taken(Padam, *problem, **rule)
     expected = reference(*problem, decay=0.0, decoupled=False, amsgrad=True, **rule)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
 
 
-def test_published_form_warms_up_in_secret():
+def test_bias_correction_of_the_published_form_acts_like_a_warm_up():
     # Its first step is (1 - beta2)^(1/2 - p) = 0.075 of the paper's, at step 100 0.41 of it.
     ratios = []
     for steps in (1, 100):
@@ -117,7 +117,7 @@ def test_power_one_half_is_adamw_bit_for_bit(cls, dtype, amsgrad, maximize, how)
 
 
 @pytest.mark.parametrize("fused", [None, True])
-def test_coupled_decay_at_one_half_is_adam(fused):
+def test_padam_with_power_one_half_is_adam(fused):
     ours = parameters(seeded())
     theirs = copied(ours)
     settings = {"lr": 0.01, "weight_decay": 0.1}
@@ -141,7 +141,7 @@ def test_coupled_decay_at_one_half_is_adam(fused):
         (GadamX, {}, "_fused_adamw_", 0),
     ],
 )
-def test_fused_kernel_takes_the_step_where_it_serves(monkeypatch, cls, settings, kernel, calls):
+def test_fused_kernel_is_used_where_it_is_available(monkeypatch, cls, settings, kernel, calls):
     real, seen = getattr(torch, kernel), []
     monkeypatch.setattr(torch, kernel, lambda *a, **k: (seen.append(1), real(*a, **k)))
     params = parameters(seeded())
@@ -149,14 +149,14 @@ def test_fused_kernel_takes_the_step_where_it_serves(monkeypatch, cls, settings,
     assert len(seen) == calls
 
 
-def test_complex_parameters_keep_off_the_fused_kernel():
+def test_complex_parameters_do_not_use_the_fused_kernel():
     params = parameters(seeded(), dtype=torch.complex128)
     optimizer = Gadam(params)
     assert not optimizer._step_supports_amp_scaling
     run(optimizer, params, seeded(1))
 
 
-def test_power_zero_is_momentum_alone(problem):
+def test_power_zero_is_momentum_without_scaling(problem):
     w, noise = problem
     rule = {"lr": 0.03, "weight_decay": 0.0, "partial": 0.0}
     found = taken(PadamW, w, noise[:2], **rule)
@@ -168,13 +168,13 @@ def test_power_zero_is_momentum_alone(problem):
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_large_parameters_are_worked_on_in_pieces(monkeypatch, transposed):
+def test_large_parameters_are_updated_in_chunks(monkeypatch, transposed):
     ours = parameters(seeded(), shapes=((40, 30), (7,)))
     if transposed:  # cannot be cut, and need not be
         ours = [torch.nn.Parameter(p.detach().t()) for p in ours]
     whole = [torch.nn.Parameter(p.detach().clone()) for p in ours]
     expected = run(GadamX(whole), whole, seeded(1))
-    monkeypatch.setattr("ritz.optim._update.GRAIN", 100)
+    monkeypatch.setattr(_update, "TUNING", _update.Tuning(grain=100))
     found = run(GadamX(ours), ours, seeded(1))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
@@ -193,7 +193,7 @@ def test_float16_with_small_epsilon_stays_finite(foreach):
 
 
 @pytest.mark.parametrize("foreach", [False, True])
-def test_bfloat16_follows_float32(foreach):
+def test_bfloat16_steps_are_close_to_float32_steps(foreach):
     rng = seeded()
     wide = torch.nn.Parameter(torch.randn(50, generator=rng))
     narrow = torch.nn.Parameter(wide.detach().bfloat16())

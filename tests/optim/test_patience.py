@@ -25,7 +25,7 @@ def phases(found, metrics):
     return seen
 
 
-def test_averaging_begins_and_training_ends_after_so_many_evaluations_without_a_better_one():
+def test_averaging_begins_and_training_ends_after_patience_evaluations():
     found = auto(patience=3)
     assert phases(found, [5, 4, 4.5, 4.2]) == ["training"] * 4
     assert phases(found, [3, 3, 3.1, 9]) == ["training"] * 3 + ["averaging"]
@@ -38,11 +38,11 @@ def test_averaging_begins_and_training_ends_after_so_many_evaluations_without_a_
     assert found.best == 6.0
 
 
-def test_ten_evaluations_are_the_default():
+def test_patience_defaults_to_ten_evaluations():
     assert phases(auto(), [1.0] * 22) == ["training"] * 10 + ["averaging"] * 11 + ["finished"]
 
 
-def test_larger_may_be_better_and_small_gains_may_count_for_nothing():
+def test_mode_max_and_min_delta_define_an_improvement():
     found = auto(patience=2, mode="max", min_delta=0.5)
     assert phases(found, [1, 1.6, 2.0, 2.1]) == ["training"] * 3 + ["averaging"]
     assert found.best_before == 1.6
@@ -50,7 +50,7 @@ def test_larger_may_be_better_and_small_gains_may_count_for_nothing():
     assert phases(auto(patience=1, mode="max"), [2, 1]) == ["training", "averaging"]
 
 
-def test_the_average_is_that_of_the_iterates_since_it_began():
+def test_average_started_by_patience_has_the_iterates_since_then():
     model = network(torch.float64)
     optimizer = SGD(model.parameters(), lr=0.1)
     found = AutoAverage(optimizer, patience=2)
@@ -65,14 +65,14 @@ def test_the_average_is_that_of_the_iterates_since_it_began():
         assert_near(model.parameters(), expected)
 
 
-def test_an_average_of_ones_own_is_taken():
+def test_auto_average_accepts_a_user_defined_average():
     optimizer = SGD(network().parameters(), lr=0.1)
     average = IterateAverage(optimizer, start=None, kind="ema", interval=3)
     assert AutoAverage(average).average is average
     assert AutoAverage(optimizer).average is average
 
 
-def test_it_says_where_it_is():
+def test_repr_of_auto_average_shows_its_phase():
     found = auto(patience=2)
     assert "AutoAverage(patience=2, mode='min': waiting, best None, 0 evalu" in repr(found)
     phases(found, [1, 1, 1, 3])
@@ -81,7 +81,7 @@ def test_it_says_where_it_is():
     assert "finished" in repr(found)
 
 
-def test_it_goes_on_from_its_state_to_the_same_bits():
+def test_auto_average_resumes_bit_for_bit():
     runs = []
     for interrupted in (False, True):
         model = network()
@@ -104,7 +104,7 @@ def test_it_goes_on_from_its_state_to_the_same_bits():
 
 
 @pytest.mark.parametrize("metric", [float("nan"), torch.tensor(float("nan"))])
-def test_a_metric_that_is_not_a_number_is_refused(metric):
+def test_metric_nan_raises(metric):
     with pytest.raises(ValueError, match="metric must be a number, got nan"):
         auto().update(metric)
 
@@ -117,22 +117,22 @@ def test_a_metric_that_is_not_a_number_is_refused(metric):
         ({"min_delta": -1.0}, "min_delta must be at least 0"),
     ],
 )
-def test_settings_out_of_range_are_named(bad, match):
+def test_error_names_the_setting_that_is_out_of_range(bad, match):
     with pytest.raises(ValueError, match=match):
         auto(**bad)
 
 
-def test_an_average_that_begins_by_itself_is_refused():
+def test_auto_average_raises_for_an_average_with_a_start():
     optimizer = SGD(network().parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"must be made with start=None, .* got start=5"):
+    with pytest.raises(ValueError, match=r"average must have start=None, got start=5"):
         AutoAverage(IterateAverage(optimizer, start=5))
     with pytest.raises(TypeError, match="average must be an IterateAverage or an optimiser, got S"):
         AutoAverage(network())
 
 
-def test_states_of_other_things_are_refused():
+def test_auto_average_refuses_a_state_of_another_mode_or_object():
     found = auto()
     with pytest.raises(ValueError, match="state_dict must be one of AutoAverage, got one without"):
         found.load_state_dict({"best": 1.0})
-    with pytest.raises(ValueError, match="was made with mode='max', this is 'min'"):
+    with pytest.raises(ValueError, match="state_dict must have mode='min', got 'max'"):
         found.load_state_dict(auto(mode="max").state_dict())

@@ -9,7 +9,7 @@ from ritz.optim import Gadam, GadamX, Padam, from_preset, preset, preset_names
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_every_preset_makes_a_step(name):
+def test_every_preset_makes_an_optimiser_that_steps(name):
     params = parameters(seeded())
     optimizer = from_preset(name, params, steps_per_epoch=10)
     assert type(optimizer).__name__.lower() == name.split("/")[0]
@@ -20,7 +20,7 @@ def test_every_preset_makes_a_step(name):
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_networks_and_data_bear_the_names_of_the_catalogues(name):
+def test_presets_use_the_names_of_models_and_data_sets(name):
     _, *network, data = name.split("/")
     assert set(network) <= set(models.available())
     # Both sets of CIFAR share settings; ImageNet at full size is a folder of images.
@@ -42,13 +42,13 @@ def test_networks_and_data_bear_the_names_of_the_catalogues(name):
         ("padam/lstm/ptb", Padam, {"lr": 1.0, "partial": 0.2, "decoupled_weight_decay": False}),
     ],
 )
-def test_published_numbers(name, cls, expected):
+def test_presets_have_the_published_numbers(name, cls, expected):
     optimizer = from_preset(name, parameters(seeded()))
     assert type(optimizer) is cls
     assert {key: optimizer.param_groups[0][key] for key in expected} == expected
 
 
-def test_average_is_placed_by_epochs():
+def test_preset_averages_from_its_published_epoch():
     # From epoch 161 of 300, once an epoch: the first iterate is that after 160 epochs.
     optimizer = from_preset("gadam/vgg16/cifar100", parameters(seeded()), steps_per_epoch=391)
     assert preset("gadam/vgg16/cifar100").epochs == 300
@@ -56,18 +56,18 @@ def test_average_is_placed_by_epochs():
     assert optimizer.average.interval == 391
 
 
-def test_without_epochs_averaging_waits():
+def test_preset_without_steps_per_epoch_does_not_start_averaging():
     assert from_preset("gadam/vgg16/cifar100", parameters(seeded())).average.start is None
 
 
-def test_settings_can_be_changed_and_a_preset_cannot():
+def test_from_preset_accepts_changes_and_presets_are_read_only():
     optimizer = from_preset("gadamx/vgg16/cifar", parameters(seeded()), lr=0.05, compile=True)
     assert optimizer.param_groups[0]["lr"] == 0.05
     with pytest.raises(TypeError, match="does not support item assignment"):
         preset("gadamx/vgg16/cifar").settings["lr"] = 1.0
 
 
-def test_wrong_names_and_counts_are_named():
+def test_error_names_wrong_preset_or_steps_per_epoch():
     with pytest.raises(UnknownNameError, match="did you mean gadam/vgg16/cifar100"):
         preset("gadam/vgg16/cifar-100")
     with pytest.raises(ValueError, match="steps_per_epoch must be at least 1, got 0"):

@@ -48,19 +48,19 @@ def images(rng):
     return torch.randn(16, 2, 5, 5, generator=rng)
 
 
-def test_weights_before_a_normalisation_are_found_and_no_others(net, images):
+def test_scale_invariant_weights_are_those_before_a_normalisation(net, images):
     found = scale_invariant_weights(net, images)
     assert found == ("conv.weight", "inner.weight", "linear.weight")
 
 
-def test_a_bias_that_layer_norm_keeps_breaks_it(rng):
+def test_bias_before_layer_norm_breaks_scale_invariance(rng):
     inputs = torch.randn(20, 4, generator=rng)
     for bias, expected in ((True, ()), (False, ("0.weight",))):
         model = drawn(nn.Sequential(nn.Linear(4, 4, bias=bias), nn.LayerNorm(4)), rng)
         assert scale_invariant_weights(model, inputs) == expected
 
 
-def test_looking_changes_nothing(net, images):
+def test_scale_invariant_weights_does_not_change_the_model(net, images):
     before = {name: value.clone() for name, value in net.state_dict().items()}
     modes = [module.training for module in net.modules()]
     scale_invariant_weights(net, images)
@@ -69,13 +69,13 @@ def test_looking_changes_nothing(net, images):
     assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
-def test_running_statistics_do_not_hide_the_invariance(net, images):
+def test_scale_invariance_is_found_in_eval_mode(net, images):
     net.norm.running_var.fill_(7.0)
     net.eval()
     assert "conv.weight" in scale_invariant_weights(net, images)
 
 
-def test_a_shortcut_past_the_normalisation_breaks_it(rng):
+def test_shortcut_around_the_normalisation_breaks_scale_invariance(rng):
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
@@ -89,14 +89,14 @@ def test_a_shortcut_past_the_normalisation_breaks_it(rng):
     assert scale_invariant_weights(model, torch.randn(20, 4, generator=rng)) == ()
 
 
-def test_a_variance_below_epsilon_is_no_normalisation(rng):
+def test_variance_below_epsilon_breaks_scale_invariance(rng):
     model = drawn(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), rng)
     inputs = torch.randn(20, 4, generator=rng)
     assert scale_invariant_weights(model, inputs) == ("0.weight",)
     assert scale_invariant_weights(model, 1e-3 * inputs) == ()
 
 
-def test_the_effective_rate_is_that_of_the_direction(net):
+def test_effective_rate_is_the_learning_rate_of_the_direction(net):
     optimizer = torch.optim.SGD(
         [
             {"params": net.conv.parameters(), "lr": 0.2},
@@ -116,7 +116,7 @@ def test_the_effective_rate_is_that_of_the_direction(net):
     assert again["linear.weight"] == math.inf
 
 
-def test_a_step_turns_a_normalised_weight_by_the_effective_rate(rng):
+def test_step_rotates_a_scale_invariant_weight_by_the_effective_rate(rng):
     # Equal effective rates turn weights of unequal lengths by the same angle.
     inputs, targets = torch.randn(64, 5, generator=rng), torch.randn(64, 4, generator=rng)
     directions = []
@@ -133,7 +133,7 @@ def test_a_step_turns_a_normalised_weight_by_the_effective_rate(rng):
     torch.testing.assert_close(directions[0], directions[1])
 
 
-def test_norms_of_every_tensor_and_of_all(net):
+def test_weight_norms_of_each_tensor_and_of_all(net):
     found = weight_norms(net)
     flat = torch.cat([weight.detach().double().flatten() for weight in net.parameters()])
     assert found.l2 == pytest.approx(float(flat.norm()))
@@ -151,7 +151,7 @@ def test_norms_of_half_precision_do_not_overflow():
     assert found.layers["b"] == (0.0, 0.0)
 
 
-def test_norms_are_printed_and_stored(net, tmp_path):
+def test_weight_norms_are_printed_and_saved(net, tmp_path):
     found = weight_norms(net)
     assert str(found).splitlines()[1].startswith("all ")
     assert "conv.weight" in str(found)
@@ -159,7 +159,7 @@ def test_norms_are_printed_and_stored(net, tmp_path):
     assert ritz.load(tmp_path / "norms.safetensors") == found
 
 
-def test_wrong_input_is_named(net, images):
+def test_diagnostics_errors_name_the_wrong_argument(net, images):
     optimizer = torch.optim.SGD(net.head.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"names must be those of parameters.*'convolution'"):
         effective_rates(net, optimizer, ["convolution"])

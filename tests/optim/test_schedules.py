@@ -32,7 +32,7 @@ def followed(schedule, optimizer, num_steps, key="lr"):
     return values
 
 
-def test_the_rate_is_held_falls_and_is_held_again():
+def test_linear_decay_is_constant_then_linear_then_constant():
     shape = linear_decay(100)
     assert [shape(t) for t in (0, 25, 50)] == [1.0, 1.0, 1.0]
     assert shape(70) == pytest.approx(0.505)  # half way from 1 to 0.01
@@ -42,7 +42,7 @@ def test_the_rate_is_held_falls_and_is_held_again():
     assert values == sorted(values, reverse=True)
 
 
-def test_the_averaging_form_has_the_shape_in_the_time_before_averaging():
+def test_averaging_decay_is_linear_decay_until_averaging_starts():
     shape, plain = averaging_decay(60), linear_decay(60, final=0.5)
     assert [shape(t) for t in range(80)] == [plain(t) for t in range(80)]
     assert shape(30) == 1.0
@@ -50,24 +50,24 @@ def test_the_averaging_form_has_the_shape_in_the_time_before_averaging():
     assert shape(55) == shape(60) == shape(200) == 0.5
 
 
-def test_a_line_without_length_is_a_step():
+def test_linear_decay_with_hold_equal_to_until_is_a_step():
     shape = linear_decay(10, hold=0.5, until=0.5, final=0.2)
     assert [shape(t) for t in (4, 5, 6)] == [1.0, 1.0, 0.2]
 
 
-def test_steps_count_from_their_milestones():
+def test_step_decay_changes_at_its_milestones():
     shape = step_decay([2, 5], factor=0.5)
     assert [shape(t) for t in range(7)] == [1, 1, 0.5, 0.5, 0.5, 0.25, 0.25]
 
 
-def test_warm_up_goes_before_any_shape_and_does_not_delay_it():
+def test_warmup_multiplies_any_shape_without_delaying_it():
     shape = warmup(4, then=step_decay([3, 6], factor=0.1))
     expected = [0.25, 0.5, 0.75, 0.1, 0.1, 0.1, 0.01]
     assert [shape(t) for t in range(7)] == pytest.approx(expected)
     assert [warmup(2)(t) for t in range(3)] == [0.5, 1.0, 1.0]
 
 
-def test_every_group_keeps_its_own_initial_rate():
+def test_schedule_uses_the_initial_learning_rate_of_each_group():
     adam = optimizer()
     schedule = Schedule(adam, linear_decay(10))
     assert isinstance(schedule, LRScheduler)
@@ -79,7 +79,7 @@ def test_every_group_keeps_its_own_initial_rate():
         schedule.step()
 
 
-def test_a_list_has_a_shape_for_every_group():
+def test_schedule_accepts_one_shape_per_group():
     adam = optimizer()
     schedule = Schedule(adam, [step_decay([1]), lambda step: 1.0 + step])
     adam.step()
@@ -87,7 +87,7 @@ def test_a_list_has_a_shape_for_every_group():
     assert [group["lr"] for group in adam.param_groups] == pytest.approx([0.01, 0.6])
 
 
-def test_tensor_rates_are_set_in_place():
+def test_tensor_learning_rates_are_set_in_place():
     weight = torch.zeros(2, requires_grad=True)
     adam = torch.optim.AdamW([weight], lr=torch.tensor(0.5), foreach=False)
     rate = adam.param_groups[0]["lr"]
@@ -97,7 +97,7 @@ def test_tensor_rates_are_set_in_place():
     assert float(rate) == 0.25
 
 
-def test_it_stands_in_a_sequence_of_torch():
+def test_schedule_works_in_torch_sequential_lr():
     adam = optimizer()
     parts = [Schedule(adam, warmup(4)), Schedule(adam, linear_decay(10))]
     values = followed(SequentialLR(adam, parts, milestones=[4]), adam, 14)
@@ -105,7 +105,7 @@ def test_it_stands_in_a_sequence_of_torch():
     assert values == pytest.approx([0.1 * shape for shape in shapes])
 
 
-def test_a_recursive_schedule_of_torch_may_follow_it():
+def test_schedule_may_be_followed_by_a_recursive_scheduler_of_torch():
     adam = optimizer()
     parts = [Schedule(adam, warmup(2)), ExponentialLR(adam, 0.5)]
     values = followed(SequentialLR(adam, parts, milestones=[2]), adam, 5)
@@ -113,7 +113,7 @@ def test_a_recursive_schedule_of_torch_may_follow_it():
 
 
 @pytest.mark.parametrize("num_done", [0, 3, 7])
-def test_a_resumed_schedule_goes_on_where_it_was(num_done):
+def test_schedule_resumes_from_its_state(num_done):
     shape = warmup(2, then=linear_decay(10))
     whole = optimizer()
     expected = followed(Schedule(whole, shape), whole, 12)
@@ -131,14 +131,14 @@ def test_a_resumed_schedule_goes_on_where_it_was(num_done):
     assert values + followed(schedule, second, 12 - num_done) == expected
 
 
-def test_shapes_are_pickled():
+def test_shapes_can_be_pickled():
     shape = warmup(3, then=averaging_decay(20))
     again = pickle.loads(pickle.dumps(shape))
     assert [again(t) for t in range(30)] == [shape(t) for t in range(30)]
 
 
 @pytest.mark.parametrize("key", ["eps", "weight_decay"])
-def test_any_setting_follows_a_shape(key):
+def test_group_schedule_changes_any_setting(key):
     adam = optimizer(eps=1e-3, weight_decay=0.2)
     begun, shape = adam.param_groups[0][key], linear_decay(10)
     schedule = GroupSchedule(adam, shape, key=key)
@@ -148,7 +148,7 @@ def test_any_setting_follows_a_shape(key):
     assert adam.param_groups[0]["lr"] == 0.1
 
 
-def test_a_scheduled_damping_is_the_one_that_steps_take(rng):
+def test_steps_use_the_scheduled_damping(rng):
     gradients = torch.randn(6, 5, generator=rng)
     ours, theirs = (torch.ones(5, requires_grad=True) for _ in range(2))
     damped, plain = DampedAdamW([ours], delta=0.5), torch.optim.AdamW([theirs], eps=0.5)
@@ -162,7 +162,7 @@ def test_a_scheduled_damping_is_the_one_that_steps_take(rng):
     torch.testing.assert_close(ours, theirs)
 
 
-def test_a_setting_and_the_rate_are_chained():
+def test_group_schedule_works_in_torch_chained_scheduler():
     adam = optimizer(eps=1e-3)
     damping = GroupSchedule(adam, step_decay([2]), key="eps")
     chained = ChainedScheduler([Schedule(adam, step_decay([1])), damping], optimizer=adam)
@@ -172,7 +172,7 @@ def test_a_setting_and_the_rate_are_chained():
 
 
 @pytest.mark.parametrize("optimizer_first", [True, False])
-def test_a_resumed_setting_goes_on_where_it_was(optimizer_first):
+def test_group_schedule_resumes_from_its_state(optimizer_first):
     first = optimizer(eps=1e-3)
     schedule = GroupSchedule(first, linear_decay(8), key="eps")
     followed(schedule, first, 6)
@@ -187,7 +187,7 @@ def test_a_resumed_setting_goes_on_where_it_was(optimizer_first):
     assert followed(again, second, 4, key="eps") == rest
 
 
-def test_a_tensor_setting_is_set_in_place():
+def test_group_schedule_sets_a_tensor_in_place():
     adam = optimizer()
     damping = torch.tensor(2.0)
     for group in adam.param_groups:
@@ -200,8 +200,8 @@ def test_a_tensor_setting_is_set_in_place():
 
 
 @pytest.mark.parametrize("key", ["amsgrad", "betas", "params", "damping"])
-def test_what_is_no_number_cannot_be_scheduled(key):
-    with pytest.raises(ValueError, match=f"such as lr, eps, weight_decay.*got '{key}'"):
+def test_group_schedule_raises_for_a_setting_that_is_not_a_number(key):
+    with pytest.raises(ValueError, match=f"numeric setting .lr, eps, weight_decay.*got '{key}'"):
         GroupSchedule(optimizer(), linear_decay(10), key=key)
 
 
@@ -221,11 +221,11 @@ def test_what_is_no_number_cannot_be_scheduled(key):
         (lambda: Schedule(optimizer(), 0.1), "shape must be a function"),
     ],
 )
-def test_wrong_shapes_are_named(make, match):
+def test_schedule_error_names_the_wrong_shape(make, match):
     with pytest.raises(ValueError, match=match):
         make()
 
 
-def test_only_optimisers_are_scheduled():
-    with pytest.raises(TypeError, match="optimizer must be a torch optimiser, got Linear"):
+def test_schedule_raises_for_something_that_is_not_an_optimiser():
+    with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer, got Linear"):
         Schedule(torch.nn.Linear(1, 1), warmup(2))

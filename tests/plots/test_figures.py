@@ -9,9 +9,9 @@ from matplotlib import pyplot
 import ritz
 from ritz import plots
 from ritz.measures import Landscape, Landscape2d
-from ritz.plots._shared import share_legend
+from ritz.plots._style import share_legend
 
-KINDS = ["Ritz value < 0", "zero within its residual, unconverged", "Ritz value > 0",
+KINDS = ["Ritz value < 0", "sign not known, unconverged", "Ritz value > 0",
          "Ritz value > 0, unconverged"]  # fmt: skip
 
 
@@ -56,7 +56,7 @@ def test_a_value_within_its_residual_of_zero_is_drawn_as_zero(matrix, ax):
     place = int(values.abs().argmin())
     values[place] = -1e-9
     plots.spectrum(replace(found, values=values, residuals=0 * values + 1e-6), ax=ax)
-    assert legend(ax) == ["Ritz value < 0", "zero within its residual", "Ritz value > 0"]
+    assert legend(ax) == ["Ritz value < 0", "sign not known", "Ritz value > 0"]
     negative, zero, positive = ax.get_lines()
     assert zero.get_xdata().tolist() == [-1e-9]
     assert (negative.get_xdata() < 0).all()
@@ -103,7 +103,7 @@ def assert_within_its_figure(legend, *panels):
 
 
 def test_a_shared_legend_has_as_many_columns_as_fit(matrix):
-    axes = plots.spectra({"one": ritz.lanczos(matrix, num_steps=20)}, columns=1)
+    axes = plots.spectra({"one": ritz.lanczos(matrix, num_steps=20)})
     (shared,) = axes[0].figure.legends
     assert [text.get_text() for text in shared.get_texts()] == KINDS
     assert_within_its_figure(shared, *axes)
@@ -191,7 +191,7 @@ def test_spectra_are_drawn_on_given_axes(matrix):
     one = ritz.lanczos(matrix, num_steps=5)
     assert plots.spectra({"a": one, "b": one}, axes=axes) == axes
     assert not figure.legends
-    with pytest.raises(ValueError, match="axes must be one for each of 1 spectra, got 2"):
+    with pytest.raises(ValueError, match="axes must be 1, one for each spectrum, got 2"):
         plots.spectra({"a": one}, axes=axes)
     with pytest.raises(ValueError, match="spectra must hold at least one"):
         plots.spectra({})
@@ -236,11 +236,6 @@ def test_a_landscape_without_accuracy_is_one_line(ax):
     assert ax.get_yscale() == "log"
 
 
-def test_accuracy_false_leaves_the_accuracy_out(ax):
-    plots.landscape(valley(), ax=ax, accuracy=False)
-    assert legend(ax) == ["loss, train", "loss, test"]
-
-
 def test_landscapes_share_one_legend():
     figure, axes = plots.panels(1, 2)
     for ax, name in zip(axes, ("largest", "smallest"), strict=True):
@@ -258,7 +253,7 @@ def test_landscapes_share_one_legend():
 def test_infinite_losses_are_gaps_and_keep_the_range_of_steps(ax, bad):
     loss = valley().loss.clone()
     loss[:, :2] = bad
-    plots.landscape(valley(loss=loss), ax=ax, accuracy=False, log=True)
+    plots.landscape(valley(loss=loss), ax=ax, log=True)
     ax.figure.canvas.draw()
     low, high = ax.get_xlim()
     assert low < -1 < 1 < high
@@ -340,11 +335,6 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r'pip install "ritz\[plots\]"'):
         plots.panels()
-
-
-def test_zero_bins_are_rejected(matrix):
-    with pytest.raises(ValueError, match="num_bins"):
-        plots.against_exact(ritz.lanczos(matrix, num_steps=5), matrix.diagonal(), num_bins=0)
 
 
 def test_lines_use_the_palette_of_okabe_and_ito():

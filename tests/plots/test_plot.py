@@ -83,7 +83,7 @@ def degeneracy():
 
 # How to make each result, and what its figure shows: number of axes, label of the first horizontal
 # axis, and its title.
-SHARE = "share of eigenvalues near 0"
+SHARE = "fraction of eigenvalues near 0"
 RESULTS = {
     "spectrum": (lambda: ritz.lanczos(ritz.hessian(network()), num_steps=6),
                  (1, r"Ritz value $\theta$", "Hessian, batch norm eval")),
@@ -114,7 +114,7 @@ RESULTS = {
         lambda: ritz.solve(torch.diag(torch.arange(1.0, 9)), torch.randn(8, 9)), (1, "step", None)),
     "sharpness": (lambda: ritz.sharpness(network(), num_steps=5, num_probes=2),
                   (5, "", "spectral norm")),
-    "degeneracy": (degeneracy, (1, r"where it lies, $\lambda$", "Hessian")),
+    "degeneracy": (degeneracy, (1, r"mean eigenvalue near 0, $\lambda$", "Hessian")),
     "degeneracies by epoch": (lambda: {1: degeneracy(), 2: degeneracy()}, (1, "epoch", "")),
     "degeneracies by name and epoch": (lambda: {"Hessian": {1: degeneracy()}}, (1, "epoch", "")),
     "landscape": (lambda: ritz.landscape(network(), {"largest": torch.ones(53)}, num_points=5),
@@ -167,15 +167,17 @@ def test_every_result_has_a_plot(name, tmp_path):
      (curvature.summary(network()), "Summary"), ({"a": 3, "b": 4}, "int")],
 )  # fmt: skip
 def test_a_result_without_a_plot_is_rejected(result, name):
-    with pytest.raises(TypeError, match=rf"{name}.*no plot"):
+    with pytest.raises(TypeError, match=rf"(got|class) {name}"):
         plots.plot(result)
 
 
 def test_results_of_different_kinds_are_not_drawn_together():
     spectrum = ritz.lanczos(symmetric(), num_steps=5)
-    with pytest.raises(TypeError, match="got Spectrum and, by the name of 'b', Estimate"):
+    with pytest.raises(TypeError, match="but 'b' is a Estimate and the first a Spectrum"):
         plots.plot({"a": spectrum, "b": number()})
-    with pytest.raises(TypeError, match="several results of class Temperature have no plot"):
+    with pytest.raises(
+        TypeError, match="results of class Temperature cannot be drawn in one figure"
+    ):
         plots.plot(dict.fromkeys("ab", measures.temperature(network())))
     with pytest.raises(ValueError, match="result must hold at least one entry, got none"):
         plots.plot({})

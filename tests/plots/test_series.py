@@ -165,9 +165,9 @@ def test_a_surface_is_nan_where_the_loss_is_not_finite():
 def test_a_surface_of_the_test_loss_needs_test_data():
     z, _ = landscape_surface(plane(PLANE, test_loss=3 * PLANE), test=True)
     np.testing.assert_array_equal(z, 3 * PLANE.numpy().T)
-    with pytest.raises(ValueError, match="must have a loss on test data"):
+    with pytest.raises(ValueError, match="must have a test loss"):
         landscape_surface(plane(PLANE), test=True)
-    with pytest.raises(ValueError, match="two finite values that differ"):
+    with pytest.raises(ValueError, match="two different finite values"):
         landscape_surface(plane(torch.ones(3, 2)))
     with pytest.raises(ValueError, match="num_levels must be at least 2"):
         landscape_surface(plane(PLANE), num_levels=1)

@@ -10,8 +10,7 @@ from torch.nn.functional import cross_entropy
 import ritz
 from ritz import plots
 from ritz.cli import _app
-from ritz.plots._shared import direction_title, titled
-from ritz.plots._style import result_title
+from ritz.plots._style import direction_title, result_title, titled
 
 
 def network(*layers):

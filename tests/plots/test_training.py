@@ -68,7 +68,7 @@ def test_null_in_a_log_becomes_a_gap():
 
 
 def test_a_log_without_an_epoch_is_rejected(log):
-    with pytest.raises(ValueError, match="at least one epoch, got none"):
+    with pytest.raises(ValueError, match="at least one finished epoch, got none"):
         training_series([record for record in log if record["kind"] == "curvature"])
 
 
@@ -79,7 +79,7 @@ def test_points_of_a_monitor_are_by_epoch_or_by_step(log):
     np.testing.assert_array_equal(found.stderr, [0.1] * 3)
     within = [curvature(1, step=3), curvature(1, step=6)]
     np.testing.assert_array_equal(curvature_points(within, "lambda_max").x, [3, 6])
-    with pytest.raises(ValueError, match="must hold 'trace' of a monitor"):
+    with pytest.raises(ValueError, match="must hold 'trace', got none"):
         curvature_points(log, "trace")
 
 
@@ -94,7 +94,7 @@ def test_points_are_sorted_and_have_errors():
     np.testing.assert_array_equal(found.x, [2, 8])
     np.testing.assert_array_equal(found.y, [4, 3])
     np.testing.assert_array_equal(found.stderr, [0, 0.5])
-    with pytest.raises(ValueError, match="one for each of 2 places, got 1"):
+    with pytest.raises(ValueError, match="values must be 2, one for each x, got 1"):
         points([1, 2], [3.0])
 
 
@@ -252,7 +252,6 @@ def test_largest_eigenvalue_is_drawn_beside_two_over_the_learning_rate(log):
     np.testing.assert_allclose(band(ax), [[5.9, 6.9, 7.9], [6.1, 7.1, 8.1]])
     steep = [*log, curvature(4, lambda_max=600.0)]
     assert plots.curvature_over_time(steep).get_yscale() == "log"
-    assert plots.curvature_over_time(steep, log=False).get_yscale() == "linear"
     hidden = ("threshold", "lambda_max_residual")
     without = [{k: v for k, v in record.items() if k not in hidden} for record in log]
     bare = plots.curvature_over_time(without)
@@ -329,5 +328,5 @@ def test_the_same_figure_gives_the_same_bytes(log, tmp_path, kind, start):
 def test_check_picture_rejects_unknown_types_and_missing_folders(tmp_path):
     with pytest.raises(ValueError, match=r"must end in .png, .svg, .pdf; got 'x.gif'"):
         check_picture(tmp_path / "x.gif")
-    with pytest.raises(FileNotFoundError, match="is not a folder"):
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
         check_picture(tmp_path / "no" / "x.png")

@@ -23,25 +23,25 @@ def test_every_method_has_a_score_for_every_seed(result):
     assert not torch.equal(result.last_losses, result.average_losses)
 
 
-def test_a_run_is_repeated_bit_for_bit(result):
+def test_the_same_seed_is_reproducible_bit_for_bit(result):
     again = run(SMALL)
     assert torch.equal(again.last_losses, result.last_losses)
     assert torch.equal(again.average_losses, result.average_losses)
 
 
-def test_nothing_is_drawn_from_the_global_generator():
+def test_the_global_generator_is_not_changed():
     before = torch.get_rng_state()
     run(SMALL)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_it_prints_paired_differences(result):
+def test_the_table_has_paired_differences(result):
     text = str(result)
-    for word in (*METHODS, "average - last", "paired by seed", "20% of 400 labels wrong"):
+    for word in (*METHODS, "average - last", "with the same seed", "20% of 400 labels wrong"):
         assert word in text
 
 
-def test_the_result_is_written_and_read_with_its_picture(result, tmp_path):
+def test_the_result_and_its_figure_are_written_and_read(result, tmp_path):
     files = write(averaging, result, tmp_path)
     assert [file.suffix for file in files] == [".safetensors", ".png"]
     assert str(ritz.load(files[0])) == str(result)
@@ -60,14 +60,14 @@ def test_the_result_is_written_and_read_with_its_picture(result, tmp_path):
         {"seed": -1},
     ],
 )
-def test_a_configuration_is_checked(bad):
+def test_a_wrong_configuration_names_the_field(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         Config(**bad)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_tail_averages_beat_the_last_iterates_of_their_runs():
+def test_averages_have_lower_errors_than_last_iterates():
     result = run(Config())
     # Mean over the methods that are meant to be averaged; the seeds are what is sampled.
     meant = [i for i, method in enumerate(METHODS.values()) if method.averaged]

@@ -35,19 +35,19 @@ def result(data):
     return run(small)
 
 
-def test_the_default_is_exact_and_sure(result):
+def test_the_default_method_is_exact_and_certified(result):
     assert result.errors("auto").tolist() == [[0.0, 0.0], [0.0, 0.0]]
     assert bool(result.certified.all())
     assert float(result.errors("krylov").max()) == 0.0
 
 
-def test_sampled_methods_are_near_the_limit_and_the_first_minimum_is_not(result):
+def test_sampled_methods_reach_the_error_of_the_probes_but_the_first_minimum_does_not(result):
     for name in ("entropic", "lanczos"):
         assert bool((result.errors(name) < 4 * result.limits[:, None]).all())
     assert float(result.errors(FIRST).mean()) > 0.5
 
 
-def test_limits_are_those_of_independent_probes(result):
+def test_limits_are_the_standard_errors_of_independent_probes(result):
     assert result.limits.tolist() == pytest.approx([math.sqrt(2 / 80), math.sqrt(2 / 240)])
 
 
@@ -60,7 +60,7 @@ def test_real_graphs_have_their_counts_and_truth(result):
     assert real.settled
 
 
-def test_it_prints_everything_beside_the_published(result):
+def test_the_table_has_the_published_errors(result):
     text = str(result)
     words = (
         *METHODS,
@@ -75,7 +75,7 @@ def test_it_prints_everything_beside_the_published(result):
         assert word in text
 
 
-def test_the_result_is_written_and_read_with_its_picture(result, tmp_path):
+def test_the_result_and_its_figure_are_written_and_read(result, tmp_path):
     files = write(cluster_counts, result, tmp_path)
     assert [file.suffix for file in files] == [".safetensors", ".png"]
     assert str(ritz.load(files[0])) == str(result)
@@ -94,7 +94,10 @@ def test_mixed_graphs_are_counted_by_every_method(monkeypatch):
     found = run(config)
     assert found.mixed["6"]["auto"].count == 6
     assert set(found.mixed["6"]) == set(found.seconds["6"]) == set(METHODS)
-    assert "6 clusters of mixed kinds, 400 vertices; sqrt(2/(d N_c)) 18.26%" in str(found)
+    assert (
+        "6 clusters of mixed kinds, 400 vertices; error of the probes sqrt(2/(d N_c)) = 18.26%"
+        in str(found)
+    )
     assert str(found).count("fewer moments:") == 2
     for counts in found.by_moments["6"].values():
         # Four times what ten probes leave of six clusters.
@@ -108,7 +111,7 @@ def labels(ax):
     return [text.get_text() for text in ax.get_legend().get_texts()]
 
 
-def test_the_picture_says_where_there_is_no_gap(result):
+def test_the_figure_names_graphs_without_a_gap(result):
     (real,), absent = result.real, torch.full((2,), torch.nan, dtype=torch.float64)
     half = torch.stack([absent[0], real.estimates[1]])
     rows = (real, replace(real, estimates=absent), replace(real, estimates=half))
@@ -117,7 +120,7 @@ def test_the_picture_says_where_there_is_no_gap(result):
     assert "limit of the probes" in labels(planted)
 
 
-def test_wrong_settings():
+def test_wrong_settings_name_the_field():
     with pytest.raises(ValueError, match="clusters must be at least 2, got 1"):
         Config(clusters=(1,))
     with pytest.raises(ValueError, match="mixed must be of 305, 1355; got 7"):

@@ -12,7 +12,7 @@ def result():
     return run(Config(**QUICK))
 
 
-def test_all_four_matrices_are_there_and_the_first_is_followed(result):
+def test_all_four_spectra_are_computed_and_the_first_has_vectors(result):
     assert list(result.spectra) == [
         f"{matrix}, batch norm {mode}" for mode in ("eval", "train")
         for matrix in ("Hessian", "Gauss-Newton")
@@ -25,11 +25,11 @@ def test_all_four_matrices_are_there_and_the_first_is_followed(result):
     assert float(result.plane.loss[1, 1]) == float(result.landscape.loss[0, 1])
 
 
-def test_the_network_has_the_size_that_it_says():
+def test_the_network_has_the_documented_number_of_parameters():
     assert sum(p.numel() for p in network().parameters()) == 4258
 
 
-def test_it_repeats_itself_and_leaves_the_global_generator_alone(result):
+def test_the_study_is_reproducible_and_does_not_change_the_global_generator(result):
     before = torch.random.get_rng_state()
     again = run(Config(**QUICK))
     assert torch.equal(torch.random.get_rng_state(), before)
@@ -39,12 +39,12 @@ def test_it_repeats_itself_and_leaves_the_global_generator_alone(result):
     assert str(again.sharpness) == str(result.sharpness)
 
 
-def test_the_temperature_is_of_the_test_data(result):
+def test_the_temperature_is_fitted_to_the_test_data(result):
     assert result.temperature.num_samples == len(data.load("digits").test)
     assert result.temperature.loss == pytest.approx(float(result.training.metrics["test_loss"]))
 
 
-def test_it_is_written_read_and_drawn(result, tmp_path):
+def test_the_result_is_written_read_and_drawn(result, tmp_path):
     files = write(digits, result, tmp_path)
     found = ritz.load(files[0])
     assert str(found.sharpness) == str(result.sharpness)
@@ -62,13 +62,13 @@ def test_it_is_written_read_and_drawn(result, tmp_path):
     ("name", "value"),
     [("num_samples", 1281), ("num_epochs", 1), ("num_steps", 2), ("engine", "'diesel'")],
 )
-def test_bad_settings_are_named(name, value):
+def test_wrong_settings_name_the_field(name, value):
     with pytest.raises(ValueError, match=f"{name} must be .* got {value}"):
         Config(**{name: value.strip("'") if isinstance(value, str) else value})
 
 
 @pytest.mark.slow
-def test_whole_it_learns_and_its_parts_agree():
+def test_the_full_study_learns_and_its_parts_agree():
     found = run(Config())
     assert found.training.metrics["test_accuracy"] > 0.95
     row = found.sharpness.rows[0]

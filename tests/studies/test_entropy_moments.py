@@ -45,7 +45,7 @@ def result(config):
     return run(config)
 
 
-def test_the_log_determinants_are_those_of_dense_algebra(result, folder):
+def test_log_determinants_equal_dense_ones(result, folder):
     chain = scipy.io.mmread(folder / "chain.mtx").toarray()
     graph = scipy.io.mmread(folder / "graph.mtx").toarray()
     laplacian = np.eye(300) + np.diag(graph.sum(1)) - graph
@@ -55,7 +55,7 @@ def test_the_log_determinants_are_those_of_dense_algebra(result, folder):
     assert result.orders == (200, 300)
 
 
-def test_entropy_and_error_fall_with_the_moments_where_the_problem_is_solved(result):
+def test_entropy_and_error_decrease_with_more_moments(result):
     for series, row in ((NEW, 0), (NEW, 1), (NEW_EXACT, 0)):
         entropies, errors = result.entropies[series][row], result.errors[series][row]
         assert bool((entropies.diff() <= 1e-3).all())
@@ -64,7 +64,7 @@ def test_entropy_and_error_fall_with_the_moments_where_the_problem_is_solved(res
     assert float(result.errors[NEW_EXACT][0, -1]) < 1e-3
 
 
-def test_the_older_iteration_does_not_solve_it(result):
+def test_bmxnt_does_not_match_many_moments(result):
     assert not bool(result.solved[OLD][:, -1].any())
     for series, other in ((NEW, OLD), (NEW_EXACT, OLD_EXACT)):
         assert float(result.entropies[other][0, -1]) > float(result.entropies[series][0, -1]) + 0.01
@@ -72,12 +72,12 @@ def test_the_older_iteration_does_not_solve_it(result):
     assert float(result.errors[OLD_EXACT][0, -1]) > 3 * float(result.errors[NEW_EXACT][0, -1])
 
 
-def test_eigenvalues_are_computed_up_to_the_order_asked_for(result):
+def test_eigenvalues_are_computed_up_to_dense_order(result):
     assert bool(result.entropies[NEW_EXACT][0].isfinite().all())
     assert bool(result.entropies[NEW_EXACT][1].isnan().all())
 
 
-def test_both_are_given_the_same_moments():
+def test_both_methods_get_the_same_moments():
     """Power moments on [0, 1] from Chebyshev moments: exactly those of a known law."""
     t = torch.rand(50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     degrees = torch.arange(31, dtype=torch.float64)
@@ -86,7 +86,7 @@ def test_both_are_given_the_same_moments():
     torch.testing.assert_close(found, (t[:, None] ** degrees).mean(0), rtol=1e-12, atol=1e-15)
 
 
-def test_it_prints_a_table(result):
+def test_the_table_has_a_row_per_series(result):
     text = str(result)
     assert "chain, order 200, log det" in text
     assert text.count("MEMe: entropy") == 2
@@ -94,7 +94,7 @@ def test_it_prints_a_table(result):
     assert "*" in text.splitlines()[-1]
 
 
-def test_the_result_is_written_and_read_with_its_picture(result, tmp_path):
+def test_the_result_and_its_figure_are_written_and_read(result, tmp_path):
     files = write(entropy_moments, result, tmp_path)
     assert [file.suffix for file in files] == [".safetensors", ".png"]
     assert str(ritz.load(files[0])) == str(result)
@@ -111,7 +111,7 @@ def test_a_missing_file_is_named_with_the_folder(config, folder, monkeypatch):
         run(Config())
 
 
-def test_the_folder_may_come_from_the_environment(folder, monkeypatch):
+def test_the_folder_defaults_to_the_environment_variable(folder, monkeypatch):
     monkeypatch.setenv("RITZ_DATA", str(folder))
     found = run(Config(matrices=("chain.mtx",), graphs=(), counts=(2,), dense_order=0))
     assert found.names == ("chain",)
@@ -128,7 +128,7 @@ def test_the_folder_may_come_from_the_environment(folder, monkeypatch):
         ("seed", "-1", "seed must be at least 0"),
     ],
 )
-def test_misuse_is_refused(field, text, message):
+def test_wrong_settings_name_the_field(field, text, message):
     with pytest.raises(ValueError, match=message):
         configure(find("entropy-moments").Config, {field: text})
 
@@ -194,6 +194,6 @@ def test_the_bound_of_bmxnt_scales_the_density():
         ([1.0, float("inf")], "moments must be finite"),
     ],
 )
-def test_bmxnt_refuses_misuse(moments, message):
+def test_bmxnt_rejects_wrong_moments(moments, message):
     with pytest.raises(ValueError, match=message):
         bmxnt(torch.tensor(moments))

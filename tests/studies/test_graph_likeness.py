@@ -43,14 +43,14 @@ def result(config):
     return run(config)
 
 
-def test_graphs_of_a_kind_are_nearer_than_those_of_two(result):
+def test_graphs_of_one_kind_are_nearer_than_graphs_of_two_kinds(result):
     for kind in ("citation", "road", "social"):
         found = separation(result.likeness["symmetric_kl"].matrix, result.kinds, kind)
         assert found["largest_within"] < found["least_between"]
         assert found["ordered"] == 1
 
 
-def test_halves_are_compared_with_each_other_and_all_others(result):
+def test_halves_are_compared_with_each_other_and_with_other_graphs(result):
     assert result.apart.shape == result.others.shape == (6,)
     assert bool((result.apart > 0).all())
     assert result.halves.matrix.shape == (12, 12)
@@ -64,16 +64,16 @@ def test_separation_counts_each_pair_once():
     found = separation(matrix, ("a", "a", "b"), "a")
     expected = {"within": 1, "largest_within": 1, "between": 1.25, "least_between": 0.5}
     assert found == expected | {"ordered": 0.5}
-    with pytest.raises(ValueError, match="kind must have two graphs or more"):
+    with pytest.raises(ValueError, match="kind must have two graphs, and"):
         separation(matrix, ("a", "a", "b"), "b")
 
 
-def test_kinds_are_told_apart_however_the_graphs_are_treated(result):
+def test_kinds_are_separated_after_every_preprocessing(result):
     titles = {"10 moments", "largest component", "largest component without trees"}
     assert set(result.treated) == titles
     for matrix in result.treated.values():
         assert separation(matrix, result.kinds, "road")["ordered"] == 1
-    assert "another kind than to one of its own:\n  none" in str(result)
+    assert "another kind than to one of the same kind:\n  none" in str(result)
     assert "The published kinds alone:\n  citation" in str(result)
 
 
@@ -82,22 +82,24 @@ def test_graphs_that_are_nearer_to_another_kind_are_named():
     assert misplaced(matrix, ("x", "y", "z"), ("a", "a", "b")) == ["y: z before x (1)"]
 
 
-def test_trees_that_hang_from_a_graph_are_left_out():
+def test_attached_trees_are_removed():
     lollipop = ritz.graphs.as_graph(nx.lollipop_graph(5, 4))
     assert graph_likeness._without_trees(lollipop).num_nodes == 5
     path = ritz.graphs.as_graph(nx.path_graph(6))
     assert graph_likeness._without_trees(path).num_nodes == 6
 
 
-def test_the_result_is_written_and_read_with_its_picture(result, tmp_path):
+def test_the_result_and_its_figure_are_written_and_read(result, tmp_path):
     files = write(graph_likeness, result, tmp_path)
     assert [file.suffix for file in files] == [".safetensors", ".png"]
     assert str(ritz.load(files[0])) == str(result)
 
 
-def test_missing_data_is_named(monkeypatch, tmp_path):
+def test_a_missing_data_file_is_named(monkeypatch, tmp_path):
     monkeypatch.delenv("RITZ_DATA", raising=False)
-    with pytest.raises(FileNotFoundError, match="give data=, or set RITZ_DATA"):
+    with pytest.raises(
+        FileNotFoundError, match=r"give data= \(--set data=FOLDER\), or set RITZ_DATA"
+    ):
         run(Config())
     with pytest.raises(FileNotFoundError, match="no file 'graphs/ca-AstroPh"):
         run(Config(data=str(tmp_path)))

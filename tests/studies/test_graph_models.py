@@ -21,7 +21,7 @@ def result():
     return run(SMALL)
 
 
-def test_parameters_are_found_again(result):
+def test_true_parameters_are_recovered(result):
     # Four standard deviations of one graph of 50 vertices: 0.014, 0.05 and 0.3 are measured.
     for model, off in zip(MODELS, (0.06, 0.2, 1.5), strict=True):
         apart = result.estimates[model] - result.truths[model][:, None]
@@ -33,13 +33,13 @@ def test_a_larger_graph_is_recognised_among_smaller_ones(result):
     assert float(result.large_estimates[0, 0]) == 2
 
 
-def test_it_prints_the_published_figures_beside(result):
+def test_the_table_has_the_published_estimates(result):
     text = str(result)
-    for word in ("as published", "0.468, 0.068", "18.94, 1.1", "recognised 1 of 1", "k = 20"):
+    for word in ("as published", "0.468, 0.068", "18.94, 1.1", "correct model in 1 of 1", "k = 20"):
         assert word in text
 
 
-def test_other_neighbours_have_rows_of_their_own(result):
+def test_other_numbers_of_neighbours_have_separate_rows(result):
     assert list(SMALL.cases) == [
         "erdos_renyi",
         "watts_strogatz",
@@ -51,20 +51,20 @@ def test_other_neighbours_have_rows_of_their_own(result):
     assert float((found - 0.4).abs().max()) < 0.08
 
 
-def test_the_scatter_of_edges_is_that_of_the_binomial_law(result):
+def test_the_standard_error_of_the_edge_density_is_binomial(result):
     # 1225 pairs twice: sqrt(0.24 / 2450).
     assert result.scatter.tolist() == pytest.approx([0.00990], rel=1e-3)
     assert float((result.drawn.mean() - 0.6).abs()) < 4 * float(result.scatter)
-    assert "standard error of the share drawn" in str(result)
+    assert "standard error of the edge density" in str(result)
 
 
-def test_the_result_is_written_and_read_with_its_picture(result, tmp_path):
+def test_the_result_and_its_figure_are_written_and_read(result, tmp_path):
     files = write(graph_models, result, tmp_path)
     assert [file.suffix for file in files] == [".safetensors", ".png"]
     assert str(ritz.load(files[0])) == str(result)
 
 
-def test_wrong_fields_are_named():
+def test_wrong_settings_name_the_field():
     with pytest.raises(ValueError, match="num_seeds must be at least 2"):
         Config(num_seeds=1)
     with pytest.raises(ValueError, match="num_neighbors must be at least 2, got 1"):

@@ -39,14 +39,14 @@ def test_the_semicircle_has_the_catalan_numbers_as_its_moments():
         assert found == pytest.approx(catalan / 16**k, rel=1e-6)
 
 
-def test_the_semicircle_is_approached_with_every_moment():
+def test_the_divergence_from_the_semicircle_decreases_with_more_moments():
     apart = [semicircle_divergence(semicircle_density(count)) for count in (5, 10, 30)]
     assert apart[0] > apart[1] > apart[2] > 0
     assert apart[0] < 5e-3
     assert apart[2] < 5e-5
 
 
-def test_the_divergence_of_a_histogram_is_that_of_its_bins():
+def test_the_divergence_from_a_histogram_is_a_sum_over_bins():
     values = torch.tensor([0.1, 0.1, 0.1, 0.9], dtype=torch.float64)
     flat = ritz.maxent(torch.tensor([1.0, 0.0], dtype=torch.float64), interval=(0.0, 1.0))
     expected = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
@@ -62,13 +62,13 @@ def test_divergences_fall_and_moments_stay_within_their_errors(result):
         assert result.eigenvalues[name].shape == (400,)
 
 
-def test_the_result_is_written_and_read_with_its_picture(result, tmp_path):
+def test_the_result_and_its_figure_are_written_and_read(result, tmp_path):
     files = write(graph_spectra, result, tmp_path)
     assert [file.suffix for file in files] == [".safetensors", ".png"]
     assert str(ritz.load(files[0])) == str(result)
 
 
-def test_the_first_row_of_the_picture_has_no_hole(result):
+def test_the_first_row_of_the_figure_has_no_empty_panel(result):
     drawing = figure(result)
     row = [
         ax.get_subplotspec().colspan for ax in drawing.axes if ax.get_subplotspec().rowspan[0] == 0
@@ -77,7 +77,7 @@ def test_the_first_row_of_the_picture_has_no_hole(result):
     assert all(ax.has_data() for ax in drawing.axes)
 
 
-def test_wrong_fields_are_named():
+def test_wrong_settings_name_the_field():
     with pytest.raises(ValueError, match="num_nodes must be at least 50"):
         Config(num_nodes=3)
     with pytest.raises(ValueError, match="counts must be at least 1"):

@@ -21,7 +21,7 @@ def test_every_method_has_an_error_on_every_matrix(result):
     assert bool((result.conditions[1:] > result.conditions[:-1]).all())
 
 
-def test_splitting_off_a_space_beats_the_rest_where_conditions_are_bad(result):
+def test_krylov_is_most_accurate_for_large_condition_numbers(result):
     bad = slice(3, None)
     ours = result.errors["krylov"][bad].abs().amax()
     assert float(ours) < 0.03
@@ -34,18 +34,18 @@ def test_the_truth_is_within_the_error_bars_of_the_quadratures(result):
         assert float(result.covered[name].double().mean()) >= 0.95
 
 
-def test_as_many_products_as_rows_are_exact():
+def test_as_many_products_as_rows_give_the_exact_value():
     found = run(Config(size=200, num_products=200, num_seeds=1, num_draws=1))
     assert float(found.errors["krylov"].abs().max()) < 1e-6
 
 
-def test_it_prints_the_published_columns_beside(result):
+def test_the_table_has_the_published_errors(result):
     text = str(result)
     for word in ("krylov", "maxent", "condition", "as published", "MEMe", "in 4"):
         assert word in text
 
 
-def test_the_result_is_written_and_read_with_its_picture(result, tmp_path):
+def test_the_result_and_its_figure_are_written_and_read(result, tmp_path):
     files = write(kernel_determinants, result, tmp_path)
     assert [file.suffix for file in files] == [".safetensors", ".png"]
     assert str(ritz.load(files[0])) == str(result)

@@ -26,18 +26,18 @@ def test_every_exact_answer_is_within_four_standard_errors(result):
         assert error <= allowed + 1e-6 * abs(item.exact), item.name
 
 
-def test_the_density_has_its_moments(result):
+def test_the_density_has_the_moments_of_the_spectrum(result):
     mean = result.exact.mean()
     assert abs(float(result.density.moment(1)) - float(mean)) < 0.1 * float(mean)
 
 
-def test_it_prints_what_it_found(result):
+def test_the_table_has_eigenvalues_and_quantities(result):
     text = str(result)
     for word in ("largest 1", "smallest", "residual", "trace", "Frobenius norm", "spectral norm"):
         assert word in text
 
 
-def test_the_result_is_written_and_read_with_its_picture(result, tmp_path):
+def test_the_result_and_its_figure_are_written_and_read(result, tmp_path):
     stored, picture = write(network_spectrum, result, tmp_path)
     found = ritz.load(stored)
     assert found.config == SMALL
@@ -46,6 +46,6 @@ def test_the_result_is_written_and_read_with_its_picture(result, tmp_path):
 
 
 @pytest.mark.parametrize("bad", [{"size": 99}, {"num_steps": 5}, {"num_probes": 1}, {"width": 0.0}])
-def test_a_configuration_is_checked(bad):
+def test_a_wrong_configuration_names_the_field(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         Config(**bad)

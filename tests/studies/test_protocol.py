@@ -35,11 +35,11 @@ def test_every_module_is_a_study(name):
     assert {"config", "versions"} <= result
 
 
-def test_both_spellings_find_a_study():
+def test_hyphens_and_underscores_find_a_study():
     assert studies.find("synthetic-spectra") is studies.find("synthetic_spectra")
 
 
-def test_a_wrong_name_suggests_the_right_one():
+def test_an_unknown_name_suggests_similar_ones():
     with pytest.raises(UnknownNameError, match="did you mean synthetic_spectra"):
         studies.find("sintetic_spectra")
 
@@ -58,7 +58,7 @@ def test_a_wrong_name_suggests_the_right_one():
         ("limit", "7", 7),
     ],
 )
-def test_text_is_read_by_the_type_of_the_field(key, text, value):
+def test_text_is_converted_to_the_type_of_the_field(key, text, value):
     assert studies.configure(Config, {key: text}) == dataclasses.replace(Config(), **{key: value})
 
 
@@ -73,7 +73,7 @@ def test_text_is_read_by_the_type_of_the_field(key, text, value):
         ("limit", "nothing", "limit must be of type int"),
     ],
 )
-def test_text_that_does_not_fit_is_named(key, text, match):
+def test_text_of_the_wrong_type_names_the_field(key, text, match):
     with pytest.raises(ValueError, match=match):
         studies.configure(Config, {key: text})
 
@@ -88,7 +88,7 @@ def test_versions_name_what_numbers_depend_on():
     assert versions()["ritz"] == ritz.__version__
 
 
-def test_a_picture_that_fails_leaves_the_one_before(tmp_path, monkeypatch):
+def test_a_figure_that_fails_keeps_the_earlier_one(tmp_path, monkeypatch):
     def drawn(text):
         figure, (ax,) = plots.panels()
         ax.set_title(text)

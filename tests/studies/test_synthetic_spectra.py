@@ -13,7 +13,7 @@ def result():
     return run(SMALL)
 
 
-def test_every_matrix_is_there(result):
+def test_every_matrix_has_a_case(result):
     names = [case.name for case in result.cases]
     assert names == [
         "Wigner",
@@ -53,7 +53,7 @@ def test_the_start_vector_is_the_same_for_every_number_of_steps(result):
     torch.testing.assert_close(few, many[:5])
 
 
-def test_the_result_is_written_and_read_with_its_picture(result, tmp_path):
+def test_the_result_and_its_figure_are_written_and_read(result, tmp_path):
     stored, picture = write(synthetic_spectra, result, tmp_path / "new")
     found = ritz.load(stored)
     assert found.config == SMALL
@@ -79,6 +79,6 @@ def test_the_same_seed_gives_the_same_numbers(result):
         ({"precision": "float16"}, "precision must be one of"),
     ],
 )
-def test_a_configuration_is_checked(bad, match):
+def test_a_wrong_configuration_names_the_field(bad, match):
     with pytest.raises(ValueError, match=match):
         Config(**({"size": 300} | bad))

@@ -9,8 +9,8 @@ from training.examples import assert_same_bits, network, samples, state
 
 from ritz.optim import IterateAverage, Lookahead
 from ritz.training import TrainingConfig, _step, fit
+from ritz.training._fit import channels_last
 from ritz.training._folder import load_optimizer_state, optimizer_state
-from ritz.training._processes import channels_last
 from ritz.training._step import Piece, Step
 
 
@@ -105,7 +105,7 @@ def test_a_step_that_cannot_be_recorded_runs_as_an_ordinary_step(played, monkeyp
     with pytest.warns(UserWarning, match="not captured in a CUDA graph: operation not permitted"):
         found = walk("plain", lambda step: _step.CapturedStep(step, required=False))[0]
     assert_same_bits(found, weights)
-    with pytest.raises(ValueError, match="capture=True needs a step without waits"):
+    with pytest.raises(ValueError, match="capture=True: the step cannot be captured"):
         walk("plain", lambda step: _step.CapturedStep(step, required=True))
 
 

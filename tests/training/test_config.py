@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from ritz._core.storage import to_json
 from ritz._core.training_config import TrainingOptions, _option
-from ritz.cli import train
 from ritz.cli._app import build
+from ritz.cli._options import _parameters
 from ritz.data import Augmentation
 from ritz.training import TrainingConfig, fit
-from ritz.training._workflow import RunConfig
+from ritz.training._fit import RunConfig
 
 
 def kinds(cls):
@@ -41,14 +41,14 @@ def test_fit_has_at_most_fifteen_parameters_beside_the_options():
 
 
 def test_every_field_is_an_option_of_the_command_with_help_and_default():
-    command = {each.name: each for each in fields(train.Training)}
+    command = {each.name: each for each in _parameters(TrainingConfig)}
 
     for entry in fields(TrainingConfig):
         assert f"        {entry.name}: {entry.metadata['help']}" in TrainingConfig.__doc__
         if entry.name == "optimizer_settings":  # --lr, --weight-decay and --set
             continue
-        option = command[entry.name].type.__metadata__[0]
-        assert option.help.startswith(entry.metadata["help"].removesuffix("."))
+        option = command[entry.name].annotation.__metadata__[0]
+        assert option.help.endswith(entry.metadata["help"])
         assert command[entry.name].default == (entry.default or command[entry.name].default)
 
 
@@ -59,10 +59,11 @@ def test_a_new_field_alone_makes_a_new_option():
         bases=(TrainingConfig,), frozen=True, kw_only=True,
     )  # fmt: skip
 
-    entry = fields(longer)[-1]
+    option = next(_parameters(longer))
 
-    assert train._flags(entry) == "--patience-scale"
-    assert train._option(entry)[2].default == 1.0
+    assert option.default == 1.0
+    # Typer calls the first of the names "default".
+    assert option.annotation.__metadata__[0].default == "--patience-scale"
     assert longer().to_plain()["patience_scale"] == 1.0
     with pytest.raises(ValueError, match="patience_scale must be at least 0"):
         longer(patience_scale=-1.0)
@@ -128,5 +129,5 @@ def test_help_fits_eighty_columns_and_names_every_option():
     result = CliRunner().invoke(build(), ["train", "--help"], env={"COLUMNS": "80"})
 
     assert max(map(len, result.output.splitlines())) <= 80
-    for entry in train.OPTIONS.values():
-        assert train._flags(entry).replace("/", " ").split()[0] in result.output
+    for option in _parameters(TrainingConfig):
+        assert option.annotation.__metadata__[0].default.split("/")[0] in result.output

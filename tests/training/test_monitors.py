@@ -7,7 +7,7 @@ import ritz
 from ritz.data import TextSplit
 from ritz.training import CurvatureMonitor, TrainingConfig, fit, read_log
 from ritz.training._data import DataParts
-from ritz.training._workflow import RunConfig, _monitor
+from ritz.training._fit import RunConfig, _monitor
 
 EVERYTHING = ("lambda_max", "trace", "variance", "spectrum")
 

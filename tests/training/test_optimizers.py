@@ -1,5 +1,6 @@
 """Which way of stepping an optimiser by name is given."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,11 +15,10 @@ CUDA, CPU = SimpleNamespace(is_cuda=True), SimpleNamespace(is_cuda=False)
 def chosen(monkeypatch):
     """The keywords that SGD would be made with, on parameters that are said to be on a device."""
 
-    def make(params, **settings):
+    def make(inner, params, **settings):
         return settings
 
-    make.inner = SGD
-    monkeypatch.setattr(_assembly, "_OPTIMIZERS", {"recorded": make})
+    monkeypatch.setattr(_assembly, "_OPTIMIZERS", {"recorded": partial(make, SGD)})
     return lambda params, **settings: _assembly.create_optimizer("recorded", params, **settings)
 
 

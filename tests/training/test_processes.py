@@ -9,7 +9,7 @@ from training.examples import network, samples
 
 from ritz.training import fit, read_log, read_weights
 from ritz.training._folder import sole_writer
-from ritz.training._processes import set_generator_states
+from ritz.training._run import Generators
 
 pytestmark = pytest.mark.usefixtures("interruptible")
 TESTS = str(Path(__file__).parents[1])
@@ -69,8 +69,8 @@ def test_two_processes_train_as_one_even_if_rows_do_not_divide(tmp_path):
 
 def test_a_checkpoint_of_two_processes_is_not_resumed_by_one(tmp_path):
     states = {"cpu": torch.stack([torch.get_rng_state()] * 2)}
-    with pytest.raises(ValueError, match="as many processes as at its start, 2, got 1"):
-        set_generator_states(states, torch.device("cpu"))
+    with pytest.raises(ValueError, match="started with 2 processes, got 1"):
+        Generators(torch.device("cpu")).restore(states)
 
 
 REFUSED = f"""
@@ -92,5 +92,5 @@ def test_all_processes_learn_that_the_folder_is_in_use(tmp_path):
     with sole_writer(tmp_path / "run"):
         for code, error in run_processes(REFUSED, 2, tmp_path):
             assert code == 0, error
-    assert "another process is writing in" in (tmp_path / "rank0.txt").read_text()
+    assert "is writing in" in (tmp_path / "rank0.txt").read_text()
     assert "the first process cannot write" in (tmp_path / "rank1.txt").read_text()

@@ -131,7 +131,7 @@ def test_sigterm_saves_a_checkpoint(tmp_path):
 def test_an_interrupt_without_a_folder_says_what_was_missing():
     result = fit(network(), samples(), num_epochs=4, batch_size=12, monitors=[Interrupt(3)])
     assert not result.status.ok
-    assert "give a checkpoint folder" in str(result.status)
+    assert "pass checkpoint=" in str(result.status)
 
 
 def test_a_signal_that_the_process_ignores_stays_ignored():
@@ -198,7 +198,7 @@ def test_loaders_with_persistent_workers_cause_a_warning(tmp_path, name):
         return {"data": samples(), "batch_size": 12} | {name: loader}
 
     common = {"num_epochs": 1, "checkpoint": tmp_path, "resume": False}
-    with pytest.warns(UserWarning, match=rf"not resumed .* \({name}\).*persistent_workers=False"):
+    with pytest.warns(UserWarning, match=rf"persistent_workers=True in the DataLoader \({name}\)"):
         fit(network(), **parts(persistent_workers=True), **common)
     # Warnings are errors here: there is none without workers that are kept, or without a folder.
     assert fit(network(), **parts(), **common).status.ok

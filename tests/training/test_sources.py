@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from ritz import data, training
 from ritz.training._data import IndexedData, as_parts, first_batch, limited, measurable, sample
-from ritz.training._workflow import RunConfig, measured_risk, read_run, run_weights, train_run
+from ritz.training._fit import RunConfig, measured_risk, read_run, run_weights, train_run
 
 X = torch.arange(24.0).reshape(12, 2)
 Y = torch.arange(12) % 3
@@ -68,13 +68,13 @@ def test_arrays_are_tensors():
         torch.testing.assert_close(inputs, X.flip(0))
         torch.testing.assert_close(targets, Y)
         assert (parts.test is None) == (found is arrays)
-    with pytest.raises(TypeError, match="numbers that torch knows, got an array of dtype object"):
+    with pytest.raises(TypeError, match="numeric dtype of torch, got an array of object"):
         as_parts((np.array([None]), Y.numpy()))
 
 
 @pytest.mark.parametrize("wrong", [(X, Y[:5]), TensorDataset(X[:0], Y[:0]), [], (X, [1, 2]), X])
 def test_parts_without_samples_or_pairs_are_refused(wrong):
-    with pytest.raises((ValueError, TypeError), match=r"train data must (be|hold)"):
+    with pytest.raises((ValueError, TypeError), match=r"train data must"):
         as_parts({"train": wrong, "test": SAMPLES})
 
 
@@ -175,7 +175,7 @@ def test_the_risk_of_a_part_of_the_data():
     assert (
         measured_risk(network, cross_entropy, parts, num_samples=7, batch_size=4).num_samples == 7
     )
-    with pytest.raises(ValueError, match="one that the data have, got 'validation'"):
+    with pytest.raises(ValueError, match="part of the data, got 'validation'"):
         measured_risk(network, cross_entropy, parts, split="validation", batch_size=4)
 
 

@@ -97,10 +97,10 @@ def test_an_interrupted_epoch_resumes_bit_for_bit(tmp_path, step):
 def test_a_run_with_a_carried_state_is_not_resumed_without_it(tmp_path):
     common = MOVING | {"checkpoint": tmp_path}
     fit(recurrent(), text(), monitors=[Interrupt(2)], **common)
-    with pytest.raises(ValueError, match=r"made with a state carried .* unlike this run"):
+    with pytest.raises(ValueError, match=r"trained with a recurrent state .* unlike this run"):
         fit(recurrent(), text(consecutive=False), **common)
     fit(recurrent(), text(consecutive=False), resume=False, monitors=[Interrupt(2)], **common)
-    with pytest.raises(ValueError, match=r"made without a state carried .* unlike this run"):
+    with pytest.raises(ValueError, match=r"trained without a recurrent state .* unlike this run"):
         fit(recurrent(), text(), **common)
 
 

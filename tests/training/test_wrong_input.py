@@ -15,39 +15,39 @@ GOOD = {"num_epochs": 2, "batch_size": 12}
     ("change", "message"),
     [
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
-        ({"batch_size": None}, "batch_size must be given for data that do not come in batches"),
+        ({"batch_size": None}, "batch_size is required for data of tensors or datasets"),
         ({"num_epochs": 0}, "num_epochs must be at least 1, got 0"),
         ({"accumulate": 0}, "accumulate must be at least 1, got 0"),
         ({"evaluate_every": 0}, "evaluate_every must be at least 1"),
         ({"precision": "float64"}, "precision must be one of float32, tf32, bfloat16, float16"),
         ({"average_from": 3}, "average_from must be between 1 and 2, got 3"),
         ({"average_from": 1, "patience": 3}, "average_from must not be given with patience"),
-        ({"patience": 3}, "validation must be given with patience"),
+        ({"patience": 3}, "patience needs validation data"),
         ({"schedule": "cosine"}, "schedule must be one of constant, linear, step; got 'cosine'"),
         ({"schedule_unit": "hour"}, "schedule_unit must be one of step, epoch"),
         ({"clip_norm": -1.0}, "clip_norm must be finite and above 0, got -1.0"),
         ({"clip_norm": 0.0}, "clip_norm must be finite and above 0, got 0.0"),
         ({"keep": [3]}, "keep must be between 1 and 2"),
         ({"final": "best"}, "final must be one of last, average"),
-        ({"final": "average"}, "final='average' needs an average: give average_from or patience"),
+        ({"final": "average"}, "final='average' needs an average: pass average_from or patience"),
         ({"warmup": 3}, "warmup must be between 0 and 2, got 3"),
         (
             {"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(2))])},
-            "optimizer must move parameters of the model, got a SGD with none of them",
+            "optimizer must have parameters of the model, got a SGD of others",
         ),
         (
             {"optimizer": torch.optim.LBFGS},
-            "optimizer must take a step without computing the loss again, got LBFGS",
+            "optimizer must not be LBFGS",
         ),
         (
             {"schedule": ReduceLROnPlateau(torch.optim.SGD([nn.Parameter(torch.ones(2))]))},
-            "schedule must be a function of the time, got ReduceLROnPlateau",
+            "schedule must not be ReduceLROnPlateau",
         ),
         (
             {"average": IterateAverage(torch.optim.SGD([nn.Parameter(torch.ones(2))]))},
-            "average must be of the optimiser of the run, got one of another",
+            "average must be created for the optimizer",
         ),
-        ({"capture": True}, "capture=True needs a CUDA device, got cpu"),
+        ({"capture": True}, "capture=True needs a CUDA device.* on cpu"),
         ({"device": "gpu"}, "device must be cpu, cuda or cuda:<number>, got 'gpu'"),
         ({"augment": "flip"}, "augment must be auto, None or an Augmentation"),
         ({"loss_fn": nn.CrossEntropyLoss(reduction="sum")}, "reduction"),
@@ -93,14 +93,14 @@ def test_a_user_defined_average_excludes_average_from_and_patience(change):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     average = IterateAverage(optimizer)
-    with pytest.raises(ValueError, match="average must not be given with"):
+    with pytest.raises(ValueError, match="pass either average or"):
         fit(model, samples(), optimizer=optimizer, average=average, **change, **GOOD)
 
 
 def test_an_optimiser_with_a_built_in_average_is_not_given_another():
     model = network()
     optimizer = Gadam(model.parameters(), start=1)
-    with pytest.raises(ValueError, match="average_from must be left out"):
+    with pytest.raises(ValueError, match="average_from=2 differs from the start"):
         fit(model, samples(), optimizer=optimizer, average_from=2, **GOOD)
 
 
@@ -108,14 +108,14 @@ def test_an_optimiser_with_a_built_in_average_is_not_given_another():
     "change", [{"average_from": 2}, {"schedule": "linear", "schedule_unit": "step"}]
 )
 def test_data_without_a_length_need_steps_per_epoch(change):
-    with pytest.raises(ValueError, match="steps_per_epoch must be given"):
+    with pytest.raises(ValueError, match="steps_per_epoch is required"):
         fit(network(), lambda epoch: iter([samples()]), num_epochs=2, **change)
 
 
 def test_data_without_batches_are_refused():
-    with pytest.raises(TypeError, match="data must be tensors, have batches"):
+    with pytest.raises(TypeError, match="data must be tensors, a DataLoader"):
         fit(network(), 3, num_epochs=1)
-    with pytest.raises(ValueError, match="at least one batch an epoch, got none"):
+    with pytest.raises(ValueError, match="data gave no batch in epoch 1"):
         fit(network(), [], num_epochs=1)
     with pytest.raises(ValueError, match="batches must hold at least one batch"):
         evaluate(network(), [])
@@ -134,8 +134,8 @@ def test_a_run_is_resumed_with_the_same_settings(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"quantities": "trace"}, "quantities must be some of lambda_max"),
-        ({"quantities": []}, "quantities must be some of"),
+        ({"quantities": "trace"}, "quantities must be a list of lambda_max"),
+        ({"quantities": []}, "quantities must be a list of"),
         ({"quantities": ["norm"]}, "quantities must be one of"),
         ({"every": 0}, "every must be at least 1"),
         ({"unit": "hour"}, "unit must be one of step, epoch"),
@@ -156,7 +156,7 @@ def test_a_monitor_names_what_is_wrong(change, message):
         ((torch.ones(4, 6), torch.ones(3).long()), r"tensors of one length, got \[4, 3"),
         ((torch.full((4, 6), torch.nan), torch.ones(4).long()), "finite, got NaN or Inf in"),
         ((torch.ones(4, 6), torch.tensor([0, 1, 2, 3])),
-         "labels of the first batch must be between 0 and 2, as the outputs have 3 classes; got 3"),
+         "labels of the first batch must be between 0 and 2, got 3"),
         ((torch.ones(40, 6), torch.tensor([0] * 39 + [7])), "labels of .* must be between 0 and 2"),
     ],
 )  # fmt: skip

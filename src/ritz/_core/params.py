@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,3 +53,11 @@ class ParamSpace:
 def parameters(optimizer: Optimizer) -> Iterator[Tensor]:
     """Iterate over all parameters of an optimiser, group by group."""
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raise unless ``optimizer`` is an optimiser of torch."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
+        )

@@ -82,13 +82,7 @@ class Samples:
                 truncation=truncation,
                 seed=seed,
             )
-            # Samples of random signs may coincide: two values come out N times alike with
-            # probability 2^(1-N). Fewer than FEWEST equal samples say nothing about their spread.
-            blind = estimate.stderr <= estimate.truncation
-            if len(self.values) < FEWEST and bool(blind.any()):
-                unknown = torch.where(blind, torch.inf, estimate.truncation)
-                estimate = replace(estimate, truncation=unknown)
-            return estimate
+            return doubted(estimate)
         mean, how = self.values.mean(0), f"{method}, with a whole basis in place of random probes"
         return Estimate.exact(mean, method=how, num_products=num_products, truncation=truncation)
 
@@ -156,28 +150,19 @@ class Sampling:
                     taken += width
                     bar.update(taken)
                 estimate = finish(Samples(torch.cat(parts))).judged(self.rtol, advice)
-                if self.settled(estimate):
+                if is_settled(estimate, self.rtol):
                     break
         return estimate
 
     def looks(self, n: int) -> list[int]:
-        """Return the numbers of probes at which the error is judged.
+        """Return the numbers of probes at which the error is judged; ``n`` means a whole basis.
 
-        They double: judging after every block would stop too early too often. ``n`` orthogonal
-        probes give the exact mean, so no more than that are worth their products.
+        ``n`` orthogonal probes give the exact mean, so no more than that are worth their products.
         """
-        limit = self.num_probes if self.rtol is None else self.max_probes
-        counts = [self.num_probes]
-        while counts[-1] < limit:
-            counts.append(min(2 * counts[-1], limit))
+        counts = doubling(
+            self.num_probes, self.num_probes if self.rtol is None else self.max_probes
+        )
         return [count for count in counts if count < n] + [n] * any(count >= n for count in counts)
-
-    def settled(self, estimate: Estimate) -> bool:
-        """Return whether more probes are not needed, or of no use."""
-        if estimate.status.ok:
-            return True
-        goal = (self.rtol or 0.0) * float(estimate.mean.norm())
-        return not is_below(float(estimate.truncation.norm()), goal)
 
     def _complete(
         self, op: Probed, measure: Callable[[Tensor], Tensor], finish: Finish, advice: str
@@ -194,6 +179,35 @@ class Sampling:
     def width(self, op: Probed) -> int:
         """Return the number of probes per block product."""
         return op.block_size if self.block_size is None else self.block_size
+
+
+def doubted(estimate: Estimate) -> Estimate:
+    """Return the estimate with unknown error where few samples agree by chance."""
+    # Two values come out N times alike with probability 2^(1-N). Fewer than FEWEST equal samples
+    # say nothing about their spread.
+    blind = estimate.stderr <= estimate.truncation
+    if estimate.degrees + 1 >= FEWEST or not bool(blind.any()):
+        return estimate
+    return replace(estimate, truncation=torch.where(blind, torch.inf, estimate.truncation))
+
+
+def doubling(first: int, limit: int) -> list[int]:
+    """Return ``first``, twice that, and so on up to ``limit``.
+
+    Comparing the error with a tolerance after every block would stop too early too often.
+    """
+    counts = [min(first, limit)]
+    while counts[-1] < limit:
+        counts.append(min(2 * counts[-1], limit))
+    return counts
+
+
+def is_settled(estimate: Estimate, rtol: float | None) -> bool:
+    """Return whether more probes are not needed, or of no use."""
+    goal = (rtol or 0.0) * float(estimate.mean.norm())
+    judged = estimate.degrees + 1 >= FEWEST  # before that, more probes may tell the spread
+    hopeless = judged and not is_below(float(estimate.truncation.norm()), goal)
+    return estimate.status.ok or hopeless
 
 
 def check_samples(samples: Tensor, taken: int) -> None:

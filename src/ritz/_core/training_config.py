@@ -47,66 +47,86 @@ class TrainingConfig:
     """
 
     # fmt: off
-    num_epochs: int = _option(10, "Number of epochs, including those before a resumption.",
+    num_epochs: int = _option(10, "Total number of epochs. A resumed run counts those it has done.",
                               low=1, free=True, flags="--epochs")
-    batch_size: int | None = _option(128, "Batch size over all processes, for data not in batches.",
-                                     low=1)
+    # 128, and an average once per epoch: Granziol et al., Iterate averaging, appendix B.2.
+    batch_size: int | None = _option(128, "Batch size, summed over all processes. Ignored if the "
+                                     "data are a DataLoader, which has its own.", low=1)
     drop_last: bool = _option(False, "Leave out the last batch of an epoch if it is smaller.")
-    augment: Any = _option(True, "Augment training images as is usual for the data set.",
+    augment: Any = _option(True, "Augment training images in the standard way of the data "
+                           "set. CIFAR and ImageNet-32: random crops and flips.",
                            kind=bool, flags="--augment/--no-augment")
-    optimizer: str = _option("sgd", "Optimiser (ritz list optimizers) or published setting.", RATE,
-                             metavar="NAME")
+    optimizer: str = _option("sgd", "Name of an optimiser, or of a published setting (ritz list "
+                             "optimizers).", RATE, metavar="NAME")
     optimizer_settings: Mapping[str, Any] = _option({}, "Keyword arguments of the optimiser: lr, "
                                                     "weight_decay and so on.", flags=None)
-    accumulate: int = _option(1, "Batches per step; the gradient is that of their union.", RATE,
-                              low=1)
-    clip_norm: float | None = _option(None, "Largest norm of the gradient (default: no limit).",
+    accumulate: int = _option(1, "Number of batches per step of the optimiser. The gradient is "
+                              "the mean over all their samples.", RATE, low=1)
+    clip_norm: float | None = _option(None, "Clip the gradient to this norm (default: no clip).",
                                       RATE)
-    steps_per_epoch: int | None = _option(None, "Steps per epoch, for schedules and averages on "
-                                          "data without a length.", low=1)
+    steps_per_epoch: int | None = _option(None, "Number of steps per epoch. Only needed if the "
+                                          "data have no length (iterable datasets).", low=1)
+    # Fixed rather than drawn, so that the same command gives the same run.
     seed: int = _option(0, "Seed of all random numbers.", low=0)
-    schedule: ScheduleName = _option("constant", "Schedule of the learning rate.", RATE)
-    schedule_unit: Unit = _option("epoch", "Unit of time of the schedule.", RATE)
-    warmup: int = _option(0, "Length of the linear warm-up of the learning rate, in that unit.",
-                          RATE)
-    average_from: int | None = _option(None, "First epoch, from 1, whose weights are averaged "
-                                       "(default: no average).", AVERAGE, low=1)
-    average_every: Unit = _option("epoch", "How often weights enter the average.", AVERAGE)
+    schedule: ScheduleName = _option("constant", "Schedule of the learning rate. linear is "
+                                     "constant for half of the run and then falls to 1 % (with an "
+                                     "average, to 50 % until it starts); step multiplies it by 0.1 "
+                                     "after 1/2 and 3/4 of the run.", RATE)
+    schedule_unit: Unit = _option("epoch", "When the learning rate changes.", RATE)
+    warmup: int = _option(0, "Number of epochs, or of steps if schedule_unit is step, over which "
+                          "the learning rate rises linearly at the start.", RATE)
+    average_from: int | None = _option(None, "First epoch whose weights enter the average, "
+                                       "counted from 1 (default: no average).", AVERAGE, low=1)
+    average_every: Unit = _option("epoch", "How often the weights enter the average.", AVERAGE)
     patience: int | None = _option(None, "Evaluations without a better loss before averaging "
                                    "starts, and again before training stops.", AVERAGE, low=1)
-    statistics_fraction: float = _option(0.1, "Part of the batches for batch-norm statistics of "
-                                         "averaged weights; all at the end.", AVERAGE, low=0.0,
-                                         high=1.0)
+    # The statistics cost a forward pass per batch, so an evaluation on the way uses a tenth.
+    statistics_fraction: float = _option(0.1, "Fraction of the training batches from which "
+                                         "batch-norm statistics of the average are recomputed at "
+                                         "an evaluation. The last evaluation uses all batches.",
+                                         AVERAGE, low=0.0, high=1.0)
     final: Literal["last", "average"] = _option("last", "Weights of the model after training.",
                                                 AVERAGE, free=True)
-    evaluate_every: int = _option(1, "Epochs between evaluations.", EVALUATION, low=1)
-    evaluation_batch_size: int | None = _option(None, "Batch size of evaluations (default: at "
-                                                "least 512; of text the batch size).", EVALUATION,
-                                                low=1)
-    precision: TrainingPrecision = _option("float32", "Precision; half precision is mixed.", SPEED,
+    evaluate_every: int = _option(1, "Number of epochs between evaluations.", EVALUATION, low=1)
+    evaluation_batch_size: int | None = _option(None, "Batch size of evaluations (default: the "
+                                                "larger of 512 and the batch size; for text the "
+                                                "batch size).", EVALUATION, low=1)
+    # Lower precisions change the weights, so they have to be chosen.
+    precision: TrainingPrecision = _option("float32", "Precision; float16 and bfloat16 are used as "
+                                           "automatic mixed precision.", SPEED,
                                            flags="--precision --dtype")
     device: "str | torch.device | None" = _option(None, "Device, such as cpu or cuda:1 (default: "
-                                                  "that of the model; in ritz train CUDA if any).",
-                                                  SPEED, free=True, kind=str | None, metavar="NAME")
+                                                  "fit: device of the model; ritz train: cuda if "
+                                                  "available).", SPEED, free=True,
+                                                  kind=str | None, metavar="NAME")
     compile: bool = _option(False, "Compile the model with torch.compile.", SPEED)
-    capture: bool | None = _option(None, "Replay steps from a CUDA graph (default: if possible).",
+    capture: bool | None = _option(None, "Run steps as CUDA graphs (default: if possible).",
                                    SPEED, free=True, flags="--capture/--no-capture")
-    deterministic: bool = _option(False, "Be reproducible bit for bit on CUDA as well.", SPEED)
-    resume: bool = _option(True, "Resume from the checkpoint in the folder, or start again.", FILES,
-                           free=True, flags="--resume/--restart")
+    # Costs speed: cuDNN must not search for fast convolutions; see `searched_convolutions`.
+    deterministic: bool = _option(False, "Use deterministic CUDA kernels, so that runs are "
+                                  "reproducible bit for bit (slower).", SPEED)
+    resume: bool = _option(True, "Resume from the checkpoint in the folder, or start again and "
+                           "overwrite it.", FILES, free=True,
+                           flags="--resume/--restart")
+    # A kill loses this much work and a step. Several processes agree every 50 steps only.
     save_interval: float = _option(60.0, "Seconds between checkpoints.", FILES, low=0.0, free=True)
-    keep: Sequence[int] = _option((), "Epoch after which a copy of the weights is kept. May be "
-                                  "repeated.", FILES, free=True, kind=list[int], metavar="EPOCH")
+    keep: Sequence[int] = _option((), "Also save the weights after this epoch, as "
+                                  "epoch-0005.safetensors. May be repeated.", FILES, free=True,
+                                  kind=list[int], metavar="EPOCH")
     # fmt: on
 
     def __post_init__(self) -> None:
         for entry in fields(self):
-            value, bounds = getattr(self, entry.name), _bounds(entry.metadata)
+            value = getattr(self, entry.name)
+            bounds: Any = {
+                end: entry.metadata[end] for end in ("low", "high") if end in entry.metadata
+            }
             if get_origin(entry.type) is Literal:
                 check_choice(entry.name, value, get_args(entry.type))
             elif bounds and value is not None:
                 check = check_range if entry.type is float else check_count
                 check(entry.name, value, **bounds)
+        # The number of steps is not known here: it depends on the data.
         longest = self.num_epochs if self.schedule_unit == "epoch" else None
         check_count("warmup", self.warmup, low=0, high=longest)
         if self.average_from is not None:
@@ -122,6 +142,7 @@ class TrainingConfig:
             check_count("keep", epoch, high=self.num_epochs)
         if isinstance(self.augment, str) and self.augment != "auto":
             raise ValueError(f"augment must be auto, None or an Augmentation, got {self.augment!r}")
+        # Read-only, and equal to what run.json gives back.
         stored = {
             "keep": tuple(self.keep),
             "optimizer_settings": MappingProxyType(dict(self.optimizer_settings)),
@@ -205,10 +226,6 @@ def check_same(before: Mapping[str, Any], now: Mapping[str, Any], path: Any) -> 
                 f"{path} was made with {name}={before[name]!r}, this run has {value!r}: give the "
                 "same value or another folder, or start again with resume=False (--restart)"
             )
-
-
-def _bounds(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    return {end: metadata[end] for end in ("low", "high") if end in metadata}
 
 
 def _to_plain(value: Any) -> Any:

@@ -1,5 +1,5 @@
-"""The command line: one module a command, found by being there.
+"""The command line, one module per command; commands are found by the names of the modules.
 
-A command module defines ``command``, a function with a docstring, or ``app``, a
-``typer.Typer`` of several; modules whose names begin with an underscore are what they share.
+A module defines a function ``command`` that takes a dataclass of options, and ``EPILOG``, its
+examples; or ``app``, a ``typer.Typer`` with several commands.
 """

@@ -59,7 +59,7 @@ def run(arguments: Sequence[str]) -> int:
             raise
         if hasattr(error, "format_message"):  # usage errors of the parser
             return _complain(error.format_message() or "no command given: try ritz --help", 2)
-        return _complain(_line(error), 2 if isinstance(error, BAD_INPUT) else 1)
+        return _complain(_line(error, command, plain), 2 if isinstance(error, BAD_INPUT) else 1)
     if code == BY_KEYBOARD:
         return _complain("interrupted", 1)
     # Typer returns the code of typer.Exit, and otherwise what the command returns: None.
@@ -93,9 +93,17 @@ def _options(version: Version = False, debug: Debug = False) -> None:
     """Spectra of matrices that are too large to store: networks, kernels and graphs."""
 
 
-def _line(error: Exception) -> str:
+def _line(error: Exception, command: Any, arguments: Sequence[str]) -> str:
+    """Return an error as one line, which names options instead of Python arguments."""
+    for word in arguments:
+        command = getattr(command, "commands", {}).get(word, command)
     # Messages of torch have several lines.
-    text = " ".join(str(error).split())
+    name, _, rest = " ".join(str(error).split()).partition(" ")
+    for parameter in command.params:
+        # num_steps of the library is --steps here.
+        if parameter.name in (name, name.removeprefix("num_")) and parameter.opts[0][:2] == "--":
+            name = parameter.opts[0]
+    text = f"{name} {rest}".strip()
     return text if isinstance(error, BAD_INPUT) and text else f"{type(error).__name__}: {text}"
 
 

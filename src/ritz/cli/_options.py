@@ -1,124 +1,96 @@
-"""Options that commands share, each declared once, and the one way results are printed."""
+"""Options of commands, each declared as a field of a dataclass, and printing of results."""
 
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
 from ritz._core.checks import check_range
 
-NETWORK = "Network and data"  # titles of the panels that --help shows
-OUTPUT = "Output"
-MACHINE = "Arithmetic"
+# Titles of the panels that --help shows.
+NETWORK, OUTPUT, MACHINE = "Network and data", "Output", "Arithmetic"
 
 
-def option(
-    names: str,
-    help: str,
-    panel: str | None = None,
-    metavar: str | None = None,
-    low: float | None = None,
-) -> Any:
-    """Return an option of Typer: names, help text, panel of the help, and smallest value."""
+def option(default: Any, help: str, panel: str | None = None, **known: Any) -> Any:
+    """Return a field of a dataclass that is an option of a command.
 
-    def check(value: Any) -> Any:
-        # Typer has min=, but its message does not tell the value.
-        if value is not None and low is not None:
-            check_range(names.split()[0], value, low=low)
-        return value
-
-    return typer.Option(
-        *names.split(), help=help, rich_help_panel=panel, metavar=metavar, callback=check
-    )
-
-
-def choice(names: str, help: str, panel: str | None = None) -> Any:
-    """Return an option with a few choices, which its help text names.
-
-    Typer would list them in the column of values, which leaves no room for the text.
+    Args:
+        default: Default value; ``dataclasses.MISSING`` if the option is required.
+        help: Help text.
+        panel: Title of the panel of ``--help``.
+        **known: ``flags`` are the names of the option, by default that of the field. ``metavar``
+            stands for the value in ``--help``; ``argument=True`` makes it an argument without a
+            flag. ``low`` and ``high`` bound the value. ``free=True`` keeps it out of the names of
+            files.
     """
-    return option(names, help, panel, "NAME")
-
-
-Seed = Annotated[int, option("--seed", "Seed of all random numbers.")]
-Json = Annotated[bool, option("--json", "Print JSON, without a progress bar.")]
-LOSS = "cross_entropy, mse, model (the model returns its loss) or module:function"
-Loss = Annotated[
-    str | None,
-    option("--loss", f"{LOSS} (default: cross_entropy, or that of the run).", NETWORK, "NAME"),
-]
-MODEL_OPTION = "Option of the model, such as width=32 or hidden=64,32. May be repeated."
-SetModel = Annotated[list[str] | None, option("--set-model", MODEL_OPTION, NETWORK, "KEY=VALUE")]
-DATA_OPTION = "Option of the data set, such as file=./story.txt. May be repeated."
-SetData = Annotated[list[str] | None, option("--set-data", DATA_OPTION, NETWORK, "KEY=VALUE")]
-DataDir = Annotated[
-    Path | None,
-    option("--data-dir", "Folder of data sets (default: $RITZ_DATA).", NETWORK, "FOLDER"),
-]
-Device = Annotated[
-    str | None,
-    option("--device", "cpu, cuda or cuda:1 (default: cuda if present).", MACHINE, "NAME"),
-]
-Matrix = Annotated[
-    Literal["hessian", "ggn", "both"], choice("--matrix", "hessian, ggn (Gauss-Newton) or both.")
-]
-Modes = Annotated[
-    Literal["eval", "train", "recomputed", "both"],
-    choice("--batch-norm", "eval, train, recomputed (statistics), or both: eval and train."),
-]
-Split = Annotated[
-    Literal["train", "validation", "test"], choice("--split", "train, validation or test data.")
-]
-Picture = Annotated[
-    Literal["png", "svg", "pdf"], choice("--picture", "Format: png, svg or pdf.", OUTPUT)
-]
-Precision = Annotated[
-    Literal["float32", "tf32", "float64"],
-    choice("--precision --dtype", "float32, tf32 or float64.", MACHINE),
-]
-
-
-OF_RUN = "Name or module:factory (default: that of the run)."
+    return field(default=default, metadata={"help": help, "panel": panel, **known})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeasureOptions:
+class PrintOptions:
+    """The option of all commands."""
+
+    json: bool = option(False, "Print JSON, without a progress bar.", free=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeedOptions(PrintOptions):
+    """Options of all commands that draw random numbers."""
+
+    seed: int = option(0, "Seed of all random numbers.", low=0)
+
+
+Matrix = Literal["hessian", "ggn", "both"]
+MATRIX = "ggn is the Gauss-Newton matrix."
+Modes = Literal["eval", "train", "recomputed", "both"]
+MODES = (
+    "Batch-norm mode: running statistics, statistics of each batch, running statistics recomputed "
+    "on the data, or eval and train."
+)
+Split = Literal["train", "validation", "test"]
+SPLIT = "Part of the data to measure on."
+Picture = Literal["png", "svg", "pdf"]
+PICTURE = "Format of the figures."
+OF_RUN = (
+    "Name or module:factory (default: as in the run). Repeat it if the run used module:factory."
+)
+LOSS = "cross_entropy, mse, model (the model returns its loss) or module:function (default: {})."
+SET_MODEL = "Option of the model, such as width=32 or hidden=64,32. May be repeated."
+SET_DATA = "Option of the data set, such as file=./story.txt. May be repeated."
+DATA_DIR = "Folder of data sets (default: the environment variable RITZ_DATA)."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasureOptions(SeedOptions):
     """Which trained network to measure on which data, how, and where results go."""
 
-    source: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Folder of a run, or a file of weights.")
-    ]
-    average: Annotated[bool, option("--average", "Use the averaged weights.", NETWORK)] = False
-    model: Annotated[str | None, option("--model", OF_RUN, NETWORK, "NAME")] = None
-    data: Annotated[str | None, option("--data", OF_RUN, NETWORK, "NAME")] = None
-    loss: Loss = None
-    set_model: SetModel = None
-    set_data: SetData = None
-    data_dir: DataDir = None
-    samples: Annotated[
-        int | None, option("--samples", "Number of random samples (default: all).", NETWORK)
-    ] = None
-    batch_size: Annotated[
-        int | None,
-        option("--batch-size", "Batch size (default: that of the run).", NETWORK, low=1),
-    ] = None
-    precision: Precision = "float32"
-    device: Device = None
-    seed: Seed = 0
-    out: Annotated[
-        Path | None,
-        option("--out", "Folder for results (default: that of the run).", OUTPUT, "FOLDER"),
-    ] = None
-    save_interval: Annotated[
-        float,
-        option("--save-interval", "Seconds between saves of unfinished work.", OUTPUT, low=0.0),
-    ] = 30.0
-    json: Json = False
+    # fmt: off
+    source: Path = option(MISSING, "Folder of a run, or a file of weights.", metavar="RUN",
+                          argument=True)
+    average: bool = option(False, "Measure the averaged weights.", NETWORK)
+    model: str | None = option(None, OF_RUN, NETWORK, metavar="NAME")
+    data: str | None = option(None, OF_RUN, NETWORK, metavar="NAME")
+    loss: str | None = option(None, LOSS.format("as in the run"), NETWORK, metavar="NAME")
+    set_model: list[str] | None = option(None, SET_MODEL, NETWORK, metavar="KEY=VALUE")
+    set_data: list[str] | None = option(None, SET_DATA, NETWORK, metavar="KEY=VALUE")
+    data_dir: Path | None = option(None, DATA_DIR, NETWORK, metavar="FOLDER")
+    samples: int | None = option(None, "Measure on a random subset of this many samples (default: "
+                                 "all).", NETWORK, low=1)
+    batch_size: int | None = option(None, "Batch size (default: as in the run).", NETWORK, low=1)
+    precision: Literal["float32", "tf32", "float64"] = option(
+        "float32", "Precision of the matrix-vector products.", MACHINE, flags="--precision --dtype")
+    device: str | None = option(None, "Device, such as cpu or cuda:1 (default: cuda if available).",
+                                MACHINE, metavar="NAME")
+    out: Path | None = option(None, "Folder for results (default: the folder of the run).", OUTPUT,
+                              metavar="FOLDER")
+    save_interval: float = option(30.0, "Seconds between saves of unfinished work.", OUTPUT,
+                                  low=0.0)
+    # fmt: on
 
 
 def examples(*lines: str, file: str = "") -> str:
@@ -128,45 +100,68 @@ def examples(*lines: str, file: str = "") -> str:
         lines: Commands, and remarks.
         file: Name of a file that the command may write, as an example.
     """
-    names = f"The name of a file mentions every option that is not the default, such as {file}."
-    resuming = "To resume an interrupted command, give it again."
+    names = f"Files are named after the options that differ from their defaults, such as {file}."
+    resuming = "If the command is interrupted, run it again. It resumes from the last save."
     return "\n\n".join(["Examples:", *lines, *([names, resuming] if file else [])])
 
 
 def flatten_options(command: Callable[..., None]) -> Callable[..., None]:
     """Return a command whose dataclass parameters are replaced by one option per field.
 
-    Typer reads options from a signature. Commands that share options therefore take a dataclass,
-    and this function writes the signature that Typer needs.
+    Typer reads options from a signature, so this function writes the signature that Typer needs.
     """
-    # include_extras: without it the options inside Annotated would be lost.
-    hints = get_type_hints(command, include_extras=True)
-    parameters: list[inspect.Parameter] = []
-    # Parameters whose type is a dataclass stand for all its fields.
+    hints = get_type_hints(command)
     groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
-    for name, parameter in inspect.signature(command).parameters.items():
-        entries = {name: (parameter.default, hints[name])}
-        if name in groups:
-            kinds = get_type_hints(groups[name], include_extras=True)
-            defaults = {field.name: field.default for field in fields(groups[name])}
-            entries = {key: (default, kinds[key]) for key, default in defaults.items()}
-        for key, (default, kind) in entries.items():
-            given = inspect.Parameter.empty if default is MISSING else default
-            # Keyword-only, so that options without a default may follow those that have one.
-            entry = inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=given)
-            parameters.append(entry.replace(annotation=kind))
+    parameters = [parameter for group in groups.values() for parameter in _parameters(group)]
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
-        for name, kind in groups.items():
-            # Take the options of the group out of the flat values again.
-            values[name] = kind(**{field.name: values.pop(field.name) for field in fields(kind)})
-        command(**values)
+        made = {}
+        for name, group in groups.items():
+            known = {entry.name: entry.metadata for entry in fields(group)}
+            # None stands for the default of the field.
+            chosen = {key: values[key] for key in known if values.get(key) is not None}
+            for key, value in chosen.items():
+                if "low" in known[key]:  # Typer has min=, but its message does not tell the value
+                    check_range(key, value, low=known[key]["low"], high=known[key].get("high"))
+            made[name] = group(**chosen)
+        command(**made)
 
     # Typer reads kinds and defaults from the signature, and types from the annotations.
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
+
+
+def _parameters(group: Any) -> Iterator[inspect.Parameter]:
+    """Yield a parameter with an option of Typer for each field of a dataclass.
+
+    The fields are made by :func:`option`, or are those of :class:`ritz.training.TrainingConfig`,
+    which have the same metadata. Fields of a base class come last.
+    """
+    entries = {entry.name: entry for entry in fields(group)}
+    ordered = dict.fromkeys(key for base in group.__mro__ for key in inspect.get_annotations(base))
+    for name in (name for name in ordered if name in entries):
+        entry, known = entries[name], entries[name].metadata
+        kind, text, metavar = known.get("kind", entry.type), known["help"], known.get("metavar")
+        flags = known.get("flags", "--" + name.replace("_", "-"))
+        if flags is None:
+            continue
+        # Typer shows choices beside the name, where four of them leave no room for the text.
+        if get_origin(kind) is Literal:
+            *others, last = get_args(kind)
+            text, metavar = f"{', '.join(others)} or {last}. {text}", "NAME"
+        shown: Any = {"help": text, "metavar": metavar, "rich_help_panel": known["panel"]}
+        argument = known.get("argument")
+        declared = typer.Argument(**shown) if argument else typer.Option(*flags.split(), **shown)
+        default = inspect.Parameter.empty if entry.default is MISSING else entry.default
+        # Keyword-only, so that options without a default may follow those that have one.
+        yield inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None if default == () else default,
+            annotation=Annotated[kind, declared],
+        )
 
 
 def split_settings(option: str, settings: Iterable[str] | None) -> dict[str, str]:

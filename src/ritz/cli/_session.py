@@ -2,12 +2,11 @@
 
 import hashlib
 import importlib.util
-import inspect
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, final
@@ -80,7 +79,7 @@ class Run:
     loss_fn: Callable[..., Any] | None
 
 
-def default_device(name: str | None) -> torch.device:
+def default_device(name: str | torch.device | None) -> torch.device:
     """Return the device of a name, which must exist; by default CUDA if there is one."""
     return check_device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
@@ -95,7 +94,7 @@ def open_run(options: MeasureOptions) -> Run:
     # The data come before the model, which may need their shape and number of classes.
     loss_fn = loss_function(config.loss)
     parts = make_data(config.data, data_dir=data_dir, options=config.data_options)
-    model = make_model(config.model, parts=parts, options=config.model_options)
+    model = make_model(config.model, parts, config.model_options)
     load_weights(model, weights)
     return Run(folder, weights, made, config, model.to(device), parts, loss_fn)
 
@@ -122,7 +121,7 @@ def merge_config(options: MeasureOptions, made: RunConfig, folder: Path) -> RunC
     # A file of weights alone does not say what it belongs to.
     missing = [name for name in ("model", "data") if not (names[name] or getattr(made, name))]
     if missing:
-        raise ValueError(f"{folder} has no {CONFIG}, which names model and data: give "
+        raise ValueError(f"{folder} has no {CONFIG}, so model and data are not known: give "
                          f"{' and '.join(f'--{name}' for name in missing)}")  # fmt: skip
     unnamed = [name for name in ("model", "data", "loss")
                if names[name] is None and ":" in getattr(made, name)]  # fmt: skip
@@ -130,7 +129,8 @@ def merge_config(options: MeasureOptions, made: RunConfig, folder: Path) -> RunC
         check_target(getattr(made, name))  # what is to be repeated in a shell is harmless there
     if unnamed:
         repeat = " ".join(f"--{name} {getattr(made, name)}" for name in unnamed)
-        raise ValueError(f"{folder / CONFIG} names code to import; to run it, repeat: {repeat}")
+        raise ValueError(f"{folder / CONFIG} refers to code of yours, which is imported only if "
+                         f"the command names it: add {repeat}")  # fmt: skip
     for kind in ("model", "data"):
         settings = parse_settings(f"--set-{kind}", getattr(options, f"set_{kind}"))
         # Options of the run belong to its model and data, not to another one.
@@ -170,7 +170,9 @@ def _find_mismatch(
     try:
         batch = first_batch(parts.train)
     except Exception as error:
-        return ValueError(f"the first samples of the data {parts.name} raised {summary(error)}")
+        return ValueError(
+            f"reading the first samples of data {parts.name} failed: {summary(error)}"
+        )
     if not isinstance(batch, tuple | list) or len(batch) < 2:
         return None
     *inputs, labels = batch
@@ -188,7 +190,7 @@ def _find_mismatch(
                  if isinstance(part, Tensor)]  # fmt: skip
         # NumPy computes in float64 by default, and models have float32 weights.
         advice = '; for NumPy: .astype("float32")' if "float64" in " ".join(shown) else ""
-        return ValueError(f"model {name} does not take the data {parts.name}, with inputs of "
+        return ValueError(f"model {name} failed on data {parts.name}, with inputs of "
                           f"{' and '.join(shown)}: {summary(error)}{advice}")  # fmt: skip
     return None
 
@@ -224,24 +226,15 @@ def writing(folder: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def measurement(
-    command: Callable[..., None], common: MeasureOptions, **options: Any
-) -> Iterator["Measurement"]:
+def measurement(options: MeasureOptions) -> Iterator["Measurement"]:
     """Open a run, let the block measure it, and then print what the block saved.
 
     Within the block, SIGTERM acts as ctrl-C, and both end in :class:`Interrupted`.
-
-    Args:
-        command: Function of the command, whose defaults names of files leave out.
-        common: Options that the measuring commands share.
-        options: Options of this command that all its results depend on.
     """
-    run = open_run(common)
-    # Names of files leave out options that have the default of this command.
-    defaults = {key: p.default for key, p in inspect.signature(command).parameters.items()}
+    run = open_run(options)
     # Errors of the disk are outermost: whatever fails, they name the folder.
-    with writing(common.out or run.folder) as folder, terminate_as_interrupt():
-        session = Measurement(run, common, folder, defaults, options)
+    with writing(options.out or run.folder) as folder, terminate_as_interrupt():
+        session = Measurement(run, options, folder)
         try:
             with explain_mismatch(run.model, run.parts, name=run.config.model, loss_fn=run.loss_fn):
                 yield session
@@ -249,7 +242,7 @@ def measurement(
             raise Interrupted(session.progress_saved()) from error
         for state in session.states:
             remove_state(state)
-    print_result(session.results, session.files, as_json=common.json)
+    print_result(session.results, session.files, as_json=options.json)
 
 
 @final
@@ -259,20 +252,16 @@ class Measurement:
 
     Attributes:
         run: The trained network.
-        common: Options that the measuring commands share.
+        options: Options of the command.
         folder: Folder of the results.
-        defaults: Default of every option of the command, by name.
-        options: Options of the command that all its results depend on.
         results: Results by title, in the order in which they were saved.
         files: Files written.
         states: Files to resume from, which are removed once all results are saved.
     """
 
     run: Run
-    common: MeasureOptions
+    options: MeasureOptions
     folder: Path
-    defaults: dict[str, Any]
-    options: dict[str, Any]
     results: dict[str, Any] = field(default_factory=dict)
     files: list[Path] = field(default_factory=list)
     states: list[Path] = field(default_factory=list)
@@ -289,22 +278,22 @@ class Measurement:
             self.run.loss_fn,
             self.run.parts,
             split=split,
-            num_samples=None if whole else self.common.samples,
+            num_samples=None if whole else self.options.samples,
             batch_size=self.run.config.batch_size,
-            precision=self.common.precision,
-            seed=self.common.seed,
+            precision=self.options.precision,
+            seed=self.options.seed,
         )
 
     def generator(self) -> torch.Generator:
         """Return a new generator with the seed of the command."""
-        return torch.Generator().manual_seed(self.common.seed)
+        return torch.Generator().manual_seed(self.options.seed)
 
     def matrices(self, matrix: str) -> tuple[Any, ...]:
         """Return the matrices that ``--matrix`` names."""
         if matrix != "hessian" and self.run.loss_fn is None:
             raise ValueError(
-                f"--matrix {matrix} needs a loss of the outputs, and with --loss model the network "
-                "returns the loss alone: give --matrix hessian"
+                f"--matrix {matrix} needs the outputs of the model, but with --loss model it "
+                "returns only the loss: give --matrix hessian"
             )
         return ("hessian", "ggn") if matrix == "both" else (matrix,)
 
@@ -318,7 +307,7 @@ class Measurement:
         """Return the name of a matrix in pictures and tables."""
         return TITLES[matrix] + (f", batch norm {mode}" if self.has_batch_norm else "")
 
-    def name(self, result: str, **options: Any) -> str:
+    def name(self, result: str, *leading: str) -> str:
         """Return the name of a result, without its ending.
 
         It mentions weights, options, model, data and loss where they are neither the default of
@@ -326,27 +315,36 @@ class Measurement:
 
         Args:
             result: What it is.
-            options: Further options it depends on, mentioned first.
+            leading: Names of further options it depends on, mentioned first.
         """
-        if not self.has_batch_norm:  # all modes are the same
-            options.pop("batch_norm", None)
-        run, shared = self.run, {f.name: f.default for f in fields(MeasureOptions)}
-        drawn = {key: getattr(self.common, key) for key in ("samples", "precision", "seed")}
-        # Order: result and its variant, weights, cost, differences from the run, random choices.
-        words = [
-            result,
-            *_words(options, self.defaults),
-            *([] if run.weights.stem in LAST else [run.weights.stem]),
-            *_words(self.options, self.defaults),
-            *_changes(run.config, run.made),
-            *_words(drawn, shared),
+        entries = {entry.name: entry for entry in fields(self.options)}
+        shared = {entry.name for entry in fields(MeasureOptions)}
+        own = [
+            key for key in entries if key not in shared and not entries[key].metadata.get("free")
         ]
+        # Order: result and its variant, weights, cost, differences from the run, random choices.
+        words = [result, *(self._word(entries[key]) for key in leading)]
+        words += [] if self.run.weights.stem in LAST else [self.run.weights.stem]
+        words += [self._word(entries[key]) for key in own]
+        words += _changes(self.run.config, self.run.made)
+        words += [self._word(entries[key]) for key in ("samples", "precision", "seed")]
+        words = [word for word in words if word]
         name = "-".join(words)
         if len(name.encode()) <= LONGEST:
             return name
         # A tag of the whole name tells names apart that agree up to the cut.
         tag = hashlib.sha256(name.encode()).hexdigest()[:8]
         return f"{name.encode()[: LONGEST - 9].decode(errors='ignore')}-{tag}"
+
+    def _word(self, entry: Field[Any]) -> str:
+        """Return the word for an option, or nothing if it has its default."""
+        key, value = entry.name, getattr(self.options, entry.name)
+        # Without batch norm all modes are the same.
+        if value == entry.default or (key == "batch_norm" and not self.has_batch_norm):
+            return ""
+        if isinstance(value, str):
+            return BOTH[key] if value == "both" else value
+        return key if value is True else f"{key}{value}".removesuffix(".0")
 
     def resume(self, name: str) -> dict[str, Any]:
         """Return the keywords with which a computation saves its state and shows its progress.
@@ -357,13 +355,13 @@ class Measurement:
         # Options are in the name already. What else the numbers depend on: the weights, and data
         # and kernels, which may differ by folder and by device.
         weights = digest(tensor_state(self.run.model).values())
-        places = f"{weights} {self.common.data_dir} {self.common.device}"
+        places = f"{weights} {self.options.data_dir} {self.options.device}"
         key = hashlib.sha256(places.encode()).hexdigest()[:16]
         self.states.append(self.folder / f".{name}-{key}.state")
         return {
             "state": self.states[-1],
-            "save_interval": self.common.save_interval,
-            "progress": not self.common.json,
+            "save_interval": self.options.save_interval,
+            "progress": not self.options.json,
         }
 
     def save(self, title: str, result: Any, name: str, *, picture: str | None = None) -> None:
@@ -383,39 +381,28 @@ class Measurement:
 
     def progress_saved(self) -> str:
         """Return the message of an interrupted command: whether it can be resumed."""
-        every = f"--save-interval is {self.common.save_interval:g} s"
+        every = f"--save-interval is {self.options.save_interval:g} s"
         if any(map(has_state, self.states)):
-            return f"interrupted; the same command resumes from the last save ({every})"
-        return f"interrupted before the first save ({every}): the same command starts again"
-
-
-def _words(options: dict[str, Any], defaults: dict[str, Any]) -> list[str]:
-    """Return a word for each option that does not have its default."""
-    words = []
-    for key, value in options.items():
-        if value == defaults[key]:
-            continue
-        if isinstance(value, str):
-            words.append(BOTH[key] if value == "both" else value)
-        else:
-            words.append(key if value is True else f"{key}{value}".removesuffix(".0"))
-    return words
+            return f"interrupted; run the command again to resume from the last save ({every})"
+        return f"interrupted before the first save ({every}); run the command again to restart"
 
 
 def _changes(config: RunConfig, made: RunConfig) -> list[str]:
     """Return a word for everything that differs from what the run was made with."""
-    words = []
-    for kind in ("model", "data"):
-        now, before = (
-            (getattr(one, kind), dict(getattr(one, f"{kind}_options"))) for one in (config, made)
-        )
-        if now != before:
-            words += [now[0], *(f"{key}={_text(value)}" for key, value in now[1].items())]
-    words += [config.loss] if config.loss != made.loss else []
-    words += [f"batch{config.batch_size}"] if config.batch_size != made.batch_size else []
+    now, before = (
+        [
+            _describe(one.model, one.model_options),
+            _describe(one.data, one.data_options),
+            one.loss,
+            f"batch{one.batch_size}",
+        ]
+        for one in (config, made)
+    )
+    changed = [word for word, old in zip(now, before, strict=True) if word != old]
     # Paths and module:factory have characters that file systems refuse.
-    return [re.sub(r"[^\w.,=+-]+", "_", word) for word in words]
+    return [re.sub(r"[^\w.,=+-]+", "_", word) for word in changed]
 
 
-def _text(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+def _describe(name: str, options: Mapping[str, Any]) -> str:
+    values = {key: str(value).strip("[]()").replace(", ", ",") for key, value in options.items()}
+    return "-".join([name, *(f"{key}={value}" for key, value in values.items())])

@@ -1,5 +1,6 @@
 """Models, data sets and losses by name: registered names, or ``module:factory`` of the user."""
 
+import ast
 import difflib
 import importlib
 import inspect
@@ -27,7 +28,7 @@ for _name, _loss in (("cross_entropy", cross_entropy), ("mse", mse_loss), ("mode
 
 
 def make_model(
-    target: str, *, parts: DataParts, options: Mapping[str, Any], seed: int = 0
+    target: str, parts: DataParts, options: Mapping[str, Any], *, seed: int = 0
 ) -> nn.Module:
     """Return a new model for a data set, on the CPU.
 
@@ -44,11 +45,10 @@ def make_model(
         accepted = models.options(target)
         keywords = {name: known[name] for name in known if name in accepted} | dict(options)
         return models.create(target, generator=torch.Generator().manual_seed(seed), **keywords)
-    factory = import_target(target)
     # User code draws its weights from the global generator, which is seeded and then restored.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        model = _call(target, factory, known, options)
+        model = _call("model", target, known, options)
     if not isinstance(model, nn.Module):
         raise TypeError(f"{target} must return a torch.nn.Module, got {type(model).__name__}")
     return model
@@ -66,7 +66,7 @@ def make_data(target: str, *, data_dir: Path | None, options: Mapping[str, Any])
     if ":" not in target:
         return replace(as_parts(data.load(target, data_dir=data_dir, **options)), name=target)
     known = {} if data_dir is None else {"data_dir": data_dir}
-    source = _call(target, import_target(target), known, options)
+    source = _call("data", target, known, options)
     try:
         return replace(as_parts(source), name=target)
     except (TypeError, ValueError) as error:
@@ -134,25 +134,28 @@ def _import(name: str, target: str) -> ModuleType:
         raise ValueError(f"{target!r}: importing {name} raised {summary(error)}") from error
 
 
-def _call(
-    target: str, factory: Callable[..., Any], known: Mapping[str, Any], options: Mapping[str, Any]
-) -> Any:
-    """Call a factory with all options, and with those known values that it has parameters for."""
+def _call(kind: str, target: str, known: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+    """Call a factory with all options, and with those known values that it has parameters for.
+
+    Args:
+        kind: ``model`` or ``data``.
+        target: The factory, as ``module:factory``.
+        known: Values that it gets if it has parameters of these names.
+        options: Further keywords.
+    """
+    factory = import_target(target)
     try:
-        parameters: Mapping[str, inspect.Parameter] = inspect.signature(factory).parameters
-    except ValueError:  # a built-in without a signature
-        parameters = {}
-    keywords = {name: known[name] for name in known if name in parameters} | dict(options)
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        signature = inspect.signature(factory)
+    except ValueError:  # a built-in without a signature takes anything
+        signature = inspect.signature(lambda **keywords: None)
+    keywords = {name: known[name] for name in known if name in signature.parameters} | dict(options)
     # Check before the call: a TypeError of the factory itself may have another reason.
-    for name in options:
-        if name not in parameters and not takes_any:
-            raise ValueError(f"{target!r} takes no option {name!r}{_suggestion(name, parameters)}")
-    for name, parameter in parameters.items():
-        variable = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-        if parameter.default is parameter.empty and not variable and name not in keywords:
-            raise ValueError(f"{target!r} needs {name!r}: give --set-model or --set-data "
-                             f"{name}=VALUE")  # fmt: skip
+    try:
+        signature.bind(**keywords)
+    except TypeError as error:
+        names = ", ".join(signature.parameters) or "none"
+        raise ValueError(f"{target!r}: {error}; it takes {names}: give them with --set-{kind} "
+                         "NAME=VALUE") from error  # fmt: skip
     try:
         return factory(**keywords)
     except Exception as error:
@@ -174,17 +177,15 @@ def parse_settings(option: str, settings: Iterable[str] | None) -> dict[str, Any
 
 
 def _value(text: str) -> Any:
-    plain = text.replace("True", "true").replace("False", "false")
-    # JSON reads numbers, true, false, null, lists and quoted text.
-    with suppress(json.JSONDecodeError):
-        return json.loads(plain)
-    bracketed = plain.startswith("(") and plain.endswith(")")  # a tuple of Python
-    inner = plain[1:-1] if bracketed else plain
-    with suppress(json.JSONDecodeError):
-        items = json.loads(f"[{inner.strip().removesuffix(',')}]")
-        # "64,32" are numbers, but "a,b" is text that has a comma.
-        if all(type(item) in (int, float) for item in items) and (items or bracketed):
-            return items
+    # JSON has numbers, true, false, null, lists and quoted text; Python has True and 64,32.
+    for read in (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError):
+            value = read(text)
+            if not isinstance(value, tuple):
+                return value
+            # "64,32" are numbers, but "'a','b'" is text that has a comma.
+            if all(type(item) in (int, float) for item in value):
+                return list(value)
     return text
 
 

@@ -1,11 +1,12 @@
 """``ritz demo``: a small network trained on handwritten digits, and the loss around it."""
 
 import importlib.util
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import ritz
-from ritz.cli._options import Json, Seed, examples, option, print_result
+from ritz.cli._options import SeedOptions, examples, option, print_result
 
 EPILOG = examples(
     "ritz demo",
@@ -13,36 +14,37 @@ EPILOG = examples(
     "The images come with scikit-learn. The demo takes half a minute on one core.",
 )
 
-Out = Annotated[Path, option("--out", "Folder for results and pictures.", None, "FOLDER")]
-Device = Annotated[str, option("--device", "cpu, cuda or cuda:1.", None, "NAME")]
-Quick = Annotated[bool, option("--quick", "Use one batch and a few steps of everything.")]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options(SeedOptions):
+    """Options of the command."""
+
+    out: Path = option(Path("out/demo"), "Folder for results and pictures.", metavar="FOLDER")
+    quick: bool = option(
+        False, "Test run: train on one batch and take few Lanczos steps. Results mean nothing."
+    )
+    device: str = option("cpu", "Device, such as cpu or cuda:1.", metavar="NAME")
 
 
-def command(
-    out: Out = Path("out/demo"),
-    quick: Quick = False,
-    device: Device = "cpu",
-    seed: Seed = 0,
-    json: Json = False,
-) -> None:
+def command(options: Options) -> None:
     """Train a small network on digits; measure its spectra, sharpness and landscape."""
     import torch
 
     from ritz.cli._session import default_device, writing
     from ritz.studies import digits
 
-    settings: Any = digits.QUICK if quick else {}
-    place, threads = default_device(device), torch.get_num_threads()
+    settings: Any = digits.QUICK if options.quick else {}
+    place, threads = default_device(options.device), torch.get_num_threads()
     # The tensors are so small that several threads would mostly wait for each other.
     torch.set_num_threads(1)
     try:
-        with writing(out) as folder:
-            config = digits.Config(seed=seed, **settings)
-            result = digits.run(config, device=place, progress=not json)
+        with writing(options.out) as folder:
+            config = digits.Config(seed=options.seed, **settings)
+            result = digits.run(config, device=place, progress=not options.json)
             files = _write(result, folder)
     finally:
         torch.set_num_threads(threads)
-    print_result(result, files, as_json=json)
+    print_result(result, files, as_json=options.json)
 
 
 def _write(result: Any, folder: Path) -> list[Path]:

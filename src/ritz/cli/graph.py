@@ -1,14 +1,14 @@
 """``ritz graph``: densities, similarity, clusters and models of graphs in files."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
 import ritz
-from ritz.cli._options import OUTPUT, Json, Seed, choice, flatten_options, option, print_result
+from ritz.cli._options import OUTPUT, SeedOptions, flatten_options, option, print_result
 
 if TYPE_CHECKING:
     from ritz.graphs import ClusterCount, Graph
@@ -21,43 +21,31 @@ app = typer.Typer(
 )
 
 READING = "Reading of files"
+METHOD = (
+    "Count small eigenvalues one by one (krylov), or from a density by maximum entropy or Lanczos. "
+    "auto uses krylov, checked by a density."
+)
 WEIGHTS = "Require weights, or ignore them (default: read them if there are any)."
-File = Annotated[Path, typer.Argument(metavar="FILE", help="File of a graph.")]
-Files = Annotated[
-    list[Path], typer.Argument(metavar="FILE...", help="Files of two or more graphs.")
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GraphOptions:
+class GraphOptions(SeedOptions):
     """How files are read, and where the result goes."""
 
-    directed: Annotated[
-        Literal["drop", "refuse"],
-        choice("--directed", "drop directions of edges, or refuse them.", READING),
-    ] = "drop"
-    weights: Annotated[bool | None, option("--weights/--no-weights", WEIGHTS, READING)] = None
-    self_loops: Annotated[
-        Literal["drop", "keep", "refuse"],
-        choice("--self-loops", "drop, keep or refuse self-loops.", READING),
-    ] = "drop"
-    multi_edges: Annotated[
-        Literal["merge", "sum", "refuse"],
-        choice("--multi-edges", "merge repeated edges, sum their weights, or refuse.", READING),
-    ] = "merge"
-    nodes: Annotated[
-        int | None,
-        option("--nodes", "Number of vertices (default: those that have an edge).", READING),
-    ] = None
-    largest: Annotated[bool, option("--largest", "Take the largest component only.", READING)] = (
-        False
-    )
-    out: Annotated[
-        Path | None,
-        option("--out", "Picture to write: .png, .svg or .pdf (default: none).", OUTPUT, "FILE"),
-    ] = None
-    seed: Seed = 0
-    json: Json = False
+    # fmt: off
+    directed: Literal["drop", "refuse"] = option(
+        "drop", "Ignore directions of edges, or fail if the file has any.", READING)
+    weights: bool | None = option(None, WEIGHTS, READING, flags="--weights/--no-weights")
+    self_loops: Literal["drop", "keep", "refuse"] = option(
+        "drop", "Ignore self-loops, keep them, or fail if the file has any.", READING)
+    multi_edges: Literal["merge", "sum", "refuse"] = option(
+        "merge", "Merge repeated edges, add their weights, or fail if there are any.", READING)
+    nodes: int | None = option(None, "Number of vertices, if some have no edge (default: those in "
+                               "the file).", READING)
+    largest: bool = option(False, "Take only the largest connected component.", READING)
+    out: Path | None = option(None, "Picture to write: .png, .svg or .pdf (default: none).", OUTPUT,
+                              metavar="FILE")
+    # fmt: on
 
     def read(self, file: Path) -> "Graph":
         """Return the graph of a file; a picture that could not be written fails first."""
@@ -101,49 +89,44 @@ class GraphOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampleOptions:
+class SampleOptions(GraphOptions):
     """How many numbers the spectrum is computed from."""
 
-    moments: Annotated[
-        int | None, option("--moments", "Number of moments (default: 100, for clusters 80).", low=1)
-    ] = None
-    probes: Annotated[
-        int | None,
-        option("--probes", "Number of random probes (default: 64, for clusters 100).", low=2),
-    ] = None
+    # fmt: off
+    moments: int | None = option(None, "Number of moments (default: 100, for clusters 80).", low=1)
+    probes: int | None = option(None, "Number of random probes (default: 64, for clusters 100).",
+                                low=2)
+    # fmt: on
 
     def keywords(self) -> Any:
-        """Return the options that were given as keywords of the library."""
+        """Return the keywords of a computation from samples."""
         numbers = {"num_moments": self.moments, "num_probes": self.probes}
-        return {name: number for name, number in numbers.items() if number is not None}
+        chosen = {name: number for name, number in numbers.items() if number is not None}
+        return chosen | self.common()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DensityOptions(SampleOptions):
+    """Options of ``ritz graph density``."""
+
+    file: Path = option(MISSING, "File of a graph.", metavar="FILE", argument=True)
+    method: Literal["maxent", "lanczos", "kpm"] = option(
+        "maxent", "Maximum entropy, Lanczos quadrature or kernel polynomial method."
+    )
+    matrix: Literal["normalized", "laplacian", "adjacency"] = option(
+        "normalized", "normalized is the normalized Laplacian."
+    )
 
 
 @app.command(epilog="Example: ritz graph density web.txt.gz --moments 100 --out web.png")
 @flatten_options
-def density(
-    file: File,
-    *,
-    method: Annotated[
-        Literal["maxent", "lanczos", "kpm"],
-        choice("--method", "maxent (maximum entropy), lanczos or kpm (kernel polynomials)."),
-    ] = "maxent",
-    matrix: Annotated[
-        Literal["normalized", "laplacian", "adjacency"],
-        choice("--matrix", "normalized (Laplacian), laplacian or adjacency."),
-    ] = "normalized",
-    graphs: GraphOptions,
-    samples: SampleOptions,
-) -> None:
+def density(options: DensityOptions) -> None:
     """Print the spectral density of a graph, and draw it."""
     import torch
 
-    graph = graphs.read(file)
+    graph, matrix = options.read(options.file), options.matrix
     found: Any = ritz.graphs.density(
-        graph,
-        method=method,
-        matrix=matrix,
-        **samples.keywords(),
-        **graphs.common(),
+        graph, method=options.method, matrix=matrix, **options.keywords()
     )
     # mean = tr(L) / n, which is 1 for a normalized Laplacian without isolated vertices.
     numbers = {"mean": found.moment(1), "mean_square": found.moment(2)}
@@ -152,80 +135,87 @@ def density(
         # The cdf starts at the support, so begin below it to include an eigenvalue at its end.
         numbers["mass_below_0.1"] = found.mass(found.support[0] - 1.0, 0.1)
         text += f"\nmass below 0.1: {numbers['mass_below_0.1']:.4g}"
-    if method == "maxent":
+    if options.method == "maxent":
         numbers |= {"entropy": found.entropy, "alphas": found.alphas, "status": found.status}
-    facts = _facts(file, graph) | {"matrix": matrix, "method": method, "density": numbers}
+    facts = _facts(options.file, graph)
+    facts |= {"matrix": matrix, "method": options.method, "density": numbers}
     # An eigenvalue of high multiplicity, such as 0 or 1, must not flatten the rest of the picture.
     low, high = found.support
     x = torch.linspace(low, high, 2001, dtype=torch.float64)[1:-1]
     smooth = getattr(found, "smoothed", lambda: found)()
-    graphs.finish(facts, text, found, top=1.5 * float(smooth.pdf(x).quantile(0.98)))
+    options.finish(facts, text, found, top=1.5 * float(smooth.pdf(x).quantile(0.98)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareOptions(SampleOptions):
+    """Options of ``ritz graph compare``."""
+
+    files: list[Path] = option(
+        MISSING, "Files of two or more graphs.", metavar="FILE...", argument=True
+    )
+    measure: Literal["symmetric_kl", "jensen_shannon", "wasserstein", "heat"] = option(
+        "symmetric_kl", "Distance of two spectra; heat compares heat traces (NetLSD)."
+    )
 
 
 @app.command(epilog="Example: ritz graph compare a.txt b.txt c.mtx --out likeness.png")
 @flatten_options
-def compare(
-    files: Files,
-    *,
-    measure: Annotated[
-        Literal["symmetric_kl", "jensen_shannon", "wasserstein", "heat"],
-        choice("--measure", "symmetric_kl, jensen_shannon, wasserstein or heat."),
-    ] = "symmetric_kl",
-    graphs: GraphOptions,
-    samples: SampleOptions,
-) -> None:
+def compare(options: CompareOptions) -> None:
     """Print the distances between the spectra of graphs, with their errors."""
     found = ritz.graphs.similarity(
-        {name: graphs.read(file) for name, file in _names(files).items()},
-        measure=measure,
-        **samples.keywords(),
-        **graphs.common(),
+        {name: options.read(file) for name, file in _names(options.files).items()},
+        measure=options.measure,
+        **options.keywords(),
     )
-    graphs.finish({"files": files, "similarity": found}, str(found), found)
+    options.finish({"files": options.files, "similarity": found}, str(found), found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterOptions(SampleOptions):
+    """Options of ``ritz graph clusters``."""
+
+    file: Path = option(MISSING, "File of a graph.", metavar="FILE", argument=True)
+    method: Literal["auto", "krylov", "entropic", "lanczos"] = option("auto", METHOD)
+    labels: Path | None = option(
+        None,
+        "Write a line VERTEX<TAB>CLUSTER for each vertex to this file.",
+        OUTPUT,
+        metavar="FILE",
+    )
 
 
 @app.command(epilog="Example: ritz graph clusters friends.txt.gz --labels clusters.txt")
 @flatten_options
-def clusters(
-    file: File,
-    *,
-    method: Annotated[
-        Literal["auto", "krylov", "entropic", "lanczos"],
-        choice("--method", "auto, krylov, entropic or lanczos."),
-    ] = "auto",
-    labels: Annotated[
-        Path | None,
-        option("--labels", "File for the cluster of each vertex, one per line.", OUTPUT, "FILE"),
-    ] = None,
-    graphs: GraphOptions,
-    samples: SampleOptions,
-) -> None:
+def clusters(options: ClusterOptions) -> None:
     """Print the number of clusters of a graph, and assign its vertices to them."""
     # Before the count, which may take minutes.
+    labels = options.labels
     if labels is not None and not labels.parent.is_dir():
         raise ValueError(f"--labels must be in an existing folder, got {labels}")
-    graph = graphs.read(file)
-    found = ritz.graphs.count_clusters(
-        graph,
-        method=method,
-        **samples.keywords(),
-        **graphs.common(),
-    )
-    written = [] if labels is None else _write_labels(graph, found, labels, graphs)
-    facts = _facts(file, graph) | {"clusters": found}
-    graphs.finish(facts, f"{graph}\n{found}", found, written)
+    graph = options.read(options.file)
+    found = ritz.graphs.count_clusters(graph, method=options.method, **options.keywords())
+    written = [] if labels is None else _write_labels(graph, found, labels, options)
+    facts = _facts(options.file, graph) | {"clusters": found}
+    options.finish(facts, f"{graph}\n{found}", found, written)
     # Exit code 1 if the count is uncertain, after everything was printed and written.
     found.raise_if_failed()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions(GraphOptions):
+    """Options of ``ritz graph model``."""
+
+    file: Path = option(MISSING, "File of a graph.", metavar="FILE", argument=True)
+
+
 @app.command(epilog="Example: ritz graph model friends.txt.gz --largest")
 @flatten_options
-def model(file: File, graphs: GraphOptions) -> None:
+def model(options: ModelOptions) -> None:
     """Print the random graph model with the nearest spectrum, and its parameters."""
-    graph = graphs.read(file)
-    found = ritz.graphs.fit(graph, **graphs.common())
-    facts = _facts(file, graph) | {"model": found.model, "fits": found.fits}
-    graphs.finish(facts, f"{graph}\n{found}", found)
+    graph = options.read(options.file)
+    found = ritz.graphs.fit(graph, **options.common())
+    facts = _facts(options.file, graph) | {"model": found.model, "fits": found.fits}
+    options.finish(facts, f"{graph}\n{found}", found)
 
 
 def _facts(file: Path, graph: "Graph") -> dict[str, Any]:
@@ -250,7 +240,9 @@ def _write_labels(
     from ritz._core.storage import write_text
 
     if found.count is None:
-        typer.echo(f"nothing was written to {labels}: there is no count of clusters", err=True)
+        typer.echo(
+            f"{labels} was not written, because the number of clusters is not known", err=True
+        )
         return []
     # k-means on the eigenvectors of as many small eigenvalues as there are clusters.
     groups = ritz.graphs.spectral_clusters(graph, found.count, **options.common())

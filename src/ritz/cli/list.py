@@ -1,28 +1,31 @@
 """``ritz list``: everything that can be chosen by name."""
 
-from typing import Annotated, Literal
-
-import typer
+from dataclasses import MISSING, dataclass
+from typing import Literal
 
 import ritz
-from ritz.cli._options import Json, examples, print_result
+from ritz.cli._options import PrintOptions, examples, option, print_result
 
 EPILOG = examples("ritz list models", "ritz list optimizers --json")
 
-What = Annotated[
-    Literal["models", "datasets", "optimizers", "studies"],
-    typer.Argument(metavar="WHAT", help="models, datasets, optimizers or studies."),
-]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options(PrintOptions):
+    """Options of the command."""
+
+    what: Literal["models", "datasets", "optimizers", "studies"] = option(
+        MISSING, "What to list.", argument=True
+    )
 
 
-def command(what: What, json: Json = False) -> None:
+def command(options: Options) -> None:
     """List the models, data sets, optimisers or studies that can be chosen by name."""
-    if what == "models":
+    if options.what == "models":
         names = {name: f"options: {', '.join(ritz.models.options(name))}"
                  for name in ritz.models.available()}  # fmt: skip
-    elif what == "datasets":
+    elif options.what == "datasets":
         names = {name: ritz.data.describe(name) for name in ritz.data.available()}
-    elif what == "optimizers":
+    elif options.what == "optimizers":
         # Presets are optimisers with published settings, and know where these were published.
         names = dict.fromkeys(ritz.training.optimizer_names(), "")
         names |= {name: ritz.optim.preset(name).source for name in ritz.optim.preset_names()}
@@ -32,4 +35,4 @@ def command(what: What, json: Json = False) -> None:
         names = {name: (text or "").splitlines()[0] for name, text in documents.items()}
     width = max(map(len, names))
     lines = [f"{name:{width}}  {words}".rstrip() for name, words in names.items()]
-    print_result(names, as_json=json, text="\n".join(lines))
+    print_result(names, as_json=options.json, text="\n".join(lines))

@@ -1,39 +1,38 @@
 """``ritz logdet``: the log determinant of a matrix in a file."""
 
 import time
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-import typer
-
-from ritz.cli._options import Json, Seed, choice, examples, option, print_result
+from ritz.cli._options import SeedOptions, examples, option, print_result
 
 EPILOG = examples(
     "ritz logdet matrix.mtx",
     "ritz logdet covariance.npz --method krylov --products 500 --rtol 1e-3",
 )
 
-File = Annotated[
-    Path, typer.Argument(metavar="FILE", help="Matrix Market file, or a sparse .npz of SciPy.")
-]
-Method = Annotated[
-    Literal["auto", "cholesky", "krylov", "lanczos", "maxent", "chebyshev"],
-    choice("--method", "auto, cholesky, krylov, lanczos, maxent or chebyshev."),
-]
-Products = Annotated[int, option("--products", "Most matrix-vector products to spend.")]
-Floor = Annotated[float | None, option("--floor", "Lower bound of the spectrum, if known.")]
-Rtol = Annotated[float | None, option("--rtol", "Relative error to reach; failure is exit code 1.")]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options(SeedOptions):
+    """Options of the command."""
+
+    file: Path = option(
+        MISSING, "Matrix Market file, or a sparse .npz of SciPy.", metavar="FILE", argument=True
+    )
+    method: Literal["auto", "cholesky", "krylov", "lanczos", "maxent", "chebyshev"] = option(
+        "auto", "Factorise (cholesky), or estimate from products. auto decides by size."
+    )
+    products: int = option(1500, "Maximum number of matrix-vector products.")
+    floor: float | None = option(
+        None, "Lower bound (> 0) of the smallest eigenvalue, if known. It narrows error bars."
+    )
+    rtol: float | None = option(
+        None, "Relative error to reach (default: none). Exit code 1 if it is not reached."
+    )
 
 
-def command(
-    file: File,
-    method: Method = "auto",
-    products: Products = 1500,
-    floor: Floor = None,
-    rtol: Rtol = None,
-    seed: Seed = 0,
-    json: Json = False,
-) -> None:
+def command(options: Options) -> None:
     """Print the log determinant of a positive definite matrix, with its error bars."""
     import torch
 
@@ -41,20 +40,20 @@ def command(
     from ritz.spectra import logdet
 
     begin = time.monotonic()  # without the imports
-    op = read_matrix(file)
+    op = read_matrix(options.file)
     estimate = logdet(
         op,
-        method=method,
-        num_products=products,
-        floor=floor,
-        rtol=rtol,
-        generator=torch.Generator().manual_seed(seed),
-        progress=not json,
+        method=options.method,
+        num_products=options.products,
+        floor=options.floor,
+        rtol=options.rtol,
+        generator=torch.Generator().manual_seed(options.seed),
+        progress=not options.json,
     )
     seconds = round(time.monotonic() - begin, 3)
     # The rows tell whether the right file was read.
-    facts = {"file": file, "rows": op.shape[0], "logdet": estimate, "seconds": seconds}
-    print_result(facts, as_json=json, text=f"log det = {estimate}\n{seconds} s")
+    facts = {"file": options.file, "rows": op.shape[0], "logdet": estimate, "seconds": seconds}
+    print_result(facts, as_json=options.json, text=f"log det = {estimate}\n{seconds} s")
     # Without --rtol any accuracy is a success.
-    if rtol is not None:
+    if options.rtol is not None:
         estimate.raise_if_failed()

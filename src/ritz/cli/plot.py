@@ -1,12 +1,11 @@
 """``ritz plot``: pictures of result files and training logs."""
 
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-import typer
+from typing import TYPE_CHECKING, Any, Literal
 
 import ritz
-from ritz.cli._options import Json, choice, examples, option, print_result
+from ritz.cli._options import PrintOptions, examples, option, print_result
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -18,43 +17,46 @@ EPILOG = examples(
     "ritz plot runs/digits --what curvature --out sharpness.svg",
 )
 
-Files = Annotated[
-    list[Path],
-    typer.Argument(
-        metavar="FILE...",
-        help="Results, logs or run folders. Several spectra, or several logs, share a picture.",
-    ),
-]
-What = Annotated[
-    Literal["auto", "curves", "curvature", "degeneracy"],
-    choice("--what", "Of a log: curves, or with --watch curvature or degeneracy; auto is curves."),
-]
-Out = Annotated[
-    Path | None,
-    option("--out", "Picture: .png, .svg or .pdf (default: a .png beside it).", None, "FILE"),
-]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options(PrintOptions):
+    """Options of the command."""
+
+    # fmt: off
+    files: list[Path] = option(
+        MISSING, "Results, logs or run folders. Several spectra, or several logs, are drawn in one "
+        "figure.",
+        metavar="FILE...", argument=True)
+    what: Literal["auto", "curves", "curvature", "degeneracy"] = option(
+        "auto", "Of a training log: loss and accuracy, largest eigenvalue, or fraction of "
+        "eigenvalues near 0. The last two need a run of ritz train --watch. auto means curves.")
+    out: Path | None = option(None, "Output file: .png, .svg or .pdf (default: a .png next to the "
+                              "input file).", metavar="FILE")
+    # fmt: on
 
 
-def command(files: Files, what: What = "auto", out: Out = None, json: Json = False) -> None:
+def command(options: Options) -> None:
     """Draw results and training logs as PNG, SVG or PDF."""
     from ritz.plots._shared import check_picture
     from ritz.training._shared import LOG
 
-    paths = [path / LOG if path.is_dir() else path for path in files]
+    what = options.what
+    paths = [path / LOG if path.is_dir() else path for path in options.files]
     for path in paths:
         if not path.is_file():
             raise FileNotFoundError(f"no such file: {path}")
     logs = [path for path in paths if path.suffix == ".jsonl"]
     beside = "curves" if what == "auto" else what
-    target = check_picture(out or paths[0].with_name(f"{beside if logs else paths[0].stem}.png"))
+    usual = paths[0].with_name(f"{beside if logs else paths[0].stem}.png")
+    target = check_picture(options.out or usual)
     if logs and len(logs) < len(paths):
-        raise ValueError("logs and results cannot share a picture: plot them one after the other")
+        raise ValueError("logs and results cannot be drawn in one figure: plot them separately")
     # Runs are named after their folder, results after their file, in the legend.
     short = [path.parent.name if path.name == LOG else path.stem for path in paths]
     titles = short if len(set(short)) == len(short) else map(str, paths)
     named = dict(zip(titles, paths, strict=True))
     ritz.plots.save_figure(_draw_logs(named, what) if logs else _draw_results(named), target)
-    print_result(None, [target], as_json=json, text="")
+    print_result(None, [target], as_json=options.json, text="")
 
 
 def _draw_logs(paths: dict[str, Path], what: str) -> "Figure":
@@ -76,19 +78,19 @@ def _read_log(path: Path) -> list[dict[str, Any]]:
         raise ValueError(f"{path} is not a log of ritz train: {error}") from error
     # Any JSON lines can be read, but only those of ritz train have a kind.
     if not all(isinstance(record, dict) and "kind" in record for record in records):
-        raise ValueError(f"{path} is not a log of ritz train: its lines have no kind")
+        raise ValueError(f"{path} is not a log of ritz train: its lines have no 'kind'")
     return records
 
 
 def _draw_results(paths: dict[str, Path]) -> "Figure":
-    from ritz.plots._shared import titled
+    from ritz.plots._shared import style
 
     results = {name: ritz.load(path) for name, path in paths.items()}
     if len(results) == 1:
         return ritz.plots.plot(*results.values())
     for name, result in results.items():
         if not isinstance(result, ritz.Spectrum):
-            raise ValueError(f"several results share a picture only if all are spectra, {name} is "
-                             f"of class {type(result).__name__}")  # fmt: skip
+            raise ValueError(f"several results must all be spectra to be drawn in one figure, but "
+                             f"{name} is a {type(result).__name__}")  # fmt: skip
     # Spectra say what they are: Hessian or Gauss-Newton, and the mode of batch norm.
-    return ritz.plots.plot(titled(results))
+    return ritz.plots.plot(style.titled(results))

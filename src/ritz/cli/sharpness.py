@@ -1,45 +1,45 @@
 """``ritz sharpness``: norms, trace, negative mass and rank degeneracy of a trained network."""
 
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Any
 
-from ritz.cli._options import Matrix, MeasureOptions, Modes, Split, examples, option
+from ritz.cli import _options as shared
+from ritz.cli._options import option
 
-EPILOG = examples(
+EPILOG = shared.examples(
     "ritz sharpness runs/digits",
     "ritz sharpness runs/vgg --average --matrix ggn --samples 5000 --probes 4",
     file="sharpness-ggn-train-average-test-steps50.safetensors",
 )
 
-Steps = Annotated[int | None, option("--steps", "Lanczos steps per probe (default: 100).", low=1)]
-Probes = Annotated[
-    int, option("--probes", "Random probes; more probes give smaller error bars.", low=1)
-]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options(shared.MeasureOptions):
+    """Options of the command."""
+
+    matrix: shared.Matrix = option("both", shared.MATRIX, free=True)
+    batch_norm: shared.Modes = option("both", shared.MODES, free=True)
+    split: shared.Split = option("train", shared.SPLIT)
+    steps: int | None = option(None, "Lanczos steps per probe (default: 100).", low=1)
+    probes: int = option(8, "Number of random probes. More give smaller error bars.", low=1)
 
 
-def command(
-    *,
-    matrix: Matrix = "both",
-    batch_norm: Modes = "both",
-    split: Split = "train",
-    steps: Steps = None,
-    probes: Probes = 8,
-    common: MeasureOptions,
-) -> None:
-    """Measure how sharp the loss is at trained weights, with error bars."""
+def command(options: Options) -> None:
+    """Measure sharpness: spectral and Frobenius norm, trace, negative and near-zero eigenvalues."""
     from ritz import measures
     from ritz.cli._session import measurement
 
-    options = {"split": split, "steps": steps, "probes": probes}
-    with measurement(command, common, **options) as session:
+    with measurement(options) as session:
         # One file holds all matrices and modes, as rows of one table.
-        name = session.name("sharpness", matrix=matrix, batch_norm=batch_norm)
+        name = session.name("sharpness", "matrix", "batch_norm")
         # None stands for all modes that make a difference.
-        mode: Any = None if batch_norm == "both" or not session.has_batch_norm else batch_norm
+        single = options.batch_norm != "both" and session.has_batch_norm
+        mode: Any = options.batch_norm if single else None
         result = measures.sharpness(
-            session.risk(split),
-            num_steps=steps,
-            num_probes=probes,
-            matrix=session.matrices(matrix),
+            session.risk(options.split),
+            num_steps=options.steps,
+            num_probes=options.probes,
+            matrix=session.matrices(options.matrix),
             batch_norm=mode,
             generator=session.generator(),
             **session.resume(name),

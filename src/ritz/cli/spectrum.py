@@ -1,40 +1,40 @@
 """``ritz spectrum``: spectra of the Hessian or Gauss-Newton matrix of a trained network."""
 
-from typing import Annotated
+from dataclasses import dataclass
 
-from ritz.cli._options import Matrix, MeasureOptions, Modes, Picture, Split, examples, option
+from ritz.cli import _options as shared
+from ritz.cli._options import option
 
-EPILOG = examples(
+EPILOG = shared.examples(
     "ritz spectrum runs/digits",
     "ritz spectrum runs/vgg --matrix both --batch-norm both --samples 5000",
     "ritz spectrum weights.pt --model model:net --data data:load",
     file="spectrum-hessian-eval-average-test-steps50.safetensors",
 )
 
-Steps = Annotated[int, option("--steps", "Lanczos steps, one product with the matrix each.", low=1)]
-Vectors = Annotated[bool, option("--vectors", "Save the Ritz vectors as well.")]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options(shared.MeasureOptions):
+    """Options of the command."""
+
+    matrix: shared.Matrix = option("hessian", shared.MATRIX, free=True)
+    batch_norm: shared.Modes = option("eval", shared.MODES, free=True)
+    split: shared.Split = option("train", shared.SPLIT)
+    steps: int = option(100, "Lanczos steps. Each takes one product with the matrix.", low=1)
+    vectors: bool = option(False, "Save the Ritz vectors as well.")
+    picture: shared.Picture = option("png", shared.PICTURE, shared.OUTPUT, free=True)
 
 
-def command(
-    *,
-    matrix: Matrix = "hessian",
-    batch_norm: Modes = "eval",
-    split: Split = "train",
-    steps: Steps = 100,
-    vectors: Vectors = False,
-    picture: Picture = "png",
-    common: MeasureOptions,
-) -> None:
+def command(options: Options) -> None:
     """Compute the spectrum of the curvature of a trained network, and draw it."""
     from ritz.cli._session import measurement
     from ritz.curvature import curvature_operator
     from ritz.spectra import lanczos
 
-    options = {"split": split, "steps": steps, "vectors": vectors}
-    with measurement(command, common, **options) as session:
-        risk = session.risk(split)
-        for kind in session.matrices(matrix):
-            for mode in session.modes(batch_norm):
+    with measurement(options) as session:
+        risk = session.risk(options.split)
+        for kind in session.matrices(options.matrix):
+            for mode in session.modes(options.batch_norm):
                 # Train and eval mode have different Hessians: in train mode the statistics of a
                 # batch depend on the weights.
                 part = risk.with_batch_norm(mode)
@@ -43,11 +43,11 @@ def command(
                 spectrum = lanczos(
                     curvature_operator(part, kind),
                     # A Krylov space has at most as many dimensions as there are parameters.
-                    num_steps=min(steps, part.space.size),
-                    vectors=vectors,
+                    num_steps=min(options.steps, part.space.size),
+                    vectors=options.vectors,
                     generator=session.generator(),
                     **session.resume(name),
                 )
                 session.save(session.title(kind, mode), spectrum, name)
-        drawing = session.name("spectrum", matrix=matrix, batch_norm=batch_norm)
-        session.draw(session.results, f"{drawing}.{picture}")
+        drawing = session.name("spectrum", "matrix", "batch_norm")
+        session.draw(session.results, f"{drawing}.{options.picture}")

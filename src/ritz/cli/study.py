@@ -1,37 +1,38 @@
 """``ritz study``: run a study, which reproduces a published table or figure."""
 
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 import ritz
-from ritz.cli._options import Json, Seed, examples, option, print_result, split_settings
+from ritz.cli._options import SeedOptions, examples, option, print_result, split_settings
 
 EPILOG = examples(
     "ritz study synthetic_spectra --set size=2000 --set network_steps=5,15",
     "ritz study kernel_determinants --out tables --seed 3",
 )
 
-Name = Annotated[
-    str, typer.Argument(metavar="NAME", help="Name of a study, see `ritz list studies`.")
-]
-SETTING = "Field of the study's configuration, such as size=2000. May be repeated."
-Settings = Annotated[list[str] | None, option("--set", SETTING, None, "KEY=VALUE")]
-Out = Annotated[
-    Path | None,
-    option("--out", "Folder for result and picture (default: out/NAME).", None, "FOLDER"),
-]
+SETTING = "Option of the study, such as size=2000; an unknown name lists all. May be repeated."
 
 
-def command(
-    name: Name, settings: Settings = None, out: Out = None, seed: Seed = 0, json: Json = False
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options(SeedOptions):
+    """Options of the command."""
+
+    name: str = option(
+        MISSING, "Name of a study (ritz list studies).", metavar="NAME", argument=True
+    )
+    settings: list[str] | None = option(None, SETTING, flags="--set", metavar="KEY=VALUE")
+    out: Path | None = option(
+        None, "Folder for result and picture (default: out/NAME).", metavar="FOLDER"
+    )
+
+
+def command(options: Options) -> None:
     """Reproduce a published table or figure; write the result and its picture."""
-    study = ritz.studies.find(name)
+    study = ritz.studies.find(options.name)
     # --set seed=... wins over --seed.
-    overrides = {"seed": str(seed)} | split_settings("--set", settings)
+    overrides = {"seed": str(options.seed)} | split_settings("--set", options.settings)
     config = ritz.studies.configure(study.Config, overrides)
-    result = study.run(config, progress=not json)
-    files = ritz.studies.write(study, result, out or Path("out") / name)
-    print_result(result, files, as_json=json)
+    result = study.run(config, progress=not options.json)
+    files = ritz.studies.write(study, result, options.out or Path("out") / options.name)
+    print_result(result, files, as_json=options.json)

@@ -1,183 +1,116 @@
 """``ritz train``: train a network into a folder from which it can be measured."""
 
 import os
-from dataclasses import Field, field, fields, make_dataclass
+from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Any
 
 import typer
 
 from ritz._core.checks import check_choice
 from ritz._core.training_config import EVALUATION, RATE, TrainingConfig
-from ritz.cli._options import (
-    NETWORK,
-    OUTPUT,
-    DataDir,
-    Json,
-    Loss,
-    SetData,
-    SetModel,
-    check_size,
-    option,
-    print_result,
+from ritz.cli import _options as shared
+from ritz.cli._options import NETWORK, OUTPUT, option
+
+EPILOG = shared.examples(
+    "ritz train --model mlp --data digits --epochs 20 --out runs/digits",
+    "ritz train --model vgg16_bn --data cifar100 --optimizer gadamx --lr 0.1 --epochs 300 "
+    "--average-from 161 --schedule linear --data-dir ~/data --out runs/gadamx",
+    "ritz train --model model:net --data data:load --epochs 30 --out runs/spirals",
+    "The last example calls net() in model.py and load() in data.py, both in the current folder. "
+    "load() returns (inputs, targets), or ((inputs, targets), (inputs, targets)) for training and "
+    "test data, or torch datasets or DataLoaders.",
+    "If the command is interrupted, run it again. It resumes from the last checkpoint.",
 )
-
-EPILOG = """
-Examples:
-
-ritz train --model mlp --data digits --epochs 20 --out runs/digits
-
-ritz train --model vgg16_bn --data cifar100 --optimizer gadamx --lr 0.1 --epochs 300
---average-from 161 --schedule linear --data-dir ~/data --out runs/gadamx
-
-ritz train --model model:net --data data:load --epochs 30 --out runs/spirals
-
-The last example calls net() of model.py and load() of data.py in the current folder. load()
-returns (inputs, targets), or one such pair to train on and one to test on, or torch datasets or
-loaders. A run that was stopped resumes when the same command is repeated.
-"""
-
-Model = Annotated[
-    str, option("--model", "Name (ritz list models) or module:factory.", NETWORK, "NAME")
-]
-Data = Annotated[
-    str, option("--data", "Name (ritz list datasets) or module:factory.", NETWORK, "NAME")
-]
-Out = Annotated[Path, option("--out", "Folder of the run, created if missing.", OUTPUT, "FOLDER")]
-OWN = "(default: that of the optimiser)"
-Rate = Annotated[float | None, option("--lr", f"Learning rate {OWN}.", RATE)]
-Decay = Annotated[float | None, option("--weight-decay", f"Weight decay {OWN}.", RATE)]
-OTHER = "Other option of the optimiser, such as momentum=0.8. May be repeated."
-Settings = Annotated[list[str] | None, option("--set", OTHER, RATE, "KEY=VALUE")]
-EVERY = "Log the curvature every K epochs (default: never)."
-Watch = Annotated[int | None, option("--watch", EVERY, EVALUATION, "K", low=1)]
-LOGGED = (
-    "Curvature to log: lambda_max, trace, spectrum or variance (P sigma^2). May be repeated "
-    "(default: the first three)."
-)
-Quantities = Annotated[list[str] | None, option("--quantity", LOGGED, EVALUATION, "NAME")]
+# What --watch logs unless --quantity names something else.
+USUAL = ("lambda_max", "trace", "spectrum")
 
 
-def _flags(entry: Field[Any]) -> str:
-    """Return the names of a field of :class:`TrainingConfig` on the command line."""
-    flags: str | None = entry.metadata.get("flags", "--" + entry.name.replace("_", "-"))
-    return flags or ""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options(shared.PrintOptions):
+    """Options of the command beside those of the training."""
+
+    # fmt: off
+    model: str = option(MISSING, "Name (ritz list models) or module:factory.", NETWORK,
+                        metavar="NAME")
+    data: str = option(MISSING, "Name (ritz list datasets) or module:factory.", NETWORK,
+                       metavar="NAME")
+    out: Path = option(MISSING, "Folder of the run, created if missing.", OUTPUT, metavar="FOLDER")
+    # No default here: each optimiser has its own.
+    lr: float | None = option(None, "Learning rate (default: see ritz list optimizers).", RATE)
+    weight_decay: float | None = option(None, "Weight decay (default: see ritz list optimizers).",
+                                        RATE)
+    settings: list[str] | None = option(
+        None, "Other option of the optimiser, such as momentum=0.8. May be repeated.", RATE,
+        flags="--set", metavar="KEY=VALUE")
+    loss: str | None = option(None, shared.LOSS.format("cross_entropy"), NETWORK, metavar="NAME")
+    set_model: list[str] | None = option(None, shared.SET_MODEL, NETWORK, metavar="KEY=VALUE")
+    set_data: list[str] | None = option(None, shared.SET_DATA, NETWORK, metavar="KEY=VALUE")
+    data_dir: Path | None = option(None, shared.DATA_DIR, NETWORK, metavar="FOLDER")
+    watch: int | None = option(None, "Log the curvature every K epochs (default: never).",
+                               EVALUATION, metavar="K", low=1)
+    quantity: list[str] | None = option(
+        None, "Curvature to log with --watch: lambda_max, trace, spectrum or variance (of the "
+        "Hessian between samples). May be repeated (default: the first three).", EVALUATION,
+        metavar="NAME")
+    # fmt: on
 
 
-def _option(entry: Field[Any]) -> tuple[str, Any, Any]:
-    """Return a field of :class:`TrainingConfig` as a field with an option of Typer."""
-    known, kind = entry.metadata, entry.metadata.get("kind", entry.type)
-    text, metavar = known["help"], known.get("metavar")
-    # Typer shows choices beside the name, where four of them leave no room for the text.
-    if get_origin(kind) is Literal:
-        text, metavar = f"{text[:-1]}: {', '.join(get_args(kind))}.", "NAME"
-    default = None if entry.default == () else entry.default
-    flags = option(_flags(entry), text, known["panel"], metavar)
-    return entry.name, Annotated[kind, flags], field(default=default)
-
-
-# One option per field. `flatten_options` puts those of this dataclass into the signature of the
-# command, from which Typer reads them.
-OPTIONS = {entry.name: entry for entry in fields(TrainingConfig) if _flags(entry)}
-Training = make_dataclass("Training", map(_option, OPTIONS.values()), kw_only=True)
-
-
-def command(
-    model: Model,
-    data: Data,
-    out: Out,
-    training: Training,  # type: ignore[valid-type]
-    lr: Rate = None,
-    weight_decay: Decay = None,
-    settings: Settings = None,
-    loss: Loss = None,
-    set_model: SetModel = None,
-    set_data: SetData = None,
-    data_dir: DataDir = None,
-    watch: Watch = None,
-    quantity: Quantities = None,
-    json: Json = False,
-) -> None:
+def command(options: Options, training: TrainingConfig) -> None:
     """Train a network and write weights, checkpoint and log into a folder."""
     from ritz.cli._session import default_device, explain_mismatch, writing
     from ritz.cli._targets import loss_function, make_data, make_model, parse_settings
-    from ritz.training._shared import RunConfig, run_files, train_run
+    from ritz.training._shared import QUANTITIES, RunConfig, run_files, train_run
 
-    quantities = _quantities(watch, quantity)
-    options: dict[str, Any] = vars(training) | {
-        "optimizer_settings": _settings(lr, weight_decay, settings)
-    }
+    quantities: Any = tuple(options.quantity or USUAL)
+    for name in quantities:
+        check_choice("--quantity", name, QUANTITIES)
+    if options.watch is None and options.quantity:
+        raise ValueError(f"--quantity {options.quantity[0]} needs --watch: add --watch 1")
     config = RunConfig(
-        model=model,
-        data=data,
-        model_options=parse_settings("--set-model", set_model),
-        data_options=parse_settings("--set-data", set_data),
-        data_dir=None if data_dir is None else str(data_dir.expanduser().resolve()),
-        loss=loss or "cross_entropy",
-        training=_training(options),
+        model=options.model,
+        data=options.data,
+        model_options=parse_settings("--set-model", options.set_model),
+        data_options=parse_settings("--set-data", options.set_data),
+        data_dir=str(options.data_dir.expanduser().resolve()) if options.data_dir else None,
+        loss=options.loss or "cross_entropy",
+        training=replace(training, optimizer_settings=_optimizer_settings(options)),
     )
-    device = default_device(options["device"])
-    parts = make_data(data, data_dir=data_dir, options=config.data_options)
+    device = default_device(training.device)
+    parts = make_data(options.data, data_dir=options.data_dir, options=config.data_options)
     loss_fn = loss_function(config.loss)
-    network = make_model(
-        model, parts=parts, options=config.model_options, seed=config.training.seed
-    )
-    mismatch = explain_mismatch(network, parts, name=model, loss_fn=loss_fn)
+    model = make_model(config.model, parts, config.model_options, seed=training.seed)
+    mismatch = explain_mismatch(model, parts, name=config.model, loss_fn=loss_fn)
     # The folder first: an error of the first step must leave it as it was.
-    with writing(out) as folder, mismatch:
+    with writing(options.out) as folder, mismatch:
         result = train_run(
             config,
-            network,
+            model,
             parts,
             folder,
             loss_fn=loss_fn,
             device=device,
-            watch=watch,
+            watch=options.watch,
             quantities=quantities,
-            progress=not json,
+            progress=not options.json,
         )
     if int(os.environ.get("RANK", "0")):
         return  # the first process of torchrun prints
-    print_result(result, run_files(out), as_json=json)
+    shared.print_result(result, run_files(options.out), as_json=options.json)
     if not result.status.ok:
         typer.echo(f"ritz: {result.status}", err=True)
         raise typer.Exit(1)
 
 
-def _training(options: dict[str, Any]) -> TrainingConfig:
-    """Return the options of training; errors name the option of the command line."""
-    try:
-        return TrainingConfig(**(options | {"keep": options["keep"] or ()}))
-    except (TypeError, ValueError) as error:
-        name, _, rest = str(error).partition(" ")
-        if name not in OPTIONS:
-            raise
-        # --resume of "--resume/--restart", --precision of "--precision --dtype"
-        flag = _flags(OPTIONS[name]).replace("/", " ").split()[0]
-        raise type(error)(f"{flag} {rest}") from error
-
-
-def _quantities(every: int | None, names: list[str] | None) -> tuple[Any, ...]:
-    from ritz.training._shared import QUANTITIES
-
-    for name in names or ():
-        check_choice("--quantity", name, QUANTITIES)
-    if every is None and names:
-        raise ValueError(f"--quantity {names[0]} needs --watch, got none")
-    return tuple(names or ("lambda_max", "trace", "spectrum"))
-
-
-def _settings(
-    lr: float | None, weight_decay: float | None, settings: list[str] | None
-) -> dict[str, Any]:
+def _optimizer_settings(options: Options) -> dict[str, Any]:
     """Return keyword arguments of the optimiser; refuse those with which it would diverge."""
     from ritz.cli._targets import parse_settings
 
-    others = parse_settings("--set", settings)
-    named = {"lr": ("--lr", lr), "weight_decay": ("--weight-decay", weight_decay)}
+    others = parse_settings("--set", options.settings)
+    named = {"lr": ("--lr", options.lr), "weight_decay": ("--weight-decay", options.weight_decay)}
     for name, (flag, value) in named.items():
         for source, number in ((flag, value), (f"--set {name}", others.get(name))):
             if number is not None:
-                check_size(source, number, zero=name == "weight_decay")
+                shared.check_size(source, number, zero=name == "weight_decay")
                 others.setdefault(name, number)  # --set lr=... takes precedence over --lr
     return others

@@ -13,7 +13,6 @@ Reference: Dangel, Kunstner and Hennig (2020).
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,7 @@ from ritz._core.modes import recording
 from ritz.curvature import _sample_gradients as rules
 from ritz.curvature._losses import known_loss
 from ritz.curvature._matrices import GGNOperator, HessianOperator
-from ritz.curvature._modes import LIMITS, Context, Params
+from ritz.curvature._modes import LIMITS, UNSUITABLE, Context, Params, attempt
 from ritz.curvature._risk import Risk
 from ritz.curvature._sample_gradients import ForwardPass, forward_pass, full_name, owners
 from ritz.operators import Exact, exact
@@ -48,7 +47,7 @@ class Plan:
         gap: Why it is not possible, or ``""``.
     """
 
-    modules: dict[str, tuple[str, ...]]
+    modules: dict[str, tuple[str, ...]] = field(default_factory=dict)
     by_sample: dict[str, tuple[int, ...]] = field(default_factory=dict)
     whole: tuple[str, ...] = ()
     columns: int = 0
@@ -56,11 +55,10 @@ class Plan:
 
     def note(self) -> str:
         """Return the plan in words."""
-        count = "1 column" if self.columns == 1 else f"{self.columns} columns"
-        text = f"structure: {count} of the root of the output Hessian, one backward pass each"
+        text = f"structure: {self.columns} backward pass{'es' * (self.columns > 1)} per batch"
         if self.whole:
             few = ", ".join(self.whole[:3]) + (", ..." if len(self.whole) > 3 else "")
-            text += f"; through the whole model for {few}: not used by one call of a module alone"
+            text += f"; through the whole model for {few}, used in several places"
         return text
 
 
@@ -86,45 +84,38 @@ def structure_plan(risk: Risk, *, roots: bool = True) -> Plan:
         for module, keys in plan.modules.items()
         if not {full_name(module, key) for key in keys} & set(names)
     }
-    reason = plan.gap or ("another process found it impossible" if gap else "")
+    reason = plan.gap or ("it is not possible in another process" if gap else "")
     return replace(plan, modules=modules, whole=names, gap=reason)
 
 
 def _plan(risk: Risk, roots: bool) -> Plan:
-    modules = owners(list(risk.space.shapes))
     if roots and known_loss(risk.loss_fn) is None:
-        return Plan(modules={}, gap="the Hessian of the loss in the outputs has no known root")
+        return Plan(gap="the Hessian of this loss in the outputs is not known in closed form")
     if not risk.separable:
-        return Plan(modules={}, gap="batch norm in train mode couples samples")
+        return Plan(gap="batch norm in train mode couples samples")
     for index, context, _ in risk.contexts():
         size = risk.batch_sizes[index]
         count = min(LIMITS.checked_samples, size)
         few = context.rows(slice(0, count), size)
         with risk.settings():
-            return _checked_plan(risk, few, count, modules, LIMITS.max_columns if roots else None)
-    return Plan(modules=modules)
+            return _checked_plan(risk, few, count, LIMITS.max_columns if roots else None)
+    return Plan(modules=owners(list(risk.space.shapes)))
 
 
-def _checked_plan(
-    risk: Risk,
-    few: Context,
-    size: int,
-    modules: dict[str, tuple[str, ...]],
-    max_columns: int | None,
-) -> Plan:
+def _checked_plan(risk: Risk, few: Context, size: int, max_columns: int | None) -> Plan:
     r"""Compare :math:`\sum_i r_i g_i` with one gradient, for random weights and cotangents.
 
     The comparison fails if a parameter is used elsewhere too, if a module does not do what its
     class says, if samples lie along another axis, or if samples depend on each other.
     """
+    modules = owners(list(risk.space.shapes))
     recorded_pass = forward_pass(risk, few, _untied(risk.model, modules), size)
     outputs = recorded_pass.outputs
     if not is_rows(outputs, size):
-        return Plan(modules={}, gap="the outputs are not one tensor with a row for each sample")
+        return Plan(gap="the outputs are not one tensor with a row for each sample")
     columns = outputs[0].numel()
     if max_columns is not None and columns > max_columns:
-        gap = f"probes cost less than backward passes for {columns} outputs per sample"
-        return Plan(modules={}, gap=gap)
+        return Plan(gap=f"{columns} outputs per sample: probes cost less than backward passes")
     rng = torch.Generator().manual_seed(0)
     cotangent = torch.randn(outputs.shape, generator=rng, dtype=torch.float64).to(outputs)
     weights = torch.rand(size, generator=rng, dtype=torch.float64).to(outputs) + 0.5
@@ -139,18 +130,21 @@ def _checked_plan(
         return is_below(gap, 10 * eps**0.5 * expected[name].double().norm() + 100 * eps * norm)
 
     good, layers = {}, dict(risk.model.named_modules())
-    for name, deltas in (_attempt(lambda: recorded_pass.pull(cotangent[None])) or {}).items():
+    pulled, _ = attempt(lambda: recorded_pass.pull(cotangent[None]), *UNSUITABLE)
+    for name, deltas in (pulled or {}).items():
         call = recorded_pass.calls[name]
-        gradients = _attempt(partial(rules.sample_gradients, layers[name], call, deltas))
+        rule = partial(rules.sample_gradients, layers[name], call, deltas)
+        gradients, _ = attempt(rule, *UNSUITABLE)
         if gradients and all(agrees(full_name(name, key), gradients[key]) for key in modules[name]):
             good[name] = modules[name]
     by_module = {full_name(module, key) for module, keys in good.items() for key in keys}
     whole = tuple(name for name in risk.space.shapes if name not in by_module)
     gap = ""
     if whole:
-        parts = _attempt(lambda: list(_whole_gradients(risk, few, whole, cotangent[None])))
-        if parts is None:
-            gap = f"torch cannot map the gradient in {whole[0]} over samples"
+        gradients = partial(_whole_gradients, risk, few, whole, cotangent[None])
+        parts, problem = attempt(lambda: list(gradients()), *UNSUITABLE)
+        if problem:
+            gap = f"vmap fails for the sample gradients of {whole[0]}: {problem}"
         elif not all(agrees(name, torch.cat([p[name] for p in parts], 1)) for name in whole):
             gap = "the samples of a batch depend on each other"
     by_sample = {name: recorded_pass.calls[name].by_sample() for name in good}
@@ -167,16 +161,6 @@ def _gradient(risk: Risk, few: Context, cotangent: Tensor) -> Params:
     leaves = list(params.values())
     gradients = torch.autograd.grad(outputs, leaves, cotangent, materialize_grads=True)
     return dict(zip(params, gradients, strict=True))
-
-
-def _attempt(call: Callable[[], Any]) -> Any:
-    """Return the result of a call, or ``None`` if it fails as unsuitable modules do."""
-    try:
-        return call()
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, ValueError, TypeError, LookupError, NotImplementedError):
-        return None
 
 
 def _untied(model: nn.Module, modules: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
@@ -202,19 +186,10 @@ def passes(risk: Risk, plan: Plan, columns: Columns) -> Iterator[tuple[float, Fo
         size = risk.batch_sizes[index]
         full = forward_pass(risk, context, plan.modules, size)
         # An argument may have as many rows as there are samples by coincidence.
-        calls = {
-            name: call
-            for name, call in full.calls.items()
-            if call.by_sample() == plan.by_sample[name]
-        }
-        full = replace(full, calls=calls)
-        lost = [
-            full_name(module, key)
-            for module, keys in plan.modules.items()
-            if module not in calls
-            for key in keys
-        ]
-        whole = tuple(name for name in risk.space.shapes if name in (*plan.whole, *lost))
+        same = {n: call for n, call in full.calls.items() if call.by_sample() == plan.by_sample[n]}
+        full = replace(full, calls=same)
+        by_rule = {full_name(name, key) for name in same for key in plan.modules[name]}
+        whole = tuple(name for name in risk.space.shapes if name not in by_rule)
         yield weight, full, _parts(risk, context, full, columns(index, full), whole)
 
 
@@ -235,14 +210,13 @@ def _whole_gradients(
     """Yield gradients ``(c, batch, *shape)`` through the whole model, in parts."""
     params, size = risk.params, columns.shape[1]
     chosen = {name: params[name] for name in names}
-
-    def forward(point: Params, sample: Any) -> Tensor:
-        outputs: Tensor = risk.evaluate(params | point, context.on(sample))[0]
-        return outputs
-
     for part, some in rules.chunks(columns, risk.space.size):
-        samples = take_rows(context.samples, some, size)
-        yield rules.mapped_gradients(forward, chosen, samples, columns[part, some])
+        yield rules.mapped_gradients(
+            lambda point, sample: risk.evaluate(params | point, context.on(sample))[0],
+            chosen,
+            take_rows(context.samples, some, size),
+            columns[part, some],
+        )
 
 
 def root_columns(risk: Risk) -> Columns:
@@ -304,11 +278,11 @@ LEAVES = {
 def piecewise_gap(risk: Risk) -> str:
     """Return why the outputs may not be piecewise linear in single parameters, or ``""``."""
     if risk.adapter.custom is not None:
-        return "forward= may do anything with the outputs"
+        return "forward= is user-defined, so the function of the parameters is not known"
     for name, module in risk.model.named_modules():
-        kind, label = type(module), name or "the model"
+        kind, label = type(module), f"layer {name!r}" if name else "the model"
         if kind is not nn.Sequential and kind not in LEAVES:
-            return f"{label} is a {kind.__name__}, not known to be piecewise linear"
+            return f"{label}, {kind.__name__}, is not known to be piecewise linear"
         if module._forward_hooks or module._forward_pre_hooks:
             return f"{label} has hooks"
         if isinstance(module, _BatchNorm) and module.running_mean is None:
@@ -322,5 +296,5 @@ def _(op: HessianOperator, quantity: Quantity) -> Exact:
     if gap := piecewise_gap(op.risk):
         return Exact(None, gap)
     value, note = _by_structure(op.risk, quantity)
-    same = "; a piecewise-linear network has the diagonal of its Gauss-Newton matrix"
+    same = "; Hessian and Gauss-Newton matrix of a piecewise-linear network have one diagonal"
     return Exact(value, note if value is None else note + same)

@@ -42,13 +42,12 @@ def block_diagonal(
     costs one product with each block.
 
     Args:
-        risk: The loss at a point.
+        risk: A :class:`Risk`.
         matrix: ``hessian`` or ``ggn``.
         by: The blocks, as regular expressions that match the beginning of names, lists of names or
-            functions of a name. They must take every parameter once, in the order of
-            ``risk.theta``. Defaults to one block per module that owns parameters.
-        engine: ``linearized`` (traced once), ``eager``, or ``auto``: ``linearized`` if the model
-            can be traced.
+            functions of a name. Every parameter must belong to exactly one block, and blocks must
+            follow the order of ``risk.theta``. Defaults to one block per module with parameters.
+        engine: ``auto`` (the default) is ``linearized`` if the model can be traced, else ``eager``.
         memory: Bytes for cached linearisations of all blocks.
     """
     check_choice("matrix", matrix, MATRICES)
@@ -66,9 +65,7 @@ def block_diagonal(
 
 def _groups(names: list[str], by: Sequence[Selection]) -> list[list[str]]:
     if isinstance(by, str) or not isinstance(by, Sequence) or not by:
-        raise TypeError(
-            f"by must be a list of choices of parameters, one for each block, got {by!r}"
-        )
+        raise TypeError(f"by must be a list with one choice of parameters per block, got {by!r}")
     groups = [select_names(names, choice) for choice in by]
     taken = [name for group in groups for name in group]
     if taken != names:
@@ -103,9 +100,6 @@ class KroneckerFactors:
     inputs: Tensor
     outputs: Tensor
 
-    def __str__(self) -> str:
-        return f"{len(self.inputs)} inputs by {len(self.outputs)} outputs"
-
 
 @final
 class LayerOperator(LinearOperator):
@@ -116,22 +110,17 @@ class LayerOperator(LinearOperator):
 
     Args:
         factors: :math:`A` and :math:`G`.
-        bias: The last input is that of a bias.
-        shift: :math:`\mu`.
+        bias: The layer has a bias, whose input is the constant 1, the last of :math:`A`.
+        shift: The multiple :math:`\mu` of the identity. Defaults to 0.
     """
 
     def __init__(self, factors: KroneckerFactors, *, bias: bool, shift: float = 0.0) -> None:
         like = factors.inputs
         for name in ("inputs", "outputs"):
-            value = getattr(factors, name)
-            if value.ndim != 2 or len(value) != value.shape[1] or value.dtype != like.dtype:
-                raise ValueError(
-                    f"{name} must be square and of {like.dtype}, got "
-                    f"{tuple(value.shape)} of {value.dtype}"
-                )
-            check_finite(name, value)
+            check_finite(name, getattr(factors, name))
         super().__init__(len(like) * len(factors.outputs), dtype=like.dtype, device=like.device)
         self.factors, self.bias, self.shift = factors, bias, shift
+        self._detail = f"{len(like)} inputs by {len(factors.outputs)} outputs"
 
     def _matmat(self, block: Tensor) -> Tensor:
         # V -> G V A + mu V, for each column as a matrix [W b].
@@ -151,9 +140,6 @@ class LayerOperator(LinearOperator):
         if not self.bias:
             return joint.flatten(0, 1)
         return torch.cat([joint[:, :-1].flatten(0, 1), joint[:, -1]])
-
-    def _detail(self) -> str:
-        return str(self.factors)
 
 
 @exact.register
@@ -176,17 +162,18 @@ def kfac(
     r"""Return a Kronecker-factored Gauss-Newton or Fisher matrix, one block per module.
 
     The blocks of linear layers and of convolutions without groups are :class:`LayerOperator`, whose
-    ``factors`` are :math:`A` and :math:`G`. Positions count as samples; for convolutions :math:`A`
-    is summed over them and :math:`G` averaged, as in the paper. It is exact for one sample without
-    positions, and for deep linear networks with squared error. Any other module has its exact block
-    if it has up to 2048 parameters, and the diagonal of the block otherwise.
+    ``factors`` are the second moments :math:`A` of inputs and :math:`G` of derivatives in outputs.
+    Tokens and spatial positions are treated as samples (the ``expand`` setting of Eschenhagen et
+    al.). The blocks are exact for one sample without positions, and for deep linear networks with
+    squared error. Any other module has its exact block if it has up to 2048 parameters, and the
+    diagonal of the block otherwise.
 
     Args:
-        risk: The loss at a point, of samples that do not depend on each other.
-        kind: The columns :math:`\delta` starts from: ``ggn`` (every column of a root of the Hessian
-            in the outputs: no sampling, one backward pass per output), ``monte_carlo`` (the loss of
-            a label drawn from the model, one pass) or ``empirical`` (the loss itself, one pass).
-        generator: Source of the labels.
+        risk: A :class:`Risk` of samples that do not depend on each other.
+        kind: ``ggn`` (the exact Hessian in the outputs, one backward pass per output),
+            ``monte_carlo`` (a label drawn from the model for each sample, one pass) or
+            ``empirical`` (the true labels, one pass).
+        generator: Source of the labels. Defaults to a new generator with seed 0.
         progress: Show a progress bar over batches, or a :class:`Progress` to report to.
 
     Reference: Martens and Grosse (2015); Grosse and Martens (2016), equation 30; Eschenhagen,
@@ -207,7 +194,7 @@ def kfac(
     with risk.settings(), tracking(progress, "K-FAC", risk.num_batches) as bar:
         for done, (weight, full, parts) in enumerate(passes(risk, plan, columns), 1):
             if lost := sorted(set(plan.modules) - set(full.calls)):
-                raise ValueError(f"modules must be called once on every batch, not so {lost}")
+                raise ValueError(f"kfac() needs one call of each module per batch, not so {lost}")
             for number, (derivatives, gradients) in enumerate(parts):
                 for name, deltas in derivatives.items():
                     blocks[name].add(full.calls[name], deltas, weight, first=number == 0)
@@ -287,7 +274,7 @@ class _Block:
     def _add_factors(self, call: Call, deltas: Tensor, weight: float, first: bool) -> None:
         parts = rules.unroll(self.module, call, deltas)
         if parts is None:
-            raise RuntimeError(f"{type(self.module).__name__} must be linear at positions")
+            raise RuntimeError(f"{type(self.module).__name__} has no rule in unroll()")
         # a is (batch, T, i), delta is (c, batch, o, T).
         a, delta = parts[0][:, 0].transpose(1, 2), parts[1][:, :, 0]
         batch, positions = a.shape[:2]

@@ -1,7 +1,6 @@
 """A linear product, traced once and split into a primal part and a tangent part."""
 
 import operator
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -180,9 +179,7 @@ class Linearization:
             point = [next(values) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             return product(vector, tree_unflatten(point, spec))
 
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, from jvp
-            traced = make_fx(functionalize(flat))(vector, *tensors(point))
+        traced = make_fx(functionalize(flat))(vector, *tensors(point))
         _require_fixed_shapes(traced)
         self._compiled = compiled
         self._primal, self._tangent = _split(simplify(traced))

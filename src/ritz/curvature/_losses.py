@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Literal, final
 
 import torch
@@ -12,10 +13,12 @@ from torch.func import grad, jvp, vjp, vmap
 from torch.nn import functional
 
 from ritz._core.batches import split_labels
+from ritz._core.checks import check_range
 
 # ------------------------------------------------------------------------------------------
 # Losses of torch as functions of the outputs f, with derivatives in closed form.
 
+FORWARD = "pass forward=lambda model, batch: (outputs, target)"
 LossFunction = Callable[[Any, Any], Tensor]
 Kind = Literal["cross_entropy", "binary_cross_entropy", "squared_error"]
 
@@ -141,21 +144,18 @@ class KnownLoss:
 def known_loss(loss_fn: Any) -> KnownLoss | None:
     """Return the closed forms of a loss of torch: a module, a function or a partial of one."""
     kind, options = _described(loss_fn)
-    weighted = options.get("weight") is not None or options.get("pos_weight") is not None
+    weighted = any(options.get(name) is not None for name in ("weight", "pos_weight"))
     if kind is None or weighted or options.get("reduction", "mean") != "mean":
         return None
-    return KnownLoss(
-        kind=kind,
-        ignore_index=options.get("ignore_index", -100),
-        smoothing=options.get("label_smoothing", 0.0),
-    )
+    ignored, smoothing = options.get("ignore_index", -100), options.get("label_smoothing", 0.0)
+    return KnownLoss(kind=kind, ignore_index=ignored, smoothing=smoothing)
 
 
 def check_reduction(loss_fn: Any) -> None:
     """Raise for a loss of torch that is a sum over the batch."""
     options = _described(loss_fn)[1]
     if old := [name for name in ("size_average", "reduce") if options.get(name) is not None]:
-        raise ValueError(f"loss_fn must say by reduction='mean' what it returns, got {old}")
+        raise ValueError(f"loss_fn must use reduction='mean', got the deprecated {old[0]}")
     if options.get("reduction") == "sum":
         raise ValueError("loss_fn must return the mean over a batch, got one with reduction='sum'")
 
@@ -250,21 +250,14 @@ def check_labels(loss_fn: Any, outputs: Any, target: Any, where: str, *, some: b
     With ``some``, raise as well if all labels are ignored.
     """
     kind = _described(loss_fn)[0]
-    if kind != "cross_entropy" and not isinstance(loss_fn, nn.CrossEntropyLoss):
+    labelled = kind == "cross_entropy" or isinstance(loss_fn, nn.CrossEntropyLoss)
+    if not labelled or not isinstance(target, Tensor) or target.is_floating_point():
         return
-    if not isinstance(target, Tensor) or target.is_floating_point():
-        return
-    labels = target[is_kept(loss_fn, target)]
-    if not len(labels):
-        if some:
-            raise ValueError(f"labels of {where} must not all be ignored")
-        return
-    low, high, classes = int(labels.min()), int(labels.max()), outputs.shape[1]
-    if low < 0 or high >= classes:
-        raise ValueError(
-            f"labels of {where} must be between 0 and {classes - 1}, as the outputs "
-            f"have {classes} classes; got {low if low < 0 else high}"
-        )
+    labels, classes = target[is_kept(loss_fn, target)], outputs.shape[1]
+    if some and not len(labels):
+        raise ValueError(f"labels of {where} must not all be ignored")
+    for label in labels.aminmax() if len(labels) else ():
+        check_range(f"labels of {where}", int(label), low=0, high=classes - 1)
 
 
 def outputs_and_labels(loss_fn: Any, outputs: Any, target: Any) -> tuple[Tensor, Tensor] | None:
@@ -317,7 +310,9 @@ class Adapter(nn.Module):
         self, model: nn.Module, loss_fn: LossFunction | None, forward: Forward | None
     ) -> None:
         super().__init__()
-        self.model, self.loss_fn, self.custom = model, _Callable(loss_fn), forward
+        self.model, self.custom = model, forward
+        # Not an attribute of its own: the parameters of a loss are not those of the model.
+        self.loss_fn = SimpleNamespace(call=loss_fn)
         known = known_loss(loss_fn)
         self.squared = known is not None and known.kind == "squared_error"
 
@@ -329,23 +324,19 @@ class Adapter(nn.Module):
             if without_loss:
                 return result, None
             if not isinstance(result, tuple) or len(result) != 2:
-                raise TypeError(
-                    f"forward must return (outputs, target), got {type(result).__name__}"
-                )
+                kind = type(result).__name__
+                raise TypeError(f"forward must return (outputs, target), got {kind}")
             return result
         if without_loss and named:
             return _field(self.model(**batch), "loss"), None
         if without_loss:
-            raise TypeError("loss_fn must be given for batches of (inputs, target), got None")
-        if named and "labels" not in batch:
-            raise KeyError(
-                f"a batch must have 'labels' for loss_fn, got {sorted(batch)}: pass "
-                "forward= to say how it is used"
-            )
-        if not named and (not isinstance(batch, tuple | list) or len(batch) < 2):
+            raise TypeError("loss_fn must be passed for batches of (inputs, target), got None")
+        pair = isinstance(batch, tuple | list) and len(batch) > 1
+        if not (pair or (named and "labels" in batch)):
+            got = f"the keys {sorted(batch)}" if named else type(batch).__name__
             raise TypeError(
-                f"a batch must be (inputs, target) or a dictionary, got a "
-                f"{type(batch).__name__}: pass forward= to use it"
+                "a batch must be (inputs, target) or a dictionary with 'labels', "
+                f"got {got}: {FORWARD}"
             )
         args, kwargs, target = split_labels(batch)
         outputs = self.model(*args, **kwargs)
@@ -366,26 +357,15 @@ class Adapter(nn.Module):
         if not self.squared:
             return self.loss_fn.call(outputs, target)
         if outputs.shape != target.shape:
-            raise ValueError(
-                f"target must be of the shape of the outputs, "
-                f"{tuple(outputs.shape)}, got {tuple(target.shape)}"
-            )
+            shapes = f"{tuple(outputs.shape)}, got {tuple(target.shape)}"
+            raise ValueError(f"target must be of the shape of the outputs, {shapes}")
         # The mse_loss of torch has no forward rule for its backward pass.
         return (outputs - target).square().mean()
-
-
-class _Callable:
-    """Hides a loss that is a module, whose parameters are not those of the model."""
-
-    def __init__(self, call: LossFunction | None) -> None:
-        self.call = call
 
 
 def _field(outputs: Any, name: str) -> Any:
     value = outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
     if value is None:
-        raise ValueError(
-            f"the model must return its {name!r}, got {type(outputs).__name__}; "
-            "pass forward= to say where it is"
-        )
+        kind = type(outputs).__name__
+        raise ValueError(f"the model must return an output with {name!r}, got {kind}: {FORWARD}")
     return value

@@ -33,13 +33,13 @@ def hessian(risk: Risk, **options: Unpack[ProductOptions]) -> HessianOperator:
     r"""Return the Hessian :math:`H = \frac{1}{N} \sum_i \nabla^2 \ell_i(\theta) + \mu I`.
 
     A product goes through the batches once. It costs about one gradient if the linearisation is
-    cached, and up to three otherwise. Memory: a gradient of one batch per column of a block, and
+    cached, and up to three otherwise. Memory: ``block_size`` times that of one backward pass, and
     the cached linearisations.
 
     Args:
-        risk: The loss at a point.
-        engine: ``linearized`` (traced once), ``eager``, or ``auto``: ``linearized`` if the model
-            can be traced.
+        risk: A :class:`Risk`.
+        engine: ``auto`` (the default) is ``linearized`` if the model can be traced, else ``eager``.
+            ``linearized`` is faster and caches activations; ``eager`` caches nothing.
         compile: Compile the products. Defaults to ``False``.
         memory: Bytes for cached linearisations. Defaults to 2 GiB, or half the free GPU memory.
         block_size: Columns multiplied at once. Defaults to 8; to 1 for convolutions on the CPU.
@@ -124,9 +124,9 @@ def ggn(risk: Risk, **options: Unpack[ProductOptions]) -> GGNOperator:
     gradients if the linearisation is cached.
 
     Args:
-        risk: The loss at a point. Its ``loss_fn`` must be separate from the model.
-        engine: ``linearized`` (traced once), ``eager``, or ``auto``: ``linearized`` if the model
-            can be traced.
+        risk: A :class:`Risk` whose ``loss_fn`` is separate from the model.
+        engine: ``auto`` (the default) is ``linearized`` if the model can be traced, else ``eager``.
+            ``linearized`` is faster and caches activations; ``eager`` caches nothing.
         compile: Compile the products. Defaults to ``False``.
         memory: Bytes for cached linearisations. Defaults to 2 GiB, or half the free GPU memory.
         block_size: Columns multiplied at once. Defaults to 8; to 1 for convolutions on the CPU.
@@ -142,7 +142,7 @@ def require_outputs(risk: Risk, caller: str) -> None:
     if risk.loss_fn is None:
         raise ValueError(
             f"{caller} needs outputs that are separate from the loss, got a risk with "
-            "loss_fn=None: pass loss_fn, and forward if necessary"
+            "loss_fn=None: pass loss_fn to Risk, and forward if necessary"
         )
 
 
@@ -178,17 +178,17 @@ def fisher(
     :math:`g_i` is the gradient of the negative log likelihood of a label drawn from the model. The
     labels are drawn once, ``num_draws`` per sample; the expectation of the matrix is the
     Gauss-Newton matrix. For outputs with positions, such as tokens, each position counts as a
-    sample. The L2 term of the risk does not enter. A product costs as much as one with the
+    sample. The L2 term of the risk is not included. A product costs as much as one with the
     Gauss-Newton matrix.
 
     Args:
-        risk: The loss at a point. Its ``loss_fn`` must be separate from the model.
+        risk: A :class:`Risk` whose ``loss_fn`` is separate from the model.
         kind: ``monte_carlo`` or ``empirical``. ``monte_carlo`` needs a loss that is a likelihood:
             cross-entropy, binary cross-entropy with logits or squared error.
         num_draws: Labels drawn per sample. Memory: as many copies of the targets.
-        generator: Source of the labels.
-        engine: ``linearized`` (traced once), ``eager``, or ``auto``: ``linearized`` if the model
-            can be traced.
+        generator: Source of the labels. Defaults to a new generator with seed 0.
+        engine: ``auto`` (the default) is ``linearized`` if the model can be traced, else ``eager``.
+            ``linearized`` is faster and caches activations; ``eager`` caches nothing.
         compile: Compile the products. Defaults to ``False``.
         memory: Bytes for cached linearisations. Defaults to 2 GiB, or half the free GPU memory.
         block_size: Columns multiplied at once. Defaults to 8; to 1 for convolutions on the CPU.
@@ -246,13 +246,14 @@ def batch_seeds(risk: Risk, generator: torch.Generator | None) -> list[int]:
 def gradient_covariance(risk: Risk, **options: Unpack[ProductOptions]) -> SumOperator:
     r"""Return the covariance of gradients :math:`\frac{1}{N} \sum_i g_i g_i^\top - g g^\top`.
 
-    :math:`g_i` is the gradient of the loss of sample :math:`i`, and :math:`g` the mean. One
-    gradient is computed at once. A product costs as much as one with the Gauss-Newton matrix.
+    :math:`g_i` is the gradient of the loss of sample :math:`i`, and :math:`g` the mean, which is
+    computed when the operator is created. A product costs as much as one with the Gauss-Newton
+    matrix.
 
     Args:
-        risk: The loss at a point. Its ``loss_fn`` must be separate from the model.
-        engine: ``linearized`` (traced once), ``eager``, or ``auto``: ``linearized`` if the model
-            can be traced.
+        risk: A :class:`Risk` whose ``loss_fn`` is separate from the model.
+        engine: ``auto`` (the default) is ``linearized`` if the model can be traced, else ``eager``.
+            ``linearized`` is faster and caches activations; ``eager`` caches nothing.
         compile: Compile the products. Defaults to ``False``.
         memory: Bytes for cached linearisations. Defaults to 2 GiB, or half the free GPU memory.
         block_size: Columns multiplied at once. Defaults to 8; to 1 for convolutions on the CPU.
@@ -289,7 +290,7 @@ def batch_products(
     without its L2 term. All batches together cost one product. Memory: the product of one batch.
 
     Args:
-        risk: The loss at a point, with its batches.
+        risk: A :class:`Risk`.
         block: :math:`V`, ``(P, k)``.
         matrix: ``hessian`` or ``ggn``.
     """
@@ -301,7 +302,7 @@ def batch_products(
 
 
 def fluctuation(risk: Risk, part: Risk, *, matrix: CurvatureMatrix = "hessian") -> SumOperator:
-    r"""Return :math:`H_\text{part} - H`: the deviation of a batch or a few samples from all data.
+    r"""Return :math:`H_\text{part} - H`, the matrix of a part of the data minus that of all data.
 
     Args:
         risk: The loss of all data.

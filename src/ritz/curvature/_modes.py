@@ -117,10 +117,7 @@ def copy_state(
     chosen = free if selection is None else select_names(free, selection)
     devices = {parameters[name].device.type for name in chosen}
     if len(devices) > 1 or "meta" in devices:
-        raise ValueError(
-            "model must have all its parameters, with their values, on one device, "
-            f"got {sorted(devices)}"
-        )
+        raise ValueError(f"all parameters must be on one device, got {sorted(devices)}")
     cast = _cast({parameters[name].dtype for name in chosen}, precision)
     with outside_inference():
         state = {
@@ -140,24 +137,17 @@ def select_names(names: list[str], selection: Selection) -> list[str]:
         try:
             pattern = re.compile(selection)
         except re.error as error:
-            raise ValueError(
-                f"params must be a regular expression, got {selection!r}: {error}"
-            ) from error
+            message = f"params must be a regular expression, got {selection!r}: {error}"
+            raise ValueError(message) from error
         chosen = [name for name in names if pattern.match(name)]
     elif callable(selection):
         chosen = [name for name in names if selection(name)]
     else:
-        wanted = set(selection)
-        if unknown := sorted(wanted - set(names)):
-            raise ValueError(
-                f"params must be names of parameters that require a gradient, got "
-                f"{unknown}; there are {names}"
-            )
-        chosen = [name for name in names if name in wanted]
+        if unknown := sorted(set(selection) - set(names)):
+            raise ValueError(f"params must be among the trainable {names}, got {unknown}")
+        chosen = [name for name in names if name in selection]
     if not chosen:
-        raise ValueError(
-            f"params must choose at least one parameter, got {selection!r}; there are {names}"
-        )
+        raise ValueError(f"params must match at least one of {names}, got {selection!r}")
     return chosen
 
 
@@ -167,17 +157,14 @@ def _cast(dtypes: set[torch.dtype], precision: Precision | None) -> torch.dtype 
         check_real_floating("parameters", dtype)
     if precision is not None:
         check_choice("precision", precision, tuple(_DTYPES))
-        wanted = _DTYPES[precision]
-        return wanted if dtypes != {wanted} else None
+        return _DTYPES[precision]
     # float32 holds all values of half precision exactly, and its products are far more accurate.
     wide = dtypes - {torch.float16, torch.bfloat16}
     if wide != dtypes and wide <= {torch.float32}:
         return torch.float32
     if len(dtypes) > 1:
-        raise ValueError(
-            f"parameters must be of one dtype, got {sorted(map(str, dtypes))}: pass "
-            "precision= to say which"
-        )
+        names = sorted(map(str, dtypes))
+        raise ValueError(f"parameters must be of one dtype, got {names}: pass precision= to choose")
     return None
 
 
@@ -228,6 +215,29 @@ def without_warnings_of_torch() -> Iterator[None]:
         warnings.filterwarnings("ignore", r"\s*Online softmax", UserWarning)
         warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\._inductor")
         yield
+
+
+# Errors of models, modules and losses that cannot be computed in the way that is tried.
+UNSUITABLE = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)
+
+
+def attempt(call: Callable[[], Any], *kinds: type[Exception]) -> tuple[Any, str]:
+    """Return the result of a call and ``""``, or ``None`` and why it failed with such an error.
+
+    Running out of memory raises: it is no reason to compute in another way.
+    """
+    try:
+        return call(), ""
+    except torch.OutOfMemoryError:
+        raise
+    except kinds as error:
+        return None, first_line(error)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error message."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:200]
 
 
 class _Formulas(TorchFunctionMode):

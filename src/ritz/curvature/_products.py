@@ -8,15 +8,23 @@ from functools import partial
 from typing import Any, ClassVar, Literal, TypedDict, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import vmap
+from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_flatten
 
 from ritz._core.batches import tensors
 from ritz._core.checks import check_choice, check_count, is_below
 from ritz._core.modes import arithmetic, batch_norms, differentiable, searched_convolutions
 from ritz.curvature._linearize import Linearization, nbytes
-from ritz.curvature._modes import LIMITS, Context, Params, without_warnings_of_torch
+from ritz.curvature._modes import (
+    LIMITS,
+    Context,
+    Params,
+    attempt,
+    first_line,
+    without_warnings_of_torch,
+)
 from ritz.curvature._risk import Risk
 from ritz.operators import LinearOperator
 
@@ -82,20 +90,23 @@ class Products:
         if memory is not None:
             check_count("memory", memory, low=0)
         self.risk, self.shift, self.extra = risk, shift, extra
-        self.block_size = _default_width(risk) if block_size is None else block_size
+        if block_size is None:
+            convolves = any(isinstance(module, _ConvNd) for module in risk.model.modules())
+            block_size = 1 if convolves and not risk.theta.is_cuda else LIMITS.block_size
+        self.block_size = block_size
         self._ways, self._engine, self._compile, self._room = ways, engine, compile, memory
         self._must_trace = compile or engine == "linearized"
         self._column: Column | None = None  # the way that was chosen
         self._traces: dict[Any, Linearization | None] = {}  # by shape of the batch
         self._cached: dict[tuple[int, int], Linear] = {}  # by batch and first sample
-        self._plan, self._narrowed = "not yet used", ""
+        self._plan = "not yet used"
         self._chunk: int | None = None  # samples of a batch at once
 
     @property
     def plan(self) -> str:
         """How products are computed and why. Known after the first product."""
         cut = "" if self._chunk is None else f", {self._chunk} samples at a time to fit memory"
-        return self._plan + self._narrowed + cut
+        return self._plan + cut
 
     def matmat(self, block: Tensor) -> Tensor:
         """Return the sum over the batches of all processes, with the shift: ``(n, k)``."""
@@ -130,7 +141,7 @@ class Products:
                         raise
                     # vmap lacks rules for some operations. Any other error comes up again.
                     self.block_size = 1
-                    self._narrowed = f" (one column at a time: {first_line(error)})"
+                    self._plan += f" (one column at a time: {first_line(error)})"
             yield weight, product.T
 
     def _batch(self, vectors: Tensor, index: int, context: Context, size: int) -> Tensor:
@@ -204,60 +215,51 @@ class Products:
         v = torch.randn(theta.shape, generator=rng, dtype=torch.float64).to(theta)
         problems: list[str] = []
         for name, column in self._ways:
-            try:
-                Au = self._eager(column, context, u[None])[0]
-                primal, no_trace = self._try_trace(column, context, u, Au, v)
-                problem = ""
-                if primal is None:
-                    problem = _asymmetry(u, Au, v, self._eager(column, context, v[None])[0])
-            except torch.OutOfMemoryError:
-                raise
-            except (NotImplementedError, RuntimeError) as error:
-                problem = first_line(error)
-            if not problem:
-                self._decide(name, problems, no_trace)
-                return column, primal
-            problems.append(f"no {name}: {problem}")
+            multiply = partial(self._eager, column, context)
+            product, problem = attempt(
+                partial(multiply, u[None]), NotImplementedError, RuntimeError
+            )
+            primal, no_trace = None, ""
+            if not problem and self._engine != "eager":
+                check = partial(self._checked_trace, column, context, u, product[0], v)
+                primal, no_trace = attempt(check, Exception)  # a trace can raise any error
+            if not problem and primal is None:
+                problem = _asymmetry(u, product[0], v, multiply(v[None])[0])
+            if problem:
+                problems.append(f"no {name}: {problem}")
+                continue
+            if no_trace and self._must_trace:
+                raise RuntimeError(f"engine='linearized' needs a traceable model: {no_trace}")
+            if self._engine != "eager":
+                self._engine = "eager" if no_trace else "linearized"
+            notes = problems + ([f"not linearized: {no_trace}"] if no_trace else [])
+            kind = "linearized and compiled" if self._compile else self._engine
+            self._plan = f"{name}, {kind}" + "".join(f" ({note})" for note in notes)
+            return column, primal
         with suppress(NotImplementedError, RuntimeError):  # the gradient may fail as well
             self.risk.diagnose()
         raise RuntimeError("the loss cannot be differentiated twice: " + "; ".join(problems))
 
-    def _decide(self, name: str, problems: list[str], no_trace: str) -> None:
-        if no_trace and self._must_trace:
-            raise RuntimeError(f"engine='linearized' needs a traceable model: {no_trace}")
-        if self._engine != "eager":
-            self._engine = "eager" if no_trace else "linearized"
-        notes = problems + ([f"not linearized: {no_trace}"] if no_trace else [])
-        kind = "linearized and compiled" if self._compile else self._engine
-        self._plan = f"{name}, {kind}" + "".join(f" ({note})" for note in notes)
-
-    def _try_trace(
+    def _checked_trace(
         self, column: Column, context: Context, u: Tensor, Au: Tensor, v: Tensor
-    ) -> tuple[list[Tensor] | None, str]:
-        """Trace the way, and return the primal part of the batch, or why the trace is not used.
+    ) -> list[Tensor]:
+        """Trace the way, and return the primal part of the batch, or raise if a product is wrong.
 
         The trace must give the eager product ``Au``. Symmetry is checked between that product and
         one of the trace, so that the model is not evaluated a third time.
         """
-        if self._engine == "eager":
-            return None, ""
-        try:
-            trace = self._linearize(column, context)
-            with arithmetic(self.risk.precision):
-                primal = trace.primal((self.risk.params, context))
-                product, Av = (trace.tangent(primal, vector[None])[0] for vector in (u, v))
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # tracing a model can raise any error
-            return None, first_line(error)
+        trace = self._linearize(column, context)
+        with arithmetic(self.risk.precision):
+            primal = trace.primal((self.risk.params, context))
+            product, Av = (trace.tangent(primal, vector[None])[0] for vector in (u, v))
         gap, size = float((product - Au).norm()), float(Au.norm())
         # A direct product with NaN is reported later, with the batch that causes it.
-        alike = is_below(gap, _rtol(u) * size) or not math.isfinite(size)
-        problem = "" if alike else f"its product differs by {gap / size:.1g}"
-        if problem := problem or _asymmetry(u, Au, v, Av):
-            return None, problem
+        if not is_below(gap, _rtol(u) * size) and math.isfinite(size):
+            raise ArithmeticError(f"the traced product differs by {gap / size:.1g}")
+        if problem := _asymmetry(u, Au, v, Av):
+            raise ArithmeticError(problem)
         self._traces[_shape(context)] = trace
-        return primal, ""
+        return primal
 
     def _trace(self, column: Column, context: Context) -> Linearization | None:
         """Return the trace for batches of this shape, or ``None`` if they are eager."""
@@ -265,20 +267,16 @@ class Products:
             return None
         key = _shape(context)
         if key not in self._traces and len(self._traces) < LIMITS.max_traces:
-            try:
-                self._traces[key] = self._linearize(column, context)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # another shape may lead through other parts of the model
-                if self._must_trace:
-                    raise
-                self._plan += f" (not linearized for all batches: {first_line(error)})"
-                self._traces[key] = None
+            # Another shape may lead through other parts of the model, which cannot be traced.
+            kinds = () if self._must_trace else (Exception,)
+            self._traces[key], problem = attempt(partial(self._linearize, column, context), *kinds)
+            if problem:
+                self._plan += f" (not linearized for all batches: {problem})"
         return self._traces.get(key)
 
     def _linearize(self, column: Column, context: Context) -> Linearization:
         point = (self.risk.params, context)
-        with self.risk.settings():
+        with self.risk.settings(), without_warnings_of_torch():
             return Linearization(
                 partial(self._multiply, column), self.risk.theta, point, compiled=self._compile
             )
@@ -305,21 +303,15 @@ class CurvatureOperator(LinearOperator):
 
     def __init__(self, products: Products) -> None:
         risk = products.risk
-        mode = {"batch_norm": risk.batch_norm} if batch_norms(risk.model) else {}
-        super().__init__(
-            risk.space.size,
-            dtype=risk.theta.dtype,
-            device=risk.theta.device,
-            block_size=products.block_size,
-            origin={"matrix": self.matrix, **mode},
-        )
-        self.risk, self.products = risk, products
+        n, dtype, device = risk.space.size, risk.theta.dtype, risk.theta.device
+        super().__init__(n, dtype=dtype, device=device, block_size=products.block_size)
+        self.risk, self.products, self._detail = risk, products, repr(risk)
+        self.origin["matrix"] = self.matrix
+        if batch_norms(risk.model):
+            self.origin["batch_norm"] = risk.batch_norm
 
     def _matmat(self, block: Tensor) -> Tensor:
         return self.products.matmat(block)
-
-    def _detail(self) -> str:
-        return repr(self.risk)
 
 
 def _asymmetry(u: Tensor, Au: Tensor, v: Tensor, Av: Tensor) -> str:
@@ -328,7 +320,7 @@ def _asymmetry(u: Tensor, Au: Tensor, v: Tensor, Av: Tensor) -> str:
     size = float(v.norm() * Au.norm() + u.norm() * Av.norm())
     # Products with NaN are reported with the batch that causes it.
     alike = is_below(gap, _rtol(u) * size) or not math.isfinite(size)
-    return "" if alike else f"it is not symmetric, by {gap / size:.1g}"
+    return "" if alike else f"the product is not symmetric, by {gap / size:.1g}"
 
 
 def _rtol(like: Tensor) -> float:
@@ -343,17 +335,6 @@ def _shape(context: Context) -> Any:
     return spec, tuple(
         (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves
     )
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error message."""
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:200]
-
-
-def _default_width(risk: Risk) -> int:
-    convolves = any(isinstance(module, nn.modules.conv._ConvNd) for module in risk.model.modules())
-    return 1 if convolves and risk.theta.device.type == "cpu" else LIMITS.block_size
 
 
 def _transpose(block: Tensor) -> Tensor:

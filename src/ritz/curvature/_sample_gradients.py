@@ -74,21 +74,9 @@ class ForwardPass:
         points = [call.output for call in self.calls.values()]
         if not points:
             return {}
-        if not self.outputs.requires_grad:  # the outputs depend on no module
-            return {
-                name: call.output.new_zeros(len(columns), *call.output.shape)
-                for name, call in self.calls.items()
-            }
-        passes = [
-            torch.autograd.grad(
-                self.outputs, points, column, retain_graph=True, materialize_grads=True
-            )
-            for column in columns
-        ]
-        return {
-            name: torch.stack(deltas)
-            for name, deltas in zip(self.calls, zip(*passes, strict=True), strict=True)
-        }
+        pull = partial(torch.autograd.grad, self.outputs, points, materialize_grads=True)
+        passes = [pull(column, retain_graph=True) for column in columns]
+        return dict(zip(self.calls, map(torch.stack, zip(*passes, strict=True)), strict=True))
 
 
 def owners(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -115,41 +103,26 @@ def forward_pass(
     """
     calls: dict[str, list[Call]] = {name: [] for name in modules}
     state, layers = risk.params | context.constants, dict(risk.model.named_modules())
+
+    def record(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            return None
+        point = output if output.requires_grad else output.detach().requires_grad_()
+        args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+        prefix = f"{name}." if name else ""
+        inner = {key.removeprefix(prefix): state[key] for key in state if key.startswith(prefix)}
+        call = Call(args=args, kwargs=kwargs, output=point, state=inner, chosen=modules[name])
+        calls[name].append(call)
+        return point.clone()  # the next operation may be in place
+
     with recording(), ExitStack() as stack:
-        for name, chosen in modules.items():
-            prefix = f"{name}." if name else ""
-            inner = {
-                key.removeprefix(prefix): value
-                for key, value in state.items()
-                if key.startswith(prefix)
-            }
-            hook = partial(_record, calls[name], inner, chosen)
-            stack.callback(layers[name].register_forward_hook(hook, with_kwargs=True).remove)
+        for name in modules:
+            hook = layers[name].register_forward_hook(partial(record, name), with_kwargs=True)
+            stack.callback(hook.remove)
         outputs, target = risk.evaluate(risk.params, context)
     single = {name: each[0] for name, each in calls.items() if len(each) == 1}
-    by_row = {
-        name: call
-        for name, call in single.items()
-        if is_rows(call.output, size) and call.by_sample()
-    }
+    by_row = {n: c for n, c in single.items() if is_rows(c.output, size) and c.by_sample()}
     return ForwardPass(outputs=outputs, target=target, calls=by_row)
-
-
-def _record(
-    calls: list[Call],
-    state: Params,
-    chosen: tuple[str, ...],
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    output: Any,
-) -> Any:
-    if not isinstance(output, Tensor) or not output.is_floating_point():
-        return None
-    point = output if output.requires_grad else output.detach().requires_grad_()
-    args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
-    calls.append(Call(args=args, kwargs=kwargs, output=point, state=state, chosen=chosen))
-    return point.clone()  # the next operation may be in place
 
 
 # ------------------------------------------------------------------------------------------
@@ -276,8 +249,7 @@ def _(module: nn.Embedding, call: Call, deltas: Tensor) -> Params:
 def _used_rows(module: nn.Embedding, call: Call) -> Tensor:
     """Return the rows ``(batch, T)`` that samples use, as if each sample had its own table."""
     ids: Tensor = call.args[0].flatten(1)
-    first = torch.arange(len(ids), device=ids.device)[:, None] * module.num_embeddings
-    return first + ids
+    return ids + module.num_embeddings * torch.arange(len(ids), device=ids.device)[:, None]
 
 
 def chunks(deltas: Tensor, entries: int) -> Iterator[tuple[slice, slice]]:
@@ -339,14 +311,13 @@ def _weight_norm(a: Tensor, delta: Tensor) -> Tensor:
 
 def _differentiated(module: nn.Module, call: Call, deltas: Tensor) -> Params:
     """Differentiate a module without a rule, called on each sample alone."""
-
-    def forward(params: Params, sample: Any) -> Tensor:
-        args, kwargs = sample
-        output: Tensor = functional_call(module, call.state | params, args, kwargs)
-        return output
-
     chosen = {name: call.state[name] for name in call.chosen}
-    return mapped_gradients(forward, chosen, (call.args, call.kwargs), deltas)
+    return mapped_gradients(
+        lambda params, sample: functional_call(module, call.state | params, *sample),
+        chosen,
+        (call.args, call.kwargs),
+        deltas,
+    )
 
 
 def mapped_gradients(
@@ -373,46 +344,26 @@ def mapped_gradients(
 
 
 # ------------------------------------------------------------------------------------------
-# Modules y = w * z + b with a normalised input z, and PReLU, y = max(x, 0) + w min(x, 0).
+# Modules that are affine in their parameters, y = w * z + b: norms, with the normalised input z,
+# and PReLU, y = w * min(x, 0) + max(x, 0), with z = min(x, 0).
 
 
-@sample_gradients.register
-def _(module: _BatchNorm, call: Call, deltas: Tensor) -> Params:
-    mean, variance = call.state.get("running_mean"), call.state.get("running_var")
-    normalised = functional.batch_norm(call.args[0], mean, variance, eps=module.eps)
-    return _by_channel(call, deltas, normalised)
-
-
-@sample_gradients.register
-def _(module: nn.GroupNorm, call: Call, deltas: Tensor) -> Params:
-    normalised = functional.group_norm(call.args[0], module.num_groups, eps=module.eps)
-    return _by_channel(call, deltas, normalised)
-
-
-@sample_gradients.register
-def _(module: nn.LayerNorm, call: Call, deltas: Tensor) -> Params:
-    shape = module.normalized_shape
-    normalised = functional.layer_norm(call.args[0], shape, eps=module.eps)
-    # Positions come before the normalised axes, not after them.
-    return {
-        name: part.reshape(*deltas.shape[:2], -1, *shape).sum(2)
-        for name, part in _scale_and_shift(call, deltas, normalised).items()
-    }
-
-
-@sample_gradients.register
-def _(module: nn.PReLU, call: Call, deltas: Tensor) -> Params:
-    return _by_channel(call, deltas, call.args[0].clamp_max(0))
-
-
-def _by_channel(call: Call, deltas: Tensor, z: Tensor) -> Params:
-    """Sum for parameters by channel, the second axis of a batch, or for a single parameter."""
-    return {
-        name: part.reshape(*deltas.shape[:2], len(call.state[name]), -1).sum(-1)
-        for name, part in _scale_and_shift(call, deltas, z).items()
-    }
-
-
-def _scale_and_shift(call: Call, deltas: Tensor, z: Tensor) -> Params:
-    # dl/dw = sum delta * z and dl/db = sum delta
-    return {name: deltas * z if name == "weight" else deltas for name in call.chosen}
+@sample_gradients.register(_BatchNorm)
+@sample_gradients.register(nn.GroupNorm)
+@sample_gradients.register(nn.LayerNorm)
+@sample_gradients.register(nn.PReLU)
+def _(module: nn.Module, call: Call, deltas: Tensor) -> Params:
+    gradients = {}
+    for name in call.chosen:
+        value, part = call.state[name], deltas
+        if name == "weight":
+            # z = y(w = 1) - y(w = 0), dl/dw = sum delta * z and dl/db = sum delta
+            states = (call.state | {name: torch.full_like(value, w)} for w in (1.0, 0.0))
+            one, zero = (functional_call(module, s, call.args, call.kwargs) for s in states)
+            part = deltas * (one - zero)
+        # Channels are the second axis of a batch. Layer norm has positions before its parameters.
+        if isinstance(module, nn.LayerNorm):
+            gradients[name] = part.reshape(*deltas.shape[:2], -1, *value.shape).sum(2)
+        else:
+            gradients[name] = part.reshape(*deltas.shape[:2], len(value), -1).sum(-1)
+    return gradients

@@ -15,23 +15,3 @@ from ritz.curvature._losses import (
 from ritz.curvature._matrices import MATRICES, CurvatureMatrix, batch_products, require_outputs
 from ritz.curvature._products import ENGINES, EngineName
 from ritz.curvature._statistics import Summary
-
-__all__ = [
-    "ENGINES",
-    "MATRICES",
-    "Adapter",
-    "CurvatureMatrix",
-    "EngineName",
-    "Forward",
-    "KnownLoss",
-    "Summary",
-    "batch_products",
-    "check_labels",
-    "check_reduction",
-    "is_kept",
-    "known_loss",
-    "num_correct",
-    "outputs_and_labels",
-    "require_outputs",
-    "term_mass",
-]

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, final
 
 import torch
@@ -14,12 +15,12 @@ from ritz._core.modes import batch_norms
 from ritz._core.progress import Progress, tracking
 from ritz._core.storage import storable
 from ritz.curvature._losses import num_correct
-from ritz.curvature._modes import LIMITS, Context, Params
-from ritz.curvature._products import first_line
+from ritz.curvature._modes import LIMITS, Context, Params, attempt
 from ritz.curvature._risk import Risk
 from ritz.curvature._sample_gradients import mapped_gradients
 
 By = Literal["sample", "batch"]
+SQUARES = ("mean_square", "gradient_square", "total_variance")
 
 
 @storable
@@ -29,8 +30,8 @@ class Summary:
 
     Attributes:
         loss: The loss with its L2 term.
-        accuracy: Fraction of class labels with the largest output, without ignored labels; ``None``
-            if targets are not class labels.
+        accuracy: Fraction of class labels predicted correctly, without ignored labels; ``None`` if
+            targets are not class labels.
         gradient_norm: :math:`\|\nabla L\|`.
         weight_norm: :math:`\|\theta\|_2`.
         weight_max: :math:`\|\theta\|_\infty`.
@@ -61,12 +62,12 @@ class Summary:
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distance:
-    r"""The distance of weights from where they started.
+    r"""The distance of weights :math:`\theta` from other weights :math:`\theta_0`.
 
     Attributes:
         l2: :math:`\|\theta - \theta_0\|_2`.
         linf: :math:`\|\theta - \theta_0\|_\infty`.
-        cosine: Cosine of the angle between the two; NaN if one of them is zero.
+        cosine: Cosine of the angle between :math:`\theta` and :math:`\theta_0`; NaN if one is zero.
         initial_norm: :math:`\|\theta_0\|_2`.
         layers: ``(l2, linf, cosine, initial_norm)`` of each parameter tensor by name.
         names: The names in order.
@@ -119,9 +120,7 @@ class GradientStatistics:
         return f"{self.num_gradients:,} gradients, one per {self.by} ({self.method})\n{table}"
 
 
-def _table(
-    result: Distance | GradientStatistics, whole: Sequence[float], titles: Sequence[str]
-) -> str:
+def _table(result: Any, whole: Sequence[float], titles: Sequence[str]) -> str:
     rows = {"all": whole} | {name: result.layers[name] for name in result.names}
     width = max(map(len, rows))
     lines = ["".join([" " * width, *(f"{title:>12}" for title in titles)])]
@@ -133,10 +132,11 @@ def _table(
 def summary(risk: Risk) -> Summary:
     """Return loss, accuracy, norms of gradient and weights.
 
-    One gradient and one forward pass; sums over batches in float64. Memory: three vectors.
+    Costs one gradient and one forward pass. Sums over batches are in float64. Memory: three
+    vectors.
 
     Args:
-        risk: The loss at a point.
+        risk: A :class:`Risk`.
     """
     gradient = torch.zeros_like(risk.theta, dtype=torch.float64)
     sums = torch.zeros(3, dtype=torch.float64, device=risk.theta.device)  # loss, correct, labels
@@ -166,12 +166,12 @@ def summary(risk: Risk) -> Summary:
 
 
 def distance(risk: Risk, initial: Tensor | Mapping[str, Tensor] | nn.Module) -> Distance:
-    r"""Return the distance :math:`\|\theta - \theta_0\|` from other weights, in all and by tensor.
+    r"""Return the distance :math:`\|\theta - \theta_0\|` from other weights, total and per tensor.
 
-    No products; computed in float64.
+    Needs no matrix-vector products. Computed in float64.
 
     Args:
-        risk: The current weights.
+        risk: A :class:`Risk` at the current weights.
         initial: The other weights: a vector ``(P,)``, a ``state_dict`` or a module. Of a
             ``state_dict`` or a module, the parameters of the risk are used.
     """
@@ -193,11 +193,10 @@ def _flatten(risk: Risk, initial: Tensor | Mapping[str, Tensor] | nn.Module) -> 
         return initial.detach().to(risk.theta.device).double()
     named = initial.state_dict() if isinstance(initial, nn.Module) else initial
     if not isinstance(named, Mapping):
-        raise TypeError(
-            f"initial must be a vector, a state_dict or a module, got {type(initial).__name__}"
-        )
+        kind = type(initial).__name__
+        raise TypeError(f"initial must be a vector, a state_dict or a module, got {kind}")
     if missing := [name for name in risk.space.shapes if name not in named]:
-        raise ValueError(f"initial must hold every parameter of the risk, got none named {missing}")
+        raise ValueError(f"initial must hold all parameters of the risk, but lacks {missing}")
     chosen = {name: named[name].detach().to(risk.theta.device) for name in risk.space.shapes}
     return risk.space.flatten(chosen).double()
 
@@ -224,16 +223,17 @@ def gradient_statistics(
     .. math:: g = \frac{1}{N} \sum_i g_i, \quad
         \operatorname{Var} = \frac{1}{N} \sum_i \|g_i\|^2 - \|g\|^2
 
-    In all, by parameter and by parameter tensor. The L2 term belongs to every :math:`g_i`. For
-    samples, the loss of each batch must be the mean over its samples, which is checked; batches
-    count by their numbers of samples. Cost: a gradient of each sample, vectorised if the model
-    allows it. Memory: five vectors of float64 and a chunk of gradients, by default at most about
-    :math:`2^{25}` entries or one gradient. Sums are in float64.
+    The statistics are returned in total, per parameter and per parameter tensor. The L2 term is
+    part of every :math:`g_i`. With ``by="sample"``, the loss of each batch must be the mean over
+    its samples, which is checked. With ``by="batch"``, batches are weighted by their numbers of
+    samples. Costs one gradient per sample or batch; samples are vectorised if the model allows it.
+    Memory: five vectors of float64 and a chunk of gradients. Sums are in float64.
 
     Args:
-        risk: The loss at a point.
-        by: ``sample`` or ``batch``. With batch statistics only ``batch`` is possible.
-        chunk_size: Number of sample gradients in memory at once.
+        risk: A :class:`Risk`.
+        by: ``sample`` or ``batch``. With ``batch_norm="train"`` only ``batch`` is possible.
+        chunk_size: Number of sample gradients in memory at once. Defaults to :math:`2^{25}` entries
+            or one gradient.
         progress: Show a progress bar, or a :class:`Progress` to report to.
 
     Reference: Section 5 and Fig. 2 of *Interplay Between Optimization and Generalization of SGD
@@ -259,22 +259,18 @@ def gradient_statistics(
     mean, variance, count = moments.totals()
     if not math.isfinite(float(mean.sum() + variance.sum())):
         risk.diagnose()
-        raise ValueError("the gradient of every sample must be finite, got NaN or Inf for one")
+        raise ValueError("all gradients must be finite, got NaN or Inf for at least one sample")
     mean.add_(risk.theta, alpha=risk.l2)
     means, variances = risk.space.unflatten(mean), risk.space.unflatten(variance)
-    layers = {name: _squares(means[name], variances[name]) for name in means}
-    mean_square, gradient_square, total_variance = _squares(mean, variance)
     method = "side by side" if by == "sample" else "one by one"
     if problems:
         method = f"one by one, as they cannot be vectorised: {problems[0]}"
     return GradientStatistics(
         mean=mean,
         variance=variance,
-        mean_square=mean_square,
-        gradient_square=gradient_square,
-        total_variance=total_variance,
-        layers=layers,
-        names=tuple(layers),
+        **dict(zip(SQUARES, _squares(mean, variance), strict=True)),
+        layers={name: _squares(means[name], variances[name]) for name in means},
+        names=tuple(means),
         by=by,
         num_gradients=count,
         method=method,
@@ -337,15 +333,13 @@ def _sample_gradients(
     for start in range(0, size, chunk_size):
         stop = min(size, start + chunk_size)
         if not problems:
-            try:
-                samples = take_rows(context.samples, slice(start, stop), size)
-                ones = risk.theta.new_ones(1, stop - start)
-                gradients = mapped_gradients(loss, risk.params, samples, ones)
+            samples = take_rows(context.samples, slice(start, stop), size)
+            ones = risk.theta.new_ones(1, stop - start)
+            call = partial(mapped_gradients, loss, risk.params, samples, ones)
+            gradients, problem = attempt(call, RuntimeError, NotImplementedError, ValueError)
+            if not problem:
                 yield torch.cat([gradient[0].flatten(1) for gradient in gradients.values()], 1)
                 continue
-            except torch.OutOfMemoryError:
-                raise
-            except (RuntimeError, NotImplementedError, ValueError) as error:
-                problems.append(first_line(error))
+            problems.append(problem)
         rows = (context.rows(slice(row, row + 1), size) for row in range(start, stop))
         yield torch.stack([risk.batch_gradient(row)[0] for row in rows])

@@ -24,26 +24,32 @@ def load(
 
     Args:
         name: One of :func:`available`. An unknown name raises and suggests the nearest.
-        data_dir: Folder of data sets, or folder of the files of this one. Defaults to the
+        data_dir: Folder that contains the data sets, or the files of this data set. Defaults to the
             environment variable ``RITZ_DATA``. ``digits`` needs none.
         device: Device that stores the images, as bytes, or the tokens.
-        options: Options of the data set. All images: ``validation``, the number of training images
-            to hold out, always the same ones (5,000 of the 50,000 of CIFAR). ``cifar100``:
-            ``labels``, "fine" or "coarse". ``folder``: ``size``, the side to which images are
-            cropped and resampled; ``channels``, 1 or 3; ``test_fraction``, the share to hold out if
-            there is no test folder. Texts: ``length`` of a segment; ``text``: ``file``.
+        options: Options of the data set:
+
+            =================  ==========  ========  ============================================
+            option             data sets   default   meaning
+            =================  ==========  ========  ============================================
+            ``validation``     images      0         number of training images held out for
+                                                     validation, always the same ones
+            ``labels``         cifar100    "fine"    "fine" (100 classes) or "coarse" (20)
+            ``size``           folder      None      crop and resize images to this side
+            ``channels``       folder      3         1 (grey) or 3 (colour)
+            ``test_fraction``  folder      0.1       fraction held out without a test folder
+            ``length``         texts       70        tokens per segment
+            ``file``           text        required  path of a text file in UTF-8
+            =================  ==========  ========  ============================================
     """
     reader = DATASETS[name]
     # The first parameter of a reader is the folder; the others are its options.
-    _, *parameters = inspect.signature(reader).parameters.values()
-    names = [parameter.name for parameter in parameters]
-    for option in options:
-        if option not in names:
-            known = ", ".join(names)
-            raise TypeError(f"the data set {name!r} has no option {option!r}, but has: {known}")
-    for parameter in parameters:
-        if parameter.default is parameter.empty and parameter.name not in options:
-            raise TypeError(f"the data set {name!r} needs the option {parameter.name!r}")
+    signature = inspect.signature(reader)
+    try:
+        signature.bind(None, **options)
+    except TypeError as error:
+        known = ", ".join([*signature.parameters][1:])
+        raise TypeError(f"the data set {name!r} {error}; its options are: {known}") from error
     target = check_device(device)
     folder = data_dir if data_dir is not None else os.environ.get("RITZ_DATA") or None
     data: ImageData | TextData = reader(folder and Path(folder).expanduser(), **options)

@@ -40,11 +40,11 @@ def locate(
     """
     if root is None and not others:
         raise FileNotFoundError(
-            f"no folder for {name!r}: set data_dir= or RITZ_DATA to the folder that holds "
-            f"{files[0]}; {hint}"
+            f"data_dir (or the environment variable RITZ_DATA) must be given for {name!r}: the "
+            f"folder that holds {files[0]}; {hint}"
         )
     if root is not None and not root.is_dir():
-        raise FileNotFoundError(f"data_dir must be a folder, got {str(root)!r}; {hint}")
+        raise FileNotFoundError(f"data_dir must be an existing folder, got {str(root)!r}; {hint}")
     places = [*(root / folder for folder in folders), *others] if root else list(others)
     candidates = [[existing(place, file) for file in files] for place in places]
     for paths in candidates:
@@ -53,9 +53,9 @@ def locate(
     # The message names the first missing file of the folder that has most of them.
     fullest = max(candidates, key=lambda paths: sum(map(bool, paths)))
     missing = [file for file, path in zip(files, fullest, strict=True) if not path]
-    more = f", nor {len(missing) - 1} other files" if len(missing) > 1 else ""
+    more = f" and {len(missing) - 1} other files" if len(missing) > 1 else ""
     raise FileNotFoundError(
-        f"no {missing[0]} (or .gz){more} for {name!r}, searched in "
+        f"{name!r} is not complete: {missing[0]} (or .gz){more} not found in "
         f"{', '.join(map(str, places))}; {hint}"
     )
 
@@ -97,5 +97,5 @@ def read_whole(path: Path, *, limit: int) -> bytearray:
     with open_file(path) as stream:
         content = read_up_to(stream, limit + 1)
     if len(content) > limit:
-        raise DataError(f"{path} holds more than the {limit} bytes that such a file may have")
+        raise DataError(f"{path} is too large for a file of this data set: more than {limit} bytes")
     return content

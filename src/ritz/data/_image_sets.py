@@ -6,10 +6,11 @@ import pickle
 import warnings
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -32,14 +33,12 @@ from ritz.data._images import (
     ImageData,
     Samples,
     check_classes,
-    held_out,
+    hold_out,
     image_data,
-    select,
 )
 
-# What a damaged file raises; NotImplementedError is a RuntimeError.
-DAMAGED = (ValueError, EOFError, MemoryError, RuntimeError)
-LIMIT = 2**29  # bytes of one decompressed file of CIFAR: the largest has 155 million
+LIMIT = 2**29  # bytes of one decompressed file: the largest, of ImageNet-32, has 394 million
+STEPS = 2**20  # reads of one pickle: CIFAR-100 needs 0.4 million
 
 
 # ------------------------------------------------------------------------------------------
@@ -48,20 +47,18 @@ LIMIT = 2**29  # bytes of one decompressed file of CIFAR: the largest has 155 mi
 
 @DATASETS.register("digits")
 def digits(root: Path | None, *, validation: int = 0) -> ImageData:
-    """Digits: 1,280 + 517 grey images of 8 x 8 pixels, embedded in scikit-learn."""
+    """Digits: 1,280 training and 517 test images of 8 x 8 grey pixels, part of scikit-learn."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise ImportError("digits ship inside scikit-learn: pip install scikit-learn") from error
+        raise ImportError("digits need scikit-learn: pip install scikit-learn") from error
     table = load_digits()
     # Levels 0 to 16 become 0 to 240: integers, in about the range of other images.
     images = (15 * torch.from_numpy(table.images)).to(torch.uint8).unsqueeze(1)
     samples = images, torch.from_numpy(table.target).to(torch.int64)
     # 517 test images leave 1280, which are five batches of 256.
-    train, test = (select(samples, part) for part in held_out(len(images), 517))
-    return image_data(
-        "digits", train=train, test=test, classes="0123456789", validation=validation, seeded=True
-    )
+    train, test = hold_out(samples, 517)
+    return image_data("digits", train, test, "0123456789", validation=validation, seeded=True)
 
 
 # ------------------------------------------------------------------------------------------
@@ -75,14 +72,14 @@ IDX_FOLDERS = {
 
 @DATASETS.register("mnist")
 def mnist(root: Path | None, *, validation: int = 0) -> ImageData:
-    """MNIST: 60,000 + 10,000 grey images of 28 x 28 pixels of the ten digits."""
+    """MNIST: 60,000 training and 10,000 test images of digits, 28 x 28 grey pixels."""
     page = "https://yann.lecun.com/exdb/mnist"
     return _idx_data("mnist", root, "0123456789", validation, page)
 
 
 @DATASETS.register("fashion-mnist")
 def fashion_mnist(root: Path | None, *, validation: int = 0) -> ImageData:
-    """Fashion-MNIST: 60,000 + 10,000 grey images of 28 x 28 pixels of ten kinds of clothes."""
+    """Fashion-MNIST: 60,000 training and 10,000 test images of clothes, 28 x 28 grey pixels."""
     classes = "T-shirt/top,Trouser,Pullover,Dress,Coat,Sandal,Shirt,Sneaker,Bag,Ankle boot"
     page = "https://github.com/zalandoresearch/fashion-mnist"
     return _idx_data("fashion-mnist", root, classes.split(","), validation, page)
@@ -102,7 +99,7 @@ def _idx_data(
     hint = f"get the four files of {page}"
     paths = locate(name, files, root=root, folders=folders, hint=hint)
     train, test = (_idx_samples(paths[i], paths[i + 1], len(classes)) for i in (0, 2))
-    return image_data(name, train=train, test=test, classes=classes, validation=validation)
+    return image_data(name, train, test, classes, validation=validation)
 
 
 def _idx_samples(images_path: Path, labels_path: Path, num_classes: int) -> Samples:
@@ -129,6 +126,8 @@ def read_idx(path: Path, *, ndim: int) -> Tensor:
         # Sizes are big-endian. As Python integers, their product cannot overflow.
         shape = np.frombuffer(head, ">u4", offset=4).tolist()
         size = math.prod(shape)
+        if size > LIMIT:
+            raise DataError(f"{path} declares {size} bytes; at most {LIMIT} are read")
         # Memory is allocated as bytes arrive, whatever the header declares. One byte more than that
         # is requested, to notice a longer file.
         body = read_up_to(stream, size + 1)
@@ -144,7 +143,7 @@ def read_idx(path: Path, *, ndim: int) -> Tensor:
 
 @DATASETS.register("cifar10")
 def cifar10(root: Path | None, *, validation: int = 0) -> ImageData:
-    """CIFAR-10: 50,000 + 10,000 colour images of 32 x 32 pixels in 10 classes."""
+    """CIFAR-10: 50,000 training and 10,000 test images of 32 x 32 colour pixels, 10 classes."""
     files = ["batches.meta", *(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
     names = "airplane automobile bird cat deer dog frog horse ship truck"
     unpacked, classes = "cifar-10-batches-py", names.split()
@@ -155,7 +154,7 @@ def cifar10(root: Path | None, *, validation: int = 0) -> ImageData:
 def cifar100(
     root: Path | None, *, validation: int = 0, labels: Literal["fine", "coarse"] = "fine"
 ) -> ImageData:
-    """CIFAR-100: 50,000 + 10,000 colour images of 32 x 32 pixels in 100 classes, or 20 coarse."""
+    """CIFAR-100: 50,000 training and 10,000 test images, 32 x 32 pixels, 100 or 20 classes."""
     check_choice("labels", labels, ("fine", "coarse"))
     classes = [str(number) for number in range(100 if labels == "fine" else 20)]
     files, kind = ["meta", "train", "test"], f"{labels}_"
@@ -169,16 +168,14 @@ def _cifar_data(
     # The first file has the names of the classes, the last one the test images.
     name, (meta, *files) = archive.replace("-", ""), files
     folders = (unpacked, name, archive, f"{name}/{unpacked}", ".")
-    hint = f"unpack {archive}-python.tar.gz of https://www.cs.toronto.edu/~kriz/cifar.html there"
+    hint = f"unpack {archive}-python.tar.gz of https://www.cs.toronto.edu/~kriz/cifar.html into it"
     paths = locate(name, files, root=root, folders=folders, hint=hint)
     if path := existing(paths[0].parent, meta):
         classes = _cifar_classes(path, f"{kind}label_names", len(classes))
     *parts, test = (_cifar_samples(path, f"{kind}labels", len(classes)) for path in paths)
     images, targets = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-    return image_data(
-        name, train=(images, targets), test=test, classes=classes, validation=validation,
-        augmentation=Augmentation(),
-    )  # fmt: skip
+    usual = Augmentation()
+    return image_data(name, (images, targets), test, classes, usual, validation=validation)
 
 
 def _cifar_samples(path: Path, key: str, num_classes: int) -> Samples:
@@ -203,69 +200,96 @@ def _cifar_classes(path: Path, key: str, count: int) -> list[str]:
 
 
 def read_pickle(data: bytes | bytearray, *, name: str) -> dict[str, Any]:
-    """Return the dictionary in a pickle, as Python 2 and 3 write it.
+    """Return the dictionary in a pickle, as Python 2 and 3 write it with protocols 0 to 3.
 
-    Nothing in the file is executed: a pickle can only call what ``find_class`` returns, and the
-    names that NumPy writes for an array refer to classes of this module, which only read bytes.
+    Nothing in the file is executed: a pickle can only call what ``find_class`` returns, and that
+    only stores its arguments.
 
     Args:
         data: The pickle.
         name: Name of the file, for messages.
 
     Returns:
-        Keys as text; values as lists, numbers, text, bytes and arrays of bytes. Text of Python 2
-        becomes bytes.
+        Keys as text; values as lists, numbers, text and bytes. Tuples become lists, and text of
+        Python 2 becomes bytes. The value of ``data`` must be an array of bytes.
     """
     try:
-        contents = _Unpickler(io.BytesIO(data), encoding="bytes").load()
+        contents = _Unpickler(_Instructions(data), encoding="bytes").load()
         if type(contents) is not dict:
             raise TypeError(f"it must be one dictionary, got {type(contents).__name__}")
-        return {_text(key): getattr(value, "array", value) for key, value in contents.items()}
+        contents = {_text(key): value for key, value in contents.items()}
+        # One array only: each is a copy, and a small file can refer to its bytes a thousand times.
+        return contents | {key: _byte_array(contents[key]) for key in ("data",) if key in contents}
     except PermissionError as error:
-        message = f"{name} is refused, and nothing in it was executed: {error}"
+        message = f"{name} is not read, because it could execute code: {error}"
         raise DataError(message) from error
     except Exception as error:  # a damaged pickle can raise anything
         raise DataError(f"{name} is truncated or not a pickle of a dictionary: {error}") from error
 
 
-class _Byte:
-    """The dtype of an array of bytes."""
+class _Part:
+    """An array or a dtype in a pickle: the arguments it is made from, and its state."""
 
-    def __init__(self, code: Any, *_: Any) -> None:
-        if _text(code) not in ("u1", "|u1"):
-            raise ValueError(f"an array must have bytes, got dtype {str(_text(code))[:8]!r}")
-
-    def __setstate__(self, state: Any) -> None:
-        """Ignore byte order and alignment, which a byte does not have."""
-
-
-class _Array:
-    """An array of bytes."""
-
-    def __init__(self, *_: Any) -> None:
-        self.array: NDArray[np.uint8] | None = None
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
 
     def __setstate__(self, state: Any) -> None:
-        _, shape, dtype, fortran, content = state
-        if not isinstance(dtype, _Byte) or fortran:
-            raise ValueError("only arrays of bytes in row-major order are read")
-        # A view of the content: an array cannot have more elements than the file has bytes.
-        self.array = np.frombuffer(content, np.uint8).reshape(shape)
+        self.state = state
 
 
-NAMES: dict[str, type] = {
-    "numpy.core.multiarray._reconstruct": _Array,
-    "numpy._core.multiarray._reconstruct": _Array,
-    "numpy.ndarray": _Array,
-    "numpy.dtype": _Byte,
-    "_codecs.encode": bytes,  # Python 3 writes bytes as text and its encoding
+def _byte_array(part: _Part) -> NDArray[np.uint8]:
+    _, shape, dtype, fortran, content = part.state
+    if _text(dtype.arguments[0]) not in ("u1", "|u1") or fortran:
+        raise ValueError("only arrays of bytes in row-major order are read")
+    # Python 3 writes bytes as text and its encoding.
+    content = content.encode("latin1") if isinstance(content, str) else content
+    # A view of the content: an array cannot have more elements than the file has bytes.
+    return np.frombuffer(content, np.uint8).reshape(shape)
+
+
+NAMES: dict[str, Callable[..., Any]] = {
+    "numpy.core.multiarray._reconstruct": _Part,
+    "numpy._core.multiarray._reconstruct": _Part,
+    "numpy.ndarray": _Part,
+    "numpy.dtype": _Part,
+    "_codecs.encode": lambda text, encoding: text,
 }
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> type:
+class _Instructions(io.BytesIO):
+    """A pickle that may be read in at most a million steps, which bounds memory and time."""
+
+    steps = 0
+
+    def read(self, size: int | None = -1) -> bytes:
+        self.steps += 1
+        if self.steps > STEPS:
+            raise ValueError(f"it is too long for a file of this data set: {STEPS} instructions")
+        return super().read(size)
+
+
+def _make_list(size: int, unpickler: Any) -> None:
+    unpickler.stack[-size:] = [unpickler.stack[-size:]]
+
+
+class _Unpickler(pickle._Unpickler):
+    """The unpickler in Python. The one in C reserves memory for any number that the file has."""
+
+    # Tuples become lists: the hash of a nested tuple overflows the stack, or takes forever if
+    # every level holds the one below twice.
+    dispatch: ClassVar[dict[int, Any]] = {
+        **pickle._Unpickler.dispatch,
+        pickle.TUPLE[0]: pickle._Unpickler.load_list,  # type: ignore[attr-defined]
+        pickle.TUPLE1[0]: partial(_make_list, 1),
+        pickle.TUPLE2[0]: partial(_make_list, 2),
+        pickle.TUPLE3[0]: partial(_make_list, 3),
+    }
+    # Instructions of protocols 4 and 5 that are read in no steps, or reserve memory.
+    del dispatch[pickle.FRAME[0]], dispatch[pickle.BYTEARRAY8[0]]
+
+    def find_class(self, module: str, name: str) -> Callable[..., Any]:
         if (key := f"{module}.{name}") not in NAMES:
-            raise PermissionError(f"it has the name {key[:80]}, which no file of images needs")
+            raise PermissionError(f"it refers to {key[:80]}, which a data file does not need")
         return NAMES[key]
 
 
@@ -279,7 +303,7 @@ def _text(value: Any) -> Any:
 
 @DATASETS.register("imagenet32")
 def imagenet32(root: Path | None, *, validation: int = 0) -> ImageData:
-    """ImageNet-32: 1,281,167 + 50,000 colour images of 32 x 32 pixels in 1,000 classes."""
+    """ImageNet-32: 1,281,167 training and 50,000 test images, 32 x 32 pixels, 1,000 classes."""
     files = [*(f"train_data_batch_{number}.npz" for number in range(1, 11)), "val_data.npz"]
     folders = ("imagenet32", "Imagenet32_train_npz", "imagenet-32", ".")
     hint = (
@@ -287,14 +311,9 @@ def imagenet32(root: Path | None, *, validation: int = 0) -> ImageData:
         "(an account is needed), training and validation into one folder"
     )
     paths = locate("imagenet32", files, root=root, folders=folders, hint=hint)
-    return image_data(
-        "imagenet32",
-        train=_npz_samples(paths[:-1]),
-        test=_npz_samples(paths[-1:]),
-        classes=[str(number) for number in range(1, 1001)],
-        validation=validation,
-        augmentation=Augmentation(),
-    )
+    train, test = _npz_samples(paths[:-1]), _npz_samples(paths[-1:])
+    classes, usual = [str(number) for number in range(1, 1001)], Augmentation()
+    return image_data("imagenet32", train, test, classes, usual, validation=validation)
 
 
 def _npz_samples(paths: list[Path]) -> Samples:
@@ -323,11 +342,22 @@ def read_member(path: Path, key: str) -> NDArray[Any]:
     """Return one array of an npz file; arrays of objects raise, and nothing in them is executed."""
     try:
         with zipfile.ZipFile(path) as archive, archive.open(f"{key}.npy") as stream:
+            # No more bytes are decompressed than the archive declares.
+            if (size := archive.getinfo(f"{key}.npy").file_size) > LIMIT:
+                raise ValueError(f"{key!r} has {size} bytes; at most {LIMIT} are read")
             array: NDArray[Any] = read_array(stream, allow_pickle=False)
             return array
     except KeyError as error:
         raise DataError(f"{path} has no array {key!r}") from error
-    except (*DAMAGED, zipfile.BadZipFile, zlib.error) as error:
+    # NotImplementedError, of an unknown compression, is a RuntimeError.
+    except (
+        ValueError,
+        EOFError,
+        MemoryError,
+        RuntimeError,
+        zipfile.BadZipFile,
+        zlib.error,
+    ) as error:
         raise DataError(f"{path} is truncated or not an npz file of numbers: {error}") from error
 
 
@@ -350,53 +380,51 @@ def folder(
     channels: int = 3,
     test_fraction: float = 0.1,
 ) -> ImageData:
-    """Any images in folders CLASS/FILE, or train/CLASS/FILE with test or val beside train."""
+    """Your images: data_dir/CLASS/FILE, or data_dir/train/CLASS/FILE and data_dir/test (or val)."""
     check_choice("channels", str(channels), ("1", "3"))
     if size is not None:
         check_count("size", size)
     if root is None or not root.is_dir():
         raise FileNotFoundError(
-            f"no folder of images {str(root or '')!r}: data_dir= must hold a folder for each class "
-            "with its images, or such folders in train and test"
+            f"data_dir must be a folder of images, got {str(root or '')!r}: it holds a folder for "
+            "each class, or the folders train and test with a folder for each class"
         )
     check_range("test_fraction", test_fraction, low=0, high=0.9)
     names = ["."]
     if separate := (root / "train").is_dir():
-        others = ("test", "val", "valid", "validation")
-        names = ["train", *(name for name in others if (root / name).is_dir())]
+        parts = ("train", "test", "val", "valid", "validation")
+        names = [name for name in parts if (root / name).is_dir()]
         if len(names) == 1:
             raise FileNotFoundError(f"{root} has a folder train, but no test or val beside it")
     classes = _folder_classes(root / names[0])
     files = [_folder_files(root / name, classes) for name in names]
     samples, lengths = _folder_samples([*chain(*files)], size, channels), list(map(len, files))
-    train, *parts = zip(*(tensor.split(lengths) for tensor in samples), strict=True)
+    train, *others = zip(*(tensor.split(lengths) for tensor in samples), strict=True)
     if not separate:
-        count = max(1, round(test_fraction * lengths[0]))
-        train, *parts = (select(samples, part) for part in held_out(lengths[0], count))
+        train, *others = hold_out(samples, max(1, round(test_fraction * lengths[0])))
     # Without a test folder the validation images are the test images, as for ImageNet.
-    held = parts[1] if len(parts) > 1 else None
+    test, held = others[0], others[1] if len(others) > 1 else None
     return image_data(
-        "folder", train=train, test=parts[0], held=held, classes=classes, validation=validation,
-        seeded=not separate,
-    )  # fmt: skip
+        "folder", train, test, classes, held=held, validation=validation, seeded=not separate
+    )
 
 
-def _folder_classes(root: Path) -> tuple[str, ...]:
-    names = sorted(path.name for path in root.iterdir() if path.is_dir() and _visible(path))
+def _folder_classes(root: Path) -> list[str]:
+    names = sorted(path.name for path in root.glob("[!.]*") if path.is_dir())
     if not names:
         raise DataError(f"{root} must hold a folder for each class, got none")
-    return tuple(names)
+    return names
 
 
-def _folder_files(root: Path, classes: tuple[str, ...]) -> list[tuple[Path, int]]:
+def _folder_files(root: Path, classes: list[str]) -> list[tuple[Path, int]]:
     unknown = sorted(set(_folder_classes(root)) - set(classes))
     if unknown:
         raise DataError(f"{root} has a class {unknown[0]!r} that the training images do not have")
     files: list[tuple[Path, int]] = []
     for number, place in enumerate(root / name for name in classes):
         # Hidden files and files with other endings are skipped.
-        paths = sorted(place.iterdir()) if place.is_dir() else []
-        images = [path for path in paths if path.suffix.lower() in FORMATS and _visible(path)]
+        paths = sorted(place.glob("[!.]*"))
+        images = [path for path in paths if path.suffix.lower() in FORMATS]
         if not images:
             raise DataError(f"{place} holds no images ({', '.join(FORMATS)})")
         files += [(path, number) for path in images]
@@ -414,7 +442,7 @@ def _folder_samples(files: list[tuple[Path, int]], size: int | None, channels: i
             (_, height, width), (_, rows, columns) = first.shape, pixels.shape
             raise DataError(
                 f"images must be of one size, got {width} x {height} in {files[0][0]} and "
-                f"{columns} x {rows} in {path}; give size="
+                f"{columns} x {rows} in {path}: give size= (--set-data size=64) to resize them"
             )
         image.copy_(pixels)
     return images, torch.tensor([target for _, target in files], dtype=torch.int64)
@@ -438,7 +466,3 @@ def _pixels(path: Path, size: int | None, mode: str) -> Tensor:
         pixels = ImageOps.fit(pixels, (size, size))  # the central square, resampled
     array = np.array(pixels, dtype=np.uint8)
     return torch.from_numpy(array.reshape(*array.shape[:2], -1)).permute(2, 0, 1)
-
-
-def _visible(path: Path) -> bool:
-    return not path.name.startswith(".")

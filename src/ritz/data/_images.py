@@ -1,10 +1,9 @@
 """Labelled images stored as bytes on a device: augmentation, batches, splits."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self, final, overload
+from typing import final, overload
 
 import numpy as np
 import torch
@@ -41,12 +40,10 @@ def draw(
     augmentation: Augmentation, count: int, *, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """Return corners ``(count, 2)`` of crops and flips ``(count,)``, on the generator's device."""
-
-    def integers(end: int, *shape: int) -> Tensor:
-        return torch.randint(0, end, shape, generator=generator, device=generator.device)
-
-    corners = integers(2 * augmentation.padding + 1, count, 2)
-    return corners, integers(2, count).bool() & augmentation.flip
+    ends, where = 2 * augmentation.padding + 1, generator.device
+    corners = torch.randint(ends, (count, 2), generator=generator, device=where)
+    flips = torch.randint(2, (count,), generator=generator, device=where)
+    return corners, flips.bool() & augmentation.flip
 
 
 def crop_and_flip(images: Tensor, corners: Tensor, flips: Tensor, *, padding: int) -> Tensor:
@@ -78,19 +75,20 @@ def crop_and_flip(images: Tensor, corners: Tensor, flips: Tensor, *, padding: in
 Samples = tuple[Tensor, Tensor]
 
 
+@final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Epoch(Sequence[Samples], ABC):
+class Epoch(Sequence[Samples]):
     """A sequence of pairs ``(inputs, targets)``, created on access; a slice is an epoch too.
 
     Attributes:
         bounds: Start and end of each pair in the order of the epoch.
+        pair: Returns the inputs and targets at some positions of the epoch.
+        consecutive: Whether a recurrent state is passed on from pair to pair.
     """
 
     bounds: tuple[tuple[int, int], ...]
-
-    @abstractmethod
-    def pair(self, positions: slice) -> Samples:
-        """Return the inputs and targets at some positions of the epoch."""
+    pair: Callable[[slice], Samples]
+    consecutive: bool = False
 
     def __len__(self) -> int:
         return len(self.bounds)
@@ -98,45 +96,11 @@ class Epoch(Sequence[Samples], ABC):
     @overload
     def __getitem__(self, index: int) -> Samples: ...
     @overload
-    def __getitem__(self, index: slice) -> Self: ...
-    def __getitem__(self, index: int | slice) -> Samples | Self:
+    def __getitem__(self, index: slice) -> "Epoch": ...
+    def __getitem__(self, index: int | slice) -> "Samples | Epoch":
         if isinstance(index, slice):
             return replace(self, bounds=self.bounds[index])
         return self.pair(slice(*self.bounds[index]))
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Batches(Epoch):
-    """Batches of images, each created on the device on access.
-
-    Attributes:
-        inputs: Bytes of all samples, ``(n, c, h, w)``.
-        targets: Classes of all samples, ``(n,)``.
-        order: Sample at each position of the epoch, ``(n,)``. ``None`` is the order of the files.
-        crops: Corners ``(n, 2)`` and flips ``(n,)`` at each position; ``None`` without
-            augmentation.
-        padding: Border of the images before they are cropped.
-        scale: Factor of every channel, ``(c, 1, 1)``.
-        shift: Added to every channel, ``(c, 1, 1)``.
-    """
-
-    inputs: Tensor
-    targets: Tensor
-    order: Tensor | None
-    crops: tuple[Tensor, Tensor] | None
-    padding: int
-    scale: Tensor
-    shift: Tensor
-
-    def pair(self, positions: slice) -> Samples:
-        """Return the images and classes at some positions of the epoch."""
-        chosen = positions if self.order is None else self.order[positions]
-        images, targets = self.inputs[chosen], self.targets[chosen]
-        if self.crops is not None:
-            corners, flips = (tensor[positions] for tensor in self.crops)
-            images = crop_and_flip(images, corners, flips, padding=self.padding)
-        return images * self.scale + self.shift, targets
 
 
 # ------------------------------------------------------------------------------------------
@@ -145,22 +109,15 @@ class Batches(Epoch):
 SPLIT_SEED = 0  # seed of every held-out part, recorded in the result
 
 
-def held_out(total: int, count: int, *, seed: int = SPLIT_SEED) -> tuple[Tensor, Tensor]:
-    """Return the indices that remain and the ``count`` that are held out, both ascending.
+def hold_out(samples: Samples, count: int) -> tuple[Samples, Samples]:
+    """Return the samples that remain and the ``count`` that are held out, each in their order.
 
-    The choice depends on the three numbers only, not on devices or versions, since the stream of
-    ``numpy.random.RandomState`` is frozen. For CIFAR, ``held_out(50_000, 5_000)`` is the split
-    into 45,000 training and 5,000 validation images.
+    The choice depends on the two numbers only, not on devices or versions, since the stream of
+    ``numpy.random.RandomState`` is frozen. For CIFAR, 5,000 of 50,000 are held out.
     """
-    check_count("total", total)
-    check_count("count", count, low=0, high=total - 1)
-    order = np.random.RandomState(seed).permutation(total)
-    return torch.from_numpy(np.sort(order[count:])), torch.from_numpy(np.sort(order[:count]))
-
-
-def select(samples: Samples, index: Tensor | slice) -> Samples:
-    """Return some of the images and classes."""
-    return samples[0][index], samples[1][index]
+    order = np.random.RandomState(SPLIT_SEED).permutation(len(samples[1]))
+    remain, out = (torch.from_numpy(np.sort(part)) for part in (order[count:], order[:count]))
+    return (samples[0][remain], samples[1][remain]), (samples[0][out], samples[1][out])
 
 
 # ------------------------------------------------------------------------------------------
@@ -205,8 +162,7 @@ class Split:
         if generator is not None:
             order = torch.randperm(len(self), generator=generator, device=generator.device)
             chosen = order[:count].to(self.device)
-        inputs, targets = select((self.inputs, self.targets), chosen)
-        return replace(self, inputs=inputs, targets=targets)
+        return replace(self, inputs=self.inputs[chosen], targets=self.targets[chosen])
 
     def tensors(self, *, dtype: torch.dtype = torch.float32) -> Samples:
         """Return all images, normalized, and their classes, as data for ``ritz.Risk``."""
@@ -219,9 +175,8 @@ class Split:
         *,
         generator: torch.Generator | None = None,
         augment: Augmentation | None = None,
-        drop_last: bool = False,
         dtype: torch.dtype = torch.float32,
-    ) -> Batches:
+    ) -> Epoch:
         """Return one epoch as a sequence of batches ``(inputs, targets)``, created on access.
 
         All random numbers are drawn here, so that batch ``k`` is always the same and ``epoch[k:]``
@@ -230,27 +185,23 @@ class Split:
 
         Args:
             batch_size: Number of samples per batch; the last batch may have fewer.
-            generator: Source of the order and the augmentation. ``None`` is the order of the
-                files, which ``ritz.Risk`` needs.
+            generator: Source of the order and the augmentation. ``None``: no shuffling, which
+                ``ritz.Risk`` needs.
             augment: Random crops and flips; needs a generator.
-            drop_last: Leave out a last batch of fewer samples.
-            dtype: Of the inputs.
+            dtype: Data type of the inputs.
         """
         count = len(self)
         check_count("batch_size", batch_size)
         if not count:
-            raise ValueError("the split must hold samples to be cut into batches, got none")
+            raise ValueError("the split must have samples, got none")
         if generator is not None and not isinstance(generator, torch.Generator):
             raise TypeError(f"generator must be a torch.Generator or None, got {generator!r}")
         if augment is not None and not isinstance(augment, Augmentation):
             raise TypeError(f"augment must be an Augmentation or None, got {augment!r}")
         if augment is not None and generator is None:
             raise ValueError("augment needs a generator to draw crops and flips from, got None")
-        # The end of every batch; beyond the last sample only if a short batch is wanted.
-        stops = range(batch_size, count + (1 if drop_last else batch_size), batch_size)
-        bounds = tuple((stop - batch_size, min(stop, count)) for stop in stops)
-        if not bounds:
-            raise ValueError(f"batch_size must be at most {count} with drop_last, got {batch_size}")
+        starts = range(0, count, batch_size)
+        bounds = tuple((start, min(start + batch_size, count)) for start in starts)
         order = crops = None
         if generator is not None:
             # Drawn on the device of the generator and then moved, like all randomness of ritz.
@@ -260,16 +211,16 @@ class Split:
                 corners, flips = draw(augment, count, generator=generator)
                 crops = corners.to(self.device), flips.to(self.device)
         scale, shift = self._affine(dtype)
-        return Batches(
-            inputs=self.inputs,
-            targets=self.targets,
-            bounds=bounds,
-            order=order,
-            crops=crops,
-            padding=augment.padding if augment else 0,
-            scale=scale,
-            shift=shift,
-        )
+
+        def pair(positions: slice) -> Samples:
+            chosen = positions if order is None else order[positions]
+            images = self.inputs[chosen]
+            if augment is not None and crops is not None:
+                corners, flips = (tensor[positions] for tensor in crops)
+                images = crop_and_flip(images, corners, flips, padding=augment.padding)
+            return images * scale + shift, self.targets[chosen]
+
+        return Epoch(bounds=bounds, pair=pair)
 
     def _affine(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         check_real_floating("dtype", dtype)
@@ -292,8 +243,9 @@ class ImageData:
         test: Test images.
         validation: Images held out of the training images, or ``None``.
         classes: Names of the classes.
-        augmentation: The usual augmentation in training, or ``None``.
-        split_seed: Seed of the held-out parts, or ``None`` if all parts are those of the files.
+        augmentation: The standard augmentation in training (CIFAR: crops with a border of 4 pixels,
+            and flips), or ``None``.
+        split_seed: Seed of the held-out parts, or ``None`` if the parts are those of the files.
     """
 
     name: str
@@ -314,16 +266,6 @@ class ImageData:
         """Channels, height and width of an image."""
         c, h, w = self.train.inputs.shape[1:]
         return c, h, w
-
-    @property
-    def mean(self) -> Tensor:
-        """Mean of each channel over all training images, in [0, 1], of shape ``(c,)``."""
-        return self.train.mean
-
-    @property
-    def std(self) -> Tensor:
-        """Standard deviation of each channel over all training images, of shape ``(c,)``."""
-        return self.train.std
 
     def to(self, device: torch.device | str) -> "ImageData":
         """Return the data on another device."""
@@ -351,26 +293,20 @@ def channel_statistics(inputs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def image_data(
-    name: str,
-    *,
-    train: Samples,
-    test: Samples,
-    held: Samples | None = None,
-    classes: Sequence[str],
-    validation: int = 0,
-    augmentation: Augmentation | None = None,
-    seeded: bool = False,
-) -> ImageData:
+    name: str, train: Samples, test: Samples, classes: Sequence[str],
+    augmentation: Augmentation | None = None, *,
+    held: Samples | None = None, validation: int = 0, seeded: bool = False,
+) -> ImageData:  # fmt: skip
     """Return the parts of a data set, normalized by the mean of all training images.
 
     Args:
         name: Name of the data set.
         train: Training images and classes.
         test: Test images and classes.
-        held: Validation images and classes, if the files have them.
         classes: Names of the classes.
-        validation: Number of training images to hold out.
         augmentation: The usual augmentation.
+        held: Validation images and classes, if the files have them.
+        validation: Number of training images to hold out.
         seeded: Whether the test images were held out too.
     """
     mean, std = channel_statistics(train[0])
@@ -381,8 +317,7 @@ def image_data(
             f"got {validation}"
         )
     if validation:
-        remaining, out = held_out(len(train[1]), validation)
-        held, train = select(train, out), select(train, remaining)
+        train, held = hold_out(train, validation)
 
     def split(samples: Samples) -> Split:
         return Split(inputs=samples[0], targets=samples[1], mean=mean, std=std)

@@ -1,6 +1,6 @@
 """Texts as tokens on a device, cut into segments for truncated back-propagation; text corpora."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -15,25 +15,6 @@ from ritz.data._files import DATASETS, DataError, locate, read_whole
 from ritz.data._images import Epoch, Samples
 
 LENGTH = 70  # tokens per segment, as in AWD-LSTM
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Segments(Epoch):
-    """Segments of a text; targets are one token ahead.
-
-    Attributes:
-        streams: Contiguous pieces of the text, one per row, ``(batch_size, m)``.
-        consecutive: Whether a recurrent state is passed on from segment to segment.
-    """
-
-    streams: Tensor
-    consecutive: bool = True
-
-    def pair(self, positions: slice) -> Samples:
-        """Return a segment, and the segment one token ahead."""
-        ahead = slice(positions.start + 1, positions.stop + 1)
-        return self.streams[:, positions], self.streams[:, ahead]
 
 
 @final
@@ -71,7 +52,7 @@ class TextSplit:
         length: int | None = None,
         variable: bool = False,
         generator: torch.Generator | None = None,
-    ) -> Segments:
+    ) -> Epoch:
         r"""Return one epoch as a sequence of ``(inputs, targets)``, both ``(batch_size, length)``.
 
         The text is cut into ``batch_size`` streams of :math:`m = \lfloor n / b \rfloor` tokens,
@@ -96,7 +77,7 @@ class TextSplit:
         size = len(self.tokens) // batch_size
         if size < 2:
             raise ValueError(
-                f"batch_size must leave every stream two of {len(self.tokens)} tokens, "
+                f"batch_size must be at most half of the {len(self.tokens)} tokens of the text, "
                 f"got {batch_size}"
             )
         if variable and generator is None:
@@ -107,7 +88,13 @@ class TextSplit:
         lengths = _lengths(total, length, generator) if variable and generator else None
         starts = accumulate(lengths, initial=0) if lengths else range(0, total, length)
         bounds = tuple(pairwise([*(at for at in starts if at < total), total]))
-        return Segments(streams=streams, bounds=bounds, consecutive=self.consecutive)
+
+        def pair(positions: slice) -> Samples:
+            # Targets are one token ahead.
+            ahead = slice(positions.start + 1, positions.stop + 1)
+            return streams[:, positions], streams[:, ahead]
+
+        return Epoch(bounds=bounds, pair=pair, consecutive=self.consecutive)
 
 
 def _lengths(total: int, length: int, generator: torch.Generator) -> list[int]:
@@ -148,11 +135,10 @@ class TextData:
         return replace(self, train=train, validation=validation, test=test)
 
 
-def _text_data(name: str, parts: Sequence[Tensor], vocabulary: list[str], length: int) -> TextData:
-    train, validation, test = (TextSplit(tokens=tokens, length=length) for tokens in parts)
-    return TextData(
-        name=name, train=train, validation=validation, test=test, vocabulary=tuple(vocabulary)
-    )
+def _text_data(name: str, parts: Sequence[Tensor], words: Iterable[str], length: int) -> TextData:
+    texts = (TextSplit(tokens=tokens, length=length) for tokens in parts)
+    splits = dict(zip(("train", "validation", "test"), texts, strict=True))
+    return TextData(name=name, vocabulary=tuple(words), **splits)
 
 
 # ------------------------------------------------------------------------------------------
@@ -161,7 +147,7 @@ def _text_data(name: str, parts: Sequence[Tensor], vocabulary: list[str], length
 
 @DATASETS.register("ptb")
 def ptb(root: Path | None, *, length: int = LENGTH) -> TextData:
-    """Penn Treebank: 929,589 / 73,760 / 82,430 words, 10,000 different ones."""
+    """Penn Treebank: 929,589 training, 73,760 validation, 82,430 test words; vocabulary 10,000."""
     files = [f"ptb.{part}.txt" for part in ("train", "valid", "test")]
     folders = ("ptb", "penn", "simple-examples/data", ".")
     hint = "take data/ptb.*.txt of https://www.fit.vutbr.cz/~imikolov/rnnlm/simple-examples.tgz"
@@ -170,7 +156,7 @@ def ptb(root: Path | None, *, length: int = LENGTH) -> TextData:
 
 @DATASETS.register("wikitext-2")
 def wikitext_2(root: Path | None, *, length: int = LENGTH) -> TextData:
-    """WikiText-2: 2,088,628 / 217,646 / 245,569 words, 33,278 different ones."""
+    """WikiText-2: 2,088,628 training, 217,646 validation, 245,569 test words; vocabulary 33,278."""
     files = [f"wiki.{part}.tokens" for part in ("train", "valid", "test")]
     hint = "unpack the published word-level archive wikitext-2-v1.zip"
     paths = locate("wikitext-2", files, root=root, folders=("wikitext-2", "."), hint=hint)
@@ -183,7 +169,7 @@ def _words_data(name: str, paths: list[Path], length: int) -> TextData:
     words = [text.replace("\n", " <eos> ").split() for text in texts]
     numbers = {word: number for number, word in enumerate(dict.fromkeys(words[0]))}
     parts = [_tokens(path, part, numbers) for path, part in zip(paths, words, strict=True)]
-    return _text_data(name, parts, list(numbers), length)
+    return _text_data(name, parts, numbers, length)
 
 
 def _tokens(path: Path, words: list[str], numbers: dict[str, int]) -> Tensor:
@@ -192,7 +178,7 @@ def _tokens(path: Path, words: list[str], numbers: dict[str, int]) -> Tensor:
     if -1 in tokens:
         word = words[tokens.index(-1)]
         raise DataError(
-            f"{path} has the word {word[:40]!r}, but the training text has neither it nor <unk>"
+            f"{path} has the word {word[:40]!r}, which is not in the training text, nor is <unk>"
         )
     return torch.tensor(tokens, dtype=torch.int64)
 
@@ -215,21 +201,18 @@ def _read_text(path: Path) -> str:
 def text(root: Path | None, *, file: str, length: int = LENGTH) -> TextData:
     """Characters of any text file: 90 % for training, then 5 % each for validation and test."""
     path = Path(file).expanduser()
+    others, hint = [Path.cwd()], "file= (--set-data file=PATH) is a text in UTF-8, plain or gzip"
     # A path that says where it is, as opposed to a name in a folder of data sets.
-    explicit = path.is_absolute() or file.startswith(("./", "../"))
-    (path,) = locate(
-        "text",
-        [path.name if explicit else file],
-        root=None if explicit else root,
-        folders=("text", "."),
-        hint="file= names any text in UTF-8, plain or compressed with gzip",
-        others=[path.absolute().parent if explicit else Path.cwd()],
-    )
+    if path.is_absolute() or file.startswith(("./", "../")):
+        root, file, others = None, path.name, [path.absolute().parent]
+    (path,) = locate("text", [file], root=root, folders=("text", "."), hint=hint, others=others)
     # In UTF-32 every character is one integer, so NumPy counts the alphabet of large texts fast.
     codes = np.frombuffer(_read_text(path).encode("utf-32-le"), np.uint32)
     vocabulary, tokens = np.unique(codes, return_inverse=True)
     numbers = torch.from_numpy(tokens.astype(np.int64))
     cuts = [int(share * len(numbers)) for share in (0.9, 0.95)]
     if not 0 < cuts[0] < cuts[1] < len(numbers):
-        raise DataError(f"{path} is too short to be cut into three: {len(numbers)} characters")
-    return _text_data("text", numbers.tensor_split(cuts), [*map(chr, vocabulary)], length)
+        raise DataError(
+            f"{path} is too short for training, validation and test: {len(numbers)} characters"
+        )
+    return _text_data("text", numbers.tensor_split(cuts), map(chr, vocabulary), length)

@@ -4,5 +4,3 @@ from ritz.graphs._clusters import COUNT_METHODS, sample_density
 from ritz.graphs._families import Model
 from ritz.graphs._random import cluster_sizes
 from ritz.graphs._similarity import Measure
-
-__all__ = ["COUNT_METHODS", "Measure", "Model", "cluster_sizes", "sample_density"]

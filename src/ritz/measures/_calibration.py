@@ -95,7 +95,7 @@ def temperature(
         risk: Risk of *held-out* data with class labels, with any loss. On its training data a
             network is always overconfident.
         num_bins: Number of bins of confidence for the calibration error.
-        atol: Largest :math:`|\beta f'(\beta)|`, the slope with respect to :math:`\log T`.
+        atol: Stop when :math:`|\beta f'(\beta)|`, the slope in :math:`\log T`, is at most this.
         max_steps: Maximum number of evaluations of :math:`f`.
 
     Raises:
@@ -109,6 +109,7 @@ def temperature(
     check_count("num_bins", num_bins)
     check_range("atol", atol, low=0.0)
     check_count("max_steps", max_steps, low=2)
+    # Newton's method needs f at several beta, but the outputs only once.
     pairs = _pairs(risk)
     loss = _CrossEntropy(risk, pairs)
     _check_minimum(loss)
@@ -168,10 +169,7 @@ def _pairs(risk: Risk) -> Pairs:
         for index, context, _ in risk.contexts():
             pair = outputs_and_labels(risk.loss_fn, *risk.evaluate(risk.params, context))
             if pair is None:
-                raise TypeError(
-                    f"risk must have class labels, one integer for each vector of outputs, got "
-                    f"other targets in batch {index}"
-                )
+                raise TypeError(f"risk must have class labels, got others in batch {index}")
             pairs.append(pair)
     return pairs
 
@@ -216,14 +214,13 @@ def _check_minimum(loss: _CrossEntropy) -> None:
     # No gap is positive: the loss decreases for ever.
     if loss.slope_at_infinity == 0:
         raise ValueError(
-            f"no temperature is best: all {loss.count} samples are classified correctly, so that "
-            "a lower temperature always has a lower loss; use held-out data, or more samples"
+            f"the optimal temperature is 0: all {loss.count} samples are classified correctly; use "
+            "held-out data or more samples"
         )
     # A convex function with a slope of at least zero at zero grows from there on.
     if loss.slope_at_zero >= 0:
         raise ValueError(
-            "no temperature is best: the outputs are no better than chance, so that a higher "
-            "temperature always has a lower loss"
+            "the optimal temperature is infinite: the outputs are no better than chance"
         )
 
 
@@ -243,7 +240,7 @@ def _minimum(loss: _CrossEntropy, atol: float, max_steps: int) -> tuple[float, f
             following = 4 * beta if high == math.inf else (low + high) / 2
         last, beta = beta, following
     message = f"slope {abs(last * slope):.1e}, above {atol:.1e}, after {max_steps} steps"
-    status = Status(outcome="max_steps", message=message, advice="raise max_steps or atol")
+    status = Status(outcome="max_steps", message=message, advice="increase max_steps or atol")
     return last, slope, status
 
 

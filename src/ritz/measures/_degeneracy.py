@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves
 
 from ritz._core.batches import is_rows
@@ -13,13 +14,7 @@ from ritz._core.checks import check_choice
 from ritz._core.results import Estimate, plain_estimate
 from ritz._core.storage import storable
 from ritz.curvature import Risk
-from ritz.curvature._shared import (
-    MATRICES,
-    CurvatureMatrix,
-    KnownLoss,
-    known_loss,
-    require_outputs,
-)
+from ritz.curvature._shared import MATRICES, CurvatureMatrix, KnownLoss, known_loss, require_outputs
 from ritz.spectra import Spectrum
 
 # The mass at the origin is in doubt if its residual exceeds the gap over this. Eigenvalues that
@@ -30,14 +25,14 @@ CROWDING = 12.0
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Degeneracy:
-    """The mass of a spectrum nearest to the origin.
+    """The eigenvalues nearest to zero.
 
     Attributes:
-        mass: Fraction of the eigenvalues, over probes. Its truncation is the part that may belong
-            to eigenvalues near the origin but apart from it.
-        value: Position of that mass, over probes: how close to zero the "zero" is. Its truncation
-            is the largest residual.
-        interval: The mass stands for eigenvalues between these two.
+        mass: Estimated fraction of eigenvalues that are nearly zero. Its truncation is the part
+            that may belong to eigenvalues near zero but apart from it.
+        value: Mean of these eigenvalues, which should be close to 0. Its truncation is the largest
+            residual.
+        interval: The fraction stands for eigenvalues between these two.
         matrix: ``hessian`` or ``ggn``.
     """
 
@@ -50,8 +45,8 @@ class Degeneracy:
         mass = plain_estimate(self.mass)
         low, high = self.interval
         return (
-            f"{mass} (truncation {float(self.mass.truncation):.2g}) of the eigenvalues "
-            f"at {float(self.value.mean):.2g}, in [{low:.2g}, {high:.2g}]"
+            f"a fraction {mass} (truncation {float(self.mass.truncation):.2g}) of the eigenvalues "
+            f"is near zero, at {float(self.value.mean):.2g}, in [{low:.2g}, {high:.2g}]"
         )
 
 
@@ -89,8 +84,8 @@ class RankBound:
         less = f" - {self.num_terms:,} terms" if self.softmax else ""
         lines = [
             f"rank of the Gauss-Newton matrix <= {self.bound:,} = min({self.num_parameters:,} "
-            f"parameters, {self.num_outputs:,} outputs{less}): mass {share:.4g} at least at "
-            + (f"{self.l2:g}, the L2 coefficient" if self.l2 else "zero")
+            f"parameters, {self.num_outputs:,} outputs{less}): a fraction of at least {share:.4g} "
+            "of the eigenvalues is " + (f"{self.l2:g}, the L2 coefficient" if self.l2 else "zero")
         ]
         if self.comparison is not None:
             lines.append(
@@ -124,10 +119,10 @@ def rank_degeneracy(
     check_choice("matrix", matrix, MATRICES)
     runs = list(spectra) if isinstance(spectra, Iterable) else [spectra]
     if not runs:
-        raise ValueError("spectra must hold at least one spectrum, got none")
+        raise ValueError("spectra must not be empty")
     for run in runs:
         if not isinstance(run, Spectrum):
-            raise TypeError(f"spectra must be whole spectra, as of ritz.lanczos, got {type(run)}")
+            raise TypeError(f"spectra must be results of lanczos or lanczos_block, got {type(run)}")
     origins = [_origin(run, 1 if matrix == "ggn" else 2) for run in runs]
     columns = torch.tensor(origins, dtype=torch.float64).T
     mass, value = (
@@ -151,8 +146,9 @@ def rank_bound(risk: Risk) -> RankBound:
 
     for softmax cross-entropy, and :math:`\min(P, N d_y)` for any other loss: the matrix is a sum of
     that many terms of rank one. Ignored labels have no term. The result also has
-    :math:`4 d_y (\sum_l N_l + d_x)` for comparison, an argument about single samples: a tanh
-    network 20-60-2 on 4000 samples has rank 1260, above 640. Cost: one forward pass.
+    :math:`4 d_y (\sum_l N_l + d_x)`, the heuristic bound of the reference, for comparison. It does
+    not hold for many samples: a tanh network 20-60-2 on 4000 samples has rank 1260, above 640.
+    Cost: one forward pass.
 
     Args:
         risk: The loss at a point, with a ``loss_fn`` separate from the model.
@@ -162,6 +158,7 @@ def rank_bound(risk: Risk) -> RankBound:
     require_outputs(risk, "rank_bound()")
     known = known_loss(risk.loss_fn)
     softmax = known is not None and known.kind == "cross_entropy"
+    # Terms and outputs are counted by batch: labels may be ignored.
     counts = torch.zeros(2, dtype=torch.int64, device=risk.theta.device)
     inputs = None
     with torch.no_grad(), risk.settings():
@@ -169,13 +166,15 @@ def rank_bound(risk: Risk) -> RankBound:
             outputs, target = risk.evaluate(risk.params, context)
             size = risk.batch_sizes[index]
             counts += counts.new_tensor(_terms(known, outputs, target, size))
-            inputs = _inputs(context.batch, size)
+            samples = [leaf for leaf in tree_leaves(context.batch) if is_rows(leaf, size)]
+            inputs = int(samples[0][0].numel()) if samples else None
     num_terms, num_outputs = risk.sum_over_processes(counts).tolist()
-    # Each term has a curvature of rank d_y in its outputs; softmax is blind to a shift of them all.
-    # d_y, the outputs of one term
-    classes = num_outputs // num_terms
     hidden = _hidden_units(risk.model)
-    compared = hidden is not None and inputs is not None
+    comparison = None
+    if hidden is not None and inputs is not None:
+        # 4 d_y (sum_l N_l + d_x), with d_y the outputs of one term
+        comparison = 4 * (num_outputs // num_terms) * (hidden + inputs)
+    # Each term has a curvature of rank d_y in its outputs; softmax is blind to a shift of them all.
     return RankBound(
         bound=min(risk.space.size, num_outputs - num_terms if softmax else num_outputs),
         num_parameters=risk.space.size,
@@ -184,7 +183,7 @@ def rank_bound(risk: Risk) -> RankBound:
         softmax=softmax,
         hidden_units=hidden,
         num_inputs=inputs,
-        comparison=4 * classes * ((hidden or 0) + (inputs or 0)) if compared else None,
+        comparison=comparison,
         l2=risk.l2,
     )
 
@@ -221,19 +220,10 @@ def _terms(known: KnownLoss | None, outputs: Any, target: Any, size: int) -> lis
     return [labels, labels * classes]
 
 
-def _inputs(batch: Any, size: int) -> int | None:
-    for leaf in tree_leaves(batch):
-        if is_rows(leaf, size):
-            return int(leaf[0].numel())
-    return None
-
-
 def _hidden_units(model: nn.Module) -> int | None:
-    units = []
-    for layer in model.modules():
-        if isinstance(layer, nn.Linear):
-            units.append(layer.out_features)
-        elif isinstance(layer, nn.modules.conv._ConvNd):
-            units.append(layer.out_channels)
+    layers = [each for each in model.modules() if isinstance(each, nn.Linear | _ConvNd)]
+    units = [
+        each.out_features if isinstance(each, nn.Linear) else each.out_channels for each in layers
+    ]
     # The last layer gives the outputs.
     return sum(units[:-1]) if units else None

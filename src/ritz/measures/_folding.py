@@ -4,6 +4,7 @@ import copy
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -24,7 +25,7 @@ def fold_batch_norm(model: nn.Module, *, strict: bool = True) -> nn.Module:
 
     The copy has the same outputs as the model in eval mode, to roundoff, and an identity in place
     of each batch norm. A model with batch norm does not change when the layer before it is scaled,
-    but its curvature does. Fold it before you compare largest eigenvalues of networks.
+    but its curvature does. Fold batch norm before you compare eigenvalues of networks.
 
     Batch norm is folded into a convolution, transposed convolution or linear layer if its input is
     the output of that layer and nothing else uses the layer. Calls are traced by ``torch.fx``. If a
@@ -50,15 +51,14 @@ def fold_batch_norm(model: nn.Module, *, strict: bool = True) -> nn.Module:
     for name, norm in batch_norms(folded).items():
         layer = modules.get(before[name]) if name in before else None
         if not isinstance(layer, Layer):
-            reasons[name] = "no convolution or linear layer that only it uses is found before it"
+            reasons[name] = "its input is not the output of a convolution or linear layer used once"
         elif reason := _obstacle(folded, layer, norm):
             reasons[name] = reason
         else:
             pairs.append((layer, norm))
     if reasons and strict:
         listed = "; ".join(f"{name or 'itself'}: {reason}" for name, reason in reasons.items())
-        raise ValueError(f"model must have batch norm that can be folded, but not {listed}; pass "
-                         "strict=False to leave it unchanged")  # fmt: skip
+        raise ValueError(f"batch norm cannot be folded ({listed}); pass strict=False to skip it")
     for layer, norm in pairs:
         _fold(layer, norm)
         _replace(folded, norm)
@@ -79,30 +79,25 @@ def _pairs(module: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
         for name, child in module.named_children():
             yield from _pairs(child, f"{prefix}{name}.")
         return
-    sources: dict[str, list[fx.Node | None]] = {}
+    sources: dict[str, list[str | None]] = {}
     for node in graph.nodes:
         if node.op == "call_module" and isinstance(module.get_submodule(node.target), _BatchNorm):
-            source = node.args[0] if node.args else None
-            sources.setdefault(node.target, []).append(
-                source if isinstance(source, fx.Node) else None
-            )
+            source: Any = node.args[0] if node.args else None
+            # Only a layer whose output nothing else uses may be scaled.
+            alone = isinstance(source, fx.Node) and len(source.users) == 1
+            target = source.target if alone and source.op == "call_module" else None
+            sources.setdefault(node.target, []).append(target)
     # How often each module is called, or a tensor of it is read.
     uses = Counter(
         node.target if node.op == "call_module" else node.target.rpartition(".")[0]
         for node in graph.nodes
         if node.op in ("call_module", "get_attr")
     )
-    for name, calls in sources.items():
-        first = calls[0]
-        if first is None or first.op != "call_module":
-            continue
-        # Every call of the batch norm follows a call of one layer, whose output nothing else uses.
-        paired = all(
-            call is not None and call.target == first.target and len(call.users) == 1
-            for call in calls
-        )
-        if paired and len(calls) == uses[str(first.target)] == uses[name]:
-            yield prefix + name, f"{prefix}{first.target}"
+    for name, layers in sources.items():
+        first = layers[0]
+        # Every call of the batch norm follows a call of one layer, and every call of that layer.
+        if first and set(layers) == {first} and len(layers) == uses[first] == uses[name]:
+            yield prefix + name, prefix + first
 
 
 def _obstacle(model: nn.Module, layer: Layer, norm: _BatchNorm) -> str:

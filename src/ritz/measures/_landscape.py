@@ -4,7 +4,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -28,8 +28,8 @@ Directions = Spectrum | Tensor | Mapping[str, Tensor]
 def ritz_directions(spectrum: Spectrum) -> dict[str, Tensor]:
     """Return the Ritz vectors ``(P,)`` of the largest, smallest and smallest-magnitude values.
 
-    Their names are ``largest``, ``smallest`` and ``smallest magnitude``. A vector that has two of
-    these names is returned once, with the first. Vectors have unit length and an arbitrary sign.
+    Their names are ``largest``, ``smallest`` and ``smallest magnitude``. If one vector belongs to
+    two names, it is returned under the first only. Vectors have unit length and an arbitrary sign.
 
     Args:
         spectrum: A spectrum with vectors: ``ritz.lanczos(op, num_steps=..., vectors=True)``.
@@ -38,19 +38,18 @@ def ritz_directions(spectrum: Spectrum) -> dict[str, Tensor]:
         raise ValueError("spectrum must have vectors, got none: pass vectors=True to lanczos")
     if len(spectrum.vectors) != spectrum.dimension:
         raise ValueError(
-            f"spectrum must have whole vectors ({spectrum.dimension} rows), got "
-            f"{len(spectrum.vectors)} rows of a spread basis: use placement='device' or 'host'"
+            f"spectrum must have vectors of {spectrum.dimension} rows, got "
+            f"{len(spectrum.vectors)}: use placement='device' or 'host'"
         )
     chosen = {
         "largest": len(spectrum.values) - 1,
         "smallest": 0,
         "smallest magnitude": int(spectrum.values.abs().argmin()),
     }
-    # By index, so that a vector has the first of its names.
-    first: dict[int, str] = {}
-    for name, index in chosen.items():
-        first.setdefault(index, name)
-    return {name: spectrum.vectors[:, index].clone() for index, name in first.items()}
+    # By index: earlier names replace later ones, so that a vector has the first of its names.
+    names = {index: name for name, index in reversed(chosen.items())}
+    indices = {name: index for name, index in chosen.items() if names[index] == name}
+    return {name: spectrum.vectors[:, index].clone() for name, index in indices.items()}
 
 
 def random_direction(risk: Risk, *, generator: torch.Generator | None = None) -> Tensor:
@@ -75,9 +74,7 @@ def random_vectors(
     return probes(shape, kind=kind, generator=generator, dtype=theta.dtype, device=theta.device)
 
 
-def filter_normalized(
-    risk: Risk, direction: Tensor, *, vectors: Literal["zero", "scaled"] = "zero"
-) -> Tensor:
+def filter_normalized(risk: Risk, direction: Tensor) -> Tensor:
     r"""Return a direction ``(P,)`` rescaled so that its filters have the norms of the weights'.
 
     .. math:: d_{l,j} \leftarrow \frac{\|\theta_{l,j}\|}{\|d_{l,j}\|} d_{l,j}
@@ -85,25 +82,24 @@ def filter_normalized(
     for each filter :math:`j` of each layer :math:`l`. A filter is a slice along the first axis of a
     parameter with two or more axes, such as a row of a linear layer. The landscape then does not
     change when a filter is rescaled and batch norm or the next layer undoes it. A filter that is
-    zero in the direction or in the weights is zero in the result.
+    zero in the direction or in the weights is zero in the result, and so are biases, scales and
+    shifts, which have no filters.
 
     Args:
         risk: Risk at the weights :math:`\theta`.
         direction: Any direction, ``(P,)``.
-        vectors: How to treat biases, scales and shifts, which have no filters: ``zero`` sets them
-            to zero, ``scaled`` treats each as one filter.
 
     Reference: Li, Xu, Taylor, Studer and Goldstein (2018), section 4.
     """
-    check_choice("vectors", vectors, ("zero", "scaled"))
+    # In the layout of the weights, so that filters are slices of their tensors.
     check_direction("direction", direction, risk)
     weights, parts = risk.params, {}
     for name, part in risk.space.unflatten(direction).items():
-        if part.ndim < 2 and vectors == "zero":
+        if part.ndim < 2:
             parts[name] = torch.zeros_like(part)
             continue
         # d_lj <- d_lj |theta_lj| / |d_lj|, one filter per row
-        rows = part.reshape(len(part) if part.ndim >= 2 else 1, -1)
+        rows = part.flatten(1)
         target = weights[name].reshape(rows.shape).norm(dim=1, keepdim=True)
         norms = rows.norm(dim=1, keepdim=True)
         scaled = torch.where(norms > 0, rows * (target / norms), torch.zeros_like(rows))
@@ -133,14 +129,16 @@ def named_directions(directions: Directions, risk: Risk) -> dict[str, Tensor]:
     elif isinstance(directions, Tensor):
         columns = directions.unsqueeze(1) if directions.ndim == 1 else directions
         if columns.ndim != 2:
-            raise ValueError(f"directions must be ({len(risk.theta)},) or ({len(risk.theta)}, k), "
-                             f"got {tuple(directions.shape)}")  # fmt: skip
+            raise ValueError(
+                f"directions must be ({len(risk.theta)},) or ({len(risk.theta)}, k), "
+                f"got {tuple(directions.shape)}"
+            )
         named = {f"direction {k + 1}": column for k, column in enumerate(columns.unbind(1))}
     else:
-        raise TypeError(f"directions must be a Spectrum, a tensor or a dictionary of tensors, got "
-                        f"{type(directions).__name__}")  # fmt: skip
+        kind = type(directions).__name__
+        raise TypeError(f"directions must be a Spectrum, a tensor or a dictionary, got {kind}")
     if not named:
-        raise ValueError("directions must hold at least one direction, got none")
+        raise ValueError("directions must not be empty")
     for name, direction in named.items():
         check_direction(name, direction, risk)
     return named
@@ -153,9 +151,24 @@ Row = tuple[float, ...]  # loss and accuracy on the data, then on test data; NaN
 KEYS = ("running_mean", "running_var")
 
 
-@storable
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Landscape:
+class Surface:
+    """Fields of both kinds of landscape; see :class:`Landscape` and :class:`Landscape2d`."""
+
+    t: Tensor
+    norms: Tensor
+    loss: Tensor
+    accuracy: Tensor | None
+    test_loss: Tensor | None
+    test_accuracy: Tensor | None
+    batch_norm: str | None
+    risk: str
+
+
+@storable
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Landscape(Surface):
     r"""Loss and accuracy at :math:`\theta + t u_k`, for each of ``k`` directions.
 
     Attributes:
@@ -172,21 +185,13 @@ class Landscape:
     """
 
     names: tuple[str, ...]
-    t: Tensor
-    norms: Tensor
-    loss: Tensor
-    accuracy: Tensor | None
-    test_loss: Tensor | None
-    test_accuracy: Tensor | None
-    batch_norm: str | None
-    risk: str
 
     def __str__(self) -> str:
         width = max(map(len, self.names)) + 2
         ends = f"t = {float(self.t[0]):g}", f"t = {float(self.t[-1]):g}"
         lines = [f"Landscape of {self.risk}, {len(self.t)} points"]
         lines.append(
-            f"  {'':{width}}{'loss at ' + ends[0]:>18}{ends[1]:>12}{'least':>12}{'at':>10}"
+            f"  {'':{width}}{'loss at ' + ends[0]:>18}{ends[1]:>12}{'minimum':>12}{'at t =':>10}"
         )
         for k, name in enumerate(self.names):
             low = int(self.loss[k].argmin())
@@ -199,8 +204,9 @@ class Landscape:
 
 
 @storable
+@final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Landscape2d:
+class Landscape2d(Surface):
     r"""Loss and accuracy at :math:`\theta + s u + t v`.
 
     Attributes:
@@ -219,14 +225,6 @@ class Landscape2d:
 
     names: tuple[str, str]
     s: Tensor
-    t: Tensor
-    norms: Tensor
-    loss: Tensor
-    accuracy: Tensor | None
-    test_loss: Tensor | None
-    test_accuracy: Tensor | None
-    batch_norm: str | None
-    risk: str
 
     def __str__(self) -> str:
         i, j = divmod(int(self.loss.argmin()), len(self.t))
@@ -266,32 +264,29 @@ def landscape(
         batch_norm: Mode of batch norm for both risks. Defaults to the modes of the risks.
             ``recomputed`` computes the running statistics again at each point, from the data of
             ``risk``, and uses them for both.
-        state: File to resume from, and to save to every ``save_interval`` seconds. The result is
-            reproducible bit for bit (on the CPU). A state of other weights, directions or settings
-            is refused; its last point is computed again to check that the data are the same. The
-            files stay when the run ends; their names begin with that of the state.
+        state: File to resume from, and to save to every ``save_interval`` seconds; further files
+            have names that begin with its name. They are not deleted at the end. A resumed
+            computation gives the same result bit for bit (on the CPU). Raises ``ValueError`` if the
+            state belongs to other weights, directions, data or settings.
         save_interval: Seconds between saves.
         progress: Show a progress bar, or a :class:`Progress` to report to.
 
     Reference: section 4.2 and Table 4.3 of *Spectral Machine Learning*; Li et al. (2018).
     """
     check_count("num_points", num_points, low=2)
-    probe = _Probe(risk, test, batch_norm)
     chosen = named_directions(directions, risk)
-    steps = _steps("distance", distance, num_points)
+    steps = _steps(distance, num_points)
     shape, vectors = (len(chosen), num_points), list(chosen.values())
-    settings = {"names": list(chosen), "distance": float(distance), "points": list(shape)}
+    settings = {"names": list(chosen), "distance": float(distance), "directions": vectors}
 
     def point(index: int) -> Tensor:
         return risk.theta + steps[index % num_points] * vectors[index // num_points]
 
-    journal = probe.journal(state, save_interval, settings | {"directions": vectors})
-    rows = probe.along(point, math.prod(shape), journal, progress)
     return Landscape(
         names=tuple(chosen),
         t=torch.tensor(steps, dtype=torch.float64),
-        norms=torch.stack([u.double().norm().cpu() for u in chosen.values()]),
-        **probe.fields(rows, shape),
+        norms=torch.stack([vector.double().norm().cpu() for vector in vectors]),
+        **_along(risk, point, shape, test, batch_norm, state, save_interval, settings, progress),
     )
 
 
@@ -336,107 +331,88 @@ def landscape2d(
     # 1 - |cos| = angle^2 / 2: an angle below 1.4e-3.
     if 1 - abs(cosine) < 1e-6:
         raise ValueError(f"second must not be parallel to first, got a cosine of {cosine:.9g}")
-    probe = _Probe(risk, test, batch_norm)
     reach = distance if isinstance(distance, tuple) else (distance, distance)
-    s, t = (_steps("distance", one, num_points) for one in reach)
-    shape = (num_points, num_points)
-    settings = {"names": list(names), "distance": list(map(float, reach)), "points": list(shape)}
+    s, t = (_steps(one, num_points) for one in reach)
+    shape, vectors = (num_points, num_points), [first, second]
+    settings = {"names": list(names), "distance": list(map(float, reach)), "directions": vectors}
 
     def point(index: int) -> Tensor:
         return risk.theta + s[index // num_points] * first + t[index % num_points] * second
 
-    journal = probe.journal(state, save_interval, settings | {"directions": [first, second]})
-    rows = probe.along(point, math.prod(shape), journal, progress)
     return Landscape2d(
         names=names,
         s=torch.tensor(s, dtype=torch.float64),
         t=torch.tensor(t, dtype=torch.float64),
         norms=norms,
-        **probe.fields(rows, shape),
+        **_along(risk, point, shape, test, batch_norm, state, save_interval, settings, progress),
     )
 
 
-class _Probe:
-    """Evaluates a risk, and another on test data, at points in weight space."""
+def _along(
+    risk: Risk,
+    point: Callable[[int], Tensor],
+    shape: tuple[int, int],
+    test: Risk | None,
+    batch_norm: BatchNormMode | None,
+    state: str | os.PathLike[str] | None,
+    save_interval: float,
+    settings: dict[str, Any],
+    progress: bool | Progress,
+) -> dict[str, Any]:
+    """Evaluate two risks at points in weight space; return the fields of either landscape."""
+    if batch_norm is not None:
+        check_choice("batch_norm", batch_norm, BATCH_NORM_MODES)
+    if test is not None and test.space.shapes != risk.space.shapes:
+        raise ValueError(f"test must have the parameters of risk, got {test} and {risk}")
+    mode = batch_norm or risk.batch_norm
+    risk = risk.with_batch_norm(mode)
+    # Each risk has a mode, except that statistics are recomputed for both, on the training data.
+    if test is not None and (batch_norm is not None or mode == "recomputed"):
+        test = test.with_batch_norm("eval" if mode == "recomputed" else mode)
+    settings |= {"points": list(shape), "risk": repr(risk), "weights": risk.theta}
+    settings["test"] = None if test is None else repr(test)
+    journal = Journal(
+        state, settings, interval=save_interval, group=risk.group, together=risk.sharing != "none"
+    )
+    rows: list[Row] = journal.load() or []
+    if rows:
+        # Losses alone: on a GPU a sample may change sides by roundoff.
+        again, last = _row(risk, test, point(len(rows) - 1))[::2], rows[-1][::2]
+        journal.check_repeats("loss at the last point", again, last, dtype=risk.theta.dtype)
+    with tracking(progress, "landscape", math.prod(shape)) as bar:
+        for index in range(len(rows), math.prod(shape)):
+            rows.append(_row(risk, test, point(index)))
+            bar.update(len(rows), f"loss {rows[-1][0]:.4g}")
+            if journal.due():
+                journal.save(rows, step=len(rows))
+    columns = zip(*rows, strict=True)
+    loss, *rest = (torch.tensor(each, dtype=torch.float64).reshape(shape) for each in columns)
+    # If the first point has no accuracy, none has.
+    return {
+        "loss": loss,
+        "accuracy": None if math.isnan(rows[0][1]) else rest[0],
+        "test_loss": None if test is None else rest[1],
+        "test_accuracy": None if math.isnan(rows[0][3]) else rest[2],
+        "batch_norm": mode if batch_norms(risk.model) else None,
+        "risk": repr(risk),
+    }
 
-    def __init__(self, risk: Risk, test: Risk | None, mode: BatchNormMode | None) -> None:
-        if mode is not None:
-            check_choice("batch_norm", mode, BATCH_NORM_MODES)
-        if test is not None and test.space.shapes != risk.space.shapes:
-            raise ValueError(f"test must be a risk of the same parameters, got {test} beside "
-                             f"{risk}")  # fmt: skip
-        self.mode: BatchNormMode = mode or risk.batch_norm
-        self.risk = risk.with_batch_norm(self.mode)
-        # Without mode= each risk has its own, except that statistics are recomputed for both.
-        if test is not None and (mode is not None or self.mode == "recomputed"):
-            # The statistics are those of the training data.
-            test = test.with_batch_norm("eval" if self.mode == "recomputed" else self.mode)
-        self._test = test
 
-    def journal(
-        self, state: str | os.PathLike[str] | None, interval: float, settings: dict[str, Any]
-    ) -> Journal:
-        test = None if self._test is None else repr(self._test)
-        settings |= {"risk": repr(self.risk), "test": test, "weights": self.risk.theta}
-        together = self.risk.sharing != "none"
-        return Journal(state, settings, interval=interval, group=self.risk.group, together=together)
-
-    def along(
-        self,
-        point: Callable[[int], Tensor],
-        total: int,
-        journal: Journal,
-        progress: bool | Progress,
-    ) -> list[Row]:
-        """Return a row for each of ``total`` points, resumed from the journal."""
-        rows: list[Row] = journal.load() or []
-        if rows:
-            # Losses alone: on a GPU a sample may change sides by roundoff.
-            again = self._row(point(len(rows) - 1))
-            journal.check_repeats(
-                "loss at the last point", again[::2], rows[-1][::2], dtype=self.risk.theta.dtype
-            )
-        with tracking(progress, "landscape", total) as bar:
-            for index in range(len(rows), total):
-                rows.append(self._row(point(index)))
-                bar.update(len(rows), f"loss {rows[-1][0]:.4g}")
-                if journal.due():
-                    journal.save(rows, step=len(rows))
-        return rows
-
-    def _row(self, theta: Tensor) -> Row:
-        risk = self.risk.at(theta)
-        row = _values(risk)
-        if self._test is None:
-            return (*row, math.nan, math.nan)
-        return (*row, *_values(self._test.at(theta), self._statistics(risk)))
-
-    def fields(self, rows: list[Row], shape: tuple[int, int]) -> dict[str, Any]:
-        """Return the fields that both kinds of landscape have."""
-        loss, accuracy, test_loss, test_accuracy = (
-            torch.tensor(column, dtype=torch.float64).reshape(shape)
-            for column in zip(*rows, strict=True)
-        )
-        # If the first point has no accuracy, none has.
-        return {
-            "loss": loss,
-            "accuracy": None if math.isnan(rows[0][1]) else accuracy,
-            "test_loss": None if self._test is None else test_loss,
-            "test_accuracy": None if math.isnan(rows[0][3]) else test_accuracy,
-            "batch_norm": self.mode if batch_norms(self.risk.model) else None,
-            "risk": repr(self.risk),
-        }
-
-    def _statistics(self, risk: Risk) -> dict[str, Tensor]:
-        """Return the running statistics that were recomputed for the training data."""
-        if self.mode != "recomputed":
-            return {}
+def _row(risk: Risk, test: Risk | None, theta: Tensor) -> Row:
+    risk = risk.at(theta)
+    row = _values(risk, {})
+    if test is None:
+        return (*row, math.nan, math.nan)
+    statistics = {}
+    if risk.batch_norm == "recomputed":
+        # The statistics of the training data at these weights.
         constants = risk.constants()
         keys = (f"{layer}.{key}".lstrip(".") for layer in batch_norms(risk.model) for key in KEYS)
-        return {key: constants[key] for key in keys if key in constants}
+        statistics = {key: constants[key] for key in keys if key in constants}
+    return (*row, *_values(test.at(theta), statistics))
 
 
-def _values(risk: Risk, statistics: dict[str, Tensor] | None = None) -> Row:
+def _values(risk: Risk, statistics: dict[str, Tensor]) -> Row:
     """Return loss and accuracy by one forward pass, with other statistics of batch norm if any."""
     # Summed in float64 over batches, and over processes by one reduction.
     sums = torch.zeros(3, dtype=torch.float64, device=risk.theta.device)
@@ -453,10 +429,10 @@ def _values(risk: Risk, statistics: dict[str, Tensor] | None = None) -> Row:
     return loss + penalty, correct / counted if counted else math.nan
 
 
-def _steps(name: str, distance: float, num_points: int) -> list[float]:
+def _steps(distance: float, num_points: int) -> list[float]:
     """Return steps from ``-distance`` to ``distance``; the middle of an odd number is exactly 0."""
-    check_range(name, distance, low=0.0)
+    check_range("distance", distance, low=0.0)
     if not 0 < distance < math.inf:
-        raise ValueError(f"{name} must be positive and finite, got {distance}")
+        raise ValueError(f"distance must be positive and finite, got {distance}")
     # 2 k / (n - 1) is exactly 1 in the middle; a linspace may round there.
     return [distance * (2 * k / (num_points - 1) - 1) for k in range(num_points)]

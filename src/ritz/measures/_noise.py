@@ -10,7 +10,7 @@ from torch import Tensor
 from ritz._core.checks import check_count, check_tensor, is_below
 from ritz._core.distributed import world_size
 from ritz._core.progress import Progress, tracking
-from ritz._core.random import Probe, resolve_generator
+from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate, Status, format_uncertain, plain_estimate, stderr
 from ritz._core.sampling import check_samples, column_dots
 from ritz._core.storage import storable
@@ -18,7 +18,18 @@ from ritz.curvature import Risk, curvature_operator
 from ritz.curvature._shared import CurvatureMatrix, batch_products
 from ritz.measures._landscape import random_vectors
 
-BLOCK = 8  # probes per block of products
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Sizes of the work of :func:`curvature_variance`."""
+
+    # Probes per block of products: each group costs one pass per block, and four blocks of memory.
+    block: int = 8
+    # Groups by default: the standard error is then known to 1 / sqrt(2 * 127), or 6 %.
+    num_groups: int = 128
+
+
+TUNING = Tuning()
 
 
 @storable
@@ -66,7 +77,6 @@ def curvature_variance(
     group_size: int | None = None,
     num_probes: int = 8,
     along: Tensor | None = None,
-    probe: Probe = "rademacher",
     generator: torch.Generator | None = None,
     progress: bool | Progress = False,
 ) -> Estimate:
@@ -75,8 +85,10 @@ def curvature_variance(
     .. math:: P \sigma^2 = \mathbb{E}_v V(v), \quad
         V(v) = \frac{1}{N} \sum_i \|H_i v\|^2 - \|H v\|^2, \quad \|v\| = 1
 
-    with :math:`\sigma^2` the variance of an element. The variance of a matrix of ``B`` samples is
-    this times :math:`(1/B - 1/N) N / (N - 1)` without replacement, and :math:`1/B` with it.
+    :math:`\sigma^2` is the mean variance of one entry of :math:`H_i` over the samples, and
+    :math:`P \sigma^2` the mean of :math:`\|(H_i - H) v\|^2` over samples and random unit vectors.
+    The variance of the matrix of a batch is this times :math:`(1/B - 1/N) N / (N - 1)` for ``B``
+    samples drawn without replacement, and times :math:`1/B` for samples drawn with replacement.
 
     Random disjoint groups of ``g`` samples may replace single samples. With :math:`M` groups of
     matrices :math:`H_j`,
@@ -84,53 +96,68 @@ def curvature_variance(
     .. math:: \hat V(v) = \frac{N - 1}{N} \frac{g}{M - 1}
         \sum_j \|(H_j - \bar H) v\|^2
 
-    has mean :math:`V(v)` over the draw of the groups, for any ``N``: if ``g`` does not divide it,
-    the remaining samples are left out at random, and the result says how many. For ``g = 1`` it
-    *is* :math:`V(v)`. The standard error combines those of probes and of groups; the latter is too
-    large by up to a factor of about two if groups are small and few samples have most of the
-    variance.
+    is an unbiased estimate of :math:`V(v)`. If ``g`` does not divide ``N``, the remaining samples
+    are left out at random, and the result says how many. For ``g = 1`` it *is* :math:`V(v)`. The
+    standard error combines the errors of probes and of groups. It may be too large by a factor of
+    about two if groups are small and few samples have most of the variance.
 
-    Cost: one product with the whole matrix for each block of 8 probes or directions, for any number
-    of groups, though small groups use hardware less well. Memory: four blocks and a copy of the
-    data.
+    Cost: one product with the whole matrix per probe or direction, in blocks of 8. Small groups are
+    slower, because they use the hardware less well. Memory: four blocks and a copy of the data.
 
     Args:
         risk: The loss at a point, a mean over samples (which is checked). Batch norm must not be in
-            ``train`` mode, in which single samples have no matrix, and the samples must not be
-            shared between processes.
+            ``train`` mode, because the matrix of one sample is not defined then. With several
+            processes use ``sharing="none"``.
         matrix: ``hessian`` or ``ggn``.
         group_size: Samples ``g`` per group. Defaults to 1 below 256 samples, and otherwise to the
             largest that gives at least 128 groups.
-        num_probes: Number of random unit vectors :math:`v`.
+        num_probes: Number of random unit vectors :math:`v`, multiples of Rademacher vectors.
         along: Unit vectors ``(P,)`` or ``(P, k)`` in place of random ones, such as Ritz vectors.
             The result is :math:`V(v)` along each, exact for ``g = 1``.
-        probe: ``rademacher`` or ``gaussian``, normalised to unit length.
         generator: Source of groups and probes. Defaults to a new generator with seed 0.
         progress: Show a progress bar, or a :class:`Progress` to report to.
 
-    Reference: Algorithm 8 of *Spectral Machine Learning*, corrected.
+    Reference: Algorithm 8 of *Spectral Machine Learning*, corrected to the formulas above.
     """
     _check_groups(risk)
     count = risk.num_samples
     if group_size is None:
-        # With 128 groups the standard error is known to 1 / sqrt(2 * 127), or 6 %.
-        group_size = max(1, count // 128)
+        group_size = max(1, count // TUNING.num_groups)
     # Fewer than three groups have no standard error.
     check_count("group_size", group_size, high=max(1, count // 3))
     generator = resolve_generator(generator)
     if along is None:
         check_count("num_probes", num_probes, low=2)
-        vectors = _unit_probes(risk, num_probes, probe, generator)
+        vectors = _unit_probes(risk, num_probes, generator)
     else:
         vectors = _unit_block(risk, along)
-    groups = _groups(risk, group_size, generator)
+    order = torch.randperm(count, generator=generator, device=generator.device)
+    # Groups of one size, as the formula assumes: the rest is left out.
+    used = order[: count // group_size * group_size].to(risk.theta.device)
+    groups = risk.samples(used, batch_size=group_size)
     risk.require_sample_mean(alone=True)
     gaps = _contrasts(groups, vectors, matrix, progress)
     # V = (N - 1)/N g/(M - 1) sum |y_j - mean|^2; the mean over contrasts divides by M - 1.
     gaps *= group_size * (count - 1) / count
     # Groups see M - 1 of the N - 1 contrasts of the samples: all of them if g = 1.
     unseen = (count - groups.num_batches) / (count - 1)
-    return _estimate(gaps, unseen, groups, count, generator, averaged=along is None)
+    by_groups = gaps.mean(1) if along is None else gaps
+    error = stderr(by_groups) * math.sqrt(unseen) if unseen else torch.zeros(())
+    whole = group_size == 1
+    method = "single samples" if whole else f"{groups.num_batches} random groups of {group_size}"
+    if len(used) < count:
+        method += f", {count - len(used)} of {count} samples left out at random"
+    make, kind = (Estimate.of, "probes") if along is None else (Estimate.exact, "directions")
+    num_vectors = vectors.shape[1]
+    estimate = make(
+        gaps.mean(0),
+        method=method,
+        num_products=num_vectors,
+        status=Status(outcome="completed", message=f"{num_vectors} {kind}"),
+        seed=None if whole and along is not None else generator.initial_seed(),
+    )
+    # Probes and groups are independent sources of error.
+    return replace(estimate, stderr=estimate.stderr.hypot(error.double()))
 
 
 def shrinkage(
@@ -145,14 +172,15 @@ def shrinkage(
 ) -> Shrinkage:
     r"""Return the optimal linear shrinkage of the matrix of a mini-batch.
 
-    Of all :math:`\beta H_B + (1 - \beta) m I`, :math:`m = \operatorname{tr} H / P`, the closest to
-    :math:`H` in mean square has
+    The matrix of a batch is a noisy estimate of that of all data, and shrinking it reduces the
+    error. Of all :math:`\beta H_B + (1 - \beta) m I`, :math:`m = \operatorname{tr} H / P`, the
+    closest to :math:`H` in mean square has
 
     .. math:: \beta = \frac{d^2}{d^2 + e^2}, \quad d^2 = \|H - m I\|_F^2, \quad
         e^2 = \mathbb{E} \|H_B - H\|_F^2 = P (P \sigma^2) \Big(\frac1B - \frac1N\Big) \frac{N}{N-1}
 
-    Cost: ``num_probes`` products for :math:`d^2`, from :math:`\|H z - m z\|^2`, and as many with
-    other probes for :math:`P \sigma^2`. Errors are propagated to first order.
+    Cost: ``num_probes`` products for :math:`d^2`, from :math:`\|H z - m z\|^2`, and ``num_probes``
+    more for :math:`P \sigma^2`. Errors are propagated to first order.
 
     Args:
         risk: The loss at a point; see :func:`curvature_variance`.
@@ -167,7 +195,7 @@ def shrinkage(
     """
     sizes, count = tuple(batch_sizes), risk.num_samples
     if not sizes:
-        raise ValueError("batch_sizes must hold at least one size, got none")
+        raise ValueError("batch_sizes must not be empty")
     for size in sizes:
         check_count("batch_sizes", size, high=count)
     generator = resolve_generator(generator)
@@ -183,6 +211,7 @@ def shrinkage(
     # e^2 = P (P sigma^2) (1/B - 1/N) N/(N - 1)
     factors = [(1 / size - 1 / count) * count / (count - 1) for size in sizes]
     scale = risk.space.size * torch.tensor(factors, dtype=torch.float64)
+    # beta = d^2 / (d^2 + e^2)
     d2, e2 = signal.mean, variance.mean * scale
     # d beta = (e^2 d(d^2) - d^2 d(e^2)) / (d^2 + e^2)^2
     error = torch.hypot(e2 * signal.stderr, d2 * variance.stderr * scale) / (d2 + e2).square()
@@ -207,26 +236,16 @@ def shrinkage(
 def _check_groups(risk: Risk) -> None:
     risk.require_separable("curvature_variance()")
     if risk.dropout != "off":
-        raise ValueError("curvature_variance() needs dropout='off', got 'fixed': masks belong to "
-                         "batches, not to samples")  # fmt: skip
+        # Masks belong to batches, not to samples.
+        raise ValueError("curvature_variance() needs dropout='off', got 'fixed'")
     if risk.sharing != "none" and world_size(risk.group) > 1:
-        raise ValueError(f"curvature_variance() needs all samples in one process, got a risk with "
-                         f"sharing={risk.sharing!r}: use 'none'")  # fmt: skip
+        raise ValueError(f"curvature_variance() needs sharing='none', got {risk.sharing!r}")
     if risk.num_samples < 2:
         raise ValueError(f"curvature_variance() needs at least 2 samples, got {risk.num_samples}")
 
 
-def _groups(risk: Risk, group_size: int, generator: torch.Generator) -> Risk:
-    """Return the risk whose batches are random disjoint groups of samples."""
-    count = risk.num_samples
-    order = torch.randperm(count, generator=generator, device=generator.device)
-    # Groups of one size, as the formula assumes: the rest is left out.
-    used = order[: count // group_size * group_size].to(risk.theta.device)
-    return risk.samples(used, batch_size=group_size)
-
-
-def _unit_probes(risk: Risk, count: int, probe: Probe, generator: torch.Generator) -> Tensor:
-    block = random_vectors(risk, count, generator, kind=probe)
+def _unit_probes(risk: Risk, count: int, generator: torch.Generator) -> Tensor:
+    block = random_vectors(risk, count, generator, kind="rademacher")
     return block.div_(block.norm(dim=0))
 
 
@@ -251,7 +270,7 @@ def _contrasts(
     cancellation (Welford). Over random groups they have one mean and are uncorrelated to first
     order.
     """
-    blocks, done = vectors.split(BLOCK, 1), 0
+    blocks, done = vectors.split(TUNING.block, 1), 0
     parts: list[Tensor] = []
     with tracking(progress, "curvature of groups", len(blocks) * groups.num_batches) as bar:
         for block in blocks:
@@ -269,38 +288,13 @@ def _contrasts(
     return torch.cat(parts, 1)
 
 
-def _estimate(
-    gaps: Tensor,
-    unseen: float,
-    groups: Risk,
-    count: int,
-    generator: torch.Generator,
-    *,
-    averaged: bool,
-) -> Estimate:
-    """Return the mean over contrasts ``(M - 1, k)`` and, if ``averaged``, over probes."""
-    samples = gaps.mean(0)
-    by_groups = stderr(gaps.mean(1) if averaged else gaps) * math.sqrt(unseen) if unseen else 0.0
-    size = groups.batch_sizes[0]
-    method = "single samples" if size == 1 else f"{groups.num_batches} random groups of {size}"
-    if (left := count - groups.num_samples) > 0:
-        method += f", {left} of {count} samples left out at random"
-    kind = "probes" if averaged else "directions"
-    status = Status(outcome="completed", message=f"{len(samples)} {kind}")
-    seed = generator.initial_seed() if averaged or size > 1 else None
-    make = Estimate.of if averaged else Estimate.exact
-    estimate = make(samples, method=method, num_products=len(samples), status=status, seed=seed)
-    # Probes and groups are independent sources of error.
-    return replace(estimate, stderr=estimate.stderr.hypot(torch.as_tensor(by_groups).double()))
-
-
 def _signal(
     risk: Risk, matrix: CurvatureMatrix, num_probes: int, generator: torch.Generator
 ) -> Estimate:
     r"""Estimate the squared distance :math:`\|H - m I\|_F^2` from the nearest multiple of I."""
     op = curvature_operator(risk, matrix)
     size = risk.space.size
-    block = _unit_probes(risk, num_probes, "rademacher", generator)
+    block = _unit_probes(risk, num_probes, generator)
     image = torch.cat([op.matmat(part) for part in block.split(op.block_size, 1)], 1)
     along, square = column_dots(block, image).cpu(), column_dots(image, image).cpu()
     # E |H v - m v|^2 = |H - m I|_F^2 / P for unit probes, and E v'Hv = m. To first order m may come
@@ -309,6 +303,10 @@ def _signal(
     samples = size * (square - 2 * m * along + m * m)
     # The square of a sampled mean is too large by its variance.
     bias = size * stderr(along).square()
-    estimate = Estimate.of(samples, method="mean of |H z - m z|^2", num_products=num_probes,
-                           seed=generator.initial_seed())  # fmt: skip
+    estimate = Estimate.of(
+        samples,
+        method="mean of |H z - m z|^2",
+        num_products=num_probes,
+        seed=generator.initial_seed(),
+    )
     return replace(estimate, mean=estimate.mean + bias)

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,6 +100,7 @@ def simple_eigenvalues(runs: Sequence[Spectrum]) -> Tensor:
         return torch.empty(len(runs), 0, dtype=torch.int64)
     angles = [_angles(run) for run in runs]
     simple = []
+    # Candidates are the converged values of the first run; every other run must confirm them.
     for index in (angles[0] <= TUNING.converged).nonzero()[:, 0].tolist():
         nearest = [int((run.values - first.values[index]).abs().argmin()) for run in others]
         places = [index, *nearest]
@@ -164,17 +166,16 @@ class SharpnessRow:
     Attributes:
         matrix: ``hessian`` or ``ggn``.
         batch_norm: Mode of batch norm; ``None`` for a model without batch norm.
-        spectral_norm: Largest :math:`|\theta_k|` of all probes, with the residual as truncation.
+        spectral_norm: Largest :math:`|\theta_k|` of all probes; its truncation is the residual.
         largest: The largest Ritz value.
         smallest: The smallest Ritz value.
         trace: :math:`\operatorname{tr} H`.
         mean_eigenvalue: :math:`\operatorname{tr} H / P`.
-        frobenius_norm: :math:`\|H\|_F`; its samples are those of the square. Never below the root
-            of a probe's sum of :math:`\theta_k^2`, a rigorous lower bound.
-        negative_mass: Fraction of eigenvalues that are below zero by more than roundoff and the
-            residuals of their Ritz values. Its truncation is the fraction that is zero within the
-            residuals, and may be negative.
-        degeneracy: Mass at the origin.
+        frobenius_norm: :math:`\|H\|_F`; its samples are squared norms. It is at least
+            :math:`(\sum_k \theta_k^2)^{1/2}` of each probe, a rigorous lower bound.
+        negative_mass: Fraction of eigenvalues that are certainly negative: below zero by more than
+            roundoff and residual. Its truncation is the fraction whose sign is not determined.
+        degeneracy: Fraction of eigenvalues near zero.
         num_products: Number of matrix-vector products.
         status: How the Lanczos runs ended.
     """
@@ -252,13 +253,13 @@ def sharpness(
 ) -> Sharpness:
     r"""Return spectral and Frobenius norm, trace, negative mass and rank degeneracy.
 
-    It measures the Hessian and the Gauss-Newton matrix, and a model with batch norm in both modes:
-    the two differ by orders of magnitude. All numbers of a row come from the same Lanczos runs with
-    Ritz values :math:`\theta_k` and weights :math:`\tau_k`: :math:`\operatorname{tr} H = P\,
-    \mathbb{E} \sum_k \tau_k \theta_k`, :math:`\|H\|_F^2 = P\, \mathbb{E} \sum_k \tau_k \theta_k^2`.
-    If the structure of the operator gives the trace, that value is used. Simple eigenvalues that
-    every probe has found are counted exactly and only the rest is sampled, since their weights
-    cause most of the variance between probes. All rows use the same start vectors.
+    By default both the Hessian and the Gauss-Newton matrix are measured, and a model with batch
+    norm in eval and in train mode. The results of the two modes can differ by orders of magnitude.
+    All numbers of a row come from the same Lanczos runs with Ritz values :math:`\theta_k` and
+    weights :math:`\tau_k`: :math:`\operatorname{tr} H = P\, \mathbb{E} \sum_k \tau_k \theta_k`,
+    :math:`\|H\|_F^2 = P\, \mathbb{E} \sum_k \tau_k \theta_k^2`. An exact trace is used if the
+    operator has one. Simple eigenvalues that all probes have found are counted exactly, which
+    reduces the variance. All rows use the same start vectors.
 
     Cost: ``num_steps * num_probes`` products per row, a gradient and a forward pass per mode, and
     the exact trace, if there is one (a backward pass for each output). Memory: ``num_steps + 4``
@@ -270,16 +271,15 @@ def sharpness(
         num_probes: Number ``d`` of random start vectors. The relative uncertainty of the standard
             error is about :math:`1 / \sqrt{2 (d - 1)}`; a single probe has no error bars.
         matrix: ``hessian``, ``ggn`` or a sequence of them.
-        batch_norm: Mode or modes. Defaults to both ``eval`` (or ``recomputed``, if the risk has
-            that mode) and ``train`` with the batches of the risk, whose size must be known then. A
-            model without batch norm has one row.
+        batch_norm: Mode or modes. Defaults to ``eval`` (``recomputed`` if the risk has that mode)
+            and ``train``. The mode ``train`` needs a risk whose batch size is known. A model
+            without batch norm has one row per matrix.
         block_size: Probes per block. Defaults to what suits the operator.
         engine: ``linearized`` (traced once), ``eager``, or ``auto``, which prefers the first.
-        state: File to resume from, and to save to. Finished parts are saved at once, running
-            Lanczos runs every ``save_interval`` seconds with the vectors of their block, in files
-            whose names begin with that of the state. The result is reproducible bit for bit (on the
-            CPU). A state of other weights, data or settings is refused. Small files stay when the
-            run ends.
+        state: File to resume from, and to save to every ``save_interval`` seconds; further files
+            have names that begin with its name. They are not deleted at the end. A resumed
+            computation gives the same result bit for bit (on the CPU). Raises ``ValueError`` if the
+            state belongs to other weights, data or settings.
         save_interval: Seconds between saves.
         generator: Source of the start vectors. Defaults to a new generator with seed 0.
         progress: Show progress bars, or a :class:`Progress` to report to.
@@ -311,8 +311,13 @@ def sharpness(
     parts = Parts(
         Journal(state, settings, interval=save_interval, group=risk.group, together=together)
     )
-    run = partial(lanczos_block, num_steps=num_steps, group=risk.group, save_interval=save_interval,
-                  progress=progress)  # fmt: skip
+    run = partial(
+        lanczos_block,
+        num_steps=num_steps,
+        group=risk.group,
+        save_interval=save_interval,
+        progress=progress,
+    )
     rows, summaries = [], {}
     for mode, centre in _modes(risk, batch_norm):
         summaries[mode or ""] = _summary(parts, centre, mode)
@@ -336,7 +341,7 @@ def _probes(count: int) -> str:
         return "one probe (no error bars)"
     # Relative standard deviation of a standard deviation of normal samples: 1 / sqrt(2 (d - 1)).
     share = (2 * (count - 1)) ** -0.5
-    return f"{count} probes (± a standard error, itself uncertain by {share:.0%})"
+    return f"{count} probes (± standard error, accurate to about {share:.0%})"
 
 
 def _modes(
@@ -347,7 +352,7 @@ def _modes(
     several = (running, "train") if chosen is None else chosen
     modes: Sequence[BatchNormMode] = (several,) if isinstance(several, str) else tuple(several)
     if not modes:
-        raise ValueError("batch_norm must hold at least one mode, got none")
+        raise ValueError("batch_norm must not be empty")
     for mode in modes:
         check_choice("batch_norm", mode, BATCH_NORM_MODES)
     if not batch_norms(risk.model):
@@ -380,16 +385,11 @@ def _row(
         against = None if index or start.shape[1] == 1 else start
         runs += parts.get(f"{name}-{index}", partial(run, op, start=block, against=against))
     # This is a part as well: an exact trace may cost as much as a run.
-    return parts.get(name, lambda state: _measure(op, runs, matrix, mode, seed))
+    labels = {"matrix": matrix, "batch_norm": mode}
+    return parts.get(name, lambda state: _measure(op, runs, seed, **labels))
 
 
-def _measure(
-    op: CurvatureOperator,
-    runs: list[Spectrum],
-    matrix: CurvatureMatrix,
-    mode: str | None,
-    seed: int,
-) -> SharpnessRow:
+def _measure(op: CurvatureOperator, runs: list[Spectrum], seed: int, **labels: Any) -> SharpnessRow:
     size, num_products = op.shape[0], sum(run.num_products for run in runs)
     samples, num_split = traces(runs, _FUNCTIONS)
     method = "Lanczos quadrature" + (f", {num_split} eigenvalues split off" if num_split else "")
@@ -403,13 +403,18 @@ def _measure(
         torch.cat([getattr(run, k) for run in runs]) for k in ("values", "residuals")
     )
     place = values.abs().argmax()
-    norm = Estimate.exact(values[place].abs(), method="Lanczos", num_products=num_products,
-                          truncation=residuals[place], status=first.status, seed=seed)  # fmt: skip
+    norm = Estimate.exact(
+        values[place].abs(),
+        method="Lanczos",
+        num_products=num_products,
+        truncation=residuals[place],
+        status=first.status,
+        seed=seed,
+    )
     # Some eigenvalues are zero within their residuals, and may be negative.
     undecided = (possible.mean - negative.mean) / size
     return SharpnessRow(
-        matrix=matrix,
-        batch_norm=mode,
+        **labels,
         spectral_norm=norm,
         largest=float(values.max()),
         smallest=float(values.min()),
@@ -417,7 +422,7 @@ def _measure(
         mean_eigenvalue=whole.scaled(1 / size),
         frobenius_norm=_root(second, max(map(least_frobenius_norm, runs))),
         negative_mass=replace(negative.scaled(1 / size), truncation=undecided),
-        degeneracy=rank_degeneracy(runs, matrix=matrix),
+        degeneracy=rank_degeneracy(runs, matrix=labels["matrix"]),
         num_products=num_products,
         status=min((run.status for run in runs), key=lambda status: status.outcome == "breakdown"),
     )
@@ -448,9 +453,9 @@ def _column(row: SharpnessRow, at: Summary) -> dict[str, str]:
         "trace": plain_estimate(row.trace),
         "mean eigenvalue": plain_estimate(row.mean_eigenvalue),
         "Frobenius norm": plain_estimate(row.frobenius_norm),
-        "negative mass": plain_estimate(row.negative_mass),
-        "  undecided": "" if undecided is None else f"{float(undecided):.2g}",
-        "mass at the origin": plain_estimate(mass),
+        "negative fraction": plain_estimate(row.negative_mass),
+        "  sign unknown": "" if undecided is None else f"{float(undecided):.2g}",
+        "fraction near zero": plain_estimate(mass),
         "  of which doubtful": f"{float(mass.truncation):.2g}",
         "  in the interval": f"[{low:.2g}, {high:.2g}]",
         "products": f"{row.num_products:,}",

@@ -1,12 +1,10 @@
 """Models by name: the registry, how a model is created, and its initial weights."""
 
-import difflib
 import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import singledispatch
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -28,10 +26,10 @@ def draw_weights(model: nn.Module, generator: torch.Generator) -> None:
 
     Convolutions are :math:`\mathcal{N}(0, 2 / n_\text{out})` with
     :math:`n_\text{out} = k_h k_w c_\text{out}` and zero biases (He et al., 2015). Linear layers and
-    their biases are uniform on :math:`\pm n_\text{in}^{-1/2}`, recurrent layers likewise with the
-    hidden size, embeddings uniform on :math:`\pm 0.1`. Norms are the identity. Numbers are drawn in
-    float32 on the device of the generator and then moved, so that the network depends on neither
-    device nor dtype.
+    their biases are uniform on :math:`\pm n_\text{in}^{-1/2}`, and so are recurrent layers, with
+    :math:`n_\text{in}` the hidden size. Embeddings are uniform on :math:`\pm 0.1`. Normalisation
+    layers start as the identity. Numbers are drawn in float32 on the device of the generator and
+    then moved, so that the network depends on neither device nor dtype.
     """
     for module in model.modules():
         draw_layer(module, generator)
@@ -49,10 +47,9 @@ def draw_by_fan_in(model: nn.Module, generator: torch.Generator) -> None:
 @singledispatch
 def draw_layer(module: nn.Module, generator: torch.Generator) -> None:
     """Fill the tensors of a layer, not of its children; an unknown layer with tensors raises."""
-    names = [name for name, _ in module.named_parameters(recurse=False)]
-    names += [name for name, _ in module.named_buffers(recurse=False)]
-    if names:
-        raise TypeError(f"no initial weights are known for {type(module).__name__}, with {names}")
+    tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    if names := [name for name, _ in tensors]:
+        raise TypeError(f"no initial weights are defined for {type(module).__name__}, with {names}")
 
 
 @draw_layer.register
@@ -136,19 +133,16 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 def check_image(input_shape: Shape, *, side: int = 1) -> tuple[int, int, int]:
     """Return ``(channels, height, width)``; raise unless the sides are large enough."""
-    if len(input_shape) != 3:
-        raise ValueError(f"input_shape must be (channels, height, width), got {tuple(input_shape)}")
-    channels, height, width = input_shape
-    if min(height, width) < side:
+    if len(input_shape) != 3 or min(input_shape[1:]) < side:
         raise ValueError(
-            f"input_shape must have sides of at least {side}, got {tuple(input_shape)}"
+            f"input_shape must be (channels, height, width) with sides of at least {side}, "
+            f"got {tuple(input_shape)}"
         )
+    channels, height, width = input_shape
     return channels, height, width
 
 
-def dropout_layer(
-    rate: float, kind: type[nn.Dropout] | type[nn.Dropout1d] = nn.Dropout
-) -> nn.Module:
+def dropout_layer(rate: float, kind: type[nn.Module] = nn.Dropout) -> nn.Module:
     """Return a dropout layer, or the identity for rate 0."""
     return kind(rate) if rate else nn.Identity()
 
@@ -162,28 +156,21 @@ Draw = Callable[[nn.Module, torch.Generator], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A builder, the options that the name fixes, other defaults, and the initial weights."""
+    """A builder, the options that the name fixes, and the initial weights."""
 
     build: Callable[..., nn.Module]
     fixed: Mapping[str, Any]
-    defaults: Mapping[str, Any]
     draw: Draw
 
 
 _MODELS: Registry[Entry] = Registry("model")
 
 
-def register(
-    name: str,
-    *,
-    draw: Draw = draw_weights,
-    defaults: Mapping[str, Any] = MappingProxyType({}),
-    **fixed: Any,
-) -> Callable[[Build], Build]:
-    """Decorator that registers a builder as ``name``, with fixed options and other defaults."""
+def register(name: str, *, draw: Draw = draw_weights, **fixed: Any) -> Callable[[Build], Build]:
+    """Decorator that registers a builder as ``name``, with fixed options."""
 
     def add(build: Build) -> Build:
-        _MODELS.register(name)(Entry(build=build, fixed=fixed, defaults=defaults, draw=draw))
+        _MODELS.register(name)(Entry(build=build, fixed=fixed, draw=draw))
         return build
 
     return add
@@ -196,10 +183,7 @@ def available() -> tuple[str, ...]:
 
 def options(name: str) -> tuple[str, ...]:
     """Return the names of the options that a model takes."""
-    return _options(_entry(name))
-
-
-def _options(entry: Entry) -> tuple[str, ...]:
+    entry = _MODELS.find(name)
     return tuple(key for key in inspect.signature(entry.build).parameters if key not in entry.fixed)
 
 
@@ -211,7 +195,7 @@ def create(
     generator: torch.Generator | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-    **options: Any,
+    **more: Any,
 ) -> nn.Module:
     """Return a new model, in train mode, with initial weights as published.
 
@@ -220,15 +204,16 @@ def create(
 
     Args:
         name: One of :func:`available`. Case, ``-`` and ``_`` are ignored.
-        num_classes: Number of outputs, or size of the vocabulary of a language model. Defaults to
-            that of the data which the model was published for.
+        num_classes: Number of outputs, or size of the vocabulary of a language model. The default
+            is that of the data of the paper, such as 100 for ``vgg16`` on CIFAR-100.
         input_shape: Shape of one sample: ``(channels, height, width)``, or ``(length,)`` for a
-            language model.
-        generator: Source of the initial weights.
+            language model. The default is that of the data of the paper.
+        generator: Source of the initial weights. Defaults to a new generator with seed 0, so that
+            repeated calls return the same weights.
         device: Device of the parameters. Defaults to torch's default device. On ``meta`` no
             weights are drawn.
-        dtype: Of the parameters. Defaults to torch's default.
-        **options: Options of the model; :func:`options` lists them.
+        dtype: Data type of the parameters. Defaults to torch's default.
+        **more: Options of the model; :func:`options` lists them.
 
     Example:
         >>> from ritz import models
@@ -236,26 +221,19 @@ def create(
         >>> sum(p.numel() for p in model.parameters())
         15291300
     """
-    entry = _entry(name)
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a string, got {type(name).__name__}")
+    entry = _MODELS.find(name)
     shape = {"num_classes": num_classes, "input_shape": input_shape}
-    chosen = {key: value for key, value in shape.items() if value is not None} | options
-    known = _options(entry)
-    for key in chosen:
-        if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {close[0]}? " if close else ""
-            raise TypeError(f"{name} takes no option {key!r}; {hint}it takes {', '.join(known)}")
+    chosen = {key: value for key, value in shape.items() if value is not None} | more
+    known = options(name)
+    if unknown := [key for key in chosen if key not in known]:
+        raise TypeError(f"{name} has no option {unknown[0]!r}; it has {', '.join(known)}")
     check_options(chosen)
     with torch.device("meta"):  # no weights are drawn by the constructors of torch
-        model = entry.build(**{**entry.defaults, **entry.fixed, **chosen}).to(dtype=dtype)
+        model = entry.build(**entry.fixed, **chosen).to(dtype=dtype)
     target = torch.get_default_device() if device is None else check_device(device)
     if target.type != "meta":
         model.to_empty(device=target)
         entry.draw(model, resolve_generator(generator))
     return model
-
-
-def _entry(name: str) -> Entry:
-    if not isinstance(name, str):
-        raise TypeError(f"name must be a string, got {type(name).__name__}")
-    return _MODELS.find(name)

@@ -30,7 +30,7 @@ def mlp(
     hidden: int | Sequence[int] = (100,),
     activation: str = "relu",
 ) -> nn.Sequential:
-    """A perceptron, by default with one hidden layer of 100 units.
+    """Multilayer perceptron, by default with one hidden layer of 100 units.
 
     ``logistic`` has none: softmax regression, with 7,850 parameters on MNIST. The 9,960 parameters
     of Granziol (2020), *Flatness is a false friend*, section 5, are those of ``hidden=(10, 100)``.
@@ -64,13 +64,13 @@ def lenet(
 ) -> nn.Sequential:
     """LeNet-5 with max pooling: 61,706 parameters on MNIST.
 
-    Two convolutions of 5 x 5, of which the first is padded (28 x 28 images are those of 32 x 32
-    without their margin), and three linear layers. Every map is connected to every map.
+    Two convolutions of 5 x 5 and three linear layers. The first convolution is padded, because
+    MNIST images of 28 x 28 lack the margin of the 32 x 32 images of the paper.
 
     Args:
         num_classes: Number of outputs.
         input_shape: ``(channels, height, width)``, sides of at least 12.
-        width: Number of maps of the first convolution; the second has 16/6 times as many.
+        width: Number of channels of the first convolution; the second has 16/6 times as many.
         hidden: Widths of the two hidden linear layers.
         activation: ``relu``, or ``tanh`` as in the paper.
 
@@ -98,13 +98,14 @@ def alexnet(
 ) -> nn.Sequential:
     """AlexNet cut to CIFAR: five convolutions and one linear layer, 2,472,266 parameters.
 
-    The convolutions and strides of Krizhevsky's network with one column, padded so that an image of
-    32 x 32 becomes one pixel, as in the code behind the baselines of Granziol et al. (2021), B.4.
+    The convolutions and strides of single-column AlexNet, padded so that an image of 32 x 32
+    becomes one pixel, as in the code of Granziol et al. (2021), B.4.
 
     Args:
         num_classes: Number of outputs.
         input_shape: ``(channels, height, width)``, sides of at least 29.
-        width: Number of maps of the first convolution; the others have 3, 6, 4 and 4 times as many.
+        width: Number of channels of the first convolution; the others have 3, 6, 4 and 4 times as
+            many.
 
     Reference: Krizhevsky et al. (2012), *ImageNet classification with deep convolutional neural
     networks*.
@@ -150,15 +151,15 @@ def allcnn(
     """All-CNN-C, nine convolutions: 1,387,108 parameters on CIFAR-100.
 
     The network of nine layers of Granziol (2020), *Flatness is a false friend*, section 5. It has
-    strides instead of pooling, and no linear layer: the logits are means over positions after a
-    last ReLU, as in the paper. Glorot weights and biases of 0.1 as in Deep Curvature and DeepOBS.
+    strides instead of pooling, and global average pooling after a final ReLU instead of a linear
+    layer, as in the paper. Glorot weights and biases of 0.1 as in Deep Curvature and DeepOBS.
 
     Args:
         num_classes: Number of outputs.
         input_shape: ``(channels, height, width)``, sides of at least 9.
-        width: Number of maps of the first three convolutions; the others have twice as many.
-        dropout: Dropout after each strided convolution.
-        input_dropout: Dropout of the pixels.
+        width: Number of channels of the first three convolutions; the others have twice as many.
+        dropout: Probability of dropout after each strided convolution.
+        input_dropout: Probability of dropout of the input.
 
     Reference: Springenberg et al. (2015), *Striving for simplicity: the all convolutional net*.
     """
@@ -181,7 +182,7 @@ def allcnn(
 # ------------------------------------------------------------------------------------------
 # VGG networks for CIFAR, with and without batch norm.
 
-# Number of convolutions before each pooling. The number of maps doubles with each stage, up to
+# Number of convolutions before each pooling. The number of channels doubles with each stage, up to
 # eight times the first.
 STAGES = {
     6: (1, 1, 1, 1, 1),
@@ -204,10 +205,10 @@ def vgg(
 ) -> nn.Sequential:
     """VGG for small images: 15,291,300 parameters for 16 layers and 100 classes.
 
-    This number (Granziol, thesis, 4.6.1) is without batch norm, with biases of the convolutions
-    and a head of two hidden layers of 512 and dropout. Batch norm follows every convolution and
-    adds 8,448. Names of parameters are those of the published CIFAR code (``features.0.weight``,
-    ``classifier.1.weight``).
+    This number (*Spectral Machine Learning*, 4.6.1) is without batch norm. The convolutions have
+    biases, and the head has two hidden layers of 512 and dropout. Batch norm follows every
+    convolution and adds 8,448. Names of parameters are those of the published CIFAR code
+    (``features.0.weight``, ``classifier.1.weight``).
 
     Args:
         depth: 11, 13, 16 or 19 as in the paper; 6 has one convolution before each pooling, named
@@ -215,9 +216,9 @@ def vgg(
         batch_norm: Add batch norm after the convolutions.
         num_classes: Number of outputs.
         input_shape: ``(channels, height, width)``, sides of at least 32.
-        width: Number of maps of the first convolution.
+        width: Number of channels of the first convolution.
         hidden: Width of the two hidden linear layers.
-        dropout: Dropout before each hidden linear layer.
+        dropout: Probability of dropout before each hidden linear layer.
 
     Reference: Simonyan and Zisserman (2015), *Very deep convolutional networks for large-scale
     image recognition*, Table 1.

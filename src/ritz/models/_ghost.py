@@ -1,6 +1,6 @@
 """Ghost batch norm: batch norm with the statistics of small groups of a batch."""
 
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -12,17 +12,9 @@ from ritz._core.checks import check_count
 class _GhostBatchNorm(_BatchNorm):
     # Comes before a batch norm of torch in the bases, which checks the number of dimensions.
 
-    def __init__(
-        self,
-        num_features: int,
-        size: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
-    ) -> None:
+    def __init__(self, num_features: int, size: int, *args: Any, **options: Any) -> None:
         check_count("size", size, low=2)
-        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        super().__init__(num_features, *args, **options)
         self.size = size
 
     def forward(self, input: Tensor) -> Tensor:
@@ -54,7 +46,7 @@ class GhostBatchNorm2d(_GhostBatchNorm, nn.BatchNorm2d):
     .. math:: m \leftarrow (1 - \eta) m + \eta \, \mu(B_g).
 
     In eval mode this is batch norm. The last group may be smaller. A single remaining sample, which
-    may have no variance, joins the group before.
+    may have no variance, joins the previous group.
 
     The class is a subclass of torch's batch norm and has the same state, so checkpoints of either
     load into the other. Where ritz recomputes running statistics, it uses whole batches.
@@ -72,11 +64,11 @@ class GhostBatchNorm2d(_GhostBatchNorm, nn.BatchNorm2d):
 
 
 def with_ghost_batch_norm(model: nn.Module, size: int) -> nn.Module:
-    """Turn the batch norms of a model into ghost batch norms, and return it.
+    """Turn the batch norms of a model into ghost batch norms in place, and return the model.
 
-    The model is changed in place. Layers, parameters and buffers stay the same objects under the
-    same names, so existing optimizers, averages and hooks remain valid. Ghost batch norms get the
-    new size.
+    Layers, parameters and buffers stay the same objects under the same names, so existing
+    optimizers, averages and hooks remain valid. Existing ghost batch norms are changed to the new
+    size.
 
     Args:
         model: Any module.
@@ -89,10 +81,8 @@ def with_ghost_batch_norm(model: nn.Module, size: int) -> nn.Module:
     ghosts = {nn.BatchNorm1d: GhostBatchNorm1d, nn.BatchNorm2d: GhostBatchNorm2d}
     for name, layer in norms:
         if type(layer) not in (*ghosts, *ghosts.values()):
-            raise TypeError(
-                f"model must have batch norms 1d or 2d, but {name or 'it'} is a "
-                f"{type(layer).__name__}"
-            )
+            kind = type(layer).__name__
+            raise TypeError(f"model must have batch norms 1d or 2d, but {name or 'it'} is a {kind}")
     for _, layer in norms:
         # A ghost batch norm has the state of a batch norm, and the size.
         layer.__class__ = ghosts.get(type(layer), type(layer))

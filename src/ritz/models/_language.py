@@ -2,6 +2,7 @@
 
 import warnings
 from contextlib import nullcontext
+from functools import partial
 from itertools import pairwise
 from typing import Any, final
 
@@ -35,10 +36,10 @@ class LSTMLanguageModel(nn.Module):
     their size, and the biases of the head are zero.
 
     Dropout is done by dropout layers only, so that ``Risk(..., dropout="fixed")`` fixes a mask per
-    batch in all four places: whole words (``embedding_drop``), the recurrent matrices
-    (``weight_drops``), and features, with one mask for all positions (``drops``). A forward hook on
-    ``drops[-1]`` receives the last activations before and after dropout, as ``(batch, features,
-    length)``, from which activation penalties are computed.
+    batch everywhere: for whole words (``embedding_drop``), for the recurrent matrices
+    (``weight_drops``), and for features, with one mask for all positions (``drops``). A forward
+    hook on ``drops[-1]`` receives the last activations before and after dropout, as ``(batch,
+    features, length)``: use it to add activation penalties to the loss.
 
     Args:
         num_classes: Number of words in the vocabulary.
@@ -47,12 +48,13 @@ class LSTMLanguageModel(nn.Module):
         hidden: Size of all layers but the last, which has ``width`` if the head is tied.
         depth: Number of layers.
         tied: Use the embedding as the matrix of the head (Inan et al., 2017).
-        dropout: Dropout of the features before the head, with one mask for all positions (Gal and
-            Ghahramani, 2016).
-        input_dropout: Likewise, of the embedded words.
-        hidden_dropout: Likewise, between layers.
-        embedding_dropout: Dropout of words, at all their positions.
-        weight_drop: Dropout of the entries of the recurrent matrices, once per sequence.
+        dropout: Probability of dropout of the features before the head, with one mask for all
+            positions (Gal and Ghahramani, 2016).
+        input_dropout: The same, for the embedded words.
+        hidden_dropout: The same, between layers.
+        embedding_dropout: Probability of dropout of a word, at all its positions.
+        weight_drop: Probability of dropout of the entries of the recurrent matrices, with one mask
+            per sequence.
 
     Reference: Merity et al. (2018), *Regularizing and optimizing LSTM language models*.
     """
@@ -84,7 +86,7 @@ class LSTMLanguageModel(nn.Module):
         self.weight_drops = nn.ModuleList(dropout_layer(weight_drop) for _ in range(depth))
 
     def forward(self, tokens: Tensor, state: State | None = None) -> Any:
-        """Logits ``(batch, vocabulary, length)`` of the next token.
+        """Logits ``(batch, vocabulary, length)`` of the next token, the axes of ``cross_entropy``.
 
         Args:
             tokens: ``(batch, length)``.
@@ -157,8 +159,7 @@ class Head(nn.Module):
 
 @draw_layer.register
 def _(module: Head, generator: torch.Generator) -> None:
-    if module.weight is not None:
-        uniform(module.weight, 0.1, generator)
+    uniform(module.weight, 0.1, generator)
     fill(module.bias, 0.0)
 
 
@@ -205,16 +206,12 @@ def draw_gpt(model: nn.Module, generator: torch.Generator) -> None:
             draw_layer(module, generator)
 
 
-GPT2 = {"num_classes": 50_257, "input_shape": (1024,), "width": 768, "depth": 12, "heads": 12}
-
-
 @register("gpt", draw=draw_gpt)
-@register("gpt2", draw=draw_gpt, defaults=GPT2)
 @final
 class GPT(nn.Module):
     """A decoder like GPT-2, by default six layers of 384; ``gpt2`` has 124,439,808 parameters.
 
-    Norms come first, the head is tied to the embedding, attention is
+    Blocks are pre-norm, the head is tied to the embedding, attention is
     ``scaled_dot_product_attention``, and initial weights are those of GPT-2.
 
     Args:
@@ -223,7 +220,7 @@ class GPT(nn.Module):
         width: Size of the embedding; a multiple of ``heads``.
         depth: Number of blocks.
         heads: Number of attention heads.
-        dropout: Dropout of the embedded tokens and of what a block adds; attention has none.
+        dropout: Probability of embedding and residual dropout. There is no attention dropout.
 
     Reference: Radford et al. (2019), *Language models are unsupervised multitask learners*.
     """
@@ -243,12 +240,10 @@ class GPT(nn.Module):
             raise ValueError(f"input_shape must be (length,), got {tuple(input_shape)}")
         if width % heads:
             raise ValueError(f"width must be a multiple of heads ({heads}), got {width}")
-        self.tokens, self.places = (
-            nn.Embedding(num_classes, width),
-            nn.Embedding(*input_shape, width),
-        )
+        self.tokens = nn.Embedding(num_classes, width)
+        self.places = nn.Embedding(*input_shape, width)
         self.drop = dropout_layer(dropout)
-        self.blocks = nn.ModuleList(DecoderBlock(width, heads, dropout) for _ in range(depth))
+        self.blocks = nn.Sequential(*(DecoderBlock(width, heads, dropout) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -257,7 +252,10 @@ class GPT(nn.Module):
         The head is the embedding of the tokens, transposed.
         """
         places = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.drop(self.tokens(tokens) + self.places(places))
-        for block in self.blocks:
-            x = block(x)
+        x = self.blocks(self.drop(self.tokens(tokens) + self.places(places)))
         return functional.linear(self.norm(x), self.tokens.weight).transpose(1, 2)
+
+
+register("gpt2", draw=draw_gpt)(
+    partial(GPT, num_classes=50_257, input_shape=(1024,), width=768, depth=12, heads=12)
+)

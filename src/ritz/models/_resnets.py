@@ -59,15 +59,12 @@ class Residual(nn.Module):
         self.pre, self.name, path = pre, name, []
         for number, layer in enumerate(convolutions, 1):
             conv, norm = f"conv{number}", f"bn{number}"
+            maps = layer.in_channels if pre else layer.out_channels
+            modules: dict[str, nn.Module] = {conv: layer, norm: nn.BatchNorm2d(maps)}
             # The order of registration is that of the published code: weights are drawn in it.
-            if pre:
-                self.add_module(norm, nn.BatchNorm2d(layer.in_channels))
-                self.add_module(conv, layer)
-                path += [norm, "relu", conv]
-            else:
-                self.add_module(conv, layer)
-                self.add_module(norm, nn.BatchNorm2d(layer.out_channels))
-                path += [conv, norm, "relu"]
+            for key in (norm, conv) if pre else (conv, norm):
+                self.add_module(key, modules[key])
+            path += [norm, "relu", conv] if pre else [conv, norm, "relu"]
             if number == 1 and dropout is not None:
                 self.add_module("dropout", dropout_layer(dropout))
                 path.append("dropout")
@@ -85,7 +82,7 @@ class Residual(nn.Module):
 
 @final
 class Subsample(nn.Module):
-    """The shortcut without parameters (option A): every other pixel, and maps of zeros."""
+    """The shortcut without parameters (option A): every other pixel, and channels of zeros."""
 
     def __init__(self, extra: int, stride: int) -> None:
         super().__init__()
@@ -93,7 +90,7 @@ class Subsample(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(n, c, h, w)`` to ``(n, c + extra, h / stride, w / stride)``."""
-        # The missing maps are zeros, half of them before and half behind the others.
+        # The missing channels are zeros, half of them before and half behind the others.
         near = x[:, :, :: self.stride, :: self.stride]
         return functional.pad(near, (0, 0, 0, 0, self.extra // 2, self.extra - self.extra // 2))
 
@@ -151,8 +148,7 @@ def wide(channels: int, width: int, stride: int, *, dropout: float) -> Residual:
 
 def stem(channels: int, width: int, kernel: int = 3, stride: int = 1) -> dict[str, nn.Module]:
     """Return the first convolution and its norm, by name."""
-    first = convolution(channels, width, kernel, stride)
-    return {"conv1": first, "bn1": nn.BatchNorm2d(width)}
+    return {"conv1": convolution(channels, width, kernel, stride), "bn1": nn.BatchNorm2d(width)}
 
 
 @final
@@ -220,13 +216,13 @@ def cifar_resnet(
     """ResNet for CIFAR, shortcuts without parameters: 658,586 parameters at 44 layers, 10 classes.
 
     ``resnet44x2`` has twice the filters (Wen et al., 2020, *Covariance noise*, 5.1). Initial
-    weights follow He et al. (2015) by fan-out.
+    weights are Kaiming normal by fan-out (He et al., 2015).
 
     Args:
-        depth: 6 n + 2.
+        depth: Number of layers, 6 n + 2.
         num_classes: Number of outputs.
         input_shape: ``(channels, height, width)``.
-        width: Number of maps in the first stage.
+        width: Number of channels in the first stage.
 
     Reference: He et al. (2016), *Deep residual learning for image recognition*, 4.2.
     """
@@ -244,13 +240,14 @@ def image_resnet(
     """ResNet for ImageNet: 11,689,512 parameters with 18 layers, 25,557,032 with 50.
 
     The stride of a bottleneck is on its 3 x 3 convolution. Names of parameters are those of
-    torchvision, so its weights load. Initial weights follow He et al. (2015) by fan-out.
+    torchvision, so its weights load. Initial weights are Kaiming normal by fan-out (He et al.,
+    2015).
 
     Args:
         depth: 18 or 50.
         num_classes: Number of outputs.
         input_shape: ``(channels, height, width)``.
-        width: Number of maps of the first convolution.
+        width: Number of channels of the first convolution.
 
     Reference: He et al. (2016), *Deep residual learning for image recognition*, Table 1.
     """
@@ -282,16 +279,16 @@ def preresnet(
 ) -> ResNet:
     """Preactivated ResNet for CIFAR: 1,726,388 parameters with 164 layers and 100 classes.
 
-    Initial weights follow He et al. (2015) by fan-out.
+    Initial weights are Kaiming normal by fan-out (He et al., 2015).
 
     Args:
-        depth: 9 n + 2 layers of bottlenecks, 6 n + 2 of basic blocks.
+        depth: Number of layers: 9 n + 2 with bottlenecks, 6 n + 2 with basic blocks.
         num_classes: Number of outputs.
         input_shape: ``(channels, height, width)``.
-        width: Number of maps of the first convolution.
+        width: Number of channels of the first convolution.
         block: ``bottleneck``, ``basic``, or ``auto``, which is bottlenecks from 44 layers on, as in
-            the code behind Granziol et al. (2021). In the paper of He et al. the network of 110
-            layers has basic blocks.
+            the code of Granziol et al. (2021). The network of 110 layers of He et al. has
+            ``block="basic"``.
 
     Reference: He et al. (2016), *Identity mappings in deep residual networks*.
     """
@@ -320,17 +317,18 @@ def wideresnet(
 ) -> ResNet:
     """WideResNet: 36,546,980 parameters with 28 layers, ten times as wide, and 100 classes.
 
-    This number includes biases of the convolutions, as in the code behind Granziol et al. (2021);
+    This number includes biases of the convolutions, as in the code of Granziol et al. (2021);
     without them it is 36,536,884 as in the paper. The stride is on the second convolution of a
-    block. Initial weights follow He et al. (2015) by fan-out, as in the code of the authors.
+    block. Initial weights are Kaiming normal by fan-out (He et al., 2015), as in the code of
+    the authors.
 
     Args:
-        depth: 6 n + 4.
+        depth: Number of layers, 6 n + 4.
         factor: Width relative to a ResNet.
         num_classes: Number of outputs.
         input_shape: ``(channels, height, width)``.
-        width: Number of maps of the first convolution, and of the first stage before widening.
-        dropout: Dropout between the convolutions of a block.
+        width: Number of channels of the first convolution, and of the first stage before widening.
+        dropout: Probability of dropout between the convolutions of a block.
 
     Reference: Zagoruyko and Komodakis (2016), *Wide residual networks*.
     """
@@ -363,16 +361,17 @@ def resnext29(
     breadth: int = 64,
     width: int = 64,
 ) -> ResNet:
-    """ResNeXt-29 (8 x 64d): 34.4 million parameters (34,518,948 for 100 classes).
+    """ResNeXt-29 (8 x 64d): 34,518,948 parameters for 100 classes, 34.4 million for 10.
 
-    Initial weights follow He et al. (2015) by fan-out, and by fan-in in the linear layer.
+    Initial weights are Kaiming normal (He et al., 2015), by fan-out, and by fan-in in the linear
+    layer.
 
     Args:
         num_classes: Number of outputs.
         input_shape: ``(channels, height, width)``.
-        groups: Cardinality.
-        breadth: Number of maps per group in the first stage.
-        width: Number of maps of the first convolution; stages have 4, 8 and 16 times as many.
+        groups: Number of groups of the convolutions (cardinality).
+        breadth: Number of channels per group in the first stage.
+        width: Number of channels of the first convolution; stages have 4, 8 and 16 times as many.
 
     Reference: Xie et al. (2017), *Aggregated residual transformations for deep neural networks*,
     5.3.
@@ -380,7 +379,7 @@ def resnext29(
     channels, _, _ = check_image(input_shape)
 
     def block(channels: int, maps: int, stride: int) -> Residual:
-        # Groups keep their number and double their breadth with each stage, as maps do.
+        # Groups keep their number and double their breadth with each stage, as channels do.
         inner = groups * breadth * maps // (4 * width)
         return bottleneck(channels, inner, stride, maps=maps, groups=groups, name="shortcut")
 

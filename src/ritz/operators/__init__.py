@@ -1,4 +1,4 @@
-"""Symmetric matrices as products with blocks of vectors."""
+"""Symmetric matrices, represented by their matrix-vector products."""
 
 from ritz.operators._base import (
     DeflatedOperator,

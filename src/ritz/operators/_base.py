@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, final
 
 import numpy as np
@@ -18,27 +18,31 @@ from ritz._core.random import probes, resolve_generator
 class LinearOperator(ABC):
     """A real symmetric matrix ``(n, n)``, represented by its products with blocks ``(n, k)``.
 
+    A block is a tensor whose ``k`` columns are vectors that are multiplied at once.
     A subclass calls ``super().__init__`` and implements ``_matmat``, which receives a block of the
     right shape, dtype and device with at least one column. It must not change the block, and must
-    return a new tensor.
+    return a new tensor. It may set ``_detail``, a text for ``repr``.
 
     Attributes:
         shape: ``(n, n)``.
-        dtype: Of the operator, and of the blocks it takes and returns.
-        device: Likewise.
+        dtype: Data type of the operator and of its blocks.
+        device: Device of the operator and of its blocks.
         block_size: Number of columns at which a product is cheapest per column.
-        origin: Facts about the matrix that results record: ``matrix``, such as ``hessian`` or
+        origin: Metadata that is copied into results: ``matrix``, such as ``hessian`` or
             ``laplacian``, and ``batch_norm``, the mode of batch norm of the network.
+
+    Example:
+        >>> class Identity(LinearOperator):
+        ...     def _matmat(self, block):
+        ...         return block.clone()
+        >>> Identity(3, dtype=torch.float32, device="cpu") @ torch.ones(3)
+        tensor([1., 1., 1.])
     """
 
+    _detail = ""
+
     def __init__(
-        self,
-        n: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        block_size: int = 8,
-        origin: Mapping[str, str] | None = None,
+        self, n: int, *, dtype: torch.dtype, device: torch.device | str, block_size: int = 8
     ) -> None:
         if n < 1:
             raise ValueError(f"an operator must have at least one row, got {n}")
@@ -47,11 +51,9 @@ class LinearOperator(ABC):
                 f"an operator must be made of torch tensors, got {dtype!r}: see ritz.as_operator"
             )
         check_real_floating("an operator", dtype)
-        self.shape = (n, n)
-        self.dtype = dtype
-        self.device = torch.device(device)
+        self.shape, self.dtype, self.device = (n, n), dtype, torch.device(device)
         self.block_size = block_size
-        self.origin = dict(origin or {})
+        self.origin: dict[str, str] = {}
 
     @abstractmethod
     def _matmat(self, block: Tensor) -> Tensor:
@@ -82,7 +84,7 @@ class LinearOperator(ABC):
         size = n * n * self.dtype.itemsize
         if size > max_bytes:
             raise ValueError(
-                f"dense() would write {size / 2**30:.1f} GiB; pass max_bytes={size} to allow it"
+                f"dense() would allocate {size / 2**30:.1f} GiB; pass max_bytes={size} to allow it"
             )
         # A = A I, in blocks of 256 columns of the identity.
         matrix = torch.empty(n, n, dtype=self.dtype, device=self.device)
@@ -100,12 +102,9 @@ class LinearOperator(ABC):
             block = torch.tensor(array, dtype=self.dtype, device=self.device)
             return self.matmat(block).cpu().numpy()
 
-        def matvec(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-            return matmat(array.reshape(-1))
-
         dtype = torch.empty(0, dtype=self.dtype).numpy().dtype
         # A' = A, so products from the left are the same functions.
-        products = {"matvec": matvec, "rmatvec": matvec, "matmat": matmat, "rmatmat": matmat}
+        products = dict.fromkeys(("matvec", "rmatvec", "matmat", "rmatmat"), matmat)
         return ScipyOperator(shape=self.shape, dtype=dtype, **products)
 
     def __add__(self, other: "LinearOperator") -> "SumOperator":
@@ -124,12 +123,8 @@ class LinearOperator(ABC):
 
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        parts = [f"{self.shape[0]:,} x {self.shape[1]:,}", dtype, str(self.device), self._detail()]
+        parts = [f"{self.shape[0]:,} x {self.shape[1]:,}", dtype, str(self.device), self._detail]
         return f"{type(self).__name__}({', '.join(filter(None, parts))})"
-
-    def _detail(self) -> str:
-        """Text that a subclass adds to its ``repr``, such as the number of stored entries."""
-        return ""
 
 
 def check_symmetric(
@@ -137,8 +132,8 @@ def check_symmetric(
 ) -> None:
     r"""Raise unless :math:`u^\top A v = v^\top A u` for two random vectors; two products.
 
-    A matrix whose antisymmetric part has the relative size ``rtol`` (root of machine precision by
-    default) raises with near certainty, at the price of one block product.
+    Detects an antisymmetric part of relative size ``rtol`` with high probability. ``rtol`` defaults
+    to the square root of machine precision. Costs one product with two vectors.
     """
     n = op.shape[0]
     generator = resolve_generator(generator)
@@ -154,8 +149,8 @@ def check_symmetric(
     allowed = rtol * scale / n**0.5 + n * torch.finfo(op.dtype).tiny / peak  # underflow
     if not is_below(gap, allowed):
         raise ValueError(
-            f"{op!r} must be symmetric: u'Av and v'Au differ by {peak * gap:.2g} "
-            f"where roundoff would leave {peak * allowed:.1g}"
+            f"{op!r} must be symmetric, but u'Av and v'Au differ by {peak * gap:.2g} (tolerance "
+            f"{peak * allowed:.1g})"
         )
 
 
@@ -172,6 +167,7 @@ class SumOperator(LinearOperator):
         width = min(term.block_size for term in terms)
         super().__init__(first.shape[0], dtype=first.dtype, device=first.device, block_size=width)
         self.terms = terms
+        self._detail = " + ".join(type(term).__name__ for term in terms)
 
     def _matmat(self, block: Tensor) -> Tensor:
         # Not in place: a user-defined operator may return a tensor that it still uses.
@@ -180,44 +176,44 @@ class SumOperator(LinearOperator):
             total = total + term.matmat(block)
         return total
 
-    def _detail(self) -> str:
-        return " + ".join(type(term).__name__ for term in self.terms)
+
+class WrappingOperator(LinearOperator):
+    """An operator made of one other operator, ``op``, with its dtype, device and block size."""
+
+    def __init__(self, op: LinearOperator, detail: str, *, n: int | None = None) -> None:
+        n = op.shape[0] if n is None else n
+        super().__init__(n, dtype=op.dtype, device=op.device, block_size=op.block_size)
+        self.op, self._detail = op, detail
 
 
 @final
-class ScaledOperator(LinearOperator):
+class ScaledOperator(WrappingOperator):
     r"""The multiple :math:`c A`."""
 
     def __init__(self, op: LinearOperator, factor: float) -> None:
         _check_number("factor", factor)
-        super().__init__(op.shape[0], dtype=op.dtype, device=op.device, block_size=op.block_size)
-        self.op, self.factor = op, float(factor)
+        super().__init__(op, f"{factor:g} * {type(op).__name__}")
+        self.factor = float(factor)
 
     def _matmat(self, block: Tensor) -> Tensor:
         return self.op.matmat(block) * self.factor
 
-    def _detail(self) -> str:
-        return f"{self.factor:g} * {type(self.op).__name__}"
-
 
 @final
-class ShiftedOperator(LinearOperator):
+class ShiftedOperator(WrappingOperator):
     r"""The shift :math:`A + \mu I`."""
 
     def __init__(self, op: LinearOperator, shift: float) -> None:
         _check_number("shift", shift)
-        super().__init__(op.shape[0], dtype=op.dtype, device=op.device, block_size=op.block_size)
-        self.op, self.shift = op, float(shift)
+        super().__init__(op, f"{type(op).__name__} {shift:+g} I")
+        self.shift = float(shift)
 
     def _matmat(self, block: Tensor) -> Tensor:
         return torch.add(self.op.matmat(block), block, alpha=self.shift)
 
-    def _detail(self) -> str:
-        return f"{type(self.op).__name__} {self.shift:+g} I"
-
 
 @final
-class DeflatedOperator(LinearOperator):
+class DeflatedOperator(WrappingOperator):
     r"""The projection :math:`(I - Q Q^\top) A (I - Q Q^\top)`: ``A`` with a subspace removed.
 
     Args:
@@ -227,10 +223,11 @@ class DeflatedOperator(LinearOperator):
 
     def __init__(self, op: LinearOperator, vectors: Tensor) -> None:
         check_tensor("vectors", vectors, dtype=op.dtype, device=op.device, rows=op.shape[0])
-        super().__init__(op.shape[0], dtype=op.dtype, device=op.device, block_size=op.block_size)
-        self.op, self.vectors = op, (vectors if vectors.ndim == 2 else vectors[:, None]).detach()
+        self.vectors = vectors.detach().reshape(op.shape[0], -1)
+        super().__init__(op, f"{type(op).__name__} without {self.vectors.shape[1]} directions")
         gram = self.vectors.double().T @ self.vectors.double()
         error = float((gram - torch.eye(len(gram)).to(gram)).abs().max())
+        # Q'Q = I must hold to half the digits of the dtype.
         if not is_below(error, torch.finfo(op.dtype).eps ** 0.5):
             raise ValueError(f"vectors must have orthonormal columns, got |Q'Q - I| = {error:.2g}")
 
@@ -238,14 +235,12 @@ class DeflatedOperator(LinearOperator):
         return self._project(self.op.matmat(self._project(block)))
 
     def _project(self, block: Tensor) -> Tensor:
+        # (I - Q Q') B, associated so that Q Q', (n, n), is not formed.
         return block - self.vectors @ (self.vectors.T @ block)
-
-    def _detail(self) -> str:
-        return f"{type(self.op).__name__} without {self.vectors.shape[1]} directions"
 
 
 @final
-class RestrictedOperator(LinearOperator):
+class RestrictedOperator(WrappingOperator):
     r"""The principal submatrix :math:`A_{SS}` on a subset of coordinates.
 
     Args:
@@ -254,7 +249,7 @@ class RestrictedOperator(LinearOperator):
     """
 
     def __init__(self, op: LinearOperator, indices: Tensor) -> None:
-        indices = torch.as_tensor(indices, device=op.device)
+        self.indices = indices = torch.as_tensor(indices, device=op.device)
         if indices.ndim != 1 or indices.dtype.is_floating_point or indices.dtype == torch.bool:
             raise TypeError(
                 f"indices must be a vector of integers, got {indices.dtype} {tuple(indices.shape)}"
@@ -263,8 +258,7 @@ class RestrictedOperator(LinearOperator):
             check_range("indices", int(end), low=0, high=op.shape[0] - 1)
         if len(indices.unique()) != len(indices):
             raise ValueError("indices must be distinct, got repeated ones")
-        super().__init__(len(indices), dtype=op.dtype, device=op.device, block_size=op.block_size)
-        self.op, self.indices = op, indices
+        super().__init__(op, f"{len(indices):,} coordinates of {type(op).__name__}", n=len(indices))
 
     def _matmat(self, block: Tensor) -> Tensor:
         # A_SS = P A P', where P' embeds the coordinates S among zeros.
@@ -272,12 +266,9 @@ class RestrictedOperator(LinearOperator):
         embedded[self.indices] = block
         return self.op.matmat(embedded)[self.indices]
 
-    def _detail(self) -> str:
-        return f"{len(self.indices):,} coordinates of {type(self.op).__name__}"
-
 
 @final
-class ShardedOperator(LinearOperator):
+class ShardedOperator(WrappingOperator):
     r"""The sum :math:`\sum_r A_r` over processes, each of which has its own :math:`A_r`.
 
     All processes pass the same block and get the same product, by one all-reduce. Parts are summed,
@@ -285,20 +276,17 @@ class ShardedOperator(LinearOperator):
 
     Args:
         op: :math:`A_r` of this process.
-        group: The processes. Defaults to all of them, or to one without torch.distributed.
+        group: The processes. Defaults to all of them.
     """
 
     def __init__(self, op: LinearOperator, *, group: Group | None = None) -> None:
-        super().__init__(op.shape[0], dtype=op.dtype, device=op.device, block_size=op.block_size)
-        self.op, self.group = op, group
+        super().__init__(op, f"sum over {world_size(group)} processes of {type(op).__name__}")
+        self.group = group
 
     def _matmat(self, block: Tensor) -> Tensor:
         # A copy, since the sum is in place and the local operator may still use its result.
         product = self.op.matmat(block).clone(memory_format=torch.contiguous_format)
         return all_sum(product, self.group)
-
-    def _detail(self) -> str:
-        return f"sum over {world_size(self.group)} processes of {type(self.op).__name__}"
 
 
 def check_alike(name: str, ops: Sequence[LinearOperator], *, shape: bool = False) -> LinearOperator:
@@ -310,7 +298,7 @@ def check_alike(name: str, ops: Sequence[LinearOperator], *, shape: bool = False
         alike = (op.dtype, op.device) == (first.dtype, first.device)
         if not alike or (shape and op.shape != first.shape):
             kinds = "shape, dtype and device" if shape else "dtype and device"
-            raise ValueError(f"{name} must agree in {kinds}: {first!r}, {op!r}")
+            raise ValueError(f"{name} must agree in {kinds}, got {first!r} and {op!r}")
     return first
 
 

@@ -4,8 +4,8 @@
 ``exact.register(MyOperator)(lambda op, quantity: Exact.of(op.entries, quantity))``.
 """
 
-import math
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable
 from functools import singledispatch
 from typing import Any, Literal, NamedTuple
 
@@ -65,20 +65,18 @@ def exact(op: LinearOperator, quantity: Quantity) -> Exact:
 def gershgorin(op: LinearOperator) -> tuple[float, float] | None:
     r"""Return :math:`\min_i (a_{ii} - r_i), \max_i (a_{ii} + r_i)`, or ``None`` if not explicit.
 
-    :math:`r_i = \sum_{j \ne i} |a_{ij}|`: every eigenvalue lies between the two. Where as much is
-    known with closer ends, as for the normalised matrices of a graph, it is these.
+    :math:`r_i = \sum_{j \ne i} |a_{ij}|`: every eigenvalue lies between the two. If a smaller
+    interval is known, such as [0, 2] for the normalised Laplacian, that interval is returned.
     """
     return None
 
 
-@exact.register
-def _(op: DenseOperator, quantity: Quantity) -> Exact:
-    return Exact.of(op.matrix.diagonal().clone(), quantity)
+# ------------------------------------------------------------------------------------------
+# Diagonals and traces.
 
-
-@exact.register
-def _(op: SparseOperator, quantity: Quantity) -> Exact:
-    return Exact.of(op.rows.diagonal(), quantity)
+exact.register(DenseOperator)(lambda op, quantity: Exact.of(op.matrix.diagonal().clone(), quantity))
+exact.register(SparseOperator)(lambda op, quantity: Exact.of(op.rows.diagonal(), quantity))
+exact.register(DiagonalOperator)(lambda op, quantity: Exact.of(op.entries.clone(), quantity))
 
 
 @exact.register
@@ -98,43 +96,16 @@ def _(op: LaplacianOperator, quantity: Quantity) -> Exact:
 
 
 @exact.register
-def _(op: DiagonalOperator, quantity: Quantity) -> Exact:
-    return Exact.of(op.entries.clone(), quantity)
-
-
-@exact.register
 def _(op: LowRankOperator, quantity: Quantity) -> Exact:
     # (U S U' + D)_ii = sum_r s_r u_ir^2 + d_i
-    return Exact.of(
-        torch.einsum("nr,r,nr->n", op.factors, op.scales, op.factors) + op.entries, quantity
-    )
+    squares = torch.einsum("nr,r,nr->n", op.factors, op.scales, op.factors)
+    return Exact.of(squares + op.entries, quantity)
 
 
 @exact.register
 def _(op: KernelOperator, quantity: Quantity) -> Exact:
-    # A stationary kernel is constant on the diagonal.
-    value = op.outputscale + op.noise
-    return Exact.of(torch.full((op.shape[0],), value, dtype=op.dtype, device=op.device), quantity)
-
-
-@exact.register
-def _(op: KroneckerOperator, quantity: Quantity) -> Exact:
-    # tr (A (x) B) = tr A tr B
-    if quantity == "trace":
-        return _combine([op.left, op.right], quantity, math.prod)
-    return _combine([op.left, op.right], quantity, lambda parts: torch.kron(*parts))
-
-
-@exact.register
-def _(op: ScaledOperator, quantity: Quantity) -> Exact:
-    return _combine([op.op], quantity, lambda parts: op.factor * parts[0])
-
-
-@exact.register
-def _(op: ShiftedOperator, quantity: Quantity) -> Exact:
-    # tr (A + s I) = tr A + n s
-    shift = op.shift * (op.shape[0] if quantity == "trace" else 1)
-    return _combine([op.op], quantity, lambda parts: parts[0] + shift)
+    # A stationary kernel is constant on the diagonal: k(x, x) = k(0).
+    return Exact.of(op.points.new_full(op.shape[:1], op.outputscale + op.noise), quantity)
 
 
 @exact.register
@@ -146,23 +117,46 @@ def _(op: RestrictedOperator, quantity: Quantity) -> Exact:
 
 
 @exact.register
+def _(op: KroneckerOperator, quantity: Quantity) -> Exact:
+    # tr (A (x) B) = tr A tr B, and diag (A (x) B) = diag A (x) diag B
+    return _combine(
+        quantity, operator.mul if quantity == "trace" else torch.kron, op.left, op.right
+    )
+
+
+@exact.register
+def _(op: ScaledOperator, quantity: Quantity) -> Exact:
+    return _combine(quantity, lambda value: op.factor * value, op.op)
+
+
+@exact.register
+def _(op: ShiftedOperator, quantity: Quantity) -> Exact:
+    # tr (A + s I) = tr A + n s
+    shift = op.shift * (op.shape[0] if quantity == "trace" else 1)
+    return _combine(quantity, lambda value: value + shift, op.op)
+
+
+@exact.register
 def _(op: SumOperator, quantity: Quantity) -> Exact:
-    return _combine(op.terms, quantity, sum)
+    return _combine(quantity, lambda *values: sum(values), *op.terms)
 
 
 @exact.register
 def _(op: BlockDiagonalOperator, quantity: Quantity) -> Exact:
-    return _combine(op.ops, quantity, sum if quantity == "trace" else torch.cat)
+    join = sum if quantity == "trace" else torch.cat
+    return _combine(quantity, lambda *values: join(values), *op.ops)
 
 
-def _combine(
-    ops: Sequence[LinearOperator], quantity: Quantity, rule: Callable[[list[Any]], Any]
-) -> Exact:
+def _combine(quantity: Quantity, rule: Callable[..., Any], *ops: LinearOperator) -> Exact:
     """Apply a rule to the values of several operators; nothing is known if one is missing."""
     parts = [exact(op, quantity) for op in ops]
     missing = [part for part in parts if part.value is None]
     notes = "; ".join(dict.fromkeys(part.note for part in missing or parts if part.note))
-    return Exact(None if missing else rule([part.value for part in parts]), notes)
+    return Exact(None if missing else rule(*(part.value for part in parts)), notes)
+
+
+# ------------------------------------------------------------------------------------------
+# Gershgorin discs: every eigenvalue lies in one of the intervals [a_ii - r_i, a_ii + r_i].
 
 
 @gershgorin.register
@@ -183,9 +177,12 @@ def _(op: LaplacianOperator) -> tuple[float, float] | None:
         return -1.0, 1.0
     loops, d = op.rows.diagonal().double(), op.degrees
     if op.matrix == "laplacian":
+        # a_ii = r_i = d_i - w_ii
         return 0.0, float(2 * (d - loops).max())
+    # a_ii = w_ii and r_i = d_i - w_ii
     low, high = float((2 * loops - d).min()), float(d.max())
-    if op.matrix == "modularity":  # less a matrix of rank one with this eigenvalue
+    if op.matrix == "modularity":
+        # d d' / sum(d), which is subtracted, has the eigenvalues 0 and d'd / sum(d).
         low -= float(d.square().sum()) / (op.total or 1.0)
     return low, high
 

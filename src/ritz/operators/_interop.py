@@ -14,7 +14,6 @@ import torch
 from scipy.sparse.linalg import LinearOperator as ScipyOperator
 from torch import Tensor
 
-from ritz._core.params import ParamSpace
 from ritz.operators._base import LinearOperator
 from ritz.operators._laplacian import is_networkx
 from ritz.operators._sparse import SparseOperator
@@ -34,11 +33,16 @@ class FunctionOperator(LinearOperator):
     Args:
         function: Takes a block ``(n, k)`` and returns the product ``(n, k)``. With
             ``columnwise`` it takes and returns a vector ``(n,)``.
-        n: Order of the matrix.
-        dtype: Of the blocks.
-        device: Of the blocks.
-        columnwise: Whether the function takes single vectors only.
+        n: Number of rows of the matrix.
+        dtype: Data type of the blocks. Defaults to ``torch.float32``.
+        device: Device of the blocks. Defaults to the CPU.
+        columnwise: The function takes one vector at a time. Defaults to ``False``.
         name: Name in ``repr``. Defaults to the name of the function.
+
+    Example:
+        >>> op = FunctionOperator(lambda block: 2 * block, n=3)
+        >>> op @ torch.ones(3)
+        tensor([2., 2., 2.])
     """
 
     def __init__(
@@ -53,21 +57,8 @@ class FunctionOperator(LinearOperator):
     ) -> None:
         super().__init__(n, dtype=dtype, device=device)
         self.function, self.columnwise = function, columnwise
-        self.name = _name(function) if name is None else name
-
-    @classmethod
-    def on_params(
-        cls, function: Callable[[dict[str, Tensor]], dict[str, Tensor]], space: ParamSpace
-    ) -> "FunctionOperator":
-        """Return the operator of a product on named tensors, such as parameters of a model."""
-        return cls(
-            lambda vector: space.flatten(function(space.unflatten(vector))),
-            n=space.size,
-            dtype=space.dtype,
-            device=space.device,
-            columnwise=True,
-            name=_name(function),
-        )
+        default = getattr(function, "__name__", type(function).__name__)
+        self._detail = default if name is None else name
 
     def _matmat(self, block: Tensor) -> Tensor:
         if not self.columnwise:
@@ -76,18 +67,11 @@ class FunctionOperator(LinearOperator):
             product = torch.stack([self.function(column) for column in block.T], dim=1)
         if not isinstance(product, Tensor) or product.shape != block.shape:
             got = tuple(product.shape) if isinstance(product, Tensor) else type(product).__name__
-            raise ValueError(f"{self.name} must return {tuple(block.shape)}, got {got}")
+            raise ValueError(f"{self._detail} must return {tuple(block.shape)}, got {got}")
         product = product.detach()  # a product by autograd may still have its graph
         # Callers write into products, and a function may return its argument.
         shared = product.untyped_storage().data_ptr() == block.untyped_storage().data_ptr()
         return product.clone() if shared else product
-
-    def _detail(self) -> str:
-        return self.name
-
-
-def _name(function: object) -> str:
-    return str(getattr(function, "__name__", type(function).__name__))
 
 
 # ------------------------------------------------------------------------------------------
@@ -124,12 +108,13 @@ def as_operator(x: OperatorLike) -> LinearOperator:
         return _from_scipy(x)
     if is_networkx(x) or type(x).__module__.startswith("ritz.graphs"):
         raise TypeError(
-            "op must be one matrix, and a graph has several: "
-            "choose one with ritz.graphs.laplacian(graph, matrix=...)"
+            "op must be one matrix, but a graph has several: "
+            "pass ritz.graphs.laplacian(graph, matrix=...)"
         )
     raise TypeError(
-        "op must be a ritz operator, a symmetric tensor or array, a SciPy sparse matrix or a SciPy "
-        f"LinearOperator, got {type(x).__name__}"
+        "op must be a symmetric matrix (tensor, NumPy array or SciPy sparse matrix), an operator "
+        "of ritz or SciPy, or a function in ritz.operators.FunctionOperator(function, n=...), "
+        f"got {type(x).__name__}"
     )
 
 
@@ -150,7 +135,7 @@ def _from_scipy(x: Any) -> FunctionOperator:
 
 
 def read_matrix(path: str | os.PathLike[str]) -> LinearOperator:
-    """Return the symmetric matrix of a file; nothing in the file is executed.
+    """Return the symmetric matrix of a file. Pickled objects are not loaded.
 
     Args:
         path: Matrix Market (``.mtx``, ``.mtx.gz``), or ``.npz`` as written by

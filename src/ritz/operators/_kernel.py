@@ -26,20 +26,20 @@ class KernelOperator(LinearOperator):
     :math:`(1 + \sqrt5 r + \tfrac53 r^2) e^{-\sqrt5 r}` (``matern52``).
 
     A product evaluates each pair of points once (half the matrix, by symmetry), from differences of
-    coordinates, which are accurate for close points. Memory: the points, twice the input and the
-    output, and four tiles of 256 x 256 (4096 x 4096 on a GPU).
+    coordinates, which are accurate for close points. Memory: the points, twice the size of input
+    and output, and four tiles of 256 x 256 (4096 x 4096 on a GPU).
 
     Length scale, output scale and noise may be tensors that require gradients; the points are
-    constants. Products record no graph. :meth:`slopes` returns derivatives of quadratic forms, on
-    which gradients of log determinants and likelihoods are based. :meth:`cross` and
-    :meth:`matrix` return stored matrices with a graph.
+    constants. Autograd cannot differentiate products: use :meth:`slopes`, which returns derivatives
+    of quadratic forms, as the gradients of log determinants and likelihoods do. Autograd can
+    differentiate :meth:`cross` and :meth:`matrix`, which return stored matrices.
 
     Args:
         points: :math:`x`, ``(n, d)``.
-        kernel: Which :math:`k`.
-        lengthscale: :math:`\ell`, one number or ``(d,)``.
-        outputscale: :math:`s^2`.
-        noise: :math:`\sigma^2`.
+        kernel: ``squared_exponential`` (the default), ``matern12``, ``matern32`` or ``matern52``.
+        lengthscale: :math:`\ell`, one number or ``(d,)``. Defaults to 1.
+        outputscale: :math:`s^2`. Defaults to 1.
+        noise: The variance :math:`\sigma^2` of the noise. Defaults to 0.
 
     Attributes:
         parameters: The tensors among ``lengthscale``, ``outputscale`` and ``noise`` that require
@@ -67,7 +67,7 @@ class KernelOperator(LinearOperator):
         scale = torch.as_tensor(lengthscale, dtype=points.dtype, device=points.device)
         if scale.shape not in ((), (points.shape[1],)) or not bool((scale > 0).all()):
             raise ValueError(
-                f"lengthscale must be positive, one or one per dimension, got {lengthscale}"
+                f"lengthscale must be a positive number or one per dimension, got {lengthscale}"
             )
         self.lengthscale = scale.detach()
         self._arguments = {"lengthscale": lengthscale, "outputscale": outputscale, "noise": noise}
@@ -77,6 +77,7 @@ class KernelOperator(LinearOperator):
             if isinstance(value, Tensor) and value.requires_grad
         }
         self._scaled = self.points / self.lengthscale
+        self._detail = f"{kernel}, {points.shape[1]} dimensions, noise {self.noise:g}"
 
     def _matmat(self, block: Tensor) -> Tensor:
         # K = K', so (K x)' = x' K: rows times tiles are up to twice as fast as tiles times columns.
@@ -90,44 +91,40 @@ class KernelOperator(LinearOperator):
                 out[:, j] += rows[:, i] @ profile
         return out.mul_(self.outputscale).add_(rows, alpha=self.noise).T.contiguous()
 
-    def slopes(self, left: Tensor, right: Tensor) -> dict[str, Tensor]:
-        r"""Return :math:`\partial(u_l^\top K v_l)/\partial\theta` for each parameter.
+    def slopes(self, block: Tensor) -> dict[str, Tensor]:
+        r"""Return :math:`\partial(v_l^\top K v_l)/\partial\theta` for each parameter.
 
         Takes as much memory as a product, and about the time of one product per length scale.
 
         Args:
-            left: :math:`u`, ``(n, k)``.
-            right: :math:`v`, ``(n, k)``.
+            block: The columns :math:`v_l`, ``(n, k)``.
 
         Returns:
             ``(k, *s)`` for each of :attr:`parameters` of shape ``s``; float64 on the CPU.
         """
-        for name, block in (("left", left), ("right", right)):
-            check_tensor(name, block, dtype=self.dtype, device=self.device, rows=self.shape[0])
-        if left.ndim != 2 or left.shape != right.shape:
-            shapes = f"{tuple(left.shape)} and {tuple(right.shape)}"
-            raise ValueError(f"left and right must be blocks of the same shape, got {shapes}")
-        u = left.detach().T.contiguous()
-        v = u if right is left else right.detach().T.contiguous()
+        check_tensor("block", block, dtype=self.dtype, device=self.device, rows=self.shape[0])
+        rows = block.detach().reshape(self.shape[0], -1).T.contiguous()
         slopes = {
-            name: torch.zeros(len(u), value.numel(), dtype=torch.float64, device=self.device)
+            name: torch.zeros(len(rows), value.numel(), dtype=torch.float64, device=self.device)
             for name, value in self.parameters.items()
         }
         if "noise" in slopes:  # dK / d sigma^2 = I
-            slopes["noise"][:, 0] = _dots(u, v)
+            slopes["noise"][:, 0] = _dots(rows, rows)
         if slopes.keys() - {"noise"}:
             for i, j, tile in self._tiles():
                 for name, axis, slope in self._derivatives(i, j, tile):
-                    slopes[name][:, axis] += _form(u, v, i, j, slope)
+                    # v_i' T v_j, and as much again for the mirror image of the tile.
+                    form = _dots(rows[:, j] @ slope.T, rows[:, i])
+                    slopes[name][:, axis] += form if i is j else 2 * form
         if "lengthscale" in slopes:
             slopes["lengthscale"] *= self.outputscale / self.lengthscale
         return {
-            name: slopes[name].reshape(len(u), *value.shape).cpu()
+            name: slopes[name].reshape(len(rows), *value.shape).cpu()
             for name, value in self.parameters.items()
         }
 
     def cross(self, points: Tensor) -> Tensor:
-        r"""Return the matrix :math:`s^2 k(x_i, x_j')`, ``(n, m)``, with a graph to the parameters.
+        r"""Return the matrix :math:`s^2 k(x_i, x_j')`, ``(n, m)``, differentiable by autograd.
 
         Args:
             points: :math:`x'`, ``(m, d)``.
@@ -143,7 +140,7 @@ class KernelOperator(LinearOperator):
         return outputscale * radial(self.kernel, distances)
 
     def matrix(self) -> Tensor:
-        """Return the matrix itself, ``(n, n)``, with a graph to the parameters."""
+        """Return the matrix itself, ``(n, n)``, differentiable by autograd."""
         noise = torch.as_tensor(self._arguments["noise"], dtype=self.dtype, device=self.device)
         return self.cross(self.points) + torch.diag(noise.expand(self.shape[0]))
 
@@ -173,9 +170,6 @@ class KernelOperator(LinearOperator):
             x, y = self._scaled[i, axis], self._scaled[j, axis]
             yield "lengthscale", axis, (x[:, None] - y).square_().mul_(falling)
 
-    def _detail(self) -> str:
-        return f"{self.kernel}, {self.points.shape[1]} dimensions, noise {self.noise:g}"
-
 
 def radial(kernel: Kernel, r: Tensor) -> Tensor:
     """The profile :math:`k(r)`."""
@@ -201,6 +195,7 @@ def falloff(kernel: Kernel, r: Tensor) -> Tensor:
 def _distances(x: Tensor, y: Tensor) -> Tensor:
     if x.device.type != "cpu" and not (x.requires_grad or y.requires_grad):
         return _distances_by_axes(x, y)
+    # |x|^2 + |y|^2 - 2 x'y, the faster mode of cdist, would cancel for close points.
     distances: Tensor = torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist")
     return distances
 
@@ -212,14 +207,6 @@ def _distances_by_axes(x: Tensor, y: Tensor) -> Tensor:
         difference = of_x[:, None] - of_y
         squares.addcmul_(difference, difference)
     return squares.sqrt_()
-
-
-def _form(u: Tensor, v: Tensor, i: slice, j: slice, tile: Tensor) -> Tensor:
-    # u_i' T v_j of each row of u and v, (k, n), plus u_j' T' v_i of the mirror image of the tile.
-    form = _dots(v[:, j] @ tile.T, u[:, i])
-    if i is j:
-        return form
-    return 2 * form if u is v else form + _dots(v[:, i] @ tile, u[:, j])
 
 
 def _dots(x: Tensor, y: Tensor) -> Tensor:

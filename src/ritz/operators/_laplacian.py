@@ -9,15 +9,10 @@ from torch import Tensor
 
 from ritz._core.checks import check_choice, check_real_floating
 from ritz.operators._base import LinearOperator
-from ritz.operators._sparse import CompressedRows, SparseLike, SparseOperator, compressed_rows
+from ritz.operators._sparse import CompressedRows, Scaling, SparseLike, SparseOperator, as_rows
 
 GraphMatrix = Literal[
-    "adjacency",
-    "laplacian",
-    "normalized",
-    "normalized_adjacency",
-    "random_walk",
-    "modularity",
+    "adjacency", "laplacian", "normalized", "normalized_adjacency", "random_walk", "modularity"
 ]
 GRAPH_MATRICES: tuple[GraphMatrix, ...] = get_args(GraphMatrix)
 
@@ -25,10 +20,6 @@ GRAPH_MATRICES: tuple[GraphMatrix, ...] = get_args(GraphMatrix)
 class NetworkXGraph(Protocol):
     """The interface of a NetworkX graph; NetworkX need not be installed."""
 
-    @property
-    def nodes(self) -> Any: ...
-    @property
-    def edges(self) -> Any: ...
     def is_directed(self) -> bool: ...
     def is_multigraph(self) -> bool: ...
 
@@ -44,8 +35,8 @@ class LaplacianOperator(LinearOperator):
     ``laplacian``             :math:`D - W`, eigenvalues from 0
     ``normalized``            :math:`I - D^{-1/2} W D^{-1/2}`, eigenvalues from 0 to 2
     ``normalized_adjacency``  :math:`D^{-1/2} W D^{-1/2}`, eigenvalues from -1 to 1
-    ``random_walk``           the same matrix. :math:`D^{-1} W` is not symmetric, but similar to
-                              it: same eigenvalues, and eigenvectors :math:`D^{-1/2} v`
+    ``random_walk``           ``normalized_adjacency``: :math:`D^{-1} W`, which is not symmetric,
+                              has the same eigenvalues, and eigenvectors :math:`D^{-1/2} v`
     ``modularity``            :math:`W - d d^\top / \sum_i d_i`
     ========================  ====================================================================
 
@@ -53,23 +44,23 @@ class LaplacianOperator(LinearOperator):
     repeated edges are summed. A self-loop is one entry :math:`W_{ii}` and counts once in the
     degree, as in NetworkX; it cancels in :math:`D - W`.
 
-    Degrees are applied when a block is packed and when a row is written, so a product is one pass
-    over :math:`W`, and no scaled copy of it is stored. The modularity needs a second pass over the
-    block.
+    A product is one pass over :math:`W`, and no scaled copy of :math:`W` is stored. The modularity
+    needs a second pass over the block.
 
     Args:
         weights: :math:`W`, symmetric and non-negative: SciPy sparse, torch sparse, NetworkX graph
             (edge attribute ``weight``, default one), or :class:`CompressedRows`, whose values may
             be ``None`` if all are one.
         matrix: Which matrix.
-        dtype: Of the matrix. Defaults to that of the weights, or float64 if they are integers.
+        dtype: Data type of the matrix. Defaults to that of the weights, or float64 if they are
+            integers.
 
     Attributes:
         degrees: :math:`d`, ``(n,)``, float64.
         total: :math:`\sum_i d_i`, twice the weight of all edges.
 
     Memory: the weights, which take 4 bytes per entry if all are one, so 8 GB for a billion edges;
-    six vectors; and one cache line per row after the first packed product.
+    six vectors; and 64 bytes per row after the first product.
     """
 
     def __init__(
@@ -83,30 +74,23 @@ class LaplacianOperator(LinearOperator):
         if dtype is not None:
             check_real_floating("the matrix of a graph", dtype)
         rows = _weights(weights, dtype)
-        super().__init__(
-            rows.num_rows,
-            dtype=rows.dtype,
-            device=rows.device,
-            block_size=rows.width,
-            origin={"matrix": matrix},
-        )
+        super().__init__(rows.num_rows, dtype=rows.dtype, device=rows.device, block_size=rows.width)
         _check_weights(rows)
         self.rows, self.matrix = rows, matrix
+        self.origin["matrix"], self._detail = matrix, f"{matrix}, {rows.num_entries:,} entries"
         self.degrees = rows.sums()
         self.total = float(self.degrees.sum())
-        self._inner, self._outer, self._diagonal = self._sides()
+        self._scaling = self._factors()
 
     def _matmat(self, block: Tensor) -> Tensor:
-        product = self.rows.multiply(
-            block, inner=self._inner, outer=self._outer, diagonal=self._diagonal
-        )
+        product = self.rows.multiply(block, self._scaling)
         if self.matrix == "modularity" and self.total:
             # B x = W x - d (d' x) / sum(d).
             d = self.degrees.to(self.dtype)[:, None]
             product.addmm_(d, d.T @ block, alpha=-1 / self.total)
         return product
 
-    def _sides(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def _factors(self) -> Scaling:
         # multiply() returns a * (W u) + b * u with u = s * x. For the Laplacian, s = 1, a = -1 and
         # b = d give d x - W x. For the normalized one s = d^(-1/2), and x = d^(1/2) u:
         # x - d^(-1/2) W u = a * (W u) + b * u with a = -d^(-1/2) and b = d^(1/2).
@@ -120,9 +104,6 @@ class LaplacianOperator(LinearOperator):
             return inverse, inverse, torch.zeros_like(inverse)
         return None, None, None
 
-    def _detail(self) -> str:
-        return f"{self.matrix}, {self.rows.num_entries:,} entries"
-
 
 def is_networkx(x: Any) -> bool:
     """Return whether ``x`` is a NetworkX graph, without importing NetworkX."""
@@ -132,27 +113,23 @@ def is_networkx(x: Any) -> bool:
 
 def _weights(weights: Any, dtype: torch.dtype | None) -> CompressedRows:
     if is_networkx(weights):
-        weights = _from_networkx(weights)
+        if weights.is_directed():
+            raise ValueError(
+                "weights must be an undirected graph, got a directed one: "
+                "graph.to_undirected() drops the directions"
+            )
+        # NetworkX refuses to convert a graph without vertices.
+        convert = sys.modules["networkx"].to_scipy_sparse_array
+        weights = convert(weights, dtype=float) if len(weights) else scipy.sparse.csr_array((0, 0))
     name = str(getattr(weights, "dtype", "float64")).removeprefix("torch.")
     if name.startswith("complex"):
         raise TypeError(f"weights must be real, got {name}")
     if dtype is None and name not in ("float32", "float64", "float16", "bfloat16"):
         dtype = torch.float64
-    rows = compressed_rows(weights, name="weights", dtype=dtype)
+    rows = as_rows(weights, name="weights", dtype=dtype)
     if rows.values is not None and bool((rows.values == 1).all()):
         return CompressedRows(rows.pointers, rows.columns, dtype=rows.dtype)
     return rows
-
-
-def _from_networkx(graph: Any) -> Any:
-    if graph.is_directed():
-        raise ValueError(
-            "weights must be an undirected graph, got a directed one: "
-            "graph.to_undirected() drops the directions"
-        )
-    if not len(graph):
-        return scipy.sparse.csr_array((0, 0))
-    return sys.modules["networkx"].to_scipy_sparse_array(graph, dtype=float)
 
 
 def _check_weights(rows: CompressedRows) -> None:
@@ -164,7 +141,7 @@ def _check_weights(rows: CompressedRows) -> None:
             place = (row, int(rows.columns[entry]))
             raise ValueError(
                 "weights must be non-negative and finite, "
-                f"got {float(rows.values[entry])} at {place}, {int(bad.sum())} such in all"
+                f"got {float(rows.values[entry])} at {place} and {int(bad.sum())} in all"
             )
     try:
         SparseOperator(rows)

@@ -4,13 +4,3 @@ from ritz.operators._base import SumOperator
 from ritz.operators._exact import Quantity, gershgorin
 from ritz.operators._laplacian import GraphMatrix, NetworkXGraph, is_networkx
 from ritz.operators._sparse import CompressedRows
-
-__all__ = [
-    "CompressedRows",
-    "GraphMatrix",
-    "NetworkXGraph",
-    "Quantity",
-    "SumOperator",
-    "gershgorin",
-    "is_networkx",
-]

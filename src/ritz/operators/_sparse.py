@@ -15,7 +15,7 @@ import scipy.sparse
 import torch
 from torch import Tensor
 
-from ritz._core.checks import check_finite, check_real_floating
+from ritz._core.checks import check_finite, check_range, check_real_floating
 from ritz.operators._base import LinearOperator, check_symmetric
 
 # ------------------------------------------------------------------------------------------
@@ -48,10 +48,13 @@ class Tuning:
 
 TUNING = Tuning()
 
+# Vectors ``(n,)`` that a product applies on the way: s to the block, and a and b to the rows.
+Scaling: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
+
 
 @final
 class CompressedRows:
-    r"""A square sparse matrix :math:`W` stored by rows, which the sparse operators multiply with.
+    r"""A square sparse matrix :math:`W`, stored by rows.
 
     Row ``i`` has the entries ``pointers[i]:pointers[i + 1]``. Repeated entries add up, and columns
     may be in any order. The tensors are shared, not copied, and must not be changed.
@@ -65,8 +68,8 @@ class CompressedRows:
     Args:
         pointers: ``(n + 1,)``, int32 or int64.
         columns: ``(num_entries,)``, int32 or int64.
-        values: ``(num_entries,)``; ``None`` if all are one, which need not be stored.
-        dtype: Of the matrix. Defaults to that of the values, or float64 without values.
+        values: ``(num_entries,)``. ``None`` means that all values are one.
+        dtype: Data type of the matrix. Defaults to that of the values, or float64 without values.
 
     Memory: the tensors, and one strip of ``n`` cache lines after the first packed product. Without
     values, torch's product creates them.
@@ -96,21 +99,13 @@ class CompressedRows:
         """Number of columns of a block at which a product is cheapest per column."""
         return LINE // self.dtype.itemsize if self.device.type == "cpu" else 32
 
-    def multiply(
-        self,
-        block: Tensor,
-        *,
-        inner: Tensor | None = None,
-        outer: Tensor | None = None,
-        diagonal: Tensor | None = None,
-    ) -> Tensor:
+    def multiply(self, block: Tensor, scaling: Scaling = (None, None, None)) -> Tensor:
         r"""Return :math:`a \circ W u + b \circ u`, ``(n, k)``, :math:`u = s \circ x`, in one pass.
 
         Args:
             block: :math:`x`, ``(n, k)``.
-            inner: :math:`s`, ``(n,)``. Defaults to ones.
-            outer: :math:`a`, ``(n,)``. Defaults to ones.
-            diagonal: :math:`b`, ``(n,)``. Defaults to zeros. Required if ``outer`` is passed.
+            scaling: :math:`s, a, b`, each ``(n,)``. ``None`` stands for ones, ones and zeros. With
+                :math:`a`, :math:`b` must be passed too.
         """
         compiled = (
             self.device.type == "cpu"
@@ -119,8 +114,7 @@ class CompressedRows:
             and not (block.requires_grad and torch.is_grad_enabled())
             and native_loops() is not None
         )
-        multiply = self._compiled if compiled else self._plain
-        return multiply(block, inner, outer, diagonal)
+        return (self._compiled if compiled else self._plain)(block, scaling)
 
     def sums(self) -> Tensor:
         """Return the sum of the absolute values of each row, ``(n,)``, in float64."""
@@ -165,13 +159,11 @@ class CompressedRows:
                 check_invariants=False,
             )
 
-    def _compiled(
-        self, block: Tensor, inner: Tensor | None, outer: Tensor | None, diagonal: Tensor | None
-    ) -> Tensor:
-        n, k = block.shape
+    def _compiled(self, block: Tensor, scaling: Scaling) -> Tensor:
+        (n, k), (inner, *rest) = block.shape, scaling
         block = block.detach() if block.stride(1) == 1 else block.detach().contiguous()
         out = _lines(block.numel() * self.dtype.itemsize).view(self.dtype)
-        matrix = [_array(x) for x in (self.pointers, self.columns, self.values, outer, diagonal)]
+        matrix = [_array(x) for x in (self.pointers, self.columns, self.values, *rest)]
         loops = native_loops()
         # One pass over the matrix per strip: all columns of a strip share its entries.
         for first in range(0, k, self.width):
@@ -239,9 +231,8 @@ class CompressedRows:
             self._cuts[number] = list(pairwise(cuts))
         return self._cuts[number]
 
-    def _plain(
-        self, block: Tensor, inner: Tensor | None, outer: Tensor | None, diagonal: Tensor | None
-    ) -> Tensor:
+    def _plain(self, block: Tensor, scaling: Scaling = (None, None, None)) -> Tensor:
+        inner, outer, diagonal = scaling
         u = block if inner is None else inner[:, None] * block
         if u.shape[1] == 1:
             product = torch.mv(self.tensor, u[:, 0])[:, None]
@@ -259,26 +250,18 @@ class CompressedRows:
             if array.ndim != 1 or array.dtype not in (torch.int32, torch.int64):
                 kind = f"{array.dtype} of shape {tuple(array.shape)}"
                 raise TypeError(f"{name} must be a vector of int32 or int64, got {kind}")
-        if self.num_rows < 1:
-            raise ValueError(
-                f"pointers must be (n + 1,) with n at least 1, got {self.num_rows + 1}"
-            )
         first, last = int(self.pointers[0]), int(self.pointers[-1])
         if (first, last) != (0, self.num_entries) or bool((self.pointers.diff() < 0).any()):
             raise ValueError(
-                f"pointers must rise from 0 to the number of entries, {self.num_entries}, "
+                f"pointers must not decrease, from 0 to {self.num_entries} entries, "
                 f"got {first} to {last}"
             )
-        if self.num_entries:
-            low, high = (int(end) for end in self.columns.aminmax())
-            if low < 0 or high >= self.num_rows:
-                raise ValueError(
-                    f"columns must be between 0 and {self.num_rows - 1}, got {low} to {high}"
-                )
+        # The compiled loop reads x at these columns, unchecked.
+        for end in self.columns.aminmax() if self.num_entries else ():
+            check_range("columns", int(end), low=0, high=self.num_rows - 1)
         if self.values is not None and self.values.shape != self.columns.shape:
-            raise ValueError(
-                f"values must be ({self.num_entries},), got {tuple(self.values.shape)}"
-            )
+            shape = tuple(self.values.shape)
+            raise ValueError(f"values must be ({self.num_entries},), got {shape}")
 
 
 @cache
@@ -323,6 +306,8 @@ SparseLike: TypeAlias = Union[
 class SparseOperator(LinearOperator):
     """A symmetric sparse matrix with both triangles stored. Symmetry is checked with two products.
 
+    A matrix with only one triangle stored raises.
+
     Args:
         matrix: SciPy sparse matrix or array of any format, torch sparse tensor (CSR, COO), or
             :class:`CompressedRows`. Repeated entries are summed, as SciPy and torch do.
@@ -332,11 +317,11 @@ class SparseOperator(LinearOperator):
     """
 
     def __init__(self, matrix: SparseLike | CompressedRows) -> None:
-        rows = compressed_rows(matrix, name="matrix")
+        rows = as_rows(matrix, name="matrix")
         super().__init__(rows.num_rows, dtype=rows.dtype, device=rows.device, block_size=rows.width)
         if rows.values is not None:
             check_finite("matrix", rows.values)
-        self.rows = rows
+        self.rows, self._detail = rows, f"{rows.num_entries:,} entries"
         check_symmetric(self)
 
     @property
@@ -347,11 +332,8 @@ class SparseOperator(LinearOperator):
     def _matmat(self, block: Tensor) -> Tensor:
         return self.rows.multiply(block)
 
-    def _detail(self) -> str:
-        return f"{self.rows.num_entries:,} entries"
 
-
-def compressed_rows(matrix: Any, *, name: str, dtype: torch.dtype | None = None) -> CompressedRows:
+def as_rows(matrix: Any, *, name: str, dtype: torch.dtype | None = None) -> CompressedRows:
     """Return any sparse matrix as compressed rows, sharing memory if possible.
 
     Args:
@@ -367,8 +349,6 @@ def compressed_rows(matrix: Any, *, name: str, dtype: torch.dtype | None = None)
     shape = matrix.shape
     if len(shape) != 2 or shape[0] != shape[1]:
         raise ValueError(f"{name} must be square, got {tuple(shape)}")
-    if shape[0] < 1:
-        raise ValueError("an operator must have at least one row, got 0")
     pointers, columns = (
         index.to(torch.int32 if bound < 2**31 else torch.int64)
         for index, bound in ((pointers, len(values)), (columns, shape[0]))
@@ -382,9 +362,7 @@ def _parts(matrix: Any, name: str, dtype: torch.dtype | None) -> tuple[Tensor, T
         if matrix.layout == torch.strided:
             raise TypeError(f"{name} must be sparse (SciPy or torch), got a dense tensor")
         matrix = matrix if dtype is None else matrix.to(dtype)
-        if matrix.layout == torch.sparse_coo:
-            matrix = matrix.coalesce()
-        matrix = matrix.to_sparse_csr()
+        matrix = matrix.to_sparse_csr()  # which sums repeated entries
         return matrix.crow_indices(), matrix.col_indices(), matrix.values()
     if not scipy.sparse.issparse(matrix):
         raise TypeError(f"{name} must be sparse (SciPy or torch), got {type(matrix).__name__}")

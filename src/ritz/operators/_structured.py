@@ -78,14 +78,12 @@ class LowRankOperator(LinearOperator):
                 raise ValueError(f"{name} must be ({rows},), got {tuple(vector.shape)}")
         for name in ("factors", "scales", "entries"):
             check_finite(name, getattr(self, name))
+        self._detail = f"rank {r} plus diagonal"
 
     def _matmat(self, block: Tensor) -> Tensor:
         # U (s * (U' B)) + d * B, associated so that nothing larger than (n, k) is formed.
         inner = self.scales[:, None] * (self.factors.T @ block)
         return torch.addmm(self.entries[:, None] * block, self.factors, inner)
-
-    def _detail(self) -> str:
-        return f"rank {self.factors.shape[1]} plus diagonal"
 
 
 # ------------------------------------------------------------------------------------------
@@ -94,7 +92,9 @@ class LowRankOperator(LinearOperator):
 
 @final
 class BlockDiagonalOperator(LinearOperator):
-    r"""The matrix :math:`\operatorname{diag}(A_1, \dots, A_m)`; a product is one with each block.
+    r"""The matrix :math:`\operatorname{diag}(A_1, \dots, A_m)`.
+
+    A product costs one product with each block.
 
     Args:
         ops: The blocks, in order, of one dtype and device.
@@ -106,13 +106,11 @@ class BlockDiagonalOperator(LinearOperator):
         self.sizes = [op.shape[0] for op in ops]
         width = min(op.block_size for op in ops)
         super().__init__(sum(self.sizes), dtype=first.dtype, device=first.device, block_size=width)
+        self._detail = f"{len(self.ops)} blocks"
 
     def _matmat(self, block: Tensor) -> Tensor:
         parts = block.split(self.sizes)
         return torch.cat([op.matmat(part) for op, part in zip(self.ops, parts, strict=True)])
-
-    def _detail(self) -> str:
-        return f"{len(self.ops)} blocks"
 
 
 # ------------------------------------------------------------------------------------------
@@ -125,14 +123,17 @@ class KroneckerOperator(LinearOperator):
 
     Args:
         left: :math:`A`, of order ``p``.
-        right: :math:`B`, of order ``q``. The Kronecker product has order ``p q``. Its product with
-            ``k`` columns takes one of ``B`` with ``p k`` columns and one of ``A`` with ``q k``.
+        right: :math:`B`, of order ``q``. The Kronecker product has order ``p q``.
+
+    A product with ``k`` columns costs one product of ``B`` with ``p k`` columns and one of ``A``
+    with ``q k`` columns.
     """
 
     def __init__(self, left: LinearOperator, right: LinearOperator) -> None:
         check_alike("factors", (left, right))
         super().__init__(left.shape[0] * right.shape[0], dtype=left.dtype, device=left.device)
         self.left, self.right = left, right
+        self._detail = f"{type(left).__name__} ⊗ {type(right).__name__}"
 
     def _matmat(self, block: Tensor) -> Tensor:
         # (A x B) vec(X) = vec(B X A') for X of shape (q, p): first B, then A, by reshaping.
@@ -140,6 +141,3 @@ class KroneckerOperator(LinearOperator):
         inner = block.reshape(p, q, k).transpose(0, 1).reshape(q, p * k)
         inner = self.right.matmat(inner).reshape(q, p, k).transpose(0, 1).reshape(p, q * k)
         return self.left.matmat(inner).reshape(p * q, k)
-
-    def _detail(self) -> str:
-        return f"{type(self.left).__name__} ⊗ {type(self.right).__name__}"

@@ -1,4 +1,4 @@
-"""Optimisers that generalise, averages of their iterates, and schedules."""
+"""Adaptive optimisers with weight averaging, and schedules of the learning rate."""
 
 from ritz.optim._adaptive import (
     DampedAdamW,

@@ -1,10 +1,13 @@
 """Adaptive optimisers: Padam, PadamW, DampedAdamW, and with an average Gadam and GadamX."""
 
+from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, ClassVar, TypedDict, Unpack, final
+from dataclasses import fields
+from typing import Any, ClassVar, TypedDict, Unpack, final, get_args
 
 import torch
 from torch import Tensor
+from torch.optim.adam import adam
 from torch.optim.optimizer import (
     Optimizer,
     ParamsT,
@@ -22,22 +25,14 @@ from ritz.optim._update import Buffers, CompiledStep, Form, Number, Rule, update
 # ------------------------------------------------------------------------------------------
 # What the adaptive optimisers share: checks, state, and the step.
 
-FORMS = ("inside", "outside", "published")
-# Settings of a group that the rule of its update has under the same name.
-COPIED = ("weight_decay", "decoupled_weight_decay", "partial", "maximize", "capturable",
-          "differentiable")  # fmt: skip
 STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")
-# Raises during the capture of a step that cannot be captured. Older releases name it after CUDA.
-CAPTURE_CHECK = (
-    "_accelerator_graph_capture_health_check"
-    if hasattr(Optimizer, "_accelerator_graph_capture_health_check")
-    else "_cuda_graph_capture_health_check"
-)
 
 
 class Flags(TypedDict, total=False):
     """Keywords that every adaptive optimiser takes; see :class:`AdaptiveOptimizer`."""
 
+    form: Form | None
+    decoupled_weight_decay: bool
     amsgrad: bool | None
     maximize: bool
     foreach: bool | None
@@ -62,35 +57,36 @@ class AdaptiveOptimizer(Optimizer):
 
     All of them take these keywords:
 
+    * ``form``: Position of epsilon in the denominator; see :class:`~ritz.optim.Padam`.
+    * ``decoupled_weight_decay``: False adds the weight decay to the gradient, as an L2 term.
     * ``amsgrad``: Divide by the largest second moment so far. Defaults to True for
       ``form="published"`` only.
     * ``maximize``: Maximize the objective.
-    * ``foreach``: Take all parameters through each operation together. Defaults to True on CUDA,
-      unless the fused kernel is used.
-    * ``fused``: Use torch's fused kernel, for power 1/2 with epsilon outside the root. Defaults to
-      True where the device has one.
+    * ``foreach``: Use the multi-tensor implementation, as in ``torch.optim``. Defaults to True on
+      CUDA, unless the fused kernel is used.
+    * ``fused``: Use torch's fused kernel, for ``form="outside"``. Defaults to True where the device
+      has one.
     * ``compile``: Compile the step of a group to one graph with ``torch.compile``. The first step
       takes seconds to a minute. Learning rates, decoupled decays and step counts may change
-      freely. Other settings, and the set of parameters with gradients, are constants of the graph:
-      if they change at every step, as betas do with ``OneCycleLR``, compilation is given up with a
-      warning. Ignored if torch's own AdamW takes the step.
+      freely. A change of another setting, or of the set of parameters with gradients, compiles
+      again; after too many changes the optimiser warns and stops compiling. Not used where the
+      step is that of ``torch.optim.AdamW``.
     * ``capturable``: Keep the step count on the device, for CUDA graphs.
     * ``differentiable``: Let gradients flow through the step.
     """
 
     _eps_key: ClassVar[str] = "eps"
 
-    def __init__(
-        self, params: ParamsT, flags: Flags, common: tuple[Any, ...], **settings: Any
-    ) -> None:
-        unknown = sorted(flags.keys() - Flags.__annotations__.keys())
+    def __init__(self, params: ParamsT, flags: Flags, *common: Any, **settings: Any) -> None:
+        # DampedAdamW calls its epsilon delta, which has one place.
+        known = Flags.__annotations__.keys() - ({"form"} if self._eps_key == "delta" else set())
+        unknown = sorted(flags.keys() - known)
         if unknown:
             raise TypeError(f"{type(self).__name__} got unknown arguments {', '.join(unknown)}")
-        # DampedAdamW calls its epsilon delta.
         names = ("lr", "betas", self._eps_key, "weight_decay")
         defaults = DEFAULTS | dict(zip(names, common, strict=True)) | settings | flags
         self._check(defaults)
-        self._graphs: dict[int, CompiledStep] = {}
+        self._graphs: dict[int, CompiledStep] = defaultdict(CompiledStep)
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -99,7 +95,7 @@ class AdaptiveOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.__dict__.setdefault("_graphs", {})
+        self.__dict__.setdefault("_graphs", defaultdict(CompiledStep))
         for group in self.param_groups:
             # Settings that an older pickle does not have.
             group |= DEFAULTS | self.defaults | group
@@ -109,7 +105,8 @@ class AdaptiveOptimizer(Optimizer):
                     state["step"] = torch.tensor(float(state["step"]), dtype=_get_scalar_dtype())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state. One of another model raises: the fused kernel would write beyond it."""
+        """Load a state; raise if the shapes of its parameters differ."""
+        # The fused kernel would write beyond a tensor that is too small.
         here, there = listed(self.param_groups), listed(state_dict["param_groups"])
         for index, ((name, param), (_, place)) in enumerate(zip(here, there, strict=False)):
             for key, value in state_dict["state"].get(place, {}).items():
@@ -125,11 +122,11 @@ class AdaptiveOptimizer(Optimizer):
     @_use_grad_for_differentiable
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step, and return the loss of ``closure`` if there is one."""
-        getattr(self, CAPTURE_CHECK)()
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        # Raises if a step is captured that cannot be. Older releases name it after CUDA.
+        check = getattr(self, "_accelerator_graph_capture_health_check", None)
+        (check or self._cuda_graph_capture_health_check)()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         for index, group in enumerate(self.param_groups):
             self._step_group(index, group)
         return loss
@@ -142,34 +139,36 @@ class AdaptiveOptimizer(Optimizer):
         if any(param.grad.is_sparse for param in params):
             raise RuntimeError(f"{type(self).__name__} does not support sparse gradients")
         states = [self._param_state(param, rule, fused) for param in params]
-        buffers = Buffers(
-            params,
-            [param.grad for param in params],
-            *([] if key.startswith("max") and not rule.amsgrad else [state[key] for state in states]
-              for key in STATE),
-        )  # fmt: skip
-        if group["compile"] and rule.form != "outside" and not torch.compiler.is_compiling():
-            if index not in self._graphs:
-                self._graphs[index] = CompiledStep()
-            self._graphs[index](buffers, rule, group["lr"])
-            return
-        update(
-            buffers,
-            rule,
-            lr=group["lr"],
-            foreach=group["foreach"],
-            fused=fused,
-            grad_scale=getattr(self, "grad_scale", None),
-            found_inf=getattr(self, "found_inf", None),
+        # Without AMSGrad the largest moments are not used, even if the state has them.
+        lists = (
+            [state[key] for state in states if rule.amsgrad or key != "max_exp_avg_sq"]
+            for key in STATE
         )
+        buffers = Buffers(params, [param.grad for param in params], *lists)
+        if rule.form == "outside":
+            torch_step: Any = adam
+            torch_step(
+                *buffers,
+                lr=group["lr"],
+                foreach=False if fused else group["foreach"],
+                fused=fused or None,  # None: torch decides between the other two
+                grad_scale=getattr(self, "grad_scale", None),
+                found_inf=getattr(self, "found_inf", None),
+                has_complex=any(param.is_complex() for param in params),
+                **{each.name: getattr(rule, each.name) for each in fields(rule)[2:]},
+            )
+        elif group["compile"] and not torch.compiler.is_compiling():
+            self._graphs[index](buffers, rule, group["lr"])
+        else:
+            update(buffers, rule, group["lr"], group["foreach"])
 
     def _rule(self, group: dict[str, Any]) -> Rule:
-        form, amsgrad = _form(group), group["amsgrad"]
-        beta1, beta2 = group["betas"]
-        amsgrad = form == "published" if amsgrad is None else amsgrad
-        rest: Any = {name: group[name] for name in COPIED}
-        eps = group[self._eps_key]
-        return Rule(beta1=beta1, beta2=beta2, eps=eps, form=form, amsgrad=amsgrad, **rest)
+        form, (beta1, beta2) = _form(group), group["betas"]
+        settings: Any = {name: group[name] for name in Rule.__slots__ if name in group}
+        settings |= {"beta1": beta1, "beta2": beta2, "eps": group[self._eps_key], "form": form}
+        if group["amsgrad"] is None:
+            settings["amsgrad"] = form == "published"
+        return Rule(**settings)
 
     def _runs_fused(self, group: dict[str, Any]) -> bool:
         if _form(group) != "outside":
@@ -187,6 +186,7 @@ class AdaptiveOptimizer(Optimizer):
             if fused:
                 _device_dtype_check_for_fused(param)
             state["step"] = torch.tensor(0.0, dtype=_get_scalar_dtype())
+            # m_0 = v_0 = 0, which the factors 1 - beta^t correct.
             state["exp_avg"] = torch.zeros_like(param)
             state["exp_avg_sq"] = torch.zeros_like(param)
         if rule.amsgrad and "max_exp_avg_sq" not in state:
@@ -199,7 +199,12 @@ class AdaptiveOptimizer(Optimizer):
     def _check(self, settings: dict[str, Any]) -> None:
         """Raise unless the settings of a group are possible, each and together."""
         _check_lr(settings)
-        _check_betas(settings["betas"])
+        if not isinstance(betas := settings["betas"], tuple | list) or len(betas) != 2:
+            raise ValueError(f"betas must be two numbers, got {betas}")
+        for index, beta in enumerate(betas):
+            check_range(f"betas[{index}]", beta, low=0)
+            if beta >= 1:
+                raise ValueError(f"betas[{index}] must be less than 1, got {beta}")
         for name in (self._eps_key, "weight_decay"):
             check_range(name, settings[name], low=0)
         check_range("partial", settings["partial"], low=0, high=0.5)
@@ -225,24 +230,17 @@ def _check_lr(settings: dict[str, Any]) -> None:
     check_range("lr", lr, low=0)
 
 
-def _check_betas(betas: tuple[float, float]) -> None:
-    if not isinstance(betas, tuple | list) or len(betas) != 2:
-        raise ValueError(f"betas must be two numbers, got {betas}")
-    for index, beta in enumerate(betas):
-        check_range(f"betas[{index}]", beta, low=0)
-        if beta >= 1:
-            raise ValueError(f"betas[{index}] must be less than 1, got {beta}")
-
-
 def _check_flags(settings: dict[str, Any]) -> None:
     form, partial = settings["form"], settings["partial"]
     if form is not None:
-        check_choice("form", form, FORMS)
+        check_choice("form", form, get_args(Form))
     if form == "outside" and partial != 0.5:
         raise ValueError(f"form='outside' needs partial=0.5, got partial={partial}")
     if settings["fused"] and _form(settings) != "outside":
-        raise ValueError("fused=True needs partial=0.5 with epsilon outside the root, got "
-                         f"partial={partial} and form={form!r}")  # fmt: skip
+        raise ValueError(
+            "fused=True needs partial=0.5 with epsilon outside the root, got "
+            f"partial={partial} and form={form!r}"
+        )
     # The words of torch's own optimisers, which its conformance tests expect.
     if settings["fused"] and settings["differentiable"]:
         raise RuntimeError("`fused` does not support `differentiable`")
@@ -266,9 +264,9 @@ class Padam(AdaptiveOptimizer):
         g \leftarrow \nabla L(w) + \lambda w, \qquad
         w \leftarrow w - \alpha\, \hat m / (\hat v + \epsilon)^p
 
-    Power 0 is SGD with momentum, 1/2 is Adam. At 1/2 the denominator is :math:`\sqrt{\hat v} +
-    \epsilon`, as in ``torch.optim.Adam``, and torch's fused kernel takes the step, unless
-    ``form="inside"``: there :math:`\epsilon` acts like :math:`\sqrt\epsilon` outside the root.
+    Power 0 is SGD with momentum, 1/2 is Adam. At 1/2 the denominator defaults to
+    :math:`\sqrt{\hat v} + \epsilon`, as in ``torch.optim.Adam``, and the step uses torch's fused
+    kernel. With ``form="inside"``, :math:`\epsilon` acts like :math:`\sqrt\epsilon` outside it.
 
     Args:
         params: Parameters or groups of them.
@@ -277,12 +275,12 @@ class Padam(AdaptiveOptimizer):
         eps: Term :math:`\epsilon` in the denominator.
         weight_decay: Coefficient :math:`\lambda`.
         partial: Power :math:`p`, from 0 to 1/2. Powers 1/2, 1/4, 1/8 and 1/16 are the fastest.
-        form: Where :math:`\epsilon` stands: ``"inside"`` the power, ``"outside"`` the root
-            (:math:`p = 1/2`), or ``"published"``, the authors' code: :math:`(\sqrt{v_{\max}} +
-            \epsilon)^{2p}` with AMSGrad. There the factor :math:`\sqrt{1 - \beta_2^t}`, applied for
-            every :math:`p`, acts as a warm-up. Defaults to ``"outside"`` at 1/2, otherwise to
-            ``"inside"``.
-        **flags: See :class:`~ritz.optim._adaptive.AdaptiveOptimizer`.
+        **flags: ``form`` is the position of :math:`\epsilon`: ``"inside"`` the power,
+            ``"outside"`` the root (:math:`p = 1/2`), or ``"published"``, the formula of the
+            authors' code, :math:`(\sqrt{v_{\max}} + \epsilon)^{2p}` with AMSGrad, whose bias
+            correction acts like a warm-up. It defaults to ``"outside"`` at 1/2, otherwise to
+            ``"inside"``. ``amsgrad``, ``maximize``, ``foreach``, ``fused``, ``capturable`` and
+            ``differentiable`` are as in ``torch.optim.AdamW``. ``compile=True`` compiles the step.
 
     Reference: Chen and Gu (2018), Closing the generalization gap of adaptive gradient methods.
     """
@@ -296,13 +294,10 @@ class Padam(AdaptiveOptimizer):
         weight_decay: float = 0.0,
         *,
         partial: float = 0.125,
-        form: Form | None = None,
         **flags: Unpack[Flags],
     ) -> None:
-        common = (lr, betas, eps, weight_decay)
-        super().__init__(
-            params, flags, common, partial=partial, form=form, decoupled_weight_decay=False
-        )
+        flags.setdefault("decoupled_weight_decay", False)
+        super().__init__(params, flags, lr, betas, eps, weight_decay, partial=partial)
 
 
 @final
@@ -321,8 +316,7 @@ class PadamW(AdaptiveOptimizer):
         eps: Term :math:`\epsilon` in the denominator.
         weight_decay: Decoupled decay :math:`\lambda`.
         partial: Power :math:`p`, from 0 to 1/2.
-        form: Where :math:`\epsilon` stands; see :class:`Padam`.
-        **flags: See :class:`~ritz.optim._adaptive.AdaptiveOptimizer`.
+        **flags: See :class:`Padam`.
 
     Reference: Granziol et al. (2021), Iterate averaged adaptive gradient methods, Algorithm 1
     without the average.
@@ -337,10 +331,9 @@ class PadamW(AdaptiveOptimizer):
         weight_decay: float = 5e-4,
         *,
         partial: float = 0.125,
-        form: Form | None = None,
         **flags: Unpack[Flags],
     ) -> None:
-        super().__init__(params, flags, (lr, betas, eps, weight_decay), partial=partial, form=form)
+        super().__init__(params, flags, lr, betas, eps, weight_decay, partial=partial)
 
 
 # ------------------------------------------------------------------------------------------
@@ -348,53 +341,51 @@ class PadamW(AdaptiveOptimizer):
 
 
 class AveragedOptimizer(AdaptiveOptimizer):
-    """Base class of Gadam and GadamX: adaptive steps with a tail average of the iterates."""
+    """Base class of Gadam and GadamX: adaptive steps with a tail average of the iterates.
 
-    def __init__(
-        self,
-        params: ParamsT,
-        flags: Flags,
-        common: tuple[Any, ...],
-        plan: tuple[int | None, int],
-        **settings: Any,
-    ) -> None:
-        super().__init__(params, flags, common, **settings)
-        self._plan = plan
-        self._attach()
+    Attributes:
+        average: The average.
+    """
 
-    @property
-    def average(self) -> IterateAverage:
-        """The average of the iterates."""
-        return self._average
+    average: IterateAverage
 
     def __getstate__(self) -> dict[str, Any]:
         self.state_dict()  # the average writes its counts into the state
-        return super().__getstate__() | {"_plan": self._plan}
+        plan = (self.average.planned, self.average.interval)
+        return super().__getstate__() | {"_plan": plan}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "_average" not in self.__dict__:
+        if "average" not in self.__dict__:
             # Copying and pickling lose hooks: attach anew, and continue from the state.
-            self._attach()
+            self._attach(*state["_plan"])
             self.load_state_dict(self.state_dict())
 
-    def _attach(self) -> None:
-        start, interval = self._plan
-        self._average = IterateAverage(self, start=start, interval=interval)
+    def _attach(self, start: int | None, interval: int) -> None:
+        self.average = IterateAverage(self, start=start, interval=interval)
 
 
 @final
 class Gadam(AveragedOptimizer):
-    r"""Adam that generalises: AdamW with a tail average of its iterates.
+    r"""AdamW with an average of the weights over the last steps (tail average).
 
     .. math::
         w_t = (1 - \alpha\lambda)\, w_{t-1} - \alpha\, \hat m / (\sqrt{\hat v} + \epsilon), \qquad
         \bar w \leftarrow \frac{n \bar w + w_t}{n + 1} \text{ for } t \ge T
 
-    The step is ``torch.optim.AdamW``'s, on its fused kernel. ``optimizer.average`` is the
-    :class:`~ritz.optim.IterateAverage`; evaluate inside ``with optimizer.average.applied(model):``.
+    The step is that of ``torch.optim.AdamW``, with its fused kernel. ``optimizer.average`` is the
+    :class:`~ritz.optim.IterateAverage`.
     To average once per epoch of ``m`` steps, from the weights after ``e`` epochs on, use
-    ``start=e * m + 1, interval=m``. Memory: three vectors, one of them the average.
+    ``start=e * m + 1, interval=m``: with ``m = 100`` and ``e = 5`` it averages the weights after
+    steps 500, 600, 700 and so on. Memory: three times that of the parameters::
+
+        optimizer = Gadam(model.parameters(), start=501, interval=100)
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            loss_fn(model(inputs), targets).backward()
+            optimizer.step()
+        with optimizer.average.applied(model):
+            evaluate(model)
 
     Args:
         params: Parameters or groups of them.
@@ -402,14 +393,13 @@ class Gadam(AveragedOptimizer):
         betas: Decay rates of the running means of the gradient and of its square.
         eps: Term :math:`\epsilon` in the denominator.
         weight_decay: Decay :math:`\lambda`.
-        start: First step :math:`T` of the average, counted from one; 0 also means the first. None
-            waits for ``optimizer.average.restart()``.
-        interval: Steps from one averaged iterate to the next.
+        start: First step :math:`T` of the average, counted from one; 0 also means the first. With
+            None averaging starts when you call ``optimizer.average.restart()``.
+        interval: Number of steps between two averaged weights.
         partial: Power :math:`p` of the second moment, from 0 to 1/2; below 1/2 :math:`\epsilon`
-            moves inside it.
-        form: Where :math:`\epsilon` stands; see :class:`~ritz.optim.Padam`.
-        decoupled_weight_decay: False puts the decay into the gradient, as an L2 term.
-        **flags: See :class:`~ritz.optim._adaptive.AdaptiveOptimizer`.
+            is inside the power.
+        **flags: See :class:`Padam`. ``decoupled_weight_decay=False`` adds the decay to the
+            gradient, as an L2 term.
 
     Reference: Granziol et al. (2021), Iterate averaged adaptive gradient methods, Algorithm 1.
     """
@@ -425,13 +415,10 @@ class Gadam(AveragedOptimizer):
         start: int | None = None,
         interval: int = 1,
         partial: float = 0.5,
-        form: Form | None = None,
-        decoupled_weight_decay: bool = True,
         **flags: Unpack[Flags],
     ) -> None:
-        power = {"partial": partial, "form": form}
-        super().__init__(params, flags, (lr, betas, eps, weight_decay), (start, interval),
-                         decoupled_weight_decay=decoupled_weight_decay, **power)  # fmt: skip
+        super().__init__(params, flags, lr, betas, eps, weight_decay, partial=partial)
+        self._attach(start, interval)
 
 
 @final
@@ -442,8 +429,9 @@ class GadamX(AveragedOptimizer):
         w_t = (1 - \alpha\lambda)\, w_{t-1} - \alpha\, \hat m / (\hat v + \epsilon)^p, \qquad
         \bar w \leftarrow \frac{n \bar w + w_t}{n + 1} \text{ for } t \ge T
 
-    Use learning rates on the scale of SGD. With ``compile=True`` a step costs about as much as
-    torch's fused AdamW, without it as much as the unfused one.
+    Use learning rates as for SGD, such as 0.1, not as for Adam. With ``compile=True`` a step costs
+    about as much as torch's fused AdamW, without it as much as the unfused one. See :class:`Gadam`
+    for an example.
 
     Args:
         params: Parameters or groups of them.
@@ -452,11 +440,9 @@ class GadamX(AveragedOptimizer):
         eps: Term :math:`\epsilon` in the denominator.
         weight_decay: Decay :math:`\lambda`.
         start: First step :math:`T` of the average; see :class:`Gadam`.
-        interval: Steps from one averaged iterate to the next.
+        interval: Number of steps between two averaged weights.
         partial: Power :math:`p`; 0.2 in the published language models.
-        form: Where :math:`\epsilon` stands; see :class:`~ritz.optim.Padam`.
-        decoupled_weight_decay: False puts the decay into the gradient, as an L2 term.
-        **flags: See :class:`~ritz.optim._adaptive.AdaptiveOptimizer`.
+        **flags: See :class:`Gadam`.
 
     Reference: Granziol et al. (2021), Iterate averaged adaptive gradient methods, Algorithm 1.
     """
@@ -472,13 +458,10 @@ class GadamX(AveragedOptimizer):
         start: int | None = None,
         interval: int = 1,
         partial: float = 0.125,
-        form: Form | None = None,
-        decoupled_weight_decay: bool = True,
         **flags: Unpack[Flags],
     ) -> None:
-        power = {"partial": partial, "form": form}
-        super().__init__(params, flags, (lr, betas, eps, weight_decay), (start, interval),
-                         decoupled_weight_decay=decoupled_weight_decay, **power)  # fmt: skip
+        super().__init__(params, flags, lr, betas, eps, weight_decay, partial=partial)
+        self._attach(start, interval)
 
 
 # ------------------------------------------------------------------------------------------
@@ -501,10 +484,9 @@ class DampedAdamW(AdaptiveOptimizer):
         params: Parameters or groups of them.
         lr: Learning rate :math:`\alpha`, a number or a tensor of one element.
         betas: Decay rates of the running means of the gradient and of its square.
-        delta: Damping :math:`\delta`; see :func:`delta_to_shrinkage`.
+        delta: Damping :math:`\delta`. 1e-8 is Adam's epsilon; the reference tunes values up to 1.
         weight_decay: Decay :math:`\lambda`.
-        decoupled_weight_decay: False puts the decay into the gradient, as an L2 term.
-        **flags: See :class:`~ritz.optim._adaptive.AdaptiveOptimizer`.
+        **flags: See :class:`Gadam`.
 
     Reference: Granziol et al. (2020), Explaining the adaptive generalisation gap, section 3.2.
     """
@@ -518,25 +500,20 @@ class DampedAdamW(AdaptiveOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         delta: float = 1e-8,
         weight_decay: float = 1e-2,
-        *,
-        decoupled_weight_decay: bool = True,
         **flags: Unpack[Flags],
     ) -> None:
-        common = (lr, betas, delta, weight_decay)
-        super().__init__(
-            params, flags, common, partial=0.5, decoupled_weight_decay=decoupled_weight_decay
-        )
+        super().__init__(params, flags, lr, betas, delta, weight_decay, partial=0.5)
 
 
 def delta_to_shrinkage(delta: float) -> float:
-    r"""Return the weight :math:`\beta` of the curvature in the shrinkage equivalent to damping.
+    r"""Convert a damping to the equivalent shrinkage coefficient :math:`\beta = 1 / (1 + \delta)`.
 
     .. math::
-        \frac{\alpha}{\lambda + \delta} = \frac{\alpha\beta}{\beta\lambda + (1 - \beta)}, \qquad
-        \beta = \frac{1}{1 + \delta}
+        \frac{\alpha}{\lambda + \delta} = \frac{\alpha\beta}{\beta\lambda + (1 - \beta)}
 
-    A damped step of learning rate :math:`\alpha` on :math:`H` is a step of learning rate
-    :math:`\alpha\beta` on :math:`\beta H + (1 - \beta) I`.
+    for each eigenvalue :math:`\lambda` of the curvature :math:`H`. A damped step of learning rate
+    :math:`\alpha` on :math:`H` is a step of learning rate :math:`\alpha\beta` on
+    :math:`\beta H + (1 - \beta) I`.
 
     Args:
         delta: Damping, at least 0.
@@ -564,6 +541,6 @@ def shrinkage_to_delta(beta: float) -> float:
     """
     check_range("beta", beta, low=0, high=1)
     if beta == 0:
-        raise ValueError("beta must be above 0: no damping shrinks the curvature away, got 0")
+        raise ValueError("beta must be above 0, got 0, which would need infinite damping")
     # beta = 1 / (1 + delta)
     return (1 - beta) / beta

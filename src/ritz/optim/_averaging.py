@@ -2,24 +2,25 @@
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, final
+from typing import Any, Literal, final, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ritz._core.checks import check_choice, check_count, check_range
-from ritz._core.modes import reshard, unwrapped, with_statistics
-from ritz.optim._companions import NEVER, Companions, check_optimizer, local, owners
+from ritz._core.distributed import Group
+from ritz._core.modes import Count, Forward, Sharing, reshard, unwrapped, with_statistics
+from ritz._core.params import check_optimizer
+from ritz.optim._companions import NEVER, Companions, local, owners
 
 # ------------------------------------------------------------------------------------------
 # Averages of the iterates of any optimiser: tail, exponential and Polyak.
 
 Pairs = list[tuple[Tensor, Tensor]]
 AverageKind = Literal["tail", "ema", "polyak"]
-KINDS = ("tail", "ema", "polyak")
 
 
 @final
@@ -38,21 +39,25 @@ class IterateAverage:
     after the steps :math:`t = T - 1 + k, T - 1 + 2k, \dots` with :math:`k` the ``interval``. With
     ``start`` 0 or 1 the tail average is that of :math:`w_0, w_k, w_{2k}, \dots`; the Polyak average
     leaves the initial weights out. To average once per epoch of ``m`` steps, from the weights after
-    ``e`` epochs on, use ``start=e * m + 1, interval=m``. SWA is the tail average around SGD.
+    ``e`` epochs on, use ``start=e * m + 1, interval=m``: with ``m = 100`` and ``e = 5`` it averages
+    the weights after steps 500, 600, 700 and so on. SWA is the tail average with SGD.
 
-    The average is updated by ``optimizer.step()``, with closures, compiled steps and gradient
-    scalers too. A step that mixed precision skips is not counted. For a parameter ``p`` the state
-    holds, from the first step on, ``optimizer.state[p]["average"]`` (float32 for half-precision
-    weights; a DTensor if ``p`` is one) and, as tensors without dimensions, ``"average_count"``
-    (iterates in the average, 0 until it begins), ``"average_step"`` (steps taken) and
-    ``"average_start"``; the last two are updated by ``state_dict()``. They are saved and loaded
-    with the optimiser, also by ``torch.distributed.checkpoint``, bit for bit. An average that has
-    begun continues with the start of the checkpoint; a checkpoint without an average counts as
-    step 0. Steps replayed from a CUDA graph run no hooks and are not averaged.
+    You need not call anything: ``optimizer.step()`` updates the average, also with closures,
+    compiled steps and gradient scalers. Steps that ``GradScaler`` skips are not counted. Steps
+    replayed from a CUDA graph run no hooks and are not averaged.
+
+    Saving: the average is part of ``optimizer.state_dict()`` and is loaded with it, also by
+    ``torch.distributed.checkpoint``, bit for bit. For a parameter ``p`` the state has
+    ``optimizer.state[p]["average"]`` (float32 for half-precision weights; a DTensor if ``p`` is
+    one) and scalar tensors ``"average_count"`` (iterates in the average, 0 until it begins),
+    ``"average_step"`` (steps taken) and ``"average_start"``. After loading, an average that has
+    begun continues with the start in the checkpoint. If the checkpoint has no average, steps are
+    counted from 0 again.
 
     Cost: one pass over weights and average on the steps that are averaged, nothing on others.
-    Memory: one vector, and one more while :meth:`applied`. With a fused optimiser and a gradient
-    scaler, a step that is averaged waits for the device, to learn whether it was skipped.
+    Memory: a copy of the parameters, and a second one inside :meth:`applied`. With a fused
+    optimiser and a gradient scaler, a step that is averaged waits for the device, to learn whether
+    it was skipped.
 
     Reference: Granziol et al., Iterate averaging in the quest for best test error, Alg. 1; Polyak
     and Juditsky (1992); Izmailov et al. (2018).
@@ -62,7 +67,7 @@ class IterateAverage:
         kind: ``tail``, ``ema`` or ``polyak``.
         start: First step :math:`T` of the average, counted from one; 0 also means the first.
             ``None`` waits for :meth:`restart`.
-        interval: Steps :math:`k` from one averaged iterate to the next.
+        interval: Number of steps :math:`k` between two averaged weights.
         decay: The decay :math:`\rho` of ``ema``.
         dtype: Dtype of the average, float32 or float64. Defaults to float32, or float64 for float64
             weights.
@@ -79,14 +84,13 @@ class IterateAverage:
         dtype: torch.dtype | None = None,
     ) -> None:
         check_optimizer(optimizer)
-        check_choice("kind", kind, KINDS)
+        check_choice("kind", kind, get_args(AverageKind))
         if start is not None:
             check_count("start", start, low=0)
         check_count("interval", interval)
         check_range("decay", decay, low=0.0, high=1.0)
         if kind == "polyak" and start not in (0, 1):
-            raise ValueError(f"start must be 0 for kind='polyak', which averages from the "
-                             f"beginning, got {start}")  # fmt: skip
+            raise ValueError(f"start must be 0 for kind='polyak', got {start}")
         if dtype not in (None, torch.float32, torch.float64):
             raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
         self.optimizer, self.kind, self.interval, self.decay = optimizer, kind, interval, decay
@@ -99,7 +103,6 @@ class IterateAverage:
             key="average",
             numbers={"count": 0, "step": 0, "start": self.planned or NEVER},
             dtype=dtype,
-            closed=lambda numbers: numbers["count"] > 0,
         )
         # Not compiled: a compiled step would be traced again whenever a count changes.
         optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step))
@@ -134,28 +137,50 @@ class IterateAverage:
         self._begin()
 
     @contextmanager
-    def applied(self, model: nn.Module, **statistics: Any) -> Iterator[nn.Module]:
-        r"""Put the averaged weights into a model for the block, and restore its weights after it.
+    def applied(
+        self,
+        model: nn.Module,
+        *,
+        data: Iterable[Any] | None = None,
+        fraction: float = 1.0,
+        forward: Forward | None = None,
+        count: Count | None = None,
+        sharing: Sharing = "own",
+        group: Group | None = None,
+    ) -> Iterator[nn.Module]:
+        r"""Context manager that puts the averaged weights into a model for the ``with`` block.
 
         Args:
             model: Model with parameters of the optimiser, possibly wrapped (DDP, FSDP2, compiled).
                 Its other parameters are not changed.
-            **statistics: Keywords for the statistics of batch norm. ``data`` are batches on which
-                they are computed again for the averaged weights, and restored with them; by default
-                they are not changed. ``fraction`` is the fraction of the batches to use, the first
-                ones. ``forward`` takes the model and a batch, and calls the model; by default the
-                last item of a tuple or list, and ``"labels"`` of a dictionary, are left out.
-                ``count`` takes a batch and returns its number of samples, by default the length of
-                its first tensor. ``sharing`` is ``own`` (every process of ``group`` has batches of
-                its own, and all make this call) or ``none`` (this process alone).
+            data: Batches on which the statistics of batch norm are computed again for the averaged
+                weights; a model with batch norm needs them for correct outputs. The statistics are
+                restored after the block. Defaults to no change.
+            fraction: Fraction of the batches to use, beginning with the first.
+            forward: Called with the model and a batch. Defaults to a call of the model without the
+                last item of a tuple or list, or without ``"labels"`` of a dictionary.
+            count: Returns the number of samples of a batch. Defaults to the length of its first
+                tensor.
+            sharing: ``own``: every process of ``group`` passes different batches, and all make this
+                call. ``none``: this process computes the statistics alone.
+            group: Process group. Defaults to all processes.
         """
         self._check_not_applied("applied")
+        # A copy, because the average takes the place of the weights.
         pairs = self._matched(model)
         before = [p.detach().clone() for p, _ in pairs]
         self._applied = True
         try:
             _write(pairs)
-            with with_statistics(model, **statistics):
+            with with_statistics(
+                model,
+                data,
+                fraction=fraction,
+                forward=forward,
+                count=count,
+                sharing=sharing,
+                group=group,
+            ):
                 yield model
         finally:
             # FSDP2 may have gathered the parameters in the block.
@@ -168,7 +193,7 @@ class IterateAverage:
 
         Args:
             model: As in :meth:`applied`.
-            **statistics: As in :meth:`applied`.
+            **statistics: ``data`` and the other keywords of :meth:`applied`.
         """
         self._check_not_applied("copy_to")
         _write(self._matched(model))
@@ -183,11 +208,10 @@ class IterateAverage:
 
         Args:
             model: As in :meth:`applied`.
-            **statistics: As in :meth:`applied`.
+            **statistics: ``data`` and the other keywords of :meth:`applied`.
         """
         if any(hasattr(p, "to_local") for p in model.parameters()):
-            raise TypeError("model must not be sharded to be copied; save its state inside "
-                            "applied(model) instead")  # fmt: skip
+            raise TypeError("model must not be sharded: save its state inside applied(model)")
         with self.applied(model, **statistics):
             return copy.deepcopy(unwrapped(model))
 
@@ -237,6 +261,7 @@ class IterateAverage:
         self._numbers["step"] += 1
         found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
         if found_inf is not None:
+            # Counted on the device: reading it here would wait for every step.
             skipped = (found_inf > 0).sum()
             self._skipped = skipped if self._skipped is None else self._skipped + skipped
         if self._is_due():
@@ -282,7 +307,7 @@ class IterateAverage:
 
     def _check_not_applied(self, call: str) -> None:
         if self._applied:
-            raise RuntimeError(f"{call} must not be called while the averaged weights are applied")
+            raise RuntimeError(f"{call} must not be called inside 'with average.applied(model)'")
 
     def _matched(self, model: nn.Module) -> Pairs:
         """Return the parameters of a model that have an average, with their averages."""
@@ -296,7 +321,7 @@ class IterateAverage:
         tensors = self._companions.tensors
         pairs: Pairs = [(p, tensors[p]) for p in model.parameters() if p in tensors]
         if not pairs:
-            raise ValueError("model must hold parameters that the optimiser has moved, got none")
+            raise ValueError("model must have parameters of this optimiser, got none of them")
         return pairs
 
 
@@ -334,10 +359,11 @@ def attached_to(optimizer: Optimizer) -> IterateAverage | None:
 class AutoAverage:
     """Start averaging, and later stop training, when a metric no longer improves.
 
-    At first the metric is that of the weights. After ``patience`` evaluations in a row without a
-    new best value, averaging begins with the present weights. From then on the metric is that of
-    the averaged weights, with a new best value, and after another ``patience`` evaluations without
-    improvement :attr:`finished` is true. The learning rate stays constant::
+    Phase 1: :meth:`update` expects the metric of the current weights. After ``patience``
+    evaluations in a row without a new best value, averaging begins with the current weights.
+    Phase 2: :meth:`update` expects the metric of the averaged weights, and the best value starts
+    anew. After ``patience`` evaluations without improvement :attr:`finished` is true. The learning
+    rate stays constant::
 
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         auto = AutoAverage(optimizer)
@@ -351,8 +377,8 @@ class AutoAverage:
     Reference: Granziol et al., Iterate averaging in the quest for best test error, A.2.
 
     Args:
-        average: An average made with ``start=None``, or an optimiser. An optimiser without an
-            average gets a tail average of every iterate.
+        average: An average made with ``start=None``, or an optimiser. If an optimiser has no
+            average, a tail average over all steps is created.
         patience: Evaluations without improvement that end each of the two phases.
         mode: ``min`` if a smaller metric is better, ``max`` if a larger one is.
         min_delta: An improvement must exceed this.
@@ -369,7 +395,15 @@ class AutoAverage:
         check_count("patience", patience)
         check_choice("mode", mode, ("min", "max"))
         check_range("min_delta", min_delta, low=0.0)
-        self.average = _average_of(average)
+        if isinstance(average, Optimizer):
+            average = attached_to(average) or IterateAverage(average, start=None)
+        if not isinstance(average, IterateAverage):
+            raise TypeError(
+                f"average must be an IterateAverage or an optimiser, got {type(average).__name__}"
+            )
+        if average.planned is not None:
+            raise ValueError(f"average must have start=None, got start={average.planned}")
+        self.average = average
         self.patience, self.mode, self.min_delta = patience, mode, min_delta
         self.averaging, self.finished = False, False
         self.best: float | None = None  # of the weights, or of their average once averaging
@@ -388,7 +422,7 @@ class AutoAverage:
 
         Args:
             model: As in :meth:`IterateAverage.applied`.
-            **statistics: As there.
+            **statistics: ``data`` and the other keywords of :meth:`IterateAverage.applied`.
         """
         if self.averaging:
             return self.average.applied(model, **statistics)
@@ -401,12 +435,21 @@ class AutoAverage:
             raise ValueError("metric must be a number, got nan")
         if self.finished:
             return True
-        if self._improves(value):
+        # The first value of a phase is always the best so far.
+        gain = math.inf
+        if self.best is not None:
+            gain = self.best - value if self.mode == "min" else value - self.best
+        if gain > self.min_delta:
             self.best, self.waited = value, 0
         else:
             self.waited += 1
-        if self.waited >= self.patience:
-            self._end_part()
+        if self.waited >= self.patience and self.averaging:
+            self.finished = True
+        elif self.waited >= self.patience:
+            self.average.restart()
+            # The metric is that of the average from now on, so its best value is unknown.
+            self.averaging, self.waited = True, 0
+            self.best_before, self.best = self.best, None
         return self.finished
 
     def state_dict(self) -> dict[str, Any]:
@@ -420,34 +463,6 @@ class AutoAverage:
         if missing:
             raise ValueError(f"state_dict must be one of AutoAverage, got one without {missing}")
         if state_dict["mode"] != self.mode:
-            raise ValueError(f"state_dict was made with mode={state_dict['mode']!r}, this is "
-                             f"{self.mode!r}")  # fmt: skip
+            raise ValueError(f"state_dict must have mode={self.mode!r}, got {state_dict['mode']!r}")
         for name in self.state_dict():
             setattr(self, name, state_dict[name])
-
-    def _improves(self, value: float) -> bool:
-        if self.best is None:
-            return True
-        gain = self.best - value if self.mode == "min" else value - self.best
-        return gain > self.min_delta
-
-    def _end_part(self) -> None:
-        if self.averaging:
-            self.finished = True
-            return
-        self.average.restart()
-        # The metric is that of the average from now on, so its best value is unknown.
-        self.averaging, self.waited = True, 0
-        self.best_before, self.best = self.best, None
-
-
-def _average_of(average: IterateAverage | Optimizer) -> IterateAverage:
-    if isinstance(average, Optimizer):
-        average = attached_to(average) or IterateAverage(average, start=None)
-    if not isinstance(average, IterateAverage):
-        raise TypeError(f"average must be an IterateAverage or an optimiser, got "
-                        f"{type(average).__name__}")  # fmt: skip
-    if average.planned is not None:
-        raise ValueError(f"average must be made with start=None, so that it begins when the "
-                         f"metric says so, got start={average.planned}")  # fmt: skip
-    return average

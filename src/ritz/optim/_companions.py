@@ -1,6 +1,6 @@
 """Tensors that belong to the parameters of an optimiser and are saved in its state."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any, final
 
@@ -12,7 +12,6 @@ from ritz._core.params import parameters
 
 StateDict = dict[str, Any]
 NEVER = -1  # as the number of a step
-WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module")  # DDP, compiled, FSDP
 
 
 @final
@@ -32,10 +31,10 @@ class Companions:
         optimizer: Any optimiser. Hooks for saving and loading are registered with it; the owner of
             the companions calls :meth:`before_step` and :meth:`after_step`.
         key: Name of the tensor in the state.
-        numbers: The integers with their initial values.
+        numbers: The integers with their initial values. Once a ``count`` among them is above zero,
+            adding parameters is an error.
         dtype: Dtype of the tensors; complex parameters use the complex dtype of that precision.
             Defaults to float32, or the dtype of the parameter if it is wider.
-        closed: Returns whether, with these integers, adding parameters is an error.
     """
 
     def __init__(
@@ -45,12 +44,10 @@ class Companions:
         key: str,
         numbers: Mapping[str, int],
         dtype: torch.dtype | None = None,
-        closed: Callable[[Mapping[str, int]], bool] = lambda numbers: False,
     ) -> None:
-        self.key: str = key
-        self.dtype, self.closed = dtype, closed
+        self.key, self.dtype = key, dtype
         if any(isinstance(owner, Companions) and owner.key == key for owner in owners(optimizer)):
-            raise ValueError(f"optimizer must not have {key} weights already, got one that does")
+            raise ValueError(f"optimizer must not have {key} weights already")
         self.numbers, self._first_numbers = dict(numbers), dict(numbers)
         self.tensors: dict[Tensor, Tensor] = {}
         self.initialising = False
@@ -81,6 +78,7 @@ class Companions:
             self._collect(optimizer)
         # A frozen parameter waits: it may be unfrozen later.
         for p in [p for p in self._waiting if p.requires_grad]:
+            # At least float32: averages of half-precision weights would stall by rounding.
             self.tensors[p] = p.detach().to(self._kind(p), copy=True)
             self._unbound.append(p)
             del self._waiting[p]
@@ -96,6 +94,7 @@ class Companions:
         written = [(f"{self.key}_{name}", self.numbers[name]) for name in names or self.numbers]
         for p in self.tensors:
             state = optimizer.state.get(p, {})
+            # Only where the tensor itself is: the optimiser creates the state of a parameter.
             for name, value in written if self.key in state else ():
                 state[name].fill_(value)
 
@@ -107,11 +106,9 @@ class Companions:
         self.write_numbers(optimizer)
 
     def _collect(self, optimizer: Optimizer) -> None:
-        if self._num_groups and self.closed(self.numbers):
-            raise ValueError(
-                f"optimizer must keep its parameters once the {self.key} has begun, got "
-                f"{len(optimizer.param_groups)} groups of them where there were {self._num_groups}"
-            )
+        # A mean over iterates that began without the new parameters would not be their mean.
+        if self._num_groups and self.numbers.get("count"):
+            raise ValueError(f"parameter groups were added after the {self.key} had begun")
         self._waiting |= {p: None for p in parameters(optimizer) if p not in self.tensors}
         self._num_groups = len(optimizer.param_groups)
 
@@ -131,6 +128,7 @@ class Companions:
         """Take the companions out of a state that torch is about to load and to cast."""
         keys = (self.key, *(f"{self.key}_{name}" for name in self.numbers))
         places = dict(_pairs(optimizer, state_dict))
+        # torch casts state to the dtype of its parameter, which would round a float32 average.
         self._loaded, state = {}, dict(state_dict["state"])
         for place, entry in state_dict["state"].items():
             if isinstance(entry, dict) and self.key in entry:
@@ -151,27 +149,21 @@ class Companions:
         self._collect(optimizer)
 
 
-def check_optimizer(optimizer: Any) -> None:
-    """Raise unless ``optimizer`` is an optimiser of torch."""
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
-        )
-
-
 def check_shape(key: str, value: Tensor, name: str, param: Tensor) -> None:
     """Raise unless a tensor of a loaded state has the shape of its parameter."""
     if value.shape != param.shape:
-        raise ValueError(f"state_dict is of another model: its {key} of {name} has shape "
-                         f"{tuple(value.shape)}, the parameter {tuple(param.shape)}")  # fmt: skip
+        shapes = f"has shape {tuple(value.shape)}, the parameter {tuple(param.shape)}"
+        raise ValueError(f"state_dict does not match: its {key} of {name} {shapes}")
 
 
 def owners(optimizer: Optimizer) -> Iterator[object]:
     """Yield the objects with hooks on the loading of an optimiser, or of those that it wraps."""
     inner: Any = optimizer
     while isinstance(inner, Optimizer):
-        hooks = (inner._optimizer_load_state_dict_pre_hooks,
-                 inner._optimizer_load_state_dict_post_hooks)  # fmt: skip
+        hooks = (
+            inner._optimizer_load_state_dict_pre_hooks,
+            inner._optimizer_load_state_dict_post_hooks,
+        )
         for hook in chain.from_iterable(table.values() for table in hooks):
             yield getattr(hook, "__self__", None)
         inner = getattr(inner, "optimizer", None)
@@ -188,16 +180,16 @@ def _pairs(optimizer: Optimizer, state_dict: StateDict) -> Iterator[tuple[Any, t
     here, there = listed(optimizer.param_groups), listed(state_dict["param_groups"])
     for index, ((name, p), (saved, place)) in enumerate(zip(here, there, strict=False)):
         if name is not None and saved is not None and _bare(name) != _bare(saved):
-            raise ValueError(f"state_dict is of another model: it has {saved} in place of {name}")
+            raise ValueError(f"state_dict does not match: expected parameter {name}, got {saved}")
         yield place, (name or f"parameter {index}", p)
     if len(here) != len(there):
-        raise ValueError(f"state_dict is of another model: it has {len(there)} parameters, the "
-                         f"optimiser {len(here)}")  # fmt: skip
+        raise ValueError(f"state_dict must have {len(here)} parameters, got {len(there)}")
 
 
 def _bare(name: str) -> str:
     """Return the name of a parameter without the names of wrappers in it."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+    wrappers = ("module", "_orig_mod", "_fsdp_wrapped_module")  # DDP, compiled, FSDP
+    return ".".join(part for part in name.split(".") if part not in wrappers)
 
 
 def listed(groups: list[dict[str, Any]]) -> list[tuple[str | None, Any]]:

@@ -54,16 +54,15 @@ class Diversity:
 
 
 def solution_diversity(logits: Tensor | Iterable[Tensor]) -> Diversity:
-    r"""Return how much the softmax outputs of several solutions differ, mean over all pairs.
+    r"""Return how much the softmax outputs of trained networks (solutions) differ, over all pairs.
 
     .. math:: \tfrac12 \sum_c (p_c - q_c)(\log p_c - \log q_c), \qquad
         \Big(\tfrac12 \sum_c |p_c - q_c|\Big)^2, \qquad \sum_c (p_c - q_c)^2
 
     averaged over samples and then over pairs. The first is the mean of the two Kullback-Leibler
     divergences, the second the squared total variation. The third is what the reference calls total
-    variation. All are computed from logits in float64, so that probabilities too small for a float
-    still count. The divergence is infinite only if one solution gives a class the logit
-    :math:`-\infty`.
+    variation. All are computed from logits in float64, to avoid underflow. The divergence is
+    infinite only if one solution gives a class the logit :math:`-\infty`.
 
     Cost: ``m (m - 1) / 2`` passes over ``(n, c)`` arrays; memory: the logits twice in float64.
 
@@ -100,7 +99,7 @@ def solution_diversity(logits: Tensor | Iterable[Tensor]) -> Diversity:
 
 def _as_samples(logits: list[Tensor]) -> list[Tensor]:
     if len(logits) < 2:
-        raise ValueError(f"logits must be of two solutions or more, got {len(logits)}")
+        raise ValueError(f"logits must be those of at least two models, got {len(logits)}")
     first = logits[0]
     for one in logits:
         check_real_floating("logits", one.dtype)
@@ -114,8 +113,6 @@ def _as_samples(logits: list[Tensor]) -> list[Tensor]:
 
 # ------------------------------------------------------------------------------------------
 # Norms of weights, and effective learning rates of normalised layers.
-
-FACTOR = 2.0  # above one: the epsilon of a normalisation then matters less
 
 
 @storable
@@ -171,11 +168,11 @@ def weight_norms(model: nn.Module | Mapping[str, Tensor]) -> WeightNorms:
 def scale_invariant_weights(model: nn.Module, *inputs: Any, rtol: float = 0.01) -> tuple[str, ...]:
     r"""Return the names of the weights :math:`w` for which :math:`f(c w) = f(w)`.
 
-    These are the weights before a normalisation. They are found by experiment, for any
-    architecture: each weight of two or more dimensions is doubled, and the outputs are compared,
-    with batch norm in training mode and dropout off. The model is not changed. An output counts as
-    unchanged if it changes by less than ``rtol`` times what shuffling the entries of the weight
-    does; so weights without any effect are not taken for normalised ones. The epsilon of a
+    These are the weights before a normalisation. They are found numerically, for any architecture:
+    each weight of two or more dimensions is doubled, and the outputs are compared, with batch norm
+    in training mode and dropout off. The model is not changed. The change of the outputs must be
+    below ``rtol`` times the change that shuffling the entries of the weight causes; so a weight
+    without any effect is not returned. The epsilon of a
     normalisation breaks the invariance if the variance of its inputs is small, and so does a bias
     that it does not remove (before layer or group norm). Such weights are not returned.
 
@@ -195,7 +192,8 @@ def scale_invariant_weights(model: nn.Module, *inputs: Any, rtol: float = 0.01) 
                 continue
             # The control: the same entries at other places.
             shuffled = weight.flatten().roll(1).view_as(weight)
-            scaled = _change(before, _outputs(model, {name: FACTOR * weight}, inputs))
+            # Doubled rather than halved: the epsilon of a normalisation then matters less.
+            scaled = _change(before, _outputs(model, {name: 2.0 * weight}, inputs))
             control = _change(before, _outputs(model, {name: shuffled}, inputs))
             if control > 0 and is_below(scaled, rtol * control):
                 names.append(name)
@@ -206,10 +204,11 @@ def scale_invariant_weights(model: nn.Module, *inputs: Any, rtol: float = 0.01) 
 def effective_rates(
     model: nn.Module, optimizer: Optimizer, names: Iterable[str]
 ) -> dict[str, float]:
-    r"""Return the effective learning rates :math:`\alpha / \|w\|^2` of normalised layers by name.
+    r"""Return the effective learning rates :math:`\alpha / \|w\|^2` of scale-invariant weights.
 
     If the outputs do not depend on the length of :math:`w`, its gradient is orthogonal to it and
-    inversely proportional to its length. The direction of :math:`w` then moves at this rate.
+    inversely proportional to its length. This is then the learning rate of the direction of
+    :math:`w`.
 
     Args:
         model: Model with the weights.

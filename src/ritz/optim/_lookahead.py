@@ -1,20 +1,19 @@
 """Lookahead: slow weights that follow those of any optimiser."""
 
 from collections.abc import Callable
-from typing import Any, Literal, final
+from operator import attrgetter
+from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ritz._core.checks import check_choice, check_count, check_range
-from ritz._core.params import parameters
+from ritz._core.checks import check_count, check_range
+from ritz._core.params import check_optimizer
 from ritz.optim._averaging import move
-from ritz.optim._companions import NEVER, Companions, StateDict, check_optimizer, local
+from ritz.optim._companions import NEVER, Companions, StateDict, local
 
-MOMENTUM_BUFFERS = ("momentum_buffer", "exp_avg")
-SETTINGS = ("optimizer", "k", "alpha", "planned", "momentum")
-MomentumRule = Literal["keep", "reset", "pullback"]
+SETTINGS = ("optimizer", "k", "alpha", "planned")
 
 
 @final
@@ -45,36 +44,20 @@ class Lookahead(Optimizer):
         optimizer: The inner optimiser.
         k: Steps from one synchronisation to the next.
         alpha: Step size :math:`\alpha` of the slow weights.
-        until: First step, counted from one, without Lookahead. Defaults to never, unless
-            :meth:`stop` is called.
-        momentum: What to do with the inner momentum (``momentum_buffer`` or ``exp_avg``) at a
-            synchronisation: ``keep`` it, ``reset`` it to zero, or ``pullback``, which interpolates
-            it like the weights and stores another vector, ``state[p]["slow_momentum"]``.
+        until: Lookahead is switched off from this step on, counted from one. Defaults to never,
+            unless :meth:`stop` is called.
     """
 
-    optimizer: Optimizer
-    k: int
-    alpha: float
-    planned: int | None
-    momentum: MomentumRule
-
     def __init__(
-        self,
-        optimizer: Optimizer,
-        *,
-        k: int = 5,
-        alpha: float = 0.5,
-        until: int | None = None,
-        momentum: MomentumRule = "keep",
+        self, optimizer: Optimizer, *, k: int = 5, alpha: float = 0.5, until: int | None = None
     ) -> None:
         check_optimizer(optimizer)
         check_count("k", k)
         check_range("alpha", alpha, low=0.0, high=1.0)
         if until is not None:
             check_count("until", until)
-        check_choice("momentum", momentum, ("keep", "reset", "pullback"))
-        values = (optimizer, k, alpha, until, momentum)
-        self._attach(dict(zip(SETTINGS, values, strict=True)))
+        self.optimizer, self.k, self.alpha, self.planned = optimizer, k, alpha, until
+        self._attach()
 
     @property
     def until(self) -> int | None:
@@ -112,32 +95,24 @@ class Lookahead(Optimizer):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Parameter groups or defaults of the inner optimiser."""
-        return self.optimizer.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """State of the inner optimiser."""
-        return self.optimizer.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """Parameter groups or defaults of the inner optimiser."""
-        return self.optimizer.defaults
+    # Groups, state and defaults are those of the inner optimiser.
+    param_groups = property(attrgetter("optimizer.param_groups"))
+    state = property(attrgetter("optimizer.state"))
+    defaults = property(attrgetter("optimizer.defaults"))
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in SETTINGS} | {"numbers": self._slow.numbers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._attach({name: state[name] for name in SETTINGS})
+        for name in SETTINGS:
+            setattr(self, name, state[name])
+        self._attach()
         # Copying loses hooks: continue with the slow weights in the state of the copy.
         self._slow.adopt(self.optimizer, state["numbers"])
 
-    def _attach(self, settings: dict[str, Any]) -> None:
+    def _attach(self) -> None:
         # Creates the tables of hooks without registering the parameters a second time.
-        super().__setstate__(settings)
+        super().__setstate__({})
         numbers = {"step": 0, "stop": NEVER}
         self._slow = Companions(self.optimizer, key="slow", numbers=numbers)
         self.optimizer.register_step_pre_hook(torch.compiler.disable(self._before_inner))
@@ -151,15 +126,13 @@ class Lookahead(Optimizer):
 
     def _after_inner(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._slow.after_step(optimizer)
-        for state, buffer in self._momenta() if self.momentum == "pullback" else ():
-            if "slow_momentum" not in state:
-                state["slow_momentum"] = torch.zeros_like(buffer)
         # Set by a gradient scaler for fused optimisers: such a step changed nothing.
         found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
         if self._slow.initialising or (found_inf is not None and bool(found_inf > 0)):
             return
         numbers = self._slow.numbers
         numbers["step"] += 1
+        # phi is updated after steps k, 2k, ..., up to the step before `until`.
         over = self.until is not None and numbers["step"] >= self.until
         if numbers["step"] % self.k == 0 and not over:
             self._synchronise()
@@ -170,19 +143,3 @@ class Lookahead(Optimizer):
         # phi <- phi + alpha (theta - phi), then theta <- phi
         move(slow, fast, self.alpha)
         torch._foreach_copy_([local(p) for p in fast], [local(s) for s in slow])
-        for state, buffer in self._momenta() if self.momentum != "keep" else ():
-            if self.momentum == "reset":
-                buffer.zero_()
-            else:
-                # buffer <- slow + alpha (buffer - slow)
-                buffer.lerp_(state["slow_momentum"], 1 - self.alpha)
-                state["slow_momentum"].copy_(buffer)
-
-    def _momenta(self) -> list[tuple[dict[str, Any], Tensor]]:
-        states = [self.optimizer.state.get(p, {}) for p in parameters(self.optimizer)]
-        pairs = [(s, s[name]) for s in states for name in MOMENTUM_BUFFERS
-                 if isinstance(s.get(name), Tensor)]  # fmt: skip
-        if not pairs:
-            raise ValueError(f"optimizer must have momentum for momentum={self.momentum!r}, got "
-                             f"{type(self.optimizer).__name__} without")  # fmt: skip
-        return pairs

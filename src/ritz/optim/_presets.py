@@ -11,10 +11,6 @@ from ritz._core.checks import check_count
 from ritz._core.registry import Registry
 from ritz.optim._adaptive import AdaptiveOptimizer, AveragedOptimizer, Gadam, GadamX, Padam
 
-GADAM = "Granziol et al. (2021), Iterate averaged adaptive gradient methods, "
-CIFAR = GADAM + "B.2; averaging from epoch 161, section .2"
-SEARCHED = "; decay searched for and not printed, so the default stands"
-
 
 @dataclass(frozen=True, slots=True)
 class Preset:
@@ -53,13 +49,15 @@ def preset_names() -> tuple[str, ...]:
 def from_preset(
     name: str, params: ParamsT, *, steps_per_epoch: int | None = None, **changes: Any
 ) -> AdaptiveOptimizer:
-    """Return an optimiser with published settings, which averages once per epoch if they do.
+    """Return an optimiser with published settings.
+
+    If the published run averaged its weights, the optimiser averages once per epoch.
 
     Args:
         name: ``optimiser/network/data``; :func:`preset_names` lists them.
         params: Parameters or groups of them.
-        steps_per_epoch: Optimiser steps per epoch, needed to place the average. With None the
-            average does not start by itself.
+        steps_per_epoch: Optimiser steps per epoch, needed for presets with averaging. With None,
+            call ``optimizer.average.restart()`` to start the average.
         **changes: Keywords of the optimiser, which take precedence over the published ones.
     """
     chosen = preset(name)
@@ -77,46 +75,47 @@ def from_preset(
 _PRESETS: Registry[Preset] = Registry("preset")
 
 
-def _add(
-    name: str,
-    optimizer: type[AdaptiveOptimizer],
-    epochs: int,
-    average_from: int | None,
-    source: str,
-    **settings: Any,
-) -> None:
-    entry = Preset(optimizer, epochs, average_from, source, MappingProxyType(settings))
-    _PRESETS.register(name)(entry)
+def _add(name: str, *entry: Any, **settings: Any) -> None:
+    # The optimiser, epochs, first averaged epoch and source, in the order of Preset.
+    make: Any = Preset
+    _PRESETS.register(name)(make(*entry, MappingProxyType(settings)))
 
 
-_FLAT = "Granziol (2020), Flatness is a false friend, section 5 (decay); " + CIFAR
-_add("gadam/vgg16/cifar10", Gadam, 300, 161, _FLAT, lr=5e-4, weight_decay=0.35)
-_add("gadam/vgg16/cifar100", Gadam, 300, 161, _FLAT, lr=5e-4, weight_decay=0.25)
-_add("gadam/preresnet110/cifar", Gadam, 300, 161, CIFAR + SEARCHED, lr=1e-3)
-_add("gadamx/vgg16/cifar", GadamX, 300, 161, CIFAR + SEARCHED, lr=0.1)
-_add("gadamx/preresnet110/cifar", GadamX, 300, 161, CIFAR + SEARCHED, lr=0.1)
-_add("padam/cifar", Padam, 300, None, CIFAR + SEARCHED, lr=0.1)
+def _register_all() -> None:
+    gadam = "Granziol et al. (2021), Iterate averaged adaptive gradient methods, "
+    cifar = gadam + "appendix B.2; averaging from epoch 161"
+    searched = "; the paper does not give the weight decay, so this is the default"
+    flat = "Granziol (2020), Flatness is a false friend, section 5 (decay); " + cifar
+    _add("gadam/vgg16/cifar10", Gadam, 300, 161, flat, lr=5e-4, weight_decay=0.35)
+    _add("gadam/vgg16/cifar100", Gadam, 300, 161, flat, lr=5e-4, weight_decay=0.25)
+    _add("gadam/preresnet110/cifar", Gadam, 300, 161, cifar + searched, lr=1e-3)
+    _add("gadamx/vgg16/cifar", GadamX, 300, 161, cifar + searched, lr=0.1)
+    _add("gadamx/preresnet110/cifar", GadamX, 300, 161, cifar + searched, lr=0.1)
+    _add("padam/cifar", Padam, 300, None, cifar + searched, lr=0.1)
 
-_WRN = GADAM + "B.2, averaging from epoch 30"
-_add("padam/wideresnet28x10/imagenet32", Padam, 50, None, _WRN, lr=0.03, weight_decay=1e-4)
-_add("gadam/wideresnet28x10/imagenet32", Gadam, 50, 30, _WRN, lr=1e-3, weight_decay=0.01)
-_add("gadamx/wideresnet28x10/imagenet32", GadamX, 50, 30, _WRN, lr=0.03, weight_decay=3e-4)
+    wide = gadam + "appendix B.2; averaging from epoch 30"
+    _add("padam/wideresnet28x10/imagenet32", Padam, 50, None, wide, lr=0.03, weight_decay=1e-4)
+    _add("gadam/wideresnet28x10/imagenet32", Gadam, 50, 30, wide, lr=1e-3, weight_decay=0.01)
+    _add("gadamx/wideresnet28x10/imagenet32", GadamX, 50, 30, wide, lr=0.03, weight_decay=3e-4)
 
-_PRN = GADAM + "B.2; start of the average not printed"
-_add("padam/preresnet110/imagenet32", Padam, 200, None, _PRN, lr=0.1, weight_decay=1e-5)
-_add("gadam/preresnet110/imagenet32", Gadam, 200, None, _PRN, lr=1e-3, weight_decay=1e-3)
-_add("gadamx/preresnet110/imagenet32", GadamX, 200, None, _PRN, lr=0.1, weight_decay=3e-4)
+    deep = gadam + "appendix B.2; the paper does not give the start of the average"
+    _add("padam/preresnet110/imagenet32", Padam, 200, None, deep, lr=0.1, weight_decay=1e-5)
+    _add("gadam/preresnet110/imagenet32", Gadam, 200, None, deep, lr=1e-3, weight_decay=1e-3)
+    _add("gadamx/preresnet110/imagenet32", GadamX, 200, None, deep, lr=0.1, weight_decay=3e-4)
 
-# With eps = 1 the step of Gadam is nearly that of SGD, hence the large learning rate.
-_RESNET = GADAM + "5.3; averaging from epoch 61 of the three tried"
-_add("gadam/resnet50/imagenet", Gadam, 90, 61, _RESNET, lr=0.5, eps=1.0, weight_decay=1e-4)
-_BEST = _RESNET + ", the largest rate tried, which was best" + SEARCHED
-_add("gadamx/resnet50/imagenet", GadamX, 90, 61, _BEST, lr=0.5, eps=1e-4)
+    # With eps = 1 the step of Gadam is nearly that of SGD, hence the large learning rate.
+    resnet = gadam + "section 5.3; averaging from epoch 61, one of three that were tried"
+    _add("gadam/resnet50/imagenet", Gadam, 90, 61, resnet, lr=0.5, eps=1.0, weight_decay=1e-4)
+    best = resnet + "; the best learning rate, the largest that was tried" + searched
+    _add("gadamx/resnet50/imagenet", GadamX, 90, 61, best, lr=0.5, eps=1e-4)
 
-_LSTM: dict[str, Any] = {"weight_decay": 1.2e-6}
-_L2 = _LSTM | {"decoupled_weight_decay": False}
-_PTB = GADAM + "B.3, averaging from epoch 100 at a constant rate"
-_TUNED = _PTB + "; Gadam's rate searched for and not printed, so the default stands"
-_add("padam/lstm/ptb", Padam, 200, None, GADAM + "B.3", lr=1.0, partial=0.2, **_LSTM)
-_add("gadam/lstm/ptb", Gadam, 200, 100, _TUNED, **_L2)
-_add("gadamx/lstm/ptb", GadamX, 200, 100, _PTB, lr=1.0, partial=0.2, **_L2)
+    lstm: dict[str, Any] = {"weight_decay": 1.2e-6}
+    coupled = lstm | {"decoupled_weight_decay": False}
+    ptb = gadam + "appendix B.3; averaging from epoch 100 at a constant learning rate"
+    tuned = ptb + "; the paper does not give the learning rate of Gadam, so this is the default"
+    _add("padam/lstm/ptb", Padam, 200, None, gadam + "appendix B.3", lr=1.0, partial=0.2, **lstm)
+    _add("gadam/lstm/ptb", Gadam, 200, 100, tuned, **coupled)
+    _add("gadamx/lstm/ptb", GadamX, 200, 100, ptb, lr=1.0, partial=0.2, **coupled)
+
+
+_register_all()

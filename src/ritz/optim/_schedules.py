@@ -1,7 +1,7 @@
 """Schedules of the learning rate, or of any other setting of an optimiser.
 
-A shape is a function of the number of steps done. It returns the factor on the initial value. Call
-``step()`` once per epoch or once per step of the optimiser, as suits the shape::
+A shape is a function from the number of steps done to the factor on the initial value. Steps are
+calls of ``step()``: call it once per epoch, or once per step of the optimiser::
 
     rate = Schedule(optimizer, warmup(5, then=linear_decay(200)))
     damping = GroupSchedule(optimizer, linear_decay(200), key="delta")
@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ritz._core.checks import check_count, check_range
+from ritz._core.params import check_optimizer
 
 Shape: TypeAlias = Callable[[int], float]
 
@@ -55,7 +56,7 @@ def averaging_decay(start: int, *, final: float = 0.5) -> Shape:
     r"""Return :func:`linear_decay` until averaging begins, and a constant from then on.
 
     The learning rate during averaging stays large, :math:`\alpha_\text{avg} = \alpha_0 / 2`, so
-    that the averaged iterates differ.
+    that the averaged iterates keep exploring.
 
     Args:
         start: Step :math:`T_\text{avg}` at which averaging begins.
@@ -84,8 +85,8 @@ def step_decay(milestones: Iterable[int], *, factor: float = 0.1) -> Shape:
 def warmup(num_steps: int, *, then: Shape | None = None) -> Shape:
     r"""Return a shape multiplied by :math:`\min(1, (t + 1) / n)`.
 
-    The first step has a learning rate above zero, and the :math:`n`-th has all of it. The shape
-    ``then`` is not delayed by the warm-up.
+    The first step has a learning rate above zero, and step :math:`n` has the full learning rate.
+    The shape ``then`` is not delayed by the warm-up.
 
     Args:
         num_steps: Number of warm-up steps :math:`n`.
@@ -117,6 +118,7 @@ class Schedule(LRScheduler):
 
     def get_lr(self) -> list[float | Tensor]:
         """Return the learning rates of all groups."""
+        # alpha_t = alpha_0 shape(t), from the initial value, so that roundoff does not add up.
         factors = [shape(self.last_epoch) for shape in self._shapes]
         return [base * factor for base, factor in zip(self.base_lrs, factors, strict=True)]
 
@@ -145,8 +147,8 @@ class GroupSchedule:
             value = group.get(key)
             if isinstance(value, bool) or not isinstance(value, int | float | Tensor):
                 numbers = [name for name, held in group.items() if type(held) in (int, float)]
-                raise ValueError(f"key must name a number in every group of the optimiser, such "
-                                 f"as {', '.join(numbers)}; got {key!r}")  # fmt: skip
+                names = ", ".join(numbers)
+                raise ValueError(f"key must be a numeric setting ({names}), got {key!r}")
             initial = value.clone() if isinstance(value, Tensor) else value
             # Already there when a run is resumed.
             group.setdefault(f"initial_{key}", initial)
@@ -200,8 +202,7 @@ def _warmup(num_steps: int, then: Shape | None, step: int) -> float:
 
 
 def _shapes(optimizer: Optimizer, shape: Shape | list[Shape]) -> list[Shape]:
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be a torch optimiser, got {type(optimizer).__name__}")
+    check_optimizer(optimizer)
     count = len(optimizer.param_groups)
     shapes = list(shape) if isinstance(shape, list) else [shape] * count
     if len(shapes) != count or not all(callable(one) for one in shapes):

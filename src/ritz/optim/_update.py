@@ -1,15 +1,15 @@
-"""The adaptive update of lists of tensors, in place: eager, foreach, fused or compiled."""
+"""The adaptive update of lists of tensors, in place: eager, foreach or compiled."""
 
+import math
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any, Literal, NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim.adam import adam
 from torch.optim.optimizer import Optimizer, _default_to_fused_or_foreach
 
 from ritz.optim._companions import local
@@ -18,14 +18,19 @@ Form: TypeAlias = Literal["inside", "outside", "published"]
 Number: TypeAlias = float | Tensor
 Numbers: TypeAlias = "list[Scalars]"
 
-# Elements of a chunk on the CPU, per thread. Smaller chunks stay nearer to the processor, but below
-# this size the calls cost more than they save.
-GRAIN = 2**17
-# Fields of a rule that torch's Adam has too.
-TORCH_SETTINGS = ("beta1", "beta2", "eps", "weight_decay", "decoupled_weight_decay", "amsgrad",
-                  "maximize", "capturable", "differentiable")  # fmt: skip
-# Graphs of one optimiser and group: torch compiles no function more often.
-MAX_GRAPHS = 8
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Sizes of the work of a step."""
+
+    # Elements of a chunk on the CPU, per thread. Smaller chunks stay nearer to the processor, but
+    # below this size the calls cost more than they save.
+    grain: int = 2**17
+    # Graphs of one optimiser and group: torch compiles no function more often.
+    max_graphs: int = 8
+
+
+TUNING = Tuning()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +49,13 @@ class Rule:
     the raw :math:`v` in the other two.
     """
 
+    partial: float
+    form: Form
+    # The rest are arguments of torch's Adam, too.
     beta1: float
     beta2: float
     eps: float
     weight_decay: float
-    partial: float
-    form: Form
     amsgrad: bool
     maximize: bool
     decoupled_weight_decay: bool
@@ -67,20 +73,15 @@ class Rule:
         return self.capturable or self.differentiable or torch.compiler.is_compiling()
 
 
-@dataclass(slots=True)
-class Buffers:
+class Buffers(NamedTuple):
     """Parameters, their gradients and their state, one list each, in the same order."""
 
-    params: list[Tensor] = field(default_factory=list)
-    grads: list[Tensor] = field(default_factory=list)
-    exp_avgs: list[Tensor] = field(default_factory=list)
-    exp_avg_sqs: list[Tensor] = field(default_factory=list)
-    max_exp_avg_sqs: list[Tensor] = field(default_factory=list)  # empty without AMSGrad
-    steps: list[Tensor] = field(default_factory=list)
-
-    def lists(self) -> Any:
-        """Return the six lists in order."""
-        return [getattr(self, each.name) for each in fields(self)]
+    params: list[Tensor]
+    grads: list[Tensor]
+    exp_avgs: list[Tensor]
+    exp_avg_sqs: list[Tensor]
+    max_exp_avg_sqs: Any = ()  # empty without AMSGrad
+    steps: Any = ()  # not needed by move
 
     def local(self) -> "Buffers":
         """Return real views, of sharded tensors on this process: the update is elementwise."""
@@ -92,7 +93,7 @@ class Buffers:
             g.redistribute(placements=p.placements) if hasattr(g, "placements") else g
             for p, g in pairs
         ]
-        lists = replace(self, grads=grads).lists()
+        lists = self._replace(grads=grads)
         return Buffers(*([local(tensor) for tensor in tensors] for tensors in lists))
 
 
@@ -138,12 +139,11 @@ def move(b: Buffers, numbers: Numbers, rule: Rule) -> None:
 
     On CUDA each operation is one launch for the whole list, on the CPU a loop in C++.
     """
-    columns: Any = zip(*numbers, strict=True)
-    decays, rates, corrections, shifts = (list(column) for column in columns)
+    rates: Any = [number.rate for number in numbers]
     grads: Any = torch._foreach_neg(b.grads) if rule.maximize else b.grads
     if rule.decays:
         # w <- (1 - lr lambda) w, one factor for all: in their own dtype it takes one launch.
-        decay: Any = decays[0]
+        decay: Any = numbers[0].decay
         decay = decay.to(b.params[0].dtype) if isinstance(decay, Tensor) else decay
         torch._foreach_mul_(b.params, decay)
     elif rule.weight_decay:
@@ -157,11 +157,18 @@ def move(b: Buffers, numbers: Numbers, rule: Rule) -> None:
     if rule.amsgrad:
         # v_max <- max(v_max, v_hat)
         if rule.form == "inside":
+            corrections: Any = [number.correction for number in numbers]
             moments = torch._foreach_div(moments, corrections)
         torch._foreach_maximum_(b.max_exp_avg_sqs, moments)
         moments = _saved(b.max_exp_avg_sqs, rule)
-    scales = _scales(moments, shifts, rule)
     # w <- w - lr m_hat (v_hat + eps)^-p, where rates are negative
+    if rule.partial == 0:
+        # The power is one. Computing it would take as long as the rest of the step.
+        one_rate = not isinstance(rates[0], Tensor) and len(set(rates)) == 1
+        steps: Any = b.exp_avgs if one_rate else torch._foreach_mul(_saved(b.exp_avgs, rule), rates)
+        torch._foreach_add_(b.params, steps, alpha=rates[0] if one_rate else 1)
+        return
+    scales = _scales(moments, numbers, rule)
     if isinstance(rates[0], Tensor):
         torch._foreach_mul_(scales, rates)
         torch._foreach_addcmul_(b.params, _saved(b.exp_avgs, rule), scales)
@@ -174,7 +181,7 @@ def _saved(tensors: Any, rule: Rule) -> Any:
     return [tensor.clone() for tensor in tensors] if rule.differentiable else tensors
 
 
-def _scales(moments: Any, shifts: Any, rule: Rule) -> Any:
+def _scales(moments: Any, numbers: Numbers, rule: Rule) -> Any:
     """Return the inverse powers of the second moments."""
     # An epsilon of 1e-8 is zero in float16, and 0/0 would follow.
     moments = [v.float() if v.dtype == torch.float16 else v for v in moments]
@@ -184,60 +191,35 @@ def _scales(moments: Any, shifts: Any, rule: Rule) -> Any:
         bases, power = _saved(torch._foreach_sqrt(moments), rule), 2 * power
         torch._foreach_add_(bases, rule.eps)
     else:
-        bases = torch._foreach_add(moments, rule.eps if rule.amsgrad else shifts)
+        shifts: Any = rule.eps if rule.amsgrad else [number.shift for number in numbers]
+        bases = torch._foreach_add(moments, shifts)
     if rule.differentiable:
         return torch._foreach_pow(bases, -power)
     # Square roots are several times cheaper than pow: four in a row at most.
-    roots = {0.5**k: k for k in range(5)}.get(power)
-    if roots is None:
+    roots = -math.log2(power)
+    if roots not in range(5):
         torch._foreach_pow_(bases, -power)
     elif roots == 0:
         torch._foreach_reciprocal_(bases)
     else:
         torch._foreach_rsqrt_(bases)
-        for _ in range(roots - 1):
+        for _ in range(int(roots) - 1):
             torch._foreach_sqrt_(bases)
     return bases
 
 
-def update(
-    buffers: Buffers,
-    rule: Rule,
-    *,
-    lr: Number,
-    foreach: bool | None = None,
-    fused: bool = False,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> None:
+def update(buffers: Buffers, rule: Rule, lr: Number, foreach: bool | None = None) -> None:
     r"""Take one step of ``rule`` on every parameter, in place.
 
-    If epsilon stands outside the root, the update is torch's Adam or AdamW, on its kernels. Memory
-    beyond the state: as much as the largest parameter, with ``foreach`` as all of them.
+    Memory beyond the state: as much as the largest parameter, with ``foreach`` as all of them.
 
     Args:
         buffers: Parameters, gradients and state; the gradients are not written to.
-        rule: The update.
+        rule: The update, with epsilon inside the power or as published.
         lr: Learning rate, a number or a tensor of one element.
         foreach: Take all parameters through each operation together. Defaults to the better way on
             their device.
-        fused: Use torch's fused kernel (``form="outside"`` only).
-        grad_scale: Scale of the gradients, divided out by the fused kernel.
-        found_inf: One if a gradient overflowed; the fused kernel then changes nothing.
     """
-    if rule.form == "outside":
-        torch_step: Any = adam
-        torch_step(
-            *buffers.lists(),
-            lr=lr,
-            foreach=False if fused else foreach,
-            fused=fused or None,  # None: torch decides between the other two
-            grad_scale=grad_scale,
-            found_inf=found_inf,
-            has_complex=any(param.is_complex() for param in buffers.params),
-            **{name: getattr(rule, name) for name in TORCH_SETTINGS},
-        )
-        return
     if isinstance(lr, Tensor) and not rule.tensor_numbers:
         if foreach:
             raise RuntimeError(
@@ -247,26 +229,19 @@ def update(
     if foreach is None:
         foreach = _default_to_fused_or_foreach(buffers.params, rule.differentiable)[1]
     buffers = buffers.local()
-    _count(buffers.steps)
-    for group in _by_kind(buffers) if foreach else [buffers]:
+    # One tensor for all on the CPU: a number would be wrapped anew for every step.
+    once = buffers.steps[0].is_cpu and not torch.compiler.is_compiling()
+    torch._foreach_add_(buffers.steps, torch.tensor(1.0) if once else 1)
+    groups = [buffers]
+    if foreach:  # one list for each device and dtype
+        lists: Any = list(buffers)
+        by_kind: Any = Optimizer._group_tensors_by_device_and_dtype(lists)
+        groups = [Buffers(*kind) for kind, _ in by_kind.values()]
+    for group in groups:
         numbers = _numbers(group.steps, lr, rule)
         whole = foreach or torch.compiler.is_compiling()
         for chunk in [(group, numbers)] if whole else _chunks(group, numbers, rule):
             move(*chunk, rule)
-
-
-def _count(steps: list[Tensor]) -> None:
-    if steps[0].is_cpu and not torch.compiler.is_compiling():
-        # One tensor for all: a number would be wrapped anew for every step.
-        torch._foreach_add_(steps, torch.tensor(1.0), alpha=1.0)
-    else:
-        torch._foreach_add_(steps, 1)
-
-
-def _by_kind(buffers: Buffers) -> Iterator[Buffers]:
-    """Yield the parameters of each device and dtype."""
-    for lists, _ in Optimizer._group_tensors_by_device_and_dtype(buffers.lists()).values():
-        yield Buffers(*lists)  # type: ignore[arg-type]
 
 
 def _numbers(steps: list[Tensor], lr: Number, rule: Rule) -> Numbers:
@@ -285,8 +260,8 @@ def _chunks(b: Buffers, numbers: Numbers, rule: Rule) -> Iterator[tuple[Buffers,
     On the CPU large parameters are cut and small ones are put together; elsewhere each is alone.
     """
     on_cpu = b.params[0].is_cpu and not rule.tensor_numbers
-    size = GRAIN * torch.get_num_threads() if on_cpu else 1
-    lists = [tensors for tensors in b.lists()[:5] if tensors]
+    size = TUNING.grain * torch.get_num_threads() if on_cpu else 1
+    lists = [tensors for tensors in b[:5] if tensors]
     chunk: list[tuple[Any, Scalars]] = []
     room = size
     for index, (*row, number) in enumerate(zip(*lists, numbers, strict=True), start=1):
@@ -301,8 +276,9 @@ def _chunks(b: Buffers, numbers: Numbers, rule: Rule) -> Iterator[tuple[Buffers,
 
 
 def _pieces(row: Any, size: int) -> list[Any]:
-    plain = all(type(t) in (Tensor, Parameter) and t.is_contiguous() for t in row)
-    if row[0].numel() <= size or not plain:
+    if row[0].numel() <= size:
+        return [row]
+    if not all(type(t) in (Tensor, Parameter) and t.is_contiguous() for t in row):
         return [row]
     return list(zip(*(t.detach().view(-1).split(size) for t in row), strict=True))
 
@@ -311,7 +287,7 @@ def _pieces(row: Any, size: int) -> list[Any]:
 class CompiledStep:
     """The same update as one compiled graph; a new learning rate does not compile it again.
 
-    After ``MAX_GRAPHS`` different settings or sets of parameters, as of betas on a schedule,
+    After ``TUNING.max_graphs`` different settings or sets of parameters, as of betas on a schedule,
     further ones are updated without a graph.
     """
 
@@ -326,24 +302,24 @@ class CompiledStep:
         # Numbers of the rule are constants of the graph, so what the table holds is left out.
         fixed = replace(rule, weight_decay=1.0) if rule.decays else rule
         if not self._has_graph((fixed, *map(id, buffers.params))):
-            update(buffers, rule, lr=lr)
+            update(buffers, rule, lr)
             return
-        *lists, steps = buffers.local().lists()
+        *lists, steps = buffers.local()
         # The compiler takes double precision numbers without dimensions for constants.
         flat = ([t.view(1) if t.ndim == 0 else t for t in tensors] for tensors in lists)
         self._graph(list(flat), _table(lists[0], steps, rule, lr), fixed)
         torch._foreach_add_(steps, 1)
 
     def _has_graph(self, kind: tuple[Any, ...]) -> bool:
-        if len(self._kinds) < MAX_GRAPHS:
+        if len(self._kinds) < TUNING.max_graphs:
             self._kinds.add(kind)
         if kind in self._kinds:
             return True
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"compile=True: more than {MAX_GRAPHS} sets of settings, or of parameters with "
-                "gradients; steps with further ones are not compiled",
+                "compile=True: settings, or the parameters with gradients, changed too often (more "
+                f"than {TUNING.max_graphs} variants); further variants are not compiled",
                 stacklevel=2,
             )
         return False

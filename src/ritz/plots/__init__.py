@@ -1,7 +1,7 @@
 """Results as Matplotlib figures. Needs the ``plots`` extra.
 
-:func:`plot` draws any result. The other functions draw on axes that you pass: spectra and densities
-(``spectrum``, ``spectra``, ``density``), also over exact eigenvalues (``against_exact``,
+:func:`plot` draws any result. The other functions can draw on axes that you pass: spectra and
+densities (``spectrum``, ``spectra``, ``density``), also over exact eigenvalues (``against_exact``,
 ``over_histogram``); ``landscape``, ``landscape2d``; ``similarity`` of graphs; training logs
 (``training_curves``, ``curvature_over_time``, ``degeneracy``); and quantities over
 batch sizes (``batch_scaling``). ``panels`` makes a figure, and ``save_figure`` writes it.

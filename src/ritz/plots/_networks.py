@@ -22,7 +22,6 @@ def landscape(
     *,
     direction: str | int = 0,
     ax: "Axes | None" = None,
-    accuracy: bool = True,
     log: bool = False,
 ) -> "Axes":
     """Draw the loss along a direction, with the accuracy on a second scale, and return the axes.
@@ -34,7 +33,6 @@ def landscape(
         landscape: Landscape along one or several directions.
         direction: Name or number of the direction.
         ax: Axes to draw on. Defaults to a new figure.
-        accuracy: Draw the accuracy, if the landscape has it.
         log: Logarithmic scale of the loss.
     """
     check_drawn("landscape", landscape, Landscape)
@@ -48,7 +46,7 @@ def landscape(
     if log:
         style.log_scale(ax)
     handles = ax.get_lines()
-    if accuracy and lines["accuracy"]:
+    if lines["accuracy"]:
         right = _add_accuracy_scale(ax)
         _draw_lines(right, t, "accuracy", lines["accuracy"], STYLE.vermilion)
         handles = [*handles, *right.get_lines()]
@@ -93,9 +91,7 @@ def _(result: Landscape) -> "Figure":
     return figure
 
 
-def landscape2d(
-    landscape: Landscape2d, *, ax: "Axes | None" = None, test: bool = False, num_levels: int = 12
-) -> "Axes":
+def landscape2d(landscape: Landscape2d, *, ax: "Axes | None" = None, test: bool = False) -> "Axes":
     """Draw contours of the loss on a plane, with a cross at its centre, and return the axes.
 
     Levels have equal ratios if all losses are positive.
@@ -104,12 +100,11 @@ def landscape2d(
         landscape: Landscape on a grid.
         ax: Axes to draw on. Defaults to a new figure.
         test: Draw the loss on the test data.
-        num_levels: Number of contours.
     """
     from matplotlib.colors import LogNorm, Normalize
 
     check_drawn("landscape", landscape, Landscape2d)
-    z, levels = landscape_surface(landscape, test=test, num_levels=num_levels)
+    z, levels = landscape_surface(landscape, test=test)
     ax = ax or style.panels(width=5.2, height=4.2)[1][0]
     low, high = float(levels[0]), float(levels[-1])
     norm = LogNorm(low, high) if low > 0 else Normalize(low, high)
@@ -146,8 +141,8 @@ QUANTITIES = {
     "spectral_norm": "spectral norm",
     "trace": "trace",
     "frobenius_norm": "Frobenius norm",
-    "negative_mass": "share below 0",
-    "degeneracy": "share near 0",
+    "negative_mass": "fraction below 0",
+    "degeneracy": "fraction near 0",
 }
 
 
@@ -166,7 +161,7 @@ def _(result: Any) -> "Figure":
         ax.locator_params(axis="x", nbins=4)
         if ax is not axes[0]:
             ax.tick_params(labelleft=False)
-        if label.startswith("share"):
+        if label.startswith("fraction"):
             ax.set_xlim(-0.05, 1.05)
             ax.set_xticks([0, 0.5, 1], ["0", "0.5", "1"])
     figure.supxlabel(f"± {STYLE.sigmas:g} stderr", fontsize="small")
@@ -184,7 +179,7 @@ def _(result: Degeneracy, ax: "Axes") -> None:
               markersize=5, label=MEAN if any(errors) else "one probe")  # fmt: skip
     ax.axvline(0, linestyle="--", **style.REFERENCE)
     ax.margins(0.15)
-    style.finish(ax, r"where it lies, $\lambda$", "share of eigenvalues near 0")
+    style.finish(ax, r"mean eigenvalue near 0, $\lambda$", "fraction of eigenvalues near 0")
 
 
 # ------------------------------------------------------------------------------------------
@@ -222,7 +217,7 @@ def _(shrinkage: Any, ax: "Axes") -> None:
               yerr=STYLE.sigmas * as_array(beta.stderr),
               label=rf"$\beta$ ± {STYLE.sigmas:g} stderr")  # fmt: skip
     style.batch_size_x(ax, shrinkage.batch_sizes)
-    style.finish(ax, ax.get_xlabel(), r"best weight $\beta$", ylim=(0, 1.05))
+    style.finish(ax, ax.get_xlabel(), r"shrinkage coefficient $\beta$", ylim=(0, 1.05))
 
 
 # ------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ def check_picture(path: str | os.PathLike[str]) -> Path:
     if target.suffix.lower() not in METADATA:
         raise ValueError(f"a picture must end in {', '.join(METADATA)}; got {target.name!r}")
     if not target.parent.is_dir():
-        raise FileNotFoundError(f"cannot write {target}: {target.parent} is not a folder")
+        raise FileNotFoundError(f"cannot write {target}: there is no folder {target.parent}")
     return target
 
 
@@ -71,18 +71,18 @@ def plot(result: Any) -> "Figure":
     ==========================================  ==================================================
     spectrum                                    stems: Ritz values and their weights
     eigenpairs                                  stems, with residuals as error bars
-    density of any kind                         curve with its error band; points are smoothed
-    estimate                                    samples and mean, or sorted entries with errors
-    moments                                     stems with error bars, by degree
-    solution of a linear system                 residuals by step
+    density of any kind                         curve with its error band; discrete ones smoothed
+    estimate of a number, or of an array        samples and mean, or sorted entries with errors
+    moments                                     stems with error bars, one per degree
+    solution of a linear system                 residual after each step
     sharpness                                   a panel for each quantity, a row for each matrix
-    degeneracy                                  share and place of the eigenvalues near 0, by probe
+    degeneracy                                  fraction and value of the eigenvalues near 0
     landscape, in one or two dimensions         loss and accuracy along directions, or contours
     temperature                                 accuracy over confidence, before and after
     shrinkage                                   best weight over batch sizes
     norms, distances, gradients of layers       a row for each layer
     diversity of solutions                      heat maps of all pairs
-    training result, records of a log           loss and accuracy by epoch
+    training result, records of a log           loss and accuracy per epoch
     similarity of graphs                        heat map of the distances
     cluster count                               the count by each method
     fit of random graphs                        divergence over the parameter of each model
@@ -99,8 +99,8 @@ def plot(result: Any) -> "Figure":
         TypeError: The result has no plot, such as the bounds of a spectrum. Print it instead.
     """
     if not _has_panel(result):
-        raise TypeError(f"result must be one of those that help(ritz.plots.plot) lists, got "
-                        f"{type(result).__name__}, which has no plot")  # fmt: skip
+        raise TypeError(f"result must be of a class that has a plot, got {type(result).__name__}; "
+                        f"see help(ritz.plots.plot)")  # fmt: skip
     figure, (ax,) = style.panels()
     draw(result, ax)
     if not ax.get_title("left"):
@@ -123,8 +123,8 @@ def plot_several(first: Any, results: Mapping[Any, Any]) -> "Figure":
         results: Results by name.
     """
     if not _has_panel(first):
-        raise TypeError(f"several results of class {type(first).__name__} have no plot: plot them "
-                        f"one after the other")  # fmt: skip
+        raise TypeError(f"results of class {type(first).__name__} cannot be drawn in one figure: "
+                        f"plot them separately")  # fmt: skip
     figure, axes = style.panel_grid(len(results), 2, width=4.5, height=3.0)
     for ax, (name, result) in zip(axes, results.items(), strict=True):
         draw(result, ax)
@@ -163,9 +163,9 @@ def _(results: Mapping[Any, Any]) -> "Figure":
         shared = several is not plot_several.dispatch(object)
         alike = shared and plot_several.dispatch(type(result)) is several
         if type(result) is not type(first) and not alike:
-            raise TypeError(f"several results must be of one kind to be drawn together, got "
-                            f"{type(first).__name__} and, by the name of {name!r}, "
-                            f"{type(result).__name__}")  # fmt: skip
+            raise TypeError(f"results in one figure must be of one class, but {name!r} is a "
+                            f"{type(result).__name__} and the first a {type(first).__name__}"
+                            )  # fmt: skip
     return plot_several(first, results)
 
 

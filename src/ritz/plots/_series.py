@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from ritz._core.checks import check_count, check_range
 from ritz._core.results import Estimate
-from ritz.measures import Degeneracy, Landscape, Landscape2d
-from ritz.spectra import Density, DiscreteDensity, Spectrum
+from ritz.measures import Landscape, Landscape2d
+from ritz.spectra import Density, Spectrum
 
 Array = NDArray[np.float64]
 Record = Mapping[str, Any]
@@ -93,18 +93,6 @@ def spectrum_stems(spectrum: Spectrum, *, rtol: float = 1e-3) -> Stems:
     )
 
 
-def one_probe_density(spectrum: Spectrum) -> DiscreteDensity:
-    """Return the Ritz values and weights of a spectrum as the discrete density of one probe."""
-    return DiscreteDensity(
-        nodes=spectrum.values[None].cpu(),
-        weights=spectrum.weights[None].cpu(),
-        roundoff=spectrum.roundoff,
-        dimension=spectrum.dimension,
-        num_products=spectrum.num_products,
-        seed=spectrum.seed or 0,
-    )
-
-
 def density_curve(
     density: Density, *, cumulative: bool = False, sigmas: float = 2.0, num_points: int = 2000
 ) -> Curve:
@@ -143,8 +131,7 @@ def landscape_lines(landscape: Landscape, direction: str | int = 0) -> dict[str,
         Arrays ``(n,)`` of the data sets that the landscape has: ``train``, ``test``.
     """
     names = landscape.names
-    known = direction in names if isinstance(direction, str) else 0 <= direction < len(names)
-    if not known:
+    if direction not in (*names, *range(len(names))):
         raise ValueError(f"direction must be one of {', '.join(names)}, or a number below "
                          f"{len(names)}; got {direction!r}")  # fmt: skip
     k = names.index(direction) if isinstance(direction, str) else direction
@@ -173,11 +160,11 @@ def landscape_surface(
     check_count("num_levels", num_levels, low=2)
     loss = landscape.test_loss if test else landscape.loss
     if loss is None:
-        raise ValueError("landscape must have a loss on test data, got none: pass test= to it")
+        raise ValueError("landscape must have a test loss, got none: give test= to landscape2d")
     z = as_array(loss).T
     finite = z[np.isfinite(z)]
     if not finite.size or finite.min() == finite.max():
-        raise ValueError("landscape must have two finite values that differ, got none")
+        raise ValueError("landscape must have two different finite values to draw contours")
     spaced = np.geomspace if finite.min() > 0 else np.linspace
     levels: Array = spaced(finite.min(), finite.max(), num_levels)
     return np.where(np.isfinite(z), z, np.nan), levels
@@ -227,8 +214,7 @@ def training_series(records: Iterable[Record]) -> TrainingSeries:
     """Return loss, accuracy and perplexity of a training log, by epoch."""
     epochs = [record for record in records if record.get("kind") == "epoch"]
     if not epochs:
-        raise ValueError("records must hold at least one epoch, got none: is it a log of training, "
-                         "and has an epoch ended?")  # fmt: skip
+        raise ValueError("records must hold at least one finished epoch, got none")
     averages = ("average_validation", "average_test")
     quantities: dict[str, dict[str, Array]] = {"loss": {}, "accuracy": {}, "perplexity": {}}
     for quantity, columns in quantities.items():
@@ -255,7 +241,8 @@ def curvature_points(records: Iterable[Record], name: str) -> Points:
         logged = [{**record, name: _mass(record)} for record in logged if "ritz_values" in record]
     logged = [record for record in logged if record.get(name) is not None]
     if not logged:
-        raise ValueError(f"records must hold {name!r} of a monitor of curvature, got none")
+        raise ValueError(f"records must hold {name!r}, got none: train with a CurvatureMonitor "
+                         "(ritz train --watch)")  # fmt: skip
     # A monitor that measures within epochs would have several points at one epoch.
     epochs = [record.get("epoch") for record in logged]
     unit = "epoch" if None not in epochs and len(set(epochs)) == len(epochs) else "step"
@@ -271,20 +258,13 @@ def curvature_points(records: Iterable[Record], name: str) -> Points:
     )
 
 
-def degeneracy_points(degeneracies: Mapping[float, Degeneracy]) -> Points:
-    """Return the mass near zero over time, from degeneracies by epoch."""
-    check_named("degeneracies", degeneracies, "epochs to degeneracies")
-    return points(list(degeneracies), [one.mass for one in degeneracies.values()])
-
-
 def points(x: Sequence[float], values: Sequence[Number]) -> Points:
     """Return estimates or numbers sorted by ``x``, with standard errors (zero for numbers)."""
     if len(x) != len(values) or not len(x):
-        raise ValueError(f"values must be one for each of {len(x)} places, got {len(values)}")
+        raise ValueError(f"values must be {len(x)}, one for each x, got {len(values)}")
     order = np.argsort(x, kind="stable")
     errors = [float(value.stderr) if isinstance(value, Estimate) else 0.0 for value in values]
-    columns = [np.array(column, dtype=np.float64)[order] for column in (x, [*map(float, values)],
-                                                                        errors)]  # fmt: skip
+    columns = np.array([x, [*map(float, values)], errors], dtype=np.float64)[:, order]
     return Points(x=columns[0], y=columns[1], stderr=columns[2])
 
 

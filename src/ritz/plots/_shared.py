@@ -1,14 +1,4 @@
 """Names that other packages of ritz need and users do not."""
 
+from ritz.plots import _style as style
 from ritz.plots._plot import check_picture
-from ritz.plots._style import STYLE, Axes, Figure, direction_title, share_legend, titled
-
-__all__ = [
-    "STYLE",
-    "Axes",
-    "Figure",
-    "check_picture",
-    "direction_title",
-    "share_legend",
-    "titled",
-]

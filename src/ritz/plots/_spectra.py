@@ -26,14 +26,13 @@ from ritz.spectra import (
 from ritz.spectra._shared import Solution
 
 DensityLike = with_fields("pdf", "support")
+MEAN = f"mean ± {STYLE.sigmas:g} stderr"
 
 # ------------------------------------------------------------------------------------------
 # Spectra as stems.
 
 
-def spectrum(
-    spectrum: Spectrum, *, ax: "Axes | None" = None, rtol: float = STYLE.converged
-) -> "Axes":
+def spectrum(spectrum: Spectrum, *, ax: "Axes | None" = None) -> "Axes":
     """Draw Ritz values as stems with their weights as heights, and return the axes.
 
     Colours show the sign of a Ritz value, or that it is zero within its residual. A filled marker
@@ -42,11 +41,10 @@ def spectrum(
     Args:
         spectrum: Result of :func:`ritz.lanczos`.
         ax: Axes to draw on. Defaults to a new figure.
-        rtol: Largest residual of a filled marker, relative to the largest absolute value.
     """
     arrays.check_drawn("spectrum", spectrum, Spectrum)
     ax = ax or style.panels()[1][0]
-    _draw_spectra([ax], [arrays.spectrum_stems(spectrum, rtol=rtol)])
+    _draw_spectra([ax], [arrays.spectrum_stems(spectrum)])
     style.legend(ax, loc="upper right")
     return ax
 
@@ -65,38 +63,38 @@ def _(first: Spectrum, results: Mapping[Any, Spectrum]) -> "Figure":
 
 
 def spectra(
-    spectra: Mapping[str, Spectrum],
-    *,
-    axes: "Sequence[Axes] | None" = None,
-    columns: int = 2,
-    rtol: float = STYLE.converged,
-    log: bool = False,
+    spectra: Mapping[str, Spectrum], *, axes: "Sequence[Axes] | None" = None, log: bool = False
 ) -> list["Axes"]:
     """Draw several spectra, each in its own panel, on common scales, and return the axes.
 
     Args:
         spectra: Spectra by the titles of their panels.
         axes: Axes to draw on, one per spectrum. Defaults to a new figure with one legend.
-        columns: Number of columns of a new figure.
-        rtol: Largest residual of a filled marker, relative to the largest absolute value.
-        log: Logarithmic horizontal axis on both sides of zero, for spectra that differ by orders of
-            magnitude. Between -1 % and 1 % of the largest absolute value the scale is linear.
+        log: Logarithmic horizontal axis on both sides of zero (symlog), for spectra that differ by
+            orders of magnitude. Between -1 % and 1 % of the largest absolute value the scale is
+            linear.
     """
-    check_count("columns", columns)
     arrays.check_named("spectra", spectra, "titles to spectra")
     for title, one in spectra.items():
         arrays.check_drawn(f"spectra[{title!r}]", one, Spectrum)
     if axes is not None and len(axes) != len(spectra):
-        raise ValueError(f"axes must be one for each of {len(spectra)} spectra, got {len(axes)}")
-    stems = [arrays.spectrum_stems(one, rtol=rtol) for one in spectra.values()]
-    drawn = list(axes or style.panel_grid(len(stems), columns, width=4.5, height=2.6)[1])
+        raise ValueError(f"axes must be {len(spectra)}, one for each spectrum, got {len(axes)}")
+    stems = [arrays.spectrum_stems(one) for one in spectra.values()]
+    drawn = list(axes or style.panel_grid(len(stems), 2, width=4.5, height=2.6)[1])
     _draw_spectra(drawn, stems)
     values = np.concatenate([one.values for one in stems])
     for ax, title in zip(drawn, spectra, strict=True):
         style.set_title(ax, title)
         _set_x_scale(ax, float(values.min()), float(values.max()), log)
     if axes is None:
-        _label_outer(drawn, min(columns, len(drawn)))
+        # Axes.label_outer would leave the panel above a removed one without labels.
+        for index, ax in enumerate(drawn):
+            if index + 2 < len(drawn):
+                ax.set_xlabel("")
+                ax.tick_params(labelbottom=False)
+            if index % 2:
+                ax.set_ylabel("")
+                ax.tick_params(labelleft=False)
         style.share_legend(cast("Figure", drawn[0].figure))
     return drawn
 
@@ -116,17 +114,6 @@ def _draw_stems(ax: "Axes", stems: arrays.Stems, floor: float) -> None:
             style.stems(ax, stems.values[chosen], stems.weights[chosen], floor, color=colour,
                         markerfacecolor=colour if converged else "white", label=label)  # fmt: skip
     ax.set_yscale("log")
-
-
-def _label_outer(axes: "Sequence[Axes]", columns: int) -> None:
-    # Axes.label_outer would leave the panel above a removed one without labels.
-    for index, ax in enumerate(axes):
-        if index + columns < len(axes):
-            ax.set_xlabel("")
-            ax.tick_params(labelbottom=False)
-        if index % columns:
-            ax.set_ylabel("")
-            ax.tick_params(labelleft=False)
 
 
 def _set_x_scale(ax: "Axes", low: float, high: float, log: bool) -> None:
@@ -157,7 +144,6 @@ def density(
     *,
     ax: "Axes | None" = None,
     cumulative: bool = False,
-    sigmas: float = STYLE.sigmas,
     log: bool = False,
     label: str | None = None,
 ) -> "Axes":
@@ -171,17 +157,20 @@ def density(
         density: Density of any kind, or a spectrum, which is the density of one probe.
         ax: Axes to draw on. Defaults to a new figure.
         cumulative: Draw the distribution function, without smoothing.
-        sigmas: Half width of the band in standard errors.
         log: Logarithmic vertical axis.
         label: Label in the legend. Defaults to a description of curve and band.
     """
     curve_density, width = _smooth(density, cumulative=cumulative)
     ax = ax or style.panels()[1][0]
-    curve = arrays.density_curve(curve_density, cumulative=cumulative, sigmas=sigmas)
+    curve = arrays.density_curve(curve_density, cumulative=cumulative)
     # One probe has no standard error, and a density of maximum entropy no probes.
     has_band = bool(np.isfinite(curve.low).any())
     if label is None:
-        label = f"mean ± {sigmas:g} stderr" if has_band else _describe(curve_density)
+        label = MEAN if has_band else "density"
+        if isinstance(curve_density, EntropicDensity):
+            label = f"maximum entropy, {len(curve_density.alphas)} moments"
+        elif hasattr(curve_density, "cdf_band") and not has_band:
+            label = "one probe"
     (line,) = ax.plot(curve.x, curve.y, linewidth=STYLE.line, label=label + width)
     if has_band:
         style.band(ax, curve.x, curve.low, curve.high, line.get_color())
@@ -210,7 +199,15 @@ def _(first: Density, results: Mapping[Any, Density]) -> "Figure":
 def _smooth(density: Any, *, cumulative: bool = False) -> tuple[Density, str]:
     """Return the density to draw, and the width of the smoothing as text for the legend."""
     if isinstance(density, Spectrum):
-        density = arrays.one_probe_density(density)
+        # Ritz values and weights are the discrete density of one probe.
+        density = DiscreteDensity(
+            nodes=density.values[None].cpu(),
+            weights=density.weights[None].cpu(),
+            roundoff=density.roundoff,
+            dimension=density.dimension,
+            num_products=density.num_products,
+            seed=density.seed or 0,
+        )
     elif not isinstance(density, DensityLike):
         raise arrays.not_drawn("density", "a density or a Spectrum", density)
     # Points have a distribution function, but no density.
@@ -218,12 +215,6 @@ def _smooth(density: Any, *, cumulative: bool = False) -> tuple[Density, str]:
         return cast("Density", density), ""
     smooth = density.smoothed()
     return smooth, f", smoothed by {smooth.width:.2g}"
-
-
-def _describe(density: Density) -> str:
-    if isinstance(density, EntropicDensity):
-        return f"maximum entropy, {len(density.alphas)} moments"
-    return "one probe" if hasattr(density, "cdf_band") else "density"
 
 
 # ------------------------------------------------------------------------------------------
@@ -236,26 +227,24 @@ def against_exact(
     *,
     diagonal: Tensor | None = None,
     ax: "Axes | None" = None,
-    num_bins: int = 60,
 ) -> "Axes":
     """Draw a spectrum over the histogram of the exact eigenvalues, and return the axes.
 
-    Bars and stems are shares that sum to 1, on a logarithmic scale.
+    Bars and stems are fractions that sum to 1, on a logarithmic scale. :func:`over_histogram` draws
+    a density in the same way.
 
     Args:
         spectrum: Result of :func:`ritz.lanczos`.
         exact: All eigenvalues, ``(n,)``.
         diagonal: Diagonal of the matrix, ``(n,)``, to compare as a cheap approximation.
         ax: Axes to draw on. Defaults to a new figure.
-        num_bins: Number of bins over the range of the eigenvalues.
     """
     arrays.check_drawn("spectrum", spectrum, Spectrum)
-    check_count("num_bins", num_bins)
     ax = ax or style.panels()[1][0]
     stems, n = arrays.spectrum_stems(spectrum), len(exact)
     # One eigenvalue has the share 1/n. A stem below a thousandth of it is noise of the probe.
     floor = min(0.3, max(1e-3, 0.5 * float(stems.weights.min()) * n)) / n
-    edges: Any = np.histogram_bin_edges(exact.cpu().numpy(), bins=num_bins)
+    edges: Any = np.histogram_bin_edges(exact.cpu().numpy(), bins=60)
     for values, label, colour, alpha in (
         (diagonal, "diagonal", STYLE.orange, 0.7),
         (exact, "exact", STYLE.grey, 0.6),
@@ -280,8 +269,8 @@ def over_histogram(
 ) -> "Axes":
     """Draw a density over the histogram of the exact eigenvalues, and return the axes.
 
-    Bins of repeated eigenvalues may be cut: the vertical axis ends at 1.5 times the highest bin
-    after the ten highest.
+    The vertical axis is limited, so that very high bins, such as those of a repeated eigenvalue,
+    are cut off. :func:`against_exact` draws a spectrum in the same way.
 
     Args:
         density: Density of any kind, or a spectrum. Points are smoothed, as by :func:`density`.
@@ -308,20 +297,12 @@ def over_histogram(
 # ------------------------------------------------------------------------------------------
 # Estimates.
 
-MEAN = f"mean ± {STYLE.sigmas:g} stderr"
-
 
 @draw.register(Estimate)
 def _(estimate: Estimate, ax: "Axes") -> None:
-    if estimate.mean.ndim:
-        _draw_array(estimate, ax)
-    elif estimate.samples is None:
-        raise ValueError(f"an Estimate without samples has no plot, print it: {estimate}")
-    else:
+    if not estimate.mean.ndim:
         _draw_samples(estimate, ax)
-
-
-def _draw_array(estimate: Estimate, ax: "Axes") -> None:
+        return
     mean, stderr = as_array(estimate.mean).ravel(), as_array(estimate.stderr).ravel()
     order, size = np.argsort(-mean), len(mean)
     # Evenly spaced ranks, with the first and the last.
@@ -339,6 +320,8 @@ def _draw_array(estimate: Estimate, ax: "Axes") -> None:
 
 
 def _draw_samples(estimate: Estimate, ax: "Axes") -> None:
+    if estimate.samples is None:
+        raise ValueError(f"an Estimate without samples has no plot, print it: {estimate}")
     samples = as_array(estimate.samples).ravel()
     mean, error = float(estimate), STYLE.sigmas * float(estimate.stderr)
     # ||A||_F = sqrt(E ||Az||^2): the samples of a Frobenius norm are squares.

@@ -59,7 +59,7 @@ STEMS = {
     (sign, converged): (name if converged else f"{name}, unconverged", colour)
     for sign, name, colour in (
         (-1, "Ritz value < 0", STYLE.vermilion),
-        (0, "zero within its residual", STYLE.dark_grey),
+        (0, "sign not known", STYLE.dark_grey),
         (1, "Ritz value > 0", STYLE.blue),
     )
     for converged in (True, False)
@@ -74,8 +74,8 @@ def panels(
 ) -> tuple["Figure", list["Axes"]]:
     """Return a figure and its axes, row by row, each ``width`` by ``height`` inches.
 
-    If you have imported pyplot, the figure belongs to it, so that ``show`` and notebooks display
-    it. Otherwise pyplot is not imported and no display is needed.
+    To use ``pyplot.show`` or see the figure in a notebook, import ``matplotlib.pyplot`` before. It
+    is not imported here, so that no display is needed.
     """
     try:
         import matplotlib as mpl
@@ -152,8 +152,12 @@ def share_legend(figure: "Figure", *, first: Sequence[str] = ()) -> None:
 
 def line(ax: "Axes", x: Any, y: Any, colour: str, label: str | None, **options: Any) -> "Line2D":
     """Draw a line through points ``(n,)``, with gaps where a value cannot be drawn."""
-    style = {"color": colour, "label": label, "linewidth": STYLE.line, "markersize": STYLE.marker}
-    return ax.plot(drawable(x), drawable(y), **style | options)[0]
+    usual: Any = {"color": colour, "label": label, "linewidth": STYLE.line}
+    # No line reaches a point without neighbours: a dash shows it.
+    alone = np.flatnonzero(isolated(drawable(y)))
+    dashes: Any = {"marker": "_", "markersize": 14, "markevery": alone} if alone.size else {}
+    usual |= {"markersize": STYLE.marker} if "marker" in options else dashes
+    return ax.plot(drawable(x), drawable(y), **usual | options)[0]
 
 
 def bars(ax: "Axes", x: Any, y: Any, **options: Any) -> Any:
@@ -200,7 +204,9 @@ def series_look(index: int) -> tuple[str, str]:
     return colours[index % len(colours)], markers[(index + lap) % len(markers)]
 
 
-def finish(ax: "Axes", xlabel: str, ylabel: str, title: str | None = None, **settings: Any) -> None:
+def finish(
+    ax: "Axes", xlabel: str, ylabel: str = "", title: str | None = None, **settings: Any
+) -> None:
     """Set labels, title and other properties of axes, and draw their legend."""
     ax.set(xlabel=xlabel, ylabel=ylabel, **settings)
     if title is not None:

@@ -9,7 +9,7 @@ from ritz.measures import Degeneracy
 from ritz.plots import _series as arrays
 from ritz.plots import _style as style
 from ritz.plots._plot import plot, plot_several, with_fields
-from ritz.plots._style import STYLE, Axes, Figure, Line2D
+from ritz.plots._style import STYLE, Axes, Figure
 
 # Lines by data set: colour (for a single run), line style and width.
 LINES: dict[str, tuple[str, Any, float]] = {
@@ -122,18 +122,16 @@ def _records(result: Any) -> list[dict[str, Any]]:
 # Curvature over time.
 
 
-def curvature_over_time(
-    records: Iterable[arrays.Record], *, ax: "Axes | None" = None, log: bool = True
-) -> "Axes":
+def curvature_over_time(records: Iterable[arrays.Record], *, ax: "Axes | None" = None) -> "Axes":
     r"""Draw the largest eigenvalue over time, beside :math:`2 / \alpha`, and return the axes.
 
     Gradient descent with the learning rate :math:`\alpha` diverges along eigenvectors whose
-    eigenvalue is above :math:`2 / \alpha`. The band is the residual of the eigenvalue.
+    eigenvalue is above :math:`2 / \alpha`. The band is the residual of the eigenvalue. The scale is
+    logarithmic if the values span a decade.
 
     Args:
         records: Records of a log with a ``CurvatureMonitor`` that measures ``lambda_max``.
         ax: Axes to draw on. Defaults to a new figure.
-        log: Logarithmic scale if the eigenvalue spans a decade.
     """
     ax = ax or style.panels(width=4.4, height=3.1)[1][0]
     records = list(records)
@@ -144,37 +142,39 @@ def curvature_over_time(
     if any(record.get("threshold") is not None for record in records):
         bound = arrays.curvature_points(records, "threshold")
         drawn.append(bound.y)
-        _draw_curve(ax, bound, STYLE.vermilion, r"$2/\alpha$", linestyle="--")
-    if log:
-        style.log_scale(ax, *drawn)
+        style.line(ax, bound.x, bound.y, STYLE.vermilion, r"$2/\alpha$", linestyle="--")
+    style.log_scale(ax, *drawn)
     _finish_monitor(ax, [largest], "eigenvalue")
     return ax
 
 
 def degeneracy(
-    found: Mapping[str, Mapping[float, Degeneracy]] | Iterable[arrays.Record],
+    degeneracies: Mapping[str, Mapping[float, Degeneracy]] | Iterable[arrays.Record],
     *,
     ax: "Axes | None" = None,
 ) -> "Axes":
-    """Draw the share of eigenvalues near zero over epochs, and return the axes.
+    """Draw the fraction of eigenvalues near zero for each epoch, and return the axes.
 
     The band is two standard errors. A log has spectra of one probe, which have no band.
 
     Args:
-        found: Degeneracies by epoch, by name (such as ``Hessian, batch norm eval``); or the records
-            of a log with a ``CurvatureMonitor`` that measures ``spectrum``.
+        degeneracies: ``{name: {epoch: Degeneracy}}``, or the records of a log with a
+            ``CurvatureMonitor`` that measures ``spectrum``.
         ax: Axes to draw on. Defaults to a new figure.
     """
-    if isinstance(found, Mapping):
-        series = {str(name): arrays.degeneracy_points(one) for name, one in found.items()}
+    if isinstance(degeneracies, Mapping):
+        for epochs in degeneracies.values():
+            arrays.check_named("degeneracies", epochs, "epochs to degeneracies")
+        series = {str(name): arrays.points(list(epochs), [one.mass for one in epochs.values()])
+                  for name, epochs in degeneracies.items()}  # fmt: skip
     else:
-        series = {"": arrays.curvature_points(found, "degeneracy")}
+        series = {"": arrays.curvature_points(degeneracies, "degeneracy")}
     ax = ax or style.panels(width=4.4, height=3.1)[1][0]
     band = (STYLE.sigmas, f"{STYLE.sigmas:g} stderr")
     for index, (name, one) in enumerate(series.items()):
         _draw_line(ax, one, index, name, band=band)
     ax.set_ylim(0, 1.03)
-    _finish_monitor(ax, list(series.values()), "share of eigenvalues near 0")
+    _finish_monitor(ax, list(series.values()), "fraction of eigenvalues near 0")
     return ax
 
 
@@ -214,15 +214,6 @@ def _draw_line(
     style.line(ax, series.x, y, colour, label if named else None, marker=marker)
 
 
-def _draw_curve(
-    ax: "Axes", series: arrays.Points, colour: str, label: str, *, linestyle: str = "-"
-) -> "Line2D":
-    """Draw a line without markers, except a dash at points without neighbours."""
-    alone = np.flatnonzero(style.isolated(style.drawable(series.y)))
-    dashes: Any = {"marker": "_", "markersize": 14, "markevery": alone} if alone.size else {}
-    return style.line(ax, series.x, series.y, colour, label, linestyle=linestyle, **dashes)
-
-
 # ------------------------------------------------------------------------------------------
 # Effects of the batch size.
 
@@ -257,7 +248,8 @@ def batch_scaling(
                                      color=colour, fmt=marker, capsize=2, label=name))  # fmt: skip
         if name in predicted:
             series = arrays.points(batch_sizes, predicted[name])
-            handles.append(_draw_curve(ax, series, colour, f"{name}, predicted"))
+            label = f"{name}, predicted"
+            handles.append(style.line(ax, series.x, series.y, colour, label))
     style.batch_size_x(ax, batch_sizes)
     style.log_scale(ax)
     ax.set_ylabel(quantity)

@@ -284,7 +284,7 @@ def logdet_gradient(
             blocks.append(inverse_roots(op, block, rtol=rtol, max_steps=max_steps, root=root))
             # u'(dK)u for each parameter, one row per probe
             vectors = blocks[-1].vectors
-            for name, slope in op.slopes(vectors, vectors).items():
+            for name, slope in op.slopes(vectors).items():
                 samples[name].append(slope)
             bar.update(start + width)
     # |u'(dK)u| changes by 2 |du| |dK u| to first order.

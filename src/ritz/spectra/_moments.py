@@ -89,20 +89,19 @@ def moments(
         num_moments: Highest degree ``m``.
         basis: ``chebyshev``, ``legendre`` or ``power``.
         interval: ``(a, b)`` that contains the spectrum, mapped to ``[-1, 1]``. Defaults to
-            :func:`ritz.bounds`; for ``power`` to no map, so that the moments are those of
-            :math:`A` itself.
-        num_probes: Number of probes. With ``rtol``, the smallest number.
+            :func:`ritz.bounds`. With ``power`` and no interval the matrix is not rescaled.
+        num_probes: Number of probes. If ``rtol`` is given, the minimum number.
         rtol: Add probes until the 95 % interval is within this fraction of the moments, both in the
             Euclidean norm.
         max_probes: Maximum number of probes with ``rtol``; the status says if they did not suffice.
-        block_size: Probes per product. Defaults to the block size of the operator.
+        block_size: Number of probes that are multiplied together. Defaults to the block size of the
+            operator.
         probe: ``rademacher`` or ``gaussian``.
         generator: Source of the probes. Defaults to a new generator with seed 0.
         progress: Show a progress bar, or a :class:`Progress` to report to.
 
     Raises:
-        ValueError: The interval does not contain the spectrum, or the operator is not symmetric;
-            the moments themselves show both.
+        ValueError: The interval does not contain the spectrum, or the operator is not symmetric.
 
     Reference: Algorithms 2 and 6 of *Spectral Machine Learning*.
     """
@@ -132,12 +131,14 @@ def moments(
             samples = samples @ chebyshev_from_legendre(num_moments).T
         # |T_j| <= 1 on [-1, 1], so the roundoff is relative to 1; that of powers to their size.
         roundoff = ROUNDOFF * torch.finfo(op.dtype).eps * samples.abs().amax(0).clamp_min(1.0)
-        return replace(drawn, values=samples).estimate(
+        estimate = replace(drawn, values=samples).estimate(
             method="moments",
             num_products=spent + len(samples) * ((num_moments + 1) // 2),
             truncation=roundoff,
             seed=generator.initial_seed(),
         )
+        estimate.truncation[0] = 0.0  # every sample of the moment of degree 0 is 1
+        return estimate
 
     label = "moments"
     estimate = plan.run(op, measure, finish, generator=generator, progress=progress, label=label)
@@ -190,7 +191,7 @@ def _rows(
         elif not bool(torch.isfinite(moment).all()):
             raise ValueError(
                 f"op must give finite products; the power moment of degree {degree} is NaN or Inf: "
-                "where it overflows, give an interval"
+                "pass interval= to rescale the matrix"
             )
         if doubled and degree == 3:
             # <t_0, t_2> = 2 <t_1, t_1> - <t_0, t_0> only if A is symmetric.
@@ -203,8 +204,8 @@ def _check_symmetric(op: LinearOperator, block: Tensor, second: Tensor, doubled:
     gap = (column_dots(block, second) - doubled).abs() / scale
     if float(gap.max()) > torch.finfo(op.dtype).eps ** 0.5:
         raise ValueError(
-            f"op must be symmetric and the same in every call: moments of degree 2 differ by "
-            f"{float(gap.max()):.2g} between two ways that agree for such a matrix"
+            f"op must be symmetric and deterministic, got products that are not: two values of the "
+            f"second moment differ by {float(gap.max()):.2g}"
         )
 
 
@@ -217,8 +218,8 @@ def _check_inside(
         raise ValueError(f"op must give finite products; the moment of degree {degree} is NaN")
     if worst > 1.001:
         raise ValueError(
-            f"interval {interval} must hold the spectrum: the Chebyshev moment of degree {degree} "
-            f"is {worst:.4g}, beyond 1"
+            f"interval must contain the spectrum, got {interval}: the Chebyshev moment of degree "
+            f"{degree} is {worst:.4g}, above 1"
         )
 
 

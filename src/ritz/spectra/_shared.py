@@ -3,5 +3,3 @@
 from ritz.spectra._cg import Solution
 from ritz.spectra._lanczos import least_frobenius_norm, negative_values
 from ritz.spectra._maxent import chebyshev
-
-__all__ = ["Solution", "chebyshev", "least_frobenius_norm", "negative_values"]

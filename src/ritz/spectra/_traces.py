@@ -1,5 +1,6 @@
 """Traces, diagonals and the Frobenius norm by random probes."""
 
+import math
 from dataclasses import replace
 from typing import Literal
 
@@ -16,12 +17,17 @@ from ritz._core.sampling import (
     Sampling,
     check_samples,
     column_dots,
+    doubted,
     draw_probes,
+    is_settled,
 )
 from ritz.operators import LinearOperator, OperatorLike, as_operator, exact
 
 # ------------------------------------------------------------------------------------------
 # Traces and the Frobenius norm.
+
+# Norms between these need no scaling: their squares are normal numbers of single precision.
+EASY = (1e-15, 1e15)
 
 TraceMethod = Literal["auto", "exact", "hutchinson", "hutch++", "xtrace"]
 
@@ -42,23 +48,25 @@ def trace(
     ===============  ==================  ==================  ====================================
     method           products per probe  vectors in memory   use it if
     ===============  ==================  ==================  ====================================
-    ``exact``        0                   0                   the operator knows its trace
+    ``exact``        0                   0                   an exact trace is available
     ``hutchinson``   1                   one block           eigenvalues do not decay
     ``hutch++``      3                   ``2 num_probes``    eigenvalues decay
     ``xtrace``       2                   ``5 num_probes``    eigenvalues decay fast
     ===============  ==================  ==================  ====================================
 
     The variance of ``hutchinson`` with Rademacher probes is
-    :math:`2 (\|A\|_F^2 - \sum_i A_{ii}^2)`. ``hutch++`` takes the trace on the range of a sketch
-    exactly and samples the complement. ``xtrace`` does so with each probe left out in turn. Its
-    samples share probes, so its standard error is multiplied by :math:`\sqrt 2`. With as many
-    probes as rows it multiplies the unit vectors instead, which is exact.
+    :math:`2 (\|A\|_F^2 - \sum_i A_{ii}^2)`. ``hutch++`` computes the trace on the range of a random
+    sketch exactly and estimates the rest by sampling. ``xtrace`` averages this over all choices of
+    one probe that is left out. Its samples share probes, so its standard error is multiplied by
+    :math:`\sqrt 2`. If ``num_probes`` is at least ``n``, products with unit vectors give the exact
+    trace.
 
     Args:
         op: Symmetric :math:`A`, ``(n, n)``.
         method: One of the table. ``auto`` is ``exact`` if possible, otherwise ``xtrace``.
-        num_probes: Number of probes. With ``rtol``, the smallest number.
-        rtol: Add probes until the standard error is below this fraction of the trace.
+        num_probes: Number of probes. If ``rtol`` is given, the minimum number.
+        rtol: Add probes until the 95 % interval is within this fraction of the trace. Without it,
+            ``num_probes`` probes are used.
         max_probes: Maximum number of probes with ``rtol``; the status says if they did not suffice.
         probe: ``rademacher`` or ``gaussian``, for ``hutchinson`` and ``hutch++``.
         generator: Source of the probes. Defaults to a new generator with seed 0.
@@ -98,12 +106,13 @@ def frobenius_norm(
 ) -> Estimate:
     r"""Estimate the Frobenius norm, from :math:`\|A\|_F^2 = \mathbb{E} \|A z\|^2`.
 
-    Cost: one product per probe. ``samples`` holds the *squared* norms.
+    Cost: one product per probe. ``samples`` holds the norms :math:`\|A z\|`. If ``num_probes``
+    is at least ``n``, products with unit vectors give the exact norm.
 
     Args:
         op: Symmetric :math:`A`, ``(n, n)``.
-        num_probes: Number of probes. With ``rtol``, the smallest number.
-        rtol: Add probes until the standard error is below this fraction of the norm.
+        num_probes: Number of probes. If ``rtol`` is given, the minimum number.
+        rtol: Add probes until the 95 % interval is within this fraction of the norm.
         max_probes: Maximum number of probes with ``rtol``.
         probe: ``rademacher`` or ``gaussian``.
         generator: Source of the probes. Defaults to a new generator with seed 0.
@@ -128,6 +137,7 @@ def frobenius_norm(
         mean = estimate.mean.sqrt()
         error = estimate.stderr / (2 * mean) if mean > 0 else torch.zeros_like(mean)
         root = replace(estimate, mean=mean, stderr=error, truncation=_eps(op) * mean)
+        root = root if samples.complete else doubted(root)
         return replace(root.scaled(unit), samples=None if samples.complete else samples.values)
 
     return plan.run(op, measure, finish, generator=generator, progress=progress, label="norm")
@@ -142,9 +152,9 @@ def _by_structure(
         size = torch.as_tensor(value).abs()
         return Estimate.exact(value, method=f"exact, by {note}", truncation=_eps(op) * size), ""
     if method == "exact":
-        message = f"method='exact' needs a structure that knows its {quantity}, got {op!r}"
+        message = f"method='exact': no exact {quantity} is available for {op!r}"
         raise ValueError(f"{message}: {note}" if note else message)
-    return None, f"; the structure does not know: {note}" if note else ""
+    return None, f"; not exact, because {note}" if note else ""
 
 
 def _eps(op: LinearOperator) -> float:
@@ -154,10 +164,18 @@ def _eps(op: LinearOperator) -> float:
 
 def _forms(block: Tensor, product: Tensor) -> Tensor:
     r"""Return :math:`z^\top A z` and :math:`|z| |A z|`, which bounds its roundoff, ``(k, 2)``."""
-    unit = power_of_two(product)
-    scaled = product / unit
-    norms = (column_dots(block, block) * column_dots(scaled, scaled)).sqrt()
-    return unit * torch.stack([column_dots(block, scaled), norms], 1)
+    unit, norm = 1.0, float(product.norm())
+    # Sums of small numbers would vanish, and those of large ones overflow.
+    if not EASY[0] < norm < EASY[1]:
+        unit = power_of_two(product)
+        product = product / unit
+        norm = float(product.norm())
+    forms = column_dots(block, product)
+    # |z|^2 is close to n; the mean over the block stands for each |A z|.
+    n, count = block.shape
+    size = norm if math.isfinite(norm) else 0.0  # the forms tell which product is not finite
+    magnitudes = torch.full_like(forms, size * math.sqrt(n / count))
+    return unit * torch.stack([forms, magnitudes], 1)
 
 
 def _hutchinson(
@@ -201,7 +219,8 @@ def _xtrace(
     with tracking(progress, "trace", looks[-1]) as bar:
         for count in looks:
             if count == op.shape[0]:
-                return replace(_by_unit_vectors(op), num_products=spent + count)
+                known = replace(_by_unit_vectors(op), num_products=spent + count)
+                return known.judged(plan.rtol)
             fresh = draw_probes(op, count - omega.shape[1], kind="gaussian", generator=generator)
             omega, image = torch.cat([omega, fresh], 1), torch.cat([image, op.matmat(fresh)], 1)
             check_samples(image.T, 0)
@@ -217,7 +236,7 @@ def _xtrace(
             # and exponential spectra, the naive error is too small by 1 to 1.6.
             estimate = replace(estimate, stderr=2**0.5 * estimate.stderr).judged(plan.rtol)
             bar.update(count)
-            if plan.settled(estimate):
+            if is_settled(estimate, plan.rtol):
                 break
     return estimate
 
@@ -296,19 +315,21 @@ def diagonal(
 ) -> Estimate:
     r"""Estimate the diagonal ``(n,)``, from :math:`A_{ii} = \mathbb{E}[z_i (A z)_i]`.
 
-    ``exact`` asks the structure of the operator and needs no product. ``probes`` samples: one
-    product per probe, with variance :math:`\sum_{j \ne i} A_{ij}^2` for Rademacher probes. ``auto``
-    is ``exact`` if possible. Memory: 4 blocks and 3 vectors, half of them in float64. The samples
-    are not stored.
+    ``exact`` uses the entries that the operator has and needs no product. ``probes`` is a random
+    estimate: one product per probe, with variance :math:`\sum_{j \ne i} A_{ij}^2` for Rademacher
+    probes. ``auto`` is ``exact`` if possible. If ``num_probes`` is at least ``n``, products with
+    unit vectors give the exact diagonal. Memory: 4 blocks of ``block_size`` vectors and 3 vectors,
+    half of them in float64. The samples are not stored.
 
     Args:
         op: Symmetric :math:`A`, ``(n, n)``.
         method: See above.
-        num_probes: Number of probes. With ``rtol``, the smallest number.
-        rtol: Add probes until the norm of the standard errors is below this fraction of the norm
-            of the diagonal.
+        num_probes: Number of probes. If ``rtol`` is given, the minimum number.
+        rtol: Add probes until the norm of the half-widths of the 95 % intervals is below this
+            fraction of the norm of the diagonal.
         max_probes: Maximum number of probes with ``rtol``; the status says if they did not suffice.
-        block_size: Probes per product. Defaults to the block size of the operator.
+        block_size: Number of probes that are multiplied together. Defaults to the block size of the
+            operator.
         probe: ``rademacher`` or ``gaussian``.
         generator: Source of the probes. Defaults to a new generator with seed 0.
         progress: Show a progress bar, or a :class:`Progress` to report to.
@@ -327,7 +348,8 @@ def diagonal(
     with tracking(progress, "diagonal", looks[-1]) as bar:
         for goal in looks:
             if goal == op.shape[0]:
-                return replace(_by_unit_vectors(op, "diagonal"), num_products=running.count + goal)
+                known = _by_unit_vectors(op, "diagonal")
+                return replace(known, num_products=running.count + goal).judged(rtol)
             while running.count < goal:
                 width = min(plan.width(op), goal - running.count)
                 block = draw_probes(op, width, kind=probe, generator=generator)
@@ -335,8 +357,8 @@ def diagonal(
                 check_samples(samples.T, running.count)
                 running.add(samples.double())
                 bar.update(running.count)
-            estimate = running.estimate("mean of z * (A z)" + reason, seed).judged(rtol)
-            if plan.settled(estimate):
+            estimate = doubted(running.estimate("mean of z * (A z)" + reason, seed)).judged(rtol)
+            if is_settled(estimate, plan.rtol):
                 break
     return estimate
 

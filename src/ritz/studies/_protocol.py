@@ -49,7 +49,7 @@ def available() -> tuple[str, ...]:
 
 
 def find(name: str) -> Study:
-    """Return the study of that name; a wrong name is answered with the nearest one."""
+    """Return the study of that name; an unknown name raises and suggests similar ones."""
     # Names of modules have underscores; people type hyphens.
     module = _registry()[name.replace("-", "_")]
     return typing.cast(Study, importlib.import_module(f"{__package__}.{module}"))
@@ -60,7 +60,7 @@ def configure(config_class: type[C], overrides: Mapping[str, str]) -> C:
 
     Args:
         config_class: A dataclass whose fields are numbers, booleans, text, choices, or tuples
-            of these (separated by commas), or ``none``.
+            of these (separated by commas). ``none`` is ``None``, where a field may be that.
         overrides: Field names and values; a name that is not a field raises.
 
     Example:
@@ -183,11 +183,14 @@ def data_file(name: str, folder: str | None, *, fields: str) -> Path:
     """
     folder = folder or os.environ.get("RITZ_DATA")
     if folder is None:
-        raise FileNotFoundError(f"no folder for {name!r}: give data=, or set RITZ_DATA")
+        raise FileNotFoundError(
+            f"no folder for {name!r}: give data= (--set data=FOLDER), or set RITZ_DATA"
+        )
     path = Path(folder) / name
     if not path.is_file():
         raise FileNotFoundError(
-            f"no file {name!r} in {folder!r}: give data= or set RITZ_DATA, or choose {fields}"
+            f"no file {name!r} in {folder!r}: give data= (--set data=FOLDER) or set RITZ_DATA, or "
+            f"choose other files with {fields}"
         )
     return path
 

@@ -1,4 +1,4 @@
-"""Averaged weights against the last ones, on digits with wrong labels: Gadam paper, section 5.
+"""Averaged and final weights compared on digits with wrong labels: Gadam paper, section 5.
 
 After Granziol et al., *Beyond SGD: iterate averaged adaptive gradient methods*, section 5. A small
 network with batch norm learns the digits of scikit-learn with part of the training labels wrong.
@@ -20,20 +20,11 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import skip_init
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from ritz import plots
+from ritz import optim, plots
 from ritz._core.checks import check_count, check_range
 from ritz._core.progress import Progress
 from ritz._core.results import format_uncertain
-from ritz.optim import (
-    Gadam,
-    GadamX,
-    IterateAverage,
-    Schedule,
-    averaging_decay,
-    linear_decay,
-    solution_diversity,
-)
-from ritz.plots._shared import STYLE, Figure
+from ritz.plots._shared import style
 from ritz.studies._protocol import StudyResult, check_minimums, record, seeded, track
 
 CLASSES = 10
@@ -54,8 +45,8 @@ class Method:
 # Learning rates are the published defaults. As published, weight decays are chosen for each
 # optimiser without averaging: the best of four or five by held-out loss, on other seeds.
 METHODS = {
-    "Gadam": Method(make=Gadam, rate=1e-3, decay=0.25),
-    "GadamX": Method(make=GadamX, rate=0.1, decay=0.005),
+    "Gadam": Method(make=optim.Gadam, rate=1e-3, decay=0.25),
+    "GadamX": Method(make=optim.GadamX, rate=0.1, decay=0.005),
     "Adam + average": Method(make=Adam, rate=1e-3, decay=1e-3),
     "AdamW": Method(make=AdamW, rate=1e-3, decay=0.25, averaged=False),
     "SGD + average": Method(make=partial(SGD, momentum=0.9), rate=0.1, decay=2e-3),
@@ -70,12 +61,12 @@ class Config:
     Attributes:
         width: Units of each of two hidden layers.
         num_train: Training digits, of 1,797.
-        label_noise: Share of them with a wrong label.
+        label_noise: Fraction of the training labels that are wrong.
         batch_size: Batch size.
         num_epochs: Epochs of every run.
-        start: Epochs after which averaging begins, once per epoch.
+        start: Number of epochs before averaging starts. Weights enter it once per epoch.
         num_seeds: Runs of every method.
-        seed: Seed of the first run; the others count up from it.
+        seed: Run ``i`` has the seed ``seed + i``.
     """
 
     width: int = 128
@@ -105,7 +96,7 @@ class Result(StudyResult[Config]):
         average_errors: The same of the average.
         last_losses: Cross entropy of the last iterate, same shape.
         average_losses: The same of the average.
-        diversities: Symmetrised divergence of the averaged iterates, same shape.
+        diversities: Mean KL divergence between pairs of the averaged iterates, same shape.
         seconds: Mean time of one run, by method.
     """
 
@@ -122,8 +113,8 @@ class Result(StudyResult[Config]):
         lines = [
             f"Held-out error in %, {c.label_noise:.0%} of {c.num_train} labels wrong, averages of "
             f"epochs {c.start} to {c.num_epochs}; mean over {c.num_seeds} seeds",
-            f"{'':16}{'last':>8}{'average':>9}   {'average - last':18}{'loss, paired':18}"
-            f"{'KL':>8}{'s':>7}",
+            f"{'':16}{'last':>8}{'average':>9}   {'average - last':18}{'the same, loss':18}"
+            f"{'KL':>8}{'seconds':>9}",
         ]
         # Differences within one run: the scatter between seeds cancels.
         errors = 100 * (self.average_errors - self.last_errors)
@@ -133,9 +124,9 @@ class Result(StudyResult[Config]):
             lines.append(
                 f"{name:16}{100 * last:>8.2f}{100 * average:>9.2f}   {_paired(errors[i]):18}"
                 f"{_paired(losses[i]):18}{self.diversities[i].mean():>8.3f}"
-                f"{self.seconds[name]:>7.1f}"
+                f"{self.seconds[name]:>9.1f}"
             )
-        lines.append(f"average - last iterate of {BASELINE}, paired by seed:")
+        lines.append(f"average minus last iterate of {BASELINE} with the same seed:")
         against = 100 * (self.average_errors - self.last_errors[self.names.index(BASELINE)])
         lines += [f"{name:16}{_paired(against[i])}" for i, name in enumerate(self.names)]
         return "\n".join(lines)
@@ -162,20 +153,20 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
     )
 
 
-def figure(result: Result) -> "Figure":
+def figure(result: Result) -> style.Figure:
     """Draw the error of every seed, from the last iterate to the average of the same run."""
     drawing, (axis,) = plots.panels(1, 1, width=6.4, height=3.2)
+    colours = [style.STYLE.grey, style.STYLE.blue]
     for i in range(len(result.names)):
         for last, average in zip(result.last_errors[i], result.average_errors[i], strict=True):
             ends = [100 * float(last), 100 * float(average)]
-            axis.plot([i - 0.2, i + 0.2], ends, color=STYLE.grey, linewidth=1, zorder=1)
-            axis.scatter([i - 0.2, i + 0.2], ends, color=[STYLE.grey, STYLE.blue], s=18, zorder=2)
-    axis.scatter([], [], color=STYLE.grey, s=18, label="last iterate")
-    axis.scatter([], [], color=STYLE.blue, s=18, label="average of the same run")
+            axis.plot([i - 0.2, i + 0.2], ends, color=style.STYLE.grey, linewidth=1, zorder=1)
+            axis.scatter([i - 0.2, i + 0.2], ends, color=colours, s=18, zorder=2)
+    axis.scatter([], [], color=style.STYLE.grey, s=18, label="last iterate")
+    axis.scatter([], [], color=style.STYLE.blue, s=18, label="average of the same run")
     axis.set_xticks(range(len(result.names)), result.names)
-    axis.set_ylabel("held-out error (%)")
-    axis.set_title(f"Digits, {result.config.label_noise:.0%} of the labels wrong", loc="left")
-    axis.legend(frameon=False, fontsize="small")
+    title = f"Digits, {result.config.label_noise:.0%} of the labels wrong"
+    style.finish(axis, "", "held-out error (%)", title)
     return drawing
 
 
@@ -194,8 +185,9 @@ def _train(config: Config, method: Method, seed: int) -> Tensor:
     optimizer, average = _optimizer(method, model, start=config.start * length + 1, interval=length)
     # An averaged run keeps half of its learning rate after the start, so that its iterates differ.
     # Without an average the learning rate decays to the end.
-    shape = averaging_decay(config.start) if method.averaged else linear_decay(config.num_epochs)
-    schedule = Schedule(optimizer, shape)
+    falling = optim.linear_decay(config.num_epochs)
+    shape = optim.averaging_decay(config.start) if method.averaged else falling
+    schedule = optim.Schedule(optimizer, shape)
     tail = []
     for epoch in range(1, config.num_epochs + 1):
         order = torch.randperm(config.num_train, generator=generator)
@@ -212,7 +204,7 @@ def _train(config: Config, method: Method, seed: int) -> Tensor:
         averaged = _outputs(model, held_inputs)
     # Iterates from the end backwards, so that the last one is always compared.
     stride = max(1, len(tail) // COMPARED)
-    diversity = solution_diversity(tail[::-1][: stride * COMPARED : stride]).kl
+    diversity = optim.solution_diversity(tail[::-1][: stride * COMPARED : stride]).kl
     scores = (*_scores(tail[-1], held_labels), *_scores(averaged, held_labels), diversity)
     return torch.tensor(scores, dtype=torch.float64)
 
@@ -248,13 +240,13 @@ def _linear(inputs: int, outputs: int, generator: torch.Generator) -> nn.Module:
     return layer
 
 
-def _optimizer(method: Method, model: nn.Module, **when: Any) -> tuple[Optimizer, IterateAverage]:
+def _optimizer(method: Method, model: nn.Module, **when: Any) -> tuple[Optimizer, Any]:
     settings: Any = {"lr": method.rate, "weight_decay": method.decay}
-    if method.make in (Gadam, GadamX):  # these average by themselves
+    if method.make in (optim.Gadam, optim.GadamX):  # these average by themselves
         averaging: Any = method.make(model.parameters(), **settings, **when)
         return averaging, averaging.average
     optimizer = method.make(model.parameters(), **settings)
-    return optimizer, IterateAverage(optimizer, **when)
+    return optimizer, optim.IterateAverage(optimizer, **when)
 
 
 @torch.no_grad()

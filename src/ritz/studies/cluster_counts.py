@@ -1,9 +1,9 @@
-"""Numbers of clusters, planted and real: Spectral Machine Learning, Tables 3.2, 3.3, Fig. 3.5.
+"""Number of clusters in synthetic and real graphs: Spectral Machine Learning, Tables 3.2, 3.3.
 
-For the large mixed graphs and the real graphs only curves were published, no numbers. The study
-compares their errors with the error that independent probes leave, as in the table of planted
-clusters. In the real graphs that have a gap, the count is the number of connected components (also
-the published 20 of email-Eu-core): the gap is the one above the eigenvalue 0.
+Figure 3.5, of large graphs with clusters of mixed kinds and of real graphs, was published as curves
+without numbers. The study compares errors with the statistical error of the random probes instead.
+In the real graphs that have a gap, the count is the number of connected components. The gap lies
+above the eigenvalue 0. This also holds for the published 20 clusters of email-Eu-core.
 """
 
 import math
@@ -23,7 +23,7 @@ from ritz import graphs, plots
 from ritz._core.progress import Progress
 from ritz.graphs import ClusterCount, Graph
 from ritz.graphs._shared import cluster_sizes, sample_density
-from ritz.plots._shared import STYLE, Axes, Figure
+from ritz.plots._shared import style
 from ritz.studies._protocol import StudyResult, check_minimums, column, record, row, seeded, track
 
 METHODS = ("auto", "krylov", "entropic", "lanczos")
@@ -69,7 +69,8 @@ class Config:
         mixed: Numbers of clusters of the large mixed graphs: 305, 1355 or both.
         mixed_degree: Mean degree within their clusters.
         mixed_moments: Further numbers of moments, or steps, for the mixed graphs.
-        data: Folder of the real graphs; defaults to ``RITZ_DATA``, and to none without that.
+        data: Folder of the real graphs. Defaults to the environment variable ``RITZ_DATA``. If
+            neither is set, real graphs are skipped.
         moments: Numbers of moments for the real graphs.
         seed: Seed of graphs and probes.
     """
@@ -102,8 +103,8 @@ class Real:
     Attributes:
         name: Name of the file.
         num_nodes: Vertices.
-        truth: Eigenvalues before the largest jump of their logarithms; ``None`` if there are too
-            many to compute.
+        truth: Number of eigenvalues below the largest gap on a logarithmic scale; ``None`` for a
+            graph too large to compute them all.
         estimates: Entropic counts for each number of moments, NaN for no gap, ``(M,)``.
         stderr: Their standard errors, ``(M,)``.
         default: Count of the default method with the most moments.
@@ -199,8 +200,8 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
     )
 
 
-def figure(result: Result) -> "Figure":
-    """Draw errors over the number of clusters; of mixed and real graphs over that of moments."""
+def figure(result: Result) -> style.Figure:
+    """Draw errors against the number of clusters, and for other graphs against the moments."""
     # A single number of clusters is a point, not a curve: it has no panel beside other graphs.
     alone = not (result.mixed or result.real)
     drawn = [draw_planted] * (alone or len(result.config.clusters) > 1)
@@ -337,8 +338,8 @@ def planted_lines(result: "Result") -> list[str]:
         *(row(name, result.errors(name).nanmean(1), ">10.1e") for name in (*METHODS, FIRST)),
         *(row(f"published {name}", errors, ">10.1e") for name, errors in published.items()),
         *(row(f"products, {name}", result.products[name], ">10.0f") for name in METHODS),
-        row(f"auto exact, of {c.num_seeds}", (result.errors("auto") == 0).sum(1), ">10"),
-        row("auto certified", result.certified.sum(1), ">10"),
+        row(f"exact (of {c.num_seeds}), auto", (result.errors("auto") == 0).sum(1), ">10"),
+        row("certified, auto", result.certified.sum(1), ">10"),
     ]
 
 
@@ -349,7 +350,7 @@ def mixed_lines(result: "Result") -> list[str]:
         limit = probe_limit(count, c.num_probes)
         lines.append(
             f"{count} clusters of mixed kinds, {MIXED[count][0]:,} vertices; "
-            f"sqrt(2/(d N_c)) {limit:.2%}, of the published curves no numbers"
+            f"error of the probes sqrt(2/(d N_c)) = {limit:.2%}; the paper has no numbers"
         )
         for name in METHODS:
             one = result.mixed[str(count)][name]
@@ -391,13 +392,13 @@ def real_lines(result: "Result") -> list[str]:
 # The figure.
 
 
-def draw_planted(result: "Result", ax: "Axes") -> None:
+def draw_planted(result: "Result", ax: style.Axes) -> None:
     """Draw mean errors over the number of planted clusters, beside the published errors."""
     clusters = result.config.clusters
-    colours = {"entropic": STYLE.blue, "lanczos": STYLE.vermilion, FIRST: STYLE.green}
-    for name, style, size in (*MARKS, (FIRST, "o-", 5)):
+    colours = dict(zip(("entropic", "lanczos", FIRST), style.STYLE.palette, strict=False))
+    for name, line, size in (*MARKS, (FIRST, "o-", 5)):
         errors = result.errors(name).nanmean(1).numpy()
-        ax.plot(clusters, errors, style, color=colours[name], label=name, ms=size, mfc="none")
+        ax.plot(clusters, errors, line, color=colours[name], label=name, ms=size, mfc="none")
     for name, published in PAPER.items():
         label = f"published: {name}"
         ax.plot(list(published), list(published.values()), ":", color=colours[name], label=label)
@@ -412,27 +413,27 @@ def draw_planted(result: "Result", ax: "Axes") -> None:
     ax.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(0, 0.9))
 
 
-def draw_mixed(result: "Result", ax: "Axes") -> None:
+def draw_mixed(result: "Result", ax: style.Axes) -> None:
     """Draw errors of the large graphs over the number of moments."""
     c = result.config
     moments = [*c.mixed_moments, c.num_moments]
-    for count, colour in zip(c.mixed, STYLE.palette, strict=False):
+    for count, colour in zip(c.mixed, style.STYLE.palette, strict=False):
         fewer, last = result.by_moments[str(count)], result.mixed[str(count)]
-        for name, style, size in MARKS:
+        for name, line, size in MARKS:
             counts = [*fewer[name].tolist(), number(last[name])]
             errors = [100 * (value - count) / count for value in counts]
             label = f"{count} clusters, {name}{_missing(moments, counts)}"
-            ax.plot(moments, errors, style, color=colour, label=label, ms=size, mfc="none")
+            ax.plot(moments, errors, line, color=colour, label=label, ms=size, mfc="none")
         # The shaded band is one standard deviation of the probes.
         limit = 100 * probe_limit(count, c.num_probes)
-        ax.axhspan(-limit, limit, color=colour, alpha=0.12, label=f"{count}: limit of the probes")
+        ax.axhspan(-limit, limit, color=colour, alpha=0.12, label=f"{count}: error of the probes")
     exact = all(result.mixed[str(count)]["auto"].count == count for count in c.mixed)
     title = "mixed kinds; default: exact" if exact else "mixed kinds; default: not exact"
     ax.set(xlabel="moments", ylabel="error of the count, %", title=title)
     ax.legend(**BESIDE)
 
 
-def draw_real(result: "Result", ax: "Axes") -> None:
+def draw_real(result: "Result", ax: style.Axes) -> None:
     """Draw the counts of the real graphs over the number of moments; labels name missing gaps."""
     moments = result.config.moments
     # Curves coincide: every other one is dashed, with small markers inside the large ones.

@@ -6,24 +6,12 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from ritz import data, plots, training
+from ritz import data, measures, plots, training
 from ritz._core.checks import check_choice, check_count
 from ritz._core.progress import Progress
 from ritz.curvature import Risk, curvature_operator, hessian
 from ritz.curvature._shared import ENGINES, EngineName
-from ritz.measures import (
-    Landscape,
-    Landscape2d,
-    Sharpness,
-    Temperature,
-    fold_batch_norm,
-    landscape,
-    landscape2d,
-    scaled,
-    sharpness,
-    temperature,
-)
-from ritz.plots._shared import Figure, direction_title, share_legend
+from ritz.plots._shared import style
 from ritz.spectra import Spectrum, eigenpairs, lanczos
 from ritz.studies._protocol import StudyResult, check_minimums, record, seeded
 from ritz.training import TrainingResult
@@ -50,7 +38,7 @@ class Config:
         sharpness_steps: Lanczos steps per probe for the sharpness.
         num_probes: Probes for the sharpness.
         num_points: Points per line, and per side of the plane.
-        engine: Engine of the products; for few products, tracing does not pay.
+        engine: Engine of the products. Tracing is slower for few products.
         seed: Seed of the weights, the order of the samples and every probe.
     """
 
@@ -98,14 +86,14 @@ class Result(StudyResult[Config]):
 
     training: TrainingResult
     spectra: dict[str, Spectrum]
-    landscape: Landscape
-    plane: Landscape2d
-    sharpness: Sharpness
-    temperature: Temperature
+    landscape: measures.Landscape
+    plane: measures.Landscape2d
+    sharpness: measures.Sharpness
+    temperature: measures.Temperature
     folded: float
 
     def __str__(self) -> str:
-        last = f"largest eigenvalue, calibrated and without batch norm: {self.folded:.4g}"
+        last = f"largest eigenvalue after calibration and batch-norm folding: {self.folded:.4g}"
         parts = (self.training, self.sharpness, self.landscape, self.temperature, last)
         return "\n".join(map(str, parts))
 
@@ -162,9 +150,9 @@ def run(
     around: Any = {"num_points": config.num_points, "test": test, "progress": progress}
     vectors: Any = spectra[FIRST].vectors
     # Ritz values ascend: the last two columns belong to the largest two.
-    plane = landscape2d(risk, vectors[:, -1], vectors[:, -2], names=PLANE, **around)
-    lines = landscape(risk, spectra[FIRST], **around)
-    report = sharpness(
+    plane = measures.landscape2d(risk, vectors[:, -1], vectors[:, -2], names=PLANE, **around)
+    lines = measures.landscape(risk, spectra[FIRST], **around)
+    report = measures.sharpness(
         risk,
         num_steps=config.sharpness_steps,
         num_probes=config.num_probes,
@@ -172,15 +160,14 @@ def run(
         generator=seeded(config.seed),
         progress=progress,
     )
-    calibration = temperature(test)
+    calibration = measures.temperature(test)
     # Batch norm and the temperature are affine, so they fold into the convolutions.
-    folded = Risk(fold_batch_norm(scaled(model, calibration)), cross_entropy, images.tensors())
-    op = hessian(folded, engine=config.engine)
+    affine = measures.fold_batch_norm(measures.scaled(model, calibration))
+    op = hessian(Risk(affine, cross_entropy, images.tensors()), engine=config.engine)
     # Sharpness depends on the scale of the weights, which batch norm leaves free: after folding
     # and calibration the eigenvalue can be compared between networks.
-    largest = eigenpairs(
-        op, largest=1, rtol=1e-2, vectors=False, generator=seeded(config.seed)
-    ).values[-1]
+    drawn: Any = {"vectors": False, "generator": seeded(config.seed)}
+    largest = eigenpairs(op, largest=1, rtol=1e-2, **drawn).values[-1]
     return Result(
         config=config,
         training=trained,
@@ -193,7 +180,7 @@ def run(
     )
 
 
-def figures(result: Result) -> dict[str, Figure]:
+def figures(result: Result) -> dict[str, style.Figure]:
     """Draw the training curves, the spectra and the landscapes."""
     # Three lines and the plane, on one scale of the loss.
     drawing, axes = plots.panels(2, 2, width=4.8, height=3.0)
@@ -201,15 +188,15 @@ def figures(result: Result) -> dict[str, Figure]:
         if ax is not axes[0]:
             ax.sharey(axes[0])
         plots.landscape(result.landscape, direction=name, ax=ax, log=True)
-        ax.set_title(direction_title(name), loc="left", fontsize="medium")
+        style.set_title(ax, style.direction_title(name))
     plots.landscape2d(result.plane, ax=axes[-1])
-    axes[-1].set_title("Ritz vectors of the two largest values", loc="left", fontsize="medium")
-    share_legend(drawing)
+    style.set_title(axes[-1], "Ritz vectors of the two largest values")
+    style.share_legend(drawing)
     curves = plots.plot(result.training)
     return {"training": curves, "spectra": figure(result), "landscape": drawing}
 
 
-def figure(result: Result) -> Figure:
+def figure(result: Result) -> style.Figure:
     """Draw the spectra."""
     # Files do not keep the order.
     return plots.plot({name: result.spectra[name] for name in MATRICES})

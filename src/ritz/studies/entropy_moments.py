@@ -1,11 +1,12 @@
 """Entropy and log determinant by the number of moments: Spectral Machine Learning, Figure 2.1.
 
-Maximum entropy (MEMe) and the iteration of Bandyopadhyay (BMxnt) receive the same moments of the
-same matrices on ``[0, bound]``. The entropy of MEMe falls with every moment, except for small steps
-up where exact moments had to be relaxed further. Its log determinant improves until only the error
-of the probes is left; where eigenvalues crowd at zero (bcsstk16), it is worse at first and then
-improves slowly. BMxnt does not reach its moments, mostly from the third on: its entropy goes up and
-down, and its log determinant stays as far off as with two or three moments.
+Two methods get the same moments of the same matrices on ``[0, bound]``: maximum entropy (MEMe, the
+method of :func:`ritz.maxent`) and the older iteration of Bandyopadhyay et al. (BMxnt). The entropy
+of MEMe falls with every moment, apart from small rises where exact moments had to be relaxed. Its
+log determinant improves until only the error of the probes is left. For bcsstk16, which has many
+eigenvalues near zero, it gets worse first and then improves slowly. BMxnt mostly fails to match its
+moments from the third on. Its entropy then goes up and down, and its log determinant does not
+improve.
 """
 
 import math
@@ -24,18 +25,9 @@ from ritz import plots
 from ritz._core.checks import check_finite
 from ritz._core.progress import Progress
 from ritz.operators import LinearOperator, as_operator, read_matrix
-from ritz.plots._shared import Figure, share_legend
+from ritz.plots._shared import style
 from ritz.spectra import bounds, logdet, maxent, moments
-from ritz.studies._protocol import (
-    StudyResult,
-    chebyshev_moments,
-    check_minimums,
-    data_file,
-    record,
-    row,
-    seeded,
-    track,
-)
+from ritz.studies import _protocol as study
 
 # Fields of the result that are filled cell by cell.
 KINDS = ("entropies", "errors", "solved", "relaxations")
@@ -44,7 +36,7 @@ TINY = 1e-300  # a moment that underflows still has a logarithm
 NODES = 512  # of the quadrature of BMxnt, which is exact for powers below 512
 
 
-@record
+@study.record
 class Config:
     """Matrices, numbers of moments, and where the files are.
 
@@ -76,11 +68,11 @@ class Config:
     def __post_init__(self) -> None:
         if not (self.counts and list(self.counts) == sorted(set(self.counts))):
             raise ValueError(f"counts must be numbers of moments, ascending, got {self.counts}")
-        check_minimums(self, counts=1, num_probes=2, dense_order=0, max_sweeps=1, seed=0)
+        study.check_minimums(self, counts=1, num_probes=2, dense_order=0, max_sweeps=1, seed=0)
 
 
-@record
-class Result(StudyResult[Config]):
+@study.record
+class Result(study.StudyResult[Config]):
     """Entropies and log determinants by the number of moments.
 
     Attributes:
@@ -106,7 +98,7 @@ class Result(StudyResult[Config]):
         lines = [
             f"Entropy of the density on [0, bound] (0 is flat) and relative error of its log det, "
             f"moments from {c.num_probes} probes; * not solved, ~ moments relaxed",
-            row("moments", c.counts, ">9", width=38),
+            study.row("moments", c.counts, ">9", width=38),
         ]
         for place, (name, order) in enumerate(zip(self.names, self.orders, strict=True)):
             lines.append(f"{name}, order {order}, log det {self.exact[place]:.8g}")
@@ -123,7 +115,7 @@ class Result(StudyResult[Config]):
         marks = ["~" * bool(relaxed) if solved else "*" for solved, relaxed in flags]
         tables = {"entropy": (entropies, ".3f"), "error": (errors, ".1e")}
         return [
-            row(
+            study.row(
                 f"  {series}: {title}",
                 [f"{x:{spec}}{mark}" for x, mark in zip(numbers.tolist(), marks, strict=True)],
                 ">9",
@@ -136,11 +128,11 @@ class Result(StudyResult[Config]):
 def run(config: Config, *, progress: bool | Progress = False) -> Result:
     """Return the densities of both methods for the same moments of every matrix."""
     names = (*config.matrices, *config.graphs)
-    paths = [data_file(name, config.data, fields="matrices= and graphs=") for name in names]
+    paths = [study.data_file(name, config.data, fields="matrices= and graphs=") for name in names]
     shape = (len(KINDS), len(SERIES), len(names), len(config.counts))
     cells = torch.full(shape, math.nan, dtype=torch.float64)
     orders, exact = [], []
-    for place, path in enumerate(track(paths, "matrices", progress)):
+    for place, path in enumerate(study.track(paths, "matrices", progress)):
         graph = place >= len(config.matrices)
         op = _identity_and_laplacian(path) if graph else read_matrix(path)
         orders.append(op.shape[0])
@@ -161,23 +153,23 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
     )
 
 
-def figure(result: Result) -> "Figure":
+def figure(result: Result) -> style.Figure:
     """Draw the entropy above and the error below, one column per matrix."""
     columns = len(result.names)
     drawing, axes = plots.panels(2, columns, width=2.7, height=2.5)
     # Colour tells the method, line style the kind of moments.
     colours, lines = ("#0072B2", "#D55E00") * 2, ("-", "-", ":", ":")
     for series, colour, line in zip(SERIES, colours, lines, strict=True):
-        style: dict[str, Any] = {"color": colour, "linestyle": line, "marker": ".", "label": series}
+        look: dict[str, Any] = {"color": colour, "linestyle": line, "marker": ".", "label": series}
         for place, name in enumerate(result.names):
             above, below = axes[place], axes[columns + place]
-            above.plot(result.config.counts, result.entropies[series][place].numpy(), **style)
-            below.plot(result.config.counts, result.errors[series][place].numpy(), **style)
+            above.plot(result.config.counts, result.entropies[series][place].numpy(), **look)
+            below.plot(result.config.counts, result.errors[series][place].numpy(), **look)
             below.set(yscale="log", xlabel="moments")
             above.set_title(f"{name}\nn = {result.orders[place]:,}", loc="left", fontsize="small")
     axes[0].set_ylabel("entropy")
     axes[columns].set_ylabel("relative error of log det")
-    share_legend(drawing)
+    style.share_legend(drawing)
     return drawing
 
 
@@ -211,8 +203,8 @@ def bmxnt(
         \gamma_i \leftarrow \gamma_i + \log \frac{\langle t^i \rangle_q}{\mu_i}
 
     for :math:`i = 1, \dots, m` in turn, where :math:`t` is the eigenvalue divided by the bound. It
-    is a baseline that does not converge for more than a few moments: its entropy rises with their
-    number, which that of :func:`ritz.maxent` never does.
+    is a baseline that does not converge for more than a few moments. With more moments the entropy
+    should fall, as that of :func:`ritz.maxent` does; here it rises.
 
     Args:
         moments: Power moments of :math:`t`, degree ``0, ..., m``, all positive, ``(m + 1,)``.
@@ -260,18 +252,18 @@ def _densities(op: LinearOperator, config: Config) -> Iterator[tuple[int, int, D
     """Yield the places of series and number of moments, and the density of both."""
     degree = config.counts[-1]
     # Power moments need [0, 1]: the matrices are positive definite, so 0 is a lower end.
-    interval = (0.0, bounds(op, generator=seeded(config.seed)).high)
+    interval = (0.0, bounds(op, generator=study.seeded(config.seed)).high)
     sampled = moments(
         op,
         num_moments=degree,
         interval=interval,
         num_probes=config.num_probes,
-        generator=seeded(config.seed),
+        generator=study.seeded(config.seed),
     )
     means: list[tuple[Tensor, Tensor | None]] = [(sampled.mean, sampled.stderr)]
     if op.shape[0] <= config.dense_order:
         values = torch.linalg.eigvalsh(op.matmat(torch.eye(op.shape[0], dtype=op.dtype)).double())
-        means.append((chebyshev_moments(2 * values / interval[1] - 1, degree), None))
+        means.append((study.chebyshev_moments(2 * values / interval[1] - 1, degree), None))
     for place, (mean, stderr) in enumerate(means):
         powers = _powers(degree) @ mean
         for column, count in enumerate(config.counts):

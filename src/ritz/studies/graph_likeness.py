@@ -2,11 +2,11 @@
 
 The published classes are biological, citation (collaborations) and road networks. The study has
 the last two: every divergence within one class is below every divergence between them. Social
-networks replace the first class, and their spectra do not form a class: friendships within circles
-(Facebook) look like collaborations, and trust and votes between strangers do not. This holds for
-every number of moments, for the largest component alone, and without the trees attached to it. The
-result names every such pair. Then every graph is cut into two random halves, and the study tests
-whether the nearest graph to a half is its other half.
+networks replace the first class. Their spectra do not form a class: that of Facebook resembles the
+collaborations, and those of Epinions and Wikipedia votes do not. This holds for every number of
+moments, for the largest component alone, and without the trees attached to it. The result names
+every such pair. Then every graph is cut into two random halves, and the study tests whether the
+nearest graph to a half is its other half.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ritz import graphs, plots
 from ritz._core.progress import Progress
-from ritz.plots._shared import Figure
+from ritz.plots._shared import style
 from ritz.spectra import Moments
 from ritz.studies._protocol import StudyResult, check_minimums, data_file, record, seeded, track
 
@@ -79,9 +79,9 @@ class Result(StudyResult[Config]):
         sizes: Vertices and edges of each graph.
         kinds: Kind of each graph.
         likeness: Similarity of the graphs, by measure.
-        treated: Symmetric divergences ``(N, N)`` of the graphs treated otherwise: with other
-            numbers of moments, the largest component alone, and that without attached trees.
-        halves: Similarity of both halves of every graph, ``2 N``, halves of one graph in a row.
+        treated: Symmetric divergences ``(N, N)`` after other preprocessing: with other numbers of
+            moments, of the largest component alone, and of that without attached trees.
+        halves: Similarity of all ``2 N`` halves; the two halves of a graph are adjacent.
         apart: Divergence of the two halves of each graph, ``(N,)``.
         others: Least divergence of either half from another graph or its halves, ``(N,)``.
     """
@@ -96,7 +96,10 @@ class Result(StudyResult[Config]):
 
     def __str__(self) -> str:
         nearest = self.likeness["symmetric_kl"]
-        lines = [str(nearest), "Within a kind and between it and the others:"]
+        lines = [
+            str(nearest),
+            "Distances within each kind of graph, and between it and other kinds:",
+        ]
         for measure in MEASURES:
             lines += _kind_lines(self.likeness[measure].matrix, self.kinds, f"{measure:15}")
         published = [place for place, kind in enumerate(self.kinds) if kind in PUBLISHED]
@@ -106,7 +109,7 @@ class Result(StudyResult[Config]):
             *_kind_lines(matrix, [self.kinds[place] for place in published], ""),
         ]
         lines.append(
-            "Share of pairs within a kind that are nearer than those between, treated otherwise:"
+            "How often a distance within a kind is below one to another kind, by preprocessing:"
         )
         for name, matrix in sorted(self.treated.items()):
             kinds = [kind for kind in dict.fromkeys(self.kinds) if _separable(self.kinds, kind)]
@@ -114,11 +117,14 @@ class Result(StudyResult[Config]):
             text = ", ".join(f"{kind} {share:.0%}" for kind, share in shares.items())
             lines.append(f"  {name:40}{text}")
         pairs = misplaced(nearest.matrix, nearest.names, self.kinds) or ["none"]
-        lines.append("Nearer to a graph of another kind than to one of its own:")
+        lines.append(
+            "Graphs that are nearer to a graph of another kind than to one of the same kind:"
+        )
         lines += [f"  {pair}" for pair in pairs]
-        lines.append("Two halves of a graph, and the nearest half or whole of another:")
+        lines.append("Distance between the two halves of a graph, and to the nearest other graph:")
         for name, half, other in zip(nearest.names, self.apart, self.others, strict=True):
-            lines.append(f"  {name:22}{half:>9.2g}{other:>9.2g}{'' if half < other else '  NOT'}")
+            note = "" if half < other else "  (the halves are not nearest)"
+            lines.append(f"  {name:22}{half:>9.2g}{other:>9.2g}{note}")
         return "\n".join(lines)
 
 
@@ -156,7 +162,7 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
     )
 
 
-def figure(result: Result) -> "Figure":
+def figure(result: Result) -> style.Figure:
     """Draw the heat map of the graphs, and halves against others."""
     likeness = result.likeness["symmetric_kl"]
     names, places = likeness.names, range(len(likeness.names))
@@ -164,13 +170,12 @@ def figure(result: Result) -> "Figure":
     drawing, axes = plots.panels(1, 2, width=side, height=side - 1)
     groups = tuple(len(names) for names in result.config.kinds.values())
     plots.similarity(likeness, ax=axes[0], groups=groups)
-    axes[0].set_title("symmetric KL divergence", loc="left", fontsize="small")
+    style.set_title(axes[0], "symmetric KL divergence")
     axes[1].plot(result.apart.numpy(), places, "o", color="#0072B2", label="its own other half")
     axes[1].plot(result.others.numpy(), places, "x", color="#D55E00", label="nearest other graph")
     axes[1].set_yticks(places, names, fontsize="small")
     axes[1].invert_yaxis()
-    axes[1].set(xscale="log", xlabel="divergence of a random half")
-    axes[1].legend(fontsize="small", frameon=False)
+    style.finish(axes[1], "divergence of a random half", xscale="log")
     return drawing
 
 
@@ -193,7 +198,7 @@ def separation(matrix: Tensor, kinds: Sequence[str], kind: str) -> dict[str, flo
     # Exclusive or: one of the pair is of the kind.
     between = matrix[(mine[:, None] ^ mine[None]) & upper]
     if not _separable(kinds, kind):
-        raise ValueError(f"kind must have two graphs or more, beside other kinds, got {kind!r}")
+        raise ValueError(f"kind must have two graphs, and there must be another kind, got {kind!r}")
     return {
         "within": float(within.mean()),
         "largest_within": float(within.max()),

@@ -4,13 +4,12 @@ The study draws graphs of Erdős-Rényi, Watts-Strogatz and Barabási-Albert and
 whose graphs have the nearest spectrum. Then it searches the model of large Barabási-Albert graphs
 among small graphs of all three models.
 
-The error of a mean is its distance from the parameter that the graphs were drawn with. In
-Erdős-Rényi graphs the share of pairs that are edges scatters around that parameter, and an estimate
-from the graph scatters with it. Two more rows show the standard error of this share, and the
-distance of the estimates from it. The published error 0 at n = 50 is below the scatter of any mean
-over fewer than 800 graphs.
-The publication does not say how many neighbours its Watts-Strogatz graphs had: the study takes ten,
-and repeats the rows with fewer and more.
+The error of a mean is its distance from the parameter that the graphs were drawn with. The edge
+density of an Erdős-Rényi graph differs from its parameter p by chance, and so does an estimate of p
+from the graph. Two more rows show how much: the standard error of the edge density, and the
+distance of the estimates from it. At n = 50 the paper reports the error 0, which is smaller than
+this chance for a mean over fewer than 800 graphs. The paper does not say how many neighbours its
+Watts-Strogatz graphs had. The study takes ten, and repeats the rows with fewer and more.
 """
 
 from itertools import product
@@ -22,7 +21,7 @@ from ritz import graphs, plots
 from ritz._core.checks import check_count
 from ritz._core.progress import Progress
 from ritz.graphs._shared import Model
-from ritz.plots._shared import Figure
+from ritz.plots._shared import style
 from ritz.studies._protocol import StudyResult, check_minimums, column, record, row, seeded, track
 
 MODELS: tuple[Model, ...] = ("erdos_renyi", "watts_strogatz", "barabasi_albert")
@@ -113,8 +112,8 @@ class Result(StudyResult[Config]):
         for case in c.cases:
             lines += self._rows(case)
         lines.append(
-            f"Large Barabási-Albert graphs, {c.large:,} vertices, among models of {c.small:,}: "
-            "divergence from each"
+            f"Large Barabási-Albert graphs of {c.large:,} vertices: divergence from each model of "
+            f"{c.small:,} vertices"
         )
         for place, edges in enumerate(c.large_edges):
             apart, error = self.divergences[place], self.stderr[place].mean(0)
@@ -122,8 +121,8 @@ class Result(StudyResult[Config]):
             cells = [f"{model} {value:.2g} ± {off:.1g}" for model, value, off in pairs]
             right = int((apart.argmin(1) == MODELS.index("barabasi_albert")).sum())
             lines.append(
-                f"  r = {edges}: {', '.join(cells)}; recognised {right} of {len(apart)}, "
-                f"r found {self.large_estimates[place].tolist()}"
+                f"  r = {edges}: {', '.join(cells)}; correct model in {right} of {len(apart)}, "
+                f"estimated r {self.large_estimates[place].tolist()}"
             )
         return "\n".join(lines)
 
@@ -145,8 +144,8 @@ class Result(StudyResult[Config]):
             "  interval holds the truth": [f"{x:.0%}" for x in self.covered[case].mean(1)],
         }
         if model == "erdos_renyi":
-            rows["  standard error of the share drawn"] = _magnitudes(self.scatter)
-            rows["  distance from the share drawn"] = _magnitudes((estimates - self.drawn).mean(1))
+            rows["  standard error of the edge density"] = _magnitudes(self.scatter)
+            rows["  distance from the edge density"] = _magnitudes((estimates - self.drawn).mean(1))
         return [row(name, cells, ">22", width=36) for name, cells in rows.items()]
 
     @property
@@ -192,7 +191,7 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
     )
 
 
-def figure(result: Result) -> "Figure":
+def figure(result: Result) -> style.Figure:
     """Draw the estimates over the truth, and the divergences of the large graphs."""
     c = result.config
     drawing, axes = plots.panels(1, 4, width=3.0, height=2.8)
@@ -208,17 +207,14 @@ def figure(result: Result) -> "Figure":
                 label = "published mean" if place == 0 else None
                 ax.plot(size, mean, "x", color="#D55E00", markersize=8, label=label)
         ax.axhline(1.0, color="#999999", linewidth=0.8)
-        ax.set(xlabel="vertices", xticks=c.sizes)
-        ax.set_title(_title(model, c.num_neighbors), loc="left", fontsize="small")
-    axes[0].set_ylabel("parameter over the truth")
-    axes[0].legend(fontsize="small", frameon=False)
+        ylabel = "estimated / true parameter" if ax is axes[0] else ""
+        style.finish(ax, "vertices", ylabel, _title(model, c.num_neighbors), xticks=c.sizes)
     for place, model in enumerate(MODELS):
         heights = result.divergences[..., place].mean(1).numpy()
         axes[3].plot(range(len(heights)), heights, "o-", label=TITLES[model].partition(",")[0])
-    axes[3].set(yscale="log", xlabel="edges of a new vertex", ylabel="divergence")
     axes[3].set_xticks(range(len(c.large_edges)), [str(edges) for edges in c.large_edges])
-    axes[3].set_title(f"Barabási-Albert, n = {c.large:,}", loc="left", fontsize="small")
-    axes[3].legend(fontsize="small", frameon=False)
+    title = f"Barabási-Albert, n = {c.large:,}"
+    style.finish(axes[3], "edges of a new vertex", "divergence", title, yscale="log")
     return drawing
 
 

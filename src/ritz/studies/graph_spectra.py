@@ -1,8 +1,8 @@
 """Maximum-entropy spectra over exact ones: Spectral Machine Learning, Figures 3.1, 3.2 and 3.3.
 
-A semicircle from its analytic moments, and a sparse Erdős-Rényi graph and a Barabási-Albert graph
-from sampled moments, for several numbers of moments. The divergence from the exact histogram falls
-with the moments, fast at first. What remains is the scatter of the histogram and of the probes.
+The study fits a semicircle from its analytic moments, and a sparse Erdős-Rényi graph and a
+Barabási-Albert graph from sampled moments. With more moments the divergence from the exact
+histogram falls, fast at first. The rest is the sampling error of the histogram and of the probes.
 """
 
 import math
@@ -13,23 +13,14 @@ from torch import Tensor
 from ritz import graphs, plots
 from ritz._core.checks import check_range
 from ritz._core.progress import Progress
-from ritz.plots._shared import Axes, Figure, share_legend
+from ritz.plots._shared import style
 from ritz.spectra import EntropicDensity, Moments, maxent
-from ritz.studies._protocol import (
-    StudyResult,
-    chebyshev_moments,
-    check_minimums,
-    column,
-    record,
-    row,
-    seeded,
-    track,
-)
+from ritz.studies import _protocol as study
 
 ANGLES = 4000  # nodes of the quadrature over the semicircle
 
 
-@record
+@study.record
 class Config:
     """Graphs, numbers of moments, and probes.
 
@@ -56,13 +47,13 @@ class Config:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_minimums(self, num_nodes=50, num_edges=1, num_probes=2, num_bins=2, seed=0)
-        check_minimums(self, semicircle=1, drawn=1, counts=1)
+        study.check_minimums(self, num_nodes=50, num_edges=1, num_probes=2, num_bins=2, seed=0)
+        study.check_minimums(self, semicircle=1, drawn=1, counts=1)
         check_range("p", self.p, low=0.0, high=1.0)
 
 
-@record
-class Result(StudyResult[Config]):
+@study.record
+class Result(study.StudyResult[Config]):
     """Densities by the number of moments, and how far they are from the exact spectra.
 
     Attributes:
@@ -90,23 +81,23 @@ class Result(StudyResult[Config]):
         lines = [
             f"Divergence of entropic spectra from the exact ones by the number of moments; graphs "
             f"of {c.num_nodes:,} vertices, {c.num_probes} probes, {c.num_bins} bins",
-            row("moments", c.counts, ">9", width=34),
+            study.row("moments", c.counts, ">9", width=34),
         ]
         tables = {
             "divergence": self.divergences,
             "entropy": self.entropies,
-            "moments off, in errors": self.moment_errors,
+            "moment error (stderr)": self.moment_errors,
         }
         for title, table in tables.items():
             for name in ("semicircle", *self.names):
                 if name in table:
-                    lines.append(row(f"{name}: {title}", table[name], ">9.2g", width=34))
+                    lines.append(study.row(f"{name}: {title}", table[name], ">9.2g", width=34))
         return "\n".join(lines)
 
 
 def run(config: Config, *, progress: bool | Progress = False) -> Result:
     """Return the spectra and their divergences."""
-    generator = seeded(config.seed)
+    generator = study.seeded(config.seed)
     n = config.num_nodes
     # Mean degrees p n = 5 and 2 num_edges = 10: sparse, so the spectra have spikes.
     made = {
@@ -116,10 +107,10 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
         ),
     }
     circles = [semicircle_density(count) for count in config.counts]
-    divergences = {"semicircle": column(map(semicircle_divergence, circles))}
-    entropies = {"semicircle": column(one.entropy for one in circles)}
+    divergences = {"semicircle": study.column(map(semicircle_divergence, circles))}
+    entropies = {"semicircle": study.column(one.entropy for one in circles)}
     exact, densities, errors = {}, {}, {}
-    for name, graph in track(made.items(), "graphs", progress):
+    for name, graph in study.track(made.items(), "graphs", progress):
         exact[name] = values = graphs.eigenvalues(graph)
         sampled = graphs.moments(
             graph,
@@ -129,11 +120,11 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
             generator=generator,
         )
         fits = [_density(sampled, count) for count in config.counts]
-        divergences[name] = column(
+        divergences[name] = study.column(
             histogram_divergence(values, one, config.num_bins) for one in fits
         )
-        entropies[name] = column(one.entropy for one in fits)
-        errors[name] = column(_moment_error(values, sampled, one) for one in fits)
+        entropies[name] = study.column(one.entropy for one in fits)
+        errors[name] = study.column(_moment_error(values, sampled, one) for one in fits)
         densities[name] = tuple(_density(sampled, count) for count in config.drawn)
     return Result(
         config=config,
@@ -147,7 +138,7 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
     )
 
 
-def figure(result: Result) -> "Figure":
+def figure(result: Result) -> style.Figure:
     """Draw the semicircle, both graphs by the number of moments, and the divergences."""
     drawn = result.config.drawn
     columns = max(len(drawn), len(result.semicircle) + 1)
@@ -158,15 +149,14 @@ def figure(result: Result) -> "Figure":
         for ax, one in zip(axes[place * columns :], result.densities[name], strict=False):
             exact = result.eigenvalues[name]
             plots.over_histogram(one, exact, ax=ax, num_bins=200, label="entropic")
-            ax.set_title(f"{name}, {len(one.alphas)} moments", loc="left", fontsize="small")
-    share_legend(drawing)  # within the panels, legends would hide the curves
+            style.set_title(ax, f"{name}, {len(one.alphas)} moments")
+    style.share_legend(drawing)  # within the panels, legends would hide the curves
     last = axes[columns - 1]
     for name in ("semicircle", *result.names):
         # A logarithmic axis needs positive values; the semicircle goes below 1e-7.
         heights = result.divergences[name].clamp_min(1e-7).numpy()
         last.plot(result.config.counts, heights, marker=".", label=name)
-    last.set(yscale="log", xlabel="moments", ylabel="divergence from exact")
-    last.legend(fontsize="small", frameon=False)
+    style.finish(last, "moments", "divergence from exact", yscale="log")
     for ax in axes:
         if not ax.has_data():
             ax.remove()
@@ -226,17 +216,17 @@ def _moment_error(values: Tensor, sampled: Moments, density: EntropicDensity) ->
     """Return the largest error of a fitted moment, in standard errors."""
     m = len(density.alphas)
     # Eigenvalues of a normalized Laplacian lie in [0, 2].
-    exact = chebyshev_moments(values - 1, m)[1:]
+    exact = study.chebyshev_moments(values - 1, m)[1:]
     # A moment without sampling error, such as the first, must not divide by zero.
     scale = sampled.stderr[1 : m + 1].clamp_min(1e-12)
     return float(((density.fitted - exact).abs() / scale).max())
 
 
-def _draw_semicircle(ax: "Axes", density: EntropicDensity) -> None:
+def _draw_semicircle(ax: style.Axes, density: EntropicDensity) -> None:
     x = torch.linspace(0.0, 1.0, 500, dtype=torch.float64)
     # p(x) = (8 / pi) sqrt(1/4 - (x - 1/2)^2) on [0, 1].
     exact = 8 / math.pi * (0.25 - (x - 0.5).square()).clamp_min(0.0).sqrt()
     ax.plot(x, exact, color="#999999", linewidth=3, label="exact")
     ax.plot(x[1:-1], density.pdf(x[1:-1]), color="#0072B2", linewidth=1.2, label="entropic")
     ax.set(xlabel=r"eigenvalue $\lambda$", ylabel="density", ylim=(0, None))
-    ax.set_title(f"Semicircle, {len(density.alphas)} moments", loc="left", fontsize="small")
+    style.set_title(ax, f"Semicircle, {len(density.alphas)} moments")

@@ -12,7 +12,7 @@ from ritz import plots
 from ritz._core.progress import Progress
 from ritz._core.results import Estimate
 from ritz.operators import DenseOperator, KernelOperator
-from ritz.plots._shared import Figure
+from ritz.plots._shared import style
 from ritz.spectra import logdet
 from ritz.studies._protocol import StudyResult, check_minimums, record, row, seeded, track
 
@@ -137,7 +137,7 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
     )
 
 
-def figure(result: Result) -> "Figure":
+def figure(result: Result) -> style.Figure:
     """Draw the errors of every method over the length scale, beside the published ones."""
     drawing, (axis,) = plots.panels(1, 1, width=8.5, height=3.6)
     for name, marker in zip(result.names, "oDs^v", strict=True):

@@ -5,22 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ritz import plots
+from ritz import plots, spectra
 from ritz._core.checks import check_count
 from ritz._core.progress import Progress
 from ritz._core.results import Estimate, format_uncertain
 from ritz.operators import LinearOperator
-from ritz.plots._shared import STYLE, Figure
-from ritz.spectra import (
-    Density,
-    Spectrum,
-    density,
-    frobenius_norm,
-    lanczos,
-    spectral_norm,
-    trace,
-    trace_function,
-)
+from ritz.plots._shared import style
 from ritz.studies._protocol import StudyResult, check_minimums, record, seeded
 from ritz.testing import network_like
 
@@ -62,7 +52,7 @@ class Quantity:
 
 @record
 class Result(StudyResult[Config]):
-    """Estimates from products alone, beside the exact answers.
+    """Estimates from matrix-vector products alone, and the exact values.
 
     Attributes:
         exact: All eigenvalues, ascending, ``(n,)``.
@@ -72,8 +62,8 @@ class Result(StudyResult[Config]):
     """
 
     exact: Tensor
-    spectrum: Spectrum
-    density: Density
+    spectrum: spectra.Spectrum
+    density: spectra.Density
     quantities: tuple[Quantity, ...]
 
     def __str__(self) -> str:
@@ -97,16 +87,10 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
     """Return the spectrum, density, trace and norms of the matrix, beside the exact ones."""
     generator = seeded(config.seed)
     op, exact = network_like(config.size, generator=generator, dtype=torch.float64)
+    common: Any = {"num_steps": config.num_steps, "generator": generator, "progress": progress}
     # One probe: each Ritz value has as weight its share in the start vector.
-    spectrum = lanczos(op, num_steps=config.num_steps, generator=generator, progress=progress)
-    smooth = density(
-        op,
-        num_probes=config.num_probes,
-        num_steps=config.num_steps,
-        width=config.width,
-        generator=generator,
-        progress=progress,
-    )
+    spectrum = spectra.lanczos(op, **common)
+    smooth = spectra.density(op, num_probes=config.num_probes, width=config.width, **common)
     return Result(
         config=config,
         exact=exact,
@@ -116,13 +100,13 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
     )
 
 
-def figure(result: Result) -> "Figure":
+def figure(result: Result) -> style.Figure:
     """Draw the stems of one probe, and the density of several over the exact histogram."""
     drawing, (top, bottom) = plots.panels(2, 1, width=8.0, height=3.0)
     plots.against_exact(result.spectrum, result.exact, ax=top)
     top.set_title(f"One probe, {len(result.spectrum.values)} products", loc="left")
     exact = result.exact.numpy()
-    bottom.hist(exact, bins=140, density=True, color=STYLE.grey, alpha=0.6, label="exact")
+    bottom.hist(exact, bins=140, density=True, color=style.STYLE.grey, alpha=0.6, label="exact")
     plots.density(result.density, ax=bottom, log=True)
     title = f"{result.config.num_probes} probes, smoothed to a width of {result.config.width:g}"
     bottom.set_title(title, loc="left")
@@ -136,14 +120,14 @@ def _quantities(
 ) -> tuple[Quantity, ...]:
     drawn: dict[str, Any] = {"num_probes": config.num_probes, "generator": generator}
     # #{|lambda| < z} = tr f(A) with the indicator function f.
-    at_zero = trace_function(
+    at_zero = spectra.trace_function(
         op, lambda x: (x.abs() < ZERO).double(), num_steps=config.num_steps, **drawn
     )
     found = {
         # The diagonal of this matrix is known, so auto would sum it: sample nevertheless.
-        "trace": (exact.sum(), trace(op, method="xtrace", **drawn)),
-        "Frobenius norm": (exact.norm(), frobenius_norm(op, **drawn)),
-        "spectral norm": (exact.abs().max(), spectral_norm(op, generator=generator)),
+        "trace": (exact.sum(), spectra.trace(op, method="xtrace", **drawn)),
+        "Frobenius norm": (exact.norm(), spectra.frobenius_norm(op, **drawn)),
+        "spectral norm": (exact.abs().max(), spectra.spectral_norm(op, generator=generator)),
         f"count |λ| < {ZERO:g}": ((exact.abs() < ZERO).sum(), at_zero),
     }
     return tuple(

@@ -1,4 +1,4 @@
-"""Random matrices from one probe and 30 steps: Spectral Machine Learning, figures 4.3 to 4.6."""
+"""Spectra of random matrices from 30 Lanczos steps: Spectral Machine Learning, Figures 4.3-4.6."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -10,7 +10,7 @@ from ritz import plots
 from ritz._core.checks import check_choice, check_count
 from ritz._core.progress import Progress
 from ritz.operators import DenseOperator, LinearOperator
-from ritz.plots._shared import Figure, share_legend
+from ritz.plots._shared import style
 from ritz.spectra import Spectrum, diagonal, lanczos
 from ritz.studies._protocol import StudyResult, check_minimums, record, seeded, track
 from ritz.testing import network_like, wigner, wishart
@@ -107,7 +107,7 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
     return Result(config=config, cases=tuple(cases))
 
 
-def figure(result: Result) -> "Figure":
+def figure(result: Result) -> style.Figure:
     """Draw the exact histogram, the Lanczos stems and the diagonal of every case."""
     # Two columns, rounded up.
     rows = -(-len(result.cases) // 2)
@@ -117,7 +117,7 @@ def figure(result: Result) -> "Figure":
         ax.set_title(f"{case.name}, {len(case.spectrum.values)} steps", loc="left")
     for ax in axes[len(result.cases) :]:
         ax.remove()
-    share_legend(drawing)
+    style.share_legend(drawing)
     return drawing
 
 

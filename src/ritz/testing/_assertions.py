@@ -40,9 +40,8 @@ def check_operator(
 
     # A view of the input would change when the caller changes the product in place.
     kind = (product.shape, product.dtype, product.device)
-    _require(
-        kind == (block.shape, op.dtype, op.device), f"a product must be like its block: {kind}"
-    )
+    same = kind == (block.shape, op.dtype, op.device)
+    _require(same, f"a product must be like its block: {kind}")
     _require(torch.equal(block, before), "a product must not change its input")
     _require(product.data_ptr() != block.data_ptr(), "a product must be a new tensor")
     _require(torch.equal(op.matmat(block), product), "equal products must be equal bit for bit")

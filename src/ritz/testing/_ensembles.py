@@ -9,8 +9,6 @@ from ritz._core.checks import check_count, check_finite
 from ritz._core.random import resolve_generator
 from ritz.operators import DenseOperator, FunctionOperator, LinearOperator
 
-DEFAULT_SEED = 1
-
 
 def with_spectrum(
     eigenvalues: Tensor, *, dense: bool = True, generator: torch.Generator | None = None
@@ -64,7 +62,9 @@ def spiked_wigner(
     # (G + G') / sqrt(2 n) has off-diagonal entries of variance 1/n.
     noise = _gaussian(n, n, generator, dtype)
     matrix = noise.add_(noise.T.clone()).div_((2 * n) ** 0.5)
-    return DenseOperator(_with_spikes(matrix, spikes, generator))
+    # W + sum_i s_i u_i u_i', with orthonormal u_i from a QR decomposition
+    directions = torch.linalg.qr(_gaussian(n, len(spikes), generator, dtype)).Q
+    return DenseOperator(matrix + directions * torch.tensor(spikes, dtype=dtype) @ directions.T)
 
 
 def wishart(
@@ -116,56 +116,35 @@ def network_like(
     """
     check_count("n", n, low=100)
     generator = _source(generator)
-    counts = [
-        (470 * n // 1000, 0.0, 15.0),
-        (20 * n // 1000, 0.0, 60.0),
-        (10 * n // 1000, -10.0, 0.0),
-    ]
-    # Drawn in float32 whatever the dtype, so that all dtypes have the same eigenvalues.
-    drawn = [low + (high - low) * _uniform(k, generator) for k, low, high in counts]
+    drawn = []
+    for share, low, high in ((470, 0.0, 15.0), (20, 0.0, 60.0), (10, -10.0, 0.0)):
+        # Drawn in float32 whatever the dtype, so that all dtypes have the same eigenvalues.
+        uniform = torch.empty(share * n // 1000, dtype=torch.float32, device=generator.device)
+        drawn.append(low + (high - low) * uniform.uniform_(generator=generator))
     values = torch.zeros(n, dtype=dtype)
-    values[: sum(k for k, _, _ in counts)] = torch.cat(drawn).to(dtype)
+    values[: sum(map(len, drawn))] = torch.cat(drawn).to(dtype)
     values = values.sort().values
     return with_spectrum(values, generator=generator), values
 
 
 def _source(generator: torch.Generator | None) -> torch.Generator:
-    # Another seed than that of probes: default matrices must be independent of default probes.
-    return resolve_generator(generator or torch.Generator().manual_seed(DEFAULT_SEED))
-
-
-def _uniform(count: int, generator: torch.Generator) -> Tensor:
-    return torch.rand(count, generator=generator, dtype=torch.float32, device=generator.device)
+    # Seed 1, since probes have seed 0: default matrices must be independent of default probes.
+    return resolve_generator(generator or torch.Generator().manual_seed(1))
 
 
 def _gaussian(rows: int, columns: int, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
     return torch.randn(rows, columns, generator=generator, dtype=dtype, device=generator.device)
 
 
-def _with_spikes(matrix: Tensor, spikes: tuple[float, ...], generator: torch.Generator) -> Tensor:
-    if not spikes:
-        return matrix
-    directions: Tensor = torch.linalg.qr(
-        _gaussian(len(matrix), len(spikes), generator, matrix.dtype)
-    ).Q
-    # W + sum_i s_i u_i u_i', with orthonormal u_i from a QR decomposition
-    return matrix + (directions * torch.tensor(spikes, dtype=matrix.dtype)) @ directions.T
-
-
 def _reflected(eigenvalues: Tensor, normals: Tensor) -> Callable[[Tensor], Tensor]:
     # Q = H_3 H_2 H_1 with H_i = I - 2 u_i u_i', so A = Q' diag(lambda) Q needs no matrix.
     normals = normals / normals.norm(dim=1, keepdim=True)
 
-    def reflect(block: Tensor, order: range) -> Tensor:
+    def reflect(block: Tensor, order: tuple[int, ...]) -> Tensor:
         for i in order:
             # (I - 2 u u') x, with u'x in float64: in float32 the result would not be orthogonal.
             inner = (normals[i].double() @ block.double()).to(block.dtype)
             block = torch.addmm(block, normals[i, :, None], inner[None], alpha=-2)
         return block
 
-    def product(block: Tensor) -> Tensor:
-        count = len(normals)
-        inner = eigenvalues[:, None] * reflect(block, range(count))
-        return reflect(inner, range(count - 1, -1, -1))
-
-    return product
+    return lambda block: reflect(eigenvalues[:, None] * reflect(block, (0, 1, 2)), (2, 1, 0))

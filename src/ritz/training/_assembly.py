@@ -2,23 +2,19 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ritz import optim
 from ritz._core.distributed import world_size
-from ritz._core.modes import batch_norms
 from ritz._core.params import parameters
 from ritz._core.registry import Registry
 from ritz._core.training_config import TrainingConfig
-from ritz.curvature._shared import Adapter
-from ritz.training._data import Feed
 from ritz.training._step import nested
 
 # ------------------------------------------------------------------------------------------
@@ -37,7 +33,7 @@ def register_optimizer(name: str) -> Callable[[OptimizerFactory], OptimizerFacto
     average as ``.average``.
 
     Args:
-        name: A new name.
+        name: Name, which must not be registered yet.
     """
     return _OPTIMIZERS.register(name)
 
@@ -60,7 +56,8 @@ def create_optimizer(
     Args:
         name: One of :func:`optimizer_names` or of ``ritz.optim.preset_names()``.
         params: Parameters to train.
-        plan: ``start`` and ``interval`` of a built-in average, in steps.
+        plan: ``start`` and ``interval`` of the average of Gadam and GadamX, in steps. Defaults to
+            those of the optimiser.
         capturable: Create an optimiser whose steps can be captured in a CUDA graph, if possible.
         **settings: Keyword arguments of the optimiser: ``lr``, ``weight_decay`` and so on.
     """
@@ -74,7 +71,8 @@ def create_optimizer(
     if plan and "start" in known:
         settings = dict(plan) | settings
     params = list(params)
-    sgd = make is SGD or getattr(make, "inner", None) is SGD
+    # SGD itself, with other defaults, or inside Lookahead.
+    sgd = SGD in (make, getattr(make, "func", None), *getattr(make, "args", ()))
     if sgd:
         # A fused step is one kernel, and the only step of SGD that a CUDA graph can capture.
         other = any(settings.get(way) is not None for way in ("foreach", "differentiable"))
@@ -90,23 +88,14 @@ def create_optimizer(
     return make(params, **settings)
 
 
-def _lookahead(inner: OptimizerFactory, rate: float, **fixed: Any) -> OptimizerFactory:
-    def make(
-        params: Any, lr: Any = rate, *, k: int = 5, alpha: float = 0.5, **settings: Any
-    ) -> Optimizer:
-        return optim.Lookahead(inner(params, lr=lr, **(fixed | settings)), k=k, alpha=alpha)
-
-    make.inner = inner  # type: ignore[attr-defined]
-    return make
+def _lookahead(
+    inner: OptimizerFactory, params: Any, *, k: int = 5, alpha: float = 0.5, **settings: Any
+) -> Optimizer:
+    return optim.Lookahead(inner(params, **settings), k=k, alpha=alpha)
 
 
-def _sgd(params: Any, lr: Any = 0.1, *, momentum: float = 0.9, **settings: Any) -> Optimizer:
-    return SGD(params, lr=lr, momentum=momentum, **settings)
-
-
-_sgd.inner = SGD  # type: ignore[attr-defined]
 _BUILT_IN: dict[str, OptimizerFactory] = {
-    "sgd": _sgd,
+    "sgd": partial(SGD, lr=0.1, momentum=0.9),
     "adam": Adam,
     "adamw": AdamW,
     "damped_adamw": optim.DampedAdamW,
@@ -114,8 +103,8 @@ _BUILT_IN: dict[str, OptimizerFactory] = {
     "padamw": optim.PadamW,
     "gadam": optim.Gadam,
     "gadamx": optim.GadamX,
-    "lookahead_sgd": _lookahead(SGD, 0.1, momentum=0.9),
-    "lookahead_adamw": _lookahead(AdamW, 1e-3),
+    "lookahead_sgd": partial(_lookahead, SGD, lr=0.1, momentum=0.9),
+    "lookahead_adamw": partial(_lookahead, AdamW, lr=1e-3),
 }
 for _name, _factory in _BUILT_IN.items():
     _OPTIMIZERS.register(_name)(_factory)
@@ -137,18 +126,25 @@ def make_optimizer(
         single = device.type == "cuda" and world_size() == 1
         capturable = single and config.precision != "float16" and config.capture is not False
         trainable = [p for p in model.parameters() if p.requires_grad]
-        optimizer = create_optimizer(config.optimizer, trainable, plan=plan, capturable=capturable,
-                                     **config.optimizer_settings)  # fmt: skip
+        optimizer = create_optimizer(
+            config.optimizer,
+            trainable,
+            plan=plan,
+            capturable=capturable,
+            **config.optimizer_settings,
+        )
     elif callable(choice) and not isinstance(choice, Optimizer):
         optimizer = choice(model.parameters(), **config.optimizer_settings)
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be a name, a torch optimiser or a function of the "
-                        f"parameters that returns one, got {type(optimizer).__name__}")  # fmt: skip
+        raise TypeError(
+            f"optimizer must be a name, a torch optimiser or a function of the "
+            f"parameters that returns one, got {type(optimizer).__name__}"
+        )
     if not set(model.parameters()) & set(parameters(optimizer)):
-        raise ValueError(f"optimizer must move parameters of the model, got a "
-                         f"{type(optimizer).__name__} with none of them")  # fmt: skip
+        kind = type(optimizer).__name__
+        raise ValueError(f"optimizer must have parameters of the model, got a {kind} of others")
     if isinstance(optimizer, LBFGS):
-        raise ValueError("optimizer must take a step without computing the loss again, got LBFGS")
+        raise ValueError("optimizer must not be LBFGS, whose step() needs a closure")
     return optimizer
 
 
@@ -162,18 +158,15 @@ def is_captured(optimizer: Optimizer, config: TrainingConfig, device: torch.devi
         and (group.get("capturable") or (isinstance(inner, SGD) and group["fused"]))
         for group in inner.param_groups
     )
-    conditions = {
-        f"a CUDA device, got {device}": device.type == "cuda",
-        "a single process": world_size() == 1,
-        # The gradient scaler reads from the device whether to skip the step.
-        "a precision other than float16": config.precision != "float16",
-        "an optimiser whose step stays on the device, with capturable=True (fused=True for SGD) "
-        f"and lr a CUDA tensor, got {type(optimizer).__name__} without": stays,
-    }
-    missing = next((need for need, met in conditions.items() if not met), None)
-    if missing is not None and config.capture:
-        raise ValueError(f"capture=True needs {missing}")
-    return missing is None and config.capture is not False
+    # The gradient scaler of float16 reads from the device whether to skip the step.
+    single = device.type == "cuda" and world_size() == 1 and config.precision != "float16"
+    if config.capture and not (single and stays):
+        raise ValueError(
+            "capture=True needs a CUDA device, a single process, a precision other than float16 "
+            "and an optimiser with capturable=True (SGD: fused=True) and lr as a CUDA tensor, got "
+            f"{type(optimizer).__name__} on {device} in {config.precision}"
+        )
+    return single and stays and config.capture is not False
 
 
 def average_plan(config: TrainingConfig, length: int | None) -> dict[str, int]:
@@ -181,8 +174,7 @@ def average_plan(config: TrainingConfig, length: int | None) -> dict[str, int]:
     if config.average_from is None:
         return {}
     if length is None:
-        raise ValueError("steps_per_epoch must be given with average_from, for data of no known "
-                         "length")  # fmt: skip
+        raise ValueError("steps_per_epoch is required for average_from: the data have no length")
     interval = length if config.average_every == "epoch" else 1
     # Epoch e begins at step (e - 1) * length + 1.
     return {"start": (config.average_from - 1) * length + 1, "interval": interval}
@@ -197,12 +189,14 @@ def make_average(
     """Return the average of a run, and the rule that starts it if patience does."""
     if choice is not None:
         if plan or config.patience:
-            raise ValueError("average must not be given with average_from or patience")
+            raise ValueError("pass either average or one of average_from and patience")
         auto = choice if isinstance(choice, optim.AutoAverage) else None
-        average = choice.average if isinstance(choice, optim.AutoAverage) else choice
+        average: Any = auto.average if auto else choice
+        # Hooks of an average on another optimiser would never run.
         if average.optimizer not in nested(optimizer):
-            raise ValueError("average must be of the optimiser of the run, got one of another")
+            raise ValueError("average must be created for the optimizer that you pass to fit")
         return average, auto
+    # Gadam and GadamX have an average; something else may have the same name elsewhere.
     built_in = getattr(optimizer, "average", None)
     if not isinstance(built_in, optim.IterateAverage):
         built_in = None
@@ -212,8 +206,9 @@ def make_average(
     if built_in is None and plan:
         return optim.IterateAverage(optimizer, start=plan["start"], interval=plan["interval"]), None
     if built_in is not None and plan and built_in.planned != plan["start"]:
-        raise ValueError(f"average_from must be left out for an optimiser with a built-in average, "
-                         f"got {config.average_from}")  # fmt: skip
+        raise ValueError(
+            f"average_from={config.average_from} differs from the start of the optimiser's average"
+        )
     return built_in, None
 
 
@@ -222,15 +217,15 @@ def make_schedule(
 ) -> Any:
     """Return a scheduler with ``step``, ``state_dict`` and ``load_state_dict``."""
     if isinstance(choice, ReduceLROnPlateau):
-        raise ValueError("schedule must be a function of the time, got ReduceLROnPlateau, which "
-                         "needs a loss: see patience")  # fmt: skip
+        raise ValueError("schedule must not be ReduceLROnPlateau, which needs a loss: see patience")
     if hasattr(choice, "step") and hasattr(choice, "load_state_dict"):
         return choice
     name = config.schedule if choice is None or isinstance(choice, str) else ""
     unit = 1 if config.schedule_unit == "epoch" else length
     if unit is None and name in ("linear", "step"):
-        raise ValueError(f"steps_per_epoch must be given with schedule={name!r} by step, for data "
-                         "of no known length")  # fmt: skip
+        raise ValueError(
+            f"steps_per_epoch is required for schedule={name!r} by step: the data have no length"
+        )
     whole = config.num_epochs * (unit or 1)
     if name == "linear" and config.average_from is not None:
         # GADAM, equations 12 and 13: the rate falls up to the start of the average.
@@ -245,40 +240,13 @@ def make_schedule(
     return optim.Schedule(optimizer, shape)
 
 
-# ------------------------------------------------------------------------------------------
-# Batches of one row, which batch norm in train mode cannot take.
-
-
-def check_last_batch(
-    adapter: Adapter, model: nn.Module, feed: Feed, config: TrainingConfig, device: torch.device
-) -> None:
-    """Raise if the last batch of an epoch leaves a process one row and batch norm cannot take it.
-
-    Convolutions have several values per channel in one row, so only a forward pass of one row can
-    tell. It is made before the first step: the error would otherwise end the first epoch.
-    """
-    rows = feed.last_rows
-    if rows is None or rows // world_size() > 1 or not batch_norms(model):
-        return
-    if any(is_lazy(x) for x in (*model.parameters(), *model.buffers())):
-        return  # the pass would give lazy layers their shape
-    plain = Adapter(model.train(), adapter.loss_fn.call, adapter.custom)  # not wrapped or compiled
-    copies = {f"model.{name}": buffer.clone() for name, buffer in model.named_buffers()}
-    cuda = [device] if device.type == "cuda" else []
-    try:
-        with torch.random.fork_rng(devices=cuda), torch.no_grad():
-            functional_call(plain, copies, (feed.row(),))
-    except ValueError as error:
-        raise explain_one_row(error, rows, config) from error
-
-
 def explain_one_row(error: ValueError, rows: int, config: TrainingConfig) -> ValueError:
     """Return an error that says what to do about a batch of one row, or the error itself."""
     if "Expected more than 1 value per channel" not in str(error):  # torch
         return error
-    advice = "give drop_last=True to the loader, or another batch size"
-    if config.batch_size is not None:
-        advice = ("give drop_last=True (--drop-last), or another batch_size (--batch-size) than "
-                  f"{config.batch_size}")  # fmt: skip
-    return ValueError(f"batch norm needs two rows or more to train on, got a batch of {rows} in "
-                      f"{world_size()} process{'es' * (world_size() > 1)}: {advice}")  # fmt: skip
+    return ValueError(
+        f"batch norm needs at least two samples per process to train on, got a batch of {rows} in "
+        f"{world_size()} process{'es' * (world_size() > 1)}: use drop_last=True (--drop-last) or "
+        f"a batch size (--batch-size) other than {config.batch_size or 'that of the loader'}, and "
+        "start again with resume=False (--restart)"
+    )

@@ -1,7 +1,7 @@
 """Training data: parts to train and measure on, and epochs of batches for every process."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import ceil
 from typing import Any, final
@@ -9,6 +9,7 @@ from typing import Any, final
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from ritz._core.batches import Batch, common_rows, is_tensors, num_rows, take_rows, to_device
@@ -80,10 +81,11 @@ class _IndexedBatches(Sequence[Any]):
 
 
 @final
+@dataclass(kw_only=True, eq=False)
 class Feed:
     """Epochs of batches on a device.
 
-    Args:
+    Attributes:
         source: All samples as a tuple of tensors; an object whose ``batches(batch_size,
             generator=...)`` returns batches; a loader or list of batches; or a function that takes
             the number of the epoch and returns batches.
@@ -95,88 +97,63 @@ class Feed:
         name: Name of the data in errors.
     """
 
-    def __init__(
-        self,
-        source: Any,
-        *,
-        batch_size: int | None,
-        device: torch.device,
-        shuffled: bool,
-        augment: Any = None,
-        drop_last: bool = False,
-        name: str = "data",
-    ) -> None:
+    source: Any = field(kw_only=False)
+    batch_size: int | None
+    device: torch.device
+    shuffled: bool
+    augment: Any = None
+    drop_last: bool = False
+    name: str = "data"
+
+    def __post_init__(self) -> None:
+        source, name = self.source, self.name
+        self.ready = _in_memory(source)
+        # Whether the rows of a batch continue those of the batch before, as in a text.
+        self.consecutive = bool(getattr(source, "consecutive", False))
+        # Whether a loader has persistent workers, whose seed is drawn in the first epoch only.
+        self.keeps_workers = bool(getattr(source, "persistent_workers", False))
         if is_tensors(source):
             common_rows(source, name)
             for index, part in enumerate(source):
                 if part.is_floating_point() and not bool(part.isfinite().all()):
                     raise ValueError(f"{name} must be finite, got NaN or Inf in tensor {index}")
-        self.ready = _in_memory(source)
-        self._source: Any = IndexedData(source) if is_tensors(source) else source
-        self._device, self._shuffled, self._augment = device, shuffled, augment
+            self.source = IndexedData(source)
         # Whether ``batch_size`` cuts the samples into batches, or they come in batches.
-        self.cuts = hasattr(self._source, "batches")
-        if self.cuts and batch_size is None:
-            raise ValueError(f"batch_size must be given for {name} that do not come in batches")
+        self.cuts = hasattr(self.source, "batches")
+        if self.cuts and self.batch_size is None:
+            raise ValueError(f"batch_size is required for {name} of tensors or datasets")
         if not (self.cuts or callable(source) or isinstance(source, Iterable)):
-            raise TypeError(f"{name} must be tensors, have batches(), be a loader or a function of "
-                            f"the epoch, got {type(source).__name__}")  # fmt: skip
-        # Whether the rows of a batch continue those of the batch before, as in a text.
-        self.consecutive = bool(getattr(source, "consecutive", False))
-        # Whether a loader has persistent workers, whose seed is drawn in the first epoch only.
-        self.keeps_workers = bool(getattr(source, "persistent_workers", False))
-        self.is_text = isinstance(source, TextSplit)
-        self._size = batch_size or 1
-        self._whole = self._whole_batches() if drop_last else None
+            raise TypeError(
+                f"{name} must be tensors, a DataLoader, a list of batches, an object with "
+                f"batches(), or a function epoch -> batches, got {type(source).__name__}"
+            )
+        self._size = self.batch_size or 1
+        # Batches of an epoch that have all their samples, if only those are wanted.
+        self._whole = self._num_whole_batches() if self.drop_last else None
 
-    def _whole_batches(self) -> int:
-        """Return the number of batches of an epoch that have all their samples."""
-        count = self._num_samples
-        if count is None:
-            raise ValueError("drop_last needs samples that batch_size cuts, got data whose batches "
-                             "are their own")  # fmt: skip
-        if count < self._size:
-            raise ValueError(f"batch_size must be at most {count}, the number of samples, with "
-                             f"drop_last, got {self._size}")  # fmt: skip
-        return count // self._size
-
-    @property
-    def _num_samples(self) -> int | None:
-        """The number of samples, if samples are cut into batches and can be counted."""
-        count = _length(self._source) if self.cuts else None
-        if count is None:
-            return None
+    def _num_whole_batches(self) -> int:
+        count = _length(self.source) if self.cuts else None
         # Only if as many batches result does the length count samples: that of text does not.
-        batches = _length(self._source.batches(self._size))
-        return count if batches == ceil(count / self._size) else None
-
-    @property
-    def last_rows(self) -> int | None:
-        """The number of rows of the last batch of an epoch, if samples are cut into batches."""
-        count = self._num_samples
-        if count is None or self._whole is not None:
-            return None if count is None else self._size
-        return count % self._size or min(count, self._size)
-
-    def row(self) -> Batch:
-        """Return a batch of one row, of samples that are cut into batches."""
-        return to_device(next(iter(self._source.batches(1))), self._device)
+        if not count or _length(self.source.batches(self._size)) != ceil(count / self._size):
+            raise ValueError(
+                "drop_last needs tensors or a dataset: for other data set it in the DataLoader"
+            )
+        if count < self._size:
+            raise ValueError(f"batch_size must be at most {count} with drop_last, got {self._size}")
+        return count // self._size
 
     @property
     def num_batches(self) -> int | None:
         """The number of batches of an epoch, or ``None`` if only an epoch would tell."""
-        if self._whole is not None:
-            return self._whole
-        return _length(self._source.batches(self._size) if self.cuts else self._source)
+        return self._whole or _length(self.source.batches(self._size) if self.cuts else self.source)
 
     @property
     def generators(self) -> list[torch.Generator]:
         """The generators that a loader and its samplers were given."""
-        batches = getattr(self._source, "batch_sampler", None)
-        places = (self._source, getattr(self._source, "sampler", None), batches,
-                  getattr(batches, "sampler", None))  # fmt: skip
-        generators = [getattr(place, "generator", None) for place in places]
-        return list(dict.fromkeys(each for each in generators if isinstance(each, torch.Generator)))
+        loaders = (self.source, getattr(self.source, "batch_sampler", None))
+        places = [place for each in loaders for place in (each, getattr(each, "sampler", None))]
+        generators = dict.fromkeys(getattr(place, "generator", None) for place in places)
+        return [each for each in generators if isinstance(each, torch.Generator)]
 
     def epoch(
         self,
@@ -184,12 +161,12 @@ class Feed:
         seed: int,
         *,
         skip: int = 0,
-        look: Callable[[Batch], None] = lambda batch: None,
+        look: Callable[[Batch], Batch] = lambda batch: batch,
     ) -> Iterator[Batch]:
         """Return the batches of an epoch on the device; they depend on seed and number only.
 
         ``skip`` leaves out the first batches before this returns; those of a sequence are not even
-        made. ``look`` is called with each batch before it is moved: on the CPU it waits for nobody.
+        made. ``look`` takes and returns a batch before it is moved: on the CPU it waits for nobody.
         """
         batches = self._batches(number, epoch_generator(seed, number))
         if isinstance(batches, Sequence) and (skip or self._whole is not None):
@@ -198,7 +175,7 @@ class Feed:
         remaining = islice(batches, self._whole)
         for _ in islice(remaining, skip):
             pass
-        return (self._placed(batch, look) for batch in remaining)
+        return (to_device(look(batch), self.device, non_blocking=True) for batch in remaining)
 
     def part(self, fraction: float) -> Iterator[Batch]:
         """Yield this process's rows of the first batches of an epoch, a fraction of all."""
@@ -212,22 +189,19 @@ class Feed:
                 yield rows
 
     def _batches(self, number: int, generator: torch.Generator) -> Iterable[Batch]:
-        source = self._source
+        source = self.source
         if self.cuts:
-            options = {"generator": generator} if self._shuffled else {}
-            if self._augment is not None:
-                options["augment"] = self._augment
+            options = {"generator": generator} if self.shuffled else {}
+            if self.augment is not None:
+                options["augment"] = self.augment
             return source.batches(self._size, **options)  # type: ignore[no-any-return]
         if not isinstance(source, Iterable):
             return source(number)  # type: ignore[no-any-return]
+        # DistributedSampler shuffles by the number of the epoch, which it must be told.
         sampler: Any = getattr(source, "sampler", None)
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(number)
         return source
-
-    def _placed(self, batch: Batch, look: Callable[[Batch], None]) -> Batch:
-        look(batch)
-        return to_device(batch, self._device, non_blocking=True)
 
 
 def own_rows(batch: Batch) -> tuple[Batch, int, bool]:
@@ -261,16 +235,6 @@ def _length(source: Any) -> int | None:
         return len(source)
     except (TypeError, NotImplementedError):
         return None
-
-
-def splits(data: Any, validation: Any, test: Any) -> tuple[Any, dict[str, Any]]:
-    """Return training data, and data to evaluate on by name."""
-    held = {"validation": validation, "test": test}
-    if hasattr(data, "train") and hasattr(data, "test"):
-        held = {name: getattr(data, name, None) if part is None else part
-                for name, part in held.items()}  # fmt: skip
-        data = data.train
-    return data, {name: part for name, part in held.items() if part is not None}
 
 
 # ------------------------------------------------------------------------------------------
@@ -308,21 +272,25 @@ def as_parts(data: Any) -> DataParts:
 
     Args:
         data: An object with ``train`` and ``test``, such as ``ritz.data.load`` returns; a
-            dictionary with ``train`` and perhaps ``validation`` and ``test``; a pair
-            ``(train, test)``; or training data alone. Each part is a tuple ``(inputs, targets)`` of
-            tensors or NumPy arrays, a torch dataset or loader, a list of batches, or an object with
-            ``batches``.
+            dictionary with the key ``train`` and the optional keys ``validation`` and ``test``; a
+            pair ``(train, test)``; or training data alone. Each part is a tuple
+            ``(inputs, targets)`` of tensors or NumPy arrays, a torch dataset or loader, a list of
+            batches, or an object with ``batches``. A pair of tensors or arrays is always
+            ``(inputs, targets)``.
     """
     data = _to_tensors(data)
     known: dict[str, Any] = {}
     if hasattr(data, "train") and not isinstance(data, Mapping):
         parts = {name: getattr(data, name, None) for name in PARTS}
-        known = {name: getattr(data, name, None)
-                 for name in ("augmentation", "num_classes", "shape")}  # fmt: skip
+        known = {
+            name: getattr(data, name, None) for name in ("augmentation", "num_classes", "shape")
+        }
     elif isinstance(data, Mapping):
         if "train" not in data or set(data) - set(PARTS):
-            raise ValueError(f"data must have the parts train and perhaps validation and test, got "
-                             f"{', '.join(map(str, data)) or 'none'}")  # fmt: skip
+            raise ValueError(
+                f"data must have the parts train and perhaps validation and test, got "
+                f"{', '.join(map(str, data)) or 'none'}"
+            )
         parts = dict(data)
     elif isinstance(data, tuple) and len(data) == 2 and not is_tensors(data):
         parts = {"train": data[0], "test": data[1]}
@@ -348,30 +316,32 @@ def _as_part(part: Any, name: str) -> Any:
     if isinstance(part, Dataset) and not isinstance(part, IterableDataset):
         part = IndexedData(part)
     if isinstance(part, IndexedData | list | DataLoader) and _length(part) == 0:
-        raise ValueError(f"{name} data must hold samples, got none")
+        raise ValueError(f"{name} data must not be empty")
+    # Texts and dictionaries can be iterated over, but are no batches.
     several = isinstance(part, Iterable) and not isinstance(part, Tensor | str | bytes | Mapping)
     # The first of a list must be a batch; an iterator would lose it by being looked at.
     first = part[0] if isinstance(part, list | tuple) else ()
     if hasattr(part, "batches") or (several and isinstance(first, tuple | list | Mapping)):
         return part
     kind = f"{type(part).__name__} of {type(first).__name__}" if several else type(part).__name__
-    raise TypeError(f"{name} data must be (inputs, targets), both tensors or arrays, a dataset, a "
-                    f"loader, or have batches(), got {kind}")  # fmt: skip
+    raise TypeError(
+        f"{name} data must be (inputs, targets), both tensors or arrays, a dataset, a "
+        f"loader, or have batches(), got {kind}"
+    )
 
 
 def _to_tensors(data: Any) -> Any:
     """Return data with tensors in place of NumPy arrays."""
-    if isinstance(data, np.ndarray):
+
+    def convert(array: Any) -> Tensor:
         try:
-            return torch.from_numpy(np.require(data, requirements=["C", "W"]))
+            return torch.from_numpy(np.require(array, requirements=["C", "W"]))
         except TypeError as error:
-            raise TypeError(f"data must be numbers that torch knows, got an array of dtype "
-                            f"{data.dtype}") from error  # fmt: skip
-    if type(data) in (tuple, list):
-        return type(data)(map(_to_tensors, data))
-    if type(data) is dict:
-        return {name: _to_tensors(part) for name, part in data.items()}
-    return data
+            raise TypeError(
+                f"data must have a numeric dtype of torch, got an array of {array.dtype}"
+            ) from error
+
+    return tree_map_only(np.ndarray, convert, data)
 
 
 def _guess_shape(train: Any) -> dict[str, Any]:
@@ -381,8 +351,10 @@ def _guess_shape(train: Any) -> dict[str, Any]:
     if not is_tensors(train) or len(train) < 2 or train[0].ndim < 2:
         return {}
     classes = not train[-1].is_floating_point() and train[-1].numel()
-    return {"shape": tuple(train[0].shape[1:]),
-            "num_classes": int(train[-1].max()) + 1 if classes else None}  # fmt: skip
+    return {
+        "shape": tuple(train[0].shape[1:]),
+        "num_classes": int(train[-1].max()) + 1 if classes else None,
+    }
 
 
 # ------------------------------------------------------------------------------------------
@@ -390,19 +362,16 @@ def _guess_shape(train: Any) -> dict[str, Any]:
 
 
 def limited(source: Any, count: int, *, seed: int) -> Any:
-    """Return a random sample of data: the first tokens of a text, the first batches of a loader."""
+    """Return a random subset; of a text the first tokens, of a loader the first batches."""
     generator = torch.Generator().manual_seed(seed)
     if isinstance(source, TextSplit):
         check_count("num_samples", count, low=2, high=len(source.tokens))
         return replace(source, tokens=source.tokens[:count])
-    if is_tensors(source):
-        check_count("num_samples", count, high=len(source[0]))
-        return IndexedData(source).batch(
-            torch.randperm(len(source[0]), generator=generator)[:count]
-        )
-    if hasattr(source, "batches") and hasattr(source, "take"):
-        check_count("num_samples", count, high=len(source))
-        return source.take(count, generator=generator)
+    pool = IndexedData(source) if is_tensors(source) else source
+    if hasattr(pool, "batches") and hasattr(pool, "take"):
+        check_count("num_samples", count, high=len(pool))
+        chosen = pool.take(count, generator=generator)
+        return chosen.batches(count)[0] if is_tensors(source) else chosen
     check_count("num_samples", count)
     batches: list[Any] = []
     for batch in islice(source, count):

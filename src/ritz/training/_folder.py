@@ -8,7 +8,7 @@ import pickle
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
@@ -17,22 +17,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
-from ritz._core.distributed import all_max
+from ritz._core import storage
+from ritz._core.distributed import all_max, rank
 from ritz._core.params import parameters
-from ritz._core.storage import (
-    UNTOUCHED,
-    CorruptFileError,
-    is_own,
-    load,
-    read_tensors,
-    save,
-    storable,
-    to_json,
-    write_tensors,
-    write_text,
-)
-from ritz.training._processes import is_writer
+from ritz._core.storage import CorruptFileError
 
 try:
     import fcntl
@@ -46,19 +36,30 @@ class CheckpointError(OSError):
     """A file of a run cannot be written; the message says why and what is left."""
 
 
+@contextmanager
+def _explained(action: str, left: str = "") -> Iterator[None]:
+    """Turn errors of the system into errors that name the action and what is ``left``."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (OSError, SafetensorError) as error:
+        # safetensors has no strerror, but quotes the message of the system.
+        reason = getattr(error, "strerror", None) or str(error)
+        raise CheckpointError(f"cannot {action}: {reason}{left}") from error
+
+
 # ------------------------------------------------------------------------------------------
 # One process at a time writes in a folder. The lock belongs to an open file, so the system
 # releases it when the process ends, however it ends.
 
-LOCK = ".lock"
 _locks: set[int] = set()  # descriptors of this process
 
 
 def check_no_link(path: Path) -> None:
     """Raise if a file to be written is a symbolic link, which would redirect what is written."""
     if path.is_symlink():
-        raise CheckpointError(f"{path} is a link, and the file that it points to would be "
-                              "overwritten: remove it, or give another path")  # fmt: skip
+        raise CheckpointError(f"{path} is a symbolic link: remove it, or choose another path")
 
 
 def open_file(path: Path, flags: int) -> int:
@@ -75,7 +76,7 @@ def sole_writer(folder: Path) -> Iterator[None]:
     Meanwhile there is a file ``.lock``. A file that a killed process left does not lock. File
     systems without locks are not locked.
     """
-    path = folder / LOCK
+    path = folder / ".lock"
     file = _lock(path)
     _locks.add(file)
     try:
@@ -114,8 +115,8 @@ def _acquire(file: int, folder: Path) -> None:
             return  # the file system has no locks
         owner = os.read(file, 20).decode(errors="replace").strip()
         pid = f" (pid {owner})" if owner.isdigit() else ""
-        raise CheckpointError(f"another process is writing in {folder}{pid}: wait until it is "
-                              "done, or give another folder") from error  # fmt: skip
+        message = f"another process{pid} is writing in {folder}: wait, or choose another folder"
+        raise CheckpointError(message) from error
 
 
 def _release_in_child() -> None:
@@ -147,22 +148,25 @@ class Log:
 
     Args:
         path: The file, created if missing; its folder must exist.
-        size: Bytes of an existing file to keep; the rest is cut.
+        size: Bytes of an existing file to keep; the rest is cut. ``None`` keeps all.
     """
 
-    def __init__(self, path: FilePath, *, size: int = 0) -> None:
-        self.path, self._size = Path(path), size
+    def __init__(self, path: FilePath, *, size: int | None = 0) -> None:
+        self.path = Path(path)
         present = self.path.stat().st_size if self.path.exists() else 0
+        self._size = size = present if size is None else size
         if present < size:
-            raise ValueError(f"log must be that of the run that is resumed, with {size} bytes or "
-                             f"more; {self.path} has {present}")  # fmt: skip
+            raise ValueError(
+                f"the log {self.path} has {present} bytes, fewer than the {size} at the time of "
+                "the checkpoint: pass the log of this run, or start again with resume=False"
+            )
         with self._writing():
             self._file = open_file(self.path, os.O_WRONLY | os.O_APPEND)
             os.ftruncate(self._file, size)
 
     def write(self, record: Record) -> None:
         """Append one record."""
-        line = (to_json(record) + "\n").encode()
+        line = (storage.to_json(record) + "\n").encode()
         with self._writing():
             try:
                 written = os.write(self._file, line)
@@ -182,15 +186,8 @@ class Log:
         """Close the file."""
         os.close(self._file)
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except CheckpointError:
-            raise
-        except OSError as error:
-            raise CheckpointError(f"cannot write the log {self.path}: {error.strerror}; its first "
-                                  f"{self._size} bytes are whole") from error  # fmt: skip
+    def _writing(self) -> AbstractContextManager[None]:
+        return _explained(f"write the log {self.path}", "; the lines written before are intact")
 
 
 def read_log(path: FilePath) -> list[Record]:
@@ -215,7 +212,7 @@ NAME = "checkpoint.safetensors"
 WEIGHTS, AVERAGE = "weights.safetensors", "average.safetensors"
 
 
-@storable
+@storage.storable
 @dataclass(slots=True, kw_only=True)
 class Checkpoint:
     """The state of a run between two steps.
@@ -275,80 +272,62 @@ class Folder(os.PathLike[str]):
     def __init__(self, path: FilePath, *, texts: Mapping[str, str] | None = None) -> None:
         self.path = Path(path)
         self.file = self.path / NAME
-        self._texts, self._good = dict(texts or {}), ""
-        try:
+        self._texts, self._good = dict(texts or {}), ", if there is one,"
+        with _explained(f"make the checkpoint folder {self.path}"):
             self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(f"cannot make the checkpoint folder {self.path}: "
-                                  f"{error.strerror}") from error  # fmt: skip
 
     def __fspath__(self) -> str:
         return str(self.path)
 
     def clear(self) -> None:
         """Remove the files of another run."""
-        with self._writing("begin a run in", self.path):
+        with self.writing(f"begin a run in {self.path}"):
             # The checkpoint first: no run resumes from the files that a crash leaves after that.
             _remove([self.file, *self._weights()])
-        self._good = ""
 
     def write_texts(self) -> None:
         """Write the texts, which describe the run."""
-        with self._writing("begin a run in", self.path):
+        with self.writing(f"begin a run in {self.path}"):
             for name, text in self._texts.items():
-                write_text(self.path / name, text)
+                storage.write_text(self.path / name, text)
 
     def write(self, checkpoint: Checkpoint) -> None:
         """Replace the checkpoint."""
-        with self._writing("write the checkpoint", self.file):
+        with self.writing(f"write the checkpoint {self.file}"):
             if not checkpoint.finished:
                 _remove([self.path / WEIGHTS, self.path / AVERAGE])
-            save(checkpoint, self.file)
-        self._good = f"of {checkpoint.epoch} epochs and {checkpoint.step} steps"
+            storage.save(checkpoint, self.file)
+        self._good = f" ({checkpoint.epoch} epochs, {checkpoint.step} steps)"
 
     def read(self) -> Checkpoint | None:
         """Return the checkpoint, if there is one; raise for weights of a run without it."""
         if not self.file.exists():
-            left = next((path for path in self._weights() if is_own(path)), None)
+            left = next((path for path in self._weights() if storage.is_own(path)), None)
             if left is not None:
-                raise CheckpointError(f"{left} is of a run whose checkpoint is gone: start again "
-                                      "with resume=False (--restart), which removes it, or give "
-                                      "another folder")  # fmt: skip
+                raise CheckpointError(
+                    f"{self.path} has {left.name} but no checkpoint to resume from: start again "
+                    f"with resume=False (--restart), which deletes {left.name}, or choose another "
+                    "folder"
+                )
             return None
-        checkpoint = load(self.file)
+        checkpoint = storage.load(self.file)
         if not isinstance(checkpoint, Checkpoint):
-            raise ValueError(f"{self.file} must be a checkpoint of training, got "
-                             f"{type(checkpoint).__name__}")  # fmt: skip
-        self._good = f"of {checkpoint.epoch} epochs and {checkpoint.step} steps"
+            kind = type(checkpoint).__name__
+            raise ValueError(f"{self.file} is not a training checkpoint: it holds a {kind}")
+        self._good = f" ({checkpoint.epoch} epochs, {checkpoint.step} steps)"
         return checkpoint
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Lock the folder for the block, and remove temporary files of killed processes."""
-        with ExitStack() as stack:
-            with self._writing("write to", self.path):
-                stack.enter_context(sole_writer(self.path))
-                for name in (NAME, WEIGHTS, AVERAGE):
-                    _unlink(self.path.glob(f".{name}.*"))
-                # safetensors picks these names itself. They may be in use by anybody if new.
-                old = time.time() - UNTOUCHED
-                _unlink(x for x in self.path.glob(".tmp??????") if x.stat().st_mtime < old)
-            yield
+    def remove_temporary_files(self) -> None:
+        """Remove temporary files of killed processes; the folder must be locked."""
+        for name in (NAME, WEIGHTS, AVERAGE):
+            _unlink(self.path.glob(f".{name}.*"))
+        # safetensors picks these names itself. They may be in use by anybody if new.
+        old = time.time() - storage.UNTOUCHED
+        _unlink(x for x in self.path.glob(".tmp??????") if x.stat().st_mtime < old)
 
-    @contextmanager
-    def _writing(self, action: str, path: Path) -> Iterator[None]:
+    def writing(self, action: str) -> AbstractContextManager[None]:
         """Turn errors of the system into errors that say which checkpoint is left."""
-        try:
-            yield
-        except CheckpointError:
-            raise
-        except (OSError, SafetensorError) as error:
-            # safetensors has no strerror, but quotes the message of the system.
-            reason = getattr(error, "strerror", None) or str(error)
-            left = "what is there is whole" if self.file.exists() else "none is there"
-            if self._good:
-                left = f"the last good one, {self._good}, is whole"
-            raise CheckpointError(f"cannot {action} {path}: {reason}; {left}") from error
+        return _explained(action, f"; the previous checkpoint{self._good} is intact")
 
     def _weights(self) -> list[Path]:
         copies = sorted(self.path.glob("epoch-[0-9]*.safetensors"))
@@ -365,11 +344,13 @@ def held_folder(place: FilePath | None) -> Iterator[Folder | None]:
     folder = place if isinstance(place, Folder) else Folder(place)
     with ExitStack() as stack:
         refusal: CheckpointError | None = None
-        if is_writer():
-            try:
-                stack.enter_context(folder.held())
-            except CheckpointError as error:
-                refusal = error
+        try:
+            with folder.writing(f"write to {folder.path}"):
+                if rank() == 0:
+                    stack.enter_context(sole_writer(folder.path))
+                    folder.remove_temporary_files()
+        except CheckpointError as error:
+            refusal = error
         if all_max(int(refusal is not None)):
             raise refusal or CheckpointError(f"the first process cannot write in {folder.path}")
         yield folder
@@ -384,25 +365,28 @@ def _remove(paths: Iterable[Path]) -> None:
     """Remove files of an earlier run, or none of them if one was not written by ritz."""
     present = [path for path in paths if path.exists()]
     for path in present:
-        if not is_own(path):
-            raise CheckpointError(f"{path} is not of a run: move it, or give another folder")
+        if not storage.is_own(path):
+            raise CheckpointError(
+                f"{path} was not written by ritz and would be deleted: move it, or choose another "
+                "folder"
+            )
     _unlink(present)
 
 
 def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
     """Return the state of an optimiser with string keys, which JSON needs."""
     state = optimizer.state_dict()
-    return {"state": {str(key): entry for key, entry in state["state"].items()},
-            "param_groups": state["param_groups"]}  # fmt: skip
+    return state | {"state": {str(key): entry for key, entry in state["state"].items()}}
 
 
 def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any], device: torch.device) -> None:
     """Load the state of :func:`optimizer_state`; learning rates that are tensors to the device."""
     params = list(parameters(optimizer))
-    entries = {int(key): {name: _like(value, params[int(key)]) for name, value in entry.items()}
-               for key, entry in state["state"].items()}  # fmt: skip
-    groups = [{name: value.to(device) if isinstance(value, Tensor) else value
-               for name, value in group.items()} for group in state["param_groups"]]  # fmt: skip
+    entries = {
+        int(key): {name: _like(value, params[int(key)]) for name, value in entry.items()}
+        for key, entry in state["state"].items()
+    }
+    groups = tree_map_only(Tensor, lambda value: value.to(device), state["param_groups"])
     optimizer.load_state_dict({"state": entries, "param_groups": groups})
 
 
@@ -417,8 +401,6 @@ def _like(value: Any, param: Tensor) -> Any:
 # Weights of models: files of ritz, other safetensors files, and ``.pt`` files of tensors.
 
 PREFIX = "model."  # names of the weights in a checkpoint begin with it
-COMPILED = "_orig_mod"  # torch.compile puts this part into names
-NESTED = ("state_dict", "model_state_dict", "model")  # keys of weights in .pt files of others
 
 
 def save_weights(model: nn.Module, path: FilePath, **header: Any) -> None:
@@ -427,40 +409,40 @@ def save_weights(model: nn.Module, path: FilePath, **header: Any) -> None:
     Args:
         model: Any module.
         path: The file.
-        **header: Further plain values to store.
+        **header: Metadata (numbers and strings) to store in the header of the file.
     """
-    write_tensors(path, tensor_state(model), {"kind": "weights"} | header)
+    storage.write_tensors(path, tensor_state(model), {"kind": "weights"} | header)
 
 
 def load_weights(model: nn.Module, path: FilePath) -> None:
     """Load the weights and buffers of a file into a model, in place.
 
     Args:
-        model: A model of the architecture of the file. Otherwise the error names the first tensor
-            that differs, and the model is unchanged. Tied weights stay tied: the file may have them
-            under all their names, with equal values, or under one.
+        model: Must have the same architecture as the file. If not, an error names the first tensor
+            that differs, and the model is not changed. Tied weights stay tied: the file may have
+            them under all their names, with equal values, or under one.
         path: A checkpoint or weights of ritz, any other safetensors file of named tensors, or a
             ``.pt`` file. The latter is read with ``weights_only=True``: nothing in it is executed.
     """
     copy_weights(model, _untie(tensor_state(model), read_weights(path), path), path)
 
 
-def copy_weights(model: nn.Module, tensors: Mapping[str, Tensor], path: FilePath) -> None:
+def copy_weights(model: nn.Module, tensors: dict[str, Tensor], path: FilePath) -> None:
     """Copy tensors into a model; raise, naming the first that differs, unless all fit."""
     state = tensor_state(model)
-    other = f"{path} is of another architecture"
-    for name, tensor in state.items():
-        if name not in tensors:
-            raise ValueError(f"{other}: it has no {name}, which the model has")
-        if tensors[name].shape != tensor.shape:
-            raise ValueError(f"{other}: {name} has shape {tuple(tensors[name].shape)} there, "
-                             f"{tuple(tensor.shape)} in the model")  # fmt: skip
-    for name in tensors:
-        if name not in state:
-            raise ValueError(f"{other}: it has {name}, which the model has not")
+    # In the order of the model, then tensors of the file alone.
+    for name in state | tensors:
+        here, there = (_shape(name, each) for each in (state, tensors))
+        if here != there:
+            both = f"{name} is {there} in the file and {here} in the model"
+            raise ValueError(f"{path} does not match the model: {both}")
     with torch.no_grad():
         for name, tensor in state.items():
             tensor.copy_(tensors[name])
+
+
+def _shape(name: str, tensors: Mapping[str, Tensor]) -> str:
+    return f"of shape {tuple(tensors[name].shape)}" if name in tensors else "missing"
 
 
 def read_weights(path: FilePath) -> dict[str, Tensor]:
@@ -484,8 +466,8 @@ def tensor_state(model: nn.Module) -> dict[str, Tensor]:
 
 def _plain_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors under the names that they have if no part of the model is compiled."""
-    return {".".join(part for part in name.split(".") if part != COMPILED): x
-            for name, x in tensors.items()}  # fmt: skip
+    # torch.compile puts a part of its own into names.
+    return {name.replace("_orig_mod.", ""): x for name, x in tensors.items()}
 
 
 def _untie(
@@ -498,19 +480,16 @@ def _untie(
         place = (x.data_ptr(), x.dtype, x.shape, x.stride()) if x.numel() else name
         groups.setdefault(place, []).append(name)
     for names in groups.values():
-        for name in names:
-            first = next((each for each in names if each in tensors), name)
-            if first in tensors and not _equal(
-                tensors.setdefault(name, tensors[first]), tensors[first]
-            ):
-                raise ValueError(f"{path} is of another architecture: {first} and {name} differ "
-                                 "there, and are one in the model")  # fmt: skip
+        first, *others = [name for name in names if name in tensors] or names
+        for name in others:
+            one, other = tensors[first], tensors[name]
+            same = one.shape == other.shape
+            if not (same and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)):
+                tied = f"the model ties {first} and {name}, which differ in the file"
+                raise ValueError(f"{path} does not match the model: {tied}")
+        if first in tensors:
+            tensors |= dict.fromkeys(names, tensors[first])
     return tensors
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    same = one.shape == other.shape
-    return same and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def _read_pickle(path: FilePath) -> dict[str, Tensor]:
@@ -520,12 +499,13 @@ def _read_pickle(path: FilePath) -> dict[str, Tensor]:
             warnings.simplefilter("ignore", UserWarning)  # of an unknown protocol, which raises
             content = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise CorruptFileError(f"{path} is refused: it holds more than tensors and plain values, "
-                               "and reading that could run anything, or has another protocol of "
-                               "pickle than torch's own, 2") from error  # fmt: skip
+        raise CorruptFileError(
+            f"{path} is refused: it has pickled Python objects, which could run code when they are "
+            "read, or a pickle protocol other than 2; save model.state_dict() with torch.save"
+        ) from error
     except (RuntimeError, EOFError, OSError) as error:
         raise CorruptFileError(f"{path} is damaged or not a file of torch: {error}") from error
-    for key in NESTED:
+    for key in ("state_dict", "model_state_dict", "model"):  # in files of others
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
     if not isinstance(content, Mapping) or not all(isinstance(x, Tensor) for x in content.values()):
@@ -534,12 +514,13 @@ def _read_pickle(path: FilePath) -> dict[str, Tensor]:
 
 
 def _read_safetensors(path: FilePath) -> dict[str, Tensor]:
-    if is_own(path):
-        tensors, header = read_tensors(path)
+    if storage.is_own(path):
+        tensors, header = storage.read_tensors(path)
         if isinstance(header, Mapping) and header.get("kind") == "weights":
             return tensors
-        return {name.removeprefix(PREFIX): x
-                for name, x in tensors.items() if name.startswith(PREFIX)}  # fmt: skip
+        return {
+            name.removeprefix(PREFIX): x for name, x in tensors.items() if name.startswith(PREFIX)
+        }
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

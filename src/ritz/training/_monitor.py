@@ -1,6 +1,5 @@
 """``CurvatureMonitor``: curvature measured while a model trains, without changing the training."""
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, final, get_args
@@ -39,8 +38,8 @@ class CurvatureMonitor:
       :math:`2 / \alpha` at which gradient descent with learning rate :math:`\alpha` becomes
       unstable, and ``sharpness_ratio`` :math:`= \alpha \lambda_1 / 2`.
     * ``trace``: :math:`\operatorname{tr} H` with its standard error.
-    * ``variance``: :math:`P \sigma^2`, how much the matrices of single samples differ, with its
-      standard error.
+    * ``variance``: :math:`\mathbb{E} \|(H_i - H) v\|^2` over samples :math:`i` and random unit
+      vectors :math:`v`, with its standard error; see :func:`ritz.measures.curvature_variance`.
     * ``spectrum``: Ritz values and weights of a short Lanczos run.
 
     The model, its gradients, buffers and mode, and the global generators are not changed: the
@@ -57,8 +56,8 @@ class CurvatureMonitor:
     ``num_steps`` for ``spectrum``. One product costs two to three gradients.
 
     Args:
-        source: The sub-sample, as data for :class:`ritz.Risk`; or a function that takes the model
-            and returns its risk.
+        source: A fixed subset of the data, in any form that :class:`ritz.Risk` accepts; or a
+            function that takes the model and returns its risk.
         loss_fn: Mean loss of outputs and target; unused if ``source`` is a function.
         quantities: Quantities to measure.
         every: Steps or epochs between measurements.
@@ -70,11 +69,11 @@ class CurvatureMonitor:
             for text the number of tokens.
         rtol: Residual of ``lambda_max`` relative to the norm. The error of the eigenvalue is of the
             order of its square.
-        num_steps: Lanczos steps of ``spectrum``; ``lambda_max`` takes at most ten times as many.
+        num_steps: Lanczos steps of ``spectrum``; ``lambda_max`` uses at most ``10 * num_steps``.
         num_probes: Probes of ``trace`` and ``variance``.
         seed: Seed of the probes.
         log: File of JSON lines to append to. Not needed in ``fit``, which logs what is returned.
-        writer: Receives each number under ``curvature/``.
+        writer: A TensorBoard ``SummaryWriter``; tags begin with ``curvature/``.
     """
 
     source: Any = field(kw_only=False)
@@ -101,14 +100,12 @@ class CurvatureMonitor:
         check_count("num_steps", self.num_steps)
         check_count("num_probes", self.num_probes, low=2)
         if isinstance(self.quantities, str) or not self.quantities:
-            raise ValueError(f"quantities must be some of {', '.join(QUANTITIES)}; got "
-                             f"{self.quantities!r}")  # fmt: skip
+            names = ", ".join(QUANTITIES)
+            raise ValueError(f"quantities must be a list of {names}; got {self.quantities!r}")
         for name in self.quantities:
             check_choice("quantities", name, QUANTITIES)
-        self._log: Log | None = None
-        if self.log is not None:
-            size = os.path.getsize(self.log) if os.path.exists(self.log) else 0
-            self._log = Log(self.log, size=size)
+        # Appends: the monitor does not know where a run began.
+        self._log = None if self.log is None else Log(self.log, size=None)
 
     def __call__(
         self, count: int, model: nn.Module, optimizer: Optimizer | None = None
@@ -139,16 +136,16 @@ class CurvatureMonitor:
         record: Record = {"matrix": self.matrix}
         if "lambda_max" in self.quantities:
             record |= self._lambda_max(op, optimizer)
-        sampling: Any = {"num_probes": self.num_probes}
         if "trace" in self.quantities:
-            estimate = trace(op, generator=self._generator(), **sampling)
+            estimate = trace(op, num_probes=self.num_probes, generator=self._generator())
             record |= {"trace": float(estimate.mean), "trace_stderr": float(estimate.stderr)}
         if "variance" in self.quantities:
             estimate = curvature_variance(
-                risk, matrix=self.matrix, generator=self._generator(), **sampling
+                risk, matrix=self.matrix, num_probes=self.num_probes, generator=self._generator()
             )
             record |= {"variance": float(estimate.mean), "variance_stderr": float(estimate.stderr)}
         if "spectrum" in self.quantities:
+            # A Krylov space is never larger than the matrix.
             steps = min(self.num_steps, op.shape[0])
             run = lanczos(op, num_steps=steps, generator=self._generator())
             record |= {"ritz_values": run.values.tolist(), "ritz_weights": run.weights.tolist()}
@@ -159,26 +156,21 @@ class CurvatureMonitor:
             risk: Risk = self.source(model)
             return risk
         # Only the first process measures, so processes must not share the data.
-        return Risk(model, self.loss_fn, self.source, batch_norm=self.batch_norm,
-                    batch_size=self.batch_size, count=self.count, sharing="none")  # fmt: skip
+        options: Any = {name: getattr(self, name) for name in ("batch_norm", "batch_size", "count")}
+        return Risk(model, self.loss_fn, self.source, sharing="none", **options)
 
     def _lambda_max(self, op: CurvatureOperator, optimizer: Optimizer | None) -> Record:
-        run = eigenpairs(
-            op,
-            largest=1,
-            rtol=self.rtol,
-            max_steps=10 * self.num_steps,
-            vectors=False,
-            generator=self._generator(),
-        )
+        limits: Any = {"rtol": self.rtol, "max_steps": 10 * self.num_steps}
+        # Without vectors, which would take memory and are not logged.
+        run = eigenpairs(op, largest=1, vectors=False, generator=self._generator(), **limits)
         value = float(run.values[-1])
         record = {"lambda_max": value, "lambda_max_residual": float(run.residuals[-1])}
         rate = 0.0 if optimizer is None else float(optimizer.param_groups[0]["lr"])
         # A step multiplies the error along an eigenvector by 1 - rate * lambda, which is stable
         # for lambda < 2 / rate.
-        return record | (
-            {"threshold": 2 / rate, "sharpness_ratio": rate * value / 2} if rate else {}
-        )
+        if rate:
+            record |= {"threshold": 2 / rate, "sharpness_ratio": rate * value / 2}
+        return record
 
     def _generator(self) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed)

@@ -5,29 +5,23 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from math import ceil
 from pathlib import Path
 from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ritz._core.batches import num_rows
 from ritz._core.distributed import all_max, rank, world_size
 from ritz._core.progress import Progress, tracking
 from ritz._core.storage import storable
 from ritz._core.training_config import TrainingConfig, check_same
-from ritz.curvature._shared import Adapter, Forward, check_labels, check_reduction
+from ritz.curvature._shared import Adapter, Forward, check_labels, check_reduction, known_loss
+from ritz.data import TextSplit
 from ritz.training import _assembly, _folder
 from ritz.training._data import Feed, own_rows
 from ritz.training._folder import Checkpoint, Folder, Log, Record
-from ritz.training._processes import (
-    distributed,
-    gathered,
-    generator_states,
-    is_writer,
-    set_generator_states,
-)
 from ritz.training._step import (
     CapturedStep,
     Piece,
@@ -35,7 +29,7 @@ from ritz.training._step import (
     batch_mass,
     carried_state,
     evaluate,
-    with_perplexity,
+    gathered,
 )
 
 # ------------------------------------------------------------------------------------------
@@ -48,7 +42,7 @@ class TrainingStatus:
     """How a training run ended, and what to do about it.
 
     Attributes:
-        outcome: ``completed`` (all epochs), ``stopped`` (patience ran out, as it should),
+        outcome: ``completed`` (all epochs), ``stopped`` (early stopping by patience, a normal end),
             ``interrupted`` (by a signal, after saving), ``diverged`` (the loss is not finite).
         message: What happened, in one sentence.
         advice: What to do; empty if nothing needs to be done.
@@ -73,11 +67,11 @@ class TrainingResult:
     """Result of a training run.
 
     Attributes:
-        history: All numbers that were logged per epoch, by name, each ``(num_epochs,)``, float64,
-            NaN where a number was not measured: ``rate`` (the learning rate), ``train_loss``,
-            ``train_accuracy``, ``validation_loss``, ``average_validation_loss`` and so on; for text
-            also ``train_perplexity`` and so on.
-        metrics: The last value of each number, including those measured at the end of the run.
+        history: Logged quantities by name. Each is a float64 tensor ``(num_epochs,)``, with NaN
+            for epochs in which it was not measured. Names: ``rate`` (the learning rate),
+            ``train_loss``, ``train_accuracy``, ``validation_loss``, ``average_validation_loss``
+            and so on; for text also ``train_perplexity`` and so on.
+        metrics: The last value of each quantity, including those measured at the end of the run.
         num_epochs: Completed epochs.
         num_steps: Completed steps.
         log: Path of the log, or ``None``.
@@ -100,8 +94,10 @@ class TrainingResult:
     status: TrainingStatus
 
     def __str__(self) -> str:
-        lines = [f"{self.num_epochs} epochs, {self.num_steps} steps in {self.seconds:.1f} s; "
-                 f"{self.status}"]  # fmt: skip
+        lines = [
+            f"{self.num_epochs} epochs, {self.num_steps} steps in {self.seconds:.1f} s; "
+            f"{self.status}"
+        ]
         width = max((len(name) for name in self.metrics), default=0)
         lines += [f"  {name:<{width}}  {value:.6g}" for name, value in self.metrics.items()]
         return "\n".join(lines)
@@ -120,9 +116,55 @@ def history_of(records: Sequence[Record]) -> dict[str, Tensor]:
 # ------------------------------------------------------------------------------------------
 # The run.
 
-# Steps between two agreements of several processes whether to save or to stop. Each agreement
-# waits for all processes; a signal waits for 50 steps at most.
-AGREEMENT = 50
+LOADER = "loader."  # names of the generators of loaders begin with it
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Generators:
+    """The random generators that a run depends on.
+
+    Attributes:
+        device: Device whose global generator counts, besides that of the CPU.
+        loaders: Generators that loaders and their samplers were given.
+    """
+
+    device: torch.device
+    loaders: Sequence[torch.Generator] = ()
+
+    def states(self) -> dict[str, Tensor]:
+        """Return the states of all generators by name, one row per process."""
+        states = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            states["cuda"] = torch.cuda.get_rng_state(self.device)
+        for number, loader in enumerate(self.loaders):
+            states[f"{LOADER}{number}"] = loader.get_state()
+        # NCCL gathers tensors on the GPU only.
+        return {name: gathered(state.to(self.device)) for name, state in states.items()}
+
+    def restore(self, states: dict[str, Tensor]) -> None:
+        """Restore the states that :meth:`states` returned."""
+        count = sum(name.startswith(LOADER) for name in states)
+        if count != len(self.loaders):
+            got = len(self.loaders)
+            raise ValueError(
+                f"the loaders of the run had {count} generators at its start, got {got}"
+            )
+        for name, rows in states.items():
+            if len(rows) != world_size():
+                raise ValueError(
+                    f"the run was started with {len(rows)} processes, got {world_size()}"
+                )
+            state = rows[rank()].cpu().clone()  # torch reads a state from the start of its storage
+            if name == "cpu":
+                torch.set_rng_state(state)
+            elif name.startswith(LOADER):
+                self.loaders[int(name.removeprefix(LOADER))].set_state(state)
+            elif self.device.type == "cuda":
+                torch.cuda.set_rng_state(state, self.device)
+
+
+AGREEMENT = 50  # steps between two agreements of several processes to save or to stop
 Monitor = Callable[[int, nn.Module, Any], Record | None]
 
 
@@ -170,15 +212,18 @@ class Run:
         self._assemble()
         # Generators of loaders, in the order of first use, each once: loaders may share one.
         feeds = (self.feed, *self.held.values())
-        self._generators = list(dict.fromkeys(each for feed in feeds for each in feed.generators))
-        self.state = Checkpoint(settings=self.config.fingerprint() | self.classes,
-                                beginning=self._generator_states())  # fmt: skip
+        loaders = dict.fromkeys(each for feed in feeds for each in feed.generators)
+        self._generators = Generators(self.device, list(loaders))
+        self.state = Checkpoint(
+            settings=self.config.fingerprint() | self.classes, beginning=self._generators.states()
+        )
         self._saved, self._labels_checked = time.monotonic(), False
         self._work = 0, 0, time.perf_counter()  # steps, samples and start of the present epoch
         self._log: Log | None = None
         self._times: Log | None = None
-        for path in () if self.log is None else (Path(self.log), _folder.times_path(self.log)):
-            _folder.check_no_link(path)  # before files of an earlier run are removed
+        if self.log is not None:  # before files of an earlier run are removed
+            _folder.check_no_link(Path(self.log))
+            _folder.check_no_link(_folder.times_path(self.log))
         checkpoint = self.folder.read() if self.folder and self.config.resume else None
         self._new, self._begun = checkpoint is None, False
         if self.folder is not None and checkpoint is not None:
@@ -192,19 +237,22 @@ class Run:
         check_reduction(self.loss_fn)
         self.steps_per_epoch = config.steps_per_epoch  # None if unknown
         if self.steps_per_epoch is None and self.feed.num_batches is not None:
-            self.steps_per_epoch = ceil(self.feed.num_batches / config.accumulate)
+            self.steps_per_epoch = math.ceil(self.feed.num_batches / config.accumulate)
         plan = _assembly.average_plan(config, self.steps_per_epoch)
         optimizer = _assembly.make_optimizer(self.optimizer, model, config, plan, device)
         self.average, self._auto = _assembly.make_average(self.average, optimizer, config, plan)
         if config.final == "average" and self.average is None:
-            raise ValueError("final='average' needs an average: give average_from or patience")
+            raise ValueError("final='average' needs an average: pass average_from or patience")
         if self._auto is not None and not self.held:
-            raise ValueError("validation must be given with patience, got none")
+            raise ValueError("patience needs validation data: pass validation=")
         self.schedule = _assembly.make_schedule(
             self.schedule, optimizer, config, self.steps_per_epoch
         )
         compiled: Any = torch.compile(model) if config.compile else model
-        self._adapter = Adapter(distributed(compiled, device), self.loss_fn, self.forward)
+        if world_size() > 1:
+            ids = [device.index] if device.type == "cuda" else None
+            compiled = DistributedDataParallel(compiled, device_ids=ids)
+        self._adapter = Adapter(compiled, self.loss_fn, self.forward)
         captured = _assembly.is_captured(optimizer, config, device)
         self.optimizer = optimizer
         self._step = Step(self._adapter, optimizer, config, device, cached=not captured)
@@ -214,18 +262,14 @@ class Run:
             self._take = CapturedStep(self._step, required=bool(config.capture))
         self._carried = carried_state(self._adapter, wanted=self.feed.consecutive)
 
-    def _generator_states(self) -> dict[str, Tensor]:
-        return generator_states(self.device, self._generators)
-
     def train(self, progress: bool | Progress) -> TrainingStatus:
         """Train for the remaining epochs and return how the run ended."""
         config, length, state = self.config, self.steps_per_epoch, self.state
+        # The steps that the bar shows; unknown for data without a length.
         left = None if length is None else config.num_epochs * length - state.step
         status = None
-        if not state.finished:
-            _assembly.check_last_batch(self._adapter, self.model, self.feed, config, self.device)
         try:
-            with tracking(progress if is_writer() else False, "training", left) as bar:
+            with tracking(progress if rank() == 0 else False, "training", left) as bar:
                 while status is None and not state.finished and state.epoch < config.num_epochs:
                     status = self._epoch(bar) or self._close_epoch()
             if status is None or status.ok:
@@ -252,14 +296,12 @@ class Run:
         self._begun = True
         if self.folder is not None:
             self._step.totals.sums.tolist()  # CUDA reports failures when it is waited for
-            if self._new and is_writer():
+            if self._new and rank() == 0:
                 self.folder.clear()
-        if self.log is not None and is_writer():
+        if self.log is not None and rank() == 0:
             self._log = Log(self.log, size=self.state.log_bytes)
-            times = _folder.times_path(self.log)
-            old = 0 if self._new or not times.exists() else times.stat().st_size
-            self._times = Log(times, size=old)
-        if self.folder is not None and is_writer():
+            self._times = Log(_folder.times_path(self.log), size=0 if self._new else None)
+        if self.folder is not None and rank() == 0:
             self.folder.write_texts()  # after all files of another run are gone
         if self._new:
             self._save()
@@ -267,8 +309,11 @@ class Run:
     def _epoch(self, bar: Progress) -> TrainingStatus | None:
         """Take the remaining steps of an epoch; return how the run ends, if it does."""
         state, first, seen = self.state, self.state.step, 0
-        started, note = time.perf_counter(), self._note()
+        started, head = time.perf_counter(), f"epoch {state.epoch + 1}/{self.config.num_epochs}"
+        loss = state.records[-1].get("train_loss") if state.records else None
+        note = "" if loss is None else f", loss {loss:.4g}"
         self.model.train()
+        # A text is read from its beginning in each epoch; a resumed epoch continues.
         if self._carried is not None and not state.batch:
             self._carried.reset()
         for group in self._groups():
@@ -284,7 +329,8 @@ class Run:
             self._begin()
             self._watch("step", state.step)
             seen += sum(num_rows(batch) for batch in group)
-            bar.update(state.step - self._first_step, note(seen / (time.perf_counter() - started)))
+            rate = f"{seen / (time.perf_counter() - started):,.0f} samples/s"
+            bar.update(state.step - self._first_step, f"{head}, {rate}{note}")
             if (status := self._poll()) is not None:
                 return status
         self._work = state.step - first, seen, started
@@ -292,21 +338,22 @@ class Run:
 
     def _groups(self) -> Iterator[list[Any]]:
         """Yield the remaining batches of an epoch, grouped by step."""
-        state, now = self.state, self._generator_states()
+        state, now = self.state, self._generators.states()
         if state.batch:
             # A loader draws its order when an epoch starts, from its generator or the global ones.
             # Let it draw the same order again.
-            set_generator_states(state.beginning, self.device, self._generators)
+            self._generators.restore(state.beginning)
         else:
             state.beginning = now
-        batches = self.feed.epoch(state.epoch + 1, self.config.seed, skip=state.batch,
-                                  look=self._check_labels)  # fmt: skip
+        batches = self.feed.epoch(
+            state.epoch + 1, self.config.seed, skip=state.batch, look=self._check_labels
+        )
         if state.batch:
-            set_generator_states(now, self.device, self._generators)
+            self._generators.restore(now)
         while group := list(islice(batches, self.config.accumulate)):
             yield group
         if not state.batch:
-            raise ValueError("data must hold at least one batch an epoch, got none")
+            raise ValueError(f"data gave no batch in epoch {state.epoch + 1}")
 
     def _pieces(self, group: list[Any]) -> list[Piece]:
         """Return the rows of this process, each batch with its share of the gradient."""
@@ -328,15 +375,15 @@ class Run:
     def _mass(self, batch: Any) -> Any:
         return batch_mass(self._adapter, batch, self._adapter.target(batch))
 
-    def _check_labels(self, batch: Any) -> None:
-        """Raise for a label without an output: on CUDA, torch would end the process.
+    def _check_labels(self, batch: Any) -> Any:
+        """Return the batch; raise for a label without an output, which on CUDA ends the process.
 
         The first step checks its own batch and finds the number of classes. Data in memory are then
         checked at once, other batches one by one during the first epoch.
         """
         classes, ready = self._step.num_classes, self.feed.ready
         if self._labels_checked or self.state.epoch or not classes:
-            return
+            return batch
         first, batches = (self.state.batch + 1, [batch]) if ready is None else (1, ready)
         for number, each in enumerate(batches, start=first):
             target = self._adapter.target(each)
@@ -344,26 +391,25 @@ class Run:
                 outputs = target.new_empty(0, classes)
                 check_labels(self.loss_fn, outputs, target, f"batch {number}", some=False)
         self._labels_checked = ready is not None
+        return batch
 
     def _close_epoch(self) -> TrainingStatus | None:
         """Step the schedule, evaluate, log and save after the last step of an epoch."""
         self._begin()
         config, state, number = self.config, self.state, self.state.epoch + 1
-        means = with_perplexity(self._step.totals.means(), self.feed, self.loss_fn)
+        means = self._named(self._step.totals.means(), self.feed, "train_")
         steps, samples, started = self._work
         spent = time.perf_counter() - started  # after `means`, which waits for the device
-        if not math.isfinite(means["loss"]):
+        if not math.isfinite(means["train_loss"]):
             return _diverged(number)
-        record: Record = {"kind": "epoch", "epoch": number, "step": state.step}
-        record |= {"rate": float(self.optimizer.param_groups[0]["lr"])}
-        record |= {f"train_{name}": value for name, value in means.items()}
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        record: Record = {"kind": "epoch", "epoch": number, "step": state.step, "rate": rate}
+        record |= means
         if config.schedule_unit == "epoch":
             self.schedule.step()
         last, stop = number == config.num_epochs, False
         if last or number % config.evaluate_every == 0:
-            record |= self._evaluate(
-                at_end=False, fraction=1.0 if last else config.statistics_fraction
-            )
+            record |= self._evaluate(1.0 if last else config.statistics_fraction)
             stop = self._is_out_of_patience(record)
         self._step.totals.sums.zero_()
         state.epoch, state.batch = number, 0
@@ -371,9 +417,9 @@ class Run:
         self._watch("epoch", number)
         if self._times is not None:
             rest = time.perf_counter() - started - spent
-            self._times.write({"epoch": number, "steps": steps, "seconds": spent,
-                               "samples_per_second": samples / spent,
-                               "evaluation_seconds": rest})  # fmt: skip
+            times = {"epoch": number, "steps": steps, "seconds": spent}
+            times |= {"samples_per_second": samples / spent, "evaluation_seconds": rest}
+            self._times.write(times)
         if self.folder is not None and number in config.keep:
             self._save_weights(f"epoch-{number:04d}.safetensors", epoch=number)
         if stop:
@@ -400,7 +446,7 @@ class Run:
         self._save()
 
     def _watch(self, unit: str, count: int) -> None:
-        for monitor in self.monitors if is_writer() else ():
+        for monitor in self.monitors if rank() == 0 else ():
             if getattr(monitor, "unit", "step") != unit:
                 continue
             record = monitor(count, self.model, self.optimizer)
@@ -414,14 +460,6 @@ class Run:
         if self._log is not None:
             self._log.write(record)
 
-    def _note(self) -> Callable[[float], str]:
-        """Return the text of the progress bar as a function of the samples per second."""
-        records, number = self.state.records, self.state.epoch + 1
-        loss = records[-1].get("train_loss") if records else None
-        head = f"epoch {number}/{self.config.num_epochs}, "
-        tail = " samples/s" if loss is None else f" samples/s, loss {loss:.4g}"
-        return lambda rate: f"{head}{rate:,.0f}{tail}"
-
     # --------------------------------------------------------------------------------------
     # Evaluation of the weights and of their average.
 
@@ -429,7 +467,7 @@ class Run:
         # Running statistics belong to the last weights: batch norm needs those of the average.
         return {"data": self.feed.part(fraction), "forward": self.forward}
 
-    def _evaluate(self, *, at_end: bool, fraction: float = 1.0) -> Record:
+    def _evaluate(self, fraction: float = 1.0, *, at_end: bool = False) -> Record:
         """Return loss and accuracy on the data of the end of a run, or on those of an epoch."""
         later = "test" if "validation" in self.held else None
         feeds = {name: feed for name, feed in self.held.items() if (name == later) == at_end}
@@ -450,9 +488,18 @@ class Run:
                 precision=self.config.precision,
                 carry_state=feed.consecutive,
             )
-            means = with_perplexity(means, feed, self.loss_fn)
-            record |= {f"{prefix}{name}_{key}": value for key, value in means.items()}
+            record |= self._named(means, feed, f"{prefix}{name}_")
         return record
+
+    def _named(self, means: dict[str, float], feed: Feed, prefix: str) -> Record:
+        """Return means by name, with the perplexity if the loss is the cross-entropy of a text."""
+        known = known_loss(self.loss_fn)
+        entropy = known is not None and known.kind == "cross_entropy" and not known.smoothing
+        if entropy and isinstance(feed.source, TextSplit):
+            # exp(loss) as a tensor: for a huge loss math.exp raises, and this is infinite.
+            loss = torch.tensor(means["loss"], dtype=torch.float64)
+            means = means | {"perplexity": float(loss.exp())}
+        return {f"{prefix}{name}": value for name, value in means.items()}
 
     def _is_out_of_patience(self, record: Record) -> bool:
         if self._auto is None:
@@ -469,6 +516,7 @@ class Run:
         due = time.monotonic() - self._saved >= self.config.save_interval
         code = 2 if self.signals else int(due and self.folder is not None)
         if world_size() > 1:
+            # Agreeing waits for all processes, so they do not agree after every step.
             if not agreed and self.state.step % AGREEMENT:
                 return None
             code = all_max(code)
@@ -476,14 +524,14 @@ class Run:
             return _diverged(self.state.epoch + 1)
         if code < 2:
             return None
-        saved, advice = "", "give a checkpoint folder to resume from"
+        saved, advice = "; nothing was saved", "pass checkpoint= to be able to resume"
         if self.folder is not None:
             saved, advice = f", saved in {self.folder.path}", "repeat the call to resume"
         message = f"{next(iter(self.signals), 'a signal')} after {self.state.step} steps{saved}"
         return TrainingStatus(outcome="interrupted", message=message, advice=advice)
 
     def _save_weights(self, name: str, **header: Any) -> None:
-        if self.folder is not None and is_writer():
+        if self.folder is not None and rank() == 0:
             _folder.save_weights(self.model, self.folder.path / name, **header)
 
     def _save(self) -> bool:
@@ -492,27 +540,24 @@ class Run:
             return True
         if not bool(torch.isfinite(self._step.totals.sums).all()):
             return False
-        # All processes take part in these three.
-        shared: dict[str, Any] = {
-            "generators": self._generator_states(),
-            "totals": gathered(self._step.totals.sums),
-            "carried": {} if self._carried is None else self._carried.rows(),
-        }
-        if is_writer():
-            if self._log is not None:
-                size = self._log.flush()
-                # The checkpoint of a finished run excludes the record of its end: a longer run
-                # resumes the log before that record.
-                self.state.log_bytes = self.state.log_bytes if self.state.finished else size
-            checkpoint = replace(
-                self.state,
-                model=_folder.tensor_state(self.model),
-                optimizer=_folder.optimizer_state(self.optimizer),
-                schedule=dict(self.schedule.state_dict()),
-                scaler=self._step.scaler.state_dict(),
-                patience=None if self._auto is None else self._auto.state_dict(),
-                **shared,
-            )
+        if self._log is not None:
+            size = self._log.flush()
+            # The checkpoint of a finished run excludes the record of its end: a longer run resumes
+            # the log before that record.
+            self.state.log_bytes = self.state.log_bytes if self.state.finished else size
+        checkpoint = replace(
+            self.state,
+            model=_folder.tensor_state(self.model),
+            optimizer=_folder.optimizer_state(self.optimizer),
+            schedule=dict(self.schedule.state_dict()),
+            scaler=self._step.scaler.state_dict(),
+            patience=None if self._auto is None else self._auto.state_dict(),
+            # All processes take part in these three.
+            generators=self._generators.states(),
+            totals=gathered(self._step.totals.sums),
+            carried={} if self._carried is None else self._carried.rows(),
+        )
+        if rank() == 0:
             self.folder.write(checkpoint)
         all_max(0)  # a barrier: no process continues, and perhaps reads, before the file is there
         self._saved = time.monotonic()
@@ -524,13 +569,17 @@ class Run:
         check_same(saved.settings, self.state.settings, path)
         started = saved.epoch + (saved.batch > 0)
         if started > num_epochs:
-            raise ValueError(f"num_epochs must be at least {started}, the epochs that are started "
-                             f"in {path.parent}, got {num_epochs}: nothing is left to do; start "
-                             "again with resume=False (--restart)")  # fmt: skip
+            raise ValueError(
+                f"num_epochs must be at least {started}, the epoch that {path.parent} has reached, "
+                f"got {num_epochs}: pass a larger number, or start again with resume=False "
+                "(--restart)"
+            )
         if saved.step and bool(saved.carried) != (self._carried is not None):
             made = "with" if saved.carried else "without"
-            raise ValueError(f"{path} was made {made} a state carried from batch to batch, "
-                             "unlike this run: give the same, or another folder")  # fmt: skip
+            raise ValueError(
+                f"{path} was trained {made} a recurrent state carried across batches, unlike this "
+                "run: use the same data and forward, or another folder"
+            )
         _folder.copy_weights(self.model, saved.model, path)
         _folder.load_optimizer_state(self.optimizer, saved.optimizer, self.device)
         self.schedule.load_state_dict(saved.schedule)
@@ -539,7 +588,7 @@ class Run:
             self._auto.load_state_dict(saved.patience)
         if self._carried is not None:
             self._carried.load(saved.carried)
-        set_generator_states(saved.generators, self.device, self._generators)
+        self._generators.restore(saved.generators)
         self._step.totals.sums.copy_(saved.totals[rank()])
         over = saved.epoch >= num_epochs or (self._auto is not None and self._auto.finished)
         # Weights and optimiser are not needed twice. An end that was recorded may no longer be one.
@@ -560,5 +609,5 @@ def _diverged(number: int) -> TrainingStatus:
     return TrainingStatus(
         outcome="diverged",
         message=f"the loss of epoch {number} is not finite",
-        advice="lower the learning rate, warm it up, clip the gradient, or find NaN in the data",
+        advice="lower the learning rate, warm it up, clip the gradient, or check the data for NaN",
     )

@@ -1,9 +1,7 @@
 """Names that other packages of ritz need and users do not."""
 
 from ritz.training._data import DataParts, as_parts, first_batch
-from ritz.training._folder import NAME, WEIGHTS, tensor_state
-from ritz.training._monitor import QUANTITIES
-from ritz.training._workflow import (
+from ritz.training._fit import (
     CONFIG,
     LOG,
     RunConfig,
@@ -13,21 +11,5 @@ from ritz.training._workflow import (
     run_weights,
     train_run,
 )
-
-__all__ = [
-    "CONFIG",
-    "LOG",
-    "NAME",
-    "QUANTITIES",
-    "WEIGHTS",
-    "DataParts",
-    "RunConfig",
-    "as_parts",
-    "first_batch",
-    "measured_risk",
-    "read_run",
-    "run_files",
-    "run_weights",
-    "tensor_state",
-    "train_run",
-]
+from ritz.training._folder import NAME, WEIGHTS, tensor_state
+from ritz.training._monitor import QUANTITIES

@@ -2,9 +2,10 @@
 
 import math
 import warnings
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 import torch
@@ -12,24 +13,16 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
 from ritz._core.batches import num_rows, tensors
-from ritz._core.distributed import all_max, all_sum, rank, shard
+from ritz._core.distributed import all_gather_rows, all_max, all_sum, rank, shard, world_size
 from ritz._core.modes import evaluating, unwrapped
 from ritz._core.params import parameters
 from ritz._core.training_config import TrainingConfig
-from ritz.curvature._shared import (
-    Adapter,
-    Forward,
-    check_labels,
-    is_kept,
-    known_loss,
-    term_mass,
-)
+from ritz.curvature._shared import Adapter, Forward, check_labels, is_kept, term_mass
 from ritz.optim import Lookahead
-from ritz.training._data import Feed, own_rows
-from ritz.training._processes import gathered
+from ritz.training._data import own_rows
 
 # ------------------------------------------------------------------------------------------
 # The state of a recurrent model, carried from one batch of a text to the next.
@@ -42,9 +35,9 @@ class CarriedState:
     .. math:: (\text{outputs}_k, h_k) = f(w, \text{inputs}_k, h_{k-1}),
 
     without gradient through :math:`h_{k-1}`: truncated back-propagation through time. A model with
-    a state has ``initial_state(rows)``, tensors in any nesting, and returns ``(outputs, state)``
-    when it is called with ``state=``. The model itself stores no state and stays a function of
-    weights and batch, so that its curvature can be measured and evaluations do not disturb it.
+    a state has a method ``initial_state(batch_size)``, which returns a nested structure of tensors,
+    and ``model(inputs, state=state)`` returns ``(outputs, new_state)``. The model itself stores no
+    state, so that its curvature can be measured and evaluations do not disturb it.
 
     Batches with different numbers of rows have separate states. The tensors are overwritten and
     never replaced, because a CUDA graph may have recorded their addresses.
@@ -117,6 +110,12 @@ def overwrite(state: Any, after: Any) -> None:
             old.copy_(new.detach())
 
 
+def gathered(values: Tensor) -> Tensor:
+    """Return vectors of equal length of all processes, one row each, on the CPU."""
+    count = world_size()
+    return all_gather_rows(values, count * len(values)).reshape(count, -1).cpu().clone()
+
+
 def _padded(tensor: Tensor) -> Tensor:
     # Gathering needs equal lengths, and processes may differ by one row.
     padded = tensor.new_zeros(all_max(tensor.numel()))
@@ -126,8 +125,6 @@ def _padded(tensor: Tensor) -> Tensor:
 
 # ------------------------------------------------------------------------------------------
 # One step: forward pass, backward pass and update, with losses summed on the device.
-
-HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Piece(NamedTuple):
@@ -165,6 +162,7 @@ class Totals:
         else:
             self._loss.add_(loss.detach(), alpha=mass)
         self._mass.add_(mass)
+        # Accuracy leaves out the labels that the loss ignores.
         if num_classes(outputs, target):
             counted = is_kept(adapter.loss_fn.call, target)
             self._right.add_(((outputs.detach().argmax(1) == target) & counted).sum())
@@ -186,10 +184,11 @@ def num_classes(outputs: Any, target: Any) -> int:
 
 
 @final
+@dataclass(eq=False)
 class Step:
     """Forward and backward pass over the pieces of a step, and the update.
 
-    Args:
+    Attributes:
         adapter: The model, perhaps wrapped, with its loss.
         optimizer: Updates the weights.
         config: Precision and ``clip_norm``; half precisions run the forward pass under autocast.
@@ -197,21 +196,17 @@ class Step:
         cached: Cache casts of weights within a forward pass; not possible in a CUDA graph.
     """
 
-    def __init__(
-        self,
-        adapter: Adapter,
-        optimizer: Optimizer,
-        config: TrainingConfig,
-        device: torch.device,
-        *,
-        cached: bool = True,
-    ) -> None:
-        self.adapter, self.optimizer = adapter, optimizer
-        self.totals = Totals(device)
+    adapter: Adapter
+    optimizer: Optimizer
+    config: TrainingConfig
+    device: torch.device
+    cached: bool = True
+
+    def __post_init__(self) -> None:
+        self.totals = Totals(self.device)
         self.num_classes: int | None = None  # known after the first forward pass
-        self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "float16")
-        self._half, self._clip_norm = HALF.get(config.precision), config.clip_norm
-        self._device, self._cached = device, cached
+        half = self.config.precision == "float16"
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=half)
 
     def __call__(self, pieces: Sequence[Piece]) -> None:
         """Take the step."""
@@ -224,21 +219,21 @@ class Step:
                 quiet = model.no_sync()
             with quiet:
                 self._backward(piece)
-        if self._clip_norm is not None:
+        if self.config.clip_norm is not None:
+            # The limit is on the gradient itself, not on its multiple by the scaler.
             self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(parameters(self.optimizer), self._clip_norm)
+            nn.utils.clip_grad_norm_(parameters(self.optimizer), self.config.clip_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
     def _backward(self, piece: Piece) -> None:
-        with autocast(self._half, self._device, cached=self._cached):
-            outputs, target, after = call_model(self.adapter, piece.batch, piece.state)
+        adapter = self.adapter
+        with autocast(self.config.precision, self.device, cached=self.cached):
+            outputs, target, after = call_model(adapter, piece.batch, piece.state)
             if self.num_classes is None:
-                check_labels(
-                    self.adapter.loss_fn.call, outputs, target, "the first batch", some=False
-                )
+                check_labels(adapter.loss_fn.call, outputs, target, "the first batch", some=False)
                 self.num_classes = num_classes(outputs, target)
-            loss = part = self.adapter.loss(outputs, target)
+            loss = part = adapter.loss(outputs, target)
         if isinstance(piece.share, Tensor):
             part = loss * piece.share.to(loss.dtype)
         elif piece.share != 1:
@@ -246,7 +241,7 @@ class Step:
         self.scaler.scale(part).backward()
         overwrite(piece.state, after)  # only now: the backward pass reads the old state
         if piece.real:
-            self.totals.add(self.adapter, piece.batch, loss, outputs, target)
+            self.totals.add(adapter, piece.batch, loss, outputs, target)
 
 
 def batch_mass(adapter: Adapter, batch: Any, target: Any) -> int | Tensor:
@@ -261,12 +256,12 @@ def batch_mass(adapter: Adapter, batch: Any, target: Any) -> int | Tensor:
 
 
 def autocast(
-    half: torch.dtype | None, device: torch.device, *, cached: bool = True
+    precision: str, device: torch.device, *, cached: bool = True
 ) -> AbstractContextManager[Any]:
-    """Compute in half precision where this is safe, for the block; ``None`` changes nothing."""
-    if half is None:
+    """Compute in half precision where this is safe, for the block; others change nothing."""
+    if precision not in ("bfloat16", "float16"):
         return nullcontext()
-    return torch.autocast(device.type, dtype=half, cache_enabled=cached)
+    return torch.autocast(device.type, dtype=getattr(torch, precision), cache_enabled=cached)
 
 
 # ------------------------------------------------------------------------------------------
@@ -286,15 +281,15 @@ def evaluate(
     """Return the mean ``loss`` of a model in eval mode and, for classes, its ``accuracy``.
 
     The mean is over targets that the loss does not ignore, so batches of different sizes count
-    correctly. The mode of the model is restored. With several processes, each is given all batches
-    and computes its rows; all return the same numbers.
+    correctly. The mode of the model is restored. With several processes, pass all batches to every
+    process; each computes its share, and all return the same result.
 
     Args:
         model: Any module.
         batches: Batches on the device of the model, each ``(*inputs, target)`` or a dictionary.
         loss_fn: Mean loss of outputs and target; ``None`` if the model returns its loss.
         forward: Takes the model and a batch and returns ``(outputs, target)``, for other batches.
-        precision: ``bfloat16`` or ``float16`` computes in half precision where this is safe.
+        precision: ``float32``, ``tf32``, ``bfloat16`` or ``float16``; the last two use autocast.
         carry_state: Pass the state of a recurrent model from batch to batch; see ``CarriedState``.
             Defaults to ``batches.consecutive``, which is true for text. Each call starts with the
             initial state. Not possible with ``forward``.
@@ -302,7 +297,6 @@ def evaluate(
     adapter = Adapter(model, loss_fn, forward)
     wanted = getattr(batches, "consecutive", False) if carry_state is None else carry_state
     carried, totals = carried_state(adapter, wanted=wanted), None
-    half = HALF.get(precision)
     with evaluating(model, batch_statistics=False):
         for batch in batches:
             rows, count, real = own_rows(batch)
@@ -310,7 +304,7 @@ def evaluate(
             if not real:
                 continue
             state = None if carried is None else carried.of(count)
-            with autocast(half, totals.sums.device):
+            with autocast(precision, totals.sums.device):
                 outputs, target, after = call_model(adapter, rows, state)
                 check_labels(adapter.loss_fn.call, outputs, target, "batches", some=False)
                 loss = adapter.loss(outputs, target)
@@ -319,15 +313,6 @@ def evaluate(
     if totals is None:
         raise ValueError("batches must hold at least one batch, got none")
     return totals.means()
-
-
-def with_perplexity(means: dict[str, float], feed: Feed, loss_fn: Any) -> dict[str, float]:
-    """Return means with the perplexity, exp(loss), if the loss is the cross-entropy of a text."""
-    known = known_loss(loss_fn)
-    if not feed.is_text or known is None or known.kind != "cross_entropy" or known.smoothing:
-        return means
-    # As a tensor: for a huge loss math.exp raises, and this is infinite.
-    return means | {"perplexity": float(torch.tensor(means["loss"], dtype=torch.float64).exp())}
 
 
 def device_of(model: nn.Module, batch: Any = ()) -> torch.device:
@@ -339,10 +324,6 @@ def device_of(model: nn.Module, batch: Any = ()) -> torch.device:
 # ------------------------------------------------------------------------------------------
 # Steps as CUDA graphs: recorded once for each shape of batch, and replayed.
 
-# Ordinary steps before a recording. They fill the state of the optimiser and choose algorithms;
-# torch's own recipe for capturing a training step takes three.
-WARM_UP = 3
-MAX_GRAPHS = 2  # the usual batch, and the smaller one at the end of an epoch
 Signature = tuple[Any, ...]
 
 
@@ -389,13 +370,14 @@ class CapturedStep:
     def _record(self, pieces: Sequence[Piece], key: Signature) -> bool:
         """Record the step; return False if it is too early or not possible."""
         self._seen[key] += 1
-        if self._failed or self._seen[key] <= WARM_UP or len(self._graphs) >= MAX_GRAPHS:
+        # Three ordinary steps before a recording fill the state of the optimiser and choose
+        # algorithms, as in torch's recipe for capturing a training step. Two graphs: the usual
+        # batch, and the smaller one at the end of an epoch.
+        if self._failed or self._seen[key] <= 3 or len(self._graphs) >= 2:
             return False
         # The graph reads batches and shares from these copies; a state stays where it is.
-        static = [
-            piece._replace(batch=tree_map(_clone, piece.batch), share=_clone(piece.share))
-            for piece in pieces
-        ]
+        copies = [tree_map_only(Tensor, torch.clone, piece[:2]) for piece in pieces]
+        static = [Piece._make((*copy, *x[2:])) for copy, x in zip(copies, pieces, strict=True)]
         graph = torch.cuda.CUDAGraph()
         try:
             with (
@@ -406,8 +388,8 @@ class CapturedStep:
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             if self._required:
-                raise ValueError(f"capture=True needs a step without waits for the device, got one "
-                                 f"that cannot be recorded: {reason}") from error  # fmt: skip
+                message = f"capture=True: the step cannot be captured in a CUDA graph: {reason}"
+                raise ValueError(message) from error
             warnings.warn(f"steps are not captured in a CUDA graph: {reason}", stacklevel=2)
             self._failed = True
             return False
@@ -417,12 +399,10 @@ class CapturedStep:
 
 def _signature(pieces: Sequence[Piece]) -> Signature:
     leaves, shape = tree_flatten([tuple(piece) for piece in pieces])
-    return (str(shape), *((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf
-                          for leaf in leaves))  # fmt: skip
-
-
-def _clone(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+    return (
+        str(shape),
+        *((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves),
+    )
 
 
 def _inputs(pieces: Sequence[Piece]) -> list[Tensor]:
@@ -439,16 +419,12 @@ def nested(optimizer: Optimizer) -> list[Optimizer]:
 
 @contextmanager
 def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
-    both = [(x._optimizer_step_pre_hooks, x._optimizer_step_post_hooks) for x in nested(optimizer)]
-    tables: list[Any] = [table for pair in both for table in pair]
-    before = [table.copy() for table in tables]
-    for table in tables:
-        table.clear()
-    try:
+    with ExitStack() as stack:
+        for one in nested(optimizer):
+            for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+                stack.callback(setattr, one, name, getattr(one, name))
+                setattr(one, name, OrderedDict())
         yield
-    finally:
-        for table, hooks in zip(tables, before, strict=True):
-            table.update(hooks)
 
 
 def _call(hooks: dict[int, Any], optimizer: Optimizer) -> None:

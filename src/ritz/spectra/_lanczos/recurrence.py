@@ -12,7 +12,9 @@ from torch import Tensor
 from ritz._core.checks import is_below
 from ritz._core.distributed import Group, all_gather_rows, all_sum, shard
 from ritz._core.progress import Progress
+from ritz._core.random import resolve_generator
 from ritz._core.results import power_of_two
+from ritz._core.sampling import draw_probes
 from ritz.operators import LinearOperator
 
 Placement = Literal["device", "host", "spread"]
@@ -312,6 +314,16 @@ class Recurrence:
         if not last:
             self._push(vector, beta / self.unit)
 
+    def is_noise(self, norm: float) -> bool:
+        """End the run after its first step if all products so far are roundoff.
+
+        So it is if the start vector is in the kernel of an operator of this norm.
+        """
+        noise = not self.kept and is_below(self.scale, TUNING.breakdown * self.eps * norm)
+        if noise:
+            self.alphas, self.betas, self.basis.size = self.alphas[:1], [0.0], 1
+        return noise
+
     def projected(self) -> Tensor:
         r"""Return :math:`T = V A V^\top`, ``(size, size)``, float64 on the CPU."""
         diagonal = np.concatenate([self.kept, self.alphas])
@@ -601,7 +613,8 @@ def step(op: LinearOperator, runs: Sequence[Recurrence], *, last: bool = False) 
         try:
             run.absorb(product.contiguous(), last=last)
         except AsymmetryError as error:
-            raise ValueError(_diagnosis(op, vector, error)) from error
+            if not run.is_noise(_norm(op)):
+                raise ValueError(_diagnosis(op, vector, error)) from error
 
 
 def advance(
@@ -633,6 +646,12 @@ def advance(
             bar.update(done + 1)
         if between is not None and not last:
             between(done + 1)
+
+
+def _norm(op: LinearOperator) -> float:
+    """Return a lower bound of the norm, by a random vector."""
+    probe = draw_probes(op, 1, kind="gaussian", generator=resolve_generator(None))
+    return float(op.matmat(probe).norm() / probe.norm())
 
 
 def _diagnosis(op: LinearOperator, vector: Tensor, error: AsymmetryError) -> str:
