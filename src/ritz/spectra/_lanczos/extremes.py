@@ -467,7 +467,7 @@ def _count_below(op: DenseOperator | SparseOperator, shift: float) -> int:
         # D has blocks of order 1 and 2.
         signs = scipy.linalg.eigvalsh_tridiagonal(pivots.diagonal(), pivots.diagonal(1))
         return int((signs < 0).sum())
-    rows = cast(SparseOperator, op).matrix.cpu().double()
+    rows = op.matrix.cpu().double()
     parts = (rows.values().numpy(), rows.col_indices().numpy(), rows.crow_indices().numpy())
     shifted = scipy.sparse.csc_array(parts, shape=op.shape) - shift * scipy.sparse.eye_array(
         op.shape[0], format="csc"
