@@ -35,7 +35,7 @@ ESTIMATORS = {
     "hutch++": lambda op: ritz.trace(op, method="hutch++", rtol=1e-3),
     "diagonal": lambda op: ritz.spectra.diagonal(op, rtol=1e-3),
     "frobenius_norm": lambda op: ritz.frobenius_norm(op, rtol=1e-3),
-    "trace_function": lambda op: ritz.trace_function(op, torch.exp, rtol=1e-3),
+    "trace_function": lambda op: ritz.trace_function(op, torch.exp, num_steps=10, rtol=1e-3),
     "logdet": lambda op: ritz.logdet(op, rtol=1e-3),
 }
 
@@ -60,7 +60,7 @@ def test_a_product_that_is_not_finite_gives_an_error_or_a_failed_status(name, ca
     calls = 0  # of the estimator alone
     try:
         result = ESTIMATORS[name](op)
-    except (ValueError, ritz.NotConvergedError):
+    except (ValueError, RuntimeError):
         return
     assert calls < call or not result.status.ok
 

@@ -420,7 +420,7 @@ class _Search:
             )
         n = self.op.shape[0]
         for side, edge in edges.items():
-            below = _count_below(self.op, edge)
+            below = _count_below(cast("SparseOperator", self.op), edge)
             beyond = int((side * values > side * edge).sum())
             if beyond != (below if side < 0 else n - below):
                 return False
@@ -458,7 +458,7 @@ class _Search:
         self.progress["next_check"] = self.run.size + TUNING.patience
 
 
-def _count_below(op: LinearOperator, shift: float) -> int:
+def _count_below(op: DenseOperator | SparseOperator, shift: float) -> int:
     """Return the number of eigenvalues below a shift, which is the number of negative pivots."""
     # Sylvester: A - s I = L D L' has as many negative eigenvalues as D.
     if isinstance(op, DenseOperator):
@@ -467,7 +467,7 @@ def _count_below(op: LinearOperator, shift: float) -> int:
         # D has blocks of order 1 and 2.
         signs = scipy.linalg.eigvalsh_tridiagonal(pivots.diagonal(), pivots.diagonal(1))
         return int((signs < 0).sum())
-    rows = cast(SparseOperator, op).matrix.cpu().double()
+    rows = op.matrix.cpu().double()
     parts = (rows.values().numpy(), rows.col_indices().numpy(), rows.crow_indices().numpy())
     shifted = scipy.sparse.csc_array(parts, shape=op.shape) - shift * scipy.sparse.eye_array(
         op.shape[0], format="csc"
