@@ -200,9 +200,6 @@ def test_batches_written_into_the_same_memory_are_copied(model):
 
 
 def test_samples_raises_if_batches_cannot_be_joined(model):
-    risk = Risk(model, CE, vectors(4, 3), count=lambda batch: 2 * len(batch[0]))
-    with pytest.raises(ValueError, match="one row per sample, got none with 8 rows"):
-        risk.samples(torch.arange(3))
     scaled = [(x, torch.tensor(float(k)), y) for k, (x, y) in enumerate(vectors(4, 3))]
     risk = Risk(model, CE, scaled, forward=lambda model, b: (model(b[0]) * b[1], b[2]))
     with pytest.raises(ValueError, match="all other values are equal"):

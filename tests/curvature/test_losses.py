@@ -217,3 +217,45 @@ def test_a_convex_loss_without_a_forward_rule_has_a_gauss_newton_matrix():
     op = ggn(Risk(model, nn.HuberLoss(), data))
     torch.testing.assert_close(op.dense(), ggn(Risk(model, huber, data)).dense())
     assert op.products.plan.startswith("reverse twice")
+
+
+WEIGHT = torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("options", [{}, {"weight": WEIGHT}, {"ignore_index": 1}])
+def test_log_probabilities_with_nll_have_the_gauss_newton_matrix_of_cross_entropy(options):
+    model = mlp().double()
+    with_log = nn.Sequential(model, nn.LogSoftmax(1))
+    logits = Risk(model, nn.CrossEntropyLoss(**options), vectors(6))
+
+    for loss_fn in (nn.NLLLoss(**options), partial(functional.nll_loss, **options)):
+        risk = Risk(with_log, loss_fn, vectors(6))
+        matrix = ggn(risk, engine="eager").dense()
+        torch.testing.assert_close(matrix, ggn(logits, engine="eager").dense())
+        assert risk.loss() == pytest.approx(logits.loss())
+
+
+def test_fisher_matrices_of_nll_equal_those_of_cross_entropy():
+    model = mlp().double()
+    logits = Risk(model, CE, vectors(6))
+    risk = Risk(nn.Sequential(model, nn.LogSoftmax(1)), nn.NLLLoss(), vectors(6))
+    for kind in ("monte_carlo", "empirical"):
+        torch.testing.assert_close(
+            fisher(risk, kind=kind).dense(), fisher(logits, kind=kind).dense()
+        )
+
+
+def test_nll_of_outputs_that_are_no_log_probabilities_raises():
+    with pytest.raises(ValueError, match=r"log-probabilities for NLLLoss, .*add nn\.LogSoftmax"):
+        Risk(mlp().double(), nn.NLLLoss(), vectors(6))
+
+
+def test_a_gauss_newton_matrix_that_is_zero_warns():
+    def likelihood(outputs, target):
+        return -outputs.gather(1, target[:, None]).mean()
+
+    risk = Risk(nn.Sequential(mlp().double(), nn.LogSoftmax(1)), likelihood, vectors(6))
+    with pytest.warns(
+        UserWarning, match="linear in the outputs, so the Gauss-Newton matrix is zero"
+    ):
+        ggn(risk)

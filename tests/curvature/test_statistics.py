@@ -215,11 +215,26 @@ def test_statistics_of_samples_raise_if_samples_depend_on_each_other_or_have_no_
     )
     with pytest.raises(ValueError, match=r"gradient_statistics\(by='sample'\) needs batch_norm="):
         gradient_statistics(risk)
-    tokens = Risk(
-        network(), functional.cross_entropy, [(inputs(), labels())], count=lambda batch: 99
+    names = Risk(
+        network(),
+        functional.cross_entropy,
+        [["a file with all samples"]],
+        forward=lambda model, batch: (model(inputs()), labels()),
+        count=lambda batch: 99,
     )
     with pytest.raises(ValueError, match="one row for each of 99 samples"):
-        gradient_statistics(tokens)
+        gradient_statistics(names)
+
+
+def test_samples_that_are_counted_otherwise_have_the_weight_of_their_batch():
+    data = [(inputs(), labels()), (inputs()[:3], labels()[:3])]
+    risk = Risk(network(), functional.cross_entropy, data, count=lambda batch: 99)
+    parts = [Risk(network(), functional.cross_entropy, [batch]) for batch in data]
+    statistics = gradient_statistics(risk)
+    alone = [gradient_statistics(part) for part in parts]
+    assert statistics.num_gradients == sum(part.num_samples for part in parts)
+    torch.testing.assert_close(statistics.mean, (alone[0].mean + alone[1].mean) / 2)
+    assert statistics.mean_square == pytest.approx(sum(one.mean_square for one in alone) / 2)
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,12 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ritz import diagonal, trace
-from ritz.curvature import Risk, ggn
+from ritz.curvature import Risk, fisher, ggn, kfac
 from ritz.curvature import _exact as structure
 from ritz.curvature import _sample_gradients as rules
 from ritz.curvature._exact import structure_plan
 from ritz.curvature._modes import Limits
+from ritz.operators import exact
 
 
 @pytest.mark.parametrize("build", CASES.values(), ids=CASES.keys())
@@ -271,3 +272,56 @@ def test_layers_with_an_older_kind_of_norm_go_through_the_whole_model(wrap):
     dense = ggn(risk, engine="eager").dense()
     torch.testing.assert_close(ggn_diagonal(risk), dense.diagonal())
     assert ggn_trace(risk) == pytest.approx(float(dense.trace()), rel=1e-10)
+
+
+def twice_for_large_inputs(self, x):
+    hidden = self.a(x).tanh()
+    return self.b(self.a(hidden).tanh() if x.abs().max() > 3 else hidden)
+
+
+def test_control_flow_that_differs_in_a_later_batch_leaves_the_trace_to_products():
+    model = randomised(Function(twice_for_large_inputs, a=nn.Linear(3, 3), b=nn.Linear(3, 2)))
+    small, large = noise(5, 3).clamp(-2, 2), noise(5, 3).clamp(-2, 2)
+    large[0, 0] = 9.0
+    risk = Risk(model, CROSS_ENTROPY, [(small, labels(2, 5)), (large, labels(2, 5))])
+
+    estimate = trace(ggn(risk, engine="eager"))
+
+    assert "by structure" not in estimate.method
+    assert float(estimate) == pytest.approx(float(ggn(risk, engine="eager").dense().trace()))
+
+
+def tokens(batch):
+    return int((batch[1] != -100).sum())
+
+
+def test_counting_tokens_does_not_turn_off_the_structure():
+    model = randomised(nn.Sequential(nn.Embedding(6, 4), nn.Tanh(), nn.Linear(4, 6)))
+    x = labels(6, 20).view(5, 4)
+    y = torch.where(x > 3, -100, x)
+    risk = Risk(
+        model,
+        nn.CrossEntropyLoss(),
+        [(x, y), (x[:2], y[:2])],
+        forward=lambda model, batch: (model(batch[0]).transpose(1, 2), batch[1]),
+        count=tokens,
+    )
+    outputs = [(model(x).transpose(1, 2), y), (model(x[:2]).transpose(1, 2), y[:2])]
+    weights = [tokens(batch) / risk.num_samples for batch in outputs]
+
+    op = ggn(risk, engine="eager")
+    second_moment = fisher(risk, kind="empirical", engine="eager")
+
+    assert risk.num_samples == tokens((x, y)) + tokens((x[:2], y[:2]))
+    torch.testing.assert_close(exact(op, "diagonal").value, op.dense().diagonal())
+    assert exact(op, "trace").value == pytest.approx(float(op.dense().trace()))
+    assert kfac(risk).shape == op.shape
+    # tr F = sum_b w_b mean_i |g_i|^2, with the mean of g_i the gradient of the batch.
+    squares = 0.0
+    for weight, (logits, target) in zip(weights, outputs, strict=True):
+        terms = functional.cross_entropy(logits, target, reduction="none").sum(1)
+        for term in terms * len(terms) / tokens((None, target)):
+            gradients = torch.autograd.grad(term, list(model.parameters()), retain_graph=True)
+            norm = sum(float(gradient.square().sum()) for gradient in gradients)
+            squares += weight * norm / len(terms)
+    assert float(second_moment.dense().trace()) == pytest.approx(squares)

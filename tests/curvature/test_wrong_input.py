@@ -11,15 +11,21 @@ from torch.utils.data import TensorDataset
 
 from ritz.curvature import (
     Risk,
+    block_diagonal,
     curvature_operator,
+    distance,
     fisher,
     ggn,
     gradient_covariance,
+    gradient_statistics,
     hessian,
+    kfac,
+    summary,
 )
 from ritz.curvature import _risk as risks
 from ritz.curvature._modes import Limits
 from ritz.curvature._shared import batch_products
+from ritz.measures import sharpness
 
 CE = functional.cross_entropy
 NAN = float("nan")
@@ -221,6 +227,16 @@ def test_wrong_options_of_a_risk_raise(model, options, error, match):
 def test_a_model_that_is_no_module_raises():
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got function"):
         Risk(mlp, CE, vectors(4))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [hessian, ggn, fisher, gradient_covariance, block_diagonal, kfac, summary, gradient_statistics,
+     partial(distance, initial=torch.zeros(1)), sharpness],
+)  # fmt: skip
+def test_a_model_in_place_of_a_risk_raises(model, call):
+    with pytest.raises(TypeError, match=r"risk must be ritz\.Risk\(model, .*, got Sequential"):
+        call(model)
 
 
 def test_complex_parameters_raise():

@@ -95,6 +95,24 @@ def test_num_products_is_the_number_of_products_computed():
     assert row.status.outcome == "completed"
 
 
+class WithLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x, labels):
+        return {"loss": nn.functional.cross_entropy(self.layer(x), labels)}
+
+
+def test_an_impossible_matrix_raises_before_the_first_product(monkeypatch):
+    batch = {"x": torch.ones(4, 3), "labels": torch.tensor([0, 1, 0, 1])}
+    risk = Risk(WithLoss(), None, [batch])
+    monkeypatch.setattr("ritz.measures._sharpness.lanczos_block", None)
+
+    with pytest.raises(ValueError, match=r"ggn\(\) needs outputs that are separate from the loss"):
+        sharpness(risk, matrix=("hessian", "ggn"))
+
+
 def test_trace_is_exact_if_the_operator_knows_it(monkeypatch):
     risk = risk_of(network())
     options = {"num_steps": 3, "num_probes": 2, "matrix": ("ggn",), "engine": "eager"}

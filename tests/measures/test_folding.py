@@ -125,6 +125,15 @@ FOLDED = {
     "called twice": (Twice(), (4, 3)),
     "input decides": (nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), Unclear()), (4, 3)),
     "nested": (nn.Sequential(nn.Sequential(nn.Linear(3, 4)), nn.BatchNorm1d(4)), (4, 3)),
+    "identity": (nn.Sequential(nn.Linear(3, 5), nn.Identity(), nn.BatchNorm1d(5)), (4, 3)),
+    "dropout": (
+        nn.Sequential(nn.Conv2d(2, 4, 3), nn.Dropout2d(), nn.Identity(), nn.BatchNorm2d(4)),
+        (2, 2, 5, 5),
+    ),
+    "dropout, input decides": (
+        nn.Sequential(nn.Linear(3, 5), nn.Dropout(), nn.BatchNorm1d(5), Unclear()),
+        (4, 3),
+    ),
 }
 
 
@@ -138,6 +147,30 @@ def test_folded_model_has_the_same_outputs_and_fewer_parameters(name):
     assert not any("BatchNorm" in type(module).__name__ for module in folded.modules())
     affine = "not affine" not in name
     assert size(folded) < size(model) if affine else size(folded) == size(model)
+
+
+def test_a_linear_layer_on_sequences_raises_instead_of_giving_wrong_outputs():
+    model = ready(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))).eval()
+    folded = fold_batch_norm(model)
+
+    with pytest.raises(ValueError, match=r"right for \(n, features\) alone, got \(2, 4, 4\)"):
+        folded(draw(2, 4, 4))
+
+
+def test_a_branch_after_dropout_is_not_folded():
+    class Branch(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.drop, self.norm = nn.Linear(3, 3), nn.Dropout(), nn.BatchNorm1d(3)
+
+        def forward(self, x):
+            y = self.drop(self.linear(x))
+            return self.norm(y) + y
+
+    with pytest.raises(
+        ValueError, match="not the output of a convolution or linear layer used once"
+    ):
+        fold_batch_norm(ready(Branch()))
 
 
 def test_submodules_are_traced_if_the_whole_model_cannot_be():

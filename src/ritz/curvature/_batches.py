@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any, final
 
@@ -39,7 +40,8 @@ class Batches:
         share: ``(k, n)``: this process takes the batches whose number is ``k`` modulo ``n``.
 
     Attributes:
-        sizes: Number of samples in each batch of the data, in all processes.
+        sizes: Number of samples in each batch of the data, by ``count``.
+        rows: Number of rows of the tensors with one row per sample, in each batch.
         held: Whether the batches are in memory.
         defaulted: Whether ``batch_size`` is the default.
     """
@@ -57,6 +59,7 @@ class Batches:
         share: tuple[int, int] = (0, 1),
     ) -> None:
         self._device, self._dtype, (self._rank, self._world) = device, dtype, share
+        self.count = count
         whole = as_one_batch(data)
         self.defaulted = whole is not None and batch_size is None
         if whole is not None:
@@ -75,19 +78,23 @@ class Batches:
             raise TypeError("data must be iterable twice, got an iterator: pass freeze=True")
         if self._compared and isinstance(getattr(data, "sampler", None), RandomSampler):
             raise ValueError(f"data must have a fixed order, got a loader that shuffles: {FREEZE}")
-        self._read(count, room=memory if self._compared else float("inf"))
+        self._read(room=memory if self._compared else float("inf"))
 
-    def _read(self, count: Callable[[Batch], int] | None, room: float) -> None:
+    def _read(self, room: float) -> None:
         """Read the data once: sizes, checksums, and batches in memory while they fit."""
-        self.sizes, self._checksums = list[int](), list[int]()
+        self.sizes, self.rows, self._checksums = list[int](), list[int](), list[int]()
         batches: list[Batch] | None = []
         # A user-defined iterable may write every batch into the same memory.
         reused = not isinstance(self._source, Sequence | DataLoader)
         with _generators_restored(self._source):
             for index, batch in enumerate(map(as_plain, self._source)):
-                size = num_rows(batch, f"batch {index}") if count is None else count(batch)
+                count = self.count or partial(num_rows, name=f"batch {index}")
+                size = count(batch)
                 check_count(f"number of samples in batch {index}", size)
                 self.sizes.append(size)
+                # If tokens are counted, samples are the rows of the first tensor.
+                lengths = [len(tensor) for tensor in tensors(batch) if tensor.ndim]
+                self.rows.append(size if size in lengths else (lengths or [size])[0])
                 if index % self._world != self._rank:
                     continue
                 if self._compared:

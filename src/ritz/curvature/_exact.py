@@ -13,12 +13,13 @@ Reference: Dangel, Kunstner and Hennig (2020).
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ritz._core.batches import is_rows, take_rows
+from ritz._core.batches import is_rows
 from ritz._core.checks import is_below
 from ritz._core.modes import recording
 from ritz.curvature import _sample_gradients as rules
@@ -32,6 +33,7 @@ from ritz.operators._shared import Quantity
 
 Columns = Callable[[int, ForwardPass], Tensor]  # (number, pass) of a batch to (c, *outputs.shape)
 Parts = Iterator[tuple[dict[str, Tensor], Params]]  # derivatives by module; gradients by name
+ELSEWHERE = "it is not possible in another process"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +60,7 @@ class Plan:
         text = f"structure: {self.columns} backward pass{'es' * (self.columns > 1)} per batch"
         if self.whole:
             few = ", ".join(self.whole[:3]) + (", ..." if len(self.whole) > 3 else "")
-            text += f"; through the whole model for {few}, used in several places"
+            text += f"; through the whole model for {few}, which no rule covers"
         return text
 
 
@@ -84,7 +86,7 @@ def structure_plan(risk: Risk, *, roots: bool = True) -> Plan:
         for module, keys in plan.modules.items()
         if not {full_name(module, key) for key in keys} & set(names)
     }
-    reason = plan.gap or ("it is not possible in another process" if gap else "")
+    reason = plan.gap or (ELSEWHERE if gap else "")
     return replace(plan, modules=modules, whole=names, gap=reason)
 
 
@@ -93,32 +95,30 @@ def _plan(risk: Risk, roots: bool) -> Plan:
         return Plan(gap="the Hessian of this loss in the outputs is not known in closed form")
     if not risk.separable:
         return Plan(gap="batch norm in train mode couples samples")
-    for index, context, _ in risk.contexts():
-        size = risk.batch_sizes[index]
-        count = min(LIMITS.checked_samples, size)
-        few = context.rows(slice(0, count), size)
+    for _, context, _ in risk.contexts():
+        few = context.rows(slice(0, LIMITS.checked_samples))
         with risk.settings():
-            return _checked_plan(risk, few, count, LIMITS.max_columns if roots else None)
+            return _checked_plan(risk, few, LIMITS.max_columns if roots else None)
     return Plan(modules=owners(list(risk.space.shapes)))
 
 
-def _checked_plan(risk: Risk, few: Context, size: int, max_columns: int | None) -> Plan:
+def _checked_plan(risk: Risk, few: Context, max_columns: int | None) -> Plan:
     r"""Compare :math:`\sum_i r_i g_i` with one gradient, for random weights and cotangents.
 
     The comparison fails if a parameter is used elsewhere too, if a module does not do what its
     class says, if samples lie along another axis, or if samples depend on each other.
     """
     modules = owners(list(risk.space.shapes))
-    recorded_pass = forward_pass(risk, few, _untied(risk.model, modules), size)
+    recorded_pass = forward_pass(risk, few, _untied(risk.model, modules))
     outputs = recorded_pass.outputs
-    if not is_rows(outputs, size):
+    if not is_rows(outputs, few.size):
         return Plan(gap="the outputs are not one tensor with a row for each sample")
     columns = outputs[0].numel()
     if max_columns is not None and columns > max_columns:
         return Plan(gap=f"{columns} outputs per sample: probes cost less than backward passes")
     rng = torch.Generator().manual_seed(0)
     cotangent = torch.randn(outputs.shape, generator=rng, dtype=torch.float64).to(outputs)
-    weights = torch.rand(size, generator=rng, dtype=torch.float64).to(outputs) + 0.5
+    weights = torch.rand(few.size, generator=rng, dtype=torch.float64).to(outputs) + 0.5
     weighted = cotangent * weights.view(-1, *(1,) * (cotangent.ndim - 1))
     expected = _gradient(risk, few, weighted)
     norm = torch.stack([value.double().norm() for value in expected.values()]).norm()
@@ -183,8 +183,7 @@ def passes(risk: Risk, plan: Plan, columns: Columns) -> Iterator[tuple[float, Fo
     ``(c, batch, *shape)`` of parameters for which the whole model is differentiated.
     """
     for index, context, weight in risk.contexts():
-        size = risk.batch_sizes[index]
-        full = forward_pass(risk, context, plan.modules, size)
+        full = forward_pass(risk, context, plan.modules)
         # An argument may have as many rows as there are samples by coincidence.
         same = {n: call for n, call in full.calls.items() if call.by_sample() == plan.by_sample[n]}
         full = replace(full, calls=same)
@@ -208,13 +207,13 @@ def _whole_gradients(
     risk: Risk, context: Context, names: tuple[str, ...], columns: Tensor
 ) -> Iterator[Params]:
     """Yield gradients ``(c, batch, *shape)`` through the whole model, in parts."""
-    params, size = risk.params, columns.shape[1]
+    params = risk.params
     chosen = {name: params[name] for name in names}
     for part, some in rules.chunks(columns, risk.space.size):
         yield rules.mapped_gradients(
             lambda point, sample: risk.evaluate(params | point, context.on(sample))[0],
             chosen,
-            take_rows(context.samples, some, size),
+            context.samples(some),
             columns[part, some],
         )
 
@@ -231,6 +230,19 @@ def _by_structure(risk: Risk, quantity: Quantity) -> Exact:
     plan = structure_plan(risk)
     if plan.gap:
         return Exact(None, plan.gap)
+    # A later batch may use the modules in other ways than the samples of the plan.
+    total, problem = attempt(partial(_squares, risk, plan, quantity), *UNSUITABLE)
+    failed = torch.tensor(float(bool(problem)), device=risk.theta.device)
+    if float(risk.sum_over_processes(failed)):
+        return Exact(None, problem or ELSEWHERE)
+    total = risk.sum_over_processes(total)
+    if quantity == "trace":
+        return Exact(float(total) + risk.l2 * risk.space.size, plan.note())
+    return Exact(total + risk.l2, plan.note())
+
+
+def _squares(risk: Risk, plan: Plan, quantity: Quantity) -> Tensor:
+    """Return the sums of squares over the batches of this process: the diagonal or its sum."""
     diagonal = {name: torch.zeros_like(value) for name, value in risk.params.items()}
     trace = torch.zeros((), dtype=torch.float64, device=risk.theta.device)
     layers = dict(risk.model.named_modules())
@@ -249,9 +261,7 @@ def _by_structure(risk: Risk, quantity: Quantity) -> Exact:
                     squares = gradient.square().sum((0, 1))
                     diagonal[name].add_(squares, alpha=weight)
                     trace += weight * squares.sum(dtype=torch.float64)
-    if quantity == "trace":
-        return Exact(float(risk.sum_over_processes(trace)) + risk.l2 * risk.space.size, plan.note())
-    return Exact(risk.sum_over_processes(risk.space.flatten(diagonal)) + risk.l2, plan.note())
+    return trace if quantity == "trace" else risk.space.flatten(diagonal)
 
 
 @exact.register
@@ -265,8 +275,23 @@ def _(op: GGNOperator, quantity: Quantity) -> Exact:
 # If linear layers and piecewise-linear functions use every parameter once, the outputs are linear
 # in each single parameter: d^2 f / d theta_p^2 = 0, and so H_pp = G_pp.
 
+
+@final
+class Rows(nn.Identity):
+    """The identity on ``(n, features)``; other shapes raise."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the input."""
+        if input.ndim != 2:
+            raise ValueError(
+                "batch norm folded into a linear layer is right for (n, features) alone, got "
+                f"{tuple(input.shape)}: use the model without folding"
+            )
+        return input
+
+
 LEAVES = {
-    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d,
+    Rows, nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d,
     nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
     nn.ReLU, nn.LeakyReLU, nn.Identity, nn.Flatten, nn.Unflatten,
     nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d,

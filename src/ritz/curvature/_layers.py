@@ -19,7 +19,7 @@ from ritz.curvature._exact import Columns, passes, root_columns, structure_plan
 from ritz.curvature._matrices import MATRICES, CurvatureMatrix, curvature_operator
 from ritz.curvature._modes import LIMITS, Selection, select_names
 from ritz.curvature._products import EngineName
-from ritz.curvature._risk import Risk
+from ritz.curvature._risk import Risk, check_risk
 from ritz.curvature._sample_gradients import Call, ForwardPass, full_name, owners
 from ritz.operators import BlockDiagonalOperator, Exact, LinearOperator, exact
 from ritz.operators._shared import Quantity
@@ -50,6 +50,7 @@ def block_diagonal(
         engine: ``auto`` (the default) is ``linearized`` if the model can be traced, else ``eager``.
         memory: Bytes for cached linearisations of all blocks.
     """
+    check_risk(risk)
     check_choice("matrix", matrix, MATRICES)
     names = list(risk.space.shapes)
     groups = [[full_name(module, key) for key in keys] for module, keys in owners(names).items()]

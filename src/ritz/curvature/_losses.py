@@ -24,6 +24,11 @@ Kind = Literal["cross_entropy", "binary_cross_entropy", "squared_error"]
 
 _KINDS: dict[Any, Kind] = {
     nn.CrossEntropyLoss: "cross_entropy",
+    # Log-probabilities f = log softmax(z) satisfy softmax(f) = softmax(z) and logsumexp(f) = 0.
+    # Cross-entropy of f is then their negative log likelihood, with the same Gauss-Newton matrix
+    # as cross-entropy of z, while -f_y alone is linear and has none.
+    nn.NLLLoss: "cross_entropy",
+    functional.nll_loss: "cross_entropy",
     nn.BCEWithLogitsLoss: "binary_cross_entropy",
     nn.MSELoss: "squared_error",
     functional.cross_entropy: "cross_entropy",
@@ -175,6 +180,24 @@ def _described(loss_fn: Any) -> tuple[Kind | None, dict[str, Any]]:
     return _KINDS.get(loss_fn) if callable(loss_fn) and loss_fn.__hash__ else None, options
 
 
+def _takes_log_probabilities(loss_fn: Any) -> bool:
+    while isinstance(loss_fn, partial):
+        loss_fn = loss_fn.func
+    return isinstance(loss_fn, nn.NLLLoss) or loss_fn is functional.nll_loss
+
+
+def check_log_probabilities(loss_fn: Any, outputs: Any) -> None:
+    """Raise unless the outputs are log-probabilities, if the loss needs them."""
+    if _takes_log_probabilities(loss_fn) and isinstance(outputs, Tensor) and outputs.ndim > 1:
+        total = float(outputs.detach().double().exp().sum(1).sub(1).abs().max())
+        # Half of the digits: log(p + 1e-8) instead of log(p) passes.
+        if not total <= torch.finfo(outputs.dtype).eps ** 0.5:
+            raise ValueError(
+                "model must return log-probabilities for NLLLoss, but probabilities sum to one up "
+                f"to {total:.2g}: add nn.LogSoftmax(1), or use nn.CrossEntropyLoss"
+            )
+
+
 def output_hessian(
     loss_fn: Any, outputs: Any, target: Any, tangent: Any, reverse: bool = False
 ) -> Any:
@@ -185,6 +208,8 @@ def output_hessian(
     known = known_loss(loss_fn)
     if known is not None:
         return known.hessian(outputs, target, tangent)
+    if _takes_log_probabilities(loss_fn):
+        loss_fn = partial(functional.cross_entropy, **_described(loss_fn)[1])
     gradient = grad(lambda point: loss_fn(point, target))
     if reverse:
         return vjp(gradient, outputs)[1](tangent)[0]
@@ -200,13 +225,9 @@ def sample_losses(loss_fn: Any, outputs: Tensor, target: Any) -> Tensor:
     known = known_loss(loss_fn)
     if known is None or known.kind != "cross_entropy" or target.is_floating_point():
         return losses_alone(loss_fn, outputs, target)
-    terms = functional.cross_entropy(
-        outputs,
-        target,
-        reduction="none",
-        ignore_index=known.ignore_index,
-        label_smoothing=known.smoothing,
-    )
+    entropy = partial(functional.cross_entropy, label_smoothing=known.smoothing)
+    call = functional.nll_loss if _takes_log_probabilities(loss_fn) else entropy
+    terms = call(outputs, target, reduction="none", ignore_index=known.ignore_index)
     shares = terms * known.weights(target, outputs)
     return shares.reshape(len(outputs), -1).sum(1) * len(outputs)
 

@@ -1,5 +1,6 @@
 """Hessian, Gauss-Newton and Fisher matrices of a risk, and the covariance of gradients."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Literal, Unpack, final
@@ -14,7 +15,7 @@ from ritz._core.random import resolve_generator
 from ritz.curvature._losses import KnownLoss, known_loss, output_hessian, sample_losses
 from ritz.curvature._modes import Context, Params
 from ritz.curvature._products import Column, CurvatureOperator, ProductOptions, Products
-from ritz.curvature._risk import Risk
+from ritz.curvature._risk import Risk, check_risk
 from ritz.operators import LowRankOperator
 from ritz.operators._shared import SumOperator
 
@@ -44,7 +45,7 @@ def hessian(risk: Risk, **options: Unpack[ProductOptions]) -> HessianOperator:
         memory: Bytes for cached linearisations. Defaults to 2 GiB, or half the free GPU memory.
         block_size: Columns multiplied at once. Defaults to 8; to 1 for convolutions on the CPU.
     """
-    _check_risk(risk)
+    check_risk(risk)
     ways = (
         ("forward over reverse", partial(_hessian_product, False)),
         ("reverse over reverse", partial(_hessian_product, True)),
@@ -132,23 +133,24 @@ def ggn(risk: Risk, **options: Unpack[ProductOptions]) -> GGNOperator:
         block_size: Columns multiplied at once. Defaults to 8; to 1 for convolutions on the CPU.
     """
     require_outputs(risk, "ggn()")
+    if risk.linear_loss:
+        warnings.warn(
+            "the loss is linear in the outputs, so the Gauss-Newton matrix is zero: if the model "
+            "returns log-probabilities, use nn.NLLLoss, or logits with nn.CrossEntropyLoss",
+            stacklevel=2,
+        )
     ways = _jacobian_ways(Risk.evaluate, lambda context, *call: output_hessian(risk.loss_fn, *call))
     return GGNOperator(Products(risk, ways, shift=risk.l2, **options))
 
 
 def require_outputs(risk: Risk, caller: str) -> None:
     """Raise unless the risk has outputs that are separate from its loss."""
-    _check_risk(risk)
+    check_risk(risk)
     if risk.loss_fn is None:
         raise ValueError(
             f"{caller} needs outputs that are separate from the loss, got a risk with "
             "loss_fn=None: pass loss_fn to Risk, and forward if necessary"
         )
-
-
-def _check_risk(risk: Any) -> None:
-    if not isinstance(risk, Risk):
-        raise TypeError(f"risk must be a ritz.Risk, got {type(risk).__name__}")
 
 
 # ------------------------------------------------------------------------------------------

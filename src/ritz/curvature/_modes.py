@@ -76,29 +76,32 @@ class Context:
         constants: Frozen parameters, parameters that were not chosen, and buffers, by name.
         batch: The samples.
         masks: Masks of the dropout layers in the order of their calls; ``None`` without dropout.
+        size: Number of samples in the batch.
         extra: Further data of an operator, such as drawn labels.
     """
 
     constants: Params
     batch: Batch
     masks: list[Tensor] | None
+    size: int
     extra: Any = None
 
-    @property
-    def samples(self) -> Batch:
-        """All that may have one row per sample."""
-        return self.batch, self.masks, self.extra
+    def rows(self, part: slice) -> "Context":
+        """Return the context of some of the samples."""
+        batch, masks, extra = self.samples(part)
+        return Context(self.constants, batch, masks, len(range(self.size)[part]), extra)
 
-    def on(self, samples: Batch) -> "Context":
-        """Return the context of other samples, in the form of :attr:`samples`."""
-        return Context(self.constants, *samples)
+    def samples(self, part: slice) -> Batch:
+        """Return everything that may have one row per sample, for some of the samples."""
+        return take_rows((self.batch, self.masks, self.extra), part, self.size)
 
-    def rows(self, part: slice, size: int) -> "Context":
-        """Return the context of some samples of a batch of ``size`` samples."""
-        return self.on(take_rows(self.samples, part, size))
+    def on(self, sample: Batch) -> "Context":
+        """Return the context of a single sample, in the form of :meth:`samples`."""
+        batch, masks, extra = sample
+        return Context(self.constants, batch, masks, 1, extra)
 
 
-_pytree.register_dataclass(Context, field_names=["constants", "batch", "masks", "extra"])
+_pytree.register_dataclass(Context, field_names=["constants", "batch", "masks", "size", "extra"])
 
 
 def copy_state(

@@ -129,13 +129,12 @@ class Products:
         for index, context, weight in self.risk.contexts():
             if (extra := self.extra(index)) is not None:
                 context = replace(context, extra=extra)
-            size = self.risk.batch_sizes[index]
             while True:
                 try:
-                    product = self._batch(vectors, index, context, size)
+                    product = self._batch(vectors, index, context)
                     break
                 except torch.OutOfMemoryError as error:
-                    self._cut(len(vectors), size, error)
+                    self._cut(len(vectors), context.size, error)
                 except (NotImplementedError, RuntimeError) as error:
                     if min(len(vectors), self.block_size) == 1:
                         raise
@@ -144,15 +143,15 @@ class Products:
                     self._plan += f" (one column at a time: {first_line(error)})"
             yield weight, product.T
 
-    def _batch(self, vectors: Tensor, index: int, context: Context, size: int) -> Tensor:
+    def _batch(self, vectors: Tensor, index: int, context: Context) -> Tensor:
+        size = context.size
         if self._chunk is None or size <= self._chunk:
             return self._part(vectors, (index, 0), context)
         total = torch.zeros_like(vectors)
         # A_b = sum_p (n_p / n_b) A_p over the parts p of the batch, as its loss is a mean.
         for start in range(0, size, self._chunk):
             stop = min(start + self._chunk, size)
-            part = context.rows(slice(start, stop), size)
-            product = self._part(vectors, (index, start), part)
+            product = self._part(vectors, (index, start), context.rows(slice(start, stop)))
             total.add_(product, alpha=(stop - start) / size)
         return total
 

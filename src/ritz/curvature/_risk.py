@@ -93,6 +93,8 @@ class Risk:
             ``named_parameters()``.
         space: Their names and shapes.
         num_samples: :math:`N`, over all processes.
+        linear_loss: Whether the loss is linear in the outputs of the first batch, so that its
+            Gauss-Newton matrix is zero.
     """  # noqa: D205
 
     def __init__(
@@ -145,6 +147,7 @@ class Risk:
         self._first = 0  # number of the first batch, which seeds its masks
         self._statistics: Params | None = None
         self._sample_gaps: dict[bool, str] = {}
+        self.linear_loss = False
         self._outputs: Any = None  # outputs of one sample, to check labels against
         self._outputs = _inspect_first_batch(self)
         if self._batches.held:
@@ -223,7 +226,7 @@ class Risk:
         """Return the risk of one batch of this process, for this process alone."""
         for number, batch in self._batches:
             if number == index:
-                other = self._on_batches([batch], [self.batch_sizes[number]])
+                other = self._on_batches([batch])
                 other._first = self._first + number
                 return other
         raise IndexError(f"index must be between 0 and {self.num_batches - 1}, got {index}")
@@ -245,10 +248,7 @@ class Risk:
         batch, size = self.join_batches()
         for end in indices.aminmax():
             check_range("indices", int(end), low=0, high=size - 1)
-        parts = indices.split(batch_size)
-        return self._on_batches(
-            [take_rows(batch, part, size) for part in parts], [*map(len, parts)]
-        )
+        return self._on_batches([take_rows(batch, p, size) for p in indices.split(batch_size)])
 
     # For operators
 
@@ -264,8 +264,13 @@ class Risk:
 
     @property
     def batch_sizes(self) -> list[int]:
-        """Number of samples in each batch."""
+        """Number of samples in each batch, as ``count`` counts them."""
         return self._batches.sizes
+
+    @property
+    def batch_rows(self) -> list[int]:
+        """Number of samples in each batch that can be taken apart, one per row."""
+        return self._batches.rows
 
     @property
     def separable(self) -> bool:
@@ -307,7 +312,7 @@ class Risk:
         if not self._batches.held:
             raise ValueError("data must be in memory to choose samples: pass freeze=True")
         numbers, batches = zip(*self._batches, strict=True)
-        sizes = [self.batch_sizes[number] for number in numbers]
+        sizes = [self.batch_rows[number] for number in numbers]
         return join_rows(batches, sizes), sum(sizes)
 
     def contexts(self) -> Iterator[tuple[int, Context, float]]:
@@ -321,7 +326,7 @@ class Risk:
         for index, batch in self._batches:
             if not self._batches.held:
                 self._check_labels(index, batch)
-            context = Context(constants, batch, self._masks(index, batch))
+            context = Context(constants, batch, self._masks(index, batch), self.batch_rows[index])
             yield index, context, self.batch_sizes[index] / self.num_samples
 
     def sum_over_processes(self, tensor: Tensor) -> Tensor:
@@ -381,7 +386,7 @@ class Risk:
             return None
         index += self._first
         if index not in self._mask_shapes:
-            context = Context(self._constants, batch, None)
+            context = Context(self._constants, batch, None, 0)
             with torch.no_grad(), self.settings():
                 self._mask_shapes[index] = modes.dropout_shapes(
                     self.model, lambda: self.evaluate(self.params, context)
@@ -410,12 +415,10 @@ class Risk:
             self.diagnose()
             raise ValueError("loss and gradient must be finite, got NaN or Inf in another process")
 
-    def _on_batches(self, batches: list[Batch], sizes: list[int]) -> "Risk":
-        other = self._changed(sharing="none", num_samples=sum(sizes))
-        remaining = iter(sizes)
-        other._batches = Batches(
-            batches, device=self.theta.device, count=lambda batch: next(remaining)
-        )
+    def _on_batches(self, batches: list[Batch]) -> "Risk":
+        other = self._changed(sharing="none")
+        other._batches = Batches(batches, device=self.theta.device, count=self._batches.count)
+        other.num_samples = sum(other.batch_sizes)
         if self.batch_norm == "recomputed":
             # The statistics are those of all data, of which these are a part.
             other.batch_norm, other._constants = "eval", self.constants()
@@ -427,6 +430,13 @@ class Risk:
         for name, value in changes.items():
             setattr(other, name, value)
         return other
+
+
+def check_risk(risk: Any) -> None:
+    """Raise unless the argument of a function is a risk."""
+    if not isinstance(risk, Risk):
+        kind = type(risk).__name__
+        raise TypeError(f"risk must be ritz.Risk(model, loss_fn, data), got {kind}")
 
 
 # ------------------------------------------------------------------------------------------
@@ -452,6 +462,13 @@ def _inspect_first_batch(risk: Risk) -> Any:
                 kind = type(outputs).__name__
                 raise TypeError(f"model must return a tensor for this loss, got {kind}: {FORWARD}")
             check_labels(risk.loss_fn, outputs, target, f"batch {index}")
+            losses.check_log_probabilities(risk.loss_fn, outputs)
+            if known is None and isinstance(outputs, Tensor) and risk.loss_fn is not None:
+                # The Hessian in the outputs times a vector without a special direction.
+                vector = torch.linspace(1, 2, outputs.numel()).to(outputs).view_as(outputs)
+                call = partial(losses.output_hessian, risk.loss_fn, outputs, target, vector)
+                curvature, problem = attempt(partial(call, reverse=True), *UNSUITABLE)
+                risk.linear_loss = not problem and not bool(curvature.any())
             first = risk.adapter.loss(outputs, target)
             again = risk.batch_loss(risk.params, context)
         _check_loss(first, index)
@@ -482,11 +499,10 @@ def _check_not_sum(risk: Risk, context: Context, index: int) -> None:
     """Raise if the loss of a few samples doubles when each of them comes twice: it is a sum."""
     if not risk.separable or context.masks is not None:
         return
-    size = risk.batch_sizes[index]
-    few = torch.arange(min(4, size), device=risk.theta.device)
+    few = torch.arange(min(4, context.size), device=risk.theta.device)
 
     def loss(repeats: int) -> float:
-        batch = take_rows(context.batch, few.repeat(repeats), size)
+        batch = take_rows(context.batch, few.repeat(repeats), context.size)
         return float(risk.batch_loss(risk.params, replace(context, batch=batch)))
 
     with torch.no_grad(), risk.settings():
@@ -509,7 +525,7 @@ def _sample_gap(risk: Risk, alone: bool) -> str:
     if alone and not risk.separable:
         return "the samples of a batch must not depend on each other, got batch_norm='train'"
     for index, context, _ in risk.contexts():
-        size = risk.batch_sizes[index]
+        size = context.size
         with torch.no_grad(), risk.settings():
             outputs, target = risk.evaluate(risk.params, context)
             by_row = risk.loss_fn is not None and is_rows(outputs, size)
@@ -523,11 +539,11 @@ def _sample_gap(risk: Risk, alone: bool) -> str:
             if alone and by_row and size > 1:
                 # The outputs of half a batch must not depend on the other half.
                 half = slice(0, size // 2)
-                apart = risk.evaluate(risk.params, context.rows(half, size))[0]
+                apart = risk.evaluate(risk.params, context.rows(half))[0]
                 gaps.append(("outputs", apart - outputs[half], float(outputs.norm())))
             pair = _gap_by_outputs(risk, outputs, target, alone) if by_row else None
             # Outputs that are not rows, or a loss that vmap cannot evaluate: by gradients.
-            gaps.append(("derivatives", *(pair or _gap_by_gradients(risk, context, size))))
+            gaps.append(("derivatives", *(pair or _gap_by_gradients(risk, context))))
         for name, difference, scale in gaps:
             gap = float(difference.norm())
             if not math.isfinite(gap):
@@ -552,11 +568,11 @@ def _gap_by_outputs(
     return None if problem else (whole - mean, float(whole.norm()))
 
 
-def _gap_by_gradients(risk: Risk, context: Context, size: int) -> tuple[Tensor, float]:
+def _gap_by_gradients(risk: Risk, context: Context) -> tuple[Tensor, float]:
     """Return the difference of the gradients, one sample after the other, and their size."""
     whole, mean, square = risk.batch_gradient(context)[0], torch.zeros_like(risk.theta), 0.0
-    for row in range(size):
-        gradient = risk.batch_gradient(context.rows(slice(row, row + 1), size))[0]
-        mean.add_(gradient, alpha=1 / size)
-        square += float(gradient.double().square().sum()) / size
+    for row in range(context.size):
+        gradient = risk.batch_gradient(context.rows(slice(row, row + 1)))[0]
+        mean.add_(gradient, alpha=1 / context.size)
+        square += float(gradient.double().square().sum()) / context.size
     return whole - mean, math.sqrt(square)

@@ -93,10 +93,8 @@ def full_name(module: str, key: str) -> str:
     return f"{module}.{key}" if module else key
 
 
-def forward_pass(
-    risk: Risk, context: Context, modules: dict[str, tuple[str, ...]], size: int
-) -> ForwardPass:
-    """Evaluate a batch of ``size`` samples and record its modules. Call inside ``settings``.
+def forward_pass(risk: Risk, context: Context, modules: dict[str, tuple[str, ...]]) -> ForwardPass:
+    """Evaluate a batch and record its modules. Needs :meth:`Risk.settings`.
 
     A module is left out if it is not called, is called several times, or does not return one
     tensor with one row per sample.
@@ -121,7 +119,7 @@ def forward_pass(
             stack.callback(hook.remove)
         outputs, target = risk.evaluate(risk.params, context)
     single = {name: each[0] for name, each in calls.items() if len(each) == 1}
-    by_row = {n: c for n, c in single.items() if is_rows(c.output, size) and c.by_sample()}
+    by_row = {n: c for n, c in single.items() if is_rows(c.output, context.size) and c.by_sample()}
     return ForwardPass(outputs=outputs, target=target, calls=by_row)
 
 

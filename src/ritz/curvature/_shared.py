@@ -1,5 +1,6 @@
 """Names for other packages of ritz."""
 
+from ritz.curvature._exact import Rows
 from ritz.curvature._losses import (
     Adapter,
     Forward,
@@ -14,4 +15,5 @@ from ritz.curvature._losses import (
 )
 from ritz.curvature._matrices import MATRICES, CurvatureMatrix, batch_products, require_outputs
 from ritz.curvature._products import ENGINES, EngineName
+from ritz.curvature._risk import check_risk
 from ritz.curvature._statistics import Summary

@@ -9,14 +9,13 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor, nn
 
-from ritz._core.batches import take_rows
 from ritz._core.checks import check_choice, check_count
 from ritz._core.modes import batch_norms
 from ritz._core.progress import Progress, tracking
 from ritz._core.storage import storable
 from ritz.curvature._losses import num_correct
 from ritz.curvature._modes import LIMITS, Context, Params, attempt
-from ritz.curvature._risk import Risk
+from ritz.curvature._risk import Risk, check_risk
 from ritz.curvature._sample_gradients import mapped_gradients
 
 By = Literal["sample", "batch"]
@@ -138,6 +137,7 @@ def summary(risk: Risk) -> Summary:
     Args:
         risk: A :class:`Risk`.
     """
+    check_risk(risk)
     gradient = torch.zeros_like(risk.theta, dtype=torch.float64)
     sums = torch.zeros(3, dtype=torch.float64, device=risk.theta.device)  # loss, correct, labels
     with risk.settings():
@@ -175,6 +175,7 @@ def distance(risk: Risk, initial: Tensor | Mapping[str, Tensor] | nn.Module) -> 
         initial: The other weights: a vector ``(P,)``, a ``state_dict`` or a module. Of a
             ``state_dict`` or a module, the parameters of the risk are used.
     """
+    check_risk(risk)
     start, now = _flatten(risk, initial), risk.theta.double()
     starts = risk.space.unflatten(start)
     layers = {
@@ -239,6 +240,7 @@ def gradient_statistics(
     Reference: Section 5 and Fig. 2 of *Interplay Between Optimization and Generalization of SGD
     with Covariance Noise*.
     """
+    check_risk(risk)
     check_choice("by", by, ("sample", "batch"))
     if chunk_size is None:
         chunk_size = max(1, LIMITS.statistics // risk.space.size)
@@ -248,13 +250,12 @@ def gradient_statistics(
         risk.require_sample_mean(alone=True)
     moments, problems = _Moments(risk), list[str]()
     with tracking(progress, "gradients", risk.num_batches) as bar, risk.settings():
-        for done, (index, context, _) in enumerate(risk.contexts(), 1):
-            size = risk.batch_sizes[index]
+        for done, (_, context, weight) in enumerate(risk.contexts(), 1):
             if by == "batch":
-                moments.add(risk.batch_gradient(context)[0][None], size)
+                moments.add(risk.batch_gradient(context)[0][None], weight)
             else:
-                for chunk in _sample_gradients(risk, context, size, chunk_size, problems):
-                    moments.add(chunk, len(chunk))
+                for chunk in _sample_gradients(risk, context, chunk_size, problems):
+                    moments.add(chunk, weight * len(chunk) / context.size)
             bar.update(done)
     mean, variance, count = moments.totals()
     if not math.isfinite(float(mean.sum() + variance.sum())):
@@ -320,9 +321,9 @@ class _Moments:
 
 
 def _sample_gradients(
-    risk: Risk, context: Context, size: int, chunk_size: int, problems: list[str]
+    risk: Risk, context: Context, chunk_size: int, problems: list[str]
 ) -> Iterator[Tensor]:
-    """Yield chunks ``(c, P)`` of the gradients of a batch of ``size`` samples.
+    """Yield chunks ``(c, P)`` of the gradients of the samples of a batch.
 
     They are vectorised until that fails, which is noted in ``problems``, then one by one.
     """
@@ -330,10 +331,10 @@ def _sample_gradients(
     def loss(params: Params, sample: Any) -> Tensor:
         return risk.batch_loss(params, context.on(sample)).unsqueeze(0)
 
-    for start in range(0, size, chunk_size):
-        stop = min(size, start + chunk_size)
+    for start in range(0, context.size, chunk_size):
+        stop = min(context.size, start + chunk_size)
         if not problems:
-            samples = take_rows(context.samples, slice(start, stop), size)
+            samples = context.samples(slice(start, stop))
             ones = risk.theta.new_ones(1, stop - start)
             call = partial(mapped_gradients, loss, risk.params, samples, ones)
             gradients, problem = attempt(call, RuntimeError, NotImplementedError, ValueError)
@@ -341,5 +342,5 @@ def _sample_gradients(
                 yield torch.cat([gradient[0].flatten(1) for gradient in gradients.values()], 1)
                 continue
             problems.append(problem)
-        rows = (context.rows(slice(row, row + 1), size) for row in range(start, stop))
+        rows = (context.rows(slice(row, row + 1)) for row in range(start, stop))
         yield torch.stack([risk.batch_gradient(row)[0] for row in rows])

@@ -162,9 +162,9 @@ def rank_bound(risk: Risk) -> RankBound:
     counts = torch.zeros(2, dtype=torch.int64, device=risk.theta.device)
     inputs = None
     with torch.no_grad(), risk.settings():
-        for index, context, _ in risk.contexts():
+        for _, context, _ in risk.contexts():
             outputs, target = risk.evaluate(risk.params, context)
-            size = risk.batch_sizes[index]
+            size = context.size
             counts += counts.new_tensor(_terms(known, outputs, target, size))
             samples = [leaf for leaf in tree_leaves(context.batch) if is_rows(leaf, size)]
             inputs = int(samples[0][0].numel()) if samples else None

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.parametrize import is_parametrized
 
 from ritz._core.modes import batch_norms, evaluating
+from ritz.curvature._shared import Rows
 
 Layer = _ConvNd | nn.Linear
 
@@ -28,9 +30,10 @@ def fold_batch_norm(model: nn.Module, *, strict: bool = True) -> nn.Module:
     but its curvature does. Fold batch norm before you compare eigenvalues of networks.
 
     Batch norm is folded into a convolution, transposed convolution or linear layer if its input is
-    the output of that layer and nothing else uses the layer. Calls are traced by ``torch.fx``. If a
-    module cannot be traced, each of its children is traced alone, and neighbours in an
-    ``nn.Sequential`` are taken as pairs. A linear layer is assumed to act on ``(n, features)``.
+    the output of that layer, perhaps through identities and dropout, and nothing else uses the
+    layer. Calls are traced by ``torch.fx``. If a module cannot be traced, each of its children is
+    traced alone, and neighbours in an ``nn.Sequential`` are taken as pairs. A linear layer must act
+    on ``(n, features)``: the copy raises if it is called on ``(n, length, features)``.
 
     Args:
         model: Any model; it is not changed.
@@ -61,7 +64,8 @@ def fold_batch_norm(model: nn.Module, *, strict: bool = True) -> nn.Module:
         raise ValueError(f"batch norm cannot be folded ({listed}); pass strict=False to skip it")
     for layer, norm in pairs:
         _fold(layer, norm)
-        _replace(folded, norm)
+        # Batch norm normalises axis 1, and a linear layer acts on the last axis.
+        _replace(folded, norm, Rows() if isinstance(layer, nn.Linear) else nn.Identity())
     return folded
 
 
@@ -73,7 +77,8 @@ def _pairs(module: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
         graph = fx.Tracer().trace(module)
     except Exception:  # a user-defined forward may fail in any way on the proxies of fx
         if type(module).forward is nn.Sequential.forward:
-            for (before, _), (name, layer) in pairwise(module.named_children()):
+            children = [(n, child) for n, child in module.named_children() if not _passes(child)]
+            for (before, _), (name, layer) in pairwise(children):
                 if isinstance(layer, _BatchNorm):
                     yield prefix + name, prefix + before
         for name, child in module.named_children():
@@ -84,8 +89,13 @@ def _pairs(module: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
         if node.op == "call_module" and isinstance(module.get_submodule(node.target), _BatchNorm):
             source: Any = node.args[0] if node.args else None
             # Only a layer whose output nothing else uses may be scaled.
-            alone = isinstance(source, fx.Node) and len(source.users) == 1
-            target = source.target if alone and source.op == "call_module" else None
+            while called := isinstance(source, fx.Node) and len(source.users) == 1:
+                if source.op != "call_module" or not _passes(
+                    module.get_submodule(str(source.target))
+                ):
+                    break
+                source = source.args[0]
+            target = source.target if called and source.op == "call_module" else None
             sources.setdefault(node.target, []).append(target)
     # How often each module is called, or a tensor of it is read.
     uses = Counter(
@@ -98,6 +108,12 @@ def _pairs(module: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
         # Every call of the batch norm follows a call of one layer, and every call of that layer.
         if first and set(layers) == {first} and len(layers) == uses[first] == uses[name]:
             yield prefix + name, prefix + first
+
+
+def _passes(module: nn.Module) -> bool:
+    """Return whether a module returns its input in eval mode."""
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return not hooks and (type(module) is nn.Identity or isinstance(module, _DropoutNd))
 
 
 def _obstacle(model: nn.Module, layer: Layer, norm: _BatchNorm) -> str:
@@ -143,9 +159,9 @@ def _scaled(layer: Layer, weight: Tensor, scale: Tensor) -> Tensor:
     return (groups * factors).view_as(weight)
 
 
-def _replace(model: nn.Module, norm: nn.Module) -> None:
+def _replace(model: nn.Module, norm: nn.Module, other: nn.Module) -> None:
     # A module may be registered in several places.
     for parent in model.modules():
         for name, child in parent.named_children():
             if child is norm:
-                setattr(parent, name, nn.Identity())
+                setattr(parent, name, other)

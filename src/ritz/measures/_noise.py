@@ -120,7 +120,8 @@ def curvature_variance(
     Reference: Algorithm 8 of *Spectral Machine Learning*, corrected to the formulas above.
     """
     _check_groups(risk)
-    count = risk.num_samples
+    risk.require_sample_mean(alone=True)
+    count = sum(risk.batch_rows)
     if group_size is None:
         group_size = max(1, count // TUNING.num_groups)
     # Fewer than three groups have no standard error.
@@ -135,7 +136,6 @@ def curvature_variance(
     # Groups of one size, as the formula assumes: the rest is left out.
     used = order[: count // group_size * group_size].to(risk.theta.device)
     groups = risk.samples(used, batch_size=group_size)
-    risk.require_sample_mean(alone=True)
     gaps = _contrasts(groups, vectors, matrix, progress)
     # V = (N - 1)/N g/(M - 1) sum |y_j - mean|^2; the mean over contrasts divides by M - 1.
     gaps *= group_size * (count - 1) / count
@@ -193,7 +193,7 @@ def shrinkage(
 
     Reference: Ledoit and Wolf (2004), here for matrices known by their products only.
     """
-    sizes, count = tuple(batch_sizes), risk.num_samples
+    sizes, count = tuple(batch_sizes), sum(risk.batch_rows)
     if not sizes:
         raise ValueError("batch_sizes must not be empty")
     for size in sizes:

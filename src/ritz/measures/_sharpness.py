@@ -18,7 +18,7 @@ from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate, Status, plain_estimate
 from ritz._core.storage import storable
 from ritz.curvature import CurvatureOperator, Risk, curvature_operator, summary
-from ritz.curvature._shared import MATRICES, CurvatureMatrix, EngineName, Summary
+from ritz.curvature._shared import MATRICES, CurvatureMatrix, EngineName, Summary, check_risk
 from ritz.measures._degeneracy import Degeneracy, rank_degeneracy
 from ritz.measures._landscape import random_vectors
 from ritz.operators import exact
@@ -286,6 +286,7 @@ def sharpness(
 
     Reference: *Flatness is a False Friend*.
     """
+    check_risk(risk)
     size = risk.space.size
     num_steps = min(100, size) if num_steps is None else num_steps
     check_count("num_steps", num_steps, high=size)
@@ -295,6 +296,11 @@ def sharpness(
         raise ValueError(f"matrix must be one or several of {', '.join(MATRICES)}; got {matrix!r}")
     for name in matrices:
         check_choice("matrix", name, MATRICES)
+    operator = partial(curvature_operator, engine=engine, block_size=block_size)
+    centres = _modes(risk, batch_norm)
+    for _, centre in centres:
+        for name in matrices:
+            operator(centre, name)  # what is not possible raises before the first product
     generator = resolve_generator(generator)
     start = random_vectors(risk, num_probes, generator)
     settings = {
@@ -319,11 +325,14 @@ def sharpness(
         progress=progress,
     )
     rows, summaries = [], {}
-    for mode, centre in _modes(risk, batch_norm):
+    for mode, centre in centres:
         summaries[mode or ""] = _summary(parts, centre, mode)
         for name in matrices:
-            op = curvature_operator(centre, name, engine=engine, block_size=block_size)
-            rows.append(_row(parts, op, run, start, name, mode, generator.initial_seed()))
+            rows.append(
+                _row(
+                    parts, operator(centre, name), run, start, name, mode, generator.initial_seed()
+                )
+            )
     return Sharpness(
         rows=tuple(rows),
         summaries=summaries,

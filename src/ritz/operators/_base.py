@@ -48,7 +48,7 @@ class LinearOperator(ABC):
             raise ValueError(f"an operator must have at least one row, got {n}")
         if not isinstance(dtype, torch.dtype):
             raise TypeError(
-                f"an operator must be made of torch tensors, got {dtype!r}: see ritz.as_operator"
+                f"an operator must be made of torch tensors, got {dtype!r}: use ritz.as_operator()"
             )
         check_real_floating("an operator", dtype)
         self.shape, self.dtype, self.device = (n, n), dtype, torch.device(device)
