@@ -130,15 +130,16 @@ def eigenpairs(
     locked, and a new random start in their orthogonal complement looks for others that are as
     extreme, until it finds none.
 
-    ============  ==============================================  ==================================
-    ``certify``   an eigenvalue more extreme than a returned one,  cost beyond converged pairs
+    ============  ===============================================  =================================
+    ``certify``   an eigenvalue more extreme than a returned one,  products
                   by more than ``rtol``, is missed
-    ============  ==============================================  ==================================
-    ``random``    with probability 0.001 at most, over the starts  one run in the complement, half
-                                                                   as long as the first
-    ``inertia``   never, but for roundoff                          a factorisation for each end
-    ``none``      if it is repeated                                nothing
-    ============  ==============================================  ==================================
+    ============  ===============================================  =================================
+    ``random``    with probability 0.001 at most, over the starts  1.3 times those of ``none``, and
+                                                                   twice with repeated values
+    ``inertia``   never, but for roundoff                          those of the pairs, and a
+                                                                   factorisation for each end
+    ``none``      if it is repeated                                about those of ``eigsh``
+    ============  ===============================================  =================================
 
     A single pair at an end needs no second run. ``inertia`` counts the eigenvalues beyond the
     returned ones by the signs of the pivots of :math:`A - \sigma I`. It needs a dense or sparse
