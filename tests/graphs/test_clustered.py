@@ -15,7 +15,7 @@ def normalized_spectrum(graph):
 
 
 @pytest.mark.parametrize("kind", ["erdos_renyi", "watts_strogatz", "barabasi_albert", "mixed"])
-def test_as_many_small_eigenvalues_as_clusters(rng, kind):
+def test_there_are_as_many_small_eigenvalues_as_clusters(rng, kind):
     graph = cluster_graph([30] * 9, kind=kind, degree=12, num_links=18, generator=rng)
     assert graph.num_nodes == 270
     values = normalized_spectrum(graph)
@@ -23,7 +23,7 @@ def test_as_many_small_eigenvalues_as_clusters(rng, kind):
     assert values[9] > 0.25
 
 
-def test_without_links_clusters_are_components(rng):
+def test_clusters_without_links_are_components(rng):
     graph = cluster_graph([30, 40, 50], kind="mixed", degree=14, num_links=0, generator=rng)
     count, labels = graph.components()
     assert count == 3
@@ -41,7 +41,7 @@ def test_links_join_different_clusters(rng):
 
 
 @pytest.mark.parametrize("kind", ["erdos_renyi", "watts_strogatz", "barabasi_albert"])
-def test_the_mean_degree_is_the_one_asked_for(rng, kind):
+def test_clusters_have_the_requested_mean_degree(rng, kind):
     graph = cluster_graph([400] * 20, kind=kind, degree=20, num_links=0, generator=rng)
     # r (n - r) edges of preferential attachment: a fortieth less.
     assert float(graph.degrees.mean()) == pytest.approx(20, rel=0.03)
@@ -50,7 +50,7 @@ def test_the_mean_degree_is_the_one_asked_for(rng, kind):
 @pytest.mark.parametrize(
     ("count", "nodes", "low", "high"), [(305, 201_600, 500, 1000), (1355, 404_420, 200, 400)]
 )
-def test_the_sizes_of_the_large_networks(rng, count, nodes, low, high):
+def test_random_sizes_have_the_sum_and_limits_of_the_paper(rng, count, nodes, low, high):
     sizes = cluster_sizes(count, num_nodes=nodes, low=low, high=high, generator=rng)
     assert (len(sizes), sum(sizes)) == (count, nodes)
     assert low <= min(sizes) < 1.05 * low
@@ -58,12 +58,12 @@ def test_the_sizes_of_the_large_networks(rng, count, nodes, low, high):
 
 
 @pytest.mark.parametrize("share", [0, 1])
-def test_sizes_at_their_limits(share):
+def test_sizes_may_all_be_smallest_or_all_be_largest(share):
     assert set(cluster_sizes(7, num_nodes=7 * (5 + share), low=5, high=6)) == {5 + share}
 
 
 @pytest.mark.slow
-def test_a_large_mixed_network(rng):
+def test_a_large_mixed_network_has_all_its_clusters(rng):
     sizes = cluster_sizes(305, num_nodes=201_600, low=500, high=1000, generator=rng)
     graph = cluster_graph(sizes, kind="mixed", degree=20, num_links=2000, generator=rng)
     assert graph.num_nodes == 201_600
@@ -94,6 +94,6 @@ def test_wrong_sizes_name_the_argument():
         cluster_sizes(10, num_nodes=50, low=5, high=4)
 
 
-def test_one_cluster_has_no_links():
+def test_a_single_cluster_has_no_links():
     graph = cluster_graph([10], degree=4, num_links=5, generator=torch.Generator().manual_seed(1))
     assert graph.num_nodes == 10

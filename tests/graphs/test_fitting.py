@@ -9,7 +9,7 @@ import torch
 import ritz
 from ritz import graphs
 from ritz.graphs import GraphError
-from ritz.graphs._families import Outline, families, siblings
+from ritz.graphs._fit import Outline, families, siblings
 
 FAST = {"num_draws": 2, "num_repeats": 8}
 
@@ -60,7 +60,7 @@ def test_the_model_of_a_drawn_graph_is_recognised(model):
     assert min(others) > 5 * found.fits[0].divergence
 
 
-def test_blocks_are_told_from_graphs_without_and_counted():
+def test_block_models_are_recognised_and_their_blocks_counted():
     inside = torch.full((4, 4), 0.01, dtype=torch.float64).fill_diagonal_(0.4)
     graph = graphs.stochastic_block_model([40] * 4, probabilities=inside, generator=seeded(2))
     models = ("erdos_renyi", "configuration_model", "stochastic_block_model")
@@ -85,7 +85,7 @@ def test_a_number_of_blocks_that_is_no_power_of_two_is_found_with_its_interval()
     assert "num_blocks 3 (" in str(found)
 
 
-def test_neighbours_of_a_ring_are_searched_too_and_have_an_interval():
+def test_the_number_of_neighbours_of_a_ring_is_fitted_with_an_interval():
     graph = graphs.watts_strogatz(120, num_neighbors=6, p=0.2, generator=seeded(0))
     found = graphs.fit(graph, models=["watts_strogatz"], **FAST, generator=seeded(1)).fits[0]
     assert found.parameters["num_neighbors"] == 6
@@ -111,7 +111,7 @@ def test_a_complete_graph_has_the_neighbours_of_its_mean_degree():
     assert str(found).index("±") == 33
 
 
-def test_every_number_of_blocks_is_within_reach_of_the_search():
+def test_the_search_can_reach_every_number_of_blocks():
     outline = Outline(degrees=torch.full((1000,), 10), num_nodes=1000)
     for wanted in range(2, 65):
         tried = families("stochastic_block_model", outline)
@@ -125,7 +125,7 @@ def test_every_number_of_blocks_is_within_reach_of_the_search():
         assert len(known) <= 15
 
 
-def test_the_simplest_of_models_that_a_graph_may_be_of_comes_first():
+def test_of_models_that_fit_the_simplest_comes_first():
     # A configuration model of its degrees is as near to a random graph as it is itself.
     graph = graphs.erdos_renyi(120, p=0.1, generator=seeded(4))
     models = ("configuration_model", "erdos_renyi")
@@ -134,7 +134,7 @@ def test_the_simplest_of_models_that_a_graph_may_be_of_comes_first():
     assert found.fits[1].divergence <= found.fits[1].typical
 
 
-def test_degrees_are_kept_by_the_configuration_model_of_a_dense_graph():
+def test_the_configuration_model_preserves_the_degrees_of_a_dense_graph():
     graph = graphs.erdos_renyi(60, p=0.5, generator=seeded(0))
     degrees = graph.crow.diff().long()
     (family,) = families("configuration_model", Outline(degrees=degrees, num_nodes=60))
@@ -144,7 +144,7 @@ def test_degrees_are_kept_by_the_configuration_model_of_a_dense_graph():
     assert not torch.equal(drawn.col, graph.col)
 
 
-def test_smaller_graphs_carry_mean_degrees_over():
+def test_smaller_drawn_graphs_have_the_same_mean_degree():
     graph = graphs.erdos_renyi(900, p=0.01, generator=seeded(0))
     found = graphs.fit(
         graph, models=["erdos_renyi"], num_nodes=200, num_moments=10, **FAST, generator=seeded(1)
@@ -154,7 +154,7 @@ def test_smaller_graphs_carry_mean_degrees_over():
     assert bool(((found.values > 0.002) & (found.values < 0.05)).all())
 
 
-def test_models_of_every_kind_take_a_small_real_graph():
+def test_every_model_can_be_fitted_to_a_small_real_graph():
     found = graphs.fit(nx.karate_club_graph(), num_moments=8, **FAST, generator=seeded(0))
     assert len(found.fits) == 5
     assert "Nearest model" in str(found)
@@ -162,7 +162,7 @@ def test_models_of_every_kind_take_a_small_real_graph():
     assert all(one.divergence > 0 for one in found.fits)
 
 
-def test_the_same_seed_finds_the_same_and_it_is_written_and_read(tmp_path):
+def test_a_fit_is_reproducible_and_equal_after_saving_and_loading(tmp_path):
     graph = graphs.barabasi_albert(60, num_edges=3, generator=seeded(0))
     one, again = (
         graphs.fit(graph, models=["barabasi_albert"], **FAST, generator=seeded(1)) for _ in range(2)
@@ -172,7 +172,7 @@ def test_the_same_seed_finds_the_same_and_it_is_written_and_read(tmp_path):
     assert str(ritz.load(tmp_path / "fit.safetensors")) == str(one)
 
 
-def test_a_bar_counts_the_graphs_that_are_drawn_to_its_end():
+def test_the_progress_bar_ends_at_the_number_of_drawn_graphs():
     class Log:
         def start(self, label, total):
             self.label, self.total, self.done = label, total, []

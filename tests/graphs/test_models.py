@@ -106,14 +106,14 @@ def test_the_number_of_edges_is_binomial(rng):
     assert np.std(counts) == pytest.approx(math.sqrt(pairs * p * (1 - p)), rel=0.4)
 
 
-def test_every_pair_is_as_likely(rng):
+def test_every_pair_has_the_same_probability(rng):
     total = sum(erdos_renyi(8, p=0.3, generator=rng).to_scipy().toarray() for _ in range(2000))
     pairs = total[np.triu_indices(8, 1)] / 2000
     # 28 pairs: four standard errors and a half, so that the most extreme of them passes too.
     assert (np.abs(pairs - 0.3) < 4.5 * math.sqrt(0.3 * 0.7 / 2000)).all()
 
 
-def test_blocks_hold_the_pairs_that_they_should():
+def test_blocks_have_the_expected_number_of_edges():
     sure = 1 - torch.eye(3, dtype=torch.float64)
     found = stochastic_block_model([2, 3, 1], probabilities=sure).to_scipy().toarray()
     expected = nx.to_numpy_array(nx.complete_multipartite_graph(2, 3, 1))
@@ -121,36 +121,36 @@ def test_blocks_hold_the_pairs_that_they_should():
 
 
 @pytest.mark.parametrize(("p", "edges"), [(0, 0), (1, 45)])
-def test_sure_edges(p, edges):
+def test_edges_of_probability_one_all_exist(p, edges):
     assert erdos_renyi(10, p=p).num_edges == edges
 
 
-def test_a_million_vertices(rng):
+def test_a_random_graph_of_a_million_vertices_has_the_expected_edges(rng):
     graph = erdos_renyi(1_000_000, p=2e-6, generator=rng)
     assert abs(graph.num_edges - 999_999) < 4 * 1000
     assert graph.num_nodes == 1_000_000
 
 
-def test_exact_numbers_of_edges(rng):
+def test_models_have_their_exact_number_of_edges(rng):
     assert watts_strogatz(1000, num_neighbors=10, p=0.4, generator=rng).num_edges == 5000
     assert barabasi_albert(1000, num_edges=7, generator=rng).num_edges == 7 * 993
     assert barabasi_albert(8, num_edges=7, generator=rng).num_edges == 7
 
 
-def test_a_lattice_that_is_not_moved():
+def test_a_ring_lattice_without_rewiring_is_regular():
     graph = watts_strogatz(20, num_neighbors=4, p=0)
     expected = nx.to_numpy_array(nx.watts_strogatz_graph(20, 4, 0))
     np.testing.assert_array_equal(graph.to_scipy().toarray(), expected)
 
 
-def test_new_vertices_join_different_ones(rng):
+def test_new_vertices_attach_to_distinct_others(rng):
     graph = barabasi_albert(500, num_edges=5, generator=rng)
     assert graph.intake.num_merged == graph.intake.num_self_loops == 0
     # All but those of the star have at least their own edges.
     assert int(graph.degrees[6:].min()) == 5
 
 
-def test_degrees_of_the_configuration_model(rng):
+def test_the_configuration_model_has_the_given_degrees(rng):
     wanted = torch.tensor([3, 3, 2, 2] * 500)
     graph = configuration_model(wanted, generator=rng)
     erased = graph.intake.num_merged + graph.intake.num_self_loops
@@ -159,7 +159,7 @@ def test_degrees_of_the_configuration_model(rng):
     assert erased < 20
 
 
-def test_the_seed_decides():
+def test_the_same_seed_gives_the_same_graph():
     def draw(seed):
         return barabasi_albert(50, num_edges=2, generator=torch.Generator().manual_seed(seed))
 
@@ -194,7 +194,7 @@ def test_wrong_parameters_name_the_argument(make, message):
         make()
 
 
-def test_a_crowded_ring_keeps_its_edges_and_moves_what_can_be_moved():
+def test_a_dense_ring_is_rewired_without_losing_edges():
     for n, k in ((20, 18), (21, 20), (60, 40)):
         generator = torch.Generator().manual_seed(0)
         graph = watts_strogatz(n, num_neighbors=k, p=0.5, generator=generator)

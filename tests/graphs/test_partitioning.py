@@ -13,17 +13,17 @@ def planted(count, seed=0):
 
 
 @pytest.mark.parametrize("count", [2, 9, 30])
-def test_planted_clusters_are_found_vertex_by_vertex(count):
+def test_every_vertex_is_assigned_to_its_planted_cluster(count):
     labels = graphs.spectral_clusters(planted(count), count)
     assert torch.equal(labels, torch.arange(count).repeat_interleave(30))
 
 
-def test_components_need_no_eigenvectors():
+def test_components_are_clusters_without_computing_eigenvectors():
     graph = networkx.disjoint_union(networkx.path_graph(4), networkx.complete_graph(3))
     assert graphs.spectral_clusters(graph, 2).tolist() == [0, 0, 0, 0, 1, 1, 1]
 
 
-def test_equal_components_isolated_vertices_and_repeated_eigenvalues():
+def test_equal_components_and_isolated_vertices_are_separated():
     # Three equal components of two clusters each: the eigenvalue between them is threefold.
     pair = graphs.cluster_graph([20, 20], degree=10, num_links=3).to_scipy()
     whole = scipy.sparse.block_diag([pair, pair, pair, scipy.sparse.csr_array((2, 2))])
@@ -32,14 +32,14 @@ def test_equal_components_isolated_vertices_and_repeated_eigenvalues():
     assert torch.equal(labels, expected)
 
 
-def test_the_start_vectors_do_not_change_what_is_found():
+def test_the_clusters_do_not_depend_on_the_start_vectors():
     graph = planted(9)
     seeds = (torch.Generator().manual_seed(seed) for seed in (1, 2))
     first, second = (graphs.spectral_clusters(graph, 9, generator=seed) for seed in seeds)
     assert torch.equal(first, second)
 
 
-def test_wrong_numbers_of_clusters():
+def test_impossible_numbers_of_clusters_are_refused():
     graph = networkx.disjoint_union(networkx.path_graph(4), networkx.complete_graph(3))
     with pytest.raises(ValueError, match=r"num_clusters must be at least .* components, 2, got 1"):
         graphs.spectral_clusters(graph, 1)

@@ -29,7 +29,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_counts(name):
+def test_counts_of_real_graphs_agree_with_published_ones(name):
     path = Path(os.environ.get("RITZ_DATA", ".")) / "graphs" / name
     if not path.is_file():
         pytest.skip(f"needs {name} in the folder graphs of RITZ_DATA")

@@ -17,7 +17,7 @@ def graph(tmp_path):
     return read(path)
 
 
-def test_rows_are_those_of_the_symmetric_matrix(graph):
+def test_rows_are_the_rows_of_the_symmetric_matrix(graph):
     dense = graph.to_scipy().toarray()
     np.testing.assert_array_equal(dense, dense.T)
     assert dense[0, 1] == 1
@@ -27,12 +27,12 @@ def test_rows_are_those_of_the_symmetric_matrix(graph):
     assert graph.crow.dtype == graph.col.dtype == torch.int32
 
 
-def test_columns_ascend(graph):
+def test_columns_ascend_in_each_row(graph):
     rows = [graph.col[a:b].tolist() for a, b in zip(graph.crow, graph.crow[1:], strict=False)]
     assert rows == [[1, 2], [0, 2], [0, 1, 3], [2], [5], [4, 6], [5]]
 
 
-def test_counts_and_degrees(graph):
+def test_numbers_of_edges_and_degrees_are_right(graph):
     assert (graph.num_nodes, graph.num_edges, graph.num_isolated) == (7, 6, 0)
     assert graph.degrees.tolist() == [4, 3, 9, 4, 5, 11, 6]
     unweighted = as_graph(nx.path_graph(3))
@@ -40,7 +40,7 @@ def test_counts_and_degrees(graph):
     assert unweighted.degrees.tolist() == [1, 2, 1]
 
 
-def test_components(graph):
+def test_components_are_numbered_per_vertex(graph):
     count, labels = graph.components()
     assert count == 2
     assert len(labels[:4].unique()) == len(labels[4:].unique()) == 1
@@ -50,12 +50,12 @@ def test_components(graph):
     assert part.largest_component() is part
 
 
-def test_of_equal_components_the_first_is_taken():
+def test_of_equally_large_components_the_first_is_returned():
     graph = as_graph(torch.tensor([[2, 0], [3, 1]]), num_nodes=4)
     assert graph.largest_component().names.tolist() == [0, 1]
 
 
-def test_a_subgraph_keeps_the_order_given(graph):
+def test_a_subgraph_has_the_order_of_its_argument(graph):
     part = graph.subgraph([3, 2, 0])
     assert part.names.tolist() == [40, 30, 10]
     np.testing.assert_array_equal(
@@ -65,7 +65,7 @@ def test_a_subgraph_keeps_the_order_given(graph):
     assert graph.subgraph(mask).names.tolist() == [10, 30, 40]
 
 
-def test_subgraphs_carry_strings_and_loops():
+def test_subgraphs_keep_names_and_self_loops():
     source = nx.Graph([("a", "b"), ("b", "c"), ("c", "c")])
     part = as_graph(source, self_loops="keep").subgraph([2, 1])
     assert part.names == ("c", "b")
@@ -85,12 +85,12 @@ def test_subgraphs_carry_strings_and_loops():
         ([True, False], "mask of 7 entries"),
     ],
 )
-def test_wrong_vertices_of_a_subgraph(graph, nodes, message):
+def test_invalid_vertices_of_a_subgraph_are_refused(graph, nodes, message):
     with pytest.raises(ValueError, match=message):
         graph.subgraph(nodes)
 
 
-def test_a_graph_says_what_it_is(tmp_path):
+def test_a_printed_graph_shows_its_size_and_source(tmp_path):
     path = tmp_path / "small.txt"
     path.write_text("0 1\n1 0\n1 2\n2 2\n")
     assert str(read(path)) == (
@@ -102,7 +102,7 @@ def test_a_graph_says_what_it_is(tmp_path):
 
 
 @pytest.mark.parametrize("names", ["integers", "strings"])
-def test_a_graph_can_be_saved(graph, tmp_path, names):
+def test_a_graph_is_equal_after_saving_and_loading(graph, tmp_path, names):
     if names == "strings":
         graph = as_graph(nx.Graph([("a", "b"), ("b", "c")]))
     ritz.save(graph, tmp_path / "graph.safetensors")

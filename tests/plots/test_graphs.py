@@ -11,7 +11,7 @@ def test_a_heat_map_has_names_numbers_and_lines_between_groups():
     assert [label.get_text() for label in ax.get_xticklabels()] == ["a", "b", "c"]
     assert len(ax.texts) == 9
     assert len(ax.lines) == 2
-    with pytest.raises(ValueError, match="groups must hold at most 3 graphs"):
+    with pytest.raises(ValueError, match="groups must have a sum of at most 3"):
         plots.similarity(found, groups=(3, 1))
 
 

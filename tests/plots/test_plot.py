@@ -139,7 +139,7 @@ RESULTS = {
             (1, "epoch", "")),
     "similarity": (lambda: graphs.similarity({"a": ring(), "b": ring()}, num_moments=8),
                    (2, "", "")),
-    "cluster count": (made_count, (1, "number of clusters", "gap 0.1 to 0.4")),
+    "cluster count": (made_count, (1, r"$\lambda$", "gap 0.1 to 0.4")),
     "fit": (made_fit, (2, "p", "Erdős-Rényi")),
     "model of a fit": (lambda: made_fit().fits[0], (1, "p", "Erdős-Rényi")),
 }  # fmt: skip
@@ -263,7 +263,21 @@ def test_a_failed_cluster_count_shows_the_reason():
                                method="krylov", num_products=1, status=DONE, seed=0)  # fmt: skip
     (ax,) = plots.plot(none).axes
     assert ax.get_title("left") == "no gap"
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["components"]
+    assert not ax.lines
+
+
+def test_a_cluster_count_is_drawn_as_the_number_of_eigenvalues_below_each_point():
+    blocks = graphs.cluster_graph([30] * 9, degree=12, num_links=18)
+    (ax,) = plots.plot(graphs.count_clusters(blocks)).axes
+    curve, count = ax.lines
+    x, below = curve.get_data()
+    values = graphs.eigenvalues(blocks).numpy()
+    # The nine small eigenvalues lie left of the gap, which is shaded.
+    assert below[abs(x - 0.2).argmin()] == pytest.approx(9)
+    assert below[-1] == pytest.approx((values <= 1).sum())
+    assert set(count.get_ydata()) == {9}
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == [
+        "eigenvalues below", "9 clusters", "gap"]  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------

@@ -149,7 +149,7 @@ def test_power_moments_of_high_degree_are_matched_to_their_roundoff_which_is_rep
     found = maxent(powers, basis="power")
     assert found.status.outcome == "converged"
     assert abs(integral(found) - 1) < 1e-3
-    assert ("their roundoff" in found.status.message) == (m == 40)
+    assert ("their rounding error" in found.status.message) == (m == 40)
 
 
 @pytest.mark.parametrize("interval", [(0.0, 1.0), (1000.1, 1001.1), (-3e-9, 1e-9), (-5e7, 1e8)])
@@ -207,14 +207,7 @@ def test_standard_errors_are_the_ridge_and_the_moments_are_within_them():
     found = maxent(exact, stderr=errors)
     torch.testing.assert_close(found.ridge, errors[1:].square())
     torch.testing.assert_close(found.fitted - found.targets, found.ridge * found.alphas)
-    off = ((found.fitted - found.targets) / errors[1:]).square().sum()
-    assert found.chi_squared == pytest.approx(float(off))
     assert found.entropy > maxent(exact, stderr=errors / 10).entropy
-    assert maxent(exact, relax=4e-4).entropy == pytest.approx(found.entropy)
-
-
-def test_exact_moments_have_no_chi_squared():
-    assert recovered("beta", 10).chi_squared < 1e-12
 
 
 @pytest.mark.parametrize("m", [1, 2, 6, 30])
@@ -238,7 +231,7 @@ def test_atoms_give_a_density_and_the_relaxation_is_reported(m):
 @pytest.mark.parametrize("m", [1, 2, 6])
 def test_infeasible_moments_are_relaxed_and_the_relaxation_is_reported(m):
     found = maxent(torch.tensor([1.0] + [1.5] * m))
-    assert "no density was found with them, this one misses them by 0.5" in found.status.message
+    assert "(largest error 0.5), because no density was found" in found.status.message
     assert found.moment_error == pytest.approx(0.5, abs=1e-2)
     assert abs(integral(found) - 1) < 5e-3
     assert found.entropy < -1.0
@@ -249,13 +242,6 @@ def test_an_unresolved_density_is_not_reported_as_converged():
     assert found.status.outcome == "max_steps"
     with pytest.raises(NotConvergedError, match="narrower than the quadrature resolves"):
         found.raise_if_failed()
-
-
-def test_a_given_variance_is_not_changed():
-    found = maxent(atoms([0.3], 12), relax=1e-8)
-    assert float(found.ridge.max()) == 1e-8
-    assert found.status.outcome == "max_steps"
-    assert "larger grid_size" in found.status.advice
 
 
 def test_a_finer_quadrature_resolves_narrower_peaks():
@@ -271,7 +257,7 @@ def test_too_few_steps_are_reported():
     found = recovered("beta", 20, max_steps=1)
     assert found.status.outcome == "max_steps"
     assert "steps, above atol 1e-09" in found.status.message
-    assert "relax=" in found.status.advice
+    assert "larger stderr=" in found.status.advice
     with pytest.raises(NotConvergedError):
         found.raise_if_failed()
 
@@ -309,15 +295,14 @@ def test_moments_are_accepted_as_a_list_in_float32_and_with_a_gradient(kind):
         ([[[1.0, 0.0]]], {}, r"m >= 1, got \(1, 1, 2\)"),
         ([1.0, math.nan], {}, "moments must be finite, got 1 NaN or Inf of 2"),
         ([1.0, math.inf], {}, "moments must be finite"),
-        ([0.9, 0.0], {}, "begin with that of degree 0, which is 1, got 0.9"),
-        ([[1.0, 0.0], [2.0, 0.0]], {}, "begin with that of degree 0, which is 1"),
+        ([0.9, 0.0], {}, r"moments\[0\] must be 1, got 0.9"),
+        ([[1.0, 0.0], [2.0, 0.0]], {}, r"moments\[0\] must be 1"),
         ([1.0, 0.0], {"interval": (1.0, 1.0)}, "lower end first"),
         ([1.0, 0.0], {"interval": (0.0, math.inf)}, "interval must be finite"),
         ([1.0, 0.0], {"interval": (math.nan, 1.0)}, "interval must be finite"),
         ([1.0, 0.0], {"basis": "hermite"}, "basis must be one of chebyshev"),
         ([1.0, 0.0], {"prior": "normal"}, "prior must be one of flat"),
         ([1.0, 0.0], {"prior": None}, "prior must be one of flat"),
-        ([1.0, 0.0], {"prior": "log_uniform"}, "needs an interval of positive numbers"),
         ([1.0, 0.0], {"prior": "marchenko_pastur"}, "needs an interval of positive numbers"),
         ([1.0, 0.0], {"prior": lambda x: x}, "prior must be positive inside the interval"),
         ([1.0, 0.0], {"prior": lambda x: x * math.nan}, "prior must be positive"),
@@ -326,10 +311,7 @@ def test_moments_are_accepted_as_a_list_in_float32_and_with_a_gradient(kind):
         ([1.0, 0.0], {"prior": lambda x: x**2 * math.inf}, "prior must be finite"),
         ([1.0, 0.0], {"stderr": torch.tensor([0.0, -1.0])}, "stderr must be at least 0"),
         ([1.0, 0.0], {"stderr": torch.tensor([0.0, math.nan])}, "stderr must be finite"),
-        ([1.0, 0.0], {"stderr": torch.zeros(3)}, r"stderr must be \(2,\), as the moments"),
-        ([1.0, 0.0], {"relax": -1.0}, "relax must be"),
-        ([1.0, 0.0], {"relax": math.nan}, "relax must be"),
-        ([1.0, 0.0], {"relax": math.inf}, "relax must be"),
+        ([1.0, 0.0], {"stderr": torch.zeros(3)}, r"stderr must have the shape of moments, \(2,\)"),
         ([1.0, 0.0], {"atol": math.nan}, "atol must be at least 0"),
         ([1.0, 0.0], {"atol": -1.0}, "atol must be at least 0"),
         ([1.0, 0.0], {"max_steps": 0}, "max_steps must be at least 1"),
@@ -350,7 +332,6 @@ def test_the_moments_of_a_matrix_come_back_within_their_errors(basis, dtype):
     found = maxent(measured)
     assert found.status.outcome == "converged"
     assert found.interval == (0.9, 5.1)
-    assert found.chi_squared < 10 * 4**2
     assert found.moment(1) == pytest.approx(float(values.double().mean()), rel=0.02)
     if basis == "chebyshev":
         off = (found.fitted - measured.mean[1:]).abs()

@@ -165,7 +165,7 @@ def test_there_must_be_a_parameter_and_a_pass():
     with pytest.raises(TypeError, match="op must be a KernelOperator, got DenseOperator"):
         logdet_gradient(DenseOperator(torch.eye(3)))
     found = attach_gradient(logdet(op), op)
-    with pytest.raises(ValueError, match=r"backward\(\) went through"):
+    with pytest.raises(ValueError, match="value has no gradient"):
         backward_gradient(found)
 
 

@@ -136,9 +136,11 @@ HARD = {
 @pytest.mark.parametrize("name", HARD)
 def test_bounds_and_the_norm_hold_on_spectra_with_hard_ends(name):
     values = np.sort(HARD[name])
-    op, norm = diagonal(values), np.abs(values).max()
+    entries, norm = torch.from_numpy(values)[:, None], np.abs(values).max()
+    # A function has no discs of Gershgorin.
+    op = FunctionOperator(lambda block: entries * block, n=len(values), dtype=torch.float64)
     for seed in range(8):
-        found = ritz.bounds(op, method="lanczos", generator=seeded(seed))
+        found = ritz.bounds(op, generator=seeded(seed))
         assert found.status.ok
         assert found.low <= values[0] + 1e-14 * norm
         assert found.high >= values[-1] - 1e-14 * norm
@@ -156,3 +158,11 @@ def test_bounds_hold_even_if_the_steps_do_not_suffice():
         assert found.status.outcome == "max_steps"
         assert found.low <= -1
         assert found.high >= 1
+
+
+def test_discs_of_gershgorin_end_the_search_early():
+    values = np.linspace(0, 1, 400)
+    with_discs = ritz.bounds(diagonal(values))
+    without = ritz.bounds(diagonal(values), method="lanczos")
+    assert with_discs.num_products < without.num_products
+    assert tuple(with_discs) == (0.0, 1.0)

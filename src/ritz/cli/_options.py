@@ -42,7 +42,7 @@ class PrintOptions:
 class SeedOptions(PrintOptions):
     """Options of all commands that draw random numbers."""
 
-    seed: int = option(0, "Seed of all random numbers.", low=0)
+    seed: int = option(0, "Seed of all random numbers.", low=0, high=2**64 - 1)
 
 
 Matrix = Literal["hessian", "ggn", "both"]

@@ -1,13 +1,14 @@
 """``ritz graph``: densities, similarity, clusters and models of graphs in files."""
 
 from collections.abc import Iterable
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
 import ritz
+from ritz._core.checks import check_range
 from ritz.cli._options import OUTPUT, SeedOptions, flatten_options, option, print_result
 
 if TYPE_CHECKING:
@@ -16,14 +17,14 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True,
     help="Measure graphs in files: edge lists, Matrix Market, GML, GraphML or METIS; plain or "
-    "gzip.",
+    "compressed (gzip, bzip2, xz).",
     epilog="Example: ritz graph clusters friends.txt.gz",
 )
 
 READING = "Reading of files"
 METHOD = (
     "Count small eigenvalues one by one (krylov), or from a density by maximum entropy or Lanczos. "
-    "auto uses krylov, checked by a density."
+    "auto takes all eigenvalues of a small graph, otherwise krylov, checked by a density."
 )
 WEIGHTS = "Require weights, or ignore them (default: read them if there are any)."
 
@@ -93,13 +94,15 @@ class SampleOptions(GraphOptions):
     """How many numbers the spectrum is computed from."""
 
     # fmt: off
-    moments: int | None = option(None, "Number of moments (default: 100, for clusters 80).", low=1)
+    moments: int | None = option(None, "Number of moments (default: 100, for clusters 80).")
     probes: int | None = option(None, "Number of random probes (default: 64, for clusters 100).",
                                 low=2)
     # fmt: on
 
-    def keywords(self) -> Any:
-        """Return the keywords of a computation from samples."""
+    def keywords(self, *, low: int = 1) -> Any:
+        """Return the keywords of a computation from at least ``low`` moments."""
+        if self.moments is not None:
+            check_range("--moments", self.moments, low=low)
         numbers = {"num_moments": self.moments, "num_probes": self.probes}
         chosen = {name: number for name, number in numbers.items() if number is not None}
         return chosen | self.common()
@@ -124,26 +127,30 @@ def density(options: DensityOptions) -> None:
     """Print the spectral density of a graph, and draw it."""
     import torch
 
+    # Options are checked before the file is read.
+    keywords = options.keywords(low=1 if options.method == "maxent" else 2)
     graph, matrix = options.read(options.file), options.matrix
-    found: Any = ritz.graphs.density(
-        graph, method=options.method, matrix=matrix, **options.keywords()
-    )
+    spectrum: Any = ritz.graphs.density(graph, method=options.method, matrix=matrix, **keywords)
     # mean = tr(L) / n, which is 1 for a normalized Laplacian without isolated vertices.
-    numbers = {"mean": found.moment(1), "mean_square": found.moment(2)}
-    text = f"{graph}\n{matrix}: {found}"
+    numbers = {"mean": spectrum.moment(1), "mean_square": spectrum.moment(2)}
+    text = f"{graph}\n{matrix}: {spectrum}"
     if matrix != "adjacency":  # a Laplacian has eigenvalues from 0 on; small ones mean clusters
         # The cdf starts at the support, so begin below it to include an eigenvalue at its end.
-        numbers["mass_below_0.1"] = found.mass(found.support[0] - 1.0, 0.1)
+        numbers["mass_below_0.1"] = spectrum.mass(spectrum.support[0] - 1.0, 0.1)
         text += f"\nmass below 0.1: {numbers['mass_below_0.1']:.4g}"
     if options.method == "maxent":
-        numbers |= {"entropy": found.entropy, "alphas": found.alphas, "status": found.status}
+        numbers |= {
+            "entropy": spectrum.entropy,
+            "alphas": spectrum.alphas,
+            "status": spectrum.status,
+        }
     facts = _facts(options.file, graph)
     facts |= {"matrix": matrix, "method": options.method, "density": numbers}
     # An eigenvalue of high multiplicity, such as 0 or 1, must not flatten the rest of the picture.
-    low, high = found.support
+    low, high = spectrum.support
     x = torch.linspace(low, high, 2001, dtype=torch.float64)[1:-1]
-    smooth = getattr(found, "smoothed", lambda: found)()
-    options.finish(facts, text, found, top=1.5 * float(smooth.pdf(x).quantile(0.98)))
+    smooth = getattr(spectrum, "smoothed", lambda: spectrum)()
+    options.finish(facts, text, spectrum, top=1.5 * float(smooth.pdf(x).quantile(0.98)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,12 +169,10 @@ class CompareOptions(SampleOptions):
 @flatten_options
 def compare(options: CompareOptions) -> None:
     """Print the distances between the spectra of graphs, with their errors."""
-    found = ritz.graphs.similarity(
-        {name: options.read(file) for name, file in _names(options.files).items()},
-        measure=options.measure,
-        **options.keywords(),
-    )
-    options.finish({"files": options.files, "similarity": found}, str(found), found)
+    keywords = options.keywords()
+    files = {name: options.read(file) for name, file in _names(options.files).items()}
+    distances = ritz.graphs.similarity(files, measure=options.measure, **keywords)
+    options.finish({"files": options.files, "similarity": distances}, str(distances), distances)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,13 +197,15 @@ def clusters(options: ClusterOptions) -> None:
     labels = options.labels
     if labels is not None and not labels.parent.is_dir():
         raise ValueError(f"--labels must be in an existing folder, got {labels}")
+    keywords = options.keywords(low=4)
     graph = options.read(options.file)
-    found = ritz.graphs.count_clusters(graph, method=options.method, **options.keywords())
-    written = [] if labels is None else _write_labels(graph, found, labels, options)
-    facts = _facts(options.file, graph) | {"clusters": found}
-    options.finish(facts, f"{graph}\n{found}", found, written)
+    count = ritz.graphs.count_clusters(graph, method=options.method, **keywords)
+    written = [] if labels is None else _write_labels(graph, count, labels, options)
+    # The density is for the picture.
+    facts = _facts(options.file, graph) | {"clusters": replace(count, density=None)}
+    options.finish(facts, f"{graph}\n{count}", count, written)
     # Exit code 1 if the count is uncertain, after everything was printed and written.
-    found.raise_if_failed()
+    count.raise_if_failed()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,9 +220,9 @@ class ModelOptions(GraphOptions):
 def model(options: ModelOptions) -> None:
     """Print the random graph model with the nearest spectrum, and its parameters."""
     graph = options.read(options.file)
-    found = ritz.graphs.fit(graph, **options.common())
-    facts = _facts(options.file, graph) | {"model": found.model, "fits": found.fits}
-    options.finish(facts, f"{graph}\n{found}", found)
+    nearest = ritz.graphs.fit(graph, **options.common())
+    facts = _facts(options.file, graph) | {"model": nearest.model, "fits": nearest.fits}
+    options.finish(facts, f"{graph}\n{nearest}", nearest)
 
 
 def _facts(file: Path, graph: "Graph") -> dict[str, Any]:
@@ -234,18 +241,18 @@ def _names(files: list[Path]) -> dict[str, Path]:
 
 
 def _write_labels(
-    graph: "Graph", found: "ClusterCount", labels: Path, options: GraphOptions
+    graph: "Graph", count: "ClusterCount", labels: Path, options: GraphOptions
 ) -> list[Path]:
     """Write the name of each vertex, a tab and its cluster, if the clusters were counted."""
     from ritz._core.storage import write_text
 
-    if found.count is None:
+    if count.count is None:
         typer.echo(
             f"{labels} was not written, because the number of clusters is not known", err=True
         )
         return []
     # k-means on the eigenvectors of as many small eigenvalues as there are clusters.
-    groups = ritz.graphs.spectral_clusters(graph, found.count, **options.common())
+    groups = ritz.graphs.spectral_clusters(graph, count.count, **options.common())
     names: Any = range(graph.num_nodes) if graph.names is None else graph.names
     names = getattr(names, "tolist", lambda: names)()
     # Tabs and line ends separate names, so those within a name are escaped.

@@ -283,10 +283,8 @@ class Rows(nn.Identity):
     def forward(self, input: Tensor) -> Tensor:
         """Return the input."""
         if input.ndim != 2:
-            raise ValueError(
-                "batch norm folded into a linear layer is right for (n, features) alone, got "
-                f"{tuple(input.shape)}: use the model without folding"
-            )
+            shape = tuple(input.shape)
+            raise ValueError(f"folded batch norm is right for (n, features) alone, got {shape}")
         return input
 
 

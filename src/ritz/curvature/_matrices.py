@@ -57,13 +57,9 @@ def _hessian_product(
     reverse: bool, risk: Risk, params: Params, context: Context, vector: Params
 ) -> Params:
     gradient = grad(lambda point: risk.batch_loss(point, context))
-    product: Params
-    if reverse:
-        # H is symmetric, so H v = H' v, which reverse mode computes.
-        (product,) = vjp(gradient, params)[1](vector)
-    else:
-        # H v = d/dt grad L(theta + t v)
-        product = jvp(gradient, (params,), (vector,))[1]
+    # Forward: H v = d/dt grad L(theta + t v). Reverse: H' v, which is H v, as H is symmetric.
+    forward = partial(jvp, gradient, (params,), (vector,))
+    product: Params = vjp(gradient, params)[1](vector)[0] if reverse else forward()[1]
     return product
 
 

@@ -35,8 +35,6 @@ class Limits:
     cache: int = 2 * 2**30
     # A trace takes seconds. Data in batches have two shapes; padded text has one per length.
     max_traces: int = 8
-    # Rows transposed at once. A tile of 16384 x 8 doubles is 1 MB and stays in the L2 cache.
-    tile: int = 2**14
     # Columns multiplied at once. On an H200 a column of a block of 8 takes 1.1 ms against 9.0 ms
     # alone (MLP); on the CPU both take 18 ms (benchmarks/results/products*.json).
     block_size: int = 8

@@ -125,7 +125,7 @@ class Products:
 
     def each(self, block: Tensor) -> Iterator[tuple[float, Tensor]]:
         """Yield weight and product ``(n, k)`` of each batch of this process, without the shift."""
-        vectors = differentiable(_transpose(block))
+        vectors = differentiable(block.T.contiguous())
         for index, context, weight in self.risk.contexts():
             if (extra := self.extra(index)) is not None:
                 context = replace(context, extra=extra)
@@ -334,14 +334,3 @@ def _shape(context: Context) -> Any:
     return spec, tuple(
         (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves
     )
-
-
-def _transpose(block: Tensor) -> Tensor:
-    """Return the columns of a block as contiguous rows ``(k, n)``."""
-    if block.is_cuda or block.T.is_contiguous():
-        return block.T.contiguous()
-    # By tiles: a transposition of the whole misses the cache at every entry.
-    rows = torch.empty(block.shape[1], len(block), dtype=block.dtype)
-    for tile, part in zip(rows.split(LIMITS.tile, 1), block.split(LIMITS.tile), strict=True):
-        tile.copy_(part.T)
-    return rows

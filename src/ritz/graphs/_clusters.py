@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -11,27 +11,35 @@ from torch import Tensor
 from ritz._core.checks import check_choice, check_count, is_below
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import resolve_generator
-from ritz._core.results import Status, format_uncertain
+from ritz._core.results import HasStatus, Status, format_uncertain
 from ritz._core.storage import storable
-from ritz.graphs._density import moments
+from ritz.graphs._density import SMALL, eigenvalues, laplacian, moments, with_edges
 from ritz.graphs._gaps import (
     TUNING,
-    Found,
+    Below,
     Gap,
     NullSpace,
+    all_below,
     angle,
     count_below,
     find_gap,
     low_stretches,
     point,
+    resolved_spacings,
     stands_out,
     widest_between,
     widest_crowded,
 )
 from ritz.graphs._graph import Graph
 from ritz.graphs._io import GraphLike
-from ritz.graphs._matrices import laplacian, with_edges
-from ritz.spectra import Density, PolynomialDensity, SmoothedDensity, density, maxent
+from ritz.spectra import (
+    DiscreteDensity,
+    EntropicDensity,
+    PolynomialDensity,
+    SmoothedDensity,
+    density,
+    maxent,
+)
 
 CountMethod = Literal["auto", "krylov", "entropic", "lanczos"]
 COUNT_METHODS: tuple[CountMethod, ...] = ("auto", "krylov", "entropic", "lanczos")
@@ -39,22 +47,23 @@ COUNT_METHODS: tuple[CountMethod, ...] = ("auto", "krylov", "entropic", "lanczos
 
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterCount:
-    r"""The number of clusters of a graph: eigenvalues left of the gap of its spectrum.
+class ClusterCount(HasStatus):
+    r"""The number of clusters of a graph: eigenvalues below the gap of its spectrum.
 
     Attributes:
-        count: Number of clusters. It is the number of components if nothing beyond them was
-            found, and ``None`` if a connected graph has no gap, or none that can be trusted.
+        count: Number of clusters. It is the number of components if no gap was found beyond them.
+            It is ``None`` if a connected graph has no gap, or if the count could not be certified.
         stderr: Standard error of the count; zero if eigenvalues were counted one by one and none
             was missed.
         threshold: :math:`\lambda_*`, in the gap.
         gap: Ends of the gap.
-        mass: Sampled fraction of the eigenvalues left of the threshold.
-        estimate: Their sampled number, ``n`` times the mass.
+        mass: Estimated fraction of eigenvalues below the threshold.
+        estimate: Their estimated number, ``n`` times the mass.
         estimate_stderr: Standard error of the estimate.
         found: Number found by block Krylov, a lower bound; ``None`` if that was not used.
-        missed: Sampled number of eigenvalues that block Krylov missed.
-        certified: Both ways agree and nothing was missed.
+        missed: Estimated number of eigenvalues that block Krylov missed.
+        certified: The count is exact: the entropic and the Krylov count agree and no eigenvalue was
+            missed, or all eigenvalues were computed.
         reason: Why there is no count, or only that of the components.
         num_nodes: Vertices of the graph.
         num_components: Connected components, including isolated vertices: eigenvalues 0.
@@ -62,6 +71,7 @@ class ClusterCount:
         num_products: Matrix-vector products.
         status: Whether the count can be trusted, and what to do if not.
         seed: Seed of the generator.
+        density: Density of the eigenvalues in which the gap was found.
     """
 
     count: int | None
@@ -81,10 +91,9 @@ class ClusterCount:
     num_products: int
     status: Status
     seed: int
-
-    def raise_if_failed(self) -> None:
-        """Raise :class:`ritz.NotConvergedError` unless the count can be trusted."""
-        self.status.raise_if_failed()
+    density: EntropicDensity | SmoothedDensity | DiscreteDensity | None = field(
+        default=None, repr=False, compare=False
+    )
 
     def __str__(self) -> str:
         if self.count is None:
@@ -96,13 +105,13 @@ class ClusterCount:
         if not math.isnan(self.threshold):
             ends = f"{self.gap[0]:.4g} {{}} {self.gap[1]:.4g}; mass below {self.mass:.4g}"
             if self.reason.startswith("no gap"):
-                lines.append(f"  nothing between {ends.format('and')}")
+                lines.append(f"  no eigenvalues between {ends.format('and')}")
             else:
                 lines.append(f"  threshold {self.threshold:.4g} in the gap {ends.format('to')}")
         if self.found is not None:
             lines.append(
-                f"  found {self.found:,} one by one, {self.missed:.2g} missed; "
-                f"sampled {_uncertain(self.estimate, self.estimate_stderr)}"
+                f"  Krylov: {self.found:,} eigenvalues, about {self.missed:.2g} missed; "
+                f"density: {_uncertain(self.estimate, self.estimate_stderr)}"
             )
         lines.append(
             f"  {self.num_nodes:,} vertices, {self.num_components:,} components; {self.method}, "
@@ -124,39 +133,54 @@ class Sampled:
     """A sampled density of a graph with its gap.
 
     Attributes:
-        density: Entropic or smoothed.
-        gap: The widest gap, or why there is none.
-        stretches: All low stretches, ascending.
+        density: Entropic, smoothed, or all eigenvalues.
+        stretches: All low stretches, ascending, or why there are none.
         num_nodes: Vertices.
         num_moments: Moments of the density, or Lanczos steps.
         num_products: Matrix-vector products.
-        spread: A density with one sample per probe, which gives the error.
+        spread: A density with one sample per probe, which gives the error; ``None`` if the density
+            is exact.
     """
 
-    density: Density
-    gap: Gap | str
-    stretches: list[Gap]
+    density: EntropicDensity | SmoothedDensity | DiscreteDensity
+    stretches: list[Gap] | str
     num_nodes: int
     num_moments: int
     num_products: int
-    spread: PolynomialDensity | SmoothedDensity
+    spread: PolynomialDensity | SmoothedDensity | None = None
+
+    @property
+    def gap(self) -> Gap | str:
+        """The widest gap, or why there is none."""
+        return find_gap(self.stretches, num_moments=self.num_moments)
 
     def below(self, threshold: float) -> tuple[float, float]:
         """Number of eigenvalues below a point, and its standard error."""
         at = torch.tensor([threshold], dtype=torch.float64)
+        count = self.num_nodes * float(self.density.cdf(at))
+        if self.spread is None:
+            return float(round(count)), 0.0
         # A band of one standard deviation either way is two standard errors wide.
         low, high = self.spread.cdf_band(at, sigmas=1.0)
-        return self.num_nodes * float(self.density.cdf(at)), self.num_nodes * float(high - low) / 2
+        return count, self.num_nodes * float(high - low) / 2
+
+    def mean_below(self, threshold: float) -> float:
+        """Mean of the eigenvalues below a point."""
+        # Integration by parts: int_0^t x dF = t F(t) - int_0^t F.
+        x = torch.linspace(0, threshold, 2001, dtype=torch.float64)
+        cdf = self.density.cdf(x)
+        return threshold - float(torch.trapezoid(cdf, x) / cdf[-1].clamp_min(1e-300))
 
     def next_gap(self, first: Gap) -> Gap | None:
         """The widest low stretch right of a first one; none if others are about as wide."""
         joined: list[Gap] = []
-        for one in self.stretches:
-            between = self.below(one.low)[0] - self.below(joined[-1].high)[0] if joined else 1.0
-            if between < TUNING.noise:
+        for one in self.stretches if isinstance(self.stretches, list) else ():
+            # Just below the upper end, where an exact density has an eigenvalue.
+            end = math.nextafter(joined[-1].high, 0.0) if joined else 0.0
+            if joined and self.below(one.low)[0] - self.below(end)[0] < TUNING.noise:
                 one = replace(one, low=joined.pop().low)
             joined.append(replace(one, threshold=one.middle))
-        after = sorted((gap for gap in joined if gap.low > first.high), key=lambda gap: gap.width)
+        after = sorted((gap for gap in joined if gap.low >= first.high), key=lambda gap: gap.width)
         if not after or after[-1].width < math.pi / self.num_moments:
             return None
         higher = [gap.width for gap in after if gap.low > after[-1].high]
@@ -199,7 +223,7 @@ def sample_density(
         "progress": progress,
     }
     spread: PolynomialDensity | SmoothedDensity
-    shape: Density
+    shape: EntropicDensity | SmoothedDensity
     if lanczos:
         # One step per moment, as in the paper.
         steps = min(num_moments, graph.num_nodes)
@@ -214,15 +238,38 @@ def sample_density(
         shape = maxent(sampled, grid_size=grid)
         spread = PolynomialDensity(moments=sampled, dimension=graph.num_nodes)
         num_products = sampled.num_products
-    stretches = low_stretches(shape, num_moments=num_moments, bulk=bulk)
     return Sampled(
         density=shape,
-        gap=find_gap(stretches, num_moments=num_moments),
-        stretches=[] if isinstance(stretches, str) else stretches,
+        stretches=low_stretches(shape, num_moments=num_moments, bulk=bulk),
         num_nodes=graph.num_nodes,
         num_moments=num_moments,
         num_products=num_products,
         spread=spread,
+    )
+
+
+def exact_density(graph: Graph, *, num_moments: int, bulk: float, num_zeros: int) -> Sampled:
+    """Return all eigenvalues as a density, with its gap: the widest of their spacings."""
+    values = eigenvalues(graph)
+    # Exactly as many are 0 as there are components.
+    values[:num_zeros] = 0.0
+    n = len(values)
+    exact = DiscreteDensity(
+        nodes=values[None],
+        weights=torch.full((1, n), 1 / n, dtype=torch.float64),
+        roundoff=n * torch.finfo(torch.float64).eps,
+        dimension=n,
+        num_products=n,
+        seed=0,
+        matrix="normalized",
+    )
+    left = values[: math.ceil(bulk * n)]
+    return Sampled(
+        density=exact,
+        stretches=resolved_spacings(left, num_moments=num_moments),
+        num_nodes=n,
+        num_moments=num_moments,
+        num_products=n,
     )
 
 
@@ -245,33 +292,42 @@ def count_clusters(
     .. math:: N_c = \#\{i : \lambda_i < \lambda_*\} \approx n \int_0^{\lambda_*} p(\lambda)\,
         d\lambda
 
-    :math:`\lambda_*` lies in the widest low stretch of the density left of the bulk. If only the
-    single eigenvalue 0 of a connected graph is left of it, the next stretch is tried: it counts if
-    it is wide beside the spacings above it and no other above is about as wide. ``count`` is
-    ``None`` with a ``reason`` if a connected graph has no gap (a path, a grid), or only the one
-    above 0 (a random graph, a complete one: the whole is one cluster).
+    The bulk is the main part of the spectrum. :math:`\lambda_*` is chosen in the widest interval
+    left of the bulk in which the density is close to zero. If only the eigenvalue 0 of a connected
+    graph lies below this interval, the next one is tried. It is accepted if it is much wider than
+    the spacings of the eigenvalues above it and no other interval above has a similar width.
 
-    Each connected component, and so each isolated vertex, has an eigenvalue 0 and counts. With
-    several components the gap above 0 may be the widest, or there may be none (cycles). ``count``
-    is then the number of components, which is exact, and ``reason`` says if no gap was found. To
-    count clusters within the largest component, pass
+    ``count`` is ``None``, and ``reason`` says why, if a connected graph has no gap (paths, grids)
+    or only the gap above the eigenvalue 0 (random graphs, complete graphs). In the second case the
+    graph is one cluster, but its spectrum cannot tell whether that is meant.
+
+    Every connected component, also an isolated vertex, adds one eigenvalue 0 and is counted as one
+    cluster. If several components have no further gap, ``count`` is the number of components,
+    which is exact, and ``reason`` says so. To count clusters within the largest component, pass
     :meth:`ritz.graphs.Graph.largest_component`.
 
     ================  ===================================================================
     method            count
     ================  ===================================================================
-    ``entropic``      mass of the entropic spectrum (Algorithm 5), with standard deviation
-                      at most :math:`\sqrt{2 N_c / d}`
+    ``entropic``      mass of the entropic spectrum, Algorithm 5 of the reference below;
+                      standard deviation at most :math:`\sqrt{2 N_c / d}`
     ``lanczos``       mass of Lanczos quadrature, smoothed by a Gaussian
     ``krylov``        eigenvalues found one by one in a block filtered by Chebyshev
-                      polynomials, a lower bound; fresh probes say how many it missed
-    ``auto``          ``entropic`` and ``krylov``; ``status`` says if they differ by more
-                      than four standard errors, or something was missed
+                      polynomials, a lower bound; new random probes estimate how many it
+                      missed
+    ``auto``          all eigenvalues of a graph with at most 2,000 vertices; otherwise
+                      ``entropic`` and ``krylov``, and no count if they differ by more than
+                      four standard errors or something was missed
     ================  ===================================================================
+
+    Clusters that have more edges inside than outside have a conductance :math:`\phi_i` below one
+    half, and then the mean of the eigenvalues left of the gap is below one half too (Ky Fan):
+    :math:`\sum_{i \le k} \lambda_i \le \sum_{i \le k} \phi_i`. There is no count otherwise; a
+    random bipartite graph has such a gap left of 1.
 
     Cost: ``num_probes * num_moments / 2`` products for ``entropic``, twice that for ``lanczos``,
     about 10 products per eigenvalue for ``krylov``, more if the gap is narrow. Memory beyond the
-    graph: five vectors per probe of a block, and 1.1 vectors per eigenvalue for ``krylov``.
+    graph: about 40 vectors, and 1.1 vectors per eigenvalue for ``krylov``.
 
     Args:
         graph: Anything :func:`ritz.graphs.as_graph` accepts, with at least one edge.
@@ -279,8 +335,8 @@ def count_clusters(
         num_moments: Moments ``m``, or Lanczos steps. A gap narrower than :math:`\pi / m` in
             :math:`\arccos(1 - \lambda)` is not seen.
         num_probes: Probes ``d``.
-        max_vectors: Maximum number of vectors for ``krylov``. Defaults to as many as 4 GiB hold.
-            If these are too few, ``auto`` counts as ``entropic`` does, and says so.
+        max_vectors: Maximum number of vectors for ``krylov``. Defaults to as many as fit in 4 GiB.
+            If these are too few, ``auto`` has no count, only the sampled ``estimate``.
         generator: Source of randomness. Defaults to a new generator with seed 0.
         progress: Show a progress bar, or a :class:`Progress` to report to.
 
@@ -303,22 +359,28 @@ def count_clusters(
     num_probes = min(num_probes, TUNING.locating) if method == "krylov" else num_probes
     # The middle of the bulk is the median of the eigenvalues that are not 0.
     zeros = null.dimension / graph.num_nodes
-    few = method != "entropic" and graph.num_nodes - null.dimension <= TUNING.few
-    sampled = sample_density(
-        graph,
-        lanczos=method == "lanczos" or few,
-        num_moments=num_moments,
-        num_probes=num_probes,
-        bulk=zeros + (1 - zeros) / 2,
-        generator=generator,
-        progress=progress,
-    )
+    place: dict[str, Any] = {"num_moments": num_moments, "bulk": zeros + (1 - zeros) / 2}
+    if method == "auto" and graph.num_nodes <= SMALL:
+        sampled = exact_density(graph, num_zeros=null.dimension, **place)
+        description = f"all eigenvalues, gaps as {num_moments} moments resolve them"
+    else:
+        few = method != "entropic" and graph.num_nodes - null.dimension <= TUNING.few
+        sampled = sample_density(
+            graph,
+            lanczos=method == "lanczos" or few,
+            num_probes=num_probes,
+            generator=generator,
+            progress=progress,
+            **place,
+        )
+        description = f"{method}, {num_moments} moments x {num_probes} probes"
     facts: dict[str, Any] = {
         "num_nodes": graph.num_nodes,
         "num_components": null.dimension,
         "num_products": sampled.num_products,
-        "method": f"{method}, {num_moments} moments x {num_probes} probes",
+        "method": description,
         "seed": generator.initial_seed(),
+        "density": sampled.density,
     }
     if isinstance(sampled.gap, str):
         return _components_only(f"no gap: {sampled.gap}", facts)
@@ -326,20 +388,20 @@ def count_clusters(
     most = TUNING.memory // (4 * graph.num_nodes) if max_vectors is None else max_vectors
     width = _width(sampled, sampled.gap, null)
     short = ""
-    if method == "auto" and width > most:
-        short = f"not certified: block Krylov would need {width:,} vectors, max_vectors is {most:,}"
+    if method == "auto" and width > most and sampled.spread is not None:
+        short = f"block Krylov would need {width:,} vectors, max_vectors is {most:,}"
     if short or method in ("entropic", "lanczos"):
         return _sampled_count(sampled, _sampled_gap(sampled, sampled.gap, null), facts, short)
-    # Each way certifies the other: sampling has an error but misses nothing, block Krylov is exact
-    # but may miss eigenvalues.
-    krylov = _BlockKrylov(graph, null, max(1, most), generator, progress)
-    found = krylov.find(sampled.gap, width)
-    facts["num_products"] += found.num_products
-    if found.count == 1 and found.missed <= TUNING.missed:
-        further = krylov.find_further(sampled, sampled.gap)
+    # Each method certifies the other: sampling has an error but misses nothing, block Krylov is
+    # exact but may miss eigenvalues.
+    krylov = _BlockKrylov(graph, null, max(1, most), sampled, generator, progress)
+    below = krylov.count(sampled.gap, width)
+    facts["num_products"] += below.num_products
+    if below.count == 1 and below.missed <= TUNING.missed:
+        further = krylov.count_further(sampled.gap)
         facts["num_products"] += further.num_products if further else 0
-        found = further if further and _is_real(further, sampled) else found
-    return reconciled(found, sampled, facts, trusted=method == "auto")
+        below = further if further and _is_real(further, sampled) else below
+    return reconciled(below, sampled, facts, trusted=method == "auto")
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,13 +409,16 @@ class _BlockKrylov:
     graph: Graph
     null: NullSpace
     max_vectors: int
+    sampled: Sampled
     generator: torch.Generator
     progress: bool | Progress
 
-    def find(
+    def count(
         self, gap: Gap, width: int, pick: Callable[[Tensor, Gap], Gap] = widest_between
-    ) -> Found:
+    ) -> Below:
         """Count below a gap, and double the number of vectors until they are enough."""
+        if isinstance(self.sampled.density, DiscreteDensity):
+            return all_below(self.sampled.density.nodes[0], self.null.dimension, gap, pick)
         num_products, n = 0, self.graph.num_nodes
         most = min(self.max_vectors, n - self.null.dimension)
         width = min(width, self.max_vectors)
@@ -362,26 +427,26 @@ class _BlockKrylov:
             op = laplacian(self.graph, dtype=torch.float32 if large else torch.float64)
             null = replace(self.null, entries=self.null.entries.to(op.dtype))
             with tracking(self.progress, "eigenvalues", width) as bar:
-                found = count_below(
+                below = count_below(
                     op, null, gap, width=width, generator=self.generator, bar=bar, pick=pick
                 )
-            num_products += found.num_products
-            enough = not found.full and found.missed <= TUNING.missed
+            num_products += below.num_products
+            enough = not below.full and below.missed <= TUNING.missed
             if enough or width >= most:
-                return replace(found, num_products=num_products)
+                return replace(below, num_products=num_products)
             width = min(2 * width, most)
 
-    def find_further(self, sampled: Sampled, first: Gap) -> Found | None:
+    def count_further(self, first: Gap) -> Below | None:
         """Count below the next stretch, or somewhat above it if its spacings must be known."""
-        gap = sampled.next_gap(first)
+        gap = self.sampled.next_gap(first)
         if gap is None:
             return None
-        sure = sampled.crowd(gap) >= TUNING.sure
-        gap = gap if sure else sampled.beyond(gap)
-        width = _width(sampled, gap, self.null)
+        sure = self.sampled.crowd(gap) >= TUNING.sure
+        gap = gap if sure else self.sampled.beyond(gap)
+        width = _width(self.sampled, gap, self.null)
         if width > self.max_vectors:
             return None
-        return self.find(gap, width, widest_between if sure else widest_crowded)
+        return self.count(gap, width, widest_between if sure else widest_crowded)
 
 
 def _width(sampled: Sampled, gap: Gap, null: NullSpace) -> int:
@@ -392,47 +457,45 @@ def _width(sampled: Sampled, gap: Gap, null: NullSpace) -> int:
     return min(math.ceil(1.1 * wanted) + 10, sampled.num_nodes - null.dimension)
 
 
-def _is_real(found: Found, sampled: Sampled) -> bool:
+def _is_real(below: Below, sampled: Sampled) -> bool:
     """Whether a gap divides a connected graph, and is wide beside the spacings above it."""
-    if found.count == 1:
+    if below.count == 1:
         return False
-    return sampled.crowd(found.gap) >= TUNING.sure or stands_out(found.gap, found.above)
+    return sampled.crowd(below.gap) >= TUNING.sure or stands_out(below.gap, below.above)
 
 
 def reconciled(
-    found: Found, sampled: Sampled, facts: dict[str, Any], *, trusted: bool
+    below: Below, sampled: Sampled, facts: dict[str, Any], *, trusted: bool
 ) -> ClusterCount:
-    """Return the count that two ways agree on, or what each of them says; nothing is averaged.
+    """Return the count that both methods agree on; otherwise no count, and what each found.
 
     Args:
-        found: Result of block Krylov.
+        below: Result of block Krylov.
         sampled: The density.
         facts: Other fields of the result.
         trusted: The density has enough probes to count by it.
     """
-    mean, stderr = sampled.below(found.gap.threshold)
-    facts = facts | _gap_facts(sampled, found.gap, mean, stderr)
-    facts |= {"found": found.count, "missed": found.missed}
-    both = f"{found.count:,} found, {format_uncertain(mean, stderr)} sampled"
-    if found.full or found.missed > TUNING.missed:
-        why = f"block Krylov was under-run, {found.missed:.3g} missed: {both}"
-        advice = "raise max_vectors or num_moments"
-        status = Status(outcome="max_steps", message=why, advice=advice)
-        if not trusted:
-            return _no_count(f"at least {found.count:,}: {why}", facts, status)
-        return ClusterCount(count=round(mean), stderr=stderr, status=status, **facts)
-    if found.count == 1:
+    mean, stderr = sampled.below(below.gap.threshold)
+    facts = facts | _gap_facts(sampled, below.gap, mean, stderr)
+    exact = sampled.spread is None
+    facts |= {} if exact else {"found": below.count, "missed": below.missed}
+    both = f"Krylov {below.count:,}, density {format_uncertain(mean, stderr)}"
+    if below.full or below.missed > TUNING.missed:
+        why = f"block Krylov had too few vectors and missed about {below.missed:.2g}: {both}"
+        return _failed(
+            f"at least {below.count:,}: {why}", "raise max_vectors or num_moments", facts
+        )
+    if below.count == 1:
         return _whole(facts)
     # Half an eigenvalue more than the error: the sampled number is not whole.
-    if trusted and not is_below(abs(found.count - mean), TUNING.agreement * stderr + 0.5):
-        status = Status(
-            outcome="max_steps",
-            message=f"the two ways disagree: {both}",
-            advice="raise num_moments: the gap is barely resolved",
-        )
-        return ClusterCount(count=found.count, stderr=0.0, status=status, **facts)
-    status = Status(outcome="converged", message=f"{both}, none missed")
-    return ClusterCount(count=found.count, stderr=0.0, certified=trusted, status=status, **facts)
+    if trusted and not is_below(abs(below.count - mean), TUNING.agreement * stderr + 0.5):
+        advice = "raise num_moments: the gap is barely resolved"
+        return _failed(f"the two counts disagree: {both}", advice, facts)
+    if below.mean > TUNING.conductance:
+        return _not_clusters(below.count, below.mean, facts)
+    message = "all eigenvalues were computed" if exact else f"{both}, none missed"
+    status = Status(outcome="converged", message=message)
+    return ClusterCount(count=below.count, stderr=0.0, certified=trusted, status=status, **facts)
 
 
 def _gap_facts(sampled: Sampled, gap: Gap, mean: float, stderr: float) -> dict[str, Any]:
@@ -456,12 +519,15 @@ def _sampled_count(sampled: Sampled, gap: Gap, facts: dict[str, Any], short: str
     count = max(round(mean), facts["num_components"])
     if count <= 1:
         return _whole(facts)
-    status = Status(
-        outcome="completed",
-        message=short or f"sampled, {unsure:.2g} eigenvalues in the gap itself",
-        advice="raise max_vectors" if short else "",
-    )
-    return ClusterCount(count=count, stderr=facts["estimate_stderr"], status=status, **facts)
+    if (average := sampled.mean_below(gap.threshold)) > TUNING.conductance:
+        return _not_clusters(count, average, facts)
+    stderr = facts["estimate_stderr"]
+    if short:
+        reason = f"not certified: {short}; the density has {format_uncertain(mean, stderr)}"
+        return _failed(reason, "raise max_vectors, or use method entropic", facts)
+    message = f"estimated from the density; about {unsure:.2g} eigenvalues lie inside the gap"
+    status = Status(outcome="completed", message=message)
+    return ClusterCount(count=count, stderr=stderr, status=status, **facts)
 
 
 def _sampled_gap(sampled: Sampled, first: Gap, null: NullSpace) -> Gap:
@@ -475,19 +541,31 @@ def _sampled_gap(sampled: Sampled, first: Gap, null: NullSpace) -> Gap:
 def _whole(facts: dict[str, Any]) -> ClusterCount:
     high = facts["gap"][1]
     reason = (
-        "no gap between clusters: the whole graph is one, connected; beyond the eigenvalue 0 that "
-        f"it must have, those from {high:.3g} on have no gap that stands out"
+        "no gap between clusters: the graph is connected, and its eigenvalues above 0, from "
+        f"{high:.3g} on, have no clear gap"
     )
-    return _no_count(reason, facts, Status(outcome="completed", message="one cluster, the whole"))
+    return _no_count(reason, facts, Status(outcome="completed", message="the graph is one cluster"))
 
 
 def _components_only(reason: str, facts: dict[str, Any]) -> ClusterCount:
     count = facts["num_components"]
     if count == 1:
         return _no_count(reason, facts, Status(outcome="completed", message="there is no gap"))
-    reason = f"{reason}; counted are the {count:,} components, as many as eigenvalues 0"
-    status = Status(outcome="completed", message="the components alone, no gap beyond them")
+    reason = f"{reason}; the count is the number of connected components"
+    status = Status(outcome="completed", message="no clusters inside the components were found")
     return ClusterCount(count=count, stderr=0.0, reason=reason, status=status, **facts)
+
+
+def _not_clusters(count: int, mean: float, facts: dict[str, Any]) -> ClusterCount:
+    reason = (
+        f"no clusters: the {count:,} eigenvalues left of the gap have the mean {mean:.2g}; as many "
+        f"clusters with more edges inside than outside would have one below {TUNING.conductance}"
+    )
+    return _no_count(reason, facts, Status(outcome="completed", message="no clusters"))
+
+
+def _failed(reason: str, advice: str, facts: dict[str, Any]) -> ClusterCount:
+    return _no_count(reason, facts, Status(outcome="max_steps", message=reason, advice=advice))
 
 
 def _no_count(reason: str, facts: dict[str, Any], status: Status) -> ClusterCount:

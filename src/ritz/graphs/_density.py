@@ -1,4 +1,4 @@
-"""The spectral density of a graph, its moments, entropy and heat trace."""
+"""The matrices of a graph, its spectral density, moments, entropy and heat trace."""
 
 import math
 from dataclasses import replace
@@ -9,14 +9,14 @@ import scipy.special
 import torch
 from torch import Tensor
 
-from ritz._core.checks import check_choice, check_count
+from ritz._core.checks import check_choice, check_count, check_device
 from ritz._core.progress import Progress
 from ritz._core.random import resolve_generator
-from ritz._core.results import Estimate, Status, stderr
+from ritz._core.results import Estimate, Status
+from ritz.graphs._graph import Graph, GraphError
 from ritz.graphs._io import GraphLike, as_graph
-from ritz.graphs._matrices import eigenvalues, laplacian, with_edges
 from ritz.operators import LaplacianOperator
-from ritz.operators._shared import GraphMatrix, gershgorin
+from ritz.operators._shared import CompressedRows, GraphMatrix, gershgorin
 from ritz.spectra import (
     DiscreteDensity,
     EntropicDensity,
@@ -31,11 +31,87 @@ from ritz.spectra import moments as sampled_moments
 INTERVAL = (0.0, 2.0)  # contains the spectrum of every normalised Laplacian
 NUM_MOMENTS = 100
 NUM_PROBES = 64
-# Vertices up to which all eigenvalues cost less than the moments of 64 probes.
-_SMALL = 256
+# Vertices up to which moments and counts come from all eigenvalues. These cost as much as the
+# moments of 64 probes at 1,000 vertices and 2.6 times as much at 2,000, but have no sampling error.
+SMALL = 2000
+# Vertices of which all eigenvalues are computed at most: a dense matrix of 3.2 GB.
+_LARGEST = 20_000
 # Vertices up to which calls cost more than products, so that all probes are in one block.
 _NARROW = 4096
 DensityMethod = Literal["maxent", "lanczos", "kpm"]
+
+# ------------------------------------------------------------------------------------------
+# The matrices of a graph as operators, and all their eigenvalues for a small graph.
+
+
+def laplacian(
+    graph: GraphLike,
+    *,
+    matrix: GraphMatrix = "normalized",
+    dtype: torch.dtype = torch.float64,
+    device: torch.device | str = "cpu",
+) -> LaplacianOperator:
+    """Return a matrix of a graph as an operator, by default the normalised Laplacian.
+
+    Args:
+        graph: Anything :func:`ritz.graphs.as_graph` accepts.
+        matrix: Which matrix; see :class:`ritz.operators.LaplacianOperator`.
+        dtype: Data type of the products; float32 is faster.
+        device: Device of the products.
+
+    Memory: none beyond the graph on the CPU if its weights have that dtype.
+    """
+    graph, device = as_graph(graph), _check_place(dtype, device)
+    weights = None if graph.weights is None else graph.weights.to(device)
+    rows = CompressedRows(graph.crow.to(device), graph.col.to(device), weights, dtype=dtype)
+    return LaplacianOperator(rows, matrix=matrix)
+
+
+def _check_place(dtype: torch.dtype, device: torch.device | str) -> torch.device:
+    if dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
+    return check_device(device)
+
+
+def eigenvalues(graph: GraphLike, *, matrix: GraphMatrix = "normalized") -> Tensor:
+    """Return all eigenvalues of a matrix of a graph, ascending, ``(n,)``, float64.
+
+    Args:
+        graph: A graph with at most 20,000 vertices.
+        matrix: Which matrix.
+
+    Cost: that of a dense matrix, :math:`O(n^3)`. Memory: two matrices of :math:`8 n^2` bytes.
+    """
+    graph = as_graph(graph)
+    if graph.num_nodes > _LARGEST:
+        raise GraphError(
+            f"graph must have at most {_LARGEST:,} vertices for eigenvalues(), got "
+            f"{graph.num_nodes:,}: use density() for larger graphs"
+        )
+    if matrix == "normalized":
+        # L = I - D^-1/2 W D^-1/2, and 0 for isolated vertices. An operator would take 50 times as
+        # long for the karate club, most of it to check its symmetry.
+        degrees = graph.degrees
+        scale = torch.where(degrees > 0, degrees.rsqrt(), 0.0)
+        weights = torch.from_numpy(graph.to_scipy().toarray())
+        dense = (degrees > 0).double().diag() - scale[:, None] * weights * scale
+    else:
+        dense = laplacian(graph, matrix=matrix).matmat(torch.eye(graph.num_nodes).double())
+    values: Tensor = torch.linalg.eigvalsh(dense)
+    return values
+
+
+def with_edges(graph: GraphLike) -> Graph:
+    """Return ``graph`` as a :class:`Graph`, and raise if it has no edge."""
+    graph = as_graph(graph)
+    if not graph.num_edges:
+        count = "one vertex" if graph.num_nodes == 1 else f"{graph.num_nodes:,} vertices"
+        raise GraphError(
+            f"graph must have an edge, got {count} and none: all its eigenvalues are 0, and there "
+            "is no density; use eigenvalues()"
+        )
+    return graph
+
 
 # ------------------------------------------------------------------------------------------
 # Errors of functions of moments: the jackknife over groups of probes.
@@ -86,10 +162,9 @@ def matched_within(density: EntropicDensity) -> Tensor:
 # The density of the eigenvalues of a graph's matrix, and its moments.
 
 
-class DensityOptions(TypedDict, total=False):
-    """The keywords that every method of :func:`density` takes."""
+class MomentOptions(TypedDict, total=False):
+    """The keywords of moments of the normalised Laplacian."""
 
-    matrix: GraphMatrix
     num_moments: int
     num_probes: int
     exact: bool | None
@@ -97,6 +172,12 @@ class DensityOptions(TypedDict, total=False):
     device: torch.device | str
     generator: torch.Generator | None
     progress: bool | Progress
+
+
+class DensityOptions(MomentOptions, total=False):
+    """The keywords that every method of :func:`density` takes."""
+
+    matrix: GraphMatrix
 
 
 def moments(
@@ -115,10 +196,9 @@ def moments(
 
     .. math:: \mu_j = \frac1n \operatorname{tr} T_j(L - I), \qquad j = 0, \dots, m
 
-    for the normalised Laplacian, whose eigenvalues lie in ``[0, 2]`` for every graph. Other
-    matrices are mapped from the interval of Gershgorin's discs, which the degrees bound. Bounds
-    cost no product. Cost: :math:`d m / 2` products. Memory: 4 vectors per probe of a block, which
-    has eight probes in float64 unless the graph is small.
+    for the normalised Laplacian, whose eigenvalues lie in ``[0, 2]`` for every graph. For other
+    matrices the interval comes from Gershgorin's theorem, which needs no matrix-vector products.
+    Cost: :math:`d m / 2` products. Memory: about 32 vectors.
 
     Args:
         graph: Anything :func:`ritz.graphs.as_graph` accepts.
@@ -127,7 +207,7 @@ def moments(
         num_moments: Highest degree ``m``.
         num_probes: Probes ``d``; errors fall as :math:`1 / \sqrt{n d}`.
         exact: Compute the moments exactly from all eigenvalues. Defaults to ``True`` for at most
-            256 vertices.
+            2,000 vertices.
         dtype: Data type of the products.
         device: Device of the products.
         generator: Source of the probes. Defaults to a new generator with seed 0.
@@ -139,9 +219,10 @@ def moments(
     check_count("num_moments", num_moments)
     check_count("num_probes", num_probes, low=2)
     generator = resolve_generator(generator)
-    op = laplacian(graph, matrix=matrix, dtype=dtype, device=device)
-    interval = _interval(op)
-    if graph.num_nodes <= _SMALL if exact is None else exact:
+    place: Any = {"matrix": matrix, "dtype": dtype, "device": device}
+    _check_place(dtype, device)
+    interval = INTERVAL if matrix == "normalized" else _interval(laplacian(graph, **place))
+    if graph.num_nodes <= SMALL if exact is None else exact:
         mean = _chebyshev_means(eigenvalues(graph, matrix=matrix), num_moments, interval)
         return Moments(
             mean=mean,
@@ -155,7 +236,7 @@ def moments(
             matrix=matrix,
         )
     return sampled_moments(
-        op,
+        laplacian(graph, **place),
         num_moments=num_moments,
         interval=interval,
         num_probes=num_probes,
@@ -167,8 +248,6 @@ def moments(
 
 def _interval(op: LaplacianOperator) -> tuple[float, float]:
     """An interval that contains the eigenvalues, without a product."""
-    if op.matrix == "normalized":
-        return INTERVAL
     discs = gershgorin(op)
     if discs is None:
         raise ValueError(f"matrix must have bounds from its degrees, got {op.matrix!r}")
@@ -235,10 +314,10 @@ def density(
     .. math:: p(\lambda) = \frac1Z \exp\Big(-\sum_{i=1}^m \alpha_i T_i(\lambda - 1)\Big),
         \qquad \int_0^2 p(\lambda)\, T_i(\lambda - 1)\, d\lambda = \mu_i
 
-    with moments matched to within their standard errors. If many eigenvalues are equal (isolated
-    vertices, leaves of one vertex), no density has their moments, and ``status`` says how far they
-    were relaxed. Smoothing biases the moment of degree ``m`` by :math:`\sum_{j \ge 1} \binom{m}{2j}
-    \sigma^{2j} (2j - 1)!!\, \mu_{m-2j}` (Theorem 2).
+    with moments matched to within their standard errors. If many eigenvalues coincide, no smooth
+    density matches their moments exactly. The moments are then matched approximately, and
+    ``status`` reports the tolerance. Smoothing biases the moment of degree ``m`` by
+    :math:`\sum_{j \ge 1} \binom{m}{2j} \sigma^{2j} (2j - 1)!!\, \mu_{m-2j}` (Theorem 2).
 
     Cost: ``num_moments / 2`` products per probe. Memory: that of :func:`moments`, or
     ``num_moments / 2 + 5`` vectors per probe of a block for ``lanczos``.
@@ -246,14 +325,16 @@ def density(
     Args:
         graph: Anything :func:`ritz.graphs.as_graph` accepts; ``maxent`` needs at least one edge.
         method: One of the table.
-        matrix: As for :func:`moments`.
-        num_moments: Number of moments ``m``. Details finer than :math:`2 \pi / m` of the interval
-            are not resolved. Lanczos makes ``m / 2`` steps, but no more than there are vertices.
-        num_probes: As for :func:`moments`.
+        matrix: Which matrix, as for :func:`moments`.
+        num_moments: Number of moments ``m``. Details finer than :math:`2 \pi / m` times the
+            length of the interval are not resolved. Lanczos makes ``m / 2`` steps, at most as many
+            as there are vertices.
+        num_probes: Number of random probes.
         width: Standard deviation of the Gaussian, for ``lanczos``; see :func:`ritz.density`.
-        exact: As for :func:`moments`, for ``maxent``.
-        dtype: As for :func:`moments`.
-        device: As for :func:`moments`.
+        exact: For ``maxent``: compute exact moments from all eigenvalues. Defaults to ``True`` for
+            at most 2,000 vertices.
+        dtype: Data type of the products.
+        device: Device of the products.
         generator: Source of the probes. Defaults to a new generator with seed 0.
         progress: Show a progress bar, or a :class:`Progress` to report to.
 
@@ -270,7 +351,7 @@ def density(
     """
     check_choice("method", method, ("maxent", "lanczos", "kpm"))
     if width is not None and method != "lanczos":
-        raise ValueError(f"width belongs to method='lanczos', got method={method!r}")
+        raise ValueError(f"width is only used with method='lanczos', got method={method!r}")
     place: Any = {"matrix": matrix, "dtype": dtype, "device": device}
     sampling: Any = {"num_probes": num_probes, "generator": generator, "progress": progress}
     if method == "maxent":
@@ -280,7 +361,7 @@ def density(
         )
         return entropic
     if exact is not None:
-        raise ValueError(f"exact belongs to method='maxent', got method={method!r}")
+        raise ValueError(f"exact is only used with method='maxent', got method={method!r}")
     check_count("num_moments", num_moments, low=2)
     op = laplacian(graph, **place)
     # A step of Lanczos, like a product in the recurrence of T_j, gives two moments.
@@ -288,37 +369,18 @@ def density(
     return sampled_density(op, method=method, num_steps=steps, width=width, **sampling)
 
 
-def entropy(
-    graph: GraphLike,
-    *,
-    num_moments: int = NUM_MOMENTS,
-    num_probes: int = NUM_PROBES,
-    exact: bool | None = None,
-    dtype: torch.dtype = torch.float64,
-    device: torch.device | str = "cpu",
-    generator: torch.Generator | None = None,
-    progress: bool | Progress = False,
-) -> Estimate:
+def entropy(graph: GraphLike, **options: Unpack[MomentOptions]) -> Estimate:
     r"""Estimate the entropy :math:`-\int p \log p` of the spectrum of a graph.
 
-    It is :math:`\log 2` for a flat spectrum and less for every other. The standard error is from
-    the jackknife over groups of probes. Arguments and cost are those of :func:`density` with
-    ``maxent``.
+    It is :math:`\log 2` for a flat spectrum and smaller for every other spectrum. The standard
+    error is from the jackknife over groups of probes. Arguments and cost are those of
+    :func:`density` with ``method="maxent"``.
 
     Reference: Equation 3.10 of *Spectral Machine Learning*.
     """
-    sampled = moments(
-        with_edges(graph),
-        num_moments=num_moments,
-        num_probes=num_probes,
-        exact=exact,
-        dtype=dtype,
-        device=device,
-        generator=generator,
-        progress=progress,
-    )
+    sampled = moments(with_edges(graph), **options)
     whole: EntropicDensity = maxent(sampled)
-    method = f"maximum entropy, {num_moments} moments"
+    method = f"maximum entropy, {len(sampled.mean) - 1} moments"
     estimate = Estimate.exact(
         whole.entropy, method=method, num_products=sampled.num_products, status=whole.status
     )
@@ -355,14 +417,16 @@ def heat_trace(
 
     Args:
         graph: Anything :func:`ritz.graphs.as_graph` accepts, or its moments.
-        times: Times ``(T,)``, not negative. Defaults to 250 from 0.01 to 100 in equal ratios.
-        num_moments: As for :func:`ritz.graphs.moments`.
-        num_probes: As for :func:`ritz.graphs.moments`.
+        times: Times ``(T,)``, not negative. Defaults to 250 logarithmically spaced times from 0.01
+            to 100.
+        num_moments: Highest degree of the moments.
+        num_probes: Number of random probes.
         generator: Source of the probes. Defaults to a new generator with seed 0.
 
     Cost: that of the moments. The mean is ``(T,)``, samples are ``(num_probes, T)``.
 
-    Reference: Tsitsulin et al., *NetLSD* (2018), normalised by the empty graph.
+    Reference: Tsitsulin et al., *NetLSD* (2018). The division by ``n`` is their normalisation by
+    the empty graph.
     """
     times = default_times() if times is None else torch.as_tensor(times, dtype=torch.float64)
     if times.ndim != 1 or not len(times) or not bool(((times >= 0) & times.isfinite()).all()):
@@ -375,17 +439,17 @@ def heat_trace(
     weights = heat_weights(times, degree)
     # e^-t (I_0(t) + 2 sum_k I_k(t)) = 1: what the weights lack is the truncation.
     truncation = (1.0 - weights.abs().sum(1)).clamp_min(math.ulp(1.0))
-    estimate = Estimate.exact(
-        weights @ graph.mean,
-        truncation=truncation,
-        num_products=graph.num_products,
-        method=f"{degree} Chebyshev moments",
-        status=graph.status,
-        seed=graph.seed,
-    )
     samples = graph.samples @ weights.T
+    about: Any = {
+        "truncation": truncation,
+        "num_products": graph.num_products,
+        "method": f"{degree} Chebyshev moments",
+        "status": graph.status,
+        "seed": graph.seed,
+    }
+    # Exact moments have one sample and no error.
     return (
-        replace(estimate, stderr=stderr(samples), samples=samples) if len(samples) > 1 else estimate
+        Estimate.of(samples, **about) if len(samples) > 1 else Estimate.exact(samples[0], **about)
     )
 
 

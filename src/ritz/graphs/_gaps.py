@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -60,6 +60,10 @@ class Tuning:
     locating: int = 10
     # With so few eigenvalues apart from 0, Lanczos finds all, and maximum entropy has no density.
     few: int = 32
+    # Largest mean of the eigenvalues of clusters. On the span of the indicators of k clusters L has
+    # the trace sum(phi_i), so that the k smallest eigenvalues sum to no more (Ky Fan). A
+    # conductance phi_i above one half means that most edges leave the cluster.
+    conductance: float = 0.5
     # Bytes of a filtered block: all that it may take, and from which on it is float32.
     memory: int = 2**32
     large: int = 2**30
@@ -130,15 +134,12 @@ def find_gap(stretches: list[Gap] | str, *, num_moments: int) -> Gap | str:
     widest = max(stretches, key=lambda gap: gap.width)
     if widest.width < math.pi / num_moments:
         return (
-            f"the widest low stretch, {widest.low:.2g} to {widest.high:.2g}, is narrower than "
-            f"{num_moments} moments resolve"
+            f"the widest gap, {widest.low:.2g} to {widest.high:.2g}, is narrower than "
+            f"{num_moments} moments resolve; raise num_moments"
         )
     alike = sum(gap.width > TUNING.alike * widest.width for gap in stretches)
     if alike > TUNING.rungs:
-        return (
-            f"{alike} low stretches are as wide as each other, as between the eigenvalues of a "
-            "cycle: none stands out"
-        )
+        return f"{alike} gaps have about the same width, as in a cycle, so that none can be chosen"
     return widest
 
 
@@ -170,8 +171,8 @@ def low_stretches(density: Density, *, num_moments: int, bulk: float) -> list[Ga
     runs = _runs(heights < TUNING.low * torch.minimum(left, right))
     if not len(runs):
         return (
-            "the density has no minimum left of the bulk that is below "
-            f"{TUNING.low:.0%} of the mean on either side"
+            f"the density left of the bulk nowhere falls below {TUNING.low:.0%} of its mean on "
+            "either side; more num_moments may resolve a gap"
         )
     return [
         Gap(
@@ -181,6 +182,21 @@ def low_stretches(density: Density, *, num_moments: int, bulk: float) -> list[Ga
         )
         for first, last in runs.tolist()
     ]
+
+
+def resolved_spacings(values: Tensor, *, num_moments: int) -> list[Gap] | str:
+    """Return the stretches between neighbouring eigenvalues that are wide enough, or why none is.
+
+    Args:
+        values: All eigenvalues left of the middle of the bulk and the next one, ascending.
+        num_moments: A stretch must be at least as wide as so many moments resolve.
+    """
+    wide = (_angles(values).diff() >= math.pi / num_moments).nonzero()[:, 0]
+    if not len(wide):
+        return "the eigenvalues left of the bulk are too close together"
+    ends = [(float(values[i]), float(values[i + 1])) for i in wide.tolist()]
+    gaps = [Gap(low=low, high=high, threshold=low) for low, high in ends]
+    return [replace(gap, threshold=gap.middle) for gap in gaps]
 
 
 def _runs(flags: Tensor) -> Tensor:
@@ -284,11 +300,12 @@ class NullSpace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """Eigenvalues in a filtered block.
+class Below:
+    """Eigenvalues below a gap, as a filtered block has them.
 
     Attributes:
         count: Eigenvalues below the gap, including the null space: a lower bound.
+        mean: Their mean.
         gap: The gap between Ritz values.
         missed: Sampled number of eigenvalues below the gap that the block lacks.
         full: All columns were needed, so that more would find more.
@@ -297,6 +314,7 @@ class Found:
     """
 
     count: int
+    mean: float
     gap: Gap
     missed: float
     full: bool
@@ -313,7 +331,7 @@ def count_below(
     generator: torch.Generator,
     bar: Progress,
     pick: Callable[[Tensor, Gap], Gap] = widest_between,
-) -> Found:
+) -> Below:
     r"""Count the eigenvalues left of a gap.
 
     Args:
@@ -344,12 +362,31 @@ def count_below(
     check_degree = filter_degree(near, op.shape[0])
     # The filter is at least 1 below the gap, so that E ||p(L) z||^2 is at least the number missed.
     left = polynomial(op, fresh, near, check_degree).double().square().sum(0)
-    return Found(
-        count=null.dimension + int(below.sum()),
+    count = null.dimension + int(below.sum())
+    return Below(
+        count=count,
+        mean=float(values[below].sum()) / count,
         gap=near,
         missed=float(left.mean()),
         full=int((values < gap.high).sum()) >= width < op.shape[0] - null.dimension,
         num_products=width * (degree + 1) + TUNING.num_checks * check_degree,
+        above=values[~below & (values < gap.high)],
+    )
+
+
+def all_below(
+    values: Tensor, num_zeros: int, gap: Gap, pick: Callable[[Tensor, Gap], Gap]
+) -> Below:
+    """Return what :func:`count_below` does, from all eigenvalues ``(n,)``, ascending."""
+    near = pick(values[num_zeros:], gap)
+    below = values < near.threshold
+    return Below(
+        count=int(below.sum()),
+        mean=float(values[below].mean()),
+        gap=near,
+        missed=0.0,
+        full=False,
+        num_products=0,
         above=values[~below & (values < gap.high)],
     )
 

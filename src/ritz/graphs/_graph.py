@@ -34,9 +34,9 @@ class Intake:
         source: Name of the file, or type of the object.
         num_records: Number of records.
         num_self_loops: Self-loops.
-        loops_kept: Self-loops are entries of the diagonal; otherwise they were dropped.
+        loops_kept: Whether self-loops were kept, as entries of the diagonal.
         num_zero_weights: Edges of weight zero, which were dropped.
-        num_merged: Records of an edge that an earlier record has.
+        num_merged: Number of repeated edges.
         num_reciprocal: Pairs of vertices that occur in both orders.
         directed: The source was directed, and its directions were dropped.
         num_rejected: Invalid records, with ``errors="report"``.
@@ -142,7 +142,7 @@ class Graph:
         return int(count), torch.from_numpy(labels)
 
     def largest_component(self) -> "Graph":
-        """Return the largest connected component; of equals, the one with the first vertex."""
+        """Return the largest connected component; if several are, that of the first vertex."""
         count, labels = self.components()
         if count == 1:
             return self

@@ -10,10 +10,10 @@ from torch import Tensor
 from ritz._core.checks import check_count
 from ritz._core.progress import Progress
 from ritz._core.random import resolve_generator
+from ritz.graphs._density import laplacian, with_edges
 from ritz.graphs._gaps import TOP, NullSpace
 from ritz.graphs._graph import Graph
 from ritz.graphs._io import GraphLike
-from ritz.graphs._matrices import laplacian, with_edges
 from ritz.operators import LinearOperator
 from ritz.spectra import eigenpairs
 
@@ -29,19 +29,19 @@ def spectral_clusters(
     generator: torch.Generator | None = None,
     progress: bool | Progress = False,
 ) -> Tensor:
-    r"""Return the cluster of each vertex, ``(n,)``, numbered from 0 by their first vertices.
+    r"""Return the cluster of each vertex, ``(n,)``, numbered in the order of first appearance.
 
     The eigenvectors of the ``k`` smallest eigenvalues of the normalised Laplacian have one row per
     vertex. The rows are scaled to length one and sorted into ``k`` groups by k-means, which starts
     from ``k`` nearly orthogonal rows (QR with pivoting), so that no restarts are needed. The
-    eigenvectors of the eigenvalue 0 are those of the components; Lanczos computes the others. An
+    eigenvectors of the eigenvalue 0 are those of the components. Lanczos computes the others. An
     isolated vertex is a cluster. Memory: ``3 k`` vectors.
 
     Args:
         graph: Anything :func:`ritz.graphs.as_graph` accepts, with at least one edge.
         num_clusters: ``k``, at least the number of components;
             :func:`ritz.graphs.count_clusters` estimates it.
-        max_steps: Maximum number of products.
+        max_steps: Maximum number of products. Defaults to that of :func:`ritz.eigenpairs`.
         generator: Source of the start vectors. Defaults to a new generator with seed 0.
         progress: Show a progress bar, or a :class:`Progress` to report to.
 
@@ -64,7 +64,7 @@ def spectral_clusters(
     if num_clusters < null.dimension:
         raise ValueError(
             f"num_clusters must be at least the number of components, {null.dimension}, got "
-            f"{num_clusters}: graph.largest_component() leaves one"
+            f"{num_clusters}: use graph.largest_component() for a connected graph"
         )
     if num_clusters == null.dimension:
         return _renumbered(null.labels)

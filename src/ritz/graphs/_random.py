@@ -27,7 +27,7 @@ def erdos_renyi(n: int, *, p: float, generator: torch.Generator | None = None) -
         p: Probability of an edge.
         generator: Source of randomness. Defaults to a new generator with seed 0.
 
-    Cost: linear in the edges, by skipping from one to the next.
+    Cost: linear in the number of edges.
     """
     check_count("n", n)
     check_range("p", p, low=0, high=1)
@@ -89,9 +89,8 @@ def watts_strogatz(
     Args:
         n: Number of vertices.
         num_neighbors: Neighbours of each vertex in the lattice, even and less than ``n``.
-        p: Probability that one end of an edge is moved. No edge is doubled and no self-loop made,
-            so that there are ``n * num_neighbors / 2`` edges. An edge stays if its vertex already
-            has all others as neighbours.
+        p: Probability that one end of an edge is moved. This makes no repeated edge and no
+            self-loop, so that there are always ``n * num_neighbors / 2`` edges.
         generator: Source of randomness. Defaults to a new generator with seed 0.
 
     Memory: that of the edges, and one byte per pair if more than half of all pairs are edges.
@@ -110,8 +109,8 @@ def barabasi_albert(n: int, *, num_edges: int, generator: torch.Generator | None
 
     Args:
         n: Number of vertices, more than ``num_edges``.
-        num_edges: Edges ``r`` of each new vertex, to distinct others: ``r (n - r)`` in all. The
-            graph grows from a star.
+        num_edges: Number ``r`` of edges that each new vertex adds (``m`` in NetworkX). The graph
+            grows from a star and has ``r (n - r)`` edges.
         generator: Source of randomness. Defaults to a new generator with seed 0.
     """
     check_count("num_edges", num_edges)
@@ -343,7 +342,7 @@ def cluster_graph(
 
     The networks of *Spectral Machine Learning*, section 3.7.1.1: ``[30] * 9`` to ``[30] * 240`` for
     Table 3.2, and mixed clusters of random sizes for Fig. 3.5. The normalised Laplacian has one
-    small eigenvalue per cluster if there are few links beside the edges within.
+    small eigenvalue per cluster if there are few links compared with the edges inside clusters.
 
     Args:
         sizes: Number of vertices of each cluster, in order.

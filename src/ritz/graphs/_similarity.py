@@ -24,9 +24,9 @@ from ritz.graphs._density import (
     leave_out,
     matched_within,
     moments,
+    with_edges,
 )
 from ritz.graphs._io import as_graph
-from ritz.graphs._matrices import with_edges
 from ritz.spectra import EntropicDensity, Moments, maxent
 from ritz.spectra._shared import chebyshev
 
@@ -153,17 +153,16 @@ def similarity(
     generator: torch.Generator | None = None,
     progress: bool | Progress = False,
 ) -> Similarity:
-    r"""Estimate the distances between the spectra of graphs.
+    r"""Estimate the distances between the spectra of graphs; similar graphs have small ones.
 
     .. math:: D(p, q) = \tfrac12 \big(KL(p \| q) + KL(q \| p)\big) =
         \tfrac12 \sum_i (\alpha_i - \beta_i)(\mu_i^q - \mu_i^p)
 
-    between entropic spectra, or another distance. All spectra are densities on ``[0, 2]`` from
-    equally many moments, matched to within the same errors, the largest that any of them has or
-    needs. Otherwise a spectrum with smaller errors would be sharper and seem different. No error is
-    below :math:`1/n`, the mass of one eigenvalue. Noise makes every distance too large, so that it
-    is never zero for different probes of one graph. This bias is part of ``stderr`` and is not
-    subtracted, since ``matrix`` holds the distances of ``densities``.
+    between entropic spectra, or another distance. All densities use the same number of moments and
+    the same tolerance: the largest that any of the graphs needs, and at least :math:`1/n`, the mass
+    of one eigenvalue. Otherwise a spectrum with a smaller tolerance would be sharper and seem
+    different. Sampling noise makes distances too large: even one graph with different probes has a
+    positive distance to itself. This bias is included in ``stderr`` and is not subtracted.
 
     Cost: the moments of every graph, and eleven densities per graph for the jackknife, a few
     hundredths of a second each.
@@ -174,10 +173,10 @@ def similarity(
         measure: ``symmetric_kl``; ``jensen_shannon``, at most :math:`\log 2`; ``wasserstein``,
             :math:`\int |F_p - F_q|`; or ``heat``, the root mean square difference of the heat
             traces over the logarithm of time (NetLSD), which needs no density.
-        num_moments: As for :func:`ritz.graphs.moments`.
-        num_probes: As for :func:`ritz.graphs.moments`.
-        dtype: As for :func:`ritz.graphs.moments`.
-        device: As for :func:`ritz.graphs.moments`.
+        num_moments: Highest degree of the moments.
+        num_probes: Number of random probes per graph.
+        dtype: Data type of the products.
+        device: Device of the products.
         generator: Source of the probes. Defaults to a new generator with seed 0.
         progress: Show a progress bar, or a :class:`Progress` to report to.
 
@@ -231,9 +230,10 @@ def _by_name(graphs: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
     if isinstance(graphs, Sequence) and not isinstance(graphs, str):
         graphs = {str(place): graph for place, graph in enumerate(graphs)}
     if not isinstance(graphs, Mapping):
-        raise TypeError(f"graphs must be a sequence or by name, got {type(graphs).__name__}")
+        kind = type(graphs).__name__
+        raise TypeError(f"graphs must be a list or a dictionary of graphs by name, got {kind}")
     if len(graphs) < 2:
-        raise ValueError(f"graphs must be at least two, got {len(graphs)}")
+        raise ValueError(f"graphs must hold at least two graphs, got {len(graphs)}")
     return {
         str(name): graph if isinstance(graph, Moments) else as_graph(graph)
         for name, graph in graphs.items()

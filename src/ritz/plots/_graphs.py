@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
+import torch
 
 from ritz.graphs import ClusterCount, Fit, Similarity
 from ritz.plots import _style as style
@@ -22,12 +23,12 @@ def similarity(
     Args:
         similarity: Distances of up to a few dozen graphs, so that the numbers stay readable.
         ax: Axes to draw on. Defaults to a new figure.
-        groups: Numbers of consecutive graphs that belong together. Lines separate the groups.
+        groups: Sizes of groups of consecutive graphs. Lines are drawn between groups.
     """
     check_drawn("similarity", similarity, Similarity)
     names = similarity.names
     if sum(groups) > len(names):
-        raise ValueError(f"groups must hold at most {len(names)} graphs, got {groups}")
+        raise ValueError(f"groups must have a sum of at most {len(names)}, got {groups}")
     side = 1.6 + 0.55 * len(names)
     ax = ax or style.panels(width=side + 0.6, height=side)[1][0]
     measure = similarity.measure.replace("_", " ").replace("kl", "KL")
@@ -72,32 +73,30 @@ def heat_map(ax: "Axes", matrix: Array, *, names: Sequence[str], label: str) -> 
 
 @draw.register(ClusterCount)
 def _(result: ClusterCount, ax: "Axes") -> None:
-    counts: dict[str, tuple[Any, float]] = {
-        "components": (result.num_components, 0.0),
-        "found one by one": (result.found, result.missed),
-        f"sampled, below {result.threshold:.3g}": (
-            result.estimate,
-            STYLE.sigmas * result.estimate_stderr,
-        ),
-    }
-    known = {
-        name: (float(count), error)
-        for name, (count, error) in counts.items()
-        if count is not None and np.isfinite(float(count))
-    }
-    places = style.name_rows(ax, list(known))
-    ax.grid(visible=False)
-    for place, (count, error) in zip(places, known.values(), strict=True):
-        finite = error if np.isfinite(error) else 0.0
-        style.bars(ax, [count], [place], xerr=finite, markersize=5)
-    if result.count is not None:
-        ax.axvline(result.count, linestyle="--", label=f"{result.count:,} clusters", **NEAREST)
-        style.legend(ax, above=True)
-    ax.set(xlabel="number of clusters", xmargin=0.15)
-    ax.locator_params(axis="x", integer=True)
+    # N(lambda) = n F(lambda) is level in a gap. Small eigenvalues need a logarithmic axis, on which
+    # the eigenvalues 0 lie to the left of the panel.
+    x = np.geomspace(1e-4, 1.0, STYLE.max_points)
+    drawn = [np.array([float(result.num_components)])]
+    if result.density is not None:
+        below = result.num_nodes * result.density.cdf(torch.from_numpy(x)).numpy()
+        style.line(ax, x, below, STYLE.blue, "eigenvalues below")
+        drawn.append(below.clip(min=0.5))
+    if result.estimate_stderr > 0:
+        error = STYLE.sigmas * result.estimate_stderr
+        style.bars(ax, [result.threshold], [result.estimate], yerr=[error], label="sampled")
     low, high = result.gap
-    known_gap = np.isfinite(low + high)
-    style.set_title(ax, f"gap {low:.3g} to {high:.3g}" if known_gap else result.reason)
+    if result.count is not None:
+        ax.axhline(result.count, linestyle="--", label=f"{result.count:,} clusters", **NEAREST)
+        if np.isfinite(low + high):
+            ax.axvspan(max(low, x[0]), high, color=STYLE.grey, alpha=STYLE.band, linewidth=0,
+                       label="gap")  # fmt: skip
+    ax.set(xlim=(x[0], x[-1]), ylim=(0.9 * min(map(np.min, drawn)), None))
+    style.log_scale(ax, name="x")
+    style.log_scale(ax, *drawn)
+    title = f"gap {low:.3g} to {high:.3g}" if np.isfinite(low + high) else ""
+    if result.count is None:
+        title = result.reason.partition(":")[0]
+    style.finish(ax, r"$\lambda$", r"number of eigenvalues below $\lambda$", title)
 
 
 # ------------------------------------------------------------------------------------------
@@ -116,7 +115,7 @@ def _(model: Any, ax: "Axes") -> None:
     x, y = model.values[order].numpy(), model.divergences[order].numpy()
     style.line(ax, x, y, STYLE.blue, "divergence", marker="o", markersize=3)
     # A graph of the model itself has a divergence below this in 95 % of draws.
-    ax.axhline(model.typical, linestyle=":", label="95 % of the model's own graphs below",
+    ax.axhline(model.typical, linestyle=":", label="95 % quantile of graphs drawn from the model",
                **style.REFERENCE)  # fmt: skip
     name = next(iter(model.interval), next(iter(model.parameters), ""))
     if len(x) > 1:

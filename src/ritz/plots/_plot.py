@@ -84,7 +84,7 @@ def plot(result: Any) -> "Figure":
     diversity of solutions                      heat maps of all pairs
     training result, records of a log           loss and accuracy per epoch
     similarity of graphs                        heat map of the distances
-    cluster count                               the count by each method
+    cluster count                               number of eigenvalues below each point, and the gap
     fit of random graphs                        divergence over the parameter of each model
     dictionary of results of one kind           all of them in one figure
     ==========================================  ==================================================

@@ -8,8 +8,8 @@ from typing import Literal, final, get_args
 import torch
 from torch import Tensor
 
-from ritz._core.checks import check_choice, check_count, check_range
-from ritz._core.density import Band, SampledDensity, as_points, band
+from ritz._core.checks import check_choice, check_count
+from ritz._core.density import SampledDensity, as_points
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import Probe, resolve_generator
 from ritz._core.sampling import draw_probes
@@ -27,15 +27,15 @@ from ritz.spectra._moments import Moments, moments
 @final
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DiscreteDensity:
-    r"""The mean over probes of Gauss rules: weighted points.
+class DiscreteDensity(SampledDensity):
+    r"""Spectral density as a sum of weighted points: the mean over probes of Gauss rules.
 
     .. math:: p(\lambda) = \frac1d \sum_l \sum_k \tau_k^{(l)} \delta(\lambda - \theta_k^{(l)})
 
     Attributes:
         nodes: Ritz values, one row per probe, ``(num_probes, m)``, float64.
         weights: Gauss weights of the same shape; each row has sum 1.
-        roundoff: Nodes this close to zero may be zero.
+        roundoff: Rounding error of the nodes. A smaller node cannot be distinguished from zero.
         dimension: Order ``n`` of the operator.
         num_products: Number of products.
         seed: Seed of the probes.
@@ -58,23 +58,6 @@ class DiscreteDensity:
         used = self.nodes[self.weights > 0]
         return float(used.min()), float(used.max())
 
-    def pdf(self, x: Tensor) -> Tensor:
-        """Raise ``TypeError``: only the :meth:`smoothed` density has a pdf."""
-        raise TypeError("a discrete density has no pdf: use .smoothed(width) first")
-
-    def cdf(self, x: Tensor) -> Tensor:
-        """Return the fraction of eigenvalues at or below points."""
-        return self._samples(x).mean(0)
-
-    def cdf_band(self, x: Tensor, *, sigmas: float = 2.0) -> Band:
-        """Return the cdf minus and plus ``sigmas`` standard errors over probes."""
-        return band(self._samples(x), sigmas)
-
-    def mass(self, low: float, high: float) -> float:
-        """Return the fraction of eigenvalues in ``(low, high]``."""
-        inside = (self.nodes > low) & (self.nodes <= high)
-        return float((self.weights * inside).sum(1).mean())
-
     def moment(self, degree: int) -> float:
         """Return the mean of a power; unbiased for degrees below twice the number of steps."""
         return float((self.weights * self.nodes**degree).sum(1).mean())
@@ -82,15 +65,14 @@ class DiscreteDensity:
     def smoothed(self, width: float | None = None) -> "SmoothedDensity":
         """Return the density with points replaced by Gaussians of standard deviation ``width``.
 
-        The width defaults to the length of the support over the number of steps. That is about the
-        distance between neighbouring Ritz values, below which nothing is resolved.
+        The width defaults to the length of the support divided by the number of steps. That is
+        about the distance between neighbouring Ritz values, below which nothing is resolved.
         """
         if width is None:
             low, high = self.support
             width = (high - low) / self.nodes.shape[1] or max(abs(high), 1.0) * 1e-3
-        check_range("width", width, low=0.0)
-        if width == 0:
-            raise ValueError("width must be positive, got 0")
+        if not width > 0:
+            raise ValueError(f"width must be positive, got {width}")
         return SmoothedDensity(discrete=self, width=float(width))
 
     def __str__(self) -> str:
@@ -104,7 +86,10 @@ class DiscreteDensity:
             f"negative mass {float(negative):.3g}"
         )
 
-    def _samples(self, x: Tensor) -> Tensor:
+    def _pdf_samples(self, x: Tensor) -> Tensor:
+        raise TypeError("a discrete density has no pdf: use .smoothed(width) first")
+
+    def _cdf_samples(self, x: Tensor) -> Tensor:
         # Step functions: the sum of the weights of the nodes at or below x, one row per probe.
         x = as_points(x)
         order = self.nodes.argsort(1)
@@ -301,25 +286,26 @@ def density(
 ) -> DiscreteDensity | SmoothedDensity | PolynomialDensity:
     r"""Estimate the density of eigenvalues :math:`\frac1n \sum_i \delta(\lambda - \lambda_i)`.
 
-    ``lanczos`` averages the Gauss rules of ``num_probes`` Lanczos runs. The density is discrete
-    without a ``width``, and smoothed by a Gaussian with one. ``kpm`` computes ``2 num_steps``
-    Chebyshev moments and applies Jackson's kernel. Both cost ``num_steps`` products per probe.
-    Memory per probe of a block: ``num_steps + 5`` vectors for ``lanczos`` with
-    re-orthogonalisation, 5 without it and for ``kpm``.
+    ``lanczos`` averages the Gauss rules of ``num_probes`` Lanczos runs. If ``width`` is ``None``
+    the density is discrete; otherwise it is smoothed with a Gaussian of this standard deviation.
+    ``kpm`` computes ``2 num_steps`` Chebyshev moments and applies Jackson's kernel. Both cost
+    ``num_steps`` products per probe. Memory: about ``(num_steps + 5) block_size`` vectors of length
+    ``n`` for ``lanczos`` with re-orthogonalisation, ``5 block_size`` without it and for ``kpm``.
 
     Args:
         op: Symmetric :math:`A`, ``(n, n)``.
-        num_probes: Number of probes ``d``; their spread gives ``pdf_band`` and ``cdf_band``.
+        num_probes: Number of probes ``d``. The methods ``pdf_band`` and ``cdf_band`` of the result
+            return error bands from the differences between probes.
         num_steps: Number of steps ``m`` per probe, at most ``n``. Defaults to ``min(80, n)``.
         width: Standard deviation of the Gaussian; ``None`` for a discrete density.
         method: ``lanczos`` or ``kpm``.
         reorthogonalize: ``full``, ``partial`` or ``none``; see :func:`ritz.lanczos`.
-        block_size: Probes per product. Defaults to the block size of the operator.
+        block_size: Number of probes multiplied together. Defaults to that of the operator.
         probe: ``rademacher`` or ``gaussian``.
         generator: Source of the probes. Defaults to a new generator with seed 0.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 
-    Reference: Section 4.4 of *Spectral Machine Learning*; Lin, Saad and Yang (2016).
+    Reference: *Spectral Machine Learning*, section 4.4; Lin, Saad and Yang (2016).
 
     Example:
         >>> import torch, ritz
@@ -337,7 +323,7 @@ def density(
     if method == "kpm":
         if width is not None:
             raise ValueError(
-                "width belongs to method='lanczos'; that of 'kpm' follows from num_steps"
+                f"width needs method='lanczos', got {width}: num_steps sets the width of 'kpm'"
             )
         check_count("num_steps", num_steps)
         measured = moments(

@@ -1,4 +1,4 @@
-"""Gradients of log determinants of kernel matrices, sampled, with error bars."""
+"""Gradients of log determinants of kernel matrices, from random probes, with error bars."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ GradientMethod = Literal["auto", "cholesky", "lanczos"]
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Constants of sampled gradients."""
+    """Constants of the gradients."""
 
     # A pivot below this fraction of the output scale is roundoff: it is a difference of numbers of
     # the size of the output scale, and the factor grows as its inverse square root.
@@ -64,7 +64,7 @@ class LowRankPreconditioner:
         check_count("rank", rank)
         if not op.noise > 0:
             raise ValueError("noise of the kernel operator must be positive, got 0")
-        factor, left, self.pivots = _pivoted(op, min(rank, op.shape[0]))
+        factor, left, self.pivots = _pivoted_cholesky(op, min(rank, op.shape[0]))
         self._basis, values, _ = torch.linalg.svd(factor, full_matrices=False)
         self._shift = op.noise + max(0.0, float(left.mean()))
         self._values = values.square() + self._shift
@@ -85,11 +85,10 @@ class LowRankPreconditioner:
 
 
 @torch.no_grad()
-def _pivoted(op: KernelOperator, rank: int) -> tuple[Tensor, Tensor, list[int]]:
+def _pivoted_cholesky(op: KernelOperator, rank: int) -> tuple[Tensor, Tensor, list[int]]:
     """Return columns of the factor of the matrix without noise, the diagonal left, the pivots."""
-    n = op.shape[0]
-    factor = torch.zeros(n, rank, dtype=op.dtype, device=op.device)
-    left = torch.full((n,), op.outputscale, dtype=op.dtype, device=op.device)
+    factor = torch.zeros(op.shape[0], rank, dtype=op.dtype, device=op.device)
+    left = torch.full_like(factor[:, 0], op.outputscale)
     pivots: list[int] = []
     for done in range(rank):
         pivot = int(left.argmax())
@@ -138,13 +137,14 @@ def inverse_roots(
 ) -> Roots:
     r"""Return :math:`u = R (R A R)^{-1/2} z`, whose covariance is :math:`A^{-1}` for white z.
 
-    :math:`R` may be any symmetric matrix; a good one saves steps. After :math:`m` steps with basis
-    :math:`V` and projection :math:`T`, :math:`u_m = \|z\| R V T^{-1/2} e_1`. As :math:`x^{-1/2}` is
-    a mean of :math:`(x + t)^{-1}` over :math:`t > 0`, and the residual :math:`\rho_m` of conjugate
-    gradients falls with the shift :math:`t`, :math:`\|u_m - u\|_A \le \rho_m`, where
-    :math:`\|u\|_A = \|z\|`. So the stopping rule of conjugate gradients is a bound here.
+    :math:`R` may be any symmetric matrix; one close to :math:`A^{-1/2}` saves steps. After
+    :math:`m` steps with basis :math:`V` and projection :math:`T`,
+    :math:`u_m = \|z\| R V T^{-1/2} e_1`. As :math:`x^{-1/2}` is a mean of :math:`(x + t)^{-1}` over
+    :math:`t > 0`, and the residual :math:`\rho_m` of conjugate gradients falls with the shift
+    :math:`t`, :math:`\|u_m - u\|_A \le \rho_m`, where :math:`\|u\|_A = \|z\|`. So the stopping rule
+    of conjugate gradients is a bound here.
 
-    Cost: one product per step and vector. Memory: a basis of as many vectors as steps for each.
+    Cost: one product per step and vector. Memory: ``k`` times as many vectors as steps.
 
     Args:
         op: Positive definite :math:`A`, ``(n, n)``.
@@ -155,13 +155,12 @@ def inverse_roots(
 
     Reference: Ilić, Turner and Simpson (2010); Pleiss et al. (2020).
     """
-    system: LinearOperator = op
+    n, system = op.shape[0], op
     if root is not None:
-        n, dtype, device = op.shape[0], op.dtype, op.device
         system = FunctionOperator(
-            lambda x: root(op.matmat(root(x))), n=n, dtype=dtype, device=device, name="op"
+            lambda x: root(op.matmat(root(x))), n=n, dtype=op.dtype, device=op.device, name="op"
         )
-    limit = min(max_steps, op.shape[0])
+    limit = min(max_steps, n)
     capacity = min(limit, LANCZOS.growth) + 1
     runs = [Recurrence(z.contiguous(), capacity=capacity, mode="full") for z in block.T]
     pivots, residuals = [0.0] * len(runs), [1.0] * len(runs)
@@ -171,9 +170,14 @@ def inverse_roots(
             break
         step(system, [runs[k] for k in active])
         for k in active:
-            pivots[k] = _next_pivot(runs[k], pivots[k])
+            run = runs[k]
+            # T = L D L' with pivots d_j = alpha_j - beta_{j-1}^2 / d_{j-1}
+            before = run.betas[-2] * (run.betas[-2] / pivots[k]) if run.size > 1 else 0.0
+            pivots[k] = run.alphas[-1] - before
+            if not pivots[k] > 0:
+                raise not_positive("a Ritz value", float(torch.linalg.eigvalsh(run.projected())[0]))
             # The residual of conjugate gradients is prod_j beta_j / d_j.
-            residuals[k] *= runs[k].betas[-1] / pivots[k]
+            residuals[k] *= run.betas[-1] / pivots[k]
     vectors = torch.stack([_root(run) for run in runs], dim=1) * block.norm(dim=0)
     errors = torch.tensor(residuals, dtype=torch.float64)
     return Roots(
@@ -182,14 +186,6 @@ def inverse_roots(
         num_products=sum(run.size for run in runs),
         status=_status(errors, rtol, max(run.size for run in runs)),
     )
-
-
-def _next_pivot(run: Recurrence, pivot: float) -> float:
-    # T = L D L' with pivots d_j = alpha_j - beta_{j-1}^2 / d_{j-1}
-    following = run.alphas[-1] - (run.betas[-2] * (run.betas[-2] / pivot) if run.size > 1 else 0.0)
-    if not following > 0:
-        raise not_positive("a Ritz value", float(torch.linalg.eigvalsh(run.projected())[0]))
-    return following
 
 
 def _root(run: Recurrence) -> Tensor:
@@ -209,7 +205,7 @@ def _status(residuals: Tensor, rtol: float, steps: int) -> Status:
         outcome="max_steps",
         message=f"{int((~(residuals <= rtol)).sum())} of {len(residuals)} roots not found after "
         f"{steps} steps; relative error {worst:.2g}, above rtol {rtol:.2g}",
-        advice="raise max_steps, rank or rtol, or use float64",
+        advice="increase max_steps, rank or rtol, or use float64",
     )
 
 
@@ -233,14 +229,14 @@ def logdet_gradient(
     .. math:: \operatorname{tr} K^{-1} \partial K = \mathbb{E}[u^\top (\partial K) u],
         \quad u = K^{-1/2} z
 
-    with random signs :math:`z`. The usual :math:`z^\top K^{-1} (\partial K) z` has the same mean,
-    but its matrix is far from symmetric: at a condition number of 4e10 its error is seventy times
-    larger. :math:`K^{-1/2}` is applied by Lanczos runs with a low-rank preconditioner, which
-    changes the number of steps and not the distribution of :math:`u`. ``cholesky`` forms and
-    factors the matrix, which is exact; ``auto`` does so up to 2048 rows.
+    with random signs :math:`z`. The usual estimator :math:`z^\top K^{-1} (\partial K) z` has the
+    same mean and a larger error: 70 times larger at a condition number of 4e10. Lanczos runs with a
+    low-rank preconditioner apply :math:`K^{-1/2}`. The preconditioner changes the number of steps,
+    but not the distribution of :math:`u`. ``cholesky`` forms and factors the matrix, which is
+    exact; ``auto`` does so up to 2048 rows.
 
     Cost: for each probe the steps of conjugate gradients, and a product for each length scale.
-    Memory: as many vectors as steps for each probe of a block, and two blocks ``(n, rank)``.
+    Memory: ``block_size`` times as many vectors as steps, and ``2 rank`` vectors.
 
     Args:
         op: Kernel matrix, some of whose parameters require gradients.
@@ -251,7 +247,7 @@ def logdet_gradient(
         max_steps: Maximum number of steps.
         rank: Rank of the preconditioner.
         generator: Source of the vectors. Defaults to a new generator with seed 0.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 
     Returns:
         An estimate for each of ``op.parameters``, of the shape of the parameter.
@@ -272,7 +268,8 @@ def logdet_gradient(
     if not op.parameters:
         raise ValueError(f"no parameter of {op!r} requires a gradient")
     if method == "cholesky" or (method == "auto" and fits(op)):
-        return exact_gradient(op, lambda factor: 2 * factor.diagonal().log().sum())
+        # log det K = 2 sum_i log L_ii
+        return exact_gradient(op, lambda L: 2 * L.diagonal().log().sum(), op.parameters)
     # Without noise there is no lower bound for the complement of the low-rank part.
     root = LowRankPreconditioner(op, rank=rank).inverse_root if op.noise else None
     samples: dict[str, list[Tensor]] = {name: [] for name in op.parameters}
@@ -283,8 +280,7 @@ def logdet_gradient(
             block = draw_probes(op, width, generator=generator)
             blocks.append(inverse_roots(op, block, rtol=rtol, max_steps=max_steps, root=root))
             # u'(dK)u for each parameter, one row per probe
-            vectors = blocks[-1].vectors
-            for name, slope in op.slopes(vectors).items():
+            for name, slope in op.slopes(blocks[-1].vectors).items():
                 samples[name].append(slope)
             bar.update(start + width)
     # |u'(dK)u| changes by 2 |du| |dK u| to first order.
@@ -313,8 +309,8 @@ def attach_gradient(
 ) -> Estimate:
     """Return a log determinant whose mean is differentiable in the parameters of a kernel operator.
 
-    The gradient is sampled in the backward pass, from the present state of the generator. Without
-    parameters that require gradients, the estimate is returned unchanged.
+    The backward pass estimates the gradient with random probes, from the present state of the
+    generator. Without parameters that require gradients, the estimate is returned unchanged.
 
     Args:
         estimate: The log determinant.
@@ -324,12 +320,12 @@ def attach_gradient(
     """
     if not isinstance(op, KernelOperator):
         return estimate
-    source = copy_generator(resolve_generator(generator))
-
-    def gradient() -> dict[str, Estimate]:
-        return logdet_gradient(op, generator=copy_generator(source), **options)
-
-    return differentiable(estimate, op.parameters, gradient)
+    source = resolve_generator(generator).clone_state()
+    return differentiable(
+        estimate,
+        op.parameters,
+        lambda: logdet_gradient(op, generator=source.clone_state(), **options),
+    )
 
 
 def differentiable(
@@ -355,7 +351,7 @@ def backward_gradient(value: Tensor | Estimate) -> dict[str, Estimate]:
     node = value.mean.grad_fn if isinstance(value, Estimate) else value.grad_fn
     estimates: dict[str, Estimate] | None = getattr(node, "estimates", None)
     if estimates is None:
-        raise ValueError("value must be one that backward() went through, got one without")
+        raise ValueError("value has no gradient: call value.backward() first")
     return estimates
 
 
@@ -382,23 +378,12 @@ def fits(op: KernelOperator) -> bool:
 
 
 def exact_gradient(
-    op: KernelOperator,
-    function: Callable[[Tensor], Tensor],
-    parameters: dict[str, Tensor] | None = None,
+    op: KernelOperator, function: Callable[[Tensor], Tensor], parameters: dict[str, Tensor]
 ) -> dict[str, Estimate]:
     """Return the gradient of a function of the Cholesky factor, by automatic differentiation."""
-    parameters = op.parameters if parameters is None else parameters
     with torch.enable_grad():
         value = function(cholesky_factor(op.matrix().double()))
     gradients = torch.autograd.grad(value, tuple(parameters.values()))
     method = f"exact, by the factor of a matrix of order {op.shape[0]:,}"
     pairs = zip(parameters, gradients, strict=True)
     return {name: Estimate.exact(mean.double().cpu(), method=method) for name, mean in pairs}
-
-
-def copy_generator(generator: torch.Generator) -> torch.Generator:
-    """Return a generator that continues as this one would."""
-    copy = torch.Generator(device=generator.device)
-    copy.manual_seed(generator.initial_seed())
-    copy.set_state(generator.get_state())
-    return copy

@@ -17,7 +17,6 @@ from ritz.spectra._cg import cholesky_factor, factor_roundoff, solve
 from ritz.spectra._functions import logdet
 from ritz.spectra._gradients import (
     LowRankPreconditioner,
-    copy_generator,
     differentiable,
     exact_gradient,
     fits,
@@ -44,11 +43,12 @@ def log_likelihood(
     .. math:: -2 \log p = y^\top K^{-1} y + \log \det K + n \log 2 \pi
 
     The log determinant is that of :func:`ritz.logdet`. Conjugate gradients compute the quadratic
-    term :math:`y^\top x + x^\top r` with :math:`x \approx K^{-1} y` and :math:`r = y - K x`, up to
-    :math:`r^\top K^{-1} r`, which is at most :math:`\|r\|^2` over the noise. ``stderr`` and
-    ``truncation`` are half the sums of the errors of the two terms. The mean is
-    differentiable in the parameters of a kernel operator and in ``y``. The gradient is sampled in
-    the backward pass as by :func:`ritz.spectra.logdet_gradient`;
+    term as :math:`y^\top x + x^\top r` with :math:`x \approx K^{-1} y` and :math:`r = y - K x`. The
+    error is :math:`r^\top K^{-1} r`, at most :math:`\|r\|^2` divided by the noise variance.
+    ``stderr`` and ``truncation`` are half the sums of the errors of the two terms.
+
+    The mean is differentiable in the parameters of a kernel operator and in ``y``. The backward
+    pass estimates the gradient as :func:`ritz.spectra.logdet_gradient` does, and
     :func:`ritz.spectra.backward_gradient` returns it with its error bars. A kernel matrix of up to
     2048 rows is formed and factored, as with ``method="cholesky"``, which is exact.
 
@@ -58,12 +58,12 @@ def log_likelihood(
         method: Method for the log determinant; ``cholesky`` factors the matrix for all terms.
         num_products: Maximum number of products for the log determinant.
         num_probes: Number of random vectors, for the log determinant and for its gradient.
-        rtol: Residual of conjugate gradients, relative to the norm of ``y``. For a kernel matrix it
-            defaults to a value that brings the truncation to a millionth of
-            :math:`\|y\|^2/K_{11}`; otherwise to the square root of machine precision.
+        rtol: Residual of conjugate gradients, relative to the norm of ``y``. For a kernel matrix
+            the default makes the truncation at most :math:`10^{-6} \|y\|^2/K_{11}`; otherwise the
+            default is the square root of machine precision.
         rank: Rank of the preconditioner.
         generator: Source of the vectors. Defaults to a new generator with seed 0.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 
     Reference: Rasmussen and Williams (2006), equation 2.30.
 
@@ -81,9 +81,14 @@ def log_likelihood(
     """
     op = as_operator(op)
     check_choice("method", method, ("auto", "cholesky", "krylov", "lanczos"))
-    _check_observations(op, y)
+    check_tensor("y", y, dtype=op.dtype, device=op.device, rows=op.shape[0])
+    check_finite("y", y)
+    if y.ndim != 1:
+        raise ValueError(f"y must be ({op.shape[0]},), got {tuple(y.shape)}")
+    parameters = op.parameters if isinstance(op, KernelOperator) else {}
+    parameters = parameters | ({"y": y} if y.requires_grad else {})
     if isinstance(op, KernelOperator) and (method == "cholesky" or (method == "auto" and fits(op))):
-        return _by_factor(op, y)
+        return _by_factor(op, y, parameters)
     source = resolve_generator(generator)
     form, x = inverse_form(op, y, rtol=rtol, rank=rank, progress=progress)
     with torch.no_grad():
@@ -105,12 +110,12 @@ def log_likelihood(
         status=volume.status if form.status.ok else form.status,
         seed=volume.seed,
     )
-    parameters, state = _parameters(op, y), copy_generator(source)
+    state = source.clone_state()
 
     def gradient() -> dict[str, Estimate]:
         gradients = form_gradient(op, x, parameters, form)
         if isinstance(op, KernelOperator) and op.parameters:
-            again = copy_generator(state)
+            again = state.clone_state()
             volumes = logdet_gradient(
                 op, method="lanczos", num_probes=num_probes, rank=rank, generator=again
             )
@@ -124,13 +129,12 @@ def log_likelihood(
     return differentiable(estimate, parameters, gradient)
 
 
-def _by_factor(op: KernelOperator, y: Tensor) -> Estimate:
+def _by_factor(op: KernelOperator, y: Tensor, parameters: dict[str, Tensor]) -> Estimate:
     def value(factor: Tensor) -> Tensor:
         # K = L L':  y'K^{-1}y = |L^{-1} y|^2 and log det K = 2 sum_i log L_ii
         white = torch.linalg.solve_triangular(factor, y.double()[:, None], upper=False)
         return _log_density(white.square().sum(), 2 * factor.diagonal().log().sum(), len(y))
 
-    parameters = _parameters(op, y)
     with torch.no_grad():
         factor = cholesky_factor(op.matrix().double())
         mean, solved = value(factor).cpu(), torch.cholesky_solve(y.double()[:, None], factor)
@@ -163,8 +167,8 @@ def inverse_form(
 
     .. math:: y^\top A^{-1} y = y^\top x + x^\top r + r^\top A^{-1} r.
 
-    The last term is at most :math:`\|r\|^2` over the noise of a kernel matrix: that is the
-    ``truncation``.
+    The last term is at most :math:`\|r\|^2` divided by the noise of a kernel matrix. This bound is
+    the ``truncation``.
     """
     y = y.detach()
     noise = op.noise if isinstance(op, KernelOperator) else 0.0
@@ -199,22 +203,10 @@ def form_gradient(
 ) -> dict[str, Estimate]:
     r"""Return :math:`2 x^\top \partial y - x^\top (\partial A) x`, the gradient of the form."""
     form.raise_if_failed()
-    gradients, block = {}, x[:, None]
+    gradients = {}
     if isinstance(op, KernelOperator) and op.parameters:
-        slopes = op.slopes(block)  # x'(dK)x
+        slopes = op.slopes(x[:, None])  # x'(dK)x
         gradients = {name: -slope[0] for name, slope in slopes.items()}
     if "y" in parameters:
         gradients["y"] = 2 * x.double().cpu()
     return {name: Estimate.exact(mean, method=form.method) for name, mean in gradients.items()}
-
-
-def _parameters(op: LinearOperator, y: Tensor) -> dict[str, Tensor]:
-    of_kernel = op.parameters if isinstance(op, KernelOperator) else {}
-    return of_kernel | ({"y": y} if y.requires_grad else {})
-
-
-def _check_observations(op: LinearOperator, y: Tensor) -> None:
-    check_tensor("y", y, dtype=op.dtype, device=op.device, rows=op.shape[0])
-    check_finite("y", y)
-    if y.ndim != 1:
-        raise ValueError(f"y must be ({op.shape[0]},), got {tuple(y.shape)}")

@@ -133,14 +133,14 @@ def check_size(source: str, num_nodes: int, num_records: int, expected: int | No
         expected: Number of vertices that the user expects, which is then always plausible.
     """
     if num_nodes > MAX_NODES:
-        raise GraphError(f"{source} has {num_nodes} vertices, {MAX_NODES} are possible")
+        raise GraphError(f"{source} has {num_nodes} vertices; the maximum is {MAX_NODES}")
     if expected is not None and expected != num_nodes:
         raise GraphError(f"{source} declares {num_nodes:,} vertices, num_nodes is {expected:,}")
     if expected is None and num_nodes > max(SIZES.free_nodes, SIZES.nodes_per_edge * num_records):
         gibibytes = SIZES.node_bytes * num_nodes / 2**30
         raise GraphError(
             f"{source} declares {num_nodes:,} vertices for {num_records:,} edges, which would take "
-            f"{gibibytes:.2g} GiB; if they are meant, pass num_nodes={num_nodes} "
+            f"{gibibytes:.2g} GiB; if this is intended, pass num_nodes={num_nodes} "
             f"(--nodes {num_nodes})"
         )
 
@@ -284,7 +284,7 @@ def assemble(records: Records, rules: Rules, *, edgeless: bool = False) -> Graph
         if n and ids[-1] != n - 1:
             records.names = torch.from_numpy(ids)
     if n > MAX_NODES:
-        raise GraphError(f"{records.source} has {n} vertices, {MAX_NODES} are possible")
+        raise GraphError(f"{records.source} has {n} vertices; the maximum is {MAX_NODES}")
     packed = _pack(records.ends, records.weights, ids)
     num_keys = len(packed.keys)
     num_both, directed = _combine(packed, records, rules)
@@ -305,9 +305,7 @@ def assemble(records: Records, rules: Rules, *, edgeless: bool = False) -> Graph
         count = f"{n:,} {'vertex' if n == 1 else 'vertices'}"
         # The records that were dropped may explain it.
         dropped = f" ({intake})" if intake.num_records else ""
-        raise GraphError(
-            f"{records.source} holds no edge between two vertices, it has {count}{dropped}"
-        )
+        raise GraphError(f"{records.source} has no edge between two vertices, but {count}{dropped}")
     return _graph(packed, n, diagonal, records.names, intake)
 
 

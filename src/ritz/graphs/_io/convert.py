@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import asdict
-from typing import Any, Literal, TypeAlias, Union
+from typing import Any, Literal, Protocol, TypeAlias, Union
 
 import numpy as np
 import scipy.sparse
@@ -12,13 +12,28 @@ from torch import Tensor
 from ritz._core.checks import check_choice, check_count
 from ritz.graphs._graph import Array, Graph, GraphError
 from ritz.graphs._io.assembly import MAX_NODES, Records, Rules, assemble, check_size
-from ritz.graphs._io.files import check_weights, from_networkx, read
+from ritz.graphs._io.files import from_networkx, integer_names, read
+from ritz.graphs._io.lines import check_weights
 from ritz.operators._shared import NetworkXGraph, is_networkx
+
+
+class IGraph(Protocol):
+    """The interface of an igraph graph; igraph need not be installed."""
+
+    @property
+    def es(self) -> Any: ...
+    @property
+    def vs(self) -> Any: ...
+    def vcount(self) -> int: ...
+    def get_edgelist(self) -> list[tuple[int, int]]: ...
+    def is_directed(self) -> bool: ...
+
 
 # Types in quotes are generic for type checkers only.
 GraphLike: TypeAlias = Union[
     Graph,
     NetworkXGraph,
+    IGraph,
     Tensor,
     "np.ndarray[Any, Any]",
     "scipy.sparse.sparray[Any, Any]",
@@ -31,7 +46,7 @@ GraphLike: TypeAlias = Union[
 def as_graph(
     x: GraphLike,
     *,
-    weights: Tensor | str | None = None,
+    weights: Tensor | str | bool | None = None,
     num_nodes: int | None = None,
     directed: Literal["drop", "refuse"] = "drop",
     self_loops: Literal["drop", "keep", "refuse"] = "drop",
@@ -40,17 +55,18 @@ def as_graph(
     r"""Return ``x`` as an undirected graph. Every function that takes a graph calls this.
 
     Args:
-        x: A :class:`Graph` (returned unchanged); a NetworkX graph; a square weight matrix, SciPy
-            sparse, torch sparse (CSR, CSC, COO) or dense; an ``edge_index`` of integers
-            ``(2, E)``, torch or NumPy; or the path of a file, see :func:`ritz.graphs.read`.
-        weights: For an ``edge_index``: weights ``(E,)``. For NetworkX: the attribute that is the
-            weight, by default ``weight``; an edge without it has weight one.
+        x: A :class:`Graph` (returned unchanged); a NetworkX or igraph graph; a square weight
+            matrix, SciPy sparse, torch sparse (CSR, CSC, COO) or dense; an ``edge_index`` of
+            integers ``(2, E)``, torch or NumPy; or the path of a file, see
+            :func:`ritz.graphs.read`.
+        weights: For an ``edge_index``: weights ``(E,)``. For NetworkX and igraph: the attribute
+            that is the weight, by default ``weight``, or ``False`` to ignore it. An edge without
+            it has weight one. A matrix has no attributes: a name is ignored.
         num_nodes: For an ``edge_index``: vertices are ``0 .. num_nodes - 1``. Defaults to one more
             than the largest index. A ``(2, 2)`` array of integers is ambiguous and refused: pass
-            ``num_nodes`` for an ``edge_index``, or floats for a matrix.
-        directed: ``drop`` the directions of a matrix that is not symmetric, of a directed
-            NetworkX graph, or of arcs without their reverse (:math:`\max(W_{uv}, W_{vu})`), or
-            ``refuse``. :func:`to_undirected` has other rules.
+            ``num_nodes`` for an ``edge_index``, or floats for a matrix. For a matrix: its rows.
+        directed: For a directed graph :math:`A`: ``drop`` the directions, :math:`W_{uv} =
+            \max(A_{uv}, A_{vu})`, or ``refuse``. :func:`to_undirected` has other rules.
         self_loops: As in :func:`ritz.graphs.read`.
         multi_edges: As in :func:`ritz.graphs.read`. Repeated entries of a sparse matrix are always
             summed, as in SciPy and torch.
@@ -72,7 +88,7 @@ def to_undirected(
     x: GraphLike,
     *,
     combine: Literal["max", "sum", "mean"] = "max",
-    weights: Tensor | str | None = None,
+    weights: Tensor | str | bool | None = None,
     num_nodes: int | None = None,
     self_loops: Literal["drop", "keep", "refuse"] = "drop",
     multi_edges: Literal["merge", "sum"] = "merge",
@@ -80,8 +96,8 @@ def to_undirected(
     r"""Return the undirected graph of a directed one by a chosen rule.
 
     Args:
-        x: A directed NetworkX graph, a square matrix :math:`A` or an ``edge_index``, as for
-            :func:`as_graph`. Use :func:`ritz.graphs.read` for files.
+        x: A directed NetworkX or igraph graph, a square matrix :math:`A` or an ``edge_index``, as
+            for :func:`as_graph`. Use :func:`ritz.graphs.read` for files.
         combine: :math:`W_{uv} = \max(A_{uv}, A_{vu})`, their sum or their mean.
         weights: As for :func:`as_graph`.
         num_nodes: As for :func:`as_graph`.
@@ -96,11 +112,10 @@ def to_undirected(
         raise TypeError(
             "x must be a NetworkX graph, a matrix or an edge_index, got a path: read() takes files"
         )
-    if is_networkx(x):
-        x = x.to_directed(as_view=True)  # type: ignore[union-attr]  # an edge becomes two arcs
     matrix = x.to_scipy() if isinstance(x, Graph) else _records_or_matrix(x, weights, num_nodes)
     if isinstance(matrix, Records):
         matrix = _arc_matrix(matrix, sums=multi_edges == "sum")
+    matrix = matrix.astype(np.float64)
     check_weights(matrix.data, "the matrix")
     both = matrix.maximum(matrix.T) if combine == "max" else matrix + matrix.T
     both = both / 2 if combine == "mean" else both
@@ -113,6 +128,10 @@ def _arc_matrix(records: Records, *, sums: bool) -> Any:
     """The matrix of arcs; the weights of repeated arcs are summed, or the largest is taken."""
     ends = np.concatenate([np.empty((2, 0), np.int64), *records.ends], axis=1)
     data = np.concatenate(records.weights) if records.weights else np.ones(ends.shape[1])
+    if records.kind == "edges":  # an edge is two arcs, a self-loop one
+        arcs = ends[0] != ends[1]
+        ends = np.concatenate([ends, ends[::-1, arcs]], axis=1)
+        data = np.concatenate([data, data[arcs]])
     if not sums and len(data):
         # Sorted by row and column, repeats are neighbours; reduceat takes their maximum.
         order = np.lexsort((ends[1], ends[0]))
@@ -125,9 +144,14 @@ def _arc_matrix(records: Records, *, sums: bool) -> Any:
 
 
 def _records_or_matrix(x: Any, weights: Any, num_nodes: int | None) -> Any:
-    """Records of a NetworkX graph or an ``edge_index``; otherwise a matrix in compressed rows."""
-    if is_networkx(x):
-        return from_networkx(x, weights or "weight", source=type(x).__name__)
+    """Records of a graph or an ``edge_index``; otherwise a matrix in compressed rows."""
+    if is_networkx(x) or _is_igraph(x):
+        if isinstance(weights, Tensor | np.ndarray | list):
+            kind = type(weights).__name__
+            raise TypeError(f"weights must be the name of an attribute of the graph, got {kind}")
+        attribute = "weight" if weights is None or weights is True else weights
+        convert = from_networkx if is_networkx(x) else _from_igraph
+        return convert(x, attribute, source=type(x).__name__)
     unambiguous = weights is not None or num_nodes is not None
     if isinstance(x, Tensor):
         x = x.detach().cpu()
@@ -139,16 +163,18 @@ def _records_or_matrix(x: Any, weights: Any, num_nodes: int | None) -> Any:
             x = scipy.sparse.coo_array(entries, shape=tuple(coo.shape))
     if isinstance(x, np.ndarray) and _is_edge_index(x, unambiguous=unambiguous):
         return _edge_index_records(x, weights, num_nodes)
-    if unambiguous:
-        raise ValueError("weights and num_nodes are for an edge_index (2, E) of integers")
     supported = isinstance(x, np.ndarray) or scipy.sparse.issparse(x)
     if not supported:
         raise TypeError(
-            "graph must be a ritz, NetworkX or sparse graph, a weight matrix, an edge_index "
-            f"(2, E), or a path, got {type(x).__name__}"
+            "graph must be a ritz, NetworkX, igraph or sparse graph, a weight matrix, an "
+            f"edge_index (2, E), or a path, got {type(x).__name__}"
         )
     if len(x.shape) != 2 or x.shape[0] != x.shape[1]:
         raise ValueError(f"the weight matrix of a graph must be square, got {tuple(x.shape)}")
+    if not isinstance(weights, str | None):
+        raise ValueError("weights (E,) are for an edge_index (2, E): a matrix holds its weights")
+    if num_nodes not in (None, x.shape[0]):
+        raise ValueError(f"num_nodes must be {x.shape[0]}, the rows of the matrix, got {num_nodes}")
     if x.dtype.kind not in "fiub":
         raise TypeError(f"the weight matrix of a graph must hold real numbers, got {x.dtype}")
     matrix: Any = scipy.sparse.csr_array(x)
@@ -157,6 +183,24 @@ def _records_or_matrix(x: Any, weights: Any, num_nodes: int | None) -> Any:
         matrix = matrix.copy()
         matrix.sum_duplicates()
     return matrix
+
+
+def _is_igraph(x: Any) -> bool:
+    return hasattr(x, "get_edgelist") and hasattr(x, "vcount")
+
+
+def _from_igraph(x: Any, attribute: Any, *, source: str) -> Records:
+    ends = np.array(x.get_edgelist(), np.int64).reshape(-1, 2)
+    values = np.ones(len(ends))
+    if attribute in x.es.attributes():
+        # igraph stores None for an edge that lacks an attribute.
+        values = np.array([1.0 if one is None else one for one in x.es[attribute]], np.float64)
+    check_weights(values, f"the attribute {attribute!r}")
+    names = integer_names(tuple(map(str, x.vs["name"]))) if "name" in x.vs.attributes() else None
+    kind: Literal["arcs", "edges"] = "arcs" if x.is_directed() else "edges"
+    records = Records(source=source, kind=kind, num_nodes=x.vcount(), names=names)
+    records.add(ends[:, 0], ends[:, 1], None if (values == 1).all() else values)
+    return records
 
 
 def _is_edge_index(x: Array, *, unambiguous: bool) -> bool:

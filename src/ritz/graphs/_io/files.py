@@ -14,11 +14,13 @@ from torch import Tensor
 
 from ritz._core.checks import check_choice, check_count
 from ritz._core.progress import Progress
-from ritz.graphs._graph import Array, Graph, GraphError
+from ritz.graphs._graph import Graph, GraphError
 from ritz.graphs._io.assembly import MAX_NODES, Records, Rules, assemble
 from ritz.graphs._io.lines import (
     BANNER,
+    CHUNK,
     Source,
+    check_weights,
     open_source,
     peek,
     read_edge_list,
@@ -35,7 +37,8 @@ def from_networkx(x: Any, weight: Any, *, source: str) -> Records:
 
     Args:
         x: The graph.
-        weight: Attribute that is the weight of an edge; an edge without it has weight one.
+        weight: Attribute that is the weight of an edge; an edge without it has weight one. With
+            ``False`` all have.
         source: Name for messages.
     """
     nodes = list(x.nodes)
@@ -46,14 +49,14 @@ def from_networkx(x: Any, weight: Any, *, source: str) -> Records:
     )
 
     def numbers() -> Iterator[float]:
-        for u, v, value in x.edges(data=weight, default=1.0):
+        for u, v, value in x.edges(data=weight, default=1.0) if weight is not False else ():
             try:
                 yield float(value)
             except (TypeError, ValueError, OverflowError):
                 edge = f"the attribute {weight!r} of the edge {u!r} - {v!r}"
                 raise TypeError(f"{edge} must be a number, got {repr(value)[:40]}") from None
 
-    values = np.fromiter(numbers(), np.float64, count)
+    values = np.fromiter(numbers(), np.float64)
     check_weights(values, f"the attribute {weight!r}")
     names = None if nodes == list(range(len(nodes))) else integer_names(tuple(map(str, nodes)))
     # A directed graph whose arcs all have their reverse, of the same weight, is undirected.
@@ -61,17 +64,6 @@ def from_networkx(x: Any, weight: Any, *, source: str) -> Records:
     records = Records(source=source, kind=kind, num_nodes=len(nodes), names=names)
     records.add(ends[0::2], ends[1::2], None if (values == 1).all() else values)
     return records
-
-
-def check_weights(values: Array, name: str) -> None:
-    """Raise unless all weights are finite and none is negative."""
-    valid = np.isfinite(values) & (values >= 0)
-    if not valid.all():
-        bad = int(valid.argmin())
-        raise GraphError(
-            f"{name} must be finite and not negative, got {values[bad]} at entry {bad} of "
-            f"{len(values)}"
-        )
 
 
 def integer_names(names: tuple[str, ...]) -> Tensor | tuple[str, ...] | None:
@@ -86,7 +78,6 @@ def integer_names(names: tuple[str, ...]) -> Tensor | tuple[str, ...] | None:
 # ------------------------------------------------------------------------------------------
 # GML and GraphML: small files, whose whole text is given to the parsers of NetworkX.
 
-_MAX_BYTES = 2**30  # of a file that is read at once; a decompressed file may be far larger
 _WEIGHT_NAMES = ("weight", "value")
 # Entities can expand without bound, and only a document type declares them.
 _DECLARATION = re.compile(rb"<!(DOCTYPE|ENTITY)", re.IGNORECASE)
@@ -107,11 +98,9 @@ def read_markup(
         import networkx
     except ImportError as error:
         raise ImportError(f"reading {kind} needs networkx: pip install 'ritz[graphs]'") from error
-    data = source.read(_MAX_BYTES + 1)
-    if len(data) > _MAX_BYTES:
-        raise GraphError(f"{source.name} has more than {_MAX_BYTES:,} bytes: use an edge list")
+    data = source.whole(iter(lambda: source.read(CHUNK), b""))
     if kind == "graphml" and _DECLARATION.search(data):
-        raise GraphError(f"{source.name} declares a document type or an entity, which are refused")
+        raise GraphError(f"{source.name} has a DOCTYPE or ENTITY declaration, which is not safe")
     if kind == "graphml" and _count_tags(data, b"graph") > 1:
         raise GraphError(f"{source.name} holds a second graph; a file must hold one")
     try:
@@ -193,36 +182,36 @@ def read(
     largest_component: bool = False,
     progress: bool | Progress = False,
 ) -> Graph:
-    r"""Return the undirected graph of a file, plain or gzip.
+    r"""Return the undirected graph of a file, plain or compressed by gzip, bzip2 or xz.
 
     Args:
-        path: An edge list, Matrix Market (coordinate), GML, GraphML or METIS. A line of an edge
-            list has two ids below :math:`2^{63}` and perhaps a weight, separated by spaces, tabs,
-            commas or semicolons; ``#`` and ``%`` begin comments.
-        format: ``edges``, ``mtx``, ``gml``, ``graphml`` or ``metis``. By default the first bytes
-            and the name of the file decide.
+        path: An edge list, Matrix Market, GML, GraphML or METIS. A line of an edge list has two
+            vertices and perhaps a weight, separated by spaces, tabs, commas or semicolons; ``#``
+            and ``%`` begin comments. Vertices are numbers below :math:`2^{63}`. If most lines have
+            words with letters instead, these are names: vertices are numbered as they occur, and
+            ``graph.names`` has the names.
+        format: ``edges``, ``mtx``, ``gml``, ``graphml`` or ``metis``. By default it is detected
+            from the content and the file name.
         directed: What to do with a directed graph: ``drop`` the directions (an arc and its reverse
             become one edge with the larger weight), or ``refuse`` it. A file is directed if it
             says so, if its matrix is not symmetric, or if an edge list has some edges in both
             orders and others in one.
-        weights: In an edge list: ``None``, a third column is the weight; ``True``, a third column
-            is required; ``False``, columns after the second are ignored (for lists with times).
-            In GML and GraphML: the name of the attribute, by default ``weight`` or ``value``; an
-            edge without it has weight one. Weights must be finite and not negative. An edge of
-            weight zero is no edge.
+        weights: In an edge list: ``None`` uses a third column as the weight if there is one,
+            ``True`` requires it, ``False`` ignores it (such as time stamps). In GML and GraphML:
+            the name of the attribute, by default ``weight`` or ``value``; an edge without it has
+            weight one. Weights must be finite and not negative. An edge of weight zero is no edge.
         self_loops: ``drop``; ``keep`` as one entry :math:`W_{ii}`, which counts once in the
             degree; or ``refuse``.
         multi_edges: What to do with an edge that is listed more than once: ``merge`` into one with
-            the largest weight; ``sum`` the weights (without weights, this counts); or ``refuse``.
-            In an edge list either order is the same edge, and ``refuse`` raises if an edge is
-            listed twice in one order.
+            the largest weight; ``sum`` the weights (without weights, the weight becomes the number
+            of repetitions); or ``refuse``. In an edge list, ``u v`` and ``v u`` are the same edge,
+            and ``refuse`` accepts one of each, but not two of either.
         num_nodes: In an edge list: vertices are ``0 .. num_nodes - 1``, and those without an edge
             are isolated. By default the vertices are the ids that occur, in ascending order. In
-            Matrix Market and METIS, whose headers declare vertices ``1 .. n``: the same ``n``.
-            Pass it for files that declare millions of vertices for few edges, which are refused
-            otherwise.
+            Matrix Market and METIS it must equal the number in the header. There it is only needed
+            for files with millions of vertices and few edges, which are refused otherwise.
         errors: ``raise`` at the first invalid line and name it, or ``report``: skip such lines and
-            count them in ``graph.intake`` (edge lists and Matrix Market).
+            count them in ``graph.intake`` (edge lists and Matrix Market coordinates).
         largest_component: Return the largest connected component only.
         progress: Show a progress bar, or a :class:`Progress` to report to.
 
@@ -246,9 +235,9 @@ def read(
     if num_nodes is not None:
         check_count("num_nodes", num_nodes, high=MAX_NODES)
     if num_nodes is not None and markup:
-        raise ValueError(f"num_nodes is not for {kind}, which declares each vertex")
+        raise ValueError(f"num_nodes cannot be used with {kind}, which declares each vertex")
     if errors == "report" and kind not in ("edges", "mtx"):
-        raise ValueError(f'errors must be "raise" for {kind}: its lines depend on each other')
+        raise ValueError(f'errors must be "raise" for {kind}, got "report"')
     options: Any = {"kind": kind} if markup else {"num_nodes": num_nodes}
     if kind in ("edges", "mtx"):
         options["strict"] = errors == "raise"
@@ -268,5 +257,6 @@ def _guess(path: Path, head: bytes) -> Format:
         return "graphml"
     if _GML.search(head):
         return "gml"
-    suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() != ".gz"]
+    packed = (".gz", ".bz2", ".xz")
+    suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in packed]
     return _SUFFIXES.get(suffixes[-1], "edges") if suffixes else "edges"

@@ -1,18 +1,20 @@
-"""Graphs in text files of numbers: edge lists, Matrix Market and METIS, plain or gzip."""
+"""Graphs in text files of lines: edge lists, Matrix Market and METIS, plain or compressed."""
 
+import bz2
 import gzip
 import io
+import lzma
 import math
 import os
 import re
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 import numpy as np
 import scipy.io
@@ -25,14 +27,17 @@ from ritz.graphs._io.assembly import Float, Int, Records, check_size
 # ------------------------------------------------------------------------------------------
 # Files as streams of whole lines, in bounded memory.
 
-CHUNK = 2**20  # bytes per block: large enough to hide Python, small enough for the cache
+CHUNK = 2**17  # bytes per block: large enough to hide Python, small enough for the cache
 MAX_LINE = 2**20  # bytes of one line of an edge list
+MAX_BYTES = 2**30  # of a file that is read at once; a decompressed file may be far larger
 _BOM = b"\xef\xbb\xbf"
-_COMPRESSED = {
-    b"BZh": "bzip2",
-    b"\xfd7zXZ": "xz",
-    b"PK\x03\x04": "zip",
-    b"\x28\xb5\x2f\xfd": "zstandard",
+# Compressed files by their first bytes, and how to open them.
+_COMPRESSED: dict[bytes, tuple[str, Any]] = {
+    b"\x1f\x8b": ("gzip", gzip.open),
+    b"BZh": ("bzip2", bz2.open),
+    b"\xfd7zXZ": ("xz", lzma.open),
+    b"PK\x03\x04": ("zip", None),
+    b"\x28\xb5\x2f\xfd": ("zstandard", None),
 }
 
 
@@ -62,6 +67,16 @@ class Source:
         self.tracker.update(done >> self.shift)
         return block
 
+    def whole(self, blocks: Iterable[bytes]) -> bytes:
+        """Return the whole text of a file that must be small."""
+        parts, size = [], 0
+        for block in blocks:
+            parts.append(block)
+            size += len(block)
+            if size > MAX_BYTES:
+                raise GraphError(f"{self.name} has more than {MAX_BYTES:,} bytes: use an edge list")
+        return b"".join(parts)
+
     def lines(self, max_line: int = MAX_LINE) -> Iterator[tuple[bytes, int]]:
         """Yield blocks of whole lines that end in a newline, with the number of the first line."""
         number, rest = 1, b""
@@ -82,7 +97,7 @@ class Source:
 
 @contextmanager
 def open_source(path: str | os.PathLike[str], progress: bool | Progress) -> Iterator[Source]:
-    """Open a plain or gzip file, recognised by its first bytes."""
+    """Open a plain or compressed file, recognised by its first bytes."""
     file = Path(path)
     name = file.name
     if not file.exists():
@@ -97,17 +112,22 @@ def open_source(path: str | os.PathLike[str], progress: bool | Progress) -> Iter
     with file.open("rb") as raw, tracking(progress, label, size >> shift) as tracker:
         head = raw.read(8)
         raw.seek(0)
-        for magic, kind in _COMPRESSED.items():
+        stream: IO[bytes] = raw
+        for magic, (kind, opener) in _COMPRESSED.items():
+            if head.startswith(magic) and opener is None:
+                raise GraphError(
+                    f"{name} is a {kind} file: unpack it first, only gzip, bzip2 and xz are read"
+                )
             if head.startswith(magic):
-                raise GraphError(f"{name} is compressed by {kind}; unpack it, only gzip is read")
-        packed = head.startswith(b"\x1f\x8b")
-        stream = cast(IO[bytes], gzip.GzipFile(fileobj=raw)) if packed else raw
+                stream = opener(raw)
+                break
         try:
             yield Source(name=name, stream=stream, raw=raw, tracker=tracker, shift=shift)
-        except EOFError as error:
-            raise GraphError(f"{name} is a truncated gzip file") from error
-        except (gzip.BadGzipFile, zlib.error) as error:
-            raise GraphError(f"{name} is a damaged gzip file: {error}") from error
+        except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+            if stream is raw:
+                raise
+            state = "truncated" if isinstance(error, EOFError) else "damaged"
+            raise GraphError(f"{name} is a {state} {kind} file: {error}") from error
 
 
 def peek(path: str | os.PathLike[str], size: int = 2**16) -> bytes:
@@ -122,8 +142,8 @@ def peek(path: str | os.PathLike[str], size: int = 2**16) -> bytes:
 
 
 # ------------------------------------------------------------------------------------------
-# Edge lists: lines of two ids and perhaps a weight. NumPy parses blocks of lines; a block that it
-# refuses is halved until the lines at fault are known.
+# Edge lists: lines of two ids and perhaps a weight. NumPy parses blocks of lines. If it refuses a
+# block, a regular expression skips the lines that are surely valid, and Python looks at the others.
 
 MAX_ID = 2**63 - 1
 # ASCII characters 28 to 31 are spaces to NumPy but not to anybody else.
@@ -131,7 +151,11 @@ _SEPARATORS = bytes.maketrans(b"\t\r\v\f,;\x1c\x1d\x1e\x1f", b"      ????")
 _COMMENT = re.compile(rb"[#%][^\n]*")
 _NUMBER = re.compile(rb"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 _Blocks = Iterator[tuple[bytes, int]]
-_FEW_LINES = 64  # parsed one by one in Python, where NumPy refuses a block
+_Edges = tuple[Int, Int, Float | None]
+# Titles of columns that tables of edges have. Between names they would be an edge.
+_TITLES = frozenset(
+    b"source target src dst from to u v node1 node2 id1 id2 node_1 node_2 head tail".split()
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -145,6 +169,7 @@ class LineReader:
         weights: Whether the third word is a weight. ``None``: it is one if it exists.
         low: Smallest valid id.
         high: Largest valid id.
+        names: Vertices by name, in the order in which they occur; ``None`` if ids are numbers.
     """
 
     records: Records
@@ -153,6 +178,12 @@ class LineReader:
     weights: bool | None = None
     low: int = 0
     high: int = MAX_ID
+    names: dict[bytes, int] | None = None
+
+    @property
+    def weighted(self) -> bool:
+        """Whether the third word of a line is read as a weight."""
+        return self.weights is not False and (self.columns or 0) > 2
 
     def read(self, blocks: _Blocks) -> None:
         """Add the edges of blocks of whole lines, each with the number of its first line."""
@@ -160,31 +191,66 @@ class LineReader:
             text = block.translate(_SEPARATORS)
             if b"#" in text or b"%" in text:
                 text = _COMMENT.sub(b"", text)
-            self._add(text, number)
+            if self.names is not None:
+                self._add_named(text, number, self.names)
+                continue
+            try:
+                self._add(text)
+            except ValueError:
+                self._add_valid(text, number)
 
-    def _add(self, text: bytes, number: int) -> None:
-        # One by one until a valid line says how many columns there are.
-        start = 0
-        while start < len(text) and self.columns is None:
-            stop = text.index(b"\n", start) + 1
-            if not self._is_edge(text[start:stop].split(), number):
-                start, number = stop, number + 1
-        text = text[start:]
-        if self.columns is None or not text.strip():
+    def _add_named(self, text: bytes, number: int, names: dict[bytes, int]) -> None:
+        """Add the edges of lines whose vertices have names, which are numbered as they occur."""
+        edges = []
+        for place, line in enumerate(text.split(b"\n")):
+            words = line.split()
+            if self._is_edge(words, number + place):
+                u, v = (names.setdefault(word, len(names)) for word in words[:2])
+                edges.append((u, v, abs(float(words[2])) if self.weighted else 1.0))
+        if edges:
+            ends, weights = np.array(edges).T[:2].astype(np.int64), np.array(edges)[:, 2]
+            self.records.add(ends[0], ends[1], weights if self.weighted else None)
+
+    def _add(self, text: bytes) -> None:
+        """Add the edges of lines; ``ValueError`` if one of them is invalid."""
+        if not text.strip():
             return
+        if self.columns is None:
+            raise ValueError("no valid line has set the number of columns")
         try:
-            self.records.add(*self._parse(text, self.columns))
+            u, v, weights = _parse_digits(text, self.columns, weighted=self.weighted)
         except ValueError:
-            lines = text.splitlines(keepends=True)
-            middle = len(lines) // 2
-            if len(lines) > _FEW_LINES:
-                # One invalid line costs three passes over its block: n + n + n/2 + n/4 + ...
-                self._add(b"".join(lines[:middle]), number)
-                self._add(b"".join(lines[middle:]), number + middle)
-                return
-            valid = [one for i, one in enumerate(lines) if self._is_edge(one.split(), number + i)]
-            if valid:
-                self.records.add(*self._parse(b"".join(valid), self.columns))
+            u, v, weights = _parse_numbers(text, self.columns, weighted=self.weighted)
+        if min(u.min(), v.min()) < self.low or max(u.max(), v.max()) > self.high:
+            raise ValueError("an id is out of range")
+        if weights is not None and not (np.isfinite(weights) & (weights >= 0)).all():
+            raise ValueError("a weight is negative or not finite")
+        self.records.add(u - self.low, v - self.low, weights)
+
+    def _add_valid(self, text: bytes, number: int) -> None:
+        """Add the edges of the valid lines, and reject the others or raise."""
+        valid, start = [], 0
+        while start < len(text):
+            run = re.compile(self._surely_valid()).match(text, start)[0]  # type: ignore[index]
+            start, number = start + len(run), number + run.count(b"\n")
+            stop = text.find(b"\n", start) + 1 or len(text)
+            line = text[start:stop]
+            valid += [run, line if self._is_edge(line.split(), number) else b""]
+            start, number = stop, number + 1
+        self._add(b"".join(valid))
+
+    def _surely_valid(self) -> bytes:
+        """A pattern of any number of lines, blank or valid, that leaves out some valid ones."""
+        # All numbers with fewer digits than high + 1 are at most high.
+        most = len(str(self.high + 1)) - 1
+        if self.columns is None or not most:
+            return b""
+        first = b"[1-9]" if self.low else rb"\d"
+        word = b" *%b\\d{0,%d} +%b\\d{0,%d}" % (first, most - 1, first, most - 1)
+        weight = rb" +\d{1,15}(?:\.\d{0,15})?(?:[eE][+-]?\d{1,2})?" if self.weighted else b""
+        unused = rb" +[^ \n]+" * (self.columns - 2 - self.weighted)
+        # *+ does not backtrack, so that a long run takes no memory.
+        return b"(?:(?:%b)? *\n)*+" % (word + weight + unused)
 
     def _is_edge(self, words: list[bytes], number: int) -> bool:
         """Whether a line is an edge; an invalid one is rejected, a blank one ignored."""
@@ -198,26 +264,8 @@ class LineReader:
             self.columns = len(words)
         return bool(words and not fault)
 
-    def _parse(self, text: bytes, width: int) -> tuple[Int, Int, Float | None]:
-        """Both ends, counted from zero, and the weights; ``ValueError`` if a line is invalid."""
-        weighted = self.weights is not False and width > 2
-        columns: list[tuple[str, Any]] = [("u", np.int64), ("v", np.int64)]
-        columns += [("weight", np.float64)] * weighted
-        # Columns that are not used are strings, cut to one character.
-        columns += [(f"unused{i}", "S1") for i in range(len(columns), width)]
-        # NumPy checks the number of words of every line and rounds as Python does.
-        plain = text.decode("ascii", "replace").replace("\ufffd", "?")
-        table = np.loadtxt(io.StringIO(plain), columns, comments=None, ndmin=1)
-        u, v = table["u"], table["v"]
-        if min(u.min(), v.min()) < self.low or max(u.max(), v.max()) > self.high:
-            raise ValueError("an id is out of range")
-        weights = np.abs(table["weight"]) if weighted else None  # -0.0 is zero
-        if weights is not None and not (np.isfinite(weights) & (table["weight"] >= 0)).all():
-            raise ValueError("a weight is negative or not finite")
-        return u - self.low, v - self.low, weights
-
     def _fault(self, words: list[bytes]) -> str | None:
-        """What is wrong with a line; at least what :meth:`_parse` refuses."""
+        """What is wrong with a line, if anything."""
         count = len(words)
         if self.columns is not None and count != self.columns:
             return f"has {count} columns, expected {self.columns}"
@@ -225,11 +273,15 @@ class LineReader:
             return f"has {count} columns, expected two vertices{' and a weight' * (count > 1)}"
         if count > 3 and self.weights is None:
             return (
-                f"has {count} columns, expected two vertices and perhaps a weight; say whether the "
-                "third column is a weight by weights=True or weights=False "
-                "(--weights or --no-weights)"
+                f"has {count} columns, expected two vertices and perhaps a weight; pass "
+                "weights=True (--weights) if the third column is a weight, weights=False "
+                "(--no-weights) to ignore it"
             )
-        for word in words[:2]:
+        if self.columns is None and self.names is not None:
+            titles = {word.lower() for word in words[:2]}
+            if titles <= _TITLES:
+                return "is the title of columns, not an edge: delete it, or begin it with #"
+        for word in words[:2] if self.names is None else ():
             if not re.fullmatch(rb"\+?\d+", word):
                 kind = "is negative" if re.fullmatch(rb"-\d+", word) else "is not a whole number"
                 return f"the vertex id {_quoted(word)} {kind}"
@@ -251,6 +303,65 @@ class LineReader:
         return None
 
 
+def _parse_digits(text: bytes, width: int, *, weighted: bool) -> _Edges:
+    """Parse lines of numbers without sign and exponent, twice as fast as :func:`_parse_numbers`.
+
+    ``numpy.fromstring`` is fast for whole numbers but does not see ends of lines. So each of these
+    becomes the number -2, and a decimal point becomes -1 before the decimals: ``3 4 0.05`` becomes
+    ``3 4 0 -105 -2``. The places of negative numbers then say that all lines have the same form.
+    """
+    point = b"." in text
+    if b"-" in text or (point and b" ." in text):
+        raise ValueError("a number has a sign or begins with its decimal point")
+    marked = text.replace(b"\n", b" -2 ")
+    marked = marked.replace(b".", b" -1") if point else marked
+    table = _whole_numbers(marked).reshape(-1, width + point + 1)
+    negative = np.zeros(table.shape[1], bool)
+    negative[[3, -1] if point else [-1]] = True
+    if not (((table < 0) == negative).all() and (table[:, -1] == -2).all()):
+        raise ValueError("lines differ in form")
+    weights = table[:, 2].astype(np.float64) if weighted else None
+    if weights is not None and point:
+        decimals = -table[:, 3]
+        # 1ddd lies between 10^3 and 2 * 10^3, so that the power of ten below it counts the digits.
+        power = _POWERS[np.searchsorted(_POWERS, decimals, side="right") - 1]
+        weights = weights * power + (decimals - power)
+        # Whole numbers below 2^53 and powers up to 10^15 are exact: the division rounds once.
+        if (table[:, 3] == -2).any() or weights.max() >= 2**53 or decimals.max() >= 2 * _POWERS[-1]:
+            raise ValueError("a weight has too many digits")
+        weights /= power
+    return table[:, 0], table[:, 1], weights
+
+
+_POWERS = 10.0 ** np.arange(16)
+
+
+def _parse_numbers(text: bytes, width: int, *, weighted: bool) -> _Edges:
+    """Parse lines of any numbers. Columns after the second, or the weight, may be any words."""
+    columns: list[tuple[str, Any]] = [("u", np.int64), ("v", np.int64)]
+    columns += [("weight", np.float64)] * weighted
+    # Columns that are not used are strings, cut to one character.
+    columns += [(f"unused{i}", "S1") for i in range(len(columns), width)]
+    # NumPy checks the number of words of every line and rounds as Python does.
+    plain = text.decode("ascii", "replace").replace("\ufffd", "?")
+    table = np.loadtxt(io.StringIO(plain), columns, comments=None, ndmin=1)
+    return table["u"], table["v"], table["weight"] + 0.0 if weighted else None  # no -0.0
+
+
+def _whole_numbers(text: bytes) -> Int:
+    """All whole numbers of a text; ``ValueError`` if a word is none, or beyond 64 bits."""
+    with warnings.catch_warnings():
+        # NumPy before 2.3 warns that it stopped at a word, and returns the numbers before it.
+        warnings.simplefilter("error")
+        try:
+            numbers = np.fromstring(text, np.int64, sep=" ")
+        except DeprecationWarning as warning:
+            raise ValueError(str(warning)) from None
+    if len(numbers) and numbers.max() == MAX_ID:  # larger ones are cut off there
+        raise ValueError("a number may be beyond 64 bits")
+    return numbers
+
+
 def _quoted(word: bytes) -> str:
     """The word as a message may show it: short, and in ASCII."""
     return ascii(word[:40].decode("utf-8", "backslashreplace") + "..." * (len(word) > 40))
@@ -262,10 +373,40 @@ def read_edge_list(
     """Return the edges of a list; arguments as for :func:`ritz.graphs.read`."""
     records = Records(source=source.name, kind="list", num_nodes=num_nodes)
     high = MAX_ID if num_nodes is None else num_nodes - 1
-    LineReader(records=records, strict=strict, weights=weights, high=high).read(source.lines())
+    reader = LineReader(records=records, strict=strict, weights=weights, high=high)
+    blocks = source.lines()
+    first, number = next(blocks, (b"", 1))
+    if num_nodes is None and _has_names(first):
+        reader.names = {}
+    reader.read(chain([(first, number)], blocks))
     if not records.num_accepted:
         raise GraphError(f"{source.name} holds no edge ({records.num_rejected} lines rejected)")
+    if reader.names is not None:
+        records.num_nodes = len(reader.names)
+        records.names = tuple(name.decode("utf-8", "backslashreplace") for name in reader.names)
     return records
+
+
+def _has_names(text: bytes) -> bool:
+    """Whether most lines name a vertex by a word that is no number.
+
+    If fewer do, the ids are numbers and these lines are invalid.
+    """
+    text = _COMMENT.sub(b"", text.translate(_SEPARATORS))
+    lines = [words[:2] for line in text.split(b"\n") if (words := line.split())]
+    named = sum(any(map(_is_name, words)) for words in lines)
+    return 2 * named > len(lines)
+
+
+def _is_name(word: bytes) -> bool:
+    """Whether a word has a letter and is not a number such as ``1e5`` or ``nan``."""
+    if not re.search(rb"[A-Za-z\x80-\xff]", word):
+        return False
+    try:
+        float(word)
+    except ValueError:
+        return True
+    return False
 
 
 # ------------------------------------------------------------------------------------------
@@ -298,16 +439,17 @@ def read_matrix_market(
     except (ValueError, OverflowError) as error:
         raise GraphError(f"{name} has no valid Matrix Market header: {error}") from None
     layout, field, symmetry = kind
-    if layout != "coordinate" or field not in ("pattern", "real", "integer"):
-        raise GraphError(
-            f"{name} must be coordinate pattern, real or integer, got {layout} {field}"
-        )
+    if field not in ("pattern", "real", "integer"):
+        raise GraphError(f"{name} must be pattern, real or integer, got {field}")
     if symmetry not in ("symmetric", "general"):
         raise GraphError(f"{name} must be symmetric or general, got {symmetry}")
     if rows != columns:
         raise GraphError(f"{name} must be a square matrix, got {rows} x {columns}")
     if field == "pattern" and weights:
         raise GraphError(f"{name} is a pattern: it has no weights")
+    if layout == "array":
+        text = source.whole(chain([header], (block for block, _ in blocks)))
+        return _read_array(name, text, rows, weights)
     check_size(name, rows, num_entries, num_nodes)
     records = Records(
         source=name, kind="edges" if symmetry == "symmetric" else "arcs", num_nodes=rows
@@ -321,6 +463,35 @@ def read_matrix_market(
         raise GraphError(f"{name} holds {num_read} entries, its header says {num_entries}")
     records.names = torch.arange(1, rows + 1)
     return records
+
+
+def _read_array(name: str, text: bytes, n: int, weights: bool | None) -> Records:
+    """Arcs of a dense matrix, which SciPy reads: the file is about as large as the matrix."""
+    # A symmetric matrix has n (n + 1) / 2 numbers of two bytes each, or more.
+    if n * (n + 1) > len(text):
+        raise GraphError(f"{name} holds fewer numbers than its header says")
+    try:
+        matrix = np.asarray(scipy.io.mmread(io.BytesIO(text)), np.float64)
+    except (ValueError, OverflowError) as error:
+        raise GraphError(f"{name} cannot be read: {error}") from None
+    u, v = np.nonzero(matrix)
+    values = matrix[u, v]
+    check_weights(values, f"{name}: the entries")
+    records = Records(source=name, kind="arcs", num_nodes=n)
+    records.names = torch.arange(1, n + 1)
+    records.add(u, v, None if weights is False or (values == 1).all() else values)
+    return records
+
+
+def check_weights(values: Array, name: str) -> None:
+    """Raise unless all weights are finite and none is negative."""
+    valid = np.isfinite(values) & (values >= 0)
+    if not valid.all():
+        bad = int(valid.argmin())
+        raise GraphError(
+            f"{name} must be finite and not negative, got {values[bad]} at entry {bad} of "
+            f"{len(values)}"
+        )
 
 
 def _split_header(blocks: _Blocks) -> tuple[bytes, _Blocks]:
@@ -435,15 +606,11 @@ def _add_neighbours(
 
 def _numbers(text: bytes) -> Array:
     """All numbers of a text; an empty array if a word is none."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        try:
-            # Whole numbers, as the format wants, are parsed ten times as fast as others.
-            whole = np.fromstring(text, np.int64, sep=" ") if b"-" not in text else None
-            if whole is not None and whole.max(initial=0) < MAX_ID:  # larger ones are cut off
-                return whole
-        except (ValueError, DeprecationWarning):
-            pass
+    try:
+        # Whole numbers, as the format wants, are parsed ten times as fast as others.
+        return _whole_numbers(text)
+    except ValueError:
+        pass
     try:
         return np.array(text.split(), np.float64)
     except ValueError:

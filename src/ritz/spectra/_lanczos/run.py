@@ -254,13 +254,15 @@ def _totals(spectrum: Spectrum) -> list[str]:
     # One probe: tr A ~ n sum_k tau_k theta_k and |A|_F^2 ~ n sum_k tau_k theta_k^2
     trace, square = float(weights @ values), float(weights @ values.square())
     norm = max((n * square) ** 0.5, least_frobenius_norm(spectrum))
-    nearest = int(values.abs().argmin())
+    nearest = float(values[values.abs().argmin()])
+    # Values within roundoff of each other are one: a closed Krylov space repeats them.
+    mass = float(weights[(values - nearest).abs() <= 2 * spectrum.roundoff].sum())
     low, high = (float(weights[some].sum()) for some in negative_values(spectrum))
     undecided = f", undecided {high - low:.3g}" if high > low else ""
     return [
         f"  trace ~ {n * trace:.5g}, Frobenius norm ~ {norm:.5g}, "
         f"spectral norm >= {float(values.abs().max()):.6g}",
-        f"  mass nearest zero {float(weights[nearest]):.3g} at {float(values[nearest]):.2g}, "
+        f"  mass nearest zero {mass:.3g} at {nearest:.2g}, "
         f"negative mass {low:.3g}{undecided} (one probe: no error bars)",
     ]
 

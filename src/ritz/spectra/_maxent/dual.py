@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -67,9 +68,6 @@ class Tuning:
     # Below this log density, density times weight may underflow: exp(-745) is the smallest double,
     # and weights and interval lengths take up to 1e-41.
     underflow: float = -650.0
-    # Newton or bisection steps for a quantile, and the error of the share at which they stop.
-    quantile_steps: int = 60
-    accuracy: float = 1e-15
     # Numbers in a block of densities at their nodes: 512 KiB, which stays in the cache.
     block: int = 65_536
     # Multiplications in a product of matrices below which OpenBLAS uses one thread. More threads
@@ -100,16 +98,6 @@ class Grid:
         angles = (torch.arange(size, dtype=torch.float64) + 0.5) * (math.pi / size)
         nodes = -torch.cos(angles)
         return cls(nodes, _fejer(size), _doubled(nodes, degree))
-
-    @classmethod
-    def logarithmic(cls, size: int, degree: int, ratio: float) -> "Grid":
-        r"""Return the rule in :math:`\log \lambda` for :math:`\lambda` in ``[1, ratio]``."""
-        plain, span = cls.make(size, 0), math.log(ratio)
-        exponents = 0.5 * span * (plain.nodes + 1)
-        # x = 2 (lambda - 1)/(ratio - 1) - 1 with lambda = e^t, so dx = 2 lambda dt / (ratio - 1)
-        nodes = 2 * torch.expm1(exponents) / math.expm1(span) - 1
-        weights = plain.weights * exponents.exp() * (span / math.expm1(span))
-        return cls(nodes, weights, _doubled(nodes, degree))
 
 
 class Solution(NamedTuple):
@@ -171,7 +159,7 @@ def minimise(
             each peak has one node to itself: the quadrature no longer resolves the density.
         patience: Number of steps after which to give up a vector whose gradient is above 1e-4.
     """
-    dual = _Dual.make(targets.numpy(), ridge.numpy(), log_prior.numpy(), grid)
+    dual = _Dual(targets.numpy(), ridge.numpy(), log_prior.numpy(), grid)
     alphas = np.zeros(targets.shape) if start is None else start.numpy().copy()
     with np.errstate(all="ignore"):  # a step that overflows is not finite, hence not better
         every = here = dual.at(alphas)
@@ -273,7 +261,6 @@ class _Points(NamedTuple):
         return better
 
 
-@dataclass(frozen=True, slots=True)
 class _Dual:
     """The dual of some vectors, in NumPy: many small operations, which cost less than in torch.
 
@@ -287,26 +274,18 @@ class _Dual:
         gaps: Degrees :math:`|i - j|`, ``(m, m)``.
     """
 
-    targets: Array
-    ridge: Array
-    base: Array
-    rows: Array
-    columns: Array
-    sums: Array
-    gaps: Array
-
-    @classmethod
-    def make(cls, targets: Array, ridge: Array, log_prior: Array, grid: Grid) -> "_Dual":
-        m = targets.shape[1]
-        columns = grid.polynomials.numpy()
-        rows = columns[:, 1 : m + 1].T  # contiguous, because of the layout of a grid
-        index = np.arange(1, m + 1)
-        sums, gaps = index[:, None] + index, np.abs(index[:, None] - index)
-        base = log_prior + grid.weights.log().numpy()
-        return cls(targets, ridge, base, rows, columns, sums, gaps)
+    def __init__(self, targets: Array, ridge: Array, log_prior: Array, grid: Grid) -> None:
+        self.targets, self.ridge = targets, ridge
+        self.base = log_prior + grid.weights.log().numpy()
+        index = np.arange(1, targets.shape[1] + 1)
+        self.columns = grid.polynomials.numpy()
+        self.rows = self.columns[:, 1 : len(index) + 1].T  # contiguous in the layout of a grid
+        self.sums, self.gaps = index[:, None] + index, np.abs(index[:, None] - index)
 
     def only(self, which: Array) -> "_Dual":
-        return replace(self, targets=self.targets[which], ridge=self.ridge[which])
+        part = copy(self)
+        part.targets, part.ridge = self.targets[which], self.ridge[which]
+        return part
 
     def at(self, alphas: Array) -> _Points:
         # log(q_0 w) - sum_i alpha_i T_i at the nodes; shares are q w, and log Z their log-sum-exp.
@@ -354,9 +333,8 @@ def _product(left: Array, right: Array) -> Array:
 # ------------------------------------------------------------------------------------------
 # Priors on an interval, and quadratures for them.
 
-PriorName = Literal["flat", "semicircle", "marchenko_pastur", "log_uniform"]
+PriorName = Literal["flat", "semicircle", "marchenko_pastur"]
 Prior = PriorName | Callable[[Tensor], Tensor]
-RECIPROCAL = ("marchenko_pastur", "log_uniform")  # priors with a factor 1/x
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,19 +358,9 @@ class Rule:
 
 
 def quadrature(prior: Prior, interval: Interval, size: int, degree: int) -> Rule:
-    """Return a rule of ``size`` nodes for a prior, with polynomials up to a degree.
-
-    For a prior with a factor :math:`1/x` the nodes are spread over the logarithm, so that the
-    interval may span many orders of magnitude.
-    """
-    low, high = interval
-    if isinstance(prior, str) and prior in RECIPROCAL and low > 0:
-        grid = Grid.logarithmic(size, degree, high / low)
-        # From the logarithm, not from the nodes: near -1 these lack the digits of small points.
-        points = low * (0.5 * math.log(high / low) * (Grid.make(size, 0).nodes + 1)).exp()
-    else:
-        grid = Grid.make(size, degree)
-        points = in_interval(grid.nodes, interval)
+    """Return a rule of ``size`` nodes for a prior, with polynomials up to a degree."""
+    grid = Grid.make(size, degree)
+    points = in_interval(grid.nodes, interval)
     values = log_prior(prior, points, interval)
     check_finite("logarithm of the prior", values)
     return Rule(grid, points, values)
@@ -402,11 +370,11 @@ def log_prior(prior: Prior, x: Tensor, interval: Interval) -> Tensor:
     r"""Return the logarithm of a prior at points inside an interval, up to a constant.
 
     Args:
-        prior: ``flat``; ``semicircle``, :math:`\sqrt{(x - a)(b - x)}`; ``marchenko_pastur``, the
-            same over :math:`x`; ``log_uniform``, :math:`1/x`; or a user-defined density, positive
-            inside the interval.
+        prior: ``flat``; ``semicircle``, :math:`\sqrt{(x - a)(b - x)}`; ``marchenko_pastur``,
+            :math:`\sqrt{(x - a)(b - x)} / x`; or a user-defined density, positive inside the
+            interval.
         x: Points, any shape.
-        interval: ``(a, b)``; ``a`` must be positive if the prior has a factor :math:`1/x`.
+        interval: ``(a, b)``; ``marchenko_pastur`` needs a positive ``a``.
     """
     low, high = interval
     if callable(prior):
@@ -416,11 +384,11 @@ def log_prior(prior: Prior, x: Tensor, interval: Interval) -> Tensor:
             raise ValueError("prior must be positive inside the interval, and keep the shape of x")
         return values.double().log()
     check_choice("prior", prior, get_args(PriorName))
-    if prior in RECIPROCAL and low <= 0:
-        raise ValueError(f"prior {prior!r} needs an interval of positive numbers, got {interval}")
+    if prior == "flat":
+        return torch.zeros_like(x)
     edges = 0.5 * ((x - low) * (high - x)).log()
     if prior == "semicircle":
         return edges
-    if prior == "marchenko_pastur":
-        return edges - x.log()
-    return -x.log() if prior == "log_uniform" else torch.zeros_like(x)
+    if low <= 0:
+        raise ValueError(f"prior {prior!r} needs an interval of positive numbers, got {interval}")
+    return edges - x.log()

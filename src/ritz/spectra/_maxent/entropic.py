@@ -9,9 +9,7 @@ import torch
 from numpy.polynomial.legendre import leggauss
 from torch import Tensor
 
-from ritz._core.checks import check_count
 from ritz._core.density import Density, as_points
-from ritz._core.random import resolve_generator
 from ritz._core.results import HasStatus, Status
 from ritz._core.storage import storable
 from ritz.spectra._maxent.dual import TUNING, Rule, chebyshev, log_prior, quadrature
@@ -31,14 +29,14 @@ class EntropicDensity(HasStatus):
         log_partition: :math:`\log Z`.
         interval: ``(a, b)``, the support.
         prior: The prior :math:`q_0`.
-        targets: Wanted Chebyshev moments of degree 1 to ``m``, ``(m,)``.
+        targets: Chebyshev moments of degree 1 to ``m`` that were passed, ``(m,)``.
         fitted: Chebyshev moments of the density, ``(m,)``.
-        ridge: Variances :math:`r_i` within which moments were matched, ``(m,)``.
+        ridge: Variances :math:`r_i` to which the moments were matched, ``(m,)``.
         grid_size: Number of nodes of the quadrature.
         num_steps: Number of Newton steps.
         status: Whether the dual was solved, and how far the moments had to be relaxed.
-        relaxation: By how much the largest variance exceeds the given one; 0 if no moment was
-            relaxed.
+        relaxation: Largest increase of a variance :math:`r_i` over the squared standard error; 0 if
+            the moments did not have to be relaxed.
         matrix: Which matrix of a network or graph it is; ``None`` if unknown.
         batch_norm: Batch-norm mode of the network; ``None`` without batch norm.
     """
@@ -64,14 +62,8 @@ class EntropicDensity(HasStatus):
 
     @property
     def moment_error(self) -> float:
-        """Largest difference between a wanted Chebyshev moment and that of the density."""
+        """Largest absolute difference between ``targets`` and ``fitted``."""
         return float((self.fitted - self.targets).abs().max())
-
-    @property
-    def chi_squared(self) -> float:
-        r"""Squared distance of the moments in standard errors, :math:`\sum r_i \alpha_i^2`."""
-        # At the minimum mu_i - <T_i> = -r_i alpha_i, whose square over r_i is r_i alpha_i^2.
-        return float((self.ridge * self.alphas.square()).sum())
 
     @property
     def entropy(self) -> float:
@@ -107,24 +99,6 @@ class EntropicDensity(HasStatus):
         panel = (torch.searchsorted(edges, inside, right=True) - 1).clamp(0, len(edges) - 2)
         part = self._integral(edges[panel], inside)
         return ((below[panel] + part) / below[-1]).clamp(0.0, 1.0).reshape(x.shape)
-
-    def quantile(self, share: Tensor) -> Tensor:
-        """Return the points below which given fractions of the eigenvalues lie."""
-        share = as_points(share)
-        if not bool(((share >= 0) & (share <= 1)).all()):
-            raise ValueError("share must be between 0 and 1")
-        edges, below = self._panels()
-        wanted = below[-1] * share.reshape(-1)
-        panel = (torch.searchsorted(below, wanted) - 1).clamp(0, len(edges) - 2)
-        return self._inverse(edges[panel], edges[panel + 1], wanted - below[panel]).reshape(
-            share.shape
-        )
-
-    def sample(self, count: int, *, generator: torch.Generator | None = None) -> Tensor:
-        """Return independent draws, ``(count,)``."""
-        check_count("count", count)
-        generator = resolve_generator(generator)
-        return self.quantile(torch.rand(count, generator=generator, dtype=torch.float64))
 
     def mass(self, low: float, high: float) -> float:
         """Return the fraction of eigenvalues in ``(low, high]``."""
@@ -179,22 +153,6 @@ class EntropicDensity(HasStatus):
         edges = torch.cat([inner.new_tensor([low]), inner, inner.new_tensor([high])])
         parts = self._integral(edges[:-1], edges[1:])
         return edges, torch.cat([torch.zeros(1, dtype=torch.float64), parts.cumsum(0)])
-
-    def _inverse(self, low: Tensor, high: Tensor, mass: Tensor) -> Tensor:
-        """Return the points, before ``high``, at which the integrals from ``low`` reach a mass."""
-        begin, points, live = low, 0.5 * (low + high), torch.arange(len(mass))
-        for _ in range(TUNING.quantile_steps):  # Newton, or bisection if a step leaves the bracket
-            x = points[live]
-            gap = self._integral(begin[live], x) - mass[live]
-            low, high = torch.where(gap < 0, x, low), torch.where(gap < 0, high, x)
-            following = x - gap / self.pdf(x)
-            inside = (following >= low) & (following <= high)
-            points[live] = torch.where(inside, following, 0.5 * (low + high))
-            going = (gap.abs() > TUNING.accuracy) & (high - low > TUNING.accuracy * x.abs())
-            if not bool(going.any()):
-                break
-            live, low, high = live[going], low[going], high[going]
-        return points
 
     def _integral(self, low: Tensor, high: Tensor) -> Tensor:
         nodes, weights = (torch.from_numpy(array) for array in leggauss(TUNING.panel))

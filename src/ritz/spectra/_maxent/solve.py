@@ -1,7 +1,7 @@
 """Densities of maximum entropy from moments."""
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypedDict, Unpack, get_args, overload
+from typing import Any, TypedDict, Unpack, get_args, overload
 
 import numpy as np
 import torch
@@ -54,18 +54,15 @@ class Solver:
     max_steps: int
 
     def solve(self, targets: Tensor, levels: list[Tensor]) -> tuple[Solution, Tensor]:
-        """Return for each vector the solution with the smallest variance that has one, and that.
+        """Return for each vector the solution with the smallest possible variance, and that.
 
-        The smallest variance is tried first. If it fails, all are tried from the largest down, each
-        from the solution of the one before, until one fails.
+        The smallest variance is tried first. If it fails, the others are tried from the largest
+        down, each from the solution of the one before, until one fails.
 
         Args:
             targets: Moments, ``(N, m)``.
-            levels: Variances of the moments, each ``(N, m)``, ascending as ``TUNING.ladder``; or a
-                single one, which is used whatever its result.
+            levels: Variances of the moments, each ``(N, m)``, ascending as ``TUNING.ladder``.
         """
-        if len(levels) == 1:
-            return self._minimise(targets, levels[0], self.max_steps), levels[0]
         best = self._minimise(
             targets, levels[0], self.max_steps, blurred=TUNING.blurred, patience=TUNING.patience
         )
@@ -122,7 +119,6 @@ class MaxentOptions(TypedDict, total=False):
     interval: Interval | None
     stderr: Tensor | None
     prior: Prior
-    relax: float | None
     atol: float
     max_steps: int
     grid_size: int | None
@@ -140,7 +136,6 @@ def maxent(
     interval: Interval | None = None,
     stderr: Tensor | None = None,
     prior: Prior = "flat",
-    relax: float | None = None,
     atol: float = 1e-9,
     max_steps: int = 300,
     grid_size: int | None = None,
@@ -152,14 +147,13 @@ def maxent(
 
     by Levenberg-Marquardt on the convex dual. The dual uses Chebyshev polynomials whatever the
     basis of the moments: the density does not depend on the basis, the conditioning does. Moments
-    with standard errors are matched to within these: the dual gets the ridge
+    with standard errors are matched within these errors: the dual gets the ridge
     :math:`\frac12 \sum_i r_i \alpha_i^2` with :math:`r_i` the squared standard errors.
 
-    Exact moments are matched exactly if that converges to a density that the quadrature resolves.
-    Otherwise no density has them, or only one with atoms, and a larger variance :math:`r` is used:
-    the smallest one of seven between 1e-18 and 1e-2 for which it converges. The same applies to
-    standard errors that are too small. ``relaxation`` holds the increase, ``status`` reports it,
-    and ``moment_error`` is the largest error of a moment.
+    If no smooth density has these moments, they are matched approximately. The variance :math:`r`
+    is then the smallest of seven values between 1e-18 and 1e-2 for which the solver converges to a
+    density that the quadrature resolves. ``relaxation`` is the increase of the variance, ``status``
+    reports it, and ``moment_error`` is the largest error of a moment.
 
     A solution takes 10 to 150 steps of :math:`O(G m + m^3)` operations for a grid of ``G`` nodes.
 
@@ -170,21 +164,20 @@ def maxent(
         basis: Basis of a tensor: ``chebyshev`` or ``legendre`` polynomials of the variable mapped
             to ``[-1, 1]``, or ``power``, powers of the variable itself.
         interval: ``(a, b)``, the support. Defaults to that of :class:`Moments`, and to ``(-1, 1)``
-            for a tensor. Power moments that were not mapped need it.
+            for a tensor. Required for power moments of a matrix that was not rescaled.
         stderr: Standard errors, of the shape of a tensor. Defaults to those of :class:`Moments`,
-            and to none for a tensor.
-        prior: ``flat``, ``semicircle``, ``marchenko_pastur``, ``log_uniform``, or a function of
-            the variable, positive inside the interval.
-        relax: Variance :math:`r` of all moments, instead of the rules above.
-        atol: Largest error of a (relaxed) moment to stop at.
-        max_steps: Maximum number of steps with one variance; 25 while others are left to try.
-        grid_size: Nodes of the quadrature. Defaults to 512, or 16 per moment, or as many as resolve
-            the prior.
+            and to zeros for a tensor.
+        prior: ``flat``, ``semicircle``, ``marchenko_pastur``, or a function of the variable,
+            positive inside the interval.
+        atol: Largest error of a moment to stop at, beyond its variance.
+        max_steps: Maximum number of Newton steps for each variance that is tried.
+        grid_size: Nodes of the quadrature. Defaults to ``max(512, 16 m)``, or more if the prior
+            needs it.
 
     Returns:
         An :class:`EntropicDensity`, or a tuple of them for several vectors.
 
-    Reference: Algorithm 1 and sections 2.3 and 2.4 of *Spectral Machine Learning*.
+    Reference: *Spectral Machine Learning*, Algorithm 1 and sections 2.3 and 2.4.
 
     Example:
         >>> import torch, ritz
@@ -193,34 +186,30 @@ def maxent(
         >>> round(float(density.pdf(torch.tensor(0.3))), 6)
         0.5
     """
-    problem = _problem(moments, basis, interval, stderr)
-    if relax is not None:
-        check_range("relax", relax, low=0.0, high=TUNING.largest)
+    vectors, deviations, support, change = _read(moments, basis, interval, stderr)
     check_range("atol", atol, low=0.0)
     check_count("max_steps", max_steps)
-    raw = torch.atleast_2d(problem.raw)
+    raw = torch.atleast_2d(vectors)
     m = raw.shape[1] - 1
-    change = _to_chebyshev(problem.basis, m, problem.variable)
     targets = (raw @ change.T)[:, 1:]
     size = max(TUNING.grid_size, TUNING.nodes_per_moment * m) if grid_size is None else grid_size
     check_count("grid_size", size, low=2 * m + 1)
     while True:
-        rule = quadrature(prior, problem.interval, size, 2 * m)
-        fine = quadrature(prior, problem.interval, 2 * size, m)
+        rule = quadrature(prior, support, size, 2 * m)
+        fine = quadrature(prior, support, 2 * size, m)
         blur = abs(float(fine.log_mass - rule.log_mass))
         size *= 2
         if grid_size or blur <= TUNING.resolved / 100 or size > TUNING.largest_grid:
             break
     solver = Solver(rule, fine, blur, atol, max_steps)
-    # The change of basis magnifies the roundoff of power moments.
-    roundoff = (1e-16 * raw.abs() @ change.abs().T).square()[:, 1:] * (problem.basis == "power")
+    # The change of basis magnifies the roundoff of power moments. For the other two bases this is
+    # at most 1e-32 m^2, below the smallest variance.
+    roundoff = (1e-16 * raw.abs() @ change.abs().T).square()[:, 1:]
     # Var(C mu) = C^2 Var(mu) for independent errors. Clamped before squaring: squares may
     # overflow, and zero times infinity is NaN.
-    squares = torch.atleast_2d(problem.stderr).clamp_max(TUNING.largest**0.5).square()
+    squares = torch.atleast_2d(deviations).clamp_max(TUNING.largest**0.5).square()
     errors = (squares @ change.square().T)[:, 1:].clamp_max(TUNING.largest)
     levels = [errors.clamp_min(level) for level in TUNING.ladder]
-    if relax is not None:
-        levels = [torch.full_like(errors, relax)]
     densities: list[EntropicDensity] = []
     for rows in torch.arange(len(raw)).split(max(1, TUNING.block // len(rule.points))):
         variances = [level[rows] + roundoff[rows] for level in levels]
@@ -235,7 +224,7 @@ def maxent(
             density = EntropicDensity(
                 alphas=solution.alphas[i],
                 log_partition=float(solution.log_partition[i]),
-                interval=problem.interval,
+                interval=support,
                 prior=prior,
                 targets=targets[row],
                 fitted=solution.fitted[i],
@@ -248,33 +237,17 @@ def maxent(
             densities.append(density)
     if isinstance(moments, Moments):
         return replace(densities[0], matrix=moments.matrix, batch_norm=moments.batch_norm)
-    return tuple(densities) if problem.raw.ndim == 2 else densities[0]
+    return tuple(densities) if vectors.ndim == 2 else densities[0]
 
 
-class _Problem(NamedTuple):
-    """Moments as the caller gave them.
-
-    Attributes:
-        raw: Moments, ``(m + 1,)`` or ``(N, m + 1)``.
-        stderr: Standard errors of the same shape; zeros if there are none.
-        basis: Basis of the moments.
-        interval: The support.
-        variable: The interval that was mapped to ``[-1, 1]`` before powers were taken.
-    """
-
-    raw: Tensor
-    stderr: Tensor
-    basis: str
-    interval: Interval
-    variable: Interval
-
-
-def _problem(
+def _read(
     moments: Moments | Tensor, basis: str, interval: Interval | None, stderr: Tensor | None
-) -> _Problem:
+) -> tuple[Tensor, Tensor, Interval, Tensor]:
+    """Return moments, their standard errors, the support, and the map to Chebyshev moments."""
     default = moments.interval if isinstance(moments, Moments) else (-1.0, 1.0)
     support = default if interval is None else interval
     check_interval("interval", support)
+    # The variable is the interval that was mapped to [-1, 1] before powers were taken.
     support = variable = (float(support[0]), float(support[1]))
     if isinstance(moments, Moments):
         variable, basis = (-1.0, 1.0), moments.basis
@@ -295,22 +268,21 @@ def _problem(
         raise ValueError(f"moments must be (m + 1,) or (N, m + 1), m >= 1, got {shape}")
     check_finite("moments", raw)
     if not bool(((raw[..., 0] - 1).abs() < 1e-6).all()):
-        first = float(raw.flatten()[0])
-        raise ValueError(f"moments must begin with that of degree 0, which is 1, got {first:.6g}")
+        raise ValueError(f"moments[0] must be 1, got {float(raw.flatten()[0]):.6g}")
     if errors.shape != raw.shape:
         raise ValueError(
-            f"stderr must be {tuple(raw.shape)}, as the moments, got {tuple(errors.shape)}"
+            f"stderr must have the shape of moments, {tuple(raw.shape)}, got {tuple(errors.shape)}"
         )
     check_finite("stderr", errors)
     if errors.numel():
         check_range("stderr", float(errors.min()), low=0.0)
-    return _Problem(raw, errors, basis, support, variable)
+    return raw, errors, support, _to_chebyshev(basis, raw.shape[-1] - 1, variable)
 
 
 UNRESOLVED = Status(
     outcome="max_steps",
     message="the density has peaks narrower than the quadrature resolves",
-    advice="give relax=, a larger variance of the moments, or a larger grid_size",
+    advice="pass a larger stderr= or grid_size=",
 )
 
 
@@ -323,18 +295,18 @@ def _status(
         return Status(
             outcome="max_steps",
             message=f"gradient {gradient:.1g} after {how}, above atol {solver.atol:.1g}",
-            advice="give standard errors, or relax=, a larger variance of the moments",
+            advice="increase max_steps, or pass a larger stderr=",
         )
     if roundoff > TUNING.ladder[1]:
-        how += f"; power moments matched to a variance of {roundoff:.0g}, their roundoff"
+        how += f"; power moments matched with a variance of {roundoff:.0g}, their rounding error"
     if relaxation > TUNING.ladder[0]:
         how += (
-            f"; moments relaxed to a variance of {relaxation:.0g}: no density was found "
-            f"with them, this one misses them by {error:.0g}"
+            f"; moments relaxed to a variance of {relaxation:.0g} (largest error {error:.0g}), "
+            f"because no density was found with exactly these moments"
         )
         advice = "narrower peaks need a larger grid_size"
     if solver.blur > TUNING.resolved:
-        how += f"; the quadrature misses {solver.blur:.0g} of the mass of the prior"
+        how += f"; the quadrature has a relative error of {solver.blur:.0g} for the prior"
         advice = "the prior needs a larger grid_size"
     return Status(outcome="converged", message=how, advice=advice)
 
@@ -362,6 +334,6 @@ def _check_reach(samples: Tensor, interval: Interval) -> None:
         worst = float(column.abs().max())
         if worst > 1.001 * reach**degree:
             raise ValueError(
-                f"interval {interval} must hold the spectrum: a power moment of degree {degree} is "
-                f"{worst:.4g}, beyond {reach**degree:.4g}; give its interval here or to moments"
+                f"the spectrum is not inside interval {interval}: a power moment of degree "
+                f"{degree} is {worst:.4g}, above {reach**degree:.4g}; use a larger interval"
             )
