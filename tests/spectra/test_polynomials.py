@@ -103,7 +103,9 @@ def test_legendre_polynomials_are_convex_combinations_of_chebyshev_ones():
 @pytest.mark.parametrize("interval", [(-0.5, 3.5), (-1.5, 2.0), (10.0, 11.0), (-0.1, 0.1)])
 @pytest.mark.parametrize("basis", ["chebyshev", "legendre"])
 def test_an_interval_that_misses_the_spectrum_is_refused(basis, interval):
-    with pytest.raises(ValueError, match="must contain the spectrum, got .*: the Chebyshev moment"):
+    with pytest.raises(
+        ValueError, match=r"must contain the spectrum, got .*: the Chebyshev moment"
+    ):
         moments(counting([]), num_moments=40, basis=basis, interval=interval)
 
 

@@ -73,27 +73,24 @@ def test_traces_from_all_eigenvalues_hold_the_truth():
     assert sum(runs) / len(runs) >= 0.95
 
 
-@pytest.mark.parametrize("method", ["trace", "hutchinson", "frobenius_norm", "diagonal"])
-def test_a_whole_basis_holds_the_truth(method):
+WHOLE = {
+    "trace": (lambda op: ritz.trace(op, num_probes=64), torch.trace),
+    "Hutchinson": (lambda op: ritz.trace(op, method="hutchinson", num_probes=64), torch.trace),
+    "Frobenius norm": (lambda op: ritz.frobenius_norm(op, num_probes=64), torch.linalg.norm),
+    "diagonal": (lambda op: ritz.diagonal(op, num_probes=64), torch.diagonal),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_whole_basis_holds_the_truth(name):
+    run, truth = WHOLE[name]
     for seed in range(5):
-        matrix, eigenvalues = exact_matrix(64, seed)
-        op = hidden(matrix / 3)  # roundoff in the entries, so that there is some to state
-        run = {
-            "trace": lambda: ritz.trace(op, num_probes=64),
-            "hutchinson": lambda: ritz.trace(op, method="hutchinson", num_probes=64),
-            "frobenius_norm": lambda: ritz.frobenius_norm(op, num_probes=64),
-            "diagonal": lambda: ritz.diagonal(op, num_probes=64),
-        }[method]
-        estimate = run()
-        truth = {
-            "trace": eigenvalues.sum() / 3,
-            "hutchinson": eigenvalues.sum() / 3,
-            "frobenius_norm": eigenvalues.norm() / 3,
-            "diagonal": matrix.diagonal() / 3,
-        }[method]
+        # Roundoff in the entries, so that there is some to state.
+        matrix = exact_matrix(64, seed)[0] / 3
+        estimate = run(hidden(matrix))
         assert estimate.stderr.max() == 0
         assert bool((estimate.truncation > 0).all())
-        assert bool(((estimate.mean - truth).abs() <= estimate.error()).all())
+        assert bool(((estimate.mean - truth(matrix)).abs() <= estimate.error()).all())
 
 
 @pytest.mark.parametrize("method", ["auto", "krylov", "eigenvalues", "lanczos"])
@@ -102,11 +99,7 @@ def test_the_inverse_of_a_hilbert_matrix_has_the_error_of_its_condition_number(m
     # Condition numbers from 1e7 to 1e16: the error grows with them, and so must the bar.
     matrix = torch.from_numpy(hilbert(n)).double()
     truth = float(invhilbert(n, exact=False).trace())
-    try:
-        estimate = ritz.trace_function(matrix, torch.reciprocal, num_steps=n, method=method)
-    except ValueError as error:
-        assert "finite on the spectrum" in str(error)
-        return
+    estimate = ritz.trace_function(matrix, torch.reciprocal, num_steps=n, method=method)
     assert float(estimate.error()) >= abs(float(estimate) - truth)
     assert float(estimate.truncation) > 1e-10 * truth
     if n >= 12:  # an eigenvalue of 1e-17 may be zero
