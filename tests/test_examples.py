@@ -88,7 +88,7 @@ def test_the_first_example_prints_the_output_shown_in_the_readme(session):
 
 def test_the_readme_runs_from_top_to_bottom(session):
     written = {path.name for path in session[1].iterdir()}
-    assert written == {"spectrum.png", "spectrum.safetensors"}
+    assert written == {"spectrum.png", "spectrum.safetensors", "density.png"}
 
 
 # Additional options that make the commands of the README fast.
@@ -103,7 +103,7 @@ QUICK = {
 
 def test_the_commands_of_the_readme_run_with_a_user_defined_model(tmp_path):
     for name in ("model.py", "data.py"):
-        shutil.copy(ROOT / "examples" / "own" / name, tmp_path)
+        shutil.copy(ROOT / "examples" / "custom_model" / name, tmp_path)
     shell = re.search(r"```\n(ritz train --model model:net.*?)```", README, flags=re.DOTALL)[1]
     commands = [shlex.split(line) for line in shell.splitlines()]
     assert [(command[0], command[1]) for command in commands] == [("ritz", name) for name in QUICK]

@@ -24,7 +24,7 @@ def test_the_number_of_rows_is_that_of_the_first_tensor_with_rows(batch):
 
 @pytest.mark.parametrize("batch", ["name", (), (torch.tensor(1.0), 3), {"name": "x"}])
 def test_a_batch_without_rows_is_refused_by_name(batch):
-    match = "batch 3 must hold a tensor whose length is the number of samples, got .*pass count="
+    match = "batch 3 must contain a tensor whose length is the number of samples, got .*pass count="
     with pytest.raises(TypeError, match=match):
         batches.num_rows(batch, "batch 3")
 
@@ -32,10 +32,10 @@ def test_a_batch_without_rows_is_refused_by_name(batch):
 @pytest.mark.parametrize(
     ("batch", "match"),
     [
-        ((X, Y[:4]), r"train data must be tensors of one length, got \[6, 4\]"),
-        ((X, torch.tensor(1.0)), r"of one length, got \[6, 0\]"),
-        ((X[:0], Y[:0]), "train data must hold samples, got none"),
-        ({"name": "x"}, "must hold samples, got none"),
+        ((X, Y[:4]), r"train data must be tensors of the same length, got \[6, 4\]"),
+        ((X, torch.tensor(1.0)), r"of the same length, got \[6, 0\]"),
+        ((X[:0], Y[:0]), "train data must have at least one sample"),
+        ({"name": "x"}, "must have at least one sample"),
     ],
 )
 def test_samples_that_come_at_once_must_agree_in_length(batch, match):
@@ -66,11 +66,11 @@ def test_joining_the_parts_of_a_split_restores_the_whole(batch_size):
 def test_values_that_belong_to_no_sample_are_joined_only_if_equal():
     scale = torch.tensor(2.0)
     assert batches.join_rows([(X, scale), (X, scale)], [6, 6])[1] is scale
-    with pytest.raises(ValueError, match="all other values are equal"):
+    with pytest.raises(ValueError, match="shapes or values cannot be joined"):
         batches.join_rows([(X, scale), (X, scale + 1)], [6, 6])
-    with pytest.raises(ValueError, match="rows of one shape"):
+    with pytest.raises(ValueError, match="cannot be joined"):
         batches.join_rows([X, X[:, :1]], [6, 6])
-    with pytest.raises(ValueError, match="got none with 3 rows"):
+    with pytest.raises(ValueError, match="no tensor of a batch of 3 samples"):
         batches.join_rows([X, X], [3, 3])
 
 

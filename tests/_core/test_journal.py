@@ -78,7 +78,7 @@ def test_the_state_of_another_computation_is_refused_by_name(tmp_path, settings,
 def test_a_file_of_results_is_not_taken_for_a_state(tmp_path):
     save(lanczos(torch.eye(3), num_steps=1), tmp_path / "state")
 
-    with pytest.raises(ValueError, match=r"state must be a path of its own, .* holds Spectrum"):
+    with pytest.raises(ValueError, match=r"is a saved Spectrum: pass a path"):
         opened(tmp_path / "state").load()
 
 
@@ -89,7 +89,7 @@ def test_a_damaged_state_falls_back_to_the_previous_one_and_stays_safe(tmp_path)
     path.write_bytes(path.read_bytes()[:-3])
     resumed = opened(path)
 
-    with pytest.warns(RuntimeWarning, match="state refused, looking for the previous one"):
+    with pytest.warns(RuntimeWarning, match="state cannot be used, looking for the previous one"):
         assert resumed.load() == [2]
 
     # The damaged file is gone, so the next save keeps a good one beside it.
@@ -103,7 +103,7 @@ def test_no_usable_state_raises_and_says_what_to_do(tmp_path):
 
     with (
         pytest.warns(RuntimeWarning, match="truncated"),
-        pytest.raises(CorruptFileError, match=r"no usable state at .*: use another path, or"),
+        pytest.raises(CorruptFileError, match=r"no usable state at .*: delete these files, or"),
     ):
         opened(tmp_path / "state").load()
 
@@ -292,7 +292,7 @@ SHARED = """
     try:
         Journal(path, {}).load()
     except ValueError as error:
-        assert "that all processes have" in str(error)
+        assert "can be used by all processes" in str(error)
     else:
         raise RuntimeError("one process has a state, and nobody noticed")
 """

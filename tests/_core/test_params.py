@@ -44,7 +44,7 @@ def test_a_space_needs_tensors_of_one_dtype_and_device(like, match):
             r"a must have shape \(\), got nothing",
         ),
         (LIKE | {"b": torch.zeros(3, 2)}, r"b must have shape \(2, 3\), got \(3, 2\)"),
-        (LIKE | {"c": torch.zeros(1)}, r"but also has \['c'\]"),
+        (LIKE | {"c": torch.zeros(1)}, r"got also \['c'\]"),
     ],
 )
 def test_flatten_error_names_the_tensor(tensors, match):

@@ -152,7 +152,7 @@ def test_a_truncated_file_is_rejected(tmp_path):
 
 def test_a_safetensors_file_of_another_program_is_rejected(tmp_path):
     save_file({"weight": torch.zeros(2)}, tmp_path / "w.safetensors")
-    with pytest.raises(CorruptFileError, match="but not one of ritz"):
+    with pytest.raises(CorruptFileError, match="was not written by ritz"):
         load(tmp_path / "w.safetensors")
 
 
@@ -215,7 +215,7 @@ def test_the_header_has_the_versions_of_ritz_and_torch(tmp_path):
 def test_errors_name_missing_files_and_folders(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no such file: .*nothing"):
         load(tmp_path / "nothing")
-    with pytest.raises(FileNotFoundError, match="is not a folder"):
+    with pytest.raises(FileNotFoundError, match="no folder"):
         save(RESULT, tmp_path / "nowhere" / "r")
 
 

@@ -111,7 +111,7 @@ def train(model, data, *options):
 
 
 WATCH = ["--watch", "1"]
-MANY = "train data must be tensors of one length, got [48, 40]"
+MANY = "train data must be tensors of the same length, got [48, 40]"
 CASES = [
     ("lstm", "digits", [], "model lstm failed on data digits, with inputs of shape (2, 1, "
      "8, 8), float32: "),
@@ -127,7 +127,7 @@ CASES = [
      "for cross-entropy, got int32"),
     ("pairs:net", "pairs:arrays", ["--set-data", "targets=40"], MANY),
     ("pairs:net", "pairs:arrays", ["--set-data", "targets=40", *WATCH], MANY),
-    ("pairs:net", "pairs:empty", WATCH, "data pairs:empty: train data must hold samples, got none"),
+    ("pairs:net", "pairs:empty", WATCH, "data pairs:empty: train data must have"),
     ("pairs:net", "pairs:words", [], "numeric dtype of torch, got an array of object"),
     ("pairs:net", "pairs:a_list", [], "train data must be (inputs, targets), both tensors or "
      "arrays, a dataset, a loader, or have batches(), got Tensor"),

@@ -202,11 +202,11 @@ def test_batches_written_into_the_same_memory_are_copied(model):
 def test_samples_raises_if_batches_cannot_be_joined(model):
     scaled = [(x, torch.tensor(float(k)), y) for k, (x, y) in enumerate(vectors(4, 3))]
     risk = Risk(model, CE, scaled, forward=lambda model, b: (model(b[0]) * b[1], b[2]))
-    with pytest.raises(ValueError, match="all other values are equal"):
+    with pytest.raises(ValueError, match="values cannot be joined"):
         risk.samples(torch.arange(3))
     padded = [
         (noise(4, length, 3), y) for length, (_, y) in zip((2, 5), vectors(4, 4), strict=True)
     ]
     risk = Risk(model, CE, padded, forward=lambda model, b: (model(b[0]).mean(1), b[1]))
-    with pytest.raises(ValueError, match="tensors have rows of one shape"):
+    with pytest.raises(ValueError, match="cannot be joined"):
         risk.samples(torch.arange(3))

@@ -93,7 +93,7 @@ def test_state_of_other_settings_is_refused_and_the_difference_named(
 
 def test_state_of_other_data_raises(tmp_path):
     stopped(tmp_path / "state", after=STEPS + 1)
-    with pytest.raises(ValueError, match="was made with other data or another model: its loss is"):
+    with pytest.raises(ValueError, match="belongs to other data or another model: its loss is"):
         measured(risk(data_seed=9), tmp_path / "state")
 
 
@@ -103,7 +103,7 @@ def test_damaged_part_of_a_state_is_computed_again(tmp_path):
     state.write_bytes(state.read_bytes()[:-5])
     counted = Count()
 
-    with pytest.warns(RuntimeWarning, match="state refused, looking for the previous one"):
+    with pytest.warns(RuntimeWarning, match="state cannot be used, looking for the previous one"):
         found = measured(risk(), state, progress=counted, **one)
 
     assert counted.done == 0  # the row, from runs that are finished

@@ -106,7 +106,7 @@ def test_damaged_state_is_skipped_and_the_previous_one_used(tmp_path):
     state = tmp_path / "state"
     stopped(lines, state, after=4)
     state.write_bytes(state.read_bytes()[:-5])
-    with pytest.warns(RuntimeWarning, match="state refused, looking for the previous one"):
+    with pytest.warns(RuntimeWarning, match="state cannot be used, looking for the previous one"):
         found = lines(risk(), state=state)
     assert_same_files(found, lines(risk()), tmp_path)
 

@@ -111,8 +111,8 @@ def test_weights_and_statistics_are_restored_after_an_error_in_the_data():
         ({"fraction": 1.5}, ValueError, "fraction must be between 0"),
         ({"fraction": 0.5, "data": iter([])}, TypeError, "data must have a length if fraction"),
         ({"sharing": "all"}, ValueError, "sharing must be one of own, none"),
-        ({"data": [{"name": "x"}]}, TypeError, "a batch must hold a tensor whose length"),
-        ({"data": []}, ValueError, "data must hold at least one batch"),
+        ({"data": [{"name": "x"}]}, TypeError, "a batch must contain a tensor whose length"),
+        ({"data": []}, ValueError, "data must have at least one batch"),
     ],
 )
 def test_error_names_wrong_data_and_leaves_the_model_unchanged(options, error, match):

@@ -18,7 +18,9 @@ from ritz.spectra import lanczos, lanczos_block
 from ritz.testing import wigner, with_spectrum
 
 DTYPES = [torch.float32, torch.float64]
-REFUSED = r"state at .*state was made with another operator, of other weights .*; use another path"
+REFUSED = (
+    r"state at .*state was made with another operator, of other weights .*; delete these files"
+)
 
 
 def spiked(dtype, generator):
@@ -117,7 +119,7 @@ def test_a_product_that_is_not_finite_is_a_difference(rng, tmp_path):
     op = wigner(150, generator=rng)
     interrupted(op, tmp_path / "state", after=9, **RUNS["full"])
     broken = FunctionOperator(lambda block: block * torch.nan, n=150, dtype=torch.float64)
-    with pytest.raises(ValueError, match="now has nan; use"):
+    with pytest.raises(ValueError, match="now has nan; delete"):
         lanczos(broken, state=tmp_path / "state", **RUNS["full"])
 
 

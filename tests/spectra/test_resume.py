@@ -142,7 +142,7 @@ def test_a_damaged_state_is_refused_and_the_previous_one_used(rng, tmp_path, dam
     data[-5] ^= 1
     state.write_bytes(data[:-40] if damage == "truncate" else data)
     with pytest.warns(
-        RuntimeWarning, match=r"state refused, looking for the previous one: .*state"
+        RuntimeWarning, match=r"state cannot be used, looking for the previous one: .*state"
     ):
         found = lanczos(op, state=state, **RUNS["full"])
     assert_same_bits(found, expected)
@@ -169,8 +169,8 @@ def test_where_no_state_is_usable_the_error_says_what_to_do(rng, tmp_path):
     state.write_bytes(b"nonsense")
     (tmp_path / "state.previous").write_bytes(b"")
     with (
-        pytest.warns(RuntimeWarning, match="state refused"),
-        pytest.raises(CorruptFileError, match=r"no usable state at .*: use another path"),
+        pytest.warns(RuntimeWarning, match="state cannot be used"),
+        pytest.raises(CorruptFileError, match=r"no usable state at .*: delete these files"),
     ):
         lanczos(op, state=state, **RUNS["full"])
 
@@ -289,6 +289,6 @@ def test_a_file_that_is_no_state_is_refused_and_left(rng, tmp_path):
     op, path = ritz.as_operator(wigner(30, generator=rng)), tmp_path / "spectrum.safetensors"
     ritz.save(lanczos(op, num_steps=5), path)
     before = path.read_bytes()
-    with pytest.raises(ValueError, match=r"state must be a path of its own, got .*spectrum\.safet"):
+    with pytest.raises(ValueError, match=r"state at .*spectrum\.safetensors is a saved Spectrum"):
         lanczos(op, num_steps=5, state=path, save_interval=0)
     assert path.read_bytes() == before

@@ -24,7 +24,7 @@ GOOD = {"num_epochs": 2, "batch_size": 12}
         ({"evaluate_every": 0}, "evaluate_every must be at least 1"),
         ({"precision": "float64"}, "precision must be one of float32, tf32, bfloat16, float16"),
         ({"average_from": 3}, "average_from must be between 1 and 2, got 3"),
-        ({"average_from": 1, "patience": 3}, "average_from must not be given with patience"),
+        ({"average_from": 1, "patience": 3}, "average_from must be None if patience is set"),
         ({"patience": 3}, "patience needs validation data"),
         ({"schedule": "cosine"}, "schedule must be one of constant, linear, step; got 'cosine'"),
         ({"schedule_unit": "hour"}, "schedule_unit must be one of step, epoch"),
@@ -52,7 +52,7 @@ GOOD = {"num_epochs": 2, "batch_size": 12}
         ),
         ({"capture": True}, "capture=True needs a CUDA device.* on cpu"),
         ({"device": "gpu"}, "device must be cpu, cuda or cuda:<number>, got 'gpu'"),
-        ({"augment": "flip"}, "augment must be auto, None or an Augmentation"),
+        ({"augment": "flip"}, "augment must be a bool or an Augmentation"),
         ({"loss_fn": nn.CrossEntropyLoss(reduction="sum")}, "reduction"),
     ],
 )
@@ -157,8 +157,8 @@ def test_a_monitor_names_what_is_wrong(change, message):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ((torch.ones(0, 6), torch.ones(0).long()), "data must hold samples, got none"),
-        ((torch.ones(4, 6), torch.ones(3).long()), r"tensors of one length, got \[4, 3"),
+        ((torch.ones(0, 6), torch.ones(0).long()), "data must have at least one sample"),
+        ((torch.ones(4, 6), torch.ones(3).long()), r"tensors of the same length, got \[4, 3"),
         ((torch.full((4, 6), torch.nan), torch.ones(4).long()), "finite, got NaN or Inf in"),
         ((torch.ones(4, 6), torch.tensor([0, 1, 2, 3])),
          "labels of the first batch must be between 0 and 2, got 3"),

@@ -1,1 +1,1 @@
-"""What every layer stands on: checks, results, randomness, progress, files, processes."""
+"""Shared helpers: checks, results, randomness, progress, files, processes."""

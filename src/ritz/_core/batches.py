@@ -27,19 +27,17 @@ def num_rows(batch: Batch, name: str = "a batch") -> int:
     for tensor in tensors(batch):
         if tensor.ndim:
             return len(tensor)
-    raise TypeError(
-        f"{name} must hold a tensor whose length is the number of samples, got "
-        f"{type(batch).__name__}: pass count= if samples are counted otherwise"
-    )
+    raise TypeError(f"{name} must contain a tensor whose length is the number of samples, got "
+                    f"{type(batch).__name__}: otherwise pass count=")  # fmt: skip
 
 
 def common_rows(batch: Batch, name: str = "data") -> int:
     """Return the number of rows that all tensors of a batch have; raise if they differ."""
     lengths = [len(tensor) if tensor.ndim else 0 for tensor in tensors(batch)]
     if len(set(lengths)) > 1:
-        raise ValueError(f"{name} must be tensors of one length, got {lengths}")
+        raise ValueError(f"{name} must be tensors of the same length, got {lengths}")
     if not lengths or not lengths[0]:
-        raise ValueError(f"{name} must hold samples, got none")
+        raise ValueError(f"{name} must have at least one sample, got lengths {lengths}")
     return lengths[0]
 
 
@@ -73,6 +71,7 @@ def split_samples(
     def rebuild(sample: Sequence[Tensor]) -> Batch:
         single = list(leaves)
         for place, row in zip(places, sample, strict=True):
+            # vmap has removed the axis of samples; the model expects a batch of one.
             single[place] = row.unsqueeze(0)
         return tree_unflatten(single, spec)
 
@@ -83,21 +82,18 @@ def join_rows(batches: Sequence[Batch], sizes: Sequence[int]) -> Batch:
     """Return one batch with the samples of several; values other than rows must be equal."""
     leaves, spec = tree_flatten(batches[0])
     columns = list(zip(*map(tree_leaves, batches), strict=True))
+    # A leaf is cut by sample only if it has the right length in every batch: a weight vector that
+    # happens to be as long as one batch is not.
     by_sample = [all(map(is_rows, column, sizes)) for column in columns]
     if not any(by_sample):
-        raise ValueError(
-            "data must hold tensors with one row per sample, got none with "
-            f"{sizes[0]} rows in a batch"
-        )
+        raise ValueError(f"no tensor of a batch of {sizes[0]} samples has one row per sample")
     for place, column in enumerate(columns):
         shapes = sorted({tuple(leaf.shape) for leaf in column if isinstance(leaf, Tensor)})
         if by_sample[place] and len({shape[1:] for shape in shapes}) == 1:
             leaves[place] = torch.cat(column)
         elif not all(_equal(leaf, column[0]) for leaf in column):
-            raise ValueError(
-                "batches can be joined if tensors have rows of one shape and all "
-                f"other values are equal, got {shapes or set(column)}"
-            )
+            raise ValueError(f"batches with different shapes or values cannot be joined, got "
+                             f"{shapes or set(column)}: pad sequences to one length")  # fmt: skip
     return tree_unflatten(leaves, spec)
 
 
@@ -117,12 +113,12 @@ def as_plain(batch: Batch) -> Batch:
 
 
 def is_tensors(data: Any) -> bool:
-    """Return whether data are all samples at once as a tuple of tensors."""
+    """Return whether data are a tuple of tensors with all samples."""
     return isinstance(data, tuple) and bool(data) and all(isinstance(x, Tensor) for x in data)
 
 
 def as_one_batch(data: Any) -> Batch | None:
-    """Return data that hold all samples at once as one batch, or ``None`` for other data."""
+    """Return data with all samples in one piece as one batch, or ``None`` for other data."""
     if isinstance(data, TensorDataset):
         return data.tensors
     if isinstance(data, Tensor):
@@ -145,6 +141,7 @@ def split_labels(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
 
 
 def _equal(left: Any, right: Any) -> bool:
+    # == of tensors is elementwise, and raises for different shapes.
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         return torch.equal(left, right)
     return bool(left == right)

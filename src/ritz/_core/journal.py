@@ -12,22 +12,15 @@ from typing import Any, TypeVar, final
 import torch
 from torch import Tensor
 
+from ritz._core import storage
 from ritz._core.checks import check_range
 from ritz._core.distributed import Group, all_max, all_min, rank, world_size
-from ritz._core.storage import (
-    CorruptFileError,
-    digest,
-    load,
-    read_tensors,
-    save,
-    storable,
-    write_tensors,
-)
+from ritz._core.storage import CorruptFileError, digest, storable, write_tensors
 
 T = TypeVar("T")
 Vectors = Iterator[list[Tensor]]
 
-ADVICE = "use another path, or remove it"
+ADVICE = "delete these files, or pass another state= path"
 # Ends of names: files of vectors, by generation and rows, and those that are no use alone.
 VECTORS = re.compile(r"\.\d+\.\d+-\d+")
 DEPENDENT = re.compile(rf".*({VECTORS.pattern}|\.next)")
@@ -76,17 +69,18 @@ class Journal:
     costs what is new.
 
     With several processes each one writes its own files, and all continue from a step that all
-    have. The files stay until :func:`remove_state`: whoever saves the final result calls it.
+    have. The files stay until :func:`remove_state`, which the code that saves the final result
+    calls.
 
     Args:
         path: File of the newest state. ``None`` turns the journal off: nothing is due, saved or
             loaded.
-        settings: What a state must have been made with to be continued, in plain values. A tensor,
-            or a list of tensors, is compared by its digest.
+        settings: Settings of the computation, in plain values. A state with other settings raises:
+            it cannot be continued. A tensor, or a list of tensors, is compared by its digest.
         interval: Seconds between saves.
         group: The processes that compute, by default all.
         together: Whether these processes make the same steps and wait for each other. If not, each
-            has a state of its own.
+            resumes from its own step.
     """
 
     def __init__(
@@ -99,6 +93,7 @@ class Journal:
         together: bool = True,
     ) -> None:
         check_range("save_interval", interval, low=0.0)
+        # Each process has its own files.
         suffix = process_suffix(group)
         self.path = None if path is None else Path(path).with_name(Path(path).name + suffix)
         self.group = group
@@ -143,8 +138,8 @@ class Journal:
         pending = _beside(self.path, "next")
         saved = SavedState(settings=self._settings, step=step, state=state,
                            generation=generation, parts=self._parts)  # fmt: skip
-        save(saved, pending)
-        # A crash between the two leaves the previous state alone, which is whole.
+        storage.save(saved, pending)
+        # A crash between the two renames leaves the previous state, which is complete.
         if self.path.exists():
             os.replace(self.path, _beside(self.path, "previous"))
         os.replace(pending, self.path)
@@ -173,12 +168,13 @@ class Journal:
         source, saved = newest, self._read(newest, restore)
         if saved is None:
             source, saved = previous, self._read(previous, restore)
+        # A process may have been killed one save earlier than the others: all use the common step.
         step = -1 if saved is None else saved.step
         common, furthest = self._agree(all_min, step), self._agree(all_max, step)
         if saved is not None and step > common >= 0:
             source, saved = previous, self._read(previous, restore)
         if (saved.step if saved else -1) != common or common < 0 <= furthest:
-            raise CorruptFileError(f"no state at {newest} that all processes have: {ADVICE}")
+            raise CorruptFileError(f"no state at {newest} can be used by all processes: {ADVICE}")
         if saved is None:
             if newest.exists() or previous.exists():
                 raise CorruptFileError(f"no usable state at {newest}: {ADVICE}")
@@ -193,13 +189,14 @@ class Journal:
     ) -> None:
         """Raise unless numbers that were saved are computed again, to the root of roundoff.
 
-        Data have no digest that is cheap, so a computation repeats one of its numbers instead.
+        A digest of all data would cost a pass over them. Instead a computation repeats one of its
+        numbers.
         """
         kind = torch.finfo(dtype)
         now, then = (torch.tensor(list(each), dtype=torch.float64) for each in (values, saved))
         if not torch.allclose(now, then, rtol=kind.eps**0.5, atol=kind.tiny, equal_nan=True):
             raise ValueError(
-                f"state at {self.path} was made with other data or another model: its {name} is "
+                f"state at {self.path} belongs to other data or another model: its {name} is "
                 f"{saved[0]:.9g}, here it is {values[0]:.9g}: {ADVICE}"
             )
 
@@ -214,10 +211,10 @@ class Journal:
         self, path: Path, restore: Callable[[Any, Vectors], None] | None
     ) -> SavedState | None:
         try:
-            saved = load(path)
+            saved = storage.load(path)
             if not isinstance(saved, SavedState):
-                raise ValueError(f"state must be a path of its own, got {path}, which holds "
-                                 f"{type(saved).__name__}")  # fmt: skip
+                raise ValueError(f"state at {path} is a saved {type(saved).__name__}: pass a path "
+                                 "that is used only for the state")  # fmt: skip
             for key, value in self._settings.items():
                 if (before := saved.settings.get(key)) != value:
                     raise ValueError(f"state at {path} was made with {key}={before}, this run has "
@@ -227,7 +224,7 @@ class Journal:
         except FileNotFoundError:
             return None
         except CorruptFileError as error:
-            message = f"state refused, looking for the previous one: {error}"
+            message = f"state cannot be used, looking for the previous one: {error}"
             warnings.warn(message, RuntimeWarning, stacklevel=3)
             return None
         return saved
@@ -237,7 +234,7 @@ class Journal:
 class Parts:
     """Finished parts of a computation, which are computed once, on top of a journal.
 
-    A part may save a state of its own while it is computed. That is removed when the part is
+    A part may save its own state while it is computed. This state is removed when the part is
     finished and saved.
 
     Args:
@@ -308,7 +305,7 @@ def _plain(value: Any) -> Any:
 
 def _read_vectors(path: Path) -> list[Tensor]:
     try:
-        blocks, _ = read_tensors(path)
+        blocks, _ = storage.read_tensors(path)
     except FileNotFoundError as error:
         raise CorruptFileError(f"vectors are missing: {path}") from error
     return [blocks[str(k)] for k in range(len(blocks))]

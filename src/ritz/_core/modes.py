@@ -49,7 +49,7 @@ def searched_convolutions(wanted: bool) -> AbstractContextManager[None]:
 
 @contextmanager
 def _attributes(changes: Iterable[tuple[object, str, object]]) -> Iterator[None]:
-    # Sets attributes for the block. They are restored in reverse order, so one may occur twice.
+    # Attributes are restored in reverse order, so one may occur twice.
     with ExitStack() as stack:
         for target, name, value in changes:
             stack.callback(setattr, target, name, getattr(target, name))
@@ -63,7 +63,7 @@ def _attributes(changes: Iterable[tuple[object, str, object]]) -> Iterator[None]
 
 @contextmanager
 def outside_inference() -> Iterator[None]:
-    """Leave inference mode for the block: tensors made in that mode never have a gradient."""
+    """Leave inference mode: tensors made in that mode never have a gradient."""
     if not torch.is_inference_mode_enabled():
         yield
         return
@@ -73,7 +73,7 @@ def outside_inference() -> Iterator[None]:
 
 @contextmanager
 def recording() -> Iterator[None]:
-    """Record operations for a backward pass, whatever the mode outside the block."""
+    """Record operations for a backward pass, whatever the mode outside."""
     with outside_inference(), torch.enable_grad():
         yield
 
@@ -126,7 +126,7 @@ def dropout_shapes(
 
     def hook(layer: _DropoutNd, args: tuple[Tensor, ...], output: Tensor) -> None:
         if "Alpha" in type(layer).__name__:
-            raise ValueError(f"dropout='fixed' needs masks of zeros and ones, got {layer}")
+            raise ValueError(f"dropout='fixed' does not support {type(layer).__name__}")
         # Dropout1d, 2d and 3d drop whole channels: one entry per sample and channel.
         whole = len(output.shape) if type(layer).__name__ == "Dropout" else 2
         shape = tuple(output.shape[:whole]) + (1,) * (output.ndim - whole)
@@ -165,7 +165,8 @@ def recomputed_statistics(
     def hook(layer: _BatchNorm, args: tuple[Tensor, ...]) -> None:
         channels = args[0].detach().transpose(0, 1).flatten(1)
         if channels.shape[1] < 2:
-            raise ValueError(f"batch norm {names[layer]} needs more than one value per channel")
+            raise ValueError(f"batch norm {names[layer]} needs more than one value per channel: "
+                             "use a larger batch size")  # fmt: skip
         means = channels.mean(1)
         terms = torch.stack([means, channels.var(1), torch.ones_like(means)])
         sums[names[layer]] += weight * terms.double().cpu()
@@ -231,10 +232,11 @@ def with_statistics(
         sharing: ``own``: each process of ``group`` passes its own batches, any number of them.
             ``none``: this process computes the statistics alone.
         group: Process group. Defaults to all processes.
-        keep: Keep the new statistics after the block instead of restoring the old ones.
+        keep: Keep the new statistics afterwards instead of restoring the old ones.
     """
     plain = unwrapped(model)
-    if data is None or not batch_norms(plain):
+    tracked = any(layer.running_mean is not None for layer in batch_norms(plain).values())
+    if data is None or not tracked:
         yield
         return
     check_choice("sharing", sharing, ("own", "none"))
@@ -246,11 +248,8 @@ def with_statistics(
     batches = _weigh_batches(
         _first_batches(data, fraction), plain, count or num_rows, in_step, group
     )
-    calls = 0
 
     def call(batch: Any) -> Any:
-        nonlocal calls
-        calls += 1
         if forward is not None:
             return forward(plain, batch)
         inputs, keywords, _ = split_labels(batch)
@@ -261,8 +260,8 @@ def with_statistics(
 
     with evaluating(plain, batch_statistics=True):
         statistics = recomputed_statistics(plain, call, batches, reduce=reduce)
-    if not (all_max(calls, group) if shared else calls):
-        raise ValueError("data must hold at least one batch, got none")
+    if not statistics:
+        raise ValueError("data must have at least one batch that reaches a batch-norm layer")
     buffers = {name: plain.get_buffer(name) for name in statistics}
     before = {name: buffer.clone() for name, buffer in buffers.items()}
     try:
@@ -321,6 +320,6 @@ def _weigh_batches(
             return
         last = to_device(batch, device) if more else last
         if last is None:
-            raise ValueError("data must hold at least one batch in every process if the model is "
-                             "sharded or its batch norm synchronised, got none")  # fmt: skip
+            raise ValueError("data must have at least one batch in every process if the model is "
+                             "sharded or its batch norm synchronised")  # fmt: skip
         yield last, float(count(last)) if more else 0.0

@@ -18,7 +18,7 @@ class ParamSpace:
 
     def __init__(self, like: Mapping[str, Tensor]) -> None:
         if not like:
-            raise ValueError("like must contain at least one tensor, got none")
+            raise ValueError("like must contain at least one tensor, got {}")
         # One vector has one dtype and one device.
         kinds = {(tensor.dtype, tensor.device) for tensor in like.values()}
         if len(kinds) > 1:
@@ -34,7 +34,7 @@ class ParamSpace:
                 got = tuple(tensors[name].shape) if name in tensors else "nothing"
                 raise ValueError(f"{name} must have shape {tuple(shape)}, got {got}")
         if extra := sorted(set(tensors) - set(self.shapes)):
-            raise ValueError(f"tensors must have the names of the space, but also has {extra}")
+            raise ValueError(f"tensors must have the names of the space, got also {extra}")
         # The order of the space, not that of the argument.
         return torch.cat([tensors[name].reshape(-1) for name in self.shapes])
 

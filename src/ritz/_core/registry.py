@@ -1,7 +1,7 @@
 """Registries of things chosen by name: models, data sets, optimisers, losses and studies."""
 
 import difflib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -35,11 +35,7 @@ class Registry(Generic[T]):
     def __getitem__(self, name: str) -> T:
         if name in self._entries:
             return self._entries[name]
-        # difflib compares characters, so "ADAM" would be far from "adam".
-        lower = {known.lower(): known for known in self._entries}
-        close = [lower[match] for match in difflib.get_close_matches(name.lower(), lower, n=3)]
-        hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(self)}"
-        raise UnknownNameError(f"no {self._kind} is named {name!r}; {hint}")
+        raise UnknownNameError(f"no {self._kind} is named {name!r}; {suggest(name, self)}")
 
     def find(self, name: str) -> T:
         """Return an entry, ignoring case, ``-`` and ``_`` in its name.
@@ -55,8 +51,13 @@ class Registry(Generic[T]):
     def __contains__(self, name: object) -> bool:
         return name in self._entries
 
-    def __len__(self) -> int:
-        return len(self._entries)
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """Return a hint for an unknown name: similar names, or all of them."""
+    # difflib compares characters, so "ADAM" would be far from "adam".
+    lower = {each.lower(): each for each in known}
+    close = [lower[match] for match in difflib.get_close_matches(name.lower(), lower, n=3)]
+    return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(lower.values())}"
 
 
 def _fold(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Ctrl-C (SIGINT) and SIGTERM: handlers that are installed for a block and then restored."""
+"""Context managers for ctrl-C (SIGINT) and SIGTERM; the previous handlers are restored."""
 
 import signal
 import threading
@@ -10,10 +10,10 @@ from typing import Any
 
 @contextmanager
 def noted_signals() -> Iterator[list[str]]:
-    """Note ctrl-C or SIGTERM instead of ending the process, for the block.
+    """Note ctrl-C or SIGTERM instead of ending the process.
 
-    The list that is yielded receives the name of the signal, and the code in the block decides
-    when to stop. A second signal acts as it would have without the block.
+    The list that is yielded receives the name of the signal, and the code inside the ``with``
+    statement decides when to stop. A second signal acts as usual.
     """
     names: list[str] = []
 
@@ -26,7 +26,7 @@ def noted_signals() -> Iterator[list[str]]:
 
 
 def terminate_as_interrupt() -> AbstractContextManager[Any]:
-    """Let SIGTERM raise ``KeyboardInterrupt``, as ctrl-C does, for the block."""
+    """Let SIGTERM raise ``KeyboardInterrupt``, as ctrl-C does."""
     return _handled((signal.SIGTERM,), signal.default_int_handler)
 
 
@@ -34,7 +34,7 @@ def terminate_as_interrupt() -> AbstractContextManager[Any]:
 def _handled(
     numbers: tuple[signal.Signals, ...], handler: Callable[[int, FrameType | None], Any]
 ) -> Iterator[Callable[[], None]]:
-    """Install a handler for the block; yield a function that restores the previous ones."""
+    """Install a handler; yield a function that restores the previous ones early."""
     previous: dict[signal.Signals, Any] = {}
 
     def restore() -> None:

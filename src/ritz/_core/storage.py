@@ -58,7 +58,7 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     target = Path(path)
     if not target.parent.is_dir():
-        raise FileNotFoundError(f"cannot write {target}: {target.parent} is not a folder")
+        raise FileNotFoundError(f"cannot write {target}: no folder {target.parent}")
     owner = f"{_machine()}.{os.getpid()}"
     temporary = target.with_name(f".{target.name}.{owner}.{secrets.token_hex(4)}")
     _remove_abandoned(target)
@@ -140,7 +140,7 @@ def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], h
     storages: set[int] = set()
     for name, tensor in tensors.items():
         copy = tensor.detach().contiguous().cpu()
-        # safetensors refuses tensors that share memory, such as tied weights.
+        # safetensors does not save tensors that share memory, such as tied weights.
         place = copy.untyped_storage().data_ptr()
         plain[name] = copy.clone() if place in storages else copy
         storages.add(place)
@@ -169,7 +169,7 @@ def read_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], Any]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         digest = body.pop("sha256")
     except KeyError as error:
-        raise CorruptFileError(f"{path} is a safetensors file, but not one of ritz") from error
+        raise CorruptFileError(f"{path} was not written by ritz.save") from error
     except _MALFORMED as error:
         raise CorruptFileError(f"{path} is truncated or not a safetensors file: {error}") from error
     if body.get("format") != FORMAT:
@@ -185,7 +185,8 @@ def save(result: Any, path: str | os.PathLike[str]) -> None:
     Tensors are stored unchanged and everything else as JSON. Nothing is pickled.
     """
     if not dataclasses.is_dataclass(result) or _class_key(type(result)) not in _STORABLE:
-        raise TypeError(f"result must be a result of ritz, got {type(result).__name__}")
+        raise TypeError(f"result must be a result of ritz such as Spectrum or Estimate, got "
+                        f"{type(result).__name__}")  # fmt: skip
     tensors: dict[str, Tensor] = {}
     header = _encode(result, "", tensors)
     write_tensors(path, tensors, header)
@@ -199,7 +200,7 @@ def load(path: str | os.PathLike[str]) -> Any:
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptFileError(f"{path} does not describe a result of ritz: {error!r}") from error
     if not dataclasses.is_dataclass(result):
-        raise CorruptFileError(f"{path} holds {type(result).__name__}, not a result of ritz")
+        raise CorruptFileError(f"{path} contains {type(result).__name__}, not a result of ritz")
     return result
 
 

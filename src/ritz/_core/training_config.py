@@ -1,14 +1,14 @@
 """``TrainingConfig``: every option of a training run, declared once. Imports no torch."""
 # ruff: noqa: RUF009 - _option returns a field of a dataclass
 
-import difflib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args, get_origin
 
 from ritz._core.checks import MAX_SEED, check_choice, check_count, check_range
+from ritz._core.registry import suggest
 
 if TYPE_CHECKING:
     import torch
@@ -129,10 +129,8 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         for entry in fields(self):
-            value = getattr(self, entry.name)
-            bounds: Any = {
-                end: entry.metadata[end] for end in ("low", "high") if end in entry.metadata
-            }
+            value, ends = getattr(self, entry.name), entry.metadata.keys() & {"low", "high"}
+            bounds: Any = {end: entry.metadata[end] for end in ends}
             if get_origin(entry.type) is Literal:
                 check_choice(entry.name, value, get_args(entry.type))
             elif entry.type in (bool, str) and not isinstance(value, entry.type):
@@ -148,7 +146,7 @@ class TrainingConfig:
         if self.average_from is not None:
             check_count("average_from", self.average_from, high=self.num_epochs)
         if self.average_from is not None and self.patience is not None:
-            raise ValueError(f"average_from must not be given with patience, which chooses the "
+            raise ValueError(f"average_from must be None if patience is set, which chooses the "
                              f"first epoch itself, got {self.average_from}")  # fmt: skip
         if self.clip_norm is not None:
             check_range("clip_norm", self.clip_norm)
@@ -156,14 +154,14 @@ class TrainingConfig:
                 raise ValueError(f"clip_norm must be finite and above 0, got {self.clip_norm}")
         for epoch in self.keep:
             check_count("keep", epoch, high=self.num_epochs)
-        if isinstance(self.augment, str) and self.augment != "auto":
-            raise ValueError(f"augment must be auto, None or an Augmentation, got {self.augment!r}")
+        if isinstance(self.augment, str):
+            raise ValueError(f"augment must be a bool or an Augmentation, got {self.augment!r}")
         # Read-only, and equal to what run.json gives back.
         stored = {
             "keep": tuple(self.keep),
             "milestones": tuple(self.milestones),
             "optimizer_settings": MappingProxyType(dict(self.optimizer_settings)),
-            "augment": self.augment == "auto" or self.augment or False,
+            "augment": self.augment or False,
             "device": None if self.device is None else str(self.device),
         }
         for name, value in stored.items():
@@ -222,9 +220,17 @@ class TrainingOptions(TypedDict, total=False):
     keep: Sequence[int]
 
 
+def _document(entry: Field[Any]) -> str:
+    # A default of None is explained in the help.
+    shown = entry.default not in (None, MISSING)
+    return f"{entry.name}: {entry.metadata['help']}" + (
+        f" Defaults to ``{entry.default!r}``." if shown else ""
+    )
+
+
 # Sphinx, help() and the command line show the same text.
 TrainingConfig.__doc__ = f"{TrainingConfig.__doc__}\n    Attributes:\n" + "\n".join(
-    f"        {entry.name}: {entry.metadata['help']}" for entry in fields(TrainingConfig)
+    f"        {_document(entry)}" for entry in fields(TrainingConfig)
 )
 
 
@@ -233,9 +239,10 @@ def combine(config: TrainingConfig | None, options: Mapping[str, Any]) -> Traini
     known = [entry.name for entry in fields(TrainingConfig)]
     for name in options:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=3)
-            hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
-            raise TypeError(f"fit has no option {name!r}; {hint}")
+            # Settings of an optimiser are what people try first.
+            settings = name in ("lr", "weight_decay", "momentum", "betas", "eps")
+            hint = "pass optimizer_settings={" + f"{name!r}: ...}}" if settings else ""
+            raise TypeError(f"fit has no option {name!r}; {hint or suggest(name, known)}")
     return replace(config or TrainingConfig(), **options)
 
 
@@ -244,7 +251,7 @@ def check_same(before: Mapping[str, Any], now: Mapping[str, Any], path: Any) -> 
     for name, value in now.items():
         if name in before and before[name] != value:
             raise ValueError(
-                f"{path} was made with {name}={before[name]!r}, this run has {value!r}: give the "
+                f"{path} was made with {name}={before[name]!r}, this run has {value!r}: pass the "
                 "same value or another folder, or start again with resume=False (--restart)"
             )
 

@@ -179,12 +179,20 @@ def inverse_roots(
             # The residual of conjugate gradients is prod_j beta_j / d_j.
             residuals[k] *= run.betas[-1] / pivots[k]
     vectors = torch.stack([_root(run) for run in runs], dim=1) * block.norm(dim=0)
-    errors = torch.tensor(residuals, dtype=torch.float64)
+    errors, steps = torch.tensor(residuals, dtype=torch.float64), max(run.size for run in runs)
+    status = Status(outcome="converged", message=f"{len(runs)} roots in {steps} steps")
+    if not is_below(errors, rtol):
+        status = Status(
+            outcome="max_steps",
+            message=f"{int((~(errors <= rtol)).sum())} of {len(runs)} roots not found after {steps} "
+            f"steps; relative error {float(errors.max()):.2g}, above rtol {rtol:.2g}",
+            advice="increase max_steps, rank or rtol, or use float64",
+        )
     return Roots(
         vectors=vectors if root is None else root(vectors),
         residuals=errors,
         num_products=sum(run.size for run in runs),
-        status=_status(errors, rtol, max(run.size for run in runs)),
+        status=status,
     )
 
 
@@ -195,18 +203,6 @@ def _root(run: Recurrence) -> Tensor:
     rows = run.basis.rows[: len(coefficients)]
     combined: Tensor = coefficients.to(rows) @ rows
     return combined
-
-
-def _status(residuals: Tensor, rtol: float, steps: int) -> Status:
-    worst = float(residuals.max())
-    if is_below(residuals, rtol):
-        return Status(outcome="converged", message=f"{len(residuals)} roots in {steps} steps")
-    return Status(
-        outcome="max_steps",
-        message=f"{int((~(residuals <= rtol)).sum())} of {len(residuals)} roots not found after "
-        f"{steps} steps; relative error {worst:.2g}, above rtol {rtol:.2g}",
-        advice="increase max_steps, rank or rtol, or use float64",
-    )
 
 
 # ------------------------------------------------------------------------------------------
