@@ -1,4 +1,4 @@
-"""The density of maximum entropy: values, integrals, quantiles, entropy and divergences."""
+"""The density of maximum entropy: values, integrals, entropy and divergences."""
 
 import math
 from collections.abc import Callable
