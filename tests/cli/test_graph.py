@@ -192,7 +192,7 @@ def test_wrong_numbers_and_choices_are_refused_before_a_file_is_read(tmp_path, c
             "1",
         ],
         "--probes must be at least 2, got 1": ["compare", none, none, "--probes", "1"],
-        f"--seed must be between 0 and {2**64 - 1}": ["model", none, "--seed", str(2**64)],
+        f"--seed must be between 0 and {2**32 - 1}": ["model", none, "--seed", str(2**32)],
         "Invalid value for '--method'": ["clusters", none, "--method", "magic"],
         "Invalid value for '--measure'": ["compare", none, none, "--measure", "cosine"],
     }

@@ -173,3 +173,18 @@ def test_weights_that_contain_code_are_refused(here, tmp_path, refused):
     line = refused("spectrum", tmp_path / "weights.pt", *OWN)
     assert "is refused: it has pickled Python objects" in line
     assert not (tmp_path / "ran").exists()
+
+
+def test_the_l2_term_is_added_on_request_and_named(here, finished, tmp_path, capsys):
+    few = ["spectrum", "run", *OWN, "--steps", "5", "--precision", "float64", "--json"]
+    results = []
+    for options in ([], ["--l2", "0.5"]):
+        assert ritz(*few, *options, "--out", tmp_path) == 0
+        results.append(json.loads(capsys.readouterr().out))
+
+    (plain,), (shifted,) = (result["result"].items() for result in results)
+    assert shifted[0] == f"{plain[0]}, L2 term 0.5"
+    # H + 0.5 I has the eigenvalues of H, shifted.
+    values = torch.tensor(plain[1]["values"], dtype=torch.float64) + 0.5
+    torch.testing.assert_close(torch.tensor(shifted[1]["values"], dtype=torch.float64), values)
+    assert "l2=0.5" in results[1]["files"][0]

@@ -104,3 +104,40 @@ def test_an_unknown_module_suggests_a_similar_one(work, refused):
     line = refused("spectrum", write_run(work / "run"), "--model", "net_of_mina:net")
     assert "no module 'net_of_mina' in" in line
     assert "did you mean net_of_mine" in line
+
+
+@pytest.mark.parametrize("options", [{"hidden": [10**6, 10**6]}, {"hidden": [9] * 10**5}])
+def test_a_run_whose_model_is_larger_than_its_weights_is_refused(work, refused, options):
+    line = refused("spectrum", write_run(work / "run", model="mlp", model_options=options))
+
+    assert "run.json describes a model that is larger than" in line
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"model": 5},
+        {"data": ["digits"]},
+        {"loss": None},
+        {"model_options": "width"},
+        {"data_dir": 3},
+        {"training": {"seed": "x"}},
+        {"training": {"optimizer": 7}},
+        {"training": {"drop_last": "yes"}},
+        {"training": {"keep": 5}},
+        {"training": 5},
+        {"unknown": 1},
+    ],
+)
+def test_a_configuration_of_other_types_is_refused(work, refused, names):
+    line = refused("spectrum", write_run(work / "run", **names))
+
+    assert "run.json does not describe a run of ritz" in line
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"model": ' * 50_000, "[]", "3", '"run"', "null"])
+def test_a_configuration_that_is_no_dictionary_is_refused(work, refused, text):
+    run = write_run(work / "run")
+    (run / "run.json").write_text(text)
+
+    assert "run.json does not describe a run of ritz" in refused("spectrum", run)

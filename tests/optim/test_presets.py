@@ -34,6 +34,7 @@ def test_presets_use_the_names_of_models_and_data_sets(name):
         ("gadamx/vgg16/cifar", GadamX, {"lr": 0.1, "partial": 0.125}),
         ("gadamx/wideresnet28x10/imagenet32", GadamX, {"lr": 0.03, "weight_decay": 3e-4}),
         ("gadam/resnet50/imagenet", Gadam, {"lr": 0.5, "eps": 1.0, "weight_decay": 1e-4}),
+        ("gadamx/resnet50/imagenet", GadamX, {"lr": 0.3, "eps": 1e-4}),
         (
             "gadamx/lstm/ptb",
             GadamX,

@@ -60,7 +60,7 @@ def test_a_product_that_is_not_finite_gives_an_error_or_a_failed_status(name, ca
     calls = 0  # of the estimator alone
     try:
         result = ESTIMATORS[name](op)
-    except (ValueError, RuntimeError):
+    except ValueError:
         return
     assert calls < call or not result.status.ok
 

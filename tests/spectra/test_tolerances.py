@@ -54,9 +54,7 @@ def check(results):
 @pytest.mark.parametrize("floor", [False, True], ids=["no floor", "floor"])
 @pytest.mark.parametrize("method", ["lanczos", "krylov"])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_converged_traces_of_functions_are_within_the_tolerance(name, method, floor, request):
-    if (name, method, floor) == ("sqrt", "krylov", False):
-        request.applymarker(pytest.mark.xfail(strict=True))
+def test_converged_traces_of_functions_are_within_the_tolerance(name, method, floor):
     function, results, easy = FUNCTIONS[name], [], []
     for kind, values in SPECTRA.items():
         op = hidden(with_spectrum(values).matrix)

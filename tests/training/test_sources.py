@@ -118,9 +118,28 @@ def test_samples_are_drawn_by_the_seed_without_replacement():
             limited(source, 13, seed=0)
 
 
-def test_a_loader_gives_whole_batches_and_a_text_its_first_tokens():
-    loader = DataLoader(TensorDataset(*SAMPLES), batch_size=5)
-    assert [len(y) for _, y in limited(loader, 6, seed=0)] == [5, 5]
+@pytest.mark.parametrize("kind", ["loader", "list"])
+def test_exactly_as_many_random_samples_of_a_loader_or_list_are_measured(kind):
+    loader = DataLoader(
+        TensorDataset(torch.arange(300.0)[:, None], torch.zeros(300)), batch_size=32
+    )
+    source = loader if kind == "loader" else list(loader)
+
+    chosen = torch.cat([x for x, _ in limited(source, 100, seed=0)]).flatten()
+    again = torch.cat([x for x, _ in limited(source, 100, seed=0)]).flatten()
+    other = torch.cat([x for x, _ in limited(source, 100, seed=1)]).flatten()
+
+    assert len(chosen.unique()) == 100
+    assert chosen.max() > 150  # not the first ones
+    assert torch.equal(chosen, again)
+    assert set(chosen.tolist()) != set(other.tolist())
+    with pytest.raises(ValueError, match="num_samples must be between 1 and 300, got 301"):
+        limited(source, 301, seed=0)
+
+
+def test_a_stream_and_a_text_give_their_first_samples():
+    stream = ((x, x) for x in torch.arange(12.0).split(5))
+    assert torch.cat([y for _, y in limited(stream, 6, seed=0)]).tolist() == [0, 1, 2, 3, 4, 5]
     text = data.TextSplit(tokens=torch.arange(50), length=7)
     short = limited(text, 20, seed=0)
     assert len(short.tokens) == 20

@@ -1,12 +1,15 @@
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader, TensorDataset
 from training.examples import network, samples
 
 from ritz._core.registry import UnknownNameError
 from ritz.optim import Gadam, IterateAverage
-from ritz.training import CurvatureMonitor, evaluate, fit, register_optimizer
+from ritz.training import CurvatureMonitor, TrainingConfig, evaluate, fit, register_optimizer
+from ritz.training._assembly import average_plan
 
 GOOD = {"num_epochs": 2, "batch_size": 12}
 
@@ -113,13 +116,15 @@ def test_data_without_a_length_need_steps_per_epoch(change):
 
 
 def test_data_without_batches_are_refused():
-    with pytest.raises(TypeError, match="data must be tensors, a DataLoader"):
+    with pytest.raises(TypeError, match=r"train data must be \(inputs, targets\), both tensors"):
         fit(network(), 3, num_epochs=1)
-    with pytest.raises(ValueError, match="data gave no batch in epoch 1"):
+    with pytest.raises(ValueError, match="train data must not be empty"):
         fit(network(), [], num_epochs=1)
+    with pytest.raises(ValueError, match="data gave no batch in epoch 1"):
+        fit(network(), lambda epoch: [], num_epochs=1)
     with pytest.raises(ValueError, match="batches must hold at least one batch"):
         evaluate(network(), [])
-    with pytest.raises(TypeError, match="a batch must hold a tensor"):
+    with pytest.raises(TypeError, match="got list of str"):
         fit(network(), ["a"], num_epochs=1)
 
 
@@ -178,3 +183,69 @@ def test_the_batch_with_a_label_without_an_output_is_named(as_loader):
     source = (lambda epoch: iter(batches)) if as_loader else batches
     with pytest.raises(ValueError, match="labels of batch 3 must be between 0 and 2"):
         fit(network(), source, num_epochs=1, optimizer_settings={"lr": 0.0})
+
+
+def test_three_pairs_are_training_validation_and_test_data():
+    train, validation, test = samples(48), samples(24), samples(12)
+
+    result = fit(network(), (train, validation, test), **GOOD)
+
+    assert result.num_steps == 8  # four batches of the training data alone in each of two epochs
+    assert {"train_loss", "validation_loss", "test_loss"} <= result.metrics.keys()
+
+
+def test_a_wrong_test_label_leaves_the_folder_empty(tmp_path):
+    x, y = samples(24)
+
+    with pytest.raises(ValueError, match="labels of the test data must be between"):
+        fit(network(), ((x, y), (x, y + 7)), checkpoint=tmp_path, log=tmp_path / "log", **GOOD)
+
+    assert [path.name for path in tmp_path.iterdir() if path.name != ".lock"] == []
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+def test_max_steps_ends_a_run_within_an_epoch(steps):
+    result = fit(network(), samples(48), num_epochs=9, batch_size=12, max_steps=steps)
+
+    assert (result.num_steps, result.status.outcome) == (steps, "completed")
+    assert result.num_epochs == 1 + (steps > 4)
+
+
+def test_milestones_and_the_final_ratio_set_the_schedule():
+    usual = {"num_epochs": 10, "batch_size": 48, "optimizer_settings": {"lr": 1e-3}}
+    steps = fit(network(), samples(48), schedule="step", milestones=[1, 3], **usual)
+    falls = fit(network(), samples(48), schedule="linear", final_ratio=0.2, **usual)
+
+    rates = torch.tensor([1, 0.1, 0.1, *[0.01] * 7], dtype=torch.float64) * 1e-3
+    torch.testing.assert_close(steps.history["rate"], rates)
+    assert float(falls.history["rate"][-1]) == pytest.approx(2e-4)
+
+
+@pytest.mark.parametrize(("every", "interval"), [("epoch", 12), ("step", 3)])
+def test_the_averaging_interval_counts_epochs_or_steps(every, interval):
+    options = {"average_from": 2, "average_every": every, "average_interval": 3}
+
+    plan = average_plan(TrainingConfig(num_epochs=5, **options), length=4)
+
+    assert plan == {"start": 5, "interval": interval}
+
+
+def numpy_batches(rows):
+    return tuple(np.stack([np.asarray(row[place]) for row in rows]) for place in (0, 1))
+
+
+@pytest.mark.parametrize("kind", ["list", "arrays", "loader of arrays", "batches of arrays"])
+def test_lists_and_arrays_are_accepted_like_tensors(kind):
+    x, y = samples(48)
+    sources = {
+        "list": [x, y],
+        "arrays": (x.numpy(), y.numpy()),
+        "loader of arrays": DataLoader(TensorDataset(x, y), 12, collate_fn=numpy_batches),
+        "batches of arrays": [
+            (a.numpy(), b.numpy()) for a, b in zip(x.split(12), y.split(12), strict=True)
+        ],
+    }
+
+    result = fit(network(), sources[kind], **GOOD)
+
+    assert result.num_steps == 8

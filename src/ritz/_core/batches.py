@@ -8,6 +8,7 @@ is passed on unchanged.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -104,6 +105,7 @@ def to_device(batch: Batch, device: torch.device, *, non_blocking: bool = False)
     """Return a batch with all its tensors on a device, and dictionaries for other mappings."""
 
     def move(leaf: Any) -> Any:
+        leaf = torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf
         return leaf.to(device, non_blocking=non_blocking) if hasattr(leaf, "to") else leaf
 
     return tree_map(move, as_plain(batch))

@@ -9,6 +9,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+# Torch takes seeds of 64 bits. Studies multiply theirs by up to 100,000, which stays below that.
+MAX_SEED = 2**32 - 1
+
 
 def check_range(
     name: str, value: float, *, low: float | None = None, high: float | None = None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args, get_origin
 
-from ritz._core.checks import check_choice, check_count, check_range
+from ritz._core.checks import MAX_SEED, check_choice, check_count, check_range
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +49,8 @@ class TrainingConfig:
     # fmt: off
     num_epochs: int = _option(10, "Total number of epochs. A resumed run counts those it has done.",
                               low=1, free=True, flags="--epochs")
+    max_steps: int | None = _option(None, "Stop after this many steps, even within an epoch "
+                                    "(default: no limit).", low=1)
     # 128, and an average once per epoch: Granziol et al., Iterate averaging, appendix B.2.
     batch_size: int | None = _option(128, "Batch size, summed over all processes. Ignored if the "
                                      "data are a DataLoader, which has its own.", low=1)
@@ -67,16 +69,26 @@ class TrainingConfig:
     steps_per_epoch: int | None = _option(None, "Number of steps per epoch. Only needed if the "
                                           "data have no length (iterable datasets).", low=1)
     # Fixed rather than drawn, so that the same command gives the same run.
-    seed: int = _option(0, "Seed of all random numbers.", low=0)
+    seed: int = _option(0, "Seed of all random numbers.", low=0, high=MAX_SEED)
     schedule: ScheduleName = _option("constant", "Schedule of the learning rate. linear is "
                                      "constant for half of the run and then falls to 1 % (with an "
                                      "average, to 50 % until it starts); step multiplies it by 0.1 "
                                      "after 1/2 and 3/4 of the run.", RATE)
+    milestones: Sequence[int] = _option((), "Time at which the schedule step multiplies the "
+                                        "learning rate by 0.1, in epochs or steps (see "
+                                        "schedule_unit). May be repeated (default: 1/2 and 3/4 of "
+                                        "the run).", RATE,
+                                        kind=list[int], metavar="TIME")
+    final_ratio: float | None = _option(None, "Final learning rate of the schedule linear, as a "
+                                        "fraction of the initial one (default: 0.01; 0.5 with an "
+                                        "average).", RATE, low=0.0)
     schedule_unit: Unit = _option("epoch", "When the learning rate changes.", RATE)
     warmup: int = _option(0, "Number of epochs, or of steps if schedule_unit is step, over which "
                           "the learning rate rises linearly at the start.", RATE)
     average_from: int | None = _option(None, "First epoch whose weights enter the average, "
                                        "counted from 1 (default: no average).", AVERAGE, low=1)
+    average_interval: int = _option(1, "Number of epochs, or of steps if average_every is step, "
+                                    "between weights that enter the average.", AVERAGE, low=1)
     average_every: Unit = _option("epoch", "How often the weights enter the average.", AVERAGE)
     patience: int | None = _option(None, "Evaluations without a better loss before averaging "
                                    "starts, and again before training stops.", AVERAGE, low=1)
@@ -123,8 +135,12 @@ class TrainingConfig:
             }
             if get_origin(entry.type) is Literal:
                 check_choice(entry.name, value, get_args(entry.type))
+            elif entry.type in (bool, str) and not isinstance(value, entry.type):
+                kind = "True or False" if entry.type is bool else "text"
+                raise TypeError(f"{entry.name} must be {kind}, got {value!r:.40}")
             elif bounds and value is not None:
-                check = check_range if entry.type is float else check_count
+                real = float in (entry.type, *get_args(entry.type))
+                check = check_range if real else check_count
                 check(entry.name, value, **bounds)
         # The number of steps is not known here: it depends on the data.
         longest = self.num_epochs if self.schedule_unit == "epoch" else None
@@ -145,6 +161,7 @@ class TrainingConfig:
         # Read-only, and equal to what run.json gives back.
         stored = {
             "keep": tuple(self.keep),
+            "milestones": tuple(self.milestones),
             "optimizer_settings": MappingProxyType(dict(self.optimizer_settings)),
             "augment": self.augment == "auto" or self.augment or False,
             "device": None if self.device is None else str(self.device),
@@ -174,6 +191,7 @@ class TrainingOptions(TypedDict, total=False):
     """
 
     num_epochs: int
+    max_steps: int | None
     batch_size: int | None
     drop_last: bool
     augment: Any
@@ -182,9 +200,12 @@ class TrainingOptions(TypedDict, total=False):
     clip_norm: float | None
     steps_per_epoch: int | None
     seed: int
+    milestones: Sequence[int]
+    final_ratio: float | None
     schedule_unit: Unit
     warmup: int
     average_from: int | None
+    average_interval: int
     average_every: Unit
     patience: int | None
     statistics_fraction: float

@@ -3,6 +3,7 @@
 import importlib
 import os
 import pkgutil
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -58,7 +59,9 @@ def run(arguments: Sequence[str]) -> int:
         if len(plain) < len(arguments):
             raise
         if hasattr(error, "format_message"):  # usage errors of the parser
-            return _complain(error.format_message() or "no command given: try ritz --help", 2)
+            # "Value error, " is of the library that checks choices.
+            line = error.format_message().replace("Value error, ", "")
+            return _complain(line or "no command given: try ritz --help", 2)
         return _complain(_line(error, command, plain), 2 if isinstance(error, BAD_INPUT) else 1)
     if code == BY_KEYBOARD:
         return _complain("interrupted", 1)
@@ -97,13 +100,19 @@ def _line(error: Exception, command: Any, arguments: Sequence[str]) -> str:
     """Return an error as one line, which names options instead of Python arguments."""
     for word in arguments:
         command = getattr(command, "commands", {}).get(word, command)
-    # Messages of torch have several lines.
-    name, _, rest = " ".join(str(error).split()).partition(" ")
+    lines = str(error).strip().splitlines() or [""]
+    # Of an error in a worker of a DataLoader: the process and the message, without the traceback.
+    worker = any("Original Traceback" in line for line in lines)
+    text = " ".join(" ".join([lines[0], lines[-1]] if worker else lines).split())
     for parameter in command.params:
-        # num_steps of the library is --steps here.
-        if parameter.name in (name, name.removeprefix("num_")) and parameter.opts[0][:2] == "--":
-            name = parameter.opts[0]
-    text = f"{name} {rest}".strip()
+        name, flag = f"(num_)?{parameter.name}", parameter.opts[0]
+        if flag.startswith("--"):
+            # "drop_last=True (--drop-last)", "num_steps must be ...", "give seed=1", "average_from"
+            text = re.sub(rf"\b{name}(=\S+)? \({flag}\)", flag, text)
+            text = re.sub(rf"^{name}(?= )|\b{name}=True\b", flag, text)
+            text = re.sub(rf"\b{name}=(?=\S)", f"{flag} ", text)
+            if "_" in parameter.name:  # others may be words of the sentence
+                text = re.sub(rf"\b{name}\b", flag, text)
     return text if isinstance(error, BAD_INPUT) and text else f"{type(error).__name__}: {text}"
 
 

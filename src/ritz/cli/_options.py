@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
-from ritz._core.checks import check_range
+from ritz._core.checks import MAX_SEED, check_range
 
 # Titles of the panels that --help shows.
 NETWORK, OUTPUT, MACHINE = "Network and data", "Output", "Arithmetic"
@@ -42,7 +42,7 @@ class PrintOptions:
 class SeedOptions(PrintOptions):
     """Options of all commands that draw random numbers."""
 
-    seed: int = option(0, "Seed of all random numbers.", low=0, high=2**64 - 1)
+    seed: int = option(0, "Seed of all random numbers.", low=0, high=MAX_SEED)
 
 
 Matrix = Literal["hessian", "ggn", "both"]
@@ -82,6 +82,8 @@ class MeasureOptions(SeedOptions):
     samples: int | None = option(None, "Measure on a random subset of this many samples (default: "
                                  "all).", NETWORK, low=1)
     batch_size: int | None = option(None, "Batch size (default: as in the run).", NETWORK, low=1)
+    l2: float = option(0.0, "Coefficient of an L2 term l2/2 |w|^2 that is added to the loss. For "
+                       "SGD it is the weight decay of the run.", NETWORK, low=0.0)
     precision: Literal["float32", "tf32", "float64"] = option(
         "float32", "Precision of the matrix-vector products.", MACHINE, flags="--precision --dtype")
     device: str | None = option(None, "Device, such as cpu or cuda:1 (default: cuda if available).",
@@ -147,6 +149,8 @@ def _parameters(group: Any) -> Iterator[inspect.Parameter]:
         flags = known.get("flags", "--" + name.replace("_", "-"))
         if flags is None:
             continue
+        for other in (key for key in entries if "_" in key):  # help of the library names fields
+            text = text.replace(other, "--" + other.replace("_", "-"))
         # Typer shows choices beside the name, where four of them leave no room for the text.
         if get_origin(kind) is Literal:
             *others, last = get_args(kind)

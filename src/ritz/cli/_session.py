@@ -5,7 +5,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import Field, dataclass, field, fields, replace
 from itertools import chain
 from pathlib import Path
@@ -15,7 +15,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from ritz._core.batches import split_labels, to_device
 from ritz._core.checks import check_device
 from ritz._core.journal import has_state, remove_state
 from ritz._core.modes import batch_norms
@@ -94,9 +96,32 @@ def open_run(options: MeasureOptions) -> Run:
     # The data come before the model, which may need their shape and number of classes.
     loss_fn = loss_function(config.loss)
     parts = make_data(config.data, data_dir=data_dir, options=config.data_options)
-    model = make_model(config.model, parts, config.model_options)
+    with _parameters_within(weights, folder / CONFIG):
+        model = make_model(config.model, parts, config.model_options)
     load_weights(model, weights)
     return Run(folder, weights, made, config, model.to(device), parts, loss_fn)
+
+
+@contextmanager
+def _parameters_within(weights: Path, config: Path) -> Iterator[None]:
+    """Raise as soon as a model has more parameters than its file of weights can hold.
+
+    A run folder is data that anybody may have written, and may ask for more memory than there is.
+    """
+    # Twice the size: the file may have half precision, or tied weights once.
+    total, limit = 0, 2 * weights.stat().st_size + 2**20
+
+    def count(module: nn.Module, name: str, param: Tensor | None) -> None:
+        nonlocal total
+        total += 0 if param is None else param.nbytes
+        if total > limit:
+            raise ValueError(f"{config} describes a model that is larger than {weights}")
+
+    handle = register_module_parameter_registration_hook(count)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _find_weights(options: MeasureOptions) -> tuple[Path, Path]:
@@ -173,9 +198,9 @@ def _find_mismatch(
         return ValueError(
             f"reading the first samples of data {parts.name} failed: {summary(error)}"
         )
-    if not isinstance(batch, tuple | list) or len(batch) < 2:
+    args, kwargs, labels = split_labels(batch)
+    if batch is None or labels is None:
         return None
-    *inputs, labels = batch
     accepted = (torch.int64, torch.uint8)
     whole = isinstance(labels, Tensor) and not labels.is_floating_point()
     if loss_fn is cross_entropy and whole and labels.dtype not in accepted:
@@ -184,15 +209,22 @@ def _find_mismatch(
     device = next(chain(model.parameters(), model.buffers()), torch.empty(0)).device
     try:
         with torch.no_grad():
-            model(*(part.to(device) if isinstance(part, Tensor) else part for part in inputs))
+            model(*to_device(args, device), **to_device(kwargs, device))
     except Exception as error:
-        shown = [f"shape {tuple(part.shape)}, {str(part.dtype)[6:]}" for part in inputs
-                 if isinstance(part, Tensor)]  # fmt: skip
+        named = [("", part) for part in args] + [(f"{key} ", part) for key, part in kwargs.items()]
+        shown = [f"{key}{_describe_input(part)}" for key, part in named]
         # NumPy computes in float64 by default, and models have float32 weights.
-        advice = '; for NumPy: .astype("float32")' if "float64" in " ".join(shown) else ""
+        other = any(kind in " ".join(shown) for kind in ("float64", "float16"))
+        advice = '; convert inputs by .float(), or .astype("float32") in NumPy' if other else ""
         return ValueError(f"model {name} failed on data {parts.name}, with inputs of "
                           f"{' and '.join(shown)}: {summary(error)}{advice}")  # fmt: skip
     return None
+
+
+def _describe_input(part: Any) -> str:
+    if isinstance(part, Tensor):
+        return f"shape {tuple(part.shape)}, {str(part.dtype)[6:]}"
+    return f"class {type(part).__name__}"
 
 
 @contextmanager
@@ -201,6 +233,7 @@ def writing(folder: Path) -> Iterator[Path]:
 
     Whether it can be written to is tested before the block, which may take hours.
     """
+    made = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # The process number keeps two commands in one folder apart.
@@ -219,6 +252,10 @@ def writing(folder: Path) -> Iterator[Path]:
             raise
         raise OSError(f"cannot write to {folder}: {reason}; files written before are intact, and "
                       "the same command resumes from there") from error  # fmt: skip
+    finally:
+        if made:
+            with suppress(OSError):  # a folder with files stays
+                folder.rmdir()
 
 
 # ------------------------------------------------------------------------------------------
@@ -280,6 +317,7 @@ class Measurement:
             split=split,
             num_samples=None if whole else self.options.samples,
             batch_size=self.run.config.batch_size,
+            l2=self.options.l2,
             precision=self.options.precision,
             seed=self.options.seed,
         )
@@ -305,7 +343,8 @@ class Measurement:
 
     def title(self, matrix: str, mode: str) -> str:
         """Return the name of a matrix in pictures and tables."""
-        return TITLES[matrix] + (f", batch norm {mode}" if self.has_batch_norm else "")
+        term = f", L2 term {self.options.l2:g}" if self.options.l2 else ""
+        return TITLES[matrix] + (f", batch norm {mode}" if self.has_batch_norm else "") + term
 
     def name(self, result: str, *leading: str) -> str:
         """Return the name of a result, without its ending.
@@ -327,7 +366,7 @@ class Measurement:
         words += [] if self.run.weights.stem in LAST else [self.run.weights.stem]
         words += [self._word(entries[key]) for key in own]
         words += _changes(self.run.config, self.run.made)
-        words += [self._word(entries[key]) for key in ("samples", "precision", "seed")]
+        words += [self._word(entries[key]) for key in ("samples", "l2", "precision", "seed")]
         words = [word for word in words if word]
         name = "-".join(words)
         if len(name.encode()) <= LONGEST:
@@ -344,7 +383,8 @@ class Measurement:
             return ""
         if isinstance(value, str):
             return BOTH[key] if value == "both" else value
-        return key if value is True else f"{key}{value}".removesuffix(".0")
+        equals = "=" if key[-1].isdigit() else ""
+        return key if value is True else f"{key}{equals}{value}".removesuffix(".0")
 
     def resume(self, name: str) -> dict[str, Any]:
         """Return the keywords with which a computation saves its state and shows its progress.

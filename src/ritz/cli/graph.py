@@ -94,9 +94,8 @@ class SampleOptions(GraphOptions):
     """How many numbers the spectrum is computed from."""
 
     # fmt: off
-    moments: int | None = option(None, "Number of moments (default: 100, for clusters 80).")
-    probes: int | None = option(None, "Number of random probes (default: 64, for clusters 100).",
-                                low=2)
+    moments: int | None = option(None, "Number of moments (default: 100).")
+    probes: int | None = option(None, "Number of random probes (default: 64).", low=2)
     # fmt: on
 
     def keywords(self, *, low: int = 1) -> Any:
@@ -181,6 +180,8 @@ class ClusterOptions(SampleOptions):
 
     file: Path = option(MISSING, "File of a graph.", metavar="FILE", argument=True)
     method: Literal["auto", "krylov", "entropic", "lanczos"] = option("auto", METHOD)
+    moments: int | None = option(None, "Number of moments (default: 80).")
+    probes: int | None = option(None, "Number of random probes (default: 100).", low=2)
     labels: Path | None = option(
         None,
         "Write a line VERTEX<TAB>CLUSTER for each vertex to this file.",

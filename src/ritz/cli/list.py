@@ -27,7 +27,7 @@ def command(options: Options) -> None:
         names = {name: ritz.data.describe(name) for name in ritz.data.available()}
     elif options.what == "optimizers":
         # Presets are optimisers with published settings, and know where these were published.
-        names = dict.fromkeys(ritz.training.optimizer_names(), "")
+        names = {name: _defaults(name) for name in ritz.training.optimizer_names()}
         names |= {name: ritz.optim.preset(name).source for name in ritz.optim.preset_names()}
     else:
         # The first line of a study names the table or figure.
@@ -36,3 +36,13 @@ def command(options: Options) -> None:
     width = max(map(len, names))
     lines = [f"{name:{width}}  {words}".rstrip() for name, words in names.items()]
     print_result(names, as_json=options.json, text="\n".join(lines))
+
+
+def _defaults(name: str) -> str:
+    """Return the learning rate and weight decay that an optimiser has by default."""
+    import torch
+
+    from ritz.training._shared import create_optimizer
+
+    group = create_optimizer(name, [torch.nn.Parameter(torch.zeros(1))]).param_groups[0]
+    return f"lr {group['lr']:g}, weight decay {group['weight_decay']:g}"

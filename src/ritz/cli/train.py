@@ -18,8 +18,8 @@ EPILOG = shared.examples(
     "--average-from 161 --schedule linear --data-dir ~/data --out runs/gadamx",
     "ritz train --model model:net --data data:load --epochs 30 --out runs/spirals",
     "The last example calls net() in model.py and load() in data.py, both in the current folder. "
-    "load() returns (inputs, targets), or ((inputs, targets), (inputs, targets)) for training and "
-    "test data, or torch datasets or DataLoaders.",
+    "load() returns (inputs, targets), or (train, test), or (train, validation, test). Each part "
+    "is (inputs, targets), a torch dataset, a DataLoader or a list of batches.",
     "If the command is interrupted, run it again. It resumes from the last checkpoint.",
 )
 # What --watch logs unless --quantity names something else.

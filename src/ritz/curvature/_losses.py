@@ -281,6 +281,38 @@ def check_labels(loss_fn: Any, outputs: Any, target: Any, where: str, *, some: b
         check_range(f"labels of {where}", int(label), low=0, high=classes - 1)
 
 
+def check_scores(loss_fn: Any, outputs: Any, target: Any, where: str) -> None:
+    """Raise unless outputs are scores of classes that go with the labels of cross-entropy."""
+    labelled = _described(loss_fn)[0] == "cross_entropy" or isinstance(loss_fn, nn.CrossEntropyLoss)
+    if not labelled or not isinstance(target, Tensor):
+        return
+    _check_one_tensor(outputs)
+    shape, expected = tuple(outputs.shape), outputs.shape[:1] + outputs.shape[2:]
+    if outputs.ndim < 2 and target.ndim:
+        raise ValueError(
+            f"outputs of the model must be (samples, classes) for cross-entropy, got {shape}"
+        )
+    if target.is_floating_point() and target.shape != outputs.shape:
+        raise TypeError(
+            f"labels of {where} must be integers for cross-entropy, got {str(target.dtype)[6:]}: "
+            "convert them by .long()"
+        )
+    if not target.is_floating_point() and target.shape != expected:
+        advice = ": remove the last dimension by .squeeze(-1)" if target.shape[-1:] == (1,) else ""
+        raise ValueError(
+            f"labels of {where} must be of shape {tuple(expected)} for outputs of shape {shape}, "
+            f"got {tuple(target.shape)}{advice}"
+        )
+
+
+def _check_one_tensor(outputs: Any) -> None:
+    if not isinstance(outputs, Tensor):
+        kind = type(outputs).__name__
+        raise TypeError(f"the model must return one tensor for this loss, got {kind}: return the "
+                        "outputs alone, or give a loss_fn (--loss module:function) that takes them "
+                        "all")  # fmt: skip
+
+
 def outputs_and_labels(loss_fn: Any, outputs: Any, target: Any) -> tuple[Tensor, Tensor] | None:
     """Return outputs ``(n, classes)`` and labels ``(n,)`` of a batch, without ignored labels.
 
@@ -377,6 +409,7 @@ class Adapter(nn.Module):
             return outputs  # the loss itself
         if not self.squared:
             return self.loss_fn.call(outputs, target)
+        _check_one_tensor(outputs)
         if outputs.shape != target.shape:
             shapes = f"{tuple(outputs.shape)}, got {tuple(target.shape)}"
             raise ValueError(f"target must be of the shape of the outputs, {shapes}")

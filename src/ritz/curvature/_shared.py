@@ -7,6 +7,7 @@ from ritz.curvature._losses import (
     KnownLoss,
     check_labels,
     check_reduction,
+    check_scores,
     is_kept,
     known_loss,
     num_correct,

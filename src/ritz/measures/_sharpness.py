@@ -441,9 +441,10 @@ def _root(square: Estimate, least: float) -> Estimate:
     # |V'HV|_F <= |H|_F for orthonormal V: the Ritz values of one run bound the norm from below.
     mean = square.mean.sqrt().clamp(min=least)
     # d sqrt(x) = dx / (2 sqrt(x))
-    error = square.stderr / (2 * mean) if mean > 0 else torch.zeros_like(mean)
+    slope = 1 / (2 * mean) if mean > 0 else torch.zeros_like(mean)
+    error, truncation = square.stderr * slope, square.truncation * slope
     method = square.method + ", root of the mean square"
-    return replace(square, mean=mean, stderr=error, method=method)
+    return replace(square, mean=mean, stderr=error, truncation=truncation, method=method)
 
 
 def _column(row: SharpnessRow, at: Summary) -> dict[str, str]:
@@ -451,21 +452,20 @@ def _column(row: SharpnessRow, at: Summary) -> dict[str, str]:
     column = {"": row.matrix, "batch norm": row.batch_norm or "none"}
     if at.accuracy is not None:
         column["accuracy"] = f"{at.accuracy:.2%}"
-    residual, undecided = row.spectral_norm.truncation, row.negative_mass.truncation
     return column | {
         "loss": f"{at.loss:.6g}",
         "|gradient|": f"{at.gradient_norm:.4g}",
         "spectral norm": f"{float(row.spectral_norm):.6g}",
-        "  residual": "" if residual is None else f"{float(residual):.1g}",
+        "  residual": f"{float(row.spectral_norm.truncation):.1g}",
         "largest": f"{row.largest:.6g}",
         "smallest": f"{row.smallest:.4g}",
         "trace": plain_estimate(row.trace),
         "mean eigenvalue": plain_estimate(row.mean_eigenvalue),
         "Frobenius norm": plain_estimate(row.frobenius_norm),
         "negative fraction": plain_estimate(row.negative_mass),
-        "  sign unknown": "" if undecided is None else f"{float(undecided):.2g}",
+        "  sign unknown": f"{float(row.negative_mass.truncation):.2g}",
         "fraction near zero": plain_estimate(mass),
-        "  of which doubtful": f"{float(mass.truncation):.2g}",
+        "  of it in doubt": f"{float(mass.truncation):.2g}",
         "  in the interval": f"[{low:.2g}, {high:.2g}]",
         "products": f"{row.num_products:,}",
     }

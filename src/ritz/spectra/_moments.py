@@ -10,7 +10,7 @@ import torch
 from numpy.polynomial import chebyshev, legendre
 from torch import Tensor
 
-from ritz._core.checks import check_choice, check_count, check_interval
+from ritz._core.checks import check_choice, check_count, check_interval, is_below
 from ritz._core.progress import Progress
 from ritz._core.random import Probe, resolve_generator
 from ritz._core.results import Estimate, HasStatus, Status
@@ -202,7 +202,7 @@ def _rows(
 def _check_symmetric(op: LinearOperator, block: Tensor, second: Tensor, doubled: Tensor) -> None:
     scale = column_dots(block, block)
     gap = (column_dots(block, second) - doubled).abs() / scale
-    if float(gap.max()) > torch.finfo(op.dtype).eps ** 0.5:
+    if not is_below(gap, torch.finfo(op.dtype).eps ** 0.5):
         raise ValueError(
             f"op must be symmetric and deterministic, got products that are not: two values of the "
             f"second moment differ by {float(gap.max()):.2g}"

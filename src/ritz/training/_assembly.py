@@ -85,7 +85,12 @@ def create_optimizer(
         # A graph reads the learning rate from memory, where the schedule writes it.
         settings["lr"] = torch.tensor(float(rate), device=params[0].device)
         settings |= {} if sgd else {"capturable": True}
-    return make(params, **settings)
+    try:
+        return make(params, **settings)
+    except TypeError as error:
+        takes = ", ".join(key for key in known if key not in ("params", "inner", "settings"))
+        raise ValueError(f"optimizer {name} cannot be made with {settings}: {error}; it takes "
+                         f"{takes}") from error  # fmt: skip
 
 
 def _lookahead(
@@ -175,7 +180,7 @@ def average_plan(config: TrainingConfig, length: int | None) -> dict[str, int]:
         return {}
     if length is None:
         raise ValueError("steps_per_epoch is required for average_from: the data have no length")
-    interval = length if config.average_every == "epoch" else 1
+    interval = config.average_interval * (length if config.average_every == "epoch" else 1)
     # Epoch e begins at step (e - 1) * length + 1.
     return {"start": (config.average_from - 1) * length + 1, "interval": interval}
 
@@ -227,13 +232,17 @@ def make_schedule(
             f"steps_per_epoch is required for schedule={name!r} by step: the data have no length"
         )
     whole = config.num_epochs * (unit or 1)
+    if config.schedule_unit == "step" and config.max_steps is not None:
+        whole = min(whole, config.max_steps)
+    final: Any = {} if config.final_ratio is None else {"final": config.final_ratio}
     if name == "linear" and config.average_from is not None:
         # GADAM, equations 12 and 13: the rate falls up to the start of the average.
-        shape = optim.averaging_decay(max(1, (config.average_from - 1) * (unit or 1)))
+        start = max(1, (config.average_from - 1) * (unit or 1))
+        shape = optim.averaging_decay(start, **final)
     elif name == "linear":
-        shape = optim.linear_decay(whole)
+        shape = optim.linear_decay(whole, **final)
     elif name == "step":
-        shape = optim.step_decay(sorted({whole // 2, whole * 3 // 4}))
+        shape = optim.step_decay(sorted(config.milestones or {whole // 2, whole * 3 // 4}))
     else:
         shape = choice if callable(choice) else lambda time: 1.0
     shape = optim.warmup(config.warmup, then=shape) if config.warmup else shape

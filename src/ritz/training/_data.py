@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import accumulate, islice, pairwise
 from math import ceil
 from typing import Any, final
 
@@ -10,9 +10,24 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
-from ritz._core.batches import Batch, common_rows, is_tensors, num_rows, take_rows, to_device
+from ritz._core.batches import (
+    Batch,
+    common_rows,
+    is_tensors,
+    num_rows,
+    take_rows,
+    tensors,
+    to_device,
+)
 from ritz._core.checks import check_count
 from ritz._core.distributed import shard, world_size
 from ritz._core.random import epoch_generator
@@ -273,10 +288,10 @@ def as_parts(data: Any) -> DataParts:
     Args:
         data: An object with ``train`` and ``test``, such as ``ritz.data.load`` returns; a
             dictionary with the key ``train`` and the optional keys ``validation`` and ``test``; a
-            pair ``(train, test)``; or training data alone. Each part is a tuple
-            ``(inputs, targets)`` of tensors or NumPy arrays, a torch dataset or loader, a list of
-            batches, or an object with ``batches``. A pair of tensors or arrays is always
-            ``(inputs, targets)``.
+            tuple ``(train, test)`` or ``(train, validation, test)``; or training data alone. Each
+            part is a tuple ``(inputs, targets)`` of tensors or NumPy arrays, a torch dataset or
+            loader, a list of batches, an object with ``batches``, or a function
+            ``epoch -> batches``. A tuple of tensors or arrays is always ``(inputs, targets)``.
     """
     data = _to_tensors(data)
     known: dict[str, Any] = {}
@@ -292,18 +307,18 @@ def as_parts(data: Any) -> DataParts:
                 f"{', '.join(map(str, data)) or 'none'}"
             )
         parts = dict(data)
-    elif isinstance(data, tuple) and len(data) == 2 and not is_tensors(data):
-        parts = {"train": data[0], "test": data[1]}
+    elif isinstance(data, tuple) and len(data) in (2, 3) and not is_tensors(data):
+        parts = dict(zip(PARTS if len(data) == 3 else ("train", "test"), data, strict=True))
     else:
         parts = {"train": data}
     plain: dict[str, Any] = {
-        name: None if part is None and name != "train" else _as_part(part, name)
+        name: None if part is None and name != "train" else as_part(part, name)
         for name, part in parts.items()
     }
     return DataParts(**plain, **(known or _guess_shape(plain["train"])))
 
 
-def _as_part(part: Any, name: str) -> Any:
+def as_part(part: Any, name: str) -> Any:
     """Return a part as a tuple of tensors, an object with ``batches``, or batches."""
     part = _to_tensors(part)
     if isinstance(part, TensorDataset):
@@ -317,11 +332,21 @@ def _as_part(part: Any, name: str) -> Any:
         part = IndexedData(part)
     if isinstance(part, IndexedData | list | DataLoader) and _length(part) == 0:
         raise ValueError(f"{name} data must not be empty")
+    if isinstance(part, Iterator):
+        raise TypeError(
+            f"{name} data must be readable once per epoch, got {type(part).__name__}, which can be "
+            "read once only: use a list of batches, or a function of the epoch that returns batches"
+        )
+    if isinstance(part, tuple):
+        raise TypeError(f"{name} data must be (inputs, targets), both tensors or arrays, got a "
+                        f"tuple of {len(part)}: batches must be a list")  # fmt: skip
     # Texts and dictionaries can be iterated over, but are no batches.
     several = isinstance(part, Iterable) and not isinstance(part, Tensor | str | bytes | Mapping)
-    # The first of a list must be a batch; an iterator would lose it by being looked at.
-    first = part[0] if isinstance(part, list | tuple) else ()
-    if hasattr(part, "batches") or (several and isinstance(first, tuple | list | Mapping)):
+    # The first of a list must be a batch; other iterables would lose it by being looked at.
+    first = part[0] if isinstance(part, list) else ()
+    batched = isinstance(first, tuple | list | Mapping) and (first == () or tensors(first))
+    usable = hasattr(part, "batches") or (callable(part) and not isinstance(part, type))
+    if usable or (several and batched):
         return part
     kind = f"{type(part).__name__} of {type(first).__name__}" if several else type(part).__name__
     raise TypeError(
@@ -361,22 +386,45 @@ def _guess_shape(train: Any) -> dict[str, Any]:
 # Some of the data, to measure on.
 
 
+def num_samples(source: Any) -> int | None:
+    """Return the number of samples of data, or ``None`` if only an epoch would tell."""
+    if isinstance(source, DataLoader):  # without a sampler the dataset yields batches
+        return None if source.batch_sampler is None else _length(source.dataset)
+    if isinstance(source, list):
+        return sum(num_rows(batch) for batch in source)
+    return _length(source[0] if is_tensors(source) else source)
+
+
 def limited(source: Any, count: int, *, seed: int) -> Any:
-    """Return a random subset; of a text the first tokens, of a loader the first batches."""
+    """Return ``count`` random samples; of a text, and of data without a length, the first ones."""
     generator = torch.Generator().manual_seed(seed)
     if isinstance(source, TextSplit):
         check_count("num_samples", count, low=2, high=len(source.tokens))
         return replace(source, tokens=source.tokens[:count])
+    if (total := num_samples(source)) is not None:
+        check_count("num_samples", count, high=total)
     pool = IndexedData(source) if is_tensors(source) else source
     if hasattr(pool, "batches") and hasattr(pool, "take"):
-        check_count("num_samples", count, high=len(pool))
-        chosen = pool.take(count, generator=generator)
-        return chosen.batches(count)[0] if is_tensors(source) else chosen
+        taken = pool.take(count, generator=generator)
+        return taken.batches(count)[0] if is_tensors(source) else taken
+    order = torch.randperm(total or 0, generator=generator)[:count]
+    if isinstance(source, DataLoader) and total is not None:
+        subset: Any = Subset(source.dataset, order.tolist())
+        size = getattr(source.batch_sampler, "batch_size", 1)
+        return list(DataLoader(subset, batch_size=size, collate_fn=source.collate_fn))
+    if isinstance(source, list):
+        sizes, chosen = [num_rows(batch) for batch in source], order.sort().values
+        # Row r of all samples is row r - a of the batch that holds the samples a to b.
+        bounds = pairwise([0, *accumulate(sizes)])
+        rows = [chosen[(chosen >= a) & (chosen < b)] - a for a, b in bounds]
+        parts = zip(source, rows, sizes, strict=True)
+        return [take_rows(batch, row, size) for batch, row, size in parts if len(row)]
     check_count("num_samples", count)
     batches: list[Any] = []
-    for batch in islice(source, count):
-        batches.append(batch)
-        count -= num_rows(batch)
+    for batch in source:  # of data without a length, the first samples
+        size = num_rows(batch)
+        batches.append(take_rows(batch, slice(count), size) if size > count else batch)
+        count -= size
         if count <= 0:
             break
     return batches
@@ -393,10 +441,8 @@ def measurable(source: Any, batch_size: int) -> tuple[Any, dict[str, Any]]:
 
 def sample(source: Any, count: int, *, batch_size: int, seed: int) -> tuple[Any, dict[str, Any]]:
     """Return at most ``count`` samples in memory for ``ritz.Risk``, and its keyword arguments."""
-    whole = source.tokens if isinstance(source, TextSplit) else source
-    whole = whole[0] if is_tensors(whole) else whole
-    if isinstance(whole, Sized) and not isinstance(whole, DataLoader | list):
-        count = min(count, len(whole))
+    total = len(source.tokens) if isinstance(source, TextSplit) else num_samples(source)
+    count = count if total is None else min(count, total)
     data, options = measurable(limited(source, count, seed=seed), batch_size)
     return (data if is_tensors(data) else list(data)), options
 

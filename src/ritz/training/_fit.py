@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Unpack, final
 
@@ -27,7 +27,7 @@ from ritz.curvature import Risk
 from ritz.curvature._shared import Forward
 from ritz.data import TextSplit
 from ritz.training._assembly import OptimizerChoice, optimizer_names
-from ritz.training._data import DataParts, Feed, limited, measurable, sample
+from ritz.training._data import DataParts, Feed, as_part, as_parts, limited, measurable, sample
 from ritz.training._folder import AVERAGE, NAME, WEIGHTS, FilePath, Folder, held_folder, times_path
 from ritz.training._monitor import CurvatureMonitor, Quantity
 from ritz.training._run import Monitor, Run, TrainingResult, history_of
@@ -82,10 +82,11 @@ def fit(
 
     Args:
         model: Any module; it is moved to ``device``.
-        data: One of: all samples as a tuple of tensors; an object with ``train``, ``validation``
-            and ``test``, such as ``ritz.data.load`` returns; an object with
-            ``batches(batch_size, generator=...)``; a loader or list of batches; a function
-            ``epoch -> batches``, with epochs counted from one.
+        data: Training data: all samples as a tuple of tensors or arrays; a torch dataset or loader;
+            a list of batches; an object with ``batches(batch_size, generator=...)``; or a function
+            ``epoch -> batches``, with epochs counted from one. Or several parts: a tuple
+            ``(train, test)`` or ``(train, validation, test)``, a dictionary of these names, or an
+            object with these attributes, such as ``ritz.data.load`` returns.
         config: Options; see :class:`TrainingConfig` for all of them and their defaults.
         loss_fn: Mean loss of outputs and target; ``None`` if the model returns its loss.
         forward: Takes the model and a batch and returns ``(outputs, target)``. Needed for batches
@@ -211,14 +212,12 @@ def _with_preset(config: TrainingConfig) -> TrainingConfig:
 def _feeds(
     data: Any, validation: Any, test: Any, config: TrainingConfig, device: torch.device
 ) -> tuple[Feed, dict[str, Feed]]:
-    parts = {"validation": validation, "test": test}
-    train, usual = data, getattr(data, "augmentation", None)
-    if hasattr(data, "train") and hasattr(data, "test"):
-        train = data.train
-        for name in parts:
-            parts[name] = getattr(data, name, None) if parts[name] is None else parts[name]
+    known = data if isinstance(data, DataParts) else as_parts(data)
+    usual, parts = known.augmentation, {"validation": validation, "test": test}
+    for name, part in parts.items():
+        parts[name] = getattr(known, name) if part is None else as_part(part, name)
     feed = Feed(
-        train,
+        known.train,
         batch_size=config.batch_size,
         device=device,
         shuffled=True,
@@ -341,6 +340,14 @@ class RunConfig:
     loss: str = "cross_entropy"
     training: TrainingConfig = field(default_factory=TrainingConfig)
 
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            kind = {"model_options": Mapping, "data_options": Mapping, "training": TrainingConfig}
+            value, expected = getattr(self, entry.name), kind.get(entry.name, str)
+            if not isinstance(value, expected) and (entry.name, value) != ("data_dir", None):
+                got = type(value).__name__
+                raise TypeError(f"{entry.name} must be a {expected.__name__}, got {got}")
+
     @property
     def batch_size(self) -> int:
         """The batch size; 1 for data that come in batches."""
@@ -431,7 +438,7 @@ def read_run(folder: FilePath) -> RunConfig:
         raise FileNotFoundError(f"no run in {folder}: it has no {CONFIG}, which ritz train writes")
     try:
         return RunConfig.from_plain(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise CorruptFileError(f"{path} does not describe a run of ritz: {error}") from error
 
 
@@ -466,6 +473,7 @@ def measured_risk(
     num_samples: int | None = None,
     batch_size: int,
     batch_norm: BatchNormMode = "eval",
+    l2: float = 0.0,
     precision: Any = None,
     seed: int = 0,
 ) -> Risk:
@@ -480,6 +488,7 @@ def measured_risk(
             first tokens; for a loader, whole batches.
         batch_size: Batch size, on which ``batch_norm="train"`` depends.
         batch_norm: Mode of batch norm.
+        l2: Coefficient of the L2 term of the loss.
         precision: Precision of the arithmetic.
         seed: Seed of the draw.
     """
@@ -491,5 +500,12 @@ def measured_risk(
     with torch.random.fork_rng(devices=[]):  # a loader may shuffle with the global generator
         torch.default_generator.manual_seed(seed)
         return Risk(
-            model, loss_fn, data, batch_norm=batch_norm, precision=precision, freeze=True, **options
+            model,
+            loss_fn,
+            data,
+            batch_norm=batch_norm,
+            l2=l2,
+            precision=precision,
+            freeze=True,
+            **options,
         )

@@ -503,7 +503,7 @@ def _read_pickle(path: FilePath) -> dict[str, Tensor]:
             f"{path} is refused: it has pickled Python objects, which could run code when they are "
             "read, or a pickle protocol other than 2; save model.state_dict() with torch.save"
         ) from error
-    except (RuntimeError, EOFError, OSError) as error:
+    except Exception as error:  # a damaged file can raise anything
         raise CorruptFileError(f"{path} is damaged or not a file of torch: {error}") from error
     for key in ("state_dict", "model_state_dict", "model"):  # in files of others
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):

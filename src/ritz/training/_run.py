@@ -322,6 +322,7 @@ class Run:
             except ValueError as error:
                 rows = min(num_rows(batch) for batch in group)
                 raise _assembly.explain_one_row(error, rows, self.config) from error
+            self._check_held_labels()
             state.step += 1
             state.batch += len(group)
             if self.config.schedule_unit == "step":
@@ -350,10 +351,15 @@ class Run:
         )
         if state.batch:
             self._generators.restore(now)
-        while group := list(islice(batches, self.config.accumulate)):
+        while not self._at_limit and (group := list(islice(batches, self.config.accumulate))):
             yield group
         if not state.batch:
             raise ValueError(f"data gave no batch in epoch {state.epoch + 1}")
+
+    @property
+    def _at_limit(self) -> bool:
+        """Whether the run has taken the largest number of steps."""
+        return self.config.max_steps is not None and self.state.step >= self.config.max_steps
 
     def _pieces(self, group: list[Any]) -> list[Piece]:
         """Return the rows of this process, each batch with its share of the gradient."""
@@ -393,6 +399,16 @@ class Run:
         self._labels_checked = ready is not None
         return batch
 
+    def _check_held_labels(self) -> None:
+        """Check the labels of data to evaluate on, if in memory, before anything is written."""
+        classes = (0 if self._begun else self._step.num_classes) or 0
+        for name, feed in self.held.items() if classes else ():
+            for batch in feed.ready or ():
+                target = self._adapter.target(batch)
+                if isinstance(target, Tensor):
+                    outputs = target.new_empty(0, classes)
+                    check_labels(self.loss_fn, outputs, target, f"the {name} data", some=False)
+
     def _close_epoch(self) -> TrainingStatus | None:
         """Step the schedule, evaluate, log and save after the last step of an epoch."""
         self._begin()
@@ -407,7 +423,7 @@ class Run:
         record |= means
         if config.schedule_unit == "epoch":
             self.schedule.step()
-        last, stop = number == config.num_epochs, False
+        last, stop = number == config.num_epochs or self._at_limit, False
         if last or number % config.evaluate_every == 0:
             record |= self._evaluate(1.0 if last else config.statistics_fraction)
             stop = self._is_out_of_patience(record)
@@ -424,6 +440,9 @@ class Run:
             self._save_weights(f"epoch-{number:04d}.safetensors", epoch=number)
         if stop:
             return TrainingStatus(outcome="stopped", message=f"patience ran out in epoch {number}")
+        if self._at_limit:
+            message = f"{number} epochs, {state.step} steps, the largest number"
+            return TrainingStatus(outcome="completed", message=message)
         return self._poll(agreed=True)
 
     def _finish(self) -> None:

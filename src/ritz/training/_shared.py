@@ -1,5 +1,6 @@
 """Names that other packages of ritz need and users do not."""
 
+from ritz.training._assembly import create_optimizer
 from ritz.training._data import DataParts, as_parts, first_batch
 from ritz.training._fit import (
     CONFIG,

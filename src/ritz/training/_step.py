@@ -20,7 +20,14 @@ from ritz._core.distributed import all_gather_rows, all_max, all_sum, rank, shar
 from ritz._core.modes import evaluating, unwrapped
 from ritz._core.params import parameters
 from ritz._core.training_config import TrainingConfig
-from ritz.curvature._shared import Adapter, Forward, check_labels, is_kept, term_mass
+from ritz.curvature._shared import (
+    Adapter,
+    Forward,
+    check_labels,
+    check_scores,
+    is_kept,
+    term_mass,
+)
 from ritz.optim import Lookahead
 from ritz.training._data import own_rows
 
@@ -231,9 +238,17 @@ class Step:
         with autocast(self.config.precision, self.device, cached=self.cached):
             outputs, target, after = call_model(adapter, piece.batch, piece.state)
             if self.num_classes is None:
+                check_scores(adapter.loss_fn.call, outputs, target, "the first batch")
                 check_labels(adapter.loss_fn.call, outputs, target, "the first batch", some=False)
                 self.num_classes = num_classes(outputs, target)
             loss = part = adapter.loss(outputs, target)
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                got = (
+                    f"shape {tuple(loss.shape)}"
+                    if isinstance(loss, Tensor)
+                    else type(loss).__name__
+                )
+                raise ValueError(f"the loss must be a number, the mean over a batch, got {got}")
         if isinstance(piece.share, Tensor):
             part = loss * piece.share.to(loss.dtype)
         elif piece.share != 1:
@@ -306,6 +321,7 @@ def evaluate(
             state = None if carried is None else carried.of(count)
             with autocast(precision, totals.sums.device):
                 outputs, target, after = call_model(adapter, rows, state)
+                check_scores(adapter.loss_fn.call, outputs, target, "batches")
                 check_labels(adapter.loss_fn.call, outputs, target, "batches", some=False)
                 loss = adapter.loss(outputs, target)
             overwrite(state, after)

@@ -239,6 +239,7 @@ def brackets(
     residuals = (spaces.couplings @ vectors[:, -width:]).norm(dim=1)
     before = spaces.shorter()
     changes = [_forms(before.matrices, first, evaluate) - gauss]
+    ends = []
     for end, sign in ((0, -1.0), (-1, 1.0)):
         run = int((sign * values[:, end]).argmax())
         inner = float(values[run, end])
@@ -247,19 +248,21 @@ def brackets(
         if node is None:
             return Brackets(gauss, torch.where(unknown, torch.inf, 0.0), roundoff)
         # A node at an eigenvalue of T has no rule; one just beyond it has.
-        node = sign * max(sign * node, sign * inner + 1e-14 * float(values.abs().max()))
-        clamped = _within(node, sign, evaluate)
-        changes.append(_forms(spaces.extended(node), first, clamped) - gauss)
-        if bounds and floor is not None:
-            # The Gauss rules fall and the Gauss-Radau rules rise, or the reverse. Extrapolated at
-            # their present speeds they meet at  gauss + fall / (rise + fall) * (radau - gauss).
-            fall, rise = (
-                changes[0],
-                changes[1] + gauss - _forms(before.extended(node), first, clamped),
-            )
-            share = torch.where(rise * fall > 0, fall / (rise + fall), 0.5)
-            gap = torch.where(unknown, changes[1], 0.0)
-            return Brackets(gauss + share * gap, share.maximum(1 - share) * gap.abs(), roundoff)
+        ends.append(sign * max(sign * node, sign * inner + 1e-14 * float(values.abs().max())))
+
+    def within(points: Tensor) -> Tensor:
+        # The rules lie between the ends, but for roundoff in a nearly singular system.
+        return evaluate(points.clamp(*ends))
+
+    changes.append(_forms(spaces.extended(ends[0]), first, within) - gauss)
+    if bounds and floor is not None:
+        # The Gauss rules fall and the Gauss-Radau rules rise, or the reverse. Extrapolated at their
+        # present speeds they meet at  gauss + fall / (rise + fall) * (radau - gauss).
+        fall, gap = changes[0], torch.where(unknown, changes[1], 0.0)
+        rise = changes[1] + gauss - _forms(before.extended(ends[0]), first, within)
+        share = torch.where(rise * fall > 0, fall / (rise + fall), 0.5)
+        return Brackets(gauss + share * gap, share.maximum(1 - share) * gap.abs(), roundoff)
+    changes.append(_forms(spaces.extended(ends[1]), first, within) - gauss)
     gap = TUNING.margin * torch.stack(changes).abs().amax(0)
     return Brackets(gauss, torch.where(unknown, gap, 0.0), roundoff)
 
@@ -283,12 +286,6 @@ def _reachable(function: Function, inner: float, outer: float) -> float | None:
     if not zero:
         return None
     return outer if end else 0.0
-
-
-def _within(node: float, sign: float, function: Function) -> Function:
-    """Return the function with arguments that roundoff put beyond the node moved to it."""
-    ends = (node, None) if sign < 0 else (None, node)
-    return lambda values: function(values.clamp(*ends))
 
 
 def floor_error(floor: float, smallest: float) -> ValueError:

@@ -19,7 +19,7 @@ from ritz._core.checks import is_below
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import probes
 from ritz._core.results import Estimate
-from ritz._core.sampling import ROUNDOFF, draw_probes
+from ritz._core.sampling import ROUNDOFF, check_samples, draw_probes
 from ritz.operators import LinearOperator
 from ritz.spectra._cg import cholesky_factor
 from ritz.spectra._functions.quadrature import (
@@ -128,6 +128,7 @@ def block_krylov(
         space = basis[:, : filled + size]
         # A V_j - Q (Q'A V_j), orthogonalised twice; Q'A V_j is a block column of T.
         product = op.matmat(block)
+        check_samples(product.T, filled)
         overlap = space.T @ product
         product = product - space @ overlap
         again = space.T @ product

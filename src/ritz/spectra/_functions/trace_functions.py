@@ -11,7 +11,7 @@ from ritz._core.checks import check_choice, check_count
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import Probe, resolve_generator
 from ritz._core.results import Estimate, stderr
-from ritz._core.sampling import ROUNDOFF, Sampling, doubling, draw_probes, is_settled
+from ritz._core.sampling import ROUNDOFF, Sampling, check_samples, doubling, draw_probes, is_settled
 from ritz.operators import LinearOperator, OperatorLike, as_operator
 from ritz.spectra._functions.quadrature import (
     ADVICE,
@@ -216,7 +216,9 @@ def by_maxent(op: LinearOperator, budget: Budget, function: Function) -> Estimat
 
 def _by_eigenvalues(op: LinearOperator, budget: Budget, function: Function) -> Estimate:
     n = op.shape[0]
-    values = torch.linalg.eigvalsh(op.dense().double()).cpu()
+    matrix = op.dense().double()
+    check_samples(matrix.T, 0)
+    values = torch.linalg.eigvalsh(matrix).cpu()
     size = float(values.abs().max())
     value = float(finite_function(function)(values).sum())
     # Roundoff in n products and in the reduction to tridiagonal form: eps |A| sqrt(n). On Hadamard

@@ -404,8 +404,9 @@ class Recurrence:
     def roundoff(self, restarts: int = 0) -> float:
         """Return the part of each residual that is roundoff."""
         # Each restart mixes the basis once more; without re-orthogonalisation each step adds its
-        # own roundoff. Both grow as a random walk.
-        growth = 1 + restarts + (self.size if self.mode == "none" else 0)
+        # own roundoff. Both grow as a random walk. With 1 + restarts, 2 of 699 random runs (of
+        # 2000 products) had residuals 1.1 and 1.4 times those stated.
+        growth = 1 + 4 * restarts + (self.size if self.mode == "none" else 0)
         return TUNING.residual * self.eps * self.scale * float(np.sqrt(growth))
 
     def restart(self, low: int, high: int) -> None:

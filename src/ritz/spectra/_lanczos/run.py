@@ -251,19 +251,30 @@ class Spectrum(LanczosResult):
 
 def _totals(spectrum: Spectrum) -> list[str]:
     weights, values, n = spectrum.weights, spectrum.values, spectrum.dimension
-    # One probe: tr A ~ n sum_k tau_k theta_k and |A|_F^2 ~ n sum_k tau_k theta_k^2
-    trace, square = float(weights @ values), float(weights @ values.square())
-    norm = max((n * square) ** 0.5, least_frobenius_norm(spectrum))
+    bound = f"spectral norm >= {float(values.abs().max()):.6g}"
+    if spectrum.seed is None:  # a chosen start vector is no sample of anything
+        return [f"  {bound}"]
+    # One probe: tr A ~ n sum_k tau_k theta_k and |A|_F^2 ~ n sum_k tau_k theta_k^2. A quadratic
+    # form z'Mz of random signs has at most the variance 2 |M|_F^2, taken from the same probe for
+    # M = A, A^2 and the projectors P of the masses, |P|_F^2 = tr P.
+    first, second, fourth = (float(weights @ values**power) for power in (1, 2, 4))
+    norm = max((n * second) ** 0.5, least_frobenius_norm(spectrum))
+    spread = (2 * n * fourth) ** 0.5 / (2 * norm) if norm else 0.0  # of the root of |A|_F^2
+
+    def mass(chosen: Any) -> str:
+        share = float(weights[chosen].sum())
+        return f"{share:.3g} ± {(2 * share / n) ** 0.5:.1g}"
+
     nearest = float(values[values.abs().argmin()])
     # Values within roundoff of each other are one: a closed Krylov space repeats them.
-    mass = float(weights[(values - nearest).abs() <= 2 * spectrum.roundoff].sum())
-    low, high = (float(weights[some].sum()) for some in negative_values(spectrum))
-    undecided = f", undecided {high - low:.3g}" if high > low else ""
+    there = (values - nearest).abs() <= 2 * spectrum.roundoff
+    low, high = negative_values(spectrum)
+    undecided = f", undecided {mass(high & ~low)}" if bool((high & ~low).any()) else ""
     return [
-        f"  trace ~ {n * trace:.5g}, Frobenius norm ~ {norm:.5g}, "
-        f"spectral norm >= {float(values.abs().max()):.6g}",
-        f"  mass nearest zero {mass:.3g} at {nearest:.2g}, "
-        f"negative mass {low:.3g}{undecided} (one probe: no error bars)",
+        f"  trace {n * first:.5g} ± {(2**0.5) * norm:.2g}, Frobenius norm {norm:.5g} ± "
+        f"{spread:.2g}, {bound}",
+        f"  mass nearest zero {mass(there)} at {nearest:.2g}, negative mass "
+        f"{mass(low)}{undecided} (errors of one probe)",
     ]
 
 
