@@ -184,8 +184,8 @@ def inverse_roots(
     if not is_below(errors, rtol):
         status = Status(
             outcome="max_steps",
-            message=f"{int((~(errors <= rtol)).sum())} of {len(runs)} roots not found after {steps} "
-            f"steps; relative error {float(errors.max()):.2g}, above rtol {rtol:.2g}",
+            message=f"{int((~(errors <= rtol)).sum())} of {len(runs)} roots not found after "
+            f"{steps} steps; relative error {float(errors.max()):.2g}, above rtol {rtol:.2g}",
             advice="increase max_steps, rank or rtol, or use float64",
         )
     return Roots(
