@@ -36,8 +36,9 @@ GROUPS = {
     "log determinants": (("log det, Lanczos", "log det, auto"), FEW, 10),
     "moments": (("moments", "tr exp(A), Chebyshev", "tr exp(A), maximum entropy"), FEW, 8),
 }
-# No chance: the trace of -A log A is close to zero, and quadrature needs too many products.
-HARD = {("tr -A log A, Lanczos", "condition 30"), ("log det, Lanczos", "condition 30")}
+# Left out of the runs with a tolerance: 18 of 20 seeds converge within the products, too few to
+# pool with three.
+HARD = {("log det, Lanczos", "condition 30")}
 
 
 def cells(
