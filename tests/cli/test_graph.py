@@ -155,7 +155,7 @@ def test_wrong_options_are_one_line_and_exit_code_2(blocks, tmp_path, capsys):
         "no graph file": ["clusters", str(tmp_path / "none.txt")],
         "Invalid value for '--method'": ["clusters", blocks, "--method", "magic"],
         "--probes must be at least 2, got 1": ["clusters", blocks, "--probes", "1"],
-        "weights=False (--no-weights)": ["clusters", times],
+        "--no-weights to ignore it": ["clusters", times],
         "expected two vertices and a weight": ["clusters", blocks, "--weights"],
         "Invalid value for '--self-loops'": ["density", blocks, "--self-loops", "maybe"],
         "Invalid value for '--multi-edges'": ["model", blocks, "--multi-edges", "maybe"],
@@ -244,3 +244,12 @@ def test_a_directed_graph_is_refused_on_request(tmp_path, capsys):
     assert "directed" in capsys.readouterr().err
     assert _app.run(["graph", "clusters", str(file), *QUICK]) == 0
     assert "directions dropped" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("method", ["auto", "krylov", "entropic"])
+def test_the_clusters_of_five_vertices_are_counted(tmp_path, capsys, method):
+    file = tmp_path / "g.txt"
+    file.write_text("0 1\n1 2\n2 0\n3 4\n")
+
+    assert _app.run(["graph", "clusters", str(file), "--method", method]) == 0
+    assert "2 clusters" in capsys.readouterr().out

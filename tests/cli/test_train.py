@@ -75,7 +75,7 @@ def test_another_model_in_the_folder_of_a_run_needs_restart(here, finished, tmp_
     shutil.copytree(finished, tmp_path / "run")
     other = ["--model", "own_model:smooth", "--data", "own_data:load", *SMALL]
     line = refused("train", *other, "--out", tmp_path / "run")
-    assert "was made with model='own_model:net', this run has 'own_model:smooth'" in line
+    assert "was made with --model 'own_model:net', this run has 'own_model:smooth'" in line
     assert read_run(tmp_path / "run").model == "own_model:net"
     assert ritz("train", *other, "--out", tmp_path / "run", "--restart") == 0
     assert read_run(tmp_path / "run").model == "own_model:smooth"

@@ -120,8 +120,8 @@ CASES = [
     ("pairs:two", "pairs:arrays", [], "TypeError: "),
     ("pairs:net", "pairs:arrays", ["--set-data", "kind=float64"], "with inputs of shape (2, 6), "
      "float64: RuntimeError: mat1 and mat2 must have the same dtype"),
-    ("pairs:net", "pairs:arrays", ["--set-data", "kind=float64"], "; for NumPy: "
-     '.astype("float32")'),
+    ("pairs:net", "pairs:arrays", ["--set-data", "kind=float64"], "; convert inputs by "
+     '.float(), or .astype("float32")'),
     ("pairs:net", "pairs:nothing", [], "data pairs:nothing: train data must be (inputs, targets)"),
     ("pairs:net", "pairs:short", [], "the targets of the data pairs:short must be int64 or uint8 "
      "for cross-entropy, got int32"),

@@ -139,7 +139,7 @@ def run(folder, model=None, data=None, *, resume=True, **training):
     [
         ({"optimizer": "gadm"}, "gadm"),
         ({"model": network(features=7)}, "mat1 and mat2"),
-        ({"data": (torch.ones(4, 6), torch.ones(5).long())}, "one length"),
+        ({"data": (torch.ones(4, 6), torch.ones(5).long())}, "same length"),
     ],
 )
 def test_a_first_run_that_fails_leaves_no_files(tmp_path, wrong, error):

@@ -107,12 +107,12 @@ def _line(error: Exception, command: Any, arguments: Sequence[str]) -> str:
     for parameter in command.params:
         name, flag = f"(num_)?{parameter.name}", parameter.opts[0]
         if flag.startswith("--"):
-            # "drop_last=True (--drop-last)", "num_steps must be ...", "give seed=1", "average_from"
-            text = re.sub(rf"\b{name}(=\S+)? \({flag}\)", flag, text)
+            # "weights=False (--no-weights)", "num_steps must be ...", "give seed=1", "average_from"
+            text = re.sub(rf"\b{name}(=\S+)? \((?P<flag>--[^)]+)\)", r"\g<flag>", text)
             text = re.sub(rf"^{name}(?= )|\b{name}=True\b", flag, text)
             text = re.sub(rf"\b{name}=(?=\S)", f"{flag} ", text)
             if "_" in parameter.name:  # others may be words of the sentence
-                text = re.sub(rf"\b{name}\b", flag, text)
+                text = re.sub(rf"(?<!['\w]){name}\b", flag, text)
     return text if isinstance(error, BAD_INPUT) and text else f"{type(error).__name__}: {text}"
 
 

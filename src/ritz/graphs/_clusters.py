@@ -360,11 +360,11 @@ def count_clusters(
     # The middle of the bulk is the median of the eigenvalues that are not 0.
     zeros = null.dimension / graph.num_nodes
     place: dict[str, Any] = {"num_moments": num_moments, "bulk": zeros + (1 - zeros) / 2}
-    if method == "auto" and graph.num_nodes <= SMALL:
+    few = method in ("auto", "krylov") and graph.num_nodes - null.dimension <= TUNING.few
+    if (method == "auto" or few) and graph.num_nodes <= SMALL:
         sampled = exact_density(graph, num_zeros=null.dimension, **place)
         description = f"all eigenvalues, gaps as {num_moments} moments resolve them"
     else:
-        few = method != "entropic" and graph.num_nodes - null.dimension <= TUNING.few
         sampled = sample_density(
             graph,
             lanczos=method == "lanczos" or few,

@@ -81,7 +81,9 @@ class Source:
         """Yield blocks of whole lines that end in a newline, with the number of the first line."""
         number, rest = 1, b""
         while block := self.read(CHUNK):
-            block = rest + (block if number > 1 or rest else block.removeprefix(_BOM))
+            # The last block ends the last line, so that a small file is one block.
+            end = b"\n" if len(block) < CHUNK and not block.endswith(b"\n") else b""
+            block = rest + (block if number > 1 or rest else block.removeprefix(_BOM)) + end
             # Whole lines now; the beginning of the last line waits for the next block.
             cut = block.rfind(b"\n") + 1
             rest = block[cut:]
