@@ -32,7 +32,12 @@ def residual(matrix, values, vectors, norm):
 
 def by_ritz(op, end, max_vectors):
     found = ritz.eigenpairs(
-        op, **{end: WANTED}, rtol=RTOL, max_vectors=max_vectors, max_steps=20_000
+        op,
+        **{end: WANTED},
+        rtol=RTOL,
+        max_vectors=max_vectors,
+        max_steps=20_000,
+        certify="none",  # as eigsh does; multiplicity.py has the price
     )
     return found.values.numpy(), found.vectors.numpy(), found.num_products
 

@@ -86,16 +86,46 @@ def density():
     return lambda: graphs.density(graph, num_moments=30)
 
 
+def grid(side):
+    """A well-conditioned Laplacian of a square grid."""
+    import scipy.sparse as sp
+
+    line = sp.diags([-1.0, 2.1, -1.0], [-1, 0, 1], shape=(side, side))
+    return (sp.kron(line, sp.eye(side)) + sp.kron(sp.eye(side), line)).tocsr()
+
+
 def log_determinant():
     """The log determinant of a grid Laplacian of 40,000 rows by Lanczos quadrature."""
-    import scipy.sparse as sp
+    import ritz
+
+    matrix = grid(200)
+    return lambda: ritz.logdet(matrix, method="lanczos", num_products=300)
+
+
+def function_trace():
+    """The trace of the inverse of a grid Laplacian of 40,000 rows by Lanczos quadrature."""
+    import torch
 
     import ritz
 
-    line = sp.diags([-1.0, 2.1, -1.0], [-1, 0, 1], shape=(200, 200))
-    eye = sp.eye(200)
-    matrix = (sp.kron(line, eye) + sp.kron(eye, line)).tocsr()
-    return lambda: ritz.logdet(matrix, method="lanczos", num_products=300)
+    matrix = grid(200)
+    return lambda: ritz.trace_function(matrix, torch.reciprocal, num_steps=20, method="lanczos")
+
+
+def plain_trace(method):
+    """The trace of a grid Laplacian of 40,000 rows from products."""
+    import ritz
+
+    matrix = grid(200)
+    return lambda: ritz.trace(matrix, method=method)
+
+
+def bounds():
+    """Bounds of the spectrum of a grid Laplacian of 40,000 rows by Lanczos."""
+    import ritz
+
+    matrix = grid(200)
+    return lambda: ritz.bounds(matrix, method="lanczos")
 
 
 def training():
@@ -123,6 +153,10 @@ JOBS = {
     "Lanczos, 100 steps, 200,000 rows": lambda: lanczos(200_000, 100),
     "entropic density": density,
     "log determinant": log_determinant,
+    "trace of the inverse": function_trace,
+    "trace, Hutchinson": lambda: plain_trace("hutchinson"),
+    "trace, XTrace": lambda: plain_trace("xtrace"),
+    "bounds": bounds,
     "training, 128 steps": training,
 }
 

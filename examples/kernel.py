@@ -9,7 +9,6 @@ same calls work where it is not. Takes about half a minute on one core.
 """
 
 import argparse
-import math
 from pathlib import Path
 
 import torch
@@ -24,12 +23,6 @@ from ritz.spectra import log_likelihood
 def diabetes() -> tuple[Tensor, Tensor]:
     points, y = map(torch.tensor, load_diabetes(return_X_y=True))
     return points / points.std(0), (y - y.mean()) / y.std()
-
-
-def total_error(estimate: ritz.Estimate) -> float:
-    """The sampling error and the truncation of the quadrature together."""
-    truncation = 0.0 if estimate.truncation is None else float(estimate.truncation)
-    return math.hypot(float(estimate.stderr), truncation)
 
 
 def learn(points: Tensor, y: Tensor, num_steps: int) -> list[tuple[float, float, float]]:
@@ -48,7 +41,7 @@ def learn(points: Tensor, y: Tensor, num_steps: int) -> list[tuple[float, float,
         optimizer.step()
         with torch.no_grad():
             exact = log_likelihood(op, y, method="cholesky").mean
-        history.append((estimate.mean.item(), total_error(estimate), exact.item()))
+        history.append((estimate.mean.item(), float(estimate.error()), exact.item()))
     scales = ", ".join(f"{value:.1f}" for value in logs["lengthscale"].exp().tolist())
     print(f"length scales after {num_steps} steps: {scales}; noise {logs['noise'].exp():.3f}")
     return history

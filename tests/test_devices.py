@@ -86,6 +86,9 @@ FUNCTIONS = {
     "xtrace": lambda op: ritz.trace(op, num_probes=8),
     "unit vectors": lambda op: ritz.trace(op, num_probes=64),
     "trace_function": lambda op: ritz.trace_function(op, torch.log, num_steps=8),
+    "quadrature": lambda op: ritz.trace_function(
+        op, torch.log, method="lanczos", num_steps=8, num_probes=8
+    ),
     "diagonal": lambda op: ritz.diagonal(op, rtol=0.1),
     "frobenius_norm": ritz.frobenius_norm,
     "spectral_norm": ritz.spectral_norm,

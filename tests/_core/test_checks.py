@@ -9,6 +9,7 @@ from ritz._core.checks import (
     check_range,
     check_real_floating,
     check_tensor,
+    is_below,
 )
 
 CPU = torch.device("cpu")
@@ -106,3 +107,45 @@ def test_check_device_refuses_names_torch_does_not_know(name):
 def test_check_device_refuses_devices_that_are_not_there():
     with pytest.raises(ValueError, match="device must be one of this machine, got 'cuda:99'"):
         check_device("cuda:99")
+
+
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize("wrap", [float, torch.tensor], ids=["float", "tensor"])
+@pytest.mark.parametrize(
+    ("error", "bound", "below"),
+    [
+        (1.0, 2.0, True),
+        (2.0, 2.0, True),
+        (0.0, 0.0, True),
+        (2.0, 1.0, False),
+        (INF, 1.0, False),
+        (1.0, INF, True),
+        (NAN, 1.0, False),
+        (NAN, INF, False),
+        (1.0, NAN, False),
+        (NAN, NAN, False),
+    ],
+)
+def test_an_error_is_below_its_bound_unless_either_is_nan(error, bound, below, wrap):
+    assert is_below(wrap(error), wrap(bound)) is below
+    assert is_below(wrap(error), bound) is below
+
+
+@pytest.mark.parametrize(
+    ("errors", "bound", "below"),
+    [
+        ([0.0, 1.0], 1.0, True),
+        ([0.0, 2.0], 1.0, False),
+        ([0.0, NAN], 1.0, False),
+        ([INF, 0.0], 1.0, False),
+        ([1.0, 2.0], [1.0, 2.0], True),
+        ([1.0, 2.0], [2.0, 1.0], False),
+        ([1.0, 2.0], [2.0, NAN], False),
+        ([], 1.0, True),
+    ],
+)
+def test_every_error_of_an_array_has_to_be_below_its_bound(errors, bound, below):
+    bound = torch.tensor(bound) if isinstance(bound, list) else bound
+    assert is_below(torch.tensor(errors), bound) is below

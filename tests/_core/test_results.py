@@ -1,5 +1,8 @@
+import math
+
 import pytest
 import torch
+from scipy import stats
 
 from ritz._core.results import Estimate, NotConvergedError, Status, format_uncertain
 
@@ -10,6 +13,7 @@ def estimate(mean, stderr, **more):
     return Estimate(
         mean=torch.tensor(mean),
         stderr=torch.tensor(stderr),
+        truncation=more.pop("truncation", torch.zeros(torch.tensor(mean).shape)),
         num_products=8,
         method="hutchinson",
         status=more.pop("status", DONE),
@@ -18,15 +22,18 @@ def estimate(mean, stderr, **more):
 
 
 @pytest.mark.parametrize("outcome", ["completed", "converged", "breakdown"])
-def test_outcomes_other_than_max_steps_do_not_raise(outcome):
+def test_outcomes_that_are_ok_do_not_raise(outcome):
     status = Status(outcome=outcome, message="so it was")
     status.raise_if_failed()
     assert status.ok
 
 
-def test_max_steps_raises_with_message_and_advice():
-    status = Status(outcome="max_steps", message="residual 1e-2", advice="raise num_steps")
-    assert not status.ok
+def test_a_failure_raises_with_message_and_advice():
+    for outcome in ("max_steps", "uncertain"):
+        status = Status(outcome=outcome, message="residual 1e-2", advice="raise num_steps")
+        assert not status.ok
+        with pytest.raises(NotConvergedError, match=f"^{outcome}: residual 1e-2"):
+            status.raise_if_failed()
     with pytest.raises(NotConvergedError, match=r"residual 1e-2 \(raise num_steps\)"):
         estimate(1.0, 0.5, status=status).raise_if_failed()
 
@@ -69,12 +76,8 @@ def test_an_estimate_of_samples_has_their_mean_and_standard_error():
 
 def test_an_exact_estimate_has_no_error():
     exact = Estimate.exact(2.5, method="exact, by structure")
-    assert (float(exact), float(exact.stderr), exact.samples, exact.truncation) == (
-        2.5,
-        0,
-        None,
-        None,
-    )
+    assert (float(exact), float(exact.stderr), float(exact.truncation)) == (2.5, 0.0, 0.0)
+    assert (exact.samples, exact.degrees) == (None, 0)
     assert exact.mean.dtype == torch.float64
 
 
@@ -84,3 +87,176 @@ def test_scaling_by_a_negative_factor_keeps_errors_positive():
     ).scaled(-2)
     assert (float(scaled), float(scaled.stderr), float(scaled.truncation)) == (-4.0, 1.0, 0.5)
     assert scaled.samples.tolist() == [-2.0, -6.0]
+
+
+def normal_quantiles(count):
+    """Samples whose skewness is zero: they lie at quantiles of the normal distribution."""
+    levels = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    return 3.0 + torch.special.ndtri(levels)
+
+
+@pytest.mark.parametrize("count", [2, 3, 8, 30])
+@pytest.mark.parametrize("level", [0.5, 0.95, 0.999])
+def test_the_interval_of_normal_samples_is_students(count, level):
+    samples = normal_quantiles(count)
+    low, high = Estimate.of(samples, method="probes", num_products=count).interval(level)
+    expected = stats.t.interval(
+        level, count - 1, loc=float(samples.mean()), scale=float(samples.std()) / math.sqrt(count)
+    )
+    assert (float(low), float(high)) == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_interval_holds_the_mean_of_normal_samples_as_often_as_it_says(rng):
+    draws = torch.randn(4, 20_000, generator=rng, dtype=torch.float64)
+    estimates = Estimate.of(draws, method="probes", num_products=4)
+    for level in (0.8, 0.95, 0.99):
+        low, high = estimates.interval(level)
+        held = float(((low <= 0) & (high >= 0)).double().mean())
+        # Skewness of four normal samples widens it, by chance and a little.
+        assert level - 0.005 < held < level + 0.03
+
+
+def test_the_interval_of_skewed_samples_is_wider(rng):
+    skewed = torch.randn(12, 20_000, generator=rng, dtype=torch.float64).square()
+    estimates = Estimate.of(skewed, method="probes", num_products=12)
+    student = float(stats.t.ppf(0.975, 11)) * estimates.stderr
+    held = [float(((estimates.mean - 1).abs() <= half).double().mean()) for half in
+            (student, estimates.error())]  # fmt: skip
+    # Student's interval of chi-squared samples is short; widened, it holds the mean more often.
+    assert held[0] < held[1] - 0.005
+    assert held[1] > 0.9
+    assert bool((estimates.error() >= student).all())
+    # The mirror image is as skewed.
+    torch.testing.assert_close(estimates.scaled(-1).error(), estimates.error())
+
+
+def test_the_truncation_is_added_in_full():
+    samples = normal_quantiles(9)
+    plain = Estimate.of(samples, method="probes", num_products=9)
+    fixed = Estimate.of(samples, method="probes", num_products=9, truncation=0.5)
+    for level in (0.0, 0.5, 0.99):
+        torch.testing.assert_close(fixed.error(level), plain.error(level) + 0.5)
+
+
+def test_intervals_of_level_zero_and_one():
+    estimate = Estimate.of(normal_quantiles(9), method="probes", num_products=9, truncation=0.25)
+    assert float(estimate.error(0.0)) == 0.25
+    assert float(estimate.error(1.0)) == math.inf
+    exact = Estimate.exact(2.0, method="exact", truncation=0.25)
+    for level in (0.0, 0.95, 1.0):
+        assert [float(end) for end in exact.interval(level)] == [1.75, 2.25]
+
+
+@pytest.mark.parametrize("level", [-0.1, 1.1, math.nan])
+def test_a_level_that_is_no_probability_is_refused(level):
+    with pytest.raises(ValueError, match=r"level must be between 0\.0 and 1\.0"):
+        Estimate.exact(2.0, method="exact").interval(level)
+
+
+def test_an_unknown_truncation_makes_the_interval_infinite():
+    estimate = Estimate.of(
+        normal_quantiles(9), method="probes", num_products=9, truncation=math.inf
+    )
+    for level in (0.0, 0.5, 1.0):
+        assert [float(end) for end in estimate.interval(level)] == [-math.inf, math.inf]
+
+
+def test_equal_samples_have_an_interval_of_their_truncation():
+    estimate = Estimate.of(
+        torch.full((8,), 7.0, dtype=torch.float64),
+        method="probes",
+        num_products=8,
+        truncation=0.5,
+    )
+    assert [float(end) for end in estimate.interval()] == [6.5, 7.5]
+
+
+def test_an_interval_of_arrays_has_an_entry_for_each():
+    samples = torch.stack([normal_quantiles(9), torch.full((9,), 2.0).double()], 1)
+    truncation = torch.tensor([0.0, math.inf], dtype=torch.float64)
+    estimate = Estimate.of(samples, method="probes", num_products=9, truncation=truncation)
+    low, high = estimate.interval()
+    single = Estimate.of(samples[:, 0], method="probes", num_products=9).interval()
+    assert (float(low[0]), float(high[0])) == pytest.approx([float(end) for end in single])
+    assert (float(low[1]), float(high[1])) == (-math.inf, math.inf)
+
+
+@pytest.mark.parametrize("scale", [1e-300, 1e-170, 1e170, 1e300])
+def test_the_interval_scales_with_the_samples(scale):
+    samples = normal_quantiles(9) ** 3
+    plain = Estimate.of(samples, method="probes", num_products=9)
+    scaled = Estimate.of(samples * scale, method="probes", num_products=9)
+    torch.testing.assert_close(scaled.error() / scale, plain.error())
+
+
+def test_without_a_tolerance_a_known_error_is_completed():
+    estimate = Estimate.of(normal_quantiles(9), method="probes", num_products=9)
+    assert estimate.judged(None) is estimate
+    assert estimate.status == Status(outcome="completed", message="9 probes")
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_tolerance_is_reached_if_the_whole_interval_is_within_it(sign):
+    estimate = Estimate.of(
+        normal_quantiles(9), method="probes", num_products=9, truncation=0.1
+    ).scaled(sign)
+    relative = float(estimate.error()) / abs(float(estimate))
+    assert estimate.judged(relative * 1.001).status == Status(
+        outcome="converged", message=f"relative error below {relative * 1.001:.2g}"
+    )
+    failed = estimate.judged(relative * 0.999).status
+    assert failed.outcome == "max_steps"
+    assert failed.message == f"relative error {relative:.2g}, above rtol {relative * 0.999:.2g}"
+
+
+def test_a_truncation_above_the_tolerance_is_never_converged():
+    estimate = Estimate.exact(1.0, method="exact", truncation=0.2)
+    assert estimate.judged(0.1, "use more steps").status.outcome == "max_steps"
+    assert estimate.judged(0.1, "use more steps").status.advice == "use more steps"
+    assert estimate.judged(0.3).status.outcome == "converged"
+
+
+def test_the_advice_is_the_square_of_the_missing_factor():
+    samples = normal_quantiles(400)
+    estimate = Estimate.of(samples, method="probes", num_products=400)
+    rtol = float(estimate.error()) / float(estimate) / 3
+    assert estimate.judged(rtol).status.advice == "use about 9 times as many probes"
+    # Half of what is allowed is truncation, so sampling has the other half.
+    half = rtol * float(estimate) / 2
+    mixed = Estimate.of(samples, method="probes", num_products=400, truncation=half)
+    assert mixed.judged(rtol).status.advice == "use about 36 times as many probes"
+
+
+@pytest.mark.parametrize("rtol", [None, 0.1, 1.0])
+@pytest.mark.parametrize("truncation", [math.inf, math.nan])
+def test_an_unknown_error_is_uncertain_with_and_without_a_tolerance(rtol, truncation):
+    estimate = Estimate.of(
+        normal_quantiles(9), method="probes", num_products=9, truncation=truncation
+    ).judged(rtol, "pass floor=")
+    assert estimate.status.outcome == "uncertain"
+    assert estimate.status.advice == "pass floor="
+    assert not estimate.status.ok
+    with pytest.raises(NotConvergedError, match="the error is unknown"):
+        estimate.raise_if_failed()
+
+
+def test_one_unknown_entry_makes_an_array_uncertain():
+    estimate = Estimate.exact(
+        torch.ones(3), method="exact", truncation=torch.tensor([0.0, math.inf, 0.0])
+    )
+    assert estimate.judged(0.5).status.outcome == "uncertain"
+
+
+def test_a_mean_of_zero_is_converged_only_without_an_error():
+    assert Estimate.exact(0.0, method="exact").judged(0.1).status.outcome == "converged"
+    failed = Estimate.exact(0.0, method="exact", truncation=0.1).judged(0.1).status
+    assert (failed.outcome, failed.message) == ("max_steps", "relative error inf, above rtol 0.1")
+
+
+def test_the_tolerance_of_an_array_is_that_of_its_norm():
+    # Errors (0.3, 0.4) have norm 0.5, and the mean (3, 4) has norm 5.
+    estimate = Estimate.exact(
+        torch.tensor([3.0, 4.0]), method="exact", truncation=torch.tensor([0.3, 0.4])
+    )
+    assert estimate.judged(0.101).status.outcome == "converged"
+    assert estimate.judged(0.099).status.outcome == "max_steps"

@@ -35,6 +35,8 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8
 RESULT = Estimate(
     mean=torch.tensor(1.5, dtype=torch.float64),
     stderr=torch.tensor(0.25, dtype=torch.float64),
+    truncation=torch.tensor(torch.inf, dtype=torch.float64),
+    degrees=2,
     samples=torch.arange(6.0).view(3, 2).T,
     num_products=3,
     method="hutchinson",

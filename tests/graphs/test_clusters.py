@@ -139,12 +139,12 @@ def test_a_path_and_a_random_graph_have_no_gap(method):
 
 @pytest.mark.parametrize("method", ["entropic", "lanczos"])
 def test_the_error_of_a_repeated_eigenvalue_is_that_of_independent_probes(method):
-    # 40 separate edges: half of all eigenvalues are 0, half 2, and every diagonal entry of the
-    # projection is 1/2. Random signs then leave sqrt(2 (40 - 80 / 4) / 100).
-    pairs = networkx.from_edgelist([(2 * i, 2 * i + 1) for i in range(40)])
+    # 120 separate edges: half of all eigenvalues are 0, half 2, and every diagonal entry of the
+    # projection is 1/2. Random signs then leave sqrt(2 (120 - 240 / 4) / 100).
+    pairs = networkx.from_edgelist([(2 * i, 2 * i + 1) for i in range(120)])
     found = graphs.count_clusters(pairs, method=method)
-    assert found.stderr == pytest.approx(math.sqrt(0.4), rel=0.3)  # of a hundred samples
-    assert abs(found.estimate - 40) < 4 * found.stderr
+    assert found.stderr == pytest.approx(math.sqrt(1.2), rel=0.3)  # of a hundred samples
+    assert abs(found.estimate - 120) < 4 * found.stderr
 
 
 @pytest.mark.parametrize("method", ["auto", "krylov", "entropic"])

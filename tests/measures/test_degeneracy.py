@@ -10,7 +10,7 @@ from ritz.curvature import Risk, ggn
 from ritz.measures import rank_bound, rank_degeneracy
 from ritz.operators import DiagonalOperator
 from ritz.spectra import eigenpairs, lanczos, lanczos_block
-from ritz.testing import assert_within_stderr
+from ritz.testing import assert_within_stderr, with_spectrum
 
 
 def seeded(seed):
@@ -58,6 +58,49 @@ def test_degeneracy_of_a_hessian_adds_the_two_nearest_ritz_values():
     assert float(both.mass) == pytest.approx(5 / 30)
     assert float(both.value) == pytest.approx((-0.1 + 4 * 0.3) / 5)
     assert torch.isnan(both.mass.stderr)  # one probe has no error bars
+
+
+def crowded():
+    """A kernel of 35, beside eigenvalues that crowd towards zero."""
+    rest = torch.logspace(-7, -0.3, 96, dtype=torch.float64)
+    return with_spectrum(torch.cat([torch.zeros(35).double(), rest]), generator=seeded(0)), 35 / 131
+
+
+def separated():
+    """A kernel of 239 of 300, whose Krylov space closes after 62 steps."""
+    rest = torch.logspace(-2, 1.5, 61, dtype=torch.float64)
+    return DiagonalOperator(torch.cat([torch.zeros(239).double(), rest])), 239 / 300
+
+
+@pytest.mark.parametrize("num_steps", [5, 30, 131])
+@pytest.mark.parametrize("case", [crowded, separated])
+@pytest.mark.parametrize("matrix", ["ggn", "hessian"])
+def test_the_share_of_the_kernel_lies_within_the_interval(case, num_steps, matrix):
+    op, truth = case()
+    inside = 0
+    for seed in range(3):
+        spectra = lanczos_block(op, num_steps=num_steps, num_probes=6, generator=seeded(seed))
+        mass = rank_degeneracy(spectra, matrix=matrix).mass
+        low, high = mass.interval(0.99)
+        inside += int(low <= truth <= high)
+    assert inside == 3
+
+
+def test_every_value_at_zero_counts_once_the_space_is_closed():
+    op, truth = separated()
+    spectra = lanczos_block(op, num_steps=200, num_probes=20, generator=seeded(1))
+    found = rank_degeneracy(spectra, matrix="ggn")
+    assert_within_stderr(found.mass, truth)
+    assert float(found.mass.truncation) < 1e-6
+    low, high = found.interval
+    assert -1e-6 < low <= 0 <= high < 1e-6
+    assert "in [" in str(found)
+
+
+def test_one_step_says_nothing_about_the_origin():
+    op, _ = separated()
+    found = rank_degeneracy(lanczos(op, num_steps=1), matrix="ggn")
+    assert (float(found.mass), float(found.mass.truncation)) == (1.0, 1.0)
 
 
 def test_degeneracy_raises_for_something_that_is_not_a_spectrum():

@@ -52,7 +52,11 @@ def test_trace_of_a_function_agrees_with_the_peer_and_with_dense_algebra(name, p
     matrix = sparse_matrix()
     truth = exact(matrix, FUNCTIONS[name][1])
     found = ritz.trace_function(
-        matrix, FUNCTIONS[name][0], num_steps=NUM_STEPS, num_probes=NUM_PROBES
+        matrix,
+        FUNCTIONS[name][0],
+        method="lanczos",
+        num_steps=NUM_STEPS,
+        num_probes=NUM_PROBES,
     )
     samples = peer(matrix, name)
     spread = samples.std(ddof=1) / NUM_PROBES**0.5
@@ -66,7 +70,12 @@ def test_one_probe_gives_the_quadrature_of_primate(name):
     matrix = sparse_matrix()
     generator = torch.Generator().manual_seed(8)
     found = ritz.trace_function(
-        matrix, FUNCTIONS[name][0], num_steps=NUM_STEPS, num_probes=2, generator=generator
+        matrix,
+        FUNCTIONS[name][0],
+        method="lanczos",
+        num_steps=NUM_STEPS,
+        num_probes=2,
+        generator=generator,
     )
     op = ritz.as_operator(matrix)
     drawn = ritz._core.random.probes(

@@ -29,6 +29,7 @@ def network():
 def number(mean=2.0, samples=(1.0, 2.0, 3.0)):
     found = torch.tensor(samples, dtype=torch.float64)
     return Estimate(mean=torch.tensor(mean), stderr=found.std() / math.sqrt(len(found)),
+                    truncation=torch.tensor(0.0), degrees=len(found) - 1,
                     samples=found, num_products=3, method="made", status=DONE)  # fmt: skip
 
 
@@ -201,7 +202,12 @@ def test_an_exact_number_has_no_plot():
 def test_a_long_diagonal_is_thinned_and_keeps_both_ends():
     mean = torch.linspace(-1, 1, 50_000, dtype=torch.float64)
     found = Estimate(
-        mean=mean, stderr=0.1 + 0 * mean, num_products=9, method="a " * 99, status=DONE
+        mean=mean,
+        stderr=0.1 + 0 * mean,
+        truncation=0 * mean,
+        num_products=9,
+        method="a " * 99,
+        status=DONE,
     )
     (ax,) = plots.plot(found).axes
     x, y = ax.lines[0].get_data()
@@ -236,7 +242,8 @@ def test_eigenpairs_are_ranked_from_both_ends_with_residuals_as_bars():
 def test_a_single_sample_has_no_error_band(tmp_path):
     (ax,) = plots.plot(ritz.trace(symmetric(), method="hutchinson", num_probes=2)).axes
     assert legend(ax) == ["mean ± 2 stderr", "sample"]
-    one = Estimate(mean=torch.tensor(2.0), stderr=torch.tensor(math.nan), num_products=1,
+    one = Estimate(mean=torch.tensor(2.0), stderr=torch.tensor(math.nan),
+                   truncation=torch.tensor(0.0), num_products=1,
                    samples=torch.tensor([2.0]), method="made", status=DONE)  # fmt: skip
     figure = plots.plot(one)
     plots.save_figure(figure, tmp_path / "one.png")

@@ -46,8 +46,8 @@ def band(ax):
 
 def estimate(mean, stderr):
     return Estimate(
-        mean=torch.tensor(mean), stderr=torch.tensor(stderr), num_products=1, method="drawn",
-        status=Status(outcome="completed", message=""),
+        mean=torch.tensor(mean), stderr=torch.tensor(stderr), truncation=torch.tensor(0.0),
+        num_products=1, method="drawn", status=Status(outcome="completed", message=""),
     )  # fmt: skip
 
 

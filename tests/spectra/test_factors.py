@@ -30,7 +30,7 @@ def test_a_long_matrix_of_a_narrow_graph_is_factored():
     found = ritz.logdet(op, rtol=1e-6)
     sampled = ritz.logdet(op, method="lanczos", num_products=400)
     assert "factor of a sparse matrix" in found.method
-    assert "Lanczos quadrature would not do" in found.method
+    assert "Lanczos quadrature would not reach rtol" in found.method
     assert float(found.stderr) == 0
     assert abs(float(found) - float(sampled)) < 4 * float(sampled.stderr) + float(
         sampled.truncation

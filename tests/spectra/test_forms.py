@@ -1,42 +1,73 @@
+"""The exact trace as control variate of sampled quadratic forms."""
+
 import math
 
 import pytest
 import torch
 
-from ritz.spectra._functions.quadrature import Brackets, Forms, Known
+from ritz._core.progress import tracking
+from ritz.operators import DenseOperator
+from ritz.spectra._functions.quadrature import Budget, Known, Projections, Sampler
 
 PLAIN = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0], dtype=torch.float64)
 ODD = torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0, 1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
 
 
-def forms(mixed):
-    zeros = torch.zeros_like(mixed)
-    return Forms(Brackets(mixed, mixed, mixed, zeros), PLAIN[: len(mixed)], 3, 3 * len(mixed))
+def line(values):
+    """Twice the argument."""
+    return 2 * values
+
+
+def zigzag(values):
+    """A function of the integers 1 to 9 that no line explains."""
+    return ODD[(values.round().long() - 1).clamp(0, 8)]
+
+
+def estimate(function, known, count=9):
+    """Sample a function of one-dimensional spaces, whose forms are its values at PLAIN."""
+    budget = Budget(100, None, 0, None, None, torch.Generator().manual_seed(0), False)
+    spaces = Projections(PLAIN[:count, None, None], torch.zeros(count, 1, 1).double(), 0.0)
+    with tracking(False, "", None) as bar:
+        return Sampler(
+            op=DenseOperator(torch.eye(1, dtype=torch.float64)),
+            draw=lambda number: torch.ones(1, number, dtype=torch.float64),
+            function=function,
+            budget=budget,
+            dimension=1,
+            bar=bar,
+            label="",
+            known=lambda: known,
+        ).scaled(spaces, 9)
 
 
 def test_the_control_variate_removes_the_regression_and_counts_its_degree_of_freedom():
-    mixed = 2 * PLAIN + 0.1 * ODD
-    found, how = forms(mixed).samples(lambda: Known(4.0, 0.0))
-    assert "controlled by the trace" in how
+    forms = line(PLAIN) + 0.1 * zigzag(PLAIN)
+    controlled = estimate(lambda x: line(x) + 0.1 * zigzag(x), Known(4.0, 0.0))
+
+    assert "controlled by the trace" in controlled.method
     spread = PLAIN - PLAIN.mean()
-    slope = float((spread * mixed).sum() / spread.square().sum())
-    assert float(found.mean()) == pytest.approx(float(mixed.mean()) - slope * (5.0 - 4.0))
-    left = mixed - mixed.mean() - slope * spread
+    slope = float((spread * forms).sum() / spread.square().sum())
+    assert float(controlled) == pytest.approx(float(forms.mean()) - slope * (5.0 - 4.0))
+    left = forms - forms.mean() - slope * spread
     # Of nine numbers a mean and a slope leave seven free.
-    assert float(found.std()) == pytest.approx(math.sqrt(float(left.square().sum()) / 7))
+    assert controlled.degrees == 7
+    expected = math.sqrt(float(left.square().sum()) / 7 / 9)
+    assert float(controlled.stderr) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
-    ("mixed", "known"),
+    ("function", "known", "count"),
     [
-        (2 * PLAIN, None),
-        (2 * PLAIN, Known(4.0, 0.1)),  # a difference of large numbers: more noise than it is worth
-        (ODD, Known(4.0, 0.0)),  # which the trace does not explain
-        (2 * PLAIN[:7], Known(4.0, 0.0)),  # too few for a slope
+        (line, None, 9),
+        (line, Known(4.0, 0.1), 9),  # a difference of large numbers: more noise than it is worth
+        (zigzag, Known(4.0, 0.0), 9),  # which the trace does not explain
+        (line, Known(4.0, 0.0), 7),  # too few for a slope
     ],
     ids=["unknown", "noisy", "unrelated", "few"],
 )
-def test_samples_are_unchanged_if_the_trace_does_not_help(mixed, known):
-    found, how = forms(mixed).samples(lambda: known)
-    assert torch.equal(found, mixed)
-    assert how == ""
+def test_samples_are_unchanged_if_the_trace_does_not_help(function, known, count):
+    plain = estimate(function, known, count)
+
+    assert torch.equal(plain.samples, function(PLAIN[:count]))
+    assert plain.degrees == count - 1
+    assert "controlled" not in plain.method

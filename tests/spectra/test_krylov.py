@@ -275,7 +275,7 @@ def test_wrong_arguments_for_pairs_are_named(rng, bad, message):
 
 
 def test_something_that_is_no_matrix_is_refused():
-    with pytest.raises(TypeError, match="op must be a ritz operator"):
+    with pytest.raises(TypeError, match="op must be a symmetric matrix"):
         lanczos([[1.0]], num_steps=1)
 
 

@@ -40,11 +40,11 @@ def counting(calls, dtype=torch.float64):
 @pytest.mark.parametrize("basis", ["chebyshev", "legendre", "power"])
 def test_every_moment_is_within_four_standard_errors_of_dense(basis, dtype):
     found = moments(
-        counting([], dtype), num_moments=12, basis=basis, interval=INTERVAL, num_probes=60
+        counting([], dtype), num_moments=12, basis=basis, interval=INTERVAL, num_probes=40
     )
     off = (found.mean - exact(basis, 12)).abs()
     assert bool((off <= 4 * found.stderr + 1e-6).all())
-    torch.testing.assert_close(found.samples[:, 0], torch.ones(60, dtype=torch.float64))
+    torch.testing.assert_close(found.samples[:, 0], torch.ones(40, dtype=torch.float64))
     assert (found.basis, found.interval) == (basis, INTERVAL)
 
 
@@ -103,12 +103,14 @@ def test_legendre_polynomials_are_convex_combinations_of_chebyshev_ones():
 @pytest.mark.parametrize("interval", [(-0.5, 3.5), (-1.5, 2.0), (10.0, 11.0), (-0.1, 0.1)])
 @pytest.mark.parametrize("basis", ["chebyshev", "legendre"])
 def test_an_interval_that_misses_the_spectrum_is_refused(basis, interval):
-    with pytest.raises(ValueError, match="must hold the spectrum: the Chebyshev moment of degree"):
+    with pytest.raises(
+        ValueError, match=r"must contain the spectrum, got .*: the Chebyshev moment"
+    ):
         moments(counting([]), num_moments=40, basis=basis, interval=interval)
 
 
 def test_even_one_moment_shows_that_the_interval_misses():
-    with pytest.raises(ValueError, match="moment of degree 1 is 9, beyond 1"):
+    with pytest.raises(ValueError, match="moment of degree 1 is 9, above 1"):
         moments(5 * torch.eye(4), num_moments=1, interval=(0.0, 1.0))
 
 
@@ -120,7 +122,7 @@ def test_an_interval_that_is_none_is_refused(interval):
 
 def test_an_operator_that_is_not_symmetric_shows_in_the_moments():
     op = FunctionOperator(lambda block: block.cumsum(0) / 100, n=30, dtype=torch.float64)
-    with pytest.raises(ValueError, match="op must be symmetric and the same in every call"):
+    with pytest.raises(ValueError, match="op must be symmetric and deterministic"):
         moments(op, num_moments=6, interval=(-1.0, 1.0))
 
 
@@ -134,20 +136,31 @@ def test_a_product_that_is_not_finite_is_told_from_a_wrong_interval(basis):
 
 
 def test_power_moments_that_overflow_ask_for_an_interval():
-    with pytest.raises(ValueError, match="degree 13 is NaN or Inf: where it overflows"):
+    with pytest.raises(ValueError, match="degree 13 is NaN or Inf: pass interval="):
         moments(1e6 * torch.eye(3), num_moments=20, basis="power")
 
 
 def test_the_tolerance_is_reached_or_its_failure_reported():
-    found = moments(counting([]), num_moments=4, interval=INTERVAL, num_probes=4, rtol=0.01)
+    found = moments(counting([]), num_moments=4, interval=INTERVAL, num_probes=8, rtol=0.2)
     assert found.status.outcome == "converged"
-    assert found.stderr.max() <= 0.01
+    assert 2 * found.stderr.norm() <= 0.2 * found.mean.norm()
+    assert 8 <= len(found.samples) < 50
+    exact_ones = moments(counting([]), num_moments=4, interval=INTERVAL, num_probes=8, rtol=1e-6)
+    assert exact_ones.status.outcome == "converged"
+    torch.testing.assert_close(exact_ones.mean, exact("chebyshev", 4))
+    assert exact_ones.stderr.max() == 0
     short = moments(
-        counting([]), num_moments=4, interval=INTERVAL, num_probes=4, rtol=1e-4, max_probes=8
+        counting([]), num_moments=4, interval=INTERVAL, num_probes=8, rtol=1e-4, max_probes=12
     )
     assert short.status.outcome == "max_steps"
     with pytest.raises(RuntimeError, match="times as many probes"):
         short.raise_if_failed()
+
+
+@pytest.mark.parametrize("num_probes", [2, 4])
+def test_the_constant_moment_does_not_end_a_search_for_a_tolerance(num_probes):
+    found = moments(counting([]), num_moments=4, interval=INTERVAL, num_probes=num_probes, rtol=0.2)
+    assert found.status.outcome == "converged"
 
 
 def test_the_standard_errors_are_honest():
@@ -183,7 +196,7 @@ def test_a_multiple_of_the_identity_is_a_point(value, dtype):
 
 
 def test_moments_say_what_they_are():
-    text = str(moments(torch.eye(3), num_moments=2, interval=(0.0, 2.0), num_probes=2))
+    text = str(moments(torch.eye(10), num_moments=2, interval=(0.0, 2.0), num_probes=8))
     assert (
-        text == "2 chebyshev moments on [0, 2] from 2 probes, largest stderr 0; completed: 2 probes"
+        text == "2 chebyshev moments on [0, 2] from 8 probes, largest stderr 0; completed: 8 probes"
     )

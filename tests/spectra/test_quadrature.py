@@ -20,17 +20,23 @@ def matrix_with(eigenvalues, dtype=torch.float64):
 
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
 def test_one_step_is_exact_for_the_identity_function(dtype):
-    op = DenseOperator(torch.diag(torch.arange(1, 7, dtype=dtype)))
-    found = trace_function(op, lambda x: x, num_probes=3, num_steps=1)
-    torch.testing.assert_close(found.samples, torch.full((3,), 21.0, dtype=torch.float64))
+    op = DenseOperator(torch.diag(torch.arange(1, 13, dtype=dtype)))
+    found = trace_function(op, lambda x: x, num_probes=3, num_steps=1, method="lanczos")
+    torch.testing.assert_close(found.samples, torch.full((3,), 78.0, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
 def test_the_log_determinant_is_within_four_standard_errors_of_dense(dtype, mode):
-    op = matrix_with(torch.linspace(0.5, 4.0, 40), dtype)
+    op = matrix_with(torch.linspace(0.5, 4.0, 80), dtype)
     found = trace_function(
-        op, torch.log, num_probes=64, num_steps=20, reorthogonalize=mode, generator=seeded(1)
+        op,
+        torch.log,
+        method="lanczos",
+        num_probes=64,
+        num_steps=20,
+        reorthogonalize=mode,
+        generator=seeded(1),
     )
     assert_within_stderr(found, float(torch.logdet(op.matrix.double())))
     assert found.num_products == 64 * 20
@@ -46,9 +52,17 @@ def test_m_steps_are_exact_for_polynomials_of_degree_2m_minus_1(degree):
 
 
 def test_an_indefinite_spectrum_keeps_its_negative_part():
-    op = matrix_with(torch.tensor([-2.0, -1.0, 1.0, 2.0, 3.0], dtype=torch.float64))
-    found = trace_function(op, torch.sign, num_probes=400, num_steps=5, reorthogonalize="full")
-    assert_within_stderr(found, 1.0)
+    values = torch.cat([torch.linspace(-2, -1, 12), torch.linspace(1, 3, 18)]).double()
+    found = trace_function(
+        matrix_with(values),
+        torch.sign,
+        method="lanczos",
+        num_probes=25,
+        num_steps=30,
+        reorthogonalize="full",
+    )
+    assert float(found.stderr) > 0
+    assert_within_stderr(found, 6.0)
 
 
 def test_the_standard_error_is_honest():
@@ -56,24 +70,85 @@ def test_the_standard_error_is_honest():
     op, truth, scores = matrix_with(eigenvalues), eigenvalues.exp().sum(), []
     for seed in range(200):
         found = trace_function(
-            op, torch.exp, num_probes=10, num_steps=6, block_size=10, generator=seeded(seed)
+            op,
+            torch.exp,
+            method="lanczos",
+            num_probes=10,
+            num_steps=6,
+            block_size=10,
+            generator=seeded(seed),
         )
         scores.append(float((found.mean - truth) / found.stderr))
     assert 0.8 < float(torch.tensor(scores).std()) < 1.25
 
 
-def test_the_truncation_says_how_much_more_steps_would_change():
+@pytest.mark.parametrize("function", [torch.log, torch.reciprocal, torch.sqrt, torch.rsqrt])
+def test_with_a_floor_the_truncation_bounds_what_more_steps_would_change(function):
     op = matrix_with(torch.logspace(-4, 0, 100, dtype=torch.float64))
-    short = trace_function(op, torch.log, num_steps=8, generator=seeded(1))
-    full = trace_function(op, torch.log, num_steps=60, reorthogonalize="full", generator=seeded(1))
-    assert short.truncation > 10 * full.truncation
-    assert 0.25 * short.truncation < abs(short.mean - full.mean) < 4 * short.truncation
-    assert full.truncation < 0.005 * abs(full.mean)  # which error bars of sampling exceed
+    options = {"method": "lanczos", "floor": 0.99e-4}
+    short = trace_function(op, function, num_steps=8, generator=seeded(1), **options)
+    full = trace_function(
+        op, function, num_steps=100, reorthogonalize="full", generator=seeded(1), **options
+    )
+    change = abs(float(short) - float(full))
+    assert full.truncation < 1e-9 * abs(full.mean)
+    assert change <= float(short.truncation) + float(full.truncation)
+    assert float(short.truncation) < 200 * change
 
 
-def test_a_single_step_has_unknown_truncation():
+@pytest.mark.parametrize("function", [torch.exp, torch.sqrt, torch.special.entr])
+def test_without_a_floor_the_truncation_estimates_what_more_steps_would_change(function):
+    op = matrix_with(torch.logspace(-4, 0, 100, dtype=torch.float64))
+    short = trace_function(op, function, num_steps=6, generator=seeded(1), method="lanczos")
+    full = trace_function(
+        op,
+        function,
+        num_steps=100,
+        reorthogonalize="full",
+        generator=seeded(1),
+        method="lanczos",
+    )
+    change = abs(float(short) - float(full))
+    assert full.truncation < 1e-9 * abs(full.mean)
+    assert change <= float(short.truncation) < 100 * change + 1e-9
+
+
+@pytest.mark.parametrize("function", [torch.log, torch.reciprocal, torch.rsqrt])
+def test_the_truncation_is_unknown_if_the_spectrum_may_reach_a_pole(function):
+    op = matrix_with(torch.logspace(-6, 0, 100, dtype=torch.float64))
+    found = trace_function(op, function, num_steps=8, method="lanczos")
+    assert float(found.truncation) == torch.inf
+    assert found.status.outcome == "uncertain"
+    assert "floor" in found.status.advice
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3])
+def test_the_truncation_of_fewer_than_four_steps_is_unknown(num_steps):
     op = matrix_with(torch.linspace(0.5, 4.0, 40))
-    assert trace_function(op, torch.log, num_steps=1).truncation.isnan()
+    found = trace_function(op, torch.log, num_steps=num_steps, method="lanczos")
+    assert float(found.truncation) == torch.inf
+    assert found.status.outcome == "uncertain"
+    with pytest.raises(RuntimeError, match="the error is unknown"):
+        found.raise_if_failed()
+
+
+def test_auto_takes_all_eigenvalues_where_they_cost_no_more_products():
+    values = torch.linspace(0.5, 4.0, 100, dtype=torch.float64)
+    few = trace_function(matrix_with(values), torch.exp, num_steps=9, num_probes=11)
+    enough = trace_function(matrix_with(values), torch.exp, num_steps=10, num_probes=10)
+    assert "Lanczos" in few.method
+    assert enough.method == "all 100 eigenvalues"
+    assert (float(enough.stderr), enough.num_products) == (0.0, 100)
+    assert float(enough) == pytest.approx(float(values.exp().sum()), rel=1e-12)
+
+
+@pytest.mark.parametrize("method", ["lanczos", "krylov", "chebyshev", "maxent"])
+def test_no_method_samples_with_as_many_probes_as_rows(method):
+    values = torch.linspace(0.5, 4.0, 16, dtype=torch.float64)
+    found = trace_function(
+        matrix_with(values), torch.exp, num_steps=4, num_probes=16, method=method
+    )
+    assert (found.method, float(found.stderr)) == ("all 16 eigenvalues", 0.0)
 
 
 @pytest.mark.parametrize("num_steps", [1, 4])
@@ -85,30 +160,32 @@ def test_an_invariant_space_is_exact_and_costs_no_further_product(num_steps):
         return 3.0 * block
 
     op = FunctionOperator(product, n=20, dtype=torch.float64)
-    found = trace_function(op, torch.log, num_probes=5, num_steps=num_steps)
+    found = trace_function(op, torch.log, method="lanczos", num_probes=6, num_steps=num_steps)
     assert float(found) == pytest.approx(20 * torch.tensor(3.0).log().item())
     assert float(found.stderr) < 1e-12
-    assert found.truncation == 0
-    assert found.num_products == sum(calls) == 5
+    assert 0 < float(found.truncation) < 1e-12  # roundoff
+    assert found.num_products == sum(calls) == 6
 
 
-def test_the_whole_space_leaves_no_truncation():
-    op = matrix_with(torch.linspace(1, 2, 6, dtype=torch.float64))
-    found = trace_function(op, torch.exp, num_steps=6, reorthogonalize="full")
-    assert found.truncation == 0
+def test_the_whole_space_leaves_no_error_but_roundoff():
+    op = matrix_with(torch.linspace(1, 2, 40, dtype=torch.float64))
+    found = trace_function(
+        op, torch.exp, method="lanczos", num_steps=40, num_probes=8, reorthogonalize="full"
+    )
+    assert float(found.stderr) > 0
+    assert 0 < float(found.truncation) < 1e-12 * float(found)  # roundoff
 
 
 def test_every_rule_sums_to_one_and_the_padding_weighs_nothing():
     op = matrix_with(torch.tensor([1.0, 1.0, 1.0, 5.0, 5.0], dtype=torch.float64))
     block = torch.randn(5, 3, generator=seeded(0), dtype=torch.float64)
     rules = ritz_rules(op, block, num_steps=4, reorthogonalize="full")
-    nodes, weights = rules.last
-    torch.testing.assert_close(weights.sum(0), torch.ones(3, dtype=torch.float64))
-    assert rules.exact.all()
+    nodes, weights = rules.nodes, rules.weights
+    torch.testing.assert_close(weights.sum(1), torch.ones(3, dtype=torch.float64))
     assert rules.num_products == 6
     assert int((weights > 1e-12).sum()) == 6
     torch.testing.assert_close(
-        (weights * nodes).sum(0) * block.square().sum(0),
+        (weights * nodes).sum(1) * block.square().sum(0),
         torch.einsum("ik,ij,jk->k", block, op.matrix, block),
     )
 
@@ -118,7 +195,13 @@ def test_the_block_size_does_not_matter(mode):
     op = matrix_with(torch.linspace(0.5, 4.0, 40, dtype=torch.float64))
     runs = [
         trace_function(
-            op, torch.log, num_probes=7, num_steps=12, block_size=width, reorthogonalize=mode
+            op,
+            torch.log,
+            method="lanczos",
+            num_probes=7,
+            num_steps=12,
+            block_size=width,
+            reorthogonalize=mode,
         )
         for width in (1, 3, 7, 100)
     ]
@@ -127,33 +210,62 @@ def test_the_block_size_does_not_matter(mode):
 
 
 def test_the_tolerance_is_reached_or_its_failure_reported():
-    op = matrix_with(torch.linspace(0.5, 4.0, 40, dtype=torch.float64))
-    found = trace_function(op, torch.sqrt, num_steps=12, num_probes=4, rtol=0.005)
+    values = torch.linspace(0.5, 4.0, 400, dtype=torch.float64)
+    op = matrix_with(values)
+    found = trace_function(op, torch.sqrt, num_steps=12, num_probes=8, rtol=0.005)
+    assert "Lanczos" in found.method
     assert found.status.outcome == "converged"
-    assert found.stderr <= 0.005 * found.mean
-    exact = torch.linspace(0.5, 4.0, 40, dtype=torch.float64).sqrt().sum()
-    assert_within_stderr(found, exact)
-    short = trace_function(op, torch.sqrt, num_steps=12, num_probes=4, rtol=1e-6, max_probes=5)
+    assert found.error() <= 0.005 * found.mean
+    assert_within_stderr(found, values.sqrt().sum())
+    short = trace_function(op, torch.sqrt, num_steps=12, num_probes=8, rtol=1e-4, max_probes=9)
     assert short.status.outcome == "max_steps"
     with pytest.raises(RuntimeError, match="times as many probes"):
         short.raise_if_failed()
 
 
+def test_a_tolerance_that_the_steps_cannot_reach_asks_for_steps_and_not_for_probes():
+    op = matrix_with(torch.logspace(-3, 1, 400, dtype=torch.float64))
+    found = trace_function(op, torch.sqrt, num_steps=5, num_probes=8, rtol=1e-3)
+    assert found.status.outcome == "max_steps"
+    assert float(found.truncation) > 1e-3 * float(found)
+    assert found.num_products == 8 * 5  # further probes would not help
+    with pytest.raises(RuntimeError, match="use more steps"):
+        found.raise_if_failed()
+
+
 def test_a_function_that_is_not_finite_on_the_spectrum_is_refused_where_it_is_not():
-    op = matrix_with(torch.tensor([-1.0, 1.0, 2.0]))
-    with pytest.raises(ValueError, match="finite on the spectrum, but is not at -"):
-        trace_function(op, torch.log, num_steps=3)
+    values = torch.linspace(-1.0, 2.0, 40, dtype=torch.float64)
+    for method in ("lanczos", "eigenvalues", "krylov"):
+        options = {"method": method, "num_steps": 3, "num_probes": 8}
+        with pytest.raises(ValueError, match="finite on the spectrum, got NaN or Inf at -"):
+            trace_function(matrix_with(values), torch.sqrt, **options)
+        with pytest.raises(ValueError, match="op must be positive definite, got a Ritz value of -"):
+            trace_function(matrix_with(values), torch.log, **options)
 
 
 def test_a_function_may_be_singular_between_the_eigenvalues():
     op = DenseOperator(torch.tensor([[0.0, 1.0], [1.0, 0.0]], dtype=torch.float64))
     found = trace_function(op, torch.reciprocal, num_steps=2, reorthogonalize="full")
     assert_within_stderr(found, 0.0)
+    values = torch.cat([torch.linspace(-2, -1, 15), torch.linspace(1, 3, 25)]).double()
+    found = trace_function(
+        matrix_with(values),
+        torch.reciprocal,
+        method="lanczos",
+        num_probes=8,
+        num_steps=40,
+        reorthogonalize="full",
+    )
+    assert found.status.ok
+    assert_within_stderr(found, float(values.reciprocal().sum()))
 
 
 def test_a_function_that_changes_the_shape_is_refused():
-    with pytest.raises(ValueError, match=r"function must keep the shape \(2, 8\)"):
-        trace_function(torch.eye(3), torch.sum, num_steps=2)
+    op = torch.diag(torch.linspace(1, 2, 12))
+    with pytest.raises(ValueError, match=r"function must keep the shape \(4, 2\)"):
+        trace_function(op, torch.sum, method="lanczos", num_steps=2, num_probes=4)
+    with pytest.raises(ValueError, match=r"function must keep the shape \(12,\), got \(\)"):
+        trace_function(op, torch.sum, method="eigenvalues", num_steps=2)
 
 
 @pytest.mark.parametrize(
@@ -181,4 +293,4 @@ def test_a_product_that_is_not_finite_names_its_step():
     op = FunctionOperator(product, n=30, dtype=torch.float64)
     shifted = op + DenseOperator(torch.diag(torch.linspace(0, 1, 30, dtype=torch.float64)))
     with pytest.raises(ValueError, match="finite products; at step 3 it gave 30 NaN or Inf"):
-        trace_function(shifted, torch.exp, num_steps=8)
+        trace_function(shifted, torch.exp, method="lanczos", num_steps=8, num_probes=8)

@@ -1,11 +1,20 @@
-"""What all estimators share: generators, probes, accuracy, torture, files."""
+"""What all estimators share: generators, probes, tolerances, extreme matrices, files."""
 
 import pytest
 import torch
 
 import ritz
-from ritz._core.results import Status, stderr
-from ritz._core.sampling import CHUNK, Sampling, accuracy, check_samples, column_dots
+from ritz._core.results import Estimate, Status, stderr
+from ritz._core.sampling import (
+    CHUNK,
+    FEWEST,
+    Samples,
+    Sampling,
+    check_samples,
+    column_dots,
+    doubling,
+    is_settled,
+)
 from ritz._core.storage import load, save
 from ritz.operators import FunctionOperator
 from ritz.testing import assert_within_stderr, with_spectrum
@@ -14,10 +23,10 @@ PRECISIONS = [torch.float32, torch.float64]
 PUBLIC = {
     "lanczos": lambda op, **kw: ritz.lanczos(op, num_steps=min(5, op.shape[0]), **kw),
     "hutchinson": lambda op, **kw: ritz.trace(op, method="hutchinson", **kw),
-    "hutch++": lambda op, **kw: ritz.trace(op, method="hutch++", num_probes=4, **kw),
+    "hutch++": lambda op, **kw: ritz.trace(op, method="hutch++", num_probes=8, **kw),
     "xtrace": lambda op, **kw: ritz.trace(op, num_probes=4, **kw),
     "trace_function": lambda op, **kw: ritz.trace_function(
-        op, lambda x: x, num_steps=min(4, op.shape[0]), **kw
+        op, lambda x: x, method="lanczos", num_steps=min(4, op.shape[0]), num_probes=8, **kw
     ),
     "diagonal": lambda op, **kw: ritz.diagonal(op, method="probes", **kw),
     "frobenius_norm": ritz.frobenius_norm,
@@ -43,7 +52,7 @@ def hidden(matrix):
 
 @pytest.fixture
 def op():
-    return hidden(with_spectrum(torch.linspace(-1, 2, 20, dtype=torch.float64)).matrix)
+    return hidden(with_spectrum(torch.linspace(-1, 2, 40, dtype=torch.float64)).matrix)
 
 
 def tensors(result):
@@ -159,8 +168,9 @@ def test_a_product_that_is_not_finite_is_an_error_and_never_a_number(function, b
 def test_the_trace_is_right_for_extreme_matrices(name, entries, dtype):
     matrix = torch.diag(entries.to(dtype))
     found, exact = PUBLIC[name](hidden(matrix)), float(matrix.double().trace())
-    slack = 4 * float(found.stderr) + 10 * torch.finfo(dtype).eps * abs(exact)
-    assert abs(float(found) - exact) <= slack + float(found.truncation or 0.0)
+    low, high = found.interval(0.9999)
+    slack = 10 * torch.finfo(dtype).eps * abs(exact)
+    assert float(low) - slack <= exact <= float(high) + slack
 
 
 def test_stderr_is_that_of_the_mean_and_unknown_for_one_sample():
@@ -169,45 +179,187 @@ def test_stderr_is_that_of_the_mean_and_unknown_for_one_sample():
     assert stderr(samples[:1]).isnan().all()
 
 
-@pytest.mark.parametrize(
-    ("mean", "error", "rtol", "outcome"),
-    [(2.0, 0.1, 0.1, "converged"), (2.0, 0.3, 0.1, "max_steps"), (0.0, 0.0, 0.1, "converged")],
-)
-def test_accuracy_is_relative_to_the_mean(mean, error, rtol, outcome):
-    assert accuracy(mean, error, rtol).outcome == outcome
-    assert accuracy(-mean, error, rtol).outcome == outcome
+def mean_of(samples):
+    """What an estimator makes of its samples."""
+    return samples.estimate(method="test", num_products=len(samples.values), truncation=0.0, seed=0)
 
 
-def test_the_advice_is_the_square_of_what_is_missing():
-    status = accuracy(1.0, 0.3, 0.1)
-    assert status.advice == "use about 9 times as many probes"
-    assert accuracy(0.0, 0.3, 0.1).message == "relative error inf, above rtol 0.1"
+def run(plan, op, measure, finish=mean_of, **more):
+    return plan.run(op, measure, finish, generator=seeded(0), progress=False, label="test", **more)
 
 
 def test_probes_are_drawn_one_after_another_whatever_the_block(op):
-    def run(width):
-        plan = Sampling(7, block_size=width)
+    def sample(width):
         widths = []
 
         def measure(block):
             widths.append(block.shape[1])
             return block[:3].T
 
-        samples, status = plan.run(op, measure, generator=seeded(0), progress=False, label="test")
-        assert status == Status(outcome="completed", message="7 probes")
-        return samples, widths
+        estimate = run(Sampling(7, block_size=width), op, measure)
+        assert estimate.status == Status(outcome="completed", message="7 probes")
+        return estimate.samples, widths
 
-    narrow, wide = run(2), run(100)
+    narrow, wide = sample(2), sample(100)
     assert torch.equal(narrow[0], wide[0])
     assert (narrow[1], wide[1]) == ([2, 2, 2, 1], [7])
 
 
 def test_the_least_number_of_probes_is_taken_even_if_fewer_would_do(op):
-    plan = Sampling(5, rtol=0.5, max_probes=50, block_size=2)
-    samples, status = plan.run(
-        op, lambda b: torch.ones(b.shape[1]), generator=seeded(0), progress=False, label="test"
-    )
-    assert (len(samples), status.outcome) == (5, "converged")
+    plan = Sampling(7, rtol=0.5, max_probes=30, block_size=2)
+    estimate = run(plan, op, lambda block: torch.ones(block.shape[1]))
+    assert (len(estimate.samples), estimate.status.outcome) == (7, "converged")
+
+
+def test_probes_are_doubled_until_the_interval_is_narrow_enough(op):
+    plan = Sampling(4, rtol=0.2, max_probes=30)
+    looks = []
+
+    def finish(samples):
+        looks.append(len(samples.values))
+        return mean_of(samples)
+
+    # One plus half a random sign: the 95 % interval of 30 samples is 0.19 wide.
+    estimate = run(plan, op, lambda block: 1 + 0.5 * block[0], finish)
+    assert looks[:3] == [4, 8, 16]
+    assert estimate.status.ok == (float(estimate.error()) <= 0.2 * abs(float(estimate)))
+
+
+def test_a_tolerance_below_the_truncation_is_given_up_at_once(op):
+    def finish(samples):
+        return Estimate.of(
+            samples.values, method="test", num_products=len(samples.values), truncation=0.5
+        )
+
+    plan, products = Sampling(8, rtol=0.1, max_probes=30), []
+
+    def measure(block):
+        products.append(block.shape[1])
+        return 1 + 0.01 * block[0]
+
+    estimate = run(plan, op, measure, finish, advice="use more steps")
+    assert sum(products) == 8
+    assert estimate.status.outcome == "max_steps"
+    assert estimate.status.advice == "use more steps"
+
+
+@pytest.mark.parametrize("probes", [40, 41, 1000])
+def test_as_many_probes_as_rows_are_a_whole_basis_and_exact(op, probes):
+    blocks = []
+
+    def measure(block):
+        blocks.append(block)
+        return column_dots(block, op.matmat(block))
+
+    estimate = run(Sampling(probes, block_size=16), op, measure)
+    basis = torch.cat(blocks, 1)
+    torch.testing.assert_close(basis @ basis.T, 40 * torch.eye(40, dtype=torch.float64))
+    assert float(estimate) == pytest.approx(20.0, rel=1e-12)
+    assert (float(estimate.stderr), estimate.degrees, estimate.samples) == (0.0, 0, None)
+    assert "with a whole basis in place of random probes" in estimate.method
+
+
+def test_a_tolerance_that_needs_more_probes_than_rows_is_reached_by_a_whole_basis(op):
+    plan = Sampling(8, rtol=1e-6, max_probes=100)
+    estimate = run(plan, op, lambda block: column_dots(block, op.matmat(block)))
+    assert float(estimate) == pytest.approx(20.0, rel=1e-12)
+    assert estimate.status.outcome == "converged"
+
+
+@pytest.mark.parametrize(
+    ("first", "limit", "counts"),
+    [(4, 4, [4]), (4, 30, [4, 8, 16, 30]), (4, 32, [4, 8, 16, 32]), (8, 5, [5]), (1, 2, [1, 2])],
+)
+def test_numbers_of_probes_double_up_to_a_limit(first, limit, counts):
+    assert doubling(first, limit) == counts
+
+
+@pytest.mark.parametrize(
+    ("probes", "rtol", "limit", "n", "looks"),
+    [
+        (8, None, 1000, 100, [8]),
+        (8, None, 1000, 8, [8]),  # a whole basis
+        (9, None, 1000, 8, [8]),
+        (8, 0.1, 50, 100, [8, 16, 32, 50]),
+        (8, 0.1, 50, 20, [8, 16, 20]),  # the last is a whole basis
+        (8, 0.1, 16, 16, [8, 16]),
+    ],
+)
+def test_the_error_is_judged_at_few_numbers_of_probes(probes, rtol, limit, n, looks):
+    assert Sampling(probes, rtol, limit).looks(n) == looks
+
+
+def test_sampling_ends_when_it_converged_or_cannot():
+    values = torch.tensor([0.9, 1.1] * 8, dtype=torch.float64)
+
+    def settled(rtol, truncation):
+        estimate = Estimate.of(values, method="test", num_products=16, truncation=truncation)
+        return is_settled(estimate.judged(rtol), rtol)
+
+    assert settled(None, 0.0)  # no tolerance
+    assert settled(0.1, 0.0)  # converged
+    assert not settled(0.01, 0.0)  # more probes help
+    assert settled(0.01, 0.02)  # more probes do not
+    assert settled(0.01, torch.inf)
+
+
+@pytest.mark.parametrize("count", range(2, 9))
+def test_few_equal_samples_say_nothing_about_their_spread(count):
+    estimate = mean_of(Samples(torch.full((count,), 7.0, dtype=torch.float64))).judged(0.1)
+    known = count >= FEWEST
+    assert estimate.status.outcome == ("converged" if known else "uncertain")
+    assert float(estimate.truncation) == (0.0 if known else torch.inf)
+
+
+def test_only_the_entries_with_equal_samples_are_unknown():
+    values = torch.tensor([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]], dtype=torch.float64)
+    assert mean_of(Samples(values)).truncation.tolist() == [torch.inf, 0.0]
+
+
+TWO_VALUES = torch.eye(60, dtype=torch.float64)
+TWO_VALUES[0, 1] = TWO_VALUES[1, 0] = 20.0
+FEW = {
+    "hutchinson": lambda op, **kw: ritz.trace(op, method="hutchinson", **kw),
+    "frobenius_norm": ritz.frobenius_norm,
+    "diagonal": lambda op, **kw: ritz.diagonal(op, method="probes", **kw),
+    "trace_function": lambda op, **kw: ritz.trace_function(
+        op, torch.exp, method="lanczos", num_steps=4, **kw
+    ),
+}
+TRUTHS = {
+    "hutchinson": 60.0,
+    "frobenius_norm": float(TWO_VALUES.norm()),
+    "diagonal": torch.ones(60, dtype=torch.float64),
+    "trace_function": float(torch.linalg.eigvalsh(TWO_VALUES).exp().sum()),
+}
+
+
+@pytest.mark.parametrize("num_probes", [2, 3, 4, 5])
+@pytest.mark.parametrize("name", FEW)
+def test_samples_that_agree_by_chance_are_not_exact(name, num_probes):
+    # Random signs give samples of two values, which coincide with probability 2^(1 - num_probes).
+    for seed in range(20):
+        estimate = FEW[name](hidden(TWO_VALUES), num_probes=num_probes, generator=seeded(seed))
+        low, high = estimate.interval(0.95)
+        truth = torch.as_tensor(TRUTHS[name])
+        known = bool(((low - 1e-9 <= truth) & (truth <= high + 1e-9)).all())
+        assert known or float(estimate.stderr.max()) > 1e-9
+
+
+@pytest.mark.parametrize("num_probes", [2, 4])
+def test_few_probes_that_agree_by_chance_do_not_end_a_search_for_a_tolerance(num_probes):
+    right = 0
+    for seed in range(20):
+        estimate = ritz.trace(
+            hidden(TWO_VALUES),
+            method="hutchinson",
+            num_probes=num_probes,
+            rtol=0.3,
+            generator=seeded(seed),
+        )
+        assert estimate.status.outcome == "converged"
+        right += abs(float(estimate) - 60) < 0.3 * 60
+    assert right >= 19
 
 
 def test_samples_that_are_not_finite_name_their_probe():

@@ -17,8 +17,8 @@ METHODS = ("lanczos", "krylov", "chebyshev", "maxent")
 
 
 def within(found, exact):
-    bars = math.hypot(float(found.stderr), float(found.truncation))
-    return abs(float(found) - exact) <= 4 * bars + 1e-9 * abs(exact)
+    low, high = found.interval(0.9999)
+    return math.isfinite(float(high)) and float(low) <= exact <= float(high)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -41,7 +41,8 @@ def test_eigenvalues_are_exact(name, rng):
     op = with_spectrum(values, generator=rng)
     found = ritz.trace_function(op, FUNCTIONS[name], method="eigenvalues", num_steps=1)
     assert float(found) == pytest.approx(float(FUNCTIONS[name](values).sum()), rel=1e-12)
-    assert float(found.stderr) == float(found.truncation) == 0
+    assert float(found.stderr) == 0
+    assert 0 < float(found.truncation) < 1e-11 * abs(float(found))  # roundoff
 
 
 def test_a_krylov_space_of_full_dimension_is_exact(rng):
@@ -65,13 +66,16 @@ def test_a_krylov_space_is_accurate_if_few_eigenvalues_dominate(rng):
 @pytest.mark.parametrize("method", ["krylov", "chebyshev"])
 def test_a_function_that_is_not_finite_on_the_spectrum_is_named(method, rng):
     op = with_spectrum(torch.linspace(-1, 1, 100, dtype=torch.float64), generator=rng)
-    with pytest.raises(ValueError, match=r"finite on the spectrum|domain of the function"):
-        ritz.trace_function(op, torch.log, method=method, num_steps=5, num_probes=10)
+    options = {"method": method, "num_steps": 5, "num_probes": 10}
+    with pytest.raises(ValueError, match="finite on the spectrum, got NaN or Inf at -"):
+        ritz.trace_function(op, torch.sqrt, **options)
+    with pytest.raises(ValueError, match="op must be positive definite, got a Ritz value of -"):
+        ritz.trace_function(op, torch.log, **options)
 
 
 def test_an_unknown_method_is_named(rng):
     op = with_spectrum(torch.ones(10, dtype=torch.float64), generator=rng)
-    with pytest.raises(ValueError, match="method must be one of lanczos, krylov"):
+    with pytest.raises(ValueError, match="method must be one of auto, lanczos, krylov"):
         ritz.trace_function(op, torch.exp, method="magic", num_steps=5)
 
 
@@ -94,17 +98,17 @@ def test_auto_stops_when_the_tolerance_is_reached():
     found = ritz.logdet(op, rtol=0.01)
     assert found.status.outcome == "converged"
     assert found.num_products < 100
-    assert "Lanczos quadrature, as the first 4 probes predicted" in found.method
-    assert abs(float(found) - exact) < 0.04 * exact
+    assert "Lanczos quadrature, which reaches rtol" in found.method
+    assert abs(float(found) - exact) < 0.01 * exact
 
 
 def test_auto_aims_at_a_thousandth_and_reports_whether_it_was_reached():
     op, exact = chain(20_000, 1.0)
     found = ritz.logdet(op)
     assert found.status.outcome == "converged"
-    assert math.hypot(float(found.stderr), float(found.truncation)) < 1e-3 * float(found)
+    assert float(found.error()) <= 1e-3 * float(found)
     assert within(found, exact)
-    short = ritz.logdet(op, num_products=100, rtol=1e-5)
+    short = ritz.logdet(op, num_products=200, rtol=1e-6)
     assert short.status.outcome == "max_steps"
     assert within(short, exact)
 
@@ -113,15 +117,15 @@ def test_truncation_is_unknown_after_a_single_step():
     op, _ = chain(20_000, 1.0)
     found = ritz.logdet(op, num_products=30, rtol=1e-5)
     assert "x 1 steps" in found.method
-    assert math.isnan(float(found.truncation))
-    assert found.status.outcome == "max_steps"
+    assert float(found.truncation) == math.inf
+    assert found.status.outcome == "uncertain"
 
 
 def test_auto_takes_a_krylov_space_where_quadrature_would_not_do():
     op, exact = chain(2000, 1e-5)
     found = ritz.logdet(op, num_products=400, floor=1e-5, rtol=1e-3)
     assert "directions split off" in found.method
-    assert "Lanczos quadrature would not do" in found.method
+    assert "Lanczos quadrature would not reach rtol" in found.method
     assert found.num_products <= 400
     assert within(found, exact)
 

@@ -79,6 +79,7 @@ def test_more_probes_than_rows_are_allowed(method):
 def check_honest(estimate, truth, count=200):
     found = [estimate(seeded(1000 + seed)) for seed in range(count)]
     errors = torch.stack([f.mean - truth for f in found])
+    assert torch.stack([f.error() for f in found]).ge(errors.abs()).double().mean() >= 0.93
     assert 0.8 < float((errors / torch.stack([f.stderr for f in found])).std()) < 1.25
     assert abs(errors.mean()) < 4 * errors.std() / count**0.5
 
@@ -109,7 +110,7 @@ def test_the_standard_error_of_xtrace_is_never_far_too_small(n, num_probes, powe
 
 @pytest.mark.parametrize("probe", ["rademacher", "gaussian"])
 def test_the_standard_error_of_the_frobenius_norm_is_honest(probe):
-    op, truth = hidden(decaying(40)), decaying(40).norm()
+    op, truth = hidden(decaying(50)), decaying(50).norm()
 
     def estimate(generator):
         return frobenius_norm(op, num_probes=40, probe=probe, generator=generator)
@@ -120,13 +121,16 @@ def test_the_standard_error_of_the_frobenius_norm_is_honest(probe):
 @pytest.mark.parametrize(("probe", "fourth_moment"), [("rademacher", 1.0), ("gaussian", 3.0)])
 def test_the_variance_is_that_of_the_formula(probe, fourth_moment):
     matrix = decaying(30) + torch.diag(torch.linspace(0, 1, 30, dtype=torch.float64))
-    count = 20_000
-    found = trace(
-        hidden(matrix), method="hutchinson", num_probes=count, probe=probe, generator=seeded(2)
-    )
+    # Thirty probes would be a whole basis, which has no variance.
+    runs = [
+        trace(
+            hidden(matrix), method="hutchinson", num_probes=29, probe=probe, generator=seeded(seed)
+        )
+        for seed in range(700)
+    ]
     exact = 2 * matrix.square().sum() + (fourth_moment - 3) * matrix.diagonal().square().sum()
-    squares = (found.samples - matrix.trace()).square()
-    assert abs(squares.mean() - exact) < 4 * squares.std() / count**0.5
+    squares = (torch.cat([run.samples for run in runs]) - matrix.trace()).square()
+    assert abs(squares.mean() - exact) < 4 * squares.std() / len(squares) ** 0.5
 
 
 def test_a_rademacher_trace_of_a_diagonal_matrix_has_no_variance():
@@ -178,11 +182,21 @@ def test_a_low_rank_has_an_exact_trace_at_any_scale(method, rank, dtype, scale):
 @pytest.mark.parametrize("method", METHODS)
 def test_the_tolerance_is_reached(method):
     matrix = decaying(200)
-    found = trace(hidden(matrix), method=method, num_probes=4, rtol=0.02, max_probes=4000)
+    found = trace(hidden(matrix), method=method, num_probes=8, rtol=0.2, max_probes=4000)
     assert found.status.outcome == "converged"
-    assert found.stderr <= 0.02 * found.mean
+    assert found.error() <= 0.2 * found.mean
     assert_within_stderr(found, float(matrix.trace()))
-    assert 4 < len(found.samples) < 4000
+    assert 8 <= len(found.samples) < 200
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_tolerance_that_needs_more_probes_than_rows_is_reached_without_sampling(method):
+    matrix = decaying(60)
+    found = trace(hidden(matrix), method=method, num_probes=8, rtol=1e-9, max_probes=4000)
+    assert float(found) == pytest.approx(float(matrix.trace()), rel=1e-12)
+    assert float(found.stderr) == 0
+    assert 0 < float(found.truncation) < 1e-12 * float(found)
+    assert found.status.ok
 
 
 def test_xtrace_counts_every_product_on_its_way_to_the_accuracy():
@@ -216,9 +230,13 @@ def test_the_frobenius_norm_is_within_four_standard_errors(dtype):
 
 
 def test_the_frobenius_norm_reaches_its_tolerance():
-    found = frobenius_norm(hidden(decaying(100)), num_probes=4, rtol=0.02, max_probes=5000)
+    found = frobenius_norm(hidden(decaying(100)), num_probes=8, rtol=0.3, max_probes=5000)
     assert found.status.outcome == "converged"
-    assert 0.01 < float(found.stderr / found.mean) <= 0.02
+    assert float(found.stderr) > 0
+    assert 0.05 < float(found.error() / found.mean) <= 0.3
+    exact = frobenius_norm(hidden(decaying(100)), num_probes=8, rtol=1e-9, max_probes=5000)
+    assert (exact.status.outcome, float(exact.stderr)) == ("converged", 0.0)
+    assert float(exact) == pytest.approx(float(decaying(100).norm()), rel=1e-12)
     failed = frobenius_norm(hidden(decaying(100)), num_probes=4, rtol=1e-4, max_probes=9)
     assert failed.status.outcome == "max_steps"
 
@@ -245,7 +263,7 @@ def test_a_product_that_is_not_finite_names_its_probe(method, value):
     [
         ({"num_probes": 1}, "num_probes must be at least 2"),
         ({"method": "magic"}, "method must be one of auto, exact"),
-        ({"method": "exact"}, "method='exact' needs a structure"),
+        ({"method": "exact"}, "method='exact': no exact trace is available"),
         ({"rtol": -1.0}, "rtol must be between"),
         ({"rtol": 0.1, "max_probes": 3}, "max_probes must be at least 4"),
         ({"method": "hutchinson", "probe": "cauchy"}, "probe must be"),

@@ -22,7 +22,7 @@ def test_the_largest_values_are_found_within_their_residuals(result):
 def test_every_exact_answer_is_within_four_standard_errors(result):
     for item in result.quantities:
         error = abs(item.exact - float(item.estimate))
-        allowed = 4 * float(item.estimate.stderr) + float(item.estimate.truncation or 0)
+        allowed = 4 * float(item.estimate.stderr) + float(item.estimate.truncation)
         assert error <= allowed + 1e-6 * abs(item.exact), item.name
 
 

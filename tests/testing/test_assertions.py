@@ -68,11 +68,11 @@ def test_the_test_vectors_come_from_the_generator():
     assert torch.equal(seen[0], seen[len(seen) // 2])
 
 
-def estimate(mean, stderr, truncation=None):
+def estimate(mean, stderr, truncation=0.0):
     return Estimate(
         mean=torch.tensor(mean),
         stderr=torch.tensor(stderr),
-        truncation=None if truncation is None else torch.tensor(truncation),
+        truncation=torch.tensor(truncation).expand(torch.tensor(mean).shape),
         num_products=0,
         method="test",
         status=Status(outcome="completed", message="test"),

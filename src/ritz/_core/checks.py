@@ -25,6 +25,14 @@ def check_range(
         raise ValueError(f"{name} must be {_interval(low, high)}, got {value}")
 
 
+def is_below(error: "float | Tensor", bound: "float | Tensor") -> bool:
+    """Return whether every error is at most its bound. NaN is not below anything."""
+    # All comparisons of an error with a tolerance go through here: ``not error > bound`` would
+    # accept NaN.
+    below = error <= bound
+    return bool(below.all()) if hasattr(below, "all") else below
+
+
 def check_count(name: str, value: int, *, low: int = 1, high: int | None = None) -> None:
     """Raise unless ``value`` is an integer in ``[low, high]``."""
     if isinstance(value, bool) or not isinstance(value, int):

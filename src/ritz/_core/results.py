@@ -5,11 +5,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+from scipy.special import stdtrit
 from torch import Tensor
 
+from ritz._core.checks import check_range, is_below
 from ritz._core.storage import storable
 
-Outcome = Literal["completed", "converged", "breakdown", "max_steps"]
+Outcome = Literal["completed", "converged", "breakdown", "max_steps", "uncertain"]
 
 
 class NotConvergedError(RuntimeError):
@@ -24,7 +26,8 @@ class Status:
     Attributes:
         outcome: ``completed`` (all steps were done; no tolerance was set), ``converged`` (the
             tolerance was reached), ``breakdown`` (an exact invariant subspace was found, so more
-            steps would add nothing) or ``max_steps`` (the tolerance was not reached).
+            steps would add nothing), ``max_steps`` (the tolerance was not reached) or
+            ``uncertain`` (no bound of the error is known, so it may be of any size).
         message: One sentence that says what happened.
         advice: What to change. Empty if nothing is wrong.
     """
@@ -35,9 +38,9 @@ class Status:
 
     @property
     def ok(self) -> bool:
-        """Whether the tolerance, if any, was reached."""
+        """Whether the error is known, and below the tolerance if one was set."""
         # A breakdown is exact: the Krylov space is invariant and contains the answer.
-        return self.outcome != "max_steps"
+        return self.outcome not in ("max_steps", "uncertain")
 
     def raise_if_failed(self) -> None:
         """Raise :class:`NotConvergedError` unless :attr:`ok`."""
@@ -67,9 +70,11 @@ class Estimate(HasStatus):
     Attributes:
         mean: The estimate, of any shape ``s``. A float64 tensor on the CPU, except for a tensor
             as large as the operator, which has its dtype and device.
-        stderr: Standard error of the mean, shape ``s``. Zero if nothing was sampled.
-        truncation: Bound or estimate of the error that more samples do not reduce, shape ``s``.
-            ``None`` if there is no such error.
+        stderr: One standard error of the mean, shape ``s``. Zero if nothing was sampled.
+        truncation: Bound or estimate of the error that more samples do not reduce, shape ``s``:
+            truncated series, residuals and roundoff together. Infinite if it is unknown.
+        degrees: Degrees of freedom of ``stderr``, usually the number of samples less one. Zero if
+            nothing was sampled.
         samples: The samples that were averaged, ``(num_samples, *s)``. ``None`` if nothing was
             sampled, or if storing the samples would take too much memory.
         num_products: Number of matrix-vector products that were used.
@@ -80,7 +85,8 @@ class Estimate(HasStatus):
 
     mean: Tensor
     stderr: Tensor
-    truncation: Tensor | None = None
+    truncation: Tensor
+    degrees: int = 0
     samples: Tensor | None = None
     num_products: int
     method: str
@@ -93,8 +99,8 @@ class Estimate(HasStatus):
         value: float | Tensor,
         *,
         method: str,
+        truncation: float | Tensor = 0.0,
         num_products: int = 0,
-        truncation: Tensor | None = None,
         status: Status | None = None,
         seed: int | None = None,
     ) -> "Estimate":
@@ -103,7 +109,7 @@ class Estimate(HasStatus):
         return cls(
             mean=mean,
             stderr=torch.zeros_like(mean),
-            truncation=truncation,
+            truncation=torch.as_tensor(truncation, dtype=mean.dtype).expand(mean.shape),
             num_products=num_products,
             method=method,
             status=status or Status(outcome="completed", message="no sampling"),
@@ -117,15 +123,17 @@ class Estimate(HasStatus):
         *,
         method: str,
         num_products: int,
-        truncation: Tensor | None = None,
+        truncation: float | Tensor = 0.0,
         status: Status | None = None,
         seed: int | None = None,
     ) -> "Estimate":
         """Return the mean of samples ``(num_samples, *s)`` with its standard error."""
+        mean = samples.mean(0)
         return cls(
-            mean=samples.mean(0),
+            mean=mean,
             stderr=stderr(samples),
-            truncation=truncation,
+            truncation=torch.as_tensor(truncation, dtype=mean.dtype).expand(mean.shape),
+            degrees=len(samples) - 1,
             samples=samples,
             num_products=num_products,
             method=method,
@@ -140,9 +148,80 @@ class Estimate(HasStatus):
             self,
             mean=self.mean * factor,
             stderr=self.stderr * abs(factor),
-            truncation=None if self.truncation is None else self.truncation * abs(factor),
+            truncation=self.truncation * abs(factor),
             samples=None if self.samples is None else self.samples * factor,
         )
+
+    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        r"""Return the ends of an interval that holds the true value with probability ``level``.
+
+        .. math:: \text{mean} \pm (t_\nu\, \text{stderr} + \text{truncation})
+
+        with the quantile :math:`t_\nu` of Student's distribution for ``degrees`` degrees of
+        freedom, made larger where the samples are skewed. The truncation is added in full: it does
+        not average out.
+
+        Args:
+            level: Probability, between 0 and 1.
+        """
+        half = self.error(level)
+        return self.mean - half, self.mean + half
+
+    def error(self, level: float = 0.95) -> Tensor:
+        """Return half the width of :meth:`interval`, shape ``s``."""
+        check_range("level", level, low=0.0, high=1.0)
+        if not self.degrees:
+            return self.stderr + self.truncation
+        quantile = float(stdtrit(self.degrees, 0.5 + level / 2))
+        return quantile * self._skewed(quantile) * self.stderr + self.truncation
+
+    def _skewed(self, quantile: float) -> Tensor:
+        """Return the factor by which skewness of the samples widens an interval, shape ``s``."""
+        if self.samples is None:
+            return torch.ones_like(self.stderr)
+        # Hall (1992), Section 3.5: Student's interval of N samples with skewness g is short by
+        # g^2 (z^4 + 2 z^2 - 3) / (18 N) of its length.
+        off = self.samples - self.samples.mean(0)
+        off = off / off.abs().amax(0)  # of size one, so that the powers neither vanish nor overflow
+        skewness = (off.pow(3).mean(0) / off.square().mean(0) ** 1.5).nan_to_num(nan=0.0)
+        z = quantile
+        return 1 + skewness.square() * ((z**4 + 2 * z**2 - 3) / (18 * len(off)))
+
+    def judged(self, rtol: float | None, advice: str = "") -> "Estimate":
+        """Return the estimate with the status that its errors give it.
+
+        Args:
+            rtol: The 95 % interval has to be within this fraction of the mean; for arrays, both
+                in the Euclidean norm.
+            advice: What to change if the truncation is too large.
+        """
+        size, error = float(self.mean.norm()), float(self.error().norm())
+        if not math.isfinite(error):
+            status = Status(
+                outcome="uncertain",
+                message=f"the error is unknown; stderr {float(self.stderr.max()):.2g}",
+                advice=advice,
+            )
+        elif rtol is None:
+            return self
+        elif is_below(error, rtol * size):
+            status = Status(outcome="converged", message=f"relative error below {rtol:.2g}")
+        else:
+            status = Status(
+                outcome="max_steps",
+                message=f"relative error {error / size if size else math.inf:.2g}, above rtol "
+                f"{rtol:.2g}",
+                advice=self._advice(rtol * size, advice),
+            )
+        return replace(self, status=status)
+
+    def _advice(self, goal: float, advice: str) -> str:
+        fixed, error = float(self.truncation.norm()), float(self.error().norm())
+        if advice and fixed > 0.5 * error:
+            return advice
+        # The sampling error falls with the root of the number of probes.
+        factor = ((error - fixed) / (goal - fixed)) ** 2 if goal > fixed else math.inf
+        return f"use about {factor:.2g} times as many probes"
 
     def __float__(self) -> float:
         return float(self.mean.detach())
@@ -154,8 +233,10 @@ class Estimate(HasStatus):
             value = f"Estimate of shape {shape}, largest stderr {error:.2g}"
         else:
             value = plain_estimate(self)
-        if self.truncation is not None:
-            value += f", truncation {float(self.truncation.max()):.2g}"
+        fixed, sampled = float(self.truncation.max()), float(self.stderr.max())
+        # Roundoff of 1e-14 next to an error bar of 0.1 is not worth a word.
+        if not is_below(fixed, 1e-3 * sampled) and fixed > 0:
+            value += f", truncation {fixed:.2g}"
         return f"{value}  [{self.method}, {self.num_products} products; {self.status}]"
 
 
@@ -163,9 +244,17 @@ def stderr(samples: Tensor) -> Tensor:
     """Return the standard error of the mean over the first axis; NaN for a single sample."""
     if len(samples) < 2:  # std would warn
         return torch.full_like(samples[0], torch.nan)
+    # The squares of a deviation of 1e-170 are zero: scale by a power of two, which is exact.
+    unit = power_of_two(samples)
     # stderr = std / sqrt(N), with the unbiased standard deviation.
-    deviation: Tensor = samples.std(0)
-    return deviation / math.sqrt(len(samples))
+    deviation: Tensor = (samples / unit).std(0)
+    return deviation * (unit / math.sqrt(len(samples)))
+
+
+def power_of_two(tensor: Tensor) -> float:
+    """Return the power of two below the largest entry; 1 for a tensor of zeros."""
+    largest = float(tensor.abs().max())
+    return math.ldexp(1.0, math.frexp(largest)[1] - 1) if largest > 0 else 1.0
 
 
 def plain_estimate(estimate: Estimate) -> str:

@@ -1,19 +1,27 @@
 """Averages over random probes: a fixed number of probes, or until the error is below ``rtol``."""
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ritz._core.checks import check_count, check_range
+from ritz._core.checks import check_count, check_range, is_below
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import Probe, probes
-from ritz._core.results import Status, stderr
+from ritz._core.results import Estimate
 
 # Entries per step of column_dots: small enough that the elementwise product stays in cache.
 CHUNK = 2**17
+
+# Units of roundoff in a sum of products. In the table of docs/intervals.md no exact value is off by
+# more than 2.
+ROUNDOFF = 4.0
+
+# Equal samples are taken for an exact result from this many on: 2^(1-6) < 0.05.
+FEWEST = 6
 
 
 def column_dots(left: Tensor, right: Tensor) -> Tensor:
@@ -47,13 +55,45 @@ def draw_probes(
     return probes(shape, kind=kind, generator=generator, dtype=op.dtype, device=op.device)
 
 
+Finish = Callable[["Samples"], Estimate]
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Samples ``(d, *s)`` of a quantity whose mean over random probes is wanted.
+
+    Attributes:
+        values: One sample per probe.
+        complete: Whether the probes were an orthogonal basis, so that the mean is exact.
+    """
+
+    values: Tensor
+    complete: bool = False
+
+    def estimate(
+        self, *, method: str, num_products: int, truncation: float | Tensor, seed: int
+    ) -> Estimate:
+        """Return the mean, with its standard error unless it is exact."""
+        if not self.complete:
+            estimate = Estimate.of(
+                self.values,
+                method=method,
+                num_products=num_products,
+                truncation=truncation,
+                seed=seed,
+            )
+            return doubted(estimate)
+        mean, how = self.values.mean(0), f"{method}, with a whole basis in place of random probes"
+        return Estimate.exact(mean, method=how, num_products=num_products, truncation=truncation)
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """Number and distribution of probes, and when to stop.
 
     Attributes:
         num_probes: Number of probes. With ``rtol``, the smallest number.
-        rtol: Keep adding probes until the standard error is below this fraction of the mean.
+        rtol: Keep adding probes until the 95 % interval is within this fraction of the mean.
         max_probes: Stop after this many probes even if ``rtol`` is not reached.
         block_size: Probes per block product. Defaults to the ``block_size`` of the operator.
         probe: Distribution of the entries.
@@ -77,46 +117,97 @@ class Sampling:
         self,
         op: Probed,
         measure: Callable[[Tensor], Tensor],
+        finish: Finish,
         *,
         generator: torch.Generator,
         progress: bool | Progress,
         label: str,
-    ) -> tuple[Tensor, Status]:
-        """Return samples ``(d, *s)`` and the status. ``measure`` maps ``(n, k)`` to ``(k, *s)``."""
-        limit = self.num_probes if self.rtol is None else self.max_probes
-        samples: list[Tensor] = []
+        advice: str = "",
+    ) -> Estimate:
+        """Return the estimate that ``finish`` makes of enough samples, with its status.
+
+        Args:
+            op: The operator that the probes are for.
+            measure: Maps probes ``(n, k)`` to samples ``(k, *s)``.
+            finish: Maps all samples to an estimate.
+            generator: Source of the probes.
+            progress: Show a progress bar, or a :class:`Progress` to report to.
+            label: Name of the bar.
+            advice: What to change if the truncation error is too large.
+        """
+        n, looks = op.shape[0], self.looks(op.shape[0])
+        parts: list[Tensor] = []
         taken = 0
-        with tracking(progress, label, limit) as bar:
-            while taken < limit and not self._settled(samples, taken):
-                # The first blocks end at num_probes, where the error is judged for the first time.
-                goal = self.num_probes if taken < self.num_probes else limit
-                width = min(self.width(op), goal - taken)
-                block = draw_probes(op, width, kind=self.probe, generator=generator)
-                samples.append(measure(block).double().cpu())
-                check_samples(samples[-1], taken)
-                taken += width
-                bar.update(taken)
-        joined = torch.cat(samples)
-        return joined, self.status(joined)
+        with tracking(progress, label, looks[-1]) as bar:
+            for goal in looks:
+                if goal == n:
+                    return self._complete(op, measure, finish, advice)
+                while taken < goal:
+                    width = min(self.width(op), goal - taken)
+                    block = draw_probes(op, width, generator=generator, kind=self.probe)
+                    parts.append(measure(block).double().cpu())
+                    check_samples(parts[-1], taken)
+                    taken += width
+                    bar.update(taken)
+                estimate = finish(Samples(torch.cat(parts))).judged(self.rtol, advice)
+                if is_settled(estimate, self.rtol):
+                    break
+        return estimate
+
+    def looks(self, n: int) -> list[int]:
+        """Return the numbers of probes at which the error is judged; ``n`` means a whole basis.
+
+        ``n`` orthogonal probes give the exact mean, so no more than that are worth their products.
+        """
+        counts = doubling(
+            self.num_probes, self.num_probes if self.rtol is None else self.max_probes
+        )
+        return [count for count in counts if count < n] + [n] * any(count >= n for count in counts)
+
+    def _complete(
+        self, op: Probed, measure: Callable[[Tensor], Tensor], finish: Finish, advice: str
+    ) -> Estimate:
+        # With z_i = sqrt(n) e_i the mean of z_i' B z_i over i is tr B: no random probe is needed.
+        n = op.shape[0]
+        basis = math.sqrt(n) * torch.eye(n, dtype=op.dtype, device=op.device)
+        values = torch.cat(
+            [measure(block).double().cpu() for block in basis.split(self.width(op), 1)]
+        )
+        check_samples(values, 0)
+        return finish(Samples(values, complete=True)).judged(self.rtol, advice)
 
     def width(self, op: Probed) -> int:
         """Return the number of probes per block product."""
         return op.block_size if self.block_size is None else self.block_size
 
-    def status(self, samples: Tensor) -> Status:
-        """Return whether samples ``(d, *s)`` are accurate enough."""
-        return self.judge(samples.mean(0), stderr(samples), len(samples))
 
-    def judge(self, mean: Tensor, error: Tensor, count: int) -> Status:
-        """Return whether a mean over ``count`` probes is accurate enough."""
-        if self.rtol is None:
-            return Status(outcome="completed", message=f"{count} probes")
-        # An array has one status: its largest error against its largest entry.
-        return accuracy(float(mean.abs().max()), float(error.max()), self.rtol)
+def doubted(estimate: Estimate) -> Estimate:
+    """Return the estimate with unknown error where few samples agree by chance."""
+    # Two values come out N times alike with probability 2^(1-N). Fewer than FEWEST equal samples
+    # say nothing about their spread.
+    blind = estimate.stderr <= estimate.truncation
+    if estimate.degrees + 1 >= FEWEST or not bool(blind.any()):
+        return estimate
+    return replace(estimate, truncation=torch.where(blind, torch.inf, estimate.truncation))
 
-    def _settled(self, samples: list[Tensor], taken: int) -> bool:
-        enough = self.rtol is not None and taken >= self.num_probes
-        return enough and self.status(torch.cat(samples)).ok
+
+def doubling(first: int, limit: int) -> list[int]:
+    """Return ``first``, twice that, and so on up to ``limit``.
+
+    Comparing the error with a tolerance after every block would stop too early too often.
+    """
+    counts = [min(first, limit)]
+    while counts[-1] < limit:
+        counts.append(min(2 * counts[-1], limit))
+    return counts
+
+
+def is_settled(estimate: Estimate, rtol: float | None) -> bool:
+    """Return whether more probes are not needed, or of no use."""
+    goal = (rtol or 0.0) * float(estimate.mean.norm())
+    judged = estimate.degrees + 1 >= FEWEST  # before that, more probes may tell the spread
+    hopeless = judged and not is_below(float(estimate.truncation.norm()), goal)
+    return estimate.status.ok or hopeless
 
 
 def check_samples(samples: Tensor, taken: int) -> None:
@@ -127,17 +218,3 @@ def check_samples(samples: Tensor, taken: int) -> None:
             "op must give finite products; the product with probe "
             f"{taken + int(bad.nonzero()[0]) + 1} has NaN or Inf, or overflows"
         )
-
-
-def accuracy(mean: float, error: float, rtol: float) -> Status:
-    """Return whether ``error <= rtol * |mean|``, with advice if not."""
-    if error <= rtol * abs(mean):
-        return Status(outcome="converged", message=f"relative error below {rtol:.2g}")
-    reached = error / abs(mean) if mean else float("inf")
-    # The error falls with the root of the number of probes.
-    factor = (reached / rtol) ** 2 if rtol else float("inf")
-    return Status(
-        outcome="max_steps",
-        message=f"relative error {reached:.2g}, above rtol {rtol:.2g}",
-        advice=f"use about {factor:.2g} times as many probes",
-    )

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ritz._core.batches import is_rows
+from ritz._core.checks import is_below
 from ritz._core.modes import recording
 from ritz.curvature import _sample_gradients as rules
 from ritz.curvature._losses import known_loss
@@ -126,7 +127,7 @@ def _checked_plan(risk: Risk, few: Context, max_columns: int | None) -> Plan:
     def agrees(name: str, gradients: Tensor) -> bool:
         gap = (torch.tensordot(weights, gradients[0], 1) - expected[name]).double().norm()
         # Some gradients are pure roundoff, such as that of a bias before a softmax.
-        return bool(gap <= 10 * eps**0.5 * expected[name].double().norm() + 100 * eps * norm)
+        return is_below(gap, 10 * eps**0.5 * expected[name].double().norm() + 100 * eps * norm)
 
     good, layers = {}, dict(risk.model.named_modules())
     pulled, _ = attempt(lambda: recorded_pass.pull(cotangent[None]), *UNSUITABLE)

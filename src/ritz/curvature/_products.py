@@ -1,5 +1,6 @@
 """Matrix-vector products that are means over batches, by the fastest way that works."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -13,7 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_flatten
 
 from ritz._core.batches import tensors
-from ritz._core.checks import check_choice, check_count
+from ritz._core.checks import check_choice, check_count, is_below
 from ritz._core.modes import arithmetic, batch_norms, differentiable, searched_convolutions
 from ritz.curvature._linearize import Linearization, nbytes
 from ritz.curvature._modes import (
@@ -251,7 +252,8 @@ class Products:
             primal = trace.primal((self.risk.params, context))
             product, Av = (trace.tangent(primal, vector[None])[0] for vector in (u, v))
         gap, size = float((product - Au).norm()), float(Au.norm())
-        if gap > _rtol(u) * size:
+        # A direct product with NaN is reported later, with the batch that causes it.
+        if not is_below(gap, _rtol(u) * size) and math.isfinite(size):
             raise ArithmeticError(f"the traced product differs by {gap / size:.1g}")
         if problem := _asymmetry(u, Au, v, Av):
             raise ArithmeticError(problem)
@@ -315,8 +317,9 @@ def _asymmetry(u: Tensor, Au: Tensor, v: Tensor, Av: Tensor) -> str:
     # u'Av = v'Au. Some double derivatives of torch are wrong, and then this does not hold.
     gap = abs(float(v @ Au - u @ Av))
     size = float(v.norm() * Au.norm() + u.norm() * Av.norm())
-    # A NaN passes: it is reported with the batch that causes it.
-    return f"the product is not symmetric, by {gap / size:.1g}" if gap > _rtol(u) * size else ""
+    # Products with NaN are reported with the batch that causes it.
+    alike = is_below(gap, _rtol(u) * size) or not math.isfinite(size)
+    return "" if alike else f"the product is not symmetric, by {gap / size:.1g}"
 
 
 def _rtol(like: Tensor) -> float:

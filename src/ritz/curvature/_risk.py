@@ -14,7 +14,14 @@ from torch.func import functional_call, grad, grad_and_value
 
 from ritz._core import modes
 from ritz._core.batches import Batch, is_rows, join_rows, take_rows, tensors
-from ritz._core.checks import check_choice, check_count, check_finite, check_range, check_tensor
+from ritz._core.checks import (
+    check_choice,
+    check_count,
+    check_finite,
+    check_range,
+    check_tensor,
+    is_below,
+)
 from ritz._core.distributed import Group, all_sum, rank, world_size
 from ritz._core.modes import BATCH_NORM_MODES, BatchNormMode, Precision, batch_norms
 from ritz._core.params import ParamSpace
@@ -468,7 +475,7 @@ def _inspect_first_batch(risk: Risk) -> Any:
         if known is None:
             _check_not_sum(risk, context, index)
         gap = abs(float(first) - float(again))
-        if not gap <= 100 * torch.finfo(risk.theta.dtype).eps * abs(float(first)):
+        if not is_below(gap, 100 * torch.finfo(risk.theta.dtype).eps * abs(float(first))):
             raise ValueError(
                 f"model must give the same loss in two calls, got {float(first):.9g} and "
                 f"{float(again):.9g}: does it use dropout or noise in eval mode?"
@@ -543,7 +550,7 @@ def _sample_gap(risk: Risk, alone: bool) -> str:
                 risk.diagnose()
             # 1.5e-7 in float64, 3e-3 in float32. Class weights, masks and ignored labels changed
             # the derivative by 28 % and more in the cases that were measured.
-            if not gap <= 10 * math.sqrt(torch.finfo(risk.theta.dtype).eps) * scale:
+            if not is_below(gap, 10 * math.sqrt(torch.finfo(risk.theta.dtype).eps) * scale):
                 return (
                     f"{NOT_A_MEAN}: {name} of norm {scale:.2g} differ by {gap:.2g} in batch {index}"
                 )

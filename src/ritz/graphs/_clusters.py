@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ritz._core.checks import check_choice, check_count
+from ritz._core.checks import check_choice, check_count, is_below
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import resolve_generator
 from ritz._core.results import HasStatus, Status, format_uncertain
@@ -488,7 +488,7 @@ def reconciled(
     if below.count == 1:
         return _whole(facts)
     # Half an eigenvalue more than the error: the sampled number is not whole.
-    if trusted and abs(below.count - mean) > TUNING.agreement * stderr + 0.5:
+    if trusted and not is_below(abs(below.count - mean), TUNING.agreement * stderr + 0.5):
         advice = "raise num_moments: the gap is barely resolved"
         return _failed(f"the two counts disagree: {both}", advice, facts)
     if below.mean > TUNING.conductance:

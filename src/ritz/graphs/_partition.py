@@ -19,8 +19,6 @@ from ritz.spectra import eigenpairs
 
 # Residuals: eigenvectors within the band of the clusters need not be separated from each other.
 _RTOL = 1e-4
-# Eigenvalues this close may be a repeated one; their errors are squares of residuals, 1e-8.
-_EQUAL = 1e-6
 
 
 def spectral_clusters(
@@ -36,16 +34,14 @@ def spectral_clusters(
     The eigenvectors of the ``k`` smallest eigenvalues of the normalised Laplacian have one row per
     vertex. The rows are scaled to length one and sorted into ``k`` groups by k-means, which starts
     from ``k`` nearly orthogonal rows (QR with pivoting), so that no restarts are needed. The
-    eigenvectors of the eigenvalue 0 are those of the components. Lanczos computes the others, and
-    is repeated until it finds no further eigenvalue that is as small as the largest of these. An
-    isolated vertex is a cluster. Memory: ``4 k`` vectors.
+    eigenvectors of the eigenvalue 0 are those of the components. Lanczos computes the others. An
+    isolated vertex is a cluster. Memory: ``3 k`` vectors.
 
     Args:
         graph: Anything :func:`ritz.graphs.as_graph` accepts, with at least one edge.
         num_clusters: ``k``, at least the number of components;
             :func:`ritz.graphs.count_clusters` estimates it.
-        max_steps: Maximum number of products per Lanczos run. Defaults to that of
-            :func:`ritz.eigenpairs`.
+        max_steps: Maximum number of products. Defaults to that of :func:`ritz.eigenpairs`.
         generator: Source of the start vectors. Defaults to a new generator with seed 0.
         progress: Show a progress bar, or a :class:`Progress` to report to.
 
@@ -72,47 +68,31 @@ def spectral_clusters(
         )
     if num_clusters == null.dimension:
         return _renumbered(null.labels)
-    count = num_clusters - null.dimension
-    op = laplacian(graph)
-    values = torch.empty(0, dtype=torch.float64)
-    vectors = torch.empty(graph.num_nodes, 0, dtype=torch.float64)
-    wanted = count
-    while True:
-        pairs = eigenpairs(
-            LiftedOperator(op, null, vectors),
-            smallest=wanted,
-            max_steps=max_steps,
-            rtol=_RTOL,
-            generator=generator,
-            progress=progress,
-        )
-        pairs.raise_if_failed()
-        if len(values) == count and float(pairs.values[0]) > float(values[-1]) - _EQUAL:
-            return _renumbered(_groups(graph, null, vectors, num_clusters))
-        if pairs.vectors is None:
-            raise RuntimeError("Lanczos returned no vectors")
-        # A run finds a repeated eigenvalue once. The next run has the vectors lifted to 2 and looks
-        # for one that is still as small.
-        values, order = torch.cat([values, pairs.values]).sort()
-        vectors = torch.cat([vectors, pairs.vectors], dim=1)[:, order[:count]]
-        values, wanted = values[:count], 1
+    pairs = eigenpairs(
+        LiftedOperator(laplacian(graph), null),
+        smallest=num_clusters - null.dimension,
+        max_steps=max_steps,
+        rtol=_RTOL,
+        generator=generator,
+        progress=progress,
+    )
+    pairs.raise_if_failed()
+    if pairs.vectors is None:
+        raise RuntimeError("Lanczos returned no vectors")
+    return _renumbered(_groups(graph, null, pairs.vectors, num_clusters))
 
 
 @final
 class LiftedOperator(LinearOperator):
-    r"""A Laplacian whose null space, and some eigenvectors, are lifted to 2 or more.
+    r"""A Laplacian whose null space is lifted to 2: :math:`L + 2 P_0`."""
 
-    .. math:: L + 2 P_0 + 2 Q Q^\top
-    """
-
-    def __init__(self, op: LinearOperator, null: NullSpace, vectors: Tensor) -> None:
+    def __init__(self, op: LinearOperator, null: NullSpace) -> None:
         super().__init__(op.shape[0], dtype=op.dtype, device=op.device, block_size=op.block_size)
-        self.op, self.null, self.vectors = op, null, vectors
+        self.op, self.null = op, null
 
     def _matmat(self, block: Tensor) -> Tensor:
         rest = self.null.project_off(block.clone())
-        product = self.op.matmat(block) + TOP * (block - rest)
-        return product + TOP * (self.vectors @ (self.vectors.T @ block))
+        return self.op.matmat(block) + TOP * (block - rest)
 
 
 def _groups(graph: Graph, null: NullSpace, vectors: Tensor, count: int) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from ritz._core.checks import check_count, check_range
+from ritz._core.checks import check_count, check_range, is_below
 from ritz._core.results import Status
 from ritz._core.storage import storable
 from ritz.curvature import Risk
@@ -229,7 +229,7 @@ def _minimum(loss: _CrossEntropy, atol: float, max_steps: int) -> tuple[float, f
     low, high, beta, slope = 0.0, math.inf, 1.0, math.nan
     for step in range(1, max_steps + 1):
         _, slope, curvature = loss(beta)
-        if abs(beta * slope) <= atol:
+        if is_below(abs(beta * slope), atol):
             message = f"slope {abs(beta * slope):.1e} after {step} steps"
             return beta, slope, Status(outcome="converged", message=message)
         # f is convex: the minimum lies above beta where the slope is negative.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ritz._core.checks import check_count, check_tensor
+from ritz._core.checks import check_count, check_tensor, is_below
 from ritz._core.distributed import world_size
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import resolve_generator
@@ -256,7 +256,7 @@ def _unit_block(risk: Risk, along: Tensor) -> Tensor:
     norms = block.double().norm(dim=0)
     worst = float(norms[(norms - 1).abs().argmax()])
     # Ritz vectors of partial re-orthogonalisation are unit vectors to the root of roundoff.
-    if not abs(worst - 1) <= 10 * math.sqrt(torch.finfo(theta.dtype).eps):
+    if not is_below(abs(worst - 1), 10 * math.sqrt(torch.finfo(theta.dtype).eps)):
         raise ValueError(f"along must hold vectors of unit length, got one of length {worst:.6g}")
     return block
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ritz._core.checks import check_choice, check_count
+from ritz._core.checks import check_choice, check_count, is_below
 from ritz._core.journal import Journal, Parts
 from ritz._core.modes import BATCH_NORM_MODES, BatchNormMode, batch_norms
 from ritz._core.progress import Progress
@@ -134,15 +134,15 @@ def _same(
     first, run, here, there = runs[0], runs[other], places[0], places[other]
     # An eigenvalue lies within the residual of each Ritz value: both may have found the same one.
     gap = abs(float(first.values[here] - run.values[there]))
-    if gap > float(first.residuals[here] + run.residuals[there]):
+    if not is_below(gap, float(first.residuals[here] + run.residuals[there])):
         return False
-    if first.cosines is None or float(angles[other][there]) > TUNING.converged:
+    if first.cosines is None or not is_below(float(angles[other][there]), TUNING.converged):
         return False
     # On a line |z'u| / |z| = sqrt(tau).
     along = abs(float(first.cosines[other, here]))
     part = math.sqrt(float(run.weights[there]))
     slack = TUNING.deviations * float(angles[0][here] + angles[other][there])
-    return abs(along - part) * math.sqrt(run.dimension) <= TUNING.roundoff + slack
+    return is_below(abs(along - part) * math.sqrt(run.dimension), TUNING.roundoff + slack)
 
 
 # ------------------------------------------------------------------------------------------
@@ -441,30 +441,31 @@ def _root(square: Estimate, least: float) -> Estimate:
     # |V'HV|_F <= |H|_F for orthonormal V: the Ritz values of one run bound the norm from below.
     mean = square.mean.sqrt().clamp(min=least)
     # d sqrt(x) = dx / (2 sqrt(x))
-    error = square.stderr / (2 * mean) if mean > 0 else torch.zeros_like(mean)
+    slope = 1 / (2 * mean) if mean > 0 else torch.zeros_like(mean)
+    error, truncation = square.stderr * slope, square.truncation * slope
     method = square.method + ", root of the mean square"
-    return replace(square, mean=mean, stderr=error, method=method)
+    return replace(square, mean=mean, stderr=error, truncation=truncation, method=method)
 
 
 def _column(row: SharpnessRow, at: Summary) -> dict[str, str]:
-    mass, value = row.degeneracy.mass, row.degeneracy.value
+    mass, (low, high) = row.degeneracy.mass, row.degeneracy.interval
     column = {"": row.matrix, "batch norm": row.batch_norm or "none"}
     if at.accuracy is not None:
         column["accuracy"] = f"{at.accuracy:.2%}"
-    residual, undecided = row.spectral_norm.truncation, row.negative_mass.truncation
     return column | {
         "loss": f"{at.loss:.6g}",
         "|gradient|": f"{at.gradient_norm:.4g}",
         "spectral norm": f"{float(row.spectral_norm):.6g}",
-        "  residual": "" if residual is None else f"{float(residual):.1g}",
+        "  residual": f"{float(row.spectral_norm.truncation):.1g}",
         "largest": f"{row.largest:.6g}",
         "smallest": f"{row.smallest:.4g}",
         "trace": plain_estimate(row.trace),
         "mean eigenvalue": plain_estimate(row.mean_eigenvalue),
         "Frobenius norm": plain_estimate(row.frobenius_norm),
         "negative fraction": plain_estimate(row.negative_mass),
-        "  sign unknown": "" if undecided is None else f"{float(undecided):.2g}",
+        "  sign unknown": f"{float(row.negative_mass.truncation):.2g}",
         "fraction near zero": plain_estimate(mass),
-        "  their mean": f"{float(value.mean):.2g} ± {float(value.stderr):.1g}",
+        "  of it in doubt": f"{float(mass.truncation):.2g}",
+        "  in the interval": f"[{low:.2g}, {high:.2g}]",
         "products": f"{row.num_products:,}",
     }

@@ -10,7 +10,7 @@ import torch
 from scipy.sparse.linalg import LinearOperator as ScipyOperator
 from torch import Tensor
 
-from ritz._core.checks import check_range, check_real_floating, check_tensor
+from ritz._core.checks import check_range, check_real_floating, check_tensor, is_below
 from ritz._core.distributed import Group, all_sum, world_size
 from ritz._core.random import probes, resolve_generator
 
@@ -147,7 +147,7 @@ def check_symmetric(
     # u'Av and v'Au are each about |u| |Av| / sqrt(n) for random vectors: hence the root.
     gap = abs(float(cross[0, 1] - cross[1, 0]))
     allowed = rtol * scale / n**0.5 + n * torch.finfo(op.dtype).tiny / peak  # underflow
-    if not gap <= allowed:
+    if not is_below(gap, allowed):
         raise ValueError(
             f"{op!r} must be symmetric, but u'Av and v'Au differ by {peak * gap:.2g} (tolerance "
             f"{peak * allowed:.1g})"
@@ -228,7 +228,7 @@ class DeflatedOperator(WrappingOperator):
         gram = self.vectors.double().T @ self.vectors.double()
         error = float((gram - torch.eye(len(gram)).to(gram)).abs().max())
         # Q'Q = I must hold to half the digits of the dtype.
-        if not error <= torch.finfo(op.dtype).eps ** 0.5:
+        if not is_below(error, torch.finfo(op.dtype).eps ** 0.5):
             raise ValueError(f"vectors must have orthonormal columns, got |Q'Q - I| = {error:.2g}")
 
     def _matmat(self, block: Tensor) -> Tensor:

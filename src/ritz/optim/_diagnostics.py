@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from ritz._core.checks import check_range, check_real_floating
+from ritz._core.checks import check_range, check_real_floating, is_below
 from ritz._core.modes import evaluating
 from ritz._core.storage import storable
 
@@ -195,7 +195,7 @@ def scale_invariant_weights(model: nn.Module, *inputs: Any, rtol: float = 0.01) 
             # Doubled rather than halved: the epsilon of a normalisation then matters less.
             scaled = _change(before, _outputs(model, {name: 2.0 * weight}, inputs))
             control = _change(before, _outputs(model, {name: shuffled}, inputs))
-            if control > 0 and scaled <= rtol * control:
+            if control > 0 and is_below(scaled, rtol * control):
                 names.append(name)
     return tuple(names)
 

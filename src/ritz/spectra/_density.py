@@ -345,8 +345,8 @@ def density(
             count = min(block_size, num_probes - start)
             block = draw_probes(op, count, kind=probe, generator=generator)
             rules = ritz_rules(op, block, num_steps=num_steps, reorthogonalize=reorthogonalize)
-            nodes.append(rules.last[0].T)
-            weights.append(rules.last[1].T)
+            nodes.append(rules.nodes)
+            weights.append(rules.weights)
             spent += rules.num_products
             bar.update(start + count)
     largest = max(float(part.abs().max()) for part in nodes)

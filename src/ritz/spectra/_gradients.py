@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ritz._core.checks import check_choice, check_count, check_range
+from ritz._core.checks import check_choice, check_count, check_range, is_below
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate, Status
@@ -165,14 +165,15 @@ def inverse_roots(
     runs = [Recurrence(z.contiguous(), capacity=capacity, mode="full") for z in block.T]
     pivots, residuals = [0.0] * len(runs), [1.0] * len(runs)
     for _ in range(limit):
-        active = [k for k, residual in enumerate(residuals) if residual > rtol]
+        active = [k for k, residual in enumerate(residuals) if not is_below(residual, rtol)]
         if not active:
             break
         step(system, [runs[k] for k in active])
         for k in active:
             run = runs[k]
             # T = L D L' with pivots d_j = alpha_j - beta_{j-1}^2 / d_{j-1}
-            pivots[k] = run.alphas[-1] - (run.betas[-2] ** 2 / pivots[k] if run.size > 1 else 0.0)
+            before = run.betas[-2] * (run.betas[-2] / pivots[k]) if run.size > 1 else 0.0
+            pivots[k] = run.alphas[-1] - before
             if not pivots[k] > 0:
                 raise not_positive("a Ritz value", float(torch.linalg.eigvalsh(run.projected())[0]))
             # The residual of conjugate gradients is prod_j beta_j / d_j.
@@ -180,11 +181,11 @@ def inverse_roots(
     vectors = torch.stack([_root(run) for run in runs], dim=1) * block.norm(dim=0)
     errors, steps = torch.tensor(residuals, dtype=torch.float64), max(run.size for run in runs)
     status = Status(outcome="converged", message=f"{len(runs)} roots in {steps} steps")
-    if not (worst := float(errors.max())) <= rtol:
+    if not is_below(errors, rtol):
         status = Status(
             outcome="max_steps",
-            message=f"{int((errors > rtol).sum())} of {len(runs)} roots not found after {steps} "
-            f"steps; relative error {worst:.2g}, above rtol {rtol:.2g}",
+            message=f"{int((~(errors <= rtol)).sum())} of {len(runs)} roots not found after "
+            f"{steps} steps; relative error {float(errors.max()):.2g}, above rtol {rtol:.2g}",
             advice="increase max_steps, rank or rtol, or use float64",
         )
     return Roots(

@@ -13,7 +13,7 @@ from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate
 from ritz._core.sampling import column_dots
 from ritz.operators import KernelOperator, LinearOperator, OperatorLike, as_operator
-from ritz.spectra._cg import cholesky_factor, solve
+from ritz.spectra._cg import cholesky_factor, factor_roundoff, solve
 from ritz.spectra._functions import logdet
 from ritz.spectra._gradients import (
     LowRankPreconditioner,
@@ -100,11 +100,11 @@ def log_likelihood(
             generator=source,
             progress=progress,
         )
-    errors = [part.truncation for part in (form, volume) if part.truncation is not None]
     estimate = Estimate(
         mean=_log_density(form.mean, volume.mean, len(y)),
         stderr=volume.stderr / 2,
-        truncation=torch.stack(errors).sum(0) / 2 if errors else None,
+        truncation=(form.truncation + volume.truncation) / 2,
+        degrees=volume.degrees,
         num_products=form.num_products + volume.num_products,
         method=f"{volume.method}; {form.method}",
         status=volume.status if form.status.ok else form.status,
@@ -136,9 +136,15 @@ def _by_factor(op: KernelOperator, y: Tensor, parameters: dict[str, Tensor]) -> 
         return _log_density(white.square().sum(), 2 * factor.diagonal().log().sum(), len(y))
 
     with torch.no_grad():
-        mean = value(cholesky_factor(op.matrix().double())).cpu()
+        factor = cholesky_factor(op.matrix().double())
+        mean, solved = value(factor).cpu(), torch.cholesky_solve(y.double()[:, None], factor)
+        # d(y'K^{-1}y) = -x'dK x with x = K^{-1} y, and |dK| of the order of eps K_11.
+        form = (
+            torch.finfo(op.dtype).eps * (op.outputscale + op.noise) * float(solved.square().sum())
+        )
+        error = factor_roundoff(op, lambda block: torch.cholesky_solve(block, factor))
     method = f"exact, by the factor of a matrix of order {op.shape[0]:,}"
-    estimate = Estimate.exact(mean, method=method)
+    estimate = Estimate.exact(mean, method=method, truncation=(form + error) / 2)
     return differentiable(estimate, parameters, lambda: exact_gradient(op, value, parameters))
 
 
@@ -175,9 +181,16 @@ def inverse_form(
         op, y, rtol=rtol, max_steps=max_steps, preconditioner=preconditioner, progress=progress
     )
     x, residual = solution.x[:, None], (y - op.matmat(solution.x))[:, None]
+    if noise:
+        error = float(column_dots(residual, residual)) / noise
+    else:
+        # Without a bound of A^{-1}, solve for r'A^{-1}r: a hundredth of it is accurate enough.
+        rest = solve(op, residual[:, 0], rtol=0.01, max_steps=max_steps)
+        known = rest.status.ok
+        error = 2 * abs(float(column_dots(residual, rest.x[:, None]))) if known else math.inf
     estimate = Estimate.exact(
         (column_dots(y[:, None], x) + column_dots(x, residual))[0].cpu(),
-        truncation=column_dots(residual, residual)[0].cpu() / noise if noise else None,
+        truncation=error,
         num_products=solution.num_products + 1,
         method=f"conjugate gradients, {len(solution.history) - 1} steps",
         status=solution.status,

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import numpy as np
@@ -10,11 +10,11 @@ import torch
 from numpy.polynomial import chebyshev, legendre
 from torch import Tensor
 
-from ritz._core.checks import check_choice, check_count, check_interval
+from ritz._core.checks import check_choice, check_count, check_interval, is_below
 from ritz._core.progress import Progress
 from ritz._core.random import Probe, resolve_generator
-from ritz._core.results import HasStatus, Status, stderr
-from ritz._core.sampling import Sampling, column_dots
+from ritz._core.results import Estimate, HasStatus, Status
+from ritz._core.sampling import ROUNDOFF, Samples, Sampling, column_dots
 from ritz._core.storage import storable
 from ritz.operators import LinearOperator, OperatorLike, as_operator
 from ritz.spectra._lanczos import Bounds, bounds
@@ -89,20 +89,19 @@ def moments(
         num_moments: Highest degree ``m``.
         basis: ``chebyshev``, ``legendre`` or ``power``.
         interval: ``(a, b)`` that contains the spectrum, mapped to ``[-1, 1]``. Defaults to
-            :func:`ritz.bounds`; for ``power`` to no map, so that the moments are those of
-            :math:`A` itself.
-        num_probes: Number of probes. With ``rtol``, the smallest number.
-        rtol: Add probes until the largest standard error is below this fraction of the largest
-            moment.
+            :func:`ritz.bounds`. With ``power`` and no interval the matrix is not rescaled.
+        num_probes: Number of probes. If ``rtol`` is given, the minimum number.
+        rtol: Add probes until the 95 % interval is within this fraction of the moments, both in the
+            Euclidean norm.
         max_probes: Maximum number of probes with ``rtol``; the status says if they did not suffice.
-        block_size: Probes per product. Defaults to the block size of the operator.
+        block_size: Number of probes that are multiplied together. Defaults to the block size of the
+            operator.
         probe: ``rademacher`` or ``gaussian``.
         generator: Source of the probes. Defaults to a new generator with seed 0.
         progress: Show a progress bar, or a :class:`Progress` to report to.
 
     Raises:
-        ValueError: The interval does not contain the spectrum, or the operator is not symmetric;
-            the moments themselves show both.
+        ValueError: The interval does not contain the spectrum, or the operator is not symmetric.
 
     Reference: Algorithms 2 and 6 of *Spectral Machine Learning*.
     """
@@ -123,17 +122,34 @@ def moments(
         columns = _rows(op, block, num_moments, interval, basis)
         return torch.stack(list(columns), 1) / column_dots(block, block)[:, None]
 
-    samples, status = plan.run(op, measure, generator=generator, progress=progress, label="moments")
-    if basis == "legendre":
-        samples = samples @ chebyshev_from_legendre(num_moments).T
+    samples = torch.empty(0)
+
+    def finish(drawn: Samples) -> Estimate:
+        nonlocal samples
+        samples = drawn.values
+        if basis == "legendre":
+            samples = samples @ chebyshev_from_legendre(num_moments).T
+        # |T_j| <= 1 on [-1, 1], so the roundoff is relative to 1; that of powers to their size.
+        roundoff = ROUNDOFF * torch.finfo(op.dtype).eps * samples.abs().amax(0).clamp_min(1.0)
+        estimate = replace(drawn, values=samples).estimate(
+            method="moments",
+            num_products=spent + len(samples) * ((num_moments + 1) // 2),
+            truncation=roundoff,
+            seed=generator.initial_seed(),
+        )
+        estimate.truncation[0] = 0.0  # every sample of the moment of degree 0 is 1
+        return estimate
+
+    label = "moments"
+    estimate = plan.run(op, measure, finish, generator=generator, progress=progress, label=label)
     return Moments(
-        mean=samples.mean(0),
-        stderr=stderr(samples),
+        mean=estimate.mean,
+        stderr=estimate.stderr,
         samples=samples,
         basis=basis,
         interval=(float(low), float(high)),
-        num_products=spent + len(samples) * ((num_moments + 1) // 2),
-        status=status,
+        num_products=estimate.num_products,
+        status=estimate.status,
         seed=generator.initial_seed(),
         matrix=op.origin.get("matrix"),
         batch_norm=op.origin.get("batch_norm"),
@@ -175,7 +191,7 @@ def _rows(
         elif not bool(torch.isfinite(moment).all()):
             raise ValueError(
                 f"op must give finite products; the power moment of degree {degree} is NaN or Inf: "
-                "where it overflows, give an interval"
+                "pass interval= to rescale the matrix"
             )
         if doubled and degree == 3:
             # <t_0, t_2> = 2 <t_1, t_1> - <t_0, t_0> only if A is symmetric.
@@ -186,10 +202,10 @@ def _rows(
 def _check_symmetric(op: LinearOperator, block: Tensor, second: Tensor, doubled: Tensor) -> None:
     scale = column_dots(block, block)
     gap = (column_dots(block, second) - doubled).abs() / scale
-    if float(gap.max()) > torch.finfo(op.dtype).eps ** 0.5:
+    if not is_below(gap, torch.finfo(op.dtype).eps ** 0.5):
         raise ValueError(
-            f"op must be symmetric and the same in every call: moments of degree 2 differ by "
-            f"{float(gap.max()):.2g} between two ways that agree for such a matrix"
+            f"op must be symmetric and deterministic, got products that are not: two values of the "
+            f"second moment differ by {float(gap.max()):.2g}"
         )
 
 
@@ -202,8 +218,8 @@ def _check_inside(
         raise ValueError(f"op must give finite products; the moment of degree {degree} is NaN")
     if worst > 1.001:
         raise ValueError(
-            f"interval {interval} must hold the spectrum: the Chebyshev moment of degree {degree} "
-            f"is {worst:.4g}, beyond 1"
+            f"interval must contain the spectrum, got {interval}: the Chebyshev moment of degree "
+            f"{degree} is {worst:.4g}, above 1"
         )
 
 

@@ -1,5 +1,6 @@
 """Traces, diagonals and the Frobenius norm by random probes."""
 
+import math
 from dataclasses import replace
 from typing import Literal
 
@@ -9,12 +10,24 @@ from torch import Tensor
 from ritz._core.checks import check_choice
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import Probe, resolve_generator
-from ritz._core.results import Estimate, Status, stderr
-from ritz._core.sampling import Sampling, accuracy, check_samples, column_dots, draw_probes
+from ritz._core.results import Estimate, Status, power_of_two
+from ritz._core.sampling import (
+    ROUNDOFF,
+    Samples,
+    Sampling,
+    check_samples,
+    column_dots,
+    doubted,
+    draw_probes,
+    is_settled,
+)
 from ritz.operators import LinearOperator, OperatorLike, as_operator, exact
 
 # ------------------------------------------------------------------------------------------
 # Traces and the Frobenius norm.
+
+# Norms between these need no scaling: their squares are normal numbers of single precision.
+EASY = (1e-15, 1e15)
 
 TraceMethod = Literal["auto", "exact", "hutchinson", "hutch++", "xtrace"]
 
@@ -35,23 +48,25 @@ def trace(
     ===============  ==================  ==================  ====================================
     method           products per probe  vectors in memory   use it if
     ===============  ==================  ==================  ====================================
-    ``exact``        0                   0                   the operator knows its trace
+    ``exact``        0                   0                   an exact trace is available
     ``hutchinson``   1                   one block           eigenvalues do not decay
     ``hutch++``      3                   ``2 num_probes``    eigenvalues decay
     ``xtrace``       2                   ``5 num_probes``    eigenvalues decay fast
     ===============  ==================  ==================  ====================================
 
     The variance of ``hutchinson`` with Rademacher probes is
-    :math:`2 (\|A\|_F^2 - \sum_i A_{ii}^2)`. ``hutch++`` takes the trace on the range of a sketch
-    exactly and samples the complement. ``xtrace`` does so with each probe left out in turn. Its
-    samples share probes, so its standard error is multiplied by :math:`\sqrt 2`. With as many
-    probes as rows it multiplies the unit vectors instead, which is exact.
+    :math:`2 (\|A\|_F^2 - \sum_i A_{ii}^2)`. ``hutch++`` computes the trace on the range of a random
+    sketch exactly and estimates the rest by sampling. ``xtrace`` averages this over all choices of
+    one probe that is left out. Its samples share probes, so its standard error is multiplied by
+    :math:`\sqrt 2`. If ``num_probes`` is at least ``n``, products with unit vectors give the exact
+    trace.
 
     Args:
         op: Symmetric :math:`A`, ``(n, n)``.
         method: One of the table. ``auto`` is ``exact`` if possible, otherwise ``xtrace``.
-        num_probes: Number of probes. With ``rtol``, the smallest number.
-        rtol: Add probes until the standard error is below this fraction of the trace.
+        num_probes: Number of probes. If ``rtol`` is given, the minimum number.
+        rtol: Add probes until the 95 % interval is within this fraction of the trace. Without it,
+            ``num_probes`` probes are used.
         max_probes: Maximum number of probes with ``rtol``; the status says if they did not suffice.
         probe: ``rademacher`` or ``gaussian``, for ``hutchinson`` and ``hutch++``.
         generator: Source of the probes. Defaults to a new generator with seed 0.
@@ -75,8 +90,6 @@ def trace(
     if method in ("hutchinson", "hutch++"):
         rank = min(num_probes, op.shape[0]) if method == "hutch++" else 0
         return _hutchinson(op, plan, generator, progress, rank)
-    if num_probes >= op.shape[0]:
-        return _by_unit_vectors(op)
     estimate = _xtrace(op, plan, generator, progress)
     return replace(estimate, method=estimate.method + reason)
 
@@ -93,37 +106,41 @@ def frobenius_norm(
 ) -> Estimate:
     r"""Estimate the Frobenius norm, from :math:`\|A\|_F^2 = \mathbb{E} \|A z\|^2`.
 
-    Cost: one product per probe. ``samples`` holds the *squared* norms.
+    Cost: one product per probe. ``samples`` holds the norms :math:`\|A z\|`. If ``num_probes``
+    is at least ``n``, products with unit vectors give the exact norm.
 
     Args:
         op: Symmetric :math:`A`, ``(n, n)``.
-        num_probes: Number of probes. With ``rtol``, the smallest number.
-        rtol: Add probes until the standard error is below this fraction of the norm.
+        num_probes: Number of probes. If ``rtol`` is given, the minimum number.
+        rtol: Add probes until the 95 % interval is within this fraction of the norm.
         max_probes: Maximum number of probes with ``rtol``.
         probe: ``rademacher`` or ``gaussian``.
         generator: Source of the probes. Defaults to a new generator with seed 0.
         progress: Show a progress bar, or a :class:`Progress` to report to.
     """
-    op = as_operator(op)
-    generator = resolve_generator(generator)
-    # d sqrt(s) = ds / (2 sqrt(s)): the square root halves a relative error.
-    squared_rtol = None if rtol is None else min(1.0, 2 * rtol)
-    plan = Sampling(num_probes, squared_rtol, max_probes, probe=probe)
+    op, generator = as_operator(op), resolve_generator(generator)
+    plan = Sampling(num_probes, rtol, max_probes, probe=probe)
 
     def measure(block: Tensor) -> Tensor:
         product = op.matmat(block)
-        return column_dots(product, product)
+        unit = power_of_two(product)  # the squares of small norms are zero
+        return unit * column_dots(product / unit, product / unit).sqrt()
 
-    samples, status = plan.run(op, measure, generator=generator, progress=progress, label="norm")
-    mean = samples.mean().sqrt()
-    error = stderr(samples) / (2 * mean) if mean > 0 else torch.zeros_like(mean)
-    if rtol is not None:
-        status = accuracy(float(mean), float(error), rtol)
-    method, seed = "root of the mean of |A z|^2", generator.initial_seed()
-    estimate = Estimate.of(
-        samples, method=method, num_products=len(samples), status=status, seed=seed
-    )
-    return replace(estimate, mean=mean, stderr=error)
+    def finish(samples: Samples) -> Estimate:
+        unit, seed = power_of_two(samples.values), generator.initial_seed()
+        squares = replace(samples, values=(samples.values / unit).square())
+        estimate = squares.estimate(
+            method="root of the mean of |A z|^2", num_products=len(squares.values), truncation=0.0,
+            seed=seed,
+        )  # fmt: skip
+        # d sqrt(s) = ds / (2 sqrt(s))
+        mean = estimate.mean.sqrt()
+        error = estimate.stderr / (2 * mean) if mean > 0 else torch.zeros_like(mean)
+        root = replace(estimate, mean=mean, stderr=error, truncation=_eps(op) * mean)
+        root = root if samples.complete else doubted(root)
+        return replace(root.scaled(unit), samples=None if samples.complete else samples.values)
+
+    return plan.run(op, measure, finish, generator=generator, progress=progress, label="norm")
 
 
 def _by_structure(
@@ -132,19 +149,33 @@ def _by_structure(
     """Return the exact value if the structure of the operator knows it, and otherwise why not."""
     value, note = exact(op, quantity) if method in ("auto", "exact") else (None, "")
     if value is not None:
-        return Estimate.exact(value, method=f"exact, by {note}"), ""
+        size = torch.as_tensor(value).abs()
+        return Estimate.exact(value, method=f"exact, by {note}", truncation=_eps(op) * size), ""
     if method == "exact":
-        message = f"method='exact' needs a structure that knows its {quantity}, got {op!r}"
+        message = f"method='exact': no exact {quantity} is available for {op!r}"
         raise ValueError(f"{message}: {note}" if note else message)
-    return None, f"; the structure does not know: {note}" if note else ""
+    return None, f"; not exact, because {note}" if note else ""
 
 
-def _by_unit_vectors(op: LinearOperator) -> Estimate:
-    n = op.shape[0]
-    matrix = op.dense(max_bytes=n * n * op.dtype.itemsize)
-    check_samples(matrix.T, 0)
-    method = "exact, by products with unit vectors"
-    return Estimate.exact(float(matrix.double().trace()), method=method, num_products=n)
+def _eps(op: LinearOperator) -> float:
+    """Return the relative error of a sum of products: a few units of roundoff."""
+    return ROUNDOFF * torch.finfo(op.dtype).eps
+
+
+def _forms(block: Tensor, product: Tensor) -> Tensor:
+    r"""Return :math:`z^\top A z` and :math:`|z| |A z|`, which bounds its roundoff, ``(k, 2)``."""
+    unit, norm = 1.0, float(product.norm())
+    # Sums of small numbers would vanish, and those of large ones overflow.
+    if not EASY[0] < norm < EASY[1]:
+        unit = power_of_two(product)
+        product = product / unit
+        norm = float(product.norm())
+    forms = column_dots(block, product)
+    # |z|^2 is close to n; the mean over the block stands for each |A z|.
+    n, count = block.shape
+    size = norm if math.isfinite(norm) else 0.0  # the forms tell which product is not finite
+    magnitudes = torch.full_like(forms, size * math.sqrt(n / count))
+    return unit * torch.stack([forms, magnitudes], 1)
 
 
 def _hutchinson(
@@ -156,55 +187,79 @@ def _hutchinson(
 ) -> Estimate:
     """Sample the trace, after a part of rank ``rank`` that is treated exactly (Hutch++)."""
     method = f"Hutch++, sketch of rank {rank}" if rank else "Hutchinson"
-    basis, inside = None, torch.zeros((), dtype=torch.float64, device=op.device)
+    basis, inside = None, 0.0
     if rank:
         image = op.matmat(draw_probes(op, rank, kind=plan.probe, generator=generator))
         check_samples(image.T, 0)
         basis = torch.linalg.qr(image).Q
-        inside = column_dots(basis, op.matmat(basis)).sum()
+        inside = float(column_dots(basis, op.matmat(basis)).sum())
 
     def measure(block: Tensor) -> Tensor:
         # tr A = tr Q'AQ + tr PAP with P = I - QQ': the first term exactly, the second by probes P z
         rest = block if basis is None else block - basis @ (basis.T @ block)
-        return inside + column_dots(rest, op.matmat(rest))
+        return _forms(rest, op.matmat(rest))
 
-    samples, status = plan.run(op, measure, generator=generator, progress=progress, label="trace")
-    spent, seed = len(samples) + 2 * rank, generator.initial_seed()
-    return Estimate.of(samples, method=method, num_products=spent, status=status, seed=seed)
+    def finish(samples: Samples) -> Estimate:
+        forms, magnitudes = samples.values.unbind(1)
+        return replace(samples, values=forms + inside).estimate(
+            method=method,
+            num_products=len(forms) + 2 * rank,
+            truncation=_eps(op) * (magnitudes.mean() + abs(inside)),
+            seed=generator.initial_seed(),
+        )
+
+    return plan.run(op, measure, finish, generator=generator, progress=progress, label="trace")
 
 
 def _xtrace(
     op: LinearOperator, plan: Sampling, generator: torch.Generator, progress: bool | Progress
 ) -> Estimate:
-    n = op.shape[0]
-    limit = min(plan.num_probes if plan.rtol is None else plan.max_probes, n)
-    omega = torch.empty(n, 0, dtype=op.dtype, device=op.device)
-    image = omega
-    count, spent = plan.num_probes, 0
-    with tracking(progress, "trace", limit) as bar:
-        while True:
+    omega = image = torch.empty(op.shape[0], 0, dtype=op.dtype, device=op.device)
+    spent, looks = 0, plan.looks(op.shape[0])
+    with tracking(progress, "trace", looks[-1]) as bar:
+        for count in looks:
+            if count == op.shape[0]:
+                known = replace(_by_unit_vectors(op), num_products=spent + count)
+                return known.judged(plan.rtol)
             fresh = draw_probes(op, count - omega.shape[1], kind="gaussian", generator=generator)
             omega, image = torch.cat([omega, fresh], 1), torch.cat([image, op.matmat(fresh)], 1)
             check_samples(image.T, 0)
-            samples = _leave_one_out(op, omega, image)
+            samples, magnitude = _leave_one_out(op, omega, image)
             spent += fresh.shape[1] + count
+            seed, roundoff = generator.initial_seed(), _eps(op) * magnitude
+            estimate = Estimate.of(
+                samples, method="XTrace", num_products=spent, truncation=roundoff, seed=seed
+            )
             # Samples that share probes are correlated. Each has mean zero given the other probes,
             # so two of them covary through pairs of probes at least. If pairs were all, the
             # variance would at most double: hence the factor sqrt(2). Measured on flat, power-law
             # and exponential spectra, the naive error is too small by 1 to 1.6.
-            error = 2**0.5 * stderr(samples)
-            status = plan.judge(samples.mean(), error, count)
+            estimate = replace(estimate, stderr=2**0.5 * estimate.stderr).judged(plan.rtol)
             bar.update(count)
-            if plan.rtol is None or status.ok or count == limit:
+            if is_settled(estimate, plan.rtol):
                 break
-            count = min(2 * count, limit)
-    seed = generator.initial_seed()
-    estimate = Estimate.of(samples, method="XTrace", num_products=spent, status=status, seed=seed)
-    return replace(estimate, stderr=error)
+    return estimate
 
 
-def _leave_one_out(op: LinearOperator, omega: Tensor, image: Tensor) -> Tensor:
-    r"""Return one estimate per probe: exact on the range of the others, sampled by it elsewhere.
+def _by_unit_vectors(
+    op: LinearOperator, quantity: Literal["trace", "diagonal"] = "trace"
+) -> Estimate:
+    n, method = op.shape[0], "exact, by products with unit vectors"
+    matrix = op.dense(max_bytes=n * n * op.dtype.itemsize)
+    check_samples(matrix.T, 0)
+    entries = matrix.diagonal().double()
+    size = entries.abs()
+    if quantity == "diagonal":
+        eps, entries = _eps(op), entries.to(op.dtype)
+        return Estimate.exact(entries, method=method, num_products=n, truncation=eps * size)
+    roundoff = _eps(op) * size.sum()
+    return Estimate.exact(float(entries.sum()), method=method, num_products=n, truncation=roundoff)
+
+
+def _leave_one_out(op: LinearOperator, omega: Tensor, image: Tensor) -> tuple[Tensor, float]:
+    r"""Return one estimate per probe, and the size of the numbers that they are made of.
+
+    Each estimate is exact on the range of the other probes, and sampled by its probe elsewhere.
 
     Epperly, Tropp and Webber (2024), Section 2: with :math:`Y = A \Omega = Q R`, leaving column
     ``i`` out removes from the range of ``Q`` the direction :math:`Q s_i`,
@@ -234,8 +289,10 @@ def _leave_one_out(op: LinearOperator, omega: Tensor, image: Tensor) -> Tensor:
     squared = column_dots(rest, rest)
     sampled = column_dots(rest, rest_image) * (n - count + 1) / squared
     # tr Q_i'AQ_i = tr Q'AQ - s_i'(Q'AQ)s_i
-    inside = inner.double().trace() - column_dots(left_out, inner @ left_out)
-    return (inside + torch.where(squared > 0, sampled, 0)).cpu()
+    diagonal = inner.double().diagonal()
+    inside = diagonal.sum() - column_dots(left_out, inner @ left_out)
+    samples = (inside + torch.where(squared > 0, sampled, 0)).cpu()
+    return samples, float(diagonal.abs().sum() + samples.abs().mean())
 
 
 # ------------------------------------------------------------------------------------------
@@ -258,19 +315,21 @@ def diagonal(
 ) -> Estimate:
     r"""Estimate the diagonal ``(n,)``, from :math:`A_{ii} = \mathbb{E}[z_i (A z)_i]`.
 
-    ``exact`` asks the structure of the operator and needs no product. ``probes`` samples: one
-    product per probe, with variance :math:`\sum_{j \ne i} A_{ij}^2` for Rademacher probes. ``auto``
-    is ``exact`` if possible. Memory: 4 blocks and 3 vectors, half of them in float64. The samples
-    are not stored.
+    ``exact`` uses the entries that the operator has and needs no product. ``probes`` is a random
+    estimate: one product per probe, with variance :math:`\sum_{j \ne i} A_{ij}^2` for Rademacher
+    probes. ``auto`` is ``exact`` if possible. If ``num_probes`` is at least ``n``, products with
+    unit vectors give the exact diagonal. Memory: 4 blocks of ``block_size`` vectors and 3 vectors,
+    half of them in float64. The samples are not stored.
 
     Args:
         op: Symmetric :math:`A`, ``(n, n)``.
         method: See above.
-        num_probes: Number of probes. With ``rtol``, the smallest number.
-        rtol: Add probes until the norm of the standard errors is below this fraction of the norm
-            of the diagonal.
+        num_probes: Number of probes. If ``rtol`` is given, the minimum number.
+        rtol: Add probes until the norm of the half-widths of the 95 % intervals is below this
+            fraction of the norm of the diagonal.
         max_probes: Maximum number of probes with ``rtol``; the status says if they did not suffice.
-        block_size: Probes per product. Defaults to the block size of the operator.
+        block_size: Number of probes that are multiplied together. Defaults to the block size of the
+            operator.
         probe: ``rademacher`` or ``gaussian``.
         generator: Source of the probes. Defaults to a new generator with seed 0.
         progress: Show a progress bar, or a :class:`Progress` to report to.
@@ -284,38 +343,42 @@ def diagonal(
         return known
     generator = resolve_generator(generator)
     plan = Sampling(num_probes, rtol, max_probes, block_size, probe)
-    running = _Running(torch.zeros(op.shape[0], dtype=torch.float64, device=op.device))
-    limit = num_probes if rtol is None else max_probes
-    with tracking(progress, "diagonal", limit) as bar:
-        while running.count < num_probes or (running.count < limit and not running.status(rtol).ok):
-            goal = num_probes if running.count < num_probes else limit
-            width = min(plan.width(op), goal - running.count)
-            block = draw_probes(op, width, kind=probe, generator=generator)
-            samples = block * op.matmat(block)
-            check_samples(samples.T, running.count)
-            running.add(samples.double())
-            bar.update(running.count)
-    return Estimate(
-        mean=running.mean.to(op.dtype),
-        stderr=running.stderr().to(op.dtype),
-        num_products=running.count,
-        method="mean of z * (A z)" + reason,
-        status=running.status(rtol),
-        seed=generator.initial_seed(),
-    )
+    looks, seed = plan.looks(op.shape[0]), generator.initial_seed()
+    running = _Running(op)
+    with tracking(progress, "diagonal", looks[-1]) as bar:
+        for goal in looks:
+            if goal == op.shape[0]:
+                known = _by_unit_vectors(op, "diagonal")
+                return replace(known, num_products=running.count + goal).judged(rtol)
+            while running.count < goal:
+                width = min(plan.width(op), goal - running.count)
+                block = draw_probes(op, width, kind=probe, generator=generator)
+                samples = block * op.matmat(block)
+                check_samples(samples.T, running.count)
+                running.add(samples.double())
+                bar.update(running.count)
+            estimate = doubted(running.estimate("mean of z * (A z)" + reason, seed)).judged(rtol)
+            if is_settled(estimate, plan.rtol):
+                break
+    return estimate
 
 
 class _Running:
     """Running mean and squared deviations of columns (Chan, Golub and LeVeque 1983).
 
-    In float64: the square of a float32 number may overflow float32.
+    In float64, and in units of a power of two: the squares of small or large numbers are not
+    representable.
     """
 
-    def __init__(self, zeros: Tensor) -> None:
-        self.mean, self.deviations, self.count = zeros, zeros.clone(), 0
+    def __init__(self, op: LinearOperator) -> None:
+        self.op, self.count, self.unit = op, 0, 1.0
+        self.mean = torch.zeros(op.shape[0], dtype=torch.float64, device=op.device)
+        self.deviations, self.magnitude = torch.zeros_like(self.mean), torch.zeros_like(self.mean)
 
     def add(self, samples: Tensor) -> None:
-        new = samples.shape[1]
+        if not self.count:
+            self.unit = power_of_two(samples)
+        samples, new = samples / self.unit, samples.shape[1]
         mean = samples.mean(1)
         total = self.count + new
         gap = mean - self.mean
@@ -323,12 +386,19 @@ class _Running:
         self.deviations += (samples - mean[:, None]).square_().sum(1)
         self.deviations += gap.square() * (self.count * new / total)
         self.mean = self.mean + gap * (new / total)
+        self.magnitude = torch.maximum(self.magnitude, samples.abs().amax(1))
         self.count = total
 
-    def stderr(self) -> Tensor:
-        return (self.deviations / (self.count - 1) / self.count).sqrt()
-
-    def status(self, rtol: float | None) -> Status:
-        if rtol is None:
-            return Status(outcome="completed", message=f"{self.count} probes")
-        return accuracy(float(self.mean.norm()), float(self.stderr().norm()), rtol)
+    def estimate(self, method: str, seed: int) -> Estimate:
+        dtype = self.op.dtype
+        error = (self.deviations / (self.count - 1) / self.count).sqrt()
+        return Estimate(
+            mean=(self.unit * self.mean).to(dtype),
+            stderr=(self.unit * error).to(dtype),
+            truncation=(self.unit * _eps(self.op) * self.magnitude).to(dtype),
+            degrees=self.count - 1,
+            num_products=self.count,
+            method=method,
+            status=Status(outcome="completed", message=f"{self.count} probes"),
+            seed=seed,
+        )

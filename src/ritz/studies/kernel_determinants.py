@@ -165,7 +165,6 @@ def _matrix(config: Config, lengthscale: float, draw: int) -> tuple[DenseOperato
 
 
 def _covers(estimate: Estimate, exact: float) -> bool:
-    truncation = 0.0 if estimate.truncation is None else float(estimate.truncation)
-    bars = math.hypot(float(estimate.stderr), truncation)
+    bars = math.hypot(float(estimate.stderr), float(estimate.truncation))
     # Without probes and truncation the bars are 0, and roundoff remains.
     return abs(float(estimate) - exact) <= 4 * bars + 1e-6 * abs(exact)

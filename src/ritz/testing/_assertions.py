@@ -66,8 +66,7 @@ def assert_within_stderr(estimate: Estimate, exact: float | Tensor, *, sigmas: f
     truth = torch.as_tensor(exact, dtype=torch.float64).cpu()
     # |mean - truth| <= roundoff + sigmas stderr + truncation
     slack = 1e-12 * truth.abs().max() + sigmas * estimate.stderr.double().cpu()
-    if estimate.truncation is not None:
-        slack = slack + estimate.truncation.double().cpu()
+    slack = slack + estimate.truncation.double().cpu()
     off = (mean - truth).abs()
     _require(
         bool((off <= slack).all()),

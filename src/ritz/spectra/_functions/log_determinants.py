@@ -4,6 +4,7 @@ import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import numpy as np
@@ -11,13 +12,11 @@ import torch
 from scipy.sparse import csc_array
 from scipy.sparse.csgraph import reverse_cuthill_mckee
 from scipy.sparse.linalg import splu
-from torch import Tensor
 
-from ritz._core.checks import check_choice, check_count, check_range
+from ritz._core.checks import check_choice, check_count, check_range, is_below
 from ritz._core.progress import Progress, tracking
-from ritz._core.random import Probe, resolve_generator
+from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate
-from ritz._core.sampling import draw_probes
 from ritz.operators import (
     DenseOperator,
     KernelOperator,
@@ -27,12 +26,18 @@ from ritz.operators import (
     as_operator,
     exact,
 )
-from ritz.spectra._cg import NotPositiveDefiniteError, cholesky_factor, not_positive
+from ritz.spectra._cg import (
+    NotPositiveDefiniteError,
+    cholesky_factor,
+    factor_roundoff,
+    not_positive,
+)
 from ritz.spectra._functions.quadrature import Budget, Known, Sampler
-from ritz.spectra._functions.splitting import Deflation, block_krylov, krylov_dimension
-from ritz.spectra._functions.trace_functions import by_chebyshev, by_maxent, judged
+from ritz.spectra._functions.splitting import Deflation, block_krylov, krylov_size
+from ritz.spectra._functions.trace_functions import by_chebyshev, by_maxent, judged, unit_probes
 from ritz.spectra._gradients import attach_gradient
 
+Solve = Callable[[Any], Any]
 LogdetMethod = Literal["auto", "cholesky", "krylov", "lanczos", "maxent", "chebyshev"]
 
 
@@ -49,13 +54,11 @@ class Tuning:
     envelope: float = 2e11
     # Relative error that `auto` aims at if the caller gives none.
     rtol: float = 1e-3
-    # With fewer rows the random signs of several probes coincide, and their spread is zero.
+    # As many rows are not worth random probes: each run would span the whole space.
     few: int = 10
-    # `auto` spends this fraction of the products on a pilot, and continues with quadrature if the
-    # truncation is below 0.6 of the target and sampling can reach 0.8 of it: hypot(.6, .8) = 1.
+    # `auto` spends this fraction of the products on a pilot, and continues with quadrature if that
+    # promises to reach the tolerance.
     pilot: int = 6
-    truncation: float = 0.6
-    sampling: float = 0.8
 
 
 TUNING = Tuning()
@@ -85,40 +88,44 @@ def logdet(
     ==============  =======================================================  =================
 
     ``lanczos``: the quadratic form of a probe lies between a Gauss rule and, with a ``floor``, a
-    Gauss-Radau rule. The estimate is the mix of the two that was stationary over the last steps,
-    and ``truncation`` is the larger distance to either. Runs grow until truncation no longer
-    matters, and the other products go to further probes. If the operator knows its trace, the trace
-    is a control variate. ``krylov`` spends six tenths of the products on a block Krylov space,
-    split off exactly by :math:`\det A = \det T \det S`, and the rest on quadrature of the Schur
-    complement :math:`S`. With as many products as rows it is exact. ``chebyshev`` and ``maxent``
-    (up to 60 moments) get two moments per product. They are far less accurate if the condition
-    number is large.
+    Gauss-Radau rule. The estimate is a combination of both, and ``truncation`` is the larger of its
+    distances to the two rules. Without a floor, ``truncation`` is an estimate as in
+    :func:`ritz.trace_function`; it is infinite if the smallest Ritz value and its residual do not
+    exclude zero. The number of steps is increased until the truncation error is small, and the
+    remaining products are used for more probes. If the exact trace is known, it is used as a
+    control variate. ``krylov`` uses 60 % of the products for a block Krylov space, split off
+    exactly by :math:`\det A = \det T \det S`, and the rest for quadrature of the Schur complement
+    :math:`S`. With as many products as rows it is exact. ``chebyshev`` and ``maxent`` (up to 60
+    moments) get two moments per product. They are far less accurate if the condition number is
+    large.
 
     ``auto`` is ``cholesky`` for a dense matrix that fits and for a sparse one of up to 20,000 rows;
     otherwise ``lanczos`` if a few probes show that it reaches ``rtol``; otherwise ``cholesky`` for
-    a sparse matrix of a narrow graph; otherwise ``krylov`` with the products that are left. The
-    ``method`` of the result says which one was used, and why.
+    a sparse matrix of small bandwidth; otherwise ``krylov`` with the products that are left. The
+    ``method`` of the result says which one was used, and why. A matrix of up to ten rows, or of no
+    more than ``num_probes``, is always treated exactly.
 
-    Memory of ``krylov``: 0.6 ``num_products`` vectors, up to 4 GiB, and as many vectors as steps
-    for each probe of a block. ``lanczos`` needs the latter only, or 6 vectors per probe where that
-    would exceed 256 MiB: there it runs without re-orthogonalisation and needs more steps. The
-    others need a few vectors per probe. The ``truncation`` of ``chebyshev`` is the largest error of
-    the interpolation, and that of ``maxent`` twice as much: densities with the same moments differ
-    by no more.
+    Memory: ``lanczos`` stores as many vectors as steps for each probe of a block. If that exceeds
+    256 MiB, it stores 6 vectors per probe, does not re-orthogonalise and needs more steps.
+    ``krylov`` stores 0.6 ``num_products`` vectors more, up to 4 GiB. The others need a few vectors
+    per probe. The ``truncation`` of ``chebyshev`` is the largest error of the interpolation. That
+    of ``maxent`` is twice as much, because densities with the same moments differ by no more, plus
+    the effect of moments that were matched approximately.
 
-    The mean is differentiable in the parameters of a kernel operator that require gradients. The
-    gradient is sampled in the backward pass (:func:`ritz.spectra.logdet_gradient`).
+    The mean is differentiable in the parameters of a kernel operator that require gradients:
+    ``backward()`` estimates the gradient with random probes; see
+    :func:`ritz.spectra.logdet_gradient`.
 
     Args:
         op: Positive definite :math:`A`, ``(n, n)``.
         method: See above.
         num_products: Maximum number of products.
         num_probes: Number of probes, at most ``num_products / 2``. Defaults to 32 for ``chebyshev``
-            and ``maxent``; otherwise the error bars decide.
-        floor: A positive number below the spectrum, such as the noise of a Gaussian process.
-            Defaults to the noise for a kernel operator.
-        rtol: Relative error, both bars together, at which to stop. The status says whether it was
-            reached. Defaults to 1e-3 for ``auto``.
+            and ``maxent``; otherwise it is chosen from the error bars.
+        floor: Positive lower bound of the eigenvalues, such as the noise variance of a Gaussian
+            process. Defaults to the noise for a kernel operator.
+        rtol: Stop when the 95 % interval is within this fraction of the value. The status says
+            whether it is. Defaults to 1e-3 for ``auto``.
         generator: Source of the probes. Defaults to a new generator with seed 0.
         progress: Show a progress bar, or a :class:`Progress` to report to.
 
@@ -149,7 +156,10 @@ def logdet(
     if method == "auto":
         rtol = TUNING.rtol if rtol is None else rtol
         method = "cholesky" if is_small(op) else "auto"
-    budget = Budget(num_products, num_probes, floor, rtol, generator, progress)
+    # A whole basis costs no more than as many random probes, and is exact.
+    if method != "cholesky" and op.shape[0] <= (num_probes or TUNING.few):
+        method = "krylov"
+    budget = Budget(num_products, num_probes, num_probes or 0, floor, rtol, generator, progress)
     estimate = judged(_METHODS[method](op, budget), budget)
     return attach_gradient(estimate, op, generator=generator)
 
@@ -163,31 +173,29 @@ def _by_auto(op: LinearOperator, budget: Budget) -> Estimate:
     if budget.num_probes is not None or op.shape[0] <= budget.num_products:
         return _by_krylov(op, budget)
     with tracking(budget.progress, "log determinant", budget.num_products) as bar:
-        sampler = _whole(op, budget, bar)
-        pilot = sampler.pilot(budget.num_products // TUNING.pilot, budget.num_products)
-        samples, _ = pilot.samples(sampler.known)
-        wanted = sampler.target(float(samples.mean()))
-        error, truncation = float(samples.std()), float(pilot.brackets.truncation)
-        left = (budget.num_products - pilot.num_products) // pilot.num_steps
-        # error / sqrt(probes) = 0.8 wanted
-        probes = (error / (TUNING.sampling * wanted)) ** 2 if wanted else math.inf
-        if truncation <= TUNING.truncation * wanted and probes <= left + len(samples):
-            label = f"Lanczos quadrature, as the first {len(samples)} probes predicted: "
-            return sampler.scaled(sampler.extend(pilot, left), label)
-    rest = replace(budget, num_products=budget.num_products - pilot.num_products)
+        sampler = _whole(op, budget, bar, "Lanczos quadrature, which reaches rtol: ")
+        pilot, spent = sampler.pilot(budget.num_products // TUNING.pilot, budget.num_products)
+        first, num_steps = sampler.scaled(pilot, spent), pilot.matrices.shape[1]
+        looks = sampler.looks(budget.num_products, pilot, spent)
+        wanted = (budget.rtol or 0.0) * float(first)
+        # stderr sqrt(probes / most) is what all probes leave; 95 % is two standard errors.
+        sampling = 2 * float(first.stderr) * math.sqrt(len(pilot.matrices) / looks[-1])
+        if is_below(float(first.truncation) + sampling, abs(wanted)):
+            return sampler.extended([pilot], num_steps, looks, spent)
+    rest = replace(budget, num_products=budget.num_products - spent)
     estimate = logdet_by_factor(op) if is_narrow(op) else _by_krylov(op, rest)
-    why = f"Lanczos quadrature would not do after {pilot.num_steps} steps"
-    spent = estimate.num_products + pilot.num_products
+    why = f"Lanczos quadrature would not reach rtol, by {num_steps} steps"
+    spent += estimate.num_products
     return replace(estimate, method=f"{estimate.method} ({why})", num_products=spent)
 
 
 def _by_krylov(op: LinearOperator, budget: Budget) -> Estimate:
     n = op.shape[0]
-    size = krylov_dimension(n, budget.num_products, op.dtype.itemsize)
+    size, width = krylov_size(n, budget.num_products, op.dtype.itemsize)
     if budget.num_probes is not None and size < n:  # leave at least one product per probe
         size = min(size, budget.num_products - budget.num_probes)
     with tracking(budget.progress, "log determinant", min(n, budget.num_products)) as bar:
-        space = block_krylov(op, dimension=size, generator=budget.generator, bar=bar)
+        space = block_krylov(op, dimension=size, width=width, generator=budget.generator, bar=bar)
         split = Deflation(op, space)
         if split.complement is None:
             roundoff = torch.tensor(split.roundoff, dtype=torch.float64)
@@ -197,43 +205,37 @@ def _by_krylov(op: LinearOperator, budget: Budget) -> Estimate:
         sampler = Sampler(
             op=split.complement,
             draw=lambda count: space.draw(count, budget.generator),
-            function=_log,
+            function=torch.log,
             budget=budget,
             dimension=split.dimension,
             bar=bar,
+            label=f"block Krylov: {size} directions split off, ",
             spent=size,
             inside=split.logdet,
             error=split.roundoff,
             known=lambda: _known(op, split.trace, split.dimension),
             magnitude=split.magnitude,
         )
-        label = f"block Krylov: {size} directions split off, "
-        return sampler.estimate(budget.num_products - size, budget.num_probes, label)
+        return sampler.estimate(budget.num_products - size, budget.num_probes)
 
 
 def _by_lanczos(op: LinearOperator, budget: Budget) -> Estimate:
     with tracking(budget.progress, "log determinant", budget.num_products) as bar:
-        sampler, label = _whole(op, budget, bar), "Lanczos quadrature: "
-        return sampler.estimate(budget.num_products, budget.num_probes, label)
+        sampler = _whole(op, budget, bar, "Lanczos quadrature: ")
+        return sampler.estimate(budget.num_products, budget.num_probes)
 
 
-def _whole(op: LinearOperator, budget: Budget, bar: Progress) -> Sampler:
+def _whole(op: LinearOperator, budget: Budget, bar: Progress, label: str) -> Sampler:
     """Return the sampler of tr log A by probes in the whole space."""
     n = op.shape[0]
-    kind: Probe = "gaussian" if n < TUNING.few else "rademacher"
-
-    def draw(count: int) -> Tensor:
-        drawn = draw_probes(op, count, kind=kind, generator=budget.generator)
-        unit: Tensor = drawn / drawn.norm(dim=0)
-        return unit
-
     return Sampler(
         op=op,
-        draw=draw,
-        function=_log,
+        draw=lambda count: unit_probes(op, count, "rademacher", budget.generator),
+        function=torch.log,
         budget=budget,
         dimension=n,
         bar=bar,
+        label=label,
         known=lambda: _known(op, 0.0, n),
     )
 
@@ -243,13 +245,6 @@ def _known(op: LinearOperator, less: float, dimension: int) -> Known | None:
         return None
     noise = 100 * torch.finfo(op.dtype).eps * abs(trace)
     return Known((trace - less) / dimension, noise / dimension)
-
-
-def _log(values: Tensor) -> Tensor:
-    smallest = float(values.min())
-    if not smallest > 0:
-        raise not_positive("a Ritz value", smallest)
-    return values.log()
 
 
 # ------------------------------------------------------------------------------------------
@@ -275,17 +270,17 @@ def logdet_by_factor(op: LinearOperator) -> Estimate:
         # A = L L', so log det A = 2 sum_i log L_ii
         factor = cholesky_factor(op.matrix.double())
         value = float(2 * factor.diagonal().log().sum())
-        return Estimate.exact(value, method=f"exact, by the factor of a dense matrix {size}")
+        error = factor_roundoff(op, lambda block: torch.cholesky_solve(block, factor))
+        method = f"exact, by the factor of a dense matrix {size}"
+        return Estimate.exact(value, method=method, truncation=error)
     if not isinstance(op, SparseOperator):
         raise ValueError(f"method='cholesky' needs a dense or sparse matrix, got {op!r}")
-    matrix = _columns(op)
-    try:
-        cholmod: Any = importlib.import_module("sksparse.cholmod")
-    except ImportError:
-        method = f"exact, by the factor of a sparse matrix {size}"
-        return Estimate.exact(_superlu(matrix), method=method)
-    method = f"exact, by CHOLMOD's factor of a sparse matrix {size}"
-    return Estimate.exact(_cholmod(cholmod, matrix), method=method)
+    matrix, installed = _columns(op), find_spec("sksparse") is not None
+    value, solve = _cholmod(matrix) if installed else _superlu(matrix)
+    name = "CHOLMOD's factor" if installed else "the factor"
+    error = factor_roundoff(op, lambda block: torch.from_numpy(solve(block.cpu().numpy())))
+    method = f"exact, by {name} of a sparse matrix {size}"
+    return Estimate.exact(value, method=method, truncation=error)
 
 
 def _columns(op: SparseOperator) -> Any:
@@ -310,19 +305,23 @@ def _envelope(matrix: Any) -> float:
     return float((widths**2).sum())
 
 
-def _cholmod(cholmod: Any, matrix: Any) -> float:
+def _cholmod(matrix: Any) -> tuple[float, Solve]:
+    cholmod: Any = importlib.import_module("sksparse.cholmod")
     try:
         if hasattr(cholmod, "cho_factor"):  # from version 0.5 on
-            return float(cholmod.cho_factor(matrix).logdet())
-        return float(cholmod.cholesky(matrix, mode="supernodal").logdet())
+            factor = cholmod.cho_factor(matrix)
+            return float(factor.logdet()), factor.solve
+        factor = cholmod.cholesky(matrix, mode="supernodal")
+        return float(factor.logdet()), factor.solve_A
     except cholmod.CholmodNotPositiveDefiniteError as error:
         _superlu(matrix)  # raises with the pivot, which CHOLMOD does not report
         raise NotPositiveDefiniteError(
-            "op must be positive definite, got a pivot that is roundoff"
+            "op must be positive definite, got a pivot at the level of roundoff: the matrix is "
+            "singular, so add a small multiple of the identity"
         ) from error
 
 
-def _superlu(matrix: Any) -> float:
+def _superlu(matrix: Any) -> tuple[float, Solve]:
     options = {"SymmetricMode": True}
     try:
         factor = splu(matrix, permc_spec="MMD_AT_PLUS_A", diag_pivot_thresh=0.0, options=options)
@@ -335,7 +334,7 @@ def _superlu(matrix: Any) -> float:
     pivots = torch.from_numpy(factor.U.diagonal())
     if not bool((pivots > 0).all()):
         raise not_positive("a pivot", float(pivots.min()))
-    return float(pivots.log().sum())
+    return float(pivots.log().sum()), factor.solve
 
 
 _METHODS: dict[str, Callable[[LinearOperator, Budget], Estimate]] = {
@@ -343,6 +342,6 @@ _METHODS: dict[str, Callable[[LinearOperator, Budget], Estimate]] = {
     "cholesky": lambda op, budget: logdet_by_factor(op),
     "krylov": _by_krylov,
     "lanczos": _by_lanczos,
-    "maxent": lambda op, budget: by_maxent(op, budget, _log),
-    "chebyshev": lambda op, budget: by_chebyshev(op, budget, _log),
+    "maxent": lambda op, budget: by_maxent(op, budget, torch.log),
+    "chebyshev": lambda op, budget: by_chebyshev(op, budget, torch.log),
 }

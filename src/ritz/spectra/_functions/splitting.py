@@ -15,14 +15,22 @@ from typing import final
 import torch
 from torch import Tensor
 
+from ritz._core.checks import is_below
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import probes
 from ritz._core.results import Estimate
-from ritz._core.sampling import draw_probes
+from ritz._core.sampling import ROUNDOFF, check_samples, draw_probes
 from ritz.operators import LinearOperator
 from ritz.spectra._cg import cholesky_factor
+from ritz.spectra._functions.quadrature import (
+    ALTERNATING,
+    Budget,
+    Function,
+    Projections,
+    Sampler,
+    brackets,
+)
 from ritz.spectra._functions.quadrature import TUNING as QUADRATURE
-from ritz.spectra._functions.quadrature import Budget, Function, Sampler
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +40,8 @@ class Tuning:
     # Vectors per block. On kernel matrices of 1,500 rows the errors with 5, 10 and 25 are within a
     # factor of two of each other; wide blocks make products cheap.
     width: int = 25
+    # Fewest blocks. Errors of block Gauss rules are judged from four blocks on.
+    blocks: int = 5
     # Fraction of the products for the space. 36 blocks of 25 and 60 probes x 10 steps were the best
     # split of 1,500 products on nine kernel matrices (benchmarks/determinants.py).
     share: float = 0.6
@@ -64,6 +74,13 @@ class Space:
     coupling: Tensor
     width: int
 
+    @property
+    def roundoff(self) -> float:
+        """Error of the projected matrix: each block adds its roundoff, as in a random walk."""
+        size = float(self.projected.diagonal().abs().max())
+        blocks = len(self.projected) / self.width
+        return torch.finfo(self.basis.dtype).eps * size * math.sqrt(blocks)
+
     def draw(self, count: int, generator: torch.Generator, *, first: int | None = None) -> Tensor:
         """Return random unit vectors ``(n, count)`` orthogonal to the ``first`` directions."""
         basis = self.basis if first is None else self.basis[:, :first]
@@ -77,27 +94,29 @@ class Space:
         return unit
 
 
-def krylov_dimension(n: int, num_products: int, itemsize: int) -> int:
-    """Return the dimension of the space: whole blocks, or ``n`` if the products allow it."""
+def krylov_size(n: int, num_products: int, itemsize: int) -> tuple[int, int]:
+    """Return dimension and block width of the space: whole blocks, or ``n`` if products suffice."""
     if num_products >= n and n * n * itemsize <= TUNING.basis:
-        return n
+        return n, min(n, TUNING.width)
     wanted = min(int(TUNING.share * num_products), TUNING.basis // (n * itemsize), n - 1)
-    return max(1, wanted // TUNING.width) * min(TUNING.width, max(1, wanted))
+    width = max(1, min(TUNING.width, wanted // TUNING.blocks))
+    return max(1, wanted // width) * width, width
 
 
 def block_krylov(
-    op: LinearOperator, *, dimension: int, generator: torch.Generator, bar: Progress
+    op: LinearOperator, *, dimension: int, width: int, generator: torch.Generator, bar: Progress
 ) -> Space:
     """Return the block Krylov space of a random block.
 
     Args:
         op: ``(n, n)``.
-        dimension: A multiple of the width of a block, or ``n``. It is also the number of products,
+        dimension: A multiple of ``width``, or ``n``. It is also the number of products,
             and of vectors in memory.
+        width: Vectors per block.
         generator: Source of the first block.
         bar: Progress bar, which counts products.
     """
-    n, width = op.shape[0], min(TUNING.width, op.shape[0])
+    n = op.shape[0]
     basis = torch.empty(n, dimension, dtype=op.dtype, device=op.device)
     projected = torch.zeros(dimension, dimension, dtype=torch.float64)
     drawn = draw_probes(op, min(width, dimension), kind="gaussian", generator=generator)
@@ -109,6 +128,7 @@ def block_krylov(
         space = basis[:, : filled + size]
         # A V_j - Q (Q'A V_j), orthogonalised twice; Q'A V_j is a block column of T.
         product = op.matmat(block)
+        check_samples(product.T, filled)
         overlap = space.T @ product
         product = product - space @ overlap
         again = space.T @ product
@@ -163,8 +183,14 @@ class Deflation:
         self.magnitude = float(space.projected.diagonal().max())
         # d log det T = tr(T^{-1} dT) with |dT| of the order of eps |A|.
         inverse = torch.cholesky_inverse(factor)
-        unit = QUADRATURE.shift * torch.finfo(op.dtype).eps * self.magnitude
-        self.roundoff = unit * float(inverse.diagonal().sum())
+        unit = QUADRATURE.shift * space.roundoff
+        # Where |dT| |T^{-1}| reaches 1, the matrix may be singular.
+        singular = not is_below(unit * float(inverse.norm()), 1.0)
+        summed = (
+            ROUNDOFF * torch.finfo(torch.float64).eps * float(factor.diagonal().log().abs().sum())
+        )
+        moved = unit * float(inverse.diagonal().sum())
+        self.roundoff = math.inf if singular else moved + summed
         if self.dimension:
             # B (T^{-1})_last B', the part of S that couples through the last block.
             last = space.width
@@ -209,14 +235,25 @@ def by_krylov(op: LinearOperator, budget: Budget, function: Function) -> Estimat
     :math:`Q_1^\top f(A) Q_1`, to which it converges as the space grows beyond them.
     """
     n = op.shape[0]
-    size = krylov_dimension(n, budget.num_products, op.dtype.itemsize)
+    size, width = krylov_size(n, budget.num_products, op.dtype.itemsize)
     with tracking(budget.progress, "trace of a function", min(n, budget.num_products)) as bar:
-        space = block_krylov(op, dimension=size, generator=budget.generator, bar=bar)
-        fewer = size - space.width
-        first = n if size == n else max(1, min(int(TUNING.exact * size), fewer or size))
-        inside = _share(space, size, first, function)
+        space = block_krylov(op, dimension=size, width=width, generator=budget.generator, bar=bar)
+        first = (
+            n if size == n else max(1, min(int(TUNING.exact * size), size - space.width or size))
+        )
+        coupling = space.coupling if size < n else torch.zeros(1, 1, dtype=torch.float64)
+        # The leading block of f(T) is a block Gauss rule; its error is that of the other rules.
+        inside = brackets(
+            Projections(space.projected[None], coupling[None], space.roundoff),
+            function,
+            floor=budget.floor,
+            bounds=function in ALTERNATING,
+            first=first,
+        )
+        value, error = float(inside.mixed), float(inside.truncation)
         if size == n:
-            return Estimate.exact(inside, method="block Krylov: the whole space", num_products=n)
+            method = "block Krylov: the whole space"
+            return Estimate.exact(value, method=method, num_products=n, truncation=error)
         sampler = Sampler(
             op=op,
             draw=lambda count: space.draw(count, budget.generator, first=first),
@@ -224,16 +261,9 @@ def by_krylov(op: LinearOperator, budget: Budget, function: Function) -> Estimat
             budget=budget,
             dimension=n - first,
             bar=bar,
+            label=f"block Krylov: {first} directions of {size}, ",
             spent=size,
-            inside=inside,
-            # A single block has no shorter space to compare with: its error is unknown.
-            error=abs(inside - _share(space, fewer, first, function)) if fewer else math.nan,
+            inside=value,
+            error=error,
         )
-        label = f"block Krylov: {first} directions of {size}, "
-        return sampler.estimate(budget.num_products - size, None, label)
-
-
-def _share(space: Space, size: int, first: int, function: Function) -> float:
-    # tr of the leading (first, first) part of f(T) = sum_k f(theta_k) sum_{i < first} (e_k)_i^2
-    values, vectors = torch.linalg.eigh(space.projected[:size, :size])
-    return float((vectors[:first].square() @ function(values)).sum())
+        return sampler.estimate(budget.num_products - size, None)

@@ -1,6 +1,5 @@
 """Traces of functions of a matrix, by quadrature, polynomials, maximum entropy or eigenvalues."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -9,33 +8,36 @@ import torch
 from torch import Tensor
 
 from ritz._core.checks import check_choice, check_count
-from ritz._core.progress import Progress
+from ritz._core.progress import Progress, tracking
 from ritz._core.random import Probe, resolve_generator
-from ritz._core.results import Estimate, Status
-from ritz._core.sampling import Sampling, accuracy, column_dots
+from ritz._core.results import Estimate, stderr
+from ritz._core.sampling import ROUNDOFF, Sampling, check_samples, doubling, draw_probes, is_settled
 from ritz.operators import LinearOperator, OperatorLike, as_operator
 from ritz.spectra._functions.quadrature import (
+    ADVICE,
     Budget,
     Function,
-    Rule,
+    Sampler,
     finite_function,
     floor_error,
-    gauss_rule,
-    remainder,
-    ritz_rules,
-    shorter,
+    roundoff_error,
 )
 from ritz.spectra._functions.splitting import by_krylov
 from ritz.spectra._lanczos import Bounds, Reorthogonalization, bounds
 from ritz.spectra._maxent import EntropicDensity, Grid, in_interval, maxent
 from ritz.spectra._moments import Moments, moments
 
-TraceFunctionMethod = Literal["lanczos", "krylov", "chebyshev", "maxent", "eigenvalues"]
+TraceFunctionMethod = Literal["auto", "lanczos", "krylov", "chebyshev", "maxent", "eigenvalues"]
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Constants of the methods that use moments."""
+    """Constants of the choice of a method, and of the methods that use moments."""
+
+    # `auto` diagonalises matrices of up to this many rows if the products suffice: 3 s at 3,000.
+    dense: int = 3000
+    # With fewer rows probes are Gaussian: of ten rows, 32 sign vectors still have a spread.
+    few: int = 10
 
     # Probes where the caller gives no number; the default of `trace`.
     probes: int = 32
@@ -54,7 +56,7 @@ def trace_function(
     *,
     num_steps: int,
     num_probes: int = 32,
-    method: TraceFunctionMethod = "lanczos",
+    method: TraceFunctionMethod = "auto",
     floor: float | None = None,
     rtol: float | None = None,
     max_probes: int = 1000,
@@ -70,21 +72,28 @@ def trace_function(
 
     .. math:: z^\top f(A) z \approx \|z\|^2 \sum_{k=1}^m \tau_k f(\theta_k)
 
-    at ``num_steps`` products per probe. Memory: 6 vectors per probe of a block, or
-    ``num_steps + 5`` with re-orthogonalisation. By default the runs are not re-orthogonalised. Ritz
-    values then repeat and share their weight, which delays convergence, but the quadrature stays
-    accurate (Greenbaum 1989). ``"full"`` converges in fewer steps if eigenvalues are far apart.
-    ``truncation`` is an estimate, not a bound, of the change that more steps would bring. It is
-    zero if the Krylov spaces are invariant, and NaN (unknown) for a single step.
+    at ``num_steps`` products per probe. Memory: 6 vectors for each of the ``block_size`` probes
+    that are multiplied together, or ``num_steps + 5`` with re-orthogonalisation. By default the
+    runs are not re-orthogonalised. Ritz values then repeat and share their weight, which delays
+    convergence, but the quadrature stays accurate (Greenbaum 1989). ``"full"`` converges in fewer
+    steps if eigenvalues are far apart.
 
-    The other methods spend ``num_steps * num_probes`` products in all. ``krylov`` spends six tenths
-    of them, and as many vectors of memory, on a block Krylov space, whose share of the trace it
-    takes from the projected matrix. The rest goes to quadrature with probes orthogonal to the
-    space; the two error bars decide how many probes and steps. Use it if few eigenvalues dominate.
-    ``chebyshev`` interpolates the function between ``floor`` and the norm. ``maxent`` takes its
-    mean under the density of maximum entropy with up to 60 moments. ``eigenvalues`` forms the
-    matrix by ``n`` products and diagonalises it, which is exact. With a ``floor``, Gauss-Radau
-    rules bracket the quadrature of ``krylov`` as in :func:`ritz.logdet`.
+    ``truncation`` is the error of the quadrature. With a ``floor`` it is a bound for ``torch.log``,
+    ``torch.reciprocal``, ``torch.sqrt`` and ``torch.rsqrt``: Gauss and Gauss-Radau rules bracket
+    the quadratic form. For other functions, and without a floor, it is an estimate: twice the
+    largest change by a node at either end of the spectrum or by the last eighth of the steps. It is
+    infinite, and the outcome ``uncertain``, if there are fewer than four steps or if the spectrum
+    may reach a pole of the function, such as zero for the logarithm.
+
+    The other methods use ``num_steps * num_probes`` products in all. ``krylov`` uses 60 % of them
+    to build a block Krylov space, stores as many vectors, and computes the trace on this space from
+    the projected matrix. The rest goes to quadrature with probes orthogonal to the space. Use it if
+    few eigenvalues dominate. ``chebyshev`` interpolates the function between ``floor`` and the
+    norm. ``maxent`` takes its mean under the density of maximum entropy with up to 60 moments.
+    ``eigenvalues`` forms the matrix by ``n`` products and diagonalises it, which is exact.
+
+    ``auto`` is ``eigenvalues`` if ``n`` is at most 3,000 and at most ``num_steps * num_probes``,
+    and ``lanczos`` otherwise. All methods take all eigenvalues if ``n`` is at most ``num_probes``.
 
     Args:
         op: Symmetric :math:`A`, ``(n, n)``. It may be indefinite.
@@ -92,13 +101,14 @@ def trace_function(
             ``torch.reciprocal``, ``torch.exp``, ``torch.special.entr`` (:math:`-x \log x`) or
             ``lambda x: x**p``.
         num_steps: Krylov dimension ``m``; exact for polynomials of degree ``2 m - 1``.
-        num_probes: Number of probes. With ``rtol``, the smallest number.
+        num_probes: Number of probes. If ``rtol`` is given, the minimum number.
         method: See above.
-        floor: A number below the spectrum, for ``krylov``, ``chebyshev`` and ``maxent``.
-        rtol: Add probes until the standard error is below this fraction of the mean (``lanczos``,
-            ``krylov``). The status says whether it is.
+        floor: A number below all eigenvalues.
+        rtol: Add probes until the 95 % interval is within this fraction of the mean. The status
+            says whether it is. ``krylov`` stays within its products.
         max_probes: Maximum number of probes with ``rtol``.
-        block_size: Probes per product. Defaults to the block size of the operator.
+        block_size: Number of probes that are multiplied together. Defaults to the block size of the
+            operator.
         reorthogonalize: ``none``, ``partial`` or ``full``.
         probe: ``rademacher`` or ``gaussian``.
         generator: Source of the probes. Defaults to a new generator with seed 0.
@@ -108,62 +118,48 @@ def trace_function(
     ``krylov``.
     """
     op = as_operator(op)
-    check_choice("method", method, ("lanczos", *_METHODS))
-    check_count("num_steps", num_steps, high=op.shape[0])
+    check_choice("method", method, get_args(TraceFunctionMethod))
+    n = op.shape[0]
+    check_count("num_steps", num_steps, high=n)
     check_choice("reorthogonalize", reorthogonalize, get_args(Reorthogonalization))
     generator = resolve_generator(generator)
-    plan = Sampling(num_probes, rtol, max_probes, block_size, probe)
+    Sampling(num_probes, rtol, max_probes, block_size, probe)  # checks the arguments
+    limit = num_probes if rtol is None else max_probes
+    budget = Budget(num_steps * num_probes, num_probes, limit, floor, rtol, generator, progress)
+    # A whole basis costs no more than as many random probes, and is exact.
+    affordable = n <= (min(budget.num_products, TUNING.dense) if method == "auto" else num_probes)
+    if affordable or method == "auto":
+        method = "eigenvalues" if affordable else "lanczos"
     if method != "lanczos":
-        budget = Budget(num_steps * num_probes, num_probes, floor, rtol, generator, progress)
-        return judged(_METHODS[method](op, budget, finite_function(function)), budget)
-
-    spent, exact = 0, True
-
-    def measure(block: Tensor) -> Tensor:
-        nonlocal spent, exact
-        rules = ritz_rules(op, block, num_steps=num_steps, reorthogonalize=reorthogonalize)
-        spent, exact = spent + rules.num_products, exact and bool(rules.exact.all())
-        norms = column_dots(block, block).cpu()
-        last = norms * _apply(function, rules.last)
-        before = (gauss_rule(rules.projected[:, :less, :less]) for less in shorter(num_steps))
-        fewer = (norms * _apply(function, rule) for rule in before)
-        return torch.stack([last, *(torch.where(rules.exact, last, form) for form in fewer)], dim=1)
-
-    label = "trace of a function"
-    samples, _ = plan.run(op, measure, generator=generator, progress=progress, label=label)
-    values, change = samples[:, 0], remainder(*samples.mean(0)).abs()
-    return Estimate.of(
-        values,
-        truncation=change if exact or num_steps > 1 else torch.full_like(change, torch.nan),
-        num_products=spent,
-        method=f"Lanczos quadrature, {num_steps} steps",
-        status=plan.status(values),
-        seed=generator.initial_seed(),
-    )
+        return judged(_METHODS[method](op, budget, function), budget)
+    with tracking(progress, "trace of a function", budget.num_products) as bar:
+        sampler = Sampler(
+            op=op,
+            draw=lambda count: unit_probes(op, count, probe, generator),
+            function=function,
+            budget=budget,
+            dimension=n,
+            bar=bar,
+            label="Lanczos quadrature, ",
+            mode=reorthogonalize,
+            block_size=block_size,
+        )
+        return sampler.extended([], num_steps, doubling(num_probes, limit))
 
 
-def _apply(function: Function, rule: Rule) -> Tensor:
-    nodes, weights = rule
-    used = weights > 0
-    # Nodes of weight zero are padding: they may lie outside the domain of the function.
-    values = finite_function(function)(torch.where(used, nodes, nodes[used][0]))
-    return (weights * values).sum(0)
+def unit_probes(op: LinearOperator, count: int, kind: Probe, generator: torch.Generator) -> Tensor:
+    """Return random vectors ``(n, count)`` of norm one."""
+    # With few rows the random signs of several probes coincide, and their spread is zero.
+    kind = "gaussian" if op.shape[0] < TUNING.few else kind
+    drawn = draw_probes(op, count, kind=kind, generator=generator)
+    unit: Tensor = drawn / drawn.norm(dim=0)
+    return unit
 
 
 def judged(estimate: Estimate, budget: Budget) -> Estimate:
-    """Return the estimate with a status that compares both error bars with the ``rtol``."""
-    mean, error = float(estimate.mean), float(estimate.stderr)
-    bar = torch.zeros_like(estimate.mean) if estimate.truncation is None else estimate.truncation
-    truncation = float(bar)
-    if budget.rtol is None:
-        message = f"error bars {error:.2g} and {truncation:.2g}"
-        status = Status(outcome="completed", message=message)
-    else:
-        status = accuracy(mean, math.hypot(error, truncation), budget.rtol)
-    if not status.ok:
-        more = "more probes" if error > truncation else "more products, or a floor of the spectrum"
-        status = replace(status, advice=f"{more} would lower the larger error bar")
-    return replace(estimate, truncation=bar, status=status, seed=budget.generator.initial_seed())
+    """Return the estimate with the seed, and the status that its errors give it."""
+    seeded = replace(estimate, seed=budget.generator.initial_seed())
+    return seeded.judged(budget.rtol, ADVICE)
 
 
 # ------------------------------------------------------------------------------------------
@@ -172,15 +168,19 @@ def judged(estimate: Estimate, budget: Budget) -> Estimate:
 
 def by_chebyshev(op: LinearOperator, budget: Budget, function: Function) -> Estimate:
     r"""Interpolate :math:`f` between the floor and the norm: :math:`\sum_j c_j \mu_j`."""
-    measured = _moments(op, budget, budget.num_products, function)
-    n, degree = op.shape[0], len(measured.mean) - 1
-    series, gap = _interpolation(function, measured.interval, degree)
-    return Estimate.of(
-        n * (measured.samples @ series),
-        truncation=n * gap,
-        num_products=measured.num_products,
-        method=f"Chebyshev series of degree {degree}, {len(measured.samples)} probes",
-    )
+    n, function = op.shape[0], finite_function(function)
+
+    def finish(measured: Moments) -> Estimate:
+        degree = len(measured.mean) - 1
+        series, gap = _interpolation(function, measured.interval, degree)
+        return Estimate.of(
+            n * (measured.samples @ series),
+            truncation=n * (gap + ROUNDOFF * torch.finfo(op.dtype).eps * series.abs().sum()),
+            num_products=measured.num_products,
+            method=f"Chebyshev series of degree {degree}, {len(measured.samples)} probes",
+        )
+
+    return _by_moments(op, budget, budget.num_products, function, finish)
 
 
 def by_maxent(op: LinearOperator, budget: Budget, function: Function) -> Estimate:
@@ -189,28 +189,44 @@ def by_maxent(op: LinearOperator, budget: Budget, function: Function) -> Estimat
     To first order :math:`\int q f` changes with the moments by the coefficients of the regression
     of :math:`f` on the polynomials under :math:`q`. That gives one sample per probe.
     """
+    n, function = op.shape[0], finite_function(function)
+
+    def finish(measured: Moments) -> Estimate:
+        degree = len(measured.mean) - 1
+        density: EntropicDensity = maxent(measured)
+        density.raise_if_failed()
+        slopes, moved = _regression(density, function)
+        off = (measured.samples - measured.mean)[:, 1:]
+        series, gap = _interpolation(function, measured.interval, degree)
+        # Two densities with the same moments agree on the interpolating polynomial p. Their means
+        # of f differ by at most 2 max |f - p|. The moments of a relaxed dual differ from those
+        # measured, and the means of p by the differences times the series.
+        relaxed = (series * (moved - measured.mean)).abs().sum()
+        return Estimate.of(
+            n * (density.expectation(function) + off @ slopes),
+            truncation=n
+            * (2 * gap + relaxed + ROUNDOFF * torch.finfo(op.dtype).eps * series.abs().sum()),
+            num_products=measured.num_products,
+            method=f"maximum entropy, {degree} moments, {len(measured.samples)} probes",
+        )
+
     most = (budget.num_probes or TUNING.probes) * TUNING.maxent_moments // 2
-    measured = _moments(op, budget, min(budget.num_products, most), function)
-    n, degree = op.shape[0], len(measured.mean) - 1
-    density: EntropicDensity = maxent(measured)
-    density.raise_if_failed()
-    slopes = _regression(density, function)
-    values = density.expectation(function) + (measured.samples[:, 1:] - measured.mean[1:]) @ slopes
-    # Two densities with the same moments agree on the interpolating polynomial p. Their means of f
-    # differ by at most 2 max |f - p|.
-    return Estimate.of(
-        n * values,
-        truncation=2 * n * _interpolation(function, measured.interval, degree)[1],
-        num_products=measured.num_products,
-        method=f"maximum entropy, {degree} moments, {len(values)} probes",
-    )
+    return _by_moments(op, budget, min(budget.num_products, most), function, finish)
 
 
 def _by_eigenvalues(op: LinearOperator, budget: Budget, function: Function) -> Estimate:
     n = op.shape[0]
-    values = torch.linalg.eigvalsh(op.dense().double()).cpu()
+    matrix = op.dense().double()
+    check_samples(matrix.T, 0)
+    values = torch.linalg.eigvalsh(matrix).cpu()
+    size = float(values.abs().max())
+    value = float(finite_function(function)(values).sum())
+    # Roundoff in n products and in the reduction to tridiagonal form: eps |A| sqrt(n). On Hadamard
+    # matrices of 16 to 512 rows the largest errors are half of that.
+    unit = torch.finfo(op.dtype).eps * size * n**0.5
+    error = roundoff_error(values, torch.ones_like(values), unit, function)
     method = f"all {n:,} eigenvalues"
-    return Estimate.exact(float(function(values).sum()), method=method, num_products=n)
+    return Estimate.exact(value, method=method, num_products=n, truncation=error)
 
 
 _METHODS: dict[str, Callable[[LinearOperator, Budget, Function], Estimate]] = {
@@ -231,25 +247,45 @@ def _interpolation(
     values = function(in_interval(grid.nodes, interval))
     series = (2 / (degree + 1)) * grid.polynomials.T @ values
     series[0] /= 2
-    fine = Grid.make(20 * degree + 200, degree)
-    gap = fine.polynomials @ series - function(in_interval(fine.nodes, interval))
+    # The largest error is often at an end, which is no Chebyshev node: T_j(cos t) = cos(j t).
+    angles = torch.linspace(0, torch.pi, 20 * degree + 200, dtype=torch.float64)
+    polynomials = torch.cos(angles[:, None] * torch.arange(degree + 1))
+    gap = polynomials @ series - function(in_interval(torch.cos(angles), interval))
     return series, gap.abs().max()
 
 
-def _moments(op: LinearOperator, budget: Budget, num_products: int, function: Function) -> Moments:
+def _by_moments(
+    op: LinearOperator,
+    budget: Budget,
+    num_products: int,
+    function: Function,
+    finish: Callable[[Moments], Estimate],
+) -> Estimate:
+    """Return the estimate that ``finish`` makes of the moments of enough probes."""
     steps = min(TUNING.bound_steps, max(2, num_products // 3))
     ends = bounds(op, max_steps=steps, generator=budget.generator)
     left = num_products - ends.num_products
-    num_probes = budget.num_probes or max(2, min(TUNING.probes, left))
-    measured = moments(
-        op,
-        num_moments=max(2, 2 * (left // num_probes)),
-        interval=_interval(ends, budget.floor, function, torch.finfo(op.dtype).eps),
-        num_probes=num_probes,
-        generator=budget.generator,
-        progress=budget.progress,
-    )
-    return replace(measured, num_products=measured.num_products + ends.num_products)
+    first = budget.num_probes or max(2, min(TUNING.probes, left))
+    interval = _interval(ends, budget.floor, function, torch.finfo(op.dtype).eps)
+    drawn, spent = torch.empty(0, dtype=torch.float64), ends.num_products
+    for goal in doubling(first, max(first, budget.max_probes)):
+        measured = moments(
+            op,
+            num_moments=max(2, 2 * (left // first)),
+            interval=interval,
+            num_probes=max(2, goal - len(drawn)),
+            generator=budget.generator,
+            progress=budget.progress,
+        )
+        drawn = torch.cat([drawn, measured.samples]) if len(drawn) else measured.samples
+        spent += measured.num_products
+        together = replace(
+            measured, samples=drawn, mean=drawn.mean(0), stderr=stderr(drawn), num_products=spent
+        )
+        estimate = judged(finish(together), budget)
+        if is_settled(estimate, budget.rtol):
+            break
+    return estimate
 
 
 def _interval(
@@ -269,14 +305,14 @@ def _interval(
         function(torch.tensor([low], dtype=torch.float64))
     except ValueError as error:
         raise ValueError(
-            f"floor must be given where bounds of the spectrum reach beyond the domain of the "
-            f"function, got [{ends.low:.3g}, {ends.high:.3g}] and no floor"
+            f"floor must be given: the bounds [{ends.low:.3g}, {ends.high:.3g}] of the spectrum "
+            "reach beyond the domain of the function"
         ) from error
     return low, ends.high + margin
 
 
-def _regression(density: EntropicDensity, function: Function) -> Tensor:
-    """Return the coefficients of the function on the polynomials under the density."""
+def _regression(density: EntropicDensity, function: Function) -> tuple[Tensor, Tensor]:
+    """Return the coefficients of the function on the polynomials, and the density's moments."""
     grid = Grid.make(density.grid_size, len(density.alphas))
     points = in_interval(grid.nodes, density.interval)
     shares = grid.weights * density.pdf(points)
@@ -286,4 +322,4 @@ def _regression(density: EntropicDensity, function: Function) -> Tensor:
     centred = polynomials - shares @ polynomials
     covariance = centred.T @ (shares[:, None] * centred) + torch.diag(density.ridge)
     slopes: Tensor = torch.linalg.solve(covariance, centred.T @ (shares * values))
-    return slopes
+    return slopes, shares @ grid.polynomials

@@ -1,22 +1,37 @@
 """Extreme eigenvalues: pairs to a tolerance in bounded memory, bounds, and the spectral norm."""
 
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
+import scipy.linalg
+import scipy.sparse
+import scipy.sparse.linalg
 import torch
 from torch import Tensor
 
-from ritz._core.checks import check_choice, check_count, check_range
+from ritz._core.checks import check_choice, check_count, check_range, is_below
 from ritz._core.distributed import Group
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate, HasStatus, Status
 from ritz._core.storage import storable
-from ritz.operators import LinearOperator, OperatorLike, as_operator
+from ritz.operators import (
+    DenseOperator,
+    LinearOperator,
+    OperatorLike,
+    SparseOperator,
+    as_operator,
+)
 from ritz.operators._shared import gershgorin
-from ritz.spectra._lanczos.recurrence import TUNING, Placement, Reorthogonalization, step
+from ritz.spectra._lanczos.recurrence import (
+    Placement,
+    Reorthogonalization,
+    extremes,
+    step,
+)
 from ritz.spectra._lanczos.run import (
     LanczosResult,
     SavedRuns,
@@ -26,6 +41,30 @@ from ritz.spectra._lanczos.run import (
 )
 
 BoundsMethod = Literal["auto", "gershgorin", "lanczos"]
+Certificate = Literal["random", "inertia", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Constants of the search for extreme eigenvalues."""
+
+    # Probability that an eigenvalue outside of the bounds, or a wanted pair, is missed. It enters
+    # the number of steps as its logarithm: 0.001 costs a fifth more steps than 0.01. With 0.01 the
+    # norm of a 7 x 7 x 7 grid missed its bar in 1 of 20 runs, with 0.001 in none of 40.
+    missed: float = 0.001
+    # Steps beyond the number of wanted pairs before the first check, and between two checks of
+    # pairs and of bounds. After two or three steps only the bulk has been seen.
+    patience: int = 10
+    spacing_pairs: int = 5
+    spacing_bounds: int = 2
+
+
+TUNING = Tuning()
+CERTAINTY = {
+    "random": f"none is missed, with probability {1 - TUNING.missed:g}",
+    "inertia": "none is missed, by inertia",
+    "none": "repeated eigenvalues count once",
+}
 
 # ------------------------------------------------------------------------------------------
 # Extreme eigenpairs.
@@ -75,6 +114,7 @@ def eigenpairs(
     max_vectors: int | None = None,
     vectors: bool = True,
     start: Tensor | None = None,
+    certify: Certificate = "random",
     reorthogonalize: Reorthogonalization = "full",
     placement: Placement = "device",
     group: Group | None = None,
@@ -85,8 +125,25 @@ def eigenpairs(
 ) -> Eigenpairs:
     r"""Return extreme eigenvalues and eigenvectors to a tolerance, by Lanczos with thick restarts.
 
-    Compare :func:`scipy.sparse.linalg.eigsh`. A repeated eigenvalue counts once, unless the Krylov
-    space is invariant and the run continues in a fresh direction.
+    Compare :func:`scipy.sparse.linalg.eigsh`. Eigenvalues are repeated as often as in the matrix.
+    A Krylov space holds one eigenvector of each eigenvalue, so the pairs that have converged are
+    locked, and a new random start in their orthogonal complement looks for others that are as
+    extreme, until it finds none.
+
+    ============  ===============================================  =================================
+    ``certify``   an eigenvalue more extreme than a returned one,  products
+                  by more than ``rtol``, is missed
+    ============  ===============================================  =================================
+    ``random``    with probability 0.001 at most, over the starts  1.3 times those of ``none``, and
+                                                                   twice with repeated values
+    ``inertia``   never, but for roundoff                          those of the pairs, and a
+                                                                   factorisation for each end
+    ``none``      if it is repeated                                about those of ``eigsh``
+    ============  ===============================================  =================================
+
+    A single pair at an end needs no second run. ``inertia`` counts the eigenvalues beyond the
+    returned ones by the signs of the pivots of :math:`A - \sigma I`. It needs a dense or sparse
+    matrix, whose factors have to fit into memory.
 
     Cost: one product per step, and ``2 j`` vector reads of re-orthogonalisation in step ``j``.
     Memory beyond the operator: ``max_vectors + 5`` vectors.
@@ -98,11 +155,12 @@ def eigenpairs(
         rtol: A pair has converged when its residual is below ``rtol`` times the norm of :math:`A`.
             The error of the eigenvalue is of the order of the square. Defaults to the square root
             of machine precision.
-        max_steps: Maximum number of products. Defaults to 100 per wanted pair, at least 1000.
+        max_steps: Maximum number of products. Defaults to 200 per wanted pair, at least 2000.
         max_vectors: Maximum number of basis vectors; beyond it the run restarts from the best Ritz
             vectors. Defaults to ``2 k + 4`` for ``k`` wanted pairs, at least 20.
         vectors: Return the eigenvectors. They overwrite the basis, so they need no more memory.
         start: Start vector ``(n,)``. Defaults to a random one.
+        certify: How to make sure that no pair was missed; see the table.
         reorthogonalize: ``full``, or ``partial``, which is cheaper per step but cannot restart: its
             ``max_vectors`` defaults to ``max_steps``. See :func:`ritz.lanczos`.
         placement: Where the basis is stored: ``device``, ``host``, or ``spread`` over processes.
@@ -116,7 +174,8 @@ def eigenpairs(
     Raises:
         ValueError: As :func:`ritz.lanczos` does.
 
-    Reference: Wu and Simon (2000).
+    Reference: Wu and Simon (2000) for restarts; Van Dorsselaer, Hochstenbach and Van der Vorst
+    (2000) for the probability.
 
     Example:
         >>> import torch, ritz
@@ -125,28 +184,24 @@ def eigenpairs(
         ([99.0, 100.0], torch.Size([100, 2]))
     """
     op = as_operator(op)
-    goal = _Goal(op, largest, smallest, rtol, max_steps, max_vectors, reorthogonalize)
+    goal = _Goal(op, largest, smallest, rtol, max_steps, max_vectors, reorthogonalize, certify)
     check_choice("placement", placement, get_args(Placement))
     generator = resolve_generator(generator)
-    # A restart needs room for the residual vector beside the basis.
-    capacity = goal.max_vectors + goal.restarts
     settings = goal.settings | {"placement": placement}
     starts = [start_vector(op, start, generator)]
-    saved = SavedRuns(op, starts, capacity, settings, state, save_interval, group)
+    saved = SavedRuns(op, starts, goal.capacity, settings, state, save_interval, group)
     starts.clear()  # the basis has a copy
-    search = _Search(goal, saved, generator.initial_seed())
-    with tracking(progress, "Lanczos", goal.max_steps) as bar:
-        status = search.advance(bar)
-    run = search.run
-    values, coefficients, residuals = run.ritz_pairs()
+    search = _Search(goal, saved, generator.initial_seed(), random=start is None)
+    status = search.advance(progress)
+    values, coefficients, residuals = search.run.ritz_pairs()
     chosen = goal.extremes(len(values))
-    roundoff = run.roundoff(search.progress["restarts"])
+    roundoff = search.roundoff
     return Eigenpairs(
         values=values[chosen],
         residuals=residuals[chosen] + roundoff,
         roundoff=roundoff,
-        vectors=run.basis.combine(coefficients[:, chosen]).T if vectors else None,
-        num_products=search.progress["spent"],
+        vectors=search.run.basis.combine(coefficients[:, chosen]).T if vectors else None,
+        num_products=search.spent,
         seed=search.seed if start is None else None,
         status=status,
         **saved.facts,
@@ -163,8 +218,11 @@ class _Goal:
         smallest: int,
         rtol: float | None,
         max_steps: int | None,
-        max_vectors: int | None,
-        mode: Reorthogonalization,
+        max_vectors: int | None = None,
+        mode: Reorthogonalization = "full",
+        certify: Certificate = "random",
+        ends: Literal["bounds", "norm"] | None = None,
+        discs: tuple[float, float] | None = None,
     ) -> None:
         n, eps = op.shape[0], torch.finfo(op.dtype).eps
         check_count("largest", largest, low=0, high=n)
@@ -172,10 +230,17 @@ class _Goal:
         self.largest, self.smallest, self.wanted = largest, smallest, largest + smallest
         if not self.wanted:
             raise ValueError("largest or smallest must be at least 1, got 0 for both")
-        self.max_steps = max(1000, 100 * self.wanted) if max_steps is None else max_steps
+        self.max_steps = max(2000, 200 * self.wanted) if max_steps is None else max_steps
         check_count("max_steps", self.max_steps)
         self.rtol = eps**0.5 if rtol is None else rtol
         check_range("rtol", self.rtol, low=eps, high=1.0)
+        check_choice("certify", certify, get_args(Certificate))
+        # With "bounds" or "norm" the values matter at the ends alone, and vectors not at all.
+        self.certify, self.ends = certify, ends
+        low, high = discs or (-math.inf, math.inf)
+        self.discs = {-1: low, 1: high}
+        if certify == "inertia" and not isinstance(op, DenseOperator | SparseOperator):
+            raise ValueError(f"certify='inertia' needs a dense or sparse matrix, got {op!r}")
         check_choice("reorthogonalize", mode, ("full", "partial"))
         if max_vectors is None:
             max_vectors = max(2 * self.wanted + 4, 20) if mode == "full" else self.max_steps
@@ -185,92 +250,245 @@ class _Goal:
         self.restarts = self.max_vectors < min(self.max_steps, n)
         if self.restarts and mode != "full":
             raise ValueError(f"a restart needs reorthogonalize='full', got {mode!r}")
-        names = ("largest", "smallest", "rtol", "max_steps", "max_vectors")
+        # A restart needs room for the residual vector beside the basis.
+        self.capacity = self.max_vectors + self.restarts
+        names = ("largest", "smallest", "rtol", "max_steps", "max_vectors", "certify")
         self.settings: dict[str, Any] = {name: getattr(self, name) for name in names}
         self.settings["reorthogonalize"] = mode
 
-    def extremes(self, size: int, *, below: int = 0, above: int = 0) -> Tensor:
-        """Return the indices of the wanted ones of ``size`` ascending values, and of some more.
+    def extremes(self, size: int) -> Tensor:
+        """Return the indices of the wanted ones of ``size`` ascending values."""
+        return extremes(size, self.smallest, self.largest)
 
-        ``below`` more at the lower end and ``above`` more at the upper end.
-        """
-        low, high = min(self.smallest + below, size), min(self.largest + above, size)
-        if low + high >= size:
-            return torch.arange(size)
-        return torch.cat([torch.arange(low), torch.arange(size - high, size)])
+    def success(self, spent: int) -> Status:
+        """Return the status of a run that has reached the goal."""
+        if self.ends:
+            message = f"{self.ends} to rtol {self.rtol:.1g} in {spent} products"
+        else:
+            message = f"{self.wanted} pairs to rtol {self.rtol:.1g} in {spent} products; "
+            message += CERTAINTY[self.certify]
+        return Status(outcome="converged", message=message)
+
+    def failure(self, spent: int, met: int, error: float, tolerance: float) -> Status:
+        """Return the status of a run of ``max_steps`` that found ``met`` pairs."""
+        pairs = f"{met} of {self.wanted} pairs reached rtol {self.rtol:.1g} in {spent} products; "
+        if self.ends:
+            message = f"{self.ends} did not reach rtol {self.rtol:.1g} in {spent} products"
+        elif met < self.wanted:
+            message = pairs + f"the largest residual is {error:.1g}, the goal {tolerance:.1g}"
+        else:
+            message = pairs + "repeated ones may be missing"
+        missing = met == self.wanted and not self.ends
+        return Status(
+            outcome="uncertain" if missing else "max_steps",
+            message=message,
+            advice="raise max_steps, max_vectors or rtol",
+        )
 
 
 class _Search:
-    """One run in progress: step, check, restart, continue in a fresh direction, save."""
+    """One run in progress: step, check, restart, lock, continue in a fresh direction, save.
 
-    def __init__(self, goal: _Goal, saved: SavedRuns, seed: int) -> None:
+    Args:
+        goal: What is wanted.
+        saved: The run and its journal.
+        seed: Seed of further start vectors.
+        random: Whether the start vector is random. Otherwise what it did not find may exist.
+    """
+
+    def __init__(self, goal: _Goal, saved: SavedRuns, seed: int, *, random: bool = True) -> None:
         self.op, self.goal, self.saved, self.seed = saved.op, goal, saved, seed
         self.run = saved.runs[0]
-        # "closed" is the step at which the space first became invariant, or 0.
-        self.progress = {"spent": 0, "restarts": 0, "closed": 0}
-        self.progress["next_check"] = goal.wanted + TUNING.patience
+        # "doubt" is the logarithm of the probability that the start vectors before the present one
+        # all missed an eigenvalue.
+        self.progress: dict[str, Any] = {
+            "spent": 0,
+            "restarts": 0,
+            "random": random,
+            "doubt": 0.0,
+            "next_check": goal.wanted + TUNING.patience,
+        }
 
-    def advance(self, bar: Progress) -> Status:
+    @property
+    def spent(self) -> int:
+        """Number of products."""
+        return int(self.progress["spent"])
+
+    @property
+    def roundoff(self) -> float:
+        """The part of each residual that is roundoff."""
+        return self.run.roundoff(self.progress["restarts"])
+
+    @property
+    def tolerance(self) -> float:
+        """Largest residual of a pair that has converged."""
+        return max(self.goal.rtol * self.run.scale, self.roundoff)
+
+    def advance(self, progress: bool | Progress) -> Status:
+        """Make steps until the goal or ``max_steps`` is reached."""
         self.progress = self.saved.load() or self.progress
-        while True:
-            last = self.run.size + 1 == self.goal.max_vectors and not self.goal.restarts
-            step(self.op, [self.run], last=last)
-            self.progress["spent"] += 1
-            bar.update(self.progress["spent"])
-            status = self._check()
-            if status is not None:
-                return status
-            self._prepare()
+        with tracking(progress, "Lanczos", self.goal.max_steps) as bar:
+            while True:
+                last = self.run.size + 1 == self.goal.max_vectors and not self.goal.restarts
+                step(self.op, [self.run], last=last)
+                self.progress["spent"] += 1
+                bar.update(self.spent)
+                status = self._check()
+                if status is not None:
+                    return status
+                self.saved.save(self.progress)
 
-    def _prepare(self) -> None:
-        """Before the next step: restart if the basis is full, find a vector, save."""
-        run, closed = self.run, self.run.exhausted
-        if run.size == self.goal.max_vectors:
+    def bound(self, side: int) -> float:
+        """Return the point beyond which an eigenvalue is missed with probability ``missed``.
+
+        Or the end of Gershgorin's discs, if that is nearer.
+        """
+        values, log_missed = self.run.ritz_pairs()[0], self._log_missed()
+        limit = math.log(TUNING.missed / 2)
+        end = float(values[0] if side < 0 else values[-1])
+        inside, outside = 0.0, self.roundoff
+        while not is_below(log_missed(end + side * outside), limit):
+            inside, outside = outside, 2 * outside
+        for _ in range(10):
+            middle = (inside + outside) / 2
+            if is_below(log_missed(end + side * middle), limit):
+                outside = middle
+            else:
+                inside = middle
+        bound, disc = end + side * outside, self.goal.discs[side]
+        return bound if side * bound <= side * disc else disc
+
+    def _check(self) -> Status | None:
+        """Return the status if the run is over; otherwise prepare the next step."""
+        run, goal, n = self.run, self.goal, self.op.shape[0]
+        if run.size == n and not run.locked:
+            return invariant_status(n, n)
+        final = self.spent == goal.max_steps
+        full = run.size in (goal.max_vectors, n)
+        if not (final or full or run.exhausted or run.size >= self.progress["next_check"]):
+            return None
+        # A check costs O(size^3), so checks become rarer as the basis grows.
+        spacing = TUNING.spacing_bounds if goal.ends else TUNING.spacing_pairs
+        self.progress["next_check"] = run.size + max(spacing, run.size // 10)
+        values, _, residuals = run.ritz_pairs()
+        chosen = goal.extremes(len(values))
+        errors = residuals[chosen]
+        met = int((errors <= self.tolerance).sum())
+        reached = run.size >= goal.wanted if goal.ends else met == goal.wanted
+        edges = self._edges(values) if run.size >= goal.wanted else {}
+        hidden = not edges or self._hidden(edges)
+        if reached and self._certain(values, edges, hidden):
+            return goal.success(self.spent)
+        if final:
+            return goal.failure(self.spent, met, float(errors.max()), self.tolerance)
+        if run.exhausted:
+            doubts = map(self._log_missed(), edges.values())
+            self._begin(doubt=0.0 if hidden else max(doubts))
+        elif reached and hidden and is_below(2**0.5 * run.neglect(chosen), self.tolerance):
+            # Half of the tolerance, in squares, is left for pairs that are found later.
+            self._begin(doubt=0.0)
+        elif run.size == goal.max_vectors:
             self._restart()
-        if closed:  # wanted pairs may lie in the complement of the invariant subspace
-            fresh = torch.Generator().manual_seed((self.seed + self.progress["spent"]) % 2**63)
-            run.begin(random_start(self.op, fresh))
-            self.progress["closed"] = self.progress["closed"] or self.progress["spent"]
-        self.saved.save(self.progress)
+        return None
+
+    def _edges(self, values: Tensor) -> dict[int, float]:
+        """Return the innermost wanted value of each end, moved outwards by the tolerance."""
+        goal, norm = self.goal, float(values.abs().max())
+        if goal.ends == "norm":
+            return {side: side * norm * (1 + goal.rtol) for side in (-1, 1)}
+        margin = goal.rtol * norm if goal.ends else self.tolerance
+        edges = {}
+        if goal.smallest:
+            edges[-1] = float(values[goal.smallest - 1]) - margin
+        if goal.largest:
+            edges[1] = float(values[-goal.largest]) + margin
+        return edges
+
+    def _hidden(self, edges: dict[int, float]) -> bool:
+        """Return whether the present start vector cannot have found all pairs beyond the edges.
+
+        It finds one eigenvector of each eigenvalue. Copies of a value at the edge itself do not
+        matter.
+        """
+        active = self.run.active_pairs()[0]
+        ends = {-1: float(active[0]), 1: float(active[-1])}
+        beyond = any(side * ends[side] > side * edge for side, edge in edges.items())
+        counted = self.goal.certify == "inertia" and not self.run.locked
+        return beyond or counted or not self.progress["random"]
+
+    def _certain(self, values: Tensor, edges: dict[int, float], hidden: bool) -> bool:
+        """Return whether no eigenvalue beyond the edges is missing."""
+        if self.goal.certify == "none" or self.run.size == self.op.shape[0]:
+            return True
+        if self.goal.certify == "random":
+            # Each of two ends has half of the probability. Nothing lies beyond Gershgorin's discs.
+            limit, log_missed = math.log(TUNING.missed / 2), self._log_missed()
+            return not hidden and all(
+                side * edge >= side * self.goal.discs[side] or is_below(log_missed(edge), limit)
+                for side, edge in edges.items()
+            )
+        n = self.op.shape[0]
+        for side, edge in edges.items():
+            below = _count_below(cast("SparseOperator", self.op), edge)
+            beyond = int((side * values > side * edge).sum())
+            if beyond != (below if side < 0 else n - below):
+                return False
+        return True
+
+    def _log_missed(self) -> Callable[[float], float]:
+        """Return the logarithm of the probability that an eigenvalue beyond a point was missed."""
+        # A random unit vector has a part below sqrt(w) along an eigenvector with probability
+        # sqrt(2 n w / pi) at most, and w <= 1 / sum_j p_j^2.
+        if not self.run.scale:  # only zero maps a random vector to zero
+            return lambda point: -math.inf
+        doubt, christoffel = self.progress["doubt"], self.run.log_christoffel()
+        log_n = math.log(2 * self.op.shape[0] / math.pi)
+        return lambda point: doubt + min(0.0, (log_n - christoffel(point)) / 2)
 
     def _restart(self) -> None:
         """Keep the wanted pairs and, in half of the room left, their neighbours."""
-        goal = self.goal
-        values, coefficients, _ = self.run.ritz_pairs()
-        extra = (goal.max_vectors - goal.wanted) // 2
-        below = round(extra * goal.smallest / goal.wanted)
-        keep = goal.extremes(len(values), below=below, above=extra - below)
-        self.run.restart(values[keep], coefficients[:, keep])
+        goal, locked = self.goal, len(self.run.locked)
+        wanted = 0 if locked else goal.wanted
+        count = wanted + (goal.max_vectors - locked - wanted) // 2
+        low = round(count * goal.smallest / goal.wanted)
+        self.run.restart(low, count - low)
         self.progress["restarts"] += 1
-        self.progress["next_check"] = goal.max_vectors
-
-    def _check(self) -> Status | None:
-        """Return the status if the run is over, ``None`` if it continues."""
-        run, goal, spent = self.run, self.goal, self.progress["spent"]
-        if run.size == self.op.shape[0]:
-            return invariant_status(run.size, run.size)
-        final = spent == goal.max_steps
-        if not (final or run.size == goal.max_vectors or run.size >= self.progress["next_check"]):
-            return None
-        # A check costs O(size^3), so checks become rarer as the basis grows.
-        self.progress["next_check"] = run.size + max(5, run.size // 10)
-        _, _, residuals = run.ritz_pairs()
-        chosen = residuals[goal.extremes(len(residuals))]
-        tolerance = goal.rtol * run.scale
-        met = int((chosen <= tolerance).sum())
-        closed = self.progress["closed"] or (spent if run.exhausted else 0)
-        if met == goal.wanted and (not closed or spent >= closed + TUNING.patience):
-            message = f"{met} pairs to rtol {goal.rtol:.1g} in {spent} products"
-            return Status(outcome="converged", message=message)
-        if not final:
-            return None
-        return Status(
-            outcome="max_steps",
-            message=f"{met} of {goal.wanted} pairs reached rtol {goal.rtol:.1g} in {spent} "
-            f"products; the largest residual is {float(chosen.max()):.1g}, "
-            f"the goal {tolerance:.1g}",
-            advice="raise max_steps, max_vectors or rtol",
+        self.progress["next_check"] = (
+            self.run.size + TUNING.spacing_bounds if goal.ends else goal.max_vectors
         )
+
+    def _begin(self, *, doubt: float) -> None:
+        """Lock the wanted pairs, and look for others in their orthogonal complement."""
+        self.run.lock(self.goal.extremes(self.run.size))
+        fresh = torch.Generator().manual_seed((self.seed + self.spent) % 2**63)
+        self.run.begin(random_start(self.op, fresh))
+        self.progress["restarts"] += 1
+        self.progress |= {"random": True, "doubt": doubt}
+        self.progress["next_check"] = self.run.size + TUNING.patience
+
+
+def _count_below(op: DenseOperator | SparseOperator, shift: float) -> int:
+    """Return the number of eigenvalues below a shift, which is the number of negative pivots."""
+    # Sylvester: A - s I = L D L' has as many negative eigenvalues as D.
+    if isinstance(op, DenseOperator):
+        matrix = op.matrix.detach().cpu().double() - shift * torch.eye(op.shape[0]).double()
+        _, pivots, _ = scipy.linalg.ldl(matrix.numpy())
+        # D has blocks of order 1 and 2.
+        signs = scipy.linalg.eigvalsh_tridiagonal(pivots.diagonal(), pivots.diagonal(1))
+        return int((signs < 0).sum())
+    rows = op.matrix.cpu().double()
+    parts = (rows.values().numpy(), rows.col_indices().numpy(), rows.crow_indices().numpy())
+    shifted = scipy.sparse.csc_array(parts, shape=op.shape) - shift * scipy.sparse.eye_array(
+        op.shape[0], format="csc"
+    )
+    # Pivots on the diagonal keep the matrix symmetric: then U = D L'.
+    options = {"SymmetricMode": True}
+    factors = scipy.sparse.linalg.splu(
+        shifted.tocsc(), permc_spec="MMD_AT_PLUS_A", diag_pivot_thresh=0.0, options=options
+    )
+    if (factors.perm_r != factors.perm_c).any():
+        raise ValueError(f"certify='inertia' fails: {op!r} has no stable factors without pivoting")
+    return int((factors.U.diagonal() < 0).sum())
 
 
 # ------------------------------------------------------------------------------------------
@@ -286,7 +504,7 @@ class Bounds(HasStatus):
         low: Lower end.
         high: Upper end.
         rigorous: Whether the interval certainly contains all eigenvalues. Bounds by Lanczos do so
-            with probability near one over the start vector.
+            with probability 0.999 over the start vector.
         num_products: Number of products.
         method: How the ends were computed.
         status: Whether the ends reached the tolerance.
@@ -323,17 +541,20 @@ def bounds(
     r"""Return an interval that contains the spectrum.
 
     ``gershgorin`` needs an explicit matrix and no product. It is certain but wide. ``lanczos``
-    computes the extreme Ritz values until their residuals are below ``rtol`` times the norm, and
-    widens the interval by as much, for eigenvalues to which the start vector is nearly orthogonal.
-    ``auto`` intersects the two.
+    makes steps until the interval is wider than that of the Ritz values, which lie within the
+    spectrum, by at most ``rtol`` times the norm at each end. An eigenvalue outside of the interval
+    would have been missed with probability 0.001 at most. ``auto`` intersects the two.
 
     Args:
         op: Symmetric :math:`A`, ``(n, n)``.
         method: See above.
         rtol: Margin, relative to the norm.
-        max_steps: Maximum number of products; 20 to 60 are usual.
+        max_steps: Maximum number of products; 20 to 60 are usual. The interval holds the spectrum
+            even if it is too wide then.
         generator: Source of the start vector. Defaults to a new generator with seed 0.
         progress: Show a progress bar, or a :class:`Progress` to report to.
+
+    Reference: Van Dorsselaer, Hochstenbach and Van der Vorst (2000).
     """
     op = as_operator(op)
     check_choice("method", method, get_args(BoundsMethod))
@@ -345,20 +566,15 @@ def bounds(
         return Bounds(
             low=discs[0], high=discs[1], rigorous=True, num_products=0, method=method, status=exact
         )
-    pairs = _ends(op, rtol=rtol, max_steps=max_steps, generator=generator, progress=progress)
-    values, margin = pairs.values, float(pairs.residuals.max())
-    if pairs.status.outcome != "breakdown":
-        margin = max(margin, rtol * float(values.abs().max()))
-    low, high = float(values[0]) - margin, float(values[-1]) + margin
-    if discs is not None:
-        low, high = max(low, discs[0]), min(high, discs[1])
+    search, status = _ends(op, "bounds", discs, rtol, max_steps, generator, progress)
+    values = search.run.ritz_pairs()[0]
     return Bounds(
-        low=low,
-        high=high,
+        low=search.bound(-1),
+        high=search.bound(1),
         rigorous=False,
-        num_products=pairs.num_products,
+        num_products=search.spent,
         method="Lanczos" if discs is None else "Lanczos within Gershgorin",
-        status=pairs.status,
+        status=status,
         ritz=(float(values[0]), float(values[-1])),
     )
 
@@ -373,30 +589,48 @@ def spectral_norm(
 ) -> Estimate:
     r"""Return the spectral norm :math:`\max_i |\lambda_i|`.
 
-    Lanczos computes both ends of the spectrum until their residuals are below ``rtol`` times the
-    norm. The error of the value is of the order of the square of that. ``truncation`` is the
-    residual: an eigenvalue lies within it. Nothing is sampled, so ``stderr`` is zero.
+    The largest modulus of a Ritz value is a lower bound of the norm. ``truncation`` is the distance
+    to an upper bound, which holds with probability 0.999 over the start vector; see :func:`bounds`.
+    The error is usually far smaller. ``stderr`` is zero, since nothing is averaged.
 
     Args:
         op: Symmetric :math:`A`, ``(n, n)``.
-        rtol: Residual to reach, relative to the norm.
+        rtol: Truncation to reach, relative to the norm.
         max_steps: Maximum number of products.
         generator: Source of the start vector. Defaults to a new generator with seed 0.
         progress: Show a progress bar, or a :class:`Progress` to report to.
     """
     op = as_operator(op)
-    pairs = _ends(op, rtol=rtol, max_steps=max_steps, generator=generator, progress=progress)
-    largest = int(pairs.values.abs().argmax())
+    discs = gershgorin(op)
+    search, status = _ends(op, "norm", discs, rtol, max_steps, generator, progress)
+    value = float(search.run.ritz_pairs()[0].abs().max())
+    # The spectrum holds the Ritz values, and nothing beyond the bounds.
+    low, high = search.bound(-1), search.bound(1)
+    error = max(high, -low) - value
     return Estimate.exact(
-        pairs.values[largest].abs(),
-        truncation=pairs.residuals[largest],
-        num_products=pairs.num_products,
+        value,
+        truncation=max(error, search.roundoff),
+        num_products=search.spent,
         method="Lanczos",
-        status=pairs.status,
-        seed=pairs.seed,
+        status=status,
+        seed=search.seed,
     )
 
 
-def _ends(op: LinearOperator, **options: Any) -> Eigenpairs:
+def _ends(
+    op: LinearOperator,
+    kind: Literal["bounds", "norm"],
+    discs: tuple[float, float] | None,
+    rtol: float,
+    max_steps: int,
+    generator: torch.Generator | None,
+    progress: bool | Progress,
+) -> tuple[_Search, Status]:
     smallest = min(1, op.shape[0] - 1)  # a number has one eigenvalue only
-    return eigenpairs(op, largest=1, smallest=smallest, vectors=False, **options)
+    goal = _Goal(op, 1, smallest, rtol, max_steps, ends=kind, discs=discs)
+    generator = resolve_generator(generator)
+    starts = [random_start(op, generator)]
+    settings = goal.settings | {"placement": "device"}
+    saved = SavedRuns(op, starts, goal.capacity, settings, None, 0.0, None)
+    search = _Search(goal, saved, generator.initial_seed())
+    return search, search.advance(progress)

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from ritz._core.checks import check_choice, check_count, check_finite, check_tensor
+from ritz._core.checks import check_choice, check_count, check_finite, check_tensor, is_below
 from ritz._core.distributed import Group, all_min
 from ritz._core.journal import ADVICE, Journal, Vectors
 from ritz._core.progress import Progress, tracking
@@ -144,8 +144,7 @@ def difference(op: LinearOperator, run: Recurrence) -> str | None:
         (f"a product of norm {known:.9g} is another vector", basis.norm(product) - outside,
          TUNING.asymmetry * run.eps**0.5 * size + removed),
     )  # fmt: skip
-    # Not "gap > limit": NaN is a difference too.
-    return next((change for change, gap, limit in allowed if not abs(gap) <= limit), None)
+    return next((change for change, gap, limit in allowed if not is_below(abs(gap), limit)), None)
 
 
 def _known_product(run: Recurrence) -> tuple[int, Tensor, float]:
@@ -266,13 +265,15 @@ def _totals(spectrum: Spectrum) -> list[str]:
         share = float(weights[chosen].sum())
         return f"{share:.3g} ± {(2 * share / n) ** 0.5:.1g}"
 
-    nearest = int(values.abs().argmin())
+    nearest = float(values[values.abs().argmin()])
+    # Values within roundoff of each other are one: a closed Krylov space repeats them.
+    there = (values - nearest).abs() <= 2 * spectrum.roundoff
     low, high = negative_values(spectrum)
     undecided = f", undecided {mass(high & ~low)}" if bool((high & ~low).any()) else ""
     return [
         f"  trace {n * first:.5g} ± {(2**0.5) * norm:.2g}, Frobenius norm {norm:.5g} ± "
         f"{spread:.2g}, {bound}",
-        f"  mass nearest zero {mass(nearest)} at {float(values[nearest]):.2g}, negative mass "
+        f"  mass nearest zero {mass(there)} at {nearest:.2g}, negative mass "
         f"{mass(low)}{undecided} (errors of one probe)",
     ]
 

@@ -167,7 +167,7 @@ def minimise(
         dampings = np.full(len(alphas), damping)
         for count in range(max_steps):
             going = (
-                (here.error > atol)
+                ~(here.error <= atol)  # NaN goes on, and is given up below
                 & (dampings < TUNING.largest_damping)
                 & (here.variation < blurred)
             )

@@ -8,7 +8,14 @@ import torch
 from numpy.polynomial import Chebyshev, Polynomial
 from torch import Tensor
 
-from ritz._core.checks import check_choice, check_count, check_finite, check_interval, check_range
+from ritz._core.checks import (
+    check_choice,
+    check_count,
+    check_finite,
+    check_interval,
+    check_range,
+    is_below,
+)
 from ritz._core.density import as_points
 from ritz._core.results import Status
 from ritz.spectra._maxent.dual import (
@@ -284,7 +291,7 @@ def _status(
 ) -> Status:
     """Return the status of a density that the quadrature resolves."""
     how, advice = f"{steps} steps", ""
-    if not gradient <= solver.atol:
+    if not is_below(gradient, solver.atol):
         return Status(
             outcome="max_steps",
             message=f"gradient {gradient:.1g} after {how}, above atol {solver.atol:.1g}",

@@ -1,0 +1,107 @@
+"""Results of A and of 2^k A agree to roundoff, wherever both are normal numbers."""
+
+import numpy as np
+import pytest
+import scipy.sparse.linalg
+import torch
+
+import ritz
+from ritz.operators import FunctionOperator
+from ritz.spectra import lanczos_block, moments
+from ritz.testing import with_spectrum
+
+N = 60
+SCALES = [(torch.float64, k) for k in (-900, -540, -270, 270, 510, 900)]
+SCALES += [(torch.float32, k) for k in (-100, -50, 50, 100)]
+
+
+def matrix_and_rhs(dtype):
+    generator = torch.Generator().manual_seed(0)
+    spectrum = torch.linspace(0.5, 2.0, N, dtype=torch.float64)
+    matrix = with_spectrum(spectrum, generator=generator).matrix
+    return matrix.to(dtype), torch.randn(N, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def times(tensor, k):
+    # Exact, and in one step: 2^k may leave the range of float32 where the product does not.
+    return (tensor.double() * 2.0**k).to(tensor.dtype)
+
+
+# Each maps an operator, 2^k and the right-hand side to numbers that do not depend on k.
+ESTIMATORS = {
+    "lanczos": lambda op, unit, b: ritz.lanczos(op, num_steps=20).values / unit,
+    "partial": lambda op, unit, b: (
+        ritz.lanczos(op, num_steps=20, reorthogonalize="partial").values / unit
+    ),
+    "none": lambda op, unit, b: (
+        ritz.lanczos(op, num_steps=20, reorthogonalize="none").values / unit
+    ),
+    "lanczos_block": lambda op, unit, b: lanczos_block(op, num_steps=9)[3].residuals / unit,
+    "eigenpairs": lambda op, unit, b: ritz.eigenpairs(op, largest=2, smallest=2).values / unit,
+    "bounds": lambda op, unit, b: torch.tensor(tuple(ritz.bounds(op)), dtype=torch.float64) / unit,
+    "spectral_norm": lambda op, unit, b: ritz.spectral_norm(op).mean / unit,
+    "density": lambda op, unit, b: ritz.density(op, num_steps=10).nodes / unit,
+    "kpm": lambda op, unit, b: ritz.density(op, num_steps=9, method="kpm").moments.mean,
+    "moments": lambda op, unit, b: moments(op, num_moments=8).mean,
+    "solve": lambda op, unit, b: ritz.solve(op, b).x * unit,
+    "trace": lambda op, unit, b: ritz.trace(op, num_probes=8).mean / unit,
+    "hutchinson": lambda op, unit, b: ritz.trace(op, method="hutchinson").mean / unit,
+    "hutch++": lambda op, unit, b: ritz.trace(op, method="hutch++", num_probes=9).mean / unit,
+    "diagonal": lambda op, unit, b: ritz.spectra.diagonal(op).mean / unit,
+    "frobenius_norm": lambda op, unit, b: ritz.frobenius_norm(op).mean / unit,
+    "trace_function": lambda op, unit, b: (
+        ritz.trace_function(op, torch.sqrt, num_probes=4, num_steps=9).mean / unit**0.5
+    ),
+    "logdet": lambda op, unit, b: ritz.logdet(op, num_probes=4).mean / N - np.log(unit),
+}
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_a_power_of_two_changes_nothing_but_the_scale(name):
+    plain = {}
+    for dtype, k in [(torch.float64, 0), (torch.float32, 0), *SCALES]:
+        matrix, b = matrix_and_rhs(dtype)
+        matrix = times(matrix, k)
+        op = FunctionOperator(lambda block, a=matrix: a @ block, n=N, dtype=dtype)
+        numbers = ESTIMATORS[name](op, 2.0**k, b).double()
+        expected = plain.setdefault(dtype, numbers)
+        rtol = 2e3 * torch.finfo(dtype).eps
+        torch.testing.assert_close(
+            numbers, expected, rtol=rtol, atol=rtol * float(expected.abs().max()),
+            msg=lambda text, k=k, dtype=dtype: f"2^{k} in {dtype}: {text}",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("k", [-900, -300, 300, 900])
+def test_right_hand_sides_of_any_scale_are_solved_side_by_side(k):
+    matrix, b = matrix_and_rhs(torch.float64)
+    block = torch.stack([b, times(b, k)], 1)
+
+    solution = ritz.solve(matrix, block)
+
+    assert solution.status.ok
+    expected = ritz.solve(matrix, b).x
+    torch.testing.assert_close(solution.x[:, 0], expected, rtol=1e-12, atol=0.0)
+    torch.testing.assert_close(times(solution.x[:, 1], -k), expected, rtol=1e-12, atol=0.0)
+
+
+def test_a_solution_outside_of_the_range_is_refused():
+    matrix = torch.diag(torch.full((5,), 1e-300, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"the solution leaves the range of torch.float64"):
+        ritz.solve(matrix, torch.full((5,), 1e100, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("scale", [1e-165, 1e-82, 1e155])
+def test_the_largest_eigenvalue_of_a_scipy_operator_has_its_residual(scale):
+    values = np.random.default_rng(0).normal(size=(300, 300))
+    matrix = (values @ values.T / 300 + 0.1 * np.eye(300)) * scale
+    op = scipy.sparse.linalg.LinearOperator(
+        matrix.shape, matvec=lambda v: matrix @ v, matmat=lambda v: matrix @ v, dtype=float
+    )
+    exact = np.linalg.eigvalsh(matrix)[-1]
+
+    pairs = ritz.eigenpairs(op, largest=1)
+
+    assert pairs.status.ok
+    assert float(pairs.values[0]) == pytest.approx(exact, rel=1e-12)
+    assert 0 < float(pairs.residuals[0]) < 1e-6 * exact
