@@ -234,6 +234,19 @@ def _moment_truth(matrix: Tensor, values: Tensor) -> Tensor:
     return torch.stack([torch.cos(k * angles).mean() for k in range(7)])
 
 
+def _likelihood(op: Any, generator: Any) -> Any:
+    y = torch.cos(torch.arange(op.shape[0]).double())
+    return spectra.log_likelihood(
+        op, y, method="lanczos", num_products=150, num_probes=8, generator=generator
+    )
+
+
+def _likelihood_truth(matrix: Tensor, values: Tensor) -> Tensor:
+    y = torch.cos(torch.arange(len(matrix)).double())
+    form = y @ torch.linalg.solve(matrix, y)
+    return -0.5 * (form + values.log().sum() + len(y) * math.log(2 * math.pi))
+
+
 ESTIMATORS = {
     "trace, XTrace": _traces("xtrace"),
     "trace, Hutchinson": _traces("hutchinson"),
@@ -264,6 +277,7 @@ ESTIMATORS = {
     "log det, Lanczos": _logdets("lanczos"),
     "log det, block Krylov": _logdets("krylov"),
     "log det, auto": _logdets("auto"),
+    "log likelihood": Estimator(_likelihood, _likelihood_truth, "positive", rtol=None),
     "spectral norm": Estimator(
         lambda op, generator, **more: ritz.spectral_norm(op, generator=generator, **more),
         lambda matrix, values: values.abs().max(),
@@ -360,6 +374,7 @@ def cells() -> list[Key]:
         for matrix, spec in MATRICES.items()
         if spec.positive or estimator.needs != "positive"
         for rtol in (False, True)
+        if not rtol or estimator.rtol is not None
     ]
 
 
@@ -379,6 +394,8 @@ def summary(results: dict[Key, Cell]) -> list[dict[str, Any]]:
                 for (matrix, estimator, kind), cell in results.items()
                 if estimator == name and kind == rtol and cell.runs
             }
+            if not here:
+                continue
             total = sum(cell.runs for cell in here.values())
             worst = min(here, key=lambda matrix: here[matrix].coverage(0.95))
             widths = [w for cell in here.values() if not math.isnan(w := cell.relative_width())]

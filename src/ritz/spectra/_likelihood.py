@@ -11,7 +11,7 @@ from ritz._core.checks import check_choice, check_finite, check_tensor
 from ritz._core.progress import Progress
 from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate
-from ritz._core.sampling import column_dots
+from ritz._core.sampling import ROUNDOFF, column_dots
 from ritz.operators import KernelOperator, LinearOperator, OperatorLike, as_operator
 from ritz.spectra._cg import cholesky_factor, factor_roundoff, solve
 from ritz.spectra._functions import logdet
@@ -180,7 +180,12 @@ def inverse_form(
     solution = solve(
         op, y, rtol=rtol, max_steps=max_steps, preconditioner=preconditioner, progress=progress
     )
-    x, residual = solution.x[:, None], (y - op.matmat(solution.x))[:, None]
+    x, right = solution.x[:, None], y[:, None]
+    products = op.matmat(torch.cat([x, right], 1))
+    residual = right - products[:, :1]
+    # Roundoff in A moves x'Ax by eps |A| |x|^2; |A y| / |y| stands for |A|.
+    scale = float(products[:, 1].norm() / right.norm().clamp_min(torch.finfo(y.dtype).tiny))
+    roundoff = ROUNDOFF * torch.finfo(op.dtype).eps * scale * float(column_dots(x, x))
     if noise:
         error = float(column_dots(residual, residual)) / noise
     else:
@@ -190,8 +195,8 @@ def inverse_form(
         error = 2 * abs(float(column_dots(residual, rest.x[:, None]))) if known else math.inf
     estimate = Estimate.exact(
         (column_dots(y[:, None], x) + column_dots(x, residual))[0].cpu(),
-        truncation=error,
-        num_products=solution.num_products + 1,
+        truncation=error + roundoff,
+        num_products=solution.num_products + 2,
         method=f"conjugate gradients, {len(solution.history) - 1} steps",
         status=solution.status,
     )
