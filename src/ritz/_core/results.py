@@ -184,8 +184,11 @@ class Estimate(HasStatus):
         off = self.samples - self.samples.mean(0)
         off = off / off.abs().amax(0)  # of size one, so that the powers neither vanish nor overflow
         skewness = (off.pow(3).mean(0) / off.square().mean(0) ** 1.5).nan_to_num(nan=0.0)
+        count = len(off)
+        # The skewness of a few samples is too small, by (N - 2) / sqrt(N (N - 1)) for normal ones.
+        square = skewness.square() * (count * (count - 1) / max(1, count - 2) ** 2)
         z = quantile
-        return 1 + skewness.square() * ((z**4 + 2 * z**2 - 3) / (18 * len(off)))
+        return 1 + square * ((z**4 + 2 * z**2 - 3) / (18 * count))
 
     def judged(self, rtol: float | None, advice: str = "") -> "Estimate":
         """Return the estimate with the status that its errors give it.
