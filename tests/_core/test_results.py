@@ -113,7 +113,7 @@ def test_the_interval_holds_the_mean_of_normal_samples_as_often_as_it_says(rng):
         low, high = estimates.interval(level)
         held = float(((low <= 0) & (high >= 0)).double().mean())
         # Skewness of four normal samples widens it, by chance and a little.
-        assert level - 0.005 < held < level + 0.03
+        assert level - 0.005 < held < level + 0.04
 
 
 def test_the_interval_of_skewed_samples_is_wider(rng):
