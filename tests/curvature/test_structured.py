@@ -220,9 +220,9 @@ def test_without_an_exact_trace_the_estimate_is_sampled_and_names_the_reason(sma
     risk = Risk(small, CROSS_ENTROPY, data, batch_norm="train", batch_size=6)
     op = ggn(risk, engine="eager")
     reason = "batch norm in train mode couples samples"
-    assert trace(op, num_probes=3).method == f"XTrace; not exact, because {reason}"
+    assert trace(op, num_probes=3).method == f"XTrace; no closed form: {reason}"
     found = diagonal(op, num_probes=3)
-    assert found.method == f"mean of z * (A z); not exact, because {reason}"
+    assert found.method == f"mean of z * (A z); no closed form: {reason}"
     assert trace(op, method="hutchinson", num_probes=3).method == "Hutchinson"
     for estimator in (trace, diagonal):
         with pytest.raises(

@@ -154,7 +154,7 @@ def _by_structure(
     if method == "exact":
         message = f"method='exact': no exact {quantity} is available for {op!r}"
         raise ValueError(f"{message}: {note}" if note else message)
-    return None, f"; not exact, because {note}" if note else ""
+    return None, f"; no closed form: {note}" if note else ""
 
 
 def _eps(op: LinearOperator) -> float:
