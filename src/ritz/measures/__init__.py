@@ -1,5 +1,6 @@
 """Measures of networks: sharpness, noise of mini-batches, landscapes, calibration."""
 
+from ritz.measures._batches import BatchCurve, BatchPrediction, batch_prediction
 from ritz.measures._calibration import Temperature, scaled, temperature
 from ritz.measures._degeneracy import Degeneracy, rank_bound, rank_degeneracy
 from ritz.measures._folding import fold_batch_norm
@@ -16,11 +17,14 @@ from ritz.measures._noise import curvature_variance, shrinkage
 from ritz.measures._sharpness import Sharpness, sharpness
 
 __all__ = [
+    "BatchCurve",
+    "BatchPrediction",
     "Degeneracy",
     "Landscape",
     "Landscape2d",
     "Sharpness",
     "Temperature",
+    "batch_prediction",
     "curvature_variance",
     "filter_normalized",
     "fold_batch_norm",

@@ -119,7 +119,7 @@ def curvature_variance(
 
     Reference: Algorithm 8 of *Spectral Machine Learning*, corrected to the formulas above.
     """
-    _check_groups(risk)
+    check_groups(risk, "curvature_variance()")
     risk.require_sample_mean(alone=True)
     count = sum(risk.batch_rows)
     if group_size is None:
@@ -233,15 +233,16 @@ def shrinkage(
     )
 
 
-def _check_groups(risk: Risk) -> None:
-    risk.require_separable("curvature_variance()")
+def check_groups(risk: Risk, caller: str) -> None:
+    """Raise unless the matrices of single samples are defined, and all are in this process."""
+    risk.require_separable(caller)
     if risk.dropout != "off":
         # Masks belong to batches, not to samples.
-        raise ValueError("curvature_variance() needs dropout='off', got 'fixed'")
+        raise ValueError(f"{caller} needs dropout='off', got 'fixed'")
     if risk.sharing != "none" and world_size(risk.group) > 1:
-        raise ValueError(f"curvature_variance() needs sharing='none', got {risk.sharing!r}")
+        raise ValueError(f"{caller} needs sharing='none', got {risk.sharing!r}")
     if risk.num_samples < 2:
-        raise ValueError(f"curvature_variance() needs at least 2 samples, got {risk.num_samples}")
+        raise ValueError(f"{caller} needs at least 2 samples, got {risk.num_samples}")
 
 
 def _unit_probes(risk: Risk, count: int, generator: torch.Generator) -> Tensor:
