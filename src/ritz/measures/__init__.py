@@ -14,20 +14,25 @@ from ritz.measures._landscape import (
     ritz_directions,
 )
 from ritz.measures._noise import curvature_variance, shrinkage
+from ritz.measures._outliers import BulkEdge, GradientOverlap, bulk_edge, gradient_overlap
 from ritz.measures._sharpness import Sharpness, sharpness
 
 __all__ = [
     "BatchCurve",
     "BatchPrediction",
+    "BulkEdge",
     "Degeneracy",
+    "GradientOverlap",
     "Landscape",
     "Landscape2d",
     "Sharpness",
     "Temperature",
     "batch_prediction",
+    "bulk_edge",
     "curvature_variance",
     "filter_normalized",
     "fold_batch_norm",
+    "gradient_overlap",
     "landscape",
     "landscape2d",
     "random_direction",
