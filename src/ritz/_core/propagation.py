@@ -1,11 +1,10 @@
-"""Errors of a function of several estimates, to first order."""
+"""Errors of a function of several estimates."""
 
 import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.autograd.functional import jacobian
 
 from ritz._core.results import Estimate, Status
 
@@ -14,38 +13,50 @@ def propagate(
     function: Callable[..., Tensor],
     *parts: Estimate,
     method: str,
-    truncation: float | Tensor = 0.0,
     status: Status | None = None,
 ) -> Estimate:
-    r"""Return a function of independent estimates, with its errors to first order.
+    r"""Return a function of independent estimates, with its errors.
 
-    .. math:: \text{stderr}^2 = \sum_i \Big(\frac{\partial f}{\partial x_i} \text{stderr}_i\Big)^2,
-        \quad \text{truncation} = \sum_i \Big|\frac{\partial f}{\partial x_i}\Big|
-        \text{truncation}_i
+    .. math:: \text{stderr}^2 = \sum_i \max_{\pm} |f(x \pm \text{stderr}_i e_i) - f(x)|^2, \quad
+        \text{truncation} = \sum_i \max_{\pm} |f(x \pm \text{truncation}_i e_i) - f(x)|
 
-    The degrees of freedom are those of Welch and Satterthwaite, the smallest of all entries. An
-    entry of the function may depend on any entries of an array, whose errors count as independent.
+    Differences over the errors themselves, in place of derivatives, stay honest at a kink and where
+    the function bends within its error bar. The degrees of freedom are those of Welch and
+    Satterthwaite, the smallest of all entries.
 
     Args:
         function: Takes the means in float64 and returns a tensor of any shape ``s``.
-        *parts: The estimates.
+        *parts: The estimates. The errors of the entries of an array count as independent.
         method: What the function is.
-        truncation: Further error that is not sampled, of shape ``s``.
         status: Status of the result.
     """
-    means = tuple(part.mean.detach().double() for part in parts)
+    means = [part.mean.detach().double() for part in parts]
     value = function(*means).detach()
-    slopes = jacobian(function, means)
-    # Shapes s + shape of the part: reduced to s and one axis for the entries of the part.
-    flat = [slope.reshape(*value.shape, -1) for slope in slopes]
-    variances = [_times(slope, part.stderr).square() for slope, part in zip(flat, parts)]
-    fixed = [_times(slope, part.truncation).abs().sum(-1) for slope, part in zip(flat, parts)]
-    total = torch.stack([variance.sum(-1) for variance in variances]).sum(0)
+
+    def largest_change(index: int, error: Tensor) -> Tensor:
+        """Return the largest change by each entry of one part, ``(entries, *s)``."""
+        rows, size = [], error.double().reshape(-1)
+        for entry in range(len(size)):
+            step = torch.zeros_like(size)
+            step[entry] = size[entry]
+            moved = [
+                function(*means[:index], means[index] + shift, *means[index + 1 :]) - value
+                for shift in (step.view_as(means[index]), -step.view_as(means[index]))
+            ]
+            # NaN within the error: the function is not defined there, so nothing bounds the change.
+            change = torch.stack(moved).abs().nan_to_num(nan=math.inf)
+            rows.append(torch.where(size[entry] == 0, 0.0, change.amax(0)))
+        return torch.stack(rows)
+
+    squares = [largest_change(i, part.stderr).square().sum(0) for i, part in enumerate(parts)]
+    fixed = torch.stack(
+        [largest_change(i, part.truncation).sum(0) for i, part in enumerate(parts)]
+    ).sum(0)
     return Estimate(
         mean=value,
-        stderr=total.sqrt(),
-        truncation=torch.stack(fixed).sum(0) + torch.as_tensor(truncation),
-        degrees=_degrees(total, variances, [part.degrees for part in parts]),
+        stderr=torch.stack(squares).sum(0).sqrt(),
+        truncation=torch.where(value.isnan(), math.inf, fixed),
+        degrees=_degrees(squares, [part.degrees for part in parts]),
         num_products=0,
         method=method,
         status=status or Status(outcome="completed", message="from other estimates"),
@@ -53,22 +64,13 @@ def propagate(
     )
 
 
-def _times(slope: Tensor, error: Tensor) -> Tensor:
-    # An infinite error that a result does not depend on must not make it NaN.
-    product = slope * error.reshape(-1).double()
-    return torch.where(slope == 0, torch.zeros_like(product), product)
-
-
-def _degrees(total: Tensor, variances: list[Tensor], degrees: list[int]) -> int:
-    # nu = (sum v_i)^2 / sum (v_i^2 / nu_i); an error without degrees of freedom is known exactly.
-    shares = [
-        variance.square().sum(-1) / known
-        for variance, known in zip(variances, degrees, strict=True)
-        if known
-    ]
-    if not shares:
+def _degrees(variances: list[Tensor], degrees: list[int]) -> int:
+    # nu = (sum v_i)^2 / sum (v_i^2 / nu_i)
+    total = torch.stack(variances).sum(0).square()
+    terms = [v.square() / known for v, known in zip(variances, degrees, strict=True) if known]
+    if not terms:
         return 0
-    least = (total.square() / torch.stack(shares).sum(0)).nan_to_num(nan=math.inf)
-    smallest = float(least.min()) if least.numel() else math.inf
-    # Nothing was sampled if every variance is zero.
-    return max(1, math.floor(smallest + 1e-9)) if math.isfinite(smallest) else 0
+    least = (total / torch.stack(terms).sum(0)).reshape(-1)
+    # Entries without sampling error are 0 / 0, and have no degrees of freedom to count.
+    finite = least[least.isfinite()]
+    return max(1, math.floor(float(finite.min()) + 1e-9)) if len(finite) else 0

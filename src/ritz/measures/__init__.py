@@ -1,9 +1,11 @@
 """Measures of networks: sharpness, noise of mini-batches, landscapes, calibration."""
 
+from ritz.measures._advice import Advice, advice_cost, advise
 from ritz.measures._batches import BatchCurve, BatchPrediction, batch_prediction
 from ritz.measures._calibration import Temperature, scaled, temperature
 from ritz.measures._degeneracy import Degeneracy, rank_bound, rank_degeneracy
 from ritz.measures._folding import fold_batch_norm
+from ritz.measures._gradient_noise import GradientNoise, gradient_noise
 from ritz.measures._landscape import (
     Landscape,
     Landscape2d,
@@ -16,25 +18,35 @@ from ritz.measures._landscape import (
 from ritz.measures._noise import curvature_variance, shrinkage
 from ritz.measures._outliers import BulkEdge, GradientOverlap, bulk_edge, gradient_overlap
 from ritz.measures._sharpness import Sharpness, sharpness
+from ritz.measures._stability import curvature_ratio, least_damping, stable_rate
+from ritz.measures._trials import critical_sharpness, trainable_rate
 
 __all__ = [
+    "Advice",
     "BatchCurve",
     "BatchPrediction",
     "BulkEdge",
     "Degeneracy",
+    "GradientNoise",
     "GradientOverlap",
     "Landscape",
     "Landscape2d",
     "Sharpness",
     "Temperature",
+    "advice_cost",
+    "advise",
     "batch_prediction",
     "bulk_edge",
+    "critical_sharpness",
+    "curvature_ratio",
     "curvature_variance",
     "filter_normalized",
     "fold_batch_norm",
+    "gradient_noise",
     "gradient_overlap",
     "landscape",
     "landscape2d",
+    "least_damping",
     "random_direction",
     "rank_bound",
     "rank_degeneracy",
@@ -42,5 +54,7 @@ __all__ = [
     "scaled",
     "sharpness",
     "shrinkage",
+    "stable_rate",
     "temperature",
+    "trainable_rate",
 ]

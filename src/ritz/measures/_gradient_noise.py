@@ -85,11 +85,11 @@ def gradient_noise(
     *,
     matrix: CurvatureMatrix = "hessian",
     group_size: int | None = None,
-    num_probes: int = 4,
+    num_probes: int = 6,
     generator: torch.Generator | None = None,
     progress: bool | Progress = False,
 ) -> GradientNoise:
-    r"""Return the noise scales of the gradient, the batch sizes at which noise and signal are equal.
+    r"""Return the noise scales of the gradient: batch sizes at which noise and signal are equal.
 
     .. math:: B_\text{simple} = \frac{\operatorname{tr} \Sigma}{\|g\|^2}, \quad
         B = \frac{\operatorname{tr}(H \Sigma)}{g^\top H g}, \quad
@@ -225,9 +225,7 @@ class _NoiseOperator(LinearOperator):
     """The matrix ``scale D'HD`` of size ``M``, whose trace is that of ``H Sigma``."""
 
     def __init__(self, op: CurvatureOperator, deviations: _Deviations, scale: float) -> None:
-        super().__init__(
-            deviations.count, dtype=op.dtype, device=op.device, block_size=WIDTH
-        )
+        super().__init__(deviations.count, dtype=op.dtype, device=op.device, block_size=WIDTH)
         self._op, self._deviations, self._scale = op, deviations, scale
 
     def _matmat(self, block: Tensor) -> Tensor:

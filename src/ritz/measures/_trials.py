@@ -1,4 +1,4 @@
-"""What a network does, beside what its curvature predicts: losses along a step, and short trials."""
+"""What a network does, beside what its curvature predicts: losses along a step, short trials."""
 
 import copy
 import math
@@ -33,9 +33,6 @@ class Tuning:
     max_doublings: int = 40
     # Units of roundoff of a loss: differences below it do not tell uphill from downhill.
     roundoff: float = 4.0
-    # A trial fails if its loss rises above this multiple of the first one. Networks that settle in
-    # a flatter place pass it rarely, and diverging ones at once.
-    limit: float = 2.0
     # Doublings of the learning rate at most: networks train at 2.7 to 4.2 times the edge.
     max_rises: int = 12
 
@@ -124,8 +121,9 @@ def _no_sharpness(low: float, high: float, passes: int) -> Estimate:
     status = Status(
         outcome="uncertain",
         message=message,
-        advice="there is no critical step" if falls else "direction must point uphill, beyond "
-        "roundoff: use precision='float64' near a minimum",
+        advice="there is no critical step"
+        if falls
+        else "direction must point uphill, beyond roundoff: use precision='float64' near a minimum",
     )
     return Estimate.exact(
         0.0 if falls else math.nan,
@@ -146,8 +144,9 @@ def trainable_rate(
     batch_size: int,
     start: float,
     num_steps: int = 60,
-    num_trials: int = 3,
+    num_trials: int = 5,
     rtol: float = 0.1,
+    limit: float = 2.0,
     generator: torch.Generator | None = None,
     progress: bool | Progress = False,
 ) -> Estimate:
@@ -155,9 +154,9 @@ def trainable_rate(
 
     A copy of the model is trained from the weights of the risk with batches drawn without
     replacement. A trial fails if the loss becomes NaN, or if its mean over the last half of the
-    steps is above twice the first loss of all data. Starting at ``start``, the learning rate is
-    doubled or halved until one trial passes and another fails, and then bisected. Every trial
-    repeats this with other batches. The model of the risk is not changed; its copy trains in
+    steps is above ``limit`` times the loss of all data at the start. From ``start``, the learning
+    rate is doubled or halved until one trial passes and another fails, and then bisected. Every
+    trial repeats this with other batches. The model of the risk is not changed; its copy trains in
     training mode, with batch statistics and dropout if it has them.
 
     This is larger than the edge of local stability :math:`2/\lambda'_1(B)`, usually by a factor of
@@ -173,6 +172,7 @@ def trainable_rate(
         num_steps: Steps of one training.
         num_trials: Number of repetitions with other batches.
         rtol: Half width of the interval of each trial, relative to it.
+        limit: Multiple of the first loss above which a trial fails.
         generator: Source of the batches. Defaults to a new generator with seed 0.
         progress: Show a progress bar, or a :class:`Progress` to report to.
     """
@@ -184,13 +184,14 @@ def trainable_rate(
     check_range("start", start, low=torch.finfo(torch.float32).tiny, high=1e30)
     check_range("rtol", rtol, low=1e-3, high=0.5)
     generator = resolve_generator(generator)
-    training = _Training(risk, make, batch_size, num_steps)
+    check_range("limit", limit, low=1.0)
+    training = _Training(risk, make, batch_size, num_steps, limit)
     limits, halves = [], []
     with tracking(progress, f"trials of batches of {batch_size}", num_trials) as bar:
         for trial in range(num_trials):
             seed = int(torch.randint(2**31, (), generator=generator, device=generator.device))
-            limit, half = _bisect(partial(training.stays, seed=seed), start, rtol)
-            limits.append(limit)
+            largest, half = _bisect(partial(training.stays, seed=seed), start, rtol)
+            limits.append(largest)
             halves.append(half)
             bar.update(trial + 1)
     estimate = Estimate.of(
@@ -230,11 +231,12 @@ def _bisect(stays: Callable[[float], bool], start: float, rtol: float) -> tuple[
 class _Training:
     """Short trainings of a copy of the model of a risk."""
 
-    def __init__(self, risk: Risk, make: MakeOptimizer, batch_size: int, num_steps: int) -> None:
-        self._risk, self._make = risk, make
+    def __init__(
+        self, risk: Risk, make: MakeOptimizer, batch_size: int, num_steps: int, limit: float
+    ) -> None:
+        self._risk, self._make, self._limit = risk, make, limit * abs(risk.loss())
         self._batch_size, self._num_steps = batch_size, num_steps
         self._batch, self._count = risk.join_batches()
-        self._first = risk.loss()
         # The adapter holds the model, and knows how it is called and what its loss is.
         self._adapter = copy.deepcopy(risk.adapter).to(risk.theta.dtype).train()
         self._state = copy.deepcopy(self._adapter.model.state_dict())
@@ -266,7 +268,7 @@ class _Training:
                 loss.backward()
                 optimizer.step()
         half = losses[len(losses) // 2 :]
-        return is_below(sum(half) / len(half), TUNING.limit * abs(self._first))
+        return is_below(sum(half) / len(half), self._limit)
 
     def _orders(self, rng: torch.Generator) -> Iterator[Tensor]:
         done = 0

@@ -80,6 +80,7 @@ def plot(result: Any) -> "Figure":
     landscape, in one or two dimensions         loss and accuracy along directions, or contours
     temperature                                 accuracy over confidence, before and after
     shrinkage                                   best weight over batch sizes
+    advice                                      curvature and learning rates over batch sizes
     norms, distances, gradients of layers       a row for each layer
     diversity of solutions                      heat maps of all pairs
     training result, records of a log           loss and accuracy per epoch
