@@ -1,7 +1,8 @@
 """Measures of networks: sharpness, noise of mini-batches, landscapes, calibration."""
 
 from ritz.measures._advice import Advice, advice_cost, advise
-from ritz.measures._batches import BatchCurve, BatchPrediction, batch_prediction
+from ritz.measures._batch_models import BatchCurve
+from ritz.measures._batches import BatchPrediction, batch_prediction, measured_batches
 from ritz.measures._calibration import Temperature, scaled, temperature
 from ritz.measures._degeneracy import Degeneracy, rank_bound, rank_degeneracy
 from ritz.measures._folding import fold_batch_norm
@@ -47,6 +48,7 @@ __all__ = [
     "landscape",
     "landscape2d",
     "least_damping",
+    "measured_batches",
     "random_direction",
     "rank_bound",
     "rank_degeneracy",

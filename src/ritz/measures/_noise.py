@@ -17,6 +17,7 @@ from ritz._core.storage import storable
 from ritz.curvature import Risk, curvature_operator
 from ritz.curvature._shared import CurvatureMatrix, batch_products
 from ritz.measures._landscape import random_vectors
+from ritz.measures._subspace import without_replacement
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,10 +195,7 @@ def shrinkage(
     Reference: Ledoit and Wolf (2004), here for matrices known by their products only.
     """
     sizes, count = tuple(batch_sizes), sum(risk.batch_rows)
-    if not sizes:
-        raise ValueError("batch_sizes must not be empty")
-    for size in sizes:
-        check_count("batch_sizes", size, high=count)
+    check_batch_sizes(sizes, count)
     generator = resolve_generator(generator)
     variance = curvature_variance(
         risk,
@@ -209,7 +207,7 @@ def shrinkage(
     )
     signal = _signal(risk, matrix, num_probes, generator)
     # e^2 = P (P sigma^2) (1/B - 1/N) N/(N - 1)
-    factors = [(1 / size - 1 / count) * count / (count - 1) for size in sizes]
+    factors = [without_replacement(size, count) for size in sizes]
     scale = risk.space.size * torch.tensor(factors, dtype=torch.float64)
     # beta = d^2 / (d^2 + e^2)
     d2, e2 = signal.mean, variance.mean * scale
@@ -243,6 +241,14 @@ def check_groups(risk: Risk, caller: str) -> None:
         raise ValueError(f"{caller} needs sharing='none', got {risk.sharing!r}")
     if risk.num_samples < 2:
         raise ValueError(f"{caller} needs at least 2 samples, got {risk.num_samples}")
+
+
+def check_batch_sizes(sizes: Sequence[int], count: int) -> None:
+    """Raise unless there are batch sizes, each from 1 to the number of samples."""
+    if not sizes:
+        raise ValueError("batch_sizes must not be empty")
+    for size in sizes:
+        check_count("batch_sizes", size, high=count)
 
 
 def _unit_probes(risk: Risk, count: int, generator: torch.Generator) -> Tensor:

@@ -137,7 +137,12 @@ def bulk_edge(
         mass = first.weights[inside]
         centre = float(mass @ first.values[inside] / mass.sum())
         noise, margin = _noise_edges(
-            law, centre, None if variance is None else float(variance), batch_size, first.dimension, level
+            law,
+            centre,
+            None if variance is None else float(variance),
+            batch_size,
+            first.dimension,
+            level,
         )
     outside = (first.values > upper) | (first.values < lower)
     region = outside & (first.values >= noise[0] - margin) & (first.values <= noise[1] + margin)
@@ -270,7 +275,9 @@ def gradient_overlap(
     overlaps = cosines.square()
     # An eigenvector off by an angle of sine s changes a cosine c by at most s.
     slack = 2 * cosines.abs() * errors + errors.square()
-    curvature = float(unit.double() @ curvature_operator(risk, matrix).matmat(unit[:, None])[:, 0].double())
+    curvature = float(
+        unit.double() @ curvature_operator(risk, matrix).matmat(unit[:, None])[:, 0].double()
+    )
 
     def exact(value: float | Tensor, truncation: float | Tensor, products: int = 0) -> Estimate:
         return Estimate.exact(
