@@ -22,6 +22,8 @@ PAPERS = {
     "GADAM": "Iterate Averaged Adaptive Gradient Methods",
     "NOISE": "SGD with Covariance Noise",
 }
+# Fields of configurations that belong to one machine.
+PLACES = ("data", "runs", "train")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +93,7 @@ def _command(result: Any) -> str:
     words = [f"ritz study {name}"]
     for field in fields(config):
         value = getattr(config, field.name)
-        # A folder belongs to one machine.
-        if value != getattr(default, field.name) and field.name != "data":
+        if value != getattr(default, field.name) and field.name not in PLACES:
             words.append(f"--set {field.name}={_text(value)}")
     return " ".join(words)
 
