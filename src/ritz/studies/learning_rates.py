@@ -8,9 +8,10 @@ linear with the square-root rule, and the distance from the initial weights with
 """
 
 import copy
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,66 +22,74 @@ from ritz import data, measures, models, plots
 from ritz._core.progress import Progress
 from ritz.curvature import Risk, distance, summary
 from ritz.plots._shared import style
-from ritz.studies._protocol import StudyResult, check_minimums, column, record, row, seeded, track
+from ritz.studies._evidence import Evidence
+from ritz.studies._protocol import (
+    StatePath,
+    StudyResult,
+    check_minimums,
+    column,
+    compute_cells,
+    record,
+    row,
+    seeded,
+)
 
 POINTS = ("trained", "initial")
+OPTIMIZERS = ("SGD", "Adam")
 RULES = ("linear", "square root")
+LARGEST = 128  # batch size up to which exponents are fitted: beyond it the rate is flat
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
-    """How much work a study does."""
-
-    networks: tuple[str, ...]
-    dataset: str
-    num_samples: int
-    num_epochs: int  # of the network whose curvature is measured, with a batch size of 64
-    batch_sizes: tuple[int, ...]
-    num_steps: int
-    num_trials: int
-    rules_epochs: int  # of the trainings that compare the rules
-
-
-SIZES = {
-    "smoke": Size(networks=("mlp",), dataset="digits", num_samples=256, num_epochs=2,
-                  batch_sizes=(8, 64), num_steps=6, num_trials=2, rules_epochs=1),
-    "small": Size(networks=("logistic", "mlp", "lenet"), dataset="mnist", num_samples=2048,
-                  num_epochs=4, batch_sizes=(8, 32, 128, 512, 2048), num_steps=40, num_trials=3,
-                  rules_epochs=10),
-    "paper": Size(networks=("vgg16", "vgg16_bn", "wideresnet28x10"), dataset="cifar100",
-                  num_samples=50_000, num_epochs=25,
-                  batch_sizes=(16, 32, 64, 128, 256, 512, 1024, 2048, 4096), num_steps=400,
-                  num_trials=3, rules_epochs=300),
-}  # fmt: skip
+Samples = tuple[Tensor, Tensor]
 
 
 @record
 class Config:
-    """Size of the study, and where the data are.
+    """Networks, data and trials.
 
     Attributes:
-        size: ``smoke``, ``small`` (MNIST on a CPU) or ``paper`` (CIFAR-100 on a GPU).
+        networks: Names of the networks; the last one compares the rules.
+        dataset: Name of the images.
+        num_samples: Training images, drawn at random.
+        num_epochs: Epochs of the trained weights, with a batch size of 64 and a rate of 0.05.
+        batch_sizes: Batch sizes of trials and predictions.
         momenta: Momenta of SGD.
-        base: Batch size and, for each optimiser, learning rate from which the rules start.
+        num_steps: Steps of a trial.
+        num_trials: Repetitions of a trial.
+        rules_epochs: Epochs of the trainings that compare the rules.
+        base: Batch size from which the rules start.
         sgd_rate: Learning rate of SGD with momentum 0.9 at that batch size.
         adam_rate: The same of Adam.
         data: Folder of data sets. Defaults to the environment variable ``RITZ_DATA``.
         seed: Seed of everything random.
     """
 
-    size: Literal["smoke", "small", "paper"] = "small"
+    networks: tuple[str, ...] = ("logistic", "mlp", "lenet")
+    dataset: str = "mnist"
+    num_samples: int = 2048
+    num_epochs: int = 4
+    batch_sizes: tuple[int, ...] = (8, 32, 128, 512, 2048)
     momenta: tuple[float, ...] = (0.0, 0.9)
-    base: int = 64
+    num_steps: int = 40
+    num_trials: int = 3
+    rules_epochs: int = 10
+    base: int = 32
     sgd_rate: float = 0.01
     adam_rate: float = 1e-3
     data: str | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_minimums(self, base=1, momenta=0.0, sgd_rate=0.0, adam_rate=0.0, seed=0)
+        check_minimums(self, base=1, batch_sizes=1, num_epochs=1, num_steps=2, num_trials=2, seed=0)
+        check_minimums(self, momenta=0.0, sgd_rate=0.0, adam_rate=0.0, num_samples=8)
 
 
-QUICK: dict[str, Any] = {"size": "smoke"}
+SIZES = {
+    "smoke": Config(networks=("mlp",), dataset="digits", num_samples=256, num_epochs=2,
+                    batch_sizes=(8, 64), num_steps=6, num_trials=2, rules_epochs=2),
+    "paper": Config(networks=("vgg16_bn", "wideresnet28x10", "vgg16"), dataset="cifar100",
+                    num_samples=50_000, num_epochs=25, num_steps=400, rules_epochs=300, base=128,
+                    batch_sizes=(16, 32, 64, 128, 256, 512, 1024, 2048, 4096)),
+}  # fmt: skip
 
 
 @record
@@ -88,152 +97,180 @@ class Result(StudyResult[Config]):
     """Largest learning rates, edges of stability, and trainings by two rules.
 
     Attributes:
-        networks: The networks, ``n``.
-        batch_sizes: The batch sizes, ``S``.
-        edges: Edge of local stability, ``(n, points, momenta, S)``.
+        edges: Edge of local stability, ``(networks, points, momenta, S)``.
         edge_errors: Half a 95 % interval of it, same shape.
         largest: Largest learning rate that trials stand, same shape.
         largest_errors: Half a 95 % interval of it, same shape.
-        papers: Largest eigenvalue by the papers' additive and multiplicative models,
-            ``(n, points, 2, S)``.
-        curvature: Predicted largest eigenvalue of batches, ``(n, points, S)``.
+        curvature: Largest eigenvalue of batches: the best prediction, the papers' additive and
+            their multiplicative model, ``(3, n, points, momenta, S)``; the same for all momenta.
         test_errors: Wrong answers after training, ``(optimizers, rules, S)``: SGD and Adam.
         train_losses: Training loss, same shape.
         distances: Distance from the initial weights, same shape.
     """
 
-    networks: tuple[str, ...]
-    batch_sizes: tuple[int, ...]
     edges: Tensor
     edge_errors: Tensor
     largest: Tensor
     largest_errors: Tensor
-    papers: Tensor
     curvature: Tensor
     test_errors: Tensor
     train_losses: Tensor
     distances: Tensor
 
+    def exponents(self, values: Tensor) -> Tensor:
+        """Return the exponents of rates ``(n, points, momenta, S)`` over small batches."""
+        sizes = [size for size in self.config.batch_sizes if size <= LARGEST]
+        rows = values[..., : len(sizes)].flatten(0, -2)
+        return column(exponent(sizes, one) for one in rows).view(values.shape[:-1])
+
     def __str__(self) -> str:
-        sizes = self.batch_sizes
-        lines = [row("largest rate / edge", sizes, ">12,", width=34) + "    exponent  predicted"]
-        momenta = self.config.momenta
-        for i, j, k in product(range(len(self.networks)), range(2), range(len(momenta))):
+        c = self.config
+        head = row("largest rate / edge", c.batch_sizes, ">10,", width=34)
+        lines = [f"{head}   exponent  predicted  additive  multiplicative"]
+        fits = [self.exponents(self.largest)]
+        fits += [self.exponents(1 / curve) for curve in self.curvature]
+        for i, j, k in product(*map(range, self.edges.shape[:3])):
             ratio = self.largest[i, j, k] / self.edges[i, j, k]
-            small = [index for index, size in enumerate(sizes) if size <= 128]
-            slopes = (exponent(sizes, values[i, j, k], small) for values in
-                      (self.largest, self.edges))  # fmt: skip
-            title = f"{self.networks[i]}, {POINTS[j]}, momentum {momenta[k]:g}"
-            lines.append(row(title, ratio, ">12.3g", width=34) + row("", slopes, ">11.2f", width=1))
-        lines.append("exponents over batches of at most 128")
-        lines.append(row("", sizes, ">12,", width=34))
-        names = [f"{name}, {rule}" for name, rule in product(("SGD", "Adam"), RULES)]
-        for title, values in (("test error %", 100 * self.test_errors),
-                              ("training loss", self.train_losses),
-                              ("distance", self.distances)):  # fmt: skip
-            flat = values.reshape(4, -1)
-            lines += [
-                row(f"{title}, {name}", flat[i], ">12.3g", width=34)
-                for i, name in enumerate(names)
-            ]
+            title = f"{c.networks[i]}, {POINTS[j]}, momentum {c.momenta[k]:g}"
+            slopes = row("", (fit[i, j, k] for fit in fits), ">11.2f", width=0)
+            lines.append(row(title, ratio, ">10.3g", width=34) + slopes)
+        lines += [f"Exponents over batches of at most {LARGEST}", "",
+                  row(f"{c.networks[-1]}, {c.rules_epochs} epochs", c.batch_sizes, ">10,", width=34)
+                  ]  # fmt: skip
+        for title, values in (
+            ("test error %", 100 * self.test_errors),
+            ("training loss", self.train_losses),
+            ("distance", self.distances),
+        ):
+            for (i, name), (j, rule) in product(enumerate(OPTIMIZERS), enumerate(RULES)):
+                lines.append(row(f"{title}, {name}, {rule}", values[i, j], ">10.3g", width=34))
         return "\n".join(lines)
 
 
-def exponent(sizes: tuple[int, ...], rates: Tensor, chosen: list[int]) -> float:
-    """Return the exponent of a power law through learning rates over batch sizes."""
-    if len(chosen) < 2:
-        return float("nan")
-    x = torch.tensor([sizes[index] for index in chosen], dtype=torch.float64).log()
-    y = rates[chosen].log()
-    # The slope of the least-squares line
-    x = x - x.mean()
-    return float(x @ y / (x @ x))
-
-
 def run(
-    config: Config, *, device: torch.device | str = "cpu", progress: bool | Progress = False
+    config: Config,
+    *,
+    device: torch.device | str = "cpu",
+    progress: bool | Progress = False,
+    state: StatePath = None,
 ) -> Result:
     """Return the largest learning rates of all networks, and the trainings by two rules."""
-    size = SIZES[config.size]
-    train, test = load(config, size, device)
-    shape = (len(size.networks), len(POINTS), len(config.momenta), len(size.batch_sizes))
-    edges, errors, largest, limits = (torch.zeros(shape, dtype=torch.float64) for _ in range(4))
-    papers = torch.zeros(*shape[:2], 2, shape[3], dtype=torch.float64)
-    curvature = torch.zeros(*shape[:2], shape[3], dtype=torch.float64)
-    for i, name in track(list(enumerate(size.networks)), "networks", progress):
-        initial = network(name, config, size, train).to(device)
-        trained = copy.deepcopy(initial)
-        fit(trained, SGD(trained.parameters(), lr=0.05), train, 64, size.num_epochs, config.seed)
-        for j, model in enumerate((trained, initial)):
-            risk = Risk(model, cross_entropy, train)
-            prediction = measures.batch_prediction(
-                risk, batch_sizes=size.batch_sizes, generator=seeded(config.seed)
-            )
-            value = prediction.best.value
-            curvature[i, j] = value.mean
-            papers[i, j] = torch.stack(
-                [prediction.additive.value.mean, prediction.multiplicative.value.mean]
-            )
-            for k, momentum in enumerate(config.momenta):
-                kind: Any = "momentum" if momentum else "sgd"
-                edges[i, j, k] = measures.stable_rate(value.mean, optimizer=kind, momentum=momentum)
-                errors[i, j, k] = edges[i, j, k] * value.error() / value.mean
-                for s, batch_size in enumerate(size.batch_sizes):
-                    limit = measures.trainable_rate(
-                        risk,
-                        lambda params, rate, rho=momentum: SGD(params, lr=rate, momentum=rho),
-                        batch_size=batch_size,
-                        start=float(edges[i, j, k, s]),
-                        num_steps=size.num_steps,
-                        num_trials=size.num_trials,
-                        # From initial weights, training has to lower the loss.
-                        limit=2.0 if POINTS[j] == "trained" else 1.0,
-                        generator=seeded(config.seed),
-                    )
-                    largest[i, j, k, s] = limit.mean
-                    limits[i, j, k, s] = limit.error()
-    scores = rules(config, size, train, test, progress)
+    train, test = load(config, device)
+    places = {f"{name}, {point}": (name, point) for name, point in
+              product(config.networks, POINTS)}  # fmt: skip
+    trainings = {f"{name}, {rule}, {size}": (name, rule, size) for name, rule, size in
+                 product(OPTIMIZERS, RULES, config.batch_sizes)}  # fmt: skip
+
+    def compute(cell: tuple[Any, ...]) -> Tensor:
+        if len(cell) == 2:
+            return _limits(config, train, *cell)
+        return _scores(config, train, test, *cell)
+
+    cells = compute_cells(
+        compute, places | trainings, "networks and trainings", config=config, state=state,
+        progress=progress,
+    )  # fmt: skip
+    # (quantities, networks, points, momenta, S) and (scores, optimizers, rules, S)
+    limits = torch.stack([cells[name] for name in places], 1)
+    limits = limits.unflatten(1, (len(config.networks), len(POINTS)))
+    scores = torch.stack([cells[name] for name in trainings], 1)
+    scores = scores.unflatten(1, (len(OPTIMIZERS), len(RULES), -1))
     return Result(
         config=config,
-        networks=size.networks,
-        batch_sizes=size.batch_sizes,
-        edges=edges,
-        edge_errors=errors,
-        largest=largest,
-        largest_errors=limits,
-        papers=papers,
-        curvature=curvature,
+        edges=limits[0],
+        edge_errors=limits[1],
+        largest=limits[2],
+        largest_errors=limits[3],
+        curvature=limits[4:],
         test_errors=scores[0],
         train_losses=scores[1],
         distances=scores[2],
     )
 
 
-def load(
-    config: Any, size: Any, device: torch.device | str
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def _limits(config: Config, train: Samples, name: str, point: str) -> Tensor:
+    """Return edges, largest rates and curvatures of one network, ``(7, momenta, S)``."""
+    model = network(name, config, train)
+    if point == "trained":
+        fit(model, SGD(model.parameters(), lr=0.05), train, 64, config.num_epochs, config.seed)
+    risk = Risk(model, cross_entropy, train)
+    prediction = measures.batch_prediction(
+        risk, batch_sizes=config.batch_sizes, generator=seeded(config.seed)
+    )
+    value = prediction.best.value
+    models = (prediction.best, prediction.additive, prediction.multiplicative)
+    parts = []
+    for momentum in config.momenta:
+        kind: Any = "momentum" if momentum else "sgd"
+        edge = measures.stable_rate(value.mean, optimizer=kind, momentum=momentum)
+        limits = [
+            measures.trainable_rate(
+                risk,
+                lambda params, rate, rho=momentum: SGD(params, lr=rate, momentum=rho),
+                batch_size=size,
+                start=float(start),
+                num_steps=config.num_steps,
+                num_trials=config.num_trials,
+                # From initial weights, training has to lower the loss.
+                limit=2.0 if point == "trained" else 1.0,
+                generator=seeded(config.seed),
+            )
+            for size, start in zip(config.batch_sizes, edge, strict=True)
+        ]
+        largest, errors = column(map(float, limits)), column(float(x.error()) for x in limits)
+        rows = [edge, edge * value.error() / value.mean, largest, errors]
+        parts.append(torch.stack([*rows, *(curve.value.mean for curve in models)]))
+    return torch.stack(parts, 1)
+
+
+def _scores(
+    config: Config, train: Samples, test: Samples, optimizer: str, rule: str, batch_size: int
+) -> Tensor:
+    """Return test error, training loss and distance of one training, ``(3,)``."""
+    model = network(config.networks[-1], config, train)
+    initial = copy.deepcopy(model)
+    factor = batch_size / config.base
+    factor = factor if rule == "linear" else factor**0.5
+    made: Optimizer
+    if optimizer == "SGD":
+        made = SGD(model.parameters(), lr=config.sgd_rate * factor, momentum=0.9)
+    else:
+        made = Adam(model.parameters(), lr=config.adam_rate * factor)
+    fit(model, made, train, batch_size, config.rules_epochs, config.seed)
+    if not all(bool(p.isfinite().all()) for p in model.parameters()):
+        return torch.full((3,), torch.nan, dtype=torch.float64)  # diverged
+    model.eval()
+    here, held = (Risk(model, cross_entropy, part) for part in (train, test))
+    wrong = 1 - (summary(held).accuracy or 0.0)
+    return column([wrong, here.loss(), distance(here, initial).l2])
+
+
+# ------------------------------------------------------------------------------------------
+# Data, networks and training, also of the study of damping.
+
+
+def load(config: Any, device: torch.device | str) -> tuple[Samples, Samples]:
     """Return training and test data as tensors."""
-    images: Any = data.load(size.dataset, data_dir=config.data, device=device)
-    count = min(size.num_samples, len(images.train))
+    images: Any = data.load(config.dataset, data_dir=config.data, device=device)
+    count = min(config.num_samples, len(images.train))
     train = images.train.take(count, generator=seeded(config.seed))
     return train.tensors(), images.test.tensors()
 
 
-def network(name: str, config: Any, size: Any, train: tuple[Tensor, Tensor]) -> nn.Module:
+def network(name: str, config: Any, train: Samples) -> nn.Module:
     """Return a network by name, with initial weights that depend on the seed only."""
+    classes, shape = int(train[1].max()) + 1, tuple(train[0].shape[1:])
+    options: Any = {"hidden": (64,)} if name == "mlp" else {}
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(config.seed)
-        classes = int(train[1].max()) + 1
-        options: Any = {"hidden": (64,)} if name == "mlp" else {}
-        return models.create(
-            name, input_shape=tuple(train[0].shape[1:]), num_classes=classes, **options
-        )
+        model = models.create(name, input_shape=shape, num_classes=classes, **options)
+    return model.to(train[0].device)
 
 
 def fit(
     model: nn.Module,
     optimizer: Optimizer,
-    train: tuple[Tensor, Tensor],
+    train: Samples,
     batch_size: int,
     num_epochs: int,
     seed: int,
@@ -250,41 +287,25 @@ def fit(
             optimizer.step()
 
 
-def rules(
-    config: Config,
-    size: Size,
-    train: tuple[Tensor, Tensor],
-    test: tuple[Tensor, Tensor],
-    progress: bool | Progress,
-) -> Tensor:
-    """Return test error, training loss and distance of trainings, ``(3, optimizers, rules, S)``."""
-    scores = torch.full((3, 2, 2, len(size.batch_sizes)), torch.nan, dtype=torch.float64)
-    runs = list(product(range(2), range(2), enumerate(size.batch_sizes)))
-    for i, j, (s, batch_size) in track(runs, "rules", progress):
-        model = network(size.networks[-1], config, size, train).to(train[0].device)
-        initial = copy.deepcopy(model)
-        factor = batch_size / config.base
-        factor = factor if RULES[j] == "linear" else factor**0.5
-        made: Optimizer
-        if i == 0:
-            made = SGD(model.parameters(), lr=config.sgd_rate * factor, momentum=0.9)
-        else:
-            made = Adam(model.parameters(), lr=config.adam_rate * factor)
-        fit(model, made, train, batch_size, size.rules_epochs, config.seed)
-        if not all(bool(p.isfinite().all()) for p in model.parameters()):
-            continue  # diverged: NaN in the table
-        model.eval()
-        here, held = (Risk(model, cross_entropy, part) for part in (train, test))
-        wrong = 1 - (summary(held).accuracy or 0.0)
-        scores[:, i, j, s] = column([wrong, here.loss(), distance(here, initial).l2])
-    return scores
+def exponent(sizes: Sequence[int], rates: Tensor) -> float:
+    """Return the exponent of a power law through learning rates ``(S,)`` over batch sizes."""
+    if len(sizes) < 2:
+        return math.nan
+    x, y = torch.tensor(sizes, dtype=torch.float64).log(), rates.log()
+    # The slope of the least-squares line
+    x = x - x.mean()
+    return float(x @ y / (x @ x))
+
+
+# ------------------------------------------------------------------------------------------
+# Pictures, and the published figures.
 
 
 def figure(result: Result) -> style.Figure:
     """Draw largest learning rates over the edges, and what the two rules reach."""
-    n = len(result.networks)
+    n = len(result.config.networks)
     drawing, axes = plots.panels(2, max(n, 3), width=3.7, height=3.0)
-    for i, name in enumerate(result.networks):
+    for i, name in enumerate(result.config.networks):
         _draw_rates(axes[i], result, i)
         style.set_title(axes[i], name)
     for spare in axes[n : max(n, 3)]:
@@ -302,30 +323,88 @@ def _draw_rates(ax: style.Axes, result: Result, i: int) -> None:
     look = style.STYLE
     for k, momentum in enumerate(result.config.momenta):
         edge = result.edges[i, 0, k].numpy()
-        style.line(ax, result.batch_sizes, edge, look.palette[k], f"edge, momentum {momentum:g}",
+        style.line(ax, result.config.batch_sizes, edge, look.palette[k], f"edge, momentum {momentum:g}",
                    linestyle="--")  # fmt: skip
         for j, point in enumerate(POINTS):
             values, errors = result.largest[i, j, k].numpy(), result.largest_errors[i, j, k].numpy()
             errors = errors.clip(max=0.6 * values)  # an interval to zero has no place on the scale
-            style.bars(ax, result.batch_sizes, values, yerr=errors, color=look.palette[k],
+            style.bars(ax, result.config.batch_sizes, values, yerr=errors, color=look.palette[k],
                        fmt="os"[j] + "-", markerfacecolor="white" if j else look.palette[k],
                        linewidth=look.thin, label=f"{point}, momentum {momentum:g}")  # fmt: skip
-    style.batch_size_x(ax, result.batch_sizes)
+    style.batch_size_x(ax, result.config.batch_sizes)
     style.log_scale(ax)
     ax.set_ylabel("largest learning rate")
     ax.legend(frameon=False, fontsize="x-small")
 
 
 def _draw_rules(ax: style.Axes, result: Result, values: Tensor, label: str) -> None:
-    for (i, name), (j, rule) in product(enumerate(("SGD", "Adam")), enumerate(RULES)):
-        style.line(ax, result.batch_sizes, values[i, j].numpy(), style.STYLE.palette[i],
+    for (i, name), (j, rule) in product(enumerate(OPTIMIZERS), enumerate(RULES)):
+        style.line(ax, result.config.batch_sizes, values[i, j].numpy(), style.STYLE.palette[i],
                    f"{name}, {rule}", marker="os"[j], linestyle=("-", "--")[j])  # fmt: skip
-    style.batch_size_x(ax, result.batch_sizes)
+    style.batch_size_x(ax, result.config.batch_sizes)
     style.finish(ax, ax.get_xlabel(), label)
 
 
 def _draw_distance(ax: style.Axes, result: Result) -> None:
-    for i, name in enumerate(("SGD", "Adam")):
+    for i, name in enumerate(OPTIMIZERS):
         ax.plot(result.distances[i].flatten(), 100 * result.test_errors[i].flatten(), "os"[i],
                 color=style.STYLE.palette[i], label=name, markersize=5)  # fmt: skip
     style.finish(ax, "distance from initial weights", "test error (%)")
+
+
+def evidence(result: Result) -> list[Evidence]:
+    """Return the published scaling rules beside the measured exponents."""
+    c, small = result.config, [s for s in result.config.batch_sizes if s <= LARGEST]
+    measured, predicted = result.exponents(result.largest), result.exponents(result.edges)
+    rows = []
+    for k, momentum in enumerate(c.momenta):
+        values, guess = measured[:, 0, k], predicted[:, 0, k]
+        linear = bool((values > 0.5).all())
+        rows.append(
+            Evidence(
+                paper="SPECTRA",
+                where="section 5.7, Figures 5.7, 5.9, 5.10, here " + ", ".join(c.networks),
+                what=f"exponent of the largest learning rate over batches of {small[0]} to "
+                f"{small[-1]}, SGD, momentum {momentum:g}",
+                published="linear, 1",
+                measured=", ".join(f"{x:.2f} (predicted {y:.2f})" for x, y in
+                                   zip(values.tolist(), guess.tolist(), strict=True)),
+                verdict="agrees" if linear else "differs",
+                why="" if linear else "the curvature of the data limits it, not the noise",
+            )
+        )  # fmt: skip
+    return [*rows, _rule(result, 0), _rule(result, 1), _far(result)]
+
+
+def _rule(result: Result, optimizer: int) -> Evidence:
+    """Return which rule has the smaller test error at the largest batch."""
+    place = max(range(len(result.config.batch_sizes)), key=result.config.batch_sizes.__getitem__)
+    errors = 100 * result.test_errors[optimizer, :, place].nan_to_num(nan=100.0)
+    linear = float(errors[0]) < float(errors[1])
+    expected = optimizer == 0  # SGD follows the linear rule, Adam the square root
+    return Evidence(
+        paper="SPECTRA",
+        where="Figure 5.7b" if expected else "Figures 5.15, 5.16",
+        what=f"test error in % of {OPTIMIZERS[optimizer]} at a batch of "
+        f"{result.config.batch_sizes[place]:,}, linear and square-root rule",
+        published="linear is better" if expected else "square root is better",
+        measured=f"{float(errors[0]):.2f}, {float(errors[1]):.2f}",
+        verdict="agrees" if linear == expected else "differs",
+        why="one seed, a small network",
+    )
+
+
+def _far(result: Result) -> Evidence:
+    """Return how test error and distance from the initial weights go together, for SGD."""
+    pairs = torch.stack([result.distances[0].flatten(), result.test_errors[0].flatten()])
+    pairs = pairs[:, pairs.isfinite().all(0)]
+    correlation = float(torch.corrcoef(pairs)[0, 1])
+    return Evidence(
+        paper="SPECTRA",
+        where="Figure 5.8",
+        what="correlation of test error with the distance from the initial weights, SGD",
+        published="runs that move farther generalise better",
+        measured=f"{correlation:.2f}",
+        verdict="agrees" if correlation < 0 else "differs",
+        why="shorter runs move less and learn less" if correlation < 0 else "",
+    )
