@@ -46,6 +46,8 @@ class Tuning:
     gain: float = 0.1
     # Factor between the curvature along the gradient and the critical sharpness: 1 on a quadratic.
     agreement: float = 2.0
+    # V(phi_1) over P sigma^2, which is 1 for homogeneous noise.
+    homogeneous: float = 3.0
     # Magnitude of the smallest eigenvalue over the largest.
     negative: float = 0.1
 
@@ -506,8 +508,10 @@ def _notes(advice: Advice) -> list[str]:
         "at 2.7 to 4.2 times it. Figures are ± 95 %."
     )
     lines += ["", *_wrapped("", scaling)]
-    for condition in advice.prediction.conditions:
-        lines += _wrapped("Note: ", condition)
+    ratio = float(advice.prediction.along) / float(advice.prediction.variance)
+    if not is_below(ratio, TUNING.homogeneous):
+        note = f"V(phi_1) is {ratio:.2g} times P sigma^2, which the additive model takes for equal."
+        lines += _wrapped("Note: ", note)
     for warning in advice.warnings:
         lines += _wrapped("Warning: ", f"{warning}.")
     return [*lines, f"  Cost: {advice.cost:.0f} gradients of the data."]

@@ -10,6 +10,7 @@ linear with the square-root rule, and the distance from the initial weights with
 import copy
 import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -37,7 +38,10 @@ from ritz.studies._protocol import (
 POINTS = ("trained", "initial")
 OPTIMIZERS = ("SGD", "Adam")
 RULES = ("linear", "square root")
-LARGEST = 128  # batch size up to which exponents are fitted: beyond it the rate is flat
+LARGEST = 64  # batch size up to which exponents are fitted: beyond it the rate is flat
+
+# Small networks for a CPU.
+NARROW = {"mlp": {"hidden": (64,)}, "lenet": {"width": 2}}
 
 Samples = tuple[Tensor, Tensor]
 
@@ -65,14 +69,14 @@ class Config:
 
     networks: tuple[str, ...] = ("logistic", "mlp", "lenet")
     dataset: str = "mnist"
-    num_samples: int = 2048
+    num_samples: int = 1024
     num_epochs: int = 4
-    batch_sizes: tuple[int, ...] = (8, 32, 128, 512, 2048)
+    batch_sizes: tuple[int, ...] = (4, 16, 64, 256)
     momenta: tuple[float, ...] = (0.0, 0.9)
     num_steps: int = 40
     num_trials: int = 3
     rules_epochs: int = 10
-    base: int = 32
+    base: int = 16
     sgd_rate: float = 0.01
     adam_rate: float = 1e-3
     data: str | None = None
@@ -156,10 +160,12 @@ def run(
 ) -> Result:
     """Return the largest learning rates of all networks, and the trainings by two rules."""
     train, test = load(config, device)
-    places = {f"{name}, {point}": (name, point) for name, point in
-              product(config.networks, POINTS)}  # fmt: skip
-    trainings = {f"{name}, {rule}, {size}": (name, rule, size) for name, rule, size in
-                 product(OPTIMIZERS, RULES, config.batch_sizes)}  # fmt: skip
+    pairs, triples = (
+        product(config.networks, POINTS),
+        product(OPTIMIZERS, RULES, config.batch_sizes),
+    )
+    places: dict[str, tuple[Any, ...]] = {", ".join(cell): cell for cell in pairs}
+    trainings: dict[str, tuple[Any, ...]] = {", ".join(map(str, cell)): cell for cell in triples}
 
     def compute(cell: tuple[Any, ...]) -> Tensor:
         if len(cell) == 2:
@@ -206,7 +212,7 @@ def _limits(config: Config, train: Samples, name: str, point: str) -> Tensor:
         limits = [
             measures.trainable_rate(
                 risk,
-                lambda params, rate, rho=momentum: SGD(params, lr=rate, momentum=rho),
+                partial(_sgd, momentum=momentum),
                 batch_size=size,
                 start=float(start),
                 num_steps=config.num_steps,
@@ -221,6 +227,10 @@ def _limits(config: Config, train: Samples, name: str, point: str) -> Tensor:
         rows = [edge, edge * value.error() / value.mean, largest, errors]
         parts.append(torch.stack([*rows, *(curve.value.mean for curve in models)]))
     return torch.stack(parts, 1)
+
+
+def _sgd(params: Any, rate: float, momentum: float) -> SGD:
+    return SGD(params, lr=rate, momentum=momentum)
 
 
 def _scores(
@@ -260,7 +270,7 @@ def load(config: Any, device: torch.device | str) -> tuple[Samples, Samples]:
 def network(name: str, config: Any, train: Samples) -> nn.Module:
     """Return a network by name, with initial weights that depend on the seed only."""
     classes, shape = int(train[1].max()) + 1, tuple(train[0].shape[1:])
-    options: Any = {"hidden": (64,)} if name == "mlp" else {}
+    options: Any = NARROW.get(name, {})
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(config.seed)
         model = models.create(name, input_shape=shape, num_classes=classes, **options)
@@ -323,8 +333,8 @@ def _draw_rates(ax: style.Axes, result: Result, i: int) -> None:
     look = style.STYLE
     for k, momentum in enumerate(result.config.momenta):
         edge = result.edges[i, 0, k].numpy()
-        style.line(ax, result.config.batch_sizes, edge, look.palette[k], f"edge, momentum {momentum:g}",
-                   linestyle="--")  # fmt: skip
+        style.line(ax, result.config.batch_sizes, edge, look.palette[k],
+                   f"edge, momentum {momentum:g}", linestyle="--")  # fmt: skip
         for j, point in enumerate(POINTS):
             values, errors = result.largest[i, j, k].numpy(), result.largest_errors[i, j, k].numpy()
             errors = errors.clip(max=0.6 * values)  # an interval to zero has no place on the scale
