@@ -19,7 +19,7 @@ from ritz.curvature import Risk, curvature_operator
 from ritz.curvature._shared import MATRICES, CurvatureMatrix, check_risk
 from ritz.measures._advice_figures import Figures, trials, unknown
 from ritz.measures._batches import BatchPrediction, batch_prediction
-from ritz.measures._gradient_noise import GradientNoise, gradient_noise
+from ritz.measures._gradient_noise import GradientNoise, noise_of
 from ritz.measures._noise import check_groups
 from ritz.measures._outliers import BulkEdge, bulk_edge
 from ritz.measures._preconditioned import divisors, preconditioned_curvature
@@ -196,16 +196,17 @@ def advise(
     """
     sizes, momentum = _checked(risk, batch_sizes, optimizer, momentum, matrix, known, state)
     generator = resolve_generator(generator)
-    shared: Any = {"matrix": matrix, "generator": generator, "progress": progress}
+    op = curvature_operator(risk, matrix)
     run = lanczos(
-        curvature_operator(risk, matrix),
+        op,
         num_steps=min(TUNING.num_steps, risk.space.size),
         vectors=True,
         generator=generator,
         progress=progress,
     )
-    prediction = batch_prediction(risk, batch_sizes=sizes, pairs=run, **shared)
-    noise, sharpness = gradient_noise(risk, **shared), _sharpness(risk)
+    shared: Any = {"generator": generator, "progress": progress}
+    prediction = batch_prediction(risk, batch_sizes=sizes, matrix=matrix, pairs=run, **shared)
+    noise, sharpness = noise_of(op, **shared), _sharpness(risk)
     preconditioned = None
     if state is not None:
         preconditioned = preconditioned_curvature(

@@ -105,8 +105,8 @@ def gradient_noise(
     ``c = 1`` it *is* :math:`\Sigma`. :math:`\operatorname{tr}(H \hat \Sigma)` is the trace of a
     matrix of size :math:`M`, estimated by XTrace.
 
-    Cost: ``2 num_probes + 1`` products with the matrix, and two gradients of all data; five
-    gradients and a vector per group less memory if the gradients of all groups have more than
+    Cost: ``2 num_probes + 1`` products with the matrix, and two gradients of all data; six gradients
+    and less memory, by a vector per group, if the gradients of all groups have more than
     :math:`2^{25}` entries.
 
     Args:
@@ -122,6 +122,25 @@ def gradient_noise(
     Reference: McCandlish, Kaplan, Amodei et al. (2018), *An empirical model of large-batch
     training*.
     """
+    return noise_of(
+        curvature_operator(risk, matrix),
+        group_size=group_size,
+        num_probes=num_probes,
+        generator=generator,
+        progress=progress,
+    )
+
+
+def noise_of(
+    op: CurvatureOperator,
+    *,
+    group_size: int | None = None,
+    num_probes: int = 6,
+    generator: torch.Generator | None = None,
+    progress: bool | Progress = False,
+) -> GradientNoise:
+    """Return :func:`gradient_noise` with a matrix whose products have been prepared already."""
+    risk = op.risk
     risk.require_separable("gradient_noise()")
     risk.require_sample_mean(alone=True)
     count = sum(risk.batch_rows)
@@ -135,7 +154,7 @@ def gradient_noise(
     groups = risk.samples(used, batch_size=group_size)
     # Sigma = scale sum_j d_j d_j'
     scale = (count - 1) / count * group_size / max(1, groups.num_batches - 1)
-    gradient, op = risk.gradient(), curvature_operator(risk, matrix)
+    gradient = risk.gradient()
     deviations = _Deviations(groups, progress)
     product = column_dots(gradient[:, None], op.matmat(gradient[:, None]))
     square = _exact(column_dots(gradient[:, None], gradient[:, None]), risk, "|g|^2")
@@ -158,7 +177,7 @@ def gradient_noise(
         along=along,
         simple=propagate(torch.div, variance, square, method=f"tr Sigma / |g|^2, {method}"),
         curved=_curved(noise, along, square, method),
-        matrix=matrix,
+        matrix=op.matrix,
         num_samples=count,
         num_products=noise.num_products + 1,
         num_gradients=1 + deviations.num_passes,
