@@ -32,7 +32,11 @@ def samples():
     return x, (x @ torch.randn(5, 3, generator=seeded(1), dtype=torch.float64)).argmax(1)
 
 
-def trained(make=partial(SGD, lr=0.2), steps=150, **options):
+def sgd(params):
+    return SGD(params, lr=0.2)
+
+
+def trained(make=sgd, steps=150, **options):
     model, (x, y) = network(**options), samples()
     optimizer = make(model.parameters())
     for step in range(steps):

@@ -7,6 +7,8 @@ from textwrap import wrap
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import SGD, Adam, Optimizer
 
 from ritz._core.checks import check_choice, check_count, check_range, is_below
@@ -35,7 +37,13 @@ class Tuning:
     # Batch sizes by default, those that the data allow.
     batch_sizes: tuple[int, ...] = (8, 32, 128, 512)
     # Lanczos steps. On digits, 35 products gave the 20 leading eigenpairs to a residual of 1 %.
-    num_steps: int = 50
+    num_steps: int = 40
+    # Floating-point operations of a product in those of a gradient, by benchmarks/advice.py: of
+    # linear layers alone 1.2, with convolutions 1.9 and with attention 2.0.
+    linear_cost: float = 1.2
+    other_cost: float = 2.0
+    # Gradients, and losses at a third of a gradient, besides the products.
+    further: float = 7.0
     # Momentum by default, where the optimiser has one.
     momentum: float = 0.9
     # Exponents of the scaling rule above which noise, and below which curvature sets the limit.
@@ -96,7 +104,7 @@ class Advice:
         known: Batch size and learning rate of an earlier training, or ``None``.
         sentences: One sentence of advice per batch size.
         warnings: Where the model that all this rests on is doubtful.
-        cost: Work in gradients of the data: products, gradients, and a third for each loss.
+        cost: Work in gradients of the data, from the numbers of products, gradients and losses.
         loss: The loss.
         seed: Seed of everything random.
     """
@@ -133,13 +141,26 @@ class Advice:
 
 def advice_cost(risk: Risk, *, state: Optimizer | None = None) -> str:
     """Return what :func:`advise` will cost, as a sentence to print before it starts."""
-    steps = min(TUNING.num_steps, risk.space.size)
-    products = steps + min(20, risk.space.size) + 8 + 13 + (20 if state is not None else 0)
+    size = risk.space.size
+    products = min(TUNING.num_steps, size) + min(20, size) + 8 + 13
+    products += 0 if state is None else 20
     return (
-        f"About {products} products with the {risk.space.size:,} x {risk.space.size:,} matrix and "
-        f"8 gradients of {risk.num_samples:,} samples; a product costs about one gradient, or two "
-        "for convolutions and attention. --verify trains in addition."
+        f"About {_gradients(risk, products):.0f} gradients of {risk.num_samples:,} samples: "
+        f"{products} products with the {size:,} x {size:,} matrix, of {_unit(risk):g} gradients "
+        f"each, and {TUNING.further:g} more. Trials are not counted."
     )
+
+
+def _unit(risk: Risk) -> float:
+    """Return the cost of a product in gradients."""
+    layers = risk.model.modules()
+    own = [layer for layer in layers if next(layer.parameters(recurse=False), None) is not None]
+    linear = all(isinstance(layer, nn.Linear | _BatchNorm) for layer in own)
+    return TUNING.linear_cost if linear else TUNING.other_cost
+
+
+def _gradients(risk: Risk, products: float) -> float:
+    return _unit(risk) * products + TUNING.further
 
 
 def advise(
@@ -172,8 +193,8 @@ def advise(
     damping is that below which the noise of a batch makes a second-order step unstable,
     :math:`\tfrac{\alpha}{2} \lambda_1 \min(1, V(\varphi_1) / (b \lambda_1^2))`.
 
-    Cost: about 95 gradients of the data for an MLP, see :func:`advice_cost`; ``verify`` trains in
-    addition. Memory: 50 vectors.
+    Cost: about 105 gradients of the data for an MLP and 170 with convolutions or attention, see
+    :func:`advice_cost`; ``verify`` trains in addition. Memory: 40 vectors.
 
     Args:
         risk: The loss at a point. Batch norm must not be in ``train`` mode, and the data must be in
@@ -224,7 +245,8 @@ def advise(
     if verify is not False:
         make = _maker(optimizer, momentum) if verify is True else verify
         trainable = trials(risk, make, sizes, edge, rate, generator, progress)
-    extra = 0 if preconditioned is None else preconditioned[0].num_products + 1
+    products = run.num_products + prediction.cost + noise.num_products
+    products += 0 if preconditioned is None else preconditioned[0].num_products + 1
     fields: Any = figures.fields()
     advice = Advice(
         batch_sizes=sizes,
@@ -239,10 +261,7 @@ def advise(
         rate=rate,
         trainable=trainable,
         known=known,
-        # Ten losses cost about four gradients.
-        cost=float(run.num_products + prediction.cost + noise.num_products + noise.num_gradients)
-        + extra
-        + 4,
+        cost=_gradients(risk, products),
         loss=risk.loss(),
         seed=generator.initial_seed(),
         **fields,

@@ -105,9 +105,9 @@ def gradient_noise(
     ``c = 1`` it *is* :math:`\Sigma`. :math:`\operatorname{tr}(H \hat \Sigma)` is the trace of a
     matrix of size :math:`M`, estimated by XTrace.
 
-    Cost: ``2 num_probes + 1`` products with the matrix, and two gradients of all data; six gradients
-    and less memory, by a vector per group, if the gradients of all groups have more than
-    :math:`2^{25}` entries.
+    Cost: ``2 num_probes + 1`` products with the matrix, and two gradients of all data. If the
+    gradients of all groups have more than :math:`2^{25}` entries, they are not stored, which takes
+    six gradients instead of two.
 
     Args:
         risk: The loss at a point, a mean over samples (which is checked). Batch norm must not be in

@@ -49,7 +49,8 @@ class Config:
         networks: Names of the networks.
         dataset: Name of the images.
         num_samples: Training images, drawn at random.
-        num_epochs: Epochs of the trained weights, with a batch size of 64 and a rate of 0.05.
+        pool: Side of the squares of pixels that are averaged.
+        num_epochs: Epochs of the trained weights: batches of 64, learning rate 0.05, momentum 0.9.
         batch_sizes: Batch sizes of trials and predictions.
         num_steps: Steps of a trial.
         num_trials: Repetitions of a trial.
@@ -62,7 +63,8 @@ class Config:
     networks: tuple[str, ...] = ("logistic", "mlp", "lenet")
     dataset: str = "mnist"
     num_samples: int = 1024
-    num_epochs: int = 4
+    pool: int = 2
+    num_epochs: int = 6
     batch_sizes: tuple[int, ...] = (4, 16, 64, 256)
     num_steps: int = 40
     num_trials: int = 3
@@ -71,14 +73,17 @@ class Config:
 
     def __post_init__(self) -> None:
         check_choice("optimizer", self.optimizer, tuple(DAMPING))
-        check_minimums(self, rates=1e-6, batch_sizes=1, num_samples=8, num_epochs=1, num_steps=2)
+        check_minimums(
+            self, rates=1e-6, batch_sizes=1, num_samples=8, pool=1, num_epochs=1, num_steps=2
+        )
         check_minimums(self, num_trials=2, seed=0)
 
 
 SIZES = {
-    "smoke": Config(rates=(1.0,), networks=("mlp",), dataset="digits", num_samples=256,
+    "smoke": Config(rates=(1.0,), networks=("mlp",), dataset="digits", num_samples=256, pool=1,
                     num_epochs=2, batch_sizes=(8, 64), num_steps=6, num_trials=2),
-    "paper": Config(networks=("vgg16",), dataset="cifar100", num_samples=50_000, num_epochs=25,
+    "paper": Config(networks=("vgg16",), dataset="cifar100", num_samples=50_000, pool=1,
+                    num_epochs=25,
                     batch_sizes=(32, 64, 128, 256, 512, 1024, 2048, 4096), num_steps=400),
 }  # fmt: skip
 
@@ -147,7 +152,14 @@ def run(
 def _measure(config: Config, train: Samples, name: str) -> Tensor:
     """Return least damping, its error and the predictions of one network, ``(rates, 5, S)``."""
     model = network(name, config, train)
-    fit(model, SGD(model.parameters(), lr=0.05), train, 64, config.num_epochs, config.seed)
+    fit(
+        model,
+        SGD(model.parameters(), lr=0.05, momentum=0.9),
+        train,
+        64,
+        config.num_epochs,
+        config.seed,
+    )
     risk = Risk(model, cross_entropy, train)
     advice = measures.advise(
         risk, batch_sizes=config.batch_sizes, optimizer="adam", generator=seeded(config.seed)

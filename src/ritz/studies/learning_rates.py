@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import avg_pool2d, cross_entropy
 from torch.optim import SGD, Adam, Optimizer
 
 from ritz import data, measures, models, plots
@@ -54,7 +54,8 @@ class Config:
         networks: Names of the networks; the last one compares the rules.
         dataset: Name of the images.
         num_samples: Training images, drawn at random.
-        num_epochs: Epochs of the trained weights, with a batch size of 64 and a rate of 0.05.
+        pool: Side of the squares of pixels that are averaged.
+        num_epochs: Epochs of the trained weights: batches of 64, learning rate 0.05, momentum 0.9.
         batch_sizes: Batch sizes of trials and predictions.
         momenta: Momenta of SGD.
         num_steps: Steps of a trial.
@@ -70,7 +71,8 @@ class Config:
     networks: tuple[str, ...] = ("logistic", "mlp", "lenet")
     dataset: str = "mnist"
     num_samples: int = 1024
-    num_epochs: int = 4
+    pool: int = 2
+    num_epochs: int = 6
     batch_sizes: tuple[int, ...] = (4, 16, 64, 256)
     momenta: tuple[float, ...] = (0.0, 0.9)
     num_steps: int = 40
@@ -84,14 +86,15 @@ class Config:
 
     def __post_init__(self) -> None:
         check_minimums(self, base=1, batch_sizes=1, num_epochs=1, num_steps=2, num_trials=2, seed=0)
-        check_minimums(self, momenta=0.0, sgd_rate=0.0, adam_rate=0.0, num_samples=8)
+        check_minimums(self, momenta=0.0, sgd_rate=0.0, adam_rate=0.0, num_samples=8, pool=1)
 
 
 SIZES = {
-    "smoke": Config(networks=("mlp",), dataset="digits", num_samples=256, num_epochs=2,
+    "smoke": Config(networks=("mlp",), dataset="digits", num_samples=256, pool=1, num_epochs=2,
                     batch_sizes=(8, 64), num_steps=6, num_trials=2, rules_epochs=2),
     "paper": Config(networks=("vgg16_bn", "wideresnet28x10", "vgg16"), dataset="cifar100",
-                    num_samples=50_000, num_epochs=25, num_steps=400, rules_epochs=300, base=128,
+                    num_samples=50_000, pool=1, num_epochs=25, num_steps=400,
+                    rules_epochs=300, base=128,
                     batch_sizes=(16, 32, 64, 128, 256, 512, 1024, 2048, 4096)),
 }  # fmt: skip
 
@@ -198,7 +201,14 @@ def _limits(config: Config, train: Samples, name: str, point: str) -> Tensor:
     """Return edges, largest rates and curvatures of one network, ``(7, momenta, S)``."""
     model = network(name, config, train)
     if point == "trained":
-        fit(model, SGD(model.parameters(), lr=0.05), train, 64, config.num_epochs, config.seed)
+        fit(
+            model,
+            SGD(model.parameters(), lr=0.05, momentum=0.9),
+            train,
+            64,
+            config.num_epochs,
+            config.seed,
+        )
     risk = Risk(model, cross_entropy, train)
     prediction = measures.batch_prediction(
         risk, batch_sizes=config.batch_sizes, generator=seeded(config.seed)
@@ -264,7 +274,9 @@ def load(config: Any, device: torch.device | str) -> tuple[Samples, Samples]:
     images: Any = data.load(config.dataset, data_dir=config.data, device=device)
     count = min(config.num_samples, len(images.train))
     train = images.train.take(count, generator=seeded(config.seed))
-    return train.tensors(), images.test.tensors()
+    (inputs, labels), (held, held_labels) = train.tensors(), images.test.tensors()
+    pooled = partial(avg_pool2d, kernel_size=config.pool)
+    return (pooled(inputs), labels), (pooled(held), held_labels)
 
 
 def network(name: str, config: Any, train: Samples) -> nn.Module:
