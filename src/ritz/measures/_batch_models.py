@@ -50,6 +50,7 @@ class Facts:
     Args:
         projections: Projections of groups of samples.
         lambda_max: Largest eigenvalue of all data, with the L2 term.
+        angle: Sine of the angle between the first vector of the basis and its eigenvector.
         l2: The L2 term, which shifts every eigenvalue.
         num_products: Products that were used.
         seed: Seed of groups and probes.
@@ -59,6 +60,7 @@ class Facts:
         self,
         projections: Projections,
         lambda_max: Estimate,
+        angle: float,
         l2: float,
         num_products: int,
         seed: int,
@@ -70,6 +72,11 @@ class Facts:
         size, rank = p.num_parameters, p.small.shape[1]
         along = p.factor * p.along()
         self.along = self._over_groups(along[:, 0], "V(phi_1)")
+        # V is a quadratic form: a vector off by the angle a changes it by 2 a |V phi| at most, to
+        # first order, and |V phi|^2 is below V(phi) times the largest V.
+        largest = float(along.mean(0).max())
+        tilt = 2 * angle * math.sqrt(max(float(self.along), 0.0) * largest)
+        self.along = replace(self.along, truncation=torch.tensor(tilt, dtype=torch.float64))
         # Relative error of V(phi_1), from the groups, which do not show all samples.
         self.relative = float(self.along.stderr) / max(float(self.along), 1e-300)
         outside = p.factor * p.gaps
@@ -190,16 +197,18 @@ def _spread_error(values: Tensor) -> float:
 def subspace(
     facts: Facts, sizes: Sequence[int], num_draws: int, generator: torch.Generator
 ) -> BatchCurve:
-    """Return the subspace bootstrap, with the change from half of the vectors as truncation."""
+    """Return the subspace bootstrap, with the changes from coarser versions as truncation."""
     p = facts.projections
     half = p.leading(max(1, p.small.shape[1] // 2))
+    # Without the curvature of a group along its own leak, the equation is that of second order.
+    plain = replace(p, curved=False)
     columns = []
     for size in sizes:
         chosen = choose_groups(p, size, num_draws, generator)
-        full, coarse = (
-            _summary(draw_batches(part, size, chosen, facts.centre)) for part in (p, half)
+        full, fewer, bare = (
+            _summary(draw_batches(part, size, chosen, facts.centre)) for part in (p, half, plain)
         )
-        columns.append(_with_errors(full, coarse, facts))
+        columns.append(_with_errors(full, fewer, bare, facts))
     method = f"{num_draws} batches of {p.num_groups} groups in {p.small.shape[1]} eigenvectors"
     return curve(columns, method, "subspace", facts.num_products, num_draws - 1, facts.seed)
 
@@ -216,9 +225,16 @@ def _summary(draws: Draws) -> tuple[Number, Number, Number]:
 
 
 def _with_errors(
-    full: tuple[Number, Number, Number], coarse: tuple[Number, Number, Number], facts: Facts
+    full: tuple[Number, Number, Number],
+    fewer: tuple[Number, Number, Number],
+    bare: tuple[Number, Number, Number],
+    facts: Facts,
 ) -> tuple[Number, Number, Number]:
-    """Add the error of the groups, and as truncation the change from half of the vectors."""
+    """Add the error of the groups, and as truncation the larger of two changes.
+
+    One is the change from half of the vectors. The other is half of the last term of the equation,
+    as the terms that are left out are smaller than the last one that is kept.
+    """
     value, spread, overlap = (number[0] for number in full)
     # To first order the shift is proportional to the variance V(phi_1), the spread to its root,
     # and an overlap 1/(1 + x) changes by o (1 - o) per relative change of x.
@@ -227,16 +243,16 @@ def _with_errors(
         (
             number[0],
             math.hypot(number[1], scale * facts.relative),
-            abs(number[0] - other[0]),
+            max(abs(number[0] - other[0]), abs(number[0] - last[0]) / 2),
         )
-        for number, other, scale in zip(full, coarse, scales, strict=True)
+        for number, other, last, scale in zip(full, fewer, bare, scales, strict=True)
     ]
     first, second, third = rows
     return (first[0] + facts.l2, *first[1:]), second, third
 
 
 def directional(facts: Facts, sizes: Sequence[int]) -> BatchCurve:
-    r"""Return :math:`\lambda_1 + V(\varphi_1)/(b (\lambda_1 - s))`, to second order in the noise."""
+    r"""Return :math:`\lambda_1 + V(\varphi_1)/(b (\lambda_1 - s))`, to second order."""
     p, gap = facts.projections, facts.value - facts.centre
     # phi'(H_B - H) phi is the change of first order: it has mean zero and makes the spread.
     first = p.small[:, 0, 0] - p.small[:, 0, 0].mean()

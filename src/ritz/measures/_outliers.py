@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ritz._core.checks import check_choice, check_count, check_finite, check_range, check_tensor
 from ritz._core.results import Estimate, format_uncertain, plain_estimate
+from ritz._core.sampling import column_dots
 from ritz._core.storage import storable
 from ritz.curvature import Risk, curvature_operator
 from ritz.curvature._shared import CurvatureMatrix
@@ -41,10 +42,13 @@ class BulkEdge:
         lower: Lower edge :math:`\lambda_-` of the bulk, by the weights of Ritz values.
         upper: Upper edge :math:`\lambda_+`.
         noise: Edges of the bulk by the law of the noise, or NaN if the noise is not known.
-        margin: Width of the Tracy-Widom region beyond the edges of the law, or NaN.
+        margin: Width of the Tracy-Widom region beyond the edges of the law, with two standard
+            errors of its centre; or NaN.
         crude: :math:`5 \operatorname{tr} H / P`, the papers' rule of thumb.
-        outliers: Ritz values outside of the bulk and of the Tracy-Widom region, ascending, ``(r,)``.
+        outliers: Ritz values outside of bulk and Tracy-Widom region, ascending, ``(r,)``.
         near: Ritz values beyond the bulk, but inside of the Tracy-Widom region, ``(t,)``.
+        values: All Ritz values of the first run, ascending, ``(m,)``.
+        weights: Their weights, ``(m,)``.
         dimension: Order :math:`P` of the matrix.
         matrix: Which matrix it is.
     """
@@ -56,6 +60,8 @@ class BulkEdge:
     crude: Estimate
     outliers: Tensor
     near: Tensor
+    values: Tensor
+    weights: Tensor
     dimension: int
     matrix: str | None
 
@@ -88,10 +94,10 @@ def bulk_edge(
 
     Three answers, from the most to the least careful:
 
-    - *Ritz weights*: a single eigenvalue has the weight :math:`z^2/P`, :math:`z` normal, in a random
-      start vector. The bulk ends, on either side of the heaviest Ritz value, before the first whose
-      weight is below :math:`1/P`, or which has converged and whose weight is that of a single
-      eigenvalue with probability 0.999.
+    - *Ritz weights*: a single eigenvalue has the weight :math:`z^2/P`, :math:`z` normal, in a
+      random start vector. The bulk ends, on either side of the heaviest Ritz value, before the
+      first whose weight is below :math:`1/P`, or which has converged and whose weight is that of
+      a single eigenvalue with probability 0.999.
     - *law of the noise*: samples that differ give a bulk even to a matrix without one. With
       homogeneous noise of :math:`P \sigma^2` per sample it is a semicircle of radius
       :math:`2 \sqrt{P \sigma^2 / B}` around the mean eigenvalue; for a sum of ``B`` random
@@ -119,44 +125,36 @@ def bulk_edge(
         raise ValueError("spectrum must hold at least one run")
     check_choice("law", law, ("semicircle", "marchenko_pastur"))
     check_range("level", level, low=0.5, high=1 - 1e-6)
-    if variance is not None:
-        check_range("variance", float(variance), low=0.0)
+    noise = None if variance is None else float(variance)
+    if noise is not None:
+        check_range("variance", noise, low=0.0)
     if batch_size is not None:
         check_count("batch_size", batch_size)
     edges = torch.tensor([_edges(run) for run in runs], dtype=torch.float64)
     # An outlier that has a large weight by chance looks like the bulk in that run alone.
     lower, upper = float(edges[:, 0].max()), float(edges[:, 1].min())
     first = runs[0]
+    centre, error = _centre(runs, lower, upper)
+    low, high, margin = _noise_edges(law, centre, noise, batch_size, first.dimension, level)
+    # The law is no better known than its centre.
+    margin += 2 * error
+    inside = (first.values >= lower) & (first.values <= upper)
+    outside = ~inside
+    # Comparisons with NaN are false: without a law nothing is near.
+    near = outside & (first.values >= low - margin) & (first.values <= high + margin)
     # tr H / P = sum_k tau_k theta_k for one unit start vector.
-    centres = torch.stack([run.weights @ run.values for run in runs])
-    known = batch_size is not None and (law == "marchenko_pastur" or variance is not None)
-    noise, margin = (math.nan, math.nan), math.nan
-    if known:
-        # Outliers are no part of the bulk, whose mean the law is centred at.
-        inside = (first.values >= lower) & (first.values <= upper)
-        mass = first.weights[inside]
-        centre = float(mass @ first.values[inside] / mass.sum())
-        noise, margin = _noise_edges(
-            law,
-            centre,
-            None if variance is None else float(variance),
-            batch_size,
-            first.dimension,
-            level,
-        )
-    outside = (first.values > upper) | (first.values < lower)
-    region = outside & (first.values >= noise[0] - margin) & (first.values <= noise[1] + margin)
-    crude = Estimate.of(
-        KAPPA * centres, method="5 tr H / P", num_products=sum(run.num_products for run in runs)
-    )
+    means = torch.stack([run.weights @ run.values for run in runs])
+    spent = sum(run.num_products for run in runs)
     return BulkEdge(
         lower=lower,
         upper=upper,
-        noise=noise,
+        noise=(low, high),
         margin=margin,
-        crude=crude,
-        outliers=first.values[outside & ~region],
-        near=first.values[region],
+        crude=Estimate.of(KAPPA * means, method="5 tr H / P", num_products=spent),
+        outliers=first.values[outside & ~near],
+        near=first.values[near],
+        values=first.values,
+        weights=first.weights,
         dimension=first.dimension,
         matrix=first.matrix,
     )
@@ -166,7 +164,7 @@ def _edges(run: Spectrum) -> tuple[float, float]:
     """Return the Ritz values at the two ends of the bulk of a run."""
     values, counts = run.values, run.weights * run.dimension
     heaviest = int(counts.argmax())
-    single = (counts < 1) | ((_angles(run) < TUNING.converged) & (counts < TUNING.weight))
+    single = (counts < 1) | ((vector_errors(run) < TUNING.converged) & (counts < TUNING.weight))
     above = single[heaviest + 1 :].nonzero()[:, 0]
     below = single[:heaviest].nonzero()[:, 0]
     last = heaviest + int(above[0]) if len(above) else len(values) - 1
@@ -174,22 +172,40 @@ def _edges(run: Spectrum) -> tuple[float, float]:
     return float(values[start]), float(values[last])
 
 
+def _centre(runs: Sequence[Spectrum], lower: float, upper: float) -> tuple[float, float]:
+    """Return the mean of the bulk, without its outliers, and its standard error."""
+    values = torch.cat([run.values for run in runs])
+    mass = torch.cat([run.weights for run in runs]) * ((values >= lower) & (values <= upper))
+    mass = mass / mass.sum()
+    centre = float(mass @ values)
+    # A quadratic form z'Az of a unit vector has the variance 2 tr (A - c)^2 / n^2.
+    variance = 2 * float(mass @ (values - centre).square()) / runs[0].dimension
+    return centre, math.sqrt(variance / len(runs))
+
+
 def _noise_edges(
-    law: str, centre: float, variance: float | None, batch_size: int, size: int, level: float
-) -> tuple[tuple[float, float], float]:
-    """Return the edges of the noise and the width of the Tracy-Widom region."""
+    law: str,
+    centre: float,
+    variance: float | None,
+    batch_size: int | None,
+    size: int,
+    level: float,
+) -> tuple[float, float, float]:
+    """Return the edges of the noise and the width of the Tracy-Widom region, or NaN."""
+    if batch_size is None or (law == "semicircle" and variance is None):
+        return math.nan, math.nan, math.nan
     if law == "marchenko_pastur":
-        ratio = size / batch_size
-        low = centre * max(0.0, 1 - math.sqrt(ratio)) ** 2
-        high = centre * (1 + math.sqrt(ratio)) ** 2
-        spikes = multiplicative_spikes(centre, ratio=ratio, bulk=centre, size=size, level=level)
+        if centre <= 0:
+            raise ValueError(f"law='marchenko_pastur' needs a positive mean, got {centre:.3g}")
+        root = math.sqrt(size / batch_size)
+        low, high = centre * max(0.0, 1 - root) ** 2, centre * (1 + root) ** 2
+        bulk = multiplicative_spikes(centre, ratio=root**2, bulk=centre, size=size, level=level)
     else:
-        radius = 2 * math.sqrt((variance or 0.0) / batch_size)
-        low, high = centre - radius, centre + radius
-        spikes = additive_spikes(
-            centre, variance=(variance or 0.0) / batch_size, centre=centre, size=size, level=level
-        )
-    return (low, high), max(0.0, float(spikes.edge) - high)
+        noise = (variance or 0.0) / batch_size
+        low, high = centre - 2 * math.sqrt(noise), centre + 2 * math.sqrt(noise)
+        bulk = additive_spikes(centre, variance=noise, centre=centre, size=size, level=level)
+    # The finite-size edge is a quantile of the largest eigenvalue of noise alone.
+    return low, high, max(0.0, float(bulk.edge) - high)
 
 
 @storable
@@ -270,14 +286,13 @@ def gradient_overlap(
         raise ValueError("gradient must not be zero")
     unit = g / norm
     order = pairs.values.argsort(descending=True)
-    values, errors = pairs.values[order], _angles(pairs)[order]
+    values, errors = pairs.values[order], vector_errors(pairs)[order]
     cosines = (pairs.vectors.T @ unit).double().cpu()[order]
     overlaps = cosines.square()
     # An eigenvector off by an angle of sine s changes a cosine c by at most s.
     slack = 2 * cosines.abs() * errors + errors.square()
-    curvature = float(
-        unit.double() @ curvature_operator(risk, matrix).matmat(unit[:, None])[:, 0].double()
-    )
+    column = unit[:, None]
+    curvature = float(column_dots(column, curvature_operator(risk, matrix).matmat(column)))
 
     def exact(value: float | Tensor, truncation: float | Tensor, products: int = 0) -> Estimate:
         return Estimate.exact(
@@ -295,7 +310,8 @@ def gradient_overlap(
     )
 
 
-def _angles(pairs: Eigenpairs | Spectrum) -> Tensor:
+def vector_errors(pairs: Eigenpairs | Spectrum) -> Tensor:
+    """Return bounds of the sines of the angles between Ritz vectors and eigenvectors, ``(m,)``."""
     # sin(u, eigenvector) <= |A u - theta u| / gap, with the gap to the nearest other value.
     distances = (pairs.values[:, None] - pairs.values).abs().fill_diagonal_(math.inf)
     gaps = distances.min(1).values

@@ -52,6 +52,7 @@ class Projections:
         group_size: Samples ``g`` per group.
         num_samples: Number ``N`` of all samples.
         num_parameters: Order ``P``.
+        curved: Whether the curvature of a group along its own leak is taken into account.
     """
 
     small: Tensor
@@ -62,6 +63,7 @@ class Projections:
     group_size: int
     num_samples: int
     num_parameters: int
+    curved: bool = True
 
     @property
     def num_groups(self) -> int:
@@ -198,11 +200,14 @@ def draw_batches(projections: Projections, size: int, weights: Tensor, bulk: flo
     # Leaks of groups that leave out the others: |sum|^2 of m of M has the mean (M - m)/(M - 1).
     left = (p.num_groups - count) / max(1, p.num_groups - 1) * scale
     eye = bulk * torch.eye(len(mean), dtype=torch.float64)
+    poles = (
+        self_curvatures(p.small - eye, p.leak) / count if p.curved else torch.zeros(p.num_groups)
+    )
     values, overlaps = outliers(
         mean + off - eye,
         weights.square() * left,
         p.leak,
-        self_curvatures(p.small - eye, p.leak) / count,
+        poles,
     )
     return Draws(values=values + bulk, overlaps=overlaps, first=off[:, 0, 0])
 
@@ -236,7 +241,8 @@ def self_curvatures(small: Tensor, leak: Tensor) -> Tensor:
     squares = (leak @ vectors).square().sum(1)
     traces = leak.diagonal(dim1=1, dim2=2).sum(1)
     tiny = torch.finfo(torch.float64).tiny
-    return (squares * inverse).sum(1) / traces.clamp_min(tiny)
+    kappa: Tensor = (squares * inverse).sum(1) / traces.clamp_min(tiny)
+    return kappa
 
 
 def outliers(means: Tensor, weights: Tensor, leak: Tensor, poles: Tensor) -> tuple[Tensor, Tensor]:

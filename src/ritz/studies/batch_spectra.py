@@ -2,13 +2,11 @@
 
 Networks are trained by SGD. At several epochs the largest eigenvalue of the Hessian and of the
 Gauss-Newton matrix of batches that are really drawn is compared with four predictions that use
-products on the full data alone. For VGG-16 on CIFAR-100 on a GPU::
-
-    ritz study batch_spectra --set networks=vgg16 --set data=cifar100 --set num_samples=8192 \
-        --set epochs=1,5,25 --set rate=0.02 --set num_seeds=1 --set device=cuda
+products on the full data alone. ``--size paper`` is VGG-16 on CIFAR-100 on a GPU.
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -17,26 +15,34 @@ from torch.nn.functional import cross_entropy
 
 from ritz import data, models, plots
 from ritz._core.checks import check_choice, check_count, check_device, is_below
-from ritz._core.progress import Progress, tracking
+from ritz._core.progress import Progress
 from ritz._core.results import stderr
 from ritz.curvature import Risk, curvature_operator
 from ritz.curvature._shared import MATRICES
 from ritz.measures import BatchCurve, batch_prediction, measured_batches
 from ritz.plots._shared import style
 from ritz.spectra import eigenpairs
-from ritz.studies._protocol import StudyResult, check_minimums, record, seeded
+from ritz.studies._protocol import (
+    StatePath,
+    StudyResult,
+    check_minimums,
+    compute_cells,
+    record,
+    seeded,
+)
 
 # Networks by name, with the options of their models.
 NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
     "logistic": ("logistic", {}),
     "mlp": ("mlp", {"hidden": (64, 32)}),
-    "lenet": ("lenet", {}),
+    "lenet": ("lenet", {"width": 3, "hidden": (40, 20)}),
     "tanh": ("mlp", {"hidden": (64, 64, 64), "activation": "tanh"}),
     "resnet": ("resnet20", {"width": 4}),
     "vgg16": ("vgg16", {}),
 }
 PREDICTIONS = ("subspace", "directional", "additive", "multiplicative")
 QUANTITIES = ("value", "spread", "overlap")
+ROWS = 2 + len(PREDICTIONS)  # measured, its errors, and the predictions
 NUM_VECTORS = 20
 # The goals: deviations of the mean, by batch size from which on they hold.
 VALUE_GOALS = {32: 0.10, 8: 0.20}
@@ -51,7 +57,7 @@ class Config:
     Attributes:
         networks: Names of networks: ``logistic``, ``mlp``, ``lenet``, ``tanh``, ``resnet``,
             ``vgg16``.
-        data: ``digits``, ``mnist`` or ``cifar100``; the last two in the folder ``RITZ_DATA``.
+        dataset: ``digits``, ``mnist`` or ``cifar100``.
         num_samples: Samples ``N``, of training and of the curvature.
         epochs: Epochs of training after which is measured.
         batch_sizes: Batch sizes, ascending.
@@ -62,20 +68,22 @@ class Config:
         num_seeds: Runs of every network, with other samples, initial weights and batches.
         device: ``cpu`` or ``cuda``.
         seed: Run ``i`` has the seed ``seed + i``.
+        data: Folder of the data. Defaults to the environment variable ``RITZ_DATA``.
     """
 
     networks: tuple[str, ...] = ("logistic", "mlp", "lenet", "tanh")
-    data: Literal["digits", "mnist", "cifar100"] = "mnist"
+    dataset: Literal["digits", "mnist", "cifar100"] = "mnist"
     num_samples: int = 4096
-    epochs: tuple[int, ...] = (1, 4, 16)
+    epochs: tuple[int, ...] = (1, 10)
     batch_sizes: tuple[int, ...] = (8, 32, 128, 512, 2048)
-    num_batches: tuple[int, ...] = (40, 40, 20, 10)
+    num_batches: tuple[int, ...] = (20, 20, 10, 10, 5)
     matrices: tuple[str, ...] = MATRICES
     rate: float = 0.05
     train_size: int = 64
     num_seeds: int = 3
     device: str = "cpu"
     seed: int = 0
+    data: str | None = None
 
     def __post_init__(self) -> None:
         check_minimums(
@@ -90,6 +98,18 @@ class Config:
         for name in ("networks", "epochs", "batch_sizes", "num_batches", "matrices"):
             if not getattr(self, name):
                 raise ValueError(f"{name} must not be empty")
+
+
+SIZES = {
+    "smoke": Config(
+        networks=("logistic", "mlp"), dataset="digits", num_samples=200, epochs=(1, 4),
+        batch_sizes=(8, 32, 100), num_batches=(4,), train_size=20, num_seeds=1,
+    ),
+    "paper": Config(
+        networks=("vgg16",), dataset="cifar100", num_samples=8192, epochs=(1, 5, 25), rate=0.02,
+        train_size=128, num_batches=(10,), num_seeds=1, device="cuda",
+    ),
+}  # fmt: skip
 
 
 @record
@@ -122,34 +142,29 @@ class Result(StudyResult[Config]):
         return "\n".join([*_heading(self), *_table(self), *_verdicts(self), *_over_training(self)])
 
 
-def run(config: Config, *, progress: bool | Progress = False) -> Result:
+def run(config: Config, *, progress: bool | Progress = False, state: StatePath = None) -> Result:
     """Return measured and predicted curves of all networks, epochs and seeds."""
     c = config
-    shape = (len(c.networks), len(c.epochs), c.num_seeds)
-    cells = (*shape, len(c.matrices))
-    curves = torch.zeros(2 + len(PREDICTIONS), 3, *cells, len(c.batch_sizes), dtype=torch.float64)
-    facts = torch.zeros(5, *cells, dtype=torch.float64)
-    losses = torch.zeros(shape, dtype=torch.float64)
-    with tracking(progress, "networks", math.prod(shape)) as bar:
-        for done in range(math.prod(shape[::2])):
-            i, k = divmod(done, c.num_seeds)
-            for j, risk in enumerate(_trained(c, c.networks[i], c.seed + k)):
-                losses[i, j, k] = risk.loss()
-                for m, matrix in enumerate(c.matrices):
-                    columns, numbers = _compare(c, risk, matrix, c.seed + k)
-                    curves[:, :, i, j, k, m], facts[:, i, j, k, m] = columns, numbers
-                bar.update(done * len(c.epochs) + j + 1, c.networks[i])
+    seeds = range(c.seed, c.seed + c.num_seeds)
+    cells = {f"{name} {seed}": (name, seed) for name in c.networks for seed in seeds}
+    parts = compute_cells(
+        lambda cell: _curves(c, *cell), cells, "networks", config=c, state=state, progress=progress
+    )
+    # (n s, e, m, rows, S) to rows, networks, epochs, seeds, matrices.
+    table = torch.stack(list(parts.values())).unflatten(0, (len(c.networks), c.num_seeds))
+    table = table.permute(4, 0, 2, 1, 3, 5)
+    curves, facts = table[: 3 * ROWS].unflatten(0, (ROWS, 3)), table[3 * ROWS :, ..., 0]
     return Result(
         config=c,
-        measured=curves[0],
-        errors=curves[1],
-        predicted=curves[2:],
-        lambda_max=facts[0],
-        along=facts[1],
-        variance=facts[2],
-        variance_errors=facts[3],
-        losses=losses,
-        cost=float(facts[4].mean()),
+        measured=curves[0].contiguous(),
+        errors=curves[1].contiguous(),
+        predicted=curves[2:].contiguous(),
+        lambda_max=facts[0].contiguous(),
+        along=facts[1].contiguous(),
+        variance=facts[2].contiguous(),
+        variance_errors=facts[3].contiguous(),
+        losses=facts[4, ..., 0].contiguous(),
+        cost=float(facts[5].mean()),
     )
 
 
@@ -157,13 +172,23 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
 # Training, and the curves of one network at one epoch.
 
 
-def _trained(config: Config, name: str, seed: int) -> Any:
-    """Yield the risk of a network after each epoch of the list."""
+def _curves(config: Config, name: str, seed: int) -> Tensor:
+    """Return curves and numbers of a network and seed, ``(e, m, rows, S)``."""
+    return torch.stack(
+        [
+            torch.stack(
+                [_compare(config, risk, matrix, (seed, epoch)) for matrix in config.matrices]
+            )
+            for epoch, risk in _trained(config, name, seed)
+        ]
+    )
+
+
+def _trained(config: Config, name: str, seed: int) -> Iterator[tuple[int, Risk]]:
+    """Yield epoch and risk of a network after each epoch of the list."""
     generator = seeded(seed)
     device = check_device(config.device)
-    images = data.load(config.data)
-    if not isinstance(images, data.ImageData):
-        raise TypeError(f"{config.data} must be images")
+    images: Any = data.load(config.dataset, data_dir=config.data)
     inputs, labels = images.train.take(config.num_samples, generator=generator).tensors()
     inputs, labels = inputs.to(device), labels.to(device)
     kind, options = NETWORKS[name]
@@ -174,7 +199,7 @@ def _trained(config: Config, name: str, seed: int) -> Any:
         _train_epoch(model, optimizer, inputs, labels, config.train_size, generator)
         if epoch in config.epochs:
             model.eval()
-            yield Risk(model, cross_entropy, (inputs, labels))
+            yield epoch, Risk(model, cross_entropy, (inputs, labels))
             model.train()
 
 
@@ -194,9 +219,9 @@ def _train_epoch(
         optimizer.step()
 
 
-def _compare(config: Config, risk: Risk, matrix: Any, seed: int) -> tuple[Tensor, Tensor]:
-    """Return curves ``(6, 3, S)``, measured, errors, predictions, and five numbers."""
-    sizes = config.batch_sizes
+def _compare(config: Config, risk: Risk, matrix: Any, place: tuple[int, int]) -> Tensor:
+    """Return curves, measured, errors and predictions, and below them numbers, ``(rows, S)``."""
+    sizes, (seed, epoch) = config.batch_sizes, place
     pairs = eigenpairs(
         curvature_operator(risk, matrix),
         largest=min(NUM_VECTORS, risk.space.size),
@@ -210,10 +235,10 @@ def _compare(config: Config, risk: Risk, matrix: Any, seed: int) -> tuple[Tensor
     if pairs.vectors is None:
         raise RuntimeError("eigenpairs() returned no vectors")
     # Drawn with another seed than the groups: predictions must not see these batches.
-    drawn, leading = seeded(1_000_003 + seed), pairs.vectors[:, -1]
+    drawn, leading = seeded(1_000_003 * epoch + seed), pairs.vectors[:, -1]
     parts = []
-    for place, size in enumerate(sizes):
-        count = config.num_batches[min(place, len(config.num_batches) - 1)]
+    for index, size in enumerate(sizes):
+        count = config.num_batches[min(index, len(config.num_batches) - 1)]
         one = measured_batches(
             risk, batch_sizes=[size], leading=leading, matrix=matrix, num_batches=count,
             generator=drawn,
@@ -222,8 +247,10 @@ def _compare(config: Config, risk: Risk, matrix: Any, seed: int) -> tuple[Tensor
     rows = [_numbers(getattr(predicted, name), "mean") for name in PREDICTIONS]
     facts = (predicted.lambda_max, predicted.along, predicted.variance)
     numbers = [float(one) for one in facts] + [float(predicted.variance.stderr)]
-    cost = pairs.num_products + predicted.cost
-    return torch.cat([torch.cat(parts, 2), torch.stack(rows)]), torch.tensor([*numbers, cost])
+    numbers += [risk.loss(), pairs.num_products + predicted.cost]
+    curves = torch.cat([torch.cat(parts, 2), torch.stack(rows)]).flatten(0, 1)
+    columns = torch.tensor(numbers, dtype=torch.float64)[:, None].expand(-1, len(sizes))
+    return torch.cat([curves, columns])
 
 
 def _numbers(curve: BatchCurve, field: str) -> Tensor:
@@ -237,7 +264,7 @@ def _numbers(curve: BatchCurve, field: str) -> Tensor:
 def _heading(result: Result) -> list[str]:
     c = result.config
     return [
-        f"Largest eigenvalue of batches, {c.num_samples:,} samples of {c.data}, SGD, epochs "
+        f"Largest eigenvalue of batches, {c.num_samples:,} samples of {c.dataset}, SGD, epochs "
         f"{', '.join(map(str, c.epochs))}, {c.num_seeds} seeds, {' and '.join(c.matrices)}",
         f"Deviations of predictions from the measured mean (± standard error of the measurement); "
         f"a prediction costs {result.cost:.0f} products with the whole matrix",
@@ -269,7 +296,7 @@ def _table(result: Result) -> list[str]:
     predicted = result.predicted[0].mean((2, 3, 4))
     for i, name in enumerate(c.networks):
         for k, size in enumerate(c.batch_sizes):
-            cells = [f"{deviation[p, i, k]:>+8.1%} ± {error[i, k]:<3.0%}"
+            cells = [_percent(deviation[p, i, k], error[i, k])
                      for p in range(len(PREDICTIONS))]  # fmt: skip
             lines.append(
                 f"{name if k == 0 else '':10}{size:>7,}{mean[0, i, k]:>10.3g}"
@@ -280,6 +307,11 @@ def _table(result: Result) -> list[str]:
     return lines
 
 
+def _percent(deviation: Tensor, error: Tensor) -> str:
+    # A model that does not apply predicts nothing.
+    return "-" if bool(deviation.isnan()) else f"{deviation:>+8.1%} ± {error:<3.0%}"
+
+
 def _verdicts(result: Result) -> list[str]:
     """Return for each goal how many networks and batch sizes meet it, and what to trust."""
     sizes = torch.tensor(result.config.batch_sizes)
@@ -287,7 +319,7 @@ def _verdicts(result: Result) -> list[str]:
     means, predicted = result.measured.mean((2, 3, 4)), result.predicted[0].mean((2, 3, 4))
     lines = []
     for name, shown in zip(PREDICTIONS, deviation, strict=True):
-        worst = [f"{float(shown[:, k].max()):.0%}" for k in range(len(sizes))]
+        worst = [f"{float(column):.0%}" for column in shown.nan_to_num(nan=0.0).amax(0)]
         lines.append(f"largest deviation of {name}: {', '.join(worst)}")
     goals = torch.tensor(
         [next((g for low, g in VALUE_GOALS.items() if size >= low), math.inf) for size in sizes]
@@ -303,7 +335,7 @@ def _verdicts(result: Result) -> list[str]:
     }
     for title, met in checks.items():
         lines.append(f"subspace, {title}: {int(met.sum())} of {met.numel()}")
-    first = deviation.amax(1)
+    first = deviation.nan_to_num(nan=math.inf).amax(1)
     trusted = [str(int(b)) for b, d in zip(sizes, first[0], strict=True) if is_below(d, 0.1)]
     lines.append(
         f"trust the subspace bootstrap for batches of {', '.join(trusted) or 'no size'}; the "
