@@ -1,6 +1,6 @@
 """Random matrix theory and models of noisy training, in closed form."""
 
-from ritz.rmt import quadratic
+from ritz.rmt import bounds, diffusion, quadratic
 from ritz.rmt._free import FreeDensity, free_product, free_sum, generalized_marchenko_pastur
 from ritz.rmt._laws import Law, MarchenkoPastur, Normal, Semicircle
 from ritz.rmt._spikes import Spikes, additive_spikes, multiplicative_spikes
@@ -17,6 +17,8 @@ __all__ = [
     "TracyWidom",
     "additive_spikes",
     "blue",
+    "bounds",
+    "diffusion",
     "free_product",
     "free_sum",
     "generalized_marchenko_pastur",
