@@ -9,7 +9,7 @@ import torch
 import ritz
 from ritz import graphs
 from ritz.graphs import GraphError
-from ritz.graphs._fit import Outline, families, siblings
+from ritz.graphs._families import Outline, families, siblings
 
 FAST = {"num_draws": 2, "num_repeats": 8}
 

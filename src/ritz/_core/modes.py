@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import chain, islice
 from math import ceil
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -204,6 +204,17 @@ def _hooked(
 Forward = Callable[[nn.Module, Any], Any]
 Count = Callable[[Any], int]
 Sharing = Literal["own", "none"]
+
+
+class StatisticsOptions(TypedDict, total=False):
+    """Keywords of :func:`with_statistics` that other functions pass on."""
+
+    data: Iterable[Any] | None
+    fraction: float
+    forward: Forward | None
+    count: Count | None
+    sharing: Sharing
+    group: Group | None
 
 
 @contextmanager

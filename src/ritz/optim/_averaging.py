@@ -2,17 +2,16 @@
 
 import copy
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, final, get_args
+from typing import Any, Literal, Unpack, final, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ritz._core.checks import check_choice, check_count, check_range
-from ritz._core.distributed import Group
-from ritz._core.modes import Count, Forward, Sharing, reshard, unwrapped, with_statistics
+from ritz._core.modes import StatisticsOptions, reshard, unwrapped, with_statistics
 from ritz._core.params import check_optimizer
 from ritz.optim._companions import NEVER, Companions, local, owners
 
@@ -140,13 +139,7 @@ class IterateAverage:
     def applied(
         self,
         model: nn.Module,
-        *,
-        data: Iterable[Any] | None = None,
-        fraction: float = 1.0,
-        forward: Forward | None = None,
-        count: Count | None = None,
-        sharing: Sharing = "own",
-        group: Group | None = None,
+        **statistics: Unpack[StatisticsOptions],
     ) -> Iterator[nn.Module]:
         r"""Context manager that puts the averaged weights into a model for the ``with`` block.
 
@@ -172,15 +165,7 @@ class IterateAverage:
         self._applied = True
         try:
             _write(pairs)
-            with with_statistics(
-                model,
-                data,
-                fraction=fraction,
-                forward=forward,
-                count=count,
-                sharing=sharing,
-                group=group,
-            ):
+            with with_statistics(model, **statistics):
                 yield model
         finally:
             # FSDP2 may have gathered the parameters in the block.
@@ -188,19 +173,21 @@ class IterateAverage:
             _write([(p, weights) for (p, _), weights in zip(pairs, before, strict=True)])
             self._applied = False
 
-    def copy_to(self, model: nn.Module, **statistics: Any) -> None:
+    def copy_to(self, model: nn.Module, **statistics: Unpack[StatisticsOptions]) -> None:
         """Copy the averaged weights into a model.
 
         Args:
             model: As in :meth:`applied`.
-            **statistics: ``data`` and the other keywords of :meth:`applied`.
+            **statistics: The keywords of :meth:`applied`.
         """
         self._check_not_applied("copy_to")
         _write(self._matched(model))
         with with_statistics(model, keep=True, **statistics):
             pass
 
-    def to_averaged_model(self, model: nn.Module, **statistics: Any) -> nn.Module:
+    def to_averaged_model(
+        self, model: nn.Module, **statistics: Unpack[StatisticsOptions]
+    ) -> nn.Module:
         """Return a copy of a model with the averaged weights, without wrappers or gradients.
 
         Its state dict has the keys of the model without wrappers. A sharded model cannot be copied:
@@ -208,7 +195,7 @@ class IterateAverage:
 
         Args:
             model: As in :meth:`applied`.
-            **statistics: ``data`` and the other keywords of :meth:`applied`.
+            **statistics: The keywords of :meth:`applied`.
         """
         if any(hasattr(p, "to_local") for p in model.parameters()):
             raise TypeError("model must not be sharded: save its state inside applied(model)")
@@ -417,7 +404,9 @@ class AutoAverage:
             f"{self.waited} evaluations without improvement)"
         )
 
-    def applied(self, model: nn.Module, **statistics: Any) -> AbstractContextManager[nn.Module]:
+    def applied(
+        self, model: nn.Module, **statistics: Unpack[StatisticsOptions]
+    ) -> AbstractContextManager[nn.Module]:
         """Put the averaged weights into a model for the block, once averaging has begun.
 
         Args:
