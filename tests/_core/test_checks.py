@@ -104,7 +104,7 @@ def test_check_device_refuses_names_torch_does_not_know(name):
         check_device(name)
 
 
-def test_check_device_refuses_devices_that_are_not_there():
+def test_check_device_refuses_missing_devices():
     with pytest.raises(ValueError, match="device must be one of this machine, got 'cuda:99'"):
         check_device("cuda:99")
 

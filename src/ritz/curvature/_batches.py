@@ -106,7 +106,7 @@ class Batches:
                     copy = tree_map_only(Tensor, Tensor.clone, batch) if reused else batch
                     batches.append(self._move(copy))
             if not self.sizes:
-                raise ValueError("data must hold at least one batch, got none")
+                raise ValueError("data must contain at least one batch, got none")
             self._in_memory, self.held = batches, batches is not None
             if self._checksums:
                 # One batch of a second pass shows shuffling, even if all batches are in memory.

@@ -408,7 +408,9 @@ class Risk:
 
     def _check_batch_norm(self, mode: BatchNormMode) -> None:
         if mode == "train" and self._batches.defaulted and batch_norms(self.model):
-            raise ValueError("batch_size is required with batch_norm='train': the loss needs it")
+            raise ValueError(
+                "batch_size is required with batch_norm='train': the loss depends on it"
+            )
 
     def _require_finite(self, total: Tensor) -> None:
         if not bool(torch.isfinite(total.sum())):
@@ -534,7 +536,9 @@ def _sample_gap(risk: Risk, alone: bool) -> str:
                 got = type(outputs).__name__ if shape is None else tuple(shape)
                 return f"outputs must have a row for each of {size} samples, got {got}"
             if alone and not any(is_rows(leaf, size) for leaf in tensors(context.batch)):
-                return f"data must have one row for each of {size} samples, not so in batch {index}"
+                return (
+                    f"data must have one row for each of {size} samples, but batch {index} has not"
+                )
             gaps = []
             if alone and by_row and size > 1:
                 # The outputs of half a batch must not depend on the other half.

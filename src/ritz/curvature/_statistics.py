@@ -197,7 +197,7 @@ def _flatten(risk: Risk, initial: Tensor | Mapping[str, Tensor] | nn.Module) -> 
         kind = type(initial).__name__
         raise TypeError(f"initial must be a vector, a state_dict or a module, got {kind}")
     if missing := [name for name in risk.space.shapes if name not in named]:
-        raise ValueError(f"initial must hold all parameters of the risk, but lacks {missing}")
+        raise ValueError(f"initial must contain all parameters of the risk, but lacks {missing}")
     chosen = {name: named[name].detach().to(risk.theta.device) for name in risk.space.shapes}
     return risk.space.flatten(chosen).double()
 

@@ -403,7 +403,7 @@ def folder(
 def _folder_classes(root: Path) -> list[str]:
     names = sorted(path.name for path in root.glob("[!.]*") if path.is_dir())
     if not names:
-        raise DataError(f"{root} must hold a folder for each class, got none")
+        raise DataError(f"{root} must contain a folder for each class, got none")
     return names
 
 
@@ -417,7 +417,7 @@ def _folder_files(root: Path, classes: list[str]) -> list[tuple[Path, int]]:
         paths = sorted(place.glob("[!.]*"))
         images = [path for path in paths if path.suffix.lower() in FORMATS]
         if not images:
-            raise DataError(f"{place} holds no images ({', '.join(FORMATS)})")
+            raise DataError(f"{place} has no images ({', '.join(FORMATS)})")
         files += [(path, number) for path in images]
     return files
 

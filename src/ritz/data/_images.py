@@ -336,7 +336,7 @@ def image_data(
 def check_classes(path: Path, targets: Tensor, num_classes: int) -> Tensor:
     """Return targets as int64; raise unless there are some, all in ``[0, num_classes)``."""
     if not len(targets):
-        raise DataError(f"{path} holds no samples")
+        raise DataError(f"{path} has no samples")
     wrong = (targets < 0) | (targets >= num_classes)
     if bool(wrong.any()):
         first = int(wrong.nonzero()[0])

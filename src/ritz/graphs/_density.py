@@ -223,7 +223,7 @@ def moments(
     _check_place(dtype, device)
     interval = INTERVAL if matrix == "normalized" else _interval(laplacian(graph, **place))
     if graph.num_nodes <= SMALL if exact is None else exact:
-        mean = _chebyshev_means(eigenvalues(graph, matrix=matrix), num_moments, interval)
+        mean = chebyshev_means(eigenvalues(graph, matrix=matrix), num_moments, interval)
         return Moments(
             mean=mean,
             stderr=torch.zeros_like(mean),
@@ -255,8 +255,8 @@ def _interval(op: LaplacianOperator) -> tuple[float, float]:
     return discs if discs[0] < discs[1] else (-1.0, 1.0)
 
 
-def _chebyshev_means(values: Tensor, num_moments: int, interval: tuple[float, float]) -> Tensor:
-    """Means of ``T_j`` over eigenvalues in an interval, ``(num_moments + 1,)``."""
+def chebyshev_means(values: Tensor, num_moments: int, interval: tuple[float, float]) -> Tensor:
+    """Return the means of ``T_j`` over eigenvalues in an interval, ``(num_moments + 1,)``."""
     low, high = interval
     # T_j(cos a) = cos(j a); rounding may put an eigenvalue beyond the ends.
     angles = torch.arccos(((2 * values.double() - low - high) / (high - low)).clamp(-1.0, 1.0))

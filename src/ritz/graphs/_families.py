@@ -39,7 +39,7 @@ class Tuning:
     found again within their intervals.
     """
 
-    # Densities are searched from a quarter to four times that of the graph. The nearest
+    # Edge densities from a quarter to four times that of the graph are searched. The nearest
     # Erdős-Rényi and Barabási-Albert graphs have 1.3 times the degree of the karate club, and 1.75
     # times that of a small world.
     reach: float = 4.0
@@ -55,7 +55,7 @@ class Tuning:
     smallest_block: int = 8
     most_blocks: int = 64
     # The parabola at the minimum goes through five values, which averages their noise, if all are
-    # within a quarter of the range; through three otherwise, since it fits no wider.
+    # within a quarter of the range. Otherwise it goes through three: it does not fit a wider range.
     nearest: int = 5
     close: float = 0.25
     # Draws at the minimum: as many times those of other values.

@@ -342,7 +342,7 @@ def fit(
     generator: torch.Generator | None = None,
     progress: bool | Progress = False,
 ) -> Fit:
-    r"""Fit random graph models to a graph by the distance between spectra.
+    r"""Fit random graph models to a graph by the distance between their spectra.
 
     .. math:: \hat\theta = \arg\min_\theta D\big(p_G, p_\theta\big), \qquad p_\theta:\
         \mu_i(\theta) = \mathbb{E}_{G' \sim \theta}\, \mu_i(G')
@@ -360,7 +360,7 @@ def fit(
     ``stochastic_block_model``  ``num_blocks``, at most 64 equal blocks of at least eight vertices,
                                 and ``mixing``, the fraction of edges between blocks; the mean
                                 degree is that of the graph
-    ``configuration_model``     nothing; it has the degrees of the graph
+    ``configuration_model``     nothing: it has the degrees of the graph
     ==========================  ==================================================================
 
     Edge weights of the graph enter its spectrum; the models are unweighted.
@@ -390,7 +390,7 @@ def fit(
     check_count("num_draws", num_draws, low=2)
     check_count("num_repeats", num_repeats, low=2)
     if not models:
-        raise ValueError("models must name at least one model, got none")
+        raise ValueError("models must contain at least one model, got none")
     for model in models:
         check_choice("models", model, MODELS)
     if graph.num_nodes < TUNING.fewest_nodes and num_nodes is None:

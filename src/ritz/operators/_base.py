@@ -292,7 +292,7 @@ class ShardedOperator(WrappingOperator):
 def check_alike(name: str, ops: Sequence[LinearOperator], *, shape: bool = False) -> LinearOperator:
     """Return the first operator; raise unless there is one and all agree in dtype and device."""
     if not ops:
-        raise ValueError(f"{name} must hold at least one operator, got none")
+        raise ValueError(f"{name} must contain at least one operator, got none")
     first = ops[0]
     for op in ops[1:]:
         alike = (op.dtype, op.device) == (first.dtype, first.device)

@@ -231,7 +231,9 @@ def effective_rates(
             raise ValueError(f"names must be those of parameters of the model, got {name!r}")
         weight = weights[name]
         if id(weight) not in rates:
-            raise ValueError(f"optimizer must hold every weight that is named, but not {name!r}")
+            raise ValueError(
+                f"optimizer must update every weight in names, but it does not update {name!r}"
+            )
         square = float(weight.abs().double().square().sum())
         effective[name] = rates[id(weight)] / square if square else math.inf
     return effective

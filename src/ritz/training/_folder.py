@@ -509,7 +509,7 @@ def _read_pickle(path: FilePath) -> dict[str, Tensor]:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
     if not isinstance(content, Mapping) or not all(isinstance(x, Tensor) for x in content.values()):
-        raise CorruptFileError(f"{path} must hold named tensors, got {type(content).__name__}")
+        raise CorruptFileError(f"{path} must contain named tensors, got {type(content).__name__}")
     return dict(content)
 
 

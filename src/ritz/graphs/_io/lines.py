@@ -382,7 +382,7 @@ def read_edge_list(
         reader.names = {}
     reader.read(chain([(first, number)], blocks))
     if not records.num_accepted:
-        raise GraphError(f"{source.name} holds no edge ({records.num_rejected} lines rejected)")
+        raise GraphError(f"{source.name} has no edge ({records.num_rejected} lines rejected)")
     if reader.names is not None:
         records.num_nodes = len(reader.names)
         records.names = tuple(name.decode("utf-8", "backslashreplace") for name in reader.names)
