@@ -18,10 +18,14 @@ XML = '<graphml><graph edgedefault="undirected"><node id="a"/><node id="b"/>'
 
 WRONG = {
     "a negative weight": ("e.txt", "0 1 1\n1 2 -0.5\n", "line 2: the weight '-0.5' is negative"),
-    "a NaN weight": ("e.txt", "# c\n0 1 1\n1 2 NaN\n", "line 3: the weight is 'NaN', not a finite"),
-    "an infinite weight": ("e.txt", "0 1 inf\n", "line 1: the weight is 'inf', not a finite"),
+    "a NaN weight": ("e.txt", "# c\n0 1 1\n1 2 NaN\n", "line 3: the weight 'NaN' is not a finite"),
+    "an infinite weight": ("e.txt", "0 1 inf\n", "line 1: the weight 'inf' is not a finite"),
     "a weight beyond float64": ("e.txt", "0 1 1e999\n", "line 1: .* is beyond float64"),
-    "a weight that is none": ("e.txt", "0 1 1\n0 1 1.2.3\n", "line 2: .*'1.2.3' is not a number"),
+    "a weight that is none": (
+        "e.txt",
+        "0 1 1\n0 1 1.2.3\n",
+        "line 2: .*'1.2.3' is not a finite number",
+    ),
     "an empty file": ("e.txt", "", "e.txt is empty"),
     "blank lines": ("e.txt", "\n \n", "e.txt has no edge"),
     "comments alone": ("e.txt", "# a\n# b\n", "e.txt has no edge"),

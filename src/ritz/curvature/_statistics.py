@@ -81,7 +81,7 @@ class Distance:
 
     def __str__(self) -> str:
         whole = (self.l2, self.linf, self.cosine, self.initial_norm)
-        return _table(self, whole, ("L2", "Linf", "cosine", "from norm"))
+        return layer_table(self, whole, ("L2", "Linf", "cosine", "from norm"))
 
 
 @storable
@@ -115,11 +115,12 @@ class GradientStatistics:
 
     def __str__(self) -> str:
         whole = (self.mean_square, self.gradient_square, self.total_variance)
-        table = _table(self, whole, ("E|g_i|^2", "|E g_i|^2", "variance"))
+        table = layer_table(self, whole, ("E|g_i|^2", "|E g_i|^2", "variance"))
         return f"{self.num_gradients:,} gradients, one per {self.by} ({self.method})\n{table}"
 
 
-def _table(result: Any, whole: Sequence[float], titles: Sequence[str]) -> str:
+def layer_table(result: Any, whole: Sequence[float], titles: Sequence[str]) -> str:
+    """Return a table of numbers of the whole, and of each of the layers of a result."""
     rows = {"all": whole} | {name: result.layers[name] for name in result.names}
     width = max(map(len, rows))
     lines = ["".join([" " * width, *(f"{title:>12}" for title in titles)])]

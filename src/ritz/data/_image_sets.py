@@ -239,7 +239,7 @@ class _Part:
 def _byte_array(part: _Part) -> NDArray[np.uint8]:
     _, shape, dtype, fortran, content = part.state
     if _text(dtype.arguments[0]) not in ("u1", "|u1") or fortran:
-        raise ValueError("only arrays of bytes in row-major order are read")
+        raise ValueError("only arrays of bytes in row-major order can be read")
     # Python 3 writes bytes as text and its encoding.
     content = content.encode("latin1") if isinstance(content, str) else content
     # A view of the content: an array cannot have more elements than the file has bytes.
@@ -443,7 +443,7 @@ def _pixels(path: Path, size: int | None, mode: str) -> Tensor:
     try:
         from PIL import Image, ImageOps
     except ImportError as error:
-        raise ImportError("folders of images are read by Pillow: pip install Pillow") from error
+        raise ImportError("reading folders of images needs Pillow: pip install Pillow") from error
     bombs = (Image.DecompressionBombWarning, Image.DecompressionBombError)
     try:
         with warnings.catch_warnings():

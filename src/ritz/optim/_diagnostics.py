@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from ritz._core.checks import check_range, check_real_floating, is_below
 from ritz._core.modes import evaluating
 from ritz._core.storage import storable
+from ritz.curvature._shared import layer_table
 
 # ------------------------------------------------------------------------------------------
 # Diversity of solutions: how much the averaged iterates disagree.
@@ -133,12 +134,7 @@ class WeightNorms:
     names: tuple[str, ...]
 
     def __str__(self) -> str:
-        width = max(len(name) for name in (*self.names, "all"))
-        lines = [f"{'':{width}}  {'L2':>10}  {'Linf':>10}"]
-        for name in ("all", *self.names):
-            l2, linf = self.layers.get(name, (self.l2, self.linf))
-            lines.append(f"{name:{width}}  {l2:10.4g}  {linf:10.4g}")
-        return "\n".join(lines)
+        return layer_table(self, (self.l2, self.linf), ("L2", "Linf"))
 
 
 @torch.no_grad()

@@ -295,10 +295,8 @@ class LineReader:
         if count == 2 or self.weights is False:
             return None
         shown = _quoted(words[2])
-        if words[2].lower().lstrip(b"+-") in (b"nan", b"inf", b"infinity"):
-            return f"the weight is {shown}, not a finite number"
         if not _NUMBER.fullmatch(words[2]):
-            return f"the weight {shown} is not a number"
+            return f"the weight {shown} is not a finite number"
         weight = float(words[2])
         if math.isinf(weight) or weight < 0:
             return f"the weight {shown} is {'negative' if weight < 0 else 'beyond float64'}"
