@@ -308,9 +308,7 @@ def _first_batches(data: Iterable[Any], fraction: float) -> Iterable[Any]:
     if fraction == 1.0:
         return data
     if not isinstance(data, Sized):
-        raise TypeError(
-            f"data must have a length if fraction is below 1, got {type(data).__name__}"
-        )
+        raise TypeError(f"data must have a length if fraction < 1, got {type(data).__name__}")
     return islice(data, ceil(fraction * len(data)))
 
 

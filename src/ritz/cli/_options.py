@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -178,14 +177,6 @@ def split_settings(option: str, settings: Iterable[str] | None) -> dict[str, str
         # A later pair replaces an earlier one, as usual on a command line.
         pairs[key.strip()] = value.strip()
     return pairs
-
-
-def check_size(option: str, value: float, *, zero: bool = False) -> None:
-    """Raise unless the value of an option is finite and positive, or zero if that is allowed."""
-    check_range(option, value)
-    if not (math.isfinite(value) and (value > 0 or (zero and value == 0))):
-        least = "at least 0" if zero else "above 0"
-        raise ValueError(f"{option} must be finite and {least}, got {value}")
 
 
 def print_result(

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from ritz._core.checks import check_positive
 from ritz.cli import _options as shared
 from ritz.cli._options import option
 
@@ -45,7 +46,7 @@ def command(options: Options) -> None:
     from ritz import measures
     from ritz.cli._session import measurement
 
-    shared.check_size("--distance", options.distance)
+    check_positive("--distance", options.distance)
     leading = ("directions", "batch_norm")
     with measurement(options) as session:
         risk = session.risk().with_batch_norm(session.modes(options.batch_norm)[0])

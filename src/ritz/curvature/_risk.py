@@ -20,6 +20,7 @@ from ritz._core.checks import (
     check_finite,
     check_range,
     check_tensor,
+    check_type,
     is_below,
 )
 from ritz._core.distributed import Group, all_sum, rank, world_size
@@ -116,8 +117,7 @@ class Risk:
         group: Group | None = None,
         seed: int = 0,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        check_type("model", model, nn.Module, "a torch.nn.Module")
         if loss_fn is not None and not callable(loss_fn):
             raise TypeError(f"loss_fn must be callable or None, got {type(loss_fn).__name__}")
         check_choice("batch_norm", batch_norm, BATCH_NORM_MODES)
@@ -436,9 +436,7 @@ class Risk:
 
 def check_risk(risk: Any) -> None:
     """Raise unless the argument of a function is a risk."""
-    if not isinstance(risk, Risk):
-        kind = type(risk).__name__
-        raise TypeError(f"risk must be ritz.Risk(model, loss_fn, data), got {kind}")
+    check_type("risk", risk, Risk, "ritz.Risk(model, loss_fn, data)")
 
 
 # ------------------------------------------------------------------------------------------

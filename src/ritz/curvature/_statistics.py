@@ -9,7 +9,7 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor, nn
 
-from ritz._core.checks import check_choice, check_count
+from ritz._core.checks import check_choice, check_count, check_type
 from ritz._core.modes import batch_norms
 from ritz._core.progress import Progress, tracking
 from ritz._core.storage import storable
@@ -194,9 +194,7 @@ def _flatten(risk: Risk, initial: Tensor | Mapping[str, Tensor] | nn.Module) -> 
             raise ValueError(f"initial must be ({risk.space.size},), got {tuple(initial.shape)}")
         return initial.detach().to(risk.theta.device).double()
     named = initial.state_dict() if isinstance(initial, nn.Module) else initial
-    if not isinstance(named, Mapping):
-        kind = type(initial).__name__
-        raise TypeError(f"initial must be a vector, a state_dict or a module, got {kind}")
+    check_type("initial", named, Mapping, "a vector, a state_dict or a module")
     if missing := [name for name in risk.space.shapes if name not in named]:
         raise ValueError(f"initial must contain all parameters of the risk, but lacks {missing}")
     chosen = {name: named[name].detach().to(risk.theta.device) for name in risk.space.shapes}

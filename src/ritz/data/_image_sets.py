@@ -377,8 +377,8 @@ def folder(
         check_count("size", size)
     if root is None or not root.is_dir():
         raise FileNotFoundError(
-            f"data_dir must be a folder of images, got {str(root or '')!r}: it holds a folder for "
-            "each class, or the folders train and test with a folder for each class"
+            f"data_dir must be a folder of images, got {str(root or '')!r}: it must have a folder "
+            "for each class, or folders train and test with a folder for each class"
         )
     check_range("test_fraction", test_fraction, low=0, high=0.9)
     names = ["."]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ritz._core.checks import check_count
+from ritz._core.checks import check_count, check_type
 
 
 class _GhostBatchNorm(_BatchNorm):
@@ -75,8 +75,7 @@ def with_ghost_batch_norm(model: nn.Module, size: int) -> nn.Module:
         size: Number of samples per group, at least 2.
     """
     check_count("size", size, low=2)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    check_type("model", model, nn.Module, "a torch.nn.Module")
     norms = [(name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm)]
     ghosts = {nn.BatchNorm1d: GhostBatchNorm1d, nn.BatchNorm2d: GhostBatchNorm2d}
     for name, layer in norms:

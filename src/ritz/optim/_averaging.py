@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ritz._core.checks import check_choice, check_count, check_range
+from ritz._core.checks import check_choice, check_count, check_range, check_type
 from ritz._core.modes import StatisticsOptions, reshard, unwrapped, with_statistics
 from ritz._core.params import check_optimizer
 from ritz.optim._companions import NEVER, Companions, local, owners
@@ -298,8 +298,7 @@ class IterateAverage:
 
     def _matched(self, model: nn.Module) -> Pairs:
         """Return the parameters of a model that have an average, with their averages."""
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        check_type("model", model, nn.Module, "a torch.nn.Module")
         if not self.count:
             when = "waits for restart()" if self.start is None else f"starts at step {self.start}"
             message = f"the average has not begun: it {when}, and the optimiser has taken "
@@ -384,10 +383,7 @@ class AutoAverage:
         check_range("min_delta", min_delta, low=0.0)
         if isinstance(average, Optimizer):
             average = attached_to(average) or IterateAverage(average, start=None)
-        if not isinstance(average, IterateAverage):
-            raise TypeError(
-                f"average must be an IterateAverage or an optimiser, got {type(average).__name__}"
-            )
+        check_type("average", average, IterateAverage, "an IterateAverage or an optimiser")
         if average.planned is not None:
             raise ValueError(f"average must have start=None, got start={average.planned}")
         self.average = average

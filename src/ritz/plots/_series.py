@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ritz._core.checks import check_count, check_range
+from ritz._core.checks import check_count, check_range, check_type
 from ritz._core.results import Estimate
 from ritz.measures import Landscape, Landscape2d
 from ritz.spectra import Density, Spectrum
@@ -37,8 +37,7 @@ def check_drawn(name: str, value: Any, kind: type) -> None:
 
 def check_named(name: str, value: Any, wanted: str) -> None:
     """Raise unless an argument is a mapping with at least one entry."""
-    if not isinstance(value, Mapping):
-        raise TypeError(f"{name} must be a mapping of {wanted}, got {type(value).__name__}")
+    check_type(name, value, Mapping, f"a mapping of {wanted}")
     if not value:
         raise ValueError(f"{name} must contain at least one entry, got none")
 
