@@ -131,7 +131,7 @@ def density(options: DensityOptions) -> None:
     keywords = options.keywords(low=1 if options.method == "maxent" else 2)
     graph, matrix = options.read(options.file), options.matrix
     spectrum: Any = ritz.graphs.density(graph, method=options.method, matrix=matrix, **keywords)
-    # mean = tr(L) / n, which is 1 for a normalized Laplacian without isolated vertices.
+    # mean = tr(L) / n, which is 1 for a normalised Laplacian without isolated vertices.
     numbers = {"mean": spectrum.moment(1), "mean_square": spectrum.moment(2)}
     text = f"{graph}\n{matrix}: {spectrum}"
     if matrix != "adjacency":  # a Laplacian has eigenvalues from 0 on; small ones mean clusters

@@ -47,8 +47,9 @@ NOT_A_MEAN = "the loss of a batch must be the mean of the losses of its samples,
 
 @final
 class Risk:
-    r"""The mean loss :math:`L(\theta) = \frac{1}{N} \sum_i \ell_i(\theta) + \frac{\mu}{2}
-    \|\theta\|^2` of a model on fixed data, at the current parameters of the model.
+    r"""The mean loss of a model on fixed data, at the current parameters of the model.
+
+    .. math:: L(\theta) = \frac{1}{N} \sum_i \ell_i(\theta) + \frac{\mu}{2} \|\theta\|^2
 
     Parameters and buffers are copied. The model is never changed: not its weights, its running
     statistics or its mode. Memory: one vector of parameters, the buffers, and up to 4 GiB of data.
@@ -96,7 +97,7 @@ class Risk:
         num_samples: :math:`N`, over all processes.
         linear_loss: Whether the loss is linear in the outputs of the first batch, so that its
             Gauss-Newton matrix is zero.
-    """  # noqa: D205
+    """
 
     def __init__(
         self,

@@ -260,6 +260,7 @@ def gradient_statistics(
     if not math.isfinite(float(mean.sum() + variance.sum())):
         risk.diagnose()
         raise ValueError("all gradients must be finite, got NaN or Inf for at least one sample")
+    # The L2 term adds mu theta to every gradient: it shifts the mean and leaves the variance.
     mean.add_(risk.theta, alpha=risk.l2)
     means, variances = risk.space.unflatten(mean), risk.space.unflatten(variance)
     method = "side by side" if by == "sample" else "one by one"
@@ -314,6 +315,7 @@ class _Moments:
         risk = self._risk
         counts = torch.tensor([self._weight, self._count], dtype=torch.float64)
         weight, count = risk.sum_over_processes(counts.to(self._mean.device)).tolist()
+        # Over processes p: m = sum w_p m_p / w, and S = sum (S_p + w_p (m_p - m)^2).
         mean = risk.sum_over_processes(self._mean * (self._weight / weight))
         squares = self._squares.add_((self._mean - mean).square_(), alpha=self._weight)
         return mean, risk.sum_over_processes(squares).div_(weight), int(count)

@@ -406,7 +406,7 @@ def heat_trace(
     num_probes: int = NUM_PROBES,
     generator: torch.Generator | None = None,
 ) -> Estimate:
-    r"""Estimate the heat trace of the normalised Laplacian per vertex, over time.
+    r"""Estimate the heat trace of the normalised Laplacian per vertex, at several times.
 
     .. math:: h(t) = \frac1n \operatorname{tr} e^{-t L} = e^{-t} \Big(I_0(t) +
         2 \sum_{k \ge 1} (-1)^k I_k(t)\, \mu_k\Big)

@@ -75,7 +75,7 @@ def random_vectors(
 
 
 def filter_normalized(risk: Risk, direction: Tensor) -> Tensor:
-    r"""Return a direction ``(P,)`` rescaled so that its filters have the norms of the weights'.
+    r"""Return a direction ``(P,)`` whose filters have the norms of the filters of the weights.
 
     .. math:: d_{l,j} \leftarrow \frac{\|\theta_{l,j}\|}{\|d_{l,j}\|} d_{l,j}
 

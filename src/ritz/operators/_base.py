@@ -130,10 +130,10 @@ class LinearOperator(ABC):
 def check_symmetric(
     op: LinearOperator, *, rtol: float | None = None, generator: torch.Generator | None = None
 ) -> None:
-    r"""Raise unless :math:`u^\top A v = v^\top A u` for two random vectors; two products.
+    r"""Raise unless :math:`u^\top A v = v^\top A u` for two random vectors.
 
-    Detects an antisymmetric part of relative size ``rtol`` with high probability. ``rtol`` defaults
-    to the square root of machine precision. Costs one product with two vectors.
+    This detects an antisymmetric part of relative size ``rtol`` with high probability. ``rtol``
+    defaults to the square root of machine precision. Cost: one product with a block of two vectors.
     """
     n = op.shape[0]
     generator = resolve_generator(generator)

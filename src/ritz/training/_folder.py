@@ -446,7 +446,7 @@ def _shape(name: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def read_weights(path: FilePath) -> dict[str, Tensor]:
-    """Return the named tensors of a file, on the CPU; see :func:`load_weights` for which files."""
+    """Return the named tensors of a file, on the CPU; see :func:`load_weights` for formats."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"no such file: {path}")
     with open(path, "rb") as file:

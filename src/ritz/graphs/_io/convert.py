@@ -93,7 +93,7 @@ def to_undirected(
     self_loops: Literal["drop", "keep", "refuse"] = "drop",
     multi_edges: Literal["merge", "sum"] = "merge",
 ) -> Graph:
-    r"""Return the undirected graph of a directed one by a chosen rule.
+    r"""Return an undirected graph from a directed one, by a rule for the weights.
 
     Args:
         x: A directed NetworkX or igraph graph, a square matrix :math:`A` or an ``edge_index``, as
