@@ -391,7 +391,13 @@ def entropy(graph: GraphLike, **options: Unpack[MomentOptions]) -> Estimate:
     errors = matched_within(whole).expand(len(left), -1)
     parts = maxent(left, interval=INTERVAL, stderr=errors)
     values = torch.tensor([part.entropy for part in parts], dtype=torch.float64)
-    return replace(estimate, stderr=jackknife(values), samples=values, seed=sampled.seed)
+    return replace(
+        estimate,
+        stderr=jackknife(values),
+        degrees=len(values) - 1,
+        samples=values,
+        seed=sampled.seed,
+    )
 
 
 # ------------------------------------------------------------------------------------------
