@@ -625,6 +625,13 @@ def summary(results: dict[Key, Cell]) -> list[dict[str, Any]]:
     return rows
 
 
+def updated(before: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of an earlier run, replaced where there are new ones, in the order of estimators."""
+    names, new = list(ESTIMATORS), {row["estimator"] for row in rows}
+    kept = [row for row in before if row["estimator"] not in new and row["estimator"] in names]
+    return sorted(kept + rows, key=lambda row: names.index(row["estimator"]))
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows in Markdown."""
     lines = [
@@ -647,21 +654,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--only", default="", help="part of the name of an estimator")
+    parser.add_argument("--only", nargs="*", default=[""], help="parts of names of estimators")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "intervals.json")
     options = parser.parse_args()
-    keys = [key for key in cells() if options.only in key[1]]
+    keys = [key for key in cells() if any(part in key[1] for part in options.only)]
     results, begin = {}, time.perf_counter()
     options.out.parent.mkdir(exist_ok=True)
+    before = json.loads(options.out.read_text()) if options.out.exists() else []
     with ProcessPoolExecutor(options.workers) as pool:
         for key, cell in pool.map(partial(run, seeds=options.seeds), keys):
             results[key] = cell
-            options.out.write_text(json.dumps(summary(results), indent=1))
+            if len(results) == len(keys) or keys[len(results)][1] != key[1]:  # it is complete
+                options.out.write_text(json.dumps(updated(before, summary(results)), indent=1))
     print(f"{time.perf_counter() - begin:.0f} s")
     for (matrix, name, rtol), cell in results.items():
         if cell.runs and cell.coverage(0.95) < 0.9:
             print(f"low: {name}, {matrix}, rtol {rtol}: {cell.coverage(0.95):.3f} of {cell.runs}")
-    print(table(summary(results)))
+    print(table(json.loads(options.out.read_text())))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from ritz._core.batches import is_rows
 from ritz._core.checks import check_choice, is_below
-from ritz._core.results import Estimate, Status, plain_estimate
+from ritz._core.results import Estimate, Status, plain_estimate, power_of_two
 from ritz._core.storage import storable
 from ritz.curvature import Risk
 from ritz.curvature._shared import MATRICES, CurvatureMatrix, KnownLoss, known_loss, require_outputs
@@ -275,6 +275,7 @@ def _end(
     pairs = list(zip(runs, inside, strict=True))
     first = max(float((sign * run.values[chosen]).max()) for run, chosen in pairs)
     reach = max(float(run.residuals[chosen].max()) for run, chosen in pairs)
+    # Distances are at least roundoff; a matrix of zeros has none.
     near = max(run.roundoff for run in runs) or reach or math.ulp(1.0)
     # The nearest values beyond, one per run, of which the median is typical.
     beyond = [sign * run.values[sign * run.values > first + near] for run in runs]
@@ -323,15 +324,17 @@ def _below(run: Spectrum, point: float) -> tuple[float, float]:
     if _is_complete(run):
         mass = float(weights[values < point].sum())
         return mass, mass
-    matrix = torch.diag(run.diagonal) + torch.diag(run.off_diagonal, 1)
-    matrix = matrix + torch.diag(run.off_diagonal, -1)
+    # Squares of small or large entries leave the range.
+    unit = power_of_two(values)
+    beside, point, near = run.off_diagonal / unit, point / unit, run.roundoff / unit
+    matrix = torch.diag(run.diagonal / unit) + torch.diag(beside, 1) + torch.diag(beside, -1)
     corner = point
     if len(matrix) > 1:
         # The last entry that makes the point a node:  x + beta^2 [(T - x)^{-1}]_last.
         inner, vectors = torch.linalg.eigh(matrix[:-1, :-1])
         gaps = inner - point
-        gaps = torch.where(gaps.abs() > run.roundoff, gaps, gaps.sign() * (run.roundoff or 1e-300))
-        corner += float(run.off_diagonal[-1].square() * (vectors[-1].square() / gaps).sum())
+        gaps = torch.where(gaps.abs() > near, gaps, gaps.sign() * (near or math.ulp(1.0)))
+        corner += float(beside[-1].square() * (vectors[-1].square() / gaps).sum())
     matrix[-1, -1] = corner
     nodes, vectors = torch.linalg.eigh(matrix)
     shares = vectors[0].square()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ritz._core.checks import is_below
 from ritz._core.progress import Progress
-from ritz._core.results import Estimate, stderr
+from ritz._core.results import Estimate, power_of_two, stderr
 from ritz._core.sampling import ROUNDOFF, doubling, doubted, is_settled
 from ritz.operators import LinearOperator
 from ritz.spectra._cg import not_positive
@@ -234,8 +234,10 @@ def brackets(
     width = spaces.couplings.shape[2]
     if spaces.matrices.shape[1] < TUNING.fewest_steps * width:
         return Brackets(gauss, torch.where(unknown, torch.inf, 0.0), roundoff)
-    # |A y - theta y| = |B (e)_last| for the Ritz vector y of the eigenvector e of T.
-    residuals = (spaces.couplings @ vectors[:, -width:]).norm(dim=1)
+    # |A y - theta y| = |B (e)_last| for the Ritz vector y of the eigenvector e of T. Squares of
+    # small or large entries leave the range.
+    scale = power_of_two(spaces.couplings)
+    residuals = scale * ((spaces.couplings / scale) @ vectors[:, -width:]).norm(dim=1)
     before = spaces.shorter()
     changes = [_forms(before.matrices, first, evaluate) - gauss]
     ends = []
