@@ -11,7 +11,7 @@ from ritz.cli._options import option
 EPILOG = shared.examples(
     "ritz advise runs/digits --verify",
     "ritz advise runs/vgg --sizes 32,128,512 --matrix ggn --samples 5000",
-    file="advise-ggn-samples5000.safetensors",
+    file="advise-ggn-32,128-samples5000.safetensors",
 )
 
 
@@ -39,13 +39,14 @@ def command(options: Options) -> None:
     from ritz.cli._session import measurement
     from ritz.training._shared import advised_settings
 
+    sizes = shared.split_sizes("--sizes", options.sizes)
     with measurement(options) as session:
         risk = session.risk(options.split)
         settings = advised_settings(session.run.config, options.optimizer, options.momentum)
-        typer.echo(measures.advice_cost(risk), err=True)
+        typer.echo(measures.advice_cost(risk, batch_sizes=sizes), err=True)
         advice = measures.advise(
             risk,
-            batch_sizes=shared.split_sizes("--sizes", options.sizes),
+            batch_sizes=sizes,
             matrix=options.matrix,
             verify=options.verify,
             generator=session.generator(),

@@ -139,8 +139,20 @@ class Advice:
                           *_notes(self)])  # fmt: skip
 
 
-def advice_cost(risk: Risk, *, state: Optimizer | None = None) -> str:
-    """Return what :func:`advise` will cost, as a sentence to print before it starts."""
+def advice_cost(
+    risk: Risk,
+    *,
+    batch_sizes: Sequence[int] | None = None,
+    state: Optimizer | None = None,
+) -> str:
+    """Return what :func:`advise` will cost, as a sentence to print before it starts.
+
+    Args:
+        risk: The loss at a point.
+        batch_sizes: Batch sizes, which are checked. Their number hardly changes the cost.
+        state: Adam optimiser whose divisors precondition the matrix.
+    """
+    _sizes(risk, batch_sizes)
     size = risk.space.size
     products = min(TUNING.num_steps, size) + min(20, size) + 8 + 13
     products += 0 if state is None else 20
@@ -289,13 +301,7 @@ def _checked(
     check_groups(risk, "advise()")
     check_choice("optimizer", optimizer, OPTIMIZERS)
     check_choice("matrix", matrix, MATRICES)
-    count = sum(risk.batch_rows)
-    if batch_sizes is None:
-        batch_sizes = [size for size in TUNING.batch_sizes if size <= count] or [count]
-    if not batch_sizes:
-        raise ValueError("batch_sizes must not be empty")
-    for size in batch_sizes:
-        check_count("batch_sizes", size, high=count)
+    sizes = _sizes(risk, batch_sizes)
     if momentum is None:
         momentum = 0.0 if optimizer == "sgd" else TUNING.momentum
     stable_rate(1.0, optimizer=optimizer, momentum=momentum)
@@ -306,7 +312,20 @@ def _checked(
         if optimizer != "adam":
             raise ValueError(f"state must be given with optimizer='adam', got {optimizer!r}")
         divisors(risk, state)
-    return tuple(sorted(set(batch_sizes))), float(momentum)
+    return sizes, float(momentum)
+
+
+def _sizes(risk: Risk, batch_sizes: Sequence[int] | None) -> tuple[int, ...]:
+    """Return the batch sizes in order, checked; by default those that the data allow."""
+    check_risk(risk)
+    count = sum(risk.batch_rows)
+    if batch_sizes is None:
+        batch_sizes = [size for size in TUNING.batch_sizes if size <= count] or [count]
+    if not batch_sizes:
+        raise ValueError("batch_sizes must not be empty")
+    for size in batch_sizes:
+        check_count("batch_sizes", size, high=count)
+    return tuple(sorted(set(batch_sizes)))
 
 
 def _maker(optimizer: str, momentum: float) -> MakeOptimizer:
