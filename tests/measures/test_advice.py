@@ -189,6 +189,18 @@ def test_trials_are_compared_with_the_edge(risk):
     assert ("disagree" in advice.sentences[0]) == (not 1 <= times <= 5)
 
 
+def test_trials_overrule_the_prediction(risk):
+    def bold(params, rate):
+        return SGD(params, lr=20 * rate)
+
+    advice = advise(risk, batch_sizes=(96,), verify=bold)
+
+    limit = float(advice.trainable)
+    assert limit < float(advice.rate)
+    assert advice.sentences[0].startswith(f"up to {limit:.2g}, by the trials")
+    assert "the trials disagree: the loss doubles already at" in advice.sentences[0]
+
+
 def test_a_disagreement_of_trials_is_said(risk):
     def frozen(params, rate):
         return SGD(params, lr=1e-9 * rate)

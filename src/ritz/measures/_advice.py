@@ -406,7 +406,7 @@ def _sentence(advice: Advice, index: int) -> str:
     size, exponent = advice.batch_sizes[index], float(advice.exponent.mean[index])
     clauses = [_limit(exponent)]
     if math.isfinite(float(advice.edge.mean[index])):
-        clauses.insert(0, f"up to {float(advice.rate.mean[index]):.2g}")
+        clauses.insert(0, _recommended(advice, index))
     critical = float(advice.noise.curved)
     if size > 2 * critical:
         clauses.append(
@@ -414,6 +414,14 @@ def _sentence(advice: Advice, index: int) -> str:
             "learns more per sample"
         )
     return "; ".join([*clauses, *_comparisons(advice, index)])
+
+
+def _recommended(advice: Advice, index: int) -> str:
+    rate = float(advice.rate.mean[index])
+    if advice.trainable is None or is_below(rate, float(advice.trainable.mean[index])):
+        return f"up to {rate:.2g}"
+    # What was tried counts more than what was predicted.
+    return f"up to {float(advice.trainable.mean[index]):.2g}, by the trials"
 
 
 def _limit(exponent: float) -> str:
