@@ -14,7 +14,7 @@ from ritz.measures._landscape import (
     random_direction,
     ritz_directions,
 )
-from ritz.measures._noise import curvature_variance, shrinkage
+from ritz.measures._noise import batch_variance, curvature_variance, shrinkage
 from ritz.measures._outliers import BulkEdge, GradientOverlap, bulk_edge, gradient_overlap
 from ritz.measures._sharpness import Sharpness, sharpness
 
@@ -29,6 +29,7 @@ __all__ = [
     "Sharpness",
     "Temperature",
     "batch_prediction",
+    "batch_variance",
     "bulk_edge",
     "curvature_variance",
     "filter_normalized",
