@@ -16,7 +16,7 @@ from ritz.measures._landscape import (
     random_direction,
     ritz_directions,
 )
-from ritz.measures._noise import curvature_variance, shrinkage
+from ritz.measures._noise import batch_variance, curvature_variance, shrinkage
 from ritz.measures._outliers import BulkEdge, GradientOverlap, bulk_edge, gradient_overlap
 from ritz.measures._sharpness import Sharpness, sharpness
 from ritz.measures._stability import curvature_ratio, least_damping, stable_rate
@@ -37,6 +37,7 @@ __all__ = [
     "advice_cost",
     "advise",
     "batch_prediction",
+    "batch_variance",
     "bulk_edge",
     "critical_sharpness",
     "curvature_ratio",

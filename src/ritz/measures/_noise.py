@@ -169,6 +169,41 @@ def curvature_variance(
     return replace(estimate, stderr=estimate.stderr.hypot(error.double()))
 
 
+def batch_variance(
+    variance: Estimate, *, batch_sizes: Sequence[int], num_samples: int | None = None
+) -> Estimate:
+    r"""Return the variance of the matrix of a batch, from that of single samples, ``(S,)``.
+
+    .. math:: \mathbb{E} \|(H_B - H) v\|^2 = \frac{V(v)}{b}, \quad
+        \frac1b = \Big(\frac1B - \frac1N\Big) \frac{N}{N - 1}
+
+    for ``B`` distinct samples of ``N``, and :math:`b = B` for samples drawn with replacement or
+    from an infinite population. No products are used.
+
+    Args:
+        variance: :math:`P \sigma^2` or :math:`V(v)` along one direction; see
+            :func:`curvature_variance`.
+        batch_sizes: Sizes ``B``.
+        num_samples: Number ``N`` of samples. Defaults to sampling with replacement.
+    """
+    sizes = tuple(batch_sizes)
+    check_batch_sizes(sizes, num_samples)
+    if variance.mean.ndim:
+        raise ValueError(f"variance must be one number, got shape {tuple(variance.mean.shape)}")
+    factors = torch.tensor(
+        [without_replacement(size, num_samples) if num_samples else 1 / size for size in sizes],
+        dtype=torch.float64,
+    )
+    samples = variance.samples
+    return replace(
+        variance,
+        mean=variance.mean * factors,
+        stderr=variance.stderr * factors,
+        truncation=variance.truncation * factors,
+        samples=None if samples is None else samples[:, None] * factors,
+    )
+
+
 def shrinkage(
     risk: Risk,
     *,
@@ -260,7 +295,7 @@ def check_groups(risk: Risk, caller: str) -> None:
         raise ValueError(f"{caller} needs at least 2 samples, got {risk.num_samples}")
 
 
-def check_batch_sizes(sizes: Sequence[int], count: int) -> None:
+def check_batch_sizes(sizes: Sequence[int], count: int | None) -> None:
     """Raise unless there are batch sizes, each from 1 to the number of samples."""
     if not sizes:
         raise ValueError("batch_sizes must not be empty")

@@ -136,7 +136,7 @@ def project(
             small.append(inside)
             leak.append(rest)
             squares.append(column_dots(product[:, k:], product[:, k:]).cpu())
-            check_samples(squares[-1][:, None], 0)
+            check_samples(rest.diagonal()[:, None], 0)
             bar.update(done)
     curved = mean[:, k:]
     # mean |H_j z - H z|^2 = mean |H_j z|^2 - |H z|^2
@@ -277,9 +277,11 @@ def outliers(means: Tensor, weights: Tensor, leak: Tensor, poles: Tensor) -> tup
         leaving = torch.einsum("da,dab,db->d", vector, slopes, vector)
         # Newton for f(x) = lambda_max(...) - x with f' = -(leaving + 1). f falls and is convex, so
         # that steps from below never pass the solution.
-        move = (eigenvalues[:, -1] - value) / (1 + leaving)
-        value = torch.maximum(value + move, floor)
-        if is_below(move.abs().max(), TUNING.rtol * scale):
+        last, value = (
+            value,
+            torch.maximum(value + (eigenvalues[:, -1] - value) / (1 + leaving), floor),
+        )
+        if is_below((value - last).abs().max(), TUNING.rtol * scale):
             break
     return value, vector[:, 0].square() / (1 + leaving)
 
