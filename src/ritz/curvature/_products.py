@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten
 from ritz._core.batches import tensors
 from ritz._core.checks import check_choice, check_count, is_below
 from ritz._core.modes import arithmetic, batch_norms, differentiable, searched_convolutions
-from ritz.curvature._linearize import Linearization, nbytes
+from ritz.curvature._linearize import GuardError, Linearization, nbytes
 from ritz.curvature._modes import (
     LIMITS,
     Context,
@@ -97,7 +97,8 @@ class Products:
         self._ways, self._engine, self._compile, self._room = ways, engine, compile, memory
         self._must_trace = compile or engine == "linearized"
         self._column: Column | None = None  # the way that was chosen
-        self._traces: dict[Any, Linearization | None] = {}  # by shape of the batch
+        # By shape of the batch, one for each path through the model; none if it is not traceable.
+        self._traces: dict[Any, list[Linearization]] = {}
         self._cached: dict[tuple[int, int], Linear] = {}  # by batch and first sample
         self._plan = "not yet used"
         self._chunk: int | None = None  # samples of a batch at once
@@ -176,11 +177,11 @@ class Products:
         if self._column is None:
             with without_warnings_of_torch():
                 self._column, primal = self._choose(context)
-        trace = self._trace(self._column, context)
-        if trace is None:
+        found = self._trace(self._column, context) if primal is None else (
+            self._traces[_shape(context)][-1], primal)  # fmt: skip
+        if found is None:
             return partial(self._eager, self._column, context)
-        if primal is None:
-            primal = trace.primal((self.risk.params, context))
+        trace, primal = found
         linear = partial(trace.tangent, primal)
         theta = self.risk.theta
         if self._room is None:
@@ -257,21 +258,29 @@ class Products:
             raise ArithmeticError(f"the traced product differs by {gap / size:.1g}")
         if problem := _asymmetry(u, Au, v, Av):
             raise ArithmeticError(problem)
-        self._traces[_shape(context)] = trace
+        self._traces[_shape(context)] = [trace]
         return primal
 
-    def _trace(self, column: Column, context: Context) -> Linearization | None:
-        """Return the trace for batches of this shape, or ``None`` if they are eager."""
+    def _trace(self, column: Column, context: Context) -> tuple[Linearization, list[Tensor]] | None:
+        """Return a trace that holds for a batch and its primal part, or ``None`` if it is eager."""
         if self._engine == "eager":
             return None
-        key = _shape(context)
-        if key not in self._traces and len(self._traces) < LIMITS.max_traces:
-            # Another shape may lead through other parts of the model, which cannot be traced.
-            kinds = () if self._must_trace else (Exception,)
-            self._traces[key], problem = attempt(partial(self._linearize, column, context), *kinds)
-            if problem:
-                self._plan += f" (not linearized for all batches: {problem})"
-        return self._traces.get(key)
+        point, key = (self.risk.params, context), _shape(context)
+        for trace in self._traces.get(key, ()):
+            with suppress(GuardError):
+                return trace, trace.primal(point)
+        tried = key in self._traces and not self._traces[key]
+        if tried or sum(map(len, self._traces.values())) >= LIMITS.max_traces:
+            return None
+        # Another shape or other values may lead through parts of the model that cannot be traced.
+        kinds = () if self._must_trace else (Exception,)
+        trace, problem = attempt(partial(self._linearize, column, context), *kinds)
+        if problem:
+            self._plan += f" (not linearized for all batches: {problem})"
+            self._traces.setdefault(key, [])
+            return None
+        self._traces.setdefault(key, []).append(trace)
+        return trace, trace.primal(point)
 
     def _linearize(self, column: Column, context: Context) -> Linearization:
         point = (self.risk.params, context)
