@@ -203,6 +203,7 @@ def fisher(
         return FisherOperator(Products(risk, ways, **options))
     check_count("num_draws", num_draws)
     known = likelihood(risk)
+
     def middle(context: Context, outputs: Any, target: Any, tangent: Any, reverse: bool) -> Any:
         # M t = mean over draws of s (s' t), with the gradient s of the loss of a drawn label.
         product = partial(known.sampled_hessian, outputs, target, tangent=tangent)

@@ -6,10 +6,10 @@ from ritz.optim._adaptive import (
     GadamX,
     Padam,
     PadamW,
-    delta_to_shrinkage,
-    shrinkage_to_delta,
 )
 from ritz.optim._averaging import AutoAverage, IterateAverage
+from ritz.optim._curvature import CurvatureOptimizer
+from ritz.optim._damping import Damping, delta_to_shrinkage, shrinkage_to_delta
 from ritz.optim._diagnostics import (
     effective_rates,
     scale_invariant_weights,
@@ -29,7 +29,9 @@ from ritz.optim._schedules import (
 
 __all__ = [
     "AutoAverage",
+    "CurvatureOptimizer",
     "DampedAdamW",
+    "Damping",
     "Gadam",
     "GadamX",
     "GroupSchedule",
