@@ -16,7 +16,9 @@ from ritz.optim._diagnostics import (
     solution_diversity,
     weight_norms,
 )
+from ritz.optim._hessian_free import HessianFree
 from ritz.optim._lookahead import Lookahead
+from ritz.optim._newton import LanczosNewton
 from ritz.optim._presets import from_preset, preset, preset_names
 from ritz.optim._schedules import (
     GroupSchedule,
@@ -26,6 +28,7 @@ from ritz.optim._schedules import (
     step_decay,
     warmup,
 )
+from ritz.optim._spectral import SpectralRates, SpectralSGD, spectral_rates
 
 __all__ = [
     "AutoAverage",
@@ -35,11 +38,15 @@ __all__ = [
     "Gadam",
     "GadamX",
     "GroupSchedule",
+    "HessianFree",
     "IterateAverage",
+    "LanczosNewton",
     "Lookahead",
     "Padam",
     "PadamW",
     "Schedule",
+    "SpectralRates",
+    "SpectralSGD",
     "averaging_decay",
     "delta_to_shrinkage",
     "effective_rates",
@@ -50,6 +57,7 @@ __all__ = [
     "scale_invariant_weights",
     "shrinkage_to_delta",
     "solution_diversity",
+    "spectral_rates",
     "step_decay",
     "warmup",
     "weight_norms",

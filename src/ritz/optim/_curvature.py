@@ -1,5 +1,6 @@
 """The protocol of optimisers that need curvature, and what those of this package share."""
 
+import math
 from typing import Any, Literal, Protocol, final, get_args, runtime_checkable
 
 import torch
@@ -132,3 +133,11 @@ def evaluate(closure: Any) -> Any:
     """Return the loss of a closure, or ``None`` without one."""
     with torch.enable_grad():
         return None if closure is None else closure()
+
+
+def finite_loss(risk: Risk) -> float:
+    """Return the loss, or infinity if a step has led where it is not finite."""
+    try:
+        return risk.loss()
+    except ValueError:
+        return math.inf

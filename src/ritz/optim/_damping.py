@@ -21,7 +21,7 @@ from ritz._core.training_config import DampingRule
 from ritz.curvature import CurvatureOperator, Risk, curvature_operator
 from ritz.curvature._shared import MATRICES, CurvatureMatrix
 from ritz.measures import curvature_variance, shrinkage
-from ritz.optim._curvature import own_risk
+from ritz.optim._curvature import finite_loss, own_risk
 from ritz.spectra import lanczos, trace
 
 RULES = get_args(DampingRule)
@@ -182,7 +182,7 @@ class Damping:
         self._op = op
         # The model promises -(g'u + u'Gu / 2).
         promised = -float(gradient.double() @ update.double() + 0.5 * (update @ (op @ update)))
-        ratio = (loss - _loss(end)) / promised if promised > 0 else -math.inf
+        ratio = (loss - finite_loss(end)) / promised if promised > 0 else -math.inf
         for group in self.optimizer.param_groups:
             self._set(group, levenberg_marquardt(float(group["delta"]), ratio))
 
@@ -192,13 +192,6 @@ class Damping:
             setting.fill_(value)  # in place: a captured or compiled step reads it there
         else:
             group["delta"] = value
-
-
-def _loss(risk: Risk) -> float:
-    try:
-        return risk.loss()
-    except ValueError:  # not finite: the step went too far
-        return math.inf
 
 
 def shrinkage_damping(

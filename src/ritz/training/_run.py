@@ -446,9 +446,13 @@ class Run:
         spent = time.perf_counter() - started  # after `means`, which waits for the device
         if not math.isfinite(means["train_loss"]):
             return _diverged(number)
-        rate = float(self.optimizer.param_groups[0]["lr"])
+        group = self.optimizer.param_groups[0]
+        # The rate of SpectralSGD is measured, and lr is a factor on it.
+        rate = float(group["lr"]) * (group.get("rate") or 1.0)
         record: Record = {"kind": "epoch", "epoch": number, "step": state.step, "rate": rate}
         record |= means
+        if config.damping != "constant":
+            record["damping"] = self._curvature.damping.values()[0]
         if config.schedule_unit == "epoch":
             self.schedule.step()
         last, stop = self._is_over(replace(state, epoch=number, batch=0)), False
