@@ -205,7 +205,7 @@ class Linearization:
         def flat(vector: Tensor, *inputs: Tensor) -> Tensor:
             values = iter(inputs)
             point = [next(values) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            with _Guards():
+            with _Guards():  # type: ignore[no-untyped-call]
                 return product(vector, tree_unflatten(point, spec))
 
         traced = make_fx(functionalize(flat))(vector, *tensors(point))
@@ -273,7 +273,7 @@ def _prepare(module: fx.GraphModule, compiled: bool) -> Graph:
 
 
 def _split(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule, int]:
-    """Return primal and tangent part, and how many of the first outputs of the former are guards."""
+    """Return primal part, tangent part, and how many outputs of the primal part are guards."""
     conditions = dict.fromkeys(_take_guards(module.graph))
     nodes = list(module.graph.nodes)
     vector, *points = (node for node in nodes if node.op == "placeholder")

@@ -50,7 +50,9 @@ def hessian(risk: Risk, **options: Unpack[ProductOptions]) -> HessianOperator:
         ("forward over reverse", partial(_hessian_product, False)),
         ("reverse over reverse", partial(_hessian_product, True)),
     )
-    return HessianOperator(Products(risk, ways, shift=risk.l2, **options))
+    # Without a trace, forward over reverse costs 2.7 to 3.9 gradients on the CPU, and reverse over
+    # reverse 1.9 to 2.7 (GPT-2, ViT, MLP, convolutions).
+    return HessianOperator(Products(risk, ways, shift=risk.l2, reversed_if_eager=True, **options))
 
 
 def _hessian_product(

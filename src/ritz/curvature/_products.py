@@ -61,6 +61,7 @@ class Products:
         risk: The loss at a point.
         ways: Names and functions for the product of one batch with one vector. The first one that
             works is used.
+        reversed_if_eager: Use the last way that works on the CPU if the model is not traced.
         engine: ``linearized``, ``eager`` or ``auto``.
         compile: Compile the traces, and search for the fastest convolutions on a GPU (seconds to
             minutes, at the first product).
@@ -81,6 +82,7 @@ class Products:
         memory: int | None = None,
         block_size: int | None = None,
         shift: float = 0.0,
+        reversed_if_eager: bool = False,
         extra: Callable[[int], Any] = lambda index: None,
     ) -> None:
         check_choice("engine", engine, ENGINES)
@@ -98,6 +100,7 @@ class Products:
         self._ways, self._engine, self._compile = ways, engine, compile
         self._memory = self._room = memory
         self._must_trace = compile or engine == "linearized"
+        self._reversed = reversed_if_eager and not risk.theta.is_cuda
         self._column: Column | None = None  # the way that was chosen
         # By shape of the batch, one for each path through the model; none if it is not traceable.
         self._traces: dict[Any, list[Linearization]] = {}
@@ -247,6 +250,8 @@ class Products:
                 raise RuntimeError(f"engine='linearized' needs a traceable model: {no_trace}")
             if self._engine != "eager":
                 self._engine = "eager" if no_trace else "linearized"
+            if primal is None and self._reversed:
+                name, column = self._last_way(context, u, product, (name, column))
             notes = problems + ([f"not linearized: {no_trace}"] if no_trace else [])
             kind = "linearized and compiled" if self._compile else self._engine
             self._plan = f"{name}, {kind}" + "".join(f" ({note})" for note in notes)
@@ -254,6 +259,17 @@ class Products:
         with suppress(NotImplementedError, RuntimeError):  # the gradient may fail as well
             self.risk.diagnose()
         raise RuntimeError("the loss cannot be differentiated twice: " + "; ".join(problems))
+
+    def _last_way(
+        self, context: Context, u: Tensor, Au: Tensor, first: tuple[str, Column]
+    ) -> tuple[str, Column]:
+        """Return the last way that gives the product ``Au`` of the first way as well."""
+        for name, column in self._ways[:0:-1]:
+            multiply = partial(self._eager, column, context, u[None])
+            product, problem = attempt(multiply, NotImplementedError, RuntimeError)
+            if not problem and is_below(float((product - Au).norm()), _rtol(u) * float(Au.norm())):
+                return name, column
+        return first
 
     def _checked_trace(
         self, column: Column, context: Context, u: Tensor, Au: Tensor, v: Tensor
