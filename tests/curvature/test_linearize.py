@@ -166,7 +166,7 @@ def test_the_padding_row_of_an_embedding_is_a_constant(operator, dense):
     for engine in ("eager", "linearized"):
         op = operator(one.risk(), engine=engine)
         torch.testing.assert_close(op.dense(), expected)
-        assert op.products.plan.startswith("forward")
+        assert "no forward" not in op.products.plan  # it has a forward rule
 
 
 @pytest.mark.parametrize("engine", ["auto", "linearized", "eager"])

@@ -33,6 +33,7 @@ from ritz.operators import LinearOperator
 Column = Callable[[Risk, Params, Context, Params], Params]
 # The product of the matrix of one batch with ``k`` vectors, ``(k, n)`` to a new ``(k, n)``.
 Linear = Callable[[Tensor], Tensor]
+PLAIN = "plain autograd"  # name of the way that differentiates without torch.func
 EngineName = Literal["auto", "linearized", "eager"]
 ENGINES = ("auto", "linearized", "eager")
 
@@ -61,7 +62,8 @@ class Products:
         risk: The loss at a point.
         ways: Names and functions for the product of one batch with one vector. The first one that
             works is used.
-        reversed_if_eager: Use the last way that works on the CPU if the model is not traced.
+        reversed_if_eager: Use the second way, by reverse rules alone, on the CPU if the model is
+            not traced.
         engine: ``linearized``, ``eager`` or ``auto``.
         compile: Compile the traces, and search for the fastest convolutions on a GPU (seconds to
             minutes, at the first product).
@@ -250,8 +252,10 @@ class Products:
                 raise RuntimeError(f"engine='linearized' needs a traceable model: {no_trace}")
             if self._engine != "eager":
                 self._engine = "eager" if no_trace else "linearized"
-            if primal is None and self._reversed:
-                name, column = self._last_way(context, u, product, (name, column))
+            if primal is None and self._reversed and column is self._ways[0][1]:
+                name, column = self._second_way(context, u, product, (name, column))
+            if primal is None and name == PLAIN:
+                self.block_size = 1  # vmap does not enter autograd
             notes = problems + ([f"not linearized: {no_trace}"] if no_trace else [])
             kind = "linearized and compiled" if self._compile else self._engine
             self._plan = f"{name}, {kind}" + "".join(f" ({note})" for note in notes)
@@ -260,16 +264,15 @@ class Products:
             self.risk.diagnose()
         raise RuntimeError("the loss cannot be differentiated twice: " + "; ".join(problems))
 
-    def _last_way(
+    def _second_way(
         self, context: Context, u: Tensor, Au: Tensor, first: tuple[str, Column]
     ) -> tuple[str, Column]:
-        """Return the last way that gives the product ``Au`` of the first way as well."""
-        for name, column in self._ways[:0:-1]:
-            multiply = partial(self._eager, column, context, u[None])
-            product, problem = attempt(multiply, NotImplementedError, RuntimeError)
-            if not problem and is_below(float((product - Au).norm()), _rtol(u) * float(Au.norm())):
-                return name, column
-        return first
+        """Return the second way if it gives the product ``Au`` of the first way as well."""
+        name, column = self._ways[1]
+        multiply = partial(self._eager, column, context, u[None])
+        product, problem = attempt(multiply, NotImplementedError, RuntimeError)
+        same = not problem and is_below(float((product - Au).norm()), _rtol(u) * float(Au.norm()))
+        return (name, column) if same else first
 
     def _checked_trace(
         self, column: Column, context: Context, u: Tensor, Au: Tensor, v: Tensor

@@ -10,7 +10,7 @@ from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, grad_and_value
+from torch.func import functional_call, grad
 from torch.nn import functional
 
 from ritz._core import modes
@@ -35,8 +35,10 @@ from ritz.curvature._modes import (
     Context,
     Params,
     Selection,
+    as_leaves,
     attempt,
     copy_state,
+    derivatives,
     product_modes,
     select_names,
 )
@@ -202,8 +204,11 @@ class Risk:
 
     def batch_gradient(self, context: Context) -> tuple[Tensor, Tensor]:
         """Return gradient ``(P,)`` and loss of one batch, without L2. Needs :meth:`settings`."""
-        by_params = grad_and_value(lambda params: self.batch_loss(params, context))
-        gradient, value = by_params(self.params)
+        # Plain autograd: torch.func refuses packed sequences, checkpoints and older functions.
+        with modes.recording():
+            leaves = as_leaves(self.params)
+            value = self.batch_loss(leaves, context)
+            gradient = derivatives(value, leaves)
         return self.space.flatten(gradient).detach(), value.detach()
 
     def evaluate(self, params: Params, context: Context) -> tuple[Any, Any]:
