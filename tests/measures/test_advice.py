@@ -198,7 +198,7 @@ def test_trials_overrule_the_prediction(risk):
     limit = float(advice.trainable)
     assert limit < float(advice.rate)
     assert advice.sentences[0].startswith(f"up to {limit:.2g}, by the trials")
-    assert "the trials disagree: the loss doubles already at" in advice.sentences[0]
+    assert "the trials disagree: the loss doubles at" in advice.sentences[0]
 
 
 def test_a_disagreement_of_trials_is_said(risk):

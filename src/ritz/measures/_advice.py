@@ -450,8 +450,8 @@ def _comparisons(advice: Advice, index: int) -> Iterator[str]:
         yield "the trials did not find a limit"
     elif times < low:
         yield (
-            f"the trials disagree: the loss doubles already at {times:.2g} times the edge, since "
-            "the noise of gradients adds to it"
+            f"the trials disagree: the loss doubles at {times:.2g} times the edge already, perhaps "
+            "by the noise of gradients"
         )
     elif times > high:
         yield f"the trials disagree: they train up to {times:.2g} times the edge"
@@ -551,8 +551,9 @@ def _notes(advice: Advice) -> list[str]:
     scaling = (
         f"The rule is nearly linear below a batch of {changes[0]} and flat above, by the noise "
         f"along the leading eigenvector; in the papers' models it changes at {changes[1]} "
-        f"(additive) and {changes[2]} (multiplicative). The edge is local: networks usually train "
-        "at 2.7 to 4.2 times it. Figures are ± 95 %."
+        f"(additive) and {changes[2]} (multiplicative). The edge is local, and about curvature "
+        "alone: networks train at up to 4.2 times it, and the noise of gradients, which is not in "
+        "it, may stop them before. Figures are ± 95 %."
     )
     lines += ["", *_wrapped("", scaling)]
     ratio = float(advice.prediction.along) / float(advice.prediction.variance)

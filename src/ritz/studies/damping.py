@@ -93,7 +93,8 @@ class Result(StudyResult[Config]):
     """Least damping of all networks, learning rates and batch sizes, measured and predicted.
 
     Attributes:
-        least: Least damping in trials, ``(networks, rates, S)``.
+        least: Least damping in trials, ``(networks, rates, S)``; NaN if even the least one that was
+            tried trains.
         errors: Half a 95 % interval of it, same shape.
         predicted: Three predictions, in the order of ``PREDICTIONS``, ``(networks, rates, 3, S)``.
     """
@@ -186,6 +187,8 @@ def _measure(config: Config, train: Samples, name: str) -> Tensor:
         ]
         inverse = column(map(float, limits))
         errors = column(float(limit.error()) for limit in limits) / inverse.square()
+        # Where every damping that was tried trains, the least one is not known.
+        inverse = torch.where(errors.isinf(), torch.nan, inverse)
         guesses = [rate * advice.damping.mean, rate * advice.damping_papers.mean, rate / edge]
         rows.append(torch.stack([1 / inverse, errors, *guesses]))
     return torch.stack(rows)

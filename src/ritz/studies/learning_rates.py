@@ -310,10 +310,11 @@ def fit(
 
 
 def exponent(sizes: Sequence[int], rates: Tensor) -> float:
-    """Return the exponent of a power law through learning rates ``(S,)`` over batch sizes."""
-    if len(sizes) < 2:
-        return math.nan
+    """Return the exponent of a power law through rates ``(S,)`` over batch sizes, without NaN."""
     x, y = torch.tensor(sizes, dtype=torch.float64).log(), rates.log()
+    x, y = x[y.isfinite()], y[y.isfinite()]
+    if len(x) < 2:
+        return math.nan
     # The slope of the least-squares line
     x = x - x.mean()
     return float(x @ y / (x @ x))
