@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ritz._core.checks import check_choice, check_count, check_finite, check_range
 from ritz._core.storage import storable
-from ritz.rmt._tracy_widom import fredholm_ppf
+from ritz.rmt._tracy_widom import TracyWidom
 
 NoiseModel = Literal["samples", "entries"]
 
@@ -247,7 +247,7 @@ def _wishart_edge(q: Tensor, s: Tensor, side: Tensor, size: int | None, level: f
 
 
 def _assemble(shifted: _Shifted, detected: Tensor, edge: _Edge) -> Spikes:
-    quantile = fredholm_ppf(edge.level, 1) if bool((edge.scale != 0).any()) else 0.0
+    quantile = float(TracyWidom().ppf(edge.level)) if bool((edge.scale != 0).any()) else 0.0
     bulk = torch.where(edge.scale == 0, torch.nan, (_STDDEV * edge.scale).abs())
     return Spikes(
         value=torch.where(detected, shifted.value, edge.limit),
