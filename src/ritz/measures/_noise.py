@@ -224,7 +224,7 @@ def shrinkage(
     )
     return Shrinkage(
         batch_sizes=sizes,
-        beta=replace(beta, stderr=error),
+        beta=replace(beta, stderr=error, degrees=min(variance.degrees, signal.degrees)),
         signal=signal,
         variance=variance,
         matrix=matrix,
