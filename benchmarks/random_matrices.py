@@ -2,7 +2,7 @@
 
 Four tables: distances between laws and the eigenvalues of one matrix, fluctuations of the largest
 eigenvalue against Tracy-Widom, spikes over a grid through their threshold, and noise that is not
-homogeneous. `--quick` takes matrices of order 500 at most.
+homogeneous. `--tables` and `--sizes` choose parts, which replace those of the stored results.
 """
 
 import argparse
@@ -199,20 +199,33 @@ def inhomogeneous_row(n, draws):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="Orders up to 500.")
-    quick = parser.parse_args().quick
-    sizes = [500] if quick else [500, 1000, 2000, 4000]
-    results = {
-        "laws": law_rows(sizes),
-        "edges": edge_rows([100] if quick else [100, 300], 200 if quick else 800),
-        "inhomogeneous": [inhomogeneous_row(400, 20 if quick else 100)],
-        "spikes": spike_rows(sizes),
+    names = ["inhomogeneous", "edges", "laws", "spikes"]
+    parser.add_argument("--tables", nargs="+", choices=names, default=names)
+    parser.add_argument("--sizes", nargs="+", type=int, default=list(DRAWS), help="Orders.")
+    parser.add_argument("--dry", action="store_true", help="Print, and write nothing.")
+    options = parser.parse_args()
+    tables = {
+        "inhomogeneous": lambda: [inhomogeneous_row(400, 100)],
+        "edges": lambda: edge_rows([100, 300], 800),
+        "laws": lambda: law_rows(options.sizes),
+        "spikes": lambda: spike_rows(options.sizes),
     }
-    for rows in results.values():
-        print(table(rows), end="\n\n", flush=True)
-    if not quick:
-        text = json.dumps({"machine": machine(), "results": results}, indent=1)
-        (RESULTS / "random_matrices.json").write_text(text + "\n")
+    for name in options.tables:
+        rows = tables[name]()
+        print("\n" + table(rows), flush=True)
+        if not options.dry:
+            merge(name, rows)
+
+
+def merge(name, rows):
+    """Write the rows of a table, in place of those of the same orders."""
+    path = RESULTS / "random_matrices.json"
+    results = json.loads(path.read_text())["results"] if path.exists() else {}
+    sizes = {row["n"] for row in rows}
+    kept = [row for row in results.get(name, []) if row["n"] not in sizes]
+    results[name] = sorted(kept + rows, key=lambda row: row["n"])
+    text = json.dumps({"machine": machine(), "results": results}, indent=1)
+    path.write_text(text + "\n")
 
 
 if __name__ == "__main__":
