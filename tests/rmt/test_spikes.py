@@ -209,6 +209,17 @@ def test_the_largest_of_a_bulk_stays_within_the_finite_edge_as_often_as_said(q):
     assert abs(inside / draws - 0.9) < 4 * math.sqrt(0.09 / draws)
 
 
+def test_the_edge_of_a_wigner_matrix_is_passed_as_rarely_as_said():
+    n, draws = 100, 300
+    edges = additive_spikes(torch.tensor([0.1, -0.1]), variance=1.0, size=n, level=0.9).edge
+
+    ends = [torch.linalg.eigvalsh(spiked_wigner(n, spikes=(), generator=seeded(i)).matrix)
+            for i in range(draws)]  # fmt: skip
+
+    for inside in ([x[-1] <= edges[0] for x in ends], [x[0] >= edges[1] for x in ends]):
+        assert abs(sum(map(int, inside)) / draws - 0.9) < 4 * math.sqrt(0.09 / draws)
+
+
 def test_outliers_and_variances_broadcast():
     spikes = additive_spikes(
         torch.tensor([3.0, -2.0]), variance=torch.tensor([[1.0], [4.0], [0.0]])
