@@ -178,22 +178,48 @@ def batch_prediction(
 ) -> BatchPrediction:
     r"""Return the largest eigenvalue of the matrix of a batch, its spread and its overlap.
 
-    ==================  ====================================================================
-    ``subspace``        :math:`\lambda' = \lambda_\text{max}(T + R/(b(\lambda' - s)))`, where
-                        :math:`T` is the mean of the :math:`U^\top H_i U` of a drawn batch in
-                        the ``k`` leading eigenvectors, and :math:`R` is what leaves them
-    ``directional``     :math:`\lambda_1 + V(\varphi_1) / (b (\lambda_1 - s))`
-    ``additive``        the papers' model: noise of variance :math:`P \sigma^2` in all directions
-    ``multiplicative``  the papers' model of covariance matrices
-    ==================  ====================================================================
+    .. math:: \lambda' = \lambda_\text{max}\Big(T + \frac{1}{c^2} \sum_{j \in \text{batch}}
+        \frac{S_j}{\lambda' - s - \kappa_j / c}\Big), \quad
+        T = \frac1c \sum_{j \in \text{batch}} U^\top H_j U
+
+    Random groups ``j`` of samples are seen from the ``k`` leading eigenvectors :math:`U` of all
+    data, in one pass: :math:`U^\top H_j U`, and :math:`S_j = U^\top H_j (I - UU^\top) H_j U`,
+    what leaves the subspace. A batch of any size is then ``c`` groups drawn without replacement,
+    without further products. :math:`\kappa_j` is the curvature of a group along its own leak, and
+    :math:`s` the mean eigenvalue outside of :math:`U`.
+
+    =================  ========================================================================
+    prediction         what it is
+    =================  ========================================================================
+    ``subspace``       the equation above, averaged over drawn batches: mean, spread and overlap
+    ``directional``    :math:`\lambda_1 + V(\varphi_1) / (b (\lambda_1 - s))`; its overlap is too
+                       large, because batches mix the outliers
+    ``additive``       the papers' model: noise of variance :math:`P \sigma^2` in all directions
+    ``multiplicative`` the papers' model of covariance matrices, whose bulk is :math:`s`
+    ``best``           ``subspace``, and for batches smaller than a group 32 batches that are really
+                       drawn, which cost less than a product
+    =================  ========================================================================
+
+    On four networks on MNIST the mean of ``subspace`` was within 7 % of the measured one from
+    batches of 32 on and within 13 % for 8, where ``additive`` was 70 % too low; see the study
+    ``batch_spectra``.
+
+    Errors: ``stderr`` has the draws and, for groups of several samples, that groups show a part of
+    the differences between samples. ``truncation`` is the larger of the change from ``k/2``
+    vectors and of half the change from :math:`\kappa_j = 0`.
+
+    Cost: the eigenvectors (50 to 100 products), and one pass with ``k + 8`` vectors, which is as
+    many products in small batches. Memory: about ``4 k`` vectors, and ``k^2`` numbers per group.
 
     Args:
-        risk: The loss at a point; see :func:`curvature_variance`.
+        risk: The loss at a point; see :func:`curvature_variance`. With several processes use
+            ``sharing="none"``.
         batch_sizes: Sizes ``B``, from 1 to ``N``.
         matrix: ``hessian`` or ``ggn``.
         num_vectors: Vectors ``k`` of the subspace. Defaults to 20.
         num_draws: Batches drawn for each size.
-        group_size: Samples ``g`` per group. Batches below ``g`` are not drawn from groups.
+        group_size: Samples ``g`` per group. Defaults to 1 below 1,024 samples, and otherwise to the
+            largest that gives at least 512 groups.
         pairs: Eigenpairs or Ritz pairs of the matrix of all data, with their vectors, to save their
             cost.
         generator: Source of groups, probes and draws. Defaults to a new generator with seed 0.
@@ -210,7 +236,9 @@ def batch_prediction(
     # Fewer than three groups have no spread.
     check_count("group_size", group_size, high=max(1, count // 3))
     if num_vectors is None:
-        num_vectors = min(TUNING.num_vectors, risk.space.size)
+        # As many as there are, if they are given.
+        most = risk.space.size if pairs is None else len(pairs.values)
+        num_vectors = min(TUNING.num_vectors, most)
     check_count("num_vectors", num_vectors, high=risk.space.size)
     basis, lambda_max, angle = _basis(risk, matrix, num_vectors, pairs, generator, progress)
     projections = _projections(risk, matrix, basis, group_size, generator, progress)
