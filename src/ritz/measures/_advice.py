@@ -229,41 +229,24 @@ def advise(
     """
     sizes, momentum = _checked(risk, batch_sizes, optimizer, momentum, matrix, known, state)
     generator = resolve_generator(generator)
-    op = curvature_operator(risk, matrix)
-    run = lanczos(
-        op,
-        num_steps=min(TUNING.num_steps, risk.space.size),
-        vectors=True,
-        generator=generator,
-        progress=progress,
-    )
     shared: Any = {"generator": generator, "progress": progress}
+    op, num_steps = curvature_operator(risk, matrix), min(TUNING.num_steps, risk.space.size)
+    run = lanczos(op, num_steps=num_steps, vectors=True, **shared)
     prediction = batch_prediction(risk, batch_sizes=sizes, matrix=matrix, pairs=run, **shared)
     noise, sharpness = noise_of(op, **shared), _sharpness(risk)
-    preconditioned = None
-    if state is not None:
-        preconditioned = preconditioned_curvature(
-            risk, divisors(risk, state), matrix=matrix, generator=generator
-        )
-    figures = Figures(
-        prediction,
-        run.values[run.values > 0],
-        optimizer=optimizer,
-        momentum=momentum,
-        known=known,
-    )
-    edge, rate = figures.edges(preconditioned)
+    scaled = None if state is None else _preconditioned(risk, state, matrix, generator)
+    update: Any = {"optimizer": optimizer, "momentum": momentum, "known": known}
+    figures = Figures(prediction, run.values[run.values > 0], **update)
+    edge, rate = figures.edges(scaled)
     trainable = None
     if verify is not False:
         make = _maker(optimizer, momentum) if verify is True else verify
         trainable = trials(risk, make, sizes, edge, rate, generator, progress)
     products = run.num_products + prediction.cost + noise.num_products
-    products += 0 if preconditioned is None else preconditioned[0].num_products + 1
+    products += 0 if scaled is None else scaled[0].num_products + 1
     fields: Any = figures.fields()
     advice = Advice(
         batch_sizes=sizes,
-        optimizer=optimizer,
-        momentum=momentum,
         prediction=prediction,
         bulk=bulk_edge(run, variance=prediction.variance, batch_size=risk.num_samples),
         smallest=_smallest(run),
@@ -272,11 +255,10 @@ def advise(
         edge=edge,
         rate=rate,
         trainable=trainable,
-        known=known,
         cost=_gradients(risk, products),
         loss=risk.loss(),
         seed=generator.initial_seed(),
-        **fields,
+        **(fields | update),
     )
     doubts = tuple(_warnings(risk, advice))
     sentences = tuple(_sentence(advice, index) for index in range(len(sizes)))
@@ -335,6 +317,13 @@ def _maker(optimizer: str, momentum: float) -> MakeOptimizer:
         return lambda params, rate: Adam(params, lr=rate, betas=(momentum, 0.999))
     nesterov = optimizer == "nesterov"
     return lambda params, rate: SGD(params, lr=rate, momentum=momentum, nesterov=nesterov)
+
+
+def _preconditioned(
+    risk: Risk, state: Optimizer, matrix: CurvatureMatrix, generator: torch.Generator
+) -> tuple[Estimate, Estimate]:
+    divisor = divisors(risk, state)
+    return preconditioned_curvature(risk, divisor, matrix=matrix, generator=generator)
 
 
 def _sharpness(risk: Risk) -> Estimate:

@@ -149,9 +149,7 @@ def noise_of(
     check_count("group_size", group_size, high=max(1, count // 3))
     check_count("num_probes", num_probes, low=2)
     generator = resolve_generator(generator)
-    order = torch.randperm(count, generator=generator, device=generator.device)
-    used = order[: count // group_size * group_size].to(risk.theta.device)
-    groups = risk.samples(used, batch_size=group_size)
+    groups = random_groups(risk, group_size, generator)
     # Sigma = scale sum_j d_j d_j'
     scale = (count - 1) / count * group_size / max(1, groups.num_batches - 1)
     gradient = risk.gradient()
@@ -182,6 +180,14 @@ def noise_of(
         num_products=noise.num_products + 1,
         num_gradients=1 + deviations.num_passes,
     )
+
+
+def random_groups(risk: Risk, group_size: int, generator: torch.Generator) -> Risk:
+    """Return the risk on random groups of one size; the rest of the samples is left out."""
+    count = sum(risk.batch_rows)
+    order = torch.randperm(count, generator=generator, device=generator.device)
+    used = order[: count // group_size * group_size].to(risk.theta.device)
+    return risk.samples(used, batch_size=group_size)
 
 
 @final

@@ -10,6 +10,7 @@ from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate, stderr
 from ritz.curvature import Risk, curvature_operator
 from ritz.curvature._shared import CurvatureMatrix, batch_products
+from ritz.measures._gradient_noise import random_groups
 from ritz.operators import FunctionOperator
 from ritz.spectra import eigenpairs
 
@@ -90,9 +91,7 @@ def preconditioned_curvature(
     )
     count = sum(risk.batch_rows)
     size = max(1, count // num_groups)
-    order = torch.randperm(count, generator=generator, device=generator.device)
-    used = order[: count // size * size].to(theta.device)
-    groups = risk.samples(used, batch_size=size)
+    groups = random_groups(risk, size, generator)
     mean, gaps = torch.zeros_like(root, dtype=torch.float64), list[float]()
     for j, (_, product) in enumerate(
         batch_products(groups, root * vectors[:, -1:], matrix=matrix), 1

@@ -89,15 +89,7 @@ def critical_sharpness(
 
     length = float(update.double().norm())
     rate = TUNING.first * max(1.0, float(risk.theta.double().norm())) / length
-    low, high, first = 0.0, math.inf, rises(rate)
-    for _ in range(TUNING.max_doublings):
-        if first > 0:
-            high, rate = rate, rate / 2
-        else:
-            low, rate = (rate if first < 0 else low), rate * 2
-        if low and math.isfinite(high):
-            break
-        first = rises(rate)
+    low, high = _bracket(rises, rate)
     if not (low and math.isfinite(high)):
         return _no_sharpness(low, high, passes)
     while high - low > 2 * rtol * low:
@@ -113,6 +105,23 @@ def critical_sharpness(
         method=f"{passes} forward passes",
         status=Status(outcome="completed", message=f"the loss rises from a rate of {high:.3g} on"),
     )
+
+
+def _bracket(rises: Callable[[float], float], rate: float) -> tuple[float, float]:
+    """Return learning rates that lower and that raise the loss, 0 and infinity if none does.
+
+    A loss that is level to its roundoff counts as neither, and the rate is doubled.
+    """
+    low, high = 0.0, math.inf
+    for _ in range(TUNING.max_doublings):
+        gap = rises(rate)
+        if gap > 0:
+            high, rate = rate, rate / 2
+        else:
+            low, rate = (rate if gap < 0 else low), rate * 2
+        if low and math.isfinite(high):
+            break
+    return low, high
 
 
 def _no_sharpness(low: float, high: float, passes: int) -> Estimate:
