@@ -28,7 +28,9 @@ def test_tables_and_claims_name_what_was_measured(rates, least):
     assert "mlp, trained, momentum 0.9" in str(rates)
     assert len(learning_rates.evidence(rates)) == 5
     assert "mlp, learning rate 1" in str(least)
-    assert [row.published for row in damping.evidence(least)] == ["-1"]
+    rule, ratios = damping.evidence(least)
+    assert rule.published == "-1"
+    assert ratios.verdict == "extends"
 
 
 def test_the_least_damping_is_that_of_trials(least):
