@@ -33,7 +33,7 @@ from ritz.studies._protocol import (
 )
 
 SGD: dict[str, Any] = {"optimizer": "sgd", "lr": 0.05, "weight_decay": 5e-4}
-# The best of six pairs of learning rate and decay, by the held-out error of another seed.
+# The best of five pairs of learning rate and decay, by the held-out error of another seed.
 ADAMW: dict[str, Any] = {"optimizer": "adamw", "lr": 0.01, "weight_decay": 0.2}
 GADAM: dict[str, Any] = {"optimizer": "gadam", "lr": 0.01, "weight_decay": 0.2}
 # What is measured in every cell, in this order; the number of predictions follows.
