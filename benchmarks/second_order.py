@@ -1,10 +1,11 @@
 """Steps of the second-order optimisers over an eager SGD step on the same batch.
 
 ``refresh`` is ``update_curvature`` at new weights, with the traces of the warm-up: the primal part
-of the network, 20 products, the orthogonalisation and the Ritz vectors. ``step`` uses the basis that
-is there. The amortised cost of an interval is that of a step plus that of a refresh over the
+of the network, 20 products, the orthogonalisation and the Ritz vectors. ``step`` uses the basis
+that is there. The amortised cost of an interval is that of a step plus that of a refresh over the
 interval. All jobs run in turn in one process. Run with ``--network vgg16 --device cuda`` for the
-targets: at most 40 SGD steps with the Hessian (34 by arithmetic) and 28 with the Gauss-Newton matrix.
+targets: at most 40 SGD steps with the Hessian (34 by arithmetic) and 28 with the Gauss-Newton
+matrix.
 """
 
 import argparse

@@ -29,13 +29,16 @@ Make = Callable[[Any], torch.optim.Optimizer]
 # The optimiser, and its batch size: the matrix of a small batch is too noisy to be inverted.
 SECOND_ORDER: dict[str, tuple[Make, int]] = {
     "LanczosNewton": (
-        lambda p: LanczosNewton(p, 0.3, delta=0.3, matrix="ggn", start="gradient"), 128
+        lambda p: LanczosNewton(p, 0.5, delta=0.1, matrix="ggn", start="gradient"), 128
     ),
     "LanczosNewton, every 5": (
-        lambda p: LanczosNewton(p, 0.3, delta=0.5, matrix="ggn", interval=5), 128
+        lambda p: LanczosNewton(p, 0.3, delta=0.3, matrix="ggn", interval=5), 64
     ),
     "HessianFree": (lambda p: HessianFree(p, delta=1.0), 640),
-    "SpectralSGD": (lambda p: SpectralSGD(p, 1.0, interval=50, nesterov=True), 64),
+    # A third of the rate: batches are sharper than the one that is measured, and sharpness grows.
+    "SpectralSGD": (
+        lambda p: SpectralSGD(p, 0.3, interval=20, nesterov=True, matrix="ggn"), 128
+    ),
 }  # fmt: skip
 
 
