@@ -374,8 +374,8 @@ def entropy(graph: GraphLike, **options: Unpack[MomentOptions]) -> Estimate:
 
     It is :math:`\log 2` for a flat spectrum and smaller for every other spectrum. The standard
     error is from the jackknife over groups of probes. Moments with errors are matched within these
-    errors, which makes the entropy larger: ``truncation`` is an estimate of that. Arguments and cost are those of
-    :func:`density` with ``method="maxent"``.
+    errors, which makes the entropy larger: ``truncation`` is an estimate of that. Arguments and
+    cost are those of :func:`density` with ``method="maxent"``.
 
     Reference: Equation 3.10 of *Spectral Machine Learning*.
     """

@@ -619,40 +619,63 @@ def _unit(product: Tensor) -> float:
 
 def step(op: LinearOperator, runs: Sequence[Recurrence], *, last: bool = False) -> None:
     """Advance runs by one step, with one product of a block of their vectors."""
-    vectors = [run.vector() for run in runs]
-    block = vectors[0][:, None]
-    if len(runs) > 1:
-        block = torch.empty(len(vectors[0]), len(runs), dtype=op.dtype, device=op.device)
-        for column, vector in zip(block.T, vectors, strict=True):
-            column.copy_(vector)  # three times as fast as torch.stack
-    products = op.matmat(block)
-    if _absorb_together(runs, products, last=last):
+    shared = _shared(runs)
+    products = op.matmat(_block(op, runs, shared))
+    if shared is not None and _absorb_together(runs, products, last=last):
         return
-    for run, vector, product in zip(runs, vectors, products.T, strict=True):
+    for run, product in zip(runs, products.T, strict=True):
         try:
             run.absorb(product.contiguous(), last=last)
         except AsymmetryError as error:
             if not run.is_noise(_norm(op)):
-                raise ValueError(_diagnosis(op, vector, error)) from error
+                raise ValueError(_diagnosis(op, run.vector(), error)) from error
+
+
+def _block(op: LinearOperator, runs: Sequence[Recurrence], shared: Tensor | None) -> Tensor:
+    """Return the newest vectors of runs, ``(n, k)``."""
+    if shared is not None:
+        return shared[:, runs[0].newest].T.contiguous()
+    vectors = [run.vector() for run in runs]
+    if len(runs) == 1:
+        return vectors[0][:, None]
+    block = torch.empty(len(vectors[0]), len(runs), dtype=op.dtype, device=op.device)
+    for column, vector in zip(block.T, vectors, strict=True):
+        column.copy_(vector)  # three times as fast as torch.stack
+    return block
 
 
 def together(
-    starts: Tensor, *, capacity: int, mode: Reorthogonalization, magnitude: float = 0.0
+    starts: Sequence[Tensor],
+    *,
+    capacity: int,
+    mode: Reorthogonalization,
+    magnitude: float = 0.0,
 ) -> list[Recurrence]:
-    """Return runs from start vectors ``(n, k)`` whose bases lie in one tensor.
+    """Return runs from start vectors, each ``(n,)``, whose bases lie in one tensor.
 
     :func:`step` then advances all of them by batched operations. Without, the time of runs of a few
     thousand rows goes into calls.
     """
-    n, count = starts.shape
-    shared = starts.new_empty(count, 2 if mode == "none" else capacity, n)
-    runs = [
-        Recurrence(start, capacity=capacity, mode=mode, magnitude=magnitude, rows=rows)
-        for start, rows in zip(starts.T.contiguous(), shared, strict=True)
-    ]
-    for run in runs:
+    like, shape = starts[0], (len(starts), 2 if mode == "none" else capacity, len(starts[0]))
+    # "partial" decides for each vector what to subtract.
+    shared = None if mode == "partial" else like.new_empty(shape)
+    runs = []
+    for index, start in enumerate(starts):
+        rows = None if shared is None else shared[index]
+        run = Recurrence(start, capacity=capacity, mode=mode, magnitude=magnitude, rows=rows)
         run.shared = shared
+        runs.append(run)
     return runs
+
+
+def _shared(runs: Sequence[Recurrence]) -> Tensor | None:
+    """Return the bases of all runs, ``(k, capacity, n)``, if they are one tensor and in step."""
+    first, shared = runs[0], runs[0].shared
+    if shared is None or len(runs) != len(shared) or first.newest >= shared.shape[1]:
+        return None
+    # A run that is alone for a step continues alone: its rows may have moved.
+    alike = all(run.shared is shared and run.newest == first.newest for run in runs)
+    return shared if alike else None
 
 
 def _absorb_together(runs: Sequence[Recurrence], products: Tensor, *, last: bool) -> bool:
@@ -662,9 +685,7 @@ def _absorb_together(runs: Sequence[Recurrence], products: Tensor, *, last: bool
     step, near a breakdown and if a check fails it changes nothing, and each run is for itself.
     """
     first, shared = runs[0], runs[0].shared
-    if shared is None or len(runs) != len(shared) or not first.alphas or first.mode == "partial":
-        return False
-    if any(run.unit != 1 or run.basis.size != first.basis.size for run in runs):
+    if shared is None or not first.alphas or any(run.unit != 1 for run in runs):
         return False
     size, full, width = first.size, first.mode == "full", first.basis.width
     older, newest = (first.newest - 1) % shared.shape[1], first.newest

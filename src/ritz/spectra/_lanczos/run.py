@@ -24,6 +24,7 @@ from ritz.spectra._lanczos.recurrence import (
     Recurrence,
     Reorthogonalization,
     advance,
+    together,
 )
 
 # ------------------------------------------------------------------------------------------
@@ -55,10 +56,13 @@ class SavedRuns:
     ) -> None:
         self.op, self.settings = op, settings
         mode, placement = settings["reorthogonalize"], settings["placement"]
-        self.runs = [
-            Recurrence(start, capacity=capacity, mode=mode, placement=placement, group=group)
-            for start in starts
-        ]
+        if len(starts) > 1 and placement == "device":
+            self.runs = together(starts, capacity=capacity, mode=mode)
+        else:
+            self.runs = [
+                Recurrence(start, capacity=capacity, mode=mode, placement=placement, group=group)
+                for start in starts
+            ]
         kind = {"n": op.shape[0], "dtype": str(op.dtype), "probes": len(starts)}
         identity = settings | kind | {"start": list(starts)}
         self.journal = Journal(path, identity, interval=interval, group=group)
