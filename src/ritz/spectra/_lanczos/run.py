@@ -23,9 +23,8 @@ from ritz.spectra._lanczos.recurrence import (
     Placement,
     Recurrence,
     Reorthogonalization,
-    advance,
-    together,
 )
+from ritz.spectra._lanczos.steps import advance, together
 
 # ------------------------------------------------------------------------------------------
 # Runs with a saved state, and the check that a resumed run has the same operator.
