@@ -17,4 +17,4 @@ from ritz.curvature._losses import (
 from ritz.curvature._matrices import MATRICES, CurvatureMatrix, batch_products, require_outputs
 from ritz.curvature._products import ENGINES, EngineName
 from ritz.curvature._risk import check_risk
-from ritz.curvature._statistics import Summary
+from ritz.curvature._statistics import Summary, layer_table

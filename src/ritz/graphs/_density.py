@@ -223,7 +223,7 @@ def moments(
     _check_place(dtype, device)
     interval = INTERVAL if matrix == "normalized" else _interval(laplacian(graph, **place))
     if graph.num_nodes <= SMALL if exact is None else exact:
-        mean = _chebyshev_means(eigenvalues(graph, matrix=matrix), num_moments, interval)
+        mean = chebyshev_means(eigenvalues(graph, matrix=matrix), num_moments, interval)
         return Moments(
             mean=mean,
             stderr=torch.zeros_like(mean),
@@ -255,8 +255,8 @@ def _interval(op: LaplacianOperator) -> tuple[float, float]:
     return discs if discs[0] < discs[1] else (-1.0, 1.0)
 
 
-def _chebyshev_means(values: Tensor, num_moments: int, interval: tuple[float, float]) -> Tensor:
-    """Means of ``T_j`` over eigenvalues in an interval, ``(num_moments + 1,)``."""
+def chebyshev_means(values: Tensor, num_moments: int, interval: tuple[float, float]) -> Tensor:
+    """Return the means of ``T_j`` over eigenvalues in an interval, ``(num_moments + 1,)``."""
     low, high = interval
     # T_j(cos a) = cos(j a); rounding may put an eigenvalue beyond the ends.
     angles = torch.arccos(((2 * values.double() - low - high) / (high - low)).clamp(-1.0, 1.0))
@@ -420,7 +420,7 @@ def heat_trace(
     num_probes: int = NUM_PROBES,
     generator: torch.Generator | None = None,
 ) -> Estimate:
-    r"""Estimate the heat trace of the normalised Laplacian per vertex, over time.
+    r"""Estimate the heat trace of the normalised Laplacian per vertex, at several times.
 
     .. math:: h(t) = \frac1n \operatorname{tr} e^{-t L} = e^{-t} \Big(I_0(t) +
         2 \sum_{k \ge 1} (-1)^k I_k(t)\, \mu_k\Big)

@@ -11,11 +11,19 @@ from ritz._core.checks import check_choice, check_count
 from ritz._core.progress import Progress
 from ritz.operators import DenseOperator, LinearOperator
 from ritz.plots._shared import style
-from ritz.spectra import Spectrum, diagonal, lanczos
+from ritz.rmt import MarchenkoPastur, Semicircle
+from ritz.spectra import Density, Spectrum, diagonal, lanczos
+from ritz.studies._evidence import Evidence
 from ritz.studies._protocol import StudyResult, check_minimums, record, seeded, track
 from ritz.testing import network_like, wigner, wishart
 
 NETWORK = "network-like"
+# Limits of the spectra for large matrices: Theorems 9 and 10. With q = 2, half of the mass is at 0.
+LAWS: dict[str, Density] = {
+    "Wigner": Semicircle(),
+    "Marchenko-Pastur, q = 1/2": MarchenkoPastur(ratio=0.5),
+    "Marchenko-Pastur, q = 2": MarchenkoPastur(ratio=2.0),
+}
 
 
 @record
@@ -88,8 +96,6 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
     common: Any = {"dtype": getattr(torch, config.precision), "generator": generator}
     # Functions, so that only one matrix of order 10,000 is in memory.
     ensembles: dict[str, Callable[[], tuple[LinearOperator, Tensor]]] = {
-        # Semicircle, and Marchenko-Pastur laws of aspect ratio q = n / samples; with q = 2, half of
-        # the mass is at 0.
         "Wigner": lambda: _with_eigenvalues(wigner(n, **common)),
         "Marchenko-Pastur, q = 1/2": lambda: _with_eigenvalues(wishart(n, 2 * n, **common)),
         "Marchenko-Pastur, q = 2": lambda: _with_eigenvalues(wishart(n, n // 2, **common)),
@@ -107,13 +113,41 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
     return Result(config=config, cases=tuple(cases))
 
 
+def evidence(result: Result) -> list[Evidence]:
+    """Return the ends of the exact spectra beside those of the Ritz values and of the diagonal."""
+    figures = {"Wigner": "Figure 4.3", NETWORK: "Figure 4.6"}
+    rows = []
+    for case in result.cases:
+        ends = [
+            " to ".join(f"{float(x):.3f}" for x in (values.min(), values.max()))
+            for values in (case.exact, case.spectrum.values, case.diagonal)
+        ]
+        width = float(case.exact.max() - case.exact.min())
+        top = abs(float(case.spectrum.values.max() - case.exact.max()))
+        near = top < 0.05 * width
+        rows.append(
+            Evidence(
+                paper="SPECTRA",
+                where=figures.get(case.name, "Figures 4.4, 4.5"),
+                what=f"{case.name}, order {len(case.exact):,}: exact range {ends[0]}, from "
+                f"{len(case.spectrum.values)} Lanczos steps",
+                published="Ritz values span the spectrum; the diagonal does not",
+                measured=f"Ritz values {ends[1]}, diagonal {ends[2]}",
+                verdict="agrees" if near else "differs",
+                why="" if near else "too few steps for the top eigenvalue, as in the figure",
+            )
+        )
+    return rows
+
+
 def figure(result: Result) -> style.Figure:
-    """Draw the exact histogram, the Lanczos stems and the diagonal of every case."""
+    """Draw the exact histogram, its law, the Lanczos stems and the diagonal of every case."""
     # Two columns, rounded up.
     rows = -(-len(result.cases) // 2)
     drawing, axes = plots.panels(rows, 2, height=2.9)
     for ax, case in zip(axes, result.cases, strict=False):
-        plots.against_exact(case.spectrum, case.exact, diagonal=case.diagonal, ax=ax)
+        law = LAWS.get(case.name)
+        plots.against_exact(case.spectrum, case.exact, diagonal=case.diagonal, law=law, ax=ax)
         ax.set_title(f"{case.name}, {len(case.spectrum.values)} steps", loc="left")
     for ax in axes[len(result.cases) :]:
         ax.remove()
