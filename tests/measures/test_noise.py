@@ -247,7 +247,7 @@ from torch.nn import functional
 from ritz.curvature import Risk
 from ritz.measures import rank_bound
 from ritz.measures import sharpness
-from ritz.measures import curvature_variance
+from ritz.measures import batch_prediction, curvature_variance
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
@@ -265,6 +265,13 @@ except ValueError as error:
 else:
     raise AssertionError("samples of other processes must not be left out")
 assert float(curvature_variance(alone, num_probes=2)) > 0
+try:
+    batch_prediction(split, batch_sizes=(2,))
+except ValueError as error:
+    assert "batch_prediction() needs sharing='none', got 'split'" in str(error)
+else:
+    raise AssertionError("batches of other processes must not be left out")
+assert float(batch_prediction(alone, batch_sizes=(2,), num_vectors=2).best.value.mean) > 0
 dist.barrier()
 dist.destroy_process_group()
 """

@@ -17,6 +17,7 @@ from ritz._core.storage import storable
 from ritz.curvature import Risk, curvature_operator
 from ritz.curvature._shared import CurvatureMatrix, batch_products
 from ritz.measures._landscape import random_vectors
+from ritz.measures._subspace import without_replacement
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,7 @@ def curvature_variance(
 
     Reference: Algorithm 8 of *Spectral Machine Learning*, corrected to the formulas above.
     """
-    _check_groups(risk)
+    check_groups(risk, "curvature_variance()")
     risk.require_sample_mean(alone=True)
     count = sum(risk.batch_rows)
     if group_size is None:
@@ -160,6 +161,41 @@ def curvature_variance(
     return replace(estimate, stderr=estimate.stderr.hypot(error.double()))
 
 
+def batch_variance(
+    variance: Estimate, *, batch_sizes: Sequence[int], num_samples: int | None = None
+) -> Estimate:
+    r"""Return the variance of the matrix of a batch, from that of single samples, ``(S,)``.
+
+    .. math:: \mathbb{E} \|(H_B - H) v\|^2 = \frac{V(v)}{b}, \quad
+        \frac1b = \Big(\frac1B - \frac1N\Big) \frac{N}{N - 1}
+
+    for ``B`` distinct samples of ``N``, and :math:`b = B` for samples drawn with replacement or
+    from an infinite population. No products are used.
+
+    Args:
+        variance: :math:`P \sigma^2` or :math:`V(v)` along one direction; see
+            :func:`curvature_variance`.
+        batch_sizes: Sizes ``B``.
+        num_samples: Number ``N`` of samples. Defaults to sampling with replacement.
+    """
+    sizes = tuple(batch_sizes)
+    check_batch_sizes(sizes, num_samples)
+    if variance.mean.ndim:
+        raise ValueError(f"variance must be one number, got shape {tuple(variance.mean.shape)}")
+    factors = torch.tensor(
+        [without_replacement(size, num_samples) if num_samples else 1 / size for size in sizes],
+        dtype=torch.float64,
+    )
+    samples = variance.samples
+    return replace(
+        variance,
+        mean=variance.mean * factors,
+        stderr=variance.stderr * factors,
+        truncation=variance.truncation * factors,
+        samples=None if samples is None else samples[:, None] * factors,
+    )
+
+
 def shrinkage(
     risk: Risk,
     *,
@@ -194,10 +230,7 @@ def shrinkage(
     Reference: Ledoit and Wolf (2004), here for matrices known by their products only.
     """
     sizes, count = tuple(batch_sizes), sum(risk.batch_rows)
-    if not sizes:
-        raise ValueError("batch_sizes must not be empty")
-    for size in sizes:
-        check_count("batch_sizes", size, high=count)
+    check_batch_sizes(sizes, count)
     generator = resolve_generator(generator)
     variance = curvature_variance(
         risk,
@@ -209,7 +242,7 @@ def shrinkage(
     )
     signal = _signal(risk, matrix, num_probes, generator)
     # e^2 = P (P sigma^2) (1/B - 1/N) N/(N - 1)
-    factors = [(1 / size - 1 / count) * count / (count - 1) for size in sizes]
+    factors = [without_replacement(size, count) for size in sizes]
     scale = risk.space.size * torch.tensor(factors, dtype=torch.float64)
     # beta = d^2 / (d^2 + e^2)
     d2, e2 = signal.mean, variance.mean * scale
@@ -233,15 +266,24 @@ def shrinkage(
     )
 
 
-def _check_groups(risk: Risk) -> None:
-    risk.require_separable("curvature_variance()")
+def check_groups(risk: Risk, caller: str) -> None:
+    """Raise unless the matrices of single samples are defined, and all are in this process."""
+    risk.require_separable(caller)
     if risk.dropout != "off":
         # Masks belong to batches, not to samples.
-        raise ValueError("curvature_variance() needs dropout='off', got 'fixed'")
+        raise ValueError(f"{caller} needs dropout='off', got 'fixed'")
     if risk.sharing != "none" and world_size(risk.group) > 1:
-        raise ValueError(f"curvature_variance() needs sharing='none', got {risk.sharing!r}")
+        raise ValueError(f"{caller} needs sharing='none', got {risk.sharing!r}")
     if risk.num_samples < 2:
-        raise ValueError(f"curvature_variance() needs at least 2 samples, got {risk.num_samples}")
+        raise ValueError(f"{caller} needs at least 2 samples, got {risk.num_samples}")
+
+
+def check_batch_sizes(sizes: Sequence[int], count: int | None) -> None:
+    """Raise unless there are batch sizes, each from 1 to the number of samples."""
+    if not sizes:
+        raise ValueError("batch_sizes must not be empty")
+    for size in sizes:
+        check_count("batch_sizes", size, high=count)
 
 
 def _unit_probes(risk: Risk, count: int, generator: torch.Generator) -> Tensor:

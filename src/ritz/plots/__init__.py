@@ -7,6 +7,7 @@ densities (``spectrum``, ``spectra``, ``density``), also over exact eigenvalues 
 batch sizes (``batch_scaling``). ``panels`` makes a figure, and ``save_figure`` writes it.
 """
 
+from ritz.plots import _batches  # noqa: F401  (it registers plots)
 from ritz.plots._graphs import similarity
 from ritz.plots._networks import landscape, landscape2d
 from ritz.plots._plot import plot, save_figure
