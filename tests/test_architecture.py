@@ -43,7 +43,7 @@ SHARED = {
     "spectra": {"graphs", "measures", "plots", "studies"},
     "curvature": {"measures", "optim", "training", "studies"},
     "graphs": {"studies", "cli"},
-    "training": {"cli"},
+    "training": {"studies", "cli"},
     "plots": {"studies", "cli"},
 }
 LONGEST_CHAIN = 6

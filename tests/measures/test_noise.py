@@ -154,7 +154,13 @@ def test_shrinkage_equals_the_dense_value(risk, dense, kind):
     assert float(found.beta.mean[-1]) == 1.0
     assert float(found.beta.stderr[-1]) == 0.0
     assert found.beta.num_products == 48
-    assert "batch  beta" in str(found)
+    # beta H + (1 - beta) m I = beta (H + delta I)
+    # with the L2 term in H
+    beta, m = d2 / (d2 + spread * rates), float(mean.trace()) / size + 0.2
+    assert_within_stderr(found.damping, m * (1 - beta) / beta)
+    assert float(found.damping.mean[-1]) == 0.0
+    assert "beta" in str(found)
+    assert "damping" in str(found)
 
 
 def test_shrinkage_weight_minimises_the_mean_square_error(dense):

@@ -137,6 +137,11 @@ RESULTS = {
         lambda: measures.gradient_overlap(
             network(), ritz.eigenpairs(ritz.hessian(network()), largest=3)),
         (1, "rank of the eigenvalue", None)),
+    "advice": (lambda: measures.advise(network(), batch_sizes=(4, 12)),
+               (2, "batch size $B$ (samples)", "Hessian")),
+    "advice for Adam": (
+        lambda: measures.advise(network(), batch_sizes=(4, 12), optimizer="adam", known=(4, 0.1)),
+        (3, "batch size $B$ (samples)", None)),
     "norms of layers": (lambda: optim.weight_norms(nn.Linear(3, 2)), (1, "norm", "")),
     "distances of layers": (lambda: curvature.distance(network(), torch.zeros(53)),
                             (1, "distance", "")),

@@ -145,7 +145,8 @@ class TrainingConfig:
     # A kill loses this much work and a step. Several processes agree every 50 steps only.
     save_interval: float = _option(60.0, "Seconds between checkpoints.", FILES, low=0.0, free=True)
     keep: Sequence[int] = _option((), "Also save the weights after this epoch, as "
-                                  "epoch-0005.safetensors. May be repeated.", FILES, free=True,
+                                  "epoch-0005.safetensors; 0 for the initial weights. May be "
+                                  "repeated.", FILES, free=True,
                                   kind=list[int], metavar="EPOCH")
     # fmt: on
 
@@ -175,7 +176,7 @@ class TrainingConfig:
             if not (self.clip_norm > 0 and math.isfinite(self.clip_norm)):
                 raise ValueError(f"clip_norm must be finite and above 0, got {self.clip_norm}")
         for epoch in self.keep:
-            check_count("keep", epoch, high=self.num_epochs)
+            check_count("keep", epoch, low=0, high=self.num_epochs)
         if self.milestones and self.schedule != "step":
             raise ValueError(f"milestones must be given with schedule step, got {self.schedule}")
         if self.final_ratio is not None and self.schedule != "linear":

@@ -179,6 +179,14 @@ def split_settings(option: str, settings: Iterable[str] | None) -> dict[str, str
     return pairs
 
 
+def split_sizes(option: str, text: str | None) -> list[int] | None:
+    """Return whole numbers separated by commas, or ``None`` if there are none."""
+    try:
+        return None if text is None else [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{option} takes whole numbers such as 8,64, got {text!r}") from None
+
+
 def print_result(
     result: Any, files: Iterable[Path] = (), *, as_json: bool, text: str | None = None
 ) -> None:

@@ -1,6 +1,7 @@
 """Optimiser, average and schedule of a run, created from the options and checked."""
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -96,6 +97,24 @@ def create_optimizer(
         takes = ", ".join(key for key in known if key not in ("params", "inner", "settings"))
         raise ValueError(f"optimizer {name} cannot be made with {settings}: {error}; it takes "
                          f"{takes}") from error  # fmt: skip
+
+
+def stability_settings(optimizer: Optimizer, name: str = "") -> tuple[str, float, float]:
+    """Return which update of :func:`ritz.advise` an optimiser makes, its momentum and its rate.
+
+    Args:
+        optimizer: The optimiser.
+        name: Its registered name.
+    """
+    group = optimizer.param_groups[0]
+    rate = float(group.get("lr", math.nan))
+    if "kfac" in name:
+        return "kfac", float(group.get("momentum", 0.0)), rate
+    if "betas" in group:
+        return "adam", float(group["betas"][0]), rate
+    momentum = float(group.get("momentum", 0.0))
+    kind = "nesterov" if group.get("nesterov") else "momentum" if momentum else "sgd"
+    return kind, momentum, rate
 
 
 def _lookahead(

@@ -26,7 +26,12 @@ from ritz._core.training_config import TrainingConfig, TrainingOptions, check_sa
 from ritz.curvature import Risk
 from ritz.curvature._shared import Forward
 from ritz.data import TextSplit
-from ritz.training._assembly import OptimizerChoice, optimizer_names
+from ritz.training._assembly import (
+    OptimizerChoice,
+    create_optimizer,
+    optimizer_names,
+    stability_settings,
+)
 from ritz.training._data import DataParts, Feed, as_part, as_parts, limited, measurable, sample
 from ritz.training._folder import AVERAGE, NAME, WEIGHTS, FilePath, Folder, held_folder, times_path
 from ritz.training._monitor import CurvatureMonitor, Quantity
@@ -464,6 +469,31 @@ def run_files(folder: FilePath) -> list[Path]:
     names = {CONFIG, LOG, times_path(LOG).name, NAME, WEIGHTS, AVERAGE}
     paths = sorted(Path(folder).iterdir())
     return [path for path in paths if path.name in names or path.match("epoch-[0-9]*.safetensors")]
+
+
+def advised_settings(
+    config: RunConfig, optimizer: str | None = None, momentum: float | None = None
+) -> dict[str, Any]:
+    """Return the optimiser of a run as the keywords of :func:`ritz.advise`.
+
+    Args:
+        config: Configuration of the run.
+        optimizer: Another optimiser to advise on, whose learning rate is not that of the run.
+        momentum: Another momentum.
+    """
+    training = config.training
+    made = create_optimizer(
+        training.optimizer, [nn.Parameter(torch.zeros(1))], **training.optimizer_settings
+    )
+    name, of_run, rate = stability_settings(made, training.optimizer)
+    if optimizer not in (None, name):
+        return {"optimizer": optimizer, "momentum": momentum}
+    known = (training.batch_size, rate) if training.batch_size and rate > 0 else None
+    return {
+        "optimizer": name,
+        "momentum": of_run if momentum is None else momentum,
+        "known": known,
+    }
 
 
 def measured_risk(

@@ -1,5 +1,6 @@
 """A training run: its epochs, evaluation on the way, saving and resuming; its result."""
 
+import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -233,6 +234,9 @@ class Run:
             self._load(checkpoint, self.folder.file)
         all_max(0)  # a barrier: no process writes before all have read
         self._first_step = self.state.step
+        # Files are written after the first step, which changes the weights.
+        kept = self._new and 0 in self.config.keep and rank() == 0
+        self._initial = copy.deepcopy(_folder.tensor_state(self.model)) if kept else None
 
     def _assemble(self) -> None:
         """Create optimiser, average, schedule and step from the options, and check them."""
@@ -332,6 +336,9 @@ class Run:
             self.folder.write_texts()  # after all files of another run are gone
         if self._new:
             self._save()
+        if self.folder is not None and self._initial is not None:
+            _folder.save_tensors(self._initial, self.folder.path / _folder.kept_name(0), epoch=0)
+            self._initial = None
 
     def _epoch(self, bar: Progress) -> TrainingStatus | None:
         """Take the remaining steps of an epoch; return how the run ends, if it does."""
@@ -467,7 +474,7 @@ class Run:
             times |= {"samples_per_second": samples / spent, "evaluation_seconds": rest}
             self._times.write(times)
         if self.folder is not None and number in config.keep:
-            self._save_weights(f"epoch-{number:04d}.safetensors", epoch=number)
+            self._save_weights(_folder.kept_name(number), epoch=number)
         if stop:
             return TrainingStatus(outcome="stopped", message=f"patience ran out in epoch {number}")
         return self._poll(agreed=True)
