@@ -20,6 +20,7 @@ from ritz.optim._hessian_free import HessianFree
 from ritz.optim._lookahead import Lookahead
 from ritz.optim._newton import LanczosNewton
 from ritz.optim._presets import from_preset, preset, preset_names
+from ritz.optim._reading import StepReader, StepReading, read_step
 from ritz.optim._schedules import (
     GroupSchedule,
     Schedule,
@@ -47,6 +48,8 @@ __all__ = [
     "Schedule",
     "SpectralRates",
     "SpectralSGD",
+    "StepReader",
+    "StepReading",
     "averaging_decay",
     "delta_to_shrinkage",
     "effective_rates",
@@ -54,6 +57,7 @@ __all__ = [
     "linear_decay",
     "preset",
     "preset_names",
+    "read_step",
     "scale_invariant_weights",
     "shrinkage_to_delta",
     "solution_diversity",
