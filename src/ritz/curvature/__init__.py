@@ -9,6 +9,7 @@ from ritz.curvature._matrices import (
     gradient_covariance,
     hessian,
 )
+from ritz.curvature._noise import noise_sample
 from ritz.curvature._products import CurvatureOperator
 from ritz.curvature._risk import Risk
 from ritz.curvature._statistics import distance, gradient_statistics, summary
@@ -26,5 +27,6 @@ __all__ = [
     "gradient_statistics",
     "hessian",
     "kfac",
+    "noise_sample",
     "summary",
 ]

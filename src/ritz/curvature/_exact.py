@@ -1,4 +1,4 @@
-r"""Exact diagonals and traces of Gauss-Newton matrices, by the structure of the network.
+r"""Exact diagonals and traces of Gauss-Newton and Fisher matrices, by structure of the network.
 
 .. math:: G = \frac{1}{N} \sum_i J_i^\top S_i S_i^\top J_i + \mu I, \qquad
     \operatorname{diag} G = \frac{1}{N} \sum_{i c} (J_i^\top s_{ic})^2 + \mu
@@ -6,10 +6,13 @@ r"""Exact diagonals and traces of Gauss-Newton matrices, by the structure of the
 The root :math:`S_i` of the Hessian of the loss in the outputs has a closed form for the usual
 losses, with as many columns :math:`s_{ic}` as a sample has outputs. Each column costs a backward
 pass down to the outputs of the modules; sample gradients follow by a rule for each kind of module.
+An empirical Fisher matrix needs one column, the derivative of the loss of a sample. A Fisher matrix
+of drawn labels needs one for each term that a label is drawn for.
 
 Reference: Dangel, Kunstner and Hennig (2020).
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,7 +27,7 @@ from ritz._core.checks import is_below
 from ritz._core.modes import recording
 from ritz.curvature import _sample_gradients as rules
 from ritz.curvature._losses import known_loss
-from ritz.curvature._matrices import GGNOperator, HessianOperator
+from ritz.curvature._matrices import FisherOperator, GGNOperator, HessianOperator, likelihood
 from ritz.curvature._modes import LIMITS, UNSUITABLE, Context, Params, attempt
 from ritz.curvature._risk import Risk
 from ritz.curvature._sample_gradients import ForwardPass, forward_pass, full_name, owners
@@ -55,9 +58,10 @@ class Plan:
     columns: int = 0
     gap: str = ""
 
-    def note(self) -> str:
-        """Return the plan in words."""
-        text = f"structure: {self.columns} backward pass{'es' * (self.columns > 1)} per batch"
+    def note(self, passes: int | None = None) -> str:
+        """Return the plan in words, for one pass per output unless their number is given."""
+        count = self.columns if passes is None else passes
+        text = f"structure: {count} backward pass{'es' * (count > 1)} per batch"
         if self.whole:
             few = ", ".join(self.whole[:3]) + (", ..." if len(self.whole) > 3 else "")
             text += f"; through the whole model for {few}, which no rule covers"
@@ -226,28 +230,56 @@ def root_columns(risk: Risk) -> Columns:
     return lambda index, full: known.root(full.outputs.detach(), full.target)
 
 
-def _by_structure(risk: Risk, quantity: Quantity) -> Exact:
-    plan = structure_plan(risk)
+def loss_column(risk: Risk, full: ForwardPass) -> Tensor:
+    """Return the derivative of the loss of each sample in its outputs, over root N, as a column."""
+    with recording():
+        outputs = full.outputs.detach().requires_grad_()
+        loss = risk.adapter.loss(outputs, full.target)
+    # L = (1 / N) sum_i l_i: the derivative of L is that of l_i over N, and the mean of l_i's
+    # squares needs it over sqrt(N).
+    return torch.autograd.grad(loss, outputs)[0].unsqueeze(0) * math.sqrt(len(outputs))
+
+
+def structure_squares(
+    risk: Risk, quantity: Quantity, columns: Columns, *, roots: bool = False
+) -> Exact:
+    """Return the sums of squares of the gradients that columns give, without an L2 term.
+
+    Args:
+        risk: The loss at a point.
+        quantity: ``diagonal``, the sum for each parameter, or ``trace``, that over all parameters.
+        columns: Derivatives in the outputs of a batch.
+        roots: See :func:`structure_plan`.
+    """
+    plan = structure_plan(risk, roots=roots)
     if plan.gap:
         return Exact(None, plan.gap)
     # A later batch may use the modules in other ways than the samples of the plan.
-    total, problem = attempt(partial(_squares, risk, plan, quantity), *UNSUITABLE)
+    total, problem = attempt(partial(_squares, risk, plan, quantity, columns), *UNSUITABLE)
     failed = torch.tensor(float(bool(problem)), device=risk.theta.device)
     if float(risk.sum_over_processes(failed)):
         return Exact(None, problem or ELSEWHERE)
     total = risk.sum_over_processes(total)
-    if quantity == "trace":
-        return Exact(float(total) + risk.l2 * risk.space.size, plan.note())
-    return Exact(total + risk.l2, plan.note())
+    note = plan.note() if roots else plan.note(passes=1)
+    return Exact(float(total) if quantity == "trace" else total, note)
 
 
-def _squares(risk: Risk, plan: Plan, quantity: Quantity) -> Tensor:
+def _by_structure(risk: Risk, quantity: Quantity) -> Exact:
+    # The plan says so if there is no root.
+    columns: Columns = lambda index, full: root_columns(risk)(index, full)  # noqa: E731
+    value, note = structure_squares(risk, quantity, columns, roots=True)
+    if value is None:
+        return Exact(None, note)
+    return Exact(value + risk.l2 * (risk.space.size if quantity == "trace" else 1), note)
+
+
+def _squares(risk: Risk, plan: Plan, quantity: Quantity, columns: Columns) -> Tensor:
     """Return the sums of squares over the batches of this process: the diagonal or its sum."""
     diagonal = {name: torch.zeros_like(value) for name, value in risk.params.items()}
     trace = torch.zeros((), dtype=torch.float64, device=risk.theta.device)
     layers = dict(risk.model.named_modules())
     with risk.settings():
-        for weight, full, parts in passes(risk, plan, root_columns(risk)):
+        for weight, full, parts in passes(risk, plan, columns):
             for derivatives, gradients in parts:
                 for name, deltas in derivatives.items():
                     layer, call = layers[name], full.calls[name]
@@ -267,6 +299,29 @@ def _squares(risk: Risk, plan: Plan, quantity: Quantity) -> Tensor:
 @exact.register
 def _(op: GGNOperator, quantity: Quantity) -> Exact:
     return _by_structure(op.risk, quantity)
+
+
+@exact.register
+def _(op: FisherOperator, quantity: Quantity) -> Exact:
+    risk = op.risk
+    if op.kind == "empirical":
+        return structure_squares(risk, quantity, partial(_empirical_columns, risk))
+    known, labels = likelihood(risk), op.products.extra
+
+    def columns(index: int, full: ForwardPass) -> Tensor:
+        outputs = full.outputs.detach()
+        draws = [known.score(outputs, full.target, drawn) for drawn in labels(index).unbind(1)]
+        terms = torch.cat([known.by_term(score) for score in draws])
+        if len(terms) > LIMITS.max_columns:
+            raise ValueError(f"{len(terms)} terms per sample: probes cost less")
+        return terms / math.sqrt(len(draws))
+
+    value, note = structure_squares(risk, quantity, columns)
+    return Exact(value, note.replace("1 backward pass", "one backward pass per drawn label"))
+
+
+def _empirical_columns(risk: Risk, index: int, full: ForwardPass) -> Tensor:
+    return loss_column(risk, full)
 
 
 # ------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Curvature layer by layer: block-diagonal matrices and Kronecker factors (K-FAC)."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, final
@@ -10,12 +9,11 @@ from torch import Tensor, nn
 
 from ritz import operators
 from ritz._core.checks import check_choice, check_finite
-from ritz._core.modes import recording
 from ritz._core.progress import Progress, tracking
 from ritz._core.storage import storable
 from ritz.curvature import _matrices as matrices
 from ritz.curvature import _sample_gradients as rules
-from ritz.curvature._exact import Columns, passes, root_columns, structure_plan
+from ritz.curvature._exact import Columns, loss_column, passes, root_columns, structure_plan
 from ritz.curvature._matrices import MATRICES, CurvatureMatrix, curvature_operator
 from ritz.curvature._modes import LIMITS, Selection, select_names
 from ritz.curvature._products import EngineName
@@ -209,7 +207,7 @@ def _columns(risk: Risk, kind: KFACKind, generator: torch.Generator | None) -> C
     if kind == "ggn":
         return root_columns(risk)
     if kind == "empirical":
-        return lambda index, full: _loss_column(risk, full)
+        return lambda index, full: loss_column(risk, full)
     known, seeds = matrices.likelihood(risk), matrices.batch_seeds(risk, generator)
 
     def columns(index: int, full: ForwardPass) -> Tensor:
@@ -218,15 +216,6 @@ def _columns(risk: Risk, kind: KFACKind, generator: torch.Generator | None) -> C
         return known.score(outputs, full.target, labels)[None]
 
     return columns
-
-
-def _loss_column(risk: Risk, full: ForwardPass) -> Tensor:
-    with recording():
-        outputs = full.outputs.detach().requires_grad_()
-        loss = risk.adapter.loss(outputs, full.target)
-    # L = (1 / N) sum_i l_i: the derivative of L is that of l_i over N, and the mean of l_i's
-    # squares needs it over sqrt(N).
-    return torch.autograd.grad(loss, outputs)[0].unsqueeze(0) * math.sqrt(len(outputs))
 
 
 class _Block:
@@ -257,10 +246,7 @@ class _Block:
             squares = rules.squared_gradients(self.module, call, deltas)
             self.total.add_(torch.cat([squares[key].flatten() for key in self.keys]), alpha=weight)
         else:
-            for columns, part in rules.chunks(deltas, self.size):
-                gradients = rules.sample_gradients(
-                    self.module, call.rows(part), deltas[columns, part]
-                )
+            for gradients in rules.in_chunks(self.module, call, deltas):
                 self.add_gradients({self.names[key]: gradients[key] for key in self.keys}, weight)
 
     def add_gradients(self, gradients: dict[str, Tensor], weight: float) -> None:

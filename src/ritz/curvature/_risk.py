@@ -144,6 +144,7 @@ class Risk:
         self.num_samples = int(all_sum(total, group) if sharing == "own" else total)
         self._check_batch_norm(batch_norm)
         self._mask_shapes: dict[Any, list[tuple[tuple[int, ...], float]]] = {}
+        self._constant = False  # statistics of a batch are constants for derivatives
         self._first = 0  # number of the first batch, which seeds its masks
         self._statistics: Params | None = None
         self._sample_gaps: dict[bool, str] = {}
@@ -212,6 +213,18 @@ class Risk:
         self._check_batch_norm(mode)
         return self._changed(batch_norm=mode)
 
+    def with_constant_statistics(self) -> "Risk":
+        """Return a risk whose batch norms take the statistics of each batch as constants.
+
+        Loss and outputs stay the same. The gradient of a sample is that of its own loss at these
+        statistics, so samples can be separated in train mode too.
+        """
+        return self if self.separable else self._changed(_constant=True)
+
+    def without_l2(self) -> "Risk":
+        """Return the risk without its L2 term."""
+        return self._changed(l2=0.0)
+
     def on(self, params: Selection) -> "Risk":
         """Return the risk as a function of some of its parameters, with the others constant."""
         names = select_names(list(self.space.shapes), params)
@@ -275,6 +288,8 @@ class Risk:
     @property
     def separable(self) -> bool:
         """Whether the outputs of a sample do not depend on the other samples of its batch."""
+        if self._constant:
+            return True
         layers = batch_norms(self.model).values()
         # A layer without running statistics uses those of the batch in every mode.
         return all(self.batch_norm != "train" and n.running_mean is not None for n in layers)
@@ -357,6 +372,7 @@ class Risk:
             batch_statistics=self.batch_norm == "train",
             precision=self.precision,
             device=self.theta.device,
+            constant=self._constant,
         )
 
     def diagnose(self) -> None:
