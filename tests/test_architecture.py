@@ -41,7 +41,7 @@ OPTIONAL = {"ritz.operators._native": {"numba", "llvmlite"}}  # imported only if
 SHARED = {
     "operators": {"spectra", "curvature", "graphs", "measures"},
     "spectra": {"graphs", "measures", "plots", "studies"},
-    "curvature": {"measures", "training", "studies"},
+    "curvature": {"measures", "optim", "training", "studies"},
     "graphs": {"studies", "cli"},
     "training": {"cli"},
     "plots": {"studies", "cli"},

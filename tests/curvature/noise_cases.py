@@ -1,6 +1,5 @@
 """Networks whose gradient noise has a covariance that is written out without the library."""
 
-
 import torch
 from curvature.networks import labels, noise
 from torch import nn
@@ -240,5 +239,3 @@ def _scores(samples, matrix, *, every=False):
 def sample_options(kind):
     return {"sigma": 0.5} if kind in ("isotropic", "multiplicative") else (
         {"lr": 0.1} if kind == "sgld" else {})  # fmt: skip
-
-

@@ -4,7 +4,6 @@ import pytest
 import torch
 from curvature.noise_cases import (
     NETWORKS,
-    N,
     assert_covariance,
     expected,
     make_risk,
@@ -12,7 +11,7 @@ from curvature.noise_cases import (
 )
 
 from ritz.curvature import noise_sample
-from ritz.curvature._noise import NOISE_KINDS
+from ritz.curvature._noise_kinds import NOISE_KINDS
 
 # Kinds without structure are the same for all networks.
 CASES = [
@@ -23,7 +22,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("name, kind", CASES)
+@pytest.mark.parametrize(("name", "kind"), CASES)
 def test_samples_have_the_covariance_of_the_dense_matrix(name, kind):
     # z does not depend on the number of samples; 20,000 of them are drawn by the slow test.
     block = noise_sample(make_risk(name), kind, num_samples=3000, **sample_options(kind))
@@ -31,7 +30,7 @@ def test_samples_have_the_covariance_of_the_dense_matrix(name, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, kind", CASES)
+@pytest.mark.parametrize(("name", "kind"), CASES)
 def test_twenty_thousand_samples_have_the_covariance_of_the_dense_matrix(name, kind):
     generator = torch.Generator().manual_seed(1)
     options = sample_options(kind) | {"generator": generator}

@@ -1,5 +1,6 @@
 """Curvature of networks: a risk at a point, and its Hessian, Gauss-Newton and Fisher matrices."""
 
+import ritz.curvature._exact  # noqa: F401 - registers the rules of exact diagonals and traces
 from ritz.curvature._layers import block_diagonal, kfac
 from ritz.curvature._matrices import (
     curvature_operator,

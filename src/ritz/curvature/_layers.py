@@ -13,12 +13,18 @@ from ritz._core.progress import Progress, tracking
 from ritz._core.storage import storable
 from ritz.curvature import _matrices as matrices
 from ritz.curvature import _sample_gradients as rules
-from ritz.curvature._exact import Columns, loss_column, passes, root_columns, structure_plan
 from ritz.curvature._matrices import MATRICES, CurvatureMatrix, curvature_operator
 from ritz.curvature._modes import LIMITS, Selection, select_names
 from ritz.curvature._products import EngineName
 from ritz.curvature._risk import Risk, check_risk
 from ritz.curvature._sample_gradients import Call, ForwardPass, full_name, owners
+from ritz.curvature._structure import (
+    Columns,
+    loss_column,
+    passes,
+    root_columns,
+    structure_plan,
+)
 from ritz.operators import BlockDiagonalOperator, Exact, LinearOperator, exact
 from ritz.operators._shared import Quantity
 
@@ -125,7 +131,7 @@ class LayerOperator(LinearOperator):
         # V -> G V A + mu V, for each column as a matrix [W b].
         A, G = self.factors.inputs, self.factors.outputs
         V = self._joint(block)
-        return self._flat(torch.einsum("pq,qik,ij->pjk", G, V, A).add_(V, alpha=self.shift))
+        return self.flatten(torch.einsum("pq,qik,ij->pjk", G, V, A).add_(V, alpha=self.shift))
 
     def _joint(self, block: Tensor) -> Tensor:
         """Return a block ``(n, k)`` as ``(o, i, k)``."""
@@ -135,7 +141,8 @@ class LayerOperator(LinearOperator):
         weight = block[:-width].reshape(width, len(self.factors.inputs) - 1, count)
         return torch.cat([weight, block[-width:].unsqueeze(1)], 1)
 
-    def _flat(self, joint: Tensor) -> Tensor:
+    def flatten(self, joint: Tensor) -> Tensor:
+        """Return matrices [W b], ``(o, i, k)``, as vectors ``(n, k)``."""
         if not self.bias:
             return joint.flatten(0, 1)
         return torch.cat([joint[:, :-1].flatten(0, 1), joint[:, -1]])
@@ -148,7 +155,7 @@ def _(op: LayerOperator, quantity: Quantity) -> Exact:
         # tr (G (x) A) = tr G tr A
         return Exact(float(G.double().trace() * A.double().trace()) + op.shift * op.shape[0])
     entries = torch.outer(G.diagonal(), A.diagonal())
-    return Exact(op._flat(entries.unsqueeze(2))[:, 0] + op.shift)
+    return Exact(op.flatten(entries.unsqueeze(2))[:, 0] + op.shift)
 
 
 def kfac(
@@ -187,7 +194,7 @@ def kfac(
         raise ValueError(f"kfac() is not possible here: {plan.gap}")
     layers = dict(risk.model.named_modules())
     blocks = {
-        name: _Block(risk, name, keys, layers[name], alone=name in plan.modules)
+        name: LayerSums(risk, name, keys, layers[name], alone=name in plan.modules)
         for name, keys in owners(list(risk.space.shapes)).items()
     }
     with risk.settings(), tracking(progress, "K-FAC", risk.num_batches) as bar:
@@ -218,7 +225,7 @@ def _columns(risk: Risk, kind: KFACKind, generator: torch.Generator | None) -> C
     return columns
 
 
-class _Block:
+class LayerSums:
     """The sums for one module: two factors, a matrix, or a diagonal."""
 
     def __init__(
@@ -287,3 +294,11 @@ class _Block:
             return operators.DiagonalOperator(total + shift)
         total.diagonal().add_(shift)
         return operators.DenseOperator(total)
+
+
+def root(matrix: Tensor) -> Tensor:
+    r"""Return a matrix :math:`R` with :math:`R R^\top` the positive semi-definite matrix."""
+    values, vectors = torch.linalg.eigh(matrix)
+    # Roundoff makes the smallest eigenvalues of a singular matrix negative.
+    square_root: Tensor = vectors * values.clamp_min(0).sqrt()
+    return square_root

@@ -178,8 +178,8 @@ def fisher(
     labels are drawn once, ``num_draws`` per sample; the expectation of the matrix is the
     Gauss-Newton matrix. For outputs with positions, such as tokens, each position counts as a
     sample. Diagonal and trace are exact where the structure of the network gives them: one backward
-    pass per batch if ``empirical``, and otherwise one per drawn label. The L2 term of the risk is not included. A product costs as much as one with the
-    Gauss-Newton matrix.
+    pass per batch if ``empirical``, and otherwise one per drawn label. The L2 term of the risk is
+    not included. A product costs as much as one with the Gauss-Newton matrix.
 
     Args:
         risk: A :class:`Risk` whose ``loss_fn`` is separate from the model.

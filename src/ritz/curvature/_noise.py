@@ -12,8 +12,8 @@ descent with covariance noise*, sections 2.2, D, E.2 and F.
 """
 
 import math
-from functools import singledispatch
-from typing import Any, Literal, get_args
+from functools import partial, singledispatch
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,25 +21,22 @@ from torch import Tensor
 from ritz._core.checks import check_choice, check_count, check_range
 from ritz._core.modes import recording
 from ritz._core.random import probes, resolve_generator
-from ritz.curvature._exact import loss_column, structure_squares
-from ritz.curvature._layers import LayerOperator, kfac
-from ritz.curvature._losses import KnownLoss, sample_losses
+from ritz.curvature._layers import LayerOperator, kfac, root
 from ritz.curvature._matrices import batch_seeds, likelihood, require_outputs
 from ritz.curvature._modes import LIMITS, attempt
+from ritz.curvature._noise_kinds import (
+    BY_GRADIENT,
+    BY_MOMENTS,
+    NOISE_KINDS,
+    NoiseKind,
+    label_columns,
+    random_signs,
+    scale_of_step,
+    sign_columns,
+)
 from ritz.curvature._risk import Risk
+from ritz.curvature._structure import loss_column, structure_squares
 from ritz.operators import BlockDiagonalOperator, DenseOperator, DiagonalOperator, LinearOperator
-
-NoiseKind = Literal[
-    "diagonal", "full", "centred", "true", "kfac", "trace", "trace_unscaled", "isotropic",
-    "multiplicative", "sgld",
-]  # fmt: skip
-NOISE_KINDS = get_args(NoiseKind)
-# Sampled by a backward pass of weighted losses or at drawn labels.
-BY_GRADIENT = ("full", "centred", "true")
-# Sampled from second moments of the gradients of single samples.
-BY_MOMENTS = ("diagonal", "kfac", "trace", "trace_unscaled")
-# Noise of a step whatever its batch size; the others are the noise of one sample.
-OF_STEP = ("isotropic", "multiplicative", "sgld")
 
 
 def noise_sample(
@@ -121,17 +118,6 @@ def noise_sample(
     return block[:, 0] if num_samples is None else block
 
 
-def scale_of_step(kind: str, sigma: float, lr: float, temperature: float) -> float:
-    """Return the standard deviation of noise that does not depend on the batch size."""
-    if kind != "sgld":
-        return sigma
-    check_range("temperature", temperature, low=0.0)
-    if not (lr > 0 and math.isfinite(lr)):
-        raise ValueError(f"lr must be above 0 for kind='sgld', got {lr}")
-    # alpha^2 (2 T / alpha) = 2 alpha T
-    return math.sqrt(2 * temperature / lr)
-
-
 def _gaussian(risk: Risk, count: int, rng: torch.Generator) -> Tensor:
     like: Any = {"dtype": risk.theta.dtype, "device": risk.theta.device}
     return probes((risk.space.size, count), kind="gaussian", generator=rng, **like)
@@ -171,38 +157,6 @@ def _gradients(risk: Risk, kind: str, count: int, rng: torch.Generator) -> Tenso
     return total.T
 
 
-def random_signs(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Return independent signs on the device of the generator."""
-    where: Any = {"generator": generator, "device": generator.device}
-    return torch.randint(0, 2, shape, dtype=torch.int8, **where) * 2 - 1
-
-
-def sign_columns(loss_fn: Any, outputs: Tensor, target: Any, signs: Tensor) -> Tensor:
-    r"""Return the derivatives of :math:`n^{-1/2} \sum_i s_i \ell_i` in the outputs.
-
-    Args:
-        loss_fn: The mean loss of a batch.
-        outputs: Outputs of a batch of :math:`n`.
-        target: Its target.
-        signs: ``(k, n)``.
-    """
-    with recording():
-        point = outputs.detach().requires_grad_()
-        losses = sample_losses(loss_fn, point, target)
-    # l_i depends on row i alone, so one derivative serves all signs.
-    derivative = torch.autograd.grad(losses.sum(), point)[0] / math.sqrt(len(outputs))
-    return derivative * signs.to(derivative).view(*signs.shape, *(1,) * (outputs.ndim - 1))
-
-
-def label_columns(
-    known: KnownLoss, outputs: Tensor, target: Any, count: int, generator: torch.Generator
-) -> Tensor:
-    """Return the scores of ``count`` sets of labels that are drawn from the model."""
-    point = outputs.detach()
-    draws = [known.draw(point, target, generator) for _ in range(count)]
-    return torch.stack([known.score(point, target, drawn) for drawn in draws])
-
-
 def _pulled(risk: Risk, outputs: Tensor, leaves: list[Tensor], columns: Tensor) -> Tensor:
     """Return gradients ``(k, P)`` for cotangents of the outputs."""
 
@@ -214,12 +168,13 @@ def _pulled(risk: Risk, outputs: Tensor, leaves: list[Tensor], columns: Tensor) 
         lead = part.shape[:1] if batched else (1,)
         return torch.cat([gradient.reshape(*lead, -1) for gradient in gradients], 1)
 
-    size, parts, problem = max(1, LIMITS.gradients // (4 * risk.space.size)), [], ""
+    parts: list[Tensor] = []
+    size, problem = max(1, LIMITS.gradients // (4 * risk.space.size)), ""
     for part in columns.split(size):
         if len(part) > 1 and not problem:
-            gradients, problem = attempt(lambda part=part: pull(part, True), RuntimeError)
+            rows, problem = attempt(partial(pull, part, True), RuntimeError)
             if not problem:
-                parts.append(gradients)
+                parts.append(rows)
                 continue
         parts += [pull(column, False) for column in part]
     return torch.cat(parts)
@@ -232,7 +187,9 @@ def _pulled(risk: Risk, outputs: Tensor, leaves: list[Tensor], columns: Tensor) 
 def _from_moments(risk: Risk, kind: str, count: int, rng: torch.Generator) -> Tensor:
     constant = risk.with_constant_statistics()
     if kind == "kfac":
-        return draw_from(kfac(constant.without_l2(), kind="empirical"), count, rng)
+        # The L2 term of the risk is not part of the noise.
+        block: Tensor = draw_from(kfac(constant.without_l2(), kind="empirical"), count, rng)
+        return block
     quantity: Any = "diagonal" if kind == "diagonal" else "trace"
     moments, note = structure_squares(
         constant, quantity, lambda index, full: loss_column(constant, full)
@@ -240,9 +197,9 @@ def _from_moments(risk: Risk, kind: str, count: int, rng: torch.Generator) -> Te
     if moments is None:
         raise ValueError(f"noise_sample(kind={kind!r}) is not possible here: {note}; use 'full'")
     xi = _gaussian(risk, count, rng)
-    if kind == "diagonal":
+    if isinstance(moments, Tensor):  # the diagonal
         return xi * moments.sqrt()[:, None]
-    return xi * math.sqrt(moments / (risk.space.size if kind == "trace" else 1))
+    return xi * math.sqrt(float(moments) / (risk.space.size if kind == "trace" else 1))
 
 
 @singledispatch
@@ -271,16 +228,9 @@ def _(op: LayerOperator, count: int, generator: torch.Generator) -> Tensor:
     # V = G^(1/2) Xi A^(1/2)': Cov[V_oi, V_pj] = G_op A_ij
     A, G = root(op.factors.inputs), root(op.factors.outputs)
     xi = _normal(op, count, generator).view(len(G), len(A), count)
-    return op._flat(torch.einsum("pq,qik,ji->pjk", G, xi, A))
+    return op.flatten(torch.einsum("pq,qik,ji->pjk", G, xi, A))
 
 
 def _normal(op: LinearOperator, count: int, generator: torch.Generator) -> Tensor:
     like: Any = {"dtype": op.dtype, "device": op.device}
     return probes((op.shape[0], count), kind="gaussian", generator=generator, **like)
-
-
-def root(matrix: Tensor) -> Tensor:
-    r"""Return a matrix :math:`R` with :math:`R R^\top` the positive semi-definite matrix."""
-    values, vectors = torch.linalg.eigh(matrix)
-    # Roundoff makes the smallest eigenvalues of a singular matrix negative.
-    return vectors * values.clamp_min(0).sqrt()

@@ -10,6 +10,7 @@ from ritz.optim._adaptive import (
     shrinkage_to_delta,
 )
 from ritz.optim._averaging import AutoAverage, IterateAverage
+from ritz.optim._covariance_noise import CovarianceNoise, NoisySGD
 from ritz.optim._diagnostics import (
     effective_rates,
     scale_invariant_weights,
@@ -29,12 +30,14 @@ from ritz.optim._schedules import (
 
 __all__ = [
     "AutoAverage",
+    "CovarianceNoise",
     "DampedAdamW",
     "Gadam",
     "GadamX",
     "GroupSchedule",
     "IterateAverage",
     "Lookahead",
+    "NoisySGD",
     "Padam",
     "PadamW",
     "Schedule",
