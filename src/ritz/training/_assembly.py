@@ -1,20 +1,24 @@
 """Optimiser, average and schedule of a run, created from the options and checked."""
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
+from torch.optim import ASGD, LBFGS, SGD, Adam, AdamW, Optimizer, RAdam
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ritz import optim
 from ritz._core.distributed import world_size
+from ritz._core.modes import batch_norms
 from ritz._core.params import parameters
 from ritz._core.registry import Registry
 from ritz._core.training_config import TrainingConfig
+from ritz.curvature._shared import Adapter
+from ritz.models import with_ghost_batch_norm
 from ritz.training._step import nested
 
 # ------------------------------------------------------------------------------------------
@@ -109,6 +113,10 @@ def _lookahead(
 
 _BUILT_IN: dict[str, OptimizerFactory] = {
     "sgd": partial(SGD, lr=0.1, momentum=0.9),
+    # Its noise needs the model, and is made by fit.
+    "noisy_sgd": partial(SGD, lr=0.1, momentum=0.9),
+    "asgd": ASGD,
+    "radam": RAdam,
     "adam": Adam,
     "adamw": AdamW,
     "damped_adamw": optim.DampedAdamW,
@@ -166,6 +174,76 @@ def make_optimizer(
             "lookahead_sgd or lookahead_adamw, or a Lookahead with that until="
         )
     return optimizer
+
+
+def use_ghosts(model: nn.Module, config: TrainingConfig) -> None:
+    """Give batch norms the statistics of ghost batches, if that is wanted."""
+    if config.ghost_batch is None:
+        return
+    if not batch_norms(model):
+        kind = type(model).__name__
+        raise ValueError(f"ghost_batch needs a model with batch norm, got {kind} without")
+    with_ghost_batch_norm(model, config.ghost_batch)
+
+
+def make_noise(
+    optimizer: Optimizer,
+    adapter: Adapter,
+    config: TrainingConfig,
+    num_steps: int | None,
+    *,
+    samples_per_step: int | None,
+) -> optim.CovarianceNoise | None:
+    """Return the gradient noise of a run, that of the optimiser or of the options, or ``None``.
+
+    Args:
+        optimizer: The optimiser, perhaps inside Lookahead.
+        adapter: The model and its loss.
+        config: The options.
+        num_steps: Steps of the whole run, if known.
+        samples_per_step: The smallest batch size, if it is chosen.
+    """
+    built_in = next((x for x in (getattr(o, "noise", None) for o in nested(optimizer))
+                     if isinstance(x, optim.CovarianceNoise)), None)  # fmt: skip
+    kind: Any = config.noise
+    if kind == "none" and config.optimizer == "noisy_sgd" and built_in is None:
+        kind = "diagonal"
+    if kind == "none" and built_in is None:
+        return None
+    if config.capture or config.compile:
+        name = "capture" if config.capture else "compile"
+        raise ValueError(f"{name} must be False with noise, which reads gradients of samples")
+    if built_in is not None and kind != "none":
+        raise ValueError(f"noise must not be given twice, got {kind!r} and an optimiser with noise")
+    if built_in is not None:
+        return built_in
+    if num_steps is None and (config.noise_until < 1 or kind == "sgld"):
+        raise ValueError("steps_per_epoch is required for noise_until: the data have no length")
+    samples = None if samples_per_step is None else samples_per_step * config.accumulate
+    of_step = kind in ("isotropic", "multiplicative", "sgld")
+    if samples is not None and config.noise_batch >= samples and not of_step:
+        raise ValueError(f"noise_batch must be less than the samples of a step, got "
+                         f"{config.noise_batch} and {samples}")  # fmt: skip
+    heat = config.noise_temperature
+    if kind == "sgld" and heat is None:
+        # One over the samples that the steps of an epoch see.
+        heat = config.num_epochs / ((samples or 1) * (num_steps or 1))
+    # Noise in the first steps, up to this fraction of all.
+    until = None if num_steps is None else math.ceil(config.noise_until * num_steps) + 1
+    return optim.CovarianceNoise(
+        nested(optimizer)[-1],
+        adapter.model,
+        adapter.loss_fn.call,
+        forward=adapter.custom,
+        kind=kind,
+        small=config.noise_batch,
+        until=None if config.noise_until == 1 else until,
+        momentum=config.noise_momentum,
+        refresh=config.noise_refresh,
+        sigma=config.noise_sigma,
+        temperature=heat,
+        seed=config.seed,
+    )
 
 
 def is_captured(optimizer: Optimizer, config: TrainingConfig, device: torch.device) -> bool:

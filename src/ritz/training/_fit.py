@@ -225,6 +225,7 @@ def _feeds(
         shuffled=True,
         augment=usual if config.augment is True else config.augment or None,
         drop_last=config.drop_last,
+        sizes=config.batch_sizes,
     )
 
     def size(part: Any) -> int | None:
