@@ -1,5 +1,11 @@
 """Measures of networks: sharpness, noise of mini-batches, landscapes, calibration."""
 
+from ritz.measures._calibrated import (
+    CalibratedSharpness,
+    ExcessRisk,
+    calibrated_sharpness,
+    excess_risk,
+)
 from ritz.measures._calibration import Temperature, scaled, temperature
 from ritz.measures._degeneracy import Degeneracy, rank_bound, rank_degeneracy
 from ritz.measures._folding import fold_batch_norm
@@ -16,12 +22,16 @@ from ritz.measures._noise import curvature_variance, shrinkage
 from ritz.measures._sharpness import Sharpness, sharpness
 
 __all__ = [
+    "CalibratedSharpness",
     "Degeneracy",
+    "ExcessRisk",
     "Landscape",
     "Landscape2d",
     "Sharpness",
     "Temperature",
+    "calibrated_sharpness",
     "curvature_variance",
+    "excess_risk",
     "filter_normalized",
     "fold_batch_norm",
     "landscape",
