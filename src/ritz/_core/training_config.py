@@ -117,8 +117,9 @@ class TrainingConfig:
                                "steps: square root of the diagonal of the Fisher matrix (diagonal, "
                                "as published), of the whole matrix (full) and so on; see "
                                "noise_sample. Steps are then no CUDA graphs.", NOISE)
-    noise_batch: int = _option(128, "Samples of the small batch whose noise is added.", NOISE,
-                               low=1)
+    noise_batch: int | None = _option(None, "Samples of the small batch whose noise is added "
+                                      "(default: 1/32 of those of a step, as published; 128 if the "
+                                      "data are a DataLoader).", NOISE, low=1)
     noise_until: float = _option(0.25, "Fraction of the run after which the noise ends.", NOISE,
                                  low=0.0, high=1.0)
     noise_momentum: Literal["after", "before"] = _option("after", "Whether the noise enters after "
@@ -294,7 +295,7 @@ class TrainingOptions(TypedDict, total=False):
     statistics_fraction: float
     final: Literal["last", "average"]
     noise: NoiseName
-    noise_batch: int
+    noise_batch: int | None
     noise_until: float
     noise_momentum: Literal["after", "before"]
     noise_refresh: int | None

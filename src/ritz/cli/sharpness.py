@@ -27,7 +27,8 @@ class Options(shared.MeasureOptions):
     split: shared.Split = option("train", shared.SPLIT)
     steps: int | None = option(None, "Lanczos steps per probe (default: 100).", low=1)
     calibrated: bool = option(False, "Measure the largest eigenvalue alone, comparable between "
-                              "runs: batch norm folded, outputs calibrated on held-out data.", free=True)
+                              "runs: batch norm folded, outputs calibrated on held-out data.",
+                              free=True)
     probes: int = option(8, "Number of random probes. More give smaller error bars.", low=1)
     # fmt: on
 

@@ -220,10 +220,13 @@ def make_noise(
     if num_steps is None and (config.noise_until < 1 or kind == "sgld"):
         raise ValueError("steps_per_epoch is required for noise_until: the data have no length")
     samples = None if samples_per_step is None else samples_per_step * config.accumulate
+    small = config.noise_batch
+    if small is None:
+        small = 128 if samples is None else max(1, samples // 32)
     of_step = kind in ("isotropic", "multiplicative", "sgld")
-    if samples is not None and config.noise_batch >= samples and not of_step:
+    if samples is not None and small >= samples and not of_step:
         raise ValueError(f"noise_batch must be less than the samples of a step, got "
-                         f"{config.noise_batch} and {samples}")  # fmt: skip
+                         f"{small} and {samples}")  # fmt: skip
     heat = config.noise_temperature
     if kind == "sgld" and heat is None:
         # One over the samples that the steps of an epoch see.
@@ -236,7 +239,7 @@ def make_noise(
         adapter.loss_fn.call,
         forward=adapter.custom,
         kind=kind,
-        small=config.noise_batch,
+        small=small,
         until=None if config.noise_until == 1 else until,
         momentum=config.noise_momentum,
         refresh=config.noise_refresh,
