@@ -8,8 +8,8 @@ a grid by validation images, on a seed of its own. Two examples in two dimension
 
 import math
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from itertools import product
 from typing import Any, Literal
 
@@ -18,13 +18,23 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from ritz import data, models, plots
-from ritz._core.checks import check_choice, check_count
+from ritz._core.checks import check_choice, check_count, is_below
 from ritz._core.modes import batch_norms
 from ritz._core.progress import Progress
 from ritz.curvature import Risk, gradient_statistics, noise_sample
 from ritz.measures import calibrated_sharpness, excess_risk
 from ritz.plots._shared import style
-from ritz.studies._protocol import StudyResult, check_minimums, column, record, row, seeded, track
+from ritz.studies._evidence import Evidence
+from ritz.studies._protocol import (
+    StatePath,
+    StudyResult,
+    check_minimums,
+    column,
+    compute_cells,
+    record,
+    row,
+    seeded,
+)
 from ritz.training import CurvatureMonitor, fit
 
 
@@ -68,43 +78,14 @@ TASKS = {
 }  # fmt: skip
 NOISES: tuple[Literal["full", "diagonal"], ...] = ("full", "diagonal")  # of Figure 2
 METHODS = ("small", "large", "diagonal", "full", "batch change", "multiplicative", "kfac", "trace")
-Size = Literal["smoke", "small", "paper"]
 Images = Any  # what data.load returns for images
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
-    """What a size of the study stands for; each can be set alone."""
-
-    tasks: tuple[str, ...]
-    methods: tuple[str, ...]
-    num_epochs: int
-    num_seeds: int
-    large: int
-    small: int
-    rates: tuple[float, ...]
-
-
-# The grid spans the rates of appendix E.1, 1.6 and 3.2 with batches of 4096, and the usual 0.1 with
-# small ones. The paper trains for 200 epochs and does not give its grid.
-GRID = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
-SCALES: dict[str, Scale] = {
-    "smoke": Scale(tasks=("digits/mlp",), methods=("small", "large", "diagonal"), num_epochs=4,
-                   num_seeds=2, large=512, small=64, rates=(0.1, 0.4)),
-    "small": Scale(tasks=("mnist/mlp", "fashion/lenet"), methods=METHODS[:4], num_epochs=12,
-                   num_seeds=3, large=4096, small=128, rates=(0.05, 0.1, 0.2, 0.4)),
-    "paper": Scale(tasks=tuple(TASKS)[1:], methods=METHODS, num_epochs=200, num_seeds=3,
-                   large=4096, small=128, rates=GRID),
-}  # fmt: skip
 
 
 @record
 class Config:
-    """Which rows and methods, at which size.
+    """Which rows and methods of the tables, and how long they are trained.
 
     Attributes:
-        size: ``smoke``, ``small`` (minutes on a CPU) or ``paper``; the fields below are taken from
-            it unless they are given.
         tasks: Rows of the tables, such as ``mnist/mlp``.
         methods: Columns: ``small``, ``large``, and large batches with ``diagonal``, ``full``,
             ``multiplicative``, ``kfac`` or ``trace`` noise, or after small ones: ``batch change``.
@@ -119,31 +100,55 @@ class Config:
         seed: Run ``i`` has the seed ``seed + i``. Rates are chosen with the seed ``seed + 1000``.
     """
 
-    size: Size = "smoke"
-    tasks: tuple[str, ...] | None = None
-    methods: tuple[str, ...] | None = None
-    num_epochs: int | None = None
-    num_seeds: int | None = None
-    large: int | None = None
-    small: int | None = None
-    rates: tuple[float, ...] | None = None
+    tasks: tuple[str, ...] = ("mnist/mlp",)
+    methods: tuple[str, ...] = ("small", "large", "diagonal", "full")
+    # The paper trains for 200 epochs.
+    num_epochs: int = 20
+    num_seeds: int = 3
+    large: int = 4096
+    small: int = 128
+    # From the usual 0.1 of small batches to 1.6, the best with batches of 4096 (appendix E.1). The
+    # grid of the paper is not given.
+    rates: tuple[float, ...] = (0.1, 0.4, 1.6)
     noise_until: float = 0.25
     device: str = "cpu"
     data: str | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_choice("size", self.size, SCALES)
-        for name in ("tasks", "methods", "num_epochs", "num_seeds", "large", "small", "rates"):
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, getattr(SCALES[self.size], name))
-        for task in self.tasks or ():
+        for task in self.tasks:
             check_choice("tasks", task, TASKS)
-        for method in self.methods or ():
+        for method in self.methods:
             check_choice("methods", method, METHODS)
-        check_minimums(self, num_epochs=1, num_seeds=1, seed=0, rates=0.0)
-        check_count("large", self.large or 0)
-        check_count("small", self.small or 0, high=(self.large or 0) - 1)
+        check_minimums(self, num_epochs=1, num_seeds=1, seed=0, rates=0.0, large=2)
+        check_count("small", self.small, high=self.large - 1)
+
+
+SIZES = {
+    "smoke": Config(
+        tasks=("digits/mlp",), methods=METHODS[:3], num_epochs=4, num_seeds=2, large=512, small=64,
+        rates=(0.1, 0.4),
+    ),
+    "paper": Config(
+        tasks=tuple(TASKS)[1:], methods=METHODS, num_epochs=200,
+        rates=(0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2),
+    ),
+}  # fmt: skip
+
+
+@record
+class Cell:
+    """What is recorded of all runs of one method on one task; see :class:`Result`."""
+
+    accuracies: Tensor
+    rates: Tensor
+    losses: Tensor
+    steps: Tensor
+    sharpness: Tensor
+    generalisation: Tensor
+    optimisation: Tensor
+    fisher_norms: Tensor
+    seconds: Tensor
 
 
 @record
@@ -212,13 +217,13 @@ class Result(StudyResult[Config]):
     seconds: Tensor
 
     def __str__(self) -> str:
-        c, methods = self.config, self.config.methods or ()
+        c, methods = self.config, self.config.methods
         lines = [
             f"Test accuracy in % after {c.num_epochs} epochs, batches of {c.small} and {c.large}; "
             f"mean and standard deviation of {c.num_seeds} seeds; in brackets as published",
             row("", methods, ">22"),
         ]
-        for i, task in enumerate(c.tasks or ()):
+        for i, task in enumerate(c.tasks):
             cells = [self._cell(i, j, TASKS[task].published.get(m)) for j, m in enumerate(methods)]
             lines.append(row(task, cells, ">22"))
             lines.append(row("  learning rate", self.rates[i], ">22.3g"))
@@ -231,11 +236,9 @@ class Result(StudyResult[Config]):
         regimes = ("small", "large", "large + full", "large + diagonal")
         lines += [row(n, v, ">14.3g") for n, v in zip(regimes, self.variances, strict=True)]
         p = self.planar
-        found = [torch.cov(steps.T) for steps in p.steps]
-        gaps = [float((c - p.covariances[0]).norm() / p.covariances[0].norm()) for c in found]
         lines.append("Covariance of one step, relative distance from that of small batches:")
         lines.append(row("", p.names, ">14"))
-        lines.append(row("", gaps, ">14.3f"))
+        lines.append(row("", _gaps(p), ">14.3f"))
         lines.append(
             f"Quadratic in two dimensions: tr(C'AC) {float(p.norms[0]):.4g} full, "
             f"{float(p.norms[1]):.4g} diagonal; exact loss at the end {float(p.losses[0, -1]):.4g} "
@@ -249,40 +252,103 @@ class Result(StudyResult[Config]):
         return f"{float(values.mean()):.2f}{spread}" + (f" [{published:.2f}]" if published else "")
 
 
-def run(config: Config, *, progress: bool | Progress = False) -> Result:
+def run(config: Config, *, progress: bool | Progress = False, state: StatePath = None) -> Result:
     """Return the accuracies of all methods on all tasks, and the examples in two dimensions."""
-    tasks, methods = config.tasks or (), config.methods or ()
-    seeds, epochs = config.num_seeds or 1, config.num_epochs or 1
-    shape = len(tasks), len(methods)
-    sizes = dict.fromkeys(("accuracies", "sharpness", "generalisation"), (seeds,))
-    sizes |= {"optimisation": (seeds,), "losses": (epochs,), "steps": (epochs,)}
-    sizes |= {"rates": (), "seconds": ()}
-    results: dict[str, Any] = {
-        k: torch.zeros(*shape, *v, dtype=torch.float64) for k, v in sizes.items()
+    tasks, methods = config.tasks, config.methods
+
+    def compute(cell: tuple[str, str]) -> Cell:
+        return Runner(config, TASKS[cell[0]]).cell(cell[1])
+
+    names = {
+        f"{task} {method}".replace("/", " "): (task, method) for task in tasks for method in methods
     }
-    norms = torch.full((len(tasks), 2, epochs + 1), math.nan, dtype=torch.float64)
-    grid = list(product(enumerate(tasks), enumerate(methods)))
-    for (i, task), (j, method) in track(grid, "methods", progress):
-        runner = Runner(config, TASKS[task])
-        rate = results["rates"][i, j] = runner.choose(method)
-        begin = time.perf_counter()
-        for k in range(seeds):
-            watched = norms[i] if method == "large" and k == 0 else None
-            scores = runner.train(method, float(rate), config.seed + k, watched)
-            for name in ("accuracies", "sharpness", "generalisation", "optimisation"):
-                results[name][i, j, k] = scores[name]
-            results["losses"][i, j] += scores["losses"] / seeds
-            results["steps"][i, j] = scores["steps"]
-        results["seconds"][i, j] = (time.perf_counter() - begin) / seeds
-    layers, variances = Runner(config, TASKS[tasks[0]]).variances(float(results["rates"][0, 0]))
+    cells = compute_cells(compute, names, "methods", config=config, state=state, progress=progress)
+
+    def table(name: str) -> Tensor:
+        values = [getattr(cell, name) for cell in cells.values()]
+        return torch.stack(values).view(len(tasks), len(methods), *values[0].shape)
+
+    layers, variances = Runner(config, TASKS[tasks[0]]).variances(float(table("rates")[0, 0]))
+    watched = methods.index("large") if "large" in methods else 0
+    parts: Any = {field.name: table(field.name) for field in fields(Cell)}
     return Result(
         config=config,
         planar=planar(config.seed),
-        fisher_norms=norms,
         layers=layers,
         variances=variances,
-        **results,
+        **(parts | {"fisher_norms": parts["fisher_norms"][:, watched]}),
     )
+
+
+def evidence(result: Result) -> list[Evidence]:
+    """Return the tables and figures of the paper beside those of this result."""
+    return [*_table_evidence(result), *_figure_evidence(result)]
+
+
+def _table_evidence(result: Result) -> Iterator[Evidence]:
+    c = result.config
+    short = f"{c.num_epochs} epochs, where the paper has up to 200"
+    for (i, task), (j, method) in product(enumerate(c.tasks), enumerate(c.methods)):
+        values = 100 * result.accuracies[i, j]
+        spread = float(values.std()) if len(values) > 1 else math.nan
+        published = TASKS[task].published.get(method)
+        # Three seeds: within two standard deviations, and a tenth for those of the paper.
+        same = published is not None and is_below(
+            abs(float(values.mean()) - published), 2 * spread + 0.1
+        )
+        yield Evidence(
+            paper="NOISE",
+            where="Table 2" if method in METHODS[4:] else "Table 1",
+            what=f"{task}: test accuracy in %, {method}",
+            published="-" if published is None else f"{published:.2f}",
+            measured=f"{float(values.mean()):.2f} (sd {spread:.2f}, {len(values)} seeds)",
+            verdict="extends" if published is None else "agrees" if same else "differs",
+            why=short if c.num_epochs < 200 else "",
+        )
+
+
+def _figure_evidence(result: Result) -> Iterator[Evidence]:
+    c, p = result.config, result.planar
+    gaps, (full, diagonal) = _gaps(p), p.losses[:, -1].tolist()
+    faster = full > diagonal and bool(p.norms[0] > p.norms[1])
+    v = result.variances.mean(1)
+    norms = result.fisher_norms[0]
+    rows = [
+        ("Figure 1", "covariance of one step, relative distance from that of small batches, full",
+         "almost recovers it", f"{gaps[2]:.3f}; isotropic {gaps[1]:.3f}, diagonal {gaps[3]:.3f}",
+         gaps[2] < min(gaps[1], gaps[3])),
+        ("Figure 4", "quadratic: exact expected loss after 500 steps, full and diagonal noise",
+         "diagonal is faster", f"{full:.4g} and {diagonal:.4g}", faster),
+        ("Figure 2", "gradient variance over that of small batches, with full, diagonal noise",
+         "about 1", f"{float(v[2] / v[0]):.2f}, {float(v[3] / v[0]):.2f}; without "
+         f"{float(v[1] / v[0]):.3f}", abs(float(v[3] / v[0]) - 1) < 0.2),
+        ("Figure 5a", "Frobenius norm of the Fisher matrix over that of its diagonal",
+         "much larger throughout", f"{float((norms[0] / norms[1]).min()):.1f} to "
+         f"{float((norms[0] / norms[1]).max()):.1f}", bool((norms[0] > 2 * norms[1]).all())),
+    ]  # fmt: skip
+    at = {method: j for j, method in enumerate(c.methods)}
+    if {"large", "diagonal"} <= at.keys():
+        lambdas = [result.sharpness[0, at[m]].mean() for m in ("large", "diagonal")]
+        rows.append(("Figure 5b", f"{c.tasks[0]}: calibrated largest eigenvalue, large batches and "
+                     "with diagonal noise", "lower with noise",
+                     f"{float(lambdas[0]):.3g} and {float(lambdas[1]):.3g}",
+                     bool(lambdas[1] < lambdas[0])))  # fmt: skip
+    if {"large", "diagonal", "full"} <= at.keys():
+        # The training loss when the noise ends.
+        end = max(0, round(c.noise_until * c.num_epochs) - 1)
+        losses = [float(result.losses[0, at[m], end]) for m in ("large", "diagonal", "full")]
+        rows.append(("Figure 3", f"{c.tasks[0]}: training loss when the noise ends: large batches, "
+                     "diagonal, full", "the first two alike, full higher",
+                     ", ".join(f"{loss:.4g}" for loss in losses),
+                     losses[2] > max(losses[:2])))  # fmt: skip
+    for where, what, published, measured, holds in rows:
+        yield Evidence(paper="NOISE", where=where, what=what, published=published,
+                       measured=measured, verdict="agrees" if holds else "differs")  # fmt: skip
+
+
+def _gaps(p: Planar) -> list[float]:
+    exact = p.covariances[0]
+    return [float((torch.cov(steps.T) - exact).norm() / exact.norm()) for steps in p.steps]
 
 
 # ------------------------------------------------------------------------------------------
@@ -294,39 +360,56 @@ class Runner:
 
     def __init__(self, config: Config, task: Task) -> None:
         self.config, self.task = config, task
-        self.large, self.small = config.large or 2, config.small or 1
-        self.epochs = config.num_epochs or 1
         # Rates are chosen by images of the training set, and the test set is left alone.
         self.sets = _images(task.data, config)
-        held = len(self.sets.train) // 12
-        self.tuning = _images(task.data, config, validation=held)
+        self.tuning = _images(task.data, config, validation=len(self.sets.train) // 12)
+
+    def cell(self, method: str) -> Cell:
+        """Return what is recorded of all runs of a method, with its best learning rate."""
+        config = self.config
+        rate = self.choose(method)
+        begin = time.perf_counter()
+        runs = [self.train(method, rate, config.seed + k, first=not k)
+                for k in range(config.num_seeds)]  # fmt: skip
+        seconds = (time.perf_counter() - begin) / config.num_seeds
+        return Cell(
+            accuracies=column(each["accuracy"] for each in runs),
+            rates=torch.tensor(rate, dtype=torch.float64),
+            losses=torch.stack([each["losses"] for each in runs]).mean(0),
+            steps=self._steps(method),
+            sharpness=column(each["sharpness"] for each in runs),
+            generalisation=column(each["terms"][0] for each in runs),
+            optimisation=column(each["terms"][1] for each in runs),
+            fisher_norms=runs[0]["norms"],
+            seconds=torch.tensor(seconds, dtype=torch.float64),
+        )
 
     def choose(self, method: str) -> float:
         """Return the learning rate with the best validation accuracy."""
-        rates = self.config.rates or (0.1,)
+        rates = self.config.rates
         if len(rates) == 1:
             return rates[0]
         seed = self.config.seed + 1000
-        scores = [self._fit(method, rate, seed, self.tuning)[1] for rate in rates]
-        values = [s.metrics.get("validation_accuracy", 0.0) if s.status.ok else 0.0 for s in scores]
+        runs = [self._fit(method, rate, seed, self.tuning)[1] for rate in rates]
+        values = [each.metrics["validation_accuracy"] if each.status.ok else 0.0 for each in runs]
         return rates[max(range(len(rates)), key=values.__getitem__)]
 
-    def train(self, method: str, rate: float, seed: int, norms: Tensor | None) -> dict[str, Any]:
-        """Return what is recorded of a run; ``norms`` takes those of the Fisher matrices."""
-        monitor = None if norms is None else self._monitor()
-        model, result = self._fit(method, rate, seed, self.sets, monitor, norms)
-        steps = column(range(1, self.epochs + 1)) * result.num_steps / max(1, result.num_epochs)
-        losses = torch.full((self.epochs,), math.nan, dtype=torch.float64)
-        found = result.history["train_loss"]
-        losses[: len(found)] = found
-        terms = self._terms(model)
+    def train(self, method: str, rate: float, seed: int, *, first: bool) -> dict[str, Any]:
+        """Return what is recorded of a run; of the ``first`` also norms of Fisher matrices."""
+        norms = torch.full((2, self.config.num_epochs + 1), math.nan, dtype=torch.float64)
+        monitor = self._monitor() if first and method == "large" else None
+        model, result = self._fit(method, rate, seed, self.sets, monitor)
+        for epoch, pair in ({} if monitor is None else monitor.found).items():
+            norms[:, epoch] = column(pair)
+        losses = torch.full((self.config.num_epochs,), math.nan, dtype=torch.float64)
+        # A run that diverged has fewer epochs.
+        losses[: result.num_epochs] = result.history["train_loss"]
         return {
-            "accuracies": result.metrics.get("test_accuracy", math.nan),
+            "accuracy": result.metrics.get("test_accuracy", math.nan),
             "losses": losses,
-            "steps": self._steps(method) if result.status.ok else steps,
             "sharpness": self._sharpness(model),
-            "generalisation": terms[0],
-            "optimisation": terms[1],
+            "terms": self._terms(model),
+            "norms": norms,
         }
 
     def variances(self, rate: float) -> tuple[tuple[str, ...], Tensor]:
@@ -338,12 +421,12 @@ class Runner:
         counts = column(risk.space.shapes[name].numel() for name in names)
         variance = column(statistics.layers[name][2] for name in names)
         # Samples with replacement: V / M for a batch of M.
-        rows = [variance / self.small, variance / self.large]
+        rows = [variance / self.config.small, variance / self.config.large]
         for kind in kinds:
             block = noise_sample(risk, kind, num_samples=64)
             squares = risk.space.unflatten(block.double().square().mean(1))
             added = column(float(squares[name].sum()) for name in names)
-            rows.append(rows[1] + added * (1 / self.small - 1 / self.large))
+            rows.append(rows[1] + added * (1 / self.config.small - 1 / self.config.large))
         return names, torch.stack(rows) / counts
 
     def _fit(
@@ -353,19 +436,19 @@ class Runner:
         seed: int,
         sets: Images,
         monitor: Any = None,
-        norms: Tensor | None = None,
         epochs: int | None = None,
     ) -> tuple[nn.Module, Any]:
         shape: Any = {"num_classes": sets.num_classes, "input_shape": sets.shape}
         model = models.create(self.task.model, generator=seeded(seed), **shape)
-        count = epochs or self.epochs
+        count = epochs or self.config.num_epochs
         options = self._options(method, model)
         # Appendix E.1: division by 10 after 1/2 and 3/4, and a warm-up over 5 % for large batches.
         warmup = 0 if method == "small" else math.ceil(0.05 * count)
-        if norms is not None:
-            norms[:, 0] = column(monitor.norms(0, model))
+        model.to(self.config.device)
+        if monitor is not None:
+            monitor(0, model, None)
         result = fit(
-            model.to(self.config.device),
+            model,
             sets,
             optimizer_settings={"lr": rate, "momentum": 0.9, "weight_decay": 5e-4},
             num_epochs=count,
@@ -376,31 +459,38 @@ class Runner:
             monitors=[] if monitor is None else [monitor],
             **options,
         )
-        if norms is not None:
-            for epoch, pair in monitor.found.items():
-                norms[:, epoch] = column(pair)
         return model, result
 
     def _options(self, method: str, model: nn.Module) -> dict[str, Any]:
         """Return the options of training that make a method."""
         if method == "small":
-            return {"batch_size": self.small}
-        options: dict[str, Any] = {"batch_size": self.large}
+            return {"batch_size": self.config.small}
+        options: dict[str, Any] = {"batch_size": self.config.large}
         if batch_norms(model):
-            options["ghost_batch"] = self.small
+            options["ghost_batch"] = self.config.small
         if method == "batch change":
-            switch = max(1, round(self.config.noise_until * self.epochs))
-            return options | {"batch_schedule": f"0:{self.small},{switch}:{self.large}"}
+            switch = max(1, round(self.config.noise_until * self.config.num_epochs))
+            return options | {
+                "batch_schedule": f"0:{self.config.small},{switch}:{self.config.large}"
+            }
         if method == "large":
             return options
         noise = {"noise": method, "noise_until": self.config.noise_until}
-        return options | noise | ({} if method == "multiplicative" else {"noise_batch": self.small})
+        return (
+            options
+            | noise
+            | ({} if method == "multiplicative" else {"noise_batch": self.config.small})
+        )
+
+    def _switch(self) -> int:
+        """Return the number of epochs with small batches before large ones."""
+        return max(1, round(self.config.noise_until * self.config.num_epochs))
 
     def _steps(self, method: str) -> Tensor:
-        switch = max(1, round(self.config.noise_until * self.epochs))
-        sizes = [self.large] * self.epochs if method != "small" else [self.small] * self.epochs
+        config, switch = self.config, self._switch()
+        sizes = [config.small if method == "small" else config.large] * config.num_epochs
         if method == "batch change":
-            sizes[:switch] = [self.small] * min(switch, self.epochs)
+            sizes[:switch] = [config.small] * min(switch, config.num_epochs)
         return column(math.ceil(len(self.sets.train) / size) for size in sizes).cumsum(0)
 
     def _risk(self, model: nn.Module, split: Any, count: int) -> Risk:
@@ -449,12 +539,8 @@ class FisherNorms:
         self._monitor = CurvatureMonitor(source, quantities=["fisher"], batch_size=512)
 
     def __call__(self, count: int, model: nn.Module, optimizer: Any) -> None:
-        self.found[count] = self.norms(count, model)
-
-    def norms(self, count: int, model: nn.Module) -> tuple[float, float]:
-        """Return the two norms."""
         numbers = self._monitor.measure(model)
-        return numbers["fisher_norm"], numbers["fisher_diagonal_norm"]
+        self.found[count] = numbers["fisher_norm"], numbers["fisher_diagonal_norm"]
 
 
 # ------------------------------------------------------------------------------------------
@@ -594,8 +680,8 @@ def _draw_variances(axis: Any, result: Result) -> None:
 
 
 def _draw_training(axis: Any, result: Result) -> None:
-    task = (result.config.tasks or ("",))[0]
-    for j, method in enumerate(result.config.methods or ()):
+    task = result.config.tasks[0]
+    for j, method in enumerate(result.config.methods):
         colour = _colours()[j % 4]
         axis.plot(result.steps[0, j].numpy(), result.losses[0, j].numpy(), color=colour,
                   label=method)  # fmt: skip
@@ -605,7 +691,7 @@ def _draw_training(axis: Any, result: Result) -> None:
 
 
 def _draw_norms(axis: Any, result: Result) -> None:
-    task = (result.config.tasks or ("",))[0]
+    task = result.config.tasks[0]
     for values, name, colour in zip(
         result.fisher_norms[0], ("full", "diagonal"), _colours()[2:], strict=False
     ):
@@ -615,7 +701,7 @@ def _draw_norms(axis: Any, result: Result) -> None:
 
 
 def _draw_table(axis: Any, result: Result) -> None:
-    tasks, methods = result.config.tasks or (), result.config.methods or ()
+    tasks, methods = result.config.tasks, result.config.methods
     for j, method in enumerate(methods):
         colour = _colours()[j % 4]
         for i, task in enumerate(tasks):
