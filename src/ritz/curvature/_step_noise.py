@@ -299,7 +299,7 @@ class StepNoise:
             squares = {keys[0]: rules.squared_norm(layer, call, deltas)}
         for key, square in squares.items():
             place = full_name(name, key)
-            part = square * factor**2
+            part = square.mul_(factor**2)
             self._total[place] = self._total[place].add_(part) if place in self._total else part
 
     def _new_roots(self, rows: float) -> Roots:

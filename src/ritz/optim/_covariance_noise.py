@@ -250,9 +250,12 @@ class CovarianceNoise:
             for group in optimizer.param_groups:
                 for p in group["params"]:
                     if p in self._noise and p.grad is not None:
-                        part = self._noise[p] * group["lr"]
                         # A step that a fused optimiser skips has no noise either.
-                        p.add_(part if found_inf is None else part * (found_inf == 0))
+                        rate = group["lr"] if found_inf is None else group["lr"] * (found_inf == 0)
+                        if isinstance(rate, Tensor):  # read on the device
+                            p.addcmul_(self._noise[p], rate.to(p.dtype))
+                        else:
+                            p.add_(self._noise[p], alpha=rate)
         if self.refresh > 1 and self.active and self._step.fresh:
             self._save()
         self._noise, self._begun = None, False

@@ -103,7 +103,7 @@ class Config:
     tasks: tuple[str, ...] = ("mnist/mlp",)
     methods: tuple[str, ...] = ("small", "large", "diagonal", "full")
     # The paper trains for 200 epochs.
-    num_epochs: int = 20
+    num_epochs: int = 12
     num_seeds: int = 3
     large: int = 4096
     small: int = 128
@@ -459,6 +459,8 @@ class Runner:
             monitors=[] if monitor is None else [monitor],
             **options,
         )
+        if result.status.outcome == "interrupted":  # fit takes ctrl-C as a wish to save
+            raise KeyboardInterrupt
         return model, result
 
     def _options(self, method: str, model: nn.Module) -> dict[str, Any]:
