@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 TrainingPrecision = Literal["float32", "tf32", "bfloat16", "float16"]
-ScheduleName = Literal["constant", "linear", "step"]
+ScheduleName = Literal["constant", "linear", "linear_held", "step"]
 Unit = Literal["step", "epoch"]
 PatienceMetric = Literal["auto", "accuracy", "loss"]
 # "none", and the kinds of ritz.curvature.noise_sample.
@@ -76,8 +76,9 @@ class TrainingConfig:
     seed: int = _option(0, "Seed of all random numbers.", low=0, high=MAX_SEED)
     schedule: ScheduleName = _option("constant", "Schedule of the learning rate. linear is "
                                      "constant for half of the run and then falls to 1 % (with an "
-                                     "average, to 50 % until it starts); step multiplies it by 0.1 "
-                                     "after 1/2 and 3/4 of the run.", RATE)
+                                     "average, to 50 % until it starts); linear_held is that "
+                                     "without an average up to its start and then constant; step "
+                                     "multiplies it by 0.1 after 1/2 and 3/4 of the run.", RATE)
     milestones: Sequence[int] = _option((), "Time at which the schedule step multiplies the "
                                         "learning rate by 0.1, in epochs or steps (see "
                                         "schedule_unit). May be repeated (default: 1/2 and 3/4 of "
@@ -195,7 +196,9 @@ class TrainingConfig:
             check_count("keep", epoch, high=self.num_epochs)
         if self.milestones and self.schedule != "step":
             raise ValueError(f"milestones must be given with schedule step, got {self.schedule}")
-        if self.final_ratio is not None and self.schedule != "linear":
+        if self.schedule == "linear_held" and self.average_from is None:
+            raise ValueError("schedule linear_held must be given with average_from, got None")
+        if self.final_ratio is not None and not self.schedule.startswith("linear"):
             raise ValueError(f"final_ratio must be given with schedule linear, got {self.schedule}")
         if self.patience is None and self.patience_metric != "auto":
             raise ValueError(f"patience_metric must be given with patience, got it alone: "
@@ -261,6 +264,7 @@ class TrainingConfig:
         # schedule falls up to the start of the average instead.
         step, linear = self.schedule == "step", self.schedule == "linear"
         falls = (step and not self.milestones) or (linear and not self.average_from)
+        falls |= self.schedule == "linear_held"
         falls |= self.noise != "none" and self.noise_until < 1
         free = {entry.name for entry in fields(self) if entry.metadata.get("free")}
         return {k: v for k, v in plain.items() if k not in free or (falls and k == "num_epochs")}

@@ -300,5 +300,6 @@ def root(matrix: Tensor) -> Tensor:
     r"""Return a matrix :math:`R` with :math:`R R^\top` the positive semi-definite matrix."""
     values, vectors = torch.linalg.eigh(matrix)
     # Roundoff makes the smallest eigenvalues of a singular matrix negative.
-    square_root: Tensor = vectors * values.clamp_min(0).sqrt()
+    # Contiguous, as files hold it: the last bits of a product depend on the layout.
+    square_root: Tensor = (vectors * values.clamp_min(0).sqrt()).contiguous()
     return square_root

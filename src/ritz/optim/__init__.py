@@ -18,11 +18,12 @@ from ritz.optim._diagnostics import (
     weight_norms,
 )
 from ritz.optim._lookahead import Lookahead
-from ritz.optim._presets import from_preset, preset, preset_names
+from ritz.optim._presets import from_preset, preset, preset_names, swa
 from ritz.optim._schedules import (
     GroupSchedule,
     Schedule,
     averaging_decay,
+    held_from,
     linear_decay,
     step_decay,
     warmup,
@@ -45,6 +46,7 @@ __all__ = [
     "delta_to_shrinkage",
     "effective_rates",
     "from_preset",
+    "held_from",
     "linear_decay",
     "preset",
     "preset_names",
@@ -52,6 +54,7 @@ __all__ = [
     "shrinkage_to_delta",
     "solution_diversity",
     "step_decay",
+    "swa",
     "warmup",
     "weight_norms",
 ]

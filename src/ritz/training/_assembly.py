@@ -48,6 +48,31 @@ def optimizer_names() -> tuple[str, ...]:
     return tuple(_OPTIMIZERS)
 
 
+def preset_config(name: str, **changes: Any) -> TrainingConfig:
+    """Return published options of a training run: optimiser, schedule, epochs, batch size.
+
+    Pass it to :func:`fit`, or give ``ritz train --preset NAME``.
+
+    Args:
+        name: One of ``ritz.optim.preset_names()``.
+        **changes: Options, which take precedence over the published ones. An average that would
+            begin after the last epoch is left out.
+    """
+    chosen = optim.preset(name)
+    options: dict[str, Any] = {"optimizer": name, "num_epochs": chosen.epochs, **chosen.training}
+    epochs = changes.get("num_epochs", chosen.epochs)
+    if chosen.average_from is not None and chosen.average_from <= epochs:
+        options["average_from"] = chosen.average_from
+    # Options that only go with an average, or with a schedule that is replaced.
+    averages = options | changes
+    if averages.get("average_from") is None and averages.get("patience") is None:
+        options.pop("average_every", None)
+    if changes.get("schedule", options.get("schedule")) != options.get("schedule"):
+        for key in ("milestones", "final_ratio"):
+            options.pop(key, None)
+    return TrainingConfig(**(options | changes))
+
+
 def create_optimizer(
     name: str,
     params: Iterable[nn.Parameter],
@@ -115,6 +140,7 @@ _BUILT_IN: dict[str, OptimizerFactory] = {
     "sgd": partial(SGD, lr=0.1, momentum=0.9),
     # Its noise needs the model, and is made by fit.
     "noisy_sgd": partial(SGD, lr=0.1, momentum=0.9),
+    "swa": optim.swa,
     "asgd": ASGD,
     "radam": RAdam,
     "adam": Adam,
@@ -206,7 +232,8 @@ def make_noise(
     built_in = next((x for x in (getattr(o, "noise", None) for o in nested(optimizer))
                      if isinstance(x, optim.CovarianceNoise)), None)  # fmt: skip
     kind: Any = config.noise
-    if kind == "none" and config.optimizer == "noisy_sgd" and built_in is None:
+    named = config.optimizer.partition("/")[0] == "noisy_sgd"
+    if kind == "none" and named and built_in is None:
         kind = "diagonal"
     if kind == "none" and built_in is None:
         return None
@@ -349,7 +376,7 @@ def make_schedule(
         return choice
     name = config.schedule if choice is None or isinstance(choice, str) else ""
     unit = 1 if config.schedule_unit == "epoch" else length
-    if unit is None and name in ("linear", "step"):
+    if unit is None and name in ("linear", "linear_held", "step"):
         raise ValueError(
             f"steps_per_epoch is required for schedule={name!r} by step: the data have no length"
         )
@@ -361,6 +388,9 @@ def make_schedule(
         # GADAM, equations 12 and 13: the rate falls up to the start of the average.
         start = max(1, (config.average_from - 1) * (unit or 1))
         shape = optim.averaging_decay(start, **final)
+    elif name == "linear_held":
+        start = ((config.average_from or 1) - 1) * (unit or 1)
+        shape = optim.held_from(start, optim.linear_decay(whole, **final))
     elif name == "linear":
         shape = optim.linear_decay(whole, **final)
     elif name == "step":
