@@ -68,8 +68,8 @@ def test_a_model_whose_two_calls_differ_raises(noise):
 @pytest.mark.parametrize(
     ("data", "error", "match"),
     [
-        ([], ValueError, "data must hold at least one batch, got none"),
-        ((), ValueError, "data must hold at least one batch, got none"),
+        ([], ValueError, "data must contain at least one batch, got none"),
+        ((), ValueError, "data must contain at least one batch, got none"),
         (None, TypeError, "data must be a loader, a list of batches, or tensors, got NoneType"),
         (changed(1, lambda x: x[:0], lambda y: y[:0]), ValueError, "samples in batch 1 must be at"),
         ((noise(0, 3), labels(3, 0)), ValueError, "must have at least one sample"),
@@ -314,7 +314,15 @@ def test_dropout_that_cannot_be_fixed_raises(model):
 
 @pytest.mark.parametrize("call", [ggn, fisher, gradient_covariance])
 def test_operators_of_outputs_raise_if_the_loss_is_inside_the_model(call):
-    risk = case("loss inside").risk()
+    class Smoothed(nn.Linear):
+        def forward(self, inputs, labels):
+            logits = super().forward(inputs)
+            # Not the plain cross-entropy of the logits, which would be recognised.
+            loss = nn.functional.cross_entropy(logits, labels, label_smoothing=0.1)
+            return {"loss": loss, "logits": logits}
+
+    [(inputs, labels)] = vectors(4)
+    risk = Risk(Smoothed(3, 3).double(), None, [{"inputs": inputs, "labels": labels}])
     with pytest.raises((TypeError, ValueError), match="loss_fn"):
         call(risk)
 

@@ -20,6 +20,7 @@ PatienceMetric = Literal["auto", "accuracy", "loss"]
 # "none", and the kinds of ritz.curvature.noise_sample.
 NoiseName = Literal["none", "diagonal", "full", "centred", "true", "kfac", "trace",
                     "trace_unscaled", "isotropic", "multiplicative", "sgld"]  # fmt: skip
+DampingRule = Literal["constant", "ratio", "shrinkage", "noise", "adaptive"]
 # Panels of ``ritz train --help``.
 RATE, AVERAGE, EVALUATION = "Optimiser and learning rate", "Averaged weights", "Evaluation"
 SPEED, FILES, NOISE = "Precision and speed", "Output", "Large batches"
@@ -90,6 +91,17 @@ class TrainingConfig:
     schedule_unit: Unit = _option("epoch", "When the learning rate changes.", RATE)
     warmup: int = _option(0, "Number of epochs, or of steps if schedule_unit is step, over which "
                           "the learning rate rises linearly at the start.", RATE)
+    damping: DampingRule = _option("constant", "Damping delta of an optimiser that has one. ratio "
+                                   "keeps delta / learning rate constant; shrinkage and noise "
+                                   "measure it on training samples (best shrinkage of a batch "
+                                   "matrix; least damping that is stable); adaptive compares each "
+                                   "step with its quadratic model.", RATE)
+    damping_interval: int | None = _option(None, "Number of steps between measurements of the "
+                                           "damping (default: an epoch; for adaptive 5).", RATE,
+                                           low=1)
+    curvature_batch_size: int | None = _option(None, "Samples of which optimisers that need the "
+                                               "curvature measure it (default: the batch of the "
+                                               "step).", RATE, low=1)
     average_from: int | None = _option(None, "First epoch whose weights enter the average, "
                                        "counted from 1 (default: no average).", AVERAGE, low=1)
     average_interval: int = _option(1, "Number of epochs, or of steps if average_every is step, "
@@ -200,6 +212,9 @@ class TrainingConfig:
             raise ValueError("schedule linear_held must be given with average_from, got None")
         if self.final_ratio is not None and not self.schedule.startswith("linear"):
             raise ValueError(f"final_ratio must be given with schedule linear, got {self.schedule}")
+        if self.damping_interval is not None and self.damping in ("constant", "ratio"):
+            raise ValueError(f"damping_interval must be given with a damping that is measured, got "
+                             f"{self.damping}")  # fmt: skip
         if self.patience is None and self.patience_metric != "auto":
             raise ValueError(f"patience_metric must be given with patience, got it alone: "
                              f"{self.patience_metric}")  # fmt: skip
@@ -290,6 +305,9 @@ class TrainingOptions(TypedDict, total=False):
     final_ratio: float | None
     schedule_unit: Unit
     warmup: int
+    damping: DampingRule
+    damping_interval: int | None
+    curvature_batch_size: int | None
     average_from: int | None
     average_interval: int
     average_every: Unit

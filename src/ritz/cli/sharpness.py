@@ -29,7 +29,7 @@ class Options(shared.MeasureOptions):
     calibrated: bool = option(False, "Measure the largest eigenvalue alone, comparable between "
                               "runs: batch norm folded, outputs calibrated on held-out data.",
                               free=True)
-    probes: int = option(8, "Number of random probes. More give smaller error bars.", low=1)
+    probes: int = option(8, "Number of random probes. More probes give smaller error bars.", low=1)
     # fmt: on
 
 

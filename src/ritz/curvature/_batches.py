@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, RandomSampler
 
 from ritz._core.batches import Batch, as_one_batch, as_plain, num_rows, split_rows, tensors
-from ritz._core.checks import check_count
+from ritz._core.checks import check_count, check_type
 from ritz._core.modes import differentiable
 
 FREEZE = (
@@ -68,10 +68,7 @@ class Batches:
             data = split_rows(whole, batch_size)
         elif batch_size is not None:
             raise ValueError(f"batch_size must not be passed for data in batches, got {batch_size}")
-        if not isinstance(data, Iterable):
-            raise TypeError(
-                f"data must be a loader, a list of batches, or tensors, got {type(data).__name__}"
-            )
+        check_type("data", data, Iterable, "a loader, a list of batches, or tensors")
         streams = not isinstance(data, Sequence)
         self._source, self._compared = data, streams and not freeze
         if self._compared and isinstance(data, Iterator):
@@ -106,7 +103,7 @@ class Batches:
                     copy = tree_map_only(Tensor, Tensor.clone, batch) if reused else batch
                     batches.append(self._move(copy))
             if not self.sizes:
-                raise ValueError("data must hold at least one batch, got none")
+                raise ValueError("data must contain at least one batch, got none")
             self._in_memory, self.held = batches, batches is not None
             if self._checksums:
                 # One batch of a second pass shows shuffling, even if all batches are in memory.
@@ -134,11 +131,7 @@ class Batches:
             )
 
     def _move(self, batch: Batch) -> Batch:
-        def move(tensor: Tensor) -> Tensor:
-            dtype = self._dtype if tensor.is_floating_point() else None
-            return differentiable(tensor.detach().to(device=self._device, dtype=dtype))
-
-        return tree_map_only(Tensor, move, batch)
+        return move_batch(batch, self._device, self._dtype)
 
     def _compare(self, index: int, batch: Batch, checksum: int | None) -> None:
         if _checksum(batch) != checksum:
@@ -169,3 +162,13 @@ def _checksum(batch: Batch) -> int:
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         checksum = zlib.crc32(data.numpy().data, checksum)
     return checksum
+
+
+def move_batch(batch: Batch, device: torch.device | None, dtype: torch.dtype | None) -> Batch:
+    """Return a batch on a device, its floating-point tensors in a dtype if there is one."""
+
+    def move(tensor: Tensor) -> Tensor:
+        kind = dtype if tensor.is_floating_point() else None
+        return differentiable(tensor.detach().to(device=device, dtype=kind))
+
+    return tree_map_only(Tensor, move, batch)

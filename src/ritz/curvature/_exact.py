@@ -81,7 +81,7 @@ class Rows(nn.Identity):
         """Return the input."""
         if input.ndim != 2:
             shape = tuple(input.shape)
-            raise ValueError(f"folded batch norm is right for (n, features) alone, got {shape}")
+            raise ValueError(f"folded batch norm needs inputs of shape (n, features), got {shape}")
         return input
 
 

@@ -10,23 +10,25 @@ from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, grad_and_value
+from torch.func import functional_call, grad
+from torch.nn import functional
 
 from ritz._core import modes
-from ritz._core.batches import Batch, is_rows, join_rows, take_rows, tensors
+from ritz._core.batches import Batch, is_rows, join_rows, num_rows, split_labels, take_rows, tensors
 from ritz._core.checks import (
     check_choice,
     check_count,
     check_finite,
     check_range,
     check_tensor,
+    check_type,
     is_below,
 )
 from ritz._core.distributed import Group, all_sum, rank, world_size
 from ritz._core.modes import BATCH_NORM_MODES, BatchNormMode, Precision, batch_norms
 from ritz._core.params import ParamSpace
 from ritz.curvature import _losses as losses
-from ritz.curvature._batches import Batches
+from ritz.curvature._batches import Batches, move_batch
 from ritz.curvature._losses import FORWARD, Adapter, Forward, LossFunction, check_labels, known_loss
 from ritz.curvature._modes import (
     LIMITS,
@@ -34,8 +36,10 @@ from ritz.curvature._modes import (
     Context,
     Params,
     Selection,
+    as_leaves,
     attempt,
     copy_state,
+    derivatives,
     product_modes,
     select_names,
 )
@@ -46,8 +50,9 @@ NOT_A_MEAN = "the loss of a batch must be the mean of the losses of its samples,
 
 @final
 class Risk:
-    r"""The mean loss :math:`L(\theta) = \frac{1}{N} \sum_i \ell_i(\theta) + \frac{\mu}{2}
-    \|\theta\|^2` of a model on fixed data, at the current parameters of the model.
+    r"""The mean loss of a model on fixed data, at the current parameters of the model.
+
+    .. math:: L(\theta) = \frac{1}{N} \sum_i \ell_i(\theta) + \frac{\mu}{2} \|\theta\|^2
 
     Parameters and buffers are copied. The model is never changed: not its weights, its running
     statistics or its mode. Memory: one vector of parameters, the buffers, and up to 4 GiB of data.
@@ -57,7 +62,10 @@ class Risk:
         model: Any module.
         loss_fn: Takes outputs and target of a batch, returns the *mean* loss over its samples. Any
             callable, such as ``torch.nn.functional.cross_entropy``. ``None`` if the model returns
-            its own loss, as Hugging Face models do.
+            its own loss, as Hugging Face models do. If the first batch shows that this loss is the
+            cross-entropy of ``logits`` and ``labels``, shifted by a token or not, the Gauss-Newton
+            and Fisher matrices are known as well, and a batch is weighted by its labels that are
+            not ignored (-100).
         data: A ``DataLoader`` or list of batches, each ``(*inputs, target)`` or a dictionary of
             keyword arguments with ``labels`` as target; or all samples as a tuple or dictionary of
             tensors. The order must be the same in every pass: pass ``freeze=True`` with a loader
@@ -95,7 +103,7 @@ class Risk:
         num_samples: :math:`N`, over all processes.
         linear_loss: Whether the loss is linear in the outputs of the first batch, so that its
             Gauss-Newton matrix is zero.
-    """  # noqa: D205
+    """
 
     def __init__(
         self,
@@ -116,8 +124,7 @@ class Risk:
         group: Group | None = None,
         seed: int = 0,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        check_type("model", model, nn.Module, "a torch.nn.Module")
         if loss_fn is not None and not callable(loss_fn):
             raise TypeError(f"loss_fn must be callable or None, got {type(loss_fn).__name__}")
         check_choice("batch_norm", batch_norm, BATCH_NORM_MODES)
@@ -130,30 +137,52 @@ class Risk:
         self.sharing, self.group, self.precision = sharing, group, precision
         self.adapter = Adapter(model, loss_fn, forward)
         self.space, self.theta, self._constants, cast = copy_state(model, params, precision)
-        self._batches = Batches(
-            data,
-            batch_size=batch_size,
-            freeze=freeze,
-            memory=LIMITS.data,
-            count=count,
-            device=self.space.device,
-            dtype=cast,
-            share=(rank(group), world_size(group)) if sharing == "split" else (0, 1),
-        )
-        total = torch.tensor(sum(self._batches.sizes), device=self.space.device)
-        self.num_samples = int(all_sum(total, group) if sharing == "own" else total)
+        # How batches are read; other data are read in the same way.
+        self._reading: dict[str, Any] = {
+            "freeze": freeze,
+            "memory": LIMITS.data,
+            "count": count if count or loss_fn or forward else self._count_terms,
+            "device": self.space.device,
+            "dtype": cast,
+            "share": (rank(group), world_size(group)) if sharing == "split" else (0, 1),
+        }
+        self._recognized = False  # whether the model's own loss was looked at
+        self._read(data, batch_size)
         self._check_batch_norm(batch_norm)
-        self._mask_shapes: dict[Any, list[tuple[tuple[int, ...], float]]] = {}
         self._constant = False  # statistics of a batch are constants for derivatives
-        self._first = 0  # number of the first batch, which seeds its masks
         self._statistics: Params | None = None
         self._sample_gaps: dict[bool, str] = {}
         self.linear_loss = False
         self._outputs: Any = None  # outputs of one sample, to check labels against
         self._outputs = _inspect_first_batch(self)
-        if self._batches.held:
-            for index, batch in self._batches:
-                self._check_labels(index, batch)
+        self._check_held_labels()
+
+    def _count_terms(self, batch: Batch) -> int:
+        """Return the weight of a batch of a model that returns its loss: its labels, or its rows.
+
+        The first batch shows how the model computes the loss; see :func:`recognized_loss`.
+        """
+        if not self._recognized:
+            self._recognized = True
+            here = move_batch(batch, self.space.device, self._reading["dtype"])
+            labels = split_labels(here)[2]
+            with torch.no_grad(), self.settings():
+                # A model that cannot be called in this way fails later, with a better message.
+                state, call = self.params | self._constants, partial(functional_call, self.model)
+                outputs, _ = attempt(partial(call, state, (), here), *UNSUITABLE)
+            if (own := losses.recognized_loss(outputs, labels)) is not None:
+                self.loss_fn = functional.cross_entropy
+                self.adapter = Adapter(self.model, self.loss_fn, None, own)
+        own = self.adapter.own
+        return num_rows(batch) if own is None or not own.tokens else own.num_terms(batch["labels"])
+
+    def _read(self, data: Any, batch_size: int | None) -> None:
+        """Read the batches, and count their samples over all processes."""
+        self._batches = Batches(data, batch_size=batch_size, **self._reading)
+        total = torch.tensor(sum(self._batches.sizes), device=self.space.device)
+        self.num_samples = int(all_sum(total, self.group) if self.sharing == "own" else total)
+        self._mask_shapes: dict[Any, list[tuple[tuple[int, ...], float]]] = {}
+        self._first = 0  # number of the first batch, which seeds its masks
 
     # Loss and gradient
 
@@ -177,8 +206,11 @@ class Risk:
 
     def batch_gradient(self, context: Context) -> tuple[Tensor, Tensor]:
         """Return gradient ``(P,)`` and loss of one batch, without L2. Needs :meth:`settings`."""
-        by_params = grad_and_value(lambda params: self.batch_loss(params, context))
-        gradient, value = by_params(self.params)
+        # Plain autograd: torch.func refuses packed sequences, checkpoints and older functions.
+        with modes.recording():
+            leaves = as_leaves(self.params)
+            value = self.batch_loss(leaves, context)
+            gradient = derivatives(value, leaves)
         return self.space.flatten(gradient).detach(), value.detach()
 
     def evaluate(self, params: Params, context: Context) -> tuple[Any, Any]:
@@ -206,6 +238,44 @@ class Risk:
             raise ValueError(f"theta must be one vector, got {tuple(theta.shape)}")
         with modes.outside_inference():
             return self._changed(theta=theta.detach().clone())
+
+    def moved(self, data: Any = None, *, batch_size: int | None = None) -> "Risk":
+        """Return the risk at the present weights of the model, on the same or on other data.
+
+        It costs a copy of the weights and buffers: the model is not evaluated, as it is when a risk
+        is created. With ``op.at(risk.moved(batch))`` nothing is traced again either. The parameters
+        with respect to which derivatives are taken are those of this risk.
+
+        Args:
+            data: Data in any form that the class takes. Defaults to the data of this risk.
+            batch_size: Samples per batch if ``data`` holds all samples at once.
+        """
+        names = list(self.space.shapes)
+        with modes.outside_inference():
+            space, theta, constants, _ = copy_state(self.model, names, self.precision)
+            other = self._changed(space=space, theta=theta, _constants=constants)
+        for name, value in other.params.items():
+            check_finite(f"parameter {name!r}", value)
+        if data is not None:
+            other._read(data, batch_size)
+            other._check_batch_norm(self.batch_norm)
+            other._check_held_labels()
+        return other
+
+    def mismatch(self, other: "Risk") -> str:
+        """Return why a product traced for another risk is not one of this risk, ``""`` if it is."""
+        same = {
+            "model": self.model is other.model,
+            "loss_fn": self.loss_fn is other.loss_fn,
+            "forward": self.adapter.custom is other.adapter.custom,
+            "parameters": self.space.shapes == other.space.shapes,
+            "dtype or device": (self.space.dtype, self.space.device)
+            == (other.space.dtype, other.space.device),
+        }
+        for name in ("batch_norm", "dropout", "precision", "l2"):
+            same[name] = getattr(self, name) == getattr(other, name)
+        different = [name for name, equal in same.items() if not equal]
+        return f"it has another {different[0]}" if different else ""
 
     def with_batch_norm(self, mode: BatchNormMode) -> "Risk":
         """Return the risk with batch norm in another mode."""
@@ -387,9 +457,10 @@ class Risk:
                 check_finite(f"the gradient of batch {index}, at a loss of {loss:.6g},", gradient)
 
     def __repr__(self) -> str:
+        by_label = self.adapter.own is not None and self.adapter.own.tokens
         parts = [
             f"{type(self.model).__name__}, {self.space.size:,} parameters",
-            f"{self.num_samples:,} samples",
+            f"{self.num_samples:,} " + ("labels" if by_label else "samples"),
             f"batch norm {self.batch_norm}" if batch_norms(self.model) else "",
             f"l2 {self.l2:g}" if self.l2 else "",
             "dropout fixed" if self.dropout == "fixed" else "",
@@ -422,9 +493,15 @@ class Risk:
             target = self.adapter.target(batch)
             check_labels(self.loss_fn, self._outputs, target, f"batch {index}")
 
+    def _check_held_labels(self) -> None:
+        for index, batch in self._batches if self._batches.held else ():
+            self._check_labels(index, batch)
+
     def _check_batch_norm(self, mode: BatchNormMode) -> None:
         if mode == "train" and self._batches.defaulted and batch_norms(self.model):
-            raise ValueError("batch_size is required with batch_norm='train': the loss needs it")
+            raise ValueError(
+                "batch_size is required with batch_norm='train': the loss depends on it"
+            )
 
     def _require_finite(self, total: Tensor) -> None:
         if not bool(torch.isfinite(total.sum())):
@@ -450,9 +527,7 @@ class Risk:
 
 def check_risk(risk: Any) -> None:
     """Raise unless the argument of a function is a risk."""
-    if not isinstance(risk, Risk):
-        kind = type(risk).__name__
-        raise TypeError(f"risk must be ritz.Risk(model, loss_fn, data), got {kind}")
+    check_type("risk", risk, Risk, "ritz.Risk(model, loss_fn, data)")
 
 
 # ------------------------------------------------------------------------------------------
@@ -550,7 +625,9 @@ def _sample_gap(risk: Risk, alone: bool) -> str:
                 got = type(outputs).__name__ if shape is None else tuple(shape)
                 return f"outputs must have a row for each of {size} samples, got {got}"
             if alone and not any(is_rows(leaf, size) for leaf in tensors(context.batch)):
-                return f"data must have one row for each of {size} samples, not so in batch {index}"
+                return (
+                    f"data must have one row for each of {size} samples, but batch {index} has not"
+                )
             gaps = []
             if alone and by_row and size > 1:
                 # The outputs of half a batch must not depend on the other half.

@@ -18,5 +18,5 @@ from ritz.curvature._matrices import MATRICES, CurvatureMatrix, batch_products, 
 from ritz.curvature._noise_kinds import NOISE_KINDS, OF_STEP, NoiseKind, scale_of_step
 from ritz.curvature._products import ENGINES, EngineName
 from ritz.curvature._risk import check_risk
-from ritz.curvature._statistics import Summary
+from ritz.curvature._statistics import Summary, layer_table
 from ritz.curvature._step_noise import StepNoise

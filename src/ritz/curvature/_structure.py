@@ -28,7 +28,7 @@ from ritz.operators._shared import Quantity
 
 Columns = Callable[[int, ForwardPass], Tensor]  # (number, pass) of a batch to (c, *outputs.shape)
 Parts = Iterator[tuple[dict[str, Tensor], Params]]  # derivatives by module; gradients by name
-ELSEWHERE = "it is not possible in another process"
+ELSEWHERE = "another process has no closed form"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
