@@ -74,8 +74,8 @@ def from_preset(
     settings = dict(chosen.settings)
     if steps_per_epoch is not None:
         check_count("steps_per_epoch", steps_per_epoch)
-        averages = "interval" in inspect.signature(chosen.optimizer).parameters
-        if averages and chosen.average_from is not None:
+        takes = inspect.signature(chosen.optimizer).parameters
+        if {"start", "interval"} <= takes.keys() and chosen.average_from is not None:
             # The average begins with the weights at the end of the epoch before.
             settings["start"] = (chosen.average_from - 1) * steps_per_epoch + 1
             settings["interval"] = steps_per_epoch
