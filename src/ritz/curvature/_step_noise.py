@@ -22,7 +22,7 @@ from ritz._core.modes import batch_norms, evaluating, recording
 from ritz._core.random import epoch_generator
 from ritz.curvature import _sample_gradients as rules
 from ritz.curvature._layers import LayerOperator, LayerSums, root
-from ritz.curvature._losses import Adapter
+from ritz.curvature._losses import Adapter, KnownLoss
 from ritz.curvature._matrices import likelihood, require_outputs
 from ritz.curvature._modes import LIMITS, constant_statistics
 from ritz.curvature._noise_kinds import (
@@ -75,7 +75,9 @@ class StepNoise:
         self.params = {k: p for k, p in adapter.model.named_parameters() if p.requires_grad}
         self.layers = dict(adapter.model.named_modules())
         self.roots: Roots = {}  # of the last second moments
-        self._risk: Risk | None = None  # of a few samples, to check that it is possible
+        self._checked = False
+        self._known: KnownLoss | None = None  # of ``true``
+        self._risk: Risk | None = None  # of a few samples, for the sums of ``kfac``
         self._modules: dict[str, tuple[str, ...]] = {}
         self._pass = Pass(calls={}, deltas={})
         self.begin(0, fresh=True)
@@ -160,7 +162,7 @@ class StepNoise:
 
     def _check(self, batch: Any) -> None:
         """Check on a few samples, once, that model and loss allow this kind of noise."""
-        if self._risk is not None:
+        if self._checked:
             return
         adapter, size = self.adapter, num_rows(batch)
         few = take_rows(batch, slice(0, min(size, LIMITS.checked_samples)), size)
@@ -170,7 +172,7 @@ class StepNoise:
                     sharing="none")  # fmt: skip
         require_outputs(risk, f"noise of kind {self.kind!r}")
         if self.kind == "true":
-            likelihood(risk)
+            self._known = likelihood(risk)
         else:
             risk.require_sample_mean(alone=False)
         if self.kind in BY_MOMENTS:
@@ -183,7 +185,9 @@ class StepNoise:
                     "use kind='full', which does not need them"
                 )
             self._modules = plan.modules
-        self._risk = risk
+        # It holds a copy of the parameters, which the other kinds do not need.
+        self._risk = risk if self.kind == "kfac" else None
+        self._checked = True
 
     def _couples(self) -> bool:
         """Return whether batch norms use the statistics of a batch."""
@@ -195,9 +199,8 @@ class StepNoise:
 
     def _pull_signed(self, outputs: Tensor, target: Any, scale: float | Tensor, count: int) -> None:
         point = outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
-        if self.kind == "true":
-            known = likelihood(self._checked_risk())
-            column = label_columns(known, point, target, 1, self._own)[0]
+        if self._known is not None:
+            column = label_columns(self._known, point, target, 1, self._own)[0]
         else:
             signs = random_signs((1, count), self._own).to(outputs.device)
             column = sign_columns(self.adapter.loss_fn.call, point, target, signs)[0]

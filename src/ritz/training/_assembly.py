@@ -253,13 +253,7 @@ def make_noise(
     if num_steps is None and (config.noise_until < 1 or kind == "sgld"):
         raise ValueError("steps_per_epoch is required for noise_until: the data have no length")
     samples = None if samples_per_step is None else samples_per_step * config.accumulate
-    small = config.noise_batch
-    if small is None:
-        small = 128 if samples is None else max(1, samples // 32)
-    of_step = kind in ("isotropic", "multiplicative", "sgld")
-    if samples is not None and small >= samples and not of_step:
-        raise ValueError(f"noise_batch must be less than the samples of a step, got "
-                         f"{small} and {samples}")  # fmt: skip
+    small = _small_batch(config.noise_batch, samples, kind)
     heat = config.noise_temperature
     if kind == "sgld" and heat is None:
         # One over the samples that the steps of an epoch see.
@@ -280,6 +274,19 @@ def make_noise(
         temperature=heat,
         seed=config.seed,
     )
+
+
+def _small_batch(wanted: int | None, samples: int | None, kind: str) -> int:
+    """Return the samples of a small batch, for steps of so many samples if that is known."""
+    # 128 of 4096, as published.
+    usual = 128 if samples is None else max(1, samples // 32)
+    small = usual if wanted is None else wanted
+    of_step = kind in ("isotropic", "multiplicative", "sgld")
+    if samples is not None and small >= samples and not of_step:
+        raise ValueError(
+            f"noise_batch must be less than the samples of a step, got {small} and {samples}"
+        )
+    return small
 
 
 def is_captured(optimizer: Optimizer, config: TrainingConfig, device: torch.device) -> bool:

@@ -244,7 +244,7 @@ class Step:
         return scaled
 
     def _backward(self, piece: Piece) -> None:
-        adapter, noise = self.adapter, self.noise if piece.real else None
+        adapter, noise = self.adapter, self.noise
         with (
             nullcontext() if noise is None else noise.observing(piece.batch),
             autocast(self.config.precision, self.device, cached=self.cached),
@@ -266,7 +266,7 @@ class Step:
             part = loss * piece.share.to(loss.dtype)
         elif piece.share != 1:
             part = loss * piece.share
-        if noise is None:
+        if noise is None or not piece.real:
             self._scale(part).backward()
         else:
             scale = self._scale(torch.ones_like(part, requires_grad=False))
