@@ -135,6 +135,7 @@ class Risk:
         self.model, self.loss_fn = model, loss_fn
         self.batch_norm, self.dropout, self.l2, self.seed = batch_norm, dropout, float(l2), seed
         self.sharing, self.group, self.precision = sharing, group, precision
+        self._constant = False  # statistics of a batch are constants for derivatives
         self.adapter = Adapter(model, loss_fn, forward)
         self.space, self.theta, self._constants, cast = copy_state(model, params, precision)
         # How batches are read; other data are read in the same way.
@@ -149,7 +150,6 @@ class Risk:
         self._recognized = False  # whether the model's own loss was looked at
         self._read(data, batch_size)
         self._check_batch_norm(batch_norm)
-        self._constant = False  # statistics of a batch are constants for derivatives
         self._statistics: Params | None = None
         self._sample_gaps: dict[bool, str] = {}
         self.linear_loss = False
