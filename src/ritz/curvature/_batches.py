@@ -112,6 +112,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[tuple[int, Batch]]:
         """Yield this process's batches with their numbers, always in the same order."""
+        # Process k of n has the batches k, k + n, k + 2 n, ...
         numbers = range(self._rank, len(self.sizes), self._world)
         if self._in_memory is not None:
             yield from zip(numbers, self._in_memory, strict=True)

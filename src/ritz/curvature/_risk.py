@@ -188,6 +188,7 @@ class Risk:
 
     def loss(self) -> float:
         """Return the risk with its L2 term. One forward pass."""
+        # L = sum_b w_b L_b + (mu / 2) |theta|^2, where batch b has the share w_b of the samples.
         total = torch.zeros((), dtype=torch.float64, device=self.theta.device)
         with torch.no_grad(), self.settings():
             for _, context, weight in self.contexts():
@@ -197,6 +198,7 @@ class Risk:
 
     def gradient(self) -> Tensor:
         """Return the gradient ``(P,)`` with its L2 term. One forward and backward pass."""
+        # grad L = sum_b w_b grad L_b + mu theta
         total = torch.zeros_like(self.theta)
         with self.settings():
             for _, context, weight in self.contexts():
@@ -388,6 +390,7 @@ class Risk:
     def require_sample_mean(self, *, alone: bool) -> None:
         """Raise, in all processes, unless the loss of each batch is the mean over its samples."""
         gap = self.sample_gap(alone=alone)
+        # Summed, so that all processes raise if one does: the others would wait for it forever.
         flag = torch.tensor(float(bool(gap)), device=self.theta.device)
         if float(self.sum_over_processes(flag)):
             raise ValueError(gap or f"{NOT_A_MEAN}, in another process")
