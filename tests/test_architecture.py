@@ -41,8 +41,9 @@ OPTIONAL = {"ritz.operators._native": {"numba", "llvmlite"}}  # imported only if
 SHARED = {
     "operators": {"spectra", "curvature", "graphs", "measures"},
     "spectra": {"graphs", "measures", "plots", "studies"},
-    "curvature": {"measures", "training", "studies"},
+    "curvature": {"measures", "optim", "training", "studies"},
     "graphs": {"studies", "cli"},
+    "optim": {"training"},
     "training": {"cli"},
     "plots": {"studies", "cli"},
 }

@@ -1,4 +1,4 @@
-"""Adaptive optimisers with weight averaging, and schedules of the learning rate."""
+"""Adaptive and second-order optimisers, weight averaging, and schedules of the learning rate."""
 
 from ritz.optim._adaptive import (
     DampedAdamW,
@@ -16,6 +16,7 @@ from ritz.optim._diagnostics import (
     solution_diversity,
     weight_norms,
 )
+from ritz.optim._kfac import KFAC, KFACPreconditioner
 from ritz.optim._lookahead import Lookahead
 from ritz.optim._presets import from_preset, preset, preset_names
 from ritz.optim._schedules import (
@@ -28,12 +29,14 @@ from ritz.optim._schedules import (
 )
 
 __all__ = [
+    "KFAC",
     "AutoAverage",
     "DampedAdamW",
     "Gadam",
     "GadamX",
     "GroupSchedule",
     "IterateAverage",
+    "KFACPreconditioner",
     "Lookahead",
     "Padam",
     "PadamW",

@@ -1,15 +1,18 @@
-"""Published settings of the adaptive optimisers, by name."""
+"""Published settings of the optimisers, by name."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from torch import nn
+from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from ritz._core.checks import check_count
 from ritz._core.registry import Registry
-from ritz.optim._adaptive import AdaptiveOptimizer, AveragedOptimizer, Gadam, GadamX, Padam
+from ritz.optim._adaptive import AveragedOptimizer, Gadam, GadamX, Padam
+from ritz.optim._kfac import KFAC
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +28,7 @@ class Preset:
         settings: Keywords of the optimiser, read-only.
     """
 
-    optimizer: type[AdaptiveOptimizer]
+    optimizer: type[Optimizer]
     epochs: int
     average_from: int | None
     source: str
@@ -47,15 +50,15 @@ def preset_names() -> tuple[str, ...]:
 
 
 def from_preset(
-    name: str, params: ParamsT, *, steps_per_epoch: int | None = None, **changes: Any
-) -> AdaptiveOptimizer:
+    name: str, params: ParamsT | nn.Module, *, steps_per_epoch: int | None = None, **changes: Any
+) -> Optimizer:
     """Return an optimiser with published settings.
 
     If the published run averaged its weights, the optimiser averages once per epoch.
 
     Args:
         name: ``optimiser/network/data``; :func:`preset_names` lists them.
-        params: Parameters or groups of them.
+        params: Parameters or groups of them; for K-FAC the model.
         steps_per_epoch: Optimiser steps per epoch, needed for presets with averaging. With None,
             call ``optimizer.average.restart()`` to start the average.
         **changes: Keywords of the optimiser, which take precedence over the published ones.
@@ -117,6 +120,11 @@ def _register_all() -> None:
     _add("padam/lstm/ptb", Padam, 200, None, gadam + "appendix B.3", lr=1.0, partial=0.2, **lstm)
     _add("gadam/lstm/ptb", Gadam, 200, 100, tuned, **coupled)
     _add("gadamx/lstm/ptb", GadamX, 200, 100, ptb, lr=1.0, partial=0.2, **coupled)
+
+    # The best run of the table, on VGG-16 without batch norm and weight decay.
+    gap = "Granziol et al. (2020), Explaining the adaptive generalisation gap, table 2 (right); "
+    gap += "momentum, length and steps between inverses: Spectral Machine Learning, section 5.8.2"
+    _add("kfac/vgg16/cifar100", KFAC, 300, None, gap, lr=0.1, delta=0.1, inverse_every=100)
 
 
 _register_all()

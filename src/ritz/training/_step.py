@@ -29,6 +29,7 @@ from ritz.curvature._shared import (
     term_mass,
 )
 from ritz.optim import Lookahead
+from ritz.optim._shared import curvature_of
 from ritz.training._data import own_rows
 
 # ------------------------------------------------------------------------------------------
@@ -214,6 +215,10 @@ class Step:
         self.num_classes: int | None = None  # known after the first forward pass
         half = self.config.precision == "float16"
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=half)
+        # K-FAC captures curvature in the passes of the step.
+        self.curvature = curvature_of(self.optimizer)
+        if self.curvature is not None:
+            self.curvature.scaler = self.scaler
 
     def __call__(self, pieces: Sequence[Piece]) -> None:
         """Take the step."""
@@ -224,7 +229,7 @@ class Step:
             quiet: AbstractContextManager[Any] = nullcontext()
             if number < len(pieces) and isinstance(model, DistributedDataParallel):
                 quiet = model.no_sync()
-            with quiet:
+            with quiet, self._captured(piece):
                 self._backward(piece)
         if self.config.clip_norm is not None:
             # The limit is on the gradient itself, not on its multiple by the scaler.
@@ -232,6 +237,10 @@ class Step:
             nn.utils.clip_grad_norm_(parameters(self.optimizer), self.config.clip_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
+
+    def _captured(self, piece: Piece) -> AbstractContextManager[None]:
+        hidden = self.curvature is not None and not piece.real
+        return self.curvature.paused() if self.curvature and hidden else nullcontext()
 
     def _backward(self, piece: Piece) -> None:
         adapter = self.adapter
@@ -253,6 +262,8 @@ class Step:
             part = loss * piece.share.to(loss.dtype)
         elif piece.share != 1:
             part = loss * piece.share
+        if self.curvature is not None:
+            self.curvature.observe(outputs, target, adapter.loss_fn.call)
         self.scaler.scale(part).backward()
         overwrite(piece.state, after)  # only now: the backward pass reads the old state
         if piece.real:
