@@ -25,6 +25,9 @@ LIBRARIES = (
     "backpack-for-pytorch",
     "hessian-eigenthings",
     "pyhessian",
+    "kfac-pytorch",
+    "singd",
+    "asdfghjkl",
 )
 
 

@@ -29,11 +29,11 @@ class Tuning:
     """When a factor is computed in which way."""
 
     # Rows of a product X X' from which only blocks on and above the diagonal are computed, in
-    # `strips` strips: 0.63 of the operations (benchmarks/kfac.py --part factors).
+    # `strips` strips: 0.63 of the operations (benchmarks/kfac_steps.py --part factors).
     symmetric: int = 512
     strips: int = 4
     # Channels from which the patches of a convolution are not formed. Below it the products of
-    # shifted images are too small to be fast (benchmarks/kfac.py --part factors).
+    # shifted images are too small to be fast (benchmarks/kfac_steps.py --part factors).
     channels: int = 12
 
 
@@ -346,8 +346,17 @@ def projected_squares(
     ones = a.new_ones(*a.shape[:2], 1, a.shape[3])
     a = torch.cat([a] * ("weight" in call.chosen) + [ones] * ("bias" in call.chosen), 2)
     # U_S' (sum_t delta_t a_t') U_A = sum_t (U_S' delta_t) (U_A' a_t)'
-    squares = rules.weight_squares(inputs.mT @ a, outputs.mT @ delta)
+    squares = rules.weight_squares(_turned(a, inputs), _turned(delta, outputs))
     return squares[0] if len(squares) == 1 else squares
+
+
+def _turned(columns: Tensor, basis: Tensor) -> Tensor:
+    r"""Return :math:`U^\top x` of columns ``(..., groups, n, T)``."""
+    if basis.ndim > 2:
+        return basis.mT @ columns
+    # One product for all samples, instead of one with every sample.
+    rows = columns.mT
+    return (rows.reshape(-1, len(basis)) @ basis).view(rows.shape).mT
 
 
 # ------------------------------------------------------------------------------------------
