@@ -9,7 +9,7 @@ FAST := not slow and not gpu
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DEFAULT_GOAL := help
-.PHONY: help demo test coverage check format lint types test-slow test-gpu test-peers intervals bench clean
+.PHONY: help demo test coverage check format lint types test-slow test-gpu test-peers intervals evidence bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,6 +49,9 @@ test-peers: $(PEERS)/.ready ## compare with other libraries, in a separate envir
 
 intervals: $(VENV)/.ready ## measure how often intervals hold the truth, for docs/intervals.md; 30 minutes
 	$(BIN)/python tests/intervals.py --workers 2 --out benchmarks/results/intervals.json
+
+evidence: $(VENV)/.ready ## write the tables of docs/evidence.md from the stored results of studies
+	$(BIN)/python docs/evidence.py
 
 bench: $(PEERS)/.ready ## run all benchmarks and print their ratios
 	@set -e; for script in $$(grep -l __main__ benchmarks/*.py); do \

@@ -9,7 +9,7 @@ import torch
 import ritz
 from ritz import plots, studies
 from ritz._core.registry import UnknownNameError
-from ritz.studies._protocol import versions
+from ritz.studies._protocol import compute_cells, versions
 
 
 @dataclass(frozen=True)
@@ -110,3 +110,50 @@ def test_a_figure_that_fails_keeps_the_earlier_one(tmp_path, monkeypatch):
     assert files[1].read_bytes() == before
     assert sorted(path.name for path in files[0].parent.iterdir()) == [
         "figure.png", "result.safetensors"]  # fmt: skip
+
+
+def test_an_unknown_size_lists_those_of_the_study():
+    assert studies.sized(studies.find("averaging"), "small") == studies.find("averaging").Config()
+    with pytest.raises(ValueError, match="size must be one of small, smoke; got 'paper'"):
+        studies.sized(studies.find("averaging"), "paper")
+
+
+def test_an_interrupted_study_computes_only_the_missing_cells(tmp_path):
+    calls = []
+
+    def compute(cell):
+        calls.append(cell)
+        if cell == 3 and calls.count(3) == 1:
+            raise KeyboardInterrupt
+        return torch.tensor([float(cell)])
+
+    def run(config, *, progress=False, state=None):
+        cells = {str(i): i for i in range(5)}
+        return compute_cells(compute, cells, "cells", config=config, state=state)
+
+    study = types.SimpleNamespace(run=run)
+    with pytest.raises(KeyboardInterrupt):
+        studies.run(study, Config(), tmp_path / "out")
+    with pytest.raises(ValueError, match=r"made with config=.*rate=0\.5.*this run has"):
+        studies.run(study, Config(rate=0.1), tmp_path / "out")
+    result = studies.run(study, Config(), tmp_path / "out")
+
+    assert calls == [0, 1, 2, 3, 3, 4]
+    assert [float(value) for value in result.values()] == [0, 1, 2, 3, 4]
+
+    studies.write(types.SimpleNamespace(), ritz.trace(torch.eye(3)), tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["result.safetensors"]
+
+
+def test_evidence_has_a_row_per_figure_and_the_command_of_each_result(tmp_path):
+    study = studies.find("averaging")
+    config = study.SIZES["smoke"]
+    studies.write(study, study.run(config), tmp_path)
+
+    page = studies.evidence(tmp_path)
+
+    rows = [line for line in page.splitlines() if line.startswith("| Figure 4")]
+    assert rows
+    assert all(row.count(" | ") == 5 for row in rows)
+    assert "`ritz study averaging --set width=32 --set num_train=400" in page
+    assert versions()["machine"] in page

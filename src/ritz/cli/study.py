@@ -2,6 +2,7 @@
 
 from dataclasses import MISSING, dataclass
 from pathlib import Path
+from typing import Literal
 
 import ritz
 from ritz.cli._options import SeedOptions, examples, option, print_result, split_settings
@@ -9,6 +10,8 @@ from ritz.cli._options import SeedOptions, examples, option, print_result, split
 EPILOG = examples(
     "ritz study synthetic_spectra --set size=2000 --set network_steps=5,15",
     "ritz study kernel_determinants --out tables --seed 3",
+    "ritz study averaging --size smoke",
+    "An interrupted study resumes if it is run again with the same options.",
 )
 
 SETTING = "Option of the study, such as size=2000; an unknown name lists all. May be repeated."
@@ -21,6 +24,11 @@ class Options(SeedOptions):
     name: str = option(
         MISSING, "Name of a study (ritz list studies).", metavar="NAME", argument=True
     )
+    size: Literal["smoke", "small", "paper"] = option(
+        "small",
+        "smoke takes seconds, small minutes on two cores; paper is as published and may "
+        "need a GPU for hours. Not every study has all sizes.",
+    )
     settings: list[str] | None = option(None, SETTING, flags="--set", metavar="KEY=VALUE")
     out: Path | None = option(
         None, "Folder for result and picture (default: out/NAME).", metavar="FOLDER"
@@ -32,7 +40,8 @@ def command(options: Options) -> None:
     study = ritz.studies.find(options.name)
     # --set seed=... wins over --seed.
     overrides = {"seed": str(options.seed)} | split_settings("--set", options.settings)
-    config = ritz.studies.configure(study.Config, overrides)
-    result = study.run(config, progress=not options.json)
-    files = ritz.studies.write(study, result, options.out or Path("out") / options.name)
+    config = ritz.studies.configure(ritz.studies.sized(study, options.size), overrides)
+    folder = options.out or Path("out") / options.name
+    result = ritz.studies.run(study, config, folder, progress=not options.json)
+    files = ritz.studies.write(study, result, folder)
     print_result(result, files, as_json=options.json)

@@ -2,18 +2,28 @@
 
 A study is a module of this package with a frozen ``Config`` that has a ``seed``, a function
 ``run(config, *, progress=False)`` and the ``Result`` it returns, both storable. It may have
-``figure(result)``. A module in this folder is found by its name; nothing is registered by hand.
+
+* ``SIZES``, configurations by name: ``smoke`` takes seconds and ``paper`` is as published. The
+  default ``Config()`` is ``small``: minutes on two cores.
+* a keyword ``state`` of ``run``, a path from which an interrupted run resumes; see
+  :func:`compute_cells`.
+* ``figure(result)``.
+* ``evidence(result)``, which compares the result with what was published; see ``_evidence.py``.
+
+A module in this folder is found by its name; nothing is registered by hand.
 """
 
 import dataclasses
+import datetime
 import importlib
 import importlib.util
+import inspect
 import os
 import pkgutil
 import platform
 import types
 import typing
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
@@ -22,7 +32,8 @@ import scipy
 import torch
 from torch import Tensor
 
-from ritz._core.checks import check_count, check_range
+from ritz._core.checks import check_choice, check_count, check_range
+from ritz._core.journal import Journal, Parts, remove_state
 from ritz._core.progress import Progress, tracking
 from ritz._core.registry import Registry
 from ritz._core.storage import save, storable
@@ -30,7 +41,10 @@ from ritz._version import __version__
 from ritz.plots import save_figure
 
 C = TypeVar("C")
+R = TypeVar("R")
 T = TypeVar("T")
+StatePath = str | os.PathLike[str] | None
+STATE = "state"  # name of the file with the finished parts
 
 
 class Study(Protocol):
@@ -39,7 +53,7 @@ class Study(Protocol):
     __doc__: str | None
     Config: type[Any]
 
-    def run(self, config: Any, *, progress: bool = False) -> Any:
+    def run(self, config: Any, *, progress: bool | Progress = False, **state: Any) -> Any:
         """Return the result of the study."""
 
 
@@ -55,12 +69,13 @@ def find(name: str) -> Study:
     return typing.cast(Study, importlib.import_module(f"{__package__}.{module}"))
 
 
-def configure(config_class: type[C], overrides: Mapping[str, str]) -> C:
+def configure(config: C | type[C], overrides: Mapping[str, str]) -> C:
     """Return a configuration with some fields read from text, each by its type.
 
     Args:
-        config_class: A dataclass whose fields are numbers, booleans, text, choices, or tuples
-            of these (separated by commas). ``none`` is ``None``, where a field may be that.
+        config: A dataclass, or its class for the defaults. Its fields are numbers, booleans, text,
+            choices, or tuples of these (separated by commas). ``none`` is ``None``, where a field
+            may be that.
         overrides: Field names and values; a name that is not a field raises.
 
     Example:
@@ -71,21 +86,47 @@ def configure(config_class: type[C], overrides: Mapping[str, str]) -> C:
         >>> configure(Config, {"size": "2_000", "steps": "5,15,30"})
         Config(size=2000, steps=(5, 15, 30))
     """
-    kinds = typing.get_type_hints(config_class)
+    base = config() if isinstance(config, type) else config
+    kinds = typing.get_type_hints(type(base))
     fields = Registry[Any]("field of the configuration")
-    for field in dataclasses.fields(config_class):  # type: ignore[arg-type]
+    for field in dataclasses.fields(base):  # type: ignore[arg-type]
         fields.register(field.name)(kinds[field.name])
-    return config_class(
-        **{name: _parse(name, text, fields[name]) for name, text in overrides.items()}
-    )
+    values = {name: _parse(name, text, fields[name]) for name, text in overrides.items()}
+    changed: C = dataclasses.replace(base, **values)  # type: ignore[type-var]
+    return changed
+
+
+def sized(study: Study, size: str) -> Any:
+    """Return the configuration of a study for a size: ``smoke``, ``small`` or ``paper``."""
+    sizes = {"small": study.Config()} | dict(getattr(study, "SIZES", {}))
+    check_choice("size", size, sizes)
+    return sizes[size]
+
+
+def run(
+    study: Study,
+    config: Any,
+    folder: str | os.PathLike[str],
+    *,
+    progress: bool | Progress = False,
+) -> Any:
+    """Return the result of a study. Finished parts are saved in ``folder`` until :func:`write`."""
+    if "state" not in inspect.signature(study.run).parameters:
+        return study.run(config, progress=progress)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    return study.run(config, progress=progress, state=Path(folder) / STATE)
 
 
 def write(study: Study, result: Any, folder: str | os.PathLike[str]) -> tuple[Path, ...]:
-    """Write the result, and its picture if Matplotlib is installed; return the files."""
+    """Write the result, and its picture if Matplotlib is installed; return the files.
+
+    The state of an unfinished run in the folder is removed.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     # The numbers first: a figure that fails must not lose hours of work.
     save(result, folder / "result.safetensors")
+    remove_state(folder / STATE)
     figure = getattr(study, "figure", None)
     if figure is None or importlib.util.find_spec("matplotlib") is None:
         return (folder / "result.safetensors",)
@@ -102,13 +143,17 @@ def write(study: Study, result: Any, folder: str | os.PathLike[str]) -> tuple[Pa
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that a result depends on."""
+    """Return the versions and the machine that a result depends on, and the date."""
+    cuda = torch.cuda.is_available()
+    machine = torch.cuda.get_device_name() if cuda else f"{os.cpu_count()} CPU cores"
     return {
         "ritz": __version__,
         "torch": torch.__version__,
         "numpy": np.__version__,
         "scipy": scipy.__version__,
         "python": platform.python_version(),
+        "machine": machine,
+        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
     }
 
 
@@ -118,7 +163,7 @@ class StudyResult(Generic[C]):
 
     Attributes:
         config: The configuration.
-        versions: Versions of the libraries.
+        versions: Versions of the libraries, the machine and the date.
     """
 
     config: C
@@ -147,6 +192,33 @@ def track(items: Collection[T], label: str, progress: bool | Progress) -> Iterat
         for done, item in enumerate(items, start=1):
             yield item
             bar.update(done)
+
+
+def compute_cells(
+    compute: Callable[[T], R],
+    cells: Mapping[str, T],
+    label: str,
+    *,
+    config: Any,
+    state: StatePath = None,
+    progress: bool | Progress = False,
+) -> dict[str, R]:
+    """Return ``compute(cell)`` for each named cell of a table.
+
+    Args:
+        compute: Returns the result of a cell, which must be storable: tensors, plain values and
+            results of ritz.
+        cells: Arguments of ``compute`` by the names of the cells.
+        label: Label of the progress bar.
+        config: The configuration. A saved state of another one is refused.
+        state: Path where finished cells are saved, and read when the study is run again.
+        progress: Show a progress bar, or a :class:`Progress` to report to.
+    """
+    finished = Parts(Journal(state, {"config": repr(config)}))
+    return {
+        name: finished.get(name, lambda state, cell=cell: compute(cell))
+        for name, cell in track(cells.items(), label, progress)
+    }
 
 
 def seeded(seed: int) -> torch.Generator:

@@ -22,6 +22,7 @@ from ritz._core.checks import check_count
 from ritz._core.progress import Progress
 from ritz.graphs._shared import Model
 from ritz.plots._shared import style
+from ritz.studies._evidence import Evidence
 from ritz.studies._protocol import StudyResult, check_minimums, column, record, row, seeded, track
 
 MODELS: tuple[Model, ...] = ("erdos_renyi", "watts_strogatz", "barabasi_albert")
@@ -189,6 +190,41 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
         stderr=large[..., 3:6],
         large_estimates=large[..., 6],
     )
+
+
+def evidence(result: Result) -> list[Evidence]:
+    """Return the published estimates of Table 3.1 beside ours."""
+    c, rows = result.config, []
+    for case, (model, k) in c.cases.items():
+        estimates, truth = result.estimates[case], result.truths[case]
+        mean, error = estimates.mean(1), estimates.std(1) / c.num_seeds**0.5
+        published = column(PAPER[model].get(size, torch.nan) for size in c.sizes)
+        # As good as published: the mean is at most as far from the truth, or within its error.
+        good = (mean - truth).abs() <= torch.maximum((published - truth).abs(), 2 * error)
+        rows.append(
+            Evidence(
+                paper="SPECTRA",
+                where="Table 3.1a",
+                what=f"{_title(model, k)}: estimate for n = {', '.join(map(str, c.sizes))}",
+                published=", ".join(f"{value:.4g}" for value in published),
+                measured=", ".join(f"{a:.4g} ± {b:.2g}" for a, b in zip(mean, error, strict=True)),
+                verdict="agrees" if bool(good.all()) else "differs",
+                why="" if bool(good.all()) else "ours is further from the truth in one size",
+            )
+        )
+    right = (result.divergences.argmin(2) == MODELS.index("barabasi_albert")).sum(1).tolist()
+    rows.append(
+        Evidence(
+            paper="SPECTRA",
+            where="Table 3.1b",
+            what=f"model of a Barabási-Albert graph of {c.large:,} vertices, r = "
+            + ", ".join(map(str, c.large_edges)),
+            published="recognised",
+            measured=", ".join(f"{count} of {c.large_seeds}" for count in right),
+            verdict="agrees" if min(right) == c.large_seeds else "differs",
+        )
+    )
+    return rows
 
 
 def figure(result: Result) -> style.Figure:

@@ -8,9 +8,10 @@ from torch import Tensor
 from ritz import plots, spectra
 from ritz._core.checks import check_count
 from ritz._core.progress import Progress
-from ritz._core.results import Estimate, format_uncertain
+from ritz._core.results import Estimate, format_uncertain, plain_estimate
 from ritz.operators import LinearOperator
 from ritz.plots._shared import style
+from ritz.studies._evidence import Evidence
 from ritz.studies._protocol import StudyResult, check_minimums, record, seeded
 from ritz.testing import network_like
 
@@ -98,6 +99,27 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
         density=smooth,
         quantities=_quantities(op, exact, config, generator),
     )
+
+
+def evidence(result: Result) -> list[Evidence]:
+    """Return the estimates beside the exact numbers."""
+    rows = []
+    for item in result.quantities:
+        low, high = (float(end) for end in item.estimate.interval(0.999))
+        rows.append(
+            Evidence(
+                paper="SPECTRA",
+                where="Section 4.5.2",
+                what=f"network-like matrix of order {result.config.size}: {item.name}",
+                published="-",
+                measured=f"{plain_estimate(item.estimate)}, exactly {item.exact:.5g}",
+                verdict="agrees" if low <= item.exact <= high else "differs",
+                why="the exact value is in the 99.9 % interval"
+                if low <= item.exact <= high
+                else "",
+            )
+        )
+    return rows
 
 
 def figure(result: Result) -> style.Figure:

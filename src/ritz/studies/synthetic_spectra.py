@@ -12,6 +12,7 @@ from ritz._core.progress import Progress
 from ritz.operators import DenseOperator, LinearOperator
 from ritz.plots._shared import style
 from ritz.spectra import Spectrum, diagonal, lanczos
+from ritz.studies._evidence import Evidence
 from ritz.studies._protocol import StudyResult, check_minimums, record, seeded, track
 from ritz.testing import network_like, wigner, wishart
 
@@ -105,6 +106,33 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
             spectrum = lanczos(op, num_steps=steps, generator=seeded(config.seed + 1))
             cases.append(Case(name=name, spectrum=spectrum, exact=exact, diagonal=entries))
     return Result(config=config, cases=tuple(cases))
+
+
+def evidence(result: Result) -> list[Evidence]:
+    """Return the ends of the exact spectra beside those of the Ritz values and of the diagonal."""
+    figures = {"Wigner": "Figure 4.3", NETWORK: "Figure 4.6"}
+    rows = []
+    for case in result.cases:
+        ends = [
+            " to ".join(f"{float(x):.3f}" for x in (values.min(), values.max()))
+            for values in (case.exact, case.spectrum.values, case.diagonal)
+        ]
+        width = float(case.exact.max() - case.exact.min())
+        top = abs(float(case.spectrum.values.max() - case.exact.max()))
+        near = top < 0.05 * width
+        rows.append(
+            Evidence(
+                paper="SPECTRA",
+                where=figures.get(case.name, "Figures 4.4, 4.5"),
+                what=f"{case.name}, order {len(case.exact):,}: exact range {ends[0]}, from "
+                f"{len(case.spectrum.values)} Lanczos steps",
+                published="Ritz values span the spectrum; the diagonal does not",
+                measured=f"Ritz values {ends[1]}, diagonal {ends[2]}",
+                verdict="agrees" if near else "differs",
+                why="" if near else "too few steps for the top eigenvalue, as in the figure",
+            )
+        )
+    return rows
 
 
 def figure(result: Result) -> style.Figure:

@@ -1,0 +1,108 @@
+"""Results of studies beside the published ones, as rows of one page.
+
+A study compares its result with the published tables and figures in ``evidence(result)``, which
+returns a list of :class:`Evidence`. :func:`evidence` collects the rows of all saved results.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from ritz._core.storage import load
+from ritz.studies._protocol import find
+
+Verdict = Literal["agrees", "differs", "extends"]
+# Titles of the papers, in the order of the page.
+PAPERS = {
+    "SPECTRA": "Spectral Machine Learning",
+    "GAP": "Explaining the Adaptive Generalisation Gap",
+    "FLAT": "Flatness is a False Friend",
+    "GADAM": "Iterate Averaged Adaptive Gradient Methods",
+    "NOISE": "SGD with Covariance Noise",
+}
+# Fields of configurations that belong to one machine.
+PLACES = ("data", "runs", "train")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """A published figure beside the measured one.
+
+    Attributes:
+        paper: Key of the paper; see ``PAPERS``.
+        where: Table or figure.
+        what: The quantity.
+        published: The published figure, or what the text says.
+        measured: The measured figure with its spread over seeds.
+        verdict: ``agrees``, ``differs``, or ``extends`` if there is no published figure for it.
+        why: The reason for a difference, or a condition that has to be known.
+    """
+
+    paper: str
+    where: str
+    what: str
+    published: str
+    measured: str
+    verdict: Verdict
+    why: str = ""
+
+
+def evidence(folder: str | os.PathLike[str]) -> str:
+    """Return a page of Markdown: the evidence in all saved results of studies in a folder."""
+    rows: dict[str, list[str]] = {key: [] for key in PAPERS}
+    sources = []
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        result = load(path)
+        study: Any = find(type(result).__module__.rpartition(".")[2])
+        sources.append(f"| `{path.name}` | `{_command(result)}` | {_origin(result)} |")
+        for row in getattr(study, "evidence", lambda result: [])(result):
+            rows[row.paper].append(_line(row, path.stem))
+    return "\n".join([*_tables(rows), *_sources(sources)]) + "\n"
+
+
+def _tables(rows: dict[str, list[str]]) -> Iterator[str]:
+    for key, lines in rows.items():
+        if lines:
+            yield f"## {PAPERS[key]}\n"
+            yield "| where | what | published | measured | verdict | result |"
+            yield "| --- | --- | --- | --- | --- | --- |"
+            yield from lines
+            yield ""
+
+
+def _sources(sources: list[str]) -> Iterator[str]:
+    yield "## Results\n"
+    yield "| file | command | machine and date |"
+    yield "| --- | --- | --- |"
+    yield from sources
+
+
+def _line(row: Evidence, source: str) -> str:
+    verdict = f"**{row.verdict}**" + (f": {row.why}" if row.why else "")
+    cells = (row.where, row.what, row.published, row.measured, verdict, source)
+    # A bar would begin a new column.
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _command(result: Any) -> str:
+    """Return the command that makes a result: the fields that differ from their defaults."""
+    name, config = type(result).__module__.rpartition(".")[2], result.config
+    default = type(config)()
+    words = [f"ritz study {name}"]
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if value != getattr(default, field.name) and field.name not in PLACES:
+            words.append(f"--set {field.name}={_text(value)}")
+    return " ".join(words)
+
+
+def _text(value: Any) -> str:
+    return ",".join(map(_text, value)) if isinstance(value, tuple) else str(value).lower()
+
+
+def _origin(result: Any) -> str:
+    known = result.versions
+    parts = [known.get("date"), known.get("machine"), f"torch {known['torch']}"]
+    return ", ".join(part for part in parts if part)

@@ -1,0 +1,377 @@
+"""When, how often and with what to average: Gadam paper, Figures 2, 3, 8-10, Tables 7, 8, 14.
+
+A small convolutional network with batch norm learns part of MNIST, with part of the training labels
+wrong. Every row of the table is one choice: the schedule without averaging, the start of the
+average, how often weights enter it, a start that is found automatically, Lookahead before the
+average, the weight decay, or a learning rate that stays high. For one seed, all choices have the
+same wrong labels, initial weights and batches, so differences between them are paired. An ensemble
+averages the predictions of the networks of all seeds, an iterate average the weights of one.
+"""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ritz import data, optim, plots, training
+from ritz._core.checks import check_count, check_range
+from ritz._core.progress import Progress
+from ritz._core.results import format_uncertain
+from ritz.data import Split
+from ritz.plots._shared import style
+from ritz.studies._evidence import Evidence, Verdict
+from ritz.studies._protocol import (
+    StatePath,
+    StudyResult,
+    check_minimums,
+    compute_cells,
+    record,
+    seeded,
+)
+
+SGD: dict[str, Any] = {"optimizer": "sgd", "lr": 0.05, "weight_decay": 5e-4}
+ADAMW: dict[str, Any] = {"optimizer": "adamw", "lr": 1e-3, "weight_decay": 0.1}
+GADAM: dict[str, Any] = {"optimizer": "gadam", "lr": 1e-3, "weight_decay": 0.1}
+# What is measured in every cell, in this order; the number of predictions follows.
+MEASURES = ("last", "average", "training", "norm", "average norm", "effective rate")
+PREDICTED = 2000  # test images whose predictions an ensemble averages
+
+
+def choices(num_epochs: int) -> dict[str, dict[str, Any]]:
+    """Return the options of training of every choice, for a number of epochs."""
+    half, flat = num_epochs // 2 + 1, {"schedule": "constant"}
+    falling: dict[str, Any] = {"schedule": "linear"}
+    steps = {"schedule": "step"}
+    rows: dict[str, dict[str, Any]] = {}
+    for name, base in (("SGD", SGD), ("AdamW", ADAMW)):
+        rows |= {f"{name}, linear": base | falling, f"{name}, step": base | steps}
+    rows["SGD, constant"] = SGD | flat
+    for name, base in (("SWA", SGD), ("Gadam", GADAM)):
+        for share in (0, 0.25, 0.5, 0.75):
+            start = 1 + round(share * num_epochs)
+            rows[f"{name} from {share:.0%}"] = base | falling | {"average_from": start}
+    for name, often in {"step": 1, "10 steps": 10}.items():
+        rows[f"Gadam every {name}"] = GADAM | falling | {
+            "average_from": half, "average_every": "step", "average_interval": often,
+        }  # fmt: skip
+    patience = {"patience": max(2, num_epochs // 6)}
+    rows |= {"SWA-Auto": SGD | flat | patience, "GadamAuto": ADAMW | flat | patience}
+    ahead = {"lookahead_until": half}
+    rows |= {
+        "SGD + Lookahead": SGD | falling | {"optimizer": "lookahead_sgd"},
+        "AdamW + Lookahead": ADAMW | falling | {"optimizer": "lookahead_adamw"},
+        "Gadam + Lookahead": ADAMW | falling | ahead | {
+            "optimizer": "lookahead_adamw", "average_from": half,
+        },
+    }  # fmt: skip
+    for decay in (0.0, 1e-4, 2e-3):
+        rows[f"SWA, decay {decay:g}"] = SGD | falling | {
+            "average_from": half, "weight_decay": decay,
+        }  # fmt: skip
+    return rows
+
+
+@record
+class Config:
+    """Data and number of the runs.
+
+    Attributes:
+        dataset: Data set: ``mnist``, or ``digits`` for a test without files.
+        num_train: Training images.
+        label_noise: Fraction of the training labels that are wrong.
+        batch_size: Batch size.
+        num_epochs: Epochs of every run.
+        width: Channels of the first of three convolutions; the others have two and four times that.
+        num_seeds: Runs of every choice.
+        seed: Run ``i`` has the seed ``seed + i``.
+        data: Folder of MNIST. Defaults to the environment variable ``RITZ_DATA``.
+    """
+
+    dataset: Literal["mnist", "digits"] = "mnist"
+    num_train: int = 4000
+    label_noise: float = 0.2
+    batch_size: int = 100
+    num_epochs: int = 30
+    width: int = 8
+    num_seeds: int = 3
+    seed: int = 0
+    data: str | None = None
+
+    def __post_init__(self) -> None:
+        check_minimums(self, batch_size=2, num_epochs=4, width=1, num_seeds=2, seed=0)
+        check_count("num_train", self.num_train, low=20)
+        check_range("label_noise", self.label_noise, low=0.0, high=1.0)
+
+
+SIZES = {
+    "smoke": Config(dataset="digits", num_train=300, num_epochs=4, width=2, num_seeds=2),
+    "paper": Config(num_train=45_000, num_epochs=300, batch_size=128, width=64),
+}
+
+
+@record
+class Result(StudyResult[Config]):
+    """Scores of every choice.
+
+    Attributes:
+        names: The choices in their order.
+        scores: ``(measures, choices, num_seeds)`` in the order of ``MEASURES``: test error of last
+            iterate and average, error on the noisy training labels, norms of the weights of last
+            iterate and average, and learning rate over squared norm at the end.
+        ensembles: Test error of the averaged predictions of all seeds, ``(choices,)``.
+        singles: Mean test error of these predictions alone, ``(choices,)``.
+    """
+
+    names: tuple[str, ...]
+    scores: Tensor
+    ensembles: Tensor
+    singles: Tensor
+
+    def measure(self, name: str) -> Tensor:
+        """Return a measure by choice and seed."""
+        return self.scores[MEASURES.index(name)]
+
+    def best(self) -> Tensor:
+        """Return the test error of the average, or of the last iterate where there is none."""
+        average = self.measure("average")
+        return torch.where(average.isnan(), self.measure("last"), average)
+
+    def difference(self, name: str, other: str) -> Tensor:
+        """Return the test error in % of one choice less that of another, by seed."""
+        errors = 100 * self.best()
+        return errors[self.names.index(name)] - errors[self.names.index(other)]
+
+    def __str__(self) -> str:
+        c = self.config
+        lines = [
+            f"Test error in %, {c.dataset}, {c.num_train:,} images with {c.label_noise:.0%} wrong "
+            f"labels, {c.num_epochs} epochs; mean over {c.num_seeds} seeds ± standard error",
+            f"{'':22}{'last':>16}{'average':>16}{'training':>16}{'norm':>8}{'of average':>12}"
+            f"{'rate/norm^2':>13}{'ensemble gain':>15}",
+        ]
+        for i, name in enumerate(self.names):
+            errors = "".join(f"{spread(100 * self.scores[m, i]):>16}" for m in range(3))
+            norm, average, rate = self.scores[3:6, i].mean(1).tolist()
+            gain = 100 * float(self.ensembles[i] - self.singles[i])
+            lines.append(f"{name:22}{errors}{norm:>8.2f}{average:>12.2f}{rate:>13.2g}{gain:>15.2f}")
+        return "\n".join(lines)
+
+
+def run(config: Config, *, progress: bool | Progress = False, state: StatePath = None) -> Result:
+    """Return the scores of all choices for all seeds."""
+    images: Any = data.load(config.dataset, data_dir=config.data, validation=500)
+    rows = choices(config.num_epochs)
+    seeds = range(config.seed, config.seed + config.num_seeds)
+    cells = {f"{name} {seed}": (rows[name], seed) for seed in seeds for name in rows}
+    columns = compute_cells(
+        lambda cell: _train(config, images, *cell),
+        cells,
+        "runs",
+        config=config,
+        state=state,
+        progress=progress,
+    )
+    # Rows (seed, choice) of measures, followed by predictions.
+    table = torch.stack(list(columns.values())).unflatten(0, (len(seeds), len(rows)))
+    scores, outputs = table[..., : len(MEASURES)], table[..., len(MEASURES) :]
+    labels = images.test.targets[:PREDICTED]
+    outputs = outputs.unflatten(-1, (len(labels), -1))
+    return Result(
+        config=config,
+        names=tuple(rows),
+        scores=scores.permute(2, 1, 0).contiguous(),
+        # The error of the mean of the probabilities, and the mean of the errors.
+        ensembles=(outputs.mean(0).argmax(-1) != labels).double().mean(-1),
+        singles=(outputs.argmax(-1) != labels).double().mean((0, -1)),
+    )
+
+
+def figure(result: Result) -> style.Figure:
+    """Draw the test error of last iterate and average of every choice."""
+    drawing, (axis,) = plots.panels(1, 1, width=6.4, height=6.4)
+    places = range(len(result.names))
+    for name, colour, marker in (
+        ("last", style.STYLE.grey, "o"),
+        ("average", style.STYLE.blue, "D"),
+    ):
+        errors = 100 * result.measure(name)
+        axis.errorbar(
+            errors.mean(1), places, xerr=errors.std(1), fmt=marker, color=colour, markersize=5,
+            linewidth=1, label=f"{name} iterate" if name == "last" else name,
+        )  # fmt: skip
+    axis.set_yticks(places, result.names)
+    axis.invert_yaxis()
+    axis.legend(frameon=False)
+    noise = f"{result.config.label_noise:.0%} of the labels wrong"
+    style.finish(axis, "test error (%)", "", f"{result.config.num_train:,} images, {noise}")
+    return drawing
+
+
+def evidence(result: Result) -> list[Evidence]:
+    """Return each claim of the paper beside the paired difference that tests it."""
+    claims = [
+        ("Table 14", "linear against step schedule, SGD", "SGD, linear", "SGD, step", -1),
+        ("Table 14", "linear against step schedule, AdamW", "AdamW, linear", "AdamW, step", -1),
+        ("Table 2", "SWA against SGD", "SWA from 50%", "SGD, linear", -1),
+        ("Table 2", "Gadam against AdamW", "Gadam from 50%", "AdamW, linear", -1),
+        ("Figure 9", "Gadam averaged every step against every epoch", "Gadam every step",
+         "Gadam from 50%", 0),
+        ("Figure 10, Table 7", "Gadam averaged from the start against from the half",
+         "Gadam from 0%", "Gadam from 50%", 0),
+        ("Table 8", "GadamAuto against Gadam", "GadamAuto", "Gadam from 50%", 0),
+        ("Table 8", "SWA-Auto against SGD", "SWA-Auto", "SGD, linear", 1),
+        ("Figure 8", "Lookahead with SGD against SGD", "SGD + Lookahead", "SGD, linear", -1),
+        ("Figure 8", "Gadam with Lookahead against Gadam", "Gadam + Lookahead", "Gadam from 50%",
+         0),
+    ]  # fmt: skip
+    words = {-1: "lower", 0: "about equal", 1: "higher"}
+    rows = []
+    for where, what, name, other, sign in claims:
+        gap = result.difference(name, other)
+        rows.append(
+            Evidence(
+                paper="GADAM",
+                where=f"{where}, here a small CNN",
+                what=f"test error in %, {what}",
+                published=words[sign],
+                measured=spread(gap),
+                **_judge(gap, sign),
+            )
+        )
+    return [*rows, *_by_decay(result), _gap(result), _norms(result)]
+
+
+def _judge(gap: Tensor, sign: int) -> dict[str, Any]:
+    """Return verdict and reason for a paired difference whose sign was published."""
+    error = float(gap.std()) / math.sqrt(len(gap))
+    measured = 0 if abs(float(gap.mean())) < 2 * error else int(math.copysign(1, gap.mean()))
+    verdict: Verdict = "agrees" if measured == sign else "differs"
+    why = "no difference beyond two standard errors" if measured == 0 != sign else ""
+    if sign == 0 and measured:
+        why = "better" if measured < 0 else "worse"
+    return {"verdict": verdict, "why": why}
+
+
+def _by_decay(result: Result) -> list[Evidence]:
+    names = ["SWA, decay 0", "SWA, decay 0.0001", "SWA from 50%", "SWA, decay 0.002"]
+    places = [result.names.index(name) for name in names]
+    gains = 100 * (result.measure("average") - result.measure("last"))[places]
+    ensembles = 100 * (result.ensembles - result.singles)[places]
+    rows = []
+    for what, values in (("iterate average", gains.mean(1)), ("ensemble", ensembles)):
+        grows = float(values[-1]) < float(values[0])
+        rows.append(
+            Evidence(
+                paper="GADAM",
+                where="Figures 2b, 3, here a small CNN",
+                what=f"change of the test error in % by the {what}, weight decay 0, 1e-4, 5e-4, "
+                "2e-3",
+                published="the gain grows with the decay",
+                measured=", ".join(f"{value:.2f}" for value in values),
+                verdict="agrees" if grows else "differs",
+            )
+        )
+    return rows
+
+
+def _gap(result: Result) -> Evidence:
+    """Return how far training falls below testing, at a flat and at a falling learning rate."""
+    # Training labels are noisy, so the gap is shifted by the noise, equally for both.
+    gaps = result.measure("last") - result.measure("training")
+    flat, step = (100 * gaps[result.names.index(f"SGD, {kind}")] for kind in ("constant", "step"))
+    more = step - flat
+    return Evidence(
+        paper="GADAM",
+        where="Figure 16, here a small CNN",
+        what="generalisation gap in %, step decay less constant learning rate",
+        published="the gap grows as the learning rate falls",
+        measured=spread(more),
+        **_judge(more, 1),
+    )
+
+
+def _norms(result: Result) -> Evidence:
+    places = [i for i, name in enumerate(result.names) if name.endswith("from 50%")]
+    last, average = (result.measure(name)[places] for name in ("norm", "average norm"))
+    smaller = bool((average < last).all())
+    pairs = zip(last.mean(1).tolist(), average.mean(1).tolist(), strict=True)
+    return Evidence(
+        paper="SPECTRA",
+        where="Theorem 20, Figures 7.5, 7.6, here a small CNN",
+        what="norm of the weights, last iterate and average, of SWA and of Gadam",
+        published="the average is smaller",
+        measured="; ".join(f"{a:.2f}, {b:.2f}" for a, b in pairs),
+        verdict="agrees" if smaller else "differs",
+    )
+
+
+def spread(values: Tensor) -> str:
+    """Return mean and standard error over seeds as text; a dash if there is no value."""
+    if bool(values.isnan().any()):
+        return "-"
+    return format_uncertain(float(values.mean()), float(values.std()) / math.sqrt(len(values)))
+
+
+def _train(config: Config, images: Any, options: dict[str, Any], seed: int) -> Tensor:
+    """Return the measures of one run and its predictions, as one vector."""
+    generator = seeded(seed)
+    train = _with_wrong_labels(images.train.take(config.num_train), config, generator)
+    model = _network(images, config.width, generator)
+    settings = {key: options[key] for key in ("lr", "weight_decay")}
+    norms: list[float] = []
+
+    def norm(epoch: int, model: nn.Module, optimizer: Any) -> None:
+        norms.append(optim.weight_norms(model).l2)
+
+    others = {key: value for key, value in options.items() if key not in settings}
+    if {"average_from", "patience"} & others.keys():
+        others["final"] = "average"
+    result = training.fit(
+        model, train, validation=images.validation, test=images.test,
+        optimizer_settings=settings, num_epochs=config.num_epochs, batch_size=config.batch_size,
+        augment=False, seed=seed, drop_last=True, monitors=[norm],
+        **others,
+    )  # fmt: skip
+    metrics = result.metrics
+    averaged = "average_test_accuracy" in metrics
+    numbers = [
+        1 - metrics["test_accuracy"],
+        1 - metrics["average_test_accuracy"] if averaged else math.nan,
+        1 - metrics["train_accuracy"],
+        norms[-1],
+        optim.weight_norms(model).l2 if averaged else math.nan,
+        metrics["rate"] / norms[-1] ** 2,
+    ]
+    inputs, _ = images.test.take(min(PREDICTED, len(images.test))).tensors()
+    model.eval()
+    with torch.no_grad():
+        outputs = model(inputs).softmax(1).double().flatten()
+    return torch.cat([torch.tensor(numbers, dtype=torch.float64), outputs])
+
+
+def _with_wrong_labels(train: Split, config: Config, generator: torch.Generator) -> Split:
+    count, classes = len(train), int(train.targets.max()) + 1
+    wrong = torch.randperm(count, generator=generator)[: round(config.label_noise * count)]
+    targets = train.targets.clone()
+    # A shift by 1 to C - 1 modulo C reaches every other class with the same probability.
+    targets[wrong] += torch.randint(1, classes, wrong.shape, generator=generator)
+    return replace(train, targets=targets % classes)
+
+
+def _network(images: Any, width: int, generator: torch.Generator) -> nn.Sequential:
+    """Return three convolutions with batch norm, each of which halves the image."""
+    channels, layers = [images.shape[0], width, 2 * width, 4 * width], list[nn.Module]()
+    for before, after in pairwise(channels):
+        layers += [nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False),
+                   nn.BatchNorm2d(after), nn.ReLU()]  # fmt: skip
+    head = nn.Linear(channels[-1], images.num_classes)
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
+    for layer in model:
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+            # Not from the global generator; variance 2 / fan-in keeps the scale of ReLU layers.
+            nn.init.kaiming_normal_(layer.weight, generator=generator)
+    nn.init.zeros_(head.bias)
+    return model

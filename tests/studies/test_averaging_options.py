@@ -1,0 +1,52 @@
+import dataclasses
+
+import pytest
+import torch
+
+import ritz
+from ritz import studies
+from ritz.studies import averaging_options as study
+
+
+@pytest.fixture(scope="module")
+def result():
+    return study.run(study.SIZES["smoke"])
+
+
+def test_every_choice_has_a_last_iterate_and_averaged_choices_have_an_average(result):
+    rows = study.choices(result.config.num_epochs)
+    assert result.names == tuple(rows)
+    assert bool(result.measure("last").isfinite().all())
+    for name, average in zip(result.names, result.measure("average"), strict=True):
+        if "average_from" in rows[name]:
+            assert bool(average.isfinite().all()), name
+        elif "patience" not in rows[name]:
+            assert bool(average.isnan().all()), name
+
+
+def test_choices_with_the_same_schedule_have_the_same_iterates(result):
+    places = [result.names.index(f"Gadam {part}") for part in ("every step", "every 10 steps")]
+    last = result.measure("last")[places]
+    assert torch.equal(last[0], last[1])  # averaging does not change the iterates
+
+
+def test_claims_are_judged_by_paired_differences():
+    clear = torch.tensor([1.0, 1.2, 0.8], dtype=torch.float64)
+    noise = torch.tensor([1.0, -1.2, 0.3], dtype=torch.float64)
+    assert study._judge(clear, 1)["verdict"] == "agrees"
+    assert study._judge(clear, 0) == {"verdict": "differs", "why": "worse"}
+    assert study._judge(noise, 0)["verdict"] == "agrees"
+    assert study._judge(noise, -1)["verdict"] == "differs"
+
+
+def test_the_result_is_written_and_its_evidence_has_every_claim(result, tmp_path):
+    files = studies.write(study, result, tmp_path)
+    assert [file.suffix for file in files] == [".safetensors", ".png"]
+    assert str(ritz.load(files[0])) == str(result)
+    assert len(study.evidence(result)) == 14
+
+
+@pytest.mark.parametrize("bad", [{"num_epochs": 3}, {"label_noise": 1.5}, {"num_seeds": 1}])
+def test_options_out_of_range_name_the_field(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        dataclasses.replace(study.Config(), **bad)
