@@ -52,7 +52,7 @@ NETWORKS = {
                 IMAGE),
     "wide": (lambda: stack(CONV(2, 14, 1), nn.Tanh(), CONV(14, 3, 3, padding=1), nn.Tanh(),
                            nn.AvgPool2d(2), nn.Flatten(), LINEAR(27, 3)), IMAGE),
-    "wide, not square": (lambda: stack(CONV(2, 13, 1), nn.Tanh(), CONV(13, 2, (3, 2), padding=(2, 1)),
+    "wide, uneven": (lambda: stack(CONV(2, 13, 1), nn.Tanh(), CONV(13, 2, (3, 2), padding=(2, 1)),
                                        nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
                                        LINEAR(2, 3)), IMAGE),
     "no bias, conv": (lambda: stack(CONV(2, 3, 3, bias=False), nn.ReLU(), nn.AdaptiveAvgPool2d(1),

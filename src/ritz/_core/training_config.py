@@ -17,6 +17,7 @@ TrainingPrecision = Literal["float32", "tf32", "bfloat16", "float16"]
 ScheduleName = Literal["constant", "linear", "step"]
 Unit = Literal["step", "epoch"]
 PatienceMetric = Literal["auto", "accuracy", "loss"]
+DampingRule = Literal["constant", "ratio", "shrinkage", "noise", "adaptive"]
 # Panels of ``ritz train --help``.
 RATE, AVERAGE, EVALUATION = "Optimiser and learning rate", "Averaged weights", "Evaluation"
 SPEED, FILES = "Precision and speed", "Output"
@@ -86,6 +87,17 @@ class TrainingConfig:
     schedule_unit: Unit = _option("epoch", "When the learning rate changes.", RATE)
     warmup: int = _option(0, "Number of epochs, or of steps if schedule_unit is step, over which "
                           "the learning rate rises linearly at the start.", RATE)
+    damping: DampingRule = _option("constant", "Damping delta of an optimiser that has one. ratio "
+                                   "keeps delta / learning rate constant; shrinkage and noise "
+                                   "measure it on training samples (best shrinkage of a batch "
+                                   "matrix; least damping that is stable); adaptive compares each "
+                                   "step with its quadratic model.", RATE)
+    damping_interval: int | None = _option(None, "Number of steps between measurements of the "
+                                           "damping (default: an epoch; for adaptive 5).", RATE,
+                                           low=1)
+    curvature_batch_size: int | None = _option(None, "Samples of which optimisers that need the "
+                                               "curvature measure it (default: the batch of the "
+                                               "step).", RATE, low=1)
     average_from: int | None = _option(None, "First epoch whose weights enter the average, "
                                        "counted from 1 (default: no average).", AVERAGE, low=1)
     average_interval: int = _option(1, "Number of epochs, or of steps if average_every is step, "
@@ -168,6 +180,9 @@ class TrainingConfig:
             raise ValueError(f"milestones must be given with schedule step, got {self.schedule}")
         if self.final_ratio is not None and self.schedule != "linear":
             raise ValueError(f"final_ratio must be given with schedule linear, got {self.schedule}")
+        if self.damping_interval is not None and self.damping in ("constant", "ratio"):
+            raise ValueError(f"damping_interval must be given with a damping that is measured, got "
+                             f"{self.damping}")  # fmt: skip
         if self.patience is None and self.patience_metric != "auto":
             raise ValueError(f"patience_metric must be given with patience, got it alone: "
                              f"{self.patience_metric}")  # fmt: skip
@@ -220,6 +235,9 @@ class TrainingOptions(TypedDict, total=False):
     final_ratio: float | None
     schedule_unit: Unit
     warmup: int
+    damping: DampingRule
+    damping_interval: int | None
+    curvature_batch_size: int | None
     average_from: int | None
     average_interval: int
     average_every: Unit

@@ -203,6 +203,22 @@ def fisher(
         return FisherOperator(Products(risk, ways, **options))
     check_count("num_draws", num_draws)
     known = likelihood(risk)
+
+    def middle(context: Context, outputs: Any, target: Any, tangent: Any, reverse: bool) -> Any:
+        # M t = mean over draws of s (s' t), with the gradient s of the loss of a drawn label.
+        product = partial(known.sampled_hessian, outputs, target, tangent=tangent)
+        return vmap(product, in_dims=1)(context.extra).mean(0)
+
+    ways = _jacobian_ways(Risk.evaluate, middle)
+    draw = partial(_drawn_labels, known, num_draws)
+    products = Products(risk, ways, extra=draw(risk, generator), **options)
+    return FisherOperator(products, draw)
+
+
+def _drawn_labels(
+    known: KnownLoss, num_draws: int, risk: Risk, generator: torch.Generator | None
+) -> Callable[[int], Any]:
+    """Draw labels from the model; return them, ``(batch, num_draws, ...)``, by number of batch."""
     labels = {}
     seeds = batch_seeds(risk, generator)
     with torch.no_grad(), risk.settings():
@@ -211,14 +227,7 @@ def fisher(
             rng = torch.Generator().manual_seed(seeds[index])
             draws = [known.draw(outputs, target, rng) for _ in range(num_draws)]
             labels[index] = torch.stack(draws, 1)
-
-    def middle(context: Context, outputs: Any, target: Any, tangent: Any, reverse: bool) -> Any:
-        # M t = mean over draws of s (s' t), with the gradient s of the loss of a drawn label.
-        product = partial(known.sampled_hessian, outputs, target, tangent=tangent)
-        return vmap(product, in_dims=1)(context.extra).mean(0)
-
-    ways = _jacobian_ways(Risk.evaluate, middle)
-    return FisherOperator(Products(risk, ways, extra=labels.get, **options))
+    return labels.get
 
 
 def likelihood(risk: Risk) -> KnownLoss:

@@ -1,5 +1,6 @@
 """Matrix-vector products that are means over batches, by the fastest way that works."""
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -94,7 +95,8 @@ class Products:
             convolves = any(isinstance(module, _ConvNd) for module in risk.model.modules())
             block_size = 1 if convolves and not risk.theta.is_cuda else LIMITS.block_size
         self.block_size = block_size
-        self._ways, self._engine, self._compile, self._room = ways, engine, compile, memory
+        self._ways, self._engine, self._compile = ways, engine, compile
+        self._memory = self._room = memory
         self._must_trace = compile or engine == "linearized"
         self._column: Column | None = None  # the way that was chosen
         self._traces: dict[Any, Linearization | None] = {}  # by shape of the batch
@@ -107,6 +109,19 @@ class Products:
         """How products are computed and why. Known after the first product."""
         cut = "" if self._chunk is None else f", {self._chunk} samples at a time to fit memory"
         return self._plan + cut
+
+    def at(self, risk: Risk, *, extra: Callable[[int], Any] | None = None) -> "Products":
+        """Return the products of another risk of the same model and loss, with the same traces.
+
+        Nothing is traced again for batches of known shapes: only the primal parts are computed.
+        """
+        if reason := risk.mismatch(self.risk):
+            raise ValueError(f"risk must be one at which the same trace holds, but {reason}")
+        other = copy.copy(self)
+        other.risk, other.extra = risk, extra or self.extra
+        # Primal parts belong to a point and a batch; the dictionary of traces is shared.
+        other._cached, other._room = {}, self._memory
+        return other
 
     def matmat(self, block: Tensor) -> Tensor:
         """Return the sum over the batches of all processes, with the shift: ``(n, k)``."""
@@ -295,19 +310,37 @@ class Products:
         torch.cuda.empty_cache()
 
 
+# Draws the further data of an operator, such as labels, for the batches of a risk.
+Draw = Callable[[Risk, torch.Generator | None], Callable[[int], Any]]
+
+
 class CurvatureOperator(LinearOperator):
     """A matrix of a risk that is a mean over batches. ``products`` computes its products."""
 
     matrix: ClassVar[str]
 
-    def __init__(self, products: Products) -> None:
-        risk = products.risk
+    def __init__(self, products: Products, draw: Draw | None = None) -> None:
+        risk, self._draw = products.risk, draw
         n, dtype, device = risk.space.size, risk.theta.dtype, risk.theta.device
         super().__init__(n, dtype=dtype, device=device, block_size=products.block_size)
         self.risk, self.products, self._detail = risk, products, repr(risk)
         self.origin["matrix"] = self.matrix
         if batch_norms(risk.model):
             self.origin["batch_norm"] = risk.batch_norm
+
+    def at(self, risk: Risk, *, generator: torch.Generator | None = None) -> "CurvatureOperator":
+        """Return the same matrix of another risk: at new weights, on another batch, or both.
+
+        Its products use the traces of this operator, so that only the primal parts, about a
+        gradient per batch, are computed again. What the model keeps outside its parameters,
+        buffers and batches must not have changed.
+
+        Args:
+            risk: A risk of the same model, loss and modes, such as :meth:`Risk.moved` returns.
+            generator: Source of the labels of a Monte Carlo Fisher matrix.
+        """
+        extra = None if self._draw is None else self._draw(risk, generator)
+        return type(self)(self.products.at(risk, extra=extra), self._draw)
 
     def _matmat(self, block: Tensor) -> Tensor:
         return self.products.matmat(block)

@@ -130,29 +130,31 @@ class Risk:
         self.sharing, self.group, self.precision = sharing, group, precision
         self.adapter = Adapter(model, loss_fn, forward)
         self.space, self.theta, self._constants, cast = copy_state(model, params, precision)
-        self._batches = Batches(
-            data,
-            batch_size=batch_size,
-            freeze=freeze,
-            memory=LIMITS.data,
-            count=count,
-            device=self.space.device,
-            dtype=cast,
-            share=(rank(group), world_size(group)) if sharing == "split" else (0, 1),
-        )
-        total = torch.tensor(sum(self._batches.sizes), device=self.space.device)
-        self.num_samples = int(all_sum(total, group) if sharing == "own" else total)
+        # How batches are read; other data are read in the same way.
+        self._reading: dict[str, Any] = {
+            "freeze": freeze,
+            "memory": LIMITS.data,
+            "count": count,
+            "device": self.space.device,
+            "dtype": cast,
+            "share": (rank(group), world_size(group)) if sharing == "split" else (0, 1),
+        }
+        self._read(data, batch_size)
         self._check_batch_norm(batch_norm)
-        self._mask_shapes: dict[Any, list[tuple[tuple[int, ...], float]]] = {}
-        self._first = 0  # number of the first batch, which seeds its masks
         self._statistics: Params | None = None
         self._sample_gaps: dict[bool, str] = {}
         self.linear_loss = False
         self._outputs: Any = None  # outputs of one sample, to check labels against
         self._outputs = _inspect_first_batch(self)
-        if self._batches.held:
-            for index, batch in self._batches:
-                self._check_labels(index, batch)
+        self._check_held_labels()
+
+    def _read(self, data: Any, batch_size: int | None) -> None:
+        """Read the batches, and count their samples over all processes."""
+        self._batches = Batches(data, batch_size=batch_size, **self._reading)
+        total = torch.tensor(sum(self._batches.sizes), device=self.space.device)
+        self.num_samples = int(all_sum(total, self.group) if self.sharing == "own" else total)
+        self._mask_shapes: dict[Any, list[tuple[tuple[int, ...], float]]] = {}
+        self._first = 0  # number of the first batch, which seeds its masks
 
     # Loss and gradient
 
@@ -205,6 +207,44 @@ class Risk:
             raise ValueError(f"theta must be one vector, got {tuple(theta.shape)}")
         with modes.outside_inference():
             return self._changed(theta=theta.detach().clone())
+
+    def moved(self, data: Any = None, *, batch_size: int | None = None) -> "Risk":
+        """Return the risk at the present weights of the model, on the same or on other data.
+
+        It costs a copy of the weights and buffers: the model is not evaluated, as it is when a risk
+        is created. With ``op.at(risk.moved(batch))`` nothing is traced again either. The parameters
+        with respect to which derivatives are taken are those of this risk.
+
+        Args:
+            data: Data in any form that the class takes. Defaults to the data of this risk.
+            batch_size: Samples per batch if ``data`` holds all samples at once.
+        """
+        names = list(self.space.shapes)
+        with modes.outside_inference():
+            space, theta, constants, _ = copy_state(self.model, names, self.precision)
+            other = self._changed(space=space, theta=theta, _constants=constants)
+        for name, value in other.params.items():
+            check_finite(f"parameter {name!r}", value)
+        if data is not None:
+            other._read(data, batch_size)
+            other._check_batch_norm(self.batch_norm)
+            other._check_held_labels()
+        return other
+
+    def mismatch(self, other: "Risk") -> str:
+        """Return why a product traced for another risk is not one of this risk, ``""`` if it is."""
+        same = {
+            "model": self.model is other.model,
+            "loss_fn": self.loss_fn is other.loss_fn,
+            "forward": self.adapter.custom is other.adapter.custom,
+            "parameters": self.space.shapes == other.space.shapes,
+            "dtype or device": (self.space.dtype, self.space.device)
+            == (other.space.dtype, other.space.device),
+        }
+        for name in ("batch_norm", "dropout", "precision", "l2"):
+            same[name] = getattr(self, name) == getattr(other, name)
+        different = [name for name, equal in same.items() if not equal]
+        return f"it has another {different[0]}" if different else ""
 
     def with_batch_norm(self, mode: BatchNormMode) -> "Risk":
         """Return the risk with batch norm in another mode."""
@@ -405,6 +445,10 @@ class Risk:
         if self._outputs is not None:
             target = self.adapter.target(batch)
             check_labels(self.loss_fn, self._outputs, target, f"batch {index}")
+
+    def _check_held_labels(self) -> None:
+        for index, batch in self._batches if self._batches.held else ():
+            self._check_labels(index, batch)
 
     def _check_batch_norm(self, mode: BatchNormMode) -> None:
         if mode == "train" and self._batches.defaulted and batch_norms(self.model):

@@ -6,18 +6,20 @@ from ritz.optim._adaptive import (
     GadamX,
     Padam,
     PadamW,
-    delta_to_shrinkage,
-    shrinkage_to_delta,
 )
 from ritz.optim._averaging import AutoAverage, IterateAverage
+from ritz.optim._curvature import CurvatureOptimizer
+from ritz.optim._damping import Damping, delta_to_shrinkage, shrinkage_to_delta
 from ritz.optim._diagnostics import (
     effective_rates,
     scale_invariant_weights,
     solution_diversity,
     weight_norms,
 )
+from ritz.optim._hessian_free import HessianFree
 from ritz.optim._kfac import KFAC, KFACPreconditioner
 from ritz.optim._lookahead import Lookahead
+from ritz.optim._newton import LanczosNewton
 from ritz.optim._presets import from_preset, preset, preset_names
 from ritz.optim._schedules import (
     GroupSchedule,
@@ -27,20 +29,27 @@ from ritz.optim._schedules import (
     step_decay,
     warmup,
 )
+from ritz.optim._spectral import SpectralRates, SpectralSGD, spectral_rates
 
 __all__ = [
     "KFAC",
     "AutoAverage",
+    "CurvatureOptimizer",
     "DampedAdamW",
+    "Damping",
     "Gadam",
     "GadamX",
     "GroupSchedule",
+    "HessianFree",
     "IterateAverage",
     "KFACPreconditioner",
+    "LanczosNewton",
     "Lookahead",
     "Padam",
     "PadamW",
     "Schedule",
+    "SpectralRates",
+    "SpectralSGD",
     "averaging_decay",
     "delta_to_shrinkage",
     "effective_rates",
@@ -51,6 +60,7 @@ __all__ = [
     "scale_invariant_weights",
     "shrinkage_to_delta",
     "solution_diversity",
+    "spectral_rates",
     "step_decay",
     "warmup",
     "weight_norms",

@@ -465,7 +465,7 @@ class GadamX(AveragedOptimizer):
 
 
 # ------------------------------------------------------------------------------------------
-# Damping as a hyper-parameter, and as shrinkage.
+# Damping as a hyper-parameter.
 
 
 @final
@@ -503,44 +503,3 @@ class DampedAdamW(AdaptiveOptimizer):
         **flags: Unpack[Flags],
     ) -> None:
         super().__init__(params, flags, lr, betas, delta, weight_decay, partial=0.5)
-
-
-def delta_to_shrinkage(delta: float) -> float:
-    r"""Convert a damping to the equivalent shrinkage coefficient :math:`\beta = 1 / (1 + \delta)`.
-
-    .. math::
-        \frac{\alpha}{\lambda + \delta} = \frac{\alpha\beta}{\beta\lambda + (1 - \beta)}
-
-    for each eigenvalue :math:`\lambda` of the curvature :math:`H`. A damped step of learning rate
-    :math:`\alpha` on :math:`H` is a step of learning rate :math:`\alpha\beta` on
-    :math:`\beta H + (1 - \beta) I`.
-
-    Args:
-        delta: Damping, at least 0.
-
-    Reference: Granziol et al. (2020), Explaining the adaptive generalisation gap, section 3.2.
-
-    >>> delta_to_shrinkage(3.0)
-    0.25
-    """
-    check_range("delta", delta, low=0)
-    # alpha / (lambda + delta) = alpha beta / (beta lambda + 1 - beta) for every lambda
-    return 1 / (1 + delta)
-
-
-def shrinkage_to_delta(beta: float) -> float:
-    r"""Return the damping :math:`\delta = (1 - \beta)/\beta` that is equivalent to a shrinkage.
-
-    The inverse of :func:`delta_to_shrinkage`.
-
-    Args:
-        beta: Weight of the curvature, above 0 and at most 1.
-
-    >>> shrinkage_to_delta(0.25)
-    3.0
-    """
-    check_range("beta", beta, low=0, high=1)
-    if beta == 0:
-        raise ValueError("beta must be above 0, got 0, which would need infinite damping")
-    # beta = 1 / (1 + delta)
-    return (1 - beta) / beta

@@ -11,8 +11,10 @@ from torch.optim.optimizer import ParamsT
 
 from ritz._core.checks import check_count
 from ritz._core.registry import Registry
-from ritz.optim._adaptive import AveragedOptimizer, Gadam, GadamX, Padam
+from ritz.optim._adaptive import AveragedOptimizer, DampedAdamW, Gadam, GadamX, Padam
 from ritz.optim._kfac import KFAC
+from ritz.optim._newton import LanczosNewton
+from ritz.optim._spectral import SpectralSGD
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,8 @@ def from_preset(
             # The average begins with the weights at the end of the epoch before.
             settings["start"] = (chosen.average_from - 1) * steps_per_epoch + 1
             settings["interval"] = steps_per_epoch
+        elif chosen.optimizer is SpectralSGD:
+            settings["interval"] = 20 * steps_per_epoch  # "every 20 epochs"
     build: Any = chosen.optimizer
     return build(params, **(settings | changes))  # type: ignore[no-any-return]
 
@@ -112,6 +116,25 @@ def _register_all() -> None:
     # The learning rate was searched in factors of 3 from 0.1; 0.3 was best.
     best = resnet + "; learning rate: Spectral Machine Learning, section 7.10" + searched
     _add("gadamx/resnet50/imagenet", GadamX, 90, 61, best, lr=0.3, eps=1e-4)
+
+    newton = "Granziol, Spectral Machine Learning, section 4.3.1, Table 4.4: curvature batch 128"
+    table: dict[str, Any] = {"lr": 1.0, "delta": 10.0, "num_steps": 20, "start": "random"}
+    _add("lanczosnewton/vgg16/cifar100", LanczosNewton, 100, None, newton, **table)
+    lopt = "Granziol et al. (2020), Explaining the adaptive generalisation gap, section 4; one of "
+    lopt += "the dampings that were tried"
+    convex: dict[str, Any] = {"lr": 0.01, "delta": 0.1, "num_steps": 50, "start": "random"}
+    _add("lanczosnewton/logistic/mnist", LanczosNewton, 300, None, lopt, **convex)
+    # Measured every 20 epochs of 391 batches of 128.
+    spectral = "Granziol, Spectral Machine Learning, section 4.3.2; averaging from epoch 161"
+    often = {"interval": 20 * 391, "num_steps": 20}
+    for name, nesterov in (("ssgdm", False), ("ssgdmn", True)):
+        settings = often | {"nesterov": nesterov}
+        _add(
+            f"spectralsgd/preresnet110/cifar100/{name}", SpectralSGD, 180, 161, spectral, **settings
+        )
+    gap = "Granziol et al. (2020), Explaining the adaptive generalisation gap, section 5.2"
+    damped = {"lr": 1e-3, "delta": 5e-3, "weight_decay": 0.0}
+    _add("dampedadamw/vgg16/cifar100", DampedAdamW, 300, None, gap, **damped)
 
     lstm: dict[str, Any] = {"weight_decay": 1.2e-6}
     coupled = lstm | {"decoupled_weight_decay": False}

@@ -90,6 +90,7 @@ def solve(
     max_steps: int | None = None,
     preconditioner: Preconditioner | None = None,
     initial: Tensor | None = None,
+    stop: Callable[[Tensor], bool] | None = None,
     progress: bool | Progress = False,
 ) -> Solution:
     r"""Solve :math:`A x = b` by conjugate gradients; compare :func:`scipy.sparse.linalg.cg`.
@@ -110,6 +111,8 @@ def solve(
         preconditioner: Symmetric positive definite approximation of :math:`A^{-1}`: an operator
             or a function of blocks.
         initial: Start, of the shape of ``b``. Defaults to zero.
+        stop: Called after each step with :math:`\frac12 x^\top A x - b^\top x` of every column,
+            ``(k,)``; the run ends when it returns true.
         progress: Show a progress bar, or a :class:`Progress` to report to.
 
     Raises:
@@ -151,7 +154,8 @@ def solve(
     with tracking(progress, "conjugate gradients", max_steps) as bar:
         # Roundoff makes the residual of the recurrence drift from b - A x, which is what is
         # reported: the recurrence stops 10 % below the goal.
-        history, products = _iterate(op, x, residual, 0.9 * goal, max_steps, apply, bar)
+        watch = None if stop is None else _Stop(stop, x, rhs, unit)
+        history, products = _iterate(op, x, residual, 0.9 * goal, max_steps, apply, bar, watch)
     residuals = column_dots(*[rhs - op.matmat(x)] * 2).sqrt()
     x *= unit
     if not bool(torch.isfinite(x).all()):
@@ -161,7 +165,7 @@ def solve(
         residuals=(residuals * unit).cpu(),
         history=(torch.stack(history) * unit).cpu(),
         num_products=spent + products + rhs.shape[1],
-        status=_status(residuals, goal, len(history) - 1),
+        status=_status(residuals, goal, len(history) - 1, watch is not None and watch.reached),
     )
 
 
@@ -173,6 +177,7 @@ def _iterate(
     max_steps: int,
     apply: Callable[[Tensor], Tensor] | None,
     bar: Progress,
+    stop: "_Stop | None",
 ) -> tuple[list[Tensor], int]:
     """Improve ``x`` in place; return the residual norms of each step and the number of products."""
     norms = column_dots(residual, residual).sqrt()
@@ -200,6 +205,8 @@ def _iterate(
         norms[active] = column_dots(r, r).sqrt()
         history.append(norms)
         bar.update(done + 1, f"residual {float(norms.max()):.1e}")
+        if stop is not None and stop(r, active):
+            break
         keep = (~(norms[active] <= goal[active])).nonzero()[:, 0]
         if len(keep) < len(active):
             active, r, direction, rho = active[keep], r[:, keep], direction[:, keep], rho[keep]
@@ -211,6 +218,27 @@ def _iterate(
         before, rho = rho, column_dots(r, z)
         torch.addcmul(z, direction, (rho / before).to(r.dtype), out=direction)
     return history, products
+
+
+@dataclass(eq=False)
+class _Stop:
+    """The rule of the caller, on the quadratic forms of all columns."""
+
+    rule: Callable[[Tensor], bool]
+    x: Tensor
+    rhs: Tensor
+    unit: Tensor
+    reached: bool = False
+
+    def __post_init__(self) -> None:
+        self.forms = torch.zeros_like(self.unit, dtype=torch.float64)
+
+    def __call__(self, residual: Tensor, active: Tensor) -> bool:
+        # phi(x) = x'Ax / 2 - b'x = -x'(b + r) / 2 with r = b - Ax, in the units of b.
+        form = -0.5 * column_dots(self.x[:, active], self.rhs[:, active] + residual)
+        self.forms[active] = form.double() * self.unit[active].double().square()
+        self.reached = self.rule(self.forms.clone())
+        return self.reached
 
 
 def _step_lengths(rho: Tensor, curvature: Tensor, direction: Tensor, done: int) -> Tensor:
@@ -252,10 +280,12 @@ def _check_conjugate(p: Tensor, image: Tensor, q: Tensor, image_of_q: Tensor) ->
         )
 
 
-def _status(residuals: Tensor, goal: Tensor, steps: int) -> Status:
+def _status(residuals: Tensor, goal: Tensor, steps: int, stopped: bool) -> Status:
     missed = int((~(residuals <= goal)).sum())
     if not missed:
         return Status(outcome="converged", message=f"{len(goal)} systems in {steps} steps")
+    if stopped:
+        return Status(outcome="completed", message=f"stopped by the caller after {steps} steps")
     return Status(
         outcome="max_steps",
         message=f"{missed} of {len(goal)} systems not solved after {steps} steps; "

@@ -87,6 +87,9 @@ def create_optimizer(
         fused = fused and bool(params) and all(p.is_cuda for p in params)
         capturable = capturable and fused
         settings |= {"fused": True} if fused else {}
+    # Curvature is measured between steps, by operations that wait for the device.
+    curved = isinstance(make, type) and issubclass(make, optim.CurvatureOptimizer)
+    capturable = capturable and not curved
     rate = settings.get("lr", known["lr"].default if "lr" in known else None)
     if capturable and rate is not None and params:
         # A graph reads the learning rate from memory, where the schedule writes it.
@@ -134,6 +137,9 @@ _BUILT_IN: dict[str, OptimizerFactory] = {
     "gadamx": optim.GadamX,
     "kfac": optim.KFAC,
     "ekfac": partial(optim.KFAC, kind="ekfac"),
+    "lanczos_newton": optim.LanczosNewton,
+    "hessian_free": optim.HessianFree,
+    "spectral_sgd": optim.SpectralSGD,
     "lookahead_sgd": partial(_lookahead, SGD, lr=0.1, momentum=0.9),
     "lookahead_adamw": partial(_lookahead, AdamW, lr=1e-3),
 }

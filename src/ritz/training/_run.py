@@ -21,6 +21,7 @@ from ritz.curvature._shared import Adapter, Forward, check_labels, check_reducti
 from ritz.data import TextSplit
 from ritz.optim import Lookahead
 from ritz.training import _assembly, _folder
+from ritz.training._curvature import StepCurvature
 from ritz.training._data import Feed, own_rows
 from ritz.training._folder import Checkpoint, Folder, Log, Record
 from ritz.training._step import (
@@ -268,6 +269,15 @@ class Run:
         if captured:
             self._take = CapturedStep(self._step, required=bool(config.capture))
         self._carried = carried_state(self._adapter, wanted=self.feed.consecutive)
+        self._curvature = StepCurvature(
+            model,
+            self.feed,
+            config,
+            optimizer,
+            loss_fn=self.loss_fn,
+            forward=self.forward,
+            length=self.steps_per_epoch,
+        )
 
     def train(self, progress: bool | Progress) -> TrainingStatus:
         """Train for the remaining epochs and return how the run ended."""
@@ -331,8 +341,11 @@ class Run:
         if self._carried is not None and not state.batch:
             self._carried.reset()
         for group in self._groups():
+            if self._curvature.is_due(state.step) and not self._is_finite():
+                return _diverged(state.epoch + 1)
             try:
-                self._take(self._pieces(group))
+                with self._curvature.around(group, state.step):
+                    self._take(self._pieces(group))
             except ValueError as error:
                 rows = min(num_rows(batch) for batch in group)
                 raise _assembly.explain_one_row(error, rows, self.config) from error
@@ -350,6 +363,11 @@ class Run:
                 return status
         self._work = state.step - first, seen, started
         return None
+
+    def _is_finite(self) -> bool:
+        """Return whether losses and weights are finite, so that curvature can be measured."""
+        sums = self._step.totals.sums
+        return bool(torch.isfinite(sums).all()) and self._curvature.finite
 
     def _groups(self) -> Iterator[list[Any]]:
         """Yield the remaining batches of an epoch, grouped by step."""
@@ -428,9 +446,13 @@ class Run:
         spent = time.perf_counter() - started  # after `means`, which waits for the device
         if not math.isfinite(means["train_loss"]):
             return _diverged(number)
-        rate = float(self.optimizer.param_groups[0]["lr"])
+        group = self.optimizer.param_groups[0]
+        # The rate of SpectralSGD is measured, and lr is a factor on it.
+        rate = float(group["lr"]) * (group.get("rate") or 1.0)
         record: Record = {"kind": "epoch", "epoch": number, "step": state.step, "rate": rate}
         record |= means
+        if config.damping != "constant":
+            record["damping"] = self._curvature.damping.values()[0]
         if config.schedule_unit == "epoch":
             self.schedule.step()
         last, stop = self._is_over(replace(state, epoch=number, batch=0)), False

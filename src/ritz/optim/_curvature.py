@@ -1,0 +1,143 @@
+"""The protocol of optimisers that need curvature, and what those of this package share."""
+
+import math
+from typing import Any, Literal, Protocol, final, get_args, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ritz._core.checks import check_choice
+from ritz._core.params import parameters
+from ritz.curvature import CurvatureOperator, Risk, fisher, ggn, hessian
+from ritz.curvature._shared import check_risk
+
+NewtonMatrix = Literal["hessian", "ggn", "fisher"]
+_MATRICES = {"hessian": hessian, "ggn": ggn, "fisher": fisher}
+
+
+@runtime_checkable
+class CurvatureOptimizer(Protocol):
+    """An optimiser that needs the curvature of the loss, now and then or before every step.
+
+    :func:`ritz.training.fit` calls both methods with the batch of the step, or with a larger
+    curvature batch. In your own loop it is one more line::
+
+        for step, (inputs, labels) in enumerate(batches):
+            if optimizer.curvature_due(step):
+                optimizer.update_curvature(ritz.Risk(model, cross_entropy, [(inputs, labels)]))
+            optimizer.zero_grad()
+            cross_entropy(model(inputs), labels).backward()
+            optimizer.step()
+
+    With the same model and the same ``loss_fn`` object, matrix-vector products are traced once
+    for each shape of batch, whether each refresh has a new risk or ``risk.moved(batch)``. With
+    batch norm pass ``batch_norm="train"``, so that the curvature is that of the loss whose gradient
+    the step follows.
+
+    To write such an optimiser, subclass ``torch.optim.Optimizer`` and define the two methods.
+    What a step reads must be in ``state`` or ``param_groups``, so that a run can be resumed.
+    """
+
+    def curvature_due(self, step: int) -> bool:
+        """Return whether the curvature is to be updated before a step.
+
+        Args:
+            step: Number of steps taken so far.
+        """
+
+    def update_curvature(self, risk: Risk) -> None:
+        """Measure what the next steps need.
+
+        Args:
+            risk: Loss on a batch. If the weights have changed since it was made, it is moved to the
+                present ones.
+        """
+
+
+@final
+class Subject:
+    """The matrix of a model that an optimiser measures again and again, traced once.
+
+    It is not part of the state of the optimiser: after loading it is traced again.
+    """
+
+    def __init__(self) -> None:
+        self._op: CurvatureOperator | None = None
+
+    def operator(
+        self, risk: Risk, matrix: NewtonMatrix, *, generator: torch.Generator | None = None
+    ) -> CurvatureOperator:
+        """Return the matrix of a risk, with the traces of the last call if they hold for it."""
+        op = self._op
+        if op is not None and op.matrix == matrix and not risk.mismatch(op.risk):
+            self._op = op.at(risk, generator=generator)
+        else:
+            options: Any = {"generator": generator} if matrix == "fisher" else {}
+            self._op = _MATRICES[matrix](risk, **options)
+        return self._op
+
+
+def check_matrix(matrix: str) -> None:
+    """Raise unless this is a matrix that an optimiser can use."""
+    check_choice("matrix", matrix, get_args(NewtonMatrix))
+
+
+def own_risk(optimizer: Optimizer, risk: Risk) -> tuple[Risk, dict[str, Tensor]]:
+    """Return the risk at the present weights in the parameters of an optimiser, and these by name.
+
+    Frozen parameters, and those of other optimisers, are constants.
+    """
+    check_risk(risk)
+    mine = {id(p) for p in parameters(optimizer)}
+    named = dict(risk.model.named_parameters())
+    # A tied parameter has one name here, as in the risk.
+    names = [name for name in risk.space.shapes if id(named[name]) in mine]
+    chosen: dict[str, Tensor] = {name: named[name] for name in names}
+    kind = type(optimizer).__name__
+    if not chosen:
+        raise ValueError(f"risk must be that of a model with parameters of this {kind}, got {risk}")
+    known = {id(p) for p in named.values()}
+    if any(id(p) not in known for p in parameters(optimizer)):
+        raise ValueError(f"all parameters of {kind} must be those of the model of risk, got others")
+    if any(p.dtype != risk.space.dtype for p in chosen.values()):
+        raise ValueError(f"{kind} needs a risk in the dtype of its parameters, got {risk}")
+    if len(chosen) < len(risk.space.shapes):
+        risk = risk.on(list(chosen))
+    with torch.no_grad():
+        now = risk.space.flatten(chosen)
+    # NaN differs from itself, and moving then says which parameter is not finite.
+    return (risk if torch.equal(now, risk.theta) else risk.moved()), chosen
+
+
+def own_gradients(optimizer: Optimizer) -> dict[Tensor, Tensor]:
+    """Return the gradients of all parameters that have one; raise if they are sparse."""
+    grads = {p: p.grad for p in parameters(optimizer) if p.grad is not None}
+    if any(grad.is_sparse for grad in grads.values()):
+        raise RuntimeError(f"{type(optimizer).__name__} does not support sparse gradients")
+    return grads
+
+
+def require_curvature(optimizer: Optimizer, known: bool) -> None:
+    """Raise before a step for which :meth:`CurvatureOptimizer.update_curvature` is missing."""
+    if not known:
+        kind = type(optimizer).__name__
+        raise RuntimeError(
+            f"{kind} needs the curvature of every parameter with a gradient before this step: call "
+            "optimizer.update_curvature(ritz.Risk(model, loss_fn, [batch])), as ritz.training.fit "
+            "does"
+        )
+
+
+def evaluate(closure: Any) -> Any:
+    """Return the loss of a closure, or ``None`` without one."""
+    with torch.enable_grad():
+        return None if closure is None else closure()
+
+
+def finite_loss(risk: Risk) -> float:
+    """Return the loss, or infinity if a step has led where it is not finite."""
+    try:
+        return risk.loss()
+    except ValueError:
+        return math.inf

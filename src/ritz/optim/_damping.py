@@ -1,0 +1,296 @@
+r"""Damping as a hyper-parameter: equivalent shrinkage, and rules that set it during training.
+
+A step along an eigenvector of eigenvalue :math:`\lambda` has the size
+:math:`\alpha / (\lambda + \delta)`. Any optimiser whose groups have a ``delta`` can be damped by a
+rule of this module.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final, get_args
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ritz._core.checks import check_choice, check_count, check_range
+from ritz._core.params import check_optimizer
+from ritz._core.training_config import DampingRule
+from ritz.curvature import CurvatureOperator, Risk, curvature_operator
+from ritz.curvature._shared import MATRICES, CurvatureMatrix
+from ritz.measures import curvature_variance, shrinkage
+from ritz.optim._curvature import finite_loss, own_risk
+from ritz.spectra import lanczos, trace
+
+RULES = get_args(DampingRule)
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Constants of the rules."""
+
+    # Smallest damping that a rule sets: Adam's epsilon. A measured damping is zero if the batch is
+    # the whole of the data, and a step without damping would be infinite along flat directions.
+    least: float = 1e-8
+    # Martens (2010), section 4.1: delta grows by 3/2 where the model promised four times the
+    # reduction that came, and falls by 2/3 where it promised less than 4/3 of it.
+    poor: float = 0.25
+    good: float = 0.75
+    factor: float = 1.5
+    # Probes of shrinkage and variance: the damping is a hyper-parameter that is searched in factors
+    # of two or more, and 16 probes give it to some 20 %.
+    num_probes: int = 16
+    # Lanczos steps for the outliers, as many as the published optimisers take.
+    num_steps: int = 20
+
+
+TUNING = Tuning()
+
+
+def levenberg_marquardt(delta: float, ratio: float) -> float:
+    """Return the next damping, given the actual over the predicted reduction of the loss."""
+    # NaN, as of a loss that has overflowed, is a poor step.
+    if not ratio >= TUNING.poor:
+        return delta * TUNING.factor
+    return max(delta / TUNING.factor, TUNING.least) if ratio > TUNING.good else delta
+
+
+@final
+class Damping:
+    r"""Sets the damping ``delta`` of an optimiser by a rule, as a scheduler sets the learning rate.
+
+    =============  =======================================================  ====================
+    rule           damping                                                  call
+    =============  =======================================================  ====================
+    ``constant``   :math:`\delta_0`, the setting of the optimiser           nothing
+    ``ratio``      :math:`\delta_0\, \alpha / \alpha_0`: a constant         ``step()`` after the
+                   :math:`\delta / \alpha`                                  scheduler
+    ``shrinkage``  :math:`m (1 - \beta) / \beta` with the best linear       ``step(risk)``
+                   shrinkage :math:`\beta` of a batch matrix
+    ``noise``      :math:`\frac{\alpha}{2} \max_i \lambda_i                 ``step(risk)``
+                   \min(1, P \sigma^2 / (b \lambda_i^2))`, the least
+                   damping with which noise is stable
+    ``adaptive``   times 3/2 or 2/3 by how well the quadratic model         ``measured(risk)``
+                   predicts the next step (Levenberg-Marquardt)
+    =============  =======================================================  ====================
+
+    ``shrinkage``: with :math:`m = \operatorname{tr} H/P`, :math:`\beta H_B + (1 - \beta) m I`
+    is the closest to :math:`H`, and :math:`\alpha / (\lambda + \delta) = \alpha \beta / (\beta
+    \lambda + (1 - \beta) m)` for this damping, which has the units of the matrix. ``noise``:
+    :math:`P \sigma^2` is the variance of the matrices of single samples and
+    :math:`1/b = 1/B - 1/N`. Both are measured on a sample of the data, once per epoch or so, and
+    cost about 50 products. ``adaptive`` takes the batch of the next step, whose loss is evaluated
+    before and after; it costs a gradient, a product and two losses::
+
+        with damping.measured(risk):
+            optimizer.step()
+
+    For Adam the root of the second moment stands for the curvature, so a damping that is measured
+    in units of curvature is a heuristic there. The present values are in the groups of the
+    optimiser, and so saved with it.
+
+    Args:
+        optimizer: Its groups have ``delta``.
+        rule: One of the table.
+        batch_size: Batch size :math:`B` of the steps, for ``shrinkage`` and ``noise``.
+        num_samples: Number of training samples :math:`N`. Defaults to infinity.
+        matrix: ``ggn`` (its trace is positive) or ``hessian``.
+        seed: Seed of the probes.
+
+    Reference: Granziol et al. (2020), Explaining the adaptive generalisation gap, sections 3.2 and
+    5.1; Martens (2010), Deep learning via Hessian-free optimization.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        rule: DampingRule,
+        *,
+        batch_size: int | None = None,
+        num_samples: int | None = None,
+        matrix: CurvatureMatrix = "ggn",
+        seed: int = 0,
+    ) -> None:
+        check_optimizer(optimizer)
+        check_choice("rule", rule, RULES)
+        check_choice("matrix", matrix, MATRICES)
+        self.optimizer, self.rule, self.matrix, self.seed = optimizer, rule, matrix, seed
+        if rule in ("shrinkage", "noise"):
+            if batch_size is None:
+                raise ValueError(f"rule={rule!r} needs batch_size, got None")
+            check_count("batch_size", batch_size)
+            if num_samples is not None:
+                check_count("num_samples", num_samples)
+        # 1/b = 1/B - 1/N; a batch of all samples has no noise.
+        self._inverse = max(0.0, 1 / (batch_size or 1) - 1 / (num_samples or math.inf))
+        if rule != "constant":
+            for group in optimizer.param_groups:
+                if "delta" not in group:
+                    kind = type(optimizer).__name__
+                    raise ValueError(f"rule={rule!r} needs an optimiser with delta, got {kind}")
+                group.setdefault("initial_delta", float(group["delta"]))
+                # A scheduler has stored it already, or the present value is the initial one.
+                group.setdefault("initial_lr", float(group["lr"]))
+        self._op: CurvatureOperator | None = None
+
+    def values(self) -> list[float]:
+        """Return the present damping of all groups; empty if there is none."""
+        groups = self.optimizer.param_groups
+        return [float(group["delta"]) for group in groups if "delta" in group]
+
+    def step(self, risk: Risk | None = None) -> None:
+        """Set the damping by the rule.
+
+        Args:
+            risk: For ``shrinkage`` and ``noise`` a sample of the data, whose samples must be
+                separable (batch norm not in train mode).
+        """
+        if self.rule == "ratio":
+            for group in self.optimizer.param_groups:
+                self._set(group, group["initial_delta"] * float(group["lr"]) / group["initial_lr"])
+        elif self.rule in ("shrinkage", "noise"):
+            if risk is None:
+                raise ValueError(f"step() needs a risk for rule={self.rule!r}, got None")
+            measure = shrinkage_damping if self.rule == "shrinkage" else noise_damping
+            own, _ = own_risk(self.optimizer, risk)
+            unit = measure(own, self._inverse, matrix=self.matrix, seed=self.seed)
+            for group in self.optimizer.param_groups:
+                rate = float(group["lr"]) if self.rule == "noise" else 1.0
+                self._set(group, unit * rate)
+        elif self.rule == "adaptive":
+            raise ValueError("rule='adaptive' needs a block: with damping.measured(risk): ...")
+
+    @contextmanager
+    def measured(self, risk: Risk) -> Iterator[None]:
+        """Compare loss and quadratic model over a step inside the block; then adapt the damping.
+
+        Args:
+            risk: The batch of the step.
+        """
+        if self.rule != "adaptive" or getattr(self.optimizer, "adapts_damping", False):
+            yield  # Hessian-free optimisation adapts its damping by itself
+            return
+        start, _ = own_risk(self.optimizer, risk)
+        loss, gradient = start.loss(), start.gradient()
+        yield
+        end, _ = own_risk(self.optimizer, start)
+        update = end.theta - start.theta
+        known = self._op is not None and not start.mismatch(self._op.risk)
+        op = self._op.at(start) if known and self._op else curvature_operator(start, self.matrix)
+        self._op = op
+        # The model promises -(g'u + u'Gu / 2).
+        promised = -float(gradient.double() @ update.double() + 0.5 * (update @ (op @ update)))
+        ratio = (loss - finite_loss(end)) / promised if promised > 0 else -math.inf
+        for group in self.optimizer.param_groups:
+            self._set(group, levenberg_marquardt(float(group["delta"]), ratio))
+
+    def _set(self, group: dict[str, Any], value: float) -> None:
+        value = max(value, TUNING.least)
+        if isinstance(setting := group["delta"], Tensor):
+            setting.fill_(value)  # in place: a captured or compiled step reads it there
+        else:
+            group["delta"] = value
+
+
+def shrinkage_damping(
+    risk: Risk, inverse: float, *, matrix: CurvatureMatrix = "ggn", seed: int = 0
+) -> float:
+    r"""Return the damping :math:`m (1 - \beta)/\beta = m\, e^2 / d^2` of a batch matrix.
+
+    .. math:: d^2 = \|H - m I\|_F^2, \quad e^2 = P (P \sigma^2) / b, \quad m = \operatorname{tr} H/P
+
+    Args:
+        risk: A sample of the data.
+        inverse: :math:`1/b = 1/B - 1/N`.
+        matrix: ``ggn`` or ``hessian``.
+        seed: Seed of the probes.
+    """
+    probes: Any = {"num_probes": TUNING.num_probes, "generator": _generator(seed)}
+    size = risk.space.size
+    op = curvature_operator(risk, matrix)
+    mean = float(trace(op, method="hutchinson", **probes).mean) / size
+    if not mean > 0:
+        raise ValueError(f"damping by shrinkage needs a positive mean eigenvalue, got {mean:.3g} "
+                         f"of the {matrix}: use matrix='ggn'")  # fmt: skip
+    parts = shrinkage(risk, batch_sizes=[1], matrix=matrix, **probes)
+    noise = size * float(parts.variance.mean) * inverse
+    # A distance that is lost in its own error counts as that error.
+    signal = max(float(parts.signal.mean), float(parts.signal.stderr))
+    # beta = d^2 / (d^2 + e^2), so (1 - beta) / beta = e^2 / d^2.
+    return mean * noise / signal
+
+
+def noise_damping(
+    risk: Risk, inverse: float, *, matrix: CurvatureMatrix = "ggn", seed: int = 0
+) -> float:
+    r"""Return :math:`\frac12 \max_i \lambda_i \min(1, P \sigma^2 / (b \lambda_i^2))`.
+
+    Times the learning rate, it is the least damping with which the noise of a batch matrix is
+    stable. It never exceeds :math:`\frac12 \sqrt{P \sigma^2 / b}`, and the smallest outlier above
+    this threshold governs it. The outliers are Ritz values of a short Lanczos run.
+
+    Args:
+        risk: A sample of the data.
+        inverse: :math:`1/b = 1/B - 1/N`.
+        matrix: ``ggn`` or ``hessian``.
+        seed: Seed of the probes.
+
+    Reference: Granziol, *Spectral Machine Learning*, equation 5.36, corrected.
+    """
+    variance = curvature_variance(
+        risk, matrix=matrix, num_probes=TUNING.num_probes, generator=_generator(seed)
+    )
+    op = curvature_operator(risk, matrix)
+    steps = min(TUNING.num_steps, op.shape[0])
+    values = lanczos(op, num_steps=steps, generator=_generator(seed)).values
+    noise = float(variance.mean) * inverse
+    positive = [value for value in values.tolist() if value > 0]
+    # lambda min(1, P sigma^2 / (b lambda^2)) = min(lambda, P sigma^2 / (b lambda))
+    return 0.5 * max((min(value, noise / value) for value in positive), default=0.0)
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def delta_to_shrinkage(delta: float) -> float:
+    r"""Convert a damping to the equivalent shrinkage coefficient :math:`\beta = 1 / (1 + \delta)`.
+
+    .. math::
+        \frac{\alpha}{\lambda + \delta} = \frac{\alpha\beta}{\beta\lambda + (1 - \beta)}
+
+    for each eigenvalue :math:`\lambda` of the curvature :math:`H`. A damped step of learning rate
+    :math:`\alpha` on :math:`H` is a step of learning rate :math:`\alpha\beta` on
+    :math:`\beta H + (1 - \beta) I`.
+
+    Args:
+        delta: Damping, at least 0.
+
+    Reference: Granziol et al. (2020), Explaining the adaptive generalisation gap, section 3.2.
+
+    >>> delta_to_shrinkage(3.0)
+    0.25
+    """
+    check_range("delta", delta, low=0)
+    # alpha / (lambda + delta) = alpha beta / (beta lambda + 1 - beta) for every lambda
+    return 1 / (1 + delta)
+
+
+def shrinkage_to_delta(beta: float) -> float:
+    r"""Return the damping :math:`\delta = (1 - \beta)/\beta` that is equivalent to a shrinkage.
+
+    The inverse of :func:`delta_to_shrinkage`.
+
+    Args:
+        beta: Weight of the curvature, above 0 and at most 1.
+
+    >>> shrinkage_to_delta(0.25)
+    3.0
+    """
+    check_range("beta", beta, low=0, high=1)
+    if beta == 0:
+        raise ValueError("beta must be above 0, got 0, which would need infinite damping")
+    # beta = 1 / (1 + delta)
+    return (1 - beta) / beta

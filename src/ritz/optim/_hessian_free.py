@@ -1,0 +1,240 @@
+"""``HessianFree``: a damped Newton step from matrix-vector products, solved anew for every step."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, final, get_args
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from ritz._core.checks import check_choice, check_count, check_range, is_below
+from ritz.curvature import CurvatureOperator, Risk
+from ritz.operators import ShiftedOperator
+from ritz.optim._curvature import (
+    Subject,
+    evaluate,
+    finite_loss,
+    own_gradients,
+    own_risk,
+    require_curvature,
+)
+from ritz.optim._damping import levenberg_marquardt
+from ritz.spectra import lanczos, solve
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Constants of Martens (2010), section 4.4."""
+
+    # The run stops when the last k steps, k = max(10, i / 10) in step i, gained less than k times
+    # this share of the whole reduction.
+    gain: float = 5e-4
+    least: int = 10
+    share: float = 0.1
+
+
+TUNING = Tuning()
+
+
+@final
+class HessianFree(Optimizer):
+    r"""Damped Newton steps by conjugate gradients: Hessian-free optimisation.
+
+    .. math::
+        (G + \delta I)\, x = -g, \qquad w \leftarrow (1 - \alpha\gamma)\, w + \alpha x, \qquad
+        \rho = \frac{L(w) - L(w + \alpha x)}{-(\alpha g^\top x + \alpha^2 x^\top G x / 2)}
+
+    with the Gauss-Newton matrix :math:`G` of the curvature batch, from :math:`\beta` times the last
+    :math:`x` until more iterations gain little (Martens' rule) or the residual is at the root of
+    roundoff. Then :math:`\delta` becomes :math:`\frac32 \delta` for :math:`\rho < \frac14` and
+    :math:`\frac23 \delta` for :math:`\rho > \frac34` (Levenberg and Marquardt); the model in
+    :math:`\rho` is without damping.
+
+    The absolute Hessian :math:`|H|` has no product that is cheaper than its eigenvectors. So
+    ``matrix="hessian"`` runs Lanczos from :math:`g` instead, and the step is
+    :math:`-\|g\|\, V (|T| + \delta)^{-1} e_1` in its Krylov space: ``max_steps`` products, without
+    the last :math:`x` as a start.
+
+    :meth:`update_curvature` has to be called before every step, at the weights of the step;
+    :func:`ritz.training.fit` does. Cost of a step: one product per iteration and two more, and two
+    losses. Memory: seven vectors, with ``hessian`` that many and ``max_steps`` more. The present
+    :math:`\delta` and :math:`\rho` are ``group["delta"]`` and ``group["ratio"]`` (``None`` if it is
+    not finite), the iterations of the last step ``group["num_iterations"]``.
+
+    Args:
+        params: Parameters or groups of them. ``lr`` and ``weight_decay`` may differ between groups
+            if ``adapt`` is false.
+        lr: Factor :math:`\alpha` of the step.
+        delta: Initial damping :math:`\delta`, above 0.
+        max_steps: Maximum number of iterations.
+        decay: Factor :math:`\beta` of the last solution.
+        adapt: Adapt the damping.
+        matrix: ``ggn`` or ``hessian``.
+        weight_decay: Decoupled decay :math:`\gamma`.
+
+    Reference: Martens (2010), Deep learning via Hessian-free optimization.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1.0,
+        *,
+        delta: float = 1.0,
+        max_steps: int = 50,
+        decay: float = 0.95,
+        adapt: bool = True,
+        matrix: Literal["ggn", "hessian"] = "ggn",
+        weight_decay: float = 0.0,
+    ) -> None:
+        check_count("max_steps", max_steps)
+        check_range("decay", decay, low=0.0, high=1.0)
+        check_choice("matrix", matrix, get_args(Literal["ggn", "hessian"]))
+        self._forget()
+        settings: dict[str, Any] = {
+            "lr": lr,
+            "delta": delta,
+            "max_steps": max_steps,
+            "decay": decay,
+        }
+        settings |= {"adapt": adapt, "matrix": matrix, "weight_decay": weight_decay}
+        super().__init__(params, settings | {"ratio": None, "num_iterations": 0})
+
+    def _forget(self) -> None:
+        self._subject = Subject()
+        self._op: CurvatureOperator | None = None
+        self._params: dict[str, Tensor] = {}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        settings = self.defaults | param_group
+        for name in ("lr", "delta", "weight_decay"):
+            check_range(name, float(settings[name]), low=0.0)
+        if settings["delta"] == 0:
+            raise ValueError("delta must be above 0, got 0: the system would be singular")
+        same = ["delta", "max_steps", "decay", "adapt", "matrix", *["lr"] * settings["adapt"]]
+        for name in same:
+            if any(group[name] != settings[name] for group in self.param_groups):
+                raise ValueError(f"{name} must be the same in all groups, got {settings[name]}")
+        super().add_param_group(param_group)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget()
+
+    @property
+    def adapts_damping(self) -> bool:
+        """Whether this optimiser sets its own damping."""
+        return bool(self.param_groups[0]["adapt"])
+
+    def curvature_due(self, step: int) -> bool:
+        """Return true: every step solves with the matrix at its own weights."""
+        return True
+
+    @torch.no_grad()
+    def update_curvature(self, risk: Risk) -> None:
+        r"""Take the matrix of the next step.
+
+        Args:
+            risk: Loss on the curvature batch, which also measures :math:`\rho`.
+        """
+        risk, self._params = own_risk(self, risk)
+        self._op = self._subject.operator(risk, self.param_groups[0]["matrix"])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step, and return the loss of ``closure`` if there is one."""
+        loss = evaluate(closure)
+        grads = own_gradients(self)
+        if not grads:
+            return loss
+        op, group = self._op, self.param_groups[0]
+        require_curvature(self, op is not None and set(grads) <= set(self._params.values()))
+        if op is None:
+            return loss
+        params = list(self._params.values())
+        # A parameter without a gradient has none in the model of the loss either.
+        gradient = torch.cat([grads.get(p, torch.zeros_like(p)).reshape(-1) for p in params])
+        solution, curved = self._solve(op, gradient, float(group["delta"]))
+        self._op = None  # the matrix of this point serves no other step
+        rate = float(group["lr"])
+        # The model promises -(alpha g'x + alpha^2 x'Gx / 2).
+        promised = -float(rate * (gradient @ solution) + 0.5 * rate**2 * curved)
+        if group["adapt"]:
+            after = finite_loss(op.risk.at(op.risk.theta + rate * solution))
+            ratio = (op.risk.loss() - after) / promised if promised > 0 else -math.inf
+        self._move(grads, params, solution)
+        for each in self.param_groups if group["adapt"] else ():
+            each["ratio"] = ratio if math.isfinite(ratio) else None
+            each["delta"] = levenberg_marquardt(float(each["delta"]), ratio)
+        return loss
+
+    def _solve(
+        self, op: CurvatureOperator, gradient: Tensor, delta: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return the step and its quadratic form with the matrix without damping."""
+        group = self.param_groups[0]
+        if not bool(gradient.any()):
+            return torch.zeros_like(gradient), gradient.sum()
+        if group["matrix"] == "hessian":
+            return self._absolute(op, gradient, delta)
+        last = [self.state[p].get("direction") for p in self._params.values()]
+        start = None
+        if group["decay"] and all(part is not None for part in last):
+            parts = [part.reshape(-1) for part in last if part is not None]
+            start = group["decay"] * torch.cat(parts)
+        damped = ShiftedOperator(op, delta)
+        limits: Any = {"max_steps": group["max_steps"], "stop": MartensStop()}
+        run = solve(damped, -gradient, initial=start, **limits)
+        self._count(len(run.history) - 1)
+        return run.x, run.x @ (op @ run.x)
+
+    def _absolute(
+        self, op: CurvatureOperator, gradient: Tensor, delta: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return the step in the Krylov space of the gradient, and its form with ``|H|``."""
+        steps = min(self.param_groups[0]["max_steps"], op.shape[0])
+        run = lanczos(op, num_steps=steps, start=gradient, vectors=True)
+        self._count(run.num_products)
+        vectors: Any = run.vectors
+        sizes = run.values.abs().to(vectors)
+        # U'g = |g| e_1 in the basis of Ritz vectors, up to roundoff; all of g is in the span.
+        parts = -(vectors.T @ gradient) / (sizes + delta)
+        return vectors @ parts, parts @ (sizes * parts)
+
+    def _count(self, iterations: int) -> None:
+        for group in self.param_groups:
+            group["num_iterations"] = iterations
+
+    def _move(self, grads: dict[Tensor, Tensor], params: list[Tensor], solution: Tensor) -> None:
+        pieces = dict(zip(params, solution.split([p.numel() for p in params]), strict=True))
+        for p, piece in pieces.items():
+            self.state[p]["direction"] = piece.view_as(p).clone()
+        for group in self.param_groups:
+            rate = float(group["lr"])
+            for p in group["params"]:
+                if p in grads:
+                    p.mul_(1 - rate * group["weight_decay"])
+                    p.add_(pieces[p].view_as(p), alpha=rate)
+
+
+@final
+class MartensStop:
+    r"""Whether conjugate gradients gain too little, by the quadratic form after each step.
+
+    .. math:: \phi_i < 0, \quad \frac{\phi_i - \phi_{i-k}}{\phi_i} < k \epsilon, \quad
+        k = \max(10, i / 10), \quad \epsilon = 5 \cdot 10^{-4}
+    """
+
+    def __init__(self) -> None:
+        self.forms: list[float] = []
+
+    def __call__(self, forms: Tensor) -> bool:
+        """Take the form of the only column, and return whether to stop."""
+        self.forms.append(float(forms[0]))
+        now, done = self.forms[-1], len(self.forms)
+        back = max(TUNING.least, math.ceil(TUNING.share * done))
+        if done <= back or not now < 0:
+            return False
+        return is_below((now - self.forms[-1 - back]) / now, back * TUNING.gain)

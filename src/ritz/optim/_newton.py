@@ -1,0 +1,238 @@
+"""``LanczosNewton``: damped Newton steps in the span of Ritz vectors, gradient steps beside it."""
+
+from collections.abc import Callable
+from typing import Any, Literal, final, get_args
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from ritz._core.checks import check_choice, check_count, check_range
+from ritz.curvature import CurvatureOperator, Risk
+from ritz.operators import DeflatedOperator, LinearOperator
+from ritz.optim._curvature import (
+    NewtonMatrix,
+    Subject,
+    check_matrix,
+    evaluate,
+    own_gradients,
+    own_risk,
+    require_curvature,
+)
+from ritz.spectra import lanczos
+
+Start = Literal["basis", "gradient", "random"]
+
+
+@final
+class LanczosNewton(Optimizer):
+    r"""Newton steps along the Ritz vectors of a short Lanczos run, damped gradient steps beside it.
+
+    .. math::
+        w \leftarrow (1 - \alpha\gamma)\, w - \alpha \Big[ \sum_{i=1}^k \Big( \frac{1}
+        {\eta |\lambda_i| + \delta} - \frac1\delta \Big) u_i u_i^\top g + \frac g\delta \Big]
+
+    with the Ritz pairs :math:`(\lambda_i, u_i)` of :math:`k` Lanczos steps on the Hessian, the
+    Gauss-Newton or a Fisher matrix. For converged pairs this is
+    :math:`-\alpha (|H| + \delta)^{-1} g` if the eigenvalues that were not found are small beside
+    :math:`\delta`. :math:`\eta > 1` slows the sharp directions down (LOPT[:math:`\eta`]). With
+    momentum :math:`\rho` the bracket is added to a buffer, :math:`b \leftarrow \rho b + [\cdot]`.
+
+    The pairs are measured every ``interval`` steps by :meth:`update_curvature`, which
+    :func:`ritz.training.fit` calls; see :class:`CurvatureOptimizer` for your own loop.
+
+    ============  ===============================================================================
+    ``start``     start vector of a refresh
+    ============  ===============================================================================
+    ``basis``     the last Ritz vectors, weighted by :math:`|\lambda_i|`, and random at first: the
+                  sharp directions change slowly, and the run finds them again in fewer steps
+    ``gradient``  the gradient on the curvature batch, for one gradient more: the step for this
+                  gradient is then exact long before the pairs have converged (the run is one of
+                  conjugate gradients), while those for other gradients are as good as any
+    ``random``    a Gaussian vector
+    ============  ===============================================================================
+
+    Cost of a refresh: :math:`k` products, and about two gradients for what they share. A step reads
+    the basis four times. Memory: :math:`k` vectors, and as many again during a refresh. The basis
+    is in ``state``, so that a resumed run takes the same steps.
+
+    Args:
+        params: Parameters or groups of them. ``lr``, ``momentum`` and ``weight_decay`` may differ
+            between groups.
+        lr: Learning rate :math:`\alpha`.
+        delta: Damping :math:`\delta`, above 0; see :class:`Damping` for rules that set it.
+        eta: Factor :math:`\eta` of the curvature along the Ritz vectors.
+        num_steps: Number :math:`k` of Lanczos steps, at most that of the parameters.
+        interval: Number of steps between refreshes.
+        matrix: ``hessian`` (absolute values of its eigenvalues), ``ggn`` or ``fisher`` (labels
+            drawn from the model).
+        momentum: Momentum :math:`\rho`.
+        weight_decay: Decoupled decay :math:`\gamma`.
+        start: Start vector of a refresh; see the table.
+        seed: Seed of start vectors and drawn labels.
+
+    Reference: Granziol et al. (2020), Explaining the adaptive generalisation gap, section 4 and
+    C.1; Granziol, *Spectral Machine Learning*, section 4.3.1.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1.0,
+        *,
+        delta: float = 10.0,
+        eta: float = 1.0,
+        num_steps: int = 20,
+        interval: int = 1,
+        matrix: NewtonMatrix = "hessian",
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        start: Start = "basis",
+        seed: int = 0,
+    ) -> None:
+        check_count("num_steps", num_steps)
+        check_count("interval", interval)
+        check_count("seed", seed, low=0)
+        check_matrix(matrix)
+        check_choice("start", start, get_args(Start))
+        self._subject = Subject()
+        settings: dict[str, Any] = {"lr": lr, "delta": delta, "eta": eta, "num_steps": num_steps}
+        settings |= {"interval": interval, "matrix": matrix, "momentum": momentum}
+        settings |= {"weight_decay": weight_decay, "start": start, "seed": seed}
+        super().__init__(params, settings | {"num_refreshes": 0, "ritz_values": []})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        settings = self.defaults | param_group
+        for name in ("lr", "eta", "momentum", "weight_decay"):
+            check_range(name, float(settings[name]), low=0.0)
+        check_range("delta", float(settings["delta"]), low=0.0)
+        if settings["delta"] == 0:
+            raise ValueError(
+                "delta must be above 0, got 0: flat directions have no other curvature"
+            )
+        for name in ("delta", "eta", "num_steps", "interval", "matrix", "start", "seed"):
+            # One matrix has one basis, and one damping makes its inverse.
+            if any(group[name] != settings[name] for group in self.param_groups):
+                raise ValueError(f"{name} must be the same in all groups, got {settings[name]}")
+        super().add_param_group(param_group)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._subject = Subject()
+
+    def curvature_due(self, step: int) -> bool:
+        """Return whether the pairs are to be refreshed before a step; see the protocol."""
+        return step % int(self.param_groups[0]["interval"]) == 0
+
+    @torch.no_grad()
+    def update_curvature(self, risk: Risk) -> None:
+        """Measure the Ritz pairs at the present weights, from the last ones.
+
+        Args:
+            risk: Loss on the curvature batch.
+        """
+        risk, params = own_risk(self, risk)
+        first = self.param_groups[0]
+        # Another draw for each refresh, which a resumed run repeats.
+        number = first["num_refreshes"] + 1
+        generator = torch.Generator().manual_seed(first["seed"] * 1_000_003 + number)
+        op = self._subject.operator(risk, first["matrix"], generator=generator)
+        count = min(first["num_steps"], op.shape[0])
+        values, vectors = ritz_pairs(op, count, self._start(op, params), generator)
+        place = 0
+        for p in params.values():
+            # Rows of the basis in the shape of the parameter: (k, *shape).
+            rows = vectors[place : place + p.numel()].T
+            self.state[p]["basis"] = rows.reshape(len(values), *p.shape).contiguous()
+            place += p.numel()
+        for group in self.param_groups:
+            group["ritz_values"], group["num_refreshes"] = values.tolist(), number
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step, and return the loss of ``closure`` if there is one."""
+        loss = evaluate(closure)
+        grads = own_gradients(self)
+        require_curvature(self, all("basis" in self.state[p] for p in grads))
+        if grads:
+            self._move(self._directions(grads))
+        return loss
+
+    def _directions(self, grads: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        r"""Return :math:`U (\eta |\Lambda| + \delta)^{-1} U^\top g + (g - U U^\top g)/\delta`.
+
+        This is the bracket. Its coefficients :math:`-\eta|\lambda| / (\delta (\eta|\lambda| +
+        \delta))` do not cancel, but their sum with :math:`1/\delta` would for tiny :math:`\delta`.
+        """
+        group = self.param_groups[0]
+        rows = {p: self.state[p]["basis"].flatten(1) for p in grads}
+        rest = {p: grad.detach().flatten().clone() for p, grad in grads.items()}
+        inside: Any = 0.0
+        # Twice is enough: what roundoff leaves of g in the span would be divided by delta.
+        for _ in range(2):
+            part: Any = sum(rows[p] @ rest[p] for p in grads)
+            inside = inside + part
+            for p in grads:
+                rest[p] -= part @ rows[p]
+        delta = float(group["delta"])
+        sizes = torch.tensor(group["ritz_values"], dtype=torch.float64).abs() * group["eta"] + delta
+        inside = inside / sizes.to(inside)
+        return {p: (rest[p] / delta + inside @ rows[p]).view_as(p) for p in grads}
+
+    def _move(self, directions: dict[Tensor, Tensor]) -> None:
+        for group in self.param_groups:
+            rate, momentum = float(group["lr"]), group["momentum"]
+            for p in group["params"]:
+                if p not in directions:
+                    continue
+                update, state = directions[p], self.state[p]
+                if momentum:
+                    if "momentum_buffer" not in state:
+                        state["momentum_buffer"] = torch.zeros_like(p)
+                    update = state["momentum_buffer"].mul_(momentum).add_(update)
+                p.mul_(1 - rate * group["weight_decay"]).sub_(update, alpha=rate)
+
+    def _start(self, op: CurvatureOperator, params: dict[str, Tensor]) -> Tensor | None:
+        """Return the start vector of a refresh, or ``None`` for a random one."""
+        kind, values = self.param_groups[0]["start"], self.param_groups[0]["ritz_values"]
+        start = None
+        if kind == "gradient":
+            start = op.risk.gradient()
+        elif kind == "basis" and all("basis" in self.state[p] for p in params.values()):
+            weights = torch.tensor(values, dtype=op.dtype, device=op.device).abs()
+            start = torch.cat(
+                [weights @ self.state[p]["basis"].flatten(1) for p in params.values()]
+            )
+        return None if start is None or not bool(start.any()) else start
+
+
+def ritz_pairs(
+    op: CurvatureOperator,
+    count: int,
+    start: Tensor | None,
+    generator: torch.Generator,
+) -> tuple[Tensor, Tensor]:
+    """Return up to ``count`` Ritz values and vectors ``(n, k)`` from ``count`` products.
+
+    A Krylov space holds one vector of each eigenspace. If it is exhausted before, another run goes
+    on beside it, until the matrix vanishes there.
+    """
+    values = torch.empty(0, dtype=torch.float64)
+    vectors = torch.empty(op.shape[0], 0, dtype=op.dtype, device=op.device)
+    inner: LinearOperator = op
+    noise = 0.0
+    while len(values) < count:
+        left = count - len(values)
+        run = lanczos(inner, num_steps=left, start=start, vectors=True, generator=generator)
+        noise = max(noise, run.roundoff)
+        if len(values) and not bool((run.values.abs() > noise).any()):
+            break  # nothing but the null space is left
+        values = torch.cat([values, run.values])
+        vectors = torch.cat([vectors, run.vectors], 1)  # type: ignore[list-item]
+        if run.status.outcome != "breakdown":
+            break
+        inner = DeflatedOperator(op, vectors)
+        start = torch.randn(op.shape[0], generator=generator, dtype=torch.float64).to(vectors)
+        for _ in range(2):
+            start = start - vectors @ (vectors.T @ start)
+    return values, vectors

@@ -1,0 +1,219 @@
+"""``SpectralSGD``: learning rate and momentum from the extreme eigenvalues of the loss."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from ritz._core.checks import check_count, check_range
+from ritz._core.storage import storable
+from ritz.curvature import Risk
+from ritz.optim._curvature import (
+    NewtonMatrix,
+    Subject,
+    check_matrix,
+    evaluate,
+    own_gradients,
+    own_risk,
+    require_curvature,
+)
+from ritz.spectra import Spectrum, lanczos
+
+# A Ritz value with more of the mass is the bulk at zero: Spectral Machine Learning, section 4.3.2.
+DROPPED_MASS = 0.5
+
+
+@storable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpectralRates:
+    r"""The best learning rate and momentum for the eigenvalues of a quadratic loss.
+
+    Attributes:
+        rate: Learning rate :math:`\alpha`.
+        momentum: Momentum :math:`\rho`.
+        lambda_max: Largest Ritz value :math:`\lambda_1`.
+        lambda_min: Smallest Ritz value :math:`\lambda_P` that was not dropped.
+        dropped_mass: Mass of the Ritz value that was dropped as the bulk at zero, or 0.
+        num_negative: Number of Ritz values that were dropped because they are not positive.
+    """
+
+    rate: float
+    momentum: float
+    lambda_max: float
+    lambda_min: float
+    dropped_mass: float
+    num_negative: int
+
+    def __str__(self) -> str:
+        dropped = [f"bulk of mass {self.dropped_mass:.2g}"] if self.dropped_mass else []
+        dropped += [f"{self.num_negative} not positive"] if self.num_negative else []
+        return (
+            f"rate {self.rate:.4g}, momentum {self.momentum:.4g} for eigenvalues from "
+            f"{self.lambda_min:.4g} to {self.lambda_max:.4g}"
+        ) + (f" (dropped: {', '.join(dropped)})" if dropped else "")
+
+
+def spectral_rates(spectrum: Spectrum, *, nesterov: bool = False) -> SpectralRates:
+    r"""Return the rate and momentum that are optimal for the eigenvalues of a Lanczos run.
+
+    .. math::
+        \text{Polyak: } \alpha = \Big(\frac{2}{\sqrt{\lambda_1} + \sqrt{\lambda_P}}\Big)^2, \;
+        \rho = \Big(\frac{\sqrt{\lambda_1} - \sqrt{\lambda_P}}
+        {\sqrt{\lambda_1} + \sqrt{\lambda_P}}\Big)^2; \qquad
+        \text{Nesterov: } \alpha = \frac{1}{\lambda_1}, \;
+        \rho = \frac{\sqrt{\lambda_1} - \sqrt{\lambda_P}}{\sqrt{\lambda_1} + \sqrt{\lambda_P}}
+
+    On a quadratic loss the error falls by :math:`\sqrt\rho` per step for Polyak and by :math:`1 -
+    \sqrt{\lambda_P / \lambda_1}` for Nesterov.
+
+    The smallest Ritz values of a network are so near zero that :math:`\rho` would be 1. So the Ritz
+    value that carries more than half of the spectral mass is dropped, and then every value that is
+    not positive. The result says what was dropped.
+
+    Args:
+        spectrum: Result of :func:`ritz.lanczos`.
+        nesterov: For Nesterov's momentum.
+
+    Reference: Granziol, *Spectral Machine Learning*, equation 4.3 (whose Polyak rate lacks the
+    square, and whose Nesterov rate is :math:`1/\lambda_1`).
+    """
+    heavy = spectrum.weights > DROPPED_MASS
+    values = spectrum.values[~heavy]
+    positive = values[values > spectrum.roundoff]
+    if not len(positive):
+        raise ValueError(
+            "spectrum must have a positive Ritz value beside that of the bulk, got "
+            f"{spectrum.values.tolist()}"
+        )
+    high, low = float(positive.max()), float(positive.min())
+    sum_of_roots = math.sqrt(high) + math.sqrt(low)
+    contrast = (math.sqrt(high) - math.sqrt(low)) / sum_of_roots
+    return SpectralRates(
+        rate=1 / high if nesterov else (2 / sum_of_roots) ** 2,
+        momentum=contrast if nesterov else contrast**2,
+        lambda_max=high,
+        lambda_min=low,
+        dropped_mass=float(spectrum.weights[heavy].sum()),
+        num_negative=len(values) - len(positive),
+    )
+
+
+@final
+class SpectralSGD(Optimizer):
+    r"""SGD whose learning rate and momentum follow from the spectrum of the loss.
+
+    .. math:: b \leftarrow \rho b + g, \qquad w \leftarrow (1 - s\alpha\gamma)\, w - s\alpha b
+        \quad (\text{Nesterov: } - s\alpha (g + \rho b))
+
+    with :math:`\alpha` and :math:`\rho` of :func:`spectral_rates`, from a short Lanczos run every
+    ``interval`` steps, and the factor :math:`s` of a schedule. The present values are
+    ``group["rate"]``, ``group["momentum"]`` and ``rates``. If nothing positive is left of a
+    spectrum, the last values stay.
+
+    Args:
+        params: Parameters or groups of them.
+        lr: Factor :math:`s` on the learning rate.
+        interval: Number of steps between two measurements.
+        num_steps: Number of Lanczos steps.
+        nesterov: Use Nesterov's momentum (SSGDMN) rather than Polyak's (SSGDM).
+        matrix: ``hessian``, ``ggn`` or ``fisher``.
+        weight_decay: Decoupled decay :math:`\gamma`.
+        seed: Seed of the start vectors.
+
+    Attributes:
+        rates: The :class:`SpectralRates` of the last measurement; ``None`` before it.
+
+    Reference: Granziol, *Spectral Machine Learning*, section 4.3.2.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1.0,
+        *,
+        interval: int = 100,
+        num_steps: int = 20,
+        nesterov: bool = False,
+        matrix: NewtonMatrix = "hessian",
+        weight_decay: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        check_count("interval", interval)
+        check_count("num_steps", num_steps)
+        check_count("seed", seed, low=0)
+        check_matrix(matrix)
+        self._subject, self.rates = Subject(), None
+        settings: dict[str, Any] = {
+            "lr": lr,
+            "interval": interval,
+            "num_steps": num_steps,
+            "nesterov": nesterov,
+        }
+        settings |= {"matrix": matrix, "weight_decay": weight_decay, "seed": seed}
+        super().__init__(params, settings | {"rate": None, "momentum": 0.0, "num_refreshes": 0})
+
+    rates: SpectralRates | None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        settings = self.defaults | param_group
+        for name in ("lr", "weight_decay"):
+            check_range(name, float(settings[name]), low=0.0)
+        # The same spectrum for all: a group that comes later takes the present rates.
+        shared = ("rate", "momentum", "num_refreshes") if self.param_groups else ()
+        super().add_param_group(param_group | {k: self.param_groups[0][k] for k in shared})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._subject, self.rates = Subject(), None
+
+    def curvature_due(self, step: int) -> bool:
+        """Return whether the spectrum is to be measured before a step; see the protocol."""
+        return step % int(self.param_groups[0]["interval"]) == 0
+
+    @torch.no_grad()
+    def update_curvature(self, risk: Risk) -> None:
+        """Set learning rate and momentum from the spectrum at the present weights.
+
+        Args:
+            risk: Loss on the curvature batch.
+        """
+        risk, _ = own_risk(self, risk)
+        first = self.param_groups[0]
+        number = first["num_refreshes"] + 1
+        generator = torch.Generator().manual_seed(first["seed"] * 1_000_003 + number)
+        op = self._subject.operator(risk, first["matrix"], generator=generator)
+        steps = min(first["num_steps"], op.shape[0])
+        spectrum = lanczos(op, num_steps=steps, generator=generator)
+        try:
+            self.rates = spectral_rates(spectrum, nesterov=first["nesterov"])
+        except ValueError:
+            if first["rate"] is None:
+                raise
+        for group in self.param_groups:
+            group["num_refreshes"] = number
+            if self.rates is not None:
+                group["rate"], group["momentum"] = self.rates.rate, self.rates.momentum
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step, and return the loss of ``closure`` if there is one."""
+        loss = evaluate(closure)
+        grads = own_gradients(self)
+        require_curvature(self, not grads or self.param_groups[0]["rate"] is not None)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p in grads:
+                    self._move(p, grads[p], group)
+        return loss
+
+    def _move(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        rate, momentum, state = float(group["lr"]) * group["rate"], group["momentum"], self.state[p]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(p)
+        buffer = state["momentum_buffer"].mul_(momentum).add_(grad)
+        update = grad + momentum * buffer if group["nesterov"] else buffer
+        p.mul_(1 - rate * group["weight_decay"]).sub_(update, alpha=rate)

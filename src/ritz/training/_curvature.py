@@ -1,0 +1,167 @@
+"""The curvature that optimiser and damping of a run need: when it is due, and of which samples."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.optim import Optimizer
+
+from ritz._core.distributed import world_size
+from ritz._core.modes import batch_norms, unwrapped
+from ritz._core.params import parameters
+from ritz._core.training_config import TrainingConfig
+from ritz.curvature import Risk
+from ritz.curvature._shared import Forward
+from ritz.optim import CurvatureOptimizer, Damping
+from ritz.training._data import Feed, num_samples, own_rows, sample
+from ritz.training._step import nested
+
+# Samples on which shrinkage and noise are measured, as many as a monitor watches.
+MEASURED = 1024
+# Steps between adaptations of the damping: T1 = 5 of Martens and Grosse (2015), section 6.5.
+ADAPTED = 5
+
+
+@final
+class StepCurvature:
+    """Measures curvature before the steps of a run that need it.
+
+    The loss is that of the step: batch norm in train mode, and the rows of all processes. Dropout
+    is off. Draws depend on the seed and the number of the step only, so that runs can be resumed.
+
+    Args:
+        model: The model without wrappers.
+        feed: Training data.
+        config: Options.
+        loss_fn: Mean loss of outputs and target.
+        forward: Calls the model on a batch.
+        optimizer: The optimiser of the run.
+        length: Steps per epoch, or ``None`` if unknown.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        feed: Feed,
+        config: TrainingConfig,
+        optimizer: Optimizer,
+        *,
+        loss_fn: Callable[..., Any] | None = cross_entropy,
+        forward: Forward | None = None,
+        length: int | None = None,
+    ) -> None:
+        self._model, self._feed, self._config = unwrapped(model), feed, config
+        self._loss_fn, self._forward = loss_fn, forward
+        self._optimizer = optimizer
+        chain = nested(optimizer)
+        self._curved = [each for each in chain if isinstance(each, CurvatureOptimizer)]
+        if config.curvature_batch_size is not None and not self._curved:
+            kind = type(optimizer).__name__
+            raise ValueError(
+                f"curvature_batch_size must be given with an optimiser that needs curvature, got "
+                f"{config.curvature_batch_size} for {kind}"
+            )
+        self.damping = Damping(
+            chain[-1],
+            config.damping,
+            batch_size=config.batch_size,
+            num_samples=num_samples(feed.source),
+            matrix="hessian" if loss_fn is None else "ggn",
+            seed=config.seed,
+        )
+        usual = ADAPTED if config.damping == "adaptive" else length
+        self._interval = config.damping_interval or usual
+        self._risks: dict[str, Risk] = {}
+
+    @property
+    def finite(self) -> bool:
+        """Whether all weights are finite. Otherwise the run has diverged."""
+        sums = [p.detach().double().sum() for p in parameters(self._optimizer)]
+        return not sums or bool(torch.isfinite(torch.stack(sums)).all())
+
+    def is_due(self, step: int) -> bool:
+        """Return whether anything is measured before a step; ``step`` were taken so far."""
+        return self._is_measured(step) or any(one.curvature_due(step) for one in self._curved)
+
+    @contextmanager
+    def around(self, batches: Sequence[Any], step: int) -> Iterator[None]:
+        """Measure what is due, then take the step inside the block, and adapt the damping."""
+        rule, measured = self._config.damping, self._is_measured(step)
+        if rule == "ratio":
+            self.damping.step()
+        elif measured and rule != "adaptive":
+            self.damping.step(self._sample())
+        due = [one for one in self._curved if one.curvature_due(step)]
+        if due:
+            risk = self._curvature_risk(batches, step)
+            for one in due:
+                one.update_curvature(risk)
+        if measured and rule == "adaptive":
+            with self.damping.measured(self._risk("step", self._rows(batches))):
+                yield
+        else:
+            yield
+
+    def _is_measured(self, step: int) -> bool:
+        if self._config.damping in ("constant", "ratio"):
+            return False
+        if self._interval is None:
+            raise ValueError("damping_interval is required: the data have no length")
+        return step % self._interval == 0
+
+    def _curvature_risk(self, batches: Sequence[Any], step: int) -> Risk:
+        size, config = self._config.curvature_batch_size, self._config
+        if size is None:
+            return self._risk("step", self._rows(batches))
+        # Another draw for each refresh, by the number of the step.
+        seed = (config.seed * 1_000_003 + step) % 2**62
+        data, options = sample(
+            self._feed.source, size, batch_size=config.batch_size or size, seed=seed
+        )
+        whole = isinstance(data, tuple)
+        drawn = Feed(
+            data,
+            batch_size=options.pop("batch_size") if whole else None,
+            device=self._feed.device,
+            shuffled=False,
+        ).epoch(0, 0)
+        return self._risk("drawn", self._rows(list(drawn)), **options)
+
+    def _rows(self, batches: Sequence[Any]) -> list[Any]:
+        """Return the rows of this process; those of all processes make up the loss."""
+        rows = [own_rows(batch) for batch in batches]
+        if not all(real for _, _, real in rows):
+            raise ValueError("a batch whose curvature is measured needs a sample per process")
+        return [batch for batch, _, _ in rows]
+
+    def _risk(self, name: str, batches: list[Any], **options: Any) -> Risk:
+        if name in self._risks:
+            risk = self._risks[name].moved(batches)
+        else:
+            risk = Risk(
+                self._model,
+                self._loss_fn,
+                batches,
+                forward=self._forward,
+                batch_norm="train" if batch_norms(self._model) else "eval",
+                sharing="own" if world_size() > 1 else "none",
+                **options,
+            )
+        self._risks[name] = risk
+        return risk
+
+    def _sample(self) -> Risk:
+        if (risk := self._risks.get("sample")) is None:
+            size = self._config.batch_size or 1
+            data, options = sample(
+                self._feed.source, MEASURED, batch_size=size, seed=self._config.seed
+            )
+            # Samples are compared one by one, so batch norm has its running statistics.
+            risk = Risk(
+                self._model, self._loss_fn, data, forward=self._forward, sharing="none", **options
+            )
+            self._risks["sample"] = risk
+        return risk.moved()
