@@ -50,8 +50,9 @@ class Options(shared.PrintOptions):
     watch: int | None = option(None, "Log the curvature every K epochs (default: never).",
                                EVALUATION, metavar="K", low=1)
     quantity: list[str] | None = option(
-        None, "Curvature to log with --watch: lambda_max, trace, spectrum or variance (of the "
-        "Hessian between samples). May be repeated (default: the first three).", EVALUATION,
+        None, "Curvature to log with --watch: lambda_max, trace, spectrum, variance (of the "
+        "Hessian between samples) or step (the last step in its eigenvectors). May be repeated "
+        "(default: the first three).", EVALUATION,
         metavar="NAME")
     # fmt: on
 

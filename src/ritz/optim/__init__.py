@@ -21,6 +21,7 @@ from ritz.optim._kfac import KFAC, KFACPreconditioner
 from ritz.optim._lookahead import Lookahead
 from ritz.optim._newton import LanczosNewton
 from ritz.optim._presets import from_preset, preset, preset_names
+from ritz.optim._reading import StepReader, StepReading, read_step
 from ritz.optim._schedules import (
     GroupSchedule,
     Schedule,
@@ -50,6 +51,8 @@ __all__ = [
     "Schedule",
     "SpectralRates",
     "SpectralSGD",
+    "StepReader",
+    "StepReading",
     "averaging_decay",
     "delta_to_shrinkage",
     "effective_rates",
@@ -57,6 +60,7 @@ __all__ = [
     "linear_decay",
     "preset",
     "preset_names",
+    "read_step",
     "scale_invariant_weights",
     "shrinkage_to_delta",
     "solution_diversity",

@@ -15,10 +15,11 @@ from ritz._core.training_config import Unit
 from ritz.curvature import CurvatureOperator, Risk, curvature_operator
 from ritz.curvature._shared import MATRICES, CurvatureMatrix
 from ritz.measures import curvature_variance
+from ritz.optim import StepReader
 from ritz.spectra import eigenpairs, lanczos, trace
 from ritz.training._folder import FilePath, Log, Record
 
-Quantity = Literal["lambda_max", "trace", "variance", "spectrum"]
+Quantity = Literal["lambda_max", "trace", "variance", "spectrum", "step"]
 QUANTITIES = get_args(Quantity)
 
 
@@ -41,6 +42,9 @@ class CurvatureMonitor:
     * ``variance``: :math:`\mathbb{E} \|(H_i - H) v\|^2` over samples :math:`i` and random unit
       vectors :math:`v`, with its standard error; see :func:`ritz.measures.curvature_variance`.
     * ``spectrum``: Ritz values and weights of a short Lanczos run.
+    * ``step``: the last step along the Ritz vectors of such a run: gradient, update, weight decay
+      and effective rates, and the estimated-curvature ratio of the optimiser; see
+      :class:`ritz.optim.StepReader`. ``fit`` calls :meth:`attach`; in your own loop call it once.
 
     The model, its gradients, buffers and mode, and the global generators are not changed: the
     weights equal those of a run without monitor bit for bit. All measurements use the same seed,
@@ -104,8 +108,16 @@ class CurvatureMonitor:
             raise ValueError(f"quantities must be a list of {names}; got {self.quantities!r}")
         for name in self.quantities:
             check_choice("quantities", name, QUANTITIES)
+        self._reader: StepReader | None = None
         # Appends: the monitor does not know where a run began.
         self._log = None if self.log is None else Log(self.log, size=None)
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Note the weights before each step of an optimiser, for the quantity ``step``."""
+        if "step" in self.quantities:
+            if self._reader is not None:
+                self._reader.close()
+            self._reader = StepReader(optimizer)
 
     def __call__(
         self, count: int, model: nn.Module, optimizer: Optimizer | None = None
@@ -149,7 +161,23 @@ class CurvatureMonitor:
             steps = min(self.num_steps, op.shape[0])
             run = lanczos(op, num_steps=steps, generator=self._generator())
             record |= {"ritz_values": run.values.tolist(), "ritz_weights": run.weights.tolist()}
+        if "step" in self.quantities:
+            record |= self._step(risk, op)
         return record
+
+    def _step(self, risk: Risk, op: CurvatureOperator) -> Record:
+        steps = min(self.num_steps, op.shape[0])
+        run = lanczos(op, num_steps=steps, vectors=True, generator=self._generator())
+        vectors: Any = run.vectors
+        reading = None if self._reader is None else self._reader.read(risk, run.values, vectors)
+        if reading is None:
+            return {}
+        names = ("values", "gradient", "update", "decay", "rates")
+        record: Record = {f"step_{name}": getattr(reading, name).tolist() for name in names}
+        return record | {
+            "step_flat_rate": reading.flat_rate,
+            "curvature_ratio": reading.curvature_ratio,
+        }
 
     def _risk(self, model: nn.Module) -> Risk:
         if callable(self.source):
@@ -165,7 +193,8 @@ class CurvatureMonitor:
         run = eigenpairs(op, largest=1, vectors=False, generator=self._generator(), **limits)
         value = float(run.values[-1])
         record = {"lambda_max": value, "lambda_max_residual": float(run.residuals[-1])}
-        rate = 0.0 if optimizer is None else float(optimizer.param_groups[0]["lr"])
+        group = {"lr": 0.0} if optimizer is None else optimizer.param_groups[0]
+        rate = float(group["lr"]) * (group.get("rate") or 1.0)  # that of SpectralSGD
         # A step multiplies the error along an eigenvector by 1 - rate * lambda, which is stable
         # for lambda < 2 / rate.
         if rate:

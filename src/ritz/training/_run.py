@@ -21,7 +21,7 @@ from ritz.curvature._shared import Adapter, Forward, check_labels, check_reducti
 from ritz.data import TextSplit
 from ritz.optim import Lookahead
 from ritz.training import _assembly, _folder
-from ritz.training._curvature import StepCurvature
+from ritz.training._curvature import DivergedError, StepCurvature
 from ritz.training._data import Feed, own_rows
 from ritz.training._folder import Checkpoint, Folder, Log, Record
 from ritz.training._step import (
@@ -263,6 +263,9 @@ class Run:
         self._adapter = Adapter(compiled, self.loss_fn, self.forward)
         captured = _assembly.is_captured(optimizer, config, device)
         self.optimizer = optimizer
+        for monitor in self.monitors:
+            if hasattr(monitor, "attach"):
+                monitor.attach(optimizer)
         self._step = Step(self._adapter, optimizer, config, device, cached=not captured)
         # The same step, perhaps replayed from a CUDA graph.
         self._take: Callable[[Sequence[Piece]], None] = self._step
@@ -341,11 +344,11 @@ class Run:
         if self._carried is not None and not state.batch:
             self._carried.reset()
         for group in self._groups():
-            if self._curvature.is_due(state.step) and not self._is_finite():
-                return _diverged(state.epoch + 1)
             try:
                 with self._curvature.around(group, state.step):
                     self._take(self._pieces(group))
+            except DivergedError:
+                return _diverged(state.epoch + 1)
             except ValueError as error:
                 rows = min(num_rows(batch) for batch in group)
                 raise _assembly.explain_one_row(error, rows, self.config) from error
@@ -363,11 +366,6 @@ class Run:
                 return status
         self._work = state.step - first, seen, started
         return None
-
-    def _is_finite(self) -> bool:
-        """Return whether losses and weights are finite, so that curvature can be measured."""
-        sums = self._step.totals.sums
-        return bool(torch.isfinite(sums).all()) and self._curvature.finite
 
     def _groups(self) -> Iterator[list[Any]]:
         """Yield the remaining batches of an epoch, grouped by step."""
