@@ -5,7 +5,17 @@ from optim.optimizer_cases import parameters, seeded
 from ritz import data as datasets
 from ritz import models
 from ritz._core.registry import UnknownNameError
-from ritz.optim import KFAC, Gadam, GadamX, Padam, from_preset, preset, preset_names
+from ritz.curvature import Risk
+from ritz.optim import (
+    KFAC,
+    CurvatureOptimizer,
+    Gadam,
+    GadamX,
+    Padam,
+    from_preset,
+    preset,
+    preset_names,
+)
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -15,6 +25,9 @@ def test_every_preset_makes_an_optimiser_that_steps(name):
     subject = model if preset(name).optimizer is KFAC else params
     optimizer = from_preset(name, subject, steps_per_epoch=10)
     assert type(optimizer).__name__.lower() == name.split("/")[0]
+    if isinstance(optimizer, CurvatureOptimizer):
+        batch = torch.ones(4, 3), torch.zeros(4, 2)
+        optimizer.update_curvature(Risk(model, torch.nn.functional.mse_loss, [batch]))
     model(torch.ones(4, 3)).square().mean().backward()
     optimizer.step()
     assert all(torch.isfinite(p).all() for p in params)

@@ -68,6 +68,15 @@ GRIDS.register("damped_adamw")(
         settings={"weight_decay": 0.0},
     )
 )
+# Fig. 4 and Table 2, right: a constant ratio of damping and rate is a diagonal of the grid.
+# Inverses every 100 steps and momentum as in Spectral Machine Learning, section 5.8.2.
+GRIDS.register("kfac")(
+    Grid(
+        rates=(1e-3, 1e-2, 0.1),
+        deltas=(0.01, 0.1, 1.0),
+        settings={"momentum": 0.9, "inverse_every": 100},
+    )
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
