@@ -774,6 +774,35 @@ def test_dead_units_single_samples_and_constant_inputs_give_finite_steps(kind, d
     assert torch.isfinite(flat(model.parameters())).all()
 
 
+def test_a_failed_decomposition_is_repeated_in_double_precision(monkeypatch):
+    plain = torch.linalg.eigh
+
+    def failing(matrix):
+        if matrix.dtype == torch.float32:
+            raise torch.linalg.LinAlgError("failed to converge")
+        return plain(matrix)
+
+    found = []
+    for broken in (False, True):
+        if broken:
+            monkeypatch.setattr(torch.linalg, "eigh", failing)
+        model = built(small_network).float()
+        optimizer = KFAC(model, lr=0.1, kind="ekfac")
+        take_step(model, optimizer, noise(5, 3).float(), labels(3, 5))
+        found.append(flat(model.parameters()))
+    torch.testing.assert_close(*found)
+
+
+def test_factors_below_the_normal_numbers_have_eigenvectors():
+    model = built(small_network).float()
+    optimizer = KFAC(model, lr=0.1, damping="exact")
+    (1e-19 * cross_entropy(model(noise(5, 3).float()), labels(3, 5))).backward()
+    optimizer.step()
+    values = curvature(optimizer)["2"].inverse["outputs_values"]
+    assert 0 < float(values.max()) < 1e-36
+    assert torch.isfinite(flat(model.parameters())).all()
+
+
 def test_frozen_parameters_are_left_out():
     model = built(small_network)
     model[0].weight.requires_grad_(False)

@@ -403,10 +403,24 @@ def inverted(matrix: Tensor) -> Tensor:
     if not bool(info.any()):
         return torch.cholesky_inverse(root).contiguous()
     # Roundoff has made an eigenvalue negative: the damping is below eps times the largest.
-    values, basis = torch.linalg.eigh(matrix)
+    values, basis = eigen(matrix)
     floor = torch.finfo(matrix.dtype).eps * values[..., -1:]
     inverse: Tensor = (basis / values.maximum(floor).unsqueeze(-2)) @ basis.mT
     return inverse.contiguous()
+
+
+def eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return eigenvalues and eigenvectors of a symmetric matrix that may be nearly singular."""
+    # Near the end of training derivatives and their squares may be below the normal numbers.
+    scale = matrix.abs().amax((-2, -1), keepdim=True)
+    scale = torch.where(scale > 0, scale, 1.0)
+    scaled = matrix / scale
+    try:
+        values, basis = torch.linalg.eigh(scaled)
+    except torch.linalg.LinAlgError:
+        # Divide and conquer may fail in float32 for thousands of eigenvalues at zero.
+        values, basis = (part.to(matrix) for part in torch.linalg.eigh(scaled.double()))
+    return values * scale[..., 0], basis
 
 
 def eigenbasis(factor: Tensor, before: Tensor | None) -> Tensors:
@@ -416,7 +430,7 @@ def eigenbasis(factor: Tensor, before: Tensor | None) -> Tensors:
     near to the new one, at a fraction of the cost.
     """
     if before is None:
-        values, basis = torch.linalg.eigh(factor)
+        values, basis = eigen(factor)
     else:
         basis = torch.linalg.qr(factor @ before).Q
         values = (basis * (factor @ basis)).sum(-2)
