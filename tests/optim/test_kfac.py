@@ -696,9 +696,34 @@ def test_a_skipped_step_leaves_no_curvature():
         scaler.step(optimizer)
         scaler.update()
     assert all(v.isfinite().all() for b in curvature(optimizer).values() for v in b.sums.values())
-    # The sums of both passes were not finite: the step was plain, and the next one captures.
-    assert optimizer.curvature.capturing
+    assert optimizer.curvature.steps == 1
+    assert curvature(optimizer)["0"].inverse
     assert torch.isfinite(flat(model.parameters())).all()
+
+
+def test_sums_that_are_not_finite_are_left_out():
+    model = built(small_network)
+    optimizer = KFAC(model, lr=0.1)
+    (cross_entropy(model(noise(5, 3)), labels(3, 5)) * float("inf")).backward()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()  # plain gradients, and the next step captures again
+    assert optimizer.curvature.capturing
+    take_step(model, optimizer, noise(5, 3), labels(3, 5))
+    assert curvature(optimizer)["0"].inverse
+    assert torch.isfinite(flat(model.parameters())).all()
+
+
+def test_gradients_that_are_cleared_leave_no_curvature():
+    found = []
+    for extra in (False, True):
+        model = built(small_network)
+        optimizer = KFAC(model, lr=0.1)
+        if extra:
+            cross_entropy(model(noise(7, 3, seed=5)), labels(3, 7)).backward()
+        take_step(model, optimizer, noise(5, 3), labels(3, 5))
+        found.append(flat(model.parameters()))
+    assert torch.equal(*found)
 
 
 def test_float16_needs_the_scaler():

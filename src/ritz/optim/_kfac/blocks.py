@@ -9,11 +9,12 @@ for the gradient :math:`V` ``(o, i)`` in weight and bias, whose input is the con
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Any, Literal, final, get_args
 
 import torch
 from torch import Tensor, nn
 
+from ritz._core.checks import check_choice, check_count, check_range
 from ritz.curvature._shared import (
     CONVOLUTIONS,
     Call,
@@ -34,23 +35,37 @@ Kind = Literal["kfac", "ekfac"]
 DampingMethod = Literal["exact", "factored"]
 WeightSharing = Literal["expand", "reduce"]
 Basis = Literal["eigh", "qr"]
+ProductPrecision = Literal["float32", "tf32"]
 Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Settings of a preconditioner; see :class:`ritz.optim.KFAC`."""
+    """Settings of a preconditioner, checked; see :class:`ritz.optim.KFAC`."""
 
-    kind: Kind
-    fisher: KFACKind
-    damping: DampingMethod
-    factor_every: int
-    inverse_every: int
-    factor_decay: float
-    weight_sharing: WeightSharing
-    basis: Basis
-    precision: Literal["float32", "tf32"] | None
-    seed: int
+    kind: Kind = "kfac"
+    fisher: KFACKind = "empirical"
+    damping: DampingMethod = "factored"
+    # Inverses every 100 steps, as in the published runs (Granziol, Spectral Machine Learning,
+    # section 5.8.2), and factors ten times as often.
+    factor_every: int = 10
+    inverse_every: int = 100
+    factor_decay: float = 0.95  # Martens and Grosse (2015), section 5
+    weight_sharing: WeightSharing = "expand"
+    basis: Basis = "eigh"
+    precision: ProductPrecision | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        choices: dict[str, Any] = {"kind": Kind, "fisher": KFACKind, "damping": DampingMethod}
+        choices |= {"weight_sharing": WeightSharing, "basis": Basis}
+        choices |= {"precision": ProductPrecision} if self.precision is not None else {}
+        for name, kind in choices.items():
+            check_choice(name, getattr(self, name), get_args(kind))
+        check_count("factor_every", self.factor_every)
+        check_count("inverse_every", self.inverse_every)
+        check_count("seed", self.seed, low=0)
+        check_range("factor_decay", self.factor_decay, low=0.0, high=1.0)
 
 
 @dataclass(eq=False, slots=True)
@@ -417,7 +432,7 @@ def eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
     scaled = matrix / scale
     try:
         values, basis = torch.linalg.eigh(scaled)
-    except torch.linalg.LinAlgError:
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         # Divide and conquer may fail in float32 for thousands of eigenvalues at zero.
         values, basis = (part.to(matrix) for part in torch.linalg.eigh(scaled.double()))
     return values * scale[..., 0], basis

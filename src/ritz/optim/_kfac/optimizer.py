@@ -142,6 +142,11 @@ class KFAC(Optimizer):
         """
         self._attached().observe(outputs, target, loss_fn)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients, and what was captured with them."""
+        super().zero_grad(set_to_none)
+        self._attached().discard()
+
     def paused(self) -> AbstractContextManager[None]:
         """Capture nothing inside the block, as in a pass that is not part of the step."""
         return self._attached().paused()

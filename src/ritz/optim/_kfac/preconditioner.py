@@ -5,14 +5,14 @@ import random
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, TypedDict, final, get_args
+from typing import Any, TypedDict, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from ritz._core.checks import check_choice, check_count, check_range
+from ritz._core.checks import check_range
 from ritz._core.distributed import all_sum, broadcast, rank, world_size
 from ritz._core.modes import arithmetic, unwrapped
 from ritz._core.params import check_optimizer, parameters
@@ -25,6 +25,7 @@ from ritz.optim._kfac.blocks import (
     Kind,
     KroneckerBlock,
     Pass,
+    ProductPrecision,
     Settings,
     Tensors,
     WeightSharing,
@@ -47,41 +48,15 @@ class Options(TypedDict, total=False):
     factor_decay: float
     weight_sharing: WeightSharing
     basis: Basis
-    precision: Any
+    precision: ProductPrecision | None
     seed: int
-
-
-# Inverses every 100 steps, as in the published runs (Granziol, Spectral Machine Learning, section
-# 5.8.2), and factors ten times as often; the decay of Martens and Grosse (2015), section 5.
-DEFAULTS: dict[str, Any] = {
-    "kind": "kfac",
-    "fisher": "empirical",
-    "damping": "factored",
-    "factor_every": 10,
-    "inverse_every": 100,
-    "factor_decay": 0.95,
-    "weight_sharing": "expand",
-    "basis": "eigh",
-    "precision": None,
-    "seed": 0,
-}
 
 
 def checked_settings(options: Mapping[str, Any]) -> Settings:
     """Return settings with defaults; raise for unknown or impossible ones."""
-    if unknown := sorted(options.keys() - DEFAULTS.keys()):
+    if unknown := sorted(options.keys() - Options.__annotations__.keys()):
         raise TypeError(f"KFAC got unknown arguments {', '.join(unknown)}")
-    values = DEFAULTS | dict(options)
-    choices = {"kind": Kind, "fisher": KFACKind, "damping": DampingMethod, "basis": Basis}
-    for name, kind in (choices | {"weight_sharing": WeightSharing}).items():
-        check_choice(name, values[name], get_args(kind))
-    for name in ("factor_every", "inverse_every"):
-        check_count(name, values[name])
-    check_count("seed", values["seed"], low=0)
-    check_range("factor_decay", values["factor_decay"], low=0.0, high=1.0)
-    if values["precision"] is not None:
-        check_choice("precision", values["precision"], ("float32", "tf32"))
-    return Settings(**values)
+    return Settings(**options)
 
 
 def check_delta(delta: Any) -> None:
@@ -129,6 +104,12 @@ class Curvature:
     def paused(self) -> AbstractContextManager[None]:
         """Capture nothing inside the block."""
         return self._capture.paused()
+
+    def discard(self) -> None:
+        """Forget what backward passes have captured since the last step."""
+        # observe() may come before zero_grad(), and belongs to the step that follows.
+        for block in self.blocks if self.settings.fisher == "empirical" else ():
+            block.clear()
 
     @property
     def scaler(self) -> Any:
