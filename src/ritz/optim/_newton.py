@@ -119,6 +119,11 @@ class LanczosNewton(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._subject = Subject()
+        for entry in self.state.values():
+            if "basis" in entry:
+                # Tensors of a file may lie anywhere in memory, and sums over vectors are rounded
+                # by their alignment. A copy has the alignment of the original.
+                entry["basis"] = entry["basis"].clone()
 
     def curvature_due(self, step: int) -> bool:
         """Return whether the pairs are to be refreshed before a step; see the protocol."""
