@@ -9,6 +9,7 @@ import json
 import math
 import statistics
 import time
+import zlib
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -17,13 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import mpmath
+import networkx as nx
 import numpy as np
 import torch
 from scipy.linalg import hilbert
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 import ritz
-from ritz import Estimate, spectra
+from ritz import Estimate, graphs, spectra
+from ritz.curvature import Risk
+from ritz.measures import curvature_variance, rank_degeneracy
+from ritz.operators import KernelOperator
 
 # ------------------------------------------------------------------------------------------
 # Matrices. Each is dense and float64; eigenvectors are random unless the name says otherwise.
@@ -90,9 +96,9 @@ def wigner(n: int, *spikes: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A named matrix: whether it is positive definite, and whether it is easy."""
+    """A named matrix, graph or network; whether it is positive definite, and whether it is easy."""
 
-    build: Callable[[], Tensor]
+    build: Callable[[], Any]
     positive: bool = True
     easy: bool = False
 
@@ -135,10 +141,94 @@ def _low_rank(n: int, rank: int, shift: float) -> Tensor:
     return draws @ draws.T + shift * torch.eye(n, dtype=torch.float64)
 
 
+KERNEL_SETTINGS = [
+    (rows, length, noise, kernel)
+    for rows, kernel in ((40, "squared_exponential"), (80, "matern32"))
+    for length in (0.05, 0.2, 0.5, 2.0)
+    for noise in (1e-1, 1e-3, 1e-5)
+]
+
+
+def kernel_operator(rows: int, length: float, noise: float, kind: Any) -> KernelOperator:
+    """A kernel matrix with three parameters."""
+    points = torch.rand(rows, 2, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    parameters = [
+        torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (length, 1, noise)
+    ]
+    length_scale, scale, variance = parameters
+    return KernelOperator(
+        points, kernel=kind, lengthscale=length_scale, outputscale=scale, noise=variance
+    )
+
+
+KERNELS = {
+    f"{kind}, {rows} rows, length {length:g}, noise {noise:g}": Matrix(
+        partial(kernel_operator, rows, length, noise, kind), easy=noise > 1e-2
+    )
+    for rows, length, noise, kind in KERNEL_SETTINGS
+}
+
+
+def edges(kind: str, n: int, parameter: float) -> Any:
+    """A graph as a scipy matrix."""
+    names = {"random": "fast_gnp_random_graph", "preferential": "barabasi_albert_graph"}
+    if kind in names:
+        made = getattr(nx, names[kind])(n, parameter, seed=7)
+    elif kind == "small world":
+        made = nx.watts_strogatz_graph(n, 4, parameter, seed=7)
+    elif kind == "blocks":
+        made = nx.planted_partition_graph(4, n // 4, 0.3, parameter, seed=7)
+    else:
+        made = getattr(nx, f"{kind}_graph")(n)
+    made.remove_nodes_from(list(nx.isolates(made)))
+    return nx.to_scipy_sparse_array(made, dtype=float)
+
+
+GRAPH_SETTINGS = [
+    *(("random", n, p) for n, p in ((60, 0.1), (100, 0.05), (200, 0.02), (300, 0.05), (150, 0.5))),
+    *(("preferential", n, m) for n, m in ((60, 1), (100, 2), (200, 3), (300, 5))),
+    *(("small world", n, p) for n, p in ((60, 0.0), (100, 0.1), (200, 0.3), (300, 1.0))),
+    *(("blocks", n, p) for n, p in ((60, 0.02), (120, 0.05), (200, 0.1))),
+    *((kind, n, 0.0) for kind, n in (("cycle", 90), ("path", 70), ("star", 80), ("complete", 50))),
+    ("circular_ladder", 60, 0.0),
+]
+GRAPHS = {
+    f"{kind}, {n} vertices, {parameter:g}": Matrix(partial(edges, kind, n, parameter), easy=True)
+    for kind, n, parameter in GRAPH_SETTINGS
+}
+
+
+def network(inputs: int, hidden: int, classes: int, activation: Any, scale: float) -> Risk:
+    """A small network, its weights and 12 samples."""
+    generator = torch.Generator().manual_seed(8)
+    model = nn.Sequential(nn.Linear(inputs, hidden), activation(), nn.Linear(hidden, classes))
+    model = model.double()
+    with torch.no_grad():
+        for part in model.parameters():
+            part.copy_(scale * torch.randn(part.shape, generator=generator, dtype=torch.float64))
+    x = torch.randn(12, inputs, generator=generator, dtype=torch.float64)
+    y = torch.randint(classes, (12,), generator=generator)
+    return Risk(model, functional.cross_entropy, (x, y), batch_size=12)
+
+
+NETWORKS = {
+    f"{inputs}-{hidden}-{classes} {activation.__name__}, weights {scale:g}": Matrix(
+        partial(network, inputs, hidden, classes, activation, scale), easy=True
+    )
+    for inputs, hidden, classes in ((2, 3, 2), (3, 4, 3), (4, 2, 2), (1, 6, 2), (5, 3, 4))
+    for activation, scale in ((nn.Tanh, 0.3), (nn.Tanh, 2.0), (nn.Softplus, 0.5), (nn.ReLU, 1.0))
+}
+
+# Inputs of estimators that take no matrix, by name.
+TABLES = {"matrices": MATRICES, "kernels": KERNELS, "graphs": GRAPHS, "networks": NETWORKS}
+
+
 @cache
-def built(name: str) -> tuple[Tensor, Tensor]:
-    """A matrix and its eigenvalues."""
-    matrix = MATRICES[name].build()
+def built(name: str, kind: str = "matrices") -> tuple[Any, Tensor]:
+    """A matrix and its eigenvalues; for other kinds the input alone."""
+    matrix = TABLES[kind][name].build()
+    if kind != "matrices":
+        return matrix, torch.empty(0)
     if len(matrix) > 10:
         return matrix, torch.linalg.eigvalsh(matrix)
     # Roundoff in the truth of a few rows would exceed that of the estimate.
@@ -149,9 +239,11 @@ def built(name: str) -> tuple[Tensor, Tensor]:
 
 def products_only(matrix: Tensor) -> ritz.operators.FunctionOperator:
     """The matrix behind its products: no structure to take an exact answer from."""
-    return ritz.operators.FunctionOperator(
+    op = ritz.operators.FunctionOperator(
         lambda block: matrix @ block, n=len(matrix), dtype=matrix.dtype
     )
+    op.block_size = 32  # fewer and larger products take less time
+    return op
 
 
 # ------------------------------------------------------------------------------------------
@@ -163,16 +255,21 @@ class Estimator:
     """A call and its truth.
 
     Attributes:
-        run: From operator, generator and further keywords to an estimate.
+        run: From operator (graph, risk), generator and further keywords to an estimate, or to an
+            estimate and the truth where that depends on the result.
         truth: From matrix and eigenvalues to what it estimates.
         needs: ``positive`` where the matrix must be positive definite.
         rtol: Relative error for the runs with a tolerance; ``None`` without such runs.
+        kind: The table with its inputs.
+        seeds: Seeds, if fewer than usual since a run takes long.
     """
 
     run: Callable[..., Any]
-    truth: Callable[[Tensor, Tensor], Tensor]
+    truth: Callable[[Any, Tensor], Any]
     needs: str = ""
     rtol: float | None = 0.05
+    kind: str = "matrices"
+    seeds: int = 10**6
 
 
 def _sum(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
@@ -247,6 +344,89 @@ def _likelihood_truth(matrix: Tensor, values: Tensor) -> Tensor:
     return -0.5 * (form + values.log().sum() + len(y) * math.log(2 * math.pi))
 
 
+def _together(estimates: list[Estimate]) -> Estimate:
+    """Several estimates as one of a vector."""
+
+    def stacked(name: str, dim: int = 0) -> Tensor:
+        return torch.stack([getattr(estimate, name) for estimate in estimates], dim)
+
+    return Estimate(
+        mean=stacked("mean"),
+        stderr=stacked("stderr"),
+        truncation=stacked("truncation"),
+        samples=stacked("samples", 1),
+        degrees=estimates[0].degrees,
+        num_products=estimates[0].num_products,
+        method=estimates[0].method,
+        status=estimates[0].status,
+    )
+
+
+def _gradient(op: Any, generator: Any) -> Any:
+    slopes = spectra.logdet_gradient(
+        op, method="lanczos", num_probes=16, rank=10, generator=generator
+    )
+    return _together(list(slopes.values()))
+
+
+def _gradient_truth(op: Any, values: Tensor) -> Tensor:
+    exact = spectra.logdet_gradient(op, method="cholesky")
+    return torch.stack([exact[name].mean for name in op.parameters])
+
+
+TIMES = torch.logspace(-1, 1.5, 8, dtype=torch.float64)
+
+
+def _heat(graph: Any, generator: Any) -> Any:
+    measured = graphs.moments(
+        graph, num_moments=60, num_probes=16, exact=False, generator=generator
+    )
+    return graphs.heat_trace(measured, times=TIMES)
+
+
+def _heat_truth(graph: Any, values: Tensor) -> Tensor:
+    laplacian = graphs.laplacian(graph).dense().double()
+    return torch.exp(-TIMES[:, None] * torch.linalg.eigvalsh(laplacian)).mean(1)
+
+
+def _entropy(graph: Any, generator: Any) -> Any:
+    return graphs.entropy(graph, num_moments=8, num_probes=32, exact=False, generator=generator)
+
+
+def _entropy_truth(graph: Any, values: Tensor) -> Tensor:
+    return graphs.entropy(graph, num_moments=8, exact=True).mean
+
+
+def _mass(steps: int, op: Any, generator: Any) -> Any:
+    steps = min(steps, op.shape[0])
+    runs = spectra.lanczos_block(op, num_steps=steps, num_probes=12, generator=generator)
+    found = rank_degeneracy(runs, matrix="hessian")
+    low, high = found.interval
+    values = OP_VALUES[op]
+    return found.mass, ((values >= low) & (values <= high)).double().mean()
+
+
+# The eigenvalues of an operator, for a truth that depends on the result.
+OP_VALUES: dict[Any, Tensor] = {}
+
+
+def _variance(risk: Any, generator: Any) -> Any:
+    return curvature_variance(risk, num_probes=16, generator=generator)
+
+
+def _variance_truth(risk: Any, values: Tensor) -> Tensor:
+    size = risk.num_samples
+    each = [
+        ritz.curvature.hessian(
+            risk.samples(torch.tensor([i]), batch_size=1), engine="eager"
+        ).dense()
+        for i in range(size)
+    ]
+    matrices = torch.stack(each)
+    # P sigma^2 = mean_i |H_i - H|_F^2 / P for random unit vectors
+    return (matrices - matrices.mean(0)).square().sum((1, 2)).mean() / len(matrices[0])
+
+
 ESTIMATORS = {
     "trace, XTrace": _traces("xtrace"),
     "trace, Hutchinson": _traces("hutchinson"),
@@ -282,6 +462,14 @@ ESTIMATORS = {
         lambda op, generator, **more: ritz.spectral_norm(op, generator=generator, **more),
         lambda matrix, values: values.abs().max(),
         rtol=1e-3,
+    ),
+    "log det gradient": Estimator(_gradient, _gradient_truth, rtol=None, kind="kernels"),
+    "heat trace of a graph": Estimator(_heat, _heat_truth, rtol=None, kind="graphs"),
+    "entropy of a graph": Estimator(_entropy, _entropy_truth, rtol=None, kind="graphs"),
+    "mass at the origin, 12 steps": Estimator(partial(_mass, 12), lambda *_: None, rtol=None),
+    "mass at the origin, 30 steps": Estimator(partial(_mass, 30), lambda *_: None, rtol=None),
+    "curvature variance": Estimator(
+        _variance, _variance_truth, rtol=None, kind="networks", seeds=20
     ),
 }
 
@@ -322,22 +510,34 @@ def measure(
     matrix: str, estimator: str, *, rtol: bool, seeds: int, seconds: float = math.inf
 ) -> Cell:
     """Run an estimator on a matrix with many seeds; stop early where it takes too long."""
-    cell, (dense, values), call = Cell(), built(matrix), ESTIMATORS[estimator]
-    op, truth = products_only(dense), call.truth(dense, values)
+    cell, call = Cell(), ESTIMATORS[estimator]
+    source, values = built(matrix, call.kind)
+    op = products_only(source) if call.kind == "matrices" else source
+    if call.kind == "matrices":
+        OP_VALUES[op] = values
+    truth = call.truth(source, values)
     more: dict[str, Any] = {"rtol": call.rtol} if rtol else {}
     if rtol and estimator.startswith("tr "):
-        more["max_probes"] = 320  # runs on hard matrices would take most of the time
-    begin = time.perf_counter()
-    for seed in range(seeds):
-        if seed >= 20 and time.perf_counter() - begin > seconds:
+        more["max_probes"] = 160  # runs on hard matrices would take most of the time
+    begin, seeds = time.process_time(), min(seeds, call.seeds)
+    for seed in range(5 * seeds):
+        used = time.process_time() - begin
+        # Where few runs hold, more of them tell whether that is chance.
+        low = seed >= seeds >= 100 and cell.coverage(0.95) < DOUBTFUL
+        if (seed >= seeds and not low) or (seed >= 20 and used > seconds * (1 + low)):
             break
+        # Cells have different seeds, so that one unlucky draw is not counted many times.
+        name = f"{estimator}/{matrix}/{rtol}/{seed}".encode()
         try:
-            estimate = call.run(op, torch.Generator().manual_seed(seed), **more)
+            estimate = call.run(op, torch.Generator().manual_seed(zlib.crc32(name)), **more)
         except ValueError as error:
             cell.refused = str(error)
             break
+        if isinstance(estimate, tuple):
+            estimate, truth = estimate
         _record(cell, estimate, truth)
-    cell.seconds = time.perf_counter() - begin
+    cell.seconds = time.process_time() - begin
+    OP_VALUES.clear()
     return cell
 
 
@@ -362,6 +562,9 @@ def _record(cell: Cell, estimate: Any, truth: Tensor) -> None:
 ROOT = Path(__file__).parent.parent
 # A run of up to 0.2 s is repeated with 200 seeds.
 SEEDS, SECONDS = 200, 40.0
+# A cell in which fewer of these runs hold continues to at most five times as many: of 200 runs that
+# hold with probability .95, fewer than .92 do in 3 of 100 cells.
+DOUBTFUL = 0.92
 
 Key = tuple[str, str, bool]
 
@@ -371,7 +574,7 @@ def cells() -> list[Key]:
     return [
         (matrix, name, rtol)
         for name, estimator in ESTIMATORS.items()
-        for matrix, spec in MATRICES.items()
+        for matrix, spec in TABLES[estimator.kind].items()
         if spec.positive or estimator.needs != "positive"
         for rtol in (False, True)
         if not rtol or estimator.rtol is not None
@@ -400,7 +603,8 @@ def summary(results: dict[Key, Cell]) -> list[dict[str, Any]]:
             total = sum(cell.runs for cell in here.values())
             worst = min(here, key=lambda matrix: here[matrix].coverage(0.95))
             widths = [w for cell in here.values() if not math.isnan(w := cell.relative_width())]
-            easy = [here[matrix] for matrix in here if MATRICES[matrix].easy]
+            table = TABLES[ESTIMATORS[name].kind]
+            easy = [here[matrix] for matrix in here if table[matrix].easy]
             rows.append(
                 {
                     "estimator": name,
@@ -411,6 +615,7 @@ def summary(results: dict[Key, Cell]) -> list[dict[str, Any]]:
                     "held 99.9 %": sum(cell.held[0.999] for cell in here.values()) / total,
                     "worst": worst,
                     "worst 95 %": here[worst].coverage(0.95),
+                    "worst runs": here[worst].runs,
                     "width": statistics.median(widths) if widths else None,
                     "converged": sum(c.converged() * c.runs for c in easy)
                     / sum(c.runs for c in easy),
@@ -418,6 +623,13 @@ def summary(results: dict[Key, Cell]) -> list[dict[str, Any]]:
                 }
             )
     return rows
+
+
+def updated(before: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of an earlier run, replaced where there are new ones, in the order of estimators."""
+    names, new = list(ESTIMATORS), {row["estimator"] for row in rows}
+    kept = [row for row in before if row["estimator"] not in new and row["estimator"] in names]
+    return sorted(kept + rows, key=lambda row: names.index(row["estimator"]))
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -442,19 +654,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--only", default="", help="part of the name of an estimator")
+    parser.add_argument("--only", nargs="*", default=[""], help="parts of names of estimators")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "intervals.json")
     options = parser.parse_args()
-    keys = [key for key in cells() if options.only in key[1]]
+    keys = [key for key in cells() if any(part in key[1] for part in options.only)]
+    results, begin = {}, time.perf_counter()
+    options.out.parent.mkdir(exist_ok=True)
+    before = json.loads(options.out.read_text()) if options.out.exists() else []
     with ProcessPoolExecutor(options.workers) as pool:
-        results = dict(pool.map(partial(run, seeds=options.seeds), keys))
+        for key, cell in pool.map(partial(run, seeds=options.seeds), keys):
+            results[key] = cell
+            if len(results) == len(keys) or keys[len(results)][1] != key[1]:  # it is complete
+                options.out.write_text(json.dumps(updated(before, summary(results)), indent=1))
+    print(f"{time.perf_counter() - begin:.0f} s")
     for (matrix, name, rtol), cell in results.items():
         if cell.runs and cell.coverage(0.95) < 0.9:
             print(f"low: {name}, {matrix}, rtol {rtol}: {cell.coverage(0.95):.3f} of {cell.runs}")
-    rows = summary(results)
-    options.out.parent.mkdir(exist_ok=True)
-    options.out.write_text(json.dumps(rows, indent=1))
-    print(table(rows))
+    print(table(json.loads(options.out.read_text())))
 
 
 if __name__ == "__main__":

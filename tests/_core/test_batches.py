@@ -44,7 +44,7 @@ def test_samples_that_come_at_once_must_agree_in_length(batch, match):
         batches.common_rows(batch, "train data")
 
 
-def test_rows_are_taken_from_tensors_with_a_row_per_sample_alone():
+def test_rows_are_taken_only_from_tensors_with_a_row_per_sample():
     part = batches.take_rows(NESTED, torch.tensor([4, 1]), 6)
 
     assert torch.equal(part["inputs"][0], X[[4, 1]])
@@ -82,7 +82,7 @@ def test_moving_a_batch_keeps_its_nesting_and_unpacks_mappings():
     assert type(batches.to_device(UserDict(x=X), meta)) is dict
 
 
-def test_data_at_once_are_told_from_data_in_batches():
+def test_data_in_one_piece_are_distinguished_from_batches():
     assert batches.as_one_batch((X, Y)) == (X, Y)
     assert batches.as_one_batch(TensorDataset(X, Y)) == (X, Y)
     assert batches.as_one_batch(X) == (X,)

@@ -6,9 +6,11 @@ from ritz._core.checks import (
     check_count,
     check_device,
     check_finite,
+    check_positive,
     check_range,
     check_real_floating,
     check_tensor,
+    check_type,
     is_below,
 )
 
@@ -44,6 +46,24 @@ def test_range_rejects_values_that_are_not_numbers(value):
 def test_count_rejects_values_that_are_not_integers(value):
     with pytest.raises(TypeError, match="num_steps must be an integer"):
         check_count("num_steps", value)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_positive_number_is_finite_and_above_zero(value):
+    with pytest.raises(ValueError, match=f"rate must be finite and above 0, got {value}"):
+        check_positive("rate", value)
+
+
+def test_zero_is_accepted_only_on_request():
+    check_positive("decay", 0.0, zero=True)
+    with pytest.raises(ValueError, match=r"decay must be finite and at least 0, got -0\.1"):
+        check_positive("decay", -0.1, zero=True)
+
+
+def test_type_error_describes_the_expected_type_and_names_the_actual_one():
+    check_type("name", "mlp", str, "a string")
+    with pytest.raises(TypeError, match=r"^name must be a string, got int$"):
+        check_type("name", 3, str, "a string")
 
 
 def test_smallest_count_is_one_by_default():
@@ -104,7 +124,7 @@ def test_check_device_refuses_names_torch_does_not_know(name):
         check_device(name)
 
 
-def test_check_device_refuses_devices_that_are_not_there():
+def test_check_device_refuses_missing_devices():
     with pytest.raises(ValueError, match="device must be one of this machine, got 'cuda:99'"):
         check_device("cuda:99")
 

@@ -48,7 +48,7 @@ def test_without_a_path_nothing_is_due_saved_or_loaded(tmp_path, monkeypatch):
     assert names(tmp_path) == []
 
 
-def test_a_save_is_due_after_the_interval_alone(tmp_path, monkeypatch):
+def test_a_save_is_due_only_after_the_interval(tmp_path, monkeypatch):
     clock = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
     journal = Journal(tmp_path / "state", {}, interval=10.0)
@@ -170,7 +170,7 @@ def test_damaged_vectors_fall_back_to_the_previous_state(tmp_path):
     assert torch.equal(first, basis[:2])
 
 
-def test_numbers_that_do_not_repeat_tell_other_data(tmp_path):
+def test_a_number_that_is_not_repeated_reveals_other_data(tmp_path):
     journal = opened(tmp_path / "state")
 
     journal.check_repeats(
@@ -260,7 +260,7 @@ def walk(path, kill_at):
     return process.exitcode
 
 
-def test_killed_at_every_point_of_a_save_it_ends_with_the_same_bits(tmp_path):
+def test_a_computation_killed_at_any_point_of_a_save_ends_with_the_same_result(tmp_path):
     assert walk(tmp_path / "whole", 0) == 0
 
     for kill_at in (1, 7, 8, 9, 10, 11, 12):

@@ -159,7 +159,12 @@ def test_wrong_options_are_one_line_and_exit_code_2(blocks, tmp_path, capsys):
         "expected two vertices and a weight": ["clusters", blocks, "--weights"],
         "Invalid value for '--self-loops'": ["density", blocks, "--self-loops", "maybe"],
         "Invalid value for '--multi-edges'": ["model", blocks, "--multi-edges", "maybe"],
-        "a picture must end in .png": ["clusters", blocks, "--out", str(tmp_path / "x.doc")],
+        "the file of a figure must end in .png": [
+            "clusters",
+            blocks,
+            "--out",
+            str(tmp_path / "x.doc"),
+        ],
         "there is no folder": ["density", blocks, "--out", str(tmp_path / "no" / "x.png")],
         "--labels must be in an existing folder": [
             "clusters",
@@ -167,7 +172,7 @@ def test_wrong_options_are_one_line_and_exit_code_2(blocks, tmp_path, capsys):
             "--labels",
             "no/such/labels",
         ],
-        "graphs must hold at least two": ["compare", blocks],
+        "graphs must contain at least two": ["compare", blocks],
         "Invalid value for '--measure'": ["compare", blocks, blocks + "", "--measure", "cosine"],
         "Invalid value for '--directed'": ["model", blocks, "--directed", "maybe"],
     }

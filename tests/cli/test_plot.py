@@ -51,7 +51,9 @@ def test_two_runs_are_drawn_in_one_figure(finished, tmp_path):
 def test_bad_input_is_one_line(finished, spectra, tmp_path, refused):
     log = finished / "log.jsonl"
     assert "no such file: nowhere" in refused("plot", "nowhere")
-    assert "a picture must end in .png, .svg, .pdf" in refused("plot", log, "--out", "x.gif")
+    assert "the file of a figure must end in .png, .svg, .pdf" in refused(
+        "plot", log, "--out", "x.gif"
+    )
     assert "there is no folder" in refused("plot", log, "--out", tmp_path / "no" / "x.png")
     assert "logs and results cannot be drawn in one figure" in refused("plot", log, spectra[0])
     (tmp_path / "again.jsonl").write_bytes(log.read_bytes())

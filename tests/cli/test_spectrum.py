@@ -124,7 +124,7 @@ def test_a_missing_run_or_file_is_one_line(here, finished, tmp_path, refused):
     assert "no such folder or file: nowhere" in refused("spectrum", "nowhere")
     assert "no weights in" in refused("spectrum", tmp_path)
     shutil.copy(finished / "weights.safetensors", tmp_path)
-    assert "give --model and --data" in refused("spectrum", tmp_path)
+    assert "pass --model and --data" in refused("spectrum", tmp_path)
     assert "--average needs the folder" in refused("spectrum", tmp_path / "weights.safetensors",
                                                    "--average")  # fmt: skip
     assert "no weights" in refused("spectrum", tmp_path, "--average")
@@ -148,7 +148,7 @@ def test_a_missing_run_or_file_is_one_line(here, finished, tmp_path, refused):
             ["--save-interval", "-1"],
             "--save-interval must be at least 0.0, got -1.0",
         ),
-        (["--split", "validation"], "--split must be a part of the data, got 'validation'"),
+        (["--split", "validation"], "--split must be a part that the data have, got 'validation'"),
         (["--matrix", "fisher"], "Invalid value for '--matrix'"),
         (["--model", "vgg61"], "no model is named 'vgg61'; did you mean"),
     ],

@@ -51,7 +51,7 @@ def write_run(folder, **names):
 def test_code_named_by_a_run_is_not_executed(work, mark, refused, command):
     run = write_run(work / "run", **NAMES)
     assert refused(command, run) == (
-        f"ritz: {run}/run.json refers to code of yours, which is imported only if the command "
+        f"ritz: {run}/run.json refers to user-defined code, which is imported only if the command "
         "names it: add "
         "--model net_of_mine:net --data data_of_mine:load\n"
     )

@@ -164,7 +164,10 @@ COMMANDS = [
     (["sharpness", ".", "--probes", "0"], "--probes must be at least 1, got 0"),
     (["landscape", ".", "--points", "1"], "--points must be at least 2, got 1"),
     (["plot", "nowhere.jsonl"], "no such file: nowhere.jsonl"),
-    (["plot", "wrong.py", "--out", "a.gif"], "a picture must end in .png, .svg, .pdf; got 'a.gif'"),
+    (
+        ["plot", "wrong.py", "--out", "a.gif"],
+        "the file of a figure must end in .png, .svg, .pdf; got 'a.gif'",
+    ),
     (["study", "cluster_count"], "no study is named 'cluster_count'; did you mean cluster_counts?"),
     (["study", "digits", "--set", "num_epochs=x"], "num_epochs must be of type int, got 'x'"),
     (["logdet", "wrong.py"], "wrong.py"),

@@ -123,7 +123,7 @@ def test_distance_uses_only_the_parameters_of_the_risk():
     ("initial", "error", "message"),
     [
         (torch.zeros(3), ValueError, r"initial must be \(43,\), got \(3,\)"),
-        ({"0.weight": torch.zeros(5, 4)}, ValueError, "initial must hold all parameters"),
+        ({"0.weight": torch.zeros(5, 4)}, ValueError, "initial must contain all parameters"),
         (7, TypeError, "initial must be a vector, a state_dict or a module, got int"),
     ],
 )

@@ -68,8 +68,8 @@ def test_a_model_whose_two_calls_differ_raises(noise):
 @pytest.mark.parametrize(
     ("data", "error", "match"),
     [
-        ([], ValueError, "data must hold at least one batch, got none"),
-        ((), ValueError, "data must hold at least one batch, got none"),
+        ([], ValueError, "data must contain at least one batch, got none"),
+        ((), ValueError, "data must contain at least one batch, got none"),
         (None, TypeError, "data must be a loader, a list of batches, or tensors, got NoneType"),
         (changed(1, lambda x: x[:0], lambda y: y[:0]), ValueError, "samples in batch 1 must be at"),
         ((noise(0, 3), labels(3, 0)), ValueError, "must have at least one sample"),

@@ -107,7 +107,7 @@ def test_a_part_without_samples_is_refused(write_cifar100):
     root, _ = write_cifar100()
     content = cifar_bytes(np.zeros((0, 3072), np.uint8), fine_labels=[])
     (root / "cifar-100-python" / "test").write_bytes(content)
-    with pytest.raises(data.DataError, match="holds no samples"):
+    with pytest.raises(data.DataError, match="has no samples"):
         data.load("cifar100", data_dir=root)
 
 

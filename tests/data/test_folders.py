@@ -110,10 +110,10 @@ def test_an_image_of_too_many_pixels_is_refused(root, monkeypatch, limit):
 @pytest.mark.parametrize(
     ("files", "error", "message"),
     [
-        ([], data.DataError, "must hold a folder for each class, got none"),
+        ([], data.DataError, "must contain a folder for each class, got none"),
         (["train/a/0.png"], FileNotFoundError, "has a folder train, but no test or val beside it"),
         (["train/a/0.png", "test/b/0.png"], data.DataError, "has a class 'b' that the training"),
-        (["train/a/0.png", "train/b/0.png", "test/a/0.png"], data.DataError, "b holds no images"),
+        (["train/a/0.png", "train/b/0.png", "test/a/0.png"], data.DataError, "b has no images"),
     ],
 )
 def test_folders_without_classes_or_images_are_refused(tmp_path, files, error, message):

@@ -118,5 +118,5 @@ def test_a_part_without_samples_is_refused(mnist_folder):
     for kind, shape in (("images-idx3", (0, 28, 28)), ("labels-idx1", (0,))):
         path = mnist_folder / f"t10k-{kind}-ubyte"
         path.write_bytes(idx_bytes(np.empty(shape, np.uint8)))
-    with pytest.raises(data.DataError, match="holds no samples"):
+    with pytest.raises(data.DataError, match="has no samples"):
         data.load("mnist", data_dir=mnist_folder)

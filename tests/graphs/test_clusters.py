@@ -227,7 +227,7 @@ def test_there_is_no_count_unless_two_methods_agree(sampled):
         assert "too few vectors" in missed.status.message
     large = reconciled(below(30, mean=0.6), sampled, FACTS, trusted=True)
     assert large.count is None
-    assert large.reason.startswith("no clusters: the 30 eigenvalues left of the gap")
+    assert large.reason.startswith("no clusters: the mean of the 30 eigenvalues left of the gap")
 
 
 def test_a_count_is_equal_after_saving_and_loading(tmp_path, sampled):

@@ -146,7 +146,7 @@ def test_weights_of_edges_change_the_distance():
     plain = nx.Graph(graph.edges())
     found = graphs.similarity([graph, plain, graph], num_moments=12)
     assert float(found.matrix[0, 1]) > 1e-3
-    assert float(found.matrix[0, 2]) == 0
+    assert float(found.matrix[0, 2]) < 1e-20  # eigenvalues of equal matrices agree to roundoff
 
 
 def test_all_densities_have_the_same_tolerance(moments):
@@ -197,7 +197,7 @@ def test_a_similarity_is_equal_after_saving_and_loading(moments, tmp_path):
 
 
 def test_an_invalid_graph_is_named_in_the_error(several, moments):
-    with pytest.raises(ValueError, match="graphs must hold at least two graphs, got 1"):
+    with pytest.raises(ValueError, match="graphs must contain at least two graphs, got 1"):
         graphs.similarity([several["ring"]])
     with pytest.raises(
         TypeError, match="graphs must be a list or a dictionary of graphs by name, got Graph"

@@ -172,7 +172,7 @@ def test_rejected_lines_are_counted_and_quoted(written):
     assert graph.intake.num_records == 9
     assert graph.intake.num_rejected == 6
     assert graph.intake.reasons[0] == "line 2: has 1 columns, expected 3"
-    assert graph.intake.reasons[2] == "line 6: the weight is 'nan', not a finite number"
+    assert graph.intake.reasons[2] == "line 6: the weight 'nan' is not a finite number"
     assert len(graph.intake.reasons) == 5
     assert "rejected: line 2" in str(graph)
 
@@ -190,7 +190,7 @@ def test_the_block_size_does_not_change_the_graph(written, monkeypatch, chunk):
     assert torch.equal(pieces.weights, whole.weights)
     assert torch.equal(pieces.names, whole.names)
     assert pieces.intake == whole.intake
-    assert whole.intake.reasons == ("line 402: the weight 'x' is not a number",)
+    assert whole.intake.reasons == ("line 402: the weight 'x' is not a finite number",)
 
 
 def test_progress_reaches_the_size_of_the_file(written):

@@ -140,7 +140,7 @@ def check(path, data):
     edges, rejected = reference(data)
     expected = merged(edges)
     if rejected:
-        with pytest.raises(GraphError, match=r"line \d+|holds no edge|is empty"):
+        with pytest.raises(GraphError, match=r"line \d+|has no edge|is empty"):
             read(path, format="edges")
     try:
         graph = read(path, format="edges", errors="report")

@@ -18,13 +18,17 @@ XML = '<graphml><graph edgedefault="undirected"><node id="a"/><node id="b"/>'
 
 WRONG = {
     "a negative weight": ("e.txt", "0 1 1\n1 2 -0.5\n", "line 2: the weight '-0.5' is negative"),
-    "a NaN weight": ("e.txt", "# c\n0 1 1\n1 2 NaN\n", "line 3: the weight is 'NaN', not a finite"),
-    "an infinite weight": ("e.txt", "0 1 inf\n", "line 1: the weight is 'inf', not a finite"),
+    "a NaN weight": ("e.txt", "# c\n0 1 1\n1 2 NaN\n", "line 3: the weight 'NaN' is not a finite"),
+    "an infinite weight": ("e.txt", "0 1 inf\n", "line 1: the weight 'inf' is not a finite"),
     "a weight beyond float64": ("e.txt", "0 1 1e999\n", "line 1: .* is beyond float64"),
-    "a weight that is none": ("e.txt", "0 1 1\n0 1 1.2.3\n", "line 2: .*'1.2.3' is not a number"),
+    "a weight that is none": (
+        "e.txt",
+        "0 1 1\n0 1 1.2.3\n",
+        "line 2: .*'1.2.3' is not a finite number",
+    ),
     "an empty file": ("e.txt", "", "e.txt is empty"),
-    "blank lines": ("e.txt", "\n \n", "e.txt holds no edge"),
-    "comments alone": ("e.txt", "# a\n# b\n", "e.txt holds no edge"),
+    "blank lines": ("e.txt", "\n \n", "e.txt has no edge"),
+    "comments alone": ("e.txt", "# a\n# b\n", "e.txt has no edge"),
     "an id beyond 64 bits": ("e.txt", f"0 {2**63}\n", f"line 1: .*'{2**63}' is beyond 64 bits"),
     "an id of 10,000 digits": ("e.txt", f"0 {'9' * 10000}\n", r"9\.\.\.' is beyond 64 bits"),
     "a negative id": ("e.txt", "0 -1\n", "line 1: the vertex id '-1' is negative"),
@@ -129,7 +133,7 @@ WRONG = {
     "xml truncated": ("e.graphml", XML, "no element found: line 1"),
     "xml without graph": ("e.graphml", "<a/>", "not successfully read"),
     "xml hyperedge": ("e.graphml", XML + "<hyperedge/></graph></graphml>", "support hyperedges"),
-    "xml nested": ("e.graphml", XML + "<graph/></graph></graphml>", "a second graph"),
+    "xml nested": ("e.graphml", XML + "<graph/></graph></graphml>", "more than one graph"),
     "xml no source": (
         "e.graphml",
         XML + '<edge target="a"/></graph></graphml>',

@@ -193,7 +193,7 @@ def test_arguments_are_checked(drawn, bad, match):
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.inf, math.nan])
 def test_scaled_raises_for_a_temperature_that_is_not_positive(bad):
-    with pytest.raises(ValueError, match="temperature must be positive and finite"):
+    with pytest.raises(ValueError, match="temperature must be finite and above 0"):
         scaled(nn.Linear(2, 2), bad)
 
 

@@ -153,7 +153,7 @@ def test_a_linear_layer_on_sequences_raises_instead_of_giving_wrong_outputs():
     model = ready(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))).eval()
     folded = fold_batch_norm(model)
 
-    with pytest.raises(ValueError, match=r"right for \(n, features\) alone, got \(2, 4, 4\)"):
+    with pytest.raises(ValueError, match=r"inputs of shape \(n, features\), got \(2, 4, 4\)"):
         folded(draw(2, 4, 4))
 
 

@@ -301,8 +301,8 @@ def test_two_processes_give_the_landscape_of_one(count, tmp_path):
     ("bad", "match"),
     [
         ({"num_points": 1}, "num_points must be at least 2"),
-        ({"distance": 0.0}, "distance must be positive and finite, got 0"),
-        ({"distance": math.inf}, "distance must be positive and finite, got inf"),
+        ({"distance": 0.0}, "distance must be finite and above 0, got 0"),
+        ({"distance": math.inf}, "distance must be finite and above 0, got inf"),
         ({"batch_norm": "eval mode"}, "batch_norm must be one of train, eval, recomputed"),
     ],
 )

@@ -53,7 +53,7 @@ def count(model):
 
 
 @pytest.mark.parametrize(("name", "num_classes", "expected"), COUNTS)
-def test_parameter_counts(name, num_classes, expected):
+def test_models_have_their_published_number_of_parameters(name, num_classes, expected):
     assert count(models.create(name, num_classes=num_classes, device="meta")) == expected
 
 
@@ -66,12 +66,12 @@ def test_parameter_counts(name, num_classes, expected):
         ("lstm", {"tied": False}, 43_827_600),
     ],
 )
-def test_counts_with_options(name, changes, expected):
+def test_options_change_the_number_of_parameters(name, changes, expected):
     assert count(models.create(name, device="meta", **changes)) == expected
 
 
 @pytest.mark.parametrize("name", models.available())
-def test_full_size_outputs_have_their_shape(name):
+def test_outputs_have_one_score_per_class(name):
     model = models.create(name, num_classes=7, device="meta")
     if name in WORDS:
         inputs, shape = torch.zeros(2, 11, dtype=torch.long, device="meta"), (2, 7, 11)
@@ -85,7 +85,7 @@ def test_full_size_outputs_have_their_shape(name):
 
 
 @pytest.mark.parametrize("name", models.available())
-def test_state_goes_round(name):
+def test_a_state_dict_loads_into_another_copy_of_the_model(name):
     model, (inputs, _) = tiny(name), sample(name)
     other = models.create(name, num_classes=3, dtype=torch.float64, **options(name))
     assert not torch.equal(other.eval()(inputs), model.eval()(inputs))
@@ -94,7 +94,7 @@ def test_state_goes_round(name):
 
 
 @pytest.mark.parametrize("name", models.available())
-def test_first_weights_are_finite_and_repeat(name):
+def test_initial_weights_are_finite_and_reproducible(name):
     given = options(name) | {"num_classes": 3}
     before = torch.random.get_rng_state()
     first, again = (models.create(name, **given) for _ in range(2))
@@ -125,7 +125,7 @@ def test_first_weights_are_finite_and_repeat(name):
         ("lstm", "embedding", 0.1 / 3**0.5),
     ],
 )
-def test_first_weights_have_the_published_spread(name, layer, expected):
+def test_initial_weights_have_the_published_spread(name, layer, expected):
     small = {"num_classes": 20, "width": 100, "hidden": 100} if name == "lstm" else {}
     weight = models.create(name, **small).get_submodule(layer).weight.detach()
     # Four standard errors of a standard deviation of normal numbers, which vary the more.
@@ -139,7 +139,7 @@ def test_first_weights_have_the_published_spread(name, layer, expected):
     [("vgg11", "features.0", 0.0), ("allcnn", "1", 0.1), ("gpt", "blocks.0.up", 0.0),
      ("resnext29_8x64", "fc", 0.0), ("wideresnet16x4", "conv1", 0.0), ("lstm", "head", 0.0)],
 )  # fmt: skip
-def test_first_biases(name, layer, expected):
+def test_initial_biases_have_the_published_value(name, layer, expected):
     small = options(name) | {"num_classes": 3}
     bias = models.create(name, **small).get_submodule(layer).bias
     assert torch.equal(bias, torch.full_like(bias, expected))
@@ -151,7 +151,7 @@ def test_first_biases(name, layer, expected):
      ("resnet-44", "resnet44"), ("ResNet-44", "resnet44"), ("WideResNet-28x10", "wideresnet28x10"),
      ("resnext-29-8x64", "resnext29_8x64")],
 )  # fmt: skip
-def test_names_in_any_hand(name, expected):
+def test_names_ignore_case_hyphens_and_underscores(name, expected):
     assert models.options(name) == models.options(expected)
     found, meant = (models.create(one, num_classes=100, device="meta") for one in (name, expected))
     assert count(found) == count(meant)
@@ -168,7 +168,7 @@ def test_a_layer_without_known_weights_is_refused():
         draw_weights(nn.Sequential(nn.Bilinear(1, 1, 1)), torch.Generator())
 
 
-def test_copies_are_apart():
+def test_a_deep_copy_is_independent_of_the_model():
     model = tiny("lstm")
     other = copy.deepcopy(model)
     with torch.no_grad():
@@ -179,7 +179,7 @@ def test_copies_are_apart():
 # Errors
 
 
-def test_a_wrong_name_is_answered_with_the_nearest():
+def test_an_unknown_name_suggests_the_nearest():
     with pytest.raises(UnknownNameError, match=r"no model is named 'VGG-61'; did you mean vgg6"):
         models.create("VGG-61")
     with pytest.raises(TypeError, match="name must be a string, got int"):

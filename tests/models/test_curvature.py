@@ -72,18 +72,18 @@ def check(name, engine, mode):
 
 
 @pytest.mark.parametrize("name", [*NAMED, *SHALLOW])
-def test_hessian_products(name):
+def test_hessian_products_are_right(name):
     check(name, "eager", "train" if batch_norms(network(name)[0]) else "eval")
 
 
 @pytest.mark.parametrize("name", ["logistic", "lenet", "allcnn", "preresnet8", "lstm", "gpt"])
-def test_hessian_products_traced(name):
+def test_traced_hessian_products_are_right(name):
     check(name, "linearized", "eval")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["vgg6_bn", *SHALLOW])
-def test_hessian_products_traced_slow(name):
+def test_traced_hessian_products_of_deep_models_are_right(name):
     check(name, "linearized", "eval")
 
 

@@ -34,7 +34,7 @@ def pair(shape, size, **options):
     ("samples", "size", "expected"),
     [(12, 4, [4, 4, 4]), (11, 4, [4, 4, 3]), (9, 4, [4, 5]), (5, 4, [5]), (3, 4, [3]), (1, 4, [1])],
 )
-def test_groups(samples, size, expected):
+def test_a_single_remaining_sample_joins_the_previous_group(samples, size, expected):
     assert group_sizes(samples, size) == expected
 
 
@@ -74,7 +74,7 @@ def test_a_group_as_large_as_the_batch_is_batch_norm():
     torch.testing.assert_close(ghost(wave(11, 3)), plain(wave(11, 3)))
 
 
-def test_batch_statistics_are_those_of_groups_and_leave_no_trace():
+def test_batch_statistics_are_those_of_groups_and_change_no_buffer():
     ghost, plain = pair((11, 3), 4)
     ghost.eval()
     before = copy.deepcopy(ghost.state_dict())
@@ -96,7 +96,7 @@ def test_recomputed_statistics_are_those_of_the_samples():
     torch.testing.assert_close(found["running_var"], x.var(0))
 
 
-def test_recomputed_statistics_above_see_what_groups_below_put_out():
+def test_recomputed_statistics_use_the_outputs_of_the_groups_below():
     model = nn.Sequential(GhostBatchNorm1d(3, 4), nn.ReLU(), GhostBatchNorm1d(3, 4)).double()
     x = wave(12, 3)
     with evaluating(model, batch_statistics=True):
@@ -106,7 +106,7 @@ def test_recomputed_statistics_above_see_what_groups_below_put_out():
 
 
 @pytest.mark.parametrize("mode", ["train", "eval", "recomputed"])
-def test_hessian_products_through_groups(mode):
+def test_hessian_products_are_right_with_ghost_batch_norm(mode):
     model = with_ghost_batch_norm(
         nn.Sequential(nn.Linear(9, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 3)).double(), 4
     )
@@ -147,7 +147,7 @@ def test_every_batch_norm_of_a_model_is_replaced(name):
     torch.testing.assert_close(model.train()(x), expected)
 
 
-def test_a_shared_layer_stays_shared_and_ghosts_get_the_new_size():
+def test_a_shared_layer_stays_shared_and_existing_ghosts_get_the_new_size():
     norm = nn.BatchNorm1d(3)
     model = with_ghost_batch_norm(nn.Sequential(norm, nn.Linear(3, 3), norm).eval(), 4)
     assert model[0] is model[2]
@@ -156,7 +156,7 @@ def test_a_shared_layer_stays_shared_and_ghosts_get_the_new_size():
     assert "size=8" in repr(model)
 
 
-def test_a_model_that_is_a_batch_norm():
+def test_a_model_that_is_itself_a_batch_norm_is_converted():
     norm = nn.BatchNorm2d(3)
     ghost = with_ghost_batch_norm(norm, 4)
     assert isinstance(ghost, GhostBatchNorm2d)

@@ -43,7 +43,7 @@ def test_features_are_dropped_at_all_positions_or_none(place, index):
     assert not torch.equal(kept[0], kept[1])  # samples have masks of their own
 
 
-def test_words_are_dropped_wherever_they_stand():
+def test_a_dropped_word_is_dropped_at_all_its_positions():
     model = only("embedding_dropout")
     [(_, kept)] = seen(model.embedding_drop, lambda: model(TOKENS))
     [(_, embedded)] = seen(model.drops[0], lambda: model(TOKENS))
@@ -68,7 +68,7 @@ def test_recurrent_matrices_are_dropped_for_a_whole_sequence():
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_eval_mode_drops_nothing_and_fixed_masks_do(place):
+def test_eval_mode_drops_nothing_and_fixed_masks_are_reproducible(place):
     model = only(place)
     assert torch.equal(model.eval()(TOKENS), only("dropout", 0.0).eval()(TOKENS))
     data, loss_fn = (TOKENS, TOKENS.roll(1, 1)), nn.functional.cross_entropy
@@ -80,7 +80,7 @@ def test_eval_mode_drops_nothing_and_fixed_masks_do(place):
     assert len({float(off), float(fixed), float(other)}) == 3
 
 
-def test_a_state_carries_over():
+def test_a_sequence_continued_from_its_state_equals_the_whole_sequence():
     model = tiny("lstm", 7)
     whole, end = model(TOKENS, model.initial_state(len(TOKENS)))
     first, state = model(TOKENS[:, :2], model.initial_state(len(TOKENS)))
@@ -90,7 +90,7 @@ def test_a_state_carries_over():
     assert torch.equal(model(TOKENS), whole)
 
 
-def test_weights_stay_where_they_are_and_so_does_what_the_layer_holds():
+def test_weight_drop_does_not_replace_the_weights_of_the_layers():
     """Called with other weights, the layer of torch would take these for its own."""
     model = only("weight_drop")
     before = [layer._flat_weights for layer in model.layers]
@@ -100,7 +100,7 @@ def test_weights_stay_where_they_are_and_so_does_what_the_layer_holds():
                for layer, held in zip(model.layers, before, strict=True))  # fmt: skip
 
 
-def test_tied_heads_have_no_matrix_of_their_own():
+def test_a_tied_head_has_no_matrix():
     tied, loose = tiny("lstm"), tiny("lstm", tied=False)
     assert "head.weight" not in tied.state_dict()
     assert loose.head.weight.shape == (3, 4)
@@ -108,7 +108,7 @@ def test_tied_heads_have_no_matrix_of_their_own():
 
 
 @pytest.mark.parametrize("name", ["lstm", "gpt"])
-def test_no_position_sees_what_comes_after(name):
+def test_no_position_depends_on_later_ones(name):
     model = tiny(name, 7).eval()
     other = TOKENS.clone()
     other[:, 3:] = (other[:, 3:] + 1) % 7
@@ -117,7 +117,7 @@ def test_no_position_sees_what_comes_after(name):
     assert not torch.allclose(found[..., 3:], changed[..., 3:])
 
 
-def test_gpt_by_hand():
+def test_gpt_equals_the_formula_written_with_matrices():
     """One block of one head, written with matrices."""
     model = tiny("gpt", 7, depth=1, heads=1)
     block, tokens = model.blocks[0], TOKENS[0]
@@ -131,7 +131,7 @@ def test_gpt_by_hand():
     torch.testing.assert_close(model(TOKENS)[0].T, expected)
 
 
-def test_gpt_drops_what_blocks_add():
+def test_gpt_applies_dropout_to_embedding_and_residuals():
     model = tiny("gpt", 7, dropout=0.5)
     places = [model.drop, *(drop for block in model.blocks for drop in (block.drop1, block.drop2))]
     for layer in places:

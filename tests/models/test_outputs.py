@@ -49,7 +49,7 @@ def checksum(outputs):
 
 
 @pytest.mark.parametrize("name", models.available())
-def test_outputs_are_those_they_were(name):
+def test_outputs_equal_the_recorded_checksums(name):
     model, (inputs, _) = tiny(name), sample(name)
     found = []
     for training in (True, False):

@@ -38,7 +38,7 @@ def test_the_block_size_is_the_smallest_of_the_blocks():
 
 
 def test_no_blocks_or_blocks_of_several_dtypes_raise():
-    with pytest.raises(ValueError, match="ops must hold at least one operator"):
+    with pytest.raises(ValueError, match="ops must contain at least one operator"):
         BlockDiagonalOperator([])
     with pytest.raises(ValueError, match="ops must agree in dtype and device"):
         BlockDiagonalOperator([entries(1.0), entries(1.0, dtype=torch.float32)])

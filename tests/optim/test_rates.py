@@ -163,7 +163,7 @@ def test_diagnostics_errors_name_the_wrong_argument(net, images):
     optimizer = torch.optim.SGD(net.head.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"names must be those of parameters.*'convolution'"):
         effective_rates(net, optimizer, ["convolution"])
-    with pytest.raises(ValueError, match=r"optimizer must hold every weight.*'conv.weight'"):
+    with pytest.raises(ValueError, match=r"optimizer must update every weight.*'conv.weight'"):
         effective_rates(net, optimizer, ["conv.weight"])
     with pytest.raises(ValueError, match="model must have parameters"):
         weight_norms(nn.ReLU())

@@ -193,7 +193,7 @@ def test_spectra_are_drawn_on_given_axes(matrix):
     assert not figure.legends
     with pytest.raises(ValueError, match="axes must be 1, one for each spectrum, got 2"):
         plots.spectra({"a": one}, axes=axes)
-    with pytest.raises(ValueError, match="spectra must hold at least one"):
+    with pytest.raises(ValueError, match="spectra must contain at least one"):
         plots.spectra({})
     pyplot.close(figure)
 

@@ -180,7 +180,7 @@ def test_results_of_different_kinds_are_not_drawn_together():
         TypeError, match="results of class Temperature cannot be drawn in one figure"
     ):
         plots.plot(dict.fromkeys("ab", measures.temperature(network())))
-    with pytest.raises(ValueError, match="result must hold at least one entry, got none"):
+    with pytest.raises(ValueError, match="result must contain at least one entry, got none"):
         plots.plot({})
     assert len(plots.plot({"only": spectrum}).axes) == 1
 

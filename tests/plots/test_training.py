@@ -79,7 +79,7 @@ def test_points_of_a_monitor_are_by_epoch_or_by_step(log):
     np.testing.assert_array_equal(found.stderr, [0.1] * 3)
     within = [curvature(1, step=3), curvature(1, step=6)]
     np.testing.assert_array_equal(curvature_points(within, "lambda_max").x, [3, 6])
-    with pytest.raises(ValueError, match="must hold 'trace', got none"):
+    with pytest.raises(ValueError, match="must contain 'trace', got none"):
         curvature_points(log, "trace")
 
 
@@ -185,7 +185,7 @@ def test_a_log_without_accuracy_has_one_panel():
     assert loss.get_yscale() == "linear"
     with pytest.raises(ValueError, match="axes must be 1 for these runs, got 2"):
         plots.training_curves({"run": [bare]}, axes=[loss, loss])
-    with pytest.raises(ValueError, match="runs must hold at least one entry, got none"):
+    with pytest.raises(ValueError, match="runs must contain at least one entry, got none"):
         plots.training_curves({})
 
 
@@ -309,7 +309,7 @@ def test_predictions_over_batch_sizes_have_the_colour_of_their_measurement():
     one = plots.batch_scaling([16], {"a": [8.0], "b": [2.0]}, predicted={"b": [3.0], "c": [1.0]})
     assert legend(one) == ["a", "b", "b, predicted", "c, predicted"]
     assert one.get_lines()[-1].get_marker() == "_"  # a line through one point would be invisible
-    with pytest.raises(ValueError, match="measured must hold at least one entry, got none"):
+    with pytest.raises(ValueError, match="measured must contain at least one entry, got none"):
         plots.batch_scaling([1], {})
 
 

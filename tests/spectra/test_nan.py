@@ -10,8 +10,9 @@ import torch
 
 import ritz
 from ritz._core.checks import is_below
+from ritz.measures import rank_degeneracy
 from ritz.operators import FunctionOperator
-from ritz.spectra import lanczos_block, moments
+from ritz.spectra import lanczos_block, log_likelihood, moments
 from ritz.testing import with_spectrum
 
 N = 40
@@ -36,7 +37,18 @@ ESTIMATORS = {
     "diagonal": lambda op: ritz.spectra.diagonal(op, rtol=1e-3),
     "frobenius_norm": lambda op: ritz.frobenius_norm(op, rtol=1e-3),
     "trace_function": lambda op: ritz.trace_function(op, torch.exp, num_steps=10, rtol=1e-3),
+    **{
+        f"trace_function, {method}": lambda op, method=method: ritz.trace_function(
+            op, torch.sqrt, num_steps=4, num_probes=4, method=method, floor=0.25, rtol=1e-3
+        )
+        for method in ("krylov", "chebyshev", "maxent", "eigenvalues")
+    },
     "logdet": lambda op: ritz.logdet(op, rtol=1e-3),
+    "logdet, lanczos": lambda op: ritz.logdet(op, method="lanczos", num_products=30, rtol=1e-3),
+    "log_likelihood": lambda op: log_likelihood(op, RHS, method="lanczos", num_probes=4),
+    "rank_degeneracy": lambda op: (
+        rank_degeneracy(lanczos_block(op, num_steps=8, num_probes=2), matrix="hessian").mass
+    ),
 }
 
 

@@ -6,8 +6,9 @@ import scipy.sparse.linalg
 import torch
 
 import ritz
-from ritz.operators import FunctionOperator
-from ritz.spectra import lanczos_block, moments
+from ritz.measures import rank_degeneracy
+from ritz.operators import FunctionOperator, KernelOperator
+from ritz.spectra import lanczos_block, log_likelihood, logdet_gradient, moments
 from ritz.testing import with_spectrum
 
 N = 60
@@ -52,8 +53,43 @@ ESTIMATORS = {
     "trace_function": lambda op, unit, b: (
         ritz.trace_function(op, torch.sqrt, num_probes=4, num_steps=9).mean / unit**0.5
     ),
+    **{
+        f"trace_function, {method}": lambda op, unit, b, method=method: (
+            ritz.trace_function(
+                op, torch.sqrt, num_probes=8, num_steps=5, method=method, floor=0.25 * unit
+            ).mean
+            / unit**0.5
+        )
+        for method in ("krylov", "chebyshev", "maxent", "eigenvalues")
+    },
     "logdet": lambda op, unit, b: ritz.logdet(op, num_probes=4).mean / N - np.log(unit),
+    "logdet, lanczos": lambda op, unit, b: (
+        ritz.logdet(op, num_products=50, method="lanczos").mean / N - np.log(unit)
+    ),
+    "log_likelihood": lambda op, unit, b: (
+        log_likelihood(op, b * unit**0.5, method="lanczos", num_probes=4).mean / N
+        + np.log(unit) / 2
+    ),
+    "logdet_gradient": lambda op, unit, b: gradient(op.dtype, unit),
+    "rank_degeneracy": lambda op, unit, b: degeneracy(op, unit),
 }
+
+
+def gradient(dtype, unit):
+    generator = torch.Generator().manual_seed(0)
+    points = torch.rand(N, 2, generator=generator, dtype=torch.float64).to(dtype)
+    numbers = [torch.tensor(number, dtype=dtype, requires_grad=True) for number in
+               (0.5, unit, 0.1 * unit)]  # fmt: skip
+    op = KernelOperator(points, lengthscale=numbers[0], outputscale=numbers[1], noise=numbers[2])
+    slopes = logdet_gradient(op, method="lanczos", num_probes=4, rank=5)
+    factors = {"lengthscale": 1.0, "outputscale": unit, "noise": unit}
+    return torch.stack([slopes[name].mean * factor for name, factor in factors.items()])
+
+
+def degeneracy(op, unit):
+    found = rank_degeneracy(lanczos_block(op, num_steps=9), matrix="hessian")
+    ends = torch.tensor(found.interval, dtype=torch.float64) / unit
+    return torch.cat([torch.stack([found.mass.mean, found.mass.truncation]), ends])
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)

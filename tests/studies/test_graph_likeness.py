@@ -103,5 +103,5 @@ def test_a_missing_data_file_is_named(monkeypatch, tmp_path):
         run(Config())
     with pytest.raises(FileNotFoundError, match="no file 'graphs/ca-AstroPh"):
         run(Config(data=str(tmp_path)))
-    with pytest.raises(ValueError, match="must name at least two graphs"):
+    with pytest.raises(ValueError, match="must together name at least two graphs"):
         Config(citation=(), road=(), social=())

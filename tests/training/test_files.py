@@ -96,7 +96,7 @@ def test_files_of_other_formats_are_refused(tmp_path):
     with pytest.raises(CorruptFileError, match="not a safetensors file"):
         read_weights(tmp_path / "text")
     torch.save([1, 2], tmp_path / "list.pt")
-    with pytest.raises(CorruptFileError, match="must hold named tensors, got list"):
+    with pytest.raises(CorruptFileError, match="must contain named tensors, got list"):
         read_weights(tmp_path / "list.pt")
     (tmp_path / "cut.pt").write_bytes((tmp_path / "list.pt").read_bytes()[:100])
     with pytest.raises(CorruptFileError, match="damaged"):

@@ -25,6 +25,20 @@ def check_range(
         raise ValueError(f"{name} must be {_interval(low, high)}, got {value}")
 
 
+def check_positive(name: str, value: float, *, zero: bool = False) -> None:
+    """Raise unless a number is finite and positive, or zero if that is allowed."""
+    check_range(name, value)
+    if not (math.isfinite(value) and (value > 0 or (zero and value == 0))):
+        least = "at least 0" if zero else "above 0"
+        raise ValueError(f"{name} must be finite and {least}, got {value}")
+
+
+def check_type(name: str, value: object, kind: type, expected: str) -> None:
+    """Raise unless ``value`` is an instance of ``kind``; ``expected`` describes it in the error."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be {expected}, got {type(value).__name__}")
+
+
 def is_below(error: "float | Tensor", bound: "float | Tensor") -> bool:
     """Return whether every error is at most its bound. NaN is not below anything."""
     # All comparisons of an error with a tolerance go through here: ``not error > bound`` would
@@ -75,8 +89,7 @@ def check_tensor(
     """Raise unless ``tensor`` is ``(rows,)`` or ``(rows, k)`` with this dtype and device."""
     from torch import Tensor
 
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    check_type(name, tensor, Tensor, "a torch.Tensor")
     if tensor.ndim not in (1, 2) or tensor.shape[0] != rows:
         raise ValueError(f"{name} must be ({rows},) or ({rows}, k), got {tuple(tensor.shape)}")
     if tensor.dtype != dtype:

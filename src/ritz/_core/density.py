@@ -1,7 +1,7 @@
 """The ``Density`` protocol, and the base class of densities averaged over probes."""
 
 from abc import ABC, abstractmethod
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -11,6 +11,17 @@ from ritz._core.results import stderr
 Band = tuple[Tensor, Tensor]
 
 
+class Atoms(NamedTuple):
+    """Single points that have a mass: both ``(k,)``, ascending, in float64."""
+
+    points: Tensor
+    masses: Tensor
+
+
+# Of a density without atoms.
+NO_ATOMS = Atoms(torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.float64))
+
+
 @runtime_checkable
 class Density(Protocol):
     """Probability density of the eigenvalues. Points are float64 tensors of any shape."""
@@ -18,6 +29,10 @@ class Density(Protocol):
     @property
     def support(self) -> tuple[float, float]:
         """Interval outside which the density is zero or negligible."""
+
+    @property
+    def atoms(self) -> Atoms:
+        """Points of positive mass, which the ``pdf`` leaves out."""
 
     def pdf(self, x: Tensor) -> Tensor:
         """Return the density at the points."""

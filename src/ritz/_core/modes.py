@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import chain, islice
 from math import ceil
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -206,6 +206,17 @@ Count = Callable[[Any], int]
 Sharing = Literal["own", "none"]
 
 
+class StatisticsOptions(TypedDict, total=False):
+    """Keywords of :func:`with_statistics` that other functions pass on."""
+
+    data: Iterable[Any] | None
+    fraction: float
+    forward: Forward | None
+    count: Count | None
+    sharing: Sharing
+    group: Group | None
+
+
 @contextmanager
 def with_statistics(
     model: nn.Module,
@@ -297,9 +308,7 @@ def _first_batches(data: Iterable[Any], fraction: float) -> Iterable[Any]:
     if fraction == 1.0:
         return data
     if not isinstance(data, Sized):
-        raise TypeError(
-            f"data must have a length if fraction is below 1, got {type(data).__name__}"
-        )
+        raise TypeError(f"data must have a length if fraction < 1, got {type(data).__name__}")
     return islice(data, ceil(fraction * len(data)))
 
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ritz._core.checks import check_type
+
 
 class ParamSpace:
     """Layout of named tensors in one flat vector, in the order of the dictionary.
@@ -57,7 +59,4 @@ def parameters(optimizer: Optimizer) -> Iterator[Tensor]:
 
 def check_optimizer(optimizer: Any) -> None:
     """Raise unless ``optimizer`` is an optimiser of torch."""
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
-        )
+    check_type("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")

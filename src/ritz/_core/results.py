@@ -14,6 +14,26 @@ from ritz._core.storage import storable
 Outcome = Literal["completed", "converged", "breakdown", "max_steps", "uncertain"]
 
 
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Constants of intervals of few samples.
+
+    Set on samples that are normal, chi-squared with 1, 2, 6 and 20 degrees of freedom, sums of
+    these, and logarithms: with 4 to 64 samples 95 % intervals hold in 0.945 to 0.998 of the cases,
+    and 99.9 % intervals in at least 0.994. Student's alone hold in 0.82 to 0.95.
+    """
+
+    # The skewness of N samples is too small by about this over N: chi-squared samples with one
+    # degree of freedom have 2.8, and 16 of them show 1.9.
+    hidden: float = 4.0
+    # Largest quantile for which Hall's correction is used as it stands; it grows with the fourth
+    # power, and with 8 samples a 99.9 % interval would be ten times too wide.
+    largest: float = 3.0
+
+
+TUNING = Tuning()
+
+
 class NotConvergedError(RuntimeError):
     """A tolerance was not reached. The message says how large the error is and what to change."""
 
@@ -170,25 +190,31 @@ class Estimate(HasStatus):
     def error(self, level: float = 0.95) -> Tensor:
         """Return half the width of :meth:`interval`, shape ``s``."""
         check_range("level", level, low=0.0, high=1.0)
-        if not self.degrees:
+        if not bool(self.stderr.any()):  # nothing was sampled, or nothing varies
             return self.stderr + self.truncation
-        quantile = float(stdtrit(self.degrees, 0.5 + level / 2))
+        # Errors that were propagated from others have no degrees of freedom of their own.
+        quantile = float(stdtrit(self.degrees or math.inf, 0.5 + level / 2))
         return quantile * self._skewed(quantile) * self.stderr + self.truncation
 
     def _skewed(self, quantile: float) -> Tensor:
         """Return the factor by which skewness of the samples widens an interval, shape ``s``."""
         if self.samples is None:
             return torch.ones_like(self.stderr)
-        # Hall (1992), Section 3.5: Student's interval of N samples with skewness g is short by
-        # g^2 (z^4 + 2 z^2 - 3) / (18 N) of its length.
         off = self.samples - self.samples.mean(0)
         off = off / off.abs().amax(0)  # of size one, so that the powers neither vanish nor overflow
-        skewness = (off.pow(3).mean(0) / off.square().mean(0) ** 1.5).nan_to_num(nan=0.0)
         count = len(off)
-        # The skewness of a few samples is too small, by (N - 2) / sqrt(N (N - 1)) for normal ones.
-        square = skewness.square() * (count * (count - 1) / max(1, count - 2) ** 2)
-        z = quantile
-        return 1 + square * ((z**4 + 2 * z**2 - 3) / (18 * count))
+        less = max(1, count - 2)
+        skewness = (off.pow(3).mean(0) / off.square().mean(0) ** 1.5).nan_to_num(nan=0.0)
+        skewness = skewness.abs() * (math.sqrt(count * (count - 1)) / less)
+        # Few samples rarely show their tail, and then the mean, its error and the skewness are all
+        # too small. So take the skewness one standard error (that of normal samples) higher.
+        doubt = math.sqrt(6 * count * (count - 1) / (less * (count + 1) * (count + 3)))
+        likely = skewness * (1 + TUNING.hidden / count) + doubt
+        # Hall (1992), Section 3.5: Student's interval of N samples with skewness g is short by
+        # g^2 (z^4 + 2 z^2 - 3) / (18 N) of its length, while that is small.
+        z = min(quantile, TUNING.largest)
+        short = likely.square() * ((z**4 + 2 * z**2 - 3) / (18 * count))
+        return torch.where(short < 1, 1 + short, 2 * short.sqrt().sqrt())
 
     def judged(self, rtol: float | None, advice: str = "") -> "Estimate":
         """Return the estimate with the status that its errors give it.

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -48,17 +47,16 @@ class SeedOptions(PrintOptions):
 Matrix = Literal["hessian", "ggn", "both"]
 MATRIX = "ggn is the Gauss-Newton matrix."
 Modes = Literal["eval", "train", "recomputed", "both"]
-MODES = (
-    "Batch-norm mode: running statistics, statistics of each batch, running statistics recomputed "
-    "on the data, or eval and train."
+MODE = (
+    "Batch-norm mode. eval uses the running statistics, train those of each batch, and recomputed "
+    "recomputes the running statistics on these data."
 )
+MODES = f"{MODE} both means eval and train."
 Split = Literal["train", "validation", "test"]
 SPLIT = "Part of the data to measure on."
 Picture = Literal["png", "svg", "pdf"]
 PICTURE = "Format of the figures."
-OF_RUN = (
-    "Name or module:factory (default: as in the run). Repeat it if the run used module:factory."
-)
+OF_RUN = "Name or module:factory (default: as in the run). Required if the run used module:factory."
 LOSS = "cross_entropy, mse, model (the model returns its loss) or module:function (default: {})."
 SET_MODEL = "Option of the model, such as width=32 or hidden=64,32. May be repeated."
 SET_DATA = "Option of the data set, such as file=./story.txt. May be repeated."
@@ -82,8 +80,8 @@ class MeasureOptions(SeedOptions):
     samples: int | None = option(None, "Measure on a random subset of this many samples (default: "
                                  "all).", NETWORK, low=1)
     batch_size: int | None = option(None, "Batch size (default: as in the run).", NETWORK, low=1)
-    l2: float = option(0.0, "Coefficient of an L2 term l2/2 |w|^2 that is added to the loss. For "
-                       "SGD it is the weight decay of the run.", NETWORK, low=0.0)
+    l2: float = option(0.0, "Coefficient of an L2 term l2/2 |w|^2 that is added to the loss. "
+                       "After training with SGD, pass its weight decay.", NETWORK, low=0.0)
     precision: Literal["float32", "tf32", "float64"] = option(
         "float32", "Precision of the matrix-vector products.", MACHINE, flags="--precision --dtype")
     device: str | None = option(None, "Device, such as cpu or cuda:1 (default: cuda if available).",
@@ -156,6 +154,7 @@ def _parameters(group: Any) -> Iterator[inspect.Parameter]:
             *others, last = get_args(kind)
             text, metavar = f"{', '.join(others)} or {last}. {text}", "NAME"
         shown: Any = {"help": text, "metavar": metavar, "rich_help_panel": known["panel"]}
+        shown["show_choices"] = False  # they are in the text
         argument = known.get("argument")
         declared = typer.Argument(**shown) if argument else typer.Option(*flags.split(), **shown)
         default = inspect.Parameter.empty if entry.default is MISSING else entry.default
@@ -178,14 +177,6 @@ def split_settings(option: str, settings: Iterable[str] | None) -> dict[str, str
         # A later pair replaces an earlier one, as usual on a command line.
         pairs[key.strip()] = value.strip()
     return pairs
-
-
-def check_size(option: str, value: float, *, zero: bool = False) -> None:
-    """Raise unless the value of an option is finite and positive, or zero if that is allowed."""
-    check_range(option, value)
-    if not (math.isfinite(value) and (value > 0 or (zero and value == 0))):
-        least = "at least 0" if zero else "above 0"
-        raise ValueError(f"{option} must be finite and {least}, got {value}")
 
 
 def print_result(

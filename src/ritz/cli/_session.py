@@ -146,7 +146,7 @@ def merge_config(options: MeasureOptions, made: RunConfig, folder: Path) -> RunC
     # A file of weights alone does not say what it belongs to.
     missing = [name for name in ("model", "data") if not (names[name] or getattr(made, name))]
     if missing:
-        raise ValueError(f"{folder} has no {CONFIG}, so model and data are not known: give "
+        raise ValueError(f"{folder} has no {CONFIG}, so model and data are unknown: pass "
                          f"{' and '.join(f'--{name}' for name in missing)}")  # fmt: skip
     unnamed = [name for name in ("model", "data", "loss")
                if names[name] is None and ":" in getattr(made, name)]  # fmt: skip
@@ -154,8 +154,8 @@ def merge_config(options: MeasureOptions, made: RunConfig, folder: Path) -> RunC
         check_target(getattr(made, name))  # what is to be repeated in a shell is harmless there
     if unnamed:
         repeat = " ".join(f"--{name} {getattr(made, name)}" for name in unnamed)
-        raise ValueError(f"{folder / CONFIG} refers to code of yours, which is imported only if "
-                         f"the command names it: add {repeat}")  # fmt: skip
+        raise ValueError(f"{folder / CONFIG} refers to user-defined code, which is imported "
+                         f"only if the command names it: add {repeat}")  # fmt: skip
     for kind in ("model", "data"):
         settings = parse_settings(f"--set-{kind}", getattr(options, f"set_{kind}"))
         # Options of the run belong to its model and data, not to another one.

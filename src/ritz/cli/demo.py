@@ -19,9 +19,9 @@ EPILOG = examples(
 class Options(SeedOptions):
     """Options of the command."""
 
-    out: Path = option(Path("out/demo"), "Folder for results and pictures.", metavar="FOLDER")
+    out: Path = option(Path("out/demo"), "Folder for results and figures.", metavar="FOLDER")
     quick: bool = option(
-        False, "Test run: train on one batch and take few Lanczos steps. Results mean nothing."
+        False, "Quick test with one batch and few Lanczos steps. The results are meaningless."
     )
     device: str = option("cpu", "Device, such as cpu or cuda:1.", metavar="NAME")
 

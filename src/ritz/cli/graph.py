@@ -16,15 +16,16 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Measure graphs in files: edge lists, Matrix Market, GML, GraphML or METIS; plain or "
-    "compressed (gzip, bzip2, xz).",
+    help="Spectral density, similarity, clusters and models of graphs in files: edge lists, Matrix "
+    "Market, GML, GraphML or METIS, plain or compressed (gzip, bzip2, xz).",
     epilog="Example: ritz graph clusters friends.txt.gz",
 )
 
-READING = "Reading of files"
+READING = "Input"
 METHOD = (
-    "Count small eigenvalues one by one (krylov), or from a density by maximum entropy or Lanczos. "
-    "auto takes all eigenvalues of a small graph, otherwise krylov, checked by a density."
+    "How to count the eigenvalues below the gap: one by one (krylov), or as the mass of a density "
+    "by maximum entropy (entropic) or Lanczos. auto computes all eigenvalues of a small graph, and "
+    "checks krylov by entropic for a large one."
 )
 WEIGHTS = "Require weights, or ignore them (default: read them if there are any)."
 
@@ -41,16 +42,16 @@ class GraphOptions(SeedOptions):
         "drop", "Ignore self-loops, keep them, or fail if the file has any.", READING)
     multi_edges: Literal["merge", "sum", "refuse"] = option(
         "merge", "Merge repeated edges, add their weights, or fail if there are any.", READING)
-    nodes: int | None = option(None, "Number of vertices, if some have no edge (default: those in "
-                               "the file).", READING)
-    largest: bool = option(False, "Take only the largest connected component.", READING)
-    out: Path | None = option(None, "Picture to write: .png, .svg or .pdf (default: none).", OUTPUT,
-                              metavar="FILE")
+    nodes: int | None = option(None, "Number of vertices, needed if some have no edge (default: "
+                               "those that occur in the file).", READING)
+    largest: bool = option(False, "Use only the largest connected component.", READING)
+    out: Path | None = option(None, "File of the figure: .png, .svg or .pdf (default: no figure).",
+                              OUTPUT, metavar="FILE")
     # fmt: on
 
     def read(self, file: Path) -> "Graph":
-        """Return the graph of a file; a picture that could not be written fails first."""
-        # Before the file is read and hours of work are done.
+        """Return the graph of a file; raise first if the picture could not be written."""
+        # Reading and computing may take hours.
         if self.out is not None:
             from ritz.plots._shared import check_picture
 
@@ -116,7 +117,7 @@ class DensityOptions(SampleOptions):
         "maxent", "Maximum entropy, Lanczos quadrature or kernel polynomial method."
     )
     matrix: Literal["normalized", "laplacian", "adjacency"] = option(
-        "normalized", "normalized is the normalized Laplacian."
+        "normalized", "Matrix of the graph. normalized is the normalised Laplacian."
     )
 
 
@@ -130,7 +131,7 @@ def density(options: DensityOptions) -> None:
     keywords = options.keywords(low=1 if options.method == "maxent" else 2)
     graph, matrix = options.read(options.file), options.matrix
     spectrum: Any = ritz.graphs.density(graph, method=options.method, matrix=matrix, **keywords)
-    # mean = tr(L) / n, which is 1 for a normalized Laplacian without isolated vertices.
+    # mean = tr(L) / n, which is 1 for a normalised Laplacian without isolated vertices.
     numbers = {"mean": spectrum.moment(1), "mean_square": spectrum.moment(2)}
     text = f"{graph}\n{matrix}: {spectrum}"
     if matrix != "adjacency":  # a Laplacian has eigenvalues from 0 on; small ones mean clusters
@@ -157,10 +158,10 @@ class CompareOptions(SampleOptions):
     """Options of ``ritz graph compare``."""
 
     files: list[Path] = option(
-        MISSING, "Files of two or more graphs.", metavar="FILE...", argument=True
+        MISSING, "Files of two or more graphs.", metavar="FILE", argument=True
     )
     measure: Literal["symmetric_kl", "jensen_shannon", "wasserstein", "heat"] = option(
-        "symmetric_kl", "Distance of two spectra; heat compares heat traces (NetLSD)."
+        "symmetric_kl", "Distance between two spectra. heat compares heat traces (NetLSD)."
     )
 
 

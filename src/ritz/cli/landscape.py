@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from ritz._core.checks import check_positive
 from ritz.cli import _options as shared
 from ritz.cli._options import option
 
@@ -12,16 +13,15 @@ if TYPE_CHECKING:
     from ritz.cli._session import Measurement
     from ritz.curvature import Risk
 
-MODE = "Batch-norm mode: running statistics, those of each batch, or recomputed on the data."
 KINDS = (
-    "ritz: Ritz vectors of the largest, the smallest and the nearest-to-zero Ritz value. filter: "
-    "random, with each filter scaled to the norm of the trained one."
+    "ritz: Ritz vectors of the largest and smallest Ritz values, and of the one nearest to zero. "
+    "filter: random, with each filter scaled to the norm of the trained one."
 )
 EPILOG = shared.examples(
     "ritz landscape runs/digits",
     "ritz landscape runs/vgg --plane --batch-norm recomputed --points 31",
     "ritz landscape runs/digits --directions filter --picture pdf",
-    "Solid lines: training loss and accuracy. Dashed lines: on all test data, if there are any.",
+    "In the figure, solid lines are for the training data and dashed lines for all test data.",
     file="landscape-filter-train-average-points31.safetensors",
 )
 
@@ -32,9 +32,11 @@ class Options(shared.MeasureOptions):
 
     directions: Literal["ritz", "random", "filter"] = option("ritz", KINDS, free=True)
     plane: bool = option(False, "Also measure the plane of the first two directions.", free=True)
-    batch_norm: Literal["eval", "train", "recomputed"] = option("eval", MODE, free=True)
+    batch_norm: Literal["eval", "train", "recomputed"] = option("eval", shared.MODE, free=True)
     steps: int = option(30, "Lanczos steps for the Ritz vectors.", low=2)
-    distance: float = option(1.0, "Largest distance from the weights, in lengths of a direction.")
+    distance: float = option(
+        1.0, "Largest distance from the trained weights, in units of the length of the direction."
+    )
     points: int = option(21, "Number of points per line. A plane has points x points.", low=2)
     picture: shared.Picture = option("png", shared.PICTURE, shared.OUTPUT, free=True)
 
@@ -44,7 +46,7 @@ def command(options: Options) -> None:
     from ritz import measures
     from ritz.cli._session import measurement
 
-    shared.check_size("--distance", options.distance)
+    check_positive("--distance", options.distance)
     leading = ("directions", "batch_norm")
     with measurement(options) as session:
         risk = session.risk().with_batch_norm(session.modes(options.batch_norm)[0])

@@ -21,11 +21,13 @@ class Options(SeedOptions):
         MISSING, "Matrix Market file, or a sparse .npz of SciPy.", metavar="FILE", argument=True
     )
     method: Literal["auto", "cholesky", "krylov", "lanczos", "maxent", "chebyshev"] = option(
-        "auto", "Factorise (cholesky), or estimate from products. auto decides by size."
+        "auto",
+        "Factorise the matrix (cholesky), or estimate from matrix-vector products (the "
+        "others). auto decides by size.",
     )
     products: int = option(1500, "Maximum number of matrix-vector products.")
     floor: float | None = option(
-        None, "Lower bound (> 0) of the smallest eigenvalue, if known. It narrows error bars."
+        None, "Lower bound (> 0) of the smallest eigenvalue, if known. It narrows the error bars."
     )
     rtol: float | None = option(
         None, "Relative error to reach (default: none). Exit code 1 if it is not reached."

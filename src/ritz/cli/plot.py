@@ -26,10 +26,11 @@ class Options(PrintOptions):
     files: list[Path] = option(
         MISSING, "Results, logs or run folders. Several spectra, or several logs, are drawn in one "
         "figure.",
-        metavar="FILE...", argument=True)
+        metavar="FILE", argument=True)
     what: Literal["auto", "curves", "curvature", "degeneracy"] = option(
-        "auto", "Of a training log: loss and accuracy, largest eigenvalue, or fraction of "
-        "eigenvalues near 0. The last two need a run of ritz train --watch. auto means curves.")
+        "auto", "What to draw of a training log: loss and accuracy (curves), the largest "
+        "eigenvalue (curvature) or the fraction of eigenvalues near 0 (degeneracy). The last two "
+        "need a run with ritz train --watch. auto means curves.")
     out: Path | None = option(None, "Output file: .png, .svg or .pdf (default: a .png next to the "
                               "input file).", metavar="FILE")
     # fmt: on

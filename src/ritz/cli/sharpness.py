@@ -21,7 +21,7 @@ class Options(shared.MeasureOptions):
     batch_norm: shared.Modes = option("both", shared.MODES, free=True)
     split: shared.Split = option("train", shared.SPLIT)
     steps: int | None = option(None, "Lanczos steps per probe (default: 100).", low=1)
-    probes: int = option(8, "Number of random probes. More give smaller error bars.", low=1)
+    probes: int = option(8, "Number of random probes. More probes give smaller error bars.", low=1)
 
 
 def command(options: Options) -> None:

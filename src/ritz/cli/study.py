@@ -14,7 +14,7 @@ EPILOG = examples(
     "An interrupted study resumes if it is run again with the same options.",
 )
 
-SETTING = "Option of the study, such as size=2000; an unknown name lists all. May be repeated."
+SETTING = "Option of the study, such as size=2000. An unknown name lists all. May be repeated."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +31,12 @@ class Options(SeedOptions):
     )
     settings: list[str] | None = option(None, SETTING, flags="--set", metavar="KEY=VALUE")
     out: Path | None = option(
-        None, "Folder for result and picture (default: out/NAME).", metavar="FOLDER"
+        None, "Folder for the result and its figure (default: out/NAME).", metavar="FOLDER"
     )
 
 
 def command(options: Options) -> None:
-    """Reproduce a published table or figure; write the result and its picture."""
+    """Reproduce a published table or figure, and write the result and its figure."""
     study = ritz.studies.find(options.name)
     # --set seed=... wins over --seed.
     overrides = {"seed": str(options.seed)} | split_settings("--set", options.settings)

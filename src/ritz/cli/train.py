@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from ritz._core.checks import check_choice
+from ritz._core.checks import check_choice, check_positive
 from ritz._core.training_config import EVALUATION, RATE, TrainingConfig
 from ritz.cli import _options as shared
 from ritz.cli._options import NETWORK, OUTPUT, option
@@ -112,6 +112,6 @@ def _optimizer_settings(options: Options) -> dict[str, Any]:
     for name, (flag, value) in named.items():
         for source, number in ((flag, value), (f"--set {name}", others.get(name))):
             if number is not None:
-                shared.check_size(source, number, zero=name == "weight_decay")
+                check_positive(source, number, zero=name == "weight_decay")
                 others.setdefault(name, number)  # --set lr=... takes precedence over --lr
     return others

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, RandomSampler
 
 from ritz._core.batches import Batch, as_one_batch, as_plain, num_rows, split_rows, tensors
-from ritz._core.checks import check_count
+from ritz._core.checks import check_count, check_type
 from ritz._core.modes import differentiable
 
 FREEZE = (
@@ -68,10 +68,7 @@ class Batches:
             data = split_rows(whole, batch_size)
         elif batch_size is not None:
             raise ValueError(f"batch_size must not be passed for data in batches, got {batch_size}")
-        if not isinstance(data, Iterable):
-            raise TypeError(
-                f"data must be a loader, a list of batches, or tensors, got {type(data).__name__}"
-            )
+        check_type("data", data, Iterable, "a loader, a list of batches, or tensors")
         streams = not isinstance(data, Sequence)
         self._source, self._compared = data, streams and not freeze
         if self._compared and isinstance(data, Iterator):
@@ -106,7 +103,7 @@ class Batches:
                     copy = tree_map_only(Tensor, Tensor.clone, batch) if reused else batch
                     batches.append(self._move(copy))
             if not self.sizes:
-                raise ValueError("data must hold at least one batch, got none")
+                raise ValueError("data must contain at least one batch, got none")
             self._in_memory, self.held = batches, batches is not None
             if self._checksums:
                 # One batch of a second pass shows shuffling, even if all batches are in memory.

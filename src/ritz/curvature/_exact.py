@@ -33,7 +33,7 @@ from ritz.operators._shared import Quantity
 
 Columns = Callable[[int, ForwardPass], Tensor]  # (number, pass) of a batch to (c, *outputs.shape)
 Parts = Iterator[tuple[dict[str, Tensor], Params]]  # derivatives by module; gradients by name
-ELSEWHERE = "it is not possible in another process"
+ELSEWHERE = "another process has no closed form"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,7 +284,7 @@ class Rows(nn.Identity):
         """Return the input."""
         if input.ndim != 2:
             shape = tuple(input.shape)
-            raise ValueError(f"folded batch norm is right for (n, features) alone, got {shape}")
+            raise ValueError(f"folded batch norm needs inputs of shape (n, features), got {shape}")
         return input
 
 

@@ -187,7 +187,7 @@ def kfac(
     columns = _columns(risk, kind, generator)
     plan = structure_plan(risk, roots=kind == "ggn")
     if plan.gap:
-        raise ValueError(f"kfac() is not possible here: {plan.gap}")
+        raise ValueError(f"kfac() is not possible for this risk: {plan.gap}")
     layers = dict(risk.model.named_modules())
     blocks = {
         name: _Block(risk, name, keys, layers[name], alone=name in plan.modules)
@@ -196,7 +196,10 @@ def kfac(
     with risk.settings(), tracking(progress, "K-FAC", risk.num_batches) as bar:
         for done, (weight, full, parts) in enumerate(passes(risk, plan, columns), 1):
             if lost := sorted(set(plan.modules) - set(full.calls)):
-                raise ValueError(f"kfac() needs one call of each module per batch, not so {lost}")
+                raise ValueError(
+                    "kfac() needs one call of each module per batch, but this "
+                    f"does not hold for {lost}"
+                )
             for number, (derivatives, gradients) in enumerate(parts):
                 for name, deltas in derivatives.items():
                     blocks[name].add(full.calls[name], deltas, weight, first=number == 0)

@@ -275,7 +275,7 @@ MATRICES = ("hessian", "ggn")
 def curvature_operator(
     risk: Risk, matrix: CurvatureMatrix, **options: Unpack[ProductOptions]
 ) -> CurvatureOperator:
-    """Return the Hessian or the Gauss-Newton matrix by name; see there for the options."""
+    """Return the Hessian or Gauss-Newton matrix by name, with the options of :func:`hessian`."""
     check_choice("matrix", matrix, MATRICES)
     return hessian(risk, **options) if matrix == "hessian" else ggn(risk, **options)
 

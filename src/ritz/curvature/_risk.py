@@ -20,6 +20,7 @@ from ritz._core.checks import (
     check_finite,
     check_range,
     check_tensor,
+    check_type,
     is_below,
 )
 from ritz._core.distributed import Group, all_sum, rank, world_size
@@ -46,8 +47,9 @@ NOT_A_MEAN = "the loss of a batch must be the mean of the losses of its samples,
 
 @final
 class Risk:
-    r"""The mean loss :math:`L(\theta) = \frac{1}{N} \sum_i \ell_i(\theta) + \frac{\mu}{2}
-    \|\theta\|^2` of a model on fixed data, at the current parameters of the model.
+    r"""The mean loss of a model on fixed data, at the current parameters of the model.
+
+    .. math:: L(\theta) = \frac{1}{N} \sum_i \ell_i(\theta) + \frac{\mu}{2} \|\theta\|^2
 
     Parameters and buffers are copied. The model is never changed: not its weights, its running
     statistics or its mode. Memory: one vector of parameters, the buffers, and up to 4 GiB of data.
@@ -95,7 +97,7 @@ class Risk:
         num_samples: :math:`N`, over all processes.
         linear_loss: Whether the loss is linear in the outputs of the first batch, so that its
             Gauss-Newton matrix is zero.
-    """  # noqa: D205
+    """
 
     def __init__(
         self,
@@ -116,8 +118,7 @@ class Risk:
         group: Group | None = None,
         seed: int = 0,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        check_type("model", model, nn.Module, "a torch.nn.Module")
         if loss_fn is not None and not callable(loss_fn):
             raise TypeError(f"loss_fn must be callable or None, got {type(loss_fn).__name__}")
         check_choice("batch_norm", batch_norm, BATCH_NORM_MODES)
@@ -452,7 +453,9 @@ class Risk:
 
     def _check_batch_norm(self, mode: BatchNormMode) -> None:
         if mode == "train" and self._batches.defaulted and batch_norms(self.model):
-            raise ValueError("batch_size is required with batch_norm='train': the loss needs it")
+            raise ValueError(
+                "batch_size is required with batch_norm='train': the loss depends on it"
+            )
 
     def _require_finite(self, total: Tensor) -> None:
         if not bool(torch.isfinite(total.sum())):
@@ -478,9 +481,7 @@ class Risk:
 
 def check_risk(risk: Any) -> None:
     """Raise unless the argument of a function is a risk."""
-    if not isinstance(risk, Risk):
-        kind = type(risk).__name__
-        raise TypeError(f"risk must be ritz.Risk(model, loss_fn, data), got {kind}")
+    check_type("risk", risk, Risk, "ritz.Risk(model, loss_fn, data)")
 
 
 # ------------------------------------------------------------------------------------------
@@ -578,7 +579,9 @@ def _sample_gap(risk: Risk, alone: bool) -> str:
                 got = type(outputs).__name__ if shape is None else tuple(shape)
                 return f"outputs must have a row for each of {size} samples, got {got}"
             if alone and not any(is_rows(leaf, size) for leaf in tensors(context.batch)):
-                return f"data must have one row for each of {size} samples, not so in batch {index}"
+                return (
+                    f"data must have one row for each of {size} samples, but batch {index} has not"
+                )
             gaps = []
             if alone and by_row and size > 1:
                 # The outputs of half a batch must not depend on the other half.

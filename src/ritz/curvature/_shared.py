@@ -32,4 +32,4 @@ from ritz.curvature._matrices import MATRICES, CurvatureMatrix, batch_products, 
 from ritz.curvature._products import ENGINES, EngineName
 from ritz.curvature._risk import check_risk
 from ritz.curvature._sample_gradients import Call, squared_gradients
-from ritz.curvature._statistics import Summary
+from ritz.curvature._statistics import Summary, layer_table

@@ -9,7 +9,7 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor, nn
 
-from ritz._core.checks import check_choice, check_count
+from ritz._core.checks import check_choice, check_count, check_type
 from ritz._core.modes import batch_norms
 from ritz._core.progress import Progress, tracking
 from ritz._core.storage import storable
@@ -81,7 +81,7 @@ class Distance:
 
     def __str__(self) -> str:
         whole = (self.l2, self.linf, self.cosine, self.initial_norm)
-        return _table(self, whole, ("L2", "Linf", "cosine", "from norm"))
+        return layer_table(self, whole, ("L2", "Linf", "cosine", "from norm"))
 
 
 @storable
@@ -115,11 +115,12 @@ class GradientStatistics:
 
     def __str__(self) -> str:
         whole = (self.mean_square, self.gradient_square, self.total_variance)
-        table = _table(self, whole, ("E|g_i|^2", "|E g_i|^2", "variance"))
+        table = layer_table(self, whole, ("E|g_i|^2", "|E g_i|^2", "variance"))
         return f"{self.num_gradients:,} gradients, one per {self.by} ({self.method})\n{table}"
 
 
-def _table(result: Any, whole: Sequence[float], titles: Sequence[str]) -> str:
+def layer_table(result: Any, whole: Sequence[float], titles: Sequence[str]) -> str:
+    """Return a table of numbers of the whole, and of each of the layers of a result."""
     rows = {"all": whole} | {name: result.layers[name] for name in result.names}
     width = max(map(len, rows))
     lines = ["".join([" " * width, *(f"{title:>12}" for title in titles)])]
@@ -193,11 +194,9 @@ def _flatten(risk: Risk, initial: Tensor | Mapping[str, Tensor] | nn.Module) -> 
             raise ValueError(f"initial must be ({risk.space.size},), got {tuple(initial.shape)}")
         return initial.detach().to(risk.theta.device).double()
     named = initial.state_dict() if isinstance(initial, nn.Module) else initial
-    if not isinstance(named, Mapping):
-        kind = type(initial).__name__
-        raise TypeError(f"initial must be a vector, a state_dict or a module, got {kind}")
+    check_type("initial", named, Mapping, "a vector, a state_dict or a module")
     if missing := [name for name in risk.space.shapes if name not in named]:
-        raise ValueError(f"initial must hold all parameters of the risk, but lacks {missing}")
+        raise ValueError(f"initial must contain all parameters of the risk, but lacks {missing}")
     chosen = {name: named[name].detach().to(risk.theta.device) for name in risk.space.shapes}
     return risk.space.flatten(chosen).double()
 
@@ -261,6 +260,7 @@ def gradient_statistics(
     if not math.isfinite(float(mean.sum() + variance.sum())):
         risk.diagnose()
         raise ValueError("all gradients must be finite, got NaN or Inf for at least one sample")
+    # The L2 term adds mu theta to every gradient: it shifts the mean and leaves the variance.
     mean.add_(risk.theta, alpha=risk.l2)
     means, variances = risk.space.unflatten(mean), risk.space.unflatten(variance)
     method = "side by side" if by == "sample" else "one by one"
@@ -315,6 +315,7 @@ class _Moments:
         risk = self._risk
         counts = torch.tensor([self._weight, self._count], dtype=torch.float64)
         weight, count = risk.sum_over_processes(counts.to(self._mean.device)).tolist()
+        # Over processes p: m = sum w_p m_p / w, and S = sum (S_p + w_p (m_p - m)^2).
         mean = risk.sum_over_processes(self._mean * (self._weight / weight))
         squares = self._squares.add_((self._mean - mean).square_(), alpha=self._weight)
         return mean, risk.sum_over_processes(squares).div_(weight), int(count)

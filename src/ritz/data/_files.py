@@ -68,7 +68,7 @@ def existing(place: Path, file: str) -> Path | None:
 
 @contextmanager
 def open_file(path: Path) -> Iterator[IO[bytes]]:
-    """Open a plain or gzip file, recognized by its first bytes; damaged ones raise DataError."""
+    """Open a plain or gzip file, recognised by its first bytes; damaged ones raise DataError."""
     with path.open("rb") as raw:
         compressed = raw.read(2) == b"\x1f\x8b"
         raw.seek(0)

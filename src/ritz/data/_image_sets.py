@@ -246,7 +246,7 @@ class _Part:
 def _byte_array(part: _Part) -> NDArray[np.uint8]:
     _, shape, dtype, fortran, content = part.state
     if _text(dtype.arguments[0]) not in ("u1", "|u1") or fortran:
-        raise ValueError("only arrays of bytes in row-major order are read")
+        raise ValueError("only arrays of bytes in row-major order can be read")
     # Python 3 writes bytes as text and its encoding.
     content = content.encode("latin1") if isinstance(content, str) else content
     # A view of the content: an array cannot have more elements than the file has bytes.
@@ -384,8 +384,8 @@ def folder(
         check_count("size", size)
     if root is None or not root.is_dir():
         raise FileNotFoundError(
-            f"data_dir must be a folder of images, got {str(root or '')!r}: it holds a folder for "
-            "each class, or the folders train and test with a folder for each class"
+            f"data_dir must be a folder of images, got {str(root or '')!r}: it must have a folder "
+            "for each class, or folders train and test with a folder for each class"
         )
     check_range("test_fraction", test_fraction, low=0, high=0.9)
     names = ["."]
@@ -410,7 +410,7 @@ def folder(
 def _folder_classes(root: Path) -> list[str]:
     names = sorted(path.name for path in root.glob("[!.]*") if path.is_dir())
     if not names:
-        raise DataError(f"{root} must hold a folder for each class, got none")
+        raise DataError(f"{root} must contain a folder for each class, got none")
     return names
 
 
@@ -424,7 +424,7 @@ def _folder_files(root: Path, classes: list[str]) -> list[tuple[Path, int]]:
         paths = sorted(place.glob("[!.]*"))
         images = [path for path in paths if path.suffix.lower() in FORMATS]
         if not images:
-            raise DataError(f"{place} holds no images ({', '.join(FORMATS)})")
+            raise DataError(f"{place} has no images ({', '.join(FORMATS)})")
         files += [(path, number) for path in images]
     return files
 
@@ -450,7 +450,7 @@ def _pixels(path: Path, size: int | None, mode: str) -> Tensor:
     try:
         from PIL import Image, ImageOps
     except ImportError as error:
-        raise ImportError("folders of images are read by Pillow: pip install Pillow") from error
+        raise ImportError("reading folders of images needs Pillow: pip install Pillow") from error
     bombs = (Image.DecompressionBombWarning, Image.DecompressionBombError)
     try:
         with warnings.catch_warnings():

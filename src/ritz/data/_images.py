@@ -154,7 +154,7 @@ def hold_out(samples: Samples, count: int) -> tuple[Samples, Samples]:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Split:
-    r"""Images and classes as they are in the files. Batches are normalized when they are created.
+    r"""Images and classes as they are in the files. Batches are normalised when they are made.
 
     .. math:: z_{nkij} = (x_{nkij} / 255 - \mu_k) / \sigma_k
 
@@ -192,7 +192,7 @@ class Split:
         return replace(self, inputs=self.inputs[chosen], targets=self.targets[chosen])
 
     def tensors(self, *, dtype: torch.dtype = torch.float32) -> Samples:
-        """Return all images, normalized, and their classes, as data for ``ritz.Risk``."""
+        """Return all images, normalised, and their classes, as data for ``ritz.Risk``."""
         scale, shift = self._affine(dtype)
         return self.inputs * scale + shift, self.targets
 
@@ -326,7 +326,7 @@ def image_data(
     augmentation: Augmentation | None = None, *,
     held: Samples | None = None, validation: int = 0, seeded: bool = False,
 ) -> ImageData:  # fmt: skip
-    """Return the parts of a data set, normalized by the mean of all training images.
+    """Return the parts of a data set, normalised by the mean of all training images.
 
     Args:
         name: Name of the data set.
@@ -365,7 +365,7 @@ def image_data(
 def check_classes(path: Path, targets: Tensor, num_classes: int) -> Tensor:
     """Return targets as int64; raise unless there are some, all in ``[0, num_classes)``."""
     if not len(targets):
-        raise DataError(f"{path} holds no samples")
+        raise DataError(f"{path} has no samples")
     wrong = (targets < 0) | (targets >= num_classes)
     if bool(wrong.any()):
         first = int(wrong.nonzero()[0])

@@ -178,7 +178,7 @@ def _tokens(path: Path, words: list[str], numbers: dict[str, int]) -> Tensor:
     if -1 in tokens:
         word = words[tokens.index(-1)]
         raise DataError(
-            f"{path} has the word {word[:40]!r}, which is not in the training text, nor is <unk>"
+            f"{path} has the word {word[:40]!r}, but neither it nor <unk> is in the training text"
         )
     return torch.tensor(tokens, dtype=torch.int64)
 

@@ -1,4 +1,4 @@
-"""Graphs: reading, random models, and what their spectra say."""
+"""Graphs from files and other libraries, random graphs, and quantities of their spectra."""
 
 from ritz.graphs._clusters import ClusterCount, count_clusters
 from ritz.graphs._density import density, eigenvalues, entropy, heat_trace, laplacian, moments

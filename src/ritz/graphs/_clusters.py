@@ -62,8 +62,8 @@ class ClusterCount(HasStatus):
         estimate_stderr: Standard error of the estimate.
         found: Number found by block Krylov, a lower bound; ``None`` if that was not used.
         missed: Estimated number of eigenvalues that block Krylov missed.
-        certified: The count is exact: the entropic and the Krylov count agree and no eigenvalue was
-            missed, or all eigenvalues were computed.
+        certified: Whether the count is exact: the entropic and the Krylov count agree and no
+            eigenvalue was missed, or all eigenvalues were computed.
         reason: Why there is no count, or only that of the components.
         num_nodes: Vertices of the graph.
         num_components: Connected components, including isolated vertices: eigenvalues 0.
@@ -103,7 +103,7 @@ class ClusterCount(HasStatus):
             lines = [f"{self.count:,} clusters{error}"]
             lines += [f"  {self.reason}"] if self.reason else []
         if not math.isnan(self.threshold):
-            ends = f"{self.gap[0]:.4g} {{}} {self.gap[1]:.4g}; mass below {self.mass:.4g}"
+            ends = f"{self.gap[0]:.4g} {{}} {self.gap[1]:.4g}; fraction below it {self.mass:.4g}"
             if self.reason.startswith("no gap"):
                 lines.append(f"  no eigenvalues between {ends.format('and')}")
             else:
@@ -114,7 +114,8 @@ class ClusterCount(HasStatus):
                 f"density: {_uncertain(self.estimate, self.estimate_stderr)}"
             )
         lines.append(
-            f"  {self.num_nodes:,} vertices, {self.num_components:,} components; {self.method}, "
+            f"  {self.num_nodes:,} vertices, {self.num_components:,} component"
+            f"{'s' * (self.num_components != 1)}; {self.method}, "
             f"{self.num_products:,} products"
         )
         return "\n".join([*lines, f"  {self.status}"])
@@ -298,8 +299,8 @@ def count_clusters(
     the spacings of the eigenvalues above it and no other interval above has a similar width.
 
     ``count`` is ``None``, and ``reason`` says why, if a connected graph has no gap (paths, grids)
-    or only the gap above the eigenvalue 0 (random graphs, complete graphs). In the second case the
-    graph is one cluster, but its spectrum cannot tell whether that is meant.
+    or only the gap above the eigenvalue 0 (random graphs, complete graphs). The spectrum of such a
+    graph does not tell whether it is one cluster or has none.
 
     Every connected component, also an isolated vertex, adds one eigenvalue 0 and is counted as one
     cluster. If several components have no further gap, ``count`` is the number of components,
@@ -322,8 +323,8 @@ def count_clusters(
 
     Clusters that have more edges inside than outside have a conductance :math:`\phi_i` below one
     half, and then the mean of the eigenvalues left of the gap is below one half too (Ky Fan):
-    :math:`\sum_{i \le k} \lambda_i \le \sum_{i \le k} \phi_i`. There is no count otherwise; a
-    random bipartite graph has such a gap left of 1.
+    :math:`\sum_{i \le k} \lambda_i \le \sum_{i \le k} \phi_i`. If the mean is larger, there is no
+    count. A random bipartite graph, for example, has a gap left of 1 without having clusters.
 
     Cost: ``num_probes * num_moments / 2`` products for ``entropic``, twice that for ``lanczos``,
     about 10 products per eigenvalue for ``krylov``, more if the gap is narrow. Memory beyond the
@@ -363,7 +364,7 @@ def count_clusters(
     few = method in ("auto", "krylov") and graph.num_nodes - null.dimension <= TUNING.few
     if (method == "auto" or few) and graph.num_nodes <= SMALL:
         sampled = exact_density(graph, num_zeros=null.dimension, **place)
-        description = f"all eigenvalues, gaps as {num_moments} moments resolve them"
+        description = f"all eigenvalues, gaps at the resolution of {num_moments} moments"
     else:
         sampled = sample_density(
             graph,
@@ -558,8 +559,8 @@ def _components_only(reason: str, facts: dict[str, Any]) -> ClusterCount:
 
 def _not_clusters(count: int, mean: float, facts: dict[str, Any]) -> ClusterCount:
     reason = (
-        f"no clusters: the {count:,} eigenvalues left of the gap have the mean {mean:.2g}; as many "
-        f"clusters with more edges inside than outside would have one below {TUNING.conductance}"
+        f"no clusters: the mean of the {count:,} eigenvalues left of the gap is {mean:.2g}; for "
+        f"clusters with more edges inside than outside it is below {TUNING.conductance}"
     )
     return _no_count(reason, facts, Status(outcome="completed", message="no clusters"))
 

@@ -37,7 +37,7 @@ class Tuning:
     # A gap stands out if an equally wide stretch above it holds this many eigenvalues. The bulks of
     # sparse random graphs have up to six there.
     crowd: int = 8
-    # So many sampled eigenvalues above a gap, and their spacings need not be computed.
+    # With this many sampled eigenvalues above a gap, their spacings need not be computed.
     sure: int = 32
     # Fewer eigenvalues between two low stretches are noise, and the stretches are one.
     noise: float = 0.25
@@ -58,13 +58,14 @@ class Tuning:
     agreement: float = 4.0
     # Probes that find the gap, where they need not count.
     locating: int = 10
-    # With so few eigenvalues apart from 0, Lanczos finds all, and maximum entropy has no density.
+    # If at most this many eigenvalues are not 0, Lanczos finds them all, and maximum entropy has no
+    # density.
     few: int = 32
     # Largest mean of the eigenvalues of clusters. On the span of the indicators of k clusters L has
     # the trace sum(phi_i), so that the k smallest eigenvalues sum to no more (Ky Fan). A
     # conductance phi_i above one half means that most edges leave the cluster.
     conductance: float = 0.5
-    # Bytes of a filtered block: all that it may take, and from which on it is float32.
+    # Bytes of a filtered block: the maximum, and the size from which on it is float32.
     memory: int = 2**32
     large: int = 2**30
     # Columns multiplied at once, and rows summed in the precision of the operator: sums of 8192
@@ -85,7 +86,7 @@ TUNING = Tuning()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    r"""A stretch with hardly an eigenvalue.
+    r"""An interval with hardly any eigenvalues.
 
     Attributes:
         low: Lower end.
@@ -308,7 +309,7 @@ class Below:
         mean: Their mean.
         gap: The gap between Ritz values.
         missed: Sampled number of eigenvalues below the gap that the block lacks.
-        full: All columns were needed, so that more would find more.
+        full: Whether all columns were needed, so that more columns would find more eigenvalues.
         num_products: Matrix-vector products.
         above: Ritz values above the gap, up to the end of the stretch.
     """

@@ -194,11 +194,11 @@ def _indices(nodes: Tensor | Array | list[int], n: int) -> Array:
             raise ValueError(f"nodes must be a mask of {n} entries, got shape {index.shape}")
         index = np.flatnonzero(index)
     if not index.size:
-        raise ValueError("nodes must name at least one vertex")
+        raise ValueError("nodes must contain at least one vertex")
     if index.ndim != 1 or not np.issubdtype(index.dtype, np.integer):
         raise ValueError(f"nodes must be a mask or a list of indices, got {nodes!r}")
     if index.min() < 0 or index.max() >= n:
         raise ValueError(f"nodes must lie between 0 and {n - 1}, got {index.min()}..{index.max()}")
     if len(np.unique(index)) != len(index):
-        raise ValueError("nodes must name each vertex once")
+        raise ValueError("nodes must not contain a vertex twice")
     return index

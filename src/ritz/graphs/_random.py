@@ -49,7 +49,7 @@ def stochastic_block_model(
     """
     k = len(sizes)
     if not k:
-        raise ValueError("sizes must name at least one block")
+        raise ValueError("sizes must contain at least one block")
     for one in sizes:
         check_count("sizes", one)
     if probabilities.shape != (k, k) or not torch.equal(probabilities, probabilities.T):
@@ -355,7 +355,7 @@ def cluster_graph(
     """
     check_choice("kind", kind, (*_KINDS, "mixed"))
     if not sizes:
-        raise ValueError("sizes must name at least one cluster")
+        raise ValueError("sizes must contain at least one cluster")
     for size in sizes:
         check_count("sizes", size, low=4)
     # A ring needs free places for rewiring.

@@ -233,7 +233,7 @@ def _by_name(graphs: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
         kind = type(graphs).__name__
         raise TypeError(f"graphs must be a list or a dictionary of graphs by name, got {kind}")
     if len(graphs) < 2:
-        raise ValueError(f"graphs must hold at least two graphs, got {len(graphs)}")
+        raise ValueError(f"graphs must contain at least two graphs, got {len(graphs)}")
     return {
         str(name): graph if isinstance(graph, Moments) else as_graph(graph)
         for name, graph in graphs.items()

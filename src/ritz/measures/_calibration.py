@@ -8,8 +8,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from ritz._core.checks import check_count, check_range, is_below
-from ritz._core.results import Status
+from ritz._core.checks import check_count, check_positive, check_range, is_below
+from ritz._core.results import HasStatus, Status
 from ritz._core.storage import storable
 from ritz.curvature import Risk
 from ritz.curvature._shared import outputs_and_labels
@@ -41,7 +41,7 @@ class Reliability:
 
 @storable
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Temperature:
+class Temperature(HasStatus):
     """Temperature that calibrates a network.
 
     Attributes:
@@ -66,10 +66,6 @@ class Temperature:
 
     def __float__(self) -> float:
         return self.temperature
-
-    def raise_if_failed(self) -> None:
-        """Raise :class:`ritz.NotConvergedError` unless the optimum was reached."""
-        self.status.raise_if_failed()
 
     def __str__(self) -> str:
         return (
@@ -136,8 +132,7 @@ def scaled(model: nn.Module, temperature: float | Temperature) -> nn.Module:
         temperature: Positive temperature.
     """
     value = float(temperature)
-    if not 0 < value < math.inf:
-        raise ValueError(f"temperature must be positive and finite, got {value}")
+    check_positive("temperature", value)
     return ScaledModel(model, value)
 
 

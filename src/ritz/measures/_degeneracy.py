@@ -1,25 +1,43 @@
 """Mass of a spectrum at the origin, and a bound on the rank of the Gauss-Newton matrix."""
 
+import math
+import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves
 
 from ritz._core.batches import is_rows
-from ritz._core.checks import check_choice
-from ritz._core.results import Estimate, plain_estimate
+from ritz._core.checks import check_choice, is_below
+from ritz._core.results import Estimate, Status, plain_estimate, power_of_two
 from ritz._core.storage import storable
 from ritz.curvature import Risk
 from ritz.curvature._shared import MATRICES, CurvatureMatrix, KnownLoss, known_loss, require_outputs
 from ritz.spectra import Spectrum
 
-# The mass at the origin is in doubt if its residual exceeds the gap over this. Eigenvalues that
-# crowd towards zero, evenly in their logarithm, have ratios of 0.08 to 0.25 for 5 to 80 steps.
-CROWDING = 12.0
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Constants of the interval around zero, and of the doubt in its mass."""
+
+    # The mass at zero is in doubt if its residual exceeds the gap over this. Eigenvalues that crowd
+    # towards zero, evenly in their logarithm, have ratios of 0.08 to 0.25 for 5 to 80 steps.
+    crowding: float = 12.0
+    # Candidates for an end of the interval, evenly in the logarithm of the distance. With 12 the
+    # best end of a gap is found to a factor of three of the undecided mass, with 48 none is better.
+    candidates: int = 24
+    # An end nearer to zero is preferred while less than this fraction of the mass is undecided.
+    undecided: float = 0.01
+    # With a truncation above this fraction of the mass, the mass is called uncertain: then all but
+    # a third of it may lie elsewhere.
+    uncertain: float = 0.5
+
+
+TUNING = Tuning()
 
 
 @storable
@@ -28,11 +46,12 @@ class Degeneracy:
     """The eigenvalues nearest to zero.
 
     Attributes:
-        mass: Estimated fraction of eigenvalues that are nearly zero. Its truncation is the part
-            that may belong to eigenvalues near zero but apart from it.
+        mass: Estimated fraction of eigenvalues in ``interval``. Its truncation bounds what the
+            spectra leave undecided, and adds the part that may belong to eigenvalues near zero but
+            apart from it. Its status is ``uncertain`` if that is more than half of the mass.
         value: Mean of these eigenvalues, which should be close to 0. Its truncation is the largest
             residual.
-        interval: The fraction stands for eigenvalues between these two.
+        interval: The fraction stands for the eigenvalues between these two.
         matrix: ``hessian`` or ``ggn``.
     """
 
@@ -100,21 +119,24 @@ def rank_degeneracy(
 ) -> Degeneracy:
     r"""Return the mass at the origin and its position, with error bars.
 
-    .. math:: \sum_{k \in S} \tau_k, \quad S = \{k : |\theta_k| \le r_k\}
+    .. math:: \mu([a, b]) = \sum_{k \in S} \tau_k \text{ up to } \lambda(a) + \lambda(b)
 
-    with Ritz values :math:`\theta_k`, weights :math:`\tau_k` and residuals :math:`r_k`: all that
-    are zero within their residual. If there is none, :math:`S` is the nearest to zero for the
-    Gauss-Newton matrix, and the two nearest for the Hessian, whose mass at the origin splits
-    between them. ``truncation`` is the mass that may belong to eigenvalues apart from zero: none if
-    the residuals are far below the distance to the other Ritz values, and all of it if eigenvalues
-    crowd towards zero. Raise the number of steps to reduce it. Cost: no products. A single spectrum
-    has no error bars.
+    with the Ritz values :math:`\theta_k, k \in S` that are zero within their residuals (if there is
+    none: the nearest to zero for the Gauss-Newton matrix, and the two nearest for the Hessian) and
+    their weights :math:`\tau_k`. A Gauss rule with a node at ``x`` bounds the mass below ``x`` from
+    both sides, and the bounds differ by the Christoffel number :math:`\lambda(x)`, the weight of
+    that node. The ends ``a`` and ``b`` of the interval are where it is small, in the gaps on either
+    side of ``S``. The spectra do not tell eigenvalues within the interval from zero. The
+    ``truncation`` is half the distance of the bounds, and the mass that may belong to eigenvalues
+    that crowd towards zero: none if the residuals are far below the distance to the other Ritz
+    values. If it is more than half of the mass, the outcome is ``uncertain``; raise the number of
+    steps. Cost: no products. A single spectrum has no error bars.
 
     Args:
         spectra: Whole spectra, one per probe, as from :func:`ritz.spectra.lanczos_block`.
         matrix: Matrix of the spectra, ``hessian`` or ``ggn``.
 
-    Reference: Section 3.2 of *Flatness is a False Friend*.
+    Reference: Section 3.2 of *Flatness is a False Friend*; Golub and Meurant (1994) for the bounds.
     """
     check_choice("matrix", matrix, MATRICES)
     runs = list(spectra) if isinstance(spectra, Iterable) else [spectra]
@@ -123,20 +145,36 @@ def rank_degeneracy(
     for run in runs:
         if not isinstance(run, Spectrum):
             raise TypeError(f"spectra must be results of lanczos or lanczos_block, got {type(run)}")
-    origins = [_origin(run, 1 if matrix == "ggn" else 2) for run in runs]
-    columns = torch.tensor(origins, dtype=torch.float64).T
-    mass, value = (
-        Estimate.of(
-            columns[index],
-            truncation=columns[index + 2].mean(),
-            method="Ritz values at the origin",
-            num_products=sum(run.num_products for run in runs),
-            seed=runs[0].seed,
-        )
-        for index in (0, 1)
+    inside = [_near_zero(run, 1 if matrix == "ggn" else 2) for run in runs]
+    # The Gauss-Newton matrix has no negative eigenvalue, and then nothing is left below.
+    closed = matrix == "ggn" and min(float(run.values[0]) for run in runs) >= -max(
+        float(run.residuals[0]) for run in runs
     )
-    interval = (float(columns[4].min()), float(columns[5].max()))
-    return Degeneracy(mass=mass, value=value, interval=interval, matrix=matrix)
+    low = _end(runs, inside, -1.0, closed=closed)
+    high = _end(runs, inside, 1.0)
+    below = closed and all(float(run.values[0]) > low for run in runs)
+    columns = torch.tensor(
+        [
+            (*_bracket(run, low, high, closed=below), *_origin(run, chosen))
+            for run, chosen in zip(runs, inside, strict=True)
+        ],
+        dtype=torch.float64,
+    ).T
+    least, most, value, doubt, residual = columns
+    about: Any = {
+        "method": "Ritz values at the origin",
+        "num_products": sum(run.num_products for run in runs),
+        "seed": runs[0].seed,
+    }
+    middle = (least + most) / 2
+    truncation = (middle - (least - doubt).clamp_min(0.0)).mean()
+    mass = Estimate.of(middle, truncation=truncation, **about)
+    return Degeneracy(
+        mass=_judged(mass),
+        value=Estimate.of(value, truncation=residual.mean(), **about),
+        interval=(low, high),
+        matrix=matrix,
+    )
 
 
 def rank_bound(risk: Risk) -> RankBound:
@@ -188,13 +226,30 @@ def rank_bound(risk: Risk) -> RankBound:
     )
 
 
-def _origin(run: Spectrum, count: int) -> tuple[float, ...]:
-    """Return mass, value, their truncations, and the ends of the interval of one run."""
-    values, weights, residuals = run.values, run.weights, run.residuals
-    inside = values.abs() <= residuals
+def _judged(mass: Estimate) -> Estimate:
+    share = float(mass.truncation) / float(mass.mean)
+    if is_below(share, TUNING.uncertain):
+        return mass
+    status = Status(
+        outcome="uncertain",
+        message=f"{share:.0%} of the mass may belong to eigenvalues apart from zero",
+        advice="raise the number of steps",
+    )
+    return replace(mass, status=status)
+
+
+def _near_zero(run: Spectrum, count: int) -> Tensor:
+    """Return the mask of the values that are zero within their residual, or of the nearest."""
+    inside = run.values.abs() <= run.residuals
     if not bool(inside.any()):
-        inside[values.abs().argsort()[:count]] = True
-    mass, others = weights[inside], values[~inside]
+        inside[run.values.abs().argsort()[:count]] = True
+    return inside
+
+
+def _origin(run: Spectrum, inside: Tensor) -> tuple[float, float, float]:
+    """Return the mean of the values near zero, the mass in doubt, and the largest residual."""
+    values, residuals = run.values, run.residuals
+    mass, others = run.weights[inside], values[~inside]
     # The weights vanish if the start vector has no part in any.
     total = float(mass.sum())
     value = float(mass @ values[inside]) / total if total > 0 else float(values[inside].mean())
@@ -202,10 +257,90 @@ def _origin(run: Spectrum, count: int) -> tuple[float, ...]:
     # outside of S. Roundoff is not a distance.
     gaps = (values[inside][:, None] - others).abs().amin(1) if len(others) else torch.zeros(1)
     beyond = residuals[inside] - run.roundoff
-    doubt = torch.where(beyond > 0, (CROWDING * beyond / gaps).clamp(max=1.0), 0.0)
-    low = float((values - residuals)[inside].min())
-    high = float((values + residuals)[inside].max())
-    return total, value, float(mass @ doubt), float(residuals[inside].max()), low, high
+    doubt = torch.where(beyond > 0, (TUNING.crowding * beyond / gaps).clamp(max=1.0), 0.0)
+    return value, float(mass @ doubt), float(residuals[inside].max())
+
+
+# ------------------------------------------------------------------------------------------
+# Bounds of the mass of an interval.
+
+
+def _end(
+    runs: Sequence[Spectrum], inside: Sequence[Tensor], sign: float, *, closed: bool = False
+) -> float:
+    """Return the end of the interval above zero (``sign`` 1) or below it (-1).
+
+    ``closed``: no eigenvalue lies below the smallest Ritz value but for its residual.
+    """
+    pairs = list(zip(runs, inside, strict=True))
+    first = max(float((sign * run.values[chosen]).max()) for run, chosen in pairs)
+    reach = max(float(run.residuals[chosen].max()) for run, chosen in pairs)
+    # Distances are at least roundoff; a matrix of zeros has none.
+    near = max(run.roundoff for run in runs) or reach or math.ulp(1.0)
+    # The nearest values beyond, one per run, of which the median is typical.
+    beyond = [sign * run.values[sign * run.values > first + near] for run in runs]
+    nearest = [float(values.min()) for values in beyond if len(values)]
+    if closed and not nearest:
+        return sign * (first + max(reach, near))
+    # Without a value beyond, the spectrum may reach as far again as it is wide.
+    width = max(float(run.values[-1] - run.values[0]) for run in runs)
+    far = statistics.median(nearest) - first if nearest else max(width, 2 * reach)
+    exponents = torch.linspace(0.0, 1.0, TUNING.candidates, dtype=torch.float64)
+    points = first + near * (max(far, near) / near) ** exponents
+    undecided = torch.stack([_christoffel(run, sign * points) for run in runs]).mean(0)
+    mass = statistics.fmean(float(run.weights[chosen].sum()) for run, chosen in pairs)
+    least = max(float(undecided.min()), TUNING.undecided * mass)
+    return sign * float(points[(undecided <= least).nonzero()[0, 0]])
+
+
+def _is_complete(run: Spectrum) -> bool:
+    """Return whether the Krylov space is invariant, so that the Gauss rule is exact."""
+    return run.status.outcome == "breakdown" or len(run.values) == run.dimension
+
+
+def _christoffel(run: Spectrum, points: Tensor) -> Tensor:
+    r"""Return the weights :math:`1 / \sum_j p_j(x)^2` of nodes at the points, ``(k,)``."""
+    if _is_complete(run):
+        return torch.zeros_like(points)
+    # beta_{j+1} p_{j+1} = (x - alpha_{j+1}) p_j - beta_j p_{j-1}
+    before, last = torch.zeros_like(points), torch.ones_like(points)
+    total, coupling = torch.ones_like(points), 0.0
+    for alpha, beta in zip(run.diagonal.tolist(), run.off_diagonal.tolist(), strict=False):
+        before, last = last, ((points - alpha) * last - coupling * before) / beta
+        coupling, total = beta, total + last.square()
+    return torch.nan_to_num(1 / total, nan=0.0)  # polynomials that overflow are large
+
+
+def _bracket(run: Spectrum, low: float, high: float, *, closed: bool) -> tuple[float, float]:
+    """Return bounds of the mass of a run between two points; ``closed``: there is none below."""
+    low_least, low_most = (0.0, 0.0) if closed else _below(run, low)
+    high_least, high_most = _below(run, high)
+    return max(0.0, high_least - low_most), high_most - low_least
+
+
+def _below(run: Spectrum, point: float) -> tuple[float, float]:
+    """Return bounds of the mass of a run below a point (Chebyshev, Markov and Stieltjes)."""
+    values, weights = run.values, run.weights
+    if _is_complete(run):
+        mass = float(weights[values < point].sum())
+        return mass, mass
+    # Squares of small or large entries leave the range.
+    unit = power_of_two(values)
+    beside, point, near = run.off_diagonal / unit, point / unit, run.roundoff / unit
+    matrix = torch.diag(run.diagonal / unit) + torch.diag(beside, 1) + torch.diag(beside, -1)
+    corner = point
+    if len(matrix) > 1:
+        # The last entry that makes the point a node:  x + beta^2 [(T - x)^{-1}]_last.
+        inner, vectors = torch.linalg.eigh(matrix[:-1, :-1])
+        gaps = inner - point
+        gaps = torch.where(gaps.abs() > near, gaps, gaps.sign() * (near or math.ulp(1.0)))
+        corner += float(beside[-1].square() * (vectors[-1].square() / gaps).sum())
+    matrix[-1, -1] = corner
+    nodes, vectors = torch.linalg.eigh(matrix)
+    shares = vectors[0].square()
+    at = int((nodes - point).abs().argmin())
+    least = float(shares[:at].sum())
+    return least, least + float(shares[at])
 
 
 def _terms(known: KnownLoss | None, outputs: Any, target: Any, size: int) -> list[int]:

@@ -13,6 +13,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.parametrize import is_parametrized
 
+from ritz._core.checks import check_type
 from ritz._core.modes import batch_norms, evaluating
 from ritz.curvature._shared import Rows
 
@@ -42,8 +43,7 @@ def fold_batch_norm(model: nn.Module, *, strict: bool = True) -> nn.Module:
     Reference: Wen et al., *Interplay between optimization and generalization of stochastic gradient
     descent with covariance noise*, section 5.3.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    check_type("model", model, nn.Module, "a torch.nn.Module")
     folded = copy.deepcopy(model)
     with evaluating(folded, batch_statistics=False):
         before = dict(_pairs(folded, ""))

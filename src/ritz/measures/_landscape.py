@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from ritz._core.checks import check_choice, check_count, check_finite, check_range, check_tensor
+from ritz._core.checks import check_choice, check_count, check_finite, check_positive, check_tensor
 from ritz._core.journal import Journal
 from ritz._core.modes import BATCH_NORM_MODES, BatchNormMode, batch_norms
 from ritz._core.progress import Progress, tracking
@@ -75,7 +75,7 @@ def random_vectors(
 
 
 def filter_normalized(risk: Risk, direction: Tensor) -> Tensor:
-    r"""Return a direction ``(P,)`` rescaled so that its filters have the norms of the weights'.
+    r"""Return a direction ``(P,)`` whose filters have the norms of the filters of the weights.
 
     .. math:: d_{l,j} \leftarrow \frac{\|\theta_{l,j}\|}{\|d_{l,j}\|} d_{l,j}
 
@@ -431,8 +431,6 @@ def _values(risk: Risk, statistics: dict[str, Tensor]) -> Row:
 
 def _steps(distance: float, num_points: int) -> list[float]:
     """Return steps from ``-distance`` to ``distance``; the middle of an odd number is exactly 0."""
-    check_range("distance", distance, low=0.0)
-    if not 0 < distance < math.inf:
-        raise ValueError(f"distance must be positive and finite, got {distance}")
+    check_positive("distance", distance)
     # 2 k / (n - 1) is exactly 1 in the middle; a linspace may round there.
     return [distance * (2 * k / (num_points - 1) - 1) for k in range(num_points)]

@@ -224,7 +224,7 @@ def shrinkage(
     )
     return Shrinkage(
         batch_sizes=sizes,
-        beta=replace(beta, stderr=error),
+        beta=replace(beta, stderr=error, degrees=min(variance.degrees, signal.degrees)),
         signal=signal,
         variance=variance,
         matrix=matrix,
@@ -257,7 +257,9 @@ def _unit_block(risk: Risk, along: Tensor) -> Tensor:
     worst = float(norms[(norms - 1).abs().argmax()])
     # Ritz vectors of partial re-orthogonalisation are unit vectors to the root of roundoff.
     if not is_below(abs(worst - 1), 10 * math.sqrt(torch.finfo(theta.dtype).eps)):
-        raise ValueError(f"along must hold vectors of unit length, got one of length {worst:.6g}")
+        raise ValueError(
+            f"along must contain vectors of unit length, got one of length {worst:.6g}"
+        )
     return block
 
 

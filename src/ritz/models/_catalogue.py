@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ritz._core.checks import check_choice, check_count, check_device, check_range
+from ritz._core.checks import check_choice, check_count, check_device, check_range, check_type
 from ritz._core.random import resolve_generator
 from ritz._core.registry import Registry
 
@@ -221,8 +221,7 @@ def create(
         >>> sum(p.numel() for p in model.parameters())
         15291300
     """
-    if not isinstance(name, str):
-        raise TypeError(f"name must be a string, got {type(name).__name__}")
+    check_type("name", name, str, "a string")
     entry = _MODELS.find(name)
     shape = {"num_classes": num_classes, "input_shape": input_shape}
     chosen = {key: value for key, value in shape.items() if value is not None} | more

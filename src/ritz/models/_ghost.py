@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ritz._core.checks import check_count
+from ritz._core.checks import check_count, check_type
 
 
 class _GhostBatchNorm(_BatchNorm):
@@ -18,7 +18,7 @@ class _GhostBatchNorm(_BatchNorm):
         self.size = size
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the normalized input, of the same shape."""
+        """Return the normalised input, of the same shape."""
         normalize = super().forward
         # As in torch, a layer without running statistics uses those of the batch in eval mode too.
         if not self.training and self.running_mean is not None:
@@ -39,7 +39,7 @@ class GhostBatchNorm1d(_GhostBatchNorm, nn.BatchNorm1d):
 class GhostBatchNorm2d(_GhostBatchNorm, nn.BatchNorm2d):
     r"""Batch norm of ``(n, c, h, w)`` over groups of samples.
 
-    In training, each group :math:`B_g` of ``size`` successive samples is normalized with the mean
+    In training, each group :math:`B_g` of ``size`` successive samples is normalised with the mean
     and variance of the group, so that a large batch has the noise of small ones. Running statistics
     are shared. Each group updates them like a batch,
 
@@ -67,7 +67,7 @@ def with_ghost_batch_norm(model: nn.Module, size: int) -> nn.Module:
     """Turn the batch norms of a model into ghost batch norms in place, and return the model.
 
     Layers, parameters and buffers stay the same objects under the same names, so existing
-    optimizers, averages and hooks remain valid. Existing ghost batch norms are changed to the new
+    optimisers, averages and hooks remain valid. Existing ghost batch norms are changed to the new
     size.
 
     Args:
@@ -75,8 +75,7 @@ def with_ghost_batch_norm(model: nn.Module, size: int) -> nn.Module:
         size: Number of samples per group, at least 2.
     """
     check_count("size", size, low=2)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    check_type("model", model, nn.Module, "a torch.nn.Module")
     norms = [(name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm)]
     ghosts = {nn.BatchNorm1d: GhostBatchNorm1d, nn.BatchNorm2d: GhostBatchNorm2d}
     for name, layer in norms:

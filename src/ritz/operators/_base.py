@@ -130,10 +130,10 @@ class LinearOperator(ABC):
 def check_symmetric(
     op: LinearOperator, *, rtol: float | None = None, generator: torch.Generator | None = None
 ) -> None:
-    r"""Raise unless :math:`u^\top A v = v^\top A u` for two random vectors; two products.
+    r"""Raise unless :math:`u^\top A v = v^\top A u` for two random vectors.
 
-    Detects an antisymmetric part of relative size ``rtol`` with high probability. ``rtol`` defaults
-    to the square root of machine precision. Costs one product with two vectors.
+    This detects an antisymmetric part of relative size ``rtol`` with high probability. ``rtol``
+    defaults to the square root of machine precision. Cost: one product with a block of two vectors.
     """
     n = op.shape[0]
     generator = resolve_generator(generator)
@@ -292,7 +292,7 @@ class ShardedOperator(WrappingOperator):
 def check_alike(name: str, ops: Sequence[LinearOperator], *, shape: bool = False) -> LinearOperator:
     """Return the first operator; raise unless there is one and all agree in dtype and device."""
     if not ops:
-        raise ValueError(f"{name} must hold at least one operator, got none")
+        raise ValueError(f"{name} must contain at least one operator, got none")
     first = ops[0]
     for op in ops[1:]:
         alike = (op.dtype, op.device) == (first.dtype, first.device)

@@ -150,9 +150,9 @@ def read_matrix(path: str | os.PathLike[str]) -> LinearOperator:
     try:
         matrix: Any = scipy.sparse.load_npz(file) if saved else scipy.io.mmread(file)
         if np.issubdtype(matrix.dtype, np.complexfloating):
-            raise ValueError(f"it must hold real numbers, got {matrix.dtype}")
+            raise ValueError(f"it must contain real numbers, got {matrix.dtype}")
         return as_operator(matrix.astype(np.float64))
     except (ValueError, TypeError, KeyError, OSError, OverflowError, MemoryError,
             EOFError, zipfile.BadZipFile, zlib.error) as error:  # fmt: skip
         kind = "a sparse matrix saved by scipy.sparse.save_npz" if saved else "a symmetric matrix"
-        raise ValueError(f"{str(file)!r} must hold {kind}: {error}") from error
+        raise ValueError(f"{str(file)!r} must contain {kind}: {error}") from error

@@ -92,7 +92,7 @@ class LaplacianOperator(LinearOperator):
 
     def _factors(self) -> Scaling:
         # multiply() returns a * (W u) + b * u with u = s * x. For the Laplacian, s = 1, a = -1 and
-        # b = d give d x - W x. For the normalized one s = d^(-1/2), and x = d^(1/2) u:
+        # b = d give d x - W x. For the normalised one s = d^(-1/2), and x = d^(1/2) u:
         # x - d^(-1/2) W u = a * (W u) + b * u with a = -d^(-1/2) and b = d^(1/2).
         d = self.degrees
         inverse = torch.where(d > 0, d.rsqrt(), 0.0).to(self.dtype)

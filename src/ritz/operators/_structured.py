@@ -15,7 +15,7 @@ from ritz.operators._base import LinearOperator, check_alike, check_symmetric
 
 @final
 class DenseOperator(LinearOperator):
-    """A symmetric matrix stored as a tensor. Symmetry is checked with two products.
+    """A symmetric matrix stored as a tensor. Two products check its symmetry.
 
     Args:
         matrix: ``(n, n)``, not copied.

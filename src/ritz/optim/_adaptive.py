@@ -258,7 +258,7 @@ def _check_flags(settings: dict[str, Any]) -> None:
 
 @final
 class Padam(AdaptiveOptimizer):
-    r"""Partially adaptive steps with an L2 term in the gradient.
+    r"""Padam: Adam with a power of the second moment from 0 to 1/2, and an L2 term in the gradient.
 
     .. math::
         g \leftarrow \nabla L(w) + \lambda w, \qquad
@@ -302,7 +302,7 @@ class Padam(AdaptiveOptimizer):
 
 @final
 class PadamW(AdaptiveOptimizer):
-    r"""Partially adaptive steps with decoupled decay.
+    r"""Padam with decoupled weight decay.
 
     .. math::
         w \leftarrow (1 - \alpha\lambda)\, w - \alpha\, \hat m / (\hat v + \epsilon)^p
@@ -423,7 +423,7 @@ class Gadam(AveragedOptimizer):
 
 @final
 class GadamX(AveragedOptimizer):
-    r"""Partially adaptive Gadam: power 1/8 of the second moment.
+    r"""Gadam with a smaller power of the second moment, 1/8 by default.
 
     .. math::
         w_t = (1 - \alpha\lambda)\, w_{t-1} - \alpha\, \hat m / (\hat v + \epsilon)^p, \qquad
@@ -470,7 +470,7 @@ class GadamX(AveragedOptimizer):
 
 @final
 class DampedAdamW(AdaptiveOptimizer):
-    r"""AdamW whose damping is tuned and scheduled like the learning rate.
+    r"""AdamW with a damping that can be tuned and scheduled like the learning rate.
 
     .. math::
         w \leftarrow (1 - \alpha\lambda)\, w - \alpha\, \hat m / (\sqrt{\hat v} + \delta)

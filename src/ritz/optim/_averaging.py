@@ -2,17 +2,16 @@
 
 import copy
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, final, get_args
+from typing import Any, Literal, Unpack, final, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ritz._core.checks import check_choice, check_count, check_range
-from ritz._core.distributed import Group
-from ritz._core.modes import Count, Forward, Sharing, reshard, unwrapped, with_statistics
+from ritz._core.checks import check_choice, check_count, check_range, check_type
+from ritz._core.modes import StatisticsOptions, reshard, unwrapped, with_statistics
 from ritz._core.params import check_optimizer
 from ritz.optim._companions import NEVER, Companions, local, owners
 
@@ -140,13 +139,7 @@ class IterateAverage:
     def applied(
         self,
         model: nn.Module,
-        *,
-        data: Iterable[Any] | None = None,
-        fraction: float = 1.0,
-        forward: Forward | None = None,
-        count: Count | None = None,
-        sharing: Sharing = "own",
-        group: Group | None = None,
+        **statistics: Unpack[StatisticsOptions],
     ) -> Iterator[nn.Module]:
         r"""Context manager that puts the averaged weights into a model for the ``with`` block.
 
@@ -172,15 +165,7 @@ class IterateAverage:
         self._applied = True
         try:
             _write(pairs)
-            with with_statistics(
-                model,
-                data,
-                fraction=fraction,
-                forward=forward,
-                count=count,
-                sharing=sharing,
-                group=group,
-            ):
+            with with_statistics(model, **statistics):
                 yield model
         finally:
             # FSDP2 may have gathered the parameters in the block.
@@ -188,19 +173,21 @@ class IterateAverage:
             _write([(p, weights) for (p, _), weights in zip(pairs, before, strict=True)])
             self._applied = False
 
-    def copy_to(self, model: nn.Module, **statistics: Any) -> None:
+    def copy_to(self, model: nn.Module, **statistics: Unpack[StatisticsOptions]) -> None:
         """Copy the averaged weights into a model.
 
         Args:
             model: As in :meth:`applied`.
-            **statistics: ``data`` and the other keywords of :meth:`applied`.
+            **statistics: The keywords of :meth:`applied`.
         """
         self._check_not_applied("copy_to")
         _write(self._matched(model))
         with with_statistics(model, keep=True, **statistics):
             pass
 
-    def to_averaged_model(self, model: nn.Module, **statistics: Any) -> nn.Module:
+    def to_averaged_model(
+        self, model: nn.Module, **statistics: Unpack[StatisticsOptions]
+    ) -> nn.Module:
         """Return a copy of a model with the averaged weights, without wrappers or gradients.
 
         Its state dict has the keys of the model without wrappers. A sharded model cannot be copied:
@@ -208,7 +195,7 @@ class IterateAverage:
 
         Args:
             model: As in :meth:`applied`.
-            **statistics: ``data`` and the other keywords of :meth:`applied`.
+            **statistics: The keywords of :meth:`applied`.
         """
         if any(hasattr(p, "to_local") for p in model.parameters()):
             raise TypeError("model must not be sharded: save its state inside applied(model)")
@@ -311,8 +298,7 @@ class IterateAverage:
 
     def _matched(self, model: nn.Module) -> Pairs:
         """Return the parameters of a model that have an average, with their averages."""
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        check_type("model", model, nn.Module, "a torch.nn.Module")
         if not self.count:
             when = "waits for restart()" if self.start is None else f"starts at step {self.start}"
             message = f"the average has not begun: it {when}, and the optimiser has taken "
@@ -397,10 +383,7 @@ class AutoAverage:
         check_range("min_delta", min_delta, low=0.0)
         if isinstance(average, Optimizer):
             average = attached_to(average) or IterateAverage(average, start=None)
-        if not isinstance(average, IterateAverage):
-            raise TypeError(
-                f"average must be an IterateAverage or an optimiser, got {type(average).__name__}"
-            )
+        check_type("average", average, IterateAverage, "an IterateAverage or an optimiser")
         if average.planned is not None:
             raise ValueError(f"average must have start=None, got start={average.planned}")
         self.average = average
@@ -417,7 +400,9 @@ class AutoAverage:
             f"{self.waited} evaluations without improvement)"
         )
 
-    def applied(self, model: nn.Module, **statistics: Any) -> AbstractContextManager[nn.Module]:
+    def applied(
+        self, model: nn.Module, **statistics: Unpack[StatisticsOptions]
+    ) -> AbstractContextManager[nn.Module]:
         """Put the averaged weights into a model for the block, once averaging has begun.
 
         Args:

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from ritz._core.checks import check_range, check_real_floating, is_below
 from ritz._core.modes import evaluating
 from ritz._core.storage import storable
+from ritz.curvature._shared import layer_table
 
 # ------------------------------------------------------------------------------------------
 # Diversity of solutions: how much the averaged iterates disagree.
@@ -133,12 +134,7 @@ class WeightNorms:
     names: tuple[str, ...]
 
     def __str__(self) -> str:
-        width = max(len(name) for name in (*self.names, "all"))
-        lines = [f"{'':{width}}  {'L2':>10}  {'Linf':>10}"]
-        for name in ("all", *self.names):
-            l2, linf = self.layers.get(name, (self.l2, self.linf))
-            lines.append(f"{name:{width}}  {l2:10.4g}  {linf:10.4g}")
-        return "\n".join(lines)
+        return layer_table(self, (self.l2, self.linf), ("L2", "Linf"))
 
 
 @torch.no_grad()
@@ -231,7 +227,9 @@ def effective_rates(
             raise ValueError(f"names must be those of parameters of the model, got {name!r}")
         weight = weights[name]
         if id(weight) not in rates:
-            raise ValueError(f"optimizer must hold every weight that is named, but not {name!r}")
+            raise ValueError(
+                f"optimizer must update every weight in names, but it does not update {name!r}"
+            )
         square = float(weight.abs().double().square().sum())
         effective[name] = rates[id(weight)] / square if square else math.inf
     return effective

@@ -38,7 +38,7 @@ class Preset:
 
 
 def preset(name: str) -> Preset:
-    """Return the published settings with a name.
+    """Return published settings by name.
 
     Args:
         name: ``optimiser/network/data``; :func:`preset_names` lists them.

@@ -98,7 +98,7 @@ def warmup(num_steps: int, *, then: Shape | None = None) -> Shape:
 
 @final
 class Schedule(LRScheduler):
-    """Scheduler that multiplies the initial learning rates by a shape.
+    """Scheduler of the learning rate: its initial value times a shape.
 
     It works like the schedulers of torch: with several groups, tensor learning rates (set in
     place), ``SequentialLR``, and a ``state_dict`` of plain numbers. The shape is not part of that
@@ -129,7 +129,7 @@ class Schedule(LRScheduler):
 
 @final
 class GroupSchedule:
-    """Scheduler that multiplies the initial value of any setting by a shape.
+    """Scheduler of any setting of an optimiser: its initial value times a shape.
 
     Use it for a damping ``delta``, a weight decay or a momentum. It has the interface of a torch
     scheduler, and may stand in a ``ChainedScheduler``. The initial value is stored in the group as

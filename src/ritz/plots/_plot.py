@@ -28,7 +28,9 @@ def check_picture(path: str | os.PathLike[str]) -> Path:
     """Return the path of a picture; raise if it could not be written, before long work."""
     target = Path(path)
     if target.suffix.lower() not in METADATA:
-        raise ValueError(f"a picture must end in {', '.join(METADATA)}; got {target.name!r}")
+        raise ValueError(
+            f"the file of a figure must end in {', '.join(METADATA)}; got {target.name!r}"
+        )
     if not target.parent.is_dir():
         raise FileNotFoundError(f"cannot write {target}: there is no folder {target.parent}")
     return target

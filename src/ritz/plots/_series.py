@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ritz._core.checks import check_count, check_range
+from ritz._core.checks import check_count, check_range, check_type
 from ritz._core.results import Estimate
 from ritz.measures import Landscape, Landscape2d
 from ritz.spectra import Density, Spectrum
@@ -37,10 +37,9 @@ def check_drawn(name: str, value: Any, kind: type) -> None:
 
 def check_named(name: str, value: Any, wanted: str) -> None:
     """Raise unless an argument is a mapping with at least one entry."""
-    if not isinstance(value, Mapping):
-        raise TypeError(f"{name} must be a mapping of {wanted}, got {type(value).__name__}")
+    check_type(name, value, Mapping, f"a mapping of {wanted}")
     if not value:
-        raise ValueError(f"{name} must hold at least one entry, got none")
+        raise ValueError(f"{name} must contain at least one entry, got none")
 
 
 # ------------------------------------------------------------------------------------------
@@ -214,7 +213,7 @@ def training_series(records: Iterable[Record]) -> TrainingSeries:
     """Return loss, accuracy and perplexity of a training log, by epoch."""
     epochs = [record for record in records if record.get("kind") == "epoch"]
     if not epochs:
-        raise ValueError("records must hold at least one finished epoch, got none")
+        raise ValueError("records must contain at least one finished epoch, got none")
     averages = ("average_validation", "average_test")
     quantities: dict[str, dict[str, Array]] = {"loss": {}, "accuracy": {}, "perplexity": {}}
     for quantity, columns in quantities.items():
@@ -241,7 +240,7 @@ def curvature_points(records: Iterable[Record], name: str) -> Points:
         logged = [{**record, name: _mass(record)} for record in logged if "ritz_values" in record]
     logged = [record for record in logged if record.get(name) is not None]
     if not logged:
-        raise ValueError(f"records must hold {name!r}, got none: train with a CurvatureMonitor "
+        raise ValueError(f"records must contain {name!r}, got none: train with a CurvatureMonitor "
                          "(ritz train --watch)")  # fmt: skip
     # A monitor that measures within epochs would have several points at one epoch.
     epochs = [record.get("epoch") for record in logged]

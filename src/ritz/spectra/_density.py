@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ritz._core.checks import check_choice, check_count
-from ritz._core.density import SampledDensity, as_points
+from ritz._core.density import NO_ATOMS, Atoms, SampledDensity, as_points
 from ritz._core.progress import Progress, tracking
 from ritz._core.random import Probe, resolve_generator
 from ritz._core.sampling import draw_probes
@@ -57,6 +57,12 @@ class DiscreteDensity(SampledDensity):
         """Smallest and largest node."""
         used = self.nodes[self.weights > 0]
         return float(used.min()), float(used.max())
+
+    @property
+    def atoms(self) -> Atoms:
+        """All nodes, with their weights averaged over probes."""
+        points, order = self.nodes.reshape(-1).sort()
+        return Atoms(points, self.weights.reshape(-1)[order] / len(self.nodes))
 
     def moment(self, degree: int) -> float:
         """Return the mean of a power; unbiased for degrees below twice the number of steps."""
@@ -133,6 +139,11 @@ class SmoothedDensity(SampledDensity):
         low, high = self.discrete.support
         return low - 5 * self.width, high + 5 * self.width
 
+    @property
+    def atoms(self) -> Atoms:
+        """None: points became Gaussians."""
+        return NO_ATOMS
+
     def moment(self, degree: int) -> float:
         r"""Return :math:`\sum_j \binom{m}{2j} \sigma^{2j} (2j-1)!! \mu_{m-2j}`, a power's mean."""
         terms = (
@@ -202,6 +213,11 @@ class PolynomialDensity(SampledDensity):
     def support(self) -> tuple[float, float]:
         """The interval of the moments."""
         return self.moments.interval
+
+    @property
+    def atoms(self) -> Atoms:
+        """None: a series is continuous."""
+        return NO_ATOMS
 
     @property
     def width(self) -> float:

@@ -105,6 +105,7 @@ def log_likelihood(
         stderr=volume.stderr / 2,
         truncation=(form.truncation + volume.truncation) / 2,
         degrees=volume.degrees,
+        samples=None if volume.samples is None else _log_density(form.mean, volume.samples, len(y)),
         num_products=form.num_products + volume.num_products,
         method=f"{volume.method}; {form.method}",
         status=volume.status if form.status.ok else form.status,

@@ -231,13 +231,6 @@ def column(values: Iterable[float]) -> Tensor:
     return torch.tensor(list(values), dtype=torch.float64)
 
 
-def chebyshev_moments(values: Tensor, degree: int) -> Tensor:
-    """Return the mean of each ``T_k`` over eigenvalues that were mapped to ``[-1, 1]``."""
-    # T_k(x) = cos(k arccos x); roundoff may put an eigenvalue just outside the interval.
-    angles = torch.arccos(values.clamp(-1.0, 1.0))
-    return torch.cos(torch.arange(degree + 1, dtype=torch.float64)[:, None] * angles).mean(1)
-
-
 def row(title: str, values: Iterable[Any], spec: str, *, width: int = 20) -> str:
     """Return a line of a table: a title of some width, and the values in one format."""
     # A format applies to numbers, not to tensors.

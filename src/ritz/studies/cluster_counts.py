@@ -288,7 +288,7 @@ def _first_minimum(graph: Graph, config: Config, seed: int) -> float:
         generator=seeded(seed),
         progress=False,
     )
-    # Clusters are eigenvalues near 0 of the normalized Laplacian; its bulk is around 1.
+    # Clusters are eigenvalues near 0 of the normalised Laplacian; its bulk is around 1.
     points = torch.linspace(0, 1, 20_001, dtype=torch.float64)[1:]
     # The density falls from its peak at 0 and rises again after the first minimum.
     rising = sampled.density.pdf(points).diff() > 0

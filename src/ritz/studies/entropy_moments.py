@@ -24,6 +24,7 @@ from torch import Tensor
 from ritz import plots
 from ritz._core.checks import check_finite
 from ritz._core.progress import Progress
+from ritz.graphs._shared import chebyshev_means
 from ritz.operators import LinearOperator, as_operator, read_matrix
 from ritz.plots._shared import style
 from ritz.spectra import bounds, logdet, maxent, moments
@@ -288,7 +289,7 @@ def _densities(op: LinearOperator, config: Config) -> Iterator[tuple[int, int, D
     means: list[tuple[Tensor, Tensor | None]] = [(sampled.mean, sampled.stderr)]
     if op.shape[0] <= config.dense_order:
         values = torch.linalg.eigvalsh(op.matmat(torch.eye(op.shape[0], dtype=op.dtype)).double())
-        means.append((study.chebyshev_moments(2 * values / interval[1] - 1, degree), None))
+        means.append((chebyshev_means(values, degree, interval), None))
     for place, (mean, stderr) in enumerate(means):
         powers = _powers(degree) @ mean
         for column, count in enumerate(config.counts):

@@ -64,7 +64,7 @@ class Config:
     def __post_init__(self) -> None:
         check_minimums(self, num_moments=1, other_moments=1, num_probes=2, seed=0)
         if sum(map(len, self.kinds.values())) < 2:
-            raise ValueError("citation, road and social must name at least two graphs")
+            raise ValueError("citation, road and social must together name at least two graphs")
 
     @property
     def kinds(self) -> dict[str, tuple[str, ...]]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from ritz import graphs, plots
 from ritz._core.checks import check_range
 from ritz._core.progress import Progress
+from ritz.graphs._shared import chebyshev_means
 from ritz.plots._shared import style
 from ritz.spectra import EntropicDensity, Moments, maxent
 from ritz.studies import _protocol as study
@@ -240,8 +241,7 @@ def _density(sampled: Moments, count: int) -> EntropicDensity:
 def _moment_error(values: Tensor, sampled: Moments, density: EntropicDensity) -> float:
     """Return the largest error of a fitted moment, in standard errors."""
     m = len(density.alphas)
-    # Eigenvalues of a normalized Laplacian lie in [0, 2].
-    exact = study.chebyshev_moments(values - 1, m)[1:]
+    exact = chebyshev_means(values, m, sampled.interval)[1:]
     # A moment without sampling error, such as the first, must not divide by zero.
     scale = sampled.stderr[1 : m + 1].clamp_min(1e-12)
     return float(((density.fitted - exact).abs() / scale).max())

@@ -446,7 +446,7 @@ def _shape(name: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def read_weights(path: FilePath) -> dict[str, Tensor]:
-    """Return the named tensors of a file, on the CPU; see :func:`load_weights` for which files."""
+    """Return the named tensors of a file, on the CPU; see :func:`load_weights` for formats."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"no such file: {path}")
     with open(path, "rb") as file:
@@ -509,7 +509,7 @@ def _read_pickle(path: FilePath) -> dict[str, Tensor]:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
     if not isinstance(content, Mapping) or not all(isinstance(x, Tensor) for x in content.values()):
-        raise CorruptFileError(f"{path} must hold named tensors, got {type(content).__name__}")
+        raise CorruptFileError(f"{path} must contain named tensors, got {type(content).__name__}")
     return dict(content)
 
 

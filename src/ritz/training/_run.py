@@ -385,7 +385,7 @@ class Run:
         while state.step != last and (group := list(islice(batches, accumulate))):
             yield group
         if not state.batch:
-            raise ValueError(f"data gave no batch in epoch {state.epoch + 1}")
+            raise ValueError(f"data yielded no batch in epoch {state.epoch + 1}")
 
     def _pieces(self, group: list[Any]) -> list[Piece]:
         """Return the rows of this process, each batch with its share of the gradient."""

@@ -338,7 +338,7 @@ def evaluate(
             overwrite(state, after)
             totals.add(adapter, rows, loss, outputs, target)
     if totals is None:
-        raise ValueError("batches must hold at least one batch, got none")
+        raise ValueError("batches must contain at least one batch, got none")
     return totals.means()
 
 

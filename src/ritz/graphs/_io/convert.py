@@ -93,7 +93,7 @@ def to_undirected(
     self_loops: Literal["drop", "keep", "refuse"] = "drop",
     multi_edges: Literal["merge", "sum"] = "merge",
 ) -> Graph:
-    r"""Return the undirected graph of a directed one by a chosen rule.
+    r"""Return an undirected graph from a directed one, by a rule for the weights.
 
     Args:
         x: A directed NetworkX or igraph graph, a square matrix :math:`A` or an ``edge_index``, as
@@ -176,7 +176,7 @@ def _records_or_matrix(x: Any, weights: Any, num_nodes: int | None) -> Any:
     if num_nodes not in (None, x.shape[0]):
         raise ValueError(f"num_nodes must be {x.shape[0]}, the rows of the matrix, got {num_nodes}")
     if x.dtype.kind not in "fiub":
-        raise TypeError(f"the weight matrix of a graph must hold real numbers, got {x.dtype}")
+        raise TypeError(f"the weight matrix of a graph must contain real numbers, got {x.dtype}")
     matrix: Any = scipy.sparse.csr_array(x)
     # The array may share memory with x, which is not changed.
     if not matrix.has_canonical_format:
@@ -217,7 +217,7 @@ def _is_edge_index(x: Array, *, unambiguous: bool) -> bool:
 
 def _edge_index_records(ends: Array, weights: Any, num_nodes: int | None) -> Records:
     if ends.dtype.kind not in "iu":
-        raise TypeError(f"edge_index must hold integers, got {ends.dtype}")
+        raise TypeError(f"edge_index must contain integers, got {ends.dtype}")
     largest = int(ends.max(initial=-1))
     n = largest + 1 if num_nodes is None else num_nodes
     check_count("num_nodes", n, low=0, high=MAX_NODES)

@@ -102,7 +102,7 @@ def read_markup(
     if kind == "graphml" and _DECLARATION.search(data):
         raise GraphError(f"{source.name} has a DOCTYPE or ENTITY declaration, which is not safe")
     if kind == "graphml" and _count_tags(data, b"graph") > 1:
-        raise GraphError(f"{source.name} holds a second graph; a file must hold one")
+        raise GraphError(f"{source.name} contains more than one graph")
     try:
         # Warnings are about types and shapes of attributes that nobody reads here.
         with warnings.catch_warnings():

@@ -295,10 +295,8 @@ class LineReader:
         if count == 2 or self.weights is False:
             return None
         shown = _quoted(words[2])
-        if words[2].lower().lstrip(b"+-") in (b"nan", b"inf", b"infinity"):
-            return f"the weight is {shown}, not a finite number"
         if not _NUMBER.fullmatch(words[2]):
-            return f"the weight {shown} is not a number"
+            return f"the weight {shown} is not a finite number"
         weight = float(words[2])
         if math.isinf(weight) or weight < 0:
             return f"the weight {shown} is {'negative' if weight < 0 else 'beyond float64'}"
@@ -382,7 +380,7 @@ def read_edge_list(
         reader.names = {}
     reader.read(chain([(first, number)], blocks))
     if not records.num_accepted:
-        raise GraphError(f"{source.name} holds no edge ({records.num_rejected} lines rejected)")
+        raise GraphError(f"{source.name} has no edge ({records.num_rejected} lines rejected)")
     if reader.names is not None:
         records.num_nodes = len(reader.names)
         records.names = tuple(name.decode("utf-8", "backslashreplace") for name in reader.names)

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ritz._core.checks import is_below
 from ritz._core.progress import Progress
-from ritz._core.results import Estimate, stderr
+from ritz._core.results import Estimate, power_of_two, stderr
 from ritz._core.sampling import ROUNDOFF, doubling, doubted, is_settled
 from ritz.operators import LinearOperator
 from ritz.spectra._cg import not_positive
-from ritz.spectra._lanczos import Recurrence, Reorthogonalization, advance, step
+from ritz.spectra._lanczos import Recurrence, Reorthogonalization, advance, step, together
 
 Function = Callable[[Tensor], Tensor]
 
@@ -75,8 +75,7 @@ def ritz_rules(
 
     If a Krylov space is invariant, its rule is exact and padded with nodes of weight zero.
     """
-    starts = [start.contiguous() for start in block.T]
-    runs = [Recurrence(start, capacity=num_steps, mode=reorthogonalize) for start in starts]
+    runs = together(block, capacity=num_steps, mode=reorthogonalize)
     advance(op, runs, num_steps)
     # Golub and Welsch (1969): T e_k = theta_k e_k, weights tau_k = (e_k)_1^2.
     nodes, vectors = torch.linalg.eigh(Projections.of(runs, num_steps).matrices)
@@ -235,8 +234,10 @@ def brackets(
     width = spaces.couplings.shape[2]
     if spaces.matrices.shape[1] < TUNING.fewest_steps * width:
         return Brackets(gauss, torch.where(unknown, torch.inf, 0.0), roundoff)
-    # |A y - theta y| = |B (e)_last| for the Ritz vector y of the eigenvector e of T.
-    residuals = (spaces.couplings @ vectors[:, -width:]).norm(dim=1)
+    # |A y - theta y| = |B (e)_last| for the Ritz vector y of the eigenvector e of T. Squares of
+    # small or large entries leave the range.
+    scale = power_of_two(spaces.couplings)
+    residuals = scale * ((spaces.couplings / scale) @ vectors[:, -width:]).norm(dim=1)
     before = spaces.shorter()
     changes = [_forms(before.matrices, first, evaluate) - gauss]
     ends = []
@@ -484,10 +485,7 @@ class Sampler:
             mode = "full"  # the last step then leaves nothing but roundoff
         elif starts.numel() * (num_steps + 1) * starts.element_size() > TUNING.basis:
             mode = "none"  # quadrature stays accurate but needs more steps (Greenbaum 1989)
-        return [
-            Recurrence(z.contiguous(), capacity=num_steps + 1, mode=mode, magnitude=self.magnitude)
-            for z in starts.T
-        ]
+        return together(starts, capacity=num_steps + 1, mode=mode, magnitude=self.magnitude)
 
     def _grow(self, runs: list[Recurrence], num_steps: int, before: int) -> Projections:
         while active := [run for run in runs if not run.exhausted and run.size < num_steps]:

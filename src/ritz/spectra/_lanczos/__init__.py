@@ -1,7 +1,14 @@
 """Lanczos: the recurrence, its saved state, whole spectra, extreme eigenpairs and bounds."""
 
 from ritz.spectra._lanczos.extremes import Bounds, Eigenpairs, bounds, eigenpairs, spectral_norm
-from ritz.spectra._lanczos.recurrence import TUNING, Recurrence, Reorthogonalization, advance, step
+from ritz.spectra._lanczos.recurrence import (
+    TUNING,
+    Recurrence,
+    Reorthogonalization,
+    advance,
+    step,
+    together,
+)
 from ritz.spectra._lanczos.run import (
     Spectrum,
     lanczos,
@@ -26,4 +33,5 @@ __all__ = [
     "negative_values",
     "spectral_norm",
     "step",
+    "together",
 ]

@@ -81,17 +81,24 @@ class Basis:
         like: A vector ``(n,)`` with the length, dtype and device of the rows.
         placement: Where the rows are stored.
         group: The processes, for ``spread``.
+        rows: Memory for the rows, if it is part of a larger tensor.
     """
 
     def __init__(
-        self, capacity: int, like: Tensor, *, placement: Placement, group: Group | None = None
+        self,
+        capacity: int,
+        like: Tensor,
+        *,
+        placement: Placement,
+        group: Group | None = None,
+        rows: Tensor | None = None,
     ) -> None:
         self.n, self.device, self.group = len(like), like.device, group
         self.spread = placement == "spread"
         self.part = shard(self.n, group) if self.spread else slice(0, self.n)
         home = torch.device("cpu") if placement == "host" else like.device
         width = self.part.stop - self.part.start
-        self.rows = torch.empty(capacity, width, dtype=like.dtype, device=home)
+        self.rows = like.new_empty(capacity, width, device=home) if rows is None else rows
         # Float64 has digits to spare, and GPUs sum in trees: neither needs pieces.
         pieces = home.type == "cpu" and like.dtype != torch.float64
         self.width = TUNING.piece if pieces else max(1, width)
@@ -126,6 +133,8 @@ class Basis:
         Cost: one read of the rows.
         """
         rows = self.rows[first : self.size if last is None else last]
+        if len(vector) <= self.width:
+            return self._sum([torch.mv(rows, vector).double()])
         pieces = zip(rows.split(self.width, 1), vector.split(self.width), strict=True)
         return self._sum([torch.mv(*piece).double() for piece in pieces])
 
@@ -141,13 +150,16 @@ class Basis:
 
     def dot(self, index: int, vector: Tensor) -> float:
         """Return the inner product of one row with a local vector, in float64."""
-        pieces = zip(self.rows[index].split(self.width), vector.split(self.width), strict=True)
+        row = self.rows[index]
         # Converted before the multiplication: the recurrence magnifies an error of alpha.
+        if len(vector) <= self.width:
+            return float(self._sum([torch.dot(row.double(), vector.double())]))
+        pieces = zip(row.split(self.width), vector.split(self.width), strict=True)
         return float(self._sum([torch.dot(x.double(), y.double()) for x, y in pieces]))
 
     def norm(self, vector: Tensor) -> float:
         """Return the norm of a local vector, summed in float64 so that it cannot overflow."""
-        pieces = vector.split(self.width)
+        pieces = [vector] if len(vector) <= self.width else vector.split(self.width)
         parts = [torch.linalg.vector_norm(c, dtype=torch.float64).square() for c in pieces]
         return float(self._sum(parts).sqrt())
 
@@ -206,6 +218,7 @@ class Recurrence:
         group: The processes, for ``spread``.
         magnitude: If products are differences of larger numbers, the size of these numbers:
             roundoff is relative to it.
+        rows: Memory for the basis, of ``capacity`` rows (two for ``none``).
     """
 
     # The state between two steps, besides the basis and ``omega``.
@@ -223,11 +236,14 @@ class Recurrence:
         placement: Placement = "device",
         group: Group | None = None,
         magnitude: float = 0.0,
+        rows: Tensor | None = None,
     ) -> None:
         self.mode, self.magnitude, self.unit = mode, magnitude, 1.0
         self.eps = torch.finfo(start.dtype).eps
-        rows = capacity if mode != "none" else 2
-        self.basis = Basis(rows, start, placement=placement, group=group)
+        # Memory of all runs that advance together, ``(k, capacity, n)``, if there are some.
+        self.shared: Tensor | None = None
+        size = capacity if mode != "none" else 2
+        self.basis = Basis(size, start, placement=placement, group=group, rows=rows)
         self.kept: list[float] = []
         self.couplings: list[float] = []
         self.alphas: list[float] = []
@@ -610,12 +626,103 @@ def step(op: LinearOperator, runs: Sequence[Recurrence], *, last: bool = False) 
         for column, vector in zip(block.T, vectors, strict=True):
             column.copy_(vector)  # three times as fast as torch.stack
     products = op.matmat(block)
+    if _absorb_together(runs, products, last=last):
+        return
     for run, vector, product in zip(runs, vectors, products.T, strict=True):
         try:
             run.absorb(product.contiguous(), last=last)
         except AsymmetryError as error:
             if not run.is_noise(_norm(op)):
                 raise ValueError(_diagnosis(op, vector, error)) from error
+
+
+def together(
+    starts: Tensor, *, capacity: int, mode: Reorthogonalization, magnitude: float = 0.0
+) -> list[Recurrence]:
+    """Return runs from start vectors ``(n, k)`` whose bases lie in one tensor.
+
+    :func:`step` then advances all of them by batched operations. Without, the time of runs of a few
+    thousand rows goes into calls.
+    """
+    n, count = starts.shape
+    shared = starts.new_empty(count, 2 if mode == "none" else capacity, n)
+    runs = [
+        Recurrence(start, capacity=capacity, mode=mode, magnitude=magnitude, rows=rows)
+        for start, rows in zip(starts.T.contiguous(), shared, strict=True)
+    ]
+    for run in runs:
+        run.shared = shared
+    return runs
+
+
+def _absorb_together(runs: Sequence[Recurrence], products: Tensor, *, last: bool) -> bool:
+    """Take the products ``(n, k)`` of all runs; return whether nothing was out of the ordinary.
+
+    It is the step of :meth:`Recurrence.absorb`, in the same order, for all runs at once. In a first
+    step, near a breakdown and if a check fails it changes nothing, and each run is for itself.
+    """
+    first, shared = runs[0], runs[0].shared
+    if shared is None or len(runs) != len(shared) or not first.alphas or first.mode == "partial":
+        return False
+    if any(run.unit != 1 or run.basis.size != first.basis.size for run in runs):
+        return False
+    size, full, width = first.size, first.mode == "full", first.basis.width
+    older, newest = (first.newest - 1) % shared.shape[1], first.newest
+    following = newest + 1 if full else older
+    if following >= shared.shape[1] and not last:
+        return False
+    vectors = products.T.clone(memory_format=torch.contiguous_format)
+    before = torch.tensor([run.betas[-1] for run in runs], dtype=torch.float64)
+    scale = torch.tensor([max(run.scale, run.magnitude) for run in runs], dtype=torch.float64)
+    allowed = TUNING.asymmetry * first.eps**0.5 * scale
+    if not full and size < TUNING.checked_steps:
+        overlap = _dots(shared[:, older, None], vectors, width)[:, 0]
+        if not is_below((overlap - before).abs(), allowed):
+            return False
+    _subtract(vectors, before[:, None], shared[:, older, None])
+    alpha = _dots(shared[:, newest, None], vectors, width)
+    _subtract(vectors, alpha, shared[:, newest, None])
+    alpha = alpha[:, 0]
+    if full:
+        overlap = _dots(shared[:, : size + 1], vectors, width, precise=False)
+        if not is_below(overlap[:, :-1].norm(dim=1), allowed):
+            return False
+        _subtract(vectors, overlap, shared[:, : size + 1])
+        alpha = alpha + overlap[:, -1]
+    beta = torch.linalg.vector_norm(vectors, dim=1, dtype=torch.float64).cpu()
+    scale = scale.maximum(alpha.abs() + before + beta)
+    regular = is_below(TUNING.breakdown * first.eps * scale, beta) and bool(scale.isfinite().all())
+    if not regular or (full and not is_below(overlap.norm(dim=1), beta)):
+        return False
+    if not last:
+        torch.div(vectors, beta.to(vectors)[:, None], out=shared[:, following])
+    for run, a, b, c in zip(runs, alpha.tolist(), before.tolist(), beta.tolist(), strict=True):
+        run.alphas.append(a)
+        run.betas.append(c)
+        run.scale, run._active = max(run.scale, abs(a) + b + c), None
+        if not last:
+            run.newest, run.basis.size = following, run.basis.size + full
+    return True
+
+
+def _dots(rows: Tensor, vectors: Tensor, width: int, *, precise: bool = True) -> Tensor:
+    """Return the inner products of rows ``(k, j, n)`` with vectors ``(k, n)``, float64 on the CPU.
+
+    ``precise`` converts before the multiplication.
+    """
+    total = torch.zeros(rows.shape[:2], dtype=torch.float64, device=rows.device)
+    for left, right in zip(rows.split(width, 2), vectors[:, :, None].split(width, 1), strict=True):
+        if precise:
+            left, right = left.double(), right.double()
+        total += torch.bmm(left, right)[:, :, 0]
+    return total.cpu()
+
+
+def _subtract(vectors: Tensor, coefficients: Tensor, rows: Tensor) -> None:
+    """Do :math:`v_k -= c_k^T R_k` in place, with coefficients ``(k, j)`` and rows ``(k, j, n)``."""
+    torch.baddbmm(
+        vectors[:, None], coefficients.to(vectors)[:, None], rows, alpha=-1, out=vectors[:, None]
+    )
 
 
 def advance(

@@ -13,6 +13,8 @@ from scipy.linalg.lapack import dposv
 from torch import Tensor
 
 from ritz._core.checks import check_choice, check_finite
+from ritz._core.density import Density
+from ritz.rmt import MarchenkoPastur, Semicircle
 
 # ------------------------------------------------------------------------------------------
 # The convex dual of maximum entropy, for many moment vectors at once.
@@ -334,7 +336,7 @@ def _product(left: Array, right: Array) -> Array:
 # Priors on an interval, and quadratures for them.
 
 PriorName = Literal["flat", "semicircle", "marchenko_pastur"]
-Prior = PriorName | Callable[[Tensor], Tensor]
+Prior = PriorName | Density | Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,25 +372,36 @@ def log_prior(prior: Prior, x: Tensor, interval: Interval) -> Tensor:
     r"""Return the logarithm of a prior at points inside an interval, up to a constant.
 
     Args:
-        prior: ``flat``; ``semicircle``, :math:`\sqrt{(x - a)(b - x)}`; ``marchenko_pastur``,
-            :math:`\sqrt{(x - a)(b - x)} / x`; or a user-defined density, positive inside the
-            interval.
+        prior: ``flat``; the law ``semicircle`` or ``marchenko_pastur`` with the interval as its
+            support; a law or another density; or a function, positive inside the interval.
         x: Points, any shape.
         interval: ``(a, b)``; ``marchenko_pastur`` needs a positive ``a``.
     """
-    low, high = interval
-    if callable(prior):
+    if isinstance(prior, Density):
+        values = prior.pdf(x)
+    elif callable(prior):
         values = prior(x)
-        same_shape = isinstance(values, Tensor) and values.shape == x.shape
-        if not (same_shape and bool((values > 0).all())):
-            raise ValueError("prior must be positive inside the interval, and keep the shape of x")
-        return values.double().log()
-    check_choice("prior", prior, get_args(PriorName))
-    if prior == "flat":
-        return torch.zeros_like(x)
-    edges = 0.5 * ((x - low) * (high - x)).log()
-    if prior == "semicircle":
-        return edges
+    else:
+        check_choice("prior", prior, get_args(PriorName))
+        if prior == "flat":
+            return torch.zeros_like(x)
+        values = _law(prior, interval).pdf(x)
+    same_shape = isinstance(values, Tensor) and values.shape == x.shape
+    if not (same_shape and bool((values > 0).all())):
+        raise ValueError("prior must be positive inside the interval, and keep the shape of x")
+    return values.double().log()
+
+
+def _law(name: str, interval: Interval) -> Density:
+    """Return the semicircle or the Marchenko-Pastur law whose edges are the interval."""
+    low, high = interval
+    if name == "semicircle":
+        return Semicircle(mean=0.5 * (low + high), variance=((high - low) / 4) ** 2)
     if low <= 0:
-        raise ValueError(f"prior {prior!r} needs an interval of positive numbers, got {interval}")
-    return edges - x.log()
+        raise ValueError(f"prior {name!r} needs an interval of positive numbers, got {interval}")
+    # The roots of the edges are sqrt(s) (1 -+ sqrt(q)).
+    half, difference = (
+        (math.sqrt(high) + math.sqrt(low)) / 2,
+        (math.sqrt(high) - math.sqrt(low)) / 2,
+    )
+    return MarchenkoPastur(ratio=(difference / half) ** 2, scale=half**2)

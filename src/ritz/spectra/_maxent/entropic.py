@@ -9,7 +9,7 @@ import torch
 from numpy.polynomial.legendre import leggauss
 from torch import Tensor
 
-from ritz._core.density import Density, as_points
+from ritz._core.density import NO_ATOMS, Atoms, Density, as_points
 from ritz._core.results import HasStatus, Status
 from ritz._core.storage import storable
 from ritz.spectra._maxent.dual import TUNING, Rule, chebyshev, log_prior, quadrature
@@ -59,6 +59,11 @@ class EntropicDensity(HasStatus):
     def support(self) -> tuple[float, float]:
         """The interval."""
         return self.interval
+
+    @property
+    def atoms(self) -> Atoms:
+        """None: entropy would be minus infinity."""
+        return NO_ATOMS
 
     @property
     def moment_error(self) -> float:

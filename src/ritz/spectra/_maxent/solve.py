@@ -167,8 +167,8 @@ def maxent(
             for a tensor. Required for power moments of a matrix that was not rescaled.
         stderr: Standard errors, of the shape of a tensor. Defaults to those of :class:`Moments`,
             and to zeros for a tensor.
-        prior: ``flat``, ``semicircle``, ``marchenko_pastur``, or a function of the variable,
-            positive inside the interval.
+        prior: ``flat``, ``semicircle``, ``marchenko_pastur``, a law such as those of ``ritz.rmt``,
+            another density, or a function of the variable; positive inside the interval.
         atol: Largest error of a moment to stop at, beyond its variance.
         max_steps: Maximum number of Newton steps for each variance that is tried.
         grid_size: Nodes of the quadrature. Defaults to ``max(512, 16 m)``, or more if the prior

@@ -1,0 +1,438 @@
+r"""Free sums and products: the spectrum of two large matrices in random position to each other.
+
+For :math:`A + Q B Q^\top` and :math:`A^{1/2} Q B Q^\top A^{1/2}` with a uniform rotation Q, the
+spectrum of the result follows from those of A and B alone, by *subordination*: at every point z of
+the upper half-plane there are :math:`w_1` and :math:`w_2` with
+
+.. math:: G(z) = G_1(w_1) = G_2(w_2), \quad w_1 + w_2 = z + 1 / G(z) \qquad \text{(sum)},
+
+.. math:: z G(z) = w_1 G_1(w_1) = w_2 G_2(w_2), \quad
+    w_1 w_2 = z \frac{z G(z)}{z G(z) - 1} \qquad \text{(product)}.
+
+With :math:`D_i(w) = w - 1 / G_i(w)` these are the fixed points of :math:`w_1 = z - D_2(w_2)`,
+:math:`w_2 = z - D_1(w_1)` and of :math:`w_1 = z / D_2(w_2)`, :math:`w_2 = z / D_1(w_1)`.
+
+Reference: Belinschi and Bercovici (2007); Biane (1998).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, final
+
+import torch
+from scipy.fft import dct
+from torch import Tensor
+
+from ritz._core.checks import is_below
+from ritz._core.density import Atoms
+from ritz._core.results import HasStatus, Status
+from ritz._core.storage import storable
+from ritz.rmt._laws import Law, MarchenkoPastur, as_upper, reflected
+from ritz.rmt._transforms import Measure, Transformable, as_measure
+
+Kind = Literal["sum", "product"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Constants of the solver and of the representation by bands."""
+
+    # Imaginary parts of z, in widths of the support, from which the fixed point is continued to the
+    # real line: each is an attractive start for the next.
+    heights: tuple[float, ...] = (1.0, 0.3, 0.1, 0.03, 0.01, 1e-3, 1e-4, 1e-6, 1e-9, 1e-11, 1e-13)
+    # Steps at one height, each two iterations and an extrapolation. They stop at residuals of this
+    # fraction of the height, at the last two heights at roundoff.
+    max_steps: int = 60
+    loose: float = 1e-3
+    residual: float = 1e-15
+    # Steps without progress after which the residual is at roundoff. At edges steps only halve it.
+    patience: int = 12
+    # Residual in widths above which a point has lost its fixed point.
+    lost: float = 1e-9
+    # Points at which the support is searched for bands. Between the last two heights the imaginary
+    # part of G stays the same inside a band and falls a hundredfold outside; at an atom it grows as
+    # much. Bisections find edges to 1e-13 widths.
+    scan: int = 2001
+    edge: float = 0.1
+    atom: float = 20.0
+    bisections: int = 36
+    # Nodes in a band, doubled until the last quarter of the cosine series is below this fraction.
+    first_nodes: int = 64
+    last_nodes: int = 2048
+    tail: float = 1e-9
+    # Mass that may be missing from bands and atoms, and error of the fixed points.
+    mass: float = 1e-6
+    # Points whose cosines are in memory at once.
+    block: int = 8192
+
+
+TUNING = Tuning()
+
+
+@storable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Band:
+    r"""One interval of a density, as a cosine series in :math:`x = c - R \cos f`.
+
+    .. math:: p(x) R \sin f = \sum_k c_k \cos k f
+
+    Attributes:
+        low: Lower edge.
+        high: Upper edge.
+        waves: Coefficients :math:`c_k`, ``(m,)``.
+    """
+
+    low: float
+    high: float
+    waves: Tensor
+
+    @property
+    def mass(self) -> float:
+        """The mass of the band."""
+        return math.pi * float(self.waves[0])
+
+
+@final
+@storable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreeDensity(Law, HasStatus):
+    """The law of a free sum or product, as series over the bands of its support.
+
+    Attributes:
+        kind: ``sum`` or ``product``.
+        parts: The two laws.
+        bands: Bands of the continuous part, ascending.
+        points: Places of the atoms, ascending, ``(k,)``.
+        masses: Masses of the atoms, ``(k,)``.
+        status: Whether the fixed points and the series converged, and the mass is complete.
+    """
+
+    kind: Kind
+    parts: tuple[Transformable, Transformable]
+    bands: tuple[Band, ...]
+    points: Tensor
+    masses: Tensor
+    status: Status
+
+    @property
+    def support(self) -> tuple[float, float]:
+        """The outer edges of bands and atoms."""
+        points = self.points.tolist()
+        lows = [band.low for band in self.bands] + points
+        return min(lows), max([band.high for band in self.bands] + points)
+
+    @property
+    def atoms(self) -> Atoms:
+        """Points of positive mass."""
+        return Atoms(self.points, self.masses)
+
+    def moment(self, degree: int) -> float:
+        """Return the mean of a power, by a Gauss-Chebyshev rule that is exact for the series."""
+        total = float(self.masses @ self.points**degree)
+        for band in self.bands:
+            count = len(band.waves) + degree
+            f = (torch.arange(count, dtype=torch.float64) + 0.5) * (math.pi / count)
+            x = 0.5 * (band.low + band.high) - 0.5 * (band.high - band.low) * torch.cos(f)
+            total += float((_cosines(f, band.waves) * x**degree).mean()) * math.pi
+        return total
+
+    def stieltjes(self, z: Tensor) -> Tensor:
+        """Return the Stieltjes transform of the series, also on the real line, from above."""
+        w = as_upper(z)
+        total = ((1 / (w[..., None] - self.points)) * self.masses).sum(-1)
+        for band in self.bands:
+            radius = 0.5 * (band.high - band.low)
+            y = (w - 0.5 * (band.low + band.high)) / radius
+            root = torch.sqrt(y - 1) * torch.sqrt(y + 1)
+            # int_0^pi cos(k f) / (y + cos f) df = pi (-u)^k / root with u = y - root = 1/(y + root)
+            u, value = -1 / (y + root), torch.zeros_like(w)
+            for wave in band.waves.flip(0).tolist():
+                value = value * u + wave
+            total = total + math.pi / radius * value / root
+        return reflected(z, total)
+
+    def __str__(self) -> str:
+        low, high = self.support
+        mass = f", a mass of {float(self.masses.sum()):.3g} in points" if len(self.points) else ""
+        bands = f"{len(self.bands)} band{'s' * (len(self.bands) != 1)}"
+        return f"free {self.kind} on [{low:.5g}, {high:.5g}], {bands}{mass}; {self.status}"
+
+    def _pdf(self, x: Tensor) -> Tensor:
+        total = torch.zeros_like(x)
+        for band in self.bands:
+            inside = (x > band.low) & (x < band.high)
+            f = _angle(torch.where(inside, x, 0.5 * (band.low + band.high)), band)
+            # p(x) R sin f is the series; roundoff next to an edge may be negative.
+            value = _cosines(f, band.waves) / (0.5 * (band.high - band.low) * torch.sin(f))
+            total = total + torch.where(inside, value.clamp(min=0.0), 0.0)
+        return total
+
+    def _cdf(self, x: Tensor) -> Tensor:
+        total = ((self.points <= x[..., None]) * self.masses).sum(-1)
+        for band in self.bands:
+            f = _angle(x.clamp(band.low, band.high), band)
+            # int cos k f = sin(k f) / k
+            orders = torch.arange(1, len(band.waves), dtype=torch.float64)
+            waves = _sines(f, band.waves[1:] / orders)
+            total = total + (band.waves[0] * f + waves).clamp(min=0.0)
+        return total.clamp(0.0, 1.0)
+
+
+def free_sum(first: Measure, second: Measure) -> FreeDensity:
+    r"""Return the law of :math:`A + Q B Q^\top` for large matrices and a uniform rotation Q.
+
+    The unnormalised Laplacian of a random graph is nearly the free sum of a semicircle (edges) and
+    a normal law (degrees).
+
+    Args:
+        first: Law of :math:`A`: a law, another density, a ``Spectrum``, or eigenvalues ``(n,)``.
+        second: Law of :math:`B`.
+
+    Returns:
+        :class:`FreeDensity`, with a ``status``. It is found at 2,000 points: bands or gaps much
+        narrower than that share of the support are missed, which the missing mass shows.
+
+    Reference: Voiculescu (1986); *Spectral Machine Learning*, section 3.5.1.
+
+    Example:
+        >>> law = free_sum(torch.tensor([-1.0, 1.0]), torch.tensor([-1.0, 1.0]))  # the arcsine law
+        >>> round(float(law.cdf(torch.tensor(1.0))), 6)
+        0.666667
+    """
+    return _free("sum", as_measure(first), as_measure(second))
+
+
+def free_product(first: Measure, second: Measure) -> FreeDensity:
+    r"""Return the law of :math:`A^{1/2} Q B Q^\top A^{1/2}` for matrices without negative values.
+
+    Args:
+        first: Law of :math:`A`, as in :func:`free_sum`.
+        second: Law of :math:`B`.
+    """
+    parts = as_measure(first), as_measure(second)
+    for name, part in zip(("first", "second"), parts, strict=True):
+        low, high = part.support
+        if low < 0 or not high > 0:
+            raise ValueError(f"{name} must have no negative eigenvalues, and not 0 alone, got the "
+                             f"support ({low:.6g}, {high:.6g})")  # fmt: skip
+    return _free("product", *parts)
+
+
+def generalized_marchenko_pastur(population: Measure, *, ratio: float) -> FreeDensity:
+    r"""Return the law of sample covariances of a population with a given spectrum.
+
+    .. math:: m(z) = \int \frac{dh(t)}{t (1 - q + q z m(z)) - z}, \qquad m = -G
+
+    It is the free product of the population and the Marchenko-Pastur law. For batches of
+    generalised Gauss-Newton matrices, :math:`q = P / B`.
+
+    Args:
+        population: Eigenvalues of the covariance: a tensor, a ``Spectrum`` or a density.
+        ratio: Order over number of samples, :math:`q`.
+
+    Reference: Marchenko and Pastur (1967); Silverstein (1995); *Spectral Machine Learning*,
+    equations 5.25 to 5.32.
+    """
+    return free_product(MarchenkoPastur(ratio=ratio), population)
+
+
+def _free(kind: Kind, first: Transformable, second: Transformable) -> FreeDensity:
+    parts = (first, second)
+    points, masses = _atoms(kind, first.atoms, second.atoms)
+    (a, b), (c, d) = first.support, second.support
+    low, high = (a + c, b + d) if kind == "sum" else (a * c, b * d)
+    bands, residual, tail = [], 0.0, 0.0
+    if high > low:
+        for left, right in _edges(kind, parts, low, high):
+            band, *errors = _band(kind, parts, left, right)
+            bands.append(band)
+            residual, tail = max(residual, errors[0]), max(tail, errors[1])
+    missing = abs(1 - float(masses.sum()) - math.fsum(band.mass for band in bands))
+    return FreeDensity(
+        kind=kind, parts=parts, bands=tuple(bands), points=points, masses=masses,
+        status=_status(residual, tail, missing),
+    )  # fmt: skip
+
+
+def _status(residual: float, tail: float, missing: float) -> Status:
+    message = (
+        f"mass complete to {missing:.1g}, series to {tail:.1g}, fixed points to {residual:.1g}"
+    )
+    if is_below(missing, TUNING.mass) and is_below(residual, TUNING.mass):
+        return Status(outcome="converged", message=message)
+    advice = "bands narrower than 1/2000 of the support, or singular edges, are not resolved"
+    return Status(outcome="uncertain", message=message, advice=advice)
+
+
+def _atoms(kind: Kind, first: Atoms, second: Atoms) -> Atoms:
+    # Points of masses m and m' with m + m' > 1 meet in a mass of m + m' - 1 (Bercovici and
+    # Voiculescu 1998): at most one pair of each has so much mass.
+    both = first.masses[:, None] + second.masses - 1
+    i, j = (both > 1e-12).nonzero(as_tuple=True)
+    x, y = first.points[i], second.points[j]
+    points, masses = (x + y if kind == "sum" else x * y), both[i, j]
+    if kind == "product":
+        # A product has the larger kernel of the two (Belinschi 2003).
+        kernels = [float(a.masses[a.points == 0].sum()) for a in (first, second)]
+        points, masses = points[points != 0], masses[points != 0]
+        if max(kernels) > 0:
+            points = torch.cat([points, points.new_zeros(1)])
+            masses = torch.cat([masses, masses.new_tensor([max(kernels)])])
+    order = points.argsort()
+    return Atoms(points[order], masses[order])
+
+
+def _edges(
+    kind: Kind, parts: tuple[Transformable, Transformable], low: float, high: float
+) -> list[tuple[float, float]]:
+    """Return the intervals on which the density is positive."""
+    width = high - low
+
+    def positive(x: Tensor) -> Tensor:
+        G, before, _ = _solve(kind, parts, x)
+        ratio = G.imag / before.imag
+        return (ratio > TUNING.edge) & (ratio < TUNING.atom)
+
+    angles = torch.linspace(0, math.pi, TUNING.scan, dtype=torch.float64)
+    x = low + width * torch.sin(angles / 2).square()
+    # A point outside at each end, so that every band has two edges.
+    x = torch.cat([x[:1] - 1e-3 * width, x, x[-1:] + 1e-3 * width])
+    if kind == "product":
+        x[0] = low  # 0 may be a hard edge, where the density is infinite
+    inside = positive(x)
+    inside[0] = inside[-1] = False
+    changes = (inside[1:] != inside[:-1]).nonzero()[:, 0]
+    rising = inside[changes + 1]
+    left, right = x[changes], x[changes + 1]
+    for _ in range(TUNING.bisections):
+        middle = 0.5 * (left + right)
+        move = positive(middle) == rising  # towards the left end, if the middle is like the right
+        left, right = torch.where(move, left, middle), torch.where(move, middle, right)
+    ends = (0.5 * (left + right)).tolist()
+    return list(zip(ends[::2], ends[1::2], strict=True))
+
+
+def _band(
+    kind: Kind, parts: tuple[Transformable, Transformable], low: float, high: float
+) -> tuple[Band, float, float]:
+    """Return a band, the largest residual, and the size of the end of its series."""
+    count = TUNING.first_nodes
+    while True:
+        f = (torch.arange(count, dtype=torch.float64) + 0.5) * (math.pi / count)
+        x = 0.5 * (low + high) - 0.5 * (high - low) * torch.cos(f)
+        G, _, residual = _solve(kind, parts, x)
+        values = -G.imag / math.pi * (0.5 * (high - low)) * torch.sin(f)
+        waves = torch.from_numpy(dct(values.numpy(), type=2)) / count
+        waves[0] /= 2
+        tail = float(waves[-count // 4 :].abs().max() / waves.abs().max())
+        if tail <= TUNING.tail or count >= TUNING.last_nodes:
+            # Without the end at roundoff, which would only cost time
+            length = int((waves.abs() > 1e-16 * waves.abs().max()).nonzero()[-1]) + 1
+            return Band(low=low, high=high, waves=waves[:length].clone()), residual, tail
+        count *= 2
+
+
+def _solve(
+    kind: Kind, parts: tuple[Transformable, Transformable], z: Tensor
+) -> tuple[Tensor, Tensor, float]:
+    """Return G at points of the closed upper half-plane, at the last height and the one before.
+
+    The third result is the largest residual in widths.
+    """
+    (a, b), (c, d) = parts[0].support, parts[1].support
+    sizes = max(b - a, abs(a), abs(b)), max(d - c, abs(c), abs(d))
+    width = sizes[0] + sizes[1] if kind == "sum" else sizes[0] * sizes[1]
+    G, before, residual = _continue(kind, parts, z, width, TUNING.heights)
+    # Where that lost the fixed point, in smaller steps
+    lost = (residual > TUNING.lost * width).nonzero()[:, 0]
+    if len(lost):
+        # Four heights per decade, without changing the last two, which edges are found by
+        fine = [10 ** (-i / 4) for i in range(4 * 10)]
+        again = _continue(kind, parts, z[lost], width, (*fine, *TUNING.heights[-2:]))
+        better = again[2] < residual[lost]
+        for tensor, new in zip((G, before, residual), again, strict=True):
+            tensor[lost[better]] = new[better]
+    return G, before, float(residual.max()) / width
+
+
+def _continue(
+    kind: Kind,
+    parts: tuple[Transformable, Transformable],
+    z: Tensor,
+    width: float,
+    heights: tuple[float, ...],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return G at the last height and at the one before, and residuals, from the first height."""
+    w = z + 1j * width
+    before = G = residual = w
+    for height in heights:
+        here = z + 1j * height * width
+        atol = max(TUNING.residual, TUNING.loose * height if height > 1e-10 else 0.0)
+        w, residual = _fixed_point(kind, parts, here, w, atol * width)
+        value = parts[0].stieltjes(w)
+        before, G = G, value if kind == "sum" else w * value / here
+    return G, before, residual
+
+
+def _fixed_point(
+    kind: Kind, parts: tuple[Transformable, Transformable], z: Tensor, w: Tensor, atol: float
+) -> tuple[Tensor, Tensor]:
+    """Return fixed points from a start, and their residuals, by Steffensen's iteration."""
+    w, residual = w.clone(), torch.full(z.shape, torch.inf, dtype=torch.float64)
+    live, idle = torch.arange(len(z)), torch.zeros(len(z), dtype=torch.int64)
+    here, plain, last = w.clone(), w.clone(), residual.clone()
+    for _ in range(TUNING.max_steps):
+        once = _map(kind, parts, z[live], here)
+        error = (once - here).abs()
+        better = error < residual[live]
+        idle = torch.where(error < 0.9 * residual[live], 0, idle + 1)
+        w[live[better]], residual[live[better]] = here[better], error[better]
+        # An extrapolation that has made it worse is taken back.
+        worse = error > last
+        twice = _map(kind, parts, z[live], once)
+        # w - (f(w) - w)^2 / (f(f(w)) - 2 f(w) + w), moved to where w lies: not below z in a sum,
+        # nor below the ray of z in a product
+        leap = here - (once - here).square() / (twice - 2 * once + here)
+        floor = z[live].imag * (1.0 if kind == "sum" else leap.abs() / z[live].abs())
+        leap = torch.complex(leap.real, leap.imag.maximum(floor))
+        here = torch.where(worse, plain, torch.where(leap.isfinite(), leap, twice))
+        plain, last = twice, torch.where(worse, torch.inf, error)
+        going = (residual[live] > atol) & (idle < TUNING.patience)
+        if not bool(going.any()):
+            break
+        # Only points that have not converged go on.
+        live, idle = live[going], idle[going]
+        here, plain, last = here[going], plain[going], last[going]
+    return w, residual
+
+
+def _map(kind: Kind, parts: tuple[Transformable, Transformable], z: Tensor, w: Tensor) -> Tensor:
+    # D(w) = w - 1/G(w): the mean far away, with a negative imaginary part
+    first = w - 1 / parts[0].stieltjes(w)
+    if kind == "sum":
+        other = z - first
+        return z - (other - 1 / parts[1].stieltjes(other))
+    other = z / first
+    return z / (other - 1 / parts[1].stieltjes(other))
+
+
+def _angle(x: Tensor, band: Band) -> Tensor:
+    # x = c - R cos f as a half-angle, which keeps its digits at both edges
+    return 2 * torch.atan2((x - band.low).clamp(min=0).sqrt(), (band.high - x).clamp(min=0).sqrt())
+
+
+def _cosines(f: Tensor, waves: Tensor) -> Tensor:
+    orders = torch.arange(len(waves), dtype=torch.float64)
+    return _series(f, lambda part: torch.cos(part[:, None] * orders) @ waves)
+
+
+def _sines(f: Tensor, waves: Tensor) -> Tensor:
+    orders = torch.arange(1, len(waves) + 1, dtype=torch.float64)
+    return _series(f, lambda part: torch.sin(part[:, None] * orders) @ waves)
+
+
+def _series(f: Tensor, evaluate: Callable[[Tensor], Tensor]) -> Tensor:
+    # In blocks of points: all together would need (points, orders) of memory.
+    parts = [evaluate(part) for part in f.reshape(-1).split(TUNING.block)]
+    return torch.cat(parts).reshape(f.shape)

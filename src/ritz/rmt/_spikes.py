@@ -1,0 +1,285 @@
+r"""Spiked models: what noise makes of the outliers of a matrix, and where it hides them.
+
+An outlier is an eigenvalue outside the bulk. Noise moves it outwards and turns its eigenvector
+away, and below a threshold nothing of it is left (Baik, Ben Arous and Péché 2005). For a
+mini-batch, the matrix is the Hessian of all data, and the noise is what the batch adds to it.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from ritz._core.checks import check_choice, check_count, check_finite, check_range
+from ritz._core.storage import storable
+from ritz.rmt._tracy_widom import TracyWidom
+
+NoiseModel = Literal["samples", "entries"]
+
+
+@storable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spikes:
+    r"""Outliers of a noisy matrix, as predicted. All tensors have one shape, in float64.
+
+    Attributes:
+        value: Limit of the eigenvalue for large matrices; the edge of the bulk if not detected.
+        overlap: Limit of :math:`\langle \phi', \phi \rangle^2` of the noisy and the true
+            eigenvector; 0 if not detected.
+        threshold: Distance of the true eigenvalue from the centre above which it is detected.
+        detected: Whether the outlier leaves the bulk.
+        stddev: Standard deviation of the noisy eigenvalue: Gaussian if detected, that of
+            Tracy-Widom if not. NaN where it does not follow from the arguments.
+        edge: Value that the bulk alone exceeds with probability ``1 - level``, by Tracy-Widom: the
+            edge of a finite matrix. The edge of the limit if the size is not known.
+    """
+
+    value: Tensor
+    overlap: Tensor
+    threshold: Tensor
+    detected: Tensor
+    stddev: Tensor
+    edge: Tensor
+
+    def __str__(self) -> str:
+        lines = [f"{int(self.detected.sum())} of {self.detected.numel()} outliers detected"]
+        rows = zip(self.value.reshape(-1), self.overlap.reshape(-1), self.stddev.reshape(-1),
+                   strict=True)  # fmt: skip
+        lines += [f"  {v:.5g}, standard deviation {s:.2g}, overlap {o:.3f}" for v, o, s in rows]
+        return "\n".join(lines)
+
+
+# Standard deviation of the Tracy-Widom law of beta = 1 (Bornemann 2010, Table 10).
+_STDDEV = 1.267983306
+# Distances below this fraction of the noise are taken for it: 1/distance must not overflow.
+_SMALL = 1e-150
+
+
+def additive_spikes(
+    values: float | Tensor,
+    *,
+    variance: float | Tensor,
+    along: float | Tensor | None = None,
+    centre: float | Tensor = 0.0,
+    model: NoiseModel = "samples",
+    spread: float | Tensor | None = None,
+    size: int | None = None,
+    level: float = 0.95,
+) -> Spikes:
+    r"""Return what symmetric noise makes of outliers :math:`\lambda` of either sign.
+
+    .. math:: \lambda' = \lambda + \frac{v}{\theta}, \qquad
+        \langle \phi', \phi \rangle^2 = 1 - \frac{v}{\theta^2}, \qquad
+        \theta = \lambda - c, \quad |\theta| > \sqrt v
+
+    The noise is a matrix of order ``n`` whose entries have variance :math:`v / n`, with a
+    semicircle of radius :math:`2 \sqrt v` around the centre :math:`c` of the bulk. Below the
+    threshold the outlier vanishes in the edge :math:`c \pm 2 \sqrt v`.
+
+    Noise of networks is not homogeneous: its variance :math:`V(\phi) = \mathbb{E} |E \phi|^2` along
+    an outlier may be a thousand times the mean :math:`v`. With ``along`` it counts by itself:
+
+    =============  ===========================================  ====================================
+    model          eigenvalue and overlap                       exact for
+    =============  ===========================================  ====================================
+    ``samples``    :math:`\lambda + V/\theta`,                  sample covariances, where
+                   :math:`\frac{1 - V c/(\lambda\theta^2)}      :math:`V = \lambda c n/T`; means of
+                   {1 + V/(\lambda\theta)}`                     matrices of low rank
+    ``entries``    :math:`\lambda + V g`,                       independent entries with unequal
+                   :math:`\frac{1 - v g^2}{1 + (V - v) g^2}`    variances
+    =============  ===========================================  ====================================
+
+    with :math:`g = 2 / (\theta \pm \sqrt{\theta^2 + 4 (V - v)})`. The two agree to first order in
+    :math:`V/\theta^2`, and ``entries`` is the homogeneous model for :math:`V = v`.
+
+    Args:
+        values: Outliers :math:`\lambda` of the matrix without noise, of any shape.
+        variance: Variance :math:`v` of a row of the noise, :math:`P \sigma^2 / b` for batches.
+        along: Variance :math:`V(\phi)` along each outlier, :math:`V(\phi)/b` for batches. Defaults
+            to homogeneous noise.
+        centre: Centre :math:`c` of the bulk, the mean of its eigenvalues.
+        model: ``samples`` or ``entries``, if ``along`` is given.
+        spread: Variance of :math:`\phi^\top E \phi`. Defaults to twice the variance of a row over
+            ``size``, that of Gaussian entries; unknown for ``samples`` with ``along``.
+        size: Order ``n`` of the matrix, for fluctuations and the finite-size edge.
+        level: Probability that the bulk stays below ``edge``.
+
+    Returns:
+        :class:`Spikes`; arguments broadcast, so outliers ``(k,)`` and variances ``(m, 1)`` give
+        results ``(m, k)``.
+
+    Reference: *Spectral Machine Learning*, Theorem 14, and Benaych-Georges and Nadakuditi (2011).
+
+    Example:
+        >>> spikes = additive_spikes(torch.tensor([3.0, 0.5, -2.0]), variance=1.0, size=1000)
+        >>> print(spikes)
+        2 of 3 outliers detected
+          3.3333, standard deviation 0.042, overlap 0.889
+          2, standard deviation 0.013, overlap 0.000
+          -2.5, standard deviation 0.039, overlap 0.750
+    """
+    check_choice("model", model, get_args(NoiseModel))
+    _check_finite_size(size, level)
+    lam, c = _number("values", values), _number("centre", centre)
+    v = _number("variance", variance, low=0.0)
+    strength = v if along is None else _number("along", along, low=0.0)
+    lam, v, c, strength = torch.broadcast_tensors(lam, v, c, strength)
+    side = torch.where(lam < c, -1.0, 1.0).double()
+    unknown = strength * torch.nan if spread is None else _number("spread", spread, low=0.0)
+    if model == "samples" and along is not None:
+        shifted = _samples(lam, v, strength / _away_from_zero(lam), c, unknown)
+    else:
+        # Gaussian entries have twice the variance on the diagonal.
+        gaussian = 2 * strength / size if size and spread is None else unknown
+        shifted = _entries(lam, v, strength, c, gaussian)
+    limit = _Edge(c + 2 * side * v.sqrt(), side * v.sqrt() * (size or math.inf) ** (-2 / 3), level)
+    return _assemble(shifted, (lam - c).abs() > shifted.threshold, limit)
+
+
+def multiplicative_spikes(
+    values: float | Tensor,
+    *,
+    ratio: float | Tensor,
+    bulk: float | Tensor = 1.0,
+    size: int | None = None,
+    level: float = 0.95,
+) -> Spikes:
+    r"""Return what sampling makes of outliers of a positive semi-definite matrix.
+
+    .. math:: \lambda' = \lambda \Big(1 + \frac q\theta\Big), \qquad
+        \langle \phi', \phi \rangle^2 = \frac{1 - q/\theta^2}{1 + q/\theta}, \qquad
+        \theta = \frac\lambda s - 1, \quad |\theta| > \sqrt q
+
+    The noisy matrix is the covariance of ``T`` samples from a covariance that has the eigenvalue
+    :math:`s` many times, and :math:`q = n/T`. Its bulk is the Marchenko-Pastur law on
+    :math:`s (1 \pm \sqrt q)^2`. Outliers above :math:`s` leave it at the upper edge. Those below
+    leave it at the lower edge, and for :math:`q \ge 1`, where samples span no space of order ``n``,
+    they are never detected.
+
+    Args:
+        values: Outliers :math:`\lambda` of the matrix without noise, at least 0, of any shape.
+        ratio: Order over number of samples, :math:`q`: parameters over batch size.
+        bulk: Eigenvalue :math:`s` of the bulk.
+        size: Order ``n`` of the matrix, for fluctuations (of Gaussian samples) and the edge.
+        level: Probability that the bulk stays inside ``edge``.
+
+    Returns:
+        :class:`Spikes`; arguments broadcast. The threshold is :math:`s \sqrt q`.
+
+    Reference: *Spectral Machine Learning*, Theorem 16; Baik and Silverstein (2006); Paul (2007).
+
+    Example:
+        >>> print(multiplicative_spikes(torch.tensor([5.0, 1.2]), ratio=0.5, size=1000))
+        1 of 2 outliers detected
+          5.625, standard deviation 0.16, overlap 0.861
+          2.9142, standard deviation 0.018, overlap 0.000
+    """
+    _check_finite_size(size, level)
+    lam = _number("values", values, low=0.0)
+    lam, q, s = torch.broadcast_tensors(lam, _positive("ratio", ratio), _positive("bulk", bulk))
+    side = torch.where(lam < s, -1.0, 1.0).double()
+    # A row of the noise along phi has variance lambda s q, and phi'E phi has 2 lambda^2 / T.
+    spread = 2 * lam.square() * q / size if size else lam * torch.nan
+    shifted = _samples(lam, torch.zeros_like(q), s * q, s, spread)
+    detected = ((lam - s).abs() > shifted.threshold) & ((side > 0) | (q < 1))
+    return _assemble(shifted, detected, _wishart_edge(q, s, side, size, level))
+
+
+@dataclass(frozen=True, slots=True)
+class _Shifted:
+    """Outliers above the threshold: where they go, and how their variance arises."""
+
+    value: Tensor
+    overlap: Tensor
+    threshold: Tensor
+    variance: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Edge:
+    """The edge of the bulk, its Tracy-Widom scale (negative at a lower edge), and the level."""
+
+    limit: Tensor
+    scale: Tensor
+    level: float
+
+
+def _entries(lam: Tensor, v: Tensor, strength: Tensor, c: Tensor, spread: Tensor) -> _Shifted:
+    theta = lam - c
+    # x = lambda + V G(x) with the semicircle x = c + 1/G + v G: (V - v) G^2 + theta G = 1
+    excess = strength - v
+    root = (theta.square() + 4 * excess).clamp(min=_SMALL).sqrt()
+    g = 2 / _away_from_zero(theta + torch.where(theta < 0, -root, root))
+    # 1 / (1 - V G'(x)) with G'(x) = -g^2 / (1 - v g^2)
+    inner = 1 - v * g.square()
+    overlap = inner / (1 + excess * g.square())
+    # var = o^2 (var phi'E phi + 2 V^2/n int dt/(x - t)^2): the rest of the row has variance V too.
+    rest = spread * strength * g.square() / inner
+    # |G| < v^(-1/2) at the edge. Negative for V > 2 v: such noise makes an outlier by itself.
+    threshold = (2 * v - strength) / _away_from_zero(v.sqrt())
+    return _Shifted(lam + strength * g, overlap, threshold, overlap.square() * (spread + rest))
+
+
+def _samples(lam: Tensor, v: Tensor, relative: Tensor, c: Tensor, spread: Tensor) -> _Shifted:
+    # With V = lambda r, for covariances r = q c: the value lambda (1 + r/theta), its derivative by
+    # lambda, and the overlap, which is lambda/value times that derivative
+    theta = _away_from_zero(lam - c)
+    slope = 1 - relative * c / theta.square()
+    gain = 1 + relative / theta
+    threshold = (relative * c).clamp(min=0).sqrt()
+    # Noise weaker than that of the bulk has to lift the outlier over it: theta + V/theta > 2 v^.5.
+    strength = relative * lam
+    weak = torch.where(strength < v, v.sqrt() + (v - strength).clamp(min=0).sqrt(), 0.0)
+    overlap = slope / _away_from_zero(gain)
+    return _Shifted(lam * gain, overlap, threshold.maximum(weak), spread * slope)
+
+
+def _wishart_edge(q: Tensor, s: Tensor, side: Tensor, size: int | None, level: float) -> _Edge:
+    limit = s * (1 + side * q.sqrt()).square()
+    if size is None:
+        return _Edge(limit, torch.zeros_like(limit), level)
+    # Johnstone (2001): s (n^.5 +- T^.5) (n^-.5 +- T^-.5)^(1/3) / T, with n = q T
+    root, count = q.sqrt(), size / q
+    scale = s * (root + side) * (1 / root + side).sign() * (1 / root + side).abs() ** (1 / 3)
+    return _Edge(limit, scale * count ** (-2 / 3), level)
+
+
+def _assemble(shifted: _Shifted, detected: Tensor, edge: _Edge) -> Spikes:
+    quantile = float(TracyWidom().ppf(edge.level)) if bool((edge.scale != 0).any()) else 0.0
+    bulk = torch.where(edge.scale == 0, torch.nan, (_STDDEV * edge.scale).abs())
+    return Spikes(
+        value=torch.where(detected, shifted.value, edge.limit),
+        overlap=torch.where(detected, shifted.overlap.clamp(0.0, 1.0), 0.0),
+        threshold=shifted.threshold.clamp(min=0.0),
+        detected=detected,
+        stddev=torch.where(detected, shifted.variance.clamp(min=0.0).sqrt(), bulk),
+        edge=edge.limit + quantile * edge.scale,
+    )
+
+
+def _check_finite_size(size: int | None, level: float) -> None:
+    if size is not None:
+        check_count("size", size)
+    # Beyond these, the distribution function of Tracy-Widom has no digits left.
+    check_range("level", level, low=1e-12, high=1 - 1e-12)
+
+
+def _number(name: str, value: float | Tensor, *, low: float | None = None) -> Tensor:
+    tensor = torch.as_tensor(value, dtype=torch.float64)
+    check_finite(name, tensor)
+    if low is not None:
+        check_range(name, float(tensor.min()), low=low)
+    return tensor
+
+
+def _positive(name: str, value: float | Tensor) -> Tensor:
+    tensor = _number(name, value)
+    if not bool((tensor > 0).all()):
+        raise ValueError(f"{name} must be positive, got {float(tensor.min()):.6g}")
+    return tensor
+
+
+def _away_from_zero(x: Tensor) -> Tensor:
+    return torch.where(x.abs() < _SMALL, torch.copysign(torch.full_like(x, _SMALL), x), x)

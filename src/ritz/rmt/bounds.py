@@ -1,0 +1,492 @@
+r"""Bounds from the papers that can be computed before, or instead of, a measurement.
+
+Convergence of Krylov methods, errors of moments, probes that are needed, perturbations of graphs,
+and losses of averaged and preconditioned SGD. Where a paper misprints a formula, the docstring says
+what stands here instead.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from scipy.optimize import brentq
+from scipy.special import chdtri
+from torch import Tensor
+
+from ritz._core.checks import check_count, check_finite, check_range
+from ritz.rmt._laws import Law
+from ritz.rmt._transforms import Measure, as_measure
+from ritz.rmt.quadratic import IterateMoments
+
+
+class Krylov(NamedTuple):
+    """Factors by which the error of the largest eigenvalue falls, float64 tensors of one shape."""
+
+    lanczos: Tensor
+    power: Tensor
+
+
+class Spread(NamedTuple):
+    """Mean and standard deviation of a random number."""
+
+    mean: float
+    stddev: float
+
+
+# ------------------------------------------------------------------------------------------
+# Krylov methods.
+
+
+def lanczos_error(
+    largest: float, second: float, smallest: float, *, num_steps: int, overlap: float
+) -> float:
+    r"""Return a bound of :math:`\lambda_1 - \theta_1` after ``m`` Lanczos steps.
+
+    .. math:: \lambda_1 - \theta_1 \le (\lambda_1 - \lambda_n)
+        \frac{\tan^2 \vartheta}{T_{m-1}(1 + 2 \rho)^2}, \qquad
+        \rho = \frac{\lambda_1 - \lambda_2}{\lambda_2 - \lambda_n}
+
+    For the smallest eigenvalue, pass the negatives of the last, the last but one and the first.
+
+    Args:
+        largest: :math:`\lambda_1`.
+        second: :math:`\lambda_2`.
+        smallest: :math:`\lambda_n`.
+        num_steps: Dimension ``m`` of the Krylov space.
+        overlap: :math:`\cos \vartheta`, the product of start vector and eigenvector; about
+            :math:`n^{-1/2}` for a random start.
+
+    Reference: *Spectral Machine Learning*, Theorem 4; Kaniel (1966), Paige (1971), Saad (1980).
+    """
+    _check_order(largest, second, smallest)
+    factors = krylov_factors((largest - smallest) / (second - smallest), num_steps=num_steps)
+    return (largest - smallest) * _tangent(overlap) * float(factors.lanczos)
+
+
+def power_error(
+    largest: float, second: float, smallest: float, *, num_steps: int, overlap: float
+) -> float:
+    r"""Return a bound of :math:`\lambda_1 - \theta_1` after :math:`m - 1` power iterations.
+
+    .. math:: \lambda_1 - \theta_1 \le (\lambda_1 - \lambda_n) \tan^2 \vartheta\,
+        \Big(\frac{\max(\lambda_2, |\lambda_n|)}{\lambda_1}\Big)^{2 (m - 1)}
+
+    The vector then lies in the Krylov space of dimension ``m``, so that the cost is that of
+    :func:`lanczos_error`. The exponent :math:`2m - 1` printed in the thesis does not give its
+    Table 4.5; this one does.
+
+    Args:
+        largest: :math:`\lambda_1`, the largest in absolute value.
+        second: :math:`\lambda_2`.
+        smallest: :math:`\lambda_n`, of either sign.
+        num_steps: Number ``m`` of vectors, the start included.
+        overlap: As in :func:`lanczos_error`.
+
+    Reference: *Spectral Machine Learning*, Theorem 5; Golub and Van Loan (2013), section 8.2.
+    """
+    _check_order(largest, second, smallest)
+    check_count("num_steps", num_steps)
+    rest = max(abs(second), abs(smallest))
+    if not largest > rest:
+        raise ValueError(f"largest must exceed all others in absolute value, got {largest}, {rest}")
+    shrinking = (rest / largest) ** (2 * (num_steps - 1))
+    return (largest - smallest) * _tangent(overlap) * shrinking
+
+
+def krylov_factors(gap: float | Tensor, *, num_steps: int | Tensor) -> Krylov:
+    r"""Return by how much Lanczos and power iteration reduce the error, for :math:`\lambda_n = 0`.
+
+    .. math:: L = T_{m-1}(2 \lambda_1/\lambda_2 - 1)^{-2}, \qquad
+        R = (\lambda_2/\lambda_1)^{2 (m-1)}
+
+    Args:
+        gap: :math:`\lambda_1/\lambda_2`, above 1; broadcasts with ``num_steps``.
+        num_steps: Dimension ``m`` of the Krylov space.
+
+    Reference: *Spectral Machine Learning*, Table 4.5, whose entries are the pairs.
+
+    Example:
+        >>> lanczos, power = krylov_factors(1.1, num_steps=10)
+        >>> print(f"{lanczos:.1e} {power:.1e}")
+        5.5e-05 1.8e-01
+    """
+    gaps, steps = torch.as_tensor(gap, dtype=torch.float64), torch.as_tensor(num_steps).double()
+    if not bool((gaps >= 1).all()) or not bool((steps >= 1).all()):
+        raise ValueError(f"gap and num_steps must be at least 1, got {gap} and {num_steps}")
+    # T_k(1 + 2 r) = cosh(2 k arsinh sqrt r) with r = gap - 1, without cancellation for small gaps
+    angle = 2 * (steps - 1) * torch.asinh((gaps - 1).sqrt())
+    return Krylov(torch.cosh(angle) ** -2, gaps ** (-2 * (steps - 1)))
+
+
+# ------------------------------------------------------------------------------------------
+# Moments and probes.
+
+
+def smoothing_bias(measure: Measure, degree: int, *, kernel: Law) -> float:
+    r"""Return by how much smoothing with a symmetric kernel changes a moment.
+
+    .. math:: \sum_{j \ge 1} \binom m{2j} \mathbb{E}_k[x^{2j}]\, \mu_{m - 2j}
+
+    Args:
+        measure: The spectrum before smoothing: eigenvalues, a ``Spectrum`` or a density.
+        degree: Degree ``m`` of the moment.
+        kernel: The kernel as a law, for example ``Normal(variance=width**2)``, of mean zero.
+
+    Reference: *Spectral Machine Learning*, Theorem 2, with the binomial of :math:`m` for odd
+    degrees too.
+    """
+    check_count("degree", degree, low=0)
+    if abs(kernel.moment(1)) > 1e-12 * math.sqrt(kernel.moment(2)):
+        raise ValueError(f"kernel must have mean zero, got {kernel.moment(1):.6g}")
+    known = as_measure(measure)
+    return math.fsum(
+        math.comb(degree, 2 * j) * kernel.moment(2 * j) * known.moment(degree - 2 * j)
+        for j in range(1, degree // 2 + 1)
+    )
+
+
+def moment_correction(degree: int, size: int, *, bound: float, stddev: float) -> float:
+    r"""Return the relative size of finite-size corrections to moments of a semicircle.
+
+    .. math:: \frac{K^2 m^6}{2 \sigma^2 P}
+
+    for a symmetric matrix of order ``P`` with independent entries of absolute value at most ``K``.
+    The thesis prints :math:`P^2`. But the fourth moment of random signs is off by the fraction
+    :math:`1/(2P)`, which exceeds that.
+
+    Args:
+        degree: Degree ``m``.
+        size: Order ``P``.
+        bound: Largest absolute value :math:`K` of an entry.
+        stddev: Standard deviation :math:`\sigma` of an entry.
+
+    Reference: *Spectral Machine Learning*, equation 2.42; Füredi and Komlós (1981).
+    """
+    check_count("degree", degree)
+    check_count("size", size)
+    check_range("stddev", stddev, low=0.0, high=bound)
+    return bound**2 * degree**6 / (2 * stddev**2 * size)
+
+
+def probe_variance(size: int, *, condition: float) -> float:
+    r"""Return a bound of the relative variance of one Gaussian probe of the trace.
+
+    .. math:: \frac{\operatorname{Var} z^\top A z}{(\operatorname{tr} A)^2} =
+        \frac{2 \sum \lambda_i^2}{(\sum \lambda_i)^2} \le
+        2 \min\Big(\frac1{1 + (P - 1)/\kappa^2}, \frac{(1 + \kappa)^2}{4 \kappa P}\Big)
+
+    The first is the bound of the thesis; the second is Kantorovich's, and attained. Rademacher
+    probes have a variance that is not larger.
+
+    Args:
+        size: Order ``P`` of a positive definite matrix.
+        condition: Its condition number :math:`\kappa`.
+
+    Reference: *Spectral Machine Learning*, Lemma 1 and equation 2.34.
+    """
+    check_count("size", size)
+    check_range("condition", condition, low=1.0)
+    spread = 1 / (1 + (size - 1) / condition**2)
+    return 2 * min(spread, (1 + condition) ** 2 / (4 * condition * size))
+
+
+def probes_needed(size: int, *, condition: float, rtol: float) -> int:
+    r"""Return a number of probes for which the standard error of a trace is below ``rtol``.
+
+    .. math:: d = \lceil \operatorname{Var} / \mathrm{rtol}^2 \rceil
+
+    Args:
+        size: Order of a positive definite matrix.
+        condition: Its condition number, or that of the function of it whose trace is wanted.
+        rtol: Standard error over the trace.
+    """
+    if not rtol > 0:
+        raise ValueError(f"rtol must be positive, got {rtol}")
+    return max(1, math.ceil(probe_variance(size, condition=condition) / rtol**2))
+
+
+def entropy_concentration(num_samples: int, *, degrees: int, level: float = 0.95) -> float:
+    r"""Return how far below its maximum the entropy of observed frequencies lies.
+
+    .. math:: \Delta S = \frac{\chi^2_d(F)}{2 N}
+
+    With probability ``F`` frequencies of ``N`` samples that meet the constraints have an entropy
+    within :math:`\Delta S` of the largest possible.
+
+    Args:
+        num_samples: Number of samples ``N``.
+        degrees: Degrees of freedom ``d``: number of cells less one less the number of constraints.
+        level: Probability ``F``.
+
+    Reference: Jaynes (1983); *Spectral Machine Learning*, section 2.3.
+    """
+    check_count("num_samples", num_samples)
+    check_count("degrees", degrees)
+    check_range("level", level, low=0.0, high=math.nextafter(1.0, 0.0))
+    return float(chdtri(degrees, 1 - level)) / (2 * num_samples)
+
+
+# ------------------------------------------------------------------------------------------
+# Graphs.
+
+
+def edge_perturbation(first: Tensor, second: Tensor) -> float:
+    r"""Return a bound of how far one added edge moves eigenvalues of a normalised Laplacian.
+
+    .. math:: \|\Delta L\| \le \frac1{\sqrt{(d_1 + 1)(d_2 + 1)}} + \max_{i = 1, 2}
+        \Big(\frac1{\sqrt{d_i}} - \frac1{\sqrt{d_i + 1}}\Big) \sqrt{\sum_{g \sim i} \frac1{d_g}}
+
+    For an edge between two vertices without common neighbours, such as the first edge between two
+    components. Equation 3.13 of the thesis loses factors, and exceeds this by a factor of twenty.
+
+    Args:
+        first: Degrees :math:`d_g` of the neighbours of the first vertex, before the edge.
+        second: Degrees of the neighbours of the second vertex.
+
+    Reference: *Spectral Machine Learning*, Theorem 3, corrected.
+    """
+    losses = []
+    for name, degrees in (("first", first), ("second", second)):
+        if not (isinstance(degrees, Tensor) and degrees.numel() and bool((degrees >= 1).all())):
+            raise ValueError(f"{name} must be the degrees of the neighbours, at least 1, got "
+                             f"{degrees}")  # fmt: skip
+        d = degrees.numel()
+        # Elements of the row shrink from 1/sqrt(d d_g) to 1/sqrt((d + 1) d_g).
+        shrinking = 1 / math.sqrt(d) - 1 / math.sqrt(d + 1)
+        losses.append(shrinking * math.sqrt(float((1 / degrees.double()).sum())))
+    return 1 / math.sqrt((first.numel() + 1) * (second.numel() + 1)) + max(losses)
+
+
+# ------------------------------------------------------------------------------------------
+# Averaged and preconditioned SGD on a quadratic.
+
+
+def squared_norm(moments: IterateMoments) -> Spread:
+    r"""Return mean and standard deviation of :math:`|w|^2` for Gaussian noise in ``P`` directions.
+
+    .. math:: \mathbb{E} |w|^2 = \sum_i (m_i^2 + v_i), \qquad
+        \operatorname{Var} |w|^2 = \sum_i (2 v_i^2 + 4 m_i^2 v_i)
+
+    The deviation over the mean falls as :math:`P^{-1/2}`: iterates lie in a thin shell, averages in
+    a smaller one.
+
+    Args:
+        moments: Result of :func:`quadratic.iterate`, :func:`quadratic.average` and so on.
+
+    Reference: *Spectral Machine Learning*, Theorem 18, with the moments that are exact.
+    """
+    mean, v = moments.mean.square(), moments.variance
+    return Spread(float((mean + v).sum()), math.sqrt(float((2 * v * v + 4 * mean * v).sum())))
+
+
+def expected_loss(moments: IterateMoments, eigenvalues: Tensor) -> float:
+    r"""Return :math:`\mathbb{E} L(w) = \frac12 \sum_i \lambda_i (m_i^2 + v_i)`.
+
+    Args:
+        moments: As in :func:`squared_norm`.
+        eigenvalues: Eigenvalues :math:`\lambda_i` of the quadratic, ``(d,)``.
+    """
+    values = eigenvalues.double()
+    return 0.5 * float(values @ (moments.mean.square() + moments.variance))
+
+
+def iterate_loss(eigenvalues: Tensor, *, noise: Tensor | float, rate: float) -> float:
+    r"""Return the loss of the last iterate after many steps.
+
+    .. math:: \frac\alpha4 \operatorname{tr}\Big(1 - \frac\alpha2 H\Big)^{-1} \Sigma
+
+    Args:
+        eigenvalues: Eigenvalues of the Hessian, ``(d,)``, between 0 and :math:`2/\alpha`.
+        noise: Variances of the gradient noise in these directions, ``(d,)`` or one number.
+        rate: Learning rate :math:`\alpha`.
+
+    Reference: *Spectral Machine Learning*, equation 7.26; Martens (2014).
+    """
+    values = _eigenvalues(eigenvalues)
+    if not (rate > 0 and rate * float(values.max()) < 2):
+        raise ValueError(f"rate must lie between 0 and 2/{float(values.max()):.6g}, got {rate}")
+    sigma = torch.as_tensor(noise, dtype=torch.float64)
+    return rate / 4 * float((sigma / (1 - rate / 2 * values)).sum())
+
+
+def average_loss(eigenvalues: Tensor, *, noise: Tensor | float, num_steps: int) -> float:
+    r"""Return the loss of the average of many iterates.
+
+    .. math:: \frac{\operatorname{tr} H^{-1} \Sigma}{2 n + 2}
+
+    It is the leading term for :math:`n \alpha \lambda \gg 1`, and does not depend on the rate.
+
+    Args:
+        eigenvalues: Eigenvalues of the Hessian, ``(d,)``, positive.
+        noise: As in :func:`iterate_loss`.
+        num_steps: Number ``n`` of averaged iterates.
+
+    Reference: *Spectral Machine Learning*, equation 7.26; *Iterate averaged adaptive gradient
+    methods*, Table 1.
+    """
+    check_count("num_steps", num_steps)
+    sigma = torch.as_tensor(noise, dtype=torch.float64)
+    return float((sigma / _eigenvalues(eigenvalues)).sum()) / (2 * num_steps + 2)
+
+
+def break_even_rate(eigenvalues: Tensor, *, num_steps: int, noise: Tensor | float = 1.0) -> float:
+    r"""Return the learning rate below which the last iterate has a lower loss than the average.
+
+    The root of :func:`iterate_loss` = :func:`average_loss`. In one direction it is
+    :math:`2/((n + 2) \lambda)`, so the rate has to fall as :math:`1/n`. Equation 7.28 of the
+    thesis, :math:`\frac2{2 + n} \operatorname{tr} H^{-1}/P`, is exact only for equal eigenvalues.
+
+    Args:
+        eigenvalues: Eigenvalues of the Hessian, ``(d,)``, positive.
+        num_steps: Number ``n`` of averaged iterates.
+        noise: As in :func:`iterate_loss`.
+
+    Reference: *Spectral Machine Learning*, Theorem 19.
+    """
+    goal = average_loss(eigenvalues, noise=noise, num_steps=num_steps)
+    edge = 2 / float(_eigenvalues(eigenvalues).max())
+    root = brentq(
+        lambda rate: iterate_loss(eigenvalues, noise=noise, rate=rate) - goal,
+        edge * 1e-15, edge * (1 - 1e-12), xtol=1e-300, rtol=1e-14,
+    )  # fmt: skip
+    return float(root)
+
+
+def dependent_average_variance(covariances: Tensor, *, eigenvalue: float, num_steps: int) -> float:
+    r"""Return the variance of the average of iterates if noise of different steps is correlated.
+
+    .. math:: \frac1{n^2 \lambda^2} \sum_{|k| < n} (n - |k|)\, \gamma_k
+
+    the leading term for :math:`n \alpha \lambda \gg 1`. Equation 6 of the paper leaves out the
+    covariances of different steps, which for positive ones is too small.
+
+    Args:
+        covariances: :math:`\gamma_0, \gamma_1, \dots`, covariances of the noise ``k`` steps apart;
+            those beyond the end are zero.
+        eigenvalue: Curvature :math:`\lambda` of the direction.
+        num_steps: Number ``n`` of averaged iterates.
+
+    Reference: *Iterate averaged adaptive gradient methods*, section 4.
+    """
+    check_count("num_steps", num_steps)
+    check_finite("covariances", covariances)
+    gamma = covariances.double()[:num_steps]
+    lags = torch.arange(len(gamma), dtype=torch.float64)
+    # Both signs of the lag, except for lag 0
+    pairs = torch.where(lags > 0, 2.0, 1.0) * (num_steps - lags) * gamma
+    return float(pairs.sum()) / (num_steps * eigenvalue) ** 2
+
+
+def preconditioned_iterate_loss(preconditioner: Tensor, *, noise: Tensor, rate: float) -> float:
+    r"""Return a bound of the loss of the last iterate of preconditioned SGD after many steps.
+
+    .. math:: \frac\alpha2 \operatorname{tr} B^{-1} \Sigma \qquad
+        \text{if } \alpha H \le B
+
+    The papers print :math:`\alpha/4`, which the exact loss of :func:`iterate_loss` exceeds.
+
+    Args:
+        preconditioner: :math:`B`, positive definite, ``(d, d)``.
+        noise: Covariance :math:`\Sigma` of the gradient, ``(d, d)``.
+        rate: Learning rate.
+
+    Reference: *Spectral Machine Learning*, section 7.6; Martens (2014).
+    """
+    return rate / 2 * float(torch.linalg.solve(preconditioner.double(), noise.double()).trace())
+
+
+def preconditioned_average_loss(
+    hessian: Tensor,
+    *,
+    preconditioner: Tensor,
+    noise: Tensor,
+    start: Tensor,
+    rate: float,
+    num_steps: int,
+) -> float:
+    r"""Return a bound of the loss of the average of :math:`w_0, \dots, w_n`, preconditioned by B.
+
+    .. math:: \min\Big(\frac{\operatorname{tr} H^{-1} \Sigma}{n + 1},
+        \frac\alpha2 \operatorname{tr} B^{-1} \Sigma\Big) + \min\Big(
+        \frac{|H^{-1/2} B w_0|^2}{(n + 1)^2 \alpha^2}, \frac{|B^{1/2} w_0|^2}{(n + 1) \alpha},
+        3 L(w_0)\Big) \qquad \text{if } \alpha H \le B
+
+    For SGD, :math:`B = 1`; with :math:`B = H^{1/2}`, as for Adam, the first of the latter terms is
+    :math:`|w_0|^2 / ((n + 1) \alpha)^2`.
+
+    Args:
+        hessian: :math:`H`, positive definite, ``(d, d)``; the minimum is at the origin.
+        preconditioner: :math:`B`, positive definite, ``(d, d)``.
+        noise: Covariance :math:`\Sigma` of the gradient, ``(d, d)``.
+        start: :math:`w_0`, ``(d,)``.
+        rate: Learning rate.
+        num_steps: Number of steps ``n``.
+
+    Reference: *Spectral Machine Learning*, equations 7.38 to 7.40; Martens (2014).
+    """
+    H, B, S, w = (x.double() for x in (hessian, preconditioner, noise, start))
+    count = num_steps + 1
+    noisy = min(float(torch.linalg.solve(H, S).trace()) / count,
+                preconditioned_iterate_loss(B, noise=S, rate=rate))  # fmt: skip
+    moved = B @ w
+    far = (
+        float(moved @ torch.linalg.solve(H, moved)) / (count * rate) ** 2,
+        float(w @ moved) / (count * rate),
+        1.5 * float(w @ H @ w),
+    )
+    return noisy + min(far)
+
+
+def regret(*, distance: float, noise: float, rate: float, num_steps: int) -> float:
+    r"""Return a bound of the loss of the average iterate of SGD on a convex risk.
+
+    .. math:: \mathbb{E} L(\bar w) - L^* \le \frac{D^2}{2 \alpha T} + \alpha \sigma^2
+        \qquad \text{if } \alpha \beta \le 1
+
+    Args:
+        distance: Distance :math:`D` of the start from the minimum.
+        noise: Standard deviation :math:`\sigma` of the gradient, as a vector.
+        rate: Learning rate :math:`\alpha`, at most one over the largest curvature :math:`\beta`.
+        num_steps: Number of steps ``T``.
+
+    Reference: *Spectral Machine Learning*, equation 7.14.
+    """
+    check_count("num_steps", num_steps)
+    return distance**2 / (2 * rate * num_steps) + rate * noise**2
+
+
+def optimal_rate(*, smoothness: float, distance: float, noise: float, num_steps: int) -> float:
+    r"""Return :math:`\alpha = (\beta + \sigma \sqrt T / D)^{-1}`, at which :func:`regret` is small.
+
+    The bound is then at most :math:`\beta D^2 / 2T + \frac32 \sigma D / \sqrt T`, which no rate
+    improves by more than a constant factor.
+
+    Args:
+        smoothness: Largest curvature :math:`\beta`.
+        distance: As in :func:`regret`.
+        noise: As in :func:`regret`.
+        num_steps: Number of steps ``T``.
+
+    Reference: *Spectral Machine Learning*, section 7.2.1; *Iterate averaged adaptive gradient
+    methods*, appendix E.
+    """
+    check_count("num_steps", num_steps)
+    return 1 / (smoothness + noise * math.sqrt(num_steps) / distance)
+
+
+def _check_order(largest: float, second: float, smallest: float) -> None:
+    if not largest >= second > smallest:
+        raise ValueError(f"largest, second and smallest must descend, got {largest}, {second} and "
+                         f"{smallest}")  # fmt: skip
+
+
+def _tangent(overlap: float) -> float:
+    """Return the squared tangent of an angle from its cosine."""
+    check_range("overlap", overlap, low=math.ulp(0.0), high=1.0)
+    return 1 / overlap**2 - 1
+
+
+def _eigenvalues(values: Tensor) -> Tensor:
+    if not (isinstance(values, Tensor) and bool((values > 0).all())):
+        raise ValueError(f"eigenvalues must be a tensor of positive numbers, got {values}")
+    return values.double()

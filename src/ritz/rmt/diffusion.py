@@ -1,0 +1,259 @@
+r"""SGD on a quadratic with noise of any covariance: losses step by step, and its diffusion.
+
+.. math:: \theta_{k+1} = \theta_k - \alpha_k A \theta_k + \alpha_k C \xi_{k+1}, \qquad
+    L(\theta) = \tfrac12 \theta^\top A \theta, \qquad
+    d\theta = -A \theta\, dt + \sqrt\alpha\, C\, dW
+
+:mod:`ritz.rmt.quadratic` has the case of noise that decouples in the eigen-directions.
+
+Reference: Wen et al., *Interplay between optimization and generalization of stochastic gradient
+descent with covariance noise*, section 4 and appendices A and B.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ritz._core.checks import check_count, check_finite, check_range
+from ritz._core.random import resolve_generator
+from ritz._core.storage import storable
+
+
+@storable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gaussian:
+    """A normal distribution in ``d`` dimensions: ``mean`` ``(d,)``, ``covariance`` ``(d, d)``."""
+
+    mean: Tensor
+    covariance: Tensor
+
+
+def noise_cost(curvature: Tensor, factor: Tensor) -> float:
+    r"""Return :math:`\operatorname{tr} C^\top A C`, on which the loss under noise depends.
+
+    It is :math:`|A|_F^2` for :math:`C = A^{1/2}`, and :math:`|\operatorname{diag} A|_F^2` for
+    :math:`C = (\operatorname{diag} A)^{1/2}`, which has the same total variance
+    :math:`\operatorname{tr} C^\top C = \operatorname{tr} A`.
+
+    Args:
+        curvature: :math:`A`, symmetric positive definite, ``(d, d)``.
+        factor: :math:`C`, ``(d, r)``: the noise has the covariance :math:`C C^\top`.
+
+    Reference: Section 4, equation 6.
+    """
+    A, C = _matrices(curvature, factor)
+    return float((C * (A @ C)).sum())
+
+
+def decaying_rates(curvature: Tensor, *, num_steps: int, offset: float | None = None) -> Tensor:
+    r"""Return the decaying learning rates of Theorem 4.1.
+
+    .. math:: \alpha_k = \frac2{(k + \gamma) \lambda_{\min}}
+
+    Args:
+        curvature: :math:`A`, ``(d, d)``.
+        num_steps: Number of rates, ``k`` from 0.
+        offset: :math:`\gamma`. Defaults to the smallest for which no rate exceeds
+            :math:`1/\lambda_{\max}`, twice the condition number.
+    """
+    check_count("num_steps", num_steps)
+    values = torch.linalg.eigvalsh(_matrices(curvature)[0])
+    gamma = 2 * float(values[-1] / values[0]) if offset is None else offset
+    steps = torch.arange(num_steps, dtype=torch.float64)
+    rates: Tensor = 2 / ((steps + gamma) * values[0])
+    return rates
+
+
+def loss_bound(
+    curvature: Tensor, factor: Tensor, *, start: Tensor, step: int, offset: float | None = None
+) -> float:
+    r"""Return the bound of Theorem 4.1 for :math:`\mathbb{E} L(\theta_k)` with decaying rates.
+
+    .. math:: \mathbb{E} L(\theta_k) \le \frac\nu{k + \gamma}, \qquad
+        \nu = \max\Big(\frac{2 \operatorname{tr} C^\top A C}{\lambda_{\min}^2},
+        \gamma L(\theta_0)\Big)
+
+    The bound orders noises by :func:`noise_cost`. The losses themselves are so ordered at a
+    constant rate, but not always at decaying ones: steep directions, where noise costs most,
+    forget it first.
+
+    Args:
+        curvature: :math:`A`, ``(d, d)``.
+        factor: :math:`C`, ``(d, r)``.
+        start: :math:`\theta_0`, ``(d,)``.
+        step: Number ``k`` of steps that were done.
+        offset: :math:`\gamma`, as in :func:`decaying_rates`.
+
+    Reference: Theorem 4.1.
+    """
+    check_count("step", step, low=0)
+    A = _matrices(curvature)[0]
+    values, theta = torch.linalg.eigvalsh(A), start.double()
+    gamma = 2 * float(values[-1] / values[0]) if offset is None else offset
+    first = 2 * noise_cost(A, factor) / float(values[0]) ** 2
+    return max(first, 0.5 * gamma * float(theta @ A @ theta)) / (step + gamma)
+
+
+def expected_losses(
+    curvature: Tensor, factor: Tensor, *, start: Tensor, rates: Sequence[float] | Tensor
+) -> Tensor:
+    r"""Return :math:`\mathbb{E} L(\theta_k)` after 0, 1, ... steps, ``(len(rates) + 1,)``, exactly.
+
+    .. math:: S_{k+1} = (1 - \alpha_k A) S_k (1 - \alpha_k A) + \alpha_k^2 C C^\top, \qquad
+        \mathbb{E} L = \tfrac12 \operatorname{tr} A S
+
+    with the second moments :math:`S_k = \mathbb{E} \theta_k \theta_k^\top`. Only their diagonal in
+    the eigenbasis of A enters, so a step costs ``d`` operations.
+
+    Args:
+        curvature: :math:`A`, ``(d, d)``.
+        factor: :math:`C`, ``(d, r)``.
+        start: :math:`\theta_0`, ``(d,)``.
+        rates: Learning rates, one per step.
+
+    Reference: Appendix A; its equation 9 is this recursion before any bound.
+    """
+    A, C = _matrices(curvature, factor)
+    values, vectors = torch.linalg.eigh(A)
+    second = (vectors.T @ start.double()).square()
+    noise = (vectors.T @ C).square().sum(1)
+    losses = [0.5 * values @ second]
+    for rate in torch.as_tensor(rates, dtype=torch.float64).tolist():
+        second = (1 - rate * values).square() * second + rate**2 * noise
+        losses.append(0.5 * values @ second)
+    return torch.stack(losses)
+
+
+def simulate(
+    curvature: Tensor,
+    factor: Tensor,
+    *,
+    start: Tensor,
+    rates: Sequence[float] | Tensor,
+    num_paths: int,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    r"""Simulate runs with Gaussian noise and return their ends, ``(num_paths, d)``.
+
+    Args:
+        curvature: :math:`A`, ``(d, d)``.
+        factor: :math:`C`, ``(d, r)``.
+        start: :math:`\theta_0`, ``(d,)``.
+        rates: Learning rates, one per step.
+        num_paths: Number of independent runs.
+        generator: Source of the noise. Defaults to a new generator with seed 0.
+    """
+    check_count("num_paths", num_paths)
+    A, C = _matrices(curvature, factor)
+    generator = resolve_generator(generator)
+    theta = start.double().expand(num_paths, -1).clone()
+    for rate in torch.as_tensor(rates, dtype=torch.float64).tolist():
+        shape = (num_paths, C.shape[1])
+        drawn = torch.randn(
+            shape, generator=generator, dtype=torch.float64, device=generator.device
+        )
+        # theta <- theta - alpha A theta + alpha C xi, a row per path
+        theta = theta - rate * theta @ A + rate * drawn.cpu() @ C.T
+    return theta
+
+
+def ornstein_uhlenbeck(
+    curvature: Tensor,
+    factor: Tensor,
+    *,
+    time: float,
+    rate: float = 1.0,
+    start: Tensor | None = None,
+) -> Gaussian:
+    r"""Return the distribution of the weights at a time, for continuous time.
+
+    .. math:: d\theta = -A \theta\, dt + \sqrt\alpha\, C\, dW, \qquad
+        \mu(t) = e^{-A t} \theta_0, \qquad
+        \dot\Sigma = -(A \Sigma + \Sigma A) + \alpha C C^\top, \qquad
+        \tilde\Sigma_{ij}(t) = \alpha (\tilde C \tilde C^\top)_{ij}
+        \frac{1 - e^{-(\lambda_i + \lambda_j) t}}{\lambda_i + \lambda_j}
+
+    in the eigenbasis of A. After SGD with rate :math:`\alpha` for ``k`` steps the time is
+    :math:`k \alpha`. At an infinite time, :math:`\Sigma` solves Lyapunov's equation.
+
+    Args:
+        curvature: :math:`A`, symmetric positive definite, ``(d, d)``.
+        factor: :math:`C`, ``(d, r)``.
+        time: Time ``t``, or ``math.inf``.
+        rate: Learning rate :math:`\alpha`.
+        start: :math:`\theta_0`, ``(d,)``. Defaults to the origin.
+
+    Reference: Appendix B, equation 15.
+    """
+    check_range("time", time, low=0.0)
+    check_range("rate", rate, low=0.0)
+    A, C = _matrices(curvature, factor)
+    values, vectors = torch.linalg.eigh(A)
+    rotated = vectors.T @ C
+    sums = values[:, None] + values
+    # expm1, since 1 - exp(-x) cancels for small times
+    growth = -torch.expm1(-sums * time) / sums
+    covariance = vectors @ (rate * (rotated @ rotated.T) * growth) @ vectors.T
+    theta = torch.zeros_like(values) if start is None else start.double()
+    mean = vectors @ (torch.exp(-values * time) * (vectors.T @ theta))
+    return Gaussian(mean=mean, covariance=0.5 * (covariance + covariance.T))
+
+
+def log_determinant(gaussian: Gaussian) -> float:
+    r"""Return :math:`\log \det \Sigma`, minus infinity if the covariance is singular.
+
+    For an Ornstein-Uhlenbeck process with :math:`C = A^{1/2}` it is
+    :math:`d \log \frac\alpha2 + \log \det (1 - e^{-2 A t})`, and for :math:`C = 1` this less
+    :math:`\log \det A`. Scaling C by s adds :math:`2 d \log s`.
+
+    Args:
+        gaussian: The distribution.
+
+    Reference: Appendix B.
+    """
+    sign, value = torch.linalg.slogdet(gaussian.covariance)
+    return float(value) if float(sign) > 0 else -math.inf
+
+
+def hellinger(first: Gaussian, second: Gaussian) -> float:
+    r"""Return the squared Hellinger distance of two normal distributions, from 0 to 1.
+
+    .. math:: H^2 = 1 - \frac{(\det \Sigma_1 \det \Sigma_2)^{1/4}}{\det(\bar\Sigma)^{1/2}}
+        \exp\Big(-\tfrac18 (\mu_1 - \mu_2)^\top \bar\Sigma^{-1} (\mu_1 - \mu_2)\Big), \qquad
+        \bar\Sigma = \tfrac12 (\Sigma_1 + \Sigma_2)
+
+    Its root bounds the uniform stability, hence the generalisation error, of a run whose result has
+    the one distribution for a data set and the other if one sample is exchanged.
+
+    Args:
+        first: Distribution of the weights trained on one data set.
+        second: The same on the other.
+
+    Reference: Appendix B, equations 14 and 16.
+    """
+    middle = 0.5 * (first.covariance + second.covariance)
+    gap = first.mean - second.mean
+    # The exponent of 1 - exp(...), so that small distances keep their digits
+    exponent = 0.25 * (log_determinant(first) + log_determinant(second))
+    exponent -= 0.5 * float(torch.linalg.slogdet(middle).logabsdet)
+    exponent -= 0.125 * float(gap @ torch.linalg.solve(middle, gap))
+    return -math.expm1(min(exponent, 0.0))
+
+
+def _matrices(curvature: Tensor, factor: Tensor | None = None) -> list[Tensor]:
+    A = curvature.detach().double()
+    check_finite("curvature", A)
+    if A.ndim != 2 or A.shape[0] != A.shape[1] or not torch.allclose(A, A.T):
+        raise ValueError(f"curvature must be symmetric, got {tuple(A.shape)}")
+    if not float(torch.linalg.eigvalsh(A)[0]) > 0:
+        raise ValueError("curvature must be positive definite")
+    if factor is None:
+        return [A]
+    C = factor.detach().double()
+    check_finite("factor", C)
+    if C.ndim != 2 or len(C) != len(A):
+        raise ValueError(f"factor must be ({len(A)}, r), got {tuple(C.shape)}")
+    return [A, C]

@@ -1,0 +1,231 @@
+"""Spiked models against simulated matrices and against each other."""
+
+import math
+
+import pytest
+import torch
+
+from ritz.rmt import additive_spikes, multiplicative_spikes
+from ritz.testing import spiked_wigner, spiked_wishart
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def outlier(matrix, direction):
+    """The eigenvalue whose vector is nearest to a direction, and the squared overlap."""
+    values, vectors = torch.linalg.eigh(matrix)
+    overlaps = (direction @ vectors).square()
+    best = int(overlaps.argmax())
+    return float(values[best]), float(overlaps[best])
+
+
+def within_errors(samples, expected, bias=0.0):
+    samples = torch.tensor(samples, dtype=torch.float64)
+    error = float(samples.std()) / len(samples) ** 0.5
+    assert abs(float(samples.mean()) - expected) < 4 * error + bias
+
+
+def test_the_homogeneous_model_is_theorem_14():
+    values = torch.tensor([3.0, -2.0, 1.2, 0.7, -0.3, 0.0])
+    v = 1.1
+
+    spikes = additive_spikes(values, variance=v)
+
+    values = values.double()
+    above = values.abs() > math.sqrt(v)
+    edge = torch.where(values < 0, -2.0, 2.0).double() * math.sqrt(v)
+    torch.testing.assert_close(spikes.value, torch.where(above, values + v / values, edge))
+    torch.testing.assert_close(spikes.overlap, torch.where(above, 1 - v / values**2, 0.0))
+    assert torch.equal(spikes.detected, above)
+    torch.testing.assert_close(spikes.threshold, torch.full_like(values, math.sqrt(v)))
+
+
+def test_the_multiplicative_model_is_theorem_16():
+    values, q, s = torch.tensor([8.0, 4.5, 3.0, 2.0, 0.1]).double(), 0.5, 2.0
+    theta = values / s - 1
+
+    spikes = multiplicative_spikes(values, ratio=q, bulk=s)
+
+    above = theta.abs() > math.sqrt(q)
+    edge = s * (1 + torch.where(theta < 0, -1, 1) * math.sqrt(q)) ** 2
+    torch.testing.assert_close(
+        spikes.value, torch.where(above, s * (1 + theta) * (1 + q / theta), edge)
+    )
+    overlap = (1 - q / theta**2) / (1 + q / theta)
+    torch.testing.assert_close(spikes.overlap, torch.where(above, overlap, 0.0))
+
+
+@pytest.mark.parametrize("spike", [1.5, -2.5])
+def test_additive_value_overlap_and_spread_are_those_of_wigner_matrices(spike):
+    n, draws = 300, 60
+    spikes = additive_spikes(spike, variance=1.0, size=n)
+
+    values, overlaps = [], []
+    for seed in range(draws):
+        # A rotation leaves the noise unchanged, so the spike may lie along the first axis.
+        matrix = spiked_wigner(n, spikes=(), generator=seeded(seed)).matrix
+        matrix[0, 0] += spike
+        value, overlap = outlier(matrix, torch.eye(n, dtype=torch.float64)[0])
+        values.append(value)
+        overlaps.append(overlap)
+
+    # The limits are approached as 1/n, the sample deviation is known to 1/sqrt(2 draws).
+    within_errors(values, float(spikes.value), bias=2 / n)
+    within_errors(overlaps, float(spikes.overlap), bias=2 / n)
+    ratio = float(torch.tensor(values).std() / spikes.stddev)
+    assert abs(ratio - 1) < 4 / math.sqrt(2 * draws)
+
+
+@pytest.mark.parametrize(("spike", "q"), [(4.0, 0.5), (6.0, 2.0), (0.1, 0.25)])
+def test_multiplicative_value_overlap_and_spread_are_those_of_sample_covariances(spike, q):
+    n, draws = 300, 60
+    spikes = multiplicative_spikes(spike, ratio=q, size=n)
+
+    values, overlaps = [], []
+    for seed in range(draws):
+        op = spiked_wishart(n, int(n / q), spikes=(spike,), generator=seeded(seed))
+        value, overlap = outlier(op.matrix, torch.eye(n, dtype=torch.float64)[0])
+        values.append(value)
+        overlaps.append(overlap)
+
+    within_errors(values, float(spikes.value), bias=4 * spike / n)
+    within_errors(overlaps, float(spikes.overlap), bias=4 / n)
+    ratio = float(torch.tensor(values).std() / spikes.stddev)
+    assert abs(ratio - 1) < 4 / math.sqrt(2 * draws)
+
+
+def test_noise_along_the_outlier_predicts_covariances_where_the_mean_does_not():
+    # V = lambda q along the outlier of a covariance, and q elsewhere
+    spike, q = 5.0, 1.5
+    exact = multiplicative_spikes(spike, ratio=q)
+
+    directional = additive_spikes(spike, variance=q, along=spike * q, centre=1.0)
+    mean = additive_spikes(spike, variance=q, centre=1.0)
+
+    torch.testing.assert_close(directional.value, exact.value)
+    torch.testing.assert_close(directional.overlap, exact.overlap)
+    torch.testing.assert_close(directional.threshold, exact.threshold)
+    assert float(mean.value) < float(exact.value) - 1
+
+
+@pytest.mark.parametrize("strength", [6.0, 0.2])
+def test_independent_entries_of_unequal_variance_meet_their_model(strength):
+    n, spike, draws, v, c = 300, 3.0, 40, 1.0, 0.5
+    spikes = additive_spikes(spike, variance=v, along=strength, centre=c, model="entries", size=n)
+
+    values, overlaps = [], []
+    for seed in range(draws):
+        noise = spiked_wigner(n, spikes=(), generator=seeded(seed)).matrix
+        noise[0] *= math.sqrt(strength)
+        noise[1:, 0] *= math.sqrt(strength)
+        matrix = noise + c * torch.eye(n, dtype=torch.float64)
+        matrix[0, 0] += spike - c
+        value, overlap = outlier(matrix, torch.eye(n, dtype=torch.float64)[0])
+        values.append(value)
+        overlaps.append(overlap)
+
+    within_errors(values, float(spikes.value), bias=4 * strength / n)
+    within_errors(overlaps, float(spikes.overlap), bias=4 / n)
+    ratio = float(torch.tensor(values).std() / spikes.stddev)
+    assert abs(ratio - 1) < 4 / math.sqrt(2 * draws)
+
+
+def test_strong_noise_along_a_direction_makes_an_outlier_of_its_own():
+    n, v, strength = 400, 1.0, 9.0
+    spikes = additive_spikes(0.0, variance=v, along=strength, model="entries", size=n, spread=2 / n)
+    noise = spiked_wigner(n, spikes=(), generator=seeded(3)).matrix
+    noise[0, 1:] *= 3
+    noise[1:, 0] *= 3
+
+    assert bool(spikes.detected)
+    largest = float(torch.linalg.eigvalsh(noise)[-1])
+    assert abs(largest - float(spikes.value)) < 4 * float(spikes.stddev)
+
+
+def test_entries_of_equal_variance_are_the_homogeneous_model():
+    values = torch.tensor([4.0, 1.1, -3.0])
+    homogeneous = additive_spikes(values, variance=1.3, centre=0.2, size=100)
+
+    entries = additive_spikes(
+        values, variance=1.3, along=1.3, centre=0.2, size=100, model="entries"
+    )
+
+    for name in ("value", "overlap", "threshold", "stddev", "edge"):
+        torch.testing.assert_close(getattr(entries, name), getattr(homogeneous, name))
+
+
+def test_models_agree_to_first_order_where_noise_is_weak():
+    settings = {"variance": 1e-4, "along": 1e-3, "centre": 1.0}
+
+    samples = additive_spikes(5.0, **settings)
+    entries = additive_spikes(5.0, model="entries", **settings)
+
+    assert float(samples.value - 5) == pytest.approx(1e-3 / 4, rel=1e-3)
+    assert float(entries.value - 5) == pytest.approx(1e-3 / 4, rel=1e-3)
+    assert float(1 - samples.overlap) == pytest.approx(float(1 - entries.overlap), rel=1e-3)
+
+
+@pytest.mark.parametrize("q", [0.25, 4.0])
+def test_the_largest_of_a_bulk_stays_within_the_finite_edge_as_often_as_said(q):
+    n, draws = 120, 200
+    spikes = multiplicative_spikes(1.0, ratio=q, size=n, level=0.9)
+    T = int(n / q)
+
+    inside = sum(
+        float(
+            torch.linalg.eigvalsh(spiked_wishart(n, T, spikes=(), generator=seeded(i)).matrix)[-1]
+        )
+        <= float(spikes.edge)
+        for i in range(draws)
+    )
+
+    assert abs(inside / draws - 0.9) < 4 * math.sqrt(0.09 / draws)
+
+
+def test_outliers_and_variances_broadcast():
+    spikes = additive_spikes(
+        torch.tensor([3.0, -2.0]), variance=torch.tensor([[1.0], [4.0], [0.0]])
+    )
+
+    assert spikes.value.shape == (3, 2)
+    torch.testing.assert_close(spikes.value[2], torch.tensor([3.0, -2.0]).double())
+    torch.testing.assert_close(spikes.overlap[2], torch.ones(2).double())
+
+
+def test_predictions_are_differentiable_also_at_the_centre():
+    values = torch.tensor([3.0, 0.5, -2.0, 0.0], dtype=torch.float64, requires_grad=True)
+
+    additive_spikes(values, variance=1.0, size=10).value.sum().backward()
+
+    # 1 - v/lambda^2 above the threshold, 0 below
+    expected = torch.tensor([8 / 9, 0.0, 0.75, 0.0], dtype=torch.float64)
+    torch.testing.assert_close(values.grad, expected)
+
+
+def test_unknown_fluctuations_are_nan():
+    assert additive_spikes(3.0, variance=1.0).stddev.isnan()
+    assert additive_spikes(3.0, variance=1.0, along=2.0, size=100).stddev.isnan()
+    known = additive_spikes(3.0, variance=1.0, along=2.0, size=100, spread=0.04)
+    assert float(known.stddev) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: additive_spikes(1.0, variance=-1.0), "variance must be at least 0"),
+        (lambda: additive_spikes(float("nan"), variance=1.0), "values must be finite"),
+        (lambda: additive_spikes(1.0, variance=1.0, along=-2.0), "along must be at least 0"),
+        (lambda: additive_spikes(1.0, variance=1.0, model="x"), "model must be one of"),
+        (lambda: additive_spikes(1.0, variance=1.0, level=1.0), "level must be between"),
+        (lambda: additive_spikes(1.0, variance=1.0, size=0), "size must be at least 1"),
+        (lambda: additive_spikes(1.0, variance=1.0, spread=-1.0), "spread must be at least 0"),
+        (lambda: multiplicative_spikes(-1.0, ratio=1.0), "values must be at least 0"),
+        (lambda: multiplicative_spikes(1.0, ratio=0.0), "ratio must be positive, got 0"),
+        (lambda: multiplicative_spikes(1.0, ratio=1.0, bulk=-2.0), "bulk must be positive, got -2"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_named(call, match):
+    with pytest.raises(ValueError, match=match):
+        call()
