@@ -221,7 +221,8 @@ def _correlations(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     image = x.permute(2, 3, 0, 1).contiguous()
     rows, columns = _axes(module, image)
     num_rows, num_columns, channels = len(rows.offsets), len(columns.offsets), image.shape[-1]
-    moment = image.new_zeros(num_rows, num_columns, channels, num_rows, num_columns, channels)
+    # In the order of the weight: channels, then the offsets of the kernel.
+    moment = image.new_zeros(channels, num_rows, num_columns, channels, num_rows, num_columns)
     for dy in rows.shifts():
         for dx in columns.shifts():
             # A_vu = A_uv': half of the shifts are enough.
@@ -232,12 +233,11 @@ def _correlations(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
                 for ux, vx in columns.pairs(dx):
                     block = _covered(parts, rows.window(uy, dy), columns.window(ux, dx))
                     if block is not None:
-                        moment[uy, ux, :, vy, vx] = block
-                        moment[vy, vx, :, uy, ux] = block.T
+                        moment[:, uy, ux, :, vy, vx] = block
+                        moment[:, vy, vx, :, uy, ux] = block.T
     sums = _window_sums(image, rows, columns)
-    # From (kernel, channel) to the order of the weight, (channel, kernel).
     size = moment.shape[:3].numel()
-    return moment.permute(2, 0, 1, 5, 3, 4).reshape(size, size), sums
+    return moment.view(size, size), sums
 
 
 def _axes(module: Any, image: Tensor) -> list[_Axis]:

@@ -55,7 +55,9 @@ class KFAC(Optimizer):
     Args:
         model: The model, also inside DistributedDataParallel.
         lr: Learning rate :math:`\alpha`.
-        delta: Damping :math:`\delta`, which a :class:`~ritz.optim.GroupSchedule` may change.
+        delta: Damping :math:`\delta`, which a :class:`~ritz.optim.GroupSchedule` may change. Along
+            directions without curvature the learning rate is :math:`\alpha / \delta`: a ratio
+            of 1 is a good start, and a larger damping allows a larger rate.
         params: Parameters of the model or groups of them. Defaults to all that require a gradient.
         momentum: Momentum :math:`\rho`.
         weight_decay: Decay :math:`\lambda`.
