@@ -29,8 +29,10 @@ class Tuning:
     """When a factor is computed in which way."""
 
     # Rows of a product X X' from which only blocks on and above the diagonal are computed, in
-    # `strips` strips: 0.63 of the operations (benchmarks/kfac_steps.py --part factors).
+    # `strips` strips: 0.63 of the operations (benchmarks/kfac_steps.py --part factors). With fewer
+    # columns than `columns` copying the other half costs more than computing it.
     symmetric: int = 512
+    columns: int = 128
     strips: int = 4
     # Channels from which the patches of a convolution are not formed. Below it the products of
     # shifted images are too small to be fast (benchmarks/kfac_steps.py --part factors).
@@ -43,7 +45,7 @@ TUNING = Tuning()
 def gram(x: Tensor) -> Tensor:
     r"""Return :math:`X X^\top` for ``(..., n, m)``, using its symmetry if it is large."""
     n = x.shape[-2]
-    if n < TUNING.symmetric or x.ndim > 2:
+    if n < TUNING.symmetric or x.shape[-1] < TUNING.columns or x.ndim > 2:
         return x @ x.mT
     product = x.new_empty(n, n)
     size = -(-n // TUNING.strips)
@@ -94,15 +96,16 @@ def input_moment(module: Any, x: Tensor, keys: tuple[str, ...], *, reduce: bool 
         keys: Parameters of the layer that vary, among ``weight`` and ``bias``.
         reduce: Replace the inputs of a sample by their mean over positions.
     """
-    bias, count = "bias" in keys, None
+    bias = "bias" in keys
     if "weight" not in keys:
         groups = getattr(module, "groups", 1)
         ones = x.new_full((groups, 1, 1), float(_num_rows(module, x, reduce)))
         return ones[0] if groups == 1 else ones
     if reduce or not isinstance(module, CONVOLUTIONS):
         rows = _mean_inputs(module, x) if reduce else x.reshape(-1, x.shape[-1]).T
-        product, sums, count = gram(rows), rows.sum(-1), rows.shape[-1]
-    elif _correlates(module):
+        ones = rows.new_ones(*rows.shape[:-2], 1, rows.shape[-1])
+        return gram(torch.cat([rows, ones], -2) if bias else rows)
+    if _correlates(module):
         product, sums = _correlations(module, x)
         count = _num_rows(module, x, reduce)
     else:

@@ -148,15 +148,13 @@ class Block(ABC):
         """
         self.updates += 1
         # A mean of the first steps, which becomes an exponential one: nothing to correct.
-        share = max(1 / self.updates, 1 - self.settings.factor_decay)
-        for name, mean in self._means(gain).items():
-            self._enter(name, mean, share)
-
-    def _enter(self, name: str, mean: Tensor, share: float) -> None:
-        if name in self.average:
-            self.average[name].lerp_(mean, share)
-        else:
-            self.average[name] = mean
+        share, units = max(1 / self.updates, 1 - self.settings.factor_decay), self._units(gain)
+        for name, total in self.sums.items():
+            if name in self.average:
+                # In place: a factor of thousands of inputs is read and written once.
+                self.average[name].mul_(1 - share).add_(total, alpha=share * units[name])
+            else:
+                self.average[name] = total * units[name]
 
     def _sum(self, name: str, part: Tensor) -> None:
         if name in self.sums:
@@ -179,7 +177,8 @@ class Block(ABC):
     def _shapes(self, *, whole: bool = False) -> dict[str, tuple[int, ...]]: ...
 
     @abstractmethod
-    def _means(self, gain: float) -> Tensors: ...
+    def _units(self, gain: float) -> dict[str, float]:
+        """Return the factors that make sums means."""
 
     @abstractmethod
     def decomposed(self, delta: float) -> Tensors:
@@ -286,13 +285,12 @@ class KroneckerBlock(Block):
         sizes = {"inputs": (*lead, i, i), "outputs": (*lead, o, o)}
         return sizes | ({"scales": (*lead, o, i)} if scaled else {})
 
-    def _means(self, gain: float) -> Tensors:
+    def _units(self, gain: float) -> dict[str, float]:
         # 1 / T goes to the inputs of a linear layer, and to the outputs of a convolution.
         convolves = isinstance(self.module, CONVOLUTIONS) and not self.reduces
         inputs = 1 / (self.samples if convolves else self.rows)
         outputs = gain * (self.samples / self.rows if convolves else 1.0)
-        factors = {"inputs": inputs, "outputs": outputs, "scales": gain}
-        return {name: value * factors[name] for name, value in self.sums.items()}
+        return {"inputs": inputs, "outputs": outputs, "scales": gain}
 
     # --------------------------------------------------------------------------------------
     # The inverse.
@@ -416,7 +414,8 @@ def inverted(matrix: Tensor) -> Tensor:
     """Return the inverse of a positive definite matrix, by Cholesky's method if roundoff allows."""
     root, info = torch.linalg.cholesky_ex(matrix)
     if not bool(info.any()):
-        return torch.cholesky_inverse(root).contiguous()
+        # The inverse is symmetric, and comes column by column: its transpose needs no copy.
+        return torch.cholesky_inverse(root).mT.contiguous()
     # Roundoff has made an eigenvalue negative: the damping is below eps times the largest.
     values, basis = eigen(matrix)
     floor = torch.finfo(matrix.dtype).eps * values[..., -1:]
@@ -473,8 +472,8 @@ class AffineBlock(Block):
     def _shapes(self, *, whole: bool = False) -> dict[str, tuple[int, ...]]:
         return {"moment": (self.anchor.numel(), len(self.params), len(self.params))}
 
-    def _means(self, gain: float) -> Tensors:
-        return {name: value * gain for name, value in self.sums.items()}
+    def _units(self, gain: float) -> dict[str, float]:
+        return {"moment": gain}
 
     def cost(self) -> int:
         return 100 * self.anchor.numel()
