@@ -314,7 +314,15 @@ def test_dropout_that_cannot_be_fixed_raises(model):
 
 @pytest.mark.parametrize("call", [ggn, fisher, gradient_covariance])
 def test_operators_of_outputs_raise_if_the_loss_is_inside_the_model(call):
-    risk = case("loss inside").risk()
+    class Smoothed(nn.Linear):
+        def forward(self, inputs, labels):
+            logits = super().forward(inputs)
+            # Not the plain cross-entropy of the logits, which would be recognised.
+            loss = nn.functional.cross_entropy(logits, labels, label_smoothing=0.1)
+            return {"loss": loss, "logits": logits}
+
+    [(inputs, labels)] = vectors(4)
+    risk = Risk(Smoothed(3, 3).double(), None, [{"inputs": inputs, "labels": labels}])
     with pytest.raises((TypeError, ValueError), match="loss_fn"):
         call(risk)
 

@@ -108,21 +108,6 @@ def test_sparse_and_scaled_embeddings_have_plain_gradients(option):
     torch.testing.assert_close(hessian(found).dense(), hessian(expected).dense())
 
 
-def test_the_error_of_a_model_that_torch_cannot_transform_names_the_reason():
-    class Packed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lstm = nn.LSTM(3, 2, batch_first=True)
-
-        def forward(self, x):
-            pack = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([2, 1]), batch_first=True)
-            return self.lstm(pack)[1][0][-1]
-
-    risk = Risk(Packed().double(), CE, [(noise(2, 2, 3), torch.tensor([0, 1]))])
-    with pytest.raises(RuntimeError, match="cannot be differentiated twice: no forward over"):
-        hessian(risk) @ risk.theta
-
-
 def test_a_loss_that_is_a_sum_raises():
     def summed(outputs, target):
         return torch.nn.functional.cross_entropy(outputs, target, reduction="sum")

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from optim.optimizer_cases import parameters, seeded
+from torch.nn.functional import cross_entropy
 
 from ritz import data as datasets
 from ritz import models
@@ -11,7 +12,9 @@ from ritz.optim import (
     CurvatureOptimizer,
     Gadam,
     GadamX,
+    LanczosNewton,
     Padam,
+    SpectralSGD,
     from_preset,
     preset,
     preset_names,
@@ -25,17 +28,17 @@ def test_every_preset_makes_an_optimiser_that_steps(name):
     subject = model if preset(name).optimizer is KFAC else params
     optimizer = from_preset(name, subject, steps_per_epoch=10)
     assert type(optimizer).__name__.lower() == name.split("/")[0]
+    batch = torch.eye(3), torch.tensor([0, 1, 1])
     if isinstance(optimizer, CurvatureOptimizer):
-        batch = torch.ones(4, 3), torch.zeros(4, 2)
-        optimizer.update_curvature(Risk(model, torch.nn.functional.mse_loss, [batch]))
-    model(torch.ones(4, 3)).square().mean().backward()
+        optimizer.update_curvature(Risk(model, cross_entropy, [batch]))
+    cross_entropy(model(batch[0]), batch[1]).backward()
     optimizer.step()
     assert all(torch.isfinite(p).all() for p in params)
 
 
 @pytest.mark.parametrize("name", preset_names())
 def test_presets_use_the_names_of_models_and_data_sets(name):
-    _, *network, data = name.split("/")
+    _, *network, data = name.removesuffix("/ssgdm").removesuffix("/ssgdmn").split("/")
     assert set(network) <= set(models.available())
     # Both sets of CIFAR share settings; ImageNet at full size is a folder of images.
     assert data in {*datasets.available(), "cifar", "imagenet"}
@@ -54,6 +57,17 @@ def test_presets_use_the_names_of_models_and_data_sets(name):
             GadamX,
             {"lr": 1.0, "partial": 0.2, "weight_decay": 1.2e-6, "decoupled_weight_decay": False},
         ),
+        (
+            "lanczosnewton/vgg16/cifar100",
+            LanczosNewton,
+            {"lr": 1.0, "delta": 10.0, "num_steps": 20},
+        ),
+        ("lanczosnewton/logistic/mnist", LanczosNewton, {"lr": 0.01, "num_steps": 50}),
+        (
+            "spectralsgd/preresnet110/cifar100/ssgdmn",
+            SpectralSGD,
+            {"interval": 20 * 391, "num_steps": 20, "nesterov": True},
+        ),
         ("padam/lstm/ptb", Padam, {"lr": 1.0, "partial": 0.2, "decoupled_weight_decay": False}),
     ],
 )
@@ -69,6 +83,12 @@ def test_preset_averages_from_its_published_epoch():
     assert preset("gadam/vgg16/cifar100").epochs == 300
     assert optimizer.average.start == 160 * 391 + 1
     assert optimizer.average.interval == 391
+
+
+def test_preset_of_spectral_sgd_measures_every_twenty_epochs():
+    name = "spectralsgd/preresnet110/cifar100/ssgdm"
+    optimizer = from_preset(name, parameters(seeded()), steps_per_epoch=7)
+    assert optimizer.param_groups[0]["interval"] == 140
 
 
 def test_preset_without_steps_per_epoch_does_not_start_averaging():

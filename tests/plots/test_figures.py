@@ -10,6 +10,8 @@ import ritz
 from ritz import plots
 from ritz.measures import Landscape, Landscape2d
 from ritz.plots._style import share_legend
+from ritz.rmt import MarchenkoPastur
+from ritz.testing import wishart
 
 KINDS = ["Ritz value < 0", "sign not known, unconverged", "Ritz value > 0",
          "Ritz value > 0, unconverged"]  # fmt: skip
@@ -79,6 +81,30 @@ def test_a_spectrum_is_drawn_over_exact_eigenvalues(matrix, ax, tmp_path):
     exact = matrix.diagonal()
     assert plots.against_exact(spectrum, exact, diagonal=exact, ax=ax) is ax
     assert {"exact", "diagonal"} <= set(legend(ax))
+    save(ax, tmp_path)
+
+
+def test_a_law_is_drawn_with_its_atom(ax, tmp_path):
+    plots.density(MarchenkoPastur(ratio=2.0), ax=ax)
+
+    assert legend(ax) == ["density", "mass 0.5 at 0"]
+    assert ax.get_lines()[1].get_xdata()[0] == 0
+    save(ax, tmp_path)
+
+
+def test_a_law_is_drawn_as_its_share_of_each_bin(ax, tmp_path):
+    op = wishart(60, 30)
+    exact = torch.linalg.eigvalsh(op.matrix)
+
+    plots.against_exact(
+        ritz.lanczos(op, num_steps=10), exact, law=MarchenkoPastur(ratio=2.0), ax=ax
+    )
+
+    stairs = next(patch for patch in ax.patches if patch.get_label() == "law")
+    shares = stairs.get_data().values
+    # Half of the mass lies in the first bin, and the bins end at the largest eigenvalue.
+    assert shares[0] == pytest.approx(0.5)
+    assert 0.9 < shares.sum() <= 1
     save(ax, tmp_path)
 
 

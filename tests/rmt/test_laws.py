@@ -256,7 +256,7 @@ def test_matrices_of_order_4000_follow_the_laws(name):
     drawn = torch.linalg.eigvalsh(matrix)
 
     # The drawn diagonal differs from its law by 1/sqrt(n); the matrices repel to 1/n.
-    assert distance(law, drawn) < (1.63 / math.sqrt(n) if name == "free sum" else 4 / n)
+    assert distance(law, drawn) < (1.63 / math.sqrt(n) if name == "free sum" else 6 / n)
 
 
 def test_largest_eigenvalues_of_wigner_matrices_follow_tracy_widom():
@@ -298,10 +298,10 @@ def test_laws_are_priors_of_maximum_entropy():
 @pytest.mark.parametrize(
     ("call", "match"),
     [
-        (lambda: Semicircle(variance=0.0), "variance must be positive"),
-        (lambda: Normal(variance=math.inf), "variance must be positive and finite"),
-        (lambda: MarchenkoPastur(ratio=-1.0), "ratio must be at least 0"),
-        (lambda: MarchenkoPastur(ratio=1.0, scale=math.nan), "scale must be"),
+        (lambda: Semicircle(variance=0.0), "variance must be finite and above 0"),
+        (lambda: Normal(variance=math.inf), "variance must be finite"),
+        (lambda: MarchenkoPastur(ratio=-1.0), "ratio must be finite"),
+        (lambda: MarchenkoPastur(ratio=1.0, scale=math.nan), "scale must be finite"),
         (lambda: TracyWidom(beta=4), "beta must be 1 or 2, got 4"),
         (lambda: Semicircle().ppf(1.5), "levels must be between 0 and 1"),
         (lambda: Semicircle().ppf(math.nan), "levels must be between 0 and 1"),

@@ -110,6 +110,31 @@ def test_noise_along_the_outlier_predicts_covariances_where_the_mean_does_not():
     assert float(mean.value) < float(exact.value) - 1
 
 
+def test_the_inhomogeneous_ensemble_needs_the_variance_along_its_outlier():
+    n, T, spike, draws = 200, 2000, 6.0, 40
+    q = n / T
+    values, along, mean = [], [], []
+    for seed in range(draws):
+        samples = torch.randn(n, T, dtype=torch.float64, generator=seeded(seed))
+        samples[0] *= math.sqrt(spike)
+        values.append(float(torch.linalg.eigvalsh(samples @ samples.T / T)[-1]))
+        # V(v) of the mean of T samples: (mean |x|^2 (x'v)^2 - |C v|^2) / T, and its mean over v
+        squares = samples.square().sum(0)
+        along.append(float((squares * samples[0].square()).mean() - spike**2) / T)
+        mean.append(float(squares.square().mean() - spike**2 - (n - 1)) / (n * T))
+
+    along, mean = sum(along) / draws, sum(mean) / draws
+    by_direction = additive_spikes(spike, variance=mean, along=along, centre=1.0)
+    by_mean = additive_spikes(spike, variance=mean)
+
+    # 6.13 and 6.02 for this size; 6.12 and 6.02 for large ones
+    assert along == pytest.approx(q * spike, rel=0.1)
+    assert float(by_mean.value) == pytest.approx(6.02, abs=0.005)
+    within_errors(values, float(by_direction.value))
+    error = float(torch.tensor(values).std()) / math.sqrt(draws)
+    assert sum(values) / draws > float(by_mean.value) + error
+
+
 @pytest.mark.parametrize("strength", [6.0, 0.2])
 def test_independent_entries_of_unequal_variance_meet_their_model(strength):
     n, spike, draws, v, c = 300, 3.0, 40, 1.0, 0.5
@@ -182,6 +207,17 @@ def test_the_largest_of_a_bulk_stays_within_the_finite_edge_as_often_as_said(q):
     )
 
     assert abs(inside / draws - 0.9) < 4 * math.sqrt(0.09 / draws)
+
+
+def test_the_edge_of_a_wigner_matrix_is_passed_as_rarely_as_said():
+    n, draws = 100, 300
+    edges = additive_spikes(torch.tensor([0.1, -0.1]), variance=1.0, size=n, level=0.9).edge
+
+    ends = [torch.linalg.eigvalsh(spiked_wigner(n, spikes=(), generator=seeded(i)).matrix)
+            for i in range(draws)]  # fmt: skip
+
+    for inside in ([x[-1] <= edges[0] for x in ends], [x[0] >= edges[1] for x in ends]):
+        assert abs(sum(map(int, inside)) / draws - 0.9) < 4 * math.sqrt(0.09 / draws)
 
 
 def test_outliers_and_variances_broadcast():

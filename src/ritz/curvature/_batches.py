@@ -112,6 +112,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[tuple[int, Batch]]:
         """Yield this process's batches with their numbers, always in the same order."""
+        # Process k of n has the batches k, k + n, k + 2 n, ...
         numbers = range(self._rank, len(self.sizes), self._world)
         if self._in_memory is not None:
             yield from zip(numbers, self._in_memory, strict=True)
@@ -131,11 +132,7 @@ class Batches:
             )
 
     def _move(self, batch: Batch) -> Batch:
-        def move(tensor: Tensor) -> Tensor:
-            dtype = self._dtype if tensor.is_floating_point() else None
-            return differentiable(tensor.detach().to(device=self._device, dtype=dtype))
-
-        return tree_map_only(Tensor, move, batch)
+        return move_batch(batch, self._device, self._dtype)
 
     def _compare(self, index: int, batch: Batch, checksum: int | None) -> None:
         if _checksum(batch) != checksum:
@@ -166,3 +163,13 @@ def _checksum(batch: Batch) -> int:
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         checksum = zlib.crc32(data.numpy().data, checksum)
     return checksum
+
+
+def move_batch(batch: Batch, device: torch.device | None, dtype: torch.dtype | None) -> Batch:
+    """Return a batch on a device, its floating-point tensors in a dtype if there is one."""
+
+    def move(tensor: Tensor) -> Tensor:
+        kind = dtype if tensor.is_floating_point() else None
+        return differentiable(tensor.detach().to(device=device, dtype=kind))
+
+    return tree_map_only(Tensor, move, batch)

@@ -7,7 +7,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, fx
 from torch.func import functionalize, vmap
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ritz._core.batches import tensors
@@ -150,12 +151,39 @@ def _key(node: fx.Node) -> Any:
 # others are the *tangent* part. A product then computes the tangent part alone, which is close
 # to the least arithmetic that a product needs.
 
+#
+# A trace follows one path through the code of a model. Where the path depends on a value, as in
+# `if mask.all()`, the value is a *guard*: the trace holds at all points with the same guards.
+
 Graph = Callable[..., Sequence[Tensor]]
+_GUARD = aten._assert_async.msg
+
+
+class GuardError(RuntimeError):
+    """A point leads through other parts of the model than the trace."""
+
+
+class _Guards(TorchDispatchMode):
+    """Lets the code that is traced read numbers from tensors, and records them as guards."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is not aten._local_scalar_dense.default:
+            return func(*args, **(kwargs or {}))
+        with disable_proxy_modes_tracing():
+            value = func(*args)
+        # An assertion is never removed from a graph, unlike a comparison that nobody reads.
+        _GUARD(aten.eq.Scalar(args[0], value), "guard")
+        return value
 
 
 @final
 class Linearization:
     """The two parts of a product that is linear in its first argument.
+
+    Values that the code reads from tensors, such as ``mask.all()`` in a condition, are guards: the
+    trace holds where they are the same, and :meth:`primal` raises :class:`GuardError` elsewhere.
 
     Args:
         product: Takes a vector and a point, a tree of tensors. Returns a tensor.
@@ -177,19 +205,24 @@ class Linearization:
         def flat(vector: Tensor, *inputs: Tensor) -> Tensor:
             values = iter(inputs)
             point = [next(values) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            return product(vector, tree_unflatten(point, spec))
+            with _Guards():  # type: ignore[no-untyped-call]
+                return product(vector, tree_unflatten(point, spec))
 
         traced = make_fx(functionalize(flat))(vector, *tensors(point))
         _require_fixed_shapes(traced)
         self._compiled = compiled
-        self._primal, self._tangent = _split(simplify(traced))
+        self._primal, self._tangent, self._num_guards = _split(simplify(traced))
         self._run_primal: Graph = _prepare(self._primal, compiled)
         self._run_tangent: dict[int, Graph] = {1: _prepare(self._tangent, compiled)}
 
     def primal(self, point: Any) -> list[Tensor]:
-        """Return the tensors of the primal part at a point."""
+        """Return the tensors of the primal part at a point; raise if its guards do not hold."""
         with torch.no_grad():
-            return list(self._run_primal(*tensors(point)))
+            values = list(self._run_primal(*tensors(point)))
+        guards, primal = values[: self._num_guards], values[self._num_guards :]
+        if guards and not bool(torch.stack(guards).all()):
+            raise GuardError("the model takes another path at this point than in the trace")
+        return primal
 
     def tangent(self, primal: Sequence[Tensor], vectors: Tensor) -> Tensor:
         """Return the products with ``k`` vectors, both ``(k, *shape)``."""
@@ -239,7 +272,9 @@ def _prepare(module: fx.GraphModule, compiled: bool) -> Graph:
     return graph
 
 
-def _split(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
+def _split(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule, int]:
+    """Return primal part, tangent part, and how many outputs of the primal part are guards."""
+    conditions = dict.fromkeys(_take_guards(module.graph))
     nodes = list(module.graph.nodes)
     vector, *points = (node for node in nodes if node.op == "placeholder")
     (result,) = (node for node in nodes if node.op == "output")
@@ -252,9 +287,21 @@ def _split(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
     # The border: primal nodes that the tangent part reads.
     users = [source for node in nodes if node in moving for source in node.all_input_nodes]
     border = list(dict.fromkeys(node for node in users if node not in moving))
-    primal = _part(module, points, [n for n in nodes if n not in moving], border)
+    if moving & conditions.keys():
+        raise RuntimeError("the path through the model depends on the vector")
+    fixed = [node for node in nodes if node not in moving]
+    primal = _part(module, points, fixed, [*conditions, *border])
     tangent = _part(module, [*border, vector], [n for n in nodes if n in moving], result.args)
-    return primal, tangent
+    return primal, tangent, len(conditions)
+
+
+def _take_guards(graph: fx.Graph) -> list[fx.Node]:
+    """Remove the assertions from a graph, and return the nodes of their conditions."""
+    guards = [node for node in graph.nodes if node.target is _GUARD]
+    conditions = [node.all_input_nodes[0] for node in guards]
+    for node in guards:
+        graph.erase_node(node)
+    return conditions
 
 
 def _part(

@@ -13,7 +13,7 @@ from torch.func import grad, jvp, vjp, vmap
 from torch.nn import functional
 
 from ritz._core.batches import split_labels
-from ritz._core.checks import check_range
+from ritz._core.checks import check_range, is_below
 
 # ------------------------------------------------------------------------------------------
 # Losses of torch as functions of the outputs f, with derivatives in closed form.
@@ -352,6 +352,63 @@ def num_correct(loss_fn: Any, outputs: Any, target: Any) -> tuple[int, int]:
 
 
 # ------------------------------------------------------------------------------------------
+# Losses that models compute themselves.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnLoss:
+    """How a model computes its loss from its ``logits`` and the ``labels`` of a batch.
+
+    Attributes:
+        tokens: Logits are ``(batch, tokens, classes)`` and labels ``(batch, tokens)``.
+        shift: The logits of a token predict the label of the next one, as in a decoder.
+    """
+
+    tokens: bool
+    shift: bool
+
+    def outputs(self, logits: Tensor) -> Tensor:
+        """Return the logits with the classes along axis 1, one for each label of :meth:`target`."""
+        shifted = logits[:, :-1] if self.shift else logits
+        return shifted.movedim(-1, 1) if self.tokens else shifted
+
+    def target(self, labels: Tensor) -> Tensor:
+        """Return the labels that the outputs predict."""
+        return labels[:, 1:] if self.shift else labels
+
+    def num_terms(self, labels: Tensor) -> int:
+        """Return the number of labels that are not ignored: the weight of a batch in the mean."""
+        return int((self.target(labels) != -100).sum())
+
+
+def recognized_loss(outputs: Any, labels: Any) -> OwnLoss | None:
+    """Return how a model computes its loss, if it returns ``loss`` and ``logits`` and it is known.
+
+    It is known if cross-entropy of the logits and labels, shifted by a token or not, has the same
+    value on this batch.
+    """
+    if not isinstance(labels, Tensor) or labels.is_floating_point():
+        return None
+    logits, loss = (
+        outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
+        for name in ("logits", "loss")
+    )
+    if not isinstance(logits, Tensor) or not isinstance(loss, Tensor) or loss.ndim:
+        return None
+    tokens = logits.ndim == 3 and logits.shape[:2] == labels.shape
+    if not tokens and not (logits.ndim == 2 and logits.shape[:1] == labels.shape):
+        return None
+    for shift in (True, False) if tokens else (False,):
+        own = OwnLoss(tokens=tokens, shift=shift)
+        if logits.shape[-1] > 1 and own.num_terms(labels):
+            value = functional.cross_entropy(own.outputs(logits).float(), own.target(labels))
+            # Many models compute their loss in float32, whatever the dtype of their weights.
+            if is_below(abs(float(value) - float(loss)), 1e-5 * abs(float(loss))):
+                return own
+    return None
+
+
+# ------------------------------------------------------------------------------------------
 # The model with its loss, called on batches.
 
 Forward = Callable[[nn.Module, Any], Any]
@@ -370,13 +427,18 @@ class Adapter(nn.Module):
             model returns the loss itself.
         forward: Takes the model and a batch, returns ``(outputs, target)``; without ``loss_fn`` it
             returns the loss.
+        own: How the model computes its own loss, which ``loss_fn`` then computes instead.
     """
 
     def __init__(
-        self, model: nn.Module, loss_fn: LossFunction | None, forward: Forward | None
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction | None,
+        forward: Forward | None,
+        own: OwnLoss | None = None,
     ) -> None:
         super().__init__()
-        self.model, self.custom = model, forward
+        self.model, self.custom, self.own = model, forward, own
         # Not an attribute of its own: the parameters of a loss are not those of the model.
         self.loss_fn = SimpleNamespace(call=loss_fn)
         known = known_loss(loss_fn)
@@ -393,6 +455,10 @@ class Adapter(nn.Module):
                 kind = type(result).__name__
                 raise TypeError(f"forward must return (outputs, target), got {kind}")
             return result
+        if self.own is not None:
+            # With the labels, which some models make inputs of.
+            logits = _field(self.model(**batch), "logits")
+            return self.own.outputs(logits), self.own.target(batch["labels"])
         if without_loss and named:
             return _field(self.model(**batch), "loss"), None
         if without_loss:
@@ -414,7 +480,8 @@ class Adapter(nn.Module):
         """Return the target of a batch if it is known without a call of the model, or ``None``."""
         if self.custom is not None or self.loss_fn.call is None:
             return None
-        return split_labels(batch)[2]
+        labels = split_labels(batch)[2]
+        return labels if self.own is None else self.own.target(labels)
 
     def loss(self, outputs: Any, target: Any) -> Any:
         """Return the mean loss of a batch."""

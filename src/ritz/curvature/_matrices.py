@@ -8,13 +8,14 @@ from typing import Any, Literal, Unpack, final
 import torch
 from torch import Tensor
 from torch.func import grad, jvp, vjp, vmap
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
 
 from ritz._core.checks import check_choice, check_count, check_tensor
+from ritz._core.modes import recording
 from ritz._core.random import resolve_generator
 from ritz.curvature._losses import KnownLoss, as_likelihood, output_hessian, sample_losses
-from ritz.curvature._modes import Context, Params
-from ritz.curvature._products import Column, CurvatureOperator, ProductOptions, Products
+from ritz.curvature._modes import Context, Params, as_leaves, derivatives
+from ritz.curvature._products import PLAIN, Column, CurvatureOperator, ProductOptions, Products
 from ritz.curvature._risk import Risk, check_risk
 from ritz.operators import LowRankOperator
 from ritz.operators._shared import SumOperator
@@ -49,8 +50,11 @@ def hessian(risk: Risk, **options: Unpack[ProductOptions]) -> HessianOperator:
     ways = (
         ("forward over reverse", partial(_hessian_product, False)),
         ("reverse over reverse", partial(_hessian_product, True)),
+        (PLAIN, _plain_hessian_product),
     )
-    return HessianOperator(Products(risk, ways, shift=risk.l2, **options))
+    # Without a trace, forward over reverse costs 2.7 to 3.9 gradients on the CPU, and reverse over
+    # reverse 1.9 to 2.7 (GPT-2, ViT, MLP, convolutions).
+    return HessianOperator(Products(risk, ways, shift=risk.l2, reversed_if_eager=True, **options))
 
 
 def _hessian_product(
@@ -63,6 +67,14 @@ def _hessian_product(
     return product
 
 
+def _plain_hessian_product(risk: Risk, params: Params, context: Context, vector: Params) -> Params:
+    with recording():
+        leaves = as_leaves(params)
+        gradient = derivatives(risk.batch_loss(leaves, context), leaves, again=True)
+        # H v = d/dtheta (grad L)' v
+        return derivatives(list(gradient.values()), leaves, list(vector.values()))
+
+
 # ------------------------------------------------------------------------------------------
 # Matrices J' M J, with the Jacobian J of a function of the parameters: Gauss-Newton and Fisher.
 
@@ -73,7 +85,7 @@ Middle = Callable[[Context, Any, Any, Any, bool], Any]
 
 
 def _jacobian_ways(evaluate: Evaluate, middle: Middle) -> tuple[tuple[str, Column], ...]:
-    """Return the two ways of multiplying by J' M J."""
+    """Return the three ways of multiplying by J' M J."""
 
     def multiply(
         reverse: bool, risk: Risk, params: Params, context: Context, vector: Params
@@ -97,9 +109,23 @@ def _jacobian_ways(evaluate: Evaluate, middle: Middle) -> tuple[tuple[str, Colum
         product: Params = pull(middle(context, values, targets[-1], tangent, reverse))[0]
         return product
 
+    def plain(risk: Risk, params: Params, context: Context, vector: Params) -> Params:
+        with recording():
+            leaves = as_leaves(params)
+            values, target = evaluate(risk, leaves, context)
+            # u -> J' u, at u = 0, and its transpose v -> J v
+            zero = tree_map(lambda leaf: torch.zeros_like(leaf, requires_grad=True), values)
+            pulled = derivatives(values, leaves, zero, again=True)
+            units = {str(k): leaf for k, leaf in enumerate(tree_leaves(zero))}
+            along = derivatives(list(pulled.values()), units, list(vector.values()))
+            tangent = tree_unflatten(list(along.values()), tree_structure(values))
+            fixed = tree_map(torch.Tensor.detach, values)
+            return derivatives(values, leaves, middle(context, fixed, target, tangent, True))
+
     return (
         ("forward and reverse", partial(multiply, False)),
         ("reverse twice", partial(multiply, True)),
+        (PLAIN, plain),
     )
 
 

@@ -16,7 +16,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
-from ritz._core.batches import Batch, take_rows
+from ritz._core.batches import Batch, take_rows, tensors
 from ritz._core.checks import check_choice, check_real_floating
 from ritz._core.modes import Precision, arithmetic, evaluating, outside_inference
 from ritz._core.params import ParamSpace
@@ -130,6 +130,32 @@ def copy_state(
         values = {name: state.pop(name) for name in chosen}
         space = ParamSpace(values)
         return space, space.flatten(values), state, cast
+
+
+def as_leaves(params: Params) -> Params:
+    """Return the parameters as tensors that autograd differentiates with respect to."""
+    return {name: value.detach().requires_grad_() for name, value in params.items()}
+
+
+def derivatives(outputs: Any, leaves: Params, along: Any = None, *, again: bool = False) -> Params:
+    """Return the derivatives of outputs, or of their products with ``along``, by plain autograd.
+
+    Args:
+        outputs: A tensor, or a list of tensors.
+        leaves: Parameters of :func:`as_leaves`. The derivative in one that is not used is zero.
+        along: Tensors like the outputs. ``None`` for a single number.
+        again: Whether the derivatives will be differentiated.
+    """
+    pairs = zip(tensors(outputs), tensors(along), strict=True) if along is not None else ()
+    # Outputs that do not depend on any parameter have no derivative.
+    moving = [(output, vector) for output, vector in pairs if output.requires_grad]
+    if along is not None and not moving:
+        return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+    values, vectors = zip(*moving, strict=True) if moving else ((outputs,), None)
+    parts = torch.autograd.grad(
+        values, list(leaves.values()), vectors, create_graph=again, materialize_grads=True
+    )
+    return dict(zip(leaves, parts, strict=True))
 
 
 def select_names(names: list[str], selection: Selection) -> list[str]:

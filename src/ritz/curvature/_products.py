@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten
 from ritz._core.batches import tensors
 from ritz._core.checks import check_choice, check_count, is_below
 from ritz._core.modes import arithmetic, batch_norms, differentiable, searched_convolutions
-from ritz.curvature._linearize import Linearization, nbytes
+from ritz.curvature._linearize import GuardError, Linearization, nbytes
 from ritz.curvature._modes import (
     LIMITS,
     Context,
@@ -33,6 +33,7 @@ from ritz.operators import LinearOperator
 Column = Callable[[Risk, Params, Context, Params], Params]
 # The product of the matrix of one batch with ``k`` vectors, ``(k, n)`` to a new ``(k, n)``.
 Linear = Callable[[Tensor], Tensor]
+PLAIN = "plain autograd"  # name of the way that differentiates without torch.func
 EngineName = Literal["auto", "linearized", "eager"]
 ENGINES = ("auto", "linearized", "eager")
 
@@ -61,6 +62,8 @@ class Products:
         risk: The loss at a point.
         ways: Names and functions for the product of one batch with one vector. The first one that
             works is used.
+        reversed_if_eager: Use the second way, by reverse rules alone, on the CPU if the model is
+            not traced.
         engine: ``linearized``, ``eager`` or ``auto``.
         compile: Compile the traces, and search for the fastest convolutions on a GPU (seconds to
             minutes, at the first product).
@@ -81,6 +84,7 @@ class Products:
         memory: int | None = None,
         block_size: int | None = None,
         shift: float = 0.0,
+        reversed_if_eager: bool = False,
         extra: Callable[[int], Any] = lambda index: None,
     ) -> None:
         check_choice("engine", engine, ENGINES)
@@ -98,8 +102,10 @@ class Products:
         self._ways, self._engine, self._compile = ways, engine, compile
         self._memory = self._room = memory
         self._must_trace = compile or engine == "linearized"
+        self._reversed = reversed_if_eager and not risk.theta.is_cuda
         self._column: Column | None = None  # the way that was chosen
-        self._traces: dict[Any, Linearization | None] = {}  # by shape of the batch
+        # By shape of the batch, one for each path through the model; none if it is not traceable.
+        self._traces: dict[Any, list[Linearization]] = {}
         self._cached: dict[tuple[int, int], Linear] = {}  # by batch and first sample
         self._plan = "not yet used"
         self._chunk: int | None = None  # samples of a batch at once
@@ -191,11 +197,11 @@ class Products:
         if self._column is None:
             with without_warnings_of_torch():
                 self._column, primal = self._choose(context)
-        trace = self._trace(self._column, context)
-        if trace is None:
+        found = self._trace(self._column, context) if primal is None else (
+            self._traces[_shape(context)][-1], primal)  # fmt: skip
+        if found is None:
             return partial(self._eager, self._column, context)
-        if primal is None:
-            primal = trace.primal((self.risk.params, context))
+        trace, primal = found
         linear = partial(trace.tangent, primal)
         theta = self.risk.theta
         if self._room is None:
@@ -246,6 +252,10 @@ class Products:
                 raise RuntimeError(f"engine='linearized' needs a traceable model: {no_trace}")
             if self._engine != "eager":
                 self._engine = "eager" if no_trace else "linearized"
+            if primal is None and self._reversed and column is self._ways[0][1]:
+                name, column = self._second_way(context, u, product, (name, column))
+            if primal is None and name == PLAIN:
+                self.block_size = 1  # vmap does not enter autograd
             notes = problems + ([f"not linearized: {no_trace}"] if no_trace else [])
             kind = "linearized and compiled" if self._compile else self._engine
             self._plan = f"{name}, {kind}" + "".join(f" ({note})" for note in notes)
@@ -253,6 +263,16 @@ class Products:
         with suppress(NotImplementedError, RuntimeError):  # the gradient may fail as well
             self.risk.diagnose()
         raise RuntimeError("the loss cannot be differentiated twice: " + "; ".join(problems))
+
+    def _second_way(
+        self, context: Context, u: Tensor, Au: Tensor, first: tuple[str, Column]
+    ) -> tuple[str, Column]:
+        """Return the second way if it gives the product ``Au`` of the first way as well."""
+        name, column = self._ways[1]
+        multiply = partial(self._eager, column, context, u[None])
+        product, problem = attempt(multiply, NotImplementedError, RuntimeError)
+        same = not problem and is_below(float((product - Au).norm()), _rtol(u) * float(Au.norm()))
+        return (name, column) if same else first
 
     def _checked_trace(
         self, column: Column, context: Context, u: Tensor, Au: Tensor, v: Tensor
@@ -272,21 +292,29 @@ class Products:
             raise ArithmeticError(f"the traced product differs by {gap / size:.1g}")
         if problem := _asymmetry(u, Au, v, Av):
             raise ArithmeticError(problem)
-        self._traces[_shape(context)] = trace
+        self._traces[_shape(context)] = [trace]
         return primal
 
-    def _trace(self, column: Column, context: Context) -> Linearization | None:
-        """Return the trace for batches of this shape, or ``None`` if they are eager."""
+    def _trace(self, column: Column, context: Context) -> tuple[Linearization, list[Tensor]] | None:
+        """Return a trace that holds for a batch and its primal part, or ``None`` if it is eager."""
         if self._engine == "eager":
             return None
-        key = _shape(context)
-        if key not in self._traces and len(self._traces) < LIMITS.max_traces:
-            # Another shape may lead through other parts of the model, which cannot be traced.
-            kinds = () if self._must_trace else (Exception,)
-            self._traces[key], problem = attempt(partial(self._linearize, column, context), *kinds)
-            if problem:
-                self._plan += f" (not linearized for all batches: {problem})"
-        return self._traces.get(key)
+        point, key = (self.risk.params, context), _shape(context)
+        for trace in self._traces.get(key, ()):
+            with suppress(GuardError):
+                return trace, trace.primal(point)
+        tried = key in self._traces and not self._traces[key]
+        if tried or sum(map(len, self._traces.values())) >= LIMITS.max_traces:
+            return None
+        # Another shape or other values may lead through parts of the model that cannot be traced.
+        kinds = () if self._must_trace else (Exception,)
+        trace, problem = attempt(partial(self._linearize, column, context), *kinds)
+        if problem:
+            self._plan += f" (not linearized for all batches: {problem})"
+            self._traces.setdefault(key, [])
+            return None
+        self._traces.setdefault(key, []).append(trace)
+        return trace, trace.primal(point)
 
     def _linearize(self, column: Column, context: Context) -> Linearization:
         point = (self.risk.params, context)

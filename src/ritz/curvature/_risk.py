@@ -10,10 +10,11 @@ from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, grad_and_value
+from torch.func import functional_call, grad
+from torch.nn import functional
 
 from ritz._core import modes
-from ritz._core.batches import Batch, is_rows, join_rows, take_rows, tensors
+from ritz._core.batches import Batch, is_rows, join_rows, num_rows, split_labels, take_rows, tensors
 from ritz._core.checks import (
     check_choice,
     check_count,
@@ -27,7 +28,7 @@ from ritz._core.distributed import Group, all_sum, rank, world_size
 from ritz._core.modes import BATCH_NORM_MODES, BatchNormMode, Precision, batch_norms
 from ritz._core.params import ParamSpace
 from ritz.curvature import _losses as losses
-from ritz.curvature._batches import Batches
+from ritz.curvature._batches import Batches, move_batch
 from ritz.curvature._losses import FORWARD, Adapter, Forward, LossFunction, check_labels, known_loss
 from ritz.curvature._modes import (
     LIMITS,
@@ -35,8 +36,10 @@ from ritz.curvature._modes import (
     Context,
     Params,
     Selection,
+    as_leaves,
     attempt,
     copy_state,
+    derivatives,
     product_modes,
     select_names,
 )
@@ -59,7 +62,10 @@ class Risk:
         model: Any module.
         loss_fn: Takes outputs and target of a batch, returns the *mean* loss over its samples. Any
             callable, such as ``torch.nn.functional.cross_entropy``. ``None`` if the model returns
-            its own loss, as Hugging Face models do.
+            its own loss, as Hugging Face models do. If the first batch shows that this loss is the
+            cross-entropy of ``logits`` and ``labels``, shifted by a token or not, the Gauss-Newton
+            and Fisher matrices are known as well, and a batch is weighted by its labels that are
+            not ignored (-100).
         data: A ``DataLoader`` or list of batches, each ``(*inputs, target)`` or a dictionary of
             keyword arguments with ``labels`` as target; or all samples as a tuple or dictionary of
             tensors. The order must be the same in every pass: pass ``freeze=True`` with a loader
@@ -135,11 +141,12 @@ class Risk:
         self._reading: dict[str, Any] = {
             "freeze": freeze,
             "memory": LIMITS.data,
-            "count": count,
+            "count": count if count or loss_fn or forward else self._count_terms,
             "device": self.space.device,
             "dtype": cast,
             "share": (rank(group), world_size(group)) if sharing == "split" else (0, 1),
         }
+        self._recognized = False  # whether the model's own loss was looked at
         self._read(data, batch_size)
         self._check_batch_norm(batch_norm)
         self._statistics: Params | None = None
@@ -148,6 +155,25 @@ class Risk:
         self._outputs: Any = None  # outputs of one sample, to check labels against
         self._outputs = _inspect_first_batch(self)
         self._check_held_labels()
+
+    def _count_terms(self, batch: Batch) -> int:
+        """Return the weight of a batch of a model that returns its loss: its labels, or its rows.
+
+        The first batch shows how the model computes the loss; see :func:`recognized_loss`.
+        """
+        if not self._recognized:
+            self._recognized = True
+            here = move_batch(batch, self.space.device, self._reading["dtype"])
+            labels = split_labels(here)[2]
+            with torch.no_grad(), self.settings():
+                # A model that cannot be called in this way fails later, with a better message.
+                state, call = self.params | self._constants, partial(functional_call, self.model)
+                outputs, _ = attempt(partial(call, state, (), here), *UNSUITABLE)
+            if (own := losses.recognized_loss(outputs, labels)) is not None:
+                self.loss_fn = functional.cross_entropy
+                self.adapter = Adapter(self.model, self.loss_fn, None, own)
+        own = self.adapter.own
+        return num_rows(batch) if own is None or not own.tokens else own.num_terms(batch["labels"])
 
     def _read(self, data: Any, batch_size: int | None) -> None:
         """Read the batches, and count their samples over all processes."""
@@ -161,6 +187,7 @@ class Risk:
 
     def loss(self) -> float:
         """Return the risk with its L2 term. One forward pass."""
+        # L = sum_b w_b L_b + (mu / 2) |theta|^2, where batch b has the share w_b of the samples.
         total = torch.zeros((), dtype=torch.float64, device=self.theta.device)
         with torch.no_grad(), self.settings():
             for _, context, weight in self.contexts():
@@ -170,6 +197,7 @@ class Risk:
 
     def gradient(self) -> Tensor:
         """Return the gradient ``(P,)`` with its L2 term. One forward and backward pass."""
+        # grad L = sum_b w_b grad L_b + mu theta
         total = torch.zeros_like(self.theta)
         with self.settings():
             for _, context, weight in self.contexts():
@@ -179,8 +207,11 @@ class Risk:
 
     def batch_gradient(self, context: Context) -> tuple[Tensor, Tensor]:
         """Return gradient ``(P,)`` and loss of one batch, without L2. Needs :meth:`settings`."""
-        by_params = grad_and_value(lambda params: self.batch_loss(params, context))
-        gradient, value = by_params(self.params)
+        # Plain autograd: torch.func refuses packed sequences, checkpoints and older functions.
+        with modes.recording():
+            leaves = as_leaves(self.params)
+            value = self.batch_loss(leaves, context)
+            gradient = derivatives(value, leaves)
         return self.space.flatten(gradient).detach(), value.detach()
 
     def evaluate(self, params: Params, context: Context) -> tuple[Any, Any]:
@@ -344,6 +375,7 @@ class Risk:
     def require_sample_mean(self, *, alone: bool) -> None:
         """Raise, in all processes, unless the loss of each batch is the mean over its samples."""
         gap = self.sample_gap(alone=alone)
+        # Summed, so that all processes raise if one does: the others would wait for it forever.
         flag = torch.tensor(float(bool(gap)), device=self.theta.device)
         if float(self.sum_over_processes(flag)):
             raise ValueError(gap or f"{NOT_A_MEAN}, in another process")
@@ -412,9 +444,10 @@ class Risk:
                 check_finite(f"the gradient of batch {index}, at a loss of {loss:.6g},", gradient)
 
     def __repr__(self) -> str:
+        by_label = self.adapter.own is not None and self.adapter.own.tokens
         parts = [
             f"{type(self.model).__name__}, {self.space.size:,} parameters",
-            f"{self.num_samples:,} samples",
+            f"{self.num_samples:,} " + ("labels" if by_label else "samples"),
             f"batch norm {self.batch_norm}" if batch_norms(self.model) else "",
             f"l2 {self.l2:g}" if self.l2 else "",
             "dropout fixed" if self.dropout == "fixed" else "",

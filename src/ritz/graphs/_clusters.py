@@ -254,6 +254,7 @@ def exact_density(graph: Graph, *, num_moments: int, bulk: float, num_zeros: int
     values = eigenvalues(graph)
     # Exactly as many are 0 as there are components.
     values[:num_zeros] = 0.0
+    # Each eigenvalue has the mass 1 / n. The solver is backward stable, with errors of n eps |A|.
     n = len(values)
     exact = DiscreteDensity(
         nodes=values[None],
@@ -383,6 +384,7 @@ def count_clusters(
         "seed": generator.initial_seed(),
         "density": sampled.density,
     }
+    # Without a gap, only the zeros of the components can be counted.
     if isinstance(sampled.gap, str):
         return _components_only(f"no gap: {sampled.gap}", facts)
     # Blocks that fill the memory are float32, four bytes per entry.

@@ -6,6 +6,7 @@ from textwrap import fill
 from typing import Any, cast
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ritz._core.checks import check_count
@@ -174,6 +175,11 @@ def density(
     (line,) = ax.plot(curve.x, curve.y, linewidth=STYLE.line, label=label + width)
     if has_band:
         style.band(ax, curve.x, curve.low, curve.high, line.get_color())
+    if not cumulative:
+        for point, mass in zip(*curve_density.atoms, strict=True):
+            # An atom has no height: a line over the whole panel, with its mass in the legend.
+            at = f"mass {float(mass):.3g} at {float(point):.3g}"
+            ax.axvline(float(point), color=line.get_color(), linestyle=":", label=at)
     ax.set_ylim(bottom=0, auto=not log)  # a second density may be higher
     if log:
         ax.set_yscale("log")
@@ -226,6 +232,7 @@ def against_exact(
     exact: Tensor,
     *,
     diagonal: Tensor | None = None,
+    law: Density | None = None,
     ax: "Axes | None" = None,
 ) -> "Axes":
     """Draw a spectrum over the histogram of the exact eigenvalues, and return the axes.
@@ -237,6 +244,7 @@ def against_exact(
         spectrum: Result of :func:`ritz.lanczos`.
         exact: All eigenvalues, ``(n,)``.
         diagonal: Diagonal of the matrix, ``(n,)``, to compare as a cheap approximation.
+        law: Law of the eigenvalues, such as those of ``ritz.rmt``, drawn as its share of each bin.
         ax: Axes to draw on. Defaults to a new figure.
     """
     arrays.check_drawn("spectrum", spectrum, Spectrum)
@@ -253,6 +261,17 @@ def against_exact(
             shares = np.full(len(values), 1 / len(values))
             ax.hist(values.cpu().numpy(), bins=edges, weights=shares, color=colour, alpha=alpha,
                     label=label)  # fmt: skip
+    if law is not None:
+        ends = torch.from_numpy(edges.copy())
+        # The first bin holds its left end, where an atom may lie.
+        ends[0] -= 1e-6 * (ends[-1] - ends[0])
+        ax.stairs(
+            law.cdf(ends).diff().numpy(),
+            edges,
+            color=STYLE.vermilion,
+            linewidth=STYLE.line,
+            label="law",
+        )
     _draw_stems(ax, stems, floor)
     ax.set(xlabel=r"eigenvalue $\lambda$", ylabel="share", ylim=(floor, 3.0))
     style.legend(ax, loc="upper right")

@@ -9,7 +9,7 @@ import torch
 from scipy.special import wofz
 from torch import Tensor
 
-from ritz._core.checks import check_count, check_range
+from ritz._core.checks import check_count, check_positive
 from ritz._core.density import NO_ATOMS, Atoms, as_points
 from ritz._core.random import resolve_generator
 from ritz._core.storage import storable
@@ -165,7 +165,7 @@ class Normal(Law):
     variance: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_positive("variance", self.variance)
+        check_positive("variance", self.variance)
 
     @property
     def support(self) -> tuple[float, float]:
@@ -221,7 +221,7 @@ class Semicircle(Law):
     variance: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_positive("variance", self.variance)
+        check_positive("variance", self.variance)
 
     @property
     def support(self) -> tuple[float, float]:
@@ -249,6 +249,7 @@ class Semicircle(Law):
 
     def _pdf(self, x: Tensor) -> Tensor:
         radius = 2 * math.sqrt(self.variance)
+        # Masked before the root: the gradient of the root of a negative number would be NaN.
         t = (x - self.mean) / radius
         inside = t.abs() < 1
         root = torch.sqrt(torch.where(inside, (1 - t) * (1 + t), 1.0))
@@ -282,8 +283,8 @@ class MarchenkoPastur(Law):
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_positive("ratio", self.ratio)
-        _check_positive("scale", self.scale)
+        check_positive("ratio", self.ratio)
+        check_positive("scale", self.scale)
 
     @property
     def edges(self) -> tuple[float, float]:
@@ -300,6 +301,7 @@ class MarchenkoPastur(Law):
     @property
     def atoms(self) -> Atoms:
         """The mass at 0 of fewer samples than dimensions."""
+        # The rank is at most T = n/q.
         if self.ratio <= 1:
             return NO_ATOMS
         points = torch.zeros(1, dtype=torch.float64)
@@ -369,9 +371,3 @@ def reflected(z: Tensor, values: Tensor) -> Tensor:
     """Return values at mirrored points as those at the points: G(conj z) = conj G(z)."""
     below = torch.as_tensor(z).to(torch.complex128).imag < 0
     return torch.where(below, values.conj(), values).resolve_conj()
-
-
-def _check_positive(name: str, value: float) -> None:
-    check_range(name, value, low=0.0)
-    if not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"{name} must be positive and finite, got {value}")

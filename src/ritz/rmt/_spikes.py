@@ -134,8 +134,8 @@ def additive_spikes(
         # Gaussian entries have twice the variance on the diagonal.
         gaussian = 2 * strength / size if size and spread is None else unknown
         shifted = _entries(lam, v, strength, c, gaussian)
-    limit = _Edge(c + 2 * side * v.sqrt(), side * v.sqrt() * (size or math.inf) ** (-2 / 3), level)
-    return _assemble(shifted, (lam - c).abs() > shifted.threshold, limit)
+    edge = _wigner_edge(v, c, side, size or math.inf, level)
+    return _assemble(shifted, (lam - c).abs() > shifted.threshold, edge)
 
 
 def multiplicative_spikes(
@@ -199,9 +199,13 @@ class _Shifted:
 
 @dataclass(frozen=True, slots=True)
 class _Edge:
-    """The edge of the bulk, its Tracy-Widom scale (negative at a lower edge), and the level."""
+    """The edge of the bulk in the limit and at finite size, and its fluctuation.
+
+    The scale of the Tracy-Widom law is negative at a lower edge, and 0 in the limit.
+    """
 
     limit: Tensor
+    centre: Tensor
     scale: Tensor
     level: float
 
@@ -236,14 +240,23 @@ def _samples(lam: Tensor, v: Tensor, relative: Tensor, c: Tensor, spread: Tensor
     return _Shifted(lam * gain, overlap, threshold.maximum(weak), spread * slope)
 
 
+def _wigner_edge(v: Tensor, c: Tensor, side: Tensor, size: float, level: float) -> _Edge:
+    # Johnstone and Ma (2012) centre so that the error of the law falls as n^(-2/3), not n^(-1/3).
+    reach = side * v.sqrt()
+    centre = c + 2 * reach * math.sqrt(1 - 0.5 / size)
+    return _Edge(c + 2 * reach, centre, reach * size ** (-2 / 3), level)
+
+
 def _wishart_edge(q: Tensor, s: Tensor, side: Tensor, size: int | None, level: float) -> _Edge:
     limit = s * (1 + side * q.sqrt()).square()
     if size is None:
-        return _Edge(limit, torch.zeros_like(limit), level)
-    # Johnstone (2001): s (n^.5 +- T^.5) (n^-.5 +- T^-.5)^(1/3) / T, with n = q T
+        return _Edge(limit, limit, torch.zeros_like(limit), level)
+    # Johnstone (2001): s (n^.5 +- T^.5) (n^-.5 +- T^-.5)^(1/3) / T, with n = q T, around
+    # s ((n - 1/2)^.5 +- (T - 1/2)^.5)^2 / T (Ma 2012)
     root, count = q.sqrt(), size / q
+    halves = (q - 0.5 / count).clamp(min=0).sqrt() + side * (1 - 0.5 / count).clamp(min=0).sqrt()
     scale = s * (root + side) * (1 / root + side).sign() * (1 / root + side).abs() ** (1 / 3)
-    return _Edge(limit, scale * count ** (-2 / 3), level)
+    return _Edge(limit, s * halves.square(), scale * count ** (-2 / 3), level)
 
 
 def _assemble(shifted: _Shifted, detected: Tensor, edge: _Edge) -> Spikes:
@@ -255,7 +268,7 @@ def _assemble(shifted: _Shifted, detected: Tensor, edge: _Edge) -> Spikes:
         threshold=shifted.threshold.clamp(min=0.0),
         detected=detected,
         stddev=torch.where(detected, shifted.variance.clamp(min=0.0).sqrt(), bulk),
-        edge=edge.limit + quantile * edge.scale,
+        edge=edge.centre + quantile * edge.scale,
     )
 
 

@@ -89,6 +89,7 @@ class Points:
         flat = z.reshape(-1).to(torch.complex128)
         masses = self.masses.to(torch.complex128)
         rows = max(1, TUNING.block // len(masses))
+        # In blocks of points z: all pairs with a spectrum of thousands would fill the memory.
         parts = [(1 / (part[:, None] - self.points)) @ masses for part in flat.split(rows)]
         return torch.cat(parts).reshape(z.shape)
 
@@ -117,8 +118,10 @@ def _by_rule(density: Density) -> Points:
     low, high = density.support
     nodes, weights = (torch.from_numpy(array) for array in leggauss(TUNING.nodes))
     x = 0.5 * (low + high) + 0.5 * (high - low) * nodes
+    # Gauss-Legendre, made to sum to the mass that the atoms leave
     shares = weights * density.pdf(x)
     shares = shares * (1 - atoms.masses.sum()) / shares.sum()
+    # Ascending, so that the support is the first and the last point
     points, order = torch.cat([x, atoms.points]).sort()
     return Points(points, torch.cat([shares, atoms.masses])[order], exact=False)
 
@@ -150,6 +153,7 @@ def blue(measure: Measure, g: float | Tensor) -> Tensor:
     target = torch.as_tensor(g, dtype=torch.float64)
     side = torch.where(target < 0, -1.0, 1.0).double()
 
+    # |G| falls monotonically from the edge outwards, on either side.
     def gap(z: Tensor) -> Tensor:
         return side * known.stieltjes(z.to(torch.complex128)).real - target.abs()
 
@@ -188,6 +192,7 @@ def s_transform(measure: Measure, y: float | Tensor) -> Tensor:
     target = torch.as_tensor(y, dtype=torch.float64)
     side = torch.where(target < 0, -1.0, 1.0).double()
 
+    # So does |z G - 1|; for negative y to the left of 0, where the sign of x / (z - x) is constant.
     def gap(z: Tensor) -> Tensor:
         value = (z * known.stieltjes(z.to(torch.complex128)) - 1).real
         return side * value - target.abs()

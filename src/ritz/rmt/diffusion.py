@@ -45,6 +45,7 @@ def noise_cost(curvature: Tensor, factor: Tensor) -> float:
     Reference: Section 4, equation 6.
     """
     A, C = _matrices(curvature, factor)
+    # tr C'(A C) without forming the product of order r
     return float((C * (A @ C)).sum())
 
 
@@ -62,6 +63,7 @@ def decaying_rates(curvature: Tensor, *, num_steps: int, offset: float | None = 
     check_count("num_steps", num_steps)
     values = torch.linalg.eigvalsh(_matrices(curvature)[0])
     gamma = 2 * float(values[-1] / values[0]) if offset is None else offset
+    # The first rate is 2 / (gamma lambda_min): 1/lambda_max for the default.
     steps = torch.arange(num_steps, dtype=torch.float64)
     rates: Tensor = 2 / ((steps + gamma) * values[0])
     return rates
@@ -93,6 +95,7 @@ def loss_bound(
     A = _matrices(curvature)[0]
     values, theta = torch.linalg.eigvalsh(A), start.double()
     gamma = 2 * float(values[-1] / values[0]) if offset is None else offset
+    # nu, and the induction E L_{k+1} <= (1 - alpha_k lambda_min) E L_k + alpha_k^2 tr(C'AC) / 2
     first = 2 * noise_cost(A, factor) / float(values[0]) ** 2
     return max(first, 0.5 * gamma * float(theta @ A @ theta)) / (step + gamma)
 
@@ -117,6 +120,7 @@ def expected_losses(
     Reference: Appendix A; its equation 9 is this recursion before any bound.
     """
     A, C = _matrices(curvature, factor)
+    # In the eigenbasis tr A S = sum_i lambda_i S_ii, and the diagonal of S follows from itself.
     values, vectors = torch.linalg.eigh(A)
     second = (vectors.T @ start.double()).square()
     noise = (vectors.T @ C).square().sum(1)
@@ -193,6 +197,7 @@ def ornstein_uhlenbeck(
     A, C = _matrices(curvature, factor)
     values, vectors = torch.linalg.eigh(A)
     rotated = vectors.T @ C
+    # int_0^t exp(-(lambda_i + lambda_j) u) du; at infinity, Lyapunov's 1/(lambda_i + lambda_j)
     sums = values[:, None] + values
     # expm1, since 1 - exp(-x) cancels for small times
     growth = -torch.expm1(-sums * time) / sums
@@ -214,6 +219,7 @@ def log_determinant(gaussian: Gaussian) -> float:
 
     Reference: Appendix B.
     """
+    # The determinant itself would underflow in a few hundred dimensions.
     sign, value = torch.linalg.slogdet(gaussian.covariance)
     return float(value) if float(sign) > 0 else -math.inf
 

@@ -76,6 +76,7 @@ def iterate(
         noise: Variance :math:`g^2` of the gradient noise: that of one sample over the batch size.
     """
     system = _System(eigenvalues, rate, start, noise, num_steps)
+    # w_n = phi^n w_0 - alpha sum_m phi^m xi_{n-1-m}
     return system.moments(system.power(num_steps), system.squares(num_steps))
 
 
@@ -231,6 +232,7 @@ def simulate(
         if step % interval == 0:
             total += w
             moving.lerp_(w, 1 - decay)
+    # Steps after the last multiple of the interval enter the iterate only.
     count = num_steps // interval
     return Paths(
         iterate=w,

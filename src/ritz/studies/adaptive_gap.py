@@ -104,15 +104,15 @@ class Size:
     data: str = "mnist"
     num_train: int = 1000
     num_vectors: int = 50
-    num_steps: int = 300
-    interval: int = 5
+    num_steps: int = 200
+    interval: int = 10
     deltas: tuple[float, ...] = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
     etas: tuple[float, ...] = (1.0, 3.0, 10.0)
     network: tuple[str, dict[str, Any]] = ("lenet", {})
     images: tuple[str, int] = ("mnist", 1000)
     augmentation: Augmentation | None = None
     batch_size: int = 50
-    num_epochs: int = 12
+    num_epochs: int = 30
     newton_epochs: int = 4
     longer: int = 8
     curvature_samples: int = 1000
@@ -149,6 +149,8 @@ class Config:
         size: ``smoke``, ``small``, ``gpu`` or ``paper``; see ``SIZES``.
         parts: Parts to run.
         optimizers: Optimisers of the grid; see ``GRIDS``.
+        rates: Learning rates of the grid. Defaults to those of ``GRIDS``.
+        deltas: Dampings of the grid. Defaults to those of ``GRIDS``.
         num_seeds: Runs of every setting.
         seed: Run ``i`` has the seed ``seed + i``.
         device: Device of the networks.
@@ -158,6 +160,8 @@ class Config:
     size: Literal["smoke", "small", "gpu", "paper"] = "small"
     parts: tuple[Part, ...] = PARTS
     optimizers: tuple[str, ...] = ("damped_adamw",)
+    rates: tuple[float, ...] | None = None
+    deltas: tuple[float, ...] | None = None
     num_seeds: int = 3
     seed: int = 0
     device: str = "cpu"
@@ -169,7 +173,13 @@ class Config:
         for part in self.parts:
             check_choice("parts", part, PARTS)
         for name in self.optimizers:
-            _ = GRIDS[name]  # raises for an unknown name
+            self.grid(name)  # raises for an unknown name
+
+    def grid(self, name: str) -> Grid:
+        """Return the rates and dampings of an optimiser."""
+        known = GRIDS[name]
+        rates, deltas = self.rates or known.rates, self.deltas or known.deltas
+        return Grid(rates=rates, deltas=deltas, settings=known.settings)
 
 
 @record
@@ -287,7 +297,7 @@ def _grid(
     sets, seeds = _images(config, size), range(config.num_seeds)
     grids = {}
     for name in config.optimizers:
-        grid = GRIDS[name]
+        grid = config.grid(name)
         shape = (3, config.num_seeds, len(grid.rates), len(grid.deltas))
         scores = torch.zeros(shape, dtype=torch.float64)
         places = product(seeds, enumerate(grid.rates), enumerate(grid.deltas))
@@ -441,7 +451,7 @@ def _lopt_lines(result: Result) -> list[str]:
 def _grid_lines(result: Result) -> list[str]:
     lines = []
     for name, scores in result.grids.items():
-        grid = GRIDS[name]
+        grid = result.config.grid(name)
         lines.append(f"{name}: lambda_1 at the end (test error in %) by damping and rate")
         lines.append(f"{'delta':>10}" + "".join(f"{f'rate {rate:g}':>18}" for rate in grid.rates))
         for j, delta in enumerate(grid.deltas):
@@ -464,13 +474,18 @@ def _curve_lines(result: Result) -> list[str]:
         f"Running training error in % after {epochs} epochs and after {budget:.3g} s of processor "
         "time; seconds per epoch",
     ]
-    for name, curve in result.curves.items():
+    for name, curve in _in_order(result.curves):
         last = 100 * float(curve[0, :, epochs - 1].mean())
         pairs = zip(*curve, strict=True)
         there = 100 * float(np.mean([_at(times, errors, budget) for errors, times in pairs]))
         each = float(curve[1, :, -1].mean()) / curve.shape[-1]
         lines.append(f"{name:26}{last:>8.2f}{there:>8.2f}{each:>10.3g}")
     return lines
+
+
+def _in_order(curves: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
+    # Files sort their names.
+    return [(name, curves[name]) for name in METHODS if name in curves]
 
 
 def _at(times: Tensor, errors: Tensor, budget: float) -> float:
@@ -520,7 +535,7 @@ def _draw_lopt(result: Result, axes: list[Any]) -> None:
 
 def _draw_grid(result: Result, axes: list[Any]) -> None:
     name, scores = next(iter(result.grids.items()))
-    grid, mean = GRIDS[name], scores.mean(1)
+    grid, mean = result.config.grid(name), scores.mean(1)
     rates, deltas = [f"{rate:g}" for rate in grid.rates], [f"{delta:g}" for delta in grid.deltas]
     for part, title in (
         (0, "training error (%)"),
@@ -533,7 +548,7 @@ def _draw_grid(result: Result, axes: list[Any]) -> None:
 
 
 def _draw_curves(result: Result, axes: list[Any]) -> None:
-    for index, (name, curve) in enumerate(result.curves.items()):
+    for index, (name, curve) in enumerate(_in_order(result.curves)):
         errors, times = 100 * curve[0].mean(0), curve[1].mean(0)
         colour, marker = style.series_look(index)
         options: dict[str, Any] = {"marker": marker, "markevery": max(1, len(errors) // 5)}

@@ -11,12 +11,19 @@ from ritz._core.checks import check_choice, check_count
 from ritz._core.progress import Progress
 from ritz.operators import DenseOperator, LinearOperator
 from ritz.plots._shared import style
-from ritz.spectra import Spectrum, diagonal, lanczos
+from ritz.rmt import MarchenkoPastur, Semicircle
+from ritz.spectra import Density, Spectrum, diagonal, lanczos
 from ritz.studies._evidence import Evidence
 from ritz.studies._protocol import StudyResult, check_minimums, record, seeded, track
 from ritz.testing import network_like, wigner, wishart
 
 NETWORK = "network-like"
+# Limits of the spectra for large matrices: Theorems 9 and 10. With q = 2, half of the mass is at 0.
+LAWS: dict[str, Density] = {
+    "Wigner": Semicircle(),
+    "Marchenko-Pastur, q = 1/2": MarchenkoPastur(ratio=0.5),
+    "Marchenko-Pastur, q = 2": MarchenkoPastur(ratio=2.0),
+}
 
 
 @record
@@ -89,8 +96,6 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
     common: Any = {"dtype": getattr(torch, config.precision), "generator": generator}
     # Functions, so that only one matrix of order 10,000 is in memory.
     ensembles: dict[str, Callable[[], tuple[LinearOperator, Tensor]]] = {
-        # Semicircle, and Marchenko-Pastur laws of aspect ratio q = n / samples; with q = 2, half of
-        # the mass is at 0.
         "Wigner": lambda: _with_eigenvalues(wigner(n, **common)),
         "Marchenko-Pastur, q = 1/2": lambda: _with_eigenvalues(wishart(n, 2 * n, **common)),
         "Marchenko-Pastur, q = 2": lambda: _with_eigenvalues(wishart(n, n // 2, **common)),
@@ -136,12 +141,13 @@ def evidence(result: Result) -> list[Evidence]:
 
 
 def figure(result: Result) -> style.Figure:
-    """Draw the exact histogram, the Lanczos stems and the diagonal of every case."""
+    """Draw the exact histogram, its law, the Lanczos stems and the diagonal of every case."""
     # Two columns, rounded up.
     rows = -(-len(result.cases) // 2)
     drawing, axes = plots.panels(rows, 2, height=2.9)
     for ax, case in zip(axes, result.cases, strict=False):
-        plots.against_exact(case.spectrum, case.exact, diagonal=case.diagonal, ax=ax)
+        law = LAWS.get(case.name)
+        plots.against_exact(case.spectrum, case.exact, diagonal=case.diagonal, law=law, ax=ax)
         ax.set_title(f"{case.name}, {len(case.spectrum.values)} steps", loc="left")
     for ax in axes[len(result.cases) :]:
         ax.remove()
