@@ -33,6 +33,7 @@ from ritz.data import Augmentation
 from ritz.optim import LanczosNewton
 from ritz.plots._shared import style
 from ritz.spectra import eigenpairs
+from ritz.studies._evidence import Evidence
 from ritz.studies._protocol import StudyResult, check_minimums, record, seeded, track
 from ritz.training import fit
 
@@ -492,6 +493,130 @@ def _at(times: Tensor, errors: Tensor, budget: float) -> float:
     """Return the error of the last epoch within a budget of time; 1 before the first."""
     done = int((times <= budget).sum())
     return float(errors[done - 1]) if done else 1.0
+
+
+# ------------------------------------------------------------------------------------------
+# Beside the published figures.
+
+
+def evidence(result: Result) -> list[Evidence]:
+    """Return the statements of the papers beside the measured numbers."""
+    return [*_lopt_evidence(result), *_grid_evidence(result), *_curve_evidence(result)]
+
+
+def _row(where: str, what: str, published: str, measured: str, *, agrees: bool, why: str = "",
+         paper: str = "GAP") -> Evidence:  # fmt: skip
+    return Evidence(
+        paper=paper,
+        where=where,
+        what=what,
+        published=published,
+        measured=measured,
+        verdict="agrees" if agrees else "differs",
+        why=why,
+    )
+
+
+def _listed(values: Any) -> str:
+    return ", ".join(f"{float(value):.3g}" for value in values)
+
+
+def _lopt_evidence(result: Result) -> list[Evidence]:
+    if not len(result.lopt):
+        return []
+    size, (train, test) = SIZES[result.config.size], 100 * result.lopt.mean(1)
+    setup = f"{size.num_steps} steps, basis every {size.interval}; the paper says neither"
+    best = test[:, 0].argmin()
+    rises = bool(test[0, 0] > test[best, 0] + 1)  # by more than a point in a hundred
+    deltas = _listed(size.deltas)
+    # What eta = 10 adds to the errors of eta = 1 at the dampings at which both fit the data.
+    fitted = (train[:, -1] - train[:, 0]).abs() < 1
+    harm = (test[:, -1] - test[:, 0])[fitted]
+    return [
+        _row("Figure 2", f"LOPT, 1,000 digits: test error in % by damping {deltas}",
+             "rises as the damping falls", _listed(test[:, 0]), agrees=rises, why=setup),
+        _row("Figure 2", f"LOPT, 1,000 digits: training error in % by damping {deltas}",
+             "does not suffer", _listed(train[:, 0]),
+             agrees=bool(train[0, 0] <= train[-1, 0]), why=setup),
+        _row("Figure 3", "test error in % that eta = 10 adds where it adds less than 1 % in "
+             "training", "positive", _listed(harm) or "none",
+             agrees=bool(len(harm)) and bool(harm.mean() > 0), why=setup),
+    ]  # fmt: skip
+
+
+def _grid_evidence(result: Result) -> list[Evidence]:
+    rows = []
+    size = SIZES[result.config.size]
+    network = f"{size.network[0]}, {size.num_epochs} epochs of {size.images[1] or 'all'} images"
+    for name, scores in result.grids.items():
+        grid, mean = result.config.grid(name), scores.mean(1)
+        for i, rate in enumerate(grid.rates):
+            norms, errors = mean[2, i], 100 * mean[1, i]
+            dampings = _listed(grid.deltas)
+            rows.append(
+                _row("Table 2", f"{name}, rate {rate:g}: lambda_1 by damping {dampings}; {network}",
+                     "falls as the damping rises", _listed(norms),
+                     agrees=bool((norms.diff() < 0).all()),
+                     why="" if bool((norms.diff() < 0).all()) else
+                     "the runs are short: with more damping they are less converged, and lambda_1 "
+                     "is largest in the middle of training"))  # fmt: skip
+            if name == "kfac":
+                continue
+            rows.append(
+                _row("Figure 5", f"{name}, rate {rate:g}: test error in % by damping {dampings}, "
+                     f"SGD {100 * float(result.sgd[1].mean(0).min()):.3g}; {network}",
+                     "a larger damping than 1e-8 is better", _listed(errors),
+                     agrees=bool(errors[1:].min() < errors[0])))  # fmt: skip
+        rows += _ratio_evidence(grid, mean, network) if name == "kfac" else []
+    return rows
+
+
+def _ratio_evidence(grid: Grid, mean: Tensor, network: str) -> list[Evidence]:
+    """Return sharpness and errors of K-FAC along a constant ratio of damping and rate."""
+    ratio = grid.deltas[0] / grid.rates[0]
+    cells = [
+        (i, j)
+        for (i, rate), (j, delta) in product(enumerate(grid.rates), enumerate(grid.deltas))
+        if math.isclose(delta, ratio * rate)
+    ]
+    norms = torch.stack([mean[2, i, j] for i, j in reversed(cells)])
+    errors = torch.stack([100 * mean[1, i, j] for i, j in reversed(cells)])
+    rates = _listed(grid.rates[i] for i, _ in reversed(cells))
+    setup = f"K-FAC, damping {ratio:g} times the rate"
+    return [
+        _row("Table 2, right", f"{setup}: lambda_1 by rate {rates}; {network}",
+             "rises as the rate falls: 6.65, 20.8, 48.2 at rates 0.1, 0.001, 0.0001",
+             _listed(norms), agrees=bool((norms.diff() > 0).all())),
+        _row("Figure 4", f"{setup}: test error in % by rate {rates}; {network}",
+             "rises as the rate falls: 35.0, 35.2, 37.8", _listed(errors),
+             agrees=bool((errors.diff() > 0).all()),
+             why="" if bool((errors.diff() > 0).all()) else
+             "the differences are within the spread over seeds"),
+    ]  # fmt: skip
+
+
+def _curve_evidence(result: Result) -> list[Evidence]:
+    if not result.curves:
+        return []
+    curves = dict(_in_order(result.curves))
+    newton = [name for name in curves if METHODS[name][0] == NEWTON]
+    epochs = curves[newton[0]].shape[-1]
+    errors = {name: 100 * float(c[0, :, epochs - 1].mean()) for name, c in curves.items()}
+    seconds = {name: float(c[1, :, -1].mean()) / c.shape[-1] for name, c in curves.items()}
+    first = [name for name in curves if name not in newton]
+    ratio = seconds[newton[0]] / seconds[first[0]]
+    text = "; ".join(f"{name} {error:.3g}" for name, error in errors.items())
+    faster = min(errors[name] for name in newton) < min(errors[name] for name in first)
+    return [
+        _row("Figure 4.2b", f"training error in % after {epochs} epochs, batches of "
+             f"{SIZES[result.config.size].batch_size}", "Lanczos-Newton below Adam and SGD", text,
+             agrees=faster, paper="SPECTRA",
+             why="" if faster else "SGD and Adam have momentum, and the matrix of a small batch is "
+             "noisy"),
+        _row("Section 4.3.1", "cost of a step with 20 Lanczos iterations on the Hessian, in SGD "
+             "steps (processor time, one thread)", "about 40", f"{ratio:.3g}",
+             agrees=bool(ratio <= 40), paper="SPECTRA"),
+    ]  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------
