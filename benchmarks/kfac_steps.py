@@ -7,7 +7,8 @@ that a cycle has every cost in its share. On the CPU the networks are the MLP an
 beside kfac_pytorch, singd and asdl (which is installed as asdfghjkl) where they are installed.
 With ``--device cuda`` it is VGG-16 with batches of 128, in TF32 and in float32, over an eager step
 and a captured one. ``eigh`` times decompositions of the largest factors of VGG-16, of order 4608,
-and ``factors`` ways to compute factors of convolutions.
+and ``factors`` ways to compute factors of convolutions. singd 0.0.5 and asdfghjkl 0.1a5 install
+with ``pip install --no-deps`` beside the other libraries, kfac_pytorch 0.4.2 from its source.
 
 SGD has momentum everywhere, the loss is cross-entropy, labels are those
 of the data (empirical Fisher matrix).
