@@ -8,6 +8,7 @@ from ritz import models
 from ritz._core.registry import UnknownNameError
 from ritz.curvature import Risk
 from ritz.optim import (
+    KFAC,
     CurvatureOptimizer,
     Gadam,
     GadamX,
@@ -29,7 +30,8 @@ BASES = {"swa": "sgd", "asgd": "sgd", "large_sgd": "sgd", "noisy_sgd": "sgd"}
 def test_every_preset_makes_an_optimiser_that_steps(name):
     model = torch.nn.Linear(3, 2)
     params = list(model.parameters())
-    optimizer = from_preset(name, params, steps_per_epoch=10)
+    subject = model if preset(name).optimizer is KFAC else params
+    optimizer = from_preset(name, subject, steps_per_epoch=10)
     kind = name.split("/")[0]
     # Averages and noise are around SGD itself.
     assert type(optimizer).__name__.lower() == BASES.get(kind, kind)

@@ -11,6 +11,7 @@ from ritz import operators
 from ritz._core.checks import check_choice, check_finite
 from ritz._core.progress import Progress, tracking
 from ritz._core.storage import storable
+from ritz.curvature import _factors as factors
 from ritz.curvature import _matrices as matrices
 from ritz.curvature import _sample_gradients as rules
 from ritz.curvature._matrices import MATRICES, CurvatureMatrix, curvature_operator
@@ -269,22 +270,15 @@ class LayerSums:
             self.total.addmm_(rows.T, rows, alpha=weight)
 
     def _add_factors(self, call: Call, deltas: Tensor, weight: float, first: bool) -> None:
-        parts = rules.unroll(self.module, call, deltas)
-        if parts is None:
-            raise RuntimeError(f"{type(self.module).__name__} has no rule in unroll()")
-        # a is (batch, T, i), delta is (c, batch, o, T).
-        a, delta = parts[0][:, 0].transpose(1, 2), parts[1][:, :, 0]
-        batch, positions = a.shape[:2]
         # 1 / T goes to either factor: their product is the same, but not if they are damped.
-        convolves = isinstance(self.module, nn.modules.conv._ConvNd)
+        positions = factors.num_positions(self.module, deltas)
+        convolves = isinstance(self.module, factors.CONVOLUTIONS)
         split = (1, 1 / positions) if convolves else (1 / positions, 1)
+        x = call.args[0]
         if first:
-            ones = a.new_ones(batch, positions, 1)
-            both = [a] * ("weight" in self.keys) + [ones] * ("bias" in self.keys)
-            rows = torch.cat(both, 2).flatten(0, 1)
-            self.inputs.addmm_(rows.T, rows, alpha=weight * split[0] / batch)
-        rows = delta.transpose(2, 3).flatten(0, 2)
-        self.outputs.addmm_(rows.T, rows, alpha=weight * split[1])
+            moment = factors.input_moment(self.module, x, self.keys)
+            self.inputs.add_(moment, alpha=weight * split[0] / len(x))
+        self.outputs.add_(factors.output_moment(self.module, deltas), alpha=weight * split[1])
 
     def operator(self) -> LinearOperator:
         """Return the block, summed over processes."""

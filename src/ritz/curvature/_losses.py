@@ -169,6 +169,19 @@ def known_loss(loss_fn: Any) -> KnownLoss | None:
     return KnownLoss(kind=kind, ignore_index=ignored, smoothing=smoothing)
 
 
+def as_likelihood(loss_fn: Any) -> KnownLoss:
+    """Return a loss as a negative log likelihood, or raise if it is none."""
+    known = known_loss(loss_fn)
+    # A smoothed loss is not the negative log likelihood of a label.
+    if known is None or known.smoothing:
+        raise ValueError(
+            "loss_fn must be a likelihood to draw labels from: cross_entropy, "
+            "binary_cross_entropy_with_logits or mse_loss, neither weighted nor smoothed, got "
+            f"{loss_fn}"
+        )
+    return known
+
+
 def check_reduction(loss_fn: Any) -> None:
     """Raise for a loss of torch that is a sum over the batch."""
     options = _described(loss_fn)[1]

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unfl
 from ritz._core.checks import check_choice, check_count, check_tensor
 from ritz._core.modes import recording
 from ritz._core.random import resolve_generator
-from ritz.curvature._losses import KnownLoss, known_loss, output_hessian, sample_losses
+from ritz.curvature._losses import KnownLoss, as_likelihood, output_hessian, sample_losses
 from ritz.curvature._modes import Context, Params, as_leaves, derivatives
 from ritz.curvature._products import PLAIN, Column, CurvatureOperator, ProductOptions, Products
 from ritz.curvature._risk import Risk, check_risk
@@ -262,15 +262,7 @@ def _drawn_labels(
 
 def likelihood(risk: Risk) -> KnownLoss:
     """Return the loss of a risk as a likelihood, or raise if it is none."""
-    known = known_loss(risk.loss_fn)
-    # A smoothed loss is not the negative log likelihood of a label.
-    if known is None or known.smoothing:
-        raise ValueError(
-            "loss_fn must be a likelihood to draw labels from: cross_entropy, "
-            "binary_cross_entropy_with_logits or mse_loss, neither weighted nor smoothed, got "
-            f"{risk.loss_fn}"
-        )
-    return known
+    return as_likelihood(risk.loss_fn)
 
 
 def batch_seeds(risk: Risk, generator: torch.Generator | None) -> list[int]:

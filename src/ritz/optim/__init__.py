@@ -1,4 +1,4 @@
-"""Adaptive optimisers with weight averaging, and schedules of the learning rate."""
+"""Adaptive and second-order optimisers, weight averaging, and schedules of the learning rate."""
 
 from ritz.optim._adaptive import (
     DampedAdamW,
@@ -18,6 +18,7 @@ from ritz.optim._diagnostics import (
     weight_norms,
 )
 from ritz.optim._hessian_free import HessianFree
+from ritz.optim._kfac import KFAC, KFACPreconditioner
 from ritz.optim._lookahead import Lookahead
 from ritz.optim._newton import LanczosNewton
 from ritz.optim._presets import from_preset, preset, preset_names, swa
@@ -34,6 +35,7 @@ from ritz.optim._schedules import (
 from ritz.optim._spectral import SpectralRates, SpectralSGD, spectral_rates
 
 __all__ = [
+    "KFAC",
     "AutoAverage",
     "CovarianceNoise",
     "CurvatureOptimizer",
@@ -44,6 +46,7 @@ __all__ = [
     "GroupSchedule",
     "HessianFree",
     "IterateAverage",
+    "KFACPreconditioner",
     "LanczosNewton",
     "Lookahead",
     "NoisySGD",

@@ -25,17 +25,17 @@ from ritz.training._step import nested
 # Optimisers by name.
 
 OptimizerFactory = Callable[..., Optimizer]
-OptimizerChoice = str | Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
+OptimizerChoice = str | Optimizer | Callable[[Any], Optimizer]
 _OPTIMIZERS: Registry[OptimizerFactory] = Registry("optimizer")
 
 
 def register_optimizer(name: str) -> Callable[[OptimizerFactory], OptimizerFactory]:
     """Return a decorator that registers an optimiser under a name.
 
-    The decorated function takes parameters and keyword arguments and returns an optimiser. An
-    optimiser with a built-in average takes ``start`` and ``interval``, in steps, and exposes the
-    average as ``.average``. A Lookahead optimiser takes ``until``, its first step without
-    Lookahead.
+    The decorated function takes parameters and keyword arguments and returns an optimiser. If its
+    first parameter is called ``model``, it gets the model instead of the parameters. An optimiser
+    with a built-in average takes ``start`` and ``interval``, in steps, and exposes the average as
+    ``.average``. A Lookahead optimiser takes ``until``, its first step without Lookahead.
 
     Args:
         name: Name, which must not be registered yet.
@@ -77,6 +77,7 @@ def create_optimizer(
     name: str,
     params: Iterable[nn.Parameter],
     *,
+    model: nn.Module | None = None,
     plan: Mapping[str, int | None] | None = None,
     capturable: bool = False,
     **settings: Any,
@@ -86,6 +87,7 @@ def create_optimizer(
     Args:
         name: One of :func:`optimizer_names` or of ``ritz.optim.preset_names()``.
         params: Parameters to train.
+        model: Their model, for an optimiser that takes it instead.
         plan: ``start`` and ``interval`` of the average of Gadam and GadamX, and ``until`` of
             Lookahead, in steps. Defaults to those of the optimiser.
         capturable: Create an optimiser whose steps can be captured in a CUDA graph, if possible.
@@ -101,6 +103,9 @@ def create_optimizer(
     # Without a start, the interval of an optimiser is that of something else.
     names = {"start", "until"} & known.keys() | ({"interval"} if "start" in known else set())
     settings = {name: value for name, value in (plan or {}).items() if name in names} | settings
+    if _takes_model(make):
+        # Its hooks run on the host, so its steps cannot be captured.
+        return _made(name, make, model, settings)
     params = list(params)
     # SGD itself, with other defaults, or inside Lookahead.
     sgd = SGD in (make, getattr(make, "func", None), *getattr(make, "args", ()))
@@ -119,10 +124,21 @@ def create_optimizer(
         # A graph reads the learning rate from memory, where the schedule writes it.
         settings["lr"] = torch.tensor(float(rate), device=params[0].device)
         settings |= {} if sgd else {"capturable": True}
+    return _made(name, make, params, settings)
+
+
+def _takes_model(make: Callable[..., Any]) -> bool:
+    return next(iter(inspect.signature(make).parameters), "") == "model"
+
+
+def _made(name: str, make: OptimizerFactory, subject: Any, settings: dict[str, Any]) -> Optimizer:
     try:
-        return make(params, **settings)
+        return make(subject, **settings)
     except TypeError as error:
-        takes = ", ".join(key for key in known if key not in ("params", "inner", "settings"))
+        known = inspect.signature(make).parameters
+        takes = ", ".join(
+            key for key in known if key not in ("params", "model", "inner", "settings")
+        )
         raise ValueError(f"optimizer {name} cannot be made with {settings}: {error}; it takes "
                          f"{takes}") from error  # fmt: skip
 
@@ -171,6 +187,8 @@ _BUILT_IN: dict[str, OptimizerFactory] = {
     "padamw": optim.PadamW,
     "gadam": optim.Gadam,
     "gadamx": optim.GadamX,
+    "kfac": optim.KFAC,
+    "ekfac": partial(optim.KFAC, kind="ekfac"),
     "lanczos_newton": optim.LanczosNewton,
     "hessian_free": optim.HessianFree,
     "spectral_sgd": optim.SpectralSGD,
@@ -200,12 +218,14 @@ def make_optimizer(
         optimizer = create_optimizer(
             config.optimizer,
             trainable,
+            model=model,
             plan=plan,
             capturable=capturable,
             **config.optimizer_settings,
         )
     elif callable(choice) and not isinstance(choice, Optimizer):
-        optimizer = choice(model.parameters(), **config.optimizer_settings)
+        subject = model if _takes_model(choice) else model.parameters()
+        optimizer = choice(subject, **config.optimizer_settings)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"optimizer must be a name, a torch optimiser or a function of the "

@@ -29,6 +29,7 @@ from ritz.curvature._shared import (
     term_mass,
 )
 from ritz.optim import CovarianceNoise, Lookahead
+from ritz.optim._shared import curvature_of
 from ritz.training._data import own_rows
 
 # ------------------------------------------------------------------------------------------
@@ -216,6 +217,10 @@ class Step:
         self.num_classes: int | None = None  # known after the first forward pass
         half = self.config.precision == "float16"
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=half)
+        # K-FAC captures curvature in the passes of the step.
+        self.curvature = curvature_of(self.optimizer)
+        if self.curvature is not None:
+            self.curvature.scaler = self.scaler
 
     def __call__(self, pieces: Sequence[Piece]) -> None:
         """Take the step."""
@@ -228,7 +233,7 @@ class Step:
             quiet: AbstractContextManager[Any] = nullcontext()
             if number < len(pieces) and isinstance(model, DistributedDataParallel):
                 quiet = model.no_sync()
-            with quiet:
+            with quiet, self._captured(piece):
                 self._backward(piece)
         if noise is not None:
             noise.collect(self._scale(torch.ones((), device=self.device)))
@@ -242,6 +247,10 @@ class Step:
     def _scale(self, value: Tensor) -> Tensor:
         scaled: Tensor = self.scaler.scale(value)
         return scaled
+
+    def _captured(self, piece: Piece) -> AbstractContextManager[None]:
+        hidden = self.curvature is not None and not piece.real
+        return self.curvature.paused() if self.curvature and hidden else nullcontext()
 
     def _backward(self, piece: Piece) -> None:
         adapter, noise = self.adapter, self.noise
@@ -266,6 +275,8 @@ class Step:
             part = loss * piece.share.to(loss.dtype)
         elif piece.share != 1:
             part = loss * piece.share
+        if self.curvature is not None:
+            self.curvature.observe(outputs, target, adapter.loss_fn.call)
         if noise is None or not piece.real:
             self._scale(part).backward()
         else:
