@@ -43,6 +43,7 @@ SHARED = {
     "spectra": {"graphs", "measures", "plots", "studies"},
     "curvature": {"measures", "optim", "training", "studies"},
     "graphs": {"studies", "cli"},
+    "optim": {"training"},
     "training": {"studies", "cli"},
     "plots": {"studies", "cli"},
 }

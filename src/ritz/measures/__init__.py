@@ -3,6 +3,12 @@
 from ritz.measures._advice import Advice, advice_cost, advise
 from ritz.measures._batch_models import BatchCurve
 from ritz.measures._batches import BatchPrediction, batch_prediction, measured_batches
+from ritz.measures._calibrated import (
+    CalibratedSharpness,
+    ExcessRisk,
+    calibrated_sharpness,
+    excess_risk,
+)
 from ritz.measures._calibration import Temperature, scaled, temperature
 from ritz.measures._degeneracy import Degeneracy, rank_bound, rank_degeneracy
 from ritz.measures._folding import fold_batch_norm
@@ -27,7 +33,9 @@ __all__ = [
     "BatchCurve",
     "BatchPrediction",
     "BulkEdge",
+    "CalibratedSharpness",
     "Degeneracy",
+    "ExcessRisk",
     "GradientNoise",
     "GradientOverlap",
     "Landscape",
@@ -39,9 +47,11 @@ __all__ = [
     "batch_prediction",
     "batch_variance",
     "bulk_edge",
+    "calibrated_sharpness",
     "critical_sharpness",
     "curvature_ratio",
     "curvature_variance",
+    "excess_risk",
     "filter_normalized",
     "fold_batch_norm",
     "gradient_noise",

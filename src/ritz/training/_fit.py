@@ -1,6 +1,7 @@
 """``fit``: train a model, with a checkpoint from which a run resumes bit for bit; run folders."""
 
 import json
+import math
 import os
 import time
 import warnings
@@ -103,9 +104,10 @@ def fit(
             ``ritz.optim.preset_names()``), a torch optimiser, or a function of the parameters.
         schedule: ``constant``; ``linear``: the full learning rate for half of the training, then a
             linear decrease to 1 % (``final_ratio``) until 90 % of the training (with an average: to
-            50 % until it starts), then constant; ``step``: divides the learning rate by 10 at 50 %
-            and again at 75 % of the training (``milestones``); a function of the number of epochs
-            or steps done (see ``schedule_unit``) that returns the factor on the learning rate; or a
+            50 % until it starts), then constant; ``linear_held``: that without an average, up to
+            the start of the average, then constant; ``step``: divides the learning rate by 10 at
+            50 % and again at 75 % of the training (``milestones``); a function of the number of
+            epochs or steps done (see ``schedule_unit``) that returns the factor on the rate; or a
             torch scheduler.
         average: An average that you created for the same ``optimizer``. An ``AutoAverage`` is
             given the validation accuracy with ``mode="max"``, otherwise the validation loss.
@@ -143,8 +145,8 @@ def fit(
     config = _with_preset(combine(config, options | texts))
     if not (isinstance(schedule, str | None) or callable(schedule) or hasattr(schedule, "step")):
         raise TypeError(
-            "schedule must be one of constant, linear, step, a function of the time or "
-            f"a torch scheduler, got {type(schedule).__name__}"
+            "schedule must be one of constant, linear, linear_held, step, a function of the time "
+            f"or a torch scheduler, got {type(schedule).__name__}"
         )
     # Objects have no plain form. Their class stands for them in the result and in checkpoints, and
     # a resumed run compares these words.
@@ -207,6 +209,9 @@ def fit(
 
 def _with_preset(config: TrainingConfig) -> TrainingConfig:
     """Return the configuration with the start of the average that a published setting has."""
+    if config.optimizer == "swa" and config.average_from is None and config.patience is None:
+        # Izmailov et al. (2018): the last quarter of the run.
+        return replace(config, average_from=math.ceil(0.75 * config.num_epochs))
     known = config.optimizer in optimizer_names() or config.optimizer not in optim.preset_names()
     if known or config.average_from is not None or config.patience is not None:
         return config
@@ -230,6 +235,7 @@ def _feeds(
         shuffled=True,
         augment=usual if config.augment is True else config.augment or None,
         drop_last=config.drop_last,
+        sizes=config.batch_sizes,
     )
 
     def size(part: Any) -> int | None:
