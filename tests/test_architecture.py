@@ -44,7 +44,7 @@ SHARED = {
     "curvature": {"measures", "optim", "training", "studies"},
     "graphs": {"studies", "cli"},
     "optim": {"training"},
-    "training": {"cli"},
+    "training": {"studies", "cli"},
     "plots": {"studies", "cli"},
 }
 LONGEST_CHAIN = 6

@@ -186,6 +186,7 @@ class FisherOperator(CurvatureOperator):
     r"""A Fisher matrix :math:`\frac{1}{N} \sum_i g_i g_i^\top`. See :func:`fisher`."""
 
     matrix = "fisher"
+    kind: FisherKind = "monte_carlo"
 
 
 def fisher(
@@ -202,8 +203,9 @@ def fisher(
     :math:`g_i` is the gradient of the negative log likelihood of a label drawn from the model. The
     labels are drawn once, ``num_draws`` per sample; the expectation of the matrix is the
     Gauss-Newton matrix. For outputs with positions, such as tokens, each position counts as a
-    sample. The L2 term of the risk is not included. A product costs as much as one with the
-    Gauss-Newton matrix.
+    sample. Diagonal and trace are exact where the structure of the network gives them: one backward
+    pass per batch if ``empirical``, and otherwise one per drawn label. The L2 term of the risk is
+    not included. A product costs as much as one with the Gauss-Newton matrix.
 
     Args:
         risk: A :class:`Risk` whose ``loss_fn`` is separate from the model.
@@ -226,7 +228,9 @@ def fisher(
             lambda risk, *point: (sample_losses(risk.loss_fn, *risk.evaluate(*point)), None),
             lambda context, losses, target, tangent, reverse: tangent / len(losses),
         )
-        return FisherOperator(Products(risk, ways, **options))
+        op = FisherOperator(Products(risk, ways, **options))
+        op.kind = kind
+        return op
     check_count("num_draws", num_draws)
     known = likelihood(risk)
 

@@ -194,8 +194,7 @@ def squared_gradients(module: nn.Module, call: Call, deltas: Tensor) -> Params:
     parts = unroll(module, call, deltas)
     total = {name: torch.zeros_like(call.state[name]) for name in call.chosen}
     if parts is None:
-        for columns, part in chunks(deltas, sum(value.numel() for value in total.values())):
-            gradients = sample_gradients(module, call.rows(part), deltas[columns, part])
+        for gradients in in_chunks(module, call, deltas):
             for name, gradient in gradients.items():
                 total[name] += gradient.square().sum((0, 1))
         return total
@@ -254,6 +253,16 @@ def _used_rows(module: nn.Embedding, call: Call) -> Tensor:
     """Return the rows ``(batch, T)`` that samples use, as if each sample had its own table."""
     ids: Tensor = call.args[0].flatten(1)
     return ids + module.num_embeddings * torch.arange(len(ids), device=ids.device)[:, None]
+
+
+def in_chunks(module: nn.Module, call: Call, deltas: Tensor) -> Iterator[Params]:
+    """Yield the sample gradients of a module for some columns and samples at a time."""
+    if isinstance(module, _BatchNorm):
+        # Their gradients are smaller than the deltas, and statistics of a batch need all samples.
+        yield sample_gradients(module, call, deltas)
+        return
+    for columns, part in chunks(deltas, sum(call.state[name].numel() for name in call.chosen)):
+        yield sample_gradients(module, call.rows(part), deltas[columns, part])
 
 
 def chunks(deltas: Tensor, entries: int) -> Iterator[tuple[slice, slice]]:
