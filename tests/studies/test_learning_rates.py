@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 import torch
 
@@ -37,6 +39,13 @@ def test_the_least_damping_is_that_of_trials(least):
     assert least.least.shape == (1, 1, 2)
     assert least.predicted.shape == (1, 1, 3, 2)
     assert bool((least.least > 0).all())
+
+
+def test_the_least_damping_of_kfac_is_measured_as_well():
+    small = dataclasses.replace(damping.SIZES["smoke"], optimizer="kfac")
+    result = damping.run(small)
+    assert bool((result.least > 0).all())
+    assert damping.evidence(result)[0].where.startswith("Figures 5.13, 5.14")
 
 
 def test_results_and_figures_are_written_and_read(rates, least, tmp_path):

@@ -2,13 +2,14 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import final
+from inspect import signature
+from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ritz._core.batches import take_rows
@@ -19,7 +20,7 @@ from ritz._core.results import Estimate, Status
 from ritz.curvature import Risk
 from ritz.measures._landscape import check_direction
 
-MakeOptimizer = Callable[[Iterable[nn.Parameter], float], Optimizer]
+MakeOptimizer = Callable[[Any, float], Optimizer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +176,8 @@ def trainable_rate(
 
     Args:
         risk: The loss at a point; the data must be in memory.
-        make: Takes parameters and a learning rate, returns an optimiser.
+        make: Takes parameters and a learning rate, returns an optimiser. If its first parameter is
+            called ``model``, it gets the model instead of the parameters.
         batch_size: Batch size.
         start: First learning rate, such as the edge of local stability.
         num_steps: Steps of one training.
@@ -259,7 +261,8 @@ class _Training:
             for name, value in risk.params.items():
                 weights[name].copy_(value)
         chosen = [weights[name] for name in risk.params]
-        optimizer = self._make(chosen, rate)
+        takes_model = next(iter(signature(self._make).parameters), "") == "model"
+        optimizer = self._make(model if takes_model else chosen, rate)
         rng = torch.Generator().manual_seed(seed)
         losses: list[float] = []
         # Dropout draws from the global generator.

@@ -34,8 +34,7 @@ from ritz.studies._protocol import (
 from ritz.studies.learning_rates import Samples, exponent, fit, load, network
 from ritz.training._shared import create_optimizer
 
-# Names of the damping of optimisers.
-DAMPING = {"damped_adamw": "delta", "kfac": "damping"}
+OPTIMIZERS = ("damped_adamw", "kfac", "ekfac")  # with a damping delta
 PREDICTIONS = ("noise along phi_1", "homogeneous noise", "edge of stability")
 
 
@@ -44,7 +43,8 @@ class Config:
     """Optimiser and its learning rate, networks, data and trials.
 
     Attributes:
-        optimizer: Registered name of an optimiser with a damping: ``damped_adamw`` or ``kfac``.
+        optimizer: Registered name of an optimiser with a damping: ``damped_adamw``, ``kfac``
+            or ``ekfac``.
         rates: Its learning rates.
         networks: Names of the networks.
         dataset: Name of the images.
@@ -72,7 +72,7 @@ class Config:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_choice("optimizer", self.optimizer, tuple(DAMPING))
+        check_choice("optimizer", self.optimizer, OPTIMIZERS)
         check_minimums(
             self, rates=1e-6, batch_sizes=1, num_samples=8, pool=1, num_epochs=1, num_steps=2
         )
@@ -196,11 +196,11 @@ def _measure(config: Config, train: Samples, name: str) -> Tensor:
 
 def _damped(config: Config, rate: float) -> Callable[[Any, float], Optimizer]:
     """Return a function that makes the optimiser with the inverse of a damping."""
-    name = DAMPING[config.optimizer]
 
-    def make(params: Any, inverse: float) -> Optimizer:
-        settings: Any = {"lr": rate, name: 1 / inverse, "weight_decay": 0.0}
-        return create_optimizer(config.optimizer, params, **settings)
+    def make(model: Any, inverse: float) -> Optimizer:
+        settings: Any = {"lr": rate, "delta": 1 / inverse, "weight_decay": 0.0}
+        params = list(model.parameters())
+        return create_optimizer(config.optimizer, params, model=model, **settings)
 
     return make
 
@@ -231,6 +231,7 @@ def figure(result: Result) -> style.Figure:
 def evidence(result: Result) -> list[Evidence]:
     """Return the published rule beside the measured exponents, for each learning rate."""
     c, slopes = result.config, result.exponents(result.least)
+    figures = "5.11, 5.12" if c.optimizer == "damped_adamw" else "5.13, 5.14"
     rows = []
     for j, rate in enumerate(c.rates):
         values = slopes[:, j]
@@ -238,7 +239,7 @@ def evidence(result: Result) -> list[Evidence]:
         rows.append(
             Evidence(
                 paper="SPECTRA",
-                where="Figures 5.11, 5.12, here " + ", ".join(c.networks),
+                where=f"Figures {figures}, here " + ", ".join(c.networks),
                 what=f"exponent of the least damping over the batch size, {c.optimizer}, learning "
                 f"rate {rate:g}, batches of {c.batch_sizes[0]} to {c.batch_sizes[-1]}",
                 published="-1",
