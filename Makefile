@@ -48,7 +48,8 @@ test-peers: $(PEERS)/.ready ## compare with other libraries, in a separate envir
 	$(PEERS)/bin/python -m pytest -q tests/peers --timeout 600
 
 intervals: $(VENV)/.ready ## measure how often intervals hold the truth, for docs/intervals.md; 30 minutes
-	$(BIN)/python tests/intervals.py --workers 2 --out benchmarks/results/intervals.json
+	OMP_NUM_THREADS=1 $(BIN)/python tests/intervals.py --workers 2 \
+		--out benchmarks/results/intervals.json --docs docs/intervals.md
 
 evidence: $(VENV)/.ready ## write the tables of docs/evidence.md from the stored results of studies
 	$(BIN)/python docs/evidence.py

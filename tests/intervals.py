@@ -334,7 +334,7 @@ def _moment_truth(matrix: Tensor, values: Tensor) -> Tensor:
 def _likelihood(op: Any, generator: Any) -> Any:
     y = torch.cos(torch.arange(op.shape[0]).double())
     return spectra.log_likelihood(
-        op, y, method="lanczos", num_products=150, num_probes=8, generator=generator
+        op, y, method="lanczos", num_products=200, num_probes=16, generator=generator
     )
 
 
@@ -620,6 +620,7 @@ def summary(results: dict[Key, Cell]) -> list[dict[str, Any]]:
                     "converged": sum(c.converged() * c.runs for c in easy)
                     / sum(c.runs for c in easy),
                     "seconds": sum(cell.seconds for cell in here.values()),
+                    "date": time.strftime("%Y-%m-%d"),
                 }
             )
     return rows
@@ -635,8 +636,9 @@ def updated(before: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[di
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows in Markdown."""
     lines = [
-        "| estimator | rtol | runs | 95 % held | 99.9 % held | lowest matrix | width | converged |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| estimator | rtol | runs | 95 % held | 99.9 % held | lowest (its runs) | width "
+        "| converged | measured |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
         rtol = "" if row["rtol"] is None else f"{row['rtol']:g}"
@@ -644,8 +646,9 @@ def table(rows: list[dict[str, Any]]) -> str:
         converged = f"{row['converged']:.3f}" if rtol else ""
         lines.append(
             f"| {row['estimator']} | {rtol} | {row['runs']:,} | {row['held 95 %']:.3f} "
-            f"| {row['held 99.9 %']:.4f} | {row['worst 95 %']:.3f} ({row['worst']}) "
-            f"| {width} | {converged} |"
+            f"| {row['held 99.9 %']:.4f} "
+            f"| {row['worst 95 %']:.3f} ({row['worst']}; {row['worst runs']}) "
+            f"| {width} | {converged} | {row['date']} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -656,6 +659,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--only", nargs="*", default=[""], help="parts of names of estimators")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "intervals.json")
+    parser.add_argument("--docs", type=Path, help="page whose table is replaced by the new one")
     options = parser.parse_args()
     keys = [key for key in cells() if any(part in key[1] for part in options.only)]
     results, begin = {}, time.perf_counter()
@@ -670,7 +674,12 @@ def main() -> None:
     for (matrix, name, rtol), cell in results.items():
         if cell.runs and cell.coverage(0.95) < 0.9:
             print(f"low: {name}, {matrix}, rtol {rtol}: {cell.coverage(0.95):.3f} of {cell.runs}")
-    print(table(json.loads(options.out.read_text())))
+    text = table(json.loads(options.out.read_text()))
+    print(text)
+    if options.docs is not None:
+        page = options.docs.read_text()
+        # The table is the last of the page, and its first column is called "estimator".
+        options.docs.write_text(page[: page.index("| estimator |")] + text)
 
 
 if __name__ == "__main__":

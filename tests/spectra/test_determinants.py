@@ -10,7 +10,8 @@ from ritz.operators import DenseOperator, FunctionOperator, KernelOperator, Spar
 from ritz.spectra import NotPositiveDefiniteError
 from ritz.spectra._functions import splitting
 from ritz.spectra._functions.quadrature import Projections, brackets
-from ritz.spectra._lanczos.recurrence import Recurrence, advance
+from ritz.spectra._lanczos.recurrence import Recurrence
+from ritz.spectra._lanczos.steps import advance
 from ritz.testing import check_operator, with_spectrum
 
 

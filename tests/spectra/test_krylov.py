@@ -14,7 +14,8 @@ from ritz.operators import (
     ShiftedOperator,
 )
 from ritz.spectra import eigenpairs, lanczos, lanczos_block
-from ritz.spectra._lanczos.recurrence import Basis, Recurrence, advance
+from ritz.spectra._lanczos.recurrence import Basis, Recurrence
+from ritz.spectra._lanczos.steps import advance
 from ritz.testing import wigner, with_spectrum
 
 DTYPES = [torch.float32, torch.float64]

@@ -79,3 +79,18 @@ def test_a_run_that_diverges_is_nan_and_drawn_as_such(result):
 def test_wrong_settings_are_refused(bad, match):
     with pytest.raises((ValueError, KeyError), match=match):
         Config(**bad)
+
+
+def test_kfac_is_read_along_a_constant_ratio_of_damping_and_rate():
+    config = adaptive_gap.Config(
+        size="smoke", parts=("grid",), optimizers=("kfac",), num_seeds=1, rates=(0.01, 0.1),
+        deltas=(0.1, 1.0),
+    )  # fmt: skip
+    result = adaptive_gap.run(config)
+
+    assert torch.isfinite(result.grids["kfac"][:, :, 0, 1]).all()
+    rows = {row.where: row for row in adaptive_gap.evidence(result)}
+    norms = result.grids["kfac"][2, 0]
+    expected = f"{norms[1, 1]:.3g}, {norms[0, 0]:.3g}"
+    assert rows["Table 2, right"].measured == expected
+    assert "by rate 0.1, 0.01" in rows["Figure 4"].what

@@ -69,6 +69,15 @@ GRIDS.register("damped_adamw")(
         settings={"weight_decay": 0.0},
     )
 )
+# Fig. 4 and Table 2, right: a constant ratio of damping and rate is a diagonal of the grid.
+# Inverses every 100 steps and momentum as in Spectral Machine Learning, section 5.8.2.
+GRIDS.register("kfac")(
+    Grid(
+        rates=(1e-3, 1e-2, 0.1),
+        deltas=(0.01, 0.1, 1.0),
+        settings={"momentum": 0.9, "inverse_every": 100},
+    )
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -560,14 +569,50 @@ def _grid_evidence(result: Result) -> list[Evidence]:
                      "falls as the damping rises", _listed(norms),
                      agrees=bool((norms.diff() < 0).all()),
                      why="" if bool((norms.diff() < 0).all()) else
+<<<<<<< HEAD
                      "another network and data than VGG-16 on CIFAR-100; the cause was not tested"))  # fmt: skip
+=======
+                     "the runs are short: with more damping they are less converged, and lambda_1 "
+                     "is largest in the middle of training"))  # fmt: skip
+            if name == "kfac":
+                continue
+>>>>>>> main
             rows.append(
                 _row("Figure 5", f"{name}, rate {rate:g}: test error in % by damping {dampings}, "
                      f"SGD {100 * float(result.sgd[1].mean(0).min()):.3g}; {network}",
                      "a larger damping than 1e-8 is better", _listed(errors),
+<<<<<<< HEAD
                      agrees=better,
                      why="" if better else "not by two standard errors"))  # fmt: skip
+=======
+                     agrees=bool(errors[1:].min() < errors[0])))  # fmt: skip
+        rows += _ratio_evidence(grid, mean, network) if name == "kfac" else []
+>>>>>>> main
     return rows
+
+
+def _ratio_evidence(grid: Grid, mean: Tensor, network: str) -> list[Evidence]:
+    """Return sharpness and errors of K-FAC along a constant ratio of damping and rate."""
+    ratio = grid.deltas[0] / grid.rates[0]
+    cells = [
+        (i, j)
+        for (i, rate), (j, delta) in product(enumerate(grid.rates), enumerate(grid.deltas))
+        if math.isclose(delta, ratio * rate)
+    ]
+    norms = torch.stack([mean[2, i, j] for i, j in reversed(cells)])
+    errors = torch.stack([100 * mean[1, i, j] for i, j in reversed(cells)])
+    rates = _listed(grid.rates[i] for i, _ in reversed(cells))
+    setup = f"K-FAC, damping {ratio:g} times the rate"
+    return [
+        _row("Table 2, right", f"{setup}: lambda_1 by rate {rates}; {network}",
+             "rises as the rate falls: 6.65, 20.8, 48.2 at rates 0.1, 0.001, 0.0001",
+             _listed(norms), agrees=bool((norms.diff() > 0).all())),
+        _row("Figure 4", f"{setup}: test error in % by rate {rates}; {network}",
+             "rises as the rate falls: 35.0, 35.2, 37.8", _listed(errors),
+             agrees=bool((errors.diff() > 0).all()),
+             why="" if bool((errors.diff() > 0).all()) else
+             "the differences are within the spread over seeds"),
+    ]  # fmt: skip
 
 
 def _curve_evidence(result: Result) -> list[Evidence]:

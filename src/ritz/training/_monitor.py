@@ -12,14 +12,14 @@ from torch.optim import Optimizer
 from ritz._core.checks import check_choice, check_count, check_range
 from ritz._core.modes import BatchNormMode, unwrapped
 from ritz._core.training_config import Unit
-from ritz.curvature import CurvatureOperator, Risk, curvature_operator
+from ritz.curvature import CurvatureOperator, Risk, curvature_operator, fisher
 from ritz.curvature._shared import MATRICES, CurvatureMatrix
 from ritz.measures import curvature_variance
 from ritz.optim import StepReader
-from ritz.spectra import eigenpairs, lanczos, trace
+from ritz.spectra import diagonal, eigenpairs, frobenius_norm, lanczos, trace
 from ritz.training._folder import FilePath, Log, Record
 
-Quantity = Literal["lambda_max", "trace", "variance", "spectrum", "step"]
+Quantity = Literal["lambda_max", "trace", "variance", "spectrum", "step", "fisher"]
 QUANTITIES = get_args(Quantity)
 
 
@@ -45,6 +45,8 @@ class CurvatureMonitor:
     * ``step``: the last step along the Ritz vectors of such a run: gradient, update, weight decay
       and effective rates, and the estimated-curvature ratio of the optimiser; see
       :class:`ritz.optim.StepReader`. ``fit`` calls :meth:`attach`; in your own loop call it once.
+    * ``fisher``: Frobenius norms of the empirical Fisher matrix, with its standard error, and of
+      its diagonal, which is exact where the structure of the network gives it.
 
     The model, its gradients, buffers and mode, and the global generators are not changed: the
     weights equal those of a run without monitor bit for bit. All measurements use the same seed,
@@ -56,8 +58,8 @@ class CurvatureMonitor:
             monitor(step, model, optimizer)
 
     Cost of a measurement in matrix-vector products with the sub-sample: about 20 to 60 for
-    ``lambda_max``, ``2 num_probes`` for ``trace``, ``num_probes`` for ``variance`` and
-    ``num_steps`` for ``spectrum``. One product costs two to three gradients.
+    ``lambda_max``, ``2 num_probes`` for ``trace``, ``num_probes`` for ``variance`` and ``fisher``
+    and ``num_steps`` for ``spectrum``. One product costs two to three gradients.
 
     Args:
         source: A fixed subset of the data, in any form that :class:`ritz.Risk` accepts; or a
@@ -74,7 +76,7 @@ class CurvatureMonitor:
         rtol: Residual of ``lambda_max`` relative to the norm. The error of the eigenvalue is of the
             order of its square.
         num_steps: Lanczos steps of ``spectrum``; ``lambda_max`` uses at most ``10 * num_steps``.
-        num_probes: Probes of ``trace`` and ``variance``.
+        num_probes: Probes of ``trace``, ``variance`` and ``fisher``.
         seed: Seed of the probes.
         log: File of JSON lines to append to. Not needed in ``fit``, which logs what is returned.
         writer: A TensorBoard ``SummaryWriter``; tags begin with ``curvature/``.
@@ -163,7 +165,17 @@ class CurvatureMonitor:
             record |= {"ritz_values": run.values.tolist(), "ritz_weights": run.weights.tolist()}
         if "step" in self.quantities:
             record |= self._step(risk, op)
-        return record
+        return record | (self._fisher(risk) if "fisher" in self.quantities else {})
+
+    def _fisher(self, risk: Risk) -> Record:
+        op = fisher(risk, kind="empirical")
+        whole = frobenius_norm(op, num_probes=self.num_probes, generator=self._generator())
+        part = diagonal(op, num_probes=self.num_probes, generator=self._generator())
+        return {
+            "fisher_norm": float(whole.mean),
+            "fisher_norm_stderr": float(whole.stderr),
+            "fisher_diagonal_norm": float(part.mean.double().norm()),
+        }
 
     def _step(self, risk: Risk, op: CurvatureOperator) -> Record:
         steps = min(self.num_steps, op.shape[0])

@@ -75,7 +75,7 @@ def ritz_rules(
 
     If a Krylov space is invariant, its rule is exact and padded with nodes of weight zero.
     """
-    runs = together(block, capacity=num_steps, mode=reorthogonalize)
+    runs = together(block.T.unbind(), capacity=num_steps, mode=reorthogonalize)
     advance(op, runs, num_steps)
     # Golub and Welsch (1969): T e_k = theta_k e_k, weights tau_k = (e_k)_1^2.
     nodes, vectors = torch.linalg.eigh(Projections.of(runs, num_steps).matrices)
@@ -485,7 +485,9 @@ class Sampler:
             mode = "full"  # the last step then leaves nothing but roundoff
         elif starts.numel() * (num_steps + 1) * starts.element_size() > TUNING.basis:
             mode = "none"  # quadrature stays accurate but needs more steps (Greenbaum 1989)
-        return together(starts, capacity=num_steps + 1, mode=mode, magnitude=self.magnitude)
+        return together(
+            starts.T.unbind(), capacity=num_steps + 1, mode=mode, magnitude=self.magnitude
+        )
 
     def _grow(self, runs: list[Recurrence], num_steps: int, before: int) -> Projections:
         while active := [run for run in runs if not run.exhausted and run.size < num_steps]:

@@ -1,14 +1,7 @@
 """Lanczos: the recurrence, its saved state, whole spectra, extreme eigenpairs and bounds."""
 
 from ritz.spectra._lanczos.extremes import Bounds, Eigenpairs, bounds, eigenpairs, spectral_norm
-from ritz.spectra._lanczos.recurrence import (
-    TUNING,
-    Recurrence,
-    Reorthogonalization,
-    advance,
-    step,
-    together,
-)
+from ritz.spectra._lanczos.recurrence import TUNING, Recurrence, Reorthogonalization
 from ritz.spectra._lanczos.run import (
     Spectrum,
     lanczos,
@@ -16,6 +9,7 @@ from ritz.spectra._lanczos.run import (
     least_frobenius_norm,
     negative_values,
 )
+from ritz.spectra._lanczos.steps import advance, step, together
 
 __all__ = [
     "TUNING",

@@ -30,7 +30,6 @@ from ritz.spectra._lanczos.recurrence import (
     Placement,
     Reorthogonalization,
     extremes,
-    step,
 )
 from ritz.spectra._lanczos.run import (
     LanczosResult,
@@ -39,6 +38,7 @@ from ritz.spectra._lanczos.run import (
     random_start,
     start_vector,
 )
+from ritz.spectra._lanczos.steps import step
 
 BoundsMethod = Literal["auto", "gershgorin", "lanczos"]
 Certificate = Literal["random", "inertia", "none"]

@@ -23,8 +23,8 @@ from ritz.spectra._lanczos.recurrence import (
     Placement,
     Recurrence,
     Reorthogonalization,
-    advance,
 )
+from ritz.spectra._lanczos.steps import advance, together
 
 # ------------------------------------------------------------------------------------------
 # Runs with a saved state, and the check that a resumed run has the same operator.
@@ -55,10 +55,13 @@ class SavedRuns:
     ) -> None:
         self.op, self.settings = op, settings
         mode, placement = settings["reorthogonalize"], settings["placement"]
-        self.runs = [
-            Recurrence(start, capacity=capacity, mode=mode, placement=placement, group=group)
-            for start in starts
-        ]
+        if len(starts) > 1 and placement == "device":
+            self.runs = together(starts, capacity=capacity, mode=mode)
+        else:
+            self.runs = [
+                Recurrence(start, capacity=capacity, mode=mode, placement=placement, group=group)
+                for start in starts
+            ]
         kind = {"n": op.shape[0], "dtype": str(op.dtype), "probes": len(starts)}
         identity = settings | kind | {"start": list(starts)}
         self.journal = Journal(path, identity, interval=interval, group=group)
