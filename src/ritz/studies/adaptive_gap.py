@@ -468,9 +468,10 @@ def _grid_lines(result: Result) -> list[str]:
 def _curve_lines(result: Result) -> list[str]:
     if not result.curves:
         return []
-    # Equal time is that of the epochs of the first second-order method.
-    whole = next(result.curves[name] for name in METHODS if METHODS[name][0] == NEWTON)
-    epochs, budget = whole.shape[-1], float(whole[1, :, -1].mean())
+    # Equal time is that of the epochs of the first second-order method that ended.
+    newton = [c for name, c in _in_order(result.curves) if METHODS[name][0] == NEWTON]
+    ended = [float(c[1, :, -1].mean()) for c in newton if not bool(c.isnan().any())]
+    epochs, budget = newton[0].shape[-1], ended[0] if ended else 0.0
     lines = [
         f"Running training error in % after {epochs} epochs and after {budget:.3g} s of processor "
         "time; seconds per epoch",
@@ -479,7 +480,7 @@ def _curve_lines(result: Result) -> list[str]:
         last = 100 * float(curve[0, :, epochs - 1].mean())
         pairs = zip(*curve, strict=True)
         there = 100 * float(np.mean([_at(times, errors, budget) for errors, times in pairs]))
-        each = float(curve[1, :, -1].mean()) / curve.shape[-1]
+        each = _seconds(curve)
         lines.append(f"{name:26}{last:>8.2f}{there:>8.2f}{each:>10.3g}")
     return lines
 
@@ -487,6 +488,12 @@ def _curve_lines(result: Result) -> list[str]:
 def _in_order(curves: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
     # Files sort their names.
     return [(name, curves[name]) for name in METHODS if name in curves]
+
+
+def _seconds(curve: Tensor) -> float:
+    """Return the processor time per completed epoch."""
+    done = (~curve[1].isnan()).sum(-1).clamp(min=1)
+    return float((curve[1].nan_to_num().amax(-1) / done).mean())
 
 
 def _at(times: Tensor, errors: Tensor, budget: float) -> float:
@@ -528,13 +535,14 @@ def _lopt_evidence(result: Result) -> list[Evidence]:
     setup = f"{size.num_steps} steps, basis every {size.interval}; the paper says neither"
     best = test[:, 0].argmin()
     rises = bool(test[0, 0] > test[best, 0] + 1)  # by more than a point in a hundred
-    deltas = _listed(size.deltas)
+    deltas, peak = _listed(size.deltas), size.deltas[int(test[:, 0].argmax())]
     # What eta = 10 adds to the errors of eta = 1 at the dampings at which both fit the data.
     fitted = (train[:, -1] - train[:, 0]).abs() < 1
     harm = (test[:, -1] - test[:, 0])[fitted]
     return [
         _row("Figure 2", f"LOPT, 1,000 digits: test error in % by damping {deltas}",
-             "rises as the damping falls", _listed(test[:, 0]), agrees=rises, why=setup),
+             "rises as the damping falls", _listed(test[:, 0]), agrees=rises,
+             why=f"up to a peak at {peak:g}; {setup}"),
         _row("Figure 2", f"LOPT, 1,000 digits: training error in % by damping {deltas}",
              "does not suffer", _listed(train[:, 0]),
              agrees=bool(train[0, 0] <= train[-1, 0]), why=setup),
@@ -553,21 +561,33 @@ def _grid_evidence(result: Result) -> list[Evidence]:
         for i, rate in enumerate(grid.rates):
             norms, errors = mean[2, i], 100 * mean[1, i]
             dampings = _listed(grid.deltas)
+            # Paired over seeds: the gain of the best of the larger dampings.
+            gain = 100 * (scores[1, :, i, 0] - scores[1, :, i, 1 + int(errors[1:].argmin())])
+            better = bool(gain.mean() > 2 * gain.std() / math.sqrt(len(gain)))
             rows.append(
                 _row("Table 2", f"{name}, rate {rate:g}: lambda_1 by damping {dampings}; {network}",
                      "falls as the damping rises", _listed(norms),
                      agrees=bool((norms.diff() < 0).all()),
                      why="" if bool((norms.diff() < 0).all()) else
+<<<<<<< HEAD
+                     "another network and data than VGG-16 on CIFAR-100; the cause was not tested"))  # fmt: skip
+=======
                      "the runs are short: with more damping they are less converged, and lambda_1 "
                      "is largest in the middle of training"))  # fmt: skip
             if name == "kfac":
                 continue
+>>>>>>> main
             rows.append(
                 _row("Figure 5", f"{name}, rate {rate:g}: test error in % by damping {dampings}, "
                      f"SGD {100 * float(result.sgd[1].mean(0).min()):.3g}; {network}",
                      "a larger damping than 1e-8 is better", _listed(errors),
+<<<<<<< HEAD
+                     agrees=better,
+                     why="" if better else "not by two standard errors"))  # fmt: skip
+=======
                      agrees=bool(errors[1:].min() < errors[0])))  # fmt: skip
         rows += _ratio_evidence(grid, mean, network) if name == "kfac" else []
+>>>>>>> main
     return rows
 
 
@@ -602,17 +622,22 @@ def _curve_evidence(result: Result) -> list[Evidence]:
     newton = [name for name in curves if METHODS[name][0] == NEWTON]
     epochs = curves[newton[0]].shape[-1]
     errors = {name: 100 * float(c[0, :, epochs - 1].mean()) for name, c in curves.items()}
-    seconds = {name: float(c[1, :, -1].mean()) / c.shape[-1] for name, c in curves.items()}
+    seconds = {name: _seconds(c) for name, c in curves.items()}
     first = [name for name in curves if name not in newton]
     ratio = seconds[newton[0]] / seconds[first[0]]
-    text = "; ".join(f"{name} {error:.3g}" for name, error in errors.items())
-    faster = min(errors[name] for name in newton) < min(errors[name] for name in first)
+    text = "; ".join(
+        f"{name} {'diverged' if math.isnan(error) else f'{error:.3g}'}"
+        for name, error in errors.items()
+    )
+    least = [min((errors[n] for n in names if not math.isnan(errors[n])), default=math.inf)
+             for names in (newton, first)]  # fmt: skip
+    faster = least[0] < least[1]
     return [
         _row("Figure 4.2b", f"training error in % after {epochs} epochs, batches of "
              f"{SIZES[result.config.size].batch_size}", "Lanczos-Newton below Adam and SGD", text,
              agrees=faster, paper="SPECTRA",
-             why="" if faster else "SGD and Adam have momentum, and the matrix of a small batch is "
-             "noisy"),
+             why="" if faster else "a small network and batches of another size; SGD and Adam have "
+             "momentum. The cause was not tested"),
         _row("Section 4.3.1", "cost of a step with 20 Lanczos iterations on the Hessian, in SGD "
              "steps (processor time, one thread)", "about 40", f"{ratio:.3g}",
              agrees=bool(ratio <= 40), paper="SPECTRA"),
