@@ -398,7 +398,7 @@ def _fixed_point(
         leap = torch.complex(leap.real, leap.imag.maximum(floor))
         here = torch.where(worse, plain, torch.where(leap.isfinite(), leap, twice))
         plain, last = twice, torch.where(worse, torch.inf, error)
-        going = (residual[live] > atol) & (idle < TUNING.patience)
+        going = ~(residual[live] <= atol) & (idle < TUNING.patience)
         if not bool(going.any()):
             break
         # Only points that have not converged go on.

@@ -200,7 +200,7 @@ def probes_needed(size: int, *, condition: float, rtol: float) -> int:
         condition: Its condition number, or that of the function of it whose trace is wanted.
         rtol: Standard error over the trace.
     """
-    if not rtol > 0:
+    if rtol <= 0 or math.isnan(rtol):
         raise ValueError(f"rtol must be positive, got {rtol}")
     return max(1, math.ceil(probe_variance(size, condition=condition) / rtol**2))
 
