@@ -569,25 +569,17 @@ def _grid_evidence(result: Result) -> list[Evidence]:
                      "falls as the damping rises", _listed(norms),
                      agrees=bool((norms.diff() < 0).all()),
                      why="" if bool((norms.diff() < 0).all()) else
-<<<<<<< HEAD
-                     "another network and data than VGG-16 on CIFAR-100; the cause was not tested"))  # fmt: skip
-=======
-                     "the runs are short: with more damping they are less converged, and lambda_1 "
-                     "is largest in the middle of training"))  # fmt: skip
+                     "another network and data than VGG-16 on CIFAR-100; the cause was not "
+                     "tested"))  # fmt: skip
             if name == "kfac":
                 continue
->>>>>>> main
             rows.append(
                 _row("Figure 5", f"{name}, rate {rate:g}: test error in % by damping {dampings}, "
                      f"SGD {100 * float(result.sgd[1].mean(0).min()):.3g}; {network}",
                      "a larger damping than 1e-8 is better", _listed(errors),
-<<<<<<< HEAD
                      agrees=better,
                      why="" if better else "not by two standard errors"))  # fmt: skip
-=======
-                     agrees=bool(errors[1:].min() < errors[0])))  # fmt: skip
         rows += _ratio_evidence(grid, mean, network) if name == "kfac" else []
->>>>>>> main
     return rows
 
 
