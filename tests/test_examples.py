@@ -48,6 +48,7 @@ def without_numbers(line):
 # Sections of the README, run one after the other in one session, with smaller sizes.
 SMALLER = {
     "A network": {},
+    "Batch size, learning rate and damping": {"verify=True": "verify=False"},
     "Error bars": {},
     "A matrix": {"300": "30", "90_000": "900"},
     "An optimiser": {},

@@ -201,7 +201,11 @@ def test_cuda_without_a_device_is_refused(here, tmp_path, refused):
 
 @pytest.mark.parametrize(
     ("words", "expected"),
-    [("ritz tr", {"train"}), ("ritz train --schedule l", {"linear"}), ("ritz list m", {"models"})],
+    [
+        ("ritz tr", {"train"}),
+        ("ritz train --schedule l", {"linear", "linear_held"}),
+        ("ritz list m", {"models"}),
+    ],
 )
 def test_the_shell_completes_names(monkeypatch, capsys, words, expected):
     monkeypatch.setenv("_RITZ_COMPLETE", "complete_bash")

@@ -97,23 +97,41 @@ def spectrum(risk):
     return ritz.lanczos(hessian(risk, engine="eager"), num_steps=3, vectors=True)
 
 
+def rebuilt(risk, model):
+    """Return the risk of another model on the same data."""
+    data = [batch for _, batch in risk._batches]
+    return Risk(model, risk.loss_fn, data, batch_norm=risk.batch_norm)
+
+
 # Every public function that is given a risk or a model.
 CALLS = {
+    "advice_cost": lambda f, r: f(r, batch_sizes=[2, 4]),
+    "advise": lambda f, r: f(r, batch_sizes=[2, 4]),
+    "batch_prediction": lambda f, r: f(r, batch_sizes=[2, 4], num_vectors=2, num_draws=10),
     "block_diagonal": lambda f, r: multiplied(f(r)),
+    "calibrated_sharpness": lambda f, r: f(r.model, *[lambda model: rebuilt(r, model)] * 2),
+    "critical_sharpness": lambda f, r: f(r),
     "curvature_operator": lambda f, r: multiplied(f(r, "ggn", engine="eager")),
     "curvature_variance": lambda f, r: f(r, num_probes=2),
     "distance": lambda f, r: f(r, torch.zeros_like(r.theta)),
+    "excess_risk": lambda f, r: f(r, r.at(vector(r))),
     "filter_normalized": lambda f, r: f(r, vector(r)),
     "fisher": lambda f, r: multiplied(f(r, engine="eager")),
     "fluctuation": lambda f, r: multiplied(f(r, r.batch(0))),
     "fold_batch_norm": lambda f, r: f(r.model),
     "ggn": lambda f, r: multiplied(f(r)),
     "gradient_covariance": lambda f, r: multiplied(f(r, engine="eager")),
+    "gradient_noise": lambda f, r: f(r, num_probes=2),
+    "gradient_overlap": lambda f, r: f(r, spectrum(r)),
     "gradient_statistics": lambda f, r: f(r),
     "hessian": lambda f, r: multiplied(f(r)),
     "kfac": lambda f, r: multiplied(f(r)),
     "landscape": lambda f, r: f(r, {"some": vector(r)}, num_points=3),
     "landscape2d": lambda f, r: f(r, vector(r), vector(r, 1), num_points=3),
+    "measured_batches": lambda f, r: f(
+        r, batch_sizes=[2], leading=functional.normalize(vector(r), dim=0), num_batches=2
+    ),
+    "noise_sample": lambda f, r: f(r, "full"),
     "random_direction": lambda f, r: f(r),
     "rank_bound": lambda f, r: f(r),
     "scaled": lambda f, r: f(r.model, 2.0),
@@ -121,6 +139,9 @@ CALLS = {
     "shrinkage": lambda f, r: f(r, batch_sizes=[2], num_probes=2),
     "summary": lambda f, r: f(r),
     "temperature": lambda f, r: f(r),
+    "trainable_rate": lambda f, r: f(
+        r, torch.optim.SGD, batch_size=2, start=0.01, num_steps=2, num_trials=2
+    ),
 }
 METHODS = {
     "loss": lambda r: r.loss(),

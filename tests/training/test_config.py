@@ -113,7 +113,7 @@ def test_objects_have_a_plain_form_that_does_not_change_between_processes():
 
     assert TrainingConfig(augment=Shift()).to_plain()["augment"] == "Shift"
     plain = TrainingConfig(augment=Augmentation(padding=2), device=torch.device("cpu")).to_plain()
-    assert plain["augment"] == "Augmentation(padding=2, flip=True)"
+    assert plain["augment"] == "Augmentation(padding=2, flip=True, crop=None)"
     assert plain["device"] == "cpu"
 
 

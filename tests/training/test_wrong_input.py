@@ -33,7 +33,10 @@ GOOD = {"num_epochs": 2, "batch_size": 12}
         ({"milestones": [1]}, "milestones must be given with schedule step, got constant"),
         ({"final_ratio": 0.1}, "final_ratio must be given with schedule linear, got constant"),
         ({"lookahead_until": 2}, "lookahead_until must agree .* SGD with until=None"),
-        ({"schedule": "cosine"}, "schedule must be one of constant, linear, step; got 'cosine'"),
+        (
+            {"schedule": "cosine"},
+            "schedule must be one of constant, linear, linear_held, step; got 'cosine'",
+        ),
         ({"schedule_unit": "hour"}, "schedule_unit must be one of step, epoch"),
         ({"clip_norm": -1.0}, "clip_norm must be finite and above 0, got -1.0"),
         ({"clip_norm": 0.0}, "clip_norm must be finite and above 0, got 0.0"),
@@ -72,7 +75,10 @@ def test_wrong_values_are_named(change, message):
     ("change", "message"),
     [
         ({"batch_size": 1.5}, "batch_size must be an integer, got 1.5"),
-        ({"schedule": 3}, "schedule must be one of constant, linear, step, a function"),
+        (
+            {"schedule": 3},
+            "schedule must be one of constant, linear, linear_held, step, a function",
+        ),
         ({"optimizer": 3}, "optimizer must be a name, a torch optimiser or a function"),
         ({"optimizer": lambda params: list(params)}, "optimizer must be a name"),
     ],

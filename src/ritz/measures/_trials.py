@@ -86,7 +86,7 @@ def critical_sharpness(
             gap = risk.at(risk.theta - rate * update).loss() - start
         except ValueError:  # a loss that is not finite
             return math.inf
-        return 0.0 if abs(gap) <= unit else gap
+        return 0.0 if is_below(abs(gap), unit) else gap
 
     length = float(update.double().norm())
     rate = TUNING.first * max(1.0, float(risk.theta.double().norm())) / length

@@ -28,6 +28,7 @@ from ritz import data, models, plots
 from ritz._core.checks import check_choice
 from ritz._core.progress import Progress
 from ritz._core.registry import Registry
+from ritz._core.results import stderr
 from ritz.curvature import Risk, hessian
 from ritz.data import Augmentation
 from ritz.optim import LanczosNewton
@@ -561,9 +562,6 @@ def _grid_evidence(result: Result) -> list[Evidence]:
         for i, rate in enumerate(grid.rates):
             norms, errors = mean[2, i], 100 * mean[1, i]
             dampings = _listed(grid.deltas)
-            # Paired over seeds: the gain of the best of the larger dampings.
-            gain = 100 * (scores[1, :, i, 0] - scores[1, :, i, 1 + int(errors[1:].argmin())])
-            better = bool(gain.mean() > 2 * gain.std() / math.sqrt(len(gain)))
             rows.append(
                 _row("Table 2", f"{name}, rate {rate:g}: lambda_1 by damping {dampings}; {network}",
                      "falls as the damping rises", _listed(norms),
@@ -573,6 +571,9 @@ def _grid_evidence(result: Result) -> list[Evidence]:
                      "tested"))  # fmt: skip
             if name == "kfac":
                 continue
+            # Paired over seeds: the gain of the best of the larger dampings.
+            gain = 100 * (scores[1, :, i, 0] - scores[1, :, i, 1 + int(errors[1:].argmin())])
+            better = bool(gain.mean() > 2 * stderr(gain))
             rows.append(
                 _row("Figure 5", f"{name}, rate {rate:g}: test error in % by damping {dampings}, "
                      f"SGD {100 * float(result.sgd[1].mean(0).min()):.3g}; {network}",
