@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ritz._core.results import Estimate, NotConvergedError
     from ritz._core.storage import load, save
     from ritz.curvature import Risk, fisher, ggn, gradient_covariance, hessian
-    from ritz.measures import landscape, sharpness
+    from ritz.measures import advise, landscape, sharpness
     from ritz.operators import LinearOperator, as_operator
     from ritz.spectra import (
         Density,
@@ -53,6 +53,7 @@ _MODULES = {
     "LinearOperator": "ritz.operators",
     "NotConvergedError": "ritz._core.results",
     "Risk": "ritz.curvature",
+    "advise": "ritz.measures",
     "as_operator": "ritz.operators",
     "fisher": "ritz.curvature",
     "ggn": "ritz.curvature",
@@ -73,6 +74,7 @@ __all__ = [
     "Risk",
     "Spectrum",
     "__version__",
+    "advise",
     "as_operator",
     "bounds",
     "curvature",

@@ -60,7 +60,8 @@ def test_a_wrong_name_in_a_process_is_one_line_and_exit_code_2():
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr == (
-        "ritz: no study is named 'synthetic_spektra'; did you mean synthetic_spectra?\n"
+        "ritz: no study is named 'synthetic_spektra'; did you mean synthetic_spectra or "
+        "batch_spectra?\n"
     )
 
 

@@ -21,10 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 from ritz import diagonal, trace
 from ritz.curvature import Risk, fisher, ggn, kfac
-from ritz.curvature import _exact as structure
 from ritz.curvature import _sample_gradients as rules
-from ritz.curvature._exact import structure_plan
+from ritz.curvature import _structure as structure
 from ritz.curvature._modes import Limits
+from ritz.curvature._structure import structure_plan
 from ritz.operators import exact
 
 

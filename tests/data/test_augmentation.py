@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from ritz import data
 from ritz.data import Augmentation
 from ritz.data._images import crop_and_flip, draw
 
@@ -50,3 +51,38 @@ def test_wrong_settings_name_the_argument():
         Augmentation(padding=1.5)
     with pytest.raises(TypeError, match=r"flip must be True or False, got 0.5"):
         Augmentation(flip=0.5)
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 8), (1, 6, 9)])
+@pytest.mark.parametrize("padding", [0, 2])
+def test_smaller_crops_equal_crops_of_single_images(rng, shape, padding):
+    images = torch.randint(0, 256, (60, *shape), generator=rng, dtype=torch.uint8)
+    augmentation = Augmentation(padding=padding, crop=5)
+    corners, flips = draw(augmentation, 60, generator=rng, sides=shape[1:])
+
+    found = crop_and_flip(images, corners, flips, padding=padding, crop=5)
+
+    framed = torch.nn.functional.pad(images, (padding,) * 4)
+    for image, (top, left), flipped, crop in zip(framed, corners, flips, found, strict=True):
+        cut = image[:, top : top + 5, left : left + 5]
+        assert torch.equal(crop, cut.flip(2) if flipped else cut)
+    # Every place is reached, and none beyond the border.
+    ends = [side + 2 * padding - 5 for side in shape[1:]]
+    assert corners.amin(0).tolist() == [0, 0]
+    assert corners.amax(0).tolist() == ends
+
+
+def test_batches_of_smaller_crops_have_their_size_and_evaluation_has_whole_images():
+    images = data.load("digits").train
+    settings = {"generator": torch.Generator().manual_seed(0)}
+    inputs, _ = images.batches(16, augment=Augmentation(padding=0, crop=6), **settings)[0]
+    assert inputs.shape == (16, 1, 6, 6)
+    assert images.batches(16)[0][0].shape == (16, 1, 8, 8)
+
+
+def test_a_crop_larger_than_the_image_is_refused():
+    images = data.load("digits").train
+    with pytest.raises(ValueError, match=r"crop must be at most .* got 9 for images of 8 x 8"):
+        images.batches(4, generator=torch.Generator(), augment=Augmentation(padding=0, crop=9))
+    with pytest.raises(ValueError, match="crop must be at least 1"):
+        Augmentation(crop=0)

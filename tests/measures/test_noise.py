@@ -154,7 +154,13 @@ def test_shrinkage_equals_the_dense_value(risk, dense, kind):
     assert float(found.beta.mean[-1]) == 1.0
     assert float(found.beta.stderr[-1]) == 0.0
     assert found.beta.num_products == 48
-    assert "batch  beta" in str(found)
+    # beta H + (1 - beta) m I = beta (H + delta I)
+    # with the L2 term in H
+    beta, m = d2 / (d2 + spread * rates), float(mean.trace()) / size + 0.2
+    assert_within_stderr(found.damping, m * (1 - beta) / beta)
+    assert float(found.damping.mean[-1]) == 0.0
+    assert "beta" in str(found)
+    assert "damping" in str(found)
 
 
 def test_shrinkage_weight_minimises_the_mean_square_error(dense):
@@ -247,7 +253,7 @@ from torch.nn import functional
 from ritz.curvature import Risk
 from ritz.measures import rank_bound
 from ritz.measures import sharpness
-from ritz.measures import curvature_variance
+from ritz.measures import batch_prediction, curvature_variance
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
@@ -265,6 +271,13 @@ except ValueError as error:
 else:
     raise AssertionError("samples of other processes must not be left out")
 assert float(curvature_variance(alone, num_probes=2)) > 0
+try:
+    batch_prediction(split, batch_sizes=(2,))
+except ValueError as error:
+    assert "batch_prediction() needs sharing='none', got 'split'" in str(error)
+else:
+    raise AssertionError("batches of other processes must not be left out")
+assert float(batch_prediction(alone, batch_sizes=(2,), num_vectors=2).best.value.mean) > 0
 dist.barrier()
 dist.destroy_process_group()
 """

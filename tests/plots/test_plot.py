@@ -127,6 +127,21 @@ RESULTS = {
     "reliability": (lambda: measures.temperature(network()).before, (1, "confidence", None)),
     "shrinkage": (lambda: measures.shrinkage(network(), batch_sizes=(2, 4), num_probes=4),
                   (1, "batch size $B$ (samples)", "Hessian")),
+    "prediction of batches": (
+        lambda: measures.batch_prediction(network(), batch_sizes=(2, 4), num_vectors=3),
+        (2, "batch size $B$ (samples)", "Hessian")),
+    "edge of the bulk": (
+        lambda: measures.bulk_edge(ritz.lanczos(symmetric(), num_steps=12), variance=1.0,
+                                   batch_size=1), (1, r"Ritz value $\theta$", "")),
+    "overlap of the gradient": (
+        lambda: measures.gradient_overlap(
+            network(), ritz.eigenpairs(ritz.hessian(network()), largest=3)),
+        (1, "rank of the eigenvalue", None)),
+    "advice": (lambda: measures.advise(network(), batch_sizes=(4, 12)),
+               (2, "batch size $B$ (samples)", "Hessian")),
+    "advice for Adam": (
+        lambda: measures.advise(network(), batch_sizes=(4, 12), optimizer="adam", known=(4, 0.1)),
+        (3, "batch size $B$ (samples)", None)),
     "norms of layers": (lambda: optim.weight_norms(nn.Linear(3, 2)), (1, "norm", "")),
     "distances of layers": (lambda: curvature.distance(network(), torch.zeros(53)),
                             (1, "distance", "")),

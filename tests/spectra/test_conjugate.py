@@ -258,3 +258,24 @@ def test_a_solution_says_what_it_is():
     assert text == (
         "Solution of shape (3,), largest residual 0, 2 products; converged: 1 systems in 1 steps"
     )
+
+
+def test_a_rule_of_the_caller_sees_the_quadratic_forms_and_stops(rng):
+    matrix = torch.diag(torch.linspace(1, 50, 30, dtype=torch.float64))
+    b = 1e-3 * torch.randn(30, 2, generator=rng, dtype=torch.float64)
+    seen = []
+
+    def stop(forms):
+        seen.append(forms)
+        return len(seen) == 7
+
+    partial = solve(matrix, b, stop=stop)
+
+    # Each value is that of the solution after as many steps.
+    for steps, forms in enumerate(seen, start=1):
+        x = solve(matrix, b, max_steps=steps).x
+        expected = 0.5 * (x * (matrix @ x)).sum(0) - (b * x).sum(0)
+        torch.testing.assert_close(forms, expected)
+    assert partial.status.outcome == "completed"
+    assert partial.status.message == "stopped by the caller after 7 steps"
+    torch.testing.assert_close(partial.x, solve(matrix, b, max_steps=7).x)

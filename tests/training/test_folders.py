@@ -247,3 +247,17 @@ def test_a_resumed_loader_without_its_generator_is_refused(tmp_path):
         checkpoint=tmp_path)  # fmt: skip
     with pytest.raises(ValueError, match=r"1 generators at its start, got 0"):
         fit(network(), DataLoader(data, 12, shuffle=True), num_epochs=2, checkpoint=tmp_path)
+
+
+def test_initial_weights_are_kept_and_survive_resuming(tmp_path):
+    initial = {name: value.clone() for name, value in state(network()).items()}
+    common = {"batch_size": 12, "checkpoint": tmp_path, "keep": [0]}
+    fit(network(), samples(), num_epochs=1, **common)
+
+    fit(network(), samples(), num_epochs=2, **common)
+
+    kept = read_weights(tmp_path / "epoch-0000.safetensors")
+    assert_same_bits(kept, initial)
+    assert names(tmp_path) == [
+        "checkpoint.safetensors", "epoch-0000.safetensors", "weights.safetensors"
+    ]  # fmt: skip

@@ -37,7 +37,7 @@ GOOD = {"num_epochs": 2, "batch_size": 12}
         ({"schedule_unit": "hour"}, "schedule_unit must be one of step, epoch"),
         ({"clip_norm": -1.0}, "clip_norm must be finite and above 0, got -1.0"),
         ({"clip_norm": 0.0}, "clip_norm must be finite and above 0, got 0.0"),
-        ({"keep": [3]}, "keep must be between 1 and 2"),
+        ({"keep": [3]}, "keep must be between 0 and 2"),
         ({"final": "best"}, "final must be one of last, average"),
         ({"final": "average"}, "final='average' needs an average: pass average_from or patience"),
         ({"warmup": 3}, "warmup must be between 0 and 2, got 3"),

@@ -33,6 +33,13 @@ def all_sum(tensor: Tensor, group: Group | None = None) -> Tensor:
     return tensor
 
 
+def broadcast(tensor: Tensor, source: int, group: Group | None = None) -> Tensor:
+    """Overwrite ``tensor`` by that of the process with rank ``source``, and return it."""
+    if world_size(group) > 1:
+        _guard(lambda: dist.broadcast(tensor, group=group, group_src=source))
+    return tensor
+
+
 def all_max(value: int, group: Group | None = None) -> int:
     """Return the largest of the processes' values."""
     if world_size(group) == 1:

@@ -14,13 +14,16 @@ if TYPE_CHECKING:
     import torch
 
 TrainingPrecision = Literal["float32", "tf32", "bfloat16", "float16"]
-ScheduleName = Literal["constant", "linear", "step"]
+ScheduleName = Literal["constant", "linear", "linear_held", "step"]
 Unit = Literal["step", "epoch"]
 PatienceMetric = Literal["auto", "accuracy", "loss"]
+# "none", and the kinds of ritz.curvature.noise_sample.
+NoiseName = Literal["none", "diagonal", "full", "centred", "true", "kfac", "trace",
+                    "trace_unscaled", "isotropic", "multiplicative", "sgld"]  # fmt: skip
 DampingRule = Literal["constant", "ratio", "shrinkage", "noise", "adaptive"]
 # Panels of ``ritz train --help``.
 RATE, AVERAGE, EVALUATION = "Optimiser and learning rate", "Averaged weights", "Evaluation"
-SPEED, FILES = "Precision and speed", "Output"
+SPEED, FILES, NOISE = "Precision and speed", "Output", "Large batches"
 
 
 def _option(default: Any, help: str, panel: str | None = None, **metadata: Any) -> Any:
@@ -74,8 +77,9 @@ class TrainingConfig:
     seed: int = _option(0, "Seed of all random numbers.", low=0, high=MAX_SEED)
     schedule: ScheduleName = _option("constant", "Schedule of the learning rate. linear is "
                                      "constant for half of the run and then falls to 1 % (with an "
-                                     "average, to 50 % until it starts); step multiplies it by 0.1 "
-                                     "after 1/2 and 3/4 of the run.", RATE)
+                                     "average, to 50 % until it starts); linear_held is that "
+                                     "without an average up to its start and then constant; step "
+                                     "multiplies it by 0.1 after 1/2 and 3/4 of the run.", RATE)
     milestones: Sequence[int] = _option((), "Time at which the schedule step multiplies the "
                                         "learning rate by 0.1, in epochs or steps (see "
                                         "schedule_unit). May be repeated (default: 1/2 and 3/4 of "
@@ -121,6 +125,32 @@ class TrainingConfig:
                                          AVERAGE, low=0.0, high=1.0)
     final: Literal["last", "average"] = _option("last", "Weights of the model after training.",
                                                 AVERAGE, free=True)
+    # Wen et al., Covariance noise, section 5: batches of 4096 with the noise of 128, for a quarter.
+    noise: NoiseName = _option("none", "Gradient noise that a small batch would have, added to the "
+                               "steps: square root of the diagonal of the Fisher matrix (diagonal, "
+                               "as published), of the whole matrix (full) and so on; see "
+                               "noise_sample. Steps are then no CUDA graphs.", NOISE)
+    noise_batch: int | None = _option(None, "Samples of the small batch whose noise is added "
+                                      "(default: 1/32 of those of a step, as published; 128 if the "
+                                      "data are a DataLoader).", NOISE, low=1)
+    noise_until: float = _option(0.25, "Fraction of the run after which the noise ends.", NOISE,
+                                 low=0.0, high=1.0)
+    noise_momentum: Literal["after", "before"] = _option("after", "Whether the noise enters after "
+                                                         "momentum, or before, in the gradient.",
+                                                         NOISE)
+    noise_refresh: int | None = _option(None, "Steps between new second moments of the gradients "
+                                        "(default: 1; 10 for kfac).", NOISE, low=1)
+    noise_sigma: float = _option(0.1, "Standard deviation of the noise isotropic and "
+                                 "multiplicative.", NOISE, low=0.0)
+    noise_temperature: float | None = _option(None, "Temperature of the noise sgld (default: one "
+                                              "over the number of training samples).", NOISE,
+                                              low=0.0)
+    ghost_batch: int | None = _option(None, "Samples from which batch norm takes its statistics in "
+                                      "training (default: the whole batch of a process).", NOISE,
+                                      low=2)
+    batch_schedule: str = _option("", "Batch sizes from certain numbers of epochs on, such as "
+                                  "0:128,50:4096 (default: the same throughout).", NOISE,
+                                  metavar="EPOCH:SIZE,...")
     evaluate_every: int = _option(1, "Number of epochs between evaluations.", EVALUATION, low=1)
     evaluation_batch_size: int | None = _option(None, "Batch size of evaluations (default: the "
                                                 "larger of 512 and the batch size; for text the "
@@ -145,7 +175,8 @@ class TrainingConfig:
     # A kill loses this much work and a step. Several processes agree every 50 steps only.
     save_interval: float = _option(60.0, "Seconds between checkpoints.", FILES, low=0.0, free=True)
     keep: Sequence[int] = _option((), "Also save the weights after this epoch, as "
-                                  "epoch-0005.safetensors. May be repeated.", FILES, free=True,
+                                  "epoch-0005.safetensors; 0 for the initial weights. May be "
+                                  "repeated.", FILES, free=True,
                                   kind=list[int], metavar="EPOCH")
     # fmt: on
 
@@ -175,10 +206,12 @@ class TrainingConfig:
             if not (self.clip_norm > 0 and math.isfinite(self.clip_norm)):
                 raise ValueError(f"clip_norm must be finite and above 0, got {self.clip_norm}")
         for epoch in self.keep:
-            check_count("keep", epoch, high=self.num_epochs)
+            check_count("keep", epoch, low=0, high=self.num_epochs)
         if self.milestones and self.schedule != "step":
             raise ValueError(f"milestones must be given with schedule step, got {self.schedule}")
-        if self.final_ratio is not None and self.schedule != "linear":
+        if self.schedule == "linear_held" and self.average_from is None:
+            raise ValueError("schedule linear_held must be given with average_from, got None")
+        if self.final_ratio is not None and not self.schedule.startswith("linear"):
             raise ValueError(f"final_ratio must be given with schedule linear, got {self.schedule}")
         if self.damping_interval is not None and self.damping in ("constant", "ratio"):
             raise ValueError(f"damping_interval must be given with a damping that is measured, got "
@@ -186,6 +219,7 @@ class TrainingConfig:
         if self.patience is None and self.patience_metric != "auto":
             raise ValueError(f"patience_metric must be given with patience, got it alone: "
                              f"{self.patience_metric}")  # fmt: skip
+        self._check_noise()
         if isinstance(self.augment, str):
             raise ValueError(f"augment must be a bool or an Augmentation, got {self.augment!r}")
         # Read-only, and equal to what run.json gives back.
@@ -199,6 +233,41 @@ class TrainingConfig:
         for name, value in stored.items():
             object.__setattr__(self, name, value)
 
+    def _check_noise(self) -> None:
+        defaults = {entry.name: entry.default for entry in fields(self)}
+        # The name of an optimiser may bring its noise.
+        alone = self.noise == "none" and "noisy_sgd" not in self.optimizer
+        for name in defaults if alone else ():
+            if name.startswith("noise_") and getattr(self, name) != defaults[name]:
+                raise ValueError(f"{name} must be given with noise, got it alone: "
+                                 f"{getattr(self, name)}")  # fmt: skip
+        if not self.batch_sizes:
+            return
+        by_step = {
+            "average_from": self.average_from is not None or self.patience is not None,
+            "lookahead_until": self.lookahead_until is not None,
+            "schedule_unit='step'": self.schedule_unit == "step",
+        }
+        if option := next((name for name, value in by_step.items() if value), None):
+            raise ValueError(f"batch_schedule must not be given with {option}: epochs then have "
+                             "different numbers of steps")  # fmt: skip
+
+    @property
+    def batch_sizes(self) -> tuple[tuple[int, int], ...]:
+        """The batch schedule: epochs done and batch sizes, or nothing."""
+        entries = []
+        for entry in filter(None, self.batch_schedule.split(",")):
+            epoch, colon, size = entry.partition(":")
+            if not (colon and epoch.strip().isdecimal() and size.strip().isdecimal()):
+                raise ValueError(f"batch_schedule must be EPOCH:SIZE,..., got {entry!r}")
+            entries.append((int(epoch), int(size)))
+        epochs = [epoch for epoch, _ in entries]
+        if entries and (epochs[0] != 0 or epochs != sorted(set(epochs))):
+            raise ValueError(f"batch_schedule must have ascending epochs from 0, got {epochs}")
+        for _, number in entries:
+            check_count("batch_schedule", number)
+        return tuple(entries)
+
     def to_plain(self) -> dict[str, Any]:
         """Return the options as values of JSON; a user-defined object by its description."""
         return {entry.name: _to_plain(getattr(self, entry.name)) for entry in fields(self)}
@@ -211,6 +280,8 @@ class TrainingConfig:
         # schedule falls up to the start of the average instead.
         step, linear = self.schedule == "step", self.schedule == "linear"
         falls = (step and not self.milestones) or (linear and not self.average_from)
+        falls |= self.schedule == "linear_held"
+        falls |= self.noise != "none" and self.noise_until < 1
         free = {entry.name for entry in fields(self) if entry.metadata.get("free")}
         return {k: v for k, v in plain.items() if k not in free or (falls and k == "num_epochs")}
 
@@ -246,6 +317,15 @@ class TrainingOptions(TypedDict, total=False):
     patience_metric: PatienceMetric
     statistics_fraction: float
     final: Literal["last", "average"]
+    noise: NoiseName
+    noise_batch: int | None
+    noise_until: float
+    noise_momentum: Literal["after", "before"]
+    noise_refresh: int | None
+    noise_sigma: float
+    noise_temperature: float | None
+    ghost_batch: int | None
+    batch_schedule: str
     evaluate_every: int
     evaluation_batch_size: int | None
     precision: TrainingPrecision

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import typer
 
 from ritz._core.checks import MAX_SEED, check_range
+from ritz._core.training_config import TrainingConfig
 
 # Titles of the panels that --help shows.
 NETWORK, OUTPUT, MACHINE = "Network and data", "Output", "Arithmetic"
@@ -113,6 +114,10 @@ def flatten_options(command: Callable[..., None]) -> Callable[..., None]:
     hints = get_type_hints(command)
     groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
     parameters = [parameter for group in groups.values() for parameter in _parameters(group)]
+    if TrainingConfig in groups.values():
+        # Which options were given, which a published setting must not replace.
+        context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY)
+        parameters.append(context.replace(annotation=typer.Context))
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
@@ -124,13 +129,28 @@ def flatten_options(command: Callable[..., None]) -> Callable[..., None]:
             for key, value in chosen.items():
                 if "low" in known[key]:  # Typer has min=, but its message does not tell the value
                     check_range(key, value, low=known[key]["low"], high=known[key].get("high"))
-            made[name] = group(**chosen)
+            preset = values.get("preset") if group is TrainingConfig else None
+            if preset is None:
+                made[name] = group(**chosen)
+            else:
+                source = values["context"].get_parameter_source
+                words = [key for key in chosen if source(key).name == "COMMANDLINE"]
+                made[name] = _published(preset, {key: chosen[key] for key in words})
         command(**made)
 
     # Typer reads kinds and defaults from the signature, and types from the annotations.
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
+
+
+def _published(preset: str, chosen: dict[str, Any]) -> TrainingConfig:
+    """Return the options of a published setting, with those of the command line in place."""
+    from ritz.training import preset_config
+
+    if "optimizer" in chosen:
+        raise ValueError(f"--preset {preset} brings its optimiser: leave out --optimizer")
+    return preset_config(preset, **chosen)
 
 
 def _parameters(group: Any) -> Iterator[inspect.Parameter]:
@@ -177,6 +197,14 @@ def split_settings(option: str, settings: Iterable[str] | None) -> dict[str, str
         # A later pair replaces an earlier one, as usual on a command line.
         pairs[key.strip()] = value.strip()
     return pairs
+
+
+def split_sizes(option: str, text: str | None) -> list[int] | None:
+    """Return whole numbers separated by commas, or ``None`` if there are none."""
+    try:
+        return None if text is None else [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{option} takes whole numbers such as 8,64, got {text!r}") from None
 
 
 def print_result(

@@ -308,16 +308,26 @@ class Measurement:
         """Whether modes of batch norm make a difference."""
         return bool(batch_norms(self.run.model))
 
-    def risk(self, split: Any = "train", *, whole: bool = False) -> Risk:
-        """Return the risk on a part of the data, on all samples if ``whole``."""
+    def risk(
+        self,
+        split: Any = "train",
+        *,
+        whole: bool = False,
+        model: nn.Module | None = None,
+        l2: float | None = None,
+    ) -> Risk:
+        """Return the risk on a part of the data, on all samples if ``whole``.
+
+        Model and L2 term are those of the run and of the options unless others are given.
+        """
         return measured_risk(
-            self.run.model,
+            self.run.model if model is None else model,
             self.run.loss_fn,
             self.run.parts,
             split=split,
             num_samples=None if whole else self.options.samples,
             batch_size=self.run.config.batch_size,
-            l2=self.options.l2,
+            l2=self.options.l2 if l2 is None else l2,
             precision=self.options.precision,
             seed=self.options.seed,
         )

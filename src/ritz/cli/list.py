@@ -44,5 +44,6 @@ def _defaults(name: str) -> str:
 
     from ritz.training._shared import create_optimizer
 
-    group = create_optimizer(name, [torch.nn.Parameter(torch.zeros(1))]).param_groups[0]
+    layer = torch.nn.Linear(1, 1)
+    group = create_optimizer(name, layer.parameters(), model=layer).param_groups[0]
     return f"lr {group['lr']:g}, weight decay {group['weight_decay']:g}"

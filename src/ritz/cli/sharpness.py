@@ -1,13 +1,17 @@
 """``ritz sharpness``: norms, trace, negative mass and rank degeneracy of a trained network."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ritz.cli import _options as shared
 from ritz.cli._options import option
 
+if TYPE_CHECKING:
+    from ritz.cli._session import Measurement
+
 EPILOG = shared.examples(
     "ritz sharpness runs/digits",
+    "ritz sharpness runs/vgg --calibrated --matrix hessian",
     "ritz sharpness runs/vgg --average --matrix ggn --samples 5000 --probes 4",
     file="sharpness-ggn-train-average-test-steps50.safetensors",
 )
@@ -19,9 +23,14 @@ class Options(shared.MeasureOptions):
 
     matrix: shared.Matrix = option("both", shared.MATRIX, free=True)
     batch_norm: shared.Modes = option("both", shared.MODES, free=True)
+    # fmt: off
     split: shared.Split = option("train", shared.SPLIT)
     steps: int | None = option(None, "Lanczos steps per probe (default: 100).", low=1)
+    calibrated: bool = option(False, "Measure the largest eigenvalue alone, comparable between "
+                              "runs: batch norm folded, outputs calibrated on held-out data.",
+                              free=True)
     probes: int = option(8, "Number of random probes. More probes give smaller error bars.", low=1)
+    # fmt: on
 
 
 def command(options: Options) -> None:
@@ -30,6 +39,9 @@ def command(options: Options) -> None:
     from ritz.cli._session import measurement
 
     with measurement(options) as session:
+        if options.calibrated:
+            _calibrated(options, session)
+            return
         # One file holds all matrices and modes, as rows of one table.
         name = session.name("sharpness", "matrix", "batch_norm")
         # None stands for all modes that make a difference.
@@ -45,3 +57,24 @@ def command(options: Options) -> None:
             **session.resume(name),
         )
         session.save("sharpness", result, name)
+
+
+def _calibrated(options: Options, session: "Measurement") -> None:
+    from ritz import measures
+
+    run = session.run
+    held = "validation" if run.parts.validation is not None else "test"
+    if options.split == held or getattr(run.parts, held) is None:
+        raise ValueError(f"--calibrated needs held-out data besides --split {options.split}: the "
+                         "data have no validation or test part")  # fmt: skip
+    matrices: Any = session.matrices("hessian" if options.matrix == "both" else options.matrix)
+    name = session.name("calibrated", "matrix")
+    result = measures.calibrated_sharpness(
+        run.model,
+        lambda model: session.risk(options.split, model=model),
+        lambda model: session.risk(held, model=model, l2=0.0),
+        matrix=matrices[0],
+        generator=session.generator(),
+        progress=not options.json,
+    )
+    session.save("calibrated sharpness", result, name)

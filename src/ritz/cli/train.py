@@ -20,6 +20,7 @@ EPILOG = shared.examples(
     "The last example calls net() in model.py and load() in data.py, both in the current folder. "
     "load() returns (inputs, targets), or (train, test), or (train, validation, test). Each part "
     "is (inputs, targets), a torch dataset, a DataLoader or a list of batches.",
+    "ritz train --model vgg16_bn --data cifar10 --preset noisy_sgd/vgg16_bn/cifar10 --out runs/lb",
     "If the command is interrupted, run it again. It resumes from the last checkpoint.",
 )
 # What --watch logs unless --quantity names something else.
@@ -35,6 +36,9 @@ class Options(shared.PrintOptions):
                         metavar="NAME")
     data: str = option(MISSING, "Name (ritz list datasets) or module:factory.", NETWORK,
                        metavar="NAME")
+    preset: str | None = option(None, "Published setting (ritz list optimizers) with its schedule, "
+                                "epochs, batch size and so on. Other options take precedence.",
+                                RATE, metavar="NAME")
     out: Path = option(MISSING, "Folder of the run, created if missing.", OUTPUT, metavar="FOLDER")
     # No default here: each optimiser has its own.
     lr: float | None = option(None, "Learning rate (default: see ritz list optimizers).", RATE)
@@ -50,8 +54,9 @@ class Options(shared.PrintOptions):
     watch: int | None = option(None, "Log the curvature every K epochs (default: never).",
                                EVALUATION, metavar="K", low=1)
     quantity: list[str] | None = option(
-        None, "Curvature to log with --watch: lambda_max, trace, spectrum or variance (of the "
-        "Hessian between samples). May be repeated (default: the first three).", EVALUATION,
+        None, "Curvature to log with --watch: lambda_max, trace, spectrum, variance (of the "
+        "Hessian between samples), step (the last step in its eigenvectors) or fisher (norms of "
+        "the Fisher matrix). May be repeated (default: the first three).", EVALUATION,
         metavar="NAME")
     # fmt: on
 

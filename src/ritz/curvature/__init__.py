@@ -1,5 +1,6 @@
 """Curvature of networks: a risk at a point, and its Hessian, Gauss-Newton and Fisher matrices."""
 
+import ritz.curvature._exact  # noqa: F401 - registers the rules of exact diagonals and traces
 from ritz.curvature._layers import block_diagonal, kfac
 from ritz.curvature._matrices import (
     curvature_operator,
@@ -9,6 +10,7 @@ from ritz.curvature._matrices import (
     gradient_covariance,
     hessian,
 )
+from ritz.curvature._noise import noise_sample
 from ritz.curvature._products import CurvatureOperator
 from ritz.curvature._risk import Risk
 from ritz.curvature._statistics import distance, gradient_statistics, summary
@@ -26,5 +28,6 @@ __all__ = [
     "gradient_statistics",
     "hessian",
     "kfac",
+    "noise_sample",
     "summary",
 ]

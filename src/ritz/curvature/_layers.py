@@ -1,6 +1,5 @@
 """Curvature layer by layer: block-diagonal matrices and Kronecker factors (K-FAC)."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, final
@@ -10,17 +9,23 @@ from torch import Tensor, nn
 
 from ritz import operators
 from ritz._core.checks import check_choice, check_finite
-from ritz._core.modes import recording
 from ritz._core.progress import Progress, tracking
 from ritz._core.storage import storable
+from ritz.curvature import _factors as factors
 from ritz.curvature import _matrices as matrices
 from ritz.curvature import _sample_gradients as rules
-from ritz.curvature._exact import Columns, passes, root_columns, structure_plan
 from ritz.curvature._matrices import MATRICES, CurvatureMatrix, curvature_operator
 from ritz.curvature._modes import LIMITS, Selection, select_names
 from ritz.curvature._products import EngineName
 from ritz.curvature._risk import Risk, check_risk
 from ritz.curvature._sample_gradients import Call, ForwardPass, full_name, owners
+from ritz.curvature._structure import (
+    Columns,
+    loss_column,
+    passes,
+    root_columns,
+    structure_plan,
+)
 from ritz.operators import BlockDiagonalOperator, Exact, LinearOperator, exact
 from ritz.operators._shared import Quantity
 
@@ -127,7 +132,7 @@ class LayerOperator(LinearOperator):
         # V -> G V A + mu V, for each column as a matrix [W b].
         A, G = self.factors.inputs, self.factors.outputs
         V = self._joint(block)
-        return self._flat(torch.einsum("pq,qik,ij->pjk", G, V, A).add_(V, alpha=self.shift))
+        return self.flatten(torch.einsum("pq,qik,ij->pjk", G, V, A).add_(V, alpha=self.shift))
 
     def _joint(self, block: Tensor) -> Tensor:
         """Return a block ``(n, k)`` as ``(o, i, k)``."""
@@ -137,7 +142,8 @@ class LayerOperator(LinearOperator):
         weight = block[:-width].reshape(width, len(self.factors.inputs) - 1, count)
         return torch.cat([weight, block[-width:].unsqueeze(1)], 1)
 
-    def _flat(self, joint: Tensor) -> Tensor:
+    def flatten(self, joint: Tensor) -> Tensor:
+        """Return matrices [W b], ``(o, i, k)``, as vectors ``(n, k)``."""
         if not self.bias:
             return joint.flatten(0, 1)
         return torch.cat([joint[:, :-1].flatten(0, 1), joint[:, -1]])
@@ -150,7 +156,7 @@ def _(op: LayerOperator, quantity: Quantity) -> Exact:
         # tr (G (x) A) = tr G tr A
         return Exact(float(G.double().trace() * A.double().trace()) + op.shift * op.shape[0])
     entries = torch.outer(G.diagonal(), A.diagonal())
-    return Exact(op._flat(entries.unsqueeze(2))[:, 0] + op.shift)
+    return Exact(op.flatten(entries.unsqueeze(2))[:, 0] + op.shift)
 
 
 def kfac(
@@ -189,7 +195,7 @@ def kfac(
         raise ValueError(f"kfac() is not possible for this risk: {plan.gap}")
     layers = dict(risk.model.named_modules())
     blocks = {
-        name: _Block(risk, name, keys, layers[name], alone=name in plan.modules)
+        name: LayerSums(risk, name, keys, layers[name], alone=name in plan.modules)
         for name, keys in owners(list(risk.space.shapes)).items()
     }
     with risk.settings(), tracking(progress, "K-FAC", risk.num_batches) as bar:
@@ -212,7 +218,7 @@ def _columns(risk: Risk, kind: KFACKind, generator: torch.Generator | None) -> C
     if kind == "ggn":
         return root_columns(risk)
     if kind == "empirical":
-        return lambda index, full: _loss_column(risk, full)
+        return lambda index, full: loss_column(risk, full)
     known, seeds = matrices.likelihood(risk), matrices.batch_seeds(risk, generator)
 
     def columns(index: int, full: ForwardPass) -> Tensor:
@@ -223,16 +229,7 @@ def _columns(risk: Risk, kind: KFACKind, generator: torch.Generator | None) -> C
     return columns
 
 
-def _loss_column(risk: Risk, full: ForwardPass) -> Tensor:
-    with recording():
-        outputs = full.outputs.detach().requires_grad_()
-        loss = risk.adapter.loss(outputs, full.target)
-    # L = (1 / N) sum_i l_i: the derivative of L is that of l_i over N, and the mean of l_i's
-    # squares needs it over sqrt(N).
-    return torch.autograd.grad(loss, outputs)[0].unsqueeze(0) * math.sqrt(len(outputs))
-
-
-class _Block:
+class LayerSums:
     """The sums for one module: two factors, a matrix, or a diagonal."""
 
     def __init__(
@@ -260,10 +257,7 @@ class _Block:
             squares = rules.squared_gradients(self.module, call, deltas)
             self.total.add_(torch.cat([squares[key].flatten() for key in self.keys]), alpha=weight)
         else:
-            for columns, part in rules.chunks(deltas, self.size):
-                gradients = rules.sample_gradients(
-                    self.module, call.rows(part), deltas[columns, part]
-                )
+            for gradients in rules.in_chunks(self.module, call, deltas):
                 self.add_gradients({self.names[key]: gradients[key] for key in self.keys}, weight)
 
     def add_gradients(self, gradients: dict[str, Tensor], weight: float) -> None:
@@ -276,22 +270,15 @@ class _Block:
             self.total.addmm_(rows.T, rows, alpha=weight)
 
     def _add_factors(self, call: Call, deltas: Tensor, weight: float, first: bool) -> None:
-        parts = rules.unroll(self.module, call, deltas)
-        if parts is None:
-            raise RuntimeError(f"{type(self.module).__name__} has no rule in unroll()")
-        # a is (batch, T, i), delta is (c, batch, o, T).
-        a, delta = parts[0][:, 0].transpose(1, 2), parts[1][:, :, 0]
-        batch, positions = a.shape[:2]
         # 1 / T goes to either factor: their product is the same, but not if they are damped.
-        convolves = isinstance(self.module, nn.modules.conv._ConvNd)
+        positions = factors.num_positions(self.module, deltas)
+        convolves = isinstance(self.module, factors.CONVOLUTIONS)
         split = (1, 1 / positions) if convolves else (1 / positions, 1)
+        x = call.args[0]
         if first:
-            ones = a.new_ones(batch, positions, 1)
-            both = [a] * ("weight" in self.keys) + [ones] * ("bias" in self.keys)
-            rows = torch.cat(both, 2).flatten(0, 1)
-            self.inputs.addmm_(rows.T, rows, alpha=weight * split[0] / batch)
-        rows = delta.transpose(2, 3).flatten(0, 2)
-        self.outputs.addmm_(rows.T, rows, alpha=weight * split[1])
+            moment = factors.input_moment(self.module, x, self.keys)
+            self.inputs.add_(moment, alpha=weight * split[0] / len(x))
+        self.outputs.add_(factors.output_moment(self.module, deltas), alpha=weight * split[1])
 
     def operator(self) -> LinearOperator:
         """Return the block, summed over processes."""
@@ -304,3 +291,12 @@ class _Block:
             return operators.DiagonalOperator(total + shift)
         total.diagonal().add_(shift)
         return operators.DenseOperator(total)
+
+
+def root(matrix: Tensor) -> Tensor:
+    r"""Return a matrix :math:`R` with :math:`R R^\top` the positive semi-definite matrix."""
+    values, vectors = torch.linalg.eigh(matrix)
+    # Roundoff makes the smallest eigenvalues of a singular matrix negative.
+    # Contiguous, as files hold it: the last bits of a product depend on the layout.
+    square_root: Tensor = (vectors * values.clamp_min(0).sqrt()).contiguous()
+    return square_root

@@ -105,6 +105,19 @@ class KnownLoss:
         weights = self.weights(target, outputs).sqrt().unsqueeze(1)
         return (outputs.softmax(1) - one_hot.to(outputs.dtype)) * weights
 
+    def by_term(self, score: Tensor) -> Tensor:
+        """Return a score as one column per term of a sample, ``(c, *outputs.shape)``.
+
+        Labels of different terms are independent, so the squares of terms add up, not their sums.
+        """
+        inner = score[0].shape
+        places = inner.numel() if self.kind == "binary_cross_entropy" else inner[1:].numel()
+        if self.kind == "squared_error" or places == 1:
+            return score.unsqueeze(0)
+        units = torch.eye(places, dtype=score.dtype, device=score.device)
+        shape = inner if self.kind == "binary_cross_entropy" else (1, *inner[1:])
+        return score * units.view(places, 1, *shape)
+
     def sampled_hessian(
         self, outputs: Tensor, target: Any, drawn: Tensor, tangent: Tensor
     ) -> Tensor:
@@ -154,6 +167,19 @@ def known_loss(loss_fn: Any) -> KnownLoss | None:
         return None
     ignored, smoothing = options.get("ignore_index", -100), options.get("label_smoothing", 0.0)
     return KnownLoss(kind=kind, ignore_index=ignored, smoothing=smoothing)
+
+
+def as_likelihood(loss_fn: Any) -> KnownLoss:
+    """Return a loss as a negative log likelihood, or raise if it is none."""
+    known = known_loss(loss_fn)
+    # A smoothed loss is not the negative log likelihood of a label.
+    if known is None or known.smoothing:
+        raise ValueError(
+            "loss_fn must be a likelihood to draw labels from: cross_entropy, "
+            "binary_cross_entropy_with_logits or mse_loss, neither weighted nor smoothed, got "
+            f"{loss_fn}"
+        )
+    return known
 
 
 def check_reduction(loss_fn: Any) -> None:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unfl
 from ritz._core.checks import check_choice, check_count, check_tensor
 from ritz._core.modes import recording
 from ritz._core.random import resolve_generator
-from ritz.curvature._losses import KnownLoss, known_loss, output_hessian, sample_losses
+from ritz.curvature._losses import KnownLoss, as_likelihood, output_hessian, sample_losses
 from ritz.curvature._modes import Context, Params, as_leaves, derivatives
 from ritz.curvature._products import PLAIN, Column, CurvatureOperator, ProductOptions, Products
 from ritz.curvature._risk import Risk, check_risk
@@ -186,6 +186,7 @@ class FisherOperator(CurvatureOperator):
     r"""A Fisher matrix :math:`\frac{1}{N} \sum_i g_i g_i^\top`. See :func:`fisher`."""
 
     matrix = "fisher"
+    kind: FisherKind = "monte_carlo"
 
 
 def fisher(
@@ -202,8 +203,9 @@ def fisher(
     :math:`g_i` is the gradient of the negative log likelihood of a label drawn from the model. The
     labels are drawn once, ``num_draws`` per sample; the expectation of the matrix is the
     Gauss-Newton matrix. For outputs with positions, such as tokens, each position counts as a
-    sample. The L2 term of the risk is not included. A product costs as much as one with the
-    Gauss-Newton matrix.
+    sample. Diagonal and trace are exact where the structure of the network gives them: one backward
+    pass per batch if ``empirical``, and otherwise one per drawn label. The L2 term of the risk is
+    not included. A product costs as much as one with the Gauss-Newton matrix.
 
     Args:
         risk: A :class:`Risk` whose ``loss_fn`` is separate from the model.
@@ -226,7 +228,9 @@ def fisher(
             lambda risk, *point: (sample_losses(risk.loss_fn, *risk.evaluate(*point)), None),
             lambda context, losses, target, tangent, reverse: tangent / len(losses),
         )
-        return FisherOperator(Products(risk, ways, **options))
+        op = FisherOperator(Products(risk, ways, **options))
+        op.kind = kind
+        return op
     check_count("num_draws", num_draws)
     known = likelihood(risk)
 
@@ -258,15 +262,7 @@ def _drawn_labels(
 
 def likelihood(risk: Risk) -> KnownLoss:
     """Return the loss of a risk as a likelihood, or raise if it is none."""
-    known = known_loss(risk.loss_fn)
-    # A smoothed loss is not the negative log likelihood of a label.
-    if known is None or known.smoothing:
-        raise ValueError(
-            "loss_fn must be a likelihood to draw labels from: cross_entropy, "
-            "binary_cross_entropy_with_logits or mse_loss, neither weighted nor smoothed, got "
-            f"{risk.loss_fn}"
-        )
-    return known
+    return as_likelihood(risk.loss_fn)
 
 
 def batch_seeds(risk: Risk, generator: torch.Generator | None) -> list[int]:

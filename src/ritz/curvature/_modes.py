@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -201,9 +201,17 @@ def _cast(dtypes: set[torch.dtype], precision: Precision | None) -> torch.dtype 
 
 @contextmanager
 def product_modes(
-    model: nn.Module, *, batch_statistics: bool, precision: Precision | None, device: torch.device
+    model: nn.Module,
+    *,
+    batch_statistics: bool,
+    precision: Precision | None,
+    device: torch.device,
+    constant: bool = False,
 ) -> Iterator[None]:
-    """Set the modes in which a model is differentiated for the block."""
+    """Set the modes in which a model is differentiated for the block.
+
+    With ``constant``, statistics of a batch are constants for derivatives.
+    """
     fast_path = torch.backends.mha.get_fastpath_enabled()
     with ExitStack() as stack:
         stack.enter_context(evaluating(model, batch_statistics=batch_statistics))
@@ -218,6 +226,8 @@ def product_modes(
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         if any(map(_needs_formulas, model.modules())):
             stack.enter_context(_Formulas())
+        if constant:
+            stack.enter_context(constant_statistics())
         yield
 
 
@@ -268,12 +278,21 @@ def first_line(error: BaseException) -> str:
 
 
 class _Formulas(TorchFunctionMode):
-    """Replaces operations of torch whose derivatives are not those of a function by formulas."""
+    """Replaces operations of torch by others.
+
+    Args:
+        replacements: Other functions by those of torch. Defaults to formulas for those whose
+            derivatives in torch are not those of a function.
+    """
+
+    def __init__(self, replacements: Mapping[Any, Callable[..., Tensor]] | None = None) -> None:
+        super().__init__()
+        self._replacements = _REPLACEMENTS if replacements is None else replacements
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        replacement = _REPLACEMENTS.get(func, func) if func.__hash__ else func
+        replacement = self._replacements.get(func, func) if func.__hash__ else func
         return replacement(*args, **(kwargs or {}))
 
 
@@ -298,6 +317,31 @@ def _embedding(
     # The row of the padding has no gradient in torch, but a tangent. Here it is a constant.
     padding = (input == padding_idx % len(weight)).unsqueeze(-1)
     return torch.where(padding, rows.detach(), rows)
+
+
+def _constant_batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    if training:
+        axes = [axis for axis in range(input.ndim) if axis != 1]
+        running_var, running_mean = torch.var_mean(input.detach(), axes, correction=0)
+    return functional.batch_norm(input, running_mean, running_var, weight, bias, False, 0.0, eps)
+
+
+def constant_statistics() -> TorchFunctionMode:
+    """Return a context in which batch norm takes the statistics of a batch as constants.
+
+    Outputs are those of train mode. Derivatives of a sample leave out its part in the statistics,
+    so samples do not depend on each other. Running statistics are not updated.
+    """
+    return _Formulas({functional.batch_norm: _constant_batch_norm})
 
 
 _REPLACEMENTS: dict[Any, Callable[..., Tensor]] = {

@@ -135,6 +135,7 @@ class Risk:
         self.model, self.loss_fn = model, loss_fn
         self.batch_norm, self.dropout, self.l2, self.seed = batch_norm, dropout, float(l2), seed
         self.sharing, self.group, self.precision = sharing, group, precision
+        self._constant = False  # statistics of a batch are constants for derivatives
         self.adapter = Adapter(model, loss_fn, forward)
         self.space, self.theta, self._constants, cast = copy_state(model, params, precision)
         # How batches are read; other data are read in the same way.
@@ -284,6 +285,18 @@ class Risk:
         self._check_batch_norm(mode)
         return self._changed(batch_norm=mode)
 
+    def with_constant_statistics(self) -> "Risk":
+        """Return a risk whose batch norms take the statistics of each batch as constants.
+
+        Loss and outputs stay the same. The gradient of a sample is that of its own loss at these
+        statistics, so samples can be separated in train mode too.
+        """
+        return self if self.separable else self._changed(_constant=True)
+
+    def without_l2(self) -> "Risk":
+        """Return the risk without its L2 term."""
+        return self._changed(l2=0.0)
+
     def on(self, params: Selection) -> "Risk":
         """Return the risk as a function of some of its parameters, with the others constant."""
         names = select_names(list(self.space.shapes), params)
@@ -347,6 +360,8 @@ class Risk:
     @property
     def separable(self) -> bool:
         """Whether the outputs of a sample do not depend on the other samples of its batch."""
+        if self._constant:
+            return True
         layers = batch_norms(self.model).values()
         # A layer without running statistics uses those of the batch in every mode.
         return all(self.batch_norm != "train" and n.running_mean is not None for n in layers)
@@ -430,6 +445,7 @@ class Risk:
             batch_statistics=self.batch_norm == "train",
             precision=self.precision,
             device=self.theta.device,
+            constant=self._constant,
         )
 
     def diagnose(self) -> None:

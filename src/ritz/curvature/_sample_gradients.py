@@ -154,20 +154,26 @@ def _(module: nn.Linear, call: Call, deltas: Tensor) -> tuple[Tensor, Tensor] | 
 @unroll.register(nn.Conv2d)
 @unroll.register(nn.Conv3d)
 def _(module: Any, call: Call, deltas: Tensor) -> tuple[Tensor, Tensor] | None:
-    # A convolution is a linear layer on patches, ``(batch, channels, *kernel, *positions)``.
+    # A convolution is a linear layer on patches.
+    (count, batch, channels), groups = deltas.shape[:3], module.groups
+    return (
+        patches(module, call.args[0]),
+        deltas.reshape(count, batch, groups, channels // groups, -1),
+    )
+
+
+def patches(module: Any, x: Tensor) -> Tensor:
+    """Return the inputs of a convolution at each position, ``(batch, groups, i, T)``."""
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-    x = functional.pad(call.args[0], module._reversed_padding_repeated_twice, mode=mode)
+    x = functional.pad(x, module._reversed_padding_repeated_twice, mode=mode)
     dims = len(module.kernel_size)
     for axis, (size, step, gap) in enumerate(
         zip(module.kernel_size, module.stride, module.dilation, strict=True)
     ):
         x = x.unfold(2 + axis, gap * (size - 1) + 1, step)[..., ::gap]
-    patches = x.permute(0, 1, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims))
-    (count, batch, channels), groups = deltas.shape[:3], module.groups
-    return (
-        patches.reshape(batch, groups, -1, math.prod(deltas.shape[3:])),
-        deltas.reshape(count, batch, groups, channels // groups, -1),
-    )
+    # From (batch, channels, *positions, *kernel) to (batch, channels, *kernel, *positions).
+    x = x.permute(0, 1, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims))
+    return x.reshape(len(x), module.groups, -1, math.prod(x.shape[2 + dims :]))
 
 
 @singledispatch
@@ -188,14 +194,13 @@ def squared_gradients(module: nn.Module, call: Call, deltas: Tensor) -> Params:
     parts = unroll(module, call, deltas)
     total = {name: torch.zeros_like(call.state[name]) for name in call.chosen}
     if parts is None:
-        for columns, part in chunks(deltas, sum(value.numel() for value in total.values())):
-            gradients = sample_gradients(module, call.rows(part), deltas[columns, part])
+        for gradients in in_chunks(module, call, deltas):
             for name, gradient in gradients.items():
                 total[name] += gradient.square().sum((0, 1))
         return total
     a, delta = parts
     if "weight" in total:
-        total["weight"] = _weight_squares(a, delta).reshape(call.state["weight"].shape)
+        total["weight"] = weight_squares(a, delta).reshape(call.state["weight"].shape)
     if "bias" in total:
         total["bias"] = delta.sum(-1).square().sum((0, 1)).reshape(call.state["bias"].shape)
     return total
@@ -250,6 +255,16 @@ def _used_rows(module: nn.Embedding, call: Call) -> Tensor:
     return ids + module.num_embeddings * torch.arange(len(ids), device=ids.device)[:, None]
 
 
+def in_chunks(module: nn.Module, call: Call, deltas: Tensor) -> Iterator[Params]:
+    """Yield the sample gradients of a module for some columns and samples at a time."""
+    if isinstance(module, _BatchNorm):
+        # Their gradients are smaller than the deltas, and statistics of a batch need all samples.
+        yield sample_gradients(module, call, deltas)
+        return
+    for columns, part in chunks(deltas, sum(call.state[name].numel() for name in call.chosen)):
+        yield sample_gradients(module, call.rows(part), deltas[columns, part])
+
+
 def chunks(deltas: Tensor, entries: int) -> Iterator[tuple[slice, slice]]:
     """Yield columns and rows to process at once if each pair has so many entries."""
     count, batch = deltas.shape[:2]
@@ -273,7 +288,8 @@ def _products(a: Tensor, delta: Tensor) -> Tensor:
     return (_folded(delta) @ a.transpose(-1, -2)).view(batch, groups, count, width, -1)
 
 
-def _weight_squares(a: Tensor, delta: Tensor) -> Tensor:
+def weight_squares(a: Tensor, delta: Tensor) -> Tensor:
+    """Return the sums of squares ``(groups, o, i)`` of gradients in the weight."""
     groups, inputs, positions = a.shape[1:]
     outputs = delta.shape[3]
     if positions == 1:
@@ -349,6 +365,7 @@ def mapped_gradients(
 @sample_gradients.register(_BatchNorm)
 @sample_gradients.register(nn.GroupNorm)
 @sample_gradients.register(nn.LayerNorm)
+@sample_gradients.register(nn.RMSNorm)
 @sample_gradients.register(nn.PReLU)
 def _(module: nn.Module, call: Call, deltas: Tensor) -> Params:
     gradients = {}
@@ -360,7 +377,7 @@ def _(module: nn.Module, call: Call, deltas: Tensor) -> Params:
             one, zero = (functional_call(module, s, call.args, call.kwargs) for s in states)
             part = deltas * (one - zero)
         # Channels are the second axis of a batch. Layer norm has positions before its parameters.
-        if isinstance(module, nn.LayerNorm):
+        if isinstance(module, nn.LayerNorm | nn.RMSNorm):
             gradients[name] = part.reshape(*deltas.shape[:2], -1, *value.shape).sum(2)
         else:
             gradients[name] = part.reshape(*deltas.shape[:2], len(value), -1).sum(-1)

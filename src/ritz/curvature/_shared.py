@@ -1,10 +1,24 @@
 """Names for other packages of ritz."""
 
 from ritz.curvature._exact import Rows
+from ritz.curvature._factors import (
+    CONVOLUTIONS,
+    affine_gradients,
+    input_moment,
+    is_affine,
+    is_layer,
+    is_table,
+    output_moment,
+    projected_squares,
+    token_counts,
+    token_deltas,
+)
+from ritz.curvature._layers import KFACKind
 from ritz.curvature._losses import (
     Adapter,
     Forward,
     KnownLoss,
+    as_likelihood,
     check_labels,
     check_reduction,
     check_scores,
@@ -15,6 +29,9 @@ from ritz.curvature._losses import (
     term_mass,
 )
 from ritz.curvature._matrices import MATRICES, CurvatureMatrix, batch_products, require_outputs
+from ritz.curvature._noise_kinds import NOISE_KINDS, OF_STEP, NoiseKind, scale_of_step
 from ritz.curvature._products import ENGINES, EngineName
 from ritz.curvature._risk import check_risk
+from ritz.curvature._sample_gradients import Call, squared_gradients
 from ritz.curvature._statistics import Summary, layer_table
+from ritz.curvature._step_noise import StepNoise

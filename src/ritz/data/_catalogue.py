@@ -34,6 +34,8 @@ def load(
             =================  ==========  ========  ============================================
             ``validation``     images      0         number of training images held out for
                                                      validation, always the same ones
+            ``crop``           CIFAR       None      side of random crops of the images themselves,
+                                                     such as 28, in place of crops with a border
             ``labels``         cifar100    "fine"    "fine" (100 classes) or "coarse" (20)
             ``size``           folder      None      crop and resize images to this side
             ``channels``       folder      3         1 (grey) or 3 (colour)

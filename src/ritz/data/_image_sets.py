@@ -141,28 +141,34 @@ def read_idx(path: Path, *, ndim: int) -> Tensor:
 
 
 @DATASETS.register("cifar10")
-def cifar10(root: Path | None, *, validation: int = 0) -> ImageData:
+def cifar10(root: Path | None, *, validation: int = 0, crop: int | None = None) -> ImageData:
     """CIFAR-10: 50,000 training and 10,000 test images of 32 x 32 colour pixels, 10 classes."""
     files = ["batches.meta", *(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
     names = "airplane automobile bird cat deer dog frog horse ship truck"
     unpacked, classes = "cifar-10-batches-py", names.split()
-    return _cifar_data("cifar-10", unpacked, files, root, "", classes, validation)
+    return _cifar_data("cifar-10", unpacked, files, root, "", classes, validation, crop)
 
 
 @DATASETS.register("cifar100")
 def cifar100(
-    root: Path | None, *, validation: int = 0, labels: Literal["fine", "coarse"] = "fine"
+    root: Path | None,
+    *,
+    validation: int = 0,
+    labels: Literal["fine", "coarse"] = "fine",
+    crop: int | None = None,
 ) -> ImageData:
     """CIFAR-100: 50,000 training and 10,000 test images, 32 x 32 pixels, 100 or 20 classes."""
     check_choice("labels", labels, ("fine", "coarse"))
     classes = [str(number) for number in range(100 if labels == "fine" else 20)]
     files, kind = ["meta", "train", "test"], f"{labels}_"
-    return _cifar_data("cifar-100", "cifar-100-python", files, root, kind, classes, validation)
+    return _cifar_data(
+        "cifar-100", "cifar-100-python", files, root, kind, classes, validation, crop
+    )
 
 
 def _cifar_data(
     archive: str, unpacked: str, files: list[str], root: Path | None,
-    kind: str, classes: list[str], validation: int,
+    kind: str, classes: list[str], validation: int, crop: int | None,
 ) -> ImageData:  # fmt: skip
     # The first file has the names of the classes, the last one the test images.
     name, (meta, *files) = archive.replace("-", ""), files
@@ -173,7 +179,8 @@ def _cifar_data(
         classes = _cifar_classes(path, f"{kind}label_names", len(classes))
     *parts, test = (_cifar_samples(path, f"{kind}labels", len(classes)) for path in paths)
     images, targets = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-    usual = Augmentation()
+    # Crops that are smaller than the images need no border.
+    usual = Augmentation() if crop is None else Augmentation(padding=0, crop=crop)
     return image_data(name, (images, targets), test, classes, usual, validation=validation)
 
 

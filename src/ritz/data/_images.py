@@ -22,31 +22,54 @@ class Augmentation:
     """Random crops and flips of training images.
 
     Attributes:
-        padding: Width of the black border around an image, from which a crop of the original size
-            is taken.
+        padding: Width of the black border around an image, from which a crop is taken.
+        crop: Side of the crops. Defaults to the sides of the image. Evaluation has whole images,
+            so the network must accept both sizes.
         flip: Whether each image is mirrored left to right with probability 1/2.
     """
 
     padding: int = 4
     flip: bool = True
+    crop: int | None = None
 
     def __post_init__(self) -> None:
         check_count("padding", self.padding, low=0)
+        if self.crop is not None:
+            check_count("crop", self.crop)
         if not isinstance(self.flip, bool):
             raise TypeError(f"flip must be True or False, got {self.flip!r}")
 
 
 def draw(
-    augmentation: Augmentation, count: int, *, generator: torch.Generator
+    augmentation: Augmentation,
+    count: int,
+    *,
+    generator: torch.Generator,
+    sides: tuple[int, int] = (0, 0),
 ) -> tuple[Tensor, Tensor]:
-    """Return corners ``(count, 2)`` of crops and flips ``(count,)``, on the generator's device."""
-    ends, where = 2 * augmentation.padding + 1, generator.device
-    corners = torch.randint(ends, (count, 2), generator=generator, device=where)
+    """Return corners ``(count, 2)`` of crops and flips ``(count,)``, on the generator's device.
+
+    ``sides`` are those of the images, which crops of another size need.
+    """
+    where = generator.device
+    ends = [side + 2 * augmentation.padding - (augmentation.crop or side) + 1 for side in sides]
+    if min(ends) < 1:
+        raise ValueError(
+            f"crop must be at most the side of the images with their border, got "
+            f"{augmentation.crop} for images of {sides[0]} x {sides[1]}"
+        )
+    if ends[0] == ends[1]:  # one draw for both, as always for square images
+        corners = torch.randint(ends[0], (count, 2), generator=generator, device=where)
+    else:
+        rows = [torch.randint(end, (count,), generator=generator, device=where) for end in ends]
+        corners = torch.stack(rows, 1)
     flips = torch.randint(2, (count,), generator=generator, device=where)
     return corners, flips.bool() & augmentation.flip
 
 
-def crop_and_flip(images: Tensor, corners: Tensor, flips: Tensor, *, padding: int) -> Tensor:
+def crop_and_flip(
+    images: Tensor, corners: Tensor, flips: Tensor, *, padding: int, crop: int | None = None
+) -> Tensor:
     r"""Return crops of padded images, some of them mirrored, with one gather for the whole batch.
 
     .. math::
@@ -55,17 +78,21 @@ def crop_and_flip(images: Tensor, corners: Tensor, flips: Tensor, *, padding: in
 
     Args:
         images: :math:`x`, ``(n, c, h, w)``; :math:`\bar x` is :math:`x` with a black border.
-        corners: :math:`(a_n, b_n)` in :math:`[0, 2p]`, ``(n, 2)``.
+        corners: :math:`(a_n, b_n)` in :math:`[0, 2p]`, with ``crop`` up to :math:`2p + h - s` and
+            :math:`2p + w - s`, ``(n, 2)``.
         flips: Which images to mirror, ``(n,)``.
         padding: :math:`p`.
+        crop: Side :math:`s` of the crops, in place of ``h`` and ``w``.
     """
     n, c, h, w = images.shape
     padded = pad(images, (padding,) * 4).flatten(2)
+    stride = w + 2 * padding
+    h, w = (h, w) if crop is None else (crop, crop)
     rows = corners[:, :1] + torch.arange(h, device=images.device)
     columns = torch.arange(w, device=images.device).expand(n, w)
     columns = corners[:, 1:] + torch.where(flips[:, None], w - 1 - columns, columns)
     # Pixel (a, b) of a padded image is number a (w + 2p) + b of its channel.
-    pixels = rows[:, :, None] * (w + 2 * padding) + columns[:, None, :]
+    pixels = rows[:, :, None] * stride + columns[:, None, :]
     return padded.gather(2, pixels.view(n, 1, h * w).expand(n, c, h * w)).view(n, c, h, w)
 
 
@@ -208,7 +235,8 @@ class Split:
             order = torch.randperm(count, generator=generator, device=generator.device)
             order = order.to(self.device)
             if augment is not None:
-                corners, flips = draw(augment, count, generator=generator)
+                sides = (self.inputs.shape[2], self.inputs.shape[3])
+                corners, flips = draw(augment, count, generator=generator, sides=sides)
                 crops = corners.to(self.device), flips.to(self.device)
         scale, shift = self._affine(dtype)
 
@@ -217,7 +245,8 @@ class Split:
             images = self.inputs[chosen]
             if augment is not None and crops is not None:
                 corners, flips = (tensor[positions] for tensor in crops)
-                images = crop_and_flip(images, corners, flips, padding=augment.padding)
+                border, crop = augment.padding, augment.crop
+                images = crop_and_flip(images, corners, flips, padding=border, crop=crop)
             return images * scale + shift, self.targets[chosen]
 
         return Epoch(bounds=bounds, pair=pair)

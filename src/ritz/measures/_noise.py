@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from ritz._core.checks import check_count, check_tensor, is_below
 from ritz._core.distributed import world_size
 from ritz._core.progress import Progress, tracking
+from ritz._core.propagation import propagate
 from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate, Status, format_uncertain, plain_estimate, stderr
 from ritz._core.sampling import check_samples, column_dots
@@ -17,6 +19,7 @@ from ritz._core.storage import storable
 from ritz.curvature import Risk, curvature_operator
 from ritz.curvature._shared import CurvatureMatrix, batch_products
 from ritz.measures._landscape import random_vectors
+from ritz.measures._subspace import without_replacement
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,9 @@ class Shrinkage:
     Attributes:
         batch_sizes: Batch sizes :math:`B`; batches are drawn without replacement.
         beta: Weights :math:`\beta(B)`, ``(len(batch_sizes),)``.
+        damping: The damping :math:`\delta(B) = m (1 - \beta) / \beta` that does the same, in the
+            units of eigenvalues, ``(len(batch_sizes),)``: :math:`\beta H_B + (1 - \beta) m I`
+            is :math:`\beta (H_B + \delta I)`. Negative if the mean eigenvalue :math:`m` is.
         signal: :math:`d^2 = \|H - m I\|_F^2`.
         variance: :math:`P \sigma^2`, of single samples.
         matrix: ``hessian`` or ``ggn``.
@@ -49,6 +55,7 @@ class Shrinkage:
 
     batch_sizes: tuple[int, ...]
     beta: Estimate
+    damping: Estimate
     signal: Estimate
     variance: Estimate
     matrix: str
@@ -61,12 +68,14 @@ class Shrinkage:
             f"{self.num_samples:,} samples",
             f"  |H - m I|_F^2 = {plain_estimate(self.signal)}, "
             f"P sigma^2 = {plain_estimate(self.variance)}",
-            f"  {'batch':>10}  beta",
+            f"  {'batch':>10}  {'beta':>18}  {'damping':>18}",
         ]
-        for size, mean, error in zip(
-            self.batch_sizes, self.beta.mean.tolist(), self.beta.stderr.tolist(), strict=True
-        ):
-            lines.append(f"  {size:>10,}  {format_uncertain(mean, error)}")
+        for i, size in enumerate(self.batch_sizes):
+            cells = (
+                format_uncertain(float(part.mean[i]), float(part.stderr[i]))
+                for part in (self.beta, self.damping)
+            )
+            lines.append("  ".join([f"  {size:>10,}", *(f"{cell:>18}" for cell in cells)]))
         return "\n".join(lines)
 
 
@@ -119,7 +128,7 @@ def curvature_variance(
 
     Reference: Algorithm 8 of *Spectral Machine Learning*, corrected to the formulas above.
     """
-    _check_groups(risk)
+    check_groups(risk, "curvature_variance()")
     risk.require_sample_mean(alone=True)
     count = sum(risk.batch_rows)
     if group_size is None:
@@ -160,6 +169,41 @@ def curvature_variance(
     return replace(estimate, stderr=estimate.stderr.hypot(error.double()))
 
 
+def batch_variance(
+    variance: Estimate, *, batch_sizes: Sequence[int], num_samples: int | None = None
+) -> Estimate:
+    r"""Return the variance of the matrix of a batch, from that of single samples, ``(S,)``.
+
+    .. math:: \mathbb{E} \|(H_B - H) v\|^2 = \frac{V(v)}{b}, \quad
+        \frac1b = \Big(\frac1B - \frac1N\Big) \frac{N}{N - 1}
+
+    for ``B`` distinct samples of ``N``, and :math:`b = B` for samples drawn with replacement or
+    from an infinite population. No products are used.
+
+    Args:
+        variance: :math:`P \sigma^2` or :math:`V(v)` along one direction; see
+            :func:`curvature_variance`.
+        batch_sizes: Sizes ``B``.
+        num_samples: Number ``N`` of samples. Defaults to sampling with replacement.
+    """
+    sizes = tuple(batch_sizes)
+    check_batch_sizes(sizes, num_samples)
+    if variance.mean.ndim:
+        raise ValueError(f"variance must be one number, got shape {tuple(variance.mean.shape)}")
+    factors = torch.tensor(
+        [without_replacement(size, num_samples) if num_samples else 1 / size for size in sizes],
+        dtype=torch.float64,
+    )
+    samples = variance.samples
+    return replace(
+        variance,
+        mean=variance.mean * factors,
+        stderr=variance.stderr * factors,
+        truncation=variance.truncation * factors,
+        samples=None if samples is None else samples[:, None] * factors,
+    )
+
+
 def shrinkage(
     risk: Risk,
     *,
@@ -191,13 +235,11 @@ def shrinkage(
         generator: Source of groups and probes. Defaults to a new generator with seed 0.
         progress: Show a progress bar, or a :class:`Progress` to report to.
 
-    Reference: Ledoit and Wolf (2004), here for matrices known by their products only.
+    Reference: Ledoit and Wolf (2004), here for matrices known by their products only; Granziol
+    et al. (2020), section 3.2, for shrinkage as damping.
     """
     sizes, count = tuple(batch_sizes), sum(risk.batch_rows)
-    if not sizes:
-        raise ValueError("batch_sizes must not be empty")
-    for size in sizes:
-        check_count("batch_sizes", size, high=count)
+    check_batch_sizes(sizes, count)
     generator = resolve_generator(generator)
     variance = curvature_variance(
         risk,
@@ -207,24 +249,32 @@ def shrinkage(
         generator=generator,
         progress=progress,
     )
-    signal = _signal(risk, matrix, num_probes, generator)
+    signal, share = _signal(risk, matrix, num_probes, generator)
     # e^2 = P (P sigma^2) (1/B - 1/N) N/(N - 1)
-    factors = [(1 / size - 1 / count) * count / (count - 1) for size in sizes]
+    factors = [without_replacement(size, count) for size in sizes]
     scale = risk.space.size * torch.tensor(factors, dtype=torch.float64)
     # beta = d^2 / (d^2 + e^2)
-    d2, e2 = signal.mean, variance.mean * scale
-    # d beta = (e^2 d(d^2) - d^2 d(e^2)) / (d^2 + e^2)^2
-    error = torch.hypot(e2 * signal.stderr, d2 * variance.stderr * scale) / (d2 + e2).square()
-    beta = Estimate.exact(
-        d2 / (d2 + e2),
+    beta = propagate(
+        lambda d2, spread: d2 / (d2 + spread * scale),
+        signal,
+        variance,
         method=f"d^2 / (d^2 + e^2); P sigma^2 from {variance.method}",
-        num_products=variance.num_products + signal.num_products,
         status=signal.status,
-        seed=generator.initial_seed(),
     )
+    # m (1 - beta)/beta = e^2 m/d^2
+    damping = propagate(
+        lambda share, spread: share * spread * scale,
+        share,
+        variance,
+        method="m e^2 / d^2",
+        status=signal.status,
+    )
+    num_products = variance.num_products + signal.num_products
+    beta, damping = (replace(part, num_products=num_products) for part in (beta, damping))
     return Shrinkage(
         batch_sizes=sizes,
-        beta=replace(beta, stderr=error, degrees=min(variance.degrees, signal.degrees)),
+        beta=beta,
+        damping=damping,
         signal=signal,
         variance=variance,
         matrix=matrix,
@@ -233,15 +283,24 @@ def shrinkage(
     )
 
 
-def _check_groups(risk: Risk) -> None:
-    risk.require_separable("curvature_variance()")
+def check_groups(risk: Risk, caller: str) -> None:
+    """Raise unless the matrices of single samples are defined, and all are in this process."""
+    risk.require_separable(caller)
     if risk.dropout != "off":
         # Masks belong to batches, not to samples.
-        raise ValueError("curvature_variance() needs dropout='off', got 'fixed'")
+        raise ValueError(f"{caller} needs dropout='off', got 'fixed'")
     if risk.sharing != "none" and world_size(risk.group) > 1:
-        raise ValueError(f"curvature_variance() needs sharing='none', got {risk.sharing!r}")
+        raise ValueError(f"{caller} needs sharing='none', got {risk.sharing!r}")
     if risk.num_samples < 2:
-        raise ValueError(f"curvature_variance() needs at least 2 samples, got {risk.num_samples}")
+        raise ValueError(f"{caller} needs at least 2 samples, got {risk.num_samples}")
+
+
+def check_batch_sizes(sizes: Sequence[int], count: int | None) -> None:
+    """Raise unless there are batch sizes, each from 1 to the number of samples."""
+    if not sizes:
+        raise ValueError("batch_sizes must not be empty")
+    for size in sizes:
+        check_count("batch_sizes", size, high=count)
 
 
 def _unit_probes(risk: Risk, count: int, generator: torch.Generator) -> Tensor:
@@ -292,8 +351,8 @@ def _contrasts(
 
 def _signal(
     risk: Risk, matrix: CurvatureMatrix, num_probes: int, generator: torch.Generator
-) -> Estimate:
-    r"""Estimate the squared distance :math:`\|H - m I\|_F^2` from the nearest multiple of I."""
+) -> tuple[Estimate, Estimate]:
+    r"""Estimate the squared distance :math:`\|H - m I\|_F^2` from the nearest m I, and m/d^2."""
     op = curvature_operator(risk, matrix)
     size = risk.space.size
     block = _unit_probes(risk, num_probes, generator)
@@ -305,10 +364,10 @@ def _signal(
     samples = size * (square - 2 * m * along + m * m)
     # The square of a sampled mean is too large by its variance.
     bias = size * stderr(along).square()
-    estimate = Estimate.of(
-        samples,
-        method="mean of |H z - m z|^2",
-        num_products=num_probes,
-        seed=generator.initial_seed(),
-    )
-    return replace(estimate, mean=estimate.mean + bias)
+    make = partial(Estimate.of, num_products=num_probes, seed=generator.initial_seed())
+    signal = make(samples, method="mean of |H z - m z|^2")
+    signal = replace(signal, mean=signal.mean + bias)
+    # d(m/d^2) = dm/d^2 - m d(d^2)/d^4: both come from the same probes, whose errors may cancel.
+    d2 = signal.mean
+    ratios = m / d2 + (along - m) / d2 - m * (samples - samples.mean()) / d2.square()
+    return signal, make(ratios, method="m / d^2")

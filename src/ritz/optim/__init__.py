@@ -1,4 +1,4 @@
-"""Adaptive optimisers with weight averaging, and schedules of the learning rate."""
+"""Adaptive and second-order optimisers, weight averaging, and schedules of the learning rate."""
 
 from ritz.optim._adaptive import (
     DampedAdamW,
@@ -8,6 +8,7 @@ from ritz.optim._adaptive import (
     PadamW,
 )
 from ritz.optim._averaging import AutoAverage, IterateAverage
+from ritz.optim._covariance_noise import CovarianceNoise, NoisySGD
 from ritz.optim._curvature import CurvatureOptimizer
 from ritz.optim._damping import Damping, delta_to_shrinkage, shrinkage_to_delta
 from ritz.optim._diagnostics import (
@@ -17,13 +18,16 @@ from ritz.optim._diagnostics import (
     weight_norms,
 )
 from ritz.optim._hessian_free import HessianFree
+from ritz.optim._kfac import KFAC, KFACPreconditioner
 from ritz.optim._lookahead import Lookahead
 from ritz.optim._newton import LanczosNewton
-from ritz.optim._presets import from_preset, preset, preset_names
+from ritz.optim._presets import from_preset, preset, preset_names, swa
+from ritz.optim._reading import StepReader, StepReading, read_step
 from ritz.optim._schedules import (
     GroupSchedule,
     Schedule,
     averaging_decay,
+    held_from,
     linear_decay,
     step_decay,
     warmup,
@@ -31,7 +35,9 @@ from ritz.optim._schedules import (
 from ritz.optim._spectral import SpectralRates, SpectralSGD, spectral_rates
 
 __all__ = [
+    "KFAC",
     "AutoAverage",
+    "CovarianceNoise",
     "CurvatureOptimizer",
     "DampedAdamW",
     "Damping",
@@ -40,25 +46,32 @@ __all__ = [
     "GroupSchedule",
     "HessianFree",
     "IterateAverage",
+    "KFACPreconditioner",
     "LanczosNewton",
     "Lookahead",
+    "NoisySGD",
     "Padam",
     "PadamW",
     "Schedule",
     "SpectralRates",
     "SpectralSGD",
+    "StepReader",
+    "StepReading",
     "averaging_decay",
     "delta_to_shrinkage",
     "effective_rates",
     "from_preset",
+    "held_from",
     "linear_decay",
     "preset",
     "preset_names",
+    "read_step",
     "scale_invariant_weights",
     "shrinkage_to_delta",
     "solution_diversity",
     "spectral_rates",
     "step_decay",
+    "swa",
     "warmup",
     "weight_norms",
 ]

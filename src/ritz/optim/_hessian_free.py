@@ -160,7 +160,7 @@ class HessianFree(Optimizer):
         self._op = None  # the matrix of this point serves no other step
         rate = float(group["lr"])
         # The model promises -(alpha g'x + alpha^2 x'Gx / 2).
-        promised = -float(rate * (gradient @ solution) + 0.5 * rate**2 * curved)
+        promised = -float(rate * (gradient @ solution + 0.5 * rate * curved))
         if group["adapt"]:
             after = finite_loss(op.risk.at(op.risk.theta + rate * solution))
             ratio = (op.risk.loss() - after) / promised if promised > 0 else -math.inf
@@ -175,8 +175,10 @@ class HessianFree(Optimizer):
     ) -> tuple[Tensor, Tensor]:
         """Return the step and its quadratic form with the matrix without damping."""
         group = self.param_groups[0]
-        if not bool(gradient.any()):
-            return torch.zeros_like(gradient), gradient.sum()
+        if not bool(gradient.any()) or not bool(torch.isfinite(gradient.sum())):
+            # No step; or NaN in all weights, as other optimisers of torch leave it after such a
+            # gradient, from which a training loop sees that the run has diverged.
+            return gradient * 0.0, gradient.sum()
         if group["matrix"] == "hessian":
             return self._absolute(op, gradient, delta)
         last = [self.state[p].get("direction") for p in self._params.values()]

@@ -119,6 +119,11 @@ class LanczosNewton(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._subject = Subject()
+        for entry in self.state.values():
+            if "basis" in entry:
+                # Tensors of a file may lie anywhere in memory, and sums over vectors are rounded
+                # by their alignment. A copy has the alignment of the original.
+                entry["basis"] = entry["basis"].clone()
 
     def curvature_due(self, step: int) -> bool:
         """Return whether the pairs are to be refreshed before a step; see the protocol."""
@@ -215,24 +220,23 @@ def ritz_pairs(
     """Return up to ``count`` Ritz values and vectors ``(n, k)`` from ``count`` products.
 
     A Krylov space holds one vector of each eigenspace. If it is exhausted before, another run goes
-    on beside it, until the matrix vanishes there.
+    on beside it, unless nothing but roundoff is left there.
     """
     values = torch.empty(0, dtype=torch.float64)
     vectors = torch.empty(op.shape[0], 0, dtype=op.dtype, device=op.device)
     inner: LinearOperator = op
-    noise = 0.0
-    while len(values) < count:
+    while True:
         left = count - len(values)
         run = lanczos(inner, num_steps=left, start=start, vectors=True, generator=generator)
-        noise = max(noise, run.roundoff)
-        if len(values) and not bool((run.values.abs() > noise).any()):
-            break  # nothing but the null space is left
         values = torch.cat([values, run.values])
         vectors = torch.cat([vectors, run.vectors], 1)  # type: ignore[list-item]
-        if run.status.outcome != "breakdown":
-            break
+        if run.status.outcome != "breakdown" or len(values) == count:
+            return values, vectors
         inner = DeflatedOperator(op, vectors)
         start = torch.randn(op.shape[0], generator=generator, dtype=torch.float64).to(vectors)
         for _ in range(2):
             start = start - vectors @ (vectors.T @ start)
-    return values, vectors
+        # Products with the whole matrix leave its roundoff in what remains of it.
+        noise = torch.finfo(op.dtype).eps ** 0.5 * float(values.abs().max())
+        if not float((inner @ start).norm()) > noise * float(start.norm()):
+            return values, vectors

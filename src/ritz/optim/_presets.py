@@ -1,16 +1,20 @@
-"""Published settings of the optimisers, by name."""
+"""Published settings of optimisers and of their training, by name."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from torch.optim import Optimizer
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.optimizer import ParamsT
 
 from ritz._core.checks import check_count
 from ritz._core.registry import Registry
-from ritz.optim._adaptive import AveragedOptimizer, DampedAdamW, Gadam, GadamX, Padam
+from ritz.optim._adaptive import DampedAdamW, Gadam, GadamX, Padam
+from ritz.optim._averaging import IterateAverage
+from ritz.optim._kfac import KFAC
 from ritz.optim._newton import LanczosNewton
 from ritz.optim._spectral import SpectralSGD
 
@@ -26,13 +30,16 @@ class Preset:
             per epoch. None without averaging.
         source: Where the settings were published.
         settings: Keywords of the optimiser, read-only.
+        training: Options of :func:`ritz.training.fit` beside them, read-only: batch size, schedule
+            and so on.
     """
 
-    optimizer: type[Optimizer]
+    optimizer: Callable[..., Optimizer]
     epochs: int
     average_from: int | None
     source: str
     settings: Mapping[str, Any]
+    training: Mapping[str, Any] = field(default_factory=dict)
 
 
 def preset(name: str) -> Preset:
@@ -50,15 +57,17 @@ def preset_names() -> tuple[str, ...]:
 
 
 def from_preset(
-    name: str, params: ParamsT, *, steps_per_epoch: int | None = None, **changes: Any
+    name: str, params: ParamsT | nn.Module, *, steps_per_epoch: int | None = None, **changes: Any
 ) -> Optimizer:
     """Return an optimiser with published settings.
+
+    :func:`ritz.training.preset_config` has the schedule, the batch size and so on as well.
 
     If the published run averaged its weights, the optimiser averages once per epoch.
 
     Args:
         name: ``optimiser/network/data``; :func:`preset_names` lists them.
-        params: Parameters or groups of them.
+        params: Parameters or groups of them; for K-FAC the model.
         steps_per_epoch: Optimiser steps per epoch, needed for presets with averaging. With None,
             call ``optimizer.average.restart()`` to start the average.
         **changes: Keywords of the optimiser, which take precedence over the published ones.
@@ -67,46 +76,158 @@ def from_preset(
     settings = dict(chosen.settings)
     if steps_per_epoch is not None:
         check_count("steps_per_epoch", steps_per_epoch)
-        if issubclass(chosen.optimizer, AveragedOptimizer) and chosen.average_from is not None:
+        takes = inspect.signature(chosen.optimizer).parameters
+        if {"start", "interval"} <= takes.keys() and chosen.average_from is not None:
             # The average begins with the weights at the end of the epoch before.
             settings["start"] = (chosen.average_from - 1) * steps_per_epoch + 1
             settings["interval"] = steps_per_epoch
         elif chosen.optimizer is SpectralSGD:
             settings["interval"] = 20 * steps_per_epoch  # "every 20 epochs"
-    build: Any = chosen.optimizer
-    return build(params, **(settings | changes))  # type: ignore[no-any-return]
+    return chosen.optimizer(params, **(settings | changes))
+
+
+def swa(
+    params: ParamsT,
+    *,
+    lr: float = 0.1,
+    momentum: float = 0.9,
+    start: int | None = None,
+    interval: int = 1,
+    **settings: Any,
+) -> SGD:
+    """Return SGD with the tail average of its iterates as ``.average``.
+
+    Args:
+        params: Parameters or groups of them.
+        lr: Learning rate.
+        momentum: Momentum.
+        start: First step of the average, as in :class:`IterateAverage`.
+        interval: Steps between weights that enter the average.
+        **settings: Other keywords of ``torch.optim.SGD``.
+
+    Reference: Izmailov et al. (2018), *Averaging weights leads to wider optima*.
+    """
+    optimizer: Any = SGD(params, lr=lr, momentum=momentum, **settings)
+    optimizer.average = IterateAverage(optimizer, start=start, interval=interval)
+    averaged: SGD = optimizer
+    return averaged
 
 
 _PRESETS: Registry[Preset] = Registry("preset")
 
 
-def _add(name: str, *entry: Any, **settings: Any) -> None:
+def _add(
+    name: str, *entry: Any, training: Mapping[str, Any] | None = None, **settings: Any
+) -> None:
     # The optimiser, epochs, first averaged epoch and source, in the order of Preset.
     make: Any = Preset
-    _PRESETS.register(name)(make(*entry, MappingProxyType(settings)))
+    options = MappingProxyType(dict(training or {}))
+    _PRESETS.register(name)(make(*entry, MappingProxyType(settings), options))
+
+
+# Appendix B.2 of the Gadam paper: batches of 128 and equations 12 and 13.
+LINEAR = {"batch_size": 128, "schedule": "linear"}
+# Appendix E.1 of the paper on covariance noise: warm-up, and division by 10.
+LARGE = {
+    "batch_size": 4096, "ghost_batch": 128, "schedule": "step", "milestones": (100, 150),
+    "warmup": 10,
+}  # fmt: skip
+# With an average, wide residual networks follow equation 12 up to its start.
+HELD = {"batch_size": 128, "schedule": "linear_held"}
+PTB = {"batch_size": 20, "clip_norm": 0.25}  # those of the code base, appendix B.3
+PTB_STEPS = PTB | {"schedule": "step", "milestones": (100, 150)}
+NOISE = {"noise": "diagonal", "noise_batch": 128, "noise_until": 0.25}
 
 
 def _register_all() -> None:
+    _register_adaptive()
+    _register_sgd()
+    _register_large_batches()
+
+
+def _register_sgd() -> None:
+    paper = "Granziol et al. (2021), Iterate averaged adaptive gradient methods, "
+    open_decay = "; the paper does not give the weight decay, so this is the default"
+    vgg = paper + "appendix B.1" + open_decay
+    sgd: dict[str, Any] = {"lr": 0.05, "momentum": 0.9}
+    _add("sgd/vgg16/cifar100", SGD, 300, None, vgg, **sgd, training=LINEAR)
+    # The first of three terminal learning rates, 0.03.
+    _add("swa/vgg16/cifar100", swa, 300, 161, vgg, **sgd, training=LINEAR | {"final_ratio": 0.6})
+    cifar, sgd = paper + "appendix B.2" + open_decay, {"lr": 0.1, "momentum": 0.9}
+    _add("sgd/preresnet110/cifar", SGD, 300, None, cifar, **sgd, training=LINEAR)
+    _add("swa/preresnet110/cifar", swa, 300, 161, cifar, **sgd, training=LINEAR)
+    _add("adamw/preresnet110/cifar", AdamW, 300, None, cifar, lr=1e-3, training=LINEAR)
+    flat = "Granziol (2020), Flatness is a false friend, section 5 (decay); " + paper + "B.2"
+    for data, decay in (("cifar10", 0.35), ("cifar100", 0.25)):
+        settings: Any = {"lr": 5e-4, "weight_decay": decay}
+        _add(f"adamw/vgg16/{data}", AdamW, 300, None, flat, **settings, training=LINEAR)
+    wide, plain = paper + "appendix B.2", {"lr": 0.03, "momentum": 0.9, "weight_decay": 1e-4}
+    place = "wideresnet28x10/imagenet32"
+    _add(f"sgd/{place}", SGD, 50, None, wide, **plain, training=LINEAR)
+    _add(f"swa/{place}", swa, 50, 30, wide, **plain, training=HELD)
+    _add(f"adamw/{place}", AdamW, 50, None, wide, lr=1e-3, weight_decay=0.01, training=LINEAR)
+    deep: Any = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-5}
+    _add("sgd/preresnet110/imagenet32", SGD, 200, None, wide, **deep, training=LINEAR)
+    steps = {"schedule": "step", "milestones": (30, 60)}
+    best = paper + "section 5.3: division by 10 every 30 epochs"
+    plain = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4}
+    _add("sgd/resnet50/imagenet", SGD, 90, None, best, **plain, training=steps)
+    _add("adamw/resnet50/imagenet", AdamW, 90, None, best, lr=1e-3, weight_decay=0.01,
+         training=steps)  # fmt: skip
+    ptb = paper + "appendix B.3; averaging from epoch 100 at a constant learning rate"
+    # ASGD is SGD without momentum, averaged in every step.
+    asgd = {"lr": 30.0, "momentum": 0.0, "weight_decay": 1.2e-6}
+    every: Any = PTB | {"average_every": "step"}
+    _add("asgd/lstm/ptb", swa, 200, 100, ptb, **asgd, training=every)
+
+
+def _register_large_batches() -> None:
+    source = (
+        "Wen et al., Interplay between optimization and generalization of SGD with covariance "
+        "noise, appendix E.1; momentum and weight decay are not given there, so this is 0.9 and 0"
+    )
+    rates = {"resnet44": (3.2, 1.6), "resnet44x2": (3.2, 1.6), "vgg16_bn": (1.6, 1.6)}
+    for model, (plain, noisy) in rates.items():
+        # The paper has ResNet-44 for CIFAR-10, and twice its width for CIFAR-100.
+        for data in (
+            ("cifar10", "cifar100")
+            if model == "vgg16_bn"
+            else (("cifar100",) if model.endswith("x2") else ("cifar10",))
+        ):
+            place = f"{model}/{data}"
+            _add(f"large_sgd/{place}", SGD, 200, None, source, lr=plain, momentum=0.9,
+                 training=LARGE)  # fmt: skip
+            _add(f"noisy_sgd/{place}", SGD, 200, None, source, lr=noisy, momentum=0.9,
+                 training=LARGE | NOISE)  # fmt: skip
+
+
+def _register_adaptive() -> None:
     gadam = "Granziol et al. (2021), Iterate averaged adaptive gradient methods, "
     cifar = gadam + "appendix B.2; averaging from epoch 161"
     searched = "; the paper does not give the weight decay, so this is the default"
     flat = "Granziol (2020), Flatness is a false friend, section 5 (decay); " + cifar
-    _add("gadam/vgg16/cifar10", Gadam, 300, 161, flat, lr=5e-4, weight_decay=0.35)
-    _add("gadam/vgg16/cifar100", Gadam, 300, 161, flat, lr=5e-4, weight_decay=0.25)
-    _add("gadam/preresnet110/cifar", Gadam, 300, 161, cifar + searched, lr=1e-3)
-    _add("gadamx/vgg16/cifar", GadamX, 300, 161, cifar + searched, lr=0.1)
-    _add("gadamx/preresnet110/cifar", GadamX, 300, 161, cifar + searched, lr=0.1)
-    _add("padam/cifar", Padam, 300, None, cifar + searched, lr=0.1)
+    _add("gadam/vgg16/cifar10", Gadam, 300, 161, flat, lr=5e-4, weight_decay=0.35, training=LINEAR)
+    _add("gadam/vgg16/cifar100", Gadam, 300, 161, flat, lr=5e-4, weight_decay=0.25, training=LINEAR)
+    _add("gadam/preresnet110/cifar", Gadam, 300, 161, cifar + searched, lr=1e-3, training=LINEAR)
+    _add("gadamx/vgg16/cifar", GadamX, 300, 161, cifar + searched, lr=0.1, training=LINEAR)
+    _add("gadamx/preresnet110/cifar", GadamX, 300, 161, cifar + searched, lr=0.1, training=LINEAR)
+    _add("padam/cifar", Padam, 300, None, cifar + searched, lr=0.1, training=LINEAR)
 
     wide = gadam + "appendix B.2; averaging from epoch 30"
-    _add("padam/wideresnet28x10/imagenet32", Padam, 50, None, wide, lr=0.03, weight_decay=1e-4)
-    _add("gadam/wideresnet28x10/imagenet32", Gadam, 50, 30, wide, lr=1e-3, weight_decay=0.01)
-    _add("gadamx/wideresnet28x10/imagenet32", GadamX, 50, 30, wide, lr=0.03, weight_decay=3e-4)
+    _add("padam/wideresnet28x10/imagenet32", Padam, 50, None, wide, lr=0.03, weight_decay=1e-4,
+         training=LINEAR)  # fmt: skip
+    _add("gadam/wideresnet28x10/imagenet32", Gadam, 50, 30, wide, lr=1e-3, weight_decay=0.01,
+         training=HELD)  # fmt: skip
+    _add("gadamx/wideresnet28x10/imagenet32", GadamX, 50, 30, wide, lr=0.03, weight_decay=3e-4,
+         training=HELD)  # fmt: skip
 
     deep = gadam + "appendix B.2; the paper does not give the start of the average"
-    _add("padam/preresnet110/imagenet32", Padam, 200, None, deep, lr=0.1, weight_decay=1e-5)
-    _add("gadam/preresnet110/imagenet32", Gadam, 200, None, deep, lr=1e-3, weight_decay=1e-3)
-    _add("gadamx/preresnet110/imagenet32", GadamX, 200, None, deep, lr=0.1, weight_decay=3e-4)
+    _add("padam/preresnet110/imagenet32", Padam, 200, None, deep, lr=0.1, weight_decay=1e-5,
+         training=LINEAR)  # fmt: skip
+    _add("gadam/preresnet110/imagenet32", Gadam, 200, None, deep, lr=1e-3, weight_decay=1e-3,
+         training=LINEAR)  # fmt: skip
+    _add("gadamx/preresnet110/imagenet32", GadamX, 200, None, deep, lr=0.1, weight_decay=3e-4,
+         training=LINEAR)  # fmt: skip
 
     # With eps = 1 the step of Gadam is nearly that of SGD, hence the large learning rate.
     resnet = gadam + "section 5.3; averaging from epoch 61, one of three that were tried"
@@ -124,23 +245,29 @@ def _register_all() -> None:
     _add("lanczosnewton/logistic/mnist", LanczosNewton, 300, None, lopt, **convex)
     # Measured every 20 epochs of 391 batches of 128.
     spectral = "Granziol, Spectral Machine Learning, section 4.3.2; averaging from epoch 161"
-    often = {"interval": 20 * 391, "num_steps": 20}
+    often: dict[str, Any] = {"interval": 20 * 391, "num_steps": 20}
     for name, nesterov in (("ssgdm", False), ("ssgdmn", True)):
         settings = often | {"nesterov": nesterov}
         _add(
             f"spectralsgd/preresnet110/cifar100/{name}", SpectralSGD, 180, 161, spectral, **settings
         )
     gap = "Granziol et al. (2020), Explaining the adaptive generalisation gap, section 5.2"
-    damped = {"lr": 1e-3, "delta": 5e-3, "weight_decay": 0.0}
+    damped: dict[str, Any] = {"lr": 1e-3, "delta": 5e-3, "weight_decay": 0.0}
     _add("dampedadamw/vgg16/cifar100", DampedAdamW, 300, None, gap, **damped)
 
     lstm: dict[str, Any] = {"weight_decay": 1.2e-6}
     coupled = lstm | {"decoupled_weight_decay": False}
     ptb = gadam + "appendix B.3; averaging from epoch 100 at a constant learning rate"
     tuned = ptb + "; the paper does not give the learning rate of Gadam, so this is the default"
-    _add("padam/lstm/ptb", Padam, 200, None, gadam + "appendix B.3", lr=1.0, partial=0.2, **lstm)
-    _add("gadam/lstm/ptb", Gadam, 200, 100, tuned, **coupled)
-    _add("gadamx/lstm/ptb", GadamX, 200, 100, ptb, lr=1.0, partial=0.2, **coupled)
+    _add("padam/lstm/ptb", Padam, 200, None, gadam + "appendix B.3", lr=1.0, partial=0.2, **lstm,
+         training=PTB_STEPS)  # fmt: skip
+    _add("gadam/lstm/ptb", Gadam, 200, 100, tuned, **coupled, training=PTB)
+    _add("gadamx/lstm/ptb", GadamX, 200, 100, ptb, lr=1.0, partial=0.2, **coupled, training=PTB)
+
+    # The best run of the table, on VGG-16 without batch norm and weight decay.
+    gap = "Granziol et al. (2020), Explaining the adaptive generalisation gap, table 2 (right); "
+    gap += "momentum, length and steps between inverses: Spectral Machine Learning, section 5.8.2"
+    _add("kfac/vgg16/cifar100", KFAC, 300, None, gap, lr=0.1, delta=0.1, inverse_every=100)
 
 
 _register_all()

@@ -66,6 +66,20 @@ def averaging_decay(start: int, *, final: float = 0.5) -> Shape:
     return linear_decay(start, final=final)
 
 
+def held_from(start: int, shape: Shape) -> Shape:
+    """Return a shape that keeps, from a step on, the value that it has there.
+
+    Args:
+        start: First step of the constant part.
+        shape: Shape before it.
+
+    Reference: Granziol et al., *Beyond SGD: iterate averaged adaptive gradient methods*, appendix
+    B.2: wide residual networks decay as without an average until it starts.
+    """
+    check_count("start", start, low=0)
+    return partial(_held, start, shape)
+
+
 def step_decay(milestones: Iterable[int], *, factor: float = 0.1) -> Shape:
     """Return a shape that is multiplied by ``factor`` at every milestone.
 
@@ -188,6 +202,10 @@ def _linear(num_steps: int, final: float, hold: float, until: float, step: int) 
         return 1.0
     # A line from 1 at hold to final at until.
     return final if time > until else 1 - (1 - final) * (time - hold) / (until - hold)
+
+
+def _held(start: int, shape: Shape, step: int) -> float:
+    return shape(min(step, start))
 
 
 def _steps(milestones: tuple[int, ...], factor: float, step: int) -> float:

@@ -4,9 +4,12 @@
 densities (``spectrum``, ``spectra``, ``density``), also over exact eigenvalues (``against_exact``,
 ``over_histogram``); ``landscape``, ``landscape2d``; ``similarity`` of graphs; training logs
 (``training_curves``, ``curvature_over_time``, ``degeneracy``); and quantities over
-batch sizes (``batch_scaling``). ``panels`` makes a figure, and ``save_figure`` writes it.
+batch sizes (``batch_scaling``, ``advice``). ``panels`` makes a figure, and ``save_figure`` writes
+it.
 """
 
+from ritz.plots import _batches  # noqa: F401  (it registers plots)
+from ritz.plots._advice import advice
 from ritz.plots._graphs import similarity
 from ritz.plots._networks import landscape, landscape2d
 from ritz.plots._plot import plot, save_figure
@@ -15,6 +18,7 @@ from ritz.plots._style import panels
 from ritz.plots._training import batch_scaling, curvature_over_time, degeneracy, training_curves
 
 __all__ = [
+    "advice",
     "against_exact",
     "batch_scaling",
     "curvature_over_time",

@@ -82,6 +82,10 @@ def plot(result: Any) -> "Figure":
     landscape, in one or two dimensions         loss and accuracy along directions, or contours
     temperature                                 accuracy over confidence, before and after
     shrinkage                                   best weight over batch sizes
+    advice                                      curvature and learning rates over batch sizes
+    prediction of batches                       largest eigenvalue and overlap over batch sizes
+    edge of the bulk                            stems: bulk, Tracy-Widom region and outliers
+    overlap of the gradient                     bars: its part in each leading eigenvector
     norms, distances, gradients of layers       a row for each layer
     diversity of solutions                      heat maps of all pairs
     training result, records of a log           loss and accuracy per epoch

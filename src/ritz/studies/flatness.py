@@ -227,6 +227,7 @@ def evidence(result: Result) -> list[Evidence]:
                 )
             )
     loss, gradient, largest, trace, _ = result.toy
+    # Polynomial times exponential: past w = 1 the exponential wins.
     falls = all(bool((x.diff()[1:] < 0).all()) for x in (loss, gradient, largest, trace))
     rows.append(
         Evidence(
@@ -254,6 +255,7 @@ def _train(
 ) -> Tensor:
     """Return the measures of one network, ``(measures,)``."""
     train = images.train.take(config.num_train)
+    # The seed sets the initial weights and the order of the batches, for every weight decay alike.
     model = _network(network, images, seed)
     training.fit(
         model, train, num_epochs=epochs, batch_size=config.batch_size, augment=False, seed=seed,
@@ -264,9 +266,11 @@ def _train(
     scores = [training.evaluate(model, part.batches(1000)) for part in parts]
     risk = Risk(model, torch.nn.functional.cross_entropy, train.take(config.measured).tensors())
     op = hessian(risk)
+    # One pair without a search for multiplicities: only its value is compared.
     top = eigenpairs(op, largest=1, rtol=1e-3, vectors=False, certify="none")
     numbers = [score["accuracy"] for score in scores] + [scores[-1]["loss"]]
     numbers += [float(top.values[-1]), float(top.residuals[-1])]
+    # tr H is positive for logistic regression, which is convex; |H|_F is a measure for all.
     for estimate in (
         trace(op, rtol=0.05, generator=seeded(seed)),
         frobenius_norm(op, num_probes=32, generator=seeded(seed)),

@@ -156,6 +156,7 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
     norms = torch.full((2, *shape), math.nan, dtype=torch.float64)
     curvature = torch.full((3, 2, 2, *shape), math.nan, dtype=torch.float64)
     cells = [(i, j) for j in range(shape[1]) for i in range(shape[0])]
+    # All methods of one seed first, so that an unfinished table compares methods.
     for i, j in track(cells, "runs", progress):
         folder = Path(config.runs) / f"{config.methods[i]}-{config.seed + j}"
         if config.train:
@@ -163,6 +164,7 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
         metrics = _metrics(folder, config.num_epochs)
         names = ("test_accuracy", "average_test_accuracy", "train_accuracy")
         accuracies[:, i, j] = torch.tensor([metrics.get(name, math.nan) for name in names])
+        # Place 0 is the last iterate, place 1 the average.
         for place, values in enumerate(_measured(folder)):
             norms[place, i, j] = values["norm"]
             numbers = [[values[mode][name] for mode in MODES] for name in CURVATURE]
@@ -263,6 +265,7 @@ def _train(config: Config, name: str, seed: int, folder: Path) -> None:
         config.model, num_classes=images.num_classes, input_shape=images.shape,
         generator=seeded(seed), device=device,
     )  # fmt: skip
+    # Augmented by crops and flips, as fit does for this data set by default.
     options = dict(METHODS[name])
     options["average_from"] = config.start if options.pop("averaged", False) else None
     settings = {key: options.pop(key) for key in ("lr", "weight_decay")}
@@ -286,7 +289,7 @@ def _measure(model: nn.Module, images: data.Split, seed: int) -> dict[str, Any]:
     values: dict[str, Any] = {"norm": optim.weight_norms(model).l2}
     for mode in MODES:
         risk = Risk(model, cross_entropy, images.tensors(), batch_norm=mode, batch_size=128)
-        op = hessian(risk)
+        op = hessian(risk)  # of the loss without the weight decay
         top = eigenpairs(op, largest=1, rtol=0.01, vectors=False, certify="none",
                          generator=seeded(seed))  # fmt: skip
         probes: Any = {"num_probes": 24, "generator": seeded(seed)}

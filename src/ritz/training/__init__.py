@@ -1,7 +1,7 @@
 """Training: a loop that resumes bit for bit, its log and checkpoints, and curvature monitors."""
 
 from ritz._core.training_config import TrainingConfig
-from ritz.training._assembly import optimizer_names, register_optimizer
+from ritz.training._assembly import optimizer_names, preset_config, register_optimizer
 from ritz.training._fit import fit
 from ritz.training._folder import (
     CheckpointError,
@@ -23,6 +23,7 @@ __all__ = [
     "fit",
     "load_weights",
     "optimizer_names",
+    "preset_config",
     "read_log",
     "read_weights",
     "register_optimizer",

@@ -1,37 +1,41 @@
 """Optimiser, average and schedule of a run, created from the options and checked."""
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
+from torch.optim import ASGD, LBFGS, SGD, Adam, AdamW, Optimizer, RAdam
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ritz import optim
 from ritz._core.distributed import world_size
+from ritz._core.modes import batch_norms
 from ritz._core.params import parameters
 from ritz._core.registry import Registry
 from ritz._core.training_config import TrainingConfig
+from ritz.curvature._shared import Adapter
+from ritz.models import with_ghost_batch_norm
 from ritz.training._step import nested
 
 # ------------------------------------------------------------------------------------------
 # Optimisers by name.
 
 OptimizerFactory = Callable[..., Optimizer]
-OptimizerChoice = str | Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
+OptimizerChoice = str | Optimizer | Callable[[Any], Optimizer]
 _OPTIMIZERS: Registry[OptimizerFactory] = Registry("optimizer")
 
 
 def register_optimizer(name: str) -> Callable[[OptimizerFactory], OptimizerFactory]:
     """Return a decorator that registers an optimiser under a name.
 
-    The decorated function takes parameters and keyword arguments and returns an optimiser. An
-    optimiser with a built-in average takes ``start`` and ``interval``, in steps, and exposes the
-    average as ``.average``. A Lookahead optimiser takes ``until``, its first step without
-    Lookahead.
+    The decorated function takes parameters and keyword arguments and returns an optimiser. If its
+    first parameter is called ``model``, it gets the model instead of the parameters. An optimiser
+    with a built-in average takes ``start`` and ``interval``, in steps, and exposes the average as
+    ``.average``. A Lookahead optimiser takes ``until``, its first step without Lookahead.
 
     Args:
         name: Name, which must not be registered yet.
@@ -44,10 +48,36 @@ def optimizer_names() -> tuple[str, ...]:
     return tuple(_OPTIMIZERS)
 
 
+def preset_config(name: str, **changes: Any) -> TrainingConfig:
+    """Return published options of a training run: optimiser, schedule, epochs, batch size.
+
+    Pass it to :func:`fit`, or give ``ritz train --preset NAME``.
+
+    Args:
+        name: One of ``ritz.optim.preset_names()``.
+        **changes: Options, which take precedence over the published ones. An average that would
+            begin after the last epoch is left out.
+    """
+    chosen = optim.preset(name)
+    options: dict[str, Any] = {"optimizer": name, "num_epochs": chosen.epochs, **chosen.training}
+    epochs = changes.get("num_epochs", chosen.epochs)
+    if chosen.average_from is not None and chosen.average_from <= epochs:
+        options["average_from"] = chosen.average_from
+    # Options that only go with an average, or with a schedule that is replaced.
+    averages = options | changes
+    if averages.get("average_from") is None and averages.get("patience") is None:
+        options.pop("average_every", None)
+    if changes.get("schedule", options.get("schedule")) != options.get("schedule"):
+        for key in ("milestones", "final_ratio"):
+            options.pop(key, None)
+    return TrainingConfig(**(options | changes))
+
+
 def create_optimizer(
     name: str,
     params: Iterable[nn.Parameter],
     *,
+    model: nn.Module | None = None,
     plan: Mapping[str, int | None] | None = None,
     capturable: bool = False,
     **settings: Any,
@@ -57,6 +87,7 @@ def create_optimizer(
     Args:
         name: One of :func:`optimizer_names` or of ``ritz.optim.preset_names()``.
         params: Parameters to train.
+        model: Their model, for an optimiser that takes it instead.
         plan: ``start`` and ``interval`` of the average of Gadam and GadamX, and ``until`` of
             Lookahead, in steps. Defaults to those of the optimiser.
         capturable: Create an optimiser whose steps can be captured in a CUDA graph, if possible.
@@ -72,6 +103,9 @@ def create_optimizer(
     # Without a start, the interval of an optimiser is that of something else.
     names = {"start", "until"} & known.keys() | ({"interval"} if "start" in known else set())
     settings = {name: value for name, value in (plan or {}).items() if name in names} | settings
+    if _takes_model(make):
+        # Its hooks run on the host, so its steps cannot be captured.
+        return _made(name, make, model, settings)
     params = list(params)
     # SGD itself, with other defaults, or inside Lookahead.
     sgd = SGD in (make, getattr(make, "func", None), *getattr(make, "args", ()))
@@ -90,12 +124,41 @@ def create_optimizer(
         # A graph reads the learning rate from memory, where the schedule writes it.
         settings["lr"] = torch.tensor(float(rate), device=params[0].device)
         settings |= {} if sgd else {"capturable": True}
+    return _made(name, make, params, settings)
+
+
+def _takes_model(make: Callable[..., Any]) -> bool:
+    return next(iter(inspect.signature(make).parameters), "") == "model"
+
+
+def _made(name: str, make: OptimizerFactory, subject: Any, settings: dict[str, Any]) -> Optimizer:
     try:
-        return make(params, **settings)
+        return make(subject, **settings)
     except TypeError as error:
-        takes = ", ".join(key for key in known if key not in ("params", "inner", "settings"))
+        known = inspect.signature(make).parameters
+        takes = ", ".join(
+            key for key in known if key not in ("params", "model", "inner", "settings")
+        )
         raise ValueError(f"optimizer {name} cannot be made with {settings}: {error}; it takes "
                          f"{takes}") from error  # fmt: skip
+
+
+def stability_settings(optimizer: Optimizer, name: str = "") -> tuple[str, float, float]:
+    """Return which update of :func:`ritz.advise` an optimiser makes, its momentum and its rate.
+
+    Args:
+        optimizer: The optimiser.
+        name: Its registered name.
+    """
+    group = optimizer.param_groups[0]
+    rate = float(group.get("lr", math.nan))
+    if "kfac" in name:
+        return "kfac", float(group.get("momentum", 0.0)), rate
+    if "betas" in group:
+        return "adam", float(group["betas"][0]), rate
+    momentum = float(group.get("momentum", 0.0))
+    kind = "nesterov" if group.get("nesterov") else "momentum" if momentum else "sgd"
+    return kind, momentum, rate
 
 
 def _lookahead(
@@ -112,6 +175,11 @@ def _lookahead(
 
 _BUILT_IN: dict[str, OptimizerFactory] = {
     "sgd": partial(SGD, lr=0.1, momentum=0.9),
+    # Its noise needs the model, and is made by fit.
+    "noisy_sgd": partial(SGD, lr=0.1, momentum=0.9),
+    "swa": optim.swa,
+    "asgd": ASGD,
+    "radam": RAdam,
     "adam": Adam,
     "adamw": AdamW,
     "damped_adamw": optim.DampedAdamW,
@@ -119,6 +187,8 @@ _BUILT_IN: dict[str, OptimizerFactory] = {
     "padamw": optim.PadamW,
     "gadam": optim.Gadam,
     "gadamx": optim.GadamX,
+    "kfac": optim.KFAC,
+    "ekfac": partial(optim.KFAC, kind="ekfac"),
     "lanczos_newton": optim.LanczosNewton,
     "hessian_free": optim.HessianFree,
     "spectral_sgd": optim.SpectralSGD,
@@ -148,12 +218,14 @@ def make_optimizer(
         optimizer = create_optimizer(
             config.optimizer,
             trainable,
+            model=model,
             plan=plan,
             capturable=capturable,
             **config.optimizer_settings,
         )
     elif callable(choice) and not isinstance(choice, Optimizer):
-        optimizer = choice(model.parameters(), **config.optimizer_settings)
+        subject = model if _takes_model(choice) else model.parameters()
+        optimizer = choice(subject, **config.optimizer_settings)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"optimizer must be a name, a torch optimiser or a function of the "
@@ -172,6 +244,87 @@ def make_optimizer(
             "lookahead_sgd or lookahead_adamw, or a Lookahead with that until="
         )
     return optimizer
+
+
+def use_ghosts(model: nn.Module, config: TrainingConfig) -> None:
+    """Give batch norms the statistics of ghost batches, if that is wanted."""
+    if config.ghost_batch is None:
+        return
+    if not batch_norms(model):
+        kind = type(model).__name__
+        raise ValueError(f"ghost_batch needs a model with batch norm, got {kind} without")
+    with_ghost_batch_norm(model, config.ghost_batch)
+
+
+def make_noise(
+    optimizer: Optimizer,
+    adapter: Adapter,
+    config: TrainingConfig,
+    num_steps: int | None,
+    *,
+    samples_per_step: int | None,
+) -> optim.CovarianceNoise | None:
+    """Return the gradient noise of a run, that of the optimiser or of the options, or ``None``.
+
+    Args:
+        optimizer: The optimiser, perhaps inside Lookahead.
+        adapter: The model and its loss.
+        config: The options.
+        num_steps: Steps of the whole run, if known.
+        samples_per_step: The smallest batch size, if it is chosen.
+    """
+    built_in = next((x for x in (getattr(o, "noise", None) for o in nested(optimizer))
+                     if isinstance(x, optim.CovarianceNoise)), None)  # fmt: skip
+    kind: Any = config.noise
+    named = config.optimizer.partition("/")[0] == "noisy_sgd"
+    if kind == "none" and named and built_in is None:
+        kind = "diagonal"
+    if kind == "none" and built_in is None:
+        return None
+    if config.capture or config.compile:
+        name = "capture" if config.capture else "compile"
+        raise ValueError(f"{name} must be False with noise, which reads gradients of samples")
+    if built_in is not None and kind != "none":
+        raise ValueError(f"noise must not be given twice, got {kind!r} and an optimiser with noise")
+    if built_in is not None:
+        return built_in
+    if num_steps is None and (config.noise_until < 1 or kind == "sgld"):
+        raise ValueError("steps_per_epoch is required for noise_until: the data have no length")
+    samples = None if samples_per_step is None else samples_per_step * config.accumulate
+    small = _small_batch(config.noise_batch, samples, kind)
+    heat = config.noise_temperature
+    if kind == "sgld" and heat is None:
+        # One over the samples that the steps of an epoch see.
+        heat = config.num_epochs / ((samples or 1) * (num_steps or 1))
+    # Noise in the first steps, up to this fraction of all.
+    until = None if num_steps is None else math.ceil(config.noise_until * num_steps) + 1
+    return optim.CovarianceNoise(
+        nested(optimizer)[-1],
+        adapter.model,
+        adapter.loss_fn.call,
+        forward=adapter.custom,
+        kind=kind,
+        small=small,
+        until=None if config.noise_until == 1 else until,
+        momentum=config.noise_momentum,
+        refresh=config.noise_refresh,
+        sigma=config.noise_sigma,
+        temperature=heat,
+        seed=config.seed,
+    )
+
+
+def _small_batch(wanted: int | None, samples: int | None, kind: str) -> int:
+    """Return the samples of a small batch, for steps of so many samples if that is known."""
+    # 128 of 4096, as published.
+    usual = 128 if samples is None else max(1, samples // 32)
+    small = usual if wanted is None else wanted
+    of_step = kind in ("isotropic", "multiplicative", "sgld")
+    if samples is not None and small >= samples and not of_step:
+        raise ValueError(
+            f"noise_batch must be less than the samples of a step, got {small} and {samples}"
+        )
+    return small
 
 
 def is_captured(optimizer: Optimizer, config: TrainingConfig, device: torch.device) -> bool:
@@ -274,7 +427,7 @@ def make_schedule(
         return choice
     name = config.schedule if choice is None or isinstance(choice, str) else ""
     unit = 1 if config.schedule_unit == "epoch" else length
-    if unit is None and name in ("linear", "step"):
+    if unit is None and name in ("linear", "linear_held", "step"):
         raise ValueError(
             f"steps_per_epoch is required for schedule={name!r} by step: the data have no length"
         )
@@ -286,6 +439,9 @@ def make_schedule(
         # GADAM, equations 12 and 13: the rate falls up to the start of the average.
         start = max(1, (config.average_from - 1) * (unit or 1))
         shape = optim.averaging_decay(start, **final)
+    elif name == "linear_held":
+        start = ((config.average_from or 1) - 1) * (unit or 1)
+        shape = optim.held_from(start, optim.linear_decay(whole, **final))
     elif name == "linear":
         shape = optim.linear_decay(whole, **final)
     elif name == "step":

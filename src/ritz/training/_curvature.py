@@ -1,7 +1,7 @@
 """The curvature that optimiser and damping of a run need: when it is due, and of which samples."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
 import torch
@@ -9,12 +9,13 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
+from ritz._core.batches import tensors
 from ritz._core.distributed import world_size
-from ritz._core.modes import batch_norms, unwrapped
+from ritz._core.modes import batch_norms, evaluating, unwrapped
 from ritz._core.params import parameters
 from ritz._core.training_config import TrainingConfig
 from ritz.curvature import Risk
-from ritz.curvature._shared import Forward
+from ritz.curvature._shared import Adapter, Forward
 from ritz.optim import CurvatureOptimizer, Damping
 from ritz.training._data import Feed, num_samples, own_rows, sample
 from ritz.training._step import nested
@@ -23,6 +24,10 @@ from ritz.training._step import nested
 MEASURED = 1024
 # Steps between adaptations of the damping: T1 = 5 of Martens and Grosse (2015), section 6.5.
 ADAPTED = 5
+
+
+class DivergedError(ValueError):
+    """The loss of good data is not finite, so that there is no curvature to measure."""
 
 
 @final
@@ -89,21 +94,43 @@ class StepCurvature:
     @contextmanager
     def around(self, batches: Sequence[Any], step: int) -> Iterator[None]:
         """Measure what is due, then take the step inside the block, and adapt the damping."""
-        rule, measured = self._config.damping, self._is_measured(step)
-        if rule == "ratio":
+        adapted = self._config.damping == "adaptive" and self._is_measured(step)
+        if self._config.damping == "ratio":
             self.damping.step()
-        elif measured and rule != "adaptive":
-            self.damping.step(self._sample())
-        due = [one for one in self._curved if one.curvature_due(step)]
-        if due:
+        if not self.is_due(step):
+            yield
+            return
+        try:
+            if self._is_measured(step) and not adapted:
+                self.damping.step(self._sample())
+            self._update(batches, step)
+            risk = self._risk("step", self._rows(batches)) if adapted else None
+        except ValueError as error:
+            if self._has_diverged(batches):
+                raise DivergedError("the loss is not finite") from error
+            raise
+        with nullcontext() if risk is None else self.damping.measured(risk):
+            yield
+
+    def _update(self, batches: Sequence[Any], step: int) -> None:
+        if due := [one for one in self._curved if one.curvature_due(step)]:
             risk = self._curvature_risk(batches, step)
             for one in due:
                 one.update_curvature(risk)
-        if measured and rule == "adaptive":
-            with self.damping.measured(self._risk("step", self._rows(batches))):
-                yield
-        else:
-            yield
+
+    @torch.no_grad()
+    def _has_diverged(self, batches: Sequence[Any]) -> bool:
+        """Return whether the weights, and not the data, make a loss that is not finite."""
+        adapter = Adapter(self._model, self._loss_fn, self._forward)
+        good = all(bool(torch.isfinite(tensor).all()) for tensor in tensors(batches))
+        if not self.finite:
+            return True
+        try:
+            with evaluating(self._model, batch_statistics=True):
+                losses = [adapter.loss(*adapter(batch)) for batch in batches]
+        except (ValueError, RuntimeError):
+            return False  # the batch cannot be evaluated at all
+        return good and not all(bool(torch.isfinite(loss)) for loss in losses)
 
     def _is_measured(self, step: int) -> bool:
         if self._config.damping in ("constant", "ratio"):

@@ -110,6 +110,7 @@ class Feed:
         augment: Passed to ``batches`` unless ``None``.
         drop_last: Leave out a smaller last batch of the first two kinds.
         name: Name of the data in errors.
+        sizes: Batch sizes from certain numbers of epochs on, in place of ``batch_size``.
     """
 
     source: Any = field(kw_only=False)
@@ -119,6 +120,7 @@ class Feed:
     augment: Any = None
     drop_last: bool = False
     name: str = "data"
+    sizes: Sequence[tuple[int, int]] = ()
 
     def __post_init__(self) -> None:
         source, name = self.source, self.name
@@ -142,25 +144,49 @@ class Feed:
                 f"{name} must be tensors, a DataLoader, a list of batches, an object with "
                 f"batches(), or a function epoch -> batches, got {type(source).__name__}"
             )
-        self._size = self.batch_size or 1
+        if self.sizes and not self.cuts:
+            raise ValueError(
+                "batch_schedule needs tensors or a dataset: a loader has its own batch size"
+            )
+        self._counts: dict[int, int | None] = {}  # of batches, by their size
         # Batches of an epoch that have all their samples, if only those are wanted.
-        self._whole = self._num_whole_batches() if self.drop_last else None
+        self._wholes = {n: self._num_whole_batches(n) for n in self._all_sizes() if self.drop_last}
 
-    def _num_whole_batches(self) -> int:
+    def _all_sizes(self) -> list[int]:
+        return [size for _, size in self.sizes] or [self.batch_size or 1]
+
+    def _size_in(self, number: int) -> int:
+        """Return the batch size of an epoch, counted from one."""
+        past = [size for start, size in self.sizes if start < max(1, number)]
+        return past[-1] if past else self._all_sizes()[0]
+
+    def _num_whole_batches(self, size: int) -> int:
         count = _length(self.source) if self.cuts else None
         # Only if as many batches result does the length count samples: that of text does not.
-        if not count or _length(self.source.batches(self._size)) != ceil(count / self._size):
+        if not count or _length(self.source.batches(size)) != ceil(count / size):
             raise ValueError(
                 "drop_last needs tensors or a dataset: for other data set it in the DataLoader"
             )
-        if count < self._size:
-            raise ValueError(f"batch_size must be at most {count} with drop_last, got {self._size}")
-        return count // self._size
+        if count < size:
+            raise ValueError(f"batch_size must be at most {count} with drop_last, got {size}")
+        return count // size
 
     @property
     def num_batches(self) -> int | None:
-        """The number of batches of an epoch, or ``None`` if only an epoch would tell."""
-        return self._whole or _length(self.source.batches(self._size) if self.cuts else self.source)
+        """The number of batches of the first epoch, or ``None`` if only an epoch would tell."""
+        return self.num_batches_in(1)
+
+    def num_batches_in(self, number: int) -> int | None:
+        """Return the number of batches of an epoch, counted from one, if it is known."""
+        size = self._size_in(number)
+        if self.cuts and size not in self._counts:
+            self._counts[size] = self._wholes.get(size) or _length(self.source.batches(size))
+        return self._counts[size] if self.cuts else _length(self.source)
+
+    @property
+    def smallest_batch(self) -> int | None:
+        """The smallest batch size that is chosen; ``None`` if the data come in batches."""
+        return min(self._all_sizes()) if self.cuts else None
 
     @property
     def generators(self) -> list[torch.Generator]:
@@ -184,10 +210,11 @@ class Feed:
         made. ``look`` takes and returns a batch before it is moved: on the CPU it waits for nobody.
         """
         batches = self._batches(number, epoch_generator(seed, number))
-        if isinstance(batches, Sequence) and (skip or self._whole is not None):
-            batches, skip = batches[skip : self._whole], 0
+        whole = self._wholes.get(self._size_in(number))
+        if isinstance(batches, Sequence) and (skip or whole is not None):
+            batches, skip = batches[skip:whole], 0
         # A loader draws its order when iteration starts, which must be now.
-        remaining = islice(batches, self._whole)
+        remaining = islice(batches, whole)
         for _ in islice(remaining, skip):
             pass
         return (to_device(look(batch), self.device, non_blocking=True) for batch in remaining)
@@ -209,7 +236,7 @@ class Feed:
             options = {"generator": generator} if self.shuffled else {}
             if self.augment is not None:
                 options["augment"] = self.augment
-            return source.batches(self._size, **options)  # type: ignore[no-any-return]
+            return source.batches(self._size_in(number), **options)  # type: ignore[no-any-return]
         if not isinstance(source, Iterable):
             return source(number)  # type: ignore[no-any-return]
         # DistributedSampler shuffles by the number of the epoch, which it must be told.

@@ -1,6 +1,7 @@
 """``fit``: train a model, with a checkpoint from which a run resumes bit for bit; run folders."""
 
 import json
+import math
 import os
 import time
 import warnings
@@ -26,7 +27,12 @@ from ritz._core.training_config import TrainingConfig, TrainingOptions, check_sa
 from ritz.curvature import Risk
 from ritz.curvature._shared import Forward
 from ritz.data import TextSplit
-from ritz.training._assembly import OptimizerChoice, optimizer_names
+from ritz.training._assembly import (
+    OptimizerChoice,
+    create_optimizer,
+    optimizer_names,
+    stability_settings,
+)
 from ritz.training._data import DataParts, Feed, as_part, as_parts, limited, measurable, sample
 from ritz.training._folder import AVERAGE, NAME, WEIGHTS, FilePath, Folder, held_folder, times_path
 from ritz.training._monitor import CurvatureMonitor, Quantity
@@ -98,9 +104,10 @@ def fit(
             ``ritz.optim.preset_names()``), a torch optimiser, or a function of the parameters.
         schedule: ``constant``; ``linear``: the full learning rate for half of the training, then a
             linear decrease to 1 % (``final_ratio``) until 90 % of the training (with an average: to
-            50 % until it starts), then constant; ``step``: divides the learning rate by 10 at 50 %
-            and again at 75 % of the training (``milestones``); a function of the number of epochs
-            or steps done (see ``schedule_unit``) that returns the factor on the learning rate; or a
+            50 % until it starts), then constant; ``linear_held``: that without an average, up to
+            the start of the average, then constant; ``step``: divides the learning rate by 10 at
+            50 % and again at 75 % of the training (``milestones``); a function of the number of
+            epochs or steps done (see ``schedule_unit``) that returns the factor on the rate; or a
             torch scheduler.
         average: An average that you created for the same ``optimizer``. An ``AutoAverage`` is
             given the validation accuracy with ``mode="max"``, otherwise the validation loss.
@@ -138,8 +145,8 @@ def fit(
     config = _with_preset(combine(config, options | texts))
     if not (isinstance(schedule, str | None) or callable(schedule) or hasattr(schedule, "step")):
         raise TypeError(
-            "schedule must be one of constant, linear, step, a function of the time or "
-            f"a torch scheduler, got {type(schedule).__name__}"
+            "schedule must be one of constant, linear, linear_held, step, a function of the time "
+            f"or a torch scheduler, got {type(schedule).__name__}"
         )
     # Objects have no plain form. Their class stands for them in the result and in checkpoints, and
     # a resumed run compares these words.
@@ -202,6 +209,9 @@ def fit(
 
 def _with_preset(config: TrainingConfig) -> TrainingConfig:
     """Return the configuration with the start of the average that a published setting has."""
+    if config.optimizer == "swa" and config.average_from is None and config.patience is None:
+        # Izmailov et al. (2018): the last quarter of the run.
+        return replace(config, average_from=math.ceil(0.75 * config.num_epochs))
     known = config.optimizer in optimizer_names() or config.optimizer not in optim.preset_names()
     if known or config.average_from is not None or config.patience is not None:
         return config
@@ -225,6 +235,7 @@ def _feeds(
         shuffled=True,
         augment=usual if config.augment is True else config.augment or None,
         drop_last=config.drop_last,
+        sizes=config.batch_sizes,
     )
 
     def size(part: Any) -> int | None:
@@ -464,6 +475,31 @@ def run_files(folder: FilePath) -> list[Path]:
     names = {CONFIG, LOG, times_path(LOG).name, NAME, WEIGHTS, AVERAGE}
     paths = sorted(Path(folder).iterdir())
     return [path for path in paths if path.name in names or path.match("epoch-[0-9]*.safetensors")]
+
+
+def advised_settings(
+    config: RunConfig, optimizer: str | None = None, momentum: float | None = None
+) -> dict[str, Any]:
+    """Return the optimiser of a run as the keywords of :func:`ritz.advise`.
+
+    Args:
+        config: Configuration of the run.
+        optimizer: Another optimiser to advise on, whose learning rate is not that of the run.
+        momentum: Another momentum.
+    """
+    training = config.training
+    made = create_optimizer(
+        training.optimizer, [nn.Parameter(torch.zeros(1))], **training.optimizer_settings
+    )
+    name, of_run, rate = stability_settings(made, training.optimizer)
+    if optimizer not in (None, name):
+        return {"optimizer": optimizer, "momentum": momentum}
+    known = (training.batch_size, rate) if training.batch_size and rate > 0 else None
+    return {
+        "optimizer": name,
+        "momentum": of_run if momentum is None else momentum,
+        "known": known,
+    }
 
 
 def measured_risk(

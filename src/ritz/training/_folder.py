@@ -411,7 +411,17 @@ def save_weights(model: nn.Module, path: FilePath, **header: Any) -> None:
         path: The file.
         **header: Metadata (numbers and strings) to store in the header of the file.
     """
-    storage.write_tensors(path, tensor_state(model), {"kind": "weights"} | header)
+    save_tensors(tensor_state(model), path, **header)
+
+
+def save_tensors(tensors: dict[str, Tensor], path: FilePath, **header: Any) -> None:
+    """Write parameters and buffers by name; see :func:`save_weights`."""
+    storage.write_tensors(path, tensors, {"kind": "weights"} | header)
+
+
+def kept_name(epoch: int) -> str:
+    """Return the name of the file of the weights after an epoch; 0 is before the first one."""
+    return f"epoch-{epoch:04d}.safetensors"
 
 
 def load_weights(model: nn.Module, path: FilePath) -> None:

@@ -12,13 +12,14 @@ from torch.optim import Optimizer
 from ritz._core.checks import check_choice, check_count, check_range
 from ritz._core.modes import BatchNormMode, unwrapped
 from ritz._core.training_config import Unit
-from ritz.curvature import CurvatureOperator, Risk, curvature_operator
+from ritz.curvature import CurvatureOperator, Risk, curvature_operator, fisher
 from ritz.curvature._shared import MATRICES, CurvatureMatrix
 from ritz.measures import curvature_variance
-from ritz.spectra import eigenpairs, lanczos, trace
+from ritz.optim import StepReader
+from ritz.spectra import diagonal, eigenpairs, frobenius_norm, lanczos, trace
 from ritz.training._folder import FilePath, Log, Record
 
-Quantity = Literal["lambda_max", "trace", "variance", "spectrum"]
+Quantity = Literal["lambda_max", "trace", "variance", "spectrum", "step", "fisher"]
 QUANTITIES = get_args(Quantity)
 
 
@@ -41,6 +42,11 @@ class CurvatureMonitor:
     * ``variance``: :math:`\mathbb{E} \|(H_i - H) v\|^2` over samples :math:`i` and random unit
       vectors :math:`v`, with its standard error; see :func:`ritz.measures.curvature_variance`.
     * ``spectrum``: Ritz values and weights of a short Lanczos run.
+    * ``step``: the last step along the Ritz vectors of such a run: gradient, update, weight decay
+      and effective rates, and the estimated-curvature ratio of the optimiser; see
+      :class:`ritz.optim.StepReader`. ``fit`` calls :meth:`attach`; in your own loop call it once.
+    * ``fisher``: Frobenius norms of the empirical Fisher matrix, with its standard error, and of
+      its diagonal, which is exact where the structure of the network gives it.
 
     The model, its gradients, buffers and mode, and the global generators are not changed: the
     weights equal those of a run without monitor bit for bit. All measurements use the same seed,
@@ -52,8 +58,8 @@ class CurvatureMonitor:
             monitor(step, model, optimizer)
 
     Cost of a measurement in matrix-vector products with the sub-sample: about 20 to 60 for
-    ``lambda_max``, ``2 num_probes`` for ``trace``, ``num_probes`` for ``variance`` and
-    ``num_steps`` for ``spectrum``. One product costs two to three gradients.
+    ``lambda_max``, ``2 num_probes`` for ``trace``, ``num_probes`` for ``variance`` and ``fisher``
+    and ``num_steps`` for ``spectrum``. One product costs two to three gradients.
 
     Args:
         source: A fixed subset of the data, in any form that :class:`ritz.Risk` accepts; or a
@@ -70,7 +76,7 @@ class CurvatureMonitor:
         rtol: Residual of ``lambda_max`` relative to the norm. The error of the eigenvalue is of the
             order of its square.
         num_steps: Lanczos steps of ``spectrum``; ``lambda_max`` uses at most ``10 * num_steps``.
-        num_probes: Probes of ``trace`` and ``variance``.
+        num_probes: Probes of ``trace``, ``variance`` and ``fisher``.
         seed: Seed of the probes.
         log: File of JSON lines to append to. Not needed in ``fit``, which logs what is returned.
         writer: A TensorBoard ``SummaryWriter``; tags begin with ``curvature/``.
@@ -104,8 +110,16 @@ class CurvatureMonitor:
             raise ValueError(f"quantities must be a list of {names}; got {self.quantities!r}")
         for name in self.quantities:
             check_choice("quantities", name, QUANTITIES)
+        self._reader: StepReader | None = None
         # Appends: the monitor does not know where a run began.
         self._log = None if self.log is None else Log(self.log, size=None)
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Note the weights before each step of an optimiser, for the quantity ``step``."""
+        if "step" in self.quantities:
+            if self._reader is not None:
+                self._reader.close()
+            self._reader = StepReader(optimizer)
 
     def __call__(
         self, count: int, model: nn.Module, optimizer: Optimizer | None = None
@@ -149,7 +163,33 @@ class CurvatureMonitor:
             steps = min(self.num_steps, op.shape[0])
             run = lanczos(op, num_steps=steps, generator=self._generator())
             record |= {"ritz_values": run.values.tolist(), "ritz_weights": run.weights.tolist()}
-        return record
+        if "step" in self.quantities:
+            record |= self._step(risk, op)
+        return record | (self._fisher(risk) if "fisher" in self.quantities else {})
+
+    def _fisher(self, risk: Risk) -> Record:
+        op = fisher(risk, kind="empirical")
+        whole = frobenius_norm(op, num_probes=self.num_probes, generator=self._generator())
+        part = diagonal(op, num_probes=self.num_probes, generator=self._generator())
+        return {
+            "fisher_norm": float(whole.mean),
+            "fisher_norm_stderr": float(whole.stderr),
+            "fisher_diagonal_norm": float(part.mean.double().norm()),
+        }
+
+    def _step(self, risk: Risk, op: CurvatureOperator) -> Record:
+        steps = min(self.num_steps, op.shape[0])
+        run = lanczos(op, num_steps=steps, vectors=True, generator=self._generator())
+        vectors: Any = run.vectors
+        reading = None if self._reader is None else self._reader.read(risk, run.values, vectors)
+        if reading is None:
+            return {}
+        names = ("values", "gradient", "update", "decay", "rates")
+        record: Record = {f"step_{name}": getattr(reading, name).tolist() for name in names}
+        return record | {
+            "step_flat_rate": reading.flat_rate,
+            "curvature_ratio": reading.curvature_ratio,
+        }
 
     def _risk(self, model: nn.Module) -> Risk:
         if callable(self.source):
@@ -165,7 +205,8 @@ class CurvatureMonitor:
         run = eigenpairs(op, largest=1, vectors=False, generator=self._generator(), **limits)
         value = float(run.values[-1])
         record = {"lambda_max": value, "lambda_max_residual": float(run.residuals[-1])}
-        rate = 0.0 if optimizer is None else float(optimizer.param_groups[0]["lr"])
+        group = {"lr": 0.0} if optimizer is None else optimizer.param_groups[0]
+        rate = float(group["lr"]) * (group.get("rate") or 1.0)  # that of SpectralSGD
         # A step multiplies the error along an eigenvector by 1 - rate * lambda, which is stable
         # for lambda < 2 / rate.
         if rate:

@@ -1,5 +1,6 @@
 """A training run: its epochs, evaluation on the way, saving and resuming; its result."""
 
+import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from ritz.curvature._shared import Adapter, Forward, check_labels, check_reducti
 from ritz.data import TextSplit
 from ritz.optim import Lookahead
 from ritz.training import _assembly, _folder
-from ritz.training._curvature import StepCurvature
+from ritz.training._curvature import DivergedError, StepCurvature
 from ritz.training._data import Feed, own_rows
 from ritz.training._folder import Checkpoint, Folder, Log, Record
 from ritz.training._step import (
@@ -233,11 +234,15 @@ class Run:
             self._load(checkpoint, self.folder.file)
         all_max(0)  # a barrier: no process writes before all have read
         self._first_step = self.state.step
+        # Files are written after the first step, which changes the weights.
+        kept = self._new and 0 in self.config.keep and rank() == 0
+        self._initial = copy.deepcopy(_folder.tensor_state(self.model)) if kept else None
 
     def _assemble(self) -> None:
         """Create optimiser, average, schedule and step from the options, and check them."""
         config, model, device = self.config, self.model.to(self.device), self.device
         check_reduction(self.loss_fn)
+        _assembly.use_ghosts(model, config)
         self.steps_per_epoch = config.steps_per_epoch  # None if unknown
         if self.steps_per_epoch is None and self.feed.num_batches is not None:
             self.steps_per_epoch = math.ceil(self.feed.num_batches / config.accumulate)
@@ -256,14 +261,24 @@ class Run:
         self.schedule = _assembly.make_schedule(
             self.schedule, optimizer, config, self.steps_per_epoch
         )
+        noise = _assembly.make_noise(
+            optimizer, Adapter(model, self.loss_fn, self.forward), config, self._num_steps(),
+            samples_per_step=self.feed.smallest_batch,
+        )  # fmt: skip
         compiled: Any = torch.compile(model) if config.compile else model
         if world_size() > 1:
             ids = [device.index] if device.type == "cuda" else None
             compiled = DistributedDataParallel(compiled, device_ids=ids)
         self._adapter = Adapter(compiled, self.loss_fn, self.forward)
-        captured = _assembly.is_captured(optimizer, config, device)
+        # Noise draws new numbers in every step, which a graph would repeat.
+        captured = noise is None and _assembly.is_captured(optimizer, config, device)
         self.optimizer = optimizer
-        self._step = Step(self._adapter, optimizer, config, device, cached=not captured)
+        for monitor in self.monitors:
+            if hasattr(monitor, "attach"):
+                monitor.attach(optimizer)
+        self._step = Step(
+            self._adapter, optimizer, config, device, cached=not captured, noise=noise
+        )
         # The same step, perhaps replayed from a CUDA graph.
         self._take: Callable[[Sequence[Piece]], None] = self._step
         if captured:
@@ -281,11 +296,9 @@ class Run:
 
     def train(self, progress: bool | Progress) -> TrainingStatus:
         """Train for the remaining epochs and return how the run ended."""
-        config, length, state = self.config, self.steps_per_epoch, self.state
+        config, state, total = self.config, self.state, self._num_steps()
         # The steps that the bar shows; unknown for data without a length.
-        left = None if length is None else config.num_epochs * length - state.step
-        if left is not None and config.max_steps is not None:
-            left = min(left, config.max_steps - state.step)
+        left = None if total is None else total - state.step
         status = None
         try:
             with tracking(progress if rank() == 0 else False, "training", left) as bar:
@@ -301,6 +314,18 @@ class Run:
                     file.close()
         message = f"{state.epoch} epochs, {state.step} steps"
         return status or TrainingStatus(outcome="completed", message=message)
+
+    def _num_steps(self) -> int | None:
+        """Return the number of steps of the whole run, if it is known."""
+        config = self.config
+        if config.steps_per_epoch is not None:
+            total = config.num_epochs * config.steps_per_epoch
+        else:
+            counts = [self.feed.num_batches_in(e + 1) for e in range(config.num_epochs)]
+            if any(count is None for count in counts):
+                return None
+            total = sum(math.ceil((count or 0) / config.accumulate) for count in counts)
+        return total if config.max_steps is None else min(total, config.max_steps)
 
     # --------------------------------------------------------------------------------------
     # Steps and epochs.
@@ -329,6 +354,9 @@ class Run:
             self.folder.write_texts()  # after all files of another run are gone
         if self._new:
             self._save()
+        if self.folder is not None and self._initial is not None:
+            _folder.save_tensors(self._initial, self.folder.path / _folder.kept_name(0), epoch=0)
+            self._initial = None
 
     def _epoch(self, bar: Progress) -> TrainingStatus | None:
         """Take the remaining steps of an epoch; return how the run ends, if it does."""
@@ -341,11 +369,11 @@ class Run:
         if self._carried is not None and not state.batch:
             self._carried.reset()
         for group in self._groups():
-            if self._curvature.is_due(state.step) and not self._is_finite():
-                return _diverged(state.epoch + 1)
             try:
                 with self._curvature.around(group, state.step):
                     self._take(self._pieces(group))
+            except DivergedError:
+                return _diverged(state.epoch + 1)
             except ValueError as error:
                 rows = min(num_rows(batch) for batch in group)
                 raise _assembly.explain_one_row(error, rows, self.config) from error
@@ -363,11 +391,6 @@ class Run:
                 return status
         self._work = state.step - first, seen, started
         return None
-
-    def _is_finite(self) -> bool:
-        """Return whether losses and weights are finite, so that curvature can be measured."""
-        sums = self._step.totals.sums
-        return bool(torch.isfinite(sums).all()) and self._curvature.finite
 
     def _groups(self) -> Iterator[list[Any]]:
         """Yield the remaining batches of an epoch, grouped by step."""
@@ -469,7 +492,7 @@ class Run:
             times |= {"samples_per_second": samples / spent, "evaluation_seconds": rest}
             self._times.write(times)
         if self.folder is not None and number in config.keep:
-            self._save_weights(f"epoch-{number:04d}.safetensors", epoch=number)
+            self._save_weights(_folder.kept_name(number), epoch=number)
         if stop:
             return TrainingStatus(outcome="stopped", message=f"patience ran out in epoch {number}")
         return self._poll(agreed=True)

@@ -6,6 +6,7 @@ from ritz.training._fit import (
     CONFIG,
     LOG,
     RunConfig,
+    advised_settings,
     measured_risk,
     read_run,
     run_files,

@@ -28,7 +28,8 @@ from ritz.curvature._shared import (
     is_kept,
     term_mass,
 )
-from ritz.optim import Lookahead
+from ritz.optim import CovarianceNoise, Lookahead
+from ritz.optim._shared import curvature_of
 from ritz.training._data import own_rows
 
 # ------------------------------------------------------------------------------------------
@@ -201,6 +202,7 @@ class Step:
         config: Precision and ``clip_norm``; half precisions run the forward pass under autocast.
         device: Device of model and batches.
         cached: Cache casts of weights within a forward pass; not possible in a CUDA graph.
+        noise: Gradient noise, if the run has any.
     """
 
     adapter: Adapter
@@ -208,24 +210,33 @@ class Step:
     config: TrainingConfig
     device: torch.device
     cached: bool = True
+    noise: CovarianceNoise | None = None
 
     def __post_init__(self) -> None:
         self.totals = Totals(self.device)
         self.num_classes: int | None = None  # known after the first forward pass
         half = self.config.precision == "float16"
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=half)
+        # K-FAC captures curvature in the passes of the step.
+        self.curvature = curvature_of(self.optimizer)
+        if self.curvature is not None:
+            self.curvature.scaler = self.scaler
 
     def __call__(self, pieces: Sequence[Piece]) -> None:
         """Take the step."""
         self.optimizer.zero_grad(set_to_none=True)
-        model = self.adapter.model
+        model, noise = self.adapter.model, self.noise
+        if noise is not None:
+            noise.begin()
         for number, piece in enumerate(pieces, start=1):
             # Processes exchange gradients after the last piece only.
             quiet: AbstractContextManager[Any] = nullcontext()
             if number < len(pieces) and isinstance(model, DistributedDataParallel):
                 quiet = model.no_sync()
-            with quiet:
+            with quiet, self._captured(piece):
                 self._backward(piece)
+        if noise is not None:
+            noise.collect(self._scale(torch.ones((), device=self.device)))
         if self.config.clip_norm is not None:
             # The limit is on the gradient itself, not on its multiple by the scaler.
             self.scaler.unscale_(self.optimizer)
@@ -233,9 +244,20 @@ class Step:
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
+    def _scale(self, value: Tensor) -> Tensor:
+        scaled: Tensor = self.scaler.scale(value)
+        return scaled
+
+    def _captured(self, piece: Piece) -> AbstractContextManager[None]:
+        hidden = self.curvature is not None and not piece.real
+        return self.curvature.paused() if self.curvature and hidden else nullcontext()
+
     def _backward(self, piece: Piece) -> None:
-        adapter = self.adapter
-        with autocast(self.config.precision, self.device, cached=self.cached):
+        adapter, noise = self.adapter, self.noise
+        with (
+            nullcontext() if noise is None else noise.observing(piece.batch),
+            autocast(self.config.precision, self.device, cached=self.cached),
+        ):
             outputs, target, after = call_model(adapter, piece.batch, piece.state)
             if self.num_classes is None:
                 check_scores(adapter.loss_fn.call, outputs, target, "the first batch")
@@ -253,7 +275,13 @@ class Step:
             part = loss * piece.share.to(loss.dtype)
         elif piece.share != 1:
             part = loss * piece.share
-        self.scaler.scale(part).backward()
+        if self.curvature is not None:
+            self.curvature.observe(outputs, target, adapter.loss_fn.call)
+        if noise is None or not piece.real:
+            self._scale(part).backward()
+        else:
+            scale = self._scale(torch.ones_like(part, requires_grad=False))
+            noise.pull(self._scale(part), outputs, target, piece.batch, scale, piece.share)
         overwrite(piece.state, after)  # only now: the backward pass reads the old state
         if piece.real:
             self.totals.add(adapter, piece.batch, loss, outputs, target)

@@ -1,0 +1,304 @@
+"""Steps of K-FAC and EK-FAC over a step of SGD, beside other libraries.
+
+Usage: python benchmarks/kfac_steps.py [--device cuda] [--part steps|eigh|factors] [--rounds N]
+
+``steps`` measures cycles of 100 steps, with factors every 10 and inverses every 100 of them, so
+that a cycle has every cost in its share. On the CPU the networks are the MLP and the small CNN,
+beside kfac_pytorch, singd and asdl (which is installed as asdfghjkl) where they are installed.
+With ``--device cuda`` it is VGG-16 with batches of 128, in TF32 and in float32, over an eager step
+and a captured one. ``eigh`` times decompositions of the largest factors of VGG-16, of order 4608,
+and ``factors`` ways to compute factors of convolutions. singd 0.0.5 and asdfghjkl 0.1a5 install
+with ``pip install --no-deps`` beside the other libraries, kfac_pytorch 0.4.2 from its source.
+
+SGD has momentum everywhere, the loss is cross-entropy, labels are those
+of the data (empirical Fisher matrix).
+"""
+
+import argparse
+import time
+import warnings
+
+import networks
+import torch
+from timing import RESULTS, interleaved, median, ratio, write
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from ritz.curvature import _factors
+from ritz.optim import KFAC
+
+CYCLE, EVERY = 100, {"factor_every": 10, "inverse_every": 100}
+RATE, DAMPING = 1e-3, 0.1
+
+
+class Setting:
+    """A network and one batch on a device; jobs that train copies of it for a cycle."""
+
+    def __init__(self, make, batch, device):
+        torch.manual_seed(0)
+        self.make, self.device = make, device
+        _, x, classes = make()
+        self.x = x[:batch].to(device)
+        self.y = torch.randint(classes, (len(self.x),)).to(device)
+
+    def model(self):
+        torch.manual_seed(0)
+        model = self.make()[0].to(self.device).train()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        return model
+
+    def synchronize(self):
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def cycle(self, step):
+        def job():
+            for _ in range(CYCLE):
+                step()
+            self.synchronize()
+
+        return job
+
+    def plain(self, model, optimizer, before=lambda: None):
+        def step():
+            optimizer.zero_grad()
+            cross_entropy(model(self.x), self.y).backward()
+            before()
+            optimizer.step()
+
+        return self.cycle(step)
+
+    def sgd(self, model, **options):
+        return torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9, **options)
+
+    # ------------------------------------------------------------------------------------------
+    # The jobs.
+
+    def job_sgd(self):
+        model = self.model()
+        return self.plain(model, self.sgd(model))
+
+    def job_captured(self):
+        """SGD with its fused kernel, replayed from a CUDA graph."""
+        model = self.model()
+        optimizer = self.sgd(model, fused=True)
+
+        def step():
+            optimizer.zero_grad(set_to_none=False)
+            cross_entropy(model(self.x), self.y).backward()
+            optimizer.step()
+
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        return self.cycle(graph.replay)
+
+    def job_ritz(self, **options):
+        model = self.model()
+        optimizer = KFAC(model, lr=RATE, delta=DAMPING, **EVERY, **options)
+        return self.plain(model, optimizer)
+
+    def job_kfac_pytorch(self, method):
+        from kfac.preconditioner import KFACPreconditioner
+
+        model = self.model()
+        optimizer = self.sgd(model)
+        preconditioner = KFACPreconditioner(
+            model, factor_update_steps=10, inv_update_steps=100, damping=DAMPING, lr=RATE,
+            kl_clip=1e9, compute_method=method, loglevel=0,
+        )  # fmt: skip
+        return self.plain(model, optimizer, preconditioner.step)
+
+    def job_singd(self, structure):
+        from singd.optim.optimizer import SINGD
+
+        model = self.model()
+        structures = (structure, structure)
+        return self.plain(
+            model, SINGD(model, lr=RATE, damping=DAMPING, T=10, structures=structures)
+        )
+
+    def job_asdl(self, kind):
+        from asdl import precondition
+
+        if self.device == "cpu":  # it marks ranges for a profiler that builds for the CPU lack
+            torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *args: None
+        model = self.model()
+        optimizer = self.sgd(model)
+        config = precondition.PreconditioningConfig(
+            data_size=len(self.x), damping=DAMPING, ema_decay=0.05, curvature_upd_interval=10,
+            preconditioner_upd_interval=100,
+        )  # fmt: skip
+        maker = getattr(precondition, kind)(model, config, fisher_type="fisher_emp")
+
+        def step():
+            optimizer.zero_grad()
+            outputs = maker.setup_model_call(model, self.x)
+            maker.setup_loss_call(cross_entropy, outputs, self.y)
+            maker.forward_and_backward()
+            optimizer.step()
+
+        return self.cycle(step)
+
+
+OURS = {
+    "ritz kfac": {},
+    "ritz kfac, exact damping": {"damping": "exact"},
+    "ritz ekfac": {"kind": "ekfac"},
+    "ritz ekfac, qr": {"kind": "ekfac", "basis": "qr"},
+}
+PEERS = {
+    "kfac_pytorch, inverse": (Setting.job_kfac_pytorch, "inverse"),
+    "kfac_pytorch, eigen": (Setting.job_kfac_pytorch, "eigen"),
+    "singd, dense": (Setting.job_singd, "dense"),
+    "singd, diagonal": (Setting.job_singd, "diagonal"),
+    "asdl kfac": (Setting.job_asdl, "KfacGradientMaker"),
+    "asdl ekfac": (Setting.job_asdl, "EkfacGradientMaker"),
+}
+
+
+def peer_jobs(setting):
+    jobs = {}
+    for name, (make, argument) in PEERS.items():
+        try:
+            job = make(setting, argument)
+            job()
+        except Exception as error:
+            print(f"{name} does not run here: {type(error).__name__}: {error!s:.120}")
+        else:
+            jobs[name] = job
+    return jobs
+
+
+def measured(name, setting, jobs, rounds, **more):
+    # Processor time, where that is the time of the work: other programs share the CPU.
+    clock = time.perf_counter if setting.device == "cuda" else time.process_time
+    seconds = interleaved(jobs, rounds=rounds, clock=clock)
+    for label, each in seconds.items():
+        ratios = sorted(a / b for a, b in zip(each, seconds["sgd"], strict=True))
+        yield {"network": name, "batch": len(setting.x), **more, "what": label} | {
+            "ms per step": 1e3 * median(each) / CYCLE,
+            "over sgd": ratio(each, seconds["sgd"]),
+            "least": ratios[0],
+            "largest": ratios[-1],
+        }
+
+
+def steps_cpu(rounds, names, batch):
+    for name in names:
+        setting = Setting(getattr(networks, name), batch, "cpu")
+        jobs = {"sgd": setting.job_sgd()}
+        jobs |= {label: setting.job_ritz(**options) for label, options in OURS.items()}
+        yield from measured(name, setting, jobs | peer_jobs(setting), rounds)
+
+
+def steps_cuda(rounds, batch):
+    for precision in ("tf32", "float32"):
+        allowed = precision == "tf32"
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
+        torch.backends.cudnn.benchmark = True
+        setting = Setting(lambda: networks.vgg16(batch), batch, "cuda")
+        jobs = {"sgd": setting.job_sgd(), "sgd, captured": setting.job_captured()}
+        for label, options in OURS.items():
+            jobs[label] = setting.job_ritz(precision=precision, **options)
+        jobs |= peer_jobs(setting)
+        yield from measured("vgg16", setting, jobs, rounds, precision=precision)
+
+
+# ------------------------------------------------------------------------------------------
+# Decompositions and factors alone.
+
+
+def decompositions(device, rounds, order):
+    x = torch.randn(2 * order, order, device=device)
+    factor = x.T @ x / len(x)
+    basis = torch.linalg.eigh(factor).eigenvectors
+
+    def timed(call):
+        def job():
+            call()
+            if device == "cuda":
+                torch.cuda.synchronize()
+
+        return job
+
+    jobs = {
+        "product": timed(lambda: factor @ factor),
+        "inverse by Cholesky": timed(
+            lambda: torch.cholesky_inverse(torch.linalg.cholesky_ex(factor).L)
+        ),
+        "eigh": timed(lambda: torch.linalg.eigh(factor)),
+        "one step of QR": timed(lambda: torch.linalg.qr(factor @ basis)),
+    }
+    seconds = interleaved(jobs, rounds=rounds)
+    for label, each in seconds.items():
+        yield {"order": order, "what": label, "ms": 1e3 * median(each)} | {
+            "over a product": ratio(each, seconds["product"])
+        }
+
+
+def factors(device, rounds, batch):
+    sizes = ((8, 32), (12, 32), (16, 32), (64, 32), (128, 16), (256, 8), (512, 4), (512, 2))
+    for channels, size in sizes:
+        layer = nn.Conv2d(channels, channels, 3, padding=1).to(device)
+        x = torch.randn(batch, channels, size, size, device=device)
+        matrix = torch.randn(9 * channels, 512, device=device)
+
+        def timed(call):
+            def job():
+                with torch.no_grad():
+                    call()
+                if device == "cuda":
+                    torch.cuda.synchronize()
+
+            return job
+
+        jobs = {
+            "forward": timed(lambda layer=layer, x=x: layer(x)),
+            "patches": timed(lambda layer=layer, x=x: _factors._from_patches(layer, x)),
+            "shifts": timed(lambda layer=layer, x=x: _factors._correlations(layer, x)),
+            "product": timed(lambda matrix=matrix: matrix @ matrix.T),
+            "symmetric": timed(lambda matrix=matrix: _factors.gram(matrix)),
+        }
+        clock = time.perf_counter if device == "cuda" else time.process_time
+        seconds = interleaved(jobs, rounds=rounds, clock=clock)
+        yield {"channels": channels, "image": size, "batch": batch} | {
+            "patches over shifts": ratio(seconds["patches"], seconds["shifts"]),
+            "shifts over forward": ratio(seconds["shifts"], seconds["forward"]),
+            "product over symmetric": ratio(seconds["product"], seconds["symmetric"]),
+        }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--part", default="steps", choices=("steps", "eigh", "factors"))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--batch", type=int, default=None)
+    parser.add_argument("--networks", nargs="+", default=("cnn", "mlp"), choices=("cnn", "mlp"))
+    parser.add_argument("--order", type=int, default=4608)
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    if args.part == "eigh":
+        rows = decompositions(args.device, args.rounds, args.order)
+    elif args.part == "factors":
+        rows = factors(args.device, args.rounds, args.batch or 32)
+    elif args.device == "cuda":
+        rows = steps_cuda(args.rounds, args.batch or 128)
+    else:
+        rows = steps_cpu(args.rounds, args.networks, args.batch or 32)
+    RESULTS.mkdir(exist_ok=True)
+    suffix = "" if args.part == "steps" else f"_{args.part}"
+    write(f"kfac_steps{suffix}{'_cuda' if args.device == 'cuda' else ''}.py", list(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""A step with gradient noise over the plain step of a large batch.
+
+All jobs run in turn in one process; ratios are medians over rounds with their quartiles. On the CPU
+the clock is the processor time of one thread, which other processes disturb least. ``every 10``
+takes ten steps per round with second moments from the first of them. One command measures a GPU:
+``python benchmarks/noise.py --device cuda --networks mlp vgg16``.
+"""
+
+import argparse
+import itertools
+import statistics
+import time
+import warnings
+
+import networks
+import torch
+from timing import write
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD
+
+from ritz.optim import CovarianceNoise
+
+# Name, options of the noise, steps per round.
+JOBS = [
+    ("plain", None, 1),
+    ("full", {"kind": "full"}, 1),
+    ("diagonal", {"kind": "diagonal"}, 1),
+    ("trace", {"kind": "trace"}, 1),
+    ("plain, ten steps", None, 10),
+    ("diagonal, every 10", {"kind": "diagonal", "refresh": 10}, 10),
+    ("kfac, every 10", {"kind": "kfac", "refresh": 10}, 10),
+]
+
+
+def deep():
+    """784-1024-1024-1024-10."""
+    widths, layers = (784, 1024, 1024, 1024), []
+    for before, after in itertools.pairwise(widths):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(1024, 10)), torch.zeros(1, 784), 10
+
+
+def job(model, batch, options, steps, args):
+    """Return a function that takes some steps, and starts with new second moments."""
+    fused = {"fused": True} if args.device == "cuda" else {}
+    optimizer = SGD(model.parameters(), lr=1e-4, momentum=0.9, **fused)
+    noise = None
+    if options is not None:
+        noise = CovarianceNoise(optimizer, model, small=len(batch[0]) // 32, **options)
+
+    def run():
+        if noise is not None and noise.refresh == steps:
+            optimizer.param_groups[0]["noise_step"] = 0  # the first step refreshes
+        for _ in range(steps):
+            optimizer.zero_grad()
+            if noise is None:
+                cross_entropy(model(batch[0]), batch[1]).backward()
+            else:
+                noise.backward(batch)
+            optimizer.step()
+        if args.device == "cuda":
+            torch.cuda.synchronize()
+
+    return run
+
+
+def seconds(jobs, args):
+    clock = time.perf_counter if args.device == "cuda" else time.process_time
+    for run in jobs.values():
+        run()
+    found = {name: [] for name in jobs}
+    for _ in range(args.rounds):
+        for name, run in jobs.items():
+            begin = clock()
+            run()
+            found[name].append(clock() - begin)
+    return found
+
+
+def rows(name, args):
+    make = deep if name == "deep" else getattr(networks, name)
+    model, inputs, classes = make()
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(args.batch, *inputs.shape[1:], generator=generator).to(args.device)
+    labels = torch.randint(0, classes, (args.batch,), generator=generator).to(args.device)
+    jobs = {}
+    for title, options, steps in JOBS:
+        other = make()[0].to(args.device)
+        other.load_state_dict(model.state_dict())
+        jobs[title] = job(other, (inputs, labels), options, steps, args)
+    found = seconds(jobs, args)
+    for title, _, steps in JOBS:
+        base = found["plain" if steps == 1 else "plain, ten steps"]
+        ratios = [a / b for a, b in zip(found[title], base, strict=True)]
+        low, _, high = statistics.quantiles(ratios, n=4)
+        yield {
+            "network": name,
+            "device": args.device,
+            "batch": args.batch,
+            "step": title,
+            "ms": 1e3 * statistics.median(found[title]) / steps,
+            "over plain": statistics.median(ratios),
+            "lower quartile": low,
+            "upper quartile": high,
+        }
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--networks", nargs="+", default=["mlp", "deep", "cnn"])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--batch", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=11)
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    suffix = "" if args.device == "cpu" else "_cuda"
+    name = __file__.replace(".py", f"{suffix}.py")
+    write(name, [row for network in args.networks for row in rows(network, args)])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Errors of a function of several estimates."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ritz._core.results import Estimate, Status
+
+
+def propagate(
+    function: Callable[..., Tensor],
+    *parts: Estimate,
+    method: str,
+    status: Status | None = None,
+) -> Estimate:
+    r"""Return a function of independent estimates, with its errors.
+
+    .. math:: \text{stderr}^2 = \sum_i \max_{\pm} |f(x \pm \text{stderr}_i e_i) - f(x)|^2, \quad
+        \text{truncation} = \sum_i \max_{\pm} |f(x \pm \text{truncation}_i e_i) - f(x)|
+
+    Differences over the errors themselves, in place of derivatives, stay honest at a kink and where
+    the function bends within its error bar. The degrees of freedom are those of Welch and
+    Satterthwaite, the smallest of all entries.
+
+    Args:
+        function: Takes the means in float64 and returns a tensor of any shape ``s``.
+        *parts: The estimates. The errors of the entries of an array count as independent.
+        method: What the function is.
+        status: Status of the result.
+    """
+    means = [part.mean.detach().double() for part in parts]
+    value = function(*means).detach()
+
+    def largest_change(index: int, error: Tensor) -> Tensor:
+        """Return the largest change by each entry of one part, ``(entries, *s)``."""
+        rows, size = [], error.double().reshape(-1)
+        for entry in range(len(size)):
+            step = torch.zeros_like(size)
+            step[entry] = size[entry]
+            moved = [
+                function(*means[:index], means[index] + shift, *means[index + 1 :]) - value
+                for shift in (step.view_as(means[index]), -step.view_as(means[index]))
+            ]
+            # NaN within the error: the function is not defined there, so nothing bounds the change.
+            change = torch.stack(moved).abs().nan_to_num(nan=math.inf)
+            rows.append(torch.where(size[entry] == 0, 0.0, change.amax(0)))
+        return torch.stack(rows)
+
+    squares = [largest_change(i, part.stderr).square().sum(0) for i, part in enumerate(parts)]
+    fixed = torch.stack(
+        [largest_change(i, part.truncation).sum(0) for i, part in enumerate(parts)]
+    ).sum(0)
+    return Estimate(
+        mean=value,
+        stderr=torch.stack(squares).sum(0).sqrt(),
+        truncation=torch.where(value.isnan(), math.inf, fixed),
+        degrees=_degrees(squares, [part.degrees for part in parts]),
+        num_products=0,
+        method=method,
+        status=status or Status(outcome="completed", message="from other estimates"),
+        seed=next((part.seed for part in parts if part.seed is not None), None),
+    )
+
+
+def _degrees(variances: list[Tensor], degrees: list[int]) -> int:
+    # nu = (sum v_i)^2 / sum (v_i^2 / nu_i)
+    total = torch.stack(variances).sum(0).square()
+    terms = [v.square() / known for v, known in zip(variances, degrees, strict=True) if known]
+    if not terms:
+        return 0
+    least = (total / torch.stack(terms).sum(0)).reshape(-1)
+    # Entries without sampling error are 0 / 0, and have no degrees of freedom to count.
+    finite = least[least.isfinite()]
+    return max(1, math.floor(float(finite.min()) + 1e-9)) if len(finite) else 0

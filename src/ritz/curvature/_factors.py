@@ -1,0 +1,422 @@
+r"""Second moments of the inputs and output derivatives of layers: the factors of K-FAC.
+
+The gradient of a layer for a sample is :math:`\sum_t \delta_t a_t^\top` over positions :math:`t`.
+Its Kronecker factors are sums of :math:`a_t a_t^\top`, with a 1 appended to :math:`a` for the bias,
+and of :math:`\delta_t \delta_t^\top`. The inputs of a convolution are patches of its image.
+
+Reference: Grosse and Martens (2016), section 3; Eschenhagen et al. (2023) for positions.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ritz.curvature import _sample_gradients as rules
+from ritz.curvature._modes import LIMITS
+from ritz.curvature._sample_gradients import Call
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """When a factor is computed in which way."""
+
+    # Rows of a product X X' from which only blocks on and above the diagonal are computed, in
+    # `strips` strips: 0.63 of the operations (benchmarks/kfac_steps.py --part factors). With fewer
+    # columns than `columns` copying the other half costs more than computing it.
+    symmetric: int = 512
+    columns: int = 128
+    strips: int = 4
+    # Channels from which the patches of a convolution are not formed. Below it the products of
+    # shifted images are too small to be fast (benchmarks/kfac_steps.py --part factors).
+    channels: int = 12
+
+
+TUNING = Tuning()
+
+
+def gram(x: Tensor) -> Tensor:
+    r"""Return :math:`X X^\top` for ``(..., n, m)``, using its symmetry if it is large."""
+    n = x.shape[-2]
+    if n < TUNING.symmetric or x.shape[-1] < TUNING.columns or x.ndim > 2:
+        return x @ x.mT
+    product = x.new_empty(n, n)
+    size = -(-n // TUNING.strips)
+    for start in range(0, n, size):
+        rows = slice(start, start + size)
+        strip = x[rows] @ x[start:].T
+        product[rows, start:] = strip
+        # X X' is symmetric: the strip below the diagonal is known.
+        product[start:, rows] = strip.T
+    return product
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer or a convolution with the forward of torch."""
+    kinds = (nn.Linear, *CONVOLUTIONS)
+    return any(isinstance(module, kind) and _keeps_forward(module, kind) for kind in kinds)
+
+
+def is_affine(module: nn.Module) -> bool:
+    """Return whether a module scales and shifts each feature of one sample alone."""
+    kinds = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
+    exact = any(isinstance(module, kind) and _keeps_forward(module, kind) for kind in kinds)
+    return exact and not isinstance(module, nn.SyncBatchNorm)  # whose forward exchanges data
+
+
+def _keeps_forward(module: nn.Module, kind: type[nn.Module]) -> bool:
+    return type(module).forward is kind.forward
+
+
+def num_positions(module: nn.Module, deltas: Tensor) -> int:
+    """Return the positions per sample of derivatives ``(c, batch, ...)`` in the outputs."""
+    rest = deltas.shape[3:] if isinstance(module, CONVOLUTIONS) else deltas.shape[2:-1]
+    return math.prod(rest)
+
+
+# ------------------------------------------------------------------------------------------
+# The factor of the inputs.
+
+
+def input_moment(module: Any, x: Tensor, keys: tuple[str, ...], *, reduce: bool = False) -> Tensor:
+    r"""Return the sum of :math:`a a^\top` over samples and positions, ``(i, i)``.
+
+    With groups it is ``(groups, i, i)``. A bias appends the constant 1 to the inputs.
+
+    Args:
+        module: A linear layer or a convolution.
+        x: Its input, ``(batch, ...)``.
+        keys: Parameters of the layer that vary, among ``weight`` and ``bias``.
+        reduce: Replace the inputs of a sample by their mean over positions.
+    """
+    bias = "bias" in keys
+    if "weight" not in keys:
+        groups = getattr(module, "groups", 1)
+        ones = x.new_full((groups, 1, 1), float(_num_rows(module, x, reduce)))
+        return ones[0] if groups == 1 else ones
+    if reduce or not isinstance(module, CONVOLUTIONS):
+        rows = _mean_inputs(module, x) if reduce else x.reshape(-1, x.shape[-1]).T
+        ones = rows.new_ones(*rows.shape[:-2], 1, rows.shape[-1])
+        return gram(torch.cat([rows, ones], -2) if bias else rows)
+    if _correlates(module):
+        product, sums = _correlations(module, x)
+        count = _num_rows(module, x, reduce)
+    else:
+        product, sums, count = _from_patches(module, x)
+    return _bordered(product, sums, count) if bias else product
+
+
+def _mean_inputs(module: Any, x: Tensor) -> Tensor:
+    """Return the means over positions, ``(i, batch)`` or ``(groups, i, batch)``."""
+    if not isinstance(module, CONVOLUTIONS):
+        return x.reshape(len(x), -1, x.shape[-1]).mean(1).T
+    means = rules.patches(module, x).mean(-1).permute(1, 2, 0)
+    return means[0] if module.groups == 1 else means
+
+
+def _output_shape(module: Any, x: Tensor) -> tuple[int, ...]:
+    pads = module._reversed_padding_repeated_twice
+    # torch lists the padding from the last axis to the first, two numbers each.
+    both = [pads[2 * i] + pads[2 * i + 1] for i in reversed(range(len(module.kernel_size)))]
+    return tuple(
+        (size + pad - gap * (width - 1) - 1) // step + 1
+        for size, pad, gap, width, step in zip(
+            x.shape[2:], both, module.dilation, module.kernel_size, module.stride, strict=True
+        )
+    )
+
+
+def _num_rows(module: Any, x: Tensor, reduce: bool) -> int:
+    if reduce:
+        return len(x)
+    if isinstance(module, CONVOLUTIONS):
+        return len(x) * math.prod(_output_shape(module, x))
+    return x.shape[:-1].numel()
+
+
+def _from_patches(module: Any, x: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Return the sums of products and of inputs, and the number of positions, by patches."""
+    width = module.weight[0].numel()
+    groups = module.groups
+    product, sums = x.new_zeros(groups, width, width), x.new_zeros(groups, width)
+    per_sample = groups * width * math.prod(_output_shape(module, x))
+    for part in x.split(max(1, LIMITS.derivatives // max(1, per_sample))):
+        # (batch, groups, i, T) -> (groups, i, batch * T)
+        rows = rules.patches(module, part).permute(1, 2, 0, 3).flatten(2)
+        product += gram(rows[0]) if groups == 1 else gram(rows)
+        sums += rows.sum(-1)
+    count = _num_rows(module, x, False)
+    return (product[0], sums[0], count) if groups == 1 else (product, sums, count)
+
+
+def _bordered(product: Tensor, sums: Tensor, count: int) -> Tensor:
+    """Return the moment of inputs with a 1 appended."""
+    n = product.shape[-1]
+    moment = product.new_empty(*product.shape[:-2], n + 1, n + 1)
+    moment[..., :n, :n] = product
+    moment[..., n, :n] = moment[..., :n, n] = sums
+    moment[..., n, n] = count
+    return moment
+
+
+# ------------------------------------------------------------------------------------------
+# Convolutions with stride 1: the moment of patches from products of shifted images.
+#
+# The entry of offsets u and v of the kernel is A_uv = sum_t x[t + u] x[t + v]', and depends on the
+# shift v - u alone, but for the ends of the sum: offset u reads the window [u, u + T) of the padded
+# image. A 3 x 3 kernel has 81 pairs of offsets but 25 shifts, 13 up to transposition. So the
+# sum over each shift is cut into segments of which every window is made up, and each segment is
+# computed once: 13 products of an image with itself and a few of single rows, instead of 81.
+
+
+def _correlates(module: Any) -> bool:
+    plain = module.padding_mode == "zeros" or not any(module._reversed_padding_repeated_twice)
+    few = module.groups == 1 and len(module.kernel_size) <= 2 and max(module.stride) == 1
+    return (
+        plain and few and module.in_channels >= TUNING.channels and module.weight[0, 0].numel() > 1
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """Windows of one axis of an image: its size, the offsets of the kernel, outputs, padding."""
+
+    size: int
+    offsets: tuple[int, ...]
+    outputs: int
+    pad: int
+
+    def pairs(self, shift: int) -> Iterator[tuple[int, int]]:
+        """Yield the numbers of pairs of offsets ``u`` and ``v`` with ``v - u = shift``."""
+        for number, offset in enumerate(self.offsets):
+            if offset + shift in self.offsets:
+                yield number, self.offsets.index(offset + shift)
+
+    def window(self, number: int, shift: int) -> tuple[int, int]:
+        """Return where both pixels of a pair are in the image, for all outputs."""
+        first = self.offsets[number] - self.pad
+        low = max(0, -shift)
+        high = max(low, min(self.size, self.size - shift))
+        start, end = (min(max(at, low), high) for at in (first, first + self.outputs))
+        return start, end
+
+    def segments(self, shift: int) -> list[tuple[int, int]]:
+        """Return the parts of which the windows of all pairs are made up."""
+        cuts = sorted({end for u, _ in self.pairs(shift) for end in self.window(u, shift)})
+        return list(pairwise(cuts))
+
+    def shifts(self) -> list[int]:
+        return sorted({v - u for u in self.offsets for v in self.offsets})
+
+
+def _correlations(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sums of products ``(i, i)`` and of inputs ``(i,)`` over patches."""
+    if len(module.kernel_size) == 1:
+        x = x.unsqueeze(2)
+    # (H, W, batch, C): whole rows of the image are contiguous.
+    image = x.permute(2, 3, 0, 1).contiguous()
+    rows, columns = _axes(module, image)
+    num_rows, num_columns, channels = len(rows.offsets), len(columns.offsets), image.shape[-1]
+    # In the order of the weight: channels, then the offsets of the kernel.
+    moment = image.new_zeros(channels, num_rows, num_columns, channels, num_rows, num_columns)
+    for dy in rows.shifts():
+        for dx in columns.shifts():
+            # A_vu = A_uv': half of the shifts are enough.
+            if dy < 0 or (dy == 0 and dx < 0):
+                continue
+            parts = _segment_products(image, rows, columns, dy, dx)
+            for uy, vy in rows.pairs(dy):
+                for ux, vx in columns.pairs(dx):
+                    block = _covered(parts, rows.window(uy, dy), columns.window(ux, dx))
+                    if block is not None:
+                        moment[:, uy, ux, :, vy, vx] = block
+                        moment[:, vy, vx, :, uy, ux] = block.T
+    sums = _window_sums(image, rows, columns)
+    size = moment.shape[:3].numel()
+    return moment.view(size, size), sums
+
+
+def _axes(module: Any, image: Tensor) -> list[_Axis]:
+    missing = 2 - len(module.kernel_size)
+    pads = module._reversed_padding_repeated_twice
+    starts = [0] * missing + [pads[2 * i] for i in reversed(range(len(module.kernel_size)))]
+    ends = [0] * missing + [pads[2 * i + 1] for i in reversed(range(len(module.kernel_size)))]
+    widths = (1,) * missing + tuple(module.kernel_size)
+    gaps = (1,) * missing + tuple(module.dilation)
+    return [
+        _Axis(
+            size,
+            tuple(gap * i for i in range(width)),
+            size + start + end - gap * (width - 1),
+            start,
+        )
+        for size, start, end, width, gap in zip(
+            image.shape[:2], starts, ends, widths, gaps, strict=True
+        )
+    ]
+
+
+_Products = dict[tuple[tuple[int, int], tuple[int, int]], Tensor]
+
+
+def _segment_products(image: Tensor, rows: _Axis, columns: _Axis, dy: int, dx: int) -> _Products:
+    """Return the sums of ``x[s] x[s + d]'`` over pixels, by segments of rows and columns."""
+    channels = image.shape[-1]
+    products = {}
+    for top, bottom in rows.segments(dy):
+        for left, right in columns.segments(dx):
+            one = image[top:bottom, left:right].reshape(-1, channels)
+            if dy == dx == 0:
+                products[(top, bottom), (left, right)] = gram(one.T)
+            else:
+                other = image[top + dy : bottom + dy, left + dx : right + dx]
+                products[(top, bottom), (left, right)] = one.T @ other.reshape(-1, channels)
+    return products
+
+
+def _covered(products: _Products, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor | None:
+    """Return the sum over the segments inside a window, or ``None`` if there are none."""
+    total: Tensor | None = None
+    for ((top, bottom), (left, right)), product in products.items():
+        if rows[0] <= top and bottom <= rows[1] and columns[0] <= left and right <= columns[1]:
+            total = product if total is None else total + product
+    return total
+
+
+def _window_sums(image: Tensor, rows: _Axis, columns: _Axis) -> Tensor:
+    total = image.sum(2)
+    sums = [
+        total[slice(*rows.window(uy, 0)), slice(*columns.window(ux, 0))].sum((0, 1))
+        for uy in range(len(rows.offsets))
+        for ux in range(len(columns.offsets))
+    ]
+    return torch.stack(sums, 1).flatten()
+
+
+# ------------------------------------------------------------------------------------------
+# The factor of the outputs.
+
+
+def output_moment(module: Any, deltas: Tensor, *, reduce: bool = False) -> Tensor:
+    r"""Return the sum of :math:`\delta \delta^\top`, ``(o, o)`` or ``(groups, o, o)``.
+
+    Args:
+        module: A linear layer or a convolution.
+        deltas: Derivatives in its outputs, ``(c, batch, ...)``.
+        reduce: Replace the derivatives of a sample by their sum over positions.
+    """
+    if not isinstance(module, CONVOLUTIONS):
+        if reduce:
+            deltas = deltas.reshape(*deltas.shape[:2], -1, deltas.shape[-1]).sum(2)
+        return gram(deltas.reshape(-1, deltas.shape[-1]).T)
+    delta = deltas.reshape(*deltas.shape[:2], module.groups, -1, num_positions(module, deltas))
+    if reduce:
+        delta = delta.sum(-1, keepdim=True)
+    # (c, batch, groups, o, T) -> (groups, o, c * batch * T)
+    rows = delta.permute(2, 3, 0, 1, 4).flatten(2)
+    return gram(rows[0]) if module.groups == 1 else gram(rows)
+
+
+# ------------------------------------------------------------------------------------------
+# Squares of sample gradients in the eigenbases of the factors (EK-FAC).
+
+
+def projected_squares(
+    module: Any, call: Call, deltas: Tensor, inputs: Tensor, outputs: Tensor
+) -> Tensor:
+    r"""Return :math:`\sum_n (U_S^\top G_n U_A)^2` of sample gradients, ``(o, i)``.
+
+    With groups it is ``(groups, o, i)``.
+
+    Args:
+        module: A linear layer or a convolution.
+        call: Its call, whose ``chosen`` are the parameters that vary.
+        deltas: Derivatives in its outputs, ``(c, batch, ...)``.
+        inputs: The orthogonal matrix :math:`U_A`, as large as :func:`input_moment`.
+        outputs: The orthogonal matrix :math:`U_S`.
+    """
+    parts = rules.unroll(module, call, deltas)
+    if parts is None:
+        raise RuntimeError(f"{type(module).__name__} has no rule in unroll()")
+    a, delta = parts
+    ones = a.new_ones(*a.shape[:2], 1, a.shape[3])
+    a = torch.cat([a] * ("weight" in call.chosen) + [ones] * ("bias" in call.chosen), 2)
+    # U_S' (sum_t delta_t a_t') U_A = sum_t (U_S' delta_t) (U_A' a_t)'
+    squares = rules.weight_squares(_turned(a, inputs), _turned(delta, outputs))
+    return squares[0] if len(squares) == 1 else squares
+
+
+def _turned(columns: Tensor, basis: Tensor) -> Tensor:
+    r"""Return :math:`U^\top x` of columns ``(..., groups, n, T)``."""
+    if basis.ndim > 2:
+        return basis.mT @ columns
+    # One product for all samples, instead of one with every sample.
+    rows = columns.mT
+    return (rows.reshape(-1, len(basis)) @ basis).view(rows.shape).mT
+
+
+# ------------------------------------------------------------------------------------------
+# Embeddings: linear layers on one-hot inputs, whose moment is diagonal.
+
+
+def is_table(module: nn.Module) -> bool:
+    """Return whether a module is an embedding whose gradient is that of a linear layer."""
+    kind = isinstance(module, nn.Embedding) and _keeps_forward(module, nn.Embedding)
+    return kind and not (module.scale_grad_by_freq or module.sparse)
+
+
+def token_counts(module: nn.Embedding, ids: Tensor) -> Tensor:
+    """Return how often each row is used, ``(rows,)``, without the padding."""
+    counts = torch.bincount(ids.flatten(), minlength=module.num_embeddings)
+    if module.padding_idx is not None:
+        counts[module.padding_idx] = 0
+    return counts
+
+
+def token_deltas(module: nn.Embedding, ids: Tensor, deltas: Tensor) -> Tensor:
+    """Return derivatives that are zero where the padding is, whose row has no gradient."""
+    if module.padding_idx is None:
+        return deltas
+    return deltas * (ids != module.padding_idx).unsqueeze(-1).to(deltas.dtype)
+
+
+# ------------------------------------------------------------------------------------------
+# Norms: y = w z + b with the normalised input z, feature by feature.
+
+
+def affine_gradients(module: Any, x: Tensor, delta: Tensor, keys: tuple[str, ...]) -> Tensor:
+    """Return the gradients of samples in weight and bias, ``(batch, features, len(keys))``.
+
+    Args:
+        module: A norm; see :func:`is_affine`.
+        x: Its input, ``(batch, ...)``.
+        delta: Derivatives in its outputs, of the same shape.
+        keys: Parameters that vary, among ``weight`` and ``bias``.
+    """
+    parts = [delta * _normalized(module, x) if key == "weight" else delta for key in keys]
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        size = math.prod(module.normalized_shape)
+        sums = [part.reshape(len(x), -1, size).sum(1) for part in parts]
+    else:  # channels are the second axis
+        sums = [part.flatten(2).sum(2) if part.ndim > 2 else part for part in parts]
+    return torch.stack(sums, 2)
+
+
+def _normalized(module: Any, x: Tensor) -> Tensor:
+    if isinstance(module, nn.LayerNorm):
+        return functional.layer_norm(x, module.normalized_shape, eps=module.eps)
+    if isinstance(module, nn.RMSNorm):
+        return functional.rms_norm(x, module.normalized_shape, eps=module.eps)
+    if isinstance(module, nn.GroupNorm):
+        return functional.group_norm(x, module.num_groups, eps=module.eps)
+    # Without running statistics torch computes those of the batch, and updates none.
+    own = module.training or module.running_mean is None
+    mean, variance = (None, None) if own else (module.running_mean, module.running_var)
+    return functional.batch_norm(x, mean, variance, training=own, eps=module.eps)

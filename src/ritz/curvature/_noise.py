@@ -1,0 +1,236 @@
+r"""Samples of the noise of gradients, with the covariance of the gradient of one sample.
+
+With :math:`g_i` the gradient of the loss of sample :math:`i` and :math:`s_i = \pm 1` at random,
+
+.. math:: \frac{1}{\sqrt N} \sum_i s_i g_i = \sqrt N\, \nabla \frac1N \sum_i s_i \ell_i
+
+has the covariance :math:`F = \frac1N \sum_i g_i g_i^\top` and costs one backward pass. The other
+kinds keep a part of :math:`F` alone.
+
+Reference: Wen et al., *Interplay between optimization and generalization of stochastic gradient
+descent with covariance noise*, sections 2.2, D, E.2 and F.
+"""
+
+import math
+from functools import partial, singledispatch
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ritz._core.checks import check_choice, check_count, check_range
+from ritz._core.modes import recording
+from ritz._core.random import probes, resolve_generator
+from ritz.curvature._layers import LayerOperator, kfac, root
+from ritz.curvature._matrices import batch_seeds, likelihood, require_outputs
+from ritz.curvature._modes import LIMITS, attempt
+from ritz.curvature._noise_kinds import (
+    BY_GRADIENT,
+    BY_MOMENTS,
+    NOISE_KINDS,
+    NoiseKind,
+    label_columns,
+    random_signs,
+    scale_of_step,
+    sign_columns,
+)
+from ritz.curvature._risk import Risk
+from ritz.curvature._structure import loss_column, structure_squares
+from ritz.operators import BlockDiagonalOperator, DenseOperator, DiagonalOperator, LinearOperator
+
+
+def noise_sample(
+    risk: Risk,
+    kind: NoiseKind = "diagonal",
+    *,
+    num_samples: int | None = None,
+    sigma: float = 1.0,
+    lr: float = 1.0,
+    temperature: float | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    r"""Return samples of gradient noise of mean zero, ``(P,)`` or ``(P, num_samples)``.
+
+    With :math:`g_i` the gradient of the loss of sample :math:`i` without the L2 term, :math:`g`
+    their mean and :math:`F = \frac1N \sum_i g_i g_i^\top` the empirical Fisher matrix, the
+    covariance is
+
+    ==================  ==========================================================================
+    ``diagonal``        :math:`\operatorname{diag} F`, exactly, from the structure of the network
+    ``full``            :math:`F`: the gradient of losses with random signs
+    ``centred``         :math:`F - g g^\top`, that of mini-batches drawn from these samples
+    ``true``            the Gauss-Newton matrix: the gradient at labels drawn from the model
+    ``kfac``            :math:`G \otimes A` by layer, as :func:`kfac` has it with ``empirical``:
+                        matrix normal, :math:`G^{1/2} \Xi A^{1/2}`
+    ``trace``           :math:`\frac{\operatorname{tr} F}{P} I`, of the same total variance as F
+    ``trace_unscaled``  :math:`\operatorname{tr} F \cdot I`, as published: P times that
+    ``isotropic``       :math:`\sigma^2 I`
+    ``multiplicative``  :math:`\sigma^2 \operatorname{diag}(g)^2`: the mean gradient times
+                        :math:`\sigma \xi`
+    ``sgld``            :math:`\frac{2 T}{\alpha} I`: a step :math:`-\alpha (g + \text{noise})` is
+                        one of Langevin dynamics at temperature :math:`T`
+    ==================  ==========================================================================
+
+    Multiply by :math:`\sqrt{1/M_S - 1/M_L}` for what a batch of :math:`M_S` samples has more than
+    one of :math:`M_L`; :class:`ritz.optim.CovarianceNoise` does so in training. For the noise of
+    one batch pass ``risk.batch(number)``.
+
+    **Batch norm in train mode.** The loss of a sample depends on the other samples of its (ghost)
+    batch. ``full``, ``centred`` and ``true`` use the gradient of :math:`\ell_i` as a function of
+    the weights with this dependence. ``diagonal``, ``kfac`` and ``trace`` take the statistics of
+    the batch as constants.
+
+    Cost: ``full``, ``centred`` and ``true`` one forward pass and one backward pass per sample of
+    noise; the others one pass over the data in all. Memory: ``num_samples`` vectors.
+
+    Args:
+        risk: A :class:`Risk` whose ``loss_fn`` is separate from the model.
+        kind: One of the table.
+        num_samples: Number of independent samples. Defaults to one, returned as a vector.
+        sigma: :math:`\sigma` of ``isotropic`` and ``multiplicative``.
+        lr: Learning rate :math:`\alpha` of ``sgld``.
+        temperature: :math:`T` of ``sgld``. Defaults to :math:`1/N`, which samples from the
+            posterior if the loss is the mean negative log likelihood.
+        generator: Source of randomness. Defaults to a new generator with seed 0.
+
+    Reference: Wen et al., *Interplay between optimization and generalization of stochastic gradient
+    descent with covariance noise*, sections 2.2, D, E.2, F; Hoffer et al. (2017) and Welling and
+    Teh (2011) for the last two.
+    """
+    check_choice("kind", kind, NOISE_KINDS)
+    count = 1 if num_samples is None else num_samples
+    check_count("num_samples", count)
+    check_range("sigma", sigma, low=0.0)
+    require_outputs(risk, "noise_sample()")
+    rng = resolve_generator(generator)
+    if kind in BY_GRADIENT:
+        if kind != "true":
+            risk.require_sample_mean(alone=False)
+        block = _gradients(risk, kind, count, rng)
+    elif kind in BY_MOMENTS:
+        risk.require_sample_mean(alone=False)
+        block = _from_moments(risk, kind, count, rng)
+    else:
+        heat = 1 / risk.num_samples if temperature is None else temperature
+        gradient = _mean_gradient(risk)[:, None] if kind == "multiplicative" else None
+        block = _gaussian(risk, count, rng) * scale_of_step(kind, sigma, lr, heat)
+        block = block if gradient is None else block * gradient
+    return block[:, 0] if num_samples is None else block
+
+
+def _gaussian(risk: Risk, count: int, rng: torch.Generator) -> Tensor:
+    like: Any = {"dtype": risk.theta.dtype, "device": risk.theta.device}
+    return probes((risk.space.size, count), kind="gaussian", generator=rng, **like)
+
+
+def _mean_gradient(risk: Risk) -> Tensor:
+    return risk.gradient().sub_(risk.theta, alpha=risk.l2)
+
+
+# ------------------------------------------------------------------------------------------
+# Weighted losses and drawn labels: one backward pass per sample of noise.
+
+
+def _gradients(risk: Risk, kind: str, count: int, rng: torch.Generator) -> Tensor:
+    seeds, theta = batch_seeds(risk, rng), risk.theta
+    known = likelihood(risk) if kind == "true" else None
+    total, sums = theta.new_zeros(count, len(theta)), theta.new_zeros(count)
+    with risk.settings():
+        for index, context, weight in risk.contexts():
+            own = torch.Generator().manual_seed(seeds[index])
+            with recording():
+                leaves = {k: v.detach().requires_grad_() for k, v in risk.params.items()}
+                outputs, target = risk.evaluate(leaves, context)
+            if known is None:
+                signs = random_signs((count, len(outputs)), own).to(theta)
+                columns = sign_columns(risk.loss_fn, outputs, target, signs)
+                sums += signs.sum(1) * math.sqrt(weight / len(outputs))
+            else:
+                columns = label_columns(known, outputs, target, count, own)
+            gradients = _pulled(risk, outputs, list(leaves.values()), columns)
+            # sqrt(w_b) n_b^(-1/2) sum_i s_i g_i, of covariance w_b times the mean of g_i g_i'
+            total += gradients * math.sqrt(weight)
+    risk.sum_over_processes(total)
+    if kind == "centred":
+        # Cov[n - t g] = F - 2 g g' + g g', with t = N^(-1/2) sum_i s_i and E[n t] = g
+        total -= risk.sum_over_processes(sums)[:, None] * _mean_gradient(risk)
+    return total.T
+
+
+def _pulled(risk: Risk, outputs: Tensor, leaves: list[Tensor], columns: Tensor) -> Tensor:
+    """Return gradients ``(k, P)`` for cotangents of the outputs."""
+
+    def pull(part: Tensor, batched: bool) -> Tensor:
+        gradients = torch.autograd.grad(
+            outputs, leaves, part, retain_graph=True, is_grads_batched=batched,
+            materialize_grads=True,
+        )  # fmt: skip
+        lead = part.shape[:1] if batched else (1,)
+        return torch.cat([gradient.reshape(*lead, -1) for gradient in gradients], 1)
+
+    parts: list[Tensor] = []
+    size, problem = max(1, LIMITS.gradients // (4 * risk.space.size)), ""
+    for part in columns.split(size):
+        if len(part) > 1 and not problem:
+            rows, problem = attempt(partial(pull, part, True), RuntimeError)
+            if not problem:
+                parts.append(rows)
+                continue
+        parts += [pull(column, False) for column in part]
+    return torch.cat(parts)
+
+
+# ------------------------------------------------------------------------------------------
+# Second moments of the gradients of single samples: a root times Gaussian noise.
+
+
+def _from_moments(risk: Risk, kind: str, count: int, rng: torch.Generator) -> Tensor:
+    constant = risk.with_constant_statistics()
+    if kind == "kfac":
+        # The L2 term of the risk is not part of the noise.
+        block: Tensor = draw_from(kfac(constant.without_l2(), kind="empirical"), count, rng)
+        return block
+    quantity: Any = "diagonal" if kind == "diagonal" else "trace"
+    moments, note = structure_squares(
+        constant, quantity, lambda index, full: loss_column(constant, full)
+    )
+    if moments is None:
+        raise ValueError(f"noise_sample(kind={kind!r}) is not possible here: {note}; use 'full'")
+    xi = _gaussian(risk, count, rng)
+    if isinstance(moments, Tensor):  # the diagonal
+        return xi * moments.sqrt()[:, None]
+    return xi * math.sqrt(float(moments) / (risk.space.size if kind == "trace" else 1))
+
+
+@singledispatch
+def draw_from(op: LinearOperator, count: int, generator: torch.Generator) -> Tensor:
+    """Return samples ``(n, count)`` of a normal distribution with this covariance."""
+    raise TypeError(f"op must be a block of kfac(), got {type(op).__name__}")
+
+
+@draw_from.register
+def _(op: BlockDiagonalOperator, count: int, generator: torch.Generator) -> Tensor:
+    return torch.cat([draw_from(block, count, generator) for block in op.ops])
+
+
+@draw_from.register
+def _(op: DiagonalOperator, count: int, generator: torch.Generator) -> Tensor:
+    return op.entries.sqrt()[:, None] * _normal(op, count, generator)
+
+
+@draw_from.register
+def _(op: DenseOperator, count: int, generator: torch.Generator) -> Tensor:
+    return root(op.matrix) @ _normal(op, count, generator)
+
+
+@draw_from.register
+def _(op: LayerOperator, count: int, generator: torch.Generator) -> Tensor:
+    # V = G^(1/2) Xi A^(1/2)': Cov[V_oi, V_pj] = G_op A_ij
+    A, G = root(op.factors.inputs), root(op.factors.outputs)
+    xi = _normal(op, count, generator).view(len(G), len(A), count)
+    return op.flatten(torch.einsum("pq,qik,ji->pjk", G, xi, A))
+
+
+def _normal(op: LinearOperator, count: int, generator: torch.Generator) -> Tensor:
+    like: Any = {"dtype": op.dtype, "device": op.device}
+    return probes((op.shape[0], count), kind="gaussian", generator=generator, **like)

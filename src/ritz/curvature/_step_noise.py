@@ -1,0 +1,406 @@
+"""Gradient noise of the batch of a training step, from its own forward and backward pass.
+
+The outputs of the step have the graph of its forward pass. Losses with random signs cost one more
+backward pass of it. Second moments need the inputs of the modules and the derivatives in their
+outputs, which hooks record on the way.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from ritz._core.batches import num_rows, take_rows
+from ritz._core.distributed import all_sum, rank, world_size
+from ritz._core.modes import batch_norms, evaluating, recording
+from ritz._core.random import epoch_generator
+from ritz.curvature import _sample_gradients as rules
+from ritz.curvature._layers import LayerOperator, LayerSums, root
+from ritz.curvature._losses import Adapter, KnownLoss
+from ritz.curvature._matrices import likelihood, require_outputs
+from ritz.curvature._modes import LIMITS, constant_statistics
+from ritz.curvature._noise_kinds import (
+    BY_GRADIENT,
+    BY_MOMENTS,
+    label_columns,
+    random_signs,
+    sign_columns,
+)
+from ritz.curvature._risk import Risk
+from ritz.curvature._sample_gradients import Call, full_name, owners
+from ritz.curvature._structure import structure_plan
+from ritz.operators import DiagonalOperator
+
+Noise = dict[str, Tensor]  # by parameter
+Roots = dict[str, dict[str, Tensor]]  # by the first parameter of a module, or by parameter
+MODULE_ROOTS = ("inputs", "outputs", "dense")
+
+
+@final
+@dataclass(eq=False, kw_only=True)
+class Pass:
+    """Inputs and outputs of modules in a forward pass, and derivatives in the outputs."""
+
+    calls: dict[str, list[Call]]
+    deltas: dict[str, Tensor]
+
+    def single(self) -> Iterator[tuple[str, Call, Tensor]]:
+        """Yield the modules that were called once, with their derivatives."""
+        for name, calls in self.calls.items():
+            if len(calls) == 1 and name in self.deltas:
+                yield name, calls[0], self.deltas[name]
+
+
+@final
+class StepNoise:
+    """Noise with the covariance of the gradient of one sample, from the pieces of a step.
+
+    Call :meth:`begin`, then :meth:`observing` and :meth:`pull` for each piece, then
+    :meth:`collect`. With several processes, every process calls the last one.
+
+    Args:
+        adapter: Calls the model, without wrappers, and knows its loss.
+        kind: A kind of :func:`noise_sample` that depends on the gradients of single samples.
+        seed: Seed of all random numbers.
+    """
+
+    def __init__(self, adapter: Adapter, *, kind: str, seed: int) -> None:
+        self.adapter, self.kind, self.seed = adapter, kind, seed
+        self.params = {k: p for k, p in adapter.model.named_parameters() if p.requires_grad}
+        self.layers = dict(adapter.model.named_modules())
+        self.roots: Roots = {}  # of the last second moments
+        self._checked = False
+        self._known: KnownLoss | None = None  # of ``true``
+        self._risk: Risk | None = None  # of a few samples, for the sums of ``kfac``
+        self._modules: dict[str, tuple[str, ...]] = {}
+        self._pass = Pass(calls={}, deltas={})
+        self.begin(0, fresh=True)
+
+    def begin(self, step: int, *, fresh: bool) -> None:
+        """Drop what was gathered, and begin a step, perhaps with new second moments."""
+        self._step, self.fresh = step, fresh
+        self._total: Noise = {}
+        self._blocks: dict[str, LayerSums] = {}
+        self._rows = 0
+        self._signs: Any = 0.0
+        # Signs and labels belong to the rows of a process.
+        self._own = epoch_generator(self.seed, (step << 16) + rank() + 1)
+
+    @contextmanager
+    def observing(self, batch: Any, *, wanted: bool = True) -> Iterator[None]:
+        """Record the modules of a forward pass in the block, if its second moments are needed."""
+        if wanted:
+            self._check(batch)
+        moments = self.kind in BY_MOMENTS and self.fresh and not self._couples()
+        if not (wanted and moments):
+            yield
+            return
+        with self._hooks(lambda name: partial(self._pass.deltas.__setitem__, name)):
+            yield
+
+    def pull(
+        self, loss: Tensor, outputs: Any, target: Any, batch: Any, scale: float | Tensor, share: Any
+    ) -> None:
+        """Run the backward pass of a piece, and gather its noise.
+
+        Args:
+            loss: Loss of the piece, times ``share`` and ``scale``.
+            outputs: Outputs of the model, with their graph.
+            target: Target of the batch.
+            batch: Rows of this process.
+            scale: Factor of a gradient scaler.
+            share: Share of the piece in the loss of the step.
+        """
+        count = num_rows(batch)
+        if self.kind in BY_GRADIENT:
+            self._pull_signed(outputs, target, scale, count)
+        loss.backward()
+        if self.kind in BY_MOMENTS and self.fresh:
+            if self._pass.calls:
+                self._add_moments(count, _unscaled(count, scale * share))
+            else:
+                self._pass_again(batch, count)
+        self._rows += count
+
+    def collect(self, mean: Callable[[str], Tensor]) -> tuple[Noise, int]:
+        """Return the noise of the step, the same in all processes, and its number of samples.
+
+        Args:
+            mean: The mean gradient in a parameter, over all processes.
+        """
+        rows, signs = self._sums()
+        if self.kind in BY_GRADIENT:
+            noise = self._summed()
+            for name, value in noise.items():
+                value /= math.sqrt(rows)
+                if self.kind == "centred":
+                    # Cov[n - t g] = F - g g', with t = M^(-1/2) sum_i s_i
+                    value.sub_(mean(name) * (signs / math.sqrt(rows)))
+            return noise, rows
+        if self.fresh:
+            self.roots = self._new_roots(rows)
+        return self._drawn(), rows
+
+    def _sums(self) -> tuple[int, Any]:
+        """Return numbers of samples, and sums of signs, over all processes."""
+        if world_size() == 1:
+            return self._rows, self._signs  # without waiting for the device
+        device = next(iter(self.params.values())).device
+        sums = torch.zeros(2, dtype=torch.float64, device=device)
+        sums[0], sums[1] = self._rows, self._signs
+        rows, signs = all_sum(sums).tolist()
+        return int(rows), signs
+
+    # --------------------------------------------------------------------------------------
+    # What is possible with a model.
+
+    def _check(self, batch: Any) -> None:
+        """Check on a few samples, once, that model and loss allow this kind of noise."""
+        if self._checked:
+            return
+        adapter, size = self.adapter, num_rows(batch)
+        few = take_rows(batch, slice(0, min(size, LIMITS.checked_samples)), size)
+        loss_fn: Any = adapter.loss_fn.call
+        mode: Any = "train" if self._couples() else "eval"
+        risk = Risk(adapter.model, loss_fn, [few], batch_norm=mode, forward=adapter.custom,
+                    sharing="none")  # fmt: skip
+        require_outputs(risk, f"noise of kind {self.kind!r}")
+        if self.kind == "true":
+            self._known = likelihood(risk)
+        else:
+            risk.require_sample_mean(alone=False)
+        if self.kind in BY_MOMENTS:
+            risk = risk.with_constant_statistics()
+            plan = structure_plan(risk, roots=False)
+            if plan.gap or plan.whole:
+                reason = plan.gap or f"no rule gives those of {', '.join(plan.whole[:3])}"
+                raise ValueError(
+                    f"noise of kind {self.kind!r} needs gradients of single samples, but {reason}: "
+                    "use kind='full', which does not need them"
+                )
+            self._modules = plan.modules
+        # It holds a copy of the parameters, which the other kinds do not need.
+        self._risk = risk if self.kind == "kfac" else None
+        self._checked = True
+
+    def _couples(self) -> bool:
+        """Return whether batch norms use the statistics of a batch."""
+        norms = batch_norms(self.adapter.model).values()
+        return any(norm.training or norm.running_mean is None for norm in norms)
+
+    # --------------------------------------------------------------------------------------
+    # Losses with random signs, and labels drawn from the model.
+
+    def _pull_signed(self, outputs: Tensor, target: Any, scale: float | Tensor, count: int) -> None:
+        point = outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
+        if self._known is not None:
+            column = label_columns(self._known, point, target, 1, self._own)[0]
+        else:
+            signs = random_signs((1, count), self._own).to(outputs.device)
+            column = sign_columns(self.adapter.loss_fn.call, point, target, signs)[0]
+            # On the device: reading the sum would wait for it.
+            self._signs = self._signs + signs.sum(dtype=torch.float64)
+        # As small as the derivative of the mean loss, so that half precision has its range.
+        factor = scale / math.sqrt(count)
+        names = list(self.params)
+        gradients = torch.autograd.grad(
+            outputs,
+            [self.params[name] for name in names],
+            (column * factor).to(outputs.dtype),
+            retain_graph=True,
+            materialize_grads=True,
+        )
+        for name, gradient in zip(names, gradients, strict=True):
+            # sum_i s_i g_i = sqrt(n) n^(-1/2) sum_i s_i g_i
+            part = gradient * (math.sqrt(count) / factor)
+            self._total[name] = self._total[name].add_(part) if name in self._total else part
+
+    def _summed(self) -> Noise:
+        zeros = {k: torch.zeros_like(p) for k, p in self.params.items() if k not in self._total}
+        parts = {name: (self._total | zeros)[name] for name in self.params}
+        flat = all_sum(torch.cat([part.reshape(-1) for part in parts.values()]))
+        pieces = flat.split([part.numel() for part in parts.values()])
+        return {k: piece.view_as(parts[k]) for k, piece in zip(parts, pieces, strict=True)}
+
+    # --------------------------------------------------------------------------------------
+    # Second moments of the gradients of single samples.
+
+    @contextmanager
+    def _hooks(self, receive: Callable[[str], Callable[[Tensor], None]] | None) -> Iterator[None]:
+        """Record calls of the modules; ``receive`` takes the derivatives of a backward pass."""
+        record = Pass(calls={name: [] for name in self._modules}, deltas={})
+        self._pass = record
+
+        def note(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if not isinstance(output, Tensor) or not output.requires_grad:
+                return
+            args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+            state = dict(module.named_parameters()) | dict(module.named_buffers())
+            state = {key: value.detach() for key, value in state.items()}
+            call = Call(args=args, kwargs=kwargs, output=output, state=state,
+                        chosen=self._modules[name])  # fmt: skip
+            record.calls[name].append(call)
+            if receive is not None:
+                output.register_hook(partial(_keep, record.deltas, name))
+
+        with ExitStack() as stack:
+            for name in self._modules:
+                handle = self.layers[name].register_forward_hook(
+                    partial(note, name), with_kwargs=True
+                )
+                stack.callback(handle.remove)
+            yield
+
+    def _pass_again(self, batch: Any, count: int) -> None:
+        """Pass a batch again with constant statistics: train mode couples its samples.
+
+        Dropout is off in this pass. Derivatives in the weights are not computed.
+        """
+        with evaluating(self.adapter.model, batch_statistics=True), constant_statistics():
+            with self._hooks(None), recording():
+                outputs, target = self.adapter.forward(batch)
+                loss = self.adapter.loss(outputs, target)
+            calls = {name: each[0] for name, each in self._pass.calls.items() if len(each) == 1}
+            points = [call.output for call in calls.values()]
+            deltas = torch.autograd.grad(loss, points)
+            self._pass.deltas.update(zip(calls, deltas, strict=True))
+            self._add_moments(count, count)
+
+    def _add_moments(self, count: int, factor: Any) -> None:
+        """Add the squares of the gradients of all samples of a piece."""
+        found = {name for name, _, _ in self._pass.single()}
+        if lost := sorted(set(self._modules) - found):
+            raise ValueError(
+                f"noise of kind {self.kind!r} needs one call of each module per batch, not so "
+                f"{lost[:3]}: use kind='full'"
+            )
+        with torch.no_grad():
+            for name, call, delta in self._pass.single():
+                wide = _widened(call)
+                deltas = delta.to(wide.output.dtype).unsqueeze(0)
+                self._add_module(name, wide, deltas, count, factor)
+        self._pass = Pass(calls={}, deltas={})
+
+    def _add_module(self, name: str, call: Call, deltas: Tensor, count: int, factor: Any) -> None:
+        layer, keys = self.layers[name], self._modules[name]
+        if self.kind == "kfac":
+            if name not in self._blocks:
+                risk = self._checked_risk()
+                self._blocks[name] = LayerSums(risk, name, keys, layer, alone=True)
+            # The derivative of a sample over root n, and n as weight: sums over samples.
+            self._blocks[name].add(call, deltas * (factor / math.sqrt(count)), count, first=True)
+            return
+        if self.kind == "diagonal":
+            squares = rules.squared_gradients(layer, call, deltas)
+        else:
+            squares = {keys[0]: rules.squared_norm(layer, call, deltas)}
+        for key, square in squares.items():
+            place = full_name(name, key)
+            part = square.mul_(factor**2)
+            self._total[place] = self._total[place].add_(part) if place in self._total else part
+
+    def _new_roots(self, rows: float) -> Roots:
+        """Return square roots of the mean second moments over all processes."""
+        if self.kind == "kfac":
+            return {full_name(name, keys[0]): self._module_root(name, keys, rows)
+                    for name, keys in self._modules.items()}  # fmt: skip
+        if self.kind == "diagonal":
+            return {k: {"root": v.div_(rows).sqrt_()} for k, v in self._summed().items()}
+        first = next(iter(self.params.values()))
+        parts = [part.double() for part in self._total.values()]
+        total = torch.stack(parts).sum() if parts else first.new_zeros((), dtype=torch.float64)
+        variance = all_sum(total) / rows
+        if self.kind == "trace":
+            variance = variance / sum(p.numel() for p in self.params.values())
+        return {next(iter(self.params)): {"deviation": variance.sqrt().to(first.dtype)}}
+
+    def _module_root(self, name: str, keys: tuple[str, ...], rows: float) -> dict[str, Tensor]:
+        if name not in self._blocks:  # a process without rows
+            layer, risk = self.layers[name], self._checked_risk()
+            self._blocks[name] = LayerSums(risk, name, keys, layer, alone=True)
+        block = self._blocks[name]
+        for sums in ("inputs", "outputs") if block.factored else ("total",):
+            all_sum(getattr(block, sums)).div_(rows)
+        op = block.operator()
+        if isinstance(op, LayerOperator):
+            A, G = op.factors.inputs, op.factors.outputs
+            return {"inputs": root(A), "outputs": root(G)}
+        if isinstance(op, DiagonalOperator):
+            return {"diagonal": op.entries.sqrt()}
+        return {"dense": root(block.total)}
+
+    def _drawn(self) -> Noise:
+        """Draw Gaussian noise from the roots, with the same numbers in all processes."""
+        device = next(iter(self.params.values())).device
+        # On the device of the weights: as many numbers as weights, in every step.
+        seed = epoch_generator(self.seed, self._step << 16).initial_seed()
+        rng = torch.Generator(device).manual_seed(seed)
+
+        def normal(shape: Any) -> Tensor:
+            dtype = next(iter(self.params.values())).dtype
+            return torch.randn(shape, generator=rng, device=device, dtype=dtype)
+
+        if self.kind == "diagonal":
+            return {k: normal(p.shape).mul_(self.roots[k]["root"]) for k, p in self.params.items()}
+        if self.kind != "kfac":
+            deviation = next(iter(self.roots.values()))["deviation"]
+            return {k: normal(p.shape).mul_(deviation) for k, p in self.params.items()}
+        noise: Noise = {}
+        for name, keys in owners(list(self.params)).items():
+            noise |= self._drawn_module(name, keys, normal)
+        return noise
+
+    def _drawn_module(
+        self, name: str, keys: tuple[str, ...], normal: Callable[[Any], Tensor]
+    ) -> Noise:
+        names = [full_name(name, key) for key in keys]
+        roots, shapes = self.roots[names[0]], [self.params[each].shape for each in names]
+        if "inputs" in roots:
+            A, G = roots["inputs"], roots["outputs"]
+            # V = G^(1/2) Xi A^(1/2)', with the bias as the last column
+            V = G @ normal((len(G), len(A))) @ A.T
+            width = shapes[0][1:].numel() if len(names) > 1 else V.shape[1]
+            parts = [V[:, :width], V[:, width:]]
+        else:
+            xi = normal(sum(shape.numel() for shape in shapes))
+            flat = roots["dense"] @ xi if "dense" in roots else roots["diagonal"] * xi
+            parts = list(flat.split([shape.numel() for shape in shapes]))
+        return {
+            each: part.reshape(shape)
+            for each, part, shape in zip(names, parts, shapes, strict=False)
+        }
+
+    def _checked_risk(self) -> Risk:
+        if self._risk is None:
+            raise RuntimeError("the noise of a step needs a batch: call backward() before step()")
+        return self._risk
+
+
+def _unscaled(count: int, scale: Any) -> Any:
+    # The derivative of the mean over n samples, times what it was scaled by: zero for a piece
+    # whose labels are all ignored.
+    if isinstance(scale, Tensor):
+        return torch.where(scale == 0, 0.0, count / scale)
+    return count / scale
+
+
+def _keep(deltas: dict[str, Tensor], name: str, gradient: Tensor) -> None:
+    deltas[name] = gradient
+
+
+def _widened(call: Call) -> Call:
+    """Return a call with half-precision tensors, as autocast makes them, in float32."""
+
+    def wide(tensor: Tensor) -> Tensor:
+        half = tensor.dtype in (torch.float16, torch.bfloat16)
+        return tensor.float() if half else tensor
+
+    args, kwargs = tree_map_only(Tensor, wide, (call.args, call.kwargs))
+    output = wide(call.output.detach())
+    return Call(args=args, kwargs=kwargs, output=output, state=call.state, chosen=call.chosen)

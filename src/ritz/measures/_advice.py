@@ -1,0 +1,559 @@
+"""``advise``: batch size, learning rate and damping, from the curvature and its noise."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from textwrap import wrap
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import SGD, Adam, Optimizer
+
+from ritz._core.checks import check_choice, check_count, check_range, is_below
+from ritz._core.modes import batch_norms
+from ritz._core.progress import Progress
+from ritz._core.random import resolve_generator
+from ritz._core.results import Estimate, format_uncertain
+from ritz._core.storage import storable
+from ritz.curvature import Risk, curvature_operator
+from ritz.curvature._shared import MATRICES, CurvatureMatrix, check_risk
+from ritz.measures._advice_figures import Figures, trials, unknown
+from ritz.measures._batches import BatchPrediction, batch_prediction
+from ritz.measures._gradient_noise import GradientNoise, noise_of
+from ritz.measures._noise import check_groups
+from ritz.measures._outliers import BulkEdge, bulk_edge
+from ritz.measures._preconditioned import divisors, preconditioned_curvature
+from ritz.measures._stability import ADAPTIVE, OPTIMIZERS, OptimizerName, stable_rate
+from ritz.measures._trials import MakeOptimizer, critical_sharpness
+from ritz.spectra import Spectrum, lanczos
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Sizes of the work of :func:`advise`, and when it warns."""
+
+    # Batch sizes by default, those that the data allow.
+    batch_sizes: tuple[int, ...] = (8, 32, 128, 512)
+    # Lanczos steps. On digits, 35 products gave the 20 leading eigenpairs to a residual of 1 %.
+    num_steps: int = 40
+    # Floating-point operations of a product in those of a gradient, by benchmarks/advice.py: of
+    # linear layers alone 1.2, with convolutions 1.9 and with attention 2.0.
+    linear_cost: float = 1.2
+    other_cost: float = 2.0
+    # Gradients, and losses at a third of a gradient, besides the products.
+    further: float = 7.0
+    # Momentum by default, where the optimiser has one.
+    momentum: float = 0.9
+    # Exponents of the scaling rule above which noise, and below which curvature sets the limit.
+    exponents: tuple[float, float] = (1 / 3, 2 / 3)
+    # Networks train at 2.7 to 4.2 times the edge, in trials from trained weights.
+    usual: tuple[float, float] = (1.0, 5.0)
+    # Share of the loss that one step along the gradient would gain if the loss were quadratic.
+    gain: float = 0.1
+    # Factor between the curvature along the gradient and the critical sharpness: 1 on a quadratic.
+    agreement: float = 2.0
+    # V(phi_1) over P sigma^2, which is 1 for homogeneous noise.
+    homogeneous: float = 3.0
+    # Magnitude of the smallest eigenvalue over the largest.
+    negative: float = 0.1
+
+
+TUNING = Tuning()
+NAMES = {
+    "sgd": "SGD",
+    "momentum": "SGD with momentum",
+    "nesterov": "SGD with Nesterov momentum",
+    "adam": "Adam",
+    "kfac": "K-FAC",
+}
+
+
+@storable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    r"""What the curvature and its noise say about batch size, learning rate and damping.
+
+    Arrays have one entry per batch size, ``(S,)``. Learning rates are those of the optimiser as
+    torch writes it. Every figure is an :class:`Estimate`; one that is not known is NaN, and its
+    status says why.
+
+    Attributes:
+        batch_sizes: Batch sizes :math:`B`; batches are drawn without replacement.
+        optimizer: ``sgd``, ``momentum``, ``nesterov``, ``adam`` or ``kfac``.
+        momentum: Its momentum; :math:`\beta_1` of Adam.
+        prediction: Predicted curvature of batches: :math:`\lambda'_1(B)`, spread and overlap.
+        bulk: Edge of the bulk of the spectrum, and the outliers.
+        smallest: Smallest eigenvalue.
+        noise: Noise scales of the gradient; ``noise.curved`` is the critical batch size.
+        sharpness: Critical sharpness along the gradient, from losses alone.
+        edge: Edge of local stability: for SGD :math:`2 / \lambda'_1(B)`.
+        rate: Recommended learning rate: the edge for a batch whose :math:`\lambda'_1` is two
+            standard deviations above the mean. For Adam without ``state``, the square-root rule.
+        damping: Least damping per unit of learning rate, with the noise along the leading
+            eigenvector.
+        damping_papers: The same of the papers, with homogeneous noise along all outliers.
+        ratio: Ratio :math:`R` of learning rates along flat and sharp directions at this damping.
+        exponent: Local exponent :math:`e` of the edge, :math:`B^e`, by noise along the leading
+            eigenvector.
+        exponent_additive: The same of the additive model with homogeneous noise.
+        exponent_multiplicative: The same of the multiplicative model.
+        changes_at: Batch sizes at which the rule changes: of the three models, ``(3,)``.
+        trainable: Largest learning rate that a short training stands; ``None`` if not tried.
+        known: Batch size and learning rate of an earlier training, or ``None``.
+        sentences: One sentence of advice per batch size.
+        warnings: Where the model that all this rests on is doubtful.
+        cost: Work in gradients of the data, from the numbers of products, gradients and losses.
+        loss: The loss.
+        seed: Seed of everything random.
+    """
+
+    batch_sizes: tuple[int, ...]
+    optimizer: str
+    momentum: float
+    prediction: BatchPrediction
+    bulk: BulkEdge
+    smallest: Estimate
+    noise: GradientNoise
+    sharpness: Estimate
+    edge: Estimate
+    rate: Estimate
+    damping: Estimate
+    damping_papers: Estimate
+    ratio: Estimate
+    exponent: Estimate
+    exponent_additive: Estimate
+    exponent_multiplicative: Estimate
+    changes_at: Estimate
+    trainable: Estimate | None
+    known: tuple[int, float] | None
+    sentences: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    cost: float
+    loss: float
+    seed: int
+
+    def __str__(self) -> str:
+        return "\n".join([*_head(self), "", *_curvature_table(self), "", *_rate_table(self), "",
+                          *_notes(self)])  # fmt: skip
+
+
+def advice_cost(
+    risk: Risk,
+    *,
+    batch_sizes: Sequence[int] | None = None,
+    state: Optimizer | None = None,
+) -> str:
+    """Return what :func:`advise` will cost, as a sentence to print before it starts.
+
+    Args:
+        risk: The loss at a point.
+        batch_sizes: Batch sizes, which are checked. Their number hardly changes the cost.
+        state: Adam optimiser whose divisors precondition the matrix.
+    """
+    _sizes(risk, batch_sizes)
+    size = risk.space.size
+    products = min(TUNING.num_steps, size) + min(20, size) + 8 + 13
+    products += 0 if state is None else 20
+    return (
+        f"About {_gradients(risk, products):.0f} gradients of {risk.num_samples:,} samples: "
+        f"{products} products with the {size:,} x {size:,} matrix, of {_unit(risk):g} gradients "
+        f"each, and {TUNING.further:g} more. Trials are not counted."
+    )
+
+
+def _unit(risk: Risk) -> float:
+    """Return the cost of a product in gradients."""
+    layers = risk.model.modules()
+    own = [layer for layer in layers if next(layer.parameters(recurse=False), None) is not None]
+    linear = all(isinstance(layer, nn.Linear | _BatchNorm) for layer in own)
+    return TUNING.linear_cost if linear else TUNING.other_cost
+
+
+def _gradients(risk: Risk, products: float) -> float:
+    return _unit(risk) * products + TUNING.further
+
+
+def advise(
+    risk: Risk,
+    *,
+    batch_sizes: Sequence[int] | None = None,
+    optimizer: OptimizerName = "sgd",
+    momentum: float | None = None,
+    matrix: CurvatureMatrix = "hessian",
+    known: tuple[int, float] | None = None,
+    state: Optimizer | None = None,
+    verify: bool | MakeOptimizer = False,
+    generator: torch.Generator | None = None,
+    progress: bool | Progress = False,
+) -> Advice:
+    r"""Return advice on batch size, learning rate and damping at the current weights.
+
+    ============  ==================================================================================
+    ``sgd``       edge of local stability :math:`2 / \lambda'_1(B)`
+    ``momentum``  :math:`2 (1 + \rho) / \lambda'_1(B)`
+    ``nesterov``  :math:`2 (1 + \rho) / ((1 + 2 \rho) \lambda'_1(B))`
+    ``adam``      with ``state``: :math:`2 (1 + \beta_1) / ((1 - \beta_1) \lambda'_1(B))` of the
+                  preconditioned matrix :math:`D^{-1/2} H D^{-1/2}`; without: :math:`\sqrt B` rule
+    ``kfac``      :math:`2 (1 + \rho) \lambda_1 / \lambda'_1(B)`, at the least damping
+    ============  ==================================================================================
+
+    :math:`\lambda'_1(B)` is the largest eigenvalue of the matrix of a batch, predicted by
+    :func:`batch_prediction`. The edge is *local*: networks move to flatter places and usually train
+    at 2.7 to 4.2 times the edge. ``verify`` finds out, and the advice says where both disagree. The
+    damping is that below which the noise of a batch makes a second-order step unstable,
+    :math:`\tfrac{\alpha}{2} \lambda_1 \min(1, V(\varphi_1) / (b \lambda_1^2))`.
+
+    Cost: about 105 gradients of the data for an MLP and 170 with convolutions or attention, see
+    :func:`advice_cost`; ``verify`` trains in addition. Memory: 40 vectors.
+
+    Args:
+        risk: The loss at a point. Batch norm must not be in ``train`` mode, and the data must be in
+            memory.
+        batch_sizes: Sizes ``B``, from 1 to ``N``. Defaults to those of 8, 32, 128 and 512 that the
+            data allow.
+        optimizer: One of the table.
+        momentum: Momentum, or :math:`\beta_1`. Defaults to 0 for ``sgd`` and 0.9 otherwise.
+        matrix: ``hessian`` or ``ggn``.
+        known: Batch size and learning rate that you trained with. They are compared with the edge;
+            for Adam they are the start of the square-root rule.
+        state: Adam optimiser that trained the model, whose divisors precondition the matrix.
+        verify: Find the largest learning rate that a short training stands: ``True``, or a function
+            of parameters and learning rate that makes the optimiser. Nothing but a copy is trained.
+        generator: Source of all random numbers. Defaults to a new generator with seed 0.
+        progress: Show progress bars, or a :class:`Progress` to report to.
+
+    Reference: *Spectral Machine Learning*, sections 5.7 and 5.8, with corrections; McCandlish et
+    al. (2018) for the noise scales.
+    """
+    sizes, momentum = _checked(risk, batch_sizes, optimizer, momentum, matrix, known, state)
+    generator = resolve_generator(generator)
+    shared: Any = {"generator": generator, "progress": progress}
+    op, num_steps = curvature_operator(risk, matrix), min(TUNING.num_steps, risk.space.size)
+    run = lanczos(op, num_steps=num_steps, vectors=True, **shared)
+    prediction = batch_prediction(risk, batch_sizes=sizes, matrix=matrix, pairs=run, **shared)
+    noise, sharpness = noise_of(op, **shared), _sharpness(risk)
+    scaled = None if state is None else _preconditioned(risk, state, matrix, generator)
+    update: Any = {"optimizer": optimizer, "momentum": momentum, "known": known}
+    figures = Figures(prediction, run.values[run.values > 0], **update)
+    edge, rate = figures.edges(scaled)
+    trainable = None
+    if verify is not False:
+        make = _maker(optimizer, momentum) if verify is True else verify
+        trainable = trials(risk, make, sizes, edge, rate, generator, progress)
+    products = run.num_products + prediction.cost + noise.num_products
+    products += 0 if scaled is None else scaled[0].num_products + 1
+    fields: Any = figures.fields()
+    advice = Advice(
+        batch_sizes=sizes,
+        prediction=prediction,
+        bulk=bulk_edge(run, variance=prediction.variance, batch_size=risk.num_samples),
+        smallest=_smallest(run),
+        noise=noise,
+        sharpness=sharpness,
+        edge=edge,
+        rate=rate,
+        trainable=trainable,
+        cost=_gradients(risk, products),
+        loss=risk.loss(),
+        seed=generator.initial_seed(),
+        **(fields | update),
+    )
+    doubts = tuple(_warnings(risk, advice))
+    sentences = tuple(_sentence(advice, index) for index in range(len(sizes)))
+    return replace(advice, sentences=sentences, warnings=doubts)
+
+
+# ------------------------------------------------------------------------------------------
+# Arguments.
+
+
+def _checked(
+    risk: Risk,
+    batch_sizes: Sequence[int] | None,
+    optimizer: OptimizerName,
+    momentum: float | None,
+    matrix: CurvatureMatrix,
+    known: tuple[int, float] | None,
+    state: Optimizer | None,
+) -> tuple[tuple[int, ...], float]:
+    """Return batch sizes and momentum, checked."""
+    check_risk(risk)
+    check_groups(risk, "advise()")
+    check_choice("optimizer", optimizer, OPTIMIZERS)
+    check_choice("matrix", matrix, MATRICES)
+    sizes = _sizes(risk, batch_sizes)
+    if momentum is None:
+        momentum = 0.0 if optimizer == "sgd" else TUNING.momentum
+    stable_rate(1.0, optimizer=optimizer, momentum=momentum)
+    if known is not None:
+        check_count("known[0]", known[0])
+        check_range("known[1]", known[1], low=torch.finfo(torch.float32).tiny, high=1e30)
+    if state is not None:
+        if optimizer != "adam":
+            raise ValueError(f"state must be given with optimizer='adam', got {optimizer!r}")
+        divisors(risk, state)
+    return sizes, float(momentum)
+
+
+def _sizes(risk: Risk, batch_sizes: Sequence[int] | None) -> tuple[int, ...]:
+    """Return the batch sizes in order, checked; by default those that the data allow."""
+    check_risk(risk)
+    count = sum(risk.batch_rows)
+    if batch_sizes is None:
+        batch_sizes = [size for size in TUNING.batch_sizes if size <= count] or [count]
+    if not batch_sizes:
+        raise ValueError("batch_sizes must not be empty")
+    for size in batch_sizes:
+        check_count("batch_sizes", size, high=count)
+    return tuple(sorted(set(batch_sizes)))
+
+
+def _maker(optimizer: str, momentum: float) -> MakeOptimizer:
+    if optimizer == "kfac":
+        raise ValueError("verify must be a function that makes the optimiser for kfac, got True")
+    if optimizer == "adam":
+        return lambda params, rate: Adam(params, lr=rate, betas=(momentum, 0.999))
+    nesterov = optimizer == "nesterov"
+    return lambda params, rate: SGD(params, lr=rate, momentum=momentum, nesterov=nesterov)
+
+
+def _preconditioned(
+    risk: Risk, state: Optimizer, matrix: CurvatureMatrix, generator: torch.Generator
+) -> tuple[Estimate, Estimate]:
+    divisor = divisors(risk, state)
+    return preconditioned_curvature(risk, divisor, matrix=matrix, generator=generator)
+
+
+def _sharpness(risk: Risk) -> Estimate:
+    try:
+        return critical_sharpness(risk)
+    except ValueError as error:  # a gradient of zero has no direction
+        return unknown((), str(error))
+
+
+def _smallest(run: Spectrum) -> Estimate:
+    residual = float(run.residuals[0])
+    return Estimate.exact(run.values[0], method="smallest Ritz value", truncation=residual)
+
+
+# ------------------------------------------------------------------------------------------
+# Words.
+
+
+def _regime(exponent: float) -> str:
+    low, high = TUNING.exponents
+    return "noise" if exponent > high else "curvature" if exponent < low else "both"
+
+
+def _warnings(risk: Risk, advice: Advice) -> Iterator[str]:
+    """Yield where the quadratic model with noise does not hold."""
+    top, least = float(advice.prediction.lambda_max), float(advice.smallest)
+    if not top > 0:
+        yield (
+            f"not near a minimum: the largest eigenvalue is {top:.3g}, not positive, so that no "
+            "learning rate is unstable to second order"
+        )
+        return
+    if -least > TUNING.negative * top:
+        yield (
+            f"not near a minimum: the smallest eigenvalue is {least:.3g}, {-least / top:.0%} of "
+            "the largest in magnitude"
+        )
+    yield from _gradient_warnings(advice)
+    if batch_norms(risk.model):
+        yield (
+            f"batch norm: the curvature is that of {risk.batch_norm} mode, but training normalises "
+            "by each batch, which changes it: let trials (verify) decide"
+        )
+
+
+def _gradient_warnings(advice: Advice) -> Iterator[str]:
+    """Yield what the loss along the gradient says against a quadratic near its minimum."""
+    along, square = float(advice.noise.along), float(advice.noise.gradient_square)
+    if not along > 0:
+        yield f"not near a minimum: the curvature along the gradient is {along:.3g}"
+        return
+    # One step with the rate 1/along gains |g|^2 / (2 along) on a quadratic.
+    gain = square / (2 * along)
+    if gain > TUNING.gain * abs(advice.loss):
+        yield (
+            f"not near a minimum: one step along the gradient would gain {gain:.2g} of the loss "
+            f"{advice.loss:.2g}, so that the curvature will change soon"
+        )
+    measured = float(advice.sharpness)
+    if measured > 0 and max(measured / along, along / measured) > TUNING.agreement:
+        yield (
+            f"not quadratic: along the gradient the curvature is {along:.3g}, but losses give "
+            f"{measured:.3g}"
+        )
+
+
+def _sentence(advice: Advice, index: int) -> str:
+    """Return one sentence of advice for a batch size."""
+    size, exponent = advice.batch_sizes[index], float(advice.exponent.mean[index])
+    clauses = [_limit(exponent)]
+    if math.isfinite(float(advice.edge.mean[index])):
+        clauses.insert(0, _recommended(advice, index))
+    critical = float(advice.noise.curved)
+    if size > 2 * critical:
+        clauses.append(
+            f"the batch is {size / critical:.2g} times the critical one, so that a smaller one "
+            "learns more per sample"
+        )
+    return "; ".join([*clauses, *_comparisons(advice, index)])
+
+
+def _recommended(advice: Advice, index: int) -> str:
+    rate = float(advice.rate.mean[index])
+    if advice.trainable is None or is_below(rate, float(advice.trainable.mean[index])):
+        return f"up to {rate:.2g}"
+    # What was tried counts more than what was predicted.
+    return f"up to {float(advice.trainable.mean[index]):.2g}, by the trials"
+
+
+def _limit(exponent: float) -> str:
+    gain = f"twice the batch allows about {2**exponent:.2g} times the learning rate"
+    return {
+        "noise": f"the noise of batches sets the limit, and {gain}",
+        "both": f"noise and curvature share the limit, and {gain}",
+        "curvature": "the curvature sets the limit, so that a larger batch gains little",
+    }[_regime(exponent)]
+
+
+def _comparisons(advice: Advice, index: int) -> Iterator[str]:
+    """Yield what trials and an earlier training say about the prediction."""
+    size, edge = advice.batch_sizes[index], float(advice.edge.mean[index])
+    if not math.isfinite(edge):
+        return
+    if advice.known is not None and advice.known[0] == size:
+        share = advice.known[1] / edge
+        beyond = ": training is not stable here, or it moves" if share > 1 else ""
+        yield f"yours of {advice.known[1]:g} is {share:.2g} times the edge{beyond}"
+    if advice.trainable is None:
+        return
+    times = float(advice.trainable.mean[index]) / edge
+    low, high = TUNING.usual
+    if not math.isfinite(float(advice.trainable.truncation[index])):
+        yield "the trials did not find a limit"
+    elif times < low:
+        yield (
+            f"the trials disagree: the loss doubles at {times:.2g} times the edge already, perhaps "
+            "by the noise of gradients"
+        )
+    elif times > high:
+        yield f"the trials disagree: they train up to {times:.2g} times the edge"
+    else:
+        yield f"trials train up to {times:.2g} times the edge"
+
+
+def _head(advice: Advice) -> list[str]:
+    p, outliers = advice.prediction, len(advice.bulk.outliers)
+    name = NAMES[advice.optimizer]
+    with_momentum = f" ({advice.momentum:g})" if advice.momentum else ""
+    return [
+        f"Advice for {name}{with_momentum}: {p.matrix} of {p.num_parameters:,} parameters, "
+        f"{p.num_samples:,} samples, loss {advice.loss:.4g}",
+        f"  lambda_1 = {_text(p.lambda_max)}, {outliers} outliers beyond a bulk of "
+        f"[{advice.bulk.lower:.2g}, {advice.bulk.upper:.2g}]",
+        f"  noise of the {p.matrix}: P sigma^2 = {_text(p.variance)} in all directions, "
+        f"V(phi_1) = {_text(p.along)} along the leading one",
+        f"  noise of the gradient: noise scale {_text(advice.noise.simple)}, critical batch size "
+        f"{_text(advice.noise.curved)}",
+        f"  along the gradient: curvature {_text(advice.noise.along)}, critical sharpness "
+        f"{_text(advice.sharpness)}",
+    ]
+
+
+def _text(estimate: Estimate, index: int | None = None) -> str:
+    """Return a figure with its 95 % interval, whether sampled or bounded."""
+    mean, error = estimate.mean, estimate.error()
+    if index is not None:
+        mean, error = mean[index], error[index]
+    if not math.isfinite(float(mean)):
+        return "not known"
+    if not math.isfinite(float(error)):
+        return f"{float(mean):.2g} ± ?"
+    # Roundoff is not worth an error bar.
+    tiny = is_below(float(error), 1e-4 * abs(float(mean)))
+    return f"{float(mean):.4g}" if tiny else format_uncertain(float(mean), float(error))
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
+    return [
+        "  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
+        for row in (titles, *rows)
+    ]
+
+
+def _curvature_table(advice: Advice) -> list[str]:
+    p = advice.prediction
+    rows = [
+        [
+            f"{size:,}",
+            _text(p.best.value, i),
+            _text(p.best.spread, i),
+            _text(p.best.overlap, i),
+            p.best.source[i],
+            _text(p.directional.value, i),
+            _text(p.additive.value, i),
+            _text(p.multiplicative.value, i),
+        ]
+        for i, size in enumerate(p.batch_sizes)
+    ]
+    titles = ("batch", "lambda_1", "spread", "overlap", "by", "directional", "additive", "multipl.")
+    return _table(titles, rows)
+
+
+def _rate_table(advice: Advice) -> list[str]:
+    unit = "rate" if advice.optimizer != "adam" or advice.known else "rate, relative"
+    unit = "rate" if bool(torch.isfinite(advice.edge.mean).all()) else unit
+    columns: dict[str, Any] = {"edge": advice.edge, unit: advice.rate}
+    if advice.trainable is not None:
+        columns["trains to"] = advice.trainable
+    columns |= {"exponent": advice.exponent}
+    if advice.optimizer in ADAPTIVE:
+        columns |= {
+            "damping/rate": advice.damping,
+            "papers": advice.damping_papers,
+            "R": advice.ratio,
+        }
+    rows = [
+        [
+            f"{size:,}",
+            *(_text(column, i) for column in columns.values()),
+            _regime(float(advice.exponent.mean[i])),
+        ]
+        for i, size in enumerate(advice.batch_sizes)
+    ]
+    return _table(("batch", *columns, "limit"), rows)
+
+
+def _notes(advice: Advice) -> list[str]:
+    width = max(len(f"{size:,}") for size in advice.batch_sizes)
+    lines = []
+    for size, sentence in zip(advice.batch_sizes, advice.sentences, strict=True):
+        lines += _wrapped(f"{size:>{width},}: ", f"{sentence}.")
+    changes = [_text(advice.changes_at, i) for i in range(3)]
+    scaling = (
+        f"The rule is nearly linear below a batch of {changes[0]} and flat above, by the noise "
+        f"along the leading eigenvector; in the papers' models it changes at {changes[1]} "
+        f"(additive) and {changes[2]} (multiplicative). The edge is local, and about curvature "
+        "alone: networks train at up to 4.2 times it, and the noise of gradients, which is not in "
+        "it, may stop them before. Figures are ± 95 %."
+    )
+    lines += ["", *_wrapped("", scaling)]
+    ratio = float(advice.prediction.along) / float(advice.prediction.variance)
+    if not is_below(ratio, TUNING.homogeneous):
+        note = f"V(phi_1) is {ratio:.2g} times P sigma^2, which the additive model takes for equal."
+        lines += _wrapped("Note: ", note)
+    for warning in advice.warnings:
+        lines += _wrapped("Warning: ", f"{warning}.")
+    return [*lines, f"  Cost: {advice.cost:.0f} gradients of the data."]
+
+
+def _wrapped(title: str, text: str) -> list[str]:
+    indent = "  " + " " * len(title)
+    return wrap(text, 98, initial_indent=f"  {title}", subsequent_indent=indent)

@@ -1,0 +1,306 @@
+"""Noise of mini-batch gradients: noise scales, with and without the Hessian."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import final
+
+import torch
+from torch import Tensor
+
+from ritz._core.checks import check_count, is_below
+from ritz._core.progress import Progress, tracking
+from ritz._core.propagation import propagate
+from ritz._core.random import resolve_generator
+from ritz._core.results import Estimate, Status, plain_estimate, stderr
+from ritz._core.sampling import column_dots
+from ritz._core.storage import storable
+from ritz.curvature import CurvatureOperator, Risk, curvature_operator
+from ritz.curvature._shared import CurvatureMatrix
+from ritz.operators import LinearOperator
+from ritz.spectra import trace
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Sizes of the work of :func:`gradient_noise`."""
+
+    # Groups by default, as for the variance of the curvature: the error of a variance is then at
+    # most sqrt(2 / 127), or 13 %.
+    num_groups: int = 128
+    # Entries of the gradients of all groups that are stored: 128 MiB of float32. Above that they
+    # are computed again for each of four passes.
+    stored: int = 2**25
+
+
+TUNING = Tuning()
+# Columns at once of a matrix of the size of the groups: a pass over all gradients serves them all.
+WIDTH = 64
+
+
+@storable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientNoise:
+    r"""Noise of the gradients of mini-batches.
+
+    Attributes:
+        variance: :math:`\operatorname{tr} \Sigma`, of the gradients of single samples.
+        gradient_square: :math:`\|g\|^2`, of the gradient of all data.
+        along: :math:`g^\top H g / \|g\|^2`, the curvature along the gradient.
+        simple: The simple noise scale :math:`\operatorname{tr} \Sigma / \|g\|^2`, a batch size.
+        curved: The noise scale :math:`\operatorname{tr}(H \Sigma) / g^\top H g`, a batch size: the
+            critical batch size, below which half the batch costs little more than twice the steps.
+            Not a number if the curvature along the gradient is not positive.
+        matrix: ``hessian`` or ``ggn``.
+        num_samples: :math:`N`.
+        num_products: Matrix-vector products that were used.
+        num_gradients: Gradients of all data that were used.
+    """
+
+    variance: Estimate
+    gradient_square: Estimate
+    along: Estimate
+    simple: Estimate
+    curved: Estimate
+    matrix: str
+    num_samples: int
+    num_products: int
+    num_gradients: int
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [
+                f"Noise of gradients, {self.num_samples:,} samples",
+                f"  tr Sigma = {plain_estimate(self.variance)}, "
+                f"|g|^2 = {plain_estimate(self.gradient_square)}, "
+                f"g'Hg / |g|^2 = {plain_estimate(self.along)}",
+                f"  simple noise scale {plain_estimate(self.simple)} samples",
+                f"  with the {self.matrix} {plain_estimate(self.curved)} samples",
+            ]
+        )
+
+
+def gradient_noise(
+    risk: Risk,
+    *,
+    matrix: CurvatureMatrix = "hessian",
+    group_size: int | None = None,
+    num_probes: int = 6,
+    generator: torch.Generator | None = None,
+    progress: bool | Progress = False,
+) -> GradientNoise:
+    r"""Return the noise scales of the gradient: batch sizes at which noise and signal are equal.
+
+    .. math:: B_\text{simple} = \frac{\operatorname{tr} \Sigma}{\|g\|^2}, \quad
+        B = \frac{\operatorname{tr}(H \Sigma)}{g^\top H g}, \quad
+        \Sigma = \frac{1}{N} \sum_i (g_i - g)(g_i - g)^\top
+
+    A step along the gradient of a batch of :math:`b` samples gains :math:`1 / (1 + B/b)` of what a
+    step along :math:`g` gains, each with its best learning rate. Larger batches than :math:`B` save
+    few steps.
+
+    The gradients :math:`\bar g_j` of :math:`M` random disjoint groups of ``c`` samples stand for
+    those of samples: with the deviations :math:`d_j = \bar g_j - \bar g`,
+    :math:`\hat \Sigma = \tfrac{N - 1}{N} \tfrac{c}{M - 1} \sum_j d_j d_j^\top` is unbiased. For
+    ``c = 1`` it *is* :math:`\Sigma`. :math:`\operatorname{tr}(H \hat \Sigma)` is the trace of a
+    matrix of size :math:`M`, estimated by XTrace.
+
+    Cost: ``2 num_probes + 1`` products with the matrix, and two gradients of all data. If the
+    gradients of all groups have more than :math:`2^{25}` entries, they are not stored, which takes
+    six gradients instead of two.
+
+    Args:
+        risk: The loss at a point, a mean over samples (which is checked). Batch norm must not be in
+            ``train`` mode.
+        matrix: ``hessian`` or ``ggn``.
+        group_size: Samples ``c`` per group. Defaults to 1 below 256 samples, and otherwise to the
+            largest that gives at least 128 groups.
+        num_probes: Probes of the trace of :math:`H \Sigma`, at least 2.
+        generator: Source of groups and probes. Defaults to a new generator with seed 0.
+        progress: Show a progress bar, or a :class:`Progress` to report to.
+
+    Reference: McCandlish, Kaplan, Amodei et al. (2018), *An empirical model of large-batch
+    training*.
+    """
+    return noise_of(
+        curvature_operator(risk, matrix),
+        group_size=group_size,
+        num_probes=num_probes,
+        generator=generator,
+        progress=progress,
+    )
+
+
+def noise_of(
+    op: CurvatureOperator,
+    *,
+    group_size: int | None = None,
+    num_probes: int = 6,
+    generator: torch.Generator | None = None,
+    progress: bool | Progress = False,
+) -> GradientNoise:
+    """Return :func:`gradient_noise` with a matrix whose products have been prepared already."""
+    risk = op.risk
+    risk.require_separable("gradient_noise()")
+    risk.require_sample_mean(alone=True)
+    count = sum(risk.batch_rows)
+    group_size = max(1, count // TUNING.num_groups) if group_size is None else group_size
+    # Fewer than three groups have no standard error.
+    check_count("group_size", group_size, high=max(1, count // 3))
+    check_count("num_probes", num_probes, low=2)
+    generator = resolve_generator(generator)
+    groups = random_groups(risk, group_size, generator)
+    # Sigma = scale sum_j d_j d_j'
+    scale = (count - 1) / count * group_size / max(1, groups.num_batches - 1)
+    gradient = risk.gradient()
+    deviations = _Deviations(groups, progress)
+    product = column_dots(gradient[:, None], op.matmat(gradient[:, None]))
+    square = _exact(column_dots(gradient[:, None], gradient[:, None]), risk, "|g|^2")
+    along = _exact(product.cpu() / square.mean, risk, "g'Hg / |g|^2", products=1)
+    # With single samples Sigma is exact; groups see M - 1 of its N - 1 degrees of freedom.
+    unseen = math.sqrt(max(0.0, (count - groups.num_batches) / max(1, count - 1)))
+    method = "single samples" if group_size == 1 else f"{groups.num_batches} random groups"
+    variance = _variance(deviations, scale, unseen, method, generator)
+    noise = trace(
+        _NoiseOperator(op, deviations, scale),
+        num_probes=min(num_probes, groups.num_batches),
+        generator=generator,
+    )
+    # The variance of a quadratic form of normal deviations is 2 |A|_F^2 <= 2 (tr A)^2.
+    bound = abs(float(noise)) * math.sqrt(2 / max(1, groups.num_batches - 1)) * unseen
+    noise = replace(noise, stderr=noise.stderr.hypot(torch.tensor(bound, dtype=torch.float64)))
+    return GradientNoise(
+        variance=variance,
+        gradient_square=square,
+        along=along,
+        simple=propagate(torch.div, variance, square, method=f"tr Sigma / |g|^2, {method}"),
+        curved=_curved(noise, along, square, method),
+        matrix=op.matrix,
+        num_samples=count,
+        num_products=noise.num_products + 1,
+        num_gradients=1 + deviations.num_passes,
+    )
+
+
+def random_groups(risk: Risk, group_size: int, generator: torch.Generator) -> Risk:
+    """Return the risk on random groups of one size; the rest of the samples is left out."""
+    count = sum(risk.batch_rows)
+    order = torch.randperm(count, generator=generator, device=generator.device)
+    used = order[: count // group_size * group_size].to(risk.theta.device)
+    return risk.samples(used, batch_size=group_size)
+
+
+@final
+class _Deviations:
+    """The deviations ``d_j`` of the gradients of groups: stored, or computed in each pass.
+
+    Attributes:
+        count: Number of groups ``M``.
+        contrasts: Terms ``(M - 1,)`` whose sum is that of the squares of the deviations.
+        num_passes: Passes over the data so far; each costs a gradient.
+    """
+
+    def __init__(self, groups: Risk, progress: bool | Progress) -> None:
+        self._groups, self._progress, self.num_passes = groups, progress, 0
+        self.count = groups.num_batches
+        theta = groups.theta
+        self._mean = torch.zeros_like(theta, dtype=torch.float64)
+        fits = self.count * len(theta) <= TUNING.stored
+        self._rows = theta.new_empty(self.count, len(theta)) if fits else None
+        gaps = []
+        for j, gradient in enumerate(self._pass(), start=1):
+            if self._rows is not None:
+                self._rows[j - 1] = gradient
+            # Welford: mean_j = mean_{j-1} + (y_j - mean_{j-1}) / j
+            step = gradient.double() - self._mean
+            gaps.append(float(step.square().sum()) * ((j - 1) / j))
+            self._mean.add_(step, alpha=1 / j)
+        # (j - 1)/j |y_j - mean_{j-1}|^2: their sum is that of |y_j - mean|^2.
+        self.contrasts = torch.tensor(gaps[1:], dtype=torch.float64)
+        if self._rows is not None:
+            self._rows -= self._mean.to(theta)
+
+    def _pass(self) -> Iterator[Tensor]:
+        self.num_passes += 1
+        groups = self._groups
+        with tracking(self._progress, "gradients of groups", self.count) as bar, groups.settings():
+            for done, (_, context, _) in enumerate(groups.contexts(), start=1):
+                yield groups.batch_gradient(context)[0]
+                bar.update(done)
+
+    def combine(self, weights: Tensor) -> Tensor:
+        """Return the combinations ``D s`` of deviations, ``(P, k)``, of weights ``(M, k)``."""
+        if self._rows is not None:
+            return self._rows.T @ weights.to(self._rows)
+        total = self._mean.new_zeros(len(self._mean), weights.shape[1])
+        for row, gradient in zip(weights.double(), self._pass(), strict=True):
+            total.addr_(gradient.double() - self._mean, row.to(total))
+        return total.to(self._groups.theta)
+
+    def project(self, block: Tensor) -> Tensor:
+        """Return the inner products ``D'V`` with vectors ``(P, k)``, ``(M, k)``."""
+        if self._rows is not None:
+            return self._rows @ block
+        rows = [(gradient - self._mean.to(gradient)) @ block for gradient in self._pass()]
+        return torch.stack(rows)
+
+
+@final
+class _NoiseOperator(LinearOperator):
+    """The matrix ``scale D'HD`` of size ``M``, whose trace is that of ``H Sigma``."""
+
+    def __init__(self, op: CurvatureOperator, deviations: _Deviations, scale: float) -> None:
+        super().__init__(deviations.count, dtype=op.dtype, device=op.device, block_size=WIDTH)
+        self._op, self._deviations, self._scale = op, deviations, scale
+
+    def _matmat(self, block: Tensor) -> Tensor:
+        vectors = self._deviations.combine(block)
+        image = [self._op.matmat(part) for part in vectors.split(self._op.block_size, 1)]
+        return self._deviations.project(torch.cat(image, 1)).mul_(self._scale)
+
+
+def _exact(value: Tensor, risk: Risk, method: str, *, products: int = 0) -> Estimate:
+    # Sums of float32 gradients over batches round by about sqrt(batches) eps of their size.
+    size = value.reshape(()).double().cpu()
+    roundoff = 10 * torch.finfo(risk.theta.dtype).eps * size.abs()
+    return Estimate.exact(size, method=method, truncation=roundoff, num_products=products)
+
+
+def _variance(
+    deviations: _Deviations,
+    scale: float,
+    unseen: float,
+    method: str,
+    generator: torch.Generator,
+) -> Estimate:
+    # The mean of M - 1 contrasts is the sum over groups divided by M - 1.
+    samples = deviations.contrasts * (scale * (deviations.count - 1))
+    estimate = Estimate.of(
+        samples,
+        method=f"variance of the gradients of {method}",
+        num_products=0,
+        status=Status(outcome="completed", message=f"{deviations.count} groups"),
+        seed=generator.initial_seed(),
+    )
+    return replace(estimate, stderr=stderr(samples) * unseen)
+
+
+def _curved(noise: Estimate, along: Estimate, square: Estimate, method: str) -> Estimate:
+    if is_below(along.mean, 0.0) or not bool(torch.isfinite(along.mean)):
+        status = Status(
+            outcome="uncertain",
+            message=f"the curvature along the gradient is {float(along):.3g}, not positive",
+            advice="use matrix='ggn'",
+        )
+        nan = torch.tensor(math.nan, dtype=torch.float64)
+        unknown = torch.tensor(math.inf, dtype=torch.float64)
+        return replace(
+            Estimate.exact(nan, method="tr(H Sigma) / g'Hg", status=status), truncation=unknown
+        )
+    return propagate(
+        lambda top, rayleigh, size: top / (rayleigh * size),
+        noise,
+        along,
+        square,
+        method=f"tr(H Sigma) / g'Hg, {method}",
+    )

@@ -1,0 +1,314 @@
+"""Large-batch training with the gradient noise of small batches."""
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD, Optimizer
+
+from ritz._core.checks import check_choice, check_count, check_range
+from ritz._core.modes import unwrapped
+from ritz._core.params import check_optimizer, parameters
+from ritz._core.random import epoch_generator
+from ritz.curvature._shared import (
+    NOISE_KINDS,
+    OF_STEP,
+    Adapter,
+    Forward,
+    NoiseKind,
+    StepNoise,
+    scale_of_step,
+)
+
+STEP = "noise_step"  # in the first group of the optimiser: steps taken
+ROOT = "noise_"  # names of saved roots in the state of a parameter begin with it
+REFRESH = {"kfac": 10}  # steps between two factorisations, which cost several steps
+
+
+@final
+class CovarianceNoise:
+    r"""Noise that gives the steps of a large batch the gradient noise of small ones.
+
+    .. math:: w \leftarrow w - \alpha\, \text{step}(g) + \alpha
+        \sqrt{\frac{M_L - M_S}{M_L M_S}}\; F^{1/2} \xi,
+
+    with :math:`M_L` the samples of a step, :math:`M_S` those of a small batch, and :math:`F^{1/2}
+    \xi` noise with the covariance of the gradient of one sample, or a part of it; see
+    :func:`ritz.curvature.noise_sample` for the kinds. ``isotropic``, ``multiplicative`` and
+    ``sgld`` are noise of a step, without the root. The optimiser may be any of torch: hooks of its
+    ``step()`` add the noise. In your own training loop::
+
+        noise = CovarianceNoise(optimizer, model, loss_fn, small=128)
+        for batch in batches:
+            optimizer.zero_grad()
+            loss = noise.backward(batch)   # forward and backward pass
+            optimizer.step()
+
+    Call ``backward`` several times before a step to accumulate gradients, with the ``share`` of
+    each part. With ``DistributedDataParallel``, pass the wrapped model. Random signs and drawn
+    labels are independent in every process and summed; second moments are summed, and the noise
+    drawn from them is the same in all. So the covariance is that of all samples of the step.
+
+    **Batch norm in train mode.** ``diagonal``, ``kfac`` and ``trace`` take the statistics of each
+    (ghost) batch as constants, in a second forward pass without dropout. ``full``, ``centred`` and
+    ``true`` use the pass of the step itself.
+
+    Saving: the number of steps is in ``optimizer.state_dict()``, and with it the random numbers,
+    which depend on seed, step and process only. With ``refresh`` above one, so are the roots of
+    the second moments. A resumed run is the same bit for bit.
+
+    Cost over a step without noise: ``full``, ``centred`` and ``true`` 5/3 (a second backward pass).
+    ``diagonal`` and ``trace`` of a network without batch norm: the products of squares, 1.3 to 1.5
+    for linear layers; with batch norm in train mode 1.7 and those products. Convolutions cost more:
+    the gradient of every sample is formed. Memory: a vector, and two with ``refresh``.
+
+    Args:
+        optimizer: Any optimiser of parameters of the model.
+        model: The model, possibly wrapped.
+        loss_fn: Mean loss of outputs and target.
+        kind: A kind of :func:`ritz.curvature.noise_sample`.
+        small: Samples :math:`M_S` of a small batch; less than those of a step.
+        until: First step without noise, counted from one. Defaults to never.
+        momentum: ``after``: the noise is added to the weights after the step, and momentum does not
+            accumulate it. ``before``: it is added to the gradient.
+        refresh: Steps between new second moments of ``diagonal``, ``trace`` and ``kfac``. Defaults
+            to 1, and to 10 for ``kfac``.
+        sigma: Standard deviation of ``isotropic`` and ``multiplicative``.
+        temperature: Temperature of ``sgld``, such as one over the number of training samples.
+        forward: Takes the model and a batch and returns ``(outputs, target)``.
+        seed: Seed of the noise.
+
+    Reference: Wen et al., *Interplay between optimization and generalization of stochastic gradient
+    descent with covariance noise*, Algorithm 1, sections 2.2 and 5.4.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        loss_fn: Callable[..., Any] | None = cross_entropy,
+        *,
+        kind: NoiseKind = "diagonal",
+        small: int = 128,
+        until: int | None = None,
+        momentum: Literal["after", "before"] = "after",
+        refresh: int | None = None,
+        sigma: float = 0.1,
+        temperature: float | None = None,
+        forward: Forward | None = None,
+        seed: int = 0,
+    ) -> None:
+        check_optimizer(optimizer)
+        check_choice("kind", kind, NOISE_KINDS)
+        check_count("small", small)
+        check_choice("momentum", momentum, ("after", "before"))
+        check_range("sigma", sigma, low=0.0)
+        if until is not None:
+            check_count("until", until)
+        self.refresh = REFRESH.get(kind, 1) if refresh is None else refresh
+        check_count("refresh", self.refresh)
+        if kind == "sgld" and temperature is None:
+            raise ValueError("temperature must be given for kind='sgld', got None")
+        self.optimizer, self.kind, self.small, self.until = optimizer, kind, small, until
+        self.momentum, self.sigma, self.temperature, self.seed = momentum, sigma, temperature, seed
+        self._adapter = Adapter(model, loss_fn, forward)
+        self._step = StepNoise(Adapter(unwrapped(model), loss_fn, forward), kind=kind, seed=seed)
+        held = set(parameters(optimizer))
+        self._named = {name: p for name, p in self._step.params.items() if p in held}
+        if not self._named:
+            raise ValueError("optimizer must have parameters of the model, got those of another")
+        self._noise: dict[Tensor, Tensor] | None = None  # of the step that is to be taken
+        self._begun = False
+        optimizer.register_step_pre_hook(torch.compiler.disable(self._before))
+        handle = optimizer.register_step_post_hook(torch.compiler.disable(self._after))
+        # Before the hooks of averages, which must see the weights with their noise.
+        hooks: Any = optimizer._optimizer_step_post_hooks
+        hooks.move_to_end(handle.id, last=False)
+        optimizer.register_load_state_dict_post_hook(self._load)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps taken."""
+        return int(self.optimizer.param_groups[0].get(STEP, 0))
+
+    @property
+    def active(self) -> bool:
+        """Whether the next step has noise."""
+        return self.until is None or self.num_steps + 1 < self.until
+
+    def backward(
+        self, batch: Any, *, share: float = 1.0, scaler: torch.amp.GradScaler | None = None
+    ) -> Tensor:
+        """Run forward and backward pass of a batch, gather its noise, and return its loss.
+
+        Args:
+            batch: ``(*inputs, target)`` or a dictionary with ``labels``, as for the model.
+            share: Share of the batch in the step, if gradients are accumulated.
+            scaler: Gradient scaler of float16, whose ``step`` and ``update`` you call.
+        """
+        if not self._begun or all(p.grad is None for p in self._named.values()):
+            self.begin()
+        with self.observing(batch):
+            outputs, target = self._adapter(batch)
+            loss: Tensor = self._adapter.loss(outputs, target)
+        # A tensor, so that nothing waits for the device.
+        scale: Any = 1.0 if scaler is None else scaler.scale(torch.ones_like(loss)).detach()
+        self.pull(loss * share * scale, outputs, target, batch, scale, share)
+        return loss.detach()
+
+    # --------------------------------------------------------------------------------------
+    # For training loops that run the passes themselves.
+
+    def begin(self) -> None:
+        """Begin a step: drop what an earlier one, which was not taken, has gathered."""
+        number, self._begun, self._noise = self.num_steps + 1, True, None
+        self._step.begin(number, fresh=(number - 1) % self.refresh == 0 or not self._step.roots)
+
+    def observing(self, batch: Any) -> Any:
+        """Return a context in which the forward pass of a batch must run, outside of autocast."""
+        return self._step.observing(batch, wanted=self.active and self.kind not in OF_STEP)
+
+    def pull(
+        self, loss: Tensor, outputs: Any, target: Any, batch: Any, scale: float | Tensor, share: Any
+    ) -> None:
+        """Run the backward pass of a loss and gather its noise; see :meth:`StepNoise.pull`."""
+        if not self.active or self.kind in OF_STEP:
+            loss.backward()
+        else:
+            self._step.pull(loss, outputs, target, batch, scale, share)
+
+    @torch.no_grad()
+    def collect(self, scale: float | Tensor = 1.0) -> None:
+        """Make the noise of the step, before gradients are clipped.
+
+        Args:
+            scale: Factor of a gradient scaler, if the gradients still have it.
+        """
+        if not self.active:
+            return
+
+        def mean(name: str) -> Tensor:
+            gradient = self._named[name].grad if name in self._named else None
+            zero = torch.zeros_like(self._step.params[name])
+            return zero if gradient is None else gradient / scale
+
+        if self.kind in OF_STEP:
+            self._noise = self._of_step(mean)
+            return
+        noise, rows = self._step.collect(mean)
+        if rows <= self.small and self.num_steps == 0:
+            raise ValueError(
+                f"small must be less than the samples of a step, got {self.small} and {rows}"
+            )
+        # A smaller batch at the end of an epoch has as much noise by itself.
+        factor = math.sqrt(max(0.0, 1 / self.small - 1 / rows))
+        self._noise = {p: noise[name].mul_(factor) for name, p in self._named.items()}
+
+    # --------------------------------------------------------------------------------------
+    # Hooks.
+
+    def _of_step(self, mean: Callable[[str], Tensor]) -> dict[Tensor, Tensor]:
+        rates = {p: g["lr"] for g in self.optimizer.param_groups for p in g["params"]}
+        device = next(iter(self._named.values())).device
+        seed = epoch_generator(self.seed, (self.num_steps + 1) << 16).initial_seed()
+        rng = torch.Generator(device).manual_seed(seed)
+        noise: dict[Tensor, Tensor] = {}
+        for name, p in self._named.items():
+            xi = torch.randn(p.shape, generator=rng, device=device, dtype=p.dtype)
+            rate = float(rates[p]) if self.kind == "sgld" else 1.0
+            # A step with learning rate zero has no noise.
+            heat = float(self.temperature or 0.0)
+            size = scale_of_step(self.kind, self.sigma, rate, heat) if rate else 0.0
+            noise[p] = xi.mul_(size) if self.kind != "multiplicative" else xi * mean(name) * size
+        return noise
+
+    @torch.no_grad()
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self.active:
+            return
+        # Fused optimisers are given scaled gradients.
+        scale = getattr(optimizer, "grad_scale", None)
+        if self._noise is None:
+            if not self._begun and self.kind not in OF_STEP:
+                raise RuntimeError(
+                    "the noise of a step needs its batch: call backward() of the noise instead of "
+                    "that of the loss"
+                )
+            self.collect(1.0 if scale is None else scale)
+        if self.momentum == "before" and self._noise is not None:
+            for p, noise in self._noise.items():
+                if p.grad is not None:
+                    p.grad.sub_(noise if scale is None else noise * scale)
+
+    @torch.no_grad()
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._noise is not None and self.momentum == "after":
+            found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    if p in self._noise and p.grad is not None:
+                        # A step that a fused optimiser skips has no noise either.
+                        rate = group["lr"] if found_inf is None else group["lr"] * (found_inf == 0)
+                        if isinstance(rate, Tensor):  # read on the device
+                            p.addcmul_(self._noise[p], rate.to(p.dtype))
+                        else:
+                            p.add_(self._noise[p], alpha=rate)
+        if self.refresh > 1 and self.active and self._step.fresh:
+            self._save()
+        self._noise, self._begun = None, False
+        optimizer.param_groups[0][STEP] = self.num_steps + 1
+
+    def _save(self) -> None:
+        for name, roots in self._step.roots.items():
+            p = self._named.get(name)
+            # A parameter without gradient has no state, which the optimiser has yet to create.
+            if p is not None and p.grad is not None:
+                self.optimizer.state[p] |= {ROOT + key: root for key, root in roots.items()}
+
+    def _load(self, optimizer: Optimizer) -> None:
+        self._step.roots = {}
+        for name, p in self._named.items():
+            state = optimizer.state.get(p, {})
+            found = {k.removeprefix(ROOT): v for k, v in state.items() if k.startswith(ROOT)}
+            if found:
+                self._step.roots[name] = found
+
+
+@final
+class NoisySGD(SGD):
+    r"""SGD with :class:`CovarianceNoise`, as published: momentum without the noise.
+
+    Call ``optimizer.noise.backward(batch)`` instead of ``loss.backward()``;
+    :func:`ritz.training.fit` does.
+
+    Args:
+        model: The model, possibly wrapped.
+        loss_fn: Mean loss of outputs and target.
+        lr: Learning rate.
+        momentum: Momentum.
+        weight_decay: Weight decay.
+        nesterov: Use Nesterov momentum.
+        **noise: Keywords of :class:`CovarianceNoise`: ``kind``, ``small``, ``until`` and so on;
+            its ``momentum`` is ``noise_momentum``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any] | None = cross_entropy,
+        *,
+        lr: float = 0.1,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        **noise: Any,
+    ) -> None:
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        super().__init__(
+            trainable, lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov
+        )
+        noise["momentum"] = noise.pop("noise_momentum", "after")
+        self.noise = CovarianceNoise(self, model, loss_fn, **noise)

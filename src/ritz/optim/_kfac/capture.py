@@ -1,0 +1,201 @@
+"""Inputs and output derivatives of layers, captured by hooks in ordinary passes of a model."""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from ritz._core.batches import tensors
+from ritz.curvature._shared import CONVOLUTIONS, Call
+from ritz.optim._kfac.blocks import Block, Pass
+
+Receive = Callable[[Block, Call, list[Tensor], Pass], None]
+
+
+@final
+class Hook:
+    """A hook that calls a method of an object, as long as there is the object.
+
+    A copied or loaded model has hooks that do nothing: its optimiser is another one.
+    """
+
+    def __init__(self, owner: object, method: str, *bound: Any) -> None:
+        self._owner, self._method, self._bound = weakref.ref(owner), method, bound
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        owner = self._owner()
+        if owner is not None:
+            getattr(owner, self._method)(*self._bound, *args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _nothing
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        return _make_nothing, ()
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _make_nothing() -> Any:
+    return _nothing
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+@final
+class _Arrival:
+    """Waits for the derivative in an output, and holds the input of the layer until then."""
+
+    def __init__(self, capture: "Capture", block: Block, x: Tensor, of: Pass) -> None:
+        self._capture, self._block, self._x, self._pass = weakref.ref(capture), block, x, of
+        self._version = x._version
+        self._held: Tensor | None = x
+
+    def __call__(self, delta: Tensor) -> None:
+        capture, x, self._held = self._capture(), self._held, None
+        if capture is not None and capture.active and x is not None:
+            check_version(self._block, x, self._version)
+            capture.deliver(self._block, x, [delta], self._pass)
+
+
+def check_version(block: Block, x: Tensor, version: int) -> None:
+    """Raise if an input has been overwritten since the layer was called."""
+    if x._version != version:
+        raise RuntimeError(
+            f"the input of layer {block.name!r} was modified in place after the layer was called, "
+            "and K-FAC needs it: use the operation that is not in place"
+        )
+
+
+@final
+class Capture:
+    """Hooks on the layers of a model, active on demand.
+
+    While it is active, a forward pass in train mode notes the input of each layer. The derivatives
+    come with the backward pass, or from :meth:`pull`.
+
+    Args:
+        model: The model without wrappers.
+        blocks: One for each layer.
+        receive: Called with a block, its call, derivatives in its output and the pass.
+        waits: Derivatives come from :meth:`pull` alone.
+    """
+
+    def __init__(
+        self, model: nn.Module, blocks: list[Block], receive: Receive, *, waits: bool
+    ) -> None:
+        self.active, self._receive, self._waits = False, receive, waits
+        self.scaled = False  # a gradient scaler is known
+        self._pass: Pass | None = None
+        self._records: list[tuple[Block, Tensor, int, GradientEdge, Pass]] = []
+        self._handles = [
+            model.register_forward_pre_hook(Hook(self, "begin"), with_kwargs=True, prepend=True)
+        ]
+        self._model = weakref.ref(model)
+        for block in blocks:
+            hook = Hook(self, "note", block)
+            self._handles.append(block.module.register_forward_hook(hook, with_kwargs=True))
+        # The hooks hold the blocks, which must not outlive their optimiser.
+        weakref.finalize(self, _remove, self._handles)
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        self.active = False
+        self.forget()
+        _remove(self._handles)
+
+    def forget(self) -> None:
+        """Forget noted inputs whose derivatives have not come."""
+        self._pass, self._records = None, []
+
+    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Note the number of samples of a forward pass."""
+        if self.active and torch.is_grad_enabled():
+            rows = next((len(x) for x in tensors((args, kwargs)) if x.ndim), None)
+            self._pass = Pass(rows)
+
+    def note(self, block: Block, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Note a call of a layer."""
+        model = self._model()
+        if not self.active or model is None or not model.training:
+            return
+        # Inside a transform of torch.func tensors must not be stored.
+        if torch._C._are_functorch_transforms_active():
+            return
+        # Without gradient: no_grad, inference, or nothing to train below the loss.
+        if not isinstance(output, Tensor) or not output.requires_grad:
+            return
+        x = args[0] if args else kwargs["input"]
+        self._check_scale(x.device.type)
+        x, of = x.detach(), self._pass or Pass(None)
+        if self._waits:
+            self._records.append((block, x, x._version, get_gradient_edge(output), of))
+        else:
+            output.register_hook(_Arrival(self, block, x, of))
+
+    def _check_scale(self, device: str) -> None:
+        half = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.half
+        if half and not self.scaled:
+            raise ValueError("KFAC needs to know the scale of the loss in float16: pass the "
+                             "GradScaler as scaler=")  # fmt: skip
+
+    def pull(self, outputs: Tensor, columns: Iterator[Tensor]) -> None:
+        """Deliver the derivatives of outputs in every layer since the last call.
+
+        Args:
+            outputs: Outputs of the model.
+            columns: Cotangents of the outputs. One backward pass each.
+        """
+        records, self._records = self._records, []
+        edges = [record[3] for record in records]
+        passes = [
+            torch.autograd.grad(outputs, edges, column, retain_graph=True, allow_unused=True)
+            for column in columns
+        ]
+        for (block, x, version, _, of), *deltas in zip(records, *passes, strict=True):
+            found = [delta for delta in deltas if delta is not None]
+            if found:
+                check_version(block, x, version)
+                self.deliver(block, x, found, of)
+
+    def deliver(self, block: Block, x: Tensor, deltas: list[Tensor], of: Pass) -> None:
+        """Pass the input and the derivatives of a call on, as rows of samples."""
+        # A layer may be called on one sample without an axis of samples.
+        module = block.module
+        alone = isinstance(module, nn.Linear) and x.ndim == 1
+        alone = alone or (
+            isinstance(module, CONVOLUTIONS) and x.ndim == len(module.kernel_size) + 1
+        )
+        alone = alone or (isinstance(module, nn.Embedding) and x.ndim == 0)
+        if alone:
+            # Nor has the input of the model one.
+            x, of = x.unsqueeze(0), Pass(None)
+        with self.paused(), torch.no_grad():
+            columns = [
+                (delta.unsqueeze(0) if alone else delta).detach().to(block.dtype).unsqueeze(0)
+                for delta in deltas
+            ]
+            x = x.to(block.dtype) if x.is_floating_point() else x
+            output = columns[0][0]  # of its shape
+            call = Call(args=(x,), kwargs={}, output=output, state={}, chosen=block.keys)
+            self._receive(block, call, columns, of)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Capture nothing inside the block."""
+        active, self.active = self.active, False
+        try:
+            yield
+        finally:
+            self.active = active

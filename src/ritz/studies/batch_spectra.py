@@ -1,0 +1,426 @@
+"""Largest eigenvalue of mini-batches, measured and predicted: Spectral Machine Learning, 5.5-5.6.
+
+Networks are trained by SGD. At several epochs the largest eigenvalue of the Hessian and of the
+Gauss-Newton matrix of batches that are really drawn is compared with four predictions that use
+products on the full data alone. ``--size paper`` is VGG-16 on CIFAR-100 on a GPU.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from ritz import data, models, plots
+from ritz._core.checks import check_choice, check_count, check_device, is_below
+from ritz._core.progress import Progress
+from ritz._core.results import stderr
+from ritz.curvature import Risk, curvature_operator
+from ritz.curvature._shared import MATRICES
+from ritz.measures import BatchCurve, batch_prediction, measured_batches
+from ritz.plots._shared import style
+from ritz.spectra import eigenpairs
+from ritz.studies._evidence import Evidence
+from ritz.studies._protocol import (
+    StatePath,
+    StudyResult,
+    check_minimums,
+    compute_cells,
+    record,
+    seeded,
+)
+
+# Networks by name, with the options of their models.
+NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "logistic": ("logistic", {}),
+    "mlp": ("mlp", {"hidden": (64, 32)}),
+    "lenet": ("lenet", {"width": 3, "hidden": (40, 20)}),
+    "tanh": ("mlp", {"hidden": (64, 64, 64), "activation": "tanh"}),
+    "resnet": ("resnet20", {"width": 4}),
+    "vgg16": ("vgg16", {}),
+}
+PREDICTIONS = ("subspace", "directional", "additive", "multiplicative")
+QUANTITIES = ("value", "spread", "overlap")
+ROWS = 2 + len(PREDICTIONS)  # measured, its errors, and the predictions
+NUM_VECTORS = 20
+# The goals: deviations of the mean, by batch size from which on they hold.
+VALUE_GOALS = {32: 0.10, 8: 0.20}
+OVERLAP_GOAL = (128, 0.1)
+SPREAD_GOAL = 0.25
+TRUSTED = 0.1  # largest deviation of a prediction that is called trustworthy
+
+
+@record
+class Config:
+    """Networks, data, and what is measured.
+
+    Attributes:
+        networks: Names of networks: ``logistic``, ``mlp``, ``lenet``, ``tanh``, ``resnet``,
+            ``vgg16``.
+        dataset: ``digits``, ``mnist`` or ``cifar100``.
+        num_samples: Samples ``N``, of training and of the curvature.
+        epochs: Epochs of training after which is measured.
+        batch_sizes: Batch sizes, ascending.
+        num_batches: Batches drawn for each size; the last entry holds for the remaining sizes.
+        matrices: ``hessian`` and ``ggn``.
+        rate: Learning rate of SGD.
+        train_size: Batch size of SGD.
+        num_seeds: Runs of every network, with other samples, initial weights and batches.
+        device: ``cpu`` or ``cuda``.
+        seed: Run ``i`` has the seed ``seed + i``.
+        data: Folder of the data. Defaults to the environment variable ``RITZ_DATA``.
+    """
+
+    networks: tuple[str, ...] = ("logistic", "mlp", "lenet", "tanh")
+    dataset: Literal["digits", "mnist", "cifar100"] = "mnist"
+    num_samples: int = 4096
+    epochs: tuple[int, ...] = (1, 10)
+    batch_sizes: tuple[int, ...] = (8, 32, 128, 512, 2048)
+    num_batches: tuple[int, ...] = (20, 20, 10, 10, 5)
+    matrices: tuple[str, ...] = MATRICES
+    rate: float = 0.05
+    train_size: int = 64
+    num_seeds: int = 3
+    device: str = "cpu"
+    seed: int = 0
+    data: str | None = None
+
+    def __post_init__(self) -> None:
+        check_minimums(
+            self, num_samples=20, epochs=1, num_batches=2, rate=1e-6, num_seeds=1, seed=0
+        )
+        for name in self.networks:
+            check_choice("networks", name, NETWORKS)
+        for name in self.matrices:
+            check_choice("matrices", name, MATRICES)
+        for size in (*self.batch_sizes, self.train_size):
+            check_count("batch_sizes", size, high=self.num_samples)
+        for name in ("networks", "epochs", "batch_sizes", "num_batches", "matrices"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} must not be empty")
+
+
+SIZES = {
+    "smoke": Config(
+        networks=("logistic", "mlp"), dataset="digits", num_samples=200, epochs=(1, 4),
+        batch_sizes=(8, 32, 100), num_batches=(4,), train_size=20, num_seeds=1,
+    ),
+    "paper": Config(
+        networks=("vgg16",), dataset="cifar100", num_samples=8192, epochs=(1, 5, 25), rate=0.02,
+        train_size=128, num_batches=(10,), num_seeds=1, device="cuda",
+    ),
+}  # fmt: skip
+
+
+@record
+class Result(StudyResult[Config]):
+    r"""Measured and predicted curves. Cells are networks, epochs, seeds and matrices.
+
+    Attributes:
+        measured: Value, spread and overlap of drawn batches, ``(3, n, e, s, m, S)``.
+        errors: Standard errors of these, same shape.
+        predicted: The same of each prediction, ``(4, 3, n, e, s, m, S)``.
+        lambda_max: Largest eigenvalue of all data, ``(n, e, s, m)``.
+        along: :math:`V(\varphi_1)`, same shape.
+        variance: :math:`P \sigma^2`, same shape.
+        variance_errors: Its standard errors, same shape.
+        losses: Training loss, ``(n, e, s)``.
+        cost: Products with the whole matrix per prediction, mean.
+    """
+
+    measured: Tensor
+    errors: Tensor
+    predicted: Tensor
+    lambda_max: Tensor
+    along: Tensor
+    variance: Tensor
+    variance_errors: Tensor
+    losses: Tensor
+    cost: float
+
+    def __str__(self) -> str:
+        return "\n".join([*_heading(self), *_table(self), *_verdicts(self), *_over_training(self)])
+
+
+def run(config: Config, *, progress: bool | Progress = False, state: StatePath = None) -> Result:
+    """Return measured and predicted curves of all networks, epochs and seeds."""
+    c = config
+    seeds = range(c.seed, c.seed + c.num_seeds)
+    cells = {f"{name} {seed}": (name, seed) for name in c.networks for seed in seeds}
+    parts = compute_cells(
+        lambda cell: _curves(c, *cell), cells, "networks", config=c, state=state, progress=progress
+    )
+    # (n s, e, m, rows, S) to rows, networks, epochs, seeds, matrices.
+    table = torch.stack(list(parts.values())).unflatten(0, (len(c.networks), c.num_seeds))
+    table = table.permute(4, 0, 2, 1, 3, 5)
+    curves, facts = table[: 3 * ROWS].unflatten(0, (ROWS, 3)), table[3 * ROWS :, ..., 0]
+    return Result(
+        config=c,
+        measured=curves[0].contiguous(),
+        errors=curves[1].contiguous(),
+        predicted=curves[2:].contiguous(),
+        lambda_max=facts[0].contiguous(),
+        along=facts[1].contiguous(),
+        variance=facts[2].contiguous(),
+        variance_errors=facts[3].contiguous(),
+        losses=facts[4, ..., 0].contiguous(),
+        cost=float(facts[5].mean()),
+    )
+
+
+# ------------------------------------------------------------------------------------------
+# Training, and the curves of one network at one epoch.
+
+
+def _curves(config: Config, name: str, seed: int) -> Tensor:
+    """Return curves and numbers of a network and seed, ``(e, m, rows, S)``."""
+    return torch.stack(
+        [
+            torch.stack(
+                [_compare(config, risk, matrix, (seed, epoch)) for matrix in config.matrices]
+            )
+            for epoch, risk in _trained(config, name, seed)
+        ]
+    )
+
+
+def _trained(config: Config, name: str, seed: int) -> Iterator[tuple[int, Risk]]:
+    """Yield epoch and risk of a network after each epoch of the list."""
+    generator = seeded(seed)
+    device = check_device(config.device)
+    images: Any = data.load(config.dataset, data_dir=config.data)
+    inputs, labels = images.train.take(config.num_samples, generator=generator).tensors()
+    inputs, labels = inputs.to(device), labels.to(device)
+    kind, options = NETWORKS[name]
+    shape = {"num_classes": images.num_classes, "input_shape": tuple(inputs.shape[1:])}
+    model = models.create(kind, generator=generator, device=device, **shape, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=config.rate)
+    for epoch in range(1, max(config.epochs) + 1):
+        _train_epoch(model, optimizer, inputs, labels, config.train_size, generator)
+        if epoch in config.epochs:
+            model.eval()
+            yield epoch, Risk(model, cross_entropy, (inputs, labels))
+            model.train()
+
+
+def _train_epoch(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    inputs: Tensor,
+    labels: Tensor,
+    size: int,
+    generator: torch.Generator,
+) -> None:
+    order = torch.randperm(len(inputs), generator=generator).to(inputs.device)
+    # Only whole batches: a last batch of one sample has no batch norm.
+    for rows in order.split(size)[: len(inputs) // size]:
+        optimizer.zero_grad()
+        cross_entropy(model(inputs[rows]), labels[rows]).backward()
+        optimizer.step()
+
+
+def _compare(config: Config, risk: Risk, matrix: Any, place: tuple[int, int]) -> Tensor:
+    """Return curves, measured, errors and predictions, and below them numbers, ``(rows, S)``."""
+    sizes, (seed, epoch) = config.batch_sizes, place
+    pairs = eigenpairs(
+        curvature_operator(risk, matrix),
+        largest=min(NUM_VECTORS, risk.space.size),
+        rtol=1e-3,
+        certify="none",
+        generator=seeded(seed),
+    )
+    predicted = batch_prediction(
+        risk, batch_sizes=sizes, matrix=matrix, pairs=pairs, generator=seeded(seed)
+    )
+    if pairs.vectors is None:
+        raise RuntimeError("eigenpairs() returned no vectors")
+    # Drawn with another seed than the groups: predictions must not see these batches.
+    drawn, leading = seeded(1_000_003 * epoch + seed), pairs.vectors[:, -1]
+    parts = []
+    for index, size in enumerate(sizes):
+        count = config.num_batches[min(index, len(config.num_batches) - 1)]
+        one = measured_batches(
+            risk, batch_sizes=[size], leading=leading, matrix=matrix, num_batches=count,
+            generator=drawn,
+        )  # fmt: skip
+        parts.append(torch.stack([_numbers(one, "mean"), _numbers(one, "stderr")]))
+    rows = [_numbers(getattr(predicted, name), "mean") for name in PREDICTIONS]
+    facts = (predicted.lambda_max, predicted.along, predicted.variance)
+    numbers = [float(one) for one in facts] + [float(predicted.variance.stderr)]
+    numbers += [risk.loss(), pairs.num_products + predicted.cost]
+    curves = torch.cat([torch.cat(parts, 2), torch.stack(rows)]).flatten(0, 1)
+    columns = torch.tensor(numbers, dtype=torch.float64)[:, None].expand(-1, len(sizes))
+    return torch.cat([curves, columns])
+
+
+def _numbers(curve: BatchCurve, field: str) -> Tensor:
+    return torch.stack([getattr(getattr(curve, name), field) for name in QUANTITIES])
+
+
+# ------------------------------------------------------------------------------------------
+# The table.
+
+
+def _heading(result: Result) -> list[str]:
+    c = result.config
+    return [
+        f"Largest eigenvalue of batches, {c.num_samples:,} samples of {c.dataset}, SGD, epochs "
+        f"{', '.join(map(str, c.epochs))}, {c.num_seeds} seeds, {' and '.join(c.matrices)}",
+        f"Deviations of predictions from the measured mean (± standard error of the measurement); "
+        f"a prediction costs {result.cost:.0f} products with the whole matrix",
+        f"{'':10}{'batch':>7}{'measured':>10}"
+        + "".join(f"{name[:11]:>14}" for name in PREDICTIONS)
+        + f"{'overlap':>10}{'predicted':>11}{'spread':>9}{'predicted':>11}",
+    ]
+
+
+def deviations(result: Result) -> tuple[Tensor, Tensor]:
+    """Return relative deviations of the mean, ``(4, n, S)``, and their standard errors ``(n, S)``.
+
+    Averages run over epochs, seeds and matrices, of the ratio to the largest eigenvalue of all
+    data.
+    """
+    scale = result.lambda_max[..., None]
+    measured = (result.measured[0] / scale).mean((1, 2, 3))
+    predicted = (result.predicted[:, 0] / scale).mean((2, 3, 4))
+    # The batches of the two matrices are the same, so their errors do not average out.
+    error = (result.errors[0] / scale).square().mean(3).sum((1, 2)).sqrt()
+    count = result.errors.shape[2] * result.errors.shape[3]
+    return predicted / measured - 1, error / count / measured
+
+
+def _table(result: Result) -> list[str]:
+    c, lines = result.config, []
+    deviation, error = deviations(result)
+    mean = result.measured.mean((2, 3, 4))  # (3, n, S)
+    predicted = result.predicted[0].mean((2, 3, 4))
+    for i, name in enumerate(c.networks):
+        for k, size in enumerate(c.batch_sizes):
+            cells = [_percent(deviation[p, i, k], error[i, k])
+                     for p in range(len(PREDICTIONS))]  # fmt: skip
+            lines.append(
+                f"{name if k == 0 else '':10}{size:>7,}{mean[0, i, k]:>10.3g}"
+                + "".join(f"{cell:>14}" for cell in cells)
+                + f"{mean[2, i, k]:>10.2f}{predicted[2, i, k]:>11.2f}"
+                + f"{mean[1, i, k]:>9.3g}{predicted[1, i, k]:>11.3g}"
+            )
+    return lines
+
+
+def _percent(deviation: Tensor, error: Tensor) -> str:
+    # A model that does not apply predicts nothing.
+    return "-" if bool(deviation.isnan()) else f"{deviation:>+8.1%} ± {error:<3.0%}"
+
+
+def _verdicts(result: Result) -> list[str]:
+    """Return for each goal how many networks and batch sizes meet it, and what to trust."""
+    sizes = torch.tensor(result.config.batch_sizes)
+    deviation = deviations(result)[0].abs()
+    means, predicted = result.measured.mean((2, 3, 4)), result.predicted[0].mean((2, 3, 4))
+    lines = []
+    for name, shown in zip(PREDICTIONS, deviation, strict=True):
+        worst = ", ".join("-" if math.isnan(d) else f"{d:.0%}" for d in shown.amax(0).tolist())
+        lines.append(f"largest deviation of {name}: {worst}")
+    goals = torch.tensor(
+        [next((g for low, g in VALUE_GOALS.items() if size >= low), math.inf) for size in sizes]
+    )
+    checks = {
+        "mean within 10 % (20 % below 32)": deviation[0] <= goals,
+        f"overlap within {OVERLAP_GOAL[1]:g} from {OVERLAP_GOAL[0]} on": (
+            (means[2] - predicted[2]).abs()[:, sizes >= OVERLAP_GOAL[0]] <= OVERLAP_GOAL[1]
+        ),
+        f"spread within {SPREAD_GOAL:.0%}": (
+            (predicted[1] / means[1] - 1).abs()[means[1] > 0] <= SPREAD_GOAL
+        ),
+    }
+    for title, met in checks.items():
+        lines.append(f"subspace, {title}: {int(met.sum())} of {met.numel()}")
+    lines.append(f"trust, as all networks are within {TRUSTED:.0%}:")
+    for name, shown in zip(PREDICTIONS, deviation, strict=True):
+        # A model that does not apply to one of the networks is not within anything.
+        within = [f"{size:,}" for size, d in zip(result.config.batch_sizes, shown.T, strict=True)
+                  if is_below(d, TRUSTED)]  # fmt: skip
+        lines.append(f"  {name:14} for batches of {', '.join(within) or 'no size'}")
+    return lines
+
+
+def _over_training(result: Result) -> list[str]:
+    """Return the variance over training, on average over seeds."""
+    c = result.config
+    lines = [f"{'variance over training':28}" + "".join(f"{f'epoch {e}':>12}" for e in c.epochs)]
+    for m, matrix in enumerate(c.matrices):
+        for i, name in enumerate(c.networks):
+            for title, part in (("P sigma^2", result.variance), ("V(phi_1)", result.along)):
+                numbers = part[i, :, :, m].mean(1)
+                label = f"{name}, {matrix}, {title}"
+                lines.append(f"{label:28}" + "".join(f"{float(v):>12.4g}" for v in numbers))
+    return lines
+
+
+# ------------------------------------------------------------------------------------------
+# The picture.
+
+
+def figure(result: Result) -> style.Figure:
+    """Draw measured and predicted values and overlaps over batch sizes, a column per network."""
+    c = result.config
+    drawing, axes = plots.panels(2, len(c.networks), width=3.4, height=2.7)
+    colours = style.STYLE.palette
+    for i, name in enumerate(c.networks):
+        for row, (quantity, label) in enumerate(((0, r"$\lambda_1$ of a batch"), (2, "overlap"))):
+            axis = axes[row * len(c.networks) + i]
+            for p, prediction in enumerate(PREDICTIONS):
+                # The last epoch of the first matrix, on average over seeds.
+                values = result.predicted[p, quantity, i, -1, :, 0].mean(0)
+                style.line(axis, c.batch_sizes, values, colours[p], prediction, marker="")
+            seen = result.measured[quantity, i, -1, :, 0]
+            error = stderr(seen) if len(seen) > 1 else result.errors[quantity, i, -1, 0, 0]
+            style.bars(axis, c.batch_sizes, seen.mean(0).numpy(), yerr=error.numpy(), fmt="o",
+                       color="black", label="measured")  # fmt: skip
+            style.batch_size_x(axis, c.batch_sizes)
+            if quantity == 0:
+                style.log_scale(axis)
+            title = f"{name}, epoch {c.epochs[-1]}" if row == 0 else ""
+            style.finish(axis, axis.get_xlabel(), label if i == 0 else "", title)
+    style.share_legend(drawing)
+    return drawing
+
+
+# ------------------------------------------------------------------------------------------
+# The published claims.
+
+
+def evidence(result: Result) -> list[Evidence]:
+    """Return what the papers' models predict, and what was measured."""
+    return [_claim(result, place) for place in range(len(PREDICTIONS))]
+
+
+def _claim(result: Result, place: int) -> Evidence:
+    c, name = result.config, PREDICTIONS[place]
+    deviation, error = deviations(result)
+    cells = []
+    for i, network in enumerate(c.networks):
+        numbers = (
+            f"{size:,}: {_percent(d, e).strip()}"
+            for size, d, e in zip(c.batch_sizes, deviation[place, i], error[i], strict=True)
+        )
+        cells.append(f"{network} {', '.join(numbers)}")
+    published = name in ("additive", "multiplicative")
+    # The paper compares at B = 128, in standard deviations between batches.
+    nearest = min(range(len(c.batch_sizes)), key=lambda k: abs(c.batch_sizes[k] - 128))
+    gap = (result.predicted[place, 0] - result.measured[0]).mean((1, 2, 3))[:, nearest]
+    units = float((gap / result.measured[1].mean((1, 2, 3))[:, nearest]).abs().max())
+    holds = is_below(units, 1.0)
+    return Evidence(
+        paper="SPECTRA",
+        where="Section 5.6, Figure 5.6" if published else "Section 5.6",
+        what=f"largest eigenvalue of batches: deviation of the {name} prediction by batch size "
+        f"({' and '.join(c.matrices)}, {c.num_samples:,} samples of {c.dataset})",
+        published="within one standard deviation at B = 128" if published else "-",
+        measured="; ".join(cells),
+        verdict=("agrees" if holds else "differs") if published else "extends",
+        why=f"up to {units:.1f} standard deviations at B = {c.batch_sizes[nearest]}"
+        + (", but far off for small batches" if published and holds else ""),
+    )

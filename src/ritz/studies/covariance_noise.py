@@ -1,0 +1,727 @@
+"""Large batches with covariance noise: NOISE paper, Figures 1 to 5, Tables 1 and 2.
+
+After Wen et al., *Interplay between optimization and generalization of stochastic gradient descent
+with covariance noise*. Small batches, large batches with ghost batch norm, and large batches with
+gradient noise are trained for equally many epochs. The learning rate of every method is chosen from
+a grid by validation images, on a seed of its own. Two examples in two dimensions are exact.
+"""
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from itertools import product
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+from ritz import data, models, plots
+from ritz._core.checks import check_choice, check_count, is_below
+from ritz._core.modes import batch_norms
+from ritz._core.progress import Progress
+from ritz.curvature import Risk, gradient_statistics, noise_sample
+from ritz.measures import calibrated_sharpness, excess_risk
+from ritz.plots._shared import style
+from ritz.studies._evidence import Evidence
+from ritz.studies._protocol import (
+    StatePath,
+    StudyResult,
+    check_minimums,
+    column,
+    compute_cells,
+    record,
+    row,
+    seeded,
+)
+from ritz.training import CurvatureMonitor, fit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A row of the tables.
+
+    Attributes:
+        data: Data set.
+        model: Model by name.
+        published: Accuracy in percent by method, where the paper has one.
+    """
+
+    data: str
+    model: str
+    published: Mapping[str, float] = field(default_factory=dict)
+
+
+def _task(data: str, model: str, *table1: float, table2: tuple[float, ...] = ()) -> Task:
+    # The columns of Table 2 without those that it repeats.
+    extra = ("batch change", "multiplicative", "kfac", "trace")
+    first = dict(zip(("small", "large", "diagonal"), table1, strict=True))
+    return Task(data=data, model=model, published=first | dict(zip(extra, table2, strict=False)))
+
+
+TASKS = {
+    "digits/mlp": Task(data="digits", model="mlp"),
+    "mnist/mlp": _task("mnist", "mlp", 98.10, 97.95, 98.10),
+    "mnist/lenet": _task("mnist", "lenet", 99.10, 98.88, 99.11),
+    "fashion/lenet": _task("fashion-mnist", "lenet", 91.15, 88.89, 90.79),
+    "cifar10/alexnet": _task("cifar10", "alexnet", 87.80, 86.42, 87.61),
+    "cifar100/alexnet": _task("cifar100", "alexnet", 59.21, 56.79, 59.10),
+    "cifar10/vgg16": _task("cifar10", "vgg16_bn", 93.25, 91.81, 93.19,
+                           table2=(93.18, 90.98, 93.06, 92.91)),
+    "cifar100/vgg16": _task("cifar100", "vgg16_bn", 72.83, 69.45, 72.11,
+                            table2=(72.44, 68.77, 71.86, 71.35)),
+    "cifar10/resnet44": _task("cifar10", "resnet44", 93.42, 91.93, 92.88,
+                              table2=(93.02, 91.28, 92.81, 92.33)),
+    "cifar100/resnet44x2": _task("cifar100", "resnet44x2", 75.55, 73.13, 74.26,
+                                 table2=(75.16, 71.98, 73.84, 73.77)),
+}  # fmt: skip
+NOISES: tuple[Literal["full", "diagonal"], ...] = ("full", "diagonal")  # of Figure 2
+METHODS = ("small", "large", "diagonal", "full", "batch change", "multiplicative", "kfac", "trace")
+Images = Any  # what data.load returns for images
+
+
+@record
+class Config:
+    """Which rows and methods of the tables, and how long they are trained.
+
+    Attributes:
+        tasks: Rows of the tables, such as ``mnist/mlp``.
+        methods: Columns: ``small``, ``large``, and large batches with ``diagonal``, ``full``,
+            ``multiplicative``, ``kfac`` or ``trace`` noise, or after small ones: ``batch change``.
+        num_epochs: Epochs of every run.
+        num_seeds: Runs of every method.
+        large: Samples of a large batch.
+        small: Samples of a small batch.
+        rates: Learning rates to choose from. A single one is not tuned.
+        noise_until: Fraction of the run after which noise, or small batches, end.
+        device: Device of the networks.
+        data: Folder of the data sets. Defaults to the environment variable ``RITZ_DATA``.
+        seed: Run ``i`` has the seed ``seed + i``. Rates are chosen with the seed ``seed + 1000``.
+    """
+
+    tasks: tuple[str, ...] = ("mnist/mlp",)
+    methods: tuple[str, ...] = ("small", "large", "diagonal", "full")
+    # The paper trains for 200 epochs.
+    num_epochs: int = 12
+    num_seeds: int = 3
+    large: int = 4096
+    small: int = 128
+    # From the usual 0.1 of small batches to 1.6, the best with batches of 4096 (appendix E.1). The
+    # grid of the paper is not given.
+    rates: tuple[float, ...] = (0.1, 0.4, 1.6)
+    noise_until: float = 0.25
+    device: str = "cpu"
+    data: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for task in self.tasks:
+            check_choice("tasks", task, TASKS)
+        for method in self.methods:
+            check_choice("methods", method, METHODS)
+        check_minimums(self, num_epochs=1, num_seeds=1, seed=0, rates=0.0, large=2)
+        check_count("small", self.small, high=self.large - 1)
+
+
+SIZES = {
+    "smoke": Config(
+        tasks=("digits/mlp",), methods=METHODS[:3], num_epochs=4, num_seeds=2, large=512, small=64,
+        rates=(0.1, 0.4),
+    ),
+    "paper": Config(
+        tasks=tuple(TASKS)[1:], methods=METHODS, num_epochs=200,
+        rates=(0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2),
+    ),
+}  # fmt: skip
+
+
+@record
+class Cell:
+    """What is recorded of all runs of one method on one task; see :class:`Result`."""
+
+    accuracies: Tensor
+    rates: Tensor
+    losses: Tensor
+    steps: Tensor
+    sharpness: Tensor
+    generalisation: Tensor
+    optimisation: Tensor
+    fisher_norms: Tensor
+    seconds: Tensor
+
+
+@record
+class Planar:
+    """The examples in two dimensions, Figures 1 and 4.
+
+    Attributes:
+        names: The noises of Figure 1.
+        steps: One-step updates with each noise, ``(noises, samples, 2)``.
+        covariances: Exact covariance of an update with each noise, ``(noises, 2, 2)``.
+        optimum: The exact solution of the regression, ``(2,)``.
+        start: Weights before the step, ``(2,)``.
+        hessian: Hessian of the regression, ``(2, 2)``.
+        quadratic: The matrix :math:`A` of Figure 4, ``(2, 2)``.
+        losses: Exact expected loss of every iterate with full and with diagonal noise, ``(2, k)``.
+        paths: A trajectory of each, every tenth iterate, ``(2, k // 10, 2)``.
+        norms: ``tr(C'AC)`` of each, which is the squared Frobenius norm of ``A`` or its diagonal.
+    """
+
+    names: tuple[str, ...]
+    steps: Tensor
+    covariances: Tensor
+    optimum: Tensor
+    start: Tensor
+    hessian: Tensor
+    quadratic: Tensor
+    losses: Tensor
+    paths: Tensor
+    norms: Tensor
+
+
+@record
+class Result(StudyResult[Config]):
+    """Accuracies of all methods, and what the figures show.
+
+    Attributes:
+        planar: The examples in two dimensions.
+        accuracies: Test accuracy of the last weights, ``(tasks, methods, seeds)``.
+        rates: Learning rates that were chosen, ``(tasks, methods)``.
+        losses: Mean training loss of every epoch over the seeds, ``(tasks, methods, epochs)``.
+        steps: Steps done after every epoch, ``(tasks, methods, epochs)``.
+        sharpness: Largest eigenvalue of the folded and calibrated network at the end,
+            ``(tasks, methods, seeds)``; NaN if there is no temperature.
+        generalisation: Held-out loss minus training loss at the end, same shape.
+        optimisation: Training loss at the end, same shape.
+        fisher_norms: Frobenius norms of the Fisher matrix and of its diagonal along the first run
+            of the method ``large``, ``(tasks, 2, measurements)``.
+        layers: Names of the parameters of the first task.
+        variances: Mean gradient variance of every parameter tensor of a partially trained network
+            of the first task, in small and large batches, and with full and diagonal noise,
+            ``(4, layers)``.
+        seconds: Mean time of a run, ``(tasks, methods)``.
+    """
+
+    planar: Planar
+    accuracies: Tensor
+    rates: Tensor
+    losses: Tensor
+    steps: Tensor
+    sharpness: Tensor
+    generalisation: Tensor
+    optimisation: Tensor
+    fisher_norms: Tensor
+    layers: tuple[str, ...]
+    variances: Tensor
+    seconds: Tensor
+
+    def __str__(self) -> str:
+        c, methods = self.config, self.config.methods
+        lines = [
+            f"Test accuracy in % after {c.num_epochs} epochs, batches of {c.small} and {c.large}; "
+            f"mean and standard deviation of {c.num_seeds} seeds; in brackets as published",
+            row("", methods, ">22"),
+        ]
+        for i, task in enumerate(c.tasks):
+            cells = [self._cell(i, j, TASKS[task].published.get(m)) for j, m in enumerate(methods)]
+            lines.append(row(task, cells, ">22"))
+            lines.append(row("  learning rate", self.rates[i], ">22.3g"))
+            lines.append(row("  calibrated max", self.sharpness[i].mean(1), ">22.4g"))
+            lines.append(row("  generalisation", self.generalisation[i].mean(1), ">22.4g"))
+            lines.append(row("  optimisation", self.optimisation[i].mean(1), ">22.4g"))
+            lines.append(row("  seconds per run", self.seconds[i], ">22.1f"))
+        lines.append("Mean gradient variance of the first task by parameter tensor:")
+        lines.append(row("", self.layers, ">14"))
+        regimes = ("small", "large", "large + full", "large + diagonal")
+        lines += [row(n, v, ">14.3g") for n, v in zip(regimes, self.variances, strict=True)]
+        p = self.planar
+        lines.append("Covariance of one step, relative distance from that of small batches:")
+        lines.append(row("", p.names, ">14"))
+        lines.append(row("", _gaps(p), ">14.3f"))
+        lines.append(
+            f"Quadratic in two dimensions: tr(C'AC) {float(p.norms[0]):.4g} full, "
+            f"{float(p.norms[1]):.4g} diagonal; exact loss at the end {float(p.losses[0, -1]):.4g} "
+            f"and {float(p.losses[1, -1]):.4g}"
+        )
+        return "\n".join(lines)
+
+    def _cell(self, i: int, j: int, published: float | None) -> str:
+        values = 100 * self.accuracies[i, j]
+        spread = f" ({float(values.std()):.2f})" if len(values) > 1 else ""
+        return f"{float(values.mean()):.2f}{spread}" + (f" [{published:.2f}]" if published else "")
+
+
+def run(config: Config, *, progress: bool | Progress = False, state: StatePath = None) -> Result:
+    """Return the accuracies of all methods on all tasks, and the examples in two dimensions."""
+    tasks, methods = config.tasks, config.methods
+
+    def compute(cell: tuple[str, str]) -> Cell:
+        return Runner(config, TASKS[cell[0]]).cell(cell[1])
+
+    names = {
+        f"{task} {method}".replace("/", " "): (task, method) for task in tasks for method in methods
+    }
+    cells = compute_cells(compute, names, "methods", config=config, state=state, progress=progress)
+
+    def table(name: str) -> Tensor:
+        values = [getattr(cell, name) for cell in cells.values()]
+        return torch.stack(values).view(len(tasks), len(methods), *values[0].shape)
+
+    layers, variances = Runner(config, TASKS[tasks[0]]).variances(float(table("rates")[0, 0]))
+    watched = methods.index("large") if "large" in methods else 0
+    parts: Any = {field.name: table(field.name) for field in fields(Cell)}
+    return Result(
+        config=config,
+        planar=planar(config.seed),
+        layers=layers,
+        variances=variances,
+        **(parts | {"fisher_norms": parts["fisher_norms"][:, watched]}),
+    )
+
+
+def evidence(result: Result) -> list[Evidence]:
+    """Return the tables and figures of the paper beside those of this result."""
+    return [*_table_evidence(result), *_figure_evidence(result)]
+
+
+def _table_evidence(result: Result) -> Iterator[Evidence]:
+    c = result.config
+    for (i, task), (j, method) in product(enumerate(c.tasks), enumerate(c.methods)):
+        values = 100 * result.accuracies[i, j]
+        spread = float(values.std()) if len(values) > 1 else math.nan
+        published = TASKS[task].published.get(method)
+        # Three seeds: within two standard deviations, and a tenth for those of the paper.
+        same = published is not None and is_below(
+            abs(float(values.mean()) - published), 2 * spread + 0.1
+        )
+        yield Evidence(
+            paper="NOISE",
+            where="Table 2" if method in METHODS[4:] else "Table 1",
+            what=f"{task}: test accuracy in %, {method}",
+            published="-" if published is None else f"{published:.2f}",
+            measured=f"{float(values.mean()):.2f} (sd {spread:.2f}, {len(values)} seeds)",
+            verdict="extends" if published is None else "agrees" if same else "differs",
+            why=""
+            if c.num_epochs >= 200
+            else f"{c.num_epochs} epochs, that is "
+            f"{int(result.steps[i, j, -1])} steps; the paper has up to 200 epochs",
+        )
+
+
+def _figure_evidence(result: Result) -> Iterator[Evidence]:
+    c, p = result.config, result.planar
+    gaps, (full, diagonal) = _gaps(p), p.losses[:, -1].tolist()
+    faster = full > diagonal and bool(p.norms[0] > p.norms[1])
+    v = result.variances.mean(1)
+    norms = result.fisher_norms[0]
+    rows = [
+        ("Figure 1", "covariance of one step, relative distance from that of small batches, full",
+         "almost recovers it", f"{gaps[2]:.3f}; isotropic {gaps[1]:.3f}, diagonal {gaps[3]:.3f}",
+         gaps[2] < min(gaps[1], gaps[3])),
+        ("Figure 4", "quadratic: exact expected loss after 500 steps, full and diagonal noise",
+         "diagonal is faster", f"{full:.4g} and {diagonal:.4g}", faster),
+        ("Figure 2", "gradient variance over that of small batches, with full, diagonal noise",
+         "about 1", f"{float(v[2] / v[0]):.2f}, {float(v[3] / v[0]):.2f}; without "
+         f"{float(v[1] / v[0]):.3f}", abs(float(v[3] / v[0]) - 1) < 0.2),
+        ("Figure 5a", "Frobenius norm of the Fisher matrix over that of its diagonal",
+         "much larger throughout", f"{float((norms[0] / norms[1]).min()):.1f} to "
+         f"{float((norms[0] / norms[1]).max()):.1f}", bool((norms[0] > 2 * norms[1]).all())),
+    ]  # fmt: skip
+    at = {method: j for j, method in enumerate(c.methods)}
+    if {"large", "diagonal"} <= at.keys():
+        first, second = (result.sharpness[0, at[m]] for m in ("large", "diagonal"))
+        # Beyond two standard errors of the difference over seeds.
+        gap = 2 * math.sqrt(float(first.var() + second.var()) / len(first))
+        rows.append(("Figure 5b", f"{c.tasks[0]}: calibrated largest eigenvalue, large batches and "
+                     "with diagonal noise", "lower with noise",
+                     f"{float(first.mean()):.3g} (sd {float(first.std()):.2g}) and "
+                     f"{float(second.mean()):.3g} (sd {float(second.std()):.2g})",
+                     float(first.mean() - second.mean()) > gap))  # fmt: skip
+    if {"large", "diagonal", "full"} <= at.keys():
+        # The training loss when the noise ends.
+        end = max(0, round(c.noise_until * c.num_epochs) - 1)
+        losses = [float(result.losses[0, at[m], end]) for m in ("large", "diagonal", "full")]
+        rest = [float(result.losses[0, at[m], -1]) for m in ("large", "diagonal", "full")]
+        rows.append(("Figure 3", f"{c.tasks[0]}: training loss when the noise ends: large batches, "
+                     "diagonal, full", "the first two alike, full higher",
+                     ", ".join(f"{loss:.4g}" for loss in losses) + "; at the end of the run "
+                     + ", ".join(f"{loss:.4g}" for loss in rest),
+                     losses[2] > max(losses[:2])))  # fmt: skip
+    for where, what, published, measured, holds in rows:
+        yield Evidence(paper="NOISE", where=where, what=what, published=published,
+                       measured=measured, verdict="agrees" if holds else "differs",
+                       why="" if holds or where != "Figure 5b" else "within two standard errors",
+                       )  # fmt: skip
+
+
+def _gaps(p: Planar) -> list[float]:
+    exact = p.covariances[0]
+    return [float((torch.cov(steps.T) - exact).norm() / exact.norm()) for steps in p.steps]
+
+
+# ------------------------------------------------------------------------------------------
+# Training of one row of the tables.
+
+
+class Runner:
+    """Trains the network of a task with every method."""
+
+    def __init__(self, config: Config, task: Task) -> None:
+        self.config, self.task = config, task
+        # Rates are chosen by images of the training set, and the test set is left alone.
+        self.sets = _images(task.data, config)
+        self.tuning = _images(task.data, config, validation=len(self.sets.train) // 12)
+
+    def cell(self, method: str) -> Cell:
+        """Return what is recorded of all runs of a method, with its best learning rate."""
+        config = self.config
+        rate = self.choose(method)
+        begin = time.perf_counter()
+        runs = [self.train(method, rate, config.seed + k, first=not k)
+                for k in range(config.num_seeds)]  # fmt: skip
+        seconds = (time.perf_counter() - begin) / config.num_seeds
+        return Cell(
+            accuracies=column(each["accuracy"] for each in runs),
+            rates=torch.tensor(rate, dtype=torch.float64),
+            losses=torch.stack([each["losses"] for each in runs]).mean(0),
+            steps=self._steps(method),
+            sharpness=column(each["sharpness"] for each in runs),
+            generalisation=column(each["terms"][0] for each in runs),
+            optimisation=column(each["terms"][1] for each in runs),
+            fisher_norms=runs[0]["norms"],
+            seconds=torch.tensor(seconds, dtype=torch.float64),
+        )
+
+    def choose(self, method: str) -> float:
+        """Return the learning rate with the best validation accuracy."""
+        rates = self.config.rates
+        if len(rates) == 1:
+            return rates[0]
+        seed = self.config.seed + 1000
+        runs = [self._fit(method, rate, seed, self.tuning)[1] for rate in rates]
+        values = [each.metrics["validation_accuracy"] if each.status.ok else 0.0 for each in runs]
+        return rates[max(range(len(rates)), key=values.__getitem__)]
+
+    def train(self, method: str, rate: float, seed: int, *, first: bool) -> dict[str, Any]:
+        """Return what is recorded of a run; of the ``first`` also norms of Fisher matrices."""
+        norms = torch.full((2, self.config.num_epochs + 1), math.nan, dtype=torch.float64)
+        monitor = self._monitor() if first and method == "large" else None
+        model, result = self._fit(method, rate, seed, self.sets, monitor)
+        for epoch, pair in ({} if monitor is None else monitor.found).items():
+            norms[:, epoch] = column(pair)
+        losses = torch.full((self.config.num_epochs,), math.nan, dtype=torch.float64)
+        # A run that diverged has fewer epochs.
+        losses[: result.num_epochs] = result.history["train_loss"]
+        return {
+            "accuracy": result.metrics.get("test_accuracy", math.nan),
+            "losses": losses,
+            "sharpness": self._sharpness(model),
+            "terms": self._terms(model),
+            "norms": norms,
+        }
+
+    def variances(self, rate: float) -> tuple[tuple[str, ...], Tensor]:
+        """Return names and mean gradient variances by layer, Figure 2."""
+        model, _ = self._fit("small", rate, self.config.seed, self.sets, epochs=1)
+        risk = self._risk(model, self.sets.train, min(8192, len(self.sets.train)))
+        statistics = gradient_statistics(risk)
+        names, kinds = statistics.names, NOISES
+        counts = column(risk.space.shapes[name].numel() for name in names)
+        variance = column(statistics.layers[name][2] for name in names)
+        # Samples with replacement: V / M for a batch of M.
+        rows = [variance / self.config.small, variance / self.config.large]
+        for kind in kinds:
+            block = noise_sample(risk, kind, num_samples=64)
+            squares = risk.space.unflatten(block.double().square().mean(1))
+            added = column(float(squares[name].sum()) for name in names)
+            rows.append(rows[1] + added * (1 / self.config.small - 1 / self.config.large))
+        return names, torch.stack(rows) / counts
+
+    def _fit(
+        self,
+        method: str,
+        rate: float,
+        seed: int,
+        sets: Images,
+        monitor: Any = None,
+        epochs: int | None = None,
+    ) -> tuple[nn.Module, Any]:
+        shape: Any = {"num_classes": sets.num_classes, "input_shape": sets.shape}
+        model = models.create(self.task.model, generator=seeded(seed), **shape)
+        count = epochs or self.config.num_epochs
+        options = self._options(method, model)
+        # Appendix E.1: division by 10 after 1/2 and 3/4, and a warm-up over 5 % for large batches.
+        warmup = 0 if method == "small" else math.ceil(0.05 * count)
+        model.to(self.config.device)
+        if monitor is not None:
+            monitor(0, model, None)
+        result = fit(
+            model,
+            sets,
+            optimizer_settings={"lr": rate, "momentum": 0.9, "weight_decay": 5e-4},
+            num_epochs=count,
+            schedule="step",
+            warmup=warmup,
+            seed=seed,
+            evaluate_every=count,
+            monitors=[] if monitor is None else [monitor],
+            **options,
+        )
+        if result.status.outcome == "interrupted":  # fit takes ctrl-C as a wish to save
+            raise KeyboardInterrupt
+        return model, result
+
+    def _options(self, method: str, model: nn.Module) -> dict[str, Any]:
+        """Return the options of training that make a method."""
+        if method == "small":
+            return {"batch_size": self.config.small}
+        options: dict[str, Any] = {"batch_size": self.config.large}
+        if batch_norms(model):
+            options["ghost_batch"] = self.config.small
+        if method == "batch change":
+            switch = max(1, round(self.config.noise_until * self.config.num_epochs))
+            return options | {
+                "batch_schedule": f"0:{self.config.small},{switch}:{self.config.large}"
+            }
+        if method == "large":
+            return options
+        noise = {"noise": method, "noise_until": self.config.noise_until}
+        return (
+            options
+            | noise
+            | ({} if method == "multiplicative" else {"noise_batch": self.config.small})
+        )
+
+    def _switch(self) -> int:
+        """Return the number of epochs with small batches before large ones."""
+        return max(1, round(self.config.noise_until * self.config.num_epochs))
+
+    def _steps(self, method: str) -> Tensor:
+        config, switch = self.config, self._switch()
+        sizes = [config.small if method == "small" else config.large] * config.num_epochs
+        if method == "batch change":
+            sizes[:switch] = [config.small] * min(switch, config.num_epochs)
+        return column(math.ceil(len(self.sets.train) / size) for size in sizes).cumsum(0)
+
+    def _risk(self, model: nn.Module, split: Any, count: int) -> Risk:
+        part = split.take(count, generator=seeded(0))
+        return Risk(model.eval(), cross_entropy, part.tensors(), batch_size=512)
+
+    def _terms(self, model: nn.Module) -> tuple[float, float]:
+        parts = (self.sets.train, self.sets.test)
+        count = min(10_000, *map(len, parts))
+        try:
+            terms = excess_risk(*(self._risk(model, part, count) for part in parts))
+        except ValueError:  # the run diverged
+            return math.nan, math.nan
+        return terms.generalisation, terms.optimisation
+
+    def _sharpness(self, model: nn.Module) -> float:
+        count = min(1024, len(self.sets.test), len(self.sets.train))
+        try:
+            return float(
+                calibrated_sharpness(
+                    model,
+                    lambda m: self._risk(m, self.sets.train, count),
+                    lambda m: self._risk(m, self.sets.test, len(self.sets.test)),
+                )
+            )
+        except ValueError:  # diverged, or every held-out image is right
+            return math.nan
+
+    def _monitor(self) -> Any:
+        split = self.sets.train.take(min(1024, len(self.sets.train)), generator=seeded(0))
+        return FisherNorms(split.tensors())
+
+
+def _images(name: str, config: Config, **options: Any) -> Images:
+    images: Any = data.load(name, data_dir=config.data, device=config.device, **options)
+    return images
+
+
+class FisherNorms:
+    """Monitor that collects the Frobenius norms of the Fisher matrix and of its diagonal."""
+
+    unit = "epoch"
+
+    def __init__(self, source: Any) -> None:
+        self.found: dict[int, tuple[float, float]] = {}
+        self._monitor = CurvatureMonitor(source, quantities=["fisher"], batch_size=512)
+
+    def __call__(self, count: int, model: nn.Module, optimizer: Any) -> None:
+        numbers = self._monitor.measure(model)
+        self.found[count] = numbers["fisher_norm"], numbers["fisher_diagonal_norm"]
+
+
+# ------------------------------------------------------------------------------------------
+# Two dimensions: Figures 1 and 4.
+
+SAMPLES = 2000  # points of a cloud
+RATE, STEPS = 0.1, 500  # of Figure 4
+
+
+def planar(seed: int) -> Planar:
+    """Return one-step updates of a regression, and the exact losses of noisy descent."""
+    risk, optimum, start = _regression(seed)
+    names = ("small batch", "isotropic", "full", "diagonal")
+    # The paper does not give its batch: 8 of 256 samples.
+    batch, count, rate = 8, risk.num_samples, 0.1
+    g = gradient_statistics(risk).mean
+    jac = torch.stack([risk.samples(torch.tensor([i])).gradient() for i in range(count)])
+    fisher = jac.T @ jac / count
+    centred = fisher - torch.outer(g, g)
+    factor = 1 / batch - 1 / count
+    # Without replacement: (N - M) / (M (N - 1)) times the covariance of one sample.
+    covariances = [
+        centred * factor * count / (count - 1),
+        0.01 * torch.eye(2, dtype=g.dtype),  # sigma = .1, as published
+        fisher * factor,
+        torch.diag(fisher.diagonal()) * factor,
+    ]
+    rng = seeded(seed)
+    drawn = torch.stack(
+        [jac[torch.randperm(count, generator=rng)[:batch]].mean(0) - g for _ in range(SAMPLES)]
+    )
+    options: Any = {"num_samples": SAMPLES, "generator": rng}
+    noises = [
+        drawn,
+        noise_sample(risk, "isotropic", sigma=0.1, **options).T,
+        noise_sample(risk, "full", **options).T * math.sqrt(factor),
+        noise_sample(risk, "diagonal", **options).T * math.sqrt(factor),
+    ]
+    quadratic, losses, paths, norms = _descent(seed)
+    return Planar(
+        names=names,
+        steps=torch.stack([start - rate * (g + noise) for noise in noises]),
+        covariances=torch.stack(covariances) * rate**2,
+        optimum=optimum,
+        start=start,
+        hessian=2 * _design(seed)[0].T @ _design(seed)[0] / count,
+        quadratic=quadratic,
+        losses=losses,
+        paths=paths,
+        norms=norms,
+    )
+
+
+def _design(seed: int) -> tuple[Tensor, Tensor]:
+    rng = seeded(seed)
+    mix = torch.tensor([[1.0, 0.8], [0.0, 0.6]], dtype=torch.float64)
+    x = torch.randn(256, 2, generator=rng, dtype=torch.float64) @ mix
+    noise = 0.5 * torch.randn(256, generator=rng, dtype=torch.float64)
+    return x, x @ torch.tensor([1.0, -1.0], dtype=torch.float64) + noise
+
+
+def _regression(seed: int) -> tuple[Risk, Tensor, Tensor]:
+    """Return the risk of a linear model away from its optimum, the optimum and the weights."""
+    x, y = _design(seed)
+    model = nn.utils.skip_init(nn.Linear, 2, 1, bias=False).double()
+    start = torch.tensor([0.0, 0.5], dtype=torch.float64)
+    with torch.no_grad():
+        model.weight.copy_(start[None])
+    optimum = torch.linalg.solve(x.T @ x, x.T @ y)
+    return Risk(model, mse_loss, (x, y[:, None]), batch_size=256), optimum, start
+
+
+def _descent(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return A, exact expected losses, paths and tr(C'AC) with full and diagonal noise."""
+    A = torch.tensor([[1.0, 0.9], [0.9, 1.0]], dtype=torch.float64)
+    values, vectors = torch.linalg.eigh(A)
+    roots = [vectors * values.sqrt() @ vectors.T, torch.diag(A.diagonal().sqrt())]
+    M, losses, paths = torch.eye(2, dtype=A.dtype) - RATE * A, [], []
+    for C in roots:
+        mean, spread = torch.tensor([2.0, 1.0], dtype=A.dtype), torch.zeros_like(A)
+        rng, w, path, expected = seeded(seed), mean, [mean], []
+        for step in range(1, STEPS + 1):
+            # m <- M m and S <- M S M + alpha^2 C C', so E[L] = (m'Am + tr AS) / 2, exactly
+            mean, spread = M @ mean, M @ spread @ M + RATE**2 * C @ C.T
+            expected.append(float(mean @ A @ mean + (A * spread).sum()) / 2)
+            w = M @ w + RATE * C @ torch.randn(2, generator=rng, dtype=A.dtype)
+            path += [w] * (step % 10 == 0)
+        losses.append(column(expected))
+        paths.append(torch.stack(path))
+    norms = column(float((C.T @ A @ C).trace()) for C in roots)
+    return A, torch.stack(losses), torch.stack(paths), norms
+
+
+# ------------------------------------------------------------------------------------------
+# The figure.
+
+
+def figure(result: Result) -> style.Figure:
+    """Draw Figures 1 to 5 of the paper for this result, and the table as points."""
+    drawing, axes = plots.panels(2, 3, width=11.5, height=6.4)
+    _draw_steps(axes[0], result.planar)
+    _draw_paths(axes[1], result.planar)
+    _draw_variances(axes[2], result)
+    _draw_training(axes[3], result)
+    _draw_norms(axes[4], result)
+    _draw_table(axes[5], result)
+    return drawing
+
+
+def _colours() -> list[str]:
+    s = style.STYLE
+    return [s.grey, s.blue, s.vermilion, s.green]
+
+
+def _draw_steps(axis: Any, p: Planar) -> None:
+    for name, steps, colour in zip(p.names, p.steps, _colours(), strict=False):
+        axis.scatter(*steps[:300].T.numpy(), s=3, color=colour, label=name, alpha=0.6)
+    axis.scatter(*p.start.numpy(), marker="+", color="black", s=60)
+    style.finish(axis, "first weight", "second weight", "One step of a regression (Fig. 1)")
+
+
+def _draw_paths(axis: Any, p: Planar) -> None:
+    steps = range(1, p.losses.shape[1] + 1)
+    for name, losses, colour in zip(("full", "diagonal"), p.losses, _colours()[2:], strict=False):
+        axis.plot(steps, losses.numpy(), color=colour, label=f"{name} noise, exact mean")
+    axis.set_yscale("log")
+    style.finish(axis, "step", "expected loss", "Quadratic in two dimensions (Fig. 4)")
+
+
+def _draw_variances(axis: Any, result: Result) -> None:
+    names = ("small", "large", "large + full", "large + diagonal")
+    for name, values, colour in zip(names, result.variances, _colours(), strict=True):
+        axis.plot(range(len(values)), values.numpy(), "o-", color=colour, label=name, markersize=4)
+    axis.set_xticks(range(len(result.layers)), result.layers, rotation=60, fontsize=6)
+    axis.set_yscale("log")
+    style.finish(axis, "", "mean gradient variance", "Variance by layer (Fig. 2)")
+
+
+def _draw_training(axis: Any, result: Result) -> None:
+    task = result.config.tasks[0]
+    for j, method in enumerate(result.config.methods):
+        colour = _colours()[j % 4]
+        axis.plot(result.steps[0, j].numpy(), result.losses[0, j].numpy(), color=colour,
+                  label=method)  # fmt: skip
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    style.finish(axis, "step", "training loss", f"{task}: loss per update (Fig. 3)")
+
+
+def _draw_norms(axis: Any, result: Result) -> None:
+    task = result.config.tasks[0]
+    for values, name, colour in zip(
+        result.fisher_norms[0], ("full", "diagonal"), _colours()[2:], strict=False
+    ):
+        axis.plot(range(len(values)), values.numpy(), "o-", color=colour, label=name, markersize=3)
+    axis.set_yscale("log")
+    style.finish(axis, "epoch", "Frobenius norm", f"{task}: Fisher matrix (Fig. 5a)")
+
+
+def _draw_table(axis: Any, result: Result) -> None:
+    tasks, methods = result.config.tasks, result.config.methods
+    for j, method in enumerate(methods):
+        colour = _colours()[j % 4]
+        for i, task in enumerate(tasks):
+            place = i + (j - (len(methods) - 1) / 2) * 0.18
+            values = 100 * (1 - result.accuracies[i, j])
+            axis.scatter([place] * len(values), values.numpy(), color=colour, s=14,
+                         label=method if i == 0 else None)  # fmt: skip
+            if method in TASKS[task].published:
+                published = 100 - TASKS[task].published[method]
+                axis.scatter([place], [published], color=colour, marker="_", s=120)
+    axis.set_xticks(range(len(tasks)), tasks)
+    style.finish(axis, "", "test error (%)", "Table 1; bars as published")

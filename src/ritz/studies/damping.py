@@ -1,0 +1,276 @@
+r"""Least damping of a second-order or adaptive optimiser over batch sizes: Fig. 5.11-5.14.
+
+After *Spectral Machine Learning*, section 5.8. With a large learning rate, damped Adam divides by
+:math:`\sqrt{v} + \delta`, and the least damping at which a short training from trained weights
+stays stable is found by bisection. It is compared with three predictions: the noise along the
+leading eigenvector, the papers' homogeneous noise, and the edge of stability of the predicted
+curvature :math:`\lambda'_1(B)` with the divisor :math:`\delta`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD, Optimizer
+
+from ritz import measures, plots
+from ritz._core.checks import check_choice
+from ritz._core.progress import Progress
+from ritz.curvature import Risk
+from ritz.plots._shared import style
+from ritz.studies._evidence import Evidence
+from ritz.studies._protocol import (
+    StatePath,
+    StudyResult,
+    check_minimums,
+    column,
+    compute_cells,
+    record,
+    row,
+    seeded,
+)
+from ritz.studies.learning_rates import Samples, exponent, fit, load, network
+from ritz.training._shared import create_optimizer
+
+OPTIMIZERS = ("damped_adamw", "kfac", "ekfac")  # with a damping delta
+PREDICTIONS = ("noise along phi_1", "homogeneous noise", "edge of stability")
+
+
+@record
+class Config:
+    """Optimiser and its learning rate, networks, data and trials.
+
+    Attributes:
+        optimizer: Registered name of an optimiser with a damping: ``damped_adamw``, ``kfac``
+            or ``ekfac``.
+        rates: Its learning rates.
+        networks: Names of the networks.
+        dataset: Name of the images.
+        num_samples: Training images, drawn at random.
+        pool: Side of the squares of pixels that are averaged.
+        num_epochs: Epochs of the trained weights: batches of 64, learning rate 0.05, momentum 0.9.
+        batch_sizes: Batch sizes of trials and predictions.
+        num_steps: Steps of a trial.
+        num_trials: Repetitions of a trial.
+        data: Folder of data sets. Defaults to the environment variable ``RITZ_DATA``.
+        seed: Seed of everything random.
+    """
+
+    optimizer: str = "damped_adamw"
+    rates: tuple[float, ...] = (1.0, 0.1)
+    networks: tuple[str, ...] = ("logistic", "mlp", "lenet")
+    dataset: str = "mnist"
+    num_samples: int = 1024
+    pool: int = 2
+    num_epochs: int = 6
+    batch_sizes: tuple[int, ...] = (4, 16, 64, 256)
+    num_steps: int = 40
+    num_trials: int = 3
+    data: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_choice("optimizer", self.optimizer, OPTIMIZERS)
+        check_minimums(
+            self, rates=1e-6, batch_sizes=1, num_samples=8, pool=1, num_epochs=1, num_steps=2
+        )
+        check_minimums(self, num_trials=2, seed=0)
+
+
+SIZES = {
+    "smoke": Config(rates=(1.0,), networks=("mlp",), dataset="digits", num_samples=256, pool=1,
+                    num_epochs=2, batch_sizes=(8, 64), num_steps=6, num_trials=2),
+    "paper": Config(networks=("vgg16",), dataset="cifar100", num_samples=50_000, pool=1,
+                    num_epochs=25,
+                    batch_sizes=(32, 64, 128, 256, 512, 1024, 2048, 4096), num_steps=400),
+}  # fmt: skip
+
+
+@record
+class Result(StudyResult[Config]):
+    """Least damping of all networks, learning rates and batch sizes, measured and predicted.
+
+    Attributes:
+        least: Least damping in trials, ``(networks, rates, S)``; NaN if even the least one that was
+            tried trains.
+        errors: Half a 95 % interval of it, same shape.
+        predicted: Three predictions, in the order of ``PREDICTIONS``, ``(networks, rates, 3, S)``.
+    """
+
+    least: Tensor
+    errors: Tensor
+    predicted: Tensor
+
+    def exponents(self, values: Tensor) -> Tensor:
+        """Return the exponents of dampings ``(..., S)`` over batches below all data."""
+        c = self.config
+        sizes = [size for size in c.batch_sizes if size < c.num_samples]
+        rows = values[..., : len(sizes)].flatten(0, -2)
+        return column(exponent(sizes, one) for one in rows).view(values.shape[:-1])
+
+    def __str__(self) -> str:
+        c = self.config
+        lines = [
+            row(f"least damping, {c.optimizer}", c.batch_sizes, ">10,", width=40) + "  exponent"
+        ]
+        slopes, guesses = self.exponents(self.least), self.exponents(self.predicted)
+        for i, name in enumerate(c.networks):
+            for j, rate in enumerate(c.rates):
+                title = f"{name}, learning rate {rate:g}"
+                lines.append(row(title, self.least[i, j], ">10.3g", width=40)
+                             + f"{slopes[i, j]:>10.2f}")  # fmt: skip
+                for k, label in enumerate(PREDICTIONS):
+                    lines.append(row(f"  {label}", self.predicted[i, j, k], ">10.3g", width=40)
+                                 + f"{guesses[i, j, k]:>10.2f}")  # fmt: skip
+        return "\n".join(lines)
+
+
+def run(
+    config: Config,
+    *,
+    device: torch.device | str = "cpu",
+    progress: bool | Progress = False,
+    state: StatePath = None,
+) -> Result:
+    """Return the least damping of all networks, measured and predicted."""
+    train = load(config, device)[0]
+    cells = compute_cells(
+        lambda name: _measure(config, train, name),
+        {name: name for name in config.networks},
+        "networks",
+        config=config,
+        state=state,
+        progress=progress,
+    )
+    table = torch.stack(list(cells.values()))
+    return Result(
+        config=config, least=table[:, :, 0], errors=table[:, :, 1], predicted=table[:, :, 2:]
+    )
+
+
+def _measure(config: Config, train: Samples, name: str) -> Tensor:
+    """Return least damping, its error and the predictions of one network, ``(rates, 5, S)``."""
+    model = network(name, config, train)
+    fit(
+        model,
+        SGD(model.parameters(), lr=0.05, momentum=0.9),
+        train,
+        64,
+        config.num_epochs,
+        config.seed,
+    )
+    risk = Risk(model, cross_entropy, train)
+    advice = measures.advise(
+        risk, batch_sizes=config.batch_sizes, optimizer="adam", generator=seeded(config.seed)
+    )
+    # While delta is large beside sqrt(v), a step is one of SGD with dampened momentum and the
+    # learning rate alpha/delta: the edge is that of the curvature without a preconditioner.
+    edge = measures.stable_rate(
+        advice.prediction.best.value.mean, optimizer="adam", momentum=advice.momentum
+    )
+    rows = []
+    for rate in config.rates:
+        # Bisection finds the largest inverse of the damping.
+        limits = [
+            measures.trainable_rate(
+                risk,
+                _damped(config, rate),
+                batch_size=size,
+                start=float(start) / rate,
+                num_steps=config.num_steps,
+                num_trials=config.num_trials,
+                generator=seeded(config.seed),
+            )
+            for size, start in zip(config.batch_sizes, edge, strict=True)
+        ]
+        inverse = column(map(float, limits))
+        errors = column(float(limit.error()) for limit in limits) / inverse.square()
+        # Where every damping that was tried trains, the least one is not known.
+        inverse = torch.where(errors.isinf(), torch.nan, inverse)
+        guesses = [rate * advice.damping.mean, rate * advice.damping_papers.mean, rate / edge]
+        rows.append(torch.stack([1 / inverse, errors, *guesses]))
+    return torch.stack(rows)
+
+
+def _damped(config: Config, rate: float) -> Callable[[Any, float], Optimizer]:
+    """Return a function that makes the optimiser with the inverse of a damping."""
+
+    def make(model: Any, inverse: float) -> Optimizer:
+        settings: Any = {"lr": rate, "delta": 1 / inverse, "weight_decay": 0.0}
+        params = list(model.parameters())
+        return create_optimizer(config.optimizer, params, model=model, **settings)
+
+    return make
+
+
+def figure(result: Result) -> style.Figure:
+    """Draw the least damping over batch sizes, with the three predictions."""
+    c = result.config
+    drawing, axes = plots.panels(len(c.rates), len(c.networks), width=4.0, height=3.0)
+    for index, ax in enumerate(axes):
+        j, i = divmod(index, len(c.networks))
+        values = result.least[i, j].numpy()
+        errors = result.errors[i, j].numpy().clip(max=0.6 * values)
+        style.bars(ax, c.batch_sizes, values, yerr=errors, color="black", label="measured")
+        for k, label in enumerate(PREDICTIONS):
+            line = result.predicted[i, j, k]
+            # Without noise, at the batch of all data, two predictions are zero.
+            shown = torch.where(line > 0, line, torch.nan).numpy()
+            style.line(ax, c.batch_sizes, shown, style.STYLE.palette[k],
+                       label.replace("phi_1", r"$\varphi_1$"))  # fmt: skip
+        style.batch_size_x(ax, c.batch_sizes)
+        style.log_scale(ax)
+        ax.set_ylabel(r"least damping $\delta$")
+        style.set_title(ax, f"{c.networks[i]}, learning rate {c.rates[j]:g}")
+    style.share_legend(drawing)
+    return drawing
+
+
+def evidence(result: Result) -> list[Evidence]:
+    """Return the published rule beside the measured exponents, for each learning rate."""
+    c, slopes = result.config, result.exponents(result.least)
+    figures = "5.11, 5.12" if c.optimizer == "damped_adamw" else "5.13, 5.14"
+    rows = []
+    for j, rate in enumerate(c.rates):
+        values = slopes[:, j]
+        agrees = bool(((values + 1).abs() < 0.3).all())
+        rows.append(
+            Evidence(
+                paper="SPECTRA",
+                where=f"Figures {figures}, here " + ", ".join(c.networks),
+                what=f"exponent of the least damping over the batch size, {c.optimizer}, learning "
+                f"rate {rate:g}, batches of {c.batch_sizes[0]} to {c.batch_sizes[-1]}",
+                published="-1",
+                measured=", ".join(f"{value:.2f}" for value in values.tolist()),
+                verdict="agrees" if agrees else "differs",
+                why=""
+                if agrees
+                else "it falls with the batch size, until the curvature of all "
+                "data and sqrt(v) set it",
+            )
+        )
+    return [*rows, _ratios(result)]
+
+
+def _ratios(result: Result) -> Evidence:
+    """Return how far the predictions are from the measured dampings."""
+    # At the largest batches there is little noise, and the curvature of all data takes over.
+    noisy = [i for i, size in enumerate(result.config.batch_sizes) if size < 200]
+    ratios = result.least[..., None, noisy] / result.predicted[..., noisy]
+    parts = [
+        f"{label}: {float(values.nanquantile(0.5)):.2g} ({float(values.nanquantile(0.0)):.2g} to "
+        f"{float(values.nanquantile(1.0)):.2g})"
+        for label, values in zip(PREDICTIONS, ratios.movedim(2, 0).flatten(1), strict=True)
+    ]
+    return Evidence(
+        paper="SPECTRA",
+        where="equation 5.36, here " + ", ".join(result.config.networks),
+        what="least damping over its prediction, median and range, batches below 200, "
+        f"{result.config.optimizer}",
+        published="homogeneous noise along all outliers",
+        measured="; ".join(parts),
+        verdict="extends",
+        why="noise along the leading eigenvector is the better prediction",
+    )

@@ -1,0 +1,433 @@
+"""Largest learning rates over batch sizes, against the edge of stability: Fig. 5.7-5.10, 5.15-5.16.
+
+After *Spectral Machine Learning*, section 5.7. For several networks and batch sizes, with and
+without momentum, bisection finds the largest learning rate that a short training stands, from
+trained weights (the loss does not double) and from initial ones (the loss falls). It is compared
+with the edge of local stability of the predicted curvature of batches. Full trainings compare the
+linear with the square-root rule, and the distance from the initial weights with the test error.
+"""
+
+import copy
+import math
+from collections.abc import Sequence
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import avg_pool2d, cross_entropy
+from torch.optim import SGD, Adam, Optimizer
+
+from ritz import data, measures, models, plots
+from ritz._core.progress import Progress
+from ritz.curvature import Risk, distance, summary
+from ritz.plots._shared import style
+from ritz.studies._evidence import Evidence
+from ritz.studies._protocol import (
+    StatePath,
+    StudyResult,
+    check_minimums,
+    column,
+    compute_cells,
+    record,
+    row,
+    seeded,
+)
+
+POINTS = ("trained", "initial")
+OPTIMIZERS = ("SGD", "Adam")
+RULES = ("linear", "square root")
+LARGEST = 64  # batch size up to which exponents are fitted: beyond it the rate is flat
+
+# Small networks for a CPU.
+NARROW = {"mlp": {"hidden": (64,)}, "lenet": {"width": 2}}
+
+Samples = tuple[Tensor, Tensor]
+
+
+@record
+class Config:
+    """Networks, data and trials.
+
+    Attributes:
+        networks: Names of the networks; the last one compares the rules.
+        dataset: Name of the images.
+        num_samples: Training images, drawn at random.
+        pool: Side of the squares of pixels that are averaged.
+        num_epochs: Epochs of the trained weights: batches of 64, learning rate 0.05, momentum 0.9.
+        batch_sizes: Batch sizes of trials and predictions.
+        momenta: Momenta of SGD.
+        num_steps: Steps of a trial.
+        num_trials: Repetitions of a trial.
+        rules_epochs: Epochs of the trainings that compare the rules.
+        base: Batch size from which the rules start.
+        sgd_rate: Learning rate of SGD with momentum 0.9 at that batch size.
+        adam_rate: The same of Adam.
+        data: Folder of data sets. Defaults to the environment variable ``RITZ_DATA``.
+        seed: Seed of everything random.
+    """
+
+    networks: tuple[str, ...] = ("logistic", "mlp", "lenet")
+    dataset: str = "mnist"
+    num_samples: int = 1024
+    pool: int = 2
+    num_epochs: int = 6
+    batch_sizes: tuple[int, ...] = (4, 16, 64, 256)
+    momenta: tuple[float, ...] = (0.0, 0.9)
+    num_steps: int = 40
+    num_trials: int = 3
+    rules_epochs: int = 10
+    base: int = 16
+    sgd_rate: float = 0.01
+    adam_rate: float = 1e-3
+    data: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_minimums(self, base=1, batch_sizes=1, num_epochs=1, num_steps=2, num_trials=2, seed=0)
+        check_minimums(self, momenta=0.0, sgd_rate=0.0, adam_rate=0.0, num_samples=8, pool=1)
+
+
+SIZES = {
+    "smoke": Config(networks=("mlp",), dataset="digits", num_samples=256, pool=1, num_epochs=2,
+                    batch_sizes=(8, 64), num_steps=6, num_trials=2, rules_epochs=2),
+    "paper": Config(networks=("vgg16_bn", "wideresnet28x10", "vgg16"), dataset="cifar100",
+                    num_samples=50_000, pool=1, num_epochs=25, num_steps=400,
+                    rules_epochs=300, base=128,
+                    batch_sizes=(16, 32, 64, 128, 256, 512, 1024, 2048, 4096)),
+}  # fmt: skip
+
+
+@record
+class Result(StudyResult[Config]):
+    """Largest learning rates, edges of stability, and trainings by two rules.
+
+    Attributes:
+        edges: Edge of local stability, ``(networks, points, momenta, S)``.
+        edge_errors: Half a 95 % interval of it, same shape.
+        largest: Largest learning rate that trials stand, same shape.
+        largest_errors: Half a 95 % interval of it, same shape.
+        curvature: Largest eigenvalue of batches: the best prediction, the papers' additive and
+            their multiplicative model, ``(3, n, points, momenta, S)``; the same for all momenta.
+        test_errors: Wrong answers after training, ``(optimizers, rules, S)``: SGD and Adam.
+        train_losses: Training loss, same shape.
+        distances: Distance from the initial weights, same shape.
+    """
+
+    edges: Tensor
+    edge_errors: Tensor
+    largest: Tensor
+    largest_errors: Tensor
+    curvature: Tensor
+    test_errors: Tensor
+    train_losses: Tensor
+    distances: Tensor
+
+    def exponents(self, values: Tensor) -> Tensor:
+        """Return the exponents of rates ``(n, points, momenta, S)`` over small batches."""
+        sizes = [size for size in self.config.batch_sizes if size <= LARGEST]
+        rows = values[..., : len(sizes)].flatten(0, -2)
+        return column(exponent(sizes, one) for one in rows).view(values.shape[:-1])
+
+    def __str__(self) -> str:
+        c = self.config
+        head = row("largest rate / edge", c.batch_sizes, ">10,", width=34)
+        lines = [f"{head}   exponent  predicted  additive  multiplicative"]
+        fits = [self.exponents(self.largest)]
+        fits += [self.exponents(1 / curve) for curve in self.curvature]
+        for i, j, k in product(*map(range, self.edges.shape[:3])):
+            ratio = self.largest[i, j, k] / self.edges[i, j, k]
+            title = f"{c.networks[i]}, {POINTS[j]}, momentum {c.momenta[k]:g}"
+            slopes = row("", (fit[i, j, k] for fit in fits), ">11.2f", width=0)
+            lines.append(row(title, ratio, ">10.3g", width=34) + slopes)
+        lines += [f"Exponents over batches of at most {LARGEST}", "",
+                  row(f"{c.networks[-1]}, {c.rules_epochs} epochs", c.batch_sizes, ">10,", width=34)
+                  ]  # fmt: skip
+        for title, values in (
+            ("test error %", 100 * self.test_errors),
+            ("training loss", self.train_losses),
+            ("distance", self.distances),
+        ):
+            for (i, name), (j, rule) in product(enumerate(OPTIMIZERS), enumerate(RULES)):
+                lines.append(row(f"{title}, {name}, {rule}", values[i, j], ">10.3g", width=34))
+        return "\n".join(lines)
+
+
+def run(
+    config: Config,
+    *,
+    device: torch.device | str = "cpu",
+    progress: bool | Progress = False,
+    state: StatePath = None,
+) -> Result:
+    """Return the largest learning rates of all networks, and the trainings by two rules."""
+    train, test = load(config, device)
+    pairs, triples = (
+        product(config.networks, POINTS),
+        product(OPTIMIZERS, RULES, config.batch_sizes),
+    )
+    places: dict[str, tuple[Any, ...]] = {", ".join(cell): cell for cell in pairs}
+    trainings: dict[str, tuple[Any, ...]] = {", ".join(map(str, cell)): cell for cell in triples}
+
+    def compute(cell: tuple[Any, ...]) -> Tensor:
+        if len(cell) == 2:
+            return _limits(config, train, *cell)
+        return _scores(config, train, test, *cell)
+
+    cells = compute_cells(
+        compute, places | trainings, "networks and trainings", config=config, state=state,
+        progress=progress,
+    )  # fmt: skip
+    # (quantities, networks, points, momenta, S) and (scores, optimizers, rules, S)
+    limits = torch.stack([cells[name] for name in places], 1)
+    limits = limits.unflatten(1, (len(config.networks), len(POINTS)))
+    scores = torch.stack([cells[name] for name in trainings], 1)
+    scores = scores.unflatten(1, (len(OPTIMIZERS), len(RULES), -1))
+    return Result(
+        config=config,
+        edges=limits[0],
+        edge_errors=limits[1],
+        largest=limits[2],
+        largest_errors=limits[3],
+        curvature=limits[4:],
+        test_errors=scores[0],
+        train_losses=scores[1],
+        distances=scores[2],
+    )
+
+
+def _limits(config: Config, train: Samples, name: str, point: str) -> Tensor:
+    """Return edges, largest rates and curvatures of one network, ``(7, momenta, S)``."""
+    model = network(name, config, train)
+    if point == "trained":
+        fit(
+            model,
+            SGD(model.parameters(), lr=0.05, momentum=0.9),
+            train,
+            64,
+            config.num_epochs,
+            config.seed,
+        )
+    risk = Risk(model, cross_entropy, train)
+    prediction = measures.batch_prediction(
+        risk, batch_sizes=config.batch_sizes, generator=seeded(config.seed)
+    )
+    value = prediction.best.value
+    models = (prediction.best, prediction.additive, prediction.multiplicative)
+    parts = []
+    for momentum in config.momenta:
+        kind: Any = "momentum" if momentum else "sgd"
+        edge = measures.stable_rate(value.mean, optimizer=kind, momentum=momentum)
+        limits = [
+            measures.trainable_rate(
+                risk,
+                partial(_sgd, momentum=momentum),
+                batch_size=size,
+                start=float(start),
+                num_steps=config.num_steps,
+                num_trials=config.num_trials,
+                # From initial weights, training has to lower the loss.
+                limit=2.0 if point == "trained" else 1.0,
+                generator=seeded(config.seed),
+            )
+            for size, start in zip(config.batch_sizes, edge, strict=True)
+        ]
+        largest, errors = column(map(float, limits)), column(float(x.error()) for x in limits)
+        rows = [edge, edge * value.error() / value.mean, largest, errors]
+        parts.append(torch.stack([*rows, *(curve.value.mean for curve in models)]))
+    return torch.stack(parts, 1)
+
+
+def _sgd(params: Any, rate: float, momentum: float) -> SGD:
+    return SGD(params, lr=rate, momentum=momentum)
+
+
+def _scores(
+    config: Config, train: Samples, test: Samples, optimizer: str, rule: str, batch_size: int
+) -> Tensor:
+    """Return test error, training loss and distance of one training, ``(3,)``."""
+    model = network(config.networks[-1], config, train)
+    initial = copy.deepcopy(model)
+    factor = batch_size / config.base
+    factor = factor if rule == "linear" else factor**0.5
+    made: Optimizer
+    if optimizer == "SGD":
+        made = SGD(model.parameters(), lr=config.sgd_rate * factor, momentum=0.9)
+    else:
+        made = Adam(model.parameters(), lr=config.adam_rate * factor)
+    fit(model, made, train, batch_size, config.rules_epochs, config.seed)
+    if not all(bool(p.isfinite().all()) for p in model.parameters()):
+        return torch.full((3,), torch.nan, dtype=torch.float64)  # diverged
+    model.eval()
+    here, held = (Risk(model, cross_entropy, part) for part in (train, test))
+    wrong = 1 - (summary(held).accuracy or 0.0)
+    return column([wrong, here.loss(), distance(here, initial).l2])
+
+
+# ------------------------------------------------------------------------------------------
+# Data, networks and training, also of the study of damping.
+
+
+def load(config: Any, device: torch.device | str) -> tuple[Samples, Samples]:
+    """Return training and test data as tensors."""
+    images: Any = data.load(config.dataset, data_dir=config.data, device=device)
+    count = min(config.num_samples, len(images.train))
+    train = images.train.take(count, generator=seeded(config.seed))
+    (inputs, labels), (held, held_labels) = train.tensors(), images.test.tensors()
+    pooled = partial(avg_pool2d, kernel_size=config.pool)
+    return (pooled(inputs), labels), (pooled(held), held_labels)
+
+
+def network(name: str, config: Any, train: Samples) -> nn.Module:
+    """Return a network by name, with initial weights that depend on the seed only."""
+    classes, shape = int(train[1].max()) + 1, tuple(train[0].shape[1:])
+    options: Any = NARROW.get(name, {})
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(config.seed)
+        model = models.create(name, input_shape=shape, num_classes=classes, **options)
+    return model.to(train[0].device)
+
+
+def fit(
+    model: nn.Module,
+    optimizer: Optimizer,
+    train: Samples,
+    batch_size: int,
+    num_epochs: int,
+    seed: int,
+) -> None:
+    """Train for some epochs of whole batches, at a constant learning rate."""
+    inputs, labels = train
+    generator = seeded(seed)
+    model.train()
+    for _ in range(num_epochs):
+        order = torch.randperm(len(inputs), generator=generator).to(inputs.device)
+        for rows in order.split(batch_size)[: len(inputs) // batch_size]:
+            optimizer.zero_grad()
+            cross_entropy(model(inputs[rows]), labels[rows]).backward()
+            optimizer.step()
+
+
+def exponent(sizes: Sequence[int], rates: Tensor) -> float:
+    """Return the exponent of a power law through rates ``(S,)`` over batch sizes, without NaN."""
+    x, y = torch.tensor(sizes, dtype=torch.float64).log(), rates.log()
+    x, y = x[y.isfinite()], y[y.isfinite()]
+    if len(x) < 2:
+        return math.nan
+    # The slope of the least-squares line
+    x = x - x.mean()
+    return float(x @ y / (x @ x))
+
+
+# ------------------------------------------------------------------------------------------
+# Pictures, and the published figures.
+
+
+def figure(result: Result) -> style.Figure:
+    """Draw largest learning rates over the edges, and what the two rules reach."""
+    n = len(result.config.networks)
+    drawing, axes = plots.panels(2, max(n, 3), width=3.7, height=3.0)
+    for i, name in enumerate(result.config.networks):
+        _draw_rates(axes[i], result, i)
+        style.set_title(axes[i], name)
+    for spare in axes[n : max(n, 3)]:
+        spare.remove()
+    below = axes[max(n, 3) :]
+    _draw_rules(below[0], result, 100 * result.test_errors, "test error (%)")
+    _draw_rules(below[1], result, result.distances, "distance from initial weights")
+    _draw_distance(below[2], result)
+    for spare in below[3:]:
+        spare.remove()
+    return drawing
+
+
+def _draw_rates(ax: style.Axes, result: Result, i: int) -> None:
+    look = style.STYLE
+    for k, momentum in enumerate(result.config.momenta):
+        edge = result.edges[i, 0, k].numpy()
+        style.line(ax, result.config.batch_sizes, edge, look.palette[k],
+                   f"edge, momentum {momentum:g}", linestyle="--")  # fmt: skip
+        for j, point in enumerate(POINTS):
+            values, errors = result.largest[i, j, k].numpy(), result.largest_errors[i, j, k].numpy()
+            errors = errors.clip(max=0.6 * values)  # an interval to zero has no place on the scale
+            style.bars(ax, result.config.batch_sizes, values, yerr=errors, color=look.palette[k],
+                       fmt="os"[j] + "-", markerfacecolor="white" if j else look.palette[k],
+                       linewidth=look.thin, label=f"{point}, momentum {momentum:g}")  # fmt: skip
+    style.batch_size_x(ax, result.config.batch_sizes)
+    style.log_scale(ax)
+    ax.set_ylabel("largest learning rate")
+    ax.legend(frameon=False, fontsize="x-small")
+
+
+def _draw_rules(ax: style.Axes, result: Result, values: Tensor, label: str) -> None:
+    for (i, name), (j, rule) in product(enumerate(OPTIMIZERS), enumerate(RULES)):
+        style.line(ax, result.config.batch_sizes, values[i, j].numpy(), style.STYLE.palette[i],
+                   f"{name}, {rule}", marker="os"[j], linestyle=("-", "--")[j])  # fmt: skip
+    style.batch_size_x(ax, result.config.batch_sizes)
+    style.finish(ax, ax.get_xlabel(), label)
+
+
+def _draw_distance(ax: style.Axes, result: Result) -> None:
+    for i, name in enumerate(OPTIMIZERS):
+        ax.plot(result.distances[i].flatten(), 100 * result.test_errors[i].flatten(), "os"[i],
+                color=style.STYLE.palette[i], label=name, markersize=5)  # fmt: skip
+    style.finish(ax, "distance from initial weights", "test error (%)")
+
+
+def evidence(result: Result) -> list[Evidence]:
+    """Return the published scaling rules beside the measured exponents."""
+    c, small = result.config, [s for s in result.config.batch_sizes if s <= LARGEST]
+    measured, predicted = result.exponents(result.largest), result.exponents(result.edges)
+    rows = []
+    for k, momentum in enumerate(c.momenta):
+        values, guess = measured[:, 0, k], predicted[:, 0, k]
+        linear = bool(((values - 1).abs() < 0.2).all())
+        rows.append(
+            Evidence(
+                paper="SPECTRA",
+                where="section 5.7, Figures 5.7, 5.9, 5.10, here " + ", ".join(c.networks),
+                what=f"exponent of the largest learning rate over batches of {small[0]} to "
+                f"{small[-1]}, SGD, momentum {momentum:g}",
+                published="linear, 1",
+                measured=", ".join(f"{x:.2f} (predicted {y:.2f})" for x, y in
+                                   zip(values.tolist(), guess.tolist(), strict=True)),
+                verdict="agrees" if linear else "differs",
+                why="" if linear else "the curvature of all data begins to set the limit",
+            )
+        )  # fmt: skip
+    return [*rows, _rule(result, 0), _rule(result, 1), _far(result)]
+
+
+def _rule(result: Result, optimizer: int) -> Evidence:
+    """Return which rule has the smaller test error at the largest batch."""
+    place = max(range(len(result.config.batch_sizes)), key=result.config.batch_sizes.__getitem__)
+    errors = 100 * result.test_errors[optimizer, :, place].nan_to_num(nan=100.0)
+    linear = float(errors[0]) < float(errors[1])
+    expected = optimizer == 0  # SGD follows the linear rule, Adam the square root
+    return Evidence(
+        paper="SPECTRA",
+        where="Figure 5.7b" if expected else "Figures 5.15, 5.16",
+        what=f"test error in % of {OPTIMIZERS[optimizer]} at a batch of "
+        f"{result.config.batch_sizes[place]:,}, linear and square-root rule",
+        published="linear is better" if expected else "square root is better",
+        measured=f"{float(errors[0]):.2f}, {float(errors[1]):.2f}",
+        verdict="agrees" if linear == expected else "differs",
+        why="one seed, a small network",
+    )
+
+
+def _far(result: Result) -> Evidence:
+    """Return how test error and distance from the initial weights go together, for SGD."""
+    pairs = torch.stack([result.distances[0].flatten(), result.test_errors[0].flatten()])
+    pairs = pairs[:, pairs.isfinite().all(0)]
+    correlation = float(torch.corrcoef(pairs)[0, 1])
+    return Evidence(
+        paper="SPECTRA",
+        where="Figure 5.8",
+        what="correlation of test error with the distance from the initial weights, SGD",
+        published="runs that move farther generalise better",
+        measured=f"{correlation:.2f}",
+        verdict="agrees" if correlation < 0 else "differs",
+        why="shorter runs move less and learn less" if correlation < 0 else "",
+    )

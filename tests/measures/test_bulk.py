@@ -1,0 +1,156 @@
+"""The edge of the bulk, outliers, and the overlap of the gradient."""
+
+import math
+
+import pytest
+import torch
+from curvature.networks import seeded, small
+from torch.nn.functional import cross_entropy
+
+import ritz
+from ritz.curvature import Risk, ggn, hessian
+from ritz.measures import bulk_edge, gradient_overlap
+from ritz.spectra import eigenpairs, lanczos
+
+SIZE, SPIKES = 400, (5.0, 3.0, -4.0)
+
+
+def spiked(seed, spikes=SPIKES):
+    """A semicircle of radius 2 with outliers."""
+    generator = seeded(seed)
+    noise = torch.randn(SIZE, SIZE, generator=generator, dtype=torch.float64)
+    vectors = torch.randn(SIZE, len(spikes), generator=generator, dtype=torch.float64)
+    basis = torch.linalg.qr(vectors)[0]
+    values = torch.tensor(spikes, dtype=torch.float64)
+    return (noise + noise.T) / math.sqrt(2 * SIZE) + basis @ torch.diag(values) @ basis.T
+
+
+def runs(matrix, count=2, num_steps=50):
+    return [lanczos(matrix, num_steps=num_steps, generator=seeded(10 + i)) for i in range(count)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_outliers_of_a_spiked_matrix_are_found_and_no_others(seed):
+    # Each sample has P sigma^2 = 50, and the matrix is a mean of 50: a semicircle of radius 2.
+    found = bulk_edge(runs(spiked(seed)), variance=50.0, batch_size=50)
+
+    # lambda' = lambda + 1/lambda
+    expected = torch.tensor(sorted(value + 1 / value for value in SPIKES), dtype=torch.float64)
+    torch.testing.assert_close(found.outliers, expected, rtol=0.1, atol=0.0)
+    assert -2.1 < found.lower < -1.5
+    assert 1.5 < found.upper < 2.1
+    low, high = found.noise
+    assert high - low == pytest.approx(4.0)
+    assert abs(high - 2) < found.margin + 0.1
+
+
+def test_without_outliers_none_are_found():
+    found = bulk_edge(runs(spiked(5, spikes=(0.1,))), variance=50.0, batch_size=50)
+    assert len(found.outliers) == 0
+    assert "0 outliers: none" in str(found)
+
+
+def test_the_margin_falls_with_the_size_by_the_law_of_tracy_and_widom():
+    matrix = spiked(0)
+    narrow, wide = (
+        bulk_edge(runs(matrix), variance=1.0, batch_size=1, level=level).margin
+        for level in (0.9, 0.999)
+    )
+    # Quantiles 0.4501 and 3.2724, and the unit P^(-2/3) of a semicircle of radius 2.
+    assert wide - narrow == pytest.approx((3.2724 - 0.4501) * SIZE ** (-2 / 3), rel=0.02)
+
+
+def test_the_law_of_marchenko_and_pastur_bounds_a_covariance():
+    x = torch.randn(4 * SIZE, SIZE, generator=seeded(3), dtype=torch.float64)
+    run = runs(x.T @ x / len(x))
+    found = bulk_edge(run, batch_size=len(x), law="marchenko_pastur")
+    # Edges (1 -+ sqrt(1/4))^2
+    assert found.noise == pytest.approx((0.25, 2.25), rel=0.05)
+    assert len(found.outliers) == 0
+
+
+def test_the_crude_edge_is_five_times_the_mean_eigenvalue():
+    matrix = torch.diag(torch.rand(SIZE, generator=seeded(1), dtype=torch.float64))
+    found = bulk_edge(runs(matrix, count=4))
+    exact = 5 * float(matrix.trace()) / SIZE
+    assert abs(float(found.crude) - exact) < 4 * float(found.crude.stderr)
+    assert math.isnan(found.margin)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"law": "wigner"}, "law must be one of"),
+        ({"level": 1.0}, "level"),
+        ({"variance": -1.0}, "variance"),
+        ({"batch_size": 0}, "batch_size"),
+    ],
+)
+def test_bad_input_names_the_argument(bad, message):
+    run = lanczos(torch.eye(4), num_steps=1)
+    with pytest.raises(ValueError, match=message):
+        bulk_edge(run, **bad)
+    with pytest.raises(ValueError, match="at least one run"):
+        bulk_edge([])
+
+
+def test_a_negative_mean_has_no_law_of_marchenko_and_pastur():
+    run = lanczos(-spiked(0) @ spiked(0), num_steps=20)
+    with pytest.raises(ValueError, match="needs a positive mean"):
+        bulk_edge(run, batch_size=10, law="marchenko_pastur")
+
+
+@pytest.fixture(scope="module")
+def risk():
+    x = torch.randn(40, 3, generator=seeded(0), dtype=torch.float64)
+    return Risk(small(seed=3), cross_entropy, (x, torch.arange(40) % 3))
+
+
+@pytest.mark.parametrize("matrix", ["hessian", "ggn"])
+def test_overlap_of_the_gradient_is_that_of_the_dense_matrix(risk, matrix):
+    op = {"hessian": hessian, "ggn": ggn}[matrix](risk)
+    values, vectors = torch.linalg.eigh(op.dense())
+    unit = risk.gradient() / risk.gradient().norm()
+
+    found = gradient_overlap(risk, eigenpairs(op, largest=4, rtol=1e-9), matrix=matrix)
+
+    expected = (vectors.T @ unit).square().flip(0)[:4]
+    error = (found.overlaps.mean - expected).abs()
+    assert bool((error <= found.overlaps.truncation + 1e-8).all())
+    torch.testing.assert_close(found.values, values.flip(0)[:4])
+    assert float(found.curvature) == pytest.approx(float(unit @ op.dense() @ unit))
+    assert float(found.share) == pytest.approx(float(expected.sum()), abs=1e-6)
+    assert float(found.explained) == pytest.approx(float(values.flip(0)[:4] @ expected), abs=1e-6)
+    assert "curvature along it" in str(found)
+
+
+def test_a_step_along_the_gradient_is_stable_up_to_two_over_the_curvature(risk):
+    found = gradient_overlap(risk, eigenpairs(hessian(risk), largest=2))
+    gradient, rate = risk.gradient(), 1e-3
+    # L(w - a g) - L(w) = -a |g|^2 (1 - a/2 g'Hg/|g|^2)
+    change = risk.at(risk.theta - rate * gradient).loss() - risk.loss()
+    predicted = -rate * found.gradient_norm**2 * (1 - rate / 2 * float(found.curvature))
+    assert change == pytest.approx(predicted, rel=1e-5)
+
+
+def test_other_directions_and_bad_ones(risk):
+    pairs = eigenpairs(hessian(risk), largest=2)
+    leading = pairs.vectors[:, -1].clone()
+    found = gradient_overlap(risk, pairs, gradient=3 * leading)
+    assert float(found.overlaps.mean[0]) == pytest.approx(1.0, abs=1e-6)
+    assert float(found.curvature) == pytest.approx(float(pairs.values[-1]), rel=1e-5)
+    with pytest.raises(ValueError, match="gradient must not be zero"):
+        gradient_overlap(risk, pairs, gradient=0 * leading)
+    with pytest.raises(ValueError, match="gradient"):
+        gradient_overlap(risk, pairs, gradient=math.nan * leading)
+    with pytest.raises(ValueError, match="pairs must have vectors"):
+        gradient_overlap(risk, eigenpairs(hessian(risk), largest=2, vectors=False))
+
+
+def test_results_are_saved_and_loaded(risk, tmp_path):
+    for result in (
+        bulk_edge(runs(spiked(0)), variance=1.0, batch_size=1),
+        gradient_overlap(risk, eigenpairs(hessian(risk), largest=2)),
+    ):
+        ritz.save(result, tmp_path / "result.safetensors")
+        assert str(ritz.load(tmp_path / "result.safetensors")) == str(result)

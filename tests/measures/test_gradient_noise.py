@@ -1,0 +1,135 @@
+import math
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from curvature.networks import seeded, small
+from torch.nn import functional
+
+from ritz import load, save
+from ritz.curvature import Risk, curvature_operator
+from ritz.measures import _gradient_noise as module
+from ritz.measures import gradient_noise
+from ritz.testing import assert_within_stderr
+
+N = 36
+network = partial(small, seed=3)
+
+
+@pytest.fixture(scope="module")
+def samples():
+    x = 2 * torch.randn(N, 3, generator=seeded(0), dtype=torch.float64)
+    return x, torch.randint(3, (N,), generator=seeded(1))
+
+
+@pytest.fixture(scope="module")
+def risk(samples):
+    return Risk(network(), functional.cross_entropy, samples, batch_size=10, l2=0.2)
+
+
+@pytest.fixture(scope="module")
+def gradients(samples):
+    x, y = samples
+    return torch.stack(
+        [
+            Risk(
+                network(), functional.cross_entropy, (x[i : i + 1], y[i : i + 1]), l2=0.2
+            ).gradient()
+            for i in range(N)
+        ]
+    )
+
+
+@pytest.fixture(scope="module")
+def exact(risk, gradients):
+    """Scales from the dense covariance and matrix, by kind."""
+    mean = gradients.mean(0)
+    covariance = (gradients - mean).T @ (gradients - mean) / N
+    scales = {}
+    for kind in ("hessian", "ggn"):
+        matrix = curvature_operator(risk, kind).dense()
+        along = mean @ matrix @ mean
+        scales[kind] = {
+            "variance": float(covariance.trace()),
+            "gradient_square": float(mean @ mean),
+            "along": float(along / (mean @ mean)),
+            "simple": float(covariance.trace() / (mean @ mean)),
+            "curved": float((matrix @ covariance).trace() / along),
+        }
+    return scales
+
+
+@pytest.mark.parametrize("matrix", ["hessian", "ggn"])
+def test_scales_of_single_samples_are_exact_with_a_probe_for_each(risk, exact, matrix):
+    found = gradient_noise(risk, matrix=matrix, num_probes=N)
+
+    for name, value in exact[matrix].items():
+        estimate = getattr(found, name)
+        assert float(estimate) == pytest.approx(value, rel=1e-8)
+        assert float(estimate.stderr) < 1e-8 * value
+
+
+@pytest.mark.parametrize("group_size", [1, 3, 5])
+def test_scales_of_groups_are_within_four_standard_errors(risk, exact, group_size):
+    found = gradient_noise(risk, group_size=group_size, generator=seeded(4))
+
+    for name in ("variance", "simple", "curved"):
+        assert_within_stderr(getattr(found, name), exact["hessian"][name])
+    assert 0 < float(found.curved.stderr) < exact["hessian"]["curved"]
+
+
+def test_gradients_that_are_not_stored_give_the_same(risk, monkeypatch):
+    stored = gradient_noise(risk)
+    monkeypatch.setattr(module, "TUNING", replace(module.TUNING, stored=1))
+
+    again = gradient_noise(risk)
+
+    assert (stored.num_gradients, again.num_gradients) == (2, 6)
+    torch.testing.assert_close(again.curved.mean, stored.curved.mean)
+    torch.testing.assert_close(again.variance.mean, stored.variance.mean)
+
+
+def test_the_cost_is_counted(risk):
+    found = gradient_noise(risk, num_probes=4)
+
+    assert found.num_products == 2 * 4 + 1
+
+
+def test_noise_scales_can_be_saved_and_printed(risk, tmp_path):
+    found = gradient_noise(risk)
+    save(found, tmp_path / "noise.safetensors")
+
+    again = load(tmp_path / "noise.safetensors")
+
+    assert str(again) == str(found)
+    assert "simple noise scale 10.6" in str(found)
+
+
+def test_a_gradient_along_negative_curvature_has_no_critical_batch_size():
+    model = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    torch.nn.init.ones_(model.weight)
+    x = torch.linspace(1, 2, 8, dtype=torch.float64)[:, None]
+
+    def loss(outputs, target):
+        return -(outputs**2).mean()
+
+    found = gradient_noise(Risk(model, loss, (x, x)))
+
+    assert math.isnan(float(found.curved))
+    assert math.isinf(float(found.curved.truncation))
+    assert "use matrix='ggn'" in str(found.curved)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"group_size": 0}, "group_size must be between 1 and 12"),
+        ({"group_size": 13}, "group_size must be between 1 and 12"),
+        ({"num_probes": 1}, "num_probes must be at least 2"),
+        ({"matrix": "fisher"}, "matrix must be one of hessian, ggn"),
+    ],
+)
+def test_wrong_arguments_are_named(risk, options, match):
+    with pytest.raises(ValueError, match=match):
+        gradient_noise(risk, **options)

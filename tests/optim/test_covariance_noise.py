@@ -1,0 +1,297 @@
+"""The noise of a step has the covariance of the samples of the step, and enters where it should."""
+
+import copy
+import math
+
+import pytest
+import torch
+from curvature.noise_cases import (
+    GHOST,
+    NETWORKS,
+    N,
+    Reference,
+    assert_covariance,
+    data,
+    expected,
+)
+from torch import nn
+from torch.optim import SGD, Adam
+
+from ritz.curvature import _step_noise
+from ritz.optim import CovarianceNoise, IterateAverage, Lookahead, NoisySGD
+
+CROSS_ENTROPY = nn.functional.cross_entropy
+SMALL = 32
+FACTOR = math.sqrt(1 / SMALL - 1 / N)
+
+
+def parts_of(batch, count):
+    return list(zip(*(tensor.chunk(count) for tensor in batch), strict=True))
+
+
+def noise_of(name, kind, *, pieces=1, model=None, **options):
+    """The noise of one step as a vector, before the root of the batch sizes."""
+    model = NETWORKS[name]().train() if model is None else model
+    noise = CovarianceNoise(SGD(model.parameters(), lr=0.1), model, kind=kind, small=SMALL,
+                            **options)  # fmt: skip
+    for piece in parts_of(data(name), pieces):
+        noise.backward(piece, share=1 / pieces)
+    noise.collect()
+    return noise, flat(noise) / FACTOR
+
+
+def flat(noise):
+    return torch.cat([noise._noise[p].flatten() for p in noise._named.values()])
+
+
+def fixed_signs(monkeypatch):
+    signs = torch.randint(0, 2, (1, N), generator=torch.Generator().manual_seed(5)) * 2 - 1
+    remaining = iter(signs.split(1, 1))
+
+    def draw(shape, generator):
+        return torch.cat([next(remaining) for _ in range(shape[1])], 1)
+
+    monkeypatch.setattr(_step_noise, "random_signs", draw)
+    return signs[0].double()
+
+
+@pytest.mark.parametrize("pieces", [1, 4])
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("kind", ["full", "centred"])
+def test_signed_losses_give_the_signed_sum_of_sample_gradients(name, kind, pieces, monkeypatch):
+    signs, g = fixed_signs(monkeypatch), Reference(name).gradients()
+    _, noise = noise_of(name, kind, pieces=pieces)
+    weights = signs - signs.mean() if kind == "centred" else signs
+
+    # (1 / M) sum_i s_i g_i over root M: its covariance over the signs is that of the table.
+    torch.testing.assert_close(noise, weights @ g / math.sqrt(N))
+
+
+@pytest.mark.parametrize("pieces", [1, 4])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_diagonal_is_that_of_the_dense_matrix(name, pieces):
+    noise, _ = noise_of(name, "diagonal", pieces=pieces)
+    roots = noise._step.roots
+    found = torch.cat([roots[key]["root"].flatten() for key in noise._named])
+
+    torch.testing.assert_close(found.square(), expected(name, "diagonal").diagonal())
+
+
+@pytest.mark.parametrize("kind", ["trace", "trace_unscaled"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_trace_is_that_of_the_dense_matrix(name, kind):
+    noise, _ = noise_of(name, kind)
+    (root,) = (entry["deviation"] for entry in noise._step.roots.values())
+
+    torch.testing.assert_close(root.square(), expected(name, kind)[0, 0])
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_kronecker_factors_are_those_of_the_formula(name, pieces):
+    noise, _ = noise_of(name, "kfac", pieces=pieces)
+    # Draws with many seeds from the factors of one step.
+    block = []
+    for step in range(1000):
+        noise._step._step = step
+        drawn = noise._step._drawn()
+        block.append(torch.cat([drawn[key].flatten() for key in noise._named]))
+
+    assert_covariance(torch.stack(block, 1), expected(name, "kfac"))
+
+
+@pytest.mark.parametrize("kind", ["true", "diagonal", "multiplicative", "isotropic"])
+def test_noise_of_many_steps_has_the_covariance(kind):
+    model = NETWORKS["mlp"]()
+    options = {"refresh": 10**6} if kind == "diagonal" else {"sigma": 0.5}
+    options = {} if kind == "true" else options
+    # A learning rate of zero: the weights, and with them the covariance, stay.
+    optimizer = SGD(model.parameters(), lr=0.0)
+    noise = CovarianceNoise(optimizer, model, kind=kind, small=SMALL, **options)
+    batch, block = data("mlp"), []
+    for _ in range(1000):
+        optimizer.zero_grad()
+        noise.backward(batch)
+        noise.collect()
+        block.append(flat(noise))
+        optimizer.step()
+    scale = 1 if kind in ("multiplicative", "isotropic") else FACTOR
+
+    assert_covariance(torch.stack(block, 1) / scale, expected("mlp", kind))
+
+
+@pytest.mark.parametrize("momentum", ["after", "before"])
+def test_noise_enters_after_or_before_momentum(momentum):
+    model = NETWORKS["mlp"]()
+    plain = copy.deepcopy(model)
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    noise = CovarianceNoise(optimizer, model, small=SMALL, momentum=momentum)
+    buffer = {}
+    for _ in range(3):
+        optimizer.zero_grad()
+        noise.backward(data("mlp"))
+        noise.collect()
+        drawn = {name: noise._noise[p].clone() for name, p in noise._named.items()}
+        optimizer.step()
+        loss = CROSS_ENTROPY(plain(data("mlp")[0]), data("mlp")[1])
+        gradients = torch.autograd.grad(loss, list(plain.parameters()))
+        with torch.no_grad():
+            for (name, p), g in zip(plain.named_parameters(), gradients, strict=True):
+                before = momentum == "before"
+                buffer[name] = 0.9 * buffer.get(name, 0) + g - (drawn[name] if before else 0)
+                # w <- w - alpha buffer + alpha C xi
+                p -= 0.1 * buffer[name] - (0 if before else 0.1 * drawn[name])
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def train(model, optimizer, noise, steps, batch=None):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        noise.backward(batch or data("mlp"))
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "refresh"), [("diagonal", 1), ("diagonal", 3), ("kfac", 3), ("full", 1), ("trace", 4)]
+)
+@pytest.mark.parametrize("make", [lambda p: SGD(p, lr=0.1, momentum=0.9), Adam])
+def test_a_resumed_run_is_the_same_bit_for_bit(kind, refresh, make):
+    def begin():
+        model = NETWORKS["mlp"]()
+        optimizer = make(model.parameters())
+        return model, optimizer, CovarianceNoise(optimizer, model, kind=kind, small=SMALL,
+                                                 refresh=refresh, until=8)  # fmt: skip
+
+    whole = begin()
+    train(*whole, 9)
+    first = begin()
+    train(*first, 5)
+    second = begin()
+    second[0].load_state_dict(first[0].state_dict())
+    second[1].load_state_dict(copy.deepcopy(first[1].state_dict()))
+    train(*second, 4)
+
+    for p, q in zip(whole[0].parameters(), second[0].parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_noise_stops_and_training_is_then_plain():
+    model = NETWORKS["mlp"]()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    noise = CovarianceNoise(optimizer, model, small=SMALL, until=3)
+    train(model, optimizer, noise, 2)
+    assert not noise.active
+    plain = copy.deepcopy(model)
+    train(model, optimizer, noise, 1)
+    loss = CROSS_ENTROPY(plain(data("mlp")[0]), data("mlp")[1])
+    gradients = torch.autograd.grad(loss, list(plain.parameters()))
+    for p, q, g in zip(model.parameters(), plain.parameters(), gradients, strict=True):
+        torch.testing.assert_close(p, q - 0.1 * g)
+
+
+def test_averages_and_lookahead_see_the_weights_with_their_noise():
+    model = NETWORKS["mlp"]()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    average = IterateAverage(optimizer, start=1)
+    noise = CovarianceNoise(optimizer, model, small=SMALL)
+    start = [p.detach().clone() for p in model.parameters()]
+    train(model, optimizer, noise, 1)
+    last = [p.detach().clone() for p in model.parameters()]
+    with average.applied(model):
+        for p, q, r in zip(start, last, model.parameters(), strict=True):
+            torch.testing.assert_close(r.detach(), (p + q) / 2)
+
+    other = NETWORKS["mlp"]()
+    ahead = Lookahead(SGD(other.parameters(), lr=0.1), k=1, alpha=1.0)
+    train(other, ahead, CovarianceNoise(ahead.optimizer, other, small=SMALL), 1)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("kind", ["full", "diagonal", "kfac"])
+def test_a_gradient_scaler_leaves_the_noise_as_it_is(kind):
+    model, scaled = NETWORKS["mlp"]().float(), NETWORKS["mlp"]().float()
+    batch = data("mlp")[0].float(), data("mlp")[1]
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    noise = CovarianceNoise(optimizer, model, kind=kind, small=SMALL)
+    train(model, optimizer, noise, 3, batch)
+    other = SGD(scaled.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    gained = CovarianceNoise(other, scaled, kind=kind, small=SMALL)
+    for _ in range(3):
+        other.zero_grad()
+        gained.backward(batch, scaler=scaler)
+        scaler.step(other)
+        scaler.update()
+    for p, q in zip(model.parameters(), scaled.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def test_ghost_batches_keep_their_running_statistics():
+    def begin():
+        model = NETWORKS["normalised"]().train()
+        return model, SGD(model.parameters(), lr=0.0)
+
+    (model, optimizer), (plain, other) = begin(), begin()
+    noise = CovarianceNoise(optimizer, model, small=SMALL)
+    train(model, optimizer, noise, 1, data("normalised"))
+    CROSS_ENTROPY(plain(data("normalised")[0]), data("normalised")[1]).backward()
+    other.step()
+    for name, value in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+    assert int(plain[1].num_batches_tracked) == N // GHOST
+
+
+def test_sgd_with_noise_is_an_optimiser_of_torch():
+    model, other = NETWORKS["mlp"](), NETWORKS["mlp"]()
+    noisy = NoisySGD(model, lr=0.1, momentum=0.9, small=SMALL, kind="full")
+    train(model, noisy, noisy.noise, 2)
+    optimizer = SGD(other.parameters(), lr=0.1, momentum=0.9)
+    train(other, optimizer, CovarianceNoise(optimizer, other, small=SMALL, kind="full"), 2)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def tied():
+    layer = nn.Linear(4, 4)
+    return nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(4, 3)).double()
+
+
+@pytest.mark.parametrize(
+    ("options", "model", "error"),
+    [
+        ({"small": N}, NETWORKS["mlp"], f"small must be less than the samples .* {N} and {N}"),
+        ({"kind": "diag"}, NETWORKS["mlp"], "kind"),
+        ({"momentum": "never"}, NETWORKS["mlp"], "momentum"),
+        ({"until": 0}, NETWORKS["mlp"], "until"),
+        ({"refresh": 0}, NETWORKS["mlp"], "refresh"),
+        ({"kind": "sgld"}, NETWORKS["mlp"], "temperature must be given"),
+        ({"kind": "diagonal"}, tied, "gradients of single samples, .*: use kind='full'"),
+        ({"loss_fn": nn.CrossEntropyLoss(reduction="sum")}, NETWORKS["mlp"], "reduction='sum'"),
+        ({"loss_fn": lambda f, y: CROSS_ENTROPY(f, y) ** 2}, NETWORKS["mlp"],
+         "must be the mean of the losses of its samples"),
+        ({"loss_fn": lambda f, y: CROSS_ENTROPY(f, y), "kind": "true"}, NETWORKS["mlp"],
+         "likelihood"),
+    ],
+)  # fmt: skip
+def test_wrong_input_is_named_in_one_line(options, model, error):
+    network = model()
+    optimizer = SGD(network.parameters(), lr=0.1)
+
+    def one_step():
+        noise = CovarianceNoise(optimizer, network, **({"small": SMALL} | options))
+        train(network, optimizer, noise, 1)
+
+    with pytest.raises(ValueError, match=error) as raised:
+        one_step()
+    assert "\n" not in str(raised.value)
+
+
+def test_a_step_without_its_batch_is_refused():
+    model = NETWORKS["mlp"]()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    noise = CovarianceNoise(optimizer, model, small=SMALL)
+    with pytest.raises(RuntimeError, match="call backward"):
+        optimizer.step()
+    assert noise.num_steps == 0

@@ -1,0 +1,97 @@
+import pytest
+import torch
+
+import ritz
+from ritz.studies import batch_spectra, write
+from ritz.studies.batch_spectra import PREDICTIONS, SIZES, Config, run
+
+SMALL = Config(
+    networks=("logistic",),
+    dataset="digits",
+    num_samples=150,
+    epochs=(1, 3),
+    batch_sizes=(8, 50),
+    num_batches=(6,),
+    matrices=("hessian",),
+    train_size=25,
+    num_seeds=1,
+)
+
+
+@pytest.fixture(scope="module")
+def result():
+    return run(SMALL)
+
+
+def test_every_cell_has_measured_and_predicted_curves(result):
+    shape = (3, 1, 2, 1, 1, 2)
+    assert result.measured.shape == result.errors.shape == shape
+    assert result.predicted.shape == (len(PREDICTIONS), *shape)
+    assert bool(torch.isfinite(result.measured).all())
+    assert result.lambda_max.shape == result.along.shape == (1, 2, 1, 1)
+    assert bool((result.losses[0, 1] < result.losses[0, 0]).all())  # it was trained
+
+
+def test_the_subspace_predicts_what_is_measured_and_homogeneous_noise_does_not(result):
+    measured = result.measured[0].mean((1, 2, 3))[0]
+    subspace, additive = (
+        result.predicted[PREDICTIONS.index(name), 0].mean((1, 2, 3))[0]
+        for name in ("subspace", "additive")
+    )
+    slack = 3 * result.errors[0].mean((1, 2, 3))[0]
+    assert bool(((subspace - measured).abs() < 0.1 * measured + slack).all())
+    assert additive[0] < 0.8 * measured[0]
+
+
+def test_an_interrupted_run_resumes_to_the_same_result(result, tmp_path):
+    state = tmp_path / "state"
+    run(SMALL, state=state)
+    assert state.is_file()
+    again = run(SMALL, state=state)
+    assert torch.equal(again.measured, result.measured)
+    assert torch.equal(again.predicted.nan_to_num(), result.predicted.nan_to_num())
+
+
+def test_the_table_says_what_to_trust(result):
+    text = str(result)
+    for word in (
+        "logistic",
+        "subspace, mean within",
+        "trust, as all networks",
+        "variance over training",
+    ):
+        assert word in text
+    rows = batch_spectra.evidence(result)
+    assert [row.verdict for row in rows[:2]] == ["extends", "extends"]
+    assert "additive prediction" in rows[2].what
+    assert "8: -" in rows[2].measured  # too low for batches of 8
+
+
+def test_the_result_and_its_figure_are_written_and_read(result, tmp_path):
+    files = write(batch_spectra, result, tmp_path)
+    assert [file.suffix for file in files] == [".safetensors", ".png"]
+    assert str(ritz.load(files[0])) == str(result)
+
+
+def test_sizes_are_valid_configurations():
+    assert set(SIZES) == {"smoke", "paper"}
+    assert SIZES["paper"].networks == ("vgg16",)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"networks": ("transformer",)},
+        {"networks": ()},
+        {"matrices": ("fisher",)},
+        {"batch_sizes": (8, 5000)},
+        {"batch_sizes": ()},
+        {"epochs": (0,)},
+        {"num_batches": (1,)},
+        {"num_seeds": 0},
+        {"rate": 0.0},
+    ],
+)
+def test_a_wrong_configuration_names_the_field(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        Config(**bad)

@@ -1,0 +1,68 @@
+"""The study of covariance noise: exact examples in two dimensions, and a small run."""
+
+import pytest
+import torch
+
+import ritz
+from ritz import studies
+from ritz.studies import covariance_noise as study
+
+
+@pytest.fixture(scope="module")
+def result():
+    config = study.Config(tasks=("digits/mlp",), methods=("large", "diagonal", "full"),
+                          num_epochs=2, num_seeds=2, large=512, small=64, rates=(0.1,))  # fmt: skip
+    return study.run(config)
+
+
+def test_every_method_is_trained_for_every_seed(result):
+    assert result.accuracies.shape == (1, 3, 2)
+    assert (result.accuracies > 0.3).all()
+    assert result.losses.shape == result.steps.shape == (1, 3, 2)
+    assert result.steps[0, 0].tolist() == [3, 6]
+
+
+def test_the_result_can_be_saved_printed_and_drawn(result, tmp_path):
+    ritz.save(result, tmp_path / "result.safetensors")
+    again = ritz.load(tmp_path / "result.safetensors")
+    assert str(again) == str(result)
+    pytest.importorskip("matplotlib.pyplot").close(study.figure(result))
+    assert {row.where for row in study.evidence(result)} >= {"Table 1", "Figure 1", "Figure 4"}
+
+
+def test_one_step_clouds_have_their_exact_covariance():
+    planar = study.planar(0)
+    for steps, exact in zip(planar.steps, planar.covariances, strict=True):
+        outer = (steps - steps.mean(0))[:, :, None] * (steps - steps.mean(0))[:, None]
+        error = outer.std(0) / len(steps) ** 0.5
+        assert (((outer.mean(0) - exact) / error).abs() < 4.5).all()
+
+
+def test_the_expected_loss_is_that_of_simulated_paths():
+    planar = study.planar(0)
+    A = planar.quadratic
+    values, vectors = torch.linalg.eigh(A)
+    root = vectors * values.sqrt() @ vectors.T
+    generator = torch.Generator().manual_seed(1)
+    w = torch.tensor([2.0, 1.0], dtype=A.dtype).expand(20_000, 2)
+    for _ in range(60):
+        xi = torch.randn(w.shape, generator=generator, dtype=A.dtype)
+        w = w - study.RATE * w @ A + study.RATE * xi @ root
+    losses = (w @ A * w).sum(1) / 2
+    gap = losses.mean() - planar.losses[0, 59]
+
+    assert abs(gap) < 4 * losses.std() / len(losses) ** 0.5
+    # ||A||_F^2 and ||diag A||_F^2
+    assert planar.norms.tolist() == pytest.approx([3.62, 2.0])
+
+
+@pytest.mark.parametrize("bad", [{"tasks": ("mnist/gpt",)}, {"methods": ("noise",)},
+                                 {"small": 4096}, {"num_epochs": 0}])  # fmt: skip
+def test_fields_out_of_range_are_named(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        study.Config(**bad)
+
+
+def test_sizes_of_the_study():
+    paper = studies.sized(study, "paper")
+    assert (paper.num_epochs, len(paper.tasks), len(paper.methods)) == (200, 9, 8)

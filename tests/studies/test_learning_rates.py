@@ -1,0 +1,76 @@
+import dataclasses
+
+import pytest
+import torch
+
+import ritz
+from ritz.studies import damping, learning_rates, write
+
+
+@pytest.fixture(scope="module")
+def rates():
+    return learning_rates.run(learning_rates.SIZES["smoke"])
+
+
+@pytest.fixture(scope="module")
+def least():
+    return damping.run(damping.SIZES["smoke"])
+
+
+def test_every_network_momentum_and_batch_size_has_a_largest_rate(rates):
+    assert rates.largest.shape == rates.edges.shape == (1, 2, 2, 2)
+    assert bool((rates.largest > 0).all())
+    # Heavy ball is stable up to 1 + rho times the learning rate of SGD.
+    torch.testing.assert_close(rates.edges[:, :, 1], 1.9 * rates.edges[:, :, 0])
+    assert rates.test_errors.shape == (2, 2, 2)
+    assert bool((rates.distances > 0).all())
+
+
+def test_tables_and_claims_name_what_was_measured(rates, least):
+    assert "mlp, trained, momentum 0.9" in str(rates)
+    assert len(learning_rates.evidence(rates)) == 5
+    assert "mlp, learning rate 1" in str(least)
+    rule, ratios = damping.evidence(least)
+    assert rule.published == "-1"
+    assert ratios.verdict == "extends"
+
+
+def test_the_least_damping_is_that_of_trials(least):
+    assert least.least.shape == (1, 1, 2)
+    assert least.predicted.shape == (1, 1, 3, 2)
+    assert bool((least.least > 0).all())
+
+
+def test_the_least_damping_of_kfac_is_measured_as_well():
+    small = dataclasses.replace(damping.SIZES["smoke"], optimizer="kfac")
+    result = damping.run(small)
+    assert bool((result.least > 0).all())
+    assert damping.evidence(result)[0].where.startswith("Figures 5.13, 5.14")
+
+
+def test_results_and_figures_are_written_and_read(rates, least, tmp_path):
+    for study, result in ((learning_rates, rates), (damping, least)):
+        files = write(study, result, tmp_path / study.__name__)
+        assert [file.suffix for file in files] == [".safetensors", ".png"]
+        assert str(ritz.load(files[0])) == str(result)
+
+
+def test_an_exponent_is_the_slope_of_a_power_law():
+    sizes = (4, 16, 64)
+    values = 3 * torch.tensor(sizes, dtype=torch.float64) ** 0.7
+
+    assert learning_rates.exponent(sizes, values) == pytest.approx(0.7)
+
+
+@pytest.mark.parametrize(
+    ("study", "options", "match"),
+    [
+        (learning_rates, {"num_trials": 1}, "num_trials must be at least 2"),
+        (learning_rates, {"batch_sizes": (0,)}, "batch_sizes must be at least 1"),
+        (damping, {"optimizer": "sgd"}, "optimizer must be one of damped_adamw, kfac"),
+        (damping, {"rates": (0.0,)}, "rates must be at least"),
+    ],
+)
+def test_wrong_configurations_are_refused(study, options, match):
+    with pytest.raises(ValueError, match=match):
+        study.Config(**options)
