@@ -678,8 +678,8 @@ def main() -> None:
     print(text)
     if options.docs is not None:
         page = options.docs.read_text()
-        # The table is the last of the page, and its first column is called "estimator".
-        options.docs.write_text(page[: page.index("| estimator |")] + text)
+        above, mark, _ = page.partition("<!-- make intervals replaces what follows -->\n")
+        options.docs.write_text(f"{above}{mark}\n{text}")
 
 
 if __name__ == "__main__":

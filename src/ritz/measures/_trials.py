@@ -93,7 +93,7 @@ def critical_sharpness(
     low, high = _bracket(rises, rate)
     if not (low and math.isfinite(high)):
         return _no_sharpness(low, high, passes)
-    while high - low > 2 * rtol * low:
+    while not is_below(high - low, 2 * rtol * low):
         middle = 0.5 * (low + high)
         gap = rises(middle)
         if gap == 0:  # the loss is level to its roundoff
