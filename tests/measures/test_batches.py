@@ -52,7 +52,11 @@ def brute_force(x, sizes=SIZES, num_draws=1000):
         means = (weights @ matrices.flatten(1)).view(num_draws, P, P)
         values, vectors = torch.linalg.eigh(means)
         overlap = (vectors[:, :, -1] @ leading).square().mean()
-        columns.append(torch.stack([values[:, -1].mean(), values[:, -1].std(), overlap]))
+        # The change of first order has mean zero over all batches: without it the mean of large
+        # batches, which moves by little else, is known as well as a prediction is.
+        first = (means - matrices.mean(0)) @ leading @ leading
+        mean = (values[:, -1] - first).mean()
+        columns.append(torch.stack([mean, values[:, -1].std(), overlap]))
     return torch.stack(columns, 1), matrices
 
 
@@ -68,7 +72,7 @@ def covered(estimate, truth):
 @pytest.mark.parametrize("group_size", [1, 4])
 def test_predictions_agree_with_all_batches_of_a_linear_model(group_size):
     hits, deviations = [], []
-    for seed in range(2):
+    for seed in range(3):
         x = inputs(seed)
         truth, _ = brute_force(x)
 
@@ -79,7 +83,7 @@ def test_predictions_agree_with_all_batches_of_a_linear_model(group_size):
 
         hits += [covered(part, row) for part, row in zip(parts(found.best), truth, strict=True)]
         deviations.append(found.best.value.mean / truth[0] - 1)
-    # 6 curves of three sizes, with intervals of 95 %.
+    # 9 curves of three sizes, with intervals of 95 %.
     assert float(torch.stack(hits).double().mean()) > 0.85
     assert float(torch.stack(deviations).mean(0).abs().max()) < 0.03
 
@@ -103,7 +107,7 @@ def test_intervals_hold_the_true_figures_over_thirty_seeds(group_size):
                 low, high = estimate.interval(level)
                 column.append(((exact >= low) & (exact <= high)).reshape(-1))
     assert float(torch.cat(hits[0.95]).double().mean()) >= 0.88
-    assert float(torch.cat(hits[0.999]).double().mean()) >= 0.97
+    assert float(torch.cat(hits[0.999]).double().mean()) >= 0.99
 
 
 def test_variances_and_bulk_are_those_of_the_samples():
