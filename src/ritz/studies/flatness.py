@@ -189,7 +189,7 @@ def run(config: Config, *, progress: bool | Progress = False, state: StatePath =
 def figure(result: Result) -> style.Figure:
     """Draw accuracy over the largest eigenvalue, one point per run, one panel per network."""
     networks = result.config.networks
-    drawing, axes = plots.panels(1, len(networks), width=3.4 * len(networks), height=3.0)
+    drawing, axes = plots.panels(1, len(networks), width=3.4, height=3.0)
     for axis, network in zip(axes, networks, strict=True):
         sharpness, accuracy = result.row(network, "lambda_max"), result.row(network, "accuracy")
         for decay, x, y in zip(result.config.decays, sharpness, accuracy, strict=True):
@@ -227,8 +227,8 @@ def evidence(result: Result) -> list[Evidence]:
                 )
             )
     loss, gradient, largest, trace, _ = result.toy
-    # Polynomial times exponential: past w = 1 the exponential wins.
-    falls = all(bool((x.diff()[1:] < 0).all()) for x in (loss, gradient, largest, trace))
+    # Polynomial times exponential: from w = 1.5 on, the third of TOY, the exponential wins.
+    falls = all(bool((x.diff()[2:] < 0).all()) for x in (loss, gradient, largest, trace))
     rows.append(
         Evidence(
             paper="FLAT",
