@@ -6,6 +6,7 @@ from cli.own import OWN, ritz
 import ritz as library
 from ritz._core.training_config import TrainingConfig
 from ritz.measures import Advice
+from ritz.training import optimizer_names
 from ritz.training._fit import RunConfig
 from ritz.training._shared import advised_settings
 
@@ -69,3 +70,12 @@ def test_the_optimiser_of_a_run_is_the_one_that_is_advised_on(options, found):
 
     assert (settings["optimizer"], settings["momentum"], settings["known"]) == found
     assert advised_settings(config, "kfac") == {"optimizer": "kfac", "momentum": None}
+
+
+@pytest.mark.parametrize("name", optimizer_names())
+def test_the_settings_of_every_optimiser_of_a_run_are_read(name):
+    settings = advised_settings(
+        RunConfig(model="mlp", data="digits", training=TrainingConfig(optimizer=name))
+    )
+    assert settings["optimizer"] in ("sgd", "momentum", "nesterov", "adam", "kfac")
+    assert (settings["optimizer"] == "kfac") == ("kfac" in name)

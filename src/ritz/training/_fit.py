@@ -488,8 +488,10 @@ def advised_settings(
         momentum: Another momentum.
     """
     training = config.training
+    # Only the settings are read. Some optimisers take a model in place of parameters.
+    layer = nn.Linear(1, 1)
     made = create_optimizer(
-        training.optimizer, [nn.Parameter(torch.zeros(1))], **training.optimizer_settings
+        training.optimizer, layer.parameters(), model=layer, **training.optimizer_settings
     )
     name, of_run, rate = stability_settings(made, training.optimizer)
     if optimizer not in (None, name):
