@@ -661,13 +661,15 @@ def _draw_lopt(result: Result, axes: list[Any]) -> None:
     size, errors = SIZES[result.config.size], 100 * result.lopt.mean(1)
     for j, eta in enumerate(size.etas):
         colour = style.STYLE.palette[j]
-        for part, (name, dashes) in enumerate((("train", "--"), ("test", "-"))):
-            label = f"LOPT[{eta:g}], {name}"
+        # One entry for each eta: the title says which lines are of training.
+        for part, (label, dashes) in enumerate(((None, "--"), (f"eta = {eta:g}", "-"))):
             style.line(axes[0], size.deltas, errors[part, :, j], colour, label, linestyle=dashes)
     for part, dashes in ((0, "--"), (1, "-")):
         level = 100 * float(result.descent[part].mean())
         axes[0].axhline(level, color=style.STYLE.grey, linestyle=dashes, linewidth=0.8)
-    style.finish(axes[0], "damping", "error (%)", "LOPT; grey: gradient descent", xscale="log")
+    axes[0].set_ylim(top=1.4 * float(errors.max()))  # room for the legend
+    title = "test, dashed: training; grey: gradient descent"
+    style.finish(axes[0], "damping", "error (%)", title, xscale="log")
     for part, name in enumerate(("training", "test")):
         change = errors[part] - np.nanmin(errors[part])
         names = [f"{eta:g}" for eta in size.etas]

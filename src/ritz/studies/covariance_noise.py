@@ -651,7 +651,7 @@ def _descent(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def figure(result: Result) -> style.Figure:
     """Draw Figures 1 to 5 of the paper for this result, and the table as points."""
-    drawing, axes = plots.panels(2, 3, width=11.5, height=6.4)
+    drawing, axes = plots.panels(2, 3, width=4.0, height=3.2)
     _draw_steps(axes[0], result.planar)
     _draw_paths(axes[1], result.planar)
     _draw_variances(axes[2], result)
