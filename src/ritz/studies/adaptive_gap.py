@@ -40,6 +40,7 @@ from ritz.training import fit
 
 Part = Literal["lopt", "grid", "newton"]
 PARTS = get_args(Part)
+SizeName = Literal["smoke", "small", "gpu", "paper"]
 
 
 # ------------------------------------------------------------------------------------------
@@ -127,7 +128,7 @@ _VGG: dict[str, Any] = {
     "batch_size": 128,
     "curvature_samples": 8192,
 }
-SIZES = {
+SCALES = {
     # Seconds, without any files: what the tests run.
     "smoke": Size(
         data="digits", num_train=60, num_vectors=8, num_steps=6, deltas=(0.1, 1.0),
@@ -148,7 +149,7 @@ class Config:
     """Size of the study and number of the runs.
 
     Attributes:
-        size: ``smoke``, ``small``, ``gpu`` or ``paper``; see ``SIZES``.
+        size: ``smoke``, ``small``, ``gpu`` or ``paper``; see ``SCALES``.
         parts: Parts to run.
         optimizers: Optimisers of the grid; see ``GRIDS``.
         rates: Learning rates of the grid. Defaults to those of ``GRIDS``.
@@ -159,7 +160,7 @@ class Config:
         data_dir: Folder of the data sets. Defaults to ``RITZ_DATA``.
     """
 
-    size: Literal["smoke", "small", "gpu", "paper"] = "small"
+    size: SizeName = "small"
     parts: tuple[Part, ...] = PARTS
     optimizers: tuple[str, ...] = ("damped_adamw",)
     rates: tuple[float, ...] | None = None
@@ -170,7 +171,7 @@ class Config:
     data_dir: str | None = None
 
     def __post_init__(self) -> None:
-        check_choice("size", self.size, tuple(SIZES))
+        check_choice("size", self.size, tuple(SCALES))
         check_minimums(self, num_seeds=1, seed=0)
         for part in self.parts:
             check_choice("parts", part, PARTS)
@@ -182,6 +183,9 @@ class Config:
         known = GRIDS[name]
         rates, deltas = self.rates or known.rates, self.deltas or known.deltas
         return Grid(rates=rates, deltas=deltas, settings=known.settings)
+
+
+SIZES = {name: Config(size=name) for name in get_args(SizeName)}
 
 
 @record
@@ -213,7 +217,7 @@ class Result(StudyResult[Config]):
 
 def run(config: Config, *, progress: bool | Progress = False) -> Result:
     """Return the results of all parts."""
-    size, began = SIZES[config.size], time.process_time()
+    size, began = SCALES[config.size], time.process_time()
     empty, seconds = torch.zeros(0), dict[str, float]()
     results: dict[str, Any] = {"lopt": (empty, empty), "grid": ({}, empty), "newton": {}}
     for part, call in (("lopt", _lopt), ("grid", _grid), ("newton", _newton)):
@@ -437,7 +441,7 @@ def _mean(values: Tensor) -> Tensor:
 def _lopt_lines(result: Result) -> list[str]:
     if not len(result.lopt):
         return []
-    size, errors, descent = SIZES[result.config.size], 100 * result.lopt, 100 * result.descent
+    size, errors, descent = SCALES[result.config.size], 100 * result.lopt, 100 * result.descent
     lines = [
         f"LOPT: errors in % (training, test) on {size.num_train} of {size.data}, rate {RATE}, "
         f"{size.num_steps} steps, k = {size.num_vectors}; mean over {errors.shape[1]} seeds",
@@ -532,7 +536,7 @@ def _listed(values: Any) -> str:
 def _lopt_evidence(result: Result) -> list[Evidence]:
     if not len(result.lopt):
         return []
-    size, (train, test) = SIZES[result.config.size], 100 * result.lopt.mean(1)
+    size, (train, test) = SCALES[result.config.size], 100 * result.lopt.mean(1)
     setup = f"{size.num_steps} steps, basis every {size.interval}; the paper says neither"
     best = test[:, 0].argmin()
     rises = bool(test[0, 0] > test[best, 0] + 1)  # by more than a point in a hundred
@@ -555,7 +559,7 @@ def _lopt_evidence(result: Result) -> list[Evidence]:
 
 def _grid_evidence(result: Result) -> list[Evidence]:
     rows = []
-    size = SIZES[result.config.size]
+    size = SCALES[result.config.size]
     network = f"{size.network[0]}, {size.num_epochs} epochs of {size.images[1] or 'all'} images"
     for name, scores in result.grids.items():
         grid, mean = result.config.grid(name), scores.mean(1)
@@ -627,7 +631,7 @@ def _curve_evidence(result: Result) -> list[Evidence]:
     faster = least[0] < least[1]
     return [
         _row("Figure 4.2b", f"training error in % after {epochs} epochs, batches of "
-             f"{SIZES[result.config.size].batch_size}", "Lanczos-Newton below Adam and SGD", text,
+             f"{SCALES[result.config.size].batch_size}", "Lanczos-Newton below Adam and SGD", text,
              agrees=faster, paper="SPECTRA",
              why="" if faster else "a small network and batches of another size; SGD and Adam have "
              "momentum. The cause was not tested"),
@@ -658,7 +662,7 @@ def figure(result: Result) -> style.Figure:
 
 
 def _draw_lopt(result: Result, axes: list[Any]) -> None:
-    size, errors = SIZES[result.config.size], 100 * result.lopt.mean(1)
+    size, errors = SCALES[result.config.size], 100 * result.lopt.mean(1)
     for j, eta in enumerate(size.etas):
         colour = style.STYLE.palette[j]
         # One entry for each eta: the title says which lines are of training.
