@@ -370,7 +370,7 @@ class Run:
             self._carried.reset()
         for group in self._groups():
             try:
-                with self._curvature.around(group, state.step):
+                with self._curvature.around(group, state.step, epoch=state.epoch + 1):
                     self._take(self._pieces(group))
             except DivergedError:
                 return _diverged(state.epoch + 1)
