@@ -11,7 +11,7 @@ from ritz.training._folder import (
     save_weights,
 )
 from ritz.training._monitor import CurvatureMonitor
-from ritz.training._run import TrainingResult
+from ritz.training._result import TrainingResult
 from ritz.training._step import evaluate
 
 __all__ = [
