@@ -7,12 +7,11 @@ from typing import Any, final
 import torch
 from torch import Tensor, fx
 from torch.func import functionalize, vmap
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ritz._core.batches import tensors
 from ritz.curvature._modes import without_warnings_of_fallbacks
+from ritz.curvature._recorder import record
 
 # ------------------------------------------------------------------------------------------
 # Simplification of graphs: no copies, no operation twice, no arithmetic with zeros.
@@ -79,7 +78,7 @@ def _expand(node: fx.Node, source: fx.Node) -> fx.Node | None:
         return None
     with node.graph.inserting_before(node):
         expanded = node.graph.call_function(aten.expand.default, (source, list(large.shape)))
-    expanded.meta["val"] = small.expand(large.shape)
+    expanded.meta["val"] = small.expanded(large.shape)
     return expanded
 
 
@@ -112,7 +111,7 @@ def _written(node: fx.Node) -> fx.Node | None:
     if source is None or _like(source) == _like(node):
         return source
     before, after = source.meta["val"], node.meta["val"]
-    if (before.shape, before.dtype) == (after.shape, after.dtype) and after.is_contiguous():
+    if (before.shape, before.dtype) == (after.shape, after.dtype) and after.contiguous:
         node.target, node.args = aten.clone.default, (source,)
         node.kwargs = {"memory_format": torch.contiguous_format}
     return None
@@ -124,10 +123,7 @@ def _input(node: fx.Node, position: int) -> fx.Node | None:
 
 
 def _like(node: fx.Node) -> Any:
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor):
-        return node  # like nothing else
-    return value.shape, value.dtype, value.stride(), value.device
+    return node.meta.get("val", node)  # a node without a layout is like nothing else
 
 
 def _key(node: fx.Node) -> Any:
@@ -156,26 +152,10 @@ def _key(node: fx.Node) -> Any:
 # `if mask.all()`, the value is a *guard*: the trace holds at all points with the same guards.
 
 Graph = Callable[..., Sequence[Tensor]]
-_GUARD = aten._assert_async.msg
 
 
 class GuardError(RuntimeError):
     """A point leads through other parts of the model than the trace."""
-
-
-class _Guards(TorchDispatchMode):
-    """Lets the code that is traced read numbers from tensors, and records them as guards."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is not aten._local_scalar_dense.default:
-            return func(*args, **(kwargs or {}))
-        with disable_proxy_modes_tracing():
-            value = func(*args)
-        # An assertion is never removed from a graph, unlike a comparison that nobody reads.
-        _GUARD(aten.eq.Scalar(args[0], value), "guard")
-        return value
 
 
 @final
@@ -205,13 +185,12 @@ class Linearization:
         def flat(vector: Tensor, *inputs: Tensor) -> Tensor:
             values = iter(inputs)
             point = [next(values) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            with _Guards():  # type: ignore[no-untyped-call]
-                return product(vector, tree_unflatten(point, spec))
+            return product(vector, tree_unflatten(point, spec))
 
-        traced = make_fx(functionalize(flat))(vector, *tensors(point))
+        traced, self._num_guards = record(functionalize(flat), [vector, *tensors(point)])
         _require_fixed_shapes(traced)
         self._compiled = compiled
-        self._primal, self._tangent, self._num_guards = _split(simplify(traced))
+        self._primal, self._tangent = _split(simplify(traced))
         self._run_primal: Graph = _prepare(self._primal, compiled)
         self._run_tangent: dict[int, Graph] = {1: _prepare(self._tangent, compiled)}
 
@@ -239,7 +218,7 @@ class Linearization:
         """Trace the tangent part for blocks through vmap, so that vmap costs nothing later."""
         with without_warnings_of_fallbacks():
             mapped = vmap(self._tangent, in_dims=(None,) * len(primal) + (0,))
-            traced = make_fx(mapped)(*primal, vectors)
+            traced, _ = record(lambda *inputs: mapped(*inputs)[0], [*primal, vectors])
         return _prepare(simplify(traced), self._compiled)
 
 
@@ -272,36 +251,28 @@ def _prepare(module: fx.GraphModule, compiled: bool) -> Graph:
     return graph
 
 
-def _split(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule, int]:
-    """Return primal part, tangent part, and how many outputs of the primal part are guards."""
-    conditions = dict.fromkeys(_take_guards(module.graph))
+def _split(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Return the primal part, whose first outputs are the guards, and the tangent part."""
     nodes = list(module.graph.nodes)
     vector, *points = (node for node in nodes if node.op == "placeholder")
-    (result,) = (node for node in nodes if node.op == "output")
+    (output,) = (node for node in nodes if node.op == "output")
+    product, *guards = output.args[0]
     # Nodes that depend on the vector. The product is always computed anew: it is not the caller's
     # to change if it is cached.
-    moving = {vector, result, result.args[0]}
+    moving = {vector, product, output}
     for node in nodes:
         if any(source in moving for source in node.all_input_nodes):
             moving.add(node)
-    # The border: primal nodes that the tangent part reads.
-    users = [source for node in nodes if node in moving for source in node.all_input_nodes]
-    border = list(dict.fromkeys(node for node in users if node not in moving))
-    if moving & conditions.keys():
+    if not moving.isdisjoint(guards):
         raise RuntimeError("the path through the model depends on the vector")
+    # The border: primal nodes that the tangent part reads.
+    moving.remove(output)
+    sources = [source for node in nodes if node in moving for source in node.all_input_nodes]
+    border = list(dict.fromkeys(node for node in sources if node not in moving))
     fixed = [node for node in nodes if node not in moving]
-    primal = _part(module, points, fixed, [*conditions, *border])
-    tangent = _part(module, [*border, vector], [n for n in nodes if n in moving], result.args)
-    return primal, tangent, len(conditions)
-
-
-def _take_guards(graph: fx.Graph) -> list[fx.Node]:
-    """Remove the assertions from a graph, and return the nodes of their conditions."""
-    guards = [node for node in graph.nodes if node.target is _GUARD]
-    conditions = [node.all_input_nodes[0] for node in guards]
-    for node in guards:
-        graph.erase_node(node)
-    return conditions
+    primal = _part(module, points, fixed, [*guards, *border])
+    tangent = _part(module, [*border, vector], [n for n in nodes if n in moving], [product])
+    return primal, tangent
 
 
 def _part(
