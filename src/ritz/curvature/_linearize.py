@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.func import functionalize, vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ritz._core.batches import tensors
 from ritz.curvature._modes import without_warnings_of_fallbacks
-from ritz.curvature._recorder import record
+from ritz.curvature._recorder import Recording, record
 
 # ------------------------------------------------------------------------------------------
 # Simplification of graphs: no copies, no operation twice, no arithmetic with zeros.
@@ -34,11 +34,11 @@ _ZEROS = {aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default}
 _PRODUCTS = {aten.mul.Tensor, aten.mm.default, aten.bmm.default}
 
 
-def simplify(module: fx.GraphModule) -> fx.GraphModule:
+def simplify(graph: fx.Graph) -> None:
     """Remove copies, arithmetic with zeros and repeated operations from a graph."""
     seen: dict[Any, fx.Node] = {}
     zeros: set[fx.Node] = set()
-    for node in list(module.graph.nodes):
+    for node in list(graph.nodes):
         if node.op != "call_function":
             continue
         if _is_zero(node, zeros):
@@ -48,10 +48,8 @@ def simplify(module: fx.GraphModule) -> fx.GraphModule:
             same = seen.setdefault(key, node)
         if same is not None and same is not node:
             node.replace_all_uses_with(same)
-            module.graph.erase_node(node)
-    module.graph.eliminate_dead_code()
-    module.recompile()
-    return module
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
 
 
 def _identity(node: fx.Node, zeros: set[fx.Node]) -> fx.Node | None:
@@ -187,10 +185,11 @@ class Linearization:
             point = [next(values) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             return product(vector, tree_unflatten(point, spec))
 
-        traced, self._num_guards = record(functionalize(flat), [vector, *tensors(point)])
-        _require_fixed_shapes(traced)
-        self._compiled = compiled
-        self._primal, self._tangent = _split(simplify(traced))
+        recording = record(functionalize(flat), [vector, *tensors(point)])
+        _require_fixed_shapes(recording.graph)
+        simplify(recording.graph)
+        self._compiled, self._num_guards = compiled, recording.num_conditions
+        self._primal, self._tangent = _split(recording)
         self._run_primal: Graph = _prepare(self._primal, compiled)
         self._run_tangent: dict[int, Graph] = {1: _prepare(self._tangent, compiled)}
 
@@ -218,8 +217,9 @@ class Linearization:
         """Trace the tangent part for blocks through vmap, so that vmap costs nothing later."""
         with without_warnings_of_fallbacks():
             mapped = vmap(self._tangent, in_dims=(None,) * len(primal) + (0,))
-            traced, _ = record(lambda *inputs: mapped(*inputs)[0], [*primal, vectors])
-        return _prepare(simplify(traced), self._compiled)
+            wide = record(lambda *inputs: mapped(*inputs)[0], [*primal, vectors])
+        simplify(wide.graph)
+        return _prepare(fx.GraphModule(wide.root, wide.graph), self._compiled)
 
 
 def nbytes(leaves: Sequence[Tensor], *, beside: Sequence[Tensor] = ()) -> int:
@@ -234,9 +234,9 @@ def nbytes(leaves: Sequence[Tensor], *, beside: Sequence[Tensor] = ()) -> int:
     return total
 
 
-def _require_fixed_shapes(module: fx.GraphModule) -> None:
+def _require_fixed_shapes(graph: fx.Graph) -> None:
     """Raise if shapes depend on values: the trace would fix those of its own point."""
-    for node in module.graph.nodes:
+    for node in graph.nodes:
         if torch.Tag.dynamic_output_shape not in getattr(node.target, "tags", ()):
             continue
         if node.target is torch.ops.aten.index.Tensor:
@@ -251,9 +251,9 @@ def _prepare(module: fx.GraphModule, compiled: bool) -> Graph:
     return graph
 
 
-def _split(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
+def _split(recording: Recording) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Return the primal part, whose first outputs are the guards, and the tangent part."""
-    nodes = list(module.graph.nodes)
+    root, nodes = recording.root, list(recording.graph.nodes)
     vector, *points = (node for node in nodes if node.op == "placeholder")
     (output,) = (node for node in nodes if node.op == "output")
     product, *guards = output.args[0]
@@ -270,13 +270,13 @@ def _split(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
     sources = [source for node in nodes if node in moving for source in node.all_input_nodes]
     border = list(dict.fromkeys(node for node in sources if node not in moving))
     fixed = [node for node in nodes if node not in moving]
-    primal = _part(module, points, fixed, [*guards, *border])
-    tangent = _part(module, [*border, vector], [n for n in nodes if n in moving], [product])
+    primal = _part(root, points, fixed, [*guards, *border])
+    tangent = _part(root, [*border, vector], [n for n in nodes if n in moving], [product])
     return primal, tangent
 
 
 def _part(
-    module: fx.GraphModule,
+    root: nn.Module,
     inputs: Sequence[fx.Node],
     nodes: Sequence[fx.Node],
     outputs: Sequence[fx.Node],
@@ -291,4 +291,4 @@ def _part(
                 copies[node].target = aten.reshape.default
     graph.output(tuple(copies[node] for node in outputs))
     graph.eliminate_dead_code()
-    return fx.GraphModule(module, graph)
+    return fx.GraphModule(root, graph)

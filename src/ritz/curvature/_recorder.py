@@ -30,25 +30,31 @@ class Layout(NamedTuple):
         return torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
 
 
-def record(
-    function: Callable[..., Tensor], inputs: Sequence[Tensor]
-) -> tuple[fx.GraphModule, int]:
-    """Return a function as a graph, and how many numbers it reads from tensors on its way.
+class Recording(NamedTuple):
+    """A graph, the module that holds its constants, and how many conditions it returns."""
 
-    The function is called once, on these inputs. The graph returns a tuple: the result, then for
-    each number that the function reads, as in ``if mask.all()``, whether it is the same. Where all
-    of them are, the graph computes the same function. ``meta["val"]`` of a node is its
-    :class:`Layout`.
+    root: nn.Module
+    graph: fx.Graph
+    num_conditions: int
 
-    This takes a fifth of the time of ``make_fx``, which makes an imitation of every tensor and a
-    stack trace for each (GPT of 6 layers, 6,500 operations: 0.6 s against 3.4 s).
+
+def record(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Recording:
+    """Return the operations that a function calls as a graph.
+
+    The function is called once, on these inputs. The graph returns a tuple: the result, then one
+    condition for each number that the function reads from a tensor, as in ``if mask.all()``:
+    whether this number is the same. Where all of them are, the graph computes the function.
+    ``meta["val"]`` of a node is the :class:`Layout` of its tensor.
+
+    ``make_fx`` does the same, but makes an imitation and a stack trace of every tensor (GPT of 6
+    layers, Hessian, 6,500 operations: 3.4 s against 0.4 s).
 
     Args:
         function: Takes tensors, returns a tensor.
         inputs: Example of its arguments.
     """
     recorder = _Recorder()
-    # Other tensors than those of the caller: each is known by an attribute.
+    # Each tensor is known by an attribute, so those of the caller are not used themselves.
     aliases = [recorder.input(tensor) for tensor in inputs]
     with recorder:
         result = function(*aliases)
@@ -60,7 +66,7 @@ class _Recorder(TorchDispatchMode):
     """Notes every operation that is called, after all transforms of autograd and functorch."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._graph, self._root = fx.Graph(), nn.Module()
         self._constants: dict[int, tuple[Tensor, fx.Node]] = {}
         self._conditions: list[fx.Node] = []
@@ -70,9 +76,9 @@ class _Recorder(TorchDispatchMode):
         self._mark(alias, self._graph.placeholder(f"input_{len(self._graph.nodes)}"))
         return alias
 
-    def finish(self, result: Tensor) -> tuple[fx.GraphModule, int]:
+    def finish(self, result: Tensor) -> Recording:
         self._graph.output((self._node(result), *self._conditions))
-        return fx.GraphModule(self._root, self._graph), len(self._conditions)
+        return Recording(self._root, self._graph, len(self._conditions))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -114,9 +120,7 @@ class _Recorder(TorchDispatchMode):
         if isinstance(result, Tensor):
             # An attribute of a tensor lives as long as autograd holds it, and no longer.
             result._ritz_node = node  # type: ignore[attr-defined]
-            node.meta["val"] = Layout(
-                result.shape, result.dtype, result.stride(), result.device
-            )
+            node.meta["val"] = _layout(result)
         elif isinstance(result, list | tuple):
             for index, part in enumerate(result):
                 if isinstance(part, Tensor):
@@ -134,8 +138,10 @@ class _Recorder(TorchDispatchMode):
             name = f"constant_{len(self._constants)}"
             setattr(self._root, name, tensor)
             node = self._graph.get_attr(name)
-            node.meta["val"] = Layout(
-                tensor.shape, tensor.dtype, tensor.stride(), tensor.device
-            )
+            node.meta["val"] = _layout(tensor)
             self._constants[id(tensor)] = tensor, node
         return self._constants[id(tensor)][1]
+
+
+def _layout(tensor: Tensor) -> Layout:
+    return Layout(tensor.shape, tensor.dtype, tensor.stride(), tensor.device)

@@ -101,6 +101,8 @@ class Risk:
             ``named_parameters()``.
         space: Their names and shapes.
         num_samples: :math:`N`, over all processes.
+        shared: Traces that all operators of this risk, of its ``at()``, ``batch()`` and
+            ``samples()``, have in common.
         linear_loss: Whether the loss is linear in the outputs of the first batch, so that its
             Gauss-Newton matrix is zero.
     """
@@ -152,6 +154,8 @@ class Risk:
         self._check_batch_norm(batch_norm)
         self._statistics: Params | None = None
         self._sample_gaps: dict[bool, str] = {}
+        # How the products of each matrix are computed: the same at other weights and batches.
+        self.shared: dict[Any, Any] = {}
         self.linear_loss = False
         self._outputs: Any = None  # outputs of one sample, to check labels against
         self._outputs = _inspect_first_batch(self)
@@ -239,7 +243,7 @@ class Risk:
         if theta.ndim != 1:
             raise ValueError(f"theta must be one vector, got {tuple(theta.shape)}")
         with modes.outside_inference():
-            return self._changed(theta=theta.detach().clone())
+            return self._changed(theta=theta.detach().clone(), shared=self.shared)
 
     def moved(self, data: Any = None, *, batch_size: int | None = None) -> "Risk":
         """Return the risk at the present weights of the model, on the same or on other data.
@@ -295,7 +299,7 @@ class Risk:
 
     def without_l2(self) -> "Risk":
         """Return the risk without its L2 term."""
-        return self._changed(l2=0.0)
+        return self._changed(l2=0.0, shared=self.shared)
 
     def on(self, params: Selection) -> "Risk":
         """Return the risk as a function of some of its parameters, with the others constant."""
@@ -512,7 +516,7 @@ class Risk:
             raise ValueError("loss and gradient must be finite, got NaN or Inf in another process")
 
     def _on_batches(self, batches: list[Batch]) -> "Risk":
-        other = self._changed(sharing="none")
+        other = self._changed(sharing="none", shared=self.shared)
         other._batches = Batches(batches, device=self.theta.device, count=self._batches.count)
         other.num_samples = sum(other.batch_sizes)
         if self.batch_norm == "recomputed":
@@ -522,7 +526,7 @@ class Risk:
 
     def _changed(self, **changes: Any) -> "Risk":
         other = copy.copy(self)
-        other._statistics, other._sample_gaps = None, {}
+        other._statistics, other._sample_gaps, other.shared = None, {}, {}
         for name, value in changes.items():
             setattr(other, name, value)
         return other
