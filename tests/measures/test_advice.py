@@ -239,6 +239,19 @@ def test_the_cost_is_known_before(risk, advice):
     assert spent <= promised
     assert "57 x 57" in text
     assert advice.cost <= 120
+    assert " s: " not in text
+    assert " s: " in advice_cost(risk, timed=True)
+
+
+def test_a_budget_takes_lanczos_steps_and_says_so(risk, advice):
+    found = advise(risk, batch_sizes=SIZES, max_products=55)
+
+    assert 14 + found.prediction.cost + found.noise.num_products <= 55
+    assert "55 products" in advice_cost(risk, max_products=55)
+    assert found.warnings[-1].startswith("max_products=55 allowed 14 of 40 Lanczos steps")
+    assert not any("max_products" in warning for warning in advice.warnings)
+    with pytest.raises(ValueError, match="max_products must be at least 51, got 50"):
+        advise(risk, max_products=50)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, islice, pairwise
+from itertools import islice
 from math import ceil
 from typing import Any, final
 
@@ -14,7 +14,6 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
-    Subset,
     TensorDataset,
     default_collate,
 )
@@ -31,6 +30,7 @@ from ritz._core.batches import (
 from ritz._core.checks import check_count
 from ritz._core.distributed import shard, world_size
 from ritz._core.random import epoch_generator
+from ritz.curvature._shared import draw_samples
 from ritz.data import Split, TextSplit
 
 # ------------------------------------------------------------------------------------------
@@ -434,18 +434,8 @@ def limited(source: Any, count: int, *, seed: int) -> Any:
     if hasattr(pool, "batches") and hasattr(pool, "take"):
         taken = pool.take(count, generator=generator)
         return taken.batches(count)[0] if is_tensors(source) else taken
-    order = torch.randperm(total or 0, generator=generator)[:count]
-    if isinstance(source, DataLoader) and total is not None:
-        subset: Any = Subset(source.dataset, order.tolist())
-        size = getattr(source.batch_sampler, "batch_size", 1)
-        return list(DataLoader(subset, batch_size=size, collate_fn=source.collate_fn))
-    if isinstance(source, list):
-        sizes, chosen = [num_rows(batch) for batch in source], order.sort().values
-        # Row r of all samples is row r - a of the batch that holds the samples a to b.
-        bounds = pairwise([0, *accumulate(sizes)])
-        rows = [chosen[(chosen >= a) & (chosen < b)] - a for a, b in bounds]
-        parts = zip(source, rows, sizes, strict=True)
-        return [take_rows(batch, row, size) for batch, row, size in parts if len(row)]
+    if total is not None and isinstance(source, DataLoader | list):
+        return draw_samples(source, count, seed)
     check_count("num_samples", count)
     batches: list[Any] = []
     for batch in source:  # of data without a length, the first samples

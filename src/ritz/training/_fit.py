@@ -516,6 +516,7 @@ def measured_risk(
     l2: float = 0.0,
     precision: Any = None,
     seed: int = 0,
+    progress: bool | Progress = False,
 ) -> Risk:
     """Return the risk of a model on a part of its data, in an order that depends on the seed only.
 
@@ -531,6 +532,7 @@ def measured_risk(
         l2: Coefficient of the L2 term of the loss.
         precision: Precision of the arithmetic.
         seed: Seed of the draw.
+        progress: Show a bar while a loader is read.
     """
     source = getattr(parts, split)
     if source is None:
@@ -547,5 +549,6 @@ def measured_risk(
             l2=l2,
             precision=precision,
             freeze=True,
+            progress=progress,
             **options,
         )
