@@ -48,9 +48,9 @@ class GradientNoise:
         gradient_square: :math:`\|g\|^2`, of the gradient of all data.
         along: :math:`g^\top H g / \|g\|^2`, the curvature along the gradient.
         simple: The simple noise scale :math:`\operatorname{tr} \Sigma / \|g\|^2`, a batch size.
-        curved: The noise scale :math:`\operatorname{tr}(H \Sigma) / g^\top H g`, a batch size: the
-            critical batch size, below which half the batch costs little more than twice the steps.
-            Not a number if the curvature along the gradient is not positive.
+        curved: The noise scale :math:`\operatorname{tr}(H \Sigma) / g^\top H g`, the critical batch
+            size. Below it, training with half the batch size takes about twice the steps. Not a
+            number if the curvature along the gradient is not positive.
         matrix: ``hessian`` or ``ggn``.
         num_samples: :math:`N`.
         num_products: Matrix-vector products that were used.
@@ -117,7 +117,7 @@ def gradient_noise(
             largest that gives at least 128 groups.
         num_probes: Probes of the trace of :math:`H \Sigma`, at least 2.
         generator: Source of groups and probes. Defaults to a new generator with seed 0.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 
     Reference: McCandlish, Kaplan, Amodei et al. (2018), *An empirical model of large-batch
     training*.
@@ -232,6 +232,7 @@ class _Deviations:
         """Return the combinations ``D s`` of deviations, ``(P, k)``, of weights ``(M, k)``."""
         if self._rows is not None:
             return self._rows.T @ weights.to(self._rows)
+        # D s = sum_j d_j s_j', one gradient at a time
         total = self._mean.new_zeros(len(self._mean), weights.shape[1])
         for row, gradient in zip(weights.double(), self._pass(), strict=True):
             total.addr_(gradient.double() - self._mean, row.to(total))
@@ -254,6 +255,7 @@ class _NoiseOperator(LinearOperator):
         self._op, self._deviations, self._scale = op, deviations, scale
 
     def _matmat(self, block: Tensor) -> Tensor:
+        # (D'HD) s = D'(H (D s)), in blocks that suit the operator
         vectors = self._deviations.combine(block)
         image = [self._op.matmat(part) for part in vectors.split(self._op.block_size, 1)]
         return self._deviations.project(torch.cat(image, 1)).mul_(self._scale)

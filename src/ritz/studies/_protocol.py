@@ -212,7 +212,7 @@ def compute_cells(
         label: Label of the progress bar.
         config: The configuration. A saved state of another one is refused.
         state: Path where finished cells are saved, and read when the study is run again.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
     """
     finished = Parts(Journal(state, {"config": repr(config)}))
     return {

@@ -19,10 +19,8 @@ from torch import Tensor, nn
 from ritz import data, optim, plots, training
 from ritz._core.checks import check_count, check_range
 from ritz._core.progress import Progress
-from ritz._core.results import format_uncertain
-from ritz.data import Split
 from ritz.plots._shared import style
-from ritz.studies._evidence import Evidence, Verdict
+from ritz.studies._evidence import Evidence, signed, spread
 from ritz.studies._protocol import (
     StatePath,
     StudyResult,
@@ -31,6 +29,7 @@ from ritz.studies._protocol import (
     record,
     seeded,
 )
+from ritz.studies._training import with_wrong_labels
 
 SGD: dict[str, Any] = {"optimizer": "sgd", "lr": 0.05, "weight_decay": 5e-4}
 # The best of five pairs of learning rate and decay, by the held-out error of another seed.
@@ -243,22 +242,10 @@ def evidence(result: Result) -> list[Evidence]:
                 what=f"test error in %, {what}",
                 published=words[sign],
                 measured=spread(gap),
-                **_judge(gap, sign),
+                **signed(gap, sign),
             )
         )
     return [*rows, *_by_decay(result), _gap(result), _norms(result)]
-
-
-def _judge(gap: Tensor, sign: int) -> dict[str, Any]:
-    """Return verdict and reason for a paired difference whose sign was published."""
-    error = float(gap.std()) / math.sqrt(len(gap))
-    # A difference counts from two standard errors on.
-    measured = 0 if abs(float(gap.mean())) < 2 * error else int(math.copysign(1, gap.mean()))
-    verdict: Verdict = "agrees" if measured == sign else "differs"
-    why = "no difference beyond two standard errors" if measured == 0 != sign else ""
-    if sign == 0 and measured:
-        why = "better" if measured < 0 else "worse"
-    return {"verdict": verdict, "why": why}
 
 
 def _by_decay(result: Result) -> list[Evidence]:
@@ -296,7 +283,7 @@ def _gap(result: Result) -> Evidence:
         what="generalisation gap in %, step decay less constant learning rate",
         published="the gap grows as the learning rate falls",
         measured=spread(more),
-        **_judge(more, 1),
+        **signed(more, 1),
     )
 
 
@@ -315,17 +302,12 @@ def _norms(result: Result) -> Evidence:
     )
 
 
-def spread(values: Tensor) -> str:
-    """Return mean and standard error over seeds as text; a dash if there is no value."""
-    if bool(values.isnan().any()):
-        return "-"
-    return format_uncertain(float(values.mean()), float(values.std()) / math.sqrt(len(values)))
-
-
 def _train(config: Config, images: Any, options: dict[str, Any], seed: int) -> Tensor:
     """Return the measures of one run and its predictions, as one vector."""
     generator = seeded(seed)
-    train = _with_wrong_labels(images.train.take(config.num_train), config, generator)
+    train = images.train.take(config.num_train)
+    targets = with_wrong_labels(train.targets, config.label_noise, images.num_classes, generator)
+    train = replace(train, targets=targets)
     model = _network(images, config.width, generator)
     settings = {key: options[key] for key in ("lr", "weight_decay")}
     norms: list[float] = []  # of the iterates, by epoch: the model ends with the average
@@ -350,6 +332,7 @@ def _train(config: Config, images: Any, options: dict[str, Any], seed: int) -> T
         1 - metrics["train_accuracy"],
         norms[-1],
         optim.weight_norms(model).l2 if averaged else math.nan,
+        # The effective rate of weights whose scale batch norm leaves free.
         metrics["rate"] / norms[-1] ** 2,
     ]
     inputs, _ = images.test.take(min(PREDICTED, len(images.test))).tensors()
@@ -357,15 +340,6 @@ def _train(config: Config, images: Any, options: dict[str, Any], seed: int) -> T
     with torch.no_grad():
         outputs = model(inputs).softmax(1).double().flatten()
     return torch.cat([torch.tensor(numbers, dtype=torch.float64), outputs])
-
-
-def _with_wrong_labels(train: Split, config: Config, generator: torch.Generator) -> Split:
-    count, classes = len(train), int(train.targets.max()) + 1
-    wrong = torch.randperm(count, generator=generator)[: round(config.label_noise * count)]
-    targets = train.targets.clone()
-    # A shift by 1 to C - 1 modulo C reaches every other class with the same probability.
-    targets[wrong] += torch.randint(1, classes, wrong.shape, generator=generator)
-    return replace(train, targets=targets % classes)
 
 
 def _network(images: Any, width: int, generator: torch.Generator) -> nn.Sequential:

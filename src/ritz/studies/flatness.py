@@ -19,11 +19,11 @@ from torch import Tensor
 from ritz import data, models, plots, training
 from ritz._core.checks import check_count, check_range
 from ritz._core.progress import Progress
-from ritz._core.results import format_uncertain
+from ritz._core.results import stderr
 from ritz.curvature import Risk, hessian
 from ritz.plots._shared import style
 from ritz.spectra import eigenpairs, frobenius_norm, trace
-from ritz.studies._evidence import Evidence
+from ritz.studies._evidence import Evidence, spread
 from ritz.studies._protocol import (
     StatePath,
     StudyResult,
@@ -212,7 +212,7 @@ def evidence(result: Result) -> list[Evidence]:
             values = result.row(network, measure)
             gain = values[-1] - values[0]
             # One-sided and paired: each seed has the same split and initial weights.
-            grows = bool(gain.mean() > 2 * gain.std() / len(gain) ** 0.5)
+            grows = bool(gain.mean() > 2 * stderr(gain))
             scale = 100 if measure == "accuracy" else 1
             rows.append(
                 Evidence(
@@ -244,12 +244,6 @@ def evidence(result: Result) -> list[Evidence]:
     return rows
 
 
-def spread(values: Tensor) -> str:
-    """Return mean and standard error over seeds as text."""
-    error = float(values.std()) / len(values) ** 0.5 if len(values) > 1 else float("nan")
-    return format_uncertain(float(values.mean()), error)
-
-
 def _train(
     config: Config, images: Any, network: str, epochs: int, decay: float, seed: int
 ) -> Tensor:
@@ -268,6 +262,7 @@ def _train(
     op = hessian(risk)
     # One pair without a search for multiplicities: only its value is compared.
     top = eigenpairs(op, largest=1, rtol=1e-3, vectors=False, certify="none")
+    # The order of MEASURES.
     numbers = [score["accuracy"] for score in scores] + [scores[-1]["loss"]]
     numbers += [float(top.values[-1]), float(top.residuals[-1])]
     # tr H is positive for logistic regression, which is convex; |H|_F is a measure for all.

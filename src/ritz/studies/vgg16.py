@@ -1,8 +1,8 @@
 """VGG-16 on CIFAR-100 by six optimisers: Gadam paper, Tables 2, 9 and 15; Flatness, section 5.
 
 Every run is a folder ``METHOD-SEED`` below ``runs``, with its log and its checkpoint. A run that is
-finished is read from its log, one that was interrupted resumes, and the others are trained, unless
-``train`` is false. So the table can be computed run by run and on several machines. At the end of a
+finished is read from its log, and one that was interrupted resumes. The others are trained, unless
+``train`` is false. So the runs can be computed one by one and on several machines. At the end of a
 run the Hessian of the training loss is measured, at the last and at the averaged weights, in both
 modes of batch norm.
 
@@ -23,13 +23,12 @@ from torch.nn.functional import cross_entropy
 from ritz import data, models, optim, plots, training
 from ritz._core.checks import check_choice
 from ritz._core.progress import Progress
-from ritz._core.results import format_uncertain
 from ritz._core.storage import to_json, write_text
 from ritz._core.training_config import TrainingPrecision
 from ritz.curvature import Risk, hessian
 from ritz.plots._shared import style
 from ritz.spectra import eigenpairs, frobenius_norm, trace
-from ritz.studies._evidence import Evidence
+from ritz.studies._evidence import Evidence, spread
 from ritz.studies._protocol import StudyResult, check_minimums, record, seeded, track, versions
 
 # Settings of Table 2 and appendix B.2; averaged methods average from epoch 161 of 300.
@@ -224,6 +223,7 @@ def evidence(result: Result) -> list[Evidence]:
 def _sharpness(result: Result, sgd: int, gadam: int) -> list[Evidence]:
     rows = []
     for k, mode in enumerate(MODES):
+        # As published: SGD at its last weights and Gadam at its average.
         plain = result.curvature[0, 0, k, sgd].nanmean()
         averaged = result.curvature[0, 1, k, gadam].nanmean()
         if bool(torch.isfinite(plain + averaged)):
@@ -239,15 +239,6 @@ def _sharpness(result: Result, sgd: int, gadam: int) -> list[Evidence]:
                 )
             )
     return rows
-
-
-def spread(values: Tensor) -> str:
-    """Return mean and standard error of the finite values as text."""
-    finite = values[values.isfinite()]
-    if not len(finite):
-        return "-"
-    error = float(finite.std()) / math.sqrt(len(finite)) if len(finite) > 1 else 0.0
-    return format_uncertain(float(finite.mean()), error) if error else f"{float(finite[0]):.5g}"
 
 
 # ------------------------------------------------------------------------------------------
