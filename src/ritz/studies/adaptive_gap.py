@@ -182,7 +182,7 @@ class Config:
         return replace(known, rates=self.rates or known.rates, deltas=self.deltas or known.deltas)
 
 
-SIZES = {"smoke": Config(size="smoke"), "paper": Config(size="paper")}
+SIZES = {name: Config(size=name) for name in SETUPS}
 
 
 @record
