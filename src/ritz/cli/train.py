@@ -23,8 +23,6 @@ EPILOG = shared.examples(
     "ritz train --model vgg16_bn --data cifar10 --preset noisy_sgd/vgg16_bn/cifar10 --out runs/lb",
     "If the command is interrupted, run it again. It resumes from the last checkpoint.",
 )
-# What --watch logs unless --quantity names something else.
-USUAL = ("lambda_max", "trace", "spectrum")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +65,8 @@ def command(options: Options, training: TrainingConfig) -> None:
     from ritz.cli._targets import loss_function, make_data, make_model, parse_settings
     from ritz.training._shared import QUANTITIES, RunConfig, run_files, train_run
 
-    quantities: Any = tuple(options.quantity or USUAL)
-    for name in quantities:
-        check_choice("--quantity", name, QUANTITIES)
+    for name in options.quantity or ():
+        check_choice("--quantity", name, tuple(QUANTITIES))
     if options.watch is None and options.quantity:
         raise ValueError(f"--quantity {options.quantity[0]} needs --watch: add --watch 1")
     config = RunConfig(
@@ -96,7 +93,7 @@ def command(options: Options, training: TrainingConfig) -> None:
             loss_fn=loss_fn,
             device=device,
             watch=options.watch,
-            quantities=quantities,
+            quantities=options.quantity or None,
             progress=not options.json,
         )
     if int(os.environ.get("RANK", "0")):
