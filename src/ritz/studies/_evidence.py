@@ -4,12 +4,17 @@ A study compares its result with the published tables and figures in ``evidence(
 returns a list of :class:`Evidence`. :func:`evidence` collects the rows of all saved results.
 """
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from torch import Tensor
+
+from ritz._core.checks import is_below
+from ritz._core.results import format_uncertain
 from ritz._core.storage import load
 from ritz.studies._protocol import find
 
@@ -47,6 +52,32 @@ class Evidence:
     measured: str
     verdict: Verdict
     why: str = ""
+
+
+def spread(values: Tensor) -> str:
+    """Return mean and standard error of the values that are not NaN as text; a dash for none."""
+    found = values[values.isfinite()]
+    if not len(found):
+        return "-"
+    error = float(found.std()) / math.sqrt(len(found)) if len(found) > 1 else 0.0
+    return format_uncertain(float(found.mean()), error) if error else f"{float(found[0]):.5g}"
+
+
+def signed(differences: Tensor, sign: int) -> dict[str, Any]:
+    """Return verdict and reason for differences within each seed, whose sign was published.
+
+    Args:
+        differences: By seed; the scatter between seeds cancels in them.
+        sign: -1, 1, or 0 if they were published to be about zero.
+    """
+    mean, error = float(differences.mean()), float(differences.std()) / math.sqrt(len(differences))
+    # A difference counts from two standard errors on; NaN does not count.
+    measured = int(math.copysign(1, mean)) if is_below(2 * error, abs(mean)) else 0
+    verdict: Verdict = "agrees" if measured == sign else "differs"
+    why = "no difference beyond two standard errors" if measured == 0 != sign else ""
+    if sign == 0 and measured:
+        why = "better" if measured < 0 else "worse"
+    return {"verdict": verdict, "why": why}
 
 
 def evidence(folder: str | os.PathLike[str]) -> str:

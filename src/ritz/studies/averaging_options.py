@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from ritz import data, optim, plots, training
 from ritz._core.checks import check_count, check_range
 from ritz._core.progress import Progress
-from ritz._core.results import format_uncertain
 from ritz.data import Split
 from ritz.plots._shared import style
-from ritz.studies._evidence import Evidence, Verdict
+from ritz.studies._evidence import Evidence, signed, spread
 from ritz.studies._protocol import (
     StatePath,
     StudyResult,
@@ -243,22 +242,10 @@ def evidence(result: Result) -> list[Evidence]:
                 what=f"test error in %, {what}",
                 published=words[sign],
                 measured=spread(gap),
-                **_judge(gap, sign),
+                **signed(gap, sign),
             )
         )
     return [*rows, *_by_decay(result), _gap(result), _norms(result)]
-
-
-def _judge(gap: Tensor, sign: int) -> dict[str, Any]:
-    """Return verdict and reason for a paired difference whose sign was published."""
-    error = float(gap.std()) / math.sqrt(len(gap))
-    # A difference counts from two standard errors on.
-    measured = 0 if abs(float(gap.mean())) < 2 * error else int(math.copysign(1, gap.mean()))
-    verdict: Verdict = "agrees" if measured == sign else "differs"
-    why = "no difference beyond two standard errors" if measured == 0 != sign else ""
-    if sign == 0 and measured:
-        why = "better" if measured < 0 else "worse"
-    return {"verdict": verdict, "why": why}
 
 
 def _by_decay(result: Result) -> list[Evidence]:
@@ -296,7 +283,7 @@ def _gap(result: Result) -> Evidence:
         what="generalisation gap in %, step decay less constant learning rate",
         published="the gap grows as the learning rate falls",
         measured=spread(more),
-        **_judge(more, 1),
+        **signed(more, 1),
     )
 
 
@@ -315,18 +302,11 @@ def _norms(result: Result) -> Evidence:
     )
 
 
-def spread(values: Tensor) -> str:
-    """Return mean and standard error over seeds as text; a dash if there is no value."""
-    if bool(values.isnan().any()):
-        return "-"
-    return format_uncertain(float(values.mean()), float(values.std()) / math.sqrt(len(values)))
-
-
 def _train(config: Config, images: Any, options: dict[str, Any], seed: int) -> Tensor:
     """Return the measures of one run and its predictions, as one vector."""
     generator = seeded(seed)
     train = _with_wrong_labels(images.train.take(config.num_train), config, generator)
-    model = _network(images, config.width, generator)
+    model = small_network(images, config.width, generator)
     settings = {key: options[key] for key in ("lr", "weight_decay")}
     norms: list[float] = []  # of the iterates, by epoch: the model ends with the average
 
@@ -368,17 +348,20 @@ def _with_wrong_labels(train: Split, config: Config, generator: torch.Generator)
     return replace(train, targets=targets % classes)
 
 
-def _network(images: Any, width: int, generator: torch.Generator) -> nn.Sequential:
-    """Return three convolutions with batch norm, each of which halves the image."""
+def small_network(
+    images: Any, width: int, generator: torch.Generator, *, batch_norm: bool = True
+) -> nn.Sequential:
+    """Return three convolutions, with batch norm or not, each of which halves the image."""
     channels, layers = [images.shape[0], width, 2 * width, 4 * width], list[nn.Module]()
     for before, after in pairwise(channels):
-        layers += [nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False),
-                   nn.BatchNorm2d(after), nn.ReLU()]  # fmt: skip
+        layers.append(nn.Conv2d(before, after, 3, stride=2, padding=1, bias=not batch_norm))
+        layers += [nn.BatchNorm2d(after), nn.ReLU()] if batch_norm else [nn.ReLU()]
     head = nn.Linear(channels[-1], images.num_classes)
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
     for layer in model:
         if isinstance(layer, nn.Conv2d | nn.Linear):
             # Not from the global generator; variance 2 / fan-in keeps the scale of ReLU layers.
             nn.init.kaiming_normal_(layer.weight, generator=generator)
-    nn.init.zeros_(head.bias)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
     return model

@@ -19,11 +19,10 @@ from torch import Tensor
 from ritz import data, models, plots, training
 from ritz._core.checks import check_count, check_range
 from ritz._core.progress import Progress
-from ritz._core.results import format_uncertain
 from ritz.curvature import Risk, hessian
 from ritz.plots._shared import style
 from ritz.spectra import eigenpairs, frobenius_norm, trace
-from ritz.studies._evidence import Evidence
+from ritz.studies._evidence import Evidence, spread
 from ritz.studies._protocol import (
     StatePath,
     StudyResult,
@@ -242,12 +241,6 @@ def evidence(result: Result) -> list[Evidence]:
         )
     )
     return rows
-
-
-def spread(values: Tensor) -> str:
-    """Return mean and standard error over seeds as text."""
-    error = float(values.std()) / len(values) ** 0.5 if len(values) > 1 else float("nan")
-    return format_uncertain(float(values.mean()), error)
 
 
 def _train(

@@ -23,13 +23,12 @@ from torch.nn.functional import cross_entropy
 from ritz import data, models, optim, plots, training
 from ritz._core.checks import check_choice
 from ritz._core.progress import Progress
-from ritz._core.results import format_uncertain
 from ritz._core.storage import to_json, write_text
 from ritz._core.training_config import TrainingPrecision
 from ritz.curvature import Risk, hessian
 from ritz.plots._shared import style
 from ritz.spectra import eigenpairs, frobenius_norm, trace
-from ritz.studies._evidence import Evidence
+from ritz.studies._evidence import Evidence, spread
 from ritz.studies._protocol import StudyResult, check_minimums, record, seeded, track, versions
 
 # Settings of Table 2 and appendix B.2; averaged methods average from epoch 161 of 300.
@@ -239,15 +238,6 @@ def _sharpness(result: Result, sgd: int, gadam: int) -> list[Evidence]:
                 )
             )
     return rows
-
-
-def spread(values: Tensor) -> str:
-    """Return mean and standard error of the finite values as text."""
-    finite = values[values.isfinite()]
-    if not len(finite):
-        return "-"
-    error = float(finite.std()) / math.sqrt(len(finite)) if len(finite) > 1 else 0.0
-    return format_uncertain(float(finite.mean()), error) if error else f"{float(finite[0]):.5g}"
 
 
 # ------------------------------------------------------------------------------------------
