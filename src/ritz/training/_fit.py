@@ -236,6 +236,7 @@ def _feeds(
         augment=usual if config.augment is True else config.augment or None,
         drop_last=config.drop_last,
         sizes=config.batch_sizes,
+        lengths_seed=config.seed if config.random_segments else None,
     )
 
     def size(part: Any) -> int | None:
