@@ -131,31 +131,23 @@ def curvature_variance(
     check_groups(risk, "curvature_variance()")
     risk.require_sample_mean(alone=True)
     count = sum(risk.batch_rows)
-    if group_size is None:
-        group_size = max(1, count // TUNING.num_groups)
-    # Fewer than three groups have no standard error.
-    check_count("group_size", group_size, high=max(1, count // 3))
+    group_size = checked_group_size(group_size, count)
     generator = resolve_generator(generator)
     if along is None:
         check_count("num_probes", num_probes, low=2)
         vectors = _unit_probes(risk, num_probes, generator)
     else:
         vectors = _unit_block(risk, along)
-    order = torch.randperm(count, generator=generator, device=generator.device)
-    # Groups of one size, as the formula assumes: the rest is left out.
-    used = order[: count // group_size * group_size].to(risk.theta.device)
-    groups = risk.samples(used, batch_size=group_size)
+    groups = random_groups(risk, group_size, generator)
     gaps = contrasts(groups, vectors, matrix, progress=progress)
     # V = (N - 1)/N g/(M - 1) sum |y_j - mean|^2; the mean over contrasts divides by M - 1.
     gaps *= group_size * (count - 1) / count
-    # Groups see M - 1 of the N - 1 contrasts of the samples: all of them if g = 1.
-    unseen = (count - groups.num_batches) / (count - 1)
     by_groups = gaps.mean(1) if along is None else gaps
-    error = stderr(by_groups) * math.sqrt(unseen) if unseen else torch.zeros(())
     whole = group_size == 1
+    error = torch.zeros(()) if whole else stderr(by_groups) * unseen_by(groups, count)
     method = "single samples" if whole else f"{groups.num_batches} random groups of {group_size}"
-    if len(used) < count:
-        method += f", {count - len(used)} of {count} samples left out at random"
+    if left := count % group_size:
+        method += f", {left} of {count} samples left out at random"
     make, kind = (Estimate.of, "probes") if along is None else (Estimate.exact, "directions")
     num_vectors = vectors.shape[1]
     estimate = make(
@@ -294,6 +286,29 @@ def check_groups(risk: Risk, caller: str) -> None:
         raise ValueError(f"{caller} needs sharing='none', got {risk.sharing!r}")
     if risk.num_samples < 2:
         raise ValueError(f"{caller} needs at least 2 samples, got {risk.num_samples}")
+
+
+def checked_group_size(group_size: int | None, count: int) -> int:
+    """Return the number of samples per group; by default, one that gives at least 128 groups."""
+    if group_size is None:
+        group_size = max(1, count // TUNING.num_groups)
+    # Fewer than three groups have no standard error.
+    check_count("group_size", group_size, high=max(1, count // 3))
+    return group_size
+
+
+def random_groups(risk: Risk, group_size: int, generator: torch.Generator) -> Risk:
+    """Return the risk on random groups of one size; the rest of the samples is left out."""
+    count = sum(risk.batch_rows)
+    order = torch.randperm(count, generator=generator, device=generator.device)
+    used = order[: count // group_size * group_size].to(risk.theta.device)
+    return risk.samples(used, batch_size=group_size)
+
+
+def unseen_by(groups: Risk, count: int) -> float:
+    r"""Return the factor of the standard error over groups instead of over samples."""
+    # Groups see M - 1 of the N - 1 contrasts of the samples: all of them if g = 1.
+    return math.sqrt(max(0, count - groups.num_batches) / max(1, count - 1))
 
 
 def check_batch_sizes(sizes: Sequence[int], count: int | None) -> None:

@@ -12,8 +12,7 @@ from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate, stderr
 from ritz.curvature import CurvatureOperator, Risk, curvature_operator
 from ritz.curvature._shared import CurvatureMatrix
-from ritz.measures._gradient_noise import random_groups
-from ritz.measures._noise import contrasts
+from ritz.measures._noise import checked_group_size, contrasts, random_groups, unseen_by
 from ritz.operators import FunctionOperator
 from ritz.spectra import eigenpairs
 
@@ -94,7 +93,6 @@ def preconditioned_curvature(
     divisor: Tensor,
     *,
     matrix: CurvatureMatrix = "hessian",
-    num_groups: int = 128,
     generator: torch.Generator | None = None,
 ) -> tuple[Estimate, Estimate]:
     r"""Return the largest eigenvalue of :math:`D^{-1/2} H D^{-1/2}` and the variance along it.
@@ -109,7 +107,6 @@ def preconditioned_curvature(
         risk: The loss at a point, whose samples do not depend on each other.
         divisor: :math:`D > 0`, ``(P,)``.
         matrix: ``hessian`` or ``ggn``.
-        num_groups: Number of random groups that stand for samples.
         generator: Source of groups and start vector. Defaults to a new generator with seed 0.
     """
     generator = resolve_generator(generator)
@@ -131,11 +128,10 @@ def preconditioned_curvature(
         seed=pairs.seed,
     )
     count = sum(risk.batch_rows)
-    size = max(1, count // num_groups)
+    size = checked_group_size(None, count)
     groups = random_groups(risk, size, generator)
     # With y_j = D^{-1/2} H_j D^{-1/2} phi the contrasts sum to that of |y_j - mean|^2.
     gaps = contrasts(groups, root * vectors[:, -1:], matrix, root=root)[:, 0]
     samples = gaps * (size * (count - 1) / count)
-    unseen = (max(0, count - groups.num_batches) / max(1, count - 1)) ** 0.5
     along = Estimate.of(samples, method=f"{groups.num_batches} random groups", num_products=1)
-    return top, replace(along, stderr=stderr(samples) * unseen)
+    return top, replace(along, stderr=stderr(samples) * unseen_by(groups, count))

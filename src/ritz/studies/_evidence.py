@@ -88,6 +88,7 @@ def evidence(folder: str | os.PathLike[str]) -> str:
         result = load(path)
         study: Any = find(type(result).__module__.rpartition(".")[2])
         sources.append(f"| `{path.name}` | `{_command(result)}` | {_origin(result)} |")
+        # A study that reproduces no published figure has no rows, but its result is listed.
         for row in getattr(study, "evidence", lambda result: [])(result):
             rows[row.paper].append(_line(row, path.stem))
     return "\n".join([*_tables(rows), *_sources(sources)]) + "\n"
@@ -135,5 +136,6 @@ def _text(value: Any) -> str:
 
 def _origin(result: Any) -> str:
     known = result.versions
+    # Older results have fewer facts.
     parts = [known.get("date"), known.get("machine"), f"torch {known['torch']}"]
     return ", ".join(part for part in parts if part)

@@ -216,6 +216,7 @@ class Result(StudyResult[Config]):
 def run(config: Config, *, progress: bool | Progress = False) -> Result:
     """Return the results of all parts."""
     setup, began = SETUPS[config.size], time.process_time()
+    # Parts that are not run have empty results.
     empty, seconds = torch.zeros(0), dict[str, float]()
     results: dict[str, Any] = {"lopt": (empty, empty), "grid": ({}, empty), "newton": {}}
     for part, call in (("lopt", _lopt), ("grid", _grid), ("newton", _newton)):
@@ -223,15 +224,11 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
             results[part] = call(config, setup, progress)
             seconds[part] = time.process_time() - began
             began = time.process_time()
+    (lopt, descent), (grids, sgd) = results["lopt"], results["grid"]
     return Result(
-        config=config,
-        lopt=results["lopt"][0],
-        descent=results["lopt"][1],
-        grids=results["grid"][0],
-        sgd=results["grid"][1],
-        curves=results["newton"],
+        config=config, lopt=lopt, descent=descent, grids=grids, sgd=sgd, curves=results["newton"],
         seconds=seconds,
-    )
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------
@@ -386,6 +383,7 @@ class Clock:
 
     def __call__(self, count: int, model: nn.Module, optimizer: Any) -> None:
         """Note the time."""
+        # Kernels on a GPU run after the call has returned.
         if next(model.parameters()).is_cuda:
             torch.cuda.synchronize()
         self.times.append(time.process_time() - self.began)
@@ -394,6 +392,7 @@ class Clock:
 def _curve(sets: Any, setup: Setup, seed: int, name: str, settings: dict[str, Any]) -> Tensor:
     """Return training errors and times after each epoch, ``(2, epochs)``; NaN once it diverged."""
     model, train = _network(sets, setup, seed)
+    # First-order methods get more epochs, so that the curves reach the same time.
     epochs, clock = setup.newton_epochs * (1 if name == NEWTON else setup.longer), Clock()
     result = fit(
         model, train, optimizer=name, optimizer_settings=settings, num_epochs=epochs,
@@ -672,6 +671,7 @@ def _draw_curves(result: Result, axes: list[Any]) -> None:
         style.line(axes[1], times, errors, colour, None, **options)
     style.finish(axes[0], "epoch", "training error (%)", "at equal epochs", xscale="log")
     style.finish(axes[1], "processor time (s)", "", "at equal time", xscale="log")
+    # The legend fills the third panel.
     handles, labels = axes[0].get_legend_handles_labels()
     axes[0].get_legend().remove()
     axes[2].legend(handles, labels, loc="center left", frameon=False, fontsize="small")
@@ -685,6 +685,7 @@ def _map(ax: Any, values: Tensor, rows: list[str], columns: list[str], title: st
     middle = float(np.nanmin(array) + np.nanmax(array)) / 2
     for (i, j), value in np.ndenumerate(array):
         text = "diverged" if math.isnan(value) else f"{value:.3g}"
+        # Numbers must be legible on light and on dark colours.
         colour = "white" if value > middle else "black"
         ax.text(j, i, text, ha="center", va="center", color=colour, fontsize=7)
     ax.set_xticks(range(len(columns)), columns)

@@ -70,6 +70,7 @@ def choices(num_epochs: int) -> dict[str, dict[str, Any]]:
             "optimizer": "lookahead_adamw", "average_from": half,
         },
     }  # fmt: skip
+    # 5e-4, the decay of SGD, is the choice "SWA from 50%".
     for decay in (0.0, 1e-4, 2e-3):
         rows[f"SWA, decay {decay:g}"] = SGD | falling | {
             "average_from": half, "weight_decay": decay,
@@ -165,6 +166,7 @@ class Result(StudyResult[Config]):
 
 def run(config: Config, *, progress: bool | Progress = False, state: StatePath = None) -> Result:
     """Return the scores of all choices for all seeds."""
+    # Validation images decide when the automatic averages begin.
     images: Any = data.load(config.dataset, data_dir=config.data, validation=500)
     rows = choices(config.num_epochs)
     seeds = range(config.seed, config.seed + config.num_seeds)
@@ -206,6 +208,7 @@ def figure(result: Result) -> style.Figure:
             linewidth=1, label=f"{name} iterate" if name == "last" else name,
         )  # fmt: skip
     axis.set_yticks(places, result.names)
+    # The first choice is on top.
     axis.invert_yaxis()
     axis.legend(frameon=False)
     noise = f"{result.config.label_noise:.0%} of the labels wrong"
@@ -215,6 +218,7 @@ def figure(result: Result) -> style.Figure:
 
 def evidence(result: Result) -> list[Evidence]:
     """Return each claim of the paper beside the paired difference that tests it."""
+    # Each with the published sign of the difference: lower, about equal or higher.
     claims = [
         ("Table 14", "linear against step schedule, SGD", "SGD, linear", "SGD, step", -1),
         ("Table 14", "linear against step schedule, AdamW", "AdamW, linear", "AdamW, step", -1),
@@ -317,6 +321,7 @@ def _train(config: Config, images: Any, options: dict[str, Any], seed: int) -> T
 
     others = {key: value for key, value in options.items() if key not in settings}
     if {"average_from", "patience"} & others.keys():
+        # The model then ends with the averaged weights, whose norm is measured.
         others["final"] = "average"
     result = training.fit(
         model, train, validation=images.validation, test=images.test,
@@ -326,6 +331,7 @@ def _train(config: Config, images: Any, options: dict[str, Any], seed: int) -> T
     )  # fmt: skip
     metrics = result.metrics
     averaged = "average_test_accuracy" in metrics
+    # In the order of MEASURES.
     numbers = [
         1 - metrics["test_accuracy"],
         1 - metrics["average_test_accuracy"] if averaged else math.nan,
@@ -338,6 +344,7 @@ def _train(config: Config, images: Any, options: dict[str, Any], seed: int) -> T
     inputs, _ = images.test.take(min(PREDICTED, len(images.test))).tensors()
     model.eval()
     with torch.no_grad():
+        # Probabilities, which an ensemble averages.
         outputs = model(inputs).softmax(1).double().flatten()
     return torch.cat([torch.tensor(numbers, dtype=torch.float64), outputs])
 

@@ -191,6 +191,7 @@ def _curves(config: Config, name: str, seed: int) -> Tensor:
 def _trained(config: Config, name: str, seed: int) -> Iterator[tuple[int, Risk]]:
     """Yield epoch and risk of a network after each epoch of the list."""
     generator = seeded(seed)
+    # Samples, weights and batches draw from one generator: a run depends on its seed alone.
     device = check_device(config.device)
     images: Any = data.load(config.dataset, data_dir=config.data)
     inputs, labels = images.train.take(config.num_samples, generator=generator).tensors()

@@ -62,6 +62,7 @@ def _task(data: str, model: str, *table1: float, table2: tuple[float, ...] = ())
     return Task(data=data, model=model, published=first | dict(zip(extra, table2, strict=False)))
 
 
+# Accuracies by small batches, large batches and diagonal noise (Table 1), then Table 2.
 TASKS = {
     "digits/mlp": Task(data="digits", model="mlp"),
     "mnist/mlp": _task("mnist", "mlp", 98.10, 97.95, 98.10),
@@ -82,7 +83,6 @@ NOISES: tuple[Literal["full", "diagonal"], ...] = ("full", "diagonal")  # of Fig
 MEASURES = ("calibrated max", "generalisation", "optimisation")
 REGIMES = ("small", "large", *(f"large + {noise}" for noise in NOISES))
 METHODS = ("small", "large", "diagonal", "full", "batch change", "multiplicative", "kfac", "trace")
-Images = Any  # what data.load returns for images
 
 
 @record
@@ -275,12 +275,9 @@ def run(config: Config, *, progress: bool | Progress = False, state: StatePath =
     layers, variances = Runner(config, TASKS[tasks[0]]).variances(float(table("rates")[0, 0]))
     watched = methods.index("large") if "large" in methods else 0
     parts: Any = {field.name: table(field.name) for field in fields(Cell)}
+    parts["fisher_norms"] = parts["fisher_norms"][:, watched]
     return Result(
-        config=config,
-        planar=planar(config.seed),
-        layers=layers,
-        variances=variances,
-        **(parts | {"fisher_norms": parts["fisher_norms"][:, watched]}),
+        config=config, planar=planar(config.seed), layers=layers, variances=variances, **parts
     )
 
 
@@ -299,6 +296,8 @@ def _table_evidence(result: Result) -> Iterator[Evidence]:
         same = published is not None and is_below(
             abs(float(values.mean()) - published), 2 * spread + 0.1
         )
+        steps = int(result.steps[i, j, -1])
+        short = f"{c.num_epochs} epochs, that is {steps} steps; the paper has up to 200 epochs"
         yield Evidence(
             paper="NOISE",
             where="Table 2" if method in METHODS[4:] else "Table 1",
@@ -306,10 +305,7 @@ def _table_evidence(result: Result) -> Iterator[Evidence]:
             published="-" if published is None else f"{published:.2f}",
             measured=f"{float(values.mean()):.2f} (sd {spread:.2f}, {len(values)} seeds)",
             verdict="extends" if published is None else "agrees" if same else "differs",
-            why=""
-            if c.num_epochs >= 200
-            else f"{c.num_epochs} epochs, that is "
-            f"{int(result.steps[i, j, -1])} steps; the paper has up to 200 epochs",
+            why="" if c.num_epochs >= 200 else short,
         )
 
 
@@ -317,8 +313,8 @@ def _figure_evidence(result: Result) -> Iterator[Evidence]:
     c, p = result.config, result.planar
     gaps, (full, diagonal) = _gaps(p), p.losses[:, -1].tolist()
     faster = full > diagonal and bool(p.norms[0] > p.norms[1])
-    v = result.variances.mean(1)
-    norms = result.fisher_norms[0]
+    large, added_full, added_diagonal = (result.variances.mean(1) / result.variances[0].mean())[1:]
+    ratios = result.fisher_norms[0, 0] / result.fisher_norms[0, 1]
     rows = [
         ("Figure 1", "covariance of one step, relative distance from that of small batches, full",
          "almost recovers it", f"{gaps[2]:.3f}; isotropic {gaps[1]:.3f}, diagonal {gaps[3]:.3f}",
@@ -326,11 +322,11 @@ def _figure_evidence(result: Result) -> Iterator[Evidence]:
         ("Figure 4", "quadratic: exact expected loss after 500 steps, full and diagonal noise",
          "diagonal is faster", f"{full:.4g} and {diagonal:.4g}", faster),
         ("Figure 2", "gradient variance over that of small batches, with full, diagonal noise",
-         "about 1", f"{float(v[2] / v[0]):.2f}, {float(v[3] / v[0]):.2f}; without "
-         f"{float(v[1] / v[0]):.3f}", abs(float(v[3] / v[0]) - 1) < 0.2),
+         "about 1", f"{float(added_full):.2f}, {float(added_diagonal):.2f}; without "
+         f"{float(large):.3f}", abs(float(added_diagonal) - 1) < 0.2),
         ("Figure 5a", "Frobenius norm of the Fisher matrix over that of its diagonal",
-         "much larger throughout", f"{float((norms[0] / norms[1]).min()):.1f} to "
-         f"{float((norms[0] / norms[1]).max()):.1f}", bool((norms[0] > 2 * norms[1]).all())),
+         "much larger throughout", f"{float(ratios.min()):.1f} to {float(ratios.max()):.1f}",
+         bool((ratios > 2).all())),
     ]  # fmt: skip
     at = {method: j for j, method in enumerate(c.methods)}
     if {"large", "diagonal"} <= at.keys():
@@ -402,14 +398,21 @@ class Runner:
         rates = self.config.rates
         if len(rates) == 1:
             return rates[0]
+<<<<<<< HEAD
         seed, epochs = self.config.seed + 1000, self.config.tuning_epochs
         runs = [self._fit(method, rate, seed, self.tuning, epochs=epochs)[1] for rate in rates]
+=======
+        seed = self.config.seed + 1000
+        runs = [self._fit(method, rate, seed, self.tuning)[1] for rate in rates]
+        # A run that diverged is never the best.
+>>>>>>> house
         values = [each.metrics["validation_accuracy"] if each.status.ok else 0.0 for each in runs]
         return rates[max(range(len(rates)), key=values.__getitem__)]
 
     def train(self, method: str, rate: float, seed: int, *, first: bool) -> dict[str, Any]:
         """Return the results of a run; of the ``first`` one also norms of Fisher matrices."""
         norms = torch.full((2, self.config.num_epochs + 1), math.nan, dtype=torch.float64)
+        # Figure 5a watches the Fisher matrix along one run with large batches.
         watched = self.sets.train.take(min(1024, len(self.sets.train)), generator=seeded(0))
         monitor = FisherNorms(watched.tensors()) if first and method == "large" else None
         model, result = self._fit(method, rate, seed, self.sets, monitor)
@@ -428,6 +431,7 @@ class Runner:
 
     def variances(self, rate: float) -> tuple[tuple[str, ...], Tensor]:
         """Return names and mean gradient variances by layer, Figure 2."""
+        # A partially trained network, as in Figure 2: one epoch.
         model, _ = self._fit("small", rate, self.config.seed, self.sets, epochs=1)
         risk = self._risk(model, self.sets.train, min(8192, len(self.sets.train)))
         statistics = gradient_statistics(risk)
@@ -448,7 +452,7 @@ class Runner:
         method: str,
         rate: float,
         seed: int,
-        sets: Images,
+        sets: Any,
         monitor: Any = None,
         epochs: int | None = None,
     ) -> tuple[nn.Module, Any]:
@@ -501,6 +505,7 @@ class Runner:
         return column(math.ceil(len(self.sets.train) / size) for size in sizes).cumsum(0)
 
     def _risk(self, model: nn.Module, split: Any, count: int) -> Risk:
+        # The same samples for every network, so that differences are those of the networks.
         part = split.take(count, generator=seeded(0))
         return Risk(model.eval(), cross_entropy, part.tensors(), batch_size=512)
 
@@ -617,6 +622,7 @@ def _descent(seed: int) -> dict[str, Tensor]:
             mean, spread = M @ mean, M @ spread @ M + RATE**2 * C @ C.T
             expected.append(float(mean @ A @ mean + (A * spread).sum()) / 2)
             w = M @ w + RATE * C @ torch.randn(2, generator=rng, dtype=A.dtype)
+            # Every tenth iterate is enough for the figure.
             path += [w] * (step % 10 == 0)
         losses.append(column(expected))
         paths.append(torch.stack(path))
@@ -666,19 +672,17 @@ def _draw_variances(axis: Any, result: Result) -> None:
 
 
 def _draw_training(axis: Any, result: Result) -> None:
-    task = result.config.tasks[0]
     for j, method in enumerate(result.config.methods):
         steps, losses = result.steps[0, j].numpy(), result.losses[0, j].numpy()
         axis.plot(steps, losses, color=COLOURS[j % 4], label=method)
-    title = f"{task}: loss per update (Fig. 3)"
+    title = f"{result.config.tasks[0]}: loss per update (Fig. 3)"
     style.finish(axis, "step", "training loss", title, xscale="log", yscale="log")
 
 
 def _draw_norms(axis: Any, result: Result) -> None:
-    task = result.config.tasks[0]
     for name, values, colour in zip(NOISES, result.fisher_norms[0], COLOURS[2:], strict=True):
         axis.plot(range(len(values)), values.numpy(), "o-", color=colour, label=name, markersize=3)
-    title = f"{task}: Fisher matrix (Fig. 5a)"
+    title = f"{result.config.tasks[0]}: Fisher matrix (Fig. 5a)"
     style.finish(axis, "epoch", "Frobenius norm", title, yscale="log")
 
 
@@ -687,6 +691,7 @@ def _draw_table(axis: Any, result: Result) -> None:
     for j, method in enumerate(methods):
         colour = COLOURS[j % 4]
         for i, task in enumerate(tasks):
+            # Methods stand beside each other around the place of their task.
             place = i + (j - (len(methods) - 1) / 2) * 0.18
             values = 100 * (1 - result.accuracies[i, j])
             axis.scatter([place] * len(values), values.numpy(), color=colour, s=14,

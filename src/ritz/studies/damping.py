@@ -149,6 +149,7 @@ def run(
         state=state,
         progress=progress,
     )
+    # Networks, rates, then least damping, its error and three predictions, then batch sizes.
     table = torch.stack(list(cells.values()))
     return Result(
         config=config, least=table[:, :, 0], errors=table[:, :, 1], predicted=table[:, :, 2:]
@@ -168,7 +169,8 @@ def _measure(config: Config, train: Samples, name: str) -> Tensor:
     )
     rows = []
     for rate in config.rates:
-        # Bisection finds the largest inverse x of the damping: the step is (rate x) g.
+        # The inverse x of the damping is bisected like a learning rate: the step is (alpha x) g, so
+        # that x = edge / alpha is a good start.
         inverse, errors = largest_rates(risk, _damped(config, rate), config, edge / rate)
         # |d(1/x)| = |dx| / x^2
         errors = errors / inverse.square()
@@ -184,6 +186,7 @@ def _damped(config: Config, rate: float) -> Callable[[Any, float], Optimizer]:
 
     def make(model: Any, inverse: float) -> Optimizer:
         settings: Any = {"lr": rate, "delta": 1 / inverse, "weight_decay": 0.0}
+        # K-FAC needs the model, the others its parameters.
         params = list(model.parameters())
         return create_optimizer(config.optimizer, params, model=model, **settings)
 
@@ -195,8 +198,10 @@ def figure(result: Result) -> style.Figure:
     c = result.config
     drawing, axes = plots.panels(len(c.rates), len(c.networks), width=4.0, height=3.0)
     for index, ax in enumerate(axes):
+        # One row of panels per learning rate.
         j, i = divmod(index, len(c.networks))
         values = result.least[i, j].numpy()
+        # An interval that reaches zero has no place on a logarithmic scale.
         errors = result.errors[i, j].numpy().clip(max=0.6 * values)
         style.bars(ax, c.batch_sizes, values, yerr=errors, color="black", label="measured")
         for k, label in enumerate(PREDICTIONS):
@@ -220,6 +225,7 @@ def evidence(result: Result) -> list[Evidence]:
     rows = []
     for j, rate in enumerate(c.rates):
         values = slopes[:, j]
+        # delta ~ 1 / B, to 0.3 in the exponent.
         agrees = bool(((values + 1).abs() < 0.3).all())
         rows.append(
             Evidence(

@@ -180,6 +180,7 @@ def _train(
         optimizer="sgd",
         optimizer_settings={"lr": 0.05, "weight_decay": 5e-4},
         schedule="linear",
+        # The last third of the epochs.
         average_from=config.num_epochs * 2 // 3 + 1,
         seed=config.seed,
         progress=progress,

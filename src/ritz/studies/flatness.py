@@ -160,6 +160,7 @@ class Result(StudyResult[Config]):
 def run(config: Config, *, progress: bool | Progress = False, state: StatePath = None) -> Result:
     """Return accuracy and curvature of every network, weight decay and seed."""
     images: Any = data.load(config.dataset, data_dir=config.data, validation=config.num_validation)
+    # A cell has what _train takes after the images.
     cells = {
         f"{network} {decay:g} {seed}": (network, epochs, decay, seed)
         for network, epochs in zip(config.networks, config.num_epochs, strict=True)
@@ -192,6 +193,7 @@ def figure(result: Result) -> style.Figure:
     drawing, axes = plots.panels(1, len(networks), width=3.4, height=3.0)
     for axis, network in zip(axes, networks, strict=True):
         sharpness, accuracy = result.row(network, "lambda_max"), result.row(network, "accuracy")
+        # One point per run, one colour per decay.
         for decay, x, y in zip(result.config.decays, sharpness, accuracy, strict=True):
             axis.scatter(x, 100 * y, s=18, label=f"weight decay {decay:g}")
         label = "largest eigenvalue of the Hessian"
@@ -204,6 +206,7 @@ def evidence(result: Result) -> list[Evidence]:
     """Return the published figures beside ours."""
     rows = []
     for network in result.config.networks:
+        # Figures were published for logistic regression only.
         known = PAPER if network == "logistic" else {}
         where = {"logistic": "Section 4, Figure 2", "mlp": "Section 4, Figure 3"}.get(
             network, "Section 4 (there on CIFAR-100)"

@@ -137,8 +137,10 @@ class Result(StudyResult[Config]):
         head = row("largest rate / edge", c.batch_sizes, ">10,", width=34)
         lines = [f"{head}   exponent  predicted  additive  multiplicative"]
         fits = [self.exponents(self.largest)]
+        # Where curvature sets the limit, the rate is proportional to its inverse.
         fits += [self.exponents(1 / curve) for curve in self.curvature]
         for i, j, k in product(*map(range, self.edges.shape[:3])):
+            # Above 1 the network trains beyond the edge of local stability.
             ratio = self.largest[i, j, k] / self.edges[i, j, k]
             title = f"{c.networks[i]}, {POINTS[j]}, momentum {c.momenta[k]:g}"
             slopes = row("", (fit[i, j, k] for fit in fits), ">11.2f", width=0)
@@ -169,6 +171,7 @@ def run(
         product(config.networks, POINTS),
         product(OPTIMIZERS, RULES, config.batch_sizes),
     )
+    # Two kinds of cells: limits of a network at a point, and trainings by a rule.
     places: dict[str, tuple[Any, ...]] = {", ".join(cell): cell for cell in pairs}
     trainings: dict[str, tuple[Any, ...]] = {", ".join(map(str, cell)): cell for cell in triples}
 
@@ -207,6 +210,7 @@ def _limits(config: Config, train: Samples, name: str, point: str) -> Tensor:
         risk, batch_sizes=config.batch_sizes, generator=seeded(config.seed)
     )
     value = prediction.best.value
+    # In the order of `curvature` of the result.
     models = (prediction.best, prediction.additive, prediction.multiplicative)
     parts = []
     for momentum in config.momenta:
@@ -266,6 +270,7 @@ def figure(result: Result) -> style.Figure:
     for i, name in enumerate(result.config.networks):
         _draw_rates(axes[i], result, i)
         style.set_title(axes[i], name)
+    # The second row has three panels, and the first one panel per network.
     for spare in axes[n : max(n, 3)]:
         spare.remove()
     below = axes[max(n, 3) :]
@@ -317,6 +322,7 @@ def evidence(result: Result) -> list[Evidence]:
     rows = []
     for k, momentum in enumerate(c.momenta):
         values, guess = measured[:, 0, k], predicted[:, 0, k]
+        # Within 0.2 of the linear rule, alpha ~ B.
         linear = bool(((values - 1).abs() < 0.2).all())
         rows.append(
             Evidence(
@@ -337,6 +343,7 @@ def evidence(result: Result) -> list[Evidence]:
 def _rule(result: Result, optimizer: int) -> Evidence:
     """Return which rule has the smaller test error at the largest batch."""
     place = max(range(len(result.config.batch_sizes)), key=result.config.batch_sizes.__getitem__)
+    # A training that diverged has 100 % errors.
     errors = 100 * result.test_errors[optimizer, :, place].nan_to_num(nan=100.0)
     linear = float(errors[0]) < float(errors[1])
     expected = optimizer == 0  # SGD follows the linear rule, Adam the square root
@@ -363,6 +370,7 @@ def _far(result: Result) -> Evidence:
         what="correlation of test error with the distance from the initial weights, SGD",
         published="runs that move farther generalise better",
         measured=f"{correlation:.2f}",
+        # Farther and better: distances and errors go in opposite directions.
         verdict="agrees" if correlation < 0 else "differs",
         why="shorter runs move less and learn less" if correlation < 0 else "",
     )
