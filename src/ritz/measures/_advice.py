@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import SGD, Adam, Optimizer
 
-from ritz._core.checks import check_choice, check_count, check_range, is_below
+from ritz._core.checks import check_choice, check_count, check_positive, check_range, is_below
 from ritz._core.modes import batch_norms
 from ritz._core.progress import Progress, duration
 from ritz._core.random import resolve_generator
@@ -21,13 +21,13 @@ from ritz._core.storage import storable
 from ritz.curvature import Risk, curvature_operator
 from ritz.curvature._shared import MATRICES, CurvatureMatrix, check_risk
 from ritz.measures._advice_figures import Figures, trials, unknown
-from ritz.measures._batches import BatchPrediction, batch_prediction
+from ritz.measures._batches import BatchPrediction, batch_prediction, homogeneity
 from ritz.measures._gradient_noise import GradientNoise, noise_of
-from ritz.measures._noise import check_groups
+from ritz.measures._noise import check_batch_sizes, check_groups
 from ritz.measures._outliers import BulkEdge, bulk_edge
 from ritz.measures._preconditioned import divisors, preconditioned_curvature
 from ritz.measures._stability import ADAPTIVE, OPTIMIZERS, OptimizerName, stable_rate
-from ritz.measures._trials import MakeOptimizer, critical_sharpness
+from ritz.measures._trials import MakeOptimizer, check_maker, critical_sharpness
 from ritz.spectra import Spectrum, lanczos
 
 
@@ -99,10 +99,11 @@ class Advice:
             eigenvector.
         damping_papers: The same of the papers, with homogeneous noise along all outliers.
         ratio: Ratio :math:`R` of learning rates along flat and sharp directions at this damping.
-        exponent: Local exponent :math:`e` of the edge, :math:`B^e`, by noise along the leading
-            eigenvector.
-        exponent_additive: The same of the additive model with homogeneous noise.
-        exponent_multiplicative: The same of the multiplicative model.
+        exponent: Exponent :math:`e` with which the predicted edge grows, as :math:`B^e`, from this
+            batch size to the next; beyond the last the local one of
+            :math:`\lambda_1 + V(\varphi_1) / (b \lambda_1)`.
+        exponent_additive: Local exponent of the additive model with homogeneous noise.
+        exponent_multiplicative: Local exponent of the multiplicative model.
         changes_at: Batch sizes at which the rule changes: of the three models, ``(3,)``.
         trainable: Largest learning rate that a short training stands; ``None`` if not tried.
         known: Batch size and learning rate of an earlier training, or ``None``.
@@ -258,6 +259,7 @@ def advise(
     al. (2018) for the noise scales.
     """
     sizes, momentum = _checked(risk, batch_sizes, optimizer, momentum, matrix, known, state)
+    make = None if verify is False else _maker(verify, optimizer, momentum)
     generator = resolve_generator(generator)
     shared: Any = {"generator": generator, "progress": progress}
     op, num_steps = curvature_operator(risk, matrix), _num_steps(risk, state, max_products)
@@ -269,8 +271,7 @@ def advise(
     figures = Figures(prediction, run.values[run.values > 0], **update)
     edge, rate = figures.edges(scaled)
     trainable = None
-    if verify is not False:
-        make = _maker(optimizer, momentum) if verify is True else verify
+    if make is not None:
         trainable = trials(risk, make, sizes, edge, rate, generator, progress)
     products = run.num_products + prediction.cost + noise.num_products
     products += 0 if scaled is None else scaled[0].num_products + 1
@@ -321,9 +322,13 @@ def _checked(
     if momentum is None:
         momentum = 0.0 if optimizer == "sgd" else TUNING.momentum
     stable_rate(1.0, optimizer=optimizer, momentum=momentum)
+    if optimizer == "adam":  # torch refuses 1 as well
+        check_range("momentum", momentum, high=math.nextafter(1.0, 0.0))
     if known is not None:
+        if not isinstance(known, tuple | list) or len(known) != 2:
+            raise ValueError(f"known must be a batch size and a learning rate, got {known!r}")
         check_count("known[0]", known[0])
-        check_range("known[1]", known[1], low=torch.finfo(torch.float32).tiny, high=1e30)
+        check_positive("known[1]", known[1])
     if state is not None:
         if optimizer != "adam":
             raise ValueError(f"state must be given with optimizer='adam', got {optimizer!r}")
@@ -337,14 +342,16 @@ def _sizes(risk: Risk, batch_sizes: Sequence[int] | None) -> tuple[int, ...]:
     count = sum(risk.batch_rows)
     if batch_sizes is None:
         batch_sizes = [size for size in TUNING.batch_sizes if size <= count] or [count]
-    if not batch_sizes:
-        raise ValueError("batch_sizes must not be empty")
-    for size in batch_sizes:
-        check_count("batch_sizes", size, high=count)
-    return tuple(sorted(set(batch_sizes)))
+    return tuple(sorted(set(check_batch_sizes(batch_sizes, count))))
 
 
-def _maker(optimizer: str, momentum: float) -> MakeOptimizer:
+def _maker(
+    verify: bool | MakeOptimizer, optimizer: OptimizerName, momentum: float
+) -> MakeOptimizer:
+    """Return what makes the optimiser of the trials; checked before anything is computed."""
+    if verify is not True:
+        check_maker("verify", verify)
+        return verify  # type: ignore[return-value]
     if optimizer == "kfac":
         raise ValueError("verify must be a function that makes the optimiser for kfac, got True")
     if optimizer == "adam":
@@ -378,6 +385,8 @@ def _smallest(run: Spectrum) -> Estimate:
 
 def _regime(exponent: float) -> str:
     low, high = TUNING.exponents
+    if math.isnan(exponent):
+        return "not known"
     return "noise" if exponent > high else "curvature" if exponent < low else "both"
 
 
@@ -453,6 +462,7 @@ def _limit(exponent: float) -> str:
         "noise": f"the noise of batches sets the limit, and {gain}",
         "both": f"noise and curvature share the limit, and {gain}",
         "curvature": "the curvature sets the limit, so that a larger batch gains little",
+        "not known": "without positive curvature nothing sets a limit",
     }[_regime(exponent)]
 
 
@@ -570,16 +580,20 @@ def _notes(advice: Advice) -> list[str]:
     lines = []
     for size, sentence in zip(advice.batch_sizes, advice.sentences, strict=True):
         lines += _wrapped(f"{size:>{width},}: ", f"{sentence}.")
-    changes = [_text(advice.changes_at, i) for i in range(3)]
     scaling = (
-        f"The rule is nearly linear below a batch of {changes[0]} and flat above, by the noise "
-        f"along the leading eigenvector; in the papers' models it changes at {changes[1]} "
-        f"(additive) and {changes[2]} (multiplicative). The edge is local, and about curvature "
-        "alone: networks train at up to 4.2 times it, and the noise of gradients, which is not in "
-        "it, may stop them before. Figures are ± 95 %."
+        "The edge is local, and about curvature alone: networks train at up to 4.2 times it, and "
+        "the noise of gradients, which is not in it, may stop them before. Figures are ± 95 %."
     )
+    changes = [_text(advice.changes_at, i) for i in range(3)]
+    if math.isfinite(float(advice.changes_at.mean[0])):
+        scaling = (
+            "Noise along the leading eigenvector and curvature are equal at a batch of "
+            f"{changes[0]}: well below it the edge grows with the batch, well above it hardly; in "
+            f"the papers' models this changes at {changes[1]} (additive) and {changes[2]} "
+            f"(multiplicative). {scaling}"
+        )
     lines += ["", *_wrapped("", scaling)]
-    ratio = float(advice.prediction.along) / float(advice.prediction.variance)
+    ratio = homogeneity(advice.prediction)
     if not is_below(ratio, TUNING.homogeneous):
         note = f"V(phi_1) is {ratio:.2g} times P sigma^2, which the additive model takes for equal."
         lines += _wrapped("Note: ", note)
