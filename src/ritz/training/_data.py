@@ -167,6 +167,13 @@ class Feed:
         past = [size for start, size in self.sizes if start < max(1, number)]
         return past[-1] if past else self._all_sizes()[0]
 
+    def batch_size_in(self, number: int) -> int | None:
+        """Return the batch size of an epoch, counted from one; ``None`` for unknown batches."""
+        if self.cuts:
+            return self._size_in(number)
+        size = getattr(getattr(self.source, "batch_sampler", None), "batch_size", None)
+        return size if isinstance(size, int) else None
+
     def _num_whole_batches(self, size: int) -> int:
         count = _length(self.source) if self.cuts else None
         # Only if as many batches result does the length count samples: that of text does not.
