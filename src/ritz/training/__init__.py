@@ -13,10 +13,12 @@ from ritz.training._folder import (
 from ritz.training._monitor import CurvatureMonitor
 from ritz.training._run import TrainingResult
 from ritz.training._step import evaluate
+from ritz.training._sweep import SweepResult, sweep
 
 __all__ = [
     "CheckpointError",
     "CurvatureMonitor",
+    "SweepResult",
     "TrainingConfig",
     "TrainingResult",
     "evaluate",
@@ -28,4 +30,5 @@ __all__ = [
     "read_weights",
     "register_optimizer",
     "save_weights",
+    "sweep",
 ]

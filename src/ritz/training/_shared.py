@@ -15,3 +15,4 @@ from ritz.training._fit import (
 )
 from ritz.training._folder import NAME, WEIGHTS, tensor_state
 from ritz.training._monitor import QUANTITIES
+from ritz.training._sweep import outcome, plan_sweep, run_plan
