@@ -292,7 +292,6 @@ def check_groups(risk: Risk, caller: str) -> None:
         raise ValueError(f"{caller} needs at least 2 samples, got {risk.num_samples}")
 
 
-<<<<<<< HEAD
 def checked_group_size(group_size: int | None, count: int) -> int:
     """Return the number of samples per group; by default, one that gives at least 128 groups."""
     if group_size is None:
@@ -316,9 +315,6 @@ def unseen_by(groups: Risk, count: int) -> float:
     return math.sqrt(max(0, count - groups.num_batches) / max(1, count - 1))
 
 
-def check_batch_sizes(sizes: Sequence[int], count: int | None) -> None:
-    """Raise unless there are batch sizes, each from 1 to the number of samples."""
-=======
 def check_batch_sizes(sizes: Sequence[int], count: int | None) -> tuple[int, ...]:
     """Return batch sizes; raise unless there are some, each from 1 to the number of samples."""
     if isinstance(sizes, str) or not isinstance(sizes, Iterable):
@@ -326,7 +322,6 @@ def check_batch_sizes(sizes: Sequence[int], count: int | None) -> tuple[int, ...
             f"batch_sizes must be a sequence of integers such as (8, 64), got {sizes!r}"
         )
     sizes = tuple(sizes)
->>>>>>> review1
     if not sizes:
         raise ValueError("batch_sizes must not be empty")
     for size in sizes:

@@ -45,21 +45,7 @@ def divisors(risk: Risk, state: Optimizer) -> Tensor:
                 f"state must be an Adam optimiser that has taken steps with the parameters of the "
                 f"risk, got {type(state).__name__} without a running mean of squares for {name!r}"
             )
-<<<<<<< HEAD
         parts[name] = _divisor(memory, settings[weights[name]])
-=======
-        group, square = settings[weights[name]], memory[mean].detach()
-        if group.get("partial", 0.5) != 0.5:
-            raise ValueError(
-                f"state must divide by the root of the mean square, got {type(state).__name__} "
-                f"with the power {group['partial']:g}"
-            )
-        # v_hat = v / (1 - beta_2^t), and the running mean of torch's Adam is v.
-        correction = 1 - group["betas"][1] ** float(memory["step"])
-        eps, square = group.get("delta", group.get("eps", 0.0)), square / correction
-        inside = group.get("form") == "inside"
-        parts[name] = (square + eps).sqrt() if inside else square.sqrt() + eps
->>>>>>> review1
     return risk.space.flatten({name: part.to(risk.theta) for name, part in parts.items()})
 
 

@@ -398,14 +398,9 @@ class Runner:
         rates = self.config.rates
         if len(rates) == 1:
             return rates[0]
-<<<<<<< HEAD
         seed, epochs = self.config.seed + 1000, self.config.tuning_epochs
         runs = [self._fit(method, rate, seed, self.tuning, epochs=epochs)[1] for rate in rates]
-=======
-        seed = self.config.seed + 1000
-        runs = [self._fit(method, rate, seed, self.tuning)[1] for rate in rates]
         # A run that diverged is never the best.
->>>>>>> house
         values = [each.metrics["validation_accuracy"] if each.status.ok else 0.0 for each in runs]
         return rates[max(range(len(rates)), key=values.__getitem__)]
 

@@ -14,10 +14,12 @@ from ritz.training._monitor import CurvatureMonitor, scalars
 from ritz.training._quantities import quantity_names, register_quantity
 from ritz.training._run import TrainingResult
 from ritz.training._step import evaluate
+from ritz.training._sweep import SweepResult, sweep
 
 __all__ = [
     "CheckpointError",
     "CurvatureMonitor",
+    "SweepResult",
     "TrainingConfig",
     "TrainingResult",
     "evaluate",
@@ -32,4 +34,5 @@ __all__ = [
     "register_quantity",
     "save_weights",
     "scalars",
+    "sweep",
 ]

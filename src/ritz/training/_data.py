@@ -215,10 +215,7 @@ class Feed:
     @property
     def generators(self) -> list[torch.Generator]:
         """The generators that a loader and its samplers were given."""
-        loaders = (self.source, getattr(self.source, "batch_sampler", None))
-        places = [place for each in loaders for place in (each, getattr(each, "sampler", None))]
-        generators = dict.fromkeys(getattr(place, "generator", None) for place in places)
-        return [each for each in generators if isinstance(each, torch.Generator)]
+        return loader_generators(self.source)
 
     def epoch(
         self,
@@ -270,6 +267,14 @@ class Feed:
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(number)
         return source
+
+
+def loader_generators(source: Any) -> list[torch.Generator]:
+    """Return the generators that a loader and its samplers were given."""
+    loaders = (source, getattr(source, "batch_sampler", None))
+    places = [place for each in loaders for place in (each, getattr(each, "sampler", None))]
+    generators = dict.fromkeys(getattr(place, "generator", None) for place in places)
+    return [each for each in generators if isinstance(each, torch.Generator)]
 
 
 def own_rows(batch: Batch) -> tuple[Batch, int, bool]:

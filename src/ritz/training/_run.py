@@ -385,11 +385,10 @@ class Run:
             self._carried.reset()
         for group in self._groups():
             try:
-<<<<<<< HEAD
-                with self._rated(group), self._curvature.around(group, state.step):
-=======
-                with self._curvature.around(group, state.step, epoch=state.epoch + 1):
->>>>>>> review2
+                with (
+                    self._rated(group),
+                    self._curvature.around(group, state.step, epoch=state.epoch + 1),
+                ):
                     self._take(self._pieces(group))
             except DivergedError:
                 return _diverged(state.epoch + 1)
