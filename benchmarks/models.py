@@ -11,8 +11,10 @@ about a second before its first forward derivative, which is not in ``first``.
 """
 
 import argparse
+import copy
 import ctypes
 import gc
+import json
 import time
 import warnings
 from pathlib import Path
@@ -28,7 +30,7 @@ from products import (
     eigenthings_jobs,
     pyhessian_jobs,
 )
-from timing import interleaved, median, ratio, write
+from timing import RESULTS, interleaved, median, ratio, write
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ritz
@@ -148,14 +150,16 @@ def rows(name, args):
     gradient = s.summed(s.gradient)
     gradient()
     base = peak(s, gradient)
+    plain = copy.copy(s)  # without torch.compile, through which torch has no second derivatives
+    plain.model = getattr(s.model, "_orig_mod", s.model)
     with sdpa_kernel(SDPBackend.MATH):  # the other attention kernels have no second derivatives
+        truth = {label: flat(job()) for label, job in torch_jobs(plain)}
         found = {who: measured(s, who, make) for who, make in LIBRARIES.items()}
         jobs = {label: job for _, parts, _, _ in found.values() for label, job in parts.items()}
         jobs = {"gradient": gradient} | jobs
         jobs = {label: lambda job=job: timed(s, job) for label, job in jobs.items()}
         seconds = interleaved(jobs, rounds=args.rounds, clock=clock(s))
     below = median(seconds["gradient"])
-    truth = found["torch"][2]
 
     def over(label, columns=1):
         return ratio(seconds[label], seconds["gradient"]) / columns if label in seconds else ""
@@ -188,6 +192,7 @@ def main():
     parser.add_argument("--scale", type=int, default=1, help="factor of all widths")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--name", default="models")
+    parser.add_argument("--add", action="store_true", help="keep the rows of other models")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -196,9 +201,12 @@ def main():
     for make in LIBRARIES.values():
         for _, job in make(warm):
             job()
-    found = []
+    path = RESULTS / f"{args.name}.json"
+    before = json.loads(path.read_text())["results"] if args.add and path.exists() else []
+    found = [row for row in before if row["model"] not in args.models]
     for name in args.models:
         found += rows(name, args)
+        found.sort(key=lambda row: list(MODELS).index(row["model"]))
         write(args.name, found)
 
 
