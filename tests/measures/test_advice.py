@@ -283,10 +283,10 @@ def test_a_budget_takes_lanczos_steps_and_says_so(risk, advice):
         ({"known": (0, 0.1)}, r"known\[0\] must be at least 1, got 0"),
         ({"known": (8, 0.1, 3)}, "known must be a batch size and a learning rate, got"),
         ({"known": 8}, "known must be a batch size and a learning rate, got 8"),
-        ({"optimizer": "adam", "momentum": 1.0}, "momentum must be at most 0.99"),
+        ({"optimizer": "adam", "momentum": 1.0}, "momentum must be below 1 for adam, got 1.0"),
         ({"known": (8, math.nan)}, r"known\[1\] must be"),
         ({"known": (8, 0.0)}, r"known\[1\] must be"),
-        ({"optimizer": "kfac", "verify": True}, "verify must be a function"),
+        ({"optimizer": "kfac", "verify": True}, "verify must be left out or a function"),
         (
             {"state": SGD([nn.Parameter(torch.ones(1))])},
             "state must be given with optimizer='adam'",
@@ -319,7 +319,7 @@ def test_a_wrong_function_of_trials_is_one_clear_line(risk, verify, match):
 def test_functions_of_trials_are_checked_before_anything_is_computed(risk, monkeypatch):
     monkeypatch.setattr("ritz.measures._advice.lanczos", None)
 
-    with pytest.raises(ValueError, match="verify must be a function"):
+    with pytest.raises(ValueError, match="verify must be left out or a function"):
         advise(risk, optimizer="kfac", verify=True)
 
 
@@ -328,9 +328,11 @@ def test_exponents_and_sentences_follow_from_the_edges(advice):
     slopes = advice.edge.mean.log().diff() / sizes.log().diff()
 
     torch.testing.assert_close(advice.exponent.mean[:-1], slopes)
-    for slope, sentence in zip(slopes.tolist(), advice.sentences, strict=False):
-        gain = f"about {2**slope:.2g} times the learning rate"
-        assert gain in sentence or slope < 1 / 3
+    shares = 1 - advice.edge.mean / advice.edge.mean[-1]
+    for slope, share, sentence in zip(slopes.tolist(), shares, advice.sentences, strict=False):
+        limit = "noise of" if share > 2 / 3 else "curvature sets" if share < 1 / 3 else "share"
+        assert limit in sentence
+        assert (f"about {2**slope:.2g} times the learning rate" in sentence) == bool(share > 1 / 3)
 
 
 def test_a_loss_without_curvature_is_said():

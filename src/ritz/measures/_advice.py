@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import SGD, Adam, Optimizer
 
-from ritz._core.checks import check_choice, check_count, check_positive, check_range, is_below
+from ritz._core.checks import check_choice, check_count, check_positive, is_below
 from ritz._core.modes import batch_norms
 from ritz._core.progress import Progress, duration
 from ritz._core.random import resolve_generator
@@ -50,8 +50,8 @@ class Tuning:
     further: float = 7.0
     # Momentum by default, where the optimiser has one.
     momentum: float = 0.9
-    # Exponents of the scaling rule above which noise, and below which curvature sets the limit.
-    exponents: tuple[float, float] = (1 / 3, 2 / 3)
+    # Share of noise in lambda'_1 below which curvature, and above which noise sets the limit.
+    shares: tuple[float, float] = (1 / 3, 2 / 3)
     # Networks train at 2.7 to 4.2 times the edge, in trials from trained weights.
     usual: tuple[float, float] = (1.0, 5.0)
     # Share of the loss that one step along the gradient would gain if the loss were quadratic.
@@ -322,8 +322,8 @@ def _checked(
     if momentum is None:
         momentum = 0.0 if optimizer == "sgd" else TUNING.momentum
     stable_rate(1.0, optimizer=optimizer, momentum=momentum)
-    if optimizer == "adam":  # torch refuses 1 as well
-        check_range("momentum", momentum, high=math.nextafter(1.0, 0.0))
+    if optimizer == "adam" and momentum == 1:  # its running mean would never change
+        raise ValueError(f"momentum must be below 1 for adam, got {momentum}")
     if known is not None:
         if not isinstance(known, tuple | list) or len(known) != 2:
             raise ValueError(f"known must be a batch size and a learning rate, got {known!r}")
@@ -353,7 +353,9 @@ def _maker(
         check_maker("verify", verify)
         return verify  # type: ignore[return-value]
     if optimizer == "kfac":
-        raise ValueError("verify must be a function that makes the optimiser for kfac, got True")
+        raise ValueError(
+            "verify must be left out or a function that makes the optimiser for kfac, got True"
+        )
     if optimizer == "adam":
         return lambda params, rate: Adam(params, lr=rate, betas=(momentum, 0.999))
     nesterov = optimizer == "nesterov"
@@ -383,11 +385,15 @@ def _smallest(run: Spectrum) -> Estimate:
 # Words.
 
 
-def _regime(exponent: float) -> str:
-    low, high = TUNING.exponents
-    if math.isnan(exponent):
+def _regime(advice: Advice, index: int) -> str:
+    """Return what sets the limit, by the share of the curvature of a batch that is noise."""
+    top = float(advice.prediction.lambda_max)
+    value = float(advice.prediction.best.value.mean[index])
+    if not (top > 0 and value > 0):
         return "not known"
-    return "noise" if exponent > high else "curvature" if exponent < low else "both"
+    # With lambda' = lambda (1 + x) it is x / (1 + x), the exponent of the scaling rule.
+    share, (low, high) = 1 - top / value, TUNING.shares
+    return "noise" if share > high else "curvature" if share < low else "both"
 
 
 def _warnings(risk: Risk, advice: Advice) -> Iterator[str]:
@@ -435,8 +441,8 @@ def _gradient_warnings(advice: Advice) -> Iterator[str]:
 
 def _sentence(advice: Advice, index: int) -> str:
     """Return one sentence of advice for a batch size."""
-    size, exponent = advice.batch_sizes[index], float(advice.exponent.mean[index])
-    clauses = [_limit(exponent)]
+    size = advice.batch_sizes[index]
+    clauses = [_limit(advice, index)]
     if math.isfinite(float(advice.edge.mean[index])):
         clauses.insert(0, _recommended(advice, index))
     critical = float(advice.noise.curved)
@@ -456,14 +462,15 @@ def _recommended(advice: Advice, index: int) -> str:
     return f"up to {float(advice.trainable.mean[index]):.2g}, by the trials"
 
 
-def _limit(exponent: float) -> str:
+def _limit(advice: Advice, index: int) -> str:
+    exponent = float(advice.exponent.mean[index])
     gain = f"twice the batch allows about {2**exponent:.2g} times the learning rate"
     return {
         "noise": f"the noise of batches sets the limit, and {gain}",
         "both": f"noise and curvature share the limit, and {gain}",
         "curvature": "the curvature sets the limit, so that a larger batch gains little",
         "not known": "without positive curvature nothing sets a limit",
-    }[_regime(exponent)]
+    }[_regime(advice, index)]
 
 
 def _comparisons(advice: Advice, index: int) -> Iterator[str]:
@@ -568,7 +575,7 @@ def _rate_table(advice: Advice) -> list[str]:
         [
             f"{size:,}",
             *(_text(column, i) for column in columns.values()),
-            _regime(float(advice.exponent.mean[i])),
+            _regime(advice, i),
         ]
         for i, size in enumerate(advice.batch_sizes)
     ]
