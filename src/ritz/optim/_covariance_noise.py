@@ -330,7 +330,7 @@ class NoisySGD(SGD):
         self.noise = CovarianceNoise(self, model, loss_fn, **noise)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         if not hasattr(self, "noise"):  # torch copies the groups and the state alone
             self.register_step_pre_hook(_refuse_step)
 

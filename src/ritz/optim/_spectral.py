@@ -197,8 +197,9 @@ class SpectralSGD(Optimizer):
         except ValueError:
             if first["rate"] is None:
                 raise
-        for group in self.param_groups if self.rates is not None else ():
-            group["rate"], group["momentum"] = self.rates.rate, self.rates.momentum
+        if (rates := self.rates) is not None:
+            for group in self.param_groups:
+                group["rate"], group["momentum"] = rates.rate, rates.momentum
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -2,9 +2,9 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -135,12 +135,19 @@ def _made(name: str, make: OptimizerFactory, subject: Any, settings: dict[str, A
     try:
         return make(subject, **settings)
     except TypeError as error:
-        known = inspect.signature(make).parameters
-        takes = ", ".join(
-            key for key in known if key not in ("params", "model", "inner", "settings")
-        )
+        takes = ", ".join(_keywords(make))
         raise ValueError(f"optimizer {name} cannot be made with {settings}: {error}; it takes "
                          f"{takes}") from error  # fmt: skip
+
+
+def _keywords(make: OptimizerFactory) -> Iterator[str]:
+    """Yield the settings that an optimiser takes, also those of ``**options: Unpack[...]``."""
+    for name, parameter in inspect.signature(make).parameters.items():
+        packed = get_args(parameter.annotation) if parameter.kind is parameter.VAR_KEYWORD else ()
+        if packed:
+            yield from packed[0].__annotations__
+        elif name not in ("params", "model", "inner", "settings", "scaler"):
+            yield name
 
 
 def _lookahead(
