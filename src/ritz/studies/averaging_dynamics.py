@@ -214,19 +214,20 @@ def figure(result: Result) -> style.Figure:
     drawing, axes = plots.panels(2, 3, width=4.0, height=3.0)
     epochs = torch.arange(1, result.config.num_epochs + 1)
 
-    def draw(
-        place: int, series: str, names: dict[str, str], line: str = "-", note: str = ""
-    ) -> None:
+    def draw(place: int, series: str, names: dict[str, str], line: str = "-") -> None:
         for name, colour in names.items():
             values = result.of(series, name).mean(0) * (100 if series.endswith("error") else 1)
-            axes[place].plot(epochs, values, line, color=colour, label=name + note, linewidth=1.4)
+            # The dotted lines, which the titles explain, have the colours of the others.
+            label = name if line == "-" else None
+            axes[place].plot(epochs, values, line, color=colour, label=label, linewidth=1.4)
 
-    blue, orange, green, purple, *_ = (
+    blue, orange, green, purple = (
         style.STYLE.blue, style.STYLE.vermilion, style.STYLE.green, style.STYLE.purple,
     )  # fmt: skip
     adaptive = {"Adam + average": orange, "AdamW": green, "Gadam": blue}
-    draw(0, "error", adaptive, ":", ", iterate")
+    draw(0, "error", adaptive, ":")
     draw(0, "average error", {name: adaptive[name] for name in ("Adam + average", "Gadam")})
+    axes[0].plot([], [], ":", color=green, label="AdamW")
     draw(1, "largest weight", adaptive)
     draw(2, "effective rate", {"AdamW": green, "Gadam": blue})
     for kind, colour in (("ensemble", purple), ("average", blue)):
@@ -234,13 +235,13 @@ def figure(result: Result) -> style.Figure:
         axes[3].errorbar(range(len(DECAYS)), gains.mean(1), yerr=gains.std(1), color=colour,
                          marker="o", markersize=4, label=kind)  # fmt: skip
     steps = {"SGD, constant": orange, "SGD, steps": blue}
-    draw(4, "error", steps, "-", ", test")
-    draw(4, "training error", steps, ":", ", training")
+    draw(4, "error", steps)
+    draw(4, "training error", steps, ":")
     norms = {f"SWA, decay {DECAY:g}": orange, "Gadam": blue, "GadamX": green}
-    draw(5, "norm", norms, ":", ", iterate")
+    draw(5, "norm", norms, ":")
     draw(5, "average norm", norms)
     axes[3].set_xticks(range(len(DECAYS)), [f"{decay:g}" for decay in DECAYS])
-    axes[2].set_yscale("log")
+    style.log_scale(axes[2])
     for axis, (x, y, title) in zip(axes, _titles(), strict=True):
         axis.legend(frameon=False, fontsize=7)
         style.finish(axis, x, y, title)
@@ -248,12 +249,12 @@ def figure(result: Result) -> style.Figure:
 
 
 def _titles() -> Iterator[tuple[str, str, str]]:
-    yield "epoch", "test error (%)", "Figure 7.1 a"
+    yield "epoch", "test error (%)", "Figure 7.1 a (dotted: iterates)"
     yield "epoch", "largest weight of the iterate", "Figure 7.1 b"
     yield "epoch", "learning rate / squared norm", "Figure 7.2 b"
     yield "weight decay", "change of the test error (%)", "Figure 7.3"
-    yield "epoch", "error (%)", "Figure 7.4"
-    yield "epoch", "norm of the weights", "Figures 7.5, 7.6"
+    yield "epoch", "test error (%)", "Figure 7.4 (dotted: training error)"
+    yield "epoch", "norm of the weights", "Figures 7.5, 7.6 (dotted: iterates)"
 
 
 def evidence(result: Result) -> list[Evidence]:
