@@ -204,16 +204,24 @@ def run(config: Config, *, progress: bool | Progress = False, state: StatePath =
 
 
 def figure(result: Result) -> style.Figure:
-    """Draw the validation perplexity of every method over the epochs, Figures 12 and 13."""
-    drawing, (axis,) = plots.panels(1, 1, width=6.4, height=3.8)
-    epochs = torch.arange(1, result.config.num_epochs + 1)
-    colours = style.STYLE.palette
-    for name, colour, curves in zip(METHODS, colours, result.curves, strict=True):
-        axis.plot(epochs, curves.mean(0), color=colour, linewidth=1.4, label=name)
-    axis.set_yscale("log")
-    axis.legend(frameon=False, fontsize=8, ncol=2)
+    """Draw the validation perplexity of every method over the epochs, Figures 12 and 13.
+
+    The second panel has the second half of the epochs and the adaptive methods alone.
+    """
+    drawing, axes = plots.panels(1, 2, width=4.8, height=3.4)
+    count = result.config.num_epochs
+    for axis, start in zip(axes, (1, count // 2 + 1), strict=True):
+        for name, colour, curves in zip(METHODS, style.STYLE.palette, result.curves, strict=True):
+            if start == 1 or "ASGD" not in name:
+                # Dashed, so that the two that share their first epochs are both visible.
+                line = "--" if name.startswith("Gadam") else "-"
+                axis.plot(range(start, count + 1), curves.mean(0)[start - 1 :], line, color=colour,
+                          linewidth=1.4, label=name)  # fmt: skip
+    style.log_scale(axes[0], result.curves.mean(1))
     title = f"{result.words:,} words of {result.config.dataset}, {result.config.num_seeds} seeds"
-    style.finish(axis, "epoch", "validation perplexity", title)
+    style.finish(axes[0], "epoch", "validation perplexity", title)
+    style.finish(axes[1], "epoch", "validation perplexity", "adaptive methods, second half")
+    style.share_legend(drawing)
     return drawing
 
 

@@ -49,7 +49,7 @@ MEASURES = (
     "distance of the vectors",
 )
 ABOVE = 0.01  # "above" means above this fraction of the largest eigenvalue of the matrix
-QUANTILES = 2001  # of a diagonal that are stored
+BINS = 60  # of the histograms of diagonals
 # VGG-16 on CIFAR-100, section 4.6.
 PUBLISHED = {"largest": (6.8885, 6.8891), "smallest": (-0.0455, -0.0456), "negative": (0.37, 5e-4)}
 
@@ -110,7 +110,8 @@ class Cell:
 
     measures: Tensor
     spectra: dict[str, Spectrum]
-    diagonals: dict[str, Tensor]
+    histograms: dict[str, Tensor]
+    edges: Tensor
 
 
 @record
@@ -120,14 +121,16 @@ class Result(StudyResult[Config]):
     Attributes:
         measures: ``(measures, num_seeds)`` in the order of ``MEASURES``.
         spectra: Spectra of the first network: ``Hessian``, ``second vector`` and ``GGN``.
-        diagonals: Quantiles of the diagonal of the Gauss-Newton matrix of the first network,
+        histograms: Shares of the entries of the diagonal of its Gauss-Newton matrix by bin,
             ``Monte Carlo`` and ``exact``.
+        edges: Edges of the bins, from the smallest to the largest Ritz value or entry.
         size: Number of parameters.
     """
 
     measures: Tensor
     spectra: dict[str, Spectrum]
-    diagonals: dict[str, Tensor]
+    histograms: dict[str, Tensor]
+    edges: Tensor
     size: int
 
     def measure(self, name: str) -> Tensor:
@@ -158,7 +161,8 @@ def run(config: Config, *, progress: bool | Progress = False, state: StatePath =
         config=config,
         measures=torch.stack([cell.measures for cell in networks], 1),
         spectra=first.spectra,
-        diagonals=first.diagonals,
+        histograms=first.histograms,
+        edges=first.edges,
         size=first.spectra["GGN"].dimension,
     )
 
@@ -168,19 +172,19 @@ def figure(result: Result) -> style.Figure:
     drawing, axes = plots.panels(2, 2, width=4.6, height=3.0)
     names = ("GGN", "Hessian", "Hessian", "second vector")
     titles = ("GGN", "Hessian", "Hessian, first vector", "Hessian, second vector")
-    entries = result.diagonals["Monte Carlo"]
-    ends = [x for one in result.spectra.values() for x in (one.values[0], one.values[-1])]
-    low, high = float(min(ends)), float(max(*ends, entries[-1]))
+    low, high = float(result.edges[0]), float(result.edges[-1])
     margin = 0.03 * (high - low)
+    # Below a tenth of one eigenvalue a weight is chance.
+    floor = 0.1 / result.size
     for place, (ax, name, title) in enumerate(zip(axes, names, titles, strict=True)):
         plots.spectrum(result.spectra[name], ax=ax)
         if place < 2:
-            shares = torch.full_like(entries, 1 / len(entries))
-            ax.hist(
-                entries.numpy(), bins=60, range=(low, high), weights=shares.numpy(), alpha=0.5,
-                color=style.STYLE.orange, label="diagonal of the GGN, Monte Carlo", zorder=0,
+            ax.stairs(
+                result.histograms["Monte Carlo"], result.edges, fill=True, alpha=0.6, zorder=0,
+                baseline=floor, color=style.STYLE.orange, label="diagonal of the GGN, Monte Carlo",
             )  # fmt: skip
         ax.set_xlim(low - margin, high + margin)
+        ax.set_ylim(floor, 2)
         ax.set_title(title, loc="left")
     style.share_legend(drawing)
     return drawing
@@ -214,7 +218,7 @@ def evidence(result: Result) -> list[Evidence]:
          "0.0001, 0.002", ", ".join(f"{float(gap.max()):.1g}" for gap in gaps),
          all(bool((gap < 0.01).all()) for gap in gaps)),
         ("Figure 4.8", "largest distance between the distribution functions of two random vectors, "
-         "outside the mass nearest zero", "visually indistinguishable",
+         f"beyond {ABOVE:g} of the largest eigenvalue", "visually indistinguishable",
          spread(result.measure("distance of the vectors")),
          bool((result.measure("distance of the vectors") < 0.02).all())),
     ]  # fmt: skip
@@ -256,11 +260,15 @@ def _measure(config: Config, seed: int) -> Cell:
         "exact": diagonal(ggn(risk)).mean,
     }
     diagonals = {name: one.double().cpu() for name, one in diagonals.items()}
-    levels = torch.linspace(0, 1, QUANTILES, dtype=torch.float64)
+    # One set of bins for all that is drawn together.
+    values = torch.cat([*(one.values.double().cpu() for one in spectra.values()),
+                        *diagonals.values()])  # fmt: skip
+    edges = torch.linspace(float(values.min()), float(values.max()), BINS + 1, dtype=torch.float64)
     return Cell(
         measures=_numbers(result.metrics["test_accuracy"], spectra, diagonals),
         spectra=spectra,
-        diagonals={name: _quantiles(one, levels) for name, one in diagonals.items()},
+        histograms={name: _shares(one, edges) for name, one in diagonals.items()},
+        edges=edges,
     )
 
 
@@ -290,12 +298,11 @@ def _numbers(accuracy: float, spectra: dict[str, Spectrum], diagonals: dict[str,
 def _distance(first: Spectrum, second: Spectrum) -> float:
     """Return the largest distance between two distribution functions away from zero.
 
-    The Ritz value that holds the mass near zero moves by little, but with all of its weight. So the
-    mass below and above an interval around it is compared.
+    The Ritz values near zero move by little, but with nearly all of the weight. So the mass below
+    and above an interval around zero, from which on values differ in a picture, is compared.
     """
-    edge = max(float(one.values[one.weights.argmax()].abs()) for one in (first, second))
     points = torch.cat([first.values, second.values])
-    points = points[points.abs() > 2 * edge]
+    points = points[points.abs() > ABOVE * points.abs().max()]
     if not len(points):
         return 0.0
 
@@ -307,7 +314,6 @@ def _distance(first: Spectrum, second: Spectrum) -> float:
     return float((tails(first) - tails(second)).abs().max())
 
 
-def _quantiles(values: Tensor, levels: Tensor) -> Tensor:
-    # torch.quantile takes at most 16 million values, which VGG-16 nearly has.
-    places = (levels * (len(values) - 1)).round().long()
-    return values.sort().values[places]
+def _shares(values: Tensor, edges: Tensor) -> Tensor:
+    places = torch.bucketize(values, edges[1:-1])
+    return torch.bincount(places, minlength=BINS).double() / len(values)
