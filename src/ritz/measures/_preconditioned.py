@@ -39,6 +39,7 @@ def divisors(risk: Risk, state: Optimizer) -> Tensor:
         group, square = settings[weights[name]], memory["exp_avg_sq"].detach()
         # v_hat = v / (1 - beta_2^t), and the running mean of torch's Adam is v.
         correction = 1 - group["betas"][1] ** float(memory["step"])
+        # Damped optimisers call their constant delta, those of torch eps.
         parts[name] = (square / correction).sqrt() + group.get("delta", group.get("eps", 0.0))
     return risk.space.flatten({name: part.to(risk.theta) for name, part in parts.items()})
 
