@@ -17,13 +17,14 @@ TrainingPrecision = Literal["float32", "tf32", "bfloat16", "float16"]
 ScheduleName = Literal["constant", "linear", "linear_held", "step"]
 Unit = Literal["step", "epoch"]
 PatienceMetric = Literal["auto", "accuracy", "loss"]
+PatienceRule = Literal["stagnation", "non_monotone"]
 # "none", and the kinds of ritz.curvature.noise_sample.
 NoiseName = Literal["none", "diagonal", "full", "centred", "true", "kfac", "trace",
                     "trace_unscaled", "isotropic", "multiplicative", "sgld"]  # fmt: skip
 DampingRule = Literal["constant", "ratio", "shrinkage", "noise", "adaptive"]
 # Panels of ``ritz train --help``.
 RATE, AVERAGE, EVALUATION = "Optimiser and learning rate", "Averaged weights", "Evaluation"
-SPEED, FILES, NOISE = "Precision and speed", "Output", "Large batches"
+SPEED, FILES, NOISE, TEXT = "Precision and speed", "Output", "Large batches", "Language models"
 
 
 def _option(default: Any, help: str, panel: str | None = None, **metadata: Any) -> Any:
@@ -119,6 +120,13 @@ class TrainingConfig:
     patience_metric: PatienceMetric = _option("auto", "Validation metric of patience. auto is the "
                                               "accuracy for classes, and the loss for text and "
                                               "where there is no accuracy.", AVERAGE)
+    # Merity et al., Regularizing and optimizing LSTM language models, section 4, algorithm 1.
+    patience_rule: PatienceRule = _option("stagnation", "When patience starts the average. "
+                                          "stagnation: after so many evaluations without a new "
+                                          "best; training stops after as many of the average. "
+                                          "non_monotone: when an evaluation is worse than the best "
+                                          "of those more than so many before it; training does "
+                                          "not stop.", AVERAGE)
     # The statistics cost a forward pass per batch, so an evaluation on the way uses a tenth.
     statistics_fraction: float = _option(0.1, "Fraction of the training batches from which "
                                          "batch-norm statistics of the average are recomputed at "
@@ -154,10 +162,24 @@ class TrainingConfig:
                                   "begin: 0:128,50:4096 is 128 at first, and 4096 after 50 epochs "
                                   "(default: the same throughout).", NOISE,
                                   metavar="EPOCH:SIZE,...")
+    random_segments: bool = _option(False, "Draw the lengths of the segments of a text in each "
+                                    "epoch: about the usual length, or half of it with probability "
+                                    "0.05. The learning rate of a step is proportional to its "
+                                    "length. Steps are then no CUDA graphs.", TEXT)
+    # 2 and 1 in the code of Merity et al., Revisiting activation regularization, and so published.
+    activation_penalty: float = _option(0.0, "Add this multiple of the mean square of the last "
+                                        "activations, after dropout, to the loss (AR).", TEXT,
+                                        low=0.0)
+    change_penalty: float = _option(0.0, "Add this multiple of the mean square of the change of "
+                                    "the last activations from one position to the next, before "
+                                    "dropout, to the loss (TAR).", TEXT, low=0.0)
     evaluate_every: int = _option(1, "Number of epochs between evaluations.", EVALUATION, low=1)
     evaluation_batch_size: int | None = _option(None, "Batch size of evaluations (default: the "
                                                 "larger of 512 and the batch size; for text the "
                                                 "batch size).", EVALUATION, low=1)
+    top_k: int | None = _option(None, "Also log the fraction of samples whose class is among "
+                                "the k with the largest scores, as top5_accuracy for 5.",
+                                EVALUATION, low=2, free=True)
     # Lower precisions change the weights, so they have to be chosen.
     precision: TrainingPrecision = _option("float32", "Precision. float16 and bfloat16 mean "
                                            "automatic mixed precision.", SPEED,
@@ -222,6 +244,12 @@ class TrainingConfig:
         if self.patience is None and self.patience_metric != "auto":
             raise ValueError(f"patience_metric must be given with patience, got it alone: "
                              f"{self.patience_metric}")  # fmt: skip
+        if self.patience is None and self.patience_rule != "stagnation":
+            raise ValueError(f"patience_rule must be given with patience, got it alone: "
+                             f"{self.patience_rule}")  # fmt: skip
+        if (self.activation_penalty or self.change_penalty) and self.compile:
+            raise ValueError("compile must be False with activation_penalty and change_penalty, "
+                             "which read activations inside the model")  # fmt: skip
         self._check_noise()
         if isinstance(self.augment, str):
             raise ValueError(f"augment must be a bool or an Augmentation, got {self.augment!r}")
@@ -271,6 +299,12 @@ class TrainingConfig:
             check_count("batch_schedule", number)
         return tuple(entries)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A read-only mapping cannot be pickled.
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        values["optimizer_settings"] = dict(self.optimizer_settings)
+        return _from_values, (values,)
+
     def to_plain(self) -> dict[str, Any]:
         """Return the options as values of JSON; a user-defined object by its description."""
         return {entry.name: _to_plain(getattr(self, entry.name)) for entry in fields(self)}
@@ -287,6 +321,10 @@ class TrainingConfig:
         falls |= self.noise != "none" and self.noise_until < 1
         free = {entry.name for entry in fields(self) if entry.metadata.get("free")}
         return {k: v for k, v in plain.items() if k not in free or (falls and k == "num_epochs")}
+
+
+def _from_values(values: dict[str, Any]) -> TrainingConfig:
+    return TrainingConfig(**values)
 
 
 class TrainingOptions(TypedDict, total=False):
@@ -318,6 +356,7 @@ class TrainingOptions(TypedDict, total=False):
     lookahead_until: int | None
     patience: int | None
     patience_metric: PatienceMetric
+    patience_rule: PatienceRule
     statistics_fraction: float
     final: Literal["last", "average"]
     noise: NoiseName
@@ -329,8 +368,12 @@ class TrainingOptions(TypedDict, total=False):
     noise_temperature: float | None
     ghost_batch: int | None
     batch_schedule: str
+    random_segments: bool
+    activation_penalty: float
+    change_penalty: float
     evaluate_every: int
     evaluation_batch_size: int | None
+    top_k: int | None
     precision: TrainingPrecision
     device: "str | torch.device | None"
     compile: bool

@@ -312,7 +312,7 @@ def _train(config: Config, images: Any, options: dict[str, Any], seed: int) -> T
     train = images.train.take(config.num_train)
     targets = with_wrong_labels(train.targets, config.label_noise, images.num_classes, generator)
     train = replace(train, targets=targets)
-    model = _network(images, config.width, generator)
+    model = small_network(images, config.width, generator)
     settings = {key: options[key] for key in ("lr", "weight_decay")}
     norms: list[float] = []  # of the iterates, by epoch: the model ends with the average
 
@@ -349,17 +349,20 @@ def _train(config: Config, images: Any, options: dict[str, Any], seed: int) -> T
     return torch.cat([torch.tensor(numbers, dtype=torch.float64), outputs])
 
 
-def _network(images: Any, width: int, generator: torch.Generator) -> nn.Sequential:
-    """Return three convolutions with batch norm, each of which halves the image."""
+def small_network(
+    images: Any, width: int, generator: torch.Generator, *, batch_norm: bool = True
+) -> nn.Sequential:
+    """Return three convolutions, with batch norm or not, each of which halves the image."""
     channels, layers = [images.shape[0], width, 2 * width, 4 * width], list[nn.Module]()
     for before, after in pairwise(channels):
-        layers += [nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False),
-                   nn.BatchNorm2d(after), nn.ReLU()]  # fmt: skip
+        layers.append(nn.Conv2d(before, after, 3, stride=2, padding=1, bias=not batch_norm))
+        layers += [nn.BatchNorm2d(after), nn.ReLU()] if batch_norm else [nn.ReLU()]
     head = nn.Linear(channels[-1], images.num_classes)
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
     for layer in model:
         if isinstance(layer, nn.Conv2d | nn.Linear):
             # Not from the global generator; variance 2 / fan-in keeps the scale of ReLU layers.
             nn.init.kaiming_normal_(layer.weight, generator=generator)
-    nn.init.zeros_(head.bias)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
     return model

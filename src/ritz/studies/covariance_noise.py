@@ -98,6 +98,7 @@ class Config:
         large: Samples of a large batch.
         small: Samples of a small batch.
         rates: Learning rates to choose from. A single one is not tuned.
+        tuning_epochs: Epochs of the runs that choose a learning rate. Defaults to ``num_epochs``.
         noise_until: Fraction of the run after which noise, or small batches, end.
         device: Device of the networks.
         data: Folder of the data sets. Defaults to the environment variable ``RITZ_DATA``.
@@ -114,6 +115,7 @@ class Config:
     # From the usual 0.1 of small batches to 1.6, the best with batches of 4096 (appendix E.1). The
     # grid of the paper is not given.
     rates: tuple[float, ...] = (0.1, 0.4, 1.6)
+    tuning_epochs: int | None = None
     noise_until: float = 0.25
     device: str = "cpu"
     data: str | None = None
@@ -126,6 +128,8 @@ class Config:
             check_choice("methods", method, METHODS)
         check_minimums(self, num_epochs=1, num_seeds=1, seed=0, rates=0.0, large=2)
         check_count("small", self.small, high=self.large - 1)
+        if self.tuning_epochs is not None:
+            check_count("tuning_epochs", self.tuning_epochs, high=self.num_epochs)
 
 
 SIZES = {
@@ -394,8 +398,8 @@ class Runner:
         rates = self.config.rates
         if len(rates) == 1:
             return rates[0]
-        seed = self.config.seed + 1000
-        runs = [self._fit(method, rate, seed, self.tuning)[1] for rate in rates]
+        seed, epochs = self.config.seed + 1000, self.config.tuning_epochs
+        runs = [self._fit(method, rate, seed, self.tuning, epochs=epochs)[1] for rate in rates]
         # A run that diverged is never the best.
         values = [each.metrics["validation_accuracy"] if each.status.ok else 0.0 for each in runs]
         return rates[max(range(len(rates)), key=values.__getitem__)]
@@ -450,7 +454,7 @@ class Runner:
         shape: Any = {"num_classes": sets.num_classes, "input_shape": sets.shape}
         model = models.create(self.task.model, generator=seeded(seed), **shape)
         count = epochs or self.config.num_epochs
-        options = self._options(method, model)
+        options = self._options(method, model, count)
         # Appendix E.1: division by 10 after 1/2 and 3/4, and a warm-up over 5 % for large batches.
         warmup = 0 if method == "small" else math.ceil(0.05 * count)
         model.to(self.config.device)
@@ -466,16 +470,16 @@ class Runner:
             raise KeyboardInterrupt
         return model, result
 
-    def _options(self, method: str, model: nn.Module) -> dict[str, Any]:
-        """Return the options of training that make a method."""
+    def _options(self, method: str, model: nn.Module, count: int) -> dict[str, Any]:
+        """Return the options of training that make a method, for a number of epochs."""
         if method == "small":
             return {"batch_size": self.config.small}
         options: dict[str, Any] = {"batch_size": self.config.large}
         if batch_norms(model):
             options["ghost_batch"] = self.config.small
         if method == "batch change":
-            small, large = self.config.small, self.config.large
-            options["batch_schedule"] = f"0:{small},{self._switch()}:{large}"
+            small, large, switch = self.config.small, self.config.large, self._switch(count)
+            options["batch_schedule"] = f"0:{small},{switch}:{large}"
         elif method != "large":
             options |= {"noise": method, "noise_until": self.config.noise_until}
             # Multiplicative noise has a fixed scale; the others have the noise of small batches.
@@ -483,12 +487,12 @@ class Runner:
                 options["noise_batch"] = self.config.small
         return options
 
-    def _switch(self) -> int:
-        """Return the number of epochs with small batches before large ones."""
-        return max(1, round(self.config.noise_until * self.config.num_epochs))
+    def _switch(self, count: int) -> int:
+        """Return the number of epochs with small batches before large ones, of so many."""
+        return max(1, round(self.config.noise_until * count))
 
     def _steps(self, method: str) -> Tensor:
-        config, switch = self.config, self._switch()
+        config, switch = self.config, self._switch(self.config.num_epochs)
         sizes = [config.small if method == "small" else config.large] * config.num_epochs
         # ceil(N / B) steps per epoch: the last batch is smaller.
         if method == "batch change":
