@@ -152,6 +152,7 @@ def noise_of(
     groups = random_groups(risk, group_size, generator)
     # Sigma = scale sum_j d_j d_j'
     scale = (count - 1) / count * group_size / max(1, groups.num_batches - 1)
+    # |g|^2 and g'Hg / |g|^2, for the signal
     gradient = risk.gradient()
     deviations = _Deviations(groups, progress)
     product = column_dots(gradient[:, None], op.matmat(gradient[:, None]))
@@ -161,6 +162,7 @@ def noise_of(
     unseen = math.sqrt(max(0.0, (count - groups.num_batches) / max(1, count - 1)))
     method = "single samples" if group_size == 1 else f"{groups.num_batches} random groups"
     variance = _variance(deviations, scale, unseen, method, generator)
+    # tr(H Sigma) = tr(scale D'HD), of order M instead of P
     noise = trace(
         _NoiseOperator(op, deviations, scale),
         num_probes=min(num_probes, groups.num_batches),

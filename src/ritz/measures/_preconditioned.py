@@ -78,6 +78,7 @@ def preconditioned_curvature(
     generator, theta = resolve_generator(generator), risk.theta
     if not bool((divisor > 0).all()):
         raise ValueError("divisor must be positive in all entries")
+    # D^-1/2 H D^-1/2 is symmetric and has the eigenvalues of D^-1 H, by which Adam steps.
     root = divisor.rsqrt()[:, None]
     op = curvature_operator(risk, matrix)
     scaled = FunctionOperator(
@@ -109,7 +110,9 @@ def preconditioned_curvature(
         step = (root * product).double() - mean
         gaps.append(float(step.square().sum()) * ((j - 1) / j))
         mean.add_(step, alpha=1 / j)
+    # V = (N - 1)/N g/(M - 1) sum_j |y_j - mean|^2, whose M - 1 contrasts are averaged
     samples = torch.tensor(gaps[1:], dtype=torch.float64) * (size * (count - 1) / count)
+    # Groups show M - 1 of the N - 1 differences between samples.
     unseen = (max(0, count - groups.num_batches) / max(1, count - 1)) ** 0.5
     along = Estimate.of(samples, method=f"{groups.num_batches} random groups", num_products=1)
     return top, replace(along, stderr=stderr(samples) * unseen)
