@@ -67,6 +67,7 @@ def command(options: Options, training: TrainingConfig) -> None:
     from ritz.cli._targets import loss_function, make_data, make_model, parse_settings
     from ritz.training._shared import QUANTITIES, RunConfig, run_files, train_run
 
+    # Names are checked before the data are read.
     quantities: Any = tuple(options.quantity or USUAL)
     for name in quantities:
         check_choice("--quantity", name, QUANTITIES)
@@ -102,6 +103,7 @@ def command(options: Options, training: TrainingConfig) -> None:
     if int(os.environ.get("RANK", "0")):
         return  # the first process of torchrun prints
     shared.print_result(result, run_files(options.out), as_json=options.json)
+    # The result of a run that diverged is printed as well.
     if not result.status.ok:
         typer.echo(f"ritz: {result.status}", err=True)
         raise typer.Exit(1)

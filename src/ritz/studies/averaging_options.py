@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from ritz import data, optim, plots, training
 from ritz._core.checks import check_count, check_range
 from ritz._core.progress import Progress
-from ritz.data import Split
 from ritz.plots._shared import style
 from ritz.studies._evidence import Evidence, signed, spread
 from ritz.studies._protocol import (
@@ -30,6 +29,7 @@ from ritz.studies._protocol import (
     record,
     seeded,
 )
+from ritz.studies._training import with_wrong_labels
 
 SGD: dict[str, Any] = {"optimizer": "sgd", "lr": 0.05, "weight_decay": 5e-4}
 # The best of five pairs of learning rate and decay, by the held-out error of another seed.
@@ -70,6 +70,7 @@ def choices(num_epochs: int) -> dict[str, dict[str, Any]]:
             "optimizer": "lookahead_adamw", "average_from": half,
         },
     }  # fmt: skip
+    # 5e-4, the decay of SGD, is the choice "SWA from 50%".
     for decay in (0.0, 1e-4, 2e-3):
         rows[f"SWA, decay {decay:g}"] = SGD | falling | {
             "average_from": half, "weight_decay": decay,
@@ -165,6 +166,7 @@ class Result(StudyResult[Config]):
 
 def run(config: Config, *, progress: bool | Progress = False, state: StatePath = None) -> Result:
     """Return the scores of all choices for all seeds."""
+    # Validation images decide when the automatic averages begin.
     images: Any = data.load(config.dataset, data_dir=config.data, validation=500)
     rows = choices(config.num_epochs)
     seeds = range(config.seed, config.seed + config.num_seeds)
@@ -206,6 +208,7 @@ def figure(result: Result) -> style.Figure:
             linewidth=1, label=f"{name} iterate" if name == "last" else name,
         )  # fmt: skip
     axis.set_yticks(places, result.names)
+    # The first choice is on top.
     axis.invert_yaxis()
     axis.legend(frameon=False)
     noise = f"{result.config.label_noise:.0%} of the labels wrong"
@@ -215,6 +218,7 @@ def figure(result: Result) -> style.Figure:
 
 def evidence(result: Result) -> list[Evidence]:
     """Return each claim of the paper beside the paired difference that tests it."""
+    # Each with the published sign of the difference: lower, about equal or higher.
     claims = [
         ("Table 14", "linear against step schedule, SGD", "SGD, linear", "SGD, step", -1),
         ("Table 14", "linear against step schedule, AdamW", "AdamW, linear", "AdamW, step", -1),
@@ -305,7 +309,9 @@ def _norms(result: Result) -> Evidence:
 def _train(config: Config, images: Any, options: dict[str, Any], seed: int) -> Tensor:
     """Return the measures of one run and its predictions, as one vector."""
     generator = seeded(seed)
-    train = _with_wrong_labels(images.train.take(config.num_train), config, generator)
+    train = images.train.take(config.num_train)
+    targets = with_wrong_labels(train.targets, config.label_noise, images.num_classes, generator)
+    train = replace(train, targets=targets)
     model = small_network(images, config.width, generator)
     settings = {key: options[key] for key in ("lr", "weight_decay")}
     norms: list[float] = []  # of the iterates, by epoch: the model ends with the average
@@ -315,6 +321,7 @@ def _train(config: Config, images: Any, options: dict[str, Any], seed: int) -> T
 
     others = {key: value for key, value in options.items() if key not in settings}
     if {"average_from", "patience"} & others.keys():
+        # The model then ends with the averaged weights, whose norm is measured.
         others["final"] = "average"
     result = training.fit(
         model, train, validation=images.validation, test=images.test,
@@ -324,28 +331,22 @@ def _train(config: Config, images: Any, options: dict[str, Any], seed: int) -> T
     )  # fmt: skip
     metrics = result.metrics
     averaged = "average_test_accuracy" in metrics
+    # In the order of MEASURES.
     numbers = [
         1 - metrics["test_accuracy"],
         1 - metrics["average_test_accuracy"] if averaged else math.nan,
         1 - metrics["train_accuracy"],
         norms[-1],
         optim.weight_norms(model).l2 if averaged else math.nan,
+        # The effective rate of weights whose scale batch norm leaves free.
         metrics["rate"] / norms[-1] ** 2,
     ]
     inputs, _ = images.test.take(min(PREDICTED, len(images.test))).tensors()
     model.eval()
     with torch.no_grad():
+        # Probabilities, which an ensemble averages.
         outputs = model(inputs).softmax(1).double().flatten()
     return torch.cat([torch.tensor(numbers, dtype=torch.float64), outputs])
-
-
-def _with_wrong_labels(train: Split, config: Config, generator: torch.Generator) -> Split:
-    count, classes = len(train), int(train.targets.max()) + 1
-    wrong = torch.randperm(count, generator=generator)[: round(config.label_noise * count)]
-    targets = train.targets.clone()
-    # A shift by 1 to C - 1 modulo C reaches every other class with the same probability.
-    targets[wrong] += torch.randint(1, classes, wrong.shape, generator=generator)
-    return replace(train, targets=targets % classes)
 
 
 def small_network(

@@ -19,6 +19,7 @@ from torch import Tensor
 from ritz import data, models, plots, training
 from ritz._core.checks import check_count, check_range
 from ritz._core.progress import Progress
+from ritz._core.results import stderr
 from ritz.curvature import Risk, hessian
 from ritz.plots._shared import style
 from ritz.spectra import eigenpairs, frobenius_norm, trace
@@ -159,6 +160,7 @@ class Result(StudyResult[Config]):
 def run(config: Config, *, progress: bool | Progress = False, state: StatePath = None) -> Result:
     """Return accuracy and curvature of every network, weight decay and seed."""
     images: Any = data.load(config.dataset, data_dir=config.data, validation=config.num_validation)
+    # A cell has what _train takes after the images.
     cells = {
         f"{network} {decay:g} {seed}": (network, epochs, decay, seed)
         for network, epochs in zip(config.networks, config.num_epochs, strict=True)
@@ -191,6 +193,7 @@ def figure(result: Result) -> style.Figure:
     drawing, axes = plots.panels(1, len(networks), width=3.4, height=3.0)
     for axis, network in zip(axes, networks, strict=True):
         sharpness, accuracy = result.row(network, "lambda_max"), result.row(network, "accuracy")
+        # One point per run, one colour per decay.
         for decay, x, y in zip(result.config.decays, sharpness, accuracy, strict=True):
             axis.scatter(x, 100 * y, s=18, label=f"weight decay {decay:g}")
         label = "largest eigenvalue of the Hessian"
@@ -203,6 +206,7 @@ def evidence(result: Result) -> list[Evidence]:
     """Return the published figures beside ours."""
     rows = []
     for network in result.config.networks:
+        # Figures were published for logistic regression only.
         known = PAPER if network == "logistic" else {}
         where = {"logistic": "Section 4, Figure 2", "mlp": "Section 4, Figure 3"}.get(
             network, "Section 4 (there on CIFAR-100)"
@@ -211,7 +215,7 @@ def evidence(result: Result) -> list[Evidence]:
             values = result.row(network, measure)
             gain = values[-1] - values[0]
             # One-sided and paired: each seed has the same split and initial weights.
-            grows = bool(gain.mean() > 2 * gain.std() / len(gain) ** 0.5)
+            grows = bool(gain.mean() > 2 * stderr(gain))
             scale = 100 if measure == "accuracy" else 1
             rows.append(
                 Evidence(
@@ -261,6 +265,7 @@ def _train(
     op = hessian(risk)
     # One pair without a search for multiplicities: only its value is compared.
     top = eigenpairs(op, largest=1, rtol=1e-3, vectors=False, certify="none")
+    # The order of MEASURES.
     numbers = [score["accuracy"] for score in scores] + [scores[-1]["loss"]]
     numbers += [float(top.values[-1]), float(top.residuals[-1])]
     # tr H is positive for logistic regression, which is convex; |H|_F is a measure for all.
