@@ -299,6 +299,12 @@ class TrainingConfig:
             check_count("batch_schedule", number)
         return tuple(entries)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A read-only mapping cannot be pickled.
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        values["optimizer_settings"] = dict(self.optimizer_settings)
+        return _from_values, (values,)
+
     def to_plain(self) -> dict[str, Any]:
         """Return the options as values of JSON; a user-defined object by its description."""
         return {entry.name: _to_plain(getattr(self, entry.name)) for entry in fields(self)}
@@ -315,6 +321,10 @@ class TrainingConfig:
         falls |= self.noise != "none" and self.noise_until < 1
         free = {entry.name for entry in fields(self) if entry.metadata.get("free")}
         return {k: v for k, v in plain.items() if k not in free or (falls and k == "num_epochs")}
+
+
+def _from_values(values: dict[str, Any]) -> TrainingConfig:
+    return TrainingConfig(**values)
 
 
 class TrainingOptions(TypedDict, total=False):

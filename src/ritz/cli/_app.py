@@ -107,7 +107,11 @@ def _line(error: Exception, command: Any, arguments: Sequence[str]) -> str:
     # Of an error in a worker of a DataLoader: the process and the message, without the traceback.
     worker = any("Original Traceback" in line for line in lines)
     text = " ".join(" ".join([lines[0], lines[-1]] if worker else lines).split())
+    # A setting such as max_steps of --set max_steps=0 may have the name of another option.
+    settings = {word.partition("=")[0] for word in arguments if not word.startswith("--")}
     for parameter in command.params:
+        if parameter.name in settings:
+            continue
         name, flag = f"(num_)?{parameter.name}", parameter.opts[0]
         if flag.startswith("--"):
             # "weights=False (--no-weights)", "num_steps must be ...", "give seed=1", "average_from"

@@ -333,6 +333,7 @@ class Measurement:
             l2=self.options.l2 if l2 is None else l2,
             precision=self.options.precision,
             seed=self.options.seed,
+            progress=not self.options.json,
         )
 
     def generator(self) -> torch.Generator:

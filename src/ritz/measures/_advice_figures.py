@@ -139,7 +139,7 @@ class Figures:
         }
 
     def exponents(self) -> tuple[Estimate, Estimate, Estimate]:
-        """Return the local exponents of the scaling rule, of three models."""
+        """Return the exponents of the scaling rule, predicted and by the papers' models."""
         p = self.prediction
         common: Any = {"batch_sizes": self.sizes, "num_samples": self.num_samples}
         multiplicative = unknown(tuple(self.sizes.shape), "the mean of the bulk is not positive")
@@ -155,12 +155,7 @@ class Figures:
                 method="multiplicative model",
             )
         return (
-            propagate(
-                partial(additive_exponent, **common),
-                p.lambda_max,
-                p.along,
-                method="noise along the leading eigenvector",
-            ),
+            self.exponent(),
             propagate(
                 partial(additive_exponent, **common, homogeneous=True),
                 p.lambda_max,
@@ -169,6 +164,24 @@ class Figures:
             ),
             multiplicative,
         )
+
+    def exponent(self) -> Estimate:
+        """Return by which power of the batch size the edge grows to the next size.
+
+        Beyond the largest size it is the local one, by noise along the leading eigenvector. That
+        model is of second order, and for small batches it takes the noise for stronger than it is.
+        """
+        p, model = self.prediction, partial(additive_exponent, num_samples=self.num_samples)
+        ratios = (self.sizes[1:] / self.sizes[:-1]).log()
+
+        def slopes(values: Tensor, top: Tensor, along: Tensor) -> Tensor:
+            # The edge is inverse to lambda'_1, for every optimiser.
+            known = torch.where(values > 0, values, math.nan).log()
+            last = model(top, along, batch_sizes=self.sizes[-1:])
+            return torch.cat([-known.diff() / ratios, last])
+
+        parts = (p.best.value, p.lambda_max, p.along)
+        return propagate(slopes, *parts, method="predicted edges of this and the next batch size")
 
     def changes(self) -> Estimate:
         """Return the batch sizes at which the scaling rule changes, of three models."""

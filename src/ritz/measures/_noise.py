@@ -1,14 +1,14 @@
 """Variance of the curvature over samples, and shrinkage of mini-batch matrices."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from ritz._core.checks import check_count, check_tensor, is_below
+from ritz._core.checks import check_count, check_tensor, check_type, is_below
 from ritz._core.distributed import world_size
 from ritz._core.progress import Progress, tracking
 from ritz._core.propagation import propagate
@@ -17,7 +17,7 @@ from ritz._core.results import Estimate, Status, format_uncertain, plain_estimat
 from ritz._core.sampling import check_samples, column_dots
 from ritz._core.storage import storable
 from ritz.curvature import Risk, curvature_operator
-from ritz.curvature._shared import CurvatureMatrix, batch_products
+from ritz.curvature._shared import CurvatureMatrix, batch_products, check_risk
 from ritz.measures._landscape import random_vectors
 from ritz.measures._subspace import without_replacement
 
@@ -178,8 +178,10 @@ def batch_variance(
         batch_sizes: Sizes ``B``.
         num_samples: Number ``N`` of samples. Defaults to sampling with replacement.
     """
-    sizes = tuple(batch_sizes)
-    check_batch_sizes(sizes, num_samples)
+    if num_samples is not None:
+        check_count("num_samples", num_samples)
+    check_type("variance", variance, Estimate, "an Estimate")
+    sizes = check_batch_sizes(batch_sizes, num_samples)
     if variance.mean.ndim:
         raise ValueError(f"variance must be one number, got shape {tuple(variance.mean.shape)}")
     factors = torch.tensor(
@@ -231,8 +233,9 @@ def shrinkage(
     Reference: Ledoit and Wolf (2004), here for matrices known by their products only; Granziol
     et al. (2020), section 3.2, for shrinkage as damping.
     """
-    sizes, count = tuple(batch_sizes), sum(risk.batch_rows)
-    check_batch_sizes(sizes, count)
+    check_risk(risk)
+    count = sum(risk.batch_rows)
+    sizes = check_batch_sizes(batch_sizes, count)
     generator = resolve_generator(generator)
     variance = curvature_variance(
         risk,
@@ -278,6 +281,7 @@ def shrinkage(
 
 def check_groups(risk: Risk, caller: str) -> None:
     """Raise unless the matrices of single samples are defined, and all are in this process."""
+    check_risk(risk)
     risk.require_separable(caller)
     if risk.dropout != "off":
         # Masks belong to batches, not to samples.
@@ -311,12 +315,18 @@ def unseen_by(groups: Risk, count: int) -> float:
     return math.sqrt(max(0, count - groups.num_batches) / max(1, count - 1))
 
 
-def check_batch_sizes(sizes: Sequence[int], count: int | None) -> None:
-    """Raise unless there are batch sizes, each from 1 to the number of samples."""
+def check_batch_sizes(sizes: Sequence[int], count: int | None) -> tuple[int, ...]:
+    """Return batch sizes; raise unless there are some, each from 1 to the number of samples."""
+    if isinstance(sizes, str) or not isinstance(sizes, Iterable):
+        raise TypeError(
+            f"batch_sizes must be a sequence of integers such as (8, 64), got {sizes!r}"
+        )
+    sizes = tuple(sizes)
     if not sizes:
         raise ValueError("batch_sizes must not be empty")
     for size in sizes:
         check_count("batch_sizes", size, high=count)
+    return sizes
 
 
 def _unit_probes(risk: Risk, count: int, generator: torch.Generator) -> Tensor:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from ritz._core.results import Estimate, format_uncertain, plain_estimate
 from ritz._core.sampling import column_dots
 from ritz._core.storage import storable
 from ritz.curvature import Risk, curvature_operator
-from ritz.curvature._shared import CurvatureMatrix
+from ritz.curvature._shared import CurvatureMatrix, check_risk
 from ritz.rmt import additive_spikes, multiplicative_spikes
 from ritz.spectra import Eigenpairs, Spectrum
 
@@ -145,12 +145,18 @@ def bulk_edge(
     # tr H / P = sum_k tau_k theta_k for one unit start vector.
     means = torch.stack([run.weights @ run.values for run in runs])
     spent = sum(run.num_products for run in runs)
+    crude = Estimate.of(KAPPA * means, method="5 tr H / P", num_products=spent)
+    if len(runs) == 1:
+        # The variance of v'Hv over unit vectors is 2/(P + 2) times that of the eigenvalues.
+        spread = first.weights @ (first.values - means[0]).square()
+        deviation = KAPPA * (2 * spread / (first.dimension + 2)).sqrt()
+        crude = replace(crude, stderr=deviation.to(crude.mean))
     return BulkEdge(
         lower=lower,
         upper=upper,
         noise=(low, high),
         margin=margin,
-        crude=Estimate.of(KAPPA * means, method="5 tr H / P", num_products=spent),
+        crude=crude,
         outliers=first.values[outside & ~near],
         near=first.values[near],
         values=first.values,
@@ -278,6 +284,11 @@ def gradient_overlap(
 
     Reference: *Spectral Machine Learning*, equation 5.34, with its sign corrected.
     """
+    check_risk(risk)
+    if not isinstance(pairs, Eigenpairs | Spectrum):
+        raise TypeError(
+            f"pairs must be a result of eigenpairs() or lanczos(), got {type(pairs).__name__}"
+        )
     if pairs.vectors is None:
         raise ValueError("pairs must have vectors: pass vectors=True to eigenpairs() or lanczos()")
     theta = risk.theta

@@ -1,5 +1,6 @@
 """Matrices of single groups of samples in a small subspace, and batches drawn from them."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -158,6 +159,9 @@ def project(
 def _split(basis: Tensor, product: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``U'Y`` and ``Y'(I - UU')Y`` of ``Y = H U``, ``(k, k)`` each, in float64."""
     small = basis.T @ product
+    if basis.shape[0] == basis.shape[1]:  # nothing is outside of the whole space but roundoff
+        rest = torch.zeros_like(small, dtype=torch.float64, device="cpu")
+        return ((small + small.T) / 2).double().cpu(), rest
     # Y'Y - M'M would cancel: the part outside of the space is formed first.
     rest = product - basis @ small
     return ((small + small.T) / 2).double().cpu(), (rest.T @ rest).double().cpu()
@@ -268,11 +272,15 @@ def outliers(means: Tensor, weights: Tensor, leak: Tensor, poles: Tensor) -> tup
         poles: :math:`p_j`, ``(m,)``.
     """
     flat, shape = leak.flatten(1), means.shape
-    inside = torch.where(weights > 0, poles, torch.zeros_like(poles))
-    top = torch.linalg.eigvalsh(means)[:, -1]
-    scale = float(torch.maximum(top.abs(), inside.amax(1)).max()) or 1.0
-    floor = torch.maximum(top, inside.amax(1)) + 1e-9 * scale
-    value = floor.clamp_min(1e-9 * scale)
+    # Groups outside of the batch, and groups that leak nothing, have no pole: at minus infinity
+    # their terms vanish.
+    leaks = leak.diagonal(dim1=1, dim2=2).sum(1) > 0
+    inside = torch.where((weights > 0) & leaks, poles, -math.inf)
+    top, largest = torch.linalg.eigvalsh(means)[:, -1], inside.amax(1)
+    scale = float(torch.maximum(top.abs(), largest).max()) or 1.0
+    # The solution lies above both; without a leak it is the first.
+    floor = torch.maximum(top, largest + 1e-9 * scale)
+    value = floor
     for _ in range(TUNING.max_steps):
         near = weights / (value[:, None] - inside)
         eigenvalues, vectors = torch.linalg.eigh(means + (near @ flat).view(shape))

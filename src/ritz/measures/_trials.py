@@ -18,6 +18,7 @@ from ritz._core.progress import Progress, tracking
 from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate, Status
 from ritz.curvature import Risk
+from ritz.curvature._shared import check_risk
 from ritz.measures._landscape import check_direction
 
 MakeOptimizer = Callable[[Any, float], Optimizer]
@@ -72,6 +73,7 @@ def critical_sharpness(
     Reference: *A scalable measure of loss landscape curvature for analyzing the training dynamics
     of LLMs* (2025).
     """
+    check_risk(risk)
     check_range("rtol", rtol, low=1e-6, high=0.5)
     update = risk.gradient() if direction is None else direction
     check_direction("direction", update, risk)
@@ -188,8 +190,8 @@ def trainable_rate(
         generator: Source of the batches. Defaults to a new generator with seed 0.
         progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
     """
-    if not callable(make):
-        raise TypeError(f"make must be a function of parameters and a learning rate, got {make!r}")
+    check_risk(risk)
+    check_maker("make", make)
     check_count("batch_size", batch_size, high=sum(risk.batch_rows))
     check_count("num_steps", num_steps, low=2)
     check_count("num_trials", num_trials, low=2)
@@ -216,6 +218,21 @@ def trainable_rate(
     )
     # Every trial passed or failed, so the limit lies outside of what was tried.
     return estimate.judged(None, "start from another learning rate")
+
+
+def check_maker(name: str, make: object) -> None:
+    """Raise unless the argument is a function of two arguments."""
+    if not callable(make):
+        raise TypeError(
+            f"{name} must be a function of parameters and a learning rate, got {make!r}"
+        )
+    try:
+        signature(make).bind(None, 0.1)
+    except TypeError as error:
+        raise TypeError(
+            f"{name} must take parameters and a learning rate, but its arguments are "
+            f"{signature(make)}"
+        ) from error
 
 
 def _bisect(stays: Callable[[float], bool], start: float, rtol: float) -> tuple[float, float]:
@@ -265,6 +282,9 @@ class _Training:
         chosen = [weights[name] for name in risk.params]
         takes_model = next(iter(signature(self._make).parameters), "") == "model"
         optimizer = self._make(model if takes_model else chosen, rate)
+        if not isinstance(optimizer, Optimizer):
+            kind = type(optimizer).__name__
+            raise TypeError(f"the function that makes the optimiser must return one, got {kind}")
         rng = torch.Generator().manual_seed(seed)
         losses: list[float] = []
         # Dropout draws from the global generator.

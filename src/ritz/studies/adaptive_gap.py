@@ -41,6 +41,7 @@ from ritz.training import fit
 
 Part = Literal["lopt", "grid", "newton"]
 PARTS = get_args(Part)
+SizeName = Literal["smoke", "small", "gpu", "paper"]
 
 
 # ------------------------------------------------------------------------------------------
@@ -126,7 +127,7 @@ _VGG: dict[str, Any] = {
     "batch_size": 128,
     "curvature_samples": 8192,
 }
-SETUPS = {
+SETUPS: dict[SizeName, Setup] = {
     # Seconds, without any files: what the tests run.
     "smoke": Setup(
         data="digits", num_train=60, num_vectors=8, num_steps=6, deltas=(0.1, 1.0),
@@ -158,7 +159,7 @@ class Config:
         data_dir: Folder of the data sets. Defaults to ``RITZ_DATA``.
     """
 
-    size: Literal["smoke", "small", "gpu", "paper"] = "small"
+    size: SizeName = "small"
     parts: tuple[Part, ...] = PARTS
     optimizers: tuple[str, ...] = ("damped_adamw",)
     rates: tuple[float, ...] | None = None
@@ -182,7 +183,7 @@ class Config:
         return replace(known, rates=self.rates or known.rates, deltas=self.deltas or known.deltas)
 
 
-SIZES = {"smoke": Config(size="smoke"), "paper": Config(size="paper")}
+SIZES = {name: Config(size=name) for name in SETUPS}
 
 
 @record

@@ -2,9 +2,9 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -135,30 +135,19 @@ def _made(name: str, make: OptimizerFactory, subject: Any, settings: dict[str, A
     try:
         return make(subject, **settings)
     except TypeError as error:
-        known = inspect.signature(make).parameters
-        takes = ", ".join(
-            key for key in known if key not in ("params", "model", "inner", "settings")
-        )
+        takes = ", ".join(_keywords(make))
         raise ValueError(f"optimizer {name} cannot be made with {settings}: {error}; it takes "
                          f"{takes}") from error  # fmt: skip
 
 
-def stability_settings(optimizer: Optimizer, name: str = "") -> tuple[str, float, float]:
-    """Return which update of :func:`ritz.advise` an optimiser makes, its momentum and its rate.
-
-    Args:
-        optimizer: The optimiser.
-        name: Its registered name.
-    """
-    group = optimizer.param_groups[0]
-    rate = float(group.get("lr", math.nan))
-    if "kfac" in name:
-        return "kfac", float(group.get("momentum", 0.0)), rate
-    if "betas" in group:
-        return "adam", float(group["betas"][0]), rate
-    momentum = float(group.get("momentum", 0.0))
-    kind = "nesterov" if group.get("nesterov") else "momentum" if momentum else "sgd"
-    return kind, momentum, rate
+def _keywords(make: OptimizerFactory) -> Iterator[str]:
+    """Yield the settings that an optimiser takes, also those of ``**options: Unpack[...]``."""
+    for name, parameter in inspect.signature(make).parameters.items():
+        packed = get_args(parameter.annotation) if parameter.kind is parameter.VAR_KEYWORD else ()
+        if packed:
+            yield from packed[0].__annotations__
+        elif name not in ("params", "model", "inner", "settings", "scaler"):
+            yield name
 
 
 def _lookahead(

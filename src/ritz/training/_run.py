@@ -385,7 +385,10 @@ class Run:
             self._carried.reset()
         for group in self._groups():
             try:
-                with self._rated(group), self._curvature.around(group, state.step):
+                with (
+                    self._rated(group),
+                    self._curvature.around(group, state.step, epoch=state.epoch + 1),
+                ):
                     self._take(self._pieces(group))
             except DivergedError:
                 return _diverged(state.epoch + 1)
@@ -678,6 +681,11 @@ class Run:
             generators=self._generators.states(),
             totals=gathered(self._step.totals.sums),
             carried={} if self._carried is None else self._carried.rows(),
+            monitors={
+                str(number): monitor.state_dict()
+                for number, monitor in enumerate(self.monitors)
+                if hasattr(monitor, "state_dict")
+            },
         )
         if rank() == 0:
             self.folder.write(checkpoint)
@@ -710,6 +718,9 @@ class Run:
             self._auto.load_state_dict(saved.patience)
         if self._carried is not None:
             self._carried.load(saved.carried)
+        for number, monitor in enumerate(self.monitors):
+            if str(number) in saved.monitors and hasattr(monitor, "load_state_dict"):
+                monitor.load_state_dict(saved.monitors[str(number)])
         self._generators.restore(saved.generators)
         self._step.totals.sums.copy_(saved.totals[rank()])
         over = self._is_over(saved) or (self._auto is not None and self._auto.finished)
@@ -718,6 +729,7 @@ class Run:
             saved,
             model={},
             optimizer={},
+            monitors={},
             settings=self.state.settings,
             finished=saved.finished and over,
             log_bytes=0 if self.log is None else saved.log_bytes,
