@@ -158,6 +158,7 @@ def noise_of(
     variance = _variance(deviations, scale, unseen, method, generator)
     noise = trace(
         _NoiseOperator(op, deviations, scale),
+        # The matrix has as many rows as there are groups.
         num_probes=min(num_probes, groups.num_batches),
         generator=generator,
     )

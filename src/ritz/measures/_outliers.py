@@ -174,6 +174,7 @@ def _edges(run: Spectrum) -> tuple[float, float]:
     single = (counts < 1) | ((vector_errors(run) < TUNING.converged) & (counts < TUNING.weight))
     above = single[heaviest + 1 :].nonzero()[:, 0]
     below = single[:heaviest].nonzero()[:, 0]
+    # Without a single value on a side, the bulk reaches to the end of the spectrum.
     last = heaviest + int(above[0]) if len(above) else len(values) - 1
     start = int(below[-1]) + 1 if len(below) else 0
     return float(values[start]), float(values[last])
