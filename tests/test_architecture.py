@@ -40,9 +40,10 @@ OPTIONAL = {"ritz.operators._native": {"numba", "llvmlite"}}  # imported only if
 # Packages that may import from the _shared.py of a package.
 SHARED = {
     "operators": {"spectra", "curvature", "graphs", "measures"},
-    "spectra": {"graphs", "measures", "plots", "studies"},
+    "spectra": {"graphs", "measures", "plots", "studies", "training"},
     "curvature": {"measures", "optim", "training", "studies"},
     "graphs": {"studies", "cli"},
+    "measures": {"optim"},
     "optim": {"training"},
     "training": {"studies", "cli"},
     "plots": {"studies", "cli"},

@@ -28,8 +28,6 @@ EPILOG = shared.examples(
     "ritz train --model vgg16_bn --data cifar10 --preset noisy_sgd/vgg16_bn/cifar10 --out runs/lb",
     "If the command is interrupted, run it again. It resumes from the last checkpoint.",
 )
-# What --watch logs unless --quantity names something else.
-USUAL = ("lambda_max", "trace", "spectrum")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,12 +83,11 @@ def watching(options: Options) -> dict[str, Any]:
     """Return when to watch the curvature and which quantities, as keywords of `train_one`."""
     from ritz.training._shared import QUANTITIES
 
-    quantities: Any = tuple(options.quantity or USUAL)
-    for name in quantities:
-        check_choice("--quantity", name, QUANTITIES)
+    for name in options.quantity or ():
+        check_choice("--quantity", name, tuple(QUANTITIES))
     if options.watch is None and options.quantity:
         raise ValueError(f"--quantity {options.quantity[0]} needs --watch: add --watch 1")
-    return {"watch": options.watch, "quantities": quantities}
+    return {"watch": options.watch, "quantities": options.quantity or None}
 
 
 def run_config(options: Options, training: TrainingConfig) -> "RunConfig":

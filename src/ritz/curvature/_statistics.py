@@ -253,7 +253,7 @@ def gradient_statistics(
             if by == "batch":
                 moments.add(risk.batch_gradient(context)[0][None], weight)
             else:
-                for chunk in _sample_gradients(risk, context, chunk_size, problems):
+                for chunk in sample_gradient_rows(risk, context, chunk_size, problems):
                     moments.add(chunk, weight * len(chunk) / context.size)
             bar.update(done)
     mean, variance, count = moments.totals()
@@ -321,7 +321,7 @@ class _Moments:
         return mean, risk.sum_over_processes(squares).div_(weight), int(count)
 
 
-def _sample_gradients(
+def sample_gradient_rows(
     risk: Risk, context: Context, chunk_size: int, problems: list[str]
 ) -> Iterator[Tensor]:
     """Yield chunks ``(c, P)`` of the gradients of the samples of a batch.

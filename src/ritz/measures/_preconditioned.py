@@ -1,6 +1,8 @@
 """Curvature as an adaptive optimiser sees it: scaled by the square roots of its divisors."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,7 +10,7 @@ from torch.optim import Optimizer
 
 from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate, stderr
-from ritz.curvature import Risk, curvature_operator
+from ritz.curvature import CurvatureOperator, Risk, curvature_operator
 from ritz.curvature._shared import CurvatureMatrix, batch_products
 from ritz.measures._gradient_noise import random_groups
 from ritz.operators import FunctionOperator
@@ -19,7 +21,12 @@ RTOL = 0.01
 
 
 def divisors(risk: Risk, state: Optimizer) -> Tensor:
-    r"""Return the divisors :math:`D = \sqrt{\hat v} + \varepsilon` of an Adam optimiser, ``(P,)``.
+    r"""Return the divisors :math:`D` of an adaptive optimiser, ``(P,)``.
+
+    A step subtracts the learning rate times :math:`\hat m / D`, with
+    :math:`D = \sqrt{\hat v} + \varepsilon` for Adam, :math:`(\hat v + \varepsilon)^p` for a power
+    :math:`p` with epsilon inside, and :math:`(\sqrt v + \varepsilon)^{2p} / \sqrt{1 - \beta_2^t}`
+    for the form ``published``. With AMSGrad the second moment is the largest so far.
 
     Args:
         risk: Risk whose parameters the optimiser trains.
@@ -36,11 +43,49 @@ def divisors(risk: Risk, state: Optimizer) -> Tensor:
                 f"state must be an Adam optimiser that has taken steps with the parameters of the "
                 f"risk, got {type(state).__name__} without a running mean of squares for {name!r}"
             )
-        group, square = settings[weights[name]], memory["exp_avg_sq"].detach()
-        # v_hat = v / (1 - beta_2^t), and the running mean of torch's Adam is v.
-        correction = 1 - group["betas"][1] ** float(memory["step"])
-        parts[name] = (square / correction).sqrt() + group.get("delta", group.get("eps", 0.0))
+        parts[name] = _divisor(memory, settings[weights[name]])
     return risk.space.flatten({name: part.to(risk.theta) for name, part in parts.items()})
+
+
+def _divisor(memory: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor:
+    power = float(group.get("partial", 0.5))
+    # The optimisers of ritz choose the position of epsilon by the power unless it is given.
+    form = group.get("form") or ("outside" if power == 0.5 else "inside")
+    largest = group.get("amsgrad")
+    largest = form == "published" if largest is None else bool(largest)
+    moment = memory["max_exp_avg_sq" if largest else "exp_avg_sq"].detach()
+    epsilon = group.get("delta", group.get("eps", 0.0))
+    # v_hat = v / (1 - beta_2^t)
+    correction = 1 - group["betas"][1] ** float(memory["step"])
+    if form == "published":
+        scaled: Tensor = (moment.sqrt() + epsilon) ** (2 * power) / correction**0.5
+        return scaled
+    if form == "outside":
+        root: Tensor = (moment / correction).sqrt() + epsilon
+        return root
+    # Inside the power, the largest moment is that of v_hat.
+    inside: Tensor = ((moment if largest else moment / correction) + epsilon) ** power
+    return inside
+
+
+def scaled_operator(
+    op: CurvatureOperator, scale: Tensor, *, shift: Tensor | None = None
+) -> FunctionOperator:
+    r"""Return the operator :math:`S (H + \Gamma) S` with diagonal matrices.
+
+    Args:
+        op: The matrix :math:`H`.
+        scale: The diagonal of :math:`S`, ``(P,)``.
+        shift: The diagonal of :math:`\Gamma`, ``(P,)``. Defaults to zero.
+    """
+    column = scale[:, None]
+
+    def product(block: Tensor) -> Tensor:
+        inner = column * block
+        image = op.matmat(inner)
+        return column * (image if shift is None else image + shift[:, None] * inner)
+
+    return FunctionOperator(product, n=len(scale), dtype=op.dtype, device=op.device)
 
 
 def preconditioned_curvature(
@@ -66,17 +111,11 @@ def preconditioned_curvature(
         num_groups: Number of random groups that stand for samples.
         generator: Source of groups and start vector. Defaults to a new generator with seed 0.
     """
-    generator, theta = resolve_generator(generator), risk.theta
+    generator = resolve_generator(generator)
     if not bool((divisor > 0).all()):
         raise ValueError("divisor must be positive in all entries")
     root = divisor.rsqrt()[:, None]
-    op = curvature_operator(risk, matrix)
-    scaled = FunctionOperator(
-        lambda block: root * op.matmat(root * block),
-        n=len(theta),
-        dtype=theta.dtype,
-        device=theta.device,
-    )
+    scaled = scaled_operator(curvature_operator(risk, matrix), root[:, 0])
     pairs = eigenpairs(scaled, largest=1, rtol=RTOL, generator=generator)
     vectors = pairs.vectors
     if vectors is None:

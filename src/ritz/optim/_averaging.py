@@ -173,6 +173,16 @@ class IterateAverage:
             _write([(p, weights) for (p, _), weights in zip(pairs, before, strict=True)])
             self._applied = False
 
+    def weights(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the averaged weights by name, as they are: a later step changes them in place.
+
+        Args:
+            model: As in :meth:`applied`.
+        """
+        averages = {id(p): average for p, average in self._matched(model)}
+        named = unwrapped(model).named_parameters()
+        return {name: averages[id(p)] for name, p in named if id(p) in averages}
+
     def copy_to(self, model: nn.Module, **statistics: Unpack[StatisticsOptions]) -> None:
         """Copy the averaged weights into a model.
 

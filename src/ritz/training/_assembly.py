@@ -143,24 +143,6 @@ def _made(name: str, make: OptimizerFactory, subject: Any, settings: dict[str, A
                          f"{takes}") from error  # fmt: skip
 
 
-def stability_settings(optimizer: Optimizer, name: str = "") -> tuple[str, float, float]:
-    """Return which update of :func:`ritz.advise` an optimiser makes, its momentum and its rate.
-
-    Args:
-        optimizer: The optimiser.
-        name: Its registered name.
-    """
-    group = optimizer.param_groups[0]
-    rate = float(group.get("lr", math.nan))
-    if "kfac" in name:
-        return "kfac", float(group.get("momentum", 0.0)), rate
-    if "betas" in group:
-        return "adam", float(group["betas"][0]), rate
-    momentum = float(group.get("momentum", 0.0))
-    kind = "nesterov" if group.get("nesterov") else "momentum" if momentum else "sgd"
-    return kind, momentum, rate
-
-
 def _lookahead(
     inner: OptimizerFactory,
     params: Any,

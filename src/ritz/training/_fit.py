@@ -27,15 +27,15 @@ from ritz._core.training_config import TrainingConfig, TrainingOptions, check_sa
 from ritz.curvature import Risk
 from ritz.curvature._shared import Forward
 from ritz.data import TextSplit
+from ritz.optim._shared import update_settings
 from ritz.training._assembly import (
     OptimizerChoice,
     create_optimizer,
     optimizer_names,
-    stability_settings,
 )
 from ritz.training._data import DataParts, Feed, as_part, as_parts, limited, measurable, sample
 from ritz.training._folder import AVERAGE, NAME, WEIGHTS, FilePath, Folder, held_folder, times_path
-from ritz.training._monitor import CurvatureMonitor, Quantity
+from ritz.training._monitor import CurvatureMonitor
 from ritz.training._run import Monitor, Run, TrainingResult, history_of
 from ritz.training._step import device_of
 
@@ -385,7 +385,7 @@ def train_run(
     loss_fn: Callable[..., Any] | None,
     device: torch.device | None = None,
     watch: int | None = None,
-    quantities: Sequence[Quantity] = ("lambda_max", "trace"),
+    quantities: Sequence[str] | None = None,
     progress: bool | Progress = False,
 ) -> TrainingResult:
     """Train a model according to a configuration, with all files in one folder.
@@ -427,7 +427,7 @@ def train_run(
 
 
 def _monitor(
-    config: RunConfig, parts: DataParts, loss_fn: Any, every: int, quantities: Sequence[Quantity]
+    config: RunConfig, parts: DataParts, loss_fn: Any, every: int, quantities: Sequence[str] | None
 ) -> CurvatureMonitor:
     size, seed = config.batch_size, config.training.seed
     if isinstance(parts.train, TextSplit):
@@ -493,7 +493,7 @@ def advised_settings(
     made = create_optimizer(
         training.optimizer, layer.parameters(), model=layer, **training.optimizer_settings
     )
-    name, of_run, rate = stability_settings(made, training.optimizer)
+    name, of_run, rate = update_settings(made, training.optimizer)
     if optimizer not in (None, name):
         return {"optimizer": optimizer, "momentum": momentum}
     known = (training.batch_size, rate) if training.batch_size and rate > 0 else None

@@ -654,6 +654,11 @@ class Run:
             generators=self._generators.states(),
             totals=gathered(self._step.totals.sums),
             carried={} if self._carried is None else self._carried.rows(),
+            monitors={
+                str(number): monitor.state_dict()
+                for number, monitor in enumerate(self.monitors)
+                if hasattr(monitor, "state_dict")
+            },
         )
         if rank() == 0:
             self.folder.write(checkpoint)
@@ -686,6 +691,9 @@ class Run:
             self._auto.load_state_dict(saved.patience)
         if self._carried is not None:
             self._carried.load(saved.carried)
+        for number, monitor in enumerate(self.monitors):
+            if str(number) in saved.monitors and hasattr(monitor, "load_state_dict"):
+                monitor.load_state_dict(saved.monitors[str(number)])
         self._generators.restore(saved.generators)
         self._step.totals.sums.copy_(saved.totals[rank()])
         over = self._is_over(saved) or (self._auto is not None and self._auto.finished)
@@ -694,6 +702,7 @@ class Run:
             saved,
             model={},
             optimizer={},
+            monitors={},
             settings=self.state.settings,
             finished=saved.finished and over,
             log_bytes=0 if self.log is None else saved.log_bytes,
