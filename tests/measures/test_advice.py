@@ -184,13 +184,6 @@ def test_divisors_of_amsgrad_are_the_largest_so_far():
     torch.testing.assert_close(divisors(risk, optimizer), expected)
 
 
-def test_other_powers_than_the_root_are_refused():
-    risk, optimizer = trained(partial(ritz.optim.Padam, lr=0.01, partial=0.125), steps=3)
-
-    with pytest.raises(ValueError, match=r"got Padam with the power 0\.125"):
-        divisors(risk, optimizer)
-
-
 def test_trials_are_compared_with_the_edge(risk):
     advice = advise(
         risk, batch_sizes=(16,), verify=lambda params, rate: SGD(params, lr=rate), known=(16, 50.0)
@@ -255,6 +248,19 @@ def test_the_cost_is_known_before(risk, advice):
     assert spent <= promised
     assert "57 x 57" in text
     assert advice.cost <= 120
+    assert " s: " not in text
+    assert " s: " in advice_cost(risk, timed=True)
+
+
+def test_a_budget_takes_lanczos_steps_and_says_so(risk, advice):
+    found = advise(risk, batch_sizes=SIZES, max_products=55)
+
+    assert 14 + found.prediction.cost + found.noise.num_products <= 55
+    assert "55 products" in advice_cost(risk, max_products=55)
+    assert found.warnings[-1].startswith("max_products=55 allowed 14 of 40 Lanczos steps")
+    assert not any("max_products" in warning for warning in advice.warnings)
+    with pytest.raises(ValueError, match="max_products must be at least 51, got 50"):
+        advise(risk, max_products=50)
 
 
 @pytest.mark.parametrize(

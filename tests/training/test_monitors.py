@@ -112,7 +112,7 @@ def test_a_text_is_monitored_by_its_tokens():
     monitor = _monitor(config, DataParts(train=split), cross_entropy, 1, ("trace",))
     table = torch.randn(7, 7, generator=torch.Generator().manual_seed(1))
     model = torch.nn.Sequential(torch.nn.Embedding.from_pretrained(table, freeze=False), Turned())
-    risk = monitor._risk(model)
+    risk = monitor._watched(model, None).risk
     batches = list(split.batches(5))  # five streams of sixty: a segment of fifty, and of nine
     with torch.no_grad():
         total = sum(float(cross_entropy(model(x), y, reduction="sum")) for x, y in batches)

@@ -110,6 +110,7 @@ def temperature(
     loss = _CrossEntropy(risk, pairs)
     _check_minimum(loss)
     beta, slope, status = _minimum(loss, atol, max_steps)
+    # z / T = beta z
     return Temperature(
         temperature=1 / beta,
         slope=-beta * slope,  # d/d log T = -beta d/d beta

@@ -128,6 +128,7 @@ def _obstacle(model: nn.Module, layer: Layer, norm: _BatchNorm) -> str:
     features = layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
     if features != norm.num_features:
         return f"the {kind} before it has {features} outputs, not {norm.num_features}"
+    # A tensor that other layers share would be scaled for them as well.
     weights = {id(tensor) for tensor in layer.parameters()}
     every = model.named_parameters(remove_duplicate=False)
     if sum(id(tensor) in weights for _, tensor in every) > len(weights):

@@ -269,7 +269,7 @@ def landscape(
             computation gives the same result bit for bit (on the CPU). Raises ``ValueError`` if the
             state belongs to other weights, directions, data or settings.
         save_interval: Seconds between saves.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 
     Reference: section 4.2 and Table 4.3 of *Spectral Machine Learning*; Li et al. (2018).
     """
@@ -320,7 +320,7 @@ def landscape2d(
         batch_norm: Mode of batch norm for both risks; see :func:`landscape`.
         state: File to resume from, and to save to; see :func:`landscape`.
         save_interval: Seconds between saves.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
     """
     check_count("num_points", num_points, low=2)
     check_direction("first", first, risk)
@@ -385,6 +385,7 @@ def _along(
             bar.update(len(rows), f"loss {rows[-1][0]:.4g}")
             if journal.due():
                 journal.save(rows, step=len(rows))
+    # Points by quantities to quantities by points, in the order of Row.
     columns = zip(*rows, strict=True)
     loss, *rest = (torch.tensor(each, dtype=torch.float64).reshape(shape) for each in columns)
     # If the first point has no accuracy, none has.

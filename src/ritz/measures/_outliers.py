@@ -1,4 +1,4 @@
-"""What a spectrum says: the edge of its bulk, its outliers, and where the gradient points."""
+"""Bulk and outliers of a spectrum, and the overlap of the gradient with leading eigenvectors."""
 
 import math
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ KAPPA = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """When a Ritz value is an eigenvalue of its own."""
+    """When a Ritz value counts as a single eigenvalue, apart from the bulk."""
 
     # Residual over the gap to the next Ritz value below which a value has converged.
     converged: float = 0.01
@@ -171,6 +171,7 @@ def _edges(run: Spectrum) -> tuple[float, float]:
     """Return the Ritz values at the two ends of the bulk of a run."""
     values, counts = run.values, run.weights * run.dimension
     heaviest = int(counts.argmax())
+    # One eigenvalue has the weight z^2 / P in a random unit vector, with mean 1 / P.
     single = (counts < 1) | ((vector_errors(run) < TUNING.converged) & (counts < TUNING.weight))
     above = single[heaviest + 1 :].nonzero()[:, 0]
     below = single[:heaviest].nonzero()[:, 0]
@@ -299,6 +300,7 @@ def gradient_overlap(
     if norm == 0:
         raise ValueError("gradient must not be zero")
     unit = g / norm
+    # Eigenpairs ascend; the largest eigenvalues come first here.
     order = pairs.values.argsort(descending=True)
     values, errors = pairs.values[order], vector_errors(pairs)[order]
     cosines = (pairs.vectors.T @ unit).double().cpu()[order]

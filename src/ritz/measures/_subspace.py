@@ -30,7 +30,9 @@ TUNING = Tuning()
 
 
 def without_replacement(size: float, num_samples: int) -> float:
-    r"""Return :math:`(1/B - 1/N) N/(N - 1)`: variance of a mean of distinct samples, of one each.
+    r"""Return the variance of a mean of :math:`B` distinct samples over that of one sample.
+
+    .. math:: \Big(\frac1B - \frac1N\Big) \frac{N}{N - 1}
 
     It is exactly 0 for ``B = N``.
     """
@@ -124,7 +126,7 @@ def project(
         probes: Random unit vectors orthogonal to the basis, ``(P, p)``.
         matrix: ``hessian`` or ``ggn``.
         num_samples: Number of all samples.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
     """
     k, m = basis.shape[1], groups.num_batches
     columns = torch.cat([basis, probes], 1)
@@ -195,13 +197,15 @@ def draw_batches(projections: Projections, size: int, weights: Tensor, bulk: flo
     """
     p = projections
     count = round(1 / float(weights.max()))
-    # A batch that is no whole number of groups: deviations of the nearest one, rescaled.
+    # If the batch is not a whole number of groups, the deviations of the nearest number of groups
+    # are rescaled.
     ratio = without_replacement(size, p.num_samples)
     nearest = without_replacement(count * p.group_size, p.num_groups * p.group_size)
     scale = ratio / nearest if nearest else 0.0
     mean = p.small.mean(0)
     off = (weights @ (p.small - mean).flatten(1)).view(-1, *mean.shape) * scale**0.5
-    # Leaks of groups that leave out the others: |sum|^2 of m of M has the mean (M - m)/(M - 1).
+    # A batch has m of M groups: the mean square of a sum of m deviations is smaller by the factor
+    # (M - m)/(M - 1) than with replacement.
     left = (p.num_groups - count) / max(1, p.num_groups - 1) * scale
     eye = bulk * torch.eye(len(mean), dtype=torch.float64)
     poles = (

@@ -1,4 +1,4 @@
-"""What a network does, beside what its curvature predicts: losses along a step, short trials."""
+"""Largest stable steps found by trial: from losses along an update, and by short trainings."""
 
 import copy
 import math
@@ -28,14 +28,14 @@ MakeOptimizer = Callable[[Any, float], Optimizer]
 class Tuning:
     """Sizes of the work of :func:`critical_sharpness` and :func:`trainable_rate`."""
 
-    # First step, relative to the length of the weights. From 1e-2 most of the networks of the study
-    # `learning_rates` needed one to six doublings or halvings.
+    # First step, relative to the length of the weights. Most networks of the study `learning_rates`
+    # needed one to six doublings or halvings of this step.
     first: float = 1e-2
-    # Doublings or halvings at most: 2^40 is beyond the range of steps that float32 resolves.
+    # Maximum of doublings or halvings: 2^40 is beyond the range of steps that float32 resolves.
     max_doublings: int = 40
-    # Units of roundoff of a loss: differences below it do not tell uphill from downhill.
+    # Differences of losses below so many units of roundoff have no sign.
     roundoff: float = 4.0
-    # Doublings of the learning rate at most: networks train at 2.7 to 4.2 times the edge.
+    # Maximum of doublings of the learning rate: networks train at 2.7 to 4.2 times the edge.
     max_rises: int = 12
 
 
@@ -102,7 +102,7 @@ def critical_sharpness(
         if gap == 0:  # the loss is level to its roundoff
             break
         low, high = (low, middle) if gap > 0 else (middle, high)
-    # 2 / eta lies in [2 / high, 2 / low]: middle and half width
+    # 2 / eta lies between 2 / high and 2 / low: the middle of the two, and half their distance.
     value, half = 1 / low + 1 / high, 1 / low - 1 / high
     return Estimate.exact(
         value,
@@ -189,7 +189,7 @@ def trainable_rate(
         rtol: Half width of the interval of each trial, relative to it.
         limit: Multiple of the first loss above which a trial fails.
         generator: Source of the batches. Defaults to a new generator with seed 0.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
     """
     check_risk(risk)
     check_maker("make", make)
@@ -251,6 +251,7 @@ def _bisect(stays: Callable[[float], bool], start: float, rtol: float) -> tuple[
             break
     if not low or math.isinf(high):  # all passed, or all failed: the limit is not known
         return low or high, math.inf
+    # (high - low) / 2 <= rtol low
     while not is_below(high / low, 1 + 2 * rtol):
         middle = math.sqrt(low * high)
         low, high = (middle, high) if stays(middle) else (low, middle)
@@ -301,6 +302,7 @@ class _Training:
                     return False
                 loss.backward()
                 optimizer.step()
+        # Only the later steps: the loss may rise at first and fall again.
         half = losses[len(losses) // 2 :]
         return is_below(sum(half) / len(half), self._limit)
 

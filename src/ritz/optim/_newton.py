@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from ritz._core.checks import check_choice, check_count, check_range
+from ritz._core.checks import check_choice, check_count
+from ritz._core.params import check_setting
 from ritz.curvature import CurvatureOperator, Risk
 from ritz.operators import DeflatedOperator, LinearOperator
 from ritz.optim._curvature import (
@@ -15,13 +16,16 @@ from ritz.optim._curvature import (
     Subject,
     check_matrix,
     evaluate,
+    is_refresh_due,
     own_gradients,
-    own_risk,
     require_curvature,
+    settings_of_group,
 )
 from ritz.spectra import lanczos
 
 Start = Literal["basis", "gradient", "random"]
+# One matrix has one basis, and one damping makes its inverse.
+SHARED = ("delta", "eta", "num_steps", "interval", "matrix", "start", "seed")
 
 
 @final
@@ -90,11 +94,6 @@ class LanczosNewton(Optimizer):
         start: Start = "basis",
         seed: int = 0,
     ) -> None:
-        check_count("num_steps", num_steps)
-        check_count("interval", interval)
-        check_count("seed", seed, low=0)
-        check_matrix(matrix)
-        check_choice("start", start, get_args(Start))
         self._subject = Subject()
         settings: dict[str, Any] = {"lr": lr, "delta": delta, "eta": eta, "num_steps": num_steps}
         settings |= {"interval": interval, "matrix": matrix, "momentum": momentum}
@@ -102,19 +101,18 @@ class LanczosNewton(Optimizer):
         super().__init__(params, settings | {"num_refreshes": 0, "ritz_values": []})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        settings = self.defaults | param_group
+        group = settings_of_group(self, param_group, SHARED)
+        settings = self.defaults | group
         for name in ("lr", "eta", "momentum", "weight_decay"):
-            check_range(name, float(settings[name]), low=0.0)
-        check_range("delta", float(settings["delta"]), low=0.0)
-        if settings["delta"] == 0:
-            raise ValueError(
-                "delta must be above 0, got 0: flat directions have no other curvature"
-            )
-        for name in ("delta", "eta", "num_steps", "interval", "matrix", "start", "seed"):
-            # One matrix has one basis, and one damping makes its inverse.
-            if any(group[name] != settings[name] for group in self.param_groups):
-                raise ValueError(f"{name} must be the same in all groups, got {settings[name]}")
-        super().add_param_group(param_group)
+            check_setting(name, settings[name])
+        # Flat directions have no other curvature.
+        check_setting("delta", settings["delta"], zero=False)
+        check_count("num_steps", settings["num_steps"])
+        check_count("interval", settings["interval"])
+        check_count("seed", settings["seed"], low=0)
+        check_matrix(settings["matrix"])
+        check_choice("start", settings["start"], get_args(Start))
+        super().add_param_group(group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -127,7 +125,7 @@ class LanczosNewton(Optimizer):
 
     def curvature_due(self, step: int) -> bool:
         """Return whether the pairs are to be refreshed before a step; see the protocol."""
-        return step % int(self.param_groups[0]["interval"]) == 0
+        return is_refresh_due(self, step)
 
     @torch.no_grad()
     def update_curvature(self, risk: Risk) -> None:
@@ -136,13 +134,8 @@ class LanczosNewton(Optimizer):
         Args:
             risk: Loss on the curvature batch.
         """
-        risk, params = own_risk(self, risk)
-        first = self.param_groups[0]
-        # Another draw for each refresh, which a resumed run repeats.
-        number = first["num_refreshes"] + 1
-        generator = torch.Generator().manual_seed(first["seed"] * 1_000_003 + number)
-        op = self._subject.operator(risk, first["matrix"], generator=generator)
-        count = min(first["num_steps"], op.shape[0])
+        op, params, generator = self._subject.refresh(self, risk)
+        count = min(self.param_groups[0]["num_steps"], op.shape[0])
         values, vectors = ritz_pairs(op, count, self._start(op, params), generator)
         place = 0
         for p in params.values():
@@ -151,7 +144,7 @@ class LanczosNewton(Optimizer):
             self.state[p]["basis"] = rows.reshape(len(values), *p.shape).contiguous()
             place += p.numel()
         for group in self.param_groups:
-            group["ritz_values"], group["num_refreshes"] = values.tolist(), number
+            group["ritz_values"] = values.tolist()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

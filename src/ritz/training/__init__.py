@@ -10,13 +10,16 @@ from ritz.training._folder import (
     read_weights,
     save_weights,
 )
-from ritz.training._monitor import CurvatureMonitor
+from ritz.training._monitor import CurvatureMonitor, scalars
+from ritz.training._quantities import quantity_names, register_quantity
 from ritz.training._run import TrainingResult
 from ritz.training._step import evaluate
+from ritz.training._sweep import SweepResult, sweep
 
 __all__ = [
     "CheckpointError",
     "CurvatureMonitor",
+    "SweepResult",
     "TrainingConfig",
     "TrainingResult",
     "evaluate",
@@ -24,8 +27,12 @@ __all__ = [
     "load_weights",
     "optimizer_names",
     "preset_config",
+    "quantity_names",
     "read_log",
     "read_weights",
     "register_optimizer",
+    "register_quantity",
     "save_weights",
+    "scalars",
+    "sweep",
 ]

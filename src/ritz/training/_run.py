@@ -4,6 +4,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -34,6 +35,7 @@ from ritz.training._step import (
     evaluate,
     gathered,
     nested,
+    scaled_rates,
 )
 
 # ------------------------------------------------------------------------------------------
@@ -246,7 +248,7 @@ class Run:
         self.steps_per_epoch = config.steps_per_epoch  # None if unknown
         if self.steps_per_epoch is None and self.feed.num_batches is not None:
             self.steps_per_epoch = math.ceil(self.feed.num_batches / config.accumulate)
-        plan = _assembly.average_plan(config, self.steps_per_epoch)
+        plan = _assembly.average_plan(config, self.steps_per_epoch, self._steps_before)
         optimizer = _assembly.make_optimizer(self.optimizer, model, config, plan, device)
         self.average, self._auto = _assembly.make_average(self.average, optimizer, config, plan)
         if config.final == "average" and self.average is None:
@@ -277,7 +279,13 @@ class Run:
             if hasattr(monitor, "attach"):
                 monitor.attach(optimizer)
         self._step = Step(
-            self._adapter, optimizer, config, device, cached=not captured, noise=noise
+            self._adapter,
+            optimizer,
+            config,
+            device,
+            cached=not captured,
+            noise=noise,
+            penalty=_assembly.make_penalty(model, config),
         )
         # The same step, perhaps replayed from a CUDA graph.
         self._take: Callable[[Sequence[Piece]], None] = self._step
@@ -314,6 +322,13 @@ class Run:
                     file.close()
         message = f"{state.epoch} epochs, {state.step} steps"
         return status or TrainingStatus(outcome="completed", message=message)
+
+    def _steps_before(self, epoch: int) -> int | None:
+        """Return the number of steps before an epoch of segments of random lengths."""
+        if not self.config.random_segments:
+            return None
+        counts = [self.feed.num_batches_in(number) or 0 for number in range(1, epoch)]
+        return sum(math.ceil(count / self.config.accumulate) for count in counts)
 
     def _num_steps(self) -> int | None:
         """Return the number of steps of the whole run, if it is known."""
@@ -370,7 +385,10 @@ class Run:
             self._carried.reset()
         for group in self._groups():
             try:
-                with self._curvature.around(group, state.step):
+                with (
+                    self._rated(group),
+                    self._curvature.around(group, state.step, epoch=state.epoch + 1),
+                ):
                     self._take(self._pieces(group))
             except DivergedError:
                 return _diverged(state.epoch + 1)
@@ -391,6 +409,14 @@ class Run:
                 return status
         self._work = state.step - first, seen, started
         return None
+
+    def _rated(self, group: Sequence[Any]) -> AbstractContextManager[None]:
+        """Make the learning rate of a step proportional to the random length of its segments."""
+        if not self.config.random_segments:
+            return nullcontext()
+        # As in AWD-LSTM: a gradient over fewer positions takes a smaller step.
+        lengths = [batch[0].shape[1] / self.feed.source.length for batch in group]
+        return scaled_rates(nested(self.optimizer)[-1], sum(lengths) / len(lengths))
 
     def _groups(self) -> Iterator[list[Any]]:
         """Yield the remaining batches of an epoch, grouped by step."""
@@ -564,6 +590,7 @@ class Run:
                 forward=self.forward,
                 precision=self.config.precision,
                 carry_state=feed.consecutive,
+                top_k=self.config.top_k,
             )
             record |= self._named(means, feed, f"{prefix}{name}_")
         return record
@@ -654,6 +681,11 @@ class Run:
             generators=self._generators.states(),
             totals=gathered(self._step.totals.sums),
             carried={} if self._carried is None else self._carried.rows(),
+            monitors={
+                str(number): monitor.state_dict()
+                for number, monitor in enumerate(self.monitors)
+                if hasattr(monitor, "state_dict")
+            },
         )
         if rank() == 0:
             self.folder.write(checkpoint)
@@ -686,6 +718,9 @@ class Run:
             self._auto.load_state_dict(saved.patience)
         if self._carried is not None:
             self._carried.load(saved.carried)
+        for number, monitor in enumerate(self.monitors):
+            if str(number) in saved.monitors and hasattr(monitor, "load_state_dict"):
+                monitor.load_state_dict(saved.monitors[str(number)])
         self._generators.restore(saved.generators)
         self._step.totals.sums.copy_(saved.totals[rank()])
         over = self._is_over(saved) or (self._auto is not None and self._auto.finished)
@@ -694,6 +729,7 @@ class Run:
             saved,
             model={},
             optimizer={},
+            monitors={},
             settings=self.state.settings,
             finished=saved.finished and over,
             log_bytes=0 if self.log is None else saved.log_bytes,

@@ -9,13 +9,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from ritz._core.checks import check_range
-from ritz._core.params import check_optimizer, parameters
+from ritz._core.checks import check_range, check_type
+from ritz._core.params import check_optimizer, check_setting, parameters
 from ritz.optim._kfac.preconditioner import (
     Curvature,
     Gradients,
     Options,
-    check_delta,
     checked_settings,
 )
 
@@ -254,7 +253,7 @@ class KFACPreconditioner:
         **options: Unpack[Options],
     ) -> None:
         check_optimizer(optimizer)
-        check_delta(delta)
+        check_setting("delta", delta, zero=False)
         settings = checked_settings(options)
         if any("delta" in group for group in optimizer.param_groups):
             kind = type(optimizer).__name__
@@ -330,17 +329,16 @@ def clip_factor(
 
 def _checked_clip(limit: float | None) -> float | None:
     if limit is not None:
-        check_range("kl_clip", limit, low=0.0)
+        check_setting("kl_clip", limit)
     return limit
 
 
 def _check_group(settings: dict[str, Any]) -> None:
-    lr = settings["lr"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"Tensor lr must be 1-element, got shape {tuple(lr.shape)}")
-    check_range("lr", lr.item() if isinstance(lr, Tensor) else lr, low=0)
-    check_delta(settings["delta"])
+    for name in ("lr", "weight_decay"):
+        check_setting(name, settings[name])
+    check_setting("delta", settings["delta"], zero=False)
     check_range("momentum", settings["momentum"], low=0.0, high=1.0)
-    check_range("weight_decay", settings["weight_decay"], low=0.0)
+    for name in ("nesterov", "maximize", "decoupled_weight_decay"):
+        check_type(name, settings[name], bool, "True or False")
     if settings["nesterov"] and not settings["momentum"]:
         raise ValueError("nesterov=True needs momentum above 0, got 0")

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from ritz._core.checks import check_range
 from ritz._core.distributed import all_sum, broadcast, rank, world_size
 from ritz._core.modes import arithmetic, unwrapped
-from ritz._core.params import check_optimizer, parameters
+from ritz._core.params import check_optimizer, check_setting, parameters
 from ritz.curvature._shared import Call, KFACKind, as_likelihood, known_loss
 from ritz.optim._companions import StateDict, listed, owners
 from ritz.optim._kfac.blocks import (
@@ -57,13 +56,6 @@ def checked_settings(options: Mapping[str, Any]) -> Settings:
     if unknown := sorted(options.keys() - Options.__annotations__.keys()):
         raise TypeError(f"KFAC got unknown arguments {', '.join(unknown)}")
     return Settings(**options)
-
-
-def check_delta(delta: Any) -> None:
-    """Raise unless a damping is a number above 0."""
-    check_range("delta", float(delta) if isinstance(delta, Tensor) else delta, low=0.0)
-    if not (delta > 0 and math.isfinite(delta)):
-        raise ValueError(f"delta must be finite and above 0, got {delta}")
 
 
 @final
@@ -183,7 +175,7 @@ class Curvature:
         groups = {p: group for group in self.optimizer.param_groups for p in group["params"]}
         deltas = {block: groups[block.anchor]["delta"] for block in self.blocks}
         for delta in deltas.values():
-            check_delta(delta)
+            check_setting("delta", delta, zero=False)
         if self.capturing:
             if gains := self._absorb(gradients):
                 self._invert(gains, deltas)
