@@ -37,7 +37,7 @@ def test_claims_are_judged_by_paired_differences():
     clear = torch.tensor([1.0, 1.2, 0.8], dtype=torch.float64)
     noise = torch.tensor([1.0, -1.2, 0.3], dtype=torch.float64)
     assert signed(clear, 1)["verdict"] == "agrees"
-    assert signed(clear, 0) == {"verdict": "differs", "why": "worse"}
+    assert signed(clear, 0) == {"verdict": "differs", "why": "higher"}
     assert signed(noise, 0)["verdict"] == "agrees"
     assert signed(noise, -1)["verdict"] == "differs"
     missing = torch.tensor([float("nan"), 1.0, 1.1])

@@ -104,6 +104,7 @@ def calibrated_sharpness(
     remaining = tuple(batch_norms(folded))
     # Held-out data, because a network is always overconfident on its training data.
     found = temperature(held_out(folded))
+    # The loss of f / T, whose curvature does not depend on the confidence of the network.
     calibrated = risk(scaled(folded, found))
     op = curvature_operator(calibrated, matrix)
     limits: Any = {"rtol": rtol, "max_steps": max_steps, "generator": generator}

@@ -147,6 +147,7 @@ def _fold(layer: Layer, norm: _BatchNorm) -> None:
     bias = -mean if layer.bias is None else layer.bias.double() - mean
     bias = bias * scale if norm.bias is None else bias * scale + norm.bias.double()
     weight.copy_(_scaled(layer, weight.double(), scale))
+    # A layer without a bias gets one: batch norm shifts its outputs.
     layer.bias = nn.Parameter(bias.to(weight.dtype), requires_grad=weight.requires_grad)
 
 

@@ -160,6 +160,7 @@ def noise_of(
     # tr(H Sigma) = tr(scale D'HD), of order M instead of P
     noise = trace(
         _NoiseOperator(op, deviations, scale),
+        # The matrix has as many rows as there are groups.
         num_probes=min(num_probes, groups.num_batches),
         generator=generator,
     )

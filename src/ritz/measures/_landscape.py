@@ -331,6 +331,7 @@ def landscape2d(
     # 1 - |cos| = angle^2 / 2: an angle below 1.4e-3.
     if 1 - abs(cosine) < 1e-6:
         raise ValueError(f"second must not be parallel to first, got a cosine of {cosine:.9g}")
+    # One distance serves for both directions.
     reach = distance if isinstance(distance, tuple) else (distance, distance)
     s, t = (_steps(one, num_points) for one in reach)
     shape, vectors = (num_points, num_points), [first, second]
@@ -374,6 +375,7 @@ def _along(
     journal = Journal(
         state, settings, interval=save_interval, group=risk.group, together=risk.sharing != "none"
     )
+    # The points of an interrupted call.
     rows: list[Row] = journal.load() or []
     if rows:
         # Losses alone: on a GPU a sample may change sides by roundoff.

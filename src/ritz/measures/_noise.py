@@ -148,6 +148,7 @@ def curvature_variance(
     method = "single samples" if whole else f"{groups.num_batches} random groups of {group_size}"
     if left := count % group_size:
         method += f", {left} of {count} samples left out at random"
+    # Directions of the caller are no sample, and have an exact value each.
     make, kind = (Estimate.of, "probes") if along is None else (Estimate.exact, "directions")
     num_vectors = vectors.shape[1]
     estimate = make(
@@ -376,6 +377,7 @@ def contrasts(
                 mean.add_(step, alpha=1 / j)
                 done += 1
                 bar.update(done)
+            # The first term is zero: it has no mean before it.
             parts.append(torch.stack(gaps[1:]).cpu())
             check_samples(parts[-1].T, sum(part.shape[1] for part in parts[:-1]))
     return torch.cat(parts, 1)

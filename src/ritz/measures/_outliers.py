@@ -175,6 +175,7 @@ def _edges(run: Spectrum) -> tuple[float, float]:
     single = (counts < 1) | ((vector_errors(run) < TUNING.converged) & (counts < TUNING.weight))
     above = single[heaviest + 1 :].nonzero()[:, 0]
     below = single[:heaviest].nonzero()[:, 0]
+    # Without a single value on a side, the bulk reaches to the end of the spectrum.
     last = heaviest + int(above[0]) if len(above) else len(values) - 1
     start = int(below[-1]) + 1 if len(below) else 0
     return float(values[start]), float(values[last])
@@ -205,7 +206,7 @@ def _noise_edges(
     if law == "marchenko_pastur":
         if centre <= 0:
             raise ValueError(f"law='marchenko_pastur' needs a positive mean, got {centre:.3g}")
-        # s (1 -+ sqrt(P/B))^2; for P > B there is a mass at 0, below the lower edge
+        # Marchenko-Pastur: s (1 -+ sqrt(P / B))^2. If P > B, a mass at 0 is below the lower edge.
         root = math.sqrt(size / batch_size)
         low, high = centre * max(0.0, 1 - root) ** 2, centre * (1 + root) ** 2
         bulk = multiplicative_spikes(centre, ratio=root**2, bulk=centre, size=size, level=level)

@@ -454,6 +454,7 @@ def _measure(op: CurvatureOperator, runs: list[Spectrum], seed: int, **labels: A
         negative_mass=replace(negative.scaled(1 / size), truncation=undecided),
         degeneracy=rank_degeneracy(runs, matrix=labels["matrix"]),
         num_products=num_products,
+        # The row is exact only if every run has found an invariant space.
         status=min((run.status for run in runs), key=lambda status: status.outcome == "breakdown"),
     )
 

@@ -226,6 +226,7 @@ def choose_groups(
     """Return weights ``(d, m)``: ``1/c`` for the ``c`` groups in a batch, distinct, and 0."""
     total = projections.num_groups
     count = min(max(1, round(size / projections.group_size)), total)
+    # The groups with the smallest of random keys: distinct, and all choices equally likely.
     keys = torch.rand(num_draws, total, generator=generator, device=generator.device)
     chosen = keys.argsort(1)[:, :count].cpu()
     weights = torch.zeros(num_draws, total, dtype=torch.float64)

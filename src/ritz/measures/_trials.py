@@ -241,6 +241,7 @@ def _bisect(stays: Callable[[float], bool], start: float, rtol: float) -> tuple[
 
     Bisection is geometric, because learning rates are compared by their ratios.
     """
+    # 0 and infinity stand for learning rates that are not known yet.
     low, high, rate = 0.0, math.inf, start
     for _ in range(TUNING.max_rises):
         if stays(rate):
@@ -275,6 +276,7 @@ class _Training:
     def stays(self, rate: float, seed: int) -> bool:
         """Return whether the loss stays below its limit with this learning rate."""
         model, risk = self._adapter.model, self._risk
+        # With the buffers: running statistics of an earlier trial must not stay.
         model.load_state_dict(self._state)
         weights = dict(model.named_parameters())
         with torch.no_grad():
@@ -295,6 +297,7 @@ class _Training:
                 optimizer.zero_grad()
                 batch = take_rows(self._batch, rows.to(risk.theta.device), self._count)
                 loss = self._adapter.loss(*self._adapter(batch))
+                # The adapter has the loss of a batch alone.
                 if risk.l2:
                     loss = loss + 0.5 * risk.l2 * sum(p.square().sum() for p in chosen)
                 losses.append(float(loss.detach()))

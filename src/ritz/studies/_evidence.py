@@ -14,7 +14,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from ritz._core.checks import is_below
-from ritz._core.results import format_uncertain
+from ritz._core.results import format_uncertain, stderr
 from ritz._core.storage import load
 from ritz.studies._protocol import find
 
@@ -59,7 +59,8 @@ def spread(values: Tensor) -> str:
     found = values[values.isfinite()]
     if not len(found):
         return "-"
-    error = float(found.std()) / math.sqrt(len(found)) if len(found) > 1 else 0.0
+    # One run has no spread, and equal runs have none.
+    error = float(stderr(found)) if len(found) > 1 else 0.0
     return format_uncertain(float(found.mean()), error) if error else f"{float(found[0]):.5g}"
 
 
@@ -70,13 +71,13 @@ def signed(differences: Tensor, sign: int) -> dict[str, Any]:
         differences: By seed; the scatter between seeds cancels in them.
         sign: -1, 1, or 0 if they were published to be about zero.
     """
-    mean, error = float(differences.mean()), float(differences.std()) / math.sqrt(len(differences))
+    mean, error = float(differences.mean()), float(stderr(differences))
     # A difference counts from two standard errors on; NaN does not count.
     measured = int(math.copysign(1, mean)) if is_below(2 * error, abs(mean)) else 0
     verdict: Verdict = "agrees" if measured == sign else "differs"
     why = "no difference beyond two standard errors" if measured == 0 != sign else ""
     if sign == 0 and measured:
-        why = "better" if measured < 0 else "worse"
+        why = "lower" if measured < 0 else "higher"
     return {"verdict": verdict, "why": why}
 
 

@@ -35,7 +35,7 @@ from ritz.spectra._cg import (
 from ritz.spectra._functions.quadrature import Budget, Known, Sampler
 from ritz.spectra._functions.splitting import Deflation, block_krylov, krylov_size
 from ritz.spectra._functions.trace_functions import by_chebyshev, by_maxent, judged, unit_probes
-from ritz.spectra._gradients import attach_gradient
+from ritz.spectra._logdet_gradient import attach_gradient
 
 Solve = Callable[[Any], Any]
 LogdetMethod = Literal["auto", "cholesky", "krylov", "lanczos", "maxent", "chebyshev"]
