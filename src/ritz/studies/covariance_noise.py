@@ -300,7 +300,8 @@ def _table_evidence(result: Result) -> Iterator[Evidence]:
                  f"of {c.small} and {c.large}; up to 200 epochs of 128 and 4096 there")  # fmt: skip
         yield Evidence(
             paper="NOISE", where="Table 2" if method in METHODS[4:] else "Table 1",
-            what=f"{task}: test accuracy in %, {method}", published=f"{published:.2f}".replace("nan", "-"),
+            what=f"{task}: test accuracy in %, {method}",
+            published=f"{published:.2f}".replace("nan", "-"),
             measured=f"{float(values.mean()):.2f} (sd {deviation:.2f}, {len(values)} seeds)",
             verdict="extends" if math.isnan(published) else "agrees" if same else "differs",
             why="" if c.num_epochs >= 200 else short,
