@@ -332,7 +332,7 @@ def test_exponents_and_sentences_follow_from_the_edges(advice):
     for slope, share, sentence in zip(slopes.tolist(), shares, advice.sentences, strict=False):
         limit = "noise of" if share > 2 / 3 else "curvature sets" if share < 1 / 3 else "share"
         assert limit in sentence
-        assert (f"about {2**slope:.2g} times the learning rate" in sentence) == bool(share > 1 / 3)
+        assert (f"raises the edge about {2**slope:.2g} times" in sentence) == bool(share > 1 / 3)
 
 
 def test_a_loss_without_curvature_is_said():

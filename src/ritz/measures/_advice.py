@@ -464,7 +464,7 @@ def _recommended(advice: Advice, index: int) -> str:
 
 def _limit(advice: Advice, index: int) -> str:
     exponent = float(advice.exponent.mean[index])
-    gain = f"twice the batch allows about {2**exponent:.2g} times the learning rate"
+    gain = f"twice the batch raises the edge about {2**exponent:.2g} times"
     return {
         "noise": f"the noise of batches sets the limit, and {gain}",
         "both": f"noise and curvature share the limit, and {gain}",

@@ -269,6 +269,7 @@ def directional(facts: Facts, sizes: Sequence[int]) -> BatchCurve:
             shift = float(facts.along) * facts.ratio(size) / gap
             error = shift * facts.relative
             value = facts.value + facts.l2 + shift, error, facts.slack
+            # 1 - V / (b gap^2)
             overlap = max(0.0, 1 - shift / gap), error / gap, 0.0
         columns.append((value, (spread, spread * facts.relative / 2, 0.0), overlap))
     how = "V(phi_1) from the groups"
@@ -277,6 +278,7 @@ def directional(facts: Facts, sizes: Sequence[int]) -> BatchCurve:
 
 def additive(facts: Facts, sizes: Sequence[int]) -> BatchCurve:
     """Return the additive model of the papers, with one variance for all directions."""
+    # P sigma^2 and one standard error less and more, for each 1/b
     noise = facts.variance.mean + facts.variance.stderr * torch.tensor([0.0, -1.0, 1.0])
     ratios = torch.tensor([facts.ratio(size) for size in sizes], dtype=torch.float64)
     spikes = additive_spikes(

@@ -352,6 +352,7 @@ def _basis(
             f"pairs must have {num_vectors} vectors or more of {risk.space.size} rows, got "
             f"{width} of {rows}"
         )
+    # The equation is for the largest eigenvalue: pairs at the other end do not enter it.
     chosen = pairs.values.argsort(descending=True)[:num_vectors]
     # Ritz vectors of partial re-orthogonalisation are orthogonal to the root of roundoff only.
     basis = torch.linalg.qr(pairs.vectors[:, chosen.to(pairs.vectors.device)])[0]

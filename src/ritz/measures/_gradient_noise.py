@@ -148,6 +148,7 @@ def noise_of(
     groups = random_groups(risk, group_size, generator)
     # Sigma = scale sum_j d_j d_j'
     scale = (count - 1) / count * group_size / max(1, groups.num_batches - 1)
+    # |g|^2 and g'Hg / |g|^2, for the signal
     gradient = risk.gradient()
     deviations = _Deviations(groups, progress)
     product = column_dots(gradient[:, None], op.matmat(gradient[:, None]))
@@ -156,6 +157,7 @@ def noise_of(
     unseen = unseen_by(groups, count)  # 0 with single samples, of which Sigma is exact
     method = "single samples" if group_size == 1 else f"{groups.num_batches} random groups"
     variance = _variance(deviations, scale, unseen, method, generator)
+    # tr(H Sigma) = tr(scale D'HD), of order M instead of P
     noise = trace(
         _NoiseOperator(op, deviations, scale),
         # The matrix has as many rows as there are groups.

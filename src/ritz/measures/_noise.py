@@ -185,6 +185,7 @@ def batch_variance(
     sizes = check_batch_sizes(batch_sizes, num_samples)
     if variance.mean.ndim:
         raise ValueError(f"variance must be one number, got shape {tuple(variance.mean.shape)}")
+    # 1/b for each size; all errors scale with it
     factors = torch.tensor(
         [without_replacement(size, num_samples) if num_samples else 1 / size for size in sizes],
         dtype=torch.float64,

@@ -130,6 +130,7 @@ def bulk_edge(
         check_range("variance", noise, low=0.0)
     if batch_size is not None:
         check_count("batch_size", batch_size)
+    # The bulk is what all runs show: the intersection of their intervals.
     edges = torch.tensor([_edges(run) for run in runs], dtype=torch.float64)
     # An outlier that has a large weight by chance looks like the bulk in that run alone.
     lower, upper = float(edges[:, 0].max()), float(edges[:, 1].min())
@@ -205,12 +206,12 @@ def _noise_edges(
     if law == "marchenko_pastur":
         if centre <= 0:
             raise ValueError(f"law='marchenko_pastur' needs a positive mean, got {centre:.3g}")
-        # Marchenko-Pastur: s (1 +- sqrt(P / B))^2
+        # Marchenko-Pastur: s (1 -+ sqrt(P / B))^2. If P > B, a mass at 0 is below the lower edge.
         root = math.sqrt(size / batch_size)
         low, high = centre * max(0.0, 1 - root) ** 2, centre * (1 + root) ** 2
         bulk = multiplicative_spikes(centre, ratio=root**2, bulk=centre, size=size, level=level)
     else:
-        # Semicircle: s +- 2 sqrt(P sigma^2 / B)
+        # Entries of variance sigma^2 / B make a semicircle of radius 2 sqrt(P sigma^2 / B).
         noise = (variance or 0.0) / batch_size
         low, high = centre - 2 * math.sqrt(noise), centre + 2 * math.sqrt(noise)
         bulk = additive_spikes(centre, variance=noise, centre=centre, size=size, level=level)
@@ -307,6 +308,8 @@ def gradient_overlap(
     overlaps = cosines.square()
     # An eigenvector off by an angle of sine s changes a cosine c by at most s.
     slack = 2 * cosines.abs() * errors + errors.square()
+    # The curvature along the gradient, g'Hg / |g|^2, of which the eigenvectors explain
+    # sum_i lambda_i (phi_i'g)^2 / |g|^2
     column = unit[:, None]
     curvature = float(column_dots(column, curvature_operator(risk, matrix).matmat(column)))
 

@@ -114,7 +114,7 @@ def preconditioned_curvature(
     generator = resolve_generator(generator)
     if not bool((divisor > 0).all()):
         raise ValueError("divisor must be positive in all entries")
-    # D^{-1/2} H D^{-1/2} has the eigenvalues of D^{-1} H, and is symmetric.
+    # D^-1/2 H D^-1/2 is symmetric and has the eigenvalues of D^-1 H, by which Adam steps.
     root = divisor.rsqrt()[:, None]
     scaled = scaled_operator(curvature_operator(risk, matrix), root[:, 0])
     pairs = eigenpairs(scaled, largest=1, rtol=RTOL, generator=generator)
@@ -132,7 +132,8 @@ def preconditioned_curvature(
     count = sum(risk.batch_rows)
     size = checked_group_size(None, count)
     groups = random_groups(risk, size, generator)
-    # With y_j = D^{-1/2} H_j D^{-1/2} phi the contrasts sum to that of |y_j - mean|^2.
+    # With y_j = D^{-1/2} H_j D^{-1/2} phi the contrasts sum to that of |y_j - mean|^2:
+    # V = (N - 1)/N g/(M - 1) sum_j |y_j - mean|^2, whose M - 1 contrasts are averaged.
     gaps = contrasts(groups, root * vectors[:, -1:], matrix, root=root)[:, 0]
     samples = gaps * (size * (count - 1) / count)
     along = Estimate.of(samples, method=f"{groups.num_batches} random groups", num_products=1)

@@ -90,6 +90,7 @@ def critical_sharpness(
             return math.inf
         return 0.0 if is_below(abs(gap), unit) else gap
 
+    # On a quadratic L(w - eta u) - L(w) = -eta u'g + eta^2 u'Hu / 2 rises from 2 u'g / u'Hu on.
     length = float(update.double().norm())
     rate = TUNING.first * max(1.0, float(risk.theta.double().norm())) / length
     low, high = _bracket(rises, rate)

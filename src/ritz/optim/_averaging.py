@@ -269,6 +269,7 @@ class IterateAverage:
 
     def _is_to_begin(self) -> bool:
         start = self._numbers["start"]
+        # The Polyak average begins with the first step, by itself.
         waits = self.count == 0 and start != NEVER and self.kind != "polyak"
         return waits and self._numbers["step"] + 1 >= start and not self._companions.initialising
 

@@ -211,6 +211,7 @@ class CovarianceNoise:
             zero = torch.zeros_like(self._step.params[name])
             return zero if gradient is None else gradient / scale
 
+        # Noise with a size of its own does not depend on the samples of the step.
         if self.kind in OF_STEP:
             self._noise = self._of_step(mean)
             return
@@ -229,6 +230,7 @@ class CovarianceNoise:
     def _of_step(self, mean: Callable[[str], Tensor]) -> dict[Tensor, Tensor]:
         rates = {p: g["lr"] for g in self.optimizer.param_groups for p in g["params"]}
         device = next(iter(self._named.values())).device
+        # The numbers depend on seed and step alone, so that a resumed run draws them again.
         seed = epoch_generator(self.seed, (self.num_steps + 1) << 16).initial_seed()
         rng = torch.Generator(device).manual_seed(seed)
         noise: dict[Tensor, Tensor] = {}
@@ -257,6 +259,7 @@ class CovarianceNoise:
         if self.momentum == "before" and self._noise is not None:
             for p, noise in self._noise.items():
                 if p.grad is not None:
+                    # w - alpha step(g - noise): the sign that the noise has after the step.
                     p.grad.sub_(noise if scale is None else noise * scale)
 
     @torch.no_grad()
@@ -326,6 +329,7 @@ class NoisySGD(SGD):
         super().__init__(
             trainable, lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov
         )
+        # Two settings have this name: that of SGD, and where the noise enters.
         noise["momentum"] = noise.pop("noise_momentum", "after")
         self.noise = CovarianceNoise(self, model, loss_fn, **noise)
 

@@ -87,6 +87,7 @@ class Subject:
         self, risk: Risk, matrix: NewtonMatrix, *, generator: torch.Generator | None = None
     ) -> CurvatureOperator:
         """Return the matrix of a risk, with the traces of the last call if they hold for it."""
+        # Only the primal part is computed again if neither model, loss nor shapes have changed.
         op = self._op
         if op is not None and op.matrix == matrix and not risk.mismatch(op.risk):
             self._op = op.at(risk, generator=generator)
@@ -115,6 +116,7 @@ def settings_of_group(
     optimiser was made.
     """
     present = optimizer.param_groups[0] if optimizer.param_groups else optimizer.defaults
+    # What the group says itself takes precedence, and is refused below if it differs.
     complete = {name: present[name] for name in shared} | group
     for name in shared if optimizer.param_groups else ():
         if complete[name] != present[name]:
@@ -139,11 +141,14 @@ def own_risk(optimizer: Optimizer, risk: Risk) -> tuple[Risk, dict[str, Tensor]]
     kind = type(optimizer).__name__
     if not chosen:
         raise ValueError(f"risk must be that of a model with parameters of this {kind}, got {risk}")
+    # The curvature between a parameter of the model and one of another is not known, and taking it
+    # for zero would not be a Newton step.
     known = {id(p) for p in named.values()}
     if any(id(p) not in known for p in parameters(optimizer)):
         raise ValueError(f"all parameters of {kind} must be those of the model of risk, got others")
     if any(p.dtype != risk.space.dtype for p in chosen.values()):
         raise ValueError(f"{kind} needs a risk in the dtype of its parameters, got {risk}")
+    # The others are constants: this is the block of the chosen rows and columns.
     if len(chosen) < len(risk.space.shapes):
         risk = risk.on(list(chosen))
     with torch.no_grad():
@@ -173,6 +178,7 @@ def require_curvature(optimizer: Optimizer, known: bool) -> None:
 
 def evaluate(closure: Any) -> Any:
     """Return the loss of a closure, or ``None`` without one."""
+    # The closure runs a backward pass; the step around it has no gradient.
     with torch.enable_grad():
         return None if closure is None else closure()
 

@@ -157,6 +157,7 @@ class HessianFree(Optimizer):
         require_curvature(self, op is not None and set(grads) <= set(self._params.values()))
         if op is None:
             return loss
+        # One flat vector in the order of the risk, whatever the order of the groups.
         params = list(self._params.values())
         # A parameter without a gradient has none in the model of the loss either.
         gradient = torch.cat([grads.get(p, torch.zeros_like(p)).reshape(-1) for p in params])
@@ -190,10 +191,13 @@ class HessianFree(Optimizer):
         if group["decay"] and all(part is not None for part in last):
             parts = [part.reshape(-1) for part in last if part is not None]
             start = group["decay"] * torch.cat(parts)
+        # The damping moves every eigenvalue by delta, so that the system is definite although G is
+        # only semi-definite.
         damped = ShiftedOperator(op, delta)
         limits: Any = {"max_steps": group["max_steps"], "stop": MartensStop()}
         run = solve(damped, -gradient, initial=start, **limits)
         self._count(len(run.history) - 1)
+        # x'Gx is that of the model without damping, which is what the reduction is compared with.
         return run.x, run.x @ (op @ run.x)
 
     def _absolute(
@@ -219,6 +223,7 @@ class HessianFree(Optimizer):
             self.state[p]["direction"] = piece.view_as(p).clone()
         for group in self.param_groups:
             rate = float(group["lr"])
+            # w <- (1 - alpha gamma) w + alpha x
             for p in group["params"]:
                 if p in grads:
                     p.mul_(1 - rate * group["weight_decay"])

@@ -138,6 +138,8 @@ class LanczosNewton(Optimizer):
         count = min(self.param_groups[0]["num_steps"], op.shape[0])
         values, vectors = ritz_pairs(op, count, self._start(op, params), generator)
         place = 0
+        # Stored by parameter, so that state_dict() and a move to another device treat it as
+        # torch treats the momentum.
         for p in params.values():
             # Rows of the basis in the shape of the parameter: (k, *shape).
             rows = vectors[place : place + p.numel()].T
@@ -163,6 +165,7 @@ class LanczosNewton(Optimizer):
         \delta))` do not cancel, but their sum with :math:`1/\delta` would for tiny :math:`\delta`.
         """
         group = self.param_groups[0]
+        # A parameter without a gradient adds nothing to U'g, and does not move.
         rows = {p: self.state[p]["basis"].flatten(1) for p in grads}
         rest = {p: grad.detach().flatten().clone() for p, grad in grads.items()}
         inside: Any = 0.0
@@ -172,6 +175,8 @@ class LanczosNewton(Optimizer):
             inside = inside + part
             for p in grads:
                 rest[p] -= part @ rows[p]
+        # 1 / (eta |lambda| + delta) inside the span and 1 / delta beside it: the bracket without
+        # the difference of large numbers in its printed form.
         delta = float(group["delta"])
         sizes = torch.tensor(group["ritz_values"], dtype=torch.float64).abs() * group["eta"] + delta
         inside = inside / sizes.to(inside)
@@ -188,6 +193,7 @@ class LanczosNewton(Optimizer):
                     if "momentum_buffer" not in state:
                         state["momentum_buffer"] = torch.zeros_like(p)
                     update = state["momentum_buffer"].mul_(momentum).add_(update)
+                # w <- (1 - alpha gamma) w - alpha b
                 p.mul_(1 - rate * group["weight_decay"]).sub_(update, alpha=rate)
 
     def _start(self, op: CurvatureOperator, params: dict[str, Tensor]) -> Tensor | None:
@@ -198,6 +204,7 @@ class LanczosNewton(Optimizer):
             start = op.risk.gradient()
         elif kind == "basis" and all("basis" in self.state[p] for p in params.values()):
             weights = torch.tensor(values, dtype=op.dtype, device=op.device).abs()
+            # sum_i |lambda_i| u_i: the sharpest directions, which matter most, come first.
             start = torch.cat(
                 [weights @ self.state[p]["basis"].flatten(1) for p in params.values()]
             )
@@ -225,8 +232,10 @@ def ritz_pairs(
         vectors = torch.cat([vectors, run.vectors], 1)  # type: ignore[list-item]
         if run.status.outcome != "breakdown" or len(values) == count:
             return values, vectors
+        # The span is invariant: other vectors of repeated eigenvalues lie beside it.
         inner = DeflatedOperator(op, vectors)
         start = torch.randn(op.shape[0], generator=generator, dtype=torch.float64).to(vectors)
+        # Twice is enough: once leaves roundoff times the part that was removed.
         for _ in range(2):
             start = start - vectors @ (vectors.T @ start)
         # Products with the whole matrix leave its roundoff in what remains of it.

@@ -86,6 +86,7 @@ def spectral_rates(spectrum: Spectrum, *, nesterov: bool = False) -> SpectralRat
     Reference: Granziol, *Spectral Machine Learning*, equation 4.3 (whose Polyak rate lacks the
     square, and whose Nesterov rate is :math:`1/\lambda_1`).
     """
+    # The weights of a Lanczos run add up to one: at most one of them is above one half.
     heavy = spectrum.weights > DROPPED_MASS
     values = spectrum.values[~heavy]
     positive = values[values > spectrum.roundoff]
@@ -94,10 +95,12 @@ def spectral_rates(spectrum: Spectrum, *, nesterov: bool = False) -> SpectralRat
             "spectrum must have a positive Ritz value beside that of the bulk, got "
             f"{spectrum.values.tolist()}"
         )
+    # With r = sqrt(lambda_P / lambda_1) the contrast is (1 - r) / (1 + r).
     high, low = float(positive.max()), float(positive.min())
     sum_of_roots = math.sqrt(high) + math.sqrt(low)
     contrast = (math.sqrt(high) - math.sqrt(low)) / sum_of_roots
     return SpectralRates(
+        # Polyak: (2 / (sqrt(l_1) + sqrt(l_P)))^2, the square that equation 4.3 lacks.
         rate=1 / high if nesterov else (2 / sum_of_roots) ** 2,
         momentum=contrast if nesterov else contrast**2,
         lambda_max=high,
@@ -192,6 +195,8 @@ class SpectralSGD(Optimizer):
         first = self.param_groups[0]
         steps = min(first["num_steps"], op.shape[0])
         spectrum = lanczos(op, num_steps=steps, generator=generator)
+        # Far from a minimum a spectrum may have nothing positive. The rates of a better place are
+        # then a better guess than none; before the first there is no guess.
         try:
             self.rates = spectral_rates(spectrum, nesterov=first["nesterov"])
         except ValueError:
@@ -214,9 +219,11 @@ class SpectralSGD(Optimizer):
         return loss
 
     def _move(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        # The learning rate of a schedule is a factor on the measured one.
         rate, momentum, state = float(group["lr"]) * group["rate"], group["momentum"], self.state[p]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(p)
         buffer = state["momentum_buffer"].mul_(momentum).add_(grad)
+        # Nesterov's gradient is that of the point ahead, in the form of torch: g + rho b.
         update = grad + momentum * buffer if group["nesterov"] else buffer
         p.mul_(1 - rate * group["weight_decay"]).sub_(update, alpha=rate)

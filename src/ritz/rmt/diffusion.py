@@ -294,6 +294,7 @@ def _square(name: str, matrix: Tensor) -> Tensor:
 def _matrices(curvature: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
     A = positive_definite("curvature", curvature)
     check_type("factor", factor, Tensor, "a tensor")
+    # C may have fewer or more columns than rows: only CC' matters.
     C = factor.detach().double()
     check_finite("factor", C)
     if C.ndim != 2 or len(C) != len(A):

@@ -36,7 +36,8 @@ from ritz.training._assembly import (
 from ritz.training._data import DataParts, Feed, as_part, as_parts, limited, measurable, sample
 from ritz.training._folder import AVERAGE, NAME, WEIGHTS, FilePath, Folder, held_folder, times_path
 from ritz.training._monitor import CurvatureMonitor
-from ritz.training._run import Monitor, Run, TrainingResult, history_of
+from ritz.training._result import TrainingResult, history_of
+from ritz.training._run import Monitor, Run
 from ritz.training._step import device_of
 
 

@@ -125,6 +125,7 @@ class Capture:
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Note the number of samples of a forward pass."""
+        # A layer may have positions among its rows; the rows of the model are samples.
         if self.active and torch.is_grad_enabled():
             rows = next((len(x) for x in tensors((args, kwargs)) if x.ndim), None)
             self._pass, self._inside = Pass(rows), True
@@ -152,6 +153,7 @@ class Capture:
         if self._waits:
             self._records.append((block, x, x._version, get_gradient_edge(output), of))
         else:
+            # Of the tensor: a full backward hook of the module forbids operations in place on it.
             output.register_hook(_Arrival(self, block, x, of))
 
     def _check_scale(self, device: str) -> None:
@@ -170,6 +172,7 @@ class Capture:
         records, self._records = self._records, []
         edges = [record[3] for record in records]
         passes = [
+            # Down to the outputs of the layers only: no gradient of a weight is computed.
             torch.autograd.grad(outputs, edges, column, retain_graph=True, allow_unused=True)
             for column in columns
         ]

@@ -160,6 +160,7 @@ class KFAC(Optimizer):
             loss = None if closure is None else closure()
         gradients = self._gradients()
         if gradients:
+            # Clipping comes before momentum: the limit is on the step of this gradient.
             directions = curvature.step(gradients)
             limit = clip_factor(self, gradients, directions, self.kl_clip)
             for group in self.param_groups:
@@ -178,6 +179,7 @@ class KFAC(Optimizer):
                     continue
                 if p.grad.is_sparse:
                     raise RuntimeError("KFAC does not support sparse gradients")
+                # Maximizing L is minimizing -L; the curvature, of squares, is that of both.
                 gradient = p.grad * sign if sign < 0 else p.grad
                 gradients[p] = gradient.add(p, alpha=decay) if decay else gradient
         return gradients
@@ -192,6 +194,7 @@ class KFAC(Optimizer):
         if not params:
             return
         rate, momentum = float(group["lr"]), group["momentum"]
+        # Lists of tensors, which the foreach functions take in a few kernels.
         steps = [directions[p] if limit is None else directions[p] * limit for p in params]
         if momentum:
             for p in params:
@@ -207,6 +210,7 @@ class KFAC(Optimizer):
                 else buffers
             )
         if group["decoupled_weight_decay"] and group["weight_decay"]:
+            # Decoupled: the decay does not go through the preconditioner.
             torch._foreach_mul_(params, 1 - rate * group["weight_decay"])
         torch._foreach_add_(params, steps, alpha=-rate)
 
@@ -289,18 +293,21 @@ class KFACPreconditioner:
 
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        # A closure computes new gradients inside of step(), which would not be preconditioned.
         if any(each is not None for each in (*args[1:], *kwargs.values())):
             raise ValueError("KFACPreconditioner needs gradients before step(), got a closure")
         # A fused kernel skips a step whose scaled gradients overflow.
         overflow: Tensor | None = getattr(optimizer, "found_inf", None)
         if overflow is not None and bool(overflow > 0):
             return
+        # The gradients come back after the step: monitors and clipping outside see plain ones.
         self._gradients = {p: p.grad for p in parameters(optimizer) if p.grad is not None}
         if not self._gradients:
             return
         directions = self.curvature.step(self._gradients)
         limit = clip_factor(optimizer, self._gradients, directions, self.kl_clip)
         for p, direction in directions.items():
+            # Assigned and not written into: the gradient may be a view of a bucket of DDP.
             p.grad = direction if limit is None else direction * limit
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -319,11 +326,13 @@ def clip_factor(
     for group in optimizer.param_groups:
         for p in group["params"]:
             if p in gradients:
+                # The step changes the model by alpha^2 g'Pg in KL divergence, over all layers.
                 product = (gradients[p] * directions[p]).sum(dtype=torch.float64)
                 total = total.to(product.device) + float(group["lr"]) ** 2 * product
     # Scaled gradients, which a fused kernel divides by the scale later.
     scale = getattr(optimizer, "grad_scale", None)
     total = total if scale is None else total / scale.double() ** 2
+    # The tiniest number stands for a gradient of zero, whose step needs no limit.
     return (limit / total.clamp_min(torch.finfo(torch.float64).tiny)).sqrt().clamp_max(1)
 
 
