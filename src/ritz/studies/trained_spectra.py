@@ -156,6 +156,7 @@ def run(config: Config, *, progress: bool | Progress = False, state: StatePath =
         lambda seed: _measure(config, seed), cells, "networks", config=config, state=state,
         progress=progress,
     )  # fmt: skip
+    # Pictures are those of the first network, numbers those of all.
     first, *_ = networks = list(found.values())
     return Result(
         config=config,
@@ -251,6 +252,7 @@ def _measure(config: Config, seed: int) -> Cell:
         model, train, test=images.test, num_epochs=config.num_epochs, schedule="linear", seed=seed,
         optimizer_settings=settings, evaluate_every=config.num_epochs,
     )  # fmt: skip
+    # The matrices are those of a part of the training images.
     some = train.take(config.measured).tensors()
     risk = Risk(model.eval(), cross_entropy, some, batch_size=500)
     steps = config.num_steps
@@ -282,6 +284,7 @@ def _numbers(accuracy: float, spectra: dict[str, Spectrum], diagonals: dict[str,
     full, other, gauss_newton = (spectra[name] for name in ("Hessian", "second vector", "GGN"))
     drawn, exact = diagonals["Monte Carlo"], diagonals["exact"]
     top = float(gauss_newton.values[-1])
+    # Weights are shares of eigenvalues: the negative mass is the sum of their weights.
     negative = torch.where(full.values < 0, full.weights, 0.0)
     return column(
         [
@@ -307,6 +310,7 @@ def _distance(first: Spectrum, second: Spectrum) -> float:
     and above an interval around zero, from which on values differ in a picture, is compared.
     """
     points = torch.cat([first.values, second.values])
+    # Only where values can be told apart from zero in a picture.
     points = points[points.abs() > ABOVE * points.abs().max()]
     if not len(points):
         return 0.0
