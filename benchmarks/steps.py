@@ -31,7 +31,7 @@ def step_jobs(s):
 
 
 def rows(name, rounds):
-    s = Setting(name, "cpu", BATCH)
+    s = Setting.of(name, "cpu", BATCH)
     jobs = {"gradient": s.summed(s.gradient)}
     jobs["trace of the GGN, exact"] = lambda: ritz.trace(ritz.ggn(s.risk), method="exact")
     if name == "mlp":

@@ -83,6 +83,7 @@ def watching(options: Options) -> dict[str, Any]:
     """Return when to watch the curvature and which quantities, as keywords of `train_one`."""
     from ritz.training._shared import QUANTITIES
 
+    # Names are checked before the data are read.
     for name in options.quantity or ():
         check_choice("--quantity", name, tuple(QUANTITIES))
     if options.watch is None and options.quantity:

@@ -134,7 +134,7 @@ def forward_pass(risk: Risk, context: Context, modules: dict[str, tuple[str, ...
 
 @singledispatch
 def unroll(module: nn.Module, call: Call, deltas: Tensor) -> tuple[Tensor, Tensor] | None:
-    r"""Return :math:`a` and :math:`\delta` of a module that is linear at positions, else ``None``.
+    r"""Return :math:`a` and :math:`\delta` if a module is linear at each position, else ``None``.
 
     The gradient of a sample is :math:`\sum_t \delta_t a_t^\top` in the weight, group by group, and
     :math:`\sum_t \delta_t` in the bias. Inputs are ``(batch, groups, i, T)``, deltas
@@ -342,7 +342,7 @@ def mapped_gradients(
     Args:
         forward: Takes parameters and a batch of one sample, returns its output, a batch of one.
         params: The point, and the parameters to differentiate in.
-        batch: All samples. Tensors with one row per sample are cut, everything else is passed on.
+        batch: All samples. Tensors with one row per sample are cut; anything else is passed whole.
         columns: Cotangents of the output, ``(c, batch, ...)``.
     """
     rows, rebuild = split_samples(batch, columns.shape[1])

@@ -39,7 +39,6 @@ from ritz.operators import DiagonalOperator
 
 Noise = dict[str, Tensor]  # by parameter
 Roots = dict[str, dict[str, Tensor]]  # by the first parameter of a module, or by parameter
-MODULE_ROOTS = ("inputs", "outputs", "dense")
 
 
 @final
@@ -83,7 +82,7 @@ class StepNoise:
         self.begin(0, fresh=True)
 
     def begin(self, step: int, *, fresh: bool) -> None:
-        """Drop what was gathered, and begin a step, perhaps with new second moments."""
+        """Begin a step. With ``fresh`` its second moments are computed anew."""
         self._step, self.fresh = step, fresh
         self._total: Noise = {}
         self._blocks: dict[str, LayerSums] = {}
@@ -94,7 +93,7 @@ class StepNoise:
 
     @contextmanager
     def observing(self, batch: Any, *, wanted: bool = True) -> Iterator[None]:
-        """Record the modules of a forward pass in the block, if its second moments are needed."""
+        """Record inputs and outputs of modules in the block, if second moments are needed."""
         if wanted:
             self._check(batch)
         moments = self.kind in BY_MOMENTS and self.fresh and not self._couples()
@@ -185,7 +184,7 @@ class StepNoise:
                     "use kind='full', which does not need them"
                 )
             self._modules = plan.modules
-        # It holds a copy of the parameters, which the other kinds do not need.
+        # The risk holds a copy of the parameters, which the other kinds do not need.
         self._risk = risk if self.kind == "kfac" else None
         self._checked = True
 
@@ -277,8 +276,8 @@ class StepNoise:
         found = {name for name, _, _ in self._pass.single()}
         if lost := sorted(set(self._modules) - found):
             raise ValueError(
-                f"noise of kind {self.kind!r} needs one call of each module per batch, not so "
-                f"{lost[:3]}: use kind='full'"
+                f"noise of kind {self.kind!r} needs one call of each module per batch, but this "
+                f"does not hold for {lost[:3]}: use kind='full'"
             )
         with torch.no_grad():
             for name, call, delta in self._pass.single():

@@ -86,8 +86,10 @@ def configure(config: C | type[C], overrides: Mapping[str, str]) -> C:
         >>> configure(Config, {"size": "2_000", "steps": "5,15,30"})
         Config(size=2000, steps=(5, 15, 30))
     """
+    # The class stands for its defaults.
     base = config() if isinstance(config, type) else config
     kinds = typing.get_type_hints(type(base))
+    # A registry suggests similar names for an unknown one.
     fields = Registry[Any]("field of the configuration")
     for field in dataclasses.fields(base):  # type: ignore[arg-type]
         fields.register(field.name)(kinds[field.name])
@@ -111,6 +113,7 @@ def run(
     progress: bool | Progress = False,
 ) -> Any:
     """Return the result of a study. Finished parts are saved in ``folder`` until :func:`write`."""
+    # Studies of seconds have nothing to resume.
     if "state" not in inspect.signature(study.run).parameters:
         return study.run(config, progress=progress)
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -212,7 +215,7 @@ def compute_cells(
         label: Label of the progress bar.
         config: The configuration. A saved state of another one is refused.
         state: Path where finished cells are saved, and read when the study is run again.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
     """
     finished = Parts(Journal(state, {"config": repr(config)}))
     return {

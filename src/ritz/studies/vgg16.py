@@ -1,8 +1,8 @@
 """VGG-16 on CIFAR-100 by six optimisers: Gadam paper, Tables 2, 9 and 15; Flatness, section 5.
 
 Every run is a folder ``METHOD-SEED`` below ``runs``, with its log and its checkpoint. A run that is
-finished is read from its log, one that was interrupted resumes, and the others are trained, unless
-``train`` is false. So the table can be computed run by run and on several machines. At the end of a
+finished is read from its log, and one that was interrupted resumes. The others are trained, unless
+``train`` is false. So the runs can be computed one by one and on several machines. At the end of a
 run the Hessian of the training loss is measured, at the last and at the averaged weights, in both
 modes of batch norm.
 
@@ -23,13 +23,12 @@ from torch.nn.functional import cross_entropy
 from ritz import data, models, optim, plots, training
 from ritz._core.checks import check_choice
 from ritz._core.progress import Progress
-from ritz._core.results import format_uncertain
 from ritz._core.storage import to_json, write_text
 from ritz._core.training_config import TrainingPrecision
 from ritz.curvature import Risk, hessian
 from ritz.plots._shared import style
 from ritz.spectra import eigenpairs, frobenius_norm, trace
-from ritz.studies._evidence import Evidence
+from ritz.studies._evidence import Evidence, spread
 from ritz.studies._protocol import StudyResult, check_minimums, record, seeded, track, versions
 
 # Settings of Table 2 and appendix B.2; averaged methods average from epoch 161 of 300.
@@ -152,6 +151,7 @@ class Result(StudyResult[Config]):
 def run(config: Config, *, progress: bool | Progress = False) -> Result:
     """Return accuracies and curvature of all runs; train those that are missing."""
     shape = (len(config.methods), config.num_seeds)
+    # NaN stands for a run that is missing.
     accuracies = torch.full((3, *shape), math.nan, dtype=torch.float64)
     norms = torch.full((2, *shape), math.nan, dtype=torch.float64)
     curvature = torch.full((3, 2, 2, *shape), math.nan, dtype=torch.float64)
@@ -216,6 +216,7 @@ def evidence(result: Result) -> list[Evidence]:
                     why="" if near else f"{gap:+.2f}",
                 )
             )
+    # Only these two were published.
     if {"sgd", "gadam"} <= set(c.methods):
         rows += _sharpness(result, c.methods.index("sgd"), c.methods.index("gadam"))
     return rows
@@ -224,6 +225,7 @@ def evidence(result: Result) -> list[Evidence]:
 def _sharpness(result: Result, sgd: int, gadam: int) -> list[Evidence]:
     rows = []
     for k, mode in enumerate(MODES):
+        # As published: SGD at its last weights and Gadam at its average.
         plain = result.curvature[0, 0, k, sgd].nanmean()
         averaged = result.curvature[0, 1, k, gadam].nanmean()
         if bool(torch.isfinite(plain + averaged)):
@@ -241,21 +243,13 @@ def _sharpness(result: Result, sgd: int, gadam: int) -> list[Evidence]:
     return rows
 
 
-def spread(values: Tensor) -> str:
-    """Return mean and standard error of the finite values as text."""
-    finite = values[values.isfinite()]
-    if not len(finite):
-        return "-"
-    error = float(finite.std()) / math.sqrt(len(finite)) if len(finite) > 1 else 0.0
-    return format_uncertain(float(finite.mean()), error) if error else f"{float(finite[0]):.5g}"
-
-
 # ------------------------------------------------------------------------------------------
 # One run and its files.
 
 
 def _train(config: Config, name: str, seed: int, folder: Path) -> None:
     """Train a run unless it is finished, and measure it unless that is done."""
+    # An interrupted call may have trained the run and not measured it.
     trained = bool(_metrics(folder, config.num_epochs))
     if trained and (not config.measured or _measured(folder)):
         return
@@ -268,6 +262,7 @@ def _train(config: Config, name: str, seed: int, folder: Path) -> None:
     # Augmented by crops and flips, as fit does for this data set by default.
     options = dict(METHODS[name])
     options["average_from"] = config.start if options.pop("averaged", False) else None
+    # The optimiser takes these two; the others are options of fit.
     settings = {key: options.pop(key) for key in ("lr", "weight_decay")}
     if not trained:
         training.fit(
@@ -292,6 +287,7 @@ def _measure(model: nn.Module, images: data.Split, seed: int) -> dict[str, Any]:
         op = hessian(risk)  # of the loss without the weight decay
         top = eigenpairs(op, largest=1, rtol=0.01, vectors=False, certify="none",
                          generator=seeded(seed))  # fmt: skip
+        # Two dozen probes: the compared networks differ by factors.
         probes: Any = {"num_probes": 24, "generator": seeded(seed)}
         numbers = [top.values[-1], frobenius_norm(op, **probes).mean, trace(op, **probes).mean]
         values[mode] = dict(zip(CURVATURE, torch.stack(numbers).tolist(), strict=True))
@@ -301,6 +297,7 @@ def _measure(model: nn.Module, images: data.Split, seed: int) -> dict[str, Any]:
 def _metrics(folder: Path, num_epochs: int) -> Mapping[str, float]:
     """Return the last line of the log of a finished run; nothing if it is not finished."""
     path = folder / "log.jsonl"
+    # The last line is that of the last evaluation.
     lines = path.read_text().splitlines() if path.exists() else []
     last: dict[str, float] = json.loads(lines[-1]) if lines else {}
     return last if last.get("epoch") == num_epochs and "test_accuracy" in last else {}

@@ -19,7 +19,7 @@ from ritz.training._folder import (
 )
 from ritz.training._monitor import CurvatureMonitor, scalars
 from ritz.training._quantities import quantity_names, register_quantity
-from ritz.training._run import TrainingResult
+from ritz.training._result import TrainingResult
 from ritz.training._step import evaluate
 from ritz.training._sweep import SweepResult, sweep
 from ritz.training._writers import MlflowWriter, WandbWriter

@@ -25,7 +25,7 @@ from ritz.training._assembly import create_optimizer
 from ritz.training._data import PARTS, as_parts, loader_generators
 from ritz.training._fit import LOG, fit
 from ritz.training._folder import FilePath, read_log
-from ritz.training._run import TrainingResult, TrainingStatus
+from ritz.training._result import TrainingResult, TrainingStatus
 from ritz.training._workers import Compute, run_tasks
 
 # Options of a run that are no options of training: of the optimiser, the model and the data.
