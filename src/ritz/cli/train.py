@@ -99,12 +99,12 @@ def watching(options: Options) -> dict[str, Any]:
         check_choice("--quantity", name, tuple(QUANTITIES))
     if options.watch is None and options.quantity:
         raise ValueError(f"--quantity {options.quantity[0]} needs --watch: add --watch 1")
-    settings = {"matrix": options.watch_matrix, "batch_norm": options.watch_batch_norm,
-                "num_samples": options.watch_samples, "num_steps": options.watch_steps}  # fmt: skip
+    watched = {"matrix": options.watch_matrix, "batch_norm": options.watch_batch_norm,
+               "num_samples": options.watch_samples, "num_steps": options.watch_steps}  # fmt: skip
     return {
         "watch": options.watch,
         "quantities": options.quantity or None,
-        "monitor_options": settings,
+        "monitor_options": watched,
     }
 
 
