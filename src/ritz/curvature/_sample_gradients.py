@@ -370,6 +370,8 @@ def mapped_gradients(
 
     # A second vmap, over columns, would be faster, but some operations of torch then sum wrongly.
     by_column = [vmap(one)(column, *rows) for column in columns]
+    if len(by_column) == 1:  # a view instead of a copy of all gradients
+        return {name: gradient.unsqueeze(0) for name, gradient in by_column[0].items()}
     return {name: torch.stack([part[name] for part in by_column]) for name in params}
 
 
