@@ -1,7 +1,9 @@
 """Monitors that write to Weights & Biases, offline, and to MLflow, read back by these libraries."""
 
+import re
 import struct
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +23,16 @@ def run(writer, folder):
     fit(model, (x, y), num_epochs=1, batch_size=10, monitors=[monitor], log=folder / "log.jsonl")
     records = [each for each in read_log(folder / "log.jsonl") if each["kind"] == "curvature"]
     return {each["step"]: each for each in records}
+
+
+@pytest.fixture
+def wandb(tmp_path, monkeypatch):
+    """The library, which keeps the folder and the settings of its first use until it ends."""
+    library = pytest.importorskip("wandb")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    yield library
+    library.teardown()
 
 
 def history(file):
@@ -46,9 +58,7 @@ def history(file):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_an_offline_run_of_wandb_has_the_numbers(tmp_path, monkeypatch):
-    wandb = pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
+def test_an_offline_run_of_wandb_has_the_numbers(tmp_path, wandb):
     settings = wandb.Settings(console="off", silent=True, x_disable_stats=True, x_disable_meta=True)
 
     with wandb.init(project="ritz", mode="offline", dir=tmp_path, settings=settings) as made:
@@ -69,10 +79,9 @@ def test_an_offline_run_of_wandb_has_the_numbers(tmp_path, monkeypatch):
 def test_a_run_of_mlflow_has_the_numbers(tmp_path):
     mlflow = pytest.importorskip("mlflow")
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
-    mlflow.create_experiment("ritz", artifact_location=str(tmp_path / "artifacts"))
-    mlflow.set_experiment("ritz")
+    number = mlflow.create_experiment("ritz", artifact_location=str(tmp_path / "artifacts"))
 
-    with mlflow.start_run() as made:
+    with mlflow.start_run(experiment_id=number) as made:
         expected = run(MlflowWriter(made), tmp_path)
 
     client = mlflow.MlflowClient()
@@ -82,3 +91,20 @@ def test_a_run_of_mlflow_has_the_numbers(tmp_path):
             step: record[name] for step, record in expected.items()
         }
         assert sorted(expected) == [2, 4]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_page_on_integrations_runs(tmp_path, wandb):
+    for name in ("mlflow", "tensorboard"):
+        pytest.importorskip(name)
+    page = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)[:3]
+    assert [block.partition("\n")[0] for block in blocks] == [
+        "import torch", "import wandb", "import mlflow"
+    ]  # fmt: skip
+
+    exec("\n".join(blocks), {"__name__": "page"})
+
+    assert list(tmp_path.glob("logs/events.out.tfevents.*"))
+    assert list(tmp_path.glob("wandb/offline-run*/*.wandb"))
+    assert (tmp_path / "mlflow.db").is_file()

@@ -1,7 +1,9 @@
 """Monitors in trainings by Lightning and by Hugging Face, and in the files of TensorBoard."""
 
+import re
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,6 +36,30 @@ def sharpness(model, data):
     """The largest eigenvalue, from the dense Hessian."""
     risk = ritz.Risk(model, cross_entropy, data)
     return float(torch.linalg.eigvalsh(ritz.hessian(risk).dense())[-1])
+
+
+def blocks(*words):
+    """The Python blocks of the page on integrations that begin with one of these imports."""
+    page = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text(encoding="utf-8")
+    found = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    assert len(found) == 6
+    return [block for word in words for block in found if block.startswith(f"{word}\n")]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_page_on_integrations_runs(tmp_path, monkeypatch):
+    for name in ("tensorboard", "lightning", "accelerate", "transformers"):
+        pytest.importorskip(name)
+    monkeypatch.chdir(tmp_path)
+    words = ("import torch", "import lightning", "from ritz.training import TrainerCallback",
+             "from ritz.training import sweep")  # fmt: skip
+    program = blocks(*words)
+    assert len(program) == 4
+    exec("\n".join(program), {"__name__": "page"})
+    tags = read_tags(tmp_path)
+    assert {"curvature/lambda_max", "train/curvature/lambda_max"} <= set(tags)
+    assert len(list(tmp_path.glob("sweeps/widths/*"))) == 18
 
 
 def test_importing_training_imports_neither_library():

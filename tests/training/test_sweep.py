@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from training.examples import network, samples
 
 import ritz
-from ritz.training import SweepResult, TrainingConfig, fit, sweep
+from ritz.training import CurvatureMonitor, SweepResult, TrainingConfig, fit, read_log, sweep
 from ritz.training._sweep import _best, check_grid, check_seeds
 from ritz.training._workers import TUNING, _Memory, run_tasks
 
@@ -112,19 +112,21 @@ def steep(outputs, target):
     return nn.functional.cross_entropy(outputs, target) + outputs.pow(4).mean()
 
 
-def test_monitors_are_part_of_the_table(tmp_path):
-    from ritz.training import CurvatureMonitor
+def test_a_monitor_watches_each_run_as_if_it_were_alone(tmp_path):
+    def monitor():
+        names = ["lambda_max", "distance", "update_size"]
+        return CurvatureMonitor(DATA[0], quantities=names, unit="epoch")
 
-    monitor = CurvatureMonitor(DATA[0], quantities=["lambda_max"])
+    found = sweep(drawn, DATA, GRID, seeds=1, folder=tmp_path / "sweep", monitors=[monitor()],
+                  **OPTIONS)  # fmt: skip
 
-    found = sweep(drawn, DATA, GRID, seeds=1, folder=tmp_path, monitors=[monitor], **OPTIONS)
-
-    torch.manual_seed(0)
-    model = drawn()
-    fit(model, DATA, optimizer_settings={"lr": 0.2}, **OPTIONS)
-    op = ritz.hessian(ritz.Risk(model, nn.functional.cross_entropy, DATA[0]))
-    exact = torch.linalg.eigvalsh(op.dense())[-1]
-    assert float(found.metrics["lambda_max"][1, 0]) == pytest.approx(float(exact), rel=1e-3)
+    for place, rate in enumerate(GRID["lr"]):
+        torch.manual_seed(0)
+        fit(drawn(), DATA, optimizer_settings={"lr": rate}, monitors=[monitor()],
+            log=tmp_path / "log.jsonl", **OPTIONS)  # fmt: skip
+        alone = [each for each in read_log(tmp_path / "log.jsonl") if each["kind"] == "curvature"]
+        for name in ("lambda_max", "distance", "update_size"):
+            assert float(found.metrics[name][place, 0]) == alone[-1][name]
     assert "lambda_max" in str(found)
 
 

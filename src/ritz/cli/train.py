@@ -3,12 +3,12 @@
 import os
 from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
 from ritz._core.checks import check_choice, check_positive
-from ritz._core.training_config import EVALUATION, RATE, TrainingConfig
+from ritz._core.training_config import RATE, TrainingConfig
 from ritz.cli import _options as shared
 from ritz.cli._options import NETWORK, OUTPUT, option
 
@@ -21,6 +21,8 @@ EPILOG = shared.examples(
     "ritz train --model mlp --data digits --epochs 20 --out runs/digits",
     "ritz train --model vgg16_bn --data cifar100 --optimizer gadamx --lr 0.1 --epochs 300 "
     "--average-from 161 --schedule linear --data-dir ~/data --out runs/gadamx",
+    "ritz train --model mlp --data digits --epochs 20 --watch 2 --quantity lambda_max "
+    "--quantity gsnr --out runs/watched",
     "ritz train --model model:net --data data:load --epochs 30 --out runs/spirals",
     "The last example calls net() in model.py and load() in data.py, both in the current folder. "
     "load() returns (inputs, targets), or (train, test), or (train, validation, test). Each part "
@@ -28,6 +30,8 @@ EPILOG = shared.examples(
     "ritz train --model vgg16_bn --data cifar10 --preset noisy_sgd/vgg16_bn/cifar10 --out runs/lb",
     "If the command is interrupted, run it again. It resumes from the last checkpoint.",
 )
+# Panel of --help.
+WATCHING = "Watching"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,13 +58,20 @@ class Options(shared.PrintOptions):
     set_model: list[str] | None = option(None, shared.SET_MODEL, NETWORK, metavar="KEY=VALUE")
     set_data: list[str] | None = option(None, shared.SET_DATA, NETWORK, metavar="KEY=VALUE")
     data_dir: Path | None = option(None, shared.DATA_DIR, NETWORK, metavar="FOLDER")
-    watch: int | None = option(None, "Log the curvature every K epochs (default: never).",
-                               EVALUATION, metavar="K", low=1)
+    watch: int | None = option(None, "Log curvature, gradients and weights every K epochs "
+                               "(default: never).", WATCHING, metavar="K", low=1)
     quantity: list[str] | None = option(
-        None, "Curvature to log with --watch: lambda_max, trace, spectrum, variance (of the "
-        "Hessian between samples), step (the last step in its eigenvectors) or fisher (norms of "
-        "the Fisher matrix). May be repeated (default: the first three).", EVALUATION,
+        None, "Quantity to log with --watch (ritz list quantities). May be repeated (default: "
+        "lambda_max, weight_norms, gradient_norm, gradient_variance and noise_scale).", WATCHING,
         metavar="NAME")
+    watch_matrix: Literal["hessian", "ggn"] = option(
+        "hessian", f"Matrix to watch. {shared.MATRIX}", WATCHING)
+    watch_batch_norm: Literal["eval", "train", "recomputed"] = option(
+        "eval", f"{shared.MODE} Gradients of single samples need eval or recomputed.", WATCHING)
+    watch_samples: int = option(1024, "Number of samples to watch; of a text, tokens.", WATCHING,
+                                low=2)
+    watch_steps: int = option(20, "Lanczos steps of a spectrum; a search for eigenvalues takes at "
+                              "most ten times as many at first.", WATCHING, low=1)
     # fmt: on
 
 
@@ -88,7 +99,13 @@ def watching(options: Options) -> dict[str, Any]:
         check_choice("--quantity", name, tuple(QUANTITIES))
     if options.watch is None and options.quantity:
         raise ValueError(f"--quantity {options.quantity[0]} needs --watch: add --watch 1")
-    return {"watch": options.watch, "quantities": options.quantity or None}
+    watched = {"matrix": options.watch_matrix, "batch_norm": options.watch_batch_norm,
+               "num_samples": options.watch_samples, "num_steps": options.watch_steps}  # fmt: skip
+    return {
+        "watch": options.watch,
+        "quantities": options.quantity or None,
+        "monitor_options": watched,
+    }
 
 
 def run_config(options: Options, training: TrainingConfig) -> "RunConfig":

@@ -325,7 +325,15 @@ class _Moments:
 def sample_gradient_rows(
     risk: Risk, context: Context, chunk_size: int, problems: list[str]
 ) -> Iterator[Tensor]:
-    """Yield chunks ``(c, P)`` of the gradients of the samples of a batch.
+    """Yield chunks ``(c, P)`` of the gradients of the samples of a batch; see below."""
+    for gradients in sample_gradient_parts(risk, context, chunk_size, problems):
+        yield torch.cat([gradient.flatten(1) for gradient in gradients.values()], 1)
+
+
+def sample_gradient_parts(
+    risk: Risk, context: Context, chunk_size: int, problems: list[str]
+) -> Iterator[Params]:
+    """Yield the gradients ``(c, *shape)`` of chunks of the samples of a batch, by parameter.
 
     They are vectorised until that fails, which is noted in ``problems``, then one by one.
     """
@@ -341,8 +349,9 @@ def sample_gradient_rows(
             call = partial(mapped_gradients, loss, risk.params, samples, ones)
             gradients, problem = attempt(call, RuntimeError, NotImplementedError, ValueError)
             if not problem:
-                yield torch.cat([gradient[0].flatten(1) for gradient in gradients.values()], 1)
+                yield {name: gradient[0] for name, gradient in gradients.items()}
                 continue
             problems.append(problem)
         rows = (context.rows(slice(row, row + 1)) for row in range(start, stop))
-        yield torch.stack([risk.batch_gradient(row)[0] for row in rows])
+        alone = [risk.space.unflatten(risk.batch_gradient(row)[0]) for row in rows]
+        yield {name: torch.stack([each[name] for each in alone]) for name in risk.space.shapes}

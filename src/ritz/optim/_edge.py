@@ -67,7 +67,9 @@ def edge(optimizer: Optimizer, risk: Risk) -> Edge | None:
     Adam, whose learning rate its bias correction :math:`c = 1 - \beta_1^t` divides. For SGD it is
     :math:`\lambda_1 < 2 f / \alpha`. All settings but momentum may differ between parameters.
 
-    There is none for Lookahead, whose interpolation steadies steps that diverge, and for optimisers
+    Parameters whose gradients are roundoff are left out for Adam: for a network with batch norm,
+    measure in ``train`` mode, in which biases before a normalisation have none. There is no edge
+    for Lookahead, whose interpolation steadies steps that diverge, and for optimisers
     that divide by a matrix, by another estimate or by the norm of the gradient.
 
     Args:
@@ -98,7 +100,8 @@ def edge(optimizer: Optimizer, risk: Risk) -> Edge | None:
     if adaptive:
         if not all(optimizer.state.get(p) for p in _chosen(optimizer, risk)):
             return None  # before the first step there is nothing to divide by
-        squares = squares / divisors(risk, optimizer)
+        moved = _beyond_roundoff(optimizer, risk)
+        squares = torch.where(moved, squares / divisors(risk, optimizer), 0.0)
     return Edge(limit=limit, square=_uniform(squares), shift=_uniform(shift))
 
 
@@ -147,10 +150,25 @@ def _columns(optimizer: Optimizer, risk: Risk) -> tuple[Tensor, Tensor] | None:
         betas, step = group.get("betas"), optimizer.state.get(p, {}).get("step")
         # The running mean of t gradients is divided by 1 - beta_1^t.
         rise = 1.0 if betas is None or step is None else 1 - float(betas[0]) ** float(step)
-        square = rate / ((rise or 1.0) * (2.0 if coupled else 2.0 - rate * decay))
+        # Beyond a decay of 2 / alpha the weights diverge without any curvature.
+        room = 2.0 if coupled else max(2.0 - rate * decay, 1e-12)
+        square = rate / ((rise or 1.0) * room)
         squares.append(torch.full((p.numel(),), square, dtype=torch.float64))
         shifts.append(torch.full((p.numel(),), decay if coupled else 0.0, dtype=torch.float64))
     return torch.cat(squares).to(risk.theta.device), torch.cat(shifts).to(risk.theta.device)
+
+
+def _beyond_roundoff(optimizer: Optimizer, risk: Risk) -> Tensor:
+    """Return which parameters have gradients that are more than roundoff, ``(P,)``.
+
+    A bias before batch norm has no gradient but roundoff, which Adam divides by itself. Scaled by
+    as much, the roundoff of its products would be the largest eigenvalue.
+    """
+    states = [optimizer.state[p] for p in _chosen(optimizer, risk)]
+    squares = torch.cat([state["exp_avg_sq"].reshape(-1) for state in states])
+    # Roundoff of sums of a hundred terms or so, relative to the largest gradients.
+    limit = 100 * torch.finfo(squares.dtype).eps
+    return (squares > limit**2 * squares.max()).to(risk.theta.device)
 
 
 def _uniform(values: Tensor) -> Tensor | float:

@@ -388,6 +388,7 @@ def train_run(
     device: torch.device | None = None,
     watch: int | None = None,
     quantities: Sequence[str] | None = None,
+    monitor_options: Mapping[str, Any] | None = None,
     progress: bool | Progress = False,
 ) -> TrainingResult:
     """Train a model according to a configuration, with all files in one folder.
@@ -403,9 +404,10 @@ def train_run(
         folder: Created if missing.
         loss_fn: The loss that ``config.loss`` names.
         device: Device, if other than that of ``config``.
-        watch: Epochs between measurements of the curvature, on 1024 samples. Defaults to no
-            measurements.
+        watch: Epochs between measurements. Defaults to no measurements.
         quantities: Quantities to measure; see :class:`CurvatureMonitor`.
+        monitor_options: Other arguments of :class:`CurvatureMonitor`, and ``num_samples``, the
+            number of watched samples. Defaults to 1024 samples.
         progress: Show a progress bar, or a :class:`Progress` to report to.
     """
     target = Path(folder)
@@ -423,22 +425,37 @@ def train_run(
         device=device or config.training.device,
         log=target / LOG,
         checkpoint=Folder(target, texts={CONFIG: to_json(config, indent=2) + "\n"}),
-        monitors=[] if watch is None else [_monitor(config, parts, loss_fn, watch, quantities)],
+        monitors=[]
+        if watch is None
+        else [_monitor(config, parts, loss_fn, watch, quantities, monitor_options or {})],
         progress=progress,
     )
 
 
 def _monitor(
-    config: RunConfig, parts: DataParts, loss_fn: Any, every: int, quantities: Sequence[str] | None
+    config: RunConfig,
+    parts: DataParts,
+    loss_fn: Any,
+    every: int,
+    quantities: Sequence[str] | None,
+    settings: Mapping[str, Any],
 ) -> CurvatureMonitor:
     size, seed = config.batch_size, config.training.seed
+    settings = dict(settings)
+    count = settings.pop("num_samples", None) or WATCHED
     if isinstance(parts.train, TextSplit):
         # Each stream of a text must have at least one whole segment.
-        tokens = min(WATCHED, len(parts.train.tokens))
+        tokens = min(count, len(parts.train.tokens))
         size = max(1, min(size, tokens // (parts.train.length + 1)))
-    batches, options = sample(parts.train, WATCHED, batch_size=size, seed=seed)
+    batches, options = sample(parts.train, count, batch_size=size, seed=seed)
     return CurvatureMonitor(
-        batches, loss_fn=loss_fn, quantities=quantities, every=every, seed=seed, **options
+        batches,
+        loss_fn=loss_fn,
+        quantities=quantities,
+        every=every,
+        seed=seed,
+        train_batch_size=config.training.batch_size,
+        **options | settings,
     )
 
 

@@ -1,7 +1,7 @@
 """One pass over the gradients of all single samples, for every quantity that needs them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from ritz.curvature import Risk
-from ritz.curvature._shared import losses_alone, sample_gradient_rows
+from ritz.curvature._shared import losses_alone, sample_gradient_parts
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
     """Sizes of the work of a pass."""
 
-    # Entries of the sample gradients in memory at once: 16 MiB of float32. On a core with 2 MiB of
-    # cache, chunks of 2^22 and 2^20 took the same time, and 2^25 took 1.4 times as long.
+    # Entries of the sample gradients in memory at once: 16 MiB of float32. For 1,024 samples
+    # and a perceptron of 79,510 parameters on one core, 2^20 took the same time, and 2^24 took 1.7
+    # times as long (benchmarks/monitors.py).
     entries: int = 2**22
 
 
@@ -97,23 +98,28 @@ def sample_gradients(
     """
     sums = torch.zeros_like(gradient, dtype=torch.float64)
     squares, products, weights = list[Tensor](), list[Tensor](), list[Tensor]()
-    columns = {1: None, 2: risk.theta}
-    counters = {size: _Counter(num_bins, columns[size]) for size in histograms}
+    theta = risk.theta
+    counters = {size: _Counter(num_bins, theta if size == 2 else None) for size in histograms}
     chunk, problems = max(1, TUNING.entries // len(gradient)), list[str]()
-    # The L2 term adds mu theta to every gradient.
-    shift = risk.l2 * risk.theta if risk.l2 else None
     with torch.no_grad(), risk.settings():
         for _, context, weight in risk.contexts():
-            for rows in sample_gradient_rows(risk, context, chunk, problems):
-                rows = rows if shift is None else rows + shift
-                squares.append(torch.linalg.vector_norm(rows, dim=1).double().square())
-                products.append((rows @ gradient).double())
-                weights.append(torch.full_like(squares[-1], weight / context.size))
-                for counter in counters.values():
-                    counter.add(rows)
-                # sum_i w_i (g_i - g)^2
-                gaps = (rows - gradient).square_().sum(0)
-                sums.add_(gaps, alpha=weight / context.size)
+            for parts in sample_gradient_parts(risk, context, chunk, problems):
+                ones = theta.new_ones(len(next(iter(parts.values()))))
+                square = product = torch.zeros_like(ones, dtype=torch.float64)
+                for place, rows in _places(parts):
+                    if risk.l2:  # the L2 term adds mu theta to every gradient
+                        rows = rows + risk.l2 * theta[place]
+                    square = square + torch.linalg.vector_norm(rows, dim=1).double().square()
+                    product = product + (rows @ gradient[place]).double()
+                    for counter in counters.values():
+                        counter.add(rows, place)
+                    # sum_i w_i (g_i - g)^2, in the memory of the gradients. As a product with
+                    # ones: a sum over rows took 20 times as long on a CPU.
+                    gaps = ones @ rows.sub_(gradient[place]).square_()
+                    sums[place].add_(gaps, alpha=weight / context.size)
+                squares.append(square)
+                products.append(product)
+                weights.append(torch.full_like(square, weight / context.size))
     return SampleGradients(
         gradient=gradient.double(),
         variance=sums,
@@ -122,6 +128,15 @@ def sample_gradients(
         weights=torch.cat(weights),
         histograms={size: counter.histogram() for size, counter in counters.items()},
     )
+
+
+def _places(parts: Mapping[str, Tensor]) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the gradients of each parameter as rows, with their place in the flat vector."""
+    start = 0
+    for gradient in parts.values():
+        rows = gradient.flatten(1)
+        yield slice(start, start + rows.shape[1]), rows
+        start += rows.shape[1]
 
 
 @final
@@ -141,15 +156,15 @@ class _Counter:
         width = 1 if theta is None else num_bins
         self._counts: Any = torch.zeros(num_bins, width, dtype=torch.int64)
 
-    def add(self, rows: Tensor) -> None:
-        """Count the entries of rows ``(c, P)``."""
+    def add(self, rows: Tensor, place: slice) -> None:
+        """Count the entries of rows ``(c, p)`` at a place in the flat vector."""
         reach = _reach(rows)
         self._reach = self._reach or reach
         while self._reach < reach:
             self._widen()
         places = self._places(rows, self._reach)
         if self._columns is not None:
-            places = places.mul_(self._bins).add_(self._columns)
+            places = places.mul_(self._bins).add_(self._columns[place])
         shape = self._counts.shape
         self._counts += places.flatten().bincount(minlength=shape.numel()).view(shape).cpu()
 
@@ -229,10 +244,13 @@ def local_step(
 
     Reference: Schneider, Dangel and Hennig (2021), *Cockpit*, appendix C.
     """
-    # w_0 + w_1 t + w_2 t^2 at t = 0 and t = 1, in units of the step.
-    design = torch.tensor([[1, 0, 0], [1, 1, 1], [0, 1, 0], [0, 1, 2]], dtype=torch.float64)
-    observed = torch.stack([*losses, *slopes]).double().cpu()
-    scale = torch.tensor(variances, dtype=torch.float64).clamp(min=1e-10).rsqrt()
-    fit = torch.linalg.lstsq(scale[:, None] * design, (scale * observed)[:, None]).solution[:, 0]
-    slope, bend = float(fit[1]), float(fit[2])
+    # w_0 + w_1 t + w_2 t^2, in units of the step. Only the difference of the losses does not depend
+    # on w_0: w_1 + w_2, beside the slopes w_1 and w_1 + 2 w_2.
+    drop, first, second = float(losses[1] - losses[0]), float(slopes[0]), float(slopes[1])
+    known = [max(variance, 1e-10) for variance in variances]
+    p, c, d = 1 / (known[0] + known[1]), 1 / known[2], 1 / known[3]
+    # The normal equations of w_1 and w_2.
+    a, b, e = p + c + d, p + 2 * d, p + 4 * d
+    right, below = p * drop + c * first + d * second, p * drop + 2 * d * second
+    slope, bend = e * right - b * below, a * below - b * right  # times the determinant
     return -1.0 if bend <= 0 or slope == 0 else -2 * bend / slope - 1

@@ -140,15 +140,13 @@ class CurvatureMonitor:
             check_choice("quantities", name, tuple(QUANTITIES))
             if not self._is_possible(name):
                 raise ValueError(
-                    f"{name} is about gradients of single samples, which batch_norm='train' does "
-                    "not have: use eval or recomputed"
+                    f"{name} is about single samples, which batch_norm='train' does not have: use "
+                    "eval or recomputed"
                 )
         return tuple(dict.fromkeys(self.quantities))
 
     def _is_possible(self, name: str) -> bool:
-        return (
-            callable(self.source) or self.batch_norm != "train" or not self._needs(name, "samples")
-        )
+        return callable(self.source) or self.batch_norm != "train" or not QUANTITIES[name].separable
 
     def _needs(self, name: str, part: str) -> bool:
         return part in QUANTITIES[name].parts
@@ -159,12 +157,16 @@ class CurvatureMonitor:
         return total_cost(self.names, self)
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Note the initial weights, and the weights before each step, if a quantity needs them."""
+        """Begin with a training: note the initial weights, and those before each step, if needed.
+
+        Nothing is left of a training before, so that one monitor may watch several in turn.
+        """
+        if self._memory.reader is not None:
+            self._memory.reader.close()
+        self._memory = Memory()
         if "distance" in self.names:
             self._memory.note_initial(parameters(optimizer))
         if any(self._needs(name, "step") for name in self.names):
-            if self._memory.reader is not None:
-                self._memory.reader.close()
             self._memory.reader = StepReader(optimizer)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
@@ -209,6 +211,10 @@ class CurvatureMonitor:
                     raise
                 self.names = tuple(n for n in self.names if not self._needs(n, "samples"))
                 warnings.warn(f"gradients of single samples are not watched: {error}", stacklevel=2)
+        if not callable(self.source):
+            # The traces of the products serve the next measurement. What is cached for this point
+            # stays with the old copy, so that it takes no memory between measurements.
+            self._op = watched.op.at(watched.risk)
         return record
 
     def _watched(self, model: nn.Module, optimizer: Optimizer | None) -> Watched:
@@ -216,16 +222,14 @@ class CurvatureMonitor:
             risk: Risk = self.source(model)
             op = curvature_operator(risk, self.matrix)
             return Watched(self, self._memory, risk, op, optimizer)
-        if self._op is None or self._op.risk.model is not model:
-            # Only the first process measures, so processes must not share the data.
-            names = ("batch_norm", "batch_size", "count")
-            options: Any = {name: getattr(self, name) for name in names}
-            risk = Risk(model, self.loss_fn, self.source, sharing="none", **options)
-            self._op = curvature_operator(risk, self.matrix)
-        # The traces of the first measurement serve all others. What is cached for a point belongs
-        # to the copy, so that it does not take memory between measurements.
-        risk = self._op.risk.moved()
-        return Watched(self, self._memory, risk, self._op.at(risk), optimizer)
+        if self._op is not None and self._op.risk.model is model:
+            risk = self._op.risk.moved()
+            return Watched(self, self._memory, risk, self._op.at(risk), optimizer)
+        # Only the first process measures, so processes must not share the data.
+        names = ("batch_norm", "batch_size", "count")
+        options: Any = {name: getattr(self, name) for name in names}
+        risk = Risk(model, self.loss_fn, self.source, sharing="none", **options)
+        return Watched(self, self._memory, risk, curvature_operator(risk, self.matrix), optimizer)
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:

@@ -49,6 +49,7 @@ class Quantity:
             ``steps``.
         parts: What it shares with other quantities; keys of ``PARTS``.
         own: What it costs beside, in gradients of the watched samples.
+        separable: Whether the samples of a batch must not depend on each other.
         measure: Takes a :class:`Watched` and returns numbers, or lists of numbers, by name.
     """
 
@@ -57,6 +58,7 @@ class Quantity:
     group: str
     parts: tuple[str, ...]
     own: Cost
+    separable: bool
     measure: Measure
 
     def cost(self, settings: Settings) -> float:
@@ -76,6 +78,7 @@ def register_quantity(
     group: str = "curvature",
     parts: Iterable[str] = (),
     cost: float | Cost = 0.0,
+    separable: bool = False,
 ) -> Callable[[Measure], Measure]:
     """Return a decorator that registers a quantity for :class:`CurvatureMonitor`.
 
@@ -88,6 +91,8 @@ def register_quantity(
             samples), ``largest``, ``smallest``, ``leading``, ``preconditioned`` (eigenvalues),
             ``spectra``, ``trace``, ``step``.
         cost: What it costs beside, in gradients of the watched samples.
+        separable: Whether the samples of a batch must not depend on each other, as they do with
+            batch norm in train mode. With ``samples`` among the parts they must not.
     """
     if unknown := sorted(set(parts := tuple(parts)) - PARTS.keys()):
         raise ValueError(f"parts must be of {', '.join(PARTS)}; got {', '.join(unknown)}")
@@ -95,7 +100,13 @@ def register_quantity(
 
     def add(measure: Measure) -> Measure:
         quantity = Quantity(
-            name=name, text=text, group=group, parts=parts, own=own, measure=measure
+            name=name,
+            text=text,
+            group=group,
+            parts=parts,
+            own=own,
+            separable=separable or "samples" in parts,
+            measure=measure,
         )
         QUANTITIES.register(name)(quantity)
         return measure
@@ -211,6 +222,7 @@ def _(watched: Watched) -> Record:
 @register_quantity(
     "variance",
     "P sigma^2, the variance of the matrices of single samples",
+    separable=True,
     cost=lambda settings: TUNING.product * settings.num_probes,
 )
 def _(watched: Watched) -> Record:
@@ -227,6 +239,7 @@ def _(watched: Watched) -> Record:
 @register_quantity(
     "fisher",
     "Frobenius norms of the empirical Fisher matrix and of its diagonal",
+    separable=True,
     cost=lambda settings: TUNING.product * settings.num_probes + TUNING.samples,
 )
 def _(watched: Watched) -> Record:
@@ -306,7 +319,9 @@ def _(watched: Watched) -> Record:
 
 
 @register_quantity(
-    "layer_variance", "the same, and the squared gradient, of each parameter tensor", **SAMPLES
+    "layer_variance",
+    "gradient_variance of each parameter tensor, and its squared gradient",
+    **SAMPLES,
 )
 def _(watched: Watched) -> Record:
     samples, space = watched.samples, watched.risk.space
@@ -335,7 +350,9 @@ def _(watched: Watched) -> Record:
     return {"gsnr": _mean_ratio(watched, 1.0)}
 
 
-@register_quantity("norm_test", "sqrt(tr Sigma / (B |g|^2)): the width of the norm test", **SAMPLES)
+@register_quantity(
+    "norm_test", "sqrt(tr Sigma / (B |g|^2)): the width of that test of a batch", **SAMPLES
+)
 def _(watched: Watched) -> Record:
     samples = watched.samples
     noise = samples.unbiased(samples.total_variance) / watched.batch_size
@@ -343,7 +360,9 @@ def _(watched: Watched) -> Record:
 
 
 @register_quantity(
-    "inner_product_test", "sqrt(Var(g_i'g) / (B |g|^4)): the width of that test", **SAMPLES
+    "inner_product_test",
+    "sqrt(Var(g_i'g) / (B |g|^4)): the width of that test of a batch",
+    **SAMPLES,
 )
 def _(watched: Watched) -> Record:
     samples = watched.samples
@@ -353,7 +372,7 @@ def _(watched: Watched) -> Record:
 
 
 @register_quantity(
-    "orthogonality_test", "the same for the parts of g_i that are orthogonal to g", **SAMPLES
+    "orthogonality_test", "norm_test of the parts of g_i that are orthogonal to g", **SAMPLES
 )
 def _(watched: Watched) -> Record:
     samples = watched.samples
@@ -462,7 +481,7 @@ def _(watched: Watched) -> Record:
     return {"weight_norm": norms.l2, "weight_max": norms.linf}
 
 
-@register_quantity("layer_norms", "the same of each parameter tensor", group="weights")
+@register_quantity("layer_norms", "L2 and Linf norms of each parameter tensor", group="weights")
 def _(watched: Watched) -> Record:
     layers = optim.weight_norms(watched.risk.params).layers
     record = {f"weight_norm.{name}": l2 for name, (l2, _) in layers.items()}
