@@ -184,13 +184,6 @@ def test_divisors_of_amsgrad_are_the_largest_so_far():
     torch.testing.assert_close(divisors(risk, optimizer), expected)
 
 
-def test_other_powers_than_the_root_are_refused():
-    risk, optimizer = trained(partial(ritz.optim.Padam, lr=0.01, partial=0.125), steps=3)
-
-    with pytest.raises(ValueError, match=r"got Padam with the power 0\.125"):
-        divisors(risk, optimizer)
-
-
 def test_trials_are_compared_with_the_edge(risk):
     advice = advise(
         risk, batch_sizes=(16,), verify=lambda params, rate: SGD(params, lr=rate), known=(16, 50.0)

@@ -9,7 +9,7 @@ import torch
 from optim.second_order_cases import EVERY, build, network, samples, steps, weights
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 
 from ritz import optim
 from ritz.curvature import Risk
@@ -151,6 +151,17 @@ def test_hooks_and_plateau_schedulers_work(name):
     for _ in range(3):
         scheduler.step(1.0)
     assert optimizer.param_groups[0]["lr"] < rate
+
+
+def test_cyclic_schedulers_leave_the_measured_momentum_alone():
+    model, optimizer = twins("SpectralSGD")
+    with pytest.raises(ValueError, match="cycle_momentum"):
+        OneCycleLR(optimizer, 1.0, total_steps=10)
+    scheduler = OneCycleLR(optimizer, 1.0, total_steps=10, cycle_momentum=False)
+    for step in range(4):
+        steps(optimizer, model, samples(), count=1, first=step)
+        scheduler.step()
+        assert optimizer.param_groups[0]["momentum"] == optimizer.rates.momentum
 
 
 @every

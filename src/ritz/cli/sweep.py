@@ -66,10 +66,13 @@ def command(options: Options, training: TrainingConfig) -> None:
     seeds = parse_seeds(options.seeds)
     plan = plan_sweep(config.training, grid, seeds=seeds, folder=options.out, names=NAMES)
     device = default_device(training.device)
+    # Several runs on one GPU would share its memory.
     jobs = options.jobs or (1 if device.type == "cuda" else os.cpu_count() or 1)
     if not options.json:
+        # A run that has ended has weights, and is not trained again.
         done = sum((options.out / point.name / WEIGHTS).is_file() for point in plan.points)
         typer.echo(f"{plan}; {done} have ended; at most {jobs} at once", err=True)
+    # Processes receive a function that can be pickled.
     run = partial(_train, config, train.watching(options))
     with writing(options.out) as folder:
         result = run_plan(
@@ -88,6 +91,7 @@ def parse_grid(entries: Sequence[str]) -> dict[str, list[Any]]:
 
     grid: dict[str, list[Any]] = {}
     for entry in entries:
+        # Values may contain "=" themselves.
         name, equals, text = entry.partition("=")
         name, text = name.strip(), text.strip()
         if not equals or not name:
@@ -121,6 +125,7 @@ def _train(
 ) -> tuple[dict[str, float], Any]:
     from ritz.training._shared import outcome
 
+    # Values of the grid that are not options of training.
     others = task.others
     config = replace(
         config,

@@ -7,13 +7,13 @@ outputs, which hooks record on the way.
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ritz._core.batches import num_rows, take_rows
@@ -33,7 +33,7 @@ from ritz.curvature._noise_kinds import (
     sign_columns,
 )
 from ritz.curvature._risk import Risk
-from ritz.curvature._sample_gradients import Call, full_name, owners
+from ritz.curvature._sample_gradients import Call, full_name, hooks_on_calls, owners
 from ritz.curvature._structure import structure_plan
 from ritz.operators import DiagonalOperator
 
@@ -236,10 +236,10 @@ class StepNoise:
         record = Pass(calls={name: [] for name in self._modules}, deltas={})
         self._pass = record
 
-        def note(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        def note(name: str, args: Any, kwargs: Any, output: Any) -> None:
             if not isinstance(output, Tensor) or not output.requires_grad:
                 return
-            args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+            module = self.layers[name]
             state = dict(module.named_parameters()) | dict(module.named_buffers())
             state = {key: value.detach() for key, value in state.items()}
             call = Call(args=args, kwargs=kwargs, output=output, state=state,
@@ -248,12 +248,7 @@ class StepNoise:
             if receive is not None:
                 output.register_hook(partial(_keep, record.deltas, name))
 
-        with ExitStack() as stack:
-            for name in self._modules:
-                handle = self.layers[name].register_forward_hook(
-                    partial(note, name), with_kwargs=True
-                )
-                stack.callback(handle.remove)
+        with hooks_on_calls({name: self.layers[name] for name in self._modules}, note):
             yield
 
     def _pass_again(self, batch: Any, count: int) -> None:

@@ -38,9 +38,7 @@ def divisors(risk: Risk, state: Optimizer) -> Tensor:
     weights, parts = dict(risk.model.named_parameters()), {}
     for name in risk.space.shapes:
         memory = state.state.get(weights[name], {})
-        # AMSGrad divides by the largest mean square so far.
-        mean = "max_exp_avg_sq" if "max_exp_avg_sq" in memory else "exp_avg_sq"
-        if mean not in memory or "betas" not in settings[weights[name]]:
+        if "exp_avg_sq" not in memory or "betas" not in settings[weights[name]]:
             raise ValueError(
                 f"state must be an Adam optimiser that has taken steps with the parameters of the "
                 f"risk, got {type(state).__name__} without a running mean of squares for {name!r}"

@@ -29,7 +29,9 @@ from ritz.spectra import Spectrum, lanczos
 DROPPED_MASS = 0.5
 # One spectrum gives the rates of all groups.
 SHARED = ("interval", "num_steps", "nesterov", "matrix", "seed")
-MEASURED = ("rate", "momentum", "num_refreshes")
+# What is measured. It is no default of the optimiser, or torch's cyclic schedulers would replace
+# the measured momentum by theirs.
+MEASURED = {"rate": None, "momentum": 0.0, "num_refreshes": 0}
 
 
 @storable
@@ -158,7 +160,7 @@ class SpectralSGD(Optimizer):
             "nesterov": nesterov,
         }
         settings |= {"matrix": matrix, "weight_decay": weight_decay, "seed": seed}
-        super().__init__(params, settings | {"rate": None, "momentum": 0.0, "num_refreshes": 0})
+        super().__init__(params, settings)
 
     rates: SpectralRates | None
 
@@ -173,7 +175,7 @@ class SpectralSGD(Optimizer):
         check_matrix(settings["matrix"])
         check_type("nesterov", settings["nesterov"], bool, "True or False")
         # What was measured for the first groups holds for one that comes later.
-        present = self.param_groups[0] if self.param_groups else self.defaults
+        present = self.param_groups[0] if self.param_groups else MEASURED
         super().add_param_group(group | {name: present[name] for name in MEASURED})
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ import datetime
 import importlib
 import importlib.util
 import inspect
+import itertools
 import os
 import pkgutil
 import platform
@@ -222,6 +223,33 @@ def compute_cells(
         name: finished.get(name, lambda state, cell=cell: compute(cell))
         for name, cell in track(cells.items(), label, progress)
     }
+
+
+def compute_by_seed(
+    compute: Callable[[str, int], Tensor],
+    names: Iterable[str],
+    *,
+    config: Any,
+    state: StatePath = None,
+    progress: bool | Progress = False,
+) -> Tensor:
+    """Return ``compute(name, seed)`` for every seed and name, ``(num_seeds, names, ...)``.
+
+    Args:
+        compute: Returns the numbers of one run.
+        names: Names of the runs of every seed.
+        config: The configuration, with ``seed`` and ``num_seeds``.
+        state: Path where finished runs are saved; see :func:`compute_cells`.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
+    """
+    seeds = range(config.seed, config.seed + config.num_seeds)
+    # All runs of one seed first, so that an unfinished table compares runs.
+    cells = {f"{name} {seed}": (name, seed) for seed, name in itertools.product(seeds, names)}
+    runs = compute_cells(
+        lambda cell: compute(*cell), cells, "runs", config=config, state=state, progress=progress
+    )
+    table: Tensor = torch.stack(list(runs.values())).unflatten(0, (len(seeds), -1))
+    return table
 
 
 def seeded(seed: int) -> torch.Generator:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from ritz.studies._protocol import (
     StudyResult,
     check_minimums,
     column,
-    compute_cells,
+    compute_by_seed,
     record,
     seeded,
 )
@@ -149,19 +148,13 @@ SIZES = {
 def run(config: Config, *, progress: bool | Progress = False, state: StatePath = None) -> Result:
     """Return the errors of all methods for all seeds."""
 
-    def scores_and_time(cell: tuple[str, int]) -> Tensor:
-        name, seed = cell
+    def scores_and_time(name: str, seed: int) -> Tensor:
         begin = time.perf_counter()
         scores = _train(config, METHODS[name], seed)
         return torch.cat([scores, column([time.perf_counter() - begin])])
 
-    seeds = range(config.seed, config.seed + config.num_seeds)
-    cells = {f"{name} {seed}": (name, seed) for seed, name in product(seeds, METHODS)}
-    rows = compute_cells(
-        scores_and_time, cells, "runs", config=config, state=state, progress=progress
-    )
-    # One row per seed and method, in this order: (6, methods, num_seeds).
-    table = torch.stack(list(rows.values())).view(len(seeds), len(METHODS), 6).permute(2, 1, 0)
+    table = compute_by_seed(scores_and_time, METHODS, config=config, state=state, progress=progress)
+    table = table.permute(2, 1, 0)  # (6, methods, num_seeds)
     scores, times = table[:5], table[5].mean(1)
     return Result(
         config=config,

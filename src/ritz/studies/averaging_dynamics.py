@@ -22,7 +22,7 @@ from ritz.studies._protocol import (
     StatePath,
     StudyResult,
     check_minimums,
-    compute_cells,
+    compute_by_seed,
     record,
     seeded,
 )
@@ -189,14 +189,11 @@ def run(config: Config, *, progress: bool | Progress = False, state: StatePath =
     """Return the series of all runs for all seeds."""
     images: Any = data.load(config.dataset, data_dir=config.data, device=config.device)
     rows = choices(config)
-    seeds = range(config.seed, config.seed + config.num_seeds)
-    cells = {f"{name} {seed}": (rows[name], seed) for seed in seeds for name in rows}
-    columns = compute_cells(
-        lambda cell: _train(config, images, *cell), cells, "runs", config=config, state=state,
-        progress=progress,
+    # For each seed and run the series, followed by predictions.
+    table = compute_by_seed(
+        lambda name, seed: _train(config, images, rows[name], seed), rows, config=config,
+        state=state, progress=progress,
     )  # fmt: skip
-    # Rows (seed, run) of series, followed by predictions.
-    table = torch.stack(list(columns.values())).unflatten(0, (len(seeds), len(rows)))
     cut = len(SERIES) * config.num_epochs
     series = table[..., :cut].unflatten(-1, (len(SERIES), config.num_epochs))
     labels = _held(config, images).targets.cpu()
@@ -263,6 +260,7 @@ def evidence(result: Result) -> list[Evidence]:
     margin = {end: r.best(f"Gadam{end}") - r.best(f"AdamW{end}") for end in ("", PLAIN)}
     gap = {kind: r.end("error", f"SGD, {kind}") - r.end("training error", f"SGD, {kind}")
            for kind in ("constant", "steps")}  # fmt: skip
+    # Ratios are compared with 1, differences with 0.
     largest = r.end("largest weight", "AdamW") / r.end("largest weight", "Adam + average")
     rates = r.end("effective rate", "Gadam") / r.end("effective rate", "AdamW")
     rows: list[tuple[str, str, str, Tensor, Tensor, int]] = [
@@ -349,6 +347,7 @@ def _train(config: Config, images: Any, options: dict[str, Any], seed: int) -> T
     count, norms = config.num_epochs, Norms()
     train = images.train if config.num_train is None else images.train.take(config.num_train)
     held = _held(config, images)
+    # Settings of the optimiser and of the network; the rest are options of fit.
     own = ("lr", "weight_decay", "batch_norm")
     model = _network(config, images, seed, batch_norm=options.get("batch_norm", True))
     result = training.fit(
@@ -358,7 +357,8 @@ def _train(config: Config, images: Any, options: dict[str, Any], seed: int) -> T
         **{key: value for key, value in options.items() if key not in own},
     )  # fmt: skip
     series = torch.full((len(SERIES), count), math.nan, dtype=torch.float64)
-    done = result.num_epochs  # fewer if the run diverged
+    # A run that diverged has fewer epochs.
+    done = result.num_epochs
     for row, name in enumerate(("validation", "average_validation", "train")):
         if f"{name}_accuracy" in result.history:
             series[row, :done] = 1 - result.history[f"{name}_accuracy"]
@@ -367,6 +367,7 @@ def _train(config: Config, images: Any, options: dict[str, Any], seed: int) -> T
     inputs, _ = held.tensors()
     model.eval()
     with torch.no_grad():
+        # In parts of 500, which fit into memory for VGG-16 too.
         outputs = torch.cat([model(part).softmax(1) for part in inputs.split(500)])
     return torch.cat([series.flatten(), outputs.double().cpu().flatten()])
 

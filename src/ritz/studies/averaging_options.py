@@ -25,7 +25,7 @@ from ritz.studies._protocol import (
     StatePath,
     StudyResult,
     check_minimums,
-    compute_cells,
+    compute_by_seed,
     record,
     seeded,
 )
@@ -169,18 +169,11 @@ def run(config: Config, *, progress: bool | Progress = False, state: StatePath =
     # Validation images decide when the automatic averages begin.
     images: Any = data.load(config.dataset, data_dir=config.data, validation=500)
     rows = choices(config.num_epochs)
-    seeds = range(config.seed, config.seed + config.num_seeds)
-    cells = {f"{name} {seed}": (rows[name], seed) for seed in seeds for name in rows}
-    columns = compute_cells(
-        lambda cell: _train(config, images, *cell),
-        cells,
-        "runs",
-        config=config,
-        state=state,
-        progress=progress,
-    )
-    # Rows (seed, choice) of measures, followed by predictions.
-    table = torch.stack(list(columns.values())).unflatten(0, (len(seeds), len(rows)))
+    # For each seed and choice the measures, followed by predictions.
+    table = compute_by_seed(
+        lambda name, seed: _train(config, images, rows[name], seed), rows, config=config,
+        state=state, progress=progress,
+    )  # fmt: skip
     scores, outputs = table[..., : len(MEASURES)], table[..., len(MEASURES) :]
     labels = images.test.targets[:PREDICTED]
     outputs = outputs.unflatten(-1, (len(labels), -1))

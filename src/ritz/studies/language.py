@@ -13,6 +13,7 @@ iterates: the last iterate of Gadam is that of Adam with a constant learning rat
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -28,7 +29,7 @@ from ritz.studies._protocol import (
     StatePath,
     StudyResult,
     check_minimums,
-    compute_cells,
+    compute_by_seed,
     record,
     seeded,
 )
@@ -102,7 +103,7 @@ class Config:
     width: int = 48
     hidden: int = 64
     depth: int = 2
-    # A network of a hundredth of the size learns too little with all of it.
+    # So small a network learns too little with all of it.
     regularization: float = 0.5
     # The best of 0.003 and 0.01, by the validation perplexity of another seed.
     rate: float = 0.01
@@ -175,21 +176,15 @@ class Result(StudyResult[Config]):
 def run(config: Config, *, progress: bool | Progress = False, state: StatePath = None) -> Result:
     """Return the perplexities of all methods for all seeds."""
     text = _text(config)
-    seeds = range(config.seed, config.seed + config.num_seeds)
-    cells = {f"{name} {seed}": (name, seed) for seed in seeds for name in PRESETS}
-    columns = compute_cells(
-        lambda cell: _train(config, text, *cell),
-        cells,
-        "runs",
-        config=config,
-        state=state,
-        progress=progress,
-    )
     # (last iterate or average, test and epochs) by seed and method.
-    table = torch.stack(list(columns.values())).unflatten(0, (len(seeds), len(PRESETS)))
+    table = compute_by_seed(
+        partial(_train, config, text), PRESETS, config=config, state=state, progress=progress
+    )
     last, average = table.permute(2, 1, 0, 3)
     best = torch.where(average.isnan(), last, average)
+    # Averaging does not change the iterates: those of Gadam are those of Adam.
     adam = last[list(PRESETS).index("Gadam")]
+    # The first column is the test, the others are epochs.
     begun = average[..., 1:].isfinite()
     starts = torch.where(begun.any(-1), begun.double().argmax(-1) + 1.0, math.nan)
     scores = torch.cat([adam[None], best])
@@ -230,6 +225,7 @@ def evidence(result: Result) -> list[Evidence]:
     c, rows = result.config, []
     for where, name, other in CLAIMS:
         first, second = (result.test[METHODS.index(each)] for each in (name, other))
+        # Relative changes, since perplexities depend on text and vocabulary.
         published = 100 * (PAPER[name][1] / PAPER[other][1] - 1)
         change = 100 * (first / second - 1)
         rows.append(
@@ -252,6 +248,7 @@ def evidence(result: Result) -> list[Evidence]:
 def _train(config: Config, text: TextData, name: str, seed: int) -> Tensor:
     """Return test and validation perplexities of last iterate and average, ``(2, 1 + epochs)``."""
     sizes: Any = {"width": config.width, "hidden": config.hidden, "depth": config.depth}
+    # A smaller network needs less of the published dropout.
     sizes |= {key: config.regularization * value for key, value in DROPOUT.items()}
     model = models.create(
         "lstm", num_classes=text.num_classes, generator=seeded(seed), device=config.device, **sizes
@@ -330,6 +327,7 @@ def _chain(config: Config) -> TextData:
     generator, words = seeded(config.seed), config.vocabulary or 30
     successors = torch.randint(words, (words, 3), generator=generator).tolist()
     choices = torch.randint(3, (2 * (config.num_words or 2000),), generator=generator).tolist()
+    # A text of which a model can learn something: one of three successors per word.
     tokens = [0]
     for choice in choices:
         tokens.append(successors[tokens[-1]][choice])

@@ -108,6 +108,8 @@ class Result(StudyResult[Config]):
         training: Training accuracy in the last epoch, same shape.
         norms: Norm of the weights at the end, of the last iterate and of the average,
             ``(2, methods, num_seeds)``.
+        top5: Top-5 test accuracy of the last iterate and of the average, same shape; ``None`` in
+            results from before it was logged.
         curvature: By ``CURVATURE``, last iterate or average, mode of batch norm (train, eval),
             method and seed, ``(3, 2, 2, methods, num_seeds)``.
     """
@@ -117,6 +119,7 @@ class Result(StudyResult[Config]):
     training: Tensor
     norms: Tensor
     curvature: Tensor
+    top5: Tensor | None = None
 
     def best(self) -> Tensor:
         """Return the accuracy of the average, or of the last iterate of methods without one."""
@@ -137,6 +140,10 @@ class Result(StudyResult[Config]):
             ]
             count = int(self.last[i].isfinite().sum())
             lines.append(f"{name:10}{count:>5}" + "".join(cells) + f"{PAPER[name]:>11.2f}")
+        top5 = [] if self.top5 is None else self.top5.unbind(1)
+        for name, scores in zip(c.methods, top5, strict=False):
+            both = [spread(100 * values) for values in scores]
+            lines.append(f"{f'{name}, top 5':24}{both[0]:>9}{both[1]:>18}")
         lines.append(f"{'Hessian at the end':34}" + "".join(f"{name:>17}" for name in CURVATURE))
         for i, name in enumerate(c.methods):
             for j, weights in enumerate(("last", "average")):
@@ -152,7 +159,7 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
     """Return accuracies and curvature of all runs; train those that are missing."""
     shape = (len(config.methods), config.num_seeds)
     # NaN stands for a run that is missing.
-    accuracies = torch.full((3, *shape), math.nan, dtype=torch.float64)
+    accuracies = torch.full((5, *shape), math.nan, dtype=torch.float64)
     norms = torch.full((2, *shape), math.nan, dtype=torch.float64)
     curvature = torch.full((3, 2, 2, *shape), math.nan, dtype=torch.float64)
     cells = [(i, j) for j in range(shape[1]) for i in range(shape[0])]
@@ -162,20 +169,21 @@ def run(config: Config, *, progress: bool | Progress = False) -> Result:
         if config.train:
             _train(config, config.methods[i], config.seed + j, folder)
         metrics = _metrics(folder, config.num_epochs)
-        names = ("test_accuracy", "average_test_accuracy", "train_accuracy")
+        names = ("test_accuracy", "average_test_accuracy", "train_accuracy",
+                 "test_top5_accuracy", "average_test_top5_accuracy")  # fmt: skip
         accuracies[:, i, j] = torch.tensor([metrics.get(name, math.nan) for name in names])
         # Place 0 is the last iterate, place 1 the average.
         for place, values in enumerate(_measured(folder)):
             norms[place, i, j] = values["norm"]
             numbers = [[values[mode][name] for mode in MODES] for name in CURVATURE]
             curvature[:, place, :, i, j] = torch.tensor(numbers, dtype=torch.float64)
-    last, average, training_accuracy = accuracies
+    last, average, training_accuracy, *top5 = accuracies
     # The machine that reads logs is not the one that trained.
     origin = {} if config.train else {"machine": "read from the logs of the runs"}
     return Result(
         versions=versions() | origin,
         config=config, last=last, average=average, training=training_accuracy, norms=norms,
-        curvature=curvature,
+        curvature=curvature, top5=torch.stack(top5),
     )  # fmt: skip
 
 
@@ -268,7 +276,7 @@ def _train(config: Config, name: str, seed: int, folder: Path) -> None:
         training.fit(
             model, images, num_epochs=config.num_epochs, batch_size=128, schedule="linear",
             precision=config.precision, seed=seed, evaluate_every=25, optimizer_settings=settings,
-            checkpoint=folder, log=folder / "log.jsonl", progress=True, **options,
+            checkpoint=folder, log=folder / "log.jsonl", progress=True, top_k=5, **options,
         )  # fmt: skip
     if config.measured:
         measured = []

@@ -120,7 +120,7 @@ class StepCurvature:
             yield
 
     def _samples_per_step(self, batches: Sequence[Any], epoch: int) -> int:
-        # Of an ordinary step: the last one of an epoch may have fewer, and the damping stays.
+        # The last step of an epoch may have fewer samples. Its damping would hold for longer.
         size = self._feed.batch_size_in(epoch) or max(num_rows(batch) for batch in batches)
         return size * self._config.accumulate
 

@@ -38,8 +38,10 @@ class KFAC(Optimizer):
             optimizer.step()
 
     The loss must be the mean over the samples of a step, as in gradient accumulation with the loss
-    divided by the number of batches, and with :class:`~torch.nn.parallel.DistributedDataParallel`.
-    Several processes average their factors and share out the inverses. Known layers are linear
+    divided by the number of batches. Every forward pass of the model in a step counts its own
+    samples, also with :class:`~torch.nn.parallel.DistributedDataParallel`.
+    Several processes average their factors and share out the inverses. The damping of a layer is
+    that of the group of its first parameter. Known layers are linear
     layers, convolutions, embeddings (with their exact diagonal :math:`A`) and affine norms (the
     exact block of each feature). Any other layer, and one that shares a parameter with another, has
     the plain gradient; a warning says so once, and ``plain`` lists them. Frozen parameters are left

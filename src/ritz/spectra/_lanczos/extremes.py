@@ -55,6 +55,12 @@ class Tuning:
     # Steps beyond the number of wanted pairs before the first check, and between two checks of
     # pairs and of bounds. After two or three steps only the bulk has been seen.
     patience: int = 10
+    # Least number of basis vectors, and bytes up to which it is the larger one. With 20 and 40 the
+    # six smallest pairs of a grid of 10,000 rows take 678 and 431 products; of 160,000 rows more
+    # than 20,000 and 2,233 (benchmarks/multiplicity.py, rtol 1e-6). Easy matrices take as many.
+    short_basis: int = 20
+    long_basis: int = 40
+    basis: int = 2**28
     spacing_pairs: int = 5
     spacing_bounds: int = 2
 
@@ -157,7 +163,8 @@ def eigenpairs(
             of machine precision.
         max_steps: Maximum number of products. Defaults to 200 per wanted pair, at least 2000.
         max_vectors: Maximum number of basis vectors; beyond it the run restarts from the best Ritz
-            vectors. Defaults to ``2 k + 4`` for ``k`` wanted pairs, at least 20.
+            vectors. Defaults to ``2 k + 4`` for ``k`` wanted pairs, at least 20, and at least 40
+            if these take less than 256 MB.
         vectors: Return the eigenvectors. They overwrite the basis, so they need no more memory.
         start: Start vector ``(n,)``. Defaults to a random one.
         certify: How to make sure that no pair was missed; see the table.
@@ -243,7 +250,9 @@ class _Goal:
             raise ValueError(f"certify='inertia' needs a dense or sparse matrix, got {op!r}")
         check_choice("reorthogonalize", mode, ("full", "partial"))
         if max_vectors is None:
-            max_vectors = max(2 * self.wanted + 4, 20) if mode == "full" else self.max_steps
+            small = TUNING.long_basis * n * op.dtype.itemsize <= TUNING.basis
+            least = TUNING.long_basis if small else TUNING.short_basis
+            max_vectors = max(2 * self.wanted + 4, least) if mode == "full" else self.max_steps
         else:
             check_count("max_vectors", max_vectors, low=self.wanted + 2)
         self.max_vectors = min(max_vectors, self.max_steps, n)
