@@ -48,6 +48,7 @@ def _defaults(name: str) -> str:
 
     from ritz.training._shared import create_optimizer
 
+    # Defaults are those of an optimiser that was really made.
     layer = torch.nn.Linear(1, 1)
     group = create_optimizer(name, layer.parameters(), model=layer).param_groups[0]
     return f"lr {group['lr']:g}, weight decay {group['weight_decay']:g}"

@@ -47,6 +47,7 @@ def command(options: Options) -> None:
     for path in paths:
         if not path.is_file():
             raise FileNotFoundError(f"no such file: {path}")
+    # A folder stands for its log.
     logs = [path for path in paths if path.suffix == ".jsonl"]
     # A run that was watched has two pictures.
     parts = _parts(logs, what)

@@ -1,5 +1,6 @@
 """Names for other packages of ritz."""
 
+from ritz.curvature._batches import draw_samples
 from ritz.curvature._exact import Rows
 from ritz.curvature._factors import (
     CONVOLUTIONS,

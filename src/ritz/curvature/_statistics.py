@@ -152,6 +152,7 @@ def summary(risk: Risk) -> Summary:
             )
     risk.sum_over_processes(gradient)
     loss, correct, labels = risk.sum_over_processes(sums).tolist()
+    # The L2 term (mu / 2) |theta|^2 has the gradient mu theta.
     theta = risk.theta.double()
     gradient.add_(theta, alpha=risk.l2)
     return Summary(
@@ -234,7 +235,7 @@ def gradient_statistics(
         by: ``sample`` or ``batch``. With ``batch_norm="train"`` only ``batch`` is possible.
         chunk_size: Number of sample gradients in memory at once. Defaults to :math:`2^{25}` entries
             or one gradient.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 
     Reference: Section 5 and Fig. 2 of *Interplay Between Optimization and Generalization of SGD
     with Covariance Noise*.

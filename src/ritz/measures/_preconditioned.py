@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate, stderr
 from ritz.curvature import CurvatureOperator, Risk, curvature_operator
-from ritz.curvature._shared import CurvatureMatrix, batch_products
-from ritz.measures._gradient_noise import random_groups
+from ritz.curvature._shared import CurvatureMatrix
+from ritz.measures._noise import checked_group_size, contrasts, random_groups, unseen_by
 from ritz.operators import FunctionOperator
 from ritz.spectra import eigenpairs
 
@@ -93,7 +93,6 @@ def preconditioned_curvature(
     divisor: Tensor,
     *,
     matrix: CurvatureMatrix = "hessian",
-    num_groups: int = 128,
     generator: torch.Generator | None = None,
 ) -> tuple[Estimate, Estimate]:
     r"""Return the largest eigenvalue of :math:`D^{-1/2} H D^{-1/2}` and the variance along it.
@@ -108,12 +107,12 @@ def preconditioned_curvature(
         risk: The loss at a point, whose samples do not depend on each other.
         divisor: :math:`D > 0`, ``(P,)``.
         matrix: ``hessian`` or ``ggn``.
-        num_groups: Number of random groups that stand for samples.
         generator: Source of groups and start vector. Defaults to a new generator with seed 0.
     """
     generator = resolve_generator(generator)
     if not bool((divisor > 0).all()):
         raise ValueError("divisor must be positive in all entries")
+    # D^-1/2 H D^-1/2 is symmetric and has the eigenvalues of D^-1 H, by which Adam steps.
     root = divisor.rsqrt()[:, None]
     scaled = scaled_operator(curvature_operator(risk, matrix), root[:, 0])
     pairs = eigenpairs(scaled, largest=1, rtol=RTOL, generator=generator)
@@ -129,17 +128,11 @@ def preconditioned_curvature(
         seed=pairs.seed,
     )
     count = sum(risk.batch_rows)
-    size = max(1, count // num_groups)
+    size = checked_group_size(None, count)
     groups = random_groups(risk, size, generator)
-    mean, gaps = torch.zeros_like(root, dtype=torch.float64), list[float]()
-    for j, (_, product) in enumerate(
-        batch_products(groups, root * vectors[:, -1:], matrix=matrix), 1
-    ):
-        # Welford: (j - 1)/j |y_j - mean_{j-1}|^2 sum to the squares of the deviations.
-        step = (root * product).double() - mean
-        gaps.append(float(step.square().sum()) * ((j - 1) / j))
-        mean.add_(step, alpha=1 / j)
-    samples = torch.tensor(gaps[1:], dtype=torch.float64) * (size * (count - 1) / count)
-    unseen = (max(0, count - groups.num_batches) / max(1, count - 1)) ** 0.5
+    # With y_j = D^{-1/2} H_j D^{-1/2} phi the contrasts sum to that of |y_j - mean|^2:
+    # V = (N - 1)/N g/(M - 1) sum_j |y_j - mean|^2, whose M - 1 contrasts are averaged.
+    gaps = contrasts(groups, root * vectors[:, -1:], matrix, root=root)[:, 0]
+    samples = gaps * (size * (count - 1) / count)
     along = Estimate.of(samples, method=f"{groups.num_batches} random groups", num_products=1)
-    return top, replace(along, stderr=stderr(samples) * unseen)
+    return top, replace(along, stderr=stderr(samples) * unseen_by(groups, count))

@@ -88,16 +88,20 @@ def read_step(
     for name, vector in rows.items():
         check_tensor(name, vector, dtype=vectors.dtype, device=vectors.device, rows=len(vectors))
     decay = torch.zeros_like(before) if decay is None else decay
+    # w_{t+1} - w_t = - sum_i alpha_i u_i u_i' g, without what the decay has done.
     update = after - before - decay
     along = {"gradient": gradient, "update": update, "decay": decay}
     inside = {name: vectors.T @ vector for name, vector in along.items()}
     # The parts beside the eigenvectors.
     g, d = (along[name] - vectors @ inside[name] for name in ("gradient", "update"))
+    # Beside the eigenvectors there is one rate, that of least squares: alpha = -d'g / g'g.
     square = float(g.double().square().sum())
     flat = -float(d.double() @ g.double()) / square if square else math.nan
     parts = {name: part.double().cpu() for name, part in inside.items()}
+    # Equation 11: alpha_i = - u_i'(w_{t+1} - w_t) / u_i'g.
     rates = -parts["update"] / parts["gradient"]
     sharp = float(rates[values.argmax()])
+    # The direction of the weights is what counts for layers before a normalisation.
     turn = vectors.T @ (after / after.norm() - before / before.norm())
     return StepReading(
         values=values.double().cpu(),
@@ -182,6 +186,7 @@ class StepReader:
             part, place = slice(place, place + p.numel()), place + p.numel()
             factor = float(group[p].get("weight_decay", 0.0))
             if decoupled(self.optimizer, group[p]):
+                # The learning rate of SpectralSGD is a factor on a measured one.
                 rate = float(group[p]["lr"]) * (group[p].get("rate") or 1.0)
                 decay[part] = -rate * factor * before[part]
             else:

@@ -36,7 +36,8 @@ from ritz.training._assembly import (
 from ritz.training._data import DataParts, Feed, as_part, as_parts, limited, measurable, sample
 from ritz.training._folder import AVERAGE, NAME, WEIGHTS, FilePath, Folder, held_folder, times_path
 from ritz.training._monitor import CurvatureMonitor
-from ritz.training._run import Monitor, Run, TrainingResult, history_of
+from ritz.training._result import TrainingResult, history_of
+from ritz.training._run import Monitor, Run
 from ritz.training._step import device_of
 
 
@@ -236,6 +237,7 @@ def _feeds(
         augment=usual if config.augment is True else config.augment or None,
         drop_last=config.drop_last,
         sizes=config.batch_sizes,
+        lengths_seed=config.seed if config.random_segments else None,
     )
 
     def size(part: Any) -> int | None:
@@ -533,6 +535,7 @@ def measured_risk(
     l2: float = 0.0,
     precision: Any = None,
     seed: int = 0,
+    progress: bool | Progress = False,
 ) -> Risk:
     """Return the risk of a model on a part of its data, in an order that depends on the seed only.
 
@@ -548,6 +551,7 @@ def measured_risk(
         l2: Coefficient of the L2 term of the loss.
         precision: Precision of the arithmetic.
         seed: Seed of the draw.
+        progress: Show a bar while a loader is read.
     """
     source = getattr(parts, split)
     if source is None:
@@ -564,5 +568,6 @@ def measured_risk(
             l2=l2,
             precision=precision,
             freeze=True,
+            progress=progress,
             **options,
         )

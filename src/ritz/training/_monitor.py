@@ -157,12 +157,16 @@ class CurvatureMonitor:
         return total_cost(self.names, self)
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Note the initial weights, and the weights before each step, if a quantity needs them."""
+        """Begin with a training: note the initial weights, and those before each step, if needed.
+
+        Nothing is left of a training before, so that one monitor may watch several in turn.
+        """
+        if self._memory.reader is not None:
+            self._memory.reader.close()
+        self._memory = Memory()
         if "distance" in self.names:
             self._memory.note_initial(parameters(optimizer))
         if any(self._needs(name, "step") for name in self.names):
-            if self._memory.reader is not None:
-                self._memory.reader.close()
             self._memory.reader = StepReader(optimizer)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
