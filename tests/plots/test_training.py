@@ -9,7 +9,7 @@ from ritz import plots
 from ritz._core.results import Estimate, Status
 from ritz.measures import rank_degeneracy
 from ritz.plots._series import curvature_points, points, training_series
-from ritz.plots._shared import check_picture
+from ritz.plots._shared import check_picture, watched_names
 from ritz.plots._style import result_title
 
 AVERAGED = {"average_test_loss": 0.4, "average_test_accuracy": 0.9}
@@ -347,7 +347,7 @@ def watched_log():
 
 def test_every_quantity_of_a_log_has_a_panel():
     log = watched_log()
-    names = plots.watched_names(log)
+    names = watched_names(log)
     assert names == ("lambda_max", "ritz_values", "trace", "weight_norm", "gradient_histogram",
                      "gradient_weight_histogram", "density")  # fmt: skip
     axes = dict(zip(names, plots.watched({"run": log}).axes, strict=False))

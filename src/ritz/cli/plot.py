@@ -74,15 +74,19 @@ def command(options: Options) -> None:
 
 
 def _parts(logs: list[Path], what: str) -> list[str]:
+    from ritz.plots._shared import watched_names
+
     if what != "auto":
         return [what]
-    seen = any(ritz.plots.watched_names(_read_log(path)) for path in logs)
+    seen = any(watched_names(_read_log(path)) for path in logs)
     return ["curves", "watched"] if seen else ["curves"]
 
 
 def _more(runs: dict[str, list[dict[str, Any]]], what: str) -> str:
     """Return what else can be drawn of the logs, if nothing was chosen."""
-    names = ritz.plots.watched_names([record for records in runs.values() for record in records])
+    from ritz.plots._shared import watched_names
+
+    names = watched_names([record for records in runs.values() for record in records])
     if what != "auto" or not names:
         return ""
     single = [name for name, key in (("curvature", "lambda_max"), ("degeneracy", "ritz_values"))

@@ -16,7 +16,7 @@ from ritz.plots._plot import plot, save_figure
 from ritz.plots._spectra import against_exact, density, over_histogram, spectra, spectrum
 from ritz.plots._style import panels
 from ritz.plots._training import batch_scaling, curvature_over_time, degeneracy, training_curves
-from ritz.plots._watched import watched, watched_names
+from ritz.plots._watched import watched
 
 __all__ = [
     "advice",
@@ -36,5 +36,4 @@ __all__ = [
     "spectrum",
     "training_curves",
     "watched",
-    "watched_names",
 ]
