@@ -3,7 +3,8 @@ import shutil
 
 import pytest
 
-from ritz._core.progress import Bar, Progress, tracking
+from ritz._core import progress
+from ritz._core.progress import Bar, Progress, Stages, duration, tracking
 
 
 class Terminal(io.StringIO):
@@ -64,6 +65,79 @@ def test_time_left_is_shown():
         bar.update(1)
     assert "1/4" in stream.getvalue()
     assert "s left" in stream.getvalue()
+
+
+class Clock:
+    """A clock that tests set."""
+
+    now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(progress, "time", clock)
+    return clock
+
+
+def run(clock, stream, times, total):
+    with tracking(Bar(stream), "products", total) as bar:
+        for done, now in enumerate(times, start=1):
+            clock.now = now
+            bar.update(done)
+    return stream.getvalue()
+
+
+def test_a_log_file_is_told_how_long_work_will_take(clock):
+    # The first step takes 20 s, since it traces a model; the other 999 take 1.5 s each.
+    text = run(clock, io.StringIO(), [20.0, 21.5, 23.0], 1000)
+    first, last = text.splitlines()
+    assert first == "products: 1,000 in all, about 25 min"
+    assert last.endswith("3/1000  23.0 s, 25 min left")
+
+
+def test_short_work_and_a_terminal_get_no_further_line(clock):
+    assert run(clock, io.StringIO(), [0.1, 0.2], 20).count("\n") == 1
+    assert run(clock, Terminal(), [20.0, 21.5], 1000).count("\n") == 1
+
+
+def test_time_left_of_resumed_work_is_that_of_its_own_steps(clock):
+    stream = io.StringIO()
+    with tracking(Bar(stream), "steps", 200) as bar:
+        for done, now in ((150, 5.0), (151, 7.0)):
+            clock.now = now
+            bar.update(done)
+    assert "98 s left" in stream.getvalue()
+
+
+def test_durations_have_a_unit_that_suits_them():
+    assert [duration(t) for t in (2.345, 59.6, 3000, 86400)] == [
+        "2.3 s",
+        "60 s",
+        "50 min",
+        "24.0 h",
+    ]
+
+
+def test_stages_count_what_earlier_ones_did():
+    recorder = Recorder()
+    with tracking(recorder, "products", 26) as whole:
+        stages = Stages(whole)
+        for width in (8, 5):
+            with tracking(stages.stage(size=2 * width, weight=width), "Lanczos", 2) as bar:
+                bar.update(1)
+                bar.update(2, "note")
+    assert recorder.calls == [
+        ("start", "products", 26),
+        ("update", 8, ""),
+        ("update", 16, "note"),
+        ("update", 21, ""),
+        ("update", 26, "note"),
+        "finish",
+    ]
 
 
 def test_without_a_total_the_bar_shows_a_count():

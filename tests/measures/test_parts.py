@@ -110,6 +110,44 @@ def test_damaged_part_of_a_state_is_computed_again(tmp_path):
     assert_same_files(found, expected, tmp_path)
 
 
+def test_a_budget_takes_fewer_probes_then_fewer_steps_and_says_so():
+    centre = risk()
+    whole = measured(centre)  # 4 rows of 5 steps of 3 probes
+    products = [
+        (60, 5, 3),  # all
+        (59, 5, 2),
+        (20, 5, 1),
+        (19, 4, 1),
+    ]
+    for budget, steps, probes in products:
+        found = measured(centre, max_products=budget)
+        assert (found.num_steps, found.num_probes) == (steps, probes)
+        assert sum(row.num_products for row in found.rows) <= budget
+        for row in found.rows:
+            assert row.status.ok == (budget == 60)
+    assert "max_steps: 1 of 3 probes, 4 of 5 steps, within 19 products" in str(found)
+    assert "max_products=60 suffices" in found.rows[0].status.advice
+    assert "max_steps" not in str(whole)
+    with pytest.raises(ValueError, match="max_products must be at least 4, got 3"):
+        measured(centre, max_products=3)
+
+
+def test_one_bar_counts_all_products_of_sharpness():
+    calls = []
+
+    class Noting:
+        def start(self, label, total):
+            calls.append((label, total))
+
+        def update(self, done, note=""):
+            calls.append(done)
+
+        def finish(self): ...
+
+    measured(risk(), progress=Noting(), matrix="ggn", batch_norm="eval")
+    assert calls == [("products of sharpness", 15), 2, 4, 6, 8, 10, 11, 12, 13, 14, 15]
+
+
 def test_negative_save_interval_raises(tmp_path):
     with pytest.raises(ValueError, match=r"save_interval must be at least 0.0, got -1"):
         sharpness(risk(), num_steps=2, num_probes=1, save_interval=-1.0)

@@ -51,9 +51,12 @@ def take_rows(batch: Batch, indices: Tensor | slice, size: int) -> Batch:
     return tree_map(lambda leaf: leaf[indices] if is_rows(leaf, size) else leaf, batch)
 
 
-def split_rows(batch: Batch, batch_size: int) -> list[Batch]:
-    """Cut tensors of one length into batches of ``batch_size`` samples; the last may be smaller."""
-    size = common_rows(batch)
+def split_rows(batch: Batch, batch_size: int, size: int | None = None) -> list[Batch]:
+    """Cut samples into batches of ``batch_size``; the last may be smaller.
+
+    All tensors must have a row per sample, unless the number of samples, ``size``, is passed.
+    """
+    size = common_rows(batch) if size is None else size
     starts = range(0, size, batch_size)
     return [take_rows(batch, slice(start, start + batch_size), size) for start in starts]
 

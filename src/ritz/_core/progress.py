@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol, TextIO, runtime_checkable
+from typing import Protocol, TextIO, final, runtime_checkable
 
 
 @runtime_checkable
@@ -22,11 +22,17 @@ class Progress(Protocol):
         """Called once at the end, also after an error."""
 
 
+# A log file is told how long work will take if that is more seconds than this: a line per short
+# computation would be longer than its result.
+LONG = 10.0
+
+
 class Bar:
     """Progress bar on one line of the standard error stream.
 
     In a terminal or a notebook it is redrawn at most ten times per second. Elsewhere only the last
-    state is written, so that log files stay short.
+    state is written, so that log files stay short, and before it, if the work takes long, one line
+    with its number of steps and the expected time, which the first steps tell.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -37,11 +43,20 @@ class Bar:
     def start(self, label: str, total: int | None) -> None:
         self._label, self._total, self._line = label, total, ""
         self._begun = self._drawn = time.monotonic()
+        self._first: tuple[int, float] | None = None  # after the first step, which may trace
+        self._forecast = self._live
         self.update(0)
 
     def update(self, done: int, note: str = "") -> None:
         now = time.monotonic()
         self._line = self._format(done, note, now - self._begun)
+        left = self._left(done, now)
+        if left is not None and not self._forecast and self._first != (done, now):
+            self._forecast = True
+            if (whole := now - self._begun + left) > LONG:
+                text = f"{self._label}: {self._total:,} in all, about {duration(whole)}\n"
+                self._stream.write(text)
+                self._stream.flush()
         if self._live and (now - self._drawn >= 0.1 or done == self._total):
             self._drawn = now
             self._write()
@@ -54,10 +69,20 @@ class Bar:
         if self._total:
             filled = min(done, self._total) * 24 // self._total
             body = f"[{'#' * filled:.<24}] {done}/{self._total}"
-            # Time per step so far, times the steps that remain.
-            if 0 < done < self._total:
-                spent += f", {seconds / done * (self._total - done):.1f} s left"
+            if (left := self._left(done, self._begun + seconds)) is not None:
+                spent += f", {duration(left)} left"
         return f"{self._label} {body}  {spent}  {note}".rstrip()
+
+    def _left(self, done: int, now: float) -> float | None:
+        """Return the seconds left, or ``None`` if they are not known."""
+        if not self._total or not 0 < done < self._total:
+            return None
+        # Time per step after the first one, in which models are traced; of it if it is alone.
+        # Steps of an interrupted run were done before the first one.
+        self._first = self._first or (done, now)
+        before, since = self._first
+        seconds = (now - since) / (done - before) if done > before else (now - self._begun) / done
+        return seconds * (self._total - done)
 
     def _write(self, end: str = "") -> None:
         line = self._line
@@ -69,12 +94,50 @@ class Bar:
         self._stream.flush()
 
 
+def duration(seconds: float) -> str:
+    """Return a duration with two or three digits, in the unit that suits it."""
+    if seconds < 120:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
 class _Silent:
     def start(self, label: str, total: int | None) -> None: ...
 
     def update(self, done: int, note: str = "") -> None: ...
 
     def finish(self) -> None: ...
+
+
+@final
+class Stages:
+    """Several computations that report to one bar, of which each step counts as many units.
+
+    Args:
+        whole: Receives the progress of all of them together.
+    """
+
+    def __init__(self, whole: Progress) -> None:
+        self._whole, self._before, self._weight, self._size = whole, 0, 1, 0
+
+    def stage(self, *, size: int, weight: int = 1) -> Progress:
+        """Begin the next stage, of ``size`` units and ``weight`` units per step.
+
+        The stage before it counts as done, also if it was read from a saved state and reported
+        nothing.
+        """
+        self._before += self._size
+        self._size, self._weight = size, weight
+        return self
+
+    def start(self, label: str, total: int | None) -> None:
+        """Do nothing: the bar of all stages has begun."""
+
+    def update(self, done: int, note: str = "") -> None:
+        self._whole.update(self._before + min(done * self._weight, self._size), note)
+
+    def finish(self) -> None:
+        """Do nothing: further stages may follow."""
 
 
 @contextmanager

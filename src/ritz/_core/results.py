@@ -46,7 +46,8 @@ class Status:
     Attributes:
         outcome: ``completed`` (all steps were done; no tolerance was set), ``converged`` (the
             tolerance was reached), ``breakdown`` (an exact invariant subspace was found, so more
-            steps would add nothing), ``max_steps`` (the tolerance was not reached) or
+            steps would add nothing), ``max_steps`` (the tolerance was not reached, or the products
+            allowed did not suffice for all that was asked for) or
             ``uncertain`` (no bound of the error is known, so it may be of any size).
         message: One sentence that says what happened.
         advice: What to change. Empty if nothing is wrong.

@@ -25,7 +25,9 @@ class Options(shared.MeasureOptions):
     sizes: str | None = option(None, "Batch sizes, such as 8,64 (default: 8,32,128,512).")
     optimizer: Update | None = option(None, "Optimiser to advise on (default: that of the run).")
     momentum: float | None = option(None, "Momentum (default: as in the run).", low=0.0, high=1.0)
-    verify: bool = option(False, "Find the learning rates that short trainings of a copy stand.")
+    verify: bool = option(False, "Check the learning rates by short trainings of a copy.")
+    max_products: int | None = option(None, "At most this many products with the matrix (default: "
+                                      "as many as needed).", low=1)
     split: shared.Split = option("train", shared.SPLIT)
     picture: shared.Picture = option("png", shared.PICTURE, shared.OUTPUT, free=True)
     # fmt: on
@@ -41,8 +43,10 @@ def command(options: Options) -> None:
     with measurement(options) as session:
         risk = session.risk(options.split)
         settings = advised_settings(session.run.config, options.optimizer, options.momentum)
-        typer.echo(measures.advice_cost(risk, batch_sizes=sizes), err=True)
-        settings |= {"matrix": options.matrix, "verify": options.verify, "batch_sizes": sizes}
+        limits: Any = {"batch_sizes": sizes, "max_products": options.max_products}
+        cost = measures.advice_cost(risk, timed=not options.json, **limits)
+        typer.echo(cost, err=True)
+        settings |= {"matrix": options.matrix, "verify": options.verify} | limits
         shown: Any = {"generator": session.generator(), "progress": not options.json}
         advice = measures.advise(risk, **settings, **shown)
         session.save("advice", advice, session.name("advise", "matrix"), picture=options.picture)

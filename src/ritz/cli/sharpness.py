@@ -30,6 +30,9 @@ class Options(shared.MeasureOptions):
                               "runs: batch norm folded, outputs calibrated on held-out data.",
                               free=True)
     probes: int = option(8, "Number of random probes. More probes give smaller error bars.", low=1)
+    max_products: int | None = option(None, "At most this many products with matrices: fewer "
+                                      "probes, then fewer steps (default: as many as needed).",
+                                      low=1)
     # fmt: on
 
 
@@ -53,6 +56,7 @@ def command(options: Options) -> None:
             num_probes=options.probes,
             matrix=session.matrices(options.matrix),
             batch_norm=mode,
+            max_products=options.max_products,
             generator=session.generator(),
             **session.resume(name),
         )
@@ -63,6 +67,7 @@ def _calibrated(options: Options, session: "Measurement") -> None:
     from ritz import measures
 
     run = session.run
+    # The temperature needs data on which the network was not trained.
     held = "validation" if run.parts.validation is not None else "test"
     if options.split == held or getattr(run.parts, held) is None:
         raise ValueError(f"--calibrated needs held-out data besides --split {options.split}: the "

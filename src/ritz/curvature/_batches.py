@@ -1,20 +1,40 @@
 """Data in any form as a list of batches that is the same in every pass."""
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
-from ritz._core.batches import Batch, as_one_batch, as_plain, num_rows, split_rows, tensors
+from ritz._core.batches import (
+    Batch,
+    as_one_batch,
+    as_plain,
+    is_rows,
+    join_rows,
+    num_rows,
+    split_labels,
+    split_rows,
+    take_rows,
+    tensors,
+)
 from ritz._core.checks import check_count, check_type
 from ritz._core.modes import differentiable
+from ritz._core.progress import Progress, tracking
 
 FREEZE = (
     "pass freeze=True to keep the batches of the first pass, or disable shuffling and random "
@@ -38,11 +58,15 @@ class Batches:
         device: Device of the batches.
         dtype: Dtype of floating-point tensors. Defaults to the dtype of the data.
         share: ``(k, n)``: this process takes the batches whose number is ``k`` modulo ``n``.
+        max_samples: Keep a random subset of this many rows in memory. Accepts loaders that shuffle.
+        seed: Seed of the subset.
+        progress: Show a bar while a loader is read.
 
     Attributes:
         sizes: Number of samples in each batch of the data, by ``count``.
         rows: Number of rows of the tensors with one row per sample, in each batch.
         held: Whether the batches are in memory.
+        first: Number and first batch of this process, until :meth:`forget`; ``None`` without any.
         defaulted: Whether ``batch_size`` is the default.
     """
 
@@ -57,34 +81,46 @@ class Batches:
         device: torch.device,
         dtype: torch.dtype | None = None,
         share: tuple[int, int] = (0, 1),
+        max_samples: int | None = None,
+        seed: int = 0,
+        progress: bool | Progress = False,
     ) -> None:
         self._device, self._dtype, (self._rank, self._world) = device, dtype, share
         self.count = count
         whole = as_one_batch(data)
         self.defaulted = whole is not None and batch_size is None
+        if whole is None and batch_size is not None:
+            raise ValueError(f"batch_size must not be passed for data in batches, got {batch_size}")
         if whole is not None:
             batch_size = 512 if batch_size is None else batch_size
             check_count("batch_size", batch_size)
+            if max_samples is not None:
+                whole = next(iter(draw_rows([whole], max_samples, seed)))
             data = split_rows(whole, batch_size)
-        elif batch_size is not None:
-            raise ValueError(f"batch_size must not be passed for data in batches, got {batch_size}")
+        elif max_samples is not None:
+            data, freeze = draw_samples(data, max_samples, seed, progress), True
         check_type("data", data, Iterable, "a loader, a list of batches, or tensors")
         streams = not isinstance(data, Sequence)
         self._source, self._compared = data, streams and not freeze
         if self._compared and isinstance(data, Iterator):
             raise TypeError("data must be iterable twice, got an iterator: pass freeze=True")
-        if self._compared and isinstance(getattr(data, "sampler", None), RandomSampler):
+        if self._compared and _shuffles(data):
             raise ValueError(f"data must have a fixed order, got a loader that shuffles: {FREEZE}")
-        self._read(room=memory if self._compared else float("inf"))
+        drawn = None if max_samples is None else seed
+        batches = _shown(data, progress)
+        self._read(batches, drawn, room=memory if self._compared else float("inf"))
 
-    def _read(self, room: float) -> None:
+    def _read(self, source: Iterable[Any], seed: int | None, room: float) -> None:
         """Read the data once: sizes, checksums, and batches in memory while they fit."""
         self.sizes, self.rows, self._checksums = list[int](), list[int](), list[int]()
         batches: list[Batch] | None = []
+        self.first: tuple[int, Batch] | None = None
         # A user-defined iterable may write every batch into the same memory.
         reused = not isinstance(self._source, Sequence | DataLoader)
         with _generators_restored(self._source):
-            for index, batch in enumerate(map(as_plain, self._source)):
+            if seed is not None:  # augmentation is drawn with the samples
+                torch.default_generator.manual_seed(seed)
+            for index, batch in enumerate(map(as_plain, source)):
                 count = self.count or partial(num_rows, name=f"batch {index}")
                 size = count(batch)
                 check_count(f"number of samples in batch {index}", size)
@@ -97,18 +133,21 @@ class Batches:
                 if self._compared:
                     self._checksums.append(_checksum(batch))
                 room -= sum(tensor.nbytes for tensor in tensors(batch))
-                if batches is None or room < 0:
-                    batches = None
-                else:
-                    copy = tree_map_only(Tensor, Tensor.clone, batch) if reused else batch
-                    batches.append(self._move(copy))
-            if not self.sizes:
-                raise ValueError("data must contain at least one batch, got none")
-            self._in_memory, self.held = batches, batches is not None
-            if self._checksums:
-                # One batch of a second pass shows shuffling, even if all batches are in memory.
-                again = next(islice(map(as_plain, self._source), self._rank, None))
-                self._compare(self._rank, again, self._checksums[0])
+                batches = None if room < 0 else batches
+                if batches is None and self.first is not None:
+                    continue
+                copy = tree_map_only(Tensor, Tensor.clone, batch) if reused else batch
+                moved = self._move(copy)
+                self.first = self.first or (index, moved)
+                if batches is not None:
+                    batches.append(moved)
+        if not self.sizes:
+            raise ValueError("data must contain at least one batch, got none")
+        self._in_memory, self.held = batches, batches is not None
+
+    def forget(self) -> None:
+        """Release the first batch, unless all batches are in memory."""
+        self.first = None
 
     def __iter__(self) -> Iterator[tuple[int, Batch]]:
         """Yield this process's batches with their numbers, always in the same order."""
@@ -139,6 +178,155 @@ class Batches:
             raise ValueError(
                 f"data must be the same in every pass, but batch {index} has changed: {FREEZE}"
             )
+
+
+def _shuffles(data: Any) -> bool:
+    """Return whether the sampler of a loader is known to draw another order in every pass."""
+    inside = getattr(data, "batch_sampler", None)
+    samplers = (getattr(data, "sampler", None), getattr(inside, "sampler", None))
+    kinds = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+    return any(isinstance(sampler, kinds) for sampler in samplers)
+
+
+# ------------------------------------------------------------------------------------------
+# A random subset of the samples.
+
+
+def draw_samples(
+    data: Any, count: int, seed: int, progress: bool | Progress = False
+) -> Iterable[Batch]:
+    """Return batches with a random subset of the samples of data in batches.
+
+    Every subset of ``count`` samples is equally likely. A loader that can fetch single samples
+    fetches these alone; any other one is read once. Memory: at most twice the subset.
+
+    Args:
+        data: A loader, a list or another iterable of batches.
+        count: Number of samples; all of them if the data have fewer.
+        seed: Seed of the draw, and of what a loader draws from the global generator.
+        progress: Show a bar while data are read.
+    """
+    check_count("max_samples", count)
+    check_type("data", data, Iterable, "a loader, a list of batches, or tensors")
+    if (subset := _subset_loader(data, count, seed)) is not None:
+        return subset
+    with _generators_restored(data):
+        if not isinstance(data, Sequence):
+            torch.default_generator.manual_seed(seed)
+        return draw_rows(map(as_plain, _shown(data, progress)), count, seed)
+
+
+def _subset_loader(data: Any, count: int, seed: int) -> Iterable[Batch] | None:
+    """Return a loader of a random subset, if a loader has its samples by number."""
+    sampler = getattr(data, "sampler", None)
+    shuffled = isinstance(sampler, RandomSampler) and not sampler.replacement
+    plain = isinstance(sampler, SequentialSampler) or shuffled
+    if (
+        not isinstance(data, DataLoader)
+        or not plain
+        or type(data.batch_sampler) is not BatchSampler
+    ):
+        return None
+    size, dataset = len(sampler), data.dataset  # type: ignore[arg-type]
+    if size != len(dataset) or data.drop_last:  # type: ignore[arg-type]
+        return None  # some samples are never drawn
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(size, generator=generator)[:count].sort().values
+    return DataLoader(
+        Subset(dataset, order.tolist()),
+        batch_size=data.batch_size,
+        collate_fn=data.collate_fn,
+        num_workers=data.num_workers,
+        worker_init_fn=data.worker_init_fn,
+        generator=torch.Generator().manual_seed(seed),
+        multiprocessing_context=data.multiprocessing_context,
+    )
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Rows of one batch that are in the subset so far, with the random number of each row."""
+
+    batch: Batch
+    keys: Tensor
+
+    def below(self, bound: float) -> "_Piece":
+        """Return the rows whose numbers are at most the bound."""
+        keep = self.keys <= bound
+        return (
+            self
+            if bool(keep.all())
+            else _Piece(take_rows(self.batch, keep.nonzero()[:, 0], len(keep)), self.keys[keep])
+        )
+
+
+def draw_rows(batches: Iterable[Batch], count: int, seed: int) -> list[Batch]:
+    """Return the rows of a random subset, joined into batches as long as the first one."""
+    check_count("max_samples", count)
+    # Each row draws a number; those with the ``count`` smallest numbers are a uniform subset,
+    # whatever the total, so that one pass suffices.
+    generator = torch.Generator().manual_seed(seed)
+    pieces, longest, bound = list[_Piece](), 0, float("inf")
+    for index, batch in enumerate(batches):
+        size = num_rows(batch, name=f"batch {index}")
+        _require_rows(batch, size, index)
+        longest = longest or size
+        keys = torch.rand(size, generator=generator, dtype=torch.float64)
+        # By indices, which copy: the batch may lie in memory that the next one overwrites.
+        rows = (keys <= bound).nonzero()[:, 0]
+        if len(rows):
+            pieces.append(_Piece(take_rows(batch, rows, size), keys[rows]))
+        if sum(len(piece.keys) for piece in pieces) > 2 * count:
+            pieces, bound = _smallest(pieces, count)
+    return _join([piece.batch for piece in _smallest(pieces, count)[0]], longest)
+
+
+def _smallest(pieces: list[_Piece], count: int) -> tuple[list[_Piece], float]:
+    """Return the rows with the ``count`` smallest numbers, and the largest of these numbers."""
+    keys = torch.cat([piece.keys for piece in pieces]) if pieces else torch.empty(0)
+    if len(keys) <= count:
+        return pieces, float("inf")
+    bound = float(keys.kthvalue(count).values)
+    # A piece without rows would have no number of samples, so it is dropped first.
+    return [piece.below(bound) for piece in pieces if float(piece.keys.min()) <= bound], bound
+
+
+def _require_rows(batch: Batch, size: int, index: int) -> None:
+    """Raise unless the labels of a batch have a row for each of its samples."""
+    labels = split_labels(batch)[2]
+    if isinstance(labels, Tensor) and labels.ndim and len(labels) != size:
+        raise ValueError(
+            f"max_samples needs batches with one row per sample, got {size} rows and "
+            f"{len(labels)} labels in batch {index}"
+        )
+
+
+def _join(parts: list[Batch], longest: int) -> list[Batch]:
+    """Join batches of the same shapes, up to a number of rows; other values must be equal."""
+    groups: dict[Any, list[Batch]] = {}
+    for part in parts:
+        leaves, spec = tree_flatten(part)
+        size = num_rows(part)
+        key = tuple(
+            (leaf.shape[1:], leaf.dtype)
+            if is_rows(leaf, size)
+            # What is not a row belongs to the samples of its batch, so it must be the same.
+            else (leaf.shape, _checksum(leaf)) if isinstance(leaf, Tensor) else repr(leaf)
+            for leaf in leaves
+        )  # fmt: skip
+        groups.setdefault((str(spec), key), []).append(part)
+    joined = (join_rows(group, list(map(num_rows, group))) for group in groups.values())
+    return [batch for whole in joined for batch in split_rows(whole, longest, num_rows(whole))]
+
+
+def _shown(data: Iterable[Any], progress: bool | Progress) -> Iterator[Any]:
+    """Yield the batches, with a bar while a loader is read."""
+    shown = False if isinstance(data, Sequence) else progress
+    total = len(data) if isinstance(data, Sized) else None
+    with tracking(shown, "batches of data", total) as bar:
+        for done, batch in enumerate(data, start=1):
+            yield batch
+            bar.update(done)
 
 
 @contextmanager

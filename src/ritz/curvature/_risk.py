@@ -27,6 +27,7 @@ from ritz._core.checks import (
 from ritz._core.distributed import Group, all_sum, rank, world_size
 from ritz._core.modes import BATCH_NORM_MODES, BatchNormMode, Precision, batch_norms
 from ritz._core.params import ParamSpace
+from ritz._core.progress import Progress
 from ritz.curvature import _losses as losses
 from ritz.curvature._batches import Batches, move_batch
 from ritz.curvature._losses import FORWARD, Adapter, Forward, LossFunction, check_labels, known_loss
@@ -55,8 +56,9 @@ class Risk:
     .. math:: L(\theta) = \frac{1}{N} \sum_i \ell_i(\theta) + \frac{\mu}{2} \|\theta\|^2
 
     Parameters and buffers are copied. The model is never changed: not its weights, its running
-    statistics or its mode. Memory: one vector of parameters, the buffers, and up to 4 GiB of data.
-    Data beyond that are loaded again in every pass, and a checksum detects changes.
+    statistics or its mode. Memory: one vector of parameters, the buffers, and up to 4 GiB of data,
+    which are read once. Data beyond that are loaded again in every pass, and a checksum detects
+    changes.
 
     Args:
         model: Any module.
@@ -69,7 +71,7 @@ class Risk:
         data: A ``DataLoader`` or list of batches, each ``(*inputs, target)`` or a dictionary of
             keyword arguments with ``labels`` as target; or all samples as a tuple or dictionary of
             tensors. The order must be the same in every pass: pass ``freeze=True`` with a loader
-            that shuffles or augments.
+            that shuffles, or that augments and does not fit into memory.
         batch_norm: ``eval`` (running statistics), ``train`` (statistics of each batch) or
             ``recomputed`` (running statistics recomputed over these data at this point).
         params: Parameters with respect to which derivatives are taken: a regular expression that
@@ -85,6 +87,10 @@ class Risk:
             Required for ``batch_norm="train"``, because the loss then depends on it.
         freeze: Keep the batches of the first pass in memory. Accepts loaders that shuffle or
             augment.
+        max_samples: Use a random subset of at most this many samples (rows of the tensors), drawn
+            once and kept in memory. It depends on ``seed`` and the data alone. A loader whose
+            samples have numbers fetches these alone; any other one is read once. With
+            ``sharing="own"``, each process draws its part of them.
         count: Function that takes a batch and returns its number of samples, which is its weight
             in the mean. Defaults to the length of the first tensor. For a loss that averages over
             tokens, return the number of tokens that are not ignored.
@@ -94,7 +100,8 @@ class Risk:
             every k-th batch. ``own``: each process has different data, as with
             ``DistributedSampler``. ``none``: no communication.
         group: The processes. Defaults to all.
-        seed: Seed of the dropout masks.
+        seed: Seed of the dropout masks and of the subset.
+        progress: Show a bar while a loader is read, or a :class:`Progress` to report to.
 
     Attributes:
         theta: The chosen parameters as one vector ``(P,)``, in the order of
@@ -120,11 +127,13 @@ class Risk:
         dropout: Literal["off", "fixed"] = "off",
         batch_size: int | None = None,
         freeze: bool = False,
+        max_samples: int | None = None,
         count: Callable[[Batch], int] | None = None,
         precision: Precision | None = None,
         sharing: Sharing = "split",
         group: Group | None = None,
         seed: int = 0,
+        progress: bool | Progress = False,
     ) -> None:
         check_type("model", model, nn.Module, "a torch.nn.Module")
         if loss_fn is not None and not callable(loss_fn):
@@ -150,7 +159,11 @@ class Risk:
             "share": (rank(group), world_size(group)) if sharing == "split" else (0, 1),
         }
         self._recognized = False  # whether the model's own loss was looked at
-        self._read(data, batch_size)
+        if max_samples is not None and sharing == "own":
+            # Every process has a part of the data, from which it draws its part of the samples.
+            check_count("max_samples", max_samples, low=world_size(group))
+            max_samples = len(range(rank(group), max_samples, world_size(group)))
+        self._read(data, batch_size, max_samples=max_samples, seed=seed, progress=progress)
         self._check_batch_norm(batch_norm)
         self._statistics: Params | None = None
         self._sample_gaps: dict[bool, str] = {}
@@ -159,6 +172,7 @@ class Risk:
         self.linear_loss = False
         self._outputs: Any = None  # outputs of one sample, to check labels against
         self._outputs = _inspect_first_batch(self)
+        self._batches.forget()
         self._check_held_labels()
 
     def _count_terms(self, batch: Batch) -> int:
@@ -180,9 +194,9 @@ class Risk:
         own = self.adapter.own
         return num_rows(batch) if own is None or not own.tokens else own.num_terms(batch["labels"])
 
-    def _read(self, data: Any, batch_size: int | None) -> None:
+    def _read(self, data: Any, batch_size: int | None, **first: Any) -> None:
         """Read the batches, and count their samples over all processes."""
-        self._batches = Batches(data, batch_size=batch_size, **self._reading)
+        self._batches = Batches(data, batch_size=batch_size, **self._reading, **first)
         total = torch.tensor(sum(self._batches.sizes), device=self.space.device)
         self.num_samples = int(all_sum(total, self.group) if self.sharing == "own" else total)
         self._mask_shapes: dict[Any, list[tuple[tuple[int, ...], float]]] = {}
@@ -264,6 +278,7 @@ class Risk:
             check_finite(f"parameter {name!r}", value)
         if data is not None:
             other._read(data, batch_size)
+            other._batches.forget()
             other._check_batch_norm(self.batch_norm)
             other._check_held_labels()
         return other
@@ -418,8 +433,12 @@ class Risk:
         for index, batch in self._batches:
             if not self._batches.held:
                 self._check_labels(index, batch)
-            context = Context(constants, batch, self._masks(index, batch), self.batch_rows[index])
+            context = self.context(constants, index, batch)
             yield index, context, self.batch_sizes[index] / self.num_samples
+
+    def context(self, constants: Params, index: int, batch: Batch) -> Context:
+        """Return a batch with everything else that its loss depends on."""
+        return Context(constants, batch, self._masks(index, batch), self.batch_rows[index])
 
     def sum_over_processes(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over the processes that share the data, in place, and return it."""
@@ -550,7 +569,9 @@ def _inspect_first_batch(risk: Risk) -> Any:
     for name, value in risk.params.items():
         check_finite(f"parameter {name!r}", value)
     before = risk.theta.clone()
-    for index, context, _ in risk.contexts():
+    if risk._batches.first is not None:  # a second pass over a loader would read it again
+        index, batch = risk._batches.first
+        context = risk.context(risk.constants(), index, batch)
         with torch.no_grad(), risk.settings():
             outputs, target = risk.evaluate(risk.params, context)
             if not torch.equal(risk.theta, before):

@@ -13,7 +13,7 @@ from torch import Tensor
 from ritz._core.checks import check_choice, check_count, is_below
 from ritz._core.journal import Journal, Parts
 from ritz._core.modes import BATCH_NORM_MODES, BatchNormMode, batch_norms
-from ritz._core.progress import Progress
+from ritz._core.progress import Progress, Stages, tracking
 from ritz._core.random import resolve_generator
 from ritz._core.results import Estimate, Status, plain_estimate
 from ritz._core.storage import storable
@@ -21,6 +21,7 @@ from ritz.curvature import CurvatureOperator, Risk, curvature_operator, summary
 from ritz.curvature._shared import MATRICES, CurvatureMatrix, EngineName, Summary, check_risk
 from ritz.measures._degeneracy import Degeneracy, rank_degeneracy
 from ritz.measures._landscape import random_vectors
+from ritz.measures._outliers import vector_errors
 from ritz.operators import exact
 from ritz.spectra import Spectrum, lanczos_block
 from ritz.spectra._shared import least_frobenius_norm, negative_values
@@ -98,7 +99,7 @@ def simple_eigenvalues(runs: Sequence[Spectrum]) -> Tensor:
     first, others = runs[0], runs[1:]
     if first.cosines is None or not others:
         return torch.empty(len(runs), 0, dtype=torch.int64)
-    angles = [_angles(run) for run in runs]
+    angles = [vector_errors(run) for run in runs]
     simple = []
     # Candidates are the converged values of the first run; every other run must confirm them.
     for index in (angles[0] <= TUNING.converged).nonzero()[:, 0].tolist():
@@ -117,14 +118,6 @@ def _sample(run: Spectrum, chosen: Tensor, at: Tensor) -> Tensor:
     # memory a run was read to.
     sampled = left * (rest * at).sum() / mass if left and mass > 0 else torch.zeros_like(mass)
     return at[chosen].sum() + sampled
-
-
-def _angles(run: Spectrum) -> Tensor:
-    # sin(u, eigenvector) <= |A u - theta u| / gap, with the gap to the nearest other Ritz value.
-    distances = (run.values[:, None] - run.values).abs()
-    # A value is not its own neighbour.
-    distances.fill_diagonal_(math.inf)
-    return run.residuals / distances.min(1).values
 
 
 def _same(
@@ -229,6 +222,8 @@ class Sharpness:
             + (f", l2 {self.l2:g}" if self.l2 else ""),
             f"  {self.num_steps} Lanczos steps, {_probes(self.num_probes)}, seed {self.seed}",
         ]
+        if not self.rows[0].status.ok:
+            lines.append(f"  {self.rows[0].status}")
         columns = [_column(row, self.summaries[row.batch_norm or ""]) for row in self.rows]
         width = max(len(cell) for column in columns for cell in column.values())
         for name in columns[0]:
@@ -246,6 +241,7 @@ def sharpness(
     batch_norm: BatchNormMode | Sequence[BatchNormMode] | None = None,
     block_size: int | None = None,
     engine: EngineName = "auto",
+    max_products: int | None = None,
     state: str | os.PathLike[str] | None = None,
     save_interval: float = 30.0,
     generator: torch.Generator | None = None,
@@ -276,13 +272,16 @@ def sharpness(
             without batch norm has one row per matrix.
         block_size: Probes per block. Defaults to what suits the operator.
         engine: ``linearized`` (traced once), ``eager``, or ``auto``, which prefers the first.
+        max_products: At most this many products in all rows together. If that is too few, each row
+            has fewer probes, and with a single probe fewer steps; its status then says so.
+            Defaults to as many as steps and probes need.
         state: File to resume from, and to save to every ``save_interval`` seconds; further files
             have names that begin with its name. They are not deleted at the end. A resumed
             computation gives the same result bit for bit (on the CPU). Raises ``ValueError`` if the
             state belongs to other weights, data or settings.
         save_interval: Seconds between saves.
         generator: Source of the start vectors. Defaults to a new generator with seed 0.
-        progress: Show progress bars, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 
     Reference: *Flatness is a False Friend*.
     """
@@ -302,6 +301,8 @@ def sharpness(
         for name in matrices:
             operator(centre, name)  # what is not possible raises before the first product
     generator = resolve_generator(generator)
+    num_rows = len(centres) * len(matrices)
+    num_steps, num_probes, spent = _within(max_products, num_steps, num_probes, num_rows)
     start = random_vectors(risk, num_probes, generator)
     settings = {
         "num_steps": num_steps,
@@ -317,22 +318,16 @@ def sharpness(
     parts = Parts(
         Journal(state, settings, interval=save_interval, group=risk.group, together=together)
     )
-    run = partial(
-        lanczos_block,
-        num_steps=num_steps,
-        group=risk.group,
-        save_interval=save_interval,
-        progress=progress,
-    )
-    rows, summaries = [], {}
-    for mode, centre in centres:
-        summaries[mode or ""] = _summary(parts, centre, mode)
-        for name in matrices:
-            rows.append(
-                _row(
-                    parts, operator(centre, name), run, start, name, mode, generator.initial_seed()
-                )
-            )
+    run = partial(lanczos_block, num_steps=num_steps, group=risk.group, save_interval=save_interval)
+    rows, summaries, seed = [], {}, generator.initial_seed()
+    total = num_rows * num_steps * num_probes
+    with tracking(progress, "products of sharpness", total) as bar:
+        stages = Stages(bar)
+        for mode, centre in centres:
+            summaries[mode or ""] = _summary(parts, centre, mode)
+            for name in matrices:
+                row = _row(parts, operator(centre, name), run, start, stages, name, mode, seed)
+                rows.append(row if spent is None else replace(row, status=spent))
     return Sharpness(
         rows=tuple(rows),
         summaries=summaries,
@@ -341,8 +336,30 @@ def sharpness(
         num_probes=num_probes,
         batch_sizes=(min(risk.batch_sizes), max(risk.batch_sizes)),
         l2=risk.l2,
-        seed=generator.initial_seed(),
+        seed=seed,
     )
+
+
+def _within(
+    max_products: int | None, num_steps: int, num_probes: int, num_rows: int
+) -> tuple[int, int, Status | None]:
+    """Return steps and probes per row for a number of products, and a status if they are fewer."""
+    if max_products is None:
+        return num_steps, num_probes, None
+    check_count("max_products", max_products, low=num_rows)
+    # Fewer probes give wider error bars. Fewer steps give a bias that no error bar shows, so
+    # steps are cut only if a single probe is too many.
+    each = max_products // num_rows
+    steps, probes = min(num_steps, each), min(num_probes, max(1, each // num_steps))
+    if (steps, probes) == (num_steps, num_probes):
+        return steps, probes, None
+    counts = f"{probes} of {num_probes} probes, {steps} of {num_steps} steps"
+    needed = num_rows * num_steps * num_probes
+    return steps, probes, Status(
+        outcome="max_steps",
+        message=f"{counts}, within {max_products:,} products",
+        advice=f"max_products={needed} suffices for all",
+    )  # fmt: skip
 
 
 def _probes(count: int) -> str:
@@ -380,8 +397,9 @@ def _summary(parts: Parts, risk: Risk, mode: str | None) -> Summary:
 def _row(
     parts: Parts,
     op: CurvatureOperator,
-    run: Callable[..., tuple[Spectrum, ...]],
+    run: partial[tuple[Spectrum, ...]],
     start: Tensor,
+    stages: Stages,
     matrix: CurvatureMatrix,
     mode: str | None,
     seed: int,
@@ -392,7 +410,10 @@ def _row(
         # The cosines of all start vectors with the first run's Ritz vectors: they tell which of its
         # values are simple eigenvalues.
         against = None if index or start.shape[1] == 1 else start
-        runs += parts.get(f"{name}-{index}", partial(run, op, start=block, against=against))
+        width, num_steps = block.shape[1], run.keywords["num_steps"]
+        bar = stages.stage(size=width * num_steps, weight=width)
+        call = partial(run, op, start=block, against=against, progress=bar)
+        runs += parts.get(f"{name}-{index}", call)
     # This is a part as well: an exact trace may cost as much as a run.
     labels = {"matrix": matrix, "batch_norm": mode}
     return parts.get(name, lambda state: _measure(op, runs, seed, **labels))
@@ -433,6 +454,7 @@ def _measure(op: CurvatureOperator, runs: list[Spectrum], seed: int, **labels: A
         negative_mass=replace(negative.scaled(1 / size), truncation=undecided),
         degeneracy=rank_degeneracy(runs, matrix=labels["matrix"]),
         num_products=num_products,
+        # The row is exact only if every run has found an invariant space.
         status=min((run.status for run in runs), key=lambda status: status.outcome == "breakdown"),
     )
 

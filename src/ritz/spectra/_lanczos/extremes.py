@@ -136,20 +136,20 @@ def eigenpairs(
     locked, and a new random start in their orthogonal complement looks for others that are as
     extreme, until it finds none.
 
-    ============  ===============================================  =================================
-    ``certify``   an eigenvalue more extreme than a returned one,  products
-                  by more than ``rtol``, is missed
-    ============  ===============================================  =================================
-    ``random``    with probability 0.001 at most, over the starts  1.3 times those of ``none``, and
-                                                                   twice with repeated values
-    ``inertia``   never, but for roundoff                          those of the pairs, and a
-                                                                   factorisation for each end
-    ``none``      if it is repeated                                about those of ``eigsh``
-    ============  ===============================================  =================================
+    ============  =======================================  =========================================
+    ``certify``   what may be missed                       cost
+    ============  =======================================  =========================================
+    ``random``    nothing, with probability 0.999 over     1.3 times the products of ``none``; twice
+                  the random starts                        as many with repeated eigenvalues
+    ``inertia``   nothing, apart from roundoff             the products of ``none``, and a
+                                                           factorisation for each end
+    ``none``      copies of repeated eigenvalues           about the products of ``eigsh``
+    ============  =======================================  =========================================
 
-    A single pair at an end needs no second run. ``inertia`` counts the eigenvalues beyond the
-    returned ones by the signs of the pivots of :math:`A - \sigma I`. It needs a dense or sparse
-    matrix, whose factors have to fit into memory.
+    An eigenvalue counts as missed if it is more extreme than a returned one by more than ``rtol``
+    times the norm. A single pair at an end needs no second run. ``inertia`` counts the eigenvalues
+    beyond the returned ones by the signs of the pivots of :math:`A - \sigma I`. It needs a dense or
+    sparse matrix, whose factors have to fit into memory.
 
     Cost: one product per step, and ``2 j`` vector reads of re-orthogonalisation in step ``j``.
     Memory beyond the operator: ``max_vectors + 5`` vectors.
@@ -176,7 +176,7 @@ def eigenpairs(
             :func:`ritz.lanczos`. After a restart all vectors are written.
         save_interval: Seconds between saves.
         generator: Source of the start vector. Defaults to a new generator with seed 0.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 
     Raises:
         ValueError: As :func:`ritz.lanczos` does.
@@ -302,7 +302,8 @@ class _Search:
         goal: What is wanted.
         saved: The run and its journal.
         seed: Seed of further start vectors.
-        random: Whether the start vector is random. Otherwise what it did not find may exist.
+        random: Whether the start vector is random. If not, it says nothing about eigenvalues that
+            were not found.
     """
 
     def __init__(self, goal: _Goal, saved: SavedRuns, seed: int, *, random: bool = True) -> None:
@@ -561,7 +562,7 @@ def bounds(
         max_steps: Maximum number of products; 20 to 60 are usual. The interval holds the spectrum
             even if it is too wide then.
         generator: Source of the start vector. Defaults to a new generator with seed 0.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
 
     Reference: Van Dorsselaer, Hochstenbach and Van der Vorst (2000).
     """
@@ -607,7 +608,7 @@ def spectral_norm(
         rtol: Truncation to reach, relative to the norm.
         max_steps: Maximum number of products.
         generator: Source of the start vector. Defaults to a new generator with seed 0.
-        progress: Show a progress bar, or a :class:`Progress` to report to.
+        progress: ``True`` shows a progress bar; a :class:`Progress` object receives the progress.
     """
     op = as_operator(op)
     discs = gershgorin(op)
