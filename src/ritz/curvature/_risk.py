@@ -25,7 +25,7 @@ from ritz._core.checks import (
     is_below,
 )
 from ritz._core.distributed import Group, all_sum, rank, world_size
-from ritz._core.modes import BATCH_NORM_MODES, BatchNormMode, Precision, batch_norms
+from ritz._core.modes import BATCH_NORM_MODES, BatchNormMode, Precision, batch_norms, unwrapped
 from ritz._core.params import ParamSpace
 from ritz._core.progress import Progress
 from ritz.curvature import _losses as losses
@@ -37,6 +37,7 @@ from ritz.curvature._modes import (
     Context,
     Params,
     Selection,
+    WrittenOut,
     as_leaves,
     attempt,
     copy_state,
@@ -61,7 +62,8 @@ class Risk:
     changes.
 
     Args:
-        model: Any module.
+        model: Any module. One of ``torch.compile`` or DDP is unwrapped, with the names of its
+            parameters.
         loss_fn: Takes outputs and target of a batch, returns the *mean* loss over its samples. Any
             callable, such as ``torch.nn.functional.cross_entropy``. ``None`` if the model returns
             its own loss, as Hugging Face models do. If the first batch shows that this loss is the
@@ -141,9 +143,14 @@ class Risk:
         check_choice("sharing", sharing, ("split", "own", "none"))
         check_range("l2", l2, low=0.0)
         losses.check_reduction(loss_fn)
+        # Compiled code has no second derivatives; the products are those of the plain model.
+        model = unwrapped(model)
         self.model, self.loss_fn = model, loss_fn
         self.batch_norm, self.dropout, self.l2, self.seed = batch_norm, dropout, float(l2), seed
         self.sharing, self.group, self.precision = sharing, group, precision
+        self.warned: list[str] = []  # shared with the risks that are made from this one
+        self._formulas = False  # whether operations of the model are written out
+        self._written: list[str] = []  # buffers that the model writes to, such as counters
         self._constant = False  # statistics of a batch are constants for derivatives
         self.adapter = Adapter(model, loss_fn, forward)
         self.space, self.theta, self._constants, cast = copy_state(model, params, precision)
@@ -184,7 +191,12 @@ class Risk:
                 # A model that cannot be called in this way fails later, with a better message.
                 state, call = self.params | self._constants, partial(functional_call, self.model)
                 outputs, _ = attempt(partial(call, state, (), here), *UNSUITABLE)
-            if (own := losses.recognized_loss(outputs, labels)) is not None:
+                own = losses.recognized_loss(outputs, labels)
+                if own is not None:
+                    plain = replace(own, labelled=False)
+                    again, _ = attempt(partial(call, state, (), plain.inputs(here)), *UNSUITABLE)
+                    own = plain if losses.same_logits(outputs, again) else own
+            if own is not None:
                 self.loss_fn = functional.cross_entropy
                 self.adapter = Adapter(self.model, self.loss_fn, None, own)
         own = self.adapter.own
@@ -231,7 +243,10 @@ class Risk:
 
     def evaluate(self, params: Params, context: Context) -> tuple[Any, Any]:
         """Return outputs and target of a batch at other values of the chosen parameters."""
-        state = {f"model.{name}": value for name, value in (params | context.constants).items()}
+        # Every call finds the buffers as they were, so that the loss is a function of the weights.
+        written = {name: context.constants[name].clone() for name in self._written}
+        constants = context.constants | written if written else context.constants
+        state = {f"model.{name}": value for name, value in (params | constants).items()}
         with modes.masked_dropout(self.model, context.masks):
             pair: tuple[Any, Any] = functional_call(self.adapter, state, (context.batch,))
         return pair
@@ -373,6 +388,12 @@ class Risk:
         return self._batches.rows
 
     @property
+    def num_outputs(self) -> int:
+        """Number of outputs of the largest batch of this process; 0 if they are not a tensor."""
+        each = 0 if self._outputs is None else self._outputs.numel()
+        return each * max(self.batch_rows, default=0)
+
+    @property
     def separable(self) -> bool:
         """Whether the outputs of a sample do not depend on the other samples of its batch."""
         if self._constant:
@@ -465,6 +486,7 @@ class Risk:
             precision=self.precision,
             device=self.theta.device,
             constant=self._constant,
+            formulas=self._formulas,
         )
 
     def diagnose(self) -> None:
@@ -525,6 +547,15 @@ class Risk:
                 "batch_size is required with batch_norm='train': the loss depends on it"
             )
 
+    def _restore_buffers(self) -> None:
+        """Note which buffers the first calls of the model wrote to, and undo that."""
+        buffers = dict(self.model.named_buffers())
+        # A copy of a tensor is at version 0, and every operation in place adds one.
+        names = sorted(self._constants.keys() & buffers.keys())
+        self._written = [name for name in names if self._constants[name]._version]
+        for name in self._written:
+            self._constants[name] = buffers[name].detach().to(self._constants[name], copy=True)
+
     def _require_finite(self, total: Tensor) -> None:
         if not bool(torch.isfinite(total.sum())):
             self.diagnose()
@@ -569,9 +600,13 @@ def _inspect_first_batch(risk: Risk) -> Any:
         index, batch = risk._batches.first
         context = risk.context(risk.constants(), index, batch)
         with torch.no_grad(), risk.settings():
-            outputs, target = risk.evaluate(risk.params, context)
+            with WrittenOut() as noted:
+                outputs, target = risk.evaluate(risk.params, context)
+            risk._formulas = noted.used
             if not torch.equal(risk.theta, before):
                 raise ValueError("model must not change its parameters: does it use max_norm?")
+            risk._restore_buffers()
+            context = replace(context, constants=risk.constants())
             known = known_loss(risk.loss_fn)
             if known is not None and not isinstance(outputs, Tensor):
                 kind = type(outputs).__name__
